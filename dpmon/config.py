@@ -192,7 +192,8 @@ def _read_config_file(path: Path) -> dict[str, Any]:
         return {}
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
+    info = os.fstat(fd)
+    if not stat.S_ISREG(info.st_mode):
         os.close(fd)
         raise ConfigError(f"{path} is not a regular file")
     with open(fd, "rb") as file:
@@ -208,4 +209,6 @@ def _read_config_file(path: Path) -> dict[str, Any]:
         table: dict[str, Any] = tomllib.loads(data.decode("utf-8"))
     except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} is not TOML: {error}") from None
+    if "on_event" in table and info.st_uid not in (0, os.getuid()):
+        raise ConfigError(f"{path}: on_event is a command, and the file belongs to another user")
     return table

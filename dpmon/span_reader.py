@@ -17,6 +17,7 @@ from dpmon.span_ring import (
     KINDS_AT,
     MAGIC,
     MAX_GROUPS,
+    MAX_SLOTS,
     NO_NUMBER,
     OF_NCCL,
     SLOT,
@@ -94,7 +95,8 @@ class SpanReader:
         self.world: int | None = world if world >= 0 else None
         if version != VERSION or header != HEADER_BYTES:
             raise RingError(f"{self.path}: ring of another version ({version})")
-        if self.slots == 0 or header + self.slots * SLOT_BYTES != os.fstat(self._fd).st_size or self.process < 0:
+        size = os.fstat(self._fd).st_size
+        if not 0 < self.slots <= MAX_SLOTS or header + self.slots * SLOT_BYTES != size or self.process < 0:
             raise RingError(f"{self.path}: damaged header")
 
     def close(self) -> None:
@@ -389,10 +391,10 @@ def _open_own_file(path: str, access: int) -> int:
     """Open a file. Raises RingError if it is not a regular file of this user, OSError if it cannot be opened."""
     fd = os.open(path, access | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     info = os.fstat(fd)
-    if stat.S_ISREG(info.st_mode) and info.st_uid == os.getuid():
+    if stat.S_ISREG(info.st_mode) and info.st_uid == os.getuid() and info.st_nlink == 1:
         return fd
     os.close(fd)
-    raise RingError(f"{path}: not a regular file, or the file of another user")
+    raise RingError(f"{path}: not a regular file with one name, or the file of another user")
 
 
 def _count_consecutive(marks: list[int], number: int) -> int:

@@ -44,7 +44,7 @@ from dpmon.record.span_format import LAP_AT
 HEADER_BYTES = 4096
 SLOT = struct.Struct("=5Q")
 SLOT_BYTES = SLOT.size
-SLOTS = 32 << 10
+SLOTS, MAX_SLOTS = 32 << 10, 1 << 20
 """1.25 MiB: about 7,000 usual steps. A larger ring would add more touched pages to the training's memory."""
 THREADS = 384
 MAX_GROUPS = 8

@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from shutil import get_terminal_size
 from typing import TYPE_CHECKING, NamedTuple
@@ -119,8 +119,7 @@ def export(options: argparse.Namespace) -> int:
             # with its input. It sets a handler, because its children would inherit SIG_IGN.
             signal.signal(signal.SIGTERM, lambda *_: None)
         # An exporter with `rollups` is the arm of `attach` on another machine; any other one only reads.
-        look = ensure_supervisor(directory).start_if_needed if options.rollups else lambda: None
-        with poll_in_background(look):
+        with poll_in_background(ensure_supervisor(directory).start_if_needed) if options.rollups else nullcontext():
             stream_rows(directory, options.start, rollups=options.rollups)
         return 0
     from dpmon.export import export as write

@@ -106,7 +106,8 @@ class LogCopier:
         while view and self.open:
             try:
                 if poller.poll(IDLE_S * 1000):  # a pipe that is ready takes PIPE_BUF bytes at once
-                    view = view[os.write(self._fd, view[: select.PIPE_BUF]) :]
+                    count = os.write(self._fd, view[: select.PIPE_BUF])
+                    self.last, view = bytes(view[count - 1 : count]), view[count:]
             except BlockingIOError:
                 time.sleep(IDLE_S)
             except OSError:
@@ -114,7 +115,6 @@ class LogCopier:
             if view and self._gives_up():
                 self.open = False
                 self.left = len(view) + (0 if self._file is None else os.fstat(self._file).st_size - self._at)
-        self.last = data[-1:]
 
     def seek_before_end(self, keep: int) -> None:
         """Continue `keep` bytes before the current end of the log."""
@@ -151,7 +151,7 @@ class HeadlessRun:
         self._lines: StatusStream | None = None
         self._interrupts = 0
         self._until = math.inf
-        """How long to wait for readers that do not take the output (monotonic s)."""
+        """When to stop waiting for readers that do not take the output (monotonic s)."""
         self._owed: deque[int] = deque()
         """Signals that came before the command was started and must still be sent to it."""
         self._named = False

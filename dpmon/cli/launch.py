@@ -63,12 +63,13 @@ def run(options: argparse.Namespace) -> int:
     if headless:
         remember_signals(early)  # an interrupt must not leave a run without a command
     metrics = resolve_metrics_path(options.metrics or os.environ.get("DPMON_METRICS"))
-    # Each supervisor of the run that this process starts reads them here.
+    # Every supervisor that this process starts for the run reads these variables.
     if tells is not None:
         os.environ["DPMON_ON_EVENT"] = shlex.join(tells)
     if metrics is not None:
         os.environ["DPMON_METRICS"] = metrics
-    directory, info = create_run(_draft_run_info(options, command, headless, inherit))
+    draft = _draft_run_info(options, command, headless, inherit, metrics, on_event=tells is not None)
+    directory, info = create_run(draft)
     if problem is not None:
         print_message(problem)
         add_note(directory, problem)
@@ -130,7 +131,15 @@ def _open_standard_descriptors() -> None:
     os.close(null)
 
 
-def _draft_run_info(options: argparse.Namespace, command: ResolvedCommand, headless: bool, inherit: bool) -> RunInfo:
+def _draft_run_info(
+    options: argparse.Namespace,
+    command: ResolvedCommand,
+    headless: bool,
+    inherit: bool,
+    metrics: str | None,
+    *,
+    on_event: bool,
+) -> RunInfo:
     size = shutil.get_terminal_size((80, 24))
     try:
         cwd = os.getcwd()
@@ -157,8 +166,8 @@ def _draft_run_info(options: argparse.Namespace, command: ResolvedCommand, headl
             "loss": options.loss and options.settings.loss is not False,
             "stdin": "inherit" if inherit else "terminal",
             "window": [size.lines, size.columns],
-            "metrics": os.environ.get("DPMON_METRICS") or None,
-            "on_event": bool(os.environ.get("DPMON_ON_EVENT")),
+            "metrics": metrics,
+            "on_event": on_event,
             "alive_minutes": options.settings.alive_minutes,
         },
         refresh=options.refresh or options.settings.refresh or REFRESH_S,
@@ -167,7 +176,7 @@ def _draft_run_info(options: argparse.Namespace, command: ResolvedCommand, headl
 
 
 def _event_command(command: tuple[str, ...] | None) -> tuple[tuple[str, ...] | None, str | None]:
-    """The command for events, with the full path of its program; or the reason why it cannot be started."""
+    """The command for events, with the full path of its program; and the reason if it cannot be started."""
     if command is None:
         return None, None
     program = shutil.which(command[0])

@@ -201,8 +201,9 @@ def _matches(there: RemoteRun, what: str) -> bool:
 
 def attach(options: argparse.Namespace) -> int:
     """Show the runs of one job on several machines as one run."""
-    directory, commands = _find_or_create_mirror(options, hosts_from_options(options))
-    os.environ["DPMON_METRICS"] = resolve_metrics_path(options.metrics) or ""
+    metrics = resolve_metrics_path(options.metrics)
+    directory, commands = _find_or_create_mirror(options, hosts_from_options(options), metrics)
+    os.environ["DPMON_METRICS"] = metrics or ""
     mirror, until = ensure_supervisor(directory, commands), time.monotonic() + _START_S
     # Once it is named in run.json, what looks after it knows it, and replaces it if it is killed.
     while mirror.is_running and not has_live_supervisor(load_info(directory)) and time.monotonic() < until:
@@ -210,7 +211,9 @@ def attach(options: argparse.Namespace) -> int:
     return attach_to_directory(directory, options, commands)
 
 
-def _find_or_create_mirror(options: argparse.Namespace, asked: Sequence[RemoteHost]) -> tuple[Path, list[list[str]]]:
+def _find_or_create_mirror(
+    options: argparse.Namespace, asked: Sequence[RemoteHost], metrics: str | None
+) -> tuple[Path, list[list[str]]]:
     """The local run that mirrors the chosen job, which is made unless there is one, and the commands of its machines.
 
     RunError if no machine has a run.
@@ -251,9 +254,7 @@ def _find_or_create_mirror(options: argparse.Namespace, asked: Sequence[RemoteHo
         elif name not in on_machine and name not in failed:
             print_message(f"{name}: it has no run of this job, so it is not shown")
     age_s = max(there.run.seconds for there in chosen_runs)
-    return find_or_create_mirror(
-        chosen_runs[0].name, ways, max(age_s, 0.0), resolve_metrics_path(options.metrics)
-    ), ways
+    return find_or_create_mirror(chosen_runs[0].name, ways, max(age_s, 0.0), metrics), ways
 
 
 def _no_run_error(answered: int) -> str:

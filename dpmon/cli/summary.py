@@ -81,16 +81,15 @@ class _SummaryLines:
     def lines(self, directory: Path, width: int) -> list[str]:
         """All lines except how it ended and where the record is, the most important first."""
         facts = self._facts
-        reasons = [] if facts.store.damaged is None else [facts.store.damaged]
-        warnings = [*reasons, *(warning.text for warning in facts.announced.warnings)]
+        damaged = [] if facts.store.damaged is None else [facts.store.damaged]
+        warnings = [*damaged, *(warning.text for warning in facts.announced.warnings)]
         stalled = stall_sentences(facts, self._how, over=self._how is not None)
         lines = [*stalled, *self._time_lines(), *self._gap_lines(warnings)]
         kinds = facts.store.kinds() | facts.layouts.modes_and_kinds()
         if facts.open_calls:
             lines.append(format_calls_so_far(facts.open_calls))
         elif not kinds:
-            reasons += [warning.text for warning in facts.announced.warnings if warning.process is not None]
-            lines.append(_untraced_summary(directory, self._info, self._how, reasons))
+            lines.append(_untraced_summary(directory, self._info, self._how, [*damaged, *facts.announced.reasons]))
         for mode in sorted({mode for mode, _ in kinds}):
             lines += self._mode_lines(mode, False)
             if facts.window.ever_trains(mode) and any(kind & EVALUATION for name, kind in kinds if name == mode):

@@ -34,8 +34,8 @@ _MOST = 1 << 47
 _MOST_SUM, _MOST_ID = 1 << 60, 1 << 53
 _MOST_OF_SECOND = 1 << 42
 """Largest sum of a second: the sum over all seconds of a run must fit into a column."""
-_MOST_TEXT, MOST_ROWS, MOST_DAMAGED = 1 << 18, 20_000, 1000
-"""Most characters of a text, rows of a line, and damaged rows of a machine in a commit."""
+_MOST_TEXT, _MOST_NAME, MOST_ROWS, MOST_DAMAGED = 1 << 18, 200, 20_000, 1000
+"""Most characters of a text and of a name, rows of a line, and damaged rows of a machine in a commit."""
 _MOST_COLUMNS = 100
 """Most columns of a line, and most characters of a column's name."""
 _MOST_STEPS = 1 << 40
@@ -244,10 +244,11 @@ def _decode_texts(name: str, values: Sequence[str | None]) -> Sequence[Any]:
         if not set(values) <= _MODES:
             raise ValueError(name)
         return values
+    most = _MOST_NAME if name == "name" else _MOST_TEXT
     for value in values:
-        if value is not None and (len(value) > _MOST_TEXT or not value.isascii()):
+        if value is not None and (len(value) > most or not value.isascii()):
             value.encode()  # ValueError for a lone surrogate
-            if len(value) > _MOST_TEXT:
+            if len(value) > most:
                 raise ValueError(name)
     return values
 

@@ -11,7 +11,6 @@ import gc
 import json
 import os
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -60,7 +59,7 @@ from dpmon.store.ring_drain import RETRY_S
 from dpmon.store.row_exchange import CHUNK_BYTES
 from dpmon.supervise.prometheus_file import PrometheusFile, metrics_path
 from dpmon.supervise.stall_watch import StallRecorder
-from dpmon.supervise.start_supervisor import keep_child_statuses
+from dpmon.supervise.start_supervisor import MACHINE, keep_child_statuses, lost_settings
 
 COMMIT_S, POLL_S, REST_S = 0.5, 0.2, 0.1
 MEASURED = 3
@@ -74,7 +73,8 @@ MOST_WHOLE = 16
 FEW_COLLECTIONS = 100_000
 """Objects between two garbage collections: rows create many objects, but no reference cycles."""
 _UNWRITTEN = "its records cannot be written here"
-_MOST_TEXT = 1000
+_MOST_TEXT, MOST_LOG = 1000, 1 << 20
+"""Most characters of a text that a machine has sent, and most bytes of the log: a machine may cause line after line."""
 
 
 class Mirror(StallRecorder):
@@ -112,6 +112,8 @@ class Mirror(StallRecorder):
                 self.links.close_link(machine.node.number, "", for_good=True)
             else:
                 machine.node.state, machine.node.why, machine.node.since_ns = "connecting", None, self.now_ns()
+        for text in lost_settings(info, has_event_command=False, has_metrics=metrics is not None):
+            self.emit("warning", {"process": None, "text": text})
 
     def now_ns(self) -> int:
         """The run's time."""
@@ -198,7 +200,7 @@ class Mirror(StallRecorder):
         host, run, version, script, cwd = (
             _text(marker, key) or "" for key in ("host", "run", "version", "script", "cwd")
         )
-        if machine.sought and not ID.fullmatch(run):
+        if not ID.fullmatch(run):
             raise ProtocolError("it has not named its run")
         if version not in (dpmon.__version__, node.version):
             text = f"{node.name} has dpmon {version}, this machine {dpmon.__version__}: only what both know is read"
@@ -354,7 +356,7 @@ class Mirror(StallRecorder):
 
     def _reject_node(self, machine: NodeConnection, why: str) -> None:
         """Cut off a machine that sends damaged records; after its end for good, because it would send them again."""
-        _log(f"{machine.node.name}: {why}")
+        _log(f"{machine.node.name}: {sanitize_line(why, _MOST_TEXT)}")
         self._drop_unwritten(machine)
         self._close_link(machine, "it sent damaged records", for_good=isinstance(machine.beat.get("exit"), dict))
 
@@ -430,7 +432,8 @@ def _text(sent: Mapping[str, Any], key: str) -> str | None:
 
 def _log(text: str) -> None:
     with contextlib.suppress(OSError):
-        os.write(2, f"{time.strftime('%F %T')} {text}\n".encode("utf-8", "replace"))
+        if os.fstat(2).st_size < MOST_LOG:
+            os.write(2, f"{time.strftime('%F %T')} {text}\n".encode("utf-8", "replace"))
 
 
 def main(directory_text: str, _: str) -> None:
@@ -441,7 +444,7 @@ def main(directory_text: str, _: str) -> None:
     if lock is None or info.boot_id != proc.boot_id() or not needs_supervisor(directory, info, load_exit(directory)):
         return
     # The commands come from the user's command line, never from the directory, which may come from another person.
-    commands = json.load(sys.stdin)
+    commands = [json.loads(os.environ.pop(f"{MACHINE}{number}")) for number in range(len(info.nodes))]
     if [name for name, *_ in commands] != list(info.nodes):
         return
     keep_child_statuses()

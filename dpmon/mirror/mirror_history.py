@@ -31,6 +31,8 @@ from dpmon.store.tally_encoding import renumber_series
 MOST_BYTES = 1 << 30
 _MOST_SERIES, _MOST_KEYS, _MOST_PROCESSES = 8192, 4096, 1 << 16
 """Most series, keys and processes of one machine."""
+_LATEST_S = 3600
+"""A machine whose tallies are further behind than this is not waited for."""
 _RING = re.compile(r"process-(\d{1,6})\.ring")
 _OWN = "supervisor"
 """The row of a machine's supervisor among its rings."""
@@ -70,6 +72,7 @@ class MirrorHistory:
         for ring in self._rings.values():
             if ring.node is not None and (found := _RING.fullmatch(ring.name.partition("/")[2])) is not None:
                 self._numbers[ring.node][int(found[1])] = ring.process
+        self._last_process = max([-1, *(ring.process for ring in self._rings.values())])
         self._names = SeriesNames(self._history.rows("SELECT number, name FROM series"))
         self._series: dict[int, dict[int, int]] = defaultdict(dict)
         """By machine and number of a series there: its number here."""
@@ -211,7 +214,7 @@ class MirrorHistory:
             if width in map(str, WIDTHS[:-1]) and type(second) is int and 0 < second <= beat["tallied_s"]:
                 self._upsert_meta("max(value, excluded.value)", f"pruned_{width}", second)
         if type(left_out := beat.get("left_out")) is int and 0 < left_out <= beat["offset"]:
-            self._upsert_meta("value + excluded.value", "pruned", left_out)
+            self._upsert_meta("min(value + excluded.value, 1 << 60)", "pruned", left_out)
         node.received, node.tallied_s = beat["offset"], max(beat["tallied_s"], node.tallied_s)
 
     def _upsert_meta(self, how: str, key: str, value: int) -> None:
@@ -234,7 +237,8 @@ class MirrorHistory:
             if ring.process not in numbers:
                 if len(numbers) >= _MOST_PROCESSES:
                     continue
-                numbers[ring.process] = max((one.process for one in self._rings.values()), default=-1) + 1
+                self._last_process += 1
+                numbers[ring.process] = self._last_process
             ring.node, ring.name, ring.process = node.number, f"{node.number}/{ring.name}", numbers[ring.process]
             before = self._rings.get(ring.name)
             ring.first_id, ring.last_id, ring.pending = None if before is None else before.first_id, None, ""
@@ -323,6 +327,7 @@ class MirrorHistory:
     def _publish_wider_tallies(self) -> None:
         """Let readers use the wider tallies up to where all machines have sent them."""
         live = [node.tallied_s for node in self.nodes if node.state == "connected"]
+        live = [second for second in live if second > max(live) - _LATEST_S]
         for finer, width in pairwise(WIDTHS):
             begin, end = self._whole[width], min(live, default=0) // width * width
             if end <= begin:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dpmon.run import proc
 from dpmon.run.mirror_state import MirrorState
-from dpmon.run.run_directory import RunError, RunInfo, count_file, deleted_bytes, load_exit
+from dpmon.run.run_directory import ID, RunError, RunInfo, count_file, deleted_bytes, load_exit
 from dpmon.run.run_registry import JOB, create_run, list_runs, short_name
 from dpmon.run.safe_files import open_file, write_atomically
 from dpmon.sanitize import sanitize_line
@@ -54,10 +54,11 @@ def stream_command(words: list[str], known: str | None = None) -> list[str]:
     """The command that prints the rows of a machine.
 
     `words`: its name, its run or the job of its run, and the words that run dpmon there. `known`: its run, once it is
-    known.
+    known, from a history that may come from another person: ssh gives the words to a shell.
     """
     _, run, *before = words
-    return [*before, "export", known if known and run.startswith(JOB) else run, "--follow", "--rollups"]
+    is_known = known is not None and ID.fullmatch(known) and run.startswith(JOB)
+    return [*before, "export", known if known and is_known else run, "--follow", "--rollups"]
 
 
 def append_output(directory: Path, name: str, text: str) -> None:

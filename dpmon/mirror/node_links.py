@@ -13,6 +13,7 @@ import random
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -183,6 +184,8 @@ class NodeLinks:
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     bufsize=0,
+                    # On this machine, `-m` would find another dpmon in the current directory.
+                    cwd="/" if words[0] == sys.executable else None,
                     start_new_session=True,  # without a terminal, nothing can ask for a password
                 )
             except (OSError, ValueError) as error:

@@ -97,6 +97,11 @@ class RunEvents:
             rows.event_count("warning"),
         )
 
+    @property
+    def reasons(self) -> list[str]:
+        """The warnings of training processes: those of dpmon itself do not say why a run has no steps."""
+        return [warning.text for warning in self.warnings if warning.process is not None]
+
     @cached_property
     def _mode_changes_by_process(self) -> Mapping[int, Sequence[ModeChange]]:
         """The changes of each process."""

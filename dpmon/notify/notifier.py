@@ -27,6 +27,7 @@ from dpmon.model.finding_text import Finding
 from dpmon.model.run_snapshot import RunSnapshot, SnapshotRequest
 from dpmon.model.snapshot_builder import SnapshotBuilder
 from dpmon.notify.run_notifications import Notification, NotificationFinder
+from dpmon.record.safe_json import number_member
 from dpmon.record.schema import SECOND
 from dpmon.report.health import LOST, assess_health
 from dpmon.report.report_data import analyze_run
@@ -92,10 +93,7 @@ class NotificationCommands:
         self._info = info
         self._command = command
         self._log = log
-        self._environment = {
-            name: value for name, value in os.environ.items() if name not in (SUPERVISES, START_DIRECTORY)
-        }
-        self._start_directory = os.environ.get(START_DIRECTORY, "/")
+        self._start_directory = os.environ.pop(START_DIRECTORY, "/")
         self._waiting: list[Notification] = []
         self._running: list[_RunningCommand] = []
         self._killed: list[subprocess.Popen[bytes]] = []
@@ -150,7 +148,6 @@ class NotificationCommands:
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
                     cwd=self._start_directory if os.path.isdir(self._start_directory) else "/",
-                    env=self._environment,
                     start_new_session=True,
                 )
         except OSError as error:
@@ -188,6 +185,7 @@ def main(directory_text: str, lock: str) -> None:
         os.nice(5)  # the training comes first
     command = load_settings(os.environ).on_event
     assert command is not None, "the supervisor starts this process only if there is a command"
+    os.environ.pop(SUPERVISES, None)  # the commands for events do not need it
     with closing(RunReader(directory)) as reader:
         run_until_end(reader, SentLog(fd), command)
 
@@ -196,7 +194,7 @@ def run_until_end(reader: RunReader, log: SentLog, command: Sequence[str]) -> No
     """Tell the events of a run until it is over and its last command has ended."""
     directory, info = reader.directory, reader.info
     commands = NotificationCommands(directory, info, log, command)
-    alive = info.options.get("alive_minutes")
+    alive = number_member(info.options, "alive_minutes")
     happenings, snapshots, state = (
         NotificationFinder(60.0 * alive if alive else None, log.ids),
         SnapshotBuilder(),

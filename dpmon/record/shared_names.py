@@ -41,10 +41,10 @@ MAX_JSON = 60_000
 """Most characters of JSON in one line or event."""
 _LENGTHS = (4096, 1024, 256, 64, 16)
 """Lengths (characters) to which texts are cut, tried in order until the JSON fits."""
-_SECRET = r"(?:(?<![^\W\d_])(?i:token|key|secret|password)|Token|Key|Secret|Password)"
-"""The end of a name whose value is a secret, as in --api-key, HF_TOKEN and authToken."""
+_SECRET = r"(?i:token|key|secret|password)"
+"""The end of a name whose value is a secret, as in --api-key, HF_TOKEN and PGPASSWORD."""
 _OPTION = rf"(?:^|[\s\0])-[^\s\0=]*{_SECRET}(?:\0|\s+(?!\s))(?!-\D)"
-"""An option in words that NUL joins, up to its value. Spaces separate the two in the word after `bash -c`."""
+"""An option and what separates it from its value: NUL between words, spaces within the word after `bash -c`."""
 _VALUES = re.compile(rf"({_SECRET}=|{_OPTION})[^\0]*")
 
 

@@ -62,11 +62,11 @@ def collect_report_data(directory: Path) -> ReportData:
             raised=None if why is None or why.raised is None else why.raised.sentence(info.cwd),
         )
         facts.query_everything()
-    reasons = [] if store.damaged is None else [store.damaged]
-    warnings, nothing = list(dict.fromkeys([*reasons, *(one.text for one in facts.announced.warnings)])), None
+    damaged, nothing = [] if store.damaged is None else [store.damaged], None
+    warnings = list(dict.fromkeys([*damaged, *(one.text for one in facts.announced.warnings)]))
     if not facts.steps and not facts.calls:
-        reasons += [one.text for one in facts.announced.warnings if one.process is not None]
-        nothing = nothing_traced_reason(directory, info, how, reasons) or "the command was not started"
+        nothing = nothing_traced_reason(directory, info, how, [*damaged, *facts.announced.reasons])
+        nothing = nothing or f"the command {'has not started yet' if how is None else 'was not started'}"
     reader = RunReader(directory)
     end = read_output_tail(reader) if how is not None and how.status else b""
     last = _last_output_lines(end, None if why is None else why.raised, reader.info.command_pid)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 
 from dpmon.run import proc
-from dpmon.run.lifecycle import is_command_alive
+from dpmon.run.lifecycle import is_command_alive, may_be_live_elsewhere
 from dpmon.run.process_notes import read_notes
 from dpmon.run.run_directory import ExitInfo, RunInfo, ring_paths
 from dpmon.span_reader import SpanReader
@@ -59,20 +60,24 @@ def iter_ring_activities(directory: Path) -> Iterator[tuple[SpanReader, str, int
 
 
 def nothing_traced_reason(directory: Path, info: RunInfo, how: ExitInfo | None, warnings: Iterable[str]) -> str | None:
-    """Why a run has no steps and no calls; None if its command was not started. `warnings`: of training processes."""
+    """Why a run has no steps and no calls; None if its command was not started.
+
+    `warnings`: those of training processes; warnings of dpmon itself explain nothing.
+    """
     # A warning that no ring could take is only in the log.
-    for text in (*warnings, *(note.text for note in read_notes(directory / "warnings.log", _MAX_BYTES) if note.pid)):
-        return text
+    noted = (note.text for note in read_notes(directory / "warnings.log", _MAX_BYTES) if note.pid)
+    if (reason := next(chain(warnings, noted), None)) is not None:
+        return reason
     if info.command_pid is None:
         return None
     stage = current_startup_stage(read_startup_stages(directory), lambda pid: proc.is_alive(pid, None))
+    is_alive = how is None and (is_command_alive(info) or may_be_live_elsewhere(directory, info, how))
     if stage is None:
-        return "no Python process of the run imported torch"
-    alive = how is None and is_command_alive(info)
-    if stage[0] == IMPORTING and not alive:
+        return f"no Python process of the run {'has imported torch yet' if is_alive else 'imported torch'}"
+    if stage[0] == IMPORTING and not is_alive:
         return "the process ended while it imported torch"
     if stage[0] in IDLE:
-        return "torch was imported, but no model was called"
+        return f"torch was imported, but no model was called{' yet' if is_alive else ''}"
     end_ns = time.monotonic_ns() if how is None else how.end_ns
-    process = "the process is" if alive else "when the process ended, it was"
+    process = "the process is" if is_alive else "when the process ended, it was"
     return f"no model was called; {process} {stage[0]}, for {max(end_ns - stage[1], 0) / 1e9:.0f} s"

@@ -110,10 +110,12 @@ def is_suspended(pid: int | None) -> bool:
 
 
 def variable(pid: int, name: str) -> str | None:
-    """Return a variable of the process's initial environment; None if it is unset or unreadable."""
+    """Return a variable of the initial environment of a process of this user; None if it is unset or unreadable."""
     start = os.fsencode(name) + b"="
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
+            if os.fstat(file.fileno()).st_uid != os.getuid():
+                return None
             variables = file.read(_MAX_ENVIRON_BYTES).split(b"\0")
     except (OSError, ValueError):
         return None

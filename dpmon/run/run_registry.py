@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import stat
 import time
 import zlib
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from pathlib import Path
 from dpmon.config import home_directory
 from dpmon.run import proc
 from dpmon.run.run_directory import ID, INFO_FILE, RunError, RunInfo, check_directory, load_info, write_info
+from dpmon.run.safe_files import open_directory
 
 _IDS_NAMED = 8
 ROOM_BYTES = 24 << 20
@@ -80,32 +80,54 @@ def network_file_system(place: Path) -> str | None:
     return kind if kind in _NETWORK else None
 
 
+def _check_way(runs: Path) -> None:
+    """Raise RunError if a link that neither this user nor root made leads to `runs`: it could lead anywhere."""
+    places = [*reversed(runs.parents), runs]
+    for place in places:
+        if place.is_symlink():
+            if os.lstat(place).st_uid not in (0, os.getuid()):
+                raise RunError(f"{place} is a link that another user made; set XDG_STATE_HOME to a directory of yours")
+            target = Path(os.path.realpath(place.parent), os.readlink(place))
+            places += [each for each in (*reversed(target.parents), target) if each not in places]
+
+
+def check_place(runs: Path) -> None:
+    """Raise RunError if no run may be kept in `runs`, or OSError; nothing is created."""
+    _check_way(runs)
+    at_home = home_directory(os.environ)
+    if at_home is not None and runs.is_relative_to(at_home) and not at_home.is_dir():
+        raise RunError(f"no run can be kept in {runs}: there is no directory {at_home}; set XDG_STATE_HOME")
+    for directory in (runs.parent, runs):
+        if directory.is_symlink() and os.stat(directory).st_mode & 0o077:
+            raise RunError(f"{directory} is a link to a directory that is open to others; chmod 700 {directory}/")
+
+
 def _make_private(directory: Path) -> None:
     """Create a directory of mode 0700, whatever the umask; FileExistsError if the path exists."""
     directory.mkdir(mode=0o700)
-    if os.lstat(directory).st_mode & 0o777 != 0o700:  # the umask removed permissions of the owner
-        os.chmod(directory, 0o700)
+    with open_directory(directory) as fd:
+        os.chmod(f"/proc/self/fd/{fd}", 0o700)  # not by its name, which may have become a link
 
 
 def _create_private(runs: Path) -> None:
     """Create a directory of runs if it is missing, and make it private; RunError if that fails."""
+    usual = runs == runs_directory()
     try:
-        state_home = runs.parent.parent
-        if runs == runs_directory():
-            # The XDG Base Directory Specification asks for mode 0700, also for missing parent directories.
-            for directory in [place for place in reversed((state_home, *state_home.parents)) if not place.exists()]:
-                with contextlib.suppress(FileExistsError):  # another dpmon made it first
-                    _make_private(directory)
-        elif not state_home.is_dir():
-            raise RunError(f"no run can be kept in {runs}: {state_home} is not a directory; set XDG_STATE_HOME")
+        check_place(runs)
+        # The XDG Base Directory Specification asks for mode 0700, also for missing parent directories.
+        for directory in [place for place in reversed(runs.parents[1:]) if usual and not place.exists()]:
+            with contextlib.suppress(FileExistsError):  # another dpmon made it first
+                _make_private(directory)
         for directory in (runs.parent, runs):
             with contextlib.suppress(FileExistsError):
                 _make_private(directory)
-            info = os.stat(directory) if runs == runs_directory() else os.lstat(directory)
-            if info.st_uid != os.getuid() or not stat.S_ISDIR(info.st_mode):
-                raise RunError(f"{directory} belongs to another user; set XDG_STATE_HOME to a directory of yours")
-            if info.st_mode & 0o077:
-                os.chmod(directory, 0o700)
+            linked = usual and directory.is_symlink()  # what it leads to is not changed
+            with open_directory(directory, linked=linked) as fd:
+                info = os.fstat(fd)
+                if info.st_uid != os.getuid():
+                    raise RunError(f"{directory} belongs to another user; set XDG_STATE_HOME to a directory of yours")
+                if info.st_mode & 0o077 and not linked:
+                    os.chmod(f"/proc/self/fd/{fd}", 0o700)
     except OSError as error:
         raise RunError(f"no run can be kept in {runs}: {error.strerror}; set XDG_STATE_HOME") from None
 
@@ -166,6 +188,7 @@ def list_runs(unreadable: list[str] | None = None) -> list[tuple[Path, RunInfo]]
     found = []
     for runs in (runs_directory(), *fallback_directories()):
         try:
+            _check_way(runs)
             if runs != runs_directory():
                 check_directory(runs.parent)
             names = os.listdir(runs)
@@ -174,7 +197,10 @@ def list_runs(unreadable: list[str] | None = None) -> list[tuple[Path, RunInfo]]
         for name in names:
             if ID.fullmatch(name):
                 try:
-                    found.append((runs / name, load_info(runs / name)))
+                    info = load_info(runs / name)
+                    if info.id != name:  # copied under another name, or made to look like another run
+                        raise RunError(f"{runs / name} has the id of another run: {info.id}")
+                    found.append((runs / name, info))
                 except RunError as error:
                     # Without the file the run is just being created, or was just deleted.
                     if unreadable is not None and os.path.lexists(runs / name / INFO_FILE):

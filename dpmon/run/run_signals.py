@@ -49,10 +49,8 @@ def find_run_command(directory: Path, info: RunInfo) -> ProcessEntry | None:
     if pid is None or pid <= 1 or info.boot_id != proc.boot_id():
         return None
     process = proc.read_process(pid)
-    if process is None or not proc.has_start_time(process, info.command_started):
-        return None
-    is_child = process.parent == os.getpid() or belongs_to_run(process.parent, directory, SUPERVISES)
-    return process if is_child or belongs_to_run(pid, directory) else None
+    is_same = process is not None and proc.has_start_time(process, info.command_started)
+    return process if is_same and is_member(pid, directory) else None
 
 
 def is_member(pid: int, directory: Path) -> bool:

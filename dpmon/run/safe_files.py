@@ -40,7 +40,7 @@ def open_file(path: Path, flags: int = os.O_RDONLY, *, anyone: bool = False) -> 
     `flags`: as for os.open; a new file has mode 0600. Without `anyone`, a file opened for writing must not have a
     second name (a hard link), because that name could be outside the run. Raises OSError for anything else.
     """
-    with _open_parent(path, linked=anyone) as place:
+    with open_directory(path.parent, linked=anyone) as place:
         try:  # check before opening, because opening some devices has side effects
             _check_file(path, os.stat(path.name, dir_fd=place, follow_symlinks=False), flags, anyone)
         except FileNotFoundError:
@@ -59,10 +59,10 @@ def open_file(path: Path, flags: int = os.O_RDONLY, *, anyone: bool = False) -> 
 
 
 @contextlib.contextmanager
-def _open_parent(path: Path, *, linked: bool = False) -> Iterator[int]:
-    """A descriptor of the directory that contains `path`; the directory must not be a link unless `linked`."""
+def open_directory(directory: Path, *, linked: bool = False) -> Iterator[int]:
+    """A descriptor (O_PATH) of a directory, which must not be a link unless `linked`."""
     # The directory itself may be replaced while a run goes on, and a link in its place would lead elsewhere.
-    fd = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC | (0 if linked else os.O_NOFOLLOW))
+    fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC | (0 if linked else os.O_NOFOLLOW))
     try:
         yield fd
     finally:
@@ -71,7 +71,7 @@ def _open_parent(path: Path, *, linked: bool = False) -> Iterator[int]:
 
 def remove_file(path: Path) -> None:
     """Delete a file of a run, of any file type; OSError if that fails, FileNotFoundError if it does not exist."""
-    with _open_parent(path) as place:
+    with open_directory(path.parent) as place:
         os.unlink(path.name, dir_fd=place)
 
 
@@ -82,7 +82,7 @@ def write_atomically(path: Path, text: str) -> None:
         fd = open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         with open(fd, "w", encoding="utf-8") as file:
             file.write(text)
-        with _open_parent(path) as place:
+        with open_directory(path.parent) as place:
             os.replace(temporary.name, path.name, src_dir_fd=place, dst_dir_fd=place)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -103,10 +103,10 @@ def _check_file(path: Path, info: os.stat_result, flags: int, anyone: bool) -> N
 
 def open_fifo(path: Path, flags: int) -> int:
     """A descriptor of a FIFO of this user, without waiting; OSError for anything else."""
-    with _open_parent(path) as place:
+    with open_directory(path.parent) as place:
         fd = os.open(path.name, flags | _SAFE, dir_fd=place)
     info = os.fstat(fd)
-    if stat.S_ISFIFO(info.st_mode) and info.st_uid == os.getuid():
+    if stat.S_ISFIFO(info.st_mode) and info.st_uid == os.getuid() and info.st_nlink == 1:
         return fd
     os.close(fd)
     raise OSError(errno.EINVAL, f"it is {file_kind(info.st_mode)}, not a FIFO that belongs to you", str(path))
@@ -133,9 +133,9 @@ def check_database(path: Path, *, written: bool = False) -> None:
     """Raise OSError unless the existing files of an SQLite database are regular files of this user.
 
     SQLite opens them itself and would wait for the writer of a FIFO. FileNotFoundError if the database does not exist
-    and is not `written`.
+    and is not `written`. If it is, a rollback journal is removed: SQLite would delete any file that the journal names.
     """
-    with _open_parent(path) as place:
+    with open_directory(path.parent) as place:
         for part in _DATABASE_PARTS:
             name = Path(f"{path}{part}")
             try:
@@ -144,4 +144,7 @@ def check_database(path: Path, *, written: bool = False) -> None:
                 if not part and not written:
                     raise
                 continue
-            _check_file(name, info, os.O_RDWR if written else os.O_RDONLY, False)
+            # SQLite writes the other files for readers, too.
+            _check_file(name, info, os.O_RDWR if written or part else os.O_RDONLY, False)
+            if written and part == "-journal":
+                os.unlink(name.name, dir_fd=place)

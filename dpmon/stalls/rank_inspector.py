@@ -117,7 +117,7 @@ class RankInspector:
             with contextlib.suppress(RingError, OSError):
                 found.append(self._inspect(ring, steps.get(ring.process), now_ns))
         found = newest_process_per_rank(found)
-        self._of_nccl = any(group.nccl for rank in found for group in rank.groups)
+        self._of_nccl = any(group.nccl for rank in found if rank.pid in self._members for group in rank.groups)
         several = any(rank.namesake for rank in found)
         return [
             rank._replace(job=rank.pid if rank.world < 2 else self._launcher_pid(rank.pid) if several else 0)
@@ -215,13 +215,14 @@ class RankInspector:
         table = proc.read_process_table() if any(_waits_for_data(one) for one in taken.values()) else {}
         for pid, one in taken.items():
             children = [each for each in table.values() if each.parent == pid and each.pid not in taken]
-            self._workers[pid] = self._find_loader_worker(children) if _waits_for_data(one) else None
+            is_waiting = pid in self._members and _waits_for_data(one)
+            self._workers[pid] = self._find_loader_worker(children) if is_waiting else None
         self._dumps.update((pid, (now, one)) for pid, one in taken.items())
         return taken
 
     def query_nccl(self) -> None:
         """Ask NCCL which ranks are missing or behind, if a rank uses it; takes up to some seconds. From any thread."""
-        self.nccl = query_ras_problems({ring.pid for ring in list(self._rings.values())}) if self._of_nccl else ()
+        self.nccl = query_ras_problems(self._members) if self._of_nccl else ()
 
     def _find_loader_worker(self, children: Sequence[proc.ProcessEntry]) -> LoaderWorker | None:
         """The first worker of a data loader that is dead, stopped or waits for a disk, else the first one at work."""

@@ -48,9 +48,9 @@ which they exist. Deleted tallies began before meta's `pruned_1`, `pruned_10`, a
 deleted. Late records are added to all existing tallies that cover their time.
 
 When the database reaches its size limit, the oldest rows are deleted: calls, steps, collectives and events first,
-except events of LASTING_KINDS. Tallies stay longer: each width has its share of the limit. The oldest rows of
-device_rollups and collective_sums are merged into rows that start at -1. Losses are not deleted at the limit: all but
-the newest are thinned, so that there are at most some thousand for each line that calls backward.
+except events of LASTING_KINDS; of a mirror, those of a machine with an eighth of it in one table before all. Tallies
+stay longer: each width has its share. The oldest rows of device_rollups and collective_sums are merged into rows that
+start at -1. Losses are only thinned, to some thousand for each line that calls backward.
 
 Times are ns since the run's start. Ids come from one counter, so they give the order across the tables. A ring's
 position is written in the transaction that writes its records, so a reader that continues from there misses and
@@ -424,12 +424,17 @@ def check_schema(db: sqlite3.Connection, *, whole: bool) -> None:
 
 def _schema_of(db: sqlite3.Connection) -> dict[str, tuple[Any, ...]]:
     """Return type and declaration of each table, index, view and trigger, and whether it has a tree of rows."""
-    rows = db.execute("SELECT name, type, sql, rootpage > 0 FROM sqlite_master")
-    return {name: tuple(rest) for name, *rest in rows}
+    rows = db.execute("SELECT name, type, sql, rootpage > 0 FROM sqlite_master").fetchall()
+    found = {name: tuple(rest) for name, *rest in rows}
+    if len(found) < len(rows):
+        raise HistoryError("it holds two things of one name")
+    return found
 
 
 def version_of(db: sqlite3.Connection) -> int:
-    """Return the schema version of a history."""
+    """Return the schema version of a history. HistoryError if it is in anything but a plain table."""
+    if _schema_of(db).get("meta", _own_schema()[0]["meta"]) != _own_schema()[0]["meta"]:
+        raise HistoryError("it holds meta, which is not dpmon's")
     row = db.execute("SELECT value FROM meta WHERE key = 'schema'").fetchone()
     version: int = row[0] if row is not None and type(row[0]) is int else SCHEMA_VERSION
     return version

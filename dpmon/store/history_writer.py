@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sqlite3
 import struct
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
@@ -16,46 +18,41 @@ from dpmon.record.schema import EXPOSED, WAIT
 from dpmon.run.safe_files import check_database
 from dpmon.store.history_schema import (
     BEFORE_S,
-    CALL_COLUMNS,
-    COLLECTIVE_COLUMNS,
     COLLECTIVE_SUMS,
     HISTORY_FILE,
     LASTING,
-    LOSS_COLUMNS,
     SCHEMA,
     SCHEMA_VERSION,
-    STEP_COLUMNS,
+    SHARE_IDS,
     UNFIT,
     CheckedConnection,
     RingRow,
     check_schema,
+    columns_of,
     database_size,
     last_ids,
     read_ring_rows,
     version_of,
 )
 from dpmon.store.loader_loops import LOOP_COLUMNS, LoaderLoop
-from dpmon.store.query_results import event_from_row
+from dpmon.store.query_results import NODE_DEVICES, event_from_row
 from dpmon.store.tally_writer import TallyWriter
 from dpmon.store.write_batch import GAP_NS, WriteBatch
 
 LIMIT_BYTES = 256 << 20
 _FAULTS = sqlite3.Error, OSError, MemoryError, HistoryError
-_PRUNE_PART = 16
 _LASTING_KEPT = 10_000
 _SUMS_PART = 3
 """Each table of sums may take a third of the size limit."""
 _ROW_BYTES = 180
 """Approximate size of a row of sums."""
-_INTO_STEPS, _INTO_CALLS, _INTO_COLLECTIVES, _INTO_LOSSES = (
-    f"INSERT INTO {table} ({', '.join(names)}) VALUES ({', '.join('?' * len(names))})"
-    for table, names in (
-        ("steps", STEP_COLUMNS),
-        ("calls", CALL_COLUMNS),
-        ("collectives", COLLECTIVE_COLUMNS),
-        ("losses", LOSS_COLUMNS),
-    )
-)
+_SHARES = {"tallies": 3 / 4, "times": 3 / 4, **dict.fromkeys(("collective_sums", "device_rollups"), 1 / _SUMS_PART)}
+"""Parts of the size limit that tables may take before they lose rows otherwise than by their age."""
+_GREEDY_PART, _LAST_PART, _LITTLE = 8, 64, 1 << 16
+"""Parts of the limit that a machine may have in a table at first, and when _SHARES end; bytes that it may keep."""
+_BOUNDED = ("meta", "nodes", "series", "late")
+"""Tables with limits of their own."""
+_OF_DEVICE = f"CASE WHEN device < 0 THEN device ELSE -1 - device / {NODE_DEVICES} END"
 KEPT_LOSSES, KEPT_OLDER = 1024, 2048
 """The newest losses of a line that are all kept, and how many of its older ones are kept, in equal distances."""
 _THIN_LOSSES = f"""\
@@ -196,8 +193,13 @@ class HistoryWriter:
             self._door.set_size(self._file_bytes(), writes=True)
             self._db.execute("BEGIN IMMEDIATE")
             put()
-            if self._used_bytes() > self._limit:
-                self._prune()
+            machines = self._db.execute("SELECT count(*) FROM nodes").fetchone()[0]
+            most = self._limit // _GREEDY_PART
+            while self._used_bytes() > self._limit and most > 0:
+                gone = (self._prune_machines(most) if machines else 0) or self._prune()
+                self._db.execute("UPDATE meta SET value = value + ? WHERE key = 'pruned'", (gone,))
+                if not gone:
+                    most = most // 2 if machines and most > _LITTLE else 0
             self._db.execute("COMMIT")
         except (*_FAULTS, OverflowError, struct.error) as error:  # the last two: numbers of damaged rows
             with suppress(sqlite3.Error):  # some errors roll back themselves
@@ -207,11 +209,8 @@ class HistoryWriter:
     def _insert_batch(self, batch: WriteBatch) -> None:
         many = self._db.executemany
         many("INSERT OR REPLACE INTO definitions VALUES (?,?,?)", batch.definitions)
-        many(_INTO_CALLS, batch.calls)
-        many(_INTO_STEPS, batch.steps)
-        many(_INTO_COLLECTIVES, batch.collectives)
-        many(_INTO_LOSSES, batch.losses)
-        many("INSERT INTO events VALUES (?,?,?,?,?)", batch.events)
+        for table, rows in ((table, getattr(batch, table)) for table in SHARE_IDS):
+            many(f"INSERT INTO {table} VALUES ({', '.join('?' * len(columns_of(table)))})", rows)
         many(_INTO_RINGS, map(_of_ring, batch.rings))
         many(_upsert_sum_sql(*_DEVICES), [(*key, *values) for key, values in batch.devices.items()])
         many(_upsert_sum_sql(*_COLLECTIVES), [(*key, *values) for key, values in batch.communicated.items()])
@@ -257,26 +256,43 @@ class HistoryWriter:
         pages: int = self._db.execute("PRAGMA page_count").fetchone()[0]
         return pages * self._page_bytes
 
-    def _prune(self) -> None:
-        """Delete the oldest sixteenth of the rows. SQLite reuses the pages, so the file does not grow."""
+    def _prune(self) -> int:
+        """Delete the oldest sixteenth of the rows; return how many. SQLite reuses the pages: the file does not grow."""
         self._prune_sums()
-        firsts = [
-            row[0]
-            for row in self._db.execute(
-                "SELECT min(id) FROM calls UNION ALL SELECT min(id) FROM steps"
-                " UNION ALL SELECT min(id) FROM collectives"
-                f" UNION ALL SELECT min(id) FROM events WHERE NOT ({LASTING})",
-            )
-            if row[0] is not None
-        ]
+        run, each = self._db.execute, [f"FROM {table} WHERE true" for table in ("calls", "steps", "collectives")]
+        each.append(f"FROM events WHERE NOT ({LASTING})")
+        firsts = [first for rows in each for (first,) in run(f"SELECT min(id) {rows}") if first is not None]
         if not firsts:
-            return
-        before = min(firsts) + max(1, (max(last_ids(self._db)) - min(firsts)) // _PRUNE_PART)
-        gone = 0
-        for table in ("calls", "steps", "collectives"):
-            gone += self._db.execute(f"DELETE FROM {table} WHERE id < ?", (before,)).rowcount
-        gone += self._db.execute(f"DELETE FROM events WHERE id < ? AND NOT ({LASTING})", (before,)).rowcount
-        self._db.execute("UPDATE meta SET value = value + ? WHERE key = 'pruned'", (gone,))
+            return 0
+        before = min(firsts) + max(1, (max(last_ids(self._db)) - min(firsts)) // 16)
+        return sum(run(f"DELETE {rows} AND id < ?", (before,)).rowcount for rows in each)
+
+    def _prune_machines(self, most: int) -> int:
+        """Delete the oldest quarter of what a machine of a mirror has in a table, if that is more than `most` bytes.
+
+        Return the number of deleted rows. All tables are treated alike, also those that the schema gets later.
+        """
+        run, gone = self._db.execute, 0
+        node_of = dict(run("SELECT process, node FROM rings"))
+        for table, declared in run("SELECT name, sql FROM sqlite_master WHERE type = 'table'").fetchall():
+            columns = {} if table in _BOUNDED else columns_of(table)
+            key = re.search(r"(?:PRIMARY KEY|UNIQUE) \((.*?)\)", declared)
+            order = f"{LASTING}, id" if table == "events" else key[1] if key else next(iter(columns), "")
+            owner = "ifnull(process, -1 << 40)" if "process" in columns else _OF_DEVICE
+            texts = (f"total(length({name}))" for name, kinds in columns.items() if kinds[0] in (str, bytes))
+            query = (
+                f"SELECT {owner}, count(*), {' + '.join([f'count(*) * {_ROW_BYTES}', *texts])} FROM {table} GROUP BY 1"
+            )
+            parts = defaultdict[Any, list[tuple[float, ...]]](list)
+            for row in run(query).fetchall() if columns else ():
+                parts[-1 - row[0] if row[0] < 0 else node_of.get(row[0])].append(row)
+            share = self._limit * _SHARES.get(table, 0) if most * _LAST_PART > self._limit else 0
+            for owners, counts, sizes in (zip(*part, strict=True) for part in parts.values()):
+                if sum(sizes) > max(most, share, _LITTLE):
+                    rows = f"FROM {table} WHERE {owner} IN ({', '.join(map(str, owners))})"
+                    oldest = f"SELECT {order} {rows} ORDER BY {order} LIMIT {sum(counts) // 4 + 1}"
+                    gone += run(f"DELETE FROM {table} WHERE ({order}) IN ({oldest})").rowcount
+        return gone
 
     def _prune_sums(self) -> None:
         """Limit sums and lasting events, which could fill the database in runs of many days or processes."""
@@ -291,11 +307,8 @@ class HistoryWriter:
         newest = "SELECT max(other.loop) FROM loops AS other WHERE other.process = loops.process"
         run(f"DELETE FROM loops WHERE loop <= ({newest}) - ?", (_LASTING_KEPT,))
         for kind in ("warning", "input", "stall", "loader", "ddp"):  # lasting events of unlimited number
-            run(
-                "DELETE FROM events WHERE kind = ? AND id <"
-                " (SELECT id FROM events WHERE kind = ? ORDER BY id DESC LIMIT 1 OFFSET ?)",
-                (kind, kind, _LASTING_KEPT),
-            )
+            kept = "SELECT id FROM events WHERE kind = ? ORDER BY id DESC LIMIT 1 OFFSET ?"
+            run(f"DELETE FROM events WHERE kind = ? AND id < ({kept})", (kind, kind, _LASTING_KEPT))
 
     def _roll_up(self, table: str, key: str, combined: _Combined, latest_s: int) -> None:
         """If a table of sums is too large, replace its oldest eighth by one sum per key, at most up to `latest_s`."""

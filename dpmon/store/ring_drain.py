@@ -167,9 +167,8 @@ class RingDrain:
 
     def newest_ns(self) -> int:
         """Return the end of the newest device sample or step in the history (ns since the run's start); 0: none."""
-        steps = "SELECT start_ns + wall_ns AS ns FROM steps ORDER BY id DESC LIMIT 999"
-        ((end,),) = self._rows(f"SELECT CAST(max(ns) AS INTEGER) FROM ({steps})") or [(0,)]
-        return max(self.last_sample_ns() or 0, end or 0)
+        newest = self._rows("SELECT start_ns + wall_ns FROM steps ORDER BY id DESC LIMIT 999")
+        return max(self.last_sample_ns() or 0, *(int(end) for (end,) in newest), 0)
 
     def last_steps(self) -> dict[int, int | None]:
         """Return the number of the last step of each process."""

@@ -84,6 +84,9 @@ def _open_best_source(directory: Path, info: RunInfo, stack: ExitStack, as_writt
     written = as_written or _is_written(directory, info)
     if written or not _rings_hold_more(directory, read_ring_rows(door)) or database_size(path) > LARGEST:
         return Store(door)
+    pages, page_bytes = (db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "page_size"))
+    if pages * page_bytes > database_size(path):
+        raise HistoryError("it claims more pages than its files have")
     memory = stack.enter_context(closing(_connect(_MEMORY)))
     db.backup(memory)
     return _store_with_rings(directory, info, memory)

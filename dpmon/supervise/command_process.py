@@ -23,7 +23,7 @@ from dpmon.run.activities import iter_ring_activities, read_startup_stages
 from dpmon.run.failure_cause import STATUSES
 from dpmon.run.lifecycle import exit_info, unknown_exit
 from dpmon.run.proc import open_pidfd, wait_status_from_pidfd
-from dpmon.run.process_notes import add_note, read_notes, read_uncaught_exceptions
+from dpmon.run.process_notes import add_note, read_uncaught_exceptions
 from dpmon.run.run_directory import ExitInfo, RunInfo, load_exit
 from dpmon.run.run_signals import belongs_to_run
 from dpmon.run.safe_files import open_file
@@ -165,13 +165,21 @@ def find_command(directory: Path) -> proc.ProcessEntry | None:
     )
 
 
-def note_unrecorded(directory: Path, command: int) -> None:
-    """Warn of the run's Python processes that cannot write to its private directory, while no process is recorded."""
-    if any(proc.is_alive(ring.pid, None) for ring, *_ in iter_ring_activities(directory)):
-        return
-    for pid in proc.process_tree(command):
+_MOST_NOTED = 8
+
+
+def note_unrecorded(directory: Path, command: int, noted: set[int]) -> None:
+    """Warn once of each Python process of the run that cannot write to its private directory, and add it to `noted`.
+
+    Recorded processes can, and their children, such as loader workers, need not.
+    """
+    recorded = {ring.pid for ring, *_ in iter_ring_activities(directory)}
+    for pid, process in proc.process_tree(command).items():
+        if pid in recorded | noted or process.parent in recorded:
+            continue
         with contextlib.suppress(OSError, LookupError):  # it has ended
-            program = os.path.basename(proc.read_proc_file(pid, "cmdline").partition(b"\0")[0])
+            if b"python" not in os.path.basename(proc.read_proc_file(pid, "cmdline").partition(b"\0")[0]):
+                continue
             uid = int(proc.read_proc_file(pid, "status").partition(b"\nUid:")[2].split()[1])
             root = f"/proc/{pid}/root"
             if uid != os.geteuid():
@@ -180,10 +188,9 @@ def note_unrecorded(directory: Path, command: int) -> None:
                 how = "with another root directory"
             else:
                 continue
-            text = f"a Python process runs {how}, so dpmon cannot record what it trains"
-            known = [note.text for note in read_notes(directory / "warnings.log", 1 << 16)]
-            if b"python" in program and text not in known:
-                add_note(directory, text, pid=pid)
+            noted.add(pid)
+            if len(noted) <= _MOST_NOTED:
+                add_note(directory, f"process {pid} runs {how}, so dpmon cannot record what it trains", pid=pid)
                 add_note(directory, f"running {how}, which cannot be recorded", "stages.log", pid)
 
 

@@ -15,11 +15,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import IO
 
 import dpmon
 from dpmon.run.lifecycle import EVENTS_FILE, is_command_alive, needs_supervisor, take_lock
-from dpmon.run.run_directory import RunError, load_exit, load_info
+from dpmon.run.run_directory import RunError, RunInfo, load_exit, load_info
 from dpmon.run.run_signals import SUPERVISES
 from dpmon.run.safe_files import open_file
 
@@ -43,6 +42,8 @@ _MIRROR = "dpmon.mirror.mirror"
 TAKE_OVER = "take over"
 START_DIRECTORY = "DPMON_START_DIRECTORY"
 """The variable with the directory in which dpmon was started, and in which the commands for events run."""
+MACHINE = "DPMON_MACHINE_"
+"""Begins the names of the variables that give a mirror the words of its machines, as JSON. The number follows."""
 ARGUMENT = "DPMON_ARGUMENT_"
 """Begins the names of the variables that give a supervisor the words with secrets, which run.json does not have. The
 word's position in the command follows. Other users cannot read the environment of a process."""
@@ -61,9 +62,8 @@ def start_supervisor(directory: Path, *, stdin: bool, secrets: Mapping[str, str]
         if lock is not None and lock >= 0:
             os.set_inheritable(lock, True)
         # The supervisor passes dpmon's own signal settings on to the command.
-        source = None if stdin else subprocess.DEVNULL
         how = "" if lock is None else str(lock)
-        return _start(directory, how, stdin=source, before=sigchld_restorer(), secrets=secrets)
+        return _start(directory, how, stdin=stdin, before=sigchld_restorer(), more=secrets)
     finally:
         if lock is not None and lock >= 0:
             os.close(lock)
@@ -79,6 +79,13 @@ class NotifierLauncher:
         self._process: subprocess.Popen[bytes] | None = None
         self._look_at = 0.0
         self._wait_s = TELLER_WAIT_S
+
+    def is_at_work(self) -> bool:
+        """Whether the process is alive, perhaps that of an earlier supervisor."""
+        lock = take_lock(self._directory, EVENTS_FILE)
+        if lock is not None and lock >= 0:
+            os.close(lock)
+        return lock is None
 
     def poll(self, now: float) -> None:
         """Start it unless one is at work, perhaps of an earlier supervisor. Ever more rarely, if it always dies."""
@@ -101,6 +108,16 @@ class NotifierLauncher:
         finally:
             if lock >= 0:
                 os.close(lock)
+
+
+def lost_settings(info: RunInfo, *, has_event_command: bool, has_metrics: bool) -> list[str]:
+    """Return a warning for each setting that a run had and that the supervisor or mirror that takes over has not."""
+    has = {"on_event": has_event_command, "metrics": has_metrics}
+    return [
+        f"another background process took over without {option}, which it takes only from your own settings"
+        for option, is_set in has.items()
+        if info.options.get(option) and not is_set
+    ]
 
 
 class SupervisorTakeover:
@@ -143,11 +160,9 @@ class SupervisorTakeover:
                 return
             if needs_supervisor(self._directory, info, load_exit(self._directory)):
                 self._tried = True
-                with open(os.memfd_create("machines"), "w+") as machines:
-                    json.dump(self._machines, machines)
-                    machines.seek(0)
-                    module = _MIRROR if info.nodes else _SUPERVISOR
-                    self._process = _start(self._directory, TAKE_OVER, stdin=machines, module=module)
+                machines = {f"{MACHINE}{number}": json.dumps(words) for number, words in enumerate(self._machines)}
+                module = _MIRROR if info.nodes else _SUPERVISOR
+                self._process = _start(self._directory, TAKE_OVER, module=module, more=machines)
                 _started.append(self._process)
 
     def wait_for_end(self) -> None:
@@ -205,16 +220,19 @@ def _start(
     directory: Path,
     how: str,
     *,
-    stdin: IO[str] | int | None = subprocess.DEVNULL,
+    stdin: bool = False,
     before: Callable[[], object] | None = None,
     module: str = _SUPERVISOR,
-    secrets: Mapping[str, str] = {},
+    more: Mapping[str, str] = {},
 ) -> subprocess.Popen[bytes]:
+    """Start a background process of the run. `more`: further variables of its environment."""
+    try:
+        cwd = os.getcwd()
+    except OSError:  # the directory was deleted
+        cwd = "/"
+    env = {START_DIRECTORY: cwd, **os.environ, SUPERVISES: str(directory), **more}
     # Inside another run it must not look like one of that run's processes: `dpmon stop` would end it.
-    env = {name: value for name, value in os.environ.items() if name != "DPMON_RUN"}
-    env[SUPERVISES] = str(directory)
-    with contextlib.suppress(OSError):  # the directory was deleted
-        env.setdefault(START_DIRECTORY, os.getcwd())
+    env.pop("DPMON_RUN", None)
     home = str(Path(dpmon.__file__).resolve().parent.parent)
     places = [place for place in sys.path if place and not _is_current_directory(place)]
     bytecode = ["-B"] if sys.dont_write_bytecode else []  # the user's setting, which -I would ignore
@@ -225,8 +243,8 @@ def _start(
     try:
         return subprocess.Popen(
             [sys.executable, "-I", *bytecode, "-c", _BOOT.format(module), str(directory), how, home, *places],
-            env={**env, **secrets},
-            stdin=stdin,
+            env=env,
+            stdin=None if stdin else subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=log,
             close_fds=False,

@@ -37,7 +37,7 @@ from dpmon.supervise.command_process import (
     start_command,
 )
 from dpmon.supervise.output_space import OutputSpaceReserver
-from dpmon.supervise.start_supervisor import ARGUMENT, TAKE_OVER, NotifierLauncher, keep_child_statuses
+from dpmon.supervise.start_supervisor import ARGUMENT, TAKE_OVER, NotifierLauncher, keep_child_statuses, lost_settings
 
 if TYPE_CHECKING:
     from dpmon.gpu.device_sampler import DeviceSampler
@@ -56,7 +56,7 @@ DRAIN_S = 0.05
 to reach the history. A ring is full in 0.3 s at 100,000 spans a second, so it must be read more often."""
 LOOK_S = 0.2
 """Time between two checks of everything that changes rarely."""
-UNRECORDED_S = 2.0
+UNRECORDED_S = 5.0
 """Time between two searches for processes that cannot be recorded: each may read the whole process table."""
 
 
@@ -205,7 +205,7 @@ class Supervisor:
         teller = NotifierLauncher(self._directory, drain.warn, wanted=self._has_event_command)
         teller.poll(time.monotonic())
         if late:
-            self._catch_up(command, drain, sampler)
+            self._catch_up(command, drain, sampler, has_event_command=self._has_event_command or teller.is_at_work())
         else:
             sampler.start()
             elsewhere = self._info.options.get("elsewhere")
@@ -219,6 +219,7 @@ class Supervisor:
         stalls = StallWatch(self._directory, self._info, drain, adopted=late)
         drain.on_memory_event = sampler.add_torch_memory
         ended, look_at, search_at = False, 0.0, 0.0
+        noted: set[int] = set()
         while self._leave_at is None or time.monotonic() < self._leave_at:
             now = time.monotonic()
             if now >= look_at:
@@ -231,7 +232,7 @@ class Supervisor:
                 ends.watch_new_processes()
                 if now >= search_at:
                     search_at = now + UNRECORDED_S
-                    note_unrecorded(self._directory, command.pid)
+                    note_unrecorded(self._directory, command.pid, noted)
             busy = drain.poll(now)
             reads.poll(now)
             stalls.poll()
@@ -273,18 +274,16 @@ class Supervisor:
             with open(fd, "wb") as file:
                 os.posix_fallocate(file.fileno(), 0, SPARE_BYTES)
 
-    def _catch_up(self, command: WatchedCommand, drain: RingDrain, sampler: DeviceSampler) -> None:
+    def _catch_up(
+        self, command: WatchedCommand, drain: RingDrain, sampler: DeviceSampler, *, has_event_command: bool
+    ) -> None:
         """Read the rest of the rings after the killed supervisor's position, and report the gap."""
         drain.flush()
         self._warnings.passed_on.update(drain.warnings_kept())
-        for option, is_set, lost in (
-            ("on_event", self._has_event_command, "no command is started for its events"),
-            ("metrics", self._metrics_file is not None, "its metrics are not written"),
-        ):
-            if self._info.options.get(option) and not is_set:
-                drain.warn(
-                    f"another supervisor took over: from now on {lost} (set DPMON_{option.upper()} to change that)"
-                )
+        has_metrics = self._metrics_file is not None
+        for text in lost_settings(self._info, has_event_command=has_event_command, has_metrics=has_metrics):
+            if text not in self._warnings.passed_on:
+                drain.warn(text)
         last_ns = drain.last_sample_ns()
         command.last_ns = max(command.last_ns, self._info.start_ns + drain.newest_ns())
         if command.has_ended():

@@ -11,7 +11,10 @@ that remain without the patches are not measured: the import, and memory.
 The budget is a figure for one machine. As a yardstick, the bare step of the first case, which took YARDSTICK_US there,
 is measured beside every case. The cost is printed as measured, and scaled by the yardstick.
 
-The cases `gpu` and `gpu2` copy each batch to a GPU, and train there; the second over two GPUs, under DataParallel. The
+The cases `gpu` and `gpu2` copy each batch to a GPU, and train there; the second over two GPUs, under DataParallel. Each
+step has device times. `sampled` is `gpu` with device times of one step in 32, as the supervisor requests when a step is
+that short, and shows the other 31. With --simulated, the GPUs are those of tests/cuda, which keep up with the host and
+compute nothing; this needs torch built for CUDA, but no GPU. It says nothing about the cost of CUDA's own calls. The
 case `ddp` is the case `deep` under DistributedDataParallel, in a group of one: the difference between the two is the
 cost of synchronised passes.
 """
@@ -53,6 +56,8 @@ class Case(NamedTuple):
     """What tracing a step may cost on the machine that the budget is for."""
     gpus: int = 0
     ddp: bool = False
+    one_in: int = 0
+    """Device times of one step in this many; 0: of every step."""
 
 
 CASES = {
@@ -64,6 +69,7 @@ CASES = {
     "ddp": Case(0, 25, 1, 46, ddp=True),
     "gpu": Case(0, 1, 1, 60, 1),
     "gpu2": Case(0, 1, 1, 120, 2),
+    "sampled": Case(0, 1, 1, 60, 1, one_in=32),
 }
 
 
@@ -193,14 +199,17 @@ def child(case: str, blocks: int, steps: int) -> dict[str, list[float]]:
     from torch import nn
 
     patches = Patches((nn.Sequential, nn.parallel.DistributedDataParallel))
+    from dpmon.span_reader import SpanReader
     from dpmon.tracer import patch
 
-    replicas, depth, calls, _, gpus, ddp = CASES[case]
+    replicas, depth, calls, _, gpus, ddp, one_in = CASES[case]
     apart = untraced_data_parallel(replicas) if replicas else None
     patch.install()
     torch.set_num_threads(1)
     loop = Loop(depth, calls, gpus, ddp=ddp)
     loop.run(loop.model, WARM_STEPS)
+    (ring,) = Path(os.environ["DPMON_RUN"]).glob("process-*.ring")
+    SpanReader(str(ring)).time_one_in(one_in)
     alone = partial(apart, loop.model) if apart is not None else loop.model
     bare = Loop(1, 1)
     if patches.taken_out() < 10:
@@ -237,13 +246,15 @@ def middle(values: list[float]) -> tuple[float, float]:
     return statistics.median(values), 1.25 * (values[3 * count // 4] - values[count // 4]) / 1.35 / count**0.5
 
 
-def measure(case: str, blocks: int, steps: int) -> None:
-    """Measure one case in a separate process; print its line."""
+def measure(case: str, blocks: int, steps: int, library: Path | None) -> None:
+    """Measure one case in a separate process; print its line. `library`: the simulated CUDA runtime, if it is used."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("DPMON_")}
     environment |= {"OMP_NUM_THREADS": "1", "DPMON_START_NS": "0", "DPMON_MODE": "auto"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
     if CASES[case].replicas:
         environment["DPMON_REPLICAS"] = str(CASES[case].replicas)
+    if library is not None:
+        environment |= {"LD_PRELOAD": str(library), "FAKE_CUDART_KERNEL_US": "1", "FAKE_CUDART_COPY_US": "1"}
     command = [sys.executable, __file__, "--child", case, "--blocks", str(blocks), "--steps", str(steps)]
     with tempfile.TemporaryDirectory() as run:
         environment["DPMON_RUN"] = run
@@ -271,7 +282,8 @@ def main() -> int:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     usual = [name for name, case in CASES.items() if not case.gpus]
-    parser.add_argument("--cases", nargs="*", choices=CASES, default=usual, help="gpu and gpu2 need as many GPUs")
+    parser.add_argument("--cases", nargs="*", choices=CASES, default=usual, help="gpu, sampled and gpu2 need GPUs")
+    parser.add_argument("--simulated", action="store_true", help="over the simulated GPUs of tests/cuda")
     parser.add_argument("--blocks", type=int, default=400)
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--child", choices=CASES)
@@ -280,8 +292,16 @@ def main() -> int:
         print(json.dumps(child(options.child, options.blocks, options.steps)))
         return 0
     print(f"{options.blocks} blocks of {options.steps} steps each way, processor time of the training thread")
-    for case in options.cases:
-        measure(case, options.blocks, options.steps)
+    with tempfile.TemporaryDirectory() as directory:
+        library = None
+        if options.simulated:
+            sys.path.append(str(REPOSITORY / "tests"))
+            simulated: Any = importlib.import_module("simulated")
+            if reason := simulated.why_not():
+                raise SystemExit(reason)
+            library = simulated.built(Path(directory))
+        for case in options.cases:
+            measure(case, options.blocks, options.steps, library)
     return 0
 
 

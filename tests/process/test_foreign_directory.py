@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import shutil
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -80,7 +83,7 @@ def test_nothing_acts_because_a_directory_says_so(
         dpmon.run(*words)
     if words in STARTING:
         log = directory / "warnings.log"
-        texts = ("no command is started for its events", "its metrics are not written")
+        texts = ("took over without on_event", "took over without metrics")
         wait_for(lambda: all(text in dpmon.run("report", "old").text for text in texts), what="the warnings")
         assert not log.exists(), "a supervisor writes them into the history"
     else:
@@ -143,6 +146,7 @@ def test_no_stack_is_taken_of_a_process_that_only_a_ring_names(tmp_path: Path, m
         "-c",
         f"{sys.executable} -c '{code}' >&- 2>&- & echo $!",
     ]  # the shell ends, so it is no child of ours
+    ctypes.CDLL(None).prctl(36, 0, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: another test may have made this process adopt it
     pid = int(subprocess.run(words, check=True, capture_output=True, start_new_session=True).stdout)
     try:
         with monkeypatch.context() as another:
@@ -151,7 +155,46 @@ def test_no_stack_is_taken_of_a_process_that_only_a_ring_names(tmp_path: Path, m
         with closing(RankInspector(tmp_path, "/", adopted=True)) as look:
             look.inspect_ranks({}, time.monotonic_ns())
             (taken,) = look.take_stacks().values()
-        assert taken.reason is not None
-        assert taken.reason.startswith("it is not proven to be a process of this run")
+            assert taken.reason is not None
+            assert taken.reason.startswith("it is not proven to be a process of this run")
+            # A stack that says that it waits for its loader does not lead to its children either.
+            loader = {"name": "__next__", "filename": "/x/torch/utils/data/dataloader.py", "line": 5}
+            forged = {"asked": 2, "threads": [{"thread_name": "MainThread", "frames": [loader]}]}
+            (tmp_path / "process-0.stacks").write_text(json.dumps(forged) + "\n")
+            monkeypatch.setattr(RankInspector, "_find_loader_worker", pytest.fail)
+            (taken,) = look.take_stacks().values()
+            assert taken.main is not None
     finally:
         os.kill(pid, signal.SIGKILL)
+
+
+def test_no_file_is_deleted_that_a_rollback_journal_names(dpmon: Dpmon) -> None:
+    """SQLite deletes the file that the end of a hot journal names, once a writer opens the database."""
+    precious = dpmon.cwd / "precious"
+    precious.write_text("mine")
+    directory = planted(dpmon, {}, command_pid=999_999, command_started=1.0)
+    name = os.fsencode(precious)
+    record = struct.pack(">I", 0x40000000 // 4096 + 1) + name + struct.pack(">Ii", len(name), sum(name))
+    (directory / "history.sqlite-journal").write_bytes(b"\1" * 512 + record + bytes.fromhex("d9d505f920a163d7"))
+    dpmon.run("stop", "old")
+    wait_for(lambda: supervisors(directory) == [], what="the end of the supervisor")
+    assert precious.read_text() == "mine"
+
+
+def test_the_current_directory_has_no_dpmon_to_run(dpmon: Dpmon) -> None:
+    """`python -m dpmon`, which lists the runs of this machine like those of another one, would import it from there."""
+    acted, package = dpmon.cwd / "acted", dpmon.cwd / "dpmon"
+    package.mkdir()
+    for name in ("__init__.py", "__main__.py"):
+        (package / name).write_text(f"open({str(acted)!r}, 'w')\n")
+    words = [str(Path(sys.executable).with_name("dpmon")), "ls", "--host", "localhost"]
+    assert dpmon.run(argv=words).status == 0
+    assert not acted.exists()
+
+
+def test_a_run_with_the_id_of_another_one_is_not_listed(dpmon: Dpmon) -> None:
+    directory = planted(dpmon, {})
+    shutil.copytree(directory, directory.with_name(directory.name[:-4] + "0000"))
+    result = dpmon.run("ls")
+    assert "has the id of another run" in result.errors
+    assert result.text.count("script.py") == 1

@@ -121,3 +121,13 @@ def test_a_configuration_that_is_not_a_file_is_refused(tmp_path: Path, kind: str
     put(kind, path)
     with pytest.raises(ConfigError, match=r"is not a regular file|cannot be read"):
         load_settings({"XDG_CONFIG_HOME": str(tmp_path)})
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, who may give a file to another user")
+def test_the_file_of_another_user_names_no_command(tmp_path: Path) -> None:
+    environ = written(tmp_path, 'on_event = ["tell"]\n')
+    os.chown(tmp_path / "dpmon" / "config.toml", 65534, -1)
+    with pytest.raises(ConfigError, match="on_event is a command, and the file belongs to another user"):
+        load_settings(environ)
+    environ = written(tmp_path, 'theme = "dark"\n')
+    assert load_settings(environ).theme == "dark"

@@ -146,8 +146,9 @@ def test_an_event_is_a_cloud_event_without_control_characters() -> None:
 class Told:
     """A run's directory with a command for events, and what the command received."""
 
-    def __init__(self, place: Path) -> None:
+    def __init__(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.place = place
+        self._monkeypatch = monkeypatch
         self.log = self.opened()
 
     def opened(self) -> SentLog:
@@ -158,6 +159,7 @@ class Told:
 
     def commands(self, *command: str) -> NotificationCommands:
         """The commands of a run with this command for events."""
+        self._monkeypatch.setenv(start_supervisor.START_DIRECTORY, str(self.place))
         return NotificationCommands(self.place, draft(id=RUN, cwd="/elsewhere"), self.log, command)
 
     def shell(self, text: str) -> NotificationCommands:
@@ -178,8 +180,7 @@ class Told:
 
 @pytest.fixture
 def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Told]:
-    monkeypatch.setenv(start_supervisor.START_DIRECTORY, str(tmp_path))
-    made = Told(tmp_path)
+    made = Told(tmp_path, monkeypatch)
     yield made
     os.close(made.log._fd)
 
@@ -324,3 +325,13 @@ def test_one_process_tells_and_it_is_started_again_ever_more_rarely(
     assert warnings == []
     NotifierLauncher(tmp_path / "gone", warnings.append, wanted=True).poll(0.0)
     assert warnings == ["no event is told: events.log cannot be written and locked"]
+
+
+def test_a_notifier_of_an_earlier_supervisor_is_at_work(tmp_path: Path) -> None:
+    keeper = NotifierLauncher(tmp_path, pytest.fail, wanted=False)
+    assert not keeper.is_at_work()
+    lock = take_lock(tmp_path, EVENTS_FILE)
+    assert lock is not None
+    assert keeper.is_at_work()
+    os.close(lock)
+    assert not keeper.is_at_work()

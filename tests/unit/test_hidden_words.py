@@ -8,6 +8,7 @@ from dpmon.record.shared_names import hide_secrets
 
 ONE_WORD = (
     *("--api-key=", "--hf_token=", "-token=", "--db.password=", "--authToken=", "--HFToken=", "--Secret=", "--KEY="),
+    *("--apikey=", "PGPASSWORD=", "--HFTOKEN=", "--monkey="),
     *("HF_TOKEN=", "token=", "wandb.api_key=", "+logger.token=", "++logger/wandb.apiKey=", "--env=HF_TOKEN="),
     *("--url=https://host/?lr=1&api_key=", "bash -c 'HF_TOKEN=", "python t.py --lr 1 --api-key ", "t.py\n -token\n"),
 )
@@ -18,8 +19,8 @@ OPTIONS = (
 VALUES = ("X", "two words", "", "a=b", "foo-key=bar", " --x", "ключ", "\udcff", "-5", "token", "line\nline", "***")
 HARMLESS = (
     *("--tokenizer", "gpt2", "--max-tokens", "512", "--num-keys", "8", "--key-frames", "3", "--keyboard", "us"),
-    *("--monkey", "banana", "--tokens=5", "tokenizer.name=gpt2", "monkey=1", "key", "token", "secret.py", "a-key", "b"),
-    *("--lr=key", "c", "--token", "--epochs", "3", "-key", "-v", "--key", "--", "", "--ключtoken", "x", "--token"),
+    *("--tokens=5", "tokenizer.name=gpt2", "key", "token", "secret.py", "a-key", "b"),
+    *("--lr=key", "c", "--token", "--epochs", "3", "-key", "-v", "--key", "--", "", "--token"),
 )
 
 

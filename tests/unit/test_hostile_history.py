@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import struct
 from contextlib import closing
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from synthetic import Training, host_event
 
 from dpmon.errors import HistoryError
 from dpmon.export import iter_records
+from dpmon.span_ring import SpanRing
 from dpmon.store.history_writer import HistoryWriter
 from dpmon.store.step_stats import StatsWindow
 from dpmon.store.store_opening import open_store
@@ -53,7 +55,7 @@ def read_all(directory: Path) -> list[str]:
 @pytest.mark.parametrize("table", VIEWS)
 def test_a_view_is_not_accepted_as_a_table(directory: Path, table: str) -> None:
     altered(directory, f"DROP TABLE {table}", VIEWS[table])
-    why = "interrupted" if table == "meta" else f"it holds {table}, which is not dpmon's"
+    why = f"it holds {table}, which is not dpmon's"
     with open_store(directory) as store:
         assert why in str(store.damaged)
     with pytest.raises(HistoryError, match=why):
@@ -80,6 +82,45 @@ def test_a_schema_that_computes_something_is_refused(directory: Path, statement:
         assert "not dpmon's" in str(store.damaged)
     with pytest.raises(HistoryError, match="not dpmon's"):
         HistoryWriter.open(directory, {})
+
+
+def test_a_trigger_with_the_name_of_a_table_is_refused(directory: Path) -> None:
+    name = "CREATE TRIGGER nodes AFTER INSERT ON events BEGIN DELETE FROM steps; END"
+    row = f"('trigger', 'nodes', 'events', 0, '{name}')"
+    altered(directory, "PRAGMA writable_schema = ON", f"INSERT INTO sqlite_master VALUES {row}")
+    with pytest.raises(HistoryError, match="two things of one name"):
+        HistoryWriter.open(directory, {})
+
+
+def test_a_journal_that_claims_many_pages_is_refused(directory: Path) -> None:
+    """A reader that copies the history would make as many pages as the journal claims."""
+    path, pages = directory / "history.sqlite", 2_000_000
+    (directory / "process-0.ring").unlink(missing_ok=True)
+    SpanRing(str(directory / "process-1.ring"), process=1, slots=16)  # it holds more than the history
+    data = bytearray(path.read_bytes())
+    size = int.from_bytes(data[16:18], "big")
+    data[18:20] = b"\2\2"
+    path.write_bytes(data)
+    page = bytearray(data[:size])
+    page[28:32] = pages.to_bytes(4, "big")
+    page[92:96] = page[24:28]
+    head = struct.pack(">6I", 0x377F0682, 3007000, size, 0, 1, 1)
+    sums = checksum((0, 0), head)
+    frame = struct.pack(">4I", 1, pages, 1, 1)
+    of_frame = checksum(checksum(sums, frame[:8]), bytes(page))
+    wal = head + struct.pack(">2I", *sums) + frame + struct.pack(">2I", *of_frame) + bytes(page)
+    Path(f"{path}-wal").write_bytes(wal)
+    with open_store(directory) as store:
+        assert "claims more pages than its files have" in str(store.damaged)
+
+
+def checksum(sums: tuple[int, int], data: bytes) -> tuple[int, int]:
+    """Return the checksum of a write-ahead log after more words (little-endian, as the magic number says)."""
+    first, second = sums
+    for one, two in struct.iter_unpack("<2I", data):
+        first = (first + one + second) & 0xFFFFFFFF
+        second = (second + two + first) & 0xFFFFFFFF
+    return first, second
 
 
 @pytest.mark.parametrize(

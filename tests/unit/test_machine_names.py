@@ -346,14 +346,14 @@ def test_a_job_that_starts_is_waited_for_but_not_for_ever(
     made = []
     monkeypatch.setattr(module, "find_or_create_mirror", lambda *about: made.append(about))
     options = Namespace(run=None, slurm=None, metrics=None)
-    module._find_or_create_mirror(options, [one.machine for one in starts])
+    module._find_or_create_mirror(options, [one.machine for one in starts], None)
     assert [machine for machine, _, _ in made[0][1]] == ["a", "b"]
     assert made[0][0] == "train"
     assert capsys.readouterr().err.count("waiting until one trains") == 2
     monkeypatch.setattr(module, "_JOB_S", 0.0)
     answers = iter([starts, starts])
     with pytest.raises(RunError, match="which job it belongs to: give its name, such as train-0002"):
-        module._find_or_create_mirror(options, [one.machine for one in starts])
+        module._find_or_create_mirror(options, [one.machine for one in starts], None)
 
 
 def test_a_run_that_machines_with_a_common_home_list_is_one(
@@ -494,9 +494,8 @@ def test_a_machine_that_cannot_be_reached_is_sought_by_the_job(
     monkeypatch.setattr(module, "list_remote_runs", lambda asked: (runs, {"b": answer}))
     made: list[Any] = []
     monkeypatch.setattr(module, "find_or_create_mirror", lambda *about: made.append(about))
-    module._find_or_create_mirror(
-        Namespace(run=None, slurm=None, metrics=None), [RemoteHost("a", ()), RemoteHost("b", ("ssh", "b"))]
-    )
+    hosts = [RemoteHost("a", ()), RemoteHost("b", ("ssh", "b"))]
+    module._find_or_create_mirror(Namespace(run=None, slurm=None), hosts, None)
     ways = made[0][1]
     assert [name for name, *_ in ways] == followed
     assert said in capsys.readouterr().err

@@ -484,3 +484,44 @@ def test_a_machine_whose_times_have_moved_is_left_out(
         send(mirror, beat(0, 0))
     assert mirror.machines[0].node.state == state
     assert mirror.machines[0].node.shift_s == 2000
+
+
+def test_a_machine_cannot_fill_the_log(
+    mirror: Mirror, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("dpmon.mirror.mirror.MOST_LOG", 3000)
+    damaged = {"table": "gaps", "columns": ["process", "ns"], "rows": [[0, "much"]] * (MOST_DAMAGED + 1)}
+    for _ in range(100):
+        mirror._handle_report(LinkOpened(0, MARKER))
+        send(mirror, damaged, beat(0, 1))
+        assert mirror._commit()
+    mirror._reject_node(mirror.machines[0], "x" * 100_000)
+    logged = capfd.readouterr().err
+    assert f"gpu-0: {MOST_DAMAGED + 1} damaged rows" in logged
+    assert 3000 <= len(logged) < 3100
+    monkeypatch.setattr("dpmon.mirror.mirror.MOST_LOG", 1 << 20)
+    mirror._reject_node(mirror.machines[0], "x" * 100_000)
+    assert 500 < len(capfd.readouterr().err) < 1100
+
+
+def test_a_machine_cannot_fill_the_files_beside_the_history(mirror: Mirror, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dpmon.mirror.local_run.OUTPUT_BYTES", 1 << 18)
+    columns = ["name", "process", "rank", "pid"]
+    rings = [[f"process-{number}.ring", number, number, 1] for number in range(1000)]
+    mirror._handle_report(LinkOpened(0, {**MARKER, "command": ["x" * 100_000] * 1000, "script": "x" * 100_000}))
+    send(mirror, {"table": "rings", "columns": columns, "rows": rings}, beat(0, 1))
+    long = "x" * 100_000
+    for number in range(1, 40):
+        doing = {f"{number} {rank} {long[:100]}": {str(rank): number} for rank in range(1000)}
+        ranks = [{"rank": rank, "pid": rank, "text": long[:500]} for rank in range(100)]
+        send(mirror, {"standing": {"ranks": ranks}, "age_s": 1.0})
+        pause = [True, True, number]
+        more = {"doing": doing, "refusal": long, "stage": [long, 1], "pause": pause, "output_at": number}
+        send(mirror, beat(number, number + 1, output="\n" * 100_000 if number % 2 else long, **more))
+        mirror.joint.poll()
+        assert mirror._commit()
+        mirror._write_state_file()
+        files = {path.name: path.stat().st_size for path in mirror.directory.iterdir() if "history" not in path.name}
+        assert {"output.log", "nodes.json"} <= files.keys()
+        assert max(files.values()) < 2 << 20, files
+        assert len(files) < 10

@@ -104,7 +104,7 @@ def test_a_report_shows_the_command_and_where_the_time_went(both: Path) -> None:
 def test_a_run_that_goes_on_that_is_lost_and_that_trained_nothing(state: Path) -> None:
     lines = report_text(keep({}, status=None, command_pid=None, started_unix=time.time()), 80)
     assert lines[0].endswith("not started yet")
-    assert "nothing was traced: the command was not started" in "\n".join(lines)
+    assert "nothing was traced: the command has not started yet" in "\n".join(lines)
     lines = report_text(keep({0: Training().run(3)}, status=None), 80)
     assert lines[0].endswith("how it ended is unknown")
     assert section(lines, "FINDINGS") == ["  too few steps for findings (30 in one mode are needed)"]

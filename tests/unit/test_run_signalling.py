@@ -180,3 +180,18 @@ def test_the_foreground_signals_no_stranger_that_run_json_names(
         write_info(directory, replace(info, command_pid=one.pid, command_started=own(one).started))
         assert SupervisorGuard(RunReader(directory), supervisor).send(signal.SIGTERM)
         wait_for(lambda: one.poll() == -signal.SIGTERM)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, who may read the environments of other users' processes")
+def test_the_process_of_another_user_proves_nothing(run: tuple[Path, RunInfo]) -> None:
+    directory, info = run
+    process = subprocess.Popen(["/bin/sleep", "600"], env={"DPMON_RUN": str(directory)}, user=65534, cwd="/")
+    try:
+        wait_for(
+            lambda: proc.read_proc_file(process.pid, "cmdline").startswith(b"/bin/sleep"),
+            what="the other user's process",
+        )
+        assert run_signals.find_members(directory, info, over=False) == {}
+    finally:
+        process.kill()
+        process.wait()

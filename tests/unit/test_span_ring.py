@@ -76,6 +76,13 @@ def test_the_header_names_the_writer(ring: SpanRing, reader: SpanReader, path: s
         SpanRing(path, process=0)
 
 
+def test_a_ring_with_a_second_name_is_refused(ring: SpanRing, path: str) -> None:
+    """Requests are written into the ring, and its other name may be that of another run's ring."""
+    os.link(path, f"{path}.linked")
+    with pytest.raises(RingError, match="a regular file with one name"):
+        SpanReader(path)
+
+
 def test_a_span_and_its_parts(ring: SpanRing, reader: SpanReader) -> None:
     word = head(Kind.REPLICA, flags=0x3FF, inside=Kind.CALL, thread=511, site=(1 << 24) - 1)
     assert ring.put(word, 10, 20, 7 | 9 << 32) == 0

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dpmon.run.run_directory import RunError
-from dpmon.run.run_registry import fallback_directories, network_file_system, runs_directory
+from dpmon.run.run_registry import check_place, fallback_directories, network_file_system, runs_directory
 from dpmon.text.formatting import format_bytes
 
 FULL_SIZE = (80, 24)
@@ -129,14 +129,15 @@ def check_state_directory() -> Iterator[Check]:
         yield warning_check("state", f"{found}: runs are kept in {runs}", elsewhere)
     place = next(path for path in (runs, *runs.parents) if path.exists())
     try:
+        check_place(runs)
         info = os.stat(place)
         if place == runs and info.st_uid != os.getuid():
             yield failed_check("state", f"{runs} belongs to another user", elsewhere)
             return
         with tempfile.NamedTemporaryFile(dir=place, prefix=".dpmon-doctor-") as file:
             os.posix_fallocate(file.fileno(), 0, 1 << 16)
-    except OSError as error:
-        why = f"{place} cannot be written: {error.strerror or error}"
+    except (OSError, RunError) as error:
+        why = f"{place} cannot be used: {getattr(error, 'strerror', None) or error}".partition(";")[0]
         if others:
             yield warning_check("state", f"{why}; runs are kept in {others[0]}, which may be temporary", elsewhere)
         else:

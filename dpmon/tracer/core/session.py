@@ -126,6 +126,8 @@ class Session:
         """Called with the new ring."""
         self.on_off: Callable[[], None] = lambda: None
         """Called when the tracer gives up."""
+        self._lines: tuple[int, Any] = -1, None
+        """The open file of lines, and its identity. A process that changes its user could not open it again."""
         self.reset()
 
     def reset(self) -> None:
@@ -142,8 +144,8 @@ class Session:
         self._known: dict[Hashable, int] = {}
         self._retry_ns = 0
         """When a line may be written again (monotonic ns)."""
-        self._lines: tuple[int, Any] = -1, None
-        """The open file of lines, and its identity. A process that changes its user could not open it again."""
+        if self._has_lines_fd():  # that of the parent
+            os.close(self._lines[0])
         self._torn = False
         """Whether the last line may be incomplete."""
         self._unwritten: list[bytes] = []
@@ -248,13 +250,17 @@ class Session:
 
     def _lines_fd(self) -> int:
         """Return the descriptor of the file of lines. Raises OSError."""
+        if not self._has_lines_fd():
+            fd = open_to_append(self.config.directory, f"process-{self.process}.jsonl")
+            self._lines = fd, os.fstat(fd)
+        return self._lines[0]
+
+    def _has_lines_fd(self) -> bool:
+        """Whether the file of lines is open. The script may close any descriptor and reuse its number."""
         fd, opened = self._lines
-        with suppress(OSError):  # the script may close descriptors of others, and get their numbers for its files
-            if os.path.samestat(os.fstat(fd), opened):
-                return fd
-        fd = open_to_append(self.config.directory, f"process-{self.process}.jsonl")
-        self._lines = fd, os.fstat(fd)
-        return fd
+        with suppress(OSError):
+            return os.path.samestat(os.fstat(fd), opened)
+        return False
 
     def write_line(self, **data: object) -> None:
         """Write a line for the assembler only."""

@@ -280,7 +280,6 @@ class DeviceTimer:
             self._used, self._called = (), False
             self._choose_next_step()
         self.write_known_times()
-        self._behind = self._is_above_limit(2)
 
     def _choose_next_step(self) -> None:
         """Decide whether the next step is timed: one step in k, rounded up to a power of two, without a pattern.
@@ -310,6 +309,7 @@ class DeviceTimer:
                     mark.late = True
         except Exception as error:  # noqa: BLE001 - the training continues
             self._failed(error)
+        self._behind = self._is_above_limit(2)
 
     def _is_capturing(self) -> bool:
         try:

@@ -1,0 +1,78 @@
+"""A command that should bring the records of a machine prints sound rows at full speed: the disk does not fill up."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from dpmon.mirror.local_run import mirror_of
+from dpmon.store.opened import open_store
+from dpmon.store.tables import HISTORY_FILE, size_of
+from running import wait_for
+
+from dpmon.errors import HistoryError
+
+LIMIT = 4 << 20
+MACHINE = """\
+import json, sys, time
+
+def say(**line):
+    sys.stdout.write(json.dumps(line) + "\\n")
+
+sys.stdout.write('dpmon-records 1 {"host": "h", "run": "20260101-000000-x-0000", "version": "1"}\\n')
+sys.stdout.flush()
+for line in sys.stdin:
+    request = json.loads(line)
+    if request["ask"] == "time":
+        say(answer=request["id"], now_ns=1)
+        sys.stdout.flush()
+    elif request["ask"] == "begin":
+        break
+columns = ["start_s", "device", "name", "count", "total", "high"]
+at = first = request["offset"]
+while True:
+    say(table="device_rollups", columns=columns, rows=[[0, 1, f"name {n}", 1, 1.0, 1.0] for n in range(at, at + 2000)])
+    say(beat=1, offset=at + 2000, tallied_s=0, output="x" * 10_000, **{"from": at})
+    at += 2000
+"""
+MIRROR = """\
+import sys
+from dpmon.mirror import records
+from dpmon.mirror.mirror import main
+records.LIMIT_BYTES = int(sys.argv[2])
+main(sys.argv[1], "")
+"""
+
+
+def received(directory: Path) -> int:
+    """Return how many rows of the machine were written."""
+    with suppress(HistoryError), open_store(directory) as store:  # it may not be there yet
+        return max((node.received for node in store.nodes()), default=0)
+    return 0
+
+
+@pytest.mark.slow
+def test_the_disk_does_not_fill_up(state: Path, tmp_path: Path) -> None:
+    (tmp_path / "machine.py").write_text(MACHINE)
+    words = [sys.executable, str(tmp_path / "machine.py")]
+    directory = mirror_of("flooded", [("gpu-0", "20260101-000000-x-0000", words)])
+    mirror = subprocess.Popen([sys.executable, "-c", MIRROR, str(directory), str(LIMIT)], start_new_session=True)
+    sizes = [0]
+
+    def written() -> bool:
+        sizes.append(size_of(directory / HISTORY_FILE))
+        assert mirror.poll() is None
+        return received(directory) > 800_000
+
+    try:
+        wait_for(written, 240, what="rows that need 25 MB")
+    finally:
+        mirror.terminate()
+        mirror.wait()
+    assert max(sizes) < LIMIT + (32 << 20), "what one commit writes, and its journal"
+    assert size_of(directory / HISTORY_FILE) < LIMIT + (8 << 20)
+    assert sum(entry.stat().st_size for entry in os.scandir(directory)) < LIMIT + (32 << 20)

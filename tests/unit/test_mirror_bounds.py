@@ -1,0 +1,232 @@
+"""One machine sends records without end: the history keeps its limit, whichever table they fill, and the others' rows.
+
+The machine sends sound rows, as fast as they are taken: as lines of text, through the mirror's checks.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from binascii import b2a_base64
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dpmon.mirror.receive import Chunk, Receiver, Unchecked, checked
+from dpmon.mirror.records import Records
+from dpmon.store.exchange import KEPT, NUMBERED, columns_sent
+from dpmon.store.queries import Store
+from dpmon.store.series_entries import entry_of
+from dpmon.store.tables import HISTORY_FILE, LASTING, SCHEMA, size_of
+from dpmon.store.writer import _LITTLE
+from test_mirror_hostile import read_all
+from test_mirror_records import NOW_NS, Machine, info_of, store_of_mirror
+
+from dpmon.store.tally import WIDTHS
+
+LIMIT = 1 << 20
+FLOOD = 4 * LIMIT
+"""Bytes of the lines that the machine sends. Rows of most tables need more space than their lines."""
+CHUNK = LIMIT // 12
+MARGIN = LIMIT // 2
+"""What the rows of one chunk need before older ones are deleted."""
+JOURNAL = (4 << 20) + LIMIT
+"""What SQLite leaves of its journal (journal_size_limit), and the pages that a commit changes."""
+PROCESSES = 8
+NOT_SENT = {"meta", "nodes", "late"}
+"""Tables without rows of a machine."""
+KEPT_WHOLE = (
+    *(f"{table} WHERE true" for table in ("definitions", "loops", "gaps", "shapes", "losses", "rings")),
+    f"events WHERE {LASTING}",
+)
+"""Rows that the honest machine has sent whole."""
+
+
+def tables() -> list[str]:
+    """Return the tables of the schema."""
+    with closing(sqlite3.connect(":memory:")) as db:
+        db.executescript(SCHEMA)
+        return [name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+
+
+def makers(table: str, size: int) -> list[Callable[[int], Any]]:
+    """Return what makes a sound value of each column for a row with a number. `size`: characters of a text, about."""
+    text = "x" * size
+    values = [1 + number for number in range(size // 20)]
+    known: dict[str, Callable[[int], Any]] = {
+        "process": lambda n: n if table == "rings" else n % PROCESSES,
+        "name": lambda n: f"process-{n}.ring" if table == "rings" else f"series {n} {text[:100]}",
+        "mode": lambda n: "dp",
+        "width": lambda n: WIDTHS[n % 3],
+        "start_s": lambda n: n % 900 // WIDTHS[n % 3] * WIDTHS[n % 3],
+        "device": lambda n: n % 8 if table == "device_rollups" else None,
+        "json": lambda n: f'{{"kind":"{("device", "process", "warning")[n % 3]}","t_s":1,"text":"{text}"}}',
+        "value": lambda n: f'["{text}"]',
+        "sizes": lambda n: f"[{n}, {values}]",
+        "sketches": lambda n: b2a_base64(entry_of(n % 8, [n, *values]), newline=False).decode(),
+        "start_ns": lambda n: n * 1000,
+        "t_ns": lambda n: n * 1000,
+    }
+
+    def maker(name: str, kinds: tuple[type, ...]) -> Callable[[int], Any]:
+        if name in known:
+            return known[name]
+        return (lambda n: None) if type(None) in kinds else (lambda n: "") if str in kinds else (lambda n: n)
+
+    return [maker(name, kinds) for name, kinds in columns_sent(table).items()]
+
+
+def line(table: str, rows: list[list[Any]]) -> bytes:
+    """Return a line with rows of a table."""
+    return json.dumps({"table": table, "columns": list(columns_sent(table)), "rows": rows}).encode()
+
+
+def lines(table: str, size: int) -> Iterator[bytes]:
+    """Yield lines with rows of a table, without end, each of about CHUNK bytes."""
+    makes, first = makers(table, size), 1
+    each = len(line(table, [[make(1000) for make in makes]])) - len(line(table, []))
+    while True:
+        count = min(CHUNK // each + 1, 2000)
+        yield line(table, [[make(number) for make in makes] for number in range(first, first + count)])
+        first += count
+
+
+class Flood:
+    """A mirror of some machines: an honest one, one that floods it, and others that send nothing."""
+
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch, count: int = 2) -> None:
+        monkeypatch.setattr("dpmon.mirror.records.LIMIT_BYTES", LIMIT // 2)
+        monkeypatch.setattr("dpmon.mirror.records.MOST_BYTES", LIMIT)
+        monkeypatch.setattr("dpmon.mirror.records._MOST_SERIES", 512)  # they may take less than a hundredth, as usual
+        self.path = directory / HISTORY_FILE
+        self.records = Records(directory, info_of(count))
+        for node in self.records.nodes:
+            node.state = "connected"
+        self.honest = Machine(0, 1)
+        self.steps = Counter[int]()
+        """The number of single steps that the honest machine has sent, by process."""
+        self._sent = 0
+        for _ in range(20):
+            self._work()
+        makes = makers("rings", 0)
+        self.send([line("rings", [[make(number) for make in makes] for number in range(PROCESSES)])])
+
+    def _work(self, *, last: bool = False) -> None:
+        """Let the honest machine write something, and send it."""
+        more = self.honest.write() or last
+        while more:
+            chunk, more = self.honest.chunk(last=last)
+            self.steps.update(row[1] for row in chunk.rows.get("steps", ()))
+            self.records.write([(self.records.nodes[0], chunk)])
+
+    def send(self, sent: list[bytes]) -> int:
+        """Let the other machine send a chunk; return its bytes."""
+        receiver, node = Receiver(), self.records.nodes[1]
+        for each in sent:
+            assert receiver.take(each) is None
+        whole = receiver.take(b'{"beat": 1}')
+        assert isinstance(whole, Unchecked)
+        (chunk,) = checked([(1, whole)], NOW_NS)
+        assert chunk.damaged == 0, "the rows are sound"
+        self._sent += 1
+        beat = {"offset": self._sent, "tallied_s": self.records.nodes[0].tallied_s, "deleted": {}, "left_out": 0}
+        self.records.write([(node, chunk._replace(beat=beat))])
+        return sum(map(len, sent))
+
+    def run(self, lines: Iterator[bytes], more: int = 0) -> None:
+        """Let the machine send lines, and the honest one some records in between. `more`: bytes beyond the margin."""
+        sent, work = 0, FLOOD // 10
+        while sent < FLOOD:
+            sent += self.send([next(lines)])
+            if sent > work:
+                work += FLOOD // 10
+                self._work()
+            assert self.path.stat().st_size < LIMIT + MARGIN + more, f"after {sent} bytes"
+            assert size_of(self.path) < LIMIT + MARGIN + more + JOURNAL, f"after {sent} bytes"
+
+    def check(self) -> None:
+        """Check that the honest machine has all its records, and that the history can be read."""
+        self._work(last=True)
+        own, mirror = self.honest.recording.store(), store_of_mirror(self.records)
+        for process in (0, 1):
+            number = self.records.number(0, process)
+            for rows in KEPT_WHOLE:
+                query = f"SELECT count(*) FROM {rows} AND process = ?"
+                assert mirror.query(query, (number,)) == own.query(query, (process,)), rows
+            assert steps(mirror, number) == steps(own, process) > 10
+            assert mirror.query("SELECT count(*) FROM steps WHERE process = ?", (number,)) == [(self.steps[process],)]
+        read_all(self.records)
+        self.records.close()
+        assert size_of(self.path) < LIMIT + MARGIN
+
+
+def steps(store: Store, process: int | None) -> int:
+    """Return the number of steps of a process in the whole run, from the tallies."""
+    return sum(tally.steps for key, tally in store.tallies(0, 1 << 40).items() if key.process == process)
+
+
+def test_all_tables_are_flooded() -> None:
+    assert set(tables()) == {*NUMBERED, *KEPT} | NOT_SENT, "a table that this file does not know"
+
+
+TEXTS = ("events", "definitions", "series", "shapes", "tallies", "device_rollups")
+"""Tables with texts that a machine chooses."""
+QUICK = {("definitions", 20_000), ("device_rollups", 10), ("events", 20_000)}
+
+
+@pytest.mark.parametrize(
+    ("table", "size"),
+    [
+        pytest.param(table, size, marks=[] if (table, size) in QUICK else pytest.mark.slow)
+        for table in (*NUMBERED, *KEPT)
+        for size in ((10, 20_000) if table in TEXTS else (10,))
+    ],
+)
+def test_no_table_fills_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, table: str, size: int) -> None:
+    flood = Flood(tmp_path, monkeypatch)
+    flood.run(lines(table, size))
+    flood.check()
+
+
+@pytest.mark.parametrize("table", ["definitions", "events"])
+def test_one_of_many_machines_does_not_crowd_out_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, table: str
+) -> None:
+    flood = Flood(tmp_path, monkeypatch, count=12)
+    flood.run(lines(table, 20_000))
+    flood.check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [10, 20_000])
+def test_all_tables_together_do_not_fill_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    flood = Flood(tmp_path, monkeypatch)
+    every = (*NUMBERED, *KEPT)
+    flood.run(chain.from_iterable(zip(*(lines(table, size) for table in every), strict=True)), _LITTLE * len(every))
+    flood.records.close()
+
+
+def test_the_sums_of_a_machine_stay_in_range(tmp_path: Path) -> None:
+    records = Records(tmp_path, info_of(2))
+    most = (1 << 53) - 1
+    for _ in range(1100):
+        records.write([(records.nodes[1], Chunk({}, {"offset": most, "tallied_s": 8, "left_out": most}, 0))])
+    assert store_of_mirror(records).pruned > 1 << 59
+    records.close()
+
+
+def test_a_machine_whose_tallies_stand_still_is_not_waited_for(tmp_path: Path) -> None:
+    """Else no tallies of the others could be deleted."""
+    records = Records(tmp_path, info_of(2))
+    for node in records.nodes:
+        node.state = "connected"
+    for second, there in ((600, 600), (1200, 600), (9000, 600)):
+        for node, tallied_s in zip(records.nodes, (second, there), strict=True):
+            records.write([(node, Chunk({}, {"offset": node.received + 1, "tallied_s": tallied_s}, 0))])
+        ((whole,),) = store_of_mirror(records).query("SELECT value AS number FROM meta WHERE key = 'whole_600'")
+        assert whole == (9000 if second == 9000 else 600)
+    records.close()

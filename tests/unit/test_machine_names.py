@@ -333,14 +333,14 @@ def test_a_job_that_starts_is_waited_for_but_not_for_ever(
     made = []
     monkeypatch.setattr(module, "mirror_of", lambda *about: made.append(about))
     options = Namespace(run=None, slurm=None, metrics=None)
-    module._mirrored(options, [one.machine for one in starts])
+    module._mirrored(options, [one.machine for one in starts], None)
     assert [machine for machine, _, _ in made[0][1]] == ["a", "b"]
     assert made[0][0] == "train"
     assert capsys.readouterr().err.count("waiting until one trains") == 2
     monkeypatch.setattr(module, "_JOB_S", 0.0)
     answers = iter([starts, starts])
     with pytest.raises(RunError, match="which job it belongs to: give its name, such as train-0002"):
-        module._mirrored(options, [one.machine for one in starts])
+        module._mirrored(options, [one.machine for one in starts], None)
 
 
 def test_a_run_that_machines_with_a_common_home_list_is_one(

@@ -87,7 +87,10 @@ class HeaderWord:
 
 
 def wants_pause(word: int) -> bool:
-    """Return whether a word is a pause request: odd, below its complement. Random bytes are none: who would end it?"""
+    """Return whether a word requests a pause: its lower half is odd, and its upper half is the complement of the lower.
+
+    Random bytes are no request, because nobody would end that pause.
+    """
     return word & 1 == 1 and word >> 32 == ~word & 0xFFFFFFFF
 
 

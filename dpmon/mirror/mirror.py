@@ -200,7 +200,7 @@ class Mirror(StallRecorder):
         host, run, version, script, cwd = (
             _text(marker, key) or "" for key in ("host", "run", "version", "script", "cwd")
         )
-        if not ID.fullmatch(run):
+        if machine.sought and not ID.fullmatch(run):
             raise ProtocolError("it has not named its run")
         if version not in (dpmon.__version__, node.version):
             text = f"{node.name} has dpmon {version}, this machine {dpmon.__version__}: only what both know is read"

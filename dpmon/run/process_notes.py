@@ -30,7 +30,7 @@ _PLACE_IN_C = re.compile(r"^\[[^\[\]\s]*:[0-9]+\] ")
 
 
 class Note(NamedTuple):
-    """One note of a process. `pid` is 0 if it is not of the training, but of dpmon."""
+    """One note of a process. `pid` is 0 for a note of dpmon itself."""
 
     pid: int
     at_ns: int

@@ -47,9 +47,10 @@ _SUMS_PART = 3
 _ROW_BYTES = 180
 """Approximate size of a row of sums."""
 _SHARES = {"tallies": 3 / 4, "times": 3 / 4, **dict.fromkeys(("collective_sums", "device_rollups"), 1 / _SUMS_PART)}
-"""Parts of the size limit that tables may take before they lose rows otherwise than by their age."""
+"""The part of the size limit that each of these tables may take before a machine loses rows in it."""
 _GREEDY_PART, _LAST_PART, _LITTLE = 8, 64, 1 << 16
-"""Parts of the limit that a machine may have in a table at first, and when _SHARES end; bytes that it may keep."""
+"""The limit divided by the first is what a machine may have in a table. This is halved while the history stays too
+large; below the limit divided by the second, _SHARES no longer count. The third: bytes that it always keeps."""
 _BOUNDED = ("meta", "nodes", "series", "late")
 """Tables with limits of their own."""
 _OF_DEVICE = f"CASE WHEN device < 0 THEN device ELSE -1 - device / {NODE_DEVICES} END"

@@ -165,17 +165,14 @@ def find_command(directory: Path) -> proc.ProcessEntry | None:
     )
 
 
-_MOST_NOTED = 8
+def note_unrecorded(directory: Path, command: int, noted: dict[int, str]) -> None:
+    """Warn of the Python processes of the run that cannot write to its private directory, once for each reason.
 
-
-def note_unrecorded(directory: Path, command: int, noted: set[int]) -> None:
-    """Warn once of each Python process of the run that cannot write to its private directory, and add it to `noted`.
-
-    Recorded processes can, and their children, such as loader workers, need not.
+    Recorded processes can, and their children, such as loader workers, need not. `noted`: reasons so far, by process.
     """
     recorded = {ring.pid for ring, *_ in iter_ring_activities(directory)}
     for pid, process in proc.process_tree(command).items():
-        if pid in recorded | noted or process.parent in recorded:
+        if pid in recorded or pid in noted or process.parent in recorded:
             continue
         with contextlib.suppress(OSError, LookupError):  # it has ended
             if b"python" not in os.path.basename(proc.read_proc_file(pid, "cmdline").partition(b"\0")[0]):
@@ -188,10 +185,10 @@ def note_unrecorded(directory: Path, command: int, noted: set[int]) -> None:
                 how = "with another root directory"
             else:
                 continue
-            noted.add(pid)
-            if len(noted) <= _MOST_NOTED:
-                add_note(directory, f"process {pid} runs {how}, so dpmon cannot record what it trains", pid=pid)
+            if how not in noted.values():
+                add_note(directory, f"a Python process runs {how}, so dpmon cannot record what it trains", pid=pid)
                 add_note(directory, f"running {how}, which cannot be recorded", "stages.log", pid)
+            noted[pid] = how
 
 
 _MOST = 256

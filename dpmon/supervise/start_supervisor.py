@@ -111,7 +111,7 @@ class NotifierLauncher:
 
 
 def lost_settings(info: RunInfo, *, has_event_command: bool, has_metrics: bool) -> list[str]:
-    """Return a warning for each setting that a run had and that the supervisor or mirror that takes over has not."""
+    """Return a warning for each setting of the run that the supervisor or mirror taking over lacks."""
     has = {"on_event": has_event_command, "metrics": has_metrics}
     return [
         f"another background process took over without {option}, which it takes only from your own settings"

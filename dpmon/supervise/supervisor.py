@@ -219,7 +219,7 @@ class Supervisor:
         stalls = StallWatch(self._directory, self._info, drain, adopted=late)
         drain.on_memory_event = sampler.add_torch_memory
         ended, look_at, search_at = False, 0.0, 0.0
-        noted: set[int] = set()
+        noted: dict[int, str] = {}
         while self._leave_at is None or time.monotonic() < self._leave_at:
             now = time.monotonic()
             if now >= look_at:

@@ -1,8 +1,9 @@
-"""Fixtures for tests of the screen in a real terminal."""
+"""Fixtures for tests of real runs: a screen in a real terminal, an unrelated process, a file system."""
 
 from __future__ import annotations
 
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,6 +23,19 @@ def run(tmp_path: Path) -> Iterator[Run]:
 def terminal(run: Run) -> Iterator[Start]:
     """Start terminals that show the screen of `run`."""
     yield from terminals(run)
+
+
+@pytest.fixture
+def stranger() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that belongs to no run, and is no child of the commands under test."""
+    words = [sys.executable, "-c", "print(1, flush=True); import time; time.sleep(600)"]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True)
+    assert process.stdout is not None
+    process.stdout.readline()
+    yield process
+    process.kill()
+    process.wait()
+    process.stdout.close()
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -25,19 +24,6 @@ from dpmon.stalls.rank_inspector import RankInspector
 
 READING = (["report", "old"], ["export", "old"], ["status", "old"], ["ls"], ["compare", "old", "old"])
 STARTING = (["attach", "--headless", "old"], ["why", "old"], ["stop", "old"])
-
-
-@pytest.fixture
-def stranger() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that belongs to no run. It is no child of the commands under test."""
-    words = [sys.executable, "-c", "print(1, flush=True); import time; time.sleep(600)"]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True)
-    assert process.stdout is not None
-    process.stdout.readline()
-    yield process
-    process.kill()
-    process.wait()
-    process.stdout.close()
 
 
 def planted(dpmon: Dpmon, options: dict[str, Any], **changed: Any) -> Path:

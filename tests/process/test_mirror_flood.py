@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -9,12 +10,13 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from dpmon.mirror.local_run import mirror_of
-from dpmon.store.opened import open_store
-from dpmon.store.tables import HISTORY_FILE, size_of
 from running import wait_for
 
 from dpmon.errors import HistoryError
+from dpmon.mirror.mirror_run import mirror_of
+from dpmon.store.history_schema import HISTORY_FILE, size_of
+from dpmon.store.store_opening import open_store
+from dpmon.supervise.start_supervisor import MACHINE as MACHINE_VARIABLE
 
 LIMIT = 4 << 20
 MACHINE = """\
@@ -59,8 +61,11 @@ def received(directory: Path) -> int:
 def test_the_disk_does_not_fill_up(state: Path, tmp_path: Path) -> None:
     (tmp_path / "machine.py").write_text(MACHINE)
     words = [sys.executable, str(tmp_path / "machine.py")]
-    directory = mirror_of("flooded", [("gpu-0", "20260101-000000-x-0000", words)])
-    mirror = subprocess.Popen([sys.executable, "-c", MIRROR, str(directory), str(LIMIT)], start_new_session=True)
+    machine = ["gpu-0", "20260101-000000-x-0000", *words]
+    directory = mirror_of("flooded", [machine])
+    command = [sys.executable, "-c", MIRROR, str(directory), str(LIMIT)]
+    env = {**os.environ, f"{MACHINE_VARIABLE}0": json.dumps(machine)}
+    mirror = subprocess.Popen(command, env=env, start_new_session=True)
     sizes = [0]
 
     def written() -> bool:

@@ -16,17 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dpmon.mirror.receive import Chunk, Receiver, Unchecked, checked
-from dpmon.mirror.records import Records
-from dpmon.store.exchange import KEPT, NUMBERED, columns_sent
-from dpmon.store.queries import Store
-from dpmon.store.series_entries import entry_of
-from dpmon.store.tables import HISTORY_FILE, LASTING, SCHEMA, size_of
-from dpmon.store.writer import _LITTLE
 from test_mirror_hostile import read_all
 from test_mirror_records import NOW_NS, Machine, info_of, store_of_mirror
 
+from dpmon.mirror.chunk_receiver import Chunk, Receiver, Unchecked, checked
+from dpmon.mirror.mirror_history import Records
+from dpmon.store.history_schema import HISTORY_FILE, LASTING, SCHEMA, size_of
+from dpmon.store.history_writer import _LITTLE
+from dpmon.store.row_exchange import KEPT, NUMBERED, columns_sent
+from dpmon.store.store_queries import Store
 from dpmon.store.tally import WIDTHS
+from dpmon.store.tally_encoding import entry_of
 
 LIMIT = 1 << 20
 FLOOD = 4 * LIMIT
@@ -99,9 +99,10 @@ class Flood:
     """A mirror of some machines: an honest one, one that floods it, and others that send nothing."""
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch, count: int = 2) -> None:
-        monkeypatch.setattr("dpmon.mirror.records.LIMIT_BYTES", LIMIT // 2)
-        monkeypatch.setattr("dpmon.mirror.records.MOST_BYTES", LIMIT)
-        monkeypatch.setattr("dpmon.mirror.records._MOST_SERIES", 512)  # they may take less than a hundredth, as usual
+        monkeypatch.setattr("dpmon.mirror.mirror_history.LIMIT_BYTES", LIMIT // 2)
+        monkeypatch.setattr("dpmon.mirror.mirror_history.MOST_BYTES", LIMIT)
+        # Series may take less than a hundredth, as usual.
+        monkeypatch.setattr("dpmon.mirror.mirror_history._MOST_SERIES", 512)
         self.path = directory / HISTORY_FILE
         self.records = Records(directory, info_of(count))
         for node in self.records.nodes:

@@ -505,7 +505,7 @@ def test_a_machine_cannot_fill_the_log(
 
 
 def test_a_machine_cannot_fill_the_files_beside_the_history(mirror: Mirror, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dpmon.mirror.local_run.OUTPUT_BYTES", 1 << 18)
+    monkeypatch.setattr("dpmon.mirror.mirror_run.OUTPUT_BYTES", 1 << 18)
     columns = ["name", "process", "rank", "pid"]
     rings = [[f"process-{number}.ring", number, number, 1] for number in range(1000)]
     mirror._handle_report(LinkOpened(0, {**MARKER, "command": ["x" * 100_000] * 1000, "script": "x" * 100_000}))

@@ -69,7 +69,7 @@ class DeviceSpan:
         self.device = device
         self.first: Any = None
         self.last: Any = None
-        """The events at its beginning and its end; None after its end: `ms` is known, or `why` it stays unknown."""
+        """The events at its beginning and its end. Without `last`, `ms` is known, or `why` says why it is not."""
         self.follows = False
         """Whether `first` is the last event of the phase before."""
         self.taken = False

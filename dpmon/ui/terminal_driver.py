@@ -152,7 +152,7 @@ class TerminalDriver(LinuxDriver):
                 with contextlib.suppress(OSError):
                     data = os.read(self.fileno, 4096)
                 if not data:
-                    self._drawing.from_thread(self._drawing.leaves_lost_terminal)
+                    self._drawing.call_on_ui_thread(self._drawing.exit_if_terminal_gone)
                     self.exit_event.wait(_LOOK_S)
             try:
                 messages = list(keys.feed(data))

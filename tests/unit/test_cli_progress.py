@@ -30,8 +30,8 @@ def still(monkeypatch: pytest.MonkeyPatch) -> None:
 def fake_reader(directory: Path, activities: Mapping[int, tuple[str, int]] | None = None) -> Any:
     """Return the part of a reader that the lines need."""
     info = SimpleNamespace(start_ns=0, id="20261125-213000-train-3f2a", name="train")
-    nothing = {"stage": lambda: None, "waits_for_input": lambda: None, "paused": lambda: PauseState(), "info": info}
-    return SimpleNamespace(directory=directory, activities=lambda: activities or {}, **nothing)
+    nothing = {"startup_stage": lambda: None, "waits_for_input": lambda: None, "pause_state": lambda: PauseState()}
+    return SimpleNamespace(directory=directory, activities=lambda: activities or {}, info=info, **nothing)
 
 
 def just_after(reader: Any, rows: Iterable[Row | Event]) -> None:

@@ -434,12 +434,12 @@ def test_the_list_of_runs_to_compare() -> None:
     found = (("new", "train-93a1", "running", "train.py --lr 0.1"), ("old", "before-41c0", "finished", "train.py"))
     runs.found = [RunEntry(Path(place), name, state, began, command) for place, name, state, command in found]
     runs.at, runs.sides[Path("old")] = 1, "A"
-    assert rows_text(runs.content(60, 20)) == [
+    assert rows_text(runs.build_rows(60, 20)) == [
         "    name         state     started      command",
         "  B train-93a1   running   11-26 04:17  train.py --lr 0.1",
         "▸ A before-41c0  finished  11-26 04:17  train.py",
     ]
-    assert max(map(len, rows_text(runs.content(40, 20)))) <= 40
+    assert max(map(len, rows_text(runs.build_rows(40, 20)))) <= 40
     assert (runs.runs_on_side("A"), runs.runs_on_side("B")) == ([Path("old")], [Path("new")])
 
 

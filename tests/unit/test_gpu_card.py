@@ -46,7 +46,7 @@ class Bench:
 
     def another(self) -> GpuPoller:
         """Add a thread that asks; the one before it is left behind."""
-        return GpuPoller(self.card, SimpleNamespace(module=self.module, guard=call_nvml), self.clock)  # type: ignore[arg-type]
+        return GpuPoller(self.card, SimpleNamespace(module=self.module, run=call_nvml), self.clock)  # type: ignore[arg-type]
 
     def round(self, seconds: float = 1.0) -> Any:
         """Run a round after `seconds`; return the sample."""

@@ -32,7 +32,7 @@ class Events:
     def done(self, event: Event) -> bool:
         return True
 
-    def capturing(self) -> bool:
+    def is_capturing(self) -> bool:
         return False
 
 

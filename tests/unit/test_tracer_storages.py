@@ -108,7 +108,7 @@ def test_the_weights_of_a_quantized_module_have_an_unknown_size() -> None:
 @pytest.mark.parametrize(("error", "due"), [(KeyboardInterrupt, 7 + EVERY_NS), (ZeroDivisionError, NEVER)])
 def test_an_interrupt_ends_one_measurement_and_a_fault_ends_all(error: type[BaseException], due: int) -> None:
     session = SimpleNamespace(ring=object(), fault=lambda *_: None)
-    session.guarded = lambda where, fatal: TracerErrorGuard(session, where, fatal)  # type: ignore[arg-type]
+    session.guard = lambda where, fatal: TracerErrorGuard(session, where, fatal)  # type: ignore[arg-type]
     recorder = SimpleNamespace(has_run_backward=True, stepped=1, on_backward=None)
     memory: Any = MemoryTracer(session, recorder, SimpleNamespace())  # type: ignore[arg-type]
 

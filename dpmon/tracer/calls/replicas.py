@@ -101,7 +101,7 @@ class ReplicaProbe:
         head = Kind.REPLICA | watch.head | self.index << SITE_AT | more
         number = watch.recorder.put(head, self._began, now - self._began, self._inputs | outputs << 32)
         if mark is not None:
-            mark.written(number)
+            mark.set_span_number(number)
         watch.ran += 1
 
     def hook(self, replica: object) -> None:

@@ -97,7 +97,7 @@ class OptimizerTracer:
                     head |= mark.end()
                 slot = recorder.put(head, began, took, 0)
                 if mark is not None:
-                    mark.written(slot)
+                    mark.set_span_number(slot)
                 recorder.steps_since_fetch += 1
                 recorder.stepped += 1
                 if recorder.stepped == recorder.sample_at:

@@ -39,7 +39,7 @@ class Device:
     def is_capturing(self) -> bool:
         return self.graph
 
-    def make(self) -> dict[str, Any]:
+    def create_event(self) -> dict[str, Any]:
         self.made += 1
         return {}
 
@@ -80,7 +80,7 @@ class Process:
     def __init__(self) -> None:
         self.device = Device()
         self.faults: list[Any] = []
-        self.session: Any = SimpleNamespace(off=False, fault=lambda *what, **_: self.faults.append(what))
+        self.session: Any = SimpleNamespace(off=False, count_error=lambda *what, **_: self.faults.append(what))
         self.session.guard = lambda where, fatal=True: TracerErrorGuard(self.session, where, fatal)
         self.recorder = SpanRecorder(self.session)
         self.spans: list[tuple[int, int, int, int]] = []

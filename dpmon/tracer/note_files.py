@@ -46,7 +46,7 @@ def open_to_append(directory: str, file: str) -> int:
 
 
 def append_to(fd: int, data: bytes, most: int) -> bool:
-    """Do the same as `append` with an open file."""
+    """Do the same as `append_bytes` with an open file."""
     from dpmon.span_ring import IgnoreFileSizeSignal  # imported here, because a process without torch does not need it
 
     info = os.fstat(fd)

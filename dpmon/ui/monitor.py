@@ -1,4 +1,4 @@
-"""The Textual application: the effects of keys, clicks and dialogs. `drawing` draws the screen."""
+"""The Textual application: the effects of keys, clicks and dialogs. `screen_app` draws the screen."""
 
 from __future__ import annotations
 

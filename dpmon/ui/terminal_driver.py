@@ -2,7 +2,7 @@
 
 Textual's input thread ends at a byte that is not UTF-8, waits forever for the end of a paste, and takes the text of a
 terminal's answer for keys. Its signal handlers start a second input thread after a SIGSTOP, and set up the terminal
-again while the application exits. `Leaving` restores the terminal when a signal or a hang-up ends the screen.
+again while the application exits. `ExitHandlers` restores the terminal when a signal or a hang-up ends the screen.
 """
 
 from __future__ import annotations

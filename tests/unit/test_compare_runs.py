@@ -48,7 +48,7 @@ from dpmon.ui.terminal_style import COLOUR, UNICODE, TerminalStyle
 
 
 def by_hand(before: int, after: int) -> list[float]:
-    """Return the chances of `_chances`, counted over all orders."""
+    """Return the chances of `_mann_whitney_cdf`, counted over all orders."""
     counts = [0] * (before * after + 1)
     for order in range(1 << (before + after)):
         if order.bit_count() == before:

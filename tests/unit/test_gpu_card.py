@@ -34,7 +34,7 @@ class Clock:
 
 
 class Bench:
-    """A GPU that was found earlier, an Asker with these questions, and a fake clock."""
+    """A GPU that was found earlier, a GpuPoller with these questions, and a fake clock."""
 
     def __init__(self, *questions: NvmlQuery, found: bool = True) -> None:
         self.module = Module()

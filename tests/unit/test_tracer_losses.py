@@ -22,7 +22,7 @@ class Event:
 class Events:
     """Like those of CUDA, an event belongs to the device on which it was first recorded."""
 
-    def make(self) -> Event:
+    def create_event(self) -> Event:
         return Event()
 
     def record(self, event: Event, device: int) -> None:

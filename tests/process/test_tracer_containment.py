@@ -127,15 +127,15 @@ def test_the_injected_faults_covered_most_functions_of_the_tracer(runs: dict[str
     for module in (
         "calls.call_wrapper",
         "steps.loaders",
-        "modes.decision",
-        "steps.recorder",
+        "modes.mode_decision",
+        "steps.span_recorder",
         "calls.replicas",
         "calls.roots",
         "core.session",
-        "calls.sites",
-        "core.sizes",
-        "calls.split",
-        "modes.virtual",
+        "calls.traced_modules",
+        "core.tensor_sizes",
+        "calls.split_calls",
+        "modes.virtual_devices",
     ):
         assert sum(name.startswith(f"tracer.{module}.") for name in broken) >= 3
     assert len(run.warnings) + len(run.events("warning")) > 50
@@ -152,5 +152,5 @@ def test_no_fault_of_what_times_devices_reaches_the_script(on_devices: Traced) -
     found = {name: why for name, why in leaks(on_devices).items() if function(name) not in GUARDS}
     assert not found, "\n".join(f"{name}: {why}" for name, why in found.items())
     broken = {function(name) for name in on_devices.printed}
-    for module in ("devices.timing", "devices.events"):
+    for module in ("devices.device_timing", "devices.cuda_events"):
         assert sum(name.startswith(f"tracer.{module}.") for name in broken) >= 4

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 LIMIT = 4096
-"""Most characters that `clean` returns."""
+"""Most characters that `sanitize_line` returns."""
 _MARKS_IN_A_ROW = 2
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -28,7 +28,7 @@ _INVISIBLE = frozenset(
     )
 )
 _ESCAPED = re.compile(r"\\[bfnrtu]")
-"""Characters in JSON that `harmless` may change."""
+"""Characters in JSON that `strip_control_chars` may change."""
 _AS_SPACE = frozenset("\t\n\v\f\r\x1c\x1d\x1e\x1f\x85\u2028\u2029")
 
 

@@ -109,7 +109,7 @@ class SpanReader:
     # ------------------------------------------------------------------------------------------ control block
 
     def header_words(self) -> memoryview:
-        """Return the current words of the header (see Word). Raises RingError if the file was truncated."""
+        """Return the current words of the header (see HeaderWord). Raises RingError if the file was truncated."""
         return memoryview(self._read(HEADER_BYTES, 0)).cast("Q")
 
     def _read(self, size: int, at: int) -> bytes:
@@ -264,7 +264,7 @@ class SpanReader:
     def _copy(self, count: int) -> list[Span] | None:
         """Return the next spans, at most `count`, from slots with the right numbers; None if the first is damaged.
 
-        A slot with the right number is complete until the writer overwrites it: see `_overtaken`.
+        A slot with the right number is complete until the writer overwrites it: see `_skip_if_overwritten`.
         """
         found: list[Span] = []
         data = self._slot_bytes(self.position, count) if count else b""

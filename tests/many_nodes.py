@@ -213,7 +213,7 @@ class ManyNodes:
         return Store(self._history.checked_connection)
 
     def state(self, **wanted: Any) -> RunSnapshot:
-        """Return the state of the screen; `wanted`: fields of Wanted."""
+        """Return the state of the screen; `wanted`: fields of SnapshotRequest."""
         return self._snapshots.build(self.store(), SnapshotRequest(**wanted))
 
     def close(self) -> None:

@@ -36,10 +36,10 @@ class Device:
         self.asked = 0
         self.failure: Exception | None = None
 
-    def capturing(self) -> bool:
+    def is_capturing(self) -> bool:
         return self.graph
 
-    def make(self) -> dict[str, Any]:
+    def create_event(self) -> dict[str, Any]:
         self.made += 1
         return {}
 
@@ -80,8 +80,8 @@ class Process:
     def __init__(self) -> None:
         self.device = Device()
         self.faults: list[Any] = []
-        self.session: Any = SimpleNamespace(off=False, fault=lambda *what, **_: self.faults.append(what))
-        self.session.guarded = lambda where, fatal=True: TracerErrorGuard(self.session, where, fatal)
+        self.session: Any = SimpleNamespace(off=False, count_error=lambda *what, **_: self.faults.append(what))
+        self.session.guard = lambda where, fatal=True: TracerErrorGuard(self.session, where, fatal)
         self.recorder = SpanRecorder(self.session)
         self.spans: list[tuple[int, int, int, int]] = []
         self.recorder.put = self.put

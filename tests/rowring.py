@@ -56,14 +56,14 @@ class _Source:
         self._at = self.row.sequence
         self._missed = self.row.missed
 
-    def take(self, now_ns: int, gone: bool) -> tuple[list[Row], bool]:
+    def read_rows(self, now_ns: int, gone: bool) -> tuple[list[Row], bool]:
         first = max(self._at, self._ring.first)
         self._missed += first - self._at
         self._at = self._ring.end
         self.over = self.over or gone
         return self._ring.rows[first - self._ring.first :], False
 
-    def note(self) -> None:
+    def update_position(self) -> None:
         row = self.row
         row.sequence, row.ended, row.missed = self._at, self.over, self._missed + self.unreadable
 

@@ -100,7 +100,7 @@ def until_unsupervised(info: Mapping[str, Any]) -> None:
 
 
 def until_no_command_is_left() -> None:
-    """Wait for the end of the commands that `Links` in this process started: each leads a session."""
+    """Wait for the end of the commands that `NodeLinks` in this process started: each leads a session."""
 
     def left() -> list[proc.ProcessEntry]:
         children = (each for each in proc.read_process_table().values() if each.parent == os.getpid())
@@ -299,7 +299,7 @@ class Dpmon:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         mark = f"{zlib.crc32(os.fsencode(self.state / 'dpmon' / 'runs')):08x}"
-        for place in (LASTING, tempfile.gettempdir(), SHARED_MEMORY):  # as `stand_ins` of dpmon.run.run_registry
+        for place in (LASTING, tempfile.gettempdir(), SHARED_MEMORY):  # as dpmon.run's `fallback_directories`
             shutil.rmtree(Path(place) / f"dpmon-{os.getuid()}-{mark}", ignore_errors=True)
 
     def _leftovers(self) -> Iterator[int]:

@@ -58,7 +58,7 @@ class FakeReader:
             self.recording.add(records, process)
         yield self.recording.store()
 
-    def stage(self) -> tuple[str, int] | None:
+    def startup_stage(self) -> tuple[str, int] | None:
         return None
 
     def waits_for_input(self) -> int | None:
@@ -67,13 +67,13 @@ class FakeReader:
     def activities(self) -> dict[int, tuple[str, int]]:
         return self.doing
 
-    def exit(self) -> Any:
+    def exit_info(self) -> Any:
         return self.ended
 
     def command_alive(self) -> bool | None:
         return self.is_alive
 
-    def answers(self) -> tuple[int, int] | None:
+    def node_replies(self) -> tuple[int, int] | None:
         return self.answered
 
     def request_records(self, processes: Collection[int]) -> None:
@@ -87,7 +87,7 @@ class FakeReader:
         self.unanswered = True
         return 1
 
-    def pending(self, doing: object = None) -> bool:
+    def has_pending_request(self, doing: object = None) -> bool:
         return self.unanswered
 
     def request_pause(self, paused: bool) -> int:
@@ -97,7 +97,7 @@ class FakeReader:
     def pause_refusal(self, doing: object = None) -> str | None:
         return self.no_pause
 
-    def paused(self, doing: object = None) -> Any:
+    def pause_state(self, doing: object = None) -> Any:
         return self.pause
 
     def close(self) -> None:

@@ -102,7 +102,7 @@ class Recording:
         return Store(self._history.checked_connection)
 
     def state(self, t_ns: int | None = None, ended: Iterable[int] = (), **wanted: Any) -> RunSnapshot:
-        """Return the state at the end, or at time `t_ns`; `wanted`: fields of Wanted."""
+        """Return the state at the end, or at time `t_ns`; `wanted`: fields of SnapshotRequest."""
         store = self.store()
         return self._snapshots.build(store.as_of(t_ns), SnapshotRequest(**wanted), frozenset(ended))
 

@@ -47,8 +47,8 @@ The same as \\-\\-metrics FILE.""",
 }
 
 # These functions use shtab's completion only for the words before the script's name. Runs may also be in the
-# directories of `stand_ins` (dpmon/run/run_registry.py). Anybody can create a directory there, and compgen would run
-# `$(...)` in a name, so the names are checked.
+# directories of `fallback_directories` (dpmon/run/run_registry.py). Anybody can create a directory there, and compgen
+# would run `$(...)` in a name, so the names are checked.
 _BASH = Template("""
 _dpmon_runs() {
     local names=$$(command ls -- "$${XDG_STATE_HOME:-$$HOME/.local/state}/dpmon/runs" \\

@@ -1,7 +1,7 @@
 """Turns the spans of one process into steps and calls, after they were written.
 
 Runs in the supervisor or, without one, in a reader. Pure: no files, no clock. `nesting` groups the spans of each
-thread. `step_rules` finds where a step begins and ends. `step_recorder` turns the spans of a step into rows.
+thread. `step_boundaries` finds where a step begins and ends. `step_row_builder` turns the spans of a step into rows.
 `assembler` connects these modules.
 """
 

@@ -212,11 +212,11 @@ class HeadlessRun:
         """How the run ended, and whether it is over."""
         guard = self._guard
         if guard is None:
-            # Check the state first: everything that the supervisor wrote before it left is then visible to `exit`.
+            # Check the state first: everything that the supervisor wrote before it left is then visible to `exit_info`.
             gone = run_state(self._reader.directory, self._reader.refresh())[0] == "lost"
             how = self._reader.exit_info()
             return how, how is not None or gone
-        for _ in range(len(self._owed)):  # `_forward` may put a signal back, and a new signal may add one
+        for _ in range(len(self._owed)):  # `_forward_signal` may put a signal back, and a new signal may add one
             self._forward_signal(self._owed.popleft())
         guard.poll()
         how = guard.exit_info()

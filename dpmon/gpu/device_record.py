@@ -60,7 +60,7 @@ class RunContext:
 
 
 def split_missing(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values, with None for each `Missing`, and its reason in `absent`."""
+    """Return the values, with None for each `MissingValue`, and its reason in `absent`."""
     absent = {name: value.reason for name, value in values.items() if isinstance(value, MissingValue)}
     return {**values, **dict.fromkeys(absent), "absent": absent}
 
@@ -70,8 +70,8 @@ def build_device_record(
 ) -> dict[str, Any]:
     """Return the fields of the `device` record, but for `t_s`.
 
-    `answers`: NVML's values by field, or `Missing`. `uuids`: bare UUIDs of the GPU and its instances. `lost`: why the
-    GPU does not answer at all.
+    `answers`: NVML's values by field, or `MissingValue`. `uuids`: bare UUIDs of the GPU and its instances. `lost`: why
+    the GPU does not answer at all.
     """
     torch = _torch_fields(run, uuids)
     used = isinstance(torch["ordinals"], list) and bool(torch["ordinals"]) and torch["mem_torch_bytes"] != 0

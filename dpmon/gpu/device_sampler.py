@@ -2,7 +2,7 @@
 
 One thread samples the host. One starts NVML and counts the GPUs, and one asks about each GPU. An NVML call may take
 seconds or never return. It blocks only its own thread; a GPU then gets a second one. Nothing waits for these threads:
-samples are composed from the answers that they have stored (`Card.sample`).
+samples are composed from the answers that they have stored (`GpuState.sample`).
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ earlier while NVML gives no answer at all: see SILENT_S."""
 class _QueryState:
     """The state of one question: when it is due, which of its ways is in use, and the last values.
 
-    `given`: a value or `Missing` for each field, in order, and the time of the reading (s; None: not yet read).
+    `given`: a value or `MissingValue` for each field, in order, and the time of the reading (s; None: not yet read).
     """
 
     given: tuple[tuple[Any, ...], float | None]
@@ -41,7 +41,7 @@ class _QueryState:
 
 
 class GpuState:
-    """The known values of one GPU. Only its newest asker may call `found` and `lose`."""
+    """The known values of one GPU. Only its newest asker may call `attach_handle` and `mark_lost`."""
 
     def __init__(self, index: int, questions: tuple[NvmlQuery, ...] = QUESTIONS) -> None:
         self.index = index
@@ -154,7 +154,7 @@ class GpuPoller:
     def poll_due_queries(self) -> None:
         """Ask the most overdue questions, with at most CALLS calls; of a GPU just found, all of them for FIRST_S.
 
-        Raises CallFailed only if the GPU is gone.
+        Raises NvmlCallError only if the GPU is gone.
         """
         began, calls = self._clock(), CALLS
         first = self._card.handle is None

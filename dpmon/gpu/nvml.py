@@ -73,7 +73,7 @@ def describe_return_code(code: int) -> str:
 
 
 def call_nvml(read: Callable[[], Any]) -> Any:
-    """Return the result of `read`. Raises CallFailed. NVML's errors are compared by number: they are not hashable."""
+    """Return the result of `read`. Raises NvmlCallError. NVML's errors are compared by number: they have no hash."""
     try:
         return read()
     except NvmlCallError:
@@ -116,7 +116,7 @@ class Nvml:
         """Whether the library reports that it is not initialised, so that it must be started again."""
 
     def run(self, read: Callable[[], Any]) -> Any:
-        """Return the result of `read`. The library stays open meanwhile. Raises CallFailed, also after `close`."""
+        """Return the result of `read`. The library stays open meanwhile. Raises NvmlCallError, also after `close`."""
         with self._lock:
             if self._closed:
                 raise NvmlCallError("NVML was shut down", UNINITIALIZED)

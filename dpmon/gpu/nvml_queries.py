@@ -1,7 +1,7 @@
 """The questions to NVML about a GPU: fields, ways to ask, period, and number of library calls.
 
 A way to ask is a function of pynvml, the GPU's handle and its own memo (kept while the handle is valid). It returns a
-value, or `Missing`, for each field of the question. It raises what pynvml raises.
+value, or `MissingValue`, for each field of the question. It raises what pynvml raises.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def _instance(nvml: Any, handle: Any) -> dict[str, Any]:
 
 
 def _gpm(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the metrics averaged since the last reading, with two calls (four at first). Each may be Missing.
+    """Return the metrics averaged since the last reading, with two calls (four at first). Each may be a MissingValue.
 
     The two sample buffers are never freed: freeing them is unsafe while the driver has lost the GPU.
     """

@@ -111,7 +111,7 @@ class ChunkReceiver:
         self._bytes = 0
 
     def add_line(self, text: bytes) -> UncheckedChunk | Mapping[str, Any] | None:
-        """Take a line; return a chunk when it is complete, and any other message as it is. Raises RubbishError."""
+        """Take a line; return a chunk when it is complete, and any other message as it is. Raises ProtocolError."""
         try:
             line = json.loads(text)
         except (ValueError, RecursionError):
@@ -201,7 +201,7 @@ def _valid_rows(table: str, columns: tuple[str, ...], rows: Sequence[Any], now_n
 def _column_positions(table: str, columns: tuple[str, ...]) -> tuple[tuple[_ColumnRule, int], ...]:
     """The columns of a table, and the place of each among `columns`; -1: it is missing.
 
-    Raises TypeError if one has no name, and RubbishError if they are too many.
+    Raises TypeError if one has no name, and ProtocolError if they are too many.
     """
     if len(columns) > _MOST_COLUMNS or max(map(len, columns), default=0) > _MOST_COLUMNS:
         raise ProtocolError("it sent rows with too many columns")

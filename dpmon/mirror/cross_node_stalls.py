@@ -28,7 +28,7 @@ class _ReportedRanks(RankInspector):
         self.heard: dict[int, list[RankActivity]] = {}
         """By machine; empty if none of its ranks stands still. A machine that does not answer is missing."""
 
-    def ranks(self, steps: Mapping[int, int | None], now_ns: int) -> list[RankActivity]:
+    def inspect_ranks(self, steps: Mapping[int, int | None], now_ns: int) -> list[RankActivity]:
         if not all(self.heard.values()):
             return []  # a rank that moves holds nobody up for long
         known = [rank for node in self.heard.values() for rank in node]
@@ -37,13 +37,13 @@ class _ReportedRanks(RankInspector):
             rank for rank in known if not rank.is_over or rank.rank not in living
         ]  # a job may start its ranks again
 
-    def with_ends(self, ranks: list[RankActivity]) -> list[RankActivity]:
+    def with_exceptions(self, ranks: list[RankActivity]) -> list[RankActivity]:
         return ranks
 
     def take_stacks(self, *, native: bool = False, still_ns: int = 0) -> Mapping[int, ProcessStacks]:
         return {}  # they come with the facts
 
-    def ask_nccl(self) -> None:
+    def query_nccl(self) -> None:
         """Nothing: the supervisors ask it."""
 
 

@@ -51,7 +51,7 @@ class CrossNodeWaits:
         self.pending: dict[_Place, tuple[RankStepWait, ...]] = {}
         """Waits that are not in a tally yet."""
         self.joined: list[RankStepWait] = []
-        """All waits since the last call of `begin`; `_late`: those of seconds with stored tallies."""
+        """All waits since the last call of `begin_transaction`; `_late`: those of seconds with stored tallies."""
         self._late: list[RankStepWait] = []
 
     def register_process(self, node: NodeRow, process: int, rank: int | None) -> None:

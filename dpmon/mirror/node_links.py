@@ -1,8 +1,8 @@
 """The commands that bring lines from other machines: starts them, reads them, and starts them again.
 
 A command is the user's own way to a machine, such as `ssh node2 dpmon export ...`. Its output is hostile: what is read,
-kept and waited for has a limit, and text from it is shown only after `clean`. One machine's trouble never delays the
-others: nothing here waits for a single command.
+kept and waited for has a limit, and text from it is shown only after `sanitize_line`. One machine's trouble never
+delays the others: nothing here waits for a single command.
 """
 
 from __future__ import annotations

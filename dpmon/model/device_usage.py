@@ -40,7 +40,7 @@ _HIGHEST = {
     "temperature_c": "temperature_max",
     "power_w": "power_max",
 }
-"""Figures reported by their highest value, and their members in DeviceFacts."""
+"""Figures reported by their highest value, and their members in DeviceUsage."""
 _TYPES: dict[str, type | tuple[type, ...]] = {
     "integer": int, "number": (int, float), "text": str, "boolean": bool, "list": list, "object": dict
 }  # fmt: skip

@@ -137,7 +137,7 @@ def format_ratio(one: float | None, other: float | None) -> str:
 _WHERE = ("copy", "forward", "backward", "optimizer")
 """Phases that `host_waits` may name. `data` is not one of them: its wait is not for the GPU."""
 KNOWN = 0.9
-"""`partly_timed` makes a note if a smaller share of the steps has device times."""
+"""`timed_steps_note` makes a note if a smaller share of the steps has device times."""
 HOST_SHARE, HOST_RATIO = 0.2, 2.0
 """Smallest share of the step, and smallest ratio of host to device time (near 1 if the device waits for the host)."""
 

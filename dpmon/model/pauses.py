@@ -130,7 +130,7 @@ def all_paused_intervals(pauses: Sequence[Pause], there: Mapping[int, Span], end
 
 
 def _subtract_intervals(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
-    """The parts of `spans` outside `others`; both must be sorted and disjoint, as `union` returns them."""
+    """The parts of `spans` outside `others`; both must be sorted and disjoint, as `union_of_intervals` returns them."""
     found: list[Span] = []
     place = 0
     for begin, end in spans:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def read_process_table(rows: Store, events: RunEvents, ended: frozenset[int], node: int | None = None) -> RunSnapshot:
-    """A state with only the processes, without their figures; parameters as in `Snapshots.take`.
+    """A state with only the processes, without their figures; parameters as in `SnapshotBuilder.build`.
 
     `node`: only the processes of a node, as on its own screen.
     """

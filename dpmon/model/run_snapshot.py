@@ -316,7 +316,7 @@ class RunSnapshot:
     slowest: SlowSteps = field(default_factory=SlowSteps)
     """The longest steps of the current mode in the time range."""
     order: tuple[int, ...] = ()
-    """The numbers of the processes in `training`, if they were determined already."""
+    """The numbers of the processes in `training_processes`, if they were determined already."""
     drawn: tuple[int, ...] = ()
     """The processes with all fields."""
     rank_waits: RankWaits | None = None

@@ -1,4 +1,4 @@
-"""Builds a run's state for one picture from queries: `Snapshots.take` returns the state as of a time. Pure.
+"""Builds a run's state for one picture from queries: `SnapshotBuilder.build` returns the state as of a time. Pure.
 
 A live picture is as of now, a playback as of another time, and a finished run as of its end. Data that can no longer
 change (finished columns of the history, samples) is cached, but no more than a picture shows.

@@ -164,7 +164,7 @@ def bin_steps(
 def _elapsed_by_bin(
     store: Store, process: int, end_s: int, seconds: int, trained: Collection[str]
 ) -> tuple[Counter[tuple[int, str, bool]], Counter[tuple[int, str, bool]]]:
-    """The time (ns) of a process within steps, and between them, by stretch as in `_sums`."""
+    """The time (ns) of a process within steps, and between them, by stretch as in `_tallies_by_bin`."""
     within: Counter[tuple[int, str, bool]] = Counter()
     between: Counter[tuple[int, str, bool]] = Counter()
     width = _widest_fitting_width(seconds)

@@ -33,7 +33,7 @@ ALIKE_SHARE = 0.2
 """Part of the way from the least wait to the others' median: ranks up to this wait count as equally slow."""
 MIN_STEPS = 20
 SERIES = (STEP, *STEP_PHASES, *map(device_series, STEP_PHASES), EXPOSED, WAIT, HELD)
-"""Series that `rank_times` reads."""
+"""Series that `build_rank_times` reads."""
 _DEVICE = {phase: device_series(phase) for phase in STEP_PHASES}
 _SIGMAS = 4.0
 """Standard deviations by which ranks must be the slowest more often than by chance."""
@@ -327,7 +327,7 @@ def slowest_count_text(found: Straggler, *, lately: bool) -> str:
 
 
 def short_sentence(found: Straggler) -> str:
-    """`sentence` in few words."""
+    """`straggler_sentence` in few words."""
     cause = f", {found.phase} {_compared_times_text(found)}" if found.phase is not None else ""
     return f"others wait for {found.name}: {format_duration(found.excess_ns)} ({format_percent(found.share)}){cause}"
 

@@ -78,7 +78,7 @@ class RecordSpec:
 
 
 def _parse_fields(lines: Iterable[str], known: Mapping[str, FieldSpec]) -> Iterator[FieldSpec]:
-    """Yield the fields in the lines of a table; see `kind`."""
+    """Yield the fields in the lines of a table; see `parse_record_spec`."""
     for line in lines:
         if ": " not in line:
             yield from (known[name] for name in line.split())

@@ -1,7 +1,7 @@
 """`dpmon report`: a summary of a run, as text, as JSON, or as a page with plots.
 
-`collect` reads a run's directory into one `Story`. `sections` makes a document of it, which `text` and `page` draw;
-`asjson` makes JSON of the story itself.
+`collect_report_data` reads a run's directory into one `ReportData`. `sections` makes a document of it, which
+`plain_text` and `html_page` draw; `report_json` makes JSON of the data itself.
 """
 
 from dpmon.report.plain_text import report_text

@@ -63,7 +63,7 @@ def read_compared_run(directory: Path) -> ComparedRun:
 
 
 def read_and_compare(before: Iterable[Path], after: Iterable[Path]) -> RunComparison:
-    """Compare the runs in these directories. Raises as `read` does."""
+    """Compare the runs in these directories. Raises as `read_compared_run` does."""
     return compare_runs(*([read_compared_run(one) for one in side] for side in (before, after)))
 
 

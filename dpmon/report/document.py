@@ -1,7 +1,7 @@
 """A report as a document: sections of paragraphs, tables, findings and plots, as plain data.
 
-`dpmon.report.sections` makes it, `text` and `page` draw it. The text of its parts may come from the script: whoever
-draws it has to make it harmless.
+`dpmon.report.sections` makes it, `plain_text` and `html_page` draw it. The text of its parts may come from the script:
+whoever draws it has to make it harmless.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class Health(NamedTuple):
         return HAS_FAILED if self.end in _FAILED else NOT_TRAINING
 
     def fields(self) -> dict[str, object]:
-        """The members of `health`."""
+        """The members of `assess_health`."""
         return {**self._asdict(), "fine": self.status == IS_FINE}
 
     def sentence(self, t_s: float) -> str:

@@ -1,4 +1,4 @@
-"""Makes the plots of a page as plain data: `page` draws them."""
+"""Makes the plots of a page as plain data: `html_page` draws them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads a run's directory into a Story. Every figure comes from a query of the run's store."""
+"""Reads a run's directory into a ReportData. Every figure comes from a query of the run's store."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def is_live(info: RunInfo) -> bool:
 def run_state(directory: Path, info: RunInfo) -> tuple[str, ExitInfo | None]:
     """The state in a word, and how the run ended, if it has.
 
-    If the run has ended, the word is from `outcome`. Otherwise it is starting, running, ending, or one of these:
+    If the run has ended, the word is from `outcome_word`. Otherwise it is starting, running, ending, or one of these:
     unsupervised (the command runs, but its supervisor or the mirror of its machines was killed; `dpmon attach` starts
     another one); elsewhere (on another machine that shares the directory; this machine does not know whether it runs);
     lost (ended without a record of its end).

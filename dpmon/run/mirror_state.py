@@ -41,7 +41,7 @@ def parse_activities(value: object, start_ns: int = 0) -> dict[int, tuple[str, i
 
 
 def activities_by_word(doing: Mapping[int, tuple[str, int]]) -> dict[str, dict[int, int]]:
-    """Return the JSON that `doing_in` reads: grouped by word, because there may be a thousand processes."""
+    """Return the JSON that `parse_activities` reads: grouped by word, because there may be a thousand processes."""
     found: dict[str, dict[int, int]] = {}
     for number, (what, since) in doing.items():
         found.setdefault(what, {})[number] = since

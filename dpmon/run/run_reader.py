@@ -44,7 +44,7 @@ class PauseState(NamedTuple):
     pending: bool = False
     """Whether a process has not yet acted on the last request."""
     since_ns: int | None = None
-    """When the last training process paused (monotonic; in `Facts`, since the run's start); None while one runs."""
+    """When the last training process paused (monotonic; in `ScreenData`, since the start); None while one runs."""
 
 
 Doing = Mapping[int, tuple[str, int]]

@@ -112,7 +112,7 @@ _YES_OR_NO = ("busy", "between_loops", "loop_begins", "namesake")
 
 
 def describe_ranks(ranks: Sequence[RankActivity], now_ns: int, info: RunInfo) -> dict[str, Any]:
-    """All that the verdict about a stall needs to know of these ranks; `facts_in` reads it."""
+    """All that the verdict about a stall needs to know of these ranks; `parse_rank` reads it."""
     return {
         "t_s": (now_ns - info.start_ns) / 1e9,
         "ranks": [

@@ -56,7 +56,7 @@ def add_values(counts: Counts, values: Iterable[int]) -> None:
     """Count values."""
     get = counts.get
     for value in values:
-        # A copy of `bucket`: a call per value would be too slow.
+        # A copy of `bin_of`: a call per value would be too slow.
         if value >= _EXACT:
             shift = value.bit_length() - _BITS - 1
             number = (shift << _BITS) + (value >> shift)

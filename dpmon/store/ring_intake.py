@@ -1,7 +1,7 @@
 """Turns the records of a ring into rows, tallies and the account of time.
 
-An `Intake` belongs to one ring. The calls of a step arrive before the step. They are held until then, because the row
-of the step contains their phases, and the calls take the kind of the step.
+A `RingIntake` belongs to one ring. The calls of a step arrive before the step. They are held until then, because the
+row of the step contains their phases, and the calls take the kind of the step.
 """
 
 from __future__ import annotations

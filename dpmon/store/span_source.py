@@ -34,7 +34,7 @@ class SpanSource:
         missed = 0 if row is None else row.missed
         own = RingRow(path.name, ring.process, ring.rank, ring.pid, missed=missed)
         self.row = replace(row) if row is not None and self.resumes else own
-        """How much of the ring is in the history and its next batch, once `note` was called."""
+        """How much of the ring is in the history and its next batch, once `update_position` was called."""
         self.unreadable = 0
         """Number of its rows that could not be kept."""
         self.over = False

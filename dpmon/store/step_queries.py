@@ -63,7 +63,7 @@ _SLOW_COLUMNS = ", ".join(
         *(f"{phase.name}_ns" for phase in PHASES),
     )
 )
-"""Columns of a step for a SlowRow."""
+"""Columns of a step for a SlowStepRow."""
 _LONG_COLUMNS = ", ".join(("process", "step", "mode", "kind", "start_ns", "wall_ns", *_LONG_PHASES))
 """Columns of a step for `_long_row`."""
 _LOOKED_AT = 20_000
@@ -76,7 +76,7 @@ class StepStore(TallyStore):
     """The steps and calls of one history, as of one instant."""
 
     def __init__(self, door: CheckedConnection, damaged: str | None = None) -> None:
-        """Take the parameters of Sums."""
+        """Take the parameters of TallyStore."""
         super().__init__(door, damaged)
         self._resolvers: dict[int, Resolver] = {}
         self.ranks = {process: ring.rank for process, ring in self.rings.items() if process >= 0}

@@ -8,8 +8,8 @@ log an epoch. Steps in which the run stalled, and a first step that waits long, 
 Figures come from tallies (dpmon.store.tally), which the store adds up for any time. Evaluation steps are separate from
 training steps. A mode that never trains has the figures of its evaluation steps.
 
-One `Window` reads the tallies and times between two seconds once. All figures of that time come from it, so a figure
-has the same digits everywhere.
+One `StatsWindow` reads the tallies and times between two seconds once. All figures of that time come from it, so a
+figure has the same digits everywhere.
 """
 
 from __future__ import annotations
@@ -223,9 +223,9 @@ def compute_rate(
 ) -> Rate | None:
     """Return the rate of processes that train together or one after the other; None if no time has passed.
 
-    `tallies` and `times` (see `elapsed`) are by process. Samples of processes that train at the same time add up; their
-    steps do not: the step rate is per process. `together`: if the processes are known to train at the same time, the
-    number of processes that each of them stands for; else 0.
+    `tallies` and `times` (see `elapsed_by_process`) are by process. Samples of processes that train at the same time
+    add up; their steps do not: the step rate is per process. `together`: if the processes are known to train at the
+    same time, the number of processes that each of them stands for; else 0.
     """
     there = [process for process, tally in tallies.items() if tally.steps and times.get(process, (0, 0))[0] > 0]
     if not there:
@@ -423,7 +423,7 @@ def divide_concurrent_time(rows: Iterable[TimeRow], lives: Sequence[tuple[int, i
         for row in together:
             own[row.process] += sum(row.spent.values())
         spent = {name: max(sum(row.spent[name] for row in together), 0) for name in ACTIVITIES}
-        # The longest may exceed the width: a long pause counts in its first second (accounting.Spent.by_second).
+        # The longest may exceed the width: a long pause counts in its first second (ActivityInterval.split_by_second).
         covered, whole = max(lived, *own.values()), sum(spent.values())
         scale = min(1.0, covered / whole) if whole else 0.0
         for activity, ns in spent.items():
@@ -432,7 +432,7 @@ def divide_concurrent_time(rows: Iterable[TimeRow], lives: Sequence[tuple[int, i
 
 
 def account_for_elapsed(spent: Mapping[str, int], elapsed_ns: int, lives: Sequence[tuple[int, int]]) -> dict[str, int]:
-    """Divide a run's elapsed time by activity (ns); the parts add up to it. `lives`: as in Window.lives.
+    """Divide a run's elapsed time by activity (ns); the parts add up to it. `lives`: as in StatsWindow.alive_intervals.
 
     Time before a process is traced has no activity. It counts as start-up: also where a process follows another one,
     with the time that the other one took to end. Time after the last step of all processes is the run's end.

@@ -88,7 +88,7 @@ class Store(StepStore):
     """The tables of one history, as of one instant."""
 
     def __init__(self, door: CheckedConnection, damaged: str | None = None) -> None:
-        """Take the parameters of Sums."""
+        """Take the parameters of TallyStore."""
         super().__init__(door, damaged)
         self._unreadable = 0
         """Number of rows without a record, found by `records`: they refer to a lost definition."""

@@ -257,7 +257,7 @@ class Tally:
         return found
 
     def add_row(self, row: Sequence[Any], names: Mapping[int, str], *, sketches: bool = True) -> None:
-        """Add the tally in a row; parameters and errors as in `of_row`. A damaged row changes nothing."""
+        """Add the tally in a row; parameters and errors as in `from_row`. A damaged row changes nothing."""
         steps, calls, last_step, low, high, first, last, *summed, data = row
         if max(steps, calls, *filter(None, summed[1::2])) > _MOST_STEPS:
             raise HistoryError("a damaged tally: too many steps")

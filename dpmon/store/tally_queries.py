@@ -99,7 +99,7 @@ class TallyStore:
     def _cover_with_widths(
         self, begin: int, end: int, widths: Sequence[int], widest: int
     ) -> list[tuple[int, int, int]]:
-        """Return the stretches of `stretches`; use only tallies of these widths."""
+        """Return the stretches of `covering_buckets`; use only tallies of these widths."""
         *finer, width = widths
         if begin >= end or not finer:
             return [(width, begin, end)] if begin < end else []

@@ -175,7 +175,7 @@ class SupervisorTakeover:
 def ensure_supervisor(directory: Path, machines: Sequence[Sequence[str]] = ()) -> SupervisorTakeover:
     """Start a supervisor if the run has none; if the run is over, wait until its record is complete.
 
-    `machines`: see Successor.
+    `machines`: see SupervisorTakeover.
     """
     successor = SupervisorTakeover(directory, machines)
     successor.start_if_needed()

@@ -46,7 +46,7 @@ def open_to_append(directory: str, file: str) -> int:
 
 
 def append_to(fd: int, data: bytes, most: int) -> bool:
-    """Append `data` to an open file; return whether all of it was written. `most`: see `append`."""
+    """Append `data` to an open file; return whether all of it was written. `most`: see `append_bytes`."""
     from dpmon.span_ring import IgnoreFileSizeSignal  # imported here, because a process without torch does not need it
 
     info = os.fstat(fd)

@@ -164,7 +164,7 @@ class Choice(Dialog):
         self.said = ""
         """A note about the last key, if it was no answer."""
 
-    def content(self, width: int, height: int) -> list[Row]:
+    def build_rows(self, width: int, height: int) -> list[Row]:
         """The text, then a row per answer."""
         rows: list[Row] = [[(truncate(line, width), "")] for line in self.lines]
         rows.append([(truncate(self.said, width), "dim")])
@@ -172,7 +172,7 @@ class Choice(Dialog):
             rows.append([("  ", ""), (key.ljust(5), "key"), (" " + truncate(text, width - 8), "")])
         return rows
 
-    def over(self) -> None:
+    def run_ended(self) -> None:
         """Close if the question is now pointless."""
         if self.on_pointless is not None and not self.answered:
             self.close_once(None)
@@ -182,7 +182,7 @@ class Choice(Dialog):
         """Whether `name` is one of the answers."""
         return any(name == each for _, each, _ in self.answers)
 
-    def pressed(self, event: events.Key) -> None:
+    def respond_to_key(self, event: events.Key) -> None:
         """Return the answer of the key, or tell the user that the key does nothing here."""
         pressed = "esc" if event.key == "escape" else event.key
         for key, name, _ in self.answers:
@@ -206,14 +206,14 @@ class TextPages(Dialog):
         self.make = make
         self.room = 1
 
-    def content(self, width: int, height: int) -> list[Row]:
+    def build_rows(self, width: int, height: int) -> list[Row]:
         """All rows; the frame shows the rows at the scroll position and counts the rows above and below."""
         rows = self.make(width)
         self.room = height
         self.top = max(min(self.top, len(rows) - height), 0)
         return rows
 
-    def pressed(self, event: events.Key) -> None:
+    def respond_to_key(self, event: events.Key) -> None:
         """Scroll, or close."""
         moves = {"up": -1, "down": 1, "pageup": -self.room, "pagedown": self.room, "home": -1 << 30, "end": 1 << 30}
         if event.key in moves:
@@ -245,7 +245,7 @@ class _TextInput(Dialog):
         self.typed = whole[:LINE_MOST].decode("utf-8", "ignore")
         self.draw()
 
-    def pressed(self, event: events.Key) -> None:
+    def respond_to_key(self, event: events.Key) -> None:
         """Edit, or give up."""
         if event.key in ("escape", "ctrl+c"):
             self.close_once(None)
@@ -287,23 +287,23 @@ class LineInput(_TextInput):
         self.typed = typed
         self.hidden = hidden
 
-    def over(self) -> None:
+    def run_ended(self) -> None:
         """Keep the typed text visible, but do not send it."""
         if self.over_note is not None:
             self.note, self.open, self.keys = self.over_note, False, [("esc", "close")]
             self.draw()
             self.app.post_message(self.Changed())
 
-    def content(self, width: int, height: int) -> list[Row]:
+    def build_rows(self, width: int, height: int) -> list[Row]:
         """The typed line, and what enter will do."""
         return [self.line(width), [], [(truncate(self.note, width), "dim")]]
 
-    def pressed(self, event: events.Key) -> None:
+    def respond_to_key(self, event: events.Key) -> None:
         """Send, edit, or give up."""
         if event.key == "enter":
             self.close_once(self.typed if self.open else None)
         else:
-            super().pressed(event)
+            super().respond_to_key(event)
 
 
 class CommandPalette(_TextInput):
@@ -325,7 +325,7 @@ class CommandPalette(_TextInput):
         """The chosen command; the first one before a choice, or if it is not listed any more."""
         self.pinned = 1
 
-    def over(self) -> None:
+    def run_ended(self) -> None:
         """List the commands that are still possible."""
         self.draw()
 
@@ -335,7 +335,7 @@ class CommandPalette(_TextInput):
         found = [each for each in self.possible() if all(word in f"{each[0]} {each[1]}".lower() for word in words)]
         return sorted(found, key=lambda each: each[0] != self.typed)
 
-    def content(self, width: int, height: int) -> list[Row]:
+    def build_rows(self, width: int, height: int) -> list[Row]:
         """The typed text, then the commands with the chosen one marked; the box keeps its height during typing."""
         found = self.listed = self.matching()
         at = self._chosen_index()
@@ -354,7 +354,7 @@ class CommandPalette(_TextInput):
         """The position of the chosen command in the list."""
         return self.listed.index(self.chosen) if self.chosen in self.listed else 0
 
-    def pressed(self, event: events.Key) -> None:
+    def respond_to_key(self, event: events.Key) -> None:
         """Choose, filter the list, or give up. A marked command that has become impossible is not done."""
         moves = {"up": -1, "down": 1, "pageup": -8, "pagedown": 8, "tab": 1, "shift+tab": -1}
         found, at = self.listed, self._chosen_index()
@@ -366,7 +366,7 @@ class CommandPalette(_TextInput):
             self.chosen = found[min(max(at + moves[event.key], 0), len(found) - 1)] if found else None
             self.draw()
         else:
-            super().pressed(event)
+            super().respond_to_key(event)
 
     def add(self, text: str) -> None:
         """Filter by more text; the first match is chosen."""

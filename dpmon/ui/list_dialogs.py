@@ -48,7 +48,7 @@ class _List(Dialog):
         """Act on the chosen entry."""
         raise NotImplementedError
 
-    def pressed(self, event: events.Key) -> None:
+    def respond_to_key(self, event: events.Key) -> None:
         """Choose, act, or give up."""
         moves = {"up": -1, "down": 1, "pageup": -8, "pagedown": 8, "home": -1 << 30, "end": 1 << 30}
         if event.key == "enter" and len(self):
@@ -72,7 +72,7 @@ class StepList(_List):
         """Number of steps."""
         return 0 if self.found is None else len(self.found.steps)
 
-    def content(self, width: int, height: int) -> list[Row]:
+    def build_rows(self, width: int, height: int) -> list[Row]:
         """The rows, the chosen one marked."""
         if self.found is None:
             return [[("reading the steps ...", "dim")]]
@@ -84,7 +84,7 @@ class StepList(_List):
             shown.append([(f"  the list has no steps before {format_clock(self.found.since_ns)}", "dim")])
         return shown
 
-    def entered(self) -> None:
+    def choose_current(self) -> None:
         """Go to the end of the step."""
         if self.found is not None:
             self.close_once(str(self.found.steps[self.at].end_ns))
@@ -132,7 +132,7 @@ class RunList(_List):
         """The runs on a side, the oldest first."""
         return [one.directory for one in reversed(self.found or ()) if self.sides.get(one.directory) == name]
 
-    def content(self, width: int, height: int) -> list[Row]:
+    def build_rows(self, width: int, height: int) -> list[Row]:
         """A row for each run."""
         if self.found is None:
             return [[("reading the runs ...", "dim")]]
@@ -146,7 +146,7 @@ class RunList(_List):
         head = f"  {'name'.ljust(names)}  {'state'.ljust(states)}  {'started'.ljust(11)}  command"
         return self.build_list_rows([(truncate(head, width - 2), "dim")], rows, height)
 
-    def entered(self) -> None:
+    def choose_current(self) -> None:
         """Compare; without a run on side A, the chosen one is there."""
         chosen = self.found[self.at].directory if self.found else Path()
         if not self.runs_on_side("A") and chosen not in self.sides:
@@ -157,11 +157,11 @@ class RunList(_List):
             self.corner = "each side needs a run: a, b"
             self.draw()
 
-    def pressed(self, event: events.Key) -> None:
+    def respond_to_key(self, event: events.Key) -> None:
         """Mark the chosen run, or remove its mark; else as in every list."""
         side = {"a": "A", "b": "B"}.get(event.key)
         if side is None or not self.found:
-            super().pressed(event)
+            super().respond_to_key(event)
             return
         self.corner = RunList.corner
         one = self.found[self.at].directory

@@ -1,4 +1,4 @@
-"""The Textual application: the effects of keys, clicks and dialogs. `drawing` draws the screen."""
+"""The Textual application: the effects of keys, clicks and dialogs. `screen_app` draws the screen."""
 
 from __future__ import annotations
 
@@ -449,7 +449,7 @@ class Monitor(ScreenControl):
         self.push_screen(runs, compare)
         self._update_dialog_after(runs, runs.read)
 
-    def at_end(self) -> None:
+    def run_ended(self) -> None:
         """Show the whole run, and look for what is worth a look in it."""
         self._set_view(replace(self.view, span_s=0))
 

@@ -57,7 +57,7 @@ class PanelView(Widget):
         self.refresh(*(Region(0, y, width, 1) for y in changed or range(len(fresh), len(before))))
 
     def set_look(self, look: TerminalStyle) -> None:
-        """Draw everything again, with another look, at the next `show`."""
+        """Draw everything again, with another look, at the next `show_rows`."""
         self.look = look
         self.rows = []
 

@@ -134,7 +134,7 @@ class _PlaybackRun(LiveRun):
         player = self.player
         return None if player is None or player.position_ns >= player.length_ns else player.position_ns
 
-    def tick(self, *, at_once: bool = False) -> None:
+    def refresh(self, *, at_once: bool = False) -> None:
         """Read the state as if the run were live: before the playback reaches its end, the run has not ended."""
         player = self.player
         if player is not None and player.position_ns < player.length_ns:
@@ -153,7 +153,7 @@ class _PlaybackRun(LiveRun):
         """False: no process reads input."""
         return False
 
-    def facts(self, view: View, stopping: str | None = None) -> ScreenData:
+    def build_screen_data(self, view: View, stopping: str | None = None) -> ScreenData:
         """The facts, with the position of the playback."""
         player = self.player
         if player is None:
@@ -212,7 +212,7 @@ class Playback(Monitor):
         """Play faster or slower."""
         self._control_player(lambda player: player.change_speed(by))
 
-    def _look_at(self, at_ns: int) -> None:
+    def _show_time(self, at_ns: int) -> None:
         self._control_player(lambda player: player.seek(at_ns))
 
     def action_seek(self, seconds: int) -> None:

@@ -29,9 +29,9 @@ def places(facts: ScreenData, width: int, height: int) -> dict[str, Slot]:
     scene, tall = choose_scene(facts), height >= TALL
     wanted = {
         "devices": panel_devices.preferred_height(facts),
-        "replicas": scene.second.wanted_rows(facts, height * FIRST // 100 - 5 if tall else 0) + 1,
+        "replicas": scene.second.preferred_height(facts, height * FIRST // 100 - 5 if tall else 0) + 1,
         "batch": panel_batch.preferred_height(facts),
-        "compare": scene.fourth.wanted_rows(facts),
+        "compare": scene.fourth.preferred_height(facts),
         "progress": panel_progress.preferred_height(facts, tall),
     }
     slots = place_panels(width, height - line, scene.arrangement, wanted, facts.view.zoom)
@@ -124,16 +124,16 @@ def _content(
         return title, corner, drawn(facts, width, height, look)
     if panel == "replicas":
         second = choose_scene(facts).second
-        title, corner = second.title(facts, look)
-        picture = second.zoomed if zoomed else second.table
+        title, corner = second.panel_title(facts, look)
+        picture = second.render_full_screen if zoomed else second.render_panel
         return title, corner, picture(facts, width, height, look)
     if panel == "batch":
         title, corner = panel_batch.panel_title(facts, look, slot.width)
         return title, corner, panel_batch.render_panel(facts, width, height, look)
     if panel == "compare":
         fourth, stale = choose_scene(facts).fourth, choose_scene(facts).stale
-        title, corner = fourth.title(facts, look, slot.is_folded)
-        rows = fourth.table(facts, width, height, look, advice=not stale)
+        title, corner = fourth.panel_title(facts, look, slot.is_folded)
+        rows = fourth.render_panel(facts, width, height, look, advice=not stale)
         return (title, [BEFORE_STALL], list(map(dim_row, rows))) if stale else (title, corner, rows)
     if panel == "progress":
         title, corner = panel_progress.panel_title(facts, look, slot.is_folded)

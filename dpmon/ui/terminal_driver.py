@@ -2,7 +2,7 @@
 
 Textual's input thread ends at a byte that is not UTF-8, waits forever for the end of a paste, and takes the text of a
 terminal's answer for keys. Its signal handlers start a second input thread after a SIGSTOP, and set up the terminal
-again while the application exits. `Leaving` restores the terminal when a signal or a hang-up ends the screen.
+again while the application exits. `ExitHandlers` restores the terminal when a signal or a hang-up ends the screen.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class TerminalDriver(LinuxDriver):
                 with contextlib.suppress(OSError):
                     data = os.read(self.fileno, 4096)
                 if not data:
-                    self._drawing.from_thread(self._drawing.leaves_lost_terminal)
+                    self._drawing.call_on_ui_thread(self._drawing.exit_if_terminal_gone)
                     self.exit_event.wait(_LOOK_S)
             try:
                 messages = list(keys.feed(data))

@@ -209,7 +209,7 @@ def child(case: str, blocks: int, steps: int) -> dict[str, list[float]]:
     loop = Loop(depth, calls, gpus, ddp=ddp)
     loop.run(loop.model, WARM_STEPS)
     (ring,) = Path(os.environ["DPMON_RUN"]).glob("process-*.ring")
-    SpanReader(str(ring)).time_one_in(one_in)
+    SpanReader(str(ring)).request_device_timing(one_in)
     alone = partial(apart, loop.model) if apart is not None else loop.model
     bare = Loop(1, 1)
     if patches.taken_out() < 10:

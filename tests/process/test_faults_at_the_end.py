@@ -16,12 +16,12 @@ def {name}(*_, **__):
     raise RuntimeError('broken on purpose')
 """
 FAULTS = {
-    "the cause": ("supervise/supervisor.py", "failure", "exit status 5"),
+    "the cause": ("supervise/supervisor.py", "find_first_failure", "exit status 5"),
     "the supervisor's last words": ("supervise/supervisor.py", "Supervisor._find_ending", "exit status 5"),
     "the summary": ("cli/summary.py", "summary_lines", "no summary: RuntimeError: broken on purpose"),
     "the line of progress": (
         "cli/status_stream.py",
-        "ProgressLines.line",
+        "ProgressReporter.line",
         "no line of progress: RuntimeError: broken on purpose",
     ),
 }
@@ -49,7 +49,7 @@ def run(dpmon: Dpmon, env: dict[str, str], *words: object, waits: bool = True) -
 
 @pytest.mark.parametrize(("file", "name", "says"), FAULTS.values(), ids=FAULTS)
 def test_the_status_is_given_whatever_raises(dpmon: Dpmon, file: str, name: str, says: str) -> None:
-    result = run(dpmon, broken(dpmon, file, name), waits=name == "ProgressLines.line")
+    result = run(dpmon, broken(dpmon, file, name), waits=name == "ProgressReporter.line")
     assert result.status == 5, result.errors
     assert says in result.errors
     assert result.errors.count("broken on purpose") <= 1, "once is enough"
@@ -61,7 +61,7 @@ def test_the_status_is_given_whatever_raises(dpmon: Dpmon, file: str, name: str,
 
 def test_a_fault_in_the_lines_of_json_costs_only_these(dpmon: Dpmon) -> None:
     lines = dpmon.cwd / "lines"
-    result = run(dpmon, broken(dpmon, "cli/status_stream.py", "Lines._put_status"), f"--json={lines}")
+    result = run(dpmon, broken(dpmon, "cli/status_stream.py", "StatusStream._write_status"), f"--json={lines}")
     assert result.status == 5, result.errors
     assert "no line of JSON: RuntimeError: broken on purpose" in result.errors
     assert '"kind":"exit"' in lines.read_text(), "the last line still says how it ended"

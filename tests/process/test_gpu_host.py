@@ -83,7 +83,7 @@ def test_a_new_process_counts_from_its_first_sample_on() -> None:
     """A moment is too short to measure: the processor times grow in steps of 10 ms."""
 
     class Waits(HostSampler):
-        def _find(self, root_pid: int | None) -> None:
+        def _update_process_set(self, root_pid: int | None) -> None:
             if self._processes:
                 super()._update_process_set(root_pid)
                 time.sleep(0.3)  # meanwhile the child is busy
@@ -117,7 +117,7 @@ def test_the_search_for_new_processes_is_rationed() -> None:
         return now[0]
 
     class Slow(HostSampler):
-        def _find(self, root_pid: int | None) -> None:
+        def _update_process_set(self, root_pid: int | None) -> None:
             scans.append(now[0])
             now[0] += 0.05
 

@@ -13,8 +13,8 @@ import pytest
 from running import wait_for
 
 from dpmon.errors import HistoryError
-from dpmon.mirror.mirror_run import mirror_of
-from dpmon.store.history_schema import HISTORY_FILE, size_of
+from dpmon.mirror.mirror_run import find_or_create_mirror
+from dpmon.store.history_schema import HISTORY_FILE, database_size
 from dpmon.store.store_opening import open_store
 from dpmon.supervise.start_supervisor import MACHINE as MACHINE_VARIABLE
 
@@ -62,14 +62,14 @@ def test_the_disk_does_not_fill_up(state: Path, tmp_path: Path) -> None:
     (tmp_path / "machine.py").write_text(MACHINE)
     words = [sys.executable, str(tmp_path / "machine.py")]
     machine = ["gpu-0", "20260101-000000-x-0000", *words]
-    directory = mirror_of("flooded", [machine])
+    directory = find_or_create_mirror("flooded", [machine])
     command = [sys.executable, "-c", MIRROR, str(directory), str(LIMIT)]
     env = {**os.environ, f"{MACHINE_VARIABLE}0": json.dumps(machine)}
     mirror = subprocess.Popen(command, env=env, start_new_session=True)
     sizes = [0]
 
     def written() -> bool:
-        sizes.append(size_of(directory / HISTORY_FILE))
+        sizes.append(database_size(directory / HISTORY_FILE))
         assert mirror.poll() is None
         return received(directory) > 800_000
 
@@ -79,5 +79,5 @@ def test_the_disk_does_not_fill_up(state: Path, tmp_path: Path) -> None:
         mirror.terminate()
         mirror.wait()
     assert max(sizes) < LIMIT + (32 << 20), "what one commit writes, and its journal"
-    assert size_of(directory / HISTORY_FILE) < LIMIT + (8 << 20)
+    assert database_size(directory / HISTORY_FILE) < LIMIT + (8 << 20)
     assert sum(entry.stat().st_size for entry in os.scandir(directory)) < LIMIT + (32 << 20)

@@ -17,36 +17,36 @@ FEW = 8
 """Largest number of warnings from one broken function, including those about calls that could not be split."""
 
 GUARDS = {
-    "tracer.calls.primitives.Primitives._composed",
-    "tracer.calls.call_wrapper.CallTracer._bound",
-    "tracer.core.frames.drop_frames",
-    "tracer.core.frames.drop_outermost",
-    "tracer.modes.workers.ReplicaThread.run",
-    "tracer.steps.loaders.Loaders.at_exit",
-    "tracer.modes.decision.Modes.composed_devices",
-    "tracer.steps.recorder.Recorder._fetch_raised",
-    "tracer.steps.recorder.Recorder.failed",
-    "tracer.steps.recorder.Recorder.still_inside",
-    "tracer.steps.recorder.Recorder.within",
-    "tracer.steps.recorder.Thread.__init__",
+    "tracer.calls.primitives.PrimitiveTracer._run_composed",
+    "tracer.calls.call_wrapper.CallTracer._bind_arguments",
+    "tracer.core.hidden_frames.drop_frames",
+    "tracer.core.hidden_frames.drop_outermost",
+    "tracer.modes.replica_threads.ReplicaThread.run",
+    "tracer.steps.loaders.LoaderTracer.at_exit",
+    "tracer.modes.mode_decision.ModeDecider.composed_devices",
+    "tracer.steps.span_recorder.SpanRecorder._fetch_raised",
+    "tracer.steps.span_recorder.SpanRecorder.write_failed",
+    "tracer.steps.span_recorder.SpanRecorder.current_open_kind",
+    "tracer.steps.span_recorder.SpanRecorder.run_in_span",
+    "tracer.steps.span_recorder.ThreadState.__init__",
     "tracer.calls.roots._RootCall.__get__",
-    "tracer.core.session.FaultGuard.__enter__",
-    "tracer.core.session.FaultGuard.__exit__",
-    "tracer.core.session.FaultGuard.__init__",
+    "tracer.core.session.TracerErrorGuard.__enter__",
+    "tracer.core.session.TracerErrorGuard.__exit__",
+    "tracer.core.session.TracerErrorGuard.__init__",
     "tracer.core.session.Session._sizes_of",
-    "tracer.core.session.Session.guarded",
-    "tracer.core.session.Session.inputs",
-    "tracer.calls.split.Split._fall_back",
-    "tracer.calls.split.Split._remember",
-    "tracer.calls.split.Split._root",
-    "tracer.calls.split.Split._take_back",
-    "tracer.calls.split.Split._worked",
-    "tracer.calls.split.Split._wrapper",
-    "tracer.calls.split.Split.run",
-    "tracer.calls.stages.Stages.begin",
-    "tracer.calls.stages.Stages.end",
-    "tracer.modes.virtual._Broadcast.backward",
-    "tracer.modes.virtual._Gather.backward",
+    "tracer.core.session.Session.guard",
+    "tracer.core.session.Session.input_definition",
+    "tracer.calls.split_calls.SplitRunner._fall_back",
+    "tracer.calls.split_calls.SplitRunner._remember",
+    "tracer.calls.split_calls.SplitRunner._root",
+    "tracer.calls.split_calls.SplitRunner._copy_back_attributes",
+    "tracer.calls.split_calls.SplitRunner._note_success",
+    "tracer.calls.split_calls.SplitRunner._wrapper",
+    "tracer.calls.split_calls.SplitRunner.run",
+    "tracer.calls.stages.StageTracer.begin",
+    "tracer.calls.stages.StageTracer.end",
+    "tracer.modes.virtual_devices._Broadcast.backward",
+    "tracer.modes.virtual_devices._Gather.backward",
 }
 """Functions that torch or the script calls directly, or that contain faults; nothing contains their own faults."""
 
@@ -127,15 +127,15 @@ def test_the_injected_faults_covered_most_functions_of_the_tracer(runs: dict[str
     for module in (
         "calls.call_wrapper",
         "steps.loaders",
-        "modes.decision",
-        "steps.recorder",
+        "modes.mode_decision",
+        "steps.span_recorder",
         "calls.replicas",
         "calls.roots",
         "core.session",
-        "calls.sites",
-        "core.sizes",
-        "calls.split",
-        "modes.virtual",
+        "calls.traced_modules",
+        "core.tensor_sizes",
+        "calls.split_calls",
+        "modes.virtual_devices",
     ):
         assert sum(name.startswith(f"tracer.{module}.") for name in broken) >= 3
     assert len(run.warnings) + len(run.events("warning")) > 50
@@ -152,5 +152,5 @@ def test_no_fault_of_what_times_devices_reaches_the_script(on_devices: Traced) -
     found = {name: why for name, why in leaks(on_devices).items() if function(name) not in GUARDS}
     assert not found, "\n".join(f"{name}: {why}" for name, why in found.items())
     broken = {function(name) for name in on_devices.printed}
-    for module in ("devices.timing", "devices.events"):
+    for module in ("devices.device_timing", "devices.cuda_events"):
         assert sum(name.startswith(f"tracer.{module}.") for name in broken) >= 4

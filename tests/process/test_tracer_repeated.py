@@ -132,4 +132,4 @@ for number, x in enumerate(torch.utils.data.DataLoader(torch.randn(40, 4), batch
 def test_an_interrupt_in_gather_has_no_frame_of_a_timed_primitive(tmp_path: Path, form: str) -> None:
     run = traced(tmp_path, INTERRUPTED, form, replicas=2)
     assert any(name.endswith("scatter_gather.py") for name in run.printed), "it was in gather"
-    assert [name for name in run.printed if name.endswith(("split.py", "primitives.py"))] == []
+    assert [name for name in run.printed if name.endswith(("split_calls.py", "primitives.py"))] == []

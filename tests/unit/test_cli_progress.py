@@ -30,8 +30,8 @@ def still(monkeypatch: pytest.MonkeyPatch) -> None:
 def fake_reader(directory: Path, activities: Mapping[int, tuple[str, int]] | None = None) -> Any:
     """Return the part of a reader that the lines need."""
     info = SimpleNamespace(start_ns=0, id="20261125-213000-train-3f2a", name="train")
-    nothing = {"stage": lambda: None, "waits_for_input": lambda: None, "paused": lambda: PauseState(), "info": info}
-    return SimpleNamespace(directory=directory, activities=lambda: activities or {}, **nothing)
+    nothing = {"startup_stage": lambda: None, "waits_for_input": lambda: None, "pause_state": lambda: PauseState()}
+    return SimpleNamespace(directory=directory, activities=lambda: activities or {}, info=info, **nothing)
 
 
 def just_after(reader: Any, rows: Iterable[Row | Event]) -> None:
@@ -155,13 +155,13 @@ def test_without_steps_it_says_what_is_waited_for(state: Path) -> None:
     assert line() == "starting"
     reader = fake_reader(keep({}, status=None))
     progress = ProgressReporter(reader)
-    reader.stage = lambda: ("importing torch", NOW_NS - 3 * 10**9)
+    reader.startup_stage = lambda: ("importing torch", NOW_NS - 3 * 10**9)
     assert progress.line() == "starting: importing torch"
-    reader.stage = lambda: ("torch imported", NOW_NS)
+    reader.startup_stage = lambda: ("torch imported", NOW_NS)
     assert progress.line() == "starting: waiting for the first step"
     since = NOW_NS - 12 * 10**9
     doing = fake_reader(reader.directory, {0: ("data", since)})
-    doing.paused = lambda: PauseState(since_ns=since)
+    doing.pause_state = lambda: PauseState(since_ns=since)
     assert ProgressReporter(doing).line() == "paused for 12.0 s"
 
 
@@ -181,11 +181,11 @@ def test_the_line_after_the_last_step_does_not_wait_for_a_first_step(state: Path
     last = step(96, mode="single", start_ns=6 * _SECOND, every_ms=1000)
     reader = fake_reader(keep({0: [last]}, status=None), {0: ("ended", 0), 1: ("ended", 0)})
     reader.info.start_ns = now - 13 * _SECOND
-    reader.stage = lambda: ("torch imported", now - 60 * 10**9)
+    reader.startup_stage = lambda: ("torch imported", now - 60 * 10**9)
     progress = ProgressReporter(reader)
     assert progress.line().startswith("step 96")
     assert progress.line() == "quiet for 6.00 s: no call since step 96; the training process has ended"
-    reader.stage = lambda: ("importing torch", now)  # the next training of the same command
+    reader.startup_stage = lambda: ("importing torch", now)  # the next training of the same command
     assert progress.line() == "starting: importing torch"
 
 

@@ -48,7 +48,7 @@ from dpmon.ui.terminal_style import COLOUR, UNICODE, TerminalStyle
 
 
 def by_hand(before: int, after: int) -> list[float]:
-    """Return the chances of `_chances`, counted over all orders."""
+    """Return the chances of `_mann_whitney_cdf`, counted over all orders."""
     counts = [0] * (before * after + 1)
     for order in range(1 << (before + after)):
         if order.bit_count() == before:
@@ -434,12 +434,12 @@ def test_the_list_of_runs_to_compare() -> None:
     found = (("new", "train-93a1", "running", "train.py --lr 0.1"), ("old", "before-41c0", "finished", "train.py"))
     runs.found = [RunEntry(Path(place), name, state, began, command) for place, name, state, command in found]
     runs.at, runs.sides[Path("old")] = 1, "A"
-    assert rows_text(runs.content(60, 20)) == [
+    assert rows_text(runs.build_rows(60, 20)) == [
         "    name         state     started      command",
         "  B train-93a1   running   11-26 04:17  train.py --lr 0.1",
         "▸ A before-41c0  finished  11-26 04:17  train.py",
     ]
-    assert max(map(len, rows_text(runs.content(40, 20)))) <= 40
+    assert max(map(len, rows_text(runs.build_rows(40, 20)))) <= 40
     assert (runs.runs_on_side("A"), runs.runs_on_side("B")) == ([Path("old")], [Path("new")])
 
 

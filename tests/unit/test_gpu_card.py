@@ -34,7 +34,7 @@ class Clock:
 
 
 class Bench:
-    """A GPU that was found earlier, an Asker with these questions, and a fake clock."""
+    """A GPU that was found earlier, a GpuPoller with these questions, and a fake clock."""
 
     def __init__(self, *questions: NvmlQuery, found: bool = True) -> None:
         self.module = Module()
@@ -46,7 +46,7 @@ class Bench:
 
     def another(self) -> GpuPoller:
         """Add a thread that asks; the one before it is left behind."""
-        return GpuPoller(self.card, SimpleNamespace(module=self.module, guard=call_nvml), self.clock)  # type: ignore[arg-type]
+        return GpuPoller(self.card, SimpleNamespace(module=self.module, run=call_nvml), self.clock)  # type: ignore[arg-type]
 
     def round(self, seconds: float = 1.0) -> Any:
         """Run a round after `seconds`; return the sample."""

@@ -196,7 +196,7 @@ def test_memory_of_a_process_that_has_ended_no_longer_counts(make: Any) -> None:
     ended = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     for process, pid in ((0, os.getpid()), (1, ended.pid)):
         devices = [{"device": "cuda:0", "uuid": "1", "reserved_bytes": 500 + process}]
-        sampler.take_memory({"process": process, "devices": devices}, pid)
+        sampler.add_torch_memory({"process": process, "devices": devices}, pid)
 
     def last(events: Any) -> Any:
         return next((e.data for e in reversed(events) if e.kind == "device" and e.data["index"] == 1), {})
@@ -212,9 +212,9 @@ def test_memory_of_a_process_that_has_ended_no_longer_counts(make: Any) -> None:
 )
 def test_an_odd_report_of_memory_ends_no_samples(make: Any, odd: dict[str, Any]) -> None:
     sampler, watch = make(FakeNvml())
-    sampler.take_memory({"process": 1, **odd}, os.getppid())
+    sampler.add_torch_memory({"process": 1, **odd}, os.getppid())
     devices = [3, {"device": "cuda:0", "uuid": "1", "reserved_bytes": 500}]
-    sampler.take_memory({"process": 0, "devices": devices}, os.getpid())
+    sampler.add_torch_memory({"process": 0, "devices": devices}, os.getpid())
     watch.until(lambda e: [d for d in of_kind(e, "device") if d["mem_torch_bytes"] == 500], "the well-formed part")
     assert of_kind(watch._taken, "warning") == []
 

@@ -31,7 +31,7 @@ def test_every_reader_survives(
     where: str,
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
-    nobody = SimpleNamespace(look=lambda: None)
+    nobody = SimpleNamespace(start_if_needed=lambda: None)
     monkeypatch.setattr("dpmon.cli.commands.ensure_supervisor", lambda *_: nobody)
     training = Training(root=FOREIGN, devices=("cpu:0", FOREIGN))
     own = [host_event(1.0), device_event(1.0, 0, name=FOREIGN, throttle=[FOREIGN]), *spoiled(DAMAGE[what])]

@@ -289,7 +289,7 @@ def test_the_history_is_closed_after_its_last_reader(monkeypatch: pytest.MonkeyP
     seen = Mock()
     Supervisor._finish(Mock(), exit_of(0), seen.drain, seen.sampler, seen.metrics)
     names = [name for name, *_ in seen.mock_calls]
-    assert names.index("metrics.wait") < names.index("drain.close") < names.index("metrics.end")
+    assert names.index("metrics.wait") < names.index("drain.close") < names.index("metrics.write_final")
 
 
 def test_a_limit_of_threads_only_delays_the_file(state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

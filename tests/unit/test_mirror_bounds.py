@@ -19,14 +19,14 @@ import pytest
 from test_mirror_hostile import read_all
 from test_mirror_records import NOW_NS, Machine, info_of, store_of_mirror
 
-from dpmon.mirror.chunk_receiver import Chunk, Receiver, Unchecked, checked
-from dpmon.mirror.mirror_history import Records
-from dpmon.store.history_schema import HISTORY_FILE, LASTING, SCHEMA, size_of
+from dpmon.mirror.chunk_receiver import Chunk, ChunkReceiver, UncheckedChunk, validate_chunks
+from dpmon.mirror.mirror_history import MirrorHistory
+from dpmon.store.history_schema import HISTORY_FILE, LASTING, SCHEMA, database_size
 from dpmon.store.history_writer import _LITTLE
 from dpmon.store.row_exchange import KEPT, NUMBERED, columns_sent
 from dpmon.store.store_queries import Store
 from dpmon.store.tally import WIDTHS
-from dpmon.store.tally_encoding import entry_of
+from dpmon.store.tally_encoding import encode_entry
 
 LIMIT = 1 << 20
 FLOOD = 4 * LIMIT
@@ -67,7 +67,7 @@ def makers(table: str, size: int) -> list[Callable[[int], Any]]:
         "json": lambda n: f'{{"kind":"{("device", "process", "warning")[n % 3]}","t_s":1,"text":"{text}"}}',
         "value": lambda n: f'["{text}"]',
         "sizes": lambda n: f"[{n}, {values}]",
-        "sketches": lambda n: b2a_base64(entry_of(n % 8, [n, *values]), newline=False).decode(),
+        "sketches": lambda n: b2a_base64(encode_entry(n % 8, [n, *values]), newline=False).decode(),
         "start_ns": lambda n: n * 1000,
         "t_ns": lambda n: n * 1000,
     }
@@ -104,7 +104,7 @@ class Flood:
         # Series may take less than a hundredth, as usual.
         monkeypatch.setattr("dpmon.mirror.mirror_history._MOST_SERIES", 512)
         self.path = directory / HISTORY_FILE
-        self.records = Records(directory, info_of(count))
+        self.records = MirrorHistory(directory, info_of(count))
         for node in self.records.nodes:
             node.state = "connected"
         self.honest = Machine(0, 1)
@@ -126,12 +126,12 @@ class Flood:
 
     def send(self, sent: list[bytes]) -> int:
         """Let the other machine send a chunk; return its bytes."""
-        receiver, node = Receiver(), self.records.nodes[1]
+        receiver, node = ChunkReceiver(), self.records.nodes[1]
         for each in sent:
             assert receiver.take(each) is None
         whole = receiver.take(b'{"beat": 1}')
-        assert isinstance(whole, Unchecked)
-        (chunk,) = checked([(1, whole)], NOW_NS)
+        assert isinstance(whole, UncheckedChunk)
+        (chunk,) = validate_chunks([(1, whole)], NOW_NS)
         assert chunk.damaged == 0, "the rows are sound"
         self._sent += 1
         beat = {"offset": self._sent, "tallied_s": self.records.nodes[0].tallied_s, "deleted": {}, "left_out": 0}
@@ -147,7 +147,7 @@ class Flood:
                 work += FLOOD // 10
                 self._work()
             assert self.path.stat().st_size < LIMIT + MARGIN + more, f"after {sent} bytes"
-            assert size_of(self.path) < LIMIT + MARGIN + more + JOURNAL, f"after {sent} bytes"
+            assert database_size(self.path) < LIMIT + MARGIN + more + JOURNAL, f"after {sent} bytes"
 
     def check(self) -> None:
         """Check that the honest machine has all its records, and that the history can be read."""
@@ -162,7 +162,7 @@ class Flood:
             assert mirror.query("SELECT count(*) FROM steps WHERE process = ?", (number,)) == [(self.steps[process],)]
         read_all(self.records)
         self.records.close()
-        assert size_of(self.path) < LIMIT + MARGIN
+        assert database_size(self.path) < LIMIT + MARGIN
 
 
 def steps(store: Store, process: int | None) -> int:
@@ -212,7 +212,7 @@ def test_all_tables_together_do_not_fill_the_disk(tmp_path: Path, monkeypatch: p
 
 
 def test_the_sums_of_a_machine_stay_in_range(tmp_path: Path) -> None:
-    records = Records(tmp_path, info_of(2))
+    records = MirrorHistory(tmp_path, info_of(2))
     most = (1 << 53) - 1
     for _ in range(1100):
         records.write([(records.nodes[1], Chunk({}, {"offset": most, "tallied_s": 8, "left_out": most}, 0))])
@@ -222,7 +222,7 @@ def test_the_sums_of_a_machine_stay_in_range(tmp_path: Path) -> None:
 
 def test_a_machine_whose_tallies_stand_still_is_not_waited_for(tmp_path: Path) -> None:
     """Else no tallies of the others could be deleted."""
-    records = Records(tmp_path, info_of(2))
+    records = MirrorHistory(tmp_path, info_of(2))
     for node in records.nodes:
         node.state = "connected"
     for second, there in ((600, 600), (1200, 600), (9000, 600)):

@@ -32,7 +32,7 @@ def python(text: str) -> list[str]:
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Return a function that makes Links of words for each machine; they are closed at the end, and leave nothing."""
+    """Return a function that makes NodeLinks of words per machine; they are closed at the end, and leave nothing."""
     made: list[NodeLinks] = []
 
     def links(*commands: list[str], silent_s: float = 100.0, once: bool = False) -> NodeLinks:

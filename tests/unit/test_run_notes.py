@@ -41,7 +41,7 @@ def test_a_line_that_is_no_note_hides_no_other(tmp_path: Path, damage: str) -> N
     assert {pid: text for pid, (text, _) in read_startup_stages(tmp_path).items()} == {7: "First {}", 8: "Second {}"}
     assert WarningsLog(tmp_path).read_new() == ["First {}", "Second {}"]
     reader = fake_reader(tmp_path)
-    reader.stage = lambda: current_startup_stage(read_startup_stages(tmp_path))
+    reader.startup_stage = lambda: current_startup_stage(read_startup_stages(tmp_path))
     assert ProgressReporter(reader).line() == "starting: Second {}"
 
 

@@ -439,7 +439,7 @@ def test_the_stack_of_a_worker_is_shown_whole() -> None:
 
 def test_frames_of_the_tracer_are_left_out() -> None:
     found = parse_py_spy_json(
-        dumped([frame("wrapper", "/x/dpmon/tracer/steps/recorder.py", 3), frame("main", "/job/a.py", 4)]), 1
+        dumped([frame("wrapper", "/x/dpmon/tracer/steps/span_recorder.py", 3), frame("main", "/job/a.py", 4)]), 1
     )
     assert found.main is not None
     assert found.main.frames == (Frame("main", "/job/a.py", 4),)

@@ -88,7 +88,7 @@ def test_a_device_that_is_far_behind_costs_no_more_events_and_is_counted() -> No
     assert bench.collected() == [1.0]
 
 
-@pytest.mark.parametrize("where", ["record", "between_ms", "done", "capturing"])
+@pytest.mark.parametrize("where", ["record", "between_ms", "done", "is_capturing"])
 def test_after_some_faults_timing_stops(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the loss of a device, every call to the driver raises."""
     bench = Bench()

@@ -22,7 +22,7 @@ class Event:
 class Events:
     """Like those of CUDA, an event belongs to the device on which it was first recorded."""
 
-    def make(self) -> Event:
+    def create_event(self) -> Event:
         return Event()
 
     def record(self, event: Event, device: int) -> None:
@@ -32,7 +32,7 @@ class Events:
     def done(self, event: Event) -> bool:
         return True
 
-    def capturing(self) -> bool:
+    def is_capturing(self) -> bool:
         return False
 
 

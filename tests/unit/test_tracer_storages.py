@@ -107,19 +107,19 @@ def test_the_weights_of_a_quantized_module_have_an_unknown_size() -> None:
 
 @pytest.mark.parametrize(("error", "due"), [(KeyboardInterrupt, 7 + EVERY_NS), (ZeroDivisionError, NEVER)])
 def test_an_interrupt_ends_one_measurement_and_a_fault_ends_all(error: type[BaseException], due: int) -> None:
-    session = SimpleNamespace(ring=object(), fault=lambda *_: None)
-    session.guarded = lambda where, fatal: TracerErrorGuard(session, where, fatal)  # type: ignore[arg-type]
+    session = SimpleNamespace(ring=object(), count_error=lambda *_: None)
+    session.guard = lambda where, fatal: TracerErrorGuard(session, where, fatal)  # type: ignore[arg-type]
     recorder = SimpleNamespace(has_run_backward=True, stepped=1, on_backward=None)
     memory: Any = MemoryTracer(session, recorder, SimpleNamespace())  # type: ignore[arg-type]
 
     def raises(*_: object) -> None:
         raise error
 
-    memory._report = raises
-    assert [memory.look(1), memory.look(2)] == [0, 0]
+    memory._record_measurement = raises
+    assert [memory.poll(1), memory.poll(2)] == [0, 0]
     if error is KeyboardInterrupt:
         with pytest.raises(KeyboardInterrupt):
-            memory.look(7)
+            memory.poll(7)
     else:
-        assert memory.look(7) == NEVER
+        assert memory.poll(7) == NEVER
     assert memory._due == due

@@ -198,7 +198,7 @@ def test_stacks_that_are_requested_before_the_thread_runs_are_written(
     asked = reader.request_stacks()
     reader.close()
     config = SimpleNamespace(directory=str(tmp_path))
-    session = SimpleNamespace(ring=ring, off=False, config=config, process=0, fault=pytest.fail)
+    session = SimpleNamespace(ring=ring, off=False, config=config, process=0, count_error=pytest.fail)
     over.acquire()
     watching = responder_thread.ResponderThread(session, SimpleNamespace(training_thread=None, threads={}))  # type: ignore[arg-type]
     thread = threading.Thread(target=watching._run, args=(ring, threading.get_ident(), over, ended))

@@ -156,7 +156,7 @@ def test_a_slow_training_after_another_one_is_not_waited_for_once_it_steps(tmp_p
     feed = feed_of(tmp_path, reader, lambda: now)
     feed.start()
     reader.doing = {0: ("ended", 0)}
-    reader.stage = lambda: ("torch imported", reader.info.start_ns + first.now + 8 * SECOND)  # type: ignore[method-assign]
+    reader.startup_stage = lambda: ("torch imported", reader.info.start_ns + first.now + 8 * SECOND)  # type: ignore[method-assign]
     feed.refresh()
     assert describe_activity(feed.build_screen_data(View())).detail == "waiting for the first step, 1 s"
     reader.new = decoded([*second.begin(), *second.run(1)], 1)

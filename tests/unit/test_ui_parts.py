@@ -291,6 +291,6 @@ def test_a_piece_too_short_for_a_cell_is_not_lost_in_a_lane() -> None:
 def test_a_hidden_line_is_typed_without_echo() -> None:
     line = LineInput("Input", "", LOOK, hidden=True)
     line.typed = "hunter2"
-    text = "".join(part for row in line.content(40, 5) for part, _ in row)
+    text = "".join(part for row in line.build_rows(40, 5) for part, _ in row)
     assert "hunter2" not in text
     assert "*" * 7 in text

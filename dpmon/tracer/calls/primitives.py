@@ -35,7 +35,7 @@ from dpmon.tracer.modes.virtual_devices import (
 from dpmon.tracer.steps.span_recorder import SpanRecorder, ThreadState
 
 KIND_OF = (*PRIMITIVES, Kind.SCATTER, Kind.SCATTER, Kind.REPLICATE, Kind.GATHER)
-"""Kind of each function in `Originals.all`."""
+"""Kind of each function in `TorchOriginals.all`."""
 _OURS = frozenset((Kind.CALL, Kind.WRAPPED))
 _MOVING = frozenset((Kind.SCATTER, Kind.REPLICATE, Kind.GATHER))
 MAX_SITES = 256
@@ -47,7 +47,7 @@ _DEVICES = {
     BROADCAST_APPLY: (0, ""),
     PARALLEL_APPLY: (3, "devices"),
 }
-"""Position and name of the argument for the devices, by index in `Originals.all`."""
+"""Position and name of the argument for the devices, by index in `TorchOriginals.all`."""
 _UNKNOWN = "unknown"
 _OUTSIDE = frozenset((0, Kind.FETCH, Kind.CALL, Kind.OPTIMIZER, Kind.COPY))
 """Spans in which the script's own code runs."""
@@ -70,15 +70,15 @@ class PrimitiveTracer:
         self.sites = sites
         self.originals = originals
         self._sites: dict[object, tuple[int, TracedModule]] = {}
-        """For composed calls, by root and devices: the mode request (`Modes.serial`) that the plan follows, and the
-        site."""
+        """For composed calls, by root and devices: the mode request (`ModeDecider.serial`) that the plan follows, and
+        the site."""
 
     def reset(self) -> None:
         """Set the initial state, also in a forked child."""
         self._sites.clear()
 
     def wrap_primitive(self, number: int) -> Function:
-        """The traced form of one function in `Originals.all`."""
+        """The traced form of one function in `TorchOriginals.all`."""
         recorder, composed = self.recorder, self._run_composed
         original, kind = self.originals.all[number], KIND_OF[number]
         fault = self.session.count_error
@@ -244,7 +244,7 @@ def _devices_argument(at: int, name: str, args: Any, kwargs: Any) -> tuple[str, 
 
 
 def _scattered_signatures(number: int, args: Any, kwargs: Any) -> list[object]:
-    """Return the input signatures of scatter function `number` of `Originals.all`."""
+    """Return the input signatures of scatter function `number` of `TorchOriginals.all`."""
     if number == SCATTER_KWARGS:  # scatter_kwargs(inputs, kwargs, devices)
         values = args[0] if args else kwargs["inputs"]
         named = (args[1] if len(args) > 1 else kwargs.get("kwargs")) or {}

@@ -40,7 +40,7 @@ class ReplicaProbe:
         self._memos = memos
         self.index = index
         self.module: Any = None
-        """The callable that it stands in for (see `ReplicaWatch.stand_ins`); None if the replica has our hooks."""
+        """The callable that it stands in for (see `ReplicaProbes.stand_ins`); None if the replica has our hooks."""
         self._inputs = self._began = 0
         self._nested = 0
         """Number of nested calls that are running."""
@@ -101,7 +101,7 @@ class ReplicaProbe:
         head = Kind.REPLICA | watch.head | self.index << SITE_AT | more
         number = watch.recorder.put(head, self._began, now - self._began, self._inputs | outputs << 32)
         if mark is not None:
-            mark.written(number)
+            mark.set_span_number(number)
         watch.ran += 1
 
     def hook(self, replica: object) -> None:

@@ -45,8 +45,8 @@ WRAPPED = frozenset(("module", "_orig_mod"))
 """Attributes in which wrappers hold their model: `module` in DataParallel, AveragedModel and others, `_orig_mod` in the
 wrapper of torch.compile."""
 EXPECTED, EXPECT_NS = 64, 250_000_000
-"""Limits of the watches that `expect` begins, for example at the end of each loop: the first EXPECTED are unlimited,
-later ones are at least EXPECT_NS apart. Epochs may be very short."""
+"""Limits of the watches that `watch_one_step` begins, for example at the end of each loop: the first EXPECTED are
+unlimited, later ones are at least EXPECT_NS apart. Epochs may be very short."""
 
 
 class _RootCall:
@@ -97,9 +97,9 @@ class RootFinder:
         """When to watch again (monotonic ns)."""
         self._wait_ns = WATCH_SOON_NS
         self._expected = 0
-        """Number of watches begun by `expect`."""
+        """Number of watches begun by `watch_one_step`."""
         self._expected_ns = 0
-        """When `expect` last began a watch (monotonic ns)."""
+        """When `watch_one_step` last began a watch (monotonic ns)."""
         self._warned = False
         """Whether a warning about unseen calls was given."""
         self._found = True

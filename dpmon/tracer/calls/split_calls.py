@@ -58,7 +58,7 @@ class SplitCall:
         self.site = site
         self.plan = site.plan
         self.head = site.head
-        """Layout and flags of its span: see Sites.head."""
+        """Layout and flags of its span: see TracedModules.span_head."""
         self.around = around
         """The enclosing call of this thread that also runs over several devices; None for none."""
         self.watch = watch
@@ -91,7 +91,7 @@ class SplitRunner:
     def run(
         self, me: ThreadState, site: TracedModule, original: Function, module: object, args: Any, kwargs: Any
     ) -> object:
-        """Run a call in place of `original(module, *args, **kwargs)`. The caller must call `settle` afterwards."""
+        """Run a call in place of `original(module, *args, **kwargs)`. The caller must call `finish` afterwards."""
         call = None
         with self.session.guard("beginning of a call"):
             replicas = ReplicaProbes(self.recorder, me, site, strict=site.via is None) if site.plan.mode == DP else None
@@ -117,7 +117,7 @@ class SplitRunner:
                 site.head = call.head = self.sites.span_head(site, site.plan)
 
     def finish(self, me: ThreadState, site: TracedModule, outputs: int, failed: bool) -> int:
-        """Finish a call that `run` has run; return layout and flags of its span (Sites.head). Never raises.
+        """Finish a call that `run` has run; return layout and flags of its span (see `span_head`). Never raises.
 
         `outputs`: the number of the definition for the sizes of its result.
         """

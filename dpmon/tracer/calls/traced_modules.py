@@ -63,11 +63,11 @@ class TracedModule:
         """Whether only the module's own code runs: no phases, no DataParallel inside."""
         self.root = ""
         self.number = 0
-        """The name and the number of the model: see Models.of."""
+        """The name and the number of the model: see ModelNames.name_and_number."""
         self.dim = 0
         """The dimension along which a batch is split."""
         self.head = 0
-        """Layout and flags for the span of a call: see Sites.head."""
+        """Layout and flags for the span of a call: see TracedModules.span_head."""
         self.inputs, self.outputs, self.share = SizeCache(), SizeCache(), SizeCache()
         """For the arguments of a call, its result, and the arguments of a lone replica."""
         self.replicas: list[tuple[SizeCache, SizeCache]] = []

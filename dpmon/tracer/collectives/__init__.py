@@ -1,8 +1,8 @@
 """Communication between ranks: synchronised backward passes, and sampled collectives.
 
-`gradient_sync`: when the gradients of DistributedDataParallel were ready. `samples`: when collectives are sampled;
-`kernels` see each collective of a sample, and `ends` finds when it ended. Other parts of the tracer import only this
-module.
+`gradient_sync`: when the gradients of DistributedDataParallel were ready. `collective_sampler`: when collectives are
+sampled; `kernels` see each collective of a sample, and `completion_poller` finds when it ended. Other parts of the
+tracer import only this module.
 """
 
 from dpmon.tracer.collectives.collective_sampler import CollectiveSampler

@@ -1,15 +1,15 @@
 """Decides when a sample of the collectives begins and ends.
 
-A sample has a span for each collective (`kernels`, `ends`) and a span for the whole sample. The end of a collective on
-a GPU stays unknown: the host would have to query events of a stream that may be capturing a graph. The end of a
-reduce_scatter of gloo stays unknown, too: its Work never reports completion.
+A sample has a span for each collective (`kernels`, `completion_poller`) and a span for the whole sample. The end of a
+collective on a GPU stays unknown: the host would have to query events of a stream that may be capturing a graph. The
+end of a reduce_scatter of gloo stays unknown, too: its Work never reports completion.
 
 All ranks wait for the slowest rank in a collective. If the ranks sampled different steps, every sample would slow all
 ranks down. So a rank samples when its number of optimizer steps is a multiple of its distance, and every distance is a
 power of two: ranks with the same distance sample the same steps, and a rank with a larger distance samples some of
 them. In a loop without an optimizer, the time decides.
 
-A sample should hold one training step. `look` checks it between steps. If it holds collectives but no backward pass has
+A sample should hold one training step. `poll` checks it between steps. If it holds collectives but no backward pass has
 ended since the last look, the collectives come from an evaluation: the sample is discarded, and another sample follows
 the next optimizer step. After several discarded samples in a row, the next sample is kept as it is.
 """

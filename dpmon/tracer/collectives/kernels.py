@@ -34,7 +34,7 @@ from dpmon.tracer.steps.span_recorder import SpanRecorder
 MAX_RANKS = 1024
 """Larger groups have no list of ranks in their definition."""
 _SWITCH_INTERVAL_S = 1.0
-"""Python's thread switch interval during `_switch`, which takes 0.1 ms: so no other thread runs Python code then."""
+"""Python's thread switch interval during `_change_registration`, which takes 0.1 ms: no other thread runs then."""
 _DISTRIBUTED = os.path.dirname(os.path.abspath(torch.distributed.__file__)) + os.sep
 _KEY: Any = torch._C.DispatchKey.BackendSelect
 _c10d: Any = getattr(torch._C, "_distributed_c10d", None)  # None in a build without it

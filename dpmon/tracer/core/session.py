@@ -344,7 +344,7 @@ class Session:
     # ---------------------------------------------------------------- faults
 
     def guard(self, where: str, fatal: bool = True) -> TracerErrorGuard:
-        """Return a guard of a block; `where` names it in the warning. The hot path has `try` and `fault` instead."""
+        """Return a guard of a block; `where` names it in the warning. The hot path uses `try` and `count_error`."""
         return TracerErrorGuard(self, where, fatal)
 
     def count_error(self, where: str, error: BaseException, fatal: bool = True) -> None:

@@ -1,8 +1,8 @@
 """Device times of the phases of a process that trains on GPUs, from events on the working streams.
 
-A `Timing` exists only after a call runs on a GPU, so other processes pay nothing for it. An event is recorded on the
-current stream at the beginning and the end of a phase. A phase that begins where another one ends shares its event. The
-span of a phase is written when the host finishes the phase, with a flag that the phase is timed.
+A `DeviceTimer` exists only after a call runs on a GPU, so other processes pay nothing for it. An event is recorded on
+the current stream at the beginning and the end of a phase. A phase that begins where another one ends shares its event.
+The span of a phase is written when the host finishes the phase, with a flag that the phase is timed.
 
 Between two steps, the training thread queries the events in the order of the phases, and never waits for a device. The
 times that are known are written, one span per device, with the number of the phase's span. Then the events are used

@@ -1,6 +1,6 @@
 """Decides whether calls run as dp or single, and why a request is refused.
 
-A `Plan` describes how calls of one module run. It is made at the first call of the module, and again after each
+A `CallPlan` describes how calls of one module run. It is made at the first call of the module, and again after each
 request.
 """
 

@@ -36,7 +36,7 @@ PRIMITIVE_NAMES = ("scatter_kwargs", "replicate", "parallel_apply", "gather")
 PRIMITIVES = (Kind.SCATTER, Kind.REPLICATE, Kind.PARALLEL_APPLY, Kind.GATHER)
 """Kinds of these phases' spans."""
 SCATTER_KWARGS, REPLICATE, PARALLEL_APPLY, GATHER, SCATTER, SCATTER_APPLY, BROADCAST_APPLY, GATHER_APPLY = range(8)
-"""Indices of the functions in `Originals.all` and `VirtualDevices.primitives`."""
+"""Indices of the functions in `TorchOriginals.all` and `VirtualDevices.primitives`."""
 
 _NOWHERE = nullcontext()
 
@@ -251,7 +251,7 @@ class VirtualDevices:
             _Broadcast.apply,
             join.apply,
         )
-        """Replacements for each of `Originals.all`."""
+        """Replacements for each of `TorchOriginals.all`."""
         shim = SimpleNamespace(device=lambda *_: base)
         self.functional = with_globals(
             originals.data_parallel, torch=shim, _get_available_device_type=lambda: base.type

@@ -1,8 +1,8 @@
 """Numbers the loops over loaders, and records how long `DataLoader.__iter__` took, which starts the worker processes.
 
-A loop is one start of a loader. The spans of its fetches, which `recorder` writes, have its number, the number of the
-dataset and the length of the loader. While starts are rare, each one also becomes a `loader` event. A script may make a
-loader for every step, so the events are limited, and each event counts the starts left out before it.
+A loop is one start of a loader. The spans of its fetches, which `span_recorder` writes, have its number, the number of
+the dataset and the length of the loader. While starts are rare, each one also becomes a `loader` event. A script may
+make a loader for every step, so the events are limited, and each event counts the starts left out before it.
 
 The ring is opened at the first call, usually after the first loader has started. Events are kept until then.
 """

@@ -84,7 +84,7 @@ class LossTracer:
         self._followed: set[type] = set()
         """Classes with a wrapped `scale`."""
         self._parents: list[object] = []
-        """`Copy` objects of the parent process, which a forked child must keep alive."""
+        """`PinnedCopy` objects of the parent process, which a forked child must keep alive."""
         self.reset()
 
     def reset(self) -> None:

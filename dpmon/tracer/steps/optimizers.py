@@ -50,8 +50,8 @@ class OptimizerTracer:
     def hooks(self) -> tuple[Callable[..., None], Callable[..., None]]:
         """Return the hooks that torch calls before and after every optimizer step.
 
-        If a step raises, torch does not call the second hook; `still_inside` detects that. (A wrapper would see the
-        exception, but torch.compile would compile it with the step.)
+        If a step raises, torch does not call the second hook; `current_open_kind` detects that. (A wrapper would see
+        the exception, but torch.compile would compile it with the step.)
         """
         recorder, known_optimizers = self._recorder, self._known
         threads, new = recorder.threads, recorder.current_thread_state
@@ -97,7 +97,7 @@ class OptimizerTracer:
                     head |= mark.end()
                 slot = recorder.put(head, began, took, 0)
                 if mark is not None:
-                    mark.written(slot)
+                    mark.set_span_number(slot)
                 recorder.steps_since_fetch += 1
                 recorder.stepped += 1
                 if recorder.stepped == recorder.sample_at:

@@ -1,7 +1,7 @@
 """Panel 1: the activity of each GPU, the run's own first; without a GPU, the host's activity and the reason.
 
 Each GPU gets three rows, two or one, as space allows; if even one is too much, two GPUs share a row. Zoomed, the panel
-shows all facts of each GPU (`device_facts`).
+shows all facts of each GPU (`device_details`).
 """
 
 from __future__ import annotations

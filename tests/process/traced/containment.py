@@ -31,11 +31,12 @@ from torch import nn  # noqa: E402
 from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 
 MODULES = (
-    "tracer.append", "tracer.calls.call_wrapper", "tracer.modes.workers", "tracer.core.frames",
-    "tracer.steps.loaders", "tracer.modes.decision", "tracer.steps.optimizers", "tracer.patch", "tracer.modes.plans",
-    "tracer.steps.recorder", "tracer.calls.replicas", "tracer.calls.roots", "tracer.core.session",
-    "tracer.calls.sites", "tracer.core.sizes", "tracer.calls.split", "tracer.core.module_tables",
-    "tracer.calls.primitives", "tracer.modes.virtual", "tracer.inject", "span_ring", "record.names",
+    "tracer.note_files", "tracer.calls.call_wrapper", "tracer.modes.replica_threads", "tracer.core.hidden_frames",
+    "tracer.steps.loaders", "tracer.modes.mode_decision", "tracer.steps.optimizers", "tracer.patch",
+    "tracer.modes.call_plans", "tracer.steps.span_recorder", "tracer.calls.replicas", "tracer.calls.roots",
+    "tracer.core.session", "tracer.calls.traced_modules", "tracer.core.tensor_sizes", "tracer.calls.split_calls",
+    "tracer.core.module_tables", "tracer.calls.primitives", "tracer.modes.virtual_devices", "tracer.torch_import_hook",
+    "span_ring", "record.shared_names",
 )  # fmt: skip
 BY_HAND = (
     "tracer.calls.primitives",
@@ -44,7 +45,7 @@ BY_HAND = (
     "tracer.calls.stages",
     "tracer.memory.storages",
 )
-DEVICES = ("tracer.devices.timing", "tracer.devices.events")
+DEVICES = ("tracer.devices.device_timing", "tracer.devices.cuda_events")
 LIMIT_S = 60
 OURS = os.environ["OURS"]
 # Python 3.12 warns of what may go wrong in a child of a process with threads.
@@ -326,7 +327,7 @@ if sys.argv[1:] == ["on", "devices"]:
     jobs = jobs_of(train, DEVICES, lambda name, late: True)
 elif sys.argv[1:]:
     # Functions that other trainings have, too, are tried without an argument.
-    own = (*BY_HAND, "tracer.calls.call_wrapper.", "tracer.modes.decision.", "tracer.modes.plans.")
+    own = (*BY_HAND, "tracer.calls.call_wrapper.", "tracer.modes.mode_decision.", "tracer.modes.call_plans.")
     jobs = jobs_of(train_by_hand, (*BY_HAND, *MODULES), lambda name, late: name not in late or name.startswith(BY_HAND))
     jobs = {name: job for name, job in jobs.items() if name == "nothing" or name.startswith(own)}
 else:

@@ -43,9 +43,9 @@ while True:
 """
 MIRROR = """\
 import sys
-from dpmon.mirror import records
+from dpmon.mirror import mirror_history
 from dpmon.mirror.mirror import main
-records.LIMIT_BYTES = int(sys.argv[2])
+mirror_history.LIMIT_BYTES = int(sys.argv[2])
 main(sys.argv[1], "")
 """
 

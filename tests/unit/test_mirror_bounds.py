@@ -128,8 +128,8 @@ class Flood:
         """Let the other machine send a chunk; return its bytes."""
         receiver, node = ChunkReceiver(), self.records.nodes[1]
         for each in sent:
-            assert receiver.take(each) is None
-        whole = receiver.take(b'{"beat": 1}')
+            assert receiver.add_line(each) is None
+        whole = receiver.add_line(b'{"beat": 1}')
         assert isinstance(whole, UncheckedChunk)
         (chunk,) = validate_chunks([(1, whole)], NOW_NS)
         assert chunk.damaged == 0, "the rows are sound"
@@ -154,7 +154,7 @@ class Flood:
         self._work(last=True)
         own, mirror = self.honest.recording.store(), store_of_mirror(self.records)
         for process in (0, 1):
-            number = self.records.number(0, process)
+            number = self.records.local_process_number(0, process)
             for rows in KEPT_WHOLE:
                 query = f"SELECT count(*) FROM {rows} AND process = ?"
                 assert mirror.query(query, (number,)) == own.query(query, (process,)), rows

@@ -423,13 +423,13 @@ CREATE = """\
 import json, os, sys
 sys.path.insert(0, sys.argv[1])
 from kept import draft
-from dpmon.run import runs
+from dpmon.run import run_registry
 user = int(sys.argv[2])
 os.setgroups([])
 os.setgid(user)
 os.setuid(user)  # only now: this user may not be able to read this installation
-runs.LASTING = "/nowhere"
-directory, info = runs.create_run(draft())
+run_registry.LASTING = "/nowhere"
+directory, info = run_registry.create_run(draft())
 print(json.dumps([str(directory), info.options.get("elsewhere", "")]))
 """
 

@@ -44,7 +44,7 @@ MAX_BYTES = 500_000
 PATIENCE_S = 120.0
 
 _WHITE = "title"
-_GREY = "dim"
+_GRAY = "dim"
 
 
 class Stage:
@@ -70,7 +70,7 @@ class Stage:
         """Take a frame every `every_s` seconds. Each names the key that was pressed before, and what it does."""
         for _ in range(frames):
             await asyncio.sleep(every_s)
-            self.take([], [(f"  {key}", _WHITE), (f"  {what}", _GREY)])
+            self.take([], [(f"  {key}", _WHITE), (f"  {what}", _GRAY)])
 
 
 Act = Callable[[Stage], Awaitable[None]]

@@ -2,7 +2,7 @@
 
 The file is `$XDG_CONFIG_HOME/dpmon/config.toml` (`~/.config` if that is not set):
 
-    theme = "light"         # DPMON_THEME: dark, light, colour-blind, mono, ascii
+    theme = "light"         # DPMON_THEME: dark, light, color-blind, mono, ascii
     refresh = 0.5           # DPMON_REFRESH: seconds between pictures
     keep_runs = 200         # DPMON_KEEP_RUNS: number of runs to keep
     batch_dim = 1           # DPMON_BATCH_DIM: the dimension of the batch in a model's first input (0 if not given)
@@ -32,7 +32,7 @@ from typing import Any
 
 from dpmon.errors import DpmonError
 
-THEMES = ("dark", "light", "colour-blind", "mono", "ascii")
+THEMES = ("dark", "light", "color-blind", "mono", "ascii")
 ALERTS = ("bell", "osc9", "osc777")
 _MAX_BYTES = 1 << 16
 _UNITS = {
@@ -126,7 +126,7 @@ def _parse_byte_size(value: Any) -> int:
 
 
 SETTINGS: Mapping[str, Callable[[Any], Any]] = {
-    "theme": lambda value: _parse_choice(THEMES, "colour-blind" if value == "color-blind" else value),
+    "theme": lambda value: _parse_choice(THEMES, "color-blind" if value == "colour-blind" else value),
     "refresh": _parse_refresh,
     "keep_runs": partial(_parse_number, "a whole number", r"[0-9]{1,9}"),
     "keep_bytes": _parse_byte_size,

@@ -298,7 +298,7 @@ class SpanReader:
         return True
 
     def _newest(self) -> int:
-        """Return the highest span number that directly follows its neighbour's: a single number may be damaged."""
+        """Return the highest span number that directly follows its neighbor's: a single number may be damaged."""
         marks = self._slot_marks(0, self.slots)
         numbers = (mark - 1 for mark in marks)
         plausible = (n for at, n in enumerate(numbers) if n % self.slots == at and marks[at - 1] == n < _LAST_NUMBER)

@@ -14,7 +14,7 @@ Layout of a ring file (native byte order; a run never leaves its machine)::
     4096   slots of 40 bytes (dpmon.record.span_format)
 
 A slot's number comes from one counter, so threads need no lock. The number is the last word to be written, and the lap
-is in the first word. So a reader recognises an unwritten slot by its number, and a slot that is being overwritten by
+is in the first word. So a reader recognizes an unwritten slot by its number, and a slot that is being overwritten by
 its lap.
 
 A file of JSON lines beside the ring holds long or rare data: definitions, which spans refer to by number, and events.

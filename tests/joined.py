@@ -30,7 +30,7 @@ class _Rank(Training):
         return int(ns)
 
     def joined(self, number: int, sync_ns: int, passes: tuple[int, int]) -> list[Row]:
-        """Return a step whose backward pass ends `sync_ns` after its last gradient, if it has synchronised passes."""
+        """Return a step whose backward pass ends `sync_ns` after its last gradient, if it has synchronized passes."""
         start, took, (synced, unsynced) = self.now, dict(self.times), passes
         self.shares = {"single": {"rest" if name == "forward" else name: ns for name, ns in took.items()}}
         sync_ns = sync_ns if synced else 0
@@ -78,7 +78,7 @@ def joined_rows(
 ) -> tuple[dict[int, list[Row]], int]:
     """Return the rows of each rank, and the end (ns).
 
-    `slow`: the rank or ranks that need `extra_ms` more for `phase` in each step. `passes`: numbers of synchronised and
+    `slow`: the rank or ranks that need `extra_ms` more for `phase` in each step. `passes`: numbers of synchronized and
     other backward passes of a step, repeated over the steps. `wrapper`: fields of the `ddp` record. `then`: a
     step, and the rank that is slow from there on.
     """

@@ -58,7 +58,7 @@ class _Copied:
 class ManyNodes:
     """A run of `nodes` nodes with `each` ranks; all steps are alike. The rank `slow` holds the others up.
 
-    `groups`: process groups, of neighbours; `wrapper`: further facts of each DistributedDataParallel.
+    `groups`: process groups, of neighbors; `wrapper`: further facts of each DistributedDataParallel.
     """
 
     def __init__(

@@ -138,7 +138,7 @@ class Dpmon:
     started: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def environment(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
-        """Return the environment of the test with the state directory, without terminal size and colour settings."""
+        """Return the environment of the test with the state directory, without terminal size and color settings."""
         left_out = (
             *("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE"),
             *("VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONUNBUFFERED"),

@@ -31,7 +31,7 @@ WORK = (
 )
 """Functions that queue work on a device."""
 NO_CUDNN = "import torch; torch.backends.cudnn.enabled = False\n"
-"""First lines of a script with recurrent, convolutional or normalising layers, because cuDNN is not simulated."""
+"""First lines of a script with recurrent, convolutional or normalizing layers, because cuDNN is not simulated."""
 
 
 def _headers() -> Path | None:

@@ -19,9 +19,9 @@ from dpmon.ui.panels.panel_output import OutputView
 from dpmon.ui.screen_data import ModeRequest, ScreenData, View
 from dpmon.ui.screen_painter import paint_screen
 from dpmon.ui.styled_rows import plain_text
-from dpmon.ui.terminal_style import ASCII, COLOUR, MONO, UNICODE, TerminalStyle
+from dpmon.ui.terminal_style import ASCII, COLOR, MONO, UNICODE, TerminalStyle
 
-LOOK = TerminalStyle(UNICODE, COLOUR, True)
+LOOK = TerminalStyle(UNICODE, COLOR, True)
 
 
 MONO_ASCII = TerminalStyle(ASCII, MONO, False)

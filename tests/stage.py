@@ -22,9 +22,9 @@ from dpmon.record.record_types import Event, Record
 from dpmon.run.run_directory import ExitInfo
 from dpmon.store.store_queries import Store
 from dpmon.ui.monitor import Monitor
-from dpmon.ui.terminal_style import COLOUR, UNICODE, TerminalStyle
+from dpmon.ui.terminal_style import COLOR, UNICODE, TerminalStyle
 
-LOOK = TerminalStyle(UNICODE, COLOUR, True)
+LOOK = TerminalStyle(UNICODE, COLOR, True)
 
 
 class FakeReader:

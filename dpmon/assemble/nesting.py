@@ -49,7 +49,7 @@ class PhaseSums:
         self.times = [-1] * len(SPAN_PHASES)
         """Exclusive ns of each phase; -1: did not run."""
         self.counts: dict[str, int] = {}
-        """Values of the quantities that were counted, and the highest number of a synchronised pass."""
+        """Values of the quantities that were counted, and the highest number of a synchronized pass."""
         self.spans: list[tuple[int, int, int]] = []
         """Phase, start and duration of each occurrence of a phase, in order of start, outer before nested ones."""
         self.timed: list[tuple[int, int, int]] = []
@@ -103,7 +103,7 @@ class BlockContents(PhaseSums):
         """Parts of the unfinished call."""
         self._calls: list[Span] = []
         self._leads: list[int] = []
-        """For each bucket of the next synchronised pass: how long before the last gradient it was ready (ns)."""
+        """For each bucket of the next synchronized pass: how long before the last gradient it was ready (ns)."""
         self._stepped: list[Span] = []
         """The steps of optimizers."""
 

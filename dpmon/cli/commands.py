@@ -182,7 +182,7 @@ def write_output(text: str, output: str | None, *, say: bool = False) -> None:
 
 
 def render_document(report: Document, output: str | None) -> str:
-    """A document as text; on a terminal with its width and colours."""
+    """A document as text; on a terminal with its width and colors."""
     from dpmon.report.plain_text import text_lines
 
     if output is not None or not sys.stdout.isatty():

@@ -27,12 +27,12 @@ def compare(options: argparse.Namespace) -> int:
     if again:
         raise RunError(f"{again[0]} is given twice: a run counts once, on one side")
     found = read_and_compare(*directories)
-    judgements = [judge_threshold(found, threshold, anyway=options.anyway) for threshold in thresholds]
+    judgments = [judge_threshold(found, threshold, anyway=options.anyway) for threshold in thresholds]
     if options.html:
         output = options.output or "-".join(side[0].name for side in found.sides) + ".html"
-        write_output(render_page(build_document(found, judgements)), output, say=True)
+        write_output(render_page(build_document(found, judgments)), output, say=True)
     elif options.json:
-        write_output(to_safe_json(comparison_as_json(found, judgements), indent=1) + "\n", options.output)
+        write_output(to_safe_json(comparison_as_json(found, judgments), indent=1) + "\n", options.output)
     else:
-        write_output(render_document(build_document(found, judgements), options.output), options.output)
-    return exit_status_of(judgements)
+        write_output(render_document(build_document(found, judgments), options.output), options.output)
+    return exit_status_of(judgments)

@@ -159,12 +159,12 @@ def _lines(now: Health, found: dict[str, Any]) -> list[str]:
     lines += [each["text"] for each in found["findings"] if each["kind"] not in past]
     devices, node = found["devices"], _node_of(found)
     for device in devices if len(devices) <= MOST_DEVICES else ():
-        use = UNKNOWN if device.get("util_pct") is None else f"{device['util_pct']} %"
+        use = UNKNOWN if device.get("util_pct") is None else f"{device['util_pct']}%"
         memory = format_bytes_of_total(device.get("mem_used_bytes"), device.get("mem_total_bytes"))
         lines.append(f"GPU {device.get('index')}{node}: {use} used, memory {memory}")
     uses = [device["util_pct"] for device in devices if device.get("util_pct") is not None]
     if len(devices) > MOST_DEVICES and uses:
-        lines.append(f"{len(devices)} GPUs{node}: {min(uses)} to {max(uses)} % used")
+        lines.append(f"{len(devices)} GPUs{node}: {min(uses)} to {max(uses)}% used")
     return [lines[0], *(f"  {sanitize_line(line)}" for line in lines[1:])]
 
 

@@ -52,8 +52,8 @@ def summary_lines(directory: Path, how: ExitInfo | None, width: int = WIDTH) -> 
 
     Its tables are those of the report, in at most `width` cells.
 
-    Medians and p95 (the smallest value that 95 % do not exceed) cover every step of the process that the screen shows,
-    and are at most 0.4 % off.
+    Medians and p95 (the smallest value that 95% do not exceed) cover every step of the process that the screen shows,
+    and are at most 0.4% off.
     """
     info = load_info(directory)
     lines = [_outcome(info, how), *_exception_line(directory, info, how)]

@@ -144,7 +144,7 @@ class DeviceSampler:
     def _keep_open(self) -> None:
         pause = 0.0
         while not self._stop.wait(pause):
-            if not self._cards or self._nvml.uninitialised:
+            if not self._cards or self._nvml.uninitialized:
                 self._opening_s = time.monotonic()
                 try:
                     count, self._absent = self._nvml.count()

@@ -31,7 +31,7 @@ AT_ONCE_S = 0.1
 EVERY_S = 5.0
 """Shortest time for which a reading is used (s)."""
 REST_FACTOR = 200
-"""A reading that took time t is used for at least REST_FACTOR * t, so the process waits at most 0.5 % of the time."""
+"""A reading that took time t is used for at least REST_FACTOR * t, so the process waits at most 0.5% of the time."""
 
 
 class HostSampler:

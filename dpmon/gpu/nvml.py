@@ -17,7 +17,7 @@ from typing import Any
 UNINITIALIZED, _NOT_SUPPORTED, _NO_PERMISSION, _DRIVER_NOT_LOADED, TIMEOUT = 1, 3, 4, 9, 10
 _LIBRARY_NOT_FOUND, _FUNCTION_NOT_FOUND, GPU_IS_LOST, _VERSION_MISMATCH = 12, 13, 15, 18
 _WORDS = {
-    UNINITIALIZED: "NVML is not initialised",
+    UNINITIALIZED: "NVML is not initialized",
     _NOT_SUPPORTED: "not supported",
     _NO_PERMISSION: "no permission",
     8: "the GPU's external power cable is not connected",
@@ -112,8 +112,8 @@ class Nvml:
         self._closed = False
         self.module: Any = None
         """pynvml; None before `open`."""
-        self.uninitialised = False
-        """Whether the library reports that it is not initialised, so that it must be started again."""
+        self.uninitialized = False
+        """Whether the library reports that it is not initialized, so that it must be started again."""
 
     def run(self, read: Callable[[], Any]) -> Any:
         """Return the result of `read`. The library stays open meanwhile. Raises NvmlCallError, also after `close`."""
@@ -124,7 +124,7 @@ class Nvml:
         try:
             return call_nvml(read)
         except NvmlCallError as failure:
-            self.uninitialised = self.uninitialised or failure.code == UNINITIALIZED
+            self.uninitialized = self.uninitialized or failure.code == UNINITIALIZED
             raise
         finally:
             with self._lock:
@@ -143,7 +143,7 @@ class Nvml:
         except NvmlCallError as failure:
             return _NO_START.get(failure.code, f"NVML does not start: {failure.reason}")
         self.module = pynvml
-        self.uninitialised = False
+        self.uninitialized = False
         return None
 
     def count(self) -> tuple[int, str | None]:

@@ -209,7 +209,7 @@ class NodeLinks:
 
     def _read(self, link: _NodeLink, reports: list[Report]) -> None:
         if link.process is None or link.process.stdout is None:
-            return  # ended while its neighbours were read
+            return  # ended while its neighbors were read
         data = os.read(link.process.stdout.fileno(), _PIECE)
         link.heard_s = time.monotonic()
         if not data:

@@ -58,7 +58,7 @@ class Wrapper(NamedTuple):
     overlap_ns: float | None = None
     """The part of that time in which the backward pass still computed."""
     no_sync_times: str | None = None
-    """Why its synchronised passes have no times."""
+    """Why its synchronized passes have no times."""
     group: Group | None = None
     """The ranks that average their gradients, in order."""
     all_used: int = 0
@@ -359,7 +359,7 @@ def _labeled_texts(traffic: Communication) -> list[tuple[str, str]]:
         rows.append(("group", _format_group(traffic.wrappers[0])))
     if traffic.synced:
         under = f", {format_three_digits(traffic.unsynced)} under no_sync" if traffic.unsynced else ""
-        rows.append(("passes", f"{format_three_digits(traffic.synced)} synchronised a step{under}"))
+        rows.append(("passes", f"{format_three_digits(traffic.synced)} synchronized a step{under}"))
     return rows
 
 

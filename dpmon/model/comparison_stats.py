@@ -9,7 +9,7 @@ Between two small groups of values (of runs, or of stretches of one run), the ra
 median of the ratios of all pairs. Its interval inverts the Mann-Whitney test, which is a permutation test of ranks. It
 is exact if the two distributions differ only by this ratio, and one outlier hardly moves it. Groups of unequal sizes
 that also spread unequally give more false alarms. Stretches of one run are correlated. The interval is widened by the
-correlation of neighbours: it makes the variance of a mean of such a series (1 + r) / (1 - r) times as large.
+correlation of neighbors: it makes the variance of a mean of such a series (1 + r) / (1 - r) times as large.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from dpmon.store.tally import Tally
 DOUBT = 0.05
 """Chance that an interval misses the true ratio: half on each side, or all of it at a one-sided bound."""
 _MOST_CORRELATED = 0.8
-"""Largest correlation of neighbours: the stretches are too few to measure a larger one."""
+"""Largest correlation of neighbors: the stretches are too few to measure a larger one."""
 _BATCHES = 4
 """Fewest batches (groups of tallies) that show how steps depend on each other."""
 _Z = 1.96
-"""Half the width of a 95 % interval of a normal distribution, in standard deviations."""
+"""Half the width of a 95% interval of a normal distribution, in standard deviations."""
 
 
 class Interval(NamedTuple):
-    """An estimate with its 95 % confidence interval."""
+    """An estimate with its 95% confidence interval."""
 
     value: float
     low: float
@@ -50,14 +50,14 @@ class Change(NamedTuple):
     ratio: float
     low: float | None = None
     high: float | None = None
-    """The 95 % interval."""
+    """The 95% interval."""
     least: float | None = None
     most: float | None = None
-    """One-sided 95 % bounds: the ratio is at least `least`; the ratio is at most `most`."""
+    """One-sided 95% bounds: the ratio is at least `least`; the ratio is at most `most`."""
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """The 95 % interval, or without it the 90 % interval between the one-sided bounds."""
+        """The 95% interval, or without it the 90% interval between the one-sided bounds."""
         for low, high in ((self.low, self.high), (self.least, self.most)):
             if low is not None and high is not None:
                 return low, high
@@ -116,7 +116,7 @@ def _mann_whitney_cdf(before: int, after: int) -> list[float]:
 
 
 def _autocorrelation_factor(before: Sequence[float], after: Sequence[float]) -> float:
-    """The factor (at least 1) by which the correlation of neighbours increases the variance of a mean."""
+    """The factor (at least 1) by which the correlation of neighbors increases the variance of a mean."""
     count = (len(before) + len(after)) / 2
     correlated = sum(_lag1_correlation(series) * len(series) for series in (before, after)) / count / 2
     # Corrects the bias of the estimate (Marriott and Pope, 1954).
@@ -165,14 +165,14 @@ def _batch_means_factor(counts: Counts, parts: Sequence[Counts]) -> float:
     Joins parts into batches of at least the square root of the number of values. Divides the variance of
     the batches' shares above the median by the variance in random batches of the same sizes.
     """
-    centre, count = middle_of(counts), sum(counts.values())
-    if centre is None:
+    center, count = middle_of(counts), sum(counts.values())
+    if center is None:
         return 1.0
     batches: list[tuple[int, float]] = []
     size, above = 0, 0.0
     for part in parts:
         size += sum(part.values())
-        above += _count_above_median(part, centre)
+        above += _count_above_median(part, center)
         if size >= sqrt(count):
             batches.append((size, above))
             size, above = 0, 0.0
@@ -182,17 +182,17 @@ def _batch_means_factor(counts: Counts, parts: Sequence[Counts]) -> float:
         return 1.0
     whole = sum(size for size, _ in batches)
     mean = sum(above for _, above in batches) / whole
-    equal = sum(number for bucket, number in counts.items() if bin_middle(bucket) == centre) / count
+    equal = sum(number for bucket, number in counts.items() if bin_middle(bucket) == center) / count
     variance = mean - equal / 4 - mean * mean  # of scores 0, 1/2 and 1
     spread = sum((above - size * mean) ** 2 for size, above in batches)
     free = 1 - sum((size / whole) ** 2 for size, _ in batches)
     return max(spread / (whole * variance * free), 1.0) if variance > 0 else 1.0
 
 
-def _count_above_median(counts: Counts, centre: float) -> float:
+def _count_above_median(counts: Counts, center: float) -> float:
     """Number of values above the median; values in its bucket count half."""
     return sum(
-        number if bin_middle(bucket) > centre else number / 2 if bin_middle(bucket) == centre else 0
+        number if bin_middle(bucket) > center else number / 2 if bin_middle(bucket) == center else 0
         for bucket, number in counts.items()
     )
 

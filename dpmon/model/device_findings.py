@@ -203,7 +203,7 @@ def find_low_utilization(facts: RunAnalysis) -> Iterator[Finding]:
             yield Finding(
                 "low use",
                 f"{_device_name(device, facts)} had nothing to do most of the time.",
-                f"a kernel ran in {device.util_median:.0f} % of the time (median of {len(device.util)} samples)",
+                f"a kernel ran in {device.util_median:.0f}% of the time (median of {len(device.util)} samples)",
                 low_utilization_advice(facts),
                 (100 - device.util_median) / 200,
             )
@@ -242,6 +242,6 @@ def _processor_evidence(host: HostUsage) -> str:
     load = f", load {host.load:.1f}" if host.load is not None else ""
     where = f" on {host.machines} machines" if host.machines > 1 else ""
     return (
-        f"processors {host.cpu_pct:.0f} % in use, {host.own:.1f} of {host.cpus} by this run{load} (medians of"
+        f"processors {host.cpu_pct:.0f}% in use, {host.own:.1f} of {host.cpus} by this run{load} (medians of"
         f" {host.samples:,} samples{where})"
     )

@@ -254,7 +254,7 @@ class DeviceUsage:
     """Number of samples in which the reasons are known."""
     width: float = 1.0
     sums: dict[int, list[float]] = field(default_factory=dict)
-    """By stretch of `width` seconds: sum and number of utilisations, sum and number of memory values (bytes)."""
+    """By stretch of `width` seconds: sum and number of utilizations, sum and number of memory values (bytes)."""
 
     @property
     def util_median(self) -> float | None:
@@ -262,7 +262,7 @@ class DeviceUsage:
         return median(self.util) if self.util else None
 
     def points(self) -> list[tuple[int, float | None, float | None]]:
-        """The middle (ns) of each stretch, its mean utilisation (per cent) and its mean memory in use (bytes)."""
+        """The middle (ns) of each stretch, its mean utilization (per cent) and its mean memory in use (bytes)."""
         return [
             (int((place + 0.5) * self.width * 1e9), util / utils if utils else None, used / useds if useds else None)
             for place, (util, utils, used, useds) in sorted(self.sums.items())
@@ -289,7 +289,7 @@ class DeviceUsage:
         setattr(self, name, value if before is None else max(before, value))
 
     def add_to_bucket(self, seconds: float, util: tuple[float, int], used: tuple[float, int]) -> None:
-        """Add sums of utilisation and memory, with their numbers of samples, to the stretch of their time."""
+        """Add sums of utilization and memory, with their numbers of samples, to the stretch of their time."""
         added = (*util, *used)
         sums = self.sums.setdefault(int(seconds / self.width), [0.0, 0.0, 0.0, 0.0])
         sums[:] = [a + b for a, b in zip(sums, added, strict=True)]

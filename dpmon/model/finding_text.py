@@ -51,21 +51,21 @@ class Finding(NamedTuple):
 
     @property
     def gain_limit_text(self) -> str:
-        """The most that the advice can bring, in words: "steps at most 31 % faster"; empty if unknown."""
+        """The most that the advice can bring, in words: "steps at most 31% faster"; empty if unknown."""
         return (
             "" if self.saves is None else f"{'run' if self.kind in OF_RUN else 'steps'} {format_gain_limit(self.saves)}"
         )
 
     @property
     def advice_text(self) -> str:
-        """The advice with the most that it can bring: "try (steps at most 31 % faster): more workers"."""
+        """The advice with the most that it can bring: "try (steps at most 31% faster): more workers"."""
         return f"try{f' ({self.gain_limit_text})' if self.gain_limit_text else ''}: {self.advice}"
 
 
 def format_gain_limit(saves: float) -> str:
-    """The most that is gained without this share of the time: "at most 31 % faster", "at most 4.0 times as fast".
+    """The most that is gained without this share of the time: "at most 31% faster", "at most 4.0 times as fast".
 
-    If little time is left, "in 2 % of the time at best": a small error of the share would change a rate much.
+    If little time is left, "in 2% of the time at best": a small error of the share would change a rate much.
     """
     left = 1 - min(saves, MOST_SAVED)
     return (
@@ -74,7 +74,7 @@ def format_gain_limit(saves: float) -> str:
 
 
 def format_gain(times: float) -> str:
-    """A rate against another one (1 or more): "31 % faster", "4.0 times as fast"."""
+    """A rate against another one (1 or more): "31% faster", "4.0 times as fast"."""
     return f"{format_percent(times - 1)} faster" if times < 2 else f"{times:.1f} times as fast"
 
 

@@ -279,10 +279,10 @@ def _more_uneven_mode(
     """The mode with the larger gap between mean and median step; None if both gaps are small."""
     most, found = 0.0, None
     for mode in MODES_COMPARED:
-        mean, centre = taken[mode].stat(STEP).mean, taken[mode].median(STEP)
+        mean, center = taken[mode].stat(STEP).mean, taken[mode].median(STEP)
         how = uneven_steps(taken[mode], [step for step in longest if step.mode == mode], waits)
-        if how is not None and mean and centre and abs(log(mean / centre)) > most:
-            most, found = abs(log(mean / centre)), (mode, how)
+        if how is not None and mean and center and abs(log(mean / center)) > most:
+            most, found = abs(log(mean / center)), (mode, how)
     return found
 
 

@@ -28,7 +28,7 @@ BUCKET_BYTES = 8 << 20
 LARGE_BYTES = 1 << 20
 """Smallest size (bytes) of all gradients for which half precision, or a copy less, is worth a try."""
 AVERAGED_TIMES = 1.5
-"""Fewest synchronised passes per step with an optimizer step. A script that skips some optimizer steps (overflows of
+"""Fewest synchronized passes per step with an optimizer step. A script that skips some optimizer steps (overflows of
 mixed precision) stays below."""
 MIN_ALL_USED = 3
 """Fewest iterations in which all parameters were used: a single one may be an exception."""
@@ -193,7 +193,7 @@ def _find_unneeded_sync(found: Communication) -> Iterator[Finding]:
     yield Finding(
         "accumulation",
         f"Gradients are averaged {times:.1f} times for each step of the optimizer.",
-        f"{format_count(synced)} synchronised backward passes, {format_count(unsynced)} under no_sync,"
+        f"{format_count(synced)} synchronized backward passes, {format_count(unsynced)} under no_sync,"
         f" {format_count(optimized)} steps with an optimizer step",
         "if gradients accumulate: no_sync() around all backward passes but the last before the optimizer's step",
         min(max(lost, _SMALL), 1.0),

@@ -52,7 +52,7 @@ class _RecentWaits:
 
     def __init__(self) -> None:
         self.number = self.second = -1
-        """The number of its last synchronised pass, and the second in which it ended."""
+        """The number of its last synchronized pass, and the second in which it ended."""
         self.steps = self.slowest = self.wait_ns = self.exposed_ns = 0
         """Sums: all steps, those in which it did not wait, its waits for the slowest rank, exposed communication."""
         self._last: deque[tuple[int, int]] = deque(maxlen=MIN_STEPS)
@@ -193,7 +193,7 @@ class RankTimesCache:
             step_ns, part = of_group[group]
             if times is not None:
                 before, known, after = times[:_JOINED], times[_JOINED:_SYNCED], times[_SYNCED:]
-            else:  # all leave a synchronised pass together, so they have the same mean step
+            else:  # all leave a synchronized pass together, so they have the same mean step
                 before, after = (process, number, 0, step_ns, {}), (0, 0, 0, group, False, one.node)
             if own is not None:
                 part /= own.steps

@@ -94,7 +94,7 @@ def _wait_shares(
         wait = tally.stat(WAIT)
         if wait.count and not key.kind & EVALUATION:
             whole = sums.setdefault(start // width * width, {}).setdefault(ranks[key.process], [0, 0, 0])
-            # The waits may be known of some synchronised steps only: for ranks of several machines, of a sample.
+            # The waits may be known of some synchronized steps only: for ranks of several machines, of a sample.
             waited = wait.total * max(tally.stat(_SYNC).count, wait.count) // wait.count
             for at, value in enumerate((waited, tally.stat(STEP).total, tally.steps)):
                 whole[at] += value

@@ -86,7 +86,7 @@ class RunComparison:
         return len(self.sides[0]) == len(self.sides[1]) == 1
 
     def run_to_run_spread(self, side: int) -> float | None:
-        """How much slower the slowest run of a side is than its fastest one (0.02: 2 %); None for a single run."""
+        """How much slower the slowest run of a side is than its fastest one (0.02: 2%); None for a single run."""
         step = self.compared.get(STEP)
         known = [value for value in step.values[side] if value] if step is not None else []
         return max(known) / min(known) - 1 if len(known) > 1 else None
@@ -181,7 +181,7 @@ def _compare_metric(
     if found.low is None:
         counts, of = f"{len(before)} against {len(after)}", f"parts of {stretch_s} s" if stretched else "runs"
         if found.least is not None:
-            missing = f"{counts} {of} have no 95 % interval"
+            missing = f"{counts} {of} have no 95% interval"
         elif stretched:
             missing = f"the runs are too short: {counts} {of}"
         elif len(before) == len(after) == 1:
@@ -212,26 +212,26 @@ def _reason(
 
 
 def format_change(ratio: float | None) -> str:
-    """A ratio as a change: "+4.2 %", "-12 %", "2.40×"."""
+    """A ratio as a change: "+4.2%", "-12%", "2.40×"."""
     if ratio is None:
         return UNKNOWN
     part = (ratio - 1) * 100
     if abs(part) < 0.05:
-        return "0.0 %"
-    return format_factor(ratio) if part >= 100 else f"{part:+.0f} %" if abs(part) >= 9.95 else f"{part:+.1f} %"
+        return "0.0%"
+    return format_factor(ratio) if part >= 100 else f"{part:+.0f}%" if abs(part) >= 9.95 else f"{part:+.1f}%"
 
 
 def format_interval(found: Change) -> str:
-    """The interval with its level: "+1.2 % to +3.4 % (95 %)"."""
+    """The interval with its level: "+1.2% to +3.4% (95%)"."""
     if found.interval is None:
         return "no interval"
     low, high = found.interval
-    return f"{format_change(low)} to {format_change(high)} ({'90' if found.low is None else '95'} %)"
+    return f"{format_change(low)} to {format_change(high)} ({'90' if found.low is None else '95'}%)"
 
 
 def format_bounds(found: Change) -> str:
-    """The single bounds: "at least +1.2 %, at most +3.4 %, 95 % each"."""
-    return f"at least {format_change(found.least)}, at most {format_change(found.most)}, 95 % each"
+    """The single bounds: "at least +1.2%, at most +3.4%, 95% each"."""
+    return f"at least {format_change(found.least)}, at most {format_change(found.most)}, 95% each"
 
 
 def result_sentence(found: RunComparison) -> str:
@@ -262,7 +262,7 @@ def step_time_text(found: RunComparison) -> str:
     elif told.low is None:
         sure = f"one-sided bounds: {format_bounds(told)}"
     else:
-        sure = f"95 % interval {format_change(told.low)} to {format_change(told.high)}"
+        sure = f"95% interval {format_change(told.low)} to {format_change(told.high)}"
     text = f"from {a} to {b} a step, {format_change(told.ratio)} ({sure})"
     if found.reason is not None:
         name, old, new = found.reason
@@ -278,7 +278,7 @@ def scope_notes(found: RunComparison) -> list[str]:
             " does not include that; give several runs a side (A1 A2 A3 -- B1 B2 B3)."
         ]
     known = [(side, found.run_to_run_spread(place)) for place, side in enumerate(SIDES)]
-    texts = [f"{side} by {part * 100:.{int(part < 0.1)}f} %" for side, part in known if part is not None]
+    texts = [f"{side} by {part * 100:.{int(part < 0.1)}f}%" for side, part in known if part is not None]
     return [f"Equal runs differ (slowest against fastest median step): {', '.join(texts)}."] if texts else []
 
 
@@ -286,13 +286,13 @@ def scope_notes(found: RunComparison) -> list[str]:
 
 
 class Threshold(NamedTuple):
-    """A figure that may grow by at most `limit` (0.05: 5 %)."""
+    """A figure that may grow by at most `limit` (0.05: 5%)."""
 
     figure: str
     limit: float
 
 
-class Judgement(NamedTuple):
+class Judgment(NamedTuple):
     """What a comparison says about one threshold."""
 
     threshold: Threshold
@@ -300,10 +300,10 @@ class Judgement(NamedTuple):
     text: str
 
 
-def judge_threshold(found: RunComparison, threshold: Threshold, *, anyway: bool = False) -> Judgement:
+def judge_threshold(found: RunComparison, threshold: Threshold, *, anyway: bool = False) -> Judgment:
     """Judge one figure. `anyway`: also if the runs are not comparable.
 
-    Slower: the ratio is above the threshold, and its lower 95 % bound is above 1. Not slower: the upper 95 % bound of
+    Slower: the ratio is above the threshold, and its lower 95% bound is above 1. Not slower: the upper 95% bound of
     the ratio is below the threshold. Anything else is inconclusive: a few runs that show nothing do not pass.
     """
     name = threshold.figure
@@ -312,33 +312,33 @@ def judge_threshold(found: RunComparison, threshold: Threshold, *, anyway: bool 
     label = next(figure.label.strip() for figure in (*STEP_FIGURES, *RUN_FIGURES) if figure.name == name)
     limit = format_change(1 + threshold.limit)
 
-    def judgement(outcome: Outcome, why: str) -> Judgement:
+    def judgment(outcome: Outcome, why: str) -> Judgment:
         word = outcome if name not in ("memory", "host_memory") else outcome.replace("slower", "larger")
-        return Judgement(threshold, outcome, f"{word} ({label}, limit {limit}): {why}")
+        return Judgment(threshold, outcome, f"{word} ({label}, limit {limit}): {why}")
 
     unlike = [f"{what} ({a}, {b})" for what, a, b in found.differences if what in NOT_COMPARABLE]
     if unlike and not anyway:
-        return judgement("inconclusive", f"not comparable: {', '.join(unlike)}; --anyway compares them")
+        return judgment("inconclusive", f"not comparable: {', '.join(unlike)}; --anyway compares them")
     row = found.compared.get(name)
     if found.missing is not None or row is None:
-        return judgement("inconclusive", found.missing or "it is unknown in these runs")
+        return judgment("inconclusive", found.missing or "it is unknown in these runs")
     told = row.change
     if told is None or told.least is None or told.most is None:
-        return judgement("inconclusive", row.missing or "it has no interval")
+        return judgment("inconclusive", row.missing or "it has no interval")
     sure = f"{format_change(told.ratio)} (one-sided bounds: {format_bounds(told)})"
     if told.least > 1 and told.ratio > 1 + threshold.limit:
-        return judgement("slower", sure)
+        return judgment("slower", sure)
     if told.most < 1 + threshold.limit:
-        return judgement("not slower", sure)
+        return judgment("not slower", sure)
     other = "; on a busy machine, --phase fast_step or cpu_step may show more" if name == STEP else ""
-    return judgement("inconclusive", f"{sure}; more or longer runs would narrow this{other}")
+    return judgment("inconclusive", f"{sure}; more or longer runs would narrow this{other}")
 
 
-def exit_status_of(judgements: Sequence[Judgement]) -> int:
+def exit_status_of(judgments: Sequence[Judgment]) -> int:
     """The exit status: 4 if a figure grew too much, else 3 if one is inconclusive, else 0."""
-    return max((_STATUS[one.outcome] for one in judgements), default=0)
+    return max((_STATUS[one.outcome] for one in judgments), default=0)
 
 
-def outcome_sentence(found: RunComparison, judgements: Sequence[Judgement]) -> str:
-    """The judgements, or without any the result of the comparison, in a sentence."""
-    return "; ".join(one.text for one in judgements) or result_sentence(found)
+def outcome_sentence(found: RunComparison, judgments: Sequence[Judgment]) -> str:
+    """The judgments, or without any the result of the comparison, in a sentence."""
+    return "; ".join(one.text for one in judgments) or result_sentence(found)

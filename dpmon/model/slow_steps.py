@@ -28,12 +28,12 @@ _APART = 1.25
 _SPARE = 4
 """How many times as many steps are kept as shown: they replace the longest steps when these leave the range."""
 _LATE = 4096
-"""Ids to read again, because the rows of a synchronised pass arrive one after the other."""
+"""Ids to read again, because the rows of a synchronized pass arrive one after the other."""
 _SHOWN = {**{phase.name: phase.display_name for phase in PHASES}, REST: "forward"}
 
 
 class SlowStep(NamedTuple):
-    """A long step. Of a synchronised pass, it is the step of the rank that the others waited for."""
+    """A long step. Of a synchronized pass, it is the step of the rank that the others waited for."""
 
     process: int
     rank: int | None
@@ -73,7 +73,7 @@ class SlowStepCache:
     """Most ids to read; None: all."""
     _of: object = None
     _kept: dict[object, SlowStepRow] = field(default_factory=dict)
-    """By the number of the synchronised pass, or by process and step."""
+    """By the number of the synchronized pass, or by process and step."""
     _complete: bool = True
     """Whether all steps of the range are kept."""
     _last_id: int = 0
@@ -164,8 +164,8 @@ def uneven_steps(
     for input.
     """
     steps = tally.stat(STEP)
-    mean, centre = steps.mean, tally.median(STEP)
-    if not mean or not centre or 1 / _APART <= mean / centre <= _APART:
+    mean, center = steps.mean, tally.median(STEP)
+    if not mean or not center or 1 / _APART <= mean / center <= _APART:
         return None
     long = {bucket: count for bucket, count in steps.counts.items() if bin_middle(bucket) > mean}
     count, spent = sum(long.values()), sum(bin_middle(bucket) * number for bucket, number in long.items())

@@ -1,6 +1,6 @@
 """Finds the ranks that the others wait for, and the phase that delays them. Pure.
 
-In a synchronised backward pass every rank waits for the last one, so the slowest rank waits least. The ranks' mean
+In a synchronized backward pass every rank waits for the last one, so the slowest rank waits least. The ranks' mean
 times over some steps show which phase takes longer on the slow ranks. Equally slow ranks are named together, because
 speeding up only one gains nothing. Only ranks of one process group wait for each other.
 """
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 Group = tuple[int, ...] | range
 """The ranks of a process group, in order; a range if they are the first ones of the run, as of a thousand ranks."""
 LEAST_SHARE = 0.05
-"""Smallest excess to report, as a part of a step. Similar tools use 10 %. But a rank that is slower by 10 % also makes
-the step longer, so its excess is less than 10 % of that step."""
+"""Smallest excess to report, as a part of a step. Similar tools use 10%. But a rank that is slower by 10% also makes
+the step longer, so its excess is less than 10% of that step."""
 CAUSE_SHARE = 0.8
 """Part of the excess that one phase must cover to be named."""
 ALIKE_SHARE = 0.2

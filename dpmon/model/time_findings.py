@@ -67,7 +67,7 @@ _STALL_ADVICE = {
     "backward": "look for a shape seen for the first time (compilation, kernel choice), or for another process on the"
     " device",
     "sync": "look for a rank that the others waited for, or a slow network between them",
-    "optimizer": "look for a synchronisation in the optimizer or its scheduler",
+    "optimizer": "look for a synchronization in the optimizer or its scheduler",
     "other": "look at the script's own work between the phases: a checkpoint, an evaluation, logging, .item() on a GPU",
 }
 
@@ -148,7 +148,7 @@ def find_slow_dp(facts: RunAnalysis) -> Iterator[Finding]:
         yield Finding(
             "slower",
             verdict_sentence(found) or "",
-            f"the median step in dp takes {times:.2f} times as long as in single (95 %: {least:.2f} to {most:.2f})",
+            f"the median step in dp takes {times:.2f} times as long as in single (95%: {least:.2f} to {most:.2f})",
             _ON_GPUS
             if any(mode.virtual for mode in facts.modes)
             else "one device, or DistributedDataParallel; larger batches give every copy of the model more work, but"

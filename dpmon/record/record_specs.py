@@ -63,9 +63,9 @@ RECORDS: Mapping[str, RecordSpec] = {
             missing_spans, integer: number of spans after the first {MAX_SPANS}; missing if there are none
             buckets_ms, list: time from the step's start until each bucket of gradients was ready, in order of time;
                 missing if unknown
-            sync_number, integer: the number of the step's last synchronised backward pass, which is the same on all
+            sync_number, integer: the number of the step's last synchronized backward pass, which is the same on all
                 ranks; missing if there is none
-            exposed_ms, number: communication of the step's synchronised passes that no computation hid: the shortest
+            exposed_ms, number: communication of the step's synchronized passes that no computation hid: the shortest
                 `sync` of all ranks; missing if there are no such passes
             wait_ms, number: the rest of the step's `sync`: the wait for the slowest rank (0 on that rank)
             loop, integer: the number of the loop over a DataLoader that its batches came from (`loop` of a `loader`
@@ -166,7 +166,7 @@ RECORDS: Mapping[str, RecordSpec] = {
             cpu_pct, number: share of the host's processors in use -> host_cpu_ratio
             mem_used_bytes, integer: memory in use on the host -> host_memory_used_bytes
             mem_total_bytes, integer: memory of the host -> host_memory_total_bytes
-            run_cpu_pct, number: use of processors by the run's processes: 200 % is two processors -> run_cpu_cores
+            run_cpu_pct, number: use of processors by the run's processes: 200% is two processors -> run_cpu_cores
             run_mem_bytes, integer: memory of the run's processes; a shared page is divided among its processes ->
                 run_memory_bytes
             cpus, integer: processors of the host -> host_cpus

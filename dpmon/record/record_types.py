@@ -181,7 +181,7 @@ class Step(NamedTuple):
     why: int = 0
     """Why a device time is None: a number of Untimed."""
     exposed_ns: int | None = None
-    """Communication of its synchronised passes that no computation hid; None if unknown."""
+    """Communication of its synchronized passes that no computation hid; None if unknown."""
     wait_ns: int | None = None
     """Wait for the slowest rank in these passes; None if unknown."""
     loop: int | None = None
@@ -206,7 +206,7 @@ class Step(NamedTuple):
 
     @property
     def sync_number(self) -> int | None:
-        """Number of its last synchronised backward pass, the same on all ranks; None if it has none."""
+        """Number of its last synchronized backward pass, the same on all ranks; None if it has none."""
         return self.counts.get(SYNC_NUMBER)
 
     @property

@@ -24,7 +24,7 @@ class Phase:
     name: str
     """Its name in the record."""
     letter: str
-    """Stands for the phase on screens without colour; a dot for `other`."""
+    """Stands for the phase on screens without color; a dot for `other`."""
     meaning: str
     of_call: bool = False
     """Whether it is a phase of the step's calls, and so a part of `forward`."""
@@ -158,7 +158,7 @@ QUANTITIES = (
         absent="no backward pass averaged gradients",
         optional=True,
         absent_is_zero=True,
-        label="synchronised backward passes",
+        label="synchronized backward passes",
     ),
     Quantity(
         "unsynced",
@@ -172,7 +172,7 @@ QUANTITIES = (
     ),
 )
 SYNC_NUMBER = "sync_number"
-"""Number of a step's last synchronised backward pass. It is the same on all ranks."""
+"""Number of a step's last synchronized backward pass. It is the same on all ranks."""
 
 _BY_NAME = {phase.name: phase for phase in PHASES}
 _BODY = ("data", "forward", "backward", "optimizer")
@@ -195,7 +195,7 @@ def phase_by_display_name(label: str) -> Phase:
 STEP, REST = "step", "rest"
 """Names of series: the whole step, and its forward without the phases of its calls."""
 EXPOSED, WAIT, HELD = "exposed", "wait", "held"
-"""Names of series that compare the ranks in steps with synchronised backward passes. EXPOSED: communication that no
+"""Names of series that compare the ranks in steps with synchronized backward passes. EXPOSED: communication that no
 computation hides. WAIT: the wait for the slowest rank. HELD: the delay of the slowest rank relative to the second
 slowest, on the slowest rank only."""
 

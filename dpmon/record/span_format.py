@@ -94,7 +94,7 @@ number of the first bucket (BUCKETS). The bits above it hold the number of the w
 run through several wrappers."""
 LEAD_NS, MAX_LEAD = 64_000, 65_504.0
 """Unit and limit of leads. The lead of a bucket is how long before the last gradient it was ready. A span of kind
-BUCKETS has the leads of four buckets in place of sizes, as half-precision floats: exact to 0.05 %, at most 4 s."""
+BUCKETS has the leads of four buckets in place of sizes, as half-precision floats: exact to 0.05%, at most 4 s."""
 LAP_AT, FLAGS_AT, INSIDE_AT, THREAD_AT, SITE_AT = 8, 16, 26, 31, 40
 """Shifts in w0: lap of the ring (8 bits), flags (10), enclosing kind (5), thread (9), site (24)."""
 MAX_THREAD, MAX_SITE = (1 << 9) - 1, (1 << 24) - 1

@@ -11,7 +11,7 @@ from dpmon.model.json_fields import fields_of, ms
 from dpmon.model.run_comparison import (
     SIDES,
     ComparedMetric,
-    Judgement,
+    Judgment,
     RunComparison,
     compare_runs,
     exit_status_of,
@@ -75,7 +75,7 @@ def comparison_text(before: Iterable[Path], after: Iterable[Path], width: int) -
     return text_lines(build_document(read_and_compare(before, after)), width)
 
 
-def build_document(found: RunComparison, judgements: Sequence[Judgement] = ()) -> Document:
+def build_document(found: RunComparison, judgments: Sequence[Judgment] = ()) -> Document:
     """The comparison as a document, for text and page."""
     sides = list(zip(SIDES, found.sides, strict=True))
     scripts = dict.fromkeys(one.set_up["script"] or UNKNOWN for _, side in sides for one in side)
@@ -88,11 +88,11 @@ def build_document(found: RunComparison, judgements: Sequence[Judgement] = ()) -
         Section("The runs", _table(found, RUN_FIGURES)),
         Section("Ranks", _stragglers(found)),
     )
-    # The judgements are the verdict, so the times come without another one.
-    times = step_time_text(found) if judgements else ""
+    # The judgments are the verdict, so the times come without another one.
+    times = step_time_text(found) if judgments else ""
     facts = [*([f"Time: {times}"] if times else []), *scope_notes(found), *_notes(found)]
     there = [section for section in sections if section.parts]
-    title, told = " against ".join(scripts), outcome_sentence(found, judgements)
+    title, told = " against ".join(scripts), outcome_sentence(found, judgments)
     return Document(title, "; ".join(names), "compared", told, facts, there)
 
 
@@ -149,13 +149,13 @@ def _ranks_seen_note(one: ComparedRun) -> str:
 # ------------------------------------------------------------------------------------------------ JSON
 
 
-def comparison_as_json(found: RunComparison, judgements: Sequence[Judgement] = ()) -> dict[str, object]:
+def comparison_as_json(found: RunComparison, judgments: Sequence[Judgment] = ()) -> dict[str, object]:
     """The comparison as an object; docs/json.md describes its members."""
     step, told = found.compared.get(STEP), found.reason
     return {
         "schema": SCHEMA,
-        "outcome": outcome_sentence(found, judgements),
-        "status": exit_status_of(judgements),
+        "outcome": outcome_sentence(found, judgments),
+        "status": exit_status_of(judgments),
         "pair": found.is_pair,
         "missing": found.missing if found.missing or step is None else step.missing,
         "sides": [
@@ -169,7 +169,7 @@ def comparison_as_json(found: RunComparison, judgements: Sequence[Judgement] = (
         "differences": [{"what": what, "a": a, "b": b} for what, a, b in found.differences],
         "most_changed": None if told is None else {"phase": told[0], "a": ms(told[1]), "b": ms(told[2])},
         "figures": {name: _figure(row) for name, row in found.compared.items()},
-        "gate": [{**one.threshold._asdict(), "outcome": one.outcome, "text": one.text} for one in judgements],
+        "gate": [{**one.threshold._asdict(), "outcome": one.outcome, "text": one.text} for one in judgments],
     }
 
 

@@ -65,13 +65,13 @@ class TextHistogram(NamedTuple):
 
 
 class PlotSeries(NamedTuple):
-    """The values of one colour: begin, end and value of each. Bars in rows begin and end at their row.
+    """The values of one color: begin, end and value of each. Bars in rows begin and end at their row.
 
-    `cells` are a row of their own over time, whose colour is stronger for a larger value, from 0 to 1.
+    `cells` are a row of their own over time, whose color is stronger for a larger value, from 0 to 1.
     """
 
     name: str
-    colour: str
+    color: str
     points: Sequence[tuple[float, float, float]]
     kind: Literal["line", "steps", "dots", "bars", "whisker", "cells"]
     """`line` joins all values. `steps` has gaps where values are missing. `bars` stand on those of earlier series."""

@@ -157,7 +157,7 @@ def _findings(part: Findings) -> Iterable[str]:
 def render_plot(plot: Plot) -> str:
     """The legend and the drawing of a plot, as HTML."""
     legend = "".join(
-        f'<span><i style="background:{one.colour}"></i>{escape_html(one.name)}</span>'
+        f'<span><i style="background:{one.color}"></i>{escape_html(one.name)}</span>'
         for one in plot.series
         if one.name and one.kind != "cells"
     )
@@ -298,13 +298,13 @@ class _Canvas:
     def _rows_of_cells(self) -> Iterator[str]:
         """A row for each series."""
         for row, one in enumerate(self.plot.series):
-            yield f'<g fill="{one.colour}" transform="translate(0 {self.above + row * _CELLS + 1:g})">'
+            yield f'<g fill="{one.color}" transform="translate(0 {self.above + row * _CELLS + 1:g})">'
             for begin, end, share in one.points:
                 x, wide = self._x(begin), self._x(end) - self._x(begin)
-                colour = f'fill-opacity="{min(share + _PALEST, 1):.1f}"' if share else 'class="none"'
-                text = f"{100 * share:.0f} % until {format_clock(int(end * SECOND))}"
+                color = f'fill-opacity="{min(share + _PALEST, 1):.1f}"' if share else 'class="none"'
+                text = f"{100 * share:.0f}% until {format_clock(int(end * SECOND))}"
                 place = f'x="{x:.1f}" width="{wide:.1f}" height="{_CELLS - 2:g}"'
-                yield f"<rect {place} {colour}><title>{text}</title></rect>"
+                yield f"<rect {place} {color}><title>{text}</title></rect>"
             yield "</g>"
 
     def _vertical_series(self) -> Iterator[str]:
@@ -320,9 +320,9 @@ class _Canvas:
                 continue
             dots = one.kind == "dots"
             if not dots:
-                yield f'<path class=line stroke="{one.colour}" d="{self._line(one)}"/>'
+                yield f'<path class=line stroke="{one.color}" d="{self._line(one)}"/>'
             for x, _, y in one.points if dots else one.points[::each]:
-                look = f'cx="{self._x(x):.1f}" cy="{self._y(y):.1f}" r="{2 if dots else 3}" fill="{one.colour}"'
+                look = f'cx="{self._x(x):.1f}" cy="{self._y(y):.1f}" r="{2 if dots else 3}" fill="{one.color}"'
                 faint = ' opacity=".4"' if dots else ' opacity="0"'
                 title = f"{escape_html(one.name)}: {format_three_digits(y)} at {x:g} s"
                 yield f"<circle {look}{faint}><title>{title}</title></circle>"
@@ -343,7 +343,7 @@ class _Canvas:
     def _bar(self, x: float, y: float, wide: float, tall: float, one: PlotSeries, value: float) -> str:
         if not value:
             return ""
-        place = f'x="{x:.1f}" y="{y:.1f}" width="{max(wide, 0.5):.1f}" height="{tall:.1f}" fill="{one.colour}"'
+        place = f'x="{x:.1f}" y="{y:.1f}" width="{max(wide, 0.5):.1f}" height="{tall:.1f}" fill="{one.color}"'
         title = f"{escape_html(one.name)}: {format_three_digits(value)} {escape_html(self.plot.unit)}"
         return f"<rect {place}><title>{title}</title></rect>"
 

@@ -1,4 +1,4 @@
-"""Draws a report as lines of plain text, without colours or control characters."""
+"""Draws a report as lines of plain text, without colors or control characters."""
 
 from __future__ import annotations
 

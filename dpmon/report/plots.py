@@ -17,9 +17,9 @@ from dpmon.report import sentences
 from dpmon.report.document import Marked, Plot, PlotSeries, TimeSpan
 from dpmon.text.palettes import LIGHT
 
-# The colours of the screen's light theme, because the page has a light background.
-_COLOURS = {phase.name: LIGHT.by_phase[phase.display_name] for phase in PHASES}
-_MODE_COLOURS = {"dp": LIGHT.dp, "single": LIGHT.single}
+# The colors of the screen's light theme, because the page has a light background.
+_COLORS = {phase.name: LIGHT.by_phase[phase.display_name] for phase in PHASES}
+_MODE_COLORS = {"dp": LIGHT.dp, "single": LIGHT.single}
 _ORDER = tuple(phase.name for phase in PHASES)
 _LINES = ("#0072B2", "#D55E00", "#E69F00", "#CC79A7", "#009E73", "#56B4E9", "#000000", "#999999")
 _WAIT = "#bbbbbb"
@@ -58,7 +58,7 @@ def _time(facts: RunAnalysis) -> TimeSpan:
 
 
 def _evaluations(bins: Sequence[Bin]) -> list[TimeMark]:
-    """The times of evaluations: neighbouring stretches become one."""
+    """The times of evaluations: neighboring stretches become one."""
     found: list[TimeMark] = []
     for one in sorted(bins, key=lambda each: each.start_ns):
         if found and one.start_ns <= (found[-1].end_ns or 0):
@@ -73,12 +73,12 @@ def _mode_change_mark(change: ModeChange) -> bool:
 
 
 def _modes(facts: RunAnalysis) -> list[tuple[str, str, list[Bin]]]:
-    """Title, colour and stretches of each mode; evaluations of a mode come separately, in other colours."""
+    """Title, color and stretches of each mode; evaluations of a mode come separately, in other colors."""
     titles = {mode.mode: sentences.mode_title(mode) for mode in facts.modes}
     modes = []
     for number, (evaluation, name) in enumerate(sorted({(one.evaluation, one.mode) for one in facts.stretches.bins})):
         title = titles.get(name, name) + (", evaluation" if evaluation else "")
-        own = None if evaluation else _MODE_COLOURS.get(name)
+        own = None if evaluation else _MODE_COLORS.get(name)
         bins = [one for one in facts.stretches.bins if (one.evaluation, one.mode) == (evaluation, name)]
         modes.append((title, own or _LINES[number % len(_LINES)], bins))
     return modes
@@ -100,11 +100,11 @@ def _step_time(facts: RunAnalysis) -> Plot | None:
     if len(facts.stretches.bins) < 2:
         return None
     series = []
-    for title, colour, bins in _modes(facts):
+    for title, color, bins in _modes(facts):
         means = _over_time(bins, lambda one: one.wall_ns / one.steps / 1e6)
         longest = _over_time(bins, lambda one: one.longest_ns / 1e6)
-        series.append(PlotSeries(f"{title}: mean", colour, means, "steps"))
-        series.append(PlotSeries(f"{title}: longest", colour, longest, "dots"))
+        series.append(PlotSeries(f"{title}: mean", color, means, "steps"))
+        series.append(PlotSeries(f"{title}: longest", color, longest, "dots"))
     note = (
         f"mean over stretches of {_width(facts)}{sentences.rank_suffix_of_run(facts)}; dots: the longest step of each"
     )
@@ -129,10 +129,10 @@ def _speed(facts: RunAnalysis) -> Plot | None:
     if len(facts.stretches.bins) < 2 or any(one.samples is None for one in facts.stretches.bins):
         return None
     series = []
-    for title, colour, bins in _modes(facts):
+    for title, color, bins in _modes(facts):
         timed = [one for one in bins if one.elapsed_ns]
         speeds = _over_time(timed, lambda one: (one.samples or 0) / one.elapsed_ns * 1e9)
-        series.append(PlotSeries(title, colour, speeds, "steps"))
+        series.append(PlotSeries(title, color, speeds, "steps"))
     note = f"samples per second of elapsed training time{sentences.rank_suffix_of_run(facts)}"
     return Plot("speed", "Speed", note, series, "samples a second")
 
@@ -146,7 +146,7 @@ def _parts(places: Sequence[tuple[float, float]], groups: Sequence[Sequence[Bin]
         means = (sum(one.parts[slot] for one in bins) / sum(one.steps for one in bins) for bins in groups)
         points = [(*place, round(mean / 1e6, 6)) for place, mean in zip(places, means, strict=True)]
         label = "forward, the rest" if name == "forward" and "parallel_apply" in names else name
-        series.append(PlotSeries(label, _COLOURS[name], points, "bars"))
+        series.append(PlotSeries(label, _COLORS[name], points, "bars"))
     return series
 
 
@@ -192,10 +192,10 @@ def plots_of_runs(runs: Sequence[tuple[str, int, Sequence[Bin]]]) -> list[Plot]:
 
 
 def _bars_per_row(
-    name: str, colour: str, times_ns: Iterable[float | None], kind: Literal["bars", "whisker"]
+    name: str, color: str, times_ns: Iterable[float | None], kind: Literal["bars", "whisker"]
 ) -> PlotSeries:
     points = [(row, row, round((ns or 0.0) / 1e6, 6)) for row, ns in enumerate(times_ns)]
-    return PlotSeries(name, colour, points, kind)
+    return PlotSeries(name, color, points, kind)
 
 
 def _replicas(facts: RunAnalysis) -> Plot | None:
@@ -204,10 +204,10 @@ def _replicas(facts: RunAnalysis) -> Plot | None:
         return None
     on_device = all(fact.on_device.count for fact in shown)
     medians = [(fact.on_device if on_device else fact.time).median for fact in shown]
-    series = [_bars_per_row("on device" if on_device else "on the host", _COLOURS["parallel_apply"], medians, "bars")]
+    series = [_bars_per_row("on device" if on_device else "on the host", _COLORS["parallel_apply"], medians, "bars")]
     if not on_device:
         series.append(
-            _bars_per_row("", _COLOURS["parallel_apply"], [fact.time.quantile(0.95) for fact in shown], "whisker")
+            _bars_per_row("", _COLORS["parallel_apply"], [fact.time.quantile(0.95) for fact in shown], "whisker")
         )
     note = "median of device times" if on_device else "median of host times, with a whisker up to the 95th percentile"
     labels = [f"{fact.root} {fact.replica} {fact.device}" for fact in shown]
@@ -221,11 +221,11 @@ def _ranks(facts: RunAnalysis) -> Plot | None:
     ranks, left_out = ranks[:_MAX_RANKS], _omitted_ranks_note(ranks)
     known = [line.times for line in ranks if line.times is not None]
     series = [
-        _bars_per_row(name, _COLOURS[name], [one.phases.get(name) for one in known], "bars")
+        _bars_per_row(name, _COLORS[name], [one.phases.get(name) for one in known], "bars")
         for name in ("data", "copy", "forward", "backward", "optimizer", "other")
         if any(one.phases.get(name) for one in known)
     ]
-    series.append(_bars_per_row("exposed", _COLOURS["sync"], [one.exposed_ns for one in known], "bars"))
+    series.append(_bars_per_row("exposed", _COLORS["sync"], [one.exposed_ns for one in known], "bars"))
     series.append(_bars_per_row("wait", _WAIT, [one.wait_ns for one in known], "bars"))
     labels = [f"rank {line.rank}" for line in ranks]
     note = f"mean step of each rank: the others wait for the rank with the shortest wait{left_out}"
@@ -241,7 +241,7 @@ def _rank_waits(facts: RunAnalysis) -> Plot | None:
     series = [PlotSeries(f"rank {rank}", LIGHT.bad, cells, "cells") for rank, cells in of_rank]
     if not any(value for one in series for _, _, value in one.points):
         return None
-    note = "how long the others waited for each rank, as a part of its step: 0 to 100 %; right: the mean"
+    note = "how long the others waited for each rank, as a part of its step: 0 to 100%; right: the mean"
     note += _omitted_ranks_note(ranks)
     return Plot("waits", "Who was slowest, when", note, series, "", [one.name for one in series])
 
@@ -252,7 +252,7 @@ def _omitted_ranks_note(ranks: Sequence[object]) -> str:
 
 
 def _merge_equal_shares(shares: Mapping[int, float], width: int) -> list[tuple[float, float, float]]:
-    """The shares in tenths; neighbours with the same one become one cell."""
+    """The shares in tenths; neighbors with the same one become one cell."""
     found: list[tuple[float, float, float]] = []
     for begin, share in sorted(shares.items()):
         tenth = round(share, 1)
@@ -277,5 +277,5 @@ def _devices(facts: RunAnalysis, what: Literal[1, 2]) -> Plot | None:
         return None
     where = "the devices" if facts.devices else "the host (there is no GPU)"
     if what == 1:
-        return Plot("use", "Utilisation", f"of {where}", series, "%", top=100.0)
+        return Plot("use", "Utilization", f"of {where}", series, "%", top=100.0)
     return Plot("memory", "Memory in use", f"of {where}, other programs included", series, "GiB")

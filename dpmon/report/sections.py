@@ -344,7 +344,7 @@ def _devices(facts: RunAnalysis) -> list[Part]:
         )
     rows = []
     for host in facts.samples.hosts:
-        use = UNKNOWN if host.util_median is None else f"{host.util_median:.0f} %"
+        use = UNKNOWN if host.util_median is None else f"{host.util_median:.0f}%"
         many = "one sample" if host.samples == 1 else f"{host.samples:,} samples"
         most = format_bytes_of_total(host.mem_used_max, host.mem_total)
         name = gpu_name(host.index, facts.nodes)

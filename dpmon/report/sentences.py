@@ -265,7 +265,7 @@ def mode_comparison_sentences(compared: Comparison) -> list[str]:
     if compared.speedup is None:
         return [compared.missing or "no verdict"]
     value, low, high = compared.speedup
-    text = f"speed-up {value:.2f} (95 %: {low:.2f} to {high:.2f})"
+    text = f"speed-up {value:.2f} (95%: {low:.2f} to {high:.2f})"
     if compared.efficiency is not None:
         text += f", {format_percent(compared.efficiency)} per device"
     steps = " and ".join(

@@ -166,7 +166,7 @@ def _parse_uncaught(pid: int, at_ns: int, kind: str, rest: str) -> UncaughtExcep
 READ_BYTES = 1 << 17
 """Number of bytes to read from the end of an output, enough for a long traceback."""
 _ESCAPE = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]")
-"""A terminal sequence, such as a colour."""
+"""A terminal sequence, such as a color."""
 _RAISED = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Iteration|Warning|Fault|Timeout)\b(?:: .*)?$")
 _ANY_NAME = re.compile(r"[A-Za-z_][\w.]*(?:: .*)?$")
 

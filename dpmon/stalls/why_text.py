@@ -87,10 +87,10 @@ def _row(rank: Mapping[str, Any], *, stalled: bool) -> tuple[str, ...]:
     number = f"pid {rank['pid']}" if rank["rank"] is None else rank["rank"]
     node = f" ({rank['node']})" if rank.get("node") else ""
     seconds = "" if rank["for_s"] is None else f"{max(rank['for_s'], 0):.0f} s"
-    cpu = "" if rank["cpu"] is None else f", {100 * rank['cpu']:.0f} % CPU"
+    cpu = "" if rank["cpu"] is None else f", {100 * rank['cpu']:.0f}% CPU"
     groups = " ".join("-" if group["sequence"] is None else str(group["sequence"]) for group in rank["groups"])
     gpus = "".join(
-        f", {gpu['device']} {_figure(gpu['util_pct'])} % {_figure(gpu['power_w'])} W" for gpu in rank.get("gpus", ())
+        f", {gpu['device']} {_figure(gpu['util_pct'])}% {_figure(gpu['power_w'])} W" for gpu in rank.get("gpus", ())
     )
     words = ("waits " if rank["waits"] else "") + str(rank["words"])
     step = "" if rank["step"] is None else rank["step"]

@@ -19,7 +19,7 @@
                  the ns of each phase (NULL: did not run; phases of its calls are sums), rest_ns (its forward without
                  the phases of its calls), device (NULL, or JSON: `why`, then `times` of Step),
                  spans (JSON: `runs` of Step, flat; NULL: none), missing_spans, sync_number (number of its last
-                 synchronised backward pass), exposed_ns and wait_ns (dpmon.store.sync_passes; NULL: the other ranks'
+                 synchronized backward pass), exposed_ns and wait_ns (dpmon.store.sync_passes; NULL: the other ranks'
                  steps are not known), loop and loop_batch (`loop` and `batch` of Step)
     events       id, process (NULL: the supervisor), kind, t_ns, json
     collectives  id, process, number (of its span), definition (0: a sample, with the collectives of one step), phase,

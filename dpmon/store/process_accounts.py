@@ -1,4 +1,4 @@
-"""The accounts of time of all processes of a run, and the synchronised passes of its ranks."""
+"""The accounts of time of all processes of a run, and the synchronized passes of its ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ProcessAccounts:
 
     by_process: dict[int, TimeAccount] = field(default_factory=dict)
     rounds: SyncPassMatcher = field(default_factory=SyncPassMatcher)
-    """The synchronised passes of all ranks."""
+    """The synchronized passes of all ranks."""
     stalls: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=_STALLS))
     """The newest records of stalls: when the stall began, and a later time in it."""
     _processes: dict[int, int] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Sketches of durations, for quantiles that are at most 0.4 % off. Sketches can be merged.
+"""Sketches of durations, for quantiles that are at most 0.4% off. Sketches can be merged.
 
 A sketch counts values by bucket. A bucket is an integer: the value itself below 256, then 128 buckets per power of two.
 So the middle of a bucket is within 1/256 of every value in it. HdrHistogram and DDSketch use the same idea.
@@ -75,7 +75,7 @@ def merge(counts: Counts, other: Mapping[int, int]) -> None:
 def count_between(counts: Mapping[int, int], limits: Sequence[float]) -> list[int]:
     """Return the number of values up to the first limit, between adjacent limits, and above the last limit.
 
-    Limits are at most 0.4 % off.
+    Limits are at most 0.4% off.
     """
     found = [0] * (len(limits) + 1)
     for number, count in counts.items():

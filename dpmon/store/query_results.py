@@ -86,7 +86,7 @@ class SlowStepRow(NamedTuple):
     start_ns: int
     wall_ns: int
     sync_number: int | None
-    """Number of its last synchronised backward pass, the same on all ranks."""
+    """Number of its last synchronized backward pass, the same on all ranks."""
     wait_ns: int | None
     """Its wait for the slowest rank."""
     loop: int | None
@@ -213,7 +213,7 @@ class ChartSample(NamedTuple):
     t_ns: int
     device: int
     util: float | None
-    """Utilisation of the device, or of the host's processors (%)."""
+    """Utilization of the device, or of the host's processors (%)."""
     mem_used: float | None
     """Bytes in use; `mem_total` is also in bytes."""
     mem_total: float | None

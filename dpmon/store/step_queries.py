@@ -148,7 +148,7 @@ class StepStore(TallyStore):
         """Return the longest training steps of a mode that end after `begin_ns`, the longest first.
 
         Of ids above `first_id`, up to `last_id`, without settling steps. `processes` train together: of the steps of
-        one synchronised pass, only the one of the process that the others waited for.
+        one synchronized pass, only the one of the process that the others waited for.
         """
         together = ("", "")
         which = "" if len(processes) == len(self.ranks) else f" AND process IN ({', '.join(map(str, processes))})"
@@ -233,7 +233,7 @@ class StepStore(TallyStore):
         return self.resolver(process).call(call_from_columns(columns))
 
     def waits(self, after_id: int, after_number: int) -> Iterator[tuple[int, ...]]:
-        """Yield id, process, synchronised pass, exposed communication (ns), wait (ns) and end (s) of training steps.
+        """Yield id, process, synchronized pass, exposed communication (ns), wait (ns) and end (s) of training steps.
 
         Only steps up to this time with known waits, and with ids and passes above these.
         """

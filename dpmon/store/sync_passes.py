@@ -1,6 +1,6 @@
-"""Finds, for each synchronised backward pass, which rank the others waited for. Pure.
+"""Finds, for each synchronized backward pass, which rank the others waited for. Pure.
 
-All ranks leave a synchronised backward pass together. The time from a rank's last gradient to that end is shortest on
+All ranks leave a synchronized backward pass together. The time from a rank's last gradient to that end is shortest on
 the rank that the others wait for. The shortest time is communication that no computation hides; the rest of a rank's
 time is its wait. Only durations are compared, so the clocks of the ranks may differ.
 """
@@ -20,7 +20,7 @@ _SYNC_AT = SPAN_PHASES.index("sync")
 
 
 class SyncStep(NamedTuple):
-    """A step with synchronised backward passes."""
+    """A step with synchronized backward passes."""
 
     id: int
     """Id of its row."""
@@ -28,7 +28,7 @@ class SyncStep(NamedTuple):
     second: int
     """Second in which it ended, since the run's start."""
     number: int
-    """Number of its last synchronised pass, the same on all ranks."""
+    """Number of its last synchronized pass, the same on all ranks."""
     passes: int
     tail_ns: int
     """Total time from the last gradients to the ends of these passes."""
@@ -99,7 +99,7 @@ class _RankGroup:
 
 
 class SyncPassMatcher:
-    """The synchronised passes of a run."""
+    """The synchronized passes of a run."""
 
     def __init__(self) -> None:
         self._ranks: dict[int, Sequence[int]] = {}

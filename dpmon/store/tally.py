@@ -103,11 +103,11 @@ class SeriesStats:
 
     @property
     def median(self) -> float | None:
-        """The median, at most 0.4 % off; None without values."""
+        """The median, at most 0.4% off; None without values."""
         return quantile_sketch.median(self.counts)
 
     def quantile(self, fraction: float) -> float | None:
-        """Return the quantile at `fraction` (0 to 1), at most 0.4 % off; None without values."""
+        """Return the quantile at `fraction` (0 to 1), at most 0.4% off; None without values."""
         return quantile_sketch.quantile(self.counts, fraction)
 
 
@@ -219,11 +219,11 @@ class Tally:
         self.first_ns, self.last_ns = _choose_known(min, self.first_ns, first), _choose_known(max, self.last_ns, last)
 
     def quantile(self, series: str, fraction: float) -> float | None:
-        """Return a quantile of a series (ns), at most 0.4 % off; for STEP, limited to `low_ns` and `high_ns`."""
+        """Return a quantile of a series (ns), at most 0.4% off; for STEP, limited to `low_ns` and `high_ns`."""
         return self._clamp(series, self.stat(series).quantile(fraction))
 
     def median(self, series: str) -> float | None:
-        """Return the median of a series (ns), at most 0.4 % off; None without values."""
+        """Return the median of a series (ns), at most 0.4% off; None without values."""
         return self._clamp(series, self.stat(series).median)
 
     def _clamp(self, series: str, value: float | None) -> float | None:

@@ -23,7 +23,7 @@ _PARTS = dict(zip(WIDTHS, (4, 8, 8, 8, 16, 16), strict=False))
 LATE_S = 10
 """A change of a second that ended this long before the newest one is late."""
 _LATE_KEPT, _LATE_BYTES = 10_000, 2_000
-"""Most late seconds that are kept: the first number, and at the size limit its bytes divided by the second (1 %)."""
+"""Most late seconds that are kept: the first number, and at the size limit its bytes divided by the second (1%)."""
 _PRUNE_LATE = "DELETE FROM late WHERE rowid <= (SELECT max(rowid) FROM late) - ?"
 _SLACK_S = 2
 """Delay after the end of a stretch until it is merged, because processes are read one after the other."""

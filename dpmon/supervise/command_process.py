@@ -39,7 +39,7 @@ _LOST = "the command's supervisor was killed before the command ended"
 def command_environment(info: RunInfo, directory: Path, outer: Mapping[str, str]) -> dict[str, str]:
     """The command's environment: `outer`, and the variables that load and configure the tracer.
 
-    Changes PYTHONPATH; sets DPMON_*, PYTHONUNBUFFERED and, for a run with a screen, variables that ask for colour.
+    Changes PYTHONPATH; sets DPMON_*, PYTHONUNBUFFERED and, for a run with a screen, variables that ask for color.
     """
     env = {name: value for name, value in outer.items() if not name.startswith("DPMON_")}
     old = env.get("PYTHONPATH")
@@ -54,8 +54,8 @@ def command_environment(info: RunInfo, directory: Path, outer: Mapping[str, str]
         value = info.options.get(option)
         if value is not None:
             env[f"DPMON_{option.upper()}"] = str(value)
-    colour = ("NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE")
-    if not info.headless and not any(name in env for name in colour):
+    color = ("NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE")
+    if not info.headless and not any(name in env for name in color):
         env["FORCE_COLOR"] = env["CLICOLOR_FORCE"] = "1"
     return env
 

@@ -272,7 +272,7 @@ class PrometheusFile:
         """Durations, phases, ranks' communication and quantities of the steps, evaluations included."""
         for labels, _, _, tally in self._by_mode(window):
             steps = tally.stat(STEP)
-            about = "Time of a step; the bounds of the buckets are at most 0.4 % off."
+            about = "Time of a step; the bounds of the buckets are at most 0.4% off."
             text.histogram("step_duration_seconds", about, labels, steps.counts, steps.total)
             for phase in PHASES:
                 _add_phase(text, phase, {**labels, "phase": phase.name}, tally)

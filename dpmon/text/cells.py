@@ -134,7 +134,7 @@ def needs_ascii(environ: Mapping[str, str], encoding: str | None) -> bool:
 
 
 def supports_color(stream: TextIO, environ: Mapping[str, str]) -> bool:
-    """Whether a stream is a terminal that may show colours."""
+    """Whether a stream is a terminal that may show colors."""
     return stream.isatty() and not environ.get("NO_COLOR") and environ.get("TERM", "dumb") != "dumb"
 
 

@@ -48,10 +48,10 @@ def format_count(number: int | None) -> str:
 
 
 def format_percent(part: float | None) -> str:
-    """A share (0 to 1) in whole per cent; a positive one that rounds to 0 is "<1 %"."""
+    """A share (0 to 1) in whole per cent; a positive one that rounds to 0 is "<1%"."""
     if part is None:
         return UNKNOWN
-    return "<1 %" if 0 < part < 0.005 else f"{part * 100:.0f} %"
+    return "<1%" if 0 < part < 0.005 else f"{part * 100:.0f}%"
 
 
 def format_factor(value: float, sign: str = "×") -> str:

@@ -1,8 +1,8 @@
-"""The colours of each theme, for the screen and the report; data only.
+"""The colors of each theme, for the screen and the report; data only.
 
-Most phases have colours from the palette of Okabe and Ito, which people with any colour vision can tell apart. The dark
-and the light theme add green and red for good and bad; the colour-blind theme avoids this pair, also in the script's
-output. Nothing is shown by colour alone: phases also have a letter and an order, and modes and states have a word.
+Most phases have colors from the palette of Okabe and Ito, which people with any color vision can tell apart. The dark
+and the light theme add green and red for good and bad; the color-blind theme avoids this pair, also in the script's
+output. Nothing is shown by color alone: phases also have a letter and an order, and modes and states have a word.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from itertools import cycle
 
 from dpmon.record.schema import PHASES
 
-_COLOURED = (
+_COLORED = (
     *("data", "copy", "scatter", "replicate", "apply", "gather", "forward", "backward", "sync", "optimizer", "other"),
 )
-"""Phases with a colour of their own, by their names on the screen."""
+"""Phases with a color of their own, by their names on the screen."""
 Ansi = tuple[str, str, str, str, str, str, str, str]
 
 
 @dataclass(frozen=True)
 class Palette:
-    """A theme's colours as "#rrggbb". `phases` has the order of _COLOURED; `ansi` and `bright` colour script output."""
+    """A theme's colors as "#rrggbb". `phases` has the order of _COLORED; `ansi` and `bright` color script output."""
 
     name: str
     background: str
@@ -39,16 +39,16 @@ class Palette:
     single: str
     phases: tuple[str, ...]
     spare: tuple[str, ...]
-    """Colours to use in turn for phases that are not in _COLOURED."""
+    """Colors to use in turn for phases that are not in _COLORED."""
     ansi: Ansi
     bright: Ansi
 
     @property
     def by_phase(self) -> Mapping[str, str]:
-        """The colour of each phase, by the phase's name on the screen."""
-        colours = dict(zip(_COLOURED, self.phases, strict=True))
-        others = (phase.display_name for phase in PHASES if phase.display_name not in colours)
-        return colours | dict(zip(others, cycle(self.spare), strict=False))
+        """The color of each phase, by the phase's name on the screen."""
+        colors = dict(zip(_COLORED, self.phases, strict=True))
+        others = (phase.display_name for phase in PHASES if phase.display_name not in colors)
+        return colors | dict(zip(others, cycle(self.spare), strict=False))
 
 
 DARK = Palette(
@@ -95,9 +95,9 @@ LIGHT = Palette(
     ansi=("#24292f", "#c01c28", "#116329", "#7d4e00", "#0969da", "#8250df", "#1b7c83", "#57606a"),
     bright=("#57606a", "#a40e26", "#1a7f37", "#8a6100", "#0550ae", "#6639ba", "#0f6d75", "#24292f"),
 )
-COLOUR_BLIND = replace(
+COLOR_BLIND = replace(
     DARK,
-    name="colour-blind",
+    name="color-blind",
     good="#56b4e9",
     wait="#f0e442",
     bad="#ff8a3d",
@@ -110,9 +110,9 @@ COLOUR_BLIND = replace(
     ansi=("#767f8f", "#ee7733", "#33b899", "#f0e442", "#56b4e9", "#cc79a7", "#99ddff", "#c9d1d9"),
     bright=("#8b949e", "#ff9e66", "#66d9bd", "#f7ef86", "#8dd0f5", "#e3a6c8", "#c2ebff", "#ffffff"),
 )
-PALETTES: Mapping[str, Palette] = {palette.name: palette for palette in (DARK, LIGHT, COLOUR_BLIND)}
+PALETTES: Mapping[str, Palette] = {palette.name: palette for palette in (DARK, LIGHT, COLOR_BLIND)}
 
-# The sixteen colours of a limited terminal, with the values that Rich maps to themselves.
+# The sixteen colors of a limited terminal, with the values that Rich maps to themselves.
 _LOW = ("#000000", "#aa0000", "#00aa00", "#aa5500", "#0000aa", "#aa00aa", "#00aaaa", "#aaaaaa")
 _HIGH = ("#555555", "#ff5555", "#55ff55", "#ffff55", "#5555ff", "#ff55ff", "#55ffff", "#ffffff")
 
@@ -120,7 +120,7 @@ _HIGH = ("#555555", "#ff5555", "#55ff55", "#ffff55", "#5555ff", "#ff55ff", "#55f
 def _for_sixteen_colors(
     palette: Palette, phases: tuple[int, ...], spare: tuple[int, ...], dp: int, single: int
 ) -> Palette:
-    """`palette` for a terminal of sixteen colours, on which the phases' own colours would not stay distinct."""
+    """`palette` for a terminal of sixteen colors, on which the phases' own colors would not stay distinct."""
     sixteen = (*_LOW, *_HIGH)
     shown, others = (tuple(sixteen[number] for number in numbers) for numbers in (phases, spare))
     name = f"{palette.name}/16"
@@ -132,12 +132,12 @@ FEW: Mapping[str, Palette] = {
     for palette in (
         _for_sixteen_colors(DARK, (5, 15, 11, 9, 14, 3, 6, 12, 7, 10, 8), (2,), 13, 14),
         _for_sixteen_colors(LIGHT, (13, 0, 3, 9, 12, 1, 6, 4, 7, 2, 8), (10,), 5, 4),
-        _for_sixteen_colors(COLOUR_BLIND, (5, 15, 11, 9, 14, 3, 7, 12, 2, 6, 8), (4,), 13, 14),
+        _for_sixteen_colors(COLOR_BLIND, (5, 15, 11, 9, 14, 3, 7, 12, 2, 6, 8), (4,), 13, 14),
     )
 }
 
 
 def palette_of(theme: str, few: bool = False) -> Palette:
-    """The palette of `theme`, or the dark one if `theme` has no palette; `few`: for a terminal of sixteen colours."""
+    """The palette of `theme`, or the dark one if `theme` has no palette; `few`: for a terminal of sixteen colors."""
     palette = PALETTES.get(theme, DARK)
     return FEW[f"{palette.name}/16"] if few else palette

@@ -17,7 +17,7 @@
 | the global optimizer step hooks | optimizer |
 | Optimizer.__init__ | memory of optimizer states |
 | torch.distributed.init_process_group | the stage before the first call |
-| DistributedDataParallel._post_forward | synchronised backward passes |
+| DistributedDataParallel._post_forward | synchronized backward passes |
 | Tensor.to, Tensor.cuda, if torch was built for GPUs | copies to GPUs |
 | the operators of c10d, during sampled steps | collectives |
 | capture_begin, capture_end of CUDAGraph, accelerator.Graph, before the first timed phase | no events in captures |
@@ -148,7 +148,7 @@ def install() -> None:
     with session.guard("startup of the process", fatal=False):
         recorder.startup.install()
     roots.watch()
-    queued = getattr(torch.cuda, "_queued_calls", None)  # torch runs these when it initialises CUDA
+    queued = getattr(torch.cuda, "_queued_calls", None)  # torch runs these when it initializes CUDA
     if isinstance(queued, list):
         queued += [(cuda_starting.set, []), (sites.expect_moves_to_gpu, [])]
     watch = ResponderThread(session, recorder)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from dpmon.run.run_directory import ExitInfo
 
 
-_COLOUR_SYSTEMS = ("auto", "standard", "256", "truecolor")
+_COLOR_SYSTEMS = ("auto", "standard", "256", "truecolor")
 
 
 _OBJECTS = 100_000
@@ -29,10 +29,10 @@ def prepare(environ: MutableMapping[str, str]) -> None:
     """Set the environment variables that Textual reads when it is imported."""
     environ.setdefault("TEXTUAL_DISABLE_KITTY_KEY", "1")
     # Textual looks the value up in a table, and fails if it is not there.
-    if environ.get("TEXTUAL_COLOR_SYSTEM", "auto") not in _COLOUR_SYSTEMS:
+    if environ.get("TEXTUAL_COLOR_SYSTEM", "auto") not in _COLOR_SYSTEMS:
         del environ["TEXTUAL_COLOR_SYSTEM"]
     environ.pop("TEXTUAL_THEME", None)
-    # `terminal_style.choose_style` reads it from a copy. Textual would turn even explicitly chosen colours grey.
+    # `terminal_style.choose_style` reads it from a copy. Textual would turn even explicitly chosen colors gray.
     environ.pop("NO_COLOR", None)
     # Textual would keep to exported values even after the terminal is resized.
     with contextlib.suppress(OSError, ValueError, AttributeError):

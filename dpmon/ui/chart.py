@@ -108,12 +108,12 @@ def range_bar(low: float, middle: float, high: float, top: float, width: int, gl
     def place(value: float) -> int:
         return min(max(int((value - base) / (top - base) * (width - 1) + 0.5), 0), width - 1)
 
-    first, centre, last = place(low), place(middle), place(high)
+    first, center, last = place(low), place(middle), place(high)
     cells = [" "] * width
     for index in range(first, last + 1):
         cells[index] = glyphs.span[1]
     cells[first], cells[last] = glyphs.span[0], glyphs.span[3]
-    cells[centre] = glyphs.span[2]
+    cells[center] = glyphs.span[2]
     return "".join(cells)
 
 
@@ -130,7 +130,7 @@ def round_up_nice(value: float) -> float:
 
 
 def scale_top(columns: Sequence[Column]) -> float:
-    """The upper end of a history's scale (ns): a round number above 95 % of the columns; the others are cut.
+    """The upper end of a history's scale (ns): a round number above 95% of the columns; the others are cut.
 
     Columns of evaluations count only if there are no others: the figures beside the history are of training steps. A
     column after a stall does not count: the stall is in one of its steps.
@@ -167,7 +167,7 @@ def _cells(phases: tuple[int, ...], count: int, top: float, height: int, cut_top
 
 
 def _one_color_column(column: Column, top: float, height: int, signs: Glyphs, style: str) -> tuple[Span, ...]:
-    """One column of one colour, from the bottom up: in few rows, a cell would show a small phase as a large one."""
+    """One column of one color, from the bottom up: in few rows, a cell would show a small phase as a large one."""
     steps = len(signs.blocks) - 1
     mean = sum(column.phases) / max(column.count, 1)
     filled = max(round(mean / top * height * steps), 1) if column.count else 0
@@ -178,7 +178,7 @@ def _one_color_column(column: Column, top: float, height: int, signs: Glyphs, st
 
 
 def _tiny_column(phases: tuple[int, ...], mono: bool) -> Span:
-    """A column too small for a cell, in the colour of its largest phase: a blank would say "no steps"."""
+    """A column too small for a cell, in the color of its largest phase: a blank would say "no steps"."""
     name = PHASES[phases.index(max(phases))] if any(phases) else PHASES[-1]
     return (LETTERS[name].lower() if mono else "▁", f"phase.{name}")
 
@@ -217,11 +217,11 @@ def stacked_columns(
     The width has room for `places` columns, by default one per cell.
 
     Each column is the mean step of its time range. From `_ROWS_OF_PHASES` rows on, its phases are stacked from below in
-    the order of PHASES, shown by colour, or by letter without colour or in ASCII. Steps too short for the scale show
+    the order of PHASES, shown by color, or by letter without color or in ASCII. Steps too short for the scale show
     the lowest block, or the lower-case letter of their largest phase; only a column without steps is blank, or hatched
-    if the run was stalled. `by_mode`: columns in the colours of their modes, without phases.
+    if the run was stalled. `by_mode`: columns in the colors of their modes, without phases.
     """
-    mono = not look.colour or look.glyphs.ascii
+    mono = not look.color or look.glyphs.ascii
     places = max(places or width, 1)
     shown = list(columns)[:places]
     edges = [index * width // places for index in range(len(shown) + 1)]

@@ -23,7 +23,7 @@ _NO_XID = "no XID error since the run's start"
 """The sampler's reason when no error occurred. Any other reason means that the value is unknown."""
 _UNIT = re.compile("_(pct|w|c|j)$")
 _WORDS = {
-    "util_pct": "utilisation",
+    "util_pct": "utilization",
     "mem_used_bytes": "memory",
     "mem_total_bytes": "memory",
     "mem_reserved_bytes": "reserved memory",

@@ -83,7 +83,7 @@ def _signs(look: TerminalStyle, lettered: bool) -> tuple[str, ...]:
         f"{look.glyphs.hatch * 3}: the run was stalled, and no step ended.",
         f"Below the columns: e2 is where epoch 2 begins, {look.glyphs.cut_top} the time that you look back to.",
         "A gap in the line: no step was under way, as while a checkpoint is saved.",
-        f"{look.glyphs.cut_top} on top: longer than the scale, which covers 95 % of the columns.",
+        f"{look.glyphs.cut_top} on top: longer than the scale, which covers 95% of the columns.",
     )
 
 
@@ -93,7 +93,7 @@ def help_rows(width: int, look: TerminalStyle) -> list[Row]:
     rows: list[Row] = [[("Panels", "title")]]
     rows += _entries([(name, "bold", text) for name, text in _PANELS], label, width)
     rows += [[], [("Phases of a step", "title")]]
-    lettered = not look.colour or look.glyphs.ascii
+    lettered = not look.color or look.glyphs.ascii
     phases = [
         (
             f"{phase.letter} {phase.display_name}" if lettered else phase.display_name,

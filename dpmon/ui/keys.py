@@ -202,7 +202,7 @@ COMMANDS: tuple[KeyCommand, ...] = (
         "compare this run with others: did it get faster?",
     ),
     KeyCommand("x", "stop", _shown_when(_can_stop, "stop"), "stop the training; asks first"),
-    KeyCommand("t", "theme", _always_shown("theme"), "the next theme: dark, light, colour-blind, mono, ASCII"),
+    KeyCommand("t", "theme", _always_shown("theme"), "the next theme: dark, light, color-blind, mono, ASCII"),
     KeyCommand("+ -", "", _always_shown("refresh"), "draw the screen more or less often"),
     KeyCommand("o", "next_output", _shown_when(lambda s: s.outputs > 1, "output file"), "show the other output file"),
     KeyCommand(

@@ -57,7 +57,7 @@ class ScreenApp(App[str]):
         open_store: OpenStore | None = None,
     ) -> None:
         """`refresh`: seconds between pictures."""
-        super().__init__(ansi_color=not look.colour)
+        super().__init__(ansi_color=not look.color)
         self.look = look
         self.period = refresh
         self.terminal: TerminalDriver | None = None
@@ -181,7 +181,7 @@ class ScreenApp(App[str]):
     def set_style(self, look: TerminalStyle) -> None:
         """Draw with another look from now on."""
         self.look, self._codes = look, {}
-        self.ansi_color = not look.colour
+        self.ansi_color = not look.color
         self.screen.styles.background = look.background
         for panel in self._panels.values():
             panel.set_look(look)

@@ -1,6 +1,6 @@
 """The last step over time: a row for the main thread with a name on every phase, and a row for each replica.
 
-Edges lie on eighths of a cell where the glyphs are blocks. Without colour, or in ASCII, each phase starts with its
+Edges lie on eighths of a cell where the glyphs are blocks. Without color, or in ASCII, each phase starts with its
 letter, followed by its name.
 """
 
@@ -97,9 +97,9 @@ def visible_lanes(timeline: StepTimeline) -> Sequence[Lane]:
 
 
 def _align_sync_ends(timelines: Sequence[StepTimeline]) -> list[int]:
-    """Where each step begins (ns) on an axis on which all ranks leave their last synchronised pass together.
+    """Where each step begins (ns) on an axis on which all ranks leave their last synchronized pass together.
 
-    This needs no common clock. A step without a synchronised pass begins at 0.
+    This needs no common clock. A step without a synchronized pass begins at 0.
     """
     synced = [max((piece.end_ns for piece in each.main if piece.phase == "sync"), default=None) for each in timelines]
     last = max((end for end in synced if end is not None), default=0)
@@ -248,9 +248,9 @@ def main_row(pieces: Sequence[Piece], width: int, top: float, look: TerminalStyl
 
     Uncovered time between the begin and the end of `step` is dotted: the script did something else.
     """
-    colour, glyphs = look.colour, look.glyphs
+    color, glyphs = look.color, look.glyphs
     scale = width / top
-    blocks = colour and not glyphs.ascii
+    blocks = color and not glyphs.ascii
     cells: list[Span] = []
     first = 0
     for index in range(width):
@@ -260,10 +260,10 @@ def main_row(pieces: Sequence[Piece], width: int, top: float, look: TerminalStyl
         last = first
         while last < len(pieces) and pieces[last].start_ns < high:
             last += 1
-        cells.append(_cell(pieces[first:last], low, high, blocks, colour, glyphs) if last > first else (" ", ""))
+        cells.append(_cell(pieces[first:last], low, high, blocks, color, glyphs) if last > first else (" ", ""))
     begin, end = (min(round(at * scale), width) for at in step)
     cells[begin:end] = [(_dot(glyphs), "dim") if cell[0] == " " else cell for cell in cells[begin:end]]
-    _name(cells, blocks, colour)
+    _name(cells, blocks, color)
     return merge_spans(cells)
 
 
@@ -287,7 +287,7 @@ def lane_row(pieces: Sequence[Piece], width: int, top: float, look: TerminalStyl
     return [(text, "phase.apply")]
 
 
-def _cell(pieces: Sequence[Piece], low: float, high: float, blocks: bool, colour: bool, glyphs: Glyphs) -> Span:
+def _cell(pieces: Sequence[Piece], low: float, high: float, blocks: bool, color: bool, glyphs: Glyphs) -> Span:
     """One cell: the two largest pieces in it, and the edge between them."""
     if blocks and len(pieces) == 1 and pieces[0].start_ns <= low and pieces[0].end_ns >= high:
         return ("█", f"phase.{pieces[0].phase}")
@@ -309,7 +309,7 @@ def _cell(pieces: Sequence[Piece], low: float, high: float, blocks: bool, colour
         if not largest[2] and (found[0][2] or largest[1] - largest[0] > 0.75 * (high - low)):
             return (" ", "")
         phase = largest[2] or next(part[2] for part in found if part[2])
-        return ("#" if glyphs.ascii else "█", f"chip.{phase}" if colour else f"phase.{phase}")
+        return ("#" if glyphs.ascii else "█", f"chip.{phase}" if color else f"phase.{phase}")
     two = sorted(sorted(found, key=lambda part: part[0] - part[1])[:2])
     first, second = two[0][2], two[-1][2]
     if len(two) == 1 or first == second:
@@ -321,7 +321,7 @@ def _cell(pieces: Sequence[Piece], low: float, high: float, blocks: bool, colour
     return (_LEFT[eighths], f"chip.{second}" if not first else f"phase.{first}/{second}")
 
 
-def _name(cells: list[Span], blocks: bool, colour: bool) -> None:
+def _name(cells: list[Span], blocks: bool, color: bool) -> None:
     """Write names over runs of whole cells, as far as they fit; without blocks, dashes fill the rest of a run."""
     start = 0
     while start < len(cells):
@@ -332,7 +332,7 @@ def _name(cells: list[Span], blocks: bool, colour: bool) -> None:
         kind, _, phase = style.partition(".")
         if kind in ("phase", "chip") and "/" not in style and cells[start][0] in "█#":
             text = _text(phase, end - start, blocks)
-            chip = f"chip.{phase}" if colour else f"phase.{phase}"
+            chip = f"chip.{phase}" if color else f"phase.{phase}"
             cells[start:end] = [(char, chip) for char in text]
         start = end
 

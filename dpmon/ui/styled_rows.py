@@ -39,7 +39,7 @@ def merge_spans(cells: Iterable[Span]) -> Row:
 
 
 def dim_row(row: Iterable[Span]) -> Row:
-    """The row without its colours."""
+    """The row without its colors."""
     return [("".join(text for text, _ in row), "dim")]
 
 

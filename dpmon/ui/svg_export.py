@@ -28,7 +28,7 @@ _FONTS = "'DejaVu Sans Mono','Menlo','Consolas',monospace"
 
 
 def render_svg(rows: Sequence[Row], look: TerminalStyle, title: str = "") -> str:
-    """The rows as one SVG image in the colours of `look`; its cells stay on a grid with any font."""
+    """The rows as one SVG image in the colors of `look`; its cells stay on a grid with any font."""
     page = SvgPage(look)
     columns = max((sum(span_width(text) for text, _ in row) for row in rows), default=0)
     return page.image([piece for y, row in enumerate(rows) for piece in page.row(row, y)], (columns, len(rows)), title)
@@ -62,7 +62,7 @@ class SvgPage:
         for name, spans in groupby(row, key=lambda span: span[1]):
             text = "".join(part for part, _ in spans)
             style = self.look.style(name)
-            fore, back = self._colours(style)
+            fore, back = self._colors(style)
             wide = span_width(text)
             left = _MARGIN + x * _CELL
             if back != self.back:
@@ -75,7 +75,7 @@ class SvgPage:
                     yield self._text(part, x, top, fore, style)
                 x += span_width(part)
 
-    def _colours(self, style: Style) -> tuple[str, str]:
+    def _colors(self, style: Style) -> tuple[str, str]:
         fore, back = _to_hex_color(style.color) or self.fore, _to_hex_color(style.bgcolor) or self.back
         return (back, fore) if style.reverse else (fore, back)
 
@@ -123,7 +123,7 @@ def _dots(text: str, left: float, top: float, fore: str) -> Iterator[str]:
     yield f'<path d="{"".join(places)}" stroke="{fore}" stroke-width="2.4" stroke-linecap="round"/>'
 
 
-def _to_hex_color(colour: Color | None) -> str | None:
-    if colour is None or colour.is_default:
+def _to_hex_color(color: Color | None) -> str | None:
+    if color is None or color.is_default:
         return None
-    return colour.get_truecolor().hex
+    return color.get_truecolor().hex

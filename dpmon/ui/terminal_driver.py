@@ -236,7 +236,7 @@ class ExitHandlers:
         self._ask = ask
         self._before: dict[int, Any] = {}
         self._modes: list[Any] | None = None
-        self._cancelled: threading.Event | None = None
+        self._canceled: threading.Event | None = None
         """Cancels the deadline when it is set; None before the first deadline."""
         self._begun = False
         self.status = 0
@@ -255,8 +255,8 @@ class ExitHandlers:
     def end(self) -> None:
         """Restore the handlers and cancel the deadline."""
         self._begun = False
-        if self._cancelled is not None:
-            self._cancelled.set()
+        if self._canceled is not None:
+            self._canceled.set()
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()
@@ -264,7 +264,7 @@ class ExitHandlers:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number != signal.SIGINT:
             self.exit_with_status(128 + number)
-        elif self._cancelled is None and not self.exit_with_status(128 + number):
+        elif self._canceled is None and not self.exit_with_status(128 + number):
             self.end()
             raise KeyboardInterrupt  # no application is there yet: end its start
         # Else ctrl+c was pressed again, and the application exits already.
@@ -281,17 +281,17 @@ class ExitHandlers:
 
     def start_deadline(self, status: int) -> None:
         """The user leaves: if the application has not ended after a few seconds, end the process with `status`."""
-        if self._begun and self._cancelled is None:
+        if self._begun and self._canceled is None:
             self._force_exit_after(_LEAVE_PATIENCE_S, status)
 
     def _force_exit_after(self, seconds: float, status: int) -> None:
-        if self._cancelled is not None:
-            self._cancelled.set()
-        self._cancelled = threading.Event()
-        threading.Thread(target=self._wait, args=(self._cancelled, seconds, status), daemon=True).start()
+        if self._canceled is not None:
+            self._canceled.set()
+        self._canceled = threading.Event()
+        threading.Thread(target=self._wait, args=(self._canceled, seconds, status), daemon=True).start()
 
-    def _wait(self, cancelled: threading.Event, seconds: float, status: int) -> None:
-        if not any(cancelled.wait(seconds / _PARTS) for _ in range(_PARTS)):
+    def _wait(self, canceled: threading.Event, seconds: float, status: int) -> None:
+        if not any(canceled.wait(seconds / _PARTS) for _ in range(_PARTS)):
             self._force(status)
 
     def _force(self, status: int) -> None:

@@ -1,7 +1,7 @@
-"""Interprets the script's output like a terminal: carriage returns, erasures, stacked progress bars, colours.
+"""Interprets the script's output like a terminal: carriage returns, erasures, stacked progress bars, colors.
 
 This is a state machine over characters. It takes its input in pieces; the result does not depend on where they are
-cut. It handles CR, LF, BS, TAB, erase in line and below, cursor up, down, left, right and to a column, and colours
+cut. It handles CR, LF, BS, TAB, erase in line and below, cursor up, down, left, right and to a column, and colors
 (SGR). It drops every other control and every other whole sequence (OSC, DCS, CSI and so on). Lines do not wrap, and
 the cursor moves no further up than on a terminal of HEIGHT rows.
 
@@ -119,7 +119,7 @@ class TerminalPage:
         self.lines = [TerminalLine()]
         self.line = 0
         self.at = 0
-        self._colours = Style.null()
+        self._colors = Style.null()
         self._style = ""
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._rest = ""
@@ -217,8 +217,8 @@ class TerminalPage:
         if args[:1] in ("<", "=", ">", "?"):  # a private sequence
             return
         if end == "m":
-            self._colours = _apply_sgr(self._colours, args)
-            self._style = _style_name(self._colours)
+            self._colors = _apply_sgr(self._colors, args)
+            self._style = _style_name(self._colors)
             return
         number = int(args[:5]) if args.isdecimal() else 0
         by = max(number, 1)
@@ -246,7 +246,7 @@ class TerminalPage:
 
 @lru_cache(maxsize=256)
 def _apply_sgr(style: Style, args: str) -> Style:
-    """The style after one sequence of colours (SGR)."""
+    """The style after one sequence of colors (SGR)."""
     decoder = AnsiDecoder()
     decoder.style = style
     decoder.decode_line(f"\x1b[{args.replace(':', ';')}m")
@@ -255,7 +255,7 @@ def _apply_sgr(style: Style, args: str) -> Style:
 
 @lru_cache(maxsize=256)
 def _style_name(style: Style) -> str:
-    """The name "sgr:<fg>:<bg>:<attributes>" of a style (colours as Rich names them); "" if it changes nothing."""
+    """The name "sgr:<fg>:<bg>:<attributes>" of a style (colors as Rich names them); "" if it changes nothing."""
     front, back = ("" if each is None or each.is_default else each.name for each in (style.color, style.bgcolor))
     attributes = "".join(letter for letter, word in sorted(ATTRIBUTES.items()) if getattr(style, word))
     return f"sgr:{front}:{back}:{attributes}" if front or back or attributes else ""

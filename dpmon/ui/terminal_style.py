@@ -24,13 +24,13 @@ def letter_in(phase: str, word: str) -> int:
 
 
 def styles_of(palette: Palette, *, filled: bool = True) -> dict[str, Style]:
-    """The styles by name, each with a background, so that the terminal's own colours are never seen.
+    """The styles by name, each with a background, so that the terminal's own colors are never seen.
 
-    `filled`: whether a phase's letters stand on its colour; if not, they have it.
+    `filled`: whether a phase's letters stand on its color; if not, they have it.
     """
 
-    def on(colour: str, bold: bool = False) -> Style:
-        return Style(color=colour, bgcolor=palette.background, bold=bold or None)
+    def on(color: str, bold: bool = False) -> Style:
+        return Style(color=color, bgcolor=palette.background, bold=bold or None)
 
     styles = {
         "": on(palette.text),
@@ -49,10 +49,10 @@ def styles_of(palette: Palette, *, filled: bool = True) -> dict[str, Style]:
         "mode.single": on(palette.single, bold=True),
         "mode.": on(palette.dim),
     }
-    for name, colour in palette.by_phase.items():
-        styles[f"phase.{name}"] = on(colour)
-        chip = Style(color=palette.background, bgcolor=colour, bold=True)
-        styles[f"chip.{name}"] = chip if filled else on(colour, bold=True)
+    for name, color in palette.by_phase.items():
+        styles[f"phase.{name}"] = on(color)
+        chip = Style(color=palette.background, bgcolor=color, bold=True)
+        styles[f"chip.{name}"] = chip if filled else on(color, bold=True)
     return styles
 
 
@@ -82,7 +82,7 @@ def parse_composed_style(name: str, theme: str | None, few: bool = False) -> Sty
             return Style.parse(" ".join(ATTRIBUTES[a] for a in attributes if a in ATTRIBUTES))
         bg = _rgb(back, palette) if back else palette.background
         fg = _rgb(front, palette) if front else palette.text
-        if not back:  # the script did not know this background when it chose its colour
+        if not back:  # the script did not know this background when it chose its color
             fg = _ensure_contrast(fg, bg, palette)
         if "d" in attributes:
             fg = _blend(fg, bg)
@@ -95,11 +95,11 @@ def parse_composed_style(name: str, theme: str | None, few: bool = False) -> Sty
 
 
 def _rgb(name: str, palette: Palette) -> str:
-    """The colour as "#rrggbb": one of the first sixteen is looked up in the palette."""
-    colour = Color.parse(name)
-    if colour.type is ColorType.STANDARD and colour.number is not None:
-        return (*palette.ansi, *palette.bright)[colour.number]
-    return colour.get_truecolor().hex
+    """The color as "#rrggbb": one of the first sixteen is looked up in the palette."""
+    color = Color.parse(name)
+    if color.type is ColorType.STANDARD and color.number is not None:
+        return (*palette.ansi, *palette.bright)[color.number]
+    return color.get_truecolor().hex
 
 
 def _blend(front: str, back: str) -> str:
@@ -109,7 +109,7 @@ def _blend(front: str, back: str) -> str:
 
 
 def _ensure_contrast(front: str, back: str, palette: Palette) -> str:
-    """`front` if it stands out from `back`; else a mix with the theme's text colour."""
+    """`front` if it stands out from `back`; else a mix with the theme's text color."""
     for _ in range(3):
         if abs(_brightness(front) - _brightness(back)) >= 70:
             break
@@ -117,9 +117,9 @@ def _ensure_contrast(front: str, back: str, palette: Palette) -> str:
     return front
 
 
-def _brightness(colour: str) -> float:
-    """The brightness of a colour, 0 to 255 (the weights of ITU-R BT.601)."""
-    red, green, blue = parse_rgb_hex(colour[1:])
+def _brightness(color: str) -> float:
+    """The brightness of a color, 0 to 255 (the weights of ITU-R BT.601)."""
+    red, green, blue = parse_rgb_hex(color[1:])
     return 0.299 * red + 0.587 * green + 0.114 * blue
 
 
@@ -199,7 +199,7 @@ ASCII = Glyphs(
 )
 
 
-COLOUR = styles_of(palette_of("dark"))
+COLOR = styles_of(palette_of("dark"))
 MONO = _mono_styles()
 
 
@@ -209,24 +209,24 @@ class TerminalStyle:
 
     glyphs: Glyphs
     styles: Mapping[str, Style]
-    colour: bool
+    color: bool
     theme: str = "dark"
     """One of `dpmon.config.THEMES`."""
     only_ascii: bool = False
     """Whether the terminal shows only ASCII."""
     only_mono: bool = False
-    """Whether the terminal has no colours."""
+    """Whether the terminal has no colors."""
     few: bool = False
-    """Whether the terminal has sixteen colours."""
+    """Whether the terminal has sixteen colors."""
 
     def style(self, name: str) -> Style:
-        """The style of that name; "phase.a/b" is the colour of phase a on a background in the colour of phase b."""
+        """The style of that name; "phase.a/b" is the color of phase a on a background in the color of phase b."""
         found = self.styles.get(name)
-        return found if found is not None else parse_composed_style(name, self.theme if self.colour else None, self.few)
+        return found if found is not None else parse_composed_style(name, self.theme if self.color else None, self.few)
 
     @property
     def background(self) -> str:
-        """The colour behind everything; meaningless in mono."""
+        """The color behind everything; meaningless in mono."""
         return palette_of(self.theme).background
 
     def next(self) -> TerminalStyle:
@@ -241,7 +241,7 @@ class TerminalStyle:
 
 
 def make_style(theme: str, *, only_ascii: bool = False, only_mono: bool = False, few: bool = False) -> TerminalStyle:
-    """The look of a theme on a terminal, which may have only ASCII, no colours or only sixteen (`few`)."""
+    """The look of a theme on a terminal, which may have only ASCII, no colors or only sixteen (`few`)."""
     mono = theme == "mono" or only_mono
     glyphs = ASCII if only_ascii or theme == "ascii" else UNICODE
     styles = MONO if mono else styles_of(palette_of(theme, few), filled=not glyphs.ascii)
@@ -263,7 +263,7 @@ def choose_style(environ: Mapping[str, str], encoding: str | None, theme: str | 
 
 
 def _has_sixteen_colors(environ: Mapping[str, str]) -> bool:
-    """Whether the terminal will get at most sixteen colours, as Rich and Textual 8 decide it."""
+    """Whether the terminal will get at most sixteen colors, as Rich and Textual 8 decide it."""
     system = environ.get("TEXTUAL_COLOR_SYSTEM", "auto")
     if system in ("standard", "256", "truecolor"):
         return system == "standard"

@@ -297,7 +297,7 @@ def axis_row(
     marks: Iterable[TimeMark] = (),
     cursor_ns: int | None = None,
 ) -> Row:
-    """The row below a chart: each column's mode by word and colour, and the time at the newest one, after `word`.
+    """The row below a chart: each column's mode by word and color, and the time at the newest one, after `word`.
 
     A line marks each change. Columns of evaluations have the word "evaluation", and those of a stall "stalled". The
     line has a gap where no step was under way. Each of `marks` has its own word. `ranks`: how ranks train together.

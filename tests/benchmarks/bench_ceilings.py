@@ -4,7 +4,7 @@
 
 Each script runs with its cause and without it, in turn, under dpmon. A finding of the runs with the cause promises how
 much faster the steps, or the run, become at most. What came is the change of the mean step, or of the time from the
-first step to the last one for each step, with its 90 % interval: each of its ends holds with 95 %. A ceiling is beaten
+first step to the last one for each step, with its 90% interval: each of its ends holds with 95%. A ceiling is beaten
 if even the lower end is above it. The exit status is 1 if one is beaten, or if a script has not its finding.
 
 DataParallel runs over virtual replicas, which share processors: no ceiling is promised for it, and the row says so.
@@ -232,7 +232,7 @@ def main() -> int:
     start, good = time.monotonic(), True
     with tempfile.TemporaryDirectory() as temporary:
         os.environ["XDG_STATE_HOME"] = temporary
-        print(f"{'script':<13} {'finding':<13} {'promised':<32} {'came, with its 90 % interval':<60} ceiling")
+        print(f"{'script':<13} {'finding':<13} {'promised':<32} {'came, with its 90% interval':<60} ceiling")
         for case in CASES:
             if options.only and case.name not in options.only:
                 continue

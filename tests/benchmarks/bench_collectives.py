@@ -5,7 +5,7 @@
 First every fourth step is sampled. The kernels are switched on at the beginning of a sampled step, and off at the
 beginning of the next one. So a sample costs what these two steps take longer than the third; the fourth against the
 third is the A/A control. All are medians of one process, taken a few milliseconds apart. Then the tracer chooses the
-steps itself: a sample's cost over the time between two samples is the average cost, which is to stay below 0.5 %.
+steps itself: a sample's cost over the time between two samples is the average cost, which is to stay below 0.5%.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python tests/benchmarks/bench_compare.py
 
-Steps have a duration with noise of 5 %, which depends on the step before (an AR(1) process), and one in fifty is much
+Steps have a duration with noise of 5%, which depends on the step before (an AR(1) process), and one in fifty is much
 longer. The medians of equal runs differ by a normal distribution. docs/compare.md has the tables.
 """
 
@@ -27,13 +27,13 @@ from dpmon.model.run_comparison import ComparedMetric, RunComparison, Threshold,
 NOISE, SLOW_STEPS, STRETCHES, RESAMPLED = 0.05, 0.02, 20, 400
 
 
-def steps(chance: random.Random, count: int, rho: float, centre: float) -> list[float]:
+def steps(chance: random.Random, count: int, rho: float, center: float) -> list[float]:
     """Return the durations of the steps of a run."""
     at, found = chance.gauss(0, 1), []
     for _ in range(count):
         at = rho * at + chance.gauss(0, sqrt(1 - rho * rho))
         late = chance.expovariate(2) if chance.random() < SLOW_STEPS else 0.0
-        found.append(centre * exp(NOISE * at + late))
+        found.append(center * exp(NOISE * at + late))
     return found
 
 
@@ -45,7 +45,7 @@ def stretches(values: list[float], count: int) -> list[float]:
 
 def pair(chance: random.Random, count: int, rho: float, parts: int, factor: float) -> tuple[list[float], list[float]]:
     """Return the stretches of two single runs, of which the second is slower by `factor`."""
-    before, after = (stretches(steps(chance, count, rho, centre), parts) for centre in (1.0, factor))
+    before, after = (stretches(steps(chance, count, rho, center), parts) for center in (1.0, factor))
     return before, after
 
 
@@ -67,16 +67,14 @@ def bootstrapped(chance: random.Random, before: list[float], after: list[float])
     return (ratios[RESAMPLED // 40] > 1) - (ratios[-RESAMPLED // 40] < 1)
 
 
-def runs(chance: random.Random, count: int, spread: float, centre: float) -> list[float]:
+def runs(chance: random.Random, count: int, spread: float, center: float) -> list[float]:
     """Return the medians of equal runs."""
-    return [centre * exp(chance.gauss(0, spread)) for _ in range(count)]
+    return [center * exp(chance.gauss(0, spread)) for _ in range(count)]
 
 
 def of_pairs(chance: random.Random, times: int) -> None:
     """Print false alarms and power of one run a side."""
-    print(
-        "| steps | correlation of steps | stretches | false alarms | 5 % slower found | false alarms of a bootstrap |"
-    )
+    print("| steps | correlation of steps | stretches | false alarms | 5% slower found | false alarms of a bootstrap |")
     print("|---|---|---|---|---|---|")
     for count, rho, parts in product((200, 1000), (0.0, 0.8, 0.95), (6, STRETCHES)):
         equal = [pair(chance, count, rho, parts, 1.0) for _ in range(times)]
@@ -87,9 +85,9 @@ def of_pairs(chance: random.Random, times: int) -> None:
 
 
 def of_groups(chance: random.Random, times: int) -> None:
-    """Print how often each outcome of a gate at 5 % comes, for several runs a side."""
+    """Print how often each outcome of a gate at 5% comes, for several runs a side."""
     head = ("runs a side", "equal runs differ by", "really slower by", "slower", "not slower", "inconclusive")
-    print(f"| {' | '.join((*head, '95 % interval not around 0'))} |")
+    print(f"| {' | '.join((*head, '95% interval not around 0'))} |")
     print("|---|---|---|---|---|---|---|")
     for count, spread, slower in product((3, 5), (0.01, 0.02, 0.04), (0.0, 0.05, 0.1)):
         outcomes: Counter[str] = Counter()

@@ -16,7 +16,7 @@ step has device times. `sampled` is `gpu` with device times of one step in 32, a
 that short, and shows the other 31. With --simulated, the GPUs are those of tests/cuda, which keep up with the host and
 compute nothing; this needs torch built for CUDA, but no GPU. It says nothing about the cost of CUDA's own calls. The
 case `ddp` is the case `deep` under DistributedDataParallel, in a group of one: the difference between the two is the
-cost of synchronised passes.
+cost of synchronized passes.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ from dpmon.store.tally import WIDTHS  # noqa: E402
 
 WARM_S = 3
 RANKS, STEP_NS, CYCLE_S = 8, 100_000_000, 60
-BUDGET = "budget: 5 % of a core on the reference machine, memory flat"
+BUDGET = "budget: 5% of a core on the reference machine, memory flat"
 _TIMES = ("start_ns", "t_ns", "begin_ns", "end_ns", "first_ns", "last_ns")
 
 
@@ -174,8 +174,8 @@ def measure(nodes: int, seconds: int, state: Path, *, profile: bool, every: int)
             size = sum(path.stat().st_size for path in state.glob("history.sqlite*")) / (1 << 20)
             share = spent / every * 100
             yield (
-                f"{second:>7} s  {share:6.2f} % of a core here, {share / slower:5.2f} % on the reference"
-                f" (writing {written / spent * 100:.0f} %)  {peak:6.1f} MiB  history {size:7.1f} MiB"
+                f"{second:>7} s  {share:6.2f}% of a core here, {share / slower:5.2f}% on the reference"
+                f" (writing {written / spent * 100:.0f}%)  {peak:6.1f} MiB  history {size:7.1f} MiB"
                 f"  {bytes_sent / every / 1e3:8.0f} kB/s"
             )
             spent = written = 0.0

@@ -213,7 +213,7 @@ def cost(seconds: float) -> None:
             used, written = processor_s(shown.process.pid) - used, len(shown.seen) - written
         percent, slow = used / seconds * 100, yardstick.since()
         print(
-            f"cost at {hertz} Hz, {ranks:3} processes: {percent:6.2f} % of a core as measured, {percent / slow:6.2f}"
+            f"cost at {hertz} Hz, {ranks:3} processes: {percent:6.2f}% of a core as measured, {percent / slow:6.2f}"
             f" scaled (1/{slow:.1f}), budget {budget}; {written / seconds / 1000:5.2f} kB/s, budget 5",
             flush=True,
         )
@@ -266,7 +266,7 @@ def nodes(seconds: float) -> None:
                 percent, slow = used / seconds * 100, yardstick.since()
                 peak, per_s = peak_mib(shown.process.pid), written / seconds / 1000
                 print(
-                    f"1,000 ranks: {percent:.2f} % of a core as measured, {percent / slow:.2f} scaled (1/{slow:.1f}),"
+                    f"1,000 ranks: {percent:.2f}% of a core as measured, {percent / slow:.2f} scaled (1/{slow:.1f}),"
                     f" budget 2; {per_s:.2f} kB/s, budget 5; {peak:.0f} MiB at most",
                     flush=True,
                 )

@@ -23,7 +23,7 @@ sys.path.insert(0, str(TESTS))
 from running import Dpmon, wait_for  # noqa: E402
 from yardstick import peak_mib, processor_s  # noqa: E402
 
-_BUDGET = "budget: 3 % of a core at 1,000 records/s, 60 MB"
+_BUDGET = "budget: 3% of a core at 1,000 records/s, 60 MB"
 
 
 def measure(rate: float, seconds: float, state: Path) -> str:
@@ -47,7 +47,7 @@ def measure(rate: float, seconds: float, state: Path) -> str:
             peak = peak_mib(pid)
         share = (processor_s(pid) - cpu) / (time.monotonic() - began) * 100
         dpmon.exit(limit=60)
-        return f"{rate:>9,.0f}  {share:6.2f} %  {peak:5.1f} MiB  {counted(dpmon) if rate else ''}"
+        return f"{rate:>9,.0f}  {share:6.2f}%  {peak:5.1f} MiB  {counted(dpmon) if rate else ''}"
     finally:
         dpmon.clean_up()
 

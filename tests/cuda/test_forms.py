@@ -37,7 +37,7 @@ def test_each_form_gives_the_same_as_without_dpmon(tmp_path: Path, gpus: Simulat
         assert ours.get(function, 0) == theirs.get(function, 0) + more, function
     home = 1 if which in ("moved", "elsewhere") else 0
     trained = [step for step in run.steps() if step.device_ms and "backward" in step.device_ms]
-    assert len(trained) >= 11  # CUDA may be initialised in the first one
+    assert len(trained) >= 11  # CUDA may be initialized in the first one
     # The training thread is known from the first backward pass on.
     assert {step.untimed for step in trained[3 if which == "threads" else 1 :]} == {None}
     calls = [call for call in run.calls() if which != "threads" or call.devices == ("cuda:0",)]

@@ -40,7 +40,7 @@ def calls_of(run: Traced, name: str) -> list[float | None]:
 
 
 def each(ours: Sequence[float | None], truth: Truth, bounds: Bounds, devices: Iterable[int]) -> None:
-    """Check that each is within 5 %, if the devices had work left at both ends; else the host may have been delayed."""
+    """Check that each is within 5%, if the devices had work left at both ends; else the host may have been delayed."""
     bounds = bounds[: len(ours)]
     assert len(ours) == len(bounds)
     devices = tuple(devices)

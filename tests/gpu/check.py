@@ -54,8 +54,8 @@ def table(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     for row in rows:
         ours, theirs, unit, limit = row["dpmon"], row["reference"], row["unit"], row["limit"]
         share = row["share"] and theirs
-        apart = f"{100 * (ours - theirs) / theirs:+.1f} %" if share else f"{ours - theirs:+.4g} {unit}"
-        may = "" if limit is None else f"{100 * limit:g} %" if row["share"] else f"{limit:g} {unit}"
+        apart = f"{100 * (ours - theirs) / theirs:+.1f}%" if share else f"{ours - theirs:+.4g} {unit}"
+        may = "" if limit is None else f"{100 * limit:g}%" if row["share"] else f"{limit:g} {unit}"
         verdict = "ok" if row["good"] else "FAILED"
         lines.append((row["what"], f"{ours:.6g} {unit}", f"{theirs:.6g} {unit}", apart, may, verdict))
     widths = [max(len(line[i]) for line in lines) for i in range(len(HEAD))]

@@ -162,9 +162,9 @@ def profiled(tmp_path_factory: pytest.TempPathFactory, device: str) -> Traced:
 
 @pytest.mark.parametrize("phase", ["forward", "backward", "optimizer"])
 def test_phases_equal_those_of_the_profiler(profiled: Traced, row: Any, phase: str) -> None:
-    """Host time of each phase, the median of the same steps, within 5 % of torch.profiler's.
+    """Host time of each phase, the median of the same steps, within 5% of torch.profiler's.
 
-    The profiler's times include record_function itself, which takes more than 5 % of a short phase that only queues
+    The profiler's times include record_function itself, which takes more than 5% of a short phase that only queues
     work. So dpmon's time must be between the profiler's and that of the operations alone.
     """
     steps = profiled.steps()[WARM_UP : WARM_UP + STEPS]
@@ -240,7 +240,7 @@ def large(tmp_path_factory: pytest.TempPathFactory, device: str) -> Traced:
 
 @pytest.mark.parametrize("phase", ["copy", "forward", "backward", "optimizer"])
 def test_device_times_equal_those_of_the_profiler(gpu: str, large: Traced, row: Any, phase: str) -> None:
-    """Device time of each phase, the median of the same steps, within 5 % of torch.profiler's."""
+    """Device time of each phase, the median of the same steps, within 5% of torch.profiler's."""
     steps = large.steps()[LARGE_WARM_UP : LARGE_WARM_UP + LARGE_STEPS]
     theirs = large.printed["device_ms"][phase]
     ours = [(step.device_ms or {}).get(phase) for step in steps]

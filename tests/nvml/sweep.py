@@ -79,7 +79,7 @@ def watched(nvml: Nvml, index: int, seconds: int = 40) -> Any:
             asker.poll_due_queries()
         except NvmlCallError as failure:
             card.mark_lost(failure.reason, now[0])
-            nvml.uninitialised = False
+            nvml.uninitialized = False
     return card.sample(RunContext(same_pids=True), now[0])
 
 

@@ -1,4 +1,4 @@
-"""The gate of docs/compare.md: a script compared with itself, made 10 % slower, and with other arguments."""
+"""The gate of docs/compare.md: a script compared with itself, made 10% slower, and with other arguments."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_recipe_passes_equal_scripts_and_the_gate_finds_slower_and_other_one
     (dpmon.cwd / "speed.sh").write_text(RECIPE)
     status, out = run("sh speed.sh train.py")
     assert status == 0, out
-    assert ": not slower (step, limit +5.0 %): " in out
+    assert ": not slower (step, limit +5.0%): " in out
     assert "::warning::" not in out
     assert "directory" in out, "the only difference that dpmon knows"
 
@@ -54,7 +54,7 @@ def test_the_recipe_passes_equal_scripts_and_the_gate_finds_slower_and_other_one
     assert status == 0, out
     status, out = run("dpmon compare base-1 base-2 base-3 -- slow-1 slow-2 slow-3 --fail-if-slower 5%")
     assert status == 4, out
-    assert ": slower (step, limit +5.0 %): +" in out
+    assert ": slower (step, limit +5.0%): +" in out
 
     assert run("cd slow && dpmon --headless --name other train.py --big")[0] == 0
     status, out = run("dpmon compare base-1 other --fail-if-slower 5%")

@@ -37,7 +37,7 @@ def test_phases_calls_and_replicas_have_the_time_of_the_device(plain: Traced) ->
     assert [step.untimed for step in steps[1:]] == [None] * 11
     assert [call.replicas[0].device_ms for call in calls] == [3.0] * 12
     assert [call.absent for call in calls] == [{}] * 12
-    # The first call finds that CUDA is initialised.
+    # The first call finds that CUDA is initialized.
     assert steps[0].device_ms == {**STEP, "data": None}
     assert "before the first call" in str(as_json(steps[0])["absent"]["device_ms"])
 

@@ -109,7 +109,7 @@ def test_nothing_is_known_of_a_run_that_has_ended() -> None:
 
 
 def test_the_search_for_new_processes_is_rationed() -> None:
-    """Reading the table of processes takes at most 1 % of the time, however slow it is."""
+    """Reading the table of processes takes at most 1% of the time, however slow it is."""
     now = [0.0]
     scans = []
 

@@ -1,4 +1,4 @@
-"""Counts and times of synchronised backward passes agree with those of the script itself."""
+"""Counts and times of synchronized backward passes agree with those of the script itself."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_each_bucket_says_when_it_was_ready(run: Run, form: str) -> None:
         (sync,) = [span for span in step.spans if span.phase == "sync"]
         assert len(step.buckets) == len(facts["bucket_bytes"])
         assert list(step.buckets) == sorted(step.buckets)
-        inexact = (step.buckets[-1] - step.buckets[0]) // 1000  # a bucket's lead is exact to 0.05 %
+        inexact = (step.buckets[-1] - step.buckets[0]) // 1000  # a bucket's lead is exact to 0.05%
         assert backward.offset_ns <= step.buckets[0] + inexact
         assert step.buckets[0] < step.buckets[-1] == sync.offset_ns
         assert sync.offset_ns + sync.host_ns <= backward.offset_ns + backward.host_ns

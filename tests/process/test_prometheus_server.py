@@ -33,7 +33,7 @@ pytestmark = [
 SCRIPT = Path(__file__).parent / "scripts" / "slow_then_stuck.py"
 _INSTALLED = Path(sys.executable).with_name("torchrun")
 TORCHRUN = [_INSTALLED] if _INSTALLED.exists() else ["-m", "torch.distributed.run"]
-WITHOUT_DATA = {"Time left in the epoch", "GPU utilisation", "GPU memory"}
+WITHOUT_DATA = {"Time left in the epoch", "GPU utilization", "GPU memory"}
 """Panels that need a DataLoader or a GPU."""
 TRIES = 5
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))

@@ -373,7 +373,7 @@ def test_faults_of_the_tracer_are_reported(dpmon: Dpmon) -> None:
     assert warnings[0]["process"] is None
 
 
-def test_colour_is_forced_only_where_a_screen_shows_the_output(dpmon: Dpmon) -> None:
+def test_color_is_forced_only_where_a_screen_shows_the_output(dpmon: Dpmon) -> None:
     dpmon.script("import os; print({n: os.environ.get(n) for n in ('FORCE_COLOR', 'CLICOLOR_FORCE', 'NO_COLOR')})")
     nothing = {"FORCE_COLOR": None, "CLICOLOR_FORCE": None, "NO_COLOR": None}
     assert dpmon.run("script.py").text.strip() == str(nothing)

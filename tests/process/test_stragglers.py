@@ -94,7 +94,7 @@ def test_recorded_passes_equal_those_counted_by_the_ranks(dpmon: Dpmon, words: t
     run = run_of(dpmon, "--steps", 20, "--phase", "none", *words)
     for rank in run.ranks:
         steps = [(step.get("synced", 0), step.get("unsynced", 0)) for step in run.steps[rank]]
-        own = [(one["synchronised"], one["unsynchronised"]) for one in run.own[rank]]
+        own = [(one["synchronized"], one["unsynchronized"]) for one in run.own[rank]]
         if len(steps) == len(own):
             assert steps == own
         else:  # a step of the record is a batch of the loader
@@ -105,7 +105,7 @@ def test_recorded_passes_equal_those_counted_by_the_ranks(dpmon: Dpmon, words: t
         # Of several calls in a step, the tail begins after the last bucket was launched, not with the last gradient.
         usual_ms = median(one["step_ms"] for rank in run.ranks for one in run.own[rank])
         most_ms = max(2.0, usual_ms / 3) if len(run.own[0][0]["passes"]) > 1 else 0.3
-        check_joined(run, lambda step: sum(one["tail_ms"] for one in step["passes"] if one["synchronised"]), most_ms)
+        check_joined(run, lambda step: sum(one["tail_ms"] for one in step["passes"] if one["synchronized"]), most_ms)
 
 
 def test_ranks_with_less_data_leave_the_others_joined(dpmon: Dpmon) -> None:

@@ -1,4 +1,4 @@
-"""Under dpmon each of the script's objects is freed when it is freed without dpmon, with the same finalisers and files.
+"""Under dpmon each of the script's objects is freed when it is freed without dpmon, with the same finalizers and files.
 
 During a run the garbage collector is off, to separate objects that wait for a collection from those freed at once. The
 end is tested in a fresh interpreter, because a fork of a warm one does not free everything at its end.
@@ -35,7 +35,7 @@ def left(run: Traced) -> dict[str, Any]:
 
 FORMS = (
     *("bare", "dp", "subclass", "ddp", "functional", "hand", "ungathered", "inside", "stages", "forward", "compiled"),
-    *("finalised", "dp-finalised", "subclass-finalised", "functional-finalised"),
+    *("finalized", "dp-finalized", "subclass-finalized", "functional-finalized"),
 )
 SPLIT = [form for form in FORMS if form.partition("-")[0] in ("dp", "subclass", "functional", "hand", "inside")]
 """Forms that run otherwise with --mode script: over one device, or as torch refuses them."""
@@ -43,7 +43,7 @@ SPLIT = [form for form in FORMS if form.partition("-")[0] in ("dp", "subclass", 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_no_object_lives_longer_than_without_dpmon(tmp_path: Path, form: str) -> None:
-    """Batches, results, activations, losses, models, optimizers, failed calls; and no additional finaliser runs."""
+    """Batches, results, activations, losses, models, optimizers, failed calls; and no additional finalizer runs."""
     text, words = text_of("lifetimes"), (form, "list", "return")
     expected = left(alone(tmp_path, text, *words))
     assert "deleted: []" in expected["order"]
@@ -78,7 +78,7 @@ def test_no_object_lives_longer_after_a_toggle(tmp_path: Path) -> None:
     ],
 )
 def test_a_script_ends_as_without_dpmon(tmp_path: Path, form: str, batches: str, end: str) -> None:
-    """The tails of its files, its finalisers and their order, its threads, its status."""
+    """The tails of its files, its finalizers and their order, its threads, its status."""
     text, words = text_of("lifetimes"), (form, batches, end)
     expected = left(alone(tmp_path, text, *words, fresh=True))
     assert left(traced(tmp_path, text, *words, fresh=True)) == expected

@@ -33,7 +33,7 @@ OVER_REPLICAS = (
         "fork_while_traced",
         "threads",
     ),
-    *("traces", "hooks", "collector", "replaced_builtins", "standard_streams_closed", "finalised_calls"),
+    *("traces", "hooks", "collector", "replaced_builtins", "standard_streams_closed", "finalized_calls"),
 )
 """Pieces in which threads and calls of replicas matter: they also run over two virtual replicas."""
 WITHOUT_RECORD = {"small_files", "replaced_clock"}

@@ -299,7 +299,7 @@ def test_hostile_output_and_names_reach_the_terminal_as_text(run: Run, terminal:
         assert forbidden not in seen.raw
 
 
-def test_no_colour_and_no_unicode(run: Run, terminal: Start) -> None:
+def test_no_color_and_no_unicode(run: Run, terminal: Start) -> None:
     run.train(50)
     run.log.write("größe 漢\n".encode())
     seen = terminal(
@@ -312,7 +312,7 @@ def test_no_colour_and_no_unicode(run: Run, terminal: Start) -> None:
     assert b"38;5;" not in seen.raw
 
 
-def test_a_wrong_colour_system_is_no_crash(run: Run, terminal: Start) -> None:
+def test_a_wrong_color_system_is_no_crash(run: Run, terminal: Start) -> None:
     run.train(20)
     seen = terminal(TEXTUAL_COLOR_SYSTEM="rainbow", TEXTUAL_THEME="no such theme")
     seen.shows("linear.py")
@@ -326,7 +326,7 @@ def cells(screen: pyte.Screen) -> list[list[tuple[Any, ...]]]:
 
 
 def test_direct_drawing_shows_the_same_as_textual(run: Run, terminal: Start) -> None:
-    """One screen draws directly, one with Textual alone; the emulator must show the same, including colours."""
+    """One screen draws directly, one with Textual alone; the emulator must show the same, including colors."""
     stock = SHOW.replace(
         "result =",
         "import dpmon.ui.monitor as m; m.Monitor.terminal = property(lambda self: None, lambda *_: None)\nresult =",
@@ -390,7 +390,7 @@ def test_the_screen_imports_neither_torch_nor_nvml_nor_numpy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("environ", "size", "colours"),
+    ("environ", "size", "colors"),
     [
         ({"TERM": "xterm-256color", "COLORTERM": "truecolor", "COLUMNS": "80", "LINES": "24"}, (250, 70), {b"38;2;"}),
         ({"TERM": "screen", "COLORTERM": ""}, (80, 24), set()),
@@ -405,9 +405,9 @@ def test_the_screen_imports_neither_torch_nor_nvml_nor_numpy() -> None:
     ids=lambda value: value["TERM"] if isinstance(value, dict) else None,
 )
 def test_every_terminal_and_size(
-    run: Run, terminal: Start, environ: dict[str, str], size: tuple[int, int], colours: set[bytes]
+    run: Run, terminal: Start, environ: dict[str, str], size: tuple[int, int], colors: set[bytes]
 ) -> None:
-    """Correct at the start and after a change of size, and only with colours that the terminal has."""
+    """Correct at the start and after a change of size, and only with colors that the terminal has."""
     run.train(50)
     seen = terminal(size=size, **environ)
     width, height = size
@@ -424,7 +424,7 @@ def test_every_terminal_and_size(
             seen.shows(mark)
     raw = bytes(seen.raw)
     for code in (b"38;2;", b"38;5;", b"48;2;", b"48;5;"):
-        if not colours or (code[3:] == b"2;" and b"38;2;" not in colours):
+        if not colors or (code[3:] == b"2;" and b"38;2;" not in colors):
             assert code not in raw, code
     if environ["TERM"] in ("vt100", "linux"):
         assert all(byte < 128 for byte in raw)
@@ -438,6 +438,6 @@ def test_a_wrong_theme_is_reported_before_the_screen_opens(dpmon: Dpmon) -> None
     session = Terminal(dpmon, "script.py", TERM="xterm", DPMON_THEME="pink")
     assert session.wait() == 2
     assert session.raw.count(b"\n") == 1
-    assert b"DPMON_THEME is one of dark, light, colour-blind, mono, ascii, not 'pink'" in session.raw
+    assert b"DPMON_THEME is one of dark, light, color-blind, mono, ascii, not 'pink'" in session.raw
     assert b"\x1b" not in session.raw
     assert not dpmon.runs()

@@ -43,7 +43,7 @@ def test_the_table_says_how_far_apart_figures_are_and_how_far_they_may_be(tmp_pa
     cells = [[cell.strip() for cell in line if cell.strip()] for line in lines]
     assert cells == [
         ["what", "dpmon", "reference", "apart", "may be"],
-        ["forward", "10.2 ms", "10 ms", "+2.0 %", "5 %", "ok"],
+        ["forward", "10.2 ms", "10 ms", "+2.0%", "5%", "ok"],
         ["heat", "64 °C", "60 °C", "+4 °C", "3 °C", "FAILED"],
         ["waits", "0 calls", "0 calls", "+0 calls", "ok"],
     ]

@@ -73,7 +73,7 @@ def test_the_tables_of_the_report_follow(state: Path) -> None:
     assert lines[at:-1] == [line for line in report_text(directory, WIDTH) if line in lines[at:-1]]
 
 
-def test_an_unreadable_history_is_reported_and_the_rings_are_summarised(
+def test_an_unreadable_history_is_reported_and_the_rings_are_summarized(
     state: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_row_rings(monkeypatch)

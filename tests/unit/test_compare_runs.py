@@ -24,7 +24,7 @@ from dpmon.cli.main import main
 from dpmon.model.comparison_stats import _mann_whitney_cdf, estimate_change
 from dpmon.model.device_usage import DeviceUsageBuilder
 from dpmon.model.run_comparison import (
-    Judgement,
+    Judgment,
     RunComparison,
     Threshold,
     compare_runs,
@@ -42,7 +42,7 @@ from dpmon.run.run_registry import short_name
 from dpmon.store.query_results import MinuteRow
 from dpmon.ui.dialogs import Dialog
 from dpmon.ui.list_dialogs import RunEntry, RunList
-from dpmon.ui.terminal_style import COLOUR, UNICODE, TerminalStyle
+from dpmon.ui.terminal_style import COLOR, UNICODE, TerminalStyle
 
 # ------------------------------------------------------------------------------------------------ statistics
 
@@ -108,8 +108,8 @@ def test_stretches_that_depend_on_each_other_seldom_give_a_false_alarm(rho: floa
 def test_five_runs_a_side_find_ten_percent_and_seldom_more_than_there_is() -> None:
     chance = random.Random(4)
 
-    def runs(centre: float) -> list[float]:
-        return [centre * exp(chance.gauss(0, 0.02)) for _ in range(5)]
+    def runs(center: float) -> list[float]:
+        return [center * exp(chance.gauss(0, 0.02)) for _ in range(5)]
 
     assert sum(abs(estimate_change(runs(1), runs(1)).sign) for _ in range(400)) / 400 <= 0.05
     assert sum(estimate_change(runs(1), runs(1.1)).sign for _ in range(200)) / 200 >= 0.95
@@ -131,10 +131,10 @@ def a_run(
 
 
 class Judged(NamedTuple):
-    """A comparison with its judgements."""
+    """A comparison with its judgments."""
 
     found: RunComparison
-    judgements: list[Judgement]
+    judgments: list[Judgment]
 
     @property
     def outcome(self) -> str:
@@ -142,7 +142,7 @@ class Judged(NamedTuple):
 
     @property
     def status(self) -> int:
-        return exit_status_of(self.judgements)
+        return exit_status_of(self.judgments)
 
 
 def compared(before: list[Path], after: list[Path], *limits: Threshold, anyway: bool = False) -> Judged:
@@ -165,7 +165,7 @@ def test_a_pair_tells_how_much_which_phase_and_for_whom(state: Path) -> None:
     assert found.found.reason is not None
     assert found.found.reason[0] == "data"
     assert re.fullmatch(
-        r"B is slower: from 5\d\.\d ms to 6\d\.\d ms a step, \+(19|20|21) % \(95 % interval \+1\d % to \+2\d %\);"
+        r"B is slower: from 5\d\.\d ms to 6\d\.\d ms a step, \+(19|20|21) % \(95% interval \+1\d % to \+2\d %\);"
         r" most of the change is in data: from 2\.\d\d ms to 1\d\.\d ms",
         found.outcome,
     )
@@ -226,7 +226,7 @@ def test_differences_come_first(state: Path) -> None:
         ("dpmon", "0", "9"),
         ("state", "finished", "failed"),
         ("clock of the GPUs", "1980 MHz", "1200 MHz"),
-        ("throttled", "0 %", "100 %"),
+        ("throttled", "0%", "100%"),
     ]
     text = text_of(found)
     assert text.index("WHAT DIFFERS") < text.index("TIME OF A STEP")
@@ -277,18 +277,18 @@ def test_phases_of_dp_only_and_another_mode(state: Path) -> None:
     split = keep({0: [*training.begin(), *training.run(100)]}, seconds=10)
     found = compared([split], [a_run(1)], Threshold("replicate", 0.05), anyway=True)
     assert [what for what, _, _ in found.found.differences] == ["mode", "devices"]
-    assert found.outcome == "inconclusive (replicate, limit +5.0 %): none in B"
+    assert found.outcome == "inconclusive (replicate, limit +5.0%): none in B"
 
 
 def test_short_runs_have_no_interval(state: Path) -> None:
     found = compared([a_run(1, steps=45)], [a_run(2, steps=45, slow=1.2)])
     assert re.match(
-        r"B is slower: from .* a step, \+[12]\d % \(one-sided bounds: at least \+1\d %, at most \+\d\d %, 95 % each\)",
+        r"B is slower: from .* a step, \+[12]\d % \(one-sided bounds: at least \+1\d %, at most \+\d\d %, 95% each\)",
         found.outcome,
     )
     equal = compared([a_run(1, steps=45)], [a_run(1, steps=45)]).outcome
     assert re.match(
-        r"inconclusive: [34] against [34] parts of 1 s have no 95 % interval; from .* \(one-sided bounds: at least -",
+        r"inconclusive: [34] against [34] parts of 1 s have no 95% interval; from .* \(one-sided bounds: at least -",
         equal,
     )
     assert "the runs are too short: " in compared([a_run(1, steps=30)], [a_run(2, steps=30)]).outcome
@@ -312,10 +312,10 @@ def sides(state: Path, slow: float) -> tuple[list[Path], list[Path]]:
 @pytest.mark.parametrize(
     ("slow", "limit", "status", "words"),
     [
-        (1.1, 0.05, 4, "slower (step, limit +5.0 %): +"),
-        (1.0, 0.05, 0, "not slower (step, limit +5.0 %): "),
+        (1.1, 0.05, 4, "slower (step, limit +5.0%): +"),
+        (1.0, 0.05, 0, "not slower (step, limit +5.0%): "),
         (0.8, 0.05, 0, "not slower"),
-        (1.03, 0.036, 3, "inconclusive (step, limit +3.6 %): "),
+        (1.03, 0.036, 3, "inconclusive (step, limit +3.6%): "),
     ],
 )
 def test_three_runs_a_side_pass_fail_or_neither(
@@ -326,20 +326,20 @@ def test_three_runs_a_side_pass_fail_or_neither(
     assert found.status == status
     assert found.outcome.startswith(words)
     (gate,) = comparison_as_json(*found)["gate"]  # type: ignore[misc]
-    assert gate["outcome"] == found.judgements[0].outcome  # type: ignore[call-overload]
+    assert gate["outcome"] == found.judgments[0].outcome  # type: ignore[call-overload]
     assert found.outcome in " ".join(" ".join(text_lines(build_document(*found), 400)).split())
 
 
 def test_three_runs_a_side_have_one_verdict_by_their_one_sided_bounds(state: Path) -> None:
     before, after = sides(state, 1.1)
-    sure = r"\+\d+(\.\d)? % \(one-sided bounds: at least \+\S+ %, at most \+\S+ %, 95 % each\)"
+    sure = r"\+\d+(\.\d)? % \(one-sided bounds: at least \+\S+ %, at most \+\S+ %, 95% each\)"
     plain = compared(before, after)
     assert re.match(rf"B is slower: from 5\d\.\d ms to 5\d\.\d ms a step, {sure}; most of the change", plain.outcome)
     gated = " ".join(text_of(compared(before, after, Threshold("step", 0.05))).split())
     assert re.search(rf": slower \(step, limit \+5.0 %\): {sure} Time: from 5\S+ ms to 5\S+ ms a step, {sure}", gated)
     assert "inconclusive" not in gated
     assert re.search(r" step +\S+ ms +\S+ ms +\+\S+ % +\+\S+ % to \+\S+ % \(90 %\)\n", text_of(plain))
-    assert "95 % interval" not in text_of(plain)
+    assert "95% interval" not in text_of(plain)
     same = text_of(compared(before, after[:0] + [a_run(seed + 20) for seed in range(3)]))
     assert re.search(r" step +\S+ ms +\S+ ms +~ +-\S+ % to \+\S+ % \(90 %\)\n", same)
 
@@ -362,11 +362,11 @@ def test_a_gate_on_a_phase_and_on_memory(state: Path) -> None:
     grown = [a_run(9 + n, events=[host_event(16.0, run_mem_bytes=2**30)]) for n in range(3)]
     memory = compared(a, grown, Threshold("memory", 0.05))
     assert memory.status == 4
-    assert memory.outcome.startswith("larger (peak memory of the host, limit +5.0 %): +32 %")
+    assert memory.outcome.startswith("larger (peak memory of the host, limit +5.0%): +32%")
     waits = [a_run(9 + n, data=6) for n in range(3)]
     found = compared(a, waits, Threshold("data", 0.05), Threshold("step", 0.05), Threshold("sync", 0.05))
-    assert [one.outcome for one in found.judgements] == ["slower", "not slower", "inconclusive"]
-    assert "it is unknown in these runs" in found.judgements[2].text
+    assert [one.outcome for one in found.judgments] == ["slower", "not slower", "inconclusive"]
+    assert "it is unknown in these runs" in found.judgments[2].text
     assert found.status == 4
 
 
@@ -388,10 +388,10 @@ def test_the_fast_step_shows_a_change_where_other_work_disturbs_most_steps(state
     c = [a_disturbed_run(seed, load, 1.1) for seed, load in enumerate(loads[1], 20)]
     limits = Threshold("step", 0.05), Threshold("fast_step", 0.05)
     equal, slower = compared(a, b, *limits), compared(a, c, *limits)
-    assert [one.outcome for one in equal.judgements] == ["inconclusive", "not slower"]
-    assert "on a busy machine, --phase fast_step or cpu_step may show more" in equal.judgements[0].text
-    assert [one.outcome for one in slower.judgements] == ["inconclusive", "slower"]
-    assert slower.judgements[1].text.startswith("slower (fast step, limit +5.0 %): +")
+    assert [one.outcome for one in equal.judgments] == ["inconclusive", "not slower"]
+    assert "on a busy machine, --phase fast_step or cpu_step may show more" in equal.judgments[0].text
+    assert [one.outcome for one in slower.judgments] == ["inconclusive", "slower"]
+    assert slower.judgments[1].text.startswith("slower (fast step, limit +5.0%): +")
     assert slower.found.compared["fast_step"].change.ratio == pytest.approx(1.1, abs=0.03)
 
 
@@ -430,7 +430,7 @@ def test_a_sample_covers_the_time_since_the_one_before_it() -> None:
 
 def test_the_list_of_runs_to_compare() -> None:
     began = time.mktime((2026, 11, 26, 4, 17, 0, 0, 0, -1))
-    runs = RunList(Path("new"), TerminalStyle(UNICODE, COLOUR, True))
+    runs = RunList(Path("new"), TerminalStyle(UNICODE, COLOR, True))
     found = (("new", "train-93a1", "running", "train.py --lr 0.1"), ("old", "before-41c0", "finished", "train.py"))
     runs.found = [RunEntry(Path(place), name, state, began, command) for place, name, state, command in found]
     runs.at, runs.sides[Path("old")] = 1, "A"
@@ -525,7 +525,7 @@ def test_the_figures_of_a_script_over_its_runs(state: Path, capsys: pytest.Captu
     assert sorted(left.split(", ")) == ["1 unreadable", "1 with fewer than 20 steps", "1 with other arguments"]
     (row,) = re.findall(r"^  step  .*$", out, re.M)
     assert re.fullmatch(r"  step +5\d\.\d ms  5\d\.\d ms  6\d\.\d ms +\+(29|30|31) % +▁▃▆█", row)
-    assert re.search(r"^  start-up .* 0\.0 % +▅▅▅▅$", out, re.M), "equal values do not look like a drift"
+    assert re.search(r"^  start-up .* 0\.0% +▅▅▅▅$", out, re.M), "equal values do not look like a drift"
     assert main(["ls", "--script", "jobs/linear.py", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     check("dpmon ls --script --json", found)

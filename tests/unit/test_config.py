@@ -46,15 +46,15 @@ def test_whether_losses_are_read_is_a_switch(tmp_path: Path, text: str, found: b
 def test_the_file_and_the_variables_before_it(tmp_path: Path) -> None:
     environ = written(tmp_path, 'theme = "light"\nrefresh = 0.5\nkeep_runs = 20\nkeep_bytes = "1.5 GiB"\n')
     assert load_settings(environ) == Settings("light", 0.5, 20, 3 << 29)
-    environ |= {"DPMON_THEME": "color-blind", "DPMON_REFRESH": "2", "DPMON_KEEP_RUNS": "0", "DPMON_KEEP_BYTES": "500MB"}
-    assert load_settings(environ) == Settings("colour-blind", 2.0, 0, 500_000_000)
+    environ |= {"DPMON_THEME": "colour-blind", "DPMON_REFRESH": "2", "DPMON_KEEP_RUNS": "0", "DPMON_KEEP_BYTES": "500MB"}
+    assert load_settings(environ) == Settings("color-blind", 2.0, 0, 500_000_000)
     assert load_settings({**environ, "DPMON_THEME": ""}).theme == "light", "empty is not set"
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('theme = "pink"', "theme is one of dark, light, colour-blind, mono, ascii, not 'pink'"),
+        ('theme = "pink"', "theme is one of dark, light, color-blind, mono, ascii, not 'pink'"),
         ("refresh = 0", "refresh is a number of seconds from 0.1 to 60, not '0'"),
         ("refresh = true", "refresh is a number of seconds from 0.1 to 60, not 'True'"),
         ("refresh = nan", "refresh is a number of seconds from 0.1 to 60, not 'nan'"),

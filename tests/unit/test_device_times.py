@@ -77,7 +77,7 @@ def test_history_exports_and_report_have_device_times(state: Path) -> None:
     assert ["phase", "share", "median", "p95", "on", "device"] in lines
     assert next(line for line in lines if line[:1] == ["backward"])[-2] in ("2.99", "3.00", "3.01")
     said = "\n".join(summary_lines(directory, None))
-    assert "on device  3.01 ms" in said, "at most 0.4 % off"
+    assert "on device  3.01 ms" in said, "at most 0.4% off"
 
 
 @pytest.mark.parametrize("damage", [b"\6", "text", "5", '["x"]'])
@@ -214,7 +214,7 @@ def test_the_share_of_device_waits_is_extrapolated_to_all_steps(state: Path) -> 
     assert (figures.device_count, figures.ran) == (40, 80)
     assert figures.device_share == pytest.approx(80e6 / walls)
     (finding,) = [finding for finding in story.findings if finding.kind == "data"]
-    assert finding.text.startswith(f"The GPU waits for data: {80e6 / walls * 100:.0f} %")
+    assert finding.text.startswith(f"The GPU waits for data: {80e6 / walls * 100:.0f}%")
 
 
 def test_without_device_times_the_report_does_not_mention_them(state: Path) -> None:

@@ -34,9 +34,9 @@ def at_terminal(monkeypatch: pytest.MonkeyPatch, size: tuple[int, int] = (120, 4
 def test_a_terminal_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
     found = at_terminal(monkeypatch, TERM="xterm-256color", COLORTERM="truecolor")
     assert found["terminal"] == passed_check("terminal", "120x40")
-    assert "16 million" in found["colours"].found
-    assert "256" in at_terminal(monkeypatch, TERM="screen-256color")["colours"].found
-    assert "none" in at_terminal(monkeypatch, TERM="xterm", NO_COLOR="1")["colours"].found
+    assert "16 million" in found["colors"].found
+    assert "256" in at_terminal(monkeypatch, TERM="screen-256color")["colors"].found
+    assert "none" in at_terminal(monkeypatch, TERM="xterm", NO_COLOR="1")["colors"].found
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_a_terminal_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
         ("terminal", {"TERM": "dumb"}, (120, 40)),
         ("terminal", {}, (120, 40)),
         ("terminal", {"TERM": "xterm-256color"}, (79, 24)),
-        ("colours", {"TERM": "linux"}, (80, 24)),
+        ("colors", {"TERM": "linux"}, (80, 24)),
     ],
 )
 def test_a_poor_terminal_is_a_warning(

@@ -43,7 +43,7 @@ class FakeNvml(Nvml):
 
     def open(self) -> str | None:
         if self.absent is None:
-            self.uninitialised = False
+            self.uninitialized = False
             self.module = SimpleNamespace(
                 nvmlDeviceGetCount=lambda: 2,
                 nvmlShutdown=self._shutdown,
@@ -181,7 +181,7 @@ def test_an_error_of_dpmon_ends_no_thread(make: Any, monkeypatch: pytest.MonkeyP
     watch.until(lambda e: len(of_kind(e, "host")) > hosts + 2, "host samples")
 
 
-def test_nvml_is_initialised_again_when_it_reports_that_it_is_not(make: Any) -> None:
+def test_nvml_is_initialized_again_when_it_reports_that_it_is_not(make: Any) -> None:
     nvml = FakeNvml()
     _, watch = make(nvml)
     watch.until(lambda e: [d for d in of_kind(e, "device") if d["util_pct"] is not None], "devices")

@@ -81,7 +81,7 @@ def test_a_bucket_that_was_ready_long_before_has_the_greatest_lead() -> None:
 
 
 @pytest.mark.parametrize("mark", [None, PhaseTimer(None, Kind.SYNC, [])])  # type: ignore[arg-type]
-def test_a_pass_in_a_step_that_sampling_skips_is_still_synchronised(mark: Any) -> None:
+def test_a_pass_in_a_step_that_sampling_skips_is_still_synchronized(mark: Any) -> None:
     heads: list[int] = []
 
     def put(head: int, *_: int) -> int:

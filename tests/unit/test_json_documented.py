@@ -71,7 +71,7 @@ def paths(value: Any, at: str = "") -> Iterator[str]:
 
 
 def check(section: str, *objects: dict[str, Any]) -> None:
-    """Every value has a description, and every described field exists in the objects that have its neighbours."""
+    """Every value has a description, and every described field exists in the objects that have its neighbors."""
     patterns = {path: pattern(path) for path in documented(section)}
     there = sorted({path for each in objects for path in paths(each)})
     below = {path for path in there if any(name.startswith((f"{path}.", f"{path}[]")) for name in (*there, *patterns))}

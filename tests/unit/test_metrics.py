@@ -163,7 +163,7 @@ def test_device_time_is_counted_with_the_number_of_steps_that_have_it(state: Pat
 
 
 def test_the_histogram_counts_every_step_once_within_its_bounds(state: Path, tmp_path: Path) -> None:
-    """A bound may be off by 0.4 %: half of the steps are below one by that much, and half above one."""
+    """A bound may be off by 0.4%: half of the steps are below one by that much, and half above one."""
     walls = [int(bound * 1e9 * (1 + side)) for bound in BOUNDS_S for side in (-0.0041, 0.0041)]
     steps = [step_row("single", number, 10**9, wall, -1, (-1,) * 4) for number, wall in enumerate(walls, start=1)]
     found = written(keep({0: steps}, status=None), tmp_path / "it.prom")

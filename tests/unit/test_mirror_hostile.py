@@ -177,12 +177,12 @@ def test_the_rows_of_a_chunk_have_a_limit() -> None:
 
 
 def test_rows_of_another_version_are_read_as_far_as_both_know() -> None:
-    lines = [("definitions", ("process", "number", "value", "colour"), [[0, 3, "[]", "red"]])]
+    lines = [("definitions", ("process", "number", "value", "color"), [[0, 3, "[]", "red"]])]
     (chunk,) = validate_chunks([(0, UncheckedChunk([*lines, ("gaps", ("process", "ns"), [[1, 5]])], {}))], NOW_NS)
     assert chunk.rows["definitions"] == [(0, 3, "[]")]
     (row,) = chunk.rows["gaps"]
     assert (row[1], row[-1]) == (1, 5)
-    assert ChunkReceiver().add_line(b'{"table": "colours", "columns": ["a"], "rows": [[1]]}') is None
+    assert ChunkReceiver().add_line(b'{"table": "colors", "columns": ["a"], "rows": [[1]]}') is None
 
 
 def test_damaged_rows_of_one_machine_leave_the_rows_of_the_others(tmp_path: Path) -> None:

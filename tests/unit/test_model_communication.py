@@ -79,14 +79,14 @@ def test_own_collectives_are_a_finding_if_every_rank_may_wait_in_them(
 def test_a_straggler_is_described_in_one_sentence() -> None:
     slow = Straggler(5, 5, (5,), (5,), 6.0 * MS, 0.38, 97, 100, "data", 6.3 * MS, 0.4 * MS)
     assert straggler_sentence(slow, lately=True) == (
-        "rank 5 holds the others up by 6.00 ms a step (38 %): its data takes 6.30 ms against 400 µs; slowest in 97 of"
+        "rank 5 holds the others up by 6.00 ms a step (38%): its data takes 6.30 ms against 400 µs; slowest in 97 of"
         " the last 100 steps"
     )
     assert straggler_sentence(slow, lately=False).endswith("slowest in 97 of 100 steps")
-    assert short_sentence(slow) == "others wait for rank 5: 6.00 ms (38 %), data 6.30 ms against 400 µs"
+    assert short_sentence(slow) == "others wait for rank 5: 6.00 ms (38%), data 6.30 ms against 400 µs"
     uncaused = slow._replace(phase=None)
-    assert delay_sentence(uncaused) == "rank 5 holds the others up by 6.00 ms a step (38 %), in no single phase"
-    assert short_sentence(uncaused) == "others wait for rank 5: 6.00 ms (38 %)"
+    assert delay_sentence(uncaused) == "rank 5 holds the others up by 6.00 ms a step (38%), in no single phase"
+    assert short_sentence(uncaused) == "others wait for rank 5: 6.00 ms (38%)"
     alone = slow._replace(phase="copy", others_ns=0.0)
     assert delay_sentence(alone).endswith(": its copy takes 6.30 ms and nothing on the others")
     assert delay_sentence(slow._replace(phase="other")).endswith(
@@ -105,7 +105,7 @@ def test_a_straggler_is_described_in_one_sentence() -> None:
 def test_several_slow_ranks_are_named_together(ranks: tuple[int, ...], name: str) -> None:
     slow = Straggler(0, ranks[0], tuple(range(len(ranks))), ranks, 6.0 * MS, 0.38, 97, 100, "data", 6.3 * MS, 0.4 * MS)
     assert straggler_sentence(slow, lately=True) == (
-        f"{name} hold the others up by 6.00 ms a step (38 %): their data takes 6.30 ms against 400 µs; one of them"
+        f"{name} hold the others up by 6.00 ms a step (38%): their data takes 6.30 ms against 400 µs; one of them"
         " slowest in 97 of the last 100 steps"
     )
     assert short_sentence(slow).startswith(f"others wait for {name}: ")
@@ -134,7 +134,7 @@ def test_ranks_that_are_equally_slow_are_found_together() -> None:
     assert (found.rank, found.process, found.ranks, found.processes) == (1, 1, (1, 2), (1, 2))
     assert (found.slowest, found.steps) == (50, 50)
     assert delay_sentence(found) == (
-        "ranks 1 and 2 hold the others up by 30.0 ms a step (23 %): their forward takes 35.0 ms against 5.00 ms"
+        "ranks 1 and 2 hold the others up by 30.0 ms a step (23%): their forward takes 35.0 ms against 5.00 ms"
     )
     told = communication_fields(of(ranks))
     assert told is not None
@@ -232,7 +232,7 @@ def test_wrappers_with_different_groups_are_the_reason_for_missing_waits() -> No
 # ------------------------------------------------------------------------------------------------ times
 
 
-def test_columns_add_up_if_some_steps_do_not_synchronise() -> None:
+def test_columns_add_up_if_some_steps_do_not_synchronize() -> None:
     run, _ = joined_ranks(2, slow=1, phase="forward", extra_ms=1.0, passes=((0, 1), (0, 1), (0, 1), (1, 0)), noise=0.0)
     fast, slow = run.state().ranks
     assert slow.synced + slow.unsynced == slow.steps
@@ -311,7 +311,7 @@ def test_a_straggler_is_found_with_advice_for_its_phase(phase: str, advice: str)
     slow = slow._replace(phases={**slow.phases, phase: slow.phases.get(phase, 0.0) + 5 * MS})
     (found,) = found_in([rank(0, 5.0), slow, rank(2, 5.0)])
     assert found.kind == "straggler"
-    assert found.text.startswith("Rank 1 holds the others up by 5.00 ms a step (25 %): ")
+    assert found.text.startswith("Rank 1 holds the others up by 5.00 ms a step (25%): ")
     assert found.ground == "slowest in 180 of 200 steps; mean step 20.0 ms on 3 ranks"
     assert advice in found.advice
     assert found.weight == pytest.approx(0.25)
@@ -327,7 +327,7 @@ def test_exposed_communication_is_found_with_what_the_wrapper_does_not_do_yet() 
     ranks = [rank(0, 0.1, exposed_ms=5.0), rank(1, 0.1, exposed_ms=5.0)]
     (found,) = found_in(ranks, wrapped(backend="nccl"))
     assert found.kind == "exposed"
-    assert found.text == "Communication that nothing hides takes 25 % of the time of the steps."
+    assert found.text == "Communication that nothing hides takes 25% of the time of the steps."
     assert found.ground == "exposed mean 5.00 ms, step mean 20.0 ms over 200 steps of 2 ranks"
     assert "larger batches" in found.advice
 
@@ -336,8 +336,8 @@ def test_a_large_last_bucket_is_found_if_it_is_exposed() -> None:
     ranks = [rank(0, 0.1, exposed_ms=3.0), rank(1, 0.1, exposed_ms=3.0)]
     (found,) = found_in(ranks, wrapped(bucket_bytes=[8 << 20, 24 << 20]))
     assert found.kind == "bucket"
-    assert found.text == "The last bucket has 75 % of the gradients, and no computation is left to hide it."
-    assert found.ground == "2 buckets: 8.00 MiB, 24.0 MiB; exposed mean 3.00 ms, 15 % of the step"
+    assert found.text == "The last bucket has 75% of the gradients, and no computation is left to hide it."
+    assert found.ground == "2 buckets: 8.00 MiB, 24.0 MiB; exposed mean 3.00 ms, 15% of the step"
     (found,) = found_in(ranks, wrapped(bucket_bytes=[24 << 20]))
     assert found.text == "All gradients are in one bucket, and no computation is left to hide it."
     assert found_in(ranks, wrapped(bucket_bytes=[24 << 20, 8 << 20])) == []
@@ -351,7 +351,7 @@ def test_several_averages_for_one_step_of_the_optimizer_are_found() -> None:
     (found,) = found_in(ranks)
     assert found.kind == "accumulation"
     assert found.text == "Gradients are averaged 4.0 times for each step of the optimizer."
-    assert found.ground == "400 synchronised backward passes, 0 under no_sync, 100 steps with an optimizer step"
+    assert found.ground == "400 synchronized backward passes, 0 under no_sync, 100 steps with an optimizer step"
     assert "no_sync" in found.advice
     waiting = [rank(number, 5.0, exposed_ms=2.0, synced=200, optimized=50) for number in range(2)]
     (found,) = [one for one in found_in(waiting) if one.kind == "accumulation"]

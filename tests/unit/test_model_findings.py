@@ -120,7 +120,7 @@ def test_a_busy_machine(facts: HostUsage | None, kinds: list[str]) -> None:
     assert [finding.kind for finding in found] == kinds
     if kinds == ["busy"]:
         assert "3.0 of its 8 processors" in found[0].text
-        assert found[0].ground == "processors 97 % in use, 4.9 of 8 by this run, load 12.0 (medians of 60 samples)"
+        assert found[0].ground == "processors 97% in use, 4.9 of 8 by this run, load 12.0 (medians of 60 samples)"
 
 
 def test_busy_machines() -> None:
@@ -171,7 +171,7 @@ STARTING = replace(
         (
             WAITING,
             host(others=1.0),
-            "the processors are 97 % in use, so more workers help only if the fetches wait for a disk or network",
+            "the processors are 97% in use, so more workers help only if the fetches wait for a disk or network",
             "num_workers",
         ),
         (WAITING, host(own=0.1), "this run uses only 0.1 of 8", "less work"),
@@ -202,7 +202,7 @@ def test_the_advice_for_a_gpu_that_waits_for_data_is_about_the_loader() -> None:
     assert "torch.compile" in advice
     waiting = changed(run, modes=(WAITING,))
     (advice,) = [found.advice for found in find_all(waiting) if found.kind == "low use"]
-    assert advice == "the loader first: the steps wait for data for 43 % of their time"
+    assert advice == "the loader first: the steps wait for data for 43% of their time"
 
 
 def test_nothing_stands_out_in_a_healthy_run() -> None:
@@ -252,7 +252,7 @@ def test_a_run_with_a_problem_has_its_finding(kind: str) -> None:
 def test_the_most_that_an_advice_can_bring_is_the_time_of_its_cause(kind: str, saves: float | None) -> None:
     (found,) = find_all(SHOWN[kind])
     assert found.saves == (saves if saves is None else pytest.approx(saves))
-    words = "" if saves is None else f"steps at most {round(100 * saves / (1 - saves))} % faster"
+    words = "" if saves is None else f"steps at most {round(100 * saves / (1 - saves))}% faster"
     assert found.gain_limit_text == words
     assert found.advice_text.startswith(f"try ({words}): " if words else "try: ")
 
@@ -260,10 +260,10 @@ def test_the_most_that_an_advice_can_bring_is_the_time_of_its_cause(kind: str, s
 @pytest.mark.parametrize(
     ("saves", "words"),
     [
-        (0.2, "steps at most 25 % faster"),
+        (0.2, "steps at most 25% faster"),
         (0.9, "steps at most 10.0 times as fast"),
-        (0.976, "steps in 2 % of the time at best"),
-        (1.0, "steps in 1 % of the time at best"),
+        (0.976, "steps in 2% of the time at best"),
+        (1.0, "steps in 1% of the time at best"),
     ],
 )
 def test_no_rate_is_promised_if_a_cause_takes_nearly_all_the_time(saves: float, words: str) -> None:
@@ -274,7 +274,7 @@ def test_evaluations_that_take_much_of_the_time_are_found() -> None:
     spent = {"training": 60 * SECOND, "evaluation": 30 * SECOND, "between": 10 * SECOND}
     evaluated = changed(HEALTHY, time_by_activity=spent, evaluations=[replace(GOOD, evaluation=True)], gaps=[])
     (found,) = find_all(evaluated)
-    assert (found.kind, found.text) == ("evaluation", "Evaluations take 30 % of the time.")
+    assert (found.kind, found.text) == ("evaluation", "Evaluations take 30% of the time.")
     assert found.saves == pytest.approx(0.4), "without evaluations, their loaders do not start either"
     assert not find_all(changed(evaluated, time_by_activity={**spent, "evaluation": 10 * SECOND}))
 
@@ -456,7 +456,7 @@ def test_the_heaviest_comes_first_and_the_mode_is_named() -> None:
     found = find_all(evidence)
     assert [finding.kind for finding in found] == ["data", "replicate", "data", "fuller"]
     assert "in mode single" in found[0].text
-    assert "60 %" in found[0].text
+    assert "60%" in found[0].text
 
 
 def test_virtual_replicas_are_called_virtual() -> None:
@@ -493,7 +493,7 @@ def test_a_slower_gpu_is_found_by_its_own_time() -> None:
     (found,) = find_all(changed(HEALTHY, replicas=(on_device(0, 5, 20), on_device(1, 5, 50))))
     assert (found.kind, found.weight) == ("uneven", pytest.approx(0.6, rel=0.01))
     assert "Replica 1 of Model (cuda:1) takes 2.5 times as long as replica 0" in found.text
-    assert found.ground == "forward on the device, median 49.9 ms and 20.0 ms, equal rows"  # at most 0.4 % off
+    assert found.ground == "forward on the device, median 49.9 ms and 20.0 ms, equal rows"  # at most 0.4% off
 
 
 @pytest.mark.parametrize(
@@ -529,12 +529,12 @@ def waiting(host: float, device: float | None, count: int = 1000) -> RunAnalysis
 def test_the_finding_about_data_uses_device_waits_where_they_are_known() -> None:
     assert find_all(waiting(0.4, 0.01)) == [], "it has work while the host waits"
     (found,) = find_all(waiting(0.4, 0.35))
-    assert found.text == "The GPU waits for data: 35 % of the time of its steps."
+    assert found.text == "The GPU waits for data: 35% of the time of its steps."
     assert "on the device median 7.00 ms; step median 20.0 ms" in found.ground
     assert found.weight == 0.35
     for unknown in (waiting(0.4, None, 0), waiting(0.4, 0.01, MIN_STEPS - 1)):
         (found,) = find_all(unknown)
-        assert found.text == "The training waits for data: 40 % of the time of its steps."
+        assert found.text == "The training waits for data: 40% of the time of its steps."
         assert "device" not in found.ground
 
 
@@ -550,7 +550,7 @@ def test_copies_are_judged_by_the_devices_own_time() -> None:
         said = find_all(changed(HEALTHY, modes=(replace(found, phases=tuple(phases)),)))
         assert [one.kind for one in said] == expected, (device, count)
         if said:
-            assert "takes 30 % of the time of its steps" in said[0].text
+            assert "takes 30% of the time of its steps" in said[0].text
             assert "on the device median 6.00 ms, on the host median 8.00 ms" in said[0].ground
 
 
@@ -587,8 +587,8 @@ def test_the_process_that_waits_most_for_data_is_named() -> None:
         )
     )
     assert found.saves == 0.75, "each step waits for the longest fetch"
-    assert found.text == "Rank 1 waits for data: 70 % of the time of its steps."
-    assert found.ground.endswith("step median 20.0 ms over 1,000 steps of rank 1; 20 % or more in 2 of 3 processes")
+    assert found.text == "Rank 1 waits for data: 70% of the time of its steps."
+    assert found.ground.endswith("step median 20.0 ms over 1,000 steps of rank 1; 20% or more in 2 of 3 processes")
 
 
 def test_a_stall_is_judged_by_the_median_of_its_own_process() -> None:

@@ -198,7 +198,7 @@ def test_report_and_status_name_the_nodes(state: Path, capsys: pytest.CaptureFix
     assert "rank 11 of 16 (gpu-1)" in report
     assert "GPU 3 (gpu-1)" in report
     for name in ("gpu-0", "gpu-1"):
-        assert f"  host ({name}): processors 40 % (median of 12 samples), memory " in report
+        assert f"  host ({name}): processors 40% (median of 12 samples), memory " in report
     main(["report", "last", "--json"])
     assert json.loads(capsys.readouterr().out)["host"] is None, "it would be one machine's"
     main(["status", "last"])
@@ -273,7 +273,7 @@ def test_a_node_alone_speaks_of_its_own_ranks_and_counts_no_others(node: int, ve
 
 
 def test_a_node_alone_names_no_rank_of_its_own_while_the_slow_one_is_elsewhere() -> None:
-    """A rank that waits less than its neighbours, also where the ranks wait for each other in the forward."""
+    """A rank that waits less than its neighbors, also where the ranks wait for each other in the forward."""
     (eleven,) = [one for one in run_of(4).state().ranks if one.rank == 11]
     own = [one for one in run_of(4).state().ranks if one.node == "gpu-0"]
     own[1] = own[1]._replace(wait_ns=3e6, phases={**own[1].phases, "data": 3.4e6})
@@ -337,7 +337,7 @@ def test_ranks_of_nodes_are_shown_over_time_but_only_the_slow_one_of_many(nodes:
     rows = [row for row in text_of(facts, 120, height).splitlines() if row.startswith("│") and row.endswith("% │")]
     assert [row[3:10].strip() for row in rows] == (list(shown) if nodes == 2 else [shown])
     (row,) = [row for row in rows if row[2] == "▸"]
-    assert (row[3:10].strip(), set(row[11:-9].strip()), row[-7:-2]) == (str(slow), {"3"}, " 34 %"), row
+    assert (row[3:10].strip(), set(row[11:-9].strip()), row[-7:-2]) == (str(slow), {"3"}, " 34%"), row
     calm = facts_of(ManyNodes(4, slow=-1).run(0, 12), waits=True)
     assert not any(row.endswith("% │") for row in text_of(calm, 120, 40).splitlines())
 

@@ -88,7 +88,7 @@ def test_the_zoomed_panel_has_a_row_for_each_rank_on_the_time_axis(look: Termina
     assert set(cells["1"][half + 20 :].strip()) == {dot}
     assert set(cells["3"][: half - 20]) == {dot}
     assert set(cells["3"][half + 20 :].strip()) == {"3"}
-    assert "17 %" in rows["1"]
+    assert "17%" in rows["1"]
     assert "now" in text[first + 5]
     assert rows_text(render_full_screen(ScreenData(run.state(), end, INFO, alive=True), width, 40, look)) != text
 

@@ -147,7 +147,7 @@ def test_a_run_that_failed_shows_the_end_of_its_output(state: Path) -> None:
     (directory / "stderr.log").write_bytes(b"10 %\r20 %\r\nTraceback:\n  boom \x1b[31m\n\n")
     lines = report_text(directory, 80)
     assert lines[0].endswith(": failed with exit status 1 after 1 min 00 s")
-    assert section(lines, "LAST OUTPUT") == ["  20 %", "  Traceback:", "    boom \N{REPLACEMENT CHARACTER}[31m"]
+    assert section(lines, "LAST OUTPUT") == ["  20%", "  Traceback:", "    boom \N{REPLACEMENT CHARACTER}[31m"]
     traceback = b'Traceback (most recent call last):\n  File "a.py", line 1\nValueError: bad \x07 thing\n'
     (directory / "stderr.log").write_bytes(traceback)
     assert report_text(directory, 120)[0].endswith("min 00 s: ValueError: bad \N{REPLACEMENT CHARACTER} thing")
@@ -615,7 +615,7 @@ def test_a_stretch_that_has_grown_over_gaps_has_them_in_its_time(state: Path) ->
 def test_time_between_the_steps_is_found_if_it_is_much(state: Path) -> None:
     payloads, end = epochs(1.0)
     (found,) = (one for one in collect_report_data(keep({0: payloads}, seconds=end)).findings if one.kind == "between")
-    assert found.text == "29 % of the time lies between steps: 5 gaps, the longest 1.00 s after step 20."
+    assert found.text == "29% of the time lies between steps: 5 gaps, the longest 1.00 s after step 20."
     assert "a checkpoint" in found.advice
     assert found.weight == pytest.approx(0.29, abs=0.02)
     payloads, end = epochs(0.15)
@@ -626,7 +626,7 @@ def test_time_between_the_steps_is_found_if_it_is_much(state: Path) -> None:
 def test_workers_that_start_in_every_epoch_are_named(state: Path, workers: int, persistent: bool, named: bool) -> None:
     payloads, end = epochs(1.0, workers, persistent)
     (found,) = (one for one in collect_report_data(keep({0: payloads}, seconds=end)).findings if one.kind == "between")
-    assert ("Starting the loader's workers takes 80 % of it." in found.text) == named
+    assert ("Starting the loader's workers takes 80% of it." in found.text) == named
     assert found.advice.startswith("DataLoader(persistent_workers=True)") == named
 
 

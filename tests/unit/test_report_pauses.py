@@ -242,7 +242,7 @@ def test_the_summary_of_a_run_that_was_killed_in_a_pause_says_so(state: Path) ->
     assert "  paused once, and is paused now: that time" in "\n".join(report_text(goes_on, 120))
 
 
-def test_a_gpu_sampled_only_in_pauses_has_no_utilisation() -> None:
+def test_a_gpu_sampled_only_in_pauses_has_no_utilization() -> None:
     """Its work in a pause does not belong to the training."""
     devices = DeviceUsageBuilder([(5 * SECOND, 30 * SECOND)])
     for second in (10, 20):

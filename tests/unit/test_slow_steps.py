@@ -77,7 +77,7 @@ def test_steps_that_settle_do_not_count_and_a_wait_for_input_is_named() -> None:
     assert (one.step, one.phase, one.excess_ns) == (30, INPUT, pytest.approx(600 * MS, rel=0.01))
 
 
-def test_of_the_steps_of_one_synchronised_pass_the_rank_that_delayed_the_others_counts() -> None:
+def test_of_the_steps_of_one_synchronized_pass_the_rank_that_delayed_the_others_counts() -> None:
     run, _ = joined_ranks(4, slow=2, phase="data", steps=60)
     found = read(run.store(), list(range(4)), 0, 10)
     assert {one.rank for one in found.steps} == {2}

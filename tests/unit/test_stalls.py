@@ -594,7 +594,7 @@ def test_a_narrow_answer_keeps_place_and_line() -> None:
     assert "  main (train.py:88)" in [text for text, _ in format_reply(found, width=40)]
     whole = [text for text, _ in format_reply(found)]
     assert words in whole[3]
-    assert whole[3].endswith("sleeping, 0 % CPU")
+    assert whole[3].endswith("sleeping, 0% CPU")
 
 
 def test_hostile_names_in_an_answer_are_cleaned() -> None:

@@ -127,14 +127,14 @@ def test_ranks_are_counted(state: Path) -> None:
     ranks = [{**rank, "node": f"gpu-{rank['rank']}"} for rank in members["ranks"]]
     many = [{"index": index, "util_pct": 40 + index} for index in range(3)]
     told = {**members, "ranks": ranks, "devices": many, "nodes": []}
-    assert status._lines(now, told)[-1] == "  3 GPUs of gpu-0: 40 to 42 % used"
+    assert status._lines(now, told)[-1] == "  3 GPUs of gpu-0: 40 to 42% used"
 
 
 def test_what_is_unknown_about_a_device_is_a_dash(state: Path) -> None:
     now, members = status.read_run_status(a_run(device_event(1.0, 0)))
     assert status._lines(now, {**members, "devices": [{"index": 0}]})[-1] == "  GPU 0: – used, memory – / –"
     many = [{"index": index, "util_pct": use} for index, use in enumerate((40, None, 98))]
-    assert status._lines(now, {**members, "devices": many})[-1] == "  3 GPUs: 40 to 98 % used"
+    assert status._lines(now, {**members, "devices": many})[-1] == "  3 GPUs: 40 to 98% used"
 
 
 def test_a_stalled_run_says_which_rank_stands_where(state: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Joining the ranks of a synchronised backward pass."""
+"""Joining the ranks of a synchronized backward pass."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def eventful(chance: random.Random, process: int) -> Iterator[list[Row]]:
         elif what < 0.3:
             yield training.step(evaluates=True)
         records = training.step(rows=chance.choice([30, 30, 30, number + 2]))
-        if what > 0.35:  # a synchronised backward pass
+        if what > 0.35:  # a synchronized backward pass
             passes += 1
             sync = {"sync": chance.randrange(1, 9_000_000), "synced": 1, "sync_number": passes}
             row = records[-1]

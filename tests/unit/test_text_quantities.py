@@ -68,7 +68,7 @@ def test_numbers() -> None:
         "1.00M",
         "3.10M",
     ]
-    assert [format_percent(n) for n in (None, 0.0, 0.004, 0.31, 1.0)] == ["–", "0 %", "<1 %", "31 %", "100 %"]
+    assert [format_percent(n) for n in (None, 0.0, 0.004, 0.31, 1.0)] == ["–", "0%", "<1%", "31%", "100%"]
     assert [format_bytes(n) for n in (None, 0, 1023, 1024, 71 << 30)] == ["–", "0 B", "1023 B", "1.00 KiB", "71.0 GiB"]
     assert format_bytes_of_total(512 << 20, 141 << 30) == "512 MiB / 141 GiB"
     assert format_free_bytes(72 << 30, 141 << 30) == "69.0 of 141 GiB free"

@@ -291,7 +291,7 @@ def test_tensor_subclasses_and_modes_see_only_the_scripts_own_calls(setting: Set
 
 
 @pytest.mark.slow
-def test_the_patched_methods_are_recognised_as_torchs_own() -> None:
+def test_the_patched_methods_are_recognized_as_torchs_own() -> None:
     """Lazy modules, subclasses, torch.overrides, pickle, torch.compile without a break, fx, vmap, tracebacks."""
     said = [
         subprocess.run([sys.executable, SCRIPT, how], capture_output=True, text=True, timeout=300, check=True).stdout

@@ -65,15 +65,13 @@ def test_a_result_says_what_came_and_what_was_promised() -> None:
     figure = next(figure for figure in STEP_FIGURES if figure.name == "step")
     row = ComparedMetric(figure, ([10 * MS, 12 * MS], [5 * MS, 6 * MS]), Change(0.5))
     assert TrialResult(Trial("cached-batches", "the data", saves=0.4), row).table_cells == (
-        "cached-batches", "step", "11.0 ms", "5.50 ms", "-50 %", "at most -40 %",
+        "cached-batches", "step", "11.0 ms", "5.50 ms", "-50%", "at most -40%",
     )  # fmt: skip
     slower = TrialResult(
         Trial("threads-1", "OMP_NUM_THREADS"), row._replace(change=Change(1.25, None, None, 1.19, 1.31))
     )
-    assert slower.table_cells[4:] == ("+25 %", "")
-    assert slower.explanation == "threads-1 changes OMP_NUM_THREADS; step +19 % to +31 % (90 %)", (
-        "a time, as in the table"
-    )
+    assert slower.table_cells[4:] == ("+25%", "")
+    assert slower.explanation == "threads-1 changes OMP_NUM_THREADS; step +19% to +31% (90%)", "a time, as in the table"
     assert TrialResult(Trial("single", "the devices"), None).table_cells == ("single", "–", "–", "–", "–", "")
     base = [SimpleNamespace(name="try-1-as-is-1", set_up={"script": "train.py", "ranks": None})]
     options = SimpleNamespace(rounds=2, steps=200)

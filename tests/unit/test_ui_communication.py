@@ -60,8 +60,8 @@ def test_the_cause_is_named_in_panel_and_status(phase: str) -> None:
     assert slow is not None
     assert (slow.rank, slow.phase) == (1, phase)
     said = " ".join(texts(panel_ranks.render_panel(full(facts), 76, 12, LOOK)))
-    assert f"rank 1 holds the others up by 6.00 ms a step (34 %): its {phase} takes" in said
-    assert "others wait for rank 1: 6.00 ms (34 %), " + phase in plain_text(render_panel(facts, 120, 2, LOOK)[1])
+    assert f"rank 1 holds the others up by 6.00 ms a step (34%): its {phase} takes" in said
+    assert "others wait for rank 1: 6.00 ms (34%), " + phase in plain_text(render_panel(facts, 120, 2, LOOK)[1])
 
 
 def test_no_rank_is_named_if_all_are_equal() -> None:
@@ -237,10 +237,10 @@ def test_the_communication_panel_shows_times_buckets_and_passes() -> None:
     text = texts(panel_communication.render_panel(facts, 116, 30, LOOK))
     found = {line.split()[0]: line for line in text}
     assert found["exposed"].startswith("exposed  1.06 ms a step, "), "half of the steps average nothing"
-    assert found["hidden"] == "hidden   74 % of 8.00 ms (torch: iteration 300, rank 0)"
+    assert found["hidden"] == "hidden   74% of 8.00 ms (torch: iteration 300, rank 0)"
     assert found["buckets"] == "buckets  6: 1.00 MiB, 25.0 MiB ×5"
     assert found["group"] == "group    4 ranks, nccl, communication hook bf16_compress_hook"
-    assert found["passes"] == "passes   0.50 synchronised a step, 0.50 under no_sync"
+    assert found["passes"] == "passes   0.50 synchronized a step, 0.50 under no_sync"
     title, corner = panel_communication.panel_title(facts, LOOK, False)
     assert plain_text(title) == "4 Communication"
     assert plain_text(corner).startswith("exposed 1.06 ms")
@@ -289,7 +289,7 @@ def test_the_last_step_shows_when_buckets_were_ready_and_what_was_exposed() -> N
     assert sum(line.startswith("buckets ") for line in drawn) == 1
 
 
-def test_the_last_steps_of_all_ranks_leave_the_synchronised_pass_together_the_straggler_first() -> None:
+def test_the_last_steps_of_all_ranks_leave_the_synchronized_pass_together_the_straggler_first() -> None:
     facts = facts_of(4, slow=3)
     text = texts(panel_batch.render_panel(facts, 116, 20, LOOK))
     first = next(at for at, row in enumerate(text) if row.startswith("last step "))

@@ -75,17 +75,17 @@ async def test_the_time_range_and_the_refresh_change_and_say_so(tmp_path: Path) 
 
 async def test_a_key_goes_through_all_themes(tmp_path: Path) -> None:
     async with stage(tmp_path) as on:
-        colours = []
-        for theme in ("light", "colour-blind", "mono", "ascii", "dark"):
+        colors = []
+        for theme in ("light", "color-blind", "mono", "ascii", "dark"):
             await on.press("t")
             await on.shows(f"theme {theme}")
             strip = on.app.query_one("#status").render_line(0)
-            colours.append({segment.style.bgcolor for segment in strip if segment.style})
+            colors.append({segment.style.bgcolor for segment in strip if segment.style})
             assert on.app.native_ansi_color == (theme == "mono")
             text = on.text()
             assert ("╭" in text) == (theme != "ascii")
-        assert colours[2] == {None}, "mono leaves the background to the terminal"
-        assert colours[0] != colours[1] == colours[4]
+        assert colors[2] == {None}, "mono leaves the background to the terminal"
+        assert colors[0] != colors[1] == colors[4]
 
 
 async def test_a_picture_is_saved_and_never_overwrites(tmp_path: Path) -> None:
@@ -454,7 +454,7 @@ async def test_a_sample_is_requested_and_a_run_without_ranks_is_told(tmp_path: P
         await on.shows("no training process is running")
 
 
-async def test_between_two_trainings_no_mode_is_requested_and_a_pause_can_be_cancelled(
+async def test_between_two_trainings_no_mode_is_requested_and_a_pause_can_be_canceled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""The behaviour of the screen, key by key, over a fake reader."""
+"""The behavior of the screen, key by key, over a fake reader."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ async def test_after_the_end_the_last_picture_has_everything_and_q_just_closes(t
 async def test_after_the_end_it_shows_what_happened_in_the_whole_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = Finding("data", "The steps wait for data.", "34 %", "more workers", 0.3)
+    found = Finding("data", "The steps wait for data.", "34%", "more workers", 0.3)
     monkeypatch.setattr("dpmon.ui.background_jobs.read_findings", lambda directory: [found])
     async with stage(tmp_path) as on:
         await on.shows("last 2 min")

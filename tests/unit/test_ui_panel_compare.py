@@ -75,7 +75,7 @@ def test_virtual_replicas_are_no_measure_of_speed() -> None:
     payloads = [*training.begin(), *training.run(300), *training.switch("single"), *training.run(300)]
     facts = ScreenData(state_of(payloads), training.now, INFO, alive=True, can_toggle=True)
     text = " ".join(compare_text(facts, 60, 14))
-    assert "virtual replicas show behaviour, not speed" in text
+    assert "virtual replicas show behavior, not speed" in text
     zoomed = " ".join(compare_text(replace(facts, view=View(zoom="compare")), 76, 20))
     assert "this shows how dp behaves, not how fast it would be" in zoomed
     assert "without the first 5 steps and the 5 after each switch" in zoomed
@@ -168,7 +168,7 @@ def test_a_mode_without_samples_has_no_memory(kind: str, name: str) -> None:
         assert "single: no sample of its memory was read" in text
 
 
-def test_the_full_screen_shows_the_mean_step_over_time_in_the_colours_of_the_modes() -> None:
+def test_the_full_screen_shows_the_mean_step_over_time_in_the_colors_of_the_modes() -> None:
     training = Training()
     payloads = [*training.begin(), *training.run(800), *training.switch("single"), *training.run(800)]
     facts = ScreenData(state_of(payloads), training.now, INFO, alive=True, view=View(zoom="compare"))

@@ -19,10 +19,10 @@ def test_without_a_gpu_the_host_is_shown_in_one_row_or_two_and_why_on_the_full_s
     facts = facts_of(Training())
     for width in (56, 60, 66):
         load, own = rows_text(panel_devices.render_panel(facts, width, 3, LOOK))
-        assert load.endswith("43 %  21.0 of 23.1 GiB free")
+        assert load.endswith("43%  21.0 of 23.1 GiB free")
         assert own == "this run  1.80 cores   774 MiB"
     (wide,) = rows_text(panel_devices.render_panel(facts, 100, 3, LOOK))
-    assert wide.endswith("43 %  21.0 of 23.1 GiB free  this run  1.80 cores   774 MiB")
+    assert wide.endswith("43%  21.0 of 23.1 GiB free  this run  1.80 cores   774 MiB")
     more = rows_text(panel_devices.render_full_screen(facts, 100, 20, LOOK))
     assert more[0] == wide
     assert more[-1] == "no GPU: NVML library not found"
@@ -32,9 +32,9 @@ def test_without_a_gpu_the_host_is_shown_in_one_row_or_two_and_why_on_the_full_s
 def test_free_rows_of_the_panel_show_the_hosts_history_with_scale_and_axis(height: int) -> None:
     facts = facts_of(Training(), 4000)
     rows = rows_text(panel_devices.render_panel(facts, 100, height, LOOK))
-    assert "cpu 43 %" in rows[1]
-    assert "memory 9 %" in rows[1]
-    assert rows[2].startswith("  100 % ")
+    assert "cpu 43%" in rows[1]
+    assert "memory 9%" in rows[1]
+    assert rows[2].startswith("  100% ")
     assert rows[-2].startswith("      0 ")
     assert "now 00:11" in rows[-1]
     assert len(rows) == min(height, 15)
@@ -42,7 +42,7 @@ def test_free_rows_of_the_panel_show_the_hosts_history_with_scale_and_axis(heigh
 
 def test_the_full_screen_of_gpus_has_charts_with_scale_and_axis_where_there_is_room() -> None:
     tall, low = (rows_text(panel_devices.render_full_screen(gpu_facts(2), 116, height, LOOK)) for height in (50, 8))
-    assert any(all(word in row for word in ("util 10 %", "mem ", "power ")) for row in tall)
+    assert any(all(word in row for word in ("util 10%", "mem ", "power ")) for row in tall)
     assert sum("now" in row for row in tall) == 2, "one row for the charts of each"
     assert not any("now" in row for row in low)
 
@@ -114,12 +114,12 @@ def test_without_an_xid_the_panel_says_none_and_an_unknown_one_is_a_dash(absent:
     assert ("xid: not supported" in text) == (absent == {"xid": "not supported"})
 
 
-def test_an_unknown_utilisation_is_a_dash() -> None:
+def test_an_unknown_utilization_is_a_dash() -> None:
     state = state_of([device_event(1.0, 0, util_pct=None, mem_used_bytes=None, absent={"util_pct": "GPU is lost"})])
     rows = rows_text(panel_devices.render_panel(ScreenData(state, 0, INFO), 80, 6, LOOK))
     assert " – " in rows[0]
     assert "– of 141 GiB free" in rows[0]
-    assert "utilisation: GPU is lost" in rows
+    assert "utilization: GPU is lost" in rows
 
 
 def test_the_history_of_a_run_that_is_shorter_than_the_range_fills_the_chart() -> None:

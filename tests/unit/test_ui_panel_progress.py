@@ -65,7 +65,7 @@ def test_the_bar_has_the_time_left_and_the_epochs_are_listed_newest_first() -> N
     ]
     assert [plain_text(row) for row in panel_progress.panel_title(found, LOOK, True)] == ["6 Progress", "412/1,563"]
     assert drawn(found) == [
-        "━━━━━━━━────────────────────────  26 %   2 min 10 s left",
+        "━━━━━━━━────────────────────────  26%   2 min 10 s left",
         "epoch        time  evaluation     between",
         "    2  2 min 51 s      12.0 s      500 ms",
         "    1  2 min 55 s      12.0 s",
@@ -210,7 +210,7 @@ def test_before_the_first_step_it_tells_what_dpmon_will_do() -> None:
 
 
 FINDINGS = (
-    Finding("data", "The steps wait for data for 34 % of their time.", "34 %", "more workers", 0.34, 0.3),
+    Finding("data", "The steps wait for data for 34% of their time.", "34%", "more workers", 0.34, 0.3),
     Finding("spread", "Step times vary.", "p95", "batches of one size", 0.1),
 )
 
@@ -222,7 +222,7 @@ def test_after_the_end_the_findings_come_first_each_with_its_advice() -> None:
         "2 findings",
     ]
     rows = drawn(found, 70, 16)
-    assert rows[0] == "1 The steps wait for data for 34 % of their time."
+    assert rows[0] == "1 The steps wait for data for 34% of their time."
     assert rows[1].startswith("  try (steps at most ")
     assert "2 Step times vary." in rows
     assert any(row.startswith("loss 0.412") for row in rows)
@@ -234,7 +234,7 @@ def test_after_the_end_the_findings_come_first_each_with_its_advice() -> None:
     )
 
 
-@pytest.mark.parametrize("look", [LOOK, MONO_ASCII], ids=["colour", "mono ascii"])
+@pytest.mark.parametrize("look", [LOOK, MONO_ASCII], ids=["color", "mono ascii"])
 def test_no_row_is_too_wide(look: Any) -> None:
     hostile = losses("\x1b[2J中文.py:1" * 9)
     cases = [

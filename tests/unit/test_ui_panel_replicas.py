@@ -71,7 +71,7 @@ def test_more_replicas_than_rows_are_announced_and_can_be_scrolled() -> None:
 
 def scaled(header: str) -> bool:
     """Return whether a scale is above the whiskers, or a title if there is no room for the scale."""
-    return "spread" in header or "5 to 95 %" in header or header.split()[-1][-2:] in ("ns", "µs", "ms")
+    return "spread" in header or "5 to 95%" in header or header.split()[-1][-2:] in ("ns", "µs", "ms")
 
 
 def test_the_share_and_the_spread_have_room_at_120_columns() -> None:
@@ -94,7 +94,7 @@ def test_the_spread_has_a_scale_and_full_screen_says_what_the_times_are() -> Non
     header = rows_text(panel_replicas.render_panel(facts, 90, 9, LOOK))[0]
     fastest = min(spread.low for spread in times)
     low, *what, high = header.split()[-6:]
-    assert (" ".join(what), high) == ("5 to 95 %", format_duration(slowest, ""))
+    assert (" ".join(what), high) == ("5 to 95%", format_duration(slowest, ""))
     assert low == format_duration(min(fastest, slowest * 0.7), ""), "the left edge"
     said = " ".join(rows_text(panel_replicas.render_full_screen(facts, 100, 40, LOOK)))
     assert f"the median of {times[0].calls} calls" in said

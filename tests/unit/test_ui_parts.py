@@ -23,7 +23,7 @@ from dpmon.ui.panels.panel_output import scroll_sideways
 from dpmon.ui.screen_data import ScreenData, View
 from dpmon.ui.step_waterfall import lane_row, main_row
 from dpmon.ui.styled_rows import draw_frame, fit_row, plain_text, row_width
-from dpmon.ui.terminal_style import ASCII, COLOUR, LETTERS, MONO, UNICODE, TerminalStyle, choose_style
+from dpmon.ui.terminal_style import ASCII, COLOR, LETTERS, MONO, UNICODE, TerminalStyle, choose_style
 
 
 def some_facts() -> ScreenData:
@@ -89,14 +89,14 @@ def test_a_frame_says_what_it_left_out() -> None:
     rows = draw_frame([("Title", "")], [("corner", "")], [[(str(i), "")] for i in range(10)], 30, 6, UNICODE)
     assert plain_text(rows[-1]).endswith(" 6 more ↓ ─╯")
     assert {row_width(row) for row in rows} == {30}
-    folded = draw_frame([("Title", "")], [("42 %", "")], [], 30, 1, UNICODE)
+    folded = draw_frame([("Title", "")], [("42%", "")], [], 30, 1, UNICODE)
     assert plain_text(folded[0]).split() == ["Title", "42", "%"]
     title = [("1 Devices", ""), (" · host", "")]
     for width in range(8, 40):
-        (row,) = draw_frame(title, [("cpu 100 %", "")], [], width, 1, UNICODE)
+        (row,) = draw_frame(title, [("cpu 100%", "")], [], width, 1, UNICODE)
         assert row_width(row) == width
         text = plain_text(row).rstrip()
-        assert "cpu" not in text or text.endswith("cpu 100 %"), "the whole number, or none"
+        assert "cpu" not in text or text.endswith("cpu 100%"), "the whole number, or none"
         assert width < 11 or text.startswith(" 1 Devices")
         assert ("cpu" in text) == (width >= 22)
         assert not text or width < 12 or plain_text(row).endswith(" "), "the next title does not touch it"
@@ -144,24 +144,24 @@ def test_the_look_follows_the_terminal() -> None:
     assert choose_style({"TERM": "xterm"}, "ANSI_X3.4-1968").glyphs is ASCII
     assert choose_style({"TERM": "linux"}, "utf-8").glyphs is ASCII
     plain_one = choose_style({"TERM": "vt100"}, "utf-8")
-    assert (plain_one.glyphs, plain_one.styles, plain_one.colour) == (ASCII, MONO, False)
+    assert (plain_one.glyphs, plain_one.styles, plain_one.color) == (ASCII, MONO, False)
     assert choose_style({}, None).glyphs is ASCII
 
 
 def test_a_requested_theme_takes_precedence_over_no_color() -> None:
     light = choose_style({"TERM": "xterm", "NO_COLOR": "1"}, "utf-8", "light")
-    assert light.colour
+    assert light.color
     assert light.style("").bgcolor == Color.parse(PALETTES["light"].background)
-    assert not choose_style({"TERM": "vt100"}, "utf-8", "light").colour, "what the terminal cannot show stays so"
+    assert not choose_style({"TERM": "vt100"}, "utf-8", "light").color, "what the terminal cannot show stays so"
     assert choose_style({"TERM": "xterm"}, "utf-8", "ascii").glyphs is ASCII
-    assert not choose_style({"TERM": "xterm"}, "utf-8", "mono").colour
+    assert not choose_style({"TERM": "xterm"}, "utf-8", "mono").color
 
 
 @pytest.mark.parametrize(
     ("terminal", "encoding", "themes"),
     [
-        ("xterm", "utf-8", ["light", "colour-blind", "mono", "ascii", "dark"]),
-        ("xterm", "ascii", ["light", "colour-blind", "mono", "dark"]),
+        ("xterm", "utf-8", ["light", "color-blind", "mono", "ascii", "dark"]),
+        ("xterm", "ascii", ["light", "color-blind", "mono", "dark"]),
         ("vt100", "utf-8", ["mono"]),
     ],
 )
@@ -173,8 +173,8 @@ def test_the_next_theme_is_one_that_the_terminal_can_show(terminal: str, encodin
 
 
 @pytest.mark.parametrize("theme", PALETTES)
-def test_phases_stay_apart_on_a_terminal_of_sixteen_colours(theme: str) -> None:
-    """Compare the colours that Rich sends to it; without special colours, phases would have the same."""
+def test_phases_stay_apart_on_a_terminal_of_sixteen_colors(theme: str) -> None:
+    """Compare the colors that Rich sends to it; without special colors, phases would have the same."""
     look = choose_style({"TERM": "screen"}, "utf-8", theme)
 
     def sent(name: str) -> Color:
@@ -189,13 +189,13 @@ def test_phases_stay_apart_on_a_terminal_of_sixteen_colours(theme: str) -> None:
     assert sent("mode.dp") != sent("mode.single")
     between = look.style("phase.data/other")
     assert between.color is not None
-    assert between.color.downgrade(ColorSystem.STANDARD) == sent("phase.data"), "in one cell of two colours, too"
+    assert between.color.downgrade(ColorSystem.STANDARD) == sent("phase.data"), "in one cell of two colors, too"
     assert look.next().few, "in the next theme, too"
 
 
 @pytest.mark.parametrize("term", ["xterm", "screen", "linux", "xterm-16color", "tmux-256color", "xterm-kitty", ""])
 @pytest.mark.parametrize("more", [{}, {"COLORTERM": "truecolor"}, {"COLORTERM": " 24bit"}, {"COLORTERM": "yes"}])
-def test_the_number_of_colours_is_the_one_that_rich_finds(term: str, more: dict[str, str]) -> None:
+def test_the_number_of_colors_is_the_one_that_rich_finds(term: str, more: dict[str, str]) -> None:
     environ = {"TERM": term, **more}
     rich = Console(force_terminal=True, _environ=environ).color_system
     assert choose_style(environ, "utf-8", "dark").few == (rich == "standard")
@@ -204,7 +204,7 @@ def test_the_number_of_colours_is_the_one_that_rich_finds(term: str, more: dict[
 
 
 @pytest.mark.parametrize("palette", FEW.values(), ids=lambda p: p.name)
-def test_with_16_colours_dp_has_a_colour_that_no_phase_has(palette: Palette) -> None:
+def test_with_16_colors_dp_has_a_color_that_no_phase_has(palette: Palette) -> None:
     assert palette.dp not in palette.phases
     assert palette.dp != palette.single
     assert len(set(palette.phases)) == len(palette.phases)
@@ -212,42 +212,42 @@ def test_with_16_colours_dp_has_a_colour_that_no_phase_has(palette: Palette) -> 
 
 @pytest.mark.parametrize("palette", PALETTES.values(), ids=lambda p: p.name)
 def test_everything_stands_out_from_its_background(palette: Palette) -> None:
-    """Contrast of WCAG 2, at least 4.5 to 1: also colours of drawings stand behind text, in chips and lanes."""
+    """Contrast of WCAG 2, at least 4.5 to 1: also colors of drawings stand behind text, in chips and lanes."""
 
-    def luminance(colour: str) -> float:
-        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    def luminance(color: str) -> float:
+        parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
         r, g, b = (c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
         return 0.2126 * r + 0.7152 * g + 0.0722 * b
 
-    def contrast(colour: str) -> float:
-        low, high = sorted((luminance(colour), luminance(palette.background)))
+    def contrast(color: str) -> float:
+        low, high = sorted((luminance(color), luminance(palette.background)))
         return (high + 0.05) / (low + 0.05)
 
     for name in ("text", "dim", "strong", "focus", "good", "wait", "bad", "bar", "dp", "single"):
         assert contrast(getattr(palette, name)) >= 4.5, name
-    for name, colour in palette.by_phase.items():
-        assert contrast(colour) >= 4.5, (name, contrast(colour))
-    for number, colour in enumerate((*palette.ansi, *palette.bright)):
-        assert contrast(colour) >= 4.5, (number, colour)
+    for name, color in palette.by_phase.items():
+        assert contrast(color) >= 4.5, (name, contrast(color))
+    for number, color in enumerate((*palette.ansi, *palette.bright)):
+        assert contrast(color) >= 4.5, (number, color)
     assert len(set(palette.phases)) == len(palette.phases)
 
 
-def test_a_scripts_colours_stay_legible_on_a_light_background() -> None:
+def test_a_scripts_colors_stay_legible_on_a_light_background() -> None:
     for theme in ("light", "dark"):
-        for colour in ("color(231)", "color(16)", "#ffff00", "#000010"):
-            style = choose_style({"TERM": "xterm"}, "utf-8", theme).style(f"sgr:{colour}::")
+        for color in ("color(231)", "color(16)", "#ffff00", "#000010"):
+            style = choose_style({"TERM": "xterm"}, "utf-8", theme).style(f"sgr:{color}::")
             assert style.color is not None
             assert style.color.triplet is not None
             light = 0.299 * style.color.triplet[0] + 0.587 * style.color.triplet[1] + 0.114 * style.color.triplet[2]
-            assert (light < 190) if theme == "light" else (light > 80), (theme, colour)
+            assert (light < 190) if theme == "light" else (light > 80), (theme, color)
     both = choose_style({"TERM": "xterm"}, "utf-8", "light").style("sgr:#ffffff:#000000:")
     assert both.color == Color.parse("#ffffff"), "with a background of its own it stays"
 
 
-def test_no_two_phases_share_a_colour_or_a_letter() -> None:
-    colours = [COLOUR[f"phase.{name}"].color for name in LETTERS]
-    assert len(set(colours)) == len(colours) == len(set(LETTERS.values()))
-    assert COLOUR["mode.dp"].color != COLOUR["mode.single"].color
+def test_no_two_phases_share_a_color_or_a_letter() -> None:
+    colors = [COLOR[f"phase.{name}"].color for name in LETTERS]
+    assert len(set(colors)) == len(colors) == len(set(LETTERS.values()))
+    assert COLOR["mode.dp"].color != COLOR["mode.single"].color
 
 
 PIECES = (
@@ -259,7 +259,7 @@ PIECES = (
 
 
 @pytest.mark.parametrize("width", [1, 5, 8, 20, 50, 100, 199])
-@pytest.mark.parametrize("look", [LOOK, MONO_ASCII], ids=["colour", "ascii"])
+@pytest.mark.parametrize("look", [LOOK, MONO_ASCII], ids=["color", "ascii"])
 def test_a_step_in_time_is_as_wide_as_it_should_be_and_names_what_has_room(width: int, look: TerminalStyle) -> None:
     row = main_row(PIECES, width, 100.0, look, (0, 95))
     assert row_width(row) == width
@@ -279,7 +279,7 @@ def test_a_step_in_time_ends_on_eighths_of_a_cell() -> None:
     assert row[1][1] == "phase.data/backward"
     started = main_row((Piece("apply", 25, 100),), 10, 100.0, LOOK, (0, 0))
     assert plain_text(started).startswith("  ▌ Apply")
-    assert started[1][1] == "chip.apply", "the colour behind lies upon the phase's own"
+    assert started[1][1] == "chip.apply", "the color behind lies upon the phase's own"
     halves = plain_text(lane_row((Piece("apply", 25, 75),), 10, 100.0, LOOK))
     assert halves == "  ╺━━━━╸  "
 

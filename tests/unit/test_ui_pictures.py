@@ -49,7 +49,7 @@ def output(tmp_path: Path) -> OutputView:
     return OutputView([tail])
 
 
-@pytest.mark.parametrize("look", [LOOK, MONO_ASCII], ids=["colour", "mono ascii"])
+@pytest.mark.parametrize("look", [LOOK, MONO_ASCII], ids=["color", "mono ascii"])
 @pytest.mark.parametrize("name", list(situations()))
 def test_every_row_is_exactly_as_wide_as_the_screen(name: str, look: TerminalStyle, output: OutputView) -> None:
     facts = situations()[name]

@@ -90,13 +90,13 @@ def test_the_guilty_stand_first_and_the_waiting_in_one_row(look: TerminalStyle) 
     mark = look.glyphs.focus
     assert rows == [
         f"{mark} 1 cuda:1    27 s  in checkpoint (train.py:12)",
-        " " * 20 + "since step 160, sleeping, 0 % CPU",
+        " " * 20 + "since step 160, sleeping, 0% CPU",
         "  0, 2-7 wait in backward (train.py:90)  27 s",
         "enter stacks  w stacks now  x stop",
     ]
     assert rows_text(panel_stall.render_panel(stalled(8), 76, 2, look)) == [rows[0], rows[2]]
     assert rows_text(panel_stall.render_panel(stalled(8), 116, 3, look)) == [
-        f"{rows[0]}  since step 160, sleeping, 0 % CPU",
+        f"{rows[0]}  since step 160, sleeping, 0% CPU",
         *rows[2:],
     ]
 

@@ -114,7 +114,7 @@ def test_one_line_as_a_terminal_ends_up_showing_it(raw: str, expected: str) -> N
     assert lines(raw) == [expected]
 
 
-def test_colours_reach_the_picture_as_styles() -> None:
+def test_colors_reach_the_picture_as_styles() -> None:
     (row,) = interpret([b"\x1b[1;31mbad\x1b[0m \x1b[38;5;208mo\x1b[38;2;1;2;3mt\x1b[39mx"])
     assert row == [
         ("bad", "sgr:color(1)::b"),
@@ -221,7 +221,7 @@ def test_text_beyond_the_last_column_leaves_a_mark() -> None:
         assert len(plain_text(row)) == COLUMNS
 
 
-def test_a_colour_that_is_left_on_goes_on_in_the_next_line() -> None:
+def test_a_color_that_is_left_on_goes_on_in_the_next_line() -> None:
     assert interpret([b"\x1b[31mred", b"still", b"\x1b[0mplain"]) == [
         [("red", "sgr:color(1)::")],
         [("still", "sgr:color(1)::")],

@@ -22,7 +22,7 @@ from dpmon.text.formatting import format_count_with_noun
 WIDTH = 80
 _NAME = 13
 _STATE = max(map(len, STATES)) + 2
-_COLOURS = {"ok": "32", "warning": "33", "problem": "31"}
+_COLORS = {"ok": "32", "warning": "33", "problem": "31"}
 
 
 def doctor(options: argparse.Namespace) -> int:
@@ -73,15 +73,15 @@ def _run_remote_checks(options: argparse.Namespace) -> Iterator[tuple[str, Itera
 
 
 def _print(check: Check) -> None:
-    lines = _lines(check, coloured=supports_color(sys.stdout, os.environ))
+    lines = _lines(check, colored=supports_color(sys.stdout, os.environ))
     print(encode_for_stream("\n".join(lines), sys.stdout), flush=True)
 
 
-def _lines(check: Check, *, coloured: bool) -> list[str]:
+def _lines(check: Check, *, colored: bool) -> list[str]:
     """The check in lines of at most WIDTH cells: state, name and result, then the remedy."""
     state = check.state.ljust(_STATE)
-    if coloured:
-        state = f"\x1b[{_COLOURS[check.state]}m{state}\x1b[0m"
+    if colored:
+        state = f"\x1b[{_COLORS[check.state]}m{state}\x1b[0m"
     room = WIDTH - _STATE - _NAME
     wrap = {"width": room, "break_on_hyphens": False}
     first, *rest = textwrap.wrap(sanitize_line(check.found), **wrap) or [""]  # type: ignore[arg-type]

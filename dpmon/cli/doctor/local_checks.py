@@ -59,7 +59,7 @@ def failed_check(name: str, found: str, remedy: str) -> Check:
 
 
 def check_terminal(environ: Mapping[str, str]) -> Iterator[Check]:
-    """Size, colours and characters."""
+    """Size, colors and characters."""
     missing = [name for fd, name in enumerate(("stdin", "stdout", "stderr")) if not os.isatty(fd)]
     if missing:
         yield passed_check("terminal", f"none at {', '.join(missing)}: dpmon runs without a screen (headless)")
@@ -85,14 +85,14 @@ def _check_size() -> Check:
 
 def _check_colors(environ: Mapping[str, str]) -> Check:
     if environ.get("NO_COLOR"):
-        return passed_check("colours", "none: NO_COLOR is set")
+        return passed_check("colors", "none: NO_COLOR is set")
     term = environ.get("TERM", "")
     if environ.get("COLORTERM", "") in ("truecolor", "24bit"):
-        return passed_check("colours", f"16 million (TERM={term})")
+        return passed_check("colors", f"16 million (TERM={term})")
     if "256" in term or "direct" in term:
-        return passed_check("colours", f"256 (TERM={term})")
+        return passed_check("colors", f"256 (TERM={term})")
     return warning_check(
-        "colours", f"16 (TERM={term})", "if the terminal has more: TERM=xterm-256color, in tmux tmux-256color"
+        "colors", f"16 (TERM={term})", "if the terminal has more: TERM=xterm-256color, in tmux tmux-256color"
     )
 
 

@@ -88,7 +88,7 @@ class RootFinder:
         """Weak references to the classes of the roots that were found, by id.
 
         A WeakSet would call the metaclass's own comparison and hash. Strong references would keep the globals of
-        `__main__` alive through the methods of a class, so their finalisers would not run at exit.
+        `__main__` alive through the methods of a class, so their finalizers would not run at exit.
         """
         self._watching = False
         self._left = WATCH_STEPS

@@ -3,7 +3,7 @@
 The first call of a root checks whether it is on several devices; a model on one device costs nothing more. On several
 devices, the parts of the root get hooks when a call begins and lose them when the call ends, on the training thread
 only. So the script never copies or pickles our hooks. Consecutive parts on one device make one stage. Each stage has a
-host time, and on a GPU also a device time from events. No synchronisation is added.
+host time, and on a GPU also a device time from events. No synchronization is added.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ class TracedModules:
         self._functionals.clear()
 
     def expect_moves_to_gpu(self) -> None:
-        """Expect modules to move to a GPU, because CUDA is or will be initialised."""
+        """Expect modules to move to a GPU, because CUDA is or will be initialized."""
         for site in list(self.known.values()):
             site.moves = site.place is not None
 

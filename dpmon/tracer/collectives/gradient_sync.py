@@ -35,7 +35,7 @@ LOOK_EVERY = 16
 """All notes are used once in this many passes. Other passes use only the note of the last gradient of each bucket."""
 FACTS_AT = (1, 2, 3, 11)
 """Numbers of the passes after which the facts of a wrapper are read. torch rebuilds the buckets in the forward after
-the first synchronised pass."""
+the first synchronized pass."""
 FACTS_EVERY_NS = 10_000_000_000
 """Interval between later reads of the facts."""
 MAX_BUCKETS = 1024
@@ -50,7 +50,7 @@ _WRAPPER_MASK = (1 << 24 - WRAPPER_AT) - 1
 
 
 class GradientSync:
-    """Traces the synchronised backward passes of one process."""
+    """Traces the synchronized backward passes of one process."""
 
     def __init__(self, session: Session, recorder: SpanRecorder) -> None:
         self._session = session
@@ -73,7 +73,7 @@ class GradientSync:
         self._made = count()
         """Numbers of wrappers."""
         self._number = 0
-        """Number of the last synchronised pass, the same on all ranks for the same pass."""
+        """Number of the last synchronized pass, the same on all ranks for the same pass."""
         self._recorder.on_gradients = self._recorder.on_backward_begins = None
 
     def install(self) -> None:
@@ -146,7 +146,7 @@ class GradientSync:
     # ---------------------------------------------------------------- the end of a backward pass
 
     def _backward_ended(self, head: int, began: int, ended: int) -> None:
-        """Write the synchronisation spans of a backward pass, before the span of the pass itself is written.
+        """Write the synchronization spans of a backward pass, before the span of the pass itself is written.
 
         `head`: thread and enclosing kind. `began`, `ended`: start and end of the pass (monotonic ns).
         """
@@ -160,7 +160,7 @@ class GradientSync:
         """Write the passes that are over.
 
         With several wrappers, the wait of each begins when the gradients of all of them are ready. torch starts to note
-        gradients somewhat later than the tracer takes the time: after it has synchronised buffers, for example.
+        gradients somewhat later than the tracer takes the time: after it has synchronized buffers, for example.
         """
         found = []
         last = max(self._computed, began)
@@ -197,7 +197,7 @@ class GradientSync:
             self._record_facts(wrapper, module)
 
     def _write(self, wrapper: _TracedWrapper, ready: Sequence[int], at: int, head: int, ended: int) -> None:
-        """Write a synchronised pass. `at`: when all gradients were ready. `ready`: by bucket (ns after forward)."""
+        """Write a synchronized pass. `at`: when all gradients were ready. `ready`: by bucket (ns after forward)."""
         head |= (wrapper.number & _WRAPPER_MASK) << WRAPPER_AT + SITE_AT
         if wrapper.several:
             self._write_buckets(head, at, [max(at - wrapper.base - each, 0) for each in ready])
@@ -247,15 +247,15 @@ class _TracedWrapper:
         self.in_parts = False
         """Whether several backward passes of one forward have computed the gradients."""
         self.partly = bool(module.find_unused_parameters)
-        """Whether a synchronised pass may leave gradients out."""
+        """Whether a synchronized pass may leave gradients out."""
         self.passes = 0
-        """Number of finished backward passes, synchronised or not."""
+        """Number of finished backward passes, synchronized or not."""
         self.due = 0
         """When to read the facts again (monotonic ns)."""
         self.buckets: list[list[int]] = []
         """Indices of the parameters of each bucket; empty until torch reports them."""
         self.seen: list[int] = []
-        """torch's notes after the last synchronised pass."""
+        """torch's notes after the last synchronized pass."""
         self.latest: list[int] = []
         """For each bucket, the index of the gradient that was ready last."""
         self.several = False
@@ -263,7 +263,7 @@ class _TracedWrapper:
         self.pick: Callable[[list[int]], tuple[int, ...]] | None = None
         """Selects the notes of `latest` from all notes; None until all notes have been read."""
         self.values: tuple[int, ...] = ()
-        """The notes of `latest` after the last synchronised pass; with a single bucket, its note twice."""
+        """The notes of `latest` after the last synchronized pass; with a single bucket, its note twice."""
         self.facts: dict[str, object] = {}
         """The facts that were recorded last."""
 

@@ -223,7 +223,7 @@ class Session:
             "argv": [shorten_name(word) for word in hide_secrets(map(str, sys.argv[:32]))],
             "python": platform.python_version(),
             "torch": str(torch.__version__),
-            # torch.cuda.is_available() may initialise the driver. Forked children do not survive that.
+            # torch.cuda.is_available() may initialize the driver. Forked children do not survive that.
             "device_kind": "cuda" if torch.cuda.is_initialized() else "cpu",  # type: ignore[no-untyped-call]
         }
 

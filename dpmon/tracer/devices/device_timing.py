@@ -149,7 +149,7 @@ class DeviceTimer:
         """Whether this step is not timed, because a device is far behind. A step is timed as a whole or not at all:
         else its last phases would never be timed."""
         self.synced: Callable[[], int] | None = None
-        """Returns the number of synchronised backward passes, so that all ranks time the same steps."""
+        """Returns the number of synchronized backward passes, so that all ranks time the same steps."""
         self._waiting: deque[PhaseTimer] = deque()
         """The phases with unread events."""
         self._steps = 0
@@ -352,21 +352,21 @@ class DeviceTimer:
 
 
 def _hash_number(number: int) -> int:
-    """Mix the bits of a number, the same way in every process (the finaliser of MurmurHash3)."""
+    """Mix the bits of a number, the same way in every process (the finalizer of MurmurHash3)."""
     number = (number ^ number >> 16) * 0x85EBCA6B & 0xFFFFFFFF
     number = (number ^ number >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
     return number ^ number >> 16
 
 
 cuda_starting = Event()
-"""Set when CUDA is about to be initialised; another thread may then use CUDA before it counts as initialised."""
+"""Set when CUDA is about to be initialized; another thread may then use CUDA before it counts as initialized."""
 
 
 def cuda_may_be_used() -> bool:
-    """Whether CUDA is initialised, or about to be."""
+    """Whether CUDA is initialized, or about to be."""
     return cuda_starting.is_set() or is_cuda_initialized()
 
 
 def is_cuda_initialized() -> bool:
-    """Whether CUDA is initialised in this process."""
+    """Whether CUDA is initialized in this process."""
     return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]

@@ -1,6 +1,6 @@
 """torch's allocator of each GPU: its statistics, and its state just before an out-of-memory error.
 
-Statistics are read between two steps, and only after CUDA is initialised: by then CUDA_VISIBLE_DEVICES has taken
+Statistics are read between two steps, and only after CUDA is initialized: by then CUDA_VISIBLE_DEVICES has taken
 effect, even if the script sets it late. No function here waits for a stream. torch calls an observer before it raises
 an out-of-memory error; until then, the observer costs nothing.
 """
@@ -69,7 +69,7 @@ def _uuid_of(index: int) -> str | None:
 
 
 def watch_out_of_memory(session: Session) -> None:
-    """Record out-of-memory errors from now on. Does nothing before CUDA is initialised, or on later calls."""
+    """Record out-of-memory errors from now on. Does nothing before CUDA is initialized, or on later calls."""
     if _watched or not is_cuda_initialized():
         return
     attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)

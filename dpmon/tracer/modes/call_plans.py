@@ -92,7 +92,7 @@ def holds_data_parallel(module: object) -> bool:
 def uncopyable_reason(module: object) -> str | None:
     """Why dpmon must not make short-lived copies of this module; None if it may.
 
-    A copy shares the module's attributes, so its finaliser could close the module's files.
+    A copy shares the module's attributes, so its finalizer could close the module's files.
     """
     if not hasattr(type(module), "__del__"):
         return None

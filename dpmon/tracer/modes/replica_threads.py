@@ -92,7 +92,7 @@ class _Worker:
                 Context().run(replica.run)
             except BaseException as error:  # noqa: BLE001 - torch handles Exceptions itself
                 _report_thread_exception(error)
-            # A new thread has no tracer and no profiler. Clearing the thread-locals may run finalisers.
+            # A new thread has no tracer and no profiler. Clearing the thread-locals may run finalizers.
             sys.settrace(None)
             sys.setprofile(None)
             locals_of_thread.clear()

@@ -165,7 +165,7 @@ def _ranks(facts: ScreenData) -> list[Process]:
 def _step_count(numbers: StepStats, width: int, look: TerminalStyle) -> Row:
     """The number of steps behind the figures."""
     text = f"{format_count(numbers.steps)} steps"
-    if not look.colour or look.glyphs.ascii:
+    if not look.color or look.glyphs.ascii:
         text += "; a small letter: too short for a cell"
     return [(truncate(text, width, look.glyphs.more), "dim")]
 
@@ -181,7 +181,7 @@ def _name(phase: str, room: int, look: TerminalStyle, *, rest: bool) -> Row:
     text = phase if len(phase) < room else phase_by_display_name(phase).short_display_name[: room - 1]
     letter, at = LETTERS[phase], letter_in(phase, text)
     if letter == ".":
-        return [("." if not look.colour or look.glyphs.ascii else " ", f"chip.{phase}"), (text, "")]
+        return [("." if not look.color or look.glyphs.ascii else " ", f"chip.{phase}"), (text, "")]
     return [*([(text[:at], "")] if at else []), (letter, f"chip.{phase}"), (text[at + 1 :], "")]
 
 
@@ -246,8 +246,8 @@ def history_rows(
     gutter = max(len(short_clock(axis.begin_s * SECOND)) + 1, 8)
     room = width - gutter
     picture = build_chart_columns(process, axis, room, stall_intervals(facts))
-    labelled = height >= 3
-    bars = height - 1 if labelled else height
+    labeled = height >= 3
+    bars = height - 1 if labeled else height
     top = scale_top(picture.columns)
     known = any(column.count for column in picture.columns)
     rows = stacked_columns(picture.columns, room, bars, top, look, picture.places, by_mode=by_mode)
@@ -257,7 +257,7 @@ def history_rows(
             "" if not known else format_duration(top) if index == 0 else "0" if index == bars - 1 and bars > 1 else ""
         )
         out.append([(align_right(scale, gutter - 1) + " ", "dim"), *row])
-    if labelled:
+    if labeled:
         out.append(axis_below_chart(facts, axis, picture, gutter, room, look))
     return out
 

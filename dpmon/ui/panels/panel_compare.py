@@ -38,7 +38,7 @@ _LEAST_CHART, _MOST_CHART = 4, 16
 """Rows of the chart at full size."""
 _LEAST_RANGE = 12
 """Fewest cells for the intervals of the changes of mode."""
-_VIRTUAL_SHORT = "virtual replicas show behaviour, not speed"
+_VIRTUAL_SHORT = "virtual replicas show behavior, not speed"
 _VIRTUAL = "virtual replicas share one device: this shows how dp behaves, not how fast it would be"
 
 
@@ -119,7 +119,7 @@ def render_panel(facts: ScreenData, width: int, height: int, look: TerminalStyle
 
 
 def _over_time(facts: ScreenData, width: int, height: int, look: TerminalStyle) -> list[Row]:
-    """At full size, the mean step over time in the colour of its mode, if there are rows for it."""
+    """At full size, the mean step over time in the color of its mode, if there are rows for it."""
     if facts.process is None or facts.view.zoom != "compare" or height < _LEAST_CHART:
         return []
     drawn = history_rows(facts, facts.process, width, min(height, _MOST_CHART), look, by_mode=True)
@@ -138,7 +138,7 @@ def _changes(changes: Sequence[ModeSpeedup], width: int, look: TerminalStyle) ->
     columns = [
         TableColumn("change", 9, [format_clock(one.t_ns) for one in changes]),
         TableColumn("  to", 8, [[("  " + one.to.ljust(6), f"mode.{one.to}")] for one in changes], left=True),
-        TableColumn("speed-up (95 %)", 23, texts, "bold"),
+        TableColumn("speed-up (95%)", 23, texts, "bold"),
     ]
     if room >= _LEAST_RANGE:
         found = [one.speedup for one in changes]
@@ -177,7 +177,7 @@ class _CompareTable:
         words = {"single": "single", "dp": dp}
         row: Row = [(" " * self.label, "")]
         row += [(align_right(words[mode], self.cell), f"mode.{mode}") for mode in self.modes]
-        return [*row, ("  speed-up (95 %)", "dim")] if self.found.speedup is not None else row
+        return [*row, ("  speed-up (95%)", "dim")] if self.found.speedup is not None else row
 
     def step(self) -> Row:
         found, look = self.found, self.look

@@ -110,7 +110,7 @@ def _uses(tracks: Sequence[tuple[int, DeviceHistory]]) -> str:
         values = [number_member(track.data, "util_pct") for _, track in tracks]
         return " ".join((UNKNOWN if u is None else f"{u:.0f}").rjust(3) for u in values) + " %"
     known = [u for data in _run_gpu_data(tracks) if (u := number_member(data, "util_pct")) is not None]
-    return f"{min(known):3.0f} to {max(known):3.0f} %" if known else UNKNOWN
+    return f"{min(known):3.0f} to {max(known):3.0f}%" if known else UNKNOWN
 
 
 def _run_gpu_data(tracks: Sequence[tuple[int, DeviceHistory]]) -> list[Mapping[str, Any]]:
@@ -258,14 +258,14 @@ class _DeviceTable:
         return [*row, *figures] if row_width(row) + row_width(figures) <= self.width else [*row, *figures[:2]]
 
     def activity_row(self, track: DeviceHistory) -> Row:
-        """Activity fields that tell more than utilisation, if the hardware reports them; and who holds the memory."""
+        """Activity fields that tell more than utilization, if the hardware reports them; and who holds the memory."""
         data = track.data
         row: Row = [(" " * self.head, "")]
         parts: list[Row] = []
         for key, word in _THIRD:
             value, share = number_member(data, key), key.endswith("_pct")
             if value is not None or not share:
-                figure = align_right(f"{value:.0f} %", 5) if share else align_right(format_bytes(value), 8)
+                figure = align_right(f"{value:.0f}%", 5) if share else align_right(format_bytes(value), 8)
                 parts.append([(f"{word} ", "dim"), (figure + " ", "")])
         for part in parts:
             if row_width(row) + row_width(part) - 1 <= self.width:

@@ -105,7 +105,7 @@ def render_panel(facts: ScreenData, width: int, height: int, look: TerminalStyle
 def _main_rows(facts: ScreenData, width: int, height: int, look: TerminalStyle) -> list[Row]:
     """Findings, progress, losses."""
     if _has_not_started(facts):
-        return [row for label, text in _startup_plan_rows(facts) for row in _labelled(label, text, width)]
+        return [row for label, text in _startup_plan_rows(facts) for row in _labeled(label, text, width)]
     rows = _findings(facts, width) if facts.is_over else []
     if rows and height - len(rows) > 1:
         rows.append([])
@@ -147,7 +147,7 @@ def _startup_plan_rows(facts: ScreenData) -> list[tuple[str, str]]:
     return [(label, sanitize_line(text, 200)) for label, text in rows if text]
 
 
-def _labelled(label: str, text: str, width: int) -> list[Row]:
+def _labeled(label: str, text: str, width: int) -> list[Row]:
     return [
         [((label if index == 0 else "").ljust(9), "dim"), *row]
         for index, row in enumerate(wrap_to_rows(text, width - 9, ""))

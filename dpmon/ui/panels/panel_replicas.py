@@ -24,7 +24,7 @@ class CallChoice(NamedTuple):
     of: int
 
 
-_RANGE = "5 to 95 %"
+_RANGE = "5 to 95%"
 _FRESH = 64
 """A call that was not seen for more than this many steps can no longer be chosen."""
 

@@ -4,8 +4,8 @@
 
 It forks the ranks, so that torch is imported once. Rank 0 prints JSON lines at the end, one for each step and rank. All
 times are in ms, by the rank's own clock. In `passes` each forward and backward pass has its tail: from its last
-gradient to the end of its backward. Ranks wait for each other in the tails of synchronised passes; passes under no_sync
-are not synchronised. A rank is slow once a step: in its last batch, and in the first of two models.
+gradient to the end of its backward. Ranks wait for each other in the tails of synchronized passes; passes under no_sync
+are not synchronized. A rank is slow once a step: in its last batch, and in the first of two models.
 """
 
 import argparse
@@ -106,12 +106,12 @@ class Model:
     def _ready(self, parameter):
         self.last_ns = time.monotonic_ns()
 
-    def run(self, rows, values, synchronised):
+    def run(self, rows, values, synchronized):
         """Run a forward and a backward pass; return its tail."""
-        with nullcontext() if synchronised else self.ddp.no_sync():
+        with nullcontext() if synchronized else self.ddp.no_sync():
             (self.ddp(rows) - values).pow(2).mean().backward()
             ended = time.monotonic_ns()
-        return {"synchronised": synchronised, "tail_ms": (ended - self.last_ns) / 1e6}
+        return {"synchronized": synchronized, "tail_ms": (ended - self.last_ns) / 1e6}
 
 
 def train(options):
@@ -145,9 +145,9 @@ def train(options):
             {
                 "rank": rank,
                 "step_ms": (time.monotonic_ns() - began) / 1e6,
-                "tail_ms": sum(each["tail_ms"] for each in passes if each["synchronised"]),
-                "synchronised": sum(each["synchronised"] for each in passes),
-                "unsynchronised": sum(not each["synchronised"] for each in passes),
+                "tail_ms": sum(each["tail_ms"] for each in passes if each["synchronized"]),
+                "synchronized": sum(each["synchronized"] for each in passes),
+                "unsynchronized": sum(not each["synchronized"] for each in passes),
                 "passes": passes,
             }
         )

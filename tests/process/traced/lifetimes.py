@@ -71,11 +71,11 @@ class Net(nn.Module):
         return self.two(hidden.relu())
 
 
-class Finalised(Net):
-    """Has a finaliser, which must run as often as without dpmon."""
+class Finalized(Net):
+    """Has a finalizer, which must run as often as without dpmon."""
 
     def __del__(self, tell=tell):
-        tell("a network's finaliser")
+        tell("a network's finalizer")
 
 
 class Spread(nn.DataParallel):
@@ -86,9 +86,9 @@ class Spread(nn.DataParallel):
         return super().forward(x) * 1
 
 
-class FinalisedSpread(Spread):
+class FinalizedSpread(Spread):
     def __del__(self, tell=tell):
-        tell("a wrapper's finaliser")
+        tell("a wrapper's finalizer")
 
 
 def functional(net, x):
@@ -118,13 +118,13 @@ class Inside(nn.Module):
 
 
 def made():
-    net = Finalised() if FORM in ("finalised", "dp-finalised", "functional-finalised") else Net()
+    net = Finalized() if FORM in ("finalized", "dp-finalized", "functional-finalized") else Net()
     if FORM.startswith("dp"):
         return net, nn.DataParallel(net)
     if FORM == "subclass":
         return net, Spread(net)
-    if FORM == "subclass-finalised":
-        return net, FinalisedSpread(net)
+    if FORM == "subclass-finalized":
+        return net, FinalizedSpread(net)
     if FORM == "ddp":
         return net, parallel.DistributedDataParallel(net)
     if FORM.startswith("functional"):

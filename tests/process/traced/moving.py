@@ -30,7 +30,7 @@ model(torch.empty(3, 4, device="meta"))
 model.to_empty(device="cpu")
 optimizer = torch.optim.SGD(model.parameters(), 0.01)
 train(100)
-# Initialise CUDA, as when a model is first moved there; here the only other device is "meta".
+# Initialize CUDA, as when a model is first moved there; here the only other device is "meta".
 for call, _ in torch.cuda._queued_calls:
     call()
 torch.cuda.is_initialized = lambda: True

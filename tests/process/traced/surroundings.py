@@ -364,8 +364,8 @@ def standard_streams_closed():
     os.dup2(out, 1)
 
 
-def finalised_calls():
-    """Finalisers call the model while Python ends."""
+def finalized_calls():
+    """Finalizers call the model while Python ends."""
     _, call = made()
     call(torch.ones(2, 4))
 

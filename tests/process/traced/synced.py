@@ -1,6 +1,6 @@
 """Forms of training with DistributedDataParallel, in one process. The script counts for itself and prints that.
 
-Its own communication hook counts synchronised passes, and hooks on its parameters note the last gradient.
+Its own communication hook counts synchronized passes, and hooks on its parameters note the last gradient.
 """
 
 import contextlib

@@ -90,8 +90,8 @@ RECORDS: Mapping[str, RecordSpec] = {
             backend, text: the backend of the group: gloo, nccl ...
             device, text: the type of its tensors' device
             start_s, number: time of its launch, since the run's start
-            host_ms, number: from its launch to its completion; dpmon finds the completion by polling, late by at most 5
-                % or 0.1 ms, whichever is larger
+            host_ms, number: from its launch to its completion; dpmon finds the completion by polling, late by at most
+                5% or 0.1 ms, whichever is larger
             queue_ms, number: from its launch until all collectives launched before it on its group were complete
             alg_bytes_s, number: algorithm bandwidth: its bytes divided by the time in which it could run; null if this
                 time is below 0.1 ms

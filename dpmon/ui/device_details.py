@@ -57,8 +57,10 @@ def may_belong_to_run(data: Data) -> bool:
 
 
 def format_rounded(value: float | None, unit: str) -> str:
-    """A value as a whole number with its unit."""
-    return UNKNOWN if value is None else f"{value:.0f} {unit}"
+    """Return a value as a whole number with its unit."""
+    if value is None:
+        return UNKNOWN
+    return f"{value:.0f}%" if unit == "%" else f"{value:.0f} {unit}"
 
 
 def gpu_label(index: int, data: Data) -> str:
@@ -145,7 +147,7 @@ def plots(
     for head, values, top, unit in charts:
         dots = graph * (2 if look.glyphs.braille else 1)
         drawn = filled_area(resample(values, second, axis, dots), graph, height - 2, top or 1.0, look.glyphs)
-        scales = [f"{top:.0f} {unit}", *[""] * (height - 4), "0"]
+        scales = [format_rounded(top, unit), *[""] * (height - 4), "0"]
         begin, now = (short_clock(at * SECOND) for at in (axis.begin_s, axis.now_s))
         ends = f"now {now}" if len(begin) + len(now) + 6 <= graph else now
         rows[0] += fit_row([(" " * _GUTTER, ""), (head, "bold")], each, look.glyphs.more)

@@ -133,7 +133,7 @@ def in_report(directory: Path) -> Shown:
             }
         elif head := re.fullmatch(rf"PHASES of a step, {_MODE}", line):
             mode = head[1], bool(head[2])
-        elif row := re.fullmatch(rf" +(\w+) +(<?\d+ %) +{_TIME} +{_TIME}", line):
+        elif row := re.fullmatch(rf" +(\w+) +(<?\d+%) +{_TIME} +{_TIME}", line):
             names = ("share", "median", "p95")
             found |= {(*mode, row[1], name): text for name, text in zip(names, row.groups()[1:], strict=True)}
     return found
@@ -225,7 +225,7 @@ def on_screen(directory: Path, feed: LiveRun) -> tuple[Shown, str]:
     ]
     for row in table:
         name, _, rest = row.partition(" ")
-        shown = re.findall(r"<?[\d.]+ (?:[µm]?s|%)", rest)
+        shown = re.findall(r"<?[\d.]+(?: [µm]?s|%)", rest)
         found |= {(*LAST[0], phase, name): text for phase, text in zip(columns, shown, strict=False)}
     rows: list[Row] = [
         *render_panel(facts, 180, 2, LOOK),

@@ -337,7 +337,7 @@ def test_ranks_of_nodes_are_shown_over_time_but_only_the_slow_one_of_many(nodes:
     rows = [row for row in text_of(facts, 120, height).splitlines() if row.startswith("│") and row.endswith("% │")]
     assert [row[3:10].strip() for row in rows] == (list(shown) if nodes == 2 else [shown])
     (row,) = [row for row in rows if row[2] == "▸"]
-    assert (row[3:10].strip(), set(row[11:-9].strip()), row[-7:-2]) == (str(slow), {"3"}, " 34%"), row
+    assert (row[3:10].strip(), set(row[11:-9].strip()), row[-7:-2]) == (str(slow), {"3"}, "  34%"), row
     calm = facts_of(ManyNodes(4, slow=-1).run(0, 12), waits=True)
     assert not any(row.endswith("% │") for row in text_of(calm, 120, 40).splitlines())
 

@@ -144,7 +144,7 @@ def test_a_warning_of_dpmon_does_not_explain_that_nothing_was_traced(state: Path
 
 def test_a_run_that_failed_shows_the_end_of_its_output(state: Path) -> None:
     directory = keep({0: Training().run(3)}, status=1)
-    (directory / "stderr.log").write_bytes(b"10 %\r20 %\r\nTraceback:\n  boom \x1b[31m\n\n")
+    (directory / "stderr.log").write_bytes(b"10%\r20%\r\nTraceback:\n  boom \x1b[31m\n\n")
     lines = report_text(directory, 80)
     assert lines[0].endswith(": failed with exit status 1 after 1 min 00 s")
     assert section(lines, "LAST OUTPUT") == ["  20%", "  Traceback:", "    boom \N{REPLACEMENT CHARACTER}[31m"]

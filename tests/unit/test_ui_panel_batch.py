@@ -77,7 +77,7 @@ def test_if_few_steps_take_most_time_the_mean_comes_first_and_the_median_is_expl
     steps_per_s = float(header.split("steps/s")[0].split()[-1])
     assert steps_per_s == pytest.approx(1000 / mean, rel=0.05), "what leads is what the speed in the header says"
     (said,) = (line for line in lines if "uneven steps" in line)
-    assert re.search(r"uneven steps: about [23]\d % take 9\d % of the time, slower in data", said), said
+    assert re.search(r"uneven steps: about [23]\d% take 9\d% of the time, slower in data", said), said
 
 
 def test_even_steps_have_no_such_word() -> None:

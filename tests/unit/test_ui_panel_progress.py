@@ -65,7 +65,7 @@ def test_the_bar_has_the_time_left_and_the_epochs_are_listed_newest_first() -> N
     ]
     assert [plain_text(row) for row in panel_progress.panel_title(found, LOOK, True)] == ["6 Progress", "412/1,563"]
     assert drawn(found) == [
-        "━━━━━━━━────────────────────────  26%   2 min 10 s left",
+        "━━━━━━━━────────────────────────   26%   2 min 10 s left",
         "epoch        time  evaluation     between",
         "    2  2 min 51 s      12.0 s      500 ms",
         "    1  2 min 55 s      12.0 s",

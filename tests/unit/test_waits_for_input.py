@@ -60,7 +60,7 @@ def drawn(state: RunSnapshot) -> str:
 
 def test_the_batch_panel_names_a_wait_and_not_the_phase_it_fell_into() -> None:
     _, payloads, waits = with_waits(12.0, 8.0)
-    assert re.search(r"waiting for input took 7\d % of the time", drawn(recorded(payloads, waits)))
+    assert re.search(r"waiting for input took 7\d% of the time", drawn(recorded(payloads, waits)))
     assert "slower in backward" in drawn(recorded(payloads, []))
     assert "slower in backward" in drawn(recorded(payloads, waits, pid=PID + 1)), "a launcher's own"
     short = [(waits[0][0], 2.0)]

@@ -108,7 +108,7 @@ def _uses(tracks: Sequence[tuple[int, DeviceHistory]]) -> str:
     """The use of each GPU; for many GPUs, the range of the run's own."""
     if len(tracks) <= 4:
         values = [number_member(track.data, "util_pct") for _, track in tracks]
-        return " ".join((UNKNOWN if u is None else f"{u:.0f}").rjust(3) for u in values) + " %"
+        return " ".join((UNKNOWN if u is None else f"{u:.0f}").rjust(3) for u in values) + "%"
     known = [u for data in _run_gpu_data(tracks) if (u := number_member(data, "util_pct")) is not None]
     return f"{min(known):3.0f} to {max(known):3.0f}%" if known else UNKNOWN
 

@@ -26,8 +26,6 @@ from typing import Any
 TESTS = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(TESTS), str(TESTS / "unit")]
 
-from stored import Recording  # noqa: E402
-from synthetic import SECOND, Training, changed, device_event, host_event, with_other  # noqa: E402
 from yardstick import Yardstick  # noqa: E402
 
 from dpmon.export.incremental_rows import IncrementalRows  # noqa: E402
@@ -37,6 +35,8 @@ from dpmon.mirror.mirror_history import MirrorHistory  # noqa: E402
 from dpmon.record.record_types import Event  # noqa: E402
 from dpmon.run.run_directory import RunInfo  # noqa: E402
 from dpmon.store.tally import WIDTHS  # noqa: E402
+from support.history_builders import Recording  # noqa: E402
+from support.record_builders import SECOND, Training, device_event, host_event, with_event_data, with_other  # noqa: E402
 
 WARM_S = 3
 RANKS, STEP_NS, CYCLE_S = 8, 100_000_000, 60
@@ -57,7 +57,7 @@ class Machine:
             )  # fmt: skip
             first, *others = training.begin()
             ddp = {"process": process, "rank": process, "t_s": 2.0, "group": list(range(world))}
-            rows = [changed(first, pid=4242 + process, world=world), *others, Event("ddp", ddp)]
+            rows = [with_event_data(first, pid=4242 + process, world=world), *others, Event("ddp", ddp)]
             recording.add(rows, process, process)
             trainings.append(training)
         rows = IncrementalRows(rollups=True, sparse=True)

@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fake_nvml import FakeNvml, RunSamples
-from fake_nvml import library as nvml
-from running import Dpmon
-from simulated import Simulated
 from tracing import traced
 
 from dpmon.gpu.device_record import bare_uuid
+from support.fake_devices import FakeNvml, RunSamples, SimulatedCuda
+from support.fake_devices import compile_fake_library as nvml
+from support.run_harness import Dpmon
 
 pytestmark = pytest.mark.simulated
 
@@ -48,7 +47,7 @@ stats = torch.cuda.memory_stats()
 """
 
 
-def test_figures_of_the_allocator_are_recorded(tmp_path: Path, gpus: Simulated) -> None:
+def test_figures_of_the_allocator_are_recorded(tmp_path: Path, gpus: SimulatedCuda) -> None:
     text = TRAINS + "\nprint(json.dumps(torch.cuda.memory_stats()))\n"
     run = traced(tmp_path, text, env=gpus.environment(2), mode="script")
     assert run.complaints == []
@@ -65,7 +64,7 @@ def test_figures_of_the_allocator_are_recorded(tmp_path: Path, gpus: Simulated) 
     assert (one["alloc_retries"], one["ooms"]) == (0, 0)
 
 
-def test_an_oom_is_recorded_with_the_memory_before_it(tmp_path: Path, gpus: Simulated) -> None:
+def test_an_oom_is_recorded_with_the_memory_before_it(tmp_path: Path, gpus: SimulatedCuda) -> None:
     text = TRAINS + FULL + "print(json.dumps([text, before, stats]))\n"
     run = traced(tmp_path, text, env=gpus.environment(1), mode="script")
     said, before, after = run.printed
@@ -82,7 +81,9 @@ def test_an_oom_is_recorded_with_the_memory_before_it(tmp_path: Path, gpus: Simu
 
 
 @pytest.mark.parametrize("chosen", ["3,1", "GPU-00000000-0000-0000-0000-000000000003,1"])
-def test_gpus_are_identified_by_uuid_in_any_order(dpmon: Dpmon, tmp_path: Path, gpus: Simulated, chosen: str) -> None:
+def test_gpus_are_identified_by_uuid_in_any_order(
+    dpmon: Dpmon, tmp_path: Path, gpus: SimulatedCuda, chosen: str
+) -> None:
     """CUDA numbers GPUs in the reverse order of NVML, and the command chooses two of them."""
     fake = FakeNvml(tmp_path, nvml(tmp_path))
     fake.tell("gpus 4")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from simulated import WAITING, Simulated
 from tracing import alone, traced
 
 from dpmon.record.record_types import UNTIMED
 from dpmon.record.shared_names import Untimed
+from support.fake_devices import WAITING_FUNCTIONS, SimulatedCuda
 
 pytestmark = pytest.mark.simulated
 
@@ -17,7 +17,7 @@ TEXT = (Path(__file__).parent / "scripts" / "captures.py").read_text()
 
 
 @pytest.mark.parametrize("which", ["step", "callables", "thread"])
-def test_captures_are_the_same_as_without_dpmon(tmp_path: Path, gpus: Simulated, which: str) -> None:
+def test_captures_are_the_same_as_without_dpmon(tmp_path: Path, gpus: SimulatedCuda, which: str) -> None:
     without = alone(tmp_path, TEXT, which, env=gpus.environment(1))
     theirs, waited = gpus.truth(), gpus.counts()
     run = traced(tmp_path, TEXT, which, env=gpus.environment(1), mode="script")
@@ -29,7 +29,9 @@ def test_captures_are_the_same_as_without_dpmon(tmp_path: Path, gpus: Simulated,
     recorded = [[op.name for op in one.of("event")].count("captured") for one in (ours, theirs)]
     assert recorded[0] == recorded[1]
     if which != "thread":  # there a number depends on the timing of threads
-        assert {name: counts.get(name) for name in WAITING} == {name: waited.get(name) for name in WAITING}
+        assert {name: counts.get(name) for name in WAITING_FUNCTIONS} == {
+            name: waited.get(name) for name in WAITING_FUNCTIONS
+        }
     if which == "step":
         assert len(ours.of("graph")) == 20
     else:
@@ -40,7 +42,7 @@ def test_captures_are_the_same_as_without_dpmon(tmp_path: Path, gpus: Simulated,
         assert UNTIMED[Untimed.CAPTURED] in reasons
 
 
-def test_a_question_would_end_a_capture(tmp_path: Path, gpus: Simulated) -> None:
+def test_a_question_would_end_a_capture(tmp_path: Path, gpus: SimulatedCuda) -> None:
     """A query by the script itself ends a capture; otherwise the other tests would prove nothing."""
     run = alone(tmp_path, TEXT, "asks", env=gpus.environment(1))
     assert run.status == 1

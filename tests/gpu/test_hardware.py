@@ -16,9 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from fake_nvml import RunSamples
-from played import Process
-from running import Dpmon
 from tracing import Script, Traced, traced
 
 from dpmon.gpu.device_record import bare_uuid
@@ -26,6 +23,8 @@ from dpmon.record.span_format import Kind
 from dpmon.tracer.core.session import Session, TracerConfig
 from dpmon.tracer.devices.cuda_events import TorchEvents
 from dpmon.tracer.devices.device_timing import DeviceTimer, PhaseTimer
+from support.fake_devices import RunSamples, SimulatedProcess
+from support.run_harness import Dpmon
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
@@ -177,7 +176,7 @@ def test_phases_equal_those_of_the_profiler(profiled: Traced, row: Any, phase: s
     row(f"{phase}, host time, median of {STEPS} steps", ours, most, "ms", round(within, 3))
 
 
-class RealDevice(Process):
+class RealDevice(SimulatedProcess):
     """A process with the events of the real device."""
 
     def __init__(self) -> None:

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from running import Dpmon
 
 from dpmon.cli.main import main
+from support.run_harness import Dpmon
 
 
 def refused(dpmon: Dpmon, *words: str, says: str, **more: object) -> str:

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch.distributed.fsdp
-from synthetic import kind_of
-from torch_aborts import unless_aborted
 from tracing import Script, Traced, alone, text_of, traced
 
 from dpmon.record.record_types import Collective, Sampled
+from support.baseline_comparison import run_unless_aborted
+from support.record_builders import kind_of
 
 pytestmark = pytest.mark.slow
 
@@ -59,7 +59,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         script = Script(place, text, fresh=True)
         return Runs(script.end(), alone(place, text, fresh=True), script.start_ns)
 
-    return unless_aborted(both, lambda runs: runs.traced.err + runs.alone.err)
+    return run_unless_aborted(both, lambda runs: runs.traced.err + runs.alone.err)
 
 
 def rank_output(run: Traced, form: str) -> list[dict[str, Any]]:
@@ -143,7 +143,7 @@ def test_sampling_writes_no_warning_and_loses_no_record(runs: Runs) -> None:
 def oddly(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Traced]:
     place = tmp_path_factory.mktemp("oddly")
     text = text_of("communicating_oddly")
-    return cache(lambda how: unless_aborted(lambda _: traced(place, text, how), lambda run: run.err))
+    return cache(lambda how: run_unless_aborted(lambda _: traced(place, text, how), lambda run: run.err))
 
 
 def of_kind(run: Traced, kind: type) -> list[Any]:

@@ -6,9 +6,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from documented import DOCS, blocks
-from running import Dpmon
 from test_getting_started import put_on_path
+
+from support.format_readers import DOCS, blocks
+from support.run_harness import Dpmon
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 (RECIPE,) = [text for _, text in blocks(DOCS / "compare.md") if text.startswith("#!/bin/sh")]

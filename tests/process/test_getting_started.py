@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from running import Dpmon
-from torch_aborts import unless_aborted
+
+from support.baseline_comparison import run_unless_aborted
+from support.run_harness import Dpmon
 
 pytestmark = pytest.mark.slow
 
@@ -58,7 +59,7 @@ def run_all(page: str, dpmon: Dpmon, tmp_path: Path) -> dict[str, str]:
 
     printed: dict[str, str] = {}
     for command in commands(page):
-        done = unless_aborted(run, lambda ended: ended.stdout, tries=4) if "torchrun" in command else run(0)
+        done = run_unless_aborted(run, lambda ended: ended.stdout, tries=4) if "torchrun" in command else run(0)
         assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}"
         printed[command] = done.stdout
     assert {path.name for path in dpmon.cwd.iterdir()} == {"examples"}, "what the page makes it removes"

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from running import Dpmon, wait_for
 from tracing import Script
 
 from dpmon.cli.commands import ls
 from dpmon.cli.status_stream import ProgressReporter
 from dpmon.report import report_text
 from dpmon.run.run_reader import RunReader
+from support.run_harness import Dpmon, wait_for
 
 pytestmark = pytest.mark.slow
 

@@ -18,14 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import LIMIT_S, Dpmon, free_ports, wait_for
-from slurm import NODES, slurm
-from sshd import Hosts, no_namespaces
-from torch_aborts import ABORTED
 
 from dpmon.run import proc
 from dpmon.run.lifecycle import has_live_supervisor
 from dpmon.run.run_directory import load_info
+from support.baseline_comparison import ABORTED
+from support.cluster_harness import SLURM_NODES, NamespaceHosts, missing_for_namespaces, start_slurm
+from support.run_harness import LIMIT_S, Dpmon, free_ports, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -100,11 +99,11 @@ class Job:
 @contextmanager
 def over_ssh(dpmon: Dpmon) -> Iterator[Job]:
     """Two namespaces with an sshd in each; torchrun is started in both."""
-    why = no_namespaces()
+    why = missing_for_namespaces()
     if why is not None:
         pytest.skip(why)
     names, states = ("gpu-1", "gpu-2"), (dpmon.state / "gpu-1", dpmon.state / "gpu-2")
-    hosts = Hosts(dpmon.state / "net", dict(zip(names, states, strict=True)))
+    hosts = NamespaceHosts(dpmon.state / "net", dict(zip(names, states, strict=True)))
     try:
         how = ("--master-addr", hosts.address(0), "--master-port", 29500, "--node-rank")
         commands = [
@@ -127,13 +126,13 @@ def over_ssh(dpmon: Dpmon) -> Iterator[Job]:
 @contextmanager
 def under_slurm(dpmon: Dpmon) -> Iterator[Job]:
     """Two nodes of a real Slurm; one srun starts dpmon and torchrun on both."""
-    with slurm(dpmon.state / "slurm") as cluster:
+    with start_slurm(dpmon.state / "slurm") as cluster:
         how = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_ports(1)[0]}")
         words = ["srun", "-N2", "--ntasks-per-node=1", "dpmon", *map(str, [*TORCHRUN, *how, TRAIN])]
         command = dpmon.start(argv=words, env=cluster.environment)
         number = wait_for(lambda: cluster.said("squeue", "--noheader", "--format", "%i"), what="the job")
-        states = cluster.state(NODES[0]), cluster.state(NODES[1])
-        yield Job(dpmon, NODES, states, ("--slurm", number), (), cluster.environment, [command])
+        states = cluster.state(SLURM_NODES[0]), cluster.state(SLURM_NODES[1])
+        yield Job(dpmon, SLURM_NODES, states, ("--slurm", number), (), cluster.environment, [command])
         dpmon.clean_up()
 
 

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from running import Dpmon
 from tracing import text_of, traced
+
+from support.run_harness import Dpmon
 
 
 def test_memory_sums_equal_those_of_the_script(dpmon: Dpmon, tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from running import Dpmon, wait_for
 
 from dpmon.mirror.mirror_run import find_or_create_mirror
 from dpmon.run import proc
@@ -23,6 +22,7 @@ from dpmon.stalls.why_reply import request_and_wait
 from dpmon.store.store_opening import open_store
 from dpmon.store.store_queries import Store
 from dpmon.supervise.start_supervisor import ensure_supervisor
+from support.run_harness import Dpmon, wait_for
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import Dpmon, wait_for
-from stored import state_in, state_of
 from tracing import Script, Traced, text_of
 
 from dpmon.record.record_types import Step
@@ -25,6 +23,8 @@ from dpmon.span_ring import HeaderWord
 from dpmon.tracer.core.session import Session, TracerConfig
 from dpmon.tracer.steps.pause import Pauser
 from dpmon.tracer.steps.span_recorder import SpanRecorder
+from support.history_builders import snapshot_of_directory, snapshot_of_records
+from support.run_harness import Dpmon, wait_for
 
 LOOPS = ("with_calls_only", "with_an_optimizer", "with_a_loader")
 LOOP = """\
@@ -176,7 +176,7 @@ def test_without_a_supervisor_a_pause_is_refused(steered: Traced) -> None:
     first = pauses(steered)[0]
     assert first["paused"] is False
     assert first["refused"].startswith("the run's directory cannot be read")
-    state = state_of(steered.records)
+    state = snapshot_of_records(steered.records)
     assert state.pauses[0].refused == first["refused"]
     assert len(state.pauses) == 5
     assert state.processes[0].paused_since_ns is None
@@ -322,7 +322,7 @@ def test_a_screen_opened_during_a_pause_shows_it_and_can_end_it(dpmon: Dpmon) ->
     late = RunReader(dpmon.last())
 
     def known() -> int | None:
-        process = state_in(late.directory).representative
+        process = snapshot_of_directory(late.directory).representative
         return process.paused_since_ns if process is not None else None
 
     since = wait_for(known, what="the record of the pause")
@@ -333,7 +333,8 @@ def test_a_screen_opened_during_a_pause_shows_it_and_can_end_it(dpmon: Dpmon) ->
     wait_for(lambda: not known() and not late.pause_state().pending, what="its end")
     # A step after the pause shows its end, too, and may be written before the record of the end.
     pauses = wait_for(
-        lambda: found if len(found := state_in(late.directory).pauses) > 1 else None, what="the record of its end"
+        lambda: found if len(found := snapshot_of_directory(late.directory).pauses) > 1 else None,
+        what="the record of its end",
     )
     assert [change.paused for change in pauses] == [True, False]
     assert (pauses[1].paused_ns or 0) > 0

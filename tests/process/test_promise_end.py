@@ -10,12 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from running import Dpmon, wait_for
-from sizes import reached
 
 from dpmon.run import proc
 from dpmon.run.failure_cause import OomKillCounter
 from dpmon.run.run_reader import RunReader
+from support.run_harness import Dpmon, report_measured, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -69,7 +68,7 @@ def test_promise_7_how_it_ended(dpmon: Dpmon) -> None:
         assert [f"line {n}" for n in range(100, 300)] == [line for line in lines if line.startswith("line ")][-200:]
         word = "finished" if status == 0 else "killed" if number else "failed"
         assert newest_state(dpmon) == word
-    reached("P7", f"{len(ENDINGS)} endings, the slowest known after {slowest:.2f} s")
+    report_measured("P7", f"{len(ENDINGS)} endings, the slowest known after {slowest:.2f} s")
     assert slowest < 60
 
 

@@ -11,10 +11,10 @@ import time
 from functools import partial
 
 import pytest
-from running import Dpmon, until_unsupervised, wait_for
 
 from dpmon.run import proc
 from dpmon.run.run_directory import load_exit
+from support.run_harness import Dpmon, wait_for, wait_until_unsupervised
 
 pytestmark = pytest.mark.slow
 
@@ -43,7 +43,7 @@ def test_a_stopped_supervisor_does_not_block_the_script(dpmon: Dpmon) -> None:
         assert (how.by, how.drained) == ("foreground", False), "the last records are the supervisor's"
     finally:
         os.kill(info["supervisor_pid"], signal.SIGCONT)
-    until_unsupervised(info)
+    wait_until_unsupervised(info)
     assert dpmon.exit()["status"] == 6
 
 
@@ -228,7 +228,7 @@ def test_a_supervisor_that_gets_sigterm_leaves_the_training(dpmon: Dpmon) -> Non
     info = dpmon.info()
     dpmon.begun()
     os.kill(info["supervisor_pid"], signal.SIGTERM)
-    until_unsupervised(info)
+    wait_until_unsupervised(info)
     assert proc.is_alive(info["command_pid"], info["command_started"])
     dpmon.go()
     wait_for((dpmon.cwd / "done").exists)

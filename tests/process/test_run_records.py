@@ -13,15 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import Dpmon, until_unsupervised, wait_for
 
 from dpmon.record.span_format import Kind
 from dpmon.span_reader import SpanReader
 from dpmon.span_ring import RingError
+from support.ring_writers import WRITE_RUN
+from support.run_harness import Dpmon, wait_for, wait_until_unsupervised
 
 pytestmark = pytest.mark.slow
-
-WRITER = Path(__file__).resolve().parent.parent / "writer.py"
 
 
 def of_training(records: Iterable[dict[str, Any]]) -> list[tuple[str, int]]:
@@ -51,7 +50,7 @@ def expected(count: int) -> list[tuple[str, int]]:
 
 
 def test_every_record_is_exported_once_and_in_order(dpmon: Dpmon) -> None:
-    assert dpmon.run(WRITER, 6000, 6000).status == 0
+    assert dpmon.run(*WRITE_RUN, 6000, 6000).status == 0
     records = dpmon.records()
     assert of_training(records) == expected(6000)
     assert records[-2:-1] == [{"kind": "dropped", "count": 0, "pruned": 0}]
@@ -59,12 +58,12 @@ def test_every_record_is_exported_once_and_in_order(dpmon: Dpmon) -> None:
     assert Counter(r["kind"] for r in records)["exit"] == 1
 
 
-STAYS = WRITER, 16_000, 6000, 8, 15_999
+STAYS = *WRITE_RUN, 16_000, 6000, 8, 15_999
 """Writes no more than its ring can hold, so that no record is overwritten, and stays until it is killed."""
 
 
 def test_export_while_the_run_goes_on(dpmon: Dpmon) -> None:
-    process = dpmon.start(WRITER, 200_000, 1000)  # its ring has room for a quarter of a minute
+    process = dpmon.start(*WRITE_RUN, 200_000, 1000)  # its ring has room for a quarter of a minute
     lengths = []
     for wanted in (500, 3500):
 
@@ -85,9 +84,9 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a finished run, to be copied."""
     place = tmp_path_factory.mktemp("recorded")
     runner = Dpmon(place / "state", place)
-    assert runner.run(WRITER, 2000, 10_000).status == 0
+    assert runner.run(*WRITE_RUN, 2000, 10_000).status == 0
     info = runner.info()
-    until_unsupervised(info)
+    wait_until_unsupervised(info)
     return runner.last()
 
 
@@ -113,8 +112,8 @@ def test_a_damaged_history_loses_only_its_own_rows(dpmon: Dpmon, recorded: Path,
 
 
 def test_the_schema_can_be_queried_by_people(dpmon: Dpmon) -> None:
-    dpmon.run(WRITER, 200, 10_000, 3)
-    until_unsupervised(dpmon.info())
+    dpmon.run(*WRITE_RUN, 200, 10_000, 3)
+    wait_until_unsupervised(dpmon.info())
     with sqlite3.connect(f"file:{dpmon.last() / 'history.sqlite'}?mode=ro", uri=True) as db:
         query = "SELECT mode, count(*) FROM calls GROUP BY mode"
         assert db.execute(query).fetchall() == [("dp", 100)]

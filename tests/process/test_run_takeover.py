@@ -15,18 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kept import keep
-from running import Dpmon, Terminal, until_unsupervised, wait_for
-from stored import state_of
-from synthetic import Training
 from test_run_faults import slow
-from test_run_records import WRITER, expected, of_training, tailed
+from test_run_records import expected, of_training, tailed
 
 from dpmon.record.record_types import Event
 from dpmon.run import proc
 from dpmon.run.run_directory import load_exit
 from dpmon.store.store_opening import open_store
 from dpmon.supervise.start_supervisor import ensure_supervisor
+from support.history_builders import snapshot_of_records, write_run_directory
+from support.record_builders import Training
+from support.ring_writers import WRITE_RUN
+from support.run_harness import Dpmon, Terminal, wait_for, wait_until_unsupervised
 
 pytestmark = pytest.mark.slow
 
@@ -71,7 +71,7 @@ def new_supervisor(dpmon: Dpmon, old: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def test_attach_starts_a_new_supervisor_and_no_record_is_lost_or_doubled(dpmon: Dpmon) -> None:
-    dpmon.run("--detach", WRITER, 9000, 1500, 8, 4000)
+    dpmon.run("--detach", *WRITE_RUN, 9000, 1500, 8, 4000)
     wait_for(lambda: tailed(dpmon, 2000))
     wait_for(lambda: any(r["kind"] == "host" for r in dpmon.records()))
     old = dpmon.kill_supervisor()
@@ -161,7 +161,7 @@ def test_only_one_of_several_screens_starts_a_supervisor(dpmon: Dpmon) -> None:
 
 @pytest.mark.usefixtures("reaper")
 def test_a_run_that_ended_without_a_supervisor(dpmon: Dpmon) -> None:
-    dpmon.run("--detach", WRITER, 4000, 4000, 8, 3999)
+    dpmon.run("--detach", *WRITE_RUN, 4000, 4000, 8, 3999)
     wait_for(lambda: tailed(dpmon, 100))
     info = dpmon.kill_supervisor()
     dpmon.go()
@@ -331,7 +331,7 @@ def test_the_end_before_a_power_cut_stays_known(dpmon: Dpmon) -> None:
     dpmon.script("raise SystemExit(3)")
     dpmon.run("--headless", "script.py")
     before = dpmon.exit()
-    until_unsupervised(dpmon.info())
+    wait_until_unsupervised(dpmon.info())
     (dpmon.last() / "exit.json").write_text(json.dumps({**before, "drained": False}))
     restart(dpmon.last())
     dpmon.run("attach")
@@ -339,11 +339,11 @@ def test_the_end_before_a_power_cut_stays_known(dpmon: Dpmon) -> None:
 
 
 def test_a_machine_that_was_restarted(dpmon: Dpmon) -> None:
-    dpmon.run("--detach", WRITER, 200, 4000)
+    dpmon.run("--detach", *WRITE_RUN, 200, 4000)
     dpmon.exit()
     directory = dpmon.last()
     (directory / "exit.json").unlink()
-    until_unsupervised(dpmon.info())
+    wait_until_unsupervised(dpmon.info())
     restart(directory)
     assert listed_state(dpmon) == "lost"
     dpmon.run("attach")
@@ -374,7 +374,7 @@ def test_a_run_of_another_machine_is_left_to_it(dpmon: Dpmon) -> None:
 
 def test_a_slow_supervisor_causes_no_warning(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dpmon.supervise.start_supervisor.FINISH_S", 0.0)
-    directory = keep({0: Training().run(3)}, status=None, command_pid=4_000_000)
+    directory = write_run_directory({0: Training().run(3)}, status=None, command_pid=4_000_000)
     gc.collect()  # what other tests have left
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -387,5 +387,5 @@ def test_a_slow_supervisor_causes_no_warning(state: Path, monkeypatch: pytest.Mo
 
 def test_the_chart_of_devices_has_a_gap() -> None:
     times = (1.0, 2.0, 12.0, 13.0)
-    model = state_of([Event("host", {"t_s": t_s, "cpu_pct": 50.0}) for t_s in times])
+    model = snapshot_of_records([Event("host", {"t_s": t_s, "cpu_pct": 50.0}) for t_s in times])
     assert list(model.host.util) == [50.0, 50.0, *[None] * 9, 50.0, 50.0]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from running import Dpmon
-from sidebyside import ROOT, of_kind
 from tracing import Traced, alone, text_of, traced
 
 from dpmon.record.jsonl import as_json
 from dpmon.record.record_types import Call
+from support.baseline_comparison import ROOT, records_of_kind
+from support.run_harness import Dpmon
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +131,7 @@ def test_the_example_and_the_summary(dpmon: Dpmon, tmp_path: Path) -> None:
     """Without a GPU the example uses one device; a spread model has its stages in the summary."""
     result = dpmon.run(*dpmon.warm(), "--headless", ROOT / "examples" / "model_parallel.py", "--steps", 5)
     assert result.status == 0, result.errors
-    calls = of_kind(dpmon.records(), "call")
+    calls = records_of_kind(dpmon.records(), "call")
     assert [call["call"] for call in calls] == [1, 2, 3, 4, 5]
     assert {call["root"] for call in calls} == {"DistributedModel"}
     assert all(len(call.get("stages", ())) == (2 if len(call["devices"]) > 1 else 0) for call in calls)

@@ -9,10 +9,10 @@ from statistics import median
 from typing import Any
 
 import pytest
-from running import Dpmon
 from tracing import Script
 
 from dpmon.record.jsonl import as_json
+from support.run_harness import Dpmon
 
 NOTES = """
 import json, time

@@ -7,10 +7,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from synthetic import RowReader
 from tracing import Script, ScriptRing, Traced, text_of
 
 from dpmon.record.record_types import Call, Record, Step
+from support.record_builders import RowReader
 
 pytestmark = pytest.mark.slow
 

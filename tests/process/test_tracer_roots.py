@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from running import Dpmon
 from tracing import traced
+
+from support.run_harness import Dpmon
 
 START = """
 import torch

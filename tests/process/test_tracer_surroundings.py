@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 from test_tracer_lifetimes import left
-from torch_aborts import unless_aborted
 from tracing import alone, text_of, traced
+
+from support.baseline_comparison import run_unless_aborted
 
 pytestmark = pytest.mark.slow
 
@@ -64,7 +65,9 @@ def test_the_surroundings_of_a_script_are_the_same_as_without_dpmon(
 ) -> None:
     expected = by_itself(piece, call)
     tries = 3 if (piece, call) == ("children", "dp") else 1
-    run = unless_aborted(lambda _: traced(tmp_path, TEXT, piece, call), lambda run: run.out, sign=CRASHED, tries=tries)
+    run = run_unless_aborted(
+        lambda _: traced(tmp_path, TEXT, piece, call), lambda run: run.out, sign=CRASHED, tries=tries
+    )
     found = left(run)
     for one in (expected, found):
         one["err"] = NOISE.sub("", one["err"])

@@ -7,7 +7,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from running import Dpmon, wait_for
+
+from support.run_harness import Dpmon, wait_for
 
 SCRIPT = """\
 import time

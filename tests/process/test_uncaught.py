@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from running import Dpmon
 from tracing import traced
 
 from dpmon.run.failure_cause import STATUSES, find_first_failure
 from dpmon.run.process_notes import UncaughtException, trim_launcher_lines
+from support.run_harness import Dpmon
 
 pytestmark = pytest.mark.slow
 

@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from running import Dpmon, wait_for
 from tracing import traced
 
 from dpmon.record.jsonl import as_json
+from support.run_harness import Dpmon, wait_for
 
 pytestmark = [
     pytest.mark.slow,

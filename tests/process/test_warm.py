@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import Dpmon, wait_for
 from tracing import Script, Traced
 
 from dpmon.run import proc
+from support.run_harness import Dpmon, wait_for
 
 pytestmark = pytest.mark.slow
 

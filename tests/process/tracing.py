@@ -1,7 +1,8 @@
 """Runs a script in a Python with the tracer, as the supervisor starts it, and reads its records.
 
 There is no command line and no supervisor, only the environment variables that they set. The script runs in a fork of a
-Python with torch (`warm`), because the import takes longer than most scripts; or, with `fresh`, in a fresh interpreter.
+Python with torch (`preloaded_python`), because the import takes longer than most scripts; or, with `fresh`, in a fresh
+interpreter.
 """
 
 from __future__ import annotations
@@ -18,16 +19,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sizes import LONG
-from synthetic import RowReader
-from warm import Piped
-
 import dpmon
 from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Call, Event, Record, RecordError, Step
 from dpmon.span_reader import SpanReader
 from dpmon.span_ring import RingError
 from dpmon.store.span_source import SpanSource
+from support.preloaded_python import PipedScript
+from support.record_builders import RowReader
+from support.run_harness import LONG
 
 __all__ = ["BESIDE", "SITE", "Script", "Traced", "alone", "read_run", "text_of", "traced"]
 
@@ -130,9 +130,9 @@ class Script:
         asked = {"DPMON_MODE": mode, "DPMON_REPLICAS": replicas, "DPMON_DEVICES": devices}
         whole = self._environment(dict(env or {}), asked if run else None)
         argv = [name, *map(str, words)]
-        self.process: subprocess.Popen[str] | Piped
+        self.process: subprocess.Popen[str] | PipedScript
         if not (fresh or flags or LONG):
-            self.process = Piped(argv, self.cwd, whole)
+            self.process = PipedScript(argv, self.cwd, whole)
             return
         self.process = subprocess.Popen(
             [sys.executable, *flags, *argv],
@@ -146,7 +146,7 @@ class Script:
 
     def __del__(self) -> None:
         """End the script if a test failed before its end."""
-        process: subprocess.Popen[str] | Piped | None = self.__dict__.get("process")
+        process: subprocess.Popen[str] | PipedScript | None = self.__dict__.get("process")
         if process is None:
             return
         if process.poll() is None:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from known import changed, known
 from test_model_communication import of, rank, wrapped
 from test_model_findings import GIB, HEALTHY, MS, SECOND, SHOWN, STARTING, WAITING, device, long_step
 
@@ -17,6 +16,7 @@ from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.run_events import LoaderStart
 from dpmon.store.step_stats import PhaseStats
 from dpmon.store.time_accounting import Gap
+from support.history_builders import run_analysis_with, with_changes
 
 KEEPS = "persistent_workers"
 
@@ -30,23 +30,23 @@ def loaders(*starts: float, workers: int = 2, persistent: bool = False, **more: 
 
 
 def having(evidence: RunAnalysis) -> Callable[..., RunAnalysis]:
-    return lambda *starts, **more: changed(evidence, loaders=loaders(*starts, **more))
+    return lambda *starts, **more: with_changes(evidence, loaders=loaders(*starts, **more))
 
 
 WAITS, FEW, STALLED = (
-    having(changed(HEALTHY, modes=(WAITING,))),
-    having(changed(HEALTHY, modes=(STARTING,))),
-    having(changed(HEALTHY, longest_steps=(long_step(9000), long_step(25)))),
+    having(with_changes(HEALTHY, modes=(WAITING,))),
+    having(with_changes(HEALTHY, modes=(STARTING,))),
+    having(with_changes(HEALTHY, longest_steps=(long_step(9000), long_step(25)))),
 )
 GAPS = having(
-    changed(
+    with_changes(
         HEALTHY,
         gaps=(Gap(0, 100, "dp", 10 * SECOND, 12 * SECOND, 2 * SECOND),),
         time_by_activity={"training": 5 * SECOND, "between": 2 * SECOND},
     )
 )
 COPIES = having(
-    changed(
+    with_changes(
         HEALTHY,
         modes=(
             replace(
@@ -58,14 +58,14 @@ COPIES = having(
         ),
     )
 )
-UNEVEN = changed(HEALTHY, devices=(device(0, mem_run_max=30.0 * GIB), device(1)))
+UNEVEN = with_changes(HEALTHY, devices=(device(0, mem_run_max=30.0 * GIB), device(1)))
 SINGLE = tuple(replace(mode, mode="single") for mode in HEALTHY.modes)
 
 
 def ranks(**about: Any) -> RunAnalysis:
     """Return the evidence of two ranks with much exposed communication and this wrapper."""
     times = [rank(number, 0.1, exposed_ms=5.0, **about.pop("times", {})) for number in (0, 1)]
-    return known(communication=of(times, wrapped(**{"backend": "nccl", **about})))
+    return run_analysis_with(communication=of(times, wrapped(**{"backend": "nccl", **about})))
 
 
 def accumulating(**times: int) -> Communication:
@@ -113,15 +113,15 @@ TABLE: dict[str, tuple[str, list[RunAnalysis], dict[str, RunAnalysis]]] = {
     "pinned memory": ("pin_memory", [COPIES(), COPIES(1)], {"pinned": COPIES(1, pinned=True)}),
     "set_device": (
         "LOCAL_RANK",
-        [changed(UNEVEN, modes=SINGLE, names={0: "rank 0", 1: "rank 1"})],
-        {"DataParallel": UNEVEN, "spread by the script": changed(UNEVEN, modes=SINGLE)},
+        [with_changes(UNEVEN, modes=SINGLE, names={0: "rank 0", 1: "rank 1"})],
+        {"DataParallel": UNEVEN, "spread by the script": with_changes(UNEVEN, modes=SINGLE)},
     ),
     "DataParallel gathers": (
         "gathers",
         [UNEVEN],
         {
-            "ranks": changed(UNEVEN, modes=SINGLE, names={0: "rank 0", 1: "rank 1"}),
-            "spread by the script": changed(UNEVEN, modes=SINGLE),
+            "ranks": with_changes(UNEVEN, modes=SINGLE, names={0: "rank 0", 1: "rank 1"}),
+            "spread by the script": with_changes(UNEVEN, modes=SINGLE),
         },
     ),
     "a copy less": (
@@ -150,15 +150,15 @@ TABLE: dict[str, tuple[str, list[RunAnalysis], dict[str, RunAnalysis]]] = {
     ),
     "accumulate": (
         "all backward passes but the last",
-        [known(communication=accumulating(synced=800))],
+        [run_analysis_with(communication=accumulating(synced=800))],
         {
-            "followed": known(communication=accumulating(unsynced=600)),
-            "one pass a step": known(communication=accumulating()),
+            "followed": run_analysis_with(communication=accumulating(unsynced=600)),
+            "one pass a step": run_analysis_with(communication=accumulating()),
         },
     ),
     "on GPUs first": (
         "measure on GPUs first",
-        [changed(run, modes=tuple(replace(mode, virtual=True) for mode in run.modes)) for run in SPEED],
+        [with_changes(run, modes=tuple(replace(mode, virtual=True) for mode in run.modes)) for run in SPEED],
         {f"GPUs {number}": run for number, run in enumerate(SPEED)},
     ),
 }

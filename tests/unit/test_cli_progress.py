@@ -8,14 +8,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from kept import keep
-from stored import Recording
-from synthetic import step_row
 
 from dpmon.cli.status_stream import ProgressReporter
 from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Event, Step
 from dpmon.run.run_reader import PauseState
+from support.history_builders import Recording, write_run_directory
+from support.record_builders import step_row
 
 _SECOND = 10**9
 NOW_NS = 10**15
@@ -53,14 +52,16 @@ def step(
 def line(*processes: Iterable[Row]) -> str:
     """Return the line of Progress for the rows of each process, just after the last step."""
     rows = {number: list(own) for number, own in enumerate(processes)}
-    reader = fake_reader(keep(rows, status=None))
+    reader = fake_reader(write_run_directory(rows, status=None))
     just_after(reader, (row for own in rows.values() for row in own))
     return ProgressReporter(reader).line()
 
 
 def test_a_stalled_run_says_which_rank_stands_where(state: Path) -> None:
     stall = Event("stall", {"t_s": 60.0, "since_s": 50.0, "text": "rank 1 in save (t.py:3)", "ranks": []})
-    reader = fake_reader(keep({0: [step(n) for n in range(1, 21)], -1: [stall]}, status=None), {0: ("backward", 1)})
+    reader = fake_reader(
+        write_run_directory({0: [step(n) for n in range(1, 21)], -1: [stall]}, status=None), {0: ("backward", 1)}
+    )
     reader.info.start_ns = NOW_NS - 80 * _SECOND
     lines = ProgressReporter(reader)
     assert lines.line().startswith("step 20")
@@ -98,7 +99,7 @@ class Going:
     """A live run, whose store gets rows of one process as they are added."""
 
     def __init__(self, activities: Mapping[int, tuple[str, int]] | None = None) -> None:
-        directory = keep({}, status=None)
+        directory = write_run_directory({}, status=None)
         self._recording = Recording(0, directory)
         self.reader = fake_reader(directory, activities)
         self.progress = ProgressReporter(self.reader)
@@ -126,7 +127,7 @@ def test_the_time_of_a_long_gap_is_in_the_line_after_it(state: Path) -> None:
 
 
 def test_a_line_long_after_the_last_step_says_so(state: Path) -> None:
-    reader = fake_reader(keep({0: [step(1), step(2)]}, status=None))
+    reader = fake_reader(write_run_directory({0: [step(1), step(2)]}, status=None))
     reader.info.start_ns = NOW_NS - 9 * _SECOND
     assert ProgressReporter(reader).line() == "step 2  no step has ended for 9 s  dp"
 
@@ -153,7 +154,7 @@ def test_a_line_after_an_evaluation_has_the_rate_of_the_training(state: Path) ->
 
 def test_without_steps_it_says_what_is_waited_for(state: Path) -> None:
     assert line() == "starting"
-    reader = fake_reader(keep({}, status=None))
+    reader = fake_reader(write_run_directory({}, status=None))
     progress = ProgressReporter(reader)
     reader.startup_stage = lambda: ("importing torch", NOW_NS - 3 * 10**9)
     assert progress.line() == "starting: importing torch"
@@ -167,7 +168,7 @@ def test_without_steps_it_says_what_is_waited_for(state: Path) -> None:
 
 def test_a_long_step_says_where_it_is(state: Path) -> None:
     doing: dict[int, tuple[str, int]] = {0: ("data", NOW_NS - 12 * _SECOND)}
-    reader = fake_reader(keep({0: [step(1), step(2)]}, status=None), doing)
+    reader = fake_reader(write_run_directory({0: [step(1), step(2)]}, status=None), doing)
     reader.info.start_ns = NOW_NS - 15 * _SECOND
     progress = ProgressReporter(reader)
     assert progress.line().startswith("step 2")
@@ -179,7 +180,7 @@ def test_a_long_step_says_where_it_is(state: Path) -> None:
 def test_the_line_after_the_last_step_does_not_wait_for_a_first_step(state: Path) -> None:
     now = NOW_NS
     last = step(96, mode="single", start_ns=6 * _SECOND, every_ms=1000)
-    reader = fake_reader(keep({0: [last]}, status=None), {0: ("ended", 0), 1: ("ended", 0)})
+    reader = fake_reader(write_run_directory({0: [last]}, status=None), {0: ("ended", 0), 1: ("ended", 0)})
     reader.info.start_ns = now - 13 * _SECOND
     reader.startup_stage = lambda: ("torch imported", now - 60 * 10**9)
     progress = ProgressReporter(reader)
@@ -190,6 +191,6 @@ def test_the_line_after_the_last_step_does_not_wait_for_a_first_step(state: Path
 
 
 def test_a_wait_for_input_is_shown(state: Path) -> None:
-    reader = fake_reader(keep({}, status=None), {0: ("backward", NOW_NS - 12 * 10**9)})
+    reader = fake_reader(write_run_directory({}, status=None), {0: ("backward", NOW_NS - 12 * 10**9)})
     reader.waits_for_input = lambda: NOW_NS - 11 * 10**9
     assert ProgressReporter(reader).line() == "waiting for input for 11.0 s"

@@ -11,11 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from joined import joined_rows
-from kept import keep
 from prometheus_client.parser import text_string_to_metric_families
-from synthetic import changed
-from traceformat import read
 
 from dpmon.cli.status_stream import ProgressReporter, StatusStream
 from dpmon.cli.summary import summary_lines
@@ -31,6 +27,10 @@ from dpmon.run.run_reader import RunReader
 from dpmon.span_ring import SpanRing
 from dpmon.store.store_opening import open_store
 from dpmon.supervise.prometheus_file import PrometheusFile
+from support.format_readers import read_trace
+from support.history_builders import write_run_directory
+from support.rank_builders import ddp_rank_rows
+from support.record_builders import with_event_data
 
 HELD_UP = "rank 1 holds the others up by 6.00 ms a step (34%): its data takes 6.40 ms against 400 µs"
 STEPS = 100
@@ -40,8 +40,8 @@ KNOWN = STEPS - 5
 
 def a_run(status: int | None = 0, **how: Any) -> Path:
     """Make a run of three ranks; the second waits long for data."""
-    made, _ = joined_rows(3, **{"slow": 1, "phase": "data", "steps": STEPS, "noise": 0.0, **how})
-    return keep(made, status=status)
+    made, _ = ddp_rank_rows(3, **{"slow": 1, "phase": "data", "steps": STEPS, "noise": 0.0, **how})
+    return write_run_directory(made, status=status)
 
 
 def test_reports_and_summaries_leave_no_file_open(state: Path) -> None:
@@ -114,15 +114,16 @@ def test_the_report_says_why_waits_are_unknown(state: Path) -> None:
 
 
 def test_restarted_ranks_are_reported_together(state: Path) -> None:
-    first, end = joined_rows(2, slow=1, steps=60, noise=0.0)
-    second, _ = joined_rows(2, slow=1, steps=60, noise=0.0)
+    first, end = ddp_rank_rows(2, slow=1, steps=60, noise=0.0)
+    second, _ = ddp_rank_rows(2, slow=1, steps=60, noise=0.0)
     moved = {
         2 + rank: [
-            changed(row, process=rank + 2) if isinstance(row, Event) and "process" in row.data else row for row in own
+            with_event_data(row, process=rank + 2) if isinstance(row, Event) and "process" in row.data else row
+            for row in own
         ]
         for rank, own in second.items()
     }
-    directory = keep({**first, **moved})
+    directory = write_run_directory({**first, **moved})
     found = report_as_json(collect_report_data(directory))
     assert found["communication"]["joined_steps"] == 2 * 55
     assert found["communication"]["straggler"]["rank"] == 1
@@ -180,7 +181,7 @@ def test_a_trace_has_waits_and_buckets(state: Path) -> None:
     directory, file = a_run(steps=10), io.StringIO()
     with open_store(directory) as store:
         write_trace(load_info(directory), store.records(), file)
-    trace = read(file.getvalue())
+    trace = read_trace(file.getvalue())
     slices = trace.slices["rank 0 (process 0)", "steps"]
     steps = [one for one in slices if one["name"].startswith("step ")]
     syncs = [one for one in slices if one["name"] == "sync"]

@@ -13,11 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from joined import joined_rows
-from kept import keep
-from situations import rows_text
-from stage import stage
-from synthetic import SECOND, Training, device_event, host_event, pause_event
 from test_json_documented import check
 
 from dpmon.cli.main import main
@@ -43,6 +38,11 @@ from dpmon.store.query_results import MinuteRow
 from dpmon.ui.dialogs import Dialog
 from dpmon.ui.list_dialogs import RunEntry, RunList
 from dpmon.ui.terminal_style import COLOR, UNICODE, TerminalStyle
+from support.history_builders import write_run_directory
+from support.rank_builders import ddp_rank_rows
+from support.record_builders import SECOND, Training, device_event, host_event, pause_event
+from support.screen_harness import open_screen
+from support.screen_states import rows_text
 
 # ------------------------------------------------------------------------------------------------ statistics
 
@@ -127,7 +127,7 @@ def a_run(
     busy: Any = about.pop("busy", {})
     hosts = [host_event(float(t), **busy) for t in range(20)]
     rows = {0: [*training.begin(), *training.run(steps)], -1: [*hosts, *about.pop("events", [])]}  # type: ignore[misc]
-    return keep(rows, seconds=training.now / SECOND, **about)  # type: ignore[arg-type]
+    return write_run_directory(rows, seconds=training.now / SECOND, **about)  # type: ignore[arg-type]
 
 
 class Judged(NamedTuple):
@@ -243,8 +243,8 @@ def test_other_batches_are_not_compared_by_their_steps(state: Path) -> None:
 
 
 def test_ranks_tell_their_communication_and_whom_they_wait_for(state: Path) -> None:
-    runs = [joined_rows(3, slow=slow, phase="data", steps=600, noise=0.02) for slow in (None, 1)]
-    found = compared(*([keep(rows, seconds=end / SECOND)] for rows, end in runs))
+    runs = [ddp_rank_rows(3, slow=slow, phase="data", steps=600, noise=0.02) for slow in (None, 1)]
+    found = compared(*([write_run_directory(rows, seconds=end / SECOND)] for rows, end in runs))
     assert "most of the change is in sync" in found.outcome
     assert {"exposed", "wait"} <= found.found.compared.keys()
     text = text_of(found, 200)
@@ -254,10 +254,10 @@ def test_ranks_tell_their_communication_and_whom_they_wait_for(state: Path) -> N
 
 def test_runs_that_have_not_the_same_ranks_say_so(state: Path) -> None:
     """The samples/s of the ranks of one machine of two are no slower speed than those of all."""
-    rows, end = joined_rows(4, slow=3, phase="data", steps=200)
+    rows, end = ddp_rank_rows(4, slow=3, phase="data", steps=200)
     names = ("first.of.the.cluster", "gpu-2")
-    some = keep({number: rows[number] for number in (0, 1)}, seconds=end / SECOND, nodes=names[:1])
-    whole = keep(rows, seconds=end / SECOND, nodes=names)
+    some = write_run_directory({number: rows[number] for number in (0, 1)}, seconds=end / SECOND, nodes=names[:1])
+    whole = write_run_directory(rows, seconds=end / SECOND, nodes=names)
     found = compared([some], [whole], Threshold("step", 0.05))
     assert [*found.found.differences] == [("machine", names[0], ", ".join(names)), ("ranks", "2 of 4", "4")]
     assert "not comparable: ranks (2 of 4, 4)" in found.outcome
@@ -267,14 +267,14 @@ def test_runs_that_have_not_the_same_ranks_say_so(state: Path) -> None:
     assert ": no rank stands out (2 of 4 ranks were seen)\n" in text
     assert "\n      B: first.of.the.cluster, gpu-2\n" in text_of(found, 40)
     assert compared([some], [some]).found.compared["samples_per_s"].change is not None
-    assert compared([whole], [keep(rows, seconds=end / SECOND, nodes=tuple("abcdef"))]).found.differences == [
-        ("machine", ", ".join(names), "a, b, c, d and 2 more")
-    ]
+    assert compared(
+        [whole], [write_run_directory(rows, seconds=end / SECOND, nodes=tuple("abcdef"))]
+    ).found.differences == [("machine", ", ".join(names), "a, b, c, d and 2 more")]
 
 
 def test_phases_of_dp_only_and_another_mode(state: Path) -> None:
     training = Training(step_ns=SECOND // 20)
-    split = keep({0: [*training.begin(), *training.run(100)]}, seconds=10)
+    split = write_run_directory({0: [*training.begin(), *training.run(100)]}, seconds=10)
     found = compared([split], [a_run(1)], Threshold("replicate", 0.05), anyway=True)
     assert [what for what, _, _ in found.found.differences] == ["mode", "devices"]
     assert found.outcome == "inconclusive (replicate, limit +5.0%): none in B"
@@ -295,7 +295,7 @@ def test_short_runs_have_no_interval(state: Path) -> None:
 
 
 def test_runs_without_steps_or_with_few(state: Path) -> None:
-    empty, short, run = keep({}), a_run(1, steps=12), a_run(2)
+    empty, short, run = write_run_directory({}), a_run(1, steps=12), a_run(2)
     assert "has no step to compare" in compared([empty], [run]).outcome
     assert "has only 7 steps to compare, fewer than 20" in compared([short], [run]).outcome
     assert compared([short], [run], Threshold("step", 0.05)).status == 3
@@ -378,7 +378,7 @@ def a_disturbed_run(seed: int, load: float, slow: float = 1.0) -> Path:
         for steps, times in ((4, 1.0), (6, load)):
             training.step_ns = int(SECOND / 50 * slow * times)
             rows += training.run(steps)
-    return keep({0: rows, -1: [host_event(float(t)) for t in range(5)]}, seconds=training.now / SECOND)
+    return write_run_directory({0: rows, -1: [host_event(float(t)) for t in range(5)]}, seconds=training.now / SECOND)
 
 
 def test_the_fast_step_shows_a_change_where_other_work_disturbs_most_steps(state: Path) -> None:
@@ -446,7 +446,7 @@ def test_the_list_of_runs_to_compare() -> None:
 async def test_runs_are_chosen_and_compared_on_the_screen(state: Path, tmp_path: Path) -> None:
     a_run(1, name="before", started_unix=1.7e9)
     a_run(2, data=25, name="after", started_unix=1.7e9 + 60)
-    async with stage(tmp_path) as on:
+    async with open_screen(tmp_path) as on:
 
         def shows(text: str) -> bool:
             return isinstance(on.app.screen, Dialog) and text in "\n".join(rows_text(on.app.screen.rows))
@@ -512,7 +512,7 @@ def test_every_field_is_described(state: Path) -> None:
 def test_the_figures_of_a_script_over_its_runs(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number in range(4):
         a_run(number, slow=1 + number / 10, started_unix=1.7e9 + 100 * number, script="jobs/linear.py")
-    keep({}, script="jobs/linear.py", started_unix=1.7e9)
+    write_run_directory({}, script="jobs/linear.py", started_unix=1.7e9)
     older = a_run(7, started_unix=1.6e9, script="jobs/linear.py") / "history.sqlite"
     with closing(sqlite3.connect(older)) as db, db:
         db.execute("UPDATE meta SET value = value - 1 WHERE key = 'schema'")

@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from places import PLACES, put
 
 from dpmon.cli.main import main
 from dpmon.config import ConfigError, Settings, config_path, load_settings
+from support.hostile_inputs import FILE_TYPES, create_file_of_type
 
 
 def written(home: Path, text: str) -> dict[str, str]:
@@ -46,7 +46,12 @@ def test_whether_losses_are_read_is_a_switch(tmp_path: Path, text: str, found: b
 def test_the_file_and_the_variables_before_it(tmp_path: Path) -> None:
     environ = written(tmp_path, 'theme = "light"\nrefresh = 0.5\nkeep_runs = 20\nkeep_bytes = "1.5 GiB"\n')
     assert load_settings(environ) == Settings("light", 0.5, 20, 3 << 29)
-    environ |= {"DPMON_THEME": "colour-blind", "DPMON_REFRESH": "2", "DPMON_KEEP_RUNS": "0", "DPMON_KEEP_BYTES": "500MB"}
+    environ |= {
+        "DPMON_THEME": "colour-blind",
+        "DPMON_REFRESH": "2",
+        "DPMON_KEEP_RUNS": "0",
+        "DPMON_KEEP_BYTES": "500MB",
+    }
     assert load_settings(environ) == Settings("color-blind", 2.0, 0, 500_000_000)
     assert load_settings({**environ, "DPMON_THEME": ""}).theme == "light", "empty is not set"
 
@@ -114,11 +119,11 @@ def test_without_a_file_no_parser_is_loaded(tmp_path: Path) -> None:
     assert done.stdout == "False\n"
 
 
-@pytest.mark.parametrize("kind", [kind for kind in PLACES if kind != "a symbolic link"])
+@pytest.mark.parametrize("kind", [kind for kind in FILE_TYPES if kind != "a symbolic link"])
 def test_a_configuration_that_is_not_a_file_is_refused(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "dpmon" / "config.toml"
     path.parent.mkdir()
-    put(kind, path)
+    create_file_of_type(kind, path)
     with pytest.raises(ConfigError, match=r"is not a regular file|cannot be read"):
         load_settings({"XDG_CONFIG_HOME": str(tmp_path)})
 

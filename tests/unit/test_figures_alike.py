@@ -11,10 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from joined import joined_rows
-from kept import keep
-from stage import LOOK
-from synthetic import SECOND, Training
 
 from dpmon.cli.commands import _make_listed_run
 from dpmon.cli.status_stream import ProgressReporter, StatusStream
@@ -37,6 +33,10 @@ from dpmon.ui.panels.panel_status import render_panel
 from dpmon.ui.playback import Player, _PlaybackRun
 from dpmon.ui.screen_data import View
 from dpmon.ui.styled_rows import Row, plain_text
+from support.history_builders import write_run_directory
+from support.rank_builders import ddp_rank_rows
+from support.record_builders import SECOND, Training
+from support.screen_states import STYLE
 
 MODES = (("dp", False), ("dp", True), ("single", False), ("single", True))
 """Modes, each with and without evaluation."""
@@ -74,7 +74,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         payloads += training.switch(then) if then else []
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
-        yield keep({0: payloads}, seconds=training.now / SECOND + 1)
+        yield write_run_directory({0: payloads}, seconds=training.now / SECOND + 1)
 
 
 def figures_of(found: StepStats) -> Iterator[tuple[str, str, Any]]:
@@ -205,10 +205,10 @@ def on_screen(directory: Path, feed: LiveRun) -> tuple[Shown, str]:
         feed.build_screen_data(view)
         feed.refresh()
     facts = feed.build_screen_data(view)
-    title, corner = panel_batch.panel_title(facts, LOOK, 120)
+    title, corner = panel_batch.panel_title(facts, STYLE, 120)
     assert plain_text(title).endswith("whole run")
     found: Shown = {(*LAST[0], STEP, name): text for name, text in re.findall(rf"(\w+) +{_TIME}", plain_text(corner))}
-    head, *table = map(plain_text, panel_batch.render_panel(facts, 150, 40, LOOK)[:4])
+    head, *table = map(plain_text, panel_batch.render_panel(facts, 150, 40, STYLE)[:4])
     columns = [REST if phase.name == "forward" else phase.name for phase in PHASES if not phase.optional]
     assert [name.lower()[:3] for name in head.split()] == [
         "dat",
@@ -228,8 +228,8 @@ def on_screen(directory: Path, feed: LiveRun) -> tuple[Shown, str]:
         shown = re.findall(r"<?[\d.]+ (?:[µm]?s|%)", rest)
         found |= {(*LAST[0], phase, name): text for phase, text in zip(columns, shown, strict=False)}
     rows: list[Row] = [
-        *render_panel(facts, 180, 2, LOOK),
-        *panel_compare.render_panel(facts, 100, 30, LOOK),
+        *render_panel(facts, 180, 2, STYLE),
+        *panel_compare.render_panel(facts, 100, 30, STYLE),
     ]
     feed.close()
     return found, "\n".join(map(plain_text, rows))
@@ -282,8 +282,8 @@ def test_a_figure_is_the_same_wherever_it_is_shown(run: Path, name: str) -> None
 
 def test_the_times_of_ranks_are_those_of_one_rank_everywhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    made, end = joined_rows(2, slow=1, phase="data", extra_ms=38.0)
-    directory = keep(made, seconds=end / SECOND + 1)
+    made, end = ddp_rank_rows(2, slow=1, phase="data", extra_ms=38.0)
+    directory = write_run_directory(made, seconds=end / SECOND + 1)
     with open_store(directory) as store:
         window = StatsWindow(store)
         each = [window.figures("single", process=process) for process in (0, 1)]
@@ -320,7 +320,7 @@ def test_the_times_of_ranks_are_those_of_one_rank_everywhere(monkeypatch: pytest
     feed.refresh()
     facts = feed.build_screen_data(View(zoom="batch", span_s=0))
     numbers = panel_batch.shown_stats(facts)
-    assert "rank 0" in plain_text(panel_batch.panel_title(facts, LOOK, 120)[0])
+    assert "rank 0" in plain_text(panel_batch.panel_title(facts, STYLE, 120)[0])
     assert numbers.phases[0].median_ns == median
     feed.close()
     in_metrics(directory)
@@ -367,7 +367,7 @@ def test_evaluations_are_counted_separately_everywhere(run: Path) -> None:
         evaluations = sum(window.figures(mode, True).steps for mode in ("dp", "single"))
     assert sum(one.count for one in columns if not one.evaluation) == training
     assert sum(one.count for one in columns if one.evaluation) == evaluations > 0
-    drawn = "\n".join(plain_text(row) for row in panel_batch.render_panel(facts, 600, 40, LOOK))
+    drawn = "\n".join(plain_text(row) for row in panel_batch.render_panel(facts, 600, 40, STYLE))
     feed.close()
     assert "evaluation \u2500" in drawn
     assert f"{training} training and {evaluations} evaluation steps" in " ".join(
@@ -386,7 +386,7 @@ def test_sizes_of_evaluations_do_not_count_as_sizes_of_the_training() -> None:
 
 def test_a_loop_whose_steps_are_not_known_yet_has_calls_everywhere(state: Path) -> None:
     """The tracer has seen calls, but cannot tell yet where a step ends (LBFGS, long accumulation)."""
-    directory = keep({0: Training().begin()}, status=None)
+    directory = write_run_directory({0: Training().begin()}, status=None)
     with sqlite3.connect(directory / "history.sqlite") as db:
         db.execute("UPDATE rings SET open_calls = 11 WHERE process = 0")
     so_far = "11 calls so far; the end of a step is not known yet"
@@ -423,13 +423,13 @@ def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
             training.step_ns = SECOND // (200 if training.mode == "dp" else 330)
             payloads += training.run(steps)
             payloads += training.switch(then) if then else []
-        return keep({0: payloads}, seconds=training.now / SECOND + 1)
+        return write_run_directory({0: payloads}, seconds=training.now / SECOND + 1)
 
 
 def judged(feed: LiveRun) -> tuple[Comparison, str]:
     facts = feed.build_screen_data(View(zoom="compare"))
     found = panel_compare.shown_stats(facts)
-    return found, " ".join(plain_text(row) for row in panel_compare.render_panel(facts, 100, 30, LOOK))
+    return found, " ".join(plain_text(row) for row in panel_compare.render_panel(facts, 100, 30, STYLE))
 
 
 def test_a_run_that_has_ended_and_its_playback_are_judged_as_in_the_report(long: Path) -> None:

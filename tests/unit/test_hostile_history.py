@@ -9,8 +9,6 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from kept import keep
-from synthetic import Training, host_event
 
 from dpmon.errors import HistoryError
 from dpmon.export import iter_records
@@ -18,6 +16,8 @@ from dpmon.span_ring import SpanRing
 from dpmon.store.history_writer import HistoryWriter
 from dpmon.store.step_stats import StatsWindow
 from dpmon.store.store_opening import open_store
+from support.history_builders import write_run_directory
+from support.record_builders import Training, host_event
 
 ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n)"
 STEP = "0 AS process, i AS step, 'dp' AS mode, i AS start_ns, 1 AS wall_ns"
@@ -30,7 +30,7 @@ VIEWS = {
 @pytest.fixture
 def directory(state: Path) -> Path:
     training = Training()
-    return keep({0: [*training.begin(), *training.run(200)], -1: [host_event(1.0)]}, status=0)
+    return write_run_directory({0: [*training.begin(), *training.run(200)], -1: [host_event(1.0)]}, status=0)
 
 
 def altered(directory: Path, *statements: str) -> None:

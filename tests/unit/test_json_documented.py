@@ -13,10 +13,6 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from joined import joined_rows
-from kept import draft, keep
-from synthetic import SECOND, Training, device_event, host_event, pause_event
-from timed import staged
 
 from dpmon.cli.commands import _make_listed_run
 from dpmon.cli.main import main
@@ -38,6 +34,9 @@ from dpmon.run.run_reader import RunReader
 from dpmon.stalls.stacks import Frame, Stack
 from dpmon.stalls.stall_detection import ProcessGroupView, RankActivity, Stall
 from dpmon.stalls.why_reply import build_reply
+from support.history_builders import make_run_info, write_run_directory
+from support.rank_builders import ddp_rank_rows
+from support.record_builders import SECOND, Training, device_event, host_event, pause_event, staged_calls
 
 PAGE = Path(__file__).parents[2] / "docs" / "json.md"
 
@@ -101,12 +100,12 @@ def objects(state: Path) -> list[dict[str, Any]]:
     own = [host_event(float(t)) for t in range(15)]
     own += [device_event(float(t), 0, throttle=["power cap"]) for t in range(15)]
     own.append(Event("input", {"pid": 4242, "t_s": 7.0, "waited_s": 1.0}))
-    ranked, end = joined_rows(3, slow=1, phase="data", steps=100, noise=0.0)
+    ranked, end = ddp_rank_rows(3, slow=1, phase="data", steps=100, noise=0.0)
     runs = [
-        keep({0: payloads, -1: own}, status=1, seconds=training.now / SECOND),
-        keep(ranked, seconds=end / SECOND),
-        keep({0: staged(4, lambda n: (None, 2.0))}),
-        keep({}),
+        write_run_directory({0: payloads, -1: own}, status=1, seconds=training.now / SECOND),
+        write_run_directory(ranked, seconds=end / SECOND),
+        write_run_directory({0: staged_calls(4, lambda n: (None, 2.0))}),
+        write_run_directory({}),
     ]
     return [json.loads(json.dumps(report_as_json(collect_report_data(directory)))) for directory in runs]
 
@@ -118,7 +117,7 @@ def test_every_field_of_a_report_is_described(objects: list[dict[str, Any]]) -> 
 
 
 def test_every_field_of_a_listed_run_is_described(state: Path) -> None:
-    directory = keep({0: [*Training().begin(), *Training().run(3)]})
+    directory = write_run_directory({0: [*Training().begin(), *Training().run(3)]})
     info = load_info(directory)
     check(
         "dpmon ls --json",
@@ -127,7 +126,7 @@ def test_every_field_of_a_listed_run_is_described(state: Path) -> None:
 
 
 def test_every_way_to_end_is_described_for_a_listed_run(state: Path) -> None:
-    how = load_exit(keep({0: Training().begin()}))
+    how = load_exit(write_run_directory({0: Training().begin()}))
     assert how is not None
     ends = [
         how,
@@ -141,12 +140,12 @@ def test_every_way_to_end_is_described_for_a_listed_run(state: Path) -> None:
 
 
 def test_every_field_of_a_status_line_is_described(state: Path) -> None:
-    ranked, _ = joined_rows(2, steps=100)
+    ranked, _ = ddp_rank_rows(2, steps=100)
     made = [
-        keep(ranked),
-        keep({0: [*staged(4, None), *LOSSES]}),
-        keep({0: staged(4, None), -1: [host_event(1.0), device_event(1.0, 0)]}),
-        keep({}),
+        write_run_directory(ranked),
+        write_run_directory({0: [*staged_calls(4, None), *LOSSES]}),
+        write_run_directory({0: staged_calls(4, None), -1: [host_event(1.0), device_event(1.0, 0)]}),
+        write_run_directory({}),
     ]
     found = []
     for directory in made:
@@ -164,7 +163,7 @@ def test_every_field_of_a_status_line_is_described(state: Path) -> None:
 def test_every_field_of_why_is_described(
     state: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    directory = keep({0: Training().begin(), -1: [Event("stall", STALL)]}, status=1)
+    directory = write_run_directory({0: Training().begin(), -1: [Event("stall", STALL)]}, status=1)
     stack = Stack((Frame("save", "t.py", 3),))
     rank = RankActivity(7, 0, 1, since_ns=1, step=3, groups=(ProcessGroupView(1, 2, 5),), stack=stack)
     gpu = {"util_pct": 3.0, "power_w": 60.0, "ordinals": [{"process": 0, "device": "cuda:0"}]}
@@ -184,8 +183,12 @@ STALL = {"t_s": 5.0, "since_s": 1.0, "text": "rank 1 in save", "ranks": [{"rank"
 
 
 def test_every_field_of_a_status_is_described(state: Path) -> None:
-    ranked, _ = joined_rows(2, steps=100)
-    runs = [keep(ranked, status=1), keep({0: Training().begin(), -1: [Event("stall", STALL)]}, status=1), keep({})]
+    ranked, _ = ddp_rank_rows(2, steps=100)
+    runs = [
+        write_run_directory(ranked, status=1),
+        write_run_directory({0: Training().begin(), -1: [Event("stall", STALL)]}, status=1),
+        write_run_directory({}),
+    ]
     found = [read_run_status(directory)[1] for directory in runs]
     assert found[1]["stall"] is not None
     assert found[0]["findings"]
@@ -205,6 +208,6 @@ def test_every_field_of_an_event_is_described() -> None:
         seen = SimpleNamespace(stalls=stalls, straggler=slow, newest_ns=0)
         for each in happenings.find(cast(RunSnapshot, seen), now, at_s, found):
             told = each._replace(data={**each.data, "health": now.fields()})
-            events.append(to_cloudevent(told, told.id_in("run"), draft(id="run")))
+            events.append(to_cloudevent(told, told.id_in("run"), make_run_info(id="run")))
     assert len({event["type"] for event in events}) == 6
     check("Events", *events)

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stored import Recording
-from synthetic import SECOND, Training, changed, device_event, host_event
 from test_mirror_records import Machine, info_of, store_of_mirror
 
 from dpmon.errors import HistoryError
@@ -29,6 +27,8 @@ from dpmon.model.run_snapshot import SnapshotRequest
 from dpmon.model.snapshot_builder import SnapshotBuilder
 from dpmon.store.query_results import event_from_row
 from dpmon.store.row_exchange import CHUNK_BYTES
+from support.history_builders import Recording
+from support.record_builders import SECOND, Training, device_event, host_event, with_event_data
 
 NOW_NS = 1000 * SECOND
 MANY: list[Any] = [[]] * (MOST_ROWS + 1)
@@ -47,7 +47,7 @@ def honest() -> tuple[Recording, list[dict[str, Any]]]:
     for process in (0, 1):
         training = Training(process=process, rank=process, step_ns=20_000_000, seed=process)
         first, *others = training.begin()
-        recording.add([changed(first, pid=7 + process, world=4), *others, *training.run(150)], process, process)
+        recording.add([with_event_data(first, pid=7 + process, world=4), *others, *training.run(150)], process, process)
     recording.add([*(host_event(float(s)) for s in range(8)), *(device_event(float(s), 1) for s in range(8))])
     found: list[dict[str, Any]] = []
     rows.whole = (0, 1)

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stored import Recording
-from synthetic import SECOND, Training, changed, device_event, host_event, with_other
 from test_takeover_sums import eventful
 
 from dpmon.errors import HistoryError
@@ -28,6 +26,8 @@ from dpmon.store.query_results import NodeRow
 from dpmon.store.step_stats import StatsWindow
 from dpmon.store.store_queries import Store
 from dpmon.store.tally import Tally, TallyKey
+from support.history_builders import Recording
+from support.record_builders import SECOND, Training, device_event, host_event, with_event_data, with_other
 
 WAITS = {EXPOSED, WAIT, HELD}
 SHIFTS = (0, 7 * SECOND + 400_000_000)
@@ -75,8 +75,10 @@ class Machine:
     @staticmethod
     def _moved(row: Row, rank: int) -> Row:
         if isinstance(row, Event) and row.kind == "process":
-            return changed(row, rank=rank, world=4)
-        return changed(row, rank=rank, group=[0, 1, 2, 3]) if isinstance(row, Event) and row.kind == "ddp" else row
+            return with_event_data(row, rank=rank, world=4)
+        return (
+            with_event_data(row, rank=rank, group=[0, 1, 2, 3]) if isinstance(row, Event) and row.kind == "ddp" else row
+        )
 
     def chunk(self, until_s: int | None = None, *, last: bool = False) -> tuple[Chunk, bool]:
         """Return the next chunk as it arrives, and whether there is more. `until_s`: which seconds are complete."""
@@ -233,7 +235,7 @@ class Together:
             training = Training(process=process, rank=rank, step_ns=95_000_000, seed=7)
             first, *others = training.begin()
             ddp = Event("ddp", {"process": process, "rank": rank, "t_s": 2.0, "group": [0, 1, 2, 3]})
-            rows = [changed(first, pid=42 + process, rank=rank, world=4), *others, ddp]
+            rows = [with_event_data(first, pid=42 + process, rank=rank, world=4), *others, ddp]
             for step in range(1, 901):
                 *calls, row = training.step()
                 self.tails[rank, step] = tail = (30_000_000 if rank != 2 else 0) + chance.randrange(2_000_000)
@@ -439,7 +441,9 @@ def test_the_wide_tallies_of_a_machine_that_is_gone_are_made_here(tmp_path: Path
         training = Training(process=0, rank=number, step_ns=200_000_000)
         first, *others = training.begin()
         seconds = 33 if number else 700
-        machine.recording.add([changed(first, pid=42, rank=number), *others, *training.run(5 * seconds)], 0, number)
+        machine.recording.add(
+            [with_event_data(first, pid=42, rank=number), *others, *training.run(5 * seconds)], 0, number
+        )
     for machine, node in zip(machines[::-1], records.nodes[::-1], strict=True):
         node.state = "connected"
         newest = machine.recording.store().newest_ns() // SECOND

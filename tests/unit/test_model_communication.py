@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from joined import MS, ddp_event, joined_ranks
-from known import known
 
 from dpmon.model.all_findings import find_all
 from dpmon.model.communication import Communication, Wrapper, build_communication
@@ -28,6 +26,8 @@ from dpmon.model.stragglers import (
 from dpmon.store.query_results import CollectiveSums
 from dpmon.store.step_stats import PhaseStats
 from dpmon.store.tally import Tally
+from support.history_builders import run_analysis_with
+from support.rank_builders import MS, ddp_event, record_ddp_ranks
 
 
 def wrapped(rank: int = 0, **more: Any) -> Wrapper:
@@ -233,7 +233,9 @@ def test_wrappers_with_different_groups_are_the_reason_for_missing_waits() -> No
 
 
 def test_columns_add_up_if_some_steps_do_not_synchronize() -> None:
-    run, _ = joined_ranks(2, slow=1, phase="forward", extra_ms=1.0, passes=((0, 1), (0, 1), (0, 1), (1, 0)), noise=0.0)
+    run, _ = record_ddp_ranks(
+        2, slow=1, phase="forward", extra_ms=1.0, passes=((0, 1), (0, 1), (0, 1), (1, 0)), noise=0.0
+    )
     fast, slow = run.state().ranks
     assert slow.synced + slow.unsynced == slow.steps
     assert slow.exposed_ns == pytest.approx(2.1 * MS * slow.synced / slow.steps)
@@ -251,7 +253,7 @@ def test_a_tally_without_passes_has_no_waits() -> None:
 
 
 def test_the_state_knows_the_newest_of_each_wrapper() -> None:
-    run, _ = joined_ranks(2)
+    run, _ = record_ddp_ranks(2)
     run.add([ddp_event(1, 2, iteration=400, comm_ms=3.0), ddp_event(1, 2, wrapper=1, root="Critic")], 1, 1)
     said = RunEvents.read(run.store())
     assert {(one.process, one.number, one.iteration) for one in said.wrappers} == {
@@ -294,7 +296,7 @@ def test_data_waits_of_all_ranks_are_found_in_addition_to_a_straggler(others_ms:
     slow = slow._replace(phases={**slow.phases, "data": (others_ms + 5) * MS})
     figures = PhaseStats("data", 400, others_ms * MS, others_ms * MS, None, 0.5)
     mode = ModeStats("single", False, 400, 0, 20.0 * MS, 26.0 * MS, 20.0 * MS, None, (figures,), Tally())
-    found = find_all(known(modes=(mode,), names={0: "rank 0", 1: "rank 1"}, communication=of([fast, slow])))
+    found = find_all(run_analysis_with(modes=(mode,), names={0: "rank 0", 1: "rank 1"}, communication=of([fast, slow])))
     assert {finding.kind for finding in found} & {"straggler", "data"} == kinds
 
 
@@ -437,7 +439,7 @@ def test_a_slow_forward_names_nobody_where_ranks_wait_in_it() -> None:
 
 
 def test_a_step_waits_for_the_rank_whose_fetch_takes_longest() -> None:
-    run, _ = joined_ranks(4, slow=2, phase="data", steps=60)
+    run, _ = record_ddp_ranks(4, slow=2, phase="data", steps=60)
     longest: dict[int, int] = {}
     walls: list[int] = []
     for step in run.store().steps(10_000):

@@ -14,11 +14,6 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from joined import joined_rows
-from kept import keep
-from known import changed
-from stored import state_in
-from synthetic import LEARNS, SECOND, Training, call_row, device_event, host_event, kind_of, pause_event, step_row
 
 from dpmon.cli.summary import summary_lines
 from dpmon.model.step_history import BINS, PARTS
@@ -38,6 +33,19 @@ from dpmon.run.process_notes import add_note
 from dpmon.run.run_directory import load_exit, load_info, record_stop_request
 from dpmon.run.run_registry import short_name
 from dpmon.ui.time_axis import build_chart_columns, fit_axis
+from support.history_builders import snapshot_of_directory, with_changes, write_run_directory
+from support.rank_builders import ddp_rank_rows
+from support.record_builders import (
+    SECOND,
+    TRAINING_FLAGS,
+    Training,
+    call_row,
+    device_event,
+    host_event,
+    kind_of,
+    pause_event,
+    step_row,
+)
 
 
 def toggled(steps: int = 60, **how: object) -> list[bytes]:
@@ -52,7 +60,7 @@ def both(state: Path) -> Path:
         {"device": "cpu", "model_bytes": 4096, "gradients_bytes": 4096, "optimizer_bytes": 0,
          "absent": {"rest_bytes": "torch keeps no statistics"}}]}  # fmt: skip
     own = [host_event(float(t)) for t in range(30)]
-    return keep({0: [*toggled(), Event("memory", memory)], -1: own}, seconds=5.0)
+    return write_run_directory({0: [*toggled(), Event("memory", memory)], -1: own}, seconds=5.0)
 
 
 def section(lines: list[str], title: str) -> list[str]:
@@ -102,13 +110,13 @@ def test_a_report_shows_the_command_and_where_the_time_went(both: Path) -> None:
 
 
 def test_a_run_that_goes_on_that_is_lost_and_that_trained_nothing(state: Path) -> None:
-    lines = report_text(keep({}, status=None, command_pid=None, started_unix=time.time()), 80)
+    lines = report_text(write_run_directory({}, status=None, command_pid=None, started_unix=time.time()), 80)
     assert lines[0].endswith("not started yet")
     assert "nothing was traced: the command has not started yet" in "\n".join(lines)
-    lines = report_text(keep({0: Training().run(3)}, status=None), 80)
+    lines = report_text(write_run_directory({0: Training().run(3)}, status=None), 80)
     assert lines[0].endswith("how it ended is unknown")
     assert section(lines, "FINDINGS") == ["  too few steps for findings (30 in one mode are needed)"]
-    lines = report_text(keep({}), 80)
+    lines = report_text(write_run_directory({}), 80)
     assert "no Python process of the run imported torch" in "\n".join(lines)
 
 
@@ -116,7 +124,7 @@ def test_a_run_that_goes_on_that_is_lost_and_that_trained_nothing(state: Path) -
 def test_an_import_of_torch_is_the_end_only_if_the_process_has_ended(state: Path, status: int | None) -> None:
     pid = os.getpid()
     me = {"command_pid": pid, "command_started": proc.start_time_s(pid), "boot_id": proc.boot_id()}
-    directory = keep({}, status=status, **me)
+    directory = write_run_directory({}, status=status, **me)
     (directory / "stages.log").write_text(f"{pid} {time.monotonic_ns() - 7_000_000_000} importing torch\n")
     said = report_text(directory, 200) + summary_lines(directory, load_exit(directory))
     if status is None:
@@ -130,7 +138,7 @@ def test_an_import_of_torch_is_the_end_only_if_the_process_has_ended(state: Path
 def test_a_warning_of_dpmon_does_not_explain_that_nothing_was_traced(state: Path, text: str) -> None:
     """Only one about a process of the training does."""
     warning = Event("warning", {"process": None, "t_s": 0.0, "text": text})
-    directory = keep({-1: [warning]}, options={"elsewhere": "this run is kept in /tmp/x"})
+    directory = write_run_directory({-1: [warning]}, options={"elsewhere": "this run is kept in /tmp/x"})
     add_note(directory, text)
     said = "\n".join(report_text(directory, 200))
     assert "nothing was traced: no Python process of the run imported torch" in said
@@ -139,11 +147,13 @@ def test_a_warning_of_dpmon_does_not_explain_that_nothing_was_traced(state: Path
     for lines in (report_text(directory, 200), summary_lines(directory, None)):
         assert "nothing was traced: this torch cannot be traced" in "\n".join(lines)
     ring = Event("warning", {"process": 0, "t_s": 0.0, "text": "process-0.ring cannot be read: not a ring"})
-    assert "nothing was traced: process-0.ring cannot be read" in "\n".join(report_text(keep({-1: [ring]}), 200))
+    assert "nothing was traced: process-0.ring cannot be read" in "\n".join(
+        report_text(write_run_directory({-1: [ring]}), 200)
+    )
 
 
 def test_a_run_that_failed_shows_the_end_of_its_output(state: Path) -> None:
-    directory = keep({0: Training().run(3)}, status=1)
+    directory = write_run_directory({0: Training().run(3)}, status=1)
     (directory / "stderr.log").write_bytes(b"10 %\r20 %\r\nTraceback:\n  boom \x1b[31m\n\n")
     lines = report_text(directory, 80)
     assert lines[0].endswith(": failed with exit status 1 after 1 min 00 s")
@@ -154,7 +164,7 @@ def test_a_run_that_failed_shows_the_end_of_its_output(state: Path) -> None:
 
 
 def test_a_run_that_was_stopped_has_not_failed(state: Path) -> None:
-    directory = keep({0: toggled()}, status=1)
+    directory = write_run_directory({0: toggled()}, status=1)
     (directory / "stages.log").write_text("7 9 joining the process group as rank 1 of 2\n")
     (directory / "statuses.log").write_text("7 20 -6\n")
     (finding,) = [finding for finding in collect_report_data(directory).findings if finding.kind == "failed"]
@@ -174,7 +184,7 @@ def test_a_step_that_a_stop_cut_off_is_not_called_long(state: Path) -> None:
     made = training.run(40)
     training.step_ns *= 200
     made += training.run(1)
-    directory = keep({0: made}, status=130)
+    directory = write_run_directory({0: made}, status=130)
     assert collect_report_data(directory).facts.longest_steps[0].step == 41
     record_stop_request(directory)
     began = load_info(directory).started_unix + collect_report_data(directory).facts.longest_steps[0].start_ns / 1e9
@@ -190,7 +200,7 @@ def test_devices_are_reported_with_maximum_and_median(state: Path) -> None:
     own += [device_event(40.0, 0, util_pct=None, mem_run_bytes=None, throttle=["power limit"])]
     own += [device_event(41.0 + t, 1, throttle=["power limit"] if t % 2 else [], ordinals=[{"device": "cuda:0"}])
             for t in range(20)]  # fmt: skip
-    directory = keep({0: Training(devices=("cuda:0", "cuda:1"), virtual=False).run(40), -1: own})
+    directory = write_run_directory({0: Training(devices=("cuda:0", "cuda:1"), virtual=False).run(40), -1: own})
     story = collect_report_data(directory)
     first, second = story.facts.devices
     assert (first.util_median, len(first.util), first.samples) == (97, 40, 41)
@@ -204,7 +214,10 @@ def test_devices_are_reported_with_maximum_and_median(state: Path) -> None:
 def test_maxima_and_means_of_deleted_samples_remain(state: Path) -> None:
     hot = [device_event(float(t), 0, temperature_c=80 if t == 100 else 60, util_pct=50) for t in range(1, 2401)]
     payloads = {-1: hot, 0: Training(devices=("cuda:0",), virtual=False).run(40)}
-    whole, directory = collect_report_data(keep(payloads)), keep(payloads, limit_bytes=1 << 18)
+    whole, directory = (
+        collect_report_data(write_run_directory(payloads)),
+        write_run_directory(payloads, limit_bytes=1 << 18),
+    )
     story = collect_report_data(directory)
     assert story.facts.store.pruned > 0
     (device,) = story.facts.devices
@@ -219,12 +232,14 @@ def test_maxima_and_means_of_deleted_samples_remain(state: Path) -> None:
 
 def test_a_batch_that_leaves_devices_idle_is_found(state: Path) -> None:
     training = Training(devices=tuple(f"cpu:{n}" for n in range(8)), batch=9)
-    story = collect_report_data(keep({0: training.run(60)}))
+    story = collect_report_data(write_run_directory({0: training.run(60)}))
     found = {finding.kind: finding for finding in story.findings}
     assert "3 of 8 devices receive no rows of Model" in found["idle"].text
     assert found["idle"].ground == "60 calls of 60, 8 devices"
     training = Training(devices=tuple(f"cpu:{n}" for n in range(4)), batch=2)
-    assert "small batch" in {finding.kind for finding in collect_report_data(keep({0: training.run(60)})).findings}
+    assert "small batch" in {
+        finding.kind for finding in collect_report_data(write_run_directory({0: training.run(60)})).findings
+    }
 
 
 def test_a_stall_is_placed_and_the_first_steps_are_none(state: Path) -> None:
@@ -236,9 +251,13 @@ def test_a_stall_is_placed_and_the_first_steps_are_none(state: Path) -> None:
             at += wall
         return out
 
-    (found,) = (finding for finding in collect_report_data(keep({0: steps(70)})).findings if finding.kind == "stall")
+    (found,) = (
+        finding
+        for finding in collect_report_data(write_run_directory({0: steps(70)})).findings
+        if finding.kind == "stall"
+    )
     assert "step 70 at 00:00:00, 8.00 s, 8.00 s in data" in found.ground
-    kinds = {finding.kind for finding in collect_report_data(keep({0: steps(SETTLING_STEPS)})).findings}
+    kinds = {finding.kind for finding in collect_report_data(write_run_directory({0: steps(SETTLING_STEPS)})).findings}
     assert "stall" not in kinds
     assert "data" in kinds
 
@@ -285,7 +304,7 @@ def test_the_page_has_its_plots_and_works_offline(state: Path) -> None:
     training = Training(devices=("cuda:0", "cuda:1"), virtual=False)
     rows = [*training.begin(), *training.run(800), *training.switch("single"), *training.run(400)]
     own = [device_event(t / 10, index) for t in range(60) for index in (0, 1)]
-    found = Page(render_page(build_document(collect_report_data(keep({0: rows, -1: own})))))
+    found = Page(render_page(build_document(collect_report_data(write_run_directory({0: rows, -1: own})))))
     assert found.tags["svg"] == 7
     check_offline(found)
 
@@ -299,7 +318,7 @@ def test_all_plots_over_time_have_one_axis_with_the_marks_of_the_run(state: Path
     dp = training.now
     rows += [*training.switch("dp"), *training.run(200)]
     own = [host_event(float(t)) for t in range(1, 80)]
-    made = build_plots(collect_report_data(keep({0: rows, -1: own}, seconds=200.0)).facts)
+    made = build_plots(collect_report_data(write_run_directory({0: rows, -1: own}, seconds=200.0)).facts)
     timed = [plot for plot in made if plot.time is not None]
     assert [plot.name for plot in timed] == ["step-time", "speed", "phases", "use", "memory"]
     (time_of,) = {id(plot.time): plot.time for plot in timed}.values()
@@ -321,8 +340,10 @@ def test_all_plots_over_time_have_one_axis_with_the_marks_of_the_run(state: Path
 
 
 def test_the_page_shows_when_which_rank_was_the_slowest(state: Path) -> None:
-    made, end = joined_rows(3, slow=1, phase="data", steps=2000, then=(1000, 2))
-    (plot,) = [plot for plot in build_plots(collect_report_data(keep(made)).facts) if plot.name == "waits"]
+    made, end = ddp_rank_rows(3, slow=1, phase="data", steps=2000, then=(1000, 2))
+    (plot,) = [
+        plot for plot in build_plots(collect_report_data(write_run_directory(made)).facts) if plot.name == "waits"
+    ]
     assert plot.rows == ["rank 0", "rank 1", "rank 2"]
     half = end / SECOND / 2
     for rank, one in enumerate(plot.series):
@@ -333,15 +354,15 @@ def test_the_page_shows_when_which_rank_was_the_slowest(state: Path) -> None:
     cells = [one for one in svg_of(plot).iter("rect") if one.find("title") is not None]
     assert {cell.attrib.get("class") for cell in cells} == {None, "none"}
     assert all(0 <= float(cell.attrib["x"]) <= WIDTH for cell in cells)
-    even, _ = joined_rows(3, steps=300, noise=0.0)
-    assert not [plot for plot in build_plots(collect_report_data(keep(even)).facts) if plot.name == "waits"], (
-        "nobody waited"
-    )
+    even, _ = ddp_rank_rows(3, steps=300, noise=0.0)
+    assert not [
+        plot for plot in build_plots(collect_report_data(write_run_directory(even)).facts) if plot.name == "waits"
+    ], "nobody waited"
 
 
 def test_the_slowest_of_many_ranks_is_shown(state: Path) -> None:
-    made, _ = joined_rows(70, slow=68, phase="data", steps=60)
-    story = collect_report_data(keep(made))
+    made, _ = ddp_rank_rows(70, slow=68, phase="data", steps=60)
+    story = collect_report_data(write_run_directory(made))
     drawn_plots = [plot for plot in build_plots(story.facts) if plot.name in ("waits", "ranks")]
     assert len(drawn_plots) == 2
     for plot in drawn_plots:
@@ -353,10 +374,10 @@ def test_the_slowest_of_many_ranks_is_shown(state: Path) -> None:
 
 
 def test_a_rank_that_started_again_is_one_rank_in_plots(state: Path) -> None:
-    made, _ = joined_rows(40, slow=3, phase="data", steps=60)
+    made, _ = ddp_rank_rows(40, slow=3, phase="data", steps=60)
     tries = [Training(process=100 + rank, rank=rank) for rank in range(40)]
     made |= {one.process: [*one.begin(), *one.run(3)] for one in tries}
-    found = {plot.name: plot for plot in build_plots(collect_report_data(keep(made)).facts)}
+    found = {plot.name: plot for plot in build_plots(collect_report_data(write_run_directory(made)).facts)}
     for name in ("waits", "ranks"):
         assert sorted(found[name].rows) == sorted(f"rank {rank}" for rank in range(40)), name
         assert "left out" not in found[name].note, name
@@ -364,14 +385,16 @@ def test_a_rank_that_started_again_is_one_rank_in_plots(state: Path) -> None:
 
 def test_the_page_of_a_day_is_small(state: Path) -> None:
     slow = {"slow": 1, "phase": "data", "extra_ms": 170_000, "then": (250, 0)}
-    made, end = joined_rows(2, steps=500, noise=0.4, **slow)
+    made, end = ddp_rank_rows(2, steps=500, noise=0.4, **slow)
     assert end / SECOND > 80_000
     places = [Definition(3000 + line, {"place": f"train.py:{line}", "why": None}) for line in (0, 1)]
     losses = [LossRow(3000 + at % 2, at, at * 170 * SECOND, 1 / at) for at in range(1, 500)]
     own = [device_event(float(t), index) for t in range(100, 86_400, 200) for index in range(8)]
     text = render_page(
         build_document(
-            collect_report_data(keep({**made, 0: [*made[0], *places, *losses], -1: own}, seconds=end / SECOND))
+            collect_report_data(
+                write_run_directory({**made, 0: [*made[0], *places, *losses], -1: own}, seconds=end / SECOND)
+            )
         )
     )
     assert text.count("<svg") == 9
@@ -401,7 +424,7 @@ def test_the_number_of_stretches_is_bounded_and_no_step_is_lost(state: Path) -> 
     for number in range(1, 3001):
         at += 900_000_000 if number == 1500 else 300_000_000
         payloads.append(step_row("single" if number % 7 else "dp", number, at, 250_000_000, 4, (1000, 2000, 3000, -1)))
-    bins = collect_report_data(keep({0: payloads}, seconds=1000.0)).facts.stretches.bins
+    bins = collect_report_data(write_run_directory({0: payloads}, seconds=1000.0)).facts.stretches.bins
     assert len({one.end_ns for one in bins}) <= BINS
     assert sum(one.steps for one in bins) == 3000
     assert sum(one.samples or 0 for one in bins) == 12_000
@@ -412,7 +435,7 @@ def test_the_number_of_stretches_is_bounded_and_no_step_is_lost(state: Path) -> 
 def test_changes_name_the_model_if_there_are_several(both: Path) -> None:
     story = collect_report_data(both)
     changes = [change._replace(root=root) for change in story.facts.announced.changes for root in ("Maker", "Critic")]
-    facts = changed(story.facts, announced=replace(story.facts.announced, changes=changes))
+    facts = with_changes(story.facts, announced=replace(story.facts.announced, changes=changes))
     rows = section(text_lines(build_document(replace(story, facts=facts)), 100), "MODE CHANGES")
     assert [row.split("  ")[-1] for row in rows[:2]] == ["Maker: to single", "Critic: to single"]
 
@@ -425,7 +448,7 @@ def test_a_failed_run_has_no_report_in_which_nothing_stands_out(both: Path, stat
 
 def test_two_modes_within_one_stretch_that_is_cut_short_are_one_bar(both: Path) -> None:
     story = collect_report_data(both)
-    facts = changed(story.facts, stretches=story.facts.stretches._replace(width_ns=3600 * SECOND))
+    facts = with_changes(story.facts, stretches=story.facts.stretches._replace(width_ns=3600 * SECOND))
     story = replace(story, facts=facts)
     assert {one.mode for one in story.facts.stretches.bins} == {"dp", "single"}
     assert "  █" in text_lines(build_document(story), 100)
@@ -438,7 +461,7 @@ def test_time_without_steps_is_a_gap_and_a_long_step_is_none(state: Path) -> Non
     payloads += training.run(50)
     training.step_ns = 6 * SECOND
     payloads += training.run(1)
-    directory = keep({0: payloads}, seconds=training.now / SECOND)
+    directory = write_run_directory({0: payloads}, seconds=training.now / SECOND)
     story = collect_report_data(directory)
     gaps = [(b.start_ns - a.end_ns) / SECOND for a, b in pairwise(story.facts.stretches.bins)]
     assert [gap for gap in gaps if gap] == [pytest.approx(9, abs=1)]
@@ -446,7 +469,7 @@ def test_time_without_steps_is_a_gap_and_a_long_step_is_none(state: Path) -> Non
     (step_time,) = (plot for plot in build_plots(story.facts) if plot.name == "step-time")
     places = [(begin, end) for begin, end, _ in step_time.series[0].points]
     assert sum(begin > end for (_, end), (begin, _) in pairwise(places)) == 1
-    process = state_in(directory, over=True).processes[0]
+    process = snapshot_of_directory(directory, over=True).processes[0]
     shown = build_chart_columns(process, fit_axis(2, training.now // SECOND, 120, over=True), 120)
     assert [column.second for column in shown.columns] == list(range(2, training.now // SECOND + 1))
     empty = [column.second for column in shown.columns if not column.count]
@@ -465,7 +488,9 @@ def evaluated(train: int, evaluate: int, rounds: int = 1, via: str | None = None
         trains = (number - 1) % (train + evaluate) < train
         wall, forward = (10_000_000, 4_000_000) if trains else (1_000_000, 50_000)
         none = (-1, 0) * 4
-        out.append(call_row("single", LEARNS * trains, 1, number, number, at, forward, 2, 2, none, (2, 2, 0, forward)))
+        out.append(
+            call_row("single", TRAINING_FLAGS * trains, 1, number, number, at, forward, 2, 2, none, (2, 2, 0, forward))
+        )
         rest = (5_900_000, 50_000) if trains else (-1, -1)
         out.append(step_row("single", number, at, wall, 4, (10_000 if trains else 900_000, forward, *rest)))
         at += wall
@@ -473,7 +498,7 @@ def evaluated(train: int, evaluate: int, rounds: int = 1, via: str | None = None
 
 
 def test_evaluations_are_kept_apart_from_the_steps_that_train(state: Path) -> None:
-    directory = keep({0: evaluated(60, 200)})
+    directory = write_run_directory({0: evaluated(60, 200)})
     said = report_as_json(collect_report_data(directory))
     (mode,), (evaluation,) = said["modes"], said["evaluations"]
     assert (mode["mode"], mode["steps"], mode["median_ms"]) == ("single", 60, 10.0)
@@ -499,14 +524,16 @@ def test_evaluations_are_kept_apart_from_the_steps_that_train(state: Path) -> No
 
 def test_figures_of_ranks_leave_out_evaluations(state: Path) -> None:
     said = report_as_json(
-        collect_report_data(keep({number: evaluated(60, 200, via="DistributedDataParallel") for number in range(2)}))
+        collect_report_data(
+            write_run_directory({number: evaluated(60, 200, via="DistributedDataParallel") for number in range(2)})
+        )
     )
     assert [(one["steps"], one["median_ms"]) for one in said["ranks"]] == [(60, 10.0)] * 2
     assert sum(one["samples_per_s"] for one in said["ranks"]) == said["modes"][0]["samples_per_s"] == 800
 
 
 def test_a_run_without_training_steps_has_no_evaluation(state: Path) -> None:
-    said = report_as_json(collect_report_data(keep({0: evaluated(0, 100)})))
+    said = report_as_json(collect_report_data(write_run_directory({0: evaluated(0, 100)})))
     assert (said["modes"][0]["steps"], said["evaluations"], said["calls"]) == (100, [], 100)
     assert not any(one["evaluation"] for one in said["time"]["stretches"])
     assert "data" in {finding["kind"] for finding in said["findings"]}
@@ -516,8 +543,8 @@ def test_deleted_rows_change_no_figure(state: Path) -> None:
     training = Training(mode="single", step_ns=50_000_000)
     payloads = [*training.begin(), *training.run(1500), *training.switch("dp"), *training.run(4500)]
     whole, directory = (
-        report_as_json(collect_report_data(keep({0: payloads}))),
-        keep({0: payloads}, limit_bytes=1 << 20),
+        report_as_json(collect_report_data(write_run_directory({0: payloads}))),
+        write_run_directory({0: payloads}, limit_bytes=1 << 20),
     )
     said = report_as_json(collect_report_data(directory))
     assert said["pruned"] > 0
@@ -555,7 +582,7 @@ def test_the_time_of_a_run_is_accounted_for(state: Path) -> None:
     training.now += 30 * SECOND
     payloads += [pause_event(training.now / SECOND, 80, 30.0), *training.run(40)]
     seconds = training.now / SECOND + 1.5
-    directory = keep({0: payloads}, seconds=seconds)
+    directory = write_run_directory({0: payloads}, seconds=seconds)
     elapsed = report_as_json(collect_report_data(directory))["elapsed"]
     parts = {name: value for name, value in elapsed.items() if name != "gaps" and value}
     assert parts == {
@@ -570,7 +597,7 @@ def test_the_time_of_a_run_is_accounted_for(state: Path) -> None:
         r"^elapsed 49\.\d s: start-up 2\.00 s, training 12\.\d s, between steps 4\.00 s, paused 30\.0 s,", text
     )
     assert "the longest gaps between steps: 4.00 s after step 40 (00:00:06)" in text
-    assert not any(line == "TIME" for line in report_text(keep({}), 100))
+    assert not any(line == "TIME" for line in report_text(write_run_directory({}), 100))
 
 
 def test_memory_in_json_counts_the_processes_that_know_it(state: Path) -> None:
@@ -582,7 +609,7 @@ def test_memory_in_json_counts_the_processes_that_know_it(state: Path) -> None:
         payloads[process] = [*training.begin(), *training.run(9)]
         if devices is not None:
             payloads[process].append(Event("memory", {"process": process, "t_s": 2.0, "devices": devices}))
-    (row,) = report_as_json(collect_report_data(keep(payloads, seconds=5.0)))["memory"]
+    (row,) = report_as_json(collect_report_data(write_run_directory(payloads, seconds=5.0)))["memory"]
     assert (row["model_bytes"], row["optimizer_bytes"], row["rest_bytes"]) == (200, 200, None)
     assert row["processes"] == 3
     assert row["known"] == {"model_bytes": 2, "gradients_bytes": 2, "optimizer_bytes": 1, "rest_bytes": 0}
@@ -591,7 +618,7 @@ def test_memory_in_json_counts_the_processes_that_know_it(state: Path) -> None:
 
 def test_stretches_of_a_report_have_the_gap_as_a_gap_or_in_their_time(state: Path) -> None:
     payloads, end = epochs(2.0)
-    width_ns, bins = collect_report_data(keep({0: payloads}, seconds=end)).facts.stretches
+    width_ns, bins = collect_report_data(write_run_directory({0: payloads}, seconds=end)).facts.stretches
     assert width_ns < 2 * SECOND
     within = sum(one.wall_ns for one in bins)
     assert within <= sum(one.elapsed_ns for one in bins) < within + 6 * SECOND, "between the stretches"
@@ -604,7 +631,7 @@ def test_a_stretch_that_has_grown_over_gaps_has_them_in_its_time(state: Path) ->
     for _ in range(1000):
         payloads += training.run(1)
         training.now += 2 * SECOND
-    width_ns, bins = collect_report_data(keep({0: payloads}, seconds=training.now / 1e9)).facts.stretches
+    width_ns, bins = collect_report_data(write_run_directory({0: payloads}, seconds=training.now / 1e9)).facts.stretches
     assert width_ns > 6 * SECOND
     assert len(bins) <= BINS
     assert sum(one.elapsed_ns for one in bins) == pytest.approx(training.now - 2 * SECOND, rel=0.01)
@@ -614,18 +641,28 @@ def test_a_stretch_that_has_grown_over_gaps_has_them_in_its_time(state: Path) ->
 
 def test_time_between_the_steps_is_found_if_it_is_much(state: Path) -> None:
     payloads, end = epochs(1.0)
-    (found,) = (one for one in collect_report_data(keep({0: payloads}, seconds=end)).findings if one.kind == "between")
+    (found,) = (
+        one
+        for one in collect_report_data(write_run_directory({0: payloads}, seconds=end)).findings
+        if one.kind == "between"
+    )
     assert found.text == "29% of the time lies between steps: 5 gaps, the longest 1.00 s after step 20."
     assert "a checkpoint" in found.advice
     assert found.weight == pytest.approx(0.29, abs=0.02)
     payloads, end = epochs(0.15)
-    assert "between" not in {one.kind for one in collect_report_data(keep({0: payloads}, seconds=end)).findings}
+    assert "between" not in {
+        one.kind for one in collect_report_data(write_run_directory({0: payloads}, seconds=end)).findings
+    }
 
 
 @pytest.mark.parametrize(("workers", "persistent", "named"), [(4, False, True), (4, True, False), (0, False, False)])
 def test_workers_that_start_in_every_epoch_are_named(state: Path, workers: int, persistent: bool, named: bool) -> None:
     payloads, end = epochs(1.0, workers, persistent)
-    (found,) = (one for one in collect_report_data(keep({0: payloads}, seconds=end)).findings if one.kind == "between")
+    (found,) = (
+        one
+        for one in collect_report_data(write_run_directory({0: payloads}, seconds=end)).findings
+        if one.kind == "between"
+    )
     assert ("Starting the loader's workers takes 80% of it." in found.text) == named
     assert found.advice.startswith("DataLoader(persistent_workers=True)") == named
 
@@ -649,7 +686,7 @@ def test_a_first_forward_that_failed_has_no_speed(state: Path, monkeypatch: pyte
     monkeypatch.setattr("dpmon.store.ring_drain.is_alive", lambda *_: False)
     training = Training(mode="single", devices=("cpu:0",), virtual=False, via=None)
     only_the_call = [payload for payload in training.step(failed=True) if kind_of(payload) != "step"]
-    directory = keep({0: [*training.begin(), *only_the_call]}, status=1)
+    directory = write_run_directory({0: [*training.begin(), *only_the_call]}, status=1)
     lines = summary_lines(directory, load_exit(directory))
     assert "single: 0 steps, 1 call" in lines
     assert not any("samples/s" in line for line in lines)
@@ -658,13 +695,13 @@ def test_a_first_forward_that_failed_has_no_speed(state: Path, monkeypatch: pyte
 def test_the_summary_names_the_exception_when_the_output_closed_with_the_screen(state: Path) -> None:
     training = Training()
     traceback = "Traceback (most recent call last):\n  File 'a.py'\nRuntimeError: of \x1b[31mno\x1b[0m use\nbye\n"
-    directory = keep({0: [*training.begin(), *training.run(3)]}, status=1, headless=False)
+    directory = write_run_directory({0: [*training.begin(), *training.run(3)]}, status=1, headless=False)
     (directory / "output.log").write_text(traceback)
     said = summary_lines(directory, load_exit(directory))
     assert [line for line in said if "exception" in line] == [
         f"exception: RuntimeError: of no use  (dpmon report {short_name(load_info(directory))})"
     ]
-    headless = keep({0: [*training.begin(), *training.run(3)]}, status=1)
+    headless = write_run_directory({0: [*training.begin(), *training.run(3)]}, status=1)
     (headless / "stderr.log").write_text(traceback)
     assert not any("exception" in line for line in summary_lines(headless, load_exit(headless)))
 
@@ -686,17 +723,17 @@ def long_training(slow: int, steps: int = 6000, evaluations: bool = False) -> li
 
 
 def test_stalls_are_found_among_the_steps_that_still_have_a_row(state: Path) -> None:
-    story = collect_report_data(keep({0: long_training(slow=5900)}, limit_bytes=1 << 18))
+    story = collect_report_data(write_run_directory({0: long_training(slow=5900)}, limit_bytes=1 << 18))
     assert story.facts.store.pruned > 0
     (found,) = (finding for finding in story.findings if finding.kind == "stall")
     assert found.text.startswith("At least one step took 10.0 s")
     assert found.ground.startswith("the longest: step 5900 at ")
-    deleted = collect_report_data(keep({0: long_training(slow=500)}, limit_bytes=1 << 18))
+    deleted = collect_report_data(write_run_directory({0: long_training(slow=500)}, limit_bytes=1 << 18))
     assert "stall" not in {one.kind for one in deleted.findings}
 
 
 def test_stretches_separate_modes_and_evaluations(state: Path) -> None:
-    story = collect_report_data(keep({0: long_training(slow=0, evaluations=True)}, limit_bytes=1 << 18))
+    story = collect_report_data(write_run_directory({0: long_training(slow=0, evaluations=True)}, limit_bytes=1 << 18))
     assert {(one.mode, one.evaluation) for one in story.facts.stretches.bins} == {
         (mode, evaluation) for mode in ("single", "dp") for evaluation in (False, True)
     }
@@ -746,8 +783,8 @@ def test_odd_values_are_drawn_inside(values: tuple[float | None, ...]) -> None:
 
 
 def test_ranks_are_drawn_and_the_straggler_waits_for_nobody(state: Path) -> None:
-    made, _ = joined_rows(3, slow=1, phase="data", steps=100, noise=0.0)
-    story = collect_report_data(keep(made))
+    made, _ = ddp_rank_rows(3, slow=1, phase="data", steps=100, noise=0.0)
+    story = collect_report_data(write_run_directory(made))
     (plot,) = [plot for plot in build_plots(story.facts) if plot.name == "ranks"]
     assert plot.rows == ["rank 0", "rank 1", "rank 2"]
     by_name = {one.name: [y for _, _, y in one.points] for one in plot.series}

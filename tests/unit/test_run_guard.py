@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from running import wait_for
 
 from dpmon.cli import launch
 from dpmon.run import proc
@@ -24,6 +23,7 @@ from dpmon.supervise import foreground_guard as guards
 from dpmon.supervise.command_process import find_command
 from dpmon.supervise.foreground_guard import SupervisorGuard
 from dpmon.supervise.start_supervisor import SupervisorTakeover
+from support.run_harness import wait_for
 
 
 @pytest.fixture

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from kept import keep
-from synthetic import step_row
 
 from dpmon.model.run_snapshot import ProcessInfo, RunSnapshot
 from dpmon.model.snapshot_builder import SnapshotBuilder
@@ -15,6 +13,8 @@ from dpmon.record.record_types import Event
 from dpmon.span_ring import SpanRing
 from dpmon.store.store_opening import open_store
 from dpmon.ui.playback import Player
+from support.history_builders import write_run_directory
+from support.record_builders import step_row
 
 SECOND = 1_000_000_000
 STEPS = 600
@@ -46,7 +46,7 @@ def a_run() -> Path:
         rows[number % 2].append(step_row(mode, number, at - 1000, 1000, 4, (1, 2, 3, 4)))
         if number == STEPS // 2:
             rows[0].append(Event("warning", {"process": 0, "t_s": at / SECOND, "text": "half-way"}))
-    directory = keep(rows, seconds=STEPS / 2 + 1, name="n", script="s.py", headless=False)
+    directory = write_run_directory(rows, seconds=STEPS / 2 + 1, name="n", script="s.py", headless=False)
     (directory / "stages.log").write_text(f"1 7 importing torch\n1 {SECOND} torch imported\n")
     return directory
 

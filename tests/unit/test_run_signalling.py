@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from running import wait_for
 
 from dpmon.run import proc, run_signals
 from dpmon.run.run_directory import RunError, RunInfo, write_info
@@ -19,6 +18,7 @@ from dpmon.run.run_reader import RunReader
 from dpmon.run.run_registry import create_run
 from dpmon.run.run_signals import NOTHING_RUNS, stop_run
 from dpmon.supervise.foreground_guard import SupervisorGuard
+from support.run_harness import wait_for
 
 SLEEPER = [sys.executable, "-c", "print(1, flush=True); import time; time.sleep(600)"]
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from synthetic import LEARNS, call_row, flags_of, step_row
 
 from dpmon.record.history_rows import Definition, Row
 from dpmon.record.record_types import Event, RecordError, Step
@@ -22,6 +21,7 @@ from dpmon.store.process_accounts import ProcessAccounts
 from dpmon.store.ring_intake import BATCH_SIZES, HELD_CALLS, SHAPES, RingIntake
 from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES
 from dpmon.store.write_batch import WriteBatch
+from support.record_builders import TRAINING_FLAGS, call_row, flags_of, step_row
 
 MS = 1_000_000
 SECOND = 1000 * MS
@@ -51,7 +51,7 @@ class Ring:
     def call(self, mode: str = DP, phases: tuple[int, ...] = PHASES_AT, ahead: int = 1, **more: Any) -> None:
         """Add a call of the next step, or of a step further `ahead`."""
         self.calls += 1
-        flags = more.get("flags", LEARNS)
+        flags = more.get("flags", TRAINING_FLAGS)
         sizes = more.get("sizes", (2, 3))
         row = call_row(mode, flags, 1, self.number + ahead, self.calls, self.now + MS, 10 * MS, *sizes, phases,
                        more.get("replicas", (2, 3, 0, 4 * MS) * 2))  # fmt: skip

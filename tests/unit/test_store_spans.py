@@ -14,11 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kept import draft
-from running import wait_for
-from sizes import reached, size
-from spans import Children, Training, everything, opened
-from synthetic import host_event, kind_of
 
 from dpmon.assemble.assembler import Assembler
 from dpmon.export import iter_records
@@ -35,8 +30,10 @@ from dpmon.store.history_writer import HistoryWriter
 from dpmon.store.query_results import call_from_columns
 from dpmon.store.ring_drain import COMMIT_S, GONE_S, RETRY_S, RingDrain
 from dpmon.store.store_opening import open_store
-
-WRITER = Path(__file__).resolve().parent.parent / "spans.py"
+from support.history_builders import make_run_info
+from support.record_builders import host_event, kind_of
+from support.ring_writers import WRITE_SPANS, Children, SpanTraining, open_reader, read_all_spans
+from support.run_harness import report_measured, scaled_size, wait_for
 
 
 class Killed(BaseException):
@@ -47,7 +44,7 @@ class Run:
     """A run, and a supervisor of it that can be killed."""
 
     def __init__(self) -> None:
-        self.directory, self.info = create_run(draft(command_pid=None))
+        self.directory, self.info = create_run(make_run_info(command_pid=None))
         self.warnings: list[str] = []
         self.warned_of: list[int | None] = []
         self.now = time.monotonic()
@@ -112,8 +109,8 @@ def children() -> Iterator[Children]:
 
 def rows_of(path: str) -> tuple[list[Row], list[int]]:
     """Return all rows of a ring from a single assembler, and the kinds of all spans."""
-    with opened(path) as reader:
-        spans = everything(reader, over=True)
+    with open_reader(path) as reader:
+        spans = read_all_spans(reader, over=True)
         lines = [line for part in reader.lines() for line in part]
         assert reader.missed == 0
         words = reader.header_words()
@@ -155,7 +152,7 @@ def check(run: Run, process: int = 0) -> int:
 def test_the_end_of_the_newest_record_is_known(run: Run) -> None:
     run.look()
     assert run.drain.newest_ns() == 0
-    Training(run.ring()).run(20)
+    SpanTraining(run.ring()).run(20)
     run.look()
     ((end,),) = run.rows("SELECT max(start_ns + wall_ns) FROM steps")
     assert run.drain.newest_ns() == end > 0
@@ -165,7 +162,7 @@ def test_the_end_of_the_newest_record_is_known(run: Run) -> None:
 
 
 def test_a_ring_is_read_although_its_header_was_completed_late(run: Run) -> None:
-    training = Training(run.ring())
+    training = SpanTraining(run.ring())
     training.run(20)
     magic, training.ring.map[:8] = training.ring.map[:8], bytes(8)
     os.utime(run.ring(), (0, 0))
@@ -183,7 +180,7 @@ def test_a_ring_is_read_although_its_header_was_completed_late(run: Run) -> None
 def test_a_ring_with_unreadable_lines_is_tried_again_and_leaves_no_file_open(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    training = Training(run.ring())
+    training = SpanTraining(run.ring())
     training.run(20)
     run.look()
     run.kill()
@@ -209,7 +206,7 @@ def test_a_ring_with_unreadable_lines_is_tried_again_and_leaves_no_file_open(
 # ------------------------------------------------------------------------------------------------ killed at any instant
 
 
-@pytest.mark.timeout(size(300, 3000))
+@pytest.mark.timeout(scaled_size(300, 3000))
 def test_training_and_supervisors_are_killed_at_any_instant(
     state: Path, monkeypatch: pytest.MonkeyPatch, children: Children
 ) -> None:
@@ -226,10 +223,10 @@ def test_training_and_supervisors_are_killed_at_any_instant(
             raise Killed
 
     monkeypatch.setattr(HistoryWriter, "write", dies)
-    instants, steps, kills = size(8, 200), 0, 0
+    instants, steps, kills = scaled_size(8, 200), 0, 0
     for _ in range(instants):
         run = Run()
-        writer = children.start(WRITER, run.ring())
+        writer = children.start(*WRITE_SPANS, run.ring())
         until = time.monotonic() + chance.random() * 0.5
         while writer.returncode is None or chance.random() < 0.7:
             if time.monotonic() > until:
@@ -247,7 +244,7 @@ def test_training_and_supervisors_are_killed_at_any_instant(
             run.end()
             steps += check(run)
         assert run.warnings == []
-    reached("killed at any instant", f"{instants} trainings of {steps} steps, {kills} supervisors")
+    report_measured("killed at any instant", f"{instants} trainings of {steps} steps, {kills} supervisors")
 
 
 # ------------------------------------------------------------------------------------------------ one thing at a time
@@ -257,7 +254,7 @@ def test_training_and_supervisors_are_killed_at_any_instant(
 @pytest.mark.parametrize("phases", range(5))
 @pytest.mark.parametrize("steps", [3, 2000])
 def test_a_training_is_killed_after_or_within_any_phase(run: Run, steps: int, phases: int, within: bool) -> None:
-    training = Training(run.ring())
+    training = SpanTraining(run.ring())
     training.run(steps)
     training.step(phases)
     if within:
@@ -271,7 +268,7 @@ def test_a_training_is_killed_after_or_within_any_phase(run: Run, steps: int, ph
 
 
 def test_a_step_is_there_as_soon_as_the_next_one_fetches(run: Run) -> None:
-    training = Training(run.ring())
+    training = SpanTraining(run.ring())
     training.run(3)
     run.look()
     assert run.steps() == [1, 2], "the third may go on"
@@ -286,9 +283,9 @@ def test_a_step_is_there_as_soon_as_the_next_one_fetches(run: Run) -> None:
 
 
 def test_a_rank_that_died_is_ended_while_the_run_goes_on(run: Run, children: Children) -> None:
-    alive, dies = Training(run.ring(0)), children.start(WRITER, run.ring(1))
+    alive, dies = SpanTraining(run.ring(0)), children.start(*WRITE_SPANS, run.ring(1))
     alive.step()
-    with opened(run.ring(1)) as reader:
+    with open_reader(run.ring(1)) as reader:
         wait_for(lambda: reader.read(time.monotonic_ns()), what="a step")
         wait_for(lambda: reader.read(time.monotonic_ns()), what="another step")
     run.look()
@@ -302,7 +299,7 @@ def test_a_rank_that_died_is_ended_while_the_run_goes_on(run: Run, children: Chi
 
 
 def test_spans_that_were_never_written_are_counted_once(run: Run) -> None:
-    training = Training(run.ring())
+    training = SpanTraining(run.ring())
     training.step()
     training.ring.next()
     training.step()
@@ -320,7 +317,7 @@ def test_spans_that_were_never_written_are_counted_once(run: Run) -> None:
 
 
 def test_overwritten_spans_are_counted(run: Run) -> None:
-    training = Training(run.ring(), slots=64)
+    training = SpanTraining(run.ring(), slots=64)
     training.run(1000)
     training.end()
     run.end()
@@ -331,7 +328,7 @@ def test_overwritten_spans_are_counted(run: Run) -> None:
 
 
 def test_damaged_lines_are_counted(run: Run) -> None:
-    training = Training(run.ring())
+    training = SpanTraining(run.ring())
     os.write(training.lines._fd, b"nonsense\n")
     training.step()
     training.end()
@@ -343,7 +340,7 @@ def test_damaged_lines_are_counted(run: Run) -> None:
 
 
 def test_a_damaged_tally_is_told_once_and_begins_anew(run: Run) -> None:
-    training = Training(run.ring(), clock=count(5_000_000_000, 1000).__next__)  # all steps in one second
+    training = SpanTraining(run.ring(), clock=count(5_000_000_000, 1000).__next__)  # all steps in one second
     training.run(10)
     run.look()
     with closing(sqlite3.connect(run.directory / "history.sqlite")) as db:
@@ -360,7 +357,7 @@ def test_a_damaged_tally_is_told_once_and_begins_anew(run: Run) -> None:
 
 
 def test_a_ring_that_is_truncated_gives_what_was_read(run: Run, children: Children) -> None:
-    writer = children.start(WRITER, run.ring())
+    writer = children.start(*WRITE_SPANS, run.ring())
     time.sleep(0.1)
     run.look()
     children.kill(writer)
@@ -374,7 +371,7 @@ def test_a_ring_that_is_truncated_gives_what_was_read(run: Run, children: Childr
 
 def test_a_successor_goes_on_after_the_ring_has_wrapped_around(run: Run) -> None:
     """Numbers continue, and no event occurs twice."""
-    training = Training(run.ring(), slots=256)
+    training = SpanTraining(run.ring(), slots=256)
     training.warn()
     for _ in range(300):
         training.run(10)
@@ -395,7 +392,7 @@ def fill_disk(run: Run) -> sqlite3.Connection:
 
 
 def test_a_disk_that_is_full_loses_nothing(run: Run) -> None:
-    training = Training(run.ring())
+    training = SpanTraining(run.ring())
     run.look()
     for _ in range(3):
         db = fill_disk(run)
@@ -424,7 +421,7 @@ def test_the_rest_of_a_ring_waits_while_the_history_cannot_take_it(
 ) -> None:
     """Memory is bounded. What the ring still has is not lost, even after its process has ended."""
     monkeypatch.setattr(drain_module, "HOLD_BYTES", 10_000)
-    training = Training(run.ring(), slots=slots)
+    training = SpanTraining(run.ring(), slots=slots)
     run.look()
     db = fill_disk(run)
     for _ in range(20):
@@ -444,7 +441,7 @@ def test_the_rest_of_a_ring_waits_while_the_history_cannot_take_it(
 
 @pytest.mark.parametrize("kind", ["mode", "pause", "warning"])
 def test_records_are_committed_once_a_moment_and_answers_at_once(run: Run, kind: str) -> None:
-    training = Training(run.ring())
+    training = SpanTraining(run.ring())
     training.run(2)
     run.look(0.05)
     assert run.steps() == [1], "the first after a silence, at once"
@@ -463,7 +460,7 @@ def test_records_are_committed_once_a_moment_and_answers_at_once(run: Run, kind:
 def test_many_rings_are_committed_when_a_second_is_over(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drain_module, "MANY_RINGS", 0)
     second = int(run.now) + 1000
-    training = Training(run.ring())
+    training = SpanTraining(run.ring())
     run.look(second + 0.2 - run.now)
     training.run(2)
     for at, committed in ((0.3, []), (1.0, []), (1.09, []), (1.11, [1])):
@@ -524,7 +521,7 @@ def test_own_records_wait_for_the_history(run: Run, monkeypatch: pytest.MonkeyPa
 
 
 def test_export_before_any_supervisor_is_the_same_as_after(run: Run) -> None:
-    training = Training(run.ring())
+    training = SpanTraining(run.ring())
     for _ in range(30):
         training.step()
         training.warn()
@@ -536,7 +533,7 @@ def test_export_before_any_supervisor_is_the_same_as_after(run: Run) -> None:
 
 
 def test_a_supervisor_waits_while_the_history_is_locked(run: Run) -> None:
-    training = Training(run.ring())
+    training = SpanTraining(run.ring())
     run.look()
     with closing(sqlite3.connect(run.directory / "history.sqlite", isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")

@@ -7,10 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
-from everything import everything
-from rowring import RowRing, use_row_rings
-from sizes import size
-from synthetic import SECOND, Training, changed, pause_event, with_other
 from test_store_spans import Run
 
 from dpmon.record.history_rows import Row
@@ -18,6 +14,10 @@ from dpmon.record.record_types import Event
 from dpmon.record.schema import STEP, WAIT
 from dpmon.store.ring_drain import COMMIT_S
 from dpmon.store.store_opening import open_store
+from support.history_builders import read_all_of_store
+from support.record_builders import SECOND, Training, pause_event, with_event_data, with_other
+from support.ring_writers import RowRing, use_row_rings
+from support.run_harness import scaled_size
 
 pytestmark = pytest.mark.slow
 
@@ -29,7 +29,7 @@ def eventful(chance: random.Random, process: int) -> Iterator[list[Row]]:
     """Yield a few records at a time of a training with all activities."""
     training = Training(process=process, rank=process, step_ns=75_000_000, batch=30, seed=process)
     first, *others = training.begin()
-    yield [changed(first, pid=4242 + process), *others]
+    yield [with_event_data(first, pid=4242 + process), *others]
     yield [Event("ddp", {"process": process, "rank": process, "t_s": training.now / SECOND, "group": [0, 1]})]
     passes = 0
     for number in range(150):
@@ -95,7 +95,7 @@ def write(run: Run, records: Mapping[int, Sequence[Row]]) -> None:
         run.look()
 
 
-@pytest.mark.parametrize("seed", range(20, 20 + size(2, 40)))
+@pytest.mark.parametrize("seed", range(20, 20 + scaled_size(2, 40)))
 @pytest.mark.parametrize("when", ["after a commit", "at any time"])
 def test_takeovers_count_every_step_once(state: Path, monkeypatch: pytest.MonkeyPatch, seed: int, when: str) -> None:
     use_row_rings(monkeypatch)
@@ -116,7 +116,7 @@ def test_takeovers_count_every_step_once(state: Path, monkeypatch: pytest.Monkey
         run.end()
         assert run.warnings == []
         with open_store(run.directory) as store:
-            stores.append(everything(store))
+            stores.append(read_all_of_store(store))
     wanted, found = stores
     for name in ("times", "seconds of times", "gaps", "calls", "events", "dropped"):
         assert found[name] == wanted[name], name

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from played import Process
 
 from dpmon.record.record_types import Step
 from dpmon.record.span_format import Kind
 from dpmon.tracer.devices.device_timing import MAX_COPIES
 from dpmon.tracer.steps.copies import CopyTracer, target_of_cuda, target_of_to
+from support.fake_devices import SimulatedProcess
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +26,7 @@ EMPTIES_TRACEBACKS = sys.version_info >= (3, 11)
 SCRIPT = str(Path(__file__).parents[1] / "process" / "scripts" / "knows_methods.py")
 
 
-class Setting(Process):
+class Setting(SimulatedProcess):
     """An open step with device times; `to` takes the place of Tensor.to, and takes 3 ms on the device."""
 
     def __init__(self) -> None:

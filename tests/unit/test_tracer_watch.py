@@ -15,11 +15,11 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
-from running import wait_for
 
 from dpmon.span_reader import SpanReader
 from dpmon.span_ring import HEADER_BYTES, MAX_GROUPS, NO_NUMBER, HeaderWord, SpanRing
 from dpmon.tracer import responder_thread
+from support.run_harness import wait_for
 
 
 @pytest.fixture

@@ -6,12 +6,12 @@ import os
 import random
 
 import pytest
-from sizes import size
 from textual import events
 from textual.message import Message
 
 from dpmon.ui import terminal_driver as module
 from dpmon.ui.terminal_driver import _CUT_LOOKS, _ESCAPE_LOOKS, ExitHandlers, TerminalDriver, _InputParser
+from support.run_harness import scaled_size
 
 SOON, LATER, END = [b""] * (_ESCAPE_LOOKS - 1), [b""] * (_ESCAPE_LOOKS + 1), [b""] * _CUT_LOOKS
 """Looks without input: before an escape is a key, after that, and until an open sequence is dropped."""
@@ -109,7 +109,7 @@ PARTS = [
 @pytest.mark.parametrize("seed", range(10))
 def test_after_any_input_the_next_key_works(seed: int) -> None:
     chance = random.Random(seed)
-    for _ in range(size(50, 5000)):
+    for _ in range(scaled_size(50, 5000)):
         pieces = []
         for _ in range(chance.randrange(1, 60)):
             data = chance.choice(PARTS) if chance.random() < 0.7 else chance.randbytes(chance.randrange(1, 200))

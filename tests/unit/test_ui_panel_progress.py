@@ -7,9 +7,6 @@ from math import inf, nan
 from typing import Any
 
 import pytest
-from situations import INFO, LOOK, MONO_ASCII, exit_of, facts_of, rows_text, text_of, with_process
-from stuck_ranks import stalled
-from synthetic import SECOND, Training
 
 from dpmon.model.epoch_progress import Epoch, Progress
 from dpmon.model.finding_text import Finding
@@ -22,6 +19,18 @@ from dpmon.ui.panels.panel_status import render_panel
 from dpmon.ui.screen_data import ScreenData, View
 from dpmon.ui.styled_rows import plain_text, row_width
 from dpmon.ui.terminal_style import ASCII, UNICODE
+from support.record_builders import SECOND, Training
+from support.screen_states import (
+    MONO_ASCII,
+    RUN_INFO,
+    STYLE,
+    exit_info_of,
+    rows_text,
+    screen_data_of,
+    screen_in_stall,
+    screen_text,
+    with_process,
+)
 
 EPOCHS = (
     Epoch(1, 0, 175 * SECOND, 1563, 1563, 12 * SECOND, None),
@@ -45,13 +54,13 @@ def losses(place: str = "train.py:88", last: float = 0.4121, bad: int | None = N
 
 
 def facts(progress: Progress | None = None, *curves: LossCurve, **changes: Any) -> ScreenData:
-    found = facts_of(Training(step_ns=100_000_000), **changes)
+    found = screen_data_of(Training(step_ns=100_000_000), **changes)
     found = with_process(found, progress=Progress() if progress is None else progress)
     return replace(found, state=replace(found.state, losses=curves))
 
 
 def drawn(found: ScreenData, width: int = 56, height: int = 12) -> list[str]:
-    return rows_text(panel_progress.render_panel(found, width, height, LOOK))
+    return rows_text(panel_progress.render_panel(found, width, height, STYLE))
 
 
 # ------------------------------------------------------------------------------------------------ epochs
@@ -59,11 +68,11 @@ def drawn(found: ScreenData, width: int = 56, height: int = 12) -> list[str]:
 
 def test_the_bar_has_the_time_left_and_the_epochs_are_listed_newest_first() -> None:
     found = facts(epochs())
-    assert [plain_text(row) for row in panel_progress.panel_title(found, LOOK, False)] == [
+    assert [plain_text(row) for row in panel_progress.panel_title(found, STYLE, False)] == [
         "6 Progress · epoch 3",
         "  412/1,563",
     ]
-    assert [plain_text(row) for row in panel_progress.panel_title(found, LOOK, True)] == ["6 Progress", "412/1,563"]
+    assert [plain_text(row) for row in panel_progress.panel_title(found, STYLE, True)] == ["6 Progress", "412/1,563"]
     assert drawn(found) == [
         "━━━━━━━━────────────────────────  26%   2 min 10 s left",
         "epoch        time  evaluation     between",
@@ -76,7 +85,7 @@ def test_the_bar_has_the_time_left_and_the_epochs_are_listed_newest_first() -> N
 def test_a_large_uncertainty_stands_beside_the_time_left_but_not_in_the_header() -> None:
     found = facts(epochs(error_ns=40e9))
     assert drawn(found)[0].endswith("2 min 10 s ± 40 s left")
-    assert "±" not in plain_text(render_panel(found, 200, 2, LOOK)[0])
+    assert "±" not in plain_text(render_panel(found, 200, 2, STYLE)[0])
 
 
 @pytest.mark.parametrize(
@@ -125,13 +134,13 @@ def test_a_loss_that_is_no_number_stands_out(value: float, text: str) -> None:
     assert panel_progress.loss_span(value, 5) == (text.ljust(5), "bad")
     found = facts(epochs(), losses(last=value, bad=20))
     found = replace(found, state=replace(found.state, unfit=InvalidLoss(0, "train.py:88", 212, 20 * SECOND, value)))
-    rows = panel_progress.render_panel(found, 56, 12, LOOK)
+    rows = panel_progress.render_panel(found, 56, 12, STYLE)
     assert any(("✗", "bad") in row for row in rows)
-    header = [plain_text(row) for row in render_panel(found, 120, 2, LOOK)]
+    header = [plain_text(row) for row in render_panel(found, 120, 2, STYLE)]
     assert f"loss {text}" in header[0]
     assert "first seen in step 212 (train.py:88)" in header[1]
-    over = replace(found, ended=exit_of(0, None, 40 * SECOND), alive=False)
-    assert "first seen in step 212" in plain_text(render_panel(over, 120, 2, LOOK)[1]), "no less after the end"
+    over = replace(found, ended=exit_info_of(0, None, 40 * SECOND), alive=False)
+    assert "first seen in step 212" in plain_text(render_panel(over, 120, 2, STYLE)[1]), "no less after the end"
 
 
 @pytest.mark.parametrize(
@@ -147,7 +156,7 @@ def test_a_gan_has_a_curve_for_each_line() -> None:
     rows = drawn(found, 70, 12)
     assert [row.partition("smoothed")[0].strip() for row in rows if "smoothed" in row] == ["loss 0.412", "loss 1.500"]
     assert [row.split()[-3] for row in rows if "smoothed" in row] == ["train.py:88", "train.py:99"]
-    assert "loss 0.412  1.500" in plain_text(render_panel(found, 120, 2, LOOK)[0])
+    assert "loss 0.412  1.500" in plain_text(render_panel(found, 120, 2, STYLE)[0])
 
 
 def test_a_curve_goes_through_its_points() -> None:
@@ -162,20 +171,20 @@ def test_a_curve_goes_through_its_points() -> None:
 
 def test_the_header_says_how_far_it_is_and_the_loss() -> None:
     found = facts(epochs(), losses())
-    wide = plain_text(render_panel(found, 140, 2, LOOK)[0])
+    wide = plain_text(render_panel(found, 140, 2, STYLE)[0])
     assert "epoch 3 ·   412/1,563 · 2 min 10 s left" in wide
     assert "samples/s  loss 0.412" in wide
-    assert "step" not in plain_text(render_panel(found, 120, 2, LOOK)[0])
-    assert "step 300" in plain_text(render_panel(found, 120, 2, LOOK)[1]), "what has no room above"
-    narrow = [plain_text(row) for row in render_panel(found, 80, 3, LOOK)]
+    assert "step" not in plain_text(render_panel(found, 120, 2, STYLE)[0])
+    assert "step 300" in plain_text(render_panel(found, 120, 2, STYLE)[1]), "what has no room above"
+    narrow = [plain_text(row) for row in render_panel(found, 80, 3, STYLE)]
     assert narrow[1].startswith(" epoch 3 ·   412/1,563 · 2 min 10 s left ")
     assert "loss 0.412" in narrow[1]
-    assert plain_text(render_panel(found, 40, 3, LOOK)[1]).startswith(" epoch 3 ·   412/1,563  ")
+    assert plain_text(render_panel(found, 40, 3, STYLE)[1]).startswith(" epoch 3 ·   412/1,563  ")
 
 
 def test_the_header_of_a_stall_has_no_time_left() -> None:
-    found = with_process(stalled(2), progress=epochs())
-    assert "epoch 3 ·   412/1,563  ddp ×2" in plain_text(render_panel(found, 140, 2, LOOK)[0])
+    found = with_process(screen_in_stall(2), progress=epochs())
+    assert "epoch 3 ·   412/1,563  ddp ×2" in plain_text(render_panel(found, 140, 2, STYLE)[0])
 
 
 def test_the_figures_of_the_header_stand_still() -> None:
@@ -183,21 +192,21 @@ def test_the_figures_of_the_header_stand_still() -> None:
     for batch, left in ((9, 175e9), (412, 130e9), (1563, None)):
         at_ns = EPOCHS[2].begin_ns + 175 * SECOND - int(left or 0)
         found = facts(epochs(batch=batch, left_ns=left, at_ns=at_ns), losses())
-        row = plain_text(render_panel(found, 140, 2, LOOK)[0])
+        row = plain_text(render_panel(found, 140, 2, STYLE)[0])
         places.add((row.index("epoch"), row.index("/1,563"), row.index("samples/s"), row.index("loss")))
     assert len(places) == 1
 
 
 def test_an_epoch_that_has_used_all_batches_tells_how_long_it_took() -> None:
     done = epochs(batch=1563, left_ns=None, epochs=EPOCHS[:2])
-    assert "1,563/1,563 · took 2 min 51 s" in plain_text(render_panel(facts(done), 140, 2, LOOK)[0])
+    assert "1,563/1,563 · took 2 min 51 s" in plain_text(render_panel(facts(done), 140, 2, STYLE)[0])
 
 
 # ------------------------------------------------------------------------------------------------ before and after
 
 
 def test_before_the_first_step_it_tells_what_dpmon_will_do() -> None:
-    info = replace(INFO, options={"mode": "dp", "replicas": 4})
+    info = replace(RUN_INFO, options={"mode": "dp", "replicas": 4})
     found = ScreenData(RunSnapshot(), SECOND, info, alive=True)
     assert panel_progress.is_shown(found)
     assert drawn(found) == [
@@ -205,7 +214,7 @@ def test_before_the_first_step_it_tells_what_dpmon_will_do() -> None:
         "replicas 4",
     ]
     assert panel_progress.preferred_height(found) == 2
-    assert not panel_progress.is_shown(replace(found, alive=False, ended=exit_of(1)))
+    assert not panel_progress.is_shown(replace(found, alive=False, ended=exit_info_of(1)))
     assert drawn(ScreenData(RunSnapshot(), 0)) == []
 
 
@@ -216,8 +225,8 @@ FINDINGS = (
 
 
 def test_after_the_end_the_findings_come_first_each_with_its_advice() -> None:
-    found = facts(epochs(left_ns=None), losses(), ended=exit_of(1), alive=False, findings=FINDINGS)
-    assert [plain_text(row) for row in panel_progress.panel_title(found, LOOK, False)] == [
+    found = facts(epochs(left_ns=None), losses(), ended=exit_info_of(1), alive=False, findings=FINDINGS)
+    assert [plain_text(row) for row in panel_progress.panel_title(found, STYLE, False)] == [
         "6 What happened",
         "2 findings",
     ]
@@ -229,18 +238,18 @@ def test_after_the_end_the_findings_come_first_each_with_its_advice() -> None:
     assert panel_progress.is_shown(replace(found, state=replace(found.state, losses=())))
     nothing = replace(found, findings=())
     assert drawn(nothing)[0] == "nothing stands out"
-    assert plain_text(panel_progress.panel_title(replace(found, findings=None), LOOK, False)[0]).startswith(
+    assert plain_text(panel_progress.panel_title(replace(found, findings=None), STYLE, False)[0]).startswith(
         "6 Progress"
     )
 
 
-@pytest.mark.parametrize("look", [LOOK, MONO_ASCII], ids=["color", "mono ascii"])
+@pytest.mark.parametrize("look", [STYLE, MONO_ASCII], ids=["color", "mono ascii"])
 def test_no_row_is_too_wide(look: Any) -> None:
     hostile = losses("\x1b[2J中文.py:1" * 9)
     cases = [
         facts(epochs(), losses(), hostile),
         facts(epochs(batches=None, absent={"batches": "why " * 50})),
-        facts(epochs(), losses(bad=3), ended=exit_of(1), alive=False, findings=FINDINGS),
+        facts(epochs(), losses(bad=3), ended=exit_info_of(1), alive=False, findings=FINDINGS),
     ]
     for found in cases:
         for width in (20, 36, 56, 116):
@@ -248,6 +257,6 @@ def test_no_row_is_too_wide(look: Any) -> None:
                 for row in panel_progress.render_panel(found, width, height, look):
                     assert row_width(row) <= max(width, 60), "a longer one is cut"
         for size in ((80, 24), (120, 40)):
-            text = text_of(replace(found, view=View("progress", "progress")), *size, look=look)
+            text = screen_text(replace(found, view=View("progress", "progress")), *size, look=look)
             assert {len(line) for line in text.splitlines()} >= {size[0]}
             assert "\x1b" not in text

@@ -7,7 +7,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from situations import LOOK
 from test_run_playback import SECOND, Clock, a_run
 from textual.pilot import Pilot
 
@@ -15,13 +14,14 @@ from dpmon.ui.footer import position_at, render_timeline
 from dpmon.ui.playback import Playback, Player
 from dpmon.ui.screen_data import PlaybackPosition
 from dpmon.ui.styled_rows import plain_text, row_width
+from support.screen_states import STYLE
 
 
 @asynccontextmanager
 async def shown(
     directory: Path, clock: Clock, size: tuple[int, int] = (120, 40)
 ) -> AsyncIterator[tuple[Playback, Pilot[str]]]:
-    app = Playback(directory, LOOK, open_player=lambda: Player(directory, clock), refresh=600)
+    app = Playback(directory, STYLE, open_player=lambda: Player(directory, clock), refresh=600)
     async with app.run_test(size=size) as pilot:
         await pilot.pause()
         yield app, pilot
@@ -77,7 +77,7 @@ async def test_a_click_on_the_line(state: Path) -> None:
 @pytest.mark.parametrize("part", [0.0, 0.3, 1.0])
 def test_the_time_line_has_its_width_and_marks_the_position(width: int, part: float) -> None:
     length = 3600 * SECOND
-    (row,) = render_timeline(PlaybackPosition(int(length * part), length, True, 0.25), width, LOOK)
+    (row,) = render_timeline(PlaybackPosition(int(length * part), length, True, 0.25), width, STYLE)
     assert row_width(row) == width
     text = plain_text(row)
     assert text.startswith(" playing 0.25× ")

@@ -9,10 +9,6 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from kept import keep
-from situations import text_of
-from stored import Recording
-from synthetic import SECOND, Training
 
 from dpmon.cli.summary import summary_lines
 from dpmon.model.mode_comparison import verdict_sentence
@@ -24,6 +20,9 @@ from dpmon.report.report_json import report_as_json
 from dpmon.store.history_writer import HistoryWriter
 from dpmon.store.write_batch import WriteBatch
 from dpmon.ui.screen_data import ScreenData
+from support.history_builders import Recording, write_run_directory
+from support.record_builders import SECOND, Training
+from support.screen_states import screen_text
 
 PID = 4242
 """The process id of a Training."""
@@ -55,7 +54,7 @@ def recorded(payloads: Sequence[bytes], waits: Sequence[Wait], pid: int = PID, s
 
 
 def drawn(state: RunSnapshot) -> str:
-    return " ".join(text_of(ScreenData(state, state.newest_ns, alive=True), 120, 60).split())
+    return " ".join(screen_text(ScreenData(state, state.newest_ns, alive=True), 120, 60).split())
 
 
 def test_the_batch_panel_names_a_wait_and_not_the_phase_it_fell_into() -> None:
@@ -105,7 +104,9 @@ def test_a_verdict_by_the_mean_step_says_why_it_is_another(state: Path) -> None:
     found = recorded(payloads, waits).processes[0].compared
     assert found is not None
     assert "(waiting for input)" in (verdict_sentence(found) or "")
-    story = collect_report_data(keep({0: payloads, -1: wait_events(waits)}, seconds=training.now / SECOND))
+    story = collect_report_data(
+        write_run_directory({0: payloads, -1: wait_events(waits)}, seconds=training.now / SECOND)
+    )
     assert story.facts.mode_comparison is not None
     assert "(waiting for input)" in (verdict_sentence(story.facts.mode_comparison) or "")
 
@@ -113,9 +114,11 @@ def test_a_verdict_by_the_mean_step_says_why_it_is_another(state: Path) -> None:
 def test_a_report_blames_nobody_for_a_wait(state: Path) -> None:
     training, payloads, waits = with_waits(12.0, 8.0)
     seconds = training.now / SECOND
-    blamed = collect_report_data(keep({0: payloads}, seconds=seconds, id="one"))
+    blamed = collect_report_data(write_run_directory({0: payloads}, seconds=seconds, id="one"))
     assert [each.kind for each in blamed.findings] == ["stall"]
-    story = collect_report_data(directory := keep({0: payloads, -1: wait_events(waits)}, seconds=seconds))
+    story = collect_report_data(
+        directory := write_run_directory({0: payloads, -1: wait_events(waits)}, seconds=seconds)
+    )
     assert story.findings == []
     said = report_as_json(story)["inputs"]
     assert [(one["process"], one["t_s"], one["seconds"]) for one in said] == [
@@ -128,7 +131,9 @@ def test_a_report_blames_nobody_for_a_wait(state: Path) -> None:
 
 def test_a_stall_beside_a_wait_is_still_found(state: Path) -> None:
     training, payloads, waits = with_waits(12.0, 8.0)
-    story = collect_report_data(keep({0: payloads, -1: wait_events(waits[:1])}, seconds=training.now / SECOND))
+    story = collect_report_data(
+        write_run_directory({0: payloads, -1: wait_events(waits[:1])}, seconds=training.now / SECOND)
+    )
     (found,) = story.findings
     assert found.kind == "stall"
     assert found.text.startswith("One step took")
@@ -137,16 +142,19 @@ def test_a_stall_beside_a_wait_is_still_found(state: Path) -> None:
 def test_a_script_that_waits_at_its_end_was_not_silent(state: Path) -> None:
     training, payloads, _ = with_waits()
     end = training.now / SECOND
-    assert [each.kind for each in collect_report_data(keep({0: payloads}, seconds=end + 90, id="one")).findings] == [
-        "quiet"
-    ]
+    assert [
+        each.kind
+        for each in collect_report_data(write_run_directory({0: payloads}, seconds=end + 90, id="one")).findings
+    ] == ["quiet"]
     waits = [(end + 1, 80.0)]
-    assert collect_report_data(keep({0: payloads, -1: wait_events(waits)}, seconds=end + 90)).findings == []
+    assert (
+        collect_report_data(write_run_directory({0: payloads, -1: wait_events(waits)}, seconds=end + 90)).findings == []
+    )
 
 
 def test_a_launcher_waits_in_no_step(state: Path) -> None:
     training, payloads, waits = with_waits(12.0)
-    directory = keep({0: payloads, -1: wait_events(waits, PID + 1)}, seconds=training.now / SECOND)
+    directory = write_run_directory({0: payloads, -1: wait_events(waits, PID + 1)}, seconds=training.now / SECOND)
     assert collect_report_data(directory).facts.announced.inputs[0][0] is None
     (line,) = [line for line in summary_lines(directory, None) if line.startswith("waited")]
     assert "steps" not in line

@@ -1,4 +1,4 @@
-"""Runs the real command line in separate processes, for tests that need a complete run."""
+"""Runs the real command line in separate processes, for tests that need a complete run, and waits for conditions."""
 
 from __future__ import annotations
 
@@ -23,13 +23,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from sizes import LONG
-from warm import python
+import pytest
 
 from dpmon.run import proc
 from dpmon.run.lifecycle import has_live_supervisor
 from dpmon.run.run_directory import load_info
+from dpmon.run.run_reader import RunReader
 from dpmon.run.run_registry import LASTING, SHARED_MEMORY
+from dpmon.run.stdin_terminal import is_reading_stdin
+from support.preloaded_python import preload_python
 
 Value = TypeVar("Value")
 POLL_S = 0.02
@@ -94,12 +96,12 @@ def free_ports(count: int) -> list[int]:
     return list(found)
 
 
-def until_unsupervised(info: Mapping[str, Any]) -> None:
+def wait_until_unsupervised(info: Mapping[str, Any]) -> None:
     """Wait for the end of the supervisor that is named in these contents of run.json."""
     wait_for(lambda: not proc.is_alive(info["supervisor_pid"], info["supervisor_started"]), what="the supervisor's end")
 
 
-def until_no_command_is_left() -> None:
+def wait_until_no_command_is_left() -> None:
     """Wait for the end of the commands that `NodeLinks` in this process started: each leads a session."""
 
     def left() -> list[proc.ProcessEntry]:
@@ -110,7 +112,7 @@ def until_no_command_is_left() -> None:
 
 
 @dataclass(frozen=True)
-class Result:
+class CommandResult:
     """Exit status and output of a command."""
 
     status: int
@@ -147,13 +149,15 @@ class Dpmon:
         return {**env, "XDG_STATE_HOME": str(self.state), **(extra or {})}
 
     def warm(self, env: Mapping[str, str] | None = None) -> tuple[str, ...]:
-        """Return options that run a script in a fork of a Python with torch (see `warm`); none in a long run.
+        """Return options that run a script in a fork of a Python with torch (`preload_python`); none in a long run.
 
         Importing torch takes longer than most scripts. `env`: additional variables of that Python.
         """
         if LONG or self.python != sys.executable:
             return ()
-        return "--python", python({**self.environment(env), "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1"})
+        return "--python", preload_python(
+            {**self.environment(env), "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1"}
+        )
 
     def words(self, *words: object) -> list[str]:
         """Return the command line that runs dpmon."""
@@ -190,7 +194,7 @@ class Dpmon:
         self.started.append(process)
         return process
 
-    def run(self, *words: object, limit: float = LIMIT_S, input: bytes | None = None, **more: Any) -> Result:
+    def run(self, *words: object, limit: float = LIMIT_S, input: bytes | None = None, **more: Any) -> CommandResult:
         """Run dpmon; fail if it does not end within `limit` seconds."""
         if input is not None:
             more["stdin"] = subprocess.PIPE
@@ -201,9 +205,9 @@ class Dpmon:
             process.kill()
             out, err = process.communicate()
             raise AssertionError(f"not over within {limit} s: {words}\n{err.decode()[-2000:]}") from None
-        return Result(process.returncode, out or b"", err or b"")
+        return CommandResult(process.returncode, out or b"", err or b"")
 
-    def stop(self, run: str) -> Result:
+    def stop(self, run: str) -> CommandResult:
         """Run `dpmon stop`, with more patience after each signal: on a busy machine, a process needs time to end."""
         return self.run(argv=[self.python, "-c", _PATIENT, "stop", run])
 
@@ -229,7 +233,7 @@ class Dpmon:
         """Kill the supervisor of the newest run, and wait for its end; return run.json from before."""
         info = self.info()
         os.kill(info["supervisor_pid"], signal.SIGKILL)
-        until_unsupervised(info)
+        wait_until_unsupervised(info)
         return info
 
     def runs(self) -> list[Path]:
@@ -431,3 +435,89 @@ class Terminal:
         for on, off in ((b"?1049h", b"?1049l"), (b"?25l", b"?25h"), (b"?1000h", b"?1000l")):
             restored = self.raw.rfind(b"\x1b[" + off) > self.raw.rfind(b"\x1b[" + on)
             assert restored, f"no {off!r} at the end of the output: {bytes(self.raw[-1000:])!r}"
+
+
+CLOCKED_SCRIPT = Path(__file__).resolve().parents[1] / "process" / "scripts" / "clocked.py"
+MAX_RATE_ERROR = 0.02
+"""Largest relative difference between a rate and the script's own."""
+needs_visible_waits = pytest.mark.skipif(
+    is_reading_stdin(os.getpid()) is None, reason="this kernel does not say in which system call a process is"
+)
+
+
+def pass_time(seconds: float) -> None:
+    """Wait for `seconds`."""
+    until = time.monotonic() + seconds
+    wait_for(lambda: time.monotonic() > until)
+
+
+def read_clocked_run(dpmon: Dpmon) -> RunReader:
+    """Return a reader of the script's run, after waiting until the script trains."""
+    wait_for((dpmon.cwd / "began").exists, what="the training")
+    reader = RunReader(dpmon.last())
+    reader.refresh()
+    return reader
+
+
+def switch_modes(reader: RunReader, *modes: str, seconds: float) -> None:
+    """Let the script train in one mode after another, `seconds` in each."""
+    for mode in modes:
+        reader.request_mode(mode)
+        wait_for(lambda: not reader.has_pending_request(), what="the answer")
+        pass_time(seconds)
+
+
+def pause_script(reader: RunReader, seconds: float) -> None:
+    """Pause the script for `seconds`."""
+    reader.request_pause(True)
+    wait_for(lambda: reader.pause_state().since_ns, what="the pause")
+    pass_time(seconds)
+    reader.request_pause(False)
+    wait_for(lambda: not reader.pause_state().pending, what="the end of the pause")
+
+
+def end_clocked_run(dpmon: Dpmon, reader: RunReader, process: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
+    """Make the script end; return its output and that of dpmon."""
+    (dpmon.cwd / "stop").touch()
+    written = process.communicate(timeout=60)
+    reader.close()
+    return written
+
+
+def answer_twice(dpmon: Dpmon, process: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
+    """Answer the two questions of the script, each after two seconds; return its output and that of dpmon."""
+    assert process.stdin is not None
+    for _ in range(2):
+        wait_for((dpmon.cwd / "asked").exists, what="the question")
+        (dpmon.cwd / "asked").unlink()
+        pass_time(2)
+        process.stdin.write(b"yes\n")
+        process.stdin.flush()
+    return process.communicate(timeout=60)
+
+
+def plain_training_script(steps: int, rows: int = 6, *, wrapped: bool = False) -> str:
+    """Return the text of a script that trains for `steps` steps; `wrapped`: in a DataParallel."""
+    return f"""
+import torch
+model = torch.nn.Linear(4, 2)
+model = torch.nn.DataParallel(model) if {wrapped} else model
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range({steps}):
+    optimizer.zero_grad()
+    model(torch.randn({rows}, 4)).sum().backward()
+    optimizer.step()
+"""
+
+
+LONG = os.environ.get("DPMON_LONG") == "1"
+
+
+def scaled_size(short: int, full: int) -> int:
+    """Return `full` in a long run, else `short`."""
+    return full if LONG else short
+
+
+def report_measured(promise: str, text: str) -> None:
+    """Print a measured figure (pytest -s shows it)."""
+    print(f"\n{promise}: {text}", flush=True)

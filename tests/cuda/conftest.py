@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
 from support.fake_devices import SimulatedCuda, compile_fake_cuda, missing_requirement
-
-sys.path.append(str(Path(__file__).parents[1] / "process"))  # tracing.py
 
 
 @pytest.fixture(scope="session")

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tracing import traced
 
 from dpmon.gpu.device_record import bare_uuid
 from support.fake_devices import FakeNvml, RunSamples, SimulatedCuda
 from support.fake_devices import compile_fake_library as nvml
 from support.run_harness import Dpmon
+from support.tracer_harness import run_traced
 
 pytestmark = pytest.mark.simulated
 
@@ -49,7 +49,7 @@ stats = torch.cuda.memory_stats()
 
 def test_figures_of_the_allocator_are_recorded(tmp_path: Path, gpus: SimulatedCuda) -> None:
     text = TRAINS + "\nprint(json.dumps(torch.cuda.memory_stats()))\n"
-    run = traced(tmp_path, text, env=gpus.environment(2), mode="script")
+    run = run_traced(tmp_path, text, env=gpus.environment(2), mode="script")
     assert run.complaints == []
     counters, one = run.events("memory")[-1].data["devices"]  # cuda:1 is not used
     assert (counters["device"], counters["optimizer_bytes"]) == ("cpu", 8)  # Adam's steps
@@ -66,7 +66,7 @@ def test_figures_of_the_allocator_are_recorded(tmp_path: Path, gpus: SimulatedCu
 
 def test_an_oom_is_recorded_with_the_memory_before_it(tmp_path: Path, gpus: SimulatedCuda) -> None:
     text = TRAINS + FULL + "print(json.dumps([text, before, stats]))\n"
-    run = traced(tmp_path, text, env=gpus.environment(1), mode="script")
+    run = run_traced(tmp_path, text, env=gpus.environment(1), mode="script")
     said, before, after = run.printed
     assert (after["num_ooms"], before["num_alloc_retries"]) == (1, 1)
     (oom,) = [event.data for event in run.events("oom")]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tracing import alone, traced
 
 from dpmon.record.record_types import UNTIMED
 from dpmon.record.shared_names import Untimed
 from support.fake_devices import WAITING_FUNCTIONS, SimulatedCuda
+from support.tracer_harness import run_traced, run_untraced
 
 pytestmark = pytest.mark.simulated
 
@@ -18,9 +18,9 @@ TEXT = (Path(__file__).parent / "scripts" / "captures.py").read_text()
 
 @pytest.mark.parametrize("which", ["step", "callables", "thread"])
 def test_captures_are_the_same_as_without_dpmon(tmp_path: Path, gpus: SimulatedCuda, which: str) -> None:
-    without = alone(tmp_path, TEXT, which, env=gpus.environment(1))
+    without = run_untraced(tmp_path, TEXT, which, env=gpus.environment(1))
     theirs, waited = gpus.truth(), gpus.counts()
-    run = traced(tmp_path, TEXT, which, env=gpus.environment(1), mode="script")
+    run = run_traced(tmp_path, TEXT, which, env=gpus.environment(1), mode="script")
     ours, counts = gpus.truth(), gpus.counts()
     assert run.printed == without.printed >= 1
     assert run.complaints == []
@@ -44,6 +44,6 @@ def test_captures_are_the_same_as_without_dpmon(tmp_path: Path, gpus: SimulatedC
 
 def test_a_question_would_end_a_capture(tmp_path: Path, gpus: SimulatedCuda) -> None:
     """A query by the script itself ends a capture; otherwise the other tests would prove nothing."""
-    run = alone(tmp_path, TEXT, "asks", env=gpus.environment(1))
+    run = run_untraced(tmp_path, TEXT, "asks", env=gpus.environment(1))
     assert run.status == 1
     assert "captur" in run.err

@@ -6,9 +6,9 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-from tracing import alone, traced
 
 from support.fake_devices import WAITING_FUNCTIONS, SimulatedCuda
+from support.tracer_harness import run_traced, run_untraced
 
 pytestmark = pytest.mark.simulated
 
@@ -21,7 +21,7 @@ KERNEL_MS = 1.0
 def test_the_exposed_part_is_what_the_computing_stream_waits_for(
     tmp_path: Path, gpus: SimulatedCuda, kernels: int
 ) -> None:
-    run = traced(tmp_path, TEXT, kernels, env=gpus.environment(1, kernel_us=1000 * KERNEL_MS))
+    run = run_traced(tmp_path, TEXT, kernels, env=gpus.environment(1, kernel_us=1000 * KERNEL_MS))
     count = run.printed
     assert run.complaints == []
     steps = [step for step in run.steps() if "optimizer" in step.phases]
@@ -36,7 +36,7 @@ def test_the_exposed_part_is_what_the_computing_stream_waits_for(
 
 def test_no_function_waits_for_the_device(tmp_path: Path, gpus: SimulatedCuda) -> None:
     counts = []
-    for run in (traced, alone):
+    for run in (run_traced, run_untraced):
         env = gpus.environment(1, kernel_us=1000 * KERNEL_MS)
         assert run(tmp_path, TEXT, 5, env=env).status == 0
         counts.append({name: gpus.counts().get(name, 0) for name in WAITING_FUNCTIONS})

@@ -6,9 +6,9 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-from tracing import alone, traced
 
 from support.fake_devices import WAITING_FUNCTIONS, WORK_FUNCTIONS, RecordedCudaTrace, SimulatedCuda
+from support.tracer_harness import run_traced, run_untraced
 
 pytestmark = pytest.mark.simulated
 
@@ -26,9 +26,9 @@ def forwards(truth: RecordedCudaTrace, device: int) -> list[float]:
 
 @pytest.mark.parametrize("which", FORMS)
 def test_each_form_gives_the_same_as_without_dpmon(tmp_path: Path, gpus: SimulatedCuda, which: str) -> None:
-    without = alone(tmp_path, TEXT, which, env=gpus.environment(2, kernel_us=1500))
+    without = run_untraced(tmp_path, TEXT, which, env=gpus.environment(2, kernel_us=1500))
     theirs = gpus.counts()
-    run = traced(tmp_path, TEXT, which, env=gpus.environment(2, kernel_us=1500), mode="script")
+    run = run_traced(tmp_path, TEXT, which, env=gpus.environment(2, kernel_us=1500), mode="script")
     ours, truth = gpus.counts(), gpus.truth()
     assert run.printed == without.printed
     assert run.complaints == []

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tracing import alone, traced
 
 from support.fake_devices import WAITING_FUNCTIONS, SimulatedCuda
+from support.tracer_harness import run_traced, run_untraced
 
 pytestmark = pytest.mark.simulated
 
@@ -20,7 +20,7 @@ STEPS = 30
 def test_the_losses_are_those_on_the_gpu(
     tmp_path: Path, gpus: SimulatedCuda, words: tuple[str, ...], kernel_us: int
 ) -> None:
-    run = traced(tmp_path, TEXT, *words, env=gpus.environment(1, kernel_us=kernel_us))
+    run = run_traced(tmp_path, TEXT, *words, env=gpus.environment(1, kernel_us=kernel_us))
     assert run.status == 0, run.err
     assert run.complaints == []
     found = [(event.data["step"], event.data["loss"]) for event in run.events("loss")]
@@ -30,7 +30,7 @@ def test_the_losses_are_those_on_the_gpu(
 
 def test_no_function_waits_for_the_device(tmp_path: Path, gpus: SimulatedCuda) -> None:
     counts, printed = [], []
-    for run in (traced, alone):
+    for run in (run_traced, run_untraced):
         done = run(tmp_path, TEXT, env=gpus.environment(1, kernel_us=200))
         assert done.status == 0, done.err
         counts.append({name: gpus.counts().get(name, 0) for name in WAITING_FUNCTIONS})

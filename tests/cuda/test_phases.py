@@ -8,9 +8,9 @@ from statistics import median
 from typing import Any
 
 import pytest
-from tracing import Traced, traced
 
 from support.fake_devices import RecordedCudaTrace, SimulatedCuda
+from support.tracer_harness import TracedRun, run_traced
 
 pytestmark = pytest.mark.simulated
 
@@ -32,11 +32,11 @@ def stretches(truth: RecordedCudaTrace, first: str, last: str = "") -> Bounds:
     return [(one, next(host for host in ended if host > one)) for one in begun if ended[-1] > one]
 
 
-def steps_of(run: Traced, name: str) -> list[float | None]:
+def steps_of(run: TracedRun, name: str) -> list[float | None]:
     return [(step.device_ms or {}).get(name) for step in run.steps()]
 
 
-def calls_of(run: Traced, name: str) -> list[float | None]:
+def calls_of(run: TracedRun, name: str) -> list[float | None]:
     return [call.phases[name].device_ms for call in run.calls()]
 
 
@@ -57,22 +57,22 @@ def each(ours: Sequence[float | None], truth: RecordedCudaTrace, bounds: Bounds,
 
 def run_of(
     tmp_path: Path, gpus: SimulatedCuda, form: str, count: int, kernel_us: float, **more: Any
-) -> tuple[Traced, RecordedCudaTrace]:
+) -> tuple[TracedRun, RecordedCudaTrace]:
     words = form, STEPS, more.pop("side", 0), more.pop("layers", 6), more.pop("second_us", 0)
     env = gpus.environment(count, kernel_us=kernel_us, copy_us=more.pop("copy_us", 10))
-    run = traced(tmp_path, TEXT, *words, env=env, **more)
+    run = run_traced(tmp_path, TEXT, *words, env=env, **more)
     assert run.status == 0, run.err
     assert run.complaints == []
     assert len(run.steps()) == len(run.calls()) == STEPS
     return run, gpus.truth()
 
 
-def check_steps(run: Traced, truth: RecordedCudaTrace, count: int) -> None:
+def check_steps(run: TracedRun, truth: RecordedCudaTrace, count: int) -> None:
     for phase in STEP:
         each(steps_of(run, phase), truth, stretches(truth, phase), range(count))
 
 
-def check_calls(run: Traced, truth: RecordedCudaTrace, count: int) -> None:
+def check_calls(run: TracedRun, truth: RecordedCudaTrace, count: int) -> None:
     """Check calls; nothing is queued between two phases."""
     phases = {
         "scatter": ("forward <", "broadcast_coalesced <"),

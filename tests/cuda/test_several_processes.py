@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tracing import traced
 
 from support.fake_devices import SimulatedCuda
+from support.tracer_harness import run_traced
 
 pytestmark = pytest.mark.simulated
 
@@ -47,7 +47,7 @@ if __name__ == "__main__":
 
 def test_each_rank_has_its_own_gpu(tmp_path: Path, gpus: SimulatedCuda) -> None:
     """gloo averages the gradients over the hosts, because NCCL is simulated only within a process."""
-    run = traced(tmp_path, TEXT, env=gpus.environment(2, kernel_us=200), mode="script")
+    run = run_traced(tmp_path, TEXT, env=gpus.environment(2, kernel_us=200), mode="script")
     expected = run.printed
     assert run.complaints == []
     ranks = {event.data["process"]: event.data["rank"] for event in run.events("process")}

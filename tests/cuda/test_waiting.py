@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from tracing import Traced, traced
 
 from dpmon.record.record_types import UNTIMED
 from dpmon.record.shared_names import Untimed
 from support.fake_devices import NO_CUDNN, WAITING_FUNCTIONS, WORK_FUNCTIONS, SimulatedCuda
+from support.tracer_harness import TracedRun, run_traced
 
 pytestmark = pytest.mark.simulated
 
@@ -27,12 +27,12 @@ EVENTS = ("cudaEventRecord", "cudaEventRecordWithFlags", "cudaEventCreateWithFla
 
 def with_and_without(
     tmp_path: Path, gpus: SimulatedCuda, text: str, words: Sequence[object], count: int, **more: float
-) -> tuple[Traced, dict[str, int], dict[str, int]]:
+) -> tuple[TracedRun, dict[str, int], dict[str, int]]:
     """Return the traced run, and the number of calls of each function with and without the tracer."""
     counts = []
     for run in (False, True):
         env = gpus.environment(count, **more)
-        last = traced(tmp_path, text, *words, env=env, run=run, mode="script" if run else None)
+        last = run_traced(tmp_path, text, *words, env=env, run=run, mode="script" if run else None)
         assert last.status == 0, last.err
         counts.append(gpus.counts())
     assert last.complaints == []

@@ -15,11 +15,11 @@ from pickletools import genops
 from typing import Any, NamedTuple
 
 import pytest
-from tracing import Script
 
 from dpmon.record.shared_names import MODES
 from support.baseline_comparison import Outcome, SideBySide, records_of_kind, run_unless_aborted
 from support.run_harness import Dpmon
+from support.tracer_harness import TracedScript
 
 if not hasattr(pytest.importorskip("torch.distributed.fsdp"), "fully_shard"):
     pytest.skip("torch 2.6 and later have fully_shard in torch.distributed.fsdp", allow_module_level=True)
@@ -185,7 +185,7 @@ dist.destroy_process_group()
 
 def test_the_toggle_is_refused_while_the_weights_are_gathered(tmp_path: Path) -> None:
     """After a forward without a backward, the parameters are ordinary tensors."""
-    script = Script(tmp_path, UNSHARDED)
+    script = TracedScript(tmp_path, UNSHARDED)
     said = []
     for _ in range(3):
         script.go_on()

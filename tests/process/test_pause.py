@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tracing import Script, Traced, text_of
 
 from dpmon.record.record_types import Step
 from dpmon.run import proc
@@ -25,6 +24,7 @@ from dpmon.tracer.steps.pause import Pauser
 from dpmon.tracer.steps.span_recorder import SpanRecorder
 from support.history_builders import snapshot_of_directory, snapshot_of_records
 from support.run_harness import Dpmon, wait_for
+from support.tracer_harness import TracedRun, TracedScript, traced_script_text
 
 LOOPS = ("with_calls_only", "with_an_optimizer", "with_a_loader")
 LOOP = """\
@@ -41,7 +41,7 @@ def train(steps=10**9):
 """
 
 
-def supervised(script: Script, pid: int | None = None) -> None:
+def supervised(script: TracedScript, pid: int | None = None) -> None:
     """Write into run.json that this process, or another one, supervises the run."""
     pid = os.getpid() if pid is None else pid
     text = json.dumps({"supervisor_pid": pid, "supervisor_started": proc.start_time_s(pid)})
@@ -70,16 +70,16 @@ def go_on(ring: SpanReader) -> None:
     wait_for(lambda: answered(ring) and not is_paused(ring), what="the end of a pause")
 
 
-def pauses(run: Traced) -> list[dict[str, Any]]:
+def pauses(run: TracedRun) -> list[dict[str, Any]]:
     return [dict(event.data) for event in run.events("pause")]
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Traced, Traced]:
+def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[TracedRun, TracedRun]:
     """Three loops without dpmon, and under --mode script with a pause requested in the sixth step of each."""
     place = tmp_path_factory.mktemp("pausing")
-    alone = Script(place, text_of("pausing"), run=False)
-    script = Script(place, text_of("pausing"), mode="script")
+    alone = TracedScript(place, traced_script_text("pausing"), run=False)
+    script = TracedScript(place, traced_script_text("pausing"), mode="script")
     supervised(script)
     for name in LOOPS:
         assert script.line() == name
@@ -95,13 +95,13 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Traced, Traced]:
     return alone.end(), script.end()
 
 
-def test_a_pause_changes_no_number(both: tuple[Traced, Traced]) -> None:
+def test_a_pause_changes_no_number(both: tuple[TracedRun, TracedRun]) -> None:
     alone, run = both
     assert run.printed == alone.printed
     assert (run.complaints, run.missed) == ([], 0)
 
 
-def test_a_pause_lies_between_two_steps_and_in_none(both: tuple[Traced, Traced]) -> None:
+def test_a_pause_lies_between_two_steps_and_in_none(both: tuple[TracedRun, TracedRun]) -> None:
     """No step is lost or contains time of a pause: each pause is the gap between two steps."""
     _, run = both
     steps = run.steps()
@@ -119,7 +119,7 @@ def test_a_pause_lies_between_two_steps_and_in_none(both: tuple[Traced, Traced])
         assert before.start_ns + before.wall_ns <= end["t_s"] * 1e9 <= after.start_ns + after.wall_ns
 
 
-def test_the_order_of_the_record(both: tuple[Traced, Traced]) -> None:
+def test_the_order_of_the_record(both: tuple[TracedRun, TracedRun]) -> None:
     """Everything before the pause is written first, so that a reader sees it during the pause."""
     seen, pauses = 0, 0
     for record in both[1].records:
@@ -132,11 +132,11 @@ def test_the_order_of_the_record(both: tuple[Traced, Traced]) -> None:
 
 
 @pytest.fixture(scope="module")
-def steered(tmp_path_factory: pytest.TempPathFactory) -> Traced:
+def steered(tmp_path_factory: pytest.TempPathFactory) -> TracedRun:
     """Very short steps, asked four times: while nobody supervises, then twice with success, once left alone."""
     # Nobody reads the ring meanwhile, and it must not overflow, so a step takes 10 ms.
     slower = LOOP.replace("model(x)", "time.sleep(0.01); model(x)").replace("import pathlib", "import time, pathlib")
-    script = Script(tmp_path_factory.mktemp("steered"), slower + "train()\n")
+    script = TracedScript(tmp_path_factory.mktemp("steered"), slower + "train()\n")
     ring = script.ring()
     wait_for(lambda: ring.activity()[1] > 0, what="the training")
     ring.request_pause(True)
@@ -166,13 +166,13 @@ def steered(tmp_path_factory: pytest.TempPathFactory) -> Traced:
     return script.end()
 
 
-def test_no_step_is_lost(steered: Traced) -> None:
+def test_no_step_is_lost(steered: TracedRun) -> None:
     assert (steered.status, steered.err, steered.missed) == (0, "", 0)
     steps = [step.step for step in steered.steps()]
     assert steps == list(range(1, len(steps) + 1))
 
 
-def test_without_a_supervisor_a_pause_is_refused(steered: Traced) -> None:
+def test_without_a_supervisor_a_pause_is_refused(steered: TracedRun) -> None:
     first = pauses(steered)[0]
     assert first["paused"] is False
     assert first["refused"].startswith("the run's directory cannot be read")
@@ -182,7 +182,7 @@ def test_without_a_supervisor_a_pause_is_refused(steered: Traced) -> None:
     assert state.processes[0].paused_since_ns is None
 
 
-def test_a_paused_training_goes_on_when_its_directory_vanishes(steered: Traced) -> None:
+def test_a_paused_training_goes_on_when_its_directory_vanishes(steered: TracedRun) -> None:
     found = [(event["paused"], (event["reason"] or "")[:20]) for event in pauses(steered)[1:]]
     assert found == [(True, ""), (False, ""), (True, ""), (False, "the run's directory ")]
     (text,) = steered.complaints
@@ -208,7 +208,7 @@ while (x := batches.get()) is not None:
 
 
 def test_a_loop_whose_batches_another_thread_fetches_is_paused(tmp_path: Path) -> None:
-    script = Script(tmp_path, AHEAD)
+    script = TracedScript(tmp_path, AHEAD)
     supervised(script)
     ring = script.ring()
     for paused in (True, False):
@@ -222,7 +222,7 @@ def test_a_loop_whose_batches_another_thread_fetches_is_paused(tmp_path: Path) -
 
 
 def test_ranks_are_not_paused(tmp_path: Path) -> None:
-    script = Script(tmp_path, LOOP + "train()\n", env={"RANK": "0", "WORLD_SIZE": "2"})
+    script = TracedScript(tmp_path, LOOP + "train()\n", env={"RANK": "0", "WORLD_SIZE": "2"})
     supervised(script)
     ring = script.ring()
     ring.request_pause(True)

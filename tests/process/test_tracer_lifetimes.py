@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tracing import Traced, alone, text_of, traced
+
+from support.tracer_harness import TracedRun, run_traced, run_untraced, traced_script_text
 
 pytestmark = pytest.mark.slow
 
@@ -20,7 +21,7 @@ RANDOM = re.compile("(?<=^kept).*|(?<=^gone).*")
 NUMBERS = re.compile("0x[0-9a-f]+|Thread-[0-9]+")
 
 
-def left(run: Traced) -> dict[str, Any]:
+def left(run: TracedRun) -> dict[str, Any]:
     """The results of a script: status, output, and its files with their bytes."""
     place = run.directory.parent
     files = {
@@ -44,11 +45,11 @@ SPLIT = [form for form in FORMS if form.partition("-")[0] in ("dp", "subclass", 
 @pytest.mark.parametrize("form", FORMS)
 def test_no_object_lives_longer_than_without_dpmon(tmp_path: Path, form: str) -> None:
     """Batches, results, activations, losses, models, optimizers, failed calls; and no additional finalizer runs."""
-    text, words = text_of("lifetimes"), (form, "list", "return")
-    expected = left(alone(tmp_path, text, *words))
+    text, words = traced_script_text("lifetimes"), (form, "list", "return")
+    expected = left(run_untraced(tmp_path, text, *words))
     assert "deleted: []" in expected["order"]
     for mode in (None, "script") if form in SPLIT else (None,):
-        run = traced(tmp_path, text, *words, mode=mode)
+        run = run_traced(tmp_path, text, *words, mode=mode)
         assert left(run) == expected
         assert len(run.calls()) > 8
         assert run.complaints == (
@@ -57,10 +58,10 @@ def test_no_object_lives_longer_than_without_dpmon(tmp_path: Path, form: str) ->
 
 
 def test_no_object_lives_longer_after_a_toggle(tmp_path: Path) -> None:
-    text, words = text_of("lifetimes"), ("bare", "list", "return")
-    expected = left(alone(tmp_path, text, *words))
+    text, words = traced_script_text("lifetimes"), ("bare", "list", "return")
+    expected = left(run_untraced(tmp_path, text, *words))
     for mode in ("dp", "single"):
-        run = traced(tmp_path, text, *words, mode=mode, replicas=3)
+        run = run_traced(tmp_path, text, *words, mode=mode, replicas=3)
         assert left(run) == expected
         assert {call.mode for call in run.calls()} >= {mode}
 
@@ -79,9 +80,9 @@ def test_no_object_lives_longer_after_a_toggle(tmp_path: Path) -> None:
 )
 def test_a_script_ends_as_without_dpmon(tmp_path: Path, form: str, batches: str, end: str) -> None:
     """The tails of its files, its finalizers and their order, its threads, its status."""
-    text, words = text_of("lifetimes"), (form, batches, end)
-    expected = left(alone(tmp_path, text, *words, fresh=True))
-    assert left(traced(tmp_path, text, *words, fresh=True)) == expected
+    text, words = traced_script_text("lifetimes"), (form, batches, end)
+    expected = left(run_untraced(tmp_path, text, *words, fresh=True))
+    assert left(run_traced(tmp_path, text, *words, fresh=True)) == expected
     if end != "_exit":
         assert expected["inner"] == b"tail"
         assert len(expected["log"].splitlines()) == 2000

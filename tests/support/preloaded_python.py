@@ -2,7 +2,7 @@
 
 The script sees the same as in a fresh interpreter: `__main__`, sys.argv, sys.path, the environment, its own standard
 streams, and no torch in sys.modules until it imports torch (through all finders, including the tracer's). Only tests of
-the start of an interpreter need a fresh one (`tracing.Script`, fresh=True).
+the start of an interpreter need a fresh one (`tracer_harness.TracedScript`, fresh=True).
 
     python preloaded_python.py FD     serve clients that connect to this socket, until standard input ends
 """

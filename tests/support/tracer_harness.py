@@ -29,20 +29,18 @@ from support.preloaded_python import PipedScript
 from support.record_builders import RowReader
 from support.run_harness import LONG
 
-__all__ = ["BESIDE", "SITE", "Script", "Traced", "alone", "read_run", "text_of", "traced"]
-
 PACKAGE = Path(dpmon.__file__).resolve().parent
 SITE = PACKAGE / "tracer" / "site"
 LIMIT_S = 250.0
-BESIDE = {"PYTHONPATH": str(Path(__file__).resolve().parent / "traced")}
+TRACED_SCRIPTS_PATH = {"PYTHONPATH": str(Path(__file__).resolve().parent / "run_traced")}
 """The environment of scripts that import others of `traced/`."""
 # One thread, because with several the last bit of a sum may vary; no byte code beside scripts that run once.
 # OURS: the first part of the path of each file of dpmon (the name dpmon may also be that of the clone).
-SAME = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "OURS": f"{PACKAGE}{os.sep}"}
+_VARIABLES = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "OURS": f"{PACKAGE}{os.sep}"}
 
 
 @dataclass(frozen=True)
-class Traced:
+class TracedRun:
     """Exit status and output of a script, and its records (none if it ran without the tracer)."""
 
     status: int
@@ -101,7 +99,7 @@ class Traced:
         return [*self.unreadable, *self.warnings, *(str(event.data["text"]) for event in self.events("warning"))]
 
 
-class Script:
+class TracedScript:
     """A script under the tracer that is still running."""
 
     def __init__(
@@ -160,7 +158,7 @@ class Script:
     def _environment(self, extra: dict[str, str], asked: Mapping[str, object] | None) -> dict[str, str]:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("DPMON_", "PYTHON", "CUDA_"))}
         path = extra.pop("PYTHONPATH", "")
-        env = {**kept, **SAME, **extra}
+        env = {**kept, **_VARIABLES, **extra}
         if asked is None:
             return {**env, **({"PYTHONPATH": path} if path else {})}
         env["PYTHONPATH"] = os.pathsep.join([str(SITE), *([path] if path else [])])
@@ -191,7 +189,7 @@ class Script:
                     raise
                 time.sleep(0.001)
 
-    def end(self, limit: float = LIMIT_S) -> Traced:
+    def end(self, limit: float = LIMIT_S) -> TracedRun:
         """Wait for its end; fail after `limit` seconds."""
         try:
             out, err = self.process.communicate(timeout=limit)
@@ -199,8 +197,8 @@ class Script:
             self.process.kill()
             out, err = self.process.communicate()
             raise AssertionError(f"not over within {limit} s\n{out[-1000:]}\n{err[-3000:]}") from None
-        records, missed, unreadable = read_run(self.directory, self.start_ns)
-        return Traced(
+        records, missed, unreadable = read_traced_run(self.directory, self.start_ns)
+        return TracedRun(
             status=self.process.returncode,
             out=out,
             err=err,
@@ -213,9 +211,9 @@ class Script:
         )
 
 
-def text_of(name: str) -> str:
+def traced_script_text(name: str) -> str:
     """Return the text of a script in `traced/`."""
-    return (Path(__file__).resolve().parent / "traced" / f"{name}.py").read_text()
+    return (Path(__file__).resolve().parent / "run_traced" / f"{name}.py").read_text()
 
 
 def _lines(path: Path) -> tuple[str, ...]:
@@ -265,7 +263,7 @@ class ScriptRing:
         self._ring.close()
 
 
-def read_run(directory: Path, origin_ns: int = 0) -> tuple[list[Record], int, list[str]]:
+def read_traced_run(directory: Path, origin_ns: int = 0) -> tuple[list[Record], int, list[str]]:
     """Return the records in a run's rings, the number of missed ones, and the errors of unreadable ones."""
     found: list[Record] = []
     missed = 0
@@ -285,12 +283,12 @@ def read_run(directory: Path, origin_ns: int = 0) -> tuple[list[Record], int, li
     return found, missed, unreadable
 
 
-def traced(place: Path, text: str, *words: object, **options: Any) -> Traced:
-    """Run a script under the tracer to its end; options: those of `Script`, and `limit`."""
+def run_traced(place: Path, text: str, *words: object, **options: Any) -> TracedRun:
+    """Run a script under the tracer to its end; options: those of `TracedScript`, and `limit`."""
     limit = options.pop("limit", LIMIT_S)
-    return Script(place, text, *words, **options).end(limit)
+    return TracedScript(place, text, *words, **options).end(limit)
 
 
-def alone(place: Path, text: str, *words: object, **options: Any) -> Traced:
+def run_untraced(place: Path, text: str, *words: object, **options: Any) -> TracedRun:
     """Run a script without the tracer."""
-    return traced(place, text, *words, run=False, **options)
+    return run_traced(place, text, *words, run=False, **options)

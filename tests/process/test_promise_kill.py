@@ -13,10 +13,17 @@ import time
 from pathlib import Path
 
 import pytest
-from test_run_takeover import new_supervisor
 
 from dpmon.run import proc
-from support.run_harness import Dpmon, Terminal, report_measured, scaled_size, wait_for, wait_until_unsupervised
+from support.run_harness import (
+    Dpmon,
+    Terminal,
+    find_new_supervisor,
+    report_measured,
+    scaled_size,
+    wait_for,
+    wait_until_unsupervised,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -198,7 +205,7 @@ def test_promise_17_no_process_of_ours_has_a_socket(dpmon: Dpmon) -> None:
                 target = os.readlink(fd)
                 if target.startswith("socket:"):  # asyncio wakes itself with an unnamed pair of sockets
                     assert target[8:-1] in local_sockets() or os.readlink(fd) != target, (pid, target)
-    assert new_supervisor(dpmon, info) is None
+    assert find_new_supervisor(dpmon, info) is None
 
 
 def local_sockets() -> set[str]:

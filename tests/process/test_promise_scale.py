@@ -14,7 +14,6 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from test_run_records import STAYS, expected, of_training, tailed
 
 from dpmon.run import lifecycle, proc
 from dpmon.run.run_directory import RunInfo, write_info
@@ -24,7 +23,17 @@ from dpmon.store.ring_drain import RingDrain
 from dpmon.store.store_opening import open_store
 from support.history_builders import snapshot_of_directory
 from support.record_builders import step_row
-from support.ring_writers import SPANS_PER_STEP, TESTS, WRITE_RUN, RowRing, use_row_rings
+from support.ring_writers import (
+    SPANS_PER_STEP,
+    TESTS,
+    WRITE_RUN,
+    WRITE_RUN_AND_STAY,
+    RowRing,
+    calls_and_steps_in,
+    calls_and_steps_of_writer,
+    has_written,
+    use_row_rings,
+)
 from support.run_harness import Dpmon, report_measured, scaled_size, wait_for
 
 pytestmark = pytest.mark.slow
@@ -86,15 +95,15 @@ def test_promise_5_floods(dpmon: Dpmon) -> None:
 def test_promise_6_killed_at_any_instant(dpmon: Dpmon) -> None:
     chance, times = random.Random(6), scaled_size(3, 200)
     for _ in range(times):
-        process = dpmon.start(*STAYS)
+        process = dpmon.start(*WRITE_RUN_AND_STAY)
         info = dpmon.info()
         count = chance.randrange(1, 3000)
-        wait_for(lambda count=count: tailed(dpmon, count))  # type: ignore[misc]
+        wait_for(lambda count=count: has_written(dpmon, count))  # type: ignore[misc]
         os.kill(info["command_pid"], signal.SIGKILL)
         assert process.wait(100) == 137
         records = dpmon.records()
-        found = of_training(records)
-        assert found == expected(len(found))
+        found = calls_and_steps_in(records)
+        assert found == calls_and_steps_of_writer(len(found))
         assert next(r["count"] for r in records if r["kind"] == "dropped") == 0
         dpmon.run("rm", "last")
     report_measured("P6", f"killed at {times} random instants: every finished record read, none twice")
@@ -110,7 +119,7 @@ def test_promise_8_attach_and_leave(dpmon: Dpmon) -> None:
     """Many screens, several in parallel: each shows everything, and neither descriptors nor memory grow."""
     cycles = scaled_size(9, 1000)
     dpmon.run("--detach", *WRITE_RUN, 12_000, 6000, 2)
-    wait_for(lambda: tailed(dpmon, 5000))
+    wait_for(lambda: has_written(dpmon, 5000))
     directory = dpmon.last()
     wait_for(lambda: newest_step(directory) >= 1500)
     with ThreadPoolExecutor(10) as at_once:

@@ -14,14 +14,9 @@ import pytest
 
 from dpmon.run import proc
 from dpmon.run.run_directory import load_exit
-from support.run_harness import Dpmon, wait_for, wait_until_unsupervised
+from support.run_harness import Dpmon, wait_for, wait_until_unsupervised, write_slow_script
 
 pytestmark = pytest.mark.slow
-
-
-def slow(dpmon: Dpmon, status: int = 0) -> None:
-    """Write a script that waits, prints a line and ends with `status`."""
-    dpmon.waiting(f"print('end of the training', flush=True)\npathlib.Path('done').touch()\nsys.exit({status})")
 
 
 def has_runs(dpmon: Dpmon, count: int) -> bool:
@@ -29,7 +24,7 @@ def has_runs(dpmon: Dpmon, count: int) -> bool:
 
 
 def test_a_stopped_supervisor_does_not_block_the_script(dpmon: Dpmon) -> None:
-    slow(dpmon, 6)
+    write_slow_script(dpmon, 6)
     process = dpmon.start("script.py")
     info = dpmon.info()
     dpmon.begun()
@@ -210,7 +205,7 @@ def test_a_users_signal_goes_to_the_command_alone(dpmon: Dpmon) -> None:
 
 def test_a_supervisor_that_gets_sigterm_still_records_the_end_of_the_command(dpmon: Dpmon) -> None:
     """For example, a shutdown of the machine sends SIGTERM to all processes together."""
-    slow(dpmon)
+    write_slow_script(dpmon)
     dpmon.run("--detach", "script.py")
     info = dpmon.info()
     dpmon.begun()
@@ -223,7 +218,7 @@ def test_a_supervisor_that_gets_sigterm_still_records_the_end_of_the_command(dpm
 
 
 def test_a_supervisor_that_gets_sigterm_leaves_the_training(dpmon: Dpmon) -> None:
-    slow(dpmon)
+    write_slow_script(dpmon)
     dpmon.run("--detach", "script.py")
     info = dpmon.info()
     dpmon.begun()

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_tracer_modes import DP, SINGLE, Steered
 
 from dpmon.record.jsonl import as_json
 from dpmon.record.record_types import Call
-from support.tracer_harness import TracedRun, TracedScript, run_traced
+from support.tracer_harness import DP, SINGLE, SteeredScript, TracedRun, TracedScript, run_traced
 
 PRIMITIVES = ["scatter", "replicate", "parallel_apply", "gather"]
 
@@ -18,7 +17,7 @@ PRIMITIVES = ["scatter", "replicate", "parallel_apply", "gather"]
 @pytest.fixture(scope="module")
 def steered(tmp_path_factory: pytest.TempPathFactory) -> tuple[TracedRun, list[Any], list[tuple[int, int]]]:
     """Run each form for two steps at first, two after a request for single, and two after a request for dp."""
-    forms = Steered(tmp_path_factory.mktemp("forms"), "forms")
+    forms = SteeredScript(tmp_path_factory.mktemp("forms"), "forms")
     said = forms.step(2)
     answers = []
     for mode in (SINGLE, DP):

@@ -2,53 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dpmon.record.shared_names import MODES
 from support.baseline_comparison import closest_baseline
-from support.tracer_harness import TracedRun, TracedScript, run_traced, traced_script_text
-
-DP, SINGLE = MODES.index("dp"), MODES.index("single")
-
-
-class Steered:
-    """A script that runs one step for every line of its input."""
-
-    def __init__(self, place: Path, name: str, **options: Any) -> None:
-        self.script = TracedScript(place, traced_script_text(name), **options)
-        self.acknowledged: list[tuple[int, int]] = []
-
-    def step(self, times: int = 1) -> list[Any]:
-        """Run `times` steps; return what the script printed for each."""
-        found = []
-        for _ in range(times):
-            self.script.go_on()
-            line = self.script.line()
-            while line.startswith("[Gloo]"):  # some builds of torch print connections
-                line = self.script.line()
-            assert line, self.script.end().err
-            found.append(json.loads(line))
-        return found
-
-    def ask(self, mode: int) -> int:
-        """Request a mode, as a screen does."""
-        reader = self.script.ring()
-        serial = reader.request(mode)
-        reader.close()
-        return serial
-
-    def answer(self) -> tuple[int, int]:
-        """Return the last request that was answered, and the mode in force."""
-        reader = self.script.ring()
-        found = reader.acknowledged()
-        reader.close()
-        return found
-
+from support.tracer_harness import DP, SINGLE, SteeredScript, TracedRun, TracedScript, run_traced, traced_script_text
 
 # ------------------------------------------------------------------------------------------------ as written
 
@@ -107,7 +68,7 @@ def test_every_batch_is_recorded(exact: dict[str, TracedRun], name: str) -> None
 @pytest.fixture(scope="module")
 def toggled(tmp_path_factory: pytest.TempPathFactory) -> tuple[TracedRun, dict[str, Any]]:
     """Five steps of a bare and a wrapped model after each request: single, dp, nonsense, single; return the answers."""
-    steered = Steered(tmp_path_factory.mktemp("toggled"), "toggled")
+    steered = SteeredScript(tmp_path_factory.mktemp("toggled"), "toggled")
     noted: dict[str, Any] = {"losses": steered.step(5)}
     for name, mode in (("single", SINGLE), ("dp", DP), ("nonsense", 77), ("single again", SINGLE)):
         before = steered.answer()
@@ -194,7 +155,7 @@ def test_a_toggle_is_recorded_with_its_origin(toggled: tuple[TracedRun, dict[str
 @pytest.fixture(scope="module")
 def refusing(tmp_path_factory: pytest.TempPathFactory) -> TracedRun:
     """Models that cannot be split, after a request for dp."""
-    steered = Steered(tmp_path_factory.mktemp("refusing"), "refusing")
+    steered = SteeredScript(tmp_path_factory.mktemp("refusing"), "refusing")
     before = steered.step()
     steered.ask(DP)
     after = steered.step(4)
@@ -269,7 +230,7 @@ def test_dp_is_refused_inside_a_transform(tmp_path: Path) -> None:
 
 
 def test_with_mode_script_requests_are_refused(tmp_path: Path) -> None:
-    steered = Steered(tmp_path, "toggled", mode="script")
+    steered = SteeredScript(tmp_path, "toggled", mode="script")
     steered.step(2)
     assert steered.ask(SINGLE) == 1
     assert steered.ask(DP) == 2

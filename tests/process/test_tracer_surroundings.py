@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_tracer_lifetimes import left
 
 from support.baseline_comparison import run_unless_aborted
-from support.tracer_harness import run_traced, run_untraced, traced_script_text
+from support.tracer_harness import results_of_script, run_traced, run_untraced, traced_script_text
 
 pytestmark = pytest.mark.slow
 
@@ -52,7 +51,7 @@ def by_itself(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], 
 
     @cache
     def found(piece: str, call: str) -> dict[str, Any]:
-        return left(run_untraced(tmp_path_factory.mktemp(piece), TEXT, piece, call))
+        return results_of_script(run_untraced(tmp_path_factory.mktemp(piece), TEXT, piece, call))
 
     return lambda piece, call: dict(found(piece, call if "SPREAD" in PIECES[piece] else "bare"))
 
@@ -68,7 +67,7 @@ def test_the_surroundings_of_a_script_are_the_same_as_without_dpmon(
     run = run_unless_aborted(
         lambda _: run_traced(tmp_path, TEXT, piece, call), lambda run: run.out, sign=CRASHED, tries=tries
     )
-    found = left(run)
+    found = results_of_script(run)
     for one in (expected, found):
         one["err"] = NOISE.sub("", one["err"])
     assert found == expected

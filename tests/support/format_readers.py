@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from functools import lru_cache
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -240,3 +241,80 @@ def _check_nesting(slices: list[dict[str, Any]]) -> None:
             open_until.pop()
         assert not open_until or end <= open_until[-1], f"{event['name']} reaches out of the slice it began in"
         open_until.append(end)
+
+
+_JSON_PAGE = Path(__file__).parents[2] / "docs" / "json.md"
+
+
+def documented_json_paths(section: str) -> list[str]:
+    """The paths in the first column of a section's table; a path that begins with a dot is beside the one before it."""
+    (text,) = re.findall(rf"^## {re.escape(section)}$(.*?)(?=^## |\Z)", _JSON_PAGE.read_text(), re.M | re.S)
+    found = []
+    for row in re.findall(r"^\| (`.*?) \|", text, re.M):
+        for path in re.findall(r"`([^`]+)`", row):
+            found.append(found[-1].rpartition(".")[0] + path if path.startswith(".") else path)
+    return found
+
+
+def _path_pattern(path: str) -> re.Pattern[str]:
+    """What a documented path matches; a star at the end of an object that is described elsewhere matches all below."""
+    whole = re.escape(path).replace(r"\*", r"[^.\[\]]+")
+    return re.compile(whole + (r"(\..*|\[\].*)?" if path.endswith(("].*", "communication.*", "host.*")) else ""))
+
+
+def _paths_in(value: Any, at: str = "") -> Iterator[str]:
+    """The path of each object, list and value inside `value`."""
+    if at:
+        yield at
+    if isinstance(value, dict):
+        for key, child in value.items():
+            yield from _paths_in(child, f"{at}.{key}" if at else key)
+    elif isinstance(value, list):
+        for child in value:
+            yield from _paths_in(child, f"{at}[]")
+
+
+def check_json_is_documented(section: str, *objects: dict[str, Any]) -> None:
+    """Every value has a description, and every described field exists in the objects that have its neighbors."""
+    patterns = {path: _path_pattern(path) for path in documented_json_paths(section)}
+    there = sorted({path for each in objects for path in _paths_in(each)})
+    below = {path for path in there if any(name.startswith((f"{path}.", f"{path}[]")) for name in (*there, *patterns))}
+    assert not [path for path in there if path not in below and not any(p.fullmatch(path) for p in patterns.values())]
+    for path, each in patterns.items():
+        beside = _path_pattern(f"{path.rpartition('.')[0]}.*".removeprefix("."))
+        assert any(map(each.fullmatch, there)) or not any(map(beside.fullmatch, there)), path
+
+
+def lines_of_section(lines: list[str], title: str) -> list[str]:
+    """Return the lines below a heading."""
+    begin = next(number for number, line in enumerate(lines) if line.startswith(title))
+    end = next((number for number in range(begin + 1, len(lines)) if not lines[number]), len(lines))
+    return lines[begin + 1 : end]
+
+
+class HtmlPage(HTMLParser):
+    """The tags, links, ids and texts of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: Counter[str] = Counter()
+        self.attributes: list[tuple[str, str]] = []
+        self.texts: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags[tag] += 1
+        self.attributes += [(name, value or "") for name, value in attrs]
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+def check_page_is_offline(found: HtmlPage) -> None:
+    """Check that nothing on a page runs or is loaded, and that its links lead into it."""
+    assert not found.tags.keys() & {"script", "img", "iframe", "object", "embed", "form", "base"}
+    assert not any(name == "src" or name.startswith("on") for name, _ in found.attributes)
+    assert not any(re.search(r"url\(|@import", text) for text in found.texts)
+    links = [value for name, value in found.attributes if name.endswith("href") and not value.startswith("data:")]
+    assert len(links) > 5
+    assert set(links) <= {f"#{value}" for name, value in found.attributes if name == "id"}

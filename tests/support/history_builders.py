@@ -33,13 +33,14 @@ from dpmon.store.history_schema import HISTORY_FILE, LARGEST, STEP_COLUMNS, Chec
 from dpmon.store.history_writer import LIMIT_BYTES, HistoryWriter
 from dpmon.store.process_accounts import ProcessAccounts
 from dpmon.store.query_results import LongStepRow
+from dpmon.store.ring_drain import COMMIT_S, RingDrain
 from dpmon.store.ring_intake import RingIntake
 from dpmon.store.step_stats import StatsWindow
 from dpmon.store.store_opening import open_store
 from dpmon.store.store_queries import Store
 from dpmon.store.tally import NO_SAMPLES, WIDTHS, Tally, TallyKey
 from dpmon.store.write_batch import WriteBatch
-from support.record_builders import SECOND, flags_of, records_of_rows, with_other
+from support.record_builders import SECOND, flags_of, records_of_rows, step_row, with_other
 
 SUPERVISOR = -1
 _SUPERVISOR_KINDS = ("device", "host", "input", "exit")
@@ -533,3 +534,78 @@ def with_changes(before: RunAnalysis, **facts: Any) -> RunAnalysis:
     if facts.get("end_ns") is not None:
         found.until_ns = facts["end_ns"]
     return found
+
+
+class SupervisedRun:
+    """A run, and a supervisor of it that can be killed."""
+
+    def __init__(self) -> None:
+        self.directory, self.info = create_run(make_run_info(command_pid=None))
+        self.warnings: list[str] = []
+        self.warned_of: list[int | None] = []
+        self.now = time.monotonic()
+        self._killed: list[RingDrain] = []
+        self.drain = self._new()
+
+    def ring(self, process: int = 0) -> str:
+        return str(self.directory / f"process-{process}.ring")
+
+    def _new(self) -> RingDrain:
+        drain = RingDrain(self.directory, self.info)
+        drain.warn = self._warn  # type: ignore[method-assign]
+        return drain
+
+    def look(self, seconds: float = COMMIT_S) -> None:
+        """Let time pass, then drain until nothing more can be read."""
+        self.now += seconds
+        while self.drain.poll(self.now):
+            pass
+
+    def kill(self) -> None:
+        """Kill the supervisor: records that it has read but not written are lost."""
+        self._killed.append(self.drain)
+        self.drain = self._new()
+
+    def end(self) -> None:
+        """Drain as at the end of the run."""
+        self.drain.flush(over=True)
+        self.close()
+
+    def close(self) -> None:
+        for drain in (self.drain, *self._killed):
+            drain.close()
+        self._killed.clear()
+
+    def _warn(self, text: str, process: int | None = None) -> None:
+        self.warnings.append(text)
+        self.warned_of.append(process)
+
+    def rows(self, query: str) -> list[Any]:
+        """Query the history."""
+        with closing(sqlite3.connect(self.directory / "history.sqlite")) as db:
+            return db.execute(query).fetchall()
+
+    def steps(self) -> list[int]:
+        return [step for (step,) in self.rows("SELECT step FROM steps ORDER BY id")]
+
+
+PLAYBACK_STEPS = 600
+"""Two steps a second, by two processes alternately."""
+
+
+def write_playback_run() -> Path:
+    rows: dict[int, list[Row]] = {
+        n: [Event("process", {"process": n, "rank": n, "world": 2, "t_s": 0.1})] for n in range(2)
+    }
+    rows[-1] = [
+        Event("host", {"t_s": float(t), "cpu_pct": 5.0, "gpu_absent": "none"})
+        for t in range(1, PLAYBACK_STEPS // 2 + 1)
+    ]
+    for number in range(1, PLAYBACK_STEPS + 1):
+        at, mode = number * SECOND // 2, ("dp", "single")[number % 2]
+        rows[number % 2].append(step_row(mode, number, at - 1000, 1000, 4, (1, 2, 3, 4)))
+        if number == PLAYBACK_STEPS // 2:
+            rows[0].append(Event("warning", {"process": 0, "t_s": at / SECOND, "text": "half-way"}))
+    directory = write_run_directory(rows, seconds=PLAYBACK_STEPS / 2 + 1, name="n", script="s.py", headless=False)
+    (directory / "stages.log").write_text(f"1 7 importing torch\n1 {SECOND} torch imported\n")
+    return directory

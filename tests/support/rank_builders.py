@@ -10,8 +10,13 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
+from dpmon.model.communication import Communication, Wrapper, build_communication
+from dpmon.model.run_events import parse_ddp_wrapper
 from dpmon.model.run_snapshot import RunSnapshot, SnapshotRequest
 from dpmon.model.snapshot_builder import SnapshotBuilder
+from dpmon.model.stragglers import (
+    RankTimes,
+)
 from dpmon.record.history_rows import Row
 from dpmon.record.record_types import BUCKET, Event
 from dpmon.record.schema import SPAN_PHASES
@@ -379,3 +384,21 @@ class ManyNodes:
     def close(self) -> None:
         """Close the history in a directory."""
         self._history.close()
+
+
+def ddp_wrapper(rank: int = 0, **more: Any) -> Wrapper:
+    found = parse_ddp_wrapper(ddp_event(rank, 2, **more).data)
+    assert found is not None
+    return found
+
+
+def rank_times(number: int, wait_ms: float, *, steps: int = 200, exposed_ms: float = 1.0, **more: Any) -> RankTimes:
+    phases = {"data": 1.0 * MS, "forward": 5.0 * MS, "backward": 10.0 * MS, "sync": (wait_ms + exposed_ms) * MS}
+    found = RankTimes(number, number, steps, 20.0 * MS, phases, steps, exposed_ms * MS, wait_ms * MS)
+    return found._replace(synced=steps, optimized=steps)._replace(**more)
+
+
+def communication_of(ranks: list[RankTimes], *wrappers: Wrapper, lately: bool = False) -> Communication:
+    found = build_communication(ranks, wrappers or [ddp_wrapper(group=list(range(len(ranks))))], lately=lately)
+    assert found is not None
+    return found

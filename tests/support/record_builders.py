@@ -425,3 +425,69 @@ def staged_calls(calls: int, took: Callable[[int], Sequence[float | None]] | Non
         found.append(call if took is None else call.timed((*[None] * 4, *took(number)), Untimed.LATE))
         found.append(step_row("single", number, number * 10**7, 9_500_000, 30, (-1, 9_000_000, -1, -1)))
     return found
+
+
+def eventful_training(chance: random.Random, process: int) -> Iterator[list[Row]]:
+    """Yield a few records at a time of a training with all activities."""
+    training = Training(process=process, rank=process, step_ns=75_000_000, batch=30, seed=process)
+    first, *others = training.begin()
+    yield [with_event_data(first, pid=4242 + process), *others]
+    yield [Event("ddp", {"process": process, "rank": process, "t_s": training.now / SECOND, "group": [0, 1]})]
+    passes = 0
+    for number in range(150):
+        what = chance.random()
+        if what < 0.05:
+            yield training.switch("single" if training.mode == "dp" else "dp")
+        elif what < 0.1:
+            training.now += chance.randrange(SECOND // 50, SECOND)  # a checkpoint
+        elif what < 0.15:
+            began = training.now
+            training.now += chance.randrange(2 * SECOND)
+            yield [pause_event(began / SECOND, 1, process=process)]
+            if what < 0.13:  # else the record of its end was lost
+                took = (training.now - began) / SECOND
+                yield [pause_event(training.now / SECOND, 1, took, process=process)]
+        elif what < 0.2:
+            training.steps += chance.randrange(1, 3)  # missed
+        elif what < 0.3:
+            yield training.step(evaluates=True)
+        records = training.step(rows=chance.choice([30, 30, 30, number + 2]))
+        if what > 0.35:  # a synchronized backward pass
+            passes += 1
+            sync = {"sync": chance.randrange(1, 9_000_000), "synced": 1, "sync_number": passes}
+            row = records[-1]
+            phases = with_other({**row.phases, "sync": sync.pop("sync")}, row.wall_ns)
+            records[-1] = row._replace(phases=phases, counts={**row.counts, **sync})
+        if what < 0.45:
+            records[-1] = records[-1].timed((None, 1.5, 2.5, None, None, 3.5), 3)
+        yield from ([record] for record in records) if what > 0.6 else [records]
+
+
+class EvenTraining(Training):
+    """A training with steps of equal duration."""
+
+    def _wobble(self, ns: float) -> int:
+        return int(ns)
+
+
+def even_training_rows() -> list[bytes]:
+    training = EvenTraining()
+    return [*training.begin(), *training.run(20), *training.switch("single"), *training.run(5)]
+
+
+def sample_events() -> list[bytes]:
+    found = [host_event(float(t)) for t in range(3)]
+    found += [device_event(float(t), index) for t in range(3) for index in (0, 1)]
+    found.append(device_event(3.0, 0, util_pct=None, absent={"util_pct": "the GPU is lost"}))
+    memory = {"process": 0, "rank": None, "t_s": 2.5, "step": 9, "took_ms": 0.1, "absent": {"devices": "too many"}}
+    memory["devices"] = [
+        {
+            "device": "cuda:0",
+            "model_bytes": 100,
+            "gradients_bytes": 50,
+            "peak_bytes": None,
+            "absent": {"peak_bytes": "x"},
+        },
+        {"device": "cuda:1", "model_bytes": 10},
+    ]
+    return [*found, Event("memory", memory), Event("warning", {"process": None, "t_s": None, "text": "a\nb"})]

@@ -42,6 +42,8 @@ from dpmon.store.history_schema import RingRow
 if TYPE_CHECKING:
     import pytest
 
+    from support.run_harness import Dpmon
+
 TESTS = Path(__file__).resolve().parents[1]
 """The folder from which scripts import `support`."""
 WRITE_SPANS = (Path(__file__).resolve(), "--spans")
@@ -361,6 +363,36 @@ def write_run(records: int, rate: float, replicas: int, after: Callable[[int], o
     ring.words[HeaderWord.ENDED] = 1
     # In one write, because other threads of the script also print.
     print(f"sent {written + 1}", flush=True)
+
+
+def calls_and_steps_in(records: Iterable[dict[str, Any]]) -> list[tuple[str, int]]:
+    """Return kind and number of every call and step in order."""
+    return [(r["kind"], r["step"]) for r in records if r["kind"] in ("call", "step")]
+
+
+def has_written(dpmon: Dpmon, count: int) -> bool:
+    """Return whether the writer has written `count` calls and steps, including overwritten ones."""
+    path = dpmon.last() / "process-0.ring"
+    if not path.exists():
+        return False
+    try:
+        reader = SpanReader(str(path))
+    except RingError:  # being created
+        return False
+    begun = 0
+    while spans := reader.read(time.monotonic_ns()):
+        begun = max(begun, *(span.inputs for span in spans if span.kind == Kind.FETCH), 0)
+    reader.close()
+    return 2 * (begun - 1) >= count
+
+
+def calls_and_steps_of_writer(count: int) -> list[tuple[str, int]]:
+    """Return the records of the writer: a call and a step for every step."""
+    return [("step" if n % 2 else "call", n // 2 + 1) for n in range(count)]
+
+
+WRITE_RUN_AND_STAY = *WRITE_RUN, 16_000, 6000, 8, 15_999
+"""Writes no more than its ring can hold, so that no record is overwritten, and stays until it is killed."""
 
 
 def _main(option: str, *words: str) -> None:

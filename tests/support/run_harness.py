@@ -21,6 +21,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO, Any, TypeVar
 
 import pytest
@@ -28,7 +29,7 @@ import pytest
 from dpmon.run import proc
 from dpmon.run.lifecycle import has_live_supervisor
 from dpmon.run.run_directory import load_info
-from dpmon.run.run_reader import RunReader
+from dpmon.run.run_reader import PauseState, RunReader
 from dpmon.run.run_registry import LASTING, SHARED_MEMORY
 from dpmon.run.stdin_terminal import is_reading_stdin
 from support.preloaded_python import preload_python
@@ -521,3 +522,37 @@ def scaled_size(short: int, full: int) -> int:
 def report_measured(promise: str, text: str) -> None:
     """Print a measured figure (pytest -s shows it)."""
     print(f"\n{promise}: {text}", flush=True)
+
+
+def write_slow_script(dpmon: Dpmon, status: int = 0) -> None:
+    """Write a script that waits, prints a line and ends with `status`."""
+    dpmon.waiting(f"print('end of the training', flush=True)\npathlib.Path('done').touch()\nsys.exit({status})")
+
+
+def put_dpmon_on_path(folder: Path) -> None:
+    """Put `dpmon` and `torchrun` of this Python on PATH; it may lack their scripts."""
+    folder.mkdir()
+    for name, module in (("dpmon", "dpmon"), ("torchrun", "torch.distributed.run")):
+        script = folder / name
+        script.write_text(f'#!/bin/sh\nexec {sys.executable} -m {module} "$@"\n')
+        script.chmod(0o755)
+
+
+def find_new_supervisor(dpmon: Dpmon, old: dict[str, Any]) -> dict[str, Any] | None:
+    info = json.loads((dpmon.last() / "run.json").read_text())
+    return info if info["supervisor_pid"] != old["supervisor_pid"] else None
+
+
+STATUS_NOW_NS = 10**15
+
+
+def stop_status_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the clock of status lines always say STATUS_NOW_NS."""
+    monkeypatch.setattr("dpmon.cli.status_stream.time", SimpleNamespace(monotonic_ns=lambda: STATUS_NOW_NS))
+
+
+def fake_status_reader(directory: Path, activities: Mapping[int, tuple[str, int]] | None = None) -> Any:
+    """Return the part of a reader that the lines need."""
+    info = SimpleNamespace(start_ns=0, id="20261125-213000-train-3f2a", name="train")
+    nothing = {"startup_stage": lambda: None, "waits_for_input": lambda: None, "pause_state": lambda: PauseState()}
+    return SimpleNamespace(directory=directory, activities=lambda: activities or {}, info=info, **nothing)

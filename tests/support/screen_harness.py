@@ -21,6 +21,7 @@ from dpmon.run.run_directory import ExitInfo, write_info
 from dpmon.span_ring import HeaderWord, SpanRing
 from dpmon.store.store_queries import Store
 from dpmon.ui.monitor import Monitor
+from dpmon.ui.playback import Playback, Player
 from support.history_builders import Recording, make_live_run, make_run_info
 from support.record_builders import SECOND, Training, host_event, records_of_rows
 from support.run_harness import LIMIT_S, Dpmon, Terminal
@@ -221,3 +222,31 @@ def screen_terminals(run: TerminalRun) -> Iterator[StartTerminal]:
     dpmon.clean_up()
     for terminal in started:
         terminal.hang_up()
+
+
+class ManualClock:
+    """A clock set by the test."""
+
+    def __init__(self) -> None:
+        self.ns = 0
+
+    def __call__(self) -> int:
+        return self.ns
+
+    def pass_s(self, seconds: float) -> None:
+        self.ns += int(seconds * SECOND)
+
+
+@asynccontextmanager
+async def open_playback(
+    directory: Path, clock: ManualClock, size: tuple[int, int] = (120, 40)
+) -> AsyncIterator[tuple[Playback, Pilot[str]]]:
+    app = Playback(directory, STYLE, open_player=lambda: Player(directory, clock), refresh=600)
+    async with app.run_test(size=size) as pilot:
+        await pilot.pause()
+        yield app, pilot
+        app.feed.close()
+
+
+def shows_text(app: Playback, text: str) -> bool:
+    return any(text in row for row in app.text())

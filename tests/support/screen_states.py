@@ -7,9 +7,13 @@ from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any
 
+from dpmon.model.epoch_progress import Epoch, Progress
+from dpmon.model.finding_text import Finding
+from dpmon.model.loss_curves import LossCurve
 from dpmon.model.run_snapshot import Process, RunSnapshot
 from dpmon.record.record_types import Event, Record
 from dpmon.run.run_directory import ExitInfo, RunInfo
+from dpmon.store.query_results import LossBin
 from dpmon.ui.panels.panel_output import OutputView
 from dpmon.ui.screen_data import ModeRequest, PlaybackPosition, ScreenData, View
 from dpmon.ui.screen_painter import paint_screen
@@ -231,3 +235,30 @@ def screen_after_stall() -> ScreenData:
     over = {"t_s": since_s + LASTED_S, "since_s": since_s, "lasted_s": LASTED_S}
     run.add([stall_record(1, begin, 1000), Event("stall", over)], SUPERVISOR)
     return ScreenData(run.state(), training.now, RUN_INFO, alive=True)
+
+
+_EPOCHS = (
+    Epoch(1, 0, 175 * SECOND, 1563, 1563, 12 * SECOND, None),
+    Epoch(2, 187 * SECOND, 358 * SECOND, 1563, 1563, 12 * SECOND, SECOND // 2),
+    Epoch(3, 371 * SECOND, 420 * SECOND, 412, 1563, 0, SECOND // 2),
+)
+
+
+def progress_in_epochs(**changes: Any) -> Progress:
+    found = Progress(0, 3, 412, 1563, 130e9, 4e9, 420 * SECOND, _EPOCHS)
+    return replace(found, **changes)
+
+
+def loss_curve(place: str = "train.py:88", last: float = 0.4121, bad: int | None = None) -> LossCurve:
+    bins = [
+        LossBin(at, 1, value, value, value, 0) if at != bad else LossBin(at, 0, None, None, None, 1)
+        for at in range(30)
+        for value in [2.3 * 0.9**at]
+    ]
+    return LossCurve(0, place, tuple(bins), 1, last, 0.4309, 300, 30 * SECOND)
+
+
+TWO_FINDINGS = (
+    Finding("data", "The steps wait for data for 34% of their time.", "34%", "more workers", 0.34, 0.3),
+    Finding("spread", "Step times vary.", "p95", "batches of one size", 0.1),
+)

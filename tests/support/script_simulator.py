@@ -392,3 +392,22 @@ def assemble_with_successor(script: Script, cut: int) -> tuple[list[Row], list[R
         at = until
     more += second.feed([], script.lines_between(lines, len(script.lines)))
     return out, more + second.finish()
+
+
+def check_spans_of_step(step: Step) -> None:
+    """Check that spans are in order, nested or separate, and add up to the phases of the step."""
+    assert step.spans is not None
+    assert list(step.spans) == sorted(step.spans, key=lambda span: (span.offset_ns, -span.host_ns))
+    own: dict[str, int] = {}
+    around: list[tuple[str, int]] = []
+    for name, at, took in step.spans:
+        assert 0 <= at <= at + took <= step.wall_ns
+        while around and around[-1][1] <= at:
+            around.pop()
+        if around:
+            assert at + took <= around[-1][1]
+            own[around[-1][0]] -= took
+        own[name] = own.get(name, 0) + took
+        around.append((name, at + took))
+    if not step.missing_spans:
+        assert own == {name: took for name, took in step.phases.items() if name != "other"}

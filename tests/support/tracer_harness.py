@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,7 @@ from typing import Any
 import dpmon
 from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Call, Event, Record, RecordError, Step
+from dpmon.record.shared_names import MODES
 from dpmon.span_reader import SpanReader
 from dpmon.span_ring import RingError
 from dpmon.store.span_source import SpanSource
@@ -292,3 +294,60 @@ def run_traced(place: Path, text: str, *words: object, **options: Any) -> Traced
 def run_untraced(place: Path, text: str, *words: object, **options: Any) -> TracedRun:
     """Run a script without the tracer."""
     return run_traced(place, text, *words, run=False, **options)
+
+
+_RANDOM_PARTS = re.compile("(?<=^kept).*|(?<=^gone).*")
+"""What `tempfile` adds to a name."""
+
+
+_CHANGING_NUMBERS = re.compile("0x[0-9a-f]+|Thread-[0-9]+")
+
+
+def results_of_script(run: TracedRun) -> dict[str, Any]:
+    """The results of a script: status, output, and its files with their bytes."""
+    place = run.directory.parent
+    files = {
+        _RANDOM_PARTS.sub("", path.name): path.read_bytes()
+        for path in sorted(place.iterdir())
+        if path.is_file() and path.name != "script.py"
+    }
+    order = files.pop("order", b"").decode().splitlines()
+    errors = _CHANGING_NUMBERS.sub("", run.err.replace(str(place), ""))
+    return {"status": run.status, "out": run.out, "err": errors, "order": order, **files}
+
+
+DP, SINGLE = MODES.index("dp"), MODES.index("single")
+
+
+class SteeredScript:
+    """A script that runs one step for every line of its input."""
+
+    def __init__(self, place: Path, name: str, **options: Any) -> None:
+        self.script = TracedScript(place, traced_script_text(name), **options)
+        self.acknowledged: list[tuple[int, int]] = []
+
+    def step(self, times: int = 1) -> list[Any]:
+        """Run `times` steps; return what the script printed for each."""
+        found = []
+        for _ in range(times):
+            self.script.go_on()
+            line = self.script.line()
+            while line.startswith("[Gloo]"):  # some builds of torch print connections
+                line = self.script.line()
+            assert line, self.script.end().err
+            found.append(json.loads(line))
+        return found
+
+    def ask(self, mode: int) -> int:
+        """Request a mode, as a screen does."""
+        reader = self.script.ring()
+        serial = reader.request(mode)
+        reader.close()
+        return serial
+
+    def answer(self) -> tuple[int, int]:
+        """Return the last request that was answered, and the mode in force."""
+        reader = self.script.ring()
+        found = reader.acknowledged()
+        reader.close()
+        return found

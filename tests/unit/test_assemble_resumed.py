@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from dpmon.assemble import Assembler, step_boundaries
-from dpmon.record.record_types import Event, RecordError, Step
+from dpmon.record.record_types import Event, RecordError
 from dpmon.record.span_format import Flag, Kind, Span
 from support.record_builders import RowReader
 from support.run_harness import scaled_size
@@ -17,6 +17,7 @@ from support.script_simulator import (
     Script,
     assemble_in_portions,
     assemble_with_successor,
+    check_spans_of_step,
     decode_rows,
     make_successor,
     split_definitions,
@@ -162,25 +163,6 @@ class Chance:
 SEEDS = range(scaled_size(10, 100))
 
 
-def check_spans(step: Step) -> None:
-    """Check that spans are in order, nested or separate, and add up to the phases of the step."""
-    assert step.spans is not None
-    assert list(step.spans) == sorted(step.spans, key=lambda span: (span.offset_ns, -span.host_ns))
-    own: dict[str, int] = {}
-    around: list[tuple[str, int]] = []
-    for name, at, took in step.spans:
-        assert 0 <= at <= at + took <= step.wall_ns
-        while around and around[-1][1] <= at:
-            around.pop()
-        if around:
-            assert at + took <= around[-1][1]
-            own[around[-1][0]] -= took
-        own[name] = own.get(name, 0) + took
-        around.append((name, at + took))
-    if not step.missing_spans:
-        assert own == {name: took for name, took in step.phases.items() if name != "other"}
-
-
 @pytest.fixture(params=["held", "in parts"])
 def bound(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps that are held until they end, and steps that are recorded in parts."""
@@ -200,7 +182,7 @@ def test_any_portions_give_the_same_payloads(seed: int) -> None:
         assert split_definitions(assemble_in_portions(script, cuts)) == split_definitions(whole)
     result = decode_rows(whole)
     for one in result.steps:
-        check_spans(one)
+        check_spans_of_step(one)
     assert [step.step for step in result.steps] == list(range(1, len(result.steps) + 1))
     assert [call.call for call in result.calls] == list(range(1, len(result.calls) + 1))
     written = sum("kind" in line for _, line in script.lines)
@@ -226,7 +208,7 @@ def test_a_successor_repeats_nothing_and_loses_calls_of_the_open_step_at_most(se
         assert [call.call for call in calls] == list(range(1, len(calls) + 1)), cut
         assert [step.step for step in steps] == list(range(1, len(steps) + 1)), cut
         for step in steps:
-            check_spans(step)
+            check_spans_of_step(step)
         starts = Counter(call.start_ns for call in calls)
         assert max(starts.values(), default=1) == 1, cut
         lost = {call.step for call in expected.calls if call.start_ns not in {*starts, *aside}}

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from test_assemble_resumed import check_spans
 
 from dpmon.assemble import step_boundaries
 from dpmon.record.record_types import MAX_SPANS, Step
 from dpmon.record.span_format import Flag
-from support.script_simulator import MS, START_NS, Script, assemble_script
+from support.script_simulator import MS, START_NS, Script, assemble_script, check_spans_of_step
 
 
 def ran(step: Step) -> list[tuple[str, float, float]]:
@@ -45,7 +44,7 @@ def test_spans_follow_each_other_or_are_nested(loop: str, expected: str) -> None
     step = assemble_script(Script().play(loop)).steps[0]
     spans = [f"{name[0]} {begin:.11g} {end:.11g}" for name, begin, end in ran(step)]
     assert " ".join(spans) == expected.format(o="12000.423456 12001.423456")
-    check_spans(step)
+    check_spans_of_step(step)
 
 
 def test_the_outer_of_two_spans_with_equal_times_comes_first() -> None:
@@ -78,7 +77,7 @@ def test_primitives_called_by_the_script_are_forward_even_inside_a_call() -> Non
         *(("forward", 4.4, 5.4), ("forward", 5.5, 6.5), ("forward", 6.6, 7.6), ("backward", 7.7, 8.7)),
         ("optimizer", 8.8, 9.8),
     ]
-    check_spans(step)
+    check_spans_of_step(step)
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -90,4 +89,4 @@ def test_a_step_keeps_the_first_of_too_many_spans(monkeypatch: pytest.MonkeyPatc
     assert step.spans is not None
     assert (len(step.spans), step.missing_spans) == (MAX_SPANS, 4 + nested)
     assert [name for name, _, _ in step.spans][:4] == ["data", "forward", "optimizer" if nested else "copy", "copy"]
-    check_spans(step)
+    check_spans_of_step(step)

@@ -11,14 +11,13 @@ from fcntl import ioctl
 from pathlib import Path
 
 import pytest
-from test_run_playback import a_run
 
 from dpmon.cli.messages import print_closing_summary, print_message
 from dpmon.cli.summary import WIDTH, fit_lines, summary_lines
 from dpmon.record.record_types import Event
 from dpmon.report.plain_text import report_text
 from dpmon.run.run_directory import load_exit
-from support.history_builders import write_run_directory
+from support.history_builders import write_playback_run, write_run_directory
 from support.record_builders import SECOND, Training
 from support.ring_writers import make_row_ring, use_row_rings
 
@@ -134,7 +133,7 @@ def test_a_file_gets_unchanged_characters(monkeypatch: pytest.MonkeyPatch, capsy
 def test_a_summary_leaves_room_for_the_prompt_and_its_headline(
     state: Path, monkeypatch: pytest.MonkeyPatch, rows: int, columns: int
 ) -> None:
-    directory = a_run()
+    directory = write_playback_run()
     master, slave = pty.openpty()
     ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
     with os.fdopen(slave, "w") as stderr:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from test_json_documented import check
 
 from dpmon.cli.main import main
 from dpmon.model.comparison_stats import _mann_whitney_cdf, estimate_change
@@ -38,6 +37,7 @@ from dpmon.store.query_results import MinuteRow
 from dpmon.ui.dialogs import Dialog
 from dpmon.ui.list_dialogs import RunEntry, RunList
 from dpmon.ui.terminal_style import COLOR, UNICODE, TerminalStyle
+from support.format_readers import check_json_is_documented
 from support.history_builders import write_run_directory
 from support.rank_builders import ddp_rank_rows
 from support.record_builders import SECOND, Training, device_event, host_event, pause_event
@@ -503,7 +503,7 @@ def test_every_field_is_described(state: Path) -> None:
         comparison_as_json(*each)
         for each in (compared(before, after, *limits), other, compared([before[0]], [after[0]]))
     ]
-    check("dpmon compare --json", *json.loads(json.dumps(found)))
+    check_json_is_documented("dpmon compare --json", *json.loads(json.dumps(found)))
 
 
 # ------------------------------------------------------------------------------------------------ over all runs
@@ -528,7 +528,7 @@ def test_the_figures_of_a_script_over_its_runs(state: Path, capsys: pytest.Captu
     assert re.search(r"^  start-up .* 0\.0% +▅▅▅▅$", out, re.M), "equal values do not look like a drift"
     assert main(["ls", "--script", "jobs/linear.py", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    check("dpmon ls --script --json", found)
+    check_json_is_documented("dpmon ls --script --json", found)
     assert [len(one["values"]) for one in found["figures"].values()] == [4] * len(found["figures"])
     assert main(["ls", "--script", "none.py"]) == 2
     assert "there is no run of none.py" in capsys.readouterr().err

@@ -25,42 +25,19 @@ from dpmon.run.output_target import open_replacement
 from dpmon.run.run_directory import load_info
 from support.format_readers import ChromeTrace, read_trace
 from support.history_builders import write_run_directory
-from support.record_builders import SECOND, Training, device_event, host_event, records_of_rows, runs_of
-
-
-class Even(Training):
-    """A training with steps of equal duration."""
-
-    def _wobble(self, ns: float) -> int:
-        return int(ns)
-
-
-def trained() -> list[bytes]:
-    training = Even()
-    return [*training.begin(), *training.run(20), *training.switch("single"), *training.run(5)]
-
-
-def samples() -> list[bytes]:
-    found = [host_event(float(t)) for t in range(3)]
-    found += [device_event(float(t), index) for t in range(3) for index in (0, 1)]
-    found.append(device_event(3.0, 0, util_pct=None, absent={"util_pct": "the GPU is lost"}))
-    memory = {"process": 0, "rank": None, "t_s": 2.5, "step": 9, "took_ms": 0.1, "absent": {"devices": "too many"}}
-    memory["devices"] = [
-        {
-            "device": "cuda:0",
-            "model_bytes": 100,
-            "gradients_bytes": 50,
-            "peak_bytes": None,
-            "absent": {"peak_bytes": "x"},
-        },
-        {"device": "cuda:1", "model_bytes": 10},
-    ]
-    return [*found, Event("memory", memory), Event("warning", {"process": None, "t_s": None, "text": "a\nb"})]
+from support.record_builders import (
+    SECOND,
+    Training,
+    even_training_rows,
+    records_of_rows,
+    runs_of,
+    sample_events,
+)
 
 
 @pytest.fixture
 def directory(state: Path) -> Path:
-    return write_run_directory({0: trained(), -1: samples()}, status=3)
+    return write_run_directory({0: even_training_rows(), -1: sample_events()}, status=3)
 
 
 def table(directory: Path, which: str, where: Path) -> list[dict[str, str]]:

@@ -114,7 +114,7 @@ def in_summary(directory: Path) -> Shown:
     for line in summary_lines(directory, load_exit(directory)):
         if head := re.fullmatch(rf"{_MODE}: .*? steps, .*? calls, (.*)", line):
             mode = head[1], bool(head[2])
-            found[(*mode, STEP, "rate")] = head[3]
+            found |= {(*mode, STEP, "rate"): head[3]}
         elif row := re.fullmatch(rf" +(\w+) +median +{_TIME} +p95 +{_TIME}", line):
             found |= {
                 (*mode, row[1], name): text for name, text in zip(("median", "p95"), row.groups()[1:], strict=True)

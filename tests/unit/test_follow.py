@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_export import samples, trained
 
 from dpmon.export import ExportError
 from dpmon.export import row_stream as module
@@ -22,11 +21,12 @@ from dpmon.run.run_directory import load_exit, load_info, stop_requested_unix, w
 from dpmon.run.run_reader import NO_TRAINING
 from dpmon.run.run_signals import stop_run
 from support.history_builders import write_run_directory
+from support.record_builders import even_training_rows, sample_events
 
 
 @pytest.fixture
 def directory(state: Path) -> Path:
-    return write_run_directory({0: trained(), -1: samples()}, status=0)
+    return write_run_directory({0: even_training_rows(), -1: sample_events()}, status=0)
 
 
 @contextmanager

@@ -8,10 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from test_report import Page, check_offline
 
 from dpmon.cli.main import main
 from dpmon.ui.screen_data import PANELS, ScreenData, View
+from support.format_readers import HtmlPage, check_page_is_offline
 from support.history_builders import snapshot_of_directory, write_run_directory
 from support.hostile_inputs import DAMAGE, damaged_events, damaged_lines
 from support.record_builders import Training, device_event, host_event
@@ -57,7 +57,7 @@ def test_every_reader_survives(
         assert words != ["report"] or "alert(1)" in found.out, "what is harmless is shown"
     page = Path("page").read_text()
     assert not re.search(r"<script>alert|<b onload|\x1b|\u202e", page)
-    check_offline(Page(page))
+    check_page_is_offline(HtmlPage(page))
     for over in (False, True):
         shown = snapshot_of_directory(directory, over=over)
         assert shown.representative is not None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from math import nan
 from pathlib import Path
@@ -34,50 +33,10 @@ from dpmon.run.run_reader import RunReader
 from dpmon.stalls.stacks import Frame, Stack
 from dpmon.stalls.stall_detection import ProcessGroupView, RankActivity, Stall
 from dpmon.stalls.why_reply import build_reply
+from support.format_readers import _JSON_PAGE, check_json_is_documented, documented_json_paths
 from support.history_builders import make_run_info, write_run_directory
 from support.rank_builders import ddp_rank_rows
 from support.record_builders import SECOND, Training, device_event, host_event, pause_event, staged_calls
-
-PAGE = Path(__file__).parents[2] / "docs" / "json.md"
-
-
-def documented(section: str) -> list[str]:
-    """The paths in the first column of a section's table; a path that begins with a dot is beside the one before it."""
-    (text,) = re.findall(rf"^## {re.escape(section)}$(.*?)(?=^## |\Z)", PAGE.read_text(), re.M | re.S)
-    found = []
-    for row in re.findall(r"^\| (`.*?) \|", text, re.M):
-        for path in re.findall(r"`([^`]+)`", row):
-            found.append(found[-1].rpartition(".")[0] + path if path.startswith(".") else path)
-    return found
-
-
-def pattern(path: str) -> re.Pattern[str]:
-    """What a documented path matches; a star at the end of an object that is described elsewhere matches all below."""
-    whole = re.escape(path).replace(r"\*", r"[^.\[\]]+")
-    return re.compile(whole + (r"(\..*|\[\].*)?" if path.endswith(("].*", "communication.*", "host.*")) else ""))
-
-
-def paths(value: Any, at: str = "") -> Iterator[str]:
-    """The path of each object, list and value inside `value`."""
-    if at:
-        yield at
-    if isinstance(value, dict):
-        for key, child in value.items():
-            yield from paths(child, f"{at}.{key}" if at else key)
-    elif isinstance(value, list):
-        for child in value:
-            yield from paths(child, f"{at}[]")
-
-
-def check(section: str, *objects: dict[str, Any]) -> None:
-    """Every value has a description, and every described field exists in the objects that have its neighbors."""
-    patterns = {path: pattern(path) for path in documented(section)}
-    there = sorted({path for each in objects for path in paths(each)})
-    below = {path for path in there if any(name.startswith((f"{path}.", f"{path}[]")) for name in (*there, *patterns))}
-    assert not [path for path in there if path not in below and not any(p.fullmatch(path) for p in patterns.values())]
-    for path, each in patterns.items():
-        beside = pattern(f"{path.rpartition('.')[0]}.*".removeprefix("."))
-        assert any(map(each.fullmatch, there)) or not any(map(beside.fullmatch, there)), path
 
 
 def event(kind: str, **data: Any) -> bytes:
@@ -113,13 +72,13 @@ def objects(state: Path) -> list[dict[str, Any]]:
 def test_every_field_of_a_report_is_described(objects: list[dict[str, Any]]) -> None:
     for each in objects:
         each["evaluations"] = ["as modes"]
-    check("dpmon report --json", *objects)
+    check_json_is_documented("dpmon report --json", *objects)
 
 
 def test_every_field_of_a_listed_run_is_described(state: Path) -> None:
     directory = write_run_directory({0: [*Training().begin(), *Training().run(3)]})
     info = load_info(directory)
-    check(
+    check_json_is_documented(
         "dpmon ls --json",
         *(_make_listed_run(directory, each)._asdict() for each in (info, replace(info, nodes=("gpu-1",)))),
     )
@@ -135,7 +94,7 @@ def test_every_way_to_end_is_described_for_a_listed_run(state: Path) -> None:
         replace(how, stopped=True),
         *(replace(how, status=128, signal=name) for name in ("SIGINT", "SIGKILL")),
     ]
-    (row,) = re.findall(r"^\| `state` \| text \| (.*`unsupervised`.*)$", PAGE.read_text(), re.M)
+    (row,) = re.findall(r"^\| `state` \| text \| (.*`unsupervised`.*)$", _JSON_PAGE.read_text(), re.M)
     assert {outcome_word(each) for each in ends} <= set(re.findall(r"`(\w+)`", row))
 
 
@@ -157,7 +116,7 @@ def test_every_field_of_a_status_line_is_described(state: Path) -> None:
         assert all("skipped" in each for each in said)
         assert set(said[-1]) == {"run", "t_s", "status", "signal", "skipped"}
         found += [{key: value for key, value in each.items() if key != "skipped"} for each in said[:-1]]
-    check("dpmon --json", *found)
+    check_json_is_documented("dpmon --json", *found)
 
 
 def test_every_field_of_why_is_described(
@@ -172,7 +131,7 @@ def test_every_field_of_why_is_described(
     mirrored = {**now, "without": ["gpu-2: it did not answer in time"]}
     monkeypatch.setattr("dpmon.cli.why._request_why_reply", lambda *_, **how: mirrored)
     assert main(["why", directory.name, "--json"]) == 0
-    check("dpmon why --json", json.loads(capsys.readouterr().out))
+    check_json_is_documented("dpmon why --json", json.loads(capsys.readouterr().out))
 
 
 LOSSES = [
@@ -192,8 +151,10 @@ def test_every_field_of_a_status_is_described(state: Path) -> None:
     found = [read_run_status(directory)[1] for directory in runs]
     assert found[1]["stall"] is not None
     assert found[0]["findings"]
-    of_line = {re.split(r"[.\[]", path)[0] for path in documented("dpmon --json")}
-    check("dpmon status --json", *({name: each[name] for name in each.keys() - of_line} for each in found))
+    of_line = {re.split(r"[.\[]", path)[0] for path in documented_json_paths("dpmon --json")}
+    check_json_is_documented(
+        "dpmon status --json", *({name: each[name] for name in each.keys() - of_line} for each in found)
+    )
     assert all(of_line - {"communication", "ranks", "nodes"} <= each.keys() for each in found)
 
 
@@ -210,4 +171,4 @@ def test_every_field_of_an_event_is_described() -> None:
             told = each._replace(data={**each.data, "health": now.fields()})
             events.append(to_cloudevent(told, told.id_in("run"), make_run_info(id="run")))
     assert len({event["type"] for event in events}) == 6
-    check("Events", *events)
+    check_json_is_documented("Events", *events)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_json_documented import documented
 
 from dpmon.cli.main import main
 from dpmon.model.communication import Wrapper, build_communication
@@ -36,6 +35,7 @@ from dpmon.ui.scenes import NODES, RANKS, choose_scene
 from dpmon.ui.screen_data import ModeRequest, ScreenData, View
 from dpmon.ui.screen_painter import TALL
 from dpmon.ui.styled_rows import plain_text
+from support.format_readers import documented_json_paths
 from support.history_builders import make_run_info
 from support.rank_builders import ManyNodes, ddp_event
 from support.record_builders import SECOND
@@ -208,7 +208,9 @@ def test_report_and_status_name_the_nodes(state: Path, capsys: pytest.CaptureFix
     assert "57.0 steps/s  27.4k samples/s" in status
     main(["status", "last", "--json"])
     members = json.loads(capsys.readouterr().out)
-    described = {path.removeprefix("nodes[].") for path in documented("dpmon --json") if path.startswith("nodes[]")}
+    described = {
+        path.removeprefix("nodes[].") for path in documented_json_paths("dpmon --json") if path.startswith("nodes[]")
+    }
     assert all(set(node) == described for node in members["nodes"])
     assert [node["state"] for node in members["nodes"]] == ["cut", "connected"]
     assert members["ranks"][11]["node"] == "gpu-1"

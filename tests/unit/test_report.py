@@ -6,9 +6,7 @@ import html
 import os
 import re
 import time
-from collections import Counter
 from dataclasses import replace
-from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
@@ -33,6 +31,7 @@ from dpmon.run.process_notes import add_note
 from dpmon.run.run_directory import load_exit, load_info, record_stop_request
 from dpmon.run.run_registry import short_name
 from dpmon.ui.time_axis import build_chart_columns, fit_axis
+from support.format_readers import HtmlPage, check_page_is_offline, lines_of_section
 from support.history_builders import snapshot_of_directory, with_changes, write_run_directory
 from support.rank_builders import ddp_rank_rows
 from support.record_builders import (
@@ -63,13 +62,6 @@ def both(state: Path) -> Path:
     return write_run_directory({0: [*toggled(), Event("memory", memory)], -1: own}, seconds=5.0)
 
 
-def section(lines: list[str], title: str) -> list[str]:
-    """Return the lines below a heading."""
-    begin = next(number for number, line in enumerate(lines) if line.startswith(title))
-    end = next((number for number in range(begin + 1, len(lines)) if not lines[number]), len(lines))
-    return lines[begin + 1 : end]
-
-
 # ------------------------------------------------------------------------------------------------ what it says
 
 
@@ -81,19 +73,19 @@ def test_a_report_shows_the_command_and_where_the_time_went(both: Path) -> None:
         "180 steps, 180 calls (120 in dp, 60 in single); began as dp on virtual replicas cpu:0 cpu:1 (no GPU"
         in re.sub(r"\s+", " ", head)
     )
-    steps = section(lines, "STEPS")
+    steps = lines_of_section(lines, "STEPS")
     assert steps[1].split()[:3] == ["dp", "(virtual)", "120"]
     assert steps[2].split()[:2] == ["single", "60"]
-    phases = section(lines, "PHASES of a step, dp (virtual)")
+    phases = lines_of_section(lines, "PHASES of a step, dp (virtual)")
     assert [line.split()[0] for line in phases[1:]] == [
         "data", "forward", "scatter", "replicate", "parallel_apply", "gather", "backward", "optimizer", "other",
     ]  # fmt: skip
-    replicas = section(lines, "REPLICAS")
+    replicas = lines_of_section(lines, "REPLICAS")
     assert "Model 1" in replicas[2]
     assert "[15, 5] -> [15, 2]" in replicas[2]
-    assert "no GPU: NVML library not found" in section(lines, "DEVICES")[0]
-    assert section(lines, "MODE CHANGES")[0].endswith("to single")
-    assert "4.00 KiB" in section(lines, "MEMORY")[1]
+    assert "no GPU: NVML library not found" in lines_of_section(lines, "DEVICES")[0]
+    assert lines_of_section(lines, "MODE CHANGES")[0].endswith("to single")
+    assert "4.00 KiB" in lines_of_section(lines, "MEMORY")[1]
     said = report_as_json(collect_report_data(both))
     assert [(mode["mode"], mode["virtual"], mode["steps"]) for mode in said["modes"]] == [
         ("dp", True, 120),
@@ -115,7 +107,7 @@ def test_a_run_that_goes_on_that_is_lost_and_that_trained_nothing(state: Path) -
     assert "nothing was traced: the command has not started yet" in "\n".join(lines)
     lines = report_text(write_run_directory({0: Training().run(3)}, status=None), 80)
     assert lines[0].endswith("how it ended is unknown")
-    assert section(lines, "FINDINGS") == ["  too few steps for findings (30 in one mode are needed)"]
+    assert lines_of_section(lines, "FINDINGS") == ["  too few steps for findings (30 in one mode are needed)"]
     lines = report_text(write_run_directory({}), 80)
     assert "no Python process of the run imported torch" in "\n".join(lines)
 
@@ -157,7 +149,7 @@ def test_a_run_that_failed_shows_the_end_of_its_output(state: Path) -> None:
     (directory / "stderr.log").write_bytes(b"10 %\r20 %\r\nTraceback:\n  boom \x1b[31m\n\n")
     lines = report_text(directory, 80)
     assert lines[0].endswith(": failed with exit status 1 after 1 min 00 s")
-    assert section(lines, "LAST OUTPUT") == ["  20%", "  Traceback:", "    boom \N{REPLACEMENT CHARACTER}[31m"]
+    assert lines_of_section(lines, "LAST OUTPUT") == ["  20%", "  Traceback:", "    boom \N{REPLACEMENT CHARACTER}[31m"]
     traceback = b'Traceback (most recent call last):\n  File "a.py", line 1\nValueError: bad \x07 thing\n'
     (directory / "stderr.log").write_bytes(traceback)
     assert report_text(directory, 120)[0].endswith("min 00 s: ValueError: bad \N{REPLACEMENT CHARACTER} thing")
@@ -272,41 +264,13 @@ def test_no_line_is_wider_than_the_terminal(both: Path, width: int) -> None:
     assert all(line == line.rstrip() or line.startswith("  ") for line in lines)
 
 
-class Page(HTMLParser):
-    """The tags, links, ids and texts of a page."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: Counter[str] = Counter()
-        self.attributes: list[tuple[str, str]] = []
-        self.texts: list[str] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags[tag] += 1
-        self.attributes += [(name, value or "") for name, value in attrs]
-
-    def handle_data(self, data: str) -> None:
-        self.texts.append(data)
-
-
-def check_offline(found: Page) -> None:
-    """Check that nothing on a page runs or is loaded, and that its links lead into it."""
-    assert not found.tags.keys() & {"script", "img", "iframe", "object", "embed", "form", "base"}
-    assert not any(name == "src" or name.startswith("on") for name, _ in found.attributes)
-    assert not any(re.search(r"url\(|@import", text) for text in found.texts)
-    links = [value for name, value in found.attributes if name.endswith("href") and not value.startswith("data:")]
-    assert len(links) > 5
-    assert set(links) <= {f"#{value}" for name, value in found.attributes if name == "id"}
-
-
 def test_the_page_has_its_plots_and_works_offline(state: Path) -> None:
     training = Training(devices=("cuda:0", "cuda:1"), virtual=False)
     rows = [*training.begin(), *training.run(800), *training.switch("single"), *training.run(400)]
     own = [device_event(t / 10, index) for t in range(60) for index in (0, 1)]
-    found = Page(render_page(build_document(collect_report_data(write_run_directory({0: rows, -1: own})))))
+    found = HtmlPage(render_page(build_document(collect_report_data(write_run_directory({0: rows, -1: own})))))
     assert found.tags["svg"] == 7
-    check_offline(found)
+    check_page_is_offline(found)
 
 
 def test_all_plots_over_time_have_one_axis_with_the_marks_of_the_run(state: Path) -> None:
@@ -436,14 +400,14 @@ def test_changes_name_the_model_if_there_are_several(both: Path) -> None:
     story = collect_report_data(both)
     changes = [change._replace(root=root) for change in story.facts.announced.changes for root in ("Maker", "Critic")]
     facts = with_changes(story.facts, announced=replace(story.facts.announced, changes=changes))
-    rows = section(text_lines(build_document(replace(story, facts=facts)), 100), "MODE CHANGES")
+    rows = lines_of_section(text_lines(build_document(replace(story, facts=facts)), 100), "MODE CHANGES")
     assert [row.split("  ")[-1] for row in rows[:2]] == ["Maker: to single", "Critic: to single"]
 
 
 @pytest.mark.parametrize(("state_word", "text"), [("finished", "nothing stands"), ("failed", "nothing else stands")])
 def test_a_failed_run_has_no_report_in_which_nothing_stands_out(both: Path, state_word: str, text: str) -> None:
     story = replace(collect_report_data(both), findings=[], state=state_word)
-    assert section(text_lines(build_document(story), 100), "FINDINGS")[0].strip() == f"{text} out"
+    assert lines_of_section(text_lines(build_document(story), 100), "FINDINGS")[0].strip() == f"{text} out"
 
 
 def test_two_modes_within_one_stretch_that_is_cut_short_are_one_bar(both: Path) -> None:
@@ -511,12 +475,12 @@ def test_evaluations_are_kept_apart_from_the_steps_that_train(state: Path) -> No
     }  # fmt: skip
     (replica,) = said["replicas"]
     assert (replica["calls"], replica["median_ms"]) == (60, pytest.approx(4.0, rel=0.004))
-    assert section(report_text(directory, 80), "CALLS")[1].split()[3] == "60", "as many as the median is of"
+    assert lines_of_section(report_text(directory, 80), "CALLS")[1].split()[3] == "60", "as many as the median is of"
     lines = report_text(directory, 80)
-    assert [line.split()[:3] for line in section(lines, "STEPS")[1:3]] == [
+    assert [line.split()[:3] for line in lines_of_section(lines, "STEPS")[1:3]] == [
         ["single", "60", "10.0"], ["single,", "evaluation", "200"],
     ]  # fmt: skip
-    assert section(lines, "PHASES of a step, single, evaluation")
+    assert lines_of_section(lines, "PHASES of a step, single, evaluation")
     summary = summary_lines(directory, load_exit(directory))
     assert any(line.startswith("single: 60 steps, 60 calls") for line in summary)
     assert any(line.startswith("single, evaluation: 200 steps, 200 calls") for line in summary)
@@ -592,7 +556,7 @@ def test_the_time_of_a_run_is_accounted_for(state: Path) -> None:
     assert sum(parts.values()) == pytest.approx(seconds)
     (gap,) = elapsed["gaps"]
     assert (gap["after_step"], gap["seconds"]) == (40, 4.0)
-    text = " ".join(" ".join(section(report_text(directory, 100), "TIME")).split())
+    text = " ".join(" ".join(lines_of_section(report_text(directory, 100), "TIME")).split())
     assert re.search(
         r"^elapsed 49\.\d s: start-up 2\.00 s, training 12\.\d s, between steps 4\.00 s, paused 30\.0 s,", text
     )
@@ -676,7 +640,7 @@ def test_a_verdict_stands_in_the_report_with_its_uncertainty(both: Path) -> None
     assert found.speedup is not None
     assert found.speedup.low < found.speedup.value < found.speedup.high
     assert found.sides.keys() == {"dp", "single"}
-    lines = section(report_text(both, 80), "DP AGAINST SINGLE")
+    lines = lines_of_section(report_text(both, 80), "DP AGAINST SINGLE")
     assert lines[0].startswith("  DataParallel over 2 virtual replicas")
     assert f"speed-up {found.speedup.value:.2f}" in " ".join(lines)
     assert report_as_json(collect_report_data(both))["compared"]["outcome"] in ("faster", "slower", "even")

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from test_report import section
 
 from dpmon.cli.summary import summary_lines
 from dpmon.model.device_usage import DeviceUsageBuilder
@@ -31,6 +30,7 @@ from dpmon.report.plots import build_plots
 from dpmon.report.report_json import report_as_json
 from dpmon.report.sections import build_document
 from dpmon.run.run_directory import load_exit
+from support.format_readers import lines_of_section
 from support.history_builders import snapshot_of_directory, write_run_directory
 from support.record_builders import SECOND, Training, device_event, pause_event, records_of_rows
 
@@ -70,8 +70,8 @@ def test_pauses_are_reported_and_are_in_no_figure_of_steps(state: Path) -> None:
     assert said["devices"][0]["util_median_pct"] == 80.0
     lines = report_text(directory, 100)
     assert "  paused 2 times, for 12 min 00 s in all: that time is in no step, no phase and no figure" in lines
-    assert section(lines, "PAUSES")[0].endswith("after step 100  for 10 min 00 s")
-    assert len(section(lines, "PAUSES")) == 2
+    assert lines_of_section(lines, "PAUSES")[0].endswith("after step 100  for 10 min 00 s")
+    assert len(lines_of_section(lines, "PAUSES")) == 2
     html_page = render_page(build_document(story))
     assert "Pauses</h2>" in html_page
     assert "for 10 min 00 s" in html_page
@@ -104,12 +104,12 @@ def test_a_pause_without_an_end_and_one_that_was_refused(state: Path) -> None:
     assert (pause.took_ns, pause.on) == (None, False)
     assert (pause.end_ns or 0) - (pause.start_ns or 0) == pytest.approx(60 * SECOND, rel=0.01)
     killed = write_run_directory({0: payloads}, seconds=training.now / SECOND)
-    (line,) = section(report_text(killed, 80), "PAUSES")
+    (line,) = lines_of_section(report_text(killed, 80), "PAUSES")
     assert line.endswith("after step 40  the run ended in it")
     assert collect_report_data(killed).findings == [], "a run that is killed in a pause was not silent"
     refused = pause_event(1.0, 3, 0.0, refused="ranks wait for each other")
     lines = report_text(write_run_directory({0: [*training.begin(), *training.run(5), refused]}), 80)
-    assert section(lines, "PAUSES") == ["  00:00:01  after step 3  refused: ranks wait for each other"]
+    assert lines_of_section(lines, "PAUSES") == ["  00:00:01  after step 3  refused: ranks wait for each other"]
     assert "paused" not in " ".join(lines[:6]).replace("PAUSES", "")
 
 
@@ -198,7 +198,7 @@ def test_refusals_are_no_pauses_however_many_there_were(state: Path) -> None:
     directory = write_run_directory({0: payloads})
     lines = report_text(directory, 120)
     assert "  paused once, for 1.00 s: that time is in no step, no phase and no figure" in lines
-    assert section(lines, "PAUSES")[-1] == "  and 993 more; --json has them all"
+    assert lines_of_section(lines, "PAUSES")[-1] == "  and 993 more; --json has them all"
     said = report_as_json(collect_report_data(directory))
     assert len(said["pauses"]) == 1005
     assert (said["paused"]["times"], said["paused"]["seconds"]) == (1, pytest.approx(1.0))

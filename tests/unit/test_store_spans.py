@@ -21,16 +21,15 @@ from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Event
 from dpmon.record.safe_json import load_event
 from dpmon.record.span_format import Kind
-from dpmon.run.run_registry import create_run
 from dpmon.span_reader import HOLE_NS, SpanReader, current_span_in
 from dpmon.span_ring import SLOTS, HeaderWord
 from dpmon.store import ring_drain as drain_module
 from dpmon.store.history_schema import CALL_ROW
 from dpmon.store.history_writer import HistoryWriter
 from dpmon.store.query_results import call_from_columns
-from dpmon.store.ring_drain import COMMIT_S, GONE_S, RETRY_S, RingDrain
+from dpmon.store.ring_drain import COMMIT_S, GONE_S, RETRY_S
 from dpmon.store.store_opening import open_store
-from support.history_builders import make_run_info
+from support.history_builders import SupervisedRun
 from support.record_builders import host_event, kind_of
 from support.ring_writers import WRITE_SPANS, Children, SpanTraining, open_reader, read_all_spans
 from support.run_harness import report_measured, scaled_size, wait_for
@@ -40,62 +39,9 @@ class Killed(BaseException):
     """Stands for SIGKILL within this process."""
 
 
-class Run:
-    """A run, and a supervisor of it that can be killed."""
-
-    def __init__(self) -> None:
-        self.directory, self.info = create_run(make_run_info(command_pid=None))
-        self.warnings: list[str] = []
-        self.warned_of: list[int | None] = []
-        self.now = time.monotonic()
-        self._killed: list[RingDrain] = []
-        self.drain = self._new()
-
-    def ring(self, process: int = 0) -> str:
-        return str(self.directory / f"process-{process}.ring")
-
-    def _new(self) -> RingDrain:
-        drain = RingDrain(self.directory, self.info)
-        drain.warn = self._warn  # type: ignore[method-assign]
-        return drain
-
-    def look(self, seconds: float = COMMIT_S) -> None:
-        """Let time pass, then drain until nothing more can be read."""
-        self.now += seconds
-        while self.drain.poll(self.now):
-            pass
-
-    def kill(self) -> None:
-        """Kill the supervisor: records that it has read but not written are lost."""
-        self._killed.append(self.drain)
-        self.drain = self._new()
-
-    def end(self) -> None:
-        """Drain as at the end of the run."""
-        self.drain.flush(over=True)
-        self.close()
-
-    def close(self) -> None:
-        for drain in (self.drain, *self._killed):
-            drain.close()
-        self._killed.clear()
-
-    def _warn(self, text: str, process: int | None = None) -> None:
-        self.warnings.append(text)
-        self.warned_of.append(process)
-
-    def rows(self, query: str) -> list[Any]:
-        """Query the history."""
-        with closing(sqlite3.connect(self.directory / "history.sqlite")) as db:
-            return db.execute(query).fetchall()
-
-    def steps(self) -> list[int]:
-        return [step for (step,) in self.rows("SELECT step FROM steps ORDER BY id")]
-
-
 @pytest.fixture
-def run(state: Path) -> Iterator[Run]:
-    found = Run()
+def run(state: Path) -> Iterator[SupervisedRun]:
+    found = SupervisedRun()
     yield found
     found.close()
 
@@ -123,7 +69,7 @@ def rows_of(path: str) -> tuple[list[Row], list[int]]:
     return rows, [span.kind for span in spans]
 
 
-def check(run: Run, process: int = 0) -> int:
+def check(run: SupervisedRun, process: int = 0) -> int:
     """Assert that the history has all of a ring exactly once; return how many steps there are."""
     made, spans = rows_of(run.ring(process))
     calls = spans.count(Kind.CALL)
@@ -149,7 +95,7 @@ def check(run: Run, process: int = 0) -> int:
     return steps
 
 
-def test_the_end_of_the_newest_record_is_known(run: Run) -> None:
+def test_the_end_of_the_newest_record_is_known(run: SupervisedRun) -> None:
     run.look()
     assert run.drain.newest_ns() == 0
     SpanTraining(run.ring()).run(20)
@@ -161,7 +107,7 @@ def test_the_end_of_the_newest_record_is_known(run: Run) -> None:
     assert run.drain.newest_ns() == pytest.approx(end + 1e9)
 
 
-def test_a_ring_is_read_although_its_header_was_completed_late(run: Run) -> None:
+def test_a_ring_is_read_although_its_header_was_completed_late(run: SupervisedRun) -> None:
     training = SpanTraining(run.ring())
     training.run(20)
     magic, training.ring.map[:8] = training.ring.map[:8], bytes(8)
@@ -178,7 +124,7 @@ def test_a_ring_is_read_although_its_header_was_completed_late(run: Run) -> None
 
 
 def test_a_ring_with_unreadable_lines_is_tried_again_and_leaves_no_file_open(
-    run: Run, monkeypatch: pytest.MonkeyPatch
+    run: SupervisedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     training = SpanTraining(run.ring())
     training.run(20)
@@ -225,7 +171,7 @@ def test_training_and_supervisors_are_killed_at_any_instant(
     monkeypatch.setattr(HistoryWriter, "write", dies)
     instants, steps, kills = scaled_size(8, 200), 0, 0
     for _ in range(instants):
-        run = Run()
+        run = SupervisedRun()
         writer = children.start(*WRITE_SPANS, run.ring())
         until = time.monotonic() + chance.random() * 0.5
         while writer.returncode is None or chance.random() < 0.7:
@@ -253,7 +199,9 @@ def test_training_and_supervisors_are_killed_at_any_instant(
 @pytest.mark.parametrize("within", [False, True])
 @pytest.mark.parametrize("phases", range(5))
 @pytest.mark.parametrize("steps", [3, 2000])
-def test_a_training_is_killed_after_or_within_any_phase(run: Run, steps: int, phases: int, within: bool) -> None:
+def test_a_training_is_killed_after_or_within_any_phase(
+    run: SupervisedRun, steps: int, phases: int, within: bool
+) -> None:
     training = SpanTraining(run.ring())
     training.run(steps)
     training.step(phases)
@@ -267,7 +215,7 @@ def test_a_training_is_killed_after_or_within_any_phase(run: Run, steps: int, ph
     assert check(run) == steps + (phases > 2)
 
 
-def test_a_step_is_there_as_soon_as_the_next_one_fetches(run: Run) -> None:
+def test_a_step_is_there_as_soon_as_the_next_one_fetches(run: SupervisedRun) -> None:
     training = SpanTraining(run.ring())
     training.run(3)
     run.look()
@@ -282,7 +230,7 @@ def test_a_step_is_there_as_soon_as_the_next_one_fetches(run: Run) -> None:
     assert run.drain._history._db.total_changes == changes, "nothing is written while nothing happens"
 
 
-def test_a_rank_that_died_is_ended_while_the_run_goes_on(run: Run, children: Children) -> None:
+def test_a_rank_that_died_is_ended_while_the_run_goes_on(run: SupervisedRun, children: Children) -> None:
     alive, dies = SpanTraining(run.ring(0)), children.start(*WRITE_SPANS, run.ring(1))
     alive.step()
     with open_reader(run.ring(1)) as reader:
@@ -298,7 +246,7 @@ def test_a_rank_that_died_is_ended_while_the_run_goes_on(run: Run, children: Chi
     assert run.rows("SELECT steps FROM rings WHERE process = 0") == [(1,)]
 
 
-def test_spans_that_were_never_written_are_counted_once(run: Run) -> None:
+def test_spans_that_were_never_written_are_counted_once(run: SupervisedRun) -> None:
     training = SpanTraining(run.ring())
     training.step()
     training.ring.next()
@@ -316,7 +264,7 @@ def test_spans_that_were_never_written_are_counted_once(run: Run) -> None:
     assert run.rows("SELECT missed FROM rings") == [(1,)]
 
 
-def test_overwritten_spans_are_counted(run: Run) -> None:
+def test_overwritten_spans_are_counted(run: SupervisedRun) -> None:
     training = SpanTraining(run.ring(), slots=64)
     training.run(1000)
     training.end()
@@ -327,7 +275,7 @@ def test_overwritten_spans_are_counted(run: Run) -> None:
     assert 4000 - 64 <= missed <= 4000 - 40
 
 
-def test_damaged_lines_are_counted(run: Run) -> None:
+def test_damaged_lines_are_counted(run: SupervisedRun) -> None:
     training = SpanTraining(run.ring())
     os.write(training.lines._fd, b"nonsense\n")
     training.step()
@@ -339,7 +287,7 @@ def test_damaged_lines_are_counted(run: Run) -> None:
     assert run.rows("SELECT missed FROM rings") == [(1,)]
 
 
-def test_a_damaged_tally_is_told_once_and_begins_anew(run: Run) -> None:
+def test_a_damaged_tally_is_told_once_and_begins_anew(run: SupervisedRun) -> None:
     training = SpanTraining(run.ring(), clock=count(5_000_000_000, 1000).__next__)  # all steps in one second
     training.run(10)
     run.look()
@@ -356,7 +304,7 @@ def test_a_damaged_tally_is_told_once_and_begins_anew(run: Run) -> None:
     assert ["history is damaged" in text for text in run.warnings] == [True]
 
 
-def test_a_ring_that_is_truncated_gives_what_was_read(run: Run, children: Children) -> None:
+def test_a_ring_that_is_truncated_gives_what_was_read(run: SupervisedRun, children: Children) -> None:
     writer = children.start(*WRITE_SPANS, run.ring())
     time.sleep(0.1)
     run.look()
@@ -369,7 +317,7 @@ def test_a_ring_that_is_truncated_gives_what_was_read(run: Run, children: Childr
     assert run.rows("SELECT ended FROM rings") == [(1,)]
 
 
-def test_a_successor_goes_on_after_the_ring_has_wrapped_around(run: Run) -> None:
+def test_a_successor_goes_on_after_the_ring_has_wrapped_around(run: SupervisedRun) -> None:
     """Numbers continue, and no event occurs twice."""
     training = SpanTraining(run.ring(), slots=256)
     training.warn()
@@ -384,14 +332,14 @@ def test_a_successor_goes_on_after_the_ring_has_wrapped_around(run: Run) -> None
     assert run.rows("SELECT count(*) FROM events WHERE kind = 'warning'") == [(1,)]
 
 
-def fill_disk(run: Run) -> sqlite3.Connection:
+def fill_disk(run: SupervisedRun) -> sqlite3.Connection:
     """Let the history have no more pages than now; with more, there is room again."""
     db = run.drain._history._db
     db.execute(f"PRAGMA max_page_count = {db.execute('PRAGMA page_count').fetchone()[0]}")
     return db
 
 
-def test_a_disk_that_is_full_loses_nothing(run: Run) -> None:
+def test_a_disk_that_is_full_loses_nothing(run: SupervisedRun) -> None:
     training = SpanTraining(run.ring())
     run.look()
     for _ in range(3):
@@ -417,7 +365,7 @@ def test_a_disk_that_is_full_loses_nothing(run: Run) -> None:
 
 @pytest.mark.parametrize("slots", [SLOTS, 4096])
 def test_the_rest_of_a_ring_waits_while_the_history_cannot_take_it(
-    run: Run, monkeypatch: pytest.MonkeyPatch, slots: int
+    run: SupervisedRun, monkeypatch: pytest.MonkeyPatch, slots: int
 ) -> None:
     """Memory is bounded. What the ring still has is not lost, even after its process has ended."""
     monkeypatch.setattr(drain_module, "HOLD_BYTES", 10_000)
@@ -440,7 +388,7 @@ def test_the_rest_of_a_ring_waits_while_the_history_cannot_take_it(
 
 
 @pytest.mark.parametrize("kind", ["mode", "pause", "warning"])
-def test_records_are_committed_once_a_moment_and_answers_at_once(run: Run, kind: str) -> None:
+def test_records_are_committed_once_a_moment_and_answers_at_once(run: SupervisedRun, kind: str) -> None:
     training = SpanTraining(run.ring())
     training.run(2)
     run.look(0.05)
@@ -457,7 +405,7 @@ def test_records_are_committed_once_a_moment_and_answers_at_once(run: Run, kind:
     assert run.rows("SELECT kind FROM events") == [("process",), (kind,)]
 
 
-def test_many_rings_are_committed_when_a_second_is_over(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_rings_are_committed_when_a_second_is_over(run: SupervisedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drain_module, "MANY_RINGS", 0)
     second = int(run.now) + 1000
     training = SpanTraining(run.ring())
@@ -468,7 +416,7 @@ def test_many_rings_are_committed_when_a_second_is_over(run: Run, monkeypatch: p
         assert run.steps() == committed, at
 
 
-def test_a_file_that_is_no_ring_is_one_warning(run: Run) -> None:
+def test_a_file_that_is_no_ring_is_one_warning(run: SupervisedRun) -> None:
     path = Path(run.ring(5))
     path.write_bytes(b"nonsense" * 10_000)
     os.utime(path, (1, 1))
@@ -481,7 +429,7 @@ def test_a_file_that_is_no_ring_is_one_warning(run: Run) -> None:
 # ------------------------------------------------------------------------------------------------ own records
 
 
-def test_each_supervisor_adds_its_samples_and_the_last_one_the_exit(run: Run) -> None:
+def test_each_supervisor_adds_its_samples_and_the_last_one_the_exit(run: SupervisedRun) -> None:
     for number in range(3):
         for second in range(5):
             run.drain.emit("host", host_event(100.0 * number + second).data)
@@ -495,7 +443,7 @@ def test_each_supervisor_adds_its_samples_and_the_last_one_the_exit(run: Run) ->
         assert store.dropped == 0
 
 
-def test_own_records_wait_for_the_history(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_records_wait_for_the_history(run: SupervisedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """They get a time. Those that find no room are counted. What JSON does not have is unknown."""
     monkeypatch.setattr(drain_module, "MAX_OWN", 10)
     path = run.directory / "history.sqlite"
@@ -520,7 +468,7 @@ def test_own_records_wait_for_the_history(run: Run, monkeypatch: pytest.MonkeyPa
 # ------------------------------------------------------------------------------------------------ other readers
 
 
-def test_export_before_any_supervisor_is_the_same_as_after(run: Run) -> None:
+def test_export_before_any_supervisor_is_the_same_as_after(run: SupervisedRun) -> None:
     training = SpanTraining(run.ring())
     for _ in range(30):
         training.step()
@@ -532,7 +480,7 @@ def test_export_before_any_supervisor_is_the_same_as_after(run: Run) -> None:
     assert sum(isinstance(one, Event) for one in before) >= 31
 
 
-def test_a_supervisor_waits_while_the_history_is_locked(run: Run) -> None:
+def test_a_supervisor_waits_while_the_history_is_locked(run: SupervisedRun) -> None:
     training = SpanTraining(run.ring())
     run.look()
     with closing(sqlite3.connect(run.directory / "history.sqlite", isolation_level=None)) as other:

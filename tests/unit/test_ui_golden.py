@@ -16,7 +16,6 @@ from string import ascii_letters, digits
 from typing import Any
 
 import pytest
-from test_ui_panel_progress import FINDINGS, epochs, losses
 
 from dpmon.model.epoch_progress import Progress
 from dpmon.model.finding_text import Finding
@@ -35,7 +34,10 @@ from support.screen_states import (
     MONO_ASCII,
     RUN_INFO,
     STYLE,
+    TWO_FINDINGS,
     exit_info_of,
+    loss_curve,
+    progress_in_epochs,
     screen_after_stall,
     screen_ended_in_stall,
     screen_in_stall,
@@ -190,7 +192,7 @@ def learning(progress: Progress | None = None, **changes: Any) -> ScreenData:
 
 def learned(facts: ScreenData, progress: Progress | None = None, bad: int | None = None, **changes: Any) -> ScreenData:
     """Return the facts with epochs and a loss of each second."""
-    facts, found = with_process(facts, progress=progress or epochs()), losses(bad=bad)
+    facts, found = with_process(facts, progress=progress or progress_in_epochs()), loss_curve(bad=bad)
     begin_s = shown_process(facts).began_ns // SECOND
     points = tuple(point._replace(second=point.second + begin_s) for point in found.points)
     points = tuple(point for point in points if point.second <= facts.now_ns // SECOND)
@@ -229,8 +231,8 @@ def happened() -> ScreenData:
     over = exit_info_of(1, None, 107 * SECOND)
     why = "RuntimeError: no such token: 17 (train.py:88)"
     failed = Finding("failed", f"An exception ended the run: {why}.", "", "read the traceback at the end", 1.0)
-    ended = {"ended": over, "alive": False, "can_toggle": False, "last_line": why, "findings": (failed, *FINDINGS)}
-    return learning(epochs(left_ns=None, error_ns=None), **ended)
+    ended = {"ended": over, "alive": False, "can_toggle": False, "last_line": why, "findings": (failed, *TWO_FINDINGS)}
+    return learning(progress_in_epochs(left_ns=None, error_ns=None), **ended)
 
 
 SCENES: dict[str, Callable[[], ScreenData]] = {

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_ui_panel_progress import epochs
 
 from dpmon.ui.footer import current_key_hints
 from dpmon.ui.panels.panel_status import render_panel
@@ -21,6 +20,7 @@ from support.screen_states import (
     RUN_INFO,
     STYLE,
     exit_info_of,
+    progress_in_epochs,
     screen_data_of,
     screen_in_stall,
     screen_in_stall_playback,
@@ -68,7 +68,7 @@ def test_a_straggler_is_named_before_the_loader() -> None:
 @pytest.mark.parametrize("changes", [{"ending": True}, {"activities": dict.fromkeys(range(4), ("ended", 0))}])
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
 def test_at_the_end_no_time_is_left_and_no_rank_is_waited_for(changes: dict[str, Any], size: tuple[int, int]) -> None:
-    running = with_process(ranks(), progress=epochs())
+    running = with_process(ranks(), progress=progress_in_epochs())
     text = screen_text(running, *size)
     assert "2 min 10 s left" in text
     assert "others wait for rank 1" in text
@@ -80,7 +80,7 @@ def test_at_the_end_no_time_is_left_and_no_rank_is_waited_for(changes: dict[str,
 
 @pytest.mark.parametrize("facts", [screen_in_stall(2), screen_in_stall_playback(2)], ids=["live", "in playback"])
 def test_a_stall_keeps_epoch_and_batch_without_a_time_left(facts: ScreenData) -> None:
-    facts = with_process(facts, progress=epochs())
+    facts = with_process(facts, progress=progress_in_epochs())
     assert head(facts, 80, 3)[2].startswith("epoch 3 · ")
     for size in ((80, 24), (120, 40)):
         text = screen_text(facts, *size)
@@ -105,15 +105,17 @@ def test_an_evaluation_shows_its_own_batches_and_no_rate_of_the_training() -> No
     rows = [*training.begin(), *training.run(300)]
     assert (
         "samples/s"
-        in head(with_process(ScreenData(snapshot_of_records(rows), training.now, RUN_INFO), progress=epochs()))[0]
+        in head(
+            with_process(ScreenData(snapshot_of_records(rows), training.now, RUN_INFO), progress=progress_in_epochs())
+        )[0]
     )
     rows += [*training.step(evaluates=True), *training.step(evaluates=True)]
     facts = ScreenData(snapshot_of_records(rows), training.now, RUN_INFO, alive=True)
-    facts = with_process(facts, progress=epochs(evaluated=12, evaluated_of=40))
+    facts = with_process(facts, progress=progress_in_epochs(evaluated=12, evaluated_of=40))
     assert "evaluating 12/40" in head(facts)[0]
     for gone in ("samples/s", "412/1,563", "took", "left"):
         assert gone not in head(facts)[0]
-    unknown = with_process(facts, progress=epochs())
+    unknown = with_process(facts, progress=progress_in_epochs())
     assert "samples/s" not in head(unknown)[0]
 
 

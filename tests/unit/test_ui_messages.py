@@ -9,8 +9,6 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from test_run_playback import Clock, a_run
-from test_ui_playback import shown, shows
 
 from dpmon.cli.messages import print_closing_summary
 from dpmon.cli.summary import summary_lines
@@ -27,9 +25,9 @@ from dpmon.ui.panels.panel_output import panel_title as output_title
 from dpmon.ui.screen_data import NAMES, PlaybackPosition, ScreenData, View
 from dpmon.ui.screen_painter import paint_screen
 from dpmon.ui.styled_rows import plain_text
-from support.history_builders import snapshot_of_records
+from support.history_builders import snapshot_of_records, write_playback_run
 from support.record_builders import SECOND, Training
-from support.screen_harness import open_screen
+from support.screen_harness import ManualClock, open_playback, open_screen, shows_text
 from support.screen_states import RUN_INFO, STYLE, exit_info_of, shown_process, with_process
 
 
@@ -106,7 +104,7 @@ async def test_a_key_that_does_nothing_says_so_and_not_for_ever(tmp_path: Path) 
 
 
 async def test_in_a_playback_each_key_of_a_live_run_says_why_not(state: Path) -> None:
-    async with shown(a_run(), Clock()) as (app, pilot):
+    async with open_playback(write_playback_run(), ManualClock()) as (app, pilot):
         await pilot.press("g")
         for key, words in (
             ("p", "no pause: this is a playback"),
@@ -116,9 +114,9 @@ async def test_in_a_playback_each_key_of_a_live_run_says_why_not(state: Path) ->
             ("Z", "Z does nothing here"),
         ):
             await pilot.press(key)
-            assert shows(app, words), app.text()[1]
+            assert shows_text(app, words), app.text()[1]
         await pilot.press("f")
-        assert not shows(app, "does nothing here"), "what was said is of another time"
+        assert not shows_text(app, "does nothing here"), "what was said is of another time"
         offered = [key for key, _, _ in available_commands(app.data_to_draw())]
         assert {command.key for command in PLAYED} <= set(offered)
         assert "d" not in offered
@@ -132,7 +130,7 @@ async def test_a_repeated_message_stays_its_full_time(state: Path, monkeypatch: 
         timers.append(Mock(then=then))
         return timers[-1]
 
-    async with shown(a_run(), Clock()) as (app, pilot):
+    async with open_playback(write_playback_run(), ManualClock()) as (app, pilot):
         await pilot.press("g")
         with monkeypatch.context() as patched:
             patched.setattr(app, "set_timer", set_timer)
@@ -140,9 +138,9 @@ async def test_a_repeated_message_stays_its_full_time(state: Path, monkeypatch: 
             assert [timer.stop.called for timer in timers] == [True, True, False], (
                 "one goes, however often a key repeats"
             )
-            assert shows(app, "z does nothing here")
+            assert shows_text(app, "z does nothing here")
             timers[2].then()
-            assert not shows(app, "z does nothing here")
+            assert not shows_text(app, "z does nothing here")
 
 
 def test_the_output_of_a_playback_is_not_called_following(tmp_path: Path) -> None:
@@ -246,7 +244,7 @@ def test_no_figure_of_the_header_is_cut() -> None:
 
 
 def test_a_brief_summary_has_only_the_first_line(state: Path) -> None:
-    directory = a_run()
+    directory = write_playback_run()
     spoken: list[str] = []
     assert print_closing_summary(directory, load_exit(directory), spoken.append, brief=True) == 0
     assert len(spoken) == 1

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from dpmon.model.epoch_progress import Epoch, Progress
-from dpmon.model.finding_text import Finding
+from dpmon.model.epoch_progress import Progress
 from dpmon.model.loss_curves import LossCurve
 from dpmon.model.run_snapshot import RunSnapshot
-from dpmon.store.query_results import InvalidLoss, LossBin
+from dpmon.store.query_results import InvalidLoss
 from dpmon.ui.chart import line_chart
 from dpmon.ui.panels import panel_progress
 from dpmon.ui.panels.panel_status import render_panel
@@ -21,36 +20,20 @@ from dpmon.ui.styled_rows import plain_text, row_width
 from dpmon.ui.terminal_style import ASCII, UNICODE
 from support.record_builders import SECOND, Training
 from support.screen_states import (
+    _EPOCHS,
     MONO_ASCII,
     RUN_INFO,
     STYLE,
+    TWO_FINDINGS,
     exit_info_of,
+    loss_curve,
+    progress_in_epochs,
     rows_text,
     screen_data_of,
     screen_in_stall,
     screen_text,
     with_process,
 )
-
-EPOCHS = (
-    Epoch(1, 0, 175 * SECOND, 1563, 1563, 12 * SECOND, None),
-    Epoch(2, 187 * SECOND, 358 * SECOND, 1563, 1563, 12 * SECOND, SECOND // 2),
-    Epoch(3, 371 * SECOND, 420 * SECOND, 412, 1563, 0, SECOND // 2),
-)
-
-
-def epochs(**changes: Any) -> Progress:
-    found = Progress(0, 3, 412, 1563, 130e9, 4e9, 420 * SECOND, EPOCHS)
-    return replace(found, **changes)
-
-
-def losses(place: str = "train.py:88", last: float = 0.4121, bad: int | None = None) -> LossCurve:
-    bins = [
-        LossBin(at, 1, value, value, value, 0) if at != bad else LossBin(at, 0, None, None, None, 1)
-        for at in range(30)
-        for value in [2.3 * 0.9**at]
-    ]
-    return LossCurve(0, place, tuple(bins), 1, last, 0.4309, 300, 30 * SECOND)
 
 
 def facts(progress: Progress | None = None, *curves: LossCurve, **changes: Any) -> ScreenData:
@@ -67,7 +50,7 @@ def drawn(found: ScreenData, width: int = 56, height: int = 12) -> list[str]:
 
 
 def test_the_bar_has_the_time_left_and_the_epochs_are_listed_newest_first() -> None:
-    found = facts(epochs())
+    found = facts(progress_in_epochs())
     assert [plain_text(row) for row in panel_progress.panel_title(found, STYLE, False)] == [
         "6 Progress · epoch 3",
         "  412/1,563",
@@ -83,7 +66,7 @@ def test_the_bar_has_the_time_left_and_the_epochs_are_listed_newest_first() -> N
 
 
 def test_a_large_uncertainty_stands_beside_the_time_left_but_not_in_the_header() -> None:
-    found = facts(epochs(error_ns=40e9))
+    found = facts(progress_in_epochs(error_ns=40e9))
     assert drawn(found)[0].endswith("2 min 10 s ± 40 s left")
     assert "±" not in plain_text(render_panel(found, 200, 2, STYLE)[0])
 
@@ -97,19 +80,23 @@ def test_a_large_uncertainty_stands_beside_the_time_left_but_not_in_the_header()
     ],
 )
 def test_what_is_unknown_has_a_row_with_the_reason(changes: dict[str, Any], row: str) -> None:
-    assert drawn(facts(epochs(left_ns=None, error_ns=None, **changes)))[0] == row
+    assert drawn(facts(progress_in_epochs(left_ns=None, error_ns=None, **changes)))[0] == row
 
 
 def test_a_column_that_no_epoch_has_is_left_out() -> None:
-    alone = tuple(one._replace(evaluation_ns=0, pause_ns=None) for one in EPOCHS)
-    assert drawn(facts(epochs(epochs=alone)))[1:] == ["epoch        time", "    2  2 min 51 s", "    1  2 min 55 s"]
-    assert len(drawn(facts(epochs(epochs=EPOCHS[2:])))) == 1
+    alone = tuple(one._replace(evaluation_ns=0, pause_ns=None) for one in _EPOCHS)
+    assert drawn(facts(progress_in_epochs(epochs=alone)))[1:] == [
+        "epoch        time",
+        "    2  2 min 51 s",
+        "    1  2 min 55 s",
+    ]
+    assert len(drawn(facts(progress_in_epochs(epochs=_EPOCHS[2:])))) == 1
 
 
 def test_the_panel_applies_when_it_can_have_a_value() -> None:
     assert not panel_progress.is_shown(facts())
-    assert panel_progress.is_shown(facts(epochs()))
-    assert panel_progress.is_shown(facts(None, losses()))
+    assert panel_progress.is_shown(facts(progress_in_epochs()))
+    assert panel_progress.is_shown(facts(None, loss_curve()))
     assert not panel_progress.is_shown(facts(None, LossCurve(0, "train.py:88", why="several values")))
 
 
@@ -117,14 +104,14 @@ def test_the_panel_applies_when_it_can_have_a_value() -> None:
 
 
 def test_the_loss_has_its_last_and_smoothed_value_and_a_curve() -> None:
-    rows = drawn(facts(epochs(epochs=()), losses()), height=7)
+    rows = drawn(facts(progress_in_epochs(epochs=()), loss_curve()), height=7)
     assert rows[1].startswith("loss 0.412   smoothed 0.431 ")
     assert rows[1].endswith("since 00:00:02")
     assert len(rows) == 7
     assert rows[2].startswith("  1.863 "), "the scale ends at the highest value"
     assert rows[-1].startswith("  0.108 ")
     assert all(set(row[8:]) <= set(map(chr, range(0x2800, 0x2900))) | {" "} for row in rows[2:])
-    beside = drawn(facts(epochs(epochs=()), losses()), height=2)
+    beside = drawn(facts(progress_in_epochs(epochs=()), loss_curve()), height=2)
     assert len(beside) == 2
     assert any("\u2800" < sign < "\u2900" for sign in beside[1]), "in the same row where there is no other"
 
@@ -132,7 +119,7 @@ def test_the_loss_has_its_last_and_smoothed_value_and_a_curve() -> None:
 @pytest.mark.parametrize(("value", "text"), [(nan, "NaN"), (inf, "inf"), (-inf, "-inf")])
 def test_a_loss_that_is_no_number_stands_out(value: float, text: str) -> None:
     assert panel_progress.loss_span(value, 5) == (text.ljust(5), "bad")
-    found = facts(epochs(), losses(last=value, bad=20))
+    found = facts(progress_in_epochs(), loss_curve(last=value, bad=20))
     found = replace(found, state=replace(found.state, unfit=InvalidLoss(0, "train.py:88", 212, 20 * SECOND, value)))
     rows = panel_progress.render_panel(found, 56, 12, STYLE)
     assert any(("✗", "bad") in row for row in rows)
@@ -152,7 +139,7 @@ def test_a_loss_has_few_digits(value: float, text: str) -> None:
 
 
 def test_a_gan_has_a_curve_for_each_line() -> None:
-    found = facts(None, losses(), losses("train.py:99", 1.5))
+    found = facts(None, loss_curve(), loss_curve("train.py:99", 1.5))
     rows = drawn(found, 70, 12)
     assert [row.partition("smoothed")[0].strip() for row in rows if "smoothed" in row] == ["loss 0.412", "loss 1.500"]
     assert [row.split()[-3] for row in rows if "smoothed" in row] == ["train.py:88", "train.py:99"]
@@ -170,7 +157,7 @@ def test_a_curve_goes_through_its_points() -> None:
 
 
 def test_the_header_says_how_far_it_is_and_the_loss() -> None:
-    found = facts(epochs(), losses())
+    found = facts(progress_in_epochs(), loss_curve())
     wide = plain_text(render_panel(found, 140, 2, STYLE)[0])
     assert "epoch 3 ·   412/1,563 · 2 min 10 s left" in wide
     assert "samples/s  loss 0.412" in wide
@@ -183,22 +170,22 @@ def test_the_header_says_how_far_it_is_and_the_loss() -> None:
 
 
 def test_the_header_of_a_stall_has_no_time_left() -> None:
-    found = with_process(screen_in_stall(2), progress=epochs())
+    found = with_process(screen_in_stall(2), progress=progress_in_epochs())
     assert "epoch 3 ·   412/1,563  ddp ×2" in plain_text(render_panel(found, 140, 2, STYLE)[0])
 
 
 def test_the_figures_of_the_header_stand_still() -> None:
     places = set()
     for batch, left in ((9, 175e9), (412, 130e9), (1563, None)):
-        at_ns = EPOCHS[2].begin_ns + 175 * SECOND - int(left or 0)
-        found = facts(epochs(batch=batch, left_ns=left, at_ns=at_ns), losses())
+        at_ns = _EPOCHS[2].begin_ns + 175 * SECOND - int(left or 0)
+        found = facts(progress_in_epochs(batch=batch, left_ns=left, at_ns=at_ns), loss_curve())
         row = plain_text(render_panel(found, 140, 2, STYLE)[0])
         places.add((row.index("epoch"), row.index("/1,563"), row.index("samples/s"), row.index("loss")))
     assert len(places) == 1
 
 
 def test_an_epoch_that_has_used_all_batches_tells_how_long_it_took() -> None:
-    done = epochs(batch=1563, left_ns=None, epochs=EPOCHS[:2])
+    done = progress_in_epochs(batch=1563, left_ns=None, epochs=_EPOCHS[:2])
     assert "1,563/1,563 · took 2 min 51 s" in plain_text(render_panel(facts(done), 140, 2, STYLE)[0])
 
 
@@ -218,14 +205,10 @@ def test_before_the_first_step_it_tells_what_dpmon_will_do() -> None:
     assert drawn(ScreenData(RunSnapshot(), 0)) == []
 
 
-FINDINGS = (
-    Finding("data", "The steps wait for data for 34% of their time.", "34%", "more workers", 0.34, 0.3),
-    Finding("spread", "Step times vary.", "p95", "batches of one size", 0.1),
-)
-
-
 def test_after_the_end_the_findings_come_first_each_with_its_advice() -> None:
-    found = facts(epochs(left_ns=None), losses(), ended=exit_info_of(1), alive=False, findings=FINDINGS)
+    found = facts(
+        progress_in_epochs(left_ns=None), loss_curve(), ended=exit_info_of(1), alive=False, findings=TWO_FINDINGS
+    )
     assert [plain_text(row) for row in panel_progress.panel_title(found, STYLE, False)] == [
         "6 What happened",
         "2 findings",
@@ -245,11 +228,11 @@ def test_after_the_end_the_findings_come_first_each_with_its_advice() -> None:
 
 @pytest.mark.parametrize("look", [STYLE, MONO_ASCII], ids=["color", "mono ascii"])
 def test_no_row_is_too_wide(look: Any) -> None:
-    hostile = losses("\x1b[2J中文.py:1" * 9)
+    hostile = loss_curve("\x1b[2J中文.py:1" * 9)
     cases = [
-        facts(epochs(), losses(), hostile),
-        facts(epochs(batches=None, absent={"batches": "why " * 50})),
-        facts(epochs(), losses(bad=3), ended=exit_info_of(1), alive=False, findings=FINDINGS),
+        facts(progress_in_epochs(), loss_curve(), hostile),
+        facts(progress_in_epochs(batches=None, absent={"batches": "why " * 50})),
+        facts(progress_in_epochs(), loss_curve(bad=3), ended=exit_info_of(1), alive=False, findings=TWO_FINDINGS),
     ]
     for found in cases:
         for width in (20, 36, 56, 116):

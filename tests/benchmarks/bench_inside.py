@@ -179,7 +179,7 @@ class Loop:
         spent: list[int] = []
         while True:
             before = processor()
-            for batch in DataLoader(self.batches, batch_size=None):
+            for batch in DataLoader(self.batches, batch_size=None):  # type: ignore[arg-type]  # a list will do
                 if self.gpu:
                     batch = batch.to("cuda", non_blocking=True)
                 self.optimizer.zero_grad()

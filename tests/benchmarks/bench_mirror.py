@@ -23,6 +23,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from dpmon.record.record_types import Step
+
 TESTS = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(TESTS), str(TESTS / "unit")]
 
@@ -60,21 +62,22 @@ class Machine:
             rows = [with_event_data(first, pid=4242 + process, world=world), *others, Event("ddp", ddp)]
             recording.add(rows, process, process)
             trainings.append(training)
-        rows = IncrementalRows(rollups=True, sparse=True)
+        chunks = IncrementalRows(rollups=True, sparse=True)
         for second in range(3, CYCLE_S + 4):
             for process, training in enumerate(trainings):
                 while training.now < second * SECOND:
                     took = training.step()
                     sync = {"sync": 1_000_000 + training.random.randrange(4_000_000)}
                     row = took[-1]
+                    assert isinstance(row, Step)
                     counts = {**row.counts, "synced": 1, "sync_number": row.step}
                     took[-1] = row._replace(phases=with_other({**row.phases, **sync}, row.wall_ns), counts=counts)
                     recording.add(took, process, process)
             recording.add([host_event(second), *(device_event(float(second), index) for index in range(RANKS))])
-            lines, _ = rows.next_chunk(recording.store(), second, last=False)
+            lines, _ = chunks.next_chunk(recording.store(), second, last=False)
             self._chunks.append([json.loads(line) for line in lines])
         self._steps = max(training.steps for training in trainings)
-        self._ids = rows.offset
+        self._ids = chunks.offset
 
     def first(self, node: int) -> list[bytes]:
         """The first chunk, which names the ranks."""

@@ -40,6 +40,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from dpmon.record.history_rows import Row
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import pytest
@@ -81,6 +83,7 @@ class Generated:
         self.writers: list[tuple[RowRing, Training]] = []
         use_row_rings(pytest.MonkeyPatch())
         step_ns = int(0.98e9 / steps_per_s)
+        self.steps: Iterator[list[list[Row]]]
         usual: dict[str, Any] = {"batch": 256, "start_ns": self.info.start_ns}
         if ranks == 1:
             alone = Training(devices=[f"cuda:{n}" for n in range(8)], virtual=False, step_ns=step_ns, **usual)

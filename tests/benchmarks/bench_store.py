@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from yardstick import Yardstick
@@ -63,7 +64,7 @@ SPANS = {"2 min": 120, "10 min": 600, "1 h": 3600, "24 h": DAY_S, "the whole run
 
 def info_of(directory: Path) -> RunInfo:
     """Return a run that began at clock 0."""
-    own = {"supervisor_pid": os.getpid(), "supervisor_started": proc.start_time_s(os.getpid())}
+    own: dict[str, Any] = {"supervisor_pid": os.getpid(), "supervisor_started": proc.start_time_s(os.getpid())}
     info = RunInfo("id", "bench", ("x.py",), "x.py", "/", None, 1e9, 0, proc.boot_id(), True, **own)
     write_info(directory, info)
     return info
@@ -85,7 +86,13 @@ class Process:
         self.ring.write(Event("process", {"process": number, "rank": rank, "pid": pid, "t_s": 0.0}))
         devices = [f"cpu:{index}" for index in range(max(replicas, 1))]
         via = "DataParallel" if replicas else None
-        layout = {"root": "Model", "via": via, "virtual": replicas > 1, "devices": devices, "absent": {}}
+        layout: dict[str, Any] = {
+            "root": "Model",
+            "via": via,
+            "virtual": replicas > 1,
+            "devices": devices,
+            "absent": {},
+        }
         self.ring.write(Definition(1, layout))
         for which, rows in ((2, 64), (3, 8), (4, 8)):
             self.ring.write(Definition(which, [["0", [rows, 5], "float32", 20 * rows]]))
@@ -96,9 +103,11 @@ class Process:
         wobble = self._chance.gauss(1, 0.05)
         call = int(wall * 0.5 * wobble)
         if self._replicas:
-            phases = [0, call // 20, call // 20, call // 5, call // 4, call // 2, call * 9 // 10, call // 20]
+            call_phases = [0, call // 20, call // 20, call // 5, call // 4, call // 2, call * 9 // 10, call // 20]
             parts = [part for _ in range(self._replicas) for part in (3, 4, 1000, call // 3 + self._step % 1000)]
-            self.ring.write(call_row("dp", TRAINING_FLAGS, 1, self._step, self._step, start, call, 2, 4, phases, parts))
+            self.ring.write(
+                call_row("dp", TRAINING_FLAGS, 1, self._step, self._step, start, call, 2, 4, call_phases, parts)
+            )
         else:
             self.ring.write(CallRow(self._step, self._step, "single", TRAINING_FLAGS, 1, start, call, 2, 4))
         phases = (wall // 50, call + call // 50, int(wall * 0.3 * wobble), wall // 50)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -100,7 +101,7 @@ def test_gpus_are_identified_by_uuid_in_any_order(
     process = dpmon.start(*dpmon.warm(env), "--headless", "--mode", "script", script, env=env)
     ring = RunSamples.of(dpmon.last)
     first = 3 if chosen.startswith("GPU") else 0
-    wanted = {i: [] for i in range(4)}
+    wanted: dict[int, Any] = {i: [] for i in range(4)}
     wanted[first], wanted[2] = ([{"process": 0, "device": f"cuda:{i}"}] for i in range(2))
     ring.until(lambda: {i: ring.device(i).get("ordinals") for i in range(4)} == wanted, "what torch says")
     held = [ring.device(i)["mem_torch_bytes"] for i in range(4)]

@@ -61,4 +61,4 @@ def test_each_rank_has_its_own_gpu(tmp_path: Path, gpus: SimulatedCuda) -> None:
         for step in steps[2:]:
             assert step.untimed is None
             assert set(step.device_ms or {}) == {"data", "copy", "forward", "backward", "sync", "optimizer"}
-            assert (step.device_ms or {})["forward"] >= 0.2  # one kernel
+            assert ((step.device_ms or {})["forward"] or 0.0) >= 0.2  # one kernel

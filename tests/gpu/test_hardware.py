@@ -57,8 +57,10 @@ def number(text: str) -> float | None:
 
 
 def test_figures_of_nvml_equal_those_of_nvidia_smi(dpmon: Dpmon, gpu: str, row: Any) -> None:
-    fields = ("index", "uuid", "name", "memory.total", "memory.reserved", "memory.used", "power.limit", "power.draw")
-    fields += ("temperature.gpu", "clocks.mem", "persistence_mode", "ecc.errors.uncorrected.volatile.total")
+    fields = (
+        *("index", "uuid", "name", "memory.total", "memory.reserved", "memory.used", "power.limit", "power.draw"),
+        *("temperature.gpu", "clocks.mem", "persistence_mode", "ecc.errors.uncorrected.volatile.total"),
+    )
     script = dpmon.script("import time, torch\nx = torch.ones(1, device='cuda')\ntime.sleep(25)\n")
     process = dpmon.start("--headless", script)
     ring = RunSamples.of(dpmon.last)

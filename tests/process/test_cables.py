@@ -117,9 +117,12 @@ def test_only_ssh_talks_to_a_network_and_nobody_listens(
     info = dpmon.info()
     ours = [os.getpid(), *proc.process_tree(info["supervisor_pid"]), *proc.process_tree(info["command_pid"])]
     run = dpmon.last().name
-    exporters = wait_for(
-        lambda: reader.poll() is not None and [pid for pid in proc.read_process_table() if follows(pid, run)]
-    )
+
+    def exporting() -> list[int]:
+        reader.poll()
+        return [pid for pid in proc.read_process_table() if follows(pid, run)]
+
+    exporters = wait_for(exporting)
     assert not [socket for pid in (*ours, *exporters) for socket in sockets_of(pid)]
     assert {os.path.basename(program) for program, _ in wait_for(connected, what="a connection")} == {"ssh"}
 

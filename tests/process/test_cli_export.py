@@ -67,13 +67,14 @@ def test_a_mirror_gets_the_last_rows_after_a_sigterm(dpmon: Dpmon) -> None:
     dpmon.begun()
     process = dpmon.start("export", "last", "--follow", "--rollups", stdin=subprocess.PIPE)
     assert process.stdin is not None
-    assert process.stdout is not None
+    output = process.stdout
+    assert output is not None
     process.stdin.write(b'{"ask": "begin"}\n')
     process.stdin.flush()
-    wait_for(lambda: b'{"beat"' in process.stdout.readline(), what="the first rows")
+    wait_for(lambda: b'{"beat"' in output.readline(), what="the first rows")
     process.send_signal(signal.SIGTERM)
     dpmon.go()
-    wait_for(lambda: b'"exit"' in process.stdout.readline(), what="the last rows")
+    wait_for(lambda: b'"exit"' in output.readline(), what="the last rows")
     process.stdin.close()
     assert process.wait(100) == 0
 

@@ -28,8 +28,8 @@ if not hasattr(torch.distributed.fsdp, "fully_shard"):  # its place in torch 2.6
 class Runs(NamedTuple):
     """The same script with the tracer and without."""
 
-    run_traced: TracedRun
-    run_untraced: TracedRun
+    traced: TracedRun
+    alone: TracedRun
     start_ns: int
 
     def samples(self, told: dict[str, Any]) -> list[tuple[Sampled, list[Collective]]]:

@@ -132,7 +132,7 @@ def test_other_tests_pass(changed: Path) -> None:
 
 def _screen(run: Changed) -> str:
     """Return the screen of the finished run, after waiting for the table of its phases."""
-    terminal = Terminal(run.dpmon, "attach", "after", size=(50, 180), **run.env)
+    terminal = Terminal(run.dpmon, "attach", "after", argv=None, size=(50, 180), **run.env)
     terminal.shows("median")
     terminal.shows("aWait")
     terminal.shows(f"{LABEL}: ")

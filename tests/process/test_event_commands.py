@@ -213,10 +213,10 @@ def test_no_id_is_told_twice_over_many_kills_of_the_supervisor(dpmon: Dpmon, mon
                 os.kill(pid, signal.SIGKILL)
             wait_for(lambda: not tellers(directory))
         successor = ensure_supervisor(directory)
-        wait_for(lambda old=old: dpmon.info()["supervisor_pid"] != old["supervisor_pid"])  # type: ignore[misc]
+        wait_for(lambda old=old: dpmon.info()["supervisor_pid"] != old["supervisor_pid"])
         assert successor.pid is not None
         before = len(received(dpmon))
-        wait_for(lambda before=before: len(received(dpmon)) > before, what="an event")  # type: ignore[misc]
+        wait_for(lambda before=before: len(received(dpmon)) > before, what="an event")
         time.sleep(chance.random() * 0.3)
     last = dpmon.info()
     dpmon.go()
@@ -264,10 +264,10 @@ for _ in range(kills):
 
 def test_no_id_is_told_twice_over_100_kills_of_the_teller(state: Path, tmp_path: Path) -> None:
     kills, received = 100, tmp_path / "received"
-    me = {"supervisor_pid": os.getpid(), "supervisor_started": proc.start_time_s(os.getpid())}
+    me: dict[str, Any] = {"supervisor_pid": os.getpid(), "supervisor_started": proc.start_time_s(os.getpid())}
     me |= {"command_pid": os.getpid(), "command_started": proc.start_time_s(os.getpid())}
     options = {"alive_minutes": 0.02 / 60}
-    now = {"boot_id": proc.boot_id(), "start_ns": time.monotonic_ns(), "host": proc.host_name()}
+    now: dict[str, Any] = {"boot_id": proc.boot_id(), "start_ns": time.monotonic_ns(), "host": proc.host_name()}
     directory = write_run_directory(
         {0: Training().begin()}, status=None, cwd=str(tmp_path), options=options, **me, **now
     )

@@ -145,7 +145,7 @@ def test_a_job_on_two_machines_is_one_run(dpmon: Dpmon, way: str) -> None:
         wait_for(lambda: all(run["job"] for node in range(2) for run in job.runs(node) or [{"job": None}]), LIMIT_S)
         job.trains()
         screen = dpmon.start(**job.command("attach", *job.attach, "--headless"))
-        mirror = wait_for(lambda: dpmon.runs() and dpmon.runs()[-1], what="the mirror")
+        mirror = wait_for(lambda: dpmon.runs()[-1] if dpmon.runs() else None, what="the mirror")
         wait_for(lambda: len(job.json("report", "--json")["ranks"]) == 4, what="all ranks")
 
         # A rank of the other machine stands still: it is named with its machine and line, and nobody else is.
@@ -200,7 +200,7 @@ def check_figures(job: Job, counts: dict[int, tuple[int, int, float]]) -> None:
     report = job.json("report", "--json")
     ranks = {rank["rank"]: rank for rank in report["ranks"]}
     assert sorted(ranks) == sorted(counts)
-    there = {}
+    there: dict[int, Any] = {}
     for state in job.states:
         done = job.dpmon.run("report", "--json", env={"XDG_STATE_HOME": str(state)})
         there |= {rank["rank"]: rank for rank in json.loads(done.out)["ranks"]}

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -126,10 +127,13 @@ def test_requests_reach_all_machines_and_their_answers_come_back(two: Two) -> No
             return len(last) == 20 and last[0][0] - last[-1][0] == 19
 
         wait_for(in_a_row, what="all steps of one process")
+
         # A busy machine may not answer in time.
-        found = wait_for(
-            lambda: (one := request_and_wait(directory)) and "without" not in one and one, what="both answers"
-        )
+        def both_replies() -> dict[str, Any] | None:
+            reply = request_and_wait(directory)
+            return reply if reply and "without" not in reply else None
+
+        found = wait_for(both_replies, what="both answers")
         assert {rank["node"] for rank in found["ranks"]} == {"gpu-0", "gpu-1"}
         wait_for(lambda: all(n > before[node] for node, n in steps_here(directory).items()), what="more steps")
     result = two.here.run("stop", "mirrored")

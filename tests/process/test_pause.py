@@ -24,7 +24,7 @@ from dpmon.tracer.steps.pause import Pauser
 from dpmon.tracer.steps.span_recorder import SpanRecorder
 from support.history_builders import snapshot_of_directory, snapshot_of_records
 from support.run_harness import Dpmon, wait_for
-from support.tracer_harness import TracedRun, TracedScript, traced_script_text
+from support.tracer_harness import ScriptRing, TracedRun, TracedScript, traced_script_text
 
 LOOPS = ("with_calls_only", "with_an_optimizer", "with_a_loader")
 LOOP = """\
@@ -48,23 +48,23 @@ def supervised(script: TracedScript, pid: int | None = None) -> None:
     (script.directory / "run.json").write_text(text)
 
 
-def is_paused(ring: SpanReader) -> bool:
+def is_paused(ring: SpanReader | ScriptRing) -> bool:
     return ring.activity()[0] == "paused"
 
 
-def answered(ring: SpanReader) -> bool:
+def answered(ring: SpanReader | ScriptRing) -> bool:
     asked, answer = ring.pause_requests()
     return asked == answer
 
 
-def pause(ring: SpanReader) -> int:
+def pause(ring: SpanReader | ScriptRing) -> int:
     """Request a pause and wait until it has begun; return the request."""
     asked = ring.request_pause(True)
     wait_for(lambda: answered(ring) and is_paused(ring), what="a pause")
     return asked
 
 
-def go_on(ring: SpanReader) -> None:
+def go_on(ring: SpanReader | ScriptRing) -> None:
     """Request its end and wait for it."""
     ring.request_pause(False)
     wait_for(lambda: answered(ring) and not is_paused(ring), what="the end of a pause")
@@ -354,7 +354,7 @@ def test_an_interrupt_ends_a_pause_that_was_requested_again_meanwhile(
     session = Session(TracerConfig(str(tmp_path), 0, "script", None, ()))
     assert session.ensure_open()
     reader = SpanReader(str(tmp_path / "process-0.ring"))
-    slept = []
+    slept: list[Any] = []
 
     def sleep(_: float) -> None:
         if slept:

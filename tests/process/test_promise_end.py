@@ -52,7 +52,7 @@ def test_promise_7_how_it_ended(dpmon: Dpmon) -> None:
         python = () if number else dpmon.warm()
         assert dpmon.run(*python, "--detach", "--name", name.replace(".", ""), "script.py").status == 0
         info = dpmon.info()
-        wait_for(lambda info=info: not proc.is_alive(info["command_pid"], info["command_started"]))  # type: ignore[misc]
+        wait_for(lambda info=info: not proc.is_alive(info["command_pid"], info["command_started"]))
         began = time.monotonic()
         how = dpmon.exit()
         slowest = max(slowest, time.monotonic() - began)
@@ -91,7 +91,7 @@ def small_memory() -> Iterator[Path]:
             continue
         finally:
             with contextlib.suppress(AssertionError, OSError):
-                wait_for(lambda group=group: not (group / "cgroup.procs").read_text(), 20)  # type: ignore[misc]
+                wait_for(lambda group=group: not (group / "cgroup.procs").read_text(), 20)
             with contextlib.suppress(OSError):
                 group.rmdir()
     pytest.skip("no control group can be made here")

@@ -107,7 +107,7 @@ def test_promise_2_the_training_outlives_us(dpmon: Dpmon, alone: str, kind: str)
         wait_for((dpmon.cwd / "weights").exists)
         assert (dpmon.cwd / "weights").read_text() == alone
         if kind != "supervisor":
-            wait_for(lambda info=info: not proc.is_alive(info["command_pid"], info["command_started"]))  # type: ignore[misc]
+            wait_for(lambda info=info: not proc.is_alive(info["command_pid"], info["command_started"]))
             dpmon.run("attach")
         else:
             assert foreground.wait(60) == 7

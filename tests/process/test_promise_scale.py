@@ -98,7 +98,7 @@ def test_promise_6_killed_at_any_instant(dpmon: Dpmon) -> None:
         process = dpmon.start(*WRITE_RUN_AND_STAY)
         info = dpmon.info()
         count = chance.randrange(1, 3000)
-        wait_for(lambda count=count: has_written(dpmon, count))  # type: ignore[misc]
+        wait_for(lambda count=count: has_written(dpmon, count))
         os.kill(info["command_pid"], signal.SIGKILL)
         assert process.wait(100) == 137
         records = dpmon.records()
@@ -152,7 +152,7 @@ def test_promise_16_a_long_run_stays_small(tmp_path: Path, monkeypatch: pytest.M
     ring = RowRing(tmp_path / "process-0.ring", 100)
     info = RunInfo("id", "n", ("c",), "s", "/", None, 0.0, 0, "", False)
     drain = RingDrain(tmp_path, info, limit)
-    drain.warn = pytest.fail  # type: ignore[method-assign]
+    drain.warn = pytest.fail  # type: ignore[method-assign, assignment]
     memory = 0
     for second in range(1, seconds + 1):
         ring.write(step_row("dp", second, second * SECOND, SECOND // 2 + second, 8, (1000, 50_000, 40_000, 5000)))
@@ -189,5 +189,5 @@ def test_promise_16_a_clock_that_is_set_changes_no_duration(monkeypatch: pytest.
     info = RunInfo("id", "n", ("c",), "s", "/", None, time.time(), time.monotonic_ns(), "", False)
     real = time.time()
     for hours in (-1, 1):
-        monkeypatch.setattr(lifecycle.time, "time", lambda hours=hours: real + hours * 3600)
+        monkeypatch.setattr(time, "time", lambda hours=hours: real + hours * 3600)
         assert 0 <= lifecycle.exit_info(info, 0, "x").seconds < 600

@@ -197,7 +197,12 @@ def test_deleting_it_leaves_the_training_alone(dpmon: Dpmon, what: str) -> None:
         if what == "ring":
             (directory / "process-0.ring").unlink()
         else:
-            wait_for(lambda: shutil.rmtree(directory, ignore_errors=True) or not directory.exists())
+
+            def deleted() -> bool:
+                shutil.rmtree(directory, ignore_errors=True)
+                return not directory.exists()
+
+            wait_for(deleted)
         trains_on(dpmon)
         trains_on(dpmon)
         assert proc.is_alive(info["command_pid"], info["command_started"])

@@ -62,8 +62,12 @@ def shared_directory(tmp_path: Path) -> Iterator[Path]:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         processes = [
-            subprocess.Popen([server], stdin=ours, stdout=ours),
-            subprocess.Popen(["sshfs", "-f", "-o", "passive", f":{behind}", place], stdin=theirs, stdout=theirs),
+            subprocess.Popen([str(server)], stdin=ours.fileno(), stdout=ours.fileno()),
+            subprocess.Popen(
+                ["sshfs", "-f", "-o", "passive", f":{behind}", str(place)],
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
+            ),
         ]
     try:
         wait_for(lambda: network_file_system(place) or processes[1].poll() is not None, what="the file system")

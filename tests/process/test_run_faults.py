@@ -161,7 +161,7 @@ def test_an_interrupt_before_the_command_is_there_reaches_it(dpmon: Dpmon) -> No
             pid, since = info["command_pid"], info["command_started"]
             wait_for(
                 lambda pid=pid, since=since: pid is None or not proc.is_alive(pid, since), what="the command's end"
-            )  # type: ignore[misc]
+            )
 
 
 INTERRUPTED_AT_ONCE = """\

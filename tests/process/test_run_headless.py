@@ -48,7 +48,7 @@ print(json.dumps({
 """
 
 
-def alone(dpmon: Dpmon, *words: str, **more: object) -> subprocess.CompletedProcess[bytes]:
+def alone(dpmon: Dpmon, *words: str, **more: Any) -> subprocess.CompletedProcess[bytes]:
     """Run the script without dpmon."""
     env = dpmon.environment()
     return subprocess.run([sys.executable, *words], cwd=dpmon.cwd, env=env, capture_output=True, **more)

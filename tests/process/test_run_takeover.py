@@ -241,7 +241,7 @@ def test_a_supervisor_killed_before_it_recorded_the_command(dpmon: Dpmon) -> Non
 
 def test_a_run_that_is_being_started_is_left_alone(dpmon: Dpmon) -> None:
     write_slow_script(dpmon, 4)
-    screens = []
+    screens: list[Any] = []
     process = dpmon.start("script.py")
     wait_for(lambda: bool(dpmon.runs()))
     while not (dpmon.cwd / "began").exists() and len(screens) < 6:

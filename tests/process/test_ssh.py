@@ -119,7 +119,7 @@ def test_records_come_over_ssh_and_go_on_after_it_was_killed(ssh: SshServers, dp
             os.kill(process.pid, signal.SIGKILL)
             before, ended = len(reader.ids), len(reader.closed)
             wait_for(
-                lambda before=before, ended=ended: (  # type: ignore[misc]
+                lambda before=before, ended=ended: (
                     reader.poll() is not None and len(reader.closed) > ended and len(reader.ids) > before
                 ),
                 what="rows after the connection was killed",

@@ -73,6 +73,7 @@ def test_the_slow_rank_and_its_phase_are_named(dpmon: Dpmon, phase: str) -> None
     assert found is not None
     assert (found.rank, found.phase) == (1, phase)
     assert found.excess_ns == pytest.approx(80e6, rel=0.4)
+    assert found.slowest is not None
     assert found.slowest > 0.9 * found.steps > 40
     assert (found.own_ns or 0) - (found.others_ns or 0) == pytest.approx(80e6, rel=0.4)
 

@@ -112,13 +112,13 @@ def check(
             assert rate.samples_per_s == pytest.approx(samples / told["seconds"][mode], rel=slack)
             assert figures.tally.sum("samples").total == samples + unfinished * ROWS
     said = report(dpmon)
-    for mode, rate in rates(told).items():
+    for mode, expected in rates(told).items():
         for shown, inside in (
             (of_mode(said, mode)["samples_per_s"], of_mode(said, mode)["samples_per_s_within_steps"]),
             in_summary(errors, mode),
         ):
-            assert shown == pytest.approx(rate, rel=slack)
-            assert inside > within * rate
+            assert shown == pytest.approx(expected, rel=slack)
+            assert inside > within * expected
     found = stored_parts(dpmon)
     spent = summary_parts(errors)
     for part, name in WORDS.items():

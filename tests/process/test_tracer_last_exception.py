@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -67,7 +68,7 @@ def without_place(run: TracedRun) -> str:
     return run.err.replace(str(run.directory.parent), "")
 
 
-def noted(run: TracedRun) -> dict[str, object]:
+def noted(run: TracedRun) -> dict[str, Any]:
     kind, _, rest = (run.directory / "endings.log").read_text().split(" ", 2)[2].partition(" ")
     return {"kind": kind, **json.loads(rest)}
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from support.tracer_harness import TracedRun, TracedScript, run_traced, traced_script_text
 
 NAMES = re.findall(r"^@check\ndef (\w+)", traced_script_text("odd"), re.M)
-WAYS: dict[str, dict[str, object]] = {
+WAYS: dict[str, dict[str, Any]] = {
     "alone": {"run": False},
     "default": {},
     "replicas": {"replicas": 2},
@@ -21,7 +22,7 @@ WAYS: dict[str, dict[str, object]] = {
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TracedRun]:
     """The same script in four ways, in parallel."""
     place = tmp_path_factory.mktemp("odd")
-    scripts = {name: TracedScript(place, traced_script_text("odd"), **options) for name, options in WAYS.items()}  # type: ignore[arg-type]
+    scripts = {name: TracedScript(place, traced_script_text("odd"), **options) for name, options in WAYS.items()}
     return {name: script.end() for name, script in scripts.items()}
 
 

@@ -92,4 +92,4 @@ def test_the_stand_in_for_python_forwards_signals_and_its_end_ends_the_script(dp
         (dpmon.cwd / "pid").unlink()
         os.kill(dpmon.info()["command_pid"], number)
         assert process.wait(100) == status
-        wait_for(lambda script=script: not proc.is_alive(script, None), what="the script's end")  # type: ignore[misc]
+        wait_for(lambda script=script: not proc.is_alive(script, None), what="the script's end")

@@ -6,6 +6,7 @@ from array import array
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from dpmon.model.comparison_stats import Interval
 from dpmon.model.device_usage import DeviceUsage
@@ -51,13 +52,13 @@ def slowing_mode(early: float, late: float, p75: float, p25: float, steps: int =
     return replace(GOOD_MODE, steps=steps, early=first, late=last)
 
 
-def device_usage(index: int = 0, **more: object) -> DeviceUsage:
-    good: Mapping[str, object] = {
+def device_usage(index: int = 0, **more: Any) -> DeviceUsage:
+    good: Mapping[str, Any] = {
         "name": "NVIDIA H200", "uuid": f"GPU-{index}", "called": f"cuda:{index}", "of_run": True, "samples": 100,
         "util": array("d", [95.0] * 100), "mem_used_max": 20.0 * GIB, "mem_run_max": 18.0 * GIB,
         "mem_total": 141.0 * GIB, "temperature_max": 70.0, "power_max": 600.0, "throttle_samples": 100,
     }  # fmt: skip
-    return DeviceUsage(index=index, **{**good, **more})  # type: ignore[arg-type]
+    return DeviceUsage(index=index, **{**good, **more})
 
 
 def _series_stats(ms: float | None, calls: int = 1000) -> SeriesStats:
@@ -66,9 +67,9 @@ def _series_stats(ms: float | None, calls: int = 1000) -> SeriesStats:
     return found
 
 
-def replica_stats(number: int, rows: int | None = 16, ms: float = 5.0, **more: object) -> ReplicaStats:
+def replica_stats(number: int, rows: int | None = 16, ms: float = 5.0, **more: Any) -> ReplicaStats:
     found = ReplicaStats("dp", "Model", number, f"cuda:{number}", 1000, rows, time=_series_stats(ms))
-    return replace(found, **more)  # type: ignore[arg-type]
+    return replace(found, **more)
 
 
 def long_step(ms: float, phase: str = "data", step: int = 500) -> LongStepRow:

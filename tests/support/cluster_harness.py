@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -278,8 +279,8 @@ class NamespaceHosts:
         self._ip("netns", "add", namespace)
         self._namespaces.append(namespace)
         self._ip("link", "add", here, "netns", self.viewer, "type", "veth", "peer", "name", "eth", "netns", namespace)
-        for inside, device, address in ((self.viewer, here, 1), (namespace, "eth", 2)):
-            self._ip("-n", inside, "address", "add", f"10.77.{number}.{address}/24", "dev", device)
+        for inside, device, end in ((self.viewer, here, 1), (namespace, "eth", 2)):
+            self._ip("-n", inside, "address", "add", f"10.77.{number}.{end}/24", "dev", device)
             self._ip("-n", inside, "link", "set", device, "up")
         self._ip("-n", namespace, "link", "set", "lo", "up")
         # Machines reach each other over the viewer.
@@ -387,7 +388,7 @@ class FollowReader:
                 self._take(json.loads(report.text))
         return reports
 
-    def _take(self, line: dict[str, object]) -> None:
+    def _take(self, line: dict[str, Any]) -> None:
         if "beat" in line:
             self.ids += self._chunk
             self._chunk = []

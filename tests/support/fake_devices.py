@@ -168,7 +168,7 @@ class RunSamples:
         """Return the texts of all warnings."""
         return [str(one["text"]) for one in self.of_kind("warning")]
 
-    def until(self, holds: Callable[[], Any], what: str) -> Any:
+    def until(self, holds: Callable[..., Any], what: str) -> Any:
         """Return the first true value of `holds()`."""
         return wait_for(holds, what=what)
 
@@ -263,7 +263,8 @@ class RecordedCudaTrace:
         found = []
         for line in path.read_text().splitlines():
             words = line.split("\t")
-            found.append(CudaOperation(words[0], *map(int, words[1:8]), words[8]))  # type: ignore[arg-type]
+            device, stream, start, end, host, thread, size = map(int, words[1:8])
+            found.append(CudaOperation(words[0], device, stream, start, end, host, thread, size, words[8]))
         return cls(found)
 
     def of(self, *kinds: str) -> list[CudaOperation]:
@@ -379,8 +380,8 @@ def _make_optimizer(recorder: SpanRecorder) -> Any:
     from dpmon.tracer.steps.optimizers import OptimizerTracer
 
     class ClosureOptimizer(torch.optim.Optimizer):
-        def step(self, closure: Any = None) -> None:
-            closure()
+        def step(self, closure: Any = None) -> Any:
+            return closure()
 
     optimizer = ClosureOptimizer([torch.zeros(1)], {})
     before, after = OptimizerTracer(recorder).hooks()
@@ -400,9 +401,10 @@ class SimulatedProcess:
 
         self.device = DeviceClock()
         self.faults: list[Any] = []
-        self.session: Any = SimpleNamespace(off=False, count_error=lambda *what, **_: self.faults.append(what))
-        self.session.guard = lambda where, fatal=True: TracerErrorGuard(self.session, where, fatal)
-        self.recorder = SpanRecorder(self.session)
+        session: Any = SimpleNamespace(off=False, count_error=lambda *what, **_: self.faults.append(what))
+        session.guard = lambda where, fatal=True: TracerErrorGuard(session, where, fatal)
+        self.session = session
+        self.recorder = SpanRecorder(session)
         self.spans: list[tuple[int, int, int, int]] = []
         self.recorder.put = self.put
         self.me = self.recorder.current_thread_state()

@@ -12,6 +12,9 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+from dpmon.report.report_data import ReportData
+from dpmon.report.report_json import report_as_json
+
 ROOT = Path(__file__).resolve().parents[2]
 README, DOCS = ROOT / "README.md", ROOT / "docs"
 _FENCE = re.compile(r"^ {0,3}(```+|~~~+)(.*)$")
@@ -249,7 +252,7 @@ _JSON_PAGE = Path(__file__).parents[2] / "docs" / "json.md"
 def documented_json_paths(section: str) -> list[str]:
     """The paths in the first column of a section's table; a path that begins with a dot is beside the one before it."""
     (text,) = re.findall(rf"^## {re.escape(section)}$(.*?)(?=^## |\Z)", _JSON_PAGE.read_text(), re.M | re.S)
-    found = []
+    found: list[Any] = []
     for row in re.findall(r"^\| (`.*?) \|", text, re.M):
         for path in re.findall(r"`([^`]+)`", row):
             found.append(found[-1].rpartition(".")[0] + path if path.startswith(".") else path)
@@ -318,3 +321,8 @@ def check_page_is_offline(found: HtmlPage) -> None:
     links = [value for name, value in found.attributes if name.endswith("href") and not value.startswith("data:")]
     assert len(links) > 5
     assert set(links) <= {f"#{value}" for name, value in found.attributes if name == "id"}
+
+
+def report_json_of(report: ReportData) -> Any:
+    """Return the JSON of a report, whose members have no common type."""
+    return report_as_json(report)

@@ -152,7 +152,8 @@ def snapshot_of_directory(directory: Path, t_ns: int | None = None, **wanted: An
 
 def _record_run(records: Iterable[Any] | Mapping[int, Iterable[Any]], origin_ns: int) -> Recording:
     found = Recording(origin_ns)
-    for process, own in records.items() if isinstance(records, Mapping) else [(0, records)]:
+    by_process: Mapping[int, Iterable[Any]] = records if isinstance(records, Mapping) else {0: records}
+    for process, own in by_process.items():
         found.add(own, process)
     return found
 
@@ -229,7 +230,8 @@ class _RowMaker:
             call.step, call.call, call.mode, flags, number, call.start_ns, call.wall_ns, inputs, outputs, parts
         )
         times = [phase and phase.device_ms for phase in ran]
-        times += [part.device_ms for part in (*call.replicas, *call.stages)]
+        times += [replica.device_ms for replica in call.replicas]
+        times += [stage.device_ms for stage in call.stages]
         return [*out, row.timed(times, 0) if any(time is not None for time in times) else row]
 
 
@@ -486,7 +488,7 @@ def read_linear_run() -> list[Record]:
 
 def _parse_linear_row(kind: str, members: list[Any]) -> Any:
     if kind == "CallRow":
-        return CallRow(*members[:-1], CallParts(*members[-1]))
+        return CallRow._make([*members[:-1], CallParts(*members[-1])])
     if kind == "StepRow":
         step, mode, start, wall, phases, counts, *rest = members
         samples = counts.pop("samples", None)

@@ -10,6 +10,7 @@ import stat
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ from dpmon.record.record_types import Event
 from dpmon.record.safe_json import load_event
 from support.record_builders import device_event, host_event
 
-EVENTS: dict[str, dict[str, object]] = {
+EVENTS: dict[str, dict[str, Any]] = {
     "process": {"process": 0, "pid": 1, "rank": 0, "world": 2, "t_s": 0.1, "devices": ["cpu:0"], "torch": "2.13",
                 "gpus": [{"index": 0, "uuid": "GPU-0"}], "replicas": 2},
     "mode": {"process": 0, "t_s": 0.2, "mode": "dp", "step": 1, "reason": "x", "refused": None, "virtual": True},

@@ -57,7 +57,7 @@ class MirroredNode:
 
     def connected(self, offset: int, tallied_s: int) -> IncrementalRows:
         """Return what is sent after a new connection."""
-        shifts = {"shift_ns": self.shift_ns, "shift_s": self.shift_s}
+        shifts: dict[str, Any] = {"shift_ns": self.shift_ns, "shift_s": self.shift_s}
         return IncrementalRows(rollups=True, offset=offset, tallied_s=tallied_s, **shifts)
 
     def write(self) -> bool:
@@ -93,7 +93,7 @@ class MirroredNode:
         for line in lines:
             assert line.isascii()
             assert receiver.add_line(line.encode()) is None
-        beat = {"from": before, "offset": self.rows.offset, "tallied_s": self.rows.tallied_s}
+        beat: dict[str, Any] = {"from": before, "offset": self.rows.offset, "tallied_s": self.rows.tallied_s}
         beat |= {"deleted": self.rows.deleted, "left_out": self.rows.left_out}
         sent = receiver.add_line(b'{"beat": 1}')
         assert isinstance(sent, UncheckedChunk)

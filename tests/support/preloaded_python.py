@@ -251,7 +251,8 @@ def serve_forks(door: socket.socket) -> Callable[[], None] | None:
                 return None
             if key.fileobj is door:
                 connection = door.accept()[0]
-                message, fds = b"", []
+                message: bytes = b""
+                fds: list[int] = []
                 with contextlib.suppress(ConnectionError):  # the client was killed meanwhile
                     message, fds, _, _ = socket.recv_fds(connection, _MAX_REQUEST_BYTES, 3)
                 if not message:
@@ -329,7 +330,7 @@ def run_in_fork(request: dict[str, Any], fds: list[int], path: list[str]) -> Non
         _replace_by_unbuffered("stdout")
         _replace_by_unbuffered("stderr")
     _HiddenTorch().hide()
-    site.execsitecustomize()  # type: ignore[attr-defined]  # called by `site` when Python starts
+    site.execsitecustomize()  # called by `site` when Python starts
     name = os.path.join(os.getcwd(), sys.argv[0])
     sys.path.insert(0, os.path.dirname(name))
     main = sys.modules["__main__"]
@@ -355,8 +356,8 @@ def _replace_by_unbuffered(name: str) -> None:
     """Replace a standard stream by an unbuffered one, as in a Python started with -u."""
     old = getattr(sys, name)
     raw = open(old.fileno(), "wb", buffering=0, closefd=False)  # noqa: SIM115 - open until the end
-    raw.name = f"<{name}>"  # type: ignore[misc]
-    new = io.TextIOWrapper(raw, old.encoding, old.errors, "\n", write_through=True)  # type: ignore[type-var]
+    raw.name = f"<{name}>"
+    new = io.TextIOWrapper(raw, old.encoding, old.errors, "\n", write_through=True)
     new.mode = "w"  # type: ignore[misc]
     setattr(sys, name, new)
     setattr(sys, f"__{name}__", new)
@@ -386,7 +387,7 @@ class _HiddenTorch:
     def hide(self) -> None:
         for name in [name for name in sys.modules if name.partition(".")[0] == "torch"]:
             self._modules[name] = sys.modules.pop(name)
-        sys.meta_path.insert(0, self)  # type: ignore[arg-type]  # has all that the import system needs
+        sys.meta_path.insert(0, self)  # has all that the import system needs
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         if name != "torch":
@@ -401,7 +402,7 @@ class _HiddenTorch:
 
     def give_back(self) -> None:
         sys.modules.update(self._modules)
-        sys.meta_path.remove(self)  # type: ignore[arg-type]
+        sys.meta_path.remove(self)
 
 
 class _LoadedModuleLoader:

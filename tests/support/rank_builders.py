@@ -98,7 +98,13 @@ def ddp_rank_rows(
     """
     ranks = make_ranks(number)
     rows = [startup_rows(one, world or number, wrapper or {}) for one in ranks]
-    wanted = {"slow": slow, "phase": phase, "extra_ms": extra_ms, "passes": passes, "exposed_ms": exposed_ms}
+    wanted: dict[str, Any] = {
+        "slow": slow,
+        "phase": phase,
+        "extra_ms": extra_ms,
+        "passes": passes,
+        "exposed_ms": exposed_ms,
+    }
     for own in islice(ddp_rank_steps(ranks, noise=noise, then=then, **wanted), steps):
         for whole, part in zip(rows, own, strict=True):
             whole += part
@@ -235,7 +241,7 @@ class ManyNodes:
         phase: str = "data",
         directory: Path | None = None,
         groups: int = 1,
-        **wrapper: object,
+        **wrapper: Any,
     ):
         run = Recording()
         rows, _ = ddp_rank_rows(_RECORDED_RANKS, slow=_RECORDED_RANKS - 1, phase=phase, steps=200)
@@ -307,7 +313,7 @@ class ManyNodes:
             f"INSERT OR REPLACE INTO nodes VALUES ({', '.join('?' * len(NODE_COLUMNS))})", [*vars(row).values()]
         )
 
-    def _event(self, event: Event, process: int) -> None:
+    def _event(self, event: Event, process: int | None) -> None:
         t_ns = int(event.data["t_s"] * SECOND)
         text = json.dumps({"kind": event.kind, **event.data})
         self._db.execute("INSERT INTO events VALUES (?, ?, ?, ?, ?)", (self._id, process, event.kind, t_ns, text))

@@ -243,7 +243,7 @@ class Training:
         took = {name: self._wobble(self.step_ns * share / 100) for name, share in shares.items()}
         call_start = self.now + took["data"]
         dp = self.mode == "dp"
-        layout = {
+        layout: dict[str, Any] = {
             "root": self.root,
             "via": self.via,
             "virtual": self.virtual,
@@ -297,7 +297,7 @@ def host_event(
     t_s: float, cpu: float | None = 43.0, gpu_absent: str | None = "NVML library not found", **more: Any
 ) -> Event:
     """Return a sample of the host, as the supervisor writes it."""
-    data = {
+    data: dict[str, Any] = {
         "t_s": t_s,
         "cpu_pct": cpu,
         "mem_used_bytes": 2_300_000_000,
@@ -456,10 +456,13 @@ def eventful_training(chance: random.Random, process: int) -> Iterator[list[Row]
             passes += 1
             sync = {"sync": chance.randrange(1, 9_000_000), "synced": 1, "sync_number": passes}
             row = records[-1]
+            assert isinstance(row, Step)
             phases = with_other({**row.phases, "sync": sync.pop("sync")}, row.wall_ns)
             records[-1] = row._replace(phases=phases, counts={**row.counts, **sync})
         if what < 0.45:
-            records[-1] = records[-1].timed((None, 1.5, 2.5, None, None, 3.5), 3)
+            last = records[-1]
+            assert isinstance(last, Step)
+            records[-1] = last.timed((None, 1.5, 2.5, None, None, 3.5), 3)
         yield from ([record] for record in records) if what > 0.6 else [records]
 
 
@@ -470,16 +473,17 @@ class EvenTraining(Training):
         return int(ns)
 
 
-def even_training_rows() -> list[bytes]:
+def even_training_rows() -> list[Row]:
     training = EvenTraining()
     return [*training.begin(), *training.run(20), *training.switch("single"), *training.run(5)]
 
 
-def sample_events() -> list[bytes]:
+def sample_events() -> list[Row]:
     found = [host_event(float(t)) for t in range(3)]
     found += [device_event(float(t), index) for t in range(3) for index in (0, 1)]
     found.append(device_event(3.0, 0, util_pct=None, absent={"util_pct": "the GPU is lost"}))
-    memory = {"process": 0, "rank": None, "t_s": 2.5, "step": 9, "took_ms": 0.1, "absent": {"devices": "too many"}}
+    memory: dict[str, Any] = {"process": 0, "rank": None, "t_s": 2.5, "step": 9, "took_ms": 0.1}
+    memory["absent"] = {"devices": "too many"}
     memory["devices"] = [
         {
             "device": "cuda:0",

@@ -168,7 +168,15 @@ class SpanTraining:
         now = clock()
         event = {"process": process, "rank": None, "pid": os.getpid() + process, "t_s": now / 1e9}
         self.lines.put(kind="process", at=now, **event)
-        layout = {"root": "Model", "via": None, "devices": ["cpu:0"], "absent": {}, "module": 1, "dim": 0, "first": 0}
+        layout: dict[str, Any] = {
+            "root": "Model",
+            "via": None,
+            "devices": ["cpu:0"],
+            "absent": {},
+            "module": 1,
+            "dim": 0,
+            "first": 0,
+        }
         self.lines.define(1, layout)
         self.lines.define(2, [["0", [4, 5], "float32", 80]])
         self.lines.define(3, [["", [4, 2], "float32", 32]])

@@ -35,6 +35,7 @@ from dpmon.run.stdin_terminal import is_reading_stdin
 from support.preloaded_python import preload_python
 
 Value = TypeVar("Value")
+Size = TypeVar("Size", int, float)
 POLL_S = 0.02
 LIMIT_S = 100.0
 """Nothing takes so long, even on a busy machine."""
@@ -50,13 +51,13 @@ _PATIENT = (
 )
 
 
-def wait_for(condition: Callable[[], Value], limit: float = LIMIT_S, what: str = "") -> Value:
+def wait_for(condition: Callable[..., Value | None], limit: float = LIMIT_S, what: str = "") -> Value:
     """Return the first true value of `condition`; fail with its last value after `limit` seconds.
 
     A condition may read a file that another process has yet to make.
     """
     until = time.monotonic() + limit
-    value: Value | FileNotFoundError
+    value: Value | FileNotFoundError | None
     while True:
         try:
             value = condition()
@@ -395,7 +396,7 @@ class Terminal:
             self.screen.dirty.clear()
         return self._shown
 
-    def until(self, condition: Callable[[], object], what: str, limit: float = LIMIT_S) -> None:
+    def until(self, condition: Callable[..., object], what: str, limit: float = LIMIT_S) -> None:
         """Wait for a condition; read the program's output meanwhile."""
         try:
             wait_for(lambda: (self.take(), condition())[1], limit, what)
@@ -514,7 +515,7 @@ for step in range({steps}):
 LONG = os.environ.get("DPMON_LONG") == "1"
 
 
-def scaled_size(short: int, full: int) -> int:
+def scaled_size(short: Size, full: Size) -> Size:
     """Return `full` in a long run, else `short`."""
     return full if LONG else short
 
@@ -549,6 +550,16 @@ STATUS_NOW_NS = 10**15
 def stop_status_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the clock of status lines always say STATUS_NOW_NS."""
     monkeypatch.setattr("dpmon.cli.status_stream.time", SimpleNamespace(monotonic_ns=lambda: STATUS_NOW_NS))
+
+
+def append_to(lines: list[bytes]) -> Callable[[bytes], bool]:
+    """Return a function that a StatusStream writes with: it appends each line to `lines`, and accepts it."""
+
+    def write(line: bytes) -> bool:
+        lines.append(line)
+        return True
+
+    return write
 
 
 def fake_status_reader(directory: Path, activities: Mapping[int, tuple[str, int]] | None = None) -> Any:

@@ -48,6 +48,10 @@ class FakeReader:
         self.looks = 0
         self.closed = False
 
+    def as_reader(self) -> Any:
+        """Return this object in the place of a RunReader."""
+        return self
+
     def refresh(self) -> Any:
         return self.info
 
@@ -110,7 +114,7 @@ def _process_of(record: Record) -> int:
     return number if isinstance(number, int) else 0
 
 
-async def wait_until(condition: Callable[[], object], what: str, shown: Callable[[], str] = str) -> None:
+async def wait_until(condition: Callable[..., object], what: str, shown: Callable[[], str] = str) -> None:
     """Wait for a condition; fail with what is shown if it does not come."""
     deadline = time.monotonic() + LIMIT_S
     while not condition():
@@ -127,7 +131,7 @@ class ScreenHarness:
     def text(self) -> str:
         return "\n".join(self.app.text())
 
-    async def until(self, condition: Callable[[], object], what: str) -> None:
+    async def until(self, condition: Callable[..., object], what: str) -> None:
         await wait_until(condition, what, self.text)
 
     async def shows(self, text: str) -> None:
@@ -154,7 +158,7 @@ async def open_screen(
     training = Training(devices=("cpu:0", "cpu:1"))
     if steps:
         reader.new = records_of_rows([*training.begin(), *training.run(steps), host_event(1.0)], origin_ns=SECOND)
-    app = Monitor(directory, STYLE, refresh=0.1, open_reader=lambda: reader, open_store=reader.open_store)
+    app = Monitor(directory, STYLE, refresh=0.1, open_reader=reader.as_reader, open_store=reader.open_store)
     async with app.run_test(size=size) as pilot:
         on = ScreenHarness(app, pilot, reader, training)
         await on.until(lambda: reader.looks > 1, "the first looks")

@@ -11,6 +11,7 @@ from dpmon.model.epoch_progress import Epoch, Progress
 from dpmon.model.finding_text import Finding
 from dpmon.model.loss_curves import LossCurve
 from dpmon.model.run_snapshot import Process, RunSnapshot
+from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Event, Record
 from dpmon.run.run_directory import ExitInfo, RunInfo
 from dpmon.store.query_results import LossBin
@@ -49,7 +50,7 @@ def exit_info_of(status: int | None, signal: str | None = None, at_ns: int = 9, 
 
 
 def screen_data_of(
-    training: Training, steps: int = 300, more: Sequence[bytes | Record] = (), **changes: Any
+    training: Training, steps: int = 300, more: Sequence[Row | Record] = (), **changes: Any
 ) -> ScreenData:
     payloads = [*training.begin(), *training.run(steps), *[host_event(float(i)) for i in range(30)], *more]
     state = snapshot_of_records(payloads)

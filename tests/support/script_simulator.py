@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -255,15 +255,17 @@ class Script:
             elif what == "@":
                 self._thread = number
             else:
-                {"c": self.copy, "m": self.makes_optimizer, "g": self.gone, "w": self.wait}[what](number)
+                actions: dict[str, Callable[[int], None]]
+                actions = {"c": self.copy, "m": self.makes_optimizer, "g": self.gone, "w": self.wait}
+                actions[what](number)
         assert len(nested) == 1
         return self
 
     def _model(self, name: str) -> int:
         """Return the number of a model of `play`, which is defined at its first use."""
         if name not in self._models:
-            more: dict[str, Any] = {"W": {"via": "DataParallel", "module": 7}, "V": {"module": 7}}.get(name, {})
-            self._models[name] = self.model(name or "Net", **more)
+            more: dict[str, dict[str, Any]] = {"W": {"via": "DataParallel", "module": 7}, "V": {"module": 7}}
+            self._models[name] = self.model(name or "Net", **more.get(name, {}))
         return self._models[name]
 
     @contextmanager

@@ -157,7 +157,7 @@ class TracedScript:
                 with contextlib.suppress(OSError):
                     pipe.close()
 
-    def _environment(self, extra: dict[str, str], asked: Mapping[str, object] | None) -> dict[str, str]:
+    def _environment(self, extra: dict[str, str], asked: Mapping[str, Any] | None) -> dict[str, str]:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("DPMON_", "PYTHON", "CUDA_"))}
         path = extra.pop("PYTHONPATH", "")
         env = {**kept, **_VARIABLES, **extra}
@@ -201,7 +201,7 @@ class TracedScript:
             raise AssertionError(f"not over within {limit} s\n{out[-1000:]}\n{err[-3000:]}") from None
         records, missed, unreadable = read_traced_run(self.directory, self.start_ns)
         return TracedRun(
-            status=self.process.returncode,
+            status=self.process.wait(),
             out=out,
             err=err,
             records=tuple(records),

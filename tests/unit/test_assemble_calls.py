@@ -307,7 +307,7 @@ def test_device_times_of_a_step_that_is_recorded_in_parts(
         script.call(net, timed=True)
         script.times(script.spans[-1], 0, 1.0)
     (step,) = assemble_script(script).steps
-    assert step.device_ms["forward"] == forward
+    assert (step.device_ms or {})["forward"] == forward
     assert (step.untimed == UNTIMED[Untimed.TOO_MANY]) == (forward is None)
 
 

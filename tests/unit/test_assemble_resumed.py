@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -282,7 +283,7 @@ def noise(draw: Draw) -> Span:
 JUNK: list[object] = [None, 3, -1, "text", [], {}, [[1]], [["0", [8], "float32"]], {"root": 3}, {"parts": 1}, 1 << 70]
 
 
-def junk_line(draw: Draw) -> dict[str, object]:
+def junk_line(draw: Draw) -> dict[str, Any]:
     keys = ["define", "v", "optimizer", "end", "kind", "at", "fill", "devices", "step", "look", "uncaught", "text"]
     return {draw.choice(keys): draw.choice([*JUNK, draw.randrange(5)]) for _ in range(draw.randrange(5))}
 
@@ -345,7 +346,7 @@ def test_spans_that_wait_for_others_are_bounded() -> None:
         {"kind": 3},
     ],
 )
-def test_a_damaged_line_is_counted(line: dict[str, object]) -> None:
+def test_a_damaged_line_is_counted(line: dict[str, Any]) -> None:
     assembler = Assembler()
     assert assembler.feed([], [line]) == []
     assert assembler.dropped == 1

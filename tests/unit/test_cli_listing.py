@@ -12,6 +12,7 @@ import time
 from argparse import Namespace
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,9 +30,9 @@ from support.history_builders import write_run_directory
 from support.record_builders import Training
 
 
-def a_run(name: str = "linear", **about: object) -> Path:
+def a_run(name: str = "linear", **about: Any) -> Path:
     training = Training()
-    return write_run_directory({0: [*training.begin(), *training.run(5)]}, name=name, **about)  # type: ignore[arg-type]
+    return write_run_directory({0: [*training.begin(), *training.run(5)]}, name=name, **about)
 
 
 def listed(capsys: pytest.CaptureFixture[str], **options: bool) -> tuple[list[str], str]:

@@ -37,14 +37,14 @@ def test_the_first_lines_stay_and_the_others_are_counted(state: Path, columns: i
     assert lines[2] == "warning: lost", "before the figures"
     whole = rows_of(lines, columns)
     assert fit_lines(lines, whole, columns, MORE) == lines
-    for rows in range(8, whole):
-        *shown, said, last = fit_lines(lines, rows, columns, MORE)
-        assert rows_of([*shown, said, last], columns) <= rows
+    for room in range(8, whole):
+        *shown, said, last = fit_lines(lines, room, columns, MORE)
+        assert rows_of([*shown, said, last], columns) <= room
         assert shown == lines[: len(shown)]
         assert last == lines[-1], "where the record is"
         left = len(lines) - len(shown) - 1
         assert said == f"{left} more line{'s' * (left > 1)}: {MORE}"
-        assert rows_of([*lines[: len(shown) + 1], f"{len(lines)} more lines: {MORE}", last], columns) > rows, "full"
+        assert rows_of([*lines[: len(shown) + 1], f"{len(lines)} more lines: {MORE}", last], columns) > room, "full"
 
 
 def test_two_long_lines_are_not_fitted() -> None:

@@ -20,17 +20,17 @@ from dpmon.record.record_types import Event
 from dpmon.report.html_page import render_page
 from dpmon.report.plain_text import text_lines
 from dpmon.report.report_data import collect_report_data
-from dpmon.report.report_json import report_as_json
 from dpmon.report.sections import build_document
 from dpmon.run.run_directory import load_exit, load_info
 from dpmon.run.run_reader import RunReader
 from dpmon.span_ring import SpanRing
 from dpmon.store.store_opening import open_store
 from dpmon.supervise.prometheus_file import PrometheusFile
-from support.format_readers import read_trace
+from support.format_readers import read_trace, report_json_of
 from support.history_builders import write_run_directory
 from support.rank_builders import ddp_rank_rows
 from support.record_builders import with_event_data
+from support.run_harness import append_to
 
 HELD_UP = "rank 1 holds the others up by 6.00 ms a step (34%): its data takes 6.40 ms against 400 µs"
 STEPS = 100
@@ -71,7 +71,7 @@ def test_text_page_and_json_of_the_report_have_the_communication(state: Path) ->
     made = render_page(build_document(story))
     for said in ("Communication", "Where a step of each rank goes", HELD_UP, "6: 1.00 MiB, 25.0 MiB ×5"):
         assert said in made
-    found = json.loads(json.dumps(report_as_json(story)))
+    found = json.loads(json.dumps(report_json_of(story)))
     told = found["communication"]
     assert told["exposed_ms"] == pytest.approx(2.1, abs=0.01)
     assert told["wait_ms"] == pytest.approx(6.0, abs=0.01), "the straggler's own 0 is no wait"
@@ -103,7 +103,7 @@ def test_steps_without_a_pass_count_as_none_of_it(state: Path) -> None:
     assert "passes 0.25 synchronized a step, 0.75 under no_sync" in text
     assert "synchronized backward passes: 0.25 passes a step, 25 passes in all" in text
     assert "backward passes under no_sync: 0.75 passes a step, 75 passes in all" in text
-    (mode,) = report_as_json(story)["modes"]
+    (mode,) = report_json_of(story)["modes"]
     assert mode["quantities"]["synced"] == {"sum": STEPS // 4, "steps": STEPS}
 
 
@@ -124,7 +124,7 @@ def test_restarted_ranks_are_reported_together(state: Path) -> None:
         for rank, own in second.items()
     }
     directory = write_run_directory({**first, **moved})
-    found = report_as_json(collect_report_data(directory))
+    found = report_json_of(collect_report_data(directory))
     assert found["communication"]["joined_steps"] == 2 * 55
     assert found["communication"]["straggler"]["rank"] == 1
     assert end > 0
@@ -148,7 +148,7 @@ def test_the_line_of_progress_names_the_slow_rank(state: Path) -> None:
 
 def test_json_lines_have_the_communication(state: Path) -> None:
     said: list[bytes] = []
-    lines = StatusStream(RunReader(a_run(None)), lambda line: bool(said.append(line)) or True)
+    lines = StatusStream(RunReader(a_run(None)), append_to(said))
     lines.write_if_due(1e9)
     found = json.loads(said[0])
     assert found["communication"]["straggler"]["phase"] == "data"

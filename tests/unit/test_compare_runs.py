@@ -118,16 +118,14 @@ def test_five_runs_a_side_find_ten_percent_and_seldom_more_than_there_is() -> No
 # ------------------------------------------------------------------------------------------------ runs
 
 
-def a_run(
-    seed: int = 1, *, slow: float = 1.0, steps: int = 400, data: float = 5, batch: int = 30, **about: object
-) -> Path:
+def a_run(seed: int = 1, *, slow: float = 1.0, steps: int = 400, data: int = 5, batch: int = 30, **about: Any) -> Path:
     """Make a run of 20 s in steps of 50 ms: `slow` times as long, or with another share of `data`."""
     training = Training(mode="single", step_ns=int(SECOND / 20 * slow), seed=seed, batch=batch)
     training.shares["single"]["data"] = data
     busy: Any = about.pop("busy", {})
     hosts = [host_event(float(t), **busy) for t in range(20)]
-    rows = {0: [*training.begin(), *training.run(steps)], -1: [*hosts, *about.pop("events", [])]}  # type: ignore[misc]
-    return write_run_directory(rows, seconds=training.now / SECOND, **about)  # type: ignore[arg-type]
+    rows = {0: [*training.begin(), *training.run(steps)], -1: [*hosts, *about.pop("events", [])]}
+    return write_run_directory(rows, seconds=training.now / SECOND, **about)
 
 
 class Judged(NamedTuple):
@@ -244,7 +242,8 @@ def test_other_batches_are_not_compared_by_their_steps(state: Path) -> None:
 
 def test_ranks_tell_their_communication_and_whom_they_wait_for(state: Path) -> None:
     runs = [ddp_rank_rows(3, slow=slow, phase="data", steps=600, noise=0.02) for slow in (None, 1)]
-    found = compared(*([write_run_directory(rows, seconds=end / SECOND)] for rows, end in runs))
+    before, after = ([write_run_directory(rows, seconds=end / SECOND)] for rows, end in runs)
+    found = compared(before, after)
     assert "most of the change is in sync" in found.outcome
     assert {"exposed", "wait"} <= found.found.compared.keys()
     text = text_of(found, 200)
@@ -325,8 +324,9 @@ def test_three_runs_a_side_pass_fail_or_neither(
     found = compared(before, after, Threshold("step", limit))
     assert found.status == status
     assert found.outcome.startswith(words)
-    (gate,) = comparison_as_json(*found)["gate"]  # type: ignore[misc]
-    assert gate["outcome"] == found.judgments[0].outcome  # type: ignore[call-overload]
+    said: Any = comparison_as_json(*found)
+    (gate,) = said["gate"]
+    assert gate["outcome"] == found.judgments[0].outcome
     assert found.outcome in " ".join(" ".join(text_lines(build_document(*found), 400)).split())
 
 
@@ -392,7 +392,9 @@ def test_the_fast_step_shows_a_change_where_other_work_disturbs_most_steps(state
     assert "on a busy machine, --phase fast_step or cpu_step may show more" in equal.judgments[0].text
     assert [one.outcome for one in slower.judgments] == ["inconclusive", "slower"]
     assert slower.judgments[1].text.startswith("slower (fast step, limit +5.0%): +")
-    assert slower.found.compared["fast_step"].change.ratio == pytest.approx(1.1, abs=0.03)
+    change = slower.found.compared["fast_step"].change
+    assert change is not None
+    assert change.ratio == pytest.approx(1.1, abs=0.03)
 
 
 def test_the_processor_time_of_a_step_is_that_of_all_processes(state: Path) -> None:
@@ -400,8 +402,10 @@ def test_the_processor_time_of_a_step_is_that_of_all_processes(state: Path) -> N
     assert run.values["cpu_step"] == pytest.approx(1.8 * 0.05 * SECOND, rel=0.05), "20 steps/s on 1.8 processors"
     assert "cpu_step" not in read_compared_run(a_run(1, busy={"node": 1})).values, "they run on other machines, too"
     assert "cpu_step" not in read_compared_run(a_run(1, steps=30)).values, "no whole second"
-    sides = ([a_run(seed, busy={"run_cpu_pct": use + seed}) for seed in range(3)] for use in (100, 112))
-    assert compared(*sides, Threshold("cpu_step", 0.05)).outcome.startswith("slower (processor time a step, limit")
+    before, after = ([a_run(seed, busy={"run_cpu_pct": use + seed}) for seed in range(3)] for use in (100, 112))
+    assert compared(before, after, Threshold("cpu_step", 0.05)).outcome.startswith(
+        "slower (processor time a step, limit"
+    )
 
 
 def test_processors_and_memory_of_several_machines_are_told_apart(state: Path) -> None:

@@ -26,13 +26,13 @@ from dpmon.record.shared_names import CALL_PHASES, Untimed
 from dpmon.report import collect_report_data, report_text
 from dpmon.report.html_page import render_page
 from dpmon.report.plots import build_plots
-from dpmon.report.report_json import report_as_json
 from dpmon.report.sections import build_document
 from dpmon.run.run_directory import load_info
 from dpmon.run.run_reader import RunReader
 from dpmon.ui.panels import panel_batch, panel_replicas
 from dpmon.ui.screen_data import ScreenData
 from dpmon.ui.styled_rows import plain_text
+from support.format_readers import report_json_of
 from support.history_builders import snapshot_of_records, write_run_directory
 from support.record_builders import (
     CALL_TIMES_MS,
@@ -45,6 +45,7 @@ from support.record_builders import (
     timed_training,
     with_device_times,
 )
+from support.run_harness import append_to
 from support.screen_states import RUN_INFO, STYLE
 
 NEAR = partial(pytest.approx, rel=0.004)
@@ -77,7 +78,7 @@ def test_history_exports_and_report_have_device_times(state: Path) -> None:
     assert len(counters) == 40
     assert counters[0]["args"] == {"data": 0.25, "forward": 4.0, "backward": 3.0, "optimizer": 0.5}
 
-    phases = report_as_json(collect_report_data(directory))["modes"][0]["phases"]
+    phases = report_json_of(collect_report_data(directory))["modes"][0]["phases"]
     medians = [phases[name]["device_median_ms"] for name in ("forward", "gather")]
     assert medians == pytest.approx([4.0, 0.25], rel=0.004)
     assert phases["other"]["device_median_ms"] is None
@@ -122,7 +123,7 @@ def cells(lines: Sequence[str], title: str) -> list[list[str]]:
 
 def test_a_replica_has_medians_of_device_and_host_times(state: Path) -> None:
     directory = write_run_directory({0: timed_training()})
-    first, second = report_as_json(collect_report_data(directory))["replicas"]
+    first, second = report_json_of(collect_report_data(directory))["replicas"]
     assert (first["device_median_ms"], first["device_calls"], first["calls"], first["absent"]) == (NEAR(5.0), 9, 9, {})
     assert second["device_median_ms"] == NEAR(10.0)
     assert 0 < first["median_ms"] < 1, "that of the host is another"
@@ -138,7 +139,7 @@ def test_the_report_says_in_how_many_calls_a_replicas_device_time_is_known(state
     directory = write_run_directory(
         {0: timed_training(replicas=lambda n: (float(n) if n > 6 else None, None), why=Untimed.CAPTURED)}
     )
-    first, second = report_as_json(collect_report_data(directory))["replicas"]
+    first, second = report_json_of(collect_report_data(directory))["replicas"]
     assert (first["device_median_ms"], first["device_calls"], first["absent"]) == (NEAR(8.0), 3, {})
     assert (second["device_median_ms"], second["device_calls"]) == (None, 0)
     assert second["absent"] == {"device_median_ms": UNTIMED[Untimed.CAPTURED]}
@@ -149,7 +150,7 @@ def test_the_report_says_in_how_many_calls_a_replicas_device_time_is_known(state
 def test_calls_of_evaluations_are_in_neither_median(state: Path) -> None:
     made = Training(devices=GPUS, virtual=False)
     rows = made.run(4) + [row for _ in range(4) for row in made.step(evaluates=True)]
-    first, second = report_as_json(
+    first, second = report_json_of(
         collect_report_data(write_run_directory({0: with_device_times(rows, growing_times)}))
     )["replicas"]
     assert (first["calls"], first["device_calls"]) == (4, 4)
@@ -172,7 +173,7 @@ def test_a_page_has_the_column_and_the_bars(state: Path) -> None:
 def test_a_stage_has_the_median_of_its_device(state: Path) -> None:
     """Two processes have the same stages: their calls are in one line."""
     directory = write_run_directory({0: staged_calls(4, growing_times), 1: staged_calls(3, lambda n: (9.0, None))})
-    lines = report_as_json(collect_report_data(directory))["stages"]
+    lines = report_json_of(collect_report_data(directory))["stages"]
     found = {(line["stage"], line["outputs"]): line for line in lines}
     assert len(found) == len(lines) == 3
     first = found[0, "[30, 5]"]
@@ -190,7 +191,7 @@ def test_a_stage_has_the_median_of_its_device(state: Path) -> None:
 @pytest.mark.parametrize(("took", "reason"), [(None, HOST_ONLY), (lambda number: (None, None), UNTIMED[Untimed.LATE])])
 def test_stages_without_times_of_devices_have_no_column_but_the_reason(state: Path, took: Any, reason: str) -> None:
     directory = write_run_directory({0: staged_calls(3, took)})
-    for line in report_as_json(collect_report_data(directory))["stages"]:
+    for line in report_json_of(collect_report_data(directory))["stages"]:
         assert (line["device_median_ms"], line["device_calls"]) == (None, 0)
         assert line["absent"] == {"device_median_ms": reason}
     assert "on device" not in "\n".join(report_text(directory, 120))
@@ -204,7 +205,7 @@ def test_a_rank_has_the_device_time_of_its_forward(state: Path) -> None:
         took = (0.25, None if number == 2 else 4.0 + number, 3.0, 0.5)
         ranks[number] = [*made.begin(), *with_device_times(made.run(5), lambda _: (9.0,), Untimed.FAULT, took)]
     directory = write_run_directory(ranks)
-    found = report_as_json(collect_report_data(directory))["ranks"]
+    found = report_json_of(collect_report_data(directory))["ranks"]
     assert [one["forward_device_median_ms"] for one in found] == [NEAR(4.0), NEAR(5.0), None]
     assert [one["absent"] for one in found[1:]] == [{}, {"forward_device_median_ms": UNTIMED[Untimed.FAULT]}]
     lines = report_text(directory, 80)
@@ -233,7 +234,7 @@ def test_without_device_times_the_report_does_not_mention_them(state: Path) -> N
     made = Training()
     directory = write_run_directory({0: [*made.begin(), *made.run(40)], 1: Training(process=1).run(40)})
     story = collect_report_data(directory)
-    said = report_as_json(story)
+    said = report_json_of(story)
     for line in (*said["replicas"], *said["ranks"]):
         assert line["absent"] == {}, "the record does not say"
     assert {line["device_median_ms"] for line in said["replicas"]} == {None}
@@ -248,9 +249,7 @@ def test_without_device_times_the_report_does_not_mention_them(state: Path) -> N
 def line_of(rows: Sequence[Row]) -> dict[str, Any]:
     """Return the line of a headless run with these records."""
     said: list[bytes] = []
-    lines = StatusStream(
-        RunReader(write_run_directory({0: rows}, status=None)), lambda line: bool(said.append(line)) or True
-    )
+    lines = StatusStream(RunReader(write_run_directory({0: rows}, status=None)), append_to(said))
     lines.write_if_due(1e9)
     lines.write_final(None)
     found: dict[str, Any] = json.loads(said[0])

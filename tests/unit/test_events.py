@@ -305,7 +305,7 @@ def test_one_process_tells_and_it_is_started_again_ever_more_rarely(
 ) -> None:
     started: list[str] = []
 
-    def begin(directory: Path, how: str, **_: object) -> None:
+    def begin(directory: Path, how: str, **_: Any) -> None:
         started.append(how)
 
     monkeypatch.setattr(start_supervisor, "_start", begin)

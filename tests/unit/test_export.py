@@ -8,7 +8,7 @@ import json
 import os
 import random
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -202,7 +202,7 @@ def test_steps_that_touch_each_other_do_not_overlap_for_perfetto(state: Path) ->
 
 def test_damaged_records_are_left_out_of_the_trace(state: Path) -> None:
     (one,) = (record for record in records_of_rows(Training().step()) if isinstance(record, Call))
-    bad = [one, replace(one, start_ns=-5), replace(one, wall_ns=-5)]
+    bad: list[Record] = [one, replace(one, start_ns=-5), replace(one, wall_ns=-5)]
     bad += [Step(0, None, 1, "dp", 5, -1, None, {}), Event("host", {"t_s": float("nan"), "cpu_pct": float("inf")})]
     bad += [Event("warning", {"process": 0, "text": None, "x": [float("nan")]}), Event("memory", {"devices": 5})]
     bad += [Event("device", {"index": None, "t_s": "x", "util_pct": 10**400, "absent": 3, "a": None})]
@@ -211,7 +211,7 @@ def test_damaged_records_are_left_out_of_the_trace(state: Path) -> None:
 
 
 def test_a_trace_that_is_interrupted_is_closed(directory: Path) -> None:
-    def interrupted() -> object:
+    def interrupted() -> Iterator[Record]:
         for number, record in enumerate(run_export.iter_records(directory)):
             if number == 20:
                 raise KeyboardInterrupt

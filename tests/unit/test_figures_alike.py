@@ -19,7 +19,6 @@ from dpmon.model.mode_comparison import Comparison, verdict_sentence
 from dpmon.record.schema import PHASES, REST, STEP
 from dpmon.report.plain_text import report_text
 from dpmon.report.report_data import collect_report_data
-from dpmon.report.report_json import report_as_json
 from dpmon.report.sections import most_frequent
 from dpmon.run.run_directory import load_exit, load_info
 from dpmon.run.run_reader import RunReader
@@ -33,9 +32,11 @@ from dpmon.ui.panels.panel_status import render_panel
 from dpmon.ui.playback import Player, _PlaybackRun
 from dpmon.ui.screen_data import View
 from dpmon.ui.styled_rows import Row, plain_text
+from support.format_readers import report_json_of
 from support.history_builders import write_run_directory
 from support.rank_builders import ddp_rank_rows
 from support.record_builders import SECOND, Training
+from support.run_harness import append_to
 from support.screen_states import STYLE
 
 MODES = (("dp", False), ("dp", True), ("single", False), ("single", True))
@@ -153,14 +154,14 @@ def in_json(said: Iterable[tuple[str, bool, Mapping[str, Any], Mapping[str, Any]
 
 
 def in_report_as_json(directory: Path) -> Shown:
-    said = json.loads(json.dumps(report_as_json(collect_report_data(directory))))
+    said = json.loads(json.dumps(report_json_of(collect_report_data(directory))))
     modes = [(False, one) for one in said["modes"]] + [(True, one) for one in said["evaluations"]]
     return in_json((one["mode"], evaluation, one, one["phases"]) for evaluation, one in modes)
 
 
 def last_line(directory: Path) -> dict[str, Any]:
     said: list[bytes] = []
-    lines = StatusStream(RunReader(directory), lambda line: bool(said.append(line)) or True)
+    lines = StatusStream(RunReader(directory), append_to(said))
     lines.write_if_due(1e9)
     lines.write_final(load_exit(directory))
     found: dict[str, Any] = json.loads(said[-2])
@@ -307,7 +308,7 @@ def test_the_times_of_ranks_are_those_of_one_rank_everywhere(monkeypatch: pytest
     (row,) = (line.split() for line in text if line.startswith("  ddp"))
     assert row[:4] == ["ddp", str(2 * steps), "rank", "0"]
     assert any(line.startswith("  time of a step of rank 0, mean over each") for line in text)
-    said = report_as_json(collect_report_data(directory))
+    said = report_json_of(collect_report_data(directory))
     (mode,) = said["modes"]
     assert (mode["steps"], mode["process"], mode["rank"], mode["process_steps"]) == (2 * steps, 0, 0, steps)
     assert mode["phases"]["data"]["median_ms"] == median / 1e6
@@ -393,7 +394,7 @@ def test_a_loop_whose_steps_are_not_known_yet_has_calls_everywhere(state: Path) 
     text = " ".join(" ".join(report_text(directory, 100)).split())
     assert "one training process, 0 steps, 11 calls" in text
     assert so_far in text
-    found = report_as_json(collect_report_data(directory))
+    found = report_json_of(collect_report_data(directory))
     assert (found["steps"], found["calls"], found["open_calls"], found["nothing"]) == (0, 11, 11, None)
     assert so_far in summary_lines(directory, None)
     assert "nothing was traced" not in text + " ".join(summary_lines(directory, None))
@@ -403,7 +404,7 @@ def test_a_loop_whose_steps_are_not_known_yet_has_calls_everywhere(state: Path) 
     reader.activities = lambda: {0: ("other", time.monotonic_ns())}  # type: ignore[method-assign]
     assert ProgressReporter(reader).line() == f"training: {so_far}"
     lines: list[bytes] = []
-    watched = StatusStream(reader, lambda line: lines.append(line) is None)
+    watched = StatusStream(reader, append_to(lines))
     watched.write_if_due(1.0)
     said = json.loads(lines[0])
     assert (said["state"], said["step"], said["absent"]["step"]) == ("ended", None, so_far)
@@ -447,7 +448,9 @@ def test_a_run_that_has_ended_and_its_playback_are_judged_as_in_the_report(long:
         found, text = judged(feed)
         assert (found.devices, found.virtual) == (("cpu:0", "cpu:1"), True), "though the last calls are all single"
         assert verdict_sentence(found) == verdict_sentence(said)
-        assert verdict_sentence(found) in text
+        sentence = verdict_sentence(found)
+        assert sentence is not None
+        assert sentence in text
         assert found.speedup is not None
         assert found.speedup == said.speedup
         feed.close()

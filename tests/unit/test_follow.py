@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -71,9 +72,7 @@ def test_machines_that_cannot_be_asked_are_not_called_stopped(state: Path, monke
 
 
 @pytest.mark.parametrize("request_", [{"ask": "mode", "mode": "dp"}, {"ask": "pause", "paused": True}])
-def test_a_request_that_no_process_takes_is_answered_with_the_reason(
-    directory: Path, request_: dict[str, object]
-) -> None:
+def test_a_request_that_no_process_takes_is_answered_with_the_reason(directory: Path, request_: dict[str, Any]) -> None:
     followed = module._RowStream(directory, IncrementalRows(rollups=True))
     followed.handle_request({**request_, "id": 7})
     assert [json.loads(line) for line in followed.pop_replies()] == [{"answer": 7, "error": NO_TRAINING}]
@@ -109,7 +108,7 @@ def test_the_end_is_sent_when_the_supervisor_has_written_everything(directory: P
     """It records the end of the command before it writes the last rows."""
     how = load_exit(directory)
     assert how is not None
-    me = {
+    me: dict[str, Any] = {
         "supervisor_pid": os.getpid(),
         "supervisor_started": proc.start_time_s(os.getpid()),
         "boot_id": proc.boot_id(),

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from dpmon.cli.main import main
+from dpmon.record.history_rows import Row
 from dpmon.run.safe_files import open_file
 from support.history_builders import write_run_directory
 from support.hostile_inputs import DAMAGE, FILE_TYPES, create_file_of_type
@@ -47,7 +48,7 @@ READ_BY_ITSELF = (
     *("exit.json", "history.sqlite", "output.log", "stages.log", "warnings.log", "waits-for-input"),
     *("process-0.ring", "process-1.jsonl", "input.fifo"),
 )
-CASES = [
+CASES: list[tuple[str, tuple[str, ...]]] = [
     (kind, (name,))
     for kind in FILE_TYPES
     for name in NAMES
@@ -66,7 +67,7 @@ def runs(request: pytest.FixtureRequest, state: Path, tmp_path: Path, monkeypatc
     made = []
     for name in ("spoiled", "other"):
         training = Training()
-        records = {0: [*training.begin(), *training.run(5)], -1: [host_event(1.0)]}
+        records: dict[int, list[Row]] = {0: [*training.begin(), *training.run(5)], -1: [host_event(1.0)]}
         made.append(write_run_directory(records, status=1, name=name, headless=request.param == "headless"))
         spans = spans_of(str(made[-1] / "process-1.ring"), 1)
         for _ in range(3):

@@ -12,6 +12,7 @@ import pytest
 
 from dpmon.errors import HistoryError
 from dpmon.export import iter_records
+from dpmon.record.record_types import Event
 from dpmon.span_ring import SpanRing
 from dpmon.store.history_writer import HistoryWriter
 from dpmon.store.step_stats import StatsWindow
@@ -42,7 +43,9 @@ def altered(directory: Path, *statements: str) -> None:
 def read_all(directory: Path) -> list[str]:
     """Read a history in every way that dpmon does; return the texts of the warnings."""
     warnings = [
-        str(record.data.get("text")) for record in iter_records(directory) if getattr(record, "kind", "") == "warning"
+        str(record.data.get("text"))
+        for record in iter_records(directory)
+        if isinstance(record, Event) and record.kind == "warning"
     ]
     with open_store(directory) as store:
         StatsWindow(store).figures("dp")

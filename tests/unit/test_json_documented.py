@@ -22,7 +22,7 @@ from dpmon.model.recorded_stalls import RecordedStall
 from dpmon.model.run_snapshot import RunSnapshot
 from dpmon.notify.notifier import to_cloudevent
 from dpmon.notify.run_notifications import NotificationFinder
-from dpmon.record.history_rows import Definition, LossRow
+from dpmon.record.history_rows import Definition, LossRow, Row
 from dpmon.record.record_types import Event
 from dpmon.report.health import Health
 from dpmon.report.report_data import collect_report_data
@@ -39,7 +39,7 @@ from support.rank_builders import ddp_rank_rows
 from support.record_builders import SECOND, Training, device_event, host_event, pause_event, staged_calls
 
 
-def event(kind: str, **data: Any) -> bytes:
+def event(kind: str, **data: Any) -> Event:
     return Event(kind, {"process": 0, "rank": None, **data})
 
 
@@ -134,7 +134,7 @@ def test_every_field_of_why_is_described(
     check_json_is_documented("dpmon why --json", json.loads(capsys.readouterr().out))
 
 
-LOSSES = [
+LOSSES: list[Row] = [
     Definition(3000, {"place": "train.py:88", "why": None}),
     *(LossRow(3000, step, 2 * SECOND + step, value) for step, value in enumerate((1.0, nan), start=1)),
 ]

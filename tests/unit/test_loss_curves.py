@@ -106,7 +106,7 @@ def test_all_new_losses_are_kept_and_old_ones_in_equal_distances(tmp_path: Path)
     for begin in range(0, count, part):  # a new writer for each part, as after a kill of the supervisor
         recording = Recording(directory=tmp_path)
         values = [nan if step in (4001, 7001) else 1.0 for step in range(begin + 1, begin + part + 1)]
-        recording.add(([] if begin else LINES) + losses(*values, first=begin + 1))
+        recording.add([*([] if begin else LINES), *losses(*values, first=begin + 1)])
         recording.close()
     recording = Recording(directory=tmp_path)
     store = recording.store()
@@ -158,7 +158,7 @@ def test_the_report_has_the_losses_of_a_process_that_trains() -> None:
 
 def test_a_line_without_a_loss_has_a_reason_and_is_not_unfit() -> None:
     why = "the pass begins at a tensor of 5 values, not at one value"
-    rows = [Definition(OTHER, {"place": "train.py:91", "why": why}), LossRow(OTHER, 1, SECOND, nan)]
+    rows: list[Row] = [Definition(OTHER, {"place": "train.py:91", "why": why}), LossRow(OTHER, 1, SECOND, nan)]
     recording = Recording().add([*trained(Training(), 5), *rows])
     (curve,) = recording.state().losses
     assert (curve.place, curve.why, curve.last, curve.points) == ("train.py:91", why, None, ())

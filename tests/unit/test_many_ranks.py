@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ from support.rank_builders import ddp_event, record_ddp_ranks
 from support.record_builders import SECOND, Training
 
 
-def alone(store: Store, processes: Iterable[int]) -> dict[str, dict[int, object]]:
+def alone(store: Store, processes: Iterable[int]) -> dict[str, dict[int, Any]]:
     """Return the newest rows of each process, from a query for each."""
     steps = {number: step for number in processes for step in store.steps(1, process=number)}
     calls = {number: (call.mode, call.end) for number in processes for call in store.call_rows(number, 1)}
@@ -26,7 +27,7 @@ def alone(store: Store, processes: Iterable[int]) -> dict[str, dict[int, object]
     return {"steps": {**steps}, "calls": {**calls}, "memory": {**memory}}
 
 
-def together(store: Store, processes: Iterable[int]) -> dict[str, dict[int, object]]:
+def together(store: Store, processes: Iterable[int]) -> dict[str, dict[int, Any]]:
     """Return the same rows, from one query for all processes."""
     numbers = list(processes)
     found = store.newest_steps(numbers), store.newest_calls(numbers), store.newest_memory(numbers)
@@ -74,7 +75,12 @@ def test_few_queries_find_the_last_row_before_a_time_for_many_processes(seed: in
     store.as_of(end // 2).newest_steps(range(8))
     again = store.as_of(end // 2 + SECOND // 100)
     ask = again.query
-    again.query = lambda query, values=(): (queries.append(query), ask(query, values))[1]  # type: ignore[method-assign]
+
+    def noted(text: str, values: Sequence[Any] = ()) -> Any:
+        queries.append(text)
+        return ask(text, values)
+
+    again.query = noted  # type: ignore[method-assign, assignment]
     again.newest_steps(range(8))
     assert 0 < len(queries) <= 8 * 4, "two for each process, and a few more at first"
 
@@ -139,7 +145,8 @@ def test_the_times_of_many_ranks_are_read_again_after_some_seconds() -> None:
         rates.append(focus.recent.rate)
     assert rates[0] == rates[1] != rates[2]
     assert run.state(middle).ranks == first, "a playback went back"
-    (straggler,) = run.state().straggler.ranks if run.state().straggler is not None else ()
+    found = run.state().straggler
+    (straggler,) = found.ranks if found is not None else ()
     assert straggler == 3
 
 

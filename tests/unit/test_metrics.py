@@ -276,7 +276,13 @@ def test_the_file_is_written_in_a_thread(state: Path, tmp_path: Path, monkeypatc
     metrics = PrometheusFile(tmp_path / "it.prom", write_run_directory({0: Training().run(2)}, status=None), print)
     begun, going = threading.Event(), threading.Event()
     writes: list[object] = []
-    monkeypatch.setattr(metrics, "_write", lambda how: (writes.append(how), begun.set(), going.wait(60)))
+
+    def write(how: object) -> None:
+        writes.append(how)
+        begun.set()
+        going.wait(60)
+
+    monkeypatch.setattr(metrics, "_write", write)
     metrics.tick(0.0)
     assert begun.wait(60), "and `tick` has returned"
     metrics.tick(1000.0)

@@ -446,7 +446,7 @@ def test_a_machine_that_is_reached_at_last_is_followed_by_its_run(tmp_path: Path
     ("others", "word"), [({"status": 1, "stopped": True}, "stopped"), ({"status": 1, "stopped": False}, "failed")]
 )
 def test_a_run_that_its_user_stopped_on_the_machines_was_stopped(
-    tmp_path: Path, others: dict[str, object], word: str
+    tmp_path: Path, others: dict[str, Any], word: str
 ) -> None:
     """A failure on another machine is no such end, whichever came first."""
     words = [[f"gpu-{number}", "r", "false"] for number in range(2)]

@@ -163,8 +163,9 @@ def test_rows_of_another_version_are_read_as_far_as_both_know() -> None:
 
 
 def test_damaged_rows_of_one_machine_leave_the_rows_of_the_others(tmp_path: Path) -> None:
-    columns, good = ("process", "number", "value"), [[0, 3, "[]"], [0, 4, "{}"]]
-    bad = [[0, 1, "[]"], [0, "2", "[]"], [0, 2, "]"], {}]
+    columns = ("process", "number", "value")
+    good: list[Any] = [[0, 3, "[]"], [0, 4, "{}"]]
+    bad: list[Any] = [[0, 1, "[]"], [0, "2", "[]"], [0, 2, "]"], {}]
     sent = [
         UncheckedChunk([("definitions", columns, rows)], {"from": number})
         for number, rows in enumerate([good, bad, good])

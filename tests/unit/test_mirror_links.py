@@ -194,7 +194,7 @@ def test_a_stop_of_this_process_does_not_look_like_silence(start: Start, monkeyp
         return []
 
     monkeypatch.setattr(links._selector, "select", stopped)
-    monkeypatch.setattr(module.time, "monotonic", lambda: clock() + asleep_s)
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + asleep_s)
     assert until(links, lambda reports: reports) == [LineReceived(0, b"one")]
 
 

@@ -47,9 +47,8 @@ def without_waits(tallies: dict[TallyKey, Tally], process: int, number: int) -> 
 
 def moved(tallies: dict[TallyKey, Tally], shift_ns: int) -> dict[TallyKey, Tally]:
     """Return tallies with their times on another clock."""
-    times = ("first_ns", "last_ns")
     return {
-        key: replace(tally, **{name: (getattr(tally, name) or 0) + shift_ns for name in times})
+        key: replace(tally, first_ns=(tally.first_ns or 0) + shift_ns, last_ns=(tally.last_ns or 0) + shift_ns)
         for key, tally in tallies.items()
     }
 
@@ -169,6 +168,7 @@ class Together:
             rows = [with_event_data(first, pid=42 + process, rank=rank, world=4), *others, ddp]
             for step in range(1, 901):
                 *calls, row = training.step()
+                assert isinstance(row, Step)
                 self.tails[rank, step] = tail = (30_000_000 if rank != 2 else 0) + chance.randrange(2_000_000)
                 counts = {**row.counts, "synced": 1, "sync_number": step}
                 phases = with_other({**row.phases, "sync": tail}, row.wall_ns)

@@ -118,8 +118,7 @@ def test_ranks_that_are_equally_slow_are_found_together() -> None:
     assert delay_sentence(found) == (
         "ranks 1 and 2 hold the others up by 30.0 ms a step (23%): their forward takes 35.0 ms against 5.00 ms"
     )
-    told = communication_fields(communication_of(ranks))
-    assert told is not None
+    told: Any = communication_fields(communication_of(ranks))
     assert (told["straggler"]["rank"], told["straggler"]["ranks"]) == (1, [1, 2])
 
 

@@ -35,7 +35,7 @@ def steps(count: int, wobble: float = 0.03, seed: int = 1, **phases: float) -> l
     chance = random.Random(seed)
     given = {"forward": 4.0, "backward": 5.0, "optimizer": 1.0, **phases}
     return [
-        step(number, **{name: took * chance.uniform(1 - wobble, 1 + wobble) for name, took in given.items()})
+        step(number, 32, **{name: took * chance.uniform(1 - wobble, 1 + wobble) for name, took in given.items()})
         for number in range(count)
     ]
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from dpmon.model.recent_calls import percentiles_of
 from dpmon.model.run_snapshot import PHASES, Process, RunSnapshot
 from dpmon.model.throughput import throughput_of
+from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Call, CallPhaseTime, Event, Record, Replica, Step
 from support.history_builders import Recording, snapshot_of_records
 from support.record_builders import SECOND, Training, device_event, host_event
@@ -17,29 +19,29 @@ from support.record_builders import SECOND, Training, device_event, host_event
 NOT_RUN = None
 
 
-def after(training: Training, steps: int, **wanted: object) -> RunSnapshot:
+def after(training: Training, steps: int, **wanted: Any) -> RunSnapshot:
     return snapshot_of_records([*training.begin(), *training.run(steps)], **wanted)
 
 
-def of_run(records: Iterable[bytes | Record], t_ns: int | None = None, **wanted: object) -> Process:
+def of_run(records: Iterable[Row | Record], t_ns: int | None = None, **wanted: Any) -> Process:
     """Return the process that the screen shows."""
     process = snapshot_of_records(records, t_ns, **wanted).representative
     assert process is not None
     return process
 
 
-def a_step(**changes: object) -> Step:
+def a_step(**changes: Any) -> Step:
     phases = {"data": 1000, "forward": 10_000, "backward": 5000, "optimizer": 2000, "other": 2000}
     step = Step(0, None, 1, "dp", 0, 20_000, 4, phases)
-    return step._replace(**changes)  # type: ignore[arg-type]
+    return step._replace(**changes)
 
 
-def a_call(**changes: object) -> Call:
+def a_call(**changes: Any) -> Call:
     call = Call(
         0, None, 1, 1, "Net", "DataParallel", "dp", False, True, True, False, 0, 10_000, ("cuda:0", "cuda:1"), {},
         (), (), (),
     )  # fmt: skip
-    return replace(call, **changes)  # type: ignore[arg-type]
+    return replace(call, **changes)
 
 
 def took(**phases: int) -> dict[str, CallPhaseTime]:
@@ -163,7 +165,7 @@ def test_devices_and_host_keep_absence_apart_from_nothing() -> None:
 # ------------------------------------------------------------------------------------------------ pauses
 
 
-def a_pause(paused: bool, t_s: float, **more: object) -> Event:
+def a_pause(paused: bool, t_s: float, **more: Any) -> Event:
     return Event("pause", {"process": 0, "rank": None, "t_s": t_s, "step": 5, "paused": paused, **more})
 
 
@@ -202,7 +204,7 @@ def test_a_pause_that_was_refused() -> None:
 # ------------------------------------------------------------------------------------------------ modes
 
 
-def mode_event(root: str, mode: str, step: int, **more: object) -> Event:
+def mode_event(root: str, mode: str, step: int, **more: Any) -> Event:
     data = {"process": 0, "t_s": float(step), "step": step, "root": root, "mode": mode, "requested_by": "user"}
     return Event("mode", {**data, "devices": ["cpu:0"], "virtual": False, "reason": None, "refused": None, **more})
 

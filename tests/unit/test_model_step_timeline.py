@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from dpmon.model.recent_calls import STEP_CALLS_READ
 from dpmon.model.step_timeline import Piece, StepTimeline, last_step_timeline
@@ -21,12 +22,12 @@ PHASES = {
 }
 
 
-def a_call(**changes: object) -> Call:
+def a_call(**changes: Any) -> Call:
     replicas = (Replica(0, "cuda:0", 21, 20, None, None), Replica(1, "cuda:1", 23, 26, None, None))
     devices = ("cuda:0", "cuda:1", "cuda:2")
     call = Call(0, None, 7, 7, "Net", "DataParallel", "dp", False, True, True, False, 1012, 60, devices, PHASES,
                 replicas, None, None)  # fmt: skip
-    return replace(call, **changes)  # type: ignore[arg-type]
+    return replace(call, **changes)
 
 
 def timeline_of(*records: Record) -> StepTimeline:

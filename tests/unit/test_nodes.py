@@ -69,9 +69,7 @@ def facts_of(run: ManyNodes, now_s: int = 12, view: View | None = None, **wanted
         ({"state": "cut", "since_ns": 13 * SECOND}, None, ""),
     ],
 )
-def test_a_node_in_trouble_is_described_with_the_time(
-    changes: dict[str, object], words: str | None, brief: str
-) -> None:
+def test_a_node_in_trouble_is_described_with_the_time(changes: dict[str, Any], words: str | None, brief: str) -> None:
     trouble = NODE._replace(**changes).problem_at(12 * SECOND)
     assert (None if trouble is None else trouble.words(12 * SECOND)) == words
     assert trouble is None or trouble.brief(12 * SECOND, 8).startswith(brief)

@@ -76,7 +76,7 @@ def call_of(row: Row) -> Call:
 # ------------------------------------------------------------------------------------------------ there and back
 
 
-COPIED = {"copy": 40, "copied_bytes": 1 << 20}
+COPIED: dict[str, Any] = {"copy": 40, "copied_bytes": 1 << 20}
 
 
 def test_a_step_that_has_copied() -> None:

@@ -9,13 +9,14 @@ import time
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
 from dpmon.cli.summary import summary_lines
 from dpmon.model.step_history import BINS, PARTS
-from dpmon.record.history_rows import Definition, LossRow
+from dpmon.record.history_rows import Definition, LossRow, Row
 from dpmon.record.record_types import Event
 from dpmon.record.schema import SETTLING_STEPS
 from dpmon.report import collect_report_data, report_text
@@ -24,14 +25,13 @@ from dpmon.report.health import read_health
 from dpmon.report.html_page import HEIGHT, WIDTH, render_page, render_plot
 from dpmon.report.plain_text import text_lines
 from dpmon.report.plots import build_plots
-from dpmon.report.report_json import report_as_json
 from dpmon.report.sections import MAX_ROWS, build_document
 from dpmon.run import proc
 from dpmon.run.process_notes import add_note
 from dpmon.run.run_directory import load_exit, load_info, record_stop_request
 from dpmon.run.run_registry import short_name
 from dpmon.ui.time_axis import build_chart_columns, fit_axis
-from support.format_readers import HtmlPage, check_page_is_offline, lines_of_section
+from support.format_readers import HtmlPage, check_page_is_offline, lines_of_section, report_json_of
 from support.history_builders import snapshot_of_directory, with_changes, write_run_directory
 from support.rank_builders import ddp_rank_rows
 from support.record_builders import (
@@ -47,7 +47,7 @@ from support.record_builders import (
 )
 
 
-def toggled(steps: int = 60, **how: object) -> list[bytes]:
+def toggled(steps: int = 60, **how: Any) -> list[Row]:
     training = Training(**how)
     out = [*training.begin(), *training.run(steps), *training.switch("single"), *training.run(steps)]
     return [*out, *training.switch("dp"), *training.run(steps)]
@@ -55,7 +55,7 @@ def toggled(steps: int = 60, **how: object) -> list[bytes]:
 
 @pytest.fixture
 def both(state: Path) -> Path:
-    memory = {"process": 0, "rank": None, "t_s": 2.5, "step": 9, "absent": {}, "devices": [
+    memory: dict[str, Any] = {"process": 0, "rank": None, "t_s": 2.5, "step": 9, "absent": {}, "devices": [
         {"device": "cpu", "model_bytes": 4096, "gradients_bytes": 4096, "optimizer_bytes": 0,
          "absent": {"rest_bytes": "torch keeps no statistics"}}]}  # fmt: skip
     own = [host_event(float(t)) for t in range(30)]
@@ -86,7 +86,7 @@ def test_a_report_shows_the_command_and_where_the_time_went(both: Path) -> None:
     assert "no GPU: NVML library not found" in lines_of_section(lines, "DEVICES")[0]
     assert lines_of_section(lines, "MODE CHANGES")[0].endswith("to single")
     assert "4.00 KiB" in lines_of_section(lines, "MEMORY")[1]
-    said = report_as_json(collect_report_data(both))
+    said = report_json_of(collect_report_data(both))
     assert [(mode["mode"], mode["virtual"], mode["steps"]) for mode in said["modes"]] == [
         ("dp", True, 120),
         ("single", False, 60),
@@ -115,7 +115,7 @@ def test_a_run_that_goes_on_that_is_lost_and_that_trained_nothing(state: Path) -
 @pytest.mark.parametrize("status", [None, 0])
 def test_an_import_of_torch_is_the_end_only_if_the_process_has_ended(state: Path, status: int | None) -> None:
     pid = os.getpid()
-    me = {"command_pid": pid, "command_started": proc.start_time_s(pid), "boot_id": proc.boot_id()}
+    me: dict[str, Any] = {"command_pid": pid, "command_started": proc.start_time_s(pid), "boot_id": proc.boot_id()}
     directory = write_run_directory({}, status=status, **me)
     (directory / "stages.log").write_text(f"{pid} {time.monotonic_ns() - 7_000_000_000} importing torch\n")
     said = report_text(directory, 200) + summary_lines(directory, load_exit(directory))
@@ -205,7 +205,7 @@ def test_devices_are_reported_with_maximum_and_median(state: Path) -> None:
 
 def test_maxima_and_means_of_deleted_samples_remain(state: Path) -> None:
     hot = [device_event(float(t), 0, temperature_c=80 if t == 100 else 60, util_pct=50) for t in range(1, 2401)]
-    payloads = {-1: hot, 0: Training(devices=("cuda:0",), virtual=False).run(40)}
+    payloads: dict[int, list[Row]] = {-1: [*hot], 0: Training(devices=("cuda:0",), virtual=False).run(40)}
     whole, directory = (
         collect_report_data(write_run_directory(payloads)),
         write_run_directory(payloads, limit_bytes=1 << 18),
@@ -235,8 +235,9 @@ def test_a_batch_that_leaves_devices_idle_is_found(state: Path) -> None:
 
 
 def test_a_stall_is_placed_and_the_first_steps_are_none(state: Path) -> None:
-    def steps(slow: int) -> list[bytes]:
-        at, out = 0, []
+    def steps(slow: int) -> list[Row]:
+        at = 0
+        out: list[Row] = []
         for number in range(1, 101):
             wall = 8 * SECOND if number == slow else 10_000_000
             out.append(step_row("single", number, at, wall, 4, (wall - 3_000_000, 1_000_000, 1_000_000, -1)))
@@ -348,7 +349,7 @@ def test_a_rank_that_started_again_is_one_rank_in_plots(state: Path) -> None:
 
 
 def test_the_page_of_a_day_is_small(state: Path) -> None:
-    slow = {"slow": 1, "phase": "data", "extra_ms": 170_000, "then": (250, 0)}
+    slow: dict[str, Any] = {"slow": 1, "phase": "data", "extra_ms": 170_000, "then": (250, 0)}
     made, end = ddp_rank_rows(2, steps=500, noise=0.4, **slow)
     assert end / SECOND > 80_000
     places = [Definition(3000 + line, {"place": f"train.py:{line}", "why": None}) for line in (0, 1)]
@@ -398,7 +399,9 @@ def test_the_number_of_stretches_is_bounded_and_no_step_is_lost(state: Path) -> 
 
 def test_changes_name_the_model_if_there_are_several(both: Path) -> None:
     story = collect_report_data(both)
-    changes = [change._replace(root=root) for change in story.facts.announced.changes for root in ("Maker", "Critic")]
+    changes = tuple(
+        change._replace(root=root) for change in story.facts.announced.changes for root in ("Maker", "Critic")
+    )
     facts = with_changes(story.facts, announced=replace(story.facts.announced, changes=changes))
     rows = lines_of_section(text_lines(build_document(replace(story, facts=facts)), 100), "MODE CHANGES")
     assert [row.split("  ")[-1] for row in rows[:2]] == ["Maker: to single", "Critic: to single"]
@@ -444,10 +447,11 @@ def test_time_without_steps_is_a_gap_and_a_long_step_is_none(state: Path) -> Non
     assert "no bar where no step ran" in " ".join(report_text(directory, 100))
 
 
-def evaluated(train: int, evaluate: int, rounds: int = 1, via: str | None = None) -> list[bytes]:
+def evaluated(train: int, evaluate: int, rounds: int = 1, via: str | None = None) -> list[Row]:
     """Return training steps of 10 ms, then evaluation steps of 1 ms, each with a call."""
-    layout = {"root": "M", "via": via, "virtual": False, "devices": ["cpu"], "absent": {}}
-    out, at = [Definition(1, layout), Definition(2, [["0", [4, 5], "float32", 80]])], SECOND
+    layout: dict[str, Any] = {"root": "M", "via": via, "virtual": False, "devices": ["cpu"], "absent": {}}
+    at = SECOND
+    out: list[Row] = [Definition(1, layout), Definition(2, [["0", [4, 5], "float32", 80]])]
     for number in range(1, rounds * (train + evaluate) + 1):
         trains = (number - 1) % (train + evaluate) < train
         wall, forward = (10_000_000, 4_000_000) if trains else (1_000_000, 50_000)
@@ -463,7 +467,7 @@ def evaluated(train: int, evaluate: int, rounds: int = 1, via: str | None = None
 
 def test_evaluations_are_kept_apart_from_the_steps_that_train(state: Path) -> None:
     directory = write_run_directory({0: evaluated(60, 200)})
-    said = report_as_json(collect_report_data(directory))
+    said = report_json_of(collect_report_data(directory))
     (mode,), (evaluation,) = said["modes"], said["evaluations"]
     assert (mode["mode"], mode["steps"], mode["median_ms"]) == ("single", 60, 10.0)
     assert (evaluation["mode"], evaluation["steps"], evaluation["median_ms"]) == ("single", 200, 1.0)
@@ -487,7 +491,7 @@ def test_evaluations_are_kept_apart_from_the_steps_that_train(state: Path) -> No
 
 
 def test_figures_of_ranks_leave_out_evaluations(state: Path) -> None:
-    said = report_as_json(
+    said = report_json_of(
         collect_report_data(
             write_run_directory({number: evaluated(60, 200, via="DistributedDataParallel") for number in range(2)})
         )
@@ -497,7 +501,7 @@ def test_figures_of_ranks_leave_out_evaluations(state: Path) -> None:
 
 
 def test_a_run_without_training_steps_has_no_evaluation(state: Path) -> None:
-    said = report_as_json(collect_report_data(write_run_directory({0: evaluated(0, 100)})))
+    said = report_json_of(collect_report_data(write_run_directory({0: evaluated(0, 100)})))
     assert (said["modes"][0]["steps"], said["evaluations"], said["calls"]) == (100, [], 100)
     assert not any(one["evaluation"] for one in said["time"]["stretches"])
     assert "data" in {finding["kind"] for finding in said["findings"]}
@@ -507,10 +511,10 @@ def test_deleted_rows_change_no_figure(state: Path) -> None:
     training = Training(mode="single", step_ns=50_000_000)
     payloads = [*training.begin(), *training.run(1500), *training.switch("dp"), *training.run(4500)]
     whole, directory = (
-        report_as_json(collect_report_data(write_run_directory({0: payloads}))),
+        report_json_of(collect_report_data(write_run_directory({0: payloads}))),
         write_run_directory({0: payloads}, limit_bytes=1 << 20),
     )
-    said = report_as_json(collect_report_data(directory))
+    said = report_json_of(collect_report_data(directory))
     assert said["pruned"] > 0
     same = ("modes", "evaluations", "replicas", "sizes", "stages", "compared", "elapsed", "steps", "calls", "findings")
     assert {name: said[name] for name in same} == {name: whole[name] for name in same}
@@ -524,7 +528,7 @@ def test_deleted_rows_change_no_figure(state: Path) -> None:
 # ------------------------------------------------------------------------------------------------ where the time went
 
 
-def epochs(gap_s: float, workers: int | None = None, persistent: bool = False) -> tuple[list[bytes], float]:
+def epochs(gap_s: float, workers: int | None = None, persistent: bool = False) -> tuple[list[Row], float]:
     """Return six epochs of 20 steps of 0.1 s, with gaps between them (mostly starts of loaders), and the end (s)."""
     training = Training(mode="single", step_ns=SECOND // 10)
     payloads = training.begin()
@@ -547,7 +551,7 @@ def test_the_time_of_a_run_is_accounted_for(state: Path) -> None:
     payloads += [pause_event(training.now / SECOND, 80, 30.0), *training.run(40)]
     seconds = training.now / SECOND + 1.5
     directory = write_run_directory({0: payloads}, seconds=seconds)
-    elapsed = report_as_json(collect_report_data(directory))["elapsed"]
+    elapsed = report_json_of(collect_report_data(directory))["elapsed"]
     parts = {name: value for name, value in elapsed.items() if name != "gaps" and value}
     assert parts == {
         "startup_s": 2.0, "training_s": pytest.approx(12, rel=0.05), "between_s": pytest.approx(4, abs=0.1),
@@ -573,7 +577,7 @@ def test_memory_in_json_counts_the_processes_that_know_it(state: Path) -> None:
         payloads[process] = [*training.begin(), *training.run(9)]
         if devices is not None:
             payloads[process].append(Event("memory", {"process": process, "t_s": 2.0, "devices": devices}))
-    (row,) = report_as_json(collect_report_data(write_run_directory(payloads, seconds=5.0)))["memory"]
+    (row,) = report_json_of(collect_report_data(write_run_directory(payloads, seconds=5.0)))["memory"]
     assert (row["model_bytes"], row["optimizer_bytes"], row["rest_bytes"]) == (200, 200, None)
     assert row["processes"] == 3
     assert row["known"] == {"model_bytes": 2, "gradients_bytes": 2, "optimizer_bytes": 1, "rest_bytes": 0}
@@ -643,7 +647,7 @@ def test_a_verdict_stands_in_the_report_with_its_uncertainty(both: Path) -> None
     lines = lines_of_section(report_text(both, 80), "DP AGAINST SINGLE")
     assert lines[0].startswith("  DataParallel over 2 virtual replicas")
     assert f"speed-up {found.speedup.value:.2f}" in " ".join(lines)
-    assert report_as_json(collect_report_data(both))["compared"]["outcome"] in ("faster", "slower", "even")
+    assert report_json_of(collect_report_data(both))["compared"]["outcome"] in ("faster", "slower", "even")
 
 
 def test_a_first_forward_that_failed_has_no_speed(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -673,7 +677,7 @@ def test_the_summary_names_the_exception_when_the_output_closed_with_the_screen(
 # ------------------------------------------------------------------------------------------------ what was deleted
 
 
-def long_training(slow: int, steps: int = 6000, evaluations: bool = False) -> list[bytes]:
+def long_training(slow: int, steps: int = 6000, evaluations: bool = False) -> list[Row]:
     """Return steps of 50 ms, one with a data wait of 10 s; the first thousand are in single, the others in dp."""
     at, out = 0, [*Training().begin()]
     for number in range(1, steps + 1):

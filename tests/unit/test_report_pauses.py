@@ -23,14 +23,14 @@ from dpmon.model.pauses import (
 from dpmon.model.run_snapshot import PauseChange
 from dpmon.model.slow_steps import overlap_ns
 from dpmon.model.throughput import throughput_of
+from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Event, Step
 from dpmon.report import collect_report_data, report_text
 from dpmon.report.html_page import render_page
 from dpmon.report.plots import build_plots
-from dpmon.report.report_json import report_as_json
 from dpmon.report.sections import build_document
 from dpmon.run.run_directory import load_exit
-from support.format_readers import lines_of_section
+from support.format_readers import lines_of_section, report_json_of
 from support.history_builders import snapshot_of_directory, write_run_directory
 from support.record_builders import SECOND, Training, device_event, pause_event, records_of_rows
 
@@ -39,7 +39,7 @@ def paused_run(took_s: float = 600.0, at_the_end_s: float = 0.0) -> Path:
     """Make a run: 100 steps of 0.1 s, a pause, 100 steps, and a pause at the end."""
     training = Training(mode="single", step_ns=SECOND // 10)
     payloads = [*training.begin(), *training.run(100)]
-    samples = [(t, 80.0) for t in range(1, 31)]
+    samples = [(float(t), 80.0) for t in range(1, 31)]
     for step, seconds in ((100, took_s), (200, at_the_end_s)):
         began = training.now / SECOND
         if seconds:
@@ -59,7 +59,7 @@ def test_pauses_are_reported_and_are_in_no_figure_of_steps(state: Path) -> None:
         (100, 600),
         (200, 120),
     ]
-    said = report_as_json(story)
+    said = report_json_of(story)
     assert [(one["step"], one["seconds"], one["on"]) for one in said["pauses"]] == [
         (100, pytest.approx(600.0), False), (200, pytest.approx(120.0), False)
     ]  # fmt: skip
@@ -199,14 +199,14 @@ def test_refusals_are_no_pauses_however_many_there_were(state: Path) -> None:
     lines = report_text(directory, 120)
     assert "  paused once, for 1.00 s: that time is in no step, no phase and no figure" in lines
     assert lines_of_section(lines, "PAUSES")[-1] == "  and 993 more; --json has them all"
-    said = report_as_json(collect_report_data(directory))
+    said = report_json_of(collect_report_data(directory))
     assert len(said["pauses"]) == 1005
     assert (said["paused"]["times"], said["paused"]["seconds"]) == (1, pytest.approx(1.0))
 
 
 def two_trainings() -> tuple[Path, str]:
     """Record two trainings of a launcher, the second paused from 200 to 800 s, and a GPU that is idle only then."""
-    payloads: dict[int, list[bytes]] = {}
+    payloads: dict[int, list[Row]] = {}
     for process, (begin, end) in enumerate(((2, 900), (110, 900))):
         training = Training(process=process, mode="single", step_ns=SECOND, start_ns=begin * SECOND)
         payloads[process] = training.begin()
@@ -228,7 +228,7 @@ def test_the_report_says_that_figures_include_a_pause_during_another_training(st
     assert story.facts.paused == []
     assert "no figure" not in text
     assert re.search(r"for \d+ min \d\d s of it another process was not paused, and the figures", text)
-    assert report_as_json(story)["paused"]["alone_s"] == pytest.approx(600, rel=0.01)
+    assert report_json_of(story)["paused"]["alone_s"] == pytest.approx(600, rel=0.01)
 
 
 def test_the_summary_of_a_run_that_was_killed_in_a_pause_says_so(state: Path) -> None:
@@ -264,11 +264,11 @@ def test_a_pause_and_a_wait_for_input_are_in_no_rate(state: Path) -> None:
     steps = [record for record in records_of_rows(payloads) if isinstance(record, Step)]
     true = 30 * len(steps) * 1e9 / sum(step.wall_ns for step in steps)
     directory = write_run_directory({0: payloads, -1: [waits]}, seconds=training.now / 1e9)
-    assert report_as_json(collect_report_data(directory))["modes"][0]["samples_per_s"] == pytest.approx(true, rel=0.001)
+    assert report_json_of(collect_report_data(directory))["modes"][0]["samples_per_s"] == pytest.approx(true, rel=0.001)
     live, over = (snapshot_of_directory(directory, span_s=0, over=over) for over in (False, True))
     process = live.processes[0]
     for rate in (over.processes[0].mean, process.ranged.rate):
         assert rate is not None
         assert (rate.samples_per_s, rate.samples_within) == pytest.approx((true, true), rel=0.001)
     assert throughput_of(process, live, process.seen_ns).samples_per_s == pytest.approx(true, rel=0.1)
-    assert [one["seconds"] for one in report_as_json(collect_report_data(directory))["inputs"]] == [5.0]
+    assert [one["seconds"] for one in report_json_of(collect_report_data(directory))["inputs"]] == [5.0]

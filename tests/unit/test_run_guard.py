@@ -161,11 +161,11 @@ def test_a_signal_reaches_a_command_that_could_not_be_recorded(
     monkeypatch.setattr(guards, "STALLED_S", 0.0)
     code = "import os, signal, time; signal.signal(signal.SIGINT, signal.SIG_DFL)"
     code += "; print(os.getpid(), flush=True); time.sleep(60)"
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", STARTS, code, directory], text=True, **pipes) as supervisor:
+    words = [sys.executable, "-c", STARTS, code, str(directory)]
+    with subprocess.Popen(words, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as supervisor:
         assert supervisor.stdout is not None
         command = int(supervisor.stdout.readline())
-        guard = SupervisorGuard(RunReader(directory), supervisor)
+        guard = SupervisorGuard(RunReader(directory), supervisor)  # type: ignore[arg-type]  # its pipes are not read
         wait_for(lambda: guard.send(number))
         wait_for(lambda: not proc.is_alive(command, None))
         assert not guard.send(number)
@@ -182,7 +182,7 @@ def test_an_end_counts_when_the_last_records_are_written_or_nobody_writes_them(
     earlier = replace(now, end_ns=now.end_ns - 2000 * 10**9)
     monkeypatch.setattr(guards, "STALLED_S", 1000.0)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as supervisor:
-        guard = SupervisorGuard(RunReader(directory), supervisor)
+        guard = SupervisorGuard(RunReader(directory), supervisor)  # its pipes are not read
         write_info(directory, now)
         assert guard.exit_info() is None, "the supervisor is writing them"
         write_info(directory, earlier)
@@ -207,8 +207,8 @@ def test_an_end_that_was_recorded_while_this_process_was_stopped_is_seen(
         asleep_s = 60.0
         write_info(directory, exit_info(guard.info, 3, "supervisor"))
 
-    monkeypatch.setattr(launch.time, "sleep", stopped)
-    monkeypatch.setattr(launch.time, "monotonic", lambda: clock() + asleep_s)
+    monkeypatch.setattr(time, "sleep", stopped)
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + asleep_s)
     how = launch._wait_for_exit_record(guard)
     assert how is not None
     assert how.status == 3

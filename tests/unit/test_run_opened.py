@@ -108,7 +108,7 @@ def test_records_missing_in_the_history_are_read_from_the_rings(whole: dict[str,
 
 def test_an_active_supervisor_is_trusted_until_it_stops_writing(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = recorded(0.3, boot_id=proc.boot_id())
-    us = {"supervisor_pid": os.getpid(), "supervisor_started": proc.start_time_s(os.getpid())}
+    us: dict[str, Any] = {"supervisor_pid": os.getpid(), "supervisor_started": proc.start_time_s(os.getpid())}
     write_info(directory, replace(load_info(directory), **us))
     monkeypatch.setattr("dpmon.store.store_opening.STARVED_S", 600.0)
     for age_s in (0, 4):
@@ -129,7 +129,10 @@ def test_a_suspended_supervisor_is_not_waited_for(state: Path) -> None:
     with subprocess.Popen(["sleep", "600"]) as sleeper:
         sleeper.send_signal(signal.SIGSTOP)
         wait_for(lambda: proc.is_suspended(sleeper.pid), what="the stop")
-        supervisor = {"supervisor_pid": sleeper.pid, "supervisor_started": proc.start_time_s(sleeper.pid)}
+        supervisor: dict[str, Any] = {
+            "supervisor_pid": sleeper.pid,
+            "supervisor_started": proc.start_time_s(sleeper.pid),
+        }
         write_info(directory, replace(load_info(directory), **supervisor))
         assert steps_after(directory, 4) == 300
         sleeper.kill()
@@ -149,7 +152,7 @@ def test_a_journal_that_vanishes_hides_nothing(state: Path, monkeypatch: pytest.
 def test_a_supervisor_is_not_trusted_after_the_end_of_the_command(state: Path, drained: bool) -> None:
     """It may have replaced a killed one and not have read the rings; and workers may outlive the command."""
     directory = recorded(0.3, boot_id=proc.boot_id())
-    us = {"supervisor_pid": os.getpid(), "supervisor_started": proc.start_time_s(os.getpid())}
+    us: dict[str, Any] = {"supervisor_pid": os.getpid(), "supervisor_started": proc.start_time_s(os.getpid())}
     info = replace(load_info(directory), **us)
     write_info(directory, info)
     write_info(directory, exit_info(info, 0, "foreground", drained=drained))

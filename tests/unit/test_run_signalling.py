@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,11 +24,12 @@ from support.run_harness import wait_for
 SLEEPER = [sys.executable, "-c", "print(1, flush=True); import time; time.sleep(600)"]
 
 
-def sleeper(**more: object) -> subprocess.Popen[bytes]:
-    process = subprocess.Popen(SLEEPER, stdout=subprocess.PIPE, **more)  # type: ignore[call-overload]
+def sleeper(**more: Any) -> subprocess.Popen[bytes]:
+    process: subprocess.Popen[bytes] = subprocess.Popen(SLEEPER, stdout=subprocess.PIPE, **more)
+    assert process.stdout is not None
     process.stdout.readline()
     process.stdout.close()
-    return process  # type: ignore[no-any-return]
+    return process
 
 
 @pytest.fixture

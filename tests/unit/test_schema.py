@@ -11,7 +11,8 @@ from typing import Any
 from dpmon.gpu.host_sampler import HostSampler
 from dpmon.record.jsonl import as_json
 from dpmon.record.record_specs import RECORDS
-from dpmon.record.schema import CALL_PHASES, PHASES, STEP_PHASES, phase_by_display_name, phase_by_name
+from dpmon.record.schema import PHASES, STEP_PHASES, phase_by_display_name, phase_by_name
+from dpmon.record.shared_names import CALL_PHASES
 from support.history_builders import read_linear_run
 from support.record_builders import device_event, host_event, records_of_rows
 

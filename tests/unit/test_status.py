@@ -46,9 +46,13 @@ def a_run(*own: Event, steps: int = 40, name: str = "linear", **about: Any) -> P
 
 def live(*own: Event, **about: Any) -> Path:
     """A run that goes on: this process plays the supervisor and the command."""
-    me = {"supervisor_pid": os.getpid(), "supervisor_started": proc.start_time_s(os.getpid())}
+    me: dict[str, Any] = {"supervisor_pid": os.getpid(), "supervisor_started": proc.start_time_s(os.getpid())}
     me |= {"command_pid": os.getpid(), "command_started": proc.start_time_s(os.getpid())}
-    now = {"start_ns": time.monotonic_ns() - 60 * 10**9, "started_unix": time.time() - 60, "host": proc.host_name()}
+    now: dict[str, Any] = {
+        "start_ns": time.monotonic_ns() - 60 * 10**9,
+        "started_unix": time.time() - 60,
+        "host": proc.host_name(),
+    }
     return a_run(*own, status=None, boot_id=proc.boot_id(), **me, **now, **about)
 
 
@@ -251,7 +255,7 @@ def test_a_wait_ends_when_the_state_is_reached_or_the_time_is_over(
         assert end is not None
         write_info(directory, replace(end, status=0))
 
-    monkeypatch.setattr(status.time, "sleep", nap)
+    monkeypatch.setattr(time, "sleep", nap)
     assert main(["status", directory.name, "--wait", "finished", "--timeout", "60"]) == 0
     assert naps == [status.EVERY_S]
 

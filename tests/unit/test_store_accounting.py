@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Event
 from dpmon.store.step_stats import StatsWindow, account_for_elapsed
 from dpmon.store.store_opening import open_store
@@ -221,7 +222,7 @@ def test_a_process_that_began_to_record_within_its_first_step() -> None:
 
 
 def test_processes_that_train_one_after_another_have_ended_when_the_next_one_trains(state: Path) -> None:
-    records: dict[int, list[bytes]] = {}
+    records: dict[int, list[Row]] = {}
     now = SECOND
     for process in range(10):
         training = Training(process=process, step_ns=100 * MS)
@@ -297,7 +298,7 @@ def test_a_first_step_that_waits_long_is_start_up(state: Path, waits: dict[str, 
     walls = [20 * SECOND + 30 * MS, *[(20 + number % 7) * MS for number in range(40)]]
     starts = [2 * SECOND + sum(walls[:number]) for number in range(41)]
     first = (5 * MS if waits else 20 * SECOND, 5 * MS, 5 * MS, 1 * MS)
-    steps = [step_row("dp", 1, starts[0], walls[0], 8, first, **waits)]
+    steps = [step_row("dp", 1, starts[0], walls[0], 8, first, (), **waits)]
     steps += [
         step_row("dp", number + 1, starts[number], walls[number], 8, (5 * MS,) * 3 + (MS,)) for number in range(1, 41)
     ]

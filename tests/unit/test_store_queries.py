@@ -151,12 +151,12 @@ def check_figures(
     assert figures.p95_ns == pytest.approx(nearest_rank(walls, 0.95), rel=ERROR)
     assert figures.mean_ns == pytest.approx(statistics.fmean(walls), rel=1e-12)
     for index, quantity in enumerate(QUANTITIES):
-        known = [step.facts.quantities[index] for step in mine if step.facts.quantities[index] is not None]
+        known = [count for step in mine if (count := step.facts.quantities[index]) is not None]
         total = figures.tally.sum(quantity.name)
         assert (total.count, total.total) == (len(known), sum(known))
     assert figures.tally.last_step == max(step.facts.number for step in mine)
     for index, phase in enumerate(PHASES):
-        took = [step.facts.phases[index] for step in mine if step.facts.phases[index] is not None]
+        took = [ns for step in mine if (ns := step.facts.phases[index]) is not None]
         found = figures.phase(phase.name)
         assert (found is None) == (not took)
         if found is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ from support.screen_states import MONO_ASCII, RUN_INFO, STYLE, screen_data_of, s
 AXIS = TimeAxis(10, 70, 65)
 
 
-def column(second: int, count: int = 5, mode: str = "single", **more: bool) -> Column:
+def column(second: int, count: int = 5, mode: str = "single", **more: Any) -> Column:
     return Column(second, mode, count, count * 10, **more)
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from dpmon.config import ALERTS
+from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Event
 from dpmon.ui.alert import _FORMS, Alert
 from dpmon.ui.screen_data import ScreenData
@@ -18,7 +19,7 @@ from support.screen_states import RUN_INFO, exit_info_of
 def scenes() -> dict[str, ScreenData]:
     """One picture of a run in each state."""
     training = Training()
-    rows = [*training.begin(), *training.run(50)]
+    rows: list[Row] = [*training.begin(), *training.run(50)]
     at_s = training.now / SECOND
     name = "\x1b]0;evil\x07;x"
     stall = Event("stall", {"t_s": at_s, "since_s": at_s, "text": f"in {name}", "ranks": []})
@@ -28,7 +29,7 @@ def scenes() -> dict[str, ScreenData]:
     return {
         "training": goes_on,
         "reading": replace(goes_on, reading=True),
-        "stalled": replace(goes_on, state=snapshot_of_records({0: rows, -1: [stall]})),
+        "stalled": replace(goes_on, state=snapshot_of_records({0: rows, -1: list[Row]([stall])})),
         "ended": replace(goes_on, ended=exit_info_of(0)),
     }
 

@@ -74,8 +74,10 @@ def test_no_rank_is_named_if_all_are_equal() -> None:
 
 def test_nothing_is_said_of_slow_ranks_before_enough_waits_are_known() -> None:
     facts = facts_of(4)
-    ranks = tuple(one._replace(joined=5) for one in facts.state.communication.ranks)
-    facts = replace(facts, state=replace(facts.state, communication=replace(facts.state.communication, ranks=ranks)))
+    communication = facts.state.communication
+    assert communication is not None
+    ranks = tuple(one._replace(joined=5) for one in communication.ranks)
+    facts = replace(facts, state=replace(facts.state, communication=replace(communication, ranks=ranks)))
     said = texts(panel_ranks.render_panel(facts, 76, 12, STYLE))
     assert said[-1] == "a slow rank is named after 20 steps with known waits: 5 so far"
 

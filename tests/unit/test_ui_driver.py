@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import time
 
 import pytest
 from textual import events
@@ -176,7 +177,7 @@ def test_a_terminal_that_takes_no_output_for_a_moment_is_restored(monkeypatch: p
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     os.write(writing, bytes(1 << 20))
-    monkeypatch.setattr(module.time, "sleep", lambda _: os.read(reading, 1 << 20))
+    monkeypatch.setattr(time, "sleep", lambda _: os.read(reading, 1 << 20))
     module._write(writing, module._RESTORE)
     assert os.read(reading, 1 << 20) == module._RESTORE
     os.close(reading)

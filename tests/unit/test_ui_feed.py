@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,7 +33,7 @@ def _without_rests(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def feed_of(directory: Path, reader: FakeReader, clock: Callable[[], int] = time.monotonic_ns) -> LiveRun:
-    return LiveRun(directory, lambda: reader, clock, reader.open_store)
+    return LiveRun(directory, reader.as_reader, clock, reader.open_store)
 
 
 def test_the_last_picture_has_all_that_was_recorded_and_how_it_ended(tmp_path: Path) -> None:
@@ -178,7 +179,12 @@ def test_the_state_of_very_many_ranks_is_read_in_every_other_second(
     reads: list[float] = []
     for count, times in ((1, [0.0, 1.0, 2.0, 3.0, 4.0]), (MANY + 1, [5.0, 7.0, 9.0])):
         state = RunSnapshot(processes={number: Process(number) for number in range(count)})
-        monkeypatch.setattr(feed, "_build_snapshot", lambda *_, state=state: (reads.append(now[0]), state)[1])
+
+        def build(*_: Any, state: RunSnapshot = state) -> RunSnapshot:
+            reads.append(now[0])
+            return state
+
+        monkeypatch.setattr(feed, "_build_snapshot", build)
         reads.clear()
         for _ in range(5):
             feed.refresh()

@@ -20,6 +20,7 @@ import pytest
 from dpmon.model.epoch_progress import Progress
 from dpmon.model.finding_text import Finding
 from dpmon.model.run_snapshot import WORST
+from dpmon.record.history_rows import Row as RecordedRow
 from dpmon.record.record_types import Call, Event, Record
 from dpmon.ui.panel_view import to_ascii_row
 from dpmon.ui.panels.panel_output import OutputView
@@ -50,7 +51,7 @@ GOLDEN = Path(__file__).parent.parent / "golden"
 PANELS = ("devices", "replicas", "batch", "compare", "progress")
 
 
-def memory(training: Training, peaks: list[dict[str, Any]]) -> bytes:
+def memory(training: Training, peaks: list[dict[str, Any]]) -> Event:
     return Event("memory", {"process": 0, "rank": None, "t_s": training.now / SECOND, "devices": peaks})
 
 
@@ -82,7 +83,7 @@ def gpus(count: int, *, both: bool = False, replicas: int | None = None, batch: 
     return ScreenData(snapshot_of_records(payloads, slowest=8), training.now, RUN_INFO, alive=True, can_toggle=True)
 
 
-def samples(count: int, ours: int, least_gib: int = 20) -> list[bytes]:
+def samples(count: int, ours: int, least_gib: int = 20) -> list[RecordedRow]:
     """Return the samples of GPUs, `ours` of them used by the run. They hold more each second."""
     return [
         whole_device_event(

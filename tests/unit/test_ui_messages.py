@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -31,8 +32,8 @@ from support.screen_harness import ManualClock, open_playback, open_screen, show
 from support.screen_states import RUN_INFO, STYLE, exit_info_of, shown_process, with_process
 
 
-def trained(steps: int = 200, *, over: bool = False, **options: object) -> ScreenData:
-    training = Training(**options)  # type: ignore[arg-type]
+def trained(steps: int = 200, *, over: bool = False, **options: Any) -> ScreenData:
+    training = Training(**options)
     state = snapshot_of_records([*training.begin(), *training.run(steps)], over=over)
     return ScreenData(state, training.now, RUN_INFO, alive=True, can_toggle=True)
 

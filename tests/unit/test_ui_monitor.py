@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from textual.events import MouseScrollUp
@@ -47,7 +48,7 @@ async def test_it_draws_the_run_at_every_size(tmp_path: Path) -> None:
 
 
 async def test_it_draws_before_anything_is_read(tmp_path: Path) -> None:
-    def never() -> FakeReader:
+    def never() -> Any:
         assert app.text()[0].strip(), "there is a picture already"
         return reader
 
@@ -363,7 +364,7 @@ async def test_a_key_chooses_among_several_roots(tmp_path: Path) -> None:
 
 
 async def test_a_fault_in_the_reader_ends_the_screen_with_an_error(tmp_path: Path) -> None:
-    def broken() -> FakeReader:
+    def broken() -> Any:
         raise OSError("no such run")
 
     app = Monitor(tmp_path, STYLE, refresh=0.1, open_reader=broken)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from dpmon.model.comparison_stats import Interval
 from dpmon.model.device_memory import HOST
+from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Event
 from dpmon.ui.panels import panel_compare
 from dpmon.ui.screen_data import PlaybackPosition, ScreenData, View
@@ -97,9 +99,9 @@ def test_the_reason_of_a_refusal_stays_on_the_panel() -> None:
     reason = "BatchNorm over a chunk of one row " * 9
     payloads = [*training.begin(), *training.run(60), training.mode_event("user", reason), *training.run(2000)]
 
-    def picture(*more: bytes, **changes: object) -> list[str]:
+    def picture(*more: Row, **changes: Any) -> list[str]:
         facts = ScreenData(snapshot_of_records([*payloads, *more]), training.now, RUN_INFO, alive=True, can_toggle=True)
-        return compare_text(replace(facts, **changes), 60, 12)  # type: ignore[arg-type]
+        return compare_text(replace(facts, **changes), 60, 12)
 
     lines = picture()
     assert lines[-3].startswith("dp refused: BatchNorm over a chunk")
@@ -127,14 +129,14 @@ def test_a_refusal_names_its_root_where_there_are_several() -> None:
     assert "dp refused for Loss" in " ".join(compare_text(replace(facts, view=View(zoom="compare")), 60, 20))
 
 
-def two_visits(kind: str, later_s: int = 0) -> tuple[list[bytes], Training]:
+def two_visits(kind: str, later_s: int = 0) -> tuple[list[Row], Training]:
     """A hundred steps of a second in single, then as many in dp, with samples of memory of a `kind`; and some more."""
     training = Training(mode="single", step_ns=SECOND, devices=("cuda:0", "cuda:1"), virtual=False)
     events = training.begin()[:1]
 
     highest = 0
 
-    def sample(peak: int) -> bytes:
+    def sample(peak: int) -> Event:
         nonlocal highest
         at = training.now / SECOND
         if kind == "host":

@@ -11,6 +11,7 @@ import pytest
 from dpmon.model.run_snapshot import MOST_RANKS, ProcessInfo, RunSnapshot, toggle_refusal
 from dpmon.model.snapshot_builder import SnapshotBuilder
 from dpmon.model.throughput import throughput_of
+from dpmon.record.history_rows import Row
 from dpmon.store.step_stats import StatsWindow
 from dpmon.ui.panels import panel_ranks
 from dpmon.ui.panels.panel_output import OutputView
@@ -127,7 +128,7 @@ def test_the_rate_of_ranks_is_the_same_whatever_was_read_before() -> None:
         Training(process=rank, rank=rank, devices=("cuda:0",), virtual=False, mode="single", step_ns=SECOND // 4)
         for rank in range(4)
     ]
-    late: list[list[bytes]] = [one.begin() for one in ranks]
+    late: list[list[Row]] = [one.begin() for one in ranks]
     for _ in range(40):
         for rank, one in enumerate(ranks):
             late[rank] += one.run(4)

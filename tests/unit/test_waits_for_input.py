@@ -14,12 +14,13 @@ from dpmon.cli.summary import summary_lines
 from dpmon.model.mode_comparison import verdict_sentence
 from dpmon.model.run_snapshot import RunSnapshot
 from dpmon.model.slow_steps import INPUT
+from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Event
 from dpmon.report import collect_report_data, report_text
-from dpmon.report.report_json import report_as_json
 from dpmon.store.history_writer import HistoryWriter
 from dpmon.store.write_batch import WriteBatch
 from dpmon.ui.screen_data import ScreenData
+from support.format_readers import report_json_of
 from support.history_builders import Recording, write_run_directory
 from support.record_builders import SECOND, Training
 from support.screen_states import screen_text
@@ -29,7 +30,7 @@ PID = 4242
 Wait = tuple[float, float]
 
 
-def with_waits(*seconds: float, mode: str = "single") -> tuple[Training, list[bytes], list[Wait]]:
+def with_waits(*seconds: float, mode: str = "single") -> tuple[Training, list[Row], list[Wait]]:
     """A hundred steps of 20 ms, one in which the script waited for so long, and so on; the waits (s)."""
     training = Training(mode=mode, step_ns=SECOND // 50)
     payloads, waits = [*training.begin(), *training.run(100)], []
@@ -45,11 +46,11 @@ def with_waits(*seconds: float, mode: str = "single") -> tuple[Training, list[by
     return training, payloads, waits
 
 
-def wait_events(waits: Sequence[Wait], pid: int = PID) -> list[bytes]:
+def wait_events(waits: Sequence[Wait], pid: int = PID) -> list[Row]:
     return [Event("input", {"pid": pid, "t_s": at, "waited_s": took}) for at, took in waits]
 
 
-def recorded(payloads: Sequence[bytes], waits: Sequence[Wait], pid: int = PID, span_s: int = 120) -> RunSnapshot:
+def recorded(payloads: Sequence[Row], waits: Sequence[Wait], pid: int = PID, span_s: int = 120) -> RunSnapshot:
     return Recording().add(payloads).add(wait_events(waits, pid), -1).state(span_s=span_s)
 
 
@@ -120,7 +121,7 @@ def test_a_report_blames_nobody_for_a_wait(state: Path) -> None:
         directory := write_run_directory({0: payloads, -1: wait_events(waits)}, seconds=seconds)
     )
     assert story.findings == []
-    said = report_as_json(story)["inputs"]
+    said = report_json_of(story)["inputs"]
     assert [(one["process"], one["t_s"], one["seconds"]) for one in said] == [
         (0, pytest.approx(at), pytest.approx(took)) for at, took in waits
     ]

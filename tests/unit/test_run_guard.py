@@ -182,7 +182,7 @@ def test_an_end_counts_when_the_last_records_are_written_or_nobody_writes_them(
     earlier = replace(now, end_ns=now.end_ns - 2000 * 10**9)
     monkeypatch.setattr(guards, "STALLED_S", 1000.0)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as supervisor:
-        guard = SupervisorGuard(RunReader(directory), supervisor)  # its pipes are not read
+        guard = SupervisorGuard(RunReader(directory), supervisor)
         write_info(directory, now)
         assert guard.exit_info() is None, "the supervisor is writing them"
         write_info(directory, earlier)

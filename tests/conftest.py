@@ -1,4 +1,4 @@
-"""Fixtures for all tests. Because of its place, all tests can import the modules beside it (synthetic, running)."""
+"""Fixtures for all tests. Because of its place, all tests can import the package `support` beside it."""
 
 from __future__ import annotations
 

@@ -23,10 +23,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dpmon.record.record_types import Step
-
 TESTS = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(TESTS), str(TESTS / "unit")]
+sys.path.insert(0, str(TESTS))
 
 from yardstick import Yardstick  # noqa: E402
 
@@ -34,7 +32,7 @@ from dpmon.export.incremental_rows import IncrementalRows  # noqa: E402
 from dpmon.mirror.chunk_receiver import ChunkReceiver, UncheckedChunk, validate_chunks  # noqa: E402
 from dpmon.mirror.mirror import FEW_COLLECTIONS  # noqa: E402
 from dpmon.mirror.mirror_history import MirrorHistory  # noqa: E402
-from dpmon.record.record_types import Event  # noqa: E402
+from dpmon.record.record_types import Event, Step  # noqa: E402
 from dpmon.run.run_directory import RunInfo  # noqa: E402
 from dpmon.store.tally import WIDTHS  # noqa: E402
 from support.history_builders import Recording  # noqa: E402

@@ -103,6 +103,8 @@ def records_of_kind(records: list[dict[str, Any]], kind: str) -> list[dict[str, 
     return [record for record in records if record["kind"] == kind]
 
 
+# ------------------------------------------------------------------------------------------------ what torch varies
+
 MAX_BASELINE_RUNS = 20
 """Runs without dpmon before a difference counts as dpmon's; an equal result needs none of them."""
 T = TypeVar("T")

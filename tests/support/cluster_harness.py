@@ -130,6 +130,8 @@ def start_slurm(place: Path) -> Iterator[Slurm]:
         cluster.stop()
 
 
+# ------------------------------------------------------------------------------------------------ ssh
+
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
 DPMON_BIN = os.path.dirname(shutil.which("dpmon", path=os.path.dirname(sys.executable)) or sys.executable)
 _NAMESPACE_NUMBERS = itertools.count()
@@ -346,6 +348,8 @@ class NamespaceHosts:
                     os.kill(pid, signal.SIGKILL)
             subprocess.run(["ip", "netns", "del", namespace], check=False, capture_output=True)
 
+
+# ------------------------------------------------------------------------------------------------ a mirror's stream
 
 TRAINING_UNTIL_GO = """\
 import time, pathlib, torch

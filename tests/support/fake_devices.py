@@ -173,6 +173,8 @@ class RunSamples:
         return wait_for(holds, what=what)
 
 
+# ------------------------------------------------------------------------------------------------ CUDA
+
 SOURCES = _TESTS / "cuda"
 WAITING_FUNCTIONS = (
     *("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy", "cudaMemset"),
@@ -331,6 +333,8 @@ class SimulatedCuda:
         """Return the number of calls of each function."""
         return dict(json.loads((self.directory / f"counts-{of or self.made}").read_text()))
 
+
+# ------------------------------------------------------------------------------------------------ a device clock
 
 _LAYOUT = 1
 _CALL = Kind.CALL | _LAYOUT << SITE_AT | (Flag.TRAINING | Flag.GRAD | Flag.SINGLE) << FLAGS_AT

@@ -1,4 +1,4 @@
-"""Strict readers of the documentation and of Chrome's trace event format."""
+"""Strict readers of the documentation, of Chrome's trace event format, and of reports."""
 
 from __future__ import annotations
 
@@ -137,6 +137,8 @@ def apply_patch(text: str, hunks: str) -> str:
     return text
 
 
+# ------------------------------------------------------------------------------------------------ Chrome traces
+
 _COMMON_MEMBERS = {"ph", "name", "pid", "tid", "args"}
 _MEMBERS = {"X": {"ts", "dur"}, "C": {"ts"}, "i": {"ts", "s"}, "M": set()}
 _METADATA_MEMBERS = {"process_name": "name", "process_sort_index": "sort_index", "thread_name": "name",
@@ -246,6 +248,8 @@ def _check_nesting(slices: list[dict[str, Any]]) -> None:
         open_until.append(end)
 
 
+# ------------------------------------------------------------------------------------------------ documented JSON
+
 _JSON_PAGE = Path(__file__).parents[2] / "docs" / "json.md"
 
 
@@ -288,6 +292,14 @@ def check_json_is_documented(section: str, *objects: dict[str, Any]) -> None:
         assert any(map(each.fullmatch, there)) or not any(map(beside.fullmatch, there)), path
 
 
+# ------------------------------------------------------------------------------------------------ reports
+
+
+def report_json_of(report: ReportData) -> Any:
+    """Return the JSON of a report, whose members have no common type."""
+    return report_as_json(report)
+
+
 def lines_of_section(lines: list[str], title: str) -> list[str]:
     """Return the lines below a heading."""
     begin = next(number for number, line in enumerate(lines) if line.startswith(title))
@@ -321,8 +333,3 @@ def check_page_is_offline(found: HtmlPage) -> None:
     links = [value for name, value in found.attributes if name.endswith("href") and not value.startswith("data:")]
     assert len(links) > 5
     assert set(links) <= {f"#{value}" for name, value in found.attributes if name == "id"}
-
-
-def report_json_of(report: ReportData) -> Any:
-    """Return the JSON of a report, whose members have no common type."""
-    return report_as_json(report)

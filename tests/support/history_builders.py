@@ -235,6 +235,9 @@ class _RowMaker:
         return [*out, row.timed(times, 0) if any(time is not None for time in times) else row]
 
 
+# ------------------------------------------------------------------------------------------------ run directories
+
+
 def make_run_info(**about: Any) -> RunInfo:
     """Return a run that started at clock 0, and has no directory yet; `about`: other fields."""
     facts = {
@@ -283,6 +286,8 @@ def write_run_directory(
         write_info(directory, ExitInfo(status, None, 1.7e9 + seconds, int(seconds * 1e9), seconds, "supervisor"))
     return directory
 
+
+# ------------------------------------------------------------------------------------------------ steps for tallies
 
 NOT_RUN = -1
 
@@ -434,6 +439,8 @@ def open_history(directory: Path) -> Iterator[Store]:
         yield open_unlimited_store(db)
 
 
+# ------------------------------------------------------------------------------------------------ all of a store
+
 _NO_LIMIT = 1 << 40
 
 
@@ -469,6 +476,8 @@ def assert_same_contents(found: dict[str, Any], wanted: dict[str, Any]) -> None:
     for name in wanted:
         assert found[name] == wanted[name], name
 
+
+# ------------------------------------------------------------------------------------------------ a recorded run
 
 _LINEAR_RUN = Path(__file__).parents[1] / "data" / "linear.records"
 _LINEAR_ROW_TYPES = {"CallRow": CallRow, "Definition": Definition, "Event": Event}
@@ -513,6 +522,8 @@ def _end_ns(record: Record) -> float:
     return record.start_ns + record.wall_ns
 
 
+# ------------------------------------------------------------------------------------------------ analyses
+
 _EMPTY_ANALYSIS: dict[str, Any] = {
     **dict.fromkeys(("modes", "other_process_modes", "batches", "replicas", "devices", "memory", "longest_steps"), ()),
     **dict.fromkeys(("gaps", "loaders", "paused", "losses", "first_invalid_losses", "nodes"), ()),
@@ -536,6 +547,9 @@ def with_changes(before: RunAnalysis, **facts: Any) -> RunAnalysis:
     if facts.get("end_ns") is not None:
         found.until_ns = facts["end_ns"]
     return found
+
+
+# ------------------------------------------------------------------------------------------------ a supervisor
 
 
 class SupervisedRun:

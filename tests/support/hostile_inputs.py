@@ -92,6 +92,9 @@ def damaged_events(damage: str) -> list[Event]:
     return found
 
 
+# ------------------------------------------------------------------------------------------------ file types
+
+
 def _device(path: Path) -> None:
     # A new device node, so that a faulty check does not replace the machine's null device.
     try:

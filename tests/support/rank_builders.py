@@ -192,6 +192,8 @@ def with_world_size(row: Row, world: int) -> Row:
     return with_event_data(row, world=world) if isinstance(row, Event) and row.kind == "process" else row
 
 
+# ------------------------------------------------------------------------------------------------ many nodes
+
 _RECORDED_RANKS = 9
 """Ranks of the recorded run; the last one is slow."""
 _COPIED_SECOND = 3
@@ -390,6 +392,9 @@ class ManyNodes:
     def close(self) -> None:
         """Close the history in a directory."""
         self._history.close()
+
+
+# ------------------------------------------------------------------------------------------------ conclusions
 
 
 def ddp_wrapper(rank: int = 0, **more: Any) -> Wrapper:

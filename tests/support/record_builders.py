@@ -369,6 +369,8 @@ def whole_device_event(t_s: float, index: int, **more: Any) -> Event:
     return device_event(t_s, index, **{**known, **more})
 
 
+# ------------------------------------------------------------------------------------------------ device times
+
 GPUS = ("cuda:0", "cuda:1")
 CALL_TIMES_MS = (0.5, 1.0, 2.0, 0.25)
 STEP_TIMES_MS = (0.25, 4.0, 3.0, 0.5)
@@ -425,6 +427,9 @@ def staged_calls(calls: int, took: Callable[[int], Sequence[float | None]] | Non
         found.append(call if took is None else call.timed((*[None] * 4, *took(number)), Untimed.LATE))
         found.append(step_row("single", number, number * 10**7, 9_500_000, 30, (-1, 9_000_000, -1, -1)))
     return found
+
+
+# ------------------------------------------------------------------------------------------------ more trainings
 
 
 def eventful_training(chance: random.Random, process: int) -> Iterator[list[Row]]:

@@ -49,6 +49,18 @@ _PATIENT = (
     "import dpmon.run.run_signals as s; s.stop_run.__defaults__ = (None, 60.0)\n"
     "from dpmon.cli.main import entry; entry()"
 )
+LONG = os.environ.get("DPMON_LONG") == "1"
+"""Whether tests have the sizes of the promised figures, not small ones."""
+
+
+def scaled_size(short: Size, full: Size) -> Size:
+    """Return `full` in a long run, else `short`."""
+    return full if LONG else short
+
+
+def report_measured(promise: str, text: str) -> None:
+    """Print a measured figure (pytest -s shows it)."""
+    print(f"\n{promise}: {text}", flush=True)
 
 
 def wait_for(condition: Callable[..., Value | None], limit: float = LIMIT_S, what: str = "") -> Value:
@@ -439,6 +451,8 @@ class Terminal:
             assert restored, f"no {off!r} at the end of the output: {bytes(self.raw[-1000:])!r}"
 
 
+# ------------------------------------------------------------------------------------------------ the clocked script
+
 CLOCKED_SCRIPT = Path(__file__).resolve().parents[1] / "process" / "scripts" / "clocked.py"
 MAX_RATE_ERROR = 0.02
 """Largest relative difference between a rate and the script's own."""
@@ -498,6 +512,9 @@ def answer_twice(dpmon: Dpmon, process: subprocess.Popen[bytes]) -> tuple[bytes,
     return process.communicate(timeout=60)
 
 
+# ------------------------------------------------------------------------------------------------ scripts and commands
+
+
 def plain_training_script(steps: int, rows: int = 6, *, wrapped: bool = False) -> str:
     """Return the text of a script that trains for `steps` steps; `wrapped`: in a DataParallel."""
     return f"""
@@ -510,19 +527,6 @@ for step in range({steps}):
     model(torch.randn({rows}, 4)).sum().backward()
     optimizer.step()
 """
-
-
-LONG = os.environ.get("DPMON_LONG") == "1"
-
-
-def scaled_size(short: Size, full: Size) -> Size:
-    """Return `full` in a long run, else `short`."""
-    return full if LONG else short
-
-
-def report_measured(promise: str, text: str) -> None:
-    """Print a measured figure (pytest -s shows it)."""
-    print(f"\n{promise}: {text}", flush=True)
 
 
 def write_slow_script(dpmon: Dpmon, status: int = 0) -> None:
@@ -540,9 +544,12 @@ def put_dpmon_on_path(folder: Path) -> None:
 
 
 def find_new_supervisor(dpmon: Dpmon, old: dict[str, Any]) -> dict[str, Any] | None:
+    """Return run.json of the newest run if it names another supervisor than `old`, else None."""
     info = json.loads((dpmon.last() / "run.json").read_text())
     return info if info["supervisor_pid"] != old["supervisor_pid"] else None
 
+
+# ------------------------------------------------------------------------------------------------ status lines
 
 STATUS_NOW_NS = 10**15
 

@@ -168,6 +168,8 @@ async def open_screen(
     assert reader.closed
 
 
+# ------------------------------------------------------------------------------------------------ a pseudo-terminal
+
 WIDTH, HEIGHT = 120, 40
 SHOW_RUN = """
 import sys
@@ -226,6 +228,9 @@ def screen_terminals(run: TerminalRun) -> Iterator[StartTerminal]:
     dpmon.clean_up()
     for terminal in started:
         terminal.hang_up()
+
+
+# ------------------------------------------------------------------------------------------------ playback
 
 
 class ManualClock:

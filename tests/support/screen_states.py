@@ -153,6 +153,8 @@ def rows_text(rows: list[Any]) -> list[str]:
     return [plain_text(row).rstrip() for row in rows]
 
 
+# ------------------------------------------------------------------------------------------------ stalls
+
 GUILTY = {"words": "in checkpoint (train.py:12)", "place": "train.py:12", "function": "checkpoint", "inside": None}
 WAITING = {"words": "in backward (train.py:90)", "place": "train.py:90", "function": "main", "inside": "backward"}
 STACKS = {

@@ -1,4 +1,4 @@
-"""Fixtures for all tests. Because of its place, all tests can import the modules beside it (synthetic, running)."""
+"""Fixtures for all tests. Because of its place, all tests can import the package `support` beside it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from running import Dpmon
 
 import dpmon as package
+from support.run_harness import Dpmon
 
 FIRST = (
     *("test_tracer_surroundings", "test_tracer_lifetimes", "test_time_accounted", "test_collectives"),

@@ -21,6 +21,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.device_mesh import init_device_mesh
+
 PACKAGE = Path(__file__).resolve().parents[2] / "dpmon"
 RANKS = 2
 EVERY = 4
@@ -32,14 +34,14 @@ BUDGET = 0.005
 def model_of(form: str, layers: int, width: int) -> Any:
     """Return a wrapped network, with about one collective per step and layer."""
     import torch
-    from torch import distributed, nn
+    from torch import nn
     from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(0)
     net = nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)])
     if form == "ddp":
         return nn.parallel.DistributedDataParallel(net, bucket_cap_mb=4 * width * width / (1 << 20))
-    mesh = distributed.init_device_mesh("cpu", (RANKS,))
+    mesh = init_device_mesh("cpu", (RANKS,))
     for layer in net:
         fully_shard(layer, mesh=mesh)
     return fully_shard(net, mesh=mesh)
@@ -72,7 +74,7 @@ def rank(number: int, where: str, forced: bool, options: argparse.Namespace) -> 
     batches = [torch.randn(16, options.width) for _ in range(options.steps + SETTLED)]
     taken = []
     before = time.perf_counter_ns()
-    for batch in DataLoader(batches, batch_size=None):
+    for batch in DataLoader(batches, batch_size=None):  # type: ignore[arg-type]  # a list will do
         optimizer.zero_grad()
         model(batch).square().mean().backward()
         optimizer.step()

@@ -108,16 +108,17 @@ def of_time(count: int) -> None:
     sys.path.insert(0, str(Path(__file__).parents[1]))
     with tempfile.TemporaryDirectory() as place:
         os.environ["XDG_STATE_HOME"] = place
-        from kept import keep
-        from synthetic import SECOND, Training
-
         from dpmon.model.run_comparison import compare_runs
         from dpmon.report.comparison_report import comparison_as_json, read_compared_run
+        from support.history_builders import write_run_directory
+        from support.record_builders import SECOND, Training
 
         directories = []
         for seed in (1, 2):
             training = Training(mode="single", step_ns=SECOND // 100, seed=seed)
-            directories.append(keep({0: [*training.begin(), *training.run(count)]}, seconds=training.now / SECOND))
+            directories.append(
+                write_run_directory({0: [*training.begin(), *training.run(count)]}, seconds=training.now / SECOND)
+            )
         began = time.perf_counter()
         comparison_as_json(compare_runs(*([read_compared_run(directory)] for directory in directories)))
         print(f"comparing two runs of {count:,} steps takes {time.perf_counter() - began:.2f} s")

@@ -115,7 +115,10 @@ def main() -> None:
         kind = {"KIND": options.work, "WAIT": str(options.wait), "STEPS": str(options.steps)}
         make(place, kind, options.turns, options.factor)
         runs = {info.name: read_compared_run(directory) for directory, info in list_runs()}
-        turns = [tuple(runs[f"{which}-{turn}"] for which in NAMES) for turn in range(options.turns)]
+        turns = []
+        for turn in range(options.turns):
+            one, other, slow = (runs[f"{which}-{turn}"] for which in NAMES)
+            turns.append((one, other, slow))
         chance = random.Random(1)
         for title, slower in (("equal runs", False), (f"work times {options.factor:g}", True)):
             for figure, found in compared(chance, turns, slower, options.times).items():

@@ -179,7 +179,7 @@ class Loop:
         spent: list[int] = []
         while True:
             before = processor()
-            for batch in DataLoader(self.batches, batch_size=None):
+            for batch in DataLoader(self.batches, batch_size=None):  # type: ignore[arg-type]  # a list will do
                 if self.gpu:
                     batch = batch.to("cuda", non_blocking=True)
                 self.optimizer.zero_grad()
@@ -296,10 +296,10 @@ def main() -> int:
         library = None
         if options.simulated:
             sys.path.append(str(REPOSITORY / "tests"))
-            simulated: Any = importlib.import_module("simulated")
-            if reason := simulated.why_not():
+            simulated: Any = importlib.import_module("support.fake_devices")
+            if reason := simulated.missing_requirement():
                 raise SystemExit(reason)
-            library = simulated.built(Path(directory))
+            library = simulated.compile_fake_cuda(Path(directory))
         for case in options.cases:
             measure(case, options.blocks, options.steps, library)
     return 0

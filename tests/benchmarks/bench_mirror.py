@@ -24,19 +24,19 @@ from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(TESTS), str(TESTS / "unit")]
+sys.path.insert(0, str(TESTS))
 
-from stored import Recording  # noqa: E402
-from synthetic import SECOND, Training, changed, device_event, host_event, with_other  # noqa: E402
 from yardstick import Yardstick  # noqa: E402
 
 from dpmon.export.incremental_rows import IncrementalRows  # noqa: E402
 from dpmon.mirror.chunk_receiver import ChunkReceiver, UncheckedChunk, validate_chunks  # noqa: E402
 from dpmon.mirror.mirror import FEW_COLLECTIONS  # noqa: E402
 from dpmon.mirror.mirror_history import MirrorHistory  # noqa: E402
-from dpmon.record.record_types import Event  # noqa: E402
+from dpmon.record.record_types import Event, Step  # noqa: E402
 from dpmon.run.run_directory import RunInfo  # noqa: E402
 from dpmon.store.tally import WIDTHS  # noqa: E402
+from support.history_builders import Recording  # noqa: E402
+from support.record_builders import SECOND, Training, device_event, host_event, with_event_data, with_other  # noqa: E402
 
 WARM_S = 3
 RANKS, STEP_NS, CYCLE_S = 8, 100_000_000, 60
@@ -57,24 +57,25 @@ class Machine:
             )  # fmt: skip
             first, *others = training.begin()
             ddp = {"process": process, "rank": process, "t_s": 2.0, "group": list(range(world))}
-            rows = [changed(first, pid=4242 + process, world=world), *others, Event("ddp", ddp)]
+            rows = [with_event_data(first, pid=4242 + process, world=world), *others, Event("ddp", ddp)]
             recording.add(rows, process, process)
             trainings.append(training)
-        rows = IncrementalRows(rollups=True, sparse=True)
+        chunks = IncrementalRows(rollups=True, sparse=True)
         for second in range(3, CYCLE_S + 4):
             for process, training in enumerate(trainings):
                 while training.now < second * SECOND:
                     took = training.step()
                     sync = {"sync": 1_000_000 + training.random.randrange(4_000_000)}
                     row = took[-1]
+                    assert isinstance(row, Step)
                     counts = {**row.counts, "synced": 1, "sync_number": row.step}
                     took[-1] = row._replace(phases=with_other({**row.phases, **sync}, row.wall_ns), counts=counts)
                     recording.add(took, process, process)
             recording.add([host_event(second), *(device_event(float(second), index) for index in range(RANKS))])
-            lines, _ = rows.next_chunk(recording.store(), second, last=False)
+            lines, _ = chunks.next_chunk(recording.store(), second, last=False)
             self._chunks.append([json.loads(line) for line in lines])
         self._steps = max(training.steps for training in trainings)
-        self._ids = rows.offset
+        self._ids = chunks.offset
 
     def first(self, node: int) -> list[bytes]:
         """The first chunk, which names the ranks."""

@@ -40,15 +40,12 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from dpmon.record.history_rows import Row
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import pytest
 from bench_store import Live
-from joined import EXPOSED_MS, MS, USUAL, begun, joined_steps, ranks_of
-from kept import live
-from many_nodes import ManyNodes
-from rowring import RowRing, use_row_rings
-from synthetic import Training, device_event, host_event
 from yardstick import Yardstick, peak_mib, processor_s
 
 from dpmon.run import proc
@@ -57,9 +54,13 @@ from dpmon.run.mirror_state import STATE_FILE, activities_by_word
 from dpmon.run.run_directory import write_info
 from dpmon.run.safe_files import write_atomically
 from dpmon.store.ring_drain import RingDrain
+from support.history_builders import make_live_run
+from support.rank_builders import EXPOSED_MS, MS, USUAL_PHASES_MS, ManyNodes, ddp_rank_steps, make_ranks, startup_rows
+from support.record_builders import Training, device_event, host_event
+from support.ring_writers import RowRing, use_row_rings
 
 WIDTH, HEIGHT = 120, 40
-_STEP_MS = sum(USUAL.values()) + EXPOSED_MS + 6.0
+_STEP_MS = sum(USUAL_PHASES_MS.values()) + EXPOSED_MS + 6.0
 """A step of `joined_steps` with a slow rank."""
 _SHOW = """
 import sys
@@ -74,20 +75,23 @@ class Generated:
 
     def __init__(self, directory: Path, steps_per_s: float, lines_per_s: float, ranks: int = 1) -> None:
         self.directory = directory
-        self.info = live(directory, supervisor_pid=os.getpid(), supervisor_started=proc.start_time_s(os.getpid()))
+        self.info = make_live_run(
+            directory, supervisor_pid=os.getpid(), supervisor_started=proc.start_time_s(os.getpid())
+        )
         self.rates = steps_per_s, lines_per_s
         self.over = threading.Event()
         self.writers: list[tuple[RowRing, Training]] = []
         use_row_rings(pytest.MonkeyPatch())
         step_ns = int(0.98e9 / steps_per_s)
+        self.steps: Iterator[list[list[Row]]]
         usual: dict[str, Any] = {"batch": 256, "start_ns": self.info.start_ns}
         if ranks == 1:
             alone = Training(devices=[f"cuda:{n}" for n in range(8)], virtual=False, step_ns=step_ns, **usual)
             started, self.steps = {alone: alone.begin()}, ([alone.step()] for _ in count())
         else:
-            together = ranks_of(ranks, **usual)
-            started = {one: begun(one, ranks, {}) for one in together}
-            self.steps = joined_steps(together, slow=1, times=step_ns / MS / _STEP_MS)
+            together = make_ranks(ranks, **usual)
+            started = {one: startup_rows(one, ranks, {}) for one in together}
+            self.steps = ddp_rank_steps(together, slow=1, times=step_ns / MS / _STEP_MS)
         for training, rows in started.items():
             ring = RowRing(directory / f"process-{training.process}.ring", 8000)
             ring.write(*rows)
@@ -225,7 +229,7 @@ class Mirrored:
     def __init__(self, directory: Path, nodes: int) -> None:
         own = {"supervisor_pid": os.getpid(), "supervisor_started": proc.start_time_s(os.getpid())}
         self.directory, names = directory, tuple(f"gpu-{number}" for number in range(nodes))
-        self.info = live(directory, nodes=names, **own)
+        self.info = make_live_run(directory, nodes=names, **own)
         self.run = ManyNodes(nodes, slow=11, directory=directory)
         self.over = threading.Event()
         self.next = 11

@@ -22,8 +22,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from running import Dpmon, Terminal
 from yardstick import Yardstick, processor_s
+
+from support.run_harness import Dpmon, Terminal
 
 _SCRIPT = "import time; print(time.monotonic_ns(), flush=True)"
 _SMALLEST = """

@@ -23,16 +23,13 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from yardstick import Yardstick
 
 TESTS = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(TESTS))
-
-from rowring import RowRing, use_row_rings  # noqa: E402
-from steps import StepFacts, quantities  # noqa: E402
-from synthetic import LEARNS, call_row, one_after_the_other, step_row  # noqa: E402
 
 from dpmon.model.run_snapshot import SnapshotRequest  # noqa: E402
 from dpmon.model.snapshot_builder import SnapshotBuilder  # noqa: E402
@@ -47,6 +44,9 @@ from dpmon.store.store_opening import open_store  # noqa: E402
 from dpmon.store.tally import TallyKey  # noqa: E402
 from dpmon.store.time_accounting import ActivityInterval  # noqa: E402
 from dpmon.store.write_batch import SecondOfSteps, WriteBatch  # noqa: E402
+from support.history_builders import StepFacts, quantities  # noqa: E402
+from support.record_builders import TRAINING_FLAGS, call_row, consecutive_spans, step_row  # noqa: E402
+from support.ring_writers import RowRing, use_row_rings  # noqa: E402
 
 SECOND = 1_000_000_000
 DAY_S = 86_400
@@ -64,7 +64,7 @@ SPANS = {"2 min": 120, "10 min": 600, "1 h": 3600, "24 h": DAY_S, "the whole run
 
 def info_of(directory: Path) -> RunInfo:
     """Return a run that began at clock 0."""
-    own = {"supervisor_pid": os.getpid(), "supervisor_started": proc.start_time_s(os.getpid())}
+    own: dict[str, Any] = {"supervisor_pid": os.getpid(), "supervisor_started": proc.start_time_s(os.getpid())}
     info = RunInfo("id", "bench", ("x.py",), "x.py", "/", None, 1e9, 0, proc.boot_id(), True, **own)
     write_info(directory, info)
     return info
@@ -86,7 +86,13 @@ class Process:
         self.ring.write(Event("process", {"process": number, "rank": rank, "pid": pid, "t_s": 0.0}))
         devices = [f"cpu:{index}" for index in range(max(replicas, 1))]
         via = "DataParallel" if replicas else None
-        layout = {"root": "Model", "via": via, "virtual": replicas > 1, "devices": devices, "absent": {}}
+        layout: dict[str, Any] = {
+            "root": "Model",
+            "via": via,
+            "virtual": replicas > 1,
+            "devices": devices,
+            "absent": {},
+        }
         self.ring.write(Definition(1, layout))
         for which, rows in ((2, 64), (3, 8), (4, 8)):
             self.ring.write(Definition(which, [["0", [rows, 5], "float32", 20 * rows]]))
@@ -97,14 +103,16 @@ class Process:
         wobble = self._chance.gauss(1, 0.05)
         call = int(wall * 0.5 * wobble)
         if self._replicas:
-            phases = [0, call // 20, call // 20, call // 5, call // 4, call // 2, call * 9 // 10, call // 20]
+            call_phases = [0, call // 20, call // 20, call // 5, call // 4, call // 2, call * 9 // 10, call // 20]
             parts = [part for _ in range(self._replicas) for part in (3, 4, 1000, call // 3 + self._step % 1000)]
-            self.ring.write(call_row("dp", LEARNS, 1, self._step, self._step, start, call, 2, 4, phases, parts))
+            self.ring.write(
+                call_row("dp", TRAINING_FLAGS, 1, self._step, self._step, start, call, 2, 4, call_phases, parts)
+            )
         else:
-            self.ring.write(CallRow(self._step, self._step, "single", LEARNS, 1, start, call, 2, 4))
+            self.ring.write(CallRow(self._step, self._step, "single", TRAINING_FLAGS, 1, start, call, 2, 4))
         phases = (wall // 50, call + call // 50, int(wall * 0.3 * wobble), wall // 50)
         mode = "dp" if self._replicas else "single"
-        self.ring.write(step_row(mode, self._step, start, wall, 64, phases, one_after_the_other(start, phases)))
+        self.ring.write(step_row(mode, self._step, start, wall, 64, phases, consecutive_spans(start, phases)))
 
 
 def share(directory: Path, ranks: int, per_second: float, replicas: int, seconds: int) -> float:

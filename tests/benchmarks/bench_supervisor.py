@@ -20,8 +20,10 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(TESTS))
 
-from running import Dpmon, wait_for  # noqa: E402
 from yardstick import peak_mib, processor_s  # noqa: E402
+
+from support.ring_writers import WRITE_RUN  # noqa: E402
+from support.run_harness import Dpmon, wait_for  # noqa: E402
 
 _BUDGET = "budget: 3% of a core at 1,000 records/s, 60 MB"
 
@@ -34,7 +36,7 @@ def measure(rate: float, seconds: float, state: Path) -> str:
             words: tuple[object, ...] = ("sleep", seconds + 3)
         else:
             records = int((seconds + 3) * (rate if rate != float("inf") else 150_000))
-            words = (TESTS / "writer.py", records, 0 if rate == float("inf") else rate)
+            words = (*WRITE_RUN, records, 0 if rate == float("inf") else rate)
         dpmon.run("--detach", *words)
         info = dpmon.info()
         pid = info["supervisor_pid"]

@@ -29,19 +29,20 @@ def steps(blocks: int, count: int, directory: str) -> None:
     os.environ.update(DPMON_RUN=directory, DPMON_START_NS=str(time.monotonic_ns()), DPMON_MODE="script")
     import torch
 
+    from dpmon.span_ring import HeaderWord, SpanRing
     from dpmon.tracer import patch, responder_thread
 
     torch.set_num_threads(1)
     made: list[responder_thread.ResponderThread] = []
-    rings = []
+    rings: list[SpanRing] = []
     start = responder_thread.ResponderThread.start
 
-    def noted(self: responder_thread.ResponderThread, ring: object) -> None:
+    def noted(self: responder_thread.ResponderThread, ring: SpanRing) -> None:
         made.append(self)
         rings.append(ring)
-        start(self, ring)  # type: ignore[arg-type]
+        start(self, ring)
 
-    responder_thread.ResponderThread.start = noted  # type: ignore[method-assign, assignment]
+    responder_thread.ResponderThread.start = noted  # type: ignore[method-assign]
     patch.install()
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
     optimizer, batch = torch.optim.SGD(model.parameters(), lr=0.01), torch.ones(32, 64)
@@ -67,7 +68,7 @@ def steps(blocks: int, count: int, directory: str) -> None:
     print(f"a step: {bare:.1f} us; the thread adds {beside - bare:+.2f} us; A/A {again - bare:+.2f} us")
     start(thread, ring)
     for name in ("training", "standing still"):
-        ring.words[responder_thread.HeaderWord.SPAN_START] = time.monotonic_ns() + 10**12 if name == "training" else 1
+        ring.words[HeaderWord.SPAN_START] = time.monotonic_ns() + 10**12 if name == "training" else 1
         begun = time.process_time()
         time.sleep(IDLE_S)
         print(f"the thread, {name}: {(time.process_time() - begun) / IDLE_S * 1e6:.0f} us of a processor a second")

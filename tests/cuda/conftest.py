@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
-from simulated import Simulated, built, why_not
 
-sys.path.append(str(Path(__file__).parents[1] / "process"))  # tracing.py
+from support.fake_devices import SimulatedCuda, compile_fake_cuda, missing_requirement
 
 
 @pytest.fixture(scope="session")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The compiled simulated runtime; skip the test if it cannot be compiled."""
-    reason = why_not()
+    reason = missing_requirement()
     if reason:
         pytest.skip(reason)
-    return built(tmp_path_factory.mktemp("cudart"))
+    return compile_fake_cuda(tmp_path_factory.mktemp("cudart"))
 
 
 @pytest.fixture(scope="module")
-def gpus(library: Path, tmp_path_factory: pytest.TempPathFactory) -> Simulated:
+def gpus(library: Path, tmp_path_factory: pytest.TempPathFactory) -> SimulatedCuda:
     """Simulated GPUs."""
-    return Simulated(library, tmp_path_factory.mktemp("gpus"))
+    return SimulatedCuda(library, tmp_path_factory.mktemp("gpus"))

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
-from fake_nvml import FakeNvml, RunSamples
-from fake_nvml import library as nvml
-from running import Dpmon
-from simulated import Simulated
-from tracing import traced
 
 from dpmon.gpu.device_record import bare_uuid
+from support.fake_devices import FakeNvml, RunSamples, SimulatedCuda
+from support.fake_devices import compile_fake_library as nvml
+from support.run_harness import Dpmon
+from support.tracer_harness import run_traced
 
 pytestmark = pytest.mark.simulated
 
@@ -48,9 +48,9 @@ stats = torch.cuda.memory_stats()
 """
 
 
-def test_figures_of_the_allocator_are_recorded(tmp_path: Path, gpus: Simulated) -> None:
+def test_figures_of_the_allocator_are_recorded(tmp_path: Path, gpus: SimulatedCuda) -> None:
     text = TRAINS + "\nprint(json.dumps(torch.cuda.memory_stats()))\n"
-    run = traced(tmp_path, text, env=gpus.environment(2), mode="script")
+    run = run_traced(tmp_path, text, env=gpus.environment(2), mode="script")
     assert run.complaints == []
     counters, one = run.events("memory")[-1].data["devices"]  # cuda:1 is not used
     assert (counters["device"], counters["optimizer_bytes"]) == ("cpu", 8)  # Adam's steps
@@ -65,9 +65,9 @@ def test_figures_of_the_allocator_are_recorded(tmp_path: Path, gpus: Simulated) 
     assert (one["alloc_retries"], one["ooms"]) == (0, 0)
 
 
-def test_an_oom_is_recorded_with_the_memory_before_it(tmp_path: Path, gpus: Simulated) -> None:
+def test_an_oom_is_recorded_with_the_memory_before_it(tmp_path: Path, gpus: SimulatedCuda) -> None:
     text = TRAINS + FULL + "print(json.dumps([text, before, stats]))\n"
-    run = traced(tmp_path, text, env=gpus.environment(1), mode="script")
+    run = run_traced(tmp_path, text, env=gpus.environment(1), mode="script")
     said, before, after = run.printed
     assert (after["num_ooms"], before["num_alloc_retries"]) == (1, 1)
     (oom,) = [event.data for event in run.events("oom")]
@@ -82,7 +82,9 @@ def test_an_oom_is_recorded_with_the_memory_before_it(tmp_path: Path, gpus: Simu
 
 
 @pytest.mark.parametrize("chosen", ["3,1", "GPU-00000000-0000-0000-0000-000000000003,1"])
-def test_gpus_are_identified_by_uuid_in_any_order(dpmon: Dpmon, tmp_path: Path, gpus: Simulated, chosen: str) -> None:
+def test_gpus_are_identified_by_uuid_in_any_order(
+    dpmon: Dpmon, tmp_path: Path, gpus: SimulatedCuda, chosen: str
+) -> None:
     """CUDA numbers GPUs in the reverse order of NVML, and the command chooses two of them."""
     fake = FakeNvml(tmp_path, nvml(tmp_path))
     fake.tell("gpus 4")
@@ -99,7 +101,7 @@ def test_gpus_are_identified_by_uuid_in_any_order(dpmon: Dpmon, tmp_path: Path, 
     process = dpmon.start(*dpmon.warm(env), "--headless", "--mode", "script", script, env=env)
     ring = RunSamples.of(dpmon.last)
     first = 3 if chosen.startswith("GPU") else 0
-    wanted = {i: [] for i in range(4)}
+    wanted: dict[int, Any] = {i: [] for i in range(4)}
     wanted[first], wanted[2] = ([{"process": 0, "device": f"cuda:{i}"}] for i in range(2))
     ring.until(lambda: {i: ring.device(i).get("ordinals") for i in range(4)} == wanted, "what torch says")
     held = [ring.device(i)["mem_torch_bytes"] for i in range(4)]

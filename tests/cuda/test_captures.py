@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from simulated import WAITING, Simulated
-from tracing import alone, traced
 
 from dpmon.record.record_types import UNTIMED
 from dpmon.record.shared_names import Untimed
+from support.fake_devices import WAITING_FUNCTIONS, SimulatedCuda
+from support.tracer_harness import run_traced, run_untraced
 
 pytestmark = pytest.mark.simulated
 
@@ -17,10 +17,10 @@ TEXT = (Path(__file__).parent / "scripts" / "captures.py").read_text()
 
 
 @pytest.mark.parametrize("which", ["step", "callables", "thread"])
-def test_captures_are_the_same_as_without_dpmon(tmp_path: Path, gpus: Simulated, which: str) -> None:
-    without = alone(tmp_path, TEXT, which, env=gpus.environment(1))
+def test_captures_are_the_same_as_without_dpmon(tmp_path: Path, gpus: SimulatedCuda, which: str) -> None:
+    without = run_untraced(tmp_path, TEXT, which, env=gpus.environment(1))
     theirs, waited = gpus.truth(), gpus.counts()
-    run = traced(tmp_path, TEXT, which, env=gpus.environment(1), mode="script")
+    run = run_traced(tmp_path, TEXT, which, env=gpus.environment(1), mode="script")
     ours, counts = gpus.truth(), gpus.counts()
     assert run.printed == without.printed >= 1
     assert run.complaints == []
@@ -29,7 +29,9 @@ def test_captures_are_the_same_as_without_dpmon(tmp_path: Path, gpus: Simulated,
     recorded = [[op.name for op in one.of("event")].count("captured") for one in (ours, theirs)]
     assert recorded[0] == recorded[1]
     if which != "thread":  # there a number depends on the timing of threads
-        assert {name: counts.get(name) for name in WAITING} == {name: waited.get(name) for name in WAITING}
+        assert {name: counts.get(name) for name in WAITING_FUNCTIONS} == {
+            name: waited.get(name) for name in WAITING_FUNCTIONS
+        }
     if which == "step":
         assert len(ours.of("graph")) == 20
     else:
@@ -40,8 +42,8 @@ def test_captures_are_the_same_as_without_dpmon(tmp_path: Path, gpus: Simulated,
         assert UNTIMED[Untimed.CAPTURED] in reasons
 
 
-def test_a_question_would_end_a_capture(tmp_path: Path, gpus: Simulated) -> None:
+def test_a_question_would_end_a_capture(tmp_path: Path, gpus: SimulatedCuda) -> None:
     """A query by the script itself ends a capture; otherwise the other tests would prove nothing."""
-    run = alone(tmp_path, TEXT, "asks", env=gpus.environment(1))
+    run = run_untraced(tmp_path, TEXT, "asks", env=gpus.environment(1))
     assert run.status == 1
     assert "captur" in run.err

@@ -6,8 +6,9 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-from simulated import WAITING, Simulated
-from tracing import alone, traced
+
+from support.fake_devices import WAITING_FUNCTIONS, SimulatedCuda
+from support.tracer_harness import run_traced, run_untraced
 
 pytestmark = pytest.mark.simulated
 
@@ -17,8 +18,10 @@ KERNEL_MS = 1.0
 
 
 @pytest.mark.parametrize("kernels", [5, 20])
-def test_the_exposed_part_is_what_the_computing_stream_waits_for(tmp_path: Path, gpus: Simulated, kernels: int) -> None:
-    run = traced(tmp_path, TEXT, kernels, env=gpus.environment(1, kernel_us=1000 * KERNEL_MS))
+def test_the_exposed_part_is_what_the_computing_stream_waits_for(
+    tmp_path: Path, gpus: SimulatedCuda, kernels: int
+) -> None:
+    run = run_traced(tmp_path, TEXT, kernels, env=gpus.environment(1, kernel_us=1000 * KERNEL_MS))
     count = run.printed
     assert run.complaints == []
     steps = [step for step in run.steps() if "optimizer" in step.phases]
@@ -31,10 +34,10 @@ def test_the_exposed_part_is_what_the_computing_stream_waits_for(tmp_path: Path,
     assert median([ms for ms in backward if ms is not None]) == pytest.approx(19 * KERNEL_MS, rel=0.1)
 
 
-def test_no_function_waits_for_the_device(tmp_path: Path, gpus: Simulated) -> None:
+def test_no_function_waits_for_the_device(tmp_path: Path, gpus: SimulatedCuda) -> None:
     counts = []
-    for run in (traced, alone):
+    for run in (run_traced, run_untraced):
         env = gpus.environment(1, kernel_us=1000 * KERNEL_MS)
         assert run(tmp_path, TEXT, 5, env=env).status == 0
-        counts.append({name: gpus.counts().get(name, 0) for name in WAITING})
+        counts.append({name: gpus.counts().get(name, 0) for name in WAITING_FUNCTIONS})
     assert counts[0] == counts[1]

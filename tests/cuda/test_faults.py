@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from simulated import Simulated
-from tracing import alone, traced
 
 from dpmon.record.record_types import UNTIMED
 from dpmon.record.shared_names import Untimed
+from support.fake_devices import SimulatedCuda
+from support.tracer_harness import run_traced, run_untraced
 
 pytestmark = pytest.mark.simulated
 
@@ -44,9 +44,9 @@ print(json.dumps(said))
 """
 
 
-def test_a_lasting_fault_reaches_the_script_and_is_reported_once(tmp_path: Path, gpus: Simulated) -> None:
-    without = alone(tmp_path, LOST, env=gpus.environment(1))
-    run = traced(tmp_path, LOST, env=gpus.environment(1), mode="script")
+def test_a_lasting_fault_reaches_the_script_and_is_reported_once(tmp_path: Path, gpus: SimulatedCuda) -> None:
+    without = run_untraced(tmp_path, LOST, env=gpus.environment(1))
+    run = run_traced(tmp_path, LOST, env=gpus.environment(1), mode="script")
     assert run.printed == without.printed == ["CUDA error: an illegal memory access was encountered"] * 10
     # There is one warning of dpmon, and no device time that was not measured.
     assert len(run.complaints) == 1
@@ -68,9 +68,9 @@ print(torch.cuda.memory_allocated() >> 20)
 """
 
 
-def test_replicas_that_run_out_of_memory(tmp_path: Path, gpus: Simulated) -> None:
+def test_replicas_that_run_out_of_memory(tmp_path: Path, gpus: SimulatedCuda) -> None:
     """The module takes 64 MiB, and so do its gradients; there is no room for seven more."""
-    run = traced(tmp_path, LARGE, env=gpus.environment(1, memory_mib=400), replicas=8)
+    run = run_traced(tmp_path, LARGE, env=gpus.environment(1, memory_mib=400), replicas=8)
     assert run.status == 0, run.err
     assert {call.mode for call in run.calls()[-6:]} == {"single"}
     assert not any(call.failed for call in run.calls()[-6:])

@@ -6,8 +6,9 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-from simulated import WAITING, WORK, Simulated, Truth
-from tracing import alone, traced
+
+from support.fake_devices import WAITING_FUNCTIONS, WORK_FUNCTIONS, RecordedCudaTrace, SimulatedCuda
+from support.tracer_harness import run_traced, run_untraced
 
 pytestmark = pytest.mark.simulated
 
@@ -17,22 +18,22 @@ LAST = 5
 """Number of newest calls that are compared; a moved model has been on its device for these."""
 
 
-def forwards(truth: Truth, device: int) -> list[float]:
+def forwards(truth: RecordedCudaTrace, device: int) -> list[float]:
     marks = truth.marks()
     begun, ended = ([host for name, host in marks if name == label] for label in ("forward <", "forward >"))
     return [truth.spent_ms(*one, (device,)) for one in zip(begun, ended, strict=True)]
 
 
 @pytest.mark.parametrize("which", FORMS)
-def test_each_form_gives_the_same_as_without_dpmon(tmp_path: Path, gpus: Simulated, which: str) -> None:
-    without = alone(tmp_path, TEXT, which, env=gpus.environment(2, kernel_us=1500))
+def test_each_form_gives_the_same_as_without_dpmon(tmp_path: Path, gpus: SimulatedCuda, which: str) -> None:
+    without = run_untraced(tmp_path, TEXT, which, env=gpus.environment(2, kernel_us=1500))
     theirs = gpus.counts()
-    run = traced(tmp_path, TEXT, which, env=gpus.environment(2, kernel_us=1500), mode="script")
+    run = run_traced(tmp_path, TEXT, which, env=gpus.environment(2, kernel_us=1500), mode="script")
     ours, truth = gpus.counts(), gpus.truth()
     assert run.printed == without.printed
     assert run.complaints == []
     losses = len(run.events("loss"))  # each is one copy, and the script ends after all copies
-    for function in (*WAITING, *(WORK if which != "threads" else ())):
+    for function in (*WAITING_FUNCTIONS, *(WORK_FUNCTIONS if which != "threads" else ())):
         more = losses if function == "cudaMemcpyAsync" else 0
         assert ours.get(function, 0) == theirs.get(function, 0) + more, function
     home = 1 if which in ("moved", "elsewhere") else 0

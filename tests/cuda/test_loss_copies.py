@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from simulated import WAITING, Simulated
-from tracing import alone, traced
+
+from support.fake_devices import WAITING_FUNCTIONS, SimulatedCuda
+from support.tracer_harness import run_traced, run_untraced
 
 pytestmark = pytest.mark.simulated
 
@@ -17,9 +18,9 @@ STEPS = 30
 @pytest.mark.parametrize("words", [(), ("scaled",)])
 @pytest.mark.parametrize("kernel_us", [1, 200])
 def test_the_losses_are_those_on_the_gpu(
-    tmp_path: Path, gpus: Simulated, words: tuple[str, ...], kernel_us: int
+    tmp_path: Path, gpus: SimulatedCuda, words: tuple[str, ...], kernel_us: int
 ) -> None:
-    run = traced(tmp_path, TEXT, *words, env=gpus.environment(1, kernel_us=kernel_us))
+    run = run_traced(tmp_path, TEXT, *words, env=gpus.environment(1, kernel_us=kernel_us))
     assert run.status == 0, run.err
     assert run.complaints == []
     found = [(event.data["step"], event.data["loss"]) for event in run.events("loss")]
@@ -27,12 +28,12 @@ def test_the_losses_are_those_on_the_gpu(
     assert found == [(step, step - 0.5) for step, _ in found]
 
 
-def test_no_function_waits_for_the_device(tmp_path: Path, gpus: Simulated) -> None:
+def test_no_function_waits_for_the_device(tmp_path: Path, gpus: SimulatedCuda) -> None:
     counts, printed = [], []
-    for run in (traced, alone):
+    for run in (run_traced, run_untraced):
         done = run(tmp_path, TEXT, env=gpus.environment(1, kernel_us=200))
         assert done.status == 0, done.err
-        counts.append({name: gpus.counts().get(name, 0) for name in WAITING})
+        counts.append({name: gpus.counts().get(name, 0) for name in WAITING_FUNCTIONS})
         printed.append(done.out)
     assert counts[0] == counts[1]
     assert printed[0] == printed[1]

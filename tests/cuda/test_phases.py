@@ -8,8 +8,9 @@ from statistics import median
 from typing import Any
 
 import pytest
-from simulated import Simulated, Truth
-from tracing import Traced, traced
+
+from support.fake_devices import RecordedCudaTrace, SimulatedCuda
+from support.tracer_harness import TracedRun, run_traced
 
 pytestmark = pytest.mark.simulated
 
@@ -21,25 +22,25 @@ STEPS = 14
 Bounds = list[tuple[int, int]]
 
 
-def times(truth: Truth, label: str) -> list[int]:
+def times(truth: RecordedCudaTrace, label: str) -> list[int]:
     return [host for name, host in truth.marks() if name == label]
 
 
-def stretches(truth: Truth, first: str, last: str = "") -> Bounds:
+def stretches(truth: RecordedCudaTrace, first: str, last: str = "") -> Bounds:
     """Return the times from each mark to the next one of the other kind."""
     begun, ended = (times(truth, one) for one in ((first, last) if last else (f"{first} <", f"{first} >")))
     return [(one, next(host for host in ended if host > one)) for one in begun if ended[-1] > one]
 
 
-def steps_of(run: Traced, name: str) -> list[float | None]:
+def steps_of(run: TracedRun, name: str) -> list[float | None]:
     return [(step.device_ms or {}).get(name) for step in run.steps()]
 
 
-def calls_of(run: Traced, name: str) -> list[float | None]:
+def calls_of(run: TracedRun, name: str) -> list[float | None]:
     return [call.phases[name].device_ms for call in run.calls()]
 
 
-def each(ours: Sequence[float | None], truth: Truth, bounds: Bounds, devices: Iterable[int]) -> None:
+def each(ours: Sequence[float | None], truth: RecordedCudaTrace, bounds: Bounds, devices: Iterable[int]) -> None:
     """Check that each is within 5%, if the devices had work left at both ends; else the host may have been delayed."""
     bounds = bounds[: len(ours)]
     assert len(ours) == len(bounds)
@@ -55,23 +56,23 @@ def each(ours: Sequence[float | None], truth: Truth, bounds: Bounds, devices: It
 
 
 def run_of(
-    tmp_path: Path, gpus: Simulated, form: str, count: int, kernel_us: float, **more: Any
-) -> tuple[Traced, Truth]:
+    tmp_path: Path, gpus: SimulatedCuda, form: str, count: int, kernel_us: float, **more: Any
+) -> tuple[TracedRun, RecordedCudaTrace]:
     words = form, STEPS, more.pop("side", 0), more.pop("layers", 6), more.pop("second_us", 0)
     env = gpus.environment(count, kernel_us=kernel_us, copy_us=more.pop("copy_us", 10))
-    run = traced(tmp_path, TEXT, *words, env=env, **more)
+    run = run_traced(tmp_path, TEXT, *words, env=env, **more)
     assert run.status == 0, run.err
     assert run.complaints == []
     assert len(run.steps()) == len(run.calls()) == STEPS
     return run, gpus.truth()
 
 
-def check_steps(run: Traced, truth: Truth, count: int) -> None:
+def check_steps(run: TracedRun, truth: RecordedCudaTrace, count: int) -> None:
     for phase in STEP:
         each(steps_of(run, phase), truth, stretches(truth, phase), range(count))
 
 
-def check_calls(run: Traced, truth: Truth, count: int) -> None:
+def check_calls(run: TracedRun, truth: RecordedCudaTrace, count: int) -> None:
     """Check calls; nothing is queued between two phases."""
     phases = {
         "scatter": ("forward <", "broadcast_coalesced <"),
@@ -91,7 +92,7 @@ SLOW = {1: 800.0, 2: 1500.0, 4: 3000.0}
 
 
 @pytest.mark.parametrize("side", [0, 1], ids=["default stream", "side stream"])
-def test_one_slow_device(tmp_path: Path, gpus: Simulated, side: int) -> None:
+def test_one_slow_device(tmp_path: Path, gpus: SimulatedCuda, side: int) -> None:
     run, truth = run_of(tmp_path, gpus, "bare", 1, SLOW[1], side=side, copy_us=500, mode="script")
     check_steps(run, truth, 1)
     each([call.replicas[0].device_ms for call in run.calls()], truth, stretches(truth, "forward"), (0,))
@@ -105,14 +106,14 @@ def test_one_slow_device(tmp_path: Path, gpus: Simulated, side: int) -> None:
 
 
 @pytest.mark.parametrize(("count", "side"), [(2, 0), (2, 1), (4, 0)])
-def test_slow_devices_in_parallel(tmp_path: Path, gpus: Simulated, count: int, side: int) -> None:
+def test_slow_devices_in_parallel(tmp_path: Path, gpus: SimulatedCuda, count: int, side: int) -> None:
     run, truth = run_of(tmp_path, gpus, "dp", count, SLOW[count], side=side, mode="script")
     assert {call.devices for call in run.calls()} == {tuple(f"cuda:{one}" for one in range(count))}
     check_steps(run, truth, count)
     check_calls(run, truth, count)
 
 
-def test_one_device_of_two_is_three_times_as_slow(tmp_path: Path, gpus: Simulated) -> None:
+def test_one_device_of_two_is_three_times_as_slow(tmp_path: Path, gpus: SimulatedCuda) -> None:
     run, truth = run_of(tmp_path, gpus, "dp", 2, SLOW[2], second_us=3 * SLOW[2], mode="script")
     check_steps(run, truth, 2)
     check_calls(run, truth, 2)
@@ -121,7 +122,7 @@ def test_one_device_of_two_is_three_times_as_slow(tmp_path: Path, gpus: Simulate
     assert second == pytest.approx(3 * first, rel=0.05)
 
 
-def test_virtual_replicas_on_one_slow_device(tmp_path: Path, gpus: Simulated) -> None:
+def test_virtual_replicas_on_one_slow_device(tmp_path: Path, gpus: SimulatedCuda) -> None:
     run, truth = run_of(tmp_path, gpus, "dp", 1, SLOW[2], replicas=4)
     assert {call.devices for call in run.calls()} == {tuple(f"cuda:0/{one}" for one in range(4))}
     check_steps(run, truth, 1)
@@ -145,7 +146,7 @@ def test_virtual_replicas_on_one_slow_device(tmp_path: Path, gpus: Simulated) ->
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_devices_that_wait_for_the_host(tmp_path: Path, gpus: Simulated, count: int) -> None:
+def test_devices_that_wait_for_the_host(tmp_path: Path, gpus: SimulatedCuda, count: int) -> None:
     """The time between two events includes idle time of the device, here nearly all, so it is the host's time."""
     run, truth = run_of(tmp_path, gpus, "dp" if count > 1 else "bare", count, 1.0, layers=40, mode="script")
     for phase in STEP[1:]:

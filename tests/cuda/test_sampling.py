@@ -5,12 +5,12 @@ from __future__ import annotations
 from statistics import median
 
 import pytest
-from running import Dpmon
-from simulated import Simulated
 
 from dpmon.export import iter_records
 from dpmon.record.record_types import UNTIMED, Step
 from dpmon.record.shared_names import Untimed
+from support.fake_devices import SimulatedCuda
+from support.run_harness import Dpmon
 
 pytestmark = pytest.mark.simulated
 
@@ -30,7 +30,7 @@ for (x,) in DataLoader(torch.ones({STEPS}, 1, 6, 8, device="cuda"), batch_size=N
 """Three kernels of 100 us in the forward; the host waits for each step."""
 
 
-def test_short_steps_are_timed_now_and_then(dpmon: Dpmon, gpus: Simulated) -> None:
+def test_short_steps_are_timed_now_and_then(dpmon: Dpmon, gpus: SimulatedCuda) -> None:
     env = gpus.environment(1, kernel_us=100)
     result = dpmon.run("--headless", "--mode", "script", dpmon.script(TEXT), limit=250.0, env=env)
     assert result.status == 0, result.errors

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import wait_for
-from simulated import Simulated
-from tracing import Script, traced
 
 from dpmon.record.record_types import UNTIMED
 from dpmon.record.shared_names import MODES, Untimed
+from support.fake_devices import SimulatedCuda
+from support.run_harness import wait_for
+from support.tracer_harness import TracedScript, run_traced
 
 pytestmark = pytest.mark.simulated
 
@@ -32,9 +32,9 @@ SHARES = {2: [15, 15], 4: [8, 8, 8, 6]}
     ids=["written over 2", "written over 4", "bare over 2", "4 virtual", "written, 2 virtual"],
 )
 def test_a_toggle_to_single_and_back_to_dp(
-    tmp_path: Path, gpus: Simulated, form: str, count: int, replicas: int, asked: dict[str, Any]
+    tmp_path: Path, gpus: SimulatedCuda, form: str, count: int, replicas: int, asked: dict[str, Any]
 ) -> None:
-    script = Script(tmp_path, TEXT, form, env=gpus.environment(count, kernel_us=5), **asked)
+    script = TracedScript(tmp_path, TEXT, form, env=gpus.environment(count, kernel_us=5), **asked)
     assert script.line() == "begun", script.end().err
     ring = script.ring()
     try:
@@ -113,9 +113,11 @@ print(sorted(seen))
         ("cpu,cpu", "--devices names cpu, but the module is on cuda:0"),
     ],
 )
-def test_devices_that_are_not_available(tmp_path: Path, gpus: Simulated, devices: str, reason: str, form: str) -> None:
+def test_devices_that_are_not_available(
+    tmp_path: Path, gpus: SimulatedCuda, devices: str, reason: str, form: str
+) -> None:
     """It then runs on one device, but its mode is not single while it runs on its original devices."""
-    run = traced(tmp_path, REFUSED, form, env=gpus.environment(2), devices=devices)
+    run = run_traced(tmp_path, REFUSED, form, env=gpus.environment(2), devices=devices)
     assert run.out.splitlines()[-1:] == ["[(8, 0)]"], run.err
     assert {(call.mode, call.devices) for call in run.calls()} == {("single", ("cuda:0",))}
     assert run.complaints == [f"dp was requested, but Net runs on one device: {reason}"]

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from simulated import NO_CUDNN, WAITING, WORK, Simulated
-from tracing import Traced, traced
 
 from dpmon.record.record_types import UNTIMED
 from dpmon.record.shared_names import Untimed
+from support.fake_devices import NO_CUDNN, WAITING_FUNCTIONS, WORK_FUNCTIONS, SimulatedCuda
+from support.tracer_harness import TracedRun, run_traced
 
 pytestmark = pytest.mark.simulated
 
@@ -26,13 +26,13 @@ EVENTS = ("cudaEventRecord", "cudaEventRecordWithFlags", "cudaEventCreateWithFla
 
 
 def with_and_without(
-    tmp_path: Path, gpus: Simulated, text: str, words: Sequence[object], count: int, **more: float
-) -> tuple[Traced, dict[str, int], dict[str, int]]:
+    tmp_path: Path, gpus: SimulatedCuda, text: str, words: Sequence[object], count: int, **more: float
+) -> tuple[TracedRun, dict[str, int], dict[str, int]]:
     """Return the traced run, and the number of calls of each function with and without the tracer."""
     counts = []
     for run in (False, True):
         env = gpus.environment(count, **more)
-        last = traced(tmp_path, text, *words, env=env, run=run, mode="script" if run else None)
+        last = run_traced(tmp_path, text, *words, env=env, run=run, mode="script" if run else None)
         assert last.status == 0, last.err
         counts.append(gpus.counts())
     assert last.complaints == []
@@ -41,14 +41,14 @@ def with_and_without(
 
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("name", STEPS)
-def test_examples_wait_no_more_than_without_dpmon(tmp_path: Path, gpus: Simulated, name: str, count: int) -> None:
+def test_examples_wait_no_more_than_without_dpmon(tmp_path: Path, gpus: SimulatedCuda, name: str, count: int) -> None:
     text = (NO_CUDNN if name == "model_parallel" else "") + (EXAMPLES / f"{name}.py").read_text()
     run, ours, theirs = with_and_without(tmp_path, gpus, text, STEPS[name], count, kernel_us=5)
     losses, copies = len(run.events("loss")), "cudaMemcpyAsync"  # a loss is copied, and read a pass later
     assert losses <= ours[copies] - theirs.get(copies, 0) <= losses + 1
-    for function in {*WAITING, *WORK} - {copies}:
+    for function in {*WAITING_FUNCTIONS, *WORK_FUNCTIONS} - {copies}:
         assert ours.get(function, 0) == theirs.get(function, 0), function
-    assert sum(ours.get(function, 0) for function in WORK) >= 8  # otherwise there is nothing to compare
+    assert sum(ours.get(function, 0) for function in WORK_FUNCTIONS) >= 8  # otherwise there is nothing to compare
     extra = {name: ours.get(name, 0) - theirs.get(name, 0) for name in (*EVENTS, "cudaEventElapsedTime")}
     # A span is a phase or a replica on one device; it has two events, or shares one.
     spans = len(run.steps()) * 4 * count + len(run.calls()) * (6 * count + 4)
@@ -70,12 +70,12 @@ for _ in range(400):
 """
 
 
-def test_a_device_that_is_far_behind(tmp_path: Path, gpus: Simulated) -> None:
+def test_a_device_that_is_far_behind(tmp_path: Path, gpus: SimulatedCuda) -> None:
     """It ends its first step after all are queued: the number of events is bounded."""
     run, ours, theirs = with_and_without(tmp_path, gpus, BEHIND, (), 1, kernel_us=30_000_000, queue=100_000)
     # No step is timed while 128 phases wait for their times; each has two events.
     assert 240 < ours["cudaEventCreateWithFlags"] - theirs.get("cudaEventCreateWithFlags", 0) <= 2 * (128 + 4)
-    for function in WAITING:
+    for function in WAITING_FUNCTIONS:
         assert ours.get(function, 0) == theirs.get(function, 0), function
     assert len(run.steps()) == len(run.calls()) == 400
     reasons = [step.untimed for step in run.steps()[1:]]

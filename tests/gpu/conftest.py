@@ -8,14 +8,10 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.append(str(Path(__file__).parents[1] / "process"))  # tracing.py
 
 Row = Callable[..., None]
 

@@ -16,16 +16,15 @@ from typing import Any
 
 import pytest
 import torch
-from fake_nvml import RunSamples
-from played import Process
-from running import Dpmon
-from tracing import Script, Traced, traced
 
 from dpmon.gpu.device_record import bare_uuid
 from dpmon.record.span_format import Kind
 from dpmon.tracer.core.session import Session, TracerConfig
 from dpmon.tracer.devices.cuda_events import TorchEvents
 from dpmon.tracer.devices.device_timing import DeviceTimer, PhaseTimer
+from support.fake_devices import RunSamples, SimulatedProcess
+from support.run_harness import Dpmon
+from support.tracer_harness import TracedRun, TracedScript, run_traced
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
@@ -58,8 +57,10 @@ def number(text: str) -> float | None:
 
 
 def test_figures_of_nvml_equal_those_of_nvidia_smi(dpmon: Dpmon, gpu: str, row: Any) -> None:
-    fields = ("index", "uuid", "name", "memory.total", "memory.reserved", "memory.used", "power.limit", "power.draw")
-    fields += ("temperature.gpu", "clocks.mem", "persistence_mode", "ecc.errors.uncorrected.volatile.total")
+    fields = (
+        *("index", "uuid", "name", "memory.total", "memory.reserved", "memory.used", "power.limit", "power.draw"),
+        *("temperature.gpu", "clocks.mem", "persistence_mode", "ecc.errors.uncorrected.volatile.total"),
+    )
     script = dpmon.script("import time, torch\nx = torch.ones(1, device='cuda')\ntime.sleep(25)\n")
     process = dpmon.start("--headless", script)
     ring = RunSamples.of(dpmon.last)
@@ -138,7 +139,7 @@ def test_the_gpu_of_the_run_is_known_by_uuid(dpmon: Dpmon, gpu: str) -> None:
 
 def test_memory_equals_torchs_own_figures(tmp_path: Path, gpu: str, row: Any) -> None:
     text = TRAINING + "\nprint(json.dumps([torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved()]))\n"
-    run = traced(tmp_path, text, gpu, 20_000, "bare", "losses")
+    run = run_traced(tmp_path, text, gpu, 20_000, "bare", "losses")
     (one,) = [one for one in run.events("memory")[-1].data["devices"] if one["device"] == "cuda:0"]
     peak, reserved = run.printed
     row("peak of torch's allocator", one["peak_bytes"] / MIB, peak / MIB, "MiB", 0.01)
@@ -152,16 +153,16 @@ def test_memory_equals_torchs_own_figures(tmp_path: Path, gpu: str, row: Any) ->
 
 
 @pytest.fixture(scope="module")
-def profiled(tmp_path_factory: pytest.TempPathFactory, device: str) -> Traced:
+def profiled(tmp_path_factory: pytest.TempPathFactory, device: str) -> TracedRun:
     """The loop under torch.profiler and dpmon together."""
-    run = traced(tmp_path_factory.mktemp("profiled"), TRAINING, device, STEPS, "bare", "profile")
+    run = run_traced(tmp_path_factory.mktemp("profiled"), TRAINING, device, STEPS, "bare", "profile")
     assert run.status == 0, run.err
     assert run.complaints == []
     return run
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward", "optimizer"])
-def test_phases_equal_those_of_the_profiler(profiled: Traced, row: Any, phase: str) -> None:
+def test_phases_equal_those_of_the_profiler(profiled: TracedRun, row: Any, phase: str) -> None:
     """Host time of each phase, the median of the same steps, within 5% of torch.profiler's.
 
     The profiler's times include record_function itself, which takes more than 5% of a short phase that only queues
@@ -177,7 +178,7 @@ def test_phases_equal_those_of_the_profiler(profiled: Traced, row: Any, phase: s
     row(f"{phase}, host time, median of {STEPS} steps", ours, most, "ms", round(within, 3))
 
 
-class RealDevice(Process):
+class RealDevice(SimulatedProcess):
     """A process with the events of the real device."""
 
     def __init__(self) -> None:
@@ -230,16 +231,16 @@ def test_an_event_costs_little(gpu: str, row: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory, device: str) -> Traced:
+def large(tmp_path_factory: pytest.TempPathFactory, device: str) -> TracedRun:
     """A loop limited by its device, under torch.profiler and dpmon together."""
-    run = traced(tmp_path_factory.mktemp("large"), LARGE, device, LARGE_STEPS, "profile", mode="script")
+    run = run_traced(tmp_path_factory.mktemp("large"), LARGE, device, LARGE_STEPS, "profile", mode="script")
     assert run.status == 0, run.err
     assert run.complaints == []
     return run
 
 
 @pytest.mark.parametrize("phase", ["copy", "forward", "backward", "optimizer"])
-def test_device_times_equal_those_of_the_profiler(gpu: str, large: Traced, row: Any, phase: str) -> None:
+def test_device_times_equal_those_of_the_profiler(gpu: str, large: TracedRun, row: Any, phase: str) -> None:
     """Device time of each phase, the median of the same steps, within 5% of torch.profiler's."""
     steps = large.steps()[LARGE_WARM_UP : LARGE_WARM_UP + LARGE_STEPS]
     theirs = large.printed["device_ms"][phase]
@@ -251,11 +252,11 @@ def test_device_times_equal_those_of_the_profiler(gpu: str, large: Traced, row: 
         "ms", 0.05)  # fmt: skip
 
 
-def test_copies_have_their_bytes(gpu: str, large: Traced) -> None:
+def test_copies_have_their_bytes(gpu: str, large: TracedRun) -> None:
     assert {step.quantity("copied_bytes") for step in large.steps()[LARGE_WARM_UP:]} == {4 * (4096 * 4096 + 4096)}
 
 
-def test_calls_and_steps_agree_on_their_device(gpu: str, large: Traced) -> None:
+def test_calls_and_steps_agree_on_their_device(gpu: str, large: TracedRun) -> None:
     calls = {call.step: call.replicas[0].device_ms for call in large.calls()}
     for step in large.steps()[WARM_UP:]:
         assert step.device_ms is not None
@@ -263,8 +264,8 @@ def test_calls_and_steps_agree_on_their_device(gpu: str, large: Traced) -> None:
         assert step.untimed is None
 
 
-def test_a_slow_device_is_not_waited_for_more_often(tmp_path: Path, large: Traced, device: str) -> None:
-    without = Script(tmp_path, LARGE, device, LARGE_STEPS, "profile", run=False).end().printed["waits"]
+def test_a_slow_device_is_not_waited_for_more_often(tmp_path: Path, large: TracedRun, device: str) -> None:
+    without = TracedScript(tmp_path, LARGE, device, LARGE_STEPS, "profile", run=False).end().printed["waits"]
     assert large.printed["waits"] == without
 
 
@@ -274,8 +275,8 @@ def test_forms_of_training(tmp_path: Path, device: str, which: str) -> None:
     if not device.startswith("cuda") and which in ("captured", "side", "full"):
         pytest.skip("needs a GPU, not a rehearsal")
     words = (device, 40, which)
-    alone = Script(tmp_path, FORMS, *words, run=False).end()
-    run = traced(tmp_path, FORMS, *words, mode="script")
+    alone = TracedScript(tmp_path, FORMS, *words, run=False).end()
+    run = run_traced(tmp_path, FORMS, *words, mode="script")
     assert run.printed == alone.printed
     assert [line for line in run.complaints if "out of memory" not in line] == []
     assert run.unreadable == ()
@@ -300,8 +301,8 @@ def test_forms_of_training(tmp_path: Path, device: str, which: str) -> None:
 
 def test_virtual_replicas_on_a_stream_of_the_scripts(tmp_path: Path, gpu: str) -> None:
     """The threads of replicas use the stream on which the batch was prepared."""
-    run = traced(tmp_path, FORMS, gpu, 40, "side", mode="dp", devices=f"{gpu},{gpu}")
-    alone = Script(tmp_path, FORMS, gpu, 40, "side", run=False).end()
+    run = run_traced(tmp_path, FORMS, gpu, 40, "side", mode="dp", devices=f"{gpu},{gpu}")
+    alone = TracedScript(tmp_path, FORMS, gpu, 40, "side", run=False).end()
     assert {call.mode for call in run.calls()[:-1]} == {"dp"}
     assert run.printed[0] == pytest.approx(alone.printed[0], rel=0.2)
     assert all(loss < 10 for loss in run.printed)
@@ -325,7 +326,7 @@ def test_the_command_line_without_a_screen(dpmon: Dpmon, gpu: str) -> None:
 # ---------------------------------------------------------------------------------------- replicas
 
 
-def shares(run: Traced) -> set[tuple[str, tuple[int, ...]]]:
+def shares(run: TracedRun) -> set[tuple[str, tuple[int, ...]]]:
     """Return mode and rows of each replica in calls after the first steps."""
     return {(c.mode, tuple(r.inputs[0].shape[0] for r in c.replicas if r.inputs)) for c in run.calls()[WARM_UP:]}
 
@@ -333,7 +334,7 @@ def shares(run: Traced) -> set[tuple[str, tuple[int, ...]]]:
 @pytest.mark.parametrize("replicas", [2, 4])
 def test_virtual_replicas_on_one_device(tmp_path: Path, device: str, replicas: int) -> None:
     devices = ",".join([device] * replicas)
-    run = traced(tmp_path, TRAINING, device, 50, "bare", "losses", mode="dp", devices=devices)
+    run = run_traced(tmp_path, TRAINING, device, 50, "bare", "losses", mode="dp", devices=devices)
     assert run.status == 0, run.err
     assert shares(run) == {("dp", (256 // replicas,) * replicas)}
     call = run.calls()[-1]
@@ -343,13 +344,13 @@ def test_virtual_replicas_on_one_device(tmp_path: Path, device: str, replicas: i
         assert call.absent == {}
         assert all(phase.device_ms is not None for phase in call.phases.values())
         assert all(replica.device_ms is not None for replica in call.replicas)
-    alone = Script(tmp_path, TRAINING, device, 50, "bare", "losses", run=False).end().printed
+    alone = TracedScript(tmp_path, TRAINING, device, 50, "bare", "losses", run=False).end().printed
     assert run.printed == pytest.approx(alone, rel=1e-2)
 
 
 def test_cpu_and_gpu_stages(tmp_path: Path, gpu: str) -> None:
     text = (PROCESS / "traced" / "spread.py").read_text().replace('"meta"', '"cuda:0"')
-    run = traced(tmp_path, text, mode="script")
+    run = run_traced(tmp_path, text, mode="script")
     first = run.calls("Toy")[0]
     assert [(stage.device, stage.parts) for stage in first.stages] == [("cpu", ("net1", "relu")), ("cuda:0", ("net2",))]
     assert first.stages[1].crossed == 6 * 10 * 4
@@ -363,7 +364,7 @@ def test_dataparallel_over_all_gpus(tmp_path: Path, gpu: str) -> None:
     count = torch.cuda.device_count()
     if count < 2:
         pytest.skip("needs two GPUs")
-    run = traced(tmp_path, TRAINING, gpu, 50, "dataparallel", "losses")
+    run = run_traced(tmp_path, TRAINING, gpu, 50, "dataparallel", "losses")
     assert run.status == 0, run.err
     call = run.calls()[-1]
     assert not call.virtual

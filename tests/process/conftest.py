@@ -8,21 +8,22 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from screens import Run, Start, terminals
+
+from support.screen_harness import StartTerminal, TerminalRun, screen_terminals
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
+def run(tmp_path: Path) -> Iterator[TerminalRun]:
     """A run whose records the test writes itself."""
-    made = Run(tmp_path)
+    made = TerminalRun(tmp_path)
     yield made
     made.log.close()
 
 
 @pytest.fixture
-def terminal(run: Run) -> Iterator[Start]:
+def terminal(run: TerminalRun) -> Iterator[StartTerminal]:
     """Start terminals that show the screen of `run`."""
-    yield from terminals(run)
+    yield from screen_terminals(run)
 
 
 @pytest.fixture

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from running import Dpmon
+
+from support.run_harness import Dpmon
 
 SCRIPT = """
 import torch

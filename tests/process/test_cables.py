@@ -17,27 +17,33 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from followed import TRAINING, Reader, ids_of
-from running import Dpmon, wait_for
-from sshd import Hosts, no_namespaces, sockets_of
 
 from dpmon.mirror.remote_hosts import resolve_hosts
 from dpmon.run import proc
 from dpmon.run.run_directory import load_info
+from support.cluster_harness import (
+    TRAINING_UNTIL_GO,
+    FollowReader,
+    NamespaceHosts,
+    missing_for_namespaces,
+    row_ids_of_history,
+    sockets_of,
+)
+from support.run_harness import Dpmon, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture
-def host(dpmon: Dpmon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
+def host(dpmon: Dpmon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NamespaceHosts]:
     """One machine, gpu-1, with the runs of `dpmon`, which trains until `go`."""
-    why = no_namespaces()
+    why = missing_for_namespaces()
     if why is not None:
         pytest.skip(why)
-    made = Hosts(tmp_path / "net", {"gpu-1": dpmon.state})
+    made = NamespaceHosts(tmp_path / "net", {"gpu-1": dpmon.state})
     try:
         monkeypatch.setenv("PATH", made.environment["PATH"])
-        dpmon.start("--headless", dpmon.script(TRAINING), env={"PATH": os.environ["PATH"]})
+        dpmon.start("--headless", dpmon.script(TRAINING_UNTIL_GO), env={"PATH": os.environ["PATH"]})
         dpmon.info()
         yield made
     finally:
@@ -45,29 +51,31 @@ def host(dpmon: Dpmon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 
 @pytest.fixture
-def reader(host: Hosts, dpmon: Dpmon) -> Iterator[Reader]:
+def reader(host: NamespaceHosts, dpmon: Dpmon) -> Iterator[FollowReader]:
     """A reader of the run, by ssh from the namespace of the viewer."""
     (machine,) = resolve_hosts(["gpu-1"])
-    made = Reader(["ip", "netns", "exec", host.viewer, *machine.command_prefix], dpmon.last().name)
+    made = FollowReader(["ip", "netns", "exec", host.viewer, *machine.command_prefix], dpmon.last().name)
     yield made
     made.links.close_all()
 
 
-def more(reader: Reader, count: int) -> None:
+def more(reader: FollowReader, count: int) -> None:
     """Wait for this many more rows."""
     wanted = len(reader.ids) + count
     wait_for(lambda: reader.poll() is not None and len(reader.ids) >= wanted, what="more rows")
 
 
-def all_came_once(reader: Reader, dpmon: Dpmon) -> None:
+def all_came_once(reader: FollowReader, dpmon: Dpmon) -> None:
     """Let the training end, and compare the rows that came with those of the history."""
     dpmon.go()
     dpmon.exit()
     wait_for(lambda: reader.poll() is not None and reader.ended, what="the end of the records")
-    assert sorted(reader.ids) == ids_of(dpmon.last())
+    assert sorted(reader.ids) == row_ids_of_history(dpmon.last())
 
 
-def test_a_cut_is_noticed_and_no_row_is_lost_or_doubled(host: Hosts, reader: Reader, dpmon: Dpmon) -> None:
+def test_a_cut_is_noticed_and_no_row_is_lost_or_doubled(
+    host: NamespaceHosts, reader: FollowReader, dpmon: Dpmon
+) -> None:
     more(reader, 20)
     host.cut(0)  # shorter than the limit of silence
     time.sleep(1.0)
@@ -94,7 +102,9 @@ def follows(pid: int, run: str) -> bool:
     return False
 
 
-def test_only_ssh_talks_to_a_network_and_nobody_listens(host: Hosts, reader: Reader, dpmon: Dpmon) -> None:
+def test_only_ssh_talks_to_a_network_and_nobody_listens(
+    host: NamespaceHosts, reader: FollowReader, dpmon: Dpmon
+) -> None:
     def connected() -> list[tuple[str, str]]:
         """Programs and sockets of the command and its children; none while it is cut off, as on a busy machine."""
         reader.poll()
@@ -107,26 +117,31 @@ def test_only_ssh_talks_to_a_network_and_nobody_listens(host: Hosts, reader: Rea
     info = dpmon.info()
     ours = [os.getpid(), *proc.process_tree(info["supervisor_pid"]), *proc.process_tree(info["command_pid"])]
     run = dpmon.last().name
-    exporters = wait_for(
-        lambda: reader.poll() is not None and [pid for pid in proc.read_process_table() if follows(pid, run)]
-    )
+
+    def exporting() -> list[int]:
+        reader.poll()
+        return [pid for pid in proc.read_process_table() if follows(pid, run)]
+
+    exporters = wait_for(exporting)
     assert not [socket for pid in (*ours, *exporters) for socket in sockets_of(pid)]
     assert {os.path.basename(program) for program, _ in wait_for(connected, what="a connection")} == {"ssh"}
 
 
-def test_records_come_once_each_over_a_slow_and_lossy_cable(host: Hosts, reader: Reader, dpmon: Dpmon) -> None:
+def test_records_come_once_each_over_a_slow_and_lossy_cable(
+    host: NamespaceHosts, reader: FollowReader, dpmon: Dpmon
+) -> None:
     host.slow(0, "256kbit")
     host.lose(0, 5)
     more(reader, 100)
     all_came_once(reader, dpmon)
 
 
-def test_a_machine_that_is_switched_off_does_not_hold_up_another(host: Hosts, dpmon: Dpmon) -> None:
+def test_a_machine_that_is_switched_off_does_not_hold_up_another(host: NamespaceHosts, dpmon: Dpmon) -> None:
     """The end of the cable is dead, so the connection is never refused."""
     (machine,) = resolve_hosts(["gpu-1"])
     words = ["ip", "netns", "exec", host.viewer, *machine.command_prefix]
     dead = [word.replace("gpu-1", host.address(0).rpartition(".")[0] + ".99") for word in words]
-    reader = Reader(words, dpmon.last().name, dead)
+    reader = FollowReader(words, dpmon.last().name, dead)
     try:
         more(reader, 20)
 
@@ -146,10 +161,10 @@ def test_a_machine_that_is_switched_off_does_not_hold_up_another(host: Hosts, dp
 class Mirrored:
     """Two machines that train, and the run that mirrors theirs, watched from the namespace of the viewer."""
 
-    def __init__(self, dpmon: Dpmon, states: list[Path], hosts: Hosts, *, away: bool = False) -> None:
+    def __init__(self, dpmon: Dpmon, states: list[Path], hosts: NamespaceHosts, *, away: bool = False) -> None:
         """`away`: the second machine cannot be reached at first."""
         self.states, self.hosts, self.dpmon = states, hosts, dpmon
-        script = dpmon.script(TRAINING)
+        script = dpmon.script(TRAINING_UNTIL_GO)
         for state in self.states:
             env = {"XDG_STATE_HOME": str(state)}
             dpmon.start("--headless", script, env={**env, "SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0"})
@@ -228,13 +243,13 @@ def mirrored(dpmon: Dpmon, tmp_path: Path, request: pytest.FixtureRequest) -> It
     With "slow" as parameter, the cable to the first machine carries 56 kbit/s, and that to the second has a delay.
     With "away", the second machine cannot be reached at first.
     """
-    why = no_namespaces()
+    why = missing_for_namespaces()
     if why is not None:
         pytest.skip(why)
     how = getattr(request, "param", "")
     bad = how == "slow"
     states = [dpmon.state / "gpu-1", dpmon.state / "gpu-2"]  # so that `dpmon` finds what is left over
-    hosts = Hosts(tmp_path / "net", {state.name: state for state in states}, {"gpu-2": 0.1} if bad else {})
+    hosts = NamespaceHosts(tmp_path / "net", {state.name: state for state in states}, {"gpu-2": 0.1} if bad else {})
     try:
         if bad:
             hosts.slow(0)

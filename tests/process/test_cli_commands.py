@@ -10,10 +10,10 @@ import sys
 import time
 
 import pytest
-from running import Dpmon, Terminal
 
 from dpmon.cli.commands import ListedRun
 from dpmon.run import proc
+from support.run_harness import Dpmon, Terminal
 
 
 def test_help_and_version(dpmon: Dpmon) -> None:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from running import Dpmon
+from support.run_harness import Dpmon
 
 
 def checks_of(dpmon: Dpmon, *words: object, **env: str) -> tuple[int, dict[str, Any]]:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from running import Dpmon
 
 from dpmon.cli.main import main
+from support.run_harness import Dpmon
 
 
-def refused(dpmon: Dpmon, *words: str, says: str, **more: object) -> str:
+def refused(dpmon: Dpmon, *words: str, says: str, **more: Any) -> str:
     """Run dpmon with `words`, which it must refuse with a sentence that contains `says`."""
     result = dpmon.run(*words, **more)
     assert result.status == 2, result.errors

@@ -8,15 +8,13 @@ import signal
 import subprocess
 from pathlib import Path
 
-from plain_training import plain_training
-from running import Dpmon, wait_for
-from traceformat import read
-
 from dpmon.run import proc
+from support.format_readers import read_trace
+from support.run_harness import Dpmon, plain_training_script, wait_for
 
 
 def test_all_formats_of_a_run_that_goes_on_and_that_has_ended(dpmon: Dpmon, tmp_path: Path) -> None:
-    dpmon.waiting("", plain_training(20, wrapped=True))
+    dpmon.waiting("", plain_training_script(20, wrapped=True))
     dpmon.run(*dpmon.warm(), "--detach", "--devices", "cpu,cpu", "script.py")
     dpmon.begun()
     # Records of a live run are in its history a moment later.
@@ -32,7 +30,7 @@ def test_all_formats_of_a_run_that_goes_on_and_that_has_ended(dpmon: Dpmon, tmp_
             rows = list(csv.DictReader(file))
         assert [row["replica_rows"] for row in rows] == ["3 3"] * 20
         assert [float(row["wall_ms"]) for row in rows] == [call["wall_ms"] for call in calls]
-        trace = read(dpmon.run("export", "--format", "perfetto").text)
+        trace = read_trace(dpmon.run("export", "--format", "perfetto").text)
         assert trace.tracks("process 0") == ["calls", "replica 0 cpu:0", "replica 1 cpu:1", "steps"]
         assert len(trace.slices["process 0", "replica 1 cpu:1"]) == 20
         linear = [event for event in trace.slices["process 0", "calls"] if event["name"] == "Linear"]
@@ -64,24 +62,25 @@ def test_an_export_that_is_not_possible_gives_one_sentence(dpmon: Dpmon, tmp_pat
 
 def test_a_mirror_gets_the_last_rows_after_a_sigterm(dpmon: Dpmon) -> None:
     """Slurm sends SIGTERM to the steps of a job as soon as its command has ended."""
-    dpmon.waiting("", plain_training(20))
+    dpmon.waiting("", plain_training_script(20))
     dpmon.run(*dpmon.warm(), "--detach", "script.py")
     dpmon.begun()
     process = dpmon.start("export", "last", "--follow", "--rollups", stdin=subprocess.PIPE)
     assert process.stdin is not None
-    assert process.stdout is not None
+    output = process.stdout
+    assert output is not None
     process.stdin.write(b'{"ask": "begin"}\n')
     process.stdin.flush()
-    wait_for(lambda: b'{"beat"' in process.stdout.readline(), what="the first rows")
+    wait_for(lambda: b'{"beat"' in output.readline(), what="the first rows")
     process.send_signal(signal.SIGTERM)
     dpmon.go()
-    wait_for(lambda: b'"exit"' in process.stdout.readline(), what="the last rows")
+    wait_for(lambda: b'"exit"' in output.readline(), what="the last rows")
     process.stdin.close()
     assert process.wait(100) == 0
 
 
 def test_a_supervisor_that_an_exporter_starts_does_not_ignore_sigterm(dpmon: Dpmon) -> None:
-    dpmon.waiting("", plain_training(20))
+    dpmon.waiting("", plain_training_script(20))
     dpmon.run(*dpmon.warm(), "--detach", "script.py")
     dpmon.begun()
     before = dpmon.kill_supervisor()["supervisor_pid"]

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from plain_training import plain_training
 from prometheus_client.parser import text_string_to_metric_families
-from running import Dpmon, wait_for
+
+from support.run_harness import Dpmon, plain_training_script, wait_for
 
 BEGIN = f"""
 print("out", flush=True)
-{plain_training(50, wrapped=True)}
+{plain_training_script(50, wrapped=True)}
 sys.stderr.write("in the middle of a line")
 sys.stderr.flush()
 """

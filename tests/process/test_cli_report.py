@@ -6,12 +6,11 @@ import json
 import re
 from pathlib import Path
 
-from plain_training import plain_training
-from running import Dpmon
+from support.run_harness import Dpmon, plain_training_script
 
 
 def test_text_json_and_page_of_a_real_run(dpmon: Dpmon, tmp_path: Path) -> None:
-    dpmon.script(plain_training(40, 5, wrapped=True) + "raise SystemExit(3)")
+    dpmon.script(plain_training_script(40, 5, wrapped=True) + "raise SystemExit(3)")
     dpmon.run(*dpmon.warm(), "--devices", "cpu,cpu,cpu,cpu", "script.py")
     text = dpmon.run("report")
     assert (text.status, text.err) == (0, b"")

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch.distributed.fsdp
-from synthetic import kind_of
-from torch_aborts import unless_aborted
-from tracing import Script, Traced, alone, text_of, traced
 
 from dpmon.record.record_types import Collective, Sampled
+from support.baseline_comparison import run_unless_aborted
+from support.record_builders import kind_of
+from support.tracer_harness import TracedRun, TracedScript, run_traced, run_untraced, traced_script_text
 
 pytestmark = pytest.mark.slow
 
@@ -28,8 +28,8 @@ if not hasattr(torch.distributed.fsdp, "fully_shard"):  # its place in torch 2.6
 class Runs(NamedTuple):
     """The same script with the tracer and without."""
 
-    traced: Traced
-    alone: Traced
+    traced: TracedRun
+    alone: TracedRun
     start_ns: int
 
     def samples(self, told: dict[str, Any]) -> list[tuple[Sampled, list[Collective]]]:
@@ -53,16 +53,16 @@ class Runs(NamedTuple):
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     place = tmp_path_factory.mktemp("communicating")
-    text = text_of("communicating")
+    text = traced_script_text("communicating")
 
     def both(_: int) -> Runs:
-        script = Script(place, text, fresh=True)
-        return Runs(script.end(), alone(place, text, fresh=True), script.start_ns)
+        script = TracedScript(place, text, fresh=True)
+        return Runs(script.end(), run_untraced(place, text, fresh=True), script.start_ns)
 
-    return unless_aborted(both, lambda runs: runs.traced.err + runs.alone.err)
+    return run_unless_aborted(both, lambda runs: runs.traced.err + runs.alone.err)
 
 
-def rank_output(run: Traced, form: str) -> list[dict[str, Any]]:
+def rank_output(run: TracedRun, form: str) -> list[dict[str, Any]]:
     """Return the output of each rank for a form."""
     return [{**one, "pid": rank["pid"]} for rank in run.printed for one in rank["forms"] if one["form"] == form]
 
@@ -140,17 +140,17 @@ def test_sampling_writes_no_warning_and_loses_no_record(runs: Runs) -> None:
 
 
 @pytest.fixture(scope="module")
-def oddly(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Traced]:
+def oddly(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TracedRun]:
     place = tmp_path_factory.mktemp("oddly")
-    text = text_of("communicating_oddly")
-    return cache(lambda how: unless_aborted(lambda _: traced(place, text, how), lambda run: run.err))
+    text = traced_script_text("communicating_oddly")
+    return cache(lambda how: run_unless_aborted(lambda _: run_traced(place, text, how), lambda run: run.err))
 
 
-def of_kind(run: Traced, kind: type) -> list[Any]:
+def of_kind(run: TracedRun, kind: type) -> list[Any]:
     return [one for one in run.records if isinstance(one, kind)]
 
 
-def test_operator_kernels_of_the_script_are_called_as_without_dpmon(oddly: Callable[[str], Traced]) -> None:
+def test_operator_kernels_of_the_script_are_called_as_without_dpmon(oddly: Callable[[str], TracedRun]) -> None:
     """The script registers kernels at another autograd key, and at the same key as the tracer."""
     run = oddly("own kernels")
     assert (run.printed["AutogradCPU"], run.printed["BackendSelect"]) == (40, 40)
@@ -158,7 +158,7 @@ def test_operator_kernels_of_the_script_are_called_as_without_dpmon(oddly: Calla
     assert run.complaints == []
 
 
-def test_interrupts_reach_the_script_and_sampling_goes_on(oddly: Callable[[str], Traced]) -> None:
+def test_interrupts_reach_the_script_and_sampling_goes_on(oddly: Callable[[str], TracedRun]) -> None:
     run = oddly("interrupts")
     assert run.printed["raised"] == run.printed["caught"] == 600
     assert run.complaints == []
@@ -166,14 +166,14 @@ def test_interrupts_reach_the_script_and_sampling_goes_on(oddly: Callable[[str],
     assert max(sample.step or 0 for sample in of_kind(run, Sampled)) > len(run.steps()) - 40
 
 
-def test_a_script_that_forks_in_a_sample(oddly: Callable[[str], Traced]) -> None:
+def test_a_script_that_forks_in_a_sample(oddly: Callable[[str], TracedRun]) -> None:
     run = oddly("forks")
     assert set(run.printed["statuses"]) == {0}
     assert len(of_kind(run, Sampled)) >= 3
     assert run.complaints == []
 
 
-def test_no_step_is_sampled_while_another_thread_communicates(oddly: Callable[[str], Traced]) -> None:
+def test_no_step_is_sampled_while_another_thread_communicates(oddly: Callable[[str], TracedRun]) -> None:
     run = oddly("threads")
     assert run.printed["count"] > 100
     samples = of_kind(run, Sampled)
@@ -183,7 +183,7 @@ def test_no_step_is_sampled_while_another_thread_communicates(oddly: Callable[[s
     assert run.complaints == []
 
 
-def test_collectives_are_sampled_beside_an_idle_thread(oddly: Callable[[str], Traced]) -> None:
+def test_collectives_are_sampled_beside_an_idle_thread(oddly: Callable[[str], TracedRun]) -> None:
     run = oddly("threads that rest")
     assert run.printed["left"] == ["MainThread"]
     groups = Counter(one.bytes for one in of_kind(run, Collective))
@@ -192,7 +192,7 @@ def test_collectives_are_sampled_beside_an_idle_thread(oddly: Callable[[str], Tr
     assert run.complaints == []
 
 
-def test_a_torch_that_lacks_what_is_needed(oddly: Callable[[str], Traced]) -> None:
+def test_a_torch_that_lacks_what_is_needed(oddly: Callable[[str], TracedRun]) -> None:
     run = oddly("lacks")
     (sample,) = of_kind(run, Sampled)
     assert sample.collectives is None
@@ -200,7 +200,7 @@ def test_a_torch_that_lacks_what_is_needed(oddly: Callable[[str], Traced]) -> No
     assert run.complaints == []
 
 
-def test_a_process_without_a_group_registers_nothing(oddly: Callable[[str], Traced]) -> None:
+def test_a_process_without_a_group_registers_nothing(oddly: Callable[[str], TracedRun]) -> None:
     run = oddly("no group")
     assert run.printed["registered"] is False
     assert of_kind(run, Sampled) == []
@@ -210,7 +210,7 @@ def test_a_process_without_a_group_registers_nothing(oddly: Callable[[str], Trac
     ("how", "each"),
     [("evaluates", 1), ("evaluates without an optimizer", 1), ("accumulates", 3), ("looks ahead", 1)],
 )
-def test_a_sample_is_of_one_step_of_the_training(oddly: Callable[[str], Traced], how: str, each: int) -> None:
+def test_a_sample_is_of_one_step_of_the_training(oddly: Callable[[str], TracedRun], how: str, each: int) -> None:
     """With all batches whose gradients are accumulated, also between two fetches, and without an evaluation."""
     run = oddly(how)
     samples = of_kind(run, Sampled)
@@ -222,14 +222,14 @@ def test_a_sample_is_of_one_step_of_the_training(oddly: Callable[[str], Traced],
     assert run.complaints == []
 
 
-def test_samples_are_some_time_apart(oddly: Callable[[str], Traced]) -> None:
+def test_samples_are_some_time_apart(oddly: Callable[[str], TracedRun]) -> None:
     starts = [sample.start_ns for sample in of_kind(oddly("apart"), Sampled)]
     assert len(starts) >= 3
     assert min(second - first for first, second in pairwise(starts)) > 300_000_000
 
 
 def test_a_reader_asks_for_a_sample(tmp_path: Path) -> None:
-    script = Script(tmp_path, text_of("communicating_oddly"), "asked")
+    script = TracedScript(tmp_path, traced_script_text("communicating_oddly"), "asked")
     assert script.line() == "ready"
     ring = script.ring()
     ring.request_sample()

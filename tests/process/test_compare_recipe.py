@@ -6,9 +6,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from documented import DOCS, blocks
-from running import Dpmon
-from test_getting_started import put_on_path
+
+from support.format_readers import DOCS, blocks
+from support.run_harness import Dpmon, put_dpmon_on_path
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 (RECIPE,) = [text for _, text in blocks(DOCS / "compare.md") if text.startswith("#!/bin/sh")]
@@ -30,7 +30,7 @@ for batch in torch.utils.data.DataLoader(torch.randn(640, 4), 8):
 
 
 def test_the_recipe_passes_equal_scripts_and_the_gate_finds_slower_and_other_ones(dpmon: Dpmon, tmp_path: Path) -> None:
-    put_on_path(tmp_path / "bin")
+    put_dpmon_on_path(tmp_path / "bin")
     env = dpmon.environment()
     env["PATH"] = f"{tmp_path / 'bin'}:{env['PATH']}"
 

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from documented import DOCS, ROOT, patched, patches
-from plain_training import plain_training
-from running import Dpmon, Terminal
+
+from support.format_readers import DOCS, ROOT, apply_patch, patches
+from support.run_harness import Dpmon, Terminal, plain_training_script
 
 pytestmark = pytest.mark.slow
 
 STEPS = 60
-TRAINS = plain_training(STEPS)
+TRAINS = plain_training_script(STEPS)
 PATCHES = patches(DOCS / "contributing.md")
 PHASE: tuple[tuple[str, str, str], ...] = (
     (
@@ -65,7 +65,7 @@ def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(ROOT / part, root / part, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", root)
     for path, hunks in PATCHES:
-        (root / path).write_text(patched((root / path).read_text(), hunks))
+        (root / path).write_text(apply_patch((root / path).read_text(), hunks))
     (root / "docs").mkdir()
     shutil.copy(ROOT / "docs" / "records.py", root / "docs")
     (root / "docs" / "records.md").write_text(_python(root, "docs/records.py"))
@@ -132,7 +132,7 @@ def test_other_tests_pass(changed: Path) -> None:
 
 def _screen(run: Changed) -> str:
     """Return the screen of the finished run, after waiting for the table of its phases."""
-    terminal = Terminal(run.dpmon, "attach", "after", size=(50, 180), **run.env)
+    terminal = Terminal(run.dpmon, "attach", "after", argv=None, size=(50, 180), **run.env)
     terminal.shows("median")
     terminal.shows("aWait")
     terminal.shows(f"{LABEL}: ")

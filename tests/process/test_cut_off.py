@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from running import Dpmon, Terminal
+
+from support.run_harness import Dpmon, Terminal
 
 SCRIPT = """
 import os, signal, sys

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from running import Dpmon, Terminal, until_unsupervised, wait_for
+from support.run_harness import Dpmon, Terminal, wait_for, wait_until_unsupervised
 
 NAMES = ("stages.log", "endings.log", "warnings.log")
 DAMAGE = ("7 " + "9" * 5000 + " KeyboardInterrupt {}", "7 " + "9" * 400 + " in the script")
@@ -35,7 +35,7 @@ def test_the_status_of_a_run_whose_notes_are_damaged(dpmon: Dpmon) -> None:
     _, err = watching.communicate(timeout=100)
     assert watching.returncode == 5, err
     info = dpmon.info()
-    until_unsupervised(info)
+    wait_until_unsupervised(info)
     assert "Traceback" not in (dpmon.last() / "supervisor.log").read_text()
     for words in (["report"], ["report", "--json"], ["attach"]):
         after = dpmon.run(*words)

@@ -5,17 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tracing import Traced, text_of, traced
 
 from dpmon.record.jsonl import as_json
 from dpmon.record.record_types import UNTIMED, Call, Step
 from dpmon.record.shared_names import Untimed
+from support.tracer_harness import TracedRun, run_traced, traced_script_text
 
-TEXT = (Path(__file__).parent / "scripts" / "plays_cuda.py").read_text() + text_of("devices")
+TEXT = (Path(__file__).parent / "scripts" / "plays_cuda.py").read_text() + traced_script_text("devices")
 STEP = {"data": 0.0, "forward": 3.0, "backward": 5.0, "optimizer": 0.5}
 
 
-def part(run: Traced, name: str) -> tuple[list[Step], list[Call]]:
+def part(run: TracedRun, name: str) -> tuple[list[Step], list[Call]]:
     """Return the steps and calls of a part of the training, in its first process."""
     first, last = run.printed[name]
     steps = [step for step in run.steps(0) if first <= step.step <= last]
@@ -23,15 +23,15 @@ def part(run: Traced, name: str) -> tuple[list[Step], list[Call]]:
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Traced:
-    run = traced(tmp_path_factory.mktemp("plain"), TEXT, "plain")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> TracedRun:
+    run = run_traced(tmp_path_factory.mktemp("plain"), TEXT, "plain")
     assert run.status == 0, run.err
     assert run.unreadable == ()
     assert run.missed == 0
     return run
 
 
-def test_phases_calls_and_replicas_have_the_time_of_the_device(plain: Traced) -> None:
+def test_phases_calls_and_replicas_have_the_time_of_the_device(plain: TracedRun) -> None:
     steps, calls = part(plain, "usual")
     assert [step.device_ms for step in steps[1:]] == [STEP] * 11
     assert [step.untimed for step in steps[1:]] == [None] * 11
@@ -42,7 +42,7 @@ def test_phases_calls_and_replicas_have_the_time_of_the_device(plain: Traced) ->
     assert "before the first call" in str(as_json(steps[0])["absent"]["device_ms"])
 
 
-def test_late_device_times_do_not_change_the_order_of_the_record(plain: Traced) -> None:
+def test_late_device_times_do_not_change_the_order_of_the_record(plain: TracedRun) -> None:
     """Each step is recorded once, after its call, although device times are late."""
     order = [
         ("call" if isinstance(record, Call) else "step", record.step)
@@ -54,7 +54,7 @@ def test_late_device_times_do_not_change_the_order_of_the_record(plain: Traced) 
     assert [call.call for call in plain.calls(process=0)] == list(range(1, last + 1))
 
 
-def test_nested_phases_are_not_counted_twice(plain: Traced) -> None:
+def test_nested_phases_are_not_counted_twice(plain: TracedRun) -> None:
     steps, _ = part(plain, "closure")
     assert [step.device_ms for step in steps] == [STEP] * 3
 
@@ -62,7 +62,7 @@ def test_nested_phases_are_not_counted_twice(plain: Traced) -> None:
 @pytest.mark.parametrize(
     ("name", "after"), [("captured", "after it"), ("captured by another thread", "after that one")]
 )
-def test_no_event_is_recorded_or_queried_while_a_graph_is_captured(plain: Traced, name: str, after: str) -> None:
+def test_no_event_is_recorded_or_queried_while_a_graph_is_captured(plain: TracedRun, name: str, after: str) -> None:
     steps, calls = part(plain, name)
     assert {step.untimed for step in steps} == {UNTIMED[Untimed.CAPTURED]}
     assert {call.absent["device_ms"] for call in calls} == {UNTIMED[Untimed.CAPTURED]}
@@ -72,11 +72,11 @@ def test_no_event_is_recorded_or_queried_while_a_graph_is_captured(plain: Traced
     assert [call.replicas[0].device_ms for call in calls] == [3.0] * 3
 
 
-def test_device_times_are_read_only_by_the_thread_that_steps(plain: Traced) -> None:
+def test_device_times_are_read_only_by_the_thread_that_steps(plain: TracedRun) -> None:
     assert plain.printed["asked by others"] == 0
 
 
-def test_a_forked_child_has_events_of_its_own(plain: Traced) -> None:
+def test_a_forked_child_has_events_of_its_own(plain: TracedRun) -> None:
     steps = plain.steps(1)
     assert len(steps) == 3
     assert [step.device_ms for step in steps[1:]] == [STEP] * 2
@@ -92,7 +92,7 @@ def took_what_was_played(call: Call) -> None:
 
 def test_every_device_of_a_data_parallel_call(tmp_path: Path) -> None:
     """Two virtual replicas on the CPU stand for two GPUs; one of them lags."""
-    run = traced(tmp_path, TEXT, "dp")
+    run = run_traced(tmp_path, TEXT, "dp")
     assert run.status == 0, run.err
     assert run.complaints == []
     for name in ("usual", "in step"):

@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kept import keep
-from running import Dpmon, Terminal, until_unsupervised, wait_for
-from sizes import reached, size
-from synthetic import Training
 
 from dpmon.run import proc
 from dpmon.supervise.start_supervisor import ensure_supervisor
+from support.history_builders import write_run_directory
+from support.record_builders import Training
+from support.run_harness import Dpmon, Terminal, report_measured, scaled_size, wait_for, wait_until_unsupervised
 
 pytestmark = pytest.mark.slow
 
@@ -103,8 +102,8 @@ def test_the_events_of_a_run_that_stalls_and_fails_arrive_soon_and_in_order(dpmo
     (stall,) = [record for record in dpmon.records() if record["kind"] == "stall"]
     began = dpmon.info()["started_unix"]
     arrived = dict(zip(types(dpmon), times(dpmon), strict=False))["stalled"] - began
-    reached("an event arrives", f"{arrived - stall['t_s']:.1f} s after the record of the stall")
-    assert arrived - stall["t_s"] < size(60.0, SOON_S)
+    report_measured("an event arrives", f"{arrived - stall['t_s']:.1f} s after the record of the stall")
+    assert arrived - stall["t_s"] < scaled_size(60.0, SOON_S)
     assert stall["text"].startswith("in wait_here (script.py:")
     assert dpmon.run("status").status == 5
     (dpmon.cwd / "go").write_text("")
@@ -194,7 +193,7 @@ def test_no_teller_stays_behind(dpmon: Dpmon, how: str) -> None:
 
 
 def test_no_id_is_told_twice_over_many_kills_of_the_supervisor(dpmon: Dpmon, monkeypatch: pytest.MonkeyPatch) -> None:
-    kills = size(8, 100)
+    kills = scaled_size(8, 100)
     name = command(dpmon)
     monkeypatch.chdir(dpmon.cwd)
     monkeypatch.setenv("DPMON_ON_EVENT", name)  # those that take over have only this process's settings
@@ -214,22 +213,22 @@ def test_no_id_is_told_twice_over_many_kills_of_the_supervisor(dpmon: Dpmon, mon
                 os.kill(pid, signal.SIGKILL)
             wait_for(lambda: not tellers(directory))
         successor = ensure_supervisor(directory)
-        wait_for(lambda old=old: dpmon.info()["supervisor_pid"] != old["supervisor_pid"])  # type: ignore[misc]
+        wait_for(lambda old=old: dpmon.info()["supervisor_pid"] != old["supervisor_pid"])
         assert successor.pid is not None
         before = len(received(dpmon))
-        wait_for(lambda before=before: len(received(dpmon)) > before, what="an event")  # type: ignore[misc]
+        wait_for(lambda before=before: len(received(dpmon)) > before, what="an event")
         time.sleep(chance.random() * 0.3)
     last = dpmon.info()
     dpmon.go()
     wait_for(lambda: (directory / "exit.json").exists())
-    until_unsupervised(last)
+    wait_until_unsupervised(last)
     wait_for(lambda: not tellers(directory))
     told = Counter(event["id"] for event in received(dpmon))
     assert max(told.values()) == 1
     claimed = (directory / "events.log").read_text().splitlines()
     assert len(claimed) == len(set(claimed))
     missed = set(claimed) - set(told)
-    reached("events", f"{len(told)} told, {len(missed)} missed in {kills} kills of the supervisor")
+    report_measured("events", f"{len(told)} told, {len(missed)} missed in {kills} kills of the supervisor")
     assert not set(told) - set(claimed)
     assert len(missed) <= kills // 4 + 1
 
@@ -265,11 +264,13 @@ for _ in range(kills):
 
 def test_no_id_is_told_twice_over_100_kills_of_the_teller(state: Path, tmp_path: Path) -> None:
     kills, received = 100, tmp_path / "received"
-    me = {"supervisor_pid": os.getpid(), "supervisor_started": proc.start_time_s(os.getpid())}
+    me: dict[str, Any] = {"supervisor_pid": os.getpid(), "supervisor_started": proc.start_time_s(os.getpid())}
     me |= {"command_pid": os.getpid(), "command_started": proc.start_time_s(os.getpid())}
     options = {"alive_minutes": 0.02 / 60}
-    now = {"boot_id": proc.boot_id(), "start_ns": time.monotonic_ns(), "host": proc.host_name()}
-    directory = keep({0: Training().begin()}, status=None, cwd=str(tmp_path), options=options, **me, **now)
+    now: dict[str, Any] = {"boot_id": proc.boot_id(), "start_ns": time.monotonic_ns(), "host": proc.host_name()}
+    directory = write_run_directory(
+        {0: Training().begin()}, status=None, cwd=str(tmp_path), options=options, **me, **now
+    )
     command = ["/bin/sh", "-c", f"cat >>{received}"]
     subprocess.run([sys.executable, "-c", TELL, str(directory), str(kills), *command], check=True, timeout=250)
     claimed = (directory / "events.log").read_text().splitlines()
@@ -279,6 +280,6 @@ def test_no_id_is_told_twice_over_100_kills_of_the_teller(state: Path, tmp_path:
         return Counter(json.loads(line)["id"] for line in received.read_text().splitlines())
 
     missed = set(claimed) - set(told())
-    reached("events", f"{len(claimed)} claimed, {len(missed)} of them missed in {kills} kills of the teller")
+    report_measured("events", f"{len(claimed)} claimed, {len(missed)} of them missed in {kills} kills of the teller")
     assert max(told().values()) == 1
     assert len(missed) <= kills

@@ -13,12 +13,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from documented import DOCS, blocks
-from kept import draft
 
 from dpmon.notify.notifier import to_cloudevent
 from dpmon.notify.run_notifications import Notification
 from dpmon.sanitize import to_safe_json
+from support.format_readers import DOCS, blocks
+from support.history_builders import make_run_info
 
 pytestmark = [
     pytest.mark.slow,
@@ -38,7 +38,7 @@ def script(word: str) -> str:
 
 def event(kind: str) -> bytes:
     """An event as the command gets it."""
-    run = draft(id="20261125-213000-train-3f2a", name="train", host="box7")
+    run = make_run_info(id="20261125-213000-train-3f2a", name="train", host="box7")
     happened = Notification(kind, "1", {"text": STALL}, 1.0)
     return to_safe_json(to_cloudevent(happened, happened.id_in(run.id), run)).encode() + b"\n"
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from alternatives import as_alone
-from running import Dpmon
-from sidebyside import ROOT, SideBySide, of_kind
+
+from support.baseline_comparison import ROOT, SideBySide, closest_baseline, records_of_kind
+from support.run_harness import Dpmon
 
 LINEAR = str(ROOT / "examples" / "linear.py")
 TUTORIAL = str(ROOT / "examples" / "tutorial.py")
@@ -31,7 +31,7 @@ def test_the_main_job(place: SideBySide) -> None:
     assert outcome.stdout.decode().splitlines()[-1] == f"final loss {losses[-1]:.5f}"
 
     records = place.dpmon.records()
-    calls, step_records = of_kind(records, "call"), of_kind(records, "step")
+    calls, step_records = records_of_kind(records, "call"), records_of_kind(records, "step")
     assert [call["call"] for call in calls] == list(range(1, steps + 1))
     assert [each["step"] for each in step_records] == list(range(1, steps + 1))
     assert [call["step"] for call in calls] == list(range(1, steps + 1))
@@ -45,19 +45,19 @@ def test_the_main_job(place: SideBySide) -> None:
         assert set(each["phases"]) == {"data", "forward", "backward", "optimizer", "other"}
         assert all(took >= 0 for took in each["phases"].values())
         assert sum(each["phases"].values()) == pytest.approx(each["wall_ms"], rel=1e-6)
-    (mode,) = of_kind(records, "mode")
+    (mode,) = records_of_kind(records, "mode")
     assert (mode["mode"], mode["virtual"], mode["requested_by"]) == ("dp", True, "start")
     assert "no GPU" in mode["reason"]
-    (process,) = of_kind(records, "process")
+    (process,) = records_of_kind(records, "process")
     assert process["rank"] is None
-    (dropped,) = of_kind(records, "dropped")
+    (dropped,) = records_of_kind(records, "dropped")
     assert dropped["count"] == 0
-    (ended,) = of_kind(records, "exit")
+    (ended,) = records_of_kind(records, "exit")
     assert (ended["status"], ended["signal"]) == (0, None)
-    hosts = of_kind(records, "host")
+    hosts = records_of_kind(records, "host")
     assert hosts
     assert hosts[0]["gpu_absent"]
-    assert of_kind(records, "warning") == []
+    assert records_of_kind(records, "warning") == []
 
 
 def test_the_examples_are_deterministic_and_know_nothing_of_dpmon(place: SideBySide) -> None:
@@ -116,10 +116,10 @@ def test_mode_script_changes_no_bit_of_any_example(weighed: dict[str, Any], name
     steps, _, digest = said.splitlines()[-1].rpartition(" steps, ")
     assert len(digest) == 64
     assert int(steps) == 0 if name == "tutorial" else int(steps) >= 30
-    assert said == as_alone(said, weighed["alone"][name][0], lambda: weighed["again"]()[name][0])
+    assert said == closest_baseline(said, weighed["alone"][name][0], lambda: weighed["again"]()[name][0])
     assert weighed["alone"][name][2] == "0"
-    (process,) = [r["process"] for r in of_kind(weighed["records"], "process") if r["pid"] == pid]
-    calls = [call for call in of_kind(weighed["records"], "call") if call["process"] == process]
+    (process,) = [r["process"] for r in records_of_kind(weighed["records"], "process") if r["pid"] == pid]
+    calls = [call for call in records_of_kind(weighed["records"], "call") if call["process"] == process]
     assert calls
     assert not any(call["virtual"] for call in calls)
 
@@ -129,9 +129,11 @@ def test_a_step_has_the_mode_of_the_dataparallel_inside_its_model(dpmon: Dpmon) 
     result = dpmon.run(*dpmon.warm(), "--replicas", "3", str(ROOT / "examples" / "nested.py"), "--steps", "10")
     assert result.status == 0, result.errors
     records = dpmon.records()
-    assert {len(call["replicas"]) for call in of_kind(records, "call")} == {3}
-    assert of_kind(records, "warning") == []
-    assert [mode["refused"] for mode in of_kind(records, "mode")] == [None] * len(of_kind(records, "mode"))
+    assert {len(call["replicas"]) for call in records_of_kind(records, "call")} == {3}
+    assert records_of_kind(records, "warning") == []
+    assert [mode["refused"] for mode in records_of_kind(records, "mode")] == [None] * len(
+        records_of_kind(records, "mode")
+    )
     assert "10 steps, 20 calls" in result.errors
     assert " 0.00 samples/s" not in result.errors
 
@@ -142,7 +144,7 @@ def test_a_rank_can_be_made_slow(place: SideBySide, phase: str) -> None:
     words = str(ROOT / "examples" / "ddp.py"), "--steps", 8
     slow = place.under(*words, "--slow-rank", 0, "--slow-phase", phase, "--slow-ms", 40)
     assert (slow.status, slow.stdout) == (0, place.alone(*words).stdout)
-    steps = of_kind(place.dpmon.records(), "step")
+    steps = records_of_kind(place.dpmon.records(), "step")
     assert len(steps) == 8
     assert all(step["phases"][phase] >= 40 for step in steps)
     for other in {"data", "forward", "backward"} - {phase}:

@@ -6,9 +6,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from running import Dpmon, Result
 
 import dpmon as package
+from support.run_harness import CommandResult, Dpmon
 
 RAISES = """
 def {name}(*_, **__):
@@ -40,7 +40,7 @@ def broken(dpmon: Dpmon, file: str, name: str) -> dict[str, str]:
     return {"PYTHONPATH": str(place), "PYTHONDONTWRITEBYTECODE": "1"}
 
 
-def run(dpmon: Dpmon, env: dict[str, str], *words: object, waits: bool = True) -> Result:
+def run(dpmon: Dpmon, env: dict[str, str], *words: object, waits: bool = True) -> CommandResult:
     """Run a script; `waits`: it goes on until the broken function has been called."""
     wait = "while not os.path.exists('reached'): time.sleep(0.01)\n" if waits else ""
     script = dpmon.script(f"import os, sys, time\n{wait}time.sleep(1)\nsys.exit(5)\n")

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import Dpmon, until_unsupervised, wait_for
 
 from dpmon.run import proc
 from dpmon.span_ring import SpanRing
 from dpmon.stalls.rank_inspector import RankInspector
+from support.run_harness import Dpmon, wait_for, wait_until_unsupervised
 
 READING = (["report", "old"], ["export", "old"], ["status", "old"], ["ls"], ["compare", "old", "old"])
 STARTING = (["attach", "--headless", "old"], ["why", "old"], ["stop", "old"])
@@ -32,7 +32,7 @@ def planted(dpmon: Dpmon, options: dict[str, Any], **changed: Any) -> Path:
     assert dpmon.run("--name", "old", *dpmon.warm(), "script.py").status == 0
     directory = dpmon.last()
     info = dpmon.info()
-    until_unsupervised(info)
+    wait_until_unsupervised(info)
     changed = {"boot_id": proc.boot_id(), "started_unix": time.time() - 100, **changed}
     (directory / "run.json").write_text(json.dumps({**info, **changed, "options": {**info["options"], **options}}))
     (directory / "exit.json").unlink()

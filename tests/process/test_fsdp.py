@@ -15,12 +15,11 @@ from pickletools import genops
 from typing import Any, NamedTuple
 
 import pytest
-from running import Dpmon
-from sidebyside import Outcome, SideBySide, of_kind
-from torch_aborts import unless_aborted
-from tracing import Script
 
 from dpmon.record.shared_names import MODES
+from support.baseline_comparison import Outcome, SideBySide, records_of_kind, run_unless_aborted
+from support.run_harness import Dpmon
+from support.tracer_harness import TracedScript
 
 if not hasattr(pytest.importorskip("torch.distributed.fsdp"), "fully_shard"):
     pytest.skip("torch 2.6 and later have fully_shard in torch.distributed.fsdp", allow_module_level=True)
@@ -48,9 +47,9 @@ class Run(NamedTuple):
 
     def of(self, form: str, rank: int, kind: str) -> list[dict[str, Any]]:
         """Return the records of one rank of one form."""
-        processes = [one["process"] for one in of_kind(self.records, "process") if one["rank"] == rank]
+        processes = [one["process"] for one in records_of_kind(self.records, "process") if one["rank"] == rank]
         process = sorted(processes)[list(FORMS).index(form)]
-        return [one for one in of_kind(self.records, kind) if one["process"] == process]
+        return [one for one in records_of_kind(self.records, kind) if one["process"] == process]
 
 
 @pytest.fixture(scope="module")
@@ -64,14 +63,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SideBySide]:
 
 @pytest.fixture(scope="module")
 def alone(place: SideBySide) -> Outcome:
-    outcome = unless_aborted(lambda _: place.alone(SCRIPT), lambda ended: ended.stderr.decode())
+    outcome = run_unless_aborted(lambda _: place.alone(SCRIPT), lambda ended: ended.stderr.decode())
     assert outcome.status == 0, outcome.stderr
     return outcome
 
 
 @pytest.fixture(scope="module")
 def run(place: SideBySide) -> Run:
-    outcome = unless_aborted(
+    outcome = run_unless_aborted(
         lambda _: place.under(SCRIPT, options=("--mode", "dp")), lambda ended: ended.stderr.decode()
     )
     assert outcome.status == 0, outcome.stderr
@@ -154,8 +153,8 @@ def test_memory_is_that_of_the_shards(run: Run, form: str, rank: int) -> None:
 
 
 def test_dp_is_refused_for_a_model_that_is_sharded(run: Run) -> None:
-    modes = of_kind(run.records, "mode")
-    warnings = [warning["text"] for warning in of_kind(run.records, "warning")]
+    modes = records_of_kind(run.records, "mode")
+    warnings = [warning["text"] for warning in records_of_kind(run.records, "warning")]
     assert {(mode["root"], mode["mode"], mode["virtual"]) for mode in modes} == {("Net", "single", False)}
     reason = "its parameters are sharded over the ranks, which must all run the same calls"
     assert {mode["refused"] for mode in modes} == {reason}
@@ -186,7 +185,7 @@ dist.destroy_process_group()
 
 def test_the_toggle_is_refused_while_the_weights_are_gathered(tmp_path: Path) -> None:
     """After a forward without a backward, the parameters are ordinary tensors."""
-    script = Script(tmp_path, UNSHARDED)
+    script = TracedScript(tmp_path, UNSHARDED)
     said = []
     for _ in range(3):
         script.go_on()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from running import Dpmon
-from torch_aborts import unless_aborted
+
+from support.baseline_comparison import run_unless_aborted
+from support.run_harness import Dpmon, put_dpmon_on_path
 
 pytestmark = pytest.mark.slow
 
@@ -25,18 +25,9 @@ def commands(page: str) -> list[str]:
     return [line for block in blocks for line in block.splitlines() if line.strip()]
 
 
-def put_on_path(folder: Path) -> None:
-    """Put `dpmon` and `torchrun` of this Python on PATH; it may lack their scripts."""
-    folder.mkdir()
-    for name, module in (("dpmon", "dpmon"), ("torchrun", "torch.distributed.run")):
-        script = folder / name
-        script.write_text(f'#!/bin/sh\nexec {sys.executable} -m {module} "$@"\n')
-        script.chmod(0o755)
-
-
 def run_all(page: str, dpmon: Dpmon, tmp_path: Path) -> dict[str, str]:
     """Run the commands of a page; return what each of them prints."""
-    put_on_path(tmp_path / "bin")
+    put_dpmon_on_path(tmp_path / "bin")
     shutil.copytree(ROOT / "examples", dpmon.cwd / "examples", ignore=shutil.ignore_patterns("__pycache__"))
     env = dpmon.environment({"TERM": "dumb"})
     env["PATH"] = f"{tmp_path / 'bin'}:{env['PATH']}"
@@ -58,7 +49,7 @@ def run_all(page: str, dpmon: Dpmon, tmp_path: Path) -> dict[str, str]:
 
     printed: dict[str, str] = {}
     for command in commands(page):
-        done = unless_aborted(run, lambda ended: ended.stdout, tries=4) if "torchrun" in command else run(0)
+        done = run_unless_aborted(run, lambda ended: ended.stdout, tries=4) if "torchrun" in command else run(0)
         assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}"
         printed[command] = done.stdout
     assert {path.name for path in dpmon.cwd.iterdir()} == {"examples"}, "what the page makes it removes"

@@ -8,10 +8,11 @@ from functools import cache
 from typing import Any
 
 import pytest
-from tracing import Traced, text_of, traced
 
-TEXT = text_of("synced")
-Run = Callable[[str], Traced]
+from support.tracer_harness import TracedRun, run_traced, traced_script_text
+
+TEXT = traced_script_text("synced")
+Run = Callable[[str], TracedRun]
 ONE_STEP = (
     *("plain", "static", "buckets", "unused", "recomputed", "accumulating", "forgotten"),
     *("evaluating", "raising", "again", "compiled", "chained", "around", "towers", "teacher"),
@@ -24,8 +25,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Run a form of the script, once for all tests."""
 
     @cache
-    def found(form: str) -> Traced:
-        run = traced(tmp_path_factory.mktemp("synced"), TEXT, form)
+    def found(form: str) -> TracedRun:
+        run = run_traced(tmp_path_factory.mktemp("synced"), TEXT, form)
         assert not run.complaints
         return run
 

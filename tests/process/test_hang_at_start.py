@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from running import Dpmon, wait_for
-from tracing import Script
 
 from dpmon.cli.commands import ls
 from dpmon.cli.status_stream import ProgressReporter
 from dpmon.report import report_text
 from dpmon.run.run_reader import RunReader
+from support.run_harness import Dpmon, wait_for
+from support.tracer_harness import TracedScript
 
 pytestmark = pytest.mark.slow
 
@@ -112,7 +112,7 @@ for x in torch.utils.data.DataLoader(torch.ones(40, 3), batch_size=2):
     model(x)
 torch.distributed.destroy_process_group()
 """
-    run = Script(tmp_path, text).end()
+    run = TracedScript(tmp_path, text).end()
     assert (run.status, run.complaints) == (0, []), run.err
     joining, fetching = "joining the process group: gloo, rank 0 of 1", "waiting for data: the first batch of Tensor"
     noted = [stage for stage in run.stages if not stage.endswith(("importing torch", "torch imported"))]

@@ -8,8 +8,9 @@ import signal
 from pathlib import Path
 
 import pytest
-from places import put
-from running import Dpmon, until_unsupervised, wait_for
+
+from support.hostile_inputs import create_file_of_type
+from support.run_harness import Dpmon, wait_for, wait_until_unsupervised
 
 NOTES = """\
 import dpmon.tracer.note_files as inject  # the tracer calls it when a ring cannot be made
@@ -35,14 +36,14 @@ def test_replacing_files_of_a_run_that_goes_on(dpmon: Dpmon, tmp_path: Path, kin
     for name in SPOILED:
         if kind == "a directory" and name in ("exit.json", "input.fifo"):
             continue  # nothing can replace it: the ring then shows how the run ended
-        put(kind, directory / name)
+        create_file_of_type(kind, directory / name)
     looked = directory / "supervisor.log"
     (directory / "precious").touch()
     dpmon.go()
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (5, b"done\n"), err
     assert json.loads((directory / "exit.json").read_text())["status"] == 5
-    until_unsupervised(info)
+    wait_until_unsupervised(info)
     assert "Traceback" not in looked.read_text()
     assert (directory / "precious").read_text() in ("", "precious"), "nothing was written through a link"
     assert "script" in dpmon.run("ls").text
@@ -68,7 +69,7 @@ def test_nothing_is_written_through_a_link_that_replaces_a_runs_directory(dpmon:
     dpmon.go()
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (5, b"done\n"), err
-    until_unsupervised(info)
+    wait_until_unsupervised(info)
     assert "Traceback" not in (tmp_path / "moved" / "supervisor.log").read_text()
     assert sorted(path.name for path in victim.iterdir()) == before
     changed = [path.name for path in victim.iterdir() if path.read_text() != "precious"]
@@ -81,7 +82,7 @@ def test_a_run_whose_supervisors_log_was_replaced_gets_another_supervisor(dpmon:
     dpmon.begun()
     info = dpmon.info()
     directory = dpmon.last()
-    put(kind, directory / "supervisor.log")
+    create_file_of_type(kind, directory / "supervisor.log")
     os.kill(info["supervisor_pid"], signal.SIGKILL)
     wait_for(lambda: dpmon.info()["supervisor_pid"] != info["supervisor_pid"], what="another supervisor")
     dpmon.go()

@@ -8,7 +8,8 @@ import json
 from pathlib import Path
 
 import pytest
-from running import Dpmon
+
+from support.run_harness import Dpmon
 
 SCRIPT = r"""
 import torch

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import LIMIT_S, Dpmon, Result, free_ports
-from slurm import NODES, slurm
-from torch_aborts import unless_aborted
+
+from support.baseline_comparison import run_unless_aborted
+from support.cluster_harness import SLURM_NODES, start_slurm
+from support.run_harness import LIMIT_S, CommandResult, Dpmon, free_ports
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -82,7 +83,7 @@ def both(
     Return the state directories of the machines, and what the script counted.
     """
 
-    def run(number: int) -> tuple[list[Path], list[Result]]:
+    def run(number: int) -> tuple[list[Path], list[CommandResult]]:
         (port,) = free_ports(1)
         states = [dpmon.state / f"try-{number}" / str(node) for node in range(2)]
         started = [
@@ -90,9 +91,11 @@ def both(
             for node, state in enumerate(states)
         ]
         outputs = [process.communicate(timeout=2 * LIMIT_S) for process in started]
-        return states, [Result(process.returncode, *each) for process, each in zip(started, outputs, strict=True)]
+        return states, [
+            CommandResult(process.returncode, *each) for process, each in zip(started, outputs, strict=True)
+        ]
 
-    states, ended = unless_aborted(run, lambda tried: "".join(each.errors for each in tried[1]))
+    states, ended = run_unless_aborted(run, lambda tried: "".join(each.errors for each in tried[1]))
     assert [each.status for each in ended] == [0, 0], ended
     return states, counted(*(each.text for each in ended))
 
@@ -137,17 +140,17 @@ def test_accelerate_on_each_machine(dpmon: Dpmon) -> None:
 
 def test_srun_starts_each_rank(dpmon: Dpmon) -> None:
     """Each rank has a run of its own, two on each node. (tests/process/test_machines.py: srun dpmon torchrun.)"""
-    with slurm(dpmon.state / "slurm") as cluster:
-        states = [cluster.state(node) for node in NODES]
+    with start_slurm(dpmon.state / "slurm") as cluster:
+        states = [cluster.state(node) for node in SLURM_NODES]
         command = ["srun", "-N2", "--ntasks-per-node=2", "dpmon", "python", str(TRAIN), str(STEPS)]
 
-        def run(_: int) -> Result:
+        def run(_: int) -> CommandResult:
             for state in states:
                 shutil.rmtree(state, ignore_errors=True)
             env = {**cluster.environment, "MASTER_PORT": str(free_ports(1)[0])}
             return dpmon.run(argv=command, env=env, limit=2 * LIMIT_S)
 
-        done = unless_aborted(run, lambda ended: ended.errors)
+        done = run_unless_aborted(run, lambda ended: ended.errors)
         assert done.status == 0, done.errors
         check(dpmon, states, counted(done.text), "slurm")
         assert sorted(run["node"] for state in states for run in runs_in(dpmon, state)) == [0, 0, 1, 1]

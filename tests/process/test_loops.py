@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from alternatives import as_alone
-from tracing import BESIDE, Script, Traced, text_of, traced
 
 from dpmon.record.record_types import Call, Step
 from dpmon.tracer.memory.measurement import EARLY
+from support.baseline_comparison import closest_baseline
+from support.tracer_harness import TRACED_SCRIPTS_PATH, TracedRun, TracedScript, run_traced, traced_script_text
 
-NAMES = [name for text in ("loops", "unusual") for name in re.findall(r"^@loop\ndef (\w+)", text_of(text), re.M)]
+NAMES = [
+    name for text in ("loops", "unusual") for name in re.findall(r"^@loop\ndef (\w+)", traced_script_text(text), re.M)
+]
 SCRIPT = "from counted import main\nimport loops\nimport unusual\nmain()\n"
 TOGGLED = (
     "by_hand_from_a_loader",
@@ -98,7 +100,7 @@ class Runs:
     """All loops in one run, or some of them."""
 
     def __init__(self, place: Path, *words: str, **options: Any) -> None:
-        self.run = traced(place, SCRIPT, *words, env=BESIDE, **options)
+        self.run = run_traced(place, SCRIPT, *words, env=TRACED_SCRIPTS_PATH, **options)
         found = self.run
         assert (found.status, found.err, found.missed, found.warnings, found.unreadable) == (0, "", 0, (), ())
         self.printed = found.printed
@@ -218,11 +220,11 @@ def test_each_loop_computes_the_same_as_without_dpmon(
     runs: Runs, toggled: Runs, alone: Runs, name: str, tmp_path: Path
 ) -> None:
     def again() -> Any:
-        return Script(tmp_path, SCRIPT, name, env=BESIDE, run=False).end().printed[name][4:]
+        return TracedScript(tmp_path, SCRIPT, name, env=TRACED_SCRIPTS_PATH, run=False).end().printed[name][4:]
 
     expected, as_written, found = (run.loop(name) for run in (alone, runs, toggled))
     results = [as_written.losses, as_written.told]
-    assert results == as_alone(results, [expected.losses, expected.told], again)  # to the last bit
+    assert results == closest_baseline(results, [expected.losses, expected.told], again)  # to the last bit
     assert expected.losses
     assert alike([found.losses, found.told], [expected.losses, expected.told])
 
@@ -364,7 +366,7 @@ def test_a_wrapper_made_before_the_fork(runs: Runs, toggled: Runs) -> None:
 
 def test_a_root_that_comes_with_the_first_step_of_an_optimizer_is_seen_from_the_second_on(tmp_path: Path) -> None:
     """The search for roots has ended by then, and rarely starts again exactly at the first step."""
-    run: Traced = traced(tmp_path, PLAYS_FIRST, mode="script")
+    run: TracedRun = run_traced(tmp_path, PLAYS_FIRST, mode="script")
     assert run.printed == 20
     assert [call.step for call in run.calls("Linear")][-19:] == list(range(2, 21))
     assert len(run.calls("Sequential")) == 220

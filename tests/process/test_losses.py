@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from tracing import Script, Traced, text_of
+
+from support.tracer_harness import TracedRun, TracedScript, traced_script_text
 
 READ = (
     *("plain", "accumulated", "of_a_gan", "scaled", "scaled_and_freed", "scaled_by_a_subclass"),
@@ -22,8 +23,8 @@ needs_edges = pytest.mark.skipif(
 )
 
 
-def run(place: Path, way: str, **how: Any) -> Traced:
-    return Script(place, text_of("losing"), way, **how).end()
+def run(place: Path, way: str, **how: Any) -> TracedRun:
+    return TracedScript(place, traced_script_text("losing"), way, **how).end()
 
 
 @pytest.mark.parametrize("way", READ)
@@ -82,8 +83,8 @@ def test_modes_do_not_hide_the_losses(tmp_path: Path) -> None:
 
 
 def test_a_line_is_read_at_most_once_a_second(tmp_path: Path) -> None:
-    text = text_of("losing").replace("tracer.EVERY_NS = 0", "pass").replace("STEPS = 6", "STEPS = 60")
-    found = Script(tmp_path, text, "of_a_gan").end()
+    text = traced_script_text("losing").replace("tracer.EVERY_NS = 0", "pass").replace("STEPS = 6", "STEPS = 60")
+    found = TracedScript(tmp_path, text, "of_a_gan").end()
     times = defaultdict(list)
     for event in found.events("loss"):
         times[event.data["place"]].append(event.data["t_s"])

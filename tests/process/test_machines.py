@@ -18,14 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import LIMIT_S, Dpmon, free_ports, wait_for
-from slurm import NODES, slurm
-from sshd import Hosts, no_namespaces
-from torch_aborts import ABORTED
 
 from dpmon.run import proc
 from dpmon.run.lifecycle import has_live_supervisor
 from dpmon.run.run_directory import load_info
+from support.baseline_comparison import ABORTED
+from support.cluster_harness import SLURM_NODES, NamespaceHosts, missing_for_namespaces, start_slurm
+from support.run_harness import LIMIT_S, Dpmon, free_ports, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -100,11 +99,11 @@ class Job:
 @contextmanager
 def over_ssh(dpmon: Dpmon) -> Iterator[Job]:
     """Two namespaces with an sshd in each; torchrun is started in both."""
-    why = no_namespaces()
+    why = missing_for_namespaces()
     if why is not None:
         pytest.skip(why)
     names, states = ("gpu-1", "gpu-2"), (dpmon.state / "gpu-1", dpmon.state / "gpu-2")
-    hosts = Hosts(dpmon.state / "net", dict(zip(names, states, strict=True)))
+    hosts = NamespaceHosts(dpmon.state / "net", dict(zip(names, states, strict=True)))
     try:
         how = ("--master-addr", hosts.address(0), "--master-port", 29500, "--node-rank")
         commands = [
@@ -127,13 +126,13 @@ def over_ssh(dpmon: Dpmon) -> Iterator[Job]:
 @contextmanager
 def under_slurm(dpmon: Dpmon) -> Iterator[Job]:
     """Two nodes of a real Slurm; one srun starts dpmon and torchrun on both."""
-    with slurm(dpmon.state / "slurm") as cluster:
+    with start_slurm(dpmon.state / "slurm") as cluster:
         how = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_ports(1)[0]}")
         words = ["srun", "-N2", "--ntasks-per-node=1", "dpmon", *map(str, [*TORCHRUN, *how, TRAIN])]
         command = dpmon.start(argv=words, env=cluster.environment)
         number = wait_for(lambda: cluster.said("squeue", "--noheader", "--format", "%i"), what="the job")
-        states = cluster.state(NODES[0]), cluster.state(NODES[1])
-        yield Job(dpmon, NODES, states, ("--slurm", number), (), cluster.environment, [command])
+        states = cluster.state(SLURM_NODES[0]), cluster.state(SLURM_NODES[1])
+        yield Job(dpmon, SLURM_NODES, states, ("--slurm", number), (), cluster.environment, [command])
         dpmon.clean_up()
 
 
@@ -146,7 +145,7 @@ def test_a_job_on_two_machines_is_one_run(dpmon: Dpmon, way: str) -> None:
         wait_for(lambda: all(run["job"] for node in range(2) for run in job.runs(node) or [{"job": None}]), LIMIT_S)
         job.trains()
         screen = dpmon.start(**job.command("attach", *job.attach, "--headless"))
-        mirror = wait_for(lambda: dpmon.runs() and dpmon.runs()[-1], what="the mirror")
+        mirror = wait_for(lambda: dpmon.runs()[-1] if dpmon.runs() else None, what="the mirror")
         wait_for(lambda: len(job.json("report", "--json")["ranks"]) == 4, what="all ranks")
 
         # A rank of the other machine stands still: it is named with its machine and line, and nobody else is.
@@ -201,7 +200,7 @@ def check_figures(job: Job, counts: dict[int, tuple[int, int, float]]) -> None:
     report = job.json("report", "--json")
     ranks = {rank["rank"]: rank for rank in report["ranks"]}
     assert sorted(ranks) == sorted(counts)
-    there = {}
+    there: dict[int, Any] = {}
     for state in job.states:
         done = job.dpmon.run("report", "--json", env={"XDG_STATE_HOME": str(state)})
         there |= {rank["rank"]: rank for rank in json.loads(done.out)["ranks"]}

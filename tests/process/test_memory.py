@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from running import Dpmon
-from tracing import text_of, traced
+
+from support.run_harness import Dpmon
+from support.tracer_harness import run_traced, traced_script_text
 
 
 def test_memory_sums_equal_those_of_the_script(dpmon: Dpmon, tmp_path: Path) -> None:
-    result = traced(tmp_path, text_of("holding"))
+    result = run_traced(tmp_path, traced_script_text("holding"))
     assert result.status == 0, result.err
     assert not result.events("warning")
     assert result.unreadable == ()
@@ -49,7 +50,7 @@ else:
 
 @pytest.mark.parametrize("another", [[], ["another"]])
 def test_the_part_of_a_model_in_shared_memory_is_recorded(tmp_path: Path, another: list[str]) -> None:
-    result = traced(tmp_path, SHARED, *another)
+    result = run_traced(tmp_path, SHARED, *another)
     (cpu,) = result.events("memory", 0)[-1].data["devices"]
     assert cpu["shared_bytes"] == result.printed == cpu["model_bytes"] - 3 * 4
     (child,) = result.events("memory", 1)[-1].data["devices"]
@@ -182,7 +183,7 @@ for number, x in enumerate(batches):
 @pytest.mark.parametrize(("text", "expected"), CASES.values(), ids=CASES)
 def test_each_part_is_measured_or_has_a_reason(tmp_path: Path, text: str, expected: dict[str, int | str]) -> None:
     """What was not measured is unknown, never zero."""
-    run = traced(tmp_path, START + text)
+    run = run_traced(tmp_path, START + text)
     assert (run.status, run.complaints) == (0, []), run.err
     (cpu,) = run.events("memory")[-1].data["devices"]
     reasons = {part: cpu["absent"].get(f"{part}_bytes") for part in expected}
@@ -192,8 +193,8 @@ def test_each_part_is_measured_or_has_a_reason(tmp_path: Path, text: str, expect
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_the_rest_and_the_peak_come_from_torch(tmp_path: Path) -> None:
-    text = text_of("holding").replace("def main():", "def main():\n    torch.set_default_device('cuda')", 1)
-    result = traced(tmp_path, text + "\nprint(json.dumps(torch.cuda.max_memory_allocated()))\n")
+    text = traced_script_text("holding").replace("def main():", "def main():\n    torch.set_default_device('cuda')", 1)
+    result = run_traced(tmp_path, text + "\nprint(json.dumps(torch.cuda.max_memory_allocated()))\n")
     (gpu,) = [one for one in result.events("memory")[-1].data["devices"] if one["device"] == "cuda:0"]
     assert gpu["rest_bytes"] == gpu["allocated_bytes"] - sum(
         gpu[f"{name}_bytes"] for name in ("model", "gradients", "optimizer")
@@ -202,7 +203,7 @@ def test_on_a_gpu_the_rest_and_the_peak_come_from_torch(tmp_path: Path) -> None:
 
 
 def test_the_summary_has_the_memory_and_why_the_rest_is_unknown(dpmon: Dpmon) -> None:
-    result = dpmon.run(*dpmon.warm(), "--headless", "--mode", "script", dpmon.script(text_of("holding")))
+    result = dpmon.run(*dpmon.warm(), "--headless", "--mode", "script", dpmon.script(traced_script_text("holding")))
     assert result.status == 0, result.errors
     # model 50 * 16 + 16 * 16 + 16 + 16 + 100 floats; Adam: two for each of the 288 of its own, and three counters
     flat = " ".join(result.errors.split())
@@ -258,7 +259,7 @@ for x in torch.utils.data.DataLoader(torch.ones(60, 1)):
 
 
 def test_a_very_large_model_is_not_measured(tmp_path: Path) -> None:
-    run = traced(tmp_path, MANY)
+    run = run_traced(tmp_path, MANY)
     assert (run.status, run.complaints) == (0, [])
     (cpu,) = run.events("memory")[0].data["devices"]
     assert cpu["model_bytes"] is None

@@ -9,9 +9,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
-from running import Dpmon, wait_for
 
 from dpmon.mirror.mirror_run import find_or_create_mirror
 from dpmon.run import proc
@@ -23,6 +23,7 @@ from dpmon.stalls.why_reply import request_and_wait
 from dpmon.store.store_opening import open_store
 from dpmon.store.store_queries import Store
 from dpmon.supervise.start_supervisor import ensure_supervisor
+from support.run_harness import Dpmon, wait_for
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -126,10 +127,13 @@ def test_requests_reach_all_machines_and_their_answers_come_back(two: Two) -> No
             return len(last) == 20 and last[0][0] - last[-1][0] == 19
 
         wait_for(in_a_row, what="all steps of one process")
+
         # A busy machine may not answer in time.
-        found = wait_for(
-            lambda: (one := request_and_wait(directory)) and "without" not in one and one, what="both answers"
-        )
+        def both_replies() -> dict[str, Any] | None:
+            reply = request_and_wait(directory)
+            return reply if reply and "without" not in reply else None
+
+        found = wait_for(both_replies, what="both answers")
         assert {rank["node"] for rank in found["ranks"]} == {"gpu-0", "gpu-1"}
         wait_for(lambda: all(n > before[node] for node, n in steps_here(directory).items()), what="more steps")
     result = two.here.run("stop", "mirrored")

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_nvml import FOREVER, FakeNvml, RunSamples, library
-from running import Dpmon, until_unsupervised, wait_for
 
 from dpmon.gpu.device_record import VALUES
 from dpmon.gpu.device_sampler import pids_are_shared
 from dpmon.gpu.gpu_state import FIRST_S
+from support.fake_devices import FOREVER, FakeNvml, RunSamples, compile_fake_library
+from support.run_harness import Dpmon, wait_for, wait_until_unsupervised
 
 pytestmark = pytest.mark.slow
 
@@ -123,7 +123,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
     """The run of the machine through all stages."""
     base = tmp_path_factory.mktemp("machine")
     dpmon = Dpmon(base / "state", base)
-    fake = FakeNvml(base, library(base))
+    fake = FakeNvml(base, compile_fake_library(base))
     fake.tell(f"gpus {GPUS}", *at_work(0))
     dpmon.script(WAITING)
     process = dpmon.start("--headless", "script.py", env=fake.environment())
@@ -170,7 +170,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         (base / "stop").touch()
         told.status = process.wait(60)
         told.warnings = ring.warnings()
-        until_unsupervised(dpmon.info())
+        wait_until_unsupervised(dpmon.info())
         log = dpmon.last() / "supervisor.log"
         told.log = log.read_text() if log.exists() else ""
         yield told
@@ -393,7 +393,7 @@ def host_says(ring: RunSamples, awaited: str) -> None:
 
 def test_why_nvml_does_not_start(tmp_path_factory: pytest.TempPathFactory) -> None:
     """A run for each case, all in parallel, because they mostly wait."""
-    libraries = library(tmp_path_factory.mktemp("made"))
+    libraries = compile_fake_library(tmp_path_factory.mktemp("made"))
     runs: list[tuple[Dpmon, FakeNvml, subprocess.Popen[bytes], str]] = []
     try:
         for rule, awaited in NOT_STARTED.items():
@@ -418,7 +418,7 @@ def test_why_nvml_does_not_start(tmp_path_factory: pytest.TempPathFactory) -> No
 
 def test_a_driver_that_hangs_the_command_line_does_not_change_the_scripts_status(dpmon: Dpmon, tmp_path: Path) -> None:
     """--devices counts the GPUs before the run; the call still hangs when the process of the screen ends."""
-    fake = FakeNvml(tmp_path, library(tmp_path))
+    fake = FakeNvml(tmp_path, compile_fake_library(tmp_path))
     fake.tell(f"rule nvmlInitWithFlags - 0 {FOREVER}")
     script = dpmon.script("print('done')\nraise SystemExit(3)\n")
     result = dpmon.run("--headless", "--devices", "cuda:0,cuda:0", script, env=fake.environment())
@@ -440,7 +440,7 @@ OLD = (
 
 
 def test_an_old_driver_without_symbols(dpmon: Dpmon, tmp_path: Path) -> None:
-    fake = FakeNvml(tmp_path, library(tmp_path, OLD))
+    fake = FakeNvml(tmp_path, compile_fake_library(tmp_path, OLD))
     fake.tell("gpus 1", "set 0 throttle 32")
     dpmon.script(WAITING)
     process = dpmon.start("--headless", "script.py", env=fake.environment())

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fake_nvml import CUDA, FakeNvml, RunSamples, library
-from running import Dpmon
 
 from dpmon.gpu.device_sampler import pids_are_shared
+from support.fake_devices import CUDA_SOURCE, FakeNvml, RunSamples, compile_fake_library
+from support.run_harness import Dpmon
 
 pytestmark = pytest.mark.slow
 
@@ -18,8 +18,8 @@ GIB = 1 << 30
 
 def test_gpus_are_matched_by_uuid_and_never_by_index(dpmon: Dpmon, tmp_path: Path) -> None:
     """CUDA's order is the reverse of NVML's. The script chose CUDA's 2 and 0 late, which are NVML's 1 and 3."""
-    fake = FakeNvml(tmp_path, library(tmp_path))
-    library(tmp_path, source=CUDA)
+    fake = FakeNvml(tmp_path, compile_fake_library(tmp_path))
+    compile_fake_library(tmp_path, source=CUDA_SOURCE)
     fake.tell("gpus 4", *(f"set {i} uuid GPU-00000000-0000-0000-0000-00000000000{i}" for i in range(4)))
     process = dpmon.start("--headless", SCRIPT, env={**fake.environment(), "CUDA_VISIBLE_DEVICES": "0"})
     ring = RunSamples.of(dpmon.last)
@@ -37,7 +37,7 @@ def test_gpus_are_matched_by_uuid_and_never_by_index(dpmon: Dpmon, tmp_path: Pat
 
 
 def test_figures_of_the_allocator_and_an_oom_with_the_memory_before_it(dpmon: Dpmon, tmp_path: Path) -> None:
-    directory = library(tmp_path, source=CUDA)
+    directory = compile_fake_library(tmp_path, source=CUDA_SOURCE)
     (dpmon.cwd / "stop").touch()
     script = dpmon.script(SCRIPT.read_text().replace('while not os.path.exists("stop"):', "while steps < 40:"))
     assert dpmon.run("--headless", script, env={"LD_LIBRARY_PATH": str(directory)}).status == 0
@@ -60,7 +60,7 @@ def test_figures_of_the_allocator_and_an_oom_with_the_memory_before_it(dpmon: Dp
 
 def test_which_gpus_the_command_may_see(dpmon: Dpmon, tmp_path: Path) -> None:
     """By the order of the bus; an unknown order is looked at above."""
-    fake = FakeNvml(tmp_path, library(tmp_path))
+    fake = FakeNvml(tmp_path, compile_fake_library(tmp_path))
     fake.tell("gpus 3")
     dpmon.script("import os, time\nwhile not os.path.exists('stop'):\n    time.sleep(0.05)\n")
     chosen = {"CUDA_VISIBLE_DEVICES": "2,0", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}

@@ -13,9 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import Dpmon, wait_for
-from stored import state_in, state_of
-from tracing import Script, Traced, text_of
 
 from dpmon.record.record_types import Step
 from dpmon.run import proc
@@ -25,6 +22,9 @@ from dpmon.span_ring import HeaderWord
 from dpmon.tracer.core.session import Session, TracerConfig
 from dpmon.tracer.steps.pause import Pauser
 from dpmon.tracer.steps.span_recorder import SpanRecorder
+from support.history_builders import snapshot_of_directory, snapshot_of_records
+from support.run_harness import Dpmon, wait_for
+from support.tracer_harness import ScriptRing, TracedRun, TracedScript, traced_script_text
 
 LOOPS = ("with_calls_only", "with_an_optimizer", "with_a_loader")
 LOOP = """\
@@ -41,45 +41,45 @@ def train(steps=10**9):
 """
 
 
-def supervised(script: Script, pid: int | None = None) -> None:
+def supervised(script: TracedScript, pid: int | None = None) -> None:
     """Write into run.json that this process, or another one, supervises the run."""
     pid = os.getpid() if pid is None else pid
     text = json.dumps({"supervisor_pid": pid, "supervisor_started": proc.start_time_s(pid)})
     (script.directory / "run.json").write_text(text)
 
 
-def is_paused(ring: SpanReader) -> bool:
+def is_paused(ring: SpanReader | ScriptRing) -> bool:
     return ring.activity()[0] == "paused"
 
 
-def answered(ring: SpanReader) -> bool:
+def answered(ring: SpanReader | ScriptRing) -> bool:
     asked, answer = ring.pause_requests()
     return asked == answer
 
 
-def pause(ring: SpanReader) -> int:
+def pause(ring: SpanReader | ScriptRing) -> int:
     """Request a pause and wait until it has begun; return the request."""
     asked = ring.request_pause(True)
     wait_for(lambda: answered(ring) and is_paused(ring), what="a pause")
     return asked
 
 
-def go_on(ring: SpanReader) -> None:
+def go_on(ring: SpanReader | ScriptRing) -> None:
     """Request its end and wait for it."""
     ring.request_pause(False)
     wait_for(lambda: answered(ring) and not is_paused(ring), what="the end of a pause")
 
 
-def pauses(run: Traced) -> list[dict[str, Any]]:
+def pauses(run: TracedRun) -> list[dict[str, Any]]:
     return [dict(event.data) for event in run.events("pause")]
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Traced, Traced]:
+def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[TracedRun, TracedRun]:
     """Three loops without dpmon, and under --mode script with a pause requested in the sixth step of each."""
     place = tmp_path_factory.mktemp("pausing")
-    alone = Script(place, text_of("pausing"), run=False)
-    script = Script(place, text_of("pausing"), mode="script")
+    alone = TracedScript(place, traced_script_text("pausing"), run=False)
+    script = TracedScript(place, traced_script_text("pausing"), mode="script")
     supervised(script)
     for name in LOOPS:
         assert script.line() == name
@@ -95,13 +95,13 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Traced, Traced]:
     return alone.end(), script.end()
 
 
-def test_a_pause_changes_no_number(both: tuple[Traced, Traced]) -> None:
+def test_a_pause_changes_no_number(both: tuple[TracedRun, TracedRun]) -> None:
     alone, run = both
     assert run.printed == alone.printed
     assert (run.complaints, run.missed) == ([], 0)
 
 
-def test_a_pause_lies_between_two_steps_and_in_none(both: tuple[Traced, Traced]) -> None:
+def test_a_pause_lies_between_two_steps_and_in_none(both: tuple[TracedRun, TracedRun]) -> None:
     """No step is lost or contains time of a pause: each pause is the gap between two steps."""
     _, run = both
     steps = run.steps()
@@ -119,7 +119,7 @@ def test_a_pause_lies_between_two_steps_and_in_none(both: tuple[Traced, Traced])
         assert before.start_ns + before.wall_ns <= end["t_s"] * 1e9 <= after.start_ns + after.wall_ns
 
 
-def test_the_order_of_the_record(both: tuple[Traced, Traced]) -> None:
+def test_the_order_of_the_record(both: tuple[TracedRun, TracedRun]) -> None:
     """Everything before the pause is written first, so that a reader sees it during the pause."""
     seen, pauses = 0, 0
     for record in both[1].records:
@@ -132,11 +132,11 @@ def test_the_order_of_the_record(both: tuple[Traced, Traced]) -> None:
 
 
 @pytest.fixture(scope="module")
-def steered(tmp_path_factory: pytest.TempPathFactory) -> Traced:
+def steered(tmp_path_factory: pytest.TempPathFactory) -> TracedRun:
     """Very short steps, asked four times: while nobody supervises, then twice with success, once left alone."""
     # Nobody reads the ring meanwhile, and it must not overflow, so a step takes 10 ms.
     slower = LOOP.replace("model(x)", "time.sleep(0.01); model(x)").replace("import pathlib", "import time, pathlib")
-    script = Script(tmp_path_factory.mktemp("steered"), slower + "train()\n")
+    script = TracedScript(tmp_path_factory.mktemp("steered"), slower + "train()\n")
     ring = script.ring()
     wait_for(lambda: ring.activity()[1] > 0, what="the training")
     ring.request_pause(True)
@@ -166,23 +166,23 @@ def steered(tmp_path_factory: pytest.TempPathFactory) -> Traced:
     return script.end()
 
 
-def test_no_step_is_lost(steered: Traced) -> None:
+def test_no_step_is_lost(steered: TracedRun) -> None:
     assert (steered.status, steered.err, steered.missed) == (0, "", 0)
     steps = [step.step for step in steered.steps()]
     assert steps == list(range(1, len(steps) + 1))
 
 
-def test_without_a_supervisor_a_pause_is_refused(steered: Traced) -> None:
+def test_without_a_supervisor_a_pause_is_refused(steered: TracedRun) -> None:
     first = pauses(steered)[0]
     assert first["paused"] is False
     assert first["refused"].startswith("the run's directory cannot be read")
-    state = state_of(steered.records)
+    state = snapshot_of_records(steered.records)
     assert state.pauses[0].refused == first["refused"]
     assert len(state.pauses) == 5
     assert state.processes[0].paused_since_ns is None
 
 
-def test_a_paused_training_goes_on_when_its_directory_vanishes(steered: Traced) -> None:
+def test_a_paused_training_goes_on_when_its_directory_vanishes(steered: TracedRun) -> None:
     found = [(event["paused"], (event["reason"] or "")[:20]) for event in pauses(steered)[1:]]
     assert found == [(True, ""), (False, ""), (True, ""), (False, "the run's directory ")]
     (text,) = steered.complaints
@@ -208,7 +208,7 @@ while (x := batches.get()) is not None:
 
 
 def test_a_loop_whose_batches_another_thread_fetches_is_paused(tmp_path: Path) -> None:
-    script = Script(tmp_path, AHEAD)
+    script = TracedScript(tmp_path, AHEAD)
     supervised(script)
     ring = script.ring()
     for paused in (True, False):
@@ -222,7 +222,7 @@ def test_a_loop_whose_batches_another_thread_fetches_is_paused(tmp_path: Path) -
 
 
 def test_ranks_are_not_paused(tmp_path: Path) -> None:
-    script = Script(tmp_path, LOOP + "train()\n", env={"RANK": "0", "WORLD_SIZE": "2"})
+    script = TracedScript(tmp_path, LOOP + "train()\n", env={"RANK": "0", "WORLD_SIZE": "2"})
     supervised(script)
     ring = script.ring()
     ring.request_pause(True)
@@ -322,7 +322,7 @@ def test_a_screen_opened_during_a_pause_shows_it_and_can_end_it(dpmon: Dpmon) ->
     late = RunReader(dpmon.last())
 
     def known() -> int | None:
-        process = state_in(late.directory).representative
+        process = snapshot_of_directory(late.directory).representative
         return process.paused_since_ns if process is not None else None
 
     since = wait_for(known, what="the record of the pause")
@@ -333,7 +333,8 @@ def test_a_screen_opened_during_a_pause_shows_it_and_can_end_it(dpmon: Dpmon) ->
     wait_for(lambda: not known() and not late.pause_state().pending, what="its end")
     # A step after the pause shows its end, too, and may be written before the record of the end.
     pauses = wait_for(
-        lambda: found if len(found := state_in(late.directory).pauses) > 1 else None, what="the record of its end"
+        lambda: found if len(found := snapshot_of_directory(late.directory).pauses) > 1 else None,
+        what="the record of its end",
     )
     assert [change.paused for change in pauses] == [True, False]
     assert (pauses[1].paused_ns or 0) > 0
@@ -353,7 +354,7 @@ def test_an_interrupt_ends_a_pause_that_was_requested_again_meanwhile(
     session = Session(TracerConfig(str(tmp_path), 0, "script", None, ()))
     assert session.ensure_open()
     reader = SpanReader(str(tmp_path / "process-0.ring"))
-    slept = []
+    slept: list[Any] = []
 
     def sleep(_: float) -> None:
         if slept:

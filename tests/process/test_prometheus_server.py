@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from documented import DOCS
-from running import Dpmon, end_all, free_ports, wait_for
 
 from dpmon.run import proc
 from dpmon.run.run_directory import RunError, load_info
+from support.format_readers import DOCS
+from support.run_harness import Dpmon, end_all, free_ports, wait_for
 
 EXPORTER = shutil.which("prometheus-node-exporter") or shutil.which("node_exporter")
 PROMETHEUS = shutil.which("prometheus")

@@ -10,12 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from running import Dpmon, wait_for
-from sizes import reached
 
 from dpmon.run import proc
 from dpmon.run.failure_cause import OomKillCounter
 from dpmon.run.run_reader import RunReader
+from support.run_harness import Dpmon, report_measured, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -53,7 +52,7 @@ def test_promise_7_how_it_ended(dpmon: Dpmon) -> None:
         python = () if number else dpmon.warm()
         assert dpmon.run(*python, "--detach", "--name", name.replace(".", ""), "script.py").status == 0
         info = dpmon.info()
-        wait_for(lambda info=info: not proc.is_alive(info["command_pid"], info["command_started"]))  # type: ignore[misc]
+        wait_for(lambda info=info: not proc.is_alive(info["command_pid"], info["command_started"]))
         began = time.monotonic()
         how = dpmon.exit()
         slowest = max(slowest, time.monotonic() - began)
@@ -69,7 +68,7 @@ def test_promise_7_how_it_ended(dpmon: Dpmon) -> None:
         assert [f"line {n}" for n in range(100, 300)] == [line for line in lines if line.startswith("line ")][-200:]
         word = "finished" if status == 0 else "killed" if number else "failed"
         assert newest_state(dpmon) == word
-    reached("P7", f"{len(ENDINGS)} endings, the slowest known after {slowest:.2f} s")
+    report_measured("P7", f"{len(ENDINGS)} endings, the slowest known after {slowest:.2f} s")
     assert slowest < 60
 
 
@@ -92,7 +91,7 @@ def small_memory() -> Iterator[Path]:
             continue
         finally:
             with contextlib.suppress(AssertionError, OSError):
-                wait_for(lambda group=group: not (group / "cgroup.procs").read_text(), 20)  # type: ignore[misc]
+                wait_for(lambda group=group: not (group / "cgroup.procs").read_text(), 20)
             with contextlib.suppress(OSError):
                 group.rmdir()
     pytest.skip("no control group can be made here")

@@ -13,11 +13,17 @@ import time
 from pathlib import Path
 
 import pytest
-from running import Dpmon, Terminal, until_unsupervised, wait_for
-from sizes import reached, size
-from test_run_takeover import new_supervisor
 
 from dpmon.run import proc
+from support.run_harness import (
+    Dpmon,
+    Terminal,
+    find_new_supervisor,
+    report_measured,
+    scaled_size,
+    wait_for,
+    wait_until_unsupervised,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -55,7 +61,7 @@ def kill_supervisor(dpmon: Dpmon, foreground: subprocess.Popen[bytes], number: i
     info = dpmon.info()
     os.kill(info["supervisor_pid"], number)
     if number == signal.SIGKILL:
-        until_unsupervised(info)
+        wait_until_unsupervised(info)
 
 
 def kill_both(dpmon: Dpmon, foreground: subprocess.Popen[bytes], number: int) -> None:
@@ -88,7 +94,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_promise_2_the_training_outlives_us(dpmon: Dpmon, alone: str, kind: str) -> None:
     kill, number = KINDS[kind]
     dpmon.script(TRAINING)
-    times = size(1, 100)
+    times = scaled_size(1, 100)
     for _ in range(times):
         for name in ("began", "go", "weights"):
             (dpmon.cwd / name).unlink(missing_ok=True)
@@ -101,7 +107,7 @@ def test_promise_2_the_training_outlives_us(dpmon: Dpmon, alone: str, kind: str)
         wait_for((dpmon.cwd / "weights").exists)
         assert (dpmon.cwd / "weights").read_text() == alone
         if kind != "supervisor":
-            wait_for(lambda info=info: not proc.is_alive(info["command_pid"], info["command_started"]))  # type: ignore[misc]
+            wait_for(lambda info=info: not proc.is_alive(info["command_pid"], info["command_started"]))
             dpmon.run("attach")
         else:
             assert foreground.wait(60) == 7
@@ -110,7 +116,7 @@ def test_promise_2_the_training_outlives_us(dpmon: Dpmon, alone: str, kind: str)
         assert how["status"] == 7 or (kind == "both" and how["status"] is None and how["unknown"])
         steps = [r["step"] for r in dpmon.records() if r["kind"] == "step"]
         assert steps == list(range(1, 81))
-    reached("P2", f"{kind} killed {times} times: status and weights as alone")
+    report_measured("P2", f"{kind} killed {times} times: status and weights as alone")
 
 
 def steps_of(dpmon: Dpmon) -> int:
@@ -145,7 +151,7 @@ print("the end", flush=True)
 
 def test_promise_1_the_training_never_waits(dpmon: Dpmon) -> None:
     """While screen and supervisor are stopped, the training goes on and prints; afterwards everything is recorded."""
-    seconds, megabytes = size(1, 60), size(2, 50)
+    seconds, megabytes = scaled_size(1, 60), scaled_size(2, 50)
     dpmon.script(BUSY)
     terminal = Terminal(dpmon, "script.py")
     info = dpmon.info()
@@ -180,7 +186,7 @@ def test_promise_1_the_training_never_waits(dpmon: Dpmon) -> None:
     assert seen * 2 + dropped["count"] + dropped["pruned"] >= steps_of(dpmon) * 2
     assert seen > 0
     assert (dpmon.last() / "output.log").read_bytes().endswith(b"the end\n")
-    reached(
+    report_measured(
         "P1",
         f"screen and supervisor stopped for {seconds} s, {megabytes} MB printed: {stopped:.0f} steps/s,"
         f" {free:.0f} before, {again:.0f} after (printing)",
@@ -199,7 +205,7 @@ def test_promise_17_no_process_of_ours_has_a_socket(dpmon: Dpmon) -> None:
                 target = os.readlink(fd)
                 if target.startswith("socket:"):  # asyncio wakes itself with an unnamed pair of sockets
                     assert target[8:-1] in local_sockets() or os.readlink(fd) != target, (pid, target)
-    assert new_supervisor(dpmon, info) is None
+    assert find_new_supervisor(dpmon, info) is None
 
 
 def local_sockets() -> set[str]:

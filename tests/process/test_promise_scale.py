@@ -14,13 +14,6 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-import writer
-from rowring import RowRing, use_row_rings
-from running import Dpmon, wait_for
-from sizes import reached, size
-from stored import state_in
-from synthetic import step_row
-from test_run_records import STAYS, WRITER, expected, of_training, tailed
 
 from dpmon.run import lifecycle, proc
 from dpmon.run.run_directory import RunInfo, write_info
@@ -28,6 +21,20 @@ from dpmon.run.run_reader import RunReader
 from dpmon.store.history_schema import read_ring_rows
 from dpmon.store.ring_drain import RingDrain
 from dpmon.store.store_opening import open_store
+from support.history_builders import snapshot_of_directory
+from support.record_builders import step_row
+from support.ring_writers import (
+    SPANS_PER_STEP,
+    TESTS,
+    WRITE_RUN,
+    WRITE_RUN_AND_STAY,
+    RowRing,
+    calls_and_steps_in,
+    calls_and_steps_of_writer,
+    has_written,
+    use_row_rings,
+)
+from support.run_harness import Dpmon, report_measured, scaled_size, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -36,13 +43,13 @@ SECOND = 1_000_000_000
 LINES = """\
 import sys, threading
 sys.path.insert(0, {tests!r})
-import writer
+from support.ring_writers import write_run
 def chat():
     for start in range(0, {lines}, 1000):
         print(*(f"line {{n}} of the script's own output" for n in range(start, start + 1000)), sep="\\n")
 thread = threading.Thread(target=chat)
 thread.start()
-writer.main({records}, {rate}, 2)
+write_run({records}, {rate}, 2)
 thread.join()
 """
 
@@ -56,8 +63,8 @@ def resident(pid: int, what: str = "VmHWM") -> int:
 
 
 def test_promise_5_floods(dpmon: Dpmon) -> None:
-    records, lines = size(40_000, 6_000_000), size(20_000, 6_000_000)
-    dpmon.script(LINES.format(tests=str(WRITER.parent), records=records, rate=size(0, 100_000), lines=lines))
+    records, lines = scaled_size(40_000, 6_000_000), scaled_size(20_000, 6_000_000)
+    dpmon.script(LINES.format(tests=str(TESTS), records=records, rate=scaled_size(0, 100_000), lines=lines))
     dpmon.run("--detach", "script.py")
     info, peak = dpmon.info(), 0
     while proc.is_alive(info["supervisor_pid"], info["supervisor_started"]):
@@ -73,44 +80,46 @@ def test_promise_5_floods(dpmon: Dpmon) -> None:
         (row,) = (ring for ring in read_ring_rows(store._door).values() if ring.process == 0)
         tallied = store.tallies(process=0).values()
     summed = sum(tally.steps for tally in tallied), sum(tally.calls for tally in tallied)
-    assert row.sequence == sent == records // 2 * writer.SPANS
+    assert row.sequence == sent == records // 2 * SPANS_PER_STEP
     assert summed[0] == row.steps
     assert summed[1] <= row.calls
-    whole = (sent - row.missed) // writer.SPANS
+    whole = (sent - row.missed) // SPANS_PER_STEP
     assert 0.95 * whole <= row.steps <= row.calls <= 1.05 * whole  # what was overwritten may end within a step
     assert peak < 90 * MIB
     seen = row.steps + row.calls
-    reached("P5", f"{sent:,} spans sent, {seen:,} calls and steps seen, {row.missed:,} spans dropped; {peak >> 20} MiB")
+    report_measured(
+        "P5", f"{sent:,} spans sent, {seen:,} calls and steps seen, {row.missed:,} spans dropped; {peak >> 20} MiB"
+    )
 
 
 def test_promise_6_killed_at_any_instant(dpmon: Dpmon) -> None:
-    chance, times = random.Random(6), size(3, 200)
+    chance, times = random.Random(6), scaled_size(3, 200)
     for _ in range(times):
-        process = dpmon.start(*STAYS)
+        process = dpmon.start(*WRITE_RUN_AND_STAY)
         info = dpmon.info()
         count = chance.randrange(1, 3000)
-        wait_for(lambda count=count: tailed(dpmon, count))  # type: ignore[misc]
+        wait_for(lambda count=count: has_written(dpmon, count))
         os.kill(info["command_pid"], signal.SIGKILL)
         assert process.wait(100) == 137
         records = dpmon.records()
-        found = of_training(records)
-        assert found == expected(len(found))
+        found = calls_and_steps_in(records)
+        assert found == calls_and_steps_of_writer(len(found))
         assert next(r["count"] for r in records if r["kind"] == "dropped") == 0
         dpmon.run("rm", "last")
-    reached("P6", f"killed at {times} random instants: every finished record read, none twice")
+    report_measured("P6", f"killed at {times} random instants: every finished record read, none twice")
 
 
 def newest_step(directory: Path) -> int:
     """Return the step that a screen of this run shows."""
-    process = state_in(directory).representative
+    process = snapshot_of_directory(directory).representative
     return process.last_step.step if process is not None and process.last_step is not None else 0
 
 
 def test_promise_8_attach_and_leave(dpmon: Dpmon) -> None:
     """Many screens, several in parallel: each shows everything, and neither descriptors nor memory grow."""
-    cycles = size(9, 1000)
-    dpmon.run("--detach", WRITER, 12_000, 6000, 2)
-    wait_for(lambda: tailed(dpmon, 5000))
+    cycles = scaled_size(9, 1000)
+    dpmon.run("--detach", *WRITE_RUN, 12_000, 6000, 2)
+    wait_for(lambda: has_written(dpmon, 5000))
     directory = dpmon.last()
     wait_for(lambda: newest_step(directory) >= 1500)
     with ThreadPoolExecutor(10) as at_once:
@@ -133,17 +142,17 @@ def test_promise_8_attach_and_leave(dpmon: Dpmon) -> None:
     assert grown < 16 * MIB
     screens = [dpmon.start("attach") for _ in range(3)]
     assert [screen.wait(100) for screen in screens] == [0, 0, 0]
-    reached("P8", f"{cycles} times: complete after {slowest:.2f} s at most, memory {grown / MIB:+.1f} MiB")
+    report_measured("P8", f"{cycles} times: complete after {slowest:.2f} s at most, memory {grown / MIB:+.1f} MiB")
 
 
 def test_promise_16_a_long_run_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A simulated day with a step and samples of eight devices per second, drained continuously."""
-    seconds, limit = size(2400, 86_400), size(1, 48) * MIB
+    seconds, limit = scaled_size(2400, 86_400), scaled_size(1, 48) * MIB
     use_row_rings(monkeypatch)
     ring = RowRing(tmp_path / "process-0.ring", 100)
     info = RunInfo("id", "n", ("c",), "s", "/", None, 0.0, 0, "", False)
     drain = RingDrain(tmp_path, info, limit)
-    drain.warn = pytest.fail  # type: ignore[method-assign]
+    drain.warn = pytest.fail  # type: ignore[method-assign, assignment]
     memory = 0
     for second in range(1, seconds + 1):
         ring.write(step_row("dp", second, second * SECOND, SECOND // 2 + second, 8, (1000, 50_000, 40_000, 5000)))
@@ -173,12 +182,12 @@ def test_promise_16_a_long_run_stays_small(tmp_path: Path, monkeypatch: pytest.M
     on_disk = (tmp_path / "history.sqlite").stat().st_size
     assert on_disk < 1.6 * limit
     assert grown < 16 * MIB
-    reached("P16", f"{seconds:,} s: {on_disk / MIB:.1f} MiB on the disk, memory {grown / MIB:+.1f} MiB")
+    report_measured("P16", f"{seconds:,} s: {on_disk / MIB:.1f} MiB on the disk, memory {grown / MIB:+.1f} MiB")
 
 
 def test_promise_16_a_clock_that_is_set_changes_no_duration(monkeypatch: pytest.MonkeyPatch) -> None:
     info = RunInfo("id", "n", ("c",), "s", "/", None, time.time(), time.monotonic_ns(), "", False)
     real = time.time()
     for hours in (-1, 1):
-        monkeypatch.setattr(lifecycle.time, "time", lambda hours=hours: real + hours * 3600)
+        monkeypatch.setattr(time, "time", lambda hours=hours: real + hours * 3600)
         assert 0 <= lifecycle.exit_info(info, 0, "x").seconds < 600

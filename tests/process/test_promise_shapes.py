@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from running import Dpmon, wait_for
-from sizes import reached, size
 
 from dpmon.run import proc
+from support.run_harness import Dpmon, report_measured, scaled_size, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -45,7 +44,7 @@ if __name__ == "__main__":
 
 
 def test_promise_15_processes_of_every_shape(dpmon: Dpmon) -> None:
-    workers = size(4, 16)
+    workers = scaled_size(4, 16)
     dpmon.script(SCRIPT)
     result = dpmon.run("script.py", workers)
     assert result.status == 4, result.errors
@@ -64,4 +63,4 @@ def test_promise_15_processes_of_every_shape(dpmon: Dpmon) -> None:
     pids = [r["pid"] for r in records if r["kind"] == "process"]
     # The forkserver may end before it collects its child, which then stays a zombie until init does.
     wait_for(lambda: not any(proc.is_alive(pid, None) for pid in pids), what="the end of all processes")
-    reached("P15", f"fork, spawn, forkserver, execv, {workers} workers, all descriptors closed: 5 records of 5")
+    report_measured("P15", f"fork, spawn, forkserver, execv, {workers} workers, all descriptors closed: 5 records of 5")

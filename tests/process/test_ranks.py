@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.fsdp
-from running import Dpmon, Result
-from sidebyside import ROOT, of_kind
-from stored import state_in
-from torch_aborts import unless_aborted
 
 from dpmon.model.run_snapshot import toggle_refusal
 from dpmon.ui.screen_data import format_mode_and_devices
+from support.baseline_comparison import ROOT, records_of_kind, run_unless_aborted
+from support.history_builders import snapshot_of_directory
+from support.run_harness import CommandResult, Dpmon
 
 EXAMPLE, SHARDED = ROOT / "examples" / "ddp.py", ROOT / "examples" / "fsdp.py"
 SPAWNED = Path(__file__).resolve().parent / "scripts" / "spawned_ranks.py"
@@ -45,21 +44,21 @@ accelerator.end_training()
 """
 
 
-def until_it_ends_well(dpmon: Dpmon, *words: object) -> Result:
-    result = unless_aborted(lambda _: dpmon.run("--headless", *words), lambda ended: ended.errors)
+def until_it_ends_well(dpmon: Dpmon, *words: object) -> CommandResult:
+    result = run_unless_aborted(lambda _: dpmon.run("--headless", *words), lambda ended: ended.errors)
     assert result.status == 0, result.errors
     return result
 
 
 def check_ranks(records: list[dict[str, Any]], steps: int, rows: dict[int, int], widths: tuple[int, int]) -> None:
     """Check process, calls and steps of each rank; `rows`: rows of a batch by rank."""
-    processes = of_kind(records, "process")
+    processes = records_of_kind(records, "process")
     assert sorted(process["rank"] for process in processes) == sorted(rows)
     assert {process["world"] for process in processes} == {len(rows)}
     assert len({process["pid"] for process in processes}) == len({process["process"] for process in processes})
     for process in processes:
         mine = [r for r in records if r.get("process") == process["process"]]
-        calls, steps_of_rank = of_kind(mine, "call"), of_kind(mine, "step")
+        calls, steps_of_rank = records_of_kind(mine, "call"), records_of_kind(mine, "step")
         assert {record["rank"] for record in mine} == {process["rank"]}
         assert [call["call"] for call in calls] == [call["step"] for call in calls] == list(range(1, steps + 1))
         assert [each["step"] for each in steps_of_rank] == list(range(1, steps + 1))
@@ -86,7 +85,7 @@ def test_torchrun(dpmon: Dpmon) -> None:
         row = rf"rank {rank} of 2 +cpu +20 +20 .* \[30, 5\] -> \[30, 2\]$"
         assert re.search(row, result.errors, re.M), result.errors
 
-    ranks = state_in(dpmon.last(), over=True).training_processes
+    ranks = snapshot_of_directory(dpmon.last(), over=True).training_processes
     assert [(each.rank, each.info.world) for each in ranks] == [(0, 2), (1, 2)]
     for each in ranks:
         assert each.last_step is not None
@@ -108,20 +107,22 @@ def test_fsdp_under_torchrun(dpmon: Dpmon) -> None:
     assert row[5:8] == ["cpu", "20", "20"]
     assert " ".join(row[-5:]) == "[30, 5] -> [30, 2]"
     assert "replica" not in result.errors
-    assert {(call["root"], call["via"]) for call in of_kind(dpmon.records(), "call")} == {("Model", "fully_shard")}
+    assert {(call["root"], call["via"]) for call in records_of_kind(dpmon.records(), "call")} == {
+        ("Model", "fully_shard")
+    }
 
-    state = state_in(dpmon.last(), over=True)
+    state = snapshot_of_directory(dpmon.last(), over=True)
     assert "train by fully_shard" in (toggle_refusal(state) or "")
     for each in state.training_processes:
         assert format_mode_and_devices(each, "×")[0] == "fsdp ×2"
 
 
 def test_mp_spawn_with_batches_of_different_sizes(dpmon: Dpmon, tmp_path: Path) -> None:
-    def ranks(number: int) -> tuple[Result, Path]:
+    def ranks(number: int) -> tuple[CommandResult, Path]:
         store = tmp_path / f"store-{number}"
         return dpmon.run("--headless", SPAWNED, store), store
 
-    result, store = unless_aborted(ranks, lambda ended: ended[0].errors)
+    result, store = run_unless_aborted(ranks, lambda ended: ended[0].errors)
     assert result.status == 0, result.errors
     check_ranks(dpmon.records(), 6, {0: 4, 1: 6}, (6, 3))
     torch.manual_seed(0)

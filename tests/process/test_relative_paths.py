@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from running import Dpmon
 
 from dpmon.cli.doctor import local_checks
 from dpmon.config import config_path, home_directory
 from dpmon.run.run_directory import RunError
 from dpmon.run.run_registry import list_runs, runs_directory
+from support.run_harness import Dpmon
 
 SCRIPT = "import os, sys; print(*sorted(os.listdir('.'))); sys.exit(7)"
 

@@ -16,9 +16,9 @@ from email.parser import Parser
 from pathlib import Path
 
 import pytest
-from running import Dpmon
 
 import dpmon as package
+from support.run_harness import Dpmon
 
 ROOT = Path(__file__).parents[2]
 SHARED = {

@@ -6,7 +6,8 @@ import os
 from typing import Any
 
 import pytest
-from tracing import Script, text_of
+
+from support.tracer_harness import TracedScript, traced_script_text
 
 CORES = len(os.sched_getaffinity(0))
 ASKED = 2 * CORES
@@ -16,7 +17,9 @@ ASKED = 2 * CORES
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The output of the script."""
-    run = Script(tmp_path_factory.mktemp("threads"), text_of("replica_threads"), ASKED, replicas=2).end(120)
+    run = TracedScript(
+        tmp_path_factory.mktemp("threads"), traced_script_text("replica_threads"), ASKED, replicas=2
+    ).end(120)
     assert run.complaints == []
     assert run.err == ""
     return run.printed
@@ -72,7 +75,9 @@ def test_a_debugger_sees_replicas(said: Any) -> None:
 
 
 def test_the_end_waits_for_replicas(tmp_path_factory: pytest.TempPathFactory) -> None:
-    run = Script(tmp_path_factory.mktemp("end"), text_of("replica_threads"), "interrupted", replicas=2).end(120)
+    run = TracedScript(
+        tmp_path_factory.mktemp("end"), traced_script_text("replica_threads"), "interrupted", replicas=2
+    ).end(120)
     assert run.out == "ran to its end\n" * 2
     assert run.err.splitlines()[-1] == "KeyboardInterrupt"
     assert run.status == -2

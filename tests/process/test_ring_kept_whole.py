@@ -14,12 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from places import fill
-from running import Dpmon, wait_for
 
 import dpmon as package
 from dpmon.run import proc
 from dpmon.span_ring import SLOT_BYTES, SLOTS, SpanRing
+from support.hostile_inputs import fill_disk
+from support.run_harness import Dpmon, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -155,7 +155,7 @@ def test_every_command_leaves_the_ring_as_it_is(dpmon: Dpmon, disk: Path) -> Non
         os.kill(info["supervisor_pid"], signal.SIGKILL)
         attached = dpmon.start("attach", "--json=/dev/null", "train")
         wait_for(lambda: dpmon.info(watch._path.parent)["supervisor_pid"] != info["supervisor_pid"])
-        fill(disk)
+        fill_disk(disk)
         dpmon.run("ls")
         dpmon.run("export", "train", "-o", "when-full")
         dpmon.run(*dpmon.warm(), "other.py", env={"DPMON_KEEP_RUNS": "1"})
@@ -197,7 +197,12 @@ def test_deleting_it_leaves_the_training_alone(dpmon: Dpmon, what: str) -> None:
         if what == "ring":
             (directory / "process-0.ring").unlink()
         else:
-            wait_for(lambda: shutil.rmtree(directory, ignore_errors=True) or not directory.exists())
+
+            def deleted() -> bool:
+                shutil.rmtree(directory, ignore_errors=True)
+                return not directory.exists()
+
+            wait_for(deleted)
         trains_on(dpmon)
         trains_on(dpmon)
         assert proc.is_alive(info["command_pid"], info["command_started"])
@@ -227,7 +232,7 @@ def test_a_ring_has_all_its_disk_space_or_is_not_made(disk: Path, full: bool) ->
         SpanRing(str(path), process=0)
         assert path.stat().st_blocks * 512 >= SLOTS * SLOT_BYTES
         return
-    fill(disk)
+    fill_disk(disk)
     os.truncate(disk / "hog", (disk / "hog").stat().st_size - (1 << 20))
     with pytest.raises(OSError, match="No space left"):
         SpanRing(str(path), process=0)

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from running import Dpmon, Terminal, until_unsupervised, wait_for
 
 from dpmon.run import proc
+from support.run_harness import Dpmon, Terminal, wait_for, wait_until_unsupervised
 
 TRACEBACK = "Traceback (most recent call last)"
 
@@ -131,7 +131,7 @@ def test_a_supervisor_killed_before_it_could_write_exit_json(dpmon: Dpmon) -> No
     wait_for(lambda: not proc.is_alive(info["command_pid"], None), what="the command's end")
     with contextlib.suppress(ProcessLookupError):
         os.kill(info["supervisor_pid"], signal.SIGKILL)
-    until_unsupervised(info)
+    wait_until_unsupervised(info)
     (dpmon.last() / "exit.json").unlink(missing_ok=True)
     os.kill(process.pid, signal.SIGCONT)
     assert process.wait(60) == 7

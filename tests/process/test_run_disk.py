@@ -10,19 +10,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from places import fill
-from running import Dpmon, until_unsupervised, wait_for
 
 from dpmon.run.run_registry import fallback_directories, file_system, network_file_system
+from support.hostile_inputs import fill_disk
+from support.ring_writers import TESTS, WRITE_RUN
+from support.run_harness import Dpmon, wait_for, wait_until_unsupervised
 
 pytestmark = pytest.mark.slow
 
-WRITER = Path(__file__).resolve().parent.parent / "writer.py"
 MIB = 1 << 20
 FLOOD = """\
 import os, pathlib, sys, time
 sys.path.insert(0, {tests!r})
-import writer
+from support.ring_writers import write_run
 def after(number):
     if number == 3000:
         while not pathlib.Path("go").exists():
@@ -40,7 +40,7 @@ def room():
     return log.st_blocks * 512 - log.st_size
 print("began", flush=True)
 pathlib.Path("began").touch()
-writer.main(6000, 3000, 2, after)
+write_run(6000, 3000, 2, after)
 print("the end of the training", flush=True)
 """
 
@@ -62,8 +62,12 @@ def shared_directory(tmp_path: Path) -> Iterator[Path]:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         processes = [
-            subprocess.Popen([server], stdin=ours, stdout=ours),
-            subprocess.Popen(["sshfs", "-f", "-o", "passive", f":{behind}", place], stdin=theirs, stdout=theirs),
+            subprocess.Popen([str(server)], stdin=ours.fileno(), stdout=ours.fileno()),
+            subprocess.Popen(
+                ["sshfs", "-f", "-o", "passive", f":{behind}", str(place)],
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
+            ),
         ]
     try:
         wait_for(lambda: network_file_system(place) or processes[1].poll() is not None, what="the file system")
@@ -96,7 +100,7 @@ def other_places(dpmon: Dpmon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def check_elsewhere(dpmon: Dpmon, place: Path, says: str) -> None:
     """Check that a run works as usual in another place, with one sentence, and that all commands find it there."""
-    result = dpmon.run(WRITER, 200, 2000)
+    result = dpmon.run(*WRITE_RUN, 200, 2000)
     assert result.status == 0, result.errors
     told = [line for line in result.errors.splitlines() if says in line and not line.startswith("dpmon: warning")]
     assert len(told) == 1, result.errors
@@ -169,7 +173,7 @@ def test_a_link_in_the_other_place_is_not_followed(dpmon: Dpmon, other_places: P
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     other_places()[0].parent.symlink_to(elsewhere)
-    result = dpmon.run(WRITER, 2, 0)
+    result = dpmon.run(*WRITE_RUN, 2, 0)
     assert result.status == 0, result.errors
     assert str(other_places()[1]) in result.errors
     assert list(elsewhere.iterdir()) == []
@@ -179,15 +183,15 @@ def test_a_link_in_the_other_place_is_not_followed(dpmon: Dpmon, other_places: P
 def test_a_disk_that_fills_up_meanwhile(dpmon: Dpmon, mount: Callable[..., Path]) -> None:
     """Another process fills the disk: the script's output and live records go on, with one warning of each kind."""
     dpmon.state = mount(48)
-    dpmon.script(FLOOD.format(tests=str(WRITER.parent)))
+    dpmon.script(FLOOD.format(tests=str(TESTS)))
     dpmon.run("--detach", "script.py")
     dpmon.begun()
     directory = dpmon.last()
     wait_for(lambda: (directory / "output.log").stat().st_blocks * 512 >= MIB, what="room ahead of the output")
-    fill(dpmon.state)
+    fill_disk(dpmon.state)
     dpmon.go()
     info = dpmon.info()
-    until_unsupervised(info)
+    wait_until_unsupervised(info)
     output = (directory / "output.log").read_bytes()
     assert output.endswith(b"the end of the training\n"), output[-3000:]
     assert b"line 29999 of the script's own output" in output
@@ -209,5 +213,5 @@ def test_room_is_given_back(dpmon: Dpmon) -> None:
     dpmon.script("print('one line')")
     dpmon.run("--detach", "script.py")
     dpmon.exit()
-    until_unsupervised(dpmon.info())
+    wait_until_unsupervised(dpmon.info())
     assert (dpmon.last() / "output.log").stat().st_blocks * 512 <= 65536

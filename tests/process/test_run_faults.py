@@ -11,17 +11,12 @@ import time
 from functools import partial
 
 import pytest
-from running import Dpmon, until_unsupervised, wait_for
 
 from dpmon.run import proc
 from dpmon.run.run_directory import load_exit
+from support.run_harness import Dpmon, wait_for, wait_until_unsupervised, write_slow_script
 
 pytestmark = pytest.mark.slow
-
-
-def slow(dpmon: Dpmon, status: int = 0) -> None:
-    """Write a script that waits, prints a line and ends with `status`."""
-    dpmon.waiting(f"print('end of the training', flush=True)\npathlib.Path('done').touch()\nsys.exit({status})")
 
 
 def has_runs(dpmon: Dpmon, count: int) -> bool:
@@ -29,7 +24,7 @@ def has_runs(dpmon: Dpmon, count: int) -> bool:
 
 
 def test_a_stopped_supervisor_does_not_block_the_script(dpmon: Dpmon) -> None:
-    slow(dpmon, 6)
+    write_slow_script(dpmon, 6)
     process = dpmon.start("script.py")
     info = dpmon.info()
     dpmon.begun()
@@ -43,7 +38,7 @@ def test_a_stopped_supervisor_does_not_block_the_script(dpmon: Dpmon) -> None:
         assert (how.by, how.drained) == ("foreground", False), "the last records are the supervisor's"
     finally:
         os.kill(info["supervisor_pid"], signal.SIGCONT)
-    until_unsupervised(info)
+    wait_until_unsupervised(info)
     assert dpmon.exit()["status"] == 6
 
 
@@ -166,7 +161,7 @@ def test_an_interrupt_before_the_command_is_there_reaches_it(dpmon: Dpmon) -> No
             pid, since = info["command_pid"], info["command_started"]
             wait_for(
                 lambda pid=pid, since=since: pid is None or not proc.is_alive(pid, since), what="the command's end"
-            )  # type: ignore[misc]
+            )
 
 
 INTERRUPTED_AT_ONCE = """\
@@ -210,7 +205,7 @@ def test_a_users_signal_goes_to_the_command_alone(dpmon: Dpmon) -> None:
 
 def test_a_supervisor_that_gets_sigterm_still_records_the_end_of_the_command(dpmon: Dpmon) -> None:
     """For example, a shutdown of the machine sends SIGTERM to all processes together."""
-    slow(dpmon)
+    write_slow_script(dpmon)
     dpmon.run("--detach", "script.py")
     info = dpmon.info()
     dpmon.begun()
@@ -223,12 +218,12 @@ def test_a_supervisor_that_gets_sigterm_still_records_the_end_of_the_command(dpm
 
 
 def test_a_supervisor_that_gets_sigterm_leaves_the_training(dpmon: Dpmon) -> None:
-    slow(dpmon)
+    write_slow_script(dpmon)
     dpmon.run("--detach", "script.py")
     info = dpmon.info()
     dpmon.begun()
     os.kill(info["supervisor_pid"], signal.SIGTERM)
-    until_unsupervised(info)
+    wait_until_unsupervised(info)
     assert proc.is_alive(info["command_pid"], info["command_started"])
     dpmon.go()
     wait_for((dpmon.cwd / "done").exists)

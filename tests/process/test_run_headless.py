@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from alternatives import as_alone
-from running import Dpmon, wait_for
-from sidebyside import SideBySide
 
 from dpmon.run.run_directory import load_info
 from dpmon.run.run_registry import short_name
+from support.baseline_comparison import SideBySide, closest_baseline
+from support.ring_writers import TESTS
+from support.run_harness import Dpmon, wait_for
 
 # Variables that dpmon adds to the environment of the command (see docs/faq.md).
 OURS = {"PYTHONPATH", "PYTHONUNBUFFERED"}
@@ -48,7 +48,7 @@ print(json.dumps({
 """
 
 
-def alone(dpmon: Dpmon, *words: str, **more: object) -> subprocess.CompletedProcess[bytes]:
+def alone(dpmon: Dpmon, *words: str, **more: Any) -> subprocess.CompletedProcess[bytes]:
     """Run the script without dpmon."""
     env = dpmon.environment()
     return subprocess.run([sys.executable, *words], cwd=dpmon.cwd, env=env, capture_output=True, **more)
@@ -100,7 +100,7 @@ def test_a_script_that_trains_sees_the_same_surroundings_as_without_dpmon(dpmon:
     script, place = Path(__file__).parent / "scripts" / "surroundings.py", SideBySide(dpmon)
     by_itself, found = place.alone(script, fresh=True), place.under(script, fresh=True)
     assert found.status == 0
-    assert found == as_alone(found, by_itself, lambda: place.alone(script, fresh=True))
+    assert found == closest_baseline(found, by_itself, lambda: place.alone(script, fresh=True))
     assert found.stdout.endswith(b"registered last, runs first\nregistered first, runs last\n")
 
 
@@ -289,9 +289,9 @@ def test_a_status_line_never_splits_a_line_of_the_script(dpmon: Dpmon) -> None:
 OFTEN = "import dpmon.cli.headless as h; h.STATUS_S = 0.2; from dpmon.cli.main import entry; entry()"
 TRAINS = f"""
 import pathlib, sys
-sys.path.insert(0, {str(Path(__file__).resolve().parent.parent)!r})
-import writer
-writer.main(100_000, 400, 3, lambda _: pathlib.Path("go").exists() and sys.exit())
+sys.path.insert(0, {str(TESTS)!r})
+from support.ring_writers import write_run
+write_run(100_000, 400, 3, lambda _: pathlib.Path("go").exists() and sys.exit())
 """
 
 

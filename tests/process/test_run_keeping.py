@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from running import Dpmon, until_unsupervised
+from support.run_harness import Dpmon, wait_until_unsupervised
 
 
 def finished(dpmon: Dpmon, name: str, **env: str) -> None:
     """Run the script and wait for the supervisor, which deletes old runs last; until it has left, its own run stays."""
     assert dpmon.run("--name", name, "script.py", env=env).status == 0
     info = dpmon.info()
-    until_unsupervised(info)
+    wait_until_unsupervised(info)
 
 
 def listed(dpmon: Dpmon) -> list[dict[str, Any]]:

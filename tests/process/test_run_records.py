@@ -6,74 +6,41 @@ import json
 import shutil
 import signal
 import sqlite3
-import time
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from running import Dpmon, until_unsupervised, wait_for
 
-from dpmon.record.span_format import Kind
-from dpmon.span_reader import SpanReader
-from dpmon.span_ring import RingError
+from support.ring_writers import (
+    WRITE_RUN,
+    calls_and_steps_in,
+    calls_and_steps_of_writer,
+)
+from support.run_harness import Dpmon, wait_for, wait_until_unsupervised
 
 pytestmark = pytest.mark.slow
 
-WRITER = Path(__file__).resolve().parent.parent / "writer.py"
-
-
-def of_training(records: Iterable[dict[str, Any]]) -> list[tuple[str, int]]:
-    """Return kind and number of every call and step in order."""
-    return [(r["kind"], r["step"]) for r in records if r["kind"] in ("call", "step")]
-
-
-def tailed(dpmon: Dpmon, count: int) -> bool:
-    """Return whether the writer has written `count` calls and steps, including overwritten ones."""
-    path = dpmon.last() / "process-0.ring"
-    if not path.exists():
-        return False
-    try:
-        reader = SpanReader(str(path))
-    except RingError:  # being created
-        return False
-    begun = 0
-    while spans := reader.read(time.monotonic_ns()):
-        begun = max(begun, *(span.inputs for span in spans if span.kind == Kind.FETCH), 0)
-    reader.close()
-    return 2 * (begun - 1) >= count
-
-
-def expected(count: int) -> list[tuple[str, int]]:
-    """Return the records of the writer: a call and a step for every step."""
-    return [("step" if n % 2 else "call", n // 2 + 1) for n in range(count)]
-
 
 def test_every_record_is_exported_once_and_in_order(dpmon: Dpmon) -> None:
-    assert dpmon.run(WRITER, 6000, 6000).status == 0
+    assert dpmon.run(*WRITE_RUN, 6000, 6000).status == 0
     records = dpmon.records()
-    assert of_training(records) == expected(6000)
+    assert calls_and_steps_in(records) == calls_and_steps_of_writer(6000)
     assert records[-2:-1] == [{"kind": "dropped", "count": 0, "pruned": 0}]
     assert (records[-1]["kind"], records[-1]["status"]) == ("exit", 0)
     assert Counter(r["kind"] for r in records)["exit"] == 1
 
 
-STAYS = WRITER, 16_000, 6000, 8, 15_999
-"""Writes no more than its ring can hold, so that no record is overwritten, and stays until it is killed."""
-
-
 def test_export_while_the_run_goes_on(dpmon: Dpmon) -> None:
-    process = dpmon.start(WRITER, 200_000, 1000)  # its ring has room for a quarter of a minute
+    process = dpmon.start(*WRITE_RUN, 200_000, 1000)  # its ring has room for a quarter of a minute
     lengths = []
     for wanted in (500, 3500):
 
         def enough(wanted: int = wanted) -> list[tuple[str, int]] | None:
-            found = of_training(dpmon.records()) if dpmon.runs() and (dpmon.last() / "run.json").exists() else []
+            found = calls_and_steps_in(dpmon.records()) if dpmon.runs() and (dpmon.last() / "run.json").exists() else []
             return found if len(found) >= wanted else None
 
         found = wait_for(enough)
-        assert found == expected(len(found))
+        assert found == calls_and_steps_of_writer(len(found))
         lengths.append(len(found))
     assert lengths[0] < lengths[1]
     process.send_signal(signal.SIGTERM)
@@ -85,9 +52,9 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a finished run, to be copied."""
     place = tmp_path_factory.mktemp("recorded")
     runner = Dpmon(place / "state", place)
-    assert runner.run(WRITER, 2000, 10_000).status == 0
+    assert runner.run(*WRITE_RUN, 2000, 10_000).status == 0
     info = runner.info()
-    until_unsupervised(info)
+    wait_until_unsupervised(info)
     return runner.last()
 
 
@@ -105,7 +72,7 @@ def test_a_damaged_history_loses_only_its_own_rows(dpmon: Dpmon, recorded: Path,
     records = [json.loads(line) for line in result.out.splitlines()]
     assert records[-1] == {**records[-1], "kind": "exit", "status": 0}
     if damage == "link":
-        assert of_training(records) == expected(2000)
+        assert calls_and_steps_in(records) == calls_and_steps_of_writer(2000)
     else:
         assert any(r["kind"] == "warning" and "history" in r["text"] for r in records)
     assert dpmon.run("ls").status == 0
@@ -113,8 +80,8 @@ def test_a_damaged_history_loses_only_its_own_rows(dpmon: Dpmon, recorded: Path,
 
 
 def test_the_schema_can_be_queried_by_people(dpmon: Dpmon) -> None:
-    dpmon.run(WRITER, 200, 10_000, 3)
-    until_unsupervised(dpmon.info())
+    dpmon.run(*WRITE_RUN, 200, 10_000, 3)
+    wait_until_unsupervised(dpmon.info())
     with sqlite3.connect(f"file:{dpmon.last() / 'history.sqlite'}?mode=ro", uri=True) as db:
         query = "SELECT mode, count(*) FROM calls GROUP BY mode"
         assert db.execute(query).fetchall() == [("dp", 100)]

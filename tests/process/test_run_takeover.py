@@ -15,18 +15,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kept import keep
-from running import Dpmon, Terminal, until_unsupervised, wait_for
-from stored import state_of
-from synthetic import Training
-from test_run_faults import slow
-from test_run_records import WRITER, expected, of_training, tailed
 
 from dpmon.record.record_types import Event
 from dpmon.run import proc
 from dpmon.run.run_directory import load_exit
 from dpmon.store.store_opening import open_store
 from dpmon.supervise.start_supervisor import ensure_supervisor
+from support.history_builders import snapshot_of_records, write_run_directory
+from support.record_builders import Training
+from support.ring_writers import WRITE_RUN, calls_and_steps_in, calls_and_steps_of_writer, has_written
+from support.run_harness import (
+    Dpmon,
+    Terminal,
+    find_new_supervisor,
+    wait_for,
+    wait_until_unsupervised,
+    write_slow_script,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -65,20 +70,15 @@ def listed_state(dpmon: Dpmon) -> str:
     return dpmon.run("ls").text.splitlines()[1].split()[1]
 
 
-def new_supervisor(dpmon: Dpmon, old: dict[str, Any]) -> dict[str, Any] | None:
-    info = json.loads((dpmon.last() / "run.json").read_text())
-    return info if info["supervisor_pid"] != old["supervisor_pid"] else None
-
-
 def test_attach_starts_a_new_supervisor_and_no_record_is_lost_or_doubled(dpmon: Dpmon) -> None:
-    dpmon.run("--detach", WRITER, 9000, 1500, 8, 4000)
-    wait_for(lambda: tailed(dpmon, 2000))
+    dpmon.run("--detach", *WRITE_RUN, 9000, 1500, 8, 4000)
+    wait_for(lambda: has_written(dpmon, 2000))
     wait_for(lambda: any(r["kind"] == "host" for r in dpmon.records()))
     old = dpmon.kill_supervisor()
     killed_at = time.time() - old["started_unix"]
     assert listed_state(dpmon) == "unsupervised"
     screen = dpmon.start("attach")
-    new = wait_for(lambda: new_supervisor(dpmon, old), what="a new supervisor")
+    new = wait_for(lambda: find_new_supervisor(dpmon, old), what="a new supervisor")
     assert proc.is_alive(new["supervisor_pid"], new["supervisor_started"])
     assert (new["command_pid"], new["command_started"]) == (old["command_pid"], old["command_started"])
     # It waits for `go`. On a busy machine, it waits so long that it counts as stalled.
@@ -90,7 +90,7 @@ def test_attach_starts_a_new_supervisor_and_no_record_is_lost_or_doubled(dpmon: 
     assert screen.returncode == (2 if how["status"] is None else 0), err
     wait_for(lambda: not proc.is_alive(new["supervisor_pid"], new["supervisor_started"]))
     records = dpmon.records()
-    assert of_training(records) == expected(9000)
+    assert calls_and_steps_in(records) == calls_and_steps_of_writer(9000)
     assert next(r for r in records if r["kind"] == "dropped")["count"] == 0
     assert (
         next(r["t_s"] for r in records if r["kind"] == "host") < killed_at
@@ -102,13 +102,13 @@ def test_attach_starts_a_new_supervisor_and_no_record_is_lost_or_doubled(dpmon: 
 
 
 def test_an_attached_screen_replaces_a_killed_supervisor(dpmon: Dpmon) -> None:
-    slow(dpmon, 3)
+    write_slow_script(dpmon, 3)
     dpmon.run("--detach", "script.py")
     dpmon.begun()
     terminal = Terminal(dpmon, "attach")
     terminal.shows("5 Output")
     old = dpmon.kill_supervisor()
-    new = wait_for(lambda: new_supervisor(dpmon, old), what="a new supervisor")
+    new = wait_for(lambda: find_new_supervisor(dpmon, old), what="a new supervisor")
     wait_for(lambda: listed_state(dpmon) == "starting")
     assert (new["command_pid"], new["command_started"]) == (old["command_pid"], old["command_started"])
     terminal.shows("another one goes on")
@@ -127,7 +127,7 @@ def test_the_status_of_an_adopted_command_is_true_or_unknown(dpmon: Dpmon, end: 
     dpmon.begun()
     old = dpmon.kill_supervisor()
     screen = dpmon.start("attach")
-    wait_for(lambda: new_supervisor(dpmon, old))
+    wait_for(lambda: find_new_supervisor(dpmon, old))
     dpmon.go()
     out, _ = screen.communicate(timeout=100)
     assert out == b"end of the training\n"
@@ -140,13 +140,13 @@ def test_the_status_of_an_adopted_command_is_true_or_unknown(dpmon: Dpmon, end: 
 
 
 def test_only_one_of_several_screens_starts_a_supervisor(dpmon: Dpmon) -> None:
-    slow(dpmon)
+    write_slow_script(dpmon)
     dpmon.run("--detach", "script.py")
     dpmon.begun()
     wait_for(lambda: any(r["kind"] == "host" for r in dpmon.records()))
     old = dpmon.kill_supervisor()
     screens = [dpmon.start("attach") for _ in range(4)]
-    wait_for(lambda: new_supervisor(dpmon, old))
+    wait_for(lambda: find_new_supervisor(dpmon, old))
 
     def takeovers() -> list[str]:
         return [r["text"] for r in dpmon.records() if r["kind"] == "warning" and "another one goes on" in r["text"]]
@@ -161,8 +161,8 @@ def test_only_one_of_several_screens_starts_a_supervisor(dpmon: Dpmon) -> None:
 
 @pytest.mark.usefixtures("reaper")
 def test_a_run_that_ended_without_a_supervisor(dpmon: Dpmon) -> None:
-    dpmon.run("--detach", WRITER, 4000, 4000, 8, 3999)
-    wait_for(lambda: tailed(dpmon, 100))
+    dpmon.run("--detach", *WRITE_RUN, 4000, 4000, 8, 3999)
+    wait_for(lambda: has_written(dpmon, 100))
     info = dpmon.kill_supervisor()
     dpmon.go()
     wait_for(lambda: reaped(info))
@@ -179,7 +179,7 @@ def test_a_run_that_ended_without_a_supervisor(dpmon: Dpmon) -> None:
         assert db.execute("SELECT count(*), count(DISTINCT step) FROM steps").fetchone() == (2000, 2000)
     db.close()
     records = dpmon.records()
-    assert of_training(records) == expected(4000)
+    assert calls_and_steps_in(records) == calls_and_steps_of_writer(4000)
     assert records[-1]["absent"]["status"] == how["unknown"]
     assert records[-1]["t_s"] == pytest.approx(last_line, abs=0.05)
     before = (dpmon.last() / "exit.json").read_bytes()
@@ -213,7 +213,7 @@ def test_the_status_of_a_lost_run_comes_from_the_tracer(
 
 def test_a_zombie_that_nobody_reaps_has_its_status(dpmon: Dpmon) -> None:
     """For example, in containers whose first process is not an init process."""
-    slow(dpmon, 3)
+    write_slow_script(dpmon, 3)
     code = f"import ctypes, time; ctypes.CDLL(None).prctl({PR_SET_CHILD_SUBREAPER}, 1, 0, 0, 0); import os, sys\n"
     code += "if os.fork() == 0: os.execvp(sys.argv[1], sys.argv[1:])\ntime.sleep(600)"
     dpmon.start(argv=[dpmon.python, "-c", code, *dpmon.words("--detach", "script.py")])
@@ -226,7 +226,7 @@ def test_a_zombie_that_nobody_reaps_has_its_status(dpmon: Dpmon) -> None:
 
 
 def test_a_supervisor_killed_before_it_recorded_the_command(dpmon: Dpmon) -> None:
-    slow(dpmon)
+    write_slow_script(dpmon)
     dpmon.run("--detach", "script.py")
     dpmon.begun()
     old = dpmon.kill_supervisor()
@@ -240,8 +240,8 @@ def test_a_supervisor_killed_before_it_recorded_the_command(dpmon: Dpmon) -> Non
 
 
 def test_a_run_that_is_being_started_is_left_alone(dpmon: Dpmon) -> None:
-    slow(dpmon, 4)
-    screens = []
+    write_slow_script(dpmon, 4)
+    screens: list[Any] = []
     process = dpmon.start("script.py")
     wait_for(lambda: bool(dpmon.runs()))
     while not (dpmon.cwd / "began").exists() and len(screens) < 6:
@@ -267,12 +267,12 @@ def test_stop_finishes_the_record_of_a_run_without_supervisor(dpmon: Dpmon) -> N
 
 def test_supervisors_killed_one_after_the_other(dpmon: Dpmon) -> None:
     """The foreground starts one; a further one would probably be killed as well."""
-    slow(dpmon, 6)
+    write_slow_script(dpmon, 6)
     process = dpmon.start("script.py")
     dpmon.begun()
     info = dpmon.info()
     os.kill(info["supervisor_pid"], signal.SIGKILL)
-    info = wait_for(lambda: new_supervisor(dpmon, info), what="a new supervisor")
+    info = wait_for(lambda: find_new_supervisor(dpmon, info), what="a new supervisor")
     os.kill(info["supervisor_pid"], signal.SIGKILL)
     assert process.stderr is not None
     assert any(b"nothing is recorded until dpmon attach" in line for line in process.stderr)
@@ -331,7 +331,7 @@ def test_the_end_before_a_power_cut_stays_known(dpmon: Dpmon) -> None:
     dpmon.script("raise SystemExit(3)")
     dpmon.run("--headless", "script.py")
     before = dpmon.exit()
-    until_unsupervised(dpmon.info())
+    wait_until_unsupervised(dpmon.info())
     (dpmon.last() / "exit.json").write_text(json.dumps({**before, "drained": False}))
     restart(dpmon.last())
     dpmon.run("attach")
@@ -339,11 +339,11 @@ def test_the_end_before_a_power_cut_stays_known(dpmon: Dpmon) -> None:
 
 
 def test_a_machine_that_was_restarted(dpmon: Dpmon) -> None:
-    dpmon.run("--detach", WRITER, 200, 4000)
+    dpmon.run("--detach", *WRITE_RUN, 200, 4000)
     dpmon.exit()
     directory = dpmon.last()
     (directory / "exit.json").unlink()
-    until_unsupervised(dpmon.info())
+    wait_until_unsupervised(dpmon.info())
     restart(directory)
     assert listed_state(dpmon) == "lost"
     dpmon.run("attach")
@@ -374,7 +374,7 @@ def test_a_run_of_another_machine_is_left_to_it(dpmon: Dpmon) -> None:
 
 def test_a_slow_supervisor_causes_no_warning(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dpmon.supervise.start_supervisor.FINISH_S", 0.0)
-    directory = keep({0: Training().run(3)}, status=None, command_pid=4_000_000)
+    directory = write_run_directory({0: Training().run(3)}, status=None, command_pid=4_000_000)
     gc.collect()  # what other tests have left
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -387,5 +387,5 @@ def test_a_slow_supervisor_causes_no_warning(state: Path, monkeypatch: pytest.Mo
 
 def test_the_chart_of_devices_has_a_gap() -> None:
     times = (1.0, 2.0, 12.0, 13.0)
-    model = state_of([Event("host", {"t_s": t_s, "cpu_pct": 50.0}) for t_s in times])
+    model = snapshot_of_records([Event("host", {"t_s": t_s, "cpu_pct": 50.0}) for t_s in times])
     assert list(model.host.util) == [50.0, 50.0, *[None] * 9, 50.0, 50.0]

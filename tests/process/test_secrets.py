@@ -6,8 +6,7 @@ import contextlib
 import json
 from pathlib import Path
 
-from plain_training import plain_training
-from running import Dpmon, wait_for
+from support.run_harness import Dpmon, plain_training_script, wait_for
 
 SECRET = "S3CRET"
 SHOW_ARGUMENTS = """\
@@ -65,7 +64,7 @@ def check_readers(dpmon: Dpmon) -> str:
 
 
 def test_only_the_command_gets_its_secrets(dpmon: Dpmon, tmp_path: Path) -> None:
-    dpmon.waiting("", f"{SHOW_ARGUMENTS}{plain_training(20)}")
+    dpmon.waiting("", f"{SHOW_ARGUMENTS}{plain_training_script(20)}")
     told = tmp_path / "told"
     event = f"sh -c 'cat /proc/$PPID/environ >>{told}; env >>{told}; cat >>{told}'"
     metrics = tmp_path / "metrics.prom"

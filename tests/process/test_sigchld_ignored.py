@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from running import Dpmon, Terminal
+from support.run_harness import Dpmon, Terminal
 
 SCRIPT = "import signal, sys\nprint(signal.getsignal(signal.SIGCHLD).name, flush=True)\nsys.exit(7)\n"
 IGNORED = "trap '' CHLD"

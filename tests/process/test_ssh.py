@@ -9,24 +9,30 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from followed import TRAINING, Reader, ids_of
-from kept import keep
-from running import Dpmon, until_no_command_is_left, wait_for
-from sshd import Ssh, no_ssh, sockets_of
-from synthetic import Training
 
 from dpmon.cli import multi_node
 from dpmon.cli.main import main
 from dpmon.mirror import remote_hosts
 from dpmon.run import proc
+from support.cluster_harness import (
+    TRAINING_UNTIL_GO,
+    FollowReader,
+    SshServers,
+    missing_for_ssh,
+    row_ids_of_history,
+    sockets_of,
+)
+from support.history_builders import write_run_directory
+from support.record_builders import Training
+from support.run_harness import Dpmon, wait_for, wait_until_no_command_is_left
 
-pytestmark = pytest.mark.skipif(no_ssh() is not None, reason=no_ssh() or "")
+pytestmark = pytest.mark.skipif(missing_for_ssh() is not None, reason=missing_for_ssh() or "")
 
 
 @pytest.fixture
-def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ssh]:
+def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SshServers]:
     """Real ssh, first in PATH, without machines yet."""
-    made = Ssh(tmp_path / "ssh")
+    made = SshServers(tmp_path / "ssh")
     made.add("probe", tmp_path / "probe")
     why = made.works("probe")
     if why is not None:
@@ -34,15 +40,15 @@ def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ssh]:
     for name, value in made.environment.items():
         monkeypatch.setenv(name, value)
     yield made
-    until_no_command_is_left()
+    wait_until_no_command_is_left()
 
 
 def test_machines_are_listed_and_each_bad_one_has_a_sentence(
-    ssh: Ssh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ssh: SshServers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("gpu-1", "gpu-2"):
         monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / name))
-        keep({0: [*Training().begin(), *Training().run(5)]}, name=name)
+        write_run_directory({0: [*Training().begin(), *Training().run(5)]}, name=name)
     monkeypatch.setattr(
         multi_node,
         "run_dpmon_on_hosts",
@@ -86,13 +92,13 @@ def test_machines_are_listed_and_each_bad_one_has_a_sentence(
     assert capsys.readouterr().err == "dpmon: hangs: it has sent nothing for 2 s\n"
 
 
-def test_records_come_over_ssh_and_go_on_after_it_was_killed(ssh: Ssh, dpmon: Dpmon, tmp_path: Path) -> None:
+def test_records_come_over_ssh_and_go_on_after_it_was_killed(ssh: SshServers, dpmon: Dpmon, tmp_path: Path) -> None:
     """No row is lost or doubled. ssh is the only process with a socket of a network, and nobody listens."""
     ssh.add("gpu-1", dpmon.state)
-    run = dpmon.start("--headless", dpmon.script(TRAINING))
+    run = dpmon.start("--headless", dpmon.script(TRAINING_UNTIL_GO))
     dpmon.info()
     (machine,) = remote_hosts.resolve_hosts(["gpu-1"])
-    reader = Reader(list(machine.command_prefix), dpmon.last().name)
+    reader = FollowReader(list(machine.command_prefix), dpmon.last().name)
     try:
         wait_for(lambda: reader.poll() is not None and len(reader.ids) > 20, what="some rows")
         for _ in range(2):
@@ -113,7 +119,7 @@ def test_records_come_over_ssh_and_go_on_after_it_was_killed(ssh: Ssh, dpmon: Dp
             os.kill(process.pid, signal.SIGKILL)
             before, ended = len(reader.ids), len(reader.closed)
             wait_for(
-                lambda before=before, ended=ended: (  # type: ignore[misc]
+                lambda before=before, ended=ended: (
                     reader.poll() is not None and len(reader.closed) > ended and len(reader.ids) > before
                 ),
                 what="rows after the connection was killed",
@@ -125,10 +131,10 @@ def test_records_come_over_ssh_and_go_on_after_it_was_killed(ssh: Ssh, dpmon: Dp
         wait_for(lambda: reader.poll() is not None and reader.ended, what="the end of the records")
     finally:
         reader.links.close_all()
-    assert sorted(reader.ids) == ids_of(dpmon.last())
+    assert sorted(reader.ids) == row_ids_of_history(dpmon.last())
 
 
-def test_a_connection_that_the_user_shares_is_used(ssh: Ssh, tmp_path: Path) -> None:
+def test_a_connection_that_the_user_shares_is_used(ssh: SshServers, tmp_path: Path) -> None:
     """The master stays, and holds what it got from the first command, which must end all the same."""
     control = f"ControlMaster auto\nControlPersist 60\nControlPath {tmp_path}/c"
     ssh.add("gpu-1", tmp_path / "gpu-1", client=control)

@@ -9,10 +9,10 @@ from statistics import median
 from typing import Any
 
 import pytest
-from running import Dpmon
-from tracing import Script
 
 from dpmon.record.jsonl import as_json
+from support.run_harness import Dpmon
+from support.tracer_harness import TracedScript
 
 NOTES = """
 import json, time
@@ -200,7 +200,7 @@ def test_a_usual_run(dpmon: Dpmon) -> None:
     ],
 )
 def test_phases_within_phases(tmp_path: Path, text: str, phases: list[str]) -> None:
-    script = Script(tmp_path, text)
+    script = TracedScript(tmp_path, text)
     run = script.end()
     noted = run.printed
     assert [phase for phase, _, _ in noted[-1]] == phases

@@ -10,12 +10,11 @@ from statistics import median
 from typing import Any
 
 import pytest
-from running import Dpmon
-from sidebyside import of_kind
-from stored import state_in
-from torch_aborts import unless_aborted
 
 from dpmon.model.run_snapshot import RunSnapshot
+from support.baseline_comparison import records_of_kind, run_unless_aborted
+from support.history_builders import snapshot_of_directory
+from support.run_harness import Dpmon
 
 SCRIPT = Path(__file__).resolve().parent / "scripts" / "straggler.py"
 Times = dict[int, list[Any]]
@@ -35,16 +34,16 @@ class Run:
 
 
 def run_of(dpmon: Dpmon, *words: object) -> Run:
-    result = unless_aborted(
+    result = run_unless_aborted(
         lambda _: dpmon.run(*dpmon.warm(), "--headless", SCRIPT, *words), lambda ended: ended.errors
     )
     assert result.status == 0, result.errors
     said = [json.loads(line) for line in result.text.splitlines() if line.startswith("{")]
     own, steps = (
         {rank: [one for one in each if one["rank"] == rank] for rank in sorted({one["rank"] for one in each})}
-        for each in (said, of_kind(dpmon.records(), "step"))
+        for each in (said, records_of_kind(dpmon.records(), "step"))
     )
-    return Run(own, steps, state_in(dpmon.last(), over=True))
+    return Run(own, steps, snapshot_of_directory(dpmon.last(), over=True))
 
 
 def check_joined(
@@ -74,6 +73,7 @@ def test_the_slow_rank_and_its_phase_are_named(dpmon: Dpmon, phase: str) -> None
     assert found is not None
     assert (found.rank, found.phase) == (1, phase)
     assert found.excess_ns == pytest.approx(80e6, rel=0.4)
+    assert found.slowest is not None
     assert found.slowest > 0.9 * found.steps > 40
     assert (found.own_ns or 0) - (found.others_ns or 0) == pytest.approx(80e6, rel=0.4)
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import LIMIT_S, Dpmon, Result
 
 from dpmon.record.schema import SETTLING_STEPS
 from dpmon.stalls.stacks import py_spy
+from support.run_harness import LIMIT_S, CommandResult, Dpmon
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -72,7 +72,7 @@ WAIT_S = 300
 """Longest wait for a state: all runs start at once, which takes minutes on a busy machine."""
 
 
-def until(dpmon: Dpmon, state: str, *words: str) -> Result:
+def until(dpmon: Dpmon, state: str, *words: str) -> CommandResult:
     """Wait until the run is in a state."""
     return dpmon.run("status", "--wait", state, "--timeout", WAIT_S, *words, limit=WAIT_S + LIMIT_S)
 

@@ -10,11 +10,21 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from clocked import CLOSE, SCRIPT, answer_twice, end, only_where_waits_show, pause, reader_of, switch
-from running import Dpmon, wait_for
 
 from dpmon.store.step_stats import StatsWindow, account_for_elapsed
 from dpmon.store.store_opening import open_store
+from support.run_harness import (
+    CLOCKED_SCRIPT,
+    MAX_RATE_ERROR,
+    Dpmon,
+    answer_twice,
+    end_clocked_run,
+    needs_visible_waits,
+    pause_script,
+    read_clocked_run,
+    switch_modes,
+    wait_for,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -90,7 +100,7 @@ def check(
     `within`: least rate within steps, as a multiple of the rate. Return the parts of the run's time.
     """
     # On a busy machine, time may pass between reading the clock and the first step.
-    slack += CLOSE + 0.05 / sum(told["seconds"].values())
+    slack += MAX_RATE_ERROR + 0.05 / sum(told["seconds"].values())
     with open_store(dpmon.last()) as store:
         window = StatsWindow(store)
         assert {mode for mode, evaluation in window.modes if not evaluation} == told["samples"].keys()
@@ -102,17 +112,17 @@ def check(
             assert rate.samples_per_s == pytest.approx(samples / told["seconds"][mode], rel=slack)
             assert figures.tally.sum("samples").total == samples + unfinished * ROWS
     said = report(dpmon)
-    for mode, rate in rates(told).items():
+    for mode, expected in rates(told).items():
         for shown, inside in (
             (of_mode(said, mode)["samples_per_s"], of_mode(said, mode)["samples_per_s_within_steps"]),
             in_summary(errors, mode),
         ):
-            assert shown == pytest.approx(rate, rel=slack)
-            assert inside > within * rate
+            assert shown == pytest.approx(expected, rel=slack)
+            assert inside > within * expected
     found = stored_parts(dpmon)
     spent = summary_parts(errors)
     for part, name in WORDS.items():
-        assert spent.get(name, 0.0) == pytest.approx(found[part], rel=CLOSE, abs=0.1)
+        assert spent.get(name, 0.0) == pytest.approx(found[part], rel=MAX_RATE_ERROR, abs=0.1)
     assert found["training"] + found["between"] == pytest.approx(sum(told["seconds"].values()), rel=slack, abs=0.1)
     return found
 
@@ -128,7 +138,7 @@ def final(text: str) -> dict[str, float]:
 )
 def test_a_loop_and_the_time_between_its_epochs(dpmon: Dpmon, way: str, between_s: float) -> None:
     lines, metrics = dpmon.cwd / "lines", dpmon.cwd / "x.prom"
-    result = dpmon.run("--headless", f"--json={lines}", "--metrics", metrics, *dpmon.warm(), SCRIPT, way)
+    result = dpmon.run("--headless", f"--json={lines}", "--metrics", metrics, *dpmon.warm(), CLOCKED_SCRIPT, way)
     assert result.status == 0, result.errors
     told = json.loads(result.text)
     whole = told["seconds"]["single"]
@@ -139,7 +149,7 @@ def test_a_loop_and_the_time_between_its_epochs(dpmon: Dpmon, way: str, between_
     (true,) = rates(told).values()
     counted = wait_for(lambda: final(metrics.read_text()), what="the last metrics")
     rate = counted["dpmon_training_samples_total"] / counted["dpmon_training_seconds_total"]
-    assert rate == pytest.approx(true, rel=CLOSE)
+    assert rate == pytest.approx(true, rel=MAX_RATE_ERROR)
     *_, last, _ = [json.loads(line) for line in lines.read_text().splitlines()]
     assert last["samples_per_s"] == pytest.approx(true, rel=0.3), "of the last ten seconds, without the first step"
 
@@ -171,13 +181,15 @@ def test_processes_one_after_the_other_start_up_each(dpmon: Dpmon, way: str) -> 
     told = [json.loads(line) for line in dpmon.run("--headless", *twice).text.splitlines()]
     found = stored_parts(dpmon)
     (first, last), (again, end) = told
-    assert found["training"] + found["between"] == pytest.approx(last - first + end - again, rel=CLOSE, abs=0.05)
+    assert found["training"] + found["between"] == pytest.approx(
+        last - first + end - again, rel=MAX_RATE_ERROR, abs=0.05
+    )
     assert again - last <= found["startup"] <= again - last + first - began
     assert found["ending"] <= time.monotonic() - end
 
 
 def test_evaluations_between_epochs(dpmon: Dpmon) -> None:
-    result = dpmon.run("--headless", *dpmon.warm(), SCRIPT, "evaluations")
+    result = dpmon.run("--headless", *dpmon.warm(), CLOCKED_SCRIPT, "evaluations")
     assert result.status == 0, result.errors
     told = json.loads(result.text)
     found = check(dpmon, told, result.errors)
@@ -188,22 +200,24 @@ def test_evaluations_between_epochs(dpmon: Dpmon) -> None:
 
 def test_toggles_and_a_pause(dpmon: Dpmon) -> None:
     """Each mode has its own time, and the pause is in no rate."""
-    process = dpmon.start("--headless", "--devices", "cpu,cpu", "--mode", "single", *dpmon.warm(), SCRIPT, "asked")
-    reader = reader_of(dpmon)
-    switch(reader, "dp", "single", seconds=1.0)
-    pause(reader, 1.5)
-    out, err = end(dpmon, reader, process)
+    process = dpmon.start(
+        "--headless", "--devices", "cpu,cpu", "--mode", "single", *dpmon.warm(), CLOCKED_SCRIPT, "asked"
+    )
+    reader = read_clocked_run(dpmon)
+    switch_modes(reader, "dp", "single", seconds=1.0)
+    pause_script(reader, 1.5)
+    out, err = end_clocked_run(dpmon, reader, process)
     told = json.loads(out)
     assert set(told["samples"]) == {"dp", "single"}
-    found = check(dpmon, told, err.decode(), slack=CLOSE, within=1.03)  # there is time between epochs
+    found = check(dpmon, told, err.decode(), slack=MAX_RATE_ERROR, within=1.03)  # there is time between epochs
     assert found["paused"] == pytest.approx(told["apart"]["paused"], abs=0.2)
-    assert report(dpmon)["paused"]["seconds"] == pytest.approx(found["paused"], rel=CLOSE)
+    assert report(dpmon)["paused"]["seconds"] == pytest.approx(found["paused"], rel=MAX_RATE_ERROR)
 
 
-@only_where_waits_show
+@needs_visible_waits
 def test_waits_for_input(dpmon: Dpmon) -> None:
     for tries_left in (2, 1, 0):
-        process = dpmon.start("--headless", SCRIPT, "reads", stdin=-1)
+        process = dpmon.start("--headless", CLOCKED_SCRIPT, "reads", stdin=-1)
         out, err = answer_twice(dpmon, process)
         told = json.loads(out)
         try:
@@ -218,11 +232,11 @@ def test_waits_for_input(dpmon: Dpmon) -> None:
 
 
 def test_ranks(dpmon: Dpmon) -> None:
-    result = dpmon.run("--headless", SCRIPT, "ranks")  # gloo may abort at the end, without dpmon too
+    result = dpmon.run("--headless", CLOCKED_SCRIPT, "ranks")  # gloo may abort at the end, without dpmon too
     told = [json.loads((dpmon.cwd / f"told-{rank}").read_text()) for rank in range(2)]
     took = told[0]["seconds"]["single"]
     # On few processors, a rank may wait between reading its clock and its first step.
-    slack = CLOSE + 0.05 / took
+    slack = MAX_RATE_ERROR + 0.05 / took
     true = [rates(each)["single"] for each in told]
     with open_store(dpmon.last()) as store:
         window = StatsWindow(store)
@@ -253,7 +267,7 @@ def test_ranks(dpmon: Dpmon) -> None:
 
 @pytest.mark.parametrize("way", ["raises", "killed"])
 def test_a_script_that_ends_in_the_middle_of_a_step(dpmon: Dpmon, way: str) -> None:
-    result = dpmon.run("--headless", *dpmon.warm(), SCRIPT, way)
+    result = dpmon.run("--headless", *dpmon.warm(), CLOCKED_SCRIPT, way)
     assert result.status != 0
     told = json.loads(result.text.splitlines()[0])
     found = check(dpmon, told, result.errors, unfinished=1)  # its optimizer has stepped

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tracing import BESIDE, Script, Traced, text_of
+
+from support.tracer_harness import TRACED_SCRIPTS_PATH, TracedRun, TracedScript, traced_script_text
 
 LIMIT_S = 800
 """Two scripts that compile for minutes on a busy machine."""
@@ -15,20 +16,20 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(LIMIT_S + 100)]
 
 
 @pytest.fixture(scope="module")
-def counted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Traced, Traced]:
+def counted(tmp_path_factory: pytest.TempPathFactory) -> tuple[TracedRun, TracedRun]:
     """Many ways to compile, each until the tracer has searched for roots twice; traced and without the tracer.
 
     In the traced run, dp is requested meanwhile.
     """
     place = tmp_path_factory.mktemp("counted")
-    text = text_of("recompiling")
-    traced = Script(place, text, "toggle", env=BESIDE, fresh=True)
-    scripts = traced, Script(place, text, env=BESIDE, run=False, fresh=True)
+    text = traced_script_text("recompiling")
+    traced = TracedScript(place, text, "toggle", env=TRACED_SCRIPTS_PATH, fresh=True)
+    scripts = traced, TracedScript(place, text, env=TRACED_SCRIPTS_PATH, run=False, fresh=True)
     found, expected = (script.end(LIMIT_S) for script in scripts)
     return found, expected
 
 
-def test_compiled_models_print_the_same_as_without_dpmon(counted: tuple[Traced, Traced]) -> None:
+def test_compiled_models_print_the_same_as_without_dpmon(counted: tuple[TracedRun, TracedRun]) -> None:
     found, expected = ([line.partition("]")[2] for line in run.err.splitlines()] for run in counted)
     assert found == expected
 
@@ -58,7 +59,7 @@ TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_no_graph_break_and_no_compilation_is_due_to_us(counted: tuple[Traced, Traced], way: str) -> None:
+def test_no_graph_break_and_no_compilation_is_due_to_us(counted: tuple[TracedRun, TracedRun], way: str) -> None:
     (_, status, found), (_, alone_status, expected) = (run.printed[way] for run in counted)
     assert status == alone_status == 0, counted[0].err
     if way not in AT_OPTIMIZERS or TORCH >= (2, 12):
@@ -72,7 +73,7 @@ def test_no_graph_break_and_no_compilation_is_due_to_us(counted: tuple[Traced, T
 
 @pytest.mark.parametrize("way", WAYS)
 def test_each_way_to_compile_has_its_calls_and_its_answer_to_the_toggle(
-    counted: tuple[Traced, Traced], way: str
+    counted: tuple[TracedRun, TracedRun], way: str
 ) -> None:
     run, _ = counted
     pid = run.printed[way][0]

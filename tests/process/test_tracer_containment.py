@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tracing import BESIDE, Script, Traced, text_of
+
+from support.tracer_harness import TRACED_SCRIPTS_PATH, TracedRun, TracedScript, traced_script_text
 
 pytestmark = pytest.mark.slow
 
@@ -52,18 +53,23 @@ GUARDS = {
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Traced]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TracedRun]:
     """Common scripts and calls composed by the script, in parallel."""
     place = tmp_path_factory.mktemp("containment")
-    scripts = {words: Script(place, text_of("containment"), *words.split(), env=BESIDE) for words in ("", "by hand")}
+    scripts = {
+        words: TracedScript(place, traced_script_text("containment"), *words.split(), env=TRACED_SCRIPTS_PATH)
+        for words in ("", "by hand")
+    }
     return {words: script.end(LIMIT_S) for words, script in scripts.items()}
 
 
 @pytest.fixture(scope="module")
-def on_devices(tmp_path_factory: pytest.TempPathFactory) -> Traced:
+def on_devices(tmp_path_factory: pytest.TempPathFactory) -> TracedRun:
     """Code that runs only with GPUs."""
-    env = {**BESIDE, "PLAYS_CUDA": str(Path(__file__).parent / "scripts" / "plays_cuda.py")}
-    return Script(tmp_path_factory.mktemp("devices"), text_of("containment"), "on", "devices", env=env).end(280)
+    env = {**TRACED_SCRIPTS_PATH, "PLAYS_CUDA": str(Path(__file__).parent / "scripts" / "plays_cuda.py")}
+    return TracedScript(
+        tmp_path_factory.mktemp("devices"), traced_script_text("containment"), "on", "devices", env=env
+    ).end(280)
 
 
 def same(found: Any, expected: Any) -> bool:
@@ -80,7 +86,7 @@ def same(found: Any, expected: Any) -> bool:
     return bool(found == expected)
 
 
-def leaks(run: Traced) -> dict[str, str]:
+def leaks(run: TracedRun) -> dict[str, str]:
     """Return effects of broken functions on the script, by their names; there should be none."""
     references = {name: result for name, (_, result, _, _) in run.printed.items() if name.startswith("nothing")}
     for name, result in references.items():
@@ -111,14 +117,14 @@ def function(name: str) -> str:
 @pytest.mark.slow
 @pytest.mark.timeout(LIMIT_S + 100)
 @pytest.mark.parametrize("words", ["", "by hand"])
-def test_no_fault_of_ours_reaches_the_script(runs: dict[str, Traced], words: str) -> None:
+def test_no_fault_of_ours_reaches_the_script(runs: dict[str, TracedRun], words: str) -> None:
     found = {name: why for name, why in leaks(runs[words]).items() if function(name) not in GUARDS}
     assert not found, "\n".join(f"{name}: {why}" for name, why in found.items())
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(LIMIT_S + 100)
-def test_the_injected_faults_covered_most_functions_of_the_tracer(runs: dict[str, Traced]) -> None:
+def test_the_injected_faults_covered_most_functions_of_the_tracer(runs: dict[str, TracedRun]) -> None:
     """Most functions of the tracer run in these trainings, and so do all functions listed above."""
     run, by_hand = runs[""], runs["by hand"]
     broken = {function(name) for name in run.printed}
@@ -148,7 +154,7 @@ def test_the_injected_faults_covered_most_functions_of_the_tracer(runs: dict[str
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_no_fault_of_what_times_devices_reaches_the_script(on_devices: Traced) -> None:
+def test_no_fault_of_what_times_devices_reaches_the_script(on_devices: TracedRun) -> None:
     found = {name: why for name, why in leaks(on_devices).items() if function(name) not in GUARDS}
     assert not found, "\n".join(f"{name}: {why}" for name, why in found.items())
     broken = {function(name) for name in on_devices.printed}

@@ -9,20 +9,20 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from tracing import Script, Traced, text_of, traced
 
 from dpmon.span_reader import SpanReader
+from support.tracer_harness import TracedRun, TracedScript, run_traced, traced_script_text
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def endings(tmp_path_factory: pytest.TempPathFactory) -> Traced:
+def endings(tmp_path_factory: pytest.TempPathFactory) -> TracedRun:
     """About 40 children: six ways to end, and 30 kills at random times."""
-    return traced(tmp_path_factory.mktemp("endings"), text_of("endings"))
+    return run_traced(tmp_path_factory.mktemp("endings"), traced_script_text("endings"))
 
 
-def check(run: Traced, pid: int, finished: int) -> None:
+def check(run: TracedRun, pid: int, finished: int) -> None:
     """Check that all finished calls are recorded without gaps, and all their steps except perhaps the last."""
     process = run.process_of(pid)
     calls, steps = run.calls(process=process), run.steps(process)
@@ -33,7 +33,7 @@ def check(run: Traced, pid: int, finished: int) -> None:
     assert all(call.rows == 10 and not call.failed for call in calls)
 
 
-def test_every_finished_call_is_recorded(endings: Traced) -> None:
+def test_every_finished_call_is_recorded(endings: TracedRun) -> None:
     statuses = {"exit": 7, "kill": -signal.SIGKILL, "segv": -signal.SIGSEGV, "exec": 0, "close": 0, "end": 0}
     told = {name: rest for name, *rest in endings.printed}
     for how, status in statuses.items():
@@ -45,7 +45,7 @@ def test_every_finished_call_is_recorded(endings: Traced) -> None:
     assert (endings.missed, endings.complaints) == (0, [])
 
 
-def test_the_open_step_is_recorded_if_python_ended_normally(endings: Traced) -> None:
+def test_the_open_step_is_recorded_if_python_ended_normally(endings: TracedRun) -> None:
     told = {name: pid for name, pid, *_ in endings.printed}
     for how, count in (("end", 25), ("close", 25), ("exit", 19), ("kill", 19), ("segv", 19), ("exec", 19)):
         for kind in ("bare", "wrapped"):
@@ -53,7 +53,7 @@ def test_the_open_step_is_recorded_if_python_ended_normally(endings: Traced) -> 
             assert [step.step for step in steps] == list(range(1, count + 1))
 
 
-def test_a_killed_training_has_recorded_all_finished_calls(endings: Traced) -> None:
+def test_a_killed_training_has_recorded_all_finished_calls(endings: TracedRun) -> None:
     killed = [(pid, status, lines) for name, pid, status, lines in endings.printed if name.startswith("killed")]
     assert len(killed) == 30
     for pid, status, lines in killed:
@@ -82,7 +82,7 @@ os._exit(0)
 
 def test_the_last_of_many_short_steps_is_recorded(tmp_path: Path) -> None:
     """Thousands of very short steps, and a sudden end."""
-    run = traced(tmp_path, QUICKLY, 3000)
+    run = run_traced(tmp_path, QUICKLY, 3000)
     assert run.status == -signal.SIGKILL
     assert [step.step for step in run.steps()] == list(range(1, 3001))
     assert [call.step for call in run.calls()] == list(range(1, 3001))
@@ -108,7 +108,7 @@ for number, x in enumerate(DataLoader(torch.randn(4000, 4), batch_size=8), 1):
 
 def test_the_last_calls_over_replicas_are_recorded(tmp_path: Path) -> None:
     """With other calls between them: in order, complete, and with the right numbers."""
-    run = traced(tmp_path, MIXED)
+    run = run_traced(tmp_path, MIXED)
     assert run.status == -signal.SIGKILL
     found = run.calls()
     in_step = [
@@ -128,27 +128,27 @@ def test_the_last_calls_over_replicas_are_recorded(tmp_path: Path) -> None:
 
 
 def test_a_loader_that_comes_to_its_end(tmp_path: Path) -> None:
-    run = traced(tmp_path, QUICKLY, 0)
+    run = run_traced(tmp_path, QUICKLY, 0)
     assert run.status == 0
     assert len(run.calls()) == len(run.steps()) == 4000
 
 
 @pytest.fixture(scope="module")
-def failing(tmp_path_factory: pytest.TempPathFactory) -> tuple[Traced, Traced]:
+def failing(tmp_path_factory: pytest.TempPathFactory) -> tuple[TracedRun, TracedRun]:
     """Exceptions in many places, with and without the tracer."""
     place = tmp_path_factory.mktemp("failing")
-    scripts = [Script(place, text_of("failing"), run=run) for run in (True, False)]
+    scripts = [TracedScript(place, traced_script_text("failing"), run=run) for run in (True, False)]
     found, expected = (script.end() for script in scripts)
     return found, expected
 
 
-def tracebacks(run: Traced) -> dict[str, str]:
+def tracebacks(run: TracedRun) -> dict[str, str]:
     """Return the printed tracebacks, by the place of their exception."""
     parts = run.out.replace(str(run.directory.parent), "HERE").split("===== ")[1:]
     return {name: text for name, _, text in (part.partition("\n") for part in parts)}
 
 
-def test_tracebacks_are_the_scripts_own(failing: tuple[Traced, Traced]) -> None:
+def test_tracebacks_are_the_scripts_own(failing: tuple[TracedRun, TracedRun]) -> None:
     found, expected = map(tracebacks, failing)
     assert len(expected) == 15
     assert list(found) == list(expected)
@@ -156,14 +156,14 @@ def test_tracebacks_are_the_scripts_own(failing: tuple[Traced, Traced]) -> None:
         assert found[name] == text, name
 
 
-def test_an_exception_that_nobody_catches(failing: tuple[Traced, Traced]) -> None:
+def test_an_exception_that_nobody_catches(failing: tuple[TracedRun, TracedRun]) -> None:
     found, expected = (run.err.replace(str(run.directory.parent), "HERE") for run in failing)
     assert [run.status for run in failing] == [1, 1]
     assert found.count("Traceback") == 1
     assert found == expected
 
 
-def test_calls_that_failed_are_marked(failing: tuple[Traced, Traced]) -> None:
+def test_calls_that_failed_are_marked(failing: tuple[TracedRun, TracedRun]) -> None:
     run, _ = failing
     failed = [(call.root, call.via) for call in run.calls() if call.failed]
     bare, wrapped = ("Model bare", None), ("Model wrapped", "DataParallel")
@@ -200,7 +200,7 @@ if __name__ == "__main__":
 
 def test_a_spawned_child_and_its_spawned_worker(tmp_path: Path) -> None:
     """The child's record has its last step; the worker, which calls a model of its own, has no record."""
-    run = traced(tmp_path, SPAWNS)
+    run = run_traced(tmp_path, SPAWNS)
     assert (run.status, run.out) == (0, "parent None\n"), run.err
     assert run.processes == [0]
     assert [(step.step, step.samples) for step in run.steps()] == [(1, 5), (2, 5), (3, 5), (4, 5)]
@@ -252,7 +252,7 @@ SHUTS_DOWN_FIRST = sys.version_info >= (3, 13)
 
 @pytest.mark.parametrize(("how", "uncaught"), [("raises", not SHUTS_DOWN_FIRST), ("exits", False), ("ends", False)])
 def test_a_child_of_multiprocessing_says_how_it_ended(tmp_path: Path, how: str, uncaught: bool) -> None:
-    run = traced(tmp_path, CHILD, how)
+    run = run_traced(tmp_path, CHILD, how)
     lines = map(json.loads, (run.directory / "process-0.jsonl").read_text().splitlines())
     assert [line["uncaught"] for line in lines if "end" in line] == [uncaught]
     begun = 5 if how != "raises" or SHUTS_DOWN_FIRST else 4
@@ -260,7 +260,7 @@ def test_a_child_of_multiprocessing_says_how_it_ended(tmp_path: Path, how: str, 
 
 
 def test_a_child_of_multiprocessing_has_not_ended_while_a_thread_trains(tmp_path: Path) -> None:
-    run = traced(tmp_path, CHILD, "outlives")
+    run = run_traced(tmp_path, CHILD, "outlives")
     assert [step.step for step in run.steps()] == [1, 2, 3, 4, 5]
     ring = SpanReader(str(run.directory / "process-0.ring"))
     assert ring.is_ended() is SHUTS_DOWN_FIRST

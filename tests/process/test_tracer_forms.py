@@ -6,19 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_tracer_modes import DP, SINGLE, Steered
-from tracing import Script, Traced, traced
 
 from dpmon.record.jsonl import as_json
 from dpmon.record.record_types import Call
+from support.tracer_harness import DP, SINGLE, SteeredScript, TracedRun, TracedScript, run_traced
 
 PRIMITIVES = ["scatter", "replicate", "parallel_apply", "gather"]
 
 
 @pytest.fixture(scope="module")
-def steered(tmp_path_factory: pytest.TempPathFactory) -> tuple[Traced, list[Any], list[tuple[int, int]]]:
+def steered(tmp_path_factory: pytest.TempPathFactory) -> tuple[TracedRun, list[Any], list[tuple[int, int]]]:
     """Run each form for two steps at first, two after a request for single, and two after a request for dp."""
-    forms = Steered(tmp_path_factory.mktemp("forms"), "forms")
+    forms = SteeredScript(tmp_path_factory.mktemp("forms"), "forms")
     said = forms.step(2)
     answers = []
     for mode in (SINGLE, DP):
@@ -32,7 +31,7 @@ def rows(call: Call) -> list[int]:
     return [replica.inputs[0].shape[0] for replica in call.replicas if replica.inputs]
 
 
-def first(run: Traced, root: str, via: str) -> list[Call]:
+def first(run: TracedRun, root: str, via: str) -> list[Call]:
     """Return a form's calls, one per step; several models of one class are numbered."""
     found = [call for call in run.calls() if call.root.split()[0] == root and call.via == via]
     assert [call.step for call in found] == list(range(1, 7))
@@ -161,7 +160,7 @@ for x in torch.utils.data.DataLoader(torch.ones(40, 4), batch_size=10):
 
 
 def test_a_step_has_the_mode_of_what_is_composed_inside_its_model(tmp_path: Path) -> None:
-    run = traced(tmp_path, INSIDE)
+    run = run_traced(tmp_path, INSIDE)
     assert (run.status, run.complaints) == (0, [])
     assert [call.mode for call in run.calls()] == ["dp"] * 4
     assert [step.mode for step in run.steps()] == ["dp"] * 4
@@ -178,7 +177,7 @@ for rows in (4, 4, 1):
 
 
 def test_a_short_batch_leaves_a_device_idle(tmp_path: Path) -> None:
-    run = traced(tmp_path, SHORT)
+    run = run_traced(tmp_path, SHORT)
     assert [(call.devices, rows(call)) for call in run.calls()] == [
         (("cpu:0", "cpu:1"), [2, 2]),
         (("cpu:0", "cpu:1"), [2, 2]),
@@ -200,7 +199,7 @@ for given in ((named,), ([{}, {}],), ([{}, {}], [0, 1])):
 
 
 def test_devices_of_a_composed_call_are_not_invented(tmp_path: Path) -> None:
-    run = traced(tmp_path, NAMED, mode="script")
+    run = run_traced(tmp_path, NAMED, mode="script")
     assert run.complaints == []
     assert [call.devices for call in run.calls()] == [("meta",) * 2, ("unknown",) * 2, ("cuda:0", "cuda:1")]
     assert "its device is unknown" in run.calls()[1].absent["device_ms"]
@@ -220,7 +219,7 @@ print([list(data_parallel(model, torch.ones(6, 4), [0, 1]).shape) for _ in range
 
 
 def test_the_functional_form_goes_on_after_the_tracer_gave_up(tmp_path: Path) -> None:
-    run = traced(tmp_path, BROKEN)
+    run = run_traced(tmp_path, BROKEN)
     assert (run.status, run.out) == (0, f"{[[6, 2]] * 5}\n"), run.err
     assert any("gave up" in text for text in run.complaints)
 
@@ -266,14 +265,14 @@ print(list(data_parallel(nn.Linear(4, 2), x).shape))
 
 
 def test_with_mode_script_forms_fail_as_without_dpmon(tmp_path: Path) -> None:
-    scripts = [Script(tmp_path, AS_WRITTEN, mode="script"), Script(tmp_path, AS_WRITTEN, run=False)]
+    scripts = [TracedScript(tmp_path, AS_WRITTEN, mode="script"), TracedScript(tmp_path, AS_WRITTEN, run=False)]
     under, alone = [script.end() for script in scripts]
     assert (under.status, under.out, under.err) == (0, alone.out, alone.err)
     assert "ran" not in alone.out
 
 
 def test_the_scripts_own_errors_are_its_own(tmp_path: Path) -> None:
-    run = traced(tmp_path, WRONG)
+    run = run_traced(tmp_path, WRONG)
     assert run.out == "KeyError False\nKeyError False\nTypeError False\nTypeError False\n[6, 2]\n", run.err
     assert [(call.root, call.failed) for call in run.calls()] == [("Fails", True), ("Fails", True), ("Linear", False)]
     assert run.complaints == []
@@ -317,7 +316,7 @@ CONTAINED: list[list[str] | str] = [
 
 
 def test_containers_of_every_kind_by_path(tmp_path: Path) -> None:
-    run = traced(tmp_path, CONTAINERS)
+    run = run_traced(tmp_path, CONTAINERS)
     assert (run.status, run.err, run.complaints) == (0, "", [])
     for call, expected in zip(run.calls(), CONTAINED, strict=True):
         record = as_json(call)
@@ -338,8 +337,8 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def test_the_examples(tmp_path: Path) -> None:
-    by_hand = Script(tmp_path, (EXAMPLES / "primitives.py").read_text(), "--devices", 3, "--steps", 4)
-    nested = Script(tmp_path, (EXAMPLES / "nested.py").read_text(), "--steps", 4)
+    by_hand = TracedScript(tmp_path, (EXAMPLES / "primitives.py").read_text(), "--devices", 3, "--steps", 4)
+    nested = TracedScript(tmp_path, (EXAMPLES / "nested.py").read_text(), "--steps", 4)
     run = by_hand.end()
     assert (run.status, run.err, run.complaints) == (0, "", [])
     assert [(c.step, c.root, c.via, rows(c)) for c in run.calls()] == [

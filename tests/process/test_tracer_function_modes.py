@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from running import Dpmon
-from sidebyside import SideBySide
+from support.baseline_comparison import SideBySide
+from support.run_harness import Dpmon
 
 STEPS = 16
 COUNTING = f"""

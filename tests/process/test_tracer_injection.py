@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tracing
-from tracing import Traced
+
+from support.tracer_harness import TracedRun, run_traced, run_untraced
 
 pytestmark = pytest.mark.slow
 
@@ -36,21 +36,21 @@ print(json.dumps({{
 """
 
 
-def without_places(found: dict[str, Any], run: Traced) -> dict[str, Any]:
+def without_places(found: dict[str, Any], run: TracedRun) -> dict[str, Any]:
     """Remove the working directory, which differs between runs."""
     text = json.dumps(found).replace(str(run.directory.parent), "HERE")
     changed: dict[str, Any] = json.loads(text)
     return changed
 
 
-def traced(tmp_path: Path, text: str, *words: object, **options: Any) -> Traced:
+def traced(tmp_path: Path, text: str, *words: object, **options: Any) -> TracedRun:
     """Run a script under the tracer in a fresh interpreter, whose start is the subject of these tests."""
-    return tracing.traced(tmp_path, text, *words, fresh=True, **options)
+    return run_traced(tmp_path, text, *words, fresh=True, **options)
 
 
-def both(tmp_path: Path, text: str, *words: object, **options: Any) -> tuple[Traced, Traced]:
+def both(tmp_path: Path, text: str, *words: object, **options: Any) -> tuple[TracedRun, TracedRun]:
     """Run the script with and without the tracer, in the same surroundings."""
-    expected = tracing.alone(tmp_path, text, *words, fresh=True, **options)
+    expected = run_untraced(tmp_path, text, *words, fresh=True, **options)
     return expected, traced(tmp_path, text, *words, **options)
 
 
@@ -173,7 +173,7 @@ def test_a_search_for_torch_before_its_import(tmp_path: Path) -> None:
     assert len(found.warnings) == 1
 
 
-def frames(run: Traced) -> str:
+def frames(run: TracedRun) -> str:
     """Return its errors without the directory of the run."""
     return "\n".join(line for line in run.err.splitlines() if "/script.py" not in line)
 

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import pytest
-from tracing import Script, Traced, text_of
+
+from support.tracer_harness import TracedRun, TracedScript, traced_script_text
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Traced]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TracedRun]:
     """Handlers that call a model, or raise, before each line of the tracer."""
     place = tmp_path_factory.mktemp("interrupts")
-    scripts = {how: Script(place, text_of("interrupting"), how) for how in ("calls", "raises")}
+    scripts = {how: TracedScript(place, traced_script_text("interrupting"), how) for how in ("calls", "raises")}
     return {how: script.end() for how, script in scripts.items()}
 
 
 @pytest.mark.parametrize("kind", ["bare", "wrapped", "by hand"])
-def test_an_interrupt_handler_that_calls_a_model(runs: dict[str, Traced], kind: str) -> None:
+def test_an_interrupt_handler_that_calls_a_model(runs: dict[str, TracedRun], kind: str) -> None:
     """Losses are the same; nothing blocks and nothing is raised."""
     lines, problems = runs["calls"].printed[kind]
     assert lines > 40
@@ -23,7 +24,7 @@ def test_an_interrupt_handler_that_calls_a_model(runs: dict[str, Traced], kind: 
 
 
 @pytest.mark.parametrize("kind", ["bare", "wrapped", "by hand"])
-def test_an_interrupt_handler_that_raises(runs: dict[str, Traced], kind: str) -> None:
+def test_an_interrupt_handler_that_raises(runs: dict[str, TracedRun], kind: str) -> None:
     """The script gets KeyboardInterrupt every time, and can go on."""
     lines, problems = runs["raises"].printed[kind]
     assert lines > 40
@@ -31,7 +32,7 @@ def test_an_interrupt_handler_that_raises(runs: dict[str, Traced], kind: str) ->
 
 
 @pytest.mark.parametrize("how", ["calls", "raises"])
-def test_an_interrupt_loses_at_most_a_few_records(runs: dict[str, Traced], how: str) -> None:
+def test_an_interrupt_loses_at_most_a_few_records(runs: dict[str, TracedRun], how: str) -> None:
     """Records are complete. Those of the interrupted step may be lost, but few of the next two steps."""
     run = runs[how]
     assert run.complaints == []

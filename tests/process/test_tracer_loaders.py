@@ -6,22 +6,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tracing import Traced, alone, traced
 
 from dpmon.export.csv_tables import csv_rows_of
+from support.tracer_harness import TracedRun, run_traced, run_untraced
 
 FACTS = ("loader", "batches", "workers", "persistent", "start", "left_out", "absent")
 
 
-def loaders(run: Traced, process: int = 0) -> list[dict[str, Any]]:
+def loaders(run: TracedRun, process: int = 0) -> list[dict[str, Any]]:
     return [dict(event.data) for event in run.events("loader", process)]
 
 
-def facts(run: Traced) -> list[tuple[Any, ...]]:
+def facts(run: TracedRun) -> list[tuple[Any, ...]]:
     return [tuple(event[name] for name in FACTS) for event in loaders(run)]
 
 
-def printed(run: Traced) -> tuple[int, str, list[str]]:
+def printed(run: TracedRun) -> tuple[int, str, list[str]]:
     """Return status and output of a script, without the last line, which has times."""
     return run.status, run.err, run.out.splitlines()[:-1]
 
@@ -57,7 +57,7 @@ print(json.dumps(clocks))
 @pytest.mark.parametrize("mode", [None, "script"])
 @pytest.mark.parametrize("workers", ["new", "persistent"])
 def test_the_start_of_workers_is_recorded_for_each_epoch(tmp_path: Path, workers: str, mode: str | None) -> None:
-    run = traced(tmp_path, EPOCHS, workers, mode=mode)
+    run = run_traced(tmp_path, EPOCHS, workers, mode=mode)
     kept = workers == "persistent"
     assert facts(run) == [("TensorDataset", 4, 2, kept, start, 0, {}) for start in (1, 2)]
     for event, (began, took) in zip(loaders(run), run.printed, strict=True):
@@ -69,7 +69,7 @@ def test_the_start_of_workers_is_recorded_for_each_epoch(tmp_path: Path, workers
     assert any(difference < max(took / 2, 20e6) for difference, took in apart)
     assert (run.complaints, run.missed) == ([], 0)
     assert len(run.steps()) == 8
-    assert printed(run) == printed(alone(tmp_path, EPOCHS, workers))
+    assert printed(run) == printed(run_untraced(tmp_path, EPOCHS, workers))
     for recorded in run.events("loader"):
         (cells,) = csv_rows_of(recorded)
         assert cells[-1] == "", "every member has a column"
@@ -98,7 +98,7 @@ print(json.dumps([started, spent, time.monotonic() - began]))
 
 @pytest.mark.parametrize(("what", "each_second"), [("same", 1), ("alike", 1), ("different", 8)])
 def test_a_loader_for_each_step_is_counted(tmp_path: Path, what: str, each_second: int) -> None:
-    run = traced(tmp_path, OFTEN, what)
+    run = run_traced(tmp_path, OFTEN, what)
     started, spent_ns, took_s = run.printed
     found = loaders(run)
     assert started > 100
@@ -167,7 +167,7 @@ print(json.dumps([Stream.asked, Refuses.asked, Order.asked]))
 
 
 def test_a_loader_is_asked_once_for_a_length_that_the_script_computes(tmp_path: Path) -> None:
-    run, by_itself = traced(tmp_path, ASKED), alone(tmp_path, ASKED)
+    run, by_itself = run_traced(tmp_path, ASKED), run_untraced(tmp_path, ASKED)
     assert printed(run) == printed(by_itself)
     assert [more - asked for more, asked in zip(run.printed, by_itself.printed, strict=True)] == [0, 1, 1]
     iterable = "dpmon does not ask an IterableDataset for its length: torch would warn if it then yields more"
@@ -212,7 +212,7 @@ print(json.dumps([child, known() is None]))
 
 
 def test_a_fork_records_its_own_loaders_and_no_dataset_is_kept_alive(tmp_path: Path) -> None:
-    run = traced(tmp_path, FORKED)
+    run = run_traced(tmp_path, FORKED)
     child, gone = run.printed
     assert gone
     number = run.process_of(child)
@@ -236,5 +236,5 @@ print(json.dumps(None))
 
 
 def test_a_loader_within_a_compiled_function(tmp_path: Path) -> None:
-    run = traced(tmp_path, COMPILED)
-    assert printed(run) == printed(alone(tmp_path, COMPILED))
+    run = run_traced(tmp_path, COMPILED)
+    assert printed(run) == printed(run_untraced(tmp_path, COMPILED))

@@ -7,10 +7,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from synthetic import RowReader
-from tracing import Script, ScriptRing, Traced, text_of
 
 from dpmon.record.record_types import Call, Record, Step
+from support.record_builders import RowReader
+from support.tracer_harness import ScriptRing, TracedRun, TracedScript, traced_script_text
 
 pytestmark = pytest.mark.slow
 
@@ -18,11 +18,11 @@ CALLS = 57_000
 
 
 @pytest.fixture(scope="module")
-def tailed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Traced, list[Record], ScriptRing]:
+def tailed(tmp_path_factory: pytest.TempPathFactory) -> tuple[TracedRun, list[Record], ScriptRing]:
     """A run, all that a concurrent reader read, and that reader."""
     place = tmp_path_factory.mktemp("long")
     (place / "read").write_text("0")
-    script = Script(place, text_of("long"))
+    script = TracedScript(place, traced_script_text("long"))
     reader = script.ring()
     until = time.monotonic() + 250
     resolver = RowReader(0)
@@ -39,7 +39,7 @@ def tailed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Traced, list[Recor
     return script.end(), found, reader
 
 
-def test_a_reader_that_reads_along_sees_everything(tailed: tuple[Traced, list[Record], ScriptRing]) -> None:
+def test_a_reader_that_reads_along_sees_everything(tailed: tuple[TracedRun, list[Record], ScriptRing]) -> None:
     run, found, reader = tailed
     assert run.status == 0, run.err
     assert reader.missed() == 0
@@ -53,7 +53,7 @@ def test_a_reader_that_reads_along_sees_everything(tailed: tuple[Traced, list[Re
     assert [step.samples for step in steps[: CALLS - 1]] == [call.rows for call in calls[:-1]]
 
 
-def test_a_reader_that_comes_late_finds_what_it_needs(tailed: tuple[Traced, list[Record], ScriptRing]) -> None:
+def test_a_reader_that_comes_late_finds_what_it_needs(tailed: tuple[TracedRun, list[Record], ScriptRing]) -> None:
     """Definitions are never overwritten, so everything still in the ring can be decoded."""
     run, found, _ = tailed
     assert run.unreadable == ()
@@ -64,7 +64,7 @@ def test_a_reader_that_comes_late_finds_what_it_needs(tailed: tuple[Traced, list
     assert [call.inputs for call in calls[1:]] == [call.inputs for call in seen]
 
 
-def test_no_object_of_the_script_is_kept_alive(tailed: tuple[Traced, list[Record], ScriptRing]) -> None:
+def test_no_object_of_the_script_is_kept_alive(tailed: tuple[TracedRun, list[Record], ScriptRing]) -> None:
     """Tensors and models are freed when the script drops them."""
     run, _, _ = tailed
     assert run.printed
@@ -77,7 +77,7 @@ def test_no_object_of_the_script_is_kept_alive(tailed: tuple[Traced, list[Record
 
 def test_the_current_phase_of_the_training_is_known(tmp_path: Path) -> None:
     """Another process reads it in every phase of a bare and of a wrapped model."""
-    script = Script(tmp_path, text_of("activities"), replicas=1)
+    script = TracedScript(tmp_path, traced_script_text("activities"), replicas=1)
     seen: Counter[str] = Counter()
     where = last = script.line()
     assert where == "forward"  # the first call: the ring exists and has its phase

@@ -2,95 +2,56 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from alternatives import as_alone
-from tracing import Script, Traced, text_of, traced
 
-from dpmon.record.shared_names import MODES
-
-DP, SINGLE = MODES.index("dp"), MODES.index("single")
-
-
-class Steered:
-    """A script that runs one step for every line of its input."""
-
-    def __init__(self, place: Path, name: str, **options: Any) -> None:
-        self.script = Script(place, text_of(name), **options)
-        self.acknowledged: list[tuple[int, int]] = []
-
-    def step(self, times: int = 1) -> list[Any]:
-        """Run `times` steps; return what the script printed for each."""
-        found = []
-        for _ in range(times):
-            self.script.go_on()
-            line = self.script.line()
-            while line.startswith("[Gloo]"):  # some builds of torch print connections
-                line = self.script.line()
-            assert line, self.script.end().err
-            found.append(json.loads(line))
-        return found
-
-    def ask(self, mode: int) -> int:
-        """Request a mode, as a screen does."""
-        reader = self.script.ring()
-        serial = reader.request(mode)
-        reader.close()
-        return serial
-
-    def answer(self) -> tuple[int, int]:
-        """Return the last request that was answered, and the mode in force."""
-        reader = self.script.ring()
-        found = reader.acknowledged()
-        reader.close()
-        return found
-
+from support.baseline_comparison import closest_baseline
+from support.tracer_harness import DP, SINGLE, SteeredScript, TracedRun, TracedScript, run_traced, traced_script_text
 
 # ------------------------------------------------------------------------------------------------ as written
 
 
 @pytest.fixture(scope="module")
-def exact(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Traced]:
+def exact(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TracedRun]:
     """The script without dpmon, with --mode script, by default, and with one replica, in parallel."""
     place = tmp_path_factory.mktemp("exact")
     scripts = {
-        "alone": Script(place, text_of("exact"), run=False),
-        "script": Script(place, text_of("exact"), mode="script"),
-        "default": Script(place, text_of("exact")),
-        "one replica": Script(place, text_of("exact"), replicas=1),
+        "alone": TracedScript(place, traced_script_text("exact"), run=False),
+        "script": TracedScript(place, traced_script_text("exact"), mode="script"),
+        "default": TracedScript(place, traced_script_text("exact")),
+        "one replica": TracedScript(place, traced_script_text("exact"), replicas=1),
     }
     return {name: script.end() for name, script in scripts.items()}
 
 
 @pytest.mark.parametrize("name", ["script", "one replica"])
-def test_results_are_bit_for_bit_the_same(exact: dict[str, Traced], tmp_path: Path, name: str) -> None:
+def test_results_are_bit_for_bit_the_same(exact: dict[str, TracedRun], tmp_path: Path, name: str) -> None:
     """With --mode script, and with one replica, which is the module itself."""
     found = exact[name].printed
-    again = partial(Script, tmp_path, text_of("exact"), run=False)
-    assert found == as_alone(found, exact["alone"].printed, lambda: again().end().printed)
+    again = partial(TracedScript, tmp_path, traced_script_text("exact"), run=False)
+    assert found == closest_baseline(found, exact["alone"].printed, lambda: again().end().printed)
     losses, _, _ = exact["alone"].printed["wrapped"]
     assert len(losses) == 110
     assert len(set(losses)) > 100
 
 
-def test_mode_script_splits_nothing(exact: dict[str, Traced]) -> None:
+def test_mode_script_splits_nothing(exact: dict[str, TracedRun]) -> None:
     assert {call.mode for call in exact["script"].calls()} == {"single"}
     assert not any(call.virtual or call.phases for call in exact["script"].calls())
 
 
-def test_a_script_without_dataparallel_is_never_changed(exact: dict[str, Traced], tmp_path: Path) -> None:
+def test_a_script_without_dataparallel_is_never_changed(exact: dict[str, TracedRun], tmp_path: Path) -> None:
     found = exact["default"].printed["bare"]
-    again = partial(Script, tmp_path, text_of("exact"), run=False)
-    assert found == as_alone(found, exact["alone"].printed["bare"], lambda: again().end().printed["bare"])
+    again = partial(TracedScript, tmp_path, traced_script_text("exact"), run=False)
+    assert found == closest_baseline(found, exact["alone"].printed["bare"], lambda: again().end().printed["bare"])
     assert exact["default"].printed["wrapped"] != exact["alone"].printed["wrapped"]  # other dropout, other statistics
 
 
 @pytest.mark.parametrize("name", ["script", "default"])
-def test_every_batch_is_recorded(exact: dict[str, Traced], name: str) -> None:
+def test_every_batch_is_recorded(exact: dict[str, TracedRun], name: str) -> None:
     run = exact[name]
     assert (run.complaints, run.missed) == ([], 0)
     assert [step.step for step in run.steps()] == list(range(1, 221))  # each evaluation is a step
@@ -105,9 +66,9 @@ def test_every_batch_is_recorded(exact: dict[str, Traced], name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def toggled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Traced, dict[str, Any]]:
+def toggled(tmp_path_factory: pytest.TempPathFactory) -> tuple[TracedRun, dict[str, Any]]:
     """Five steps of a bare and a wrapped model after each request: single, dp, nonsense, single; return the answers."""
-    steered = Steered(tmp_path_factory.mktemp("toggled"), "toggled")
+    steered = SteeredScript(tmp_path_factory.mktemp("toggled"), "toggled")
     noted: dict[str, Any] = {"losses": steered.step(5)}
     for name, mode in (("single", SINGLE), ("dp", DP), ("nonsense", 77), ("single again", SINGLE)):
         before = steered.answer()
@@ -123,7 +84,7 @@ EXPECTED = (("dp", 5), ("single", 5), ("dp", 5), ("dp", 5), ("single", 45))
 """Modes of the wrapped model. Those of the bare one differ in the first five steps, before any request."""
 
 
-def test_a_request_changes_the_mode_between_two_calls(toggled: tuple[Traced, dict[str, Any]]) -> None:
+def test_a_request_changes_the_mode_between_two_calls(toggled: tuple[TracedRun, dict[str, Any]]) -> None:
     run, _ = toggled
     modes = [mode for mode, count in EXPECTED for _ in range(count)]
     assert [call.mode for call in run.calls("Wrapped")] == modes
@@ -135,7 +96,7 @@ def test_a_request_changes_the_mode_between_two_calls(toggled: tuple[Traced, dic
         assert call.rows == 30
 
 
-def test_no_step_is_lost_by_a_toggle(toggled: tuple[Traced, dict[str, Any]]) -> None:
+def test_no_step_is_lost_by_a_toggle(toggled: tuple[TracedRun, dict[str, Any]]) -> None:
     run, _ = toggled
     assert [step.step for step in run.steps()] == list(range(1, 66))
     assert [call.call for call in run.calls()] == list(range(1, 131))
@@ -146,7 +107,7 @@ def test_no_step_is_lost_by_a_toggle(toggled: tuple[Traced, dict[str, Any]]) -> 
     assert modes == [call.mode for call in run.calls("Bare")]  # the mode of a step is that of its first call
 
 
-def test_the_loss_goes_on_falling(toggled: tuple[Traced, dict[str, Any]]) -> None:
+def test_the_loss_goes_on_falling(toggled: tuple[TracedRun, dict[str, Any]]) -> None:
     run, noted = toggled
     assert run.printed == noted["losses"]
     for column in zip(*noted["losses"], strict=True):
@@ -154,7 +115,7 @@ def test_the_loss_goes_on_falling(toggled: tuple[Traced, dict[str, Any]]) -> Non
         assert early > middle > late
 
 
-def test_a_request_is_acknowledged_only_when_it_is_done(toggled: tuple[Traced, dict[str, Any]]) -> None:
+def test_a_request_is_acknowledged_only_when_it_is_done(toggled: tuple[TracedRun, dict[str, Any]]) -> None:
     _, noted = toggled
     assert noted["single"] == (1, True, (1, SINGLE))
     assert noted["dp"] == (2, True, (2, DP))
@@ -163,7 +124,7 @@ def test_a_request_is_acknowledged_only_when_it_is_done(toggled: tuple[Traced, d
     assert noted["single again"] == (4, True, (4, SINGLE))
 
 
-def test_a_toggle_is_recorded_with_its_origin(toggled: tuple[Traced, dict[str, Any]]) -> None:
+def test_a_toggle_is_recorded_with_its_origin(toggled: tuple[TracedRun, dict[str, Any]]) -> None:
     run, _ = toggled
     events = [event.data for event in run.events("mode")]
     assert [event["requested_by"] for event in events] == ["start"] * 2 + ["user"] * 7
@@ -192,9 +153,9 @@ def test_a_toggle_is_recorded_with_its_origin(toggled: tuple[Traced, dict[str, A
 
 
 @pytest.fixture(scope="module")
-def refusing(tmp_path_factory: pytest.TempPathFactory) -> Traced:
+def refusing(tmp_path_factory: pytest.TempPathFactory) -> TracedRun:
     """Models that cannot be split, after a request for dp."""
-    steered = Steered(tmp_path_factory.mktemp("refusing"), "refusing")
+    steered = SteeredScript(tmp_path_factory.mktemp("refusing"), "refusing")
     before = steered.step()
     steered.ask(DP)
     after = steered.step(4)
@@ -217,7 +178,7 @@ def refusing(tmp_path_factory: pytest.TempPathFactory) -> Traced:
         ("Linear", "DistributedDataParallel", ["single"] * 5),  # named by what DDP wraps
     ],
 )
-def test_refusals_come_with_a_reason(refusing: Traced, root: str, reason: str | None, modes: list[str]) -> None:
+def test_refusals_come_with_a_reason(refusing: TracedRun, root: str, reason: str | None, modes: list[str]) -> None:
     assert refusing.status == 0
     asked = [e.data for e in refusing.events("mode") if e.data["requested_by"] == "user" and e.data["root"] == root]
     refused = [event for event in asked if event["refused"]]
@@ -231,12 +192,12 @@ def test_refusals_come_with_a_reason(refusing: Traced, root: str, reason: str | 
     assert not any(call.failed for call in calls)
 
 
-def test_each_failed_attempt_of_dp_is_reported(refusing: Traced) -> None:
+def test_each_failed_attempt_of_dp_is_reported(refusing: TracedRun) -> None:
     assert [text for text in refusing.complaints if "no replica, please" not in text] == []
     assert len(refusing.complaints) == 2  # the third time it is refused for good
 
 
-def test_dp_is_not_refused_for_a_failure_that_also_occurs_on_one_device(refusing: Traced) -> None:
+def test_dp_is_not_refused_for_a_failure_that_also_occurs_on_one_device(refusing: TracedRun) -> None:
     """There is no warning (see the test above), and dp is not disabled."""
     calls = refusing.calls("Picky")
     assert [call.failed for call in calls] == [True, True, True, True, False] * (len(calls) // 5)
@@ -244,7 +205,7 @@ def test_dp_is_not_refused_for_a_failure_that_also_occurs_on_one_device(refusing
     assert [call.mode for call in calls if not call.failed] == ["single"] + ["dp"] * 4
 
 
-def test_the_rank_is_in_the_record(refusing: Traced) -> None:
+def test_the_rank_is_in_the_record(refusing: TracedRun) -> None:
     (process,) = refusing.events("process")
     assert (process.data["rank"], process.data["world"]) == (0, 1)
     assert {call.rank for call in refusing.calls()} == {0}
@@ -261,7 +222,7 @@ for _ in range(3):
 
 
 def test_dp_is_refused_inside_a_transform(tmp_path: Path) -> None:
-    run = traced(tmp_path, TRANSFORMED, replicas=2)
+    run = run_traced(tmp_path, TRANSFORMED, replicas=2)
     assert [call.mode for call in run.calls()] == ["single"] * 3
     (event,) = run.events("mode")
     assert "torch.func" in event.data["refused"]
@@ -269,7 +230,7 @@ def test_dp_is_refused_inside_a_transform(tmp_path: Path) -> None:
 
 
 def test_with_mode_script_requests_are_refused(tmp_path: Path) -> None:
-    steered = Steered(tmp_path, "toggled", mode="script")
+    steered = SteeredScript(tmp_path, "toggled", mode="script")
     steered.step(2)
     assert steered.ask(SINGLE) == 1
     assert steered.ask(DP) == 2
@@ -300,7 +261,7 @@ print(loss.dim())
 
 def test_replicas_requested_at_the_start_do_not_change_the_meaning_of_a_model(tmp_path: Path) -> None:
     """A script without DataParallel gets a loss, not a vector of losses, which has no backward."""
-    run = traced(tmp_path, SCALAR, replicas=2)
+    run = run_traced(tmp_path, SCALAR, replicas=2)
     assert run.status == 0, run.err
     assert run.out == "0\n"
 
@@ -319,7 +280,7 @@ for model in (Bare(4, 1), nn.DataParallel(nn.Linear(4, 1))):
 
 
 @pytest.fixture(scope="module")
-def devices(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Traced]:
+def devices(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TracedRun]:
     """Values of --devices and --mode, in parallel."""
     place = tmp_path_factory.mktemp("devices")
     asked: dict[str, dict[str, str]] = {
@@ -328,7 +289,7 @@ def devices(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Traced]:
         "mixed": {"devices": "cpu,cuda:0"},
         "dp": {"mode": "dp"},
     }
-    scripts = {name: Script(place, DEVICES, **options) for name, options in asked.items()}  # type: ignore[arg-type]
+    scripts = {name: TracedScript(place, DEVICES, **options) for name, options in asked.items()}  # type: ignore[arg-type]
     return {name: script.end() for name, script in scripts.items()}
 
 
@@ -342,7 +303,7 @@ def devices(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Traced]:
     ],
 )
 def test_requested_devices_and_modes(
-    devices: dict[str, Traced], name: str, mode: str, count: int, refusal: str | None
+    devices: dict[str, TracedRun], name: str, mode: str, count: int, refusal: str | None
 ) -> None:
     run = devices[name]
     assert (run.status, run.out, run.err) == (0, "[7, 1]\n" * 4, "")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tracing import text_of, traced
+from support.tracer_harness import run_traced, traced_script_text
 
 SHORT = "N" * 199 + "\u2026"
 
 
 def test_names_of_a_megabyte_are_shortened(tmp_path: Path) -> None:
-    run = traced(tmp_path, text_of("named"))
+    run = run_traced(tmp_path, traced_script_text("named"))
     assert run.status == 1
     assert (run.missed, run.unreadable, run.warnings) == (0, (), ())
     calls = run.calls()

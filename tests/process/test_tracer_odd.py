@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
-from tracing import Script, Traced, text_of, traced
 
-NAMES = re.findall(r"^@check\ndef (\w+)", text_of("odd"), re.M)
-WAYS: dict[str, dict[str, object]] = {
+from support.tracer_harness import TracedRun, TracedScript, run_traced, traced_script_text
+
+NAMES = re.findall(r"^@check\ndef (\w+)", traced_script_text("odd"), re.M)
+WAYS: dict[str, dict[str, Any]] = {
     "alone": {"run": False},
     "default": {},
     "replicas": {"replicas": 2},
@@ -17,16 +19,16 @@ WAYS: dict[str, dict[str, object]] = {
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Traced]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TracedRun]:
     """The same script in four ways, in parallel."""
     place = tmp_path_factory.mktemp("odd")
-    scripts = {name: Script(place, text_of("odd"), **options) for name, options in WAYS.items()}  # type: ignore[arg-type]
+    scripts = {name: TracedScript(place, traced_script_text("odd"), **options) for name, options in WAYS.items()}
     return {name: script.end() for name, script in scripts.items()}
 
 
 @pytest.mark.parametrize("way", ["default", "replicas"])
 @pytest.mark.parametrize("name", NAMES)
-def test_odd_things_have_the_same_result_as_without_dpmon(runs: dict[str, Traced], way: str, name: str) -> None:
+def test_odd_things_have_the_same_result_as_without_dpmon(runs: dict[str, TracedRun], way: str, name: str) -> None:
     if way == "replicas" and name == "a_tensor_that_watches":
         return  # such a tensor notices that it is split
     assert runs[way].status == 0, runs[way].err
@@ -34,7 +36,7 @@ def test_odd_things_have_the_same_result_as_without_dpmon(runs: dict[str, Traced
 
 
 @pytest.mark.parametrize("way", ["default", "replicas"])
-def test_odd_things_print_nothing_more_and_warn_a_limited_number_of_times(runs: dict[str, Traced], way: str) -> None:
+def test_odd_things_print_nothing_more_and_warn_a_limited_number_of_times(runs: dict[str, TracedRun], way: str) -> None:
     """Nothing is printed; the record has some warnings, but not many."""
     assert runs[way].err == runs["alone"].err
     assert runs[way].unreadable == ()
@@ -43,7 +45,7 @@ def test_odd_things_print_nothing_more_and_warn_a_limited_number_of_times(runs: 
 
 def test_a_model_that_is_moved(tmp_path: Path) -> None:
     """A model is first called on one device, then trained on another; each call has its device."""
-    run = traced(tmp_path, text_of("moving"))
+    run = run_traced(tmp_path, traced_script_text("moving"))
     assert (run.status, run.complaints, run.err) == (0, [], "")
     devices = [call.devices for call in run.calls("Net")]
     assert devices == [("meta",)] * 1 + [("cpu",)] * 103 + [("meta",)] * 5

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tracing import alone, traced
+
+from support.tracer_harness import run_traced, run_untraced
 
 REPEATED = """\
 import json, sys, torch
@@ -62,9 +63,9 @@ print(json.dumps([losses, asked]))
 
 @pytest.mark.parametrize("form", ["wrapped", "bare"])
 def test_each_call_has_the_shapes_and_the_mode_of_its_own(tmp_path: Path, form: str) -> None:
-    run = traced(tmp_path, REPEATED, form, replicas=3)
+    run = run_traced(tmp_path, REPEATED, form, replicas=3)
     losses, asked = run.printed
-    assert losses == alone(tmp_path, REPEATED, form).printed[0]
+    assert losses == run_untraced(tmp_path, REPEATED, form).printed[0]
     assert asked == ([3, 3, 3] if form == "wrapped" else []), "the script's own method is called in each step"
     calls = run.calls()
     changed = [] if form == "wrapped" else ["single"] * 3
@@ -105,7 +106,7 @@ for number, x in enumerate(torch.utils.data.DataLoader(torch.randn(20, 4), batch
 @pytest.mark.parametrize("form", ["wrapped", "bare"])
 def test_after_a_lone_replica_was_interrupted_every_call_is_recorded(tmp_path: Path, form: str) -> None:
     """A batch of one row has one replica, which runs on the training thread."""
-    run = traced(tmp_path, LONE, form, replicas=2)
+    run = run_traced(tmp_path, LONE, form, replicas=2)
     assert [call.step for call in run.calls("Lone")] == list(range(1, 21))
     assert [call.step for call in run.calls("Lone") if call.failed] == [11]
     assert any(name.endswith(("parallel_apply.py", "data_parallel.py")) for name in run.printed)
@@ -130,6 +131,6 @@ for number, x in enumerate(torch.utils.data.DataLoader(torch.randn(40, 4), batch
 
 @pytest.mark.parametrize("form", ["wrapped", "bare"])
 def test_an_interrupt_in_gather_has_no_frame_of_a_timed_primitive(tmp_path: Path, form: str) -> None:
-    run = traced(tmp_path, INTERRUPTED, form, replicas=2)
+    run = run_traced(tmp_path, INTERRUPTED, form, replicas=2)
     assert any(name.endswith("scatter_gather.py") for name in run.printed), "it was in gather"
     assert [name for name in run.printed if name.endswith(("split_calls.py", "primitives.py"))] == []

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from running import Dpmon
-from tracing import traced
+from support.run_harness import Dpmon
+from support.tracer_harness import run_traced
 
 START = """
 import torch
@@ -43,7 +43,7 @@ train(_FabricModule(torch.nn.Linear(3, 2)), torch.compile(made(2), backend="eage
 
 def roots(tmp_path: Path, text: str) -> Counter[str]:
     """Run a script; return the number of calls of each root."""
-    run = traced(tmp_path, START + text)
+    run = run_traced(tmp_path, START + text)
     assert (run.status, run.complaints) == (0, []), run.err
     return Counter(call.root for call in run.calls())
 

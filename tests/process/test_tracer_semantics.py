@@ -5,24 +5,28 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tracing import Script, Traced, text_of
+
+from support.tracer_harness import TracedRun, TracedScript, traced_script_text
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Traced]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TracedRun]:
     """The checks over two replicas, then without dpmon, which loads the files of the first."""
     place = tmp_path_factory.mktemp("semantics")
     path = place / "model.pt"
-    return {name: Script(place, text_of("semantics"), path, run=name == "dp").end() for name in ("dp", "alone")}
+    return {
+        name: TracedScript(place, traced_script_text("semantics"), path, run=name == "dp").end()
+        for name in ("dp", "alone")
+    }
 
 
 @pytest.fixture(scope="module")
-def dp(runs: dict[str, Traced]) -> Any:
+def dp(runs: dict[str, TracedRun]) -> Any:
     return runs["dp"].printed
 
 
 @pytest.fixture(scope="module")
-def on_its_own(runs: dict[str, Traced]) -> Any:
+def on_its_own(runs: dict[str, TracedRun]) -> Any:
     return runs["alone"].printed
 
 
@@ -89,7 +93,7 @@ def test_an_exception_in_one_replica_reaches_the_script_unchanged(dp: Any, on_it
     assert dp["exceptions"][:3] == ["Unlucky", "no luck: 7 times", "[None, None]"]
 
 
-def test_a_batch_that_cannot_be_split(dp: Any, runs: dict[str, Traced]) -> None:
+def test_a_batch_that_cannot_be_split(dp: Any, runs: dict[str, TracedRun]) -> None:
     """One row per replica is too few for BatchNorm: that call runs on one device, later calls in dp again."""
     assert dp["one_row_each"] == [[2, 2], [6, 2], [4, 2]]
     assert [call.mode for call in runs["dp"].calls("Norm")] == ["single", "dp", "dp"]
@@ -100,7 +104,7 @@ def test_a_batch_that_cannot_be_split(dp: Any, runs: dict[str, Traced]) -> None:
     assert str(first.call) in complaint
 
 
-def test_fewer_rows_than_replicas(dp: Any, runs: dict[str, Traced]) -> None:
+def test_fewer_rows_than_replicas(dp: Any, runs: dict[str, TracedRun]) -> None:
     assert dp["few_rows"] == [[1, 3], [0, 3]]
     one, none = runs["dp"].calls("Shares")
     assert (one.mode, len(one.devices), [len(r.inputs or ()) for r in one.replicas]) == ("dp", 2, [1])
@@ -109,7 +113,7 @@ def test_fewer_rows_than_replicas(dp: Any, runs: dict[str, Traced]) -> None:
     assert none.rows == 0
 
 
-def test_subclasses_of_dataparallel(dp: Any, on_its_own: Any, runs: dict[str, Traced]) -> None:
+def test_subclasses_of_dataparallel(dp: Any, on_its_own: Any, runs: dict[str, TracedRun]) -> None:
     found = dp["subclasses"]
     assert found["uneven"] == [1, 5]
     assert found["sets attributes"] == [[0, 1], 0]  # on the script's object, as without dpmon
@@ -133,7 +137,7 @@ def test_the_wrapper_looks_as_without_dpmon(dp: Any, on_its_own: Any) -> None:
     assert before[1] == []
 
 
-def test_a_copy_runs_as_it_is_written(runs: dict[str, Traced]) -> None:
+def test_a_copy_runs_as_it_is_written(runs: dict[str, TracedRun]) -> None:
     """The dimension along which to split a copy is unknown."""
     (model, *_), (clone, *_) = runs["dp"].calls("Sequential"), runs["dp"].calls("Sequential 2")
     assert (model.mode, clone.mode) == ("dp", "single")
@@ -159,13 +163,13 @@ def test_odd_things_to_do_in_a_forward(dp: Any, on_its_own: Any, name: str) -> N
         assert dp[name] == on_its_own[name]
 
 
-def test_sizes_of_a_module_that_calls_itself(runs: dict[str, Traced]) -> None:
+def test_sizes_of_a_module_that_calls_itself(runs: dict[str, TracedRun]) -> None:
     (call,) = runs["dp"].calls("Recursive")
     assert [replica.outputs[0].shape for replica in call.replicas if replica.outputs] == [(1, 2), (1, 2)]
     assert [replica.inputs[0].shape for replica in call.replicas if replica.inputs] == [(3, 2), (3, 2)]
 
 
-def test_calls_of_several_threads_at_once(runs: dict[str, Traced]) -> None:
+def test_calls_of_several_threads_at_once(runs: dict[str, TracedRun]) -> None:
     calls = runs["dp"].calls("Shared")
     assert len(calls) == 90
     for call in calls:
@@ -178,7 +182,7 @@ def test_no_hook_is_left_behind(dp: Any, on_its_own: Any) -> None:
     assert len(dp["hooks_left_behind"]) == len(on_its_own["hooks_left_behind"]) >= 5
 
 
-def test_a_scripted_model_is_one_call(runs: dict[str, Traced]) -> None:
+def test_a_scripted_model_is_one_call(runs: dict[str, TracedRun]) -> None:
     assert [call.via for call in runs["dp"].calls("RecursiveScriptModule")] == ["DataParallel"] * 2
 
 
@@ -186,7 +190,7 @@ def test_two_wrappers_of_one_model(dp: Any, on_its_own: Any) -> None:
     assert dp["two_wrappers_of_one_model"] == on_its_own["two_wrappers_of_one_model"] == [[6, 2], [6, 2]]
 
 
-def test_calls_are_numbered_and_belong_to_a_step(runs: dict[str, Traced]) -> None:
+def test_calls_are_numbered_and_belong_to_a_step(runs: dict[str, TracedRun]) -> None:
     calls = runs["dp"].calls()
     assert [call.call for call in calls] == list(range(1, len(calls) + 1))
     assert runs["dp"].missed == 0

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_tracer_lifetimes import left
-from torch_aborts import unless_aborted
-from tracing import alone, text_of, traced
+
+from support.baseline_comparison import run_unless_aborted
+from support.tracer_harness import results_of_script, run_traced, run_untraced, traced_script_text
 
 pytestmark = pytest.mark.slow
 
-TEXT = text_of("surroundings")
+TEXT = traced_script_text("surroundings")
 HELPERS = {"made", "train", "in_child"}
 PIECES = {
     part.name: ast.unparse(part)
@@ -51,7 +51,7 @@ def by_itself(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], 
 
     @cache
     def found(piece: str, call: str) -> dict[str, Any]:
-        return left(alone(tmp_path_factory.mktemp(piece), TEXT, piece, call))
+        return results_of_script(run_untraced(tmp_path_factory.mktemp(piece), TEXT, piece, call))
 
     return lambda piece, call: dict(found(piece, call if "SPREAD" in PIECES[piece] else "bare"))
 
@@ -64,8 +64,10 @@ def test_the_surroundings_of_a_script_are_the_same_as_without_dpmon(
 ) -> None:
     expected = by_itself(piece, call)
     tries = 3 if (piece, call) == ("children", "dp") else 1
-    run = unless_aborted(lambda _: traced(tmp_path, TEXT, piece, call), lambda run: run.out, sign=CRASHED, tries=tries)
-    found = left(run)
+    run = run_unless_aborted(
+        lambda _: run_traced(tmp_path, TEXT, piece, call), lambda run: run.out, sign=CRASHED, tries=tries
+    )
+    found = results_of_script(run)
     for one in (expected, found):
         one["err"] = NOISE.sub("", one["err"])
     assert found == expected
@@ -75,11 +77,11 @@ def test_the_surroundings_of_a_script_are_the_same_as_without_dpmon(
 @pytest.mark.parametrize("filters", ["always", "once a line"])
 def test_warnings_blame_the_same_lines_as_without_dpmon(tmp_path: Path, filters: str) -> None:
     """The frames of the tracer do not count, so filters of the script match, and repeated warnings are shown once."""
-    text = text_of("warned")
-    expected = alone(tmp_path, text, filters)
+    text = traced_script_text("warned")
+    expected = run_untraced(tmp_path, text, filters)
     assert expected.status == 0, expected.err
     assert len(expected.out.splitlines()) > 100
-    run = traced(tmp_path, text, filters, mode="script")  # no virtual replicas, which torch would not run
+    run = run_traced(tmp_path, text, filters, mode="script")  # no virtual replicas, which torch would not run
     assert (run.status, run.out) == (0, expected.out)
     assert (bool(run.steps()), run.complaints) == (True, [])
 
@@ -112,7 +114,7 @@ sys.argv = words
 
 def test_an_interrupt_while_the_record_is_opened(tmp_path: Path) -> None:
     """The next call opens it."""
-    run = traced(tmp_path, OPENED, "interrupt")
+    run = run_traced(tmp_path, OPENED, "interrupt")
     assert (run.status, run.out) == (0, "interrupted\n")
     assert [step.step for step in run.steps()] == [1, 2, 3, 4, 5]
     assert (len(run.events("process")), run.complaints) == (1, [])
@@ -120,7 +122,7 @@ def test_an_interrupt_while_the_record_is_opened(tmp_path: Path) -> None:
 
 def test_a_process_that_cannot_be_described(tmp_path: Path) -> None:
     """Only that event is lost."""
-    run = traced(tmp_path, OPENED, "argv")
+    run = run_traced(tmp_path, OPENED, "argv")
     assert run.status == 0, run.err
     assert [step.step for step in run.steps()] == [1, 2, 3, 4, 5, 6]
     (complaint,) = run.complaints

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tracing import Script, Traced, alone, text_of, traced
+
+from support.tracer_harness import TracedRun, TracedScript, run_traced, run_untraced, traced_script_text
 
 TABLES = {
     1: [[30], [30], [30], [10]],
@@ -26,12 +27,13 @@ model = Model(INPUT_SIZE, OUTPUT_SIZE)
 
 
 @pytest.fixture(scope="module")
-def tutorials(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, bool], Traced]:
+def tutorials(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, bool], TracedRun]:
     """Both tutorials over 1, 2, 3 and 8 replicas."""
     place = tmp_path_factory.mktemp("tutorials")
     asked = [(count, guarded) for count in TABLES for guarded in (False, True)]
     scripts = {
-        (count, guarded): Script(place, GUARDED if guarded else EXAMPLE, replicas=count) for count, guarded in asked
+        (count, guarded): TracedScript(place, GUARDED if guarded else EXAMPLE, replicas=count)
+        for count, guarded in asked
     }
     return {key: script.end() for key, script in scripts.items()}
 
@@ -46,7 +48,7 @@ def spelt(found: Any) -> list[tuple[str, tuple[int, ...], str, int]]:
 
 @pytest.mark.parametrize("count", TABLES)
 @pytest.mark.parametrize("guarded", [False, True])
-def test_the_tutorials_tables(tutorials: dict[tuple[int, bool], Traced], count: int, guarded: bool) -> None:
+def test_the_tutorials_tables(tutorials: dict[tuple[int, bool], TracedRun], count: int, guarded: bool) -> None:
     run = tutorials[count, guarded]
     assert run.status == 0, run.err
     calls = run.calls()
@@ -72,7 +74,7 @@ def test_the_tutorials_tables(tutorials: dict[tuple[int, bool], Traced], count: 
 
 
 @pytest.mark.parametrize("count", list(TABLES))
-def test_the_script_sees_what_it_would_see_on_gpus(tutorials: dict[tuple[int, bool], Traced], count: int) -> None:
+def test_the_script_sees_what_it_would_see_on_gpus(tutorials: dict[tuple[int, bool], TracedRun], count: int) -> None:
     """Replicas print in any order; the lines are those of the tables."""
     run = tutorials[count, False]
     inside = run.out.count("In Model: input size")
@@ -96,10 +98,13 @@ def numbers_in(value: Any) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def numbers(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Traced]:
+def numbers(tmp_path_factory: pytest.TempPathFactory) -> dict[int, TracedRun]:
     """The same script without dpmon (0) and over 2 and 3 replicas."""
     place = tmp_path_factory.mktemp("numbers")
-    scripts = {count: Script(place, text_of("sums"), replicas=count or None, run=count > 0) for count in (0, 2, 3)}
+    scripts = {
+        count: TracedScript(place, traced_script_text("sums"), replicas=count or None, run=count > 0)
+        for count in (0, 2, 3)
+    }
     return {count: script.end() for count, script in scripts.items()}
 
 
@@ -111,7 +116,7 @@ def numbers(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Traced]:
         "frozen in part", "by keyword", "no_grad", "inference_mode", "eval", "double", "tied", "loss inside",
     ],
 )  # fmt: skip
-def test_results_equal_those_of_one_device(numbers: dict[int, Traced], count: int, what: str) -> None:
+def test_results_equal_those_of_one_device(numbers: dict[int, TracedRun], count: int, what: str) -> None:
     expected, found = numbers[0].printed[what], numbers[count].printed[what]
     assert len(numbers_in(found)) > 0
     if isinstance(expected, dict):
@@ -126,7 +131,7 @@ def test_results_equal_those_of_one_device(numbers: dict[int, Traced], count: in
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_every_call_of_it_ran_over_all_replicas(numbers: dict[int, Traced], count: int) -> None:
+def test_every_call_of_it_ran_over_all_replicas(numbers: dict[int, TracedRun], count: int) -> None:
     run = numbers[count]
     assert run.complaints == []
     calls = run.calls()
@@ -156,10 +161,10 @@ print(list(data_parallel(Loss(), (torch.ones(5, 2), torch.zeros(5, 2))).shape))
 
 
 def test_a_module_without_parameters_is_split_like_any_other(tmp_path: Any) -> None:
-    run = traced(tmp_path, WITHOUT_PARAMETERS)
+    run = run_traced(tmp_path, WITHOUT_PARAMETERS)
     assert run.status == 0, run.err
     assert run.out.splitlines() == ["[4, 6]", "[4, 6]", "[2]", "[2]"]
-    received = [[list(replica.inputs[0].shape) for replica in call.replicas] for call in run.calls()]
+    received = [[list((replica.inputs or ())[0].shape) for replica in call.replicas] for call in run.calls()]
     assert received == [[[4, 3]] * 2, [[4, 3]] * 2, [[3, 2], [2, 2]], [[3, 2], [2, 2]]]
     assert {call.mode for call in run.calls()} == {"dp"}
     assert run.complaints == []
@@ -167,8 +172,8 @@ def test_a_module_without_parameters_is_split_like_any_other(tmp_path: Any) -> N
 
 def test_mode_script_leaves_a_module_without_parameters_alone(tmp_path: Any) -> None:
     """On the CPU torch runs the wrapped module itself, and refuses the functional form."""
-    run = traced(tmp_path, WITHOUT_PARAMETERS, mode="script")
-    expected = alone(tmp_path, WITHOUT_PARAMETERS)
+    run = run_traced(tmp_path, WITHOUT_PARAMETERS, mode="script")
+    expected = run_untraced(tmp_path, WITHOUT_PARAMETERS)
     assert (run.status, run.out) == (expected.status, expected.out)
     assert run.out.splitlines() == ["[4, 6]", "[4, 6]", "[1]"]
     assert run.err.splitlines()[-1] == expected.err.splitlines()[-1]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tracing import traced
+
+from support.tracer_harness import run_traced
 
 pytestmark = pytest.mark.slow
 
@@ -45,13 +46,13 @@ for _ in range(3):
 @pytest.mark.parametrize("before", [1, 2, 3, 4])
 def test_a_new_model_is_seen_from_its_first_call_whenever_a_watch_ends(tmp_path: Path, before: int) -> None:
     """A watch ends at the beginning of a call; if the model was made during the watch, that is its first call."""
-    run = traced(tmp_path, SCRIPT, "new", before)
+    run = run_traced(tmp_path, SCRIPT, "new", before)
     assert len(run.calls()) == 20 + before + 3
     assert run.complaints == []
 
 
 def test_a_model_that_was_called_before_the_watch_is_reported(tmp_path: Path) -> None:
-    run = traced(tmp_path, SCRIPT, "missed")
+    run = run_traced(tmp_path, SCRIPT, "missed")
     assert [call.root for call in run.calls() if call.root == "Own"] != ["Own"] * 3
     (text,) = run.complaints
     assert text.startswith("Own was called by the script at step ")

@@ -7,7 +7,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from running import Dpmon, wait_for
+
+from support.run_harness import Dpmon, wait_for
 
 SCRIPT = """\
 import time
@@ -69,8 +70,9 @@ def test_the_run_in_progress_is_stopped_with_its_trials(dpmon: Dpmon, number: in
     script = dpmon.script("import time\ntime.sleep(600)")
     process = dpmon.start("try", script)
     # Once it has said that the run is there, it waits for its steps.
-    assert process.stderr is not None
-    wait_for(lambda: b"as-is, run 1" in process.stderr.readline(), what="the first run")
+    errors = process.stderr
+    assert errors is not None
+    wait_for(lambda: b"as-is, run 1" in errors.readline(), what="the first run")
     process.send_signal(number)
     assert process.wait(60) == status
     assert dpmon.exit()["by"] == "supervisor", "it saw the command end, which would sleep on otherwise"
@@ -79,10 +81,11 @@ def test_the_run_in_progress_is_stopped_with_its_trials(dpmon: Dpmon, number: in
 def test_a_second_interrupt_leaves_no_run_behind(dpmon: Dpmon) -> None:
     script = dpmon.script("import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\ntime.sleep(600)")
     process = dpmon.start("try", script)
-    assert process.stderr is not None
-    wait_for(lambda: b"as-is, run 1" in process.stderr.readline(), what="the first run")
+    errors = process.stderr
+    assert errors is not None
+    wait_for(lambda: b"as-is, run 1" in errors.readline(), what="the first run")
     process.send_signal(signal.SIGINT)
-    wait_for(lambda: b"stopping try-" in process.stderr.readline(), what="the stop")
+    wait_for(lambda: b"stopping try-" in errors.readline(), what="the stop")
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130
     assert dpmon.exit()["by"] == "supervisor"

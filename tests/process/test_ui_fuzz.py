@@ -13,18 +13,17 @@ import time
 from collections.abc import Callable
 
 import pytest
-from running import Terminal
-from screens import SHOW, Run, Start
-from sizes import reached, size
 
 from dpmon.run import proc
 from dpmon.span_ring import HeaderWord
+from support.run_harness import Terminal, report_measured, scaled_size
+from support.screen_harness import SHOW_RUN, StartTerminal, TerminalRun
 
 pytestmark = pytest.mark.slow
 
 # The screen stops no process, and saves files next to the run. An interrupt after it has closed ends the process as in
 # the real command line.
-HARMLESS = SHOW.replace(
+HARMLESS = SHOW_RUN.replace(
     "result =",
     "import os, signal; import dpmon.run.run_signals as e; e.stop_run = lambda *_: iter(()); os.chdir(sys.argv[1])\n"
     "signal.signal(signal.SIGINT, lambda *_: os._exit(130))\n"
@@ -94,12 +93,12 @@ def answers_or_has_left(seen: Terminal) -> bool:
     return False
 
 
-@pytest.mark.parametrize("seed", range(size(2, 20)))
-def test_random_bytes_from_the_keyboard(run: Run, terminal: Start, seed: int) -> None:
+@pytest.mark.parametrize("seed", range(scaled_size(2, 20)))
+def test_random_bytes_from_the_keyboard(run: TerminalRun, terminal: StartTerminal, seed: int) -> None:
     chance = random.Random(seed)
     run.train(50)
     seen, bursts, ends = None, 0, 0
-    for _ in range(size(5, 200)):
+    for _ in range(scaled_size(5, 200)):
         if seen is None:
             seen = terminal(HARMLESS)
             seen.shows("linear.py")
@@ -116,15 +115,15 @@ def test_random_bytes_from_the_keyboard(run: Run, terminal: Start, seed: int) ->
         seen.resize(120, 40)
         if not answers_or_has_left(seen):
             seen, ends = None, ends + 1
-    reached("keyboard", f"{bursts} bursts, {ends} screens left by them")
+    report_measured("keyboard", f"{bursts} bursts, {ends} screens left by them")
 
 
 @pytest.mark.parametrize("opener", ["", "q", "i", "/", ":", "?"])
-def test_the_terminal_goes_under_a_dialog(run: Run, terminal: Start, opener: str) -> None:
+def test_the_terminal_goes_under_a_dialog(run: TerminalRun, terminal: StartTerminal, opener: str) -> None:
     """The screen ignores SIGHUP and checks its terminal only once a minute: the end of its input must make it exit."""
     run.train(50)
     os.mkfifo(run.directory / "input.fifo")
-    seen = terminal("import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + SHOW, refresh=60.0)
+    seen = terminal("import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + SHOW_RUN, refresh=60.0)
     seen.shows("linear.py")
     seen.type(opener or "t")
     seen.shows(" esc " if opener else "theme light")
@@ -149,7 +148,7 @@ ENDLESS = {
 }
 
 
-def test_interrupts_work_in_the_middle_of_anything(run: Run, terminal: Start) -> None:
+def test_interrupts_work_in_the_middle_of_anything(run: TerminalRun, terminal: StartTerminal) -> None:
     run.train(50)
     seen = terminal()
     seen.shows("linear.py")

@@ -14,11 +14,11 @@ from typing import Any
 
 import pyte
 import pytest
-from running import Dpmon, Terminal, wait_for
-from screens import HEIGHT, SHOW, WIDTH, Run, Start
 
 from dpmon.run import proc
 from dpmon.span_ring import HeaderWord
+from support.run_harness import Dpmon, Terminal, wait_for
+from support.screen_harness import HEIGHT, SHOW_RUN, WIDTH, StartTerminal, TerminalRun
 
 _BREAK = """
 import dpmon.ui.screen_app as monitor
@@ -31,7 +31,7 @@ monitor.paint_panels = paint
 """
 
 
-def test_from_the_first_second_to_the_end(run: Run, terminal: Start) -> None:
+def test_from_the_first_second_to_the_end(run: TerminalRun, terminal: StartTerminal) -> None:
     seen = terminal()
     seen.shows("starting")
     (run.directory / "stages.log").write_text(f"{os.getpid()} {time.monotonic_ns()} importing torch\n")
@@ -63,7 +63,7 @@ def test_from_the_first_second_to_the_end(run: Run, terminal: Start) -> None:
     seen.sane()
 
 
-def test_a_toggle_is_requested_and_answered_through_the_ring(run: Run, terminal: Start) -> None:
+def test_a_toggle_is_requested_and_answered_through_the_ring(run: TerminalRun, terminal: StartTerminal) -> None:
     run.train(50)
     assert run.recording is not None
     assert run.control is not None
@@ -79,7 +79,7 @@ def test_a_toggle_is_requested_and_answered_through_the_ring(run: Run, terminal:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGINT])
-def test_signals_give_the_terminal_back(run: Run, terminal: Start, number: signal.Signals) -> None:
+def test_signals_give_the_terminal_back(run: TerminalRun, terminal: StartTerminal, number: signal.Signals) -> None:
     run.train(50)
     seen = terminal()
     seen.shows("linear.py")
@@ -88,14 +88,14 @@ def test_signals_give_the_terminal_back(run: Run, terminal: Start, number: signa
     seen.sane()
 
 
-def test_an_interrupt_before_the_screen_runs_is_raised(run: Run, terminal: Start) -> None:
+def test_an_interrupt_before_the_screen_runs_is_raised(run: TerminalRun, terminal: StartTerminal) -> None:
     """The command line then says that the training goes on."""
     run.train(50)
     seen = terminal(
         "import os\n"
         "from dpmon.ui.monitor import Monitor\n"
         "Monitor.run = lambda self: os.kill(os.getpid(), 2)\n"
-        f"try:\n{textwrap.indent(SHOW, '    ')}"
+        f"try:\n{textwrap.indent(SHOW_RUN, '    ')}"
         "except KeyboardInterrupt:\n"
         "    print('INTERRUPTED')\n"
     )
@@ -103,7 +103,7 @@ def test_an_interrupt_before_the_screen_runs_is_raised(run: Run, terminal: Start
     assert seen.raw == b"INTERRUPTED\r\n"  # the terminal was not changed
 
 
-def test_stopped_and_continued_it_draws_everything_again(run: Run, terminal: Start) -> None:
+def test_stopped_and_continued_it_draws_everything_again(run: TerminalRun, terminal: StartTerminal) -> None:
     run.train(50)
     seen = terminal()
     seen.shows("linear.py")
@@ -119,7 +119,9 @@ def test_stopped_and_continued_it_draws_everything_again(run: Run, terminal: Sta
     seen.until(lambda: seen.picture().splitlines()[2:6] == before, "the whole picture")
 
 
-def test_a_screen_stopped_by_sigstop_goes_on_with_one_reader_of_the_keys(run: Run, terminal: Start) -> None:
+def test_a_screen_stopped_by_sigstop_goes_on_with_one_reader_of_the_keys(
+    run: TerminalRun, terminal: StartTerminal
+) -> None:
     """No process can handle SIGSTOP: the terminal is still set up afterwards, and must not be set up twice."""
     run.train(50)
     seen = terminal()
@@ -147,7 +149,9 @@ def test_a_screen_stopped_by_sigstop_goes_on_with_one_reader_of_the_keys(run: Ru
     seen.sane()
 
 
-def test_a_screen_that_is_stopped_again_before_it_continues_comes_back(run: Run, terminal: Start) -> None:
+def test_a_screen_that_is_stopped_again_before_it_continues_comes_back(
+    run: TerminalRun, terminal: StartTerminal
+) -> None:
     """A SIGTSTP discards a SIGCONT that was not delivered yet."""
     run.train(50)
     seen = terminal(
@@ -157,7 +161,7 @@ stop, go_on, stops = TerminalDriver._stop, TerminalDriver._resume, []
 TerminalDriver._stop = lambda self: (stops.append(self), stop(self))
 TerminalDriver._resume = lambda self: len(stops) < 5 or go_on(self)
 """
-        + SHOW
+        + SHOW_RUN
     )
     seen.shows("linear.py")
     for _ in range(5):
@@ -175,7 +179,9 @@ TerminalDriver._resume = lambda self: len(stops) < 5 or go_on(self)
 
 
 @pytest.mark.parametrize("number", [signal.SIGCONT, signal.SIGTSTP, signal.SIGINT])
-def test_a_signal_after_the_terminal_is_restored_changes_it_no_more(run: Run, terminal: Start, number: int) -> None:
+def test_a_signal_after_the_terminal_is_restored_changes_it_no_more(
+    run: TerminalRun, terminal: StartTerminal, number: int
+) -> None:
     """Textual still closes its widgets for some milliseconds, and a signal used to set up the terminal again."""
     run.train(50)
     seen = terminal(
@@ -190,7 +196,7 @@ def stop_and_signal(self):
         os.kill(os.getpid(), {number:d})
 TerminalDriver.stop_application_mode = stop_and_signal
 """
-        + SHOW
+        + SHOW_RUN
     )
     seen.shows("linear.py")
     seen.type("q")
@@ -201,7 +207,9 @@ TerminalDriver.stop_application_mode = stop_and_signal
     seen.sane()
 
 
-def test_a_screen_that_continues_after_its_deadline_leaves_the_terminal_restored(run: Run, terminal: Start) -> None:
+def test_a_screen_that_continues_after_its_deadline_leaves_the_terminal_restored(
+    run: TerminalRun, terminal: StartTerminal
+) -> None:
     """One thread restores the terminal and ends the process, while another thread sets it up again after a SIGCONT."""
     run.train(50)
     seen = terminal(
@@ -229,7 +237,7 @@ def end_later(status):
 ending, done = [], []
 monitor.Monitor.exit, os._exit = exit_and_stop, end_later
 """
-        + SHOW
+        + SHOW_RUN
     )
     seen.shows("linear.py")
     seen.type("q")
@@ -241,7 +249,7 @@ monitor.Monitor.exit, os._exit = exit_and_stop, end_later
     seen.sane()
 
 
-def test_leaving_does_not_wait_forever_for_a_blocked_terminal(run: Run, terminal: Start) -> None:
+def test_leaving_does_not_wait_forever_for_a_blocked_terminal(run: TerminalRun, terminal: StartTerminal) -> None:
     run.train(50)
     seen = terminal()
     seen.shows("linear.py")
@@ -255,7 +263,7 @@ def test_leaving_does_not_wait_forever_for_a_blocked_terminal(run: Run, terminal
     os.close(slave)
 
 
-def test_a_stalled_terminal_does_not_stop_the_screen(run: Run, terminal: Start) -> None:
+def test_a_stalled_terminal_does_not_stop_the_screen(run: TerminalRun, terminal: StartTerminal) -> None:
     """A key still works when the terminal has taken no output for many pictures, and it shows the newest one later."""
     os.mkfifo(run.directory / "input.fifo")
     script = os.open(run.directory / "input.fifo", os.O_RDWR | os.O_NONBLOCK)
@@ -278,9 +286,9 @@ def test_a_stalled_terminal_does_not_stop_the_screen(run: Run, terminal: Start) 
     os.close(script)
 
 
-def test_a_fault_of_ours_exits_non_zero_and_gives_the_terminal_back(run: Run, terminal: Start) -> None:
+def test_a_fault_of_ours_exits_non_zero_and_gives_the_terminal_back(run: TerminalRun, terminal: StartTerminal) -> None:
     run.train(50)
-    seen = terminal(SHOW.replace("result =", _BREAK + "result ="))
+    seen = terminal(SHOW_RUN.replace("result =", _BREAK + "result ="))
     seen.shows("linear.py")
     (run.directory / "break").touch()
     assert seen.wait() == 1
@@ -288,7 +296,7 @@ def test_a_fault_of_ours_exits_non_zero_and_gives_the_terminal_back(run: Run, te
     assert b"a fault of ours" in seen.raw
 
 
-def test_hostile_output_and_names_reach_the_terminal_as_text(run: Run, terminal: Start) -> None:
+def test_hostile_output_and_names_reach_the_terminal_as_text(run: TerminalRun, terminal: StartTerminal) -> None:
     run.training.root = "Net\x1b]52;c;ZXZpbA==\x07"
     run.train(20)
     run.log.write(b"\x1b]52;c;ZXZpbA==\x07\x1bc\x1b[6n\x9b5n\xc2\x9b5n\x1b]0;evil title\x07 shown\n")
@@ -299,7 +307,7 @@ def test_hostile_output_and_names_reach_the_terminal_as_text(run: Run, terminal:
         assert forbidden not in seen.raw
 
 
-def test_no_color_and_no_unicode(run: Run, terminal: Start) -> None:
+def test_no_color_and_no_unicode(run: TerminalRun, terminal: StartTerminal) -> None:
     run.train(50)
     run.log.write("größe 漢\n".encode())
     seen = terminal(
@@ -312,7 +320,7 @@ def test_no_color_and_no_unicode(run: Run, terminal: Start) -> None:
     assert b"38;5;" not in seen.raw
 
 
-def test_a_wrong_color_system_is_no_crash(run: Run, terminal: Start) -> None:
+def test_a_wrong_color_system_is_no_crash(run: TerminalRun, terminal: StartTerminal) -> None:
     run.train(20)
     seen = terminal(TEXTUAL_COLOR_SYSTEM="rainbow", TEXTUAL_THEME="no such theme")
     seen.shows("linear.py")
@@ -325,9 +333,9 @@ def cells(screen: pyte.Screen) -> list[list[tuple[Any, ...]]]:
     ]
 
 
-def test_direct_drawing_shows_the_same_as_textual(run: Run, terminal: Start) -> None:
+def test_direct_drawing_shows_the_same_as_textual(run: TerminalRun, terminal: StartTerminal) -> None:
     """One screen draws directly, one with Textual alone; the emulator must show the same, including colors."""
-    stock = SHOW.replace(
+    stock = SHOW_RUN.replace(
         "result =",
         "import dpmon.ui.monitor as m; m.Monitor.terminal = property(lambda self: None, lambda *_: None)\nresult =",
     )
@@ -360,7 +368,7 @@ def test_direct_drawing_shows_the_same_as_textual(run: Run, terminal: Start) -> 
     assert after[0] - before[0] < (after[1] - before[1]) / 2
 
 
-def test_little_is_written_and_nothing_when_nothing_changes(run: Run, terminal: Start) -> None:
+def test_little_is_written_and_nothing_when_nothing_changes(run: TerminalRun, terminal: StartTerminal) -> None:
     run.train(100)
     seen = terminal()
     seen.shows("linear.py")
@@ -405,7 +413,7 @@ def test_the_screen_imports_neither_torch_nor_nvml_nor_numpy() -> None:
     ids=lambda value: value["TERM"] if isinstance(value, dict) else None,
 )
 def test_every_terminal_and_size(
-    run: Run, terminal: Start, environ: dict[str, str], size: tuple[int, int], colors: set[bytes]
+    run: TerminalRun, terminal: StartTerminal, environ: dict[str, str], size: tuple[int, int], colors: set[bytes]
 ) -> None:
     """Correct at the start and after a change of size, and only with colors that the terminal has."""
     run.train(50)

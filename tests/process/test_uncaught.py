@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from running import Dpmon
-from tracing import traced
 
 from dpmon.run.failure_cause import STATUSES, find_first_failure
 from dpmon.run.process_notes import UncaughtException, trim_launcher_lines
+from support.run_harness import Dpmon
+from support.tracer_harness import run_traced
 
 pytestmark = pytest.mark.slow
 
@@ -198,7 +198,7 @@ raise ValueError("no data")
 @pytest.mark.parametrize("when", ["begins", "first", "last"])
 def test_an_interrupt_while_the_tracer_ends(tmp_path: Path, when: str) -> None:
     """A launcher passes on the Ctrl-C that its ranks have got already."""
-    run = traced(tmp_path, INTERRUPTED, when)
+    run = run_traced(tmp_path, INTERRUPTED, when)
     assert (run.status, run.out) == (1, "interrupted\n")
     assert run.err.splitlines()[-1] == "ValueError: no data"
     assert "Exception ignored" not in run.err

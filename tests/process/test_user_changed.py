@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from running import Dpmon, wait_for
-from tracing import traced
 
 from dpmon.record.jsonl import as_json
+from support.run_harness import Dpmon, wait_for
+from support.tracer_harness import run_traced
 
 pytestmark = [
     pytest.mark.slow,
@@ -53,7 +53,7 @@ train(*second, 6, 7)
 @pytest.mark.parametrize("how", CHANGES)
 @pytest.mark.parametrize("before", ["as usual", "closed"])
 def test_all_steps_are_recorded(tmp_path: Path, how: str, before: str) -> None:
-    run = traced(tmp_path, TRAINS.replace("CHANGE", CHANGES[how]), before)
+    run = run_traced(tmp_path, TRAINS.replace("CHANGE", CHANGES[how]), before)
     assert run.status == 0, run.err
     rows = [call.inputs[0].shape[0] for call in run.calls() if call.inputs]
     assert rows == [3] * 5 + [4] * (before == "closed") + [5] * 6 + [6] * 7

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import Dpmon, wait_for
-from tracing import Script, Traced
 
 from dpmon.run import proc
+from support.run_harness import Dpmon, wait_for
+from support.tracer_harness import TracedRun, TracedScript
 
 pytestmark = pytest.mark.slow
 
@@ -36,11 +36,11 @@ print(json.dumps({
 """
 
 
-def both(place: Path, text: str, *words: str, **options: Any) -> list[tuple[Any, Traced]]:
+def both(place: Path, text: str, *words: str, **options: Any) -> list[tuple[Any, TracedRun]]:
     """Run the script in a fresh interpreter and in a fork, with a line of input; return their output."""
     found = []
     for fresh in (True, False):
-        script = Script(place, text, *words, fresh=fresh, **options)
+        script = TracedScript(place, text, *words, fresh=fresh, **options)
         with contextlib.suppress(BrokenPipeError):  # a script that does not read it may have ended
             script.go_on("a line")
         run = script.end()
@@ -72,7 +72,7 @@ def test_torch_comes_with_its_import_and_goes_through_the_tracer(tmp_path: Path)
         "print(torch.__spec__.loader is torch.__loader__, type(torch.__loader__).__name__, nn is torch.nn)\n"
         "nn.Linear(2, 1)(torch.ones(3, 2))\n"
     )
-    script = Script(tmp_path, text)
+    script = TracedScript(tmp_path, text)
     run = script.end()
     assert (run.status, run.err, run.complaints) == (0, "", [])
     assert run.out == "torch False\nTrue SourceFileLoader True\n"
@@ -92,4 +92,4 @@ def test_the_stand_in_for_python_forwards_signals_and_its_end_ends_the_script(dp
         (dpmon.cwd / "pid").unlink()
         os.kill(dpmon.info()["command_pid"], number)
         assert process.wait(100) == status
-        wait_for(lambda script=script: not proc.is_alive(script, None), what="the script's end")  # type: ignore[misc]
+        wait_for(lambda script=script: not proc.is_alive(script, None), what="the script's end")

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tracing import Script, traced
 
 from dpmon.run.run_directory import RunInfo
 from dpmon.sanitize import sanitize_line
@@ -18,6 +17,7 @@ from dpmon.stalls.stacks import ProcessStacks
 from dpmon.stalls.stall_detection import RankActivity, Stall, describe_activity
 from dpmon.stalls.why_reply import build_reply
 from dpmon.stalls.why_text import format_reply
+from support.tracer_harness import TracedScript, run_traced
 
 pytestmark = pytest.mark.slow
 
@@ -60,7 +60,7 @@ print(callers == {get_ident()})
 
 def test_the_script_sees_nothing_of_it(tmp_path: Path) -> None:
     """No call of what the script replaced, no signal of the script's, no finalizer in it, no thread in a list."""
-    run = traced(tmp_path, UNSEEN, mode="script")
+    run = run_traced(tmp_path, UNSEEN, mode="script")
     assert (run.status, run.out, run.err) == (0, "True\nTrue 1\nTrue\n", "")
     assert run.calls()
 
@@ -84,7 +84,7 @@ print(before, os.read(read, 100).decode())
 
 
 def test_a_forked_child_has_a_thread_once_it_trains(tmp_path: Path) -> None:
-    run = traced(tmp_path, FORKS)
+    run = run_traced(tmp_path, FORKS)
     assert (run.status, run.out, run.err) == (0, "2 1 2\n", "")
 
 
@@ -104,7 +104,7 @@ def test_the_end_of_the_process_is_its_own(tmp_path: Path, ending: str) -> None:
     begin = "torch.distributed.init_process_group('gloo', store=torch.distributed.HashStore(), rank=0, world_size=1)\n"
     hasten = "responder_thread.LOOK_S = responder_thread.STILL_NS = 0\n"
     started = "import os, signal, sys, time, torch\nfrom dpmon.tracer import responder_thread\n" + hasten
-    run = traced(tmp_path, f"{started}{begin}{TRAIN}print('there', flush=True)\n{text}")
+    run = run_traced(tmp_path, f"{started}{begin}{TRAIN}print('there', flush=True)\n{text}")
     assert (run.status if ending != "interrupt" else status, run.out) == (status, "there\n")
     if ending in ("return", "SystemExit", "_exit"):
         assert run.err == ""
@@ -122,16 +122,16 @@ STUCK = {
 
 
 @pytest.fixture(params=STUCK)
-def stuck(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, Script]]:
+def stuck(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, TracedScript]]:
     """A script that is stuck."""
-    script = Script(tmp_path, f"{TRAIN}print('there', flush=True)\n{STUCK[request.param]}\n")
+    script = TracedScript(tmp_path, f"{TRAIN}print('there', flush=True)\n{STUCK[request.param]}\n")
     assert script.line() == "there"
     yield request.param, script
     script.process.kill()
     script.process.wait()
 
 
-def taken(script: Script) -> ProcessStacks:
+def taken(script: TracedScript) -> ProcessStacks:
     """The stacks of a script."""
     look = RankInspector(script.directory, str(script.cwd))
     script.ring().close()
@@ -164,7 +164,7 @@ ctypes.CDLL = Library
 
 def test_a_supervisor_that_is_no_ancestor_is_allowed_to_look(tmp_path: Path) -> None:
     """Where Yama restricts py-spy to ancestors."""
-    script = Script(tmp_path, ALLOWS)
+    script = TracedScript(tmp_path, ALLOWS)
     try:
         assert script.line() == "there"
         script.ring().close()
@@ -182,7 +182,7 @@ def test_a_supervisor_that_is_no_ancestor_is_allowed_to_look(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("by", ["py-spy", "the process"])
-def test_the_stack_of_a_stuck_script(stuck: tuple[str, Script], by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_stack_of_a_stuck_script(stuck: tuple[str, TracedScript], by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, script = stuck
     monkeypatch.setattr(stacks, "WAIT_S", 60.0)
     if name != "GIL":  # a busy machine needs more time for the answer

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import Dpmon, until_unsupervised, wait_for
 
 from dpmon.run import proc
 from dpmon.run.run_signals import NOTHING_RUNS
+from support.run_harness import Dpmon, wait_for, wait_until_unsupervised
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +28,7 @@ def ended_run(dpmon: Dpmon, *, recorded: bool, **changed: Any) -> Path:
     directory = dpmon.last()
     path = directory / "run.json"
     info = json.loads(path.read_text())
-    until_unsupervised(info)
+    wait_until_unsupervised(info)
     path.write_text(json.dumps({**info, **changed}))
     if not recorded:
         (directory / "exit.json").unlink()

@@ -7,9 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from known import changed, known
-from test_model_communication import of, rank, wrapped
-from test_model_findings import GIB, HEALTHY, MS, SECOND, SHOWN, STARTING, WAITING, device, long_step
 
 from dpmon.model.all_findings import find_all
 from dpmon.model.communication import Communication
@@ -17,6 +14,19 @@ from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.run_events import LoaderStart
 from dpmon.store.step_stats import PhaseStats
 from dpmon.store.time_accounting import Gap
+from support.analysis_builders import (
+    GIB,
+    HEALTHY_RUN,
+    MS,
+    RUNS_BY_FINDING,
+    STARTING_MODE,
+    WAITING_MODE,
+    device_usage,
+    long_step,
+)
+from support.history_builders import run_analysis_with, with_changes
+from support.rank_builders import communication_of, ddp_wrapper, rank_times
+from support.record_builders import SECOND
 
 KEEPS = "persistent_workers"
 
@@ -30,27 +40,27 @@ def loaders(*starts: float, workers: int = 2, persistent: bool = False, **more: 
 
 
 def having(evidence: RunAnalysis) -> Callable[..., RunAnalysis]:
-    return lambda *starts, **more: changed(evidence, loaders=loaders(*starts, **more))
+    return lambda *starts, **more: with_changes(evidence, loaders=loaders(*starts, **more))
 
 
 WAITS, FEW, STALLED = (
-    having(changed(HEALTHY, modes=(WAITING,))),
-    having(changed(HEALTHY, modes=(STARTING,))),
-    having(changed(HEALTHY, longest_steps=(long_step(9000), long_step(25)))),
+    having(with_changes(HEALTHY_RUN, modes=(WAITING_MODE,))),
+    having(with_changes(HEALTHY_RUN, modes=(STARTING_MODE,))),
+    having(with_changes(HEALTHY_RUN, longest_steps=(long_step(9000), long_step(25)))),
 )
 GAPS = having(
-    changed(
-        HEALTHY,
+    with_changes(
+        HEALTHY_RUN,
         gaps=(Gap(0, 100, "dp", 10 * SECOND, 12 * SECOND, 2 * SECOND),),
         time_by_activity={"training": 5 * SECOND, "between": 2 * SECOND},
     )
 )
 COPIES = having(
-    changed(
-        HEALTHY,
+    with_changes(
+        HEALTHY_RUN,
         modes=(
             replace(
-                WAITING,
+                WAITING_MODE,
                 phases=(
                     PhaseStats("copy", 1000, MS, MS, MS, 0.4, device_ns=9.0 * MS, device_share=0.4, device_count=500),
                 ),
@@ -58,21 +68,21 @@ COPIES = having(
         ),
     )
 )
-UNEVEN = changed(HEALTHY, devices=(device(0, mem_run_max=30.0 * GIB), device(1)))
-SINGLE = tuple(replace(mode, mode="single") for mode in HEALTHY.modes)
+UNEVEN = with_changes(HEALTHY_RUN, devices=(device_usage(0, mem_run_max=30.0 * GIB), device_usage(1)))
+SINGLE = tuple(replace(mode, mode="single") for mode in HEALTHY_RUN.modes)
 
 
 def ranks(**about: Any) -> RunAnalysis:
     """Return the evidence of two ranks with much exposed communication and this wrapper."""
-    times = [rank(number, 0.1, exposed_ms=5.0, **about.pop("times", {})) for number in (0, 1)]
-    return known(communication=of(times, wrapped(**{"backend": "nccl", **about})))
+    times = [rank_times(number, 0.1, exposed_ms=5.0, **about.pop("times", {})) for number in (0, 1)]
+    return run_analysis_with(communication=communication_of(times, ddp_wrapper(**{"backend": "nccl", **about})))
 
 
 def accumulating(**times: int) -> Communication:
-    return of([rank(number, 0.1, **times) for number in (0, 1)])
+    return communication_of([rank_times(number, 0.1, **times) for number in (0, 1)])
 
 
-SPEED = SHOWN["slower"], SHOWN["replicate"], SHOWN["transfer"]
+SPEED = RUNS_BY_FINDING["slower"], RUNS_BY_FINDING["replicate"], RUNS_BY_FINDING["transfer"]
 
 TABLE: dict[str, tuple[str, list[RunAnalysis], dict[str, RunAnalysis]]] = {
     # advice: its words, where it is given, and where it is not given
@@ -113,15 +123,15 @@ TABLE: dict[str, tuple[str, list[RunAnalysis], dict[str, RunAnalysis]]] = {
     "pinned memory": ("pin_memory", [COPIES(), COPIES(1)], {"pinned": COPIES(1, pinned=True)}),
     "set_device": (
         "LOCAL_RANK",
-        [changed(UNEVEN, modes=SINGLE, names={0: "rank 0", 1: "rank 1"})],
-        {"DataParallel": UNEVEN, "spread by the script": changed(UNEVEN, modes=SINGLE)},
+        [with_changes(UNEVEN, modes=SINGLE, names={0: "rank 0", 1: "rank 1"})],
+        {"DataParallel": UNEVEN, "spread by the script": with_changes(UNEVEN, modes=SINGLE)},
     ),
     "DataParallel gathers": (
         "gathers",
         [UNEVEN],
         {
-            "ranks": changed(UNEVEN, modes=SINGLE, names={0: "rank 0", 1: "rank 1"}),
-            "spread by the script": changed(UNEVEN, modes=SINGLE),
+            "ranks": with_changes(UNEVEN, modes=SINGLE, names={0: "rank 0", 1: "rank 1"}),
+            "spread by the script": with_changes(UNEVEN, modes=SINGLE),
         },
     ),
     "a copy less": (
@@ -150,15 +160,15 @@ TABLE: dict[str, tuple[str, list[RunAnalysis], dict[str, RunAnalysis]]] = {
     ),
     "accumulate": (
         "all backward passes but the last",
-        [known(communication=accumulating(synced=800))],
+        [run_analysis_with(communication=accumulating(synced=800))],
         {
-            "followed": known(communication=accumulating(unsynced=600)),
-            "one pass a step": known(communication=accumulating()),
+            "followed": run_analysis_with(communication=accumulating(unsynced=600)),
+            "one pass a step": run_analysis_with(communication=accumulating()),
         },
     ),
     "on GPUs first": (
         "measure on GPUs first",
-        [changed(run, modes=tuple(replace(mode, virtual=True) for mode in run.modes)) for run in SPEED],
+        [with_changes(run, modes=tuple(replace(mode, virtual=True) for mode in run.modes)) for run in SPEED],
         {f"GPUs {number}": run for number, run in enumerate(SPEED)},
     ),
 }

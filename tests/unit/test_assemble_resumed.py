@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
-from pretend import KINDS, Script, apart, decoded, in_portions, numbered, resumed_at, successor_of
-from sizes import size
-from synthetic import RowReader
 
 from dpmon.assemble import Assembler, step_boundaries
-from dpmon.record.record_types import Event, RecordError, Step
+from dpmon.record.record_types import Event, RecordError
 from dpmon.record.span_format import Flag, Kind, Span
+from support.record_builders import RowReader
+from support.run_harness import scaled_size
+from support.script_simulator import (
+    SPAN_KINDS,
+    Script,
+    assemble_in_portions,
+    assemble_with_successor,
+    check_spans_of_step,
+    decode_rows,
+    make_successor,
+    split_definitions,
+    without_definitions,
+)
 
 Draw = random.Random
 
@@ -150,26 +161,7 @@ class Chance:
         script.backward()
 
 
-SEEDS = range(size(10, 100))
-
-
-def check_spans(step: Step) -> None:
-    """Check that spans are in order, nested or separate, and add up to the phases of the step."""
-    assert step.spans is not None
-    assert list(step.spans) == sorted(step.spans, key=lambda span: (span.offset_ns, -span.host_ns))
-    own: dict[str, int] = {}
-    around: list[tuple[str, int]] = []
-    for name, at, took in step.spans:
-        assert 0 <= at <= at + took <= step.wall_ns
-        while around and around[-1][1] <= at:
-            around.pop()
-        if around:
-            assert at + took <= around[-1][1]
-            own[around[-1][0]] -= took
-        own[name] = own.get(name, 0) + took
-        around.append((name, at + took))
-    if not step.missing_spans:
-        assert own == {name: took for name, took in step.phases.items() if name != "other"}
+SEEDS = range(scaled_size(10, 100))
 
 
 @pytest.fixture(params=["held", "in parts"])
@@ -184,14 +176,14 @@ def bound(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 def test_any_portions_give_the_same_payloads(seed: int) -> None:
     script = Chance(seed).run(12)
     draw = Draw(seed)
-    whole = in_portions(script, [])
-    assert apart(in_portions(script, range(1, len(script.spans)))) == apart(whole)
+    whole = assemble_in_portions(script, [])
+    assert split_definitions(assemble_in_portions(script, range(1, len(script.spans)))) == split_definitions(whole)
     for _ in range(5):
         cuts = sorted(draw.sample(range(len(script.spans)), min(6, len(script.spans))))
-        assert apart(in_portions(script, cuts)) == apart(whole)
-    result = decoded(whole)
+        assert split_definitions(assemble_in_portions(script, cuts)) == split_definitions(whole)
+    result = decode_rows(whole)
     for one in result.steps:
-        check_spans(one)
+        check_spans_of_step(one)
     assert [step.step for step in result.steps] == list(range(1, len(result.steps) + 1))
     assert [call.call for call in result.calls] == list(range(1, len(result.calls) + 1))
     written = sum("kind" in line for _, line in script.lines)
@@ -209,15 +201,15 @@ def told(events: list[Event]) -> Counter[str]:
 def test_a_successor_repeats_nothing_and_loses_calls_of_the_open_step_at_most(seed: int) -> None:
     """It may divide the open step otherwise. Calls of other threads that were read may be lost, too."""
     script = Chance(seed).run(8)
-    expected = decoded(in_portions(script, []))
+    expected = decode_rows(assemble_in_portions(script, []))
     aside = {span.start for span in script.spans if span.thread}
     for cut in range(len(script.spans) + 1):
-        first, second = (decoded(payloads) for payloads in resumed_at(script, cut))
+        first, second = (decode_rows(payloads) for payloads in assemble_with_successor(script, cut))
         calls, steps = [*first.calls, *second.calls], [*first.steps, *second.steps]
         assert [call.call for call in calls] == list(range(1, len(calls) + 1)), cut
         assert [step.step for step in steps] == list(range(1, len(steps) + 1)), cut
         for step in steps:
-            check_spans(step)
+            check_spans_of_step(step)
         starts = Counter(call.start_ns for call in calls)
         assert max(starts.values(), default=1) == 1, cut
         lost = {call.step for call in expected.calls if call.start_ns not in {*starts, *aside}}
@@ -228,11 +220,11 @@ def test_a_successor_repeats_nothing_and_loses_calls_of_the_open_step_at_most(se
 @pytest.mark.parametrize("loop", ["d f b o ", "f b o ", "f b o2 f b o ", "f b "])
 def test_a_successor_changes_only_the_open_step_of_a_regular_loop(loop: str) -> None:
     script = Script().play("m " * ("o" in loop) + loop * 8)
-    expected = decoded(in_portions(script, []))
+    expected = decode_rows(assemble_in_portions(script, []))
     assert len(expected.steps) == 8
     ends = {step.start_ns + step.wall_ns for step in expected.steps}
     for cut in range(len(script.spans) + 1):
-        first, second = (decoded(payloads) for payloads in resumed_at(script, cut))
+        first, second = (decode_rows(payloads) for payloads in assemble_with_successor(script, cut))
         steps = [*first.steps, *second.steps]
         assert steps[: len(first.steps)] == expected.steps[: len(first.steps)]
         assert len(steps) in (8, 9), cut
@@ -241,10 +233,10 @@ def test_a_successor_changes_only_the_open_step_of_a_regular_loop(loop: str) -> 
 
 def test_a_successor_of_one_that_began_nothing() -> None:
     script = Chance(1).run(6)
-    second = successor_of(Assembler(), [], 0, decoded([]))
+    second = make_successor(Assembler(), [], 0, decode_rows([]))
     assert second.position == 0
     out = second.feed(script.spans, script.lines_between(0, len(script.lines)))
-    assert apart(out + second.finish()) == apart(in_portions(script, []))
+    assert split_definitions(out + second.finish()) == split_definitions(assemble_in_portions(script, []))
 
 
 # ------------------------------------------------------------------------------------------ damage
@@ -253,7 +245,7 @@ def test_a_successor_of_one_that_began_nothing() -> None:
 def test_a_span_that_was_written_twice_counts_once() -> None:
     script, twice = (Script().play("d l " * 3) for _ in range(2))
     twice.spans = [span._replace(number=2 * span.number + copy) for span in twice.spans for copy in range(2)]
-    assert numbered(in_portions(twice, [])) == numbered(in_portions(script, []))
+    assert without_definitions(assemble_in_portions(twice, [])) == without_definitions(assemble_in_portions(script, []))
 
 
 def test_a_lost_span_does_not_affect_other_steps() -> None:
@@ -269,7 +261,7 @@ def test_a_lost_span_does_not_affect_other_steps() -> None:
     script.spans.remove(wrapped[1])
     assembler = Assembler()
     out = assembler.feed(script.spans, script.lines_between(0, len(script.lines))) + assembler.finish()
-    result = decoded(out)
+    result = decode_rows(out)
     # A step without a call is not recorded.
     assert [call.step for call in result.calls] == [1, 2, 3]
     assert all(len(call.phases) == 4 and len(call.replicas) == 2 for call in result.calls)
@@ -279,7 +271,7 @@ def test_a_lost_span_does_not_affect_other_steps() -> None:
 def noise(draw: Draw) -> Span:
     """Return a span of random bytes, or one that is nearly valid."""
     words = [draw.getrandbits(64) >> draw.choice([0, 0, 30, 50]) for _ in range(3)]
-    kind = draw.choice([draw.randrange(256), *KINDS.values(), *range(21)])
+    kind = draw.choice([draw.randrange(256), *SPAN_KINDS.values(), *range(21)])
     inside = draw.choice([0, 0, 0, draw.randrange(32)])
     thread, site = draw.choice([0, 0, draw.randrange(512)]), draw.choice([draw.randrange(5), draw.getrandbits(24)])
     flags = draw.getrandbits(10)
@@ -291,12 +283,12 @@ def noise(draw: Draw) -> Span:
 JUNK: list[object] = [None, 3, -1, "text", [], {}, [[1]], [["0", [8], "float32"]], {"root": 3}, {"parts": 1}, 1 << 70]
 
 
-def junk_line(draw: Draw) -> dict[str, object]:
+def junk_line(draw: Draw) -> dict[str, Any]:
     keys = ["define", "v", "optimizer", "end", "kind", "at", "fill", "devices", "step", "look", "uncaught", "text"]
     return {draw.choice(keys): draw.choice([*JUNK, draw.randrange(5)]) for _ in range(draw.randrange(5))}
 
 
-@pytest.mark.parametrize("seed", range(size(15, 100)))
+@pytest.mark.parametrize("seed", range(scaled_size(15, 100)))
 def test_damaged_spans_raise_nothing(seed: int) -> None:
     """The resulting payloads can be decoded, or are refused."""
     draw = Draw(seed)
@@ -331,7 +323,7 @@ def test_deep_nesting_is_read_in_a_moment() -> None:
     spans.append(Span(len(spans), Kind.CALL, 0, 0, 0, 1, 0, 10**7, 0, 0))
     assembler = Assembler()
     assembler.feed(spans, [{"define": 1, "value": {"root": "A", "via": None, "devices": ["cpu"], "absent": {}}}])
-    result = decoded(assembler.finish())
+    result = decode_rows(assembler.finish())
     assert (len(result.calls), len(result.steps)) == (1, 1)
 
 
@@ -354,7 +346,7 @@ def test_spans_that_wait_for_others_are_bounded() -> None:
         {"kind": 3},
     ],
 )
-def test_a_damaged_line_is_counted(line: dict[str, object]) -> None:
+def test_a_damaged_line_is_counted(line: dict[str, Any]) -> None:
     assembler = Assembler()
     assert assembler.feed([], [line]) == []
     assert assembler.dropped == 1
@@ -366,7 +358,7 @@ def test_calls_of_an_unknown_layout_are_counted_and_their_time_is_kept() -> None
     script.backward()
     assembler = Assembler()
     assembler.feed(script.spans, script.lines_between(0, len(script.lines)))
-    result = decoded(assembler.finish())
+    result = decode_rows(assembler.finish())
     assert assembler.dropped == 1
     assert [call.root for call in result.calls] == ["Net"]
     assert result.steps[0].phases["forward"] == 2_000_000

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from pretend import Script, decoded
-from spans import Lines
 
 from dpmon.assemble import Assembler
 from dpmon.assemble.device_times import MAX_ONE_IN, STEPS, TimingIntervalController
@@ -15,6 +13,8 @@ from dpmon.record.shared_names import Untimed
 from dpmon.record.span_format import Flag
 from dpmon.span_ring import HeaderWord, SpanRing
 from dpmon.store.span_source import SpanSource
+from support.ring_writers import Lines
+from support.script_simulator import Script, decode_rows
 
 MS = 1_000_000
 
@@ -109,6 +109,6 @@ def test_a_step_that_is_left_out_is_not_waited_for() -> None:
         script.copy()
     script.spans = [span._replace(flags=span.flags | Flag.UNTIMED) for span in script.spans]
     script.fetch()
-    (call,), (step,), *_ = decoded(Assembler().feed(script.spans, script.lines_between(0, len(script.lines))))
+    (call,), (step,), *_ = decode_rows(Assembler().feed(script.spans, script.lines_between(0, len(script.lines))))
     assert call.absent["device_ms"] == step.untimed == UNTIMED[Untimed.SAMPLED]
     assert step.device_ms == dict.fromkeys(("data", "copy", "forward", "backward"))

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from pretend import MS, START, Script, assembled
-from test_assemble_resumed import check_spans
 
 from dpmon.assemble import step_boundaries
 from dpmon.record.record_types import MAX_SPANS, Step
 from dpmon.record.span_format import Flag
+from support.script_simulator import MS, START_NS, Script, assemble_script, check_spans_of_step
 
 
 def ran(step: Step) -> list[tuple[str, float, float]]:
@@ -18,17 +17,17 @@ def ran(step: Step) -> list[tuple[str, float, float]]:
 
 
 def only(script: Script) -> Step:
-    (step,) = assembled(script).steps
+    (step,) = assemble_script(script).steps
     return step
 
 
 def test_a_usual_step() -> None:
-    steps = assembled(Script().play("w50 " + "d l " * 3 + "D")).steps
+    steps = assemble_script(Script().play("w50 " + "d l " * 3 + "D")).steps
     assert [ran(step) for step in steps] == 3 * [
         [("data", 0, 1), ("forward", 1.1, 2.1), ("backward", 2.2, 3.2), ("optimizer", 3.3, 4.3)]
     ]
     assert [step.missing_spans for step in steps] == [0, 0, 0]
-    assert steps[0].start_ns == START + 50 * MS
+    assert steps[0].start_ns == START_NS + 50 * MS
 
 
 @pytest.mark.parametrize(
@@ -42,10 +41,10 @@ def test_a_usual_step() -> None:
     ids=["several", "nested", "of other threads", "longer than 32 bits"],
 )
 def test_spans_follow_each_other_or_are_nested(loop: str, expected: str) -> None:
-    step = assembled(Script().play(loop)).steps[0]
+    step = assemble_script(Script().play(loop)).steps[0]
     spans = [f"{name[0]} {begin:.11g} {end:.11g}" for name, begin, end in ran(step)]
     assert " ".join(spans) == expected.format(o="12000.423456 12001.423456")
-    check_spans(step)
+    check_spans_of_step(step)
 
 
 def test_the_outer_of_two_spans_with_equal_times_comes_first() -> None:
@@ -78,7 +77,7 @@ def test_primitives_called_by_the_script_are_forward_even_inside_a_call() -> Non
         *(("forward", 4.4, 5.4), ("forward", 5.5, 6.5), ("forward", 6.6, 7.6), ("backward", 7.7, 8.7)),
         ("optimizer", 8.8, 9.8),
     ]
-    check_spans(step)
+    check_spans_of_step(step)
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -90,4 +89,4 @@ def test_a_step_keeps_the_first_of_too_many_spans(monkeypatch: pytest.MonkeyPatc
     assert step.spans is not None
     assert (len(step.spans), step.missing_spans) == (MAX_SPANS, 4 + nested)
     assert [name for name, _, _ in step.spans][:4] == ["data", "forward", "optimizer" if nested else "copy", "copy"]
-    check_spans(step)
+    check_spans_of_step(step)

@@ -6,22 +6,22 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from pretend import MS, Result, Script, assembled, decoded, in_portions
-from synthetic import kind_of
 
 from dpmon.assemble import Assembler
 from dpmon.assemble.device_times import MAX_GROUPS
 from dpmon.record.record_types import Step
 from dpmon.record.span_format import Kind
+from support.record_builders import kind_of
+from support.script_simulator import MS, DecodedRows, Script, assemble_in_portions, assemble_script, decode_rows
 
 LEARN, FETCHED, LOOK = "fbo", "dfbo", "f"
 
 
-def of(loop: str) -> Result:
-    return assembled(Script().play(loop))
+def of(loop: str) -> DecodedRows:
+    return assemble_script(Script().play(loop))
 
 
-def check(result: Result) -> None:
+def check(result: DecodedRows) -> None:
     """Check: no gaps in numbers, phases that add up, steps that do not overlap, every call within its step."""
     assert [step.step for step in result.steps] == list(range(1, len(result.steps) + 1))
     assert [call.call for call in result.calls] == list(range(1, len(result.calls) + 1))
@@ -234,9 +234,9 @@ def test_a_module_that_is_called_no_more_ends_no_steps() -> None:
 
 def test_a_step_that_is_too_long_to_be_held() -> None:
     script = Script().play(("d " + "f=0.01 " * 20_000 + "b o ") * 2)
-    payloads = in_portions(script, [])
-    assert in_portions(script, [17_000, 30_000]) == payloads
-    result = decoded(payloads)
+    payloads = assemble_in_portions(script, [])
+    assert assemble_in_portions(script, [17_000, 30_000]) == payloads
+    result = decode_rows(payloads)
     assert result.shape() == [(8, FETCHED, 20_000)] * 2
     check(result)
 
@@ -313,7 +313,7 @@ def test_whether_the_last_step_counts(loop: str, uncaught: bool | None, steps: i
     script = Script().play(loop)
     if uncaught is not None:
         script.line(end=True, uncaught=uncaught)
-    assert len(assembled(script).steps) == steps
+    assert len(assemble_script(script).steps) == steps
 
 
 def test_the_last_step_ends_with_its_last_phase() -> None:
@@ -326,17 +326,17 @@ def test_the_last_step_ends_with_its_last_phase() -> None:
 
 def test_a_fetch_that_has_begun_ends_the_step() -> None:
     script = Script().play("d l d l d=5000")
-    whole = assembled(script).steps
+    whole = assemble_script(script).steps
     assembler = Assembler()
     out = assembler.feed(script.spans[:-1], script.lines_between(0, len(script.lines)))
-    assert len(decoded(out).steps) == 1
+    assert len(decode_rows(out).steps) == 1
     assert assembler.take_current_span(Kind.BACKWARD, script.spans[-1].start) == []
     assert assembler.take_current_span(Kind.FETCH, script.spans[-2].start) == []
     out += assembler.take_current_span(Kind.FETCH, script.spans[-1].start)
-    assert decoded(out).steps == whole
+    assert decode_rows(out).steps == whole
     out += assembler.feed(script.spans[-1:], [])
     out += assembler.finish()
-    assert decoded(out).steps == whole
+    assert decode_rows(out).steps == whole
 
 
 def test_calls_with_unknown_rows_do_not_reduce_the_samples() -> None:
@@ -353,7 +353,7 @@ def test_calls_with_unknown_rows_do_not_reduce_the_samples() -> None:
                 script.spans[-1] = script.spans[-1]._replace(inputs=0)
             script.backward()
         script.optimizer()
-    assert [step.samples for step in assembled(script).steps] == [10, 10]
+    assert [step.samples for step in assemble_script(script).steps] == [10, 10]
 
 
 def test_a_layout_with_too_many_devices_is_refused() -> None:

@@ -12,10 +12,9 @@ import time
 from argparse import Namespace
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
-from kept import keep
-from synthetic import Training
 
 from dpmon.cli.commands import ls
 from dpmon.cli.main import entry, main
@@ -27,11 +26,13 @@ from dpmon.run.run_directory import RunError
 from dpmon.run.run_registry import find_run
 from dpmon.store.history_schema import SCHEMA_VERSION
 from dpmon.store.history_writer import HistoryWriter
+from support.history_builders import write_run_directory
+from support.record_builders import Training
 
 
-def a_run(name: str = "linear", **about: object) -> Path:
+def a_run(name: str = "linear", **about: Any) -> Path:
     training = Training()
-    return keep({0: [*training.begin(), *training.run(5)]}, name=name, **about)  # type: ignore[arg-type]
+    return write_run_directory({0: [*training.begin(), *training.run(5)]}, name=name, **about)
 
 
 def listed(capsys: pytest.CaptureFixture[str], **options: bool) -> tuple[list[str], str]:
@@ -77,7 +78,7 @@ def test_a_run_that_begins_in_the_future_has_no_age(state: Path, capsys: pytest.
 
 def test_a_run_has_its_duration_and_samples_per_second(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
     training = Training(step_ns=100_000_000, batch=40)
-    keep({0: [*training.begin(), *training.run(50)]}, seconds=3725.0)
+    write_run_directory({0: [*training.begin(), *training.run(50)]}, seconds=3725.0)
     head, row = (re.split("  +", line) for line in listed(capsys)[0])
     assert head == ["NAME", "STATE", "AGE", "TIME", "STEPS", "SAMPLES/S", "EXIT", "COMMAND"]
     found = dict(zip(head, row, strict=True))
@@ -129,7 +130,7 @@ def test_a_history_of_another_version_is_refused_with_a_sentence(
 
 def test_an_export_is_complete_although_the_run_is_deleted_meanwhile(state: Path, tmp_path: Path) -> None:
     training = Training()
-    directory = keep({0: [*training.begin(), *training.run(400)]})
+    directory = write_run_directory({0: [*training.begin(), *training.run(400)]})
     whole = [record for record in iter_records(directory) if isinstance(record, Step)]
     with closing(sqlite3.connect(directory / "history.sqlite", isolation_level=None)) as db:
         db.execute("PRAGMA journal_mode=WAL")  # the mode that its supervisor sets

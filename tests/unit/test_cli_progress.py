@@ -4,40 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from kept import keep
-from stored import Recording
-from synthetic import step_row
 
 from dpmon.cli.status_stream import ProgressReporter
 from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Event, Step
 from dpmon.run.run_reader import PauseState
+from support.history_builders import Recording, write_run_directory
+from support.record_builders import step_row
+from support.run_harness import STATUS_NOW_NS, fake_status_reader, stop_status_clock
 
 _SECOND = 10**9
-NOW_NS = 10**15
-"""What the clock says in these tests."""
 
 
 @pytest.fixture(autouse=True)
 def still(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dpmon.cli.status_stream.time", SimpleNamespace(monotonic_ns=lambda: NOW_NS))
-
-
-def fake_reader(directory: Path, activities: Mapping[int, tuple[str, int]] | None = None) -> Any:
-    """Return the part of a reader that the lines need."""
-    info = SimpleNamespace(start_ns=0, id="20261125-213000-train-3f2a", name="train")
-    nothing = {"startup_stage": lambda: None, "waits_for_input": lambda: None, "pause_state": lambda: PauseState()}
-    return SimpleNamespace(directory=directory, activities=lambda: activities or {}, info=info, **nothing)
+    stop_status_clock(monkeypatch)
 
 
 def just_after(reader: Any, rows: Iterable[Row | Event]) -> None:
     """Set the clock to the end of the last step."""
     ends = [row.start_ns + row.wall_ns for row in rows if isinstance(row, Step)]
-    reader.info.start_ns = NOW_NS - max(ends, default=0)
+    reader.info.start_ns = STATUS_NOW_NS - max(ends, default=0)
 
 
 def step(
@@ -53,15 +43,17 @@ def step(
 def line(*processes: Iterable[Row]) -> str:
     """Return the line of Progress for the rows of each process, just after the last step."""
     rows = {number: list(own) for number, own in enumerate(processes)}
-    reader = fake_reader(keep(rows, status=None))
+    reader = fake_status_reader(write_run_directory(rows, status=None))
     just_after(reader, (row for own in rows.values() for row in own))
     return ProgressReporter(reader).line()
 
 
 def test_a_stalled_run_says_which_rank_stands_where(state: Path) -> None:
     stall = Event("stall", {"t_s": 60.0, "since_s": 50.0, "text": "rank 1 in save (t.py:3)", "ranks": []})
-    reader = fake_reader(keep({0: [step(n) for n in range(1, 21)], -1: [stall]}, status=None), {0: ("backward", 1)})
-    reader.info.start_ns = NOW_NS - 80 * _SECOND
+    reader = fake_status_reader(
+        write_run_directory({0: [step(n) for n in range(1, 21)], -1: [stall]}, status=None), {0: ("backward", 1)}
+    )
+    reader.info.start_ns = STATUS_NOW_NS - 80 * _SECOND
     lines = ProgressReporter(reader)
     assert lines.line().startswith("step 20")
     assert lines.line() == "stalled for 30.0 s: rank 1 in save (t.py:3)"
@@ -98,9 +90,9 @@ class Going:
     """A live run, whose store gets rows of one process as they are added."""
 
     def __init__(self, activities: Mapping[int, tuple[str, int]] | None = None) -> None:
-        directory = keep({}, status=None)
+        directory = write_run_directory({}, status=None)
         self._recording = Recording(0, directory)
-        self.reader = fake_reader(directory, activities)
+        self.reader = fake_status_reader(directory, activities)
         self.progress = ProgressReporter(self.reader)
 
     def takes(self, *rows: Row) -> str:
@@ -111,7 +103,7 @@ class Going:
 
 
 def test_each_line_has_the_rate_of_the_last_ten_seconds(state: Path) -> None:
-    run = Going({0: ("data", NOW_NS)})
+    run = Going({0: ("data", STATUS_NOW_NS)})
     assert run.takes(*[step(n) for n in range(1, 11)]).startswith("step 10  10.0 steps/s")
     assert run.progress.line() == "training"
     slow = [step(n, start_ns=_SECOND + (n - 10) * _SECOND // 2, every_ms=500) for n in range(11, 41)]
@@ -126,8 +118,8 @@ def test_the_time_of_a_long_gap_is_in_the_line_after_it(state: Path) -> None:
 
 
 def test_a_line_long_after_the_last_step_says_so(state: Path) -> None:
-    reader = fake_reader(keep({0: [step(1), step(2)]}, status=None))
-    reader.info.start_ns = NOW_NS - 9 * _SECOND
+    reader = fake_status_reader(write_run_directory({0: [step(1), step(2)]}, status=None))
+    reader.info.start_ns = STATUS_NOW_NS - 9 * _SECOND
     assert ProgressReporter(reader).line() == "step 2  no step has ended for 9 s  dp"
 
 
@@ -153,33 +145,33 @@ def test_a_line_after_an_evaluation_has_the_rate_of_the_training(state: Path) ->
 
 def test_without_steps_it_says_what_is_waited_for(state: Path) -> None:
     assert line() == "starting"
-    reader = fake_reader(keep({}, status=None))
+    reader = fake_status_reader(write_run_directory({}, status=None))
     progress = ProgressReporter(reader)
-    reader.startup_stage = lambda: ("importing torch", NOW_NS - 3 * 10**9)
+    reader.startup_stage = lambda: ("importing torch", STATUS_NOW_NS - 3 * 10**9)
     assert progress.line() == "starting: importing torch"
-    reader.startup_stage = lambda: ("torch imported", NOW_NS)
+    reader.startup_stage = lambda: ("torch imported", STATUS_NOW_NS)
     assert progress.line() == "starting: waiting for the first step"
-    since = NOW_NS - 12 * 10**9
-    doing = fake_reader(reader.directory, {0: ("data", since)})
+    since = STATUS_NOW_NS - 12 * 10**9
+    doing = fake_status_reader(reader.directory, {0: ("data", since)})
     doing.pause_state = lambda: PauseState(since_ns=since)
     assert ProgressReporter(doing).line() == "paused for 12.0 s"
 
 
 def test_a_long_step_says_where_it_is(state: Path) -> None:
-    doing: dict[int, tuple[str, int]] = {0: ("data", NOW_NS - 12 * _SECOND)}
-    reader = fake_reader(keep({0: [step(1), step(2)]}, status=None), doing)
-    reader.info.start_ns = NOW_NS - 15 * _SECOND
+    doing: dict[int, tuple[str, int]] = {0: ("data", STATUS_NOW_NS - 12 * _SECOND)}
+    reader = fake_status_reader(write_run_directory({0: [step(1), step(2)]}, status=None), doing)
+    reader.info.start_ns = STATUS_NOW_NS - 15 * _SECOND
     progress = ProgressReporter(reader)
     assert progress.line().startswith("step 2")
     assert progress.line() == "waiting for data for 12.0 s"
-    doing[0] = ("backward", NOW_NS - 12 * _SECOND)
+    doing[0] = ("backward", STATUS_NOW_NS - 12 * _SECOND)
     assert progress.line() == "training: in backward for 12.0 s"
 
 
 def test_the_line_after_the_last_step_does_not_wait_for_a_first_step(state: Path) -> None:
-    now = NOW_NS
+    now = STATUS_NOW_NS
     last = step(96, mode="single", start_ns=6 * _SECOND, every_ms=1000)
-    reader = fake_reader(keep({0: [last]}, status=None), {0: ("ended", 0), 1: ("ended", 0)})
+    reader = fake_status_reader(write_run_directory({0: [last]}, status=None), {0: ("ended", 0), 1: ("ended", 0)})
     reader.info.start_ns = now - 13 * _SECOND
     reader.startup_stage = lambda: ("torch imported", now - 60 * 10**9)
     progress = ProgressReporter(reader)
@@ -190,6 +182,6 @@ def test_the_line_after_the_last_step_does_not_wait_for_a_first_step(state: Path
 
 
 def test_a_wait_for_input_is_shown(state: Path) -> None:
-    reader = fake_reader(keep({}, status=None), {0: ("backward", NOW_NS - 12 * 10**9)})
-    reader.waits_for_input = lambda: NOW_NS - 11 * 10**9
+    reader = fake_status_reader(write_run_directory({}, status=None), {0: ("backward", STATUS_NOW_NS - 12 * 10**9)})
+    reader.waits_for_input = lambda: STATUS_NOW_NS - 11 * 10**9
     assert ProgressReporter(reader).line() == "waiting for input for 11.0 s"

@@ -11,16 +11,15 @@ from fcntl import ioctl
 from pathlib import Path
 
 import pytest
-from kept import keep
-from rowring import fill, use_row_rings
-from synthetic import SECOND, Training
-from test_run_playback import a_run
 
 from dpmon.cli.messages import print_closing_summary, print_message
 from dpmon.cli.summary import WIDTH, fit_lines, summary_lines
 from dpmon.record.record_types import Event
 from dpmon.report.plain_text import report_text
 from dpmon.run.run_directory import load_exit
+from support.history_builders import write_playback_run, write_run_directory
+from support.record_builders import SECOND, Training
+from support.ring_writers import make_row_ring, use_row_rings
 
 MORE = "dpmon report linear-7f3a"
 
@@ -33,19 +32,19 @@ def rows_of(lines: list[str], columns: int) -> int:
 def test_the_first_lines_stay_and_the_others_are_counted(state: Path, columns: int) -> None:
     training = Training(devices=[f"cpu:{i}" for i in range(8)])
     rows = [*training.begin(), *training.run(40), *training.switch("single"), *training.run(40)]
-    directory = keep({0: [*rows, Event("warning", {"process": 0, "t_s": 1.0, "text": "lost"})]})
+    directory = write_run_directory({0: [*rows, Event("warning", {"process": 0, "t_s": 1.0, "text": "lost"})]})
     lines = summary_lines(directory, load_exit(directory))
     assert lines[2] == "warning: lost", "before the figures"
     whole = rows_of(lines, columns)
     assert fit_lines(lines, whole, columns, MORE) == lines
-    for rows in range(8, whole):
-        *shown, said, last = fit_lines(lines, rows, columns, MORE)
-        assert rows_of([*shown, said, last], columns) <= rows
+    for room in range(8, whole):
+        *shown, said, last = fit_lines(lines, room, columns, MORE)
+        assert rows_of([*shown, said, last], columns) <= room
         assert shown == lines[: len(shown)]
         assert last == lines[-1], "where the record is"
         left = len(lines) - len(shown) - 1
         assert said == f"{left} more line{'s' * (left > 1)}: {MORE}"
-        assert rows_of([*lines[: len(shown) + 1], f"{len(lines)} more lines: {MORE}", last], columns) > rows, "full"
+        assert rows_of([*lines[: len(shown) + 1], f"{len(lines)} more lines: {MORE}", last], columns) > room, "full"
 
 
 def test_two_long_lines_are_not_fitted() -> None:
@@ -60,7 +59,7 @@ def test_the_tables_of_the_report_follow(state: Path) -> None:
     for size in range(2, 30, 2):
         rows += training.step(size)
     training.root = "Critic"
-    directory = keep({0: [*rows, *training.run(3)]})
+    directory = write_run_directory({0: [*rows, *training.run(3)]})
     lines = summary_lines(directory, load_exit(directory))
     at = lines.index("REPLICAS")
     shown = [line.split() for line in lines[at + 2 : at + 6]]
@@ -78,8 +77,8 @@ def test_an_unreadable_history_is_reported_and_the_rings_are_summarized(
 ) -> None:
     use_row_rings(monkeypatch)
     training = Training()
-    directory = keep({})
-    fill(directory / "process-0.ring", [*training.begin(), *training.run(20)])
+    directory = write_run_directory({})
+    make_row_ring(directory / "process-0.ring", [*training.begin(), *training.run(20)])
     (directory / "history.sqlite").write_bytes(b"x" * 5000)
     lines = summary_lines(directory, load_exit(directory))
     assert any(line.startswith("dp (virtual): 20 steps, 20 calls, ") for line in lines)
@@ -93,7 +92,7 @@ def test_the_parts_of_the_elapsed_time_stand_there_if_not_nearly_all_was_trainin
     training.now += 4 * SECOND
     payloads += training.run(20)
     seconds = training.now / SECOND + 1
-    directory = keep({0: payloads, -1: [Event("exit", {"status": 0, "t_s": seconds})]}, seconds=seconds)
+    directory = write_run_directory({0: payloads, -1: [Event("exit", {"status": 0, "t_s": seconds})]}, seconds=seconds)
     lines = summary_lines(directory, load_exit(directory))
     parts = f"start-up 3.00 s, training {seconds - 8:.2f} s, between steps 4.00 s, after the last step 1.00 s"
     assert lines[1].partition(": ")[2] == parts
@@ -102,7 +101,7 @@ def test_the_parts_of_the_elapsed_time_stand_there_if_not_nearly_all_was_trainin
 
 def test_nearly_nothing_but_training_needs_no_parts(state: Path) -> None:
     training = Training(start_ns=SECOND // 10)
-    directory = keep({0: [*training.begin(), *training.run(4000)]})
+    directory = write_run_directory({0: [*training.begin(), *training.run(4000)]})
     assert not any(line.startswith("elapsed ") for line in summary_lines(directory, None))
 
 
@@ -134,7 +133,7 @@ def test_a_file_gets_unchanged_characters(monkeypatch: pytest.MonkeyPatch, capsy
 def test_a_summary_leaves_room_for_the_prompt_and_its_headline(
     state: Path, monkeypatch: pytest.MonkeyPatch, rows: int, columns: int
 ) -> None:
-    directory = a_run()
+    directory = write_playback_run()
     master, slave = pty.openpty()
     ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
     with os.fdopen(slave, "w") as stderr:
@@ -155,7 +154,7 @@ def test_a_summary_leaves_room_for_the_prompt_and_its_headline(
 def test_further_warnings_are_counted_and_the_command_that_lists_them_is_named(state: Path) -> None:
     training = Training(mode="single")
     warnings = [Event("warning", {"process": 0, "t_s": 1.0, "text": f"warning number {n}"}) for n in range(12)]
-    directory = keep({0: [*training.begin(), *training.run(5), *warnings]})
+    directory = write_run_directory({0: [*training.begin(), *training.run(5), *warnings]})
     lines = summary_lines(directory, load_exit(directory))
     assert [line for line in lines if line.startswith("warning: ")] == [
         f"warning: warning number {n}" for n in range(5)
@@ -163,7 +162,7 @@ def test_further_warnings_are_counted_and_the_command_that_lists_them_is_named(s
     (more,) = [line for line in lines if "more warning" in line]
     assert more.startswith("7 more warnings: dpmon export ")
     assert more.endswith(" --kind warning lists all 12")
-    few = summary_lines(keep({0: [*training.begin(), *warnings[:5]]}, name="few"), None)
+    few = summary_lines(write_run_directory({0: [*training.begin(), *warnings[:5]]}, name="few"), None)
     assert not any("more warning" in line for line in few)
 
 
@@ -183,5 +182,5 @@ def test_a_summary_names_the_processes_that_steps_belong_to(
     for number, (rank, count) in enumerate(zip(ranks, steps, strict=True)):
         training = Training(process=number, rank=rank, mode="single", seed=number)
         processes[number] = [*training.begin(), *training.run(count)]
-    lines = summary_lines(keep(processes), None)
+    lines = summary_lines(write_run_directory(processes), None)
     assert any(line.startswith(f"single: {said}, ") for line in lines), lines

@@ -11,11 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from joined import joined_rows
-from kept import keep
 from prometheus_client.parser import text_string_to_metric_families
-from synthetic import changed
-from traceformat import read
 
 from dpmon.cli.status_stream import ProgressReporter, StatusStream
 from dpmon.cli.summary import summary_lines
@@ -24,13 +20,17 @@ from dpmon.record.record_types import Event
 from dpmon.report.html_page import render_page
 from dpmon.report.plain_text import text_lines
 from dpmon.report.report_data import collect_report_data
-from dpmon.report.report_json import report_as_json
 from dpmon.report.sections import build_document
 from dpmon.run.run_directory import load_exit, load_info
 from dpmon.run.run_reader import RunReader
 from dpmon.span_ring import SpanRing
 from dpmon.store.store_opening import open_store
 from dpmon.supervise.prometheus_file import PrometheusFile
+from support.format_readers import read_trace, report_json_of
+from support.history_builders import write_run_directory
+from support.rank_builders import ddp_rank_rows
+from support.record_builders import with_event_data
+from support.run_harness import append_to
 
 HELD_UP = "rank 1 holds the others up by 6.00 ms a step (34%): its data takes 6.40 ms against 400 µs"
 STEPS = 100
@@ -40,8 +40,8 @@ KNOWN = STEPS - 5
 
 def a_run(status: int | None = 0, **how: Any) -> Path:
     """Make a run of three ranks; the second waits long for data."""
-    made, _ = joined_rows(3, **{"slow": 1, "phase": "data", "steps": STEPS, "noise": 0.0, **how})
-    return keep(made, status=status)
+    made, _ = ddp_rank_rows(3, **{"slow": 1, "phase": "data", "steps": STEPS, "noise": 0.0, **how})
+    return write_run_directory(made, status=status)
 
 
 def test_reports_and_summaries_leave_no_file_open(state: Path) -> None:
@@ -71,7 +71,7 @@ def test_text_page_and_json_of_the_report_have_the_communication(state: Path) ->
     made = render_page(build_document(story))
     for said in ("Communication", "Where a step of each rank goes", HELD_UP, "6: 1.00 MiB, 25.0 MiB ×5"):
         assert said in made
-    found = json.loads(json.dumps(report_as_json(story)))
+    found = json.loads(json.dumps(report_json_of(story)))
     told = found["communication"]
     assert told["exposed_ms"] == pytest.approx(2.1, abs=0.01)
     assert told["wait_ms"] == pytest.approx(6.0, abs=0.01), "the straggler's own 0 is no wait"
@@ -103,7 +103,7 @@ def test_steps_without_a_pass_count_as_none_of_it(state: Path) -> None:
     assert "passes 0.25 synchronized a step, 0.75 under no_sync" in text
     assert "synchronized backward passes: 0.25 passes a step, 25 passes in all" in text
     assert "backward passes under no_sync: 0.75 passes a step, 75 passes in all" in text
-    (mode,) = report_as_json(story)["modes"]
+    (mode,) = report_json_of(story)["modes"]
     assert mode["quantities"]["synced"] == {"sum": STEPS // 4, "steps": STEPS}
 
 
@@ -114,16 +114,17 @@ def test_the_report_says_why_waits_are_unknown(state: Path) -> None:
 
 
 def test_restarted_ranks_are_reported_together(state: Path) -> None:
-    first, end = joined_rows(2, slow=1, steps=60, noise=0.0)
-    second, _ = joined_rows(2, slow=1, steps=60, noise=0.0)
+    first, end = ddp_rank_rows(2, slow=1, steps=60, noise=0.0)
+    second, _ = ddp_rank_rows(2, slow=1, steps=60, noise=0.0)
     moved = {
         2 + rank: [
-            changed(row, process=rank + 2) if isinstance(row, Event) and "process" in row.data else row for row in own
+            with_event_data(row, process=rank + 2) if isinstance(row, Event) and "process" in row.data else row
+            for row in own
         ]
         for rank, own in second.items()
     }
-    directory = keep({**first, **moved})
-    found = report_as_json(collect_report_data(directory))
+    directory = write_run_directory({**first, **moved})
+    found = report_json_of(collect_report_data(directory))
     assert found["communication"]["joined_steps"] == 2 * 55
     assert found["communication"]["straggler"]["rank"] == 1
     assert end > 0
@@ -147,7 +148,7 @@ def test_the_line_of_progress_names_the_slow_rank(state: Path) -> None:
 
 def test_json_lines_have_the_communication(state: Path) -> None:
     said: list[bytes] = []
-    lines = StatusStream(RunReader(a_run(None)), lambda line: bool(said.append(line)) or True)
+    lines = StatusStream(RunReader(a_run(None)), append_to(said))
     lines.write_if_due(1e9)
     found = json.loads(said[0])
     assert found["communication"]["straggler"]["phase"] == "data"
@@ -180,7 +181,7 @@ def test_a_trace_has_waits_and_buckets(state: Path) -> None:
     directory, file = a_run(steps=10), io.StringIO()
     with open_store(directory) as store:
         write_trace(load_info(directory), store.records(), file)
-    trace = read(file.getvalue())
+    trace = read_trace(file.getvalue())
     slices = trace.slices["rank 0 (process 0)", "steps"]
     steps = [one for one in slices if one["name"].startswith("step ")]
     syncs = [one for one in slices if one["name"] == "sync"]

@@ -13,12 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from joined import joined_rows
-from kept import keep
-from situations import rows_text
-from stage import stage
-from synthetic import SECOND, Training, device_event, host_event, pause_event
-from test_json_documented import check
 
 from dpmon.cli.main import main
 from dpmon.model.comparison_stats import _mann_whitney_cdf, estimate_change
@@ -43,6 +37,12 @@ from dpmon.store.query_results import MinuteRow
 from dpmon.ui.dialogs import Dialog
 from dpmon.ui.list_dialogs import RunEntry, RunList
 from dpmon.ui.terminal_style import COLOR, UNICODE, TerminalStyle
+from support.format_readers import check_json_is_documented
+from support.history_builders import write_run_directory
+from support.rank_builders import ddp_rank_rows
+from support.record_builders import SECOND, Training, device_event, host_event, pause_event
+from support.screen_harness import open_screen
+from support.screen_states import rows_text
 
 # ------------------------------------------------------------------------------------------------ statistics
 
@@ -118,16 +118,14 @@ def test_five_runs_a_side_find_ten_percent_and_seldom_more_than_there_is() -> No
 # ------------------------------------------------------------------------------------------------ runs
 
 
-def a_run(
-    seed: int = 1, *, slow: float = 1.0, steps: int = 400, data: float = 5, batch: int = 30, **about: object
-) -> Path:
+def a_run(seed: int = 1, *, slow: float = 1.0, steps: int = 400, data: int = 5, batch: int = 30, **about: Any) -> Path:
     """Make a run of 20 s in steps of 50 ms: `slow` times as long, or with another share of `data`."""
     training = Training(mode="single", step_ns=int(SECOND / 20 * slow), seed=seed, batch=batch)
     training.shares["single"]["data"] = data
     busy: Any = about.pop("busy", {})
     hosts = [host_event(float(t), **busy) for t in range(20)]
-    rows = {0: [*training.begin(), *training.run(steps)], -1: [*hosts, *about.pop("events", [])]}  # type: ignore[misc]
-    return keep(rows, seconds=training.now / SECOND, **about)  # type: ignore[arg-type]
+    rows = {0: [*training.begin(), *training.run(steps)], -1: [*hosts, *about.pop("events", [])]}
+    return write_run_directory(rows, seconds=training.now / SECOND, **about)
 
 
 class Judged(NamedTuple):
@@ -243,8 +241,9 @@ def test_other_batches_are_not_compared_by_their_steps(state: Path) -> None:
 
 
 def test_ranks_tell_their_communication_and_whom_they_wait_for(state: Path) -> None:
-    runs = [joined_rows(3, slow=slow, phase="data", steps=600, noise=0.02) for slow in (None, 1)]
-    found = compared(*([keep(rows, seconds=end / SECOND)] for rows, end in runs))
+    runs = [ddp_rank_rows(3, slow=slow, phase="data", steps=600, noise=0.02) for slow in (None, 1)]
+    before, after = ([write_run_directory(rows, seconds=end / SECOND)] for rows, end in runs)
+    found = compared(before, after)
     assert "most of the change is in sync" in found.outcome
     assert {"exposed", "wait"} <= found.found.compared.keys()
     text = text_of(found, 200)
@@ -254,10 +253,10 @@ def test_ranks_tell_their_communication_and_whom_they_wait_for(state: Path) -> N
 
 def test_runs_that_have_not_the_same_ranks_say_so(state: Path) -> None:
     """The samples/s of the ranks of one machine of two are no slower speed than those of all."""
-    rows, end = joined_rows(4, slow=3, phase="data", steps=200)
+    rows, end = ddp_rank_rows(4, slow=3, phase="data", steps=200)
     names = ("first.of.the.cluster", "gpu-2")
-    some = keep({number: rows[number] for number in (0, 1)}, seconds=end / SECOND, nodes=names[:1])
-    whole = keep(rows, seconds=end / SECOND, nodes=names)
+    some = write_run_directory({number: rows[number] for number in (0, 1)}, seconds=end / SECOND, nodes=names[:1])
+    whole = write_run_directory(rows, seconds=end / SECOND, nodes=names)
     found = compared([some], [whole], Threshold("step", 0.05))
     assert [*found.found.differences] == [("machine", names[0], ", ".join(names)), ("ranks", "2 of 4", "4")]
     assert "not comparable: ranks (2 of 4, 4)" in found.outcome
@@ -267,14 +266,14 @@ def test_runs_that_have_not_the_same_ranks_say_so(state: Path) -> None:
     assert ": no rank stands out (2 of 4 ranks were seen)\n" in text
     assert "\n      B: first.of.the.cluster, gpu-2\n" in text_of(found, 40)
     assert compared([some], [some]).found.compared["samples_per_s"].change is not None
-    assert compared([whole], [keep(rows, seconds=end / SECOND, nodes=tuple("abcdef"))]).found.differences == [
-        ("machine", ", ".join(names), "a, b, c, d and 2 more")
-    ]
+    assert compared(
+        [whole], [write_run_directory(rows, seconds=end / SECOND, nodes=tuple("abcdef"))]
+    ).found.differences == [("machine", ", ".join(names), "a, b, c, d and 2 more")]
 
 
 def test_phases_of_dp_only_and_another_mode(state: Path) -> None:
     training = Training(step_ns=SECOND // 20)
-    split = keep({0: [*training.begin(), *training.run(100)]}, seconds=10)
+    split = write_run_directory({0: [*training.begin(), *training.run(100)]}, seconds=10)
     found = compared([split], [a_run(1)], Threshold("replicate", 0.05), anyway=True)
     assert [what for what, _, _ in found.found.differences] == ["mode", "devices"]
     assert found.outcome == "inconclusive (replicate, limit +5.0%): none in B"
@@ -295,7 +294,7 @@ def test_short_runs_have_no_interval(state: Path) -> None:
 
 
 def test_runs_without_steps_or_with_few(state: Path) -> None:
-    empty, short, run = keep({}), a_run(1, steps=12), a_run(2)
+    empty, short, run = write_run_directory({}), a_run(1, steps=12), a_run(2)
     assert "has no step to compare" in compared([empty], [run]).outcome
     assert "has only 7 steps to compare, fewer than 20" in compared([short], [run]).outcome
     assert compared([short], [run], Threshold("step", 0.05)).status == 3
@@ -325,8 +324,9 @@ def test_three_runs_a_side_pass_fail_or_neither(
     found = compared(before, after, Threshold("step", limit))
     assert found.status == status
     assert found.outcome.startswith(words)
-    (gate,) = comparison_as_json(*found)["gate"]  # type: ignore[misc]
-    assert gate["outcome"] == found.judgments[0].outcome  # type: ignore[call-overload]
+    said: Any = comparison_as_json(*found)
+    (gate,) = said["gate"]
+    assert gate["outcome"] == found.judgments[0].outcome
     assert found.outcome in " ".join(" ".join(text_lines(build_document(*found), 400)).split())
 
 
@@ -378,7 +378,7 @@ def a_disturbed_run(seed: int, load: float, slow: float = 1.0) -> Path:
         for steps, times in ((4, 1.0), (6, load)):
             training.step_ns = int(SECOND / 50 * slow * times)
             rows += training.run(steps)
-    return keep({0: rows, -1: [host_event(float(t)) for t in range(5)]}, seconds=training.now / SECOND)
+    return write_run_directory({0: rows, -1: [host_event(float(t)) for t in range(5)]}, seconds=training.now / SECOND)
 
 
 def test_the_fast_step_shows_a_change_where_other_work_disturbs_most_steps(state: Path) -> None:
@@ -392,7 +392,9 @@ def test_the_fast_step_shows_a_change_where_other_work_disturbs_most_steps(state
     assert "on a busy machine, --phase fast_step or cpu_step may show more" in equal.judgments[0].text
     assert [one.outcome for one in slower.judgments] == ["inconclusive", "slower"]
     assert slower.judgments[1].text.startswith("slower (fast step, limit +5.0%): +")
-    assert slower.found.compared["fast_step"].change.ratio == pytest.approx(1.1, abs=0.03)
+    change = slower.found.compared["fast_step"].change
+    assert change is not None
+    assert change.ratio == pytest.approx(1.1, abs=0.03)
 
 
 def test_the_processor_time_of_a_step_is_that_of_all_processes(state: Path) -> None:
@@ -400,8 +402,10 @@ def test_the_processor_time_of_a_step_is_that_of_all_processes(state: Path) -> N
     assert run.values["cpu_step"] == pytest.approx(1.8 * 0.05 * SECOND, rel=0.05), "20 steps/s on 1.8 processors"
     assert "cpu_step" not in read_compared_run(a_run(1, busy={"node": 1})).values, "they run on other machines, too"
     assert "cpu_step" not in read_compared_run(a_run(1, steps=30)).values, "no whole second"
-    sides = ([a_run(seed, busy={"run_cpu_pct": use + seed}) for seed in range(3)] for use in (100, 112))
-    assert compared(*sides, Threshold("cpu_step", 0.05)).outcome.startswith("slower (processor time a step, limit")
+    before, after = ([a_run(seed, busy={"run_cpu_pct": use + seed}) for seed in range(3)] for use in (100, 112))
+    assert compared(before, after, Threshold("cpu_step", 0.05)).outcome.startswith(
+        "slower (processor time a step, limit"
+    )
 
 
 def test_processors_and_memory_of_several_machines_are_told_apart(state: Path) -> None:
@@ -446,7 +450,7 @@ def test_the_list_of_runs_to_compare() -> None:
 async def test_runs_are_chosen_and_compared_on_the_screen(state: Path, tmp_path: Path) -> None:
     a_run(1, name="before", started_unix=1.7e9)
     a_run(2, data=25, name="after", started_unix=1.7e9 + 60)
-    async with stage(tmp_path) as on:
+    async with open_screen(tmp_path) as on:
 
         def shows(text: str) -> bool:
             return isinstance(on.app.screen, Dialog) and text in "\n".join(rows_text(on.app.screen.rows))
@@ -503,7 +507,7 @@ def test_every_field_is_described(state: Path) -> None:
         comparison_as_json(*each)
         for each in (compared(before, after, *limits), other, compared([before[0]], [after[0]]))
     ]
-    check("dpmon compare --json", *json.loads(json.dumps(found)))
+    check_json_is_documented("dpmon compare --json", *json.loads(json.dumps(found)))
 
 
 # ------------------------------------------------------------------------------------------------ over all runs
@@ -512,7 +516,7 @@ def test_every_field_is_described(state: Path) -> None:
 def test_the_figures_of_a_script_over_its_runs(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number in range(4):
         a_run(number, slow=1 + number / 10, started_unix=1.7e9 + 100 * number, script="jobs/linear.py")
-    keep({}, script="jobs/linear.py", started_unix=1.7e9)
+    write_run_directory({}, script="jobs/linear.py", started_unix=1.7e9)
     older = a_run(7, started_unix=1.6e9, script="jobs/linear.py") / "history.sqlite"
     with closing(sqlite3.connect(older)) as db, db:
         db.execute("UPDATE meta SET value = value - 1 WHERE key = 'schema'")
@@ -528,7 +532,7 @@ def test_the_figures_of_a_script_over_its_runs(state: Path, capsys: pytest.Captu
     assert re.search(r"^  start-up .* 0\.0% +▅▅▅▅$", out, re.M), "equal values do not look like a drift"
     assert main(["ls", "--script", "jobs/linear.py", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    check("dpmon ls --script --json", found)
+    check_json_is_documented("dpmon ls --script --json", found)
     assert [len(one["values"]) for one in found["figures"].values()] == [4] * len(found["figures"])
     assert main(["ls", "--script", "none.py"]) == 2
     assert "there is no run of none.py" in capsys.readouterr().err

@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from places import PLACES, put
 
 from dpmon.cli.main import main
 from dpmon.config import ConfigError, Settings, config_path, load_settings
+from support.hostile_inputs import FILE_TYPES, create_file_of_type
 
 
 def written(home: Path, text: str) -> dict[str, str]:
@@ -119,11 +119,11 @@ def test_without_a_file_no_parser_is_loaded(tmp_path: Path) -> None:
     assert done.stdout == "False\n"
 
 
-@pytest.mark.parametrize("kind", [kind for kind in PLACES if kind != "a symbolic link"])
+@pytest.mark.parametrize("kind", [kind for kind in FILE_TYPES if kind != "a symbolic link"])
 def test_a_configuration_that_is_not_a_file_is_refused(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "dpmon" / "config.toml"
     path.parent.mkdir()
-    put(kind, path)
+    create_file_of_type(kind, path)
     with pytest.raises(ConfigError, match=r"is not a regular file|cannot be read"):
         load_settings({"XDG_CONFIG_HOME": str(tmp_path)})
 

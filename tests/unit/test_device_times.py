@@ -13,11 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kept import keep
-from situations import INFO, LOOK
-from stored import state_of
-from synthetic import SECOND, Training
-from timed import GPUS, HOST_ONLY, OF_CALL, growing, staged, timed, trained
 
 from dpmon.cli.status_stream import StatusStream, _progress
 from dpmon.cli.summary import summary_lines
@@ -31,13 +26,27 @@ from dpmon.record.shared_names import CALL_PHASES, Untimed
 from dpmon.report import collect_report_data, report_text
 from dpmon.report.html_page import render_page
 from dpmon.report.plots import build_plots
-from dpmon.report.report_json import report_as_json
 from dpmon.report.sections import build_document
 from dpmon.run.run_directory import load_info
 from dpmon.run.run_reader import RunReader
 from dpmon.ui.panels import panel_batch, panel_replicas
 from dpmon.ui.screen_data import ScreenData
 from dpmon.ui.styled_rows import plain_text
+from support.format_readers import report_json_of
+from support.history_builders import snapshot_of_records, write_run_directory
+from support.record_builders import (
+    CALL_TIMES_MS,
+    GPUS,
+    HOST_ONLY,
+    SECOND,
+    Training,
+    growing_times,
+    staged_calls,
+    timed_training,
+    with_device_times,
+)
+from support.run_harness import append_to
+from support.screen_states import RUN_INFO, STYLE
 
 NEAR = partial(pytest.approx, rel=0.004)
 """Relative error of medians, which come from sketches."""
@@ -45,11 +54,11 @@ NEAR = partial(pytest.approx, rel=0.004)
 
 def even(steps: int) -> list[Row]:
     """Return a training whose replicas always take 1.5 and 1.75 ms."""
-    return trained(steps, lambda number: (1.5, 1.75))
+    return timed_training(steps, lambda number: (1.5, 1.75))
 
 
 def test_history_exports_and_report_have_device_times(state: Path) -> None:
-    directory = keep({0: even(40)})
+    directory = write_run_directory({0: even(40)})
     records = list(iter_records(directory))
     calls = [record for record in records if isinstance(record, Call)]
     steps = [record for record in records if isinstance(record, Step)]
@@ -69,7 +78,7 @@ def test_history_exports_and_report_have_device_times(state: Path) -> None:
     assert len(counters) == 40
     assert counters[0]["args"] == {"data": 0.25, "forward": 4.0, "backward": 3.0, "optimizer": 0.5}
 
-    phases = report_as_json(collect_report_data(directory))["modes"][0]["phases"]
+    phases = report_json_of(collect_report_data(directory))["modes"][0]["phases"]
     medians = [phases[name]["device_median_ms"] for name in ("forward", "gather")]
     assert medians == pytest.approx([4.0, 0.25], rel=0.004)
     assert phases["other"]["device_median_ms"] is None
@@ -82,7 +91,7 @@ def test_history_exports_and_report_have_device_times(state: Path) -> None:
 
 @pytest.mark.parametrize("damage", [b"\6", "text", "5", '["x"]'])
 def test_a_history_is_read_up_to_damaged_device_times(state: Path, damage: object) -> None:
-    directory = keep({0: even(5)})
+    directory = write_run_directory({0: even(5)})
     with closing(sqlite3.connect(directory / "history.sqlite")) as db, db:
         db.execute("UPDATE steps SET device = ? WHERE step = 3", (damage,))
     records = list(iter_records(directory))
@@ -92,12 +101,12 @@ def test_a_history_is_read_up_to_damaged_device_times(state: Path, damage: objec
 
 
 def test_the_screen_shows_host_and_device_side_by_side() -> None:
-    facts = ScreenData(state_of(even(40)), 3 * SECOND, INFO, alive=True)
-    head, first, second, *_ = (plain_text(row) for row in panel_replicas.render_panel(facts, 100, 10, LOOK))
+    facts = ScreenData(snapshot_of_records(even(40)), 3 * SECOND, RUN_INFO, alive=True)
+    head, first, second, *_ = (plain_text(row) for row in panel_replicas.render_panel(facts, 100, 10, STYLE))
     assert "host time on device" in head
     assert "1.50 ms" in first
     assert "1.75 ms" in second
-    rows = [plain_text(row).split() for row in panel_batch.render_panel(facts, 120, 14, LOOK)]
+    rows = [plain_text(row).split() for row in panel_batch.render_panel(facts, 120, 14, STYLE)]
     assert [row[0] for row in rows[1:5]] == ["share", "median", "device", "p95"]
     # As on the host, forward excludes the phases of the call: 4 - (0.5 + 1 + 2 + 0.25).
     values = " ".join(rows[3][1:])
@@ -113,8 +122,8 @@ def cells(lines: Sequence[str], title: str) -> list[list[str]]:
 
 
 def test_a_replica_has_medians_of_device_and_host_times(state: Path) -> None:
-    directory = keep({0: trained()})
-    first, second = report_as_json(collect_report_data(directory))["replicas"]
+    directory = write_run_directory({0: timed_training()})
+    first, second = report_json_of(collect_report_data(directory))["replicas"]
     assert (first["device_median_ms"], first["device_calls"], first["calls"], first["absent"]) == (NEAR(5.0), 9, 9, {})
     assert second["device_median_ms"] == NEAR(10.0)
     assert 0 < first["median_ms"] < 1, "that of the host is another"
@@ -127,8 +136,10 @@ def test_a_replica_has_medians_of_device_and_host_times(state: Path) -> None:
 
 
 def test_the_report_says_in_how_many_calls_a_replicas_device_time_is_known(state: Path) -> None:
-    directory = keep({0: trained(replicas=lambda n: (float(n) if n > 6 else None, None), why=Untimed.CAPTURED)})
-    first, second = report_as_json(collect_report_data(directory))["replicas"]
+    directory = write_run_directory(
+        {0: timed_training(replicas=lambda n: (float(n) if n > 6 else None, None), why=Untimed.CAPTURED)}
+    )
+    first, second = report_json_of(collect_report_data(directory))["replicas"]
     assert (first["device_median_ms"], first["device_calls"], first["absent"]) == (NEAR(8.0), 3, {})
     assert (second["device_median_ms"], second["device_calls"]) == (None, 0)
     assert second["absent"] == {"device_median_ms": UNTIMED[Untimed.CAPTURED]}
@@ -139,13 +150,15 @@ def test_the_report_says_in_how_many_calls_a_replicas_device_time_is_known(state
 def test_calls_of_evaluations_are_in_neither_median(state: Path) -> None:
     made = Training(devices=GPUS, virtual=False)
     rows = made.run(4) + [row for _ in range(4) for row in made.step(evaluates=True)]
-    first, second = report_as_json(collect_report_data(keep({0: timed(rows, growing)})))["replicas"]
+    first, second = report_json_of(
+        collect_report_data(write_run_directory({0: with_device_times(rows, growing_times)}))
+    )["replicas"]
     assert (first["calls"], first["device_calls"]) == (4, 4)
     assert (first["device_median_ms"], second["device_median_ms"]) == (NEAR(2.5), NEAR(5.0))
 
 
 def test_a_page_has_the_column_and_the_bars(state: Path) -> None:
-    story = collect_report_data(keep({0: trained()}))
+    story = collect_report_data(write_run_directory({0: timed_training()}))
     (plot,) = [plot for plot in build_plots(story.facts) if plot.name == "replicas"]
     (device,) = plot.series
     assert (device.name, plot.unit) == ("on device", "ms")
@@ -159,8 +172,8 @@ def test_a_page_has_the_column_and_the_bars(state: Path) -> None:
 
 def test_a_stage_has_the_median_of_its_device(state: Path) -> None:
     """Two processes have the same stages: their calls are in one line."""
-    directory = keep({0: staged(4, growing), 1: staged(3, lambda n: (9.0, None))})
-    lines = report_as_json(collect_report_data(directory))["stages"]
+    directory = write_run_directory({0: staged_calls(4, growing_times), 1: staged_calls(3, lambda n: (9.0, None))})
+    lines = report_json_of(collect_report_data(directory))["stages"]
     found = {(line["stage"], line["outputs"]): line for line in lines}
     assert len(found) == len(lines) == 3
     first = found[0, "[30, 5]"]
@@ -177,8 +190,8 @@ def test_a_stage_has_the_median_of_its_device(state: Path) -> None:
 
 @pytest.mark.parametrize(("took", "reason"), [(None, HOST_ONLY), (lambda number: (None, None), UNTIMED[Untimed.LATE])])
 def test_stages_without_times_of_devices_have_no_column_but_the_reason(state: Path, took: Any, reason: str) -> None:
-    directory = keep({0: staged(3, took)})
-    for line in report_as_json(collect_report_data(directory))["stages"]:
+    directory = write_run_directory({0: staged_calls(3, took)})
+    for line in report_json_of(collect_report_data(directory))["stages"]:
         assert (line["device_median_ms"], line["device_calls"]) == (None, 0)
         assert line["absent"] == {"device_median_ms": reason}
     assert "on device" not in "\n".join(report_text(directory, 120))
@@ -190,9 +203,9 @@ def test_a_rank_has_the_device_time_of_its_forward(state: Path) -> None:
         made = Training(process=number, rank=number, devices=(f"cuda:{number}",), virtual=False, mode="single",
                         via="DistributedDataParallel")  # fmt: skip
         took = (0.25, None if number == 2 else 4.0 + number, 3.0, 0.5)
-        ranks[number] = [*made.begin(), *timed(made.run(5), lambda _: (9.0,), Untimed.FAULT, took)]
-    directory = keep(ranks)
-    found = report_as_json(collect_report_data(directory))["ranks"]
+        ranks[number] = [*made.begin(), *with_device_times(made.run(5), lambda _: (9.0,), Untimed.FAULT, took)]
+    directory = write_run_directory(ranks)
+    found = report_json_of(collect_report_data(directory))["ranks"]
     assert [one["forward_device_median_ms"] for one in found] == [NEAR(4.0), NEAR(5.0), None]
     assert [one["absent"] for one in found[1:]] == [{}, {"forward_device_median_ms": UNTIMED[Untimed.FAULT]}]
     lines = report_text(directory, 80)
@@ -205,9 +218,9 @@ def test_a_rank_has_the_device_time_of_its_forward(state: Path) -> None:
 def test_the_share_of_device_waits_is_extrapolated_to_all_steps(state: Path) -> None:
     """Half of the 80 steps (about 2.4 ms each) have a known wait of 1 ms."""
     made = Training(devices=GPUS, virtual=False)
-    payloads = timed(made.run(40), of_step=(1.0, 1.5, 0.7, 0.1))
-    payloads += timed(made.run(40), of_step=(None, 1.5, 0.7, 0.1), why=Untimed.LATE)
-    story = collect_report_data(keep({0: payloads}))
+    payloads = with_device_times(made.run(40), of_step=(1.0, 1.5, 0.7, 0.1))
+    payloads += with_device_times(made.run(40), of_step=(None, 1.5, 0.7, 0.1), why=Untimed.LATE)
+    story = collect_report_data(write_run_directory({0: payloads}))
     figures = story.facts.modes[0].phase("data")
     assert figures is not None
     walls = sum(one.wall_ns for one in story.facts.stretches.bins)
@@ -219,9 +232,9 @@ def test_the_share_of_device_waits_is_extrapolated_to_all_steps(state: Path) -> 
 
 def test_without_device_times_the_report_does_not_mention_them(state: Path) -> None:
     made = Training()
-    directory = keep({0: [*made.begin(), *made.run(40)], 1: Training(process=1).run(40)})
+    directory = write_run_directory({0: [*made.begin(), *made.run(40)], 1: Training(process=1).run(40)})
     story = collect_report_data(directory)
-    said = report_as_json(story)
+    said = report_json_of(story)
     for line in (*said["replicas"], *said["ranks"]):
         assert line["absent"] == {}, "the record does not say"
     assert {line["device_median_ms"] for line in said["replicas"]} == {None}
@@ -236,7 +249,7 @@ def test_without_device_times_the_report_does_not_mention_them(state: Path) -> N
 def line_of(rows: Sequence[Row]) -> dict[str, Any]:
     """Return the line of a headless run with these records."""
     said: list[bytes] = []
-    lines = StatusStream(RunReader(keep({0: rows}, status=None)), lambda line: bool(said.append(line)) or True)
+    lines = StatusStream(RunReader(write_run_directory({0: rows}, status=None)), append_to(said))
     lines.write_if_due(1e9)
     lines.write_final(None)
     found: dict[str, Any] = json.loads(said[0])
@@ -248,11 +261,11 @@ def on_device(phases: dict[str, dict[str, float | None]]) -> dict[str, float | N
 
 
 def test_a_line_has_the_device_beside_the_host_of_the_same_thing(state: Path) -> None:
-    said = line_of(trained(40))
+    said = line_of(timed_training(40))
     # The whole forward, as for the host; without the phases of the calls, only 0.25 ms would be left.
     others = {"data": 0.25, "forward": 4.0, "backward": 3.0, "optimizer": 0.5}
     assert on_device(said["phases"]) == {"other": None, **{name: NEAR(took) for name, took in others.items()}}
-    assert on_device(said["call_phases"]) == {n: NEAR(took) for n, took in zip(CALL_PHASES, OF_CALL, strict=True)}
+    assert on_device(said["call_phases"]) == {n: NEAR(took) for n, took in zip(CALL_PHASES, CALL_TIMES_MS, strict=True)}
     whole = said["phases"]["forward"]["median_ms"]
     assert whole > sum(phase["median_ms"] for phase in said["call_phases"].values()) * 0.9
     assert "device_median_ms" not in said["absent"]
@@ -260,7 +273,7 @@ def test_a_line_has_the_device_beside_the_host_of_the_same_thing(state: Path) ->
 
 @pytest.mark.parametrize(("took", "reason"), [(None, HOST_ONLY), (lambda number: (None, None), UNTIMED[Untimed.LATE])])
 def test_a_line_without_device_times_says_why(state: Path, took: Any, reason: str) -> None:
-    said = line_of(staged(9, took))
+    said = line_of(staged_calls(9, took))
     assert on_device(said["phases"]) == {"forward": None, "other": None}
     assert said["absent"]["device_median_ms"] == reason
 

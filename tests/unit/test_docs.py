@@ -9,7 +9,6 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
-from documented import DOCS, README, ROOT, anchors, code, links, pages, patched, patches, prose, tables
 
 from dpmon.cli import options
 from dpmon.config import SETTINGS, THEMES
@@ -18,6 +17,7 @@ from dpmon.ui.panel_layout import MIN_HEIGHT, MIN_WIDTH, is_wide, place_panels
 from dpmon.ui.scenes import ARRANGEMENTS, DP
 from dpmon.ui.screen_data import NAMES as PANEL_NAMES
 from dpmon.ui.screen_data import PANELS, RANK_NAMES
+from support.format_readers import DOCS, README, ROOT, anchors, apply_patch, code, links, pages, patches, prose, tables
 
 SCREEN = DOCS / "screen.md"
 MOST_LINES = 150
@@ -250,7 +250,7 @@ def test_every_patch_fits(page: Path) -> None:
     """If one does not fit, the code that it shows has changed."""
     for path, hunks in patches(page):
         text = (ROOT / path).read_text(encoding="utf-8")
-        assert patched(text, hunks) != text
+        assert apply_patch(text, hunks) != text
 
 
 def test_these_tests_find_what_they_check() -> None:

@@ -7,6 +7,7 @@ import os
 import shutil
 from collections import namedtuple
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -161,7 +162,7 @@ def test_nvml_is_reported_with_a_remedy(seen: self_test._SelfTestResults, state:
     ],
 )
 def test_torch_and_the_gpus_are_compared(
-    facts: dict[str, object], devices: dict[int, str], state: str, words: str
+    facts: dict[str, Any], devices: dict[int, str], state: str, words: str
 ) -> None:
     (found,) = self_test._check_cuda(self_test._SelfTestResults(facts=facts, devices=devices))
     assert (found.state, words in found.found) == (state, True)

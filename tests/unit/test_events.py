@@ -11,8 +11,6 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from kept import draft
-from running import LIMIT_S, wait_for
 
 from dpmon.model.finding_text import Finding
 from dpmon.model.recorded_stalls import RecordedStall
@@ -25,6 +23,8 @@ from dpmon.report.health import Health
 from dpmon.run.lifecycle import EVENTS_FILE, take_lock
 from dpmon.supervise import start_supervisor
 from dpmon.supervise.start_supervisor import NotifierLauncher
+from support.history_builders import make_run_info
+from support.run_harness import LIMIT_S, wait_for
 
 TRAINING = Health("training", None)
 RUN = "20261125-213000-train-3f2a"
@@ -126,7 +126,7 @@ def test_one_who_begins_anew_does_not_tell_a_straggler_again() -> None:
 
 
 def test_an_event_is_a_cloud_event_without_control_characters() -> None:
-    info = draft(id=RUN, name="train", host="box7", started_unix=1.7e9)
+    info = make_run_info(id=RUN, name="train", host="box7", started_unix=1.7e9)
     event = Notification("dpmon.run.stalled", "83", {"text": "rank 1 in \x1b[2Jsave"}, 83.5)
     found = to_cloudevent(event, event.id_in(RUN), info)
     assert {name: found[name] for name in ("specversion", "id", "source", "type", "subject", "time")} == {
@@ -160,7 +160,7 @@ class Told:
     def commands(self, *command: str) -> NotificationCommands:
         """The commands of a run with this command for events."""
         self._monkeypatch.setenv(start_supervisor.START_DIRECTORY, str(self.place))
-        return NotificationCommands(self.place, draft(id=RUN, cwd="/elsewhere"), self.log, command)
+        return NotificationCommands(self.place, make_run_info(id=RUN, cwd="/elsewhere"), self.log, command)
 
     def shell(self, text: str) -> NotificationCommands:
         """The commands of a run with a shell script for events, which runs in this directory."""
@@ -305,7 +305,7 @@ def test_one_process_tells_and_it_is_started_again_ever_more_rarely(
 ) -> None:
     started: list[str] = []
 
-    def begin(directory: Path, how: str, **_: object) -> None:
+    def begin(directory: Path, how: str, **_: Any) -> None:
         started.append(how)
 
     monkeypatch.setattr(start_supervisor, "_start", begin)

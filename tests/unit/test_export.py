@@ -8,14 +8,11 @@ import json
 import os
 import random
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from kept import keep
-from synthetic import SECOND, Training, decoded, device_event, host_event, runs_of
-from traceformat import Trace, read
 
 import dpmon.export as run_export
 from dpmon.cli.status_stream import NonBlockingLineFile
@@ -26,41 +23,21 @@ from dpmon.record.record_specs import COLUMNS
 from dpmon.record.record_types import Call, Event, Record, Step
 from dpmon.run.output_target import open_replacement
 from dpmon.run.run_directory import load_info
-
-
-class Even(Training):
-    """A training with steps of equal duration."""
-
-    def _wobble(self, ns: float) -> int:
-        return int(ns)
-
-
-def trained() -> list[bytes]:
-    training = Even()
-    return [*training.begin(), *training.run(20), *training.switch("single"), *training.run(5)]
-
-
-def samples() -> list[bytes]:
-    found = [host_event(float(t)) for t in range(3)]
-    found += [device_event(float(t), index) for t in range(3) for index in (0, 1)]
-    found.append(device_event(3.0, 0, util_pct=None, absent={"util_pct": "the GPU is lost"}))
-    memory = {"process": 0, "rank": None, "t_s": 2.5, "step": 9, "took_ms": 0.1, "absent": {"devices": "too many"}}
-    memory["devices"] = [
-        {
-            "device": "cuda:0",
-            "model_bytes": 100,
-            "gradients_bytes": 50,
-            "peak_bytes": None,
-            "absent": {"peak_bytes": "x"},
-        },
-        {"device": "cuda:1", "model_bytes": 10},
-    ]
-    return [*found, Event("memory", memory), Event("warning", {"process": None, "t_s": None, "text": "a\nb"})]
+from support.format_readers import ChromeTrace, read_trace
+from support.history_builders import write_run_directory
+from support.record_builders import (
+    SECOND,
+    Training,
+    even_training_rows,
+    records_of_rows,
+    runs_of,
+    sample_events,
+)
 
 
 @pytest.fixture
 def directory(state: Path) -> Path:
-    return keep({0: trained(), -1: samples()}, status=3)
+    return write_run_directory({0: even_training_rows(), -1: sample_events()}, status=3)
 
 
 def table(directory: Path, which: str, where: Path) -> list[dict[str, str]]:
@@ -123,7 +100,7 @@ def test_an_unknown_member_is_kept_in_the_last_column() -> None:
 
 def test_idle_devices_and_missing_sizes_are_in_csv() -> None:
     training = Training(devices=("cpu:0", "cpu:1", "cpu:2"), batch=2)
-    (call,) = (record for record in decoded(training.step()) if isinstance(record, Call))
+    (call,) = (record for record in records_of_rows(training.step()) if isinstance(record, Call))
     cells = dict(zip(COLUMNS["call"], csv_rows_of(call)[0], strict=False))
     assert (cells["replicas"], cells["idle_devices"]) == ("2", "cpu:2")
     unseen = replace(call, replicas=tuple(share._replace(inputs=None) for share in call.replicas))
@@ -156,11 +133,11 @@ def test_csv_of_all_kinds_needs_a_directory(directory: Path, tmp_path: Path) -> 
 # ------------------------------------------------------------------------------------------------ perfetto
 
 
-def trace_of(directory: Path, records: Iterable[Record] | None = None) -> Trace:
+def trace_of(directory: Path, records: Iterable[Record] | None = None) -> ChromeTrace:
     """Write the records of a run, or these, as a trace; read it."""
     file = io.StringIO()
     write_trace(load_info(directory), run_export.iter_records(directory) if records is None else records, file)
-    return read(file.getvalue())
+    return read_trace(file.getvalue())
 
 
 def test_a_trace_has_a_track_a_replica_and_all_that_happened(directory: Path) -> None:
@@ -190,13 +167,13 @@ def test_a_trace_has_a_track_a_replica_and_all_that_happened(directory: Path) ->
 
 def test_calls_at_the_same_time_do_not_tear_each_other(state: Path) -> None:
     """Calls of several threads overlap, and are in the order of their ends."""
-    (one,) = (record for record in decoded(Training().step()) if isinstance(record, Call))
+    (one,) = (record for record in records_of_rows(Training().step()) if isinstance(record, Call))
 
     def at(start: int, wall: int) -> Call:
         return replace(one, start_ns=start, wall_ns=wall, phases={}, replicas=one.replicas[:1])
 
     calls = [at(0, 2_000_000), at(1_000_000, 3_000_000), at(2_000_000, 9_000_000), at(4_000_000, 8_000_000)]
-    trace = trace_of(keep({}), calls)
+    trace = trace_of(write_run_directory({}), calls)
     assert len(trace.slices["process 0", "calls"]) == 2
     assert len(trace.slices["process 0", "calls (concurrent 1)"]) == 2
 
@@ -215,7 +192,7 @@ def test_steps_that_touch_each_other_do_not_overlap_for_perfetto(state: Path) ->
         phases = {"forward": took // 3}
         steps.append(Step(0, None, number, "dp", at, took, 4, phases, runs=runs_of(spans)))
         at += took
-    found = trace_of(keep({}), steps).slices["process 0", "steps"]
+    found = trace_of(write_run_directory({}), steps).slices["process 0", "steps"]
     wanted: list[tuple[str, int, int]] = []
     for step in steps:
         wanted.append((f"step {step.step}", step.start_ns, step.wall_ns))
@@ -224,17 +201,17 @@ def test_steps_that_touch_each_other_do_not_overlap_for_perfetto(state: Path) ->
 
 
 def test_damaged_records_are_left_out_of_the_trace(state: Path) -> None:
-    (one,) = (record for record in decoded(Training().step()) if isinstance(record, Call))
-    bad = [one, replace(one, start_ns=-5), replace(one, wall_ns=-5)]
+    (one,) = (record for record in records_of_rows(Training().step()) if isinstance(record, Call))
+    bad: list[Record] = [one, replace(one, start_ns=-5), replace(one, wall_ns=-5)]
     bad += [Step(0, None, 1, "dp", 5, -1, None, {}), Event("host", {"t_s": float("nan"), "cpu_pct": float("inf")})]
     bad += [Event("warning", {"process": 0, "text": None, "x": [float("nan")]}), Event("memory", {"devices": 5})]
     bad += [Event("device", {"index": None, "t_s": "x", "util_pct": 10**400, "absent": 3, "a": None})]
-    names = [event["name"] for event in trace_of(keep({}), bad).slices["process 0", "calls"]]
+    names = [event["name"] for event in trace_of(write_run_directory({}), bad).slices["process 0", "calls"]]
     assert names == ["Model", *one.phases]
 
 
 def test_a_trace_that_is_interrupted_is_closed(directory: Path) -> None:
-    def interrupted() -> object:
+    def interrupted() -> Iterator[Record]:
         for number, record in enumerate(run_export.iter_records(directory)):
             if number == 20:
                 raise KeyboardInterrupt
@@ -243,7 +220,7 @@ def test_a_trace_that_is_interrupted_is_closed(directory: Path) -> None:
     file = io.StringIO()
     with pytest.raises(KeyboardInterrupt):
         write_trace(load_info(directory), interrupted(), file)
-    assert read(file.getvalue()).slices
+    assert read_trace(file.getvalue()).slices
 
 
 # ------------------------------------------------------------------------------------------------ the file

@@ -11,10 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from joined import joined_rows
-from kept import keep
-from stage import LOOK
-from synthetic import SECOND, Training
 
 from dpmon.cli.commands import _make_listed_run
 from dpmon.cli.status_stream import ProgressReporter, StatusStream
@@ -23,7 +19,6 @@ from dpmon.model.mode_comparison import Comparison, verdict_sentence
 from dpmon.record.schema import PHASES, REST, STEP
 from dpmon.report.plain_text import report_text
 from dpmon.report.report_data import collect_report_data
-from dpmon.report.report_json import report_as_json
 from dpmon.report.sections import most_frequent
 from dpmon.run.run_directory import load_exit, load_info
 from dpmon.run.run_reader import RunReader
@@ -37,6 +32,12 @@ from dpmon.ui.panels.panel_status import render_panel
 from dpmon.ui.playback import Player, _PlaybackRun
 from dpmon.ui.screen_data import View
 from dpmon.ui.styled_rows import Row, plain_text
+from support.format_readers import report_json_of
+from support.history_builders import write_run_directory
+from support.rank_builders import ddp_rank_rows
+from support.record_builders import SECOND, Training
+from support.run_harness import append_to
+from support.screen_states import STYLE
 
 MODES = (("dp", False), ("dp", True), ("single", False), ("single", True))
 """Modes, each with and without evaluation."""
@@ -74,7 +75,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         payloads += training.switch(then) if then else []
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
-        yield keep({0: payloads}, seconds=training.now / SECOND + 1)
+        yield write_run_directory({0: payloads}, seconds=training.now / SECOND + 1)
 
 
 def figures_of(found: StepStats) -> Iterator[tuple[str, str, Any]]:
@@ -114,7 +115,7 @@ def in_summary(directory: Path) -> Shown:
     for line in summary_lines(directory, load_exit(directory)):
         if head := re.fullmatch(rf"{_MODE}: .*? steps, .*? calls, (.*)", line):
             mode = head[1], bool(head[2])
-            found[(*mode, STEP, "rate")] = head[3]
+            found |= {(*mode, STEP, "rate"): head[3]}
         elif row := re.fullmatch(rf" +(\w+) +median +{_TIME} +p95 +{_TIME}", line):
             found |= {
                 (*mode, row[1], name): text for name, text in zip(("median", "p95"), row.groups()[1:], strict=True)
@@ -153,14 +154,14 @@ def in_json(said: Iterable[tuple[str, bool, Mapping[str, Any], Mapping[str, Any]
 
 
 def in_report_as_json(directory: Path) -> Shown:
-    said = json.loads(json.dumps(report_as_json(collect_report_data(directory))))
+    said = json.loads(json.dumps(report_json_of(collect_report_data(directory))))
     modes = [(False, one) for one in said["modes"]] + [(True, one) for one in said["evaluations"]]
     return in_json((one["mode"], evaluation, one, one["phases"]) for evaluation, one in modes)
 
 
 def last_line(directory: Path) -> dict[str, Any]:
     said: list[bytes] = []
-    lines = StatusStream(RunReader(directory), lambda line: bool(said.append(line)) or True)
+    lines = StatusStream(RunReader(directory), append_to(said))
     lines.write_if_due(1e9)
     lines.write_final(load_exit(directory))
     found: dict[str, Any] = json.loads(said[-2])
@@ -205,10 +206,10 @@ def on_screen(directory: Path, feed: LiveRun) -> tuple[Shown, str]:
         feed.build_screen_data(view)
         feed.refresh()
     facts = feed.build_screen_data(view)
-    title, corner = panel_batch.panel_title(facts, LOOK, 120)
+    title, corner = panel_batch.panel_title(facts, STYLE, 120)
     assert plain_text(title).endswith("whole run")
     found: Shown = {(*LAST[0], STEP, name): text for name, text in re.findall(rf"(\w+) +{_TIME}", plain_text(corner))}
-    head, *table = map(plain_text, panel_batch.render_panel(facts, 150, 40, LOOK)[:4])
+    head, *table = map(plain_text, panel_batch.render_panel(facts, 150, 40, STYLE)[:4])
     columns = [REST if phase.name == "forward" else phase.name for phase in PHASES if not phase.optional]
     assert [name.lower()[:3] for name in head.split()] == [
         "dat",
@@ -228,8 +229,8 @@ def on_screen(directory: Path, feed: LiveRun) -> tuple[Shown, str]:
         shown = re.findall(r"<?[\d.]+(?: [µm]?s|%)", rest)
         found |= {(*LAST[0], phase, name): text for phase, text in zip(columns, shown, strict=False)}
     rows: list[Row] = [
-        *render_panel(facts, 180, 2, LOOK),
-        *panel_compare.render_panel(facts, 100, 30, LOOK),
+        *render_panel(facts, 180, 2, STYLE),
+        *panel_compare.render_panel(facts, 100, 30, STYLE),
     ]
     feed.close()
     return found, "\n".join(map(plain_text, rows))
@@ -282,8 +283,8 @@ def test_a_figure_is_the_same_wherever_it_is_shown(run: Path, name: str) -> None
 
 def test_the_times_of_ranks_are_those_of_one_rank_everywhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    made, end = joined_rows(2, slow=1, phase="data", extra_ms=38.0)
-    directory = keep(made, seconds=end / SECOND + 1)
+    made, end = ddp_rank_rows(2, slow=1, phase="data", extra_ms=38.0)
+    directory = write_run_directory(made, seconds=end / SECOND + 1)
     with open_store(directory) as store:
         window = StatsWindow(store)
         each = [window.figures("single", process=process) for process in (0, 1)]
@@ -307,7 +308,7 @@ def test_the_times_of_ranks_are_those_of_one_rank_everywhere(monkeypatch: pytest
     (row,) = (line.split() for line in text if line.startswith("  ddp"))
     assert row[:4] == ["ddp", str(2 * steps), "rank", "0"]
     assert any(line.startswith("  time of a step of rank 0, mean over each") for line in text)
-    said = report_as_json(collect_report_data(directory))
+    said = report_json_of(collect_report_data(directory))
     (mode,) = said["modes"]
     assert (mode["steps"], mode["process"], mode["rank"], mode["process_steps"]) == (2 * steps, 0, 0, steps)
     assert mode["phases"]["data"]["median_ms"] == median / 1e6
@@ -320,7 +321,7 @@ def test_the_times_of_ranks_are_those_of_one_rank_everywhere(monkeypatch: pytest
     feed.refresh()
     facts = feed.build_screen_data(View(zoom="batch", span_s=0))
     numbers = panel_batch.shown_stats(facts)
-    assert "rank 0" in plain_text(panel_batch.panel_title(facts, LOOK, 120)[0])
+    assert "rank 0" in plain_text(panel_batch.panel_title(facts, STYLE, 120)[0])
     assert numbers.phases[0].median_ns == median
     feed.close()
     in_metrics(directory)
@@ -367,7 +368,7 @@ def test_evaluations_are_counted_separately_everywhere(run: Path) -> None:
         evaluations = sum(window.figures(mode, True).steps for mode in ("dp", "single"))
     assert sum(one.count for one in columns if not one.evaluation) == training
     assert sum(one.count for one in columns if one.evaluation) == evaluations > 0
-    drawn = "\n".join(plain_text(row) for row in panel_batch.render_panel(facts, 600, 40, LOOK))
+    drawn = "\n".join(plain_text(row) for row in panel_batch.render_panel(facts, 600, 40, STYLE))
     feed.close()
     assert "evaluation \u2500" in drawn
     assert f"{training} training and {evaluations} evaluation steps" in " ".join(
@@ -386,14 +387,14 @@ def test_sizes_of_evaluations_do_not_count_as_sizes_of_the_training() -> None:
 
 def test_a_loop_whose_steps_are_not_known_yet_has_calls_everywhere(state: Path) -> None:
     """The tracer has seen calls, but cannot tell yet where a step ends (LBFGS, long accumulation)."""
-    directory = keep({0: Training().begin()}, status=None)
+    directory = write_run_directory({0: Training().begin()}, status=None)
     with sqlite3.connect(directory / "history.sqlite") as db:
         db.execute("UPDATE rings SET open_calls = 11 WHERE process = 0")
     so_far = "11 calls so far; the end of a step is not known yet"
     text = " ".join(" ".join(report_text(directory, 100)).split())
     assert "one training process, 0 steps, 11 calls" in text
     assert so_far in text
-    found = report_as_json(collect_report_data(directory))
+    found = report_json_of(collect_report_data(directory))
     assert (found["steps"], found["calls"], found["open_calls"], found["nothing"]) == (0, 11, 11, None)
     assert so_far in summary_lines(directory, None)
     assert "nothing was traced" not in text + " ".join(summary_lines(directory, None))
@@ -403,7 +404,7 @@ def test_a_loop_whose_steps_are_not_known_yet_has_calls_everywhere(state: Path) 
     reader.activities = lambda: {0: ("other", time.monotonic_ns())}  # type: ignore[method-assign]
     assert ProgressReporter(reader).line() == f"training: {so_far}"
     lines: list[bytes] = []
-    watched = StatusStream(reader, lambda line: lines.append(line) is None)
+    watched = StatusStream(reader, append_to(lines))
     watched.write_if_due(1.0)
     said = json.loads(lines[0])
     assert (said["state"], said["step"], said["absent"]["step"]) == ("ended", None, so_far)
@@ -423,13 +424,13 @@ def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
             training.step_ns = SECOND // (200 if training.mode == "dp" else 330)
             payloads += training.run(steps)
             payloads += training.switch(then) if then else []
-        return keep({0: payloads}, seconds=training.now / SECOND + 1)
+        return write_run_directory({0: payloads}, seconds=training.now / SECOND + 1)
 
 
 def judged(feed: LiveRun) -> tuple[Comparison, str]:
     facts = feed.build_screen_data(View(zoom="compare"))
     found = panel_compare.shown_stats(facts)
-    return found, " ".join(plain_text(row) for row in panel_compare.render_panel(facts, 100, 30, LOOK))
+    return found, " ".join(plain_text(row) for row in panel_compare.render_panel(facts, 100, 30, STYLE))
 
 
 def test_a_run_that_has_ended_and_its_playback_are_judged_as_in_the_report(long: Path) -> None:
@@ -447,7 +448,9 @@ def test_a_run_that_has_ended_and_its_playback_are_judged_as_in_the_report(long:
         found, text = judged(feed)
         assert (found.devices, found.virtual) == (("cpu:0", "cpu:1"), True), "though the last calls are all single"
         assert verdict_sentence(found) == verdict_sentence(said)
-        assert verdict_sentence(found) in text
+        sentence = verdict_sentence(found)
+        assert sentence is not None
+        assert sentence in text
         assert found.speedup is not None
         assert found.speedup == said.speedup
         feed.close()

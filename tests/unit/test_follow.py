@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from kept import keep
-from test_export import samples, trained
 
 from dpmon.export import ExportError
 from dpmon.export import row_stream as module
@@ -22,11 +21,13 @@ from dpmon.run import proc
 from dpmon.run.run_directory import load_exit, load_info, stop_requested_unix, write_info
 from dpmon.run.run_reader import NO_TRAINING
 from dpmon.run.run_signals import stop_run
+from support.history_builders import write_run_directory
+from support.record_builders import even_training_rows, sample_events
 
 
 @pytest.fixture
 def directory(state: Path) -> Path:
-    return keep({0: trained(), -1: samples()}, status=0)
+    return write_run_directory({0: even_training_rows(), -1: sample_events()}, status=0)
 
 
 @contextmanager
@@ -71,9 +72,7 @@ def test_machines_that_cannot_be_asked_are_not_called_stopped(state: Path, monke
 
 
 @pytest.mark.parametrize("request_", [{"ask": "mode", "mode": "dp"}, {"ask": "pause", "paused": True}])
-def test_a_request_that_no_process_takes_is_answered_with_the_reason(
-    directory: Path, request_: dict[str, object]
-) -> None:
+def test_a_request_that_no_process_takes_is_answered_with_the_reason(directory: Path, request_: dict[str, Any]) -> None:
     followed = module._RowStream(directory, IncrementalRows(rollups=True))
     followed.handle_request({**request_, "id": 7})
     assert [json.loads(line) for line in followed.pop_replies()] == [{"answer": 7, "error": NO_TRAINING}]
@@ -109,7 +108,7 @@ def test_the_end_is_sent_when_the_supervisor_has_written_everything(directory: P
     """It records the end of the command before it writes the last rows."""
     how = load_exit(directory)
     assert how is not None
-    me = {
+    me: dict[str, Any] = {
         "supervisor_pid": os.getpid(),
         "supervisor_started": proc.start_time_s(os.getpid()),
         "boot_id": proc.boot_id(),

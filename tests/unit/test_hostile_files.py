@@ -8,16 +8,15 @@ import os
 from pathlib import Path
 
 import pytest
-from kept import keep
-from places import PLACES, put
-from running import Dpmon, wait_for
-from sizes import LONG
-from spans import Training as spans_of
-from spoiled import DAMAGE
-from synthetic import Training, host_event
 
 from dpmon.cli.main import main
+from dpmon.record.history_rows import Row
 from dpmon.run.safe_files import open_file
+from support.history_builders import write_run_directory
+from support.hostile_inputs import DAMAGE, FILE_TYPES, create_file_of_type
+from support.record_builders import Training, host_event
+from support.ring_writers import SpanTraining as spans_of
+from support.run_harness import LONG, Dpmon, wait_for
 
 NAMES = (
     *("run.json", "exit.json", "history.sqlite", "history.sqlite-journal", "history.sqlite-wal", "history.sqlite-shm"),
@@ -49,13 +48,13 @@ READ_BY_ITSELF = (
     *("exit.json", "history.sqlite", "output.log", "stages.log", "warnings.log", "waits-for-input"),
     *("process-0.ring", "process-1.jsonl", "input.fifo"),
 )
-CASES = [
+CASES: list[tuple[str, tuple[str, ...]]] = [
     (kind, (name,))
-    for kind in PLACES
+    for kind in FILE_TYPES
     for name in NAMES
     if LONG or name == "run.json" or (kind == "a FIFO" and name in READ_BY_ITSELF)
 ]
-CASES += [(kind, ALL_BUT_INFO) for kind in PLACES]
+CASES += [(kind, ALL_BUT_INFO) for kind in FILE_TYPES]
 
 
 @pytest.fixture(params=["screen", "headless"] if LONG else ["headless"])
@@ -68,8 +67,8 @@ def runs(request: pytest.FixtureRequest, state: Path, tmp_path: Path, monkeypatc
     made = []
     for name in ("spoiled", "other"):
         training = Training()
-        records = {0: [*training.begin(), *training.run(5)], -1: [host_event(1.0)]}
-        made.append(keep(records, status=1, name=name, headless=request.param == "headless"))
+        records: dict[int, list[Row]] = {0: [*training.begin(), *training.run(5)], -1: [host_event(1.0)]}
+        made.append(write_run_directory(records, status=1, name=name, headless=request.param == "headless"))
         spans = spans_of(str(made[-1] / "process-1.ring"), 1)
         for _ in range(3):
             spans.step()
@@ -89,7 +88,7 @@ def test_every_command_survives(
 ) -> None:
     spoiled, other = runs
     for name in names:
-        put(kind, spoiled / name)
+        create_file_of_type(kind, spoiled / name)
     for command in COMMANDS:
         status = main(words_of(command, spoiled))
         found = capfd.readouterr()
@@ -105,7 +104,7 @@ def test_every_command_survives(
 
 
 def test_without_a_record_of_the_end_the_rest_is_reported(dpmon: Dpmon) -> None:
-    directory = keep({0: Training().run(3)}, status=None, command_pid=4_000_000)
+    directory = write_run_directory({0: Training().run(3)}, status=None, command_pid=4_000_000)
     (directory / "exit.json").mkdir()
     for words in (["ls"], ["attach", "--headless"], ["report"]):
         result = dpmon.run(*words, limit=30)

@@ -9,15 +9,16 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from kept import keep
-from synthetic import Training, host_event
 
 from dpmon.errors import HistoryError
 from dpmon.export import iter_records
+from dpmon.record.record_types import Event
 from dpmon.span_ring import SpanRing
 from dpmon.store.history_writer import HistoryWriter
 from dpmon.store.step_stats import StatsWindow
 from dpmon.store.store_opening import open_store
+from support.history_builders import write_run_directory
+from support.record_builders import Training, host_event
 
 ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n)"
 STEP = "0 AS process, i AS step, 'dp' AS mode, i AS start_ns, 1 AS wall_ns"
@@ -30,7 +31,7 @@ VIEWS = {
 @pytest.fixture
 def directory(state: Path) -> Path:
     training = Training()
-    return keep({0: [*training.begin(), *training.run(200)], -1: [host_event(1.0)]}, status=0)
+    return write_run_directory({0: [*training.begin(), *training.run(200)], -1: [host_event(1.0)]}, status=0)
 
 
 def altered(directory: Path, *statements: str) -> None:
@@ -42,7 +43,9 @@ def altered(directory: Path, *statements: str) -> None:
 def read_all(directory: Path) -> list[str]:
     """Read a history in every way that dpmon does; return the texts of the warnings."""
     warnings = [
-        str(record.data.get("text")) for record in iter_records(directory) if getattr(record, "kind", "") == "warning"
+        str(record.data.get("text"))
+        for record in iter_records(directory)
+        if isinstance(record, Event) and record.kind == "warning"
     ]
     with open_store(directory) as store:
         StatsWindow(store).figures("dp")

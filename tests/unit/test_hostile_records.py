@@ -8,16 +8,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from kept import keep
-from situations import text_of
-from spans import Training as Spans
-from spoiled import DAMAGE, spoiled, spoiled_lines
-from stored import state_in
-from synthetic import Training, device_event, host_event
-from test_report import Page, check_offline
 
 from dpmon.cli.main import main
 from dpmon.ui.screen_data import PANELS, ScreenData, View
+from support.format_readers import HtmlPage, check_page_is_offline
+from support.history_builders import snapshot_of_directory, write_run_directory
+from support.hostile_inputs import DAMAGE, damaged_events, damaged_lines
+from support.record_builders import Training, device_event, host_event
+from support.ring_writers import SpanTraining as Spans
+from support.screen_states import screen_text
 
 FOREIGN = '<script>alert(1)</script>\x1b]52;c;eA==\x07\x1b[31m\u202e<b onload="x">'
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]")
@@ -34,15 +33,17 @@ def test_every_reader_survives(
     nobody = SimpleNamespace(start_if_needed=lambda: None)
     monkeypatch.setattr("dpmon.cli.commands.ensure_supervisor", lambda *_: nobody)
     training = Training(root=FOREIGN, devices=("cpu:0", FOREIGN))
-    own = [host_event(1.0), device_event(1.0, 0, name=FOREIGN, throttle=[FOREIGN]), *spoiled(DAMAGE[what])]
-    records = [*training.begin(), *training.run(5), *spoiled(DAMAGE[what]), *training.switch("single")]
+    own = [host_event(1.0), device_event(1.0, 0, name=FOREIGN, throttle=[FOREIGN]), *damaged_events(DAMAGE[what])]
+    records = [*training.begin(), *training.run(5), *damaged_events(DAMAGE[what]), *training.switch("single")]
     records += [training.mode_event("user", FOREIGN), *training.run(5)]
-    directory = keep({} if where == "rings" else {0: records, -1: own}, script=f"{FOREIGN}.py", cwd=FOREIGN)
+    directory = write_run_directory(
+        {} if where == "rings" else {0: records, -1: own}, script=f"{FOREIGN}.py", cwd=FOREIGN
+    )
     if where == "rings":
         spans = Spans(str(directory / "process-0.ring"), 0)
         spans.step()
         with open(directory / "process-0.jsonl", "ab") as lines:
-            lines.write(spoiled_lines(DAMAGE[what]))
+            lines.write(damaged_lines(DAMAGE[what]))
         spans.step()
         spans.end()
     for words in (
@@ -56,10 +57,10 @@ def test_every_reader_survives(
         assert words != ["report"] or "alert(1)" in found.out, "what is harmless is shown"
     page = Path("page").read_text()
     assert not re.search(r"<script>alert|<b onload|\x1b|\u202e", page)
-    check_offline(Page(page))
+    check_page_is_offline(HtmlPage(page))
     for over in (False, True):
-        shown = state_in(directory, over=over)
+        shown = snapshot_of_directory(directory, over=over)
         assert shown.representative is not None
         facts = ScreenData(shown, shown.newest_ns, alive=not over)
         for zoom in (None, *PANELS):
-            assert not CONTROLS.search(text_of(replace(facts, view=View(zoom=zoom)), 120, 40)), zoom
+            assert not CONTROLS.search(screen_text(replace(facts, view=View(zoom=zoom)), 120, 40)), zoom

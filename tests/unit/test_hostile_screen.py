@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from kept import keep
-from places import PLACES, put
-from stage import LOOK, until
-from synthetic import Training, host_event
 
 from dpmon.ui.monitor import Monitor
+from support.history_builders import write_run_directory
+from support.hostile_inputs import FILE_TYPES, create_file_of_type
+from support.record_builders import Training, host_event
+from support.screen_harness import wait_until
+from support.screen_states import STYLE
 
 pytestmark = [pytest.mark.timeout(100), pytest.mark.slow]
 FILES = (
@@ -22,7 +23,7 @@ FILES = (
 async def looked_at(app: Monitor) -> None:
     """Show every panel."""
     async with app.run_test(size=(120, 40)) as pilot:
-        await until(lambda: not app.feed.build_screen_data(app.view).reading, "all that is in the record")
+        await wait_until(lambda: not app.feed.build_screen_data(app.view).reading, "all that is in the record")
         for key in "1122334455wn":
             await pilot.press(key, "escape")
             text = "\n".join(app.text())
@@ -33,12 +34,12 @@ async def looked_at(app: Monitor) -> None:
     assert not app.return_code
 
 
-@pytest.mark.parametrize("kind", PLACES)
+@pytest.mark.parametrize("kind", FILE_TYPES)
 async def test_paths_that_are_not_files(state: Path, kind: str) -> None:
     training = Training()
-    directory = keep({0: [*training.begin(), *training.run(5)], -1: [host_event(1.0)]}, status=0)
+    directory = write_run_directory({0: [*training.begin(), *training.run(5)], -1: [host_event(1.0)]}, status=0)
     for name in FILES:
-        put(kind, directory / name)
-    await looked_at(Monitor(directory, LOOK, refresh=0.1))
-    put(kind, directory / "history.sqlite")
-    await looked_at(Monitor(directory, LOOK, refresh=0.1))
+        create_file_of_type(kind, directory / name)
+    await looked_at(Monitor(directory, STYLE, refresh=0.1))
+    create_file_of_type(kind, directory / "history.sqlite")
+    await looked_at(Monitor(directory, STYLE, refresh=0.1))

@@ -8,11 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kept import keep
-from rowring import fill, use_row_rings
-from sizes import LONG
-from stored import state_in
-from synthetic import Training, host_event
 
 from dpmon.record.history_rows import Row
 from dpmon.run.run_directory import RunError
@@ -20,6 +15,10 @@ from dpmon.store.history_schema import HISTORY_FILE
 from dpmon.store.step_stats import StatsWindow, account_for_elapsed
 from dpmon.store.store_opening import open_store
 from dpmon.store.store_queries import Store
+from support.history_builders import snapshot_of_directory, write_run_directory
+from support.record_builders import Training, host_event
+from support.ring_writers import make_row_ring, use_row_rings
+from support.run_harness import LONG
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +38,7 @@ def directory(state: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         records[process] = [*training.begin(), *training.run(30)]
         training.now += 1 << 30
         records[process] += [*training.switch("single"), *training.run(30)]
-    return keep(records)
+    return write_run_directory(records)
 
 
 def answers(store: Store) -> list[Any]:
@@ -78,7 +77,7 @@ def test_a_row_with_a_value_of_another_type_is_noticed(directory: Path, table: s
         for process in (0, 1):
             more = Training(process=process)
             rows = [*more.begin(), *more.run(40), *more.switch("single"), *more.run(40)]
-            fill(directory / f"process-{process}.ring", rows)
+            make_row_ring(directory / f"process-{process}.ring", rows)
     whole = path.read_bytes()
     with closing(sqlite3.connect(path)) as db:
         columns = [(row[1], row[2]) for row in db.execute(f"PRAGMA table_info({table})")]
@@ -113,7 +112,7 @@ def test_what_was_read_before_a_damaged_row_remains(directory: Path, damage: str
     with open_store(directory) as store:
         assert 0 < sum(tally.steps for tally in store.tallies().values()) < whole
         assert str(store.damaged).startswith("the history cannot be read to its end: ")
-    assert state_in(directory).warnings[-1].text.startswith("the history cannot be read to its end: ")
+    assert snapshot_of_directory(directory).warnings[-1].text.startswith("the history cannot be read to its end: ")
 
 
 @pytest.mark.timeout(120)

@@ -8,12 +8,12 @@ from argparse import Namespace
 from typing import Any
 
 import pytest
-from kept import keep
-from synthetic import Training
 
 from dpmon.cli.commands import ls
 from dpmon.record.record_types import Event
 from dpmon.tracer.core.session import job_and_node
+from support.history_builders import write_run_directory
+from support.record_builders import Training
 
 MASTER = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 
@@ -49,7 +49,7 @@ def test_localhost_is_another_job_on_another_machine(address: str) -> None:
 
 def listed(capsys: pytest.CaptureFixture[str], *events: dict[str, Any]) -> tuple[Any, Any]:
     rows = [Event("process", {"process": 0, "rank": 0, "t_s": 1.0, **each}) for each in events]
-    keep({0: [*Training().begin(), *rows]})
+    write_run_directory({0: [*Training().begin(), *rows]})
     assert ls(Namespace(json=True, script=None)) == 0
     run = json.loads(capsys.readouterr().out)
     return run["job"], run["node"]

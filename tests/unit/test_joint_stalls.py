@@ -35,7 +35,7 @@ BACKWARD = Stack(
 NAMES = ("gpu-1", "gpu-2")
 
 
-def rank(number: int, stack: Stack = BACKWARD, sequence: int = 6, **more: Any) -> RankActivity:
+def rank(number: int, stack: Stack | None = BACKWARD, sequence: int = 6, **more: Any) -> RankActivity:
     """One of four ranks, two on each machine; all of them have the same process ids on both."""
     facts = RankActivity(
         pid=100 + number % 2, process=number % 2, rank=number, world=4, since_ns=START + SECOND, step=60, busy=False,
@@ -264,5 +264,7 @@ def test_rubbish_is_no_rank(wrong: dict[str, Any], machines: Machines) -> None:
 
 
 def test_members_of_another_type_are_unknown() -> None:
-    odd = {name: [] for name in ("pid", "rank", "world", "doing", "for_s", "step", "state", "busy", "job", "usual_s")}
+    odd: dict[str, Any] = {
+        name: [] for name in ("pid", "rank", "world", "doing", "for_s", "step", "state", "busy", "job", "usual_s")
+    }
     assert parse_rank(odd, "a", START) == RankActivity(0, node="a")

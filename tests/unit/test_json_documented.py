@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from math import nan
 from pathlib import Path
@@ -13,10 +12,6 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from joined import joined_rows
-from kept import draft, keep
-from synthetic import SECOND, Training, device_event, host_event, pause_event
-from timed import staged
 
 from dpmon.cli.commands import _make_listed_run
 from dpmon.cli.main import main
@@ -27,7 +22,7 @@ from dpmon.model.recorded_stalls import RecordedStall
 from dpmon.model.run_snapshot import RunSnapshot
 from dpmon.notify.notifier import to_cloudevent
 from dpmon.notify.run_notifications import NotificationFinder
-from dpmon.record.history_rows import Definition, LossRow
+from dpmon.record.history_rows import Definition, LossRow, Row
 from dpmon.record.record_types import Event
 from dpmon.report.health import Health
 from dpmon.report.report_data import collect_report_data
@@ -38,50 +33,13 @@ from dpmon.run.run_reader import RunReader
 from dpmon.stalls.stacks import Frame, Stack
 from dpmon.stalls.stall_detection import ProcessGroupView, RankActivity, Stall
 from dpmon.stalls.why_reply import build_reply
-
-PAGE = Path(__file__).parents[2] / "docs" / "json.md"
-
-
-def documented(section: str) -> list[str]:
-    """The paths in the first column of a section's table; a path that begins with a dot is beside the one before it."""
-    (text,) = re.findall(rf"^## {re.escape(section)}$(.*?)(?=^## |\Z)", PAGE.read_text(), re.M | re.S)
-    found = []
-    for row in re.findall(r"^\| (`.*?) \|", text, re.M):
-        for path in re.findall(r"`([^`]+)`", row):
-            found.append(found[-1].rpartition(".")[0] + path if path.startswith(".") else path)
-    return found
+from support.format_readers import _JSON_PAGE, check_json_is_documented, documented_json_paths
+from support.history_builders import make_run_info, write_run_directory
+from support.rank_builders import ddp_rank_rows
+from support.record_builders import SECOND, Training, device_event, host_event, pause_event, staged_calls
 
 
-def pattern(path: str) -> re.Pattern[str]:
-    """What a documented path matches; a star at the end of an object that is described elsewhere matches all below."""
-    whole = re.escape(path).replace(r"\*", r"[^.\[\]]+")
-    return re.compile(whole + (r"(\..*|\[\].*)?" if path.endswith(("].*", "communication.*", "host.*")) else ""))
-
-
-def paths(value: Any, at: str = "") -> Iterator[str]:
-    """The path of each object, list and value inside `value`."""
-    if at:
-        yield at
-    if isinstance(value, dict):
-        for key, child in value.items():
-            yield from paths(child, f"{at}.{key}" if at else key)
-    elif isinstance(value, list):
-        for child in value:
-            yield from paths(child, f"{at}[]")
-
-
-def check(section: str, *objects: dict[str, Any]) -> None:
-    """Every value has a description, and every described field exists in the objects that have its neighbors."""
-    patterns = {path: pattern(path) for path in documented(section)}
-    there = sorted({path for each in objects for path in paths(each)})
-    below = {path for path in there if any(name.startswith((f"{path}.", f"{path}[]")) for name in (*there, *patterns))}
-    assert not [path for path in there if path not in below and not any(p.fullmatch(path) for p in patterns.values())]
-    for path, each in patterns.items():
-        beside = pattern(f"{path.rpartition('.')[0]}.*".removeprefix("."))
-        assert any(map(each.fullmatch, there)) or not any(map(beside.fullmatch, there)), path
-
-
-def event(kind: str, **data: Any) -> bytes:
+def event(kind: str, **data: Any) -> Event:
     return Event(kind, {"process": 0, "rank": None, **data})
 
 
@@ -101,12 +59,12 @@ def objects(state: Path) -> list[dict[str, Any]]:
     own = [host_event(float(t)) for t in range(15)]
     own += [device_event(float(t), 0, throttle=["power cap"]) for t in range(15)]
     own.append(Event("input", {"pid": 4242, "t_s": 7.0, "waited_s": 1.0}))
-    ranked, end = joined_rows(3, slow=1, phase="data", steps=100, noise=0.0)
+    ranked, end = ddp_rank_rows(3, slow=1, phase="data", steps=100, noise=0.0)
     runs = [
-        keep({0: payloads, -1: own}, status=1, seconds=training.now / SECOND),
-        keep(ranked, seconds=end / SECOND),
-        keep({0: staged(4, lambda n: (None, 2.0))}),
-        keep({}),
+        write_run_directory({0: payloads, -1: own}, status=1, seconds=training.now / SECOND),
+        write_run_directory(ranked, seconds=end / SECOND),
+        write_run_directory({0: staged_calls(4, lambda n: (None, 2.0))}),
+        write_run_directory({}),
     ]
     return [json.loads(json.dumps(report_as_json(collect_report_data(directory)))) for directory in runs]
 
@@ -114,20 +72,20 @@ def objects(state: Path) -> list[dict[str, Any]]:
 def test_every_field_of_a_report_is_described(objects: list[dict[str, Any]]) -> None:
     for each in objects:
         each["evaluations"] = ["as modes"]
-    check("dpmon report --json", *objects)
+    check_json_is_documented("dpmon report --json", *objects)
 
 
 def test_every_field_of_a_listed_run_is_described(state: Path) -> None:
-    directory = keep({0: [*Training().begin(), *Training().run(3)]})
+    directory = write_run_directory({0: [*Training().begin(), *Training().run(3)]})
     info = load_info(directory)
-    check(
+    check_json_is_documented(
         "dpmon ls --json",
         *(_make_listed_run(directory, each)._asdict() for each in (info, replace(info, nodes=("gpu-1",)))),
     )
 
 
 def test_every_way_to_end_is_described_for_a_listed_run(state: Path) -> None:
-    how = load_exit(keep({0: Training().begin()}))
+    how = load_exit(write_run_directory({0: Training().begin()}))
     assert how is not None
     ends = [
         how,
@@ -136,17 +94,17 @@ def test_every_way_to_end_is_described_for_a_listed_run(state: Path) -> None:
         replace(how, stopped=True),
         *(replace(how, status=128, signal=name) for name in ("SIGINT", "SIGKILL")),
     ]
-    (row,) = re.findall(r"^\| `state` \| text \| (.*`unsupervised`.*)$", PAGE.read_text(), re.M)
+    (row,) = re.findall(r"^\| `state` \| text \| (.*`unsupervised`.*)$", _JSON_PAGE.read_text(), re.M)
     assert {outcome_word(each) for each in ends} <= set(re.findall(r"`(\w+)`", row))
 
 
 def test_every_field_of_a_status_line_is_described(state: Path) -> None:
-    ranked, _ = joined_rows(2, steps=100)
+    ranked, _ = ddp_rank_rows(2, steps=100)
     made = [
-        keep(ranked),
-        keep({0: [*staged(4, None), *LOSSES]}),
-        keep({0: staged(4, None), -1: [host_event(1.0), device_event(1.0, 0)]}),
-        keep({}),
+        write_run_directory(ranked),
+        write_run_directory({0: [*staged_calls(4, None), *LOSSES]}),
+        write_run_directory({0: staged_calls(4, None), -1: [host_event(1.0), device_event(1.0, 0)]}),
+        write_run_directory({}),
     ]
     found = []
     for directory in made:
@@ -158,13 +116,13 @@ def test_every_field_of_a_status_line_is_described(state: Path) -> None:
         assert all("skipped" in each for each in said)
         assert set(said[-1]) == {"run", "t_s", "status", "signal", "skipped"}
         found += [{key: value for key, value in each.items() if key != "skipped"} for each in said[:-1]]
-    check("dpmon --json", *found)
+    check_json_is_documented("dpmon --json", *found)
 
 
 def test_every_field_of_why_is_described(
     state: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    directory = keep({0: Training().begin(), -1: [Event("stall", STALL)]}, status=1)
+    directory = write_run_directory({0: Training().begin(), -1: [Event("stall", STALL)]}, status=1)
     stack = Stack((Frame("save", "t.py", 3),))
     rank = RankActivity(7, 0, 1, since_ns=1, step=3, groups=(ProcessGroupView(1, 2, 5),), stack=stack)
     gpu = {"util_pct": 3.0, "power_w": 60.0, "ordinals": [{"process": 0, "device": "cuda:0"}]}
@@ -173,10 +131,10 @@ def test_every_field_of_why_is_described(
     mirrored = {**now, "without": ["gpu-2: it did not answer in time"]}
     monkeypatch.setattr("dpmon.cli.why._request_why_reply", lambda *_, **how: mirrored)
     assert main(["why", directory.name, "--json"]) == 0
-    check("dpmon why --json", json.loads(capsys.readouterr().out))
+    check_json_is_documented("dpmon why --json", json.loads(capsys.readouterr().out))
 
 
-LOSSES = [
+LOSSES: list[Row] = [
     Definition(3000, {"place": "train.py:88", "why": None}),
     *(LossRow(3000, step, 2 * SECOND + step, value) for step, value in enumerate((1.0, nan), start=1)),
 ]
@@ -184,13 +142,19 @@ STALL = {"t_s": 5.0, "since_s": 1.0, "text": "rank 1 in save", "ranks": [{"rank"
 
 
 def test_every_field_of_a_status_is_described(state: Path) -> None:
-    ranked, _ = joined_rows(2, steps=100)
-    runs = [keep(ranked, status=1), keep({0: Training().begin(), -1: [Event("stall", STALL)]}, status=1), keep({})]
+    ranked, _ = ddp_rank_rows(2, steps=100)
+    runs = [
+        write_run_directory(ranked, status=1),
+        write_run_directory({0: Training().begin(), -1: [Event("stall", STALL)]}, status=1),
+        write_run_directory({}),
+    ]
     found = [read_run_status(directory)[1] for directory in runs]
     assert found[1]["stall"] is not None
     assert found[0]["findings"]
-    of_line = {re.split(r"[.\[]", path)[0] for path in documented("dpmon --json")}
-    check("dpmon status --json", *({name: each[name] for name in each.keys() - of_line} for each in found))
+    of_line = {re.split(r"[.\[]", path)[0] for path in documented_json_paths("dpmon --json")}
+    check_json_is_documented(
+        "dpmon status --json", *({name: each[name] for name in each.keys() - of_line} for each in found)
+    )
     assert all(of_line - {"communication", "ranks", "nodes"} <= each.keys() for each in found)
 
 
@@ -205,6 +169,6 @@ def test_every_field_of_an_event_is_described() -> None:
         seen = SimpleNamespace(stalls=stalls, straggler=slow, newest_ns=0)
         for each in happenings.find(cast(RunSnapshot, seen), now, at_s, found):
             told = each._replace(data={**each.data, "health": now.fields()})
-            events.append(to_cloudevent(told, told.id_in("run"), draft(id="run")))
+            events.append(to_cloudevent(told, told.id_in("run"), make_run_info(id="run")))
     assert len({event["type"] for event in events}) == 6
-    check("Events", *events)
+    check_json_is_documented("Events", *events)

@@ -11,11 +11,7 @@ from math import exp, inf, isnan, nan
 from pathlib import Path
 
 import pytest
-from kept import keep
-from pretend import MS, Script, assembled
 from prometheus_client.parser import text_string_to_metric_families
-from stored import Recording
-from synthetic import SECOND, Training
 
 from dpmon.export.csv_tables import CsvTables
 from dpmon.model.all_findings import find_all
@@ -30,6 +26,9 @@ from dpmon.report.sections import build_document
 from dpmon.store.history_writer import KEPT_LOSSES, KEPT_OLDER
 from dpmon.store.query_results import SMOOTHED, InvalidLoss, LossBin
 from dpmon.supervise.prometheus_file import PrometheusFile
+from support.history_builders import Recording, write_run_directory
+from support.record_builders import SECOND, Training
+from support.script_simulator import MS, Script, assemble_script
 
 LINE, OTHER = 3000, 3001
 LINES = [
@@ -66,7 +65,7 @@ def test_a_loss_belongs_to_the_step_in_which_its_pass_began() -> None:
         script.loss(line, start + MS, value)  # the third belongs to the open step
     script.fetch(over=True)
     script.loss(line, starts[0] - 5 * MS, 4.0)  # before the loop
-    found = [event.data for event in assembled(script).events if event.kind == "loss"]
+    found = [event.data for event in assemble_script(script).events if event.kind == "loss"]
     assert sorted((each["step"] or 0, each["loss"]) for each in found if each["loss"]) == [(0, 4.0), (1, 0.25)]
     assert sorted((each["step"], each["absent"]["loss"]) for each in found if each["loss"] is None) == [
         (2, "nan"),
@@ -107,7 +106,7 @@ def test_all_new_losses_are_kept_and_old_ones_in_equal_distances(tmp_path: Path)
     for begin in range(0, count, part):  # a new writer for each part, as after a kill of the supervisor
         recording = Recording(directory=tmp_path)
         values = [nan if step in (4001, 7001) else 1.0 for step in range(begin + 1, begin + part + 1)]
-        recording.add(([] if begin else LINES) + losses(*values, first=begin + 1))
+        recording.add([*([] if begin else LINES), *losses(*values, first=begin + 1)])
         recording.close()
     recording = Recording(directory=tmp_path)
     store = recording.store()
@@ -159,7 +158,7 @@ def test_the_report_has_the_losses_of_a_process_that_trains() -> None:
 
 def test_a_line_without_a_loss_has_a_reason_and_is_not_unfit() -> None:
     why = "the pass begins at a tensor of 5 values, not at one value"
-    rows = [Definition(OTHER, {"place": "train.py:91", "why": why}), LossRow(OTHER, 1, SECOND, nan)]
+    rows: list[Row] = [Definition(OTHER, {"place": "train.py:91", "why": why}), LossRow(OTHER, 1, SECOND, nan)]
     recording = Recording().add([*trained(Training(), 5), *rows])
     (curve,) = recording.state().losses
     assert (curve.place, curve.why, curve.last, curve.points) == ("train.py:91", why, None, ())
@@ -205,7 +204,9 @@ def test_a_loss_is_a_json_line_and_a_row_of_csv() -> None:
 
 def test_metrics_have_the_newest_loss_of_each_line_and_process(state: Path, tmp_path: Path) -> None:
     rows = [*LINES, *losses(3.0, 0.5), LossRow(OTHER, 2, 2 * SECOND, nan)]
-    directory = keep({0: [*trained(Training(), 5), *rows], 1: [*trained(Training(process=1), 5), *LINES, *losses(7.0)]})
+    directory = write_run_directory(
+        {0: [*trained(Training(), 5), *rows], 1: [*trained(Training(process=1), 5), *LINES, *losses(7.0)]}
+    )
     text = PrometheusFile(tmp_path / "file", directory, print).text(None)
     families = {family.name: family.samples for family in text_string_to_metric_families(text)}
     found = {(one.labels["process"], one.labels["place"]): one.value for one in families["dpmon_loss"]}
@@ -215,7 +216,7 @@ def test_metrics_have_the_newest_loss_of_each_line_and_process(state: Path, tmp_
 
 def test_the_report_has_a_row_and_a_curve_for_each_line(state: Path) -> None:
     rows = [*LINES, *losses(3.0, -0.5, nan), LossRow(OTHER, 2, 2 * SECOND, 1.1), LossRow(OTHER, 3, 3 * SECOND, 1.2)]
-    story = collect_report_data(keep({0: [*trained(Training(step_ns=SECOND), 4), *rows]}))
+    story = collect_report_data(write_run_directory({0: [*trained(Training(step_ns=SECOND), 4), *rows]}))
     text = text_lines(build_document(story), 100)
     (at,) = [number for number, line in enumerate(text) if "backward called at" in line]
     assert text[at + 1].split() == ["train.py:88", "3", "-0.5", "NaN", "1.141", "3"]

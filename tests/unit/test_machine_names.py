@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kept import keep
-from synthetic import Training
 
 from dpmon import __version__
 from dpmon.cli import multi_node as module
@@ -39,6 +37,8 @@ from dpmon.record.record_types import Event
 from dpmon.run import proc
 from dpmon.run.run_directory import RunError
 from dpmon.supervise import start_supervisor
+from support.history_builders import write_run_directory
+from support.record_builders import Training
 
 BIN = os.path.dirname(shutil.which("dpmon", path=os.path.dirname(sys.executable)) or sys.executable)
 JOB = {"by": "torchelastic", "id": "abc"}
@@ -153,7 +153,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
         monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / machine))
         training = Training()
         event = Event("process", {"process": 0, "rank": 0, "t_s": 1.0, "job": job, "node": 0})
-        return keep({0: [*training.begin(), event, *training.run(5)]}, **about)
+        return write_run_directory({0: [*training.begin(), event, *training.run(5)]}, **about)
 
     return make
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import pytest
-from joined import ddp_event, joined_ranks
-from stored import Recording
-from synthetic import SECOND, Training
 
 from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.run_events import WRAPPERS_READ, RunEvents
@@ -16,9 +14,12 @@ from dpmon.record.record_types import Event
 from dpmon.store.step_queries import LAST_NS
 from dpmon.store.store_queries import Store
 from dpmon.store.tally import Tally
+from support.history_builders import Recording
+from support.rank_builders import ddp_event, record_ddp_ranks
+from support.record_builders import SECOND, Training
 
 
-def alone(store: Store, processes: Iterable[int]) -> dict[str, dict[int, object]]:
+def alone(store: Store, processes: Iterable[int]) -> dict[str, dict[int, Any]]:
     """Return the newest rows of each process, from a query for each."""
     steps = {number: step for number in processes for step in store.steps(1, process=number)}
     calls = {number: (call.mode, call.end) for number in processes for call in store.call_rows(number, 1)}
@@ -26,7 +27,7 @@ def alone(store: Store, processes: Iterable[int]) -> dict[str, dict[int, object]
     return {"steps": {**steps}, "calls": {**calls}, "memory": {**memory}}
 
 
-def together(store: Store, processes: Iterable[int]) -> dict[str, dict[int, object]]:
+def together(store: Store, processes: Iterable[int]) -> dict[str, dict[int, Any]]:
     """Return the same rows, from one query for all processes."""
     numbers = list(processes)
     found = store.newest_steps(numbers), store.newest_calls(numbers), store.newest_memory(numbers)
@@ -39,7 +40,7 @@ def memory(process: int, t_s: float) -> Event:
 
 
 def test_one_query_finds_the_newest_rows_of_all_processes_now_and_at_any_time() -> None:
-    run, end = joined_ranks(5, steps=40)
+    run, end = record_ddp_ranks(5, steps=40)
     for process in range(4):
         run.add([memory(process, 2.1 + process), memory(process, 2.3)], process, process)
     run.add([memory(9, 2.2)], 9)
@@ -55,7 +56,7 @@ def test_one_query_finds_the_newest_rows_of_all_processes_now_and_at_any_time() 
 @pytest.mark.parametrize("seed", range(6))
 def test_few_queries_find_the_last_row_before_a_time_for_many_processes(seed: int) -> None:
     chance = random.Random(seed)
-    run, end = joined_ranks(8, steps=chance.choice([3, 40, 100]))
+    run, end = record_ddp_ranks(8, steps=chance.choice([3, 40, 100]))
     ((first,),) = run.store().query("SELECT min(start_ns) FROM steps")
     for process in range(1, 8):  # some have few rows, or only early or late ones
         run._db.execute(
@@ -74,13 +75,18 @@ def test_few_queries_find_the_last_row_before_a_time_for_many_processes(seed: in
     store.as_of(end // 2).newest_steps(range(8))
     again = store.as_of(end // 2 + SECOND // 100)
     ask = again.query
-    again.query = lambda query, values=(): (queries.append(query), ask(query, values))[1]  # type: ignore[method-assign]
+
+    def noted(text: str, values: Sequence[Any] = ()) -> Any:
+        queries.append(text)
+        return ask(text, values)
+
+    again.query = noted  # type: ignore[method-assign, assignment]
     again.newest_steps(range(8))
     assert 0 < len(queries) <= 8 * 4, "two for each process, and a few more at first"
 
 
 def test_a_row_with_the_highest_possible_id_does_not_count_as_damage() -> None:
-    run, end = joined_ranks(2, steps=40)
+    run, end = record_ddp_ranks(2, steps=40)
     run._db.execute(f"UPDATE steps SET id = {LAST_NS} WHERE id = (SELECT max(id) FROM steps WHERE process = 0)")
     run._db.execute("UPDATE rings SET last_id = NULL")
     store = run.store().as_of(end)
@@ -90,7 +96,7 @@ def test_a_row_with_the_highest_possible_id_does_not_count_as_damage() -> None:
 
 
 def test_a_process_began_with_its_first_row_that_is_left() -> None:
-    run, end = joined_ranks(3, steps=40)
+    run, end = record_ddp_ranks(3, steps=40)
     calls = [next(iter(run.store().query("SELECT min(start_ns) FROM calls WHERE process = ?", (n,)))) for n in range(3)]
     steps = [next(iter(run.store().query("SELECT min(start_ns) FROM steps WHERE process = ?", (n,)))) for n in range(3)]
     assert run.store().first_activity_ns([0, 1, 2, 7]) == {number: call for number, (call,) in enumerate(calls)}
@@ -124,7 +130,7 @@ def test_a_new_event_is_in_the_next_picture() -> None:
 
 
 def test_the_times_of_many_ranks_are_read_again_after_some_seconds() -> None:
-    run, end = joined_ranks(64, slow=3, phase="data", extra_ms=90.0, steps=60)
+    run, end = record_ddp_ranks(64, slow=3, phase="data", extra_ms=90.0, steps=60)
     middle = end - 3 * SECOND
     first = run.state(middle).ranks
     assert len(first) == 64
@@ -139,7 +145,8 @@ def test_the_times_of_many_ranks_are_read_again_after_some_seconds() -> None:
         rates.append(focus.recent.rate)
     assert rates[0] == rates[1] != rates[2]
     assert run.state(middle).ranks == first, "a playback went back"
-    (straggler,) = run.state().straggler.ranks if run.state().straggler is not None else ()
+    found = run.state().straggler
+    (straggler,) = found.ranks if found is not None else ()
     assert straggler == 3
 
 
@@ -153,7 +160,7 @@ def test_the_work_for_all_facts_grows_linearly_with_the_ranks(monkeypatch: pytes
     monkeypatch.setattr(Tally, "merge", counted)
     needed = []
     for number in (10, 40):
-        run, _ = joined_ranks(number, steps=20)
+        run, _ = record_ddp_ranks(number, steps=20)
         work[0] = 0
         facts = RunAnalysis(run.store())
         facts.query_everything()

@@ -5,16 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from situations import LOOK, text_of
-from stored import state_of
-from synthetic import SECOND, Training, device_event, host_event
-
 from dpmon.model.device_memory import memory_by_device, memory_of_processes, missing_value_reasons
 from dpmon.model.run_snapshot import Process
 from dpmon.record.record_types import Event
 from dpmon.ui.panels import panel_devices
 from dpmon.ui.screen_data import ScreenData, View
 from dpmon.ui.styled_rows import plain_text
+from support.history_builders import snapshot_of_records
+from support.record_builders import SECOND, Training, device_event, host_event
+from support.screen_states import STYLE, screen_text
 
 NAMES = ("model", "gradients", "optimizer", "rest", "peak")
 WHY = "torch keeps no statistics of this device's allocator"
@@ -91,7 +90,7 @@ def facts_of(*devices: dict[str, Any], gpus: int = 0) -> ScreenData:
     training = Training()
     payloads = [*training.begin(), *training.run(5), Event("memory", record(0, *devices))]
     payloads += [device_event(2.0, index) for index in range(gpus)] or [host_event(2.0)]
-    return ScreenData(state_of(payloads), 3 * SECOND, alive=True)
+    return ScreenData(snapshot_of_records(payloads), 3 * SECOND, alive=True)
 
 
 def test_on_the_cpu_the_rest_is_a_dash_with_its_reason() -> None:
@@ -99,13 +98,13 @@ def test_on_the_cpu_the_rest_is_a_dash_with_its_reason() -> None:
     for width in (56, 90):
         text = [
             plain_text(row)
-            for row in panel_devices.render_panel(facts, width, panel_devices.preferred_height(facts), LOOK)
+            for row in panel_devices.render_panel(facts, width, panel_devices.preferred_height(facts), STYLE)
         ]
         (line,) = [line for line in text if line.startswith("cpu ")]
         assert line.split() == ["cpu", "model", "3.00", "MiB", "grads", "1.00", "MiB", "optim", "2.00", "MiB"], (
             "no dashes"
         )
-    text = [plain_text(row) for row in panel_devices.render_full_screen(facts, 90, 20, LOOK)]
+    text = [plain_text(row) for row in panel_devices.render_full_screen(facts, 90, 20, STYLE)]
     (line,) = [line for line in text if line.startswith("cpu ")]
     assert line.split() == ["cpu", "model", "3.00", "MiB", "grads", "1.00", "MiB", "optim", "2.00", "MiB", "rest", "–",
                             "peak", "–"]  # fmt: skip
@@ -114,7 +113,7 @@ def test_on_the_cpu_the_rest_is_a_dash_with_its_reason() -> None:
 
 def test_gpus_have_their_memory_where_there_is_room() -> None:
     facts = facts_of(*(one(f"cuda:{i}", 1 << 30, 1 << 30, 2 << 30, 5 << 30, 9 << 30) for i in range(8)), gpus=8)
-    rows = text_of(replace(facts, view=View(zoom="devices")), 200, 60).splitlines()
+    rows = screen_text(replace(facts, view=View(zoom="devices")), 200, 60).splitlines()
     assert any("cuda:7" in row and "peak" in row for row in rows)
 
 

@@ -13,12 +13,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from kept import draft, keep
-from many_nodes import ManyNodes
 from prometheus_client.parser import text_string_to_metric_families
-from rowring import RowRing, use_row_rings
-from situations import exit_of
-from synthetic import SECOND, Training, decoded, device_event, host_event, step_row
 
 from dpmon.record.history_rows import CallRow
 from dpmon.record.record_types import Call, Event, Step
@@ -31,6 +26,11 @@ from dpmon.store.step_stats import StatsWindow
 from dpmon.store.store_opening import open_store
 from dpmon.supervise.prometheus_file import BOUNDS_S, EVERY_S, PrometheusFile, metrics_path
 from dpmon.supervise.supervisor import Supervisor
+from support.history_builders import make_run_info, write_run_directory
+from support.rank_builders import ManyNodes
+from support.record_builders import SECOND, Training, device_event, host_event, records_of_rows, step_row
+from support.ring_writers import RowRing, use_row_rings
+from support.screen_states import exit_info_of
 
 HOSTILE = 'a "quoted" \\ back\nslash\x1b[31m\x00 ü'
 
@@ -64,17 +64,17 @@ def written(
 
 def test_the_state_of_the_run_is_one_word(state: Path, tmp_path: Path) -> None:
     training = Training()
-    directory = keep({0: [*training.begin(), *training.run(40)]}, status=None)
+    directory = write_run_directory({0: [*training.begin(), *training.run(40)]}, status=None)
     assert found_state(written(directory, tmp_path / "one.prom")) == "quiet"
-    stalled = keep(
+    stalled = write_run_directory(
         {0: [*training.run(40)], -1: [Event("stall", {"t_s": 9.0, "since_s": 1.0, "ranks": []})]}, status=None
     )
     assert found_state(written(stalled, tmp_path / "two.prom")) == "stalled"
-    assert found_state(written(stalled, tmp_path / "three.prom", exit_of(0))) == "ended"
+    assert found_state(written(stalled, tmp_path / "three.prom", exit_info_of(0))) == "ended"
 
 
 def test_a_run_of_calls_without_steps_has_started(state: Path, tmp_path: Path) -> None:
-    directory = keep({0: Training().begin()}, status=None)
+    directory = write_run_directory({0: Training().begin()}, status=None)
     assert found_state(written(directory, tmp_path / "it.prom")) == "starting"
     with closing(sqlite3.connect(directory / "history.sqlite")) as db, db:
         db.execute("UPDATE rings SET open_calls = 11 WHERE process = 0")
@@ -84,7 +84,7 @@ def test_a_run_of_calls_without_steps_has_started(state: Path, tmp_path: Path) -
 def test_a_step_without_figures_is_the_newest_one(state: Path, tmp_path: Path) -> None:
     body = (20 * SECOND, SECOND, SECOND, SECOND)  # it waits for its first batch
     first = step_row("dp", 1, SECOND, 30 * SECOND, 8, body)
-    found = written(keep({0: [first]}, status=None), tmp_path / "it.prom")
+    found = written(write_run_directory({0: [first]}, status=None), tmp_path / "it.prom")
     assert found["last_step", (("process", "0"),)] == 1
 
 
@@ -101,7 +101,7 @@ def test_the_metrics_file_has_the_figures_of_the_record(state: Path, tmp_path: P
     own = [host_event(1.0, cpu=50.0), device_event(1.0, 0), device_event(2.0, 0, util_pct=40, power_w=None)]
     own.append(Event("warning", {"process": None, "t_s": 1.0, "text": "x"}))
     payloads = [*training.begin(), *training.run(40)]
-    directory = keep({0: payloads, -1: own}, status=None)
+    directory = write_run_directory({0: payloads, -1: own}, status=None)
     found = written(directory, tmp_path / "it.prom")
     who = (("mode", "dp"), ("process", "0"), ("rank", ""))
     assert found["step_duration_seconds_count", who] == 40
@@ -111,7 +111,7 @@ def test_the_metrics_file_has_the_figures_of_the_record(state: Path, tmp_path: P
                 for phase in ("data", "forward", "backward", "optimizer", "other"))  # fmt: skip
     assert found["step_duration_seconds_sum", who] == pytest.approx(total)
     took = dict.fromkeys(CALL_PHASES, 0)
-    for record in decoded(payloads):
+    for record in records_of_rows(payloads):
         if isinstance(record, Call):
             took = {name: took[name] + record.phases[name].host_ns for name in CALL_PHASES}
     for phase, ns in took.items():
@@ -138,7 +138,7 @@ def test_device_time_is_counted_with_the_number_of_steps_that_have_it(state: Pat
         elif isinstance(row, Step) and number > 1:
             row = row.timed((None if number < 5 else 2.0, 4.0, float(number), None), Untimed.LATE)
         rows.append(row)
-    found = written(keep({0: rows}, status=None), tmp_path / "it.prom")
+    found = written(write_run_directory({0: rows}, status=None), tmp_path / "it.prom")
     who = (("mode", "dp"), ("process", "0"), ("rank", ""))
     said = {
         (name.removesuffix("_total"), dict(labels)["phase"]): value
@@ -166,7 +166,7 @@ def test_the_histogram_counts_every_step_once_within_its_bounds(state: Path, tmp
     """A bound may be off by 0.4%: half of the steps are below one by that much, and half above one."""
     walls = [int(bound * 1e9 * (1 + side)) for bound in BOUNDS_S for side in (-0.0041, 0.0041)]
     steps = [step_row("single", number, 10**9, wall, -1, (-1,) * 4) for number, wall in enumerate(walls, start=1)]
-    found = written(keep({0: steps}, status=None), tmp_path / "it.prom")
+    found = written(write_run_directory({0: steps}, status=None), tmp_path / "it.prom")
     who = (("mode", "single"), ("process", "0"), ("rank", ""))
     for number, bound in enumerate(BOUNDS_S):
         assert found["step_duration_seconds_bucket", tuple(sorted((*who, ("le", str(bound)))))] == 2 * number + 1
@@ -179,7 +179,7 @@ def test_the_activities_of_a_process_add_up_to_its_time(state: Path, tmp_path: P
     payloads = [*training.begin(), *training.run(50)]
     for _ in range(10):
         payloads += training.step(evaluates=True)
-    directory = keep({0: payloads}, status=None)
+    directory = write_run_directory({0: payloads}, status=None)
     found = written(directory, tmp_path / "it.prom")
     with open_store(directory) as store:
         whole = sum(StatsWindow(store).time_by_activity.values()) / 1e9
@@ -192,7 +192,7 @@ def test_a_late_wait_for_input_makes_no_counter_decrease(
     state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     training = Training(mode="single", step_ns=100_000_000)
-    directory = keep({}, status=None)
+    directory = write_run_directory({}, status=None)
     info = load_info(directory)
     use_row_rings(monkeypatch)
     process = RowRing(directory / "process-0.ring")
@@ -219,12 +219,12 @@ def test_a_late_wait_for_input_makes_no_counter_decrease(
 
 
 def test_metrics_report_the_end_of_the_run(state: Path, tmp_path: Path) -> None:
-    directory = keep({0: Training().run(2)}, status=None)
+    directory = write_run_directory({0: Training().run(2)}, status=None)
     found = written(directory, tmp_path / "it.prom", ExitInfo(137, "SIGKILL", 1.7e9, 1, 1.0, "supervisor"))
     assert (found["run_running", ()], found["run_exit_status", (("end", "killed"),)]) == (0, 137)
-    directory = keep({0: Training().run(2)}, status=1)
+    directory = write_run_directory({0: Training().run(2)}, status=1)
     record_stop_request(directory)
-    write_info(directory, how := replace(exit_of(1), ended_unix=time.time()))
+    write_info(directory, how := replace(exit_info_of(1), ended_unix=time.time()))
     found = written(directory, tmp_path / "other.prom", how)
     assert found["run_exit_status", (("end", "stopped"),)] == 1, "the user asked for it"
 
@@ -235,14 +235,16 @@ def test_metrics_name_the_job_that_the_run_is_part_of(state: Path, tmp_path: Pat
         for node in (1, None)
     ]
     of_job = {"by": "slurm", "job_id": "12.0", "node": "1"}
-    assert written(keep({0: ranks[:1]}), tmp_path / "one.prom")["run_job_info", tuple(of_job.items())] == 1
-    found = written(keep({0: ranks}), tmp_path / "two.prom")
+    assert (
+        written(write_run_directory({0: ranks[:1]}), tmp_path / "one.prom")["run_job_info", tuple(of_job.items())] == 1
+    )
+    found = written(write_run_directory({0: ranks}), tmp_path / "two.prom")
     assert found["run_job_info", tuple({**of_job, "node": ""}.items())] == 1
-    assert "run_job_info" not in {name for name, _ in written(keep({}), tmp_path / "three.prom")}
+    assert "run_job_info" not in {name for name, _ in written(write_run_directory({}), tmp_path / "three.prom")}
 
 
 def test_labels_are_escaped(state: Path, tmp_path: Path) -> None:
-    directory = keep({-1: [device_event(1.0, 0, name=HOSTILE)]}, script=HOSTILE)
+    directory = write_run_directory({-1: [device_event(1.0, 0, name=HOSTILE)]}, script=HOSTILE)
     found = written(directory, tmp_path / "it.prom")
     shown = strip_control_chars(HOSTILE)
     assert [dict(labels)["script"] for name, labels in found if name == "run_info"] == [shown]
@@ -250,7 +252,7 @@ def test_labels_are_escaped(state: Path, tmp_path: Path) -> None:
 
 
 def test_the_file_is_replaced_and_may_be_read(state: Path, tmp_path: Path) -> None:
-    directory = keep({0: Training().run(2)}, status=None)
+    directory = write_run_directory({0: Training().run(2)}, status=None)
     target = tmp_path / "it.prom"
     umask = os.umask(0o077)
     try:
@@ -271,29 +273,35 @@ def test_the_file_is_replaced_and_may_be_read(state: Path, tmp_path: Path) -> No
 
 
 def test_the_file_is_written_in_a_thread(state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    metrics = PrometheusFile(tmp_path / "it.prom", keep({0: Training().run(2)}, status=None), print)
+    metrics = PrometheusFile(tmp_path / "it.prom", write_run_directory({0: Training().run(2)}, status=None), print)
     begun, going = threading.Event(), threading.Event()
     writes: list[object] = []
-    monkeypatch.setattr(metrics, "_write", lambda how: (writes.append(how), begun.set(), going.wait(60)))
+
+    def write(how: object) -> None:
+        writes.append(how)
+        begun.set()
+        going.wait(60)
+
+    monkeypatch.setattr(metrics, "_write", write)
     metrics.tick(0.0)
     assert begun.wait(60), "and `tick` has returned"
     metrics.tick(1000.0)
     going.set()
-    metrics.write_final(exit_of(0))
-    assert writes == [None, exit_of(0)], "one at a time"
+    metrics.write_final(exit_info_of(0))
+    assert writes == [None, exit_info_of(0)], "one at a time"
 
 
 def test_the_history_is_closed_after_its_last_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last connection of a history deletes its journal."""
     monkeypatch.setattr("dpmon.run.retention.prune_runs", lambda *_: [])
     seen = Mock()
-    Supervisor._finish(Mock(), exit_of(0), seen.drain, seen.sampler, seen.metrics)
+    Supervisor._finish(Mock(), exit_info_of(0), seen.drain, seen.sampler, seen.metrics)
     names = [name for name, *_ in seen.mock_calls]
     assert names.index("metrics.wait") < names.index("drain.close") < names.index("metrics.write_final")
 
 
 def test_a_limit_of_threads_only_delays_the_file(state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    metrics = PrometheusFile(tmp_path / "it.prom", keep({0: Training().run(2)}, status=None), print)
+    metrics = PrometheusFile(tmp_path / "it.prom", write_run_directory({0: Training().run(2)}, status=None), print)
 
     def start(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -308,7 +316,7 @@ def test_a_limit_of_threads_only_delays_the_file(state: Path, tmp_path: Path, mo
 
 
 def test_a_failure_to_write_is_reported_once(state: Path, tmp_path: Path) -> None:
-    directory = keep({0: Training().run(2)}, status=None)
+    directory = write_run_directory({0: Training().run(2)}, status=None)
     said: list[str] = []
     metrics = PrometheusFile(tmp_path / "no" / "it.prom", directory, said.append)
     metrics.tick(0.0)
@@ -324,14 +332,14 @@ def test_a_failure_to_write_is_reported_once(state: Path, tmp_path: Path) -> Non
 
 
 def test_a_directory_takes_a_file_a_run(state: Path, tmp_path: Path) -> None:
-    info = load_info(keep({}))
+    info = load_info(write_run_directory({}))
     assert metrics_path(str(tmp_path), info).name == f"dpmon-linear-{info.id[-4:]}.prom"
     assert metrics_path(str(tmp_path / "x.prom"), info) == tmp_path / "x.prom"
 
 
 def test_a_run_on_several_machines_names_the_machine_of_each_process(state: Path, tmp_path: Path) -> None:
     names = ("gpu-0", "gpu-1")
-    directory, _ = create_run(draft(nodes=names))
+    directory, _ = create_run(make_run_info(nodes=names))
     run = ManyNodes(2, 2, directory=directory).run(0, 20)
     run.node(1, "cut", "the connection timed out", 15.0)
     found = written(directory, tmp_path / "it.prom")

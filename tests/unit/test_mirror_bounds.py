@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_mirror_hostile import read_all
-from test_mirror_records import NOW_NS, Machine, info_of, store_of_mirror
 
 from dpmon.mirror.chunk_receiver import Chunk, ChunkReceiver, UncheckedChunk, validate_chunks
 from dpmon.mirror.mirror_history import MirrorHistory
@@ -27,6 +25,7 @@ from dpmon.store.row_exchange import KEPT, NUMBERED, columns_sent
 from dpmon.store.store_queries import Store
 from dpmon.store.tally import WIDTHS
 from dpmon.store.tally_encoding import encode_entry
+from support.mirror_builders import MIRROR_NOW_NS, MirroredNode, check_all_readable, mirror_run_info, open_mirror_store
 
 LIMIT = 1 << 20
 FLOOD = 4 * LIMIT
@@ -104,10 +103,10 @@ class Flood:
         # Series may take less than a hundredth, as usual.
         monkeypatch.setattr("dpmon.mirror.mirror_history._MOST_SERIES", 512)
         self.path = directory / HISTORY_FILE
-        self.records = MirrorHistory(directory, info_of(count))
+        self.records = MirrorHistory(directory, mirror_run_info(count))
         for node in self.records.nodes:
             node.state = "connected"
-        self.honest = Machine(0, 1)
+        self.honest = MirroredNode(0, 1)
         self.steps = Counter[int]()
         """The number of single steps that the honest machine has sent, by process."""
         self._sent = 0
@@ -131,7 +130,7 @@ class Flood:
             assert receiver.add_line(each) is None
         whole = receiver.add_line(b'{"beat": 1}')
         assert isinstance(whole, UncheckedChunk)
-        (chunk,) = validate_chunks([(1, whole)], NOW_NS)
+        (chunk,) = validate_chunks([(1, whole)], MIRROR_NOW_NS)
         assert chunk.damaged == 0, "the rows are sound"
         self._sent += 1
         beat = {"offset": self._sent, "tallied_s": self.records.nodes[0].tallied_s, "deleted": {}, "left_out": 0}
@@ -152,7 +151,7 @@ class Flood:
     def check(self) -> None:
         """Check that the honest machine has all its records, and that the history can be read."""
         self._work(last=True)
-        own, mirror = self.honest.recording.store(), store_of_mirror(self.records)
+        own, mirror = self.honest.recording.store(), open_mirror_store(self.records)
         for process in (0, 1):
             number = self.records.local_process_number(0, process)
             for rows in KEPT_WHOLE:
@@ -160,7 +159,7 @@ class Flood:
                 assert mirror.query(query, (number,)) == own.query(query, (process,)), rows
             assert steps(mirror, number) == steps(own, process) > 10
             assert mirror.query("SELECT count(*) FROM steps WHERE process = ?", (number,)) == [(self.steps[process],)]
-        read_all(self.records)
+        check_all_readable(self.records)
         self.records.close()
         assert database_size(self.path) < LIMIT + MARGIN
 
@@ -212,22 +211,22 @@ def test_all_tables_together_do_not_fill_the_disk(tmp_path: Path, monkeypatch: p
 
 
 def test_the_sums_of_a_machine_stay_in_range(tmp_path: Path) -> None:
-    records = MirrorHistory(tmp_path, info_of(2))
+    records = MirrorHistory(tmp_path, mirror_run_info(2))
     most = (1 << 53) - 1
     for _ in range(1100):
         records.write([(records.nodes[1], Chunk({}, {"offset": most, "tallied_s": 8, "left_out": most}, 0))])
-    assert store_of_mirror(records).pruned > 1 << 59
+    assert open_mirror_store(records).pruned > 1 << 59
     records.close()
 
 
 def test_a_machine_whose_tallies_stand_still_is_not_waited_for(tmp_path: Path) -> None:
     """Else no tallies of the others could be deleted."""
-    records = MirrorHistory(tmp_path, info_of(2))
+    records = MirrorHistory(tmp_path, mirror_run_info(2))
     for node in records.nodes:
         node.state = "connected"
     for second, there in ((600, 600), (1200, 600), (9000, 600)):
         for node, tallied_s in zip(records.nodes, (second, there), strict=True):
             records.write([(node, Chunk({}, {"offset": node.received + 1, "tallied_s": tallied_s}, 0))])
-        ((whole,),) = store_of_mirror(records).query("SELECT value AS number FROM meta WHERE key = 'whole_600'")
+        ((whole,),) = open_mirror_store(records).query("SELECT value AS number FROM meta WHERE key = 'whole_600'")
         assert whole == (9000 if second == 9000 else 600)
     records.close()

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_mirror_records import info_of
 
 from dpmon.errors import HistoryError
 from dpmon.mirror.chunk_receiver import MOST_DAMAGED
@@ -25,6 +24,7 @@ from dpmon.run.run_directory import load_exit, load_info, write_info
 from dpmon.stalls.why_reply import ANSWER_FILE, ASKED_FILE, request_reply
 from dpmon.stalls.why_text import format_reply
 from dpmon.store.store_opening import open_store
+from support.mirror_builders import mirror_run_info
 
 MARKER = {"run": "r", "host": "h", "version": "1"}
 
@@ -32,7 +32,7 @@ MARKER = {"run": "r", "host": "h", "version": "1"}
 @pytest.fixture
 def mirror(tmp_path: Path) -> Iterator[Mirror]:
     """Return the mirror of one machine, whose command is never started."""
-    made = Mirror(tmp_path, info_of(1), [["gpu-0", "r", "false"]])
+    made = Mirror(tmp_path, mirror_run_info(1), [["gpu-0", "r", "false"]])
     yield made
     made.links.close_all()
     made.records.close()
@@ -134,7 +134,7 @@ def test_the_bytes_of_all_machines_that_wait_for_a_full_disk_are_bounded_togethe
     count, most = 8, 400_000
     monkeypatch.setattr("dpmon.mirror.mirror.MOST_WAITING", most)
     commands = [[f"gpu-{number}", "r", "false"] for number in range(count)]
-    mirror = Mirror(tmp_path, info_of(count), commands)
+    mirror = Mirror(tmp_path, mirror_run_info(count), commands)
     write, states = mirror.records.write, set[tuple[str, str | None]]()
     for number in range(count):
         mirror._handle_report(LinkOpened(number, MARKER))
@@ -187,7 +187,7 @@ def test_a_machine_with_too_many_damaged_rows_delays_no_other_one(
     tmp_path: Path, last: dict[str, Any], state: str
 ) -> None:
     words = [[f"gpu-{number}", "r", "false"] for number in range(3)]
-    mirror = Mirror(tmp_path, info_of(3), words)
+    mirror = Mirror(tmp_path, mirror_run_info(3), words)
     damage = {"table": "gaps", "columns": ["process", "ns"], "rows": [[0, "much"]] * (MOST_DAMAGED + 1)}
     for number, line in enumerate([damage, damage, event(1)]):
         mirror._handle_report(LinkOpened(number, MARKER))
@@ -389,7 +389,7 @@ def test_a_run_ends_well_if_it_does_on_all_machines(
     tmp_path: Path, exits: list[int | None], status: int | None, unknown: str | None
 ) -> None:
     words = [[f"gpu-{number}", "r", "false"] for number in range(2)]
-    mirror = Mirror(tmp_path, info_of(2), words)
+    mirror = Mirror(tmp_path, mirror_run_info(2), words)
     for number, each in enumerate(exits):
         mirror._handle_report(LinkOpened(number, MARKER))
         line = beat(0, 0, exit={"status": each, "seconds": 1.0})
@@ -405,7 +405,7 @@ def test_a_run_ends_well_if_it_does_on_all_machines(
 
 def test_a_machine_that_was_never_reached_does_not_hold_up_the_end(tmp_path: Path) -> None:
     words = [["gpu-0", "r", "false"], ["gpu-1", "job=slurm:1", "ssh", "gpu-1", "dpmon"]]
-    mirror = Mirror(tmp_path, info_of(2), words)
+    mirror = Mirror(tmp_path, mirror_run_info(2), words)
     there, away = mirror.machines
     mirror._handle_report(LinkOpened(0, MARKER))
     send(mirror, beat(0, 0, exit={"status": 0, "seconds": 1.0}))
@@ -426,7 +426,7 @@ def test_a_machine_that_was_never_reached_does_not_hold_up_the_end(tmp_path: Pat
 
 def test_a_machine_that_is_reached_at_last_is_followed_by_its_run(tmp_path: Path) -> None:
     words = [["gpu-0", "job=slurm:1", "ssh", "gpu-0", "dpmon"]]
-    mirror = Mirror(tmp_path, info_of(1), words)
+    mirror = Mirror(tmp_path, mirror_run_info(1), words)
     machine = mirror.machines[0]
     assert mirror.links._command(0)[-4:] == ["export", "job=slurm:1", "--follow", "--rollups"]
     mirror._handle_report(LinkOpened(0, MARKER))
@@ -446,11 +446,11 @@ def test_a_machine_that_is_reached_at_last_is_followed_by_its_run(tmp_path: Path
     ("others", "word"), [({"status": 1, "stopped": True}, "stopped"), ({"status": 1, "stopped": False}, "failed")]
 )
 def test_a_run_that_its_user_stopped_on_the_machines_was_stopped(
-    tmp_path: Path, others: dict[str, object], word: str
+    tmp_path: Path, others: dict[str, Any], word: str
 ) -> None:
     """A failure on another machine is no such end, whichever came first."""
     words = [[f"gpu-{number}", "r", "false"] for number in range(2)]
-    mirror = Mirror(tmp_path, info_of(2), words)
+    mirror = Mirror(tmp_path, mirror_run_info(2), words)
     for number, how in enumerate([{"status": 1, "stopped": True}, others]):
         mirror._handle_report(LinkOpened(number, MARKER))
         line = beat(0, 0, exit={"seconds": 1.0, "cause": "SignalException", **how})

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
-from stored import Recording
-from synthetic import SECOND, Training, changed, device_event, host_event
-from test_mirror_records import Machine, info_of, store_of_mirror
 
 from dpmon.errors import HistoryError
 from dpmon.export.incremental_rows import IncrementalRows
@@ -25,10 +21,11 @@ from dpmon.mirror.chunk_receiver import (
     validate_chunks,
 )
 from dpmon.mirror.mirror_history import ChunkError, MirrorHistory
-from dpmon.model.run_snapshot import SnapshotRequest
-from dpmon.model.snapshot_builder import SnapshotBuilder
 from dpmon.store.query_results import event_from_row
 from dpmon.store.row_exchange import CHUNK_BYTES
+from support.history_builders import Recording
+from support.mirror_builders import MirroredNode, check_all_readable, mirror_run_info, open_mirror_store
+from support.record_builders import SECOND, Training, device_event, host_event, with_event_data
 
 NOW_NS = 1000 * SECOND
 MANY: list[Any] = [[]] * (MOST_ROWS + 1)
@@ -47,7 +44,7 @@ def honest() -> tuple[Recording, list[dict[str, Any]]]:
     for process in (0, 1):
         training = Training(process=process, rank=process, step_ns=20_000_000, seed=process)
         first, *others = training.begin()
-        recording.add([changed(first, pid=7 + process, world=4), *others, *training.run(150)], process, process)
+        recording.add([with_event_data(first, pid=7 + process, world=4), *others, *training.run(150)], process, process)
     recording.add([*(host_event(float(s)) for s in range(8)), *(device_event(float(s), 1) for s in range(8))])
     found: list[dict[str, Any]] = []
     rows.whole = (0, 1)
@@ -84,31 +81,11 @@ def damaged(chance: random.Random, lines: list[dict[str, Any]]) -> list[bytes]:
     return found
 
 
-def read_all(records: MirrorHistory) -> None:
-    """Read all that readers read; fail if something is damaged."""
-    store = store_of_mirror(records)
-    everything: list[Callable[[], object]] = [
-        lambda: list(store.records()), store.shapes, store.device_minutes, lambda: store.samples(1 << 60), store.nodes,
-        store.first_invalid_losses, store.collective_sums, lambda: store.gaps(100), store.time_rows, store.tallies,
-        lambda: store.tallies(left_out=True), lambda: list(store.iter_events("device", "host", "process", "memory")),
-        lambda: store.longest_steps(10, "dp"), lambda: store.host_memory(0, 1 << 60),
-        *(lambda process=process: store.steps(50, process=process) for process in store.ranks),
-        *(lambda process=process: store.epochs(process, 50) for process in store.ranks),
-    ]  # fmt: skip
-    for read in everything:
-        read()
-        assert store.damaged is None, store.damaged
-    for t_ns in (None, 5 * SECOND):
-        state = SnapshotBuilder().build(store.as_of(t_ns), SnapshotRequest(), frozenset())
-        assert state.processes
-    assert store.damaged is None
-
-
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 12))])
 def test_odd_values_from_one_machine_leave_the_history_readable(tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
     recording, lines = honest()
-    records = MirrorHistory(tmp_path, info_of(2))
+    records = MirrorHistory(tmp_path, mirror_run_info(2))
     for node in records.nodes:
         node.state = "connected"
     good, bad = records.nodes
@@ -133,8 +110,8 @@ def test_odd_values_from_one_machine_leave_the_history_readable(tmp_path: Path, 
         }
         records.write([(node, chunk._replace(beat=beat))])
     assert bad.received == 5 * 10**6
-    read_all(records)
-    own, mirror = recording.store(), store_of_mirror(records)
+    check_all_readable(records)
+    own, mirror = recording.store(), open_mirror_store(records)
     for process in (0, 1):
         number = records.local_process_number(0, process)
         steps = [
@@ -186,8 +163,9 @@ def test_rows_of_another_version_are_read_as_far_as_both_know() -> None:
 
 
 def test_damaged_rows_of_one_machine_leave_the_rows_of_the_others(tmp_path: Path) -> None:
-    columns, good = ("process", "number", "value"), [[0, 3, "[]"], [0, 4, "{}"]]
-    bad = [[0, 1, "[]"], [0, "2", "[]"], [0, 2, "]"], {}]
+    columns = ("process", "number", "value")
+    good: list[Any] = [[0, 3, "[]"], [0, 4, "{}"]]
+    bad: list[Any] = [[0, 1, "[]"], [0, "2", "[]"], [0, 2, "]"], {}]
     sent = [
         UncheckedChunk([("definitions", columns, rows)], {"from": number})
         for number, rows in enumerate([good, bad, good])
@@ -232,8 +210,8 @@ def test_an_event_is_sound_if_readers_can_read_it(depth: int, sound: bool) -> No
 
 
 def test_an_event_that_cannot_be_read_names_its_machine(tmp_path: Path) -> None:
-    records = MirrorHistory(tmp_path, info_of(2))
-    machine = Machine(0, 1)
+    records = MirrorHistory(tmp_path, mirror_run_info(2))
+    machine = MirroredNode(0, 1)
     machine.write()
     chunk, _ = machine.chunk(last=True)
     unread = [(1, 0, "process", 0, "[1"), *chunk.rows["events"]]
@@ -245,12 +223,12 @@ def test_an_event_that_cannot_be_read_names_its_machine(tmp_path: Path) -> None:
 
 def test_a_machine_of_the_test_is_honest(tmp_path: Path) -> None:
     """Else the test above would prove nothing."""
-    records = MirrorHistory(tmp_path, info_of(2))
-    machine = Machine(0, 1)
+    records = MirrorHistory(tmp_path, mirror_run_info(2))
+    machine = MirroredNode(0, 1)
     while machine.write():
         pass
     chunk, _ = machine.chunk(last=True)
     assert chunk.damaged == 0
     records.write([(records.nodes[0], chunk)])
-    read_all(records)
+    check_all_readable(records)
     records.close()

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from running import until_no_command_is_left, wait_for
 
 from dpmon.mirror import node_links as module
 from dpmon.mirror.disconnect_reasons import explain_disconnect
 from dpmon.mirror.node_links import MAX_LINE, LineReceived, LinkClosed, LinkOpened, NodeLinks, Report
 from dpmon.run import proc
+from support.run_harness import wait_for, wait_until_no_command_is_left
 
 MARK = """echo 'dpmon-records 1 {"run": "r", "host": "h"}'"""
 Start = Callable[..., NodeLinks]
@@ -42,7 +42,7 @@ def start() -> Iterator[Start]:
     yield links
     for one in made:
         one.close_all()
-    until_no_command_is_left()
+    wait_until_no_command_is_left()
 
 
 def until(links: NodeLinks, condition: Callable[[list[Report]], object]) -> list[Report]:
@@ -194,7 +194,7 @@ def test_a_stop_of_this_process_does_not_look_like_silence(start: Start, monkeyp
         return []
 
     monkeypatch.setattr(links._selector, "select", stopped)
-    monkeypatch.setattr(module.time, "monotonic", lambda: clock() + asleep_s)
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + asleep_s)
     assert until(links, lambda reports: reports) == [LineReceived(0, b"one")]
 
 
@@ -206,7 +206,7 @@ def test_no_command_is_left_if_this_process_was_stopped_while_it_ended_them(
     monkeypatch.setattr(module, "_LEAVE_S", 0.0)  # as if this process was stopped until the limit had passed
     links.close_all()
     monkeypatch.undo()
-    until_no_command_is_left()
+    wait_until_no_command_is_left()
 
 
 def test_stderr_that_fills_does_not_stop_a_command(start: Start) -> None:

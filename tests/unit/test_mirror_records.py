@@ -10,92 +10,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stored import Recording
-from synthetic import SECOND, Training, changed, device_event, host_event, with_other
-from test_takeover_sums import eventful
 
 from dpmon.errors import HistoryError
 from dpmon.export.incremental_rows import SINCE_S, IncrementalRows
-from dpmon.mirror.chunk_receiver import Chunk, ChunkReceiver, UncheckedChunk, validate_chunks
+from dpmon.mirror.chunk_receiver import Chunk
 from dpmon.mirror.mirror_history import MirrorHistory
 from dpmon.model.stragglers import find_straggler, rank_times_in_window
 from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Event, Step
 from dpmon.record.schema import EXPOSED, HELD, WAIT
-from dpmon.run.run_directory import RunInfo
-from dpmon.store.history_schema import CheckedConnection
 from dpmon.store.query_results import NodeRow
 from dpmon.store.step_stats import StatsWindow
 from dpmon.store.store_queries import Store
 from dpmon.store.tally import Tally, TallyKey
+from support.history_builders import Recording
+from support.mirror_builders import CLOCK_SHIFTS_NS, MirroredNode, mirror_run_info, open_mirror_store
+from support.record_builders import (
+    SECOND,
+    Training,
+    with_event_data,
+    with_other,
+)
 
 WAITS = {EXPOSED, WAIT, HELD}
-SHIFTS = (0, 7 * SECOND + 400_000_000)
-NOW_NS = 1000 * SECOND
-
-
-def info_of(nodes: int) -> RunInfo:
-    about: dict[str, Any] = {"id": "mirror", "name": "m", "command": (), "script": "m", "cwd": "/", "python": None}
-    about |= {"started_unix": 0.0, "start_ns": 0, "boot_id": "", "headless": False}
-    return RunInfo(**about, nodes=tuple(f"gpu-{number}" for number in range(nodes)))
-
-
-class Machine:
-    """One machine: a history that grows, and what was sent of it."""
-
-    def __init__(self, number: int, seed: int) -> None:
-        self.number = number
-        self.shift_ns = SHIFTS[number]
-        self.shift_s = round(self.shift_ns / SECOND)
-        self.recording = Recording()
-        chance = random.Random(seed + number)
-        self._writers = {process: eventful(chance, process) for process in (0, 1)}
-        self.now_s = 0
-        self.rows = self.connected(0, 0)
-
-    def connected(self, offset: int, tallied_s: int) -> IncrementalRows:
-        """Return what is sent after a new connection."""
-        shifts = {"shift_ns": self.shift_ns, "shift_s": self.shift_s}
-        return IncrementalRows(rollups=True, offset=offset, tallied_s=tallied_s, **shifts)
-
-    def write(self) -> bool:
-        """Write some more records of each process; return whether there were any."""
-        for process, writer in list(self._writers.items()):
-            rows = next(writer, None)
-            if rows is None:
-                del self._writers[process]
-                continue
-            rank = 2 * self.number + process
-            rows = [self._moved(row, rank) for row in rows]
-            self.recording.add(rows, process, rank)
-            self.now_s = max([self.now_s, *(int(row.data["t_s"]) for row in rows if isinstance(row, Event))])
-        self.recording.add([host_event(self.now_s), device_event(self.now_s, 3)])
-        return bool(self._writers)
-
-    @staticmethod
-    def _moved(row: Row, rank: int) -> Row:
-        if isinstance(row, Event) and row.kind == "process":
-            return changed(row, rank=rank, world=4)
-        return changed(row, rank=rank, group=[0, 1, 2, 3]) if isinstance(row, Event) and row.kind == "ddp" else row
-
-    def chunk(self, until_s: int | None = None, *, last: bool = False) -> tuple[Chunk, bool]:
-        """Return the next chunk as it arrives, and whether there is more. `until_s`: which seconds are complete."""
-        before, store = self.rows.offset, self.recording.store()
-        if until_s is None:
-            until_s = max(store.newest_ns() // SECOND + (2 if last else -2), 0)
-        lines, more = self.rows.next_chunk(store, until_s, last=last)
-        assert store.damaged is None
-        receiver = ChunkReceiver()
-        for line in lines:
-            assert line.isascii()
-            assert receiver.add_line(line.encode()) is None
-        beat = {"from": before, "offset": self.rows.offset, "tallied_s": self.rows.tallied_s}
-        beat |= {"deleted": self.rows.deleted, "left_out": self.rows.left_out}
-        sent = receiver.add_line(b'{"beat": 1}')
-        assert isinstance(sent, UncheckedChunk)
-        (chunk,) = validate_chunks([(self.number, sent)], NOW_NS)
-        assert chunk.damaged == 0
-        return chunk._replace(beat=beat), more
 
 
 def without_waits(tallies: dict[TallyKey, Tally], process: int, number: int) -> dict[TallyKey, Tally]:
@@ -110,14 +47,13 @@ def without_waits(tallies: dict[TallyKey, Tally], process: int, number: int) -> 
 
 def moved(tallies: dict[TallyKey, Tally], shift_ns: int) -> dict[TallyKey, Tally]:
     """Return tallies with their times on another clock."""
-    times = ("first_ns", "last_ns")
     return {
-        key: replace(tally, **{name: (getattr(tally, name) or 0) + shift_ns for name in times})
+        key: replace(tally, first_ns=(tally.first_ns or 0) + shift_ns, last_ns=(tally.last_ns or 0) + shift_ns)
         for key, tally in tallies.items()
     }
 
 
-def same(machine: Machine, records: MirrorHistory, mirror: Store, chance: random.Random) -> None:
+def same(machine: MirroredNode, records: MirrorHistory, mirror: Store, chance: random.Random) -> None:
     """Compare the figures between random times."""
     own = machine.recording.store()
     newest = own.newest_ns() // SECOND
@@ -162,15 +98,11 @@ def sum_of(store: Store, begin_s: int, end_s: int, process: int) -> dict[tuple[s
     return {key: ns for key, ns in found.items() if ns}
 
 
-def store_of_mirror(records: MirrorHistory) -> Store:
-    return Store(CheckedConnection(records._db, 1 << 30))
-
-
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))])
 def test_the_figures_are_those_of_the_machines_whatever_is_cut_off(tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
-    machines = [Machine(number, seed) for number in (0, 1)]
-    records = MirrorHistory(tmp_path, info_of(2))
+    machines = [MirroredNode(number, seed) for number in (0, 1)]
+    records = MirrorHistory(tmp_path, mirror_run_info(2))
     for node in records.nodes:
         node.state = "connected"
     going = True
@@ -191,7 +123,7 @@ def test_the_figures_are_those_of_the_machines_whatever_is_cut_off(tmp_path: Pat
                 machine.rows = machine.connected(node.received, node.tallied_s)
         if chance.random() < 0.05:  # the mirror is killed
             records.close()
-            records = MirrorHistory(tmp_path, info_of(2))
+            records = MirrorHistory(tmp_path, mirror_run_info(2))
             for machine, node in zip(machines, records.nodes, strict=True):
                 node.state = "connected"
                 machine.rows = machine.connected(node.received, node.tallied_s)
@@ -201,7 +133,7 @@ def test_the_figures_are_those_of_the_machines_whatever_is_cut_off(tmp_path: Pat
         while more:
             chunk, more = machine.chunk(last=True)
             records.write([(records.nodes[machine.number], chunk)])
-    mirror = store_of_mirror(records)
+    mirror = open_mirror_store(records)
     for machine in machines:
         same(machine, records, mirror, chance)
         own = machine.recording.store()
@@ -222,7 +154,7 @@ class Together:
     """Four ranks on two machines that step together; rank 2 is slow."""
 
     def __init__(self) -> None:
-        self.machines = [Machine(number, 0) for number in (0, 1)]
+        self.machines = [MirroredNode(number, 0) for number in (0, 1)]
         self.tails: dict[tuple[int, int], int] = {}
         """What is left of a step after the last gradient, by rank and step."""
         self._rows: dict[tuple[int, int], list[Row]] = {}
@@ -233,9 +165,10 @@ class Together:
             training = Training(process=process, rank=rank, step_ns=95_000_000, seed=7)
             first, *others = training.begin()
             ddp = Event("ddp", {"process": process, "rank": rank, "t_s": 2.0, "group": [0, 1, 2, 3]})
-            rows = [changed(first, pid=42 + process, rank=rank, world=4), *others, ddp]
+            rows = [with_event_data(first, pid=42 + process, rank=rank, world=4), *others, ddp]
             for step in range(1, 901):
                 *calls, row = training.step()
+                assert isinstance(row, Step)
                 self.tails[rank, step] = tail = (30_000_000 if rank != 2 else 0) + chance.randrange(2_000_000)
                 counts = {**row.counts, "synced": 1, "sync_number": step}
                 phases = with_other({**row.phases, "sync": tail}, row.wall_ns)
@@ -253,7 +186,7 @@ class Together:
 
 def connected(records: MirrorHistory) -> MirrorHistory:
     """Return the records, with all machines connected and their clocks known."""
-    for node, shift_ns in zip(records.nodes, SHIFTS, strict=True):
+    for node, shift_ns in zip(records.nodes, CLOCK_SHIFTS_NS, strict=True):
         node.state, node.clock_ns, node.shift_s = "connected", shift_ns, round(shift_ns / SECOND)
     return records
 
@@ -280,7 +213,7 @@ def waits_of_steps(mirror: Store, shifts: dict[int, int]) -> dict[tuple[int, int
 
 def after_a_cut(tmp_path: Path) -> tuple[MirrorHistory, Store]:
     """Return the records of four ranks on two machines; the second machine is cut off for a minute."""
-    records, together = connected(MirrorHistory(tmp_path, info_of(2))), Together()
+    records, together = connected(MirrorHistory(tmp_path, mirror_run_info(2))), Together()
     for second in range(5, 110):
         together.write(second)
         for machine, node in zip(together.machines, records.nodes, strict=True):
@@ -291,26 +224,26 @@ def after_a_cut(tmp_path: Path) -> tuple[MirrorHistory, Store]:
                     records.write([(node, chunk)])
             elif second == 20:  # the connection is cut
                 machine.rows = machine.connected(node.received, node.tallied_s)
-    return records, store_of_mirror(records)
+    return records, open_mirror_store(records)
 
 
 def test_a_full_history_loses_its_oldest_seconds_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dpmon.mirror.mirror_history.LIMIT_BYTES", 1 << 18)
-    records, together = connected(MirrorHistory(tmp_path, info_of(2))), Together()
+    records, together = connected(MirrorHistory(tmp_path, mirror_run_info(2))), Together()
     kept_from = []
     for second in range(5, 90):
         together.write(second)
         for machine, node in zip(together.machines, records.nodes, strict=True):
             chunk, _ = machine.chunk(second)
             records.write([(node, chunk)])
-        kept_from.append(store_of_mirror(records).kept_from(1))
+        kept_from.append(open_mirror_store(records).kept_from(1))
     assert 0 < kept_from[50] < kept_from[-1] <= 80, "up to the stretches of 10 s that are there"
-    assert store_of_mirror(records).tallies(0, 10), "the figures of that time come from them"
+    assert open_mirror_store(records).tallies(0, 10), "the figures of that time come from them"
 
 
 def test_the_waits_of_a_long_cut_are_in_the_tallies_of_their_seconds(tmp_path: Path) -> None:
     records, mirror = after_a_cut(tmp_path)
-    shift_ns = {ring.process: SHIFTS[ring.node or 0] for ring in mirror.rings.values() if ring.process >= 0}
+    shift_ns = {ring.process: CLOCK_SHIFTS_NS[ring.node or 0] for ring in mirror.rings.values() if ring.process >= 0}
     steps = waits_of_steps(mirror, {process: ns % SECOND for process, ns in shift_ns.items()})
     narrow, wide = (waits_by_second(mirror, width) for width in (1, 60))
     for process in range(4):
@@ -352,7 +285,7 @@ def test_what_could_not_be_written_is_written_later_as_if_nothing_had_happened(
     for fails in (False, True):
         directory = tmp_path / str(fails)
         directory.mkdir()
-        records, together = connected(MirrorHistory(directory, info_of(2))), Together()
+        records, together = connected(MirrorHistory(directory, mirror_run_info(2))), Together()
 
         def write(
             chunks: list[tuple[NodeRow, Chunk]],
@@ -391,7 +324,7 @@ def test_what_could_not_be_written_is_written_later_as_if_nothing_had_happened(
 
 def test_the_waits_of_ranks_on_several_machines_are_those_of_all_steps(tmp_path: Path) -> None:
     """Only some steps are sent, but the mean wait is right, in tallies of all widths and after a restart."""
-    records = connected(MirrorHistory(tmp_path, info_of(2)))
+    records = connected(MirrorHistory(tmp_path, mirror_run_info(2)))
     together = Together()
     machines, tails = together.machines, together.tails
     for second in range(5, 110, 3):
@@ -400,10 +333,10 @@ def test_the_waits_of_ranks_on_several_machines_are_those_of_all_steps(tmp_path:
             records.write([(node, machine.chunk(second, last=second > 105)[0])])
         if second == 50:
             records.close()
-            records = connected(MirrorHistory(tmp_path, info_of(2)))
+            records = connected(MirrorHistory(tmp_path, mirror_run_info(2)))
             for machine, node in zip(machines, records.nodes, strict=True):
                 machine.rows = machine.connected(node.received, node.tallied_s)
-    mirror = store_of_mirror(records)
+    mirror = open_mirror_store(records)
     ranks = {ring.rank: ring.process for ring in mirror.rings.values() if ring.rank is not None}
     sampled = {
         rank: mirror.query(f"SELECT count(wait_ns) FROM steps WHERE process = {ranks[rank]}")[0][0] for rank in ranks
@@ -432,22 +365,24 @@ def test_the_waits_of_ranks_on_several_machines_are_those_of_all_steps(tmp_path:
 
 def test_the_wide_tallies_of_a_machine_that_is_gone_are_made_here(tmp_path: Path) -> None:
     """One machine dies within a stretch; the others go on, and all figures stay."""
-    records = MirrorHistory(tmp_path, info_of(2))
-    machines = [Machine(number, 0) for number in (0, 1)]
+    records = MirrorHistory(tmp_path, mirror_run_info(2))
+    machines = [MirroredNode(number, 0) for number in (0, 1)]
     for number, machine in enumerate(machines):
         machine.recording = Recording()
         training = Training(process=0, rank=number, step_ns=200_000_000)
         first, *others = training.begin()
         seconds = 33 if number else 700
-        machine.recording.add([changed(first, pid=42, rank=number), *others, *training.run(5 * seconds)], 0, number)
+        machine.recording.add(
+            [with_event_data(first, pid=42, rank=number), *others, *training.run(5 * seconds)], 0, number
+        )
     for machine, node in zip(machines[::-1], records.nodes[::-1], strict=True):
         node.state = "connected"
         newest = machine.recording.store().newest_ns() // SECOND
         for upto in (*range(5, newest, 30), newest):
             records.write([(node, machine.chunk(upto)[0])])
         node.state = "cut" if node.number else "connected"
-        before = without_waits(store_of_mirror(records).tallies(), 0, 0)
-    mirror = store_of_mirror(records)
+        before = without_waits(open_mirror_store(records).tallies(), 0, 0)
+    mirror = open_mirror_store(records)
     gone = records.local_process_number(1, 0)
     assert gone is not None
     assert mirror._whole[600] == 600

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from stored import Recording
-from synthetic import SECOND, Training, decoded
-
 from dpmon.model.run_snapshot import RunSnapshot
 from dpmon.record.record_types import Call, Record, Step
 from dpmon.ui.panels import panel_ranks
 from dpmon.ui.screen_data import ScreenData
+from support.history_builders import Recording
+from support.record_builders import SECOND, Training, records_of_rows
 
 LOOKS = 30
 
@@ -24,7 +23,7 @@ def ended(record: Record) -> int:
 
 
 def numbered(one: Training, steps: int) -> list[Record]:
-    return decoded([*one.begin(), *one.run(steps)], one.process, one.rank)
+    return records_of_rows([*one.begin(), *one.run(steps)], one.process, one.rank)
 
 
 def recorded(*runs: Sequence[Record]) -> Recording:
@@ -98,7 +97,7 @@ def with_an_evaluation(*, within: bool = False) -> tuple[Training, list[list[Rec
     else:
         first.now += pause
     payloads += first.run(500)
-    return evaluation, [decoded(payloads, 0), during]
+    return evaluation, [records_of_rows(payloads, 0), during]
 
 
 def test_a_training_that_goes_on_after_its_evaluation_stands_for_the_run_again() -> None:
@@ -152,7 +151,7 @@ def test_ranks_that_all_wait_for_one_stay_ranks() -> None:
         one = Training(process=3 + rank, rank=rank, seed=9 + rank, start_ns=start + rank * SECOND // 5)
         before = [*one.begin(), *one.run(1000)]
         one.now += 10 * SECOND + rank * SECOND // 10
-        runs.append(decoded([*before, *one.run(1000)], one.process, rank))
+        runs.append(records_of_rows([*before, *one.run(1000)], one.process, rank))
     later = [(state, at) for state, at in in_time(*runs) if at > start + 3 * SECOND]
     assert later
     for state, at in later:

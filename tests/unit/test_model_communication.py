@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from joined import MS, ddp_event, joined_ranks
-from known import known
 
 from dpmon.model.all_findings import find_all
 from dpmon.model.communication import Communication, Wrapper, build_communication
@@ -15,7 +13,7 @@ from dpmon.model.json_fields import communication_fields
 from dpmon.model.mode_stats import ModeStats
 from dpmon.model.rank_findings import find_rank_problems
 from dpmon.model.run_analysis import RunAnalysis
-from dpmon.model.run_events import RunEvents, newest_wrappers, parse_ddp_wrapper
+from dpmon.model.run_events import RunEvents, newest_wrappers
 from dpmon.model.stragglers import (
     RankTimes,
     Straggler,
@@ -28,35 +26,19 @@ from dpmon.model.stragglers import (
 from dpmon.store.query_results import CollectiveSums
 from dpmon.store.step_stats import PhaseStats
 from dpmon.store.tally import Tally
-
-
-def wrapped(rank: int = 0, **more: Any) -> Wrapper:
-    found = parse_ddp_wrapper(ddp_event(rank, 2, **more).data)
-    assert found is not None
-    return found
-
-
-def rank(number: int, wait_ms: float, *, steps: int = 200, exposed_ms: float = 1.0, **more: Any) -> RankTimes:
-    phases = {"data": 1.0 * MS, "forward": 5.0 * MS, "backward": 10.0 * MS, "sync": (wait_ms + exposed_ms) * MS}
-    found = RankTimes(number, number, steps, 20.0 * MS, phases, steps, exposed_ms * MS, wait_ms * MS)
-    return found._replace(synced=steps, optimized=steps)._replace(**more)
-
-
-def of(ranks: list[RankTimes], *wrappers: Wrapper, lately: bool = False) -> Communication:
-    found = build_communication(ranks, wrappers or [wrapped(group=list(range(len(ranks))))], lately=lately)
-    assert found is not None
-    return found
+from support.history_builders import run_analysis_with
+from support.rank_builders import MS, communication_of, ddp_event, ddp_wrapper, rank_times, record_ddp_ranks
 
 
 def found_in(ranks: list[RankTimes], *wrappers: Wrapper) -> list[Finding]:
-    return list(find_rank_problems(of(ranks, *wrappers)))
+    return list(find_rank_problems(communication_of(ranks, *wrappers)))
 
 
-EVEN = [rank(0, 0.1), rank(1, 0.1)]
+EVEN = [rank_times(0, 0.1), rank_times(1, 0.1)]
 
 
 def with_own(ranks: list[RankTimes], *own: str) -> Communication:
-    found = build_communication(ranks, [wrapped(group=[0, 1])], CollectiveSums(own=own), lately=False)
+    found = build_communication(ranks, [ddp_wrapper(group=[0, 1])], CollectiveSums(own=own), lately=False)
     assert found is not None
     return found
 
@@ -65,7 +47,7 @@ def with_own(ranks: list[RankTimes], *own: str) -> Communication:
 def test_own_collectives_are_a_finding_if_every_rank_may_wait_in_them(
     other_ms: tuple[float, float], kinds: list[str]
 ) -> None:
-    ranks = [rank(number, 0.1, phases={"other": ms * MS}) for number, ms in enumerate(other_ms)]
+    ranks = [rank_times(number, 0.1, phases={"other": ms * MS}) for number, ms in enumerate(other_ms)]
     found = with_own(ranks, "all_reduce", "barrier")
     assert [one.kind for one in find_rank_problems(found)] == kinds
     assert found.other_waits() == (
@@ -117,7 +99,7 @@ def test_several_slow_ranks_are_named_together(ranks: tuple[int, ...], name: str
 def waiting(*waits_ms: float, slowest: dict[int, int], **more: Any) -> list[RankTimes]:
     """Return ranks with these mean waits (ms); `slowest`: number of steps (of 50) in which a rank was the slowest."""
     return [
-        rank(number, wait_ms, steps=50, slowest=slowest.get(number, 0), step_ns=130.0 * MS, **more)
+        rank_times(number, wait_ms, steps=50, slowest=slowest.get(number, 0), step_ns=130.0 * MS, **more)
         for number, wait_ms in enumerate(waits_ms)
     ]
 
@@ -136,8 +118,7 @@ def test_ranks_that_are_equally_slow_are_found_together() -> None:
     assert delay_sentence(found) == (
         "ranks 1 and 2 hold the others up by 30.0 ms a step (23%): their forward takes 35.0 ms against 5.00 ms"
     )
-    told = communication_fields(of(ranks))
-    assert told is not None
+    told: Any = communication_fields(communication_of(ranks))
     assert (told["straggler"]["rank"], told["straggler"]["ranks"]) == (1, [1, 2])
 
 
@@ -184,8 +165,8 @@ def group_of(number: int) -> list[int]:
 
 
 def test_only_ranks_of_one_process_group_are_compared() -> None:
-    wrappers = [wrapped(number, group=group_of(number)) for number in range(8)]
-    found = of(in_groups(), *wrappers)
+    wrappers = [ddp_wrapper(number, group=group_of(number)) for number in range(8)]
+    found = communication_of(in_groups(), *wrappers)
     assert [one.group for one in found.ranks[:2]] == [(0, 2, 4, 6), (1, 3, 5, 7)]
     slow = found.straggler
     assert slow is not None
@@ -199,41 +180,43 @@ def test_among_several_groups_the_one_with_the_longest_waits_counts() -> None:
         one._replace(wait_ns=0.0 if one.rank == 5 else 40.0 * MS, slowest=50 if one.rank == 5 else 0)
         for one in ranks[1::2]
     ]
-    slow = of(ranks, *[wrapped(number, group=group_of(number)) for number in range(8)]).straggler
+    slow = communication_of(ranks, *[ddp_wrapper(number, group=group_of(number)) for number in range(8)]).straggler
     assert slow is not None
     assert slow.ranks == (5,)
 
 
 def test_a_rank_without_a_record_is_in_the_group_that_lists_it() -> None:
-    found = of(in_groups(), *[wrapped(number, group=group_of(number)) for number in (0, 1)])
+    found = communication_of(in_groups(), *[ddp_wrapper(number, group=group_of(number)) for number in (0, 1)])
     assert [one.group for one in found.ranks] == [tuple(group_of(number)) for number in range(8)]
 
 
 def test_the_group_of_a_rank_is_that_of_its_newest_process() -> None:
-    older, newer = wrapped(0, group=[0, 1, 2]), wrapped(0, group=[0, 1])._replace(process=3)
-    assert [one.group for one in of(EVEN, newer, older).ranks] == [range(2), range(2)]
+    older, newer = ddp_wrapper(0, group=[0, 1, 2]), ddp_wrapper(0, group=[0, 1])._replace(process=3)
+    assert [one.group for one in communication_of(EVEN, newer, older).ranks] == [range(2), range(2)]
 
 
 @pytest.mark.parametrize("group", [None, 7, [], [1, 2], [0, "x"], [0, True], [0, None]])
 def test_a_group_that_makes_no_sense_is_unknown(group: Any) -> None:
-    assert wrapped(0, group=group).group is None
-    assert of(EVEN, wrapped(0, group=group)).ranks[0].group is None
+    assert ddp_wrapper(0, group=group).group is None
+    assert communication_of(EVEN, ddp_wrapper(0, group=group)).ranks[0].group is None
 
 
 def test_wrappers_with_different_groups_are_the_reason_for_missing_waits() -> None:
     apart = [one._replace(joined=0, wait_ns=None, exposed_ns=None) for one in EVEN]
-    wrappers = [wrapped(1, group=[0, 1]), wrapped(1, wrapper=1, group=[1, 3])]
-    found = of(apart, *wrappers)
+    wrappers = [ddp_wrapper(1, group=[0, 1]), ddp_wrapper(1, wrapper=1, group=[1, 3])]
+    found = communication_of(apart, *wrappers)
     assert found.missing == "its DistributedDataParallel wrappers have different process groups"
     assert found.ranks[1].group is None
-    assert of(EVEN, *wrappers).missing is None
+    assert communication_of(EVEN, *wrappers).missing is None
 
 
 # ------------------------------------------------------------------------------------------------ times
 
 
 def test_columns_add_up_if_some_steps_do_not_synchronize() -> None:
-    run, _ = joined_ranks(2, slow=1, phase="forward", extra_ms=1.0, passes=((0, 1), (0, 1), (0, 1), (1, 0)), noise=0.0)
+    run, _ = record_ddp_ranks(
+        2, slow=1, phase="forward", extra_ms=1.0, passes=((0, 1), (0, 1), (0, 1), (1, 0)), noise=0.0
+    )
     fast, slow = run.state().ranks
     assert slow.synced + slow.unsynced == slow.steps
     assert slow.exposed_ns == pytest.approx(2.1 * MS * slow.synced / slow.steps)
@@ -251,7 +234,7 @@ def test_a_tally_without_passes_has_no_waits() -> None:
 
 
 def test_the_state_knows_the_newest_of_each_wrapper() -> None:
-    run, _ = joined_ranks(2)
+    run, _ = record_ddp_ranks(2)
     run.add([ddp_event(1, 2, iteration=400, comm_ms=3.0), ddp_event(1, 2, wrapper=1, root="Critic")], 1, 1)
     said = RunEvents.read(run.store())
     assert {(one.process, one.number, one.iteration) for one in said.wrappers} == {
@@ -268,10 +251,10 @@ def test_the_state_knows_the_newest_of_each_wrapper() -> None:
 
 
 def test_torchs_own_times_are_taken_from_the_slowest_rank() -> None:
-    fast, slow = wrapped(0, comm_ms=35.0, overlap_ms=4.0), wrapped(1, comm_ms=44.0, overlap_ms=39.0)
-    assert of(EVEN, fast, slow).torch_times == slow
-    assert of(EVEN, wrapped(0, comm_ms=0.0)).torch_times is None
-    one = of(EVEN, wrapped(0, bucket_bytes=[1 << 20], comm_ms=7.92, overlap_ms=4.46))
+    fast, slow = ddp_wrapper(0, comm_ms=35.0, overlap_ms=4.0), ddp_wrapper(1, comm_ms=44.0, overlap_ms=39.0)
+    assert communication_of(EVEN, fast, slow).torch_times == slow
+    assert communication_of(EVEN, ddp_wrapper(0, comm_ms=0.0)).torch_times is None
+    one = communication_of(EVEN, ddp_wrapper(0, bucket_bytes=[1 << 20], comm_ms=7.92, overlap_ms=4.46))
     assert one.hidden_share is None
     told: Any = communication_fields(one)
     assert (told["torch"]["comm_ms"], told["torch"]["overlap_ms"]) == (7.92, None)
@@ -280,7 +263,7 @@ def test_torchs_own_times_are_taken_from_the_slowest_rank() -> None:
 
 def test_one_process_that_averages_nothing_has_no_communication() -> None:
     assert build_communication([], [], lately=True) is None
-    assert build_communication([rank(0, 0)], [], lately=True) is None
+    assert build_communication([rank_times(0, 0)], [], lately=True) is None
     assert list(find_rank_problems(None)) == []
 
 
@@ -289,12 +272,14 @@ def test_one_process_that_averages_nothing_has_no_communication() -> None:
 
 @pytest.mark.parametrize(("others_ms", "kinds"), [(1.0, {"straggler"}), (8.0, {"straggler", "data"})])
 def test_data_waits_of_all_ranks_are_found_in_addition_to_a_straggler(others_ms: float, kinds: set[str]) -> None:
-    fast, slow = rank(0, 5.0), rank(1, 0.0, slowest=180)
+    fast, slow = rank_times(0, 5.0), rank_times(1, 0.0, slowest=180)
     fast = fast._replace(phases={**fast.phases, "data": others_ms * MS})
     slow = slow._replace(phases={**slow.phases, "data": (others_ms + 5) * MS})
     figures = PhaseStats("data", 400, others_ms * MS, others_ms * MS, None, 0.5)
     mode = ModeStats("single", False, 400, 0, 20.0 * MS, 26.0 * MS, 20.0 * MS, None, (figures,), Tally())
-    found = find_all(known(modes=(mode,), names={0: "rank 0", 1: "rank 1"}, communication=of([fast, slow])))
+    found = find_all(
+        run_analysis_with(modes=(mode,), names={0: "rank 0", 1: "rank 1"}, communication=communication_of([fast, slow]))
+    )
     assert {finding.kind for finding in found} & {"straggler", "data"} == kinds
 
 
@@ -307,9 +292,9 @@ def test_a_healthy_job_has_no_finding_about_communication() -> None:
     [("data", "workers"), ("forward", "batches"), ("backward", "batches"), ("other", "checkpoint"), ("copy", "pinned")],
 )
 def test_a_straggler_is_found_with_advice_for_its_phase(phase: str, advice: str) -> None:
-    slow = rank(1, 0.0, slowest=180)
+    slow = rank_times(1, 0.0, slowest=180)
     slow = slow._replace(phases={**slow.phases, phase: slow.phases.get(phase, 0.0) + 5 * MS})
-    (found,) = found_in([rank(0, 5.0), slow, rank(2, 5.0)])
+    (found,) = found_in([rank_times(0, 5.0), slow, rank_times(2, 5.0)])
     assert found.kind == "straggler"
     assert found.text.startswith("Rank 1 holds the others up by 5.00 ms a step (25%): ")
     assert found.ground == "slowest in 180 of 200 steps; mean step 20.0 ms on 3 ranks"
@@ -318,14 +303,14 @@ def test_a_straggler_is_found_with_advice_for_its_phase(phase: str, advice: str)
 
 
 def test_a_straggler_without_a_cause_is_found_too() -> None:
-    (found,) = found_in([rank(0, 5.0), rank(1, 0.0, slowest=180)])
+    (found,) = found_in([rank_times(0, 5.0), rank_times(1, 0.0, slowest=180)])
     assert found.text.endswith("in no single phase.")
     assert "GPU" in found.advice
 
 
 def test_exposed_communication_is_found_with_what_the_wrapper_does_not_do_yet() -> None:
-    ranks = [rank(0, 0.1, exposed_ms=5.0), rank(1, 0.1, exposed_ms=5.0)]
-    (found,) = found_in(ranks, wrapped(backend="nccl"))
+    ranks = [rank_times(0, 0.1, exposed_ms=5.0), rank_times(1, 0.1, exposed_ms=5.0)]
+    (found,) = found_in(ranks, ddp_wrapper(backend="nccl"))
     assert found.kind == "exposed"
     assert found.text == "Communication that nothing hides takes 25% of the time of the steps."
     assert found.ground == "exposed mean 5.00 ms, step mean 20.0 ms over 200 steps of 2 ranks"
@@ -333,31 +318,31 @@ def test_exposed_communication_is_found_with_what_the_wrapper_does_not_do_yet() 
 
 
 def test_a_large_last_bucket_is_found_if_it_is_exposed() -> None:
-    ranks = [rank(0, 0.1, exposed_ms=3.0), rank(1, 0.1, exposed_ms=3.0)]
-    (found,) = found_in(ranks, wrapped(bucket_bytes=[8 << 20, 24 << 20]))
+    ranks = [rank_times(0, 0.1, exposed_ms=3.0), rank_times(1, 0.1, exposed_ms=3.0)]
+    (found,) = found_in(ranks, ddp_wrapper(bucket_bytes=[8 << 20, 24 << 20]))
     assert found.kind == "bucket"
     assert found.text == "The last bucket has 75% of the gradients, and no computation is left to hide it."
     assert found.ground == "2 buckets: 8.00 MiB, 24.0 MiB; exposed mean 3.00 ms, 15% of the step"
-    (found,) = found_in(ranks, wrapped(bucket_bytes=[24 << 20]))
+    (found,) = found_in(ranks, ddp_wrapper(bucket_bytes=[24 << 20]))
     assert found.text == "All gradients are in one bucket, and no computation is left to hide it."
-    assert found_in(ranks, wrapped(bucket_bytes=[24 << 20, 8 << 20])) == []
-    assert found_in(EVEN, wrapped(bucket_bytes=[8 << 20, 24 << 20])) == [], "little is exposed"
-    assert found_in(ranks, wrapped(bucket_bytes=[])) == []
-    assert found_in(ranks, wrapped(bucket_bytes=[2048])) == [], "a smaller one takes as long"
+    assert found_in(ranks, ddp_wrapper(bucket_bytes=[24 << 20, 8 << 20])) == []
+    assert found_in(EVEN, ddp_wrapper(bucket_bytes=[8 << 20, 24 << 20])) == [], "little is exposed"
+    assert found_in(ranks, ddp_wrapper(bucket_bytes=[])) == []
+    assert found_in(ranks, ddp_wrapper(bucket_bytes=[2048])) == [], "a smaller one takes as long"
 
 
 def test_several_averages_for_one_step_of_the_optimizer_are_found() -> None:
-    ranks = [rank(number, 0.1, synced=200, optimized=50) for number in range(2)]
+    ranks = [rank_times(number, 0.1, synced=200, optimized=50) for number in range(2)]
     (found,) = found_in(ranks)
     assert found.kind == "accumulation"
     assert found.text == "Gradients are averaged 4.0 times for each step of the optimizer."
     assert found.ground == "400 synchronized backward passes, 0 under no_sync, 100 steps with an optimizer step"
     assert "no_sync" in found.advice
-    waiting = [rank(number, 5.0, exposed_ms=2.0, synced=200, optimized=50) for number in range(2)]
+    waiting = [rank_times(number, 5.0, exposed_ms=2.0, synced=200, optimized=50) for number in range(2)]
     (found,) = [one for one in found_in(waiting) if one.kind == "accumulation"]
     assert found.saves == pytest.approx((2.0 * 3 / 4 + 5.0) / 20), "all waits may even out over the passes"
-    assert found_in(ranks, wrapped(), wrapped(wrapper=1)) == [], "two models average twice"
-    assert found_in([rank(number, 0.1, synced=50, unsynced=150, optimized=50) for number in range(2)]) == []
+    assert found_in(ranks, ddp_wrapper(), ddp_wrapper(wrapper=1)) == [], "two models average twice"
+    assert found_in([rank_times(number, 0.1, synced=50, unsynced=150, optimized=50) for number in range(2)]) == []
 
 
 def searched(
@@ -396,9 +381,9 @@ def test_a_search_for_unused_parameters_that_may_find_some_is_not_found(other: t
 @pytest.mark.parametrize(
     ("ranks", "own"),
     [
-        ([rank(0, 5.0), rank(1, 0.0, slowest=180)], {}),
-        ([rank(0, 0.1, exposed_ms=5.0), rank(1, 0.1, exposed_ms=5.0)], {"bucket_bytes": (1 << 20,)}),
-        ([rank(number, 0.1, synced=200, optimized=50) for number in range(2)], {}),
+        ([rank_times(0, 5.0), rank_times(1, 0.0, slowest=180)], {}),
+        ([rank_times(0, 0.1, exposed_ms=5.0), rank_times(1, 0.1, exposed_ms=5.0)], {"bucket_bytes": (1 << 20,)}),
+        ([rank_times(number, 0.1, synced=200, optimized=50) for number in range(2)], {}),
         (EVEN, {"find_unused_parameters": True, "all_used": 3}),
     ],
 )
@@ -410,20 +395,20 @@ def test_nothing_is_found_from_too_few_steps(ranks: list[RankTimes], own: dict[s
         )
         for one in ranks
     ]
-    one = wrapped()._replace(**own)
+    one = ddp_wrapper()._replace(**own)
     assert found_in(ranks, one)
     assert found_in(short, one) == []
 
 
 def with_phases(number: int, wait_ms: float, **phases: float) -> RankTimes:
-    found = rank(number, wait_ms)
+    found = rank_times(number, wait_ms)
     return found._replace(phases={**found.phases, **{name: ms * MS for name, ms in phases.items()}})
 
 
 def test_a_rank_that_others_wait_for_in_the_forward_is_named() -> None:
     """The first rank is late and sends its buffers in the forward: the other one waits there, not in the backward."""
     ranks = [with_phases(0, 0.0, data=20.0, forward=3.0), with_phases(1, 0.0, data=0.3, forward=23.0)]
-    slow = of(ranks, wrapped(broadcast_buffers=True)).straggler
+    slow = communication_of(ranks, ddp_wrapper(broadcast_buffers=True)).straggler
     assert slow is not None
     assert (slow.rank, slow.phase, slow.slowest) == (0, "data", None)
     assert "slowest in" not in straggler_sentence(slow, lately=True)
@@ -432,12 +417,12 @@ def test_a_rank_that_others_wait_for_in_the_forward_is_named() -> None:
 def test_a_slow_forward_names_nobody_where_ranks_wait_in_it() -> None:
     slow = with_phases(0, 0.0, forward=23.0)._replace(slowest=200)
     ranks = [slow, with_phases(1, 20.0, forward=3.0)]
-    assert of(ranks, wrapped(sync_batch_norm=True)).straggler is None
-    assert of(ranks, wrapped()).straggler is not None
+    assert communication_of(ranks, ddp_wrapper(sync_batch_norm=True)).straggler is None
+    assert communication_of(ranks, ddp_wrapper()).straggler is not None
 
 
 def test_a_step_waits_for_the_rank_whose_fetch_takes_longest() -> None:
-    run, _ = joined_ranks(4, slow=2, phase="data", steps=60)
+    run, _ = record_ddp_ranks(4, slow=2, phase="data", steps=60)
     longest: dict[int, int] = {}
     walls: list[int] = []
     for step in run.store().steps(10_000):

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from known import changed, known
 
 from dpmon.model.all_findings import combined_savings, find_all
 from dpmon.model.comparison_stats import Interval
 from dpmon.model.device_memory import DeviceMemory
-from dpmon.model.device_usage import DeviceUsage, HostUsage
+from dpmon.model.device_usage import HostUsage
 from dpmon.model.finding_text import MIN_STEPS, Finding
 from dpmon.model.layouts import IdleDeviceCounts, ReplicaStats
 from dpmon.model.mode_comparison import Comparison
@@ -23,84 +21,34 @@ from dpmon.model.mode_stats import ModeStats
 from dpmon.model.recorded_stalls import RecordedStall
 from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.run_events import LoaderStart, RunEvents
-from dpmon.store.query_results import LongStepRow
-from dpmon.store.step_stats import PhaseStats, Rate
-from dpmon.store.tally import SeriesStats, Tally, TallyKey
+from dpmon.store.tally import Tally, TallyKey
 from dpmon.store.time_accounting import Gap
-
-MS = 1_000_000
-SECOND = 1_000_000_000
-GIB = 1 << 30
-
-
-def mode(name: str = "dp", steps: int = 1000, median_ms: float = 20.0, **shares: float) -> ModeStats:
-    """Return a mode with these shares of phases."""
-    phases = tuple(
-        PhaseStats(phase, steps, share * median_ms * MS, share * median_ms * 1.3 * MS, None, share)
-        for phase, share in shares.items()
-    )
-    rate = Rate(1000.0, None, 1000.0, None)
-    return ModeStats(name, False, steps, 0, median_ms * MS, median_ms * 1.3 * MS, None, rate, phases, Tally())
-
-
-GOOD = mode(data=0.05, forward=0.4, backward=0.4, optimizer=0.1, replicate=0.1, scatter=0.02, gather=0.02)
-
-
-def third(median: float, quarter: float, **phases: float) -> Tally:
-    """Return steps with this median and a quarter of `quarter` (ms), and the medians of their phases (ms)."""
-    found = Tally()
-    times = [*(("step", ms) for ms in (median, median, median, quarter, quarter)), *phases.items()]
-    found.add([], [(name, int(ms * MS)) for name, ms in times])
-    return found
-
-
-def drifting(early: float, late: float, p75: float, p25: float, steps: int = 1000) -> ModeStats:
-    first, last = third(early, p75, data=1, other=1), third(late, p25, data=1.1, other=max(late - early, 0))
-    return replace(GOOD, steps=steps, early=first, late=last)
-
-
-def device(index: int = 0, **more: object) -> DeviceUsage:
-    good: Mapping[str, object] = {
-        "name": "NVIDIA H200", "uuid": f"GPU-{index}", "called": f"cuda:{index}", "of_run": True, "samples": 100,
-        "util": array("d", [95.0] * 100), "mem_used_max": 20.0 * GIB, "mem_run_max": 18.0 * GIB,
-        "mem_total": 141.0 * GIB, "temperature_max": 70.0, "power_max": 600.0, "throttle_samples": 100,
-    }  # fmt: skip
-    return DeviceUsage(index=index, **{**good, **more})  # type: ignore[arg-type]
-
-
-def timed(ms: float | None, calls: int = 1000) -> SeriesStats:
-    found = SeriesStats()
-    found.add([] if ms is None else [int(ms * MS)] * calls)
-    return found
-
-
-def replica(number: int, rows: int | None = 16, ms: float = 5.0, **more: object) -> ReplicaStats:
-    found = ReplicaStats("dp", "Model", number, f"cuda:{number}", 1000, rows, time=timed(ms))
-    return replace(found, **more)  # type: ignore[arg-type]
-
-
-def long_step(ms: float, phase: str = "data", step: int = 500) -> LongStepRow:
-    return LongStepRow(0, step, "dp", 0, 60 * SECOND, int(ms * MS), {phase: int(ms * 0.9 * MS)})
-
-
-HEALTHY = known(
-    modes=(GOOD,),
-    batches=(IdleDeviceCounts("Model", 2, 1000, 10, 7, 1),),
-    replicas=(replica(0), replica(1, ms=5.5)),
-    devices=(device(0), device(1, mem_run_max=17.0 * GIB)),
-    longest_steps=(long_step(26), long_step(25)),
-    processes=[0],
-    last_step_ns=100 * SECOND,
-    end_ns=110 * SECOND,
+from support.analysis_builders import (
+    GIB,
+    GOOD_MODE,
+    HEALTHY_RUN,
+    MS,
+    RUNS_BY_FINDING,
+    STARTING_MODE,
+    WAITING_MODE,
+    _series_stats,
+    _tally_of_third,
+    device_usage,
+    long_step,
+    mode_stats,
+    replica_stats,
+    slowing_mode,
 )
+from support.history_builders import run_analysis_with, with_changes
+from support.record_builders import SECOND
 
 
 def kinds(evidence: RunAnalysis) -> list[str]:
     return [finding.kind for finding in find_all(evidence)]
 
 
-def host(**more: object) -> HostUsage:
-    return HostUsage(60, 8, 97.0, 3.0, 4.9, 12.0)._replace(**more)  # type: ignore[arg-type]
+def host(**more: Any) -> HostUsage:
+    return HostUsage(60, 8, 97.0, 3.0, 4.9, 12.0)._replace(**more)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +64,7 @@ def host(**more: object) -> HostUsage:
     ],
 )
 def test_a_busy_machine(facts: HostUsage | None, kinds: list[str]) -> None:
-    found = find_all(changed(HEALTHY, host=facts))
+    found = find_all(with_changes(HEALTHY_RUN, host=facts))
     assert [finding.kind for finding in found] == kinds
     if kinds == ["busy"]:
         assert "3.0 of its 8 processors" in found[0].text
@@ -124,24 +72,24 @@ def test_a_busy_machine(facts: HostUsage | None, kinds: list[str]) -> None:
 
 
 def test_busy_machines() -> None:
-    (found,) = find_all(changed(HEALTHY, host=host()._replace(machines=2)))
+    (found,) = find_all(with_changes(HEALTHY_RUN, host=host()._replace(machines=2)))
     assert found.text == "The machines are busy with other work: a median of 3.0 of 8 processors per machine."
 
 
 def test_what_the_script_can_change_comes_before_other_work_on_the_machine() -> None:
-    waits = mode(data=0.3, forward=0.4, backward=0.3)
-    both = find_all(changed(HEALTHY, modes=(waits,), host=host(others=7.0)))
+    waits = mode_stats(data=0.3, forward=0.4, backward=0.3)
+    both = find_all(with_changes(HEALTHY_RUN, modes=(waits,), host=host(others=7.0)))
     assert [finding.kind for finding in both] == ["data", "busy"]
     assert (both[0].saves or 0) < both[1].weight
 
 
 def test_the_exception_that_ended_a_run_comes_first() -> None:
-    run = changed(HEALTHY, raised="rank 1: ValueError: no data (train.py:12)", end_ns=200 * SECOND)
+    run = with_changes(HEALTHY_RUN, raised="rank 1: ValueError: no data (train.py:12)", end_ns=200 * SECOND)
     (first, *others) = find_all(run)
     assert (first.kind, first.weight) == ("failed", 1)
     assert first.text == "An exception ended the run: rank 1: ValueError: no data (train.py:12)."
     assert "failed" not in [one.kind for one in others]
-    (first, *_) = find_all(changed(run, death="rank 1 was ended by SIGABRT"))
+    (first, *_) = find_all(with_changes(run, death="rank 1 was ended by SIGABRT"))
     assert "without an exception" in first.text, "the exception is a consequence"
 
 
@@ -149,88 +97,75 @@ def test_the_exception_that_ended_a_run_comes_first() -> None:
     ("phase", "said"), [("data", "look at the loader"), ("sync", "the other ranks"), ("other", "lists or graphs")]
 )
 def test_the_advice_on_drift_follows_the_phase_that_grew_most(phase: str, said: str) -> None:
-    first, last = third(20, 22, **{phase: 1}), third(32, 30, **{phase: 13})
-    (found,) = find_all(changed(HEALTHY, modes=(replace(GOOD, steps=1000, early=first, late=last),)))
+    first, last = _tally_of_third(20, 22, **{phase: 1}), _tally_of_third(32, 30, **{phase: 13})
+    (found,) = find_all(with_changes(HEALTHY_RUN, modes=(replace(GOOD_MODE, steps=1000, early=first, late=last),)))
     assert found.kind == "drift"
     assert f"; {phase} grew most: " in found.ground
     assert said in found.advice
 
 
-WAITING = mode(data=0.43, forward=0.3, backward=0.27)
-FAST = mode(median_ms=0.3, data=0.43, forward=0.3, backward=0.27)
-STARTING = replace(
-    mode(data=0.1, forward=0.3), mean_ns=60.0 * MS, phases=(PhaseStats("data", 1000, 2.0 * MS, 3.0 * MS, None, 0.6),)
-)
+FAST = mode_stats(median_ms=0.3, data=0.43, forward=0.3, backward=0.27)
 
 
 @pytest.mark.parametrize(
     ("facts", "machine", "said", "not_said"),
     [
-        (WAITING, host(cpu_pct=40.0), "more workers (DataLoader num_workers); less", "if the processors have room"),
-        (WAITING, None, "more workers (DataLoader num_workers), if the processors have room", "not more workers"),
         (
-            WAITING,
+            WAITING_MODE,
+            host(cpu_pct=40.0),
+            "more workers (DataLoader num_workers); less",
+            "if the processors have room",
+        ),
+        (WAITING_MODE, None, "more workers (DataLoader num_workers), if the processors have room", "not more workers"),
+        (
+            WAITING_MODE,
             host(others=1.0),
             "the processors are 97% in use, so more workers help only if the fetches wait for a disk or network",
             "num_workers",
         ),
-        (WAITING, host(own=0.1), "this run uses only 0.1 of 8", "less work"),
-        (WAITING, host(own=0.3), "less work for each sample", "num_workers"),
+        (WAITING_MODE, host(own=0.1), "this run uses only 0.1 of 8", "less work"),
+        (WAITING_MODE, host(own=0.3), "less work for each sample", "num_workers"),
         (FAST, host(cpu_pct=40.0), "passing a batch between processes costs more than a fetch of 129 µs", "num_"),
-        (STARTING, host(cpu_pct=40.0), "a few fetches take most of the time (mean 36.0 ms", "more workers"),
+        (STARTING_MODE, host(cpu_pct=40.0), "a few fetches take most of the time (mean 36.0 ms", "more workers"),
     ],
 )
 def test_workers_are_advised_only_where_they_help(
     facts: ModeStats, machine: HostUsage | None, said: str, not_said: str
 ) -> None:
-    found = [finding for finding in find_all(changed(HEALTHY, modes=(facts,), host=machine)) if finding.kind == "data"]
+    found = [
+        finding
+        for finding in find_all(with_changes(HEALTHY_RUN, modes=(facts,), host=machine))
+        if finding.kind == "data"
+    ]
     (advice,) = [finding.advice for finding in found]
     assert said in advice
     assert not_said not in advice
 
 
 def test_fewer_threads_are_advised_only_where_processors_are_short() -> None:
-    run = SHOWN["spread"]
+    run = RUNS_BY_FINDING["spread"]
     for machine, expected in ((host(cpu_pct=97.0, others=1.0), True), (host(cpu_pct=40.0), False), (None, False)):
-        (advice,) = [found.advice for found in find_all(changed(run, host=machine)) if found.kind == "spread"]
+        (advice,) = [found.advice for found in find_all(with_changes(run, host=machine)) if found.kind == "spread"]
         assert ("OMP_NUM_THREADS" in advice) == expected
 
 
 def test_the_advice_for_a_gpu_that_waits_for_data_is_about_the_loader() -> None:
-    run = SHOWN["low use"]
+    run = RUNS_BY_FINDING["low use"]
     (advice,) = [found.advice for found in find_all(run) if found.kind == "low use"]
     assert "torch.compile" in advice
-    waiting = changed(run, modes=(WAITING,))
+    waiting = with_changes(run, modes=(WAITING_MODE,))
     (advice,) = [found.advice for found in find_all(waiting) if found.kind == "low use"]
     assert advice == "the loader first: the steps wait for data for 43% of their time"
 
 
 def test_nothing_stands_out_in_a_healthy_run() -> None:
-    assert find_all(HEALTHY) == []
-    assert find_all(known()) == []
+    assert find_all(HEALTHY_RUN) == []
+    assert find_all(run_analysis_with()) == []
 
 
-SHOWN = {
-    "slower": changed(HEALTHY, mode_comparison=Comparison(speedup=Interval(0.61, 0.58, 0.65))),
-    "data": changed(HEALTHY, modes=(mode(data=0.43, forward=0.3, backward=0.27),)),
-    "replicate": changed(HEALTHY, modes=(mode(data=0.02, forward=0.7, replicate=0.48, backward=0.28),)),
-    "transfer": changed(HEALTHY, modes=(mode(forward=0.7, scatter=0.15, gather=0.15, backward=0.3),)),
-    "small batch": changed(HEALTHY, batches=(IdleDeviceCounts("Model", 8, 1000, 1000, 3, 5),)),
-    "idle": changed(HEALTHY, batches=(IdleDeviceCounts("Model", 8, 1000, 990, 9, 3),)),
-    "uneven": changed(HEALTHY, replicas=(replica(0), replica(1), replica(2, rows=4))),
-    "fuller": changed(HEALTHY, devices=(device(0, mem_run_max=30.0 * GIB), device(1))),
-    "throttled": changed(HEALTHY, devices=(device(0, throttled=Counter({"power limit": 40})), device(1))),
-    "low use": changed(HEALTHY, devices=(device(0, util=array("d", [12.0] * 100)), device(1))),
-    "drift": changed(HEALTHY, modes=(drifting(20, 32, 22, 30),)),
-    "stall": changed(HEALTHY, longest_steps=(long_step(9000), long_step(25))),
-    "spread": changed(HEALTHY, modes=(replace(GOOD, p95_ns=300.0 * MS),)),
-    "quiet": changed(HEALTHY, end_ns=200 * SECOND),
-}
-
-
-@pytest.mark.parametrize("kind", SHOWN)
+@pytest.mark.parametrize("kind", RUNS_BY_FINDING)
 def test_a_run_with_a_problem_has_its_finding(kind: str) -> None:
-    (found,) = find_all(SHOWN[kind])
+    (found,) = find_all(RUNS_BY_FINDING[kind])
     assert found.kind == kind
     assert found.text.endswith(".")
     assert any(char.isdigit() for char in found.ground), "a ground is figures"
@@ -250,7 +185,7 @@ def test_a_run_with_a_problem_has_its_finding(kind: str) -> None:
     ],
 )
 def test_the_most_that_an_advice_can_bring_is_the_time_of_its_cause(kind: str, saves: float | None) -> None:
-    (found,) = find_all(SHOWN[kind])
+    (found,) = find_all(RUNS_BY_FINDING[kind])
     assert found.saves == (saves if saves is None else pytest.approx(saves))
     words = "" if saves is None else f"steps at most {round(100 * saves / (1 - saves))}% faster"
     assert found.gain_limit_text == words
@@ -272,11 +207,13 @@ def test_no_rate_is_promised_if_a_cause_takes_nearly_all_the_time(saves: float, 
 
 def test_evaluations_that_take_much_of_the_time_are_found() -> None:
     spent = {"training": 60 * SECOND, "evaluation": 30 * SECOND, "between": 10 * SECOND}
-    evaluated = changed(HEALTHY, time_by_activity=spent, evaluations=[replace(GOOD, evaluation=True)], gaps=[])
+    evaluated = with_changes(
+        HEALTHY_RUN, time_by_activity=spent, evaluations=[replace(GOOD_MODE, evaluation=True)], gaps=[]
+    )
     (found,) = find_all(evaluated)
     assert (found.kind, found.text) == ("evaluation", "Evaluations take 30% of the time.")
     assert found.saves == pytest.approx(0.4), "without evaluations, their loaders do not start either"
-    assert not find_all(changed(evaluated, time_by_activity={**spent, "evaluation": 10 * SECOND}))
+    assert not find_all(with_changes(evaluated, time_by_activity={**spent, "evaluation": 10 * SECOND}))
 
 
 def test_together_each_stretch_of_time_counts_once() -> None:
@@ -285,7 +222,7 @@ def test_together_each_stretch_of_time_counts_once() -> None:
     def found(kind: str, saves: float | None, **parts: float) -> Finding:
         return Finding(kind, "", "", "", 0.5, saves, parts)
 
-    run = changed(HEALTHY, time_by_activity=spent)
+    run = with_changes(HEALTHY_RUN, time_by_activity=spent)
     assert combined_savings([found("data", 0.4), found("drift", None)], run) is None, "one advice needs no sum"
     assert combined_savings([found("data", 0.4), found("between", 0.5)], run) == pytest.approx(0.7)
     exposed, turn = found("exposed", 0.2, exposed=0.2), found("in turn", 0.1, wait=0.1)
@@ -301,12 +238,15 @@ def test_together_each_stretch_of_time_counts_once() -> None:
 def test_long_fetches_of_a_few_steps_count_once_with_the_wait_for_data() -> None:
     """1,000 steps of 20 ms with two steps of 10 s that wait for data."""
     slow = (*(long_step(10_000.0, "data", step=step) for step in (100, 500)), long_step(25))
-    found = find_all(changed(HEALTHY, modes=(mode(data=0.55),), longest_steps=slow))
+    found = find_all(with_changes(HEALTHY_RUN, modes=(mode_stats(data=0.55),), longest_steps=slow))
     both = {one.kind: one for one in found}
     assert both["stall"].saves == pytest.approx(19.96 / 40)
     assert both["stall"].parts["data"] == pytest.approx(0.9 * 19.96 / 40), "long_step has nine tenths in the phase"
+    assert both["stall"].saves is not None
     own = both["stall"].saves - sum(both["stall"].parts.values())
-    assert combined_savings(found, changed(HEALTHY, time_by_activity={"training": SECOND})) == pytest.approx(0.55 + own)
+    assert combined_savings(found, with_changes(HEALTHY_RUN, time_by_activity={"training": SECOND})) == pytest.approx(
+        0.55 + own
+    )
 
 
 def test_time_between_steps_is_that_of_the_process_that_has_most() -> None:
@@ -317,18 +257,18 @@ def test_time_between_steps_is_that_of_the_process_that_has_most() -> None:
     }
     gap = Gap(0, 100, "dp", 0, 50 * SECOND, 50 * SECOND)
     spent = {"training": 74 * SECOND, "between": 26 * SECOND}
-    (found,) = find_all(changed(HEALTHY, time_by_activity=spent, spent_by_process=each, gaps=[gap]))
+    (found,) = find_all(with_changes(HEALTHY_RUN, time_by_activity=spent, spent_by_process=each, gaps=[gap]))
     assert found.kind == "between"
     assert found.gain_limit_text == "run at most 2.0 times as fast"
 
 
 def test_workers_that_start_again_also_cost_the_first_fetch_of_an_epoch() -> None:
     spent = {"training": 80 * SECOND, "between": 20 * SECOND}
-    fetch = mode(data=0.15)
+    fetch = mode_stats(data=0.15)
     phases = [one._replace(mean_ns=3.0 * MS, median_ns=1.0 * MS) if one.name == "data" else one for one in fetch.phases]
     starts = [LoaderStart(0, at * SECOND, SECOND, 2, False, start=number) for number, at in ((1, 0), (2, 40))]
-    run = changed(
-        HEALTHY,
+    run = with_changes(
+        HEALTHY_RUN,
         modes=(replace(fetch, phases=tuple(phases)),),
         time_by_activity=spent,
         gaps=[Gap(0, 100, "dp", 38 * SECOND, 58 * SECOND, 20 * SECOND)],
@@ -340,8 +280,8 @@ def test_workers_that_start_again_also_cost_the_first_fetch_of_an_epoch() -> Non
 
 
 def test_a_long_step_is_that_of_a_rank_if_there_are_several_processes() -> None:
-    (alone,) = find_all(SHOWN["stall"])
-    (found,) = find_all(changed(SHOWN["stall"], names={0: "rank 3", 1: "rank 0"}))
+    (alone,) = find_all(RUNS_BY_FINDING["stall"])
+    (found,) = find_all(with_changes(RUNS_BY_FINDING["stall"], names={0: "rank 3", 1: "rank 0"}))
     assert " of rank 3" in found.ground
     assert found.ground.replace(" of rank 3", "") == alone.ground
 
@@ -351,18 +291,18 @@ def test_a_stall_is_counted_once_and_its_steps_are_left_out() -> None:
     key = TallyKey(0, "dp", 4, 8)
     window = SimpleNamespace(left_out={key: Tally(steps=1), key._replace(process=1): Tally(steps=1)}, times=())
     spent = {"stalled": 40 * SECOND, "training": 60 * SECOND}
-    stalled = changed(HEALTHY, announced=RunEvents(stalls=(seen,)), time_by_activity=spent, window=window)
+    stalled = with_changes(HEALTHY_RUN, announced=RunEvents(stalls=(seen,)), time_by_activity=spent, window=window)
     (found,) = find_all(stalled)
     assert found.text == "1 step with a stall is left out of the figures: 40.0 s."
     assert found.ground == f"stall at 00:01:00: {STALL}"
     assert (found.advice, found.weight) == ("dpmon why shows the stacks of that time", 0.4)
-    (between,) = find_all(changed(stalled, window=SimpleNamespace(left_out={}, times=())))
+    (between,) = find_all(with_changes(stalled, window=SimpleNamespace(left_out={}, times=())))
     assert between.text == "A stall is left out of the figures: 40.0 s."
-    goes_on = changed(stalled, announced=RunEvents(stalls=(seen._replace(end_ns=None),)))
+    goes_on = with_changes(stalled, announced=RunEvents(stalls=(seen._replace(end_ns=None),)))
     assert find_all(goes_on) == []
     # Ranks on a machine that did not know of the stall count its time as training.
     (elsewhere,) = find_all(
-        changed(stalled, spent_by_process={0: {"training": 80 * SECOND}, 1: {"stalled": 80 * SECOND}})
+        with_changes(stalled, spent_by_process={0: {"training": 80 * SECOND}, 1: {"stalled": 80 * SECOND}})
     )
     assert elsewhere.text == "1 step with a stall is left out of the figures: 80.0 s."
     assert elsewhere.weight == 0.4
@@ -375,7 +315,7 @@ STALLED = (RecordedStall(100 * SECOND, 110 * SECOND, record={"text": STALL}),)
 def live(newest_s: int, stalls: tuple[RecordedStall, ...] = STALLED, inputs: Any = (), **more: Any) -> RunAnalysis:
     """Return a live run; its last step ended at 100 s."""
     announced = RunEvents(stalls=stalls, inputs=inputs)
-    return changed(HEALTHY, end_ns=None, until_ns=newest_s * SECOND, announced=announced, **more)
+    return with_changes(HEALTHY_RUN, end_ns=None, until_ns=newest_s * SECOND, announced=announced, **more)
 
 
 def test_a_live_run_that_hangs_says_so_first() -> None:
@@ -390,7 +330,7 @@ def test_a_live_run_that_hangs_says_so_first() -> None:
     [
         live(129),
         live(134, stalls=()),
-        live(134, modes=(replace(GOOD, median_ns=12.0 * SECOND),)),
+        live(134, modes=(replace(GOOD_MODE, median_ns=12.0 * SECOND),)),
         live(134, inputs=((None, 101 * SECOND, 133 * SECOND),)),
         live(134, paused=[(101 * SECOND, 131 * SECOND)]),
     ],
@@ -401,46 +341,56 @@ def test_a_live_run_is_not_called_quiet(evidence: RunAnalysis) -> None:
 
 
 def test_the_finding_about_a_quiet_end_names_the_place_of_each_process() -> None:
-    (found,) = find_all(changed(SHOWN["quiet"], announced=RunEvents(stalls=STALLED)))
+    (found,) = find_all(with_changes(RUNS_BY_FINDING["quiet"], announced=RunEvents(stalls=STALLED)))
     assert found.ground.endswith(f"; {STALL}")
     assert "dpmon why" in found.advice
 
 
 @pytest.mark.parametrize("kind", ["data", "replicate", "transfer", "drift", "stall", "spread", "quiet"])
 def test_no_finding_from_too_few_steps(kind: str) -> None:
-    few = changed(SHOWN[kind], modes=tuple(replace(m, steps=MIN_STEPS - 1) for m in SHOWN[kind].modes))
+    few = with_changes(
+        RUNS_BY_FINDING[kind], modes=tuple(replace(m, steps=MIN_STEPS - 1) for m in RUNS_BY_FINDING[kind].modes)
+    )
     assert find_all(few) == []
 
 
 @pytest.mark.parametrize(
     "evidence",
     [
-        changed(HEALTHY, batches=(IdleDeviceCounts("Model", 8, 29, 29, 3, 5),)),
-        changed(HEALTHY, batches=(IdleDeviceCounts("Model", 8, 1000, 400, 9, 3),)),
-        changed(HEALTHY, replicas=tuple(replace(r, calls=29, rows=1 + r.replica * 9) for r in HEALTHY.replicas)),
-        changed(HEALTHY, replicas=(replica(0, rows=16), replica(1, rows=15))),
-        changed(HEALTHY, replicas=(replica(0, rows=None), replica(1, rows=1))),
-        changed(HEALTHY, replicas=(replica(0, virtual=True), replica(1, ms=50, virtual=True))),
-        changed(HEALTHY, replicas=tuple(replace(r, mode="single", rows=1 + 9 * r.replica) for r in HEALTHY.replicas)),
-        changed(HEALTHY, devices=(device(0, mem_run_max=0.9 * GIB), device(1, mem_run_max=0.5 * GIB))),
-        changed(HEALTHY, devices=(device(0), device(1, mem_run_max=30.0 * GIB))),
-        changed(HEALTHY, devices=(device(0, mem_run_max=30.0 * GIB), device(1, of_run=False))),
-        changed(HEALTHY, devices=(device(0, throttled=Counter({"power limit": 4})),)),
-        changed(HEALTHY, devices=(device(0, throttled=Counter({"power limit": 5}), throttle_samples=5),)),
-        changed(HEALTHY, devices=(device(0, of_run=False, util=array("d", [0.0] * 100)),)),
-        changed(HEALTHY, devices=(device(0, util=array("d")),)),
-        changed(HEALTHY, modes=(drifting(20, 32, 33, 10),)),
-        changed(HEALTHY, modes=(drifting(20, 23, 21, 22),)),
-        changed(HEALTHY, modes=(drifting(32, 20, 33, 19),)),
-        changed(HEALTHY, modes=(drifting(20, 32, 22, 30, steps=149),)),
-        changed(HEALTHY, longest_steps=(long_step(450),)),
-        changed(HEALTHY, longest_steps=(long_step(510),), modes=(replace(GOOD, steps=100_000),)),
-        changed(HEALTHY, longest_steps=(long_step(9000)._replace(mode="other"),)),
-        changed(HEALTHY, end_ns=None),
-        changed(HEALTHY, end_ns=1000 * SECOND, last_step_ns=960 * SECOND),
-        changed(HEALTHY, last_step_ns=None),
-        changed(HEALTHY, mode_comparison=Comparison(speedup=Interval(0.9, 0.7, 1.2))),
-        changed(HEALTHY, mode_comparison=Comparison(speedup=Interval(1.7, 1.6, 1.8))),
+        with_changes(HEALTHY_RUN, batches=(IdleDeviceCounts("Model", 8, 29, 29, 3, 5),)),
+        with_changes(HEALTHY_RUN, batches=(IdleDeviceCounts("Model", 8, 1000, 400, 9, 3),)),
+        with_changes(
+            HEALTHY_RUN, replicas=tuple(replace(r, calls=29, rows=1 + r.replica * 9) for r in HEALTHY_RUN.replicas)
+        ),
+        with_changes(HEALTHY_RUN, replicas=(replica_stats(0, rows=16), replica_stats(1, rows=15))),
+        with_changes(HEALTHY_RUN, replicas=(replica_stats(0, rows=None), replica_stats(1, rows=1))),
+        with_changes(HEALTHY_RUN, replicas=(replica_stats(0, virtual=True), replica_stats(1, ms=50, virtual=True))),
+        with_changes(
+            HEALTHY_RUN, replicas=tuple(replace(r, mode="single", rows=1 + 9 * r.replica) for r in HEALTHY_RUN.replicas)
+        ),
+        with_changes(
+            HEALTHY_RUN, devices=(device_usage(0, mem_run_max=0.9 * GIB), device_usage(1, mem_run_max=0.5 * GIB))
+        ),
+        with_changes(HEALTHY_RUN, devices=(device_usage(0), device_usage(1, mem_run_max=30.0 * GIB))),
+        with_changes(HEALTHY_RUN, devices=(device_usage(0, mem_run_max=30.0 * GIB), device_usage(1, of_run=False))),
+        with_changes(HEALTHY_RUN, devices=(device_usage(0, throttled=Counter({"power limit": 4})),)),
+        with_changes(
+            HEALTHY_RUN, devices=(device_usage(0, throttled=Counter({"power limit": 5}), throttle_samples=5),)
+        ),
+        with_changes(HEALTHY_RUN, devices=(device_usage(0, of_run=False, util=array("d", [0.0] * 100)),)),
+        with_changes(HEALTHY_RUN, devices=(device_usage(0, util=array("d")),)),
+        with_changes(HEALTHY_RUN, modes=(slowing_mode(20, 32, 33, 10),)),
+        with_changes(HEALTHY_RUN, modes=(slowing_mode(20, 23, 21, 22),)),
+        with_changes(HEALTHY_RUN, modes=(slowing_mode(32, 20, 33, 19),)),
+        with_changes(HEALTHY_RUN, modes=(slowing_mode(20, 32, 22, 30, steps=149),)),
+        with_changes(HEALTHY_RUN, longest_steps=(long_step(450),)),
+        with_changes(HEALTHY_RUN, longest_steps=(long_step(510),), modes=(replace(GOOD_MODE, steps=100_000),)),
+        with_changes(HEALTHY_RUN, longest_steps=(long_step(9000)._replace(mode="other"),)),
+        with_changes(HEALTHY_RUN, end_ns=None),
+        with_changes(HEALTHY_RUN, end_ns=1000 * SECOND, last_step_ns=960 * SECOND),
+        with_changes(HEALTHY_RUN, last_step_ns=None),
+        with_changes(HEALTHY_RUN, mode_comparison=Comparison(speedup=Interval(0.9, 0.7, 1.2))),
+        with_changes(HEALTHY_RUN, mode_comparison=Comparison(speedup=Interval(1.7, 1.6, 1.8))),
     ],
 )
 def test_a_run_below_the_thresholds_has_no_finding(evidence: RunAnalysis) -> None:
@@ -448,10 +398,10 @@ def test_a_run_below_the_thresholds_has_no_finding(evidence: RunAnalysis) -> Non
 
 
 def test_the_heaviest_comes_first_and_the_mode_is_named() -> None:
-    evidence = changed(
-        HEALTHY,
-        modes=(mode("dp", data=0.25, replicate=0.5), mode("single", data=0.6)),
-        devices=(device(0, mem_run_max=30.0 * GIB), device(1)),
+    evidence = with_changes(
+        HEALTHY_RUN,
+        modes=(mode_stats("dp", data=0.25, replicate=0.5), mode_stats("single", data=0.6)),
+        devices=(device_usage(0, mem_run_max=30.0 * GIB), device_usage(1)),
     )
     found = find_all(evidence)
     assert [finding.kind for finding in found] == ["data", "replicate", "data", "fuller"]
@@ -460,7 +410,7 @@ def test_the_heaviest_comes_first_and_the_mode_is_named() -> None:
 
 
 def test_virtual_replicas_are_called_virtual() -> None:
-    evidence = changed(HEALTHY, modes=(replace(mode(replicate=0.5), virtual=True),))
+    evidence = with_changes(HEALTHY_RUN, modes=(replace(mode_stats(replicate=0.5), virtual=True),))
     assert "virtual" in find_all(evidence)[0].text
 
 
@@ -470,27 +420,27 @@ def test_memory_reserved_by_torch_stands_in_for_unknown_driver_figures() -> None
         DeviceMemory("cuda:1", 8 * GIB, GIB, 0, GIB, None, {}),
         DeviceMemory("cpu", GIB, 0, 0, None, None, {}),
     )
-    evidence = changed(HEALTHY, devices=(), memory=held)
+    evidence = with_changes(HEALTHY_RUN, devices=(), memory=held)
     (found,) = find_all(evidence)
     assert (found.kind, "18.0 GiB" in found.text, "10.0 GiB" in found.text) == ("fuller", True, True)
-    unknown = changed(evidence, memory=tuple(one._replace(rest=None) for one in held))
+    unknown = with_changes(evidence, memory=tuple(one._replace(rest=None) for one in held))
     assert find_all(unknown) == []
 
 
 def test_a_slower_replica_is_named_with_both_times() -> None:
-    (found,) = find_all(changed(HEALTHY, replicas=(replica(0), replica(1, ms=12))))
+    (found,) = find_all(with_changes(HEALTHY_RUN, replicas=(replica_stats(0), replica_stats(1, ms=12))))
     assert found.kind == "uneven"
     assert "Replica 1 of Model (cuda:1) takes 2.4 times as long as replica 0" in found.text
     assert "12.0 ms and 5.00 ms" in found.ground
 
 
 def on_device(number: int, ms: float, device_ms: float | None, calls: int = 1000) -> ReplicaStats:
-    return replica(number, ms=ms, on_device=timed(device_ms, calls))
+    return replica_stats(number, ms=ms, on_device=_series_stats(device_ms, calls))
 
 
 def test_a_slower_gpu_is_found_by_its_own_time() -> None:
     """The host queues the work of both GPUs in the same time."""
-    (found,) = find_all(changed(HEALTHY, replicas=(on_device(0, 5, 20), on_device(1, 5, 50))))
+    (found,) = find_all(with_changes(HEALTHY_RUN, replicas=(on_device(0, 5, 20), on_device(1, 5, 50))))
     assert (found.kind, found.weight) == ("uneven", pytest.approx(0.6, rel=0.01))
     assert "Replica 1 of Model (cuda:1) takes 2.5 times as long as replica 0" in found.text
     assert found.ground == "forward on the device, median 49.9 ms and 20.0 ms, equal rows"  # at most 0.4% off
@@ -511,19 +461,19 @@ def test_a_slower_gpu_is_found_by_its_own_time() -> None:
     ],
 )
 def test_devices_are_compared_where_all_are_known(replicas: tuple[ReplicaStats, ...], kinds_found: list[str]) -> None:
-    assert kinds(changed(HEALTHY, replicas=replicas)) == kinds_found
+    assert kinds(with_changes(HEALTHY_RUN, replicas=replicas)) == kinds_found
 
 
 def waiting(host: float, device: float | None, count: int = 1000) -> RunAnalysis:
     """Return a training that waits for its loader for these shares of a step of 20 ms."""
-    found = mode(data=host, forward=0.9 - host)
+    found = mode_stats(data=host, forward=0.9 - host)
     phases = [
         phase._replace(device_share=device, device_count=count, device_ns=None if device is None else device * 20 * MS)
         if phase.name == "data"
         else phase
         for phase in found.phases
     ]
-    return changed(HEALTHY, modes=(replace(found, phases=tuple(phases)),))
+    return with_changes(HEALTHY_RUN, modes=(replace(found, phases=tuple(phases)),))
 
 
 def test_the_finding_about_data_uses_device_waits_where_they_are_known() -> None:
@@ -541,13 +491,13 @@ def test_the_finding_about_data_uses_device_waits_where_they_are_known() -> None
 def test_copies_are_judged_by_the_devices_own_time() -> None:
     """In a copy, the host may wait for other work of the device."""
     for device, count, expected in ((0.3, 1000, ["copy"]), (0.1, 1000, []), (None, 0, []), (0.3, MIN_STEPS - 1, [])):
-        found = mode(copy=0.4, forward=0.5)
+        found = mode_stats(copy=0.4, forward=0.5)
         ms = None if device is None else device * 20 * MS
         phases = [
             phase._replace(device_share=device, device_count=count, device_ns=ms) if phase.name == "copy" else phase
             for phase in found.phases
         ]
-        said = find_all(changed(HEALTHY, modes=(replace(found, phases=tuple(phases)),)))
+        said = find_all(with_changes(HEALTHY_RUN, modes=(replace(found, phases=tuple(phases)),)))
         assert [one.kind for one in said] == expected, (device, count)
         if said:
             assert "takes 30% of the time of its steps" in said[0].text
@@ -555,19 +505,19 @@ def test_copies_are_judged_by_the_devices_own_time() -> None:
 
 
 def test_of_idle_devices_and_unequal_rows_only_one_is_found() -> None:
-    uneven = (replica(0, rows=2), replica(1, rows=1))
-    assert kinds(changed(HEALTHY, replicas=uneven)) == ["uneven"]
-    assert "a batch that 2 divides" in find_all(changed(HEALTHY, replicas=uneven))[0].advice
-    assert kinds(changed(SHOWN["idle"], replicas=uneven)) == ["idle"]
+    uneven = (replica_stats(0, rows=2), replica_stats(1, rows=1))
+    assert kinds(with_changes(HEALTHY_RUN, replicas=uneven)) == ["uneven"]
+    assert "a batch that 2 divides" in find_all(with_changes(HEALTHY_RUN, replicas=uneven))[0].advice
+    assert kinds(with_changes(RUNS_BY_FINDING["idle"], replicas=uneven)) == ["idle"]
 
 
 def test_many_stalls_are_counted_and_the_longest_is_placed() -> None:
-    evidence = changed(HEALTHY, longest_steps=(long_step(9000, "other", 77), long_step(2000), long_step(25)))
+    evidence = with_changes(HEALTHY_RUN, longest_steps=(long_step(9000, "other", 77), long_step(2000), long_step(25)))
     (found,) = find_all(evidence)
     assert found.text == "2 steps took more than 10 times the median: 11.0 s together."
     assert "step 77 at 00:01:00, 9.00 s, 8.10 s in other; median 20.0 ms" in found.ground
     assert "checkpoint" in found.advice
-    every = changed(evidence, longest_steps=tuple(long_step(9000, step=n) for n in range(64)))
+    every = with_changes(evidence, longest_steps=tuple(long_step(9000, step=n) for n in range(64)))
     (found,) = find_all(every)
     assert found.text.startswith("At least 64 steps")
     assert found.saves is None, "nobody knows how many more there are"
@@ -575,11 +525,11 @@ def test_many_stalls_are_counted_and_the_longest_is_placed() -> None:
 
 def test_the_process_that_waits_most_for_data_is_named() -> None:
     each = [
-        replace(mode(data=share), mean_ns=20.0 * MS, process=number, who=f"rank {number}")
+        replace(mode_stats(data=share), mean_ns=20.0 * MS, process=number, who=f"rank {number}")
         for number, share in enumerate((0.05, 0.7, 0.3))
     ]
     (found,) = find_all(
-        known(
+        run_analysis_with(
             modes=(each[0],),
             other_process_modes=tuple(each[1:]),
             names={number: f"rank {number}" for number in range(3)},
@@ -592,9 +542,11 @@ def test_the_process_that_waits_most_for_data_is_named() -> None:
 
 
 def test_a_stall_is_judged_by_the_median_of_its_own_process() -> None:
-    fast = replace(GOOD, who="process 0")
-    slow = replace(mode(median_ms=300.0, data=0.05), process=1, who="process 1")
+    fast = replace(GOOD_MODE, who="process 0")
+    slow = replace(mode_stats(median_ms=300.0, data=0.05), process=1, who="process 1")
     steps = (long_step(1500.0)._replace(process=1),) * 20
     assert not find_all(
-        known(modes=(fast,), other_process_modes=(slow,), longest_steps=steps, names={0: "rank 0", 1: "rank 1"})
+        run_analysis_with(
+            modes=(fast,), other_process_modes=(slow,), longest_steps=steps, names={0: "rank 0", 1: "rank 1"}
+        )
     )

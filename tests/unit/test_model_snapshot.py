@@ -4,42 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
-from stored import Recording, state_of
-from synthetic import SECOND, Training, device_event, host_event
 
 from dpmon.model.recent_calls import percentiles_of
 from dpmon.model.run_snapshot import PHASES, Process, RunSnapshot
 from dpmon.model.throughput import throughput_of
+from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Call, CallPhaseTime, Event, Record, Replica, Step
+from support.history_builders import Recording, snapshot_of_records
+from support.record_builders import SECOND, Training, device_event, host_event
 
 NOT_RUN = None
 
 
-def after(training: Training, steps: int, **wanted: object) -> RunSnapshot:
-    return state_of([*training.begin(), *training.run(steps)], **wanted)
+def after(training: Training, steps: int, **wanted: Any) -> RunSnapshot:
+    return snapshot_of_records([*training.begin(), *training.run(steps)], **wanted)
 
 
-def of_run(records: Iterable[bytes | Record], t_ns: int | None = None, **wanted: object) -> Process:
+def of_run(records: Iterable[Row | Record], t_ns: int | None = None, **wanted: Any) -> Process:
     """Return the process that the screen shows."""
-    process = state_of(records, t_ns, **wanted).representative
+    process = snapshot_of_records(records, t_ns, **wanted).representative
     assert process is not None
     return process
 
 
-def a_step(**changes: object) -> Step:
+def a_step(**changes: Any) -> Step:
     phases = {"data": 1000, "forward": 10_000, "backward": 5000, "optimizer": 2000, "other": 2000}
     step = Step(0, None, 1, "dp", 0, 20_000, 4, phases)
-    return step._replace(**changes)  # type: ignore[arg-type]
+    return step._replace(**changes)
 
 
-def a_call(**changes: object) -> Call:
+def a_call(**changes: Any) -> Call:
     call = Call(
         0, None, 1, 1, "Net", "DataParallel", "dp", False, True, True, False, 0, 10_000, ("cuda:0", "cuda:1"), {},
         (), (), (),
     )  # fmt: skip
-    return replace(call, **changes)  # type: ignore[arg-type]
+    return replace(call, **changes)
 
 
 def took(**phases: int) -> dict[str, CallPhaseTime]:
@@ -98,7 +100,7 @@ def test_percentile_is_the_nearest_rank(count: int, expected: int | None) -> Non
 def test_without_new_steps_the_speed_is_replaced_by_a_reason() -> None:
     training = Training(step_ns=10_000_000)
     payloads = [*training.begin(), *training.run(500)]
-    state = state_of(payloads)
+    state = snapshot_of_records(payloads)
     process = state.representative
     assert process is not None
     stalled = throughput_of(process, state, process.seen_ns + 12 * SECOND)
@@ -109,7 +111,7 @@ def test_without_new_steps_the_speed_is_replaced_by_a_reason() -> None:
         "the process goes on, only the record is behind"
     )
     assert throughput_of(process, state, now, now - 4 * SECOND).reason == stalled.reason
-    over = state_of(payloads, over=True)
+    over = snapshot_of_records(payloads, over=True)
     process = over.representative
     assert process is not None
     assert throughput_of(process, over, process.seen_ns + 12 * SECOND).steps_per_s is not None, (
@@ -121,7 +123,7 @@ def test_speed_does_not_mix_modes() -> None:
     training = Training(step_ns=10_000_000)
     payloads = [*training.begin(), *training.run(500)]
     training.step_ns = 40_000_000
-    state = state_of([*payloads, *training.switch("single"), *training.run(100)], span_s=0)
+    state = snapshot_of_records([*payloads, *training.switch("single"), *training.run(100)], span_s=0)
     process = state.representative
     assert process is not None
     assert throughput_of(process, state, process.seen_ns).steps_per_s == pytest.approx(25, rel=0.05)
@@ -154,7 +156,7 @@ def test_columns_are_seconds_and_break_where_the_mode_changes() -> None:
 
 def test_devices_and_host_keep_absence_apart_from_nothing() -> None:
     events = [device_event(1.0, 0), device_event(2.0, 0, util_pct=None, absent={"util_pct": "GPU is lost"})]
-    state = state_of([*events, host_event(1.0, cpu=0.0), host_event(2.0, cpu=None)])
+    state = snapshot_of_records([*events, host_event(1.0, cpu=0.0), host_event(2.0, cpu=None)])
     assert state.devices[0].util == (97.0, None)
     assert state.host.util == (0.0, None)
     assert state.devices[0].data["absent"] == {"util_pct": "GPU is lost"}
@@ -163,7 +165,7 @@ def test_devices_and_host_keep_absence_apart_from_nothing() -> None:
 # ------------------------------------------------------------------------------------------------ pauses
 
 
-def a_pause(paused: bool, t_s: float, **more: object) -> Event:
+def a_pause(paused: bool, t_s: float, **more: Any) -> Event:
     return Event("pause", {"process": 0, "rank": None, "t_s": t_s, "step": 5, "paused": paused, **more})
 
 
@@ -177,10 +179,10 @@ def steps_from(start_s: float, count: int, first: int = 1) -> list[Record]:
 
 
 def test_a_pause_has_a_beginning_and_an_end() -> None:
-    state = state_of([*steps_from(1.0, 20), a_pause(True, 3.0)])
+    state = snapshot_of_records([*steps_from(1.0, 20), a_pause(True, 3.0)])
     assert state.processes[0].paused_since_ns == 3 * SECOND
     assert throughput_of(state.processes[0], state, 4 * SECOND).reason == "the training is paused"
-    state = state_of([*steps_from(1.0, 20), a_pause(True, 3.0), a_pause(False, 63.0, paused_s=60.0)])
+    state = snapshot_of_records([*steps_from(1.0, 20), a_pause(True, 3.0), a_pause(False, 63.0, paused_s=60.0)])
     assert state.processes[0].paused_since_ns is None
     assert [(change.paused, change.t_ns, change.paused_ns, change.step) for change in state.pauses] == [
         (True, 3 * SECOND, None, 5),
@@ -195,14 +197,14 @@ def test_a_step_ends_a_pause_whose_end_was_missed() -> None:
 
 
 def test_a_pause_that_was_refused() -> None:
-    state = state_of([*steps_from(1.0, 3), a_pause(False, 1.0, refused="ranks")])
+    state = snapshot_of_records([*steps_from(1.0, 3), a_pause(False, 1.0, refused="ranks")])
     assert (state.pauses[0].refused, state.processes[0].paused_since_ns) == ("ranks", None)
 
 
 # ------------------------------------------------------------------------------------------------ modes
 
 
-def mode_event(root: str, mode: str, step: int, **more: object) -> Event:
+def mode_event(root: str, mode: str, step: int, **more: Any) -> Event:
     data = {"process": 0, "t_s": float(step), "step": step, "root": root, "mode": mode, "requested_by": "user"}
     return Event("mode", {**data, "devices": ["cpu:0"], "virtual": False, "reason": None, "refused": None, **more})
 
@@ -210,7 +212,7 @@ def mode_event(root: str, mode: str, step: int, **more: object) -> Event:
 def test_a_refusal_keeps_what_is_in_force() -> None:
     training = Training()
     payloads = [*training.begin(), *training.run(5)]
-    state = state_of([*payloads, training.mode_event("user", refused="the module is spread over devices")])
+    state = snapshot_of_records([*payloads, training.mode_event("user", refused="the module is spread over devices")])
     process = state.representative
     assert process is not None
     assert process.mode == "dp"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-
-from stored import state_of
-from synthetic import runs_of
+from typing import Any
 
 from dpmon.model.recent_calls import STEP_CALLS_READ
 from dpmon.model.step_timeline import Piece, StepTimeline, last_step_timeline
 from dpmon.record.record_types import Call, CallPhaseTime, Record, Replica, Stage, Step
+from support.history_builders import snapshot_of_records
+from support.record_builders import runs_of
 
 TOOK = {"data": 10, "forward": 60, "backward": 50, "optimizer": 20, "other": 60}
 SPANS = (("data", 0, 10), ("forward", 12, 60), ("backward", 80, 50), ("optimizer", 140, 20))
@@ -22,16 +22,16 @@ PHASES = {
 }
 
 
-def a_call(**changes: object) -> Call:
+def a_call(**changes: Any) -> Call:
     replicas = (Replica(0, "cuda:0", 21, 20, None, None), Replica(1, "cuda:1", 23, 26, None, None))
     devices = ("cuda:0", "cuda:1", "cuda:2")
     call = Call(0, None, 7, 7, "Net", "DataParallel", "dp", False, True, True, False, 1012, 60, devices, PHASES,
                 replicas, None, None)  # fmt: skip
-    return replace(call, **changes)  # type: ignore[arg-type]
+    return replace(call, **changes)
 
 
 def timeline_of(*records: Record) -> StepTimeline:
-    process = state_of(records).representative
+    process = snapshot_of_records(records).representative
     assert process is not None
     timeline = last_step_timeline(process)
     assert timeline is not None
@@ -135,7 +135,7 @@ def test_calls_of_other_steps_are_not_in_it() -> None:
 
 
 def test_before_the_first_step_there_is_none() -> None:
-    state = state_of([a_call()])
+    state = snapshot_of_records([a_call()])
     process = state.representative
     assert process is not None
     assert last_step_timeline(process) is None
@@ -143,6 +143,6 @@ def test_before_the_first_step_there_is_none() -> None:
 
 def test_a_step_of_many_calls_shows_the_last_ones() -> None:
     calls = [a_call(call=number, start_ns=1012 + number) for number in range(500)]
-    process = state_of([*calls, STEP]).representative
+    process = snapshot_of_records([*calls, STEP]).representative
     assert process is not None
     assert [call.call for call in process.last_calls] == list(range(500 - STEP_CALLS_READ, 500))

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 
 import pytest
-from joined import joined_ranks
-from stored import Recording
-from synthetic import Training, device_event
 
 from dpmon.export import incremental_rows
 from dpmon.export.incremental_rows import MOST_OF_RANKS, IncrementalRows
 from dpmon.record.schema import SECOND
 from dpmon.store.history_schema import BEFORE_S
+from support.history_builders import Recording
+from support.rank_builders import record_ddp_ranks
+from support.record_builders import Training, device_event
 
 
 class Sums:
@@ -119,7 +119,7 @@ def test_the_chunks_after_the_end_have_the_same_steps_of_all_ranks(monkeypatch: 
 def test_steps_that_average_gradients_are_sent_as_often_with_accumulation(accumulated: int) -> None:
     """About one each second, which is enough to name the slow rank, and the same ones of all ranks."""
     passes = [(0, 1)] * (accumulated - 1) + [(1, 0)]
-    recording, end = joined_ranks(2, steps=2000, passes=passes)
+    recording, end = record_ddp_ranks(2, steps=2000, passes=passes)
     recording._db.execute(f"UPDATE steps SET sync_number = sync_number / {accumulated}")
     lines, _ = IncrementalRows(rollups=True).next_chunk(recording.store(), end // SECOND, last=False)
     sent: dict[int, set[int]] = {0: set(), 1: set()}

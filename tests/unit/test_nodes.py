@@ -12,13 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from joined import ddp_event
-from kept import draft
-from many_nodes import ManyNodes
-from situations import INFO, LOOK, MONO_ASCII, text_of
-from stage import stage
-from synthetic import SECOND
-from test_json_documented import documented
 
 from dpmon.cli.main import main
 from dpmon.model.communication import Wrapper, build_communication
@@ -42,6 +35,12 @@ from dpmon.ui.scenes import NODES, RANKS, choose_scene
 from dpmon.ui.screen_data import ModeRequest, ScreenData, View
 from dpmon.ui.screen_painter import TALL
 from dpmon.ui.styled_rows import plain_text
+from support.format_readers import documented_json_paths
+from support.history_builders import make_run_info
+from support.rank_builders import ManyNodes, ddp_event
+from support.record_builders import SECOND
+from support.screen_harness import open_screen
+from support.screen_states import MONO_ASCII, RUN_INFO, STYLE, screen_text
 
 NODE = NodeStatus(3, "gpu-3", "connected", None, SECOND, 10 * SECOND, None, ())
 
@@ -52,7 +51,7 @@ def run_of(count: int, each: int = 8) -> ManyNodes:
 
 
 def facts_of(run: ManyNodes, now_s: int = 12, view: View | None = None, **wanted: int) -> ScreenData:
-    return ScreenData(run.state(**wanted), now_s * SECOND + SECOND // 4, INFO, view or View(), alive=True)
+    return ScreenData(run.state(**wanted), now_s * SECOND + SECOND // 4, RUN_INFO, view or View(), alive=True)
 
 
 @pytest.mark.parametrize(
@@ -70,9 +69,7 @@ def facts_of(run: ManyNodes, now_s: int = 12, view: View | None = None, **wanted
         ({"state": "cut", "since_ns": 13 * SECOND}, None, ""),
     ],
 )
-def test_a_node_in_trouble_is_described_with_the_time(
-    changes: dict[str, object], words: str | None, brief: str
-) -> None:
+def test_a_node_in_trouble_is_described_with_the_time(changes: dict[str, Any], words: str | None, brief: str) -> None:
     trouble = NODE._replace(**changes).problem_at(12 * SECOND)
     assert (None if trouble is None else trouble.words(12 * SECOND)) == words
     assert trouble is None or trouble.brief(12 * SECOND, 8).startswith(brief)
@@ -120,35 +117,35 @@ def test_each_rank_has_its_node_and_the_devices_are_those_of_the_node_in_focus()
 
 
 def test_a_row_a_node_and_several_in_a_row_where_there_is_no_room() -> None:
-    text = text_of(facts_of(run_of(4)), 120, 40).splitlines()
+    text = screen_text(facts_of(run_of(4)), 120, 40).splitlines()
     assert [line[2:20] for line in text if line.startswith("│ gpu-")] == [
         "gpu-0 ········  0-", "gpu-1 ···▸····  8-", "gpu-2 ········  16", "gpu-3 ········  24",
     ]  # fmt: skip
-    (row,) = (line for line in text_of(facts_of(run_of(4)), 80, 18).splitlines() if line.startswith("│ gpu-"))
+    (row,) = (line for line in screen_text(facts_of(run_of(4)), 80, 18).splitlines() if line.startswith("│ gpu-"))
     assert row.startswith("│ gpu-0 ········ ···▸···· ········ ········ "), row
 
 
 def test_where_even_that_is_too_much_a_cell_stands_for_a_node() -> None:
     facts = facts_of(run_of(24))
-    rows = [line for line in text_of(facts, 80, 20).splitlines() if line.startswith("│ gpu-")]
+    rows = [line for line in screen_text(facts, 80, 20).splitlines() if line.startswith("│ gpu-")]
     assert rows[0].startswith("│ gpu-0  ·▸······ ········ ········  "), rows
 
 
 def test_the_scene_and_the_header_count_the_nodes() -> None:
     facts = facts_of(run_of(4))
     assert choose_scene(facts).name == NODES
-    first, second, *_ = text_of(facts, 120, 40).splitlines()
+    first, second, *_ = screen_text(facts, 120, 40).splitlines()
     assert "ddp ×32  4 nodes" in first
     assert "others wait for rank 11 (gpu-1)" in second
     quiet = replace(facts, state=replace(facts.state, communication=None))
-    assert "4 nodes, 32 ranks" in text_of(quiet, 120, 40).splitlines()[1]
+    assert "4 nodes, 32 ranks" in screen_text(quiet, 120, 40).splitlines()[1]
 
 
 def test_a_node_alone_is_shown_as_on_its_own_screen() -> None:
     facts = facts_of(run_of(4), node=1)
     assert choose_scene(facts).name == RANKS
     assert [process.rank for process in facts.state.training_processes] == list(range(8, 16))
-    assert "2 Ranks · Model" in text_of(facts, 120, 40)
+    assert "2 Ranks · Model" in screen_text(facts, 120, 40)
     assert {process.node for process in facts.state.training_processes} == {"gpu-1"}
 
 
@@ -158,20 +155,20 @@ def test_nodes_in_trouble_are_told_first_and_keep_their_place() -> None:
     run.run(24, 28)
     run.node(9, "cut", "the connection timed out", 26.0, heard_ns=24 * SECOND)
     facts = facts_of(run, 28)
-    text = text_of(facts, 120, 40)
+    text = screen_text(facts, 120, 40)
     assert "gpu-9 cut off for 4 s: the connection timed out" in text.splitlines()[1]
     assert "········ cut 4 s" in text
     assert "others wait for rank 11 (gpu-1)" in text, "panel 2 has the sentence that the header has no room for"
     run.node(7, "cut", None, 27.0, heard_ns=25 * SECOND)
-    assert "2 nodes cut off (gpu-7, gpu-9)" in text_of(facts_of(run, 28), 120, 40)
-    assert "cut 4 s" in text_of(facts, 80, 24, look=MONO_ASCII)
+    assert "2 nodes cut off (gpu-7, gpu-9)" in screen_text(facts_of(run, 28), 120, 40)
+    assert "cut 4 s" in screen_text(facts, 80, 24, look=MONO_ASCII)
 
 
 def test_the_ranks_of_a_node_that_is_cut_off_are_unknown_but_the_slow_one_is_named() -> None:
     run = ManyNodes(4, slow=11).run(0, 12)
     for number in (1, 2):
         run.node(number, "cut", None, 12.0, heard_ns=11 * SECOND)
-    text = text_of(facts_of(run), 120, 40)
+    text = screen_text(facts_of(run), 120, 40)
     assert "gpu-1 ???▸????  8-15  cut off for 1 s" in text
     assert "gpu-2 ????????  16-23  cut off for 1 s" in text
 
@@ -180,7 +177,7 @@ def test_a_node_that_never_answered_has_its_row() -> None:
     run = ManyNodes(2)
     run.node(0, "connecting")
     run.node(1, "refused", "\x1b]0;x\x07it has no dpmon")
-    text = text_of(ScreenData(run.state(), 4 * SECOND, INFO, alive=True), 120, 40, look=LOOK)
+    text = screen_text(ScreenData(run.state(), 4 * SECOND, RUN_INFO, alive=True), 120, 40, look=STYLE)
     assert "gpu-0 ????????  0-7  connecting for 4 s" in text
     assert "gpu-1 ????????  8-15  left out: " in text
     assert "it has no dpmon" in text
@@ -188,7 +185,7 @@ def test_a_node_that_never_answered_has_its_row() -> None:
 
 
 def test_report_and_status_name_the_nodes(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    directory, _ = create_run(draft(start_ns=time.monotonic_ns() - 12 * SECOND))
+    directory, _ = create_run(make_run_info(start_ns=time.monotonic_ns() - 12 * SECOND))
     run = ManyNodes(2, slow=11, directory=directory).run(0, 12)
     run.node(0, "cut", "the connection timed out", 3.0, heard_ns=2 * SECOND)
     run.close()
@@ -209,14 +206,16 @@ def test_report_and_status_name_the_nodes(state: Path, capsys: pytest.CaptureFix
     assert "57.0 steps/s  27.4k samples/s" in status
     main(["status", "last", "--json"])
     members = json.loads(capsys.readouterr().out)
-    described = {path.removeprefix("nodes[].") for path in documented("dpmon --json") if path.startswith("nodes[]")}
+    described = {
+        path.removeprefix("nodes[].") for path in documented_json_paths("dpmon --json") if path.startswith("nodes[]")
+    }
     assert all(set(node) == described for node in members["nodes"])
     assert [node["state"] for node in members["nodes"]] == ["cut", "connected"]
     assert members["ranks"][11]["node"] == "gpu-1"
 
 
 async def test_a_rank_is_found_and_its_node_shown_alone_and_all_again(tmp_path: Path) -> None:
-    async with stage(tmp_path, steps=0) as on:
+    async with open_screen(tmp_path, steps=0) as on:
         on.app.feed._open_given = lambda: nullcontext(run_of(4).store())
         await on.shows("2 Ranks on 4 nodes")
         assert "/ find rank" in on.text()
@@ -253,23 +252,25 @@ def test_what_is_kept_between_pictures_is_what_a_first_picture_reads() -> None:
 
 def test_a_pending_request_says_how_many_nodes_have_answered() -> None:
     facts = replace(facts_of(run_of(4)), answers=NodeReplies(3, 4), toggle=ModeRequest("dp", "pending", 11 * SECOND))
-    assert "pending 1 s: the training answers at its next call; 3 of 4 nodes answered" in text_of(facts, 120, 40)
+    assert "pending 1 s: the training answers at its next call; 3 of 4 nodes answered" in screen_text(facts, 120, 40)
     pausing = replace(facts, toggle=None, pausing=PauseState(wanted=True, pending=True))
-    assert "the training pauses after the step it is in; 3 of 4 nodes answered" in text_of(pausing, 120, 40)
+    assert "the training pauses after the step it is in; 3 of 4 nodes answered" in screen_text(pausing, 120, 40)
 
 
 def test_a_node_that_did_not_do_what_it_was_asked_for_says_why() -> None:
     answers = NodeReplies(4, 4, {"gpu-2": "no training process is running"})
-    assert "gpu-2: no training process is running" in text_of(replace(facts_of(run_of(4)), answers=answers), 120, 40)
+    assert "gpu-2: no training process is running" in screen_text(
+        replace(facts_of(run_of(4)), answers=answers), 120, 40
+    )
 
 
 @pytest.mark.parametrize(("node", "verdict"), [(0, "others wait for rank 11 (gpu-1)"), (1, "rank 11 (gpu-1)")])
 def test_a_node_alone_speaks_of_its_own_ranks_and_counts_no_others(node: int, verdict: str) -> None:
     facts = facts_of(run_of(4), node=node, view=View(node=node))
-    text = text_of(facts, 120, 40)
+    text = screen_text(facts, 120, 40)
     assert verdict in text
     assert "ranks train in this run" not in text
-    assert "8 of 32 ranks train in this run" in text_of(replace(facts, view=View()), 120, 40)
+    assert "8 of 32 ranks train in this run" in screen_text(replace(facts, view=View()), 120, 40)
 
 
 def test_a_node_alone_names_no_rank_of_its_own_while_the_slow_one_is_elsewhere() -> None:
@@ -287,22 +288,22 @@ def test_a_node_alone_names_no_rank_of_its_own_while_the_slow_one_is_elsewhere()
 
 def test_the_map_explains_only_what_it_shows() -> None:
     slow, calm = facts_of(run_of(4)), facts_of(ManyNodes(2, slow=-1).run(0, 12))
-    assert "▸ slowest  1-9 tenths of a step that the others waited for it" in text_of(slow, 120, 40)
+    assert "▸ slowest  1-9 tenths of a step that the others waited for it" in screen_text(slow, 120, 40)
     assert calm.state.straggler is None
-    assert "│ 1-9 tenths of a step that the others waited for it " in text_of(calm, 120, 40)
+    assert "│ 1-9 tenths of a step that the others waited for it " in screen_text(calm, 120, 40)
 
 
 def test_the_cells_of_ended_nodes_stay_where_nodes_share_a_row() -> None:
     run = ManyNodes(4, slow=11).run(0, 12)
     for number in range(4):
         run.node(number, "ended", None, 12.0)
-    row = plain_text(panel_ranks.render_panel(facts_of(run), 76, 6, LOOK)[0])
+    row = plain_text(panel_ranks.render_panel(facts_of(run), 76, 6, STYLE)[0])
     assert row.startswith("gpu-0 ········ ···▸···· "), row
 
 
 @pytest.mark.parametrize("nodes", [(), ("gpu-1", "gpu-2")])
 async def test_the_question_before_a_stop_says_that_all_nodes_stop(tmp_path: Path, nodes: tuple[str, ...]) -> None:
-    async with stage(tmp_path) as on:
+    async with open_screen(tmp_path) as on:
         on.reader.info = replace(on.reader.info, nodes=nodes)
         await on.press("x")
         dialog = on.app.screen
@@ -334,12 +335,12 @@ def test_ranks_of_nodes_are_shown_over_time_but_only_the_slow_one_of_many(nodes:
     slow = min(11, nodes * each - 1)
     facts = facts_of(ManyNodes(nodes, each, slow=slow).run(0, 24), waits=True, worst=WORST)
     height = 40 if nodes < 100 else TALL
-    rows = [row for row in text_of(facts, 120, height).splitlines() if row.startswith("│") and row.endswith("% │")]
+    rows = [row for row in screen_text(facts, 120, height).splitlines() if row.startswith("│") and row.endswith("% │")]
     assert [row[3:10].strip() for row in rows] == (list(shown) if nodes == 2 else [shown])
     (row,) = [row for row in rows if row[2] == "▸"]
     assert (row[3:10].strip(), set(row[11:-9].strip()), row[-7:-2]) == (str(slow), {"3"}, "  34%"), row
     calm = facts_of(ManyNodes(4, slow=-1).run(0, 12), waits=True)
-    assert not any(row.endswith("% │") for row in text_of(calm, 120, 40).splitlines())
+    assert not any(row.endswith("% │") for row in screen_text(calm, 120, 40).splitlines())
 
 
 def test_of_many_ranks_the_slow_one_is_compared_with_some_others() -> None:
@@ -356,7 +357,7 @@ def test_a_cell_shows_how_long_the_others_waited_for_its_rank() -> None:
     waits = zip(first, (5, 5, 5, 2.6, 0, 5), strict=True)
     ranks = [one._replace(wait_ns=wait * 1e6, step_ns=10e6) for one, wait in waits]
     assert {process: round(share, 2) for process, share in delay_shares(ranks).items()} == {3: 0.24, 4: 0.5}
-    (row,) = rows_by_rank(ranks, None, 56, LOOK)
+    (row,) = rows_by_rank(ranks, None, 56, STYLE)
     assert plain_text(row).rstrip() == "   0 ···25·"
     halves = [one._replace(group=(0, 1, 2) if at < 3 else (3, 4, 5)) for at, one in enumerate(ranks)]
     assert {process: round(share, 2) for process, share in delay_shares(halves).items()} == {4: 0.38}
@@ -369,7 +370,7 @@ def test_a_map_is_drawn_while_the_wait_of_only_one_rank_is_known() -> None:
     assert traffic is not None
     one, other = traffic.ranks
     alone = replace(traffic, ranks=(one, other._replace(joined=0, wait_ns=None)))
-    shown = text_of(replace(facts, state=replace(facts.state, communication=alone)), 120, 40)
+    shown = screen_text(replace(facts, state=replace(facts.state, communication=alone)), 120, 40)
     assert [f"│ gpu-{rank} {sign}  {rank} " in shown for rank, sign in enumerate("·?")] == [True, True], shown
 
 
@@ -394,16 +395,16 @@ def test_after_a_stall_all_machines_are_compared_by_the_steps_after_it() -> None
 
     run = ManyNodes(2, slow=-1).run(0, 20)
     lengthen(run, ((1, 17), (10, 10)), range(8), 6 * SECOND)
-    facts = ScreenData(SnapshotBuilder().build(run.store(), SnapshotRequest()), 20 * SECOND, INFO, alive=True)
+    facts = ScreenData(SnapshotBuilder().build(run.store(), SnapshotRequest()), 20 * SECOND, RUN_INFO, alive=True)
     assert len(means(facts)) == 2
     run._event(Event("stall", {"t_s": 15.0, "since_s": 11.0, "ranks": [], "text": "rank 9"}), None)
     run._event(Event("stall", {"t_s": 17.5, "since_s": 11.0, "lasted_s": 6.5, "text": "rank 9"}), None)
     for process, told in ((0, True), (9, False)):
         state = SnapshotBuilder().build(run.store(), SnapshotRequest(process=process))
-        facts = ScreenData(state, 20 * SECOND, INFO, View(process=process), alive=True)
+        facts = ScreenData(state, 20 * SECOND, RUN_INFO, View(process=process), alive=True)
         assert len(means(facts)) == 1
         assert facts.state.ranks[0].steps == 5 * 57, "as many seconds as without the stall"
-        assert ("the mean includes a stall of 6 s" in text_of(facts, 160, TALL)) is told
+        assert ("the mean includes a stall of 6 s" in screen_text(facts, 160, TALL)) is told
 
 
 def test_a_picture_of_very_many_ranks_has_their_newest_waits_and_the_newest_facts_of_those_it_shows() -> None:
@@ -520,12 +521,12 @@ def test_unknown_waits_are_shown_with_the_nodes_that_send_nothing(away: tuple[in
     found = build_communication(ranks, [Wrapper(0, 0, 0, "Model", group_size=32)], lately=True)
     nodes = [node._replace(state="cut") if node.number in away else node for node in facts.state.nodes]
     state = replace(facts.state, communication=found, nodes=tuple(nodes))
-    rows = panel_ranks.render_panel(replace(facts, state=state), 200, 60, LOOK)
+    rows = panel_ranks.render_panel(replace(facts, state=state), 200, 60, STYLE)
     text = "no step is recorded yet in which all ranks averaged their gradients"
     assert plain_text(rows[-1]) == f"{text} (no records come from {who})"
     later = [node._replace(since_ns=facts.elapsed_ns + SECOND, heard_ns=None) for node in nodes]
     before = replace(facts, state=replace(state, nodes=tuple(later)))
-    assert plain_text(panel_ranks.render_panel(before, 200, 60, LOOK)[-1]) == text, "in a playback of the time before"
+    assert plain_text(panel_ranks.render_panel(before, 200, 60, STYLE)[-1]) == text, "in a playback of the time before"
 
 
 def test_a_picture_that_lists_more_ranks_than_are_many_has_the_whole_step_in_focus() -> None:

@@ -8,9 +8,6 @@ import sqlite3
 from pathlib import Path
 
 import pytest
-from kept import keep
-from stored import Recording, state_of
-from synthetic import Training
 
 from dpmon.assemble.boundary_state import FetchTracker
 from dpmon.cli.main import main
@@ -25,6 +22,8 @@ from dpmon.store.loader_loops import MAX_DATASETS, LoaderLoop, LoaderLoopTracker
 from dpmon.store.query_results import LoopStep
 from dpmon.store.write_batch import WriteBatch
 from dpmon.supervise.prometheus_file import PrometheusFile
+from support.history_builders import Recording, snapshot_of_records, write_run_directory
+from support.record_builders import Training
 
 SECOND = 1_000_000_000
 MINUTE = 60 * SECOND
@@ -328,7 +327,7 @@ class Run:
 
     def progress(self, t_ns: int | None = None, **wanted: bool) -> Progress:
         """Return the progress now, or at a time."""
-        focus = state_of(self.rows, t_ns, **wanted).representative
+        focus = snapshot_of_records(self.rows, t_ns, **wanted).representative
         assert focus is not None
         return focus.progress
 
@@ -431,7 +430,7 @@ def test_each_rank_has_its_progress() -> None:
 
 def test_every_place_tells_the_same(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = Run().read(20, 20).read(3, 5, 2, evaluation=True).read(12, 20)
-    directory = keep({0: run.rows}, status=None)
+    directory = write_run_directory({0: run.rows}, status=None)
     progress = run.progress()
     said = format_progress(progress)
     assert said.startswith("epoch 2 · 12/20 · 8 s")
@@ -470,7 +469,7 @@ def test_of_many_epochs_the_report_shows_the_first_and_the_last(
     run = Run()
     for _ in range(30):
         run.read(2, 2)
-    main(["report", keep({0: run.rows}).name])
+    main(["report", write_run_directory({0: run.rows}).name])
     text = capsys.readouterr().out
     rows = [line.split()[0] for line in text[text.index("EPOCHS") :].splitlines()[2:15]]
     assert rows == ["1", "2", "3", "4", "5", "6", "…", "25", "26", "27", "28", "29", "30"]

@@ -11,18 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from documented import DOCS
-from joined import joined_rows
-from kept import draft, keep
-from many_nodes import ManyNodes
 from prometheus_client.parser import text_string_to_metric_families
-from synthetic import changed, host_event, whole_device_event
 
 from dpmon.record.history_rows import Definition, LossRow
 from dpmon.record.record_types import Batches, Event, Step
 from dpmon.run.run_directory import load_exit
 from dpmon.run.run_registry import create_run
 from dpmon.supervise.prometheus_file import PrometheusFile
+from support.format_readers import DOCS
+from support.history_builders import make_run_info, write_run_directory
+from support.rank_builders import ManyNodes, ddp_rank_rows
+from support.record_builders import host_event, whole_device_event, with_event_data
 
 RULES = DOCS / "prometheus" / "rules.yml"
 DASHBOARD = json.loads((DOCS / "prometheus" / "dashboard.json").read_text())
@@ -41,16 +40,18 @@ def rules() -> list[str]:
 @pytest.fixture
 def schema(state: Path, tmp_path: Path) -> dict[str, set[str]]:
     """The labels of each sample of runs that have everything."""
-    rows, _ = joined_rows(2, slow=1, steps=60)
+    rows, _ = ddp_rank_rows(2, slow=1, steps=60)
     read = [row._replace(batches=Batches(1, 1, 100, 1)) if isinstance(row, Step) else row for row in rows[0]]
     in_job = {"job": {"by": "slurm", "id": "12.0"}, "node": 0}
-    rows[0] = [changed(row, **in_job) if isinstance(row, Event) and row.kind == "process" else row for row in read]
+    rows[0] = [
+        with_event_data(row, **in_job) if isinstance(row, Event) and row.kind == "process" else row for row in read
+    ]
     rows[0] += [Definition(3000, {"place": "train.py:88", "why": None}), LossRow(3000, 60, 10**9, 0.5)]
     rows[-1] = [host_event(1.0), whole_device_event(1.0, 0)]
     found: dict[str, set[str]] = {}
-    of_attach, _ = create_run(draft(nodes=("gpu-0", "gpu-1")))
+    of_attach, _ = create_run(make_run_info(nodes=("gpu-0", "gpu-1")))
     ManyNodes(2, directory=of_attach).run(0, 5)
-    for directory in (keep(rows, status=None), keep(rows, status=0), of_attach):
+    for directory in (write_run_directory(rows, status=None), write_run_directory(rows, status=0), of_attach):
         metrics = PrometheusFile(tmp_path / "it.prom", directory, print)
         for family in text_string_to_metric_families(metrics.text(load_exit(directory))):
             for sample in family.samples:

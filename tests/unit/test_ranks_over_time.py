@@ -5,22 +5,22 @@ from __future__ import annotations
 from statistics import median
 
 import pytest
-from joined import joined_rows
-from situations import INFO, LOOK, MONO_ASCII, rows_text
-from stored import Recording
-from synthetic import SECOND
 
 from dpmon.model.rank_waits import RankWaitCache, RankWaits
 from dpmon.model.stragglers import median_without
 from dpmon.ui.panels.panel_ranks import render_full_screen
 from dpmon.ui.screen_data import ScreenData, View
 from dpmon.ui.terminal_style import TerminalStyle
+from support.history_builders import Recording
+from support.rank_builders import ddp_rank_rows
+from support.record_builders import SECOND
+from support.screen_states import MONO_ASCII, RUN_INFO, STYLE, rows_text
 
 
 def changing(count: int = 4, steps: int = 600) -> tuple[Recording, int]:
     """Return ranks of which rank 1 is the slowest in the first half, and the last one in the second half."""
     run = Recording()
-    rows, end = joined_rows(count, slow=1, steps=steps, then=(steps // 2, count - 1))
+    rows, end = ddp_rank_rows(count, slow=1, steps=steps, then=(steps // 2, count - 1))
     for rank, own in rows.items():
         run.add(own, rank, rank)
     return run, end
@@ -71,11 +71,11 @@ def test_the_median_without_one() -> None:
             assert median_without(values, one) == median(values[:at] + values[at + 1 :])
 
 
-@pytest.mark.parametrize("look", [LOOK, MONO_ASCII])
+@pytest.mark.parametrize("look", [STYLE, MONO_ASCII])
 @pytest.mark.parametrize("width", [60, 116])
 def test_the_zoomed_panel_has_a_row_for_each_rank_on_the_time_axis(look: TerminalStyle, width: int) -> None:
     run, end = changing(steps=1300)
-    facts = ScreenData(run.state(waits=True), end, INFO, View("replicas", "replicas"), alive=True)
+    facts = ScreenData(run.state(waits=True), end, RUN_INFO, View("replicas", "replicas"), alive=True)
     text = rows_text(render_full_screen(facts, width, 40, look))
     first = next(at for at, row in enumerate(text) if row.startswith("over time"))
     rows = {row[1:9].strip(): row for row in text[first + 1 : first + 5]}
@@ -90,7 +90,7 @@ def test_the_zoomed_panel_has_a_row_for_each_rank_on_the_time_axis(look: Termina
     assert set(cells["3"][half + 20 :].strip()) == {"3"}
     assert "17%" in rows["1"]
     assert "now" in text[first + 5]
-    assert rows_text(render_full_screen(ScreenData(run.state(), end, INFO, alive=True), width, 40, look)) != text
+    assert rows_text(render_full_screen(ScreenData(run.state(), end, RUN_INFO, alive=True), width, 40, look)) != text
 
 
 def test_it_is_read_only_if_the_picture_shows_it() -> None:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from synthetic import RowReader, call_row, flags_of, parts_of, step_row
 
 from dpmon.record.history_rows import CallRow, Definition, Row
 from dpmon.record.jsonl import as_json
@@ -15,6 +14,7 @@ from dpmon.record.record_types import BUCKET, Call, PhaseSpan, Record, RecordErr
 from dpmon.record.safe_json import load_json
 from dpmon.record.schema import STEP_PHASES
 from dpmon.record.shared_names import CALL_PHASES, MAX_JSON, MORE, shorten_name, to_bounded_json
+from support.record_builders import RowReader, call_row, flags_of, parts_of, step_row
 
 LAYOUT = {
     "root": "Model",
@@ -76,7 +76,7 @@ def call_of(row: Row) -> Call:
 # ------------------------------------------------------------------------------------------------ there and back
 
 
-COPIED = {"copy": 40, "copied_bytes": 1 << 20}
+COPIED: dict[str, Any] = {"copy": 40, "copied_bytes": 1 << 20}
 
 
 def test_a_step_that_has_copied() -> None:

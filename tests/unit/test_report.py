@@ -6,23 +6,17 @@ import html
 import os
 import re
 import time
-from collections import Counter
 from dataclasses import replace
-from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from joined import joined_rows
-from kept import keep
-from known import changed
-from stored import state_in
-from synthetic import LEARNS, SECOND, Training, call_row, device_event, host_event, kind_of, pause_event, step_row
 
 from dpmon.cli.summary import summary_lines
 from dpmon.model.step_history import BINS, PARTS
-from dpmon.record.history_rows import Definition, LossRow
+from dpmon.record.history_rows import Definition, LossRow, Row
 from dpmon.record.record_types import Event
 from dpmon.record.schema import SETTLING_STEPS
 from dpmon.report import collect_report_data, report_text
@@ -31,16 +25,29 @@ from dpmon.report.health import read_health
 from dpmon.report.html_page import HEIGHT, WIDTH, render_page, render_plot
 from dpmon.report.plain_text import text_lines
 from dpmon.report.plots import build_plots
-from dpmon.report.report_json import report_as_json
 from dpmon.report.sections import MAX_ROWS, build_document
 from dpmon.run import proc
 from dpmon.run.process_notes import add_note
 from dpmon.run.run_directory import load_exit, load_info, record_stop_request
 from dpmon.run.run_registry import short_name
 from dpmon.ui.time_axis import build_chart_columns, fit_axis
+from support.format_readers import HtmlPage, check_page_is_offline, lines_of_section, report_json_of
+from support.history_builders import snapshot_of_directory, with_changes, write_run_directory
+from support.rank_builders import ddp_rank_rows
+from support.record_builders import (
+    SECOND,
+    TRAINING_FLAGS,
+    Training,
+    call_row,
+    device_event,
+    host_event,
+    kind_of,
+    pause_event,
+    step_row,
+)
 
 
-def toggled(steps: int = 60, **how: object) -> list[bytes]:
+def toggled(steps: int = 60, **how: Any) -> list[Row]:
     training = Training(**how)
     out = [*training.begin(), *training.run(steps), *training.switch("single"), *training.run(steps)]
     return [*out, *training.switch("dp"), *training.run(steps)]
@@ -48,18 +55,11 @@ def toggled(steps: int = 60, **how: object) -> list[bytes]:
 
 @pytest.fixture
 def both(state: Path) -> Path:
-    memory = {"process": 0, "rank": None, "t_s": 2.5, "step": 9, "absent": {}, "devices": [
+    memory: dict[str, Any] = {"process": 0, "rank": None, "t_s": 2.5, "step": 9, "absent": {}, "devices": [
         {"device": "cpu", "model_bytes": 4096, "gradients_bytes": 4096, "optimizer_bytes": 0,
          "absent": {"rest_bytes": "torch keeps no statistics"}}]}  # fmt: skip
     own = [host_event(float(t)) for t in range(30)]
-    return keep({0: [*toggled(), Event("memory", memory)], -1: own}, seconds=5.0)
-
-
-def section(lines: list[str], title: str) -> list[str]:
-    """Return the lines below a heading."""
-    begin = next(number for number, line in enumerate(lines) if line.startswith(title))
-    end = next((number for number in range(begin + 1, len(lines)) if not lines[number]), len(lines))
-    return lines[begin + 1 : end]
+    return write_run_directory({0: [*toggled(), Event("memory", memory)], -1: own}, seconds=5.0)
 
 
 # ------------------------------------------------------------------------------------------------ what it says
@@ -73,20 +73,20 @@ def test_a_report_shows_the_command_and_where_the_time_went(both: Path) -> None:
         "180 steps, 180 calls (120 in dp, 60 in single); began as dp on virtual replicas cpu:0 cpu:1 (no GPU"
         in re.sub(r"\s+", " ", head)
     )
-    steps = section(lines, "STEPS")
+    steps = lines_of_section(lines, "STEPS")
     assert steps[1].split()[:3] == ["dp", "(virtual)", "120"]
     assert steps[2].split()[:2] == ["single", "60"]
-    phases = section(lines, "PHASES of a step, dp (virtual)")
+    phases = lines_of_section(lines, "PHASES of a step, dp (virtual)")
     assert [line.split()[0] for line in phases[1:]] == [
         "data", "forward", "scatter", "replicate", "parallel_apply", "gather", "backward", "optimizer", "other",
     ]  # fmt: skip
-    replicas = section(lines, "REPLICAS")
+    replicas = lines_of_section(lines, "REPLICAS")
     assert "Model 1" in replicas[2]
     assert "[15, 5] -> [15, 2]" in replicas[2]
-    assert "no GPU: NVML library not found" in section(lines, "DEVICES")[0]
-    assert section(lines, "MODE CHANGES")[0].endswith("to single")
-    assert "4.00 KiB" in section(lines, "MEMORY")[1]
-    said = report_as_json(collect_report_data(both))
+    assert "no GPU: NVML library not found" in lines_of_section(lines, "DEVICES")[0]
+    assert lines_of_section(lines, "MODE CHANGES")[0].endswith("to single")
+    assert "4.00 KiB" in lines_of_section(lines, "MEMORY")[1]
+    said = report_json_of(collect_report_data(both))
     assert [(mode["mode"], mode["virtual"], mode["steps"]) for mode in said["modes"]] == [
         ("dp", True, 120),
         ("single", False, 60),
@@ -102,21 +102,21 @@ def test_a_report_shows_the_command_and_where_the_time_went(both: Path) -> None:
 
 
 def test_a_run_that_goes_on_that_is_lost_and_that_trained_nothing(state: Path) -> None:
-    lines = report_text(keep({}, status=None, command_pid=None, started_unix=time.time()), 80)
+    lines = report_text(write_run_directory({}, status=None, command_pid=None, started_unix=time.time()), 80)
     assert lines[0].endswith("not started yet")
     assert "nothing was traced: the command has not started yet" in "\n".join(lines)
-    lines = report_text(keep({0: Training().run(3)}, status=None), 80)
+    lines = report_text(write_run_directory({0: Training().run(3)}, status=None), 80)
     assert lines[0].endswith("how it ended is unknown")
-    assert section(lines, "FINDINGS") == ["  too few steps for findings (30 in one mode are needed)"]
-    lines = report_text(keep({}), 80)
+    assert lines_of_section(lines, "FINDINGS") == ["  too few steps for findings (30 in one mode are needed)"]
+    lines = report_text(write_run_directory({}), 80)
     assert "no Python process of the run imported torch" in "\n".join(lines)
 
 
 @pytest.mark.parametrize("status", [None, 0])
 def test_an_import_of_torch_is_the_end_only_if_the_process_has_ended(state: Path, status: int | None) -> None:
     pid = os.getpid()
-    me = {"command_pid": pid, "command_started": proc.start_time_s(pid), "boot_id": proc.boot_id()}
-    directory = keep({}, status=status, **me)
+    me: dict[str, Any] = {"command_pid": pid, "command_started": proc.start_time_s(pid), "boot_id": proc.boot_id()}
+    directory = write_run_directory({}, status=status, **me)
     (directory / "stages.log").write_text(f"{pid} {time.monotonic_ns() - 7_000_000_000} importing torch\n")
     said = report_text(directory, 200) + summary_lines(directory, load_exit(directory))
     if status is None:
@@ -130,7 +130,7 @@ def test_an_import_of_torch_is_the_end_only_if_the_process_has_ended(state: Path
 def test_a_warning_of_dpmon_does_not_explain_that_nothing_was_traced(state: Path, text: str) -> None:
     """Only one about a process of the training does."""
     warning = Event("warning", {"process": None, "t_s": 0.0, "text": text})
-    directory = keep({-1: [warning]}, options={"elsewhere": "this run is kept in /tmp/x"})
+    directory = write_run_directory({-1: [warning]}, options={"elsewhere": "this run is kept in /tmp/x"})
     add_note(directory, text)
     said = "\n".join(report_text(directory, 200))
     assert "nothing was traced: no Python process of the run imported torch" in said
@@ -139,22 +139,24 @@ def test_a_warning_of_dpmon_does_not_explain_that_nothing_was_traced(state: Path
     for lines in (report_text(directory, 200), summary_lines(directory, None)):
         assert "nothing was traced: this torch cannot be traced" in "\n".join(lines)
     ring = Event("warning", {"process": 0, "t_s": 0.0, "text": "process-0.ring cannot be read: not a ring"})
-    assert "nothing was traced: process-0.ring cannot be read" in "\n".join(report_text(keep({-1: [ring]}), 200))
+    assert "nothing was traced: process-0.ring cannot be read" in "\n".join(
+        report_text(write_run_directory({-1: [ring]}), 200)
+    )
 
 
 def test_a_run_that_failed_shows_the_end_of_its_output(state: Path) -> None:
-    directory = keep({0: Training().run(3)}, status=1)
+    directory = write_run_directory({0: Training().run(3)}, status=1)
     (directory / "stderr.log").write_bytes(b"10%\r20%\r\nTraceback:\n  boom \x1b[31m\n\n")
     lines = report_text(directory, 80)
     assert lines[0].endswith(": failed with exit status 1 after 1 min 00 s")
-    assert section(lines, "LAST OUTPUT") == ["  20%", "  Traceback:", "    boom \N{REPLACEMENT CHARACTER}[31m"]
+    assert lines_of_section(lines, "LAST OUTPUT") == ["  20%", "  Traceback:", "    boom \N{REPLACEMENT CHARACTER}[31m"]
     traceback = b'Traceback (most recent call last):\n  File "a.py", line 1\nValueError: bad \x07 thing\n'
     (directory / "stderr.log").write_bytes(traceback)
     assert report_text(directory, 120)[0].endswith("min 00 s: ValueError: bad \N{REPLACEMENT CHARACTER} thing")
 
 
 def test_a_run_that_was_stopped_has_not_failed(state: Path) -> None:
-    directory = keep({0: toggled()}, status=1)
+    directory = write_run_directory({0: toggled()}, status=1)
     (directory / "stages.log").write_text("7 9 joining the process group as rank 1 of 2\n")
     (directory / "statuses.log").write_text("7 20 -6\n")
     (finding,) = [finding for finding in collect_report_data(directory).findings if finding.kind == "failed"]
@@ -174,7 +176,7 @@ def test_a_step_that_a_stop_cut_off_is_not_called_long(state: Path) -> None:
     made = training.run(40)
     training.step_ns *= 200
     made += training.run(1)
-    directory = keep({0: made}, status=130)
+    directory = write_run_directory({0: made}, status=130)
     assert collect_report_data(directory).facts.longest_steps[0].step == 41
     record_stop_request(directory)
     began = load_info(directory).started_unix + collect_report_data(directory).facts.longest_steps[0].start_ns / 1e9
@@ -190,7 +192,7 @@ def test_devices_are_reported_with_maximum_and_median(state: Path) -> None:
     own += [device_event(40.0, 0, util_pct=None, mem_run_bytes=None, throttle=["power limit"])]
     own += [device_event(41.0 + t, 1, throttle=["power limit"] if t % 2 else [], ordinals=[{"device": "cuda:0"}])
             for t in range(20)]  # fmt: skip
-    directory = keep({0: Training(devices=("cuda:0", "cuda:1"), virtual=False).run(40), -1: own})
+    directory = write_run_directory({0: Training(devices=("cuda:0", "cuda:1"), virtual=False).run(40), -1: own})
     story = collect_report_data(directory)
     first, second = story.facts.devices
     assert (first.util_median, len(first.util), first.samples) == (97, 40, 41)
@@ -203,8 +205,11 @@ def test_devices_are_reported_with_maximum_and_median(state: Path) -> None:
 
 def test_maxima_and_means_of_deleted_samples_remain(state: Path) -> None:
     hot = [device_event(float(t), 0, temperature_c=80 if t == 100 else 60, util_pct=50) for t in range(1, 2401)]
-    payloads = {-1: hot, 0: Training(devices=("cuda:0",), virtual=False).run(40)}
-    whole, directory = collect_report_data(keep(payloads)), keep(payloads, limit_bytes=1 << 18)
+    payloads: dict[int, list[Row]] = {-1: [*hot], 0: Training(devices=("cuda:0",), virtual=False).run(40)}
+    whole, directory = (
+        collect_report_data(write_run_directory(payloads)),
+        write_run_directory(payloads, limit_bytes=1 << 18),
+    )
     story = collect_report_data(directory)
     assert story.facts.store.pruned > 0
     (device,) = story.facts.devices
@@ -219,26 +224,33 @@ def test_maxima_and_means_of_deleted_samples_remain(state: Path) -> None:
 
 def test_a_batch_that_leaves_devices_idle_is_found(state: Path) -> None:
     training = Training(devices=tuple(f"cpu:{n}" for n in range(8)), batch=9)
-    story = collect_report_data(keep({0: training.run(60)}))
+    story = collect_report_data(write_run_directory({0: training.run(60)}))
     found = {finding.kind: finding for finding in story.findings}
     assert "3 of 8 devices receive no rows of Model" in found["idle"].text
     assert found["idle"].ground == "60 calls of 60, 8 devices"
     training = Training(devices=tuple(f"cpu:{n}" for n in range(4)), batch=2)
-    assert "small batch" in {finding.kind for finding in collect_report_data(keep({0: training.run(60)})).findings}
+    assert "small batch" in {
+        finding.kind for finding in collect_report_data(write_run_directory({0: training.run(60)})).findings
+    }
 
 
 def test_a_stall_is_placed_and_the_first_steps_are_none(state: Path) -> None:
-    def steps(slow: int) -> list[bytes]:
-        at, out = 0, []
+    def steps(slow: int) -> list[Row]:
+        at = 0
+        out: list[Row] = []
         for number in range(1, 101):
             wall = 8 * SECOND if number == slow else 10_000_000
             out.append(step_row("single", number, at, wall, 4, (wall - 3_000_000, 1_000_000, 1_000_000, -1)))
             at += wall
         return out
 
-    (found,) = (finding for finding in collect_report_data(keep({0: steps(70)})).findings if finding.kind == "stall")
+    (found,) = (
+        finding
+        for finding in collect_report_data(write_run_directory({0: steps(70)})).findings
+        if finding.kind == "stall"
+    )
     assert "step 70 at 00:00:00, 8.00 s, 8.00 s in data" in found.ground
-    kinds = {finding.kind for finding in collect_report_data(keep({0: steps(SETTLING_STEPS)})).findings}
+    kinds = {finding.kind for finding in collect_report_data(write_run_directory({0: steps(SETTLING_STEPS)})).findings}
     assert "stall" not in kinds
     assert "data" in kinds
 
@@ -253,41 +265,13 @@ def test_no_line_is_wider_than_the_terminal(both: Path, width: int) -> None:
     assert all(line == line.rstrip() or line.startswith("  ") for line in lines)
 
 
-class Page(HTMLParser):
-    """The tags, links, ids and texts of a page."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: Counter[str] = Counter()
-        self.attributes: list[tuple[str, str]] = []
-        self.texts: list[str] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags[tag] += 1
-        self.attributes += [(name, value or "") for name, value in attrs]
-
-    def handle_data(self, data: str) -> None:
-        self.texts.append(data)
-
-
-def check_offline(found: Page) -> None:
-    """Check that nothing on a page runs or is loaded, and that its links lead into it."""
-    assert not found.tags.keys() & {"script", "img", "iframe", "object", "embed", "form", "base"}
-    assert not any(name == "src" or name.startswith("on") for name, _ in found.attributes)
-    assert not any(re.search(r"url\(|@import", text) for text in found.texts)
-    links = [value for name, value in found.attributes if name.endswith("href") and not value.startswith("data:")]
-    assert len(links) > 5
-    assert set(links) <= {f"#{value}" for name, value in found.attributes if name == "id"}
-
-
 def test_the_page_has_its_plots_and_works_offline(state: Path) -> None:
     training = Training(devices=("cuda:0", "cuda:1"), virtual=False)
     rows = [*training.begin(), *training.run(800), *training.switch("single"), *training.run(400)]
     own = [device_event(t / 10, index) for t in range(60) for index in (0, 1)]
-    found = Page(render_page(build_document(collect_report_data(keep({0: rows, -1: own})))))
+    found = HtmlPage(render_page(build_document(collect_report_data(write_run_directory({0: rows, -1: own})))))
     assert found.tags["svg"] == 7
-    check_offline(found)
+    check_page_is_offline(found)
 
 
 def test_all_plots_over_time_have_one_axis_with_the_marks_of_the_run(state: Path) -> None:
@@ -299,7 +283,7 @@ def test_all_plots_over_time_have_one_axis_with_the_marks_of_the_run(state: Path
     dp = training.now
     rows += [*training.switch("dp"), *training.run(200)]
     own = [host_event(float(t)) for t in range(1, 80)]
-    made = build_plots(collect_report_data(keep({0: rows, -1: own}, seconds=200.0)).facts)
+    made = build_plots(collect_report_data(write_run_directory({0: rows, -1: own}, seconds=200.0)).facts)
     timed = [plot for plot in made if plot.time is not None]
     assert [plot.name for plot in timed] == ["step-time", "speed", "phases", "use", "memory"]
     (time_of,) = {id(plot.time): plot.time for plot in timed}.values()
@@ -321,8 +305,10 @@ def test_all_plots_over_time_have_one_axis_with_the_marks_of_the_run(state: Path
 
 
 def test_the_page_shows_when_which_rank_was_the_slowest(state: Path) -> None:
-    made, end = joined_rows(3, slow=1, phase="data", steps=2000, then=(1000, 2))
-    (plot,) = [plot for plot in build_plots(collect_report_data(keep(made)).facts) if plot.name == "waits"]
+    made, end = ddp_rank_rows(3, slow=1, phase="data", steps=2000, then=(1000, 2))
+    (plot,) = [
+        plot for plot in build_plots(collect_report_data(write_run_directory(made)).facts) if plot.name == "waits"
+    ]
     assert plot.rows == ["rank 0", "rank 1", "rank 2"]
     half = end / SECOND / 2
     for rank, one in enumerate(plot.series):
@@ -333,15 +319,15 @@ def test_the_page_shows_when_which_rank_was_the_slowest(state: Path) -> None:
     cells = [one for one in svg_of(plot).iter("rect") if one.find("title") is not None]
     assert {cell.attrib.get("class") for cell in cells} == {None, "none"}
     assert all(0 <= float(cell.attrib["x"]) <= WIDTH for cell in cells)
-    even, _ = joined_rows(3, steps=300, noise=0.0)
-    assert not [plot for plot in build_plots(collect_report_data(keep(even)).facts) if plot.name == "waits"], (
-        "nobody waited"
-    )
+    even, _ = ddp_rank_rows(3, steps=300, noise=0.0)
+    assert not [
+        plot for plot in build_plots(collect_report_data(write_run_directory(even)).facts) if plot.name == "waits"
+    ], "nobody waited"
 
 
 def test_the_slowest_of_many_ranks_is_shown(state: Path) -> None:
-    made, _ = joined_rows(70, slow=68, phase="data", steps=60)
-    story = collect_report_data(keep(made))
+    made, _ = ddp_rank_rows(70, slow=68, phase="data", steps=60)
+    story = collect_report_data(write_run_directory(made))
     drawn_plots = [plot for plot in build_plots(story.facts) if plot.name in ("waits", "ranks")]
     assert len(drawn_plots) == 2
     for plot in drawn_plots:
@@ -353,25 +339,27 @@ def test_the_slowest_of_many_ranks_is_shown(state: Path) -> None:
 
 
 def test_a_rank_that_started_again_is_one_rank_in_plots(state: Path) -> None:
-    made, _ = joined_rows(40, slow=3, phase="data", steps=60)
+    made, _ = ddp_rank_rows(40, slow=3, phase="data", steps=60)
     tries = [Training(process=100 + rank, rank=rank) for rank in range(40)]
     made |= {one.process: [*one.begin(), *one.run(3)] for one in tries}
-    found = {plot.name: plot for plot in build_plots(collect_report_data(keep(made)).facts)}
+    found = {plot.name: plot for plot in build_plots(collect_report_data(write_run_directory(made)).facts)}
     for name in ("waits", "ranks"):
         assert sorted(found[name].rows) == sorted(f"rank {rank}" for rank in range(40)), name
         assert "left out" not in found[name].note, name
 
 
 def test_the_page_of_a_day_is_small(state: Path) -> None:
-    slow = {"slow": 1, "phase": "data", "extra_ms": 170_000, "then": (250, 0)}
-    made, end = joined_rows(2, steps=500, noise=0.4, **slow)
+    slow: dict[str, Any] = {"slow": 1, "phase": "data", "extra_ms": 170_000, "then": (250, 0)}
+    made, end = ddp_rank_rows(2, steps=500, noise=0.4, **slow)
     assert end / SECOND > 80_000
     places = [Definition(3000 + line, {"place": f"train.py:{line}", "why": None}) for line in (0, 1)]
     losses = [LossRow(3000 + at % 2, at, at * 170 * SECOND, 1 / at) for at in range(1, 500)]
     own = [device_event(float(t), index) for t in range(100, 86_400, 200) for index in range(8)]
     text = render_page(
         build_document(
-            collect_report_data(keep({**made, 0: [*made[0], *places, *losses], -1: own}, seconds=end / SECOND))
+            collect_report_data(
+                write_run_directory({**made, 0: [*made[0], *places, *losses], -1: own}, seconds=end / SECOND)
+            )
         )
     )
     assert text.count("<svg") == 9
@@ -401,7 +389,7 @@ def test_the_number_of_stretches_is_bounded_and_no_step_is_lost(state: Path) -> 
     for number in range(1, 3001):
         at += 900_000_000 if number == 1500 else 300_000_000
         payloads.append(step_row("single" if number % 7 else "dp", number, at, 250_000_000, 4, (1000, 2000, 3000, -1)))
-    bins = collect_report_data(keep({0: payloads}, seconds=1000.0)).facts.stretches.bins
+    bins = collect_report_data(write_run_directory({0: payloads}, seconds=1000.0)).facts.stretches.bins
     assert len({one.end_ns for one in bins}) <= BINS
     assert sum(one.steps for one in bins) == 3000
     assert sum(one.samples or 0 for one in bins) == 12_000
@@ -411,21 +399,23 @@ def test_the_number_of_stretches_is_bounded_and_no_step_is_lost(state: Path) -> 
 
 def test_changes_name_the_model_if_there_are_several(both: Path) -> None:
     story = collect_report_data(both)
-    changes = [change._replace(root=root) for change in story.facts.announced.changes for root in ("Maker", "Critic")]
-    facts = changed(story.facts, announced=replace(story.facts.announced, changes=changes))
-    rows = section(text_lines(build_document(replace(story, facts=facts)), 100), "MODE CHANGES")
+    changes = tuple(
+        change._replace(root=root) for change in story.facts.announced.changes for root in ("Maker", "Critic")
+    )
+    facts = with_changes(story.facts, announced=replace(story.facts.announced, changes=changes))
+    rows = lines_of_section(text_lines(build_document(replace(story, facts=facts)), 100), "MODE CHANGES")
     assert [row.split("  ")[-1] for row in rows[:2]] == ["Maker: to single", "Critic: to single"]
 
 
 @pytest.mark.parametrize(("state_word", "text"), [("finished", "nothing stands"), ("failed", "nothing else stands")])
 def test_a_failed_run_has_no_report_in_which_nothing_stands_out(both: Path, state_word: str, text: str) -> None:
     story = replace(collect_report_data(both), findings=[], state=state_word)
-    assert section(text_lines(build_document(story), 100), "FINDINGS")[0].strip() == f"{text} out"
+    assert lines_of_section(text_lines(build_document(story), 100), "FINDINGS")[0].strip() == f"{text} out"
 
 
 def test_two_modes_within_one_stretch_that_is_cut_short_are_one_bar(both: Path) -> None:
     story = collect_report_data(both)
-    facts = changed(story.facts, stretches=story.facts.stretches._replace(width_ns=3600 * SECOND))
+    facts = with_changes(story.facts, stretches=story.facts.stretches._replace(width_ns=3600 * SECOND))
     story = replace(story, facts=facts)
     assert {one.mode for one in story.facts.stretches.bins} == {"dp", "single"}
     assert "  █" in text_lines(build_document(story), 100)
@@ -438,7 +428,7 @@ def test_time_without_steps_is_a_gap_and_a_long_step_is_none(state: Path) -> Non
     payloads += training.run(50)
     training.step_ns = 6 * SECOND
     payloads += training.run(1)
-    directory = keep({0: payloads}, seconds=training.now / SECOND)
+    directory = write_run_directory({0: payloads}, seconds=training.now / SECOND)
     story = collect_report_data(directory)
     gaps = [(b.start_ns - a.end_ns) / SECOND for a, b in pairwise(story.facts.stretches.bins)]
     assert [gap for gap in gaps if gap] == [pytest.approx(9, abs=1)]
@@ -446,7 +436,7 @@ def test_time_without_steps_is_a_gap_and_a_long_step_is_none(state: Path) -> Non
     (step_time,) = (plot for plot in build_plots(story.facts) if plot.name == "step-time")
     places = [(begin, end) for begin, end, _ in step_time.series[0].points]
     assert sum(begin > end for (_, end), (begin, _) in pairwise(places)) == 1
-    process = state_in(directory, over=True).processes[0]
+    process = snapshot_of_directory(directory, over=True).processes[0]
     shown = build_chart_columns(process, fit_axis(2, training.now // SECOND, 120, over=True), 120)
     assert [column.second for column in shown.columns] == list(range(2, training.now // SECOND + 1))
     empty = [column.second for column in shown.columns if not column.count]
@@ -457,15 +447,18 @@ def test_time_without_steps_is_a_gap_and_a_long_step_is_none(state: Path) -> Non
     assert "no bar where no step ran" in " ".join(report_text(directory, 100))
 
 
-def evaluated(train: int, evaluate: int, rounds: int = 1, via: str | None = None) -> list[bytes]:
+def evaluated(train: int, evaluate: int, rounds: int = 1, via: str | None = None) -> list[Row]:
     """Return training steps of 10 ms, then evaluation steps of 1 ms, each with a call."""
-    layout = {"root": "M", "via": via, "virtual": False, "devices": ["cpu"], "absent": {}}
-    out, at = [Definition(1, layout), Definition(2, [["0", [4, 5], "float32", 80]])], SECOND
+    layout: dict[str, Any] = {"root": "M", "via": via, "virtual": False, "devices": ["cpu"], "absent": {}}
+    at = SECOND
+    out: list[Row] = [Definition(1, layout), Definition(2, [["0", [4, 5], "float32", 80]])]
     for number in range(1, rounds * (train + evaluate) + 1):
         trains = (number - 1) % (train + evaluate) < train
         wall, forward = (10_000_000, 4_000_000) if trains else (1_000_000, 50_000)
         none = (-1, 0) * 4
-        out.append(call_row("single", LEARNS * trains, 1, number, number, at, forward, 2, 2, none, (2, 2, 0, forward)))
+        out.append(
+            call_row("single", TRAINING_FLAGS * trains, 1, number, number, at, forward, 2, 2, none, (2, 2, 0, forward))
+        )
         rest = (5_900_000, 50_000) if trains else (-1, -1)
         out.append(step_row("single", number, at, wall, 4, (10_000 if trains else 900_000, forward, *rest)))
         at += wall
@@ -473,8 +466,8 @@ def evaluated(train: int, evaluate: int, rounds: int = 1, via: str | None = None
 
 
 def test_evaluations_are_kept_apart_from_the_steps_that_train(state: Path) -> None:
-    directory = keep({0: evaluated(60, 200)})
-    said = report_as_json(collect_report_data(directory))
+    directory = write_run_directory({0: evaluated(60, 200)})
+    said = report_json_of(collect_report_data(directory))
     (mode,), (evaluation,) = said["modes"], said["evaluations"]
     assert (mode["mode"], mode["steps"], mode["median_ms"]) == ("single", 60, 10.0)
     assert (evaluation["mode"], evaluation["steps"], evaluation["median_ms"]) == ("single", 200, 1.0)
@@ -486,27 +479,29 @@ def test_evaluations_are_kept_apart_from_the_steps_that_train(state: Path) -> No
     }  # fmt: skip
     (replica,) = said["replicas"]
     assert (replica["calls"], replica["median_ms"]) == (60, pytest.approx(4.0, rel=0.004))
-    assert section(report_text(directory, 80), "CALLS")[1].split()[3] == "60", "as many as the median is of"
+    assert lines_of_section(report_text(directory, 80), "CALLS")[1].split()[3] == "60", "as many as the median is of"
     lines = report_text(directory, 80)
-    assert [line.split()[:3] for line in section(lines, "STEPS")[1:3]] == [
+    assert [line.split()[:3] for line in lines_of_section(lines, "STEPS")[1:3]] == [
         ["single", "60", "10.0"], ["single,", "evaluation", "200"],
     ]  # fmt: skip
-    assert section(lines, "PHASES of a step, single, evaluation")
+    assert lines_of_section(lines, "PHASES of a step, single, evaluation")
     summary = summary_lines(directory, load_exit(directory))
     assert any(line.startswith("single: 60 steps, 60 calls") for line in summary)
     assert any(line.startswith("single, evaluation: 200 steps, 200 calls") for line in summary)
 
 
 def test_figures_of_ranks_leave_out_evaluations(state: Path) -> None:
-    said = report_as_json(
-        collect_report_data(keep({number: evaluated(60, 200, via="DistributedDataParallel") for number in range(2)}))
+    said = report_json_of(
+        collect_report_data(
+            write_run_directory({number: evaluated(60, 200, via="DistributedDataParallel") for number in range(2)})
+        )
     )
     assert [(one["steps"], one["median_ms"]) for one in said["ranks"]] == [(60, 10.0)] * 2
     assert sum(one["samples_per_s"] for one in said["ranks"]) == said["modes"][0]["samples_per_s"] == 800
 
 
 def test_a_run_without_training_steps_has_no_evaluation(state: Path) -> None:
-    said = report_as_json(collect_report_data(keep({0: evaluated(0, 100)})))
+    said = report_json_of(collect_report_data(write_run_directory({0: evaluated(0, 100)})))
     assert (said["modes"][0]["steps"], said["evaluations"], said["calls"]) == (100, [], 100)
     assert not any(one["evaluation"] for one in said["time"]["stretches"])
     assert "data" in {finding["kind"] for finding in said["findings"]}
@@ -516,10 +511,10 @@ def test_deleted_rows_change_no_figure(state: Path) -> None:
     training = Training(mode="single", step_ns=50_000_000)
     payloads = [*training.begin(), *training.run(1500), *training.switch("dp"), *training.run(4500)]
     whole, directory = (
-        report_as_json(collect_report_data(keep({0: payloads}))),
-        keep({0: payloads}, limit_bytes=1 << 20),
+        report_json_of(collect_report_data(write_run_directory({0: payloads}))),
+        write_run_directory({0: payloads}, limit_bytes=1 << 20),
     )
-    said = report_as_json(collect_report_data(directory))
+    said = report_json_of(collect_report_data(directory))
     assert said["pruned"] > 0
     same = ("modes", "evaluations", "replicas", "sizes", "stages", "compared", "elapsed", "steps", "calls", "findings")
     assert {name: said[name] for name in same} == {name: whole[name] for name in same}
@@ -533,7 +528,7 @@ def test_deleted_rows_change_no_figure(state: Path) -> None:
 # ------------------------------------------------------------------------------------------------ where the time went
 
 
-def epochs(gap_s: float, workers: int | None = None, persistent: bool = False) -> tuple[list[bytes], float]:
+def epochs(gap_s: float, workers: int | None = None, persistent: bool = False) -> tuple[list[Row], float]:
     """Return six epochs of 20 steps of 0.1 s, with gaps between them (mostly starts of loaders), and the end (s)."""
     training = Training(mode="single", step_ns=SECOND // 10)
     payloads = training.begin()
@@ -555,8 +550,8 @@ def test_the_time_of_a_run_is_accounted_for(state: Path) -> None:
     training.now += 30 * SECOND
     payloads += [pause_event(training.now / SECOND, 80, 30.0), *training.run(40)]
     seconds = training.now / SECOND + 1.5
-    directory = keep({0: payloads}, seconds=seconds)
-    elapsed = report_as_json(collect_report_data(directory))["elapsed"]
+    directory = write_run_directory({0: payloads}, seconds=seconds)
+    elapsed = report_json_of(collect_report_data(directory))["elapsed"]
     parts = {name: value for name, value in elapsed.items() if name != "gaps" and value}
     assert parts == {
         "startup_s": 2.0, "training_s": pytest.approx(12, rel=0.05), "between_s": pytest.approx(4, abs=0.1),
@@ -565,12 +560,12 @@ def test_the_time_of_a_run_is_accounted_for(state: Path) -> None:
     assert sum(parts.values()) == pytest.approx(seconds)
     (gap,) = elapsed["gaps"]
     assert (gap["after_step"], gap["seconds"]) == (40, 4.0)
-    text = " ".join(" ".join(section(report_text(directory, 100), "TIME")).split())
+    text = " ".join(" ".join(lines_of_section(report_text(directory, 100), "TIME")).split())
     assert re.search(
         r"^elapsed 49\.\d s: start-up 2\.00 s, training 12\.\d s, between steps 4\.00 s, paused 30\.0 s,", text
     )
     assert "the longest gaps between steps: 4.00 s after step 40 (00:00:06)" in text
-    assert not any(line == "TIME" for line in report_text(keep({}), 100))
+    assert not any(line == "TIME" for line in report_text(write_run_directory({}), 100))
 
 
 def test_memory_in_json_counts_the_processes_that_know_it(state: Path) -> None:
@@ -582,7 +577,7 @@ def test_memory_in_json_counts_the_processes_that_know_it(state: Path) -> None:
         payloads[process] = [*training.begin(), *training.run(9)]
         if devices is not None:
             payloads[process].append(Event("memory", {"process": process, "t_s": 2.0, "devices": devices}))
-    (row,) = report_as_json(collect_report_data(keep(payloads, seconds=5.0)))["memory"]
+    (row,) = report_json_of(collect_report_data(write_run_directory(payloads, seconds=5.0)))["memory"]
     assert (row["model_bytes"], row["optimizer_bytes"], row["rest_bytes"]) == (200, 200, None)
     assert row["processes"] == 3
     assert row["known"] == {"model_bytes": 2, "gradients_bytes": 2, "optimizer_bytes": 1, "rest_bytes": 0}
@@ -591,7 +586,7 @@ def test_memory_in_json_counts_the_processes_that_know_it(state: Path) -> None:
 
 def test_stretches_of_a_report_have_the_gap_as_a_gap_or_in_their_time(state: Path) -> None:
     payloads, end = epochs(2.0)
-    width_ns, bins = collect_report_data(keep({0: payloads}, seconds=end)).facts.stretches
+    width_ns, bins = collect_report_data(write_run_directory({0: payloads}, seconds=end)).facts.stretches
     assert width_ns < 2 * SECOND
     within = sum(one.wall_ns for one in bins)
     assert within <= sum(one.elapsed_ns for one in bins) < within + 6 * SECOND, "between the stretches"
@@ -604,7 +599,7 @@ def test_a_stretch_that_has_grown_over_gaps_has_them_in_its_time(state: Path) ->
     for _ in range(1000):
         payloads += training.run(1)
         training.now += 2 * SECOND
-    width_ns, bins = collect_report_data(keep({0: payloads}, seconds=training.now / 1e9)).facts.stretches
+    width_ns, bins = collect_report_data(write_run_directory({0: payloads}, seconds=training.now / 1e9)).facts.stretches
     assert width_ns > 6 * SECOND
     assert len(bins) <= BINS
     assert sum(one.elapsed_ns for one in bins) == pytest.approx(training.now - 2 * SECOND, rel=0.01)
@@ -614,18 +609,28 @@ def test_a_stretch_that_has_grown_over_gaps_has_them_in_its_time(state: Path) ->
 
 def test_time_between_the_steps_is_found_if_it_is_much(state: Path) -> None:
     payloads, end = epochs(1.0)
-    (found,) = (one for one in collect_report_data(keep({0: payloads}, seconds=end)).findings if one.kind == "between")
+    (found,) = (
+        one
+        for one in collect_report_data(write_run_directory({0: payloads}, seconds=end)).findings
+        if one.kind == "between"
+    )
     assert found.text == "29% of the time lies between steps: 5 gaps, the longest 1.00 s after step 20."
     assert "a checkpoint" in found.advice
     assert found.weight == pytest.approx(0.29, abs=0.02)
     payloads, end = epochs(0.15)
-    assert "between" not in {one.kind for one in collect_report_data(keep({0: payloads}, seconds=end)).findings}
+    assert "between" not in {
+        one.kind for one in collect_report_data(write_run_directory({0: payloads}, seconds=end)).findings
+    }
 
 
 @pytest.mark.parametrize(("workers", "persistent", "named"), [(4, False, True), (4, True, False), (0, False, False)])
 def test_workers_that_start_in_every_epoch_are_named(state: Path, workers: int, persistent: bool, named: bool) -> None:
     payloads, end = epochs(1.0, workers, persistent)
-    (found,) = (one for one in collect_report_data(keep({0: payloads}, seconds=end)).findings if one.kind == "between")
+    (found,) = (
+        one
+        for one in collect_report_data(write_run_directory({0: payloads}, seconds=end)).findings
+        if one.kind == "between"
+    )
     assert ("Starting the loader's workers takes 80% of it." in found.text) == named
     assert found.advice.startswith("DataLoader(persistent_workers=True)") == named
 
@@ -639,17 +644,17 @@ def test_a_verdict_stands_in_the_report_with_its_uncertainty(both: Path) -> None
     assert found.speedup is not None
     assert found.speedup.low < found.speedup.value < found.speedup.high
     assert found.sides.keys() == {"dp", "single"}
-    lines = section(report_text(both, 80), "DP AGAINST SINGLE")
+    lines = lines_of_section(report_text(both, 80), "DP AGAINST SINGLE")
     assert lines[0].startswith("  DataParallel over 2 virtual replicas")
     assert f"speed-up {found.speedup.value:.2f}" in " ".join(lines)
-    assert report_as_json(collect_report_data(both))["compared"]["outcome"] in ("faster", "slower", "even")
+    assert report_json_of(collect_report_data(both))["compared"]["outcome"] in ("faster", "slower", "even")
 
 
 def test_a_first_forward_that_failed_has_no_speed(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dpmon.store.ring_drain.is_alive", lambda *_: False)
     training = Training(mode="single", devices=("cpu:0",), virtual=False, via=None)
     only_the_call = [payload for payload in training.step(failed=True) if kind_of(payload) != "step"]
-    directory = keep({0: [*training.begin(), *only_the_call]}, status=1)
+    directory = write_run_directory({0: [*training.begin(), *only_the_call]}, status=1)
     lines = summary_lines(directory, load_exit(directory))
     assert "single: 0 steps, 1 call" in lines
     assert not any("samples/s" in line for line in lines)
@@ -658,13 +663,13 @@ def test_a_first_forward_that_failed_has_no_speed(state: Path, monkeypatch: pyte
 def test_the_summary_names_the_exception_when_the_output_closed_with_the_screen(state: Path) -> None:
     training = Training()
     traceback = "Traceback (most recent call last):\n  File 'a.py'\nRuntimeError: of \x1b[31mno\x1b[0m use\nbye\n"
-    directory = keep({0: [*training.begin(), *training.run(3)]}, status=1, headless=False)
+    directory = write_run_directory({0: [*training.begin(), *training.run(3)]}, status=1, headless=False)
     (directory / "output.log").write_text(traceback)
     said = summary_lines(directory, load_exit(directory))
     assert [line for line in said if "exception" in line] == [
         f"exception: RuntimeError: of no use  (dpmon report {short_name(load_info(directory))})"
     ]
-    headless = keep({0: [*training.begin(), *training.run(3)]}, status=1)
+    headless = write_run_directory({0: [*training.begin(), *training.run(3)]}, status=1)
     (headless / "stderr.log").write_text(traceback)
     assert not any("exception" in line for line in summary_lines(headless, load_exit(headless)))
 
@@ -672,7 +677,7 @@ def test_the_summary_names_the_exception_when_the_output_closed_with_the_screen(
 # ------------------------------------------------------------------------------------------------ what was deleted
 
 
-def long_training(slow: int, steps: int = 6000, evaluations: bool = False) -> list[bytes]:
+def long_training(slow: int, steps: int = 6000, evaluations: bool = False) -> list[Row]:
     """Return steps of 50 ms, one with a data wait of 10 s; the first thousand are in single, the others in dp."""
     at, out = 0, [*Training().begin()]
     for number in range(1, steps + 1):
@@ -686,17 +691,17 @@ def long_training(slow: int, steps: int = 6000, evaluations: bool = False) -> li
 
 
 def test_stalls_are_found_among_the_steps_that_still_have_a_row(state: Path) -> None:
-    story = collect_report_data(keep({0: long_training(slow=5900)}, limit_bytes=1 << 18))
+    story = collect_report_data(write_run_directory({0: long_training(slow=5900)}, limit_bytes=1 << 18))
     assert story.facts.store.pruned > 0
     (found,) = (finding for finding in story.findings if finding.kind == "stall")
     assert found.text.startswith("At least one step took 10.0 s")
     assert found.ground.startswith("the longest: step 5900 at ")
-    deleted = collect_report_data(keep({0: long_training(slow=500)}, limit_bytes=1 << 18))
+    deleted = collect_report_data(write_run_directory({0: long_training(slow=500)}, limit_bytes=1 << 18))
     assert "stall" not in {one.kind for one in deleted.findings}
 
 
 def test_stretches_separate_modes_and_evaluations(state: Path) -> None:
-    story = collect_report_data(keep({0: long_training(slow=0, evaluations=True)}, limit_bytes=1 << 18))
+    story = collect_report_data(write_run_directory({0: long_training(slow=0, evaluations=True)}, limit_bytes=1 << 18))
     assert {(one.mode, one.evaluation) for one in story.facts.stretches.bins} == {
         (mode, evaluation) for mode in ("single", "dp") for evaluation in (False, True)
     }
@@ -746,8 +751,8 @@ def test_odd_values_are_drawn_inside(values: tuple[float | None, ...]) -> None:
 
 
 def test_ranks_are_drawn_and_the_straggler_waits_for_nobody(state: Path) -> None:
-    made, _ = joined_rows(3, slow=1, phase="data", steps=100, noise=0.0)
-    story = collect_report_data(keep(made))
+    made, _ = ddp_rank_rows(3, slow=1, phase="data", steps=100, noise=0.0)
+    story = collect_report_data(write_run_directory(made))
     (plot,) = [plot for plot in build_plots(story.facts) if plot.name == "ranks"]
     assert plot.rows == ["rank 0", "rank 1", "rank 2"]
     by_name = {one.name: [y for _, _, y in one.points] for one in plot.series}

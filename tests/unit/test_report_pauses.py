@@ -8,10 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from kept import keep
-from stored import state_in
-from synthetic import SECOND, Training, decoded, device_event, pause_event
-from test_report import section
 
 from dpmon.cli.summary import summary_lines
 from dpmon.model.device_usage import DeviceUsageBuilder
@@ -27,20 +23,23 @@ from dpmon.model.pauses import (
 from dpmon.model.run_snapshot import PauseChange
 from dpmon.model.slow_steps import overlap_ns
 from dpmon.model.throughput import throughput_of
+from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Event, Step
 from dpmon.report import collect_report_data, report_text
 from dpmon.report.html_page import render_page
 from dpmon.report.plots import build_plots
-from dpmon.report.report_json import report_as_json
 from dpmon.report.sections import build_document
 from dpmon.run.run_directory import load_exit
+from support.format_readers import lines_of_section, report_json_of
+from support.history_builders import snapshot_of_directory, write_run_directory
+from support.record_builders import SECOND, Training, device_event, pause_event, records_of_rows
 
 
 def paused_run(took_s: float = 600.0, at_the_end_s: float = 0.0) -> Path:
     """Make a run: 100 steps of 0.1 s, a pause, 100 steps, and a pause at the end."""
     training = Training(mode="single", step_ns=SECOND // 10)
     payloads = [*training.begin(), *training.run(100)]
-    samples = [(t, 80.0) for t in range(1, 31)]
+    samples = [(float(t), 80.0) for t in range(1, 31)]
     for step, seconds in ((100, took_s), (200, at_the_end_s)):
         began = training.now / SECOND
         if seconds:
@@ -50,7 +49,7 @@ def paused_run(took_s: float = 600.0, at_the_end_s: float = 0.0) -> Path:
             samples += [(began + 0.5 + t, 0.0) for t in range(int(seconds))]
         payloads += training.run(100) if step == 100 else []
     gpu = [device_event(t, 0, util_pct=use) for t, use in samples]
-    return keep({0: payloads, -1: gpu}, seconds=training.now / SECOND + 5)
+    return write_run_directory({0: payloads, -1: gpu}, seconds=training.now / SECOND + 5)
 
 
 def test_pauses_are_reported_and_are_in_no_figure_of_steps(state: Path) -> None:
@@ -60,7 +59,7 @@ def test_pauses_are_reported_and_are_in_no_figure_of_steps(state: Path) -> None:
         (100, 600),
         (200, 120),
     ]
-    said = report_as_json(story)
+    said = report_json_of(story)
     assert [(one["step"], one["seconds"], one["on"]) for one in said["pauses"]] == [
         (100, pytest.approx(600.0), False), (200, pytest.approx(120.0), False)
     ]  # fmt: skip
@@ -71,8 +70,8 @@ def test_pauses_are_reported_and_are_in_no_figure_of_steps(state: Path) -> None:
     assert said["devices"][0]["util_median_pct"] == 80.0
     lines = report_text(directory, 100)
     assert "  paused 2 times, for 12 min 00 s in all: that time is in no step, no phase and no figure" in lines
-    assert section(lines, "PAUSES")[0].endswith("after step 100  for 10 min 00 s")
-    assert len(section(lines, "PAUSES")) == 2
+    assert lines_of_section(lines, "PAUSES")[0].endswith("after step 100  for 10 min 00 s")
+    assert len(lines_of_section(lines, "PAUSES")) == 2
     html_page = render_page(build_document(story))
     assert "Pauses</h2>" in html_page
     assert "for 10 min 00 s" in html_page
@@ -91,7 +90,7 @@ def test_silence_is_reported_in_addition_to_a_pause(state: Path) -> None:
     payloads = [*training.begin(), *training.run(100), pause_event(training.now / SECOND, 100)]
     training.now += 600 * SECOND
     payloads += [pause_event(training.now / SECOND, 100, 600.0), *training.run(100)]
-    (found,) = collect_report_data(keep({0: payloads}, seconds=training.now / SECOND + 60)).findings
+    (found,) = collect_report_data(write_run_directory({0: payloads}, seconds=training.now / SECOND + 60)).findings
     assert found.kind == "quiet"
     assert found.weight == pytest.approx(60 / 80, abs=0.05)
 
@@ -101,16 +100,16 @@ def test_a_pause_without_an_end_and_one_that_was_refused(state: Path) -> None:
     payloads = [*training.begin(), *training.run(40), pause_event(training.now / SECOND, 40)]
     training.now += 60 * SECOND
     lost = [*payloads, *training.run(40)]
-    (pause,) = collect_report_data(keep({0: lost})).facts.pauses
+    (pause,) = collect_report_data(write_run_directory({0: lost})).facts.pauses
     assert (pause.took_ns, pause.on) == (None, False)
     assert (pause.end_ns or 0) - (pause.start_ns or 0) == pytest.approx(60 * SECOND, rel=0.01)
-    killed = keep({0: payloads}, seconds=training.now / SECOND)
-    (line,) = section(report_text(killed, 80), "PAUSES")
+    killed = write_run_directory({0: payloads}, seconds=training.now / SECOND)
+    (line,) = lines_of_section(report_text(killed, 80), "PAUSES")
     assert line.endswith("after step 40  the run ended in it")
     assert collect_report_data(killed).findings == [], "a run that is killed in a pause was not silent"
     refused = pause_event(1.0, 3, 0.0, refused="ranks wait for each other")
-    lines = report_text(keep({0: [*training.begin(), *training.run(5), refused]}), 80)
-    assert section(lines, "PAUSES") == ["  00:00:01  after step 3  refused: ranks wait for each other"]
+    lines = report_text(write_run_directory({0: [*training.begin(), *training.run(5), refused]}), 80)
+    assert lines_of_section(lines, "PAUSES") == ["  00:00:01  after step 3  refused: ranks wait for each other"]
     assert "paused" not in " ".join(lines[:6]).replace("PAUSES", "")
 
 
@@ -196,18 +195,18 @@ def test_refusals_are_no_pauses_however_many_there_were(state: Path) -> None:
     training = Training(mode="single")
     payloads = [*training.begin(), *training.run(5), pause_event(3.0, 5), pause_event(4.0, 5, 1.0)]
     payloads += [pause_event(5.0, 5, 0.0, refused="ranks wait") for _ in range(1004)]
-    directory = keep({0: payloads})
+    directory = write_run_directory({0: payloads})
     lines = report_text(directory, 120)
     assert "  paused once, for 1.00 s: that time is in no step, no phase and no figure" in lines
-    assert section(lines, "PAUSES")[-1] == "  and 993 more; --json has them all"
-    said = report_as_json(collect_report_data(directory))
+    assert lines_of_section(lines, "PAUSES")[-1] == "  and 993 more; --json has them all"
+    said = report_json_of(collect_report_data(directory))
     assert len(said["pauses"]) == 1005
     assert (said["paused"]["times"], said["paused"]["seconds"]) == (1, pytest.approx(1.0))
 
 
 def two_trainings() -> tuple[Path, str]:
     """Record two trainings of a launcher, the second paused from 200 to 800 s, and a GPU that is idle only then."""
-    payloads: dict[int, list[bytes]] = {}
+    payloads: dict[int, list[Row]] = {}
     for process, (begin, end) in enumerate(((2, 900), (110, 900))):
         training = Training(process=process, mode="single", step_ns=SECOND, start_ns=begin * SECOND)
         payloads[process] = training.begin()
@@ -219,7 +218,7 @@ def two_trainings() -> tuple[Path, str]:
                 training.now = 800 * SECOND
                 payloads[process].append(pause_event(800.0, training.steps, took, process=1))
     gpu = [device_event(float(t), 0, util_pct=0.0 if 201 < t < 800 else 80.0) for t in range(2, 900, 3)]
-    directory = keep({**payloads, -1: gpu}, seconds=905.0)
+    directory = write_run_directory({**payloads, -1: gpu}, seconds=905.0)
     return directory, " ".join(" ".join(report_text(directory, 120)).split())
 
 
@@ -229,16 +228,16 @@ def test_the_report_says_that_figures_include_a_pause_during_another_training(st
     assert story.facts.paused == []
     assert "no figure" not in text
     assert re.search(r"for \d+ min \d\d s of it another process was not paused, and the figures", text)
-    assert report_as_json(story)["paused"]["alone_s"] == pytest.approx(600, rel=0.01)
+    assert report_json_of(story)["paused"]["alone_s"] == pytest.approx(600, rel=0.01)
 
 
 def test_the_summary_of_a_run_that_was_killed_in_a_pause_says_so(state: Path) -> None:
     training = Training(mode="single", step_ns=SECOND // 10)
     payloads = [*training.begin(), *training.run(40), pause_event(10.0, 40)]
-    directory = keep({0: payloads}, seconds=70.0)
+    directory = write_run_directory({0: payloads}, seconds=70.0)
     said = summary_lines(directory, load_exit(directory))
     assert "paused once, for 60.0 s, and was paused when it ended: that time is in no step and no phase" in said
-    goes_on = keep({0: payloads}, status=None, command_pid=None, started_unix=time.time())
+    goes_on = write_run_directory({0: payloads}, status=None, command_pid=None, started_unix=time.time())
     assert "  paused once, and is paused now: that time" in "\n".join(report_text(goes_on, 120))
 
 
@@ -262,14 +261,14 @@ def test_a_pause_and_a_wait_for_input_are_in_no_rate(state: Path) -> None:
     training.now += 5 * SECOND
     payloads += training.run(20)
     waits = Event("input", {"pid": 4242, "t_s": began / SECOND, "waited_s": 5.0})
-    steps = [record for record in decoded(payloads) if isinstance(record, Step)]
+    steps = [record for record in records_of_rows(payloads) if isinstance(record, Step)]
     true = 30 * len(steps) * 1e9 / sum(step.wall_ns for step in steps)
-    directory = keep({0: payloads, -1: [waits]}, seconds=training.now / 1e9)
-    assert report_as_json(collect_report_data(directory))["modes"][0]["samples_per_s"] == pytest.approx(true, rel=0.001)
-    live, over = (state_in(directory, span_s=0, over=over) for over in (False, True))
+    directory = write_run_directory({0: payloads, -1: [waits]}, seconds=training.now / 1e9)
+    assert report_json_of(collect_report_data(directory))["modes"][0]["samples_per_s"] == pytest.approx(true, rel=0.001)
+    live, over = (snapshot_of_directory(directory, span_s=0, over=over) for over in (False, True))
     process = live.processes[0]
     for rate in (over.processes[0].mean, process.ranged.rate):
         assert rate is not None
         assert (rate.samples_per_s, rate.samples_within) == pytest.approx((true, true), rel=0.001)
     assert throughput_of(process, live, process.seen_ns).samples_per_s == pytest.approx(true, rel=0.1)
-    assert [one["seconds"] for one in report_as_json(collect_report_data(directory))["inputs"]] == [5.0]
+    assert [one["seconds"] for one in report_json_of(collect_report_data(directory))["inputs"]] == [5.0]

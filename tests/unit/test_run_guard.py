@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from running import wait_for
 
 from dpmon.cli import launch
 from dpmon.run import proc
@@ -24,6 +23,7 @@ from dpmon.supervise import foreground_guard as guards
 from dpmon.supervise.command_process import find_command
 from dpmon.supervise.foreground_guard import SupervisorGuard
 from dpmon.supervise.start_supervisor import SupervisorTakeover
+from support.run_harness import wait_for
 
 
 @pytest.fixture
@@ -161,11 +161,11 @@ def test_a_signal_reaches_a_command_that_could_not_be_recorded(
     monkeypatch.setattr(guards, "STALLED_S", 0.0)
     code = "import os, signal, time; signal.signal(signal.SIGINT, signal.SIG_DFL)"
     code += "; print(os.getpid(), flush=True); time.sleep(60)"
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", STARTS, code, directory], text=True, **pipes) as supervisor:
+    words = [sys.executable, "-c", STARTS, code, str(directory)]
+    with subprocess.Popen(words, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as supervisor:
         assert supervisor.stdout is not None
         command = int(supervisor.stdout.readline())
-        guard = SupervisorGuard(RunReader(directory), supervisor)
+        guard = SupervisorGuard(RunReader(directory), supervisor)  # type: ignore[arg-type]  # its pipes are not read
         wait_for(lambda: guard.send(number))
         wait_for(lambda: not proc.is_alive(command, None))
         assert not guard.send(number)
@@ -207,8 +207,8 @@ def test_an_end_that_was_recorded_while_this_process_was_stopped_is_seen(
         asleep_s = 60.0
         write_info(directory, exit_info(guard.info, 3, "supervisor"))
 
-    monkeypatch.setattr(launch.time, "sleep", stopped)
-    monkeypatch.setattr(launch.time, "monotonic", lambda: clock() + asleep_s)
+    monkeypatch.setattr(time, "sleep", stopped)
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + asleep_s)
     how = launch._wait_for_exit_record(guard)
     assert how is not None
     assert how.status == 3

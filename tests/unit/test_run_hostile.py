@@ -9,11 +9,6 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from kept import keep
-from sizes import size
-from spans import Training as Spans
-from stored import state_in
-from synthetic import SECOND, Training
 
 from dpmon.cli.summary import summary_lines
 from dpmon.export import iter_records
@@ -23,6 +18,10 @@ from dpmon.run.run_directory import RunError, load_exit, load_info
 from dpmon.run.run_reader import RunReader
 from dpmon.store.ring_drain import RingDrain
 from dpmon.store.store_opening import is_readable
+from support.history_builders import snapshot_of_directory, write_run_directory
+from support.record_builders import SECOND, Training
+from support.ring_writers import SpanTraining as Spans
+from support.run_harness import scaled_size
 
 pytestmark = pytest.mark.slow
 
@@ -33,7 +32,7 @@ RINGS = ("process-1.ring", "process-1.jsonl")
 def whole(state: Path) -> Path:
     """A finished run with a history, and more records in its rings."""
     training = Training()
-    directory = keep({0: [*training.begin(), *training.run(120)]}, status=0)
+    directory = write_run_directory({0: [*training.begin(), *training.run(120)]}, status=0)
     spans = Spans(str(directory / "process-1.ring"), 1, slots=1 << 9)
     drain = RingDrain(directory, load_info(directory))
     for part in range(2):
@@ -74,12 +73,12 @@ def play_back(directory: Path) -> None:
     """Play back at a few times, if there is anything to play."""
     if is_readable(directory):
         for at in (3 * SECOND, 0, 2 * SECOND, 2_100_000_000, None):
-            state = state_in(directory, at, over=at is None)
+            state = snapshot_of_directory(directory, at, over=at is None)
             assert state.missed >= 0
             assert state.representative is None or state.representative.process in state.processes
 
 
-@pytest.mark.parametrize("seed", range(size(5, 1200)))
+@pytest.mark.parametrize("seed", range(scaled_size(5, 1200)))
 def test_a_run_with_randomly_damaged_files_can_be_read(whole: Path, tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
     names = ("run.json", "exit.json", "history.sqlite", "stages.log", *RINGS)

@@ -13,11 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from everything import alike, everything
-from kept import keep
-from rowring import fill, use_row_rings
-from running import wait_for
-from synthetic import Training, host_event
 
 from dpmon.errors import HistoryError
 from dpmon.record.history_rows import Row
@@ -29,6 +24,10 @@ from dpmon.store import store_opening as opened_module
 from dpmon.store.history_schema import HISTORY_FILE
 from dpmon.store.ring_drain import RingDrain
 from dpmon.store.store_opening import open_store
+from support.history_builders import assert_same_contents, read_all_of_store, write_run_directory
+from support.record_builders import Training, host_event
+from support.ring_writers import make_row_ring, use_row_rings
+from support.run_harness import wait_for
 
 
 def rows(steps: int = 300) -> dict[int, list[Row]]:
@@ -42,7 +41,7 @@ def rows(steps: int = 300) -> dict[int, list[Row]]:
 def read(directory: Path) -> dict[str, Any]:
     with open_store(directory) as store:
         assert store.damaged is None
-        return everything(store)
+        return read_all_of_store(store)
 
 
 @pytest.fixture(autouse=True)
@@ -52,11 +51,11 @@ def _rings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def recorded(part: float = 1.0, *, history: bool = True, **about: Any) -> Path:
     """Return a run with all rows in its ring, and this part of its steps in its history, as a supervisor wrote it."""
-    directory = keep({}, status=None, **about)
+    directory = write_run_directory({}, status=None, **about)
     own, supervisor = rows()[0], rows()[-1]
     ends = [number for number, row in enumerate(own, 1) if isinstance(row, Step)]
     in_history = ends[int((len(ends) - 1) * part)]
-    ring = fill(directory / "process-0.ring", own[:in_history])
+    ring = make_row_ring(directory / "process-0.ring", own[:in_history])
     drain = RingDrain(directory, load_info(directory))
     for event in supervisor:
         assert isinstance(event, Event)
@@ -86,15 +85,15 @@ def test_a_complete_history_is_queried_in_its_file(state: Path, monkeypatch: pyt
 
 
 def test_without_a_history_everything_is_read_from_the_rings(whole: dict[str, Any]) -> None:
-    alike(read(recorded(history=False)), without_samples(whole))
+    assert_same_contents(read(recorded(history=False)), without_samples(whole))
 
 
 def test_many_rows_of_rings_are_not_taken_for_an_endless_table(state: Path) -> None:
     training = Training()
     steps = [training.step()[-1] for _ in range(12_000)]
-    directory = keep({})
+    directory = write_run_directory({})
     (directory / HISTORY_FILE).unlink()
-    fill(directory / "process-0.ring", steps)
+    make_row_ring(directory / "process-0.ring", steps)
     with open_store(directory) as store:
         assert len(store.steps(1 << 30)) == 12_000
         assert store.damaged is None
@@ -103,13 +102,13 @@ def test_many_rows_of_rings_are_not_taken_for_an_endless_table(state: Path) -> N
 @pytest.mark.parametrize("part", [0.05, 0.3, 0.301, 0.999])
 def test_records_missing_in_the_history_are_read_from_the_rings(whole: dict[str, Any], part: float) -> None:
     directory = recorded(part)
-    alike(read(directory), whole)
-    alike(read(directory), whole)
+    assert_same_contents(read(directory), whole)
+    assert_same_contents(read(directory), whole)
 
 
 def test_an_active_supervisor_is_trusted_until_it_stops_writing(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = recorded(0.3, boot_id=proc.boot_id())
-    us = {"supervisor_pid": os.getpid(), "supervisor_started": proc.start_time_s(os.getpid())}
+    us: dict[str, Any] = {"supervisor_pid": os.getpid(), "supervisor_started": proc.start_time_s(os.getpid())}
     write_info(directory, replace(load_info(directory), **us))
     monkeypatch.setattr("dpmon.store.store_opening.STARVED_S", 600.0)
     for age_s in (0, 4):
@@ -130,7 +129,10 @@ def test_a_suspended_supervisor_is_not_waited_for(state: Path) -> None:
     with subprocess.Popen(["sleep", "600"]) as sleeper:
         sleeper.send_signal(signal.SIGSTOP)
         wait_for(lambda: proc.is_suspended(sleeper.pid), what="the stop")
-        supervisor = {"supervisor_pid": sleeper.pid, "supervisor_started": proc.start_time_s(sleeper.pid)}
+        supervisor: dict[str, Any] = {
+            "supervisor_pid": sleeper.pid,
+            "supervisor_started": proc.start_time_s(sleeper.pid),
+        }
         write_info(directory, replace(load_info(directory), **supervisor))
         assert steps_after(directory, 4) == 300
         sleeper.kill()
@@ -150,7 +152,7 @@ def test_a_journal_that_vanishes_hides_nothing(state: Path, monkeypatch: pytest.
 def test_a_supervisor_is_not_trusted_after_the_end_of_the_command(state: Path, drained: bool) -> None:
     """It may have replaced a killed one and not have read the rings; and workers may outlive the command."""
     directory = recorded(0.3, boot_id=proc.boot_id())
-    us = {"supervisor_pid": os.getpid(), "supervisor_started": proc.start_time_s(os.getpid())}
+    us: dict[str, Any] = {"supervisor_pid": os.getpid(), "supervisor_started": proc.start_time_s(os.getpid())}
     info = replace(load_info(directory), **us)
     write_info(directory, info)
     write_info(directory, exit_info(info, 0, "foreground", drained=drained))
@@ -175,12 +177,12 @@ def test_a_damaged_history_is_reported_and_the_rings_are_read(whole: dict[str, A
     with open_store(directory) as store:
         assert store.damaged is not None
         assert store.damaged.startswith("the history cannot be read: ")
-        alike(everything(store), without_samples(whole))
+        assert_same_contents(read_all_of_store(store), without_samples(whole))
 
 
 def test_records_are_read_in_parts_between_which_others_write(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dpmon.store.store_queries._AT_ONCE", 7)
-    directory = keep(rows())
+    directory = write_run_directory(rows())
     with open_store(directory) as store:
         whole = list(store.records())
         found = []

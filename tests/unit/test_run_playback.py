@@ -5,60 +5,25 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from kept import keep
-from synthetic import step_row
 
 from dpmon.model.run_snapshot import ProcessInfo, RunSnapshot
 from dpmon.model.snapshot_builder import SnapshotBuilder
-from dpmon.record.history_rows import Row
-from dpmon.record.record_types import Event
 from dpmon.span_ring import SpanRing
 from dpmon.store.store_opening import open_store
 from dpmon.ui.playback import Player
-
-SECOND = 1_000_000_000
-STEPS = 600
-"""Two steps a second, by two processes alternately."""
-
-
-class Clock:
-    """A clock set by the test."""
-
-    def __init__(self) -> None:
-        self.ns = 0
-
-    def __call__(self) -> int:
-        return self.ns
-
-    def pass_s(self, seconds: float) -> None:
-        self.ns += int(seconds * SECOND)
-
-
-def a_run() -> Path:
-    rows: dict[int, list[Row]] = {
-        n: [Event("process", {"process": n, "rank": n, "world": 2, "t_s": 0.1})] for n in range(2)
-    }
-    rows[-1] = [
-        Event("host", {"t_s": float(t), "cpu_pct": 5.0, "gpu_absent": "none"}) for t in range(1, STEPS // 2 + 1)
-    ]
-    for number in range(1, STEPS + 1):
-        at, mode = number * SECOND // 2, ("dp", "single")[number % 2]
-        rows[number % 2].append(step_row(mode, number, at - 1000, 1000, 4, (1, 2, 3, 4)))
-        if number == STEPS // 2:
-            rows[0].append(Event("warning", {"process": 0, "t_s": at / SECOND, "text": "half-way"}))
-    directory = keep(rows, seconds=STEPS / 2 + 1, name="n", script="s.py", headless=False)
-    (directory / "stages.log").write_text(f"1 7 importing torch\n1 {SECOND} torch imported\n")
-    return directory
+from support.history_builders import PLAYBACK_STEPS, write_playback_run
+from support.record_builders import SECOND
+from support.screen_harness import ManualClock
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> ManualClock:
+    return ManualClock()
 
 
 @pytest.fixture
-def player(state: Path, clock: Clock) -> Player:
-    return Player(a_run(), clock)
+def player(state: Path, clock: ManualClock) -> Player:
+    return Player(write_playback_run(), clock)
 
 
 def shown(player: Player) -> RunSnapshot:
@@ -75,7 +40,7 @@ def last_step(state: RunSnapshot) -> int:
 def test_a_playback_opens_at_the_end(player: Player) -> None:
     assert not player.playing
     assert player.position_ns == player.length_ns == 301 * SECOND
-    assert last_step(shown(player)) == STEPS
+    assert last_step(shown(player)) == PLAYBACK_STEPS
     how = player.exit_info()
     assert how is not None
     assert how.status == 0
@@ -89,7 +54,7 @@ def test_no_process_of_the_run_is_asked(player: Player) -> None:
     assert player.request_pause(True) == 0
 
 
-def test_from_the_beginning_in_real_time(player: Player, clock: Clock) -> None:
+def test_from_the_beginning_in_real_time(player: Player, clock: ManualClock) -> None:
     player.play()
     assert (player.position_ns, player.exit_info(), player.command_alive()) == (0, None, True)
     assert last_step(shown(player)) == 0
@@ -97,31 +62,31 @@ def test_from_the_beginning_in_real_time(player: Player, clock: Clock) -> None:
         clock.pass_s(1)
         assert player.position_ns == min(second, 301) * SECOND
         if second % 40 == 0:
-            assert last_step(shown(player)) == min(2 * second, STEPS)
+            assert last_step(shown(player)) == min(2 * second, PLAYBACK_STEPS)
     assert not player.playing
     assert player.exit_info() is not None
 
 
 @pytest.mark.parametrize("speed_steps", [-3, 1, 3, 9])
-def test_speeds(player: Player, clock: Clock, speed_steps: int) -> None:
+def test_speeds(player: Player, clock: ManualClock, speed_steps: int) -> None:
     player.play()
     for _ in range(abs(speed_steps)):
         player.change_speed(1 if speed_steps > 0 else -1)
     clock.pass_s(2)
     wanted = min(int(2 * player.speed * SECOND), player.length_ns)
     assert player.position_ns == pytest.approx(wanted, abs=2)
-    assert last_step(shown(player)) == min(wanted * 2 // SECOND, STEPS)
+    assert last_step(shown(player)) == min(wanted * 2 // SECOND, PLAYBACK_STEPS)
     player.play(False)
     clock.pass_s(100)
     assert player.position_ns == pytest.approx(wanted, abs=2)
 
 
 @pytest.mark.parametrize("at_s", [0, 0.4, 1, 77.3, 150, 299.9, 301, 999, -5])
-def test_wherever_the_clock_is_set(player: Player, clock: Clock, at_s: float) -> None:
+def test_wherever_the_clock_is_set(player: Player, clock: ManualClock, at_s: float) -> None:
     player.seek(int(at_s * SECOND))
     state = shown(player)
     reached = min(max(at_s, 0), 301)
-    assert last_step(state) == min(int(reached * 2), STEPS)
+    assert last_step(state) == min(int(reached * 2), PLAYBACK_STEPS)
     assert [warning.text for warning in state.warnings] == (["half-way"] if reached >= 150 else [])
     assert state.newest_ns <= reached * SECOND
     assert sorted(number for number, process in state.processes.items() if process.info != ProcessInfo(number)) == (
@@ -153,7 +118,7 @@ def test_a_step_at_a_time(player: Player) -> None:
     player.step(1)
     assert player.position_ns == player.length_ns
     player.step(-1)
-    assert last_step(shown(player)) == STEPS
+    assert last_step(shown(player)) == PLAYBACK_STEPS
     player.seek(0)
     player.step(-1)
     assert player.position_ns == 0

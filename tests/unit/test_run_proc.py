@@ -8,9 +8,9 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from running import wait_for
 
 from dpmon.run import proc
+from support.run_harness import wait_for
 
 CHAIN = """\
 import subprocess, sys, time

@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from kept import draft
 
 from dpmon.cli.main import main
 from dpmon.record.span_format import DOING
@@ -24,6 +23,7 @@ from dpmon.run.run_reader import PauseState, RunReader
 from dpmon.run.run_registry import create_run
 from dpmon.span_ring import HeaderWord, SpanRing
 from dpmon.supervise.command_process import last_sign_of_life_ns
+from support.history_builders import make_run_info
 
 START = 1_000_000_000
 
@@ -32,7 +32,7 @@ START = 1_000_000_000
 def run(state: Path) -> tuple[Path, RunInfo]:
     """A run's directory whose command is this process."""
     us = {"command_pid": os.getpid(), "command_started": proc.start_time_s(os.getpid()), "boot_id": proc.boot_id()}
-    return create_run(draft(start_ns=START, **us))
+    return create_run(make_run_info(start_ns=START, **us))
 
 
 @pytest.fixture

@@ -119,7 +119,7 @@ def test_a_run_is_removed_once_its_supervisor_has_finished(monkeypatch: pytest.M
         waits.append(seconds)
         os.kill(sleeper, signal.SIGKILL)
 
-    monkeypatch.setattr(retention.time, "sleep", leaves)
+    monkeypatch.setattr(time, "sleep", leaves)
     delete_run(run, load_info(run))
     assert waits
     assert not run.exists()

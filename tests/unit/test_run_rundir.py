@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kept import draft
 
 from dpmon.cli.doctor import local_checks
 from dpmon.run import run_registry
@@ -29,10 +28,13 @@ from dpmon.run.run_registry import (
     runs_directory,
     short_name,
 )
+from support.history_builders import make_run_info
 
 
 def test_a_saved_run_is_read_back_unchanged(state: Path) -> None:
-    directory, info = create_run(draft(command=("python", "x.py", "ü"), options={"mode": "auto", "replicas": None}))
+    directory, info = create_run(
+        make_run_info(command=("python", "x.py", "ü"), options={"mode": "auto", "replicas": None})
+    )
     assert load_info(directory) == info
     assert directory.name == info.id
     how = ExitInfo(137, "SIGKILL", 1.5, 10**12, 3.25, "supervisor")
@@ -52,7 +54,7 @@ def test_a_relative_temporary_directory_is_not_used(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     monkeypatch.setenv("TMPDIR", "here")
     monkeypatch.chdir(tmp_path)
-    directory, info = create_run(draft())
+    directory, info = create_run(make_run_info())
     try:
         assert directory.is_absolute()
         assert "elsewhere" in info.options
@@ -63,14 +65,14 @@ def test_a_relative_temporary_directory_is_not_used(tmp_path: Path, monkeypatch:
 
 def test_an_open_directory_is_closed(state: Path) -> None:
     (state / "dpmon" / "runs").mkdir(parents=True, mode=0o755)
-    create_run(draft())
+    create_run(make_run_info())
     assert runs_directory().stat().st_mode & 0o777 == 0o700
 
 
 def test_runs_are_found_by_all_their_names(state: Path) -> None:
-    old, old_info = create_run(draft(name="a", started_unix=1000.0))
-    new, new_info = create_run(draft(name="a", started_unix=2000.0))
-    other, other_info = create_run(draft(name="last-one", started_unix=1500.0))
+    old, old_info = create_run(make_run_info(name="a", started_unix=1000.0))
+    new, new_info = create_run(make_run_info(name="a", started_unix=2000.0))
+    other, other_info = create_run(make_run_info(name="last-one", started_unix=1500.0))
     assert find_run() == find_run("last") == new
     assert newest_run(lambda info: False) == new, "if none goes on, the newest of all"
     assert newest_run(lambda info: info.id == old.name) == old
@@ -87,7 +89,7 @@ def test_runs_are_found_by_all_their_names(state: Path) -> None:
 
 
 def test_among_runs_of_one_name_the_live_one_is_chosen(state: Path) -> None:
-    runs = [create_run(draft(name="a", started_unix=1000.0 + number)) for number in range(3)]
+    runs = [create_run(make_run_info(name="a", started_unix=1000.0 + number)) for number in range(3)]
     going = {runs[0][1].id}
     assert find_run("a") == runs[2][0]
     assert find_run("a", goes_on=lambda info: info.id in going) == runs[0][0]
@@ -100,13 +102,13 @@ def test_among_runs_of_one_name_the_live_one_is_chosen(state: Path) -> None:
 
 def test_of_two_runs_of_one_second_the_later_one_is_the_last(state: Path) -> None:
     for round_ in range(20):
-        create_run(draft(name="a", started_unix=5000.0 + round_ + 0.1))
-        later, _ = create_run(draft(name="a", started_unix=5000.0 + round_ + 0.2))
+        create_run(make_run_info(name="a", started_unix=5000.0 + round_ + 0.1))
+        later, _ = create_run(make_run_info(name="a", started_unix=5000.0 + round_ + 0.2))
         assert find_run() == later
 
 
 def test_a_link_is_refused(state: Path, tmp_path: Path) -> None:
-    directory, _ = create_run(draft())
+    directory, _ = create_run(make_run_info())
     directory.rename(tmp_path / "elsewhere")
     directory.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(RunError, match="symbolic link"):
@@ -115,7 +117,7 @@ def test_a_link_is_refused(state: Path, tmp_path: Path) -> None:
 
 
 def test_a_linked_run_json_is_refused(state: Path, tmp_path: Path) -> None:
-    directory, _ = create_run(draft())
+    directory, _ = create_run(make_run_info())
     (directory / "run.json").rename(tmp_path / "elsewhere")
     (directory / "run.json").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(RunError):
@@ -123,13 +125,13 @@ def test_a_linked_run_json_is_refused(state: Path, tmp_path: Path) -> None:
 
 
 def test_a_foreign_owner_is_refused(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory, _ = create_run(draft())
+    directory, _ = create_run(make_run_info())
     monkeypatch.setattr(os, "getuid", lambda: 12345)
     monkeypatch.setattr(run_registry, "fallback_directories", list)  # files created there would be left behind
     with pytest.raises(RunError, match="another user"):
         load_info(directory)
     with pytest.raises(RunError, match="another user"):
-        create_run(draft())
+        create_run(make_run_info())
 
 
 @pytest.mark.parametrize(
@@ -137,7 +139,7 @@ def test_a_foreign_owner_is_refused(state: Path, monkeypatch: pytest.MonkeyPatch
     ["", "{", "[]", "null", '{"id": 3}', "{}", "[" * 100_000, '{"id": "x", "command": "not a list"}', "\x00\xff"],
 )
 def test_a_damaged_run_json_is_an_error_of_ours(state: Path, text: str) -> None:
-    directory, _ = create_run(draft())
+    directory, _ = create_run(make_run_info())
     (directory / "run.json").write_text(text)
     with pytest.raises(RunError):
         load_info(directory)
@@ -147,7 +149,7 @@ def test_a_damaged_run_json_is_an_error_of_ours(state: Path, text: str) -> None:
 @pytest.mark.parametrize("member", [member.name for member in dataclasses.fields(RunInfo)])
 @pytest.mark.parametrize("value", [True, 3, [1], {"a": 1}, "x", None])
 def test_every_member_is_checked_for_its_type(state: Path, member: str, value: object) -> None:
-    directory, info = create_run(draft())
+    directory, info = create_run(make_run_info())
     data = {**json.loads((directory / "run.json").read_text()), member: value}
     (directory / "run.json").write_text(json.dumps(data))
     try:
@@ -161,7 +163,7 @@ def test_every_member_is_checked_for_its_type(state: Path, member: str, value: o
 
 @pytest.mark.parametrize("number", ["1e999", "-1e999", "NaN", "1e300"])
 def test_numbers_out_of_range_are_damage(state: Path, number: str) -> None:
-    directory, _ = create_run(draft())
+    directory, _ = create_run(make_run_info())
     write_info(directory, ExitInfo(0, None, 1.7e9, 5, 5.0, "supervisor"))
     assert load_exit(directory) is not None
     for name, member in (("run.json", "started_unix"), ("exit.json", "seconds")):
@@ -175,7 +177,7 @@ def test_numbers_out_of_range_are_damage(state: Path, number: str) -> None:
 
 @pytest.mark.parametrize("text", ["", "{", '{"status": "0"}', '{"status": null}', "[]"])
 def test_a_damaged_exit_json_is_none(state: Path, text: str) -> None:
-    directory, _ = create_run(draft())
+    directory, _ = create_run(make_run_info())
     (directory / "exit.json").write_text(text)
     assert load_exit(directory) is None
 
@@ -195,7 +197,7 @@ def test_missing_directories_of_the_state_home_are_made_for_the_user_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, umask: None
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "missing" / "too" / "state"))
-    directory, _ = create_run(draft())
+    directory, _ = create_run(make_run_info())
     made = [directory, *directory.parents]
     made = made[: made.index(tmp_path)]
     assert len(made) == 6
@@ -208,7 +210,7 @@ def test_a_directory_that_is_there_keeps_its_mode(tmp_path: Path, monkeypatch: p
     state.mkdir()
     state.chmod(0o755)
     monkeypatch.setenv("XDG_STATE_HOME", str(state))
-    create_run(draft())
+    create_run(make_run_info())
     assert mode(state) == 0o755
 
 
@@ -221,7 +223,7 @@ def test_a_temporary_directory_that_is_not_there_is_not_made(tmp_path: Path, mon
         monkeypatch.setenv("TMPDIR", str(tmp_path / name))
         assert fallback_directories()[1].is_relative_to(tmp_path / name)
         with pytest.raises(RunError, match="no run can be kept"):
-            create_run(draft())
+            create_run(make_run_info())
     assert sorted(os.listdir(tmp_path)) == ["file", "link"]
 
 
@@ -233,7 +235,7 @@ def test_only_the_user_can_read_what_is_made_in_a_temporary_directory(
     (tmp_path / "tmp").chmod(0o1777)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
-    directory, info = create_run(draft())
+    directory, info = create_run(make_run_info())
     assert "elsewhere" in info.options
     assert directory.is_relative_to(tmp_path / "tmp")
     assert {mode(path) for path in (directory, directory.parent, directory.parent.parent)} == {0o700}
@@ -275,13 +277,13 @@ def as_nfs(monkeypatch: pytest.MonkeyPatch, *places: Path) -> None:
 def test_a_run_is_not_kept_on_a_network_file_system(
     state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before, _ = create_run(draft(name="before"))
+    before, _ = create_run(make_run_info(name="before"))
     as_nfs(monkeypatch, state)
     for name in ("var", "tmp"):
         (tmp_path / name).mkdir()
     monkeypatch.setattr(run_registry, "LASTING", str(tmp_path / "var"))
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
-    directory, info = create_run(draft())
+    directory, info = create_run(make_run_info())
     assert directory.parent == fallback_directories()[0]
     assert directory.is_relative_to(tmp_path / "var")
     assert mode(directory.parent.parent) == 0o700
@@ -294,7 +296,7 @@ def test_a_run_is_not_kept_on_a_network_file_system(
     assert find_run() == directory
     as_nfs(monkeypatch, state, tmp_path / "var")
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
-    assert create_run(draft())[0].is_relative_to(tmp_path / "tmp")
+    assert create_run(make_run_info())[0].is_relative_to(tmp_path / "tmp")
 
 
 def test_without_a_local_file_system_there_is_no_run(
@@ -302,7 +304,7 @@ def test_without_a_local_file_system_there_is_no_run(
 ) -> None:
     as_nfs(monkeypatch, Path("/"))
     with pytest.raises(RunError, match=r"network file system \(nfs4\); set XDG_STATE_HOME to a local directory"):
-        create_run(draft())
+        create_run(make_run_info())
     assert not state.exists()
 
 
@@ -326,7 +328,7 @@ def test_a_directory_of_another_user_is_not_used(tmp_path: Path, monkeypatch: py
         except PermissionError:
             pytest.skip("only root gives files away")
     with pytest.raises(RunError):
-        create_run(draft())
+        create_run(make_run_info())
     assert os.listdir(tmp_path / "theirs") == []
     assert mode(tmp_path / "theirs") == 0o755
     if trap == "foreign":
@@ -371,7 +373,7 @@ def test_a_link_of_another_user_is_not_followed(tmp_path: Path, way: dict[str, P
         place = tmp_path / "other-disk"
     linked(place, theirs, ANOTHER)
     theirs.chmod(0o755)
-    directory, info = create_run(draft())
+    directory, info = create_run(make_run_info())
     assert os.listdir(theirs) == []
     assert mode(theirs) == 0o755
     assert directory.is_relative_to(tmp_path / "tmp")
@@ -382,7 +384,7 @@ def test_a_link_of_another_user_is_not_followed(tmp_path: Path, way: dict[str, P
 
 
 def test_no_run_is_listed_behind_a_link_of_another_user(tmp_path: Path, way: dict[str, Path]) -> None:
-    directory, _ = create_run(draft())
+    directory, _ = create_run(make_run_info())
     assert [found for found, _ in list_runs()] == [directory]
     way["dpmon"].rename(tmp_path / "moved")
     way["dpmon"].symlink_to(tmp_path / "moved")
@@ -400,13 +402,13 @@ def test_a_link_of_this_user_is_followed_and_what_it_leads_to_is_not_changed(
 ) -> None:
     target = tmp_path / "other-disk"
     linked(way[name], target, os.getuid())
-    directory, info = create_run(draft())
+    directory, info = create_run(make_run_info())
     assert "elsewhere" not in info.options
     assert directory.parent == way["runs"]
     assert directory.resolve().is_relative_to(target)
     assert list_runs() == [(directory, info)]
     target.chmod(0o750)
-    directory, info = create_run(draft())
+    directory, info = create_run(make_run_info())
     assert mode(target) == 0o750
     ours = name in ("dpmon", "runs")
     assert directory.is_relative_to(tmp_path / "tmp") is ours
@@ -416,7 +418,7 @@ def test_a_link_of_this_user_is_followed_and_what_it_leads_to_is_not_changed(
 
 def test_a_link_to_itself_is_an_error_of_ours(way: dict[str, Path], tmp_path: Path) -> None:
     way["parent"].symlink_to(way["parent"])
-    assert create_run(draft())[0].is_relative_to(tmp_path / "tmp")
+    assert create_run(make_run_info())[0].is_relative_to(tmp_path / "tmp")
 
 
 CREATE = """\

@@ -9,9 +9,9 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from running import wait_for
 
 from dpmon.run import proc, run_signals
 from dpmon.run.run_directory import RunError, RunInfo, write_info
@@ -19,15 +19,17 @@ from dpmon.run.run_reader import RunReader
 from dpmon.run.run_registry import create_run
 from dpmon.run.run_signals import NOTHING_RUNS, stop_run
 from dpmon.supervise.foreground_guard import SupervisorGuard
+from support.run_harness import wait_for
 
 SLEEPER = [sys.executable, "-c", "print(1, flush=True); import time; time.sleep(600)"]
 
 
-def sleeper(**more: object) -> subprocess.Popen[bytes]:
-    process = subprocess.Popen(SLEEPER, stdout=subprocess.PIPE, **more)  # type: ignore[call-overload]
+def sleeper(**more: Any) -> subprocess.Popen[bytes]:
+    process: subprocess.Popen[bytes] = subprocess.Popen(SLEEPER, stdout=subprocess.PIPE, **more)
+    assert process.stdout is not None
     process.stdout.readline()
     process.stdout.close()
-    return process  # type: ignore[no-any-return]
+    return process
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from running import wait_for
 
 from dpmon.run.stdin_terminal import WAITS_FILE, InputWaitWatcher, input_wait_start_ns, is_reading_stdin
+from support.run_harness import wait_for
 
 pytestmark = pytest.mark.skipif(
     is_reading_stdin(os.getpid()) is None, reason="this kernel does not say in which system call a process is"

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from recorded import linear_run
-from synthetic import decoded, device_event, host_event
-
 from dpmon.gpu.host_sampler import HostSampler
 from dpmon.record.jsonl import as_json
 from dpmon.record.record_specs import RECORDS
-from dpmon.record.schema import CALL_PHASES, PHASES, STEP_PHASES, phase_by_display_name, phase_by_name
+from dpmon.record.schema import PHASES, STEP_PHASES, phase_by_display_name, phase_by_name
+from dpmon.record.shared_names import CALL_PHASES
+from support.history_builders import read_linear_run
+from support.record_builders import device_event, host_event, records_of_rows
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -31,7 +31,7 @@ def known(record: Mapping[str, Any]) -> set[str]:
 
 
 def test_every_member_of_a_recorded_run_is_in_the_schema() -> None:
-    records = [*linear_run(), *decoded([host_event(1.0), device_event(1.0, 0)])]
+    records = [*read_linear_run(), *records_of_rows([host_event(1.0), device_event(1.0, 0)])]
     found = [as_json(record) for record in records]
     assert {record["kind"] for record in found} >= {"call", "step", "process", "mode", "host", "device", "memory"}
     for record in found:

@@ -5,11 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from joined import MS, joined_ranks
-from situations import LOOK, rows_text
-from stage import stage
-from stored import Recording, store_of
-from synthetic import SECOND
 
 from dpmon.model.run_events import RunEvents
 from dpmon.model.slow_steps import INPUT, SlowStepCache, SlowSteps
@@ -20,6 +15,11 @@ from dpmon.store.store_queries import Store
 from dpmon.ui.list_dialogs import StepList
 from dpmon.ui.panels.longest_steps import step_rows
 from dpmon.ui.styled_rows import row_width
+from support.history_builders import Recording, open_store_with
+from support.rank_builders import MS, record_ddp_ranks
+from support.record_builders import SECOND
+from support.screen_harness import open_screen
+from support.screen_states import STYLE, rows_text
 
 USUAL = {"data": 2 * MS, "forward": 20 * MS, "backward": 60 * MS, "optimizer": 10 * MS, "other": 8 * MS}
 LONG = {40: {"data": 900 * MS}, 70: {"other": 400 * MS}, 71: {"backward": 360 * MS}, 90: {"forward": 120 * MS}}
@@ -42,7 +42,7 @@ def read(rows: Store, processes: list[int], begin_ns: int, most: int, reader: Sl
 
 
 def found_in(records: list[Step], begin_ns: int = 0, most: int = 3, t_ns: int | None = None) -> SlowSteps:
-    return read(store_of(records).as_of(t_ns), [0], begin_ns, most)
+    return read(open_store_with(records).as_of(t_ns), [0], begin_ns, most)
 
 
 def test_the_longest_steps_come_first_with_the_phase_that_made_them_long() -> None:
@@ -72,13 +72,13 @@ def test_steps_that_settle_do_not_count_and_a_wait_for_input_is_named() -> None:
     made = steps(long={SETTLING_STEPS: {"forward": 900 * MS}, 30: {"data": 700 * MS}})
     assert [(one.step, one.phase) for one in found_in(made, most=1).steps] == [(30, "data")]
     wait = Event("input", {"pid": 4242, "t_s": made[29].start_ns / SECOND, "waited_s": 0.6})
-    waited = store_of([Event("process", {"process": 0, "pid": 4242}), *made, wait])
+    waited = open_store_with([Event("process", {"process": 0, "pid": 4242}), *made, wait])
     (one,) = read(waited, [0], 0, 1).steps
     assert (one.step, one.phase, one.excess_ns) == (30, INPUT, pytest.approx(600 * MS, rel=0.01))
 
 
 def test_of_the_steps_of_one_synchronized_pass_the_rank_that_delayed_the_others_counts() -> None:
-    run, _ = joined_ranks(4, slow=2, phase="data", steps=60)
+    run, _ = record_ddp_ranks(4, slow=2, phase="data", steps=60)
     found = read(run.store(), list(range(4)), 0, 10)
     assert {one.rank for one in found.steps} == {2}
     assert {one.phase for one in found.steps} == {"data"}
@@ -100,7 +100,7 @@ def test_what_is_kept_equals_what_is_read_again() -> None:
 
 def test_steps_that_were_left_out_are_said() -> None:
     made = steps()
-    found = read(store_of(made), [0], 0, 2, SlowStepCache(bound=20))
+    found = read(open_store_with(made), [0], 0, 2, SlowStepCache(bound=20))
     assert found.steps[0].step == 90
     assert found.since_ns is not None
     assert made[75].start_ns < found.since_ns < made[85].start_ns
@@ -108,7 +108,7 @@ def test_steps_that_were_left_out_are_said() -> None:
 
 @pytest.mark.parametrize("width", [40, 60, 96])
 def test_the_rows_fit_and_say_when_how_long_and_what(width: int) -> None:
-    rows = step_rows(found_in(steps()), width, LOOK)
+    rows = step_rows(found_in(steps()), width, STYLE)
     assert max(row_width(row) for row in rows) <= max(width, 49)
     text = rows_text(rows)
     assert "40" in text[1]
@@ -116,7 +116,7 @@ def test_the_rows_fit_and_say_when_how_long_and_what(width: int) -> None:
 
 
 async def test_a_step_is_chosen_and_the_picture_goes_there(tmp_path: Path) -> None:
-    async with stage(tmp_path) as on:
+    async with open_screen(tmp_path) as on:
         await on.shows("step 200")
         end_ns = on.app.feed.state.newest_ns
         on.app.feed._clock = lambda: end_ns + 18 * SECOND // 10
@@ -145,10 +145,10 @@ def test_a_step_of_an_epoch_says_which_batch_it_used() -> None:
     assert [(one.step, one.epoch, one.batch, one.batches) for one in found.steps] == [
         (40, 1, 40, 50), (70, 2, 20, 50), (71, 2, 21, 50), (90, 2, 40, 50),
     ]  # fmt: skip
-    rows = rows_text(step_rows(found, 76, LOOK))
+    rows = rows_text(step_rows(found, 76, STYLE))
     assert rows[0].endswith("batch")
-    assert [row.split()[-2:] for row in rows_text(step_rows(found, 59, LOOK))[1:]] == [
+    assert [row.split()[-2:] for row in rows_text(step_rows(found, 59, STYLE))[1:]] == [
         ["e1", "40/50"], ["e2", "20/50"], ["e2", "21/50"], ["e2", "40/50"],
     ]  # fmt: skip
-    assert not any("e2" in row for row in rows_text(step_rows(found, 58, LOOK))), "there is no room"
+    assert not any("e2" in row for row in rows_text(step_rows(found, 58, STYLE))), "there is no room"
     assert {one.epoch for one in found_in(steps()).steps} == {None}

@@ -14,16 +14,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sizes import reached, size
-from spans import Children, Lines, everything, head, numbered, opened, own_number
 
 import dpmon.span_reader
 import dpmon.span_ring
 from dpmon.record.span_format import LAP_AT, Kind, Span
 from dpmon.span_reader import HOLE_NS, SpanReader, lines_path
 from dpmon.span_ring import HEADER_BYTES, SLOT, SLOT_BYTES, SLOTS, HeaderWord, RingError, SpanRing, wants_pause
+from support.ring_writers import (
+    WRITE_SPANS,
+    Children,
+    Lines,
+    check_words,
+    checkable_words,
+    first_word,
+    open_reader,
+    read_all_spans,
+)
+from support.run_harness import report_measured, scaled_size
 
-WRITER = Path(__file__).resolve().parent.parent / "spans.py"
 FEW = 256
 
 
@@ -39,7 +47,7 @@ def ring(path: str) -> SpanRing:
 
 @pytest.fixture
 def reader(ring: SpanRing, path: str) -> Iterator[SpanReader]:
-    with opened(path) as found:
+    with open_reader(path) as found:
         yield found
 
 
@@ -52,11 +60,11 @@ def children() -> Iterator[Children]:
 
 def write(ring: SpanRing, count: int, first: int = 0) -> None:
     for number in range(first, first + count):
-        ring.put(*numbered(number))
+        ring.put(*checkable_words(number))
 
 
 def numbers(spans: list[Span]) -> list[int]:
-    return [own_number(span) for span in spans]
+    return [check_words(span) for span in spans]
 
 
 def slot(path: str, at: int, *words: int) -> None:
@@ -84,7 +92,7 @@ def test_a_ring_with_a_second_name_is_refused(ring: SpanRing, path: str) -> None
 
 
 def test_a_span_and_its_parts(ring: SpanRing, reader: SpanReader) -> None:
-    word = head(Kind.REPLICA, flags=0x3FF, inside=Kind.CALL, thread=511, site=(1 << 24) - 1)
+    word = first_word(Kind.REPLICA, flags=0x3FF, inside=Kind.CALL, thread=511, site=(1 << 24) - 1)
     assert ring.put(word, 10, 20, 7 | 9 << 32) == 0
     assert reader.read(0) == [Span(0, Kind.REPLICA, 0x3FF, Kind.CALL, 511, (1 << 24) - 1, 10, 20, 7, 9)]
     assert reader.read(0) == []
@@ -112,7 +120,7 @@ def test_a_read_returns_at_most_the_given_number(ring: SpanRing, reader: SpanRea
 
 def test_a_ring_that_is_lapped_more_often_than_a_span_can_count(path: str) -> None:
     ring = SpanRing(path, process=0, slots=16)
-    with opened(path) as reader:
+    with open_reader(path) as reader:
         for first in range(0, 16 * 300, 8):
             write(ring, 8, first)
             assert numbers(reader.read(0)) == list(range(first, first + 8))
@@ -126,8 +134,8 @@ def test_a_ring_that_is_lapped_more_often_than_a_span_can_count(path: str) -> No
 @pytest.mark.parametrize("over", [False, True])
 def test_a_reader_that_comes_late_knows_what_it_missed(ring: SpanRing, path: str, behind: int, over: bool) -> None:
     write(ring, FEW + behind)
-    with opened(path) as reader:
-        found = everything(reader, over=over)
+    with open_reader(path) as reader:
+        found = read_all_spans(reader, over=over)
     assert numbers(found) == list(range(reader.missed, FEW + behind))
     # The next eighth may be overwritten while it is copied, unless nobody writes any more.
     assert reader.missed == behind + (0 if over else FEW // 8)
@@ -177,8 +185,8 @@ def test_a_writer_that_is_faster_does_not_hold_its_reader_up(
 def test_a_slot_that_is_being_overwritten_is_not_read(ring: SpanRing, reader: SpanReader, path: str) -> None:
     """Its slot still has the old number, but its first words are already new, or zero."""
     write(ring, 5)
-    for word, at in ((0, 1), (numbered(3)[0] | 1 << LAP_AT, 3)):
-        slot(path, at, word, *numbered(at)[1:], at + 1)
+    for word, at in ((0, 1), (checkable_words(3)[0] | 1 << LAP_AT, 3)):
+        slot(path, at, word, *checkable_words(at)[1:], at + 1)
     assert numbers(reader.read(0)) == [0, 2, 4]
     assert reader.missed == 2
 
@@ -208,7 +216,7 @@ def test_a_slot_that_is_written_late_is_seen(ring: SpanRing, reader: SpanReader)
     late = ring.next()
     write(ring, 2, 1)
     assert reader.read(1) == []
-    SLOT.pack_into(ring.map, HEADER_BYTES + late * SLOT_BYTES, *numbered(0), late + 1)
+    SLOT.pack_into(ring.map, HEADER_BYTES + late * SLOT_BYTES, *checkable_words(0), late + 1)
     assert numbers(reader.read(2)) == [0, 1, 2]
     assert reader.missed == 0
 
@@ -217,14 +225,14 @@ def test_a_hole_is_counted_once_by_two_readers_one_after_the_other(ring: SpanRin
     write(ring, 3)
     ring.next()
     write(ring, 3, 4)
-    with opened(path) as first:
+    with open_reader(path) as first:
         first.read(1)
         first.read(1 + HOLE_NS)
         assert (first.position, first.missed) == (7, 1)
     ring.next()
     write(ring, 1, 8)
     ring.next()
-    with opened(path, position=2, seen=7) as second:
+    with open_reader(path, position=2, seen=7) as second:
         assert numbers(second.read(0, over=True)) == [2, 4, 5, 6, 8], "nobody fills them any more"
         assert second.at_end
         assert second.missed == 1, "whether the last one would have come to anything is not known"
@@ -327,7 +335,7 @@ def test_files_of_another_user(ring: SpanRing, path: str) -> None:
     write(ring, 1)
     Lines(path).define(1, "theirs")
     os.chown(lines_path(path), 12345, 12345)
-    with opened(path) as reader:
+    with open_reader(path) as reader:
         assert numbers(reader.read(0)) == [0]
         for _ in range(2):
             assert list(reader.lines()) == []
@@ -377,7 +385,7 @@ def test_a_number_that_is_damaged_costs_its_own_span(ring: SpanRing, reader: Spa
     assert reader.missed == 1
 
 
-@pytest.mark.parametrize("seed", range(size(20, 2000)))
+@pytest.mark.parametrize("seed", range(scaled_size(20, 2000)))
 def test_a_damaged_ring_ends_and_counts(path: str, seed: int) -> None:
     """Changed bytes lose only their spans: at most RingError, no endless read, no absurd count."""
     chance = random.Random(seed)
@@ -387,7 +395,7 @@ def test_a_damaged_ring_ends_and_counts(path: str, seed: int) -> None:
         at = chance.randrange(chance.choice([64, HEADER_BYTES]), len(data))
         data[at] = chance.randrange(256)
     Path(path).write_bytes(data)
-    with opened(path) as reader:
+    with open_reader(path) as reader:
         found: list[Span] = []
         for _ in range(10):
             found += reader.read(0, over=chance.random() < 0.5)
@@ -402,36 +410,36 @@ def test_a_damaged_ring_ends_and_counts(path: str, seed: int) -> None:
 # ------------------------------------------------------------------------------------------------ real writers
 
 
-@pytest.mark.timeout(size(300, 3000))
+@pytest.mark.timeout(scaled_size(300, 3000))
 def test_a_writer_that_is_killed_at_any_instant(tmp_path: Path, children: Children) -> None:
     """Each of many threads may have reserved a slot that it never writes; all other spans are counted."""
     chance = random.Random(3)
     holes = 0
-    times = size(5, 200)
+    times = scaled_size(5, 200)
     for number in range(times):
         path = str(tmp_path / f"process-{number}.ring")
-        writer = children.start(WRITER, path, 16)
-        with opened(path) as reader:
+        writer = children.start(*WRITE_SPANS, path, 16)
+        with open_reader(path) as reader:
             found: list[Span] = []
             until = time.monotonic() + chance.random() * 0.2
             while time.monotonic() < until:
                 found += reader.read(time.monotonic_ns())
             children.kill(writer)
-            found += everything(reader, over=True)
+            found += read_all_spans(reader, over=True)
             assert reader.at_end
             assert len(found) + reader.missed == reader.position
             next_of: Counter[int] = Counter()
             gaps = 0
             for span in found:
-                assert own_number(span) >= next_of[span.thread]
-                gaps += own_number(span) - next_of[span.thread]
-                next_of[span.thread] = own_number(span) + 1
+                assert check_words(span) >= next_of[span.thread]
+                gaps += check_words(span) - next_of[span.thread]
+                next_of[span.thread] = check_words(span) + 1
             assert gaps <= reader.missed
             if reader.missed < SLOTS // 100:  # more only if the reader was overtaken
                 assert reader.missed - gaps <= 16
                 holes += reader.missed - gaps
         os.unlink(path)
-    reached("a writer that is killed", f"{times} times, {holes} spans were begun and not written")
+    report_measured("a writer that is killed", f"{times} times, {holes} spans were begun and not written")
 
 
 # ------------------------------------------------------------------------------------------------ lines
@@ -486,7 +494,7 @@ def test_more_lines_than_are_read_at_once(reader: SpanReader, path: str, monkeyp
     file = Path(lines_path(path))
     file.write_bytes(b"".join(json.dumps({"n": n}).encode() + b"\n" for n in range(5000)))
     assert lines_read(reader) == [{"n": n} for n in range(5000)]
-    with opened(path) as other:
+    with open_reader(path) as other:
         parts = list(other.lines())
         assert len(parts) > 50
         assert max(map(len, parts)) < 130
@@ -497,10 +505,10 @@ def test_lines_up_to_where_another_reader_came(reader: SpanReader, path: str) ->
     lines.define(1, "a")
     lines_read(reader)
     lines.define(2, "b")
-    with opened(path) as successor:
+    with open_reader(path) as successor:
         assert lines_read(successor, until=reader.lines_position) == [{"define": 1, "value": "a"}]
         assert lines_read(successor) == [{"define": 2, "value": "b"}]
-    with opened(path, lines_position=reader.lines_position) as successor:
+    with open_reader(path, lines_position=reader.lines_position) as successor:
         assert lines_read(successor) == [{"define": 2, "value": "b"}]
 
 

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from situations import INFO, LOOK, facts_of, focused, rows_text, text_of, with_call
-from stored import state_of
-from synthetic import LEARNS, SECOND, RowReader, Training, call_row
-
 from dpmon.assemble.definitions import KnownDefinitions
 from dpmon.export import csv_tables
 from dpmon.model.layouts import CallLayouts
@@ -19,6 +15,9 @@ from dpmon.store.query_results import Shape
 from dpmon.ui.panels import panel_replicas
 from dpmon.ui.screen_data import ScreenData
 from dpmon.ui.styled_rows import plain_text
+from support.history_builders import snapshot_of_records
+from support.record_builders import SECOND, TRAINING_FLAGS, RowReader, Training, call_row
+from support.screen_states import RUN_INFO, STYLE, rows_text, screen_data_of, screen_text, shown_process, with_call
 
 ABSENT = {"device_ms": "cpu: host time is all there is; cuda:0: device times are not recorded by this version"}
 DEFINITIONS = [
@@ -34,7 +33,7 @@ STAGES = [5, 2, 3, 100, 2_000_000, 6, 3, 4, 2_500_000, 5_000_000]
 
 def call(number: int, stages: list[int]) -> Row:
     numbers = 1, number, number, number * 10_000_000, 9_000_000, 2, 4
-    return call_row("single", LEARNS, *numbers, stages=stages)
+    return call_row("single", TRAINING_FLAGS, *numbers, stages=stages)
 
 
 def decoded(*rows: Row) -> list[Record]:
@@ -66,24 +65,24 @@ def test_a_call_with_stages_has_what_its_row_says() -> None:
 
 
 def staged(*rows: Row) -> ScreenData:
-    return ScreenData(state_of([*DEFINITIONS, *rows]), SECOND, INFO, alive=True)
+    return ScreenData(snapshot_of_records([*DEFINITIONS, *rows]), SECOND, RUN_INFO, alive=True)
 
 
 def test_the_screen_has_a_row_a_stage_and_what_could_not_be_measured() -> None:
     slower = [*STAGES[:-1], 7_000_000]
     facts = staged(call(1, STAGES), call(2, slower), call(3, slower))
-    text = [plain_text(row) for row in panel_replicas.render_panel(facts, 100, 10, LOOK)]
+    text = [plain_text(row) for row in panel_replicas.render_panel(facts, 100, 10, STYLE)]
     assert text[1].split() == ["0", "cpu", "embedding", "[30,", "8]", "[30,", "8,", "32]", "2.00", "ms"]
     assert text[2].split()[:4] == ["1", "cuda:0", "rnn,", "classes"]
     assert text[2].split()[-4:] == ["30.0", "KiB", "7.00", "ms"], "what crossed, and the median"
     assert "device times are not recorded" in " ".join(text[3:])
-    assert "2 Stages" in text_of(facts, 80, 24)
+    assert "2 Stages" in screen_text(facts, 80, 24)
 
 
 def test_a_stage_that_did_not_end_has_a_dash() -> None:
     broken = [*STAGES[:-3], 0, 2_500_000, -1]
     facts = staged(call(1, broken))
-    text = [plain_text(row) for row in panel_replicas.render_panel(facts, 100, 10, LOOK)]
+    text = [plain_text(row) for row in panel_replicas.render_panel(facts, 100, 10, STYLE)]
     assert text[2].split()[-1] == "–"
 
 
@@ -103,8 +102,8 @@ def test_a_definition_keeps_the_global_shape() -> None:
 
 
 def test_json_csv_report_and_screen_say_both_shapes() -> None:
-    facts = facts_of(Training(), 1)
-    (track,) = focused(facts).calls.values()
+    facts = screen_data_of(Training(), 1)
+    (track,) = shown_process(facts).calls.values()
     call = replace(track.last, inputs=SIZES)
     first, second = as_json(call)["inputs"]
     assert first == {"path": "0", "shape": [4, 8], "dtype": "float32", "bytes": 128, "global_shape": [8, 8]}
@@ -119,6 +118,6 @@ def test_json_csv_report_and_screen_say_both_shapes() -> None:
     assert layouts.of_process(0)[1] == "[4, 8] of [8, 8], mask [8]"
 
     facts = with_call(facts, replicas=tuple(each._replace(inputs=SIZES) for each in call.replicas))
-    assert any("[4, 8] of [8, 8] +1" in text for text in rows_text(panel_replicas.render_panel(facts, 100, 9, LOOK)))
-    zoomed = rows_text(panel_replicas.render_full_screen(facts, 100, 40, LOOK))
+    assert any("[4, 8] of [8, 8] +1" in text for text in rows_text(panel_replicas.render_panel(facts, 100, 9, STYLE)))
+    zoomed = rows_text(panel_replicas.render_full_screen(facts, 100, 40, STYLE))
     assert "   in   0 [4, 8] of [8, 8] float32 128 B" in zoomed

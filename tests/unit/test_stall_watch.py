@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,7 +41,7 @@ class Watched:
         self.told: list[tuple[str, Mapping[str, Any]]] = []
         self.taken = 0
         self._now = 0
-        patch.setattr(stall_watch.time, "monotonic_ns", lambda: self._now)
+        patch.setattr(time, "monotonic_ns", lambda: self._now)
         drain: Any = SimpleNamespace(
             emit=lambda kind, data: self.told.append((kind, data)),
             last_steps=dict,
@@ -100,7 +100,7 @@ def test_what_the_ranks_do_after_a_stop_ends_no_stall(tmp_path: Path, monkeypatc
     assert run.texts() == [(1.0, None, TEXT)]
     record_stop_request(tmp_path)
     for moved in ({"since_ns": START + 20 * SECOND}, {"doing": "ended", "raised": "KeyboardInterrupt (train.py:4)"}):
-        run.ranks = [STUCK._replace(**moved), STUCK._replace(pid=8)]  # type: ignore[arg-type]
+        run.ranks = [STUCK._replace(**moved), STUCK._replace(pid=8)]
         for at in range(20, 25):
             run.look(at)
     assert run.texts() == [(1.0, None, TEXT)]
@@ -281,9 +281,12 @@ def test_nccl_is_asked_with_the_stacks_and_only_in_its_jobs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nccl: bool
 ) -> None:
     asked: list[set[int]] = []
-    monkeypatch.setattr(
-        rank_inspector, "query_ras_problems", lambda pids: asked.append(set(pids)) or ("rank 1 is behind",)
-    )
+
+    def problems(pids: Iterable[int]) -> tuple[str, ...]:
+        asked.append(set(pids))
+        return ("rank 1 is behind",)
+
+    monkeypatch.setattr(rank_inspector, "query_ras_problems", problems)
     monkeypatch.setattr(
         rank_inspector, "dump_stacks", lambda threads, native: {pid: ProcessStacks((SAVES,)) for pid in threads}
     )
@@ -331,6 +334,6 @@ def test_an_answer_that_came_while_the_asking_process_was_stopped_is_returned(
         asleep_s = 60.0
         write_reply(tmp_path, why_reply.last_request_number(tmp_path), {"ranks": []})
 
-    monkeypatch.setattr(why_reply.time, "sleep", stopped)
-    monkeypatch.setattr(why_reply.time, "monotonic", lambda: clock() + asleep_s)
+    monkeypatch.setattr(time, "sleep", stopped)
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + asleep_s)
     assert why_reply.request_and_wait(tmp_path) is not None

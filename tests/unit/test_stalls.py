@@ -63,7 +63,7 @@ SCRIPT = (Frame("checkpoint", "/job/train.py", 12), Frame("main", "/job/train.py
 
 
 def rank(
-    number: int, frames: tuple[Frame, ...] = (), for_s: float = 30, sequence: int = 5, **more: object
+    number: int, frames: tuple[Frame, ...] = (), for_s: float = 30, sequence: int = 5, **more: Any
 ) -> RankActivity:
     """A rank of two that stands at these frames."""
     facts = RankActivity(
@@ -77,7 +77,7 @@ def rank(
         groups=(ProcessGroupView(1, 2, sequence),),
         stack=Stack(frames) if frames else None,
     )
-    return facts._replace(**more)  # type: ignore[arg-type]
+    return facts._replace(**more)
 
 
 def told(*ranks: RankActivity, usual: LearnedDurations | None = None) -> str | None:
@@ -297,7 +297,7 @@ def test_a_process_that_waits_between_two_loops_is_not_stuck() -> None:
         (Frame("compile_fx", f"{TORCH}/_inductor/compile_fx.py", 400), 600, {}),
     ],
 )
-def test_a_first_checkpoint_or_compilation_may_take_long(frame: Frame, for_s: float, more: dict[str, object]) -> None:
+def test_a_first_checkpoint_or_compilation_may_take_long(frame: Frame, for_s: float, more: dict[str, Any]) -> None:
     assert told(rank(0, BACKWARD, for_s=for_s), rank(1, (frame, *SCRIPT), for_s=for_s, **more)) is None
     assert told(rank(0, BACKWARD), rank(1, (frame, *SCRIPT), for_s=1300, **more)) is not None
 
@@ -339,11 +339,11 @@ def test_a_place_may_take_as_long_as_before() -> None:
 # ------------------------------------------------------------------------------------------------ stacks
 
 
-def dumped(frames: list[dict[str, object]], **more: object) -> bytes:
+def dumped(frames: list[dict[str, Any]], **more: Any) -> bytes:
     return json.dumps([{"pid": 1, "os_thread_id": 1, "thread_name": "main", "frames": frames, **more}]).encode()
 
 
-def frame(name: str, file: str, line: int) -> dict[str, object]:
+def frame(name: str, file: str, line: int) -> dict[str, Any]:
     return {"name": name, "filename": file, "line": line}
 
 
@@ -513,15 +513,9 @@ def test_a_noted_stack_is_checked() -> None:
     other, training = parse_threads([thread, {**thread, "thread_name": "MainThread"}])[::-1]
     assert (training.main, other.main, other.left_out) == (True, False, 7)
     assert training.frames == (Frame("main", "/job/a.py", 4),)
-    for bad in (
-        {},
-        None,
-        3,
-        [3],
-        [{"thread_name": ""}],
-        [{**thread, "frames": [["a"]]}],
-        [{**thread, "left_out": "x"}],
-    ):
+    damaged: list[Any] = [{}, None, 3, [3], [{"thread_name": ""}]]
+    damaged += [[{**thread, "frames": [["a"]]}], [{**thread, "left_out": "x"}]]
+    for bad in damaged:
         with pytest.raises(ValueError, match="not stacks"):
             parse_threads(bad)
 
@@ -570,7 +564,7 @@ def test_the_state_in_a_word(now: StateInputs, expected: str) -> None:
 # ------------------------------------------------------------------------------------------------ the answer in lines
 
 
-def answered_rank(number: int, words: str, *, waits: bool, **more: object) -> dict[str, object]:
+def answered_rank(number: int, words: str, *, waits: bool, **more: Any) -> dict[str, Any]:
     frames = [["select", "/usr/lib/python3.11/selectors.py", 415], ["main", "/home/me/a/long/way/to/the/train.py", 88]]
     return {
         "rank": number, "pid": 7, "step": 60, "for_s": 27.0, "waits": waits, "words": words, "state": "sleeping",
@@ -624,6 +618,6 @@ def test_a_py_spy_that_cannot_be_killed_is_not_waited_for(monkeypatch: pytest.Mo
 
     stuck = Stuck()
     monkeypatch.setattr(stacks, "py_spy", lambda: "/bin/py-spy")
-    monkeypatch.setattr(stacks.subprocess, "Popen", lambda *words, **how: stuck)
+    monkeypatch.setattr(subprocess, "Popen", lambda *words, **how: stuck)
     assert stacks.dump_stacks({1: 1})[1].reason == "py-spy gave no answer within 5 s"
     assert len(stuck.waits) == 2

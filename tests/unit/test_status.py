@@ -12,9 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from joined import joined_rows
-from kept import keep
-from synthetic import SECOND, Training, device_event
 
 from dpmon.cli import status
 from dpmon.cli.main import main
@@ -30,6 +27,9 @@ from dpmon.run.run_directory import load_exit, load_info, write_info
 from dpmon.run.run_reader import RunReader
 from dpmon.stalls.run_state import STATES
 from dpmon.store.store_opening import open_store
+from support.history_builders import write_run_directory
+from support.rank_builders import ddp_rank_rows
+from support.record_builders import SECOND, Training, device_event
 
 STALL = Event("stall", {"t_s": 52.0, "since_s": 40.0, "text": "rank 1 in save (t.py:3)", "ranks": [{"rank": 1}]})
 STALL_ENDED = Event("stall", {"t_s": 55.0, "since_s": 40.0, "lasted_s": 15.0, "text": "rank 1 in save (t.py:3)"})
@@ -41,14 +41,18 @@ EARLY_ENDED = Event("stall", {**STALL_ENDED.data, "t_s": 0.002, "since_s": 0.0})
 def a_run(*own: Event, steps: int = 40, name: str = "linear", **about: Any) -> Path:
     """A finished run."""
     training = Training()
-    return keep({0: [*training.begin(), *training.run(steps)], -1: list(own)}, name=name, **about)
+    return write_run_directory({0: [*training.begin(), *training.run(steps)], -1: list(own)}, name=name, **about)
 
 
 def live(*own: Event, **about: Any) -> Path:
     """A run that goes on: this process plays the supervisor and the command."""
-    me = {"supervisor_pid": os.getpid(), "supervisor_started": proc.start_time_s(os.getpid())}
+    me: dict[str, Any] = {"supervisor_pid": os.getpid(), "supervisor_started": proc.start_time_s(os.getpid())}
     me |= {"command_pid": os.getpid(), "command_started": proc.start_time_s(os.getpid())}
-    now = {"start_ns": time.monotonic_ns() - 60 * 10**9, "started_unix": time.time() - 60, "host": proc.host_name()}
+    now: dict[str, Any] = {
+        "start_ns": time.monotonic_ns() - 60 * 10**9,
+        "started_unix": time.time() - 60,
+        "host": proc.host_name(),
+    }
     return a_run(*own, status=None, boot_id=proc.boot_id(), **me, **now, **about)
 
 
@@ -118,8 +122,8 @@ def test_the_status_of_a_run_that_is_over(
 
 
 def test_ranks_are_counted(state: Path) -> None:
-    ranked, seconds = joined_rows(3, slow=1, phase="data", steps=100)
-    now, members = status.read_run_status(keep(ranked, seconds=seconds / 1e9))
+    ranked, seconds = ddp_rank_rows(3, slow=1, phase="data", steps=100)
+    now, members = status.read_run_status(write_run_directory(ranked, seconds=seconds / 1e9))
     lines = status._lines(now, members)
     assert lines[1].startswith("  step 100  3 processes  ")
     assert lines[-1].startswith("  Rank 1 holds the others up by ")
@@ -251,7 +255,7 @@ def test_a_wait_ends_when_the_state_is_reached_or_the_time_is_over(
         assert end is not None
         write_info(directory, replace(end, status=0))
 
-    monkeypatch.setattr(status.time, "sleep", nap)
+    monkeypatch.setattr(time, "sleep", nap)
     assert main(["status", directory.name, "--wait", "finished", "--timeout", "60"]) == 0
     assert naps == [status.EVERY_S]
 
@@ -362,8 +366,8 @@ def test_a_quiet_run_says_why(state: Path, capsys: pytest.CaptureFixture[str]) -
 
 @pytest.mark.parametrize("stands", [False, True])
 def test_in_a_stall_no_time_is_left_and_no_rank_holds_the_others_up(state: Path, stands: bool) -> None:
-    ranked, seconds = joined_rows(3, slow=1, phase="data", steps=100)
-    directory = keep(ranked, seconds=seconds / 1e9)
+    ranked, seconds = ddp_rank_rows(3, slow=1, phase="data", steps=100)
+    directory = write_run_directory(ranked, seconds=seconds / 1e9)
     with closing(RunReader(directory)) as reader, open_store(directory) as store:
         taken = SnapshotBuilder().build(store)
         assert taken.representative is not None

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from kept import keep
-from synthetic import Training, step_row
 
+from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Event
 from dpmon.store.step_stats import StatsWindow, account_for_elapsed
 from dpmon.store.store_opening import open_store
 from dpmon.store.time_accounting import ActivityInterval, TimeAccount
+from support.history_builders import write_run_directory
+from support.record_builders import Training, step_row
 
 MS = 1_000_000
 SECOND = 1000 * MS
@@ -221,7 +222,7 @@ def test_a_process_that_began_to_record_within_its_first_step() -> None:
 
 
 def test_processes_that_train_one_after_another_have_ended_when_the_next_one_trains(state: Path) -> None:
-    records: dict[int, list[bytes]] = {}
+    records: dict[int, list[Row]] = {}
     now = SECOND
     for process in range(10):
         training = Training(process=process, step_ns=100 * MS)
@@ -229,7 +230,7 @@ def test_processes_that_train_one_after_another_have_ended_when_the_next_one_tra
         records[process] = [*training.begin(), *training.run(50)]
         now = training.now
     exit_event = Event("exit", {"status": 0, "t_s": now / SECOND + 1, "signal": None})
-    with open_store(keep({**records, -1: [exit_event]})) as store:
+    with open_store(write_run_directory({**records, -1: [exit_event]})) as store:
         found = account_for_elapsed(
             StatsWindow(store).time_by_activity, now + SECOND, StatsWindow(store).alive_intervals
         )
@@ -279,7 +280,7 @@ def test_no_figure_has_the_step_in_which_the_run_stalled(state: Path) -> None:
     since = starts[29] + MS
     stall: dict[str, Any] = {"since_s": since / SECOND, "text": "rank 1 is stopped", "ranks": []}
     noted = [Event("stall", {**stall, "t_s": since / SECOND + after}) for after in (11, 12)]
-    with open_store(keep({-1: noted, 0: steps})) as store:
+    with open_store(write_run_directory({-1: noted, 0: steps})) as store:
         window = StatsWindow(store)
         found, rest = window.figures("dp"), walls[:29] + walls[30:]
         assert (found.steps, found.mean_ns) == (59, sum(rest) / 59)
@@ -297,11 +298,11 @@ def test_a_first_step_that_waits_long_is_start_up(state: Path, waits: dict[str, 
     walls = [20 * SECOND + 30 * MS, *[(20 + number % 7) * MS for number in range(40)]]
     starts = [2 * SECOND + sum(walls[:number]) for number in range(41)]
     first = (5 * MS if waits else 20 * SECOND, 5 * MS, 5 * MS, 1 * MS)
-    steps = [step_row("dp", 1, starts[0], walls[0], 8, first, **waits)]
+    steps = [step_row("dp", 1, starts[0], walls[0], 8, first, (), **waits)]
     steps += [
         step_row("dp", number + 1, starts[number], walls[number], 8, (5 * MS,) * 3 + (MS,)) for number in range(1, 41)
     ]
-    with open_store(keep({0: steps})) as store:
+    with open_store(write_run_directory({0: steps})) as store:
         window = StatsWindow(store)
         found = window.figures("dp")
         assert (found.steps, found.mean_ns) == (40, sum(walls[1:]) / 40)

@@ -10,11 +10,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-from kept import keep
-from pretend import MS, Script, in_portions
-from spans import Lines
-from stored import Recording, store_of
-from traceformat import read
 
 from dpmon.export import iter_records
 from dpmon.export.csv_tables import CsvTables
@@ -30,6 +25,10 @@ from dpmon.store.query_results import CollectiveSums
 from dpmon.store.ring_drain import RingDrain
 from dpmon.store.store_opening import open_store
 from dpmon.store.store_queries import Store
+from support.format_readers import read_trace
+from support.history_builders import Recording, open_store_with, write_run_directory
+from support.ring_writers import Lines
+from support.script_simulator import MS, Script, assemble_in_portions
 
 SECOND = 10**9
 
@@ -70,7 +69,7 @@ def sampled_seconds(seconds: int) -> Script:
 
 
 def recorded(found: Script) -> Store:
-    return store_of(in_portions(found, []))
+    return open_store_with(assemble_in_portions(found, []))
 
 
 def test_by_operation() -> None:
@@ -151,7 +150,7 @@ def test_of_a_window_of_whole_seconds() -> None:
 def test_the_oldest_sums_are_added_up() -> None:
     wanted = recorded(sampled_seconds(60)).collective_sums()
     recording = Recording(limit_bytes=3 * 180 * 40)  # room for 40 sums
-    for payload in in_portions(sampled_seconds(60), []):
+    for payload in assemble_in_portions(sampled_seconds(60), []):
         recording.add([payload])
     store = recording.store()
     rows = list(store.query("SELECT start_s, count FROM collective_sums", ()))
@@ -185,10 +184,10 @@ def test_every_record_is_in_the_schema_and_in_the_tables() -> None:
 
 
 def test_tracks_of_communication_in_a_trace(state: Path) -> None:
-    info = load_info(keep({0: []}))
+    info = load_info(write_run_directory({0: []}))
     file = io.StringIO()
     write_trace(info, recorded(script()).records(), file)
-    trace = read(file.getvalue())
+    trace = read_trace(file.getvalue())
     (process,) = {name for name, _ in trace.slices}
     tracks = [track for track in trace.tracks(process) if track.startswith(("communication", "collectives"))]
     assert tracks == ["collectives sampled", "communication", "communication (concurrent 1)"]
@@ -199,7 +198,9 @@ def test_tracks_of_communication_in_a_trace(state: Path) -> None:
 
 def test_old_rows_are_deleted_with_the_others(state: Path) -> None:
     found = script(4000)
-    directory = keep({0: in_portions(found, range(50, len(found.spans), 50))}, limit_bytes=1 << 19)
+    directory = write_run_directory(
+        {0: assemble_in_portions(found, range(50, len(found.spans), 50))}, limit_bytes=1 << 19
+    )
     with open_store(directory) as store:
         assert store.pruned > 0
         left = both(store.records())
@@ -230,7 +231,7 @@ def summed(records: Iterable[Collective | Sampled]) -> CollectiveSums:
 @pytest.mark.parametrize("cut", range(3, 40, 4))
 def test_a_successor_doubles_no_collective_and_loses_the_open_sample(state: Path, cut: int) -> None:
     found = script()
-    directory = keep({}, status=None)
+    directory = write_run_directory({}, status=None)
     ring = SpanRing(str(directory / "process-0.ring"), process=0)
     lines = Lines(directory / "process-0.ring")
     first = RingDrain(directory, load_info(directory))

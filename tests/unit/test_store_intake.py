@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from synthetic import LEARNS, call_row, flags_of, step_row
 
 from dpmon.record.history_rows import Definition, Row
 from dpmon.record.record_types import Event, RecordError, Step
@@ -22,6 +21,7 @@ from dpmon.store.process_accounts import ProcessAccounts
 from dpmon.store.ring_intake import BATCH_SIZES, HELD_CALLS, SHAPES, RingIntake
 from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES
 from dpmon.store.write_batch import WriteBatch
+from support.record_builders import TRAINING_FLAGS, call_row, flags_of, step_row
 
 MS = 1_000_000
 SECOND = 1000 * MS
@@ -51,9 +51,9 @@ class Ring:
     def call(self, mode: str = DP, phases: tuple[int, ...] = PHASES_AT, ahead: int = 1, **more: Any) -> None:
         """Add a call of the next step, or of a step further `ahead`."""
         self.calls += 1
-        flags = more.get("flags", LEARNS)
-        sizes = more.get("sizes", (2, 3))
-        row = call_row(mode, flags, 1, self.number + ahead, self.calls, self.now + MS, 10 * MS, *sizes, phases,
+        flags = more.get("flags", TRAINING_FLAGS)
+        inputs, outputs = more.get("sizes", (2, 3))
+        row = call_row(mode, flags, 1, self.number + ahead, self.calls, self.now + MS, 10 * MS, inputs, outputs, phases,
                        more.get("replicas", (2, 3, 0, 4 * MS) * 2))  # fmt: skip
         self.add(row.timed(more["times"], more.get("why", 0)) if "times" in more else row)
 
@@ -139,7 +139,7 @@ def test_a_lone_replicas_copies_are_no_part_of_its_forward(
     """Its forward is 3 ms shorter than the phases of its calls: its copies took this time, or it is unknown."""
     ring.call(phases=(0, 1 * MS, 1 * MS, 2 * MS, 3 * MS, 7 * MS, 10 * MS, 1 * MS))
     ring.number += 1
-    extras = {"copy": copied * MS, "copied_bytes": 4096} if copied else {}
+    extras: dict[str, Any] = {"copy": copied * MS, "copied_bytes": 4096} if copied else {}
     ring.add(step_row(DP, ring.number, ring.now, 40 * MS, 8, (1 * MS, 8 * MS, 10 * MS, 1 * MS), **extras))
     assert ring.last["parallel_apply_ns"] == (None if apply is None else apply * MS)
     assert ring.last["rest_ns"] == rest * MS

@@ -12,7 +12,6 @@ from math import ceil
 from pathlib import Path
 
 import pytest
-from written import SECOND, OneStep, opened, some_steps, store_of
 
 from dpmon.errors import HistoryError
 from dpmon.record.schema import EVALUATION, PHASES, QUANTITIES, SETTLING
@@ -23,6 +22,8 @@ from dpmon.store.store_queries import Store
 from dpmon.store.tally import WIDTHS, IncrementalTallies
 from dpmon.store.time_accounting import ACTIVITIES, ActivityInterval
 from dpmon.store.write_batch import WriteBatch
+from support.history_builders import StoredStep, open_history, open_unlimited_store, random_steps
+from support.record_builders import SECOND
 
 ERROR = 0.004
 DAY = 86_400
@@ -35,7 +36,7 @@ def a_store(db: sqlite3.Connection, directory: Path, newest: int, slack: int, pr
     meta |= {f"pruned_{width}": second for width, second in pruned.items()}
     db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", meta.items())
     db.execute("INSERT INTO times (width, start_s, process, mode) VALUES (1, ?, 0, '')", (newest,))
-    return store_of(db)
+    return open_unlimited_store(db)
 
 
 def fewest(begin: int, end: int, whole: dict[int, int], widths: Sequence[int] = WIDTHS) -> int:
@@ -99,7 +100,7 @@ def test_deleted_tallies_are_not_queried(tmp_path: Path, seed: int) -> None:
                     assert all(begin // each * each < pruned[each] or end < pruned[each] for each in finer)
 
 
-def written(directory: Path, steps: Sequence[OneStep], spent: Sequence[tuple[int, ActivityInterval]] = ()) -> None:
+def written(directory: Path, steps: Sequence[StoredStep], spent: Sequence[tuple[int, ActivityInterval]] = ()) -> None:
     history = HistoryWriter.open(directory, {})
     for at in range(0, len(steps), 50):
         batch = WriteBatch()
@@ -120,9 +121,9 @@ def nearest_rank(values: Sequence[int], fraction: float) -> int:
 def test_figures_of_a_window_are_those_of_its_steps(tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
     processes = range(1 + seed % 3)
-    steps = some_steps(chance, 1500, 3 * 3600, processes)
+    steps = random_steps(chance, 1500, 3 * 3600, processes)
     written(tmp_path, steps)
-    with opened(tmp_path) as store:
+    with open_history(tmp_path) as store:
         for begin, end in ((0, 1 << 40), (17, 9000), (3599, 3601), (600, 1200), (chance.randrange(5000), 8123)):
             window = StatsWindow(store, begin, end)
             within = [step for step in steps if begin <= step.end // SECOND < end]
@@ -133,7 +134,7 @@ def test_figures_of_a_window_are_those_of_its_steps(tmp_path: Path, seed: int) -
 
 
 def check_figures(
-    window: StatsWindow, steps: Sequence[OneStep], mode: str, evaluation: bool, process: int | None
+    window: StatsWindow, steps: Sequence[StoredStep], mode: str, evaluation: bool, process: int | None
 ) -> None:
     mine = [
         step for step in steps
@@ -150,12 +151,12 @@ def check_figures(
     assert figures.p95_ns == pytest.approx(nearest_rank(walls, 0.95), rel=ERROR)
     assert figures.mean_ns == pytest.approx(statistics.fmean(walls), rel=1e-12)
     for index, quantity in enumerate(QUANTITIES):
-        known = [step.facts.quantities[index] for step in mine if step.facts.quantities[index] is not None]
+        known = [count for step in mine if (count := step.facts.quantities[index]) is not None]
         total = figures.tally.sum(quantity.name)
         assert (total.count, total.total) == (len(known), sum(known))
     assert figures.tally.last_step == max(step.facts.number for step in mine)
     for index, phase in enumerate(PHASES):
-        took = [step.facts.phases[index] for step in mine if step.facts.phases[index] is not None]
+        took = [ns for step in mine if (ns := step.facts.phases[index]) is not None]
         found = figures.phase(phase.name)
         assert (found is None) == (not took)
         if found is None:
@@ -176,7 +177,7 @@ def check_figures(
 
 def test_rates_and_parts_of_a_window_are_those_of_its_time(tmp_path: Path) -> None:
     chance = random.Random(9)
-    steps = [step._replace(key=step.key._replace(mode="dp")) for step in some_steps(chance, 800, 5000, (0, 1))]
+    steps = [step._replace(key=step.key._replace(mode="dp")) for step in random_steps(chance, 800, 5000, (0, 1))]
     spent = []
     for process in (0, 1):
         at = process * SECOND // 2
@@ -185,7 +186,7 @@ def test_rates_and_parts_of_a_window_are_those_of_its_time(tmp_path: Path) -> No
             spent.append((process, ActivityInterval(chance.choice(ACTIVITIES), "dp", at, end)))
             at = end
     written(tmp_path, steps, spent)
-    with opened(tmp_path) as store:
+    with open_history(tmp_path) as store:
         for begin, end in ((0, 1 << 40), (100, 4321), (333, 855)):
             window = StatsWindow(store, begin, end)
             elapsed = {name: [0, 0] for name in ACTIVITIES}
@@ -213,10 +214,10 @@ def test_rates_and_parts_of_a_window_are_those_of_its_time(tmp_path: Path) -> No
 
 def test_processes_that_begin_within_a_second_share_the_time_that_they_were_there(tmp_path: Path) -> None:
     """Three ranks train from 0.6 s on: all this time is training, and no second has more than one second."""
-    begin, end, step = 600_000_000, 3 * SECOND, some_steps(random.Random(1), 1, 2.5)[0]
+    begin, end, step = 600_000_000, 3 * SECOND, random_steps(random.Random(1), 1, 2.5)[0]
     trained = [(process, ActivityInterval("training", "dp", begin, end)) for process in range(3)]
     written(tmp_path, [step], [*trained, (0, ActivityInterval("missed", "dp", end, end + SECOND // 4))])
-    with opened(tmp_path) as store:
+    with open_history(tmp_path) as store:
         spent = StatsWindow(store).time_by_activity
     assert spent == {**dict.fromkeys(ACTIVITIES, 0), "training": end - begin, "missed": SECOND // 4}
 
@@ -224,14 +225,14 @@ def test_processes_that_begin_within_a_second_share_the_time_that_they_were_ther
 def test_kept_tallies_equal_those_read_again(tmp_path: Path) -> None:
     """For windows that move by a second, and jump; rows that come late; and another process."""
     chance = random.Random(11)
-    steps = some_steps(chance, 900, 400, (0, 1))
+    steps = random_steps(chance, 900, 400, (0, 1))
     kept, begin = IncrementalTallies(), 0
     for part in range(3):
         written(tmp_path, steps[part::3])
         for _ in range(40):
             begin = chance.choice((begin, begin + 1, begin + 1, begin + 1, chance.randrange(300)))
             end, process = begin + chance.choice((60, 60, 61, 200)), int(chance.random() < 0.1)
-            with opened(tmp_path) as store:
+            with open_history(tmp_path) as store:
                 assert store.tallies_incremental(kept, begin, end, process) == store.tallies(
                     begin, end, process=process
                 )
@@ -239,7 +240,7 @@ def test_kept_tallies_equal_those_read_again(tmp_path: Path) -> None:
 
 def test_a_store_without_steps_has_no_figures(tmp_path: Path) -> None:
     HistoryWriter.open(tmp_path, {}).close()
-    with opened(tmp_path) as store:
+    with open_history(tmp_path) as store:
         window = StatsWindow(store)
         assert (window.modes, store.processes, store.kinds()) == ([], [], set())
         assert set(window.time_by_activity.values()) == {0}

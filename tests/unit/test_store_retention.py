@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from written import SECOND, opened, some_facts
 
 from dpmon.store.history_schema import HISTORY_FILE
 from dpmon.store.history_writer import HistoryWriter
@@ -19,6 +18,8 @@ from dpmon.store.step_stats import StatsWindow
 from dpmon.store.tally import WIDTHS, TallyKey
 from dpmon.store.time_accounting import ActivityInterval
 from dpmon.store.write_batch import WriteBatch
+from support.history_builders import open_history, random_quantities
+from support.record_builders import SECOND
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +28,7 @@ DAY = 86_400
 
 def figures(directory: Path) -> dict[str, Any]:
     """Return all figures of the run."""
-    with opened(directory) as store:
+    with open_history(directory) as store:
         window = StatsWindow(store)
         found: dict[str, Any] = {"spent": window.time_by_activity, "modes": window.modes, "processes": store.processes}
         for mode, evaluation in window.modes:
@@ -47,7 +48,7 @@ def deleted(directory: Path) -> dict[int, int]:
 def batches(ranks: int, seconds: int, every_s: int, seed: int) -> Iterator[WriteBatch]:
     """Yield steps of some ranks, one per rank every `every_s`, in batches of a minute, with rows and events."""
     chance = random.Random(seed)
-    pool = [some_facts(chance, 1, int(chance.lognormvariate(19, 0.3)), 8) for _ in range(50)]
+    pool = [random_quantities(chance, 1, int(chance.lognormvariate(19, 0.3)), 8) for _ in range(50)]
     number, at, batch = 0, 0, WriteBatch()
     for second in range(0, seconds, every_s):
         for process in range(ranks):
@@ -116,7 +117,7 @@ def test_64_ranks_over_days_stay_below_the_limit(tmp_path: Path) -> None:
     assert (tmp_path / HISTORY_FILE).stat().st_size < 1.2 * limit
     gone = deleted(tmp_path)
     assert gone[1] > DAY / 2
-    with opened(tmp_path) as store:
+    with open_history(tmp_path) as store:
         window = StatsWindow(store)
         steps = sum(window.figures(*each).steps for each in window.modes)
         assert steps == 64 * len(range(0, int(1.3 * DAY), 180))

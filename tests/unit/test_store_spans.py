@@ -14,91 +14,34 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kept import draft
-from running import wait_for
-from sizes import reached, size
-from spans import Children, Training, everything, opened
-from synthetic import host_event, kind_of
 
 from dpmon.assemble.assembler import Assembler
 from dpmon.export import iter_records
 from dpmon.record.history_rows import Row
-from dpmon.record.record_types import Event
+from dpmon.record.record_types import Event, Step
 from dpmon.record.safe_json import load_event
 from dpmon.record.span_format import Kind
-from dpmon.run.run_registry import create_run
 from dpmon.span_reader import HOLE_NS, SpanReader, current_span_in
 from dpmon.span_ring import SLOTS, HeaderWord
 from dpmon.store import ring_drain as drain_module
 from dpmon.store.history_schema import CALL_ROW
 from dpmon.store.history_writer import HistoryWriter
 from dpmon.store.query_results import call_from_columns
-from dpmon.store.ring_drain import COMMIT_S, GONE_S, RETRY_S, RingDrain
+from dpmon.store.ring_drain import COMMIT_S, GONE_S, RETRY_S
 from dpmon.store.store_opening import open_store
-
-WRITER = Path(__file__).resolve().parent.parent / "spans.py"
+from support.history_builders import SupervisedRun
+from support.record_builders import host_event, kind_of
+from support.ring_writers import WRITE_SPANS, Children, SpanTraining, open_reader, read_all_spans
+from support.run_harness import report_measured, scaled_size, wait_for
 
 
 class Killed(BaseException):
     """Stands for SIGKILL within this process."""
 
 
-class Run:
-    """A run, and a supervisor of it that can be killed."""
-
-    def __init__(self) -> None:
-        self.directory, self.info = create_run(draft(command_pid=None))
-        self.warnings: list[str] = []
-        self.warned_of: list[int | None] = []
-        self.now = time.monotonic()
-        self._killed: list[RingDrain] = []
-        self.drain = self._new()
-
-    def ring(self, process: int = 0) -> str:
-        return str(self.directory / f"process-{process}.ring")
-
-    def _new(self) -> RingDrain:
-        drain = RingDrain(self.directory, self.info)
-        drain.warn = self._warn  # type: ignore[method-assign]
-        return drain
-
-    def look(self, seconds: float = COMMIT_S) -> None:
-        """Let time pass, then drain until nothing more can be read."""
-        self.now += seconds
-        while self.drain.poll(self.now):
-            pass
-
-    def kill(self) -> None:
-        """Kill the supervisor: records that it has read but not written are lost."""
-        self._killed.append(self.drain)
-        self.drain = self._new()
-
-    def end(self) -> None:
-        """Drain as at the end of the run."""
-        self.drain.flush(over=True)
-        self.close()
-
-    def close(self) -> None:
-        for drain in (self.drain, *self._killed):
-            drain.close()
-        self._killed.clear()
-
-    def _warn(self, text: str, process: int | None = None) -> None:
-        self.warnings.append(text)
-        self.warned_of.append(process)
-
-    def rows(self, query: str) -> list[Any]:
-        """Query the history."""
-        with closing(sqlite3.connect(self.directory / "history.sqlite")) as db:
-            return db.execute(query).fetchall()
-
-    def steps(self) -> list[int]:
-        return [step for (step,) in self.rows("SELECT step FROM steps ORDER BY id")]
-
-
 @pytest.fixture
-def run(state: Path) -> Iterator[Run]:
-    found = Run()
+def run(state: Path) -> Iterator[SupervisedRun]:
+    found = SupervisedRun()
     yield found
     found.close()
 
@@ -112,8 +55,8 @@ def children() -> Iterator[Children]:
 
 def rows_of(path: str) -> tuple[list[Row], list[int]]:
     """Return all rows of a ring from a single assembler, and the kinds of all spans."""
-    with opened(path) as reader:
-        spans = everything(reader, over=True)
+    with open_reader(path) as reader:
+        spans = read_all_spans(reader, over=True)
         lines = [line for part in reader.lines() for line in part]
         assert reader.missed == 0
         words = reader.header_words()
@@ -126,12 +69,12 @@ def rows_of(path: str) -> tuple[list[Row], list[int]]:
     return rows, [span.kind for span in spans]
 
 
-def check(run: Run, process: int = 0) -> int:
+def check(run: SupervisedRun, process: int = 0) -> int:
     """Assert that the history has all of a ring exactly once; return how many steps there are."""
     made, spans = rows_of(run.ring(process))
     calls = spans.count(Kind.CALL)
     cut_off = calls > 1 and spans[-1] == Kind.CALL  # the training was killed before the backward pass of its last step
-    of = {kind: [one for one in made if kind_of(one) == kind] for kind in ("call", "step", "event")}
+    of = {kind: [one for one in made if kind_of(one) == kind] for kind in ("call", "step")}
     only = f"WHERE process = {process}"
     steps = calls - cut_off
     assert [len(of["call"]), len(of["step"])] == [calls, steps]
@@ -141,9 +84,9 @@ def check(run: Run, process: int = 0) -> int:
         "call"
     ]
     assert run.rows(f"SELECT step, start_ns, wall_ns, calls FROM steps {only} ORDER BY id") == [
-        (one.step, one.start_ns, one.wall_ns, 1) for one in of["step"]
+        (one.step, one.start_ns, one.wall_ns, 1) for one in made if isinstance(one, Step)
     ]
-    events = [(one.kind, one.data) for one in of["event"]]
+    events = [(one.kind, one.data) for one in made if isinstance(one, Event)]
     found = run.rows(f"SELECT kind, json FROM events {only} ORDER BY id")
     assert [(kind, load_event(text)[1]) for kind, text in found] == events
     assert run.rows(f"SELECT calls, steps, last_step, last_call, missed, ended FROM rings {only}") == [
@@ -152,10 +95,10 @@ def check(run: Run, process: int = 0) -> int:
     return steps
 
 
-def test_the_end_of_the_newest_record_is_known(run: Run) -> None:
+def test_the_end_of_the_newest_record_is_known(run: SupervisedRun) -> None:
     run.look()
     assert run.drain.newest_ns() == 0
-    Training(run.ring()).run(20)
+    SpanTraining(run.ring()).run(20)
     run.look()
     ((end,),) = run.rows("SELECT max(start_ns + wall_ns) FROM steps")
     assert run.drain.newest_ns() == end > 0
@@ -164,8 +107,8 @@ def test_the_end_of_the_newest_record_is_known(run: Run) -> None:
     assert run.drain.newest_ns() == pytest.approx(end + 1e9)
 
 
-def test_a_ring_is_read_although_its_header_was_completed_late(run: Run) -> None:
-    training = Training(run.ring())
+def test_a_ring_is_read_although_its_header_was_completed_late(run: SupervisedRun) -> None:
+    training = SpanTraining(run.ring())
     training.run(20)
     magic, training.ring.map[:8] = training.ring.map[:8], bytes(8)
     os.utime(run.ring(), (0, 0))
@@ -181,9 +124,9 @@ def test_a_ring_is_read_although_its_header_was_completed_late(run: Run) -> None
 
 
 def test_a_ring_with_unreadable_lines_is_tried_again_and_leaves_no_file_open(
-    run: Run, monkeypatch: pytest.MonkeyPatch
+    run: SupervisedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    training = Training(run.ring())
+    training = SpanTraining(run.ring())
     training.run(20)
     run.look()
     run.kill()
@@ -209,7 +152,7 @@ def test_a_ring_with_unreadable_lines_is_tried_again_and_leaves_no_file_open(
 # ------------------------------------------------------------------------------------------------ killed at any instant
 
 
-@pytest.mark.timeout(size(300, 3000))
+@pytest.mark.timeout(scaled_size(300, 3000))
 def test_training_and_supervisors_are_killed_at_any_instant(
     state: Path, monkeypatch: pytest.MonkeyPatch, children: Children
 ) -> None:
@@ -226,10 +169,10 @@ def test_training_and_supervisors_are_killed_at_any_instant(
             raise Killed
 
     monkeypatch.setattr(HistoryWriter, "write", dies)
-    instants, steps, kills = size(8, 200), 0, 0
+    instants, steps, kills = scaled_size(8, 200), 0, 0
     for _ in range(instants):
-        run = Run()
-        writer = children.start(WRITER, run.ring())
+        run = SupervisedRun()
+        writer = children.start(*WRITE_SPANS, run.ring())
         until = time.monotonic() + chance.random() * 0.5
         while writer.returncode is None or chance.random() < 0.7:
             if time.monotonic() > until:
@@ -247,7 +190,7 @@ def test_training_and_supervisors_are_killed_at_any_instant(
             run.end()
             steps += check(run)
         assert run.warnings == []
-    reached("killed at any instant", f"{instants} trainings of {steps} steps, {kills} supervisors")
+    report_measured("killed at any instant", f"{instants} trainings of {steps} steps, {kills} supervisors")
 
 
 # ------------------------------------------------------------------------------------------------ one thing at a time
@@ -256,8 +199,10 @@ def test_training_and_supervisors_are_killed_at_any_instant(
 @pytest.mark.parametrize("within", [False, True])
 @pytest.mark.parametrize("phases", range(5))
 @pytest.mark.parametrize("steps", [3, 2000])
-def test_a_training_is_killed_after_or_within_any_phase(run: Run, steps: int, phases: int, within: bool) -> None:
-    training = Training(run.ring())
+def test_a_training_is_killed_after_or_within_any_phase(
+    run: SupervisedRun, steps: int, phases: int, within: bool
+) -> None:
+    training = SpanTraining(run.ring())
     training.run(steps)
     training.step(phases)
     if within:
@@ -270,8 +215,8 @@ def test_a_training_is_killed_after_or_within_any_phase(run: Run, steps: int, ph
     assert check(run) == steps + (phases > 2)
 
 
-def test_a_step_is_there_as_soon_as_the_next_one_fetches(run: Run) -> None:
-    training = Training(run.ring())
+def test_a_step_is_there_as_soon_as_the_next_one_fetches(run: SupervisedRun) -> None:
+    training = SpanTraining(run.ring())
     training.run(3)
     run.look()
     assert run.steps() == [1, 2], "the third may go on"
@@ -279,16 +224,18 @@ def test_a_step_is_there_as_soon_as_the_next_one_fetches(run: Run) -> None:
     training.ring.kinds[0] = Kind.FETCH
     run.look()
     assert run.steps() == [1, 2, 3]
-    changes = run.drain._history._db.total_changes
+    history = run.drain._history
+    assert history is not None
+    changes = history._db.total_changes
     for _ in range(5):
         run.look()
-    assert run.drain._history._db.total_changes == changes, "nothing is written while nothing happens"
+    assert history._db.total_changes == changes, "nothing is written while nothing happens"
 
 
-def test_a_rank_that_died_is_ended_while_the_run_goes_on(run: Run, children: Children) -> None:
-    alive, dies = Training(run.ring(0)), children.start(WRITER, run.ring(1))
+def test_a_rank_that_died_is_ended_while_the_run_goes_on(run: SupervisedRun, children: Children) -> None:
+    alive, dies = SpanTraining(run.ring(0)), children.start(*WRITE_SPANS, run.ring(1))
     alive.step()
-    with opened(run.ring(1)) as reader:
+    with open_reader(run.ring(1)) as reader:
         wait_for(lambda: reader.read(time.monotonic_ns()), what="a step")
         wait_for(lambda: reader.read(time.monotonic_ns()), what="another step")
     run.look()
@@ -301,8 +248,8 @@ def test_a_rank_that_died_is_ended_while_the_run_goes_on(run: Run, children: Chi
     assert run.rows("SELECT steps FROM rings WHERE process = 0") == [(1,)]
 
 
-def test_spans_that_were_never_written_are_counted_once(run: Run) -> None:
-    training = Training(run.ring())
+def test_spans_that_were_never_written_are_counted_once(run: SupervisedRun) -> None:
+    training = SpanTraining(run.ring())
     training.step()
     training.ring.next()
     training.step()
@@ -319,8 +266,8 @@ def test_spans_that_were_never_written_are_counted_once(run: Run) -> None:
     assert run.rows("SELECT missed FROM rings") == [(1,)]
 
 
-def test_overwritten_spans_are_counted(run: Run) -> None:
-    training = Training(run.ring(), slots=64)
+def test_overwritten_spans_are_counted(run: SupervisedRun) -> None:
+    training = SpanTraining(run.ring(), slots=64)
     training.run(1000)
     training.end()
     run.end()
@@ -330,8 +277,8 @@ def test_overwritten_spans_are_counted(run: Run) -> None:
     assert 4000 - 64 <= missed <= 4000 - 40
 
 
-def test_damaged_lines_are_counted(run: Run) -> None:
-    training = Training(run.ring())
+def test_damaged_lines_are_counted(run: SupervisedRun) -> None:
+    training = SpanTraining(run.ring())
     os.write(training.lines._fd, b"nonsense\n")
     training.step()
     training.end()
@@ -342,8 +289,8 @@ def test_damaged_lines_are_counted(run: Run) -> None:
     assert run.rows("SELECT missed FROM rings") == [(1,)]
 
 
-def test_a_damaged_tally_is_told_once_and_begins_anew(run: Run) -> None:
-    training = Training(run.ring(), clock=count(5_000_000_000, 1000).__next__)  # all steps in one second
+def test_a_damaged_tally_is_told_once_and_begins_anew(run: SupervisedRun) -> None:
+    training = SpanTraining(run.ring(), clock=count(5_000_000_000, 1000).__next__)  # all steps in one second
     training.run(10)
     run.look()
     with closing(sqlite3.connect(run.directory / "history.sqlite")) as db:
@@ -359,8 +306,8 @@ def test_a_damaged_tally_is_told_once_and_begins_anew(run: Run) -> None:
     assert ["history is damaged" in text for text in run.warnings] == [True]
 
 
-def test_a_ring_that_is_truncated_gives_what_was_read(run: Run, children: Children) -> None:
-    writer = children.start(WRITER, run.ring())
+def test_a_ring_that_is_truncated_gives_what_was_read(run: SupervisedRun, children: Children) -> None:
+    writer = children.start(*WRITE_SPANS, run.ring())
     time.sleep(0.1)
     run.look()
     children.kill(writer)
@@ -372,9 +319,9 @@ def test_a_ring_that_is_truncated_gives_what_was_read(run: Run, children: Childr
     assert run.rows("SELECT ended FROM rings") == [(1,)]
 
 
-def test_a_successor_goes_on_after_the_ring_has_wrapped_around(run: Run) -> None:
+def test_a_successor_goes_on_after_the_ring_has_wrapped_around(run: SupervisedRun) -> None:
     """Numbers continue, and no event occurs twice."""
-    training = Training(run.ring(), slots=256)
+    training = SpanTraining(run.ring(), slots=256)
     training.warn()
     for _ in range(300):
         training.run(10)
@@ -387,15 +334,16 @@ def test_a_successor_goes_on_after_the_ring_has_wrapped_around(run: Run) -> None
     assert run.rows("SELECT count(*) FROM events WHERE kind = 'warning'") == [(1,)]
 
 
-def fill_disk(run: Run) -> sqlite3.Connection:
+def fill_disk(run: SupervisedRun) -> sqlite3.Connection:
     """Let the history have no more pages than now; with more, there is room again."""
+    assert run.drain._history is not None
     db = run.drain._history._db
     db.execute(f"PRAGMA max_page_count = {db.execute('PRAGMA page_count').fetchone()[0]}")
     return db
 
 
-def test_a_disk_that_is_full_loses_nothing(run: Run) -> None:
-    training = Training(run.ring())
+def test_a_disk_that_is_full_loses_nothing(run: SupervisedRun) -> None:
+    training = SpanTraining(run.ring())
     run.look()
     for _ in range(3):
         db = fill_disk(run)
@@ -420,11 +368,11 @@ def test_a_disk_that_is_full_loses_nothing(run: Run) -> None:
 
 @pytest.mark.parametrize("slots", [SLOTS, 4096])
 def test_the_rest_of_a_ring_waits_while_the_history_cannot_take_it(
-    run: Run, monkeypatch: pytest.MonkeyPatch, slots: int
+    run: SupervisedRun, monkeypatch: pytest.MonkeyPatch, slots: int
 ) -> None:
     """Memory is bounded. What the ring still has is not lost, even after its process has ended."""
     monkeypatch.setattr(drain_module, "HOLD_BYTES", 10_000)
-    training = Training(run.ring(), slots=slots)
+    training = SpanTraining(run.ring(), slots=slots)
     run.look()
     db = fill_disk(run)
     for _ in range(20):
@@ -443,8 +391,8 @@ def test_the_rest_of_a_ring_waits_while_the_history_cannot_take_it(
 
 
 @pytest.mark.parametrize("kind", ["mode", "pause", "warning"])
-def test_records_are_committed_once_a_moment_and_answers_at_once(run: Run, kind: str) -> None:
-    training = Training(run.ring())
+def test_records_are_committed_once_a_moment_and_answers_at_once(run: SupervisedRun, kind: str) -> None:
+    training = SpanTraining(run.ring())
     training.run(2)
     run.look(0.05)
     assert run.steps() == [1], "the first after a silence, at once"
@@ -460,10 +408,10 @@ def test_records_are_committed_once_a_moment_and_answers_at_once(run: Run, kind:
     assert run.rows("SELECT kind FROM events") == [("process",), (kind,)]
 
 
-def test_many_rings_are_committed_when_a_second_is_over(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_rings_are_committed_when_a_second_is_over(run: SupervisedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drain_module, "MANY_RINGS", 0)
     second = int(run.now) + 1000
-    training = Training(run.ring())
+    training = SpanTraining(run.ring())
     run.look(second + 0.2 - run.now)
     training.run(2)
     for at, committed in ((0.3, []), (1.0, []), (1.09, []), (1.11, [1])):
@@ -471,7 +419,7 @@ def test_many_rings_are_committed_when_a_second_is_over(run: Run, monkeypatch: p
         assert run.steps() == committed, at
 
 
-def test_a_file_that_is_no_ring_is_one_warning(run: Run) -> None:
+def test_a_file_that_is_no_ring_is_one_warning(run: SupervisedRun) -> None:
     path = Path(run.ring(5))
     path.write_bytes(b"nonsense" * 10_000)
     os.utime(path, (1, 1))
@@ -484,7 +432,7 @@ def test_a_file_that_is_no_ring_is_one_warning(run: Run) -> None:
 # ------------------------------------------------------------------------------------------------ own records
 
 
-def test_each_supervisor_adds_its_samples_and_the_last_one_the_exit(run: Run) -> None:
+def test_each_supervisor_adds_its_samples_and_the_last_one_the_exit(run: SupervisedRun) -> None:
     for number in range(3):
         for second in range(5):
             run.drain.emit("host", host_event(100.0 * number + second).data)
@@ -498,7 +446,7 @@ def test_each_supervisor_adds_its_samples_and_the_last_one_the_exit(run: Run) ->
         assert store.dropped == 0
 
 
-def test_own_records_wait_for_the_history(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_records_wait_for_the_history(run: SupervisedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """They get a time. Those that find no room are counted. What JSON does not have is unknown."""
     monkeypatch.setattr(drain_module, "MAX_OWN", 10)
     path = run.directory / "history.sqlite"
@@ -523,8 +471,8 @@ def test_own_records_wait_for_the_history(run: Run, monkeypatch: pytest.MonkeyPa
 # ------------------------------------------------------------------------------------------------ other readers
 
 
-def test_export_before_any_supervisor_is_the_same_as_after(run: Run) -> None:
-    training = Training(run.ring())
+def test_export_before_any_supervisor_is_the_same_as_after(run: SupervisedRun) -> None:
+    training = SpanTraining(run.ring())
     for _ in range(30):
         training.step()
         training.warn()
@@ -535,8 +483,8 @@ def test_export_before_any_supervisor_is_the_same_as_after(run: Run) -> None:
     assert sum(isinstance(one, Event) for one in before) >= 31
 
 
-def test_a_supervisor_waits_while_the_history_is_locked(run: Run) -> None:
-    training = Training(run.ring())
+def test_a_supervisor_waits_while_the_history_is_locked(run: SupervisedRun) -> None:
+    training = SpanTraining(run.ring())
     run.look()
     with closing(sqlite3.connect(run.directory / "history.sqlite", isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")

@@ -5,19 +5,19 @@ from __future__ import annotations
 import random
 
 import pytest
-from written import OneStep, some_steps
 
 from dpmon.errors import HistoryError
 from dpmon.store.tally import SeriesNames, SeriesStats, Tally
+from support.history_builders import StoredStep, random_steps
 
 
-def of_steps(steps: list[OneStep]) -> Tally:
+def of_steps(steps: list[StoredStep]) -> Tally:
     found = Tally()
     found.add([step.facts.row(step.start) for step in steps], [one for step in steps for one in step.facts.series])
     return found
 
 
-def cut(steps: list[OneStep], chance: random.Random) -> list[Tally]:
+def cut(steps: list[StoredStep], chance: random.Random) -> list[Tally]:
     places = sorted(chance.randrange(len(steps) + 1) for _ in range(3))
     return [of_steps(steps[begin:end]) for begin, end in zip([0, *places], [*places, len(steps)], strict=True)]
 
@@ -25,7 +25,7 @@ def cut(steps: list[OneStep], chance: random.Random) -> list[Tally]:
 @pytest.mark.parametrize("seed", range(10))
 def test_parts_add_up_in_any_order_and_grouping(seed: int) -> None:
     chance = random.Random(seed)
-    steps = some_steps(chance, 60, 100)
+    steps = random_steps(chance, 60, 100)
     whole = of_steps(steps)
     chance.shuffle(steps)
     one, two, three, four = cut(steps, chance)
@@ -48,7 +48,7 @@ def test_parts_add_up_in_any_order_and_grouping(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(10))
 def test_a_row_comes_back_as_it_was(seed: int) -> None:
     chance = random.Random(seed)
-    tally, names = of_steps(some_steps(chance, 30, 100)), SeriesNames()
+    tally, names = of_steps(random_steps(chance, 30, 100)), SeriesNames()
     row = tally.row(names)
     back = Tally.from_row(row, names.by_number)
     assert back == tally
@@ -63,7 +63,7 @@ def test_a_row_comes_back_as_it_was(seed: int) -> None:
 
 
 def test_merging_does_not_change_the_merged_tally() -> None:
-    steps = some_steps(random.Random(1), 20, 10)
+    steps = random_steps(random.Random(1), 20, 10)
     part, names = of_steps(steps), SeriesNames()
     stored = Tally.from_row(part.row(names), names.by_number)
     whole = Tally()
@@ -83,7 +83,7 @@ def test_an_empty_tally_is_an_empty_row() -> None:
 
 def test_damage_is_noticed() -> None:
     names = SeriesNames()
-    *row, data = of_steps(some_steps(random.Random(1), 10, 10)).row(names)
+    *row, data = of_steps(random_steps(random.Random(1), 10, 10)).row(names)
     for part in (data[:-1], data[:7], data + b"\0", b"\xff" * 40, data[:-4] + b"\xff\xff\1\0"):
         with pytest.raises(HistoryError, match="damaged"):
             Tally.from_row((*row, part), names.by_number)

@@ -10,8 +10,6 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from steps import StepFacts, quantities
-from written import SECOND, OneStep, expected, some_steps
 
 from dpmon.errors import HistoryError
 from dpmon.record.schema import PHASES, STEP
@@ -20,20 +18,22 @@ from dpmon.store.history_writer import HistoryWriter
 from dpmon.store.tally import COLUMNS, WIDTHS, SeriesNames, Tally, TallyKey
 from dpmon.store.time_accounting import ACTIVITIES, ActivityInterval
 from dpmon.store.write_batch import WriteBatch
+from support.history_builders import StepFacts, StoredStep, expected_tallies, quantities, random_steps
+from support.record_builders import SECOND
 
 pytestmark = pytest.mark.slow
 
 HOURS = 2.6 * 3600
 
 
-def a_batch(steps: Sequence[OneStep]) -> WriteBatch:
+def a_batch(steps: Sequence[StoredStep]) -> WriteBatch:
     batch = WriteBatch()
     for step in steps:
         step.add_to(batch)
     return batch
 
 
-def in_batches(chance: random.Random, steps: Sequence[OneStep], most: int) -> list[WriteBatch]:
+def in_batches(chance: random.Random, steps: Sequence[StoredStep], most: int) -> list[WriteBatch]:
     found, at = [], 0
     while at < len(steps):
         size = chance.randrange(1, most)
@@ -65,9 +65,9 @@ def stored(directory: Path) -> tuple[dict[int, dict[tuple[int, TallyKey], Tally]
     return found, {width: whole.get(f"whole_{width}", 0) for width in WIDTHS[1:]}
 
 
-def check(directory: Path, steps: Sequence[OneStep]) -> None:
+def check(directory: Path, steps: Sequence[StoredStep]) -> None:
     """Compare every width with sums over the steps."""
-    (found, whole), wanted = stored(directory), expected(steps)
+    (found, whole), wanted = stored(directory), expected_tallies(steps)
     for width in WIDTHS:
         upto = whole.get(width, 1 << 40)
         made = {place: tally for place, tally in wanted[width].items() if place[0] + width <= upto}
@@ -81,7 +81,7 @@ def check(directory: Path, steps: Sequence[OneStep]) -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_any_batches_and_writers(tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
-    steps = some_steps(chance, 600, HOURS, processes=range(1 + seed % 3))
+    steps = random_steps(chance, 600, HOURS, processes=range(1 + seed % 3))
     write(tmp_path, in_batches(chance, steps, (2, 10, 100)[seed % 3]), writers=(1, 3, 7)[seed % 3])
     check(tmp_path, steps)
 
@@ -89,7 +89,7 @@ def test_any_batches_and_writers(tmp_path: Path, seed: int) -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_any_order_late_steps_too(tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
-    steps = some_steps(chance, 300, HOURS, processes=range(1 + seed % 3))
+    steps = random_steps(chance, 300, HOURS, processes=range(1 + seed % 3))
     late = list(steps)
     chance.shuffle(late)
     write(tmp_path, in_batches(chance, late, 20), writers=3)
@@ -98,7 +98,7 @@ def test_any_order_late_steps_too(tmp_path: Path, seed: int) -> None:
 
 def test_a_day_is_made_of_hours(tmp_path: Path) -> None:
     chance = random.Random(1)
-    steps = some_steps(chance, 400, 2.1 * 86_400, processes=(0, 1))
+    steps = random_steps(chance, 400, 2.1 * 86_400, processes=(0, 1))
     write(tmp_path, in_batches(chance, steps, 30), writers=2)
     check(tmp_path, steps)
     assert stored(tmp_path)[1][86_400] == 2 * 86_400
@@ -108,7 +108,7 @@ def test_a_write_that_failed_changes_nothing_and_can_be_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chance = random.Random(4)
-    steps = some_steps(chance, 300, HOURS, processes=(0, 1))
+    steps = random_steps(chance, 300, HOURS, processes=(0, 1))
     history = HistoryWriter.open(tmp_path, {})
     for number, batch in enumerate(in_batches(chance, steps, 20)):
         if number % 3 == 1:
@@ -125,7 +125,7 @@ def test_a_write_that_failed_changes_nothing_and_can_be_tried_again(
 @pytest.mark.parametrize("seed", range(4))
 def test_times_add_up_at_every_width(tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
-    steps = some_steps(chance, 200, HOURS, processes=(0, 1))
+    steps = random_steps(chance, 200, HOURS, processes=(0, 1))
     wanted: dict[tuple[int, int, int, str, str], int] = defaultdict(int)
     batches = in_batches(chance, steps, 10)
     for batch in batches:
@@ -193,19 +193,19 @@ def test_a_long_pause_is_few_rows_and_right_by_the_minute() -> None:
 )
 def test_a_damaged_tally_does_not_end_the_recording(tmp_path: Path, damage: str) -> None:
     """Later steps of those seconds begin new tallies, and wider tallies are made without the damaged ones."""
-    steps = some_steps(random.Random(5), 100, 8.0)
+    steps = random_steps(random.Random(5), 100, 8.0)
     write(tmp_path, [a_batch(steps)])
     with closing(sqlite3.connect(tmp_path / HISTORY_FILE)) as db:
         db.execute(damage)
         db.commit()
-    write(tmp_path, [a_batch(steps), a_batch(some_steps(random.Random(6), 5, 30, begin=20))])
+    write(tmp_path, [a_batch(steps), a_batch(random_steps(random.Random(6), 5, 30, begin=20))])
     found, _ = stored(tmp_path)
     again = {place: tally for place, tally in found[1].items() if place[0] < 9}
-    assert again == expected(steps)[1]
+    assert again == expected_tallies(steps)[1]
 
 
 def test_a_damaged_series_does_not_end_the_recording(tmp_path: Path) -> None:
-    steps = some_steps(random.Random(5), 100, 8.0)
+    steps = random_steps(random.Random(5), 100, 8.0)
     write(tmp_path, [a_batch(steps)])
     with closing(sqlite3.connect(tmp_path / HISTORY_FILE)) as db:
         db.execute("UPDATE series SET number = 70000 WHERE number = 0")

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
-from situations import INFO, LOOK, MONO_ASCII, facts_of, focused, with_process
-from stored import state_of
-from synthetic import SECOND, Training, pause_event
 
 from dpmon.model.epoch_progress import Epoch, Progress
 from dpmon.model.run_snapshot import Column
@@ -16,16 +14,19 @@ from dpmon.ui.screen_data import LookBack, ScreenData
 from dpmon.ui.styled_rows import plain_text, row_width
 from dpmon.ui.terminal_style import TerminalStyle
 from dpmon.ui.time_axis import ChartColumns, TimeAxis, axis_row, choose_marks, make_time_axis, shift_by_parts
+from support.history_builders import snapshot_of_records
+from support.record_builders import SECOND, Training, pause_event
+from support.screen_states import MONO_ASCII, RUN_INFO, STYLE, screen_data_of, shown_process, with_process
 
 AXIS = TimeAxis(10, 70, 65)
 
 
-def column(second: int, count: int = 5, mode: str = "single", **more: bool) -> Column:
+def column(second: int, count: int = 5, mode: str = "single", **more: Any) -> Column:
     return Column(second, mode, count, count * 10, **more)
 
 
 def drawn(
-    columns: list[Column], *marks: TimeMark, width: int = 60, look: TerminalStyle = LOOK, cursor_s: int | None = None
+    columns: list[Column], *marks: TimeMark, width: int = 60, look: TerminalStyle = STYLE, cursor_s: int | None = None
 ) -> str:
     cursor_ns = None if cursor_s is None else cursor_s * SECOND
     row = axis_row(
@@ -82,7 +83,7 @@ def with_epochs(facts: ScreenData, seconds: list[int]) -> ScreenData:
 
 
 def test_of_many_epochs_only_so_many_are_marked_that_each_can_be_read() -> None:
-    facts = with_epochs(facts_of(Training(step_ns=SECOND // 5)), list(range(1, 60)))
+    facts = with_epochs(screen_data_of(Training(step_ns=SECOND // 5)), list(range(1, 60)))
     axis = make_time_axis(facts)
     for width, each in ((420, 1), (108, 5), (30, 20)):
         words = [mark.word for mark in choose_marks(facts, axis, width)]
@@ -94,35 +95,35 @@ def test_a_pause_is_marked_from_its_record_until_the_training_goes_on() -> None:
     payloads = [*training.begin(), *training.run(50)]
     begin = training.now
     payloads.append(pause_event(begin / SECOND, 50))
-    paused = ScreenData(state_of(payloads), begin + 9 * SECOND, INFO, alive=True)
+    paused = ScreenData(snapshot_of_records(payloads), begin + 9 * SECOND, RUN_INFO, alive=True)
     assert [(m.word, m.end_ns) for m in choose_marks(paused, make_time_axis(paused), 100)] == [
         ("paused", paused.now_ns)
     ]
     payloads.append(pause_event(begin / SECOND + 3, 50, 3.0))
     training.now += 3 * SECOND
-    later = ScreenData(state_of([*payloads, *training.run(5)]), training.now, INFO, alive=True)
+    later = ScreenData(snapshot_of_records([*payloads, *training.run(5)]), training.now, RUN_INFO, alive=True)
     (mark,) = choose_marks(later, make_time_axis(later), 100)
     assert mark.end_ns is not None
     assert mark.end_ns - mark.begin_ns == pytest.approx(3 * SECOND, abs=1000)
 
 
 def test_the_histories_of_an_earlier_time_are_those_of_the_present() -> None:
-    now = with_epochs(facts_of(Training(step_ns=SECOND // 5)), [2, 9, 40])
-    then = with_epochs(facts_of(Training(step_ns=SECOND // 5), 30), [2])
+    now = with_epochs(screen_data_of(Training(step_ns=SECOND // 5)), [2, 9, 40])
+    then = with_epochs(screen_data_of(Training(step_ns=SECOND // 5), 30), [2])
     past = LookBack(now.state, now.now_ns, now.now_ns + 3 * SECOND)
     looked = replace(then, state=then.state.with_histories(now.state), now_ns=5 * SECOND, past=past)
     assert make_time_axis(looked) == make_time_axis(now)
     assert choose_marks(looked, make_time_axis(now), 100) == choose_marks(now, make_time_axis(now), 100)
-    assert focused(looked).columns == focused(now).columns
-    assert focused(looked).last_step == focused(then).last_step
+    assert shown_process(looked).columns == shown_process(now).columns
+    assert shown_process(looked).last_step == shown_process(then).last_step
     assert shift_by_parts(looked, 1) == looked.now_ns + SECOND
-    assert INFO is looked.info
+    assert RUN_INFO is looked.info
 
 
 WORDS = {"single", "evaluation", "eval", "dp", "stalled", "paused", "now", "01:05"}
 
 
-@pytest.mark.parametrize("look", [LOOK, MONO_ASCII])
+@pytest.mark.parametrize("look", [STYLE, MONO_ASCII])
 @pytest.mark.parametrize("width", [20, 33, 47, 60, 120])
 def test_two_words_never_run_together_and_none_is_cut_by_another(width: int, look: TerminalStyle) -> None:
     """Each word below a history is whole, with a blank, a line or a change of mode on both sides."""

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from played import Process
 
 from dpmon.record.record_types import Step
 from dpmon.record.span_format import Kind
 from dpmon.tracer.devices.device_timing import MAX_COPIES
 from dpmon.tracer.steps.copies import CopyTracer, target_of_cuda, target_of_to
+from support.fake_devices import SimulatedProcess
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +26,7 @@ EMPTIES_TRACEBACKS = sys.version_info >= (3, 11)
 SCRIPT = str(Path(__file__).parents[1] / "process" / "scripts" / "knows_methods.py")
 
 
-class Setting(Process):
+class Setting(SimulatedProcess):
     """An open step with device times; `to` takes the place of Tensor.to, and takes 3 ms on the device."""
 
     def __init__(self) -> None:
@@ -275,7 +275,7 @@ def test_tensor_subclasses_and_modes_see_only_the_scripts_own_calls(setting: Set
         @classmethod
         def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             seen.append(getattr(func, "__name__", str(func)))
-            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+            return super().__torch_function__(func, types, args, kwargs or {})
 
     class Mode(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from played import Process
 
 from dpmon.record.shared_names import Untimed
 from dpmon.record.span_format import SITE_AT, Kind
@@ -17,11 +16,12 @@ from dpmon.tracer.core.session import Session, TracerConfig
 from dpmon.tracer.devices import device_timing
 from dpmon.tracer.devices.cuda_events import TorchEvents, watch_captures
 from dpmon.tracer.devices.device_timing import MAX_FAULTS, MAX_WAITING, PhaseTimer
+from support.fake_devices import SimulatedProcess
 
 NO_OPTIONS = TracerConfig("", 0, "auto", None, ())
 
 
-class Bench(Process):
+class Bench(SimulatedProcess):
     """Phases on one device, each with a mark of its own."""
 
     def begin(self, shares: bool = False) -> PhaseTimer:

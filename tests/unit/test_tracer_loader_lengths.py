@@ -92,7 +92,7 @@ def test_the_length_of_torchs_own_loaders(loader: DataLoader[Any]) -> None:
     [
         DataLoader(Own(torch.ones(3, 2))),
         DataLoader(ROWS, sampler=Chatty(ROWS)),
-        DataLoader(ROWS, batch_sampler=iter([[0, 1]])),  # type: ignore[arg-type]
+        DataLoader(ROWS, batch_sampler=iter([[0, 1]])),
     ],
 )
 def test_a_length_that_runs_code_of_the_script_is_not_read_again_and_again(loader: DataLoader[Any]) -> None:

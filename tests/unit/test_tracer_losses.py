@@ -67,13 +67,13 @@ def test_losses_of_several_devices_have_events_of_their_own(losses: LossTracer) 
 def test_a_mode_of_the_script_does_not_see_the_memory_for_copies(losses: LossTracer) -> None:
     seen: list[Any] = []
 
-    class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    class Operators(TorchDispatchMode):
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             seen.append(function)
             return function(*args, **(kwargs or {}))
 
     loss = loss_on(0)
-    with torch._C.DisableTorchFunction(), Operators():  # type: ignore[no-untyped-call]
+    with torch._C.DisableTorchFunction(), Operators():
         losses._copy(BackwardCaller("train.py:1"), 0, loss, None)
     assert seen == []
 

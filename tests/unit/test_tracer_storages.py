@@ -30,7 +30,7 @@ class Closed(torch.Tensor):
 
     @staticmethod
     def __new__(cls) -> Any:
-        return torch.Tensor._make_wrapper_subclass(cls, (1000,))  # type: ignore[attr-defined]
+        return torch.Tensor._make_wrapper_subclass(cls, (1000,))
 
     @classmethod
     def __torch_dispatch__(cls, *_: Any, **__: Any) -> Any:
@@ -41,10 +41,10 @@ class Open(Closed):
     """A wrapper that does."""
 
     def __init__(self) -> None:
-        self.inner = torch.ones(10)
+        self.part = torch.ones(10)
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["inner"], None
+        return ["part"], None
 
 
 def fake() -> torch.Tensor:

@@ -6,31 +6,31 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from played import Process
 
 from dpmon.record.record_types import UNTIMED
 from dpmon.record.shared_names import Untimed
 from dpmon.record.span_format import DOING, FLAGS_AT, Flag, Kind, unpack_span
 from dpmon.tracer.steps.span_recorder import ThreadState
+from support.fake_devices import SimulatedProcess
 
 WHOLE = {"data": 0.5, "forward": 2.0, "backward": 3.0, "optimizer": 1.0}
 SAMPLED = UNTIMED[Untimed.SAMPLED]
 
 
-def times(process: Process) -> list[int]:
+def times(process: SimulatedProcess) -> list[int]:
     """Return the numbers of the spans whose device times have been written."""
     spans = [unpack_span(number, *words) for number, words in enumerate(process.spans)]
     return [span.inputs | span.outputs << 32 for span in spans if span.kind == Kind.DEVICE_TIME]
 
 
-def phases(process: Process, start: int = 0) -> dict[int, int]:
+def phases(process: SimulatedProcess, start: int = 0) -> dict[int, int]:
     """Return the flags of the spans that are phases, by number, from span `start` on."""
     spans = enumerate(process.spans[start:], start)
     return {number: head >> FLAGS_AT & 0x3FF for number, (head, *_) in spans if DOING[head & 0xFF] != "other"}
 
 
 def test_every_phase_of_a_step_is_timed_from_the_first_call_on() -> None:
-    process = Process()
+    process = SimulatedProcess()
     for _ in range(3):
         process.step(0)
     first, *rest = process.records().steps
@@ -41,7 +41,7 @@ def test_every_phase_of_a_step_is_timed_from_the_first_call_on() -> None:
 
 
 def test_a_device_time_is_written_in_a_later_step_without_waiting() -> None:
-    process = Process()
+    process = SimulatedProcess()
     process.step(0)
     process.step(0)
     assert times(process) == []
@@ -56,7 +56,7 @@ def test_a_device_time_is_written_in_a_later_step_without_waiting() -> None:
 
 def test_host_work_after_gpu_work_has_no_device_time() -> None:
     """Calls of some steps are on a GPU, those of later steps are not; then events between calls also stop."""
-    process = Process()
+    process = SimulatedProcess()
     for number in range(1, 7):
         process.step(*((0,) if number < 4 else ()))
     found = [
@@ -75,7 +75,7 @@ def raises() -> None:
 
 @pytest.mark.parametrize(("kind", "known"), [(Kind.BACKWARD, {"backward": 4.0}), (Kind.OPTIMIZER, {})])
 def test_a_backward_pass_that_raises_has_taken_its_time_but_an_optimizer_has_none(kind: int, known: Any) -> None:
-    process = Process()
+    process = SimulatedProcess()
     process.step(0)
     process.phase(Kind.FETCH, 0.5)
     with process.call(0, ms=2.0):
@@ -89,7 +89,7 @@ def test_a_backward_pass_that_raises_has_taken_its_time_but_an_optimizer_has_non
 
 
 def test_a_part_is_timed_on_its_own_device_and_marked_if_it_raised() -> None:
-    process = Process()
+    process = SimulatedProcess()
     assert process.timing.begin_replica(("cpu", "cuda:1"), 0) is None
     assert process.timing.begin_replica(("cpu",), 1) is None
     mark = process.timing.begin_replica(("cpu", "cuda:1/3"), 1)
@@ -103,7 +103,7 @@ def test_a_part_is_timed_on_its_own_device_and_marked_if_it_raised() -> None:
 
 
 def test_calls_of_another_thread_are_not_timed() -> None:
-    process = Process()
+    process = SimulatedProcess()
     other = ThreadState(1)
     assert process.timing.begin_call(other, (0,)) is None
     assert process.timing.begin(other, Kind.BACKWARD) is None
@@ -114,7 +114,7 @@ def test_calls_of_another_thread_are_not_timed() -> None:
 
 
 def test_a_span_that_was_not_written_is_not_waited_for() -> None:
-    process = Process()
+    process = SimulatedProcess()
     mark = process.timing.begin_call(process.me, (0,))
     assert mark is not None
     mark.end()
@@ -124,7 +124,7 @@ def test_a_span_that_was_not_written_is_not_waited_for() -> None:
 
 
 def test_a_device_time_that_is_missing_after_64_steps_is_late() -> None:
-    process = Process()
+    process = SimulatedProcess()
     for _ in range(68):
         process.step(0)
     told = [unpack_span(0, *words) for words in process.spans if words[0] & 0xFF == Kind.DEVICE_TIME]
@@ -139,7 +139,7 @@ def test_a_device_time_that_is_missing_after_64_steps_is_late() -> None:
 
 
 def test_device_times_pending_at_the_end_have_a_reason() -> None:
-    process = Process()
+    process = SimulatedProcess()
     process.step(0)
     process.step(0)
     process.timing.at_exit()
@@ -149,7 +149,7 @@ def test_device_times_pending_at_the_end_have_a_reason() -> None:
 # ------------------------------------------------------------------------------------------ one step in several
 
 
-def timed_steps(process: Process, count: int) -> list[bool]:
+def timed_steps(process: SimulatedProcess, count: int) -> list[bool]:
     """Run `count` steps; return whether each is timed, and check that all or no phases of it are."""
     found = []
     for _ in range(count):
@@ -163,7 +163,7 @@ def timed_steps(process: Process, count: int) -> list[bool]:
 
 
 def test_one_step_in_many_is_timed_without_a_pattern() -> None:
-    process = Process()
+    process = SimulatedProcess()
     process.step(0)
     assert timed_steps(process, 20) == [True] * 20
     process.one_in(8)
@@ -177,7 +177,7 @@ def test_one_step_in_many_is_timed_without_a_pattern() -> None:
 
 
 def test_a_step_that_is_left_out_costs_no_event_and_says_why() -> None:
-    process = Process()
+    process = SimulatedProcess()
     process.one_in(4)
     process.step(0)
     timed = timed_steps(process, 40)
@@ -192,7 +192,7 @@ def test_a_step_that_is_left_out_costs_no_event_and_says_why() -> None:
 
 
 def test_a_fetch_without_a_call_is_no_step_of_a_block() -> None:
-    process = Process()
+    process = SimulatedProcess()
     process.one_in(4)
     process.step(0)
     for _ in range(40):
@@ -205,7 +205,7 @@ def test_a_fetch_without_a_call_is_no_step_of_a_block() -> None:
 
 def test_a_step_that_is_timed_in_part_is_not_timed() -> None:
     """The supervisor may find the end of a step later than the process does."""
-    process = Process()
+    process = SimulatedProcess()
     process.step(0)
     process.phase(Kind.FETCH, 0.5)
     with process.call(0, ms=2.0):
@@ -220,7 +220,7 @@ def test_a_step_that_is_timed_in_part_is_not_timed() -> None:
 
 
 def test_copies_parts_and_phases_that_raise_are_left_out_too() -> None:
-    process = Process()
+    process = SimulatedProcess()
     process.step(0)
     process.one_in(1 << 40)
     process.phase(Kind.FETCH, 0.5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -15,11 +16,11 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
-from running import wait_for
 
 from dpmon.span_reader import SpanReader
 from dpmon.span_ring import HEADER_BYTES, MAX_GROUPS, NO_NUMBER, HeaderWord, SpanRing
 from dpmon.tracer import responder_thread
+from support.run_harness import wait_for
 
 
 @pytest.fixture
@@ -78,7 +79,7 @@ def test_the_number_of_a_group_that_is_made_again_falls(words: memoryview, alone
 
 def test_without_process_groups_there_is_no_number(words: memoryview, monkeypatch: pytest.MonkeyPatch) -> None:
     assert numbers(words) == []
-    monkeypatch.setitem(responder_thread.sys.modules, "torch.distributed.distributed_c10d", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "torch.distributed.distributed_c10d", SimpleNamespace())
     assert numbers(words) == []
 
 
@@ -95,9 +96,7 @@ def test_a_backend_without_numbers_and_more_groups_than_fit(words: memoryview, m
         pg_names={group: str(i) for i, group in enumerate(groups)},
         pg_group_ranks={group: {rank: rank for rank in range(i + 1)} for i, group in enumerate(groups)},
     )
-    monkeypatch.setitem(
-        responder_thread.sys.modules, "torch.distributed.distributed_c10d", SimpleNamespace(_world=world)
-    )
+    monkeypatch.setitem(sys.modules, "torch.distributed.distributed_c10d", SimpleNamespace(_world=world))
     assert numbers(words) == [NO_NUMBER] * MAX_GROUPS
     assert words[HeaderWord.GROUPS + 4] & 0xFFFFFFFF == 3
     assert words[HeaderWord.GROUPS + 2 * MAX_GROUPS] == 0
@@ -111,9 +110,7 @@ def test_a_group_of_nccl_is_marked(
     world = SimpleNamespace(
         pg_names={group: "1"}, pg_group_ranks={group: {0: 0, 1: 1}}, pg_backend_config={group: backends}
     )
-    monkeypatch.setitem(
-        responder_thread.sys.modules, "torch.distributed.distributed_c10d", SimpleNamespace(_world=world)
-    )
+    monkeypatch.setitem(sys.modules, "torch.distributed.distributed_c10d", SimpleNamespace(_world=world))
     ring = SpanRing(str(tmp_path / "process-0.ring"), process=0, slots=64)
     responder_thread.write_group_sequences(ring.words)
     reader = SpanReader(str(tmp_path / "process-0.ring"))
@@ -127,9 +124,7 @@ def test_groups_with_the_same_name_and_other_ranks_are_two(words: memoryview, mo
     for ranks in ((0, 1), (2, 3)):
         group = Group()
         world = SimpleNamespace(pg_names={group: "1"}, pg_group_ranks={group: dict.fromkeys(ranks, 0)})
-        monkeypatch.setitem(
-            responder_thread.sys.modules, "torch.distributed.distributed_c10d", SimpleNamespace(_world=world)
-        )
+        monkeypatch.setitem(sys.modules, "torch.distributed.distributed_c10d", SimpleNamespace(_world=world))
         numbers(words)
         found.append(words[HeaderWord.GROUPS])
     assert found[0] != found[1]

@@ -5,16 +5,17 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from joined import joined_ranks
-from stored import store_of
-from synthetic import Training
 
 from dpmon.cli.options import UsageError, parse
 from dpmon.cli.trials import REPLAYED, Trial, TrialResult, _document, _with_one_rank, plan_trials
+from dpmon.model.compared_run import STEP_FIGURES
 from dpmon.model.comparison_stats import Change
 from dpmon.model.run_analysis import RunAnalysis
-from dpmon.model.run_comparison import STEP_FIGURES, ComparedMetric
+from dpmon.model.run_comparison import ComparedMetric
 from dpmon.report.plain_text import text_lines
+from support.history_builders import open_store_with
+from support.rank_builders import record_ddp_ranks
+from support.record_builders import Training
 
 MS = 1e6
 
@@ -26,7 +27,7 @@ def names(trials: list[Trial]) -> list[str]:
 def test_a_run_under_dp_is_tried_with_cached_batches_and_on_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
     training = Training(mode="dp")
-    facts = RunAnalysis(store_of([*training.begin(), *training.run(60)]))
+    facts = RunAnalysis(open_store_with([*training.begin(), *training.run(60)]))
     trials, absent = plan_trials(facts, ("train.py",), "8")
     assert names(trials) == ["cached-batches", "single", "threads-1"], "8 threads are what it has"
     assert trials[0].own == ("--replay", str(REPLAYED))
@@ -40,7 +41,7 @@ def test_a_run_under_dp_is_tried_with_cached_batches_and_on_one_device(monkeypat
 
 def test_ranks_are_tried_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
-    run, _ = joined_ranks(4, slow=2, phase="data", steps=60)
+    run, _ = record_ddp_ranks(4, slow=2, phase="data", steps=60)
     facts = RunAnalysis(run.store())
     trials, absent = plan_trials(facts, ("torchrun", "--nproc-per-node", "4", "train.py"), None)
     assert names(trials) == ["cached-batches", "one-rank", "threads-1", "threads-2"]

@@ -5,31 +5,32 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from situations import INFO, exit_of
-from stored import state_of
-from synthetic import SECOND, Training
 
 from dpmon.config import ALERTS
+from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Event
 from dpmon.ui.alert import _FORMS, Alert
 from dpmon.ui.screen_data import ScreenData
+from support.history_builders import snapshot_of_records
+from support.record_builders import SECOND, Training
+from support.screen_states import RUN_INFO, exit_info_of
 
 
 def scenes() -> dict[str, ScreenData]:
     """One picture of a run in each state."""
     training = Training()
-    rows = [*training.begin(), *training.run(50)]
+    rows: list[Row] = [*training.begin(), *training.run(50)]
     at_s = training.now / SECOND
     name = "\x1b]0;evil\x07;x"
     stall = Event("stall", {"t_s": at_s, "since_s": at_s, "text": f"in {name}", "ranks": []})
-    info = replace(INFO, script=f"{name}.py", options={})
+    info = replace(RUN_INFO, script=f"{name}.py", options={})
     doing = {0: ("forward", training.now)}
-    goes_on = ScreenData(state_of(rows), training.now, info, alive=True, activities=doing)
+    goes_on = ScreenData(snapshot_of_records(rows), training.now, info, alive=True, activities=doing)
     return {
         "training": goes_on,
         "reading": replace(goes_on, reading=True),
-        "stalled": replace(goes_on, state=state_of({0: rows, -1: [stall]})),
-        "ended": replace(goes_on, ended=exit_of(0)),
+        "stalled": replace(goes_on, state=snapshot_of_records({0: rows, -1: list[Row]([stall])})),
+        "ended": replace(goes_on, ended=exit_info_of(0)),
     }
 
 

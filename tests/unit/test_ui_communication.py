@@ -7,10 +7,6 @@ from functools import lru_cache
 from typing import Any
 
 import pytest
-from joined import joined_ranks
-from situations import INFO, LOOK, MONO_ASCII
-from situations import rows_text as texts
-from synthetic import SECOND
 
 from dpmon.model.communication import Wrapper, build_communication, format_operations
 from dpmon.model.recorded_stalls import RecordedStall
@@ -26,20 +22,24 @@ from dpmon.ui.screen_data import ModeRequest, ScreenData, View, describe_activit
 from dpmon.ui.screen_painter import paint_screen
 from dpmon.ui.step_waterfall import bucket_row, sample_row
 from dpmon.ui.styled_rows import plain_text
+from support.rank_builders import record_ddp_ranks
+from support.record_builders import SECOND
+from support.screen_states import MONO_ASCII, RUN_INFO, STYLE
+from support.screen_states import rows_text as texts
 
 
 @lru_cache(maxsize=16)
 def _facts(count: int, **how: Any) -> ScreenData:
-    run, now = joined_ranks(count, **how)
-    return ScreenData(run.state(), now, INFO, alive=True)
+    run, now = record_ddp_ranks(count, **how)
+    return ScreenData(run.state(), now, RUN_INFO, alive=True)
 
 
 def facts_of(count: int, slow: int | tuple[int, ...] | None = None, **how: Any) -> ScreenData:
     wrapper = how.pop("wrapper", None)
     if wrapper is None:
         return _facts(count, slow=slow, steps=120, **how)
-    run, now = joined_ranks(count, slow=slow, steps=120, wrapper=wrapper, **how)
-    return ScreenData(run.state(), now, INFO, alive=True)
+    run, now = record_ddp_ranks(count, slow=slow, steps=120, wrapper=wrapper, **how)
+    return ScreenData(run.state(), now, RUN_INFO, alive=True)
 
 
 def full(facts: ScreenData) -> ScreenData:
@@ -59,24 +59,26 @@ def test_the_cause_is_named_in_panel_and_status(phase: str) -> None:
     slow = facts.state.straggler
     assert slow is not None
     assert (slow.rank, slow.phase) == (1, phase)
-    said = " ".join(texts(panel_ranks.render_panel(full(facts), 76, 12, LOOK)))
+    said = " ".join(texts(panel_ranks.render_panel(full(facts), 76, 12, STYLE)))
     assert f"rank 1 holds the others up by 6.00 ms a step (34%): its {phase} takes" in said
-    assert "others wait for rank 1: 6.00 ms (34%), " + phase in plain_text(render_panel(facts, 120, 2, LOOK)[1])
+    assert "others wait for rank 1: 6.00 ms (34%), " + phase in plain_text(render_panel(facts, 120, 2, STYLE)[1])
 
 
 def test_no_rank_is_named_if_all_are_equal() -> None:
     facts = facts_of(4)
-    said = texts(panel_ranks.render_panel(facts, 76, 12, LOOK))
+    said = texts(panel_ranks.render_panel(facts, 76, 12, STYLE))
     assert said[-1] == "no rank holds the others up (last 115 steps)"
     assert not any("▸" in line for line in said)
-    assert "others wait" not in plain_text(render_panel(facts, 120, 2, LOOK)[1])
+    assert "others wait" not in plain_text(render_panel(facts, 120, 2, STYLE)[1])
 
 
 def test_nothing_is_said_of_slow_ranks_before_enough_waits_are_known() -> None:
     facts = facts_of(4)
-    ranks = tuple(one._replace(joined=5) for one in facts.state.communication.ranks)
-    facts = replace(facts, state=replace(facts.state, communication=replace(facts.state.communication, ranks=ranks)))
-    said = texts(panel_ranks.render_panel(facts, 76, 12, LOOK))
+    communication = facts.state.communication
+    assert communication is not None
+    ranks = tuple(one._replace(joined=5) for one in communication.ranks)
+    facts = replace(facts, state=replace(facts.state, communication=replace(communication, ranks=ranks)))
+    said = texts(panel_ranks.render_panel(facts, 76, 12, STYLE))
     assert said[-1] == "a slow rank is named after 20 steps with known waits: 5 so far"
 
 
@@ -99,25 +101,25 @@ def test_a_request_during_a_stall_says_what_it_waits_for(key: str, what: str) ->
     asked: dict[str, Any] = {"toggle": ModeRequest("dp", "pending", since)} if key == "d" else {}
     asked |= {"pausing": PauseState(wanted=True, pending=True)} if key == "p" else {}
     said = f"rank 1 has been in the script's own work for 27 s: it will {what} when it comes back"
-    assert plain_text(reply_message(replace(facts, **asked), LOOK)) == said
-    assert reply_message(facts, LOOK) == []
+    assert plain_text(reply_message(replace(facts, **asked), STYLE)) == said
+    assert reply_message(facts, STYLE) == []
 
 
 def test_panel_and_status_of_a_hanging_run_say_where_its_ranks_are() -> None:
     """A straggler of the last steps is not the cause of the hang."""
     facts = facts_of(3, slow=1)
     facts = stalled(replace(facts, now_ns=facts.now_ns + 34 * SECOND), facts.now_ns)
-    assert " ".join(texts(panel_stall.render_panel(full(facts), 76, 12, LOOK))) == STALL
-    assert STALL in plain_text(render_panel(facts, 120, 2, LOOK)[1])
+    assert " ".join(texts(panel_stall.render_panel(full(facts), 76, 12, STYLE))) == STALL
+    assert STALL in plain_text(render_panel(facts, 120, 2, STYLE)[1])
     pending = replace(facts, toggle=ModeRequest("dp", "pending", facts.now_ns - SECOND))
-    assert STALL in plain_text(render_panel(pending, 120, 2, LOOK)[1]), "nobody answers while it hangs"
+    assert STALL in plain_text(render_panel(pending, 120, 2, STYLE)[1]), "nobody answers while it hangs"
     assert describe_activity(facts) == ("STALLED", "bad", "34 s")
 
 
 def test_a_small_panel_keeps_the_slow_rank_and_the_cause() -> None:
     facts = facts_of(8, slow=7)
     for height in (3, 4, 6, 9):
-        text = texts(panel_ranks.render_panel(facts, 76, height, LOOK))
+        text = texts(panel_ranks.render_panel(facts, 76, height, STYLE))
         shown = text[:height]
         assert 7 in rank_lines(shown), height
         assert set(rank_lines(text)) == set(range(8)), "the others are below: they can be scrolled to"
@@ -125,29 +127,29 @@ def test_a_small_panel_keeps_the_slow_rank_and_the_cause() -> None:
 
 def test_several_slow_ranks_are_all_marked_and_stay_in_a_small_panel() -> None:
     facts = facts_of(8, slow=(5, 7), noise=0.0)
-    text = texts(panel_ranks.render_panel(facts, 76, 20, LOOK))
+    text = texts(panel_ranks.render_panel(facts, 76, 20, STYLE))
     assert [line.split()[1] for line in text[1:9] if line[0] == "▸"] == ["5", "7"]
-    text = texts(panel_ranks.render_panel(full(facts), 76, 20, LOOK))
+    text = texts(panel_ranks.render_panel(full(facts), 76, 20, STYLE))
     assert any(line.startswith("ranks 5 and 7 hold the others up by 6.00 ms a step") for line in text)
-    assert "others wait for ranks 5 and 7: 6.00 ms" in plain_text(render_panel(facts, 120, 2, LOOK)[1])
+    assert "others wait for ranks 5 and 7: 6.00 ms" in plain_text(render_panel(facts, 120, 2, STYLE)[1])
     for height in (6, 9):
-        text = texts(panel_ranks.render_panel(facts, 76, height, LOOK))
+        text = texts(panel_ranks.render_panel(facts, 76, height, STYLE))
         assert {5, 7} <= rank_lines(text[:height]).keys(), height
         assert set(rank_lines(text)) == set(range(8))
-    assert rank_lines(texts(panel_ranks.render_panel(facts, 76, 4, LOOK))[:4]).keys() == {0, 5, 7}
-    assert rank_lines(texts(panel_ranks.render_panel(facts, 76, 2, LOOK))[:2]).keys() == {5}, "the slowest one"
-    many = texts(panel_ranks.render_panel(facts_of(20, slow=(5, 7), noise=0.0), 56, 40, LOOK))
+    assert rank_lines(texts(panel_ranks.render_panel(facts, 76, 4, STYLE))[:4]).keys() == {0, 5, 7}
+    assert rank_lines(texts(panel_ranks.render_panel(facts, 76, 2, STYLE))[:2]).keys() == {5}, "the slowest one"
+    many = texts(panel_ranks.render_panel(facts_of(20, slow=(5, 7), noise=0.0), 56, 40, STYLE))
     assert many[0].startswith("   0 ·····▸·▸ ········")
     assert list(rank_lines(many))[:2] == [5, 7]
 
 
 def test_sizes_stand_in_the_table_where_there_is_room_and_in_full_screen() -> None:
     facts = facts_of(2, slow=1)
-    assert "[30, 5]" not in texts(panel_ranks.render_panel(facts, 56, 12, LOOK))[1]
-    assert texts(panel_ranks.render_panel(facts, 116, 12, LOOK))[1].endswith("[30, 5]  [30, 2]    30")
-    full = texts(panel_ranks.render_full_screen(facts, 76, 30, LOOK))
+    assert "[30, 5]" not in texts(panel_ranks.render_panel(facts, 56, 12, STYLE))[1]
+    assert texts(panel_ranks.render_panel(facts, 116, 12, STYLE))[1].endswith("[30, 5]  [30, 2]    30")
+    full = texts(panel_ranks.render_full_screen(facts, 76, 30, STYLE))
     assert sum("[30, 5] float32" in line for line in full) == 2
-    wide = texts(panel_ranks.render_panel(facts, 136, 12, LOOK))
+    wide = texts(panel_ranks.render_panel(facts, 136, 12, STYLE))
     assert "others wait" in wide[2]
 
 
@@ -155,14 +157,14 @@ def test_sizes_stand_in_the_table_where_there_is_room_and_in_full_screen() -> No
 @pytest.mark.parametrize("count", [2, 4, 8, 64])
 def test_the_straggler_is_told_once_and_its_rows_are_visible(size: tuple[int, int], count: int) -> None:
     facts = facts_of(count, slow=count - 1)
-    text = texts(paint_screen(facts, OutputView(), *size, LOOK))
+    text = texts(paint_screen(facts, OutputView(), *size, STYLE))
     name = f"rank {count - 1}"
     assert sum(f"others wait for {name}" in line or f"{name} holds" in line for line in text) == 1
     assert any(f"▸ {count - 1:>3}" in line or f"▸{count - 1:>4}" in line for line in text), text
     if size != (80, 24):
         assert any(f"{name} " in line and line.rstrip("│ ").endswith("ms") for line in text), "its step in panel 3"
     warned = replace(facts, view=View(message="something else"))
-    text = texts(paint_screen(warned, OutputView(), *size, LOOK))
+    text = texts(paint_screen(warned, OutputView(), *size, STYLE))
     told = sum(f"others wait for {name}" in line or f"{name} holds" in line for line in text)
     assert told == (0 if (count, size) == (64, (80, 24)) else 1), "panel 2 says it while the header says something else"
 
@@ -170,7 +172,7 @@ def test_the_straggler_is_told_once_and_its_rows_are_visible(size: tuple[int, in
 @pytest.mark.parametrize("size", [(60, 20), (80, 24), (80, 44), (120, 24), (120, 40), (200, 60)])
 def test_panel_3_and_its_last_step_name_the_rank(size: tuple[int, int]) -> None:
     facts = facts_of(4, slow=3)
-    text = texts(paint_screen(facts, OutputView(), *size, LOOK))
+    text = texts(paint_screen(facts, OutputView(), *size, STYLE))
     (heading,) = [line for line in text if "3 Batch" in line]
     assert "3 Batch · rank 0 " in heading, heading
     assert ("last 2 min" in heading) == (size != (60, 20)), heading
@@ -187,7 +189,7 @@ def test_a_rank_that_is_missing_is_blank_in_the_map() -> None:
     assert found is not None
     found = replace(found, ranks=tuple(one for one in found.ranks if one.rank != 7))
     text = texts(
-        panel_ranks.render_panel(replace(facts, state=replace(facts.state, communication=found)), 56, 40, LOOK)
+        panel_ranks.render_panel(replace(facts, state=replace(facts.state, communication=found)), 56, 40, STYLE)
     )
     assert text[0].startswith("   0 ·····▸·  ········")
 
@@ -195,8 +197,8 @@ def test_a_rank_that_is_missing_is_blank_in_the_map() -> None:
 def test_the_map_has_at_most_64_rows() -> None:
     (one, *_) = facts_of(20, slow=5).state.ranks
     ranks = [one._replace(rank=32 * number) for number in range(64)]
-    assert len(rows_by_rank(ranks, None, 56, LOOK)) == 64
-    text = texts(rows_by_rank([*ranks, one._replace(rank=10**9)], None, 56, LOOK))
+    assert len(rows_by_rank(ranks, None, 56, STYLE)) == 64
+    text = texts(rows_by_rank([*ranks, one._replace(rank=10**9)], None, 56, STYLE))
     assert (len(text), text[-2], text[-1]) == (64, "1984 ·", "and 2 ranks more")
 
 
@@ -219,29 +221,29 @@ def test_a_terminal_of_ascii_gets_no_other_signs() -> None:
 )
 def test_unknown_waits_are_shown_with_a_reason(how: dict[str, Any], reason: str) -> None:
     facts = facts_of(2, **how)
-    text = texts(panel_ranks.render_panel(facts, 76, 12, LOOK))
+    text = texts(panel_ranks.render_panel(facts, 76, 12, STYLE))
     assert text[0].split() == ["rank", "device", "input", "output", "rows", "forward", "backward", "step"]
     assert any(reason in line for line in text)
     assert sum("of 4 ranks" in line for line in text) == ("world" in how), "only one line counts the ranks"
-    assert reason in " ".join(line.strip() for line in texts(panel_communication.render_panel(facts, 120, 12, LOOK)))
+    assert reason in " ".join(line.strip() for line in texts(panel_communication.render_panel(facts, 120, 12, STYLE)))
 
 
 def test_waits_in_the_forward_are_shown() -> None:
     facts = facts_of(2, wrapper={"broadcast_buffers": True, "sync_batch_norm": True})
-    text = " ".join(texts(panel_ranks.render_panel(facts, 56, 12, LOOK)))
+    text = " ".join(texts(panel_ranks.render_panel(facts, 56, 12, STYLE)))
     assert "SyncBatchNorm and broadcast_buffers make the ranks wait for each other in the forward, too" in text
 
 
 def test_the_communication_panel_shows_times_buckets_and_passes() -> None:
     facts = facts_of(4, slow=2, passes=((0, 1), (1, 0)), wrapper={"comm_hook": "bf16_compress_hook"})
-    text = texts(panel_communication.render_panel(facts, 116, 30, LOOK))
+    text = texts(panel_communication.render_panel(facts, 116, 30, STYLE))
     found = {line.split()[0]: line for line in text}
     assert found["exposed"].startswith("exposed  1.06 ms a step, "), "half of the steps average nothing"
     assert found["hidden"] == "hidden   74% of 8.00 ms (torch: iteration 300, rank 0)"
     assert found["buckets"] == "buckets  6: 1.00 MiB, 25.0 MiB ×5"
     assert found["group"] == "group    4 ranks, nccl, communication hook bf16_compress_hook"
     assert found["passes"] == "passes   0.50 synchronized a step, 0.50 under no_sync"
-    title, corner = panel_communication.panel_title(facts, LOOK, False)
+    title, corner = panel_communication.panel_title(facts, STYLE, False)
     assert plain_text(title) == "4 Communication"
     assert plain_text(corner).startswith("exposed 1.06 ms")
 
@@ -249,7 +251,7 @@ def test_the_communication_panel_shows_times_buckets_and_passes() -> None:
 def test_advice_is_below_and_has_room() -> None:
     facts = facts_of(8, slow=2, phase="data")
     for height in (5, 9, 11):
-        text = texts(panel_communication.render_panel(facts, 56, height, LOOK))
+        text = texts(panel_communication.render_panel(facts, 56, height, STYLE))
         assert len(text) <= height
         assert any(line.startswith("try (steps at most") for line in text)
         assert "more loader workers" in " ".join(text)
@@ -258,9 +260,9 @@ def test_advice_is_below_and_has_room() -> None:
 def test_a_rank_alone_has_its_buckets() -> None:
     facts = facts_of(1)
     assert panel_communication.is_shown(facts)
-    text = " ".join(texts(panel_communication.render_panel(facts, 76, 12, LOOK)))
+    text = " ".join(texts(panel_communication.render_panel(facts, 76, 12, STYLE)))
     assert "there is only one rank" in text
-    assert "rank" not in plain_text(panel_batch.panel_title(facts, LOOK, 120)[0])
+    assert "rank" not in plain_text(panel_batch.panel_title(facts, STYLE, 120)[0])
     assert "6: 1.00 MiB" in text
 
 
@@ -270,7 +272,7 @@ def test_the_last_step_shows_when_buckets_were_ready_and_what_was_exposed() -> N
     assert process is not None
     timeline = last_step_timeline(process)
     assert timeline is not None
-    row = plain_text(bucket_row(timeline, 10, 100, 20e6, LOOK))
+    row = plain_text(bucket_row(timeline, 10, 100, 20e6, STYLE))
     assert row.startswith("buckets   2 buckets ready ↓")
     line = row[10:]
     sync = next(piece for piece in timeline.main if piece.phase == "sync")
@@ -278,20 +280,20 @@ def test_the_last_step_shows_when_buckets_were_ready_and_what_was_exposed() -> N
     assert line.rindex("▤") == round(sync.end_ns / 20e6 * 100) - 1
     assert line.count("▤") - ("exposed ▤" in line) == pytest.approx(10.5, abs=1), "2.1 of 20 ms"
     unknown = plain_text(
-        bucket_row(timeline._replace(step=timeline.step._replace(exposed_ns=None)), 10, 100, 20e6, LOOK)
+        bucket_row(timeline._replace(step=timeline.step._replace(exposed_ns=None)), 10, 100, 20e6, STYLE)
     )
     assert "░" not in unknown
     assert "▤" not in unknown
     runs = [(BUCKET, at, 0) for at in (1_000_000, 1_000_001, 5_000_000)]
-    several = plain_text(bucket_row(timeline._replace(step=timeline.step._replace(runs=runs)), 10, 100, 20e6, LOOK))
+    several = plain_text(bucket_row(timeline._replace(step=timeline.step._replace(runs=runs)), 10, 100, 20e6, STYLE))
     assert "2" in several[10:20], "two buckets in one cell"
-    drawn = texts(panel_batch.render_panel(facts, 116, 16, LOOK))
+    drawn = texts(panel_batch.render_panel(facts, 116, 16, STYLE))
     assert sum(line.startswith("buckets ") for line in drawn) == 1
 
 
 def test_the_last_steps_of_all_ranks_leave_the_synchronized_pass_together_the_straggler_first() -> None:
     facts = facts_of(4, slow=3)
-    text = texts(panel_batch.render_panel(facts, 116, 20, LOOK))
+    text = texts(panel_batch.render_panel(facts, 116, 20, STYLE))
     first = next(at for at, row in enumerate(text) if row.startswith("last step "))
     scale, *rows = (row for row in text[first:] if not row.startswith("buckets "))
     assert [row[:6] for row in rows] == ["rank 3", "rank 0", "rank 1", "rank 2"]
@@ -316,15 +318,15 @@ def a_collective(operation: str, start: float, took: float | None, queued: float
 def test_the_collectives_of_a_sampled_step_are_drawn_from_when_they_could_begin() -> None:
     ran = (a_collective("all_reduce", 10, 2), a_collective("all_reduce", 11, 5, queued=3))
     sample = LastSample(7, 100_000_000, 20_000_000, ran)
-    row = plain_text(sample_row(sample, 10, 100, 25e6, LOOK))
+    row = plain_text(sample_row(sample, 10, 100, 25e6, STYLE))
     assert row.startswith("sampled   step 7: 2 all_reduce of 2 ranks ")
     assert row.endswith(" 20.0 ms")
     line = row[10:110]
     assert [at for at, cell in enumerate(line) if cell == "━"] == [*range(40, 48), *range(56, 64)]
     launched = LastSample(7, 100_000_000, 20_000_000, (a_collective("all_gather", 1, None),))
-    line = plain_text(sample_row(launched, 10, 100, 25e6, LOOK))[10:110]
+    line = plain_text(sample_row(launched, 10, 100, 25e6, STYLE))[10:110]
     assert line.startswith("    ↓ step 7: 1 all_gather of 2 ranks ")
-    assert "step 7: 1 all_gather  " in plain_text(sample_row(launched, 10, 30, 25e6, LOOK)), "the ranks have no room"
+    assert "step 7: 1 all_gather  " in plain_text(sample_row(launched, 10, 30, 25e6, STYLE)), "the ranks have no room"
 
 
 def test_the_ranks_of_a_collective_are_named_where_no_row_says_it() -> None:
@@ -351,5 +353,5 @@ def test_a_sampled_step_has_a_row_where_there_is_room() -> None:
     sample = LastSample(7, 100_000_000, 20_000_000, (a_collective("all_reduce", 10, 2),))
     facts = replace(facts, state=replace(facts.state, last_sample=sample))
     for height, rows in ((16, 1), (10, 0)):
-        drawn = texts(panel_batch.render_panel(facts, 116, height, LOOK))
+        drawn = texts(panel_batch.render_panel(facts, 116, height, STYLE))
         assert sum(line.startswith("sampled ") for line in drawn) == rows

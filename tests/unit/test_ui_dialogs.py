@@ -7,9 +7,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from stage import Stage, stage
 
 from dpmon.ui.dialogs import Choice, CommandPalette, Dialog, LineInput, TextPages
+from support.screen_harness import ScreenHarness, open_screen
 
 OPENERS = {
     "q": Choice,
@@ -22,7 +22,7 @@ OPENERS = {
 }
 
 
-def footer(on: Stage) -> str:
+def footer(on: ScreenHarness) -> str:
     return on.app.text()[-1]
 
 
@@ -39,7 +39,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 async def test_the_footer_names_the_keys_of_the_dialog(directory: Path) -> None:
-    async with stage(directory, size=(80, 24)) as on:
+    async with open_screen(directory, size=(80, 24)) as on:
         for opener, kind in OPENERS.items():
             await on.press(opener)
             assert isinstance(on.app.screen, kind)
@@ -53,7 +53,7 @@ async def test_the_footer_names_the_keys_of_the_dialog(directory: Path) -> None:
 
 
 async def test_a_click_on_the_footer_presses_the_key_of_the_dialog(directory: Path) -> None:
-    async with stage(directory) as on:
+    async with open_screen(directory) as on:
         await on.press("q")
         await on.until(lambda: "leave it running" in footer(on), "the dialog's keys")
         await on.pilot.click(offset=(footer(on).index("s picture"), 39))
@@ -72,7 +72,7 @@ async def test_a_click_on_the_footer_presses_the_key_of_the_dialog(directory: Pa
 async def test_dialogs_that_need_a_live_run_close_when_it_ends(
     directory: Path, opener: str, unsupervised: bool
 ) -> None:
-    async with stage(directory) as on:
+    async with open_screen(directory) as on:
         await on.press(opener)
         assert isinstance(on.app.screen, Choice)
         if unsupervised:  # the command has ended, and no process records its exit
@@ -89,7 +89,7 @@ async def test_dialogs_that_need_a_live_run_close_when_it_ends(
 
 async def test_a_line_that_is_being_typed_stays_and_is_not_sent(directory: Path) -> None:
     fd = os.open(directory / "input.fifo", os.O_RDWR | os.O_NONBLOCK)
-    async with stage(directory) as on:
+    async with open_screen(directory) as on:
         await on.press("i", "y", "e")
         on.end(0)
         dialog = on.app.screen
@@ -107,7 +107,7 @@ async def test_a_line_that_is_being_typed_stays_and_is_not_sent(directory: Path)
 
 
 async def test_the_list_of_commands_changes_at_the_end(directory: Path) -> None:
-    async with stage(directory) as on:
+    async with open_screen(directory) as on:
         await on.press("colon")
         dialog = on.app.screen
         assert isinstance(dialog, CommandPalette)
@@ -130,7 +130,7 @@ async def test_enter_does_the_marked_command_or_none(tmp_path: Path, chosen: int
     def commands(keys: list[str]) -> list[tuple[str, str, str]]:
         return [(key, f"do {key}", f"action_{key}") for key in keys]
 
-    async with stage(tmp_path) as on:
+    async with open_screen(tmp_path) as on:
         possible = commands(["a", "b"])
         dialog = CommandPalette(lambda: possible, on.app.look)
         on.app.push_screen(dialog, answers.append)
@@ -147,7 +147,7 @@ async def test_enter_does_the_marked_command_or_none(tmp_path: Path, chosen: int
 
 @pytest.mark.parametrize("opener", ["e", "slash", "question_mark", "r"])
 async def test_dialogs_that_are_useful_after_the_end_stay_open(directory: Path, opener: str) -> None:
-    async with stage(directory) as on:
+    async with open_screen(directory) as on:
         await on.shows("○ quiet")
         await on.press(opener)
         await on.until(lambda: isinstance(on.app.screen, Dialog), "the dialog")
@@ -163,7 +163,7 @@ async def test_dialogs_that_are_useful_after_the_end_stay_open(directory: Path, 
 
 
 async def test_a_dialog_in_a_terminal_that_becomes_tiny(directory: Path) -> None:
-    async with stage(directory) as on:
+    async with open_screen(directory) as on:
         for opener in OPENERS:
             await on.press(opener)
             await on.until(lambda: isinstance(on.app.screen, Dialog), "the dialog")
@@ -178,7 +178,7 @@ async def test_a_dialog_in_a_terminal_that_becomes_tiny(directory: Path) -> None
 
 @pytest.mark.parametrize("opener", ["e", "i", "colon"])
 async def test_the_runs_directory_vanishes_under_a_dialog(directory: Path, opener: str) -> None:
-    async with stage(directory) as on:
+    async with open_screen(directory) as on:
         await on.press(opener)
         shutil.rmtree(directory)
         looks = on.reader.looks

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import random
+import time
 
 import pytest
-from sizes import size
 from textual import events
 from textual.message import Message
 
 from dpmon.ui import terminal_driver as module
 from dpmon.ui.terminal_driver import _CUT_LOOKS, _ESCAPE_LOOKS, ExitHandlers, TerminalDriver, _InputParser
+from support.run_harness import scaled_size
 
 SOON, LATER, END = [b""] * (_ESCAPE_LOOKS - 1), [b""] * (_ESCAPE_LOOKS + 1), [b""] * _CUT_LOOKS
 """Looks without input: before an escape is a key, after that, and until an open sequence is dropped."""
@@ -109,7 +110,7 @@ PARTS = [
 @pytest.mark.parametrize("seed", range(10))
 def test_after_any_input_the_next_key_works(seed: int) -> None:
     chance = random.Random(seed)
-    for _ in range(size(50, 5000)):
+    for _ in range(scaled_size(50, 5000)):
         pieces = []
         for _ in range(chance.randrange(1, 60)):
             data = chance.choice(PARTS) if chance.random() < 0.7 else chance.randbytes(chance.randrange(1, 200))
@@ -176,7 +177,7 @@ def test_a_terminal_that_takes_no_output_for_a_moment_is_restored(monkeypatch: p
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     os.write(writing, bytes(1 << 20))
-    monkeypatch.setattr(module.time, "sleep", lambda _: os.read(reading, 1 << 20))
+    monkeypatch.setattr(time, "sleep", lambda _: os.read(reading, 1 << 20))
     module._write(writing, module._RESTORE)
     assert os.read(reading, 1 << 20) == module._RESTORE
     os.close(reading)

@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from stage import LOOK, FakeReader
-from synthetic import SECOND, Training, decoded
 
 from dpmon.errors import HistoryError
 from dpmon.model.run_snapshot import MANY, Process, RunSnapshot
@@ -22,6 +21,9 @@ from dpmon.ui.panels.panel_output import OutputView
 from dpmon.ui.screen_data import ScreenData, View, describe_activity
 from dpmon.ui.screen_painter import paint_screen
 from dpmon.ui.styled_rows import plain_text
+from support.record_builders import SECOND, Training, records_of_rows
+from support.screen_harness import FakeReader
+from support.screen_states import STYLE
 
 
 @pytest.fixture(autouse=True)
@@ -31,13 +33,13 @@ def _without_rests(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def feed_of(directory: Path, reader: FakeReader, clock: Callable[[], int] = time.monotonic_ns) -> LiveRun:
-    return LiveRun(directory, lambda: reader, clock, reader.open_store)
+    return LiveRun(directory, reader.as_reader, clock, reader.open_store)
 
 
 def test_the_last_picture_has_all_that_was_recorded_and_how_it_ended(tmp_path: Path) -> None:
     training = Training()
     reader = FakeReader(tmp_path)
-    reader.new = decoded([*training.begin(), *training.run(400)])
+    reader.new = records_of_rows([*training.begin(), *training.run(400)])
     cause = "rank 1: RuntimeError: broke (train.py:12)"
     reader.ended = ExitInfo(3, None, 1.7e9, 9 * SECOND, 9.0, "supervisor", cause=cause)
     feed = feed_of(tmp_path, reader)
@@ -53,7 +55,7 @@ def test_the_last_picture_has_all_that_was_recorded_and_how_it_ended(tmp_path: P
 
 def test_a_history_that_cannot_be_read_leaves_the_picture_as_it_was(tmp_path: Path) -> None:
     reader = FakeReader(tmp_path)
-    reader.new = decoded(Training().run(40))
+    reader.new = records_of_rows(Training().run(40))
     feed = feed_of(tmp_path, reader)
     feed.start()
     feed.refresh()
@@ -77,7 +79,7 @@ SILENT = re.compile(r"quiet|no step has ended|first batch|first call|no call yet
 
 def drawn(feed: LiveRun, width: int, height: int) -> str:
     return "\n".join(
-        plain_text(row) for row in paint_screen(feed.build_screen_data(View()), OutputView(), width, height, LOOK)
+        plain_text(row) for row in paint_screen(feed.build_screen_data(View()), OutputView(), width, height, STYLE)
     )
 
 
@@ -86,7 +88,7 @@ def test_unread_records_do_not_count_as_silence(tmp_path: Path, size: tuple[int,
     training = Training(start_ns=5 * SECOND)
     (tmp_path / "process-0.ring").touch()
     reader = FakeReader(tmp_path)
-    reader.new = decoded([*training.begin(), *training.run(400)])
+    reader.new = records_of_rows([*training.begin(), *training.run(400)])
     now = reader.info.start_ns + training.now + 67 * SECOND
     feed = feed_of(tmp_path, reader, lambda: now)
     text = drawn(feed, *size)
@@ -114,7 +116,7 @@ def test_the_title_is_the_name_that_the_user_gave(
 def test_a_new_time_range_is_read_immediately(tmp_path: Path) -> None:
     training = Training(step_ns=SECOND)
     reader = FakeReader(tmp_path)
-    reader.new = decoded([*training.begin(), *training.run(100)])
+    reader.new = records_of_rows([*training.begin(), *training.run(100)])
     feed = feed_of(tmp_path, reader)
     feed.start()
     feed.refresh()
@@ -127,7 +129,7 @@ def test_a_new_time_range_is_read_immediately(tmp_path: Path) -> None:
     assert steps(feed.build_screen_data(View(span_s=0))) == 100
     frozen = feed.build_screen_data(View(span_s=0))
     training.defined.clear()
-    reader.new = decoded(training.run(50))
+    reader.new = records_of_rows(training.run(50))
     feed.refresh()
     assert steps(feed.build_screen_data(View(span_s=0))) == 150
     still = feed.with_view(replace(frozen, now_ns=training.now - 48 * SECOND), View(span_s=30))
@@ -150,7 +152,7 @@ def test_a_slow_training_after_another_one_is_not_waited_for_once_it_steps(tmp_p
     first = Training(start_ns=5 * SECOND, step_ns=20 * SECOND)
     second = Training(process=1, step_ns=20 * SECOND, seed=2)
     reader = FakeReader(tmp_path)
-    reader.new = decoded([*first.begin(), *first.run(4)])
+    reader.new = records_of_rows([*first.begin(), *first.run(4)])
     second.now = first.now + 9 * SECOND
     now = reader.info.start_ns + second.now
     feed = feed_of(tmp_path, reader, lambda: now)
@@ -159,7 +161,7 @@ def test_a_slow_training_after_another_one_is_not_waited_for_once_it_steps(tmp_p
     reader.startup_stage = lambda: ("torch imported", reader.info.start_ns + first.now + 8 * SECOND)  # type: ignore[method-assign]
     feed.refresh()
     assert describe_activity(feed.build_screen_data(View())).detail == "waiting for the first step, 1 s"
-    reader.new = decoded([*second.begin(), *second.run(1)], 1)
+    reader.new = records_of_rows([*second.begin(), *second.run(1)], 1)
     reader.doing = {0: ("ended", 0), 1: ("backward", 0)}
     now = reader.info.start_ns + second.now
     feed.refresh()
@@ -177,7 +179,12 @@ def test_the_state_of_very_many_ranks_is_read_in_every_other_second(
     reads: list[float] = []
     for count, times in ((1, [0.0, 1.0, 2.0, 3.0, 4.0]), (MANY + 1, [5.0, 7.0, 9.0])):
         state = RunSnapshot(processes={number: Process(number) for number in range(count)})
-        monkeypatch.setattr(feed, "_build_snapshot", lambda *_, state=state: (reads.append(now[0]), state)[1])
+
+        def build(*_: Any, state: RunSnapshot = state) -> RunSnapshot:
+            reads.append(now[0])
+            return state
+
+        monkeypatch.setattr(feed, "_build_snapshot", build)
         reads.clear()
         for _ in range(5):
             feed.refresh()

@@ -16,18 +16,11 @@ from string import ascii_letters, digits
 from typing import Any
 
 import pytest
-from joined import joined_ranks
-from many_nodes import ManyNodes
-from recorded import linear_run
-from situations import INFO, LOOK, MONO_ASCII, exit_of, focused, with_process
-from stored import state_of
-from stuck_ranks import after_stall, ended_in_stall, stalled, stalled_in_playback
-from synthetic import SECOND, Training, decoded, host_event, whole_device_event
-from test_ui_panel_progress import FINDINGS, epochs, losses
 
 from dpmon.model.epoch_progress import Progress
 from dpmon.model.finding_text import Finding
 from dpmon.model.run_snapshot import WORST
+from dpmon.record.history_rows import Row as RecordedRow
 from dpmon.record.record_types import Call, Event, Record
 from dpmon.ui.panel_view import to_ascii_row
 from dpmon.ui.panels.panel_output import OutputView
@@ -35,18 +28,38 @@ from dpmon.ui.screen_data import LookBack, PlaybackPosition, ScreenData, View
 from dpmon.ui.screen_painter import paint_panels, places
 from dpmon.ui.styled_rows import Row, plain_text
 from dpmon.ui.terminal_style import TerminalStyle
+from support.history_builders import read_linear_run, snapshot_of_records
+from support.rank_builders import ManyNodes, record_ddp_ranks
+from support.record_builders import SECOND, Training, host_event, records_of_rows, whole_device_event
+from support.screen_states import (
+    MONO_ASCII,
+    RUN_INFO,
+    STYLE,
+    TWO_FINDINGS,
+    exit_info_of,
+    loss_curve,
+    progress_in_epochs,
+    screen_after_stall,
+    screen_ended_in_stall,
+    screen_in_stall,
+    screen_in_stall_playback,
+    shown_process,
+    with_process,
+)
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 PANELS = ("devices", "replicas", "batch", "compare", "progress")
 
 
-def memory(training: Training, peaks: list[dict[str, Any]]) -> bytes:
+def memory(training: Training, peaks: list[dict[str, Any]]) -> Event:
     return Event("memory", {"process": 0, "rank": None, "t_s": training.now / SECOND, "devices": peaks})
 
 
 def starting() -> ScreenData:
-    info = replace(INFO, options={"mode": "auto", "replicas": 2})
-    return ScreenData(state_of([host_event(1.0)]), 3 * SECOND, info, stage=("importing torch", SECOND), alive=True)
+    info = replace(RUN_INFO, options={"mode": "auto", "replicas": 2})
+    return ScreenData(
+        snapshot_of_records([host_event(1.0)]), 3 * SECOND, info, stage=("importing torch", SECOND), alive=True
+    )
 
 
 @lru_cache(maxsize=16)
@@ -67,10 +80,10 @@ def gpus(count: int, *, both: bool = False, replicas: int | None = None, batch: 
         peaks = [*peaks, *({"device": d, "peak_bytes": 1 << 30, "peak_after_step": 2100} for d in devices[1:])]
         payloads.append(memory(training, peaks))
     payloads += samples(count, len(devices))
-    return ScreenData(state_of(payloads, slowest=8), training.now, INFO, alive=True, can_toggle=True)
+    return ScreenData(snapshot_of_records(payloads, slowest=8), training.now, RUN_INFO, alive=True, can_toggle=True)
 
 
-def samples(count: int, ours: int, least_gib: int = 20) -> list[bytes]:
+def samples(count: int, ours: int, least_gib: int = 20) -> list[RecordedRow]:
     """Return the samples of GPUs, `ours` of them used by the run. They hold more each second."""
     return [
         whole_device_event(
@@ -91,8 +104,8 @@ def samples(count: int, ours: int, least_gib: int = 20) -> list[bytes]:
 @lru_cache(maxsize=4)
 def ranks(count: int) -> ScreenData:
     """Return ranks, one of them with long data waits."""
-    recording, now = joined_ranks(count, slow=min(5, count - 1), phase="data", steps=160)
-    return ScreenData(recording.state(), now, INFO, alive=True)
+    recording, now = record_ddp_ranks(count, slow=min(5, count - 1), phase="data", steps=160)
+    return ScreenData(recording.state(), now, RUN_INFO, alive=True)
 
 
 @lru_cache(maxsize=4)
@@ -106,7 +119,7 @@ def nodes(count: int, *, trouble: bool = True) -> ScreenData:
         run.node(3, "connected", heard_ns=37 * SECOND)
         run.node(5, "refused", "it has no dpmon", 1.0)
     now_ns = (42 if trouble else 30) * SECOND + SECOND // 4
-    return ScreenData(run.state(waits=True, worst=WORST), now_ns, INFO, alive=True)
+    return ScreenData(run.state(waits=True, worst=WORST), now_ns, RUN_INFO, alive=True)
 
 
 def looked_back() -> ScreenData:
@@ -119,14 +132,14 @@ def looked_back() -> ScreenData:
 
 def changing_ranks() -> ScreenData:
     """Return eight ranks on the full screen; another one becomes the slowest after half of the time."""
-    recording, now = joined_ranks(8, slow=2, steps=1000, then=(500, 5))
+    recording, now = record_ddp_ranks(8, slow=2, steps=1000, then=(500, 5))
     state = recording.state(waits=True)
-    return ScreenData(state, now, INFO, View("replicas", "replicas"), alive=True)
+    return ScreenData(state, now, RUN_INFO, View("replicas", "replicas"), alive=True)
 
 
 @lru_cache(maxsize=1)
 def _linear() -> tuple[Record, ...]:
-    return tuple(linear_run())
+    return tuple(read_linear_run())
 
 
 @lru_cache(maxsize=4)
@@ -134,15 +147,17 @@ def recorded(part: float, span_s: int = 120) -> ScreenData:
     """Return the recorded run after this part of it, with a time range."""
     records = _linear()
     shown = records[: int(len(records) * part)]
-    state = state_of(shown, span_s=span_s)
-    return ScreenData(state, state.newest_ns, INFO, alive=True, can_toggle=True)
+    state = snapshot_of_records(shown, span_s=span_s)
+    return ScreenData(state, state.newest_ns, RUN_INFO, alive=True, can_toggle=True)
 
 
 def one_device() -> ScreenData:
     """Return a script that never trained in dp."""
     training = Training(mode="single", devices=("cpu:0",), via=None)
     samples = [host_event(float(t), cpu_pct=40.0 + t * 7 % 50) for t in range(10)]
-    return ScreenData(state_of([*training.begin(), *training.run(3000), *samples]), training.now, INFO, alive=True)
+    return ScreenData(
+        snapshot_of_records([*training.begin(), *training.run(3000), *samples]), training.now, RUN_INFO, alive=True
+    )
 
 
 def changed_often() -> ScreenData:
@@ -154,7 +169,9 @@ def changed_often() -> ScreenData:
         payloads += [*training.switch("dp"), *training.run(200)]
         training.step_ns = 16_000_000
         payloads += [*training.switch("single"), *training.run(150)]
-    return ScreenData(state_of(payloads, changes=True), training.now, INFO, View("compare", "compare"), alive=True)
+    return ScreenData(
+        snapshot_of_records(payloads, changes=True), training.now, RUN_INFO, View("compare", "compare"), alive=True
+    )
 
 
 def evaluated() -> ScreenData:
@@ -162,11 +179,11 @@ def evaluated() -> ScreenData:
     training = Training(mode="single", devices=("cpu:0",), via=None)
     payloads = [*training.begin(), *training.run(300)]
     payloads.append(training.mode_event("user", "a module compiled by torch.compile cannot be replicated"))
-    first = len(decoded(payloads))
-    records = decoded([*payloads, *training.run(20)])
+    first = len(records_of_rows(payloads))
+    records = records_of_rows([*payloads, *training.run(20)])
     seen = [replace(one, training=False, grad=False) if index >= first and isinstance(one, Call) else one
             for index, one in enumerate(records)]  # fmt: skip
-    return ScreenData(state_of(seen), training.now, INFO, alive=True, can_toggle=True)
+    return ScreenData(snapshot_of_records(seen), training.now, RUN_INFO, alive=True, can_toggle=True)
 
 
 def learning(progress: Progress | None = None, **changes: Any) -> ScreenData:
@@ -176,8 +193,8 @@ def learning(progress: Progress | None = None, **changes: Any) -> ScreenData:
 
 def learned(facts: ScreenData, progress: Progress | None = None, bad: int | None = None, **changes: Any) -> ScreenData:
     """Return the facts with epochs and a loss of each second."""
-    facts, found = with_process(facts, progress=progress or epochs()), losses(bad=bad)
-    begin_s = focused(facts).began_ns // SECOND
+    facts, found = with_process(facts, progress=progress or progress_in_epochs()), loss_curve(bad=bad)
+    begin_s = shown_process(facts).began_ns // SECOND
     points = tuple(point._replace(second=point.second + begin_s) for point in found.points)
     points = tuple(point for point in points if point.second <= facts.now_ns // SECOND)
     return replace(facts, state=replace(facts.state, losses=(replace(found, points=points),)), **changes)
@@ -187,20 +204,20 @@ def one_gpu() -> ScreenData:
     """Return a script that trains on one GPU, whose memory is almost full."""
     training = Training(mode="single", devices=("cuda:0",), via=None, virtual=False, step_ns=16_000_000)
     records = [*training.begin(), *training.run(4000), *samples(1, 1, 102)]
-    return learned(ScreenData(state_of(records, slowest=8), training.now, INFO, alive=True))
+    return learned(ScreenData(snapshot_of_records(records, slowest=8), training.now, RUN_INFO, alive=True))
 
 
 @lru_cache(maxsize=2)
 def ranks_on_gpus(count: int) -> ScreenData:
     """Return ranks on eight GPUs, after 26 s; another one becomes the slowest after half of the time."""
-    recording, now = joined_ranks(count, slow=2, phase="data", steps=12_000 // count, then=(6000 // count, 5))
+    recording, now = record_ddp_ranks(count, slow=2, phase="data", steps=12_000 // count, then=(6000 // count, 5))
     state = replace(recording.state(waits=True, slowest=8), devices=gpus(8).state.devices)
-    return learned(ScreenData(state, now, INFO, alive=True))
+    return learned(ScreenData(state, now, RUN_INFO, alive=True))
 
 
 def stalled_on_gpus() -> ScreenData:
     """Return a stall of eight ranks on GPUs."""
-    facts = stalled(8)
+    facts = screen_in_stall(8)
     return replace(facts, state=replace(facts.state, devices=gpus(8).state.devices))
 
 
@@ -212,11 +229,11 @@ def played_back() -> ScreenData:
 
 def happened() -> ScreenData:
     """Return such a run after its end."""
-    over = exit_of(1, None, 107 * SECOND)
+    over = exit_info_of(1, None, 107 * SECOND)
     why = "RuntimeError: no such token: 17 (train.py:88)"
     failed = Finding("failed", f"An exception ended the run: {why}.", "", "read the traceback at the end", 1.0)
-    ended = {"ended": over, "alive": False, "can_toggle": False, "last_line": why, "findings": (failed, *FINDINGS)}
-    return learning(epochs(left_ns=None, error_ns=None), **ended)
+    ended = {"ended": over, "alive": False, "can_toggle": False, "last_line": why, "findings": (failed, *TWO_FINDINGS)}
+    return learning(progress_in_epochs(left_ns=None, error_ns=None), **ended)
 
 
 SCENES: dict[str, Callable[[], ScreenData]] = {
@@ -235,48 +252,52 @@ SIZES = ((80, 24), (120, 40), (160, 50), (200, 60))
 
 
 SITUATIONS: dict[str, tuple[Callable[[], ScreenData], int, int, TerminalStyle]] = {
-    **{f"{name} {w}x{h}": (make, w, h, LOOK) for name, make in SCENES.items() for w, h in SIZES},
-    "dp over 64 120x40": (lambda: gpus(8, replicas=64), 120, 40, LOOK),
-    "toggled to single 120x40": (lambda: recorded(0.6), 120, 40, LOOK),
-    "one device 120x40": (one_device, 120, 40, LOOK),
-    "one device 80x24": (one_device, 80, 24, LOOK),
+    **{f"{name} {w}x{h}": (make, w, h, STYLE) for name, make in SCENES.items() for w, h in SIZES},
+    "dp over 64 120x40": (lambda: gpus(8, replicas=64), 120, 40, STYLE),
+    "toggled to single 120x40": (lambda: recorded(0.6), 120, 40, STYLE),
+    "one device 120x40": (one_device, 120, 40, STYLE),
+    "one device 80x24": (one_device, 80, 24, STYLE),
     "comparison 80x24 zoomed": (
-        lambda: replace(gpus(4, both=True), view=View("compare", "compare")), 80, 24, LOOK,
+        lambda: replace(gpus(4, both=True), view=View("compare", "compare")), 80, 24, STYLE,
     ),
-    "changed often 120x50": (changed_often, 120, 50, LOOK),
+    "changed often 120x50": (changed_often, 120, 50, STYLE),
     "changed often 80x24 ascii": (changed_often, 80, 24, MONO_ASCII),
-    "no GPU 120x40": (lambda: recorded(1.0), 120, 40, LOOK),
-    "no GPU 80x24": (lambda: recorded(1.0), 80, 24, LOOK),
+    "no GPU 120x40": (lambda: recorded(1.0), 120, 40, STYLE),
+    "no GPU 80x24": (lambda: recorded(1.0), 80, 24, STYLE),
     "no GPU 120x40 ascii": (lambda: recorded(1.0), 120, 40, MONO_ASCII),
-    "batch zoomed 120x40": (lambda: replace(recorded(1.0, 0), view=View("batch", "batch", span_s=0)), 120, 40, LOOK),
+    "batch zoomed 120x40": (lambda: replace(recorded(1.0, 0), view=View("batch", "batch", span_s=0)), 120, 40, STYLE),
     "failed 120x40": (
-        lambda: replace(recorded(0.3), ended=exit_of(1, None, 9 * SECOND), can_toggle=False),
-        120, 40, LOOK,
+        lambda: replace(recorded(0.3), ended=exit_info_of(1, None, 9 * SECOND), can_toggle=False),
+        120, 40, STYLE,
     ),
-    "16 GPUs 120x40": (lambda: gpus(16, replicas=8), 120, 40, LOOK),
-    "devices zoomed 120x40": (lambda: replace(gpus(2), view=View("devices", "devices")), 120, 40, LOOK),
+    "16 GPUs 120x40": (lambda: gpus(16, replicas=8), 120, 40, STYLE),
+    "devices zoomed 120x40": (lambda: replace(gpus(2), view=View("devices", "devices")), 120, 40, STYLE),
     "devices zoomed 80x24 ascii": (lambda: replace(gpus(2), view=View("devices", "devices")), 80, 24, MONO_ASCII),
     "progress 80x24 ascii": (learning, 80, 24, MONO_ASCII),
-    "ranks 120x40": (lambda: ranks(4), 120, 40, LOOK),
-    "ranks 80x24": (lambda: ranks(4), 80, 24, LOOK),
-    "looked back 120x40": (looked_back, 120, 40, LOOK),
-    "ranks over time 120x40": (changing_ranks, 120, 40, LOOK),
+    "ranks 120x40": (lambda: ranks(4), 120, 40, STYLE),
+    "ranks 80x24": (lambda: ranks(4), 80, 24, STYLE),
+    "looked back 120x40": (looked_back, 120, 40, STYLE),
+    "ranks over time 120x40": (changing_ranks, 120, 40, STYLE),
     "ranks over time 80x24 ascii": (changing_ranks, 80, 24, MONO_ASCII),
     **{
-        f"nodes {count} {width}x{height}": (partial(nodes, count, trouble=count > 2), width, height, LOOK)
+        f"nodes {count} {width}x{height}": (partial(nodes, count, trouble=count > 2), width, height, STYLE)
         for count in (2, 16, 125)
         for width, height in ((80, 24), (120, 40))
     },
     "nodes 16 80x24 ascii": (lambda: nodes(16), 80, 24, MONO_ASCII),
-    "evaluated and refused 120x40": (evaluated, 120, 40, LOOK),
+    "evaluated and refused 120x40": (evaluated, 120, 40, STYLE),
     **{
-        f"stall of {count} {name} {width}x{height}": (partial(make, count), width, height, LOOK)
-        for name, make in (("live", stalled), ("in playback", stalled_in_playback), ("at the end", ended_in_stall))
+        f"stall of {count} {name} {width}x{height}": (partial(make, count), width, height, STYLE)
+        for name, make in (
+            ("live", screen_in_stall),
+            ("in playback", screen_in_stall_playback),
+            ("at the end", screen_ended_in_stall),
+        )
         for count in (2, 8)
         for width, height in ((80, 24), (120, 40))
     },
-    "stall of 2 live 80x24 ascii": (lambda: stalled(2), 80, 24, MONO_ASCII),
-    "stall before 120x40": (after_stall, 120, 40, LOOK),
+    "stall of 2 live 80x24 ascii": (lambda: screen_in_stall(2), 80, 24, MONO_ASCII),
+    "stall before 120x40": (screen_after_stall, 120, 40, STYLE),
 }  # fmt: skip
 
 
@@ -323,7 +344,7 @@ def test_no_picture_is_left_of_a_situation_that_is_gone() -> None:
 
 
 def test_the_recorded_run_is_read_completely_and_in_order() -> None:
-    state = state_of(_linear())
+    state = snapshot_of_records(_linear())
     process = state.representative
     assert process is not None
     assert process.last_step is not None

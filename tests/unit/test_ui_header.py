@@ -7,51 +7,60 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from joined import joined_ranks
-from situations import INFO, LOOK, exit_of, facts_of, focused, text_of, with_process
-from stage import stage
-from stored import state_of
-from stuck_ranks import stalled, stalled_in_playback
-from synthetic import SECOND, Training
-from test_ui_panel_progress import epochs
 
 from dpmon.ui.footer import current_key_hints
 from dpmon.ui.panels.panel_status import render_panel
 from dpmon.ui.screen_data import LookBack, ScreenData, View, describe_activity
 from dpmon.ui.styled_rows import plain_text
+from support.history_builders import snapshot_of_records
+from support.rank_builders import record_ddp_ranks
+from support.record_builders import SECOND, Training
+from support.screen_harness import open_screen
+from support.screen_states import (
+    RUN_INFO,
+    STYLE,
+    exit_info_of,
+    progress_in_epochs,
+    screen_data_of,
+    screen_in_stall,
+    screen_in_stall_playback,
+    screen_text,
+    shown_process,
+    with_process,
+)
 
 
 def head(facts: ScreenData, width: int = 120, height: int = 2) -> list[str]:
-    return [plain_text(row).strip() for row in render_panel(facts, width, height, LOOK)]
+    return [plain_text(row).strip() for row in render_panel(facts, width, height, STYLE)]
 
 
 def ranks(**changes: Any) -> ScreenData:
-    recording, now = joined_ranks(4, slow=1, phase="data", steps=160)
-    return replace(ScreenData(recording.state(), now, INFO, alive=True), **changes)
+    recording, now = record_ddp_ranks(4, slow=1, phase="data", steps=160)
+    return replace(ScreenData(recording.state(), now, RUN_INFO, alive=True), **changes)
 
 
 def slow_loader(share: int, steps: int = 400) -> ScreenData:
     """Return a run whose data phase takes `share` per cent of its steps."""
     training = Training(mode="single", devices=("cpu:0",), via=None, step_ns=20_000_000)
     training.shares["single"] = {"data": share, "rest": 50 - share // 2, "backward": 50 - share // 2, "optimizer": 0}
-    return facts_of(training, steps)
+    return screen_data_of(training, steps)
 
 
 def test_a_slow_loader_is_named_while_the_training_goes_on() -> None:
     facts = slow_loader(86)
-    assert focused(facts).settled.steps > 100
+    assert shown_process(facts).settled.steps > 100
     assert head(facts)[1].startswith("▸ waits for data: 85% of the time of its steps")
     assert any(row.startswith("▸ waits for data: 85%") for row in head(facts, 80, 3))
     for other in (slow_loader(10), slow_loader(86, 20)):
         assert "waits for data" not in "".join(head(other)), "less than a fifth, or too few steps"
-    over = replace(facts, ended=exit_of(0, None, facts.now_ns), alive=False)
+    over = replace(facts, ended=exit_info_of(0, None, facts.now_ns), alive=False)
     assert "waits for data" not in "".join(head(over))
 
 
 def test_a_straggler_is_named_before_the_loader() -> None:
     facts = ranks()
     data = slow_loader(86)
-    facts = with_process(facts, settled=focused(data).settled)
+    facts = with_process(facts, settled=shown_process(data).settled)
     assert head(facts)[1].startswith("▸ others wait for rank 1: ")
     assert head(replace(facts, state=replace(facts.state, communication=None)))[1].startswith("▸ rank 0 waits for data")
 
@@ -59,22 +68,22 @@ def test_a_straggler_is_named_before_the_loader() -> None:
 @pytest.mark.parametrize("changes", [{"ending": True}, {"activities": dict.fromkeys(range(4), ("ended", 0))}])
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
 def test_at_the_end_no_time_is_left_and_no_rank_is_waited_for(changes: dict[str, Any], size: tuple[int, int]) -> None:
-    running = with_process(ranks(), progress=epochs())
-    text = text_of(running, *size)
+    running = with_process(ranks(), progress=progress_in_epochs())
+    text = screen_text(running, *size)
     assert "2 min 10 s left" in text
     assert "others wait for rank 1" in text
-    text = text_of(replace(running, **changes), *size)
+    text = screen_text(replace(running, **changes), *size)
     assert "ending" in text
     for word in (" left", "others wait for rank", "holds the others up"):
         assert word not in text
 
 
-@pytest.mark.parametrize("facts", [stalled(2), stalled_in_playback(2)], ids=["live", "in playback"])
+@pytest.mark.parametrize("facts", [screen_in_stall(2), screen_in_stall_playback(2)], ids=["live", "in playback"])
 def test_a_stall_keeps_epoch_and_batch_without_a_time_left(facts: ScreenData) -> None:
-    facts = with_process(facts, progress=epochs())
+    facts = with_process(facts, progress=progress_in_epochs())
     assert head(facts, 80, 3)[2].startswith("epoch 3 · ")
     for size in ((80, 24), (120, 40)):
-        text = text_of(facts, *size)
+        text = screen_text(facts, *size)
         assert "epoch 3" in text
         assert "412/1,563" in text
         assert " left" not in text
@@ -86,7 +95,7 @@ def test_where_a_waiting_rank_stands_is_not_said_to_be_the_trainings_place() -> 
     doing = dict.fromkeys(range(4), ("backward", later - 11 * SECOND))
     assert describe_activity(replace(waiting, now_ns=later, activities=doing)).detail == "no step for 11 s"
     alone = slow_loader(10)
-    later = focused(alone).seen_ns + 11 * SECOND
+    later = shown_process(alone).seen_ns + 11 * SECOND
     doing = {0: ("backward", later - 11 * SECOND)}
     assert describe_activity(replace(alone, now_ns=later, activities=doing)).detail == "in backward 11 s"
 
@@ -94,14 +103,19 @@ def test_where_a_waiting_rank_stands_is_not_said_to_be_the_trainings_place() -> 
 def test_an_evaluation_shows_its_own_batches_and_no_rate_of_the_training() -> None:
     training = Training(mode="single", devices=("cpu:0",), via=None)
     rows = [*training.begin(), *training.run(300)]
-    assert "samples/s" in head(with_process(ScreenData(state_of(rows), training.now, INFO), progress=epochs()))[0]
+    assert (
+        "samples/s"
+        in head(
+            with_process(ScreenData(snapshot_of_records(rows), training.now, RUN_INFO), progress=progress_in_epochs())
+        )[0]
+    )
     rows += [*training.step(evaluates=True), *training.step(evaluates=True)]
-    facts = ScreenData(state_of(rows), training.now, INFO, alive=True)
-    facts = with_process(facts, progress=epochs(evaluated=12, evaluated_of=40))
+    facts = ScreenData(snapshot_of_records(rows), training.now, RUN_INFO, alive=True)
+    facts = with_process(facts, progress=progress_in_epochs(evaluated=12, evaluated_of=40))
     assert "evaluating 12/40" in head(facts)[0]
     for gone in ("samples/s", "412/1,563", "took", "left"):
         assert gone not in head(facts)[0]
-    unknown = with_process(facts, progress=epochs())
+    unknown = with_process(facts, progress=progress_in_epochs())
     assert "samples/s" not in head(unknown)[0]
 
 
@@ -120,7 +134,7 @@ def test_a_look_back_at_a_run_that_is_over_offers_no_stop_and_counts_no_time() -
 
 
 async def test_after_the_end_the_keys_look_back_and_say_what_was_not_there(tmp_path: Path) -> None:
-    async with stage(tmp_path, steps=2000) as on:
+    async with open_screen(tmp_path, steps=2000) as on:
         on.end()
         await on.shows("finished")
         await on.press("w")

@@ -13,9 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kept import keep
-from stage import Stage, stage
-from synthetic import SECOND, Training
 from textual import events
 
 from dpmon.record.record_types import Event
@@ -30,6 +27,9 @@ from dpmon.ui.scenes import ARRANGEMENTS, DP
 from dpmon.ui.screen_data import PANELS, View
 from dpmon.ui.styled_rows import plain_text
 from dpmon.ui.terminal_style import make_style
+from support.history_builders import write_run_directory
+from support.record_builders import SECOND, Training
+from support.screen_harness import ScreenHarness, open_screen
 
 
 def test_every_action_that_is_bound_exists() -> None:
@@ -55,7 +55,7 @@ def test_arrows_reach_every_panel_that_is_on_the_screen(size: tuple[int, int]) -
 
 
 async def test_the_time_range_and_the_refresh_change_and_say_so(tmp_path: Path) -> None:
-    async with stage(tmp_path) as on:
+    async with open_screen(tmp_path) as on:
         await on.press("right_square_bracket")
         await on.shows("time range: 10 min")
         assert on.app.view.span_s == 600
@@ -74,7 +74,7 @@ async def test_the_time_range_and_the_refresh_change_and_say_so(tmp_path: Path) 
 
 
 async def test_a_key_goes_through_all_themes(tmp_path: Path) -> None:
-    async with stage(tmp_path) as on:
+    async with open_screen(tmp_path) as on:
         colors = []
         for theme in ("light", "color-blind", "mono", "ascii", "dark"):
             await on.press("t")
@@ -89,7 +89,7 @@ async def test_a_key_goes_through_all_themes(tmp_path: Path) -> None:
 
 
 async def test_a_picture_is_saved_and_never_overwrites(tmp_path: Path) -> None:
-    async with stage(tmp_path) as on:
+    async with open_screen(tmp_path) as on:
         await on.shows("○ quiet")
         await on.press("s")
         await on.shows("picture: dpmon-")
@@ -103,7 +103,7 @@ async def test_a_picture_is_saved_and_never_overwrites(tmp_path: Path) -> None:
 
 
 async def test_a_picture_of_a_dialog_has_the_dialog(tmp_path: Path) -> None:
-    async with stage(tmp_path) as on:
+    async with open_screen(tmp_path) as on:
         await on.shows("○ quiet")
         openers = {"question_mark": ("s", "Help"), "x": ("s", "Stop the training?"), "colon": ("ctrl+s", "What can be")}
         for number, (opener, (key, word)) in enumerate(openers.items(), 1):
@@ -124,7 +124,7 @@ async def test_a_picture_of_a_dialog_has_the_dialog(tmp_path: Path) -> None:
 async def test_a_dialog_that_covers_the_message_says_itself_where_the_picture_is(
     tmp_path: Path, size: tuple[int, int]
 ) -> None:
-    async with stage(tmp_path, size) as on:
+    async with open_screen(tmp_path, size) as on:
         await on.press("question_mark")
         dialog = on.app.screen
         assert isinstance(dialog, TextPages)
@@ -143,14 +143,14 @@ async def test_a_picture_goes_into_the_run_where_the_directory_cannot_be_written
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir("/proc")
-    async with stage(tmp_path) as on:
+    async with open_screen(tmp_path) as on:
         await on.press("s")
         await on.until(lambda: len(list(tmp_path.glob("dpmon-*.svg"))) == 1, "the file in the run")
         await on.shows(f"picture: {tmp_path}/dpmon-")
 
 
 async def test_an_export_or_a_report_that_fails_gives_a_message_and_leaves_no_file(tmp_path: Path) -> None:
-    async with stage(tmp_path) as on:
+    async with open_screen(tmp_path) as on:
         for form in "jcp":
             await on.press("e", form)
             await on.shows("the export failed: ")
@@ -165,7 +165,7 @@ async def test_an_export_or_a_report_that_fails_gives_a_message_and_leaves_no_fi
 def a_run() -> Path:
     """Make a run of 20 steps."""
     training = Training()
-    return keep({0: [*training.begin(), *training.run(20)]})
+    return write_run_directory({0: [*training.begin(), *training.run(20)]})
 
 
 def test_an_export_makes_new_files(state: Path) -> None:
@@ -187,7 +187,7 @@ def test_an_export_makes_new_files(state: Path) -> None:
 def test_the_findings_are_those_of_the_report(state: Path) -> None:
     training = Training()
     training.shares["dp"]["data"] = 3_000
-    run = keep({0: [*training.begin(), *training.run(200)]})
+    run = write_run_directory({0: [*training.begin(), *training.run(200)]})
     found = background_jobs.read_findings(run)
     assert found == list(collect_report_data(run).findings)
     assert "data" in [each.kind for each in found]
@@ -215,7 +215,7 @@ def test_a_picture_goes_into_the_file_that_was_made(state: Path, monkeypatch: py
 
 
 async def test_a_report_is_shown_to_be_read(state: Path) -> None:
-    async with stage(a_run()) as on:
+    async with open_screen(a_run()) as on:
         await on.press("r")
         await on.until(lambda: isinstance(on.app.screen, TextPages), "the report")
         box = on.app.screen.box  # type: ignore[attr-defined]
@@ -233,7 +233,7 @@ async def test_a_report_that_was_closed_before_it_was_made_comes_over_nothing(
         return ["steps"]
 
     monkeypatch.setattr(background_jobs, "render_report", report)
-    async with stage(tmp_path) as on:
+    async with open_screen(tmp_path) as on:
         await on.press("r")
         await on.until(lambda: isinstance(on.app.screen, TextPages), "the place where it will be")
         assert "writing the report" in " ".join(on.app.screen.box.text())  # type: ignore[attr-defined]
@@ -265,11 +265,11 @@ def the_script_reads(directory: Path) -> Iterator[Callable[[], bytes]]:
 
 async def test_keys_typed_before_a_dialog_is_open_go_to_the_dialog(tmp_path: Path) -> None:
     with the_script_reads(tmp_path) as typed:
-        async with stage(tmp_path) as on:
+        async with open_screen(tmp_path) as on:
             await typed_ahead(on, typed)
 
 
-async def typed_ahead(on: Stage, typed: Callable[[], bytes]) -> None:
+async def typed_ahead(on: ScreenHarness, typed: Callable[[], bytes]) -> None:
     keys = ("2", "2", "i", *"hello", "enter", "t", "i", *"you", "enter", "3")
     for key in keys:
         on.app.post_message(events.Key(key, key if len(key) == 1 else "\r"))
@@ -284,7 +284,7 @@ async def typed_ahead(on: Stage, typed: Callable[[], bytes]) -> None:
 
 async def test_a_line_is_as_long_as_a_terminal_takes_and_has_no_controls(tmp_path: Path) -> None:
     with the_script_reads(tmp_path) as typed:
-        async with stage(tmp_path) as on:
+        async with open_screen(tmp_path) as on:
             await on.press("i")
             for text in ("a\x1b[2J\x03\x04\x15b\tc\u202e\n", "漢字" * 30_000, "more"):
                 on.app.screen.post_message(events.Paste(text))
@@ -304,7 +304,7 @@ async def test_a_message_confirms_a_line_sent_to_a_headless_run(
     for name in ("stdout.log", "stderr.log"):
         (tmp_path / name).write_text("")
     with the_script_reads(tmp_path) as typed:
-        async with stage(tmp_path) as on:
+        async with open_screen(tmp_path) as on:
             on.app.feed.output.tails = [LogTail(tmp_path / name) for name in ("stdout.log", "stderr.log")]
             monkeypatch.setattr(on.app.feed, "hides_input", lambda: hidden)
             await on.press("i", "y", "e", "s", "enter")
@@ -326,7 +326,7 @@ async def test_stop_asks_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         yield "stopped by SIGINT"
 
     monkeypatch.setattr("dpmon.run.run_signals.stop_run", stop_run)
-    async with stage(tmp_path) as on:
+    async with open_screen(tmp_path) as on:
         await on.press("x")
         assert isinstance(on.app.screen, Choice)
         shown = on.app.screen.box.text()
@@ -350,7 +350,7 @@ async def test_stop_asks_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 async def test_keys_that_come_faster_than_a_dialog_closes_do_no_harm(tmp_path: Path) -> None:
     """All keys are in the queue before the first one is handled, as with a key held down."""
-    async with stage(tmp_path) as on:
+    async with open_screen(tmp_path) as on:
         await on.shows("○ quiet")
         for opener in ("question_mark", "x", "q", "e", "slash", "colon"):
             await on.press("5", opener)
@@ -365,7 +365,7 @@ async def test_keys_that_come_faster_than_a_dialog_closes_do_no_harm(tmp_path: P
 
 
 async def test_ctrl_c_in_another_dialog_only_closes_it(tmp_path: Path) -> None:
-    async with stage(tmp_path) as on:
+    async with open_screen(tmp_path) as on:
         for key in ("x", "question_mark", "colon", "slash"):
             await on.press(key)
             assert len(on.app.screen_stack) == 2, key
@@ -375,7 +375,7 @@ async def test_ctrl_c_in_another_dialog_only_closes_it(tmp_path: Path) -> None:
 
 
 async def test_the_palette_lists_what_is_possible_and_does_it(tmp_path: Path) -> None:
-    async with stage(tmp_path) as on:
+    async with open_screen(tmp_path) as on:
         await on.press("ctrl+p")
         palette = on.app.screen
         assert isinstance(palette, CommandPalette)
@@ -394,7 +394,7 @@ async def test_the_palette_lists_what_is_possible_and_does_it(tmp_path: Path) ->
 
 
 async def test_a_key_typed_into_the_list_of_commands_is_chosen_before_words(tmp_path: Path) -> None:
-    async with stage(tmp_path) as on:
+    async with open_screen(tmp_path) as on:
         on.app.view = View("output", search="loss")
         for key, action in (("s", "picture"), ("x", "stop"), ("N", "next(-1)"), ("e", "export")):
             await on.press("colon", key)
@@ -409,7 +409,7 @@ async def test_a_key_typed_into_the_list_of_commands_is_chosen_before_words(tmp_
 
 
 async def test_a_click_in_the_footer_presses_the_key(tmp_path: Path) -> None:
-    async with stage(tmp_path, (160, 50)) as on:
+    async with open_screen(tmp_path, (160, 50)) as on:
         await on.shows("space freeze")
         row = on.app.text()[-1]
         await on.pilot.click("#footer", offset=(row.index("freeze"), 0))
@@ -420,7 +420,7 @@ async def test_a_click_in_the_footer_presses_the_key(tmp_path: Path) -> None:
 
 
 async def test_the_training_is_paused_and_resumed(tmp_path: Path) -> None:
-    async with stage(tmp_path) as on:
+    async with open_screen(tmp_path) as on:
         await on.shows("p pause")
         await on.press("p")
         assert on.reader.pause.wanted
@@ -444,7 +444,7 @@ async def test_the_training_is_paused_and_resumed(tmp_path: Path) -> None:
 
 
 async def test_a_sample_is_requested_and_a_run_without_ranks_is_told(tmp_path: Path) -> None:
-    async with stage(tmp_path) as on:
+    async with open_screen(tmp_path) as on:
         await on.shows("p pause")
         await on.press("c")
         await on.shows("this run has no ranks: only collectives that the script calls itself will be recorded")
@@ -460,7 +460,7 @@ async def test_between_two_trainings_no_mode_is_requested_and_a_pause_can_be_can
     monkeypatch.setattr(
         "dpmon.ui.live_run._GRACE_NS", 10**15
     )  # the command has ended, but its status is never recorded
-    async with stage(tmp_path) as on:
+    async with open_screen(tmp_path) as on:
         await on.shows("p pause")
         on.reader.doing = {0: ("ended", SECOND)}
         await on.until(lambda: "p pause" not in on.text(), "the footer without it")
@@ -484,7 +484,7 @@ async def test_between_two_trainings_no_mode_is_requested_and_a_pause_can_be_can
 async def test_searching_the_output(tmp_path: Path) -> None:
     lines = [f"step {i} " + ("Needle here" if i in (7, 40, 290) else "loss") for i in range(300)]
     (tmp_path / "output.log").write_text("\n".join(lines) + "\n")
-    async with stage(tmp_path) as on:
+    async with open_screen(tmp_path) as on:
         await on.shows("step 299")
         await on.press("slash", *"needle", "enter")
         await on.shows("line 291 of 300")
@@ -510,7 +510,7 @@ async def test_searching_the_output(tmp_path: Path) -> None:
 @pytest.mark.parametrize("width", [80, 120])
 async def test_after_a_search_the_footer_says_how_to_follow_again(tmp_path: Path, width: int) -> None:
     (tmp_path / "output.log").write_text("".join(f"line {i}\n" for i in range(200)))
-    async with stage(tmp_path, (width, 24)) as on:
+    async with open_screen(tmp_path, (width, 24)) as on:
         await on.shows("following")
         await on.press("5")
         assert " end follow" not in on.app.text()[-1], "it follows"

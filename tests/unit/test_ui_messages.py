@@ -6,15 +6,10 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from situations import INFO, exit_of, focused, with_process
-from stage import LOOK, stage
-from stored import state_of
-from synthetic import SECOND, Training
-from test_run_playback import Clock, a_run
-from test_ui_playback import shown, shows
 
 from dpmon.cli.messages import print_closing_summary
 from dpmon.cli.summary import summary_lines
@@ -31,12 +26,16 @@ from dpmon.ui.panels.panel_output import panel_title as output_title
 from dpmon.ui.screen_data import NAMES, PlaybackPosition, ScreenData, View
 from dpmon.ui.screen_painter import paint_screen
 from dpmon.ui.styled_rows import plain_text
+from support.history_builders import snapshot_of_records, write_playback_run
+from support.record_builders import SECOND, Training
+from support.screen_harness import ManualClock, open_playback, open_screen, shows_text
+from support.screen_states import RUN_INFO, STYLE, exit_info_of, shown_process, with_process
 
 
-def trained(steps: int = 200, *, over: bool = False, **options: object) -> ScreenData:
-    training = Training(**options)  # type: ignore[arg-type]
-    state = state_of([*training.begin(), *training.run(steps)], over=over)
-    return ScreenData(state, training.now, INFO, alive=True, can_toggle=True)
+def trained(steps: int = 200, *, over: bool = False, **options: Any) -> ScreenData:
+    training = Training(**options)
+    state = snapshot_of_records([*training.begin(), *training.run(steps)], over=over)
+    return ScreenData(state, training.now, RUN_INFO, alive=True, can_toggle=True)
 
 
 def screen(facts: ScreenData, width: int = 80, height: int = 24) -> list[str]:
@@ -44,7 +43,7 @@ def screen(facts: ScreenData, width: int = 80, height: int = 24) -> list[str]:
 
 
 def screen_of(facts: ScreenData, output: OutputView, width: int, height: int = 24) -> list[str]:
-    return [plain_text(row) for row in paint_screen(facts, output, width, height, LOOK)]
+    return [plain_text(row) for row in paint_screen(facts, output, width, height, STYLE)]
 
 
 # ------------------------------------------------------------------------------------------------ 80x24
@@ -88,7 +87,7 @@ def test_a_part_without_room_in_the_header_is_left_out_entirely() -> None:
 
 
 async def test_a_key_that_does_nothing_says_so_and_not_for_ever(tmp_path: Path) -> None:
-    async with stage(tmp_path) as on:
+    async with open_screen(tmp_path) as on:
         await on.shows("○ quiet")
         for key, words in (
             ("z", "z does nothing here: ? shows the keys"),
@@ -106,7 +105,7 @@ async def test_a_key_that_does_nothing_says_so_and_not_for_ever(tmp_path: Path) 
 
 
 async def test_in_a_playback_each_key_of_a_live_run_says_why_not(state: Path) -> None:
-    async with shown(a_run(), Clock()) as (app, pilot):
+    async with open_playback(write_playback_run(), ManualClock()) as (app, pilot):
         await pilot.press("g")
         for key, words in (
             ("p", "no pause: this is a playback"),
@@ -116,9 +115,9 @@ async def test_in_a_playback_each_key_of_a_live_run_says_why_not(state: Path) ->
             ("Z", "Z does nothing here"),
         ):
             await pilot.press(key)
-            assert shows(app, words), app.text()[1]
+            assert shows_text(app, words), app.text()[1]
         await pilot.press("f")
-        assert not shows(app, "does nothing here"), "what was said is of another time"
+        assert not shows_text(app, "does nothing here"), "what was said is of another time"
         offered = [key for key, _, _ in available_commands(app.data_to_draw())]
         assert {command.key for command in PLAYED} <= set(offered)
         assert "d" not in offered
@@ -132,7 +131,7 @@ async def test_a_repeated_message_stays_its_full_time(state: Path, monkeypatch: 
         timers.append(Mock(then=then))
         return timers[-1]
 
-    async with shown(a_run(), Clock()) as (app, pilot):
+    async with open_playback(write_playback_run(), ManualClock()) as (app, pilot):
         await pilot.press("g")
         with monkeypatch.context() as patched:
             patched.setattr(app, "set_timer", set_timer)
@@ -140,9 +139,9 @@ async def test_a_repeated_message_stays_its_full_time(state: Path, monkeypatch: 
             assert [timer.stop.called for timer in timers] == [True, True, False], (
                 "one goes, however often a key repeats"
             )
-            assert shows(app, "z does nothing here")
+            assert shows_text(app, "z does nothing here")
             timers[2].then()
-            assert not shows(app, "z does nothing here")
+            assert not shows_text(app, "z does nothing here")
 
 
 def test_the_output_of_a_playback_is_not_called_following(tmp_path: Path) -> None:
@@ -150,18 +149,18 @@ def test_the_output_of_a_playback_is_not_called_following(tmp_path: Path) -> Non
     output = OutputView([LogTail(tmp_path / "log")])
     output.refresh()
     live = trained(3)
-    assert plain_text(output_title(output, live, 60, LOOK)[1]) == "following"
-    assert plain_text(output_title(output, replace(live, ended=exit_of(0, None, 1)), 60, LOOK)[1]) == "the end"
+    assert plain_text(output_title(output, live, 60, STYLE)[1]) == "following"
+    assert plain_text(output_title(output, replace(live, ended=exit_info_of(0, None, 1)), 60, STYLE)[1]) == "the end"
     played = replace(live, playing=PlaybackPosition(1, 9, False, 1.0))
-    assert plain_text(output_title(output, played, 80, LOOK)[1]) == "of the whole run, not only up to this time"
-    assert plain_text(output_title(output, played, 50, LOOK)[1]) == "of the whole run"
+    assert plain_text(output_title(output, played, 80, STYLE)[1]) == "of the whole run, not only up to this time"
+    assert plain_text(output_title(output, played, 50, STYLE)[1]) == "of the whole run"
 
 
 # ------------------------------------------------------------------------------------------------ dialogs
 
 
 async def test_beside_a_dialog_the_screen_is_blank_and_a_long_list_says_that_more_follows(tmp_path: Path) -> None:
-    async with stage(tmp_path, (80, 16)) as on:
+    async with open_screen(tmp_path, (80, 16)) as on:
         await on.shows("○ quiet")
         await on.press("colon")
         assert isinstance(on.app.screen, CommandPalette)
@@ -208,11 +207,11 @@ def test_steps_left_out_of_a_comparison_are_listed_by_kind() -> None:
     steps = [step("single", n, 1_000_000 + n) for n in range(1, 66)]
     steps += [step("single", 66, 1_000_000, samples=7), step("single", 67, 1_000_000, backward=False)]
     steps += [step("dp", n, 2_000_000 + n) for n in range(68, 133)]
-    found = focused(ScreenData(state_of(steps), 0)).compared
+    found = shown_process(ScreenData(snapshot_of_records(steps), 0)).compared
     assert found is not None
     assert (found.left_out, found.left_other_kind) == (2, 1)
     assert (verdict_sentence(found) or "").startswith("DataParallel is 0.50× as fast as one device")
-    rows = [plain_text(row).strip() for row in compare_rows(with_process(trained(3), compared=found), 60, 12, LOOK)]
+    rows = [plain_text(row).strip() for row in compare_rows(with_process(trained(3), compared=found), 60, 12, STYLE)]
     text = " ".join(rows)
     assert "left out: 1 step of another batch size; left out: 1 step without a backward pass" in text
     assert "drawn" not in text, "the medians are of all steps"
@@ -223,13 +222,13 @@ def test_steps_left_out_of_a_comparison_are_listed_by_kind() -> None:
 
 def test_a_run_that_is_over_shows_its_mean_speed() -> None:
     facts, over = (trained(400, step_ns=1_000_000_000, over=over) for over in (False, True))
-    process = focused(over)
+    process = shown_process(over)
     mean = throughput_of(process, over.state, over.now_ns)
     assert process.whole.mean_ns is not None
     walls = 400 * process.whole.mean_ns / 1e9
     assert mean.steps_per_s == pytest.approx(400 / walls)
     assert mean.samples_per_s == pytest.approx(400 * 30 / walls)
-    over = replace(over, ended=exit_of(0, None, facts.now_ns), can_toggle=False)
+    over = replace(over, ended=exit_info_of(0, None, facts.now_ns), can_toggle=False)
     for width, height in ((80, 24), (120, 40)):
         assert "mean" in " ".join(screen(over, width, height)[:2])
         assert "mean" not in " ".join(screen(facts, width, height)[:2])
@@ -238,7 +237,7 @@ def test_a_run_that_is_over_shows_its_mean_speed() -> None:
 def test_no_figure_of_the_header_is_cut() -> None:
     """A part without room is left out, the least important first: the others are in full."""
     over = trained(400, step_ns=1_000_000_000, over=True)
-    over = replace(over, ended=exit_of(0, None, 400 * SECOND), can_toggle=False)
+    over = replace(over, ended=exit_info_of(0, None, 400 * SECOND), can_toggle=False)
     for width in range(40, 110):
         row = screen(over, width)[1].rstrip()
         assert "…" not in row, row
@@ -246,7 +245,7 @@ def test_no_figure_of_the_header_is_cut() -> None:
 
 
 def test_a_brief_summary_has_only_the_first_line(state: Path) -> None:
-    directory = a_run()
+    directory = write_playback_run()
     spoken: list[str] = []
     assert print_closing_summary(directory, load_exit(directory), spoken.append, brief=True) == 0
     assert len(spoken) == 1

@@ -6,11 +6,9 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from situations import exit_of
-from stage import LOOK, FakeReader, Stage, stage, until
-from synthetic import SECOND, Training, decoded, host_event
 from textual.events import MouseScrollUp
 
 from dpmon.model.finding_text import Finding
@@ -18,14 +16,17 @@ from dpmon.record.record_types import Event
 from dpmon.ui.dialogs import Choice, TextPages
 from dpmon.ui.monitor import Monitor
 from dpmon.ui.screen_data import View
+from support.record_builders import SECOND, Training, host_event, records_of_rows
+from support.screen_harness import FakeReader, ScreenHarness, open_screen, wait_until
+from support.screen_states import STYLE, exit_info_of
 
 
-def last_step(on: Stage) -> int | None:
+def last_step(on: ScreenHarness) -> int | None:
     process = on.app.feed.state.representative
     return None if process is None or process.last_step is None else process.last_step.step
 
 
-def placed(on: Stage) -> bool:
+def placed(on: ScreenHarness) -> bool:
     return all(
         tuple(on.app.query_one(f"#{name}").region) == (slot.x, slot.y, slot.width, slot.height)
         for name, slot in on.app.slots.items()
@@ -33,7 +34,7 @@ def placed(on: Stage) -> bool:
 
 
 async def test_it_draws_the_run_at_every_size(tmp_path: Path) -> None:
-    async with stage(tmp_path) as on:
+    async with open_screen(tmp_path) as on:
         await on.shows("○ quiet")
         for width, height in ((80, 24), (200, 60), (45, 12), (20, 5), (160, 50), (120, 40)):
             await on.pilot.resize_terminal(width, height)
@@ -47,24 +48,24 @@ async def test_it_draws_the_run_at_every_size(tmp_path: Path) -> None:
 
 
 async def test_it_draws_before_anything_is_read(tmp_path: Path) -> None:
-    def never() -> FakeReader:
+    def never() -> Any:
         assert app.text()[0].strip(), "there is a picture already"
         return reader
 
     reader = FakeReader(tmp_path)
-    app = Monitor(tmp_path, LOOK, refresh=0.1, open_reader=never, open_store=reader.open_store)
+    app = Monitor(tmp_path, STYLE, refresh=0.1, open_reader=never, open_store=reader.open_store)
     async with app.run_test(size=(80, 24)):
-        await until(lambda: reader.looks, "the first look")
+        await wait_until(lambda: reader.looks, "the first look")
 
 
 async def test_a_toggle_is_pending_immediately_and_done_when_answered(tmp_path: Path) -> None:
-    async with stage(tmp_path) as on:
+    async with open_screen(tmp_path) as on:
         await on.shows("d → single")
         await on.press("d")
         assert on.reader.asked == ["single"]
         await on.shows("single pending")
         on.training.defined.clear()
-        on.reader.new = decoded([*on.training.switch("single"), *on.training.run(20)], origin_ns=SECOND)
+        on.reader.new = records_of_rows([*on.training.switch("single"), *on.training.run(20)], origin_ns=SECOND)
         await on.until(lambda: on.app.feed.state.mode_change_count == 2, "the mode event")
         assert "single pending" in on.text(), "the event alone is no acknowledgement by every process"
         on.reader.unanswered = False
@@ -72,14 +73,14 @@ async def test_a_toggle_is_pending_immediately_and_done_when_answered(tmp_path: 
         await on.shows("d → dp")
         await on.press("d")
         assert on.reader.asked == ["single", "dp"]
-        on.reader.new = decoded([on.training.mode_event("user", refused="the module is spread over devices")])
+        on.reader.new = records_of_rows([on.training.mode_event("user", refused="the module is spread over devices")])
         on.reader.unanswered = False
         await on.shows("dp refused: the module is spread over devices")
         await on.shows("d → dp")
 
 
 async def test_no_toggle_where_nothing_may_be_changed(tmp_path: Path) -> None:
-    async with stage(tmp_path, mode_option="script") as on:
+    async with open_screen(tmp_path, mode_option="script") as on:
         await on.shows("○ quiet")
         await on.press("d")
         await on.shows("the mode cannot be switched: --mode script leaves the computation as written")
@@ -88,11 +89,11 @@ async def test_no_toggle_where_nothing_may_be_changed(tmp_path: Path) -> None:
 
 
 async def test_a_toggle_that_ranks_do_not_allow_is_refused_with_a_reason(tmp_path: Path) -> None:
-    async with stage(tmp_path) as on:
+    async with open_screen(tmp_path) as on:
         await on.shows("○ quiet")
         on.training.defined.clear()
         on.training.via = "DistributedDataParallel"
-        on.reader.new = decoded([*on.training.switch("single"), *on.training.run(2)], origin_ns=SECOND)
+        on.reader.new = records_of_rows([*on.training.switch("single"), *on.training.run(2)], origin_ns=SECOND)
         await on.until(lambda: on.app.feed.toggle_refusal() is not None, "the ranks")
         await on.press("d")
         await on.shows("the mode cannot be switched: the ranks train by DistributedDataParallel")
@@ -111,7 +112,7 @@ async def test_a_toggle_that_ranks_do_not_allow_is_refused_with_a_reason(tmp_pat
 
 @pytest.mark.parametrize("key", ["l", "ctrl+c"])
 async def test_leaving_asks_and_leaves_the_training_alone(tmp_path: Path, key: str) -> None:
-    async with stage(tmp_path) as on:
+    async with open_screen(tmp_path) as on:
         await on.press("q", "y")
         assert isinstance(on.app.screen, Choice)
         assert any("y does nothing here" in row for row in on.app.screen.box.text()), "it would stop the training"
@@ -125,11 +126,11 @@ async def test_leaving_asks_and_leaves_the_training_alone(tmp_path: Path, key: s
 
 async def test_after_the_end_the_last_picture_has_everything_and_q_just_closes(tmp_path: Path) -> None:
     (tmp_path / "output.log").write_text("Traceback (most recent call last):\n  x\nRuntimeError: boom\n")
-    async with stage(tmp_path) as on:
+    async with open_screen(tmp_path) as on:
         on.reader.is_alive = False
         await on.shows("ending")
         on.training.defined.clear()
-        on.reader.new = decoded(on.training.run(50), origin_ns=SECOND)
+        on.reader.new = records_of_rows(on.training.run(50), origin_ns=SECOND)
         on.end(1)
         await on.shows("✗ failed status 1")
         await on.shows("step 250      mean ")
@@ -147,7 +148,7 @@ async def test_after_the_end_it_shows_what_happened_in_the_whole_run(
 ) -> None:
     found = Finding("data", "The steps wait for data.", "34%", "more workers", 0.3)
     monkeypatch.setattr("dpmon.ui.background_jobs.read_findings", lambda directory: [found])
-    async with stage(tmp_path) as on:
+    async with open_screen(tmp_path) as on:
         await on.shows("last 2 min")
         assert "6 What happened" not in on.text()
         on.end(0)
@@ -171,7 +172,7 @@ async def test_stop_stops_the_run_in_the_background_or_says_why_it_fails(
         yield "stopped by SIGINT"
 
     monkeypatch.setattr("dpmon.run.run_signals.stop_run", stop_run)
-    async with stage(tmp_path) as on:
+    async with open_screen(tmp_path) as on:
         await on.press("q", "x", "y")
         await on.shows("could not stop the training: 2 processes cannot be stopped: 1, 2")
         assert on.app.return_value is None
@@ -194,7 +195,7 @@ async def test_leaving_waits_until_all_processes_are_stopped(
         yield "stopped by SIGKILL"
 
     monkeypatch.setattr("dpmon.run.run_signals.stop_run", stop_run)
-    async with stage(tmp_path) as on:
+    async with open_screen(tmp_path) as on:
         await on.press("x", "y")
         await on.shows("stopping: SIGTERM to 1 process")
         await on.shows("SIGINT")
@@ -209,13 +210,13 @@ async def test_leaving_waits_until_all_processes_are_stopped(
 
 
 async def test_freeze_holds_the_picture_while_records_are_taken_in(tmp_path: Path) -> None:
-    async with stage(tmp_path) as on:
+    async with open_screen(tmp_path) as on:
         await on.shows("step 200 ")
         await on.press("space")
         await on.shows("FROZEN")
         still = on.text()
         on.training.defined.clear()
-        on.reader.new = decoded(on.training.run(50), origin_ns=SECOND)
+        on.reader.new = records_of_rows(on.training.run(50), origin_ns=SECOND)
         await on.until(lambda: last_step(on) == 250, "the records behind the picture")
         assert on.text() == still
         await on.press("3", "3")
@@ -227,7 +228,7 @@ async def test_freeze_holds_the_picture_while_records_are_taken_in(tmp_path: Pat
 
 async def test_panels_are_reached_by_number_tab_enter_and_arrows(tmp_path: Path) -> None:
     (tmp_path / "output.log").write_text("".join(f"line {i} {'x' * 200}\n" for i in range(300)))
-    async with stage(tmp_path) as on:
+    async with open_screen(tmp_path) as on:
         await on.shows("line 299")
         await on.press("3")
         assert (on.app.view.focus, on.app.view.zoom) == ("batch", None)
@@ -252,9 +253,9 @@ async def test_panels_are_reached_by_number_tab_enter_and_arrows(tmp_path: Path)
 
 async def test_the_output_scrolls_sideways_up_to_its_first_column(tmp_path: Path) -> None:
     (tmp_path / "output.log").write_text(f"the output {'x' * 200}\n")
-    async with stage(tmp_path, steps=0) as on:
+    async with open_screen(tmp_path, steps=0) as on:
         training = Training(mode="single")
-        on.reader.new = decoded([*training.begin(), *training.run(200), host_event(1.0)], origin_ns=SECOND)
+        on.reader.new = records_of_rows([*training.begin(), *training.run(200), host_event(1.0)], origin_ns=SECOND)
         await on.shows("3 Batch")
         await on.shows("the output")
         await on.press("5", "right", "right")
@@ -265,7 +266,7 @@ async def test_the_output_scrolls_sideways_up_to_its_first_column(tmp_path: Path
 
 
 async def test_a_folded_panel_opens_with_its_number(tmp_path: Path) -> None:
-    async with stage(tmp_path, (80, 24)) as on:
+    async with open_screen(tmp_path, (80, 24)) as on:
         await on.shows("1 Devices")
         assert on.app.slots["devices"].is_folded
         await on.press("1")
@@ -276,7 +277,7 @@ async def test_a_folded_panel_opens_with_its_number(tmp_path: Path) -> None:
 
 async def test_a_double_click_zooms_as_enter_does(tmp_path: Path) -> None:
     """With any focus; and back, although the second click may be on another panel."""
-    async with stage(tmp_path, (80, 24)) as on:
+    async with open_screen(tmp_path, (80, 24)) as on:
         await on.shows("○ quiet")
         for panel in ("batch", "batch", "output", "devices"):  # devices is folded
             await on.pilot.double_click(f"#{panel}", offset=(5, 0))
@@ -291,7 +292,7 @@ async def test_a_double_click_zooms_as_enter_does(tmp_path: Path) -> None:
 
 async def test_the_output_scrolls_back_and_follows_again(tmp_path: Path) -> None:
     (tmp_path / "output.log").write_text("".join(f"line {i}\n" for i in range(100)))
-    async with stage(tmp_path) as on:
+    async with open_screen(tmp_path) as on:
         await on.shows("following")
         await on.shows("line 99")
         await on.pilot.click("#batch")
@@ -313,7 +314,7 @@ async def test_the_output_scrolls_back_and_follows_again(tmp_path: Path) -> None
 
 
 async def test_help_and_warnings_have_pages(tmp_path: Path) -> None:
-    async with stage(tmp_path, (80, 24)) as on:
+    async with open_screen(tmp_path, (80, 24)) as on:
         await on.press("question_mark")
         assert isinstance(on.app.screen, TextPages)
         page = on.app.screen
@@ -335,7 +336,7 @@ async def test_help_and_warnings_have_pages(tmp_path: Path) -> None:
 
 
 async def test_a_line_reaches_the_scripts_input(tmp_path: Path) -> None:
-    async with stage(tmp_path) as on:
+    async with open_screen(tmp_path) as on:
         await on.press("i")
         assert len(on.app.screen_stack) == 1, "no input, no dialog"
         os.mkfifo(tmp_path / "input.fifo")
@@ -352,9 +353,9 @@ async def test_a_line_reaches_the_scripts_input(tmp_path: Path) -> None:
 
 
 async def test_a_key_chooses_among_several_roots(tmp_path: Path) -> None:
-    async with stage(tmp_path) as on:
+    async with open_screen(tmp_path) as on:
         other = Training(root="Critic", via=None, mode="single")
-        on.reader.new = decoded(other.run(3), origin_ns=SECOND)
+        on.reader.new = records_of_rows(other.run(3), origin_ns=SECOND)
         await on.press("2")
         await on.shows("newest of 2 · Critic · bare module")
         await on.shows("n next call")
@@ -363,18 +364,18 @@ async def test_a_key_chooses_among_several_roots(tmp_path: Path) -> None:
 
 
 async def test_a_fault_in_the_reader_ends_the_screen_with_an_error(tmp_path: Path) -> None:
-    def broken() -> FakeReader:
+    def broken() -> Any:
         raise OSError("no such run")
 
-    app = Monitor(tmp_path, LOOK, refresh=0.1, open_reader=broken)
+    app = Monitor(tmp_path, STYLE, refresh=0.1, open_reader=broken)
     async with app.run_test(size=(80, 24)):
-        await until(lambda: app.problem, "the error")
+        await wait_until(lambda: app.problem, "the error")
     assert isinstance(app.problem, OSError)
     assert app.return_code == 2
 
 
 async def test_the_cursor_shows_an_earlier_time_while_the_record_goes_on(tmp_path: Path) -> None:
-    async with stage(tmp_path) as on:
+    async with open_screen(tmp_path) as on:
         await on.shows("step 200 ")
         end_ns = on.app.feed.state.newest_ns
         on.app.feed._clock = lambda: end_ns + 18 * SECOND // 10
@@ -390,7 +391,7 @@ async def test_the_cursor_shows_an_earlier_time_while_the_record_goes_on(tmp_pat
         await on.shows("▲")
         await on.shows("esc now")
         on.training.defined.clear()
-        on.reader.new = decoded(on.training.run(50), origin_ns=SECOND)
+        on.reader.new = records_of_rows(on.training.run(50), origin_ns=SECOND)
         await on.until(lambda: last_step(on) == 250, "the records behind the picture")
         assert on.app.data_to_draw().process == process, "it stays at its time"
         await on.press("greater_than_sign", "greater_than_sign")
@@ -402,11 +403,11 @@ async def test_the_cursor_shows_an_earlier_time_while_the_record_goes_on(tmp_pat
 
 
 async def test_an_ended_run_is_looked_back_to_as_it_was(tmp_path: Path) -> None:
-    async with stage(tmp_path) as on:
+    async with open_screen(tmp_path) as on:
         await on.shows("step 200 ")
         end_ns = on.app.feed.state.newest_ns
         on.app.feed._clock = lambda: end_ns + 18 * SECOND // 10
-        on.reader.ended = exit_of(1, None, end_ns + SECOND)
+        on.reader.ended = exit_info_of(1, None, end_ns + SECOND)
         await on.shows("failed")
         await on.press("less_than_sign")
         await on.shows("at 00:00:")

@@ -8,22 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from situations import (
-    INFO,
-    LOOK,
-    MONO_ASCII,
-    exit_of,
-    facts_of,
-    focused,
-    rows_text,
-    state_of,
-    text_of,
-    with_call,
-    with_process,
-)
-from stored import Recording
-from synthetic import Training
-from timed import GPUS, timed
 
 from dpmon.model.run_snapshot import PHASES, Column
 from dpmon.record.schema import SECOND
@@ -37,6 +21,20 @@ from dpmon.ui.styled_rows import plain_text
 from dpmon.ui.terminal_style import MONO as MONO_STYLES
 from dpmon.ui.terminal_style import UNICODE, TerminalStyle
 from dpmon.ui.time_axis import build_chart_columns, make_time_axis
+from support.history_builders import Recording, snapshot_of_records
+from support.record_builders import GPUS, Training, with_device_times
+from support.screen_states import (
+    MONO_ASCII,
+    RUN_INFO,
+    STYLE,
+    exit_info_of,
+    rows_text,
+    screen_data_of,
+    screen_text,
+    shown_process,
+    with_call,
+    with_process,
+)
 
 MONO = TerminalStyle(UNICODE, MONO_STYLES, False)
 
@@ -49,26 +47,26 @@ def alternating(long_ns: int = 40_000_000, every: int = 4, steps: int = 400) -> 
     for index in range(steps):
         shares["data"] = long_ns // 10_000 if index % every == 0 else 3
         payloads += training.step()
-    return ScreenData(state_of(payloads), training.now, INFO, alive=True)
+    return ScreenData(snapshot_of_records(payloads), training.now, RUN_INFO, alive=True)
 
 
 def test_panel_3_keeps_its_steps_until_the_first_of_another_mode() -> None:
     """For example after a toggle, or when a call that cannot be split runs on one device and also fails there."""
     training = Training()
     payloads = [*training.begin(), *training.run(100), *training.switch("single")]
-    facts = ScreenData(state_of(payloads), training.now, INFO, alive=True)
-    for seen in (facts, replace(facts, ended=exit_of(1, None, training.now))):
-        text = text_of(seen, 120, 40)
+    facts = ScreenData(snapshot_of_records(payloads), training.now, RUN_INFO, alive=True)
+    for seen in (facts, replace(facts, ended=exit_info_of(1, None, training.now))):
+        text = screen_text(seen, 120, 40)
         assert "3 Batch · dp ×2 · last 2 min" in text
         assert "no step" not in text
-    later = replace(facts, state=state_of([*payloads, *training.run(3)]))
-    assert "3 Batch · single · last 2 min" in text_of(later, 120, 40)
+    later = replace(facts, state=snapshot_of_records([*payloads, *training.run(3)]))
+    assert "3 Batch · single · last 2 min" in screen_text(later, 120, 40)
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40)])
 def test_if_few_steps_take_most_time_the_mean_comes_first_and_the_median_is_explained(size: tuple[int, int]) -> None:
     facts = alternating()
-    lines = text_of(facts, *size).splitlines()
+    lines = screen_text(facts, *size).splitlines()
     (panel,) = (line for line in lines if "3 Batch" in line)
     mean, middle = (float(panel.split(word)[1].split()[0]) for word in ("mean ", "median"))
     assert middle < 1.5
@@ -81,7 +79,7 @@ def test_if_few_steps_take_most_time_the_mean_comes_first_and_the_median_is_expl
 
 
 def test_even_steps_have_no_such_word() -> None:
-    assert "uneven" not in text_of(facts_of(Training()), 120, 40)
+    assert "uneven" not in screen_text(screen_data_of(Training()), 120, 40)
     few = alternating(every=50, long_ns=2_000_000).process
     assert few is not None
     assert few.uneven is None
@@ -91,9 +89,9 @@ def test_even_steps_have_no_such_word() -> None:
 def test_after_a_change_to_single_panel_3_has_no_columns_of_dp(size: tuple[int, int]) -> None:
     training = Training(devices=("cpu",), virtual=False)
     payloads = [*training.begin(), *training.run(20), *training.switch("single"), *training.run(100)]
-    facts = ScreenData(state_of(payloads), training.now, INFO, alive=True)
+    facts = ScreenData(snapshot_of_records(payloads), training.now, RUN_INFO, alive=True)
     slot = places(facts, *size)["batch"]
-    rows = [row[slot.x : slot.x + slot.width] for row in text_of(facts, *size).splitlines()]
+    rows = [row[slot.x : slot.x + slot.width] for row in screen_text(facts, *size).splitlines()]
     lines = rows[slot.y : slot.y + slot.height]
     assert "orward" in lines[1] or "Forw" in lines[1]
     assert not any(word in "".join(lines) for word in ("–", "catter", "eplicate", "ather", "one device"))
@@ -101,7 +99,7 @@ def test_after_a_change_to_single_panel_3_has_no_columns_of_dp(size: tuple[int, 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
 def test_a_script_that_never_was_in_dp_has_no_columns_for_its_phases(size: tuple[int, int]) -> None:
-    text = text_of(facts_of(Training(mode="single", devices=("cpu",), virtual=False), 100), *size)
+    text = screen_text(screen_data_of(Training(mode="single", devices=("cpu",), virtual=False), 100), *size)
     assert "Forward" in text
     assert not any(word in text for word in ("–", "catter", "eplicate", "ather", "one device"))
 
@@ -112,13 +110,13 @@ def test_panel_3_says_of_how_many_steps_the_devices_times_are(size: tuple[int, i
     payloads = training.begin()
     for index in range(64):
         known = (1.0, 1.5, 0.7, 0.1) if index % 8 == 3 else (None,) * 4
-        payloads += timed(training.run(1), of_step=known, why=Untimed.SAMPLED)
-    facts = ScreenData(state_of(payloads), training.now, INFO, alive=True)
-    assert "for 8 of the 64 steps (1 in 8)" in text_of(facts, *size)
+        payloads += with_device_times(training.run(1), of_step=known, why=Untimed.SAMPLED)
+    facts = ScreenData(snapshot_of_records(payloads), training.now, RUN_INFO, alive=True)
+    assert "for 8 of the 64 steps (1 in 8)" in screen_text(facts, *size)
 
 
 def test_the_reason_for_a_dash_is_that_of_the_record() -> None:
-    facts = facts_of(Training(), 40)
+    facts = screen_data_of(Training(), 40)
     process = facts.process
     assert process is not None
     numbers = panel_batch.shown_stats(facts)
@@ -127,7 +125,7 @@ def test_the_reason_for_a_dash_is_that_of_the_record() -> None:
     none = replace(numbers, phases=tuple(without))
 
     def said(**changes: Any) -> str:
-        return " | ".join(missing_phase_notes(focused(with_call(facts, **changes)), none))
+        return " | ".join(missing_phase_notes(shown_process(with_call(facts, **changes)), none))
 
     own = (
         "no data: no DataLoader | no scatter to gather: {} | no forward: no model was called | no backward: no backward"
@@ -143,13 +141,13 @@ def test_the_reason_for_a_dash_is_that_of_the_record() -> None:
 
 
 def test_the_panel_says_which_parts_the_last_step_lacks() -> None:
-    facts = facts_of(Training(), 40)
-    step = focused(facts).last_step
+    facts = screen_data_of(Training(), 40)
+    step = shown_process(facts).last_step
     assert step is not None
 
     def said(**changes: Any) -> str:
         one = with_process(facts, last_step=step._replace(**changes))
-        rows = rows_text(panel_batch.render_panel(one, 200, 14, LOOK))
+        rows = rows_text(panel_batch.render_panel(one, 200, 14, STYLE))
         return rows[-1]
 
     assert said().startswith("r1")
@@ -157,7 +155,7 @@ def test_the_panel_says_which_parts_the_last_step_lacks() -> None:
     assert said(missing_spans=1044) == lacks
 
 
-@pytest.mark.parametrize(("look", "mark"), [(LOOK, "▁"), (MONO_ASCII, "f"), (MONO, "f")])
+@pytest.mark.parametrize(("look", "mark"), [(STYLE, "▁"), (MONO_ASCII, "f"), (MONO, "f")])
 def test_a_column_of_short_steps_has_the_lowest_mark_and_one_without_steps_has_none(
     look: TerminalStyle, mark: str
 ) -> None:
@@ -183,7 +181,7 @@ def test_a_column_of_short_steps_has_the_lowest_mark_and_one_without_steps_has_n
 def test_steps_that_took_no_time_the_clock_can_tell_are_steps() -> None:
     column = Column(0, "dp", count=5)
     for height in (1, 5, 6):
-        assert plain_text(stacked_columns([column], 1, height, 1_000_000, LOOK)[-1]) == "▁"
+        assert plain_text(stacked_columns([column], 1, height, 1_000_000, STYLE)[-1]) == "▁"
         assert plain_text(stacked_columns([column], 1, height, 1_000_000, MONO_ASCII)[-1]) == "."
 
 
@@ -195,7 +193,7 @@ def test_a_chart_of_phases_shows_true_shares(height: int) -> None:
         phases = [int(1e6 * draw.random() ** 2) * (name in usual) for name in PHASES]
         column = Column(0, "dp", 1, 0, 0, tuple(phases))
         shown = dict.fromkeys(PHASES, 0)
-        for row in stacked_columns([column], 1, height, sum(phases) / draw.uniform(0.75, 1.0), LOOK):
+        for row in stacked_columns([column], 1, height, sum(phases) / draw.uniform(0.75, 1.0), STYLE):
             ((text, style),) = row
             lower, _, upper = style.removeprefix("phase.").partition("/")
             if style.startswith("phase."):
@@ -210,9 +208,9 @@ def test_a_chart_of_phases_shows_true_shares(height: int) -> None:
 def ranged(seconds: int, span_s: int, *, over: bool) -> ScreenData:
     """Return a run of even steps over that time, seen over a time range."""
     training = Training(step_ns=SECOND)
-    state = state_of([*training.begin(), *training.run(seconds)], span_s=span_s)
+    state = snapshot_of_records([*training.begin(), *training.run(seconds)], span_s=span_s)
     return ScreenData(
-        state, training.now, INFO, View(span_s=span_s), ended=exit_of(0, None, training.now) if over else None
+        state, training.now, RUN_INFO, View(span_s=span_s), ended=exit_info_of(0, None, training.now) if over else None
     )
 
 
@@ -221,7 +219,7 @@ def ranged(seconds: int, span_s: int, *, over: bool) -> ScreenData:
 def test_the_columns_of_a_run_that_is_over_fill_the_axis(seconds: int, span: int) -> None:
     facts = ranged(seconds, span, over=True)
     for width in (60, 76, 116, 196):
-        rows = rows_text(panel_batch.render_panel(facts, width, 14, LOOK))
+        rows = rows_text(panel_batch.render_panel(facts, width, 14, STYLE))
         at = next(index for index, row in enumerate(rows) if "dp ─" in row)
         assert len(rows[at].rstrip()) == len(rows[at - 1].rstrip()) == width, rows[at]
         assert " " not in rows[at - 1][8:], rows[at - 1]
@@ -233,17 +231,17 @@ def test_a_short_evaluation_has_its_word_in_the_history() -> None:
     for _ in range(3):
         payloads += training.step(evaluates=True)
     payloads += training.run(40)
-    facts = facts_of(training, 0, payloads)
-    rows = rows_text(panel_batch.render_panel(facts, 116, 14, LOOK))
+    facts = screen_data_of(training, 0, payloads)
+    rows = rows_text(panel_batch.render_panel(facts, 116, 14, STYLE))
     assert any("│evaluation" in row for row in rows), rows
 
 
 def test_a_mode_that_has_just_begun_leaves_the_end_on_the_axis() -> None:
     training = Training(step_ns=1_000_000_000)
     payloads = [*training.begin(), *training.run(20), *training.switch("single"), *training.run(3)]
-    state = state_of(payloads, span_s=120)
-    facts = ScreenData(state, training.now, INFO, View(span_s=120))
-    rows = rows_text(panel_batch.render_panel(facts, 116, 14, LOOK))
+    state = snapshot_of_records(payloads, span_s=120)
+    facts = ScreenData(state, training.now, RUN_INFO, View(span_s=120))
+    rows = rows_text(panel_batch.render_panel(facts, 116, 14, STYLE))
     (axis,) = [row for row in rows if "dp ─" in row]
     assert re.search(r"│single ─* (now )?\d\d:\d\d *$", axis), axis
 
@@ -256,7 +254,7 @@ def test_columns_stay_in_place_until_a_tenth_has_to_go() -> None:
         state = run.add(training.step()).state()
         process = state.representative
         assert process is not None
-        axis = make_time_axis(ScreenData(state, training.now, INFO, View(span_s=40), alive=True))
+        axis = make_time_axis(ScreenData(state, training.now, RUN_INFO, View(span_s=40), alive=True))
         shown = [c.second for c in build_chart_columns(process, axis, 40).columns]
         assert shown[-1] == process.columns[-1].second, "the newest is always there"
         assert shown == list(range(shown[0], shown[-1] + 1))
@@ -270,13 +268,13 @@ def test_columns_stay_in_place_until_a_tenth_has_to_go() -> None:
 def test_the_longest_step_is_named_with_its_time_if_it_stands_out() -> None:
     training = Training(mode="single", devices=("cpu",), virtual=False, step_ns=16_000_000)
     payloads = [*training.begin(), *training.run(300)]
-    even = ScreenData(state_of(payloads, slowest=8), training.now, INFO, alive=True)
-    assert "longest step" not in text_of(even, 120, 40)
+    even = ScreenData(snapshot_of_records(payloads, slowest=8), training.now, RUN_INFO, alive=True)
+    assert "longest step" not in screen_text(even, 120, 40)
     training.step_ns = 900_000_000
     payloads += training.run(1)
     training.step_ns = 16_000_000
     payloads += training.run(300)
-    facts = ScreenData(state_of(payloads, slowest=8), training.now, INFO, alive=True)
+    facts = ScreenData(snapshot_of_records(payloads, slowest=8), training.now, RUN_INFO, alive=True)
     for size in ((80, 24), (120, 40), (200, 60)):
         words = r"longest step: (9\d\d m|1\.\d\d )s at 00:0[67], \d{3} ms more than usual in (for|back)ward"
-        assert re.search(words, text_of(facts, *size))
+        assert re.search(words, screen_text(facts, *size))

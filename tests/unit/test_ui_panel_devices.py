@@ -6,32 +6,33 @@ import re
 from dataclasses import replace
 
 import pytest
-from situations import INFO, LOOK, facts_of, gpu_facts, rows_text, state_of
-from synthetic import SECOND, Training, device_event, host_event
 
 from dpmon.ui.panels import panel_devices
 from dpmon.ui.screen_data import ScreenData
 from dpmon.ui.styled_rows import plain_text, row_width
 from dpmon.ui.time_axis import device_axis, make_time_axis
+from support.history_builders import snapshot_of_records
+from support.record_builders import SECOND, Training, device_event, host_event
+from support.screen_states import RUN_INFO, STYLE, gpu_screen_data, rows_text, screen_data_of
 
 
 def test_without_a_gpu_the_host_is_shown_in_one_row_or_two_and_why_on_the_full_screen() -> None:
-    facts = facts_of(Training())
+    facts = screen_data_of(Training())
     for width in (56, 60, 66):
-        load, own = rows_text(panel_devices.render_panel(facts, width, 3, LOOK))
+        load, own = rows_text(panel_devices.render_panel(facts, width, 3, STYLE))
         assert load.endswith("43%  21.0 of 23.1 GiB free")
         assert own == "this run  1.80 cores   774 MiB"
-    (wide,) = rows_text(panel_devices.render_panel(facts, 100, 3, LOOK))
+    (wide,) = rows_text(panel_devices.render_panel(facts, 100, 3, STYLE))
     assert wide.endswith("43%  21.0 of 23.1 GiB free  this run  1.80 cores   774 MiB")
-    more = rows_text(panel_devices.render_full_screen(facts, 100, 20, LOOK))
+    more = rows_text(panel_devices.render_full_screen(facts, 100, 20, STYLE))
     assert more[0] == wide
     assert more[-1] == "no GPU: NVML library not found"
 
 
 @pytest.mark.parametrize("height", [8, 14, 30])
 def test_free_rows_of_the_panel_show_the_hosts_history_with_scale_and_axis(height: int) -> None:
-    facts = facts_of(Training(), 4000)
-    rows = rows_text(panel_devices.render_panel(facts, 100, height, LOOK))
+    facts = screen_data_of(Training(), 4000)
+    rows = rows_text(panel_devices.render_panel(facts, 100, height, STYLE))
     assert "cpu 43%" in rows[1]
     assert "memory 9%" in rows[1]
     assert rows[2].startswith("   100% ")
@@ -41,7 +42,9 @@ def test_free_rows_of_the_panel_show_the_hosts_history_with_scale_and_axis(heigh
 
 
 def test_the_full_screen_of_gpus_has_charts_with_scale_and_axis_where_there_is_room() -> None:
-    tall, low = (rows_text(panel_devices.render_full_screen(gpu_facts(2), 116, height, LOOK)) for height in (50, 8))
+    tall, low = (
+        rows_text(panel_devices.render_full_screen(gpu_screen_data(2), 116, height, STYLE)) for height in (50, 8)
+    )
     assert any(all(word in row for word in ("util 10%", "mem ", "power ")) for row in tall)
     assert sum("now" in row for row in tall) == 2, "one row for the charts of each"
     assert not any("now" in row for row in low)
@@ -50,9 +53,9 @@ def test_the_full_screen_of_gpus_has_charts_with_scale_and_axis_where_there_is_r
 @pytest.mark.parametrize("count", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("width", [36, 56, 76, 96])
 def test_no_gpu_is_left_out_without_a_sign(count: int, width: int) -> None:
-    facts = gpu_facts(count)
+    facts = gpu_screen_data(count)
     for height in (3, 5, 8, 12, 20):
-        rows = rows_text(panel_devices.render_panel(facts, width, height, LOOK))
+        rows = rows_text(panel_devices.render_panel(facts, width, height, STYLE))
         text = "\n".join(rows)
         shown = [i for i in range(count) if any(row.startswith(f"{i:2d} ") for row in rows) or f"  {i:2d} " in text]
         assert len(shown) == count, "each has its row; those beyond the height are announced by the frame"
@@ -62,36 +65,36 @@ def test_no_gpu_is_left_out_without_a_sign(count: int, width: int) -> None:
 
 
 def test_the_gpus_of_the_run_come_first_and_others_are_dim() -> None:
-    state = gpu_facts(4).state
+    state = gpu_screen_data(4).state
     others = {
         index: state.devices[index]._replace(data={**state.devices[index].data, "of_run": False, "mem_run_bytes": 0})
         for index in (0, 2)
     }
     state = replace(state, devices={**state.devices, **others})
-    rows = panel_devices.render_panel(ScreenData(state, 0, INFO), 60, 6, LOOK)
+    rows = panel_devices.render_panel(ScreenData(state, 0, RUN_INFO), 60, 6, STYLE)
     assert [plain_text(row)[:2] for row in rows[:4]] == [" 1", " 3", " 0", " 2"]
     assert "dim" not in {style for text, style in rows[0] if "%" in text}
     assert {style for text, style in rows[2] if "%" in text or "GiB" in text} == {"dim"}
 
 
 def test_a_throttle_reason_names_its_gpu() -> None:
-    facts = gpu_facts(2, throttle=["power cap", "too\x1b hot"])
-    rows = rows_text(panel_devices.render_panel(facts, 76, 9, LOOK))
+    facts = gpu_screen_data(2, throttle=["power cap", "too\x1b hot"])
+    rows = rows_text(panel_devices.render_panel(facts, 76, 9, STYLE))
     assert any(row.startswith("clocks held down power cap:  0  1; too") for row in rows)
     assert "\x1b" not in "".join(rows)
 
 
 def test_a_gpu_is_called_what_the_run_calls_it_where_that_differs() -> None:
-    facts = gpu_facts(1, ordinals=[{"process": 0, "device": "cuda:3"}])
-    assert rows_text(panel_devices.render_panel(facts, 76, 9, LOOK))[0].startswith(" 0 cuda:3 ")
+    facts = gpu_screen_data(1, ordinals=[{"process": 0, "device": "cuda:3"}])
+    assert rows_text(panel_devices.render_panel(facts, 76, 9, STYLE))[0].startswith(" 0 cuda:3 ")
 
 
 @pytest.mark.parametrize("width", [36, 76, 116])
 def test_a_sample_with_members_of_other_types_is_shown(width: int) -> None:
-    facts = gpu_facts(2, processes=[5], absent=[1], ordinals=[7], throttle=[3, 4])
-    rows = rows_text(panel_devices.render_panel(facts, width, 12, LOOK))
+    facts = gpu_screen_data(2, processes=[5], absent=[1], ordinals=[7], throttle=[3, 4])
+    rows = rows_text(panel_devices.render_panel(facts, width, 12, STYLE))
     assert any(row.startswith("clocks held down 3:  0  1; 4:") for row in rows)
-    text = "\n".join(rows_text(panel_devices.render_full_screen(facts, width, 60, LOOK)))
+    text = "\n".join(rows_text(panel_devices.render_full_screen(facts, width, 60, STYLE)))
     assert re.search("held down by +3, 4", text)
     assert "processes" in text
 
@@ -105,8 +108,8 @@ def test_a_sample_with_members_of_other_types_is_shown(width: int) -> None:
     ],
 )
 def test_without_an_xid_the_panel_says_none_and_an_unknown_one_is_a_dash(absent: dict[str, str], shown: str) -> None:
-    facts = gpu_facts(1, xid=None, absent=absent)
-    text = "\n".join(rows_text(panel_devices.render_full_screen(facts, 116, 35, LOOK)))
+    facts = gpu_screen_data(1, xid=None, absent=absent)
+    text = "\n".join(rows_text(panel_devices.render_full_screen(facts, 116, 35, STYLE)))
     found = re.search(r"newest XID +(none|–)", text)
     assert found is not None
     assert found.group(1) == shown
@@ -115,20 +118,22 @@ def test_without_an_xid_the_panel_says_none_and_an_unknown_one_is_a_dash(absent:
 
 
 def test_an_unknown_utilization_is_a_dash() -> None:
-    state = state_of([device_event(1.0, 0, util_pct=None, mem_used_bytes=None, absent={"util_pct": "GPU is lost"})])
-    rows = rows_text(panel_devices.render_panel(ScreenData(state, 0, INFO), 80, 6, LOOK))
+    state = snapshot_of_records(
+        [device_event(1.0, 0, util_pct=None, mem_used_bytes=None, absent={"util_pct": "GPU is lost"})]
+    )
+    rows = rows_text(panel_devices.render_panel(ScreenData(state, 0, RUN_INFO), 80, 6, STYLE))
     assert " – " in rows[0]
     assert "– of 141 GiB free" in rows[0]
     assert "utilization: GPU is lost" in rows
 
 
 def test_the_history_of_a_run_that_is_shorter_than_the_range_fills_the_chart() -> None:
-    facts = facts_of(Training(), more=[host_event(float(second), cpu_pct=50.0) for second in range(90)])
+    facts = screen_data_of(Training(), more=[host_event(float(second), cpu_pct=50.0) for second in range(90)])
 
     def cells(span_s: int, now_s: int = 89) -> str:
         shown = replace(facts, now_ns=now_s * SECOND, view=replace(facts.view, span_s=span_s))
         (row,) = [
-            row for row in rows_text(panel_devices.render_panel(shown, 60, 8, LOOK)) if row.startswith("host cpu")
+            row for row in rows_text(panel_devices.render_panel(shown, 60, 8, STYLE)) if row.startswith("host cpu")
         ]
         return row[9:40].split()[0]
 
@@ -141,7 +146,7 @@ def test_the_history_of_a_run_that_is_shorter_than_the_range_fills_the_chart() -
 
 def test_the_histories_of_devices_and_steps_have_one_axis() -> None:
     """A slow second of the run stands under the same cell of the device's history, in charts of one width."""
-    facts = facts_of(Training(), more=[host_event(float(second), cpu_pct=50.0) for second in range(90)])
+    facts = screen_data_of(Training(), more=[host_event(float(second), cpu_pct=50.0) for second in range(90)])
     for span_s in (30, 120, 0):
         shown = replace(facts, now_ns=600 * SECOND, view=replace(facts.view, span_s=span_s))
         assert device_axis(shown) == make_time_axis(shown)

@@ -6,67 +6,78 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from situations import INFO, LOOK, facts_of, focused, rows_text, situations, state_of, text_of, with_call
-from synthetic import Training, decoded
-
 from dpmon.record.record_types import Call, Event, Record, Size, Step
 from dpmon.text.formatting import format_duration
 from dpmon.ui.panels import panel_replicas
 from dpmon.ui.screen_data import ScreenData, View
 from dpmon.ui.screen_painter import max_scroll, places
 from dpmon.ui.styled_rows import plain_text
+from support.history_builders import snapshot_of_records
+from support.record_builders import Training, records_of_rows
+from support.screen_states import (
+    RUN_INFO,
+    STYLE,
+    rows_text,
+    screen_data_of,
+    screen_text,
+    shown_process,
+    situations,
+    with_call,
+)
 
 
 def test_idle_devices_are_shown_idle_with_the_reason() -> None:
     training = Training(devices=[f"cpu:{i}" for i in range(8)])
-    facts = ScreenData(state_of([*training.begin(), *training.step(rows=10)]), training.now, INFO, alive=True)
-    rows = rows_text(panel_replicas.render_panel(facts, 70, 12, LOOK))
+    facts = ScreenData(
+        snapshot_of_records([*training.begin(), *training.step(rows=10)]), training.now, RUN_INFO, alive=True
+    )
+    rows = rows_text(panel_replicas.render_panel(facts, 70, 12, STYLE))
     assert rows[6:9] == [f" {i} cpu:{i}  idle: a batch of 10 makes 5 chunks" for i in (5, 6, 7)]
 
 
 def test_virtual_replicas_name_what_they_share() -> None:
     for devices, shared in ((("cpu:0", "cpu:1"), "this machine's processor"), (("cuda:0/0", "cuda:0/1"), "one GPU")):
-        facts = facts_of(Training(devices=devices, virtual=True), 1)
-        rows = rows_text(panel_replicas.render_panel(facts, 70, 9, LOOK))
+        facts = screen_data_of(Training(devices=devices, virtual=True), 1)
+        rows = rows_text(panel_replicas.render_panel(facts, 70, 9, STYLE))
         assert rows[3].rstrip() == f"virtual: the replicas share {shared}"
 
 
 def test_a_replica_whose_sizes_were_not_seen_has_dashes() -> None:
-    facts = facts_of(Training(), 1)
-    (track,) = focused(facts).calls.values()
+    facts = screen_data_of(Training(), 1)
+    (track,) = shown_process(facts).calls.values()
     blind = tuple(r._replace(inputs=None, outputs=None) for r in track.last.replicas)
     facts = with_call(facts, replicas=blind, absent={"sizes": "not seen by a forward hook"})
-    rows = rows_text(panel_replicas.render_panel(facts, 70, 9, LOOK))
+    rows = rows_text(panel_replicas.render_panel(facts, 70, 9, STYLE))
     assert rows[1].split()[:5] == ["0", "cpu:0", "–", "–", "–"]
     assert "not seen by a forward hook" in rows
 
 
 def test_several_inputs_are_counted_and_listed_when_zoomed() -> None:
-    facts = facts_of(Training(), 1)
-    (track,) = focused(facts).calls.values()
+    facts = screen_data_of(Training(), 1)
+    (track,) = shown_process(facts).calls.values()
     sizes = (Size("0", (8, 5), "float32", 160), Size("1.mask", (8,), "bool", 8), Size("labels", (8,), "int64", 64))
     facts = with_call(facts, replicas=tuple(r._replace(inputs=sizes) for r in track.last.replicas))
-    assert any("[8, 5] +2" in row for row in rows_text(panel_replicas.render_panel(facts, 70, 9, LOOK)))
-    zoomed = rows_text(panel_replicas.render_full_screen(facts, 100, 40, LOOK))
+    assert any("[8, 5] +2" in row for row in rows_text(panel_replicas.render_panel(facts, 70, 9, STYLE)))
+    zoomed = rows_text(panel_replicas.render_full_screen(facts, 100, 40, STYLE))
     assert "   in   1.mask [8] bool 8 B" in zoomed
     assert "   in   labels [8] int64 64 B" in zoomed
 
 
 def test_more_replicas_than_rows_are_announced_and_can_be_scrolled() -> None:
     facts = situations()["many replicas"]
-    assert "61 more ↓" in text_of(facts, 80, 24)
+    assert "61 more ↓" in screen_text(facts, 80, 24)
     slot = places(facts, 80, 24)["replicas"]
-    room = max_scroll("replicas", facts, slot, LOOK)
+    room = max_scroll("replicas", facts, slot, STYLE)
     assert room == 61
     scrolled = replace(facts, view=View(scrolled={"replicas": 20}))
-    text = text_of(scrolled, 80, 24)
+    text = screen_text(scrolled, 80, 24)
     assert "20 above, 41 more ↓" in text
     assert "# device" in text, "the names of the columns stay"
     assert " 20 cuda:20 " in text
-    end = text_of(replace(facts, view=View(scrolled={"replicas": 10_000})), 80, 24)
+    end = screen_text(replace(facts, view=View(scrolled={"replicas": 10_000})), 80, 24)
     assert "61 above" in end
     assert "63 cuda:63  idle" in end
-    assert max_scroll("devices", facts, places(facts, 80, 24)["devices"], LOOK) == 0
+    assert max_scroll("devices", facts, places(facts, 80, 24)["devices"], STYLE) == 0
 
 
 def scaled(header: str) -> bool:
@@ -75,28 +86,28 @@ def scaled(header: str) -> bool:
 
 
 def test_the_share_and_the_spread_have_room_at_120_columns() -> None:
-    facts = facts_of(Training(devices=[f"cpu:{i}" for i in range(4)], batch=26))
-    rows = rows_text(panel_replicas.render_panel(facts, 56, 9, LOOK))
+    facts = screen_data_of(Training(devices=[f"cpu:{i}" for i in range(4)], batch=26))
+    rows = rows_text(panel_replicas.render_panel(facts, 56, 9, STYLE))
     assert [row.split()[6] for row in rows[1:5]] == ["7", "7", "7", "5"]
     assert all("●" in row and "╶" in row for row in rows[1:5])
     assert scaled(rows[0])
     for width in range(40, 120):
-        header, row, *_ = rows_text(panel_replicas.render_panel(facts, width, 9, LOOK))
+        header, row, *_ = rows_text(panel_replicas.render_panel(facts, width, 9, STYLE))
         assert ("━" in row) == ("share" in header), "no column without its heading"
         assert ("╶" in row) == scaled(header)
 
 
 def test_the_spread_has_a_scale_and_full_screen_says_what_the_times_are() -> None:
-    facts = facts_of(Training(devices=[f"cpu:{i}" for i in range(2)]))
-    (track,) = focused(facts).calls.values()
+    facts = screen_data_of(Training(devices=[f"cpu:{i}" for i in range(2)]))
+    (track,) = shown_process(facts).calls.values()
     times = [spread for spread in track.times if spread is not None]
     slowest = max(spread.high for spread in times)
-    header = rows_text(panel_replicas.render_panel(facts, 90, 9, LOOK))[0]
+    header = rows_text(panel_replicas.render_panel(facts, 90, 9, STYLE))[0]
     fastest = min(spread.low for spread in times)
     low, *what, high = header.split()[-5:]
     assert (" ".join(what), high) == ("5 to 95%", format_duration(slowest, ""))
     assert low == format_duration(min(fastest, slowest * 0.7), ""), "the left edge"
-    said = " ".join(rows_text(panel_replicas.render_full_screen(facts, 100, 40, LOOK)))
+    said = " ".join(rows_text(panel_replicas.render_full_screen(facts, 100, 40, STYLE)))
     assert f"the median of {times[0].calls} calls" in said
     assert f" to {format_duration(slowest)}; apply, in panels 3 and 4, lasts until the slowest is done" in said
 
@@ -108,14 +119,14 @@ def several_calls(more: Sequence[Record] = ()) -> ScreenData:
     fakes = Training(root="Critic", batch=12, seed=2)
     for training in (real, fakes, generator):
         training.now = real.now
-    records = [decoded([*real.begin()])]
-    streams = [decoded(each.run(steps)) for each in (real, fakes, generator)]
+    records = [records_of_rows([*real.begin()])]
+    streams = [records_of_rows(each.run(steps)) for each in (real, fakes, generator)]
     by_step: list[Any] = []
     for number in range(steps):
         calls = [next(r for r in stream if isinstance(r, Call) and r.step == number + 1) for stream in streams]
         by_step += [replace(call, call=3 * number + place) for place, call in enumerate(calls, start=1)]
         by_step.append(next(r for r in streams[0] if not isinstance(r, (Call, Event)) and r.step == number + 1))
-    return ScreenData(state_of([*records[0], *by_step, *more]), real.now, INFO, alive=True)
+    return ScreenData(snapshot_of_records([*records[0], *by_step, *more]), real.now, RUN_INFO, alive=True)
 
 
 def test_several_calls_of_a_step_and_several_roots_can_be_chosen() -> None:
@@ -129,23 +140,23 @@ def test_several_calls_of_a_step_and_several_roots_can_be_chosen() -> None:
     titles = []
     for root in range(4):
         shown = replace(facts, view=View(root=root))
-        titles.append(plain_text(panel_replicas.panel_title(shown, LOOK)[0]))
-        rows = rows_text(panel_replicas.render_panel(shown, 70, 9, LOOK))
+        titles.append(plain_text(panel_replicas.panel_title(shown, STYLE)[0]))
+        rows = rows_text(panel_replicas.render_panel(shown, 70, 9, STYLE))
         assert rows[1].split()[6] == {0: "32", 1: "15", 2: "6", 3: "32"}[root]
     assert titles[0] == "2 Replicas · newest of 3 · Generator · DataParallel"
     assert titles[2] == "2 Replicas · 2 of 3 · call 2 of 2 a step · Critic · DataParallel"
 
 
 def test_a_call_that_steps_no_longer_make_cannot_be_chosen_any_more() -> None:
-    last = next(call for call in reversed(focused(several_calls()).last_calls) if call.root == "Critic")
+    last = next(call for call in reversed(shown_process(several_calls()).last_calls) if call.root == "Critic")
     more = [replace(last, step=100 + number, call=1000 + number) for number in range(100)]
     assert [c.of for c in panel_replicas.choices(several_calls(more).process)] == [1, 1]
 
 
 def test_a_call_with_no_replicas_says_so() -> None:
     call = Call(0, None, 1, 1, "Net", None, "single", False, True, True, False, 0, 10, ("cpu",), {}, (), None, None)
-    state = state_of([call])
-    rows = rows_text(panel_replicas.render_panel(ScreenData(state, 0, INFO), 60, 6, LOOK))
+    state = snapshot_of_records([call])
+    rows = rows_text(panel_replicas.render_panel(ScreenData(state, 0, RUN_INFO), 60, 6, STYLE))
     assert "the replicas of this call were not seen" in rows
 
 
@@ -161,28 +172,28 @@ def without_training(record: Record) -> Record:
 def test_sizes_of_an_evaluation_say_that_they_are() -> None:
     """The last calls of a run are often those of an evaluation, with other sizes and times than the training."""
     training = Training(batch=30)
-    records = decoded([*training.begin(), *training.run(50)])
-    before = facts_of(Training(), 1, state=state_of(records))
+    records = records_of_rows([*training.begin(), *training.run(50)])
+    before = screen_data_of(Training(), 1, state=snapshot_of_records(records))
 
     def more(steps: int) -> list[Record]:
         training.defined.clear()  # for a reader of its own
-        return decoded(training.run(steps))
+        return records_of_rows(training.run(steps))
 
     def told(facts: ScreenData) -> str:
-        return plain_text(panel_replicas.panel_title(facts, LOOK)[0])
+        return plain_text(panel_replicas.panel_title(facts, STYLE)[0])
 
     assert told(before) == "2 Replicas · Model · DataParallel"
     training.batch, training.step_ns = 8, 20_000_000
     later = [without_training(each) for each in more(3)]
-    evaluated = facts_of(Training(), 1, state=state_of(records + later))
+    evaluated = screen_data_of(Training(), 1, state=snapshot_of_records(records + later))
     assert told(evaluated) == "2 Replicas · evaluation · Model · DataParallel"
-    assert "evaluation" in text_of(evaluated, 80, 24)
-    rows = rows_text(panel_replicas.render_panel(evaluated, 70, 9, LOOK))
+    assert "evaluation" in screen_text(evaluated, 80, 24)
+    rows = rows_text(panel_replicas.render_panel(evaluated, 70, 9, STYLE))
     assert "[4, 5]" in rows[1]
     assert float(rows[1].split()[8]) > 2.0, "its own times, not the median of fifty steps of the training"
     frozen = [replace(each, grad=False) if isinstance(each, Call) else each for each in more(1)]
-    assert "no gradients · Model" in told(facts_of(Training(), 1, state=state_of(records + frozen)))
+    assert "no gradients · Model" in told(screen_data_of(Training(), 1, state=snapshot_of_records(records + frozen)))
     training.batch, training.step_ns = 30, 2_400_000
-    again = facts_of(Training(), 1, state=state_of(records + later + more(1)))
+    again = screen_data_of(Training(), 1, state=snapshot_of_records(records + later + more(1)))
     (track,) = again.state.processes[0].calls.values()
     assert [spread.calls for spread in track.times if spread] == [51, 51], "the training's times are there again"

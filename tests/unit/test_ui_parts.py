@@ -7,9 +7,6 @@ from dataclasses import replace
 import pytest
 from rich.color import Color, ColorSystem
 from rich.console import Console
-from situations import LOOK, MONO_ASCII, exit_of
-from stored import state_of
-from synthetic import Training
 
 from dpmon.model.step_timeline import Piece
 from dpmon.run.run_reader import PauseState
@@ -24,11 +21,14 @@ from dpmon.ui.screen_data import ScreenData, View
 from dpmon.ui.step_waterfall import lane_row, main_row
 from dpmon.ui.styled_rows import draw_frame, fit_row, plain_text, row_width
 from dpmon.ui.terminal_style import ASCII, COLOR, LETTERS, MONO, UNICODE, TerminalStyle, choose_style
+from support.history_builders import snapshot_of_records
+from support.record_builders import Training
+from support.screen_states import MONO_ASCII, STYLE, exit_info_of
 
 
 def some_facts() -> ScreenData:
     training = Training()
-    state = state_of([*training.begin(), *training.run(20)])
+    state = snapshot_of_records([*training.begin(), *training.run(20)])
     return ScreenData(state, training.now, alive=True, can_toggle=True, can_type=True)
 
 
@@ -37,23 +37,23 @@ def test_the_footer_offers_only_what_works() -> None:
     view = "l slow steps [ ] range < > time s picture e export r report"
     said = f"d → single space freeze 1-6 panel enter zoom i input w why {view} x stop"
     assert (
-        " ".join(plain_text(render_footer(facts, 200, LOOK)[0]).split())
+        " ".join(plain_text(render_footer(facts, 200, STYLE)[0]).split())
         == said + " t theme + - refresh : list ? help q leave"
     )
-    nothing = replace(facts, can_toggle=False, can_type=False, ended=exit_of(0, None, 1))
+    nothing = replace(facts, can_toggle=False, can_type=False, ended=exit_info_of(0, None, 1))
     said = f"1-6 panel enter zoom {view} C compare t theme + - refresh : list ? help q close"
-    assert " ".join(plain_text(render_footer(nothing, 200, LOOK)[0]).split()) == said
+    assert " ".join(plain_text(render_footer(nothing, 200, STYLE)[0]).split()) == said
 
 
 @pytest.mark.parametrize("over", [False, True])
 def test_the_footer_leaves_out_what_matters_least_and_says_so(over: bool) -> None:
     facts = replace(some_facts(), can_pause=True)
     if over:
-        facts = replace(some_facts(), can_toggle=False, can_type=False, ended=exit_of(1, None, 1))
+        facts = replace(some_facts(), can_toggle=False, can_type=False, ended=exit_info_of(1, None, 1))
     everything = {f"{key} {word}" for key, word in [hint[:2] for hint in current_key_hints(facts)]}
     least = len(everything)
     for width in range(200, 39, -1):
-        row = render_footer(facts, width, LOOK)[0]
+        row = render_footer(facts, width, STYLE)[0]
         text = plain_text(row)
         assert "? help" in text
         assert (": more" in text) == (": list" not in text)
@@ -66,13 +66,13 @@ def test_the_footer_leaves_out_what_matters_least_and_says_so(over: bool) -> Non
             assert key_at(row, text.index(f" {key} ") + 1) == key
     assert least >= 4
     wanted = "r report e export" if over else "d →single p pause space hold 1-6 panel enter zoom x stop"
-    assert set(wanted.split()) <= set(plain_text(render_footer(facts, 80, LOOK)[0]).split())
+    assert set(wanted.split()) <= set(plain_text(render_footer(facts, 80, STYLE)[0]).split())
 
 
 def test_the_narrowest_footer_keeps_the_keys_that_resume() -> None:
     facts = replace(some_facts(), can_pause=True, pausing=PauseState(wanted=True), view=View(frozen=True))
-    assert "p resume" in plain_text(render_footer(facts, 40, LOOK)[0])
-    assert "space go on" in plain_text(render_footer(replace(facts, can_pause=False), 42, LOOK)[0])
+    assert "p resume" in plain_text(render_footer(facts, 40, STYLE)[0])
+    assert "space go on" in plain_text(render_footer(replace(facts, can_pause=False), 42, STYLE)[0])
 
 
 @pytest.mark.parametrize("width", range(1, 20))
@@ -129,7 +129,7 @@ def test_shifting_long_lines() -> None:
 
 @pytest.mark.parametrize("width", [76, 108])
 def test_the_help_explains_every_phase_in_a_sentence(width: int) -> None:
-    rows = help_rows(width, LOOK)
+    rows = help_rows(width, STYLE)
     assert all(row_width(row) <= width for row in rows)
     text = " ".join(plain_text(row) for row in rows)
     for word in LETTERS:
@@ -139,7 +139,7 @@ def test_the_help_explains_every_phase_in_a_sentence(width: int) -> None:
 
 
 def test_the_look_follows_the_terminal() -> None:
-    assert choose_style({"TERM": "xterm-256color"}, "utf-8") == LOOK
+    assert choose_style({"TERM": "xterm-256color"}, "utf-8") == STYLE
     assert choose_style({"TERM": "xterm", "NO_COLOR": "1"}, "UTF-8").styles is MONO
     assert choose_style({"TERM": "xterm"}, "ANSI_X3.4-1968").glyphs is ASCII
     assert choose_style({"TERM": "linux"}, "utf-8").glyphs is ASCII
@@ -259,7 +259,7 @@ PIECES = (
 
 
 @pytest.mark.parametrize("width", [1, 5, 8, 20, 50, 100, 199])
-@pytest.mark.parametrize("look", [LOOK, MONO_ASCII], ids=["color", "ascii"])
+@pytest.mark.parametrize("look", [STYLE, MONO_ASCII], ids=["color", "ascii"])
 def test_a_step_in_time_is_as_wide_as_it_should_be_and_names_what_has_room(width: int, look: TerminalStyle) -> None:
     row = main_row(PIECES, width, 100.0, look, (0, 95))
     assert row_width(row) == width
@@ -274,22 +274,22 @@ def test_a_step_in_time_is_as_wide_as_it_should_be_and_names_what_has_room(width
 
 
 def test_a_step_in_time_ends_on_eighths_of_a_cell() -> None:
-    row = main_row((Piece("data", 0, 25), Piece("backward", 25, 80)), 10, 100.0, LOOK, (0, 0))
+    row = main_row((Piece("data", 0, 25), Piece("backward", 25, 80)), 10, 100.0, STYLE, (0, 0))
     assert plain_text(row)[2] == "▌"
     assert row[1][1] == "phase.data/backward"
-    started = main_row((Piece("apply", 25, 100),), 10, 100.0, LOOK, (0, 0))
+    started = main_row((Piece("apply", 25, 100),), 10, 100.0, STYLE, (0, 0))
     assert plain_text(started).startswith("  ▌ Apply")
     assert started[1][1] == "chip.apply", "the color behind lies upon the phase's own"
-    halves = plain_text(lane_row((Piece("apply", 25, 75),), 10, 100.0, LOOK))
+    halves = plain_text(lane_row((Piece("apply", 25, 75),), 10, 100.0, STYLE))
     assert halves == "  ╺━━━━╸  "
 
 
 def test_a_piece_too_short_for_a_cell_is_not_lost_in_a_lane() -> None:
-    assert plain_text(lane_row((Piece("apply", 500, 501),), 20, 1000.0, LOOK)).strip() == "╸"
+    assert plain_text(lane_row((Piece("apply", 500, 501),), 20, 1000.0, STYLE)).strip() == "╸"
 
 
 def test_a_hidden_line_is_typed_without_echo() -> None:
-    line = LineInput("Input", "", LOOK, hidden=True)
+    line = LineInput("Input", "", STYLE, hidden=True)
     line.typed = "hunter2"
     text = "".join(part for row in line.build_rows(40, 5) for part, _ in row)
     assert "hunter2" not in text

@@ -6,8 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from situations import INFO, LOOK, MONO_ASCII, exit_of, facts_of, situations, state_of, text_of
-from synthetic import SECOND, Training, host_event
 
 from dpmon.model.run_snapshot import PauseChange, RunSnapshot, WarningRecord, toggle_refusal
 from dpmon.run.run_directory import ExitInfo
@@ -19,6 +17,17 @@ from dpmon.ui.screen_data import ModeRequest, ScreenData, View, describe_activit
 from dpmon.ui.screen_painter import join_panels, paint_panels, paint_screen, places
 from dpmon.ui.styled_rows import crop_row, plain_text, row_width
 from dpmon.ui.terminal_style import TerminalStyle
+from support.history_builders import snapshot_of_records
+from support.record_builders import SECOND, Training, host_event
+from support.screen_states import (
+    MONO_ASCII,
+    RUN_INFO,
+    STYLE,
+    exit_info_of,
+    screen_data_of,
+    screen_text,
+    situations,
+)
 
 SIZES = [
     (80, 24),
@@ -49,7 +58,7 @@ def output(tmp_path: Path) -> OutputView:
     return OutputView([tail])
 
 
-@pytest.mark.parametrize("look", [LOOK, MONO_ASCII], ids=["color", "mono ascii"])
+@pytest.mark.parametrize("look", [STYLE, MONO_ASCII], ids=["color", "mono ascii"])
 @pytest.mark.parametrize("name", list(situations()))
 def test_every_row_is_exactly_as_wide_as_the_screen(name: str, look: TerminalStyle, output: OutputView) -> None:
     facts = situations()[name]
@@ -62,7 +71,7 @@ def test_every_row_is_exactly_as_wide_as_the_screen(name: str, look: TerminalSty
 
 
 def test_the_first_seconds_tell_what_happens() -> None:
-    before = ScreenData(RunSnapshot(), 2 * SECOND, INFO)
+    before = ScreenData(RunSnapshot(), 2 * SECOND, RUN_INFO)
     assert describe_activity(before) == ("starting", "wait", "2 s")
     assert describe_activity(replace(before, alive=True)) == ("starting", "wait", "2 s")
     assert describe_activity(replace(before, alive=True, now_ns=75 * SECOND)) == (
@@ -74,9 +83,9 @@ def test_the_first_seconds_tell_what_happens() -> None:
     assert describe_activity(importing) == ("starting", "wait", "importing torch, 1 s")
     imported = replace(before, alive=True, stage=("torch imported", SECOND))
     assert describe_activity(imported) == ("starting", "wait", "waiting for the first step, 1 s")
-    assert "starting: importing torch, 1 s" in text_of(importing, 80, 24)
+    assert "starting: importing torch, 1 s" in screen_text(importing, 80, 24)
     # A script without a loader also has steps.
-    begun = replace(imported, state=state_of(Training().begin()))
+    begun = replace(imported, state=snapshot_of_records(Training().begin()))
     in_forward = replace(begun, activities={0: ("forward", SECOND // 2)})
     assert describe_activity(in_forward) == ("starting", "wait", "first step in forward, 2 s")
     assert describe_activity(replace(begun, activities={0: ("data", SECOND // 2)})) == (
@@ -95,11 +104,11 @@ def test_the_first_seconds_tell_what_happens() -> None:
     )
     learning = replace(begun, state=replace(begun.state, open_calls=11), activities={0: ("other", SECOND // 2)})
     assert describe_activity(learning) == ("training", "wait", "11 calls so far; the end of a step is not known yet")
-    assert "11 calls so far" in text_of(learning, 80, 24)
+    assert "11 calls so far" in screen_text(learning, 80, 24)
 
 
 def test_between_two_trainings_the_next_one_is_on_its_way() -> None:
-    facts = facts_of(Training())
+    facts = screen_data_of(Training())
     ended = replace(facts, now_ns=facts.now_ns + 9 * SECOND, activities={0: ("ended", facts.now_ns)})
     assert describe_activity(replace(ended, stage=("torch imported", SECOND))).word == "ending", (
         "its own start was before its end"
@@ -111,20 +120,20 @@ def test_between_two_trainings_the_next_one_is_on_its_way() -> None:
 
 def test_a_waiting_script_is_shown_with_the_key_to_type_a_line() -> None:
     before = ScreenData(
-        RunSnapshot(), 5 * SECOND, INFO, alive=True, stage=("torch imported", SECOND), reads_since_ns=2 * SECOND
+        RunSnapshot(), 5 * SECOND, RUN_INFO, alive=True, stage=("torch imported", SECOND), reads_since_ns=2 * SECOND
     )
     assert describe_activity(before) == ("waiting for input", "wait", "3 s")
     assert describe_activity(replace(before, can_type=True)).detail == "3 s: press i"
-    worked = facts_of(Training())
+    worked = screen_data_of(Training())
     training = replace(worked, now_ns=worked.now_ns + 3 * SECOND, reads_since_ns=worked.now_ns)
     assert describe_activity(training).word == "waiting for input"
-    assert "i input" in text_of(training, 80, 24).splitlines()[-1]
+    assert "i input" in screen_text(training, 80, 24).splitlines()[-1]
     assert describe_activity(replace(training, reads_since_ns=None)).word == "training"
 
 
 def test_a_wait_for_input_is_shown_after_a_second_and_until_the_next_step_ends() -> None:
     """A script that reads line by line often waits for a moment, and a watch that has stopped reports an old wait."""
-    training = facts_of(Training())
+    training = screen_data_of(Training())
     later = replace(training, now_ns=training.now_ns + 3 * SECOND)
     for facts, since in ((training, training.now_ns - SECOND // 2), (later, SECOND), (later, later.now_ns + SECOND)):
         seen = replace(facts, reads_since_ns=since)
@@ -133,7 +142,7 @@ def test_a_wait_for_input_is_shown_after_a_second_and_until_the_next_step_ends()
 
 
 def test_waiting_for_data_is_shown_only_after_a_second() -> None:
-    facts = facts_of(Training())
+    facts = screen_data_of(Training())
     assert describe_activity(replace(facts, activities={0: ("data", facts.now_ns - SECOND // 2)})).word == "training"
     waiting = replace(facts, now_ns=facts.now_ns + 4 * SECOND, activities={0: ("data", facts.now_ns)})
     assert describe_activity(waiting) == ("waiting for data", "wait", "4 s")
@@ -144,19 +153,19 @@ def test_waiting_for_data_is_shown_only_after_a_second() -> None:
 @pytest.mark.parametrize(
     ("ended", "said"),
     [
-        (exit_of(0, None, 9), "finished status 0"),
-        (exit_of(3, None, 9), "failed status 3"),
-        (exit_of(137, "SIGKILL", 9), "killed by SIGKILL perhaps out of memory"),
-        (exit_of(139, "SIGSEGV", 9), "killed by SIGSEGV"),
-        (exit_of(130, "SIGINT", 9), "interrupted SIGINT"),
-        (exit_of(130, "SIGINT", 9, stopped=True), "stopped by you"),
-        (exit_of(1, None, 9, stopped=True), "stopped by you"),
-        (exit_of(134, "SIGABRT", 9, stopped=True), "stopped by you, status 134"),
+        (exit_info_of(0, None, 9), "finished status 0"),
+        (exit_info_of(3, None, 9), "failed status 3"),
+        (exit_info_of(137, "SIGKILL", 9), "killed by SIGKILL perhaps out of memory"),
+        (exit_info_of(139, "SIGSEGV", 9), "killed by SIGSEGV"),
+        (exit_info_of(130, "SIGINT", 9), "interrupted SIGINT"),
+        (exit_info_of(130, "SIGINT", 9, stopped=True), "stopped by you"),
+        (exit_info_of(1, None, 9, stopped=True), "stopped by you"),
+        (exit_info_of(134, "SIGABRT", 9, stopped=True), "stopped by you, status 134"),
     ],
 )
 def test_the_end_stays_with_its_outcome(ended: ExitInfo, said: str) -> None:
-    facts = replace(facts_of(Training()), ended=ended, can_toggle=False)
-    text = text_of(facts, 160, 50)
+    facts = replace(screen_data_of(Training()), ended=ended, can_toggle=False)
+    text = screen_text(facts, 160, 50)
     assert said in text
     assert "q close" in text
     assert "d → single" not in text
@@ -164,37 +173,37 @@ def test_the_end_stays_with_its_outcome(ended: ExitInfo, said: str) -> None:
 
 
 def test_the_host_panel_of_a_finished_run_has_no_dashes() -> None:
-    facts = facts_of(Training(), more=[host_event(31.0, run_cpu_pct=None, run_mem_bytes=None)])
-    assert "has ended" not in text_of(facts, 160, 40)
-    assert "this run has ended" in text_of(replace(facts, ended=exit_of(0, None, 5)), 160, 40)
+    facts = screen_data_of(Training(), more=[host_event(31.0, run_cpu_pct=None, run_mem_bytes=None)])
+    assert "has ended" not in screen_text(facts, 160, 40)
+    assert "this run has ended" in screen_text(replace(facts, ended=exit_info_of(0, None, 5)), 160, 40)
 
 
 def test_a_failure_shows_the_last_line_of_the_traceback() -> None:
-    facts = replace(facts_of(Training()), ended=exit_of(1), last_line="RuntimeError: no")
-    assert "RuntimeError: no" in text_of(facts, 80, 24)
+    facts = replace(screen_data_of(Training()), ended=exit_info_of(1), last_line="RuntimeError: no")
+    assert "RuntimeError: no" in screen_text(facts, 80, 24)
 
 
 def test_a_vanished_run_is_shown_without_an_invented_status() -> None:
-    text = text_of(replace(facts_of(Training()), alive=False), 160, 50)
+    text = screen_text(replace(screen_data_of(Training()), alive=False), 160, 50)
     assert "its exit status was not recorded" in text
     assert "ended status unknown" in text
     assert "status 0" not in text
 
 
 def test_a_toggle_is_pending_then_done_or_refused() -> None:
-    facts = facts_of(Training())
+    facts = screen_data_of(Training())
     pending = replace(facts, toggle=ModeRequest("single", "pending", facts.now_ns - 2 * SECOND))
-    assert "→ single pending 2 s: the training answers at its next call" in text_of(pending, 80, 24)
+    assert "→ single pending 2 s: the training answers at its next call" in screen_text(pending, 80, 24)
     paused = replace(pending, pausing=PauseState(wanted=True, since_ns=facts.now_ns - SECOND))
-    assert "→ single pending 2 s: the training answers once it goes on (p)" in text_of(paused, 80, 24)
+    assert "→ single pending 2 s: the training answers once it goes on (p)" in screen_text(paused, 80, 24)
     done = replace(facts, toggle=ModeRequest("single", "done", facts.now_ns, step=12_340))
-    assert "single from step 12,340 on" in text_of(done, 80, 24)
+    assert "single from step 12,340 on" in screen_text(done, 80, 24)
     refused = replace(facts, toggle=ModeRequest("single", "refused", facts.now_ns, reason="it is DDP"))
-    assert "single refused: it is DDP" in text_of(refused, 80, 24)
+    assert "single refused: it is DDP" in screen_text(refused, 80, 24)
 
 
 def test_the_status_says_mode_devices_and_that_they_are_virtual_with_the_reason() -> None:
-    text = text_of(facts_of(Training(devices=[f"cpu:{i}" for i in range(4)])), 120, 40)
+    text = screen_text(screen_data_of(Training(devices=[f"cpu:{i}" for i in range(4)])), 120, 40)
     assert "dp ×4  cpu:0-3 virtual" in text
     assert "virtual replicas: no GPU on this machine" in text
     assert "examples" not in text.splitlines()[0]
@@ -203,18 +212,18 @@ def test_the_status_says_mode_devices_and_that_they_are_virtual_with_the_reason(
 
 @pytest.mark.parametrize("width", [120, 160, 200])
 def test_the_status_row_is_not_cut(width: int) -> None:
-    facts = facts_of(Training(devices=[f"cuda:{i}" for i in range(8)], virtual=False))
-    assert "…" not in plain_text(render_panel(facts, width, 2, LOOK)[0])
+    facts = screen_data_of(Training(devices=[f"cuda:{i}" for i in range(8)], virtual=False))
+    assert "…" not in plain_text(render_panel(facts, width, 2, STYLE)[0])
 
 
 def test_dropped_records_are_counted_on_the_screen() -> None:
-    assert "1,234 records dropped" in text_of(missing(facts_of(Training()), 1234), 80, 24)
-    assert "dropped" not in text_of(facts_of(Training()), 80, 24)
+    assert "1,234 records dropped" in screen_text(missing(screen_data_of(Training()), 1234), 80, 24)
+    assert "dropped" not in screen_text(screen_data_of(Training()), 80, 24)
 
 
 def test_warnings_are_shown_and_have_a_key() -> None:
-    facts = warned(facts_of(Training()), "the hook\x1b[2J took itself out")
-    text = text_of(facts, 120, 40)
+    facts = warned(screen_data_of(Training()), "the hook\x1b[2J took itself out")
+    text = screen_text(facts, 120, 40)
     assert "warning: the hook\ufffd[2J took itself out" in text
     assert ("W", "warnings") in [hint[:2] for hint in current_key_hints(facts)]
 
@@ -253,8 +262,8 @@ LONG = (
 def test_a_refusal_that_has_no_room_in_its_row_stands_in_full_above_the_footer(
     which: str, size: tuple[int, int]
 ) -> None:
-    facts = facts_of(Training())
-    plain_rows = paint_screen(facts, OutputView(), *size, LOOK)
+    facts = screen_data_of(Training())
+    plain_rows = paint_screen(facts, OutputView(), *size, STYLE)
     if which == "toggle":
         facts = replace(facts, toggle=ModeRequest("single", "refused", facts.now_ns, None, LONG))
     elif which == "pause":
@@ -262,53 +271,53 @@ def test_a_refusal_that_has_no_room_in_its_row_stands_in_full_above_the_footer(
         facts = replace(facts, state=replace(facts.state, pauses=(pause,)))
     else:
         facts = replace(facts, view=View(message=LONG))
-    rows = paint_screen(facts, OutputView(), *size, LOOK)
+    rows = paint_screen(facts, OutputView(), *size, STYLE)
     assert [row_width(row) for row in rows] == [size[0]] * size[1]
     at = next(index for index, row in enumerate(rows) if "in full" in plain_text(row))
     note = [plain_text(row).split("│")[1].strip() for row in rows[at + 1 : at + 10] if "│" in plain_text(row)]
     assert LONG in " ".join(note)
     assert plain_text(rows[-1]) == plain_text(plain_rows[-1])
     slots = places(facts, *size)
-    below = join_panels(slots, paint_panels(facts, OutputView(), slots, LOOK, noted=False))
+    below = join_panels(slots, paint_panels(facts, OutputView(), slots, STYLE, noted=False))
     assert "in full" not in "".join(map(plain_text, below)), "a dialog is over it"
     later = replace(facts, now_ns=facts.now_ns + 20 * SECOND, view=View())
-    assert "in full" not in "".join(plain_text(row) for row in paint_screen(later, OutputView(), *size, LOOK))
+    assert "in full" not in "".join(plain_text(row) for row in paint_screen(later, OutputView(), *size, STYLE))
 
 
 def test_the_refusals_of_ranks_fit_in_the_row_of_answers() -> None:
     facts = situations()["2 ranks, None"]
     for reason in (f"the mode cannot be switched: {toggle_refusal(facts.state)}", f"no pause: {_RANKS}"):
-        rows = text_of(replace(facts, view=View(message=reason)), 80, 24).splitlines()
+        rows = screen_text(replace(facts, view=View(message=reason)), 80, 24).splitlines()
         assert rows[2].strip() == reason, reason
 
 
 def test_a_note_too_long_for_the_screen_says_so_and_a_short_answer_makes_none() -> None:
-    facts = facts_of(Training(), toggle=ModeRequest("single", "refused", 0, None, LONG), now_ns=SECOND)
-    text = text_of(facts, 40, 10)
+    facts = screen_data_of(Training(), toggle=ModeRequest("single", "refused", 0, None, LONG), now_ns=SECOND)
+    text = screen_text(facts, 40, 10)
     assert "in full" in text
     assert "…" in text.split("in full")[1]
     short = replace(facts, toggle=ModeRequest("single", "refused", 0, None, "no"))
-    assert "in full" not in text_of(short, 80, 24)
+    assert "in full" not in screen_text(short, 80, 24)
 
 
 def test_a_warning_that_is_cut_says_where_all_of_it_is() -> None:
-    facts = warned(facts_of(Training()), LONG)
+    facts = warned(screen_data_of(Training()), LONG)
     for size in ((80, 24), (120, 40)):
-        row = next(line for line in text_of(facts, *size).splitlines() if "warning:" in line)
+        row = next(line for line in screen_text(facts, *size).splitlines() if "warning:" in line)
         assert row.rstrip().endswith("W: all of it")
         assert "…" in row
-    assert "all of it" not in text_of(facts, 250, 70)
+    assert "all of it" not in screen_text(facts, 250, 70)
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
 @pytest.mark.parametrize("missed", [0, 7])
 def test_a_warning_stands_beside_the_state_that_had_no_room_above(width: int, missed: int) -> None:
-    facts = missing(warned(facts_of(Training()), LONG), missed)
+    facts = missing(warned(screen_data_of(Training()), LONG), missed)
     for later, doing, word, detail in (
         (facts.now_ns + 15 * SECOND, {0: ("data", facts.now_ns)}, "waiting for data", "15 s"),
         (facts.now_ns + 12 * SECOND, {}, "quiet", "12 s"),
     ):
-        rows = text_of(replace(facts, now_ns=later, activities=doing), width, 24).splitlines()
+        rows = screen_text(replace(facts, now_ns=later, activities=doing), width, 24).splitlines()
         row = rows[1 if width >= 120 else 2]
         if not (missed and width == 60):  # no room for all of them: the warning comes first
             assert f"{word} {detail}  " in rows[0] or row.startswith(f" {word}: {detail}  warning: "), rows[:3]

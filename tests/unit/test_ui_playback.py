@@ -2,45 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from situations import LOOK
-from test_run_playback import SECOND, Clock, a_run
-from textual.pilot import Pilot
 
 from dpmon.ui.footer import position_at, render_timeline
-from dpmon.ui.playback import Playback, Player
 from dpmon.ui.screen_data import PlaybackPosition
 from dpmon.ui.styled_rows import plain_text, row_width
-
-
-@asynccontextmanager
-async def shown(
-    directory: Path, clock: Clock, size: tuple[int, int] = (120, 40)
-) -> AsyncIterator[tuple[Playback, Pilot[str]]]:
-    app = Playback(directory, LOOK, open_player=lambda: Player(directory, clock), refresh=600)
-    async with app.run_test(size=size) as pilot:
-        await pilot.pause()
-        yield app, pilot
-        app.feed.close()
-
-
-def shows(app: Playback, text: str) -> bool:
-    return any(text in row for row in app.text())
+from support.history_builders import write_playback_run
+from support.record_builders import SECOND
+from support.screen_harness import ManualClock, open_playback, shows_text
+from support.screen_states import STYLE
 
 
 async def test_keys_play_stop_step_and_seek(state: Path) -> None:
-    clock = Clock()
-    async with shown(a_run(), clock) as (app, pilot):
-        assert shows(app, "finished")
+    clock = ManualClock()
+    async with open_playback(write_playback_run(), clock) as (app, pilot):
+        assert shows_text(app, "finished")
         assert "stopped" in app.text()[-1]
         assert app.text()[-1].count("00:05:01") == 2
         await pilot.press("g")
         assert "00:00:00 ●" in app.text()[-1]
-        assert not shows(app, "finished")
+        assert not shows_text(app, "finished")
         await pilot.press("space", "right_curly_bracket")
         assert "playing" in app.text()[-1]
         assert "2×" in app.text()[-1]
@@ -59,11 +42,11 @@ async def test_keys_play_stop_step_and_seek(state: Path) -> None:
         await pilot.press("greater_than_sign", "less_than_sign", "less_than_sign")
         assert "00:00:58" in app.text()[-1], "a sixtieth of the axis, as on the live screen"
         await pilot.press("G")
-        assert shows(app, "finished")
+        assert shows_text(app, "finished")
 
 
 async def test_a_click_on_the_line(state: Path) -> None:
-    async with shown(a_run(), Clock()) as (app, pilot):
+    async with open_playback(write_playback_run(), ManualClock()) as (app, pilot):
         row = app.text()[-1]
         await pilot.click(offset=(row.index("━"), 39))
         await pilot.pause()
@@ -77,7 +60,7 @@ async def test_a_click_on_the_line(state: Path) -> None:
 @pytest.mark.parametrize("part", [0.0, 0.3, 1.0])
 def test_the_time_line_has_its_width_and_marks_the_position(width: int, part: float) -> None:
     length = 3600 * SECOND
-    (row,) = render_timeline(PlaybackPosition(int(length * part), length, True, 0.25), width, LOOK)
+    (row,) = render_timeline(PlaybackPosition(int(length * part), length, True, 0.25), width, STYLE)
     assert row_width(row) == width
     text = plain_text(row)
     assert text.startswith(" playing 0.25× ")
@@ -92,5 +75,5 @@ def test_the_time_line_has_its_width_and_marks_the_position(width: int, part: fl
 
 
 async def test_on_the_smallest_screen_the_line_gives_way(state: Path) -> None:
-    async with shown(a_run(), Clock(), size=(40, 10)) as (app, _):
+    async with open_playback(write_playback_run(), ManualClock(), size=(40, 10)) as (app, _):
         assert len(app.text()) == 10

@@ -7,14 +7,11 @@ from dataclasses import replace
 from functools import lru_cache
 
 import pytest
-from joined import in_world, joined_ranks
-from situations import INFO, LOOK
-from stored import Recording
-from synthetic import SECOND, Training, step_row
 
 from dpmon.model.run_snapshot import MOST_RANKS, ProcessInfo, RunSnapshot, toggle_refusal
 from dpmon.model.snapshot_builder import SnapshotBuilder
 from dpmon.model.throughput import throughput_of
+from dpmon.record.history_rows import Row
 from dpmon.store.step_stats import StatsWindow
 from dpmon.ui.panels import panel_ranks
 from dpmon.ui.panels.panel_output import OutputView
@@ -22,6 +19,10 @@ from dpmon.ui.panels.panel_status import render_panel
 from dpmon.ui.screen_data import ScreenData, View, format_mode_and_devices
 from dpmon.ui.screen_painter import max_visible_ranks, paint_screen, places
 from dpmon.ui.styled_rows import plain_text, row_width
+from support.history_builders import Recording
+from support.rank_builders import record_ddp_ranks, with_world_size
+from support.record_builders import SECOND, Training, step_row
+from support.screen_states import RUN_INFO, STYLE
 
 
 def facts_of(
@@ -43,10 +44,10 @@ def recorded(
             process=rank + 1, rank=rank, devices=(f"cuda:{rank}",), virtual=False, via=via, mode="single",
             batch=20 if last else 30, step_ns=4_000_000 if last else 2_000_000, seed=rank,
         )  # fmt: skip
-        begin = [in_world(row, ranks if world is None else world) for row in one.begin()]
+        begin = [with_world_size(row, ranks if world is None else world) for row in one.begin()]
         run.add([*begin, *one.run(steps)], rank + 1, rank)
         now = max(now, one.now)
-    return run, ScreenData(run.state(), now + SECOND // 10, INFO, alive=True, can_toggle=True)
+    return run, ScreenData(run.state(), now + SECOND // 10, RUN_INFO, alive=True, can_toggle=True)
 
 
 def test_ranks_are_not_switched_and_their_mode_is_their_own() -> None:
@@ -77,7 +78,7 @@ def test_a_process_without_a_rank_is_numbered_and_not_counted() -> None:
         number: replace(one, rank=None, info=ProcessInfo(number)) for number, one in facts.state.processes.items()
     }
     facts = replace(facts, state=replace(facts.state, processes=processes))
-    text = plain_text(render_panel(facts, 160, 2, LOOK)[1])
+    text = plain_text(render_panel(facts, 160, 2, STYLE)[1])
     assert "process 1, one of 2" in text, "they are numbered from 0: that is the second"
 
 
@@ -89,7 +90,7 @@ def test_each_rank_has_a_row_with_its_own_sizes_and_times() -> None:
     assert {each.last_step.step for each in ranks if each.last_step is not None} == {200}
     fast, _, slow = (each.figures.median_ns or 0 for each in ranks)
     assert 1.5 < slow / fast < 2.5
-    text = [plain_text(row) for row in panel_ranks.render_panel(facts, 100, 10, LOOK)]
+    text = [plain_text(row) for row in panel_ranks.render_panel(facts, 100, 10, STYLE)]
     assert [line.split()[:2] for line in text[1:4]] == [["0", "cuda:0"], ["1", "cuda:1"], ["2", "cuda:2"]]
     assert "[30, 5]" in text[1]
     assert "[20, 5]" in text[3]
@@ -102,8 +103,8 @@ def seventy(slow: int | None) -> tuple[Recording, ScreenData]:
     """Return a run of many ranks, of which all are alike, or one holds the others up."""
     if slow is None:
         return recorded(70, steps=12)
-    run, now = joined_ranks(70, slow=slow, steps=40)
-    return run, ScreenData(run.state(), now, INFO, alive=True)
+    run, now = record_ddp_ranks(70, slow=slow, steps=40)
+    return run, ScreenData(run.state(), now, RUN_INFO, alive=True)
 
 
 @pytest.mark.parametrize("zoom", [None, "replicas", "batch"])
@@ -116,7 +117,7 @@ def test_ranks_without_room_need_not_be_read(size: tuple[int, int], zoom: str | 
     assert room <= size[1]
     few = replace(facts, state=run.state(ranks=room))
     assert sum(bool(process.calls) for process in few.state.processes.values()) == min(room, MOST_RANKS)
-    assert paint_screen(few, OutputView(), *size, LOOK) == paint_screen(facts, OutputView(), *size, LOOK)
+    assert paint_screen(few, OutputView(), *size, STYLE) == paint_screen(facts, OutputView(), *size, STYLE)
 
 
 def test_the_rate_of_ranks_is_the_same_whatever_was_read_before() -> None:
@@ -127,7 +128,7 @@ def test_the_rate_of_ranks_is_the_same_whatever_was_read_before() -> None:
         Training(process=rank, rank=rank, devices=("cuda:0",), virtual=False, mode="single", step_ns=SECOND // 4)
         for rank in range(4)
     ]
-    late: list[list[bytes]] = [one.begin() for one in ranks]
+    late: list[list[Row]] = [one.begin() for one in ranks]
     for _ in range(40):
         for rank, one in enumerate(ranks):
             late[rank] += one.run(4)
@@ -144,7 +145,7 @@ def test_the_rate_of_ranks_is_the_same_whatever_was_read_before() -> None:
 
 def test_the_status_says_ddp_and_adds_the_samples_of_all_ranks() -> None:
     facts = facts_of(2)
-    text = "\n".join(plain_text(row) for row in render_panel(facts, 160, 2, LOOK))
+    text = "\n".join(plain_text(row) for row in render_panel(facts, 160, 2, STYLE))
     assert "ddp ×2" in text
     assert "rank 0 of 2" in text
     shown = float(text.split(" samples/s")[0].split()[-1].removesuffix("k")) * 1000
@@ -210,7 +211,7 @@ def test_the_samples_of_ranks_are_unknown_while_a_step_of_one_has_no_count() -> 
 
 
 def test_ranks_on_other_machines_are_missed_with_a_word() -> None:
-    text = [plain_text(row) for row in panel_ranks.render_panel(facts_of(2, world=4), 100, 10, LOOK)]
+    text = [plain_text(row) for row in panel_ranks.render_panel(facts_of(2, world=4), 100, 10, STYLE)]
     assert any("2 of 4 ranks" in line for line in text)
 
 
@@ -220,7 +221,7 @@ def test_one_process_or_replicas_of_its_own_keep_the_replicas_panel() -> None:
     for process in (0, 1):
         one = Training(process=process)
         run.add([*one.begin(), *one.run(5)], process)
-    assert not panel_ranks.is_shown(ScreenData(run.state(), 3 * SECOND, INFO))
+    assert not panel_ranks.is_shown(ScreenData(run.state(), 3 * SECOND, RUN_INFO))
 
 
 def test_a_rank_that_was_started_again_counts_once() -> None:
@@ -233,8 +234,8 @@ def test_a_rank_that_was_started_again_counts_once() -> None:
 def test_no_time_of_a_rank_is_cut_at_120_columns() -> None:
     facts = facts_of(4)
     for width in (56, 60, 76, 100):
-        for row in panel_ranks.render_panel(facts, width, 12, LOOK)[:5]:
+        for row in panel_ranks.render_panel(facts, width, 12, STYLE)[:5]:
             assert row_width(row) <= width, "the frame would cut it"
-    text = [plain_text(row) for row in panel_ranks.render_panel(facts, 56, 12, LOOK)]
+    text = [plain_text(row) for row in panel_ranks.render_panel(facts, 56, 12, STYLE)]
     assert [line.split()[-1] for line in text[1:5]] == ["ms"] * 4
     assert text[5].startswith("no DistributedDataParallel averages")

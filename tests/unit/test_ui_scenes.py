@@ -8,11 +8,6 @@ from itertools import combinations
 from types import ModuleType
 
 import pytest
-from joined import joined_ranks
-from situations import INFO, exit_of, facts_of, situations, text_of, with_process
-from stored import state_of
-from stuck_ranks import ended_in_stall, stalled, stalled_in_playback
-from synthetic import SECOND, Training
 
 from dpmon.model.epoch_progress import Epoch, Progress
 from dpmon.model.run_snapshot import RunSnapshot
@@ -21,19 +16,33 @@ from dpmon.ui.panel_layout import MIN_HEIGHT, MIN_WIDTH, Tree, place_panels
 from dpmon.ui.panels import panel_communication, panel_compare, panel_ranks, panel_replicas, panel_stall
 from dpmon.ui.scenes import ARRANGEMENTS, DP, ENDED, MANY, RANKS, SINGLE, STALLED, STARTING, Scene, choose_scene
 from dpmon.ui.screen_data import PANELS, PlaybackPosition, ScreenData
+from support.history_builders import snapshot_of_records
+from support.rank_builders import record_ddp_ranks
+from support.record_builders import SECOND, Training
+from support.screen_states import (
+    RUN_INFO,
+    exit_info_of,
+    screen_data_of,
+    screen_ended_in_stall,
+    screen_in_stall,
+    screen_in_stall_playback,
+    screen_text,
+    situations,
+    with_process,
+)
 
 
 def of_ranks(count: int = 2) -> ScreenData:
-    run, now = joined_ranks(count, slow=1, steps=20)
-    return ScreenData(run.state(), now, INFO, alive=True)
+    run, now = record_ddp_ranks(count, slow=1, steps=20)
+    return ScreenData(run.state(), now, RUN_INFO, alive=True)
 
 
 def single() -> ScreenData:
-    return facts_of(Training(mode="single", devices=("cpu:0",)), 5)
+    return screen_data_of(Training(mode="single", devices=("cpu:0",)), 5)
 
 
 def asked() -> ScreenData:
-    return ScreenData(RunSnapshot(), SECOND, replace(INFO, options={"mode": "dp"}), alive=True)
+    return ScreenData(RunSnapshot(), SECOND, replace(RUN_INFO, options={"mode": "dp"}), alive=True)
 
 
 def learning() -> ScreenData:
@@ -45,7 +54,7 @@ def toggled(first: str) -> ScreenData:
     training = Training(mode=first)
     other = {"dp": "single", "single": "dp"}[first]
     payloads = [*training.begin(), *training.run(5), *training.switch(other), *training.run(5)]
-    return ScreenData(state_of(payloads), training.now, INFO, alive=True, can_toggle=True)
+    return ScreenData(snapshot_of_records(payloads), training.now, RUN_INFO, alive=True, can_toggle=True)
 
 
 def played(facts: ScreenData) -> ScreenData:
@@ -53,7 +62,7 @@ def played(facts: ScreenData) -> ScreenData:
 
 
 def over(facts: ScreenData) -> ScreenData:
-    return replace(facts, ended=exit_of(0), alive=False)
+    return replace(facts, ended=exit_info_of(0), alive=False)
 
 
 ALL = ("batch", "compare", "devices", "output", "replicas")
@@ -62,28 +71,28 @@ REPLICAS, RANK_TABLE, STANDING = panel_replicas, panel_ranks, panel_stall
 MODES, TALK = panel_compare, panel_communication
 TABLE: dict[str, tuple[Callable[[], ScreenData], str, tuple[str, ...], ModuleType, ModuleType]] = {
     "nothing known": (lambda: ScreenData(RunSnapshot(), 0), STARTING, ("devices", "output"), REPLICAS, MODES),
-    "no step yet": (lambda: facts_of(Training(), 0), STARTING, ("devices", "output"), REPLICAS, MODES),
+    "no step yet": (lambda: screen_data_of(Training(), 0), STARTING, ("devices", "output"), REPLICAS, MODES),
     "a mode asked for": (asked, STARTING, ("devices", "output", "progress"), REPLICAS, MODES),
     "one device": (single, SINGLE, ONE_DEVICE, REPLICAS, MODES),
     "an epoch": (learning, SINGLE, (*ONE_DEVICE, "progress"), REPLICAS, MODES),
     "end of an epoch": (lambda: over(learning()), ENDED, (*ONE_DEVICE, "progress"), REPLICAS, MODES),
     "stages": (lambda: situations()["stages, None"], SINGLE, (*ONE_DEVICE, "replicas"), REPLICAS, MODES),
-    "dp": (lambda: facts_of(Training(), 5), DP, ALL, REPLICAS, MODES),
+    "dp": (lambda: screen_data_of(Training(), 5), DP, ALL, REPLICAS, MODES),
     "dp, then single": (lambda: toggled("dp"), DP, ALL, REPLICAS, MODES),
     "single, then dp": (lambda: toggled("single"), DP, ALL, REPLICAS, MODES),
     "2 ranks": (of_ranks, RANKS, ALL, RANK_TABLE, TALK),
     "16 ranks": (lambda: of_ranks(16), RANKS, ALL, RANK_TABLE, TALK),
     "17 ranks": (lambda: of_ranks(17), MANY, ALL, RANK_TABLE, TALK),
-    "stall of one process": (lambda: stalled(1), STALLED, (*ONE_DEVICE, "replicas"), STANDING, MODES),
-    "stall of ranks": (lambda: stalled(2), STALLED, (*ONE_DEVICE, "replicas"), STANDING, TALK),
-    "stall in a playback": (lambda: stalled_in_playback(2), STALLED, (*ONE_DEVICE, "replicas"), STANDING, TALK),
-    "end in a stall": (lambda: ended_in_stall(2), STALLED, (*ONE_DEVICE, "replicas"), STANDING, TALK),
+    "stall of one process": (lambda: screen_in_stall(1), STALLED, (*ONE_DEVICE, "replicas"), STANDING, MODES),
+    "stall of ranks": (lambda: screen_in_stall(2), STALLED, (*ONE_DEVICE, "replicas"), STANDING, TALK),
+    "stall in a playback": (lambda: screen_in_stall_playback(2), STALLED, (*ONE_DEVICE, "replicas"), STANDING, TALK),
+    "end in a stall": (lambda: screen_ended_in_stall(2), STALLED, (*ONE_DEVICE, "replicas"), STANDING, TALK),
     # A pause is more than a stall.
     "pause in a stall": (
-        lambda: stalled(2, pausing=PauseState(wanted=True, since_ns=SECOND)), RANKS, ALL, RANK_TABLE, TALK,
+        lambda: screen_in_stall(2, pausing=PauseState(wanted=True, since_ns=SECOND)), RANKS, ALL, RANK_TABLE, TALK,
     ),
     "end of one device": (lambda: over(single()), ENDED, ONE_DEVICE, REPLICAS, MODES),
-    "end of dp": (lambda: over(facts_of(Training(), 5)), ENDED, ALL, REPLICAS, MODES),
+    "end of dp": (lambda: over(screen_data_of(Training(), 5)), ENDED, ALL, REPLICAS, MODES),
     "end of ranks": (lambda: over(of_ranks()), ENDED, ALL, RANK_TABLE, TALK),
     "playback of one device": (lambda: played(single()), SINGLE, ONE_DEVICE, REPLICAS, MODES),
     "playback of ranks": (lambda: played(of_ranks()), RANKS, ALL, RANK_TABLE, TALK),
@@ -145,18 +154,18 @@ def test_the_most_important_panel_has_its_short_form_on_every_usual_screen_and_t
 
 
 @pytest.mark.parametrize("size", [(40, 10), (60, 20), (80, 24), (110, 24), (120, 40), (200, 60)])
-@pytest.mark.parametrize("make", [stalled, stalled_in_playback, ended_in_stall])
+@pytest.mark.parametrize("make", [screen_in_stall, screen_in_stall_playback, screen_ended_in_stall])
 @pytest.mark.parametrize("count", [2, 8])
 def test_the_rank_that_the_others_wait_for_has_its_row_in_a_stall_on_every_screen(
     count: int, make: Callable[[int], ScreenData], size: tuple[int, int]
 ) -> None:
-    assert any(line.startswith("│ ▸ 1 ") for line in text_of(make(count), *size).splitlines())
+    assert any(line.startswith("│ ▸ 1 ") for line in screen_text(make(count), *size).splitlines())
 
 
 @pytest.mark.parametrize("count", [2, 16, 64])
 def test_the_straggler_has_its_row_on_every_screen(count: int) -> None:
-    run, now = joined_ranks(count, slow=1, phase="data", steps=120)
-    facts = ScreenData(run.state(), now, INFO, alive=True)
+    run, now = record_ddp_ranks(count, slow=1, phase="data", steps=120)
+    facts = ScreenData(run.state(), now, RUN_INFO, alive=True)
     for size in ((60, 20), (80, 24), (110, 24), (120, 40), (200, 60)):
-        rows = text_of(facts, *size).splitlines()
+        rows = screen_text(facts, *size).splitlines()
         assert any(line.startswith("│ ▸   1 ") for line in rows), rows

@@ -11,22 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kept import keep
-from situations import INFO, LOOK, MONO_ASCII, exit_of, rows_text, text_of
-from stage import stage
-from stored import SUPERVISOR, Recording
-from stuck_ranks import (
-    LASTED_S,
-    NOTICED_S,
-    NOW_S,
-    after_stall,
-    ended_in_stall,
-    stall_record,
-    stalled,
-    stalled_in_playback,
-    stalled_run,
-)
-from synthetic import SECOND, Training
 
 from dpmon.cli.why import why
 from dpmon.model.recorded_stalls import RecordedStall
@@ -47,9 +31,29 @@ from dpmon.ui.screen_painter import paint_screen
 from dpmon.ui.styled_rows import plain_text, row_width
 from dpmon.ui.terminal_style import TerminalStyle
 from dpmon.ui.time_axis import build_chart_columns, make_time_axis, stall_intervals
+from support.history_builders import SUPERVISOR, Recording, write_run_directory
+from support.record_builders import SECOND, Training
+from support.screen_harness import open_screen
+from support.screen_states import (
+    LASTED_S,
+    MONO_ASCII,
+    NOTICED_S,
+    NOW_S,
+    RUN_INFO,
+    STYLE,
+    exit_info_of,
+    rows_text,
+    screen_after_stall,
+    screen_ended_in_stall,
+    screen_in_stall,
+    screen_in_stall_playback,
+    screen_text,
+    stall_record,
+    stalled_run,
+)
 
 SIZES = [(40, 10), (60, 20), (80, 24), (110, 25), (120, 40), (200, 60)]
-WHEN = [stalled, stalled_in_playback, ended_in_stall]
+WHEN = [screen_in_stall, screen_in_stall_playback, screen_ended_in_stall]
 SENTENCE = "rank 1 in checkpoint (train.py:12)"
 
 
@@ -60,9 +64,9 @@ def test_rank_and_line_stand_on_every_screen_and_no_advice(
     count: int, make: Callable[[int], ScreenData], size: tuple[int, int]
 ) -> None:
     facts = make(count)
-    text = text_of(facts, *size)
+    text = screen_text(facts, *size)
     head = " ".join(line.strip() for line in text.splitlines()[:3])
-    assert ("■ STALLED 27 s" in head) == (make is not ended_in_stall)
+    assert ("■ STALLED 27 s" in head) == (make is not screen_ended_in_stall)
     assert SENTENCE in head or SENTENCE.removeprefix("rank 1 ") in text
     for word in ("try:", "holds the others up", "others wait for", "uneven", "● training", "last step", "running"):
         assert word not in text
@@ -70,23 +74,23 @@ def test_rank_and_line_stand_on_every_screen_and_no_advice(
         assert "stalled at step 160" in text
         assert "before the stall" in text
         assert "╱╱╱" in text
-    if make is ended_in_stall and size[0] >= 60:
+    if make is screen_ended_in_stall and size[0] >= 60:
         assert "the run ended in a stall of 35 s: rank 1" in head
         assert "stopped by you" in head or "stopped: by you" in head
 
 
 def test_the_word_the_seconds_and_the_rank_are_the_last_to_go() -> None:
-    rows = text_of(stalled(2), 40, 10).splitlines()
+    rows = screen_text(screen_in_stall(2), 40, 10).splitlines()
     assert "STALLED 27 s" in rows[0]
     assert rows[1].startswith(" ▸ rank 1 in checkpoint (train.py:12)")
-    warned = replace(stalled(2), view=View(message="a message"))
-    assert "a message" in text_of(warned, 80, 24).splitlines()[2]
-    assert SENTENCE in text_of(warned, 80, 24).splitlines()[1]
+    warned = replace(screen_in_stall(2), view=View(message="a message"))
+    assert "a message" in screen_text(warned, 80, 24).splitlines()[2]
+    assert SENTENCE in screen_text(warned, 80, 24).splitlines()[1]
 
 
-@pytest.mark.parametrize("look", [LOOK, MONO_ASCII])
+@pytest.mark.parametrize("look", [STYLE, MONO_ASCII])
 def test_the_guilty_stand_first_and_the_waiting_in_one_row(look: TerminalStyle) -> None:
-    rows = rows_text(panel_stall.render_panel(stalled(8), 76, 4, look))
+    rows = rows_text(panel_stall.render_panel(screen_in_stall(8), 76, 4, look))
     mark = look.glyphs.focus
     assert rows == [
         f"{mark} 1 cuda:1    27 s  in checkpoint (train.py:12)",
@@ -94,18 +98,18 @@ def test_the_guilty_stand_first_and_the_waiting_in_one_row(look: TerminalStyle) 
         "  0, 2-7 wait in backward (train.py:90)  27 s",
         "enter stacks  w stacks now  x stop",
     ]
-    assert rows_text(panel_stall.render_panel(stalled(8), 76, 2, look)) == [rows[0], rows[2]]
-    assert rows_text(panel_stall.render_panel(stalled(8), 116, 3, look)) == [
+    assert rows_text(panel_stall.render_panel(screen_in_stall(8), 76, 2, look)) == [rows[0], rows[2]]
+    assert rows_text(panel_stall.render_panel(screen_in_stall(8), 116, 3, look)) == [
         f"{rows[0]}  since step 160, sleeping, 0% CPU",
         *rows[2:],
     ]
 
 
 def test_a_guilty_rank_is_named_with_its_node() -> None:
-    facts = stalled(2)
+    facts = screen_in_stall(2)
     processes = {number: replace(one, node=f"gpu-{number}") for number, one in facts.state.processes.items()}
     facts = replace(facts, state=replace(facts.state, processes=processes))
-    assert rows_text(panel_stall.render_panel(facts, 76, 4, LOOK))[0].startswith(
+    assert rows_text(panel_stall.render_panel(facts, 76, 4, STYLE))[0].startswith(
         "▸ 1 cuda:1 (gpu-1)    27 s  in checkpoint"
     )
 
@@ -121,32 +125,32 @@ def test_an_answer_without_collectives_has_no_column_for_them() -> None:
 
 
 def test_a_process_without_ranks_has_the_same_row() -> None:
-    rows = rows_text(panel_stall.render_panel(stalled(1), 76, 4, LOOK))
+    rows = rows_text(panel_stall.render_panel(screen_in_stall(1), 76, 4, STYLE))
     assert rows[0] == "▸ cpu:0-1    27 s  in checkpoint (train.py:12)"
-    assert plain_text(panel_stall.panel_title(stalled(1), LOOK)[0]) == "2 Replicas"
+    assert plain_text(panel_stall.panel_title(screen_in_stall(1), STYLE)[0]) == "2 Replicas"
 
 
 def test_ranks_that_wait_for_each_other_share_a_row() -> None:
     record = stall_record(2, SECOND, 5).data
     data = {**record, "ranks": [{**one, "waits": True, "words": "in backward (a.py:1)"} for one in record["ranks"]]}
-    facts = stalled(2)
+    facts = screen_in_stall(2)
     facts = replace(facts, state=replace(facts.state, stalls=(RecordedStall(SECOND, 11 * SECOND, record=data),)))
-    assert rows_text(panel_stall.render_panel(facts, 76, 4, LOOK))[0].startswith("  0-1 wait in backward (a.py:1)  ")
-    assert plain_text(panel_stall.panel_title(facts, LOOK)[1]) == "stalled at step 5"
+    assert rows_text(panel_stall.render_panel(facts, 76, 4, STYLE))[0].startswith("  0-1 wait in backward (a.py:1)  ")
+    assert plain_text(panel_stall.panel_title(facts, STYLE)[1]) == "stalled at step 5"
 
 
 def test_many_guilty_ranks_in_one_place_are_folded_where_rows_are_few() -> None:
     record = stall_record(8, SECOND, 5).data
     data = {**record, "ranks": [{**one, "waits": False, "words": "in wait (a.py:1)"} for one in record["ranks"]]}
-    facts = stalled(8)
+    facts = screen_in_stall(8)
     facts = replace(facts, state=replace(facts.state, stalls=(RecordedStall(SECOND, 11 * SECOND, record=data),)))
-    assert rows_text(panel_stall.render_panel(facts, 76, 4, LOOK))[0].startswith("▸ 0-7 in wait (a.py:1)  ")
-    assert len(rows_text(panel_stall.render_panel(facts, 76, 8, LOOK))) == 8
+    assert rows_text(panel_stall.render_panel(facts, 76, 4, STYLE))[0].startswith("▸ 0-7 in wait (a.py:1)  ")
+    assert len(rows_text(panel_stall.render_panel(facts, 76, 8, STYLE))) == 8
 
 
 def test_the_stacks_stand_on_the_full_screen() -> None:
     for make in WHEN:
-        text = text_of(replace(make(2), view=View(zoom="replicas")), 80, 24)
+        text = screen_text(replace(make(2), view=View(zoom="replicas")), 80, 24)
         assert "checkpoint (/job/train.py:12)" in text
         assert "Tensor.backward (torch/_tensor.py:623)" in text
 
@@ -158,24 +162,24 @@ def test_the_stacks_stand_on_the_full_screen() -> None:
 def test_a_playback_shows_a_stall_as_it_was_seen(at_s: int, word: str) -> None:
     run, end = stalled_run(2, over=True)
     now = end + at_s * SECOND
-    facts = replace(stalled_in_playback(2), now_ns=now, state=run.state(now))
+    facts = replace(screen_in_stall_playback(2), now_ns=now, state=run.state(now))
     assert describe_activity(replace(facts, playing=None)).word == word
 
 
 def test_a_run_that_was_interrupted_ended_in_its_stall_also_if_the_stall_ended_first() -> None:
     run, end = stalled_run(2, over=True)
     at = end + 36 * SECOND
-    facts = ScreenData(run.state(over=True), at, INFO, alive=False)
-    assert replace(facts, ended=exit_of(137, "SIGKILL", at)).shown_stall is not None
-    assert replace(facts, ended=exit_of(0, None, at)).shown_stall is None, "it went on and finished"
-    later = after_stall()
-    assert replace(later, ended=exit_of(1, None, later.now_ns)).shown_stall is None, "steps followed"
+    facts = ScreenData(run.state(over=True), at, RUN_INFO, alive=False)
+    assert replace(facts, ended=exit_info_of(137, "SIGKILL", at)).shown_stall is not None
+    assert replace(facts, ended=exit_info_of(0, None, at)).shown_stall is None, "it went on and finished"
+    later = screen_after_stall()
+    assert replace(later, ended=exit_info_of(1, None, later.now_ns)).shown_stall is None, "steps followed"
 
 
 def test_the_gap_stays_in_the_history() -> None:
-    facts = after_stall()
-    assert "│stalled ──" in text_of(facts, 120, 40)
-    assert "//////" in text_of(facts, 120, 40, look=MONO_ASCII)
+    facts = screen_after_stall()
+    assert "│stalled ──" in screen_text(facts, 120, 40)
+    assert "//////" in screen_text(facts, 120, 40, look=MONO_ASCII)
     process = facts.process
     assert process is not None
     for span_s in (120, 600, 0):
@@ -194,7 +198,7 @@ def test_the_step_with_the_stall_does_not_set_the_scale() -> None:
 
 
 def test_a_long_stall_fills_the_time_range_and_costs_no_more_columns() -> None:
-    facts = stalled(2, now_ns=40_000 * SECOND)
+    facts = screen_in_stall(2, now_ns=40_000 * SECOND)
     for span_s in (120, 0):
         process = facts.process
         assert process is not None
@@ -211,10 +215,10 @@ def test_report_and_summary_say_that_the_run_ended_in_its_stall() -> None:
     for stall, how, last_s, expected in (
         (begun, None, 100, "for 40.0 s until now"),
         (over, None, 100, "for 35.0 s"),
-        (begun, exit_of(1), 100, "for 40.0 s, until its end"),
-        (over, exit_of(1), 100, "for 35.0 s, until its end"),
-        (over, exit_of(1), 136, "for 35.0 s"),
-        (over, exit_of(0), 100, "for 35.0 s"),
+        (begun, exit_info_of(1), 100, "for 40.0 s, until its end"),
+        (over, exit_info_of(1), 100, "for 35.0 s, until its end"),
+        (over, exit_info_of(1), 136, "for 35.0 s"),
+        (over, exit_info_of(0), 100, "for 35.0 s"),
     ):
         facts: Any = types.SimpleNamespace(
             announced=RunEvents(stalls=(stall,)), last_step_ns=last_s * SECOND, until_ns=140 * SECOND
@@ -225,7 +229,7 @@ def test_report_and_summary_say_that_the_run_ended_in_its_stall() -> None:
 def test_dpmon_why_shows_the_stacks_of_a_run_that_ended_in_a_stall(
     state: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    directory = keep({0: [*Training().begin(), stall_record(2, 4 * SECOND, 60)]})
+    directory = write_run_directory({0: [*Training().begin(), stall_record(2, 4 * SECOND, 60)]})
     why(argparse.Namespace(run=directory.name, json=False, native=False, all=False))
     said = capsys.readouterr().out
     assert "stalled at 00:00:04 for 56.0 s, until its end: rank 1 in checkpoint (train.py:12); rank 0 waits" in said
@@ -239,7 +243,7 @@ def test_the_plots_of_the_report_mark_a_stall(state: Path) -> None:
     at = training.now
     training.now += LASTED_S * SECOND
     over = Event("stall", {"t_s": at / SECOND + LASTED_S, "since_s": at / SECOND, "lasted_s": LASTED_S})
-    directory = keep({0: [*rows, *training.run(60), stall_record(1, at, 60), over]})
+    directory = write_run_directory({0: [*rows, *training.run(60), stall_record(1, at, 60), over]})
     story = collect_report_data(directory)
     (plot,) = (plot for plot in build_plots(story.facts) if plot.name == "step-time")
     assert plot.time is not None
@@ -275,11 +279,11 @@ def test_a_damaged_record_never_breaks_the_screen(changes: dict[str, Any]) -> No
     run = Recording().add([*training.begin(), *training.run(20)])
     run.add([Event("stall", {**stall_record(2, training.now, 20).data, **changes})], SUPERVISOR)
     now = training.now + 20 * SECOND
-    live = ScreenData(run.state(), now, INFO, alive=True)
-    over = replace(live, state=run.state(over=True), alive=False, ended=exit_of(137, "SIGKILL", now))
+    live = ScreenData(run.state(), now, RUN_INFO, alive=True)
+    over = replace(live, state=run.state(over=True), alive=False, ended=exit_info_of(137, "SIGKILL", now))
     for facts in (live, over, replace(live, view=View(zoom="replicas")), replace(live, view=View(zoom="batch"))):
         assert facts.shown_stall is not None
-        for look in (LOOK, MONO_ASCII):
+        for look in (STYLE, MONO_ASCII):
             for width, height in SIZES:
                 rows = paint_screen(facts, OutputView(), width, height, look)
                 assert {row_width(row) for row in rows} == {width}
@@ -299,7 +303,7 @@ async def test_the_dialog_says_why_and_asks_again(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr("dpmon.ui.why_dialog.request_and_wait", answer)
     monkeypatch.setattr("dpmon.ui.why_dialog._ASKS_AGAIN_S", 0.0)
-    async with stage(tmp_path, (80, 24)) as on:
+    async with open_screen(tmp_path, (80, 24)) as on:
         await on.press("w")
         await on.until(lambda: asked and "RANK" in dialog(on.app), "the answer")
         rows = dialog(on.app)
@@ -311,12 +315,12 @@ async def test_the_dialog_says_why_and_asks_again(tmp_path: Path, monkeypatch: p
 
 
 async def test_the_dialog_counts_on_while_the_answer_grows_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = stalled(2)
+    facts = screen_in_stall(2)
     assert facts.shown_stall is not None
     monkeypatch.setattr(
         "dpmon.ui.why_dialog.request_and_wait", lambda _: stall_record(2, facts.shown_stall.since_ns, 160).data
     )
-    async with stage(tmp_path, (80, 24)) as on:
+    async with open_screen(tmp_path, (80, 24)) as on:
         monkeypatch.setattr(on.app, "data_to_draw", lambda: facts)
         await on.press("w")
         await on.until(lambda: "RANK" in dialog(on.app), "the answer")
@@ -327,7 +331,7 @@ async def test_the_dialog_says_that_the_run_is_paused(tmp_path: Path, monkeypatc
     monkeypatch.setattr(
         "dpmon.ui.why_dialog.request_and_wait", lambda _: {**stall_record(2, SECOND, 160).data, "text": None}
     )
-    async with stage(tmp_path, (80, 24)) as on:
+    async with open_screen(tmp_path, (80, 24)) as on:
         on.reader.pause = types.SimpleNamespace(wanted=True, pending=False, since_ns=SECOND)
         await on.press("w")
         await on.until(lambda: "paused: " in dialog(on.app), "the state")
@@ -338,19 +342,19 @@ def dialog(app: Any) -> str:
 
 
 def test_the_recorded_stall_is_noticed_after_ten_seconds() -> None:
-    stall = stalled(2).shown_stall
+    stall = screen_in_stall(2).shown_stall
     assert stall is not None
     assert stall.noticed_ns - stall.since_ns == NOTICED_S * SECOND
 
 
 def test_the_full_screen_says_when_the_stacks_were_recorded() -> None:
-    rows = rows_text(panel_stall.render_full_screen(stalled(2), 100, 30, LOOK))
+    rows = rows_text(panel_stall.render_full_screen(screen_in_stall(2), 100, 30, STYLE))
     assert rows[rows.index("as noticed at 00:00:14") + 1] == "rank 1:"
 
 
 def test_figures_stay_dimmed_while_the_command_that_ended_in_a_stall_has_no_exit_yet() -> None:
-    facts = replace(stalled(2), ending=True)
-    text = text_of(facts, 120, 40)
+    facts = replace(screen_in_stall(2), ending=True)
+    text = screen_text(facts, 120, 40)
     assert "ending" in text
     assert "before the stall" in text
     assert "stalled at step 160" in text

@@ -6,12 +6,12 @@ import os
 from pathlib import Path
 
 import pytest
-from situations import LOOK
 
 from dpmon.model.run_snapshot import RunSnapshot
 from dpmon.ui.panels.panel_output import ROWS, LogTail, OutputView, find_matches, highlight_matches, panel_title
 from dpmon.ui.screen_data import ScreenData
 from dpmon.ui.styled_rows import plain_text
+from support.screen_states import STYLE
 
 
 class Log:
@@ -31,7 +31,7 @@ class Log:
         return [plain_text(row) for row in self.output.visible(height)]
 
     def place(self) -> str:
-        return "".join(text for text, _ in panel_title(self.output, ScreenData(RunSnapshot(), 0), 80, LOOK)[1])
+        return "".join(text for text, _ in panel_title(self.output, ScreenData(RunSnapshot(), 0), 80, STYLE)[1])
 
     def find(self, needle: str, by: int = 1, height: int = 10) -> str:
         return self.output.find(needle, by > 0, height, 80)

@@ -7,11 +7,11 @@ import random
 import pyte
 from rich.console import Console
 from rich.segment import Segment
-from situations import LOOK
 from textual.strip import Strip
 
 from dpmon.ui.cell_diff import CellChange, diff_rows, encode_changes
 from dpmon.ui.styled_rows import Row, fit_row, row_width
+from support.screen_states import STYLE
 
 CONSOLE = Console(force_terminal=True, color_system="truecolor")
 STYLES = ["", "dim", "bold", "phase.data", "phase.apply/gather", "chip.scatter", "sgr:color(1)::bu", "sgr:::r"]
@@ -21,7 +21,7 @@ WORDS = ["abc", "漢字", " ", "━━━", "▁▂▃", "é", "12 340", "─", 
 def sgr(style: str) -> str:
     """Return the SGR codes of a style, as the screen does."""
     return (
-        Strip([Segment("x", LOOK.style(style))])
+        Strip([Segment("x", STYLE.style(style))])
         .render(CONSOLE)
         .partition("x")[0]
         .removeprefix("\x1b[")
@@ -32,7 +32,7 @@ def sgr(style: str) -> str:
 def whole(screen: pyte.Screen, rows: list[Row], x: int = 2) -> None:
     """Write rows from column `x` on."""
     for y, row in enumerate(rows):
-        strip = Strip([Segment(text, LOOK.style(name)) for text, name in row])
+        strip = Strip([Segment(text, STYLE.style(name)) for text, name in row])
         pyte.Stream(screen).feed(f"\x1b[{y + 1};{x + 1}H{strip.render(CONSOLE)}")
 
 

@@ -9,28 +9,28 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from kept import keep
-from situations import text_of
-from stored import Recording
-from synthetic import SECOND, Training
 
 from dpmon.cli.summary import summary_lines
 from dpmon.model.mode_comparison import verdict_sentence
 from dpmon.model.run_snapshot import RunSnapshot
 from dpmon.model.slow_steps import INPUT
+from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Event
 from dpmon.report import collect_report_data, report_text
-from dpmon.report.report_json import report_as_json
 from dpmon.store.history_writer import HistoryWriter
 from dpmon.store.write_batch import WriteBatch
 from dpmon.ui.screen_data import ScreenData
+from support.format_readers import report_json_of
+from support.history_builders import Recording, write_run_directory
+from support.record_builders import SECOND, Training
+from support.screen_states import screen_text
 
 PID = 4242
 """The process id of a Training."""
 Wait = tuple[float, float]
 
 
-def with_waits(*seconds: float, mode: str = "single") -> tuple[Training, list[bytes], list[Wait]]:
+def with_waits(*seconds: float, mode: str = "single") -> tuple[Training, list[Row], list[Wait]]:
     """A hundred steps of 20 ms, one in which the script waited for so long, and so on; the waits (s)."""
     training = Training(mode=mode, step_ns=SECOND // 50)
     payloads, waits = [*training.begin(), *training.run(100)], []
@@ -46,16 +46,16 @@ def with_waits(*seconds: float, mode: str = "single") -> tuple[Training, list[by
     return training, payloads, waits
 
 
-def wait_events(waits: Sequence[Wait], pid: int = PID) -> list[bytes]:
+def wait_events(waits: Sequence[Wait], pid: int = PID) -> list[Row]:
     return [Event("input", {"pid": pid, "t_s": at, "waited_s": took}) for at, took in waits]
 
 
-def recorded(payloads: Sequence[bytes], waits: Sequence[Wait], pid: int = PID, span_s: int = 120) -> RunSnapshot:
+def recorded(payloads: Sequence[Row], waits: Sequence[Wait], pid: int = PID, span_s: int = 120) -> RunSnapshot:
     return Recording().add(payloads).add(wait_events(waits, pid), -1).state(span_s=span_s)
 
 
 def drawn(state: RunSnapshot) -> str:
-    return " ".join(text_of(ScreenData(state, state.newest_ns, alive=True), 120, 60).split())
+    return " ".join(screen_text(ScreenData(state, state.newest_ns, alive=True), 120, 60).split())
 
 
 def test_the_batch_panel_names_a_wait_and_not_the_phase_it_fell_into() -> None:
@@ -105,7 +105,9 @@ def test_a_verdict_by_the_mean_step_says_why_it_is_another(state: Path) -> None:
     found = recorded(payloads, waits).processes[0].compared
     assert found is not None
     assert "(waiting for input)" in (verdict_sentence(found) or "")
-    story = collect_report_data(keep({0: payloads, -1: wait_events(waits)}, seconds=training.now / SECOND))
+    story = collect_report_data(
+        write_run_directory({0: payloads, -1: wait_events(waits)}, seconds=training.now / SECOND)
+    )
     assert story.facts.mode_comparison is not None
     assert "(waiting for input)" in (verdict_sentence(story.facts.mode_comparison) or "")
 
@@ -113,11 +115,13 @@ def test_a_verdict_by_the_mean_step_says_why_it_is_another(state: Path) -> None:
 def test_a_report_blames_nobody_for_a_wait(state: Path) -> None:
     training, payloads, waits = with_waits(12.0, 8.0)
     seconds = training.now / SECOND
-    blamed = collect_report_data(keep({0: payloads}, seconds=seconds, id="one"))
+    blamed = collect_report_data(write_run_directory({0: payloads}, seconds=seconds, id="one"))
     assert [each.kind for each in blamed.findings] == ["stall"]
-    story = collect_report_data(directory := keep({0: payloads, -1: wait_events(waits)}, seconds=seconds))
+    story = collect_report_data(
+        directory := write_run_directory({0: payloads, -1: wait_events(waits)}, seconds=seconds)
+    )
     assert story.findings == []
-    said = report_as_json(story)["inputs"]
+    said = report_json_of(story)["inputs"]
     assert [(one["process"], one["t_s"], one["seconds"]) for one in said] == [
         (0, pytest.approx(at), pytest.approx(took)) for at, took in waits
     ]
@@ -128,7 +132,9 @@ def test_a_report_blames_nobody_for_a_wait(state: Path) -> None:
 
 def test_a_stall_beside_a_wait_is_still_found(state: Path) -> None:
     training, payloads, waits = with_waits(12.0, 8.0)
-    story = collect_report_data(keep({0: payloads, -1: wait_events(waits[:1])}, seconds=training.now / SECOND))
+    story = collect_report_data(
+        write_run_directory({0: payloads, -1: wait_events(waits[:1])}, seconds=training.now / SECOND)
+    )
     (found,) = story.findings
     assert found.kind == "stall"
     assert found.text.startswith("One step took")
@@ -137,16 +143,19 @@ def test_a_stall_beside_a_wait_is_still_found(state: Path) -> None:
 def test_a_script_that_waits_at_its_end_was_not_silent(state: Path) -> None:
     training, payloads, _ = with_waits()
     end = training.now / SECOND
-    assert [each.kind for each in collect_report_data(keep({0: payloads}, seconds=end + 90, id="one")).findings] == [
-        "quiet"
-    ]
+    assert [
+        each.kind
+        for each in collect_report_data(write_run_directory({0: payloads}, seconds=end + 90, id="one")).findings
+    ] == ["quiet"]
     waits = [(end + 1, 80.0)]
-    assert collect_report_data(keep({0: payloads, -1: wait_events(waits)}, seconds=end + 90)).findings == []
+    assert (
+        collect_report_data(write_run_directory({0: payloads, -1: wait_events(waits)}, seconds=end + 90)).findings == []
+    )
 
 
 def test_a_launcher_waits_in_no_step(state: Path) -> None:
     training, payloads, waits = with_waits(12.0)
-    directory = keep({0: payloads, -1: wait_events(waits, PID + 1)}, seconds=training.now / SECOND)
+    directory = write_run_directory({0: payloads, -1: wait_events(waits, PID + 1)}, seconds=training.now / SECOND)
     assert collect_report_data(directory).facts.announced.inputs[0][0] is None
     (line,) = [line for line in summary_lines(directory, None) if line.startswith("waited")]
     assert "steps" not in line

@@ -1,7 +1,8 @@
 """Runs a script in a Python with the tracer, as the supervisor starts it, and reads its records.
 
 There is no command line and no supervisor, only the environment variables that they set. The script runs in a fork of a
-Python with torch (`warm`), because the import takes longer than most scripts; or, with `fresh`, in a fresh interpreter.
+Python with torch (`preloaded_python`), because the import takes longer than most scripts; or, with `fresh`, in a fresh
+interpreter.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -18,31 +20,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sizes import LONG
-from synthetic import RowReader
-from warm import Piped
-
 import dpmon
 from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Call, Event, Record, RecordError, Step
+from dpmon.record.shared_names import MODES
 from dpmon.span_reader import SpanReader
 from dpmon.span_ring import RingError
 from dpmon.store.span_source import SpanSource
-
-__all__ = ["BESIDE", "SITE", "Script", "Traced", "alone", "read_run", "text_of", "traced"]
+from support.preloaded_python import PipedScript
+from support.record_builders import RowReader
+from support.run_harness import LONG
 
 PACKAGE = Path(dpmon.__file__).resolve().parent
 SITE = PACKAGE / "tracer" / "site"
 LIMIT_S = 250.0
-BESIDE = {"PYTHONPATH": str(Path(__file__).resolve().parent / "traced")}
+TRACED_SCRIPTS_PATH = {"PYTHONPATH": str(Path(__file__).resolve().parent / "run_traced")}
 """The environment of scripts that import others of `traced/`."""
 # One thread, because with several the last bit of a sum may vary; no byte code beside scripts that run once.
 # OURS: the first part of the path of each file of dpmon (the name dpmon may also be that of the clone).
-SAME = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "OURS": f"{PACKAGE}{os.sep}"}
+_VARIABLES = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "OURS": f"{PACKAGE}{os.sep}"}
 
 
 @dataclass(frozen=True)
-class Traced:
+class TracedRun:
     """Exit status and output of a script, and its records (none if it ran without the tracer)."""
 
     status: int
@@ -101,7 +101,7 @@ class Traced:
         return [*self.unreadable, *self.warnings, *(str(event.data["text"]) for event in self.events("warning"))]
 
 
-class Script:
+class TracedScript:
     """A script under the tracer that is still running."""
 
     def __init__(
@@ -130,9 +130,9 @@ class Script:
         asked = {"DPMON_MODE": mode, "DPMON_REPLICAS": replicas, "DPMON_DEVICES": devices}
         whole = self._environment(dict(env or {}), asked if run else None)
         argv = [name, *map(str, words)]
-        self.process: subprocess.Popen[str] | Piped
+        self.process: subprocess.Popen[str] | PipedScript
         if not (fresh or flags or LONG):
-            self.process = Piped(argv, self.cwd, whole)
+            self.process = PipedScript(argv, self.cwd, whole)
             return
         self.process = subprocess.Popen(
             [sys.executable, *flags, *argv],
@@ -146,7 +146,7 @@ class Script:
 
     def __del__(self) -> None:
         """End the script if a test failed before its end."""
-        process: subprocess.Popen[str] | Piped | None = self.__dict__.get("process")
+        process: subprocess.Popen[str] | PipedScript | None = self.__dict__.get("process")
         if process is None:
             return
         if process.poll() is None:
@@ -157,10 +157,10 @@ class Script:
                 with contextlib.suppress(OSError):
                     pipe.close()
 
-    def _environment(self, extra: dict[str, str], asked: Mapping[str, object] | None) -> dict[str, str]:
+    def _environment(self, extra: dict[str, str], asked: Mapping[str, Any] | None) -> dict[str, str]:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("DPMON_", "PYTHON", "CUDA_"))}
         path = extra.pop("PYTHONPATH", "")
-        env = {**kept, **SAME, **extra}
+        env = {**kept, **_VARIABLES, **extra}
         if asked is None:
             return {**env, **({"PYTHONPATH": path} if path else {})}
         env["PYTHONPATH"] = os.pathsep.join([str(SITE), *([path] if path else [])])
@@ -191,7 +191,7 @@ class Script:
                     raise
                 time.sleep(0.001)
 
-    def end(self, limit: float = LIMIT_S) -> Traced:
+    def end(self, limit: float = LIMIT_S) -> TracedRun:
         """Wait for its end; fail after `limit` seconds."""
         try:
             out, err = self.process.communicate(timeout=limit)
@@ -199,9 +199,9 @@ class Script:
             self.process.kill()
             out, err = self.process.communicate()
             raise AssertionError(f"not over within {limit} s\n{out[-1000:]}\n{err[-3000:]}") from None
-        records, missed, unreadable = read_run(self.directory, self.start_ns)
-        return Traced(
-            status=self.process.returncode,
+        records, missed, unreadable = read_traced_run(self.directory, self.start_ns)
+        return TracedRun(
+            status=self.process.wait(),
             out=out,
             err=err,
             records=tuple(records),
@@ -213,9 +213,9 @@ class Script:
         )
 
 
-def text_of(name: str) -> str:
+def traced_script_text(name: str) -> str:
     """Return the text of a script in `traced/`."""
-    return (Path(__file__).resolve().parent / "traced" / f"{name}.py").read_text()
+    return (Path(__file__).resolve().parent / "run_traced" / f"{name}.py").read_text()
 
 
 def _lines(path: Path) -> tuple[str, ...]:
@@ -265,7 +265,7 @@ class ScriptRing:
         self._ring.close()
 
 
-def read_run(directory: Path, origin_ns: int = 0) -> tuple[list[Record], int, list[str]]:
+def read_traced_run(directory: Path, origin_ns: int = 0) -> tuple[list[Record], int, list[str]]:
     """Return the records in a run's rings, the number of missed ones, and the errors of unreadable ones."""
     found: list[Record] = []
     missed = 0
@@ -285,12 +285,69 @@ def read_run(directory: Path, origin_ns: int = 0) -> tuple[list[Record], int, li
     return found, missed, unreadable
 
 
-def traced(place: Path, text: str, *words: object, **options: Any) -> Traced:
-    """Run a script under the tracer to its end; options: those of `Script`, and `limit`."""
+def run_traced(place: Path, text: str, *words: object, **options: Any) -> TracedRun:
+    """Run a script under the tracer to its end; options: those of `TracedScript`, and `limit`."""
     limit = options.pop("limit", LIMIT_S)
-    return Script(place, text, *words, **options).end(limit)
+    return TracedScript(place, text, *words, **options).end(limit)
 
 
-def alone(place: Path, text: str, *words: object, **options: Any) -> Traced:
+def run_untraced(place: Path, text: str, *words: object, **options: Any) -> TracedRun:
     """Run a script without the tracer."""
-    return traced(place, text, *words, run=False, **options)
+    return run_traced(place, text, *words, run=False, **options)
+
+
+_RANDOM_PARTS = re.compile("(?<=^kept).*|(?<=^gone).*")
+"""What `tempfile` adds to a name."""
+
+
+_CHANGING_NUMBERS = re.compile("0x[0-9a-f]+|Thread-[0-9]+")
+
+
+def results_of_script(run: TracedRun) -> dict[str, Any]:
+    """The results of a script: status, output, and its files with their bytes."""
+    place = run.directory.parent
+    files = {
+        _RANDOM_PARTS.sub("", path.name): path.read_bytes()
+        for path in sorted(place.iterdir())
+        if path.is_file() and path.name != "script.py"
+    }
+    order = files.pop("order", b"").decode().splitlines()
+    errors = _CHANGING_NUMBERS.sub("", run.err.replace(str(place), ""))
+    return {"status": run.status, "out": run.out, "err": errors, "order": order, **files}
+
+
+DP, SINGLE = MODES.index("dp"), MODES.index("single")
+
+
+class SteeredScript:
+    """A script that runs one step for every line of its input."""
+
+    def __init__(self, place: Path, name: str, **options: Any) -> None:
+        self.script = TracedScript(place, traced_script_text(name), **options)
+        self.acknowledged: list[tuple[int, int]] = []
+
+    def step(self, times: int = 1) -> list[Any]:
+        """Run `times` steps; return what the script printed for each."""
+        found = []
+        for _ in range(times):
+            self.script.go_on()
+            line = self.script.line()
+            while line.startswith("[Gloo]"):  # some builds of torch print connections
+                line = self.script.line()
+            assert line, self.script.end().err
+            found.append(json.loads(line))
+        return found
+
+    def ask(self, mode: int) -> int:
+        """Request a mode, as a screen does."""
+        reader = self.script.ring()
+        serial = reader.request(mode)
+        reader.close()
+        return serial
+
+    def answer(self) -> tuple[int, int]:
+        """Return the last request that was answered, and the mode in force."""
+        reader = self.script.ring()
+        found = reader.acknowledged()
+        reader.close()
+        return found

@@ -2,9 +2,9 @@
 
 The script sees the same as in a fresh interpreter: `__main__`, sys.argv, sys.path, the environment, its own standard
 streams, and no torch in sys.modules until it imports torch (through all finders, including the tracer's). Only tests of
-the start of an interpreter need a fresh one (`tracing.Script`, fresh=True).
+the start of an interpreter need a fresh one (`tracer_harness.TracedScript`, fresh=True).
 
-    python warm.py FD     serve clients that connect to this socket, until standard input ends
+    python preloaded_python.py FD     serve clients that connect to this socket, until standard input ends
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
+import importlib
 import importlib.machinery
 import io
 import json
@@ -31,10 +32,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, Any, NamedTuple
 
-LARGEST = 1 << 20
+_MAX_REQUEST_BYTES = 1 << 20
 
 
-class Forked:
+class ForkedScript:
     """A script in a fork with standard streams `fds`; offers the methods of subprocess.Popen that tests need."""
 
     def __init__(
@@ -85,7 +86,7 @@ class Forked:
         self._connection.close()
 
 
-class Piped(Forked):
+class PipedScript(ForkedScript):
     """A script with text pipes as standard streams."""
 
     def __init__(self, argv: Sequence[str], cwd: Path, env: Mapping[str, str]) -> None:
@@ -214,17 +215,17 @@ def _server(env: Mapping[str, str]) -> _Server:
         raise AssertionError(f"the server of scripts ended with {_servers[key].process.returncode}")
     if key not in _servers:
         if not _servers:
-            atexit.register(_end)
+            atexit.register(_end_servers)
         _servers[key] = _Server(own)
     return _servers[key]
 
 
-def _end() -> None:
+def _end_servers() -> None:
     for server in _servers.values():
         server.end()
 
 
-def python(env: Mapping[str, str]) -> str:
+def preload_python(env: Mapping[str, str]) -> str:
     """Return the path of a program for `dpmon --python` that runs a script in a fork, as Python with these variables.
 
     dpmon starts this program and waits for it as usual. The script is another process, with its own process id, parent
@@ -238,7 +239,7 @@ def python(env: Mapping[str, str]) -> str:
 # ------------------------------------------------------------------------------------------------ in the server
 
 
-def serve(door: socket.socket) -> Callable[[], None] | None:
+def serve_forks(door: socket.socket) -> Callable[[], None] | None:
     """Fork for every request. Return in a fork the function that runs the script, and in the server None."""
     running = selectors.DefaultSelector()
     running.register(sys.stdin.fileno(), selectors.EVENT_READ)
@@ -250,17 +251,18 @@ def serve(door: socket.socket) -> Callable[[], None] | None:
                 return None
             if key.fileobj is door:
                 connection = door.accept()[0]
-                message, fds = b"", []
+                message: bytes = b""
+                fds: list[int] = []
                 with contextlib.suppress(ConnectionError):  # the client was killed meanwhile
-                    message, fds, _, _ = socket.recv_fds(connection, LARGEST, 3)
+                    message, fds, _, _ = socket.recv_fds(connection, _MAX_REQUEST_BYTES, 3)
                 if not message:
                     connection.close()
                     continue
                 pid = os.fork()
                 if pid == 0:
-                    _close(running, connection)
+                    _close_server_files(running, connection)
                     request = json.loads(message)
-                    return lambda: become(request, fds, path)
+                    return lambda: run_in_fork(request, fds, path)
                 for fd in fds:
                     os.close(fd)
                 with contextlib.suppress(OSError):  # the client has ended; handled below
@@ -292,7 +294,7 @@ class _Child(NamedTuple):
     connection: socket.socket
 
 
-def _close(running: selectors.BaseSelector, connection: socket.socket) -> None:
+def _close_server_files(running: selectors.BaseSelector, connection: socket.socket) -> None:
     """Close the server's files in a fork, but for its standard input."""
     for key in list(running.get_map().values()):
         if not isinstance(key.fileobj, int):
@@ -307,7 +309,7 @@ def _close(running: selectors.BaseSelector, connection: socket.socket) -> None:
 # ------------------------------------------------------------------------------------------------ in a fork
 
 
-def become(request: dict[str, Any], fds: list[int], path: list[str]) -> None:
+def run_in_fork(request: dict[str, Any], fds: list[int], path: list[str]) -> None:
     """Run the script to the end of its module; report exceptions as Python does."""
     for number, fd in enumerate(fds):
         os.dup2(fd, number)
@@ -325,10 +327,10 @@ def become(request: dict[str, Any], fds: list[int], path: list[str]) -> None:
     sys.path[:] = [entry for entry in env.get("PYTHONPATH", "").split(os.pathsep) if entry] + path
     if env.get("PYTHONUNBUFFERED"):
         sys.stdin.reconfigure(write_through=True)  # type: ignore[union-attr]
-        _unbuffered("stdout")
-        _unbuffered("stderr")
-    _Torch().hide()
-    site.execsitecustomize()  # type: ignore[attr-defined]  # called by `site` when Python starts
+        _replace_by_unbuffered("stdout")
+        _replace_by_unbuffered("stderr")
+    _HiddenTorch().hide()
+    site.execsitecustomize()  # called by `site` when Python starts
     name = os.path.join(os.getcwd(), sys.argv[0])
     sys.path.insert(0, os.path.dirname(name))
     main = sys.modules["__main__"]
@@ -338,7 +340,7 @@ def become(request: dict[str, Any], fds: list[int], path: list[str]) -> None:
         __name__="__main__", __doc__=None, __package__=None, __loader__=loader, __spec__=None, __annotations__={},
         __builtins__=sys.modules["builtins"], __file__=name, __cached__=None,
     )  # fmt: skip
-    del sys.modules["warm"]
+    del sys.modules["preloaded_python"]
     try:
         with io.open_code(name) as file:
             text = file.read()
@@ -346,22 +348,22 @@ def become(request: dict[str, Any], fds: list[int], path: list[str]) -> None:
     except SystemExit:
         raise
     except BaseException as error:
-        _report(error)
+        _report_exception(error)
         raise
 
 
-def _unbuffered(name: str) -> None:
+def _replace_by_unbuffered(name: str) -> None:
     """Replace a standard stream by an unbuffered one, as in a Python started with -u."""
     old = getattr(sys, name)
     raw = open(old.fileno(), "wb", buffering=0, closefd=False)  # noqa: SIM115 - open until the end
-    raw.name = f"<{name}>"  # type: ignore[misc]
-    new = io.TextIOWrapper(raw, old.encoding, old.errors, "\n", write_through=True)  # type: ignore[type-var]
+    raw.name = f"<{name}>"
+    new = io.TextIOWrapper(raw, old.encoding, old.errors, "\n", write_through=True)
     new.mode = "w"  # type: ignore[misc]
     setattr(sys, name, new)
     setattr(sys, f"__{name}__", new)
 
 
-def _report(error: BaseException) -> None:
+def _report_exception(error: BaseException) -> None:
     """Print an exception as the interpreter does, without frames of this file; prevent a second report."""
     traceback = error.__traceback__
     assert traceback is not None
@@ -376,7 +378,7 @@ def _report(error: BaseException) -> None:
     sys.excepthook = already_printed
 
 
-class _Torch:
+class _HiddenTorch:
     """torch, removed from sys.modules and put back when a script imports it."""
 
     def __init__(self) -> None:
@@ -385,7 +387,7 @@ class _Torch:
     def hide(self) -> None:
         for name in [name for name in sys.modules if name.partition(".")[0] == "torch"]:
             self._modules[name] = sys.modules.pop(name)
-        sys.meta_path.insert(0, self)  # type: ignore[arg-type]  # has all that the import system needs
+        sys.meta_path.insert(0, self)  # has all that the import system needs
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         if name != "torch":
@@ -395,18 +397,18 @@ class _Torch:
         spec = importlib.machinery.ModuleSpec(name, known.loader, origin=known.origin, is_package=True)
         spec.submodule_search_locations = known.submodule_search_locations
         spec.cached, spec.has_location = known.cached, known.has_location
-        spec.loader = _Given(known.loader, self)  # type: ignore[assignment]
+        spec.loader = _LoadedModuleLoader(known.loader, self)  # type: ignore[assignment]
         return spec
 
     def give_back(self) -> None:
         sys.modules.update(self._modules)
-        sys.meta_path.remove(self)  # type: ignore[arg-type]
+        sys.meta_path.remove(self)
 
 
-class _Given:
+class _LoadedModuleLoader:
     """A loader that returns the module already loaded."""
 
-    def __init__(self, loader: Any, torch: _Torch) -> None:
+    def __init__(self, loader: Any, torch: _HiddenTorch) -> None:
         self._loader = loader
         self._torch = torch
 
@@ -434,7 +436,7 @@ def main() -> None:
     gc.freeze()  # the collector need not visit objects shared with forks
     os.write(1, b"!")
     try:
-        script = serve(door)
+        script = serve_forks(door)
     except KeyboardInterrupt:  # ctrl+c of the tests; forks get their own
         os._exit(130)
     if script is not None:
@@ -442,6 +444,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from warm import main as whole
-
-    whole()
+    # As a module of its own, because a fork fills `__main__` with the script.
+    importlib.import_module("preloaded_python").main()

@@ -1,21 +1,21 @@
-"""Makes the rows of a training without a training, for tests of code that reads them."""
+"""Builds the rows and events of a training, without running one."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from dpmon.record.history_rows import CallParts, CallRow, Definition, LossRow, Resolver, Row
 from dpmon.record.record_types import Event, Record, Step
 from dpmon.record.schema import SPAN_PHASES, STEP_PHASES
-from dpmon.record.shared_names import CALL_PHASES
+from dpmon.record.shared_names import CALL_PHASES, Untimed
 from dpmon.record.span_format import Flag
 
 SECOND = 1_000_000_000
-LEARNS = Flag.TRAINING | Flag.GRAD
+TRAINING_FLAGS = Flag.TRAINING | Flag.GRAD
 """The flags of a call that trains."""
-BODY = SPAN_PHASES[:4]
+STEP_ROW_PHASES = SPAN_PHASES[:4]
 """The phases of `step_row`."""
 _KINDS = {CallRow: "call", Step: "step", Event: "event", Definition: "definition", LossRow: "loss"}
 
@@ -43,7 +43,7 @@ class RowReader(Resolver):
         return self.call(row) if isinstance(row, CallRow) else self.collective(row)
 
 
-def decoded(rows: Iterable[Row], process: int = 0, rank: int | None = None, origin_ns: int = 0) -> list[Record]:
+def records_of_rows(rows: Iterable[Row], process: int = 0, rank: int | None = None, origin_ns: int = 0) -> list[Record]:
     """Return the records in `rows`, as a reader of one process sees them."""
     reader = RowReader(process, rank, origin_ns)
     return [record for row in rows if (record := reader.record(row)) is not None]
@@ -105,9 +105,12 @@ def step_row(
     spans: Iterable[tuple[int, int, int]] = (),
     **more: int,
 ) -> Step:
-    """Return a step. `phases`: ns of BODY, -1 if it did not run. `spans`: with absolute starts. `more`: other phases
-    and quantities."""
-    took = {name: ns for name, ns in zip(BODY, phases, strict=True) if ns >= 0}
+    """Return a step.
+
+    `phases`: ns of STEP_ROW_PHASES, -1 if it did not run. `spans`: with absolute starts. `more`: other phases and
+    quantities.
+    """
+    took = {name: ns for name, ns in zip(STEP_ROW_PHASES, phases, strict=True) if ns >= 0}
     took |= {name: ns for name, ns in more.items() if name in SPAN_PHASES}
     counts = {name: count for name, count in more.items() if name not in SPAN_PHASES}
     runs = [(phase, start - start_ns, ns) for phase, start, ns in spans]
@@ -126,7 +129,7 @@ def runs_of(spans: Iterable[tuple[str, int, int]]) -> list[tuple[int, int, int]]
     return [(SPAN_PHASES.index(name), begin, took) for name, begin, took in spans]
 
 
-def changed(event: Row, **data: Any) -> Event:
+def with_event_data(event: Row, **data: Any) -> Event:
     """Return an event with changed data."""
     assert isinstance(event, Event)
     return Event(event.kind, {**event.data, **data})
@@ -138,8 +141,8 @@ def chunks(rows: int, devices: int) -> list[int]:
     return [min(size, rows - start) for start in range(0, rows, size)]
 
 
-def one_after_the_other(start_ns: int, took: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield the spans of a step whose phases (in the order of BODY) follow each other directly."""
+def consecutive_spans(start_ns: int, took: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Yield the spans of a step whose phases (in the order of STEP_ROW_PHASES) follow each other directly."""
     for phase, ns in enumerate(took):
         if ns >= 0:
             yield phase, start_ns, ns
@@ -240,7 +243,7 @@ class Training:
         took = {name: self._wobble(self.step_ns * share / 100) for name, share in shares.items()}
         call_start = self.now + took["data"]
         dp = self.mode == "dp"
-        layout = {
+        layout: dict[str, Any] = {
             "root": self.root,
             "via": self.via,
             "virtual": self.virtual,
@@ -274,7 +277,7 @@ class Training:
         rest = [-1, -1] if evaluates else [took["backward"], took["optimizer"]]
         parts = [took["data"], forward, *rest]
         wall = int(sum(max(ns, 0) for ns in parts) * 1.01)
-        spans = one_after_the_other(self.now, parts)
+        spans = consecutive_spans(self.now, parts)
         out.append(step_row(self.mode, self.steps, self.now, wall, rows, parts, spans))
         self.now += wall
         return out
@@ -294,7 +297,7 @@ def host_event(
     t_s: float, cpu: float | None = 43.0, gpu_absent: str | None = "NVML library not found", **more: Any
 ) -> Event:
     """Return a sample of the host, as the supervisor writes it."""
-    data = {
+    data: dict[str, Any] = {
         "t_s": t_s,
         "cpu_pct": cpu,
         "mem_used_bytes": 2_300_000_000,
@@ -364,3 +367,136 @@ def whole_device_event(t_s: float, index: int, **more: Any) -> Event:
         "absent": {"fan_pct": "not supported", "retired_pages": "not supported"},
     }
     return device_event(t_s, index, **{**known, **more})
+
+
+# ------------------------------------------------------------------------------------------------ device times
+
+GPUS = ("cuda:0", "cuda:1")
+CALL_TIMES_MS = (0.5, 1.0, 2.0, 0.25)
+STEP_TIMES_MS = (0.25, 4.0, 3.0, 0.5)
+HOST_ONLY = "the devices are CPUs: host time is all there is"
+
+
+def with_device_times(
+    rows: Sequence[Row],
+    replicas: Callable[[int], Sequence[float | None]] = lambda number: (1.5, 1.75),
+    why: int = Untimed.NONE,
+    of_step: Sequence[float | None] = STEP_TIMES_MS,
+    of_call: Sequence[float | None] = CALL_TIMES_MS,
+) -> list[Row]:
+    """Return the records with device times; `replicas`: times of the replicas in call `number`, ms."""
+    found: list[Row] = []
+    number = 0
+    for row in rows:
+        if isinstance(row, CallRow):
+            number += 1
+            row = row.timed((*of_call, *replicas(number)), why)
+        elif isinstance(row, Step):
+            row = row.timed(of_step, why)
+        found.append(row)
+    return found
+
+
+def growing_times(number: int) -> tuple[float, float]:
+    """Return 1, 2, 3 ... ms for the first replica, and twice that for the second."""
+    return float(number), 2.0 * number
+
+
+def timed_training(steps: int = 9, replicas: Any = growing_times, **how: Any) -> list[Row]:
+    made = Training(devices=GPUS, virtual=False)
+    return [*made.begin(), *with_device_times(made.run(steps), replicas, **how)]
+
+
+def staged_calls(calls: int, took: Callable[[int], Sequence[float | None]] | None) -> list[Row]:
+    """Return calls of a model with two stages; calls with an even number have another size."""
+    absent = {"device_ms": HOST_ONLY}
+    layout = {"root": "Toy", "via": None, "virtual": False, "devices": list(GPUS), "absent": absent}
+    found: list[Row] = [
+        Definition(1, layout),
+        Definition(2, [["0", [30, 8], "int64", 1920]]),
+        Definition(3, [["", [30, 5], "float32", 600]]),
+        Definition(4, {"device": "cuda:0", "parts": ["embedding"]}),
+        Definition(5, {"device": "cuda:1", "parts": ["rnn"]}),
+        Definition(6, [["", [15, 5], "float32", 300]]),
+    ]
+    for number in range(1, calls + 1):
+        gave = 6 if number % 2 == 0 else 3
+        stages = (4, 2, 3, 0, 2_000_000, 5, 3, gave, 2_000_000, 5_000_000)
+        numbers = 1, number, number, number * 10**7, 9_000_000, 2, gave
+        call = call_row("single", TRAINING_FLAGS, *numbers, stages=stages)
+        found.append(call if took is None else call.timed((*[None] * 4, *took(number)), Untimed.LATE))
+        found.append(step_row("single", number, number * 10**7, 9_500_000, 30, (-1, 9_000_000, -1, -1)))
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ more trainings
+
+
+def eventful_training(chance: random.Random, process: int) -> Iterator[list[Row]]:
+    """Yield a few records at a time of a training with all activities."""
+    training = Training(process=process, rank=process, step_ns=75_000_000, batch=30, seed=process)
+    first, *others = training.begin()
+    yield [with_event_data(first, pid=4242 + process), *others]
+    yield [Event("ddp", {"process": process, "rank": process, "t_s": training.now / SECOND, "group": [0, 1]})]
+    passes = 0
+    for number in range(150):
+        what = chance.random()
+        if what < 0.05:
+            yield training.switch("single" if training.mode == "dp" else "dp")
+        elif what < 0.1:
+            training.now += chance.randrange(SECOND // 50, SECOND)  # a checkpoint
+        elif what < 0.15:
+            began = training.now
+            training.now += chance.randrange(2 * SECOND)
+            yield [pause_event(began / SECOND, 1, process=process)]
+            if what < 0.13:  # else the record of its end was lost
+                took = (training.now - began) / SECOND
+                yield [pause_event(training.now / SECOND, 1, took, process=process)]
+        elif what < 0.2:
+            training.steps += chance.randrange(1, 3)  # missed
+        elif what < 0.3:
+            yield training.step(evaluates=True)
+        records = training.step(rows=chance.choice([30, 30, 30, number + 2]))
+        if what > 0.35:  # a synchronized backward pass
+            passes += 1
+            sync = {"sync": chance.randrange(1, 9_000_000), "synced": 1, "sync_number": passes}
+            row = records[-1]
+            assert isinstance(row, Step)
+            phases = with_other({**row.phases, "sync": sync.pop("sync")}, row.wall_ns)
+            records[-1] = row._replace(phases=phases, counts={**row.counts, **sync})
+        if what < 0.45:
+            last = records[-1]
+            assert isinstance(last, Step)
+            records[-1] = last.timed((None, 1.5, 2.5, None, None, 3.5), 3)
+        yield from ([record] for record in records) if what > 0.6 else [records]
+
+
+class EvenTraining(Training):
+    """A training with steps of equal duration."""
+
+    def _wobble(self, ns: float) -> int:
+        return int(ns)
+
+
+def even_training_rows() -> list[Row]:
+    training = EvenTraining()
+    return [*training.begin(), *training.run(20), *training.switch("single"), *training.run(5)]
+
+
+def sample_events() -> list[Row]:
+    found = [host_event(float(t)) for t in range(3)]
+    found += [device_event(float(t), index) for t in range(3) for index in (0, 1)]
+    found.append(device_event(3.0, 0, util_pct=None, absent={"util_pct": "the GPU is lost"}))
+    memory: dict[str, Any] = {"process": 0, "rank": None, "t_s": 2.5, "step": 9, "took_ms": 0.1}
+    memory["absent"] = {"devices": "too many"}
+    memory["devices"] = [
+        {
+            "device": "cuda:0",
+            "model_bytes": 100,
+            "gradients_bytes": 50,
+            "peak_bytes": None,
+            "absent": {"peak_bytes": "x"},
+        },
+        {"device": "cuda:1", "model_bytes": 10},
+    ]
+    return [*found, Event("memory", memory), Event("warning", {"process": None, "t_s": None, "text": "a\nb"})]

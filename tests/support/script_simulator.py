@@ -5,12 +5,9 @@ from __future__ import annotations
 import random
 import re
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
-
-from spans import Lines, put
-from synthetic import RowReader
 
 from dpmon.assemble import Assembler
 from dpmon.assemble.assembler import Predecessor
@@ -18,10 +15,12 @@ from dpmon.record.history_rows import CollectiveRow, Definition, LossRow, Row
 from dpmon.record.record_types import Call, Collective, Event, Sampled, Step
 from dpmon.record.span_format import Flag, Kind, Span
 from dpmon.span_ring import SpanRing
+from support.record_builders import RowReader
+from support.ring_writers import Lines, write_span
 
 MS = 1_000_000
-START = 5_000_000_000
-KINDS = {
+START_NS = 5_000_000_000
+SPAN_KINDS = {
     "fetch": Kind.FETCH,
     "call": Kind.CALL,
     "wrapped": Kind.WRAPPED,
@@ -43,7 +42,7 @@ class Script:
     """A simulated script: each phase takes 1 ms by default, followed by 0.1 ms of other code."""
 
     def __init__(self) -> None:
-        self.now = START
+        self.now = START_NS
         self.spans: list[Span] = []
         self.lines: list[tuple[int, dict[str, Any]]] = []
         """Each with the number of spans written before it."""
@@ -103,7 +102,7 @@ class Script:
     @contextmanager
     def phase(self, name: str, ms: float = 1.0, flags: int = 0, site: int = 0, **more: int) -> Iterator[None]:
         """Write a phase that takes `ms` itself; phases written in the block are nested in it."""
-        kind = KINDS[name]
+        kind = SPAN_KINDS[name]
         around = self._around.setdefault(self._thread, [])
         start = self.now
         self.wait(ms / 2)
@@ -157,7 +156,7 @@ class Script:
             with self.phase("parallel_apply", 2.0):
                 for index in reversed(range(replicas)):
                     self.write(
-                        Kind.REPLICA, self.now, MS // 2, 0, index, inside=KINDS[kind], inputs=share, outputs=back
+                        Kind.REPLICA, self.now, MS // 2, 0, index, inside=SPAN_KINDS[kind], inputs=share, outputs=back
                     )
             with self.phase("gather"):
                 pass
@@ -256,15 +255,17 @@ class Script:
             elif what == "@":
                 self._thread = number
             else:
-                {"c": self.copy, "m": self.makes_optimizer, "g": self.gone, "w": self.wait}[what](number)
+                actions: dict[str, Callable[[int], None]]
+                actions = {"c": self.copy, "m": self.makes_optimizer, "g": self.gone, "w": self.wait}
+                actions[what](number)
         assert len(nested) == 1
         return self
 
     def _model(self, name: str) -> int:
         """Return the number of a model of `play`, which is defined at its first use."""
         if name not in self._models:
-            more: dict[str, Any] = {"W": {"via": "DataParallel", "module": 7}, "V": {"module": 7}}.get(name, {})
-            self._models[name] = self.model(name or "Net", **more)
+            more: dict[str, dict[str, Any]] = {"W": {"via": "DataParallel", "module": 7}, "V": {"module": 7}}
+            self._models[name] = self.model(name or "Net", **more.get(name, {}))
         return self._models[name]
 
     @contextmanager
@@ -287,10 +288,10 @@ class Script:
         for line in self.lines_between(self.needed(first), self.needed(last)):
             lines.put(**line)
         for span in self.spans[first:last]:
-            put(ring, span)
+            write_span(ring, span)
 
 
-class Result(NamedTuple):
+class DecodedRows(NamedTuple):
     """The records in rows, by kind."""
 
     calls: list[Call]
@@ -304,17 +305,17 @@ class Result(NamedTuple):
         counted = {step.step: 0 for step in self.steps}
         for call in self.calls:
             counted[call.step] = counted.get(call.step, 0) + 1
-        return [(step.samples, letters(step), counted[step.step]) for step in self.steps]
+        return [(step.samples, phase_letters(step), counted[step.step]) for step in self.steps]
 
 
-def letters(step: Step) -> str:
+def phase_letters(step: Step) -> str:
     """Return the phases that ran, except other: d(ata) c(opy) f(orward) b(ackward) o(ptimizer)."""
     return "".join(name[0] for name in ("data", "copy", "forward", "backward", "optimizer") if name in step.phases)
 
 
-def decoded(rows: Sequence[Row]) -> Result:
+def decode_rows(rows: Sequence[Row]) -> DecodedRows:
     resolver = RowReader(0)
-    found = Result([], [], [], [], [])
+    found = DecodedRows([], [], [], [], [])
     for row in rows:
         record = resolver.record(row)
         if isinstance(record, Call):
@@ -330,7 +331,7 @@ def decoded(rows: Sequence[Row]) -> Result:
     return found
 
 
-def apart(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
+def split_definitions(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
     """Separate rows of steps from those of collectives and losses, which can be anywhere among them."""
     return [row for row in rows if not _is_free(row)], sorted(str(row) for row in rows if _is_free(row))
 
@@ -341,7 +342,7 @@ def _is_free(row: Row) -> bool:
     return isinstance(row, (CollectiveRow, LossRow))
 
 
-def in_portions(script: Script, cuts: Sequence[int], lines: Sequence[int] | None = None) -> list[Row]:
+def assemble_in_portions(script: Script, cuts: Sequence[int], lines: Sequence[int] | None = None) -> list[Row]:
     """Return the rows if a reader stops at each span in `cuts`, with as many lines read as `lines` says."""
     assembler = Assembler()
     out: list[Row] = []
@@ -356,34 +357,34 @@ def in_portions(script: Script, cuts: Sequence[int], lines: Sequence[int] | None
     return out
 
 
-def assembled(script: Script) -> Result:
+def assemble_script(script: Script) -> DecodedRows:
     """Return the records of a script, after a check that spans read in any portions give the same."""
-    whole = in_portions(script, [])
-    assert apart(in_portions(script, range(1, len(script.spans)))) == apart(whole)
+    whole = assemble_in_portions(script, [])
+    assert split_definitions(assemble_in_portions(script, range(1, len(script.spans)))) == split_definitions(whole)
     draw = random.Random(len(script.spans))
     for _ in range(5):
         cuts = sorted(draw.sample(range(len(script.spans)), min(4, len(script.spans))))
-        assert apart(in_portions(script, cuts)) == apart(whole)
-    return decoded(whole)
+        assert split_definitions(assemble_in_portions(script, cuts)) == split_definitions(whole)
+    return decode_rows(whole)
 
 
-def numbered(rows: Sequence[Row]) -> list[Row]:
+def without_definitions(rows: Sequence[Row]) -> list[Row]:
     """Leave out definitions, which a successor writes again."""
     return [row for row in rows if not isinstance(row, Definition)]
 
 
-def successor_of(first: Assembler, lines: list[dict[str, Any]], cut: int, kept: Result) -> Assembler:
+def make_successor(first: Assembler, lines: list[dict[str, Any]], cut: int, kept: DecodedRows) -> Assembler:
     """The assembler of a new supervisor. `kept`: what is in the history from the first one, which read `cut` spans."""
     numbers = max((step.step for step in kept.steps), default=0), max((call.call for call in kept.calls), default=0)
     return Assembler.resume_after(lines, Predecessor(*numbers, first.thread, first.position, cut, first.pending))
 
 
-def resumed_at(script: Script, cut: int) -> tuple[list[Row], list[Row]]:
+def assemble_with_successor(script: Script, cut: int) -> tuple[list[Row], list[Row]]:
     """Return the rows of an assembler that stops at span `cut`, and those of its successor."""
     first = Assembler()
     lines = script.needed(cut)
     out = first.feed(script.spans[:cut], script.lines_between(0, lines))
-    second = successor_of(first, script.lines_between(0, lines), cut, decoded(out))
+    second = make_successor(first, script.lines_between(0, lines), cut, decode_rows(out))
     more: list[Row] = []
     at = first.position
     while at < len(script.spans):
@@ -393,3 +394,22 @@ def resumed_at(script: Script, cut: int) -> tuple[list[Row], list[Row]]:
         at = until
     more += second.feed([], script.lines_between(lines, len(script.lines)))
     return out, more + second.finish()
+
+
+def check_spans_of_step(step: Step) -> None:
+    """Check that spans are in order, nested or separate, and add up to the phases of the step."""
+    assert step.spans is not None
+    assert list(step.spans) == sorted(step.spans, key=lambda span: (span.offset_ns, -span.host_ns))
+    own: dict[str, int] = {}
+    around: list[tuple[str, int]] = []
+    for name, at, took in step.spans:
+        assert 0 <= at <= at + took <= step.wall_ns
+        while around and around[-1][1] <= at:
+            around.pop()
+        if around:
+            assert at + took <= around[-1][1]
+            own[around[-1][0]] -= took
+        own[name] = own.get(name, 0) + took
+        around.append((name, at + took))
+    if not step.missing_spans:
+        assert own == {name: took for name, took in step.phases.items() if name != "other"}

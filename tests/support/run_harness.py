@@ -1,4 +1,4 @@
-"""Runs the real command line in separate processes, for tests that need a complete run."""
+"""Runs the real command line in separate processes, for tests that need a complete run, and waits for conditions."""
 
 from __future__ import annotations
 
@@ -21,17 +21,21 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO, Any, TypeVar
 
-from sizes import LONG
-from warm import python
+import pytest
 
 from dpmon.run import proc
 from dpmon.run.lifecycle import has_live_supervisor
 from dpmon.run.run_directory import load_info
+from dpmon.run.run_reader import PauseState, RunReader
 from dpmon.run.run_registry import LASTING, SHARED_MEMORY
+from dpmon.run.stdin_terminal import is_reading_stdin
+from support.preloaded_python import preload_python
 
 Value = TypeVar("Value")
+Size = TypeVar("Size", int, float)
 POLL_S = 0.02
 LIMIT_S = 100.0
 """Nothing takes so long, even on a busy machine."""
@@ -45,15 +49,27 @@ _PATIENT = (
     "import dpmon.run.run_signals as s; s.stop_run.__defaults__ = (None, 60.0)\n"
     "from dpmon.cli.main import entry; entry()"
 )
+LONG = os.environ.get("DPMON_LONG") == "1"
+"""Whether tests have the sizes of the promised figures, not small ones."""
 
 
-def wait_for(condition: Callable[[], Value], limit: float = LIMIT_S, what: str = "") -> Value:
+def scaled_size(short: Size, full: Size) -> Size:
+    """Return `full` in a long run, else `short`."""
+    return full if LONG else short
+
+
+def report_measured(promise: str, text: str) -> None:
+    """Print a measured figure (pytest -s shows it)."""
+    print(f"\n{promise}: {text}", flush=True)
+
+
+def wait_for(condition: Callable[..., Value | None], limit: float = LIMIT_S, what: str = "") -> Value:
     """Return the first true value of `condition`; fail with its last value after `limit` seconds.
 
     A condition may read a file that another process has yet to make.
     """
     until = time.monotonic() + limit
-    value: Value | FileNotFoundError
+    value: Value | FileNotFoundError | None
     while True:
         try:
             value = condition()
@@ -94,12 +110,12 @@ def free_ports(count: int) -> list[int]:
     return list(found)
 
 
-def until_unsupervised(info: Mapping[str, Any]) -> None:
+def wait_until_unsupervised(info: Mapping[str, Any]) -> None:
     """Wait for the end of the supervisor that is named in these contents of run.json."""
     wait_for(lambda: not proc.is_alive(info["supervisor_pid"], info["supervisor_started"]), what="the supervisor's end")
 
 
-def until_no_command_is_left() -> None:
+def wait_until_no_command_is_left() -> None:
     """Wait for the end of the commands that `NodeLinks` in this process started: each leads a session."""
 
     def left() -> list[proc.ProcessEntry]:
@@ -110,7 +126,7 @@ def until_no_command_is_left() -> None:
 
 
 @dataclass(frozen=True)
-class Result:
+class CommandResult:
     """Exit status and output of a command."""
 
     status: int
@@ -147,13 +163,15 @@ class Dpmon:
         return {**env, "XDG_STATE_HOME": str(self.state), **(extra or {})}
 
     def warm(self, env: Mapping[str, str] | None = None) -> tuple[str, ...]:
-        """Return options that run a script in a fork of a Python with torch (see `warm`); none in a long run.
+        """Return options that run a script in a fork of a Python with torch (`preload_python`); none in a long run.
 
         Importing torch takes longer than most scripts. `env`: additional variables of that Python.
         """
         if LONG or self.python != sys.executable:
             return ()
-        return "--python", python({**self.environment(env), "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1"})
+        return "--python", preload_python(
+            {**self.environment(env), "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1"}
+        )
 
     def words(self, *words: object) -> list[str]:
         """Return the command line that runs dpmon."""
@@ -190,7 +208,7 @@ class Dpmon:
         self.started.append(process)
         return process
 
-    def run(self, *words: object, limit: float = LIMIT_S, input: bytes | None = None, **more: Any) -> Result:
+    def run(self, *words: object, limit: float = LIMIT_S, input: bytes | None = None, **more: Any) -> CommandResult:
         """Run dpmon; fail if it does not end within `limit` seconds."""
         if input is not None:
             more["stdin"] = subprocess.PIPE
@@ -201,9 +219,9 @@ class Dpmon:
             process.kill()
             out, err = process.communicate()
             raise AssertionError(f"not over within {limit} s: {words}\n{err.decode()[-2000:]}") from None
-        return Result(process.returncode, out or b"", err or b"")
+        return CommandResult(process.returncode, out or b"", err or b"")
 
-    def stop(self, run: str) -> Result:
+    def stop(self, run: str) -> CommandResult:
         """Run `dpmon stop`, with more patience after each signal: on a busy machine, a process needs time to end."""
         return self.run(argv=[self.python, "-c", _PATIENT, "stop", run])
 
@@ -229,7 +247,7 @@ class Dpmon:
         """Kill the supervisor of the newest run, and wait for its end; return run.json from before."""
         info = self.info()
         os.kill(info["supervisor_pid"], signal.SIGKILL)
-        until_unsupervised(info)
+        wait_until_unsupervised(info)
         return info
 
     def runs(self) -> list[Path]:
@@ -390,7 +408,7 @@ class Terminal:
             self.screen.dirty.clear()
         return self._shown
 
-    def until(self, condition: Callable[[], object], what: str, limit: float = LIMIT_S) -> None:
+    def until(self, condition: Callable[..., object], what: str, limit: float = LIMIT_S) -> None:
         """Wait for a condition; read the program's output meanwhile."""
         try:
             wait_for(lambda: (self.take(), condition())[1], limit, what)
@@ -431,3 +449,128 @@ class Terminal:
         for on, off in ((b"?1049h", b"?1049l"), (b"?25l", b"?25h"), (b"?1000h", b"?1000l")):
             restored = self.raw.rfind(b"\x1b[" + off) > self.raw.rfind(b"\x1b[" + on)
             assert restored, f"no {off!r} at the end of the output: {bytes(self.raw[-1000:])!r}"
+
+
+# ------------------------------------------------------------------------------------------------ the clocked script
+
+CLOCKED_SCRIPT = Path(__file__).resolve().parents[1] / "process" / "scripts" / "clocked.py"
+MAX_RATE_ERROR = 0.02
+"""Largest relative difference between a rate and the script's own."""
+needs_visible_waits = pytest.mark.skipif(
+    is_reading_stdin(os.getpid()) is None, reason="this kernel does not say in which system call a process is"
+)
+
+
+def pass_time(seconds: float) -> None:
+    """Wait for `seconds`."""
+    until = time.monotonic() + seconds
+    wait_for(lambda: time.monotonic() > until)
+
+
+def read_clocked_run(dpmon: Dpmon) -> RunReader:
+    """Return a reader of the script's run, after waiting until the script trains."""
+    wait_for((dpmon.cwd / "began").exists, what="the training")
+    reader = RunReader(dpmon.last())
+    reader.refresh()
+    return reader
+
+
+def switch_modes(reader: RunReader, *modes: str, seconds: float) -> None:
+    """Let the script train in one mode after another, `seconds` in each."""
+    for mode in modes:
+        reader.request_mode(mode)
+        wait_for(lambda: not reader.has_pending_request(), what="the answer")
+        pass_time(seconds)
+
+
+def pause_script(reader: RunReader, seconds: float) -> None:
+    """Pause the script for `seconds`."""
+    reader.request_pause(True)
+    wait_for(lambda: reader.pause_state().since_ns, what="the pause")
+    pass_time(seconds)
+    reader.request_pause(False)
+    wait_for(lambda: not reader.pause_state().pending, what="the end of the pause")
+
+
+def end_clocked_run(dpmon: Dpmon, reader: RunReader, process: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
+    """Make the script end; return its output and that of dpmon."""
+    (dpmon.cwd / "stop").touch()
+    written = process.communicate(timeout=60)
+    reader.close()
+    return written
+
+
+def answer_twice(dpmon: Dpmon, process: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
+    """Answer the two questions of the script, each after two seconds; return its output and that of dpmon."""
+    assert process.stdin is not None
+    for _ in range(2):
+        wait_for((dpmon.cwd / "asked").exists, what="the question")
+        (dpmon.cwd / "asked").unlink()
+        pass_time(2)
+        process.stdin.write(b"yes\n")
+        process.stdin.flush()
+    return process.communicate(timeout=60)
+
+
+# ------------------------------------------------------------------------------------------------ scripts and commands
+
+
+def plain_training_script(steps: int, rows: int = 6, *, wrapped: bool = False) -> str:
+    """Return the text of a script that trains for `steps` steps; `wrapped`: in a DataParallel."""
+    return f"""
+import torch
+model = torch.nn.Linear(4, 2)
+model = torch.nn.DataParallel(model) if {wrapped} else model
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range({steps}):
+    optimizer.zero_grad()
+    model(torch.randn({rows}, 4)).sum().backward()
+    optimizer.step()
+"""
+
+
+def write_slow_script(dpmon: Dpmon, status: int = 0) -> None:
+    """Write a script that waits, prints a line and ends with `status`."""
+    dpmon.waiting(f"print('end of the training', flush=True)\npathlib.Path('done').touch()\nsys.exit({status})")
+
+
+def put_dpmon_on_path(folder: Path) -> None:
+    """Put `dpmon` and `torchrun` of this Python on PATH; it may lack their scripts."""
+    folder.mkdir()
+    for name, module in (("dpmon", "dpmon"), ("torchrun", "torch.distributed.run")):
+        script = folder / name
+        script.write_text(f'#!/bin/sh\nexec {sys.executable} -m {module} "$@"\n')
+        script.chmod(0o755)
+
+
+def find_new_supervisor(dpmon: Dpmon, old: dict[str, Any]) -> dict[str, Any] | None:
+    """Return run.json of the newest run if it names another supervisor than `old`, else None."""
+    info = json.loads((dpmon.last() / "run.json").read_text())
+    return info if info["supervisor_pid"] != old["supervisor_pid"] else None
+
+
+# ------------------------------------------------------------------------------------------------ status lines
+
+STATUS_NOW_NS = 10**15
+
+
+def stop_status_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the clock of status lines always say STATUS_NOW_NS."""
+    monkeypatch.setattr("dpmon.cli.status_stream.time", SimpleNamespace(monotonic_ns=lambda: STATUS_NOW_NS))
+
+
+def append_to(lines: list[bytes]) -> Callable[[bytes], bool]:
+    """Return a function that a StatusStream writes with: it appends each line to `lines`, and accepts it."""
+
+    def write(line: bytes) -> bool:
+        lines.append(line)
+        return True
+
+    return write
+
+
+def fake_status_reader(directory: Path, activities: Mapping[int, tuple[str, int]] | None = None) -> Any:
+    """Return the part of a reader that the lines need."""
+    info = SimpleNamespace(start_ns=0, id="20261125-213000-train-3f2a", name="train")
+    nothing = {"startup_stage": lambda: None, "waits_for_input": lambda: None, "pause_state": lambda: PauseState()}
+    return SimpleNamespace(directory=directory, activities=lambda: activities or {}, info=info, **nothing)

@@ -1,31 +1,143 @@
-"""Real ssh to machines that are only names: each is an sshd of the test, with keys and configuration of its own.
-
-`Ssh` starts an sshd for each connection, as a ProxyCommand: no port, no daemon. `Hosts` makes network namespaces with
-an sshd in each, and a cable to each that can be cut, slow or lossy; this needs root, `ip`, `tc` and `nft`.
-"""
+"""Real clusters on this machine: Slurm with two nodes, sshd for each host, and the stream that a mirror reads."""
 
 from __future__ import annotations
 
 import contextlib
+import getpass
 import itertools
+import json
 import os
 import shutil
 import signal
+import socket
+import sqlite3
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from running import wait_for
+import pytest
 
+from dpmon.mirror.node_links import LineReceived, LinkClosed, LinkOpened, NodeLinks, Report
 from dpmon.run import proc
+from support.run_harness import end_all, free_ports, wait_for
+
+SLURM_NODES = ("n1", "n2")
+_SLURM_PROGRAMS = ("slurmctld", "slurmd", "srun", "squeue", "sinfo", "scancel")
+_SLURM_CONFIG = """\
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+AuthType=auth/none
+CredType=cred/none
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+SlurmUser={user}
+SlurmdUser={user}
+StateSaveLocation={place}/state
+SlurmdSpoolDir={place}/%n
+SlurmctldPidFile={place}/controller.pid
+SlurmdPidFile={place}/%n.pid
+ReturnToService=2
+SelectType=select/cons_tres
+SlurmdParameters=config_overrides
+KillWait=5
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=8 State=UNKNOWN
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=8 State=UNKNOWN
+PartitionName=test Nodes=n1,n2 Default=YES OverSubscribe=FORCE:8 State=UP
+"""
+_DPMON_OF_NODE = """\
+#!/bin/sh
+# Two nodes of Slurm on one machine would share a state directory, as two machines never do.
+[ -z "$SLURMD_NODENAME" ] || export XDG_STATE_HOME={place}/state-$SLURMD_NODENAME
+exec {python} -m dpmon "$@"
+"""
+
+
+@dataclass
+class Slurm:
+    """The daemons, without munge: they believe everybody, and listen on this machine only."""
+
+    place: Path
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The environment in which `srun`, `squeue`, and this `dpmon` are found."""
+        path = f"{self.place / 'bin'}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        return {"SLURM_CONF": str(self.place / "slurm.conf"), "PATH": path}
+
+    def state(self, node: str) -> Path:
+        """The state directory of a node."""
+        return self.place / f"state-{node}"
+
+    def start(self) -> None:
+        """Start the daemons, and wait until a job can run on both nodes."""
+        for name in ("state", "bin", *SLURM_NODES):
+            (self.place / name).mkdir(parents=True)
+        host = socket.gethostname().partition(".")[0]
+        config = _SLURM_CONFIG.format(host=host, ports=free_ports(3), user=getpass.getuser(), place=self.place)
+        (self.place / "slurm.conf").write_text(config)
+        dpmon = self.place / "bin" / "dpmon"
+        dpmon.write_text(_DPMON_OF_NODE.format(place=self.place, python=sys.executable))
+        dpmon.chmod(0o755)
+        self._daemon("controller", "slurmctld", "-D", "-c")
+        for node in SLURM_NODES:
+            self._daemon(node, "slurmd", "-D", "-N", node)
+        wait_for(lambda: self._ended() or self.said("sinfo", "--noheader", "--format", "%D %t") == "2 idle")
+        if (ended := self._ended()) is not None:
+            pytest.skip(f"Slurm does not start here: {ended}")
+
+    def said(self, *words: str) -> str:
+        """What a program of Slurm prints."""
+        done = subprocess.run(words, env={**os.environ, **self.environment}, capture_output=True, timeout=60)
+        return done.stdout.decode().strip()
+
+    def _daemon(self, name: str, *words: str) -> None:
+        with (self.place / f"{name}.log").open("wb") as log:
+            environment: Mapping[str, str] = {**os.environ, **self.environment}
+            self.processes.append(
+                subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            )
+
+    def _ended(self) -> str | None:
+        """The last line of the log of a daemon that has ended."""
+        names = ("controller", *SLURM_NODES)
+        ended = [name for name, process in zip(names, self.processes, strict=True) if process.poll() is not None]
+        return (self.place / f"{ended[0]}.log").read_text().strip().rpartition("\n")[2] if ended else None
+
+    def stop(self) -> None:
+        """End the jobs and the daemons."""
+        self.said("scancel", "--me", "--full")
+        end_all(self.processes)
+
+
+@contextmanager
+def start_slurm(place: Path) -> Iterator[Slurm]:
+    """Two nodes in `place`, until the end of the block. Skips the test where Slurm is missing or does not start."""
+    missing = [name for name in _SLURM_PROGRAMS if shutil.which(name) is None]
+    if missing:
+        pytest.skip(f"{missing[0]} of Slurm is not installed")
+    cluster = Slurm(place)
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+# ------------------------------------------------------------------------------------------------ ssh
 
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
-BIN = os.path.dirname(shutil.which("dpmon", path=os.path.dirname(sys.executable)) or sys.executable)
-_NUMBERS = itertools.count()
+DPMON_BIN = os.path.dirname(shutil.which("dpmon", path=os.path.dirname(sys.executable)) or sys.executable)
+_NAMESPACE_NUMBERS = itertools.count()
 
 
-def no_ssh() -> str | None:
+def missing_for_ssh() -> str | None:
     """Return why there can be no sshd here, or None."""
     for name in ("ssh", "ssh-keygen"):
         if shutil.which(name) is None:
@@ -33,7 +145,7 @@ def no_ssh() -> str | None:
     return "sshd is not installed" if SSHD is None else None
 
 
-def no_namespaces() -> str | None:
+def missing_for_namespaces() -> str | None:
     """Return why there can be no network namespaces here, or None."""
     if os.getuid() != 0:
         return "network namespaces need root"
@@ -44,7 +156,7 @@ def no_namespaces() -> str | None:
     made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
     if made.returncode == 0:
         subprocess.run(["ip", "netns", "del", name], check=False)
-        return no_ssh()
+        return missing_for_ssh()
     return f"no network namespace can be made: {made.stderr.strip()}"
 
 
@@ -67,7 +179,7 @@ def sockets_of(pid: int) -> list[str]:
     return found
 
 
-class Ssh:
+class SshServers:
     """Machines that a wrapper of `ssh`, first in PATH, reaches; `environment` has this PATH."""
 
     def __init__(self, place: Path) -> None:
@@ -93,7 +205,7 @@ class Ssh:
         path.write_text(text)
         return path
 
-    def add(self, name: str, state: Path, *, server: str = "", client: str = "", path: str = BIN) -> None:
+    def add(self, name: str, state: Path, *, server: str = "", client: str = "", path: str = DPMON_BIN) -> None:
         """Add a machine whose runs are in `state`, with more lines for the files of sshd and of ssh."""
         variables = [f'"XDG_STATE_HOME={state}"', f'"PATH={path}:/usr/bin:/bin"', '"PYTHONDONTWRITEBYTECODE=1"']
         config = self._write(
@@ -139,16 +251,16 @@ while len(ends) < 2 or held:
 """A ProxyCommand that connects to a host and a port, and passes on what comes after some seconds."""
 
 
-class Hosts:
+class NamespaceHosts:
     """Network namespaces with an sshd in each, all on cables to one namespace, in which `dpmon` looks at them."""
 
     def __init__(self, place: Path, names: Mapping[str, Path], delay_s: Mapping[str, float] | None = None) -> None:
         """`names`: each machine with the directory of its runs; `delay_s`: of each way to a machine, by name."""
         self.place = place
         self._delay_s = delay_s or {}
-        self.ssh = Ssh(place)
+        self.ssh = SshServers(place)
         self.environment = self.ssh.environment
-        self._mark = f"dp{os.getpid()}n{next(_NUMBERS)}"
+        self._mark = f"dp{os.getpid()}n{next(_NAMESPACE_NUMBERS)}"
         self.viewer = f"{self._mark}v"
         self._namespaces = [self.viewer]
         self._daemons: list[subprocess.Popen[bytes]] = []
@@ -169,8 +281,8 @@ class Hosts:
         self._ip("netns", "add", namespace)
         self._namespaces.append(namespace)
         self._ip("link", "add", here, "netns", self.viewer, "type", "veth", "peer", "name", "eth", "netns", namespace)
-        for inside, device, address in ((self.viewer, here, 1), (namespace, "eth", 2)):
-            self._ip("-n", inside, "address", "add", f"10.77.{number}.{address}/24", "dev", device)
+        for inside, device, end in ((self.viewer, here, 1), (namespace, "eth", 2)):
+            self._ip("-n", inside, "address", "add", f"10.77.{number}.{end}/24", "dev", device)
             self._ip("-n", inside, "link", "set", device, "up")
         self._ip("-n", namespace, "link", "set", "lo", "up")
         # Machines reach each other over the viewer.
@@ -235,3 +347,71 @@ class Hosts:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             subprocess.run(["ip", "netns", "del", namespace], check=False, capture_output=True)
+
+
+# ------------------------------------------------------------------------------------------------ a mirror's stream
+
+TRAINING_UNTIL_GO = """\
+import time, pathlib, torch
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+while not pathlib.Path("go").exists():
+    optimizer.zero_grad()
+    model(torch.ones(3, 4)).sum().backward()
+    optimizer.step()
+    time.sleep(0.01)
+"""
+
+
+class FollowReader:
+    """Reads the rows of a run over links as a mirror does: whole chunks, each row above what it has."""
+
+    def __init__(self, words: list[str], run: str, *others: list[str]) -> None:
+        """`others`: commands of more machines, whose rows do not count."""
+        self.offset = 0
+        self.ids: list[int] = []
+        self.closed: list[LinkClosed] = []
+        self.opened = 0
+        self._chunk: list[int] = []
+        self.ended = False
+        ways = [words, *others]
+        self.links = NodeLinks(
+            len(ways), lambda node: [*ways[node], "export", run, "--follow", "--from", str(self.offset)]
+        )
+
+    def poll(self) -> list[Report]:
+        """Take what has come."""
+        reports = self.links.poll(0.05)
+        for report in reports:
+            if isinstance(report, LinkOpened) and report.node == 0:
+                self.opened += 1
+                self._chunk = []
+            elif isinstance(report, LinkClosed):
+                self.closed.append(report)
+            elif isinstance(report, LineReceived) and report.node == 0:
+                self._take(json.loads(report.text))
+        return reports
+
+    def _take(self, line: dict[str, Any]) -> None:
+        if "beat" in line:
+            self.ids += self._chunk
+            self._chunk = []
+            self.offset = int(str(line["offset"]))
+            self.ended = "exit" in line
+        elif line.get("table") in ("steps", "calls", "events", "losses"):
+            columns, rows = line["columns"], line["rows"]
+            assert isinstance(columns, list)
+            assert isinstance(rows, list)
+            self._chunk += [row[columns.index("id")] for row in rows]
+
+
+def row_ids_of_history(directory: Path) -> list[int]:
+    """Return the ids of all rows of a finished run, but for its end, which comes with the last chunk."""
+    with closing(sqlite3.connect(directory / "history.sqlite")) as history:
+        return sorted(
+            number
+            for table in ("steps", "calls", "events", "losses")
+            for (number,) in history.execute(
+                f"SELECT id FROM {table} WHERE {'kind' if table == 'events' else 0} != 'exit'"
+            )
+        )

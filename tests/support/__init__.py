@@ -1,0 +1,1 @@
+"""Helpers of the tests. tests/conftest.py puts the folder above this package on sys.path."""

@@ -1,0 +1,627 @@
+"""Builds histories and run directories from rows, and reads them back for comparison."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sqlite3
+import sys
+import time
+import zlib
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext, suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from dpmon.model.mode_comparison import Comparison, compare_modes
+from dpmon.model.run_analysis import RunAnalysis
+from dpmon.model.run_events import RunEvents
+from dpmon.model.run_snapshot import PHASES, RunSnapshot, SnapshotRequest
+from dpmon.model.snapshot_builder import SnapshotBuilder
+from dpmon.record.history_rows import CallParts, CallRow, Definition, Row
+from dpmon.record.record_types import Call, Event, Record, RecordError, Size, Step
+from dpmon.record.schema import EVALUATION, QUANTITIES, SETTLING, SPAN_PHASES, device_series
+from dpmon.record.schema import PHASES as SCHEMA
+from dpmon.record.shared_names import CALL_PHASES
+from dpmon.run import proc
+from dpmon.run.run_directory import ExitInfo, RunInfo, write_info
+from dpmon.run.run_registry import create_run
+from dpmon.store.history_schema import HISTORY_FILE, LARGEST, STEP_COLUMNS, CheckedConnection, RingRow
+from dpmon.store.history_writer import LIMIT_BYTES, HistoryWriter
+from dpmon.store.process_accounts import ProcessAccounts
+from dpmon.store.query_results import LongStepRow
+from dpmon.store.ring_drain import COMMIT_S, RingDrain
+from dpmon.store.ring_intake import RingIntake
+from dpmon.store.step_stats import StatsWindow
+from dpmon.store.store_opening import open_store
+from dpmon.store.store_queries import Store
+from dpmon.store.tally import NO_SAMPLES, WIDTHS, Tally, TallyKey
+from dpmon.store.write_batch import WriteBatch
+from support.record_builders import SECOND, flags_of, records_of_rows, step_row, with_other
+
+SUPERVISOR = -1
+_SUPERVISOR_KINDS = ("device", "host", "input", "exit")
+_BATCH = 2000
+
+
+class Recording:
+    """A run written by a test, from rows or records."""
+
+    def __init__(self, origin_ns: int = 0, directory: Path | None = None, limit_bytes: int = LIMIT_BYTES) -> None:
+        """`origin_ns`: start of the run on the clock of the rows. `directory`: of a run; None: write to memory."""
+        self.origin_ns = origin_ns
+        self.now_s = 0
+        """The time of the next writes (s since the run's start)."""
+        about = {"run": "test", "start_ns": origin_ns}
+        if directory is None:
+            self._db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+            self._history = HistoryWriter(self._db, about, limit_bytes)
+        else:
+            self._history = HistoryWriter.open(directory, about, limit_bytes)
+            self._db = self._history._db
+        self._accounts = ProcessAccounts()
+        self._intakes: dict[int, RingIntake] = {}
+        self._makers: dict[int, _RowMaker] = {}
+        self._next_id = self._history.next_id
+        self._snapshots = SnapshotBuilder()
+
+    def add(
+        self, records: Iterable[Row | Record], process: int = 0, rank: int | None = None, skip: bool = False
+    ) -> Recording:
+        """Write the records of a process. Samples, waits for input and the exit are stored as the supervisor's.
+
+        `skip`: leave out those that are refused, as a supervisor does.
+        """
+        batch = WriteBatch()
+        for count, record in enumerate(records, start=1):
+            for row in self._makers.setdefault(process, _RowMaker()).rows(record):
+                intake = self._intake(_source(row, process), rank)
+                with suppress(RecordError) if skip else nullcontext():
+                    self._next_id += intake.add(batch, self._next_id, row)
+            if count % _BATCH == 0:
+                batch = self._write(batch)
+        self._write(batch)
+        return self
+
+    def end(self) -> None:
+        """Count the last calls, as at the end of the run."""
+        batch = WriteBatch()
+        for process, intake in self._intakes.items():
+            if process >= 0:
+                intake.finish_process(batch)
+        self._write(batch)
+
+    def missed(self, count: int) -> None:
+        """Set how many records were overwritten before they could be read."""
+        self._intake(0, None).row.missed = count
+        self._write(WriteBatch())
+
+    def _write(self, batch: WriteBatch) -> WriteBatch:
+        batch.rings = [intake.row for process, intake in self._intakes.items() if process >= 0]
+        batch.now_s = self.now_s
+        self._history.write(batch)
+        return WriteBatch()
+
+    def _intake(self, process: int, rank: int | None) -> RingIntake:
+        found = self._intakes.get(process)
+        if found is None:
+            row = RingRow(f"process-{process}.ring", process, rank if process >= 0 else None, 4242)
+            found = self._intakes[process] = RingIntake(row, self.origin_ns, self._accounts)
+        return found
+
+    def close(self) -> None:
+        """Close the history in a directory."""
+        self._history.close()
+
+    def store(self) -> Store:
+        """Return the store with all records so far."""
+        return Store(self._history.checked_connection)
+
+    def state(self, t_ns: int | None = None, ended: Iterable[int] = (), **wanted: Any) -> RunSnapshot:
+        """Return the state at the end, or at time `t_ns`; `wanted`: fields of SnapshotRequest."""
+        store = self.store()
+        return self._snapshots.build(store.as_of(t_ns), SnapshotRequest(**wanted), frozenset(ended))
+
+
+def open_store_with(
+    records: Iterable[Row | Record] | Mapping[int, Iterable[Row | Record]], origin_ns: int = 0
+) -> Store:
+    """Return the store of a run of one process, or of several."""
+    return _record_run(records, origin_ns).store()
+
+
+def snapshot_of_records(
+    records: Iterable[Row | Record] | Mapping[int, Iterable[Row | Record]],
+    t_ns: int | None = None,
+    *,
+    origin_ns: int = 0,
+    **wanted: Any,
+) -> RunSnapshot:
+    """Return the state of the screen at the end, or at time `t_ns`, from records of one process or of several."""
+    return _record_run(records, origin_ns).state(t_ns, **wanted)
+
+
+def snapshot_of_directory(directory: Path, t_ns: int | None = None, **wanted: Any) -> RunSnapshot:
+    """Return the state of the screen of the run in `directory`, at the end or at time `t_ns`."""
+    with open_store(directory) as store:
+        return SnapshotBuilder().build(store.as_of(t_ns), SnapshotRequest(**wanted), frozenset())
+
+
+def _record_run(records: Iterable[Any] | Mapping[int, Iterable[Any]], origin_ns: int) -> Recording:
+    found = Recording(origin_ns)
+    by_process: Mapping[int, Iterable[Any]] = records if isinstance(records, Mapping) else {0: records}
+    for process, own in by_process.items():
+        found.add(own, process)
+    return found
+
+
+def _source(row: Row, process: int) -> int:
+    if not isinstance(row, Event):
+        return process
+    ours = row.kind in _SUPERVISOR_KINDS or (row.kind == "warning" and row.data.get("process") is None)
+    return SUPERVISOR if ours else process
+
+
+# ------------------------------------------------------------------------------------------------ records
+
+
+def rows_of(records: Iterable[Row | Record]) -> list[Row]:
+    """Return the rows of records, with the definitions that they need."""
+    maker = _RowMaker()
+    return [row for record in records for row in maker.rows(record)]
+
+
+class _RowMaker:
+    """Makes rows from records of one process."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+
+    def rows(self, record: Row | Record) -> list[Row]:
+        """Return new definitions, then the record."""
+        if isinstance(record, Call):
+            return self._call(record)
+        return [record]  # type: ignore[list-item]
+
+    def _define(self, out: list[Row], value: Any) -> int:
+        key = repr(value)
+        if key not in self._numbers:
+            # Larger than the numbers in rows that the same test may have written.
+            self._numbers[key] = 1000 + len(self._numbers)
+            out.append(Definition(self._numbers[key], value))
+        return self._numbers[key]
+
+    def _sizes(self, out: list[Row], sizes: Sequence[Size] | None) -> int:
+        if sizes is None:
+            return 0
+        written = [[size.path, list(size.shape), size.dtype, size.bytes] for size in sizes]
+        for one, size in zip(written, sizes, strict=True):
+            if size.global_shape is not None:
+                one.append(list(size.global_shape))
+        return self._define(out, written)
+
+    def _call(self, call: Call) -> list[Row]:
+        out: list[Row] = []
+        layout = {
+            "root": call.root, "via": call.via, "virtual": call.virtual, "devices": list(call.devices),
+            "absent": dict(call.absent),
+        }  # fmt: skip
+        number, inputs, outputs = (
+            self._define(out, layout), self._sizes(out, call.inputs), self._sizes(out, call.outputs)
+        )  # fmt: skip
+        ran = [call.phases.get(name) for name in CALL_PHASES]
+        replicas = [
+            (self._sizes(out, each.inputs), self._sizes(out, each.outputs), each.offset_ns, each.host_ns)
+            for each in call.replicas
+        ]
+        stages = [
+            (
+                self._define(out, {"device": stage.device, "parts": list(stage.parts)}),
+                self._sizes(out, stage.inputs), self._sizes(out, stage.outputs), stage.offset_ns, stage.host_ns,
+            )
+            for stage in call.stages
+        ]  # fmt: skip
+        parts = CallParts([phase and (phase.offset_ns, phase.host_ns) for phase in ran], replicas, stages)
+        flags = flags_of(call.virtual, call.training, call.grad, call.failed)
+        row = CallRow(
+            call.step, call.call, call.mode, flags, number, call.start_ns, call.wall_ns, inputs, outputs, parts
+        )
+        times = [phase and phase.device_ms for phase in ran]
+        times += [replica.device_ms for replica in call.replicas]
+        times += [stage.device_ms for stage in call.stages]
+        return [*out, row.timed(times, 0) if any(time is not None for time in times) else row]
+
+
+# ------------------------------------------------------------------------------------------------ run directories
+
+
+def make_run_info(**about: Any) -> RunInfo:
+    """Return a run that started at clock 0, and has no directory yet; `about`: other fields."""
+    facts = {
+        "id": "", "name": "linear", "command": ("python", "linear.py"), "script": "linear.py", "cwd": "/home/me",
+        "python": "python", "started_unix": 1.7e9, "start_ns": 0, "boot_id": "", "headless": True,
+        "versions": {"dpmon": "0", "python": "3.11"}, "command_pid": 4_000_000,
+    }  # fmt: skip
+    return RunInfo(**{**facts, **about})
+
+
+def make_live_run(directory: Path, **about: Any) -> RunInfo:
+    """Write run.json of a run that has just begun, and has this process as its command; return the contents."""
+    directory.chmod(0o700)
+    now = {"started_unix": time.time(), "start_ns": time.monotonic_ns(), "boot_id": proc.boot_id()}
+    us = {"command_pid": os.getpid(), "command_started": proc.start_time_s(os.getpid()), "python": sys.executable}
+    info = make_run_info(
+        id="20261120-141502-linear-7f3a", headless=False, options={"mode": "auto"}, **now, **us, **about
+    )
+    write_info(directory, info)
+    return info
+
+
+def write_run_directory(
+    processes: Mapping[int, Iterable[Row | Record]],
+    *,
+    status: int | None = 0,
+    seconds: float = 60.0,
+    limit_bytes: int = LIMIT_BYTES,
+    **about: Any,
+) -> Path:
+    """Make a run that started at clock 0, with the rows of each process (-1: the supervisor); return its directory.
+
+    `status` None: the run has not ended. `limit_bytes`: limit of the history, which is then written in 64 parts.
+    `about`: as of `make_run_info`. The test must use the fixture `state`.
+    """
+    directory, _ = create_run(make_run_info(**about))
+    run = Recording(0, directory, limit_bytes)
+    for process, rows in processes.items():
+        every = list(rows)
+        part = len(every) // 64 + 1 if limit_bytes != LIMIT_BYTES else len(every) + 1
+        for at in range(0, len(every) + 1, part):
+            run.add(every[at : at + part], process, skip=True)
+    run.end()
+    run.close()
+    if status is not None:
+        write_info(directory, ExitInfo(status, None, 1.7e9 + seconds, int(seconds * 1e9), seconds, "supervisor"))
+    return directory
+
+
+# ------------------------------------------------------------------------------------------------ steps for tallies
+
+NOT_RUN = -1
+
+_CALL_PHASES = [PHASES.index(phase.display_name) for phase in SCHEMA if phase.of_call]
+_FORWARD_PHASE = PHASES.index("forward")
+_TRAINING_PHASES = [PHASES.index(name) for name in ("backward", "optimizer")]
+
+
+class StepSample(NamedTuple):
+    """One step; `phases`: ns of each of PHASES, or NOT_RUN."""
+
+    step: int
+    end_ns: int
+    wall_ns: int
+    samples: int | None
+    phases: tuple[int, ...]
+
+
+class StepFacts(NamedTuple):
+    """The facts of a step for a tally, ns."""
+
+    number: int
+    wall: int
+    quantities: Sequence[int | None]
+    phases: Sequence[int | None]
+    rest: int | None = None
+    calls: int = 0
+    device: Mapping[str, int] = {}
+    parts: Sequence[tuple[str, int]] = ()
+
+    @property
+    def series(self) -> list[tuple[str, int]]:
+        """Values of further series."""
+        return [*((device_series(name), took) for name, took in self.device.items()), *self.parts]
+
+    def row(self, start: int, key: TallyKey | None = None) -> tuple[Any, ...]:
+        """Return its row of STEP_COLUMNS."""
+        process, mode, kind, _ = key or TallyKey(0, "dp", 0, 0)
+        known = None, process, self.number, mode, start, self.wall, kind, self.calls
+        row = *known, *self.quantities, *self.phases, self.rest
+        return *row, *[None] * (len(STEP_COLUMNS) - len(row))
+
+
+def _tally_facts(sample: StepSample) -> StepFacts:
+    took = [value if value >= 0 else None for value in sample.phases]
+    rest = took[_FORWARD_PHASE]
+    if rest is not None:
+        took[_FORWARD_PHASE] = rest + sum(took[at] or 0 for at in _CALL_PHASES)
+    return StepFacts(sample.step, sample.wall_ns, quantities(samples=sample.samples), took, rest)
+
+
+def quantities(**known: int | None) -> tuple[int | None, ...]:
+    """Return the quantities of a step in the order of the schema."""
+    return tuple(known.get(quantity.name) for quantity in QUANTITIES)
+
+
+def compare_steps(
+    steps: Mapping[str, Sequence[StepSample]],
+    *,
+    seen: Mapping[str, int] | None = None,
+    devices: Sequence[str] = (),
+    virtual: bool = False,
+) -> Comparison:
+    """Compare the steps of "dp" with those of "single", as in `compare_modes`; `seen`: number of all steps by mode."""
+    history, batch, longest = HistoryWriter(sqlite3.connect(":memory:", isolation_level=None), {}), WriteBatch(), []
+    for mode, samples in steps.items():
+        for step in samples:
+            facts, start = _tally_facts(step), step.end_ns - step.wall_ns
+            kind = 0 if any(step.phases[at] >= 0 for at in _TRAINING_PHASES) else EVALUATION
+            key = TallyKey(0, mode, kind, NO_SAMPLES if step.samples is None else step.samples)
+            batch.add_step(key, step.end_ns, facts.row(start, key), ())
+            phases = {phase.name: took for phase, took in zip(SCHEMA, facts.phases, strict=True) if took is not None}
+            longest.append(LongStepRow(0, step.step, mode, kind, start, step.wall_ns, phases))
+        for number in range(len(samples), (seen or {}).get(mode, 0)):
+            key = TallyKey(0, mode, SETTLING, NO_SAMPLES)
+            batch.add_step(key, 1, StepFacts(number, 1, quantities(), [None] * len(SCHEMA)).row(0, key), ())
+    history.write(batch)
+    return compare_modes(
+        StatsWindow(Store(history.checked_connection)), 0, devices=devices, virtual=virtual, longest=longest
+    )
+
+
+_STEP_KINDS = (0, EVALUATION, SETTLING, EVALUATION | SETTLING)
+
+
+class StoredStep(NamedTuple):
+    """A step, its start (ns), and the key of its tally."""
+
+    key: TallyKey
+    start: int
+    facts: StepFacts
+
+    @property
+    def end(self) -> int:
+        """Return the end, ns."""
+        return self.start + self.facts.wall
+
+    def add_to(self, batch: WriteBatch) -> None:
+        """Add the step to a batch."""
+        batch.add_step(self.key, self.end, self.facts.row(self.start, self.key), self.facts.series)
+
+
+def random_quantities(chance: random.Random, number: int, wall: int, samples: int | None = 8) -> StepFacts:
+    """Return a step with random phases, device times and replicas."""
+    phases = [None if chance.random() < 0.2 else int(wall * chance.random()) for _ in SCHEMA]
+    parts = [(f"replica 1 {index}", int(wall * chance.random())) for index in range(chance.randrange(3))]
+    device = {"forward": int(wall * chance.random())} if chance.random() < 0.5 else {}
+    rest = None if chance.random() < 0.5 else wall // 3
+    copied = chance.choice((None, 4096))
+    counted = quantities(samples=samples, copied_bytes=copied)
+    return StepFacts(number, wall, counted, phases, rest, chance.randrange(3), device, parts)
+
+
+def random_steps(
+    chance: random.Random, count: int, seconds: float, processes: Sequence[int] = (0,), begin: float = 0.0
+) -> list[StoredStep]:
+    """Return random steps of some processes between two times, ordered by number and time."""
+    found = []
+    ends = sorted(int((begin + chance.random() * (seconds - begin)) * SECOND) for _ in range(count))
+    for number, end in enumerate(ends, start=1):
+        wall = min(int(chance.lognormvariate(18, 1)), end)
+        samples = chance.choice((None, 8, 16))
+        batch = -1 if samples is None else samples
+        key = TallyKey(chance.choice(processes), chance.choice(("dp", "single")), chance.choice(_STEP_KINDS), batch)
+        found.append(StoredStep(key, end - wall, random_quantities(chance, number, wall, samples)))
+    return found
+
+
+def expected_tallies(steps: Iterable[StoredStep]) -> dict[int, dict[tuple[int, TallyKey], Tally]]:
+    """Return, by width, the tally of each start and key."""
+    found: dict[int, dict[tuple[int, TallyKey], Tally]] = {width: defaultdict(Tally) for width in WIDTHS}
+    for step in steps:
+        for width in WIDTHS:
+            start = step.end // SECOND // width * width
+            found[width][start, step.key].add([step.facts.row(step.start)], step.facts.series)
+    return found
+
+
+def open_unlimited_store(db: sqlite3.Connection) -> Store:
+    """Return the store of a history without a limit on reading."""
+    return Store(CheckedConnection(db, LARGEST))
+
+
+@contextmanager
+def open_history(directory: Path) -> Iterator[Store]:
+    """Open the store of a history."""
+    with closing(sqlite3.connect(directory / HISTORY_FILE, isolation_level=None)) as db:
+        db.execute("BEGIN")
+        yield open_unlimited_store(db)
+
+
+# ------------------------------------------------------------------------------------------------ all of a store
+
+_NO_LIMIT = 1 << 40
+
+
+def read_all_of_store(store: Store) -> dict[str, Any]:
+    """Return the rows of each query. Rows of different processes may interleave in any order, so they are sorted."""
+    kinds = ("process", "mode", "pause", "input", "host", "device", "warning", "exit")
+    everybody = sorted({ring.process for ring in store.rings.values()})
+    return {
+        "tallies": {process: dict(sorted(store.tallies(process=process).items())) for process in everybody},
+        "seconds": {
+            (start, key): tally
+            for process in everybody
+            for start, _, key, tally in store.tally_rows(process=process, widest=1)
+        },
+        "times": _sorted_reprs(store.time_rows()),
+        "seconds of times": _sorted_reprs(store.time_rows(widest=1)),
+        "gaps": _sorted_reprs(store.gaps(_NO_LIMIT)),
+        "shapes": _sorted_reprs(store.shapes()),
+        "steps": {process: store.steps(_NO_LIMIT, process=process) for process in everybody},
+        "calls": {process: store.calls(_NO_LIMIT, process=process) for process in everybody},
+        "events": {kind: _sorted_reprs(store.events(kind)) for kind in kinds},
+        "dropped": store.dropped,
+        "processes": store.processes,
+    }
+
+
+def _sorted_reprs(rows: Any) -> list[str]:
+    return sorted(map(repr, rows))
+
+
+def assert_same_contents(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Assert that the answers of all queries are equal."""
+    for name in wanted:
+        assert found[name] == wanted[name], name
+
+
+# ------------------------------------------------------------------------------------------------ a recorded run
+
+_LINEAR_RUN = Path(__file__).parents[1] / "data" / "linear.records"
+_LINEAR_ROW_TYPES = {"CallRow": CallRow, "Definition": Definition, "Event": Event}
+
+
+def read_linear_run() -> list[Record]:
+    """Return its records in the order in which a screen would have read them."""
+    data = json.loads(zlib.decompress(_LINEAR_RUN.read_bytes()))
+    rows: tuple[list[Row], list[Row]] = ([], [])
+    for source, kind, members in data["rows"]:
+        rows[source].append(_parse_linear_row(kind, members))
+    records = [record for each in rows for record in records_of_rows(each, origin_ns=data["start_ns"])]
+    calls = {record.step: record for record in records if isinstance(record, Call)}
+    with_spans = (_with_spans_of_call(one, calls[one.step]) if isinstance(one, Step) else one for one in records)
+    return sorted(with_spans, key=_end_ns)
+
+
+def _parse_linear_row(kind: str, members: list[Any]) -> Any:
+    if kind == "CallRow":
+        return CallRow._make([*members[:-1], CallParts(*members[-1])])
+    if kind == "StepRow":
+        step, mode, start, wall, phases, counts, *rest = members
+        samples = counts.pop("samples", None)
+        return Step(0, None, step, mode, start, wall, samples, with_other(phases, wall), counts, *rest)
+    return _LINEAR_ROW_TYPES[kind](*members)
+
+
+def _with_spans_of_call(step: Step, call: Call) -> Step:
+    """Add the spans that steps have today: backward and optimizer follow the call."""
+    at = call.start_ns - step.start_ns
+    runs = [(0, 0, step.phases["data"])]
+    for name in ("forward", "backward", "optimizer"):
+        runs.append((SPAN_PHASES.index(name), at, step.phases[name]))
+        at += step.phases[name]
+    return step._replace(runs=runs)
+
+
+def _end_ns(record: Record) -> float:
+    if isinstance(record, Event):
+        return float(record.data.get("t_s", 0.0)) * 1e9
+    assert isinstance(record, (Call, Step))
+    return record.start_ns + record.wall_ns
+
+
+# ------------------------------------------------------------------------------------------------ analyses
+
+_EMPTY_ANALYSIS: dict[str, Any] = {
+    **dict.fromkeys(("modes", "other_process_modes", "batches", "replicas", "devices", "memory", "longest_steps"), ()),
+    **dict.fromkeys(("gaps", "loaders", "paused", "losses", "first_invalid_losses", "nodes"), ()),
+    **dict.fromkeys(("host", "mode_comparison", "communication", "last_step_ns", "end_ns", "death", "raised")),
+    "time_by_activity": {}, "names": {}, "processes": [], "announced": RunEvents(), "until_ns": 0,
+    "store": SimpleNamespace(pruned=0),
+}  # fmt: skip
+
+
+def run_analysis_with(**facts: Any) -> RunAnalysis:
+    """Return a run with these facts and no others. A run that has ended lasts until `end_ns`."""
+    return with_changes(object.__new__(RunAnalysis), **{**_EMPTY_ANALYSIS, **facts})
+
+
+def with_changes(before: RunAnalysis, **facts: Any) -> RunAnalysis:
+    """Return the facts of a run with some of them replaced."""
+    found = object.__new__(RunAnalysis)
+    vars(found).update({**vars(before), **facts})
+    if "time_by_activity" in facts:
+        found.spent_by_process = facts.get("spent_by_process", {0: facts["time_by_activity"]})
+    if facts.get("end_ns") is not None:
+        found.until_ns = facts["end_ns"]
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ a supervisor
+
+
+class SupervisedRun:
+    """A run, and a supervisor of it that can be killed."""
+
+    def __init__(self) -> None:
+        self.directory, self.info = create_run(make_run_info(command_pid=None))
+        self.warnings: list[str] = []
+        self.warned_of: list[int | None] = []
+        self.now = time.monotonic()
+        self._killed: list[RingDrain] = []
+        self.drain = self._new()
+
+    def ring(self, process: int = 0) -> str:
+        return str(self.directory / f"process-{process}.ring")
+
+    def _new(self) -> RingDrain:
+        drain = RingDrain(self.directory, self.info)
+        drain.warn = self._warn  # type: ignore[method-assign]
+        return drain
+
+    def look(self, seconds: float = COMMIT_S) -> None:
+        """Let time pass, then drain until nothing more can be read."""
+        self.now += seconds
+        while self.drain.poll(self.now):
+            pass
+
+    def kill(self) -> None:
+        """Kill the supervisor: records that it has read but not written are lost."""
+        self._killed.append(self.drain)
+        self.drain = self._new()
+
+    def end(self) -> None:
+        """Drain as at the end of the run."""
+        self.drain.flush(over=True)
+        self.close()
+
+    def close(self) -> None:
+        for drain in (self.drain, *self._killed):
+            drain.close()
+        self._killed.clear()
+
+    def _warn(self, text: str, process: int | None = None) -> None:
+        self.warnings.append(text)
+        self.warned_of.append(process)
+
+    def rows(self, query: str) -> list[Any]:
+        """Query the history."""
+        with closing(sqlite3.connect(self.directory / "history.sqlite")) as db:
+            return db.execute(query).fetchall()
+
+    def steps(self) -> list[int]:
+        return [step for (step,) in self.rows("SELECT step FROM steps ORDER BY id")]
+
+
+PLAYBACK_STEPS = 600
+"""Two steps a second, by two processes alternately."""
+
+
+def write_playback_run() -> Path:
+    rows: dict[int, list[Row]] = {
+        n: [Event("process", {"process": n, "rank": n, "world": 2, "t_s": 0.1})] for n in range(2)
+    }
+    rows[-1] = [
+        Event("host", {"t_s": float(t), "cpu_pct": 5.0, "gpu_absent": "none"})
+        for t in range(1, PLAYBACK_STEPS // 2 + 1)
+    ]
+    for number in range(1, PLAYBACK_STEPS + 1):
+        at, mode = number * SECOND // 2, ("dp", "single")[number % 2]
+        rows[number % 2].append(step_row(mode, number, at - 1000, 1000, 4, (1, 2, 3, 4)))
+        if number == PLAYBACK_STEPS // 2:
+            rows[0].append(Event("warning", {"process": 0, "t_s": at / SECOND, "text": "half-way"}))
+    directory = write_run_directory(rows, seconds=PLAYBACK_STEPS / 2 + 1, name="n", script="s.py", headless=False)
+    (directory / "stages.log").write_text(f"1 7 importing torch\n1 {SECOND} torch imported\n")
+    return directory

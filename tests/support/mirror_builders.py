@@ -1,0 +1,126 @@
+"""Nodes of a run whose histories grow, the chunks that they send to a mirror, and the mirror's store."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+from dpmon.export.incremental_rows import IncrementalRows
+from dpmon.mirror.chunk_receiver import (
+    Chunk,
+    ChunkReceiver,
+    UncheckedChunk,
+    validate_chunks,
+)
+from dpmon.mirror.mirror_history import MirrorHistory
+from dpmon.model.run_snapshot import SnapshotRequest
+from dpmon.model.snapshot_builder import SnapshotBuilder
+from dpmon.record.history_rows import Row
+from dpmon.record.record_types import Event
+from dpmon.run.run_directory import RunInfo
+from dpmon.store.history_schema import CheckedConnection
+from dpmon.store.store_queries import Store
+from support.history_builders import Recording
+from support.record_builders import (
+    SECOND,
+    device_event,
+    eventful_training,
+    host_event,
+    with_event_data,
+)
+
+CLOCK_SHIFTS_NS = (0, 7 * SECOND + 400_000_000)
+
+
+MIRROR_NOW_NS = 1000 * SECOND
+
+
+def mirror_run_info(nodes: int) -> RunInfo:
+    about: dict[str, Any] = {"id": "mirror", "name": "m", "command": (), "script": "m", "cwd": "/", "python": None}
+    about |= {"started_unix": 0.0, "start_ns": 0, "boot_id": "", "headless": False}
+    return RunInfo(**about, nodes=tuple(f"gpu-{number}" for number in range(nodes)))
+
+
+class MirroredNode:
+    """One machine: a history that grows, and what was sent of it."""
+
+    def __init__(self, number: int, seed: int) -> None:
+        self.number = number
+        self.shift_ns = CLOCK_SHIFTS_NS[number]
+        self.shift_s = round(self.shift_ns / SECOND)
+        self.recording = Recording()
+        chance = random.Random(seed + number)
+        self._writers = {process: eventful_training(chance, process) for process in (0, 1)}
+        self.now_s = 0
+        self.rows = self.connected(0, 0)
+
+    def connected(self, offset: int, tallied_s: int) -> IncrementalRows:
+        """Return what is sent after a new connection."""
+        shifts: dict[str, Any] = {"shift_ns": self.shift_ns, "shift_s": self.shift_s}
+        return IncrementalRows(rollups=True, offset=offset, tallied_s=tallied_s, **shifts)
+
+    def write(self) -> bool:
+        """Write some more records of each process; return whether there were any."""
+        for process, writer in list(self._writers.items()):
+            rows = next(writer, None)
+            if rows is None:
+                del self._writers[process]
+                continue
+            rank = 2 * self.number + process
+            rows = [self._moved(row, rank) for row in rows]
+            self.recording.add(rows, process, rank)
+            self.now_s = max([self.now_s, *(int(row.data["t_s"]) for row in rows if isinstance(row, Event))])
+        self.recording.add([host_event(self.now_s), device_event(self.now_s, 3)])
+        return bool(self._writers)
+
+    @staticmethod
+    def _moved(row: Row, rank: int) -> Row:
+        if isinstance(row, Event) and row.kind == "process":
+            return with_event_data(row, rank=rank, world=4)
+        return (
+            with_event_data(row, rank=rank, group=[0, 1, 2, 3]) if isinstance(row, Event) and row.kind == "ddp" else row
+        )
+
+    def chunk(self, until_s: int | None = None, *, last: bool = False) -> tuple[Chunk, bool]:
+        """Return the next chunk as it arrives, and whether there is more. `until_s`: which seconds are complete."""
+        before, store = self.rows.offset, self.recording.store()
+        if until_s is None:
+            until_s = max(store.newest_ns() // SECOND + (2 if last else -2), 0)
+        lines, more = self.rows.next_chunk(store, until_s, last=last)
+        assert store.damaged is None
+        receiver = ChunkReceiver()
+        for line in lines:
+            assert line.isascii()
+            assert receiver.add_line(line.encode()) is None
+        beat: dict[str, Any] = {"from": before, "offset": self.rows.offset, "tallied_s": self.rows.tallied_s}
+        beat |= {"deleted": self.rows.deleted, "left_out": self.rows.left_out}
+        sent = receiver.add_line(b'{"beat": 1}')
+        assert isinstance(sent, UncheckedChunk)
+        (chunk,) = validate_chunks([(self.number, sent)], MIRROR_NOW_NS)
+        assert chunk.damaged == 0
+        return chunk._replace(beat=beat), more
+
+
+def open_mirror_store(records: MirrorHistory) -> Store:
+    return Store(CheckedConnection(records._db, 1 << 30))
+
+
+def check_all_readable(records: MirrorHistory) -> None:
+    """Read all that readers read; fail if something is damaged."""
+    store = open_mirror_store(records)
+    everything: list[Callable[[], object]] = [
+        lambda: list(store.records()), store.shapes, store.device_minutes, lambda: store.samples(1 << 60), store.nodes,
+        store.first_invalid_losses, store.collective_sums, lambda: store.gaps(100), store.time_rows, store.tallies,
+        lambda: store.tallies(left_out=True), lambda: list(store.iter_events("device", "host", "process", "memory")),
+        lambda: store.longest_steps(10, "dp"), lambda: store.host_memory(0, 1 << 60),
+        *(lambda process=process: store.steps(50, process=process) for process in store.ranks),
+        *(lambda process=process: store.epochs(process, 50) for process in store.ranks),
+    ]  # fmt: skip
+    for read in everything:
+        read()
+        assert store.damaged is None, store.damaged
+    for t_ns in (None, 5 * SECOND):
+        state = SnapshotBuilder().build(store.as_of(t_ns), SnapshotRequest(), frozenset())
+        assert state.processes
+    assert store.damaged is None

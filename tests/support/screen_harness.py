@@ -1,0 +1,261 @@
+"""Runs the Textual app under a pilot with a fake reader, and in a pseudo-terminal with a run that the test writes."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+import types
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from textual.geometry import Region
+from textual.pilot import Pilot
+
+from dpmon.record.record_types import Event, Record
+from dpmon.run.lifecycle import exit_info
+from dpmon.run.run_directory import ExitInfo, write_info
+from dpmon.span_ring import HeaderWord, SpanRing
+from dpmon.store.store_queries import Store
+from dpmon.ui.monitor import Monitor
+from dpmon.ui.playback import Playback, Player
+from support.history_builders import Recording, make_live_run, make_run_info
+from support.record_builders import SECOND, Training, host_event, records_of_rows
+from support.run_harness import LIMIT_S, Dpmon, Terminal
+from support.screen_states import STYLE
+
+
+class FakeReader:
+    """A run that the test controls: the screen reads records appended to `new` at its next update."""
+
+    def __init__(self, directory: Path, mode_option: str = "auto") -> None:
+        about = {"id": "20261120-141502-linear-7f3a", "python": "/usr/bin/python3", "options": {"mode": mode_option}}
+        self.info = make_run_info(**about, start_ns=SECOND, command_pid=None)
+        self.output_paths: tuple[Path, ...] = (directory / "output.log",)
+        self.recording = Recording()
+        self.new: list[Record] = []
+        self.ended: Any = None
+        self.is_alive: bool | None = True
+        self.asked: list[str] = []
+        self.unanswered = False
+        self.answered: tuple[int, int] | None = None
+        self.pause = types.SimpleNamespace(wanted=False, pending=False, since_ns=None)
+        self.no_pause: str | None = None
+        self.doing: dict[int, tuple[str, int]] = {}
+        self.looks = 0
+        self.closed = False
+
+    def as_reader(self) -> Any:
+        """Return this object in the place of a RunReader."""
+        return self
+
+    def refresh(self) -> Any:
+        return self.info
+
+    @contextmanager
+    def open_store(self) -> Iterator[Store]:
+        self.looks += 1
+        new, self.new = self.new, []
+        for process, records in groupby(new, key=_process_of):
+            self.recording.add(records, process)
+        yield self.recording.store()
+
+    def startup_stage(self) -> tuple[str, int] | None:
+        return None
+
+    def waits_for_input(self) -> int | None:
+        return None
+
+    def activities(self) -> dict[int, tuple[str, int]]:
+        return self.doing
+
+    def exit_info(self) -> Any:
+        return self.ended
+
+    def command_alive(self) -> bool | None:
+        return self.is_alive
+
+    def node_replies(self) -> tuple[int, int] | None:
+        return self.answered
+
+    def request_records(self, processes: Collection[int]) -> None:
+        self.asked.append(f"records of {list(processes)}")
+
+    def request_sample(self) -> int:
+        return 1
+
+    def request_mode(self, mode: str) -> int:
+        self.asked.append(mode)
+        self.unanswered = True
+        return 1
+
+    def has_pending_request(self, doing: object = None) -> bool:
+        return self.unanswered
+
+    def request_pause(self, paused: bool) -> int:
+        self.pause.wanted, self.pause.pending = paused, True
+        return 1
+
+    def pause_refusal(self, doing: object = None) -> str | None:
+        return self.no_pause
+
+    def pause_state(self, doing: object = None) -> Any:
+        return self.pause
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def _process_of(record: Record) -> int:
+    number = record.data.get("process") if isinstance(record, Event) else record.process
+    return number if isinstance(number, int) else 0
+
+
+async def wait_until(condition: Callable[..., object], what: str, shown: Callable[[], str] = str) -> None:
+    """Wait for a condition; fail with what is shown if it does not come."""
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"never came: {what}\n{shown()}"
+        await asyncio.sleep(0.01)
+
+
+class ScreenHarness:
+    """An application under test, its pilot and the run that it shows."""
+
+    def __init__(self, app: Monitor, pilot: Pilot[str], reader: FakeReader, training: Training) -> None:
+        self.app, self.pilot, self.reader, self.training = app, pilot, reader, training
+
+    def text(self) -> str:
+        return "\n".join(self.app.text())
+
+    async def until(self, condition: Callable[..., object], what: str) -> None:
+        await wait_until(condition, what, self.text)
+
+    async def shows(self, text: str) -> None:
+        await self.until(lambda: text in self.text(), text)
+
+    async def press(self, *keys: str) -> None:
+        await self.pilot.press(*keys)
+
+    def end(self, status: int = 0, signal: str | None = None, stopped: bool = False) -> None:
+        self.reader.ended = ExitInfo(status, signal, 1.7e9, 12 * SECOND, 12.0, "supervisor", stopped=stopped)
+        self.reader.is_alive = False
+
+
+def is_laid_out(app: Monitor) -> bool:
+    """Return whether every panel is where the picture has it, so that it can be clicked."""
+    return bool(app.slots) and all(app.query_one(f"#{name}").region == Region(*at) for name, at in app.slots.items())
+
+
+@asynccontextmanager
+async def open_screen(
+    directory: Path, size: tuple[int, int] = (120, 40), steps: int = 200, **options: Any
+) -> AsyncIterator[ScreenHarness]:
+    reader = FakeReader(directory, **options)
+    training = Training(devices=("cpu:0", "cpu:1"))
+    if steps:
+        reader.new = records_of_rows([*training.begin(), *training.run(steps), host_event(1.0)], origin_ns=SECOND)
+    app = Monitor(directory, STYLE, refresh=0.1, open_reader=reader.as_reader, open_store=reader.open_store)
+    async with app.run_test(size=size) as pilot:
+        on = ScreenHarness(app, pilot, reader, training)
+        await on.until(lambda: reader.looks > 1, "the first looks")
+        await on.until(lambda: is_laid_out(app) and (not steps or "batch" in app.slots), "the panels of the scene")
+        yield on
+    app.feed.close()
+    assert reader.closed
+
+
+# ------------------------------------------------------------------------------------------------ a pseudo-terminal
+
+WIDTH, HEIGHT = 120, 40
+SHOW_RUN = """
+import sys
+from pathlib import Path
+from dpmon.ui.app import run_screen
+result = run_screen(Path(sys.argv[1]), refresh=float(sys.argv[2]))
+print("RESULT", result)
+"""
+
+
+class TerminalRun:
+    """A run's directory, written by this process in place of a training and a supervisor."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.info = make_live_run(directory)
+        self.start_ns = self.info.start_ns
+        self.log = (directory / "output.log").open("ab", buffering=0)
+        self.training = Training(devices=("cpu:0", "cpu:1", "cpu:2"), start_ns=time.monotonic_ns())
+        self.recording: Recording | None = None
+        self.control: SpanRing | None = None
+        """The ring with requests to the training process; it has no spans."""
+
+    def train(self, steps: int) -> None:
+        """Record `steps` steps that end about now."""
+        if self.recording is None or self.control is None:
+            self.control = SpanRing(str(self.directory / "process-0.ring"), process=0, start_ns=self.start_ns, slots=64)
+            self.recording = Recording(self.start_ns, self.directory)
+            self.recording.add(self.training.begin())
+        self.training.now = max(self.training.now, time.monotonic_ns() - steps * self.training.step_ns)
+        self.recording.add(self.training.run(steps))
+        self.control.words[HeaderWord.SPAN_START] = time.monotonic_ns()
+
+    def end(self, status: int) -> None:
+        """Write exit.json."""
+        write_info(self.directory, exit_info(self.info, status, "supervisor"))
+
+
+StartTerminal = Callable[..., Terminal]
+
+
+def screen_terminals(run: TerminalRun) -> Iterator[StartTerminal]:
+    """Yield a function that starts a terminal showing `run`; end all of them afterwards."""
+    dpmon, started = Dpmon(run.directory, run.directory), list[Terminal]()
+
+    def start(
+        code: str = SHOW_RUN, refresh: float = 0.2, size: tuple[int, int] = (WIDTH, HEIGHT), **environ: str
+    ) -> Terminal:
+        argv = [sys.executable, "-c", code, str(run.directory), str(refresh)]
+        usual = {"TERM": "xterm-256color", "COLORTERM": "truecolor", "LANG": "C.UTF-8", "PYTHONUTF8": "1"}
+        usual["PYTHONUNBUFFERED"] = "1"  # else Python's own flush at its end changes the status if the terminal is gone
+        started.append(Terminal(dpmon, argv=argv, size=(size[1], size[0]), **{**usual, **environ}))
+        return started[-1]
+
+    yield start
+    dpmon.clean_up()
+    for terminal in started:
+        terminal.hang_up()
+
+
+# ------------------------------------------------------------------------------------------------ playback
+
+
+class ManualClock:
+    """A clock set by the test."""
+
+    def __init__(self) -> None:
+        self.ns = 0
+
+    def __call__(self) -> int:
+        return self.ns
+
+    def pass_s(self, seconds: float) -> None:
+        self.ns += int(seconds * SECOND)
+
+
+@asynccontextmanager
+async def open_playback(
+    directory: Path, clock: ManualClock, size: tuple[int, int] = (120, 40)
+) -> AsyncIterator[tuple[Playback, Pilot[str]]]:
+    app = Playback(directory, STYLE, open_player=lambda: Player(directory, clock), refresh=600)
+    async with app.run_test(size=size) as pilot:
+        await pilot.pause()
+        yield app, pilot
+        app.feed.close()
+
+
+def shows_text(app: Playback, text: str) -> bool:
+    return any(text in row for row in app.text())

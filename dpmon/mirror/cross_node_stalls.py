@@ -87,7 +87,9 @@ class CrossNodeStallDetector:
         if facts:
             self._judged.add(node)
             if self._watch is None:
-                self._watch = StallWatch(self._directory, self.info, self._record, adopted=True, look=self._look)
+                self._watch = StallWatch(
+                    self._directory, self.info, self._record, is_takeover=True, inspector=self._look
+                )
 
     def drop_node(self, node: int) -> None:
         """The machine does not answer: what its ranks do is unknown."""
@@ -148,7 +150,7 @@ class CrossNodeStallDetector:
         ranks.sort(key=_sort_key)
         since_ns = None if stall is None else stall.since_ns
         if stall is not None and self._watch is not None:
-            texts.insert(0, self._watch.told)
+            texts.insert(0, self._watch.stall_text)
         begun = [since for _, found in answers.values() if (since := number_member(found, "since_s")) is not None]
         return {
             "t_s": (now_ns - self.info.start_ns) / SECOND,

@@ -59,7 +59,7 @@ from dpmon.store.ring_drain import RETRY_S
 from dpmon.store.row_exchange import CHUNK_BYTES
 from dpmon.supervise.prometheus_file import PrometheusFile, metrics_path
 from dpmon.supervise.stall_watch import StallRecorder
-from dpmon.supervise.start_supervisor import MACHINE, keep_child_statuses, lost_settings
+from dpmon.supervise.start_supervisor import NODE_COMMAND_PREFIX, keep_child_statuses, lost_settings
 
 COMMIT_S, POLL_S, REST_S = 0.5, 0.2, 0.1
 MEASURED = 3
@@ -367,7 +367,7 @@ class Mirror(StallRecorder):
                 path, self.directory, lambda text: self.emit("warning", {"process": None, "text": text})
             )
         if self._metrics is not None:
-            self._metrics.tick(now)
+            self._metrics.poll(now)
 
     def _write_state_file(self) -> None:
         """Write what readers want to know of the processes."""
@@ -444,7 +444,7 @@ def main(directory_text: str, _: str) -> None:
     if lock is None or info.boot_id != proc.boot_id() or not needs_supervisor(directory, info, load_exit(directory)):
         return
     # The commands come from the user's command line, never from the directory, which may come from another person.
-    commands = [json.loads(os.environ.pop(f"{MACHINE}{number}")) for number in range(len(info.nodes))]
+    commands = [json.loads(os.environ.pop(f"{NODE_COMMAND_PREFIX}{number}")) for number in range(len(info.nodes))]
     if [name for name, *_ in commands] != list(info.nodes):
         return
     keep_child_statuses()

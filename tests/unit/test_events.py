@@ -310,28 +310,28 @@ def test_one_process_tells_and_it_is_started_again_ever_more_rarely(
 
     monkeypatch.setattr(start_supervisor, "_start", begin)
     warnings: list[str] = []
-    keeper = NotifierLauncher(tmp_path, warnings.append, wanted=True)
+    keeper = NotifierLauncher(tmp_path, warnings.append, is_enabled=True)
     for now in range(100):
         keeper.poll(float(now))
     assert len(started) == 5  # at 0, 5, 15, 35 and 75
     lock = take_lock(tmp_path, EVENTS_FILE)
     assert lock is not None, "the starter keeps no copy of the lock"
-    other = NotifierLauncher(tmp_path, warnings.append, wanted=True)
+    other = NotifierLauncher(tmp_path, warnings.append, is_enabled=True)
     other.poll(0.0)
     assert len(started) == 5, "another process tells the events"
     os.close(lock)
-    NotifierLauncher(tmp_path, warnings.append, wanted=False).poll(0.0)
+    NotifierLauncher(tmp_path, warnings.append, is_enabled=False).poll(0.0)
     assert len(started) == 5
     assert warnings == []
-    NotifierLauncher(tmp_path / "gone", warnings.append, wanted=True).poll(0.0)
-    assert warnings == ["no event is told: events.log cannot be written and locked"]
+    NotifierLauncher(tmp_path / "gone", warnings.append, is_enabled=True).poll(0.0)
+    assert warnings == ["event command disabled: events.log cannot be written and locked"]
 
 
 def test_a_notifier_of_an_earlier_supervisor_is_at_work(tmp_path: Path) -> None:
-    keeper = NotifierLauncher(tmp_path, pytest.fail, wanted=False)
-    assert not keeper.is_at_work()
+    keeper = NotifierLauncher(tmp_path, pytest.fail, is_enabled=False)
+    assert not keeper.is_running()
     lock = take_lock(tmp_path, EVENTS_FILE)
     assert lock is not None
-    assert keeper.is_at_work()
+    assert keeper.is_running()
     os.close(lock)
-    assert not keeper.is_at_work()
+    assert not keeper.is_running()

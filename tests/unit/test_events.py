@@ -113,15 +113,15 @@ def test_a_straggler_is_told_when_it_has_lasted_and_when_it_has_gone() -> None:
     assert keys(None, 1000) == [first]
     assert keys(None, 1060) == [first, gone]
     last = list(happenings.find(seen(), TRAINING, 1061))[-1]
-    assert last.data == {"kind": "straggler", "rank": None, "text": "rank 1 no longer holds the others up"}
-    again = NotificationFinder(ids=[Notification("dpmon.finding", key, {}).id_in(RUN) for key in (first, gone)])
+    assert last.data == {"kind": "straggler", "rank": None, "text": "rank 1 no longer delays the others"}
+    again = NotificationFinder(sent_ids=[Notification("dpmon.finding", key, {}).id_in(RUN) for key in (first, gone)])
     assert keys(None, 2000, again) == []
     assert keys(slow(2), 2001, again) == []
     assert keys(slow(2), 2061, again) == ["straggler/3/2"]
 
 
 def test_one_who_begins_anew_does_not_tell_a_straggler_again() -> None:
-    again = NotificationFinder(ids=[Notification("dpmon.finding", "straggler/1/3", {}).id_in(RUN)])
+    again = NotificationFinder(sent_ids=[Notification("dpmon.finding", "straggler/1/3", {}).id_in(RUN)])
     assert [len(list(again.find(seen(straggler=slow(3)), TRAINING, at_s))) for at_s in (5.0, 500.0)] == [1, 1]
 
 
@@ -190,7 +190,7 @@ def finish(commands: NotificationCommands) -> None:
 
     def idle() -> bool:
         commands.poll()
-        return not commands.busy
+        return not commands.is_busy
 
     wait_for(idle)
 
@@ -200,7 +200,7 @@ def events(*types: str, **data: Any) -> list[Notification]:
 
 
 def test_commands_start_in_order_and_once(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notifier, "IN_TURN_S", LIMIT_S)
+    monkeypatch.setattr(notifier, "MAX_TURN_S", LIMIT_S)
     commands = told.shell("cat >>received")
     types = [f"type{number}" for number in range(8)]
     commands.notify(events(*types[:5]))
@@ -248,7 +248,7 @@ def test_a_command_that_prints_much_is_no_fault(told: Told) -> None:
 
 
 def test_a_command_that_hangs_holds_nothing_up_and_is_killed(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notifier, "IN_TURN_S", 0.05)
+    monkeypatch.setattr(notifier, "MAX_TURN_S", 0.05)
     commands = told.shell("grep -q hangs && { touch hangs; sleep 1000 & wait; }; echo >>done")
     commands.notify(events("hangs", "goes on"))
 
@@ -261,7 +261,7 @@ def test_a_command_that_hangs_holds_nothing_up_and_is_killed(told: Told, monkeyp
     assert told.warnings == []
     (running,) = commands._running
     assert os.getpgid(running.process.pid) == running.process.pid != os.getpgrp()
-    monkeypatch.setattr(notifier, "LIMIT_S", 0.0)
+    monkeypatch.setattr(notifier, "MAX_COMMAND_S", 0.0)
     finish(commands)
     assert told.warnings == ["the event command /bin/sh: it was killed after 0 s (hangs)"]
     wait_for(lambda: running.process.poll() == -9)

@@ -118,7 +118,7 @@ class _RowStream:
         # Without a supervisor, the history does not change, and its last second may be incomplete.
         if is_complete or has_live_supervisor(run_info):
             with open_store(self._directory, as_written=True) as store:
-                lines, has_more = self._rows.next_chunk(store, max(end_ns // SECOND, 0), last=is_complete)
+                lines, has_more = self._rows.next_chunk(store, max(end_ns // SECOND, 0), is_last=is_complete)
                 if store.damaged is not None:  # otherwise, rows would be missing without notice
                     raise HistoryError(store.damaged)
         beat = {"beat": next(self._beats), "from": earlier_offset, "offset": self._rows.offset, **self._process_state()}

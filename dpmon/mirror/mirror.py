@@ -23,7 +23,7 @@ import dpmon
 from dpmon.errors import DpmonError, HistoryError
 from dpmon.mirror.chunk_receiver import (
     AHEAD_S,
-    MOST_DAMAGED,
+    MAX_DAMAGED,
     Chunk,
     ChunkReceiver,
     ProtocolError,
@@ -354,7 +354,7 @@ class Mirror(StallRecorder):
                 chunk = chunk._replace(rows={**chunk.rows, "events": stored_events})
             self._chunks.append((connection, chunk))
         for connection, chunk in self._chunks:
-            if chunk.damaged > MOST_DAMAGED:
+            if chunk.damaged > MAX_DAMAGED:
                 self._reject_node(connection, f"{chunk.damaged} damaged rows")
         events = self._events[:]
         try:

@@ -71,7 +71,7 @@ class Machine:
                     took[-1] = row._replace(phases=with_other({**row.phases, **sync}, row.wall_ns), counts=counts)
                     recording.add(took, process, process)
             recording.add([host_event(second), *(device_event(float(second), index) for index in range(RANKS))])
-            lines, _ = rows.next_chunk(recording.store(), second, last=False)
+            lines, _ = rows.next_chunk(recording.store(), second, is_last=False)
             self._chunks.append([json.loads(line) for line in lines])
         self._steps = max(training.steps for training in trainings)
         self._ids = rows.offset

@@ -13,7 +13,7 @@ import pytest
 from test_mirror_records import info_of
 
 from dpmon.errors import HistoryError
-from dpmon.mirror.chunk_receiver import MOST_DAMAGED
+from dpmon.mirror.chunk_receiver import MAX_DAMAGED
 from dpmon.mirror.mirror import MAX_NODE_BACKLOG_BYTES, Mirror
 from dpmon.mirror.node_links import LineReceived, LinkClosed, LinkOpened
 from dpmon.mirror.request_relay import RequestRelay
@@ -188,7 +188,7 @@ def test_a_machine_with_too_many_damaged_rows_delays_no_other_one(
 ) -> None:
     words = [[f"gpu-{number}", "r", "false"] for number in range(3)]
     mirror = Mirror(tmp_path, info_of(3), words)
-    damage = {"table": "gaps", "columns": ["process", "ns"], "rows": [[0, "much"]] * (MOST_DAMAGED + 1)}
+    damage = {"table": "gaps", "columns": ["process", "ns"], "rows": [[0, "much"]] * (MAX_DAMAGED + 1)}
     for number, line in enumerate([damage, damage, event(1)]):
         mirror._handle_report(LinkOpened(number, MARKER))
         for one in (line, beat(0, 1), event(2), beat(1, 2, **(last if line is damage else {}))):
@@ -490,14 +490,14 @@ def test_a_machine_cannot_fill_the_log(
     mirror: Mirror, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("dpmon.mirror.mirror.MAX_LOG_BYTES", 3000)
-    damaged = {"table": "gaps", "columns": ["process", "ns"], "rows": [[0, "much"]] * (MOST_DAMAGED + 1)}
+    damaged = {"table": "gaps", "columns": ["process", "ns"], "rows": [[0, "much"]] * (MAX_DAMAGED + 1)}
     for _ in range(100):
         mirror._handle_report(LinkOpened(0, MARKER))
         send(mirror, damaged, beat(0, 1))
         assert mirror._commit()
     mirror._reject_node(mirror.connections[0], "x" * 100_000)
     logged = capfd.readouterr().err
-    assert f"gpu-0: {MOST_DAMAGED + 1} damaged rows" in logged
+    assert f"gpu-0: {MAX_DAMAGED + 1} damaged rows" in logged
     assert 3000 <= len(logged) < 3100
     monkeypatch.setattr("dpmon.mirror.mirror.MAX_LOG_BYTES", 1 << 20)
     mirror._reject_node(mirror.connections[0], "x" * 100_000)

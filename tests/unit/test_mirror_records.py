@@ -15,7 +15,7 @@ from synthetic import SECOND, Training, changed, device_event, host_event, with_
 from test_takeover_sums import eventful
 
 from dpmon.errors import HistoryError
-from dpmon.export.incremental_rows import SINCE_S, IncrementalRows
+from dpmon.export.incremental_rows import INITIAL_TALLIES_S, IncrementalRows
 from dpmon.mirror.chunk_receiver import Chunk, ChunkReceiver, UncheckedChunk, validate_chunks
 from dpmon.mirror.mirror_history import MirrorHistory
 from dpmon.model.stragglers import find_straggler, rank_times_in_window
@@ -83,7 +83,7 @@ class Machine:
         before, store = self.rows.offset, self.recording.store()
         if until_s is None:
             until_s = max(store.newest_ns() // SECOND + (2 if last else -2), 0)
-        lines, more = self.rows.next_chunk(store, until_s, last=last)
+        lines, more = self.rows.next_chunk(store, until_s, is_last=last)
         assert store.damaged is None
         receiver = ChunkReceiver()
         for line in lines:
@@ -326,8 +326,8 @@ def test_the_waits_of_a_cut_whose_seconds_are_not_sent_are_in_no_other_second(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the time before, a machine sends only wider tallies."""
-    monkeypatch.setattr("dpmon.export.incremental_rows.AGAIN", 1)
-    monkeypatch.setitem(SINCE_S, 1, 20)
+    monkeypatch.setattr("dpmon.export.incremental_rows.RECONNECT_FACTOR", 1)
+    monkeypatch.setitem(INITIAL_TALLIES_S, 1, 20)
     records, mirror = after_a_cut(tmp_path)
     narrow = [tally for _, width, _, tally in mirror.tally_rows(widest=1) if width == 1]
     assert narrow
@@ -468,7 +468,7 @@ def test_the_wide_tallies_of_a_machine_that_is_gone_are_made_here(tmp_path: Path
 @pytest.mark.parametrize("days", [1, 10])
 def test_the_newest_records_of_a_long_run_come_after_few_chunks(days: int) -> None:
     rows, end = IncrementalRows(rollups=True), days * 86_400
-    rows._since = {width: end - before for width, before in SINCE_S.items()}
+    rows._since = {width: end - before for width, before in INITIAL_TALLIES_S.items()}
     reached = []
     while rows._tallied < end:
         rows._tallied = rows._next_s(end, 251)

@@ -47,12 +47,8 @@ def export(
     except BrokenPipeError:
         raise
     except OSError as error:
-        if to_stdout:
-            target: object = "standard output"
-        elif format_name == "csv" and error.filename:
-            target = error.filename
-        else:
-            target = output
+        file_name = (error.filename if format_name == "csv" else None) or output
+        target = "standard output" if to_stdout else file_name
         raise ExportError(f"{target} cannot be written: {error.strerror or error}") from None
 
 

@@ -167,9 +167,8 @@ class IncrementalRows:
             return []
         self.left_out = last_skipped_id
         lasting = f"WHERE id IN (SELECT id FROM events WHERE {LASTING} AND id <= ? ORDER BY id DESC LIMIT ?)"
-        lines = self._lines(
-            "events", self._rows(store, "events", f"{lasting} AND kind != 'exit'", last_skipped_id, _MAX_LASTING_EVENTS)
-        )
+        lasting += " AND kind != 'exit'"
+        lines = self._lines("events", self._rows(store, "events", lasting, last_skipped_id, _MAX_LASTING_EVENTS))
         lines += self._lines("losses", self._rows(store, "losses", "WHERE id <= ?", last_skipped_id))
         self.offset = last_skipped_id
         return lines
@@ -242,13 +241,12 @@ class IncrementalRows:
             steps[process, averaged].append((row_id, sync_number if averaged else step, end_ns))
             step_keys[row_id] = process, step
         divisor = 1 + self._sparse
-        chosen_ids = {
-            row_id
-            for (process, _), process_steps in steps.items()
-            for row_id in (
-                [row[0] for row in process_steps] if process in self.whole else choose_step_ids(process_steps, divisor)
-            )
-        }
+        chosen_ids: set[int] = set()
+        for (process, _), process_steps in steps.items():
+            if process in self.whole:
+                chosen_ids.update(row_id for row_id, _, _ in process_steps)
+            else:
+                chosen_ids.update(choose_step_ids(process_steps, divisor))
         self._last_steps |= {step_keys[row_id][0]: row_id for row_id in sorted(chosen_ids)}
         newest = f"SELECT max(id), process, step FROM steps {id_range} GROUP BY process"
         for row_id, process, step in store.query(newest, (self._begun, end_id)) if is_last else ():
@@ -257,16 +255,11 @@ class IncrementalRows:
                 self._last_steps[process], step_keys[row_id] = row_id, (process, step)
         detailed_ids = chosen_ids
         if self._sparse:
-            sparse_ids = {
-                row_id for process_steps in steps.values() for row_id in choose_step_ids(process_steps, SPARSE_STEPS)
-            }
-            detailed_ids = {
-                row_id for row_id in chosen_ids if row_id in sparse_ids or step_keys[row_id][0] in self.whole
-            }
-        detailed_steps, training_processes = (
-            {step_keys[row_id] for row_id in detailed_ids},
-            {process for process, _ in steps},
-        )
+            sparse_ids = {row_id for rows in steps.values() for row_id in choose_step_ids(rows, SPARSE_STEPS)}
+            kept_whole = {row_id for row_id in chosen_ids if step_keys[row_id][0] in self.whole}
+            detailed_ids = chosen_ids & sparse_ids | kept_whole
+        detailed_steps = {step_keys[row_id] for row_id in detailed_ids}
+        training_processes = {process for process, _ in steps}
         calls: dict[tuple[int, ...], int] = {}
         query = f"SELECT id, process, step, layout FROM calls {id_range}"
         for row_id, process, step, layout in store.query(query, (self.offset, end_id)):
@@ -310,9 +303,7 @@ class IncrementalRows:
             lines += self._lines(table, self._changed_sum_rows(store, table, per, width, upto_s))
         return lines
 
-    def _changed_sum_rows(
-        self, store: Store, table: str, key_columns: str, width: int, upto_s: int
-    ) -> list[tuple[Any, ...]]:
+    def _changed_sum_rows(self, store: Store, table: str, keys: str, width: int, upto_s: int) -> list[tuple[Any, ...]]:
         """Return the changed rows of a table of sums by second or minute; at first, all earlier time is one row."""
         # Before a disconnect, the sums of about the last minute had not been sent.
         first_s = upto_s - INITIAL_ROWS_S if self._first else self._tallied - 60 - MINUTE_CHUNKS
@@ -330,9 +321,9 @@ class IncrementalRows:
                 functions = dict.fromkeys(COLLECTIVE_SUMS, "sum")
             # `CheckedConnection` finds a value's type by its name, so an expression gets the name of its column.
             expressions = ", ".join(f"{function}({name}) AS {name}" for name, function in functions.items())
-            selected_keys = key_columns.replace("device", "device AS number")
+            selected_keys = keys.replace("device", "device AS number")
             columns = f"{BEFORE_S} AS start_s, {selected_keys}, {expressions}"
-            query = f"SELECT {columns} FROM {table} WHERE start_s < ? GROUP BY {key_columns}"
+            query = f"SELECT {columns} FROM {table} WHERE start_s < ? GROUP BY {keys}"
             changed += store.query(query, (since_s,))
         return changed
 

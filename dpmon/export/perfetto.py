@@ -220,9 +220,8 @@ class _Trace:
             self._write_slice(process, tid, name, call.start_ns + phase.offset_ns, phase.host_ns, args)
         for replica in call.replicas:
             key = ("replica", track, replica.replica, replica.device)
-            tid = self._track(
-                process, key, f"replica {replica.replica} {replica.device}{suffix}", 100 + replica.replica
-            )
+            title = f"replica {replica.replica} {replica.device}{suffix}"
+            tid = self._track(process, key, title, 100 + replica.replica)
             args = {"step": call.step, "device_ms": replica.device_ms} | {
                 what: members["replicas"][replica.replica][what] for what in ("inputs", "outputs")
             }
@@ -233,9 +232,8 @@ class _Trace:
             names = ("parts", "device_ms", "inputs", "outputs", "crossed_bytes")
             args = {name: members["stages"][stage.stage][name] for name in names}
             if stage.host_ns is not None:
-                self._write_slice(
-                    process, tid, " ".join(stage.parts), call.start_ns + stage.offset_ns, stage.host_ns, args
-                )
+                title, start_ns = " ".join(stage.parts), call.start_ns + stage.offset_ns
+                self._write_slice(process, tid, title, start_ns, stage.host_ns, args)
 
     def _write_collective(self, collective: Collective) -> None:
         process = self._training_process(collective.process, collective.rank)

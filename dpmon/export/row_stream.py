@@ -59,8 +59,7 @@ class _RequestQueue:
 
     def wait(self, timeout_s: float) -> list[Mapping[str, Any]]:
         """Return the next requests. Wait for them for at most `timeout_s`."""
-        readable, _, _ = select.select([0], [], [], max(timeout_s, 0.0))
-        if not readable:
+        if select.select([0], [], [], max(timeout_s, 0.0)) == ([], [], []):
             return []
         data = os.read(0, _MAX_LINE_BYTES)
         self.is_over = not data
@@ -98,12 +97,8 @@ class _RowStream:
         """Return the first line, which describes the run."""
         run_info = self._reader.info
         fields = "host", "script", "command", "cwd"
-        header = {
-            "run": run_info.id,
-            "version": dpmon.__version__,
-            **{name: getattr(run_info, name) for name in fields},
-        }
-        return MARK + json.dumps(header)
+        header = {"run": run_info.id, "version": dpmon.__version__}
+        return MARK + json.dumps(header | {name: getattr(run_info, name) for name in fields})
 
     def next_chunk(self) -> tuple[list[str], bool, bool]:
         """Return the lines of a chunk, whether more rows are ready, and whether it is the last chunk."""
@@ -144,6 +139,8 @@ class _RowStream:
             process: (activity, since_ns - self._start_ns + self._clock_shift_ns if since_ns else 0)
             for process, (activity, since_ns) in reader.activities().items()
         }
+        stage = reader.startup_stage()
+        stage_text, stage_start_ns = stage or ("", 0)
         pause, input_ns = reader.pause_state(), reader.waits_for_input()
         return {
             "doing": activities_by_word(activities),
@@ -155,16 +152,8 @@ class _RowStream:
             ],
             "refusal": reader.pause_refusal(),
             "input_ns": None if input_ns is None else self._to_reader_clock(input_ns),
-            "stage": self._startup_stage(),
+            "stage": None if stage is None else [stage_text, self._to_reader_clock(stage_start_ns)],
         }
-
-    def _startup_stage(self) -> tuple[str, int] | None:
-        """Return the startup stage and its start on the reader's clock; None after the first call."""
-        stage = self._reader.startup_stage()
-        if stage is None:
-            return None
-        text, start_ns = stage
-        return text, self._to_reader_clock(start_ns)
 
     def _stall_report_lines(self) -> list[str]:
         """Return a line with what the ranks do in a possible stall; nothing if it has not changed."""
@@ -183,10 +172,7 @@ class _RowStream:
         return monotonic_ns - self._start_ns + self._clock_shift_ns
 
     def _new_output(self, *, is_last: bool) -> str | None:
-        """Return the newest whole lines of the script's output since the last beat; None if there are none.
-
-        `is_last`: also return a last line without an end.
-        """
+        """Return new whole lines of the script's output, or None. With `is_last`, also a last line without an end."""
         path = self._reader.output_paths[0]
         with suppress(OSError), open(open_file(path), "rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -200,8 +186,7 @@ class _RowStream:
                     offset += len(data) - len(whole_lines)
                     data = whole_lines
             if not is_last and len(data) < MAX_OUTPUT_BYTES:
-                last_end = b"\n" if b"\n" in data else b"\r"  # a progress bar ends its lines with \r
-                data = data[: data.rfind(last_end) + 1]
+                data = data[: data.rfind(b"\n" if b"\n" in data else b"\r") + 1]  # progress bars end lines with \r
             self._output_offset = offset + len(data)
             return data.decode("utf-8", "replace") or None
         return None
@@ -233,9 +218,8 @@ class _RowStream:
             self._run_and_reply(request_id, lambda: {"count": reader.request_sample()})
         elif request_kind == "records":
             processes = request.get("processes")
-            self._rows.whole = (
-                [process for process in processes if type(process) is int] if isinstance(processes, list) else []
-            )
+            processes = processes if isinstance(processes, list) else []
+            self._rows.whole = [process for process in processes if type(process) is int]
         elif request_kind == "stop":
             run_on_thread(self._stop)
         elif request_kind == "why":

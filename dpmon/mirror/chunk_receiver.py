@@ -111,10 +111,7 @@ class ChunkReceiver:
         self._bytes = 0
 
     def add_line(self, text: bytes) -> UncheckedChunk | Mapping[str, Any] | None:
-        """Add a line. Return the chunk that it completes, the message that it is, or None.
-
-        Raises ProtocolError if it is not valid.
-        """
+        """Add a line. Return the chunk that it completes, the message that it is, or None. Raises ProtocolError."""
         try:
             line = json.loads(text)
         except (ValueError, RecursionError):

@@ -69,10 +69,7 @@ class CrossNodeStallDetector:
         self._stored_starts: set[tuple[int, int | None]] = set()
 
     def receive_rank_report(self, node: int, name: str, report: Mapping[str, Any], age_ns: int) -> None:
-        """Add what a node's supervisor has reported (`why_reply.describe_ranks`) `age_ns` ago.
-
-        Raises ValueError if it is not such a report.
-        """
+        """Add what a node's supervisor reported (`why_reply.describe_ranks`) `age_ns` ago. Raises ValueError."""
         measured_ns, ranks = time.monotonic_ns() - age_ns, report.get("ranks")
         if not isinstance(ranks, list) or not all(isinstance(rank, dict) for rank in ranks[:_MAX_NODE_RANKS]):
             raise ValueError("not a list of ranks")

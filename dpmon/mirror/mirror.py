@@ -90,9 +90,8 @@ class Mirror(StallRecorder):
         self.directory, self.info = directory, run_info
         self.history = MirrorHistory(directory, run_info)
         is_job_only = [run.startswith(JOB) for _, run, *_ in commands]
-        self.connections = [
-            NodeConnection(node, is_job_only[node.number] and node.run is None) for node in self.history.nodes
-        ]
+        nodes = self.history.nodes
+        self.peers = [NodeConnection(node, is_job_only[node.number] and node.run is None) for node in nodes]
         self.links = NodeLinks(
             len(commands), lambda number: stream_command(commands[number], self.history.nodes[number].run)
         )
@@ -111,11 +110,11 @@ class Mirror(StallRecorder):
         """The metrics file; None until a node has described the run."""
         self._ids = count(1)
         self._should_leave = False
-        for connection in self.connections:
-            if connection.node.state == "ended":
-                self.links.close_link(connection.node.number, "", for_good=True)
+        for peer in self.peers:
+            if peer.node.state == "ended":
+                self.links.close_link(peer.node.number, "", for_good=True)
             else:
-                connection.node.state, connection.node.why, connection.node.since_ns = "connecting", None, self.now_ns()
+                peer.node.state, peer.node.why, peer.node.since_ns = "connecting", None, self.now_ns()
         for text in lost_settings(run_info, has_event_command=False, has_metrics=metrics_file is not None):
             self.emit("warning", {"process": None, "text": text})
 
@@ -149,11 +148,11 @@ class Mirror(StallRecorder):
             now_s = time.monotonic()  # before the reports, so that a reply in time is handled before its wait ends
             for report in self.links.poll(POLL_S):
                 self._handle_report(report)
-            if len(self.connections) > MAX_NODES_IN_FULL:
+            if len(self.peers) > MAX_NODES_IN_FULL:
                 time.sleep(PAUSE_S)  # otherwise, each node's beat would wake this process
             self._requests.poll(now_s)
             self.stall_detector.poll()
-            is_over = all(connection.is_over for connection in self.connections)
+            is_over = all(peer.is_over for peer in self.peers)
             written = now_s >= commit_at and self._commit()
             if now_s >= commit_at:
                 commit_at = now_s + (COMMIT_S if written else RETRY_S)
@@ -180,38 +179,36 @@ class Mirror(StallRecorder):
         node.state, node.why = state, reason
 
     def _handle_report(self, report: LinkOpened | LineReceived | LinkClosed) -> None:
-        connection = self.connections[report.node]
-        node = connection.node
+        peer = self.peers[report.node]
+        node = peer.node
         try:
             if isinstance(report, LinkOpened):
-                self._handle_header(connection, report.marker)
+                self._handle_header(peer, report.marker)
             elif isinstance(report, LinkClosed):
-                self._handle_disconnect(connection, report)
-            elif connection.receiver is not None:
+                self._handle_disconnect(peer, report)
+            elif peer.receiver is not None:
                 node.heard_ns = self.now_ns()
-                message = connection.receiver.add_line(report.text)
+                message = peer.receiver.add_line(report.text)
                 if isinstance(message, UncheckedChunk):
-                    self._handle_chunk(connection, message)
+                    self._handle_chunk(peer, message)
                 elif message is not None:
-                    self._handle_message(connection, message)
+                    self._handle_message(peer, message)
         except (DpmonError, TypeError, ValueError, LookupError, ArithmeticError) as error:
-            self._close_link(connection, f"it sent invalid data: {sanitize_line(str(error))}")
+            self._close_link(peer, f"it sent invalid data: {sanitize_line(str(error))}")
 
-    def _handle_header(self, connection: NodeConnection, marker: Mapping[str, Any]) -> None:
-        node = connection.node
-        connection.receiver, connection.clock_replies, connection.offset = ChunkReceiver(), 0, node.received
-        self._drop_unwritten(connection)  # the node sends them again
+    def _handle_header(self, peer: NodeConnection, marker: Mapping[str, Any]) -> None:
+        node = peer.node
+        peer.receiver, peer.clock_replies, peer.offset = ChunkReceiver(), 0, node.received
+        self._drop_unwritten(peer)  # the node sends them again
         host, run, version, script, cwd = (
             _text(marker, key) or "" for key in ("host", "run", "version", "script", "cwd")
         )
-        if connection.is_run_unknown and not ID.fullmatch(run):
+        if peer.is_run_unknown and not ID.fullmatch(run):
             raise ProtocolError("it has not named its run")
         if version not in (dpmon.__version__, node.version):
-            text = (
-                f"{node.name} has dpmon {version}, this one {dpmon.__version__}: only records that both know are read"
-            )
+            text = f"{node.name} has dpmon {version}, this one {dpmon.__version__}: only what both know is read"
             self.emit("warning", {"process": None, "text": text})
-        node.host, node.run, node.version, connection.is_run_unknown = host, run, version, False
+        node.host, node.run, node.version, peer.is_run_unknown = host, run, version, False
         words = marker.get("command")
         if not self.info.command and isinstance(words, list):  # the first node describes the run
             command = tuple(sanitize_line(word, _MAX_TEXT_CHARS) for word in words[:100])
@@ -219,102 +216,95 @@ class Mirror(StallRecorder):
             self.info = self.stall_detector.info = run_info
             with contextlib.suppress(OSError):
                 write_info(self.directory, self.info)
-        self._request_clock(connection)
+        self._request_clock(peer)
 
-    def _close_link(self, connection: NodeConnection, reason: str, *, for_good: bool = False) -> None:
+    def _close_link(self, peer: NodeConnection, reason: str, *, for_good: bool = False) -> None:
         """Close the connection. Unless `for_good`, it is opened again later."""
-        connection.receiver = None
-        self._handle_disconnect(connection, self.links.close_link(connection.node.number, reason, for_good=for_good))
+        peer.receiver = None
+        self._handle_disconnect(peer, self.links.close_link(peer.node.number, reason, for_good=for_good))
 
-    def _drop_unwritten(self, connection: NodeConnection) -> None:
+    def _drop_unwritten(self, peer: NodeConnection) -> None:
         """Drop the node's records that are not written yet."""
-        connection.unwritten_bytes = 0
-        self._unchecked = [(sender, chunk) for sender, chunk in self._unchecked if sender is not connection]
-        self._chunks = [(sender, chunk) for sender, chunk in self._chunks if sender is not connection]
+        peer.unwritten_bytes = 0
+        self._unchecked = [(sender, chunk) for sender, chunk in self._unchecked if sender is not peer]
+        self._chunks = [(sender, chunk) for sender, chunk in self._chunks if sender is not peer]
 
-    def _handle_disconnect(self, connection: NodeConnection, report: LinkClosed) -> None:
-        if connection.node.state != "ended":
-            if report.for_good:
-                state = "refused"
-            elif connection.is_run_unknown:
-                state = "connecting"
-            else:
-                state = "cut"
-            self._set_node_state(connection.node, state, report.why or None)
-            self.stall_detector.drop_node(connection.node.number)
-            connection.beat = {}
-        connection.rank_report = None
-        self._requests.drop_node(connection.node.number)
+    def _handle_disconnect(self, peer: NodeConnection, report: LinkClosed) -> None:
+        if peer.node.state != "ended":
+            lost_state = "connecting" if peer.is_run_unknown else "cut"
+            state = "refused" if report.for_good else lost_state
+            self._set_node_state(peer.node, state, report.why or None)
+            self.stall_detector.drop_node(peer.node.number)
+            peer.beat = {}
+        peer.rank_report = None
+        self._requests.drop_node(peer.node.number)
 
     # ------------------------------------------------------------------------------------------ what comes
 
-    def _request_clock(self, connection: NodeConnection) -> None:
+    def _request_clock(self, peer: NodeConnection) -> None:
         request_id = next(self._ids)
-        connection.clock_request = request_id, self.now_ns()
-        self.links.send(connection.node.number, json.dumps({"ask": "time", "id": request_id}))
+        peer.clock_request = request_id, self.now_ns()
+        self.links.send(peer.node.number, json.dumps({"ask": "time", "id": request_id}))
 
-    def _handle_clock_reply(self, connection: NodeConnection, node_ns: int) -> None:
-        """Estimate a node's clock offset from the round trip of a clock request.
-
-        Start streaming after CLOCK_REPLIES replies. `node_ns`: the node's time of its run.
-        """
-        node, (_, sent_ns) = connection.node, connection.clock_request
+    def _handle_clock_reply(self, peer: NodeConnection, node_ns: int) -> None:
+        """Estimate a node's clock offset from a request's round trip. Start streaming after CLOCK_REPLIES replies."""
+        node, (_, sent_ns) = peer.node, peer.clock_request
         error_ns = (self.now_ns() - sent_ns) // 2
-        if connection.clock_replies == 0 or node.clock_error_ns is None or error_ns < node.clock_error_ns:
+        if peer.clock_replies == 0 or node.clock_error_ns is None or error_ns < node.clock_error_ns:
             node.clock_ns, node.clock_error_ns = sent_ns + error_ns - node_ns, error_ns
-        connection.clock_replies += 1
-        if connection.clock_replies < CLOCK_REPLIES:
-            self._request_clock(connection)
+        peer.clock_replies += 1
+        if peer.clock_replies < CLOCK_REPLIES:
+            self._request_clock(peer)
             return
         shift_ns = max(node.clock_ns or 0, 0)
         if node.shift_s is None:
             node.shift_s = round(shift_ns / SECOND)
         elif abs(shift_ns / SECOND - node.shift_s) > AHEAD_S / 2:
             self._close_link(
-                connection, "it or this machine was suspended, which shifted its times: attach again", for_good=True
+                peer, "it or this machine was suspended, which shifted its times: attach again", for_good=True
             )
             return
         request = {
-            "ask": "begin", "offset": node.received, "tallied_s": node.tallied_s, "output_at": connection.output_at,
-            "shift_ns": shift_ns, "shift_s": node.shift_s, "sparse": len(self.connections) > MAX_NODES_IN_FULL,
+            "ask": "begin", "offset": node.received, "tallied_s": node.tallied_s, "output_at": peer.output_at,
+            "shift_ns": shift_ns, "shift_s": node.shift_s, "sparse": len(self.peers) > MAX_NODES_IN_FULL,
         }  # fmt: skip
         self.links.send(node.number, json.dumps(request))
         self._requests.resend_subscription(node.number)
 
-    def _handle_message(self, connection: NodeConnection, message: Mapping[str, Any]) -> None:
+    def _handle_message(self, peer: NodeConnection, message: Mapping[str, Any]) -> None:
         if isinstance(message.get("standing"), dict):
-            connection.rank_report = message
+            peer.rank_report = message
             return
-        request_id, _ = connection.clock_request
+        request_id, _ = peer.clock_request
         node_ns = int_member(message, "now_ns")
         if message.get("answer") == request_id and node_ns is not None:
-            if abs(node_ns) < 1 << 60 and connection.clock_replies < CLOCK_REPLIES:
-                self._handle_clock_reply(connection, node_ns)
+            if abs(node_ns) < 1 << 60 and peer.clock_replies < CLOCK_REPLIES:
+                self._handle_clock_reply(peer, node_ns)
         else:
-            self._requests.handle_reply(connection.node, message)
+            self._requests.handle_reply(peer.node, message)
 
-    def _handle_chunk(self, connection: NodeConnection, chunk: UncheckedChunk) -> None:
-        node, beat = connection.node, chunk.beat
+    def _handle_chunk(self, peer: NodeConnection, chunk: UncheckedChunk) -> None:
+        node, beat = peer.node, chunk.beat
         first_offset, offset, tallied_s = (beat.get(name) for name in ("from", "offset", "tallied_s"))
         if not type(first_offset) is type(offset) is type(tallied_s) is int:
             raise ProtocolError("a beat without its offsets")
-        if not connection.offset == first_offset <= offset < 1 << 53 or tallied_s > self.now_ns() // SECOND + AHEAD_S:
+        if not peer.offset == first_offset <= offset < 1 << 53 or tallied_s > self.now_ns() // SECOND + AHEAD_S:
             raise ProtocolError("records that do not follow those before")
-        connection.unwritten_bytes += chunk.size
-        if connection.unwritten_bytes > MAX_NODE_BACKLOG_BYTES:
-            self._close_link(connection, _UNWRITTEN)
+        peer.unwritten_bytes += chunk.size
+        if peer.unwritten_bytes > MAX_NODE_BACKLOG_BYTES:
+            self._close_link(peer, _UNWRITTEN)
             return
-        if connection.rank_report is not None:
-            age_ns = int(min(max(number_member(connection.rank_report, "age_s") or 0.0, 0.0), 1e9) * SECOND)
-            self.stall_detector.receive_rank_report(node.number, node.name, connection.rank_report["standing"], age_ns)
-        connection.offset, connection.beat, connection.rank_report = offset, beat, None
-        self._unchecked.append((connection, chunk))
+        if peer.rank_report is not None:
+            age_ns = int(min(max(number_member(peer.rank_report, "age_s") or 0.0, 0.0), 1e9) * SECOND)
+            self.stall_detector.receive_rank_report(node.number, node.name, peer.rank_report["standing"], age_ns)
+        peer.offset, peer.beat, peer.rank_report = offset, beat, None
+        self._unchecked.append((peer, chunk))
         self._set_node_state(node, "connected", None)
         if isinstance(output := beat.get("output"), str):
             append_output(self.directory, node.name, output)
-            connection.output_at = int_member(beat, "output_at")
+            peer.output_at = int_member(beat, "output_at")
         if isinstance(beat.get("exit"), dict):  # the last chunk; the node has ended when it is written
-            connection.receiver = None
+            peer.receiver = None
             self.links.close_link(node.number, "", for_good=True)
 
     def _should_store_event(self, node: NodeRow, row: tuple[Any, ...]) -> bool:
@@ -326,69 +316,60 @@ class Mirror(StallRecorder):
             return self.stall_detector.should_store_stall(node.number, event_from_row(row[-1:]).data)
         return False
 
-    def _record_node_exit(self, connection: NodeConnection, exit_members: Mapping[str, Any]) -> None:
+    def _record_node_exit(self, peer: NodeConnection, exit_members: Mapping[str, Any]) -> None:
         """Record how a node's run has ended."""
         status = int_member(exit_members, "status")
+        is_status = status is not None and 0 <= status <= MAX_STATUS
+        seconds = min(max(number_member(exit_members, "seconds") or 0.0, 0.0), 1e9)
         exit_data = {
-            "status": status if status is not None and 0 <= status <= MAX_STATUS else None,
-            "seconds": min(max(number_member(exit_members, "seconds") or 0.0, 0.0), 1e9),
-            "stopped": exit_members.get("stopped") is True,
-            "signal": _text(exit_members, "signal"),
-            "cause": _text(exit_members, "cause"),
-        }
-        connection.node.exit = json.dumps(exit_data)
-        self._set_node_state(connection.node, "ended", None)
-        self._close_link(connection, "", for_good=True)
+            "status": status if is_status else None, "seconds": seconds, "stopped": exit_members.get("stopped") is True,
+            "signal": _text(exit_members, "signal"), "cause": _text(exit_members, "cause"),
+        }  # fmt: skip
+        peer.node.exit = json.dumps(exit_data)
+        self._set_node_state(peer.node, "ended", None)
+        self._close_link(peer, "", for_good=True)
 
     # ------------------------------------------------------------------------------------------ what is written
 
     def _commit(self) -> bool:
         """Check and write the received chunks. Return whether they were written."""
         unchecked, self._unchecked = self._unchecked, []
-        chunks = validate_chunks(
-            [(connection.node.number, unchecked_chunk) for connection, unchecked_chunk in unchecked], self.now_ns()
-        )
-        for (connection, _), chunk in zip(unchecked, chunks, strict=True):
+        chunks = validate_chunks([(peer.node.number, chunk) for peer, chunk in unchecked], self.now_ns())
+        for (peer, _), chunk in zip(unchecked, chunks, strict=True):
             if "events" in chunk.rows:
-                stored_events = [row for row in chunk.rows["events"] if self._should_store_event(connection.node, row)]
+                stored_events = [row for row in chunk.rows["events"] if self._should_store_event(peer.node, row)]
                 chunk = chunk._replace(rows={**chunk.rows, "events": stored_events})
-            self._chunks.append((connection, chunk))
-        for connection, chunk in self._chunks:
+            self._chunks.append((peer, chunk))
+        for peer, chunk in self._chunks:
             if chunk.damaged > MAX_DAMAGED:
-                self._reject_node(connection, f"{chunk.damaged} damaged rows")
+                self._reject_node(peer, f"{chunk.damaged} damaged rows")
         events = self._events[:]
         try:
-            self.history.write([(connection.node, chunk) for connection, chunk in self._chunks], events)
+            self.history.write([(peer.node, chunk) for peer, chunk in self._chunks], events)
         except ChunkError as error:  # the other nodes' chunks are written
-            self._reject_node(self.connections[error.node.number], str(error))
+            self._reject_node(self.peers[error.node.number], str(error))
             return self._commit()
         except HistoryError as error:
             _log(f"the history cannot be written: {error}")
-            for connection in self.connections:
-                if connection.receiver is not None and connection.unwritten_bytes > MAX_BACKLOG_BYTES // len(
-                    self.connections
-                ):
-                    self._drop_unwritten(connection)  # the node sends them again
-                    self._close_link(connection, _UNWRITTEN)
+            for peer in self.peers:
+                if peer.receiver is not None and peer.unwritten_bytes > MAX_BACKLOG_BYTES // len(self.peers):
+                    self._drop_unwritten(peer)  # the node sends them again
+                    self._close_link(peer, _UNWRITTEN)
             return False
-        exits = [
-            (connection, exit_members)
-            for connection, chunk in self._chunks
-            if isinstance(exit_members := chunk.beat.get("exit"), dict)
-        ]
+        exits = [(peer, data) for peer, chunk in self._chunks if isinstance(data := chunk.beat.get("exit"), dict)]
         self._chunks = []
-        for connection in self.connections:
-            connection.unwritten_bytes = 0
+        for peer in self.peers:
+            peer.unwritten_bytes = 0
         del self._events[: len(events)]
-        for connection, exit_members in exits:
-            self._record_node_exit(connection, exit_members)
+        for peer, exit_members in exits:
+            self._record_node_exit(peer, exit_members)
         return not exits or self._commit()  # the second commit writes these ends
 
-    def _reject_node(self, connection: NodeConnection, reason: str) -> None:
+    def _reject_node(self, peer: NodeConnection, reason: str) -> None:
         """Disconnect a node that sends damaged records. If it has ended, for good, because it would send them again."""
-        _log(f"{connection.node.name}: {sanitize_line(reason, _MAX_TEXT_CHARS)}")
-        self._drop_unwritten(connection)
-        self._close_link(connection, "it sent damaged records", for_good=isinstance(connection.beat.get("exit"), dict))
+        _log(f"{peer.node.name}: {sanitize_line(reason, _MAX_TEXT_CHARS)}")
+        self._drop_unwritten(peer)
+        self._close_link(peer, "it sent damaged records", for_good=isinstance(peer.beat.get("exit"), dict))
 
     def _write_metrics(self, now_s: float) -> None:
         if self._metrics is None and self.info.command and self._metrics_file is not None:
@@ -401,40 +382,28 @@ class Mirror(StallRecorder):
 
     def _write_state_file(self) -> None:
         """Write the state file that readers poll: activities, pauses, pending requests."""
-        live_connections = [connection for connection in self.connections if connection.beat]
+        live = [peer for peer in self.peers if peer.beat]
         activities = {
             local_number: activity
-            for connection in live_connections
-            for process, activity in parse_activities(connection.beat.get("doing")).items()
-            if (local_number := self.history.local_process_number(connection.node.number, process)) is not None
+            for peer in live
+            for process, activity in parse_activities(peer.beat.get("doing")).items()
+            if (local_number := self.history.local_process_number(peer.node.number, process)) is not None
         }
-        pauses = [
-            pause
-            for connection in live_connections
-            if isinstance(pause := connection.beat.get("pause"), list) and len(pause) == 3
-        ]
+        pauses = [pause for peer in live if isinstance(pause := peer.beat.get("pause"), list) and len(pause) == 3]
         pause_starts = [time_ns for *_, time_ns in pauses if type(time_ns) is int]
-        input_starts = [
-            time_ns
-            for connection in live_connections
-            if (time_ns := int_member(connection.beat, "input_ns")) is not None
-        ]
-        refusals = [
-            text for connection in live_connections if (text := text_member(connection.beat, "refusal")) is not None
-        ]
-        stages = [stage for connection in live_connections if isinstance(stage := connection.beat.get("stage"), list)]
+        input_starts = [time_ns for peer in live if (time_ns := int_member(peer.beat, "input_ns")) is not None]
+        refusals = [text for peer in live if (text := text_member(peer.beat, "refusal")) is not None]
+        stages = [stage for peer in live if isinstance(stage := peer.beat.get("stage"), list)]
         state = {
             "doing": activities_by_word(activities),
-            "connected": [
-                connection.node.number for connection in self.connections if connection.node.state == "connected"
-            ],
-            "refused": any(connection.node.state == "refused" for connection in self.connections),
-            "ended": [sum(connection.node.state == "ended" for connection in self.connections), len(self.connections)],
+            "connected": [peer.node.number for peer in self.peers if peer.node.state == "connected"],
+            "refused": any(peer.node.state == "refused" for peer in self.peers),
+            "ended": [sum(peer.node.state == "ended" for peer in self.peers), len(self.peers)],
             "wanted": any(wanted is True for wanted, _, _ in pauses),
             "pausing": any(pending is True for _, pending, _ in pauses),
-            "paused_ns": max(pause_starts) if len(pause_starts) == len(live_connections) > 0 else None,
-            "pending": any(connection.beat.get("pending") is True for connection in live_connections),
-            "refusal": min(map(sanitize_line, refusals)) if len(refusals) == len(live_connections) > 0 else None,
+            "paused_ns": max(pause_starts) if len(pause_starts) == len(live) > 0 else None,
+            "pending": any(peer.beat.get("pending") is True for peer in live),
+            "refusal": min(map(sanitize_line, refusals)) if len(refusals) == len(live) > 0 else None,
             "input_ns": min(input_starts, default=None),
             "stage": next((sanitize_line(str(stage[0]))[:200] for stage in stages[:1]), None),
             "stage_ns": next((stage[1] for stage in stages[:1] if len(stage) > 1 and type(stage[1]) is int), None),
@@ -448,10 +417,10 @@ class Mirror(StallRecorder):
 
         Like the first node that failed, else one that was stopped, else one with an unknown end, else the first node.
         """
-        for connection in self.connections:
-            if connection.node.state == "connecting":
-                self._set_node_state(connection.node, "refused", connection.node.why)
-        nodes = [connection.node for connection in self.connections if not connection.is_run_unknown]
+        for peer in self.peers:
+            if peer.node.state == "connecting":
+                self._set_node_state(peer.node, "refused", peer.node.why)
+        nodes = [peer.node for peer in self.peers if not peer.is_run_unknown]
         exits = [(json.loads(node.exit or "{}"), node) for node in nodes]
         failed = [(data, node) for data, node in exits if data.get("status")]
         failed.sort(key=lambda data_and_node: data_and_node[0].get("stopped") is True)
@@ -490,16 +459,12 @@ def main(directory_text: str, _: str) -> None:
     directory = Path(directory_text)
     lock = take_lock(directory)
     run_info = load_info(directory)
-    if (
-        lock is None
-        or run_info.boot_id != proc.boot_id()
-        or not needs_supervisor(directory, run_info, load_exit(directory))
-    ):
+    if lock is None or run_info.boot_id != proc.boot_id():
+        return
+    if not needs_supervisor(directory, run_info, load_exit(directory)):
         return
     # The commands come from the user's command line, never from the directory, which may come from another person.
-    commands = [
-        json.loads(os.environ.pop(f"{NODE_COMMAND_PREFIX}{node_number}")) for node_number in range(len(run_info.nodes))
-    ]
+    commands = [json.loads(os.environ.pop(f"{NODE_COMMAND_PREFIX}{node}")) for node in range(len(run_info.nodes))]
     if [name for name, *_ in commands] != list(run_info.nodes):
         return
     keep_child_statuses()

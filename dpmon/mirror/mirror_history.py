@@ -104,8 +104,8 @@ class MirrorHistory:
         """Return the node of each process and its number on the node, by its number here."""
         return {
             number: (node, process)
-            for node, local_numbers in self._local_numbers.items()
-            for process, number in local_numbers.items()
+            for node, numbers in self._local_numbers.items()
+            for process, number in numbers.items()
         }
 
     def last_stall(self) -> Mapping[str, Any] | None:
@@ -151,9 +151,8 @@ class MirrorHistory:
             t_ns = int(time_s * 1e9) if isinstance(time_s, (int, float)) else None
             self._stage_rows("events", [(self._next_id(), None, kind, t_ns, text)])
         self._flush()
-        self._db.executemany(
-            JOIN_STEP, [(wait.exposed_ns, wait.wait_ns, wait.step.id) for wait in self._waits.completed]
-        )
+        waits = self._waits.completed
+        self._db.executemany(JOIN_STEP, [(wait.exposed_ns, wait.wait_ns, wait.step.id) for wait in waits])
         self._stage_rows("tallies", self._waits.late_tally_rows())
         self._flush("tallies")
         self._publish_wider_tallies()
@@ -203,11 +202,9 @@ class MirrorHistory:
             if table == "losses":
                 self._history.thin_losses((row[1], row[2]) for row in moved)
         for table in filter(rows.__contains__, _COPIED_TABLES):
-            process_column = list(columns_sent(table)).index("process")
-            renumbered = self._renumber_rows(node, rows[table], process_column)
-            self._stage_rows(
-                table, [(*row[:process_column], number, *row[process_column + 1 :]) for row, number in renumbered]
-            )
+            column = list(columns_sent(table)).index("process")
+            known_rows = self._renumber_rows(node, rows[table], column)
+            self._stage_rows(table, [(*row[:column], number, *row[column + 1 :]) for row, number in known_rows])
         self._stage_rows(
             "gaps", [(None, number, *row[2:]) for row, number in self._renumber_rows(node, rows.get("gaps", ()), 1)]
         )
@@ -229,11 +226,11 @@ class MirrorHistory:
         self._db.execute(f"INSERT INTO meta VALUES (?, ?) ON CONFLICT DO UPDATE SET value = {expression}", (key, value))
 
     def _renumber_rows(
-        self, node: NodeRow, rows: Iterable[tuple[Any, ...]], process_column: int
+        self, node: NodeRow, rows: Iterable[tuple[Any, ...]], column: int
     ) -> list[tuple[tuple[Any, ...], int]]:
         """Return the rows with known processes, each with the number here of its process."""
         get = self._local_numbers[node.number].get
-        return [(row, number) for row in rows if (number := get(row[process_column])) is not None]
+        return [(row, number) for row in rows if (number := get(row[column])) is not None]
 
     def _put_rings(self, node: NodeRow, rows: Iterable[tuple[Any, ...]], damaged: int) -> None:
         changed_rings, numbers, lost_spans = [], self._local_numbers[node.number], damaged
@@ -257,11 +254,9 @@ class MirrorHistory:
             changed_rings.append(ring)
         if lost_spans:
             name = f"{node.number}/{_SUPERVISOR_RING}"
-            supervisor_ring = self._rings.get(name, RingRow(name, -1 - node.number, None, 0, node=node.number))
-            self._rings[name] = supervisor_ring = replace(
-                supervisor_ring, missed=max(lost_spans, supervisor_ring.missed + damaged)
-            )
-            changed_rings.append(supervisor_ring)
+            own_ring = self._rings.get(name, RingRow(name, -1 - node.number, None, 0, node=node.number))
+            self._rings[name] = own_ring = replace(own_ring, missed=max(lost_spans, own_ring.missed + damaged))
+            changed_rings.append(own_ring)
         self._stage_rows("rings", [_row_values(ring) for ring in changed_rings])
 
     def _register_rank(self, ring: RingRow) -> None:

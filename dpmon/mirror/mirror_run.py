@@ -30,17 +30,12 @@ def find_or_create_mirror(
     or there is a mirror without this metrics file.
     """
     for directory, run_info in reversed(list_runs()):
-        known_commands = (
-            run_info.options.get("machines", ()) if run_info.nodes and run_info.boot_id == proc.boot_id() else ()
-        )
-        is_same = (
-            len(known_commands) == len(node_commands)
-            and all(map(_is_same_run, known_commands, node_commands))
-            and load_exit(directory) is None
-        )
-        if is_same and not MirrorState(directory, run_info.start_ns).state.get(
-            "refused"
-        ):  # such a mirror does not try again
+        if not run_info.nodes or run_info.boot_id != proc.boot_id() or load_exit(directory) is not None:
+            continue
+        known = run_info.options.get("machines", ())
+        is_same = len(known) == len(node_commands) and all(map(_is_same_run, known, node_commands))
+        # A mirror that was refused by a node does not try again.
+        if is_same and not MirrorState(directory, run_info.start_ns).state.get("refused"):
             if metrics not in (None, run_info.options.get("metrics")):
                 name = short_name(run_info)
                 raise RunError(f"{name} mirrors these runs without --metrics: end it first, as `dpmon rm {name}` says")

@@ -162,9 +162,8 @@ class NodeLinks:
         while self._leaving and time.monotonic() < deadline_s:
             self._reap(time.monotonic())
             time.sleep(0.01)
-        for _ in range(
-            2
-        ):  # SIGTERM and SIGKILL at once: if this process was stopped meanwhile, a command may still run
+        # SIGTERM and SIGKILL at once: if this process was stopped meanwhile, a command may still run.
+        for _ in range(2):
             self._reap(math.inf)
         self._selector.close()
 
@@ -175,11 +174,9 @@ class NodeLinks:
         if not self._idle:
             return []
         free_starts = _MAX_STARTING - sum(link.process is not None and not link.is_open for link in self._links)
-        due_links = sorted((link for link in self._idle if link.start_at_s <= now_s), key=lambda link: link.start_at_s)[
-            : max(free_starts, 0)
-        ]
+        due_links = sorted((link for link in self._idle if link.start_at_s <= now_s), key=lambda link: link.start_at_s)
         reports: list[Report] = []
-        for link in due_links:
+        for link in due_links[: max(free_starts, 0)]:
             self._idle.remove(link)
             words = self._command(link.node)
             try:
@@ -231,9 +228,8 @@ class NodeLinks:
                 self._handle_line(link, line, reports)
                 if link.process is None:
                     return
-        if len(link.partial_line) + len(link.banner) > (
-            MAX_LINE_BYTES if link.is_open or self._once else MAX_BANNER_BYTES
-        ):
+        max_bytes = MAX_LINE_BYTES if link.is_open or self._once else MAX_BANNER_BYTES
+        if len(link.partial_line) + len(link.banner) > max_bytes:
             reports.append(self._close(link, self._overflow_reason(link)))
 
     def _handle_line(self, link: _NodeLink, line: bytes, reports: list[Report]) -> None:
@@ -312,9 +308,8 @@ class NodeLinks:
                     printed = bytes(link.banner + link.partial_line)
                     reason, for_good = "", True
                     if not (self._once and status == 0):
-                        reason, for_good = explain_disconnect(
-                            status, bytes(link.stderr), printed, was_open=link.is_open
-                        )
+                        stderr = bytes(link.stderr)
+                        reason, for_good = explain_disconnect(status, stderr, printed, was_open=link.is_open)
                     # An error that is final for a new link may be temporary for one that has worked before.
                     reports.append(self._close(link, reason, for_good and not link.was_open))
             elif now_s - link.heard_s > self._silent_s and (link.is_open or self._once):
@@ -328,9 +323,7 @@ class NodeLinks:
         link.failures = 1 if link.is_open and time.monotonic() - link.start_s > _MIN_STEADY_S else link.failures + 1
         self._hang_up(link)
         if not (for_good or self._once):
-            wait_s = min(
-                2.0 ** min(link.failures - 1, 9), _MAX_RETRY_WAIT_S
-            )  # without a limit, the power would overflow
+            wait_s = min(2.0 ** min(link.failures - 1, 9), _MAX_RETRY_WAIT_S)  # the power must not overflow
             link.start_at_s = time.monotonic() + wait_s * random.uniform(0.5, 1.0)
             self._idle.append(link)
         return LinkClosed(link.node, reason, for_good)
@@ -362,9 +355,7 @@ class NodeLinks:
             should_signal = signal_number == signal.SIGKILL if has_ended else now_s >= signal_at_s
             if should_signal:
                 with suppress(ProcessLookupError, PermissionError):
-                    os.killpg(
-                        process.pid, signal_number
-                    )  # the id cannot have been reused, because the process was not reaped
+                    os.killpg(process.pid, signal_number)  # the id is not reused before the process is reaped
                 signal_at_s, signal_number = now_s + _GRACE_S, signal.SIGKILL
             if has_ended:
                 process.wait()

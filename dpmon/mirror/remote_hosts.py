@@ -70,10 +70,7 @@ class HostOutput(NamedTuple):
 
 
 def resolve_hosts(names: Sequence[str], *, via: str | None = None) -> list[RemoteHost]:
-    """Return the named nodes, each once, with their connection commands. Raises HostError.
-
-    `via`: a connection command in which {} stands for the name; None for ssh.
-    """
+    """Return the named nodes, each once. `via`: connection command with {} for the name, or ssh. Raises HostError."""
     try:
         template = None if via is None else shlex.split(via)
     except ValueError as error:
@@ -125,10 +122,7 @@ def _expand_brackets(item: str, text: str) -> Iterator[str]:
 
 
 def read_hostfile(path: str) -> list[str]:
-    """Return the names in a host file of MPI or DeepSpeed: the first word of each line, without `:SLOTS`.
-
-    Raises HostError.
-    """
+    """Return the names in a hostfile of MPI or DeepSpeed: each line's first word without `:SLOTS`. Raises HostError."""
     try:
         lines = read_file(Path(path), 1 << 20).decode().splitlines()
     except (OSError, ValueError) as error:

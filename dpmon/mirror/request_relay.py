@@ -74,7 +74,7 @@ class RequestRelay:
         }
 
     def _node_name(self, node: int) -> str:
-        return self._mirror.connections[node].node.name
+        return self._mirror.peers[node].node.name
 
     def poll(self, now_s: float) -> None:
         """Forward new requests, and write the reply to `dpmon why` when it is complete. `now_s`: monotonic s."""
@@ -89,14 +89,11 @@ class RequestRelay:
             self._update_subscriptions()
         directory = self._mirror.directory
         if (request_number := last_request_number(directory)) > self._last_why.number:
-            age_s, nodes = (
-                max((time.time_ns() - request_number) / SECOND, 0.0),
-                [connection.node for connection in self._mirror.connections],
-            )
+            age_s = max((time.time_ns() - request_number) / SECOND, 0.0)
+            nodes = [peer.node for peer in self._mirror.peers]
             if age_s > MAX_CONNECT_WAIT_S or not any(node.state == "connecting" and node.why is None for node in nodes):
-                self._last_why = self._send_to_all(
-                    {"ask": "why", "id": request_number, "native": wants_native(directory)}
-                )
+                why = {"ask": "why", "id": request_number, "native": wants_native(directory)}
+                self._last_why = self._send_to_all(why)
                 self._why_deadline_s = now_s + MAX_WHY_WAIT_S - min(age_s, MAX_CONNECT_WAIT_S)
                 missing_nodes = (node.number for node in nodes if node.state in ("cut", "connecting"))
                 self._last_why.failed |= dict.fromkeys(missing_nodes, "it is not connected")
@@ -124,7 +121,7 @@ class RequestRelay:
     def drop_node(self, node: int) -> None:
         """Stop waiting for a node that was disconnected or has ended."""
         for request in (self._last_request, self._last_why):
-            if node in request.awaited and self._mirror.connections[node].node.state != "ended":
+            if node in request.awaited and self._mirror.peers[node].node.state != "ended":
                 request.failed[node] = "it was disconnected before it replied"
             request.awaited.discard(node)
 
@@ -137,9 +134,7 @@ class RequestRelay:
         """Send a request to all connected nodes."""
         text = json.dumps(request)
         relayed = _RelayedRequest(request["id"])
-        for node in (
-            connection.node.number for connection in self._mirror.connections if connection.node.state == "connected"
-        ):
+        for node in (peer.node.number for peer in self._mirror.peers if peer.node.state == "connected"):
             relayed.node_count += 1
             if self._mirror.links.send(node, text):
                 relayed.awaited.add(node)
@@ -148,26 +143,19 @@ class RequestRelay:
         return relayed
 
     def _add_subscription(self, request: Mapping[str, Any]) -> None:
-        pid, start_s, processes = (
-            int_member(request, "pid"),
-            number_member(request, "started"),
-            request.get("processes"),
-        )
+        pid, start_s = int_member(request, "pid"), number_member(request, "started")
+        processes = request.get("processes")
         if request.get("ask") == "records" and pid is not None and start_s is not None and isinstance(processes, list):
             self._subscriptions[pid, start_s] = [process for process in processes if type(process) is int]
 
     def _update_subscriptions(self) -> None:
         """Send each node the list of its processes that living readers want, if it has changed."""
-        self._subscriptions = {
-            reader: processes
-            for reader, processes in self._subscriptions.items()
-            if processes and proc.is_alive(*reader)
-        }
+        items = self._subscriptions.items()
+        self._subscriptions = {reader: wanted for reader, wanted in items if wanted and proc.is_alive(*reader)}
         earlier, remote_processes = self._processes_by_node, self._mirror.history.remote_processes()
         self._processes_by_node = defaultdict(list)
-        for process in sorted(
-            {wanted for processes in self._subscriptions.values() for wanted in processes if wanted in remote_processes}
-        ):
+        wanted_processes = set().union(*self._subscriptions.values()) & remote_processes.keys()
+        for process in sorted(wanted_processes):
             node, remote_number = remote_processes[process]
             self._processes_by_node[node].append(remote_number)
         for node in earlier.keys() | self._processes_by_node.keys():

@@ -121,10 +121,7 @@ class WatchedCommand:
         return self._returncode is not None
 
     def exit_info(self, run_info: RunInfo) -> ExitInfo:
-        """Return how the command ended, as its parent, the kernel or its own last note says; otherwise an unknown end.
-
-        Waits up to STATUS_TIMEOUT_S for the status.
-        """
+        """Return how the command ended: from its parent, the kernel or its last note; otherwise an unknown end."""
         now_ns = time.monotonic_ns()
         deadline_s = time.monotonic() + STATUS_TIMEOUT_S
         while True:
@@ -135,8 +132,7 @@ class WatchedCommand:
             if not self._is_same_boot:
                 return unknown_exit(run_info, "supervisor", "the machine was restarted", self.last_ns)
             status = None if self._pidfd is None else wait_status_from_pidfd(self._pidfd)
-            if status is None:
-                status = proc.unreaped_wait_status(self.pid, self._start_s)
+            status = proc.unreaped_wait_status(self.pid, self._start_s) if status is None else status
             if status is not None:
                 return exit_info(run_info, os.waitstatus_to_exitcode(status), "supervisor")
             if not self._was_alive or time.monotonic() > deadline_s:
@@ -255,8 +251,7 @@ class ProcessExitWatcher:
         for fd in [fd for fd, _ in self._poller.poll(0) if fd in self._watched]:
             pid, start_s = self._watched[fd]
             status = proc.unreaped_wait_status(pid, start_s)
-            if status is None:
-                status = wait_status_from_pidfd(fd)
+            status = wait_status_from_pidfd(fd) if status is None else status
             self._forget(fd)
             if status:
                 with contextlib.suppress(OSError):

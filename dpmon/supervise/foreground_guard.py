@@ -99,10 +99,8 @@ class SupervisorGuard:
             # The supervisor is writing the last records, unless it is stopped or stuck.
             is_stuck = time.monotonic_ns() > recorded.end_ns + STUCK_SUPERVISOR_S * 1e9
             recorded = recorded if is_stuck else None
-        if recorded is None:
-            return self.outcome
         # A new supervisor may have recorded an unknown end before this process recorded the status.
-        if recorded.status is None and self.outcome is not None:
+        if recorded is None or (recorded.status is None and self.outcome is not None):
             return self.outcome
         return recorded
 
@@ -139,15 +137,10 @@ class SupervisorGuard:
     def _exit_of_stuck_supervisor(self) -> ExitInfo | None:
         """Return how the command ended, if its living supervisor fails to record it for STUCK_SUPERVISOR_S."""
         # In the first seconds, the supervisor may not have written the command to run.json yet.
-        run_info = (
-            self._with_command() if time.monotonic_ns() > self.info.start_ns + STUCK_SUPERVISOR_S * 1e9 else self.info
-        )
-        now_s = time.monotonic()
-        status = (
-            None
-            if run_info.command_pid is None
-            else proc.unreaped_wait_status(run_info.command_pid, run_info.command_started)
-        )
+        is_early = time.monotonic_ns() <= self.info.start_ns + STUCK_SUPERVISOR_S * 1e9
+        run_info = self.info if is_early else self._with_command()
+        now_s, pid = time.monotonic(), run_info.command_pid
+        status = None if pid is None else proc.unreaped_wait_status(pid, run_info.command_started)
         if status is None:
             self._dead_since = None
         elif self._dead_since is None:
@@ -157,10 +150,7 @@ class SupervisorGuard:
         return None
 
     def _exit_without_supervisor(self) -> ExitInfo | None:
-        """Return how the command ended after its supervisor has ended.
-
-        None if the command runs, or if a new supervisor may still record its end.
-        """
+        """Return how the command ended without supervisor; None if it runs, or a new supervisor may record it."""
         run_info = self._with_command()
         pid = run_info.command_pid
         if pid is None:
@@ -195,11 +185,8 @@ class SupervisorGuard:
         )
         session_leaders = (process for process in dead_children if process.session == process.pid)
         supervisor_pids = (self._supervisor.pid, self._takeover.pid)
-        return min(
-            (p for p in session_leaders if p.pid not in supervisor_pids),
-            key=lambda process: process.started,
-            default=None,
-        )
+        candidates = (process for process in session_leaders if process.pid not in supervisor_pids)
+        return min(candidates, key=lambda process: process.started, default=None)
 
     def _record_exit(self, exit_info: ExitInfo) -> None:
         # A new supervisor may have recorded the end meanwhile. Otherwise, the rest of the rings was not read.

@@ -122,9 +122,7 @@ class MetricsText:
 
 
 def _escape_label(value: str) -> str:
-    return (
-        strip_control_chars(value[:MAX_LABEL_CHARS]).replace("\\", "\\\\").replace('"', '\\"')
-    )  # as the format requires
+    return strip_control_chars(value[:MAX_LABEL_CHARS]).replace("\\", "\\\\").replace('"', '\\"')
 
 
 def _format_number(value: float) -> str:
@@ -157,11 +155,8 @@ class PrometheusFile:
 
         `now_s`: the time (monotonic s).
         """
-        if (
-            not self._has_stopped
-            and now_s >= self._due_s
-            and not (self._thread is not None and self._thread.is_alive())
-        ):
+        is_writing = self._thread is not None and self._thread.is_alive()
+        if not self._has_stopped and now_s >= self._due_s and not is_writing:
             thread = threading.Thread(target=self._write_and_plan, args=(now_s,), name="dpmon metrics", daemon=True)
             with contextlib.suppress(RuntimeError):  # too many threads: the next call tries again
                 thread.start()
@@ -202,30 +197,22 @@ class PrometheusFile:
 
     def build_text(self, exit_info: ExitInfo | None) -> str:
         """Return the text of the file. `exit_info`: how the run ended; None while it is live."""
-        run_info, run_labels, metrics = self._run_info, self._run_labels, MetricsText(self._highest_values)
-        info_labels = {**run_labels, "id": run_info.id, "name": run_info.name, "script": run_info.script}
+        run_info, base, metrics = self._run_info, self._run_labels, MetricsText(self._highest_values)
+        info_labels = {**base, "id": run_info.id, "name": run_info.name, "script": run_info.script}
         metrics.add_gauge("run_info", "The run that the other metrics describe.", info_labels, 1)
-        metrics.add_gauge(
-            "run_start_time_seconds", "When the run began, since 1970.", run_labels, run_info.started_unix
-        )
-        metrics.add_gauge(
-            "run_running", "1 while the run is live, 0 when it has ended.", run_labels, int(exit_info is None)
-        )
+        metrics.add_gauge("run_start_time_seconds", "When the run began, since 1970.", base, run_info.started_unix)
+        metrics.add_gauge("run_running", "1 while the run is live, 0 when it has ended.", base, int(exit_info is None))
         if exit_info is not None:
             outcome = outcome_word(load_exit(self._directory) or exit_info)
-            metrics.add_gauge(
-                "run_exit_status", "The run's exit status.", {**run_labels, "end": outcome}, exit_info.status
-            )
+            metrics.add_gauge("run_exit_status", "The run's exit status.", {**base, "end": outcome}, exit_info.status)
         # A history that is unreadable now may be readable later.
         with contextlib.suppress(HistoryError), open_store(self._directory, as_written=True) as store:
-            store_metrics = MetricsText(self._highest_values)
+            recorded = MetricsText(self._highest_values)
             state = ENDED if exit_info is not None else self._state(store)
-            store_metrics.add_gauge(
-                "run_state", "1 for the state that the run is in.", {**run_labels, "state": state}, 1
-            )
-            self._add_store_metrics(store_metrics, store)
-            self._add_progress(store_metrics, store, is_live=exit_info is None)
-            self._last_store_text = str(store_metrics)
+            recorded.add_gauge("run_state", "1 for the state that the run is in.", {**base, "state": state}, 1)
+            self._add_store_metrics(recorded, store)
+            self._add_progress(recorded, store, is_live=exit_info is None)
+            self._last_store_text = str(recorded)
         return f"{metrics}{self._last_store_text}"
 
     def _state(self, store: Store) -> str:
@@ -237,11 +224,8 @@ class PrometheusFile:
             ends_ns = [call.end for process in store.ranks for call in store.call_rows(process, 1)]
         stalls = [event.data for event in store.events("stall", newest=1) if "lasted_s" not in event.data]
         with contextlib.closing(RunReader(self._directory)) as reader:
-            paused_ns, input_ns, activities = (
-                reader.pause_state().since_ns,
-                reader.waits_for_input(),
-                reader.activities(),
-            )
+            paused_ns, input_ns = reader.pause_state().since_ns, reader.waits_for_input()
+            activities = reader.activities()
         activity, since_ns = activities.get(step.process if step is not None else 0, ("", 0))
         inputs = StateInputs(
             time.monotonic_ns() - start_ns,
@@ -256,36 +240,30 @@ class PrometheusFile:
         return decide_state(inputs).word
 
     def _add_store_metrics(self, metrics: MetricsText, store: Store) -> None:
-        window, run_labels, (job, own_node) = StatsWindow(store), self._run_labels, store.job()
-        node_names = {node.number: node.name for node in store.nodes()}
-        if job is not None and not node_names:  # otherwise, other nodes may write files with the same ranks
+        window, base, (job, own_node) = StatsWindow(store), self._run_labels, store.job()
+        names = {node.number: node.name for node in store.nodes()}
+        if job is not None and not names:  # otherwise, other nodes may write files with the same ranks
             node_text = "" if own_node is None else str(own_node)
-            job_labels = {**run_labels, "by": job["by"], "job_id": job["id"], "node": node_text}
-            metrics.add_gauge(
-                "run_job_info", "The job of the run's ranks, with the same id on all its nodes.", job_labels, 1
-            )
+            job_labels = {**base, "by": job["by"], "job_id": job["id"], "node": node_text}
+            help_text = "The job of the run's ranks, with the same id on all its nodes."
+            metrics.add_gauge("run_job_info", help_text, job_labels, 1)
         self._ranks_by_process = {ring.process: ring.rank for ring in store.rings.values()}
-        self._nodes_by_process = {
-            ring.process: node_names[ring.node] for ring in store.rings.values() if ring.node in node_names
-        }
+        self._nodes_by_process = {ring.process: names[ring.node] for ring in store.rings.values() if ring.node in names}
         for node in store.nodes():
             node_labels, help_text = {"node": node.name}, "1 while a node sends its records, otherwise 0."
-            metrics.add_gauge(
-                "node_connected", help_text, {**run_labels, **node_labels}, int(node.state == "connected")
-            )
+            metrics.add_gauge("node_connected", help_text, {**base, **node_labels}, int(node.state == "connected"))
         self._add_steps(metrics, window)
         self._add_stats(metrics, window)
         self._add_times(metrics, window)
-        metrics.add_counter(
-            "records_dropped_total", "Records that were lost before they were read.", run_labels, store.dropped
-        )
-        metrics.add_counter("warnings_total", "Warnings in the record.", run_labels, store.event_count("warning"))
-        events = store.events("device", "host", newest=max(MAX_SAMPLES, _MAX_NODE_SAMPLES * len(node_names)))
+        help_text = "Records that were lost before they were read."
+        metrics.add_counter("records_dropped_total", help_text, base, store.dropped)
+        metrics.add_counter("warnings_total", "Warnings in the record.", base, store.event_count("warning"))
+        events = store.events("device", "host", newest=max(MAX_SAMPLES, _MAX_NODE_SAMPLES * len(names)))
         samples = {(event.kind, event.data.get("node"), event.data.get("index")): event.data for event in events}
         for (kind, node_number, _), data in samples.items():
             device_labels = {key: str(data[key]) for key in ("index", "uuid", "name") if data.get(key) is not None}
-            node_labels = {"node": node_names[node_number]} if node_number in node_names else {}
-            _add_gauges(metrics, kind, {**run_labels, **node_labels, **device_labels}, data)
+            node_labels = {"node": names[node_number]} if node_number in names else {}
+            _add_gauges(metrics, kind, {**base, **node_labels, **device_labels}, data)
         for process in sorted(self._ranks_by_process)[:MAX_PROCESSES]:
             for definition, losses in store.loss_places(process).items():
                 newest, _ = store.newest_losses(process, definition)
@@ -334,9 +312,7 @@ class PrometheusFile:
         modes = {row.mode for row in by_mode}
         times_by_mode = {mode: elapsed_by_process(window.times, mode, False, True) for mode in modes}
         for labels, process, mode, tally in by_mode:
-            help_text = (
-                "Elapsed training time: steps and time between them, without pauses, evaluations, waits for input."
-            )
+            help_text = "Elapsed training time: steps and time between them, without pauses, evaluations, input waits."
             elapsed_ns, _ = times_by_mode[mode].get(process, (0, 0))
             metrics.add_counter("training_seconds_total", help_text, labels, elapsed_ns / 1e9)
             metrics.add_counter("training_steps_total", "Steps in training time.", labels, tally.steps)
@@ -355,9 +331,8 @@ class PrometheusFile:
                     metrics.add_counter("time_seconds_total", help_text, labels, ns / 1e9)
         last_steps: dict[int, tuple[int, int]] = {}
         for key, tally in (*window.by_process.items(), *window.left_out.items()):
-            last_steps[key.process] = max(
-                last_steps.get(key.process, (0, 0)), (tally.last_ns or 0, tally.last_step or 0)
-            )
+            last_step = tally.last_ns or 0, tally.last_step or 0
+            last_steps[key.process] = max(last_steps.get(key.process, (0, 0)), last_step)
         for process, (end_ns, step_number) in sorted(last_steps.items())[:MAX_PROCESSES]:
             labels = self._process_labels(process, with_rank=False)
             end_unix = self._run_info.started_unix + end_ns / 1e9
@@ -371,9 +346,8 @@ class PrometheusFile:
                 continue
             labels, epoch = self._process_labels(process), epochs[-1]
             metrics.add_gauge("epoch", "Number of the current or the last epoch.", labels, epoch.epoch)
-            metrics.add_gauge(
-                "epoch_batch", "Batches that the steps of this epoch have used.", labels, epoch.batches_used
-            )
+            help_text = "Batches that the steps of this epoch have used."
+            metrics.add_gauge("epoch_batch", help_text, labels, epoch.batches_used)
             metrics.add_gauge("epoch_batches", "Batches of the loader of this epoch.", labels, epoch.length)
             estimate = estimate_epoch_time_left(store, epochs, epoch.batches_used) if is_live else ""
             if not isinstance(estimate, str):
@@ -385,12 +359,11 @@ class PrometheusFile:
         for key, tally in window.by_process.items():
             if with_evaluations or not key.kind & EVALUATION:
                 tallies.setdefault((key.process, key.mode), Tally()).merge(tally)
-        return [
-            _ModeTally(
-                {**self._process_labels(process), "mode": mode or "unknown"}, process, mode, tallies[process, mode]
-            )
-            for process, mode in sorted(tallies)[: 2 * MAX_PROCESSES]
-        ]
+        rows = []
+        for process, mode in sorted(tallies)[: 2 * MAX_PROCESSES]:
+            labels = {**self._process_labels(process), "mode": mode or "unknown"}
+            rows.append(_ModeTally(labels, process, mode, tallies[process, mode]))
+        return rows
 
     def _add_stats(self, metrics: MetricsText, window: StatsWindow) -> None:
         """Add the statistics of each mode as in summary and report: the times of each process, and the rate of all."""
@@ -405,18 +378,12 @@ class PrometheusFile:
                 _add_duration_metrics(metrics, "step", "step times over the whole run", labels, stats)
                 for phase in PHASES:
                     if (phase_stats := stats.phase(phase.name)) is not None:
-                        _add_duration_metrics(
-                            metrics,
-                            "phase",
-                            "a phase over steps that ran it",
-                            {**labels, "phase": phase.name},
-                            phase_stats,
-                        )
+                        phase_labels = {**labels, "phase": phase.name}
+                        subject = "a phase over steps that ran it"
+                        _add_duration_metrics(metrics, "phase", subject, phase_labels, phase_stats)
             if (rate := window.rate(mode, evaluation)) is not None:
-                labels, help_end = (
-                    {**self._run_labels, **mode_labels},
-                    "per second of elapsed training time over the whole run.",
-                )
+                labels = {**self._run_labels, **mode_labels}
+                help_end = "per second of elapsed training time over the whole run."
                 metrics.add_gauge("steps_per_second", f"Steps {help_end}", labels, rate.steps_per_s)
                 metrics.add_gauge("samples_per_second", f"Samples {help_end}", labels, rate.samples_per_s)
 
@@ -440,9 +407,8 @@ def _add_duration_metrics(
 ) -> None:
     for quantile, ns in (("0.5", stats.median_ns), ("0.95", stats.p95_ns)):
         if ns is not None:
-            metrics.add_gauge(
-                f"{prefix}_quantile_seconds", f"Quantiles of {subject}.", {**labels, "quantile": quantile}, ns / 1e9
-            )
+            quantile_labels = {**labels, "quantile": quantile}
+            metrics.add_gauge(f"{prefix}_quantile_seconds", f"Quantiles of {subject}.", quantile_labels, ns / 1e9)
     if stats.mean_ns is not None:
         metrics.add_gauge(f"{prefix}_mean_seconds", f"Mean of {subject}.", labels, stats.mean_ns / 1e9)
 

@@ -32,8 +32,7 @@ from dpmon.stalls.why_reply import (
 
 CHECK_INTERVAL_NS = SECOND
 STACKS_AFTER_NS = 5 * SECOND
-"""Stacks are dumped when a rank has made no progress for this long. Then again, each time after half of the time that
-the rank has made no progress."""
+"""Stacks are dumped after a rank has made no progress for this long, and again after half of the time that it lasts."""
 STACK_DUMP_BACKOFF = 50
 """After a stack dump that took t seconds, wait STACK_DUMP_BACKOFF * t seconds before the next one."""
 
@@ -125,58 +124,50 @@ class StallWatch:
         if self._error is not None:
             raise self._error
         now_ns = time.monotonic_ns()
-        request_number = 0 if self._spans_nodes else last_request_number(self._directory)
-        if request_number != self._request_number and not self._is_taking_stacks():
-            self._request_number = request_number
+        request = 0 if self._spans_nodes else last_request_number(self._directory)
+        if request != self._request_number and not self._is_taking_stacks():
+            self._request_number = request
             # This finds processes that were started meanwhile, for example before a takeover.
-            self._inspector.inspect_ranks(self._recorder.last_steps(), now_ns)
-            self._start_taking_stacks(request_number)
+            self._inspect_ranks(now_ns)
+            self._start_taking_stacks(request)
         if self._requested_stacks is not None:
-            (reply_number, dumps), self._requested_stacks = self._requested_stacks, None
-            ranks = self._inspector.with_exceptions(self._inspector.inspect_ranks(self._recorder.last_steps(), now_ns))
-            write_reply(
-                self._directory, reply_number, self._build_reply(ranks, dumps, self._reindexed_stall(ranks), now_ns)
-            )
+            (request_number, dumps), self._requested_stacks = self._requested_stacks, None
+            ranks = self._inspector.with_exceptions(self._inspect_ranks(now_ns))
+            reply = self._build_reply(ranks, dumps, self._reindexed_stall(ranks), now_ns)
+            write_reply(self._directory, request_number, reply)
         if now_ns < self._check_at_ns:
             return
         self._check_at_ns = now_ns + CHECK_INTERVAL_NS
-        ranks = self._inspector.inspect_ranks(self._recorder.last_steps(), now_ns)
+        ranks = self._inspect_ranks(now_ns)
         self._learn_durations(ranks)
         if self.stall is not None and (self._all_died(ranks) or self._is_stopping(now_ns)):
             return
-        still_ns = [
-            now_ns - rank.since_ns for rank in ranks if not rank.is_over and rank.doing != "paused" and rank.since_ns
-        ]
-        longest_ns = max(still_ns, default=0)
+        running = [rank for rank in ranks if not rank.is_over and rank.doing != "paused" and rank.since_ns]
+        longest_ns = max((now_ns - rank.since_ns for rank in running), default=0)
         waits_for_input = longest_ns >= DETAILS_NS and input_wait_start_ns(self._directory) is not None
         if waits_for_input:
             self._earlier_ranks = {}  # the time that a user takes to type is not learned
-        any_is_over = any(rank.is_over for rank in ranks)
-        self._write_rank_report(
-            ranks if any_is_over or (longest_ns >= DETAILS_NS and not waits_for_input) else [], now_ns
-        )
-        if longest_ns < DETAILS_NS or waits_for_input:
+        is_still = longest_ns >= DETAILS_NS and not waits_for_input
+        self._write_rank_report(ranks if is_still or any(rank.is_over for rank in ranks) else [], now_ns)
+        if not is_still:
             self._record_stall_change(None, ranks, now_ns)
             return
         stall = find_stall(ranks, self._durations, now_ns)
-        stacks_missing = stall is not None and not all(
-            ranks[i].has_current_stack for i in (*stall.guilty, *stall.waiting)
-        )
-        if not self._is_taking_stacks() and (
-            stacks_missing or (longest_ns >= STACKS_AFTER_NS and now_ns >= self._stacks_at_ns)
-        ):
+        involved = () if stall is None else (*stall.guilty, *stall.waiting)
+        needs_stacks = not all(ranks[i].has_current_stack for i in involved)
+        is_due = longest_ns >= STACKS_AFTER_NS and now_ns >= self._stacks_at_ns
+        if not self._is_taking_stacks() and (needs_stacks or is_due):
             self._stacks_at_ns = now_ns + max(STACKS_AFTER_NS, longest_ns // 2)
             self._start_taking_stacks(None)
-        if not stacks_missing and not self._may_still_be_stalled(
-            ranks, now_ns
-        ):  # without stacks, the wrong rank may be named
+        # Without stacks, the wrong rank may be named.
+        if not needs_stacks and not self._may_still_be_stalled(ranks, now_ns):
             self._record_stall_change(stall, ranks, now_ns)
 
-    def _write_rank_report(self, ranks: list[RankActivity], now_ns: int) -> None:
-        """If other ranks of the job run on other nodes, write what these ranks are doing for the mirror to read.
+    def _inspect_ranks(self, now_ns: int) -> list[RankActivity]:
+        return self._inspector.inspect_ranks(self._recorder.last_steps(), now_ns)
 
-        CPU use changes on every call, so it is ignored.
-        """
+    def _write_rank_report(self, ranks: list[RankActivity], now_ns: int) -> None:
+        """Write what these ranks do for the mirror, if the job has other ranks. CPU use, which varies, is ignored."""
         if self._spans_nodes or len(ranks) >= max((rank.world for rank in ranks), default=0):
             ranks = []
         ranks = self._inspector.with_exceptions(ranks) if any(rank.is_over for rank in ranks) else ranks
@@ -189,10 +180,7 @@ class StallWatch:
                 )
 
     def _is_stopping(self, now_ns: int) -> bool:
-        """Return whether the user has asked to stop the run since the stall began.
-
-        What the ranks do after this is not recorded as a cause of the stall.
-        """
+        """Return whether the user has asked to stop the run since the stall began. What ranks do then is no cause."""
         stop_unix = stop_requested_unix(self._directory)
         start_unix = time.time() - (now_ns - self.stall.since_ns) / SECOND if self.stall is not None else 0.0
         return stop_unix is not None and stop_unix > start_unix
@@ -211,10 +199,7 @@ class StallWatch:
         return self.stall and self.stall._replace(guilty=guilty, waiting=waiting)
 
     def _may_still_be_stalled(self, ranks: list[RankActivity], now_ns: int) -> bool:
-        """Return whether a stall recorded by an earlier supervisor may still be going on.
-
-        For the first few seconds, there are no signs of life to decide it.
-        """
+        """Return whether an earlier supervisor's stall may still be going on: at first, no signs of life are known."""
         if self.stall is None:
             return False
         still_ranks = [rank for rank in ranks if not rank.is_over and rank.since_ns <= self.stall.since_ns + SECOND]
@@ -226,17 +211,14 @@ class StallWatch:
             self._thread.join(1.0)
         now_ns = time.monotonic_ns()
         with contextlib.suppress(Exception):  # as in `poll`
-            self._write_rank_report(self._inspector.inspect_ranks(self._recorder.last_steps(), now_ns), now_ns)
+            self._write_rank_report(self._inspect_ranks(now_ns), now_ns)
         self._inspector.close()
 
     def _is_taking_stacks(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
     def _start_taking_stacks(self, request_number: int | None) -> None:
-        """Dump stacks on a thread, because py-spy may take long.
-
-        `request_number`: the number of the reader's request that wants the stacks; None if none does.
-        """
+        """Dump stacks on a thread, because py-spy may take long. `request_number`: of a reader's request, or None."""
 
         def work() -> None:
             start_ns = time.monotonic_ns()

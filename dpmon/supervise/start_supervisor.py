@@ -44,7 +44,7 @@ START_DIRECTORY = "DPMON_START_DIRECTORY"
 """Environment variable: the directory in which dpmon was started. The commands for events run there."""
 NODE_COMMAND_PREFIX = "DPMON_MACHINE_"
 """Environment variables with this prefix and a node's number give a mirror the command for that node, as JSON."""
-SECRET_ARGUMENT_PREFIX = "DPMON_ARGUMENT_"
+SECRET_PREFIX = "DPMON_ARGUMENT_"
 """Environment variables with this prefix and a position give a supervisor the argument at this position of the command,
 if the argument contains a secret. run.json does not have it. Other users cannot read the environment of a process."""
 MIN_NOTIFIER_WAIT_S, MAX_NOTIFIER_WAIT_S = 5.0, 600.0
@@ -54,7 +54,7 @@ MIN_NOTIFIER_WAIT_S, MAX_NOTIFIER_WAIT_S = 5.0, 600.0
 def start_supervisor(directory: Path, *, stdin: bool, secrets: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """Start the supervisor of the run in `directory`. With `stdin`, the command gets dpmon's own standard input.
 
-    `secrets`: environment variables with the arguments that contain secrets (SECRET_ARGUMENT_PREFIX).
+    `secrets`: environment variables with the arguments that contain secrets (SECRET_PREFIX).
     Raises OSError if the supervisor cannot be started.
     """
     # Take the lock before the process exists, so that the run never seems to have lost its supervisor.
@@ -89,10 +89,7 @@ class NotifierLauncher:
         return lock_fd is None
 
     def poll(self, now: float) -> None:
-        """Start the notifier unless one is already running, possibly started by an earlier supervisor.
-
-        If it keeps dying, wait twice as long before each further start.
-        """
+        """Start the notifier unless one is already running. If it keeps dying, wait twice as long before each start."""
         if not self._is_enabled or now < self._check_at:
             return
         self._check_at = now + self._wait_s
@@ -164,10 +161,8 @@ class SupervisorTakeover:
                 return
             if needs_supervisor(self._directory, run_info, load_exit(self._directory)):
                 self._has_started = True
-                variables = {
-                    f"{NODE_COMMAND_PREFIX}{node_number}": json.dumps(command)
-                    for node_number, command in enumerate(self._node_commands)
-                }
+                commands = enumerate(self._node_commands)
+                variables = {f"{NODE_COMMAND_PREFIX}{node}": json.dumps(command) for node, command in commands}
                 module = _MIRROR if run_info.nodes else _SUPERVISOR
                 self._process = _start(self._directory, TAKE_OVER, module=module, variables=variables)
                 _started.append(self._process)
@@ -242,24 +237,15 @@ def _start(
     environment.pop("DPMON_RUN", None)
     dpmon_parent = str(Path(dpmon.__file__).resolve().parent.parent)
     import_paths = [path for path in sys.path if path and not _is_current_directory(path)]
-    bytecode_options = ["-B"] if sys.dont_write_bytecode else []  # the user's setting, which -I would ignore
+    # -B is the user's setting, which -I would ignore.
+    options = ["-I", "-B", "-c"] if sys.dont_write_bytecode else ["-I", "-c"]
     try:
         log_fd = open_file(directory / "supervisor.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     except OSError:  # not a regular file, or the disk is full: the run is more important than its log
         log_fd = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
     try:
         return subprocess.Popen(
-            [
-                sys.executable,
-                "-I",
-                *bytecode_options,
-                "-c",
-                _BOOT.format(module),
-                str(directory),
-                argument,
-                dpmon_parent,
-                *import_paths,
-            ],
+            [sys.executable, *options, _BOOT.format(module), str(directory), argument, dpmon_parent, *import_paths],
             env=environment,
             stdin=None if stdin else subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

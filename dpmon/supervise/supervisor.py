@@ -38,7 +38,7 @@ from dpmon.supervise.command_process import (
 )
 from dpmon.supervise.output_space import OutputSpaceReserver
 from dpmon.supervise.start_supervisor import (
-    SECRET_ARGUMENT_PREFIX,
+    SECRET_PREFIX,
     TAKE_OVER,
     NotifierLauncher,
     keep_child_statuses,
@@ -52,7 +52,6 @@ if TYPE_CHECKING:
 
 
 SHUTDOWN_GRACE_S = 2.0
-"""Time between a signal to leave and the supervisor's end."""
 KEPT_OUTPUT_BYTES = 1 << 20
 """How much of the script's newest output is kept even on a full disk."""
 SPARE_FILE, SPARE_BYTES = "spare", 1 << 16
@@ -93,10 +92,7 @@ class Supervisor:
             self._has_event_command = command is not None and shutil.which(command[0]) is not None
 
     def run(self, lock_fd: int | None) -> None:
-        """Start the command and supervise it until it has ended.
-
-        `lock_fd`: the descriptor that holds the run's lock; None to take the lock here.
-        """
+        """Start the command and supervise it until its end. `lock_fd`: holds the run's lock; None to take it here."""
         inherited_fds = _inherited_descriptors()
         if lock_fd is None:
             take_lock(self._directory)
@@ -110,10 +106,8 @@ class Supervisor:
                 echo_file = None if self._run_info.headless else self._directory / "output.log"
                 rows, columns = self._run_info.options.get("window", (24, 80))
                 self._terminal = InputTerminal(self._directory, min(rows, 9999), min(columns, 9999), echo_file)
-            command = tuple(
-                os.environ.pop(f"{SECRET_ARGUMENT_PREFIX}{position}", argument)
-                for position, argument in enumerate(self._run_info.command)
-            )
+            arguments = enumerate(self._run_info.command)
+            command = tuple(os.environ.pop(f"{SECRET_PREFIX}{index}", argument) for index, argument in arguments)
             run_info = replace(self._run_info, command=command)  # never written to a file: it may contain secrets
             pid = start_command(run_info, self._directory, self._terminal, os.environ)
         except OSError as error:
@@ -325,9 +319,8 @@ class Supervisor:
     def _find_ending(self, command: WatchedCommand) -> ExitInfo:
         """Find out how the command ended, and why. Record it at once, before any work that may fail or take long."""
         exit_info = command.exit_info(self._run_info)
-        exit_info = (
-            exit_info if exit_info.cause is not None else replace(exit_info, cause=self._find_exit_cause(exit_info))
-        )
+        if exit_info.cause is None:
+            exit_info = replace(exit_info, cause=self._find_exit_cause(exit_info))
         with contextlib.suppress(OSError):
             remove_file(self._directory / SPARE_FILE)
         self._record_exit(replace(exit_info, drained=False))
@@ -364,11 +357,8 @@ class Supervisor:
     def _find_exit_cause(self, exit_info: ExitInfo) -> str | None:
         """Return the cause of the command's end; None if unknown. Never raises, because the status must not be lost."""
         try:
-            if (
-                (cause := self._oom_counter.cause(exit_info.signal))
-                or not exit_info.status
-                or exit_info.signal is not None
-            ):
+            cause = self._oom_counter.cause(exit_info.signal)
+            if cause or not exit_info.status or exit_info.signal is not None:
                 return cause
             failure = find_first_failure(self._directory, self._run_info, exit_info.status)
             return None if failure is None else failure.sentence(self._run_info.cwd)

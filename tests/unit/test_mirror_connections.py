@@ -60,7 +60,7 @@ def events_in(mirror: Mirror) -> list[float]:
 def test_what_comes_after_rubbish_is_left_out_until_the_next_connection(mirror: Mirror) -> None:
     mirror._handle_report(LinkOpened(0, MARKER))
     send(mirror, event(1), b"half a li", event(2), beat(0, 2))
-    node = mirror.connections[0].node
+    node = mirror.peers[0].node
     assert node.state == "cut"
     assert node.why == "it sent invalid data: it sent a line that is not JSON"
     assert mirror._commit()
@@ -114,7 +114,7 @@ def test_the_bytes_that_wait_for_a_full_disk_are_bounded(
         mirror._commit()
         held.append(sum(len(row[-1]) for _, chunk in mirror._chunks for row in chunk.rows["events"]))
     assert 500_000 < max(held) <= MAX_NODE_BACKLOG_BYTES
-    node = mirror.connections[0].node
+    node = mirror.peers[0].node
     assert (node.state, node.why) == (state, None if state == "connected" else "its records cannot be written here")
     monkeypatch.undo()
     mirror._handle_report(LinkOpened(0, MARKER))
@@ -142,18 +142,18 @@ def test_the_bytes_of_all_machines_that_wait_for_a_full_disk_are_bounded_togethe
     monkeypatch.setattr(mirror.history, "write", full)
     for at in range(40):
         row = [at + 1, -1, 0, json.dumps({"kind": "host", "t_s": float(at), "text": "x" * 4_000})]
-        for machine in mirror.connections[1:]:
+        for machine in mirror.peers[1:]:
             if machine.node.state == "cut":
                 mirror._handle_report(LinkOpened(machine.node.number, MARKER))
             for line in ({**event(0), "rows": [row]}, beat(machine.offset, at + 1)):
                 mirror._handle_report(LineReceived(machine.node.number, json.dumps(line).encode()))
         mirror._commit()
         assert sum(len(row[-1]) for _, chunk in mirror._chunks for row in chunk.rows.get("events", ())) <= most
-        states |= {(machine.node.state, machine.node.why) for machine in mirror.connections[1:]}
+        states |= {(machine.node.state, machine.node.why) for machine in mirror.peers[1:]}
     assert states == {("connected", None), ("cut", "its records cannot be written here")}
     monkeypatch.setattr(mirror.history, "write", write)
     assert mirror._commit()
-    assert mirror.connections[0].node.state == "ended"  # the end of its run was not forgotten
+    assert mirror.peers[0].node.state == "ended"  # the end of its run was not forgotten
     mirror.links.close_all()
     mirror.history.close()
 
@@ -162,7 +162,7 @@ def test_nothing_comes_after_the_end_of_a_run(mirror: Mirror) -> None:
     mirror._handle_report(LinkOpened(0, MARKER))
     send(mirror, beat(0, 0, exit={"status": 0, "seconds": 1.0}), event(1), beat(0, 1))
     assert mirror._commit()
-    assert mirror.connections[0].node.state == "ended"
+    assert mirror.peers[0].node.state == "ended"
     assert events_in(mirror) == []
     assert not mirror.links._idle
 
@@ -173,11 +173,11 @@ def test_a_run_has_ended_once_its_last_records_are_written(mirror: Mirror, monke
 
     mirror._handle_report(LinkOpened(0, MARKER))
     send(mirror, event(1), beat(0, 1, exit={"status": 0, "seconds": 1.0}))
-    node = mirror.connections[0].node
+    node = mirror.peers[0].node
     with monkeypatch.context() as patched:
         patched.setattr(mirror.history, "write", full)
         assert not mirror._commit()
-    assert (node.state, mirror.connections[0].is_over, mirror.links._idle) == ("connected", False, [])
+    assert (node.state, mirror.peers[0].is_over, mirror.links._idle) == ("connected", False, [])
     assert mirror._commit()
     assert (mirror.history._history.rows("SELECT state FROM nodes"), events_in(mirror)) == ([("ended",)], [1.0])
 
@@ -213,8 +213,8 @@ def test_a_machine_with_too_many_damaged_rows_delays_no_other_one(
 def test_odd_facts_of_ranks_end_the_connection_of_their_machine(mirror: Mirror, line: bytes) -> None:
     mirror._handle_report(LinkOpened(0, MARKER))
     send(mirror, line, beat(0, 0))
-    assert mirror.connections[0].node.state == "cut"
-    assert (mirror.connections[0].node.why or "").startswith("it sent invalid data: ")
+    assert mirror.peers[0].node.state == "cut"
+    assert (mirror.peers[0].node.why or "").startswith("it sent invalid data: ")
 
 
 @pytest.fixture
@@ -406,7 +406,7 @@ def test_a_run_ends_well_if_it_does_on_all_machines(
 def test_a_machine_that_was_never_reached_does_not_hold_up_the_end(tmp_path: Path) -> None:
     words = [["gpu-0", "r", "false"], ["gpu-1", "job=slurm:1", "ssh", "gpu-1", "dpmon"]]
     mirror = Mirror(tmp_path, info_of(2), words)
-    there, away = mirror.connections
+    there, away = mirror.peers
     mirror._handle_report(LinkOpened(0, MARKER))
     send(mirror, beat(0, 0, exit={"status": 0, "seconds": 1.0}))
     assert not away.is_over
@@ -427,7 +427,7 @@ def test_a_machine_that_was_never_reached_does_not_hold_up_the_end(tmp_path: Pat
 def test_a_machine_that_is_reached_at_last_is_followed_by_its_run(tmp_path: Path) -> None:
     words = [["gpu-0", "job=slurm:1", "ssh", "gpu-0", "dpmon"]]
     mirror = Mirror(tmp_path, info_of(1), words)
-    machine = mirror.connections[0]
+    machine = mirror.peers[0]
     assert mirror.links._command(0)[-4:] == ["export", "job=slurm:1", "--follow", "--rollups"]
     mirror._handle_report(LinkOpened(0, MARKER))
     assert machine.node.why == "it sent invalid data: it has not named its run"
@@ -457,7 +457,7 @@ def test_a_run_that_its_user_stopped_on_the_machines_was_stopped(
         mirror._handle_report(LineReceived(number, json.dumps(line).encode()))
     assert mirror._commit()
     mirror._record_run_exit()
-    assert json.loads(mirror.connections[0].node.exit or "")["stopped"]
+    assert json.loads(mirror.peers[0].node.exit or "")["stopped"]
     mirror.links.close_all()
     mirror.history.close()
     how_ended = load_exit(tmp_path)
@@ -479,11 +479,11 @@ def test_a_machine_whose_times_have_moved_is_left_out(
     for asleep in (0, asleep_s):
         mirror._handle_report(LinkOpened(0, MARKER))
         for _ in range(3):
-            answer = {"answer": mirror.connections[0].clock_request[0], "now_ns": there_ns + asleep * 10**9}
+            answer = {"answer": mirror.peers[0].clock_request[0], "now_ns": there_ns + asleep * 10**9}
             send(mirror, answer)
         send(mirror, beat(0, 0))
-    assert mirror.connections[0].node.state == state
-    assert mirror.connections[0].node.shift_s == 2000
+    assert mirror.peers[0].node.state == state
+    assert mirror.peers[0].node.shift_s == 2000
 
 
 def test_a_machine_cannot_fill_the_log(
@@ -495,12 +495,12 @@ def test_a_machine_cannot_fill_the_log(
         mirror._handle_report(LinkOpened(0, MARKER))
         send(mirror, damaged, beat(0, 1))
         assert mirror._commit()
-    mirror._reject_node(mirror.connections[0], "x" * 100_000)
+    mirror._reject_node(mirror.peers[0], "x" * 100_000)
     logged = capfd.readouterr().err
     assert f"gpu-0: {MAX_DAMAGED + 1} damaged rows" in logged
     assert 3000 <= len(logged) < 3100
     monkeypatch.setattr("dpmon.mirror.mirror.MAX_LOG_BYTES", 1 << 20)
-    mirror._reject_node(mirror.connections[0], "x" * 100_000)
+    mirror._reject_node(mirror.peers[0], "x" * 100_000)
     assert 500 < len(capfd.readouterr().err) < 1100
 
 

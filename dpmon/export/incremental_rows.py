@@ -131,7 +131,7 @@ class IncrementalRows:
             lines += self._lines("rings", self._filter_changed("rings", self._rows(store, "rings", ""), 1))
         lines += self._definitions(store)
         lines += self._new_id_rows(store, end_id, is_last=is_last and end_id == newest_id)
-        lines += self._changed_small_tables(store, upto_s, seldom=seldom, last=is_last)
+        lines += self._changed_small_tables(store, upto_s, seldom=seldom, is_last=is_last)
         lines += self._gap_rows(store)
         lines += self._tallies(store, max(tallied_s, self._tallied))
         self._chunks += 1
@@ -289,7 +289,7 @@ class IncrementalRows:
             self._defined[ring.process] = max((row[1] for row in rows if row[0] == ring.process), default=last_number)
         return self._lines("definitions", rows)
 
-    def _changed_small_tables(self, store: Store, upto_s: int, *, seldom: bool, last: bool) -> list[str]:
+    def _changed_small_tables(self, store: Store, upto_s: int, *, seldom: bool, is_last: bool) -> list[str]:
         """Return the changed rows of the small tables, and the sums of collectives and devices."""
         tables = [("series", 1), ("keys", 4), *([("shapes", 7)] if seldom else [])]
         lines = []
@@ -298,7 +298,7 @@ class IncrementalRows:
         loops = "WHERE loop > (SELECT max(loop) FROM loops AS other WHERE other.process = loops.process) - ?"
         recent = _MAX_ROWS if self._chunks == 0 else 10
         lines += self._lines("loops", self._filter_changed("loops", self._rows(store, "loops", loops, recent), 2))
-        minute = last or self._chunks % MINUTE_CHUNKS == 0
+        minute = is_last or self._chunks % MINUTE_CHUNKS == 0
         for table, per, width in _SUM_TABLES[: seldom + (seldom and minute)]:
             lines += self._lines(table, self._changed_sum_rows(store, table, per, width, upto_s))
         return lines
@@ -355,13 +355,15 @@ class IncrementalRows:
         for table, key_length in (("tallies", 6), ("times", 4)):
             changed = self._rows(store, table, "WHERE width = 1 AND start_s >= ? AND start_s < ?", start_s, upto_s)
             changed = self._filter_changed(table, changed, key_length)
-            for at in range(0, len(late_seconds), 500):
-                condition = f"WHERE width = 1 AND start_s IN ({', '.join(map(str, late_seconds[at : at + 500]))})"
+            for edge_s in range(0, len(late_seconds), 500):
+                condition = (
+                    f"WHERE width = 1 AND start_s IN ({', '.join(map(str, late_seconds[edge_s : edge_s + 500]))})"
+                )
                 changed += self._rows(store, table, condition)
             seconds.update(row[1] for row in changed)
             rows[table] = [(1, row[1] + self._shift_s, *row[2:]) for row in changed]
         for width, start in self._closed_time_buckets(seconds, upto_s):
-            first, end = (store.next_bucket_edge(max(at - self._shift_s, 0)) for at in (start, start + width))
+            first, end = (store.next_bucket_edge(max(edge_s - self._shift_s, 0)) for edge_s in (start, start + width))
             if first < end:
                 for left_out in (False, True):
                     tallies = store.tallies(first, end, left_out=left_out)

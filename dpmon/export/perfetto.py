@@ -34,11 +34,11 @@ MAX_TRACKS_OF_KIND = 64
 _SUPERVISOR = "dpmon"
 
 
-def write_trace(info: RunInfo, records: Iterable[Record], file: TextIO) -> None:
+def write_trace(run_info: RunInfo, records: Iterable[Record], file: TextIO) -> None:
     """Write `records` as one JSON array with one event per line. Close the array even after an exception."""
     trace = _Trace(file)
     try:
-        trace.write_run(info)
+        trace.write_run(run_info)
         for record in records:
             trace.add(record)
     finally:
@@ -143,10 +143,15 @@ class _Trace:
 
     # ------------------------------------------------------------------------------------------ records
 
-    def write_run(self, info: RunInfo) -> None:
+    def write_run(self, run_info: RunInfo) -> None:
         """Write the run itself, as a process that has only marks."""
-        run = self._process(_SUPERVISOR, f"dpmon run {short_name(info)}")
-        args = {"id": info.id, "script": info.script, "command": list(info.command), "versions": dict(info.versions)}
+        run = self._process(_SUPERVISOR, f"dpmon run {short_name(run_info)}")
+        args = {
+            "id": run_info.id,
+            "script": run_info.script,
+            "command": list(run_info.command),
+            "versions": dict(run_info.versions),
+        }
         self._write_instant(run, "start", 0.0, "g", args)
 
     def end(self) -> None:

@@ -23,8 +23,8 @@ _MAX_NODE_RANKS = 512
 class _ReportedRanks(RankInspector):
     """The ranks of all nodes, as the nodes' supervisors report them while a rank makes no progress."""
 
-    def __init__(self, directory: Path, info: RunInfo) -> None:
-        super().__init__(directory, info.cwd)
+    def __init__(self, directory: Path, run_info: RunInfo) -> None:
+        super().__init__(directory, run_info.cwd)
         self.ranks_by_node: dict[int, list[RankActivity]] = {}
         """Ranks by node; empty if all ranks of the node make progress. A disconnected node is missing."""
 
@@ -52,15 +52,15 @@ class CrossNodeStallDetector:
     def __init__(
         self,
         directory: Path,
-        info: RunInfo,
+        run_info: RunInfo,
         recorder: StallRecorder,
         node_count: int,
         local_process_number: Callable[[int, int], int | None],
     ) -> None:
         """`local_process_number`: returns the number in this run of a process of a node, or None."""
-        self.info = info
+        self.info = run_info
         self._directory, self._recorder, self._local_process_number = directory, recorder, local_process_number
-        self._inspector = _ReportedRanks(directory, info)
+        self._inspector = _ReportedRanks(directory, run_info)
         self._node_count = node_count
         self._awaited_nodes = set(range(node_count))
         """The nodes that have neither reported yet nor been disconnected."""

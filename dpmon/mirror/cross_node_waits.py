@@ -146,12 +146,11 @@ class CrossNodeWaits:
         """Return the entries of waits for a tally."""
         if not waits:
             return b""
-        exposed, wait, held = self._series
-        entries = encode_entry(exposed, [one.exposed_ns for one in waits]) + encode_entry(
-            wait, [one.wait_ns for one in waits]
-        )
-        delays = [one.held_ns for one in waits if one.held_ns is not None]
-        return entries + encode_entry(held, delays) if delays else entries
+        exposed_series, wait_series, held_series = self._series
+        entries = encode_entry(exposed_series, [wait.exposed_ns for wait in waits])
+        entries += encode_entry(wait_series, [wait.wait_ns for wait in waits])
+        delays = [wait.held_ns for wait in waits if wait.held_ns is not None]
+        return entries + encode_entry(held_series, delays) if delays else entries
 
     def read_stored_waits(self, width: int, start: int, length: int, key: TallyKey, more: bytes = b"") -> bytes:
         """Return the waits in `more` and in the stored tallies of a time bucket.

@@ -273,8 +273,8 @@ class MirrorHistory:
     def _put_events(self, node: NodeRow, rows: Iterable[tuple[Any, ...]], new_ids: Mapping[int, int]) -> None:
         numbers = self._local_numbers[node.number]
 
-        def renamed(found: re.Match[str]) -> str:
-            number = numbers.get(int(found[1]))
+        def renamed(match: re.Match[str]) -> str:
+            number = numbers.get(int(match[1]))
             return f'"process":{"null" if number is None else number}'
 
         moved = []
@@ -306,7 +306,9 @@ class MirrorHistory:
         series_numbers = self._series[node.number]
         moved: list[tuple[Any, ...]] = []
         finer, written_width = dict(zip(WIDTHS[1:], WIDTHS, strict=False)), 1
-        for row, number in sorted(self._renumber_rows(node, rows.get("tallies", ()), 2), key=lambda one: one[0][0]):
+        for row, number in sorted(
+            self._renumber_rows(node, rows.get("tallies", ()), 2), key=lambda row_and_number: row_and_number[0][0]
+        ):
             width, start, _, mode, kind, batch = row[:6]
             key = TallyKey(number, mode, kind, batch)
             try:

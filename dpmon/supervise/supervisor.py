@@ -332,7 +332,7 @@ class Supervisor:
         drain.flush(over=True)
         data = {"status": exit_info.status, "signal": exit_info.signal, "t_s": exit_info.seconds}
         data |= {name: text for name in ("unknown", "cause") if (text := getattr(exit_info, name)) is not None}
-        if not drain.has_exit_record():  # else a supervisor that was killed later has recorded it
+        if not drain.has_exit_record():  # otherwise, a supervisor that was killed later has recorded it
             drain.emit("exit", data)
         drain.flush()
         if metrics is not None:

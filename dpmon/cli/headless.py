@@ -23,7 +23,7 @@ from dpmon.run.run_registry import short_name
 from dpmon.run.safe_files import open_file
 from dpmon.run.stdin_terminal import send_input
 from dpmon.sanitize import sanitize_line
-from dpmon.supervise.foreground_guard import FORWARDED
+from dpmon.supervise.foreground_guard import FORWARDED_SIGNALS
 from dpmon.text.cells import encode_for_stream
 
 if TYPE_CHECKING:
@@ -268,7 +268,7 @@ class HeadlessRun:
     def _handle_signals(self, early: Sequence[int]) -> None:
         if self._guard is None:
             return
-        for number in FORWARDED:
+        for number in FORWARDED_SIGNALS:
             # A shell script starts its background jobs with signals ignored: leave these ignored.
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._on_signal)

@@ -27,7 +27,7 @@ from dpmon.run.run_registry import create_run, short_name
 from dpmon.run.safe_files import open_file
 from dpmon.supervise.command_resolver import ResolvedCommand, resolve
 from dpmon.supervise.foreground_guard import SupervisorGuard, become_reaper, poll_in_background, remember_signals
-from dpmon.supervise.start_supervisor import ARGUMENT, keep_child_statuses, start_supervisor
+from dpmon.supervise.start_supervisor import SECRET_PREFIX, keep_child_statuses, start_supervisor
 
 if TYPE_CHECKING:
     from typing import Literal
@@ -88,7 +88,7 @@ def run(options: argparse.Namespace) -> int:
     if headless:
         _make_logs(reader)
     follower = HeadlessRun(reader, lines=lines) if headless else None
-    secrets = {f"{ARGUMENT}{at}": word for at, word in enumerate(command.argv) if word != info.command[at]}
+    secrets = {f"{SECRET_PREFIX}{at}": word for at, word in enumerate(command.argv) if word != info.command[at]}
     try:
         supervisor = start_supervisor(directory, stdin=inherit, secrets=secrets)
     except OSError as error:

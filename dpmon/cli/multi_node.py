@@ -16,7 +16,7 @@ from dpmon.cli.messages import print_message
 from dpmon.cli.options import UsageError
 from dpmon.mirror.mirror_run import find_or_create_mirror
 from dpmon.mirror.remote_hosts import (
-    PLAIN,
+    PLAIN_WORD,
     HostOutput,
     RemoteHost,
     expand_hostlist,
@@ -236,7 +236,7 @@ def _find_or_create_mirror(
             time.sleep(_ASK_AGAIN_S)
     chosen_runs = [there for same in on_machine.values() for there in same]
     # Look for dpmon where it is on another machine that is reached in the same way.
-    place = next((there.machine.dpmon for there in chosen_runs if there.machine.way), ("dpmon",))
+    place = next((there.machine.dpmon for there in chosen_runs if there.machine.connection_words), ("dpmon",))
     job = JOB + chosen_runs[0].job.replace(" ", ":", 1)
     ways: list[list[str]] = []
     for machine in asked:
@@ -244,7 +244,7 @@ def _find_or_create_mirror(
         for number, there in enumerate(on_machine.get(name, ()), 1):
             ways.append([name if number == 1 else f"{name}:{number}", there.run.id, *there.machine.command_prefix])
         if name in failed and not failed[name].for_good:
-            if job != JOB and PLAIN.fullmatch(job) and len(chosen_runs) == len(on_machine):
+            if job != JOB and PLAIN_WORD.fullmatch(job) and len(chosen_runs) == len(on_machine):
                 ways.append([name, job, *machine._replace(dpmon=place).command_prefix])
                 print_message(f"{name}: dpmon tries again, and shows it when it answers")
             else:

@@ -21,60 +21,63 @@ from dpmon.store.store_opening import open_store
 
 
 class ExportError(DpmonError):
-    """The export cannot be written; the text is one sentence for the user."""
+    """An export that cannot be written; the text is one sentence for the user."""
 
 
-def export(directory: Path, form: str = "jsonl", output: str | None = None, only: str | None = None) -> None:
+def export(
+    directory: Path, format_name: str = "jsonl", output: str | None = None, only_kind: str | None = None
+) -> None:
     """Write the current records of the run in `directory`, which may still be running.
 
-    `form`: jsonl, csv or perfetto. `output`: a file, "-" or None for standard output; for csv a directory with one file
-    per kind, unless `only` (one of RECORDS) selects one kind. A file is replaced in one step, at the end.
+    `format_name`: jsonl, csv or perfetto. `output`: a file, or "-" or None for standard output. For csv, a directory
+    that gets one file per kind, unless `only_kind` (one of RECORDS) selects a kind. Files are replaced atomically.
     Raises ExportError, or RunError if the directory is not a run.
     """
-    piped = output in (None, "-")
-    if form == "csv" and only is None and piped:
+    to_stdout = output in (None, "-")
+    if format_name == "csv" and only_kind is None and to_stdout:
         raise ExportError("csv writes one file per kind: give a directory with -o, or choose one kind (--kind call)")
-    if form == "perfetto" and only is not None:
+    if format_name == "perfetto" and only_kind is not None:
         raise ExportError("a perfetto trace holds all kinds: --kind is for jsonl and csv")
     try:
-        if form == "csv" and only is None:
-            _write_tables(directory, Path(str(output)))
+        if format_name == "csv" and only_kind is None:
+            _write_csv_files(directory, Path(str(output)))
             return
-        with utf8_stdout() if piped else open_replacement(Path(str(output))) as file:
-            _write_one(directory, form, only, file)
+        with utf8_stdout() if to_stdout else open_replacement(Path(str(output))) as file:
+            _write_single_file(directory, format_name, only_kind, file)
     except BrokenPipeError:
         raise
     except OSError as error:
-        where = "standard output" if piped else error.filename if form == "csv" and error.filename else output
-        raise ExportError(f"{where} cannot be written: {error.strerror or error}") from None
+        file_name = (error.filename if format_name == "csv" else None) or output
+        target = "standard output" if to_stdout else file_name
+        raise ExportError(f"{target} cannot be written: {error.strerror or error}") from None
 
 
-def _write_one(directory: Path, form: str, only: str | None, file: TextIO) -> None:
-    if form == "perfetto":
+def _write_single_file(directory: Path, format_name: str, only_kind: str | None, file: TextIO) -> None:
+    if format_name == "perfetto":
         write_trace(load_info(directory), iter_records(directory), file)
         return
-    if form == "jsonl":
-        write_jsonl(directory, file, only)
+    if format_name == "jsonl":
+        write_jsonl(directory, file, only_kind)
         return
     tables = CsvTables(lambda _: file)
-    tables.row_writer(str(only))
-    tables.write(record for record in iter_records(directory) if kind_of(record) == only)
+    tables.row_writer(str(only_kind))
+    tables.write(record for record in iter_records(directory) if kind_of(record) == only_kind)
 
 
-def _write_tables(directory: Path, where: Path) -> None:
-    """Write one file per kind of record; all files get their names at the end."""
-    os.makedirs(where, exist_ok=True)
+def _write_csv_files(directory: Path, output_directory: Path) -> None:
+    """Write one file per kind of record. All files get their names at the end."""
+    os.makedirs(output_directory, exist_ok=True)
     for name in RECORDS:  # check all files before writing the first
-        check_replaceable(where / f"{name}.csv")
+        check_replaceable(output_directory / f"{name}.csv")
     with contextlib.ExitStack() as files:
-        tables = CsvTables(lambda which: files.enter_context(replace_file(where / f"{which}.csv")))
+        tables = CsvTables(lambda name: files.enter_context(replace_file(output_directory / f"{name}.csv")))
         tables.write(iter_records(directory))
 
 
 def iter_records(directory: Path) -> Iterator[Record]:
-    """All records of the run in `directory`, then one of kind `dropped`, then the exit if the run is over.
+    """Yield all records of the run in `directory`, then one of kind `dropped`, then the exit if the run has ended.
 
-    If the history is damaged, a warning says so before `dropped`.
+    If the history is damaged, a warning comes before `dropped`.
 
     Raises RunError if the directory is not a run of this user.
     """
@@ -83,24 +86,29 @@ def iter_records(directory: Path) -> Iterator[Record]:
             for record in store.records():
                 if not isinstance(record, Event) or record.kind != "exit":
                     yield record
-            damaged, dropped = store.damaged, {"count": store.dropped, "pruned": store.pruned}
+            damage, dropped = store.damaged, {"count": store.dropped, "pruned": store.pruned}
     except HistoryError as error:
-        damaged, dropped = f"the history cannot be read: {error}", {"count": 0, "pruned": 0}
-    if damaged is not None:
-        yield Event("warning", {"process": None, "t_s": None, "text": damaged})
+        damage, dropped = f"the history cannot be read: {error}", {"count": 0, "pruned": 0}
+    if damage is not None:
+        yield Event("warning", {"process": None, "t_s": None, "text": damage})
     yield Event("dropped", dropped)
-    how = load_exit(directory)
-    if how is not None:
-        data: dict[str, object] = {"status": how.status, "signal": how.signal, "t_s": how.seconds, "by": how.by}
-        if how.unknown is not None:
-            data["absent"] = {"status": how.unknown}
-        if how.cause is not None:
-            data["cause"] = how.cause
+    exit_info = load_exit(directory)
+    if exit_info is not None:
+        data: dict[str, object] = {
+            "status": exit_info.status,
+            "signal": exit_info.signal,
+            "t_s": exit_info.seconds,
+            "by": exit_info.by,
+        }
+        if exit_info.unknown is not None:
+            data["absent"] = {"status": exit_info.unknown}
+        if exit_info.cause is not None:
+            data["cause"] = exit_info.cause
         yield Event("exit", data)
 
 
-def write_jsonl(directory: Path, file: IO[str], only: str | None = None) -> None:
-    """Write all records of a run (or those of one kind) to `file`, one JSON object per line, in ASCII."""
+def write_jsonl(directory: Path, file: IO[str], only_kind: str | None = None) -> None:
+    """Write all records of a run, or those of one kind, to `file`: one JSON object per line, in ASCII."""
     for record in iter_records(directory):
-        if only is None or kind_of(record) == only:
+        if only_kind is None or kind_of(record) == only_kind:
             file.write(to_safe_json(as_json(record), separators=(",", ":")) + "\n")

@@ -1,9 +1,9 @@
-"""CSV: one table per kind, one row per record (for memory, one per device), the same columns for every run.
+"""CSV: one table per kind and one row per record (for memory, one per device), with the same columns for every run.
 
-An empty cell means that a value is unknown or a phase did not run (`absent` says which). A list takes one cell. Spaces
-separate names and numbers, and ` | ` separates replicas and stages. A size is `path:30x5:float32:600` (path, shape,
-dtype, bytes; a DTensor adds its global shape), and a span is `forward:0.25:1.5` (phase, start and duration in ms). The
-last column, `more`, has all members without a column as JSON, so that nothing is lost.
+An empty cell means that a value is unknown or that a phase did not run (`absent` tells which). A list takes one cell.
+Spaces separate names and numbers, and ` | ` separates replicas and stages. A size is `path:30x5:float32:600` (path,
+shape, dtype, bytes; a DTensor adds its global shape), and a span is `forward:0.25:1.5` (phase, start and duration in
+ms). The last column, `more`, has all members without a column as JSON, so that nothing is lost.
 """
 
 from __future__ import annotations
@@ -20,98 +20,101 @@ from dpmon.record.record_types import Call, Event, PhaseSpan, Record, Size, Step
 from dpmon.record.shared_names import MORE
 from dpmon.sanitize import strip_control_chars, to_safe_json
 
-_SPREAD = ("kind", *(one.name for one in RECORDS["step"].fields if one.in_csv != (one.name,)))
+_STEP_MEMBERS_WITHOUT_COLUMN = (
+    "kind",
+    *(field.name for field in RECORDS["step"].fields if field.in_csv != (field.name,)),
+)
 """Members of a step in JSON that have no column of the same name."""
-_OTHER: tuple[str, ...] = ("kind",)
+_OTHER_COLUMNS: tuple[str, ...] = ("kind",)
 _FORMULA = re.compile(r" *[=+@-]")
-_NUMBERS = re.compile(r"[-+.e0-9 ]*")
-"""Numbers separated by spaces; some may be unknown (`-`)."""
+_NUMBER_LIST = re.compile(r"[-+.e0-9 ]*")
+"""Numbers separated by spaces. `-` stands for an unknown number."""
 
 
 class CsvTables:
-    """Writes records into one CSV file per kind; `open_table` opens the file of a kind on its first record."""
+    """Writer of records into one CSV file per kind. `open_table` is called for a kind's first record."""
 
     def __init__(self, open_table: Callable[[str], TextIO]) -> None:
         self._open = open_table
         self._tables: dict[str, Callable[[Iterable[Sequence[str]]], object]] = {}
 
-    def row_writer(self, which: str) -> Callable[[Iterable[Sequence[str]]], object]:
+    def row_writer(self, table_name: str) -> Callable[[Iterable[Sequence[str]]], object]:
         """Return the function that writes rows of one kind, after its header. Unknown kinds share the table `other`."""
-        which = which if which in COLUMNS else "other"
-        if which not in self._tables:
-            self._tables[which] = csv.writer(self._open(which), lineterminator="\n").writerows
-            self._tables[which]([(*COLUMNS.get(which, _OTHER), "more")])
-        return self._tables[which]
+        table_name = table_name if table_name in COLUMNS else "other"
+        if table_name not in self._tables:
+            self._tables[table_name] = csv.writer(self._open(table_name), lineterminator="\n").writerows
+            self._tables[table_name]([(*COLUMNS.get(table_name, _OTHER_COLUMNS), "more")])
+        return self._tables[table_name]
 
     def write(self, records: Iterable[Record]) -> None:
-        """Write every record's row."""
+        """Write the rows of all records."""
         for record in records:
             self.row_writer(kind_of(record))(csv_rows_of(record))
 
 
 def csv_rows_of(record: Record) -> list[list[str]]:
-    """The cells of a record in the order of its kind's columns; several rows for a memory record of several devices."""
+    """Return the rows of a record, with cells in the order of its kind's columns. Only a memory record has several."""
     if isinstance(record, Event):
         if record.kind == "memory":
-            return _memory(record.data)
+            return _memory_rows(record.data)
         if record.kind not in COLUMNS:
-            return [[record.kind, _text(record.data)]]
-        return [_cells(record.kind, record.data)]
-    values, ignore = as_json(record), _OTHER
-    values["absent"] = values["absent"] or None
+            return [[record.kind, _format_value(record.data)]]
+        return [_row_cells(record.kind, record.data)]
+    members, ignored_members = as_json(record), _OTHER_COLUMNS
+    members["absent"] = members["absent"] or None
     if isinstance(record, Call):
-        values, ignore = values | _call(record), ("kind", "phases")
+        members, ignored_members = members | _call_cells(record), ("kind", "phases")
     elif isinstance(record, Step):
-        values, ignore = values | _step(record), _SPREAD
-    return [_cells(kind_of(record), values, ignore)]
+        members, ignored_members = members | _step_cells(record), _STEP_MEMBERS_WITHOUT_COLUMN
+    return [_row_cells(kind_of(record), members, ignored_members)]
 
 
-def _cells(which: str, values: Mapping[str, object], ignore: tuple[str, ...] = ()) -> list[str]:
-    columns = COLUMNS[which]
-    more = {key: value for key, value in values.items() if key not in columns and key not in ignore}
-    return [*(_text(values.get(column)) for column in columns), _text(more or None)]
+def _row_cells(record_kind: str, members: Mapping[str, object], ignored_members: tuple[str, ...] = ()) -> list[str]:
+    columns = COLUMNS[record_kind]
+    other_members = {key: value for key, value in members.items() if key not in columns and key not in ignored_members}
+    return [*(_format_value(members.get(column)) for column in columns), _format_value(other_members or None)]
 
 
-def _text(value: object) -> str:
+def _format_value(value: object) -> str:
     if value is None:
         return ""
     if isinstance(value, str):
-        return _cell(value)
+        return _neutralize_formula(value)
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, (int, float)):
         return repr(value)
-    if isinstance(value, (list, tuple)) and all(isinstance(one, (str, int, float)) for one in value):
-        return _cell(" ".join(map(str, value)))
-    return _cell(to_safe_json(value, separators=(",", ":")))
+    if isinstance(value, (list, tuple)) and all(isinstance(item, (str, int, float)) for item in value):
+        return _neutralize_formula(" ".join(map(str, value)))
+    return _neutralize_formula(to_safe_json(value, separators=(",", ":")))
 
 
-def _cell(text: str) -> str:
-    """`text` made harmless, with an apostrophe before what a spreadsheet would take for a formula."""
+def _neutralize_formula(text: str) -> str:
+    """Return `text` without control characters. A formula gets an apostrophe, so that no spreadsheet runs it."""
     text = strip_control_chars(text)
-    return f"'{text}" if _FORMULA.match(text) and not _NUMBERS.fullmatch(text) else text
+    return f"'{text}" if _FORMULA.match(text) and not _NUMBER_LIST.fullmatch(text) else text
 
 
 # ------------------------------------------------------------------------------------------------ kinds
 
 
-def _step(step: Step) -> dict[str, object]:
-    on_device = {f"{name}_device_ms": took for name, took in (step.device_ms or {}).items()}
-    phases = {f"{name}_ms": took / 1e6 for name, took in step.phases.items()}
-    return {**phases, **on_device, "spans": " ".join(map(_span, step.spans))}
+def _step_cells(step: Step) -> dict[str, object]:
+    device_cells = {f"{name}_device_ms": duration for name, duration in (step.device_ms or {}).items()}
+    phase_cells = {f"{name}_ms": duration / 1e6 for name, duration in step.phases.items()}
+    return {**phase_cells, **device_cells, "spans": " ".join(map(_format_span, step.spans))}
 
 
-def _span(span: PhaseSpan) -> str:
+def _format_span(span: PhaseSpan) -> str:
     return f"{span.phase}:{span.offset_ns / 1e6!r}:{span.host_ns / 1e6!r}"
 
 
-def _call(call: Call) -> dict[str, object]:
+def _call_cells(call: Call) -> dict[str, object]:
     cells: dict[str, object] = {
         "mode": call.mode or None,
         "failed": call.failed,
         "rows": call.rows,
-        "inputs": _sizes(call.inputs),
-        "outputs": _sizes(call.outputs),
+        "inputs": _format_sizes(call.inputs),
+        "outputs": _format_sizes(call.outputs),
     }
     for name, phase in call.phases.items():
         cells[f"{name}_host_ms"], cells[f"{name}_device_ms"] = phase.host_ns / 1e6, phase.device_ms
@@ -124,31 +127,31 @@ def _call(call: Call) -> dict[str, object]:
             cells["stage_device_ms"] = _join_numbers(stage.device_ms for stage in call.stages)
         cells["stage_crossed_bytes"] = _join_numbers(stage.crossed for stage in call.stages)
         return cells
-    shares = call.replicas
-    cells["replicas"] = len(shares)
-    cells["idle_devices"] = list(call.devices[len(shares) :]) if call.mode == "dp" else None
-    cells["replica_devices"] = [share.device for share in shares]
-    cells["replica_rows"] = _join_numbers(count_rows(share.inputs, call.dim) for share in shares)
-    cells["replica_host_ms"] = _join_numbers(share.host_ns / 1e6 for share in shares)
-    if any(share.device_ms is not None for share in shares):
-        cells["replica_device_ms"] = _join_numbers(share.device_ms for share in shares)
-    cells["replica_inputs"] = " | ".join(_sizes(share.inputs) or "" for share in shares)
-    cells["replica_outputs"] = " | ".join(_sizes(share.outputs) or "" for share in shares)
+    replicas = call.replicas
+    cells["replicas"] = len(replicas)
+    cells["idle_devices"] = list(call.devices[len(replicas) :]) if call.mode == "dp" else None
+    cells["replica_devices"] = [replica.device for replica in replicas]
+    cells["replica_rows"] = _join_numbers(count_rows(replica.inputs, call.dim) for replica in replicas)
+    cells["replica_host_ms"] = _join_numbers(replica.host_ns / 1e6 for replica in replicas)
+    if any(replica.device_ms is not None for replica in replicas):
+        cells["replica_device_ms"] = _join_numbers(replica.device_ms for replica in replicas)
+    cells["replica_inputs"] = " | ".join(_format_sizes(replica.inputs) or "" for replica in replicas)
+    cells["replica_outputs"] = " | ".join(_format_sizes(replica.outputs) or "" for replica in replicas)
     return cells
 
 
 def _join_numbers(values: Iterable[float | int | None]) -> str:
-    """Numbers separated by spaces; `-` stands for an unknown one."""
+    """Return the numbers separated by spaces. `-` stands for an unknown number."""
     return " ".join("-" if value is None else repr(value) for value in values)
 
 
-def _sizes(sizes: tuple[Size, ...] | None) -> str | None:
+def _format_sizes(sizes: tuple[Size, ...] | None) -> str | None:
     if sizes is None:
         return None
-    return " ".join(_size(size) for size in sizes if size.path != MORE)
+    return " ".join(_format_size(size) for size in sizes if size.path != MORE)
 
 
-def _size(size: Size) -> str:
+def _format_size(size: Size) -> str:
     parts = [size.path, _format_shape(size.shape), size.dtype, str(size.bytes)]
     if size.global_shape is not None:
         parts.append(_format_shape(size.global_shape))
@@ -159,14 +162,14 @@ def _format_shape(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape))
 
 
-def _memory(data: Mapping[str, object]) -> list[list[str]]:
-    """One row per device; each repeats the record's other members."""
-    common = {key: value for key, value in data.items() if key not in ("devices", "absent")}
+def _memory_rows(data: Mapping[str, object]) -> list[list[str]]:
+    """Return one row per device. Each row repeats the record's other members."""
+    shared_members = {key: value for key, value in data.items() if key not in ("devices", "absent")}
     if data.get("absent"):
-        common["record_absent"] = data["absent"]
+        shared_members["record_absent"] = data["absent"]
     devices = data.get("devices")
     rows = []
-    for one in devices if isinstance(devices, list) else ():
+    for device in devices if isinstance(devices, list) else ():
         with contextlib.suppress(TypeError):
-            rows.append(_cells("memory", {**common, **one}))
+            rows.append(_row_cells("memory", {**shared_members, **device}))
     return rows

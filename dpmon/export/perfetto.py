@@ -1,20 +1,19 @@
-"""A trace that ui.perfetto.dev and chrome://tracing open: Chrome's trace event format, its array form.
+"""Writes a trace for ui.perfetto.dev and chrome://tracing in the array form of Chrome's trace event format.
 
-Written from the format's description ("Trace Event Format", the Catapult project) and Perfetto's notes on the supported
-part. The array form is complete at every line: if the closing bracket is missing (a killed export), readers accept the
-events so far.
+Sources: the format's description ("Trace Event Format", the Catapult project) and Perfetto's notes on the part that it
+supports. Readers accept an array without its closing bracket, as a killed export leaves it.
 
-- a training process is a process; its threads are the steps, the calls (with their phases below them), and one track
-  per replica or stage. Calls that ran at the same time, on several threads of the script, have separate tracks.
-- the phases of a step are slices below it; an instant among them marks a bucket of gradients that is ready. Counters
-  show the phases' device times, and the quantities that only some steps have.
-- the collectives of sampled steps are slices on separate tracks, from launch to end. The samples have a track, too.
-- a GPU and the host are processes with counters. An instant marks a value that becomes unknown, because the counter
+- A training process is a process of the trace. It has tracks for its steps, for its calls (with their phases below
+  them), and for each replica or stage. Calls that ran at the same time, on several threads, have separate tracks.
+- The phases of a step are slices below it. Among them, an instant marks that a bucket of gradients became ready.
+  Counters show the phases' device times, and the quantities that only some steps have.
+- The collectives of sampled steps are slices on separate tracks, from launch to end. Sampled steps have a track, too.
+- A GPU and the host are processes with counters. An instant marks that a value became unknown, because the counter
   would keep its last value.
-- modes, warnings and the exit are instants.
+- Mode switches, warnings and the exit are instants.
 
-Times are µs since the run's start, to the nanosecond. Perfetto multiplies them by 1000 and drops the fraction. If a
-slice then ends one ns after the slice around it, Perfetto drops it (its json_utils and slice_tracker).
+Times are µs since the run's start, with a precision of 1 ns. Perfetto multiplies them by 1000 and truncates. It drops
+a slice that then ends 1 ns after the enclosing slice (json_utils and slice_tracker in its source).
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ from dpmon.run.run_directory import RunInfo
 from dpmon.run.run_registry import short_name
 from dpmon.sanitize import to_safe_json
 
-MAX_LANES = 64
+MAX_TRACKS_OF_KIND = 64
 _SUPERVISOR = "dpmon"
 
 
-def write_trace(info: RunInfo, records: Iterable[Record], file: TextIO) -> None:
-    """Write all `records` as one JSON array, one event per line. The array is closed even after an exception."""
+def write_trace(run_info: RunInfo, records: Iterable[Record], file: TextIO) -> None:
+    """Write `records` as one JSON array with one event per line. Close the array even after an exception."""
     trace = _Trace(file)
     try:
-        trace.begin(info)
+        trace.write_run(run_info)
         for record in records:
             trace.add(record)
     finally:
@@ -47,21 +46,21 @@ def write_trace(info: RunInfo, records: Iterable[Record], file: TextIO) -> None:
 
 
 def _to_us(ns: int) -> float:
-    """A time in µs; multiplied by 1000 and truncated, it gives the same ns again."""
+    """Return a time in µs that gives exactly `ns` when it is multiplied by 1000 and truncated."""
     us = ns / 1000
     return us if int(us * 1000.0) >= ns else math.nextafter(us, math.inf)
 
 
 class _TraceProcess:
-    """One process of the trace: its id there, and its tracks."""
+    """One process of the trace: its id in the trace, and its tracks."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.tracks: dict[tuple[object, ...], int] = {}
-        self.lanes: dict[str, list[int]] = {}
-        """End of the last slice (ns) on each track, for calls, collectives and samples."""
-        self.known: set[str] = set()
-        """Counters with a known last value."""
+        self.busy_until_ns: dict[str, list[int]] = {}
+        """End of the last slice on each track (ns), for calls, collectives and sampled steps."""
+        self.known_counters: set[str] = set()
+        """Names of the counters whose last value is known."""
 
 
 class _Trace:
@@ -70,34 +69,36 @@ class _Trace:
         self._processes: dict[object, _TraceProcess] = {}
         self._tracks = 0
         self._newest_us = 0.0
-        self._first = True
+        self._is_first = True
 
     # ------------------------------------------------------------------------------------------ events
 
     def _write_event(self, **event: object) -> None:
         text = to_safe_json(event, separators=(",", ":"), allow_nan=False)
-        self._file.write(("[\n" if self._first else ",\n") + text)
-        self._first = False
+        self._file.write(("[\n" if self._is_first else ",\n") + text)
+        self._is_first = False
 
-    def _slice(
-        self, process: _TraceProcess, tid: int, name: str, start_ns: int, took_ns: int, args: object = None
+    def _write_slice(
+        self, process: _TraceProcess, tid: int, name: str, start_ns: int, duration_ns: int, args: object = None
     ) -> None:
-        if start_ns >= 0 and took_ns >= 0:
-            self._newest_us = max(self._newest_us, (start_ns + took_ns) / 1e3)
-            began, dur = _to_us(start_ns), _to_us(took_ns)
-            self._write_event(ph="X", name=name, ts=began, dur=dur, pid=process.pid, tid=tid, args=args or {})
+        if start_ns >= 0 and duration_ns >= 0:
+            self._newest_us = max(self._newest_us, (start_ns + duration_ns) / 1e3)
+            ts, dur = _to_us(start_ns), _to_us(duration_ns)
+            self._write_event(ph="X", name=name, ts=ts, dur=dur, pid=process.pid, tid=tid, args=args or {})
 
-    def _counter(self, process: _TraceProcess, name: str, at_us: float, values: Mapping[str, float]) -> None:
+    def _write_counter(self, process: _TraceProcess, name: str, time_us: float, values: Mapping[str, float]) -> None:
         if values:
-            self._write_event(ph="C", name=name, ts=at_us, pid=process.pid, tid=0, args=dict(values))
+            self._write_event(ph="C", name=name, ts=time_us, pid=process.pid, tid=0, args=dict(values))
 
-    def _instant(self, process: _TraceProcess, name: str, at_us: float, scope: str, args: object, tid: int = 0) -> None:
-        """A mark in a thread, a process or the whole trace (`scope` t, p or g)."""
+    def _write_instant(
+        self, process: _TraceProcess, name: str, time_us: float, scope: str, args: object, tid: int = 0
+    ) -> None:
+        """Write a mark in a thread, a process or the whole trace (`scope` t, p or g)."""
         tid = tid or self._track(process, ("marks",), "marks", 0)
-        self._write_event(ph="i", s=scope, name=name, ts=at_us, pid=process.pid, tid=tid, args=args)
+        self._write_event(ph="i", s=scope, name=name, ts=time_us, pid=process.pid, tid=tid, args=args)
 
     def _event_time_us(self, data: Mapping[str, object]) -> float:
-        """The time of an event in µs; the newest time so far if it has none."""
+        """Return the time of an event (µs); if it has none, the newest time so far."""
         seconds = number_member(data, "t_s")
         if seconds is not None and 0 <= seconds < 1e9:
             self._newest_us = max(self._newest_us, seconds * 1e6)
@@ -116,11 +117,11 @@ class _Trace:
             )
         return process
 
-    def _training(self, process: int, rank: int | None) -> _TraceProcess:
+    def _training_process(self, process: int, rank: int | None) -> _TraceProcess:
         return self._process(process, f"process {process}" if rank is None else f"rank {rank} (process {process})")
 
     def _track(self, process: _TraceProcess, key: tuple[object, ...], name: str, order: int) -> int:
-        """The thread id of a track. Ids are unique in the trace: shared ones would confuse Perfetto."""
+        """Return the thread id of a track. Ids are unique in the whole trace, because Perfetto confuses equal ones."""
         tid = process.tracks.get(key)
         if tid is None:
             self._tracks += 1
@@ -129,46 +130,51 @@ class _Trace:
             self._write_event(ph="M", name="thread_sort_index", pid=process.pid, tid=tid, args={"sort_index": order})
         return tid
 
-    def _free_track(self, process: _TraceProcess, what: str, start_ns: int, end_ns: int) -> int:
-        """The first track that is free from `start_ns` on, because slices must not overlap; -1 if all are taken."""
-        lanes = process.lanes.setdefault(what, [])
-        lane = next((lane for lane, busy_ns in enumerate(lanes) if busy_ns <= start_ns), len(lanes))
-        if lane >= MAX_LANES:
+    def _free_track(self, process: _TraceProcess, track_kind: str, start_ns: int, end_ns: int) -> int:
+        """Return the index of a track that is free from `start_ns` on, as slices must not overlap; -1 if none is."""
+        ends_ns = process.busy_until_ns.setdefault(track_kind, [])
+        index = next((index for index, busy_ns in enumerate(ends_ns) if busy_ns <= start_ns), len(ends_ns))
+        if index >= MAX_TRACKS_OF_KIND:
             return -1
-        if lane == len(lanes):
-            lanes.append(0)
-        lanes[lane] = end_ns
-        return lane
+        if index == len(ends_ns):
+            ends_ns.append(0)
+        ends_ns[index] = end_ns
+        return index
 
     # ------------------------------------------------------------------------------------------ records
 
-    def begin(self, info: RunInfo) -> None:
-        """Write the run itself: a process with marks only."""
-        run = self._process(_SUPERVISOR, f"dpmon run {short_name(info)}")
-        args = {"id": info.id, "script": info.script, "command": list(info.command), "versions": dict(info.versions)}
-        self._instant(run, "start", 0.0, "g", args)
+    def write_run(self, run_info: RunInfo) -> None:
+        """Write the run itself, as a process that has only marks."""
+        run = self._process(_SUPERVISOR, f"dpmon run {short_name(run_info)}")
+        args = {
+            "id": run_info.id,
+            "script": run_info.script,
+            "command": list(run_info.command),
+            "versions": dict(run_info.versions),
+        }
+        self._write_instant(run, "start", 0.0, "g", args)
 
     def end(self) -> None:
         """Close the array."""
-        self._file.write("\n]\n" if not self._first else "[]\n")
+        self._file.write("\n]\n" if not self._is_first else "[]\n")
 
     def add(self, record: Record) -> None:
         """Write the events of one record."""
         if isinstance(record, Call):
-            self._call(record)
+            self._write_call(record)
         elif isinstance(record, Step):
-            self._step(record)
+            self._write_step(record)
         elif isinstance(record, Collective):
-            self._collective(record)
+            self._write_collective(record)
         elif isinstance(record, Sampled):
-            self._sample_window(record)
+            self._write_sample_window(record)
         else:
-            self._event(record)
+            self._write_record(record)
 
-    def _step(self, step: Step) -> None:
-        process = self._training(step.process, step.rank)
+    def _write_step(self, step: Step) -> None:
+        process = self._training_process(step.process, step.rank)
         tid = self._track(process, ("steps",), "steps", 1)
-        phases = {name: took / 1e6 for name, took in step.phases.items()}
+        phases = {name: duration / 1e6 for name, duration in step.phases.items()}
         args: dict[str, object] = {"mode": step.mode or None, "samples": step.samples, "phases_ms": phases}
         args |= step.quantities
         if step.missing_spans:
@@ -176,132 +182,134 @@ class _Trace:
         args |= _waits(step)
         if step.device_ms is not None:
             args["device_ms"] = dict(step.device_ms)
-        self._slice(process, tid, f"step {step.step}", step.start_ns, step.wall_ns, args)
+        self._write_slice(process, tid, f"step {step.step}", step.start_ns, step.wall_ns, args)
         if step.start_ns >= 0 and step.wall_ns >= 0:
-            self._spans(process, tid, step)
+            self._write_spans(process, tid, step)
             for number, offset in enumerate(step.buckets, start=1):
-                self._instant(process, f"bucket {number} ready", _to_us(step.start_ns + offset), "t", {}, tid)
-            at = (step.start_ns + step.wall_ns) / 1e3
-            on_device = {name: took for name, took in (step.device_ms or {}).items() if took is not None}
-            self._counter(process, "step phases on the device (ms)", at, on_device)
+                self._write_instant(process, f"bucket {number} ready", _to_us(step.start_ns + offset), "t", {}, tid)
+            end_us = (step.start_ns + step.wall_ns) / 1e3
+            device_ms = {name: duration for name, duration in (step.device_ms or {}).items() if duration is not None}
+            self._write_counter(process, "step phases on the device (ms)", end_us, device_ms)
             for name, count in step.quantities.items():
-                self._counter(process, f"step {name}", at, {"value": count})
+                self._write_counter(process, f"step {name}", end_us, {"value": count})
 
-    def _spans(self, process: _TraceProcess, tid: int, step: Step) -> None:
+    def _write_spans(self, process: _TraceProcess, tid: int, step: Step) -> None:
         """Write a slice for each time that a phase ran.
 
-        A slice that ends after the slice around it, or is out of order, is damaged and would break the track.
+        Skip a slice that is out of order or ends after the enclosing slice: it is damaged and would break the track.
         """
-        ends, latest = [step.wall_ns], 0
-        for name, begin, took in step.spans:
-            if begin < latest:
+        end_stack, latest_start = [step.wall_ns], 0
+        for name, start, duration in step.spans:
+            if start < latest_start:
                 continue
-            latest = begin
-            while len(ends) > 1 and ends[-1] <= begin:
-                ends.pop()
-            if begin + took <= ends[-1]:
-                ends.append(begin + took)
+            latest_start = start
+            while len(end_stack) > 1 and end_stack[-1] <= start:
+                end_stack.pop()
+            if start + duration <= end_stack[-1]:
+                end_stack.append(start + duration)
                 waits = _waits(step) if name == "sync" else {}
-                self._slice(process, tid, name, step.start_ns + begin, took, waits)
+                self._write_slice(process, tid, name, step.start_ns + start, duration, waits)
 
-    def _call(self, call: Call) -> None:
-        process = self._training(call.process, call.rank)
-        lane = self._free_track(process, "calls", call.start_ns, call.start_ns + call.wall_ns)
-        if lane < 0 or call.wall_ns < 0:
+    def _write_call(self, call: Call) -> None:
+        process = self._training_process(call.process, call.rank)
+        track = self._free_track(process, "calls", call.start_ns, call.start_ns + call.wall_ns)
+        if track < 0 or call.wall_ns < 0:
             return
-        more = f" (concurrent {lane})" if lane else ""
-        tid = self._track(process, ("calls", lane), f"calls{more}", 10 + lane)
+        suffix = f" (concurrent {track})" if track else ""
+        tid = self._track(process, ("calls", track), f"calls{suffix}", 10 + track)
         members = as_json(call)
         keys = ("step", "call", "via", "mode", "virtual", "training", "grad", "devices", "inputs", "outputs", "absent")
-        self._slice(process, tid, call.root, call.start_ns, call.wall_ns, {key: members[key] for key in keys})
+        self._write_slice(process, tid, call.root, call.start_ns, call.wall_ns, {key: members[key] for key in keys})
         for name, phase in call.phases.items():
             args: dict[str, object] = {} if phase.device_ms is None else {"device_ms": phase.device_ms}
-            self._slice(process, tid, name, call.start_ns + phase.offset_ns, phase.host_ns, args)
-        for share in call.replicas:
-            key = ("replica", lane, share.replica, share.device)
-            tid = self._track(process, key, f"replica {share.replica} {share.device}{more}", 100 + share.replica)
-            args = {"step": call.step, "device_ms": share.device_ms} | {
-                what: members["replicas"][share.replica][what] for what in ("inputs", "outputs")
+            self._write_slice(process, tid, name, call.start_ns + phase.offset_ns, phase.host_ns, args)
+        for replica in call.replicas:
+            key = ("replica", track, replica.replica, replica.device)
+            title = f"replica {replica.replica} {replica.device}{suffix}"
+            tid = self._track(process, key, title, 100 + replica.replica)
+            args = {"step": call.step, "device_ms": replica.device_ms} | {
+                what: members["replicas"][replica.replica][what] for what in ("inputs", "outputs")
             }
-            self._slice(process, tid, call.root, call.start_ns + share.offset_ns, share.host_ns, args)
+            self._write_slice(process, tid, call.root, call.start_ns + replica.offset_ns, replica.host_ns, args)
         for stage in call.stages:
-            key = ("stage", lane, stage.stage, stage.device)
-            tid = self._track(process, key, f"stage {stage.stage} {stage.device}{more}", 100 + stage.stage)
+            key = ("stage", track, stage.stage, stage.device)
+            tid = self._track(process, key, f"stage {stage.stage} {stage.device}{suffix}", 100 + stage.stage)
             names = ("parts", "device_ms", "inputs", "outputs", "crossed_bytes")
             args = {name: members["stages"][stage.stage][name] for name in names}
             if stage.host_ns is not None:
-                self._slice(process, tid, " ".join(stage.parts), call.start_ns + stage.offset_ns, stage.host_ns, args)
+                title, start_ns = " ".join(stage.parts), call.start_ns + stage.offset_ns
+                self._write_slice(process, tid, title, start_ns, stage.host_ns, args)
 
-    def _collective(self, one: Collective) -> None:
-        process = self._training(one.process, one.rank)
-        took = one.host_ns or 0
-        lane = self._free_track(process, "collectives", one.start_ns, one.start_ns + took)
-        if lane < 0:
+    def _write_collective(self, collective: Collective) -> None:
+        process = self._training_process(collective.process, collective.rank)
+        duration_ns = collective.host_ns or 0
+        track = self._free_track(process, "collectives", collective.start_ns, collective.start_ns + duration_ns)
+        if track < 0:
             return
-        more = f" (concurrent {lane})" if lane else ""
-        tid = self._track(process, ("collectives", lane), f"communication{more}", 80 + lane)
-        members = as_json(one)
+        suffix = f" (concurrent {track})" if track else ""
+        tid = self._track(process, ("collectives", track), f"communication{suffix}", 80 + track)
+        members = as_json(collective)
         for key in ("kind", "process", "rank", "operation", "start_s", "host_ms"):
             del members[key]
-        self._slice(process, tid, one.operation, one.start_ns, took, members)
+        self._write_slice(process, tid, collective.operation, collective.start_ns, duration_ns, members)
 
-    def _sample_window(self, one: Sampled) -> None:
-        process = self._training(one.process, one.rank)
-        if self._free_track(process, "sampled", one.start_ns, one.start_ns + one.wall_ns):
-            return  # samples that overlap are damaged
+    def _write_sample_window(self, window: Sampled) -> None:
+        process = self._training_process(window.process, window.rank)
+        if self._free_track(process, "sampled", window.start_ns, window.start_ns + window.wall_ns):
+            return  # windows that overlap are damaged
         tid = self._track(process, ("sampled",), "collectives sampled", 79)
-        members = as_json(one)
+        members = as_json(window)
         args = {key: members[key] for key in ("step", "collectives", "absent")}
-        self._slice(process, tid, "sampled", one.start_ns, one.wall_ns, args)
+        self._write_slice(process, tid, "sampled", window.start_ns, window.wall_ns, args)
 
-    def _event(self, event: Event) -> None:
+    def _write_record(self, event: Event) -> None:
         data = event.data
-        number = int_member(data, "process")
+        process_index = int_member(data, "process")
         if event.kind == "host" or (event.kind == "device" and int_member(data, "index") is not None):
-            self._sample(event)
+            self._write_device_sample(event)
             return
-        if number is not None:
-            process, scope = self._training(number, int_member(data, "rank")), "p"
+        if process_index is not None:
+            process, scope = self._training_process(process_index, int_member(data, "rank")), "p"
         else:
             process, scope = self._process(_SUPERVISOR, _SUPERVISOR), "g"
-        at = self._event_time_us(data)
+        time_us = self._event_time_us(data)
         if event.kind == "memory":
-            self._memory(process, data, at)
+            self._write_memory(process, data, time_us)
             return
-        self._instant(process, _event_title(event), at, scope, replace_nonfinite(dict(data)))
+        self._write_instant(process, _event_title(event), time_us, scope, replace_nonfinite(dict(data)))
 
-    def _sample(self, event: Event) -> None:
+    def _write_device_sample(self, event: Event) -> None:
         data = event.data
         if event.kind == "host":
             process = self._process("host", "host")
         else:
             name = " ".join(str(data[key]) for key in ("index", "name", "uuid") if data.get(key) is not None)
             process = self._process(("device", data.get("index")), f"GPU {name}")
-        at = self._event_time_us(data)
+        time_us = self._event_time_us(data)
         absent = data.get("absent")
         for key, value in data.items():
             if key in ("t_s", "index", "absent", "of_run"):
                 continue
             if _is_number(value):
-                process.known.add(key)
-                self._counter(process, key, at, {"value": value})
-            elif value is None and key in process.known:
-                process.known.discard(key)
+                process.known_counters.add(key)
+                self._write_counter(process, key, time_us, {"value": value})
+            elif value is None and key in process.known_counters:
+                process.known_counters.discard(key)
                 reason = absent.get(key) if isinstance(absent, Mapping) else None
-                self._instant(process, f"{key} is unknown from here on", at, "p", {"reason": reason})
+                self._write_instant(process, f"{key} is unknown from here on", time_us, "p", {"reason": reason})
 
-    def _memory(self, process: _TraceProcess, data: Mapping[str, object], at: float) -> None:
+    def _write_memory(self, process: _TraceProcess, data: Mapping[str, object], time_us: float) -> None:
         devices = data.get("devices")
-        for one in devices if isinstance(devices, list) else ():
-            if isinstance(one, Mapping):
-                values = {key: value for key, value in one.items() if _is_number(value) and key.endswith("_bytes")}
-                self._counter(process, f"memory {one.get('device')}", at, values)
+        for device in devices if isinstance(devices, list) else ():
+            if isinstance(device, Mapping):
+                values = {key: value for key, value in device.items() if _is_number(value) and key.endswith("_bytes")}
+                self._write_counter(process, f"memory {device.get('device')}", time_us, values)
 
 
 def _waits(step: Step) -> dict[str, float]:
-    """The step's waits for other ranks, if known."""
-    known = ((f"{EXPOSED}_ms", step.exposed_ns), (f"{WAIT}_ms", step.wait_ns))
-    return {name: ns / 1e6 for name, ns in known if ns is not None}
+    """Return the step's exposed communication and rank wait (ms), if known, by name."""
+    waits = ((f"{EXPOSED}_ms", step.exposed_ns), (f"{WAIT}_ms", step.wait_ns))
+    return {name: ns / 1e6 for name, ns in waits if ns is not None}
 
 
 def _event_title(event: Event) -> str:
@@ -314,7 +322,7 @@ def _event_title(event: Event) -> str:
     if event.kind == "exit":
         return f"exit status {data.get('status')}"
     if event.kind == "dropped":
-        return f"{data.get('count')} records were dropped"
+        return f"{data.get('count')} records were lost"
     return event.kind
 
 

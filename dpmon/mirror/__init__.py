@@ -1,1 +1,1 @@
-"""The background process that brings the records of several machines into one run directory."""
+"""The background process that writes the records of several nodes into one run directory."""

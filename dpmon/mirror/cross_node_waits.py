@@ -1,6 +1,6 @@
-"""The waits between ranks of several machines, which no machine knows alone (dpmon.store.sync_passes).
+"""Waits between ranks on different nodes, which no single node can compute (dpmon.store.sync_passes).
 
-They are known when the steps of all ranks have come, and are added to the tallies of the machines.
+They are known when the steps of all ranks have arrived, and are added to the tallies of the nodes.
 """
 
 from __future__ import annotations
@@ -20,72 +20,75 @@ from dpmon.store.sync_passes import RankStepWait, SyncPassMatcher, SyncStep, syn
 from dpmon.store.tally import WIDTHS, SeriesNames, TallyKey
 from dpmon.store.tally_encoding import encode_entry, merge_sketches
 
-_LATE_S, _MOST_PENDING = 5, 1 << 16
-"""Waits that become known later than this change the stored tally of their second; others go into the next tally.
+_MAX_DELAY_S, _MAX_PENDING = 5, 1 << 16
+"""Waits that become known later than this are added to the stored tally of their second, others to the next tally.
 
-The second number: most tallies with pending waits.
+The second number is the limit of tallies with pending waits.
 """
-_AT = {name: at for at, name in enumerate(STEP_COLUMNS)}
+_COLUMN_POSITIONS = {name: at for at, name in enumerate(STEP_COLUMNS)}
 _synced_of = itemgetter(
-    *(_AT[name] for name in ("mode", "kind", "start_ns", "wall_ns", SYNC_NUMBER, "synced", "sync_ns", "device"))
+    *(
+        _COLUMN_POSITIONS[name]
+        for name in ("mode", "kind", "start_ns", "wall_ns", SYNC_NUMBER, "synced", "sync_ns", "device")
+    )
 )
 _ANY_BATCH = "width = ? AND start_s = ? AND process = ? AND mode = ? AND kind = ?"
 _ROW = f"{_ANY_BATCH} AND batch = ?"
-_Place = tuple[int, str, int]
+_TallyPlace = tuple[int, str, int]
 """Process, mode and kind of a tally."""
 
 
 class CrossNodeWaits:
-    """The waits in the history of a mirror."""
+    """The waits between nodes in the history of a mirror."""
 
     def __init__(self, db: sqlite3.Connection, names: SeriesNames) -> None:
-        """`names`: of the series of the history."""
+        """`names`: the names of the history's series."""
         self._db, self._names = db, names
-        self._rounds = SyncPassMatcher()
+        self._matcher = SyncPassMatcher()
         self._ranks: dict[int, set[int]] = defaultdict(set)
-        """The ranks on each machine."""
-        self._of_several: dict[int, bool] = {}
-        """By process: whether it averages its gradients with ranks of other machines."""
-        self._node_of: dict[int, NodeRow] = {}
-        """The machine of each process."""
-        self.pending: dict[_Place, tuple[RankStepWait, ...]] = {}
-        """Waits that are not in a tally yet."""
-        self.joined: list[RankStepWait] = []
-        """All waits since the last call of `begin_transaction`; `_late`: those of seconds with stored tallies."""
+        """The ranks on each node."""
+        self._spans_nodes_by_process: dict[int, bool] = {}
+        """Whether a process averages its gradients with ranks on other nodes, by process."""
+        self._nodes_by_process: dict[int, NodeRow] = {}
+        """The node of each process."""
+        self.pending: dict[_TallyPlace, tuple[RankStepWait, ...]] = {}
+        """Waits that are not in a tally yet, by tally."""
+        self.completed: list[RankStepWait] = []
+        """All waits since the last call of `begin_transaction`. `_late`: those whose seconds have stored tallies."""
         self._late: list[RankStepWait] = []
 
     def register_process(self, node: NodeRow, process: int, rank: int | None) -> None:
-        """Note the machine and the rank of a process."""
-        self._node_of[process] = node
+        """Register the node and the rank of a process."""
+        self._nodes_by_process[process] = node
         if rank is not None and rank not in self._ranks[node.number]:
             self._ranks[node.number].add(rank)
-            self._of_several.clear()
+            self._spans_nodes_by_process.clear()
 
     def handle_event(self, process: int, kind: str, data: Mapping[str, Any]) -> None:
-        """Note the rank or the process group of a process, as an event of it says."""
-        self._rounds.handle_event(process, kind, data)
-        self._of_several.clear()
+        """Note the rank or the process group that an event of a process contains."""
+        self._matcher.handle_event(process, kind, data)
+        self._spans_nodes_by_process.clear()
 
     def begin_transaction(self) -> None:
         """Begin a transaction."""
-        self.joined, self._late = [], []
+        self.completed, self._late = [], []
 
-    def roll_back(self, first_id: int, pending: dict[_Place, tuple[RankStepWait, ...]]) -> None:
-        """Forget the steps of a transaction, with ids from `first_id` on; `pending`: what was pending before it."""
-        self._rounds.roll_back(first_id, self.joined)
+    def roll_back(self, first_id: int, pending: dict[_TallyPlace, tuple[RankStepWait, ...]]) -> None:
+        """Roll back the steps with ids of `first_id` or higher. `pending`: the waits that were pending before them."""
+        self._matcher.roll_back(first_id, self.completed)
         self.pending = pending
 
     def spans_nodes(self, node: NodeRow, process: int) -> bool:
-        """Whether the ranks that a process averages its gradients with are on several machines."""
-        found = self._of_several.get(process)
-        if found is None:
-            group = self._rounds.rank_group(process)
-            found = group is not None and not set(group) <= self._ranks[node.number]
-            self._of_several[process] = found
-        return found
+        """Return whether a process averages its gradients with ranks on other nodes."""
+        spans = self._spans_nodes_by_process.get(process)
+        if spans is None:
+            group = self._matcher.rank_group(process)
+            spans = group is not None and not set(group) <= self._ranks[node.number]
+            self._spans_nodes_by_process[process] = spans
+        return spans
 
     def add_steps(self, node: NodeRow, steps: Sequence[tuple[Any, ...]]) -> None:
-        """Take steps of a machine; note those of all ranks whose waits are known now."""
+        """Add steps of a node, and note all waits that they make known."""
         shift_ns = max(node.clock_ns or 0, 0) - (node.shift_s or 0) * SECOND
         for row in steps:
             mode, kind, start, wall, sync_number, synced, sync_ns, device = _synced_of(row)
@@ -94,63 +97,63 @@ class CrossNodeWaits:
             tail = sync_ns if device is None else sync_device_ns(parse_numbers(device)[1:])
             if tail is not None:
                 key, second = TallyKey(row[1], mode, kind, 0), (start + wall - shift_ns) // SECOND
-                joined = self._rounds.add_step(row[1], SyncStep(row[0], key, second, sync_number, synced or 0, tail))
-                self.joined += joined
-                for one in joined:
-                    place, tallied_s = one.step.key[:3], self._node_of[one.step.key.process].tallied_s
-                    if one.step.second < tallied_s - _LATE_S:
-                        self._late.append(one)
+                waits = self._matcher.add_step(row[1], SyncStep(row[0], key, second, sync_number, synced or 0, tail))
+                self.completed += waits
+                for wait in waits:
+                    place, tallied_s = wait.step.key[:3], self._nodes_by_process[wait.step.key.process].tallied_s
+                    if wait.step.second < tallied_s - _MAX_DELAY_S:
+                        self._late.append(wait)
                     else:
-                        self.pending[place] = (*self.pending.get(place, ()), one)
-        while len(self.pending) > _MOST_PENDING:
+                        self.pending[place] = (*self.pending.get(place, ()), wait)
+        while len(self.pending) > _MAX_PENDING:
             del self.pending[next(iter(self.pending))]
 
     @cached_property
     def _series(self) -> list[int]:
         """The numbers of the series of waits.
 
-        They come after the numbers of the first machine's series. So most machines have the same numbers as this
-        history, and their sketches are copied unchanged.
+        They come after the numbers of the first node's series. So most nodes have the same numbers as this history, and
+        their sketches are copied unchanged.
         """
         return [self._names.number(name) or 0 for name in (EXPOSED, WAIT, HELD)]
 
-    def pop_due_entries(self, place: _Place, second: int) -> bytes:
-        """Return the entries of the waits up to a second, and remove them from the pending ones.
+    def pop_due_entries(self, place: _TallyPlace, second: int) -> bytes:
+        """Remove the pending waits up to a second, and return their entries for the tally of this second.
 
-        Older ones are put where they belong: after a very long cut, their own seconds are sent only as wider tallies.
+        Older waits are written to the tallies of their own time: after a long disconnect, those seconds arrive only as
+        wider tallies.
         """
         pending = self.pending.pop(place, None)
         if pending is None:
             return b""
-        if later := tuple(one for one in pending if one.step.second > second):
+        if later := tuple(wait for wait in pending if wait.step.second > second):
             self.pending[place] = later
-        self._late += [one for one in pending if one.step.second < second - _LATE_S]
-        return self._encode_waits([one for one in pending if second - _LATE_S <= one.step.second <= second])
+        self._late += [wait for wait in pending if wait.step.second < second - _MAX_DELAY_S]
+        return self._encode_waits([wait for wait in pending if second - _MAX_DELAY_S <= wait.step.second <= second])
 
     def late_tally_rows(self) -> Iterator[tuple[Any, ...]]:
-        """Yield the tallies with the late waits of their seconds: of steps of a machine that was cut off."""
-        found: dict[tuple[Any, ...], list[RankStepWait]] = defaultdict(list)
-        for one in self._late:
+        """Yield stored tallies to which late waits were added: of steps of a node that was disconnected."""
+        waits_by_tally: dict[tuple[Any, ...], list[RankStepWait]] = defaultdict(list)
+        for wait in self._late:
             for width in WIDTHS:
-                place = (width, one.step.second // width * width, *one.step.key[:3])
-                found[place].append(one)
-        for place, joined in found.items():
+                place = (width, wait.step.second // width * width, *wait.step.key[:3])
+                waits_by_tally[place].append(wait)
+        for place, waits in waits_by_tally.items():
             for row in self._db.execute(f"SELECT * FROM tallies WHERE {_ANY_BATCH} LIMIT 1", place).fetchall():
-                yield (*row[:-1], merge_sketches([self._encode_waits(joined), row[-1]]))
+                yield (*row[:-1], merge_sketches([self._encode_waits(waits), row[-1]]))
 
-    def _encode_waits(self, joined: Sequence[RankStepWait]) -> bytes:
+    def _encode_waits(self, waits: Sequence[RankStepWait]) -> bytes:
         """Return the entries of waits for a tally."""
-        if not joined:
+        if not waits:
             return b""
-        exposed, wait, held = self._series
-        found = encode_entry(exposed, [one.exposed_ns for one in joined]) + encode_entry(
-            wait, [one.wait_ns for one in joined]
-        )
-        delays = [one.held_ns for one in joined if one.held_ns is not None]
-        return found + encode_entry(held, delays) if delays else found
+        exposed_series, wait_series, held_series = self._series
+        entries = encode_entry(exposed_series, [wait.exposed_ns for wait in waits])
+        entries += encode_entry(wait_series, [wait.wait_ns for wait in waits])
+        delays = [wait.held_ns for wait in waits if wait.held_ns is not None]
+        return entries + encode_entry(held_series, delays) if delays else entries
 
     def read_stored_waits(self, width: int, start: int, length: int, key: TallyKey, more: bytes = b"") -> bytes:
-        """Return the waits in `more` and in the stored tallies of a stretch.
+        """Return the waits in `more` and in the stored tallies of a time bucket.
 
         In tallies of 1 s, the entries of waits come first, so the rest is not read.
         """

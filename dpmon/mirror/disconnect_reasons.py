@@ -1,4 +1,4 @@
-"""Why a command that should bring records from another machine has ended, in a sentence with the remedy."""
+"""Explains in a sentence, with a remedy, why a command that brings records from another node has ended."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import re
 from dpmon.run.lifecycle import signal_name
 from dpmon.sanitize import sanitize_line
 
-_WHY_CELLS = 300
+_MAX_REASON_CELLS = 300
 MISSING = "dpmon is not there, or not in the PATH of its commands"
-"""Of a machine where another path of dpmon may be tried."""
+"""The reason after which another path of dpmon may be tried on the node."""
 _CAUSES = tuple(
     (re.compile(pattern, re.IGNORECASE | re.DOTALL), text, for_good)
     for pattern, text, for_good in (
@@ -36,34 +36,34 @@ _CAUSES = tuple(
         ),
         (
             r"slurm job \S+ has expired|invalid job id specified|job/step already complet",
-            "its job of Slurm is over: its last records may be missing",
+            "its Slurm job has ended: its last records may be missing",
             True,
         ),
         (r"unknown option|is not expected here|invalid choice", "its dpmon is of another version: update it", True),
         (r"dpmon: (there is no run[^\n]*)", None, True),
     )
 )
-"""What commands write on stderr; the sentence for it; whether trying again is useless."""
+"""A pattern of what commands write to stderr, the sentence for it, and whether trying again is useless."""
 
 
-def explain_disconnect(status: int | None, errors: bytes, shown: bytes, *, was_open: bool) -> tuple[str, bool]:
-    """Why a command ended, harmless to show, and whether trying again is useless.
+def explain_disconnect(status: int | None, stderr: bytes, stdout: bytes, *, was_open: bool) -> tuple[str, bool]:
+    """Return the reason why a command ended, safe to show, and whether trying again is useless.
 
-    `status` as in subprocess, None if it still runs; `errors`: the end of its standard error; `shown`: what it printed
-    in place of records; `was_open`: whether records had come.
+    `status` as in subprocess, None if the command still runs. `stderr`: the end of its standard error. `stdout`: what
+    it printed instead of records. `was_open`: whether records had arrived.
     """
-    said = errors.decode("utf-8", "replace").strip()
+    message = stderr.decode("utf-8", "replace").strip()
     for pattern, text, for_good in _CAUSES:
-        if (found := pattern.search(said)) is not None:
-            return text or sanitize_line(found[1], _WHY_CELLS), for_good
+        if (match := pattern.search(message)) is not None:
+            return text or sanitize_line(match[1], _MAX_REASON_CELLS), for_good
     if status == 127:
         return MISSING, True
-    said = said or shown.decode("utf-8", "replace").strip()
-    last = sanitize_line(said.rpartition("\n")[2].removeprefix("dpmon: "), _WHY_CELLS)
+    message = message or stdout.decode("utf-8", "replace").strip()
+    last_line = sanitize_line(message.rpartition("\n")[2].removeprefix("dpmon: "), _MAX_REASON_CELLS)
     if status is None:
-        how = "it sends no more"
+        reason = "it stopped sending"
     elif status < 0:
-        how = f"the command was ended by {signal_name(-status)}"
+        reason = f"the command was ended by {signal_name(-status)}"
     else:
-        how = "the connection was closed" if was_open else f"the command ended with status {status}"
-    return f"{how}: {last}" if last else how, False
+        reason = "the connection was closed" if was_open else f"the command ended with status {status}"
+    return f"{reason}: {last_line}" if last_line else reason, False

@@ -1,7 +1,7 @@
-"""The background process of a run on several machines: it writes what their supervisors record into one history.
+"""The background process of a run on several nodes: it writes the records of their supervisors into one history.
 
-It is started like a supervisor, and named as one in run.json. It has no command: it runs one for each machine
-(dpmon.mirror.node_links) that prints the rows of the history there, and takes requests.
+It is started like a supervisor, and run.json lists it as one. It has no command of the user. For each node, it runs a
+command (dpmon.mirror.node_links) that prints the rows of the history there and handles requests.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ import dpmon
 from dpmon.errors import DpmonError, HistoryError
 from dpmon.mirror.chunk_receiver import (
     AHEAD_S,
-    MOST_DAMAGED,
+    MAX_DAMAGED,
     Chunk,
     ChunkReceiver,
     ProtocolError,
@@ -59,64 +59,67 @@ from dpmon.store.ring_drain import RETRY_S
 from dpmon.store.row_exchange import CHUNK_BYTES
 from dpmon.supervise.prometheus_file import PrometheusFile, metrics_path
 from dpmon.supervise.stall_watch import StallRecorder
-from dpmon.supervise.start_supervisor import MACHINE, keep_child_statuses, lost_settings
+from dpmon.supervise.start_supervisor import NODE_COMMAND_PREFIX, keep_child_statuses, lost_settings
 
-COMMIT_S, POLL_S, REST_S = 0.5, 0.2, 0.1
-MEASURED = 3
-"""Questions for the time before the first record; the fastest answer counts."""
-MOST_HELD = 2 * CHUNK_BYTES
-"""Most bytes of a machine that wait while the history cannot be written; a machine that sends more is disconnected."""
-MOST_WAITING = 4 * MOST_HELD
-"""Most bytes of all machines that wait after a failed write; each machine may have an equal part of them."""
-MOST_WHOLE = 16
-"""More machines than this send only some samples of devices, and only some calls."""
-FEW_COLLECTIONS = 100_000
-"""Objects between two garbage collections: rows create many objects, but no reference cycles."""
+COMMIT_S, POLL_S, PAUSE_S = 0.5, 0.2, 0.1
+CLOCK_REPLIES = 3
+"""Clock requests sent before streaming begins; the one with the shortest round trip counts."""
+MAX_NODE_BACKLOG_BYTES = 2 * CHUNK_BYTES
+"""How much of a node's data may wait while the history cannot be written. A node that sends more is disconnected."""
+MAX_BACKLOG_BYTES = 4 * MAX_NODE_BACKLOG_BYTES
+"""How much data of all nodes may wait after a failed write. Each node may have an equal part of it."""
+MAX_NODES_IN_FULL = 16
+"""If there are more nodes than this, they send only some samples of devices and only some calls."""
+COLLECTION_THRESHOLD = 100_000
+"""How many new objects start a garbage collection. Rows create many objects, but no reference cycles."""
 _UNWRITTEN = "its records cannot be written here"
-_MOST_TEXT, MOST_LOG = 1000, 1 << 20
-"""Most characters of a text that a machine has sent, and most bytes of the log: a machine may cause line after line."""
+_MAX_TEXT_CHARS, MAX_LOG_BYTES = 1000, 1 << 20
+"""Largest length of a text that a node has sent, and largest size of the log: a node may cause any number of lines."""
 
 
 class Mirror(StallRecorder):
     """The mirror of one run."""
 
     def __init__(
-        self, directory: Path, info: RunInfo, commands: Sequence[list[str]], metrics: str | None = None
+        self, directory: Path, run_info: RunInfo, commands: Sequence[list[str]], metrics_file: str | None = None
     ) -> None:
-        """`commands`: for each machine, its name, its run or job, and the words that run dpmon there.
+        """`commands`: for each node, its name, its run or job, and the words that run dpmon there.
 
-        `metrics`: the path of the metrics file.
+        `metrics_file`: the path of the metrics file.
         """
-        self.directory, self.info = directory, info
-        self.records = MirrorHistory(directory, info)
-        sought = [run.startswith(JOB) for _, run, *_ in commands]
-        self.machines = [NodeConnection(node, sought[node.number] and node.run is None) for node in self.records.nodes]
+        self.directory, self.info = directory, run_info
+        self.history = MirrorHistory(directory, run_info)
+        is_job_only = [run.startswith(JOB) for _, run, *_ in commands]
+        nodes = self.history.nodes
+        self.peers = [NodeConnection(node, is_job_only[node.number] and node.run is None) for node in nodes]
         self.links = NodeLinks(
-            len(commands), lambda number: stream_command(commands[number], self.records.nodes[number].run)
+            len(commands), lambda number: stream_command(commands[number], self.history.nodes[number].run)
         )
-        self.joint = CrossNodeStallDetector(directory, info, self, len(commands), self.records.local_process_number)
+        self.stall_detector = CrossNodeStallDetector(
+            directory, run_info, self, len(commands), self.history.local_process_number
+        )
         self._requests = RequestRelay(self)
-        self._sent: list[tuple[NodeConnection, UncheckedChunk]] = []
-        """What has come since the last commit."""
+        self._unchecked: list[tuple[NodeConnection, UncheckedChunk]] = []
+        """Chunks that were received since the last commit."""
         self._chunks: list[tuple[NodeConnection, Chunk]] = []
-        """Checked chunks that are not written."""
+        """Checked chunks that are not written yet."""
         self._events: list[tuple[str, Mapping[str, Any]]] = []
         self._last_stall: Mapping[str, Any] | None = None
-        self._metrics_file = metrics
+        self._metrics_file = metrics_file
         self._metrics: PrometheusFile | None = None
-        """The writer of the metrics file; None until a machine has sent the facts of the run."""
+        """The metrics file; None until a node has described the run."""
         self._ids = count(1)
-        self._leave = False
-        for machine in self.machines:
-            if machine.node.state == "ended":
-                self.links.close_link(machine.node.number, "", for_good=True)
+        self._should_leave = False
+        for peer in self.peers:
+            if peer.node.state == "ended":
+                self.links.close_link(peer.node.number, "", for_good=True)
             else:
-                machine.node.state, machine.node.why, machine.node.since_ns = "connecting", None, self.now_ns()
-        for text in lost_settings(info, has_event_command=False, has_metrics=metrics is not None):
+                peer.node.state, peer.node.why, peer.node.since_ns = "connecting", None, self.now_ns()
+        for text in lost_settings(run_info, has_event_command=False, has_metrics=metrics_file is not None):
             self.emit("warning", {"process": None, "text": text})
 
     def now_ns(self) -> int:
-        """The run's time."""
+        """Return the current time of the run (ns)."""
         return time.monotonic_ns() - self.info.start_ns
 
     # ------------------------------------------------------------------------------------------ the record of stalls
@@ -129,271 +132,279 @@ class Mirror(StallRecorder):
             self._last_stall = data
 
     def last_stall(self) -> Mapping[str, Any] | None:
-        """The data of the last record of a stall of ranks on several machines."""
-        return self._last_stall or self.records.last_stall()
+        """Return the data of the last record of a stall of ranks on several nodes; None if there is none."""
+        return self._last_stall or self.history.last_stall()
 
     # ------------------------------------------------------------------------------------------ the loop
 
     def run(self) -> None:
-        """Write until all runs have ended, the directory is deleted, or a signal comes."""
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT):
-            signal.signal(number, lambda *_: setattr(self, "_leave", True))
+        """Write records until all nodes' runs have ended, the directory is deleted, or a signal arrives."""
+        for signal_number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT):
+            signal.signal(signal_number, lambda *_: setattr(self, "_should_leave", True))
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         commit_at = state_at = 0.0
-        over = False
-        while not (over or self._leave) and self.directory.is_dir():
-            now = time.monotonic()  # before the reports: what came in time is handled before its wait ends
+        is_over = False
+        while not (is_over or self._should_leave) and self.directory.is_dir():
+            now_s = time.monotonic()  # before the reports, so that a reply in time is handled before its wait ends
             for report in self.links.poll(POLL_S):
                 self._handle_report(report)
-            if len(self.machines) > MOST_WHOLE:
-                time.sleep(REST_S)  # else each machine's beat would wake this process
-            self._requests.poll(now)
-            self.joint.poll()
-            over = all(machine.is_over for machine in self.machines)
-            written = now >= commit_at and self._commit()
-            if now >= commit_at:
-                commit_at = now + (COMMIT_S if written else RETRY_S)
-            over = over and written
-            if over or now >= state_at:
-                state_at = now + 1.0
+            if len(self.peers) > MAX_NODES_IN_FULL:
+                time.sleep(PAUSE_S)  # otherwise, each node's beat would wake this process
+            self._requests.poll(now_s)
+            self.stall_detector.poll()
+            is_over = all(peer.is_over for peer in self.peers)
+            written = now_s >= commit_at and self._commit()
+            if now_s >= commit_at:
+                commit_at = now_s + (COMMIT_S if written else RETRY_S)
+            is_over = is_over and written
+            if is_over or now_s >= state_at:
+                state_at = now_s + 1.0
                 self._write_state_file()
-            self._write_metrics(now)
+            self._write_metrics(now_s)
         self.links.close_all()
-        self.joint.close()
-        if over:
+        self.stall_detector.close()
+        if is_over:
             self._record_run_exit()
         self._commit()
         if self._metrics is not None:
             self._metrics.wait()
-            if (how := load_exit(self.directory)) is not None:
-                self._metrics.write_final(how)
-        self.records.close()
+            if (exit_info := load_exit(self.directory)) is not None:
+                self._metrics.write_final(exit_info)
+        self.history.close()
 
-    def _set_node_state(self, node: NodeRow, state: str, why: str | None) -> None:
-        """Note the state of a machine."""
+    def _set_node_state(self, node: NodeRow, state: str, reason: str | None) -> None:
+        """Set the state of a node, and since when it is so."""
         if node.state != state:
             node.since_ns = self.now_ns()
-        node.state, node.why = state, why
+        node.state, node.why = state, reason
 
     def _handle_report(self, report: LinkOpened | LineReceived | LinkClosed) -> None:
-        machine = self.machines[report.node]
-        node = machine.node
+        peer = self.peers[report.node]
+        node = peer.node
         try:
             if isinstance(report, LinkOpened):
-                self._handle_header(machine, report.marker)
+                self._handle_header(peer, report.marker)
             elif isinstance(report, LinkClosed):
-                self._handle_disconnect(machine, report)
-            elif machine.receiver is not None:
+                self._handle_disconnect(peer, report)
+            elif peer.receiver is not None:
                 node.heard_ns = self.now_ns()
-                found = machine.receiver.add_line(report.text)
-                if isinstance(found, UncheckedChunk):
-                    self._handle_chunk(machine, found)
-                elif found is not None:
-                    self._handle_message(machine, found)
+                message = peer.receiver.add_line(report.text)
+                if isinstance(message, UncheckedChunk):
+                    self._handle_chunk(peer, message)
+                elif message is not None:
+                    self._handle_message(peer, message)
         except (DpmonError, TypeError, ValueError, LookupError, ArithmeticError) as error:
-            self._close_link(machine, f"it sent rubbish: {sanitize_line(str(error))}")
+            self._close_link(peer, f"it sent invalid data: {sanitize_line(str(error))}")
 
-    def _handle_header(self, machine: NodeConnection, marker: Mapping[str, Any]) -> None:
-        node = machine.node
-        machine.receiver, machine.measured, machine.offset = ChunkReceiver(), 0, node.received
-        self._drop_unwritten(machine)  # it sends again what is not written
+    def _handle_header(self, peer: NodeConnection, marker: Mapping[str, Any]) -> None:
+        node = peer.node
+        peer.receiver, peer.clock_replies, peer.offset = ChunkReceiver(), 0, node.received
+        self._drop_unwritten(peer)  # the node sends them again
         host, run, version, script, cwd = (
             _text(marker, key) or "" for key in ("host", "run", "version", "script", "cwd")
         )
-        if machine.sought and not ID.fullmatch(run):
+        if peer.is_run_unknown and not ID.fullmatch(run):
             raise ProtocolError("it has not named its run")
         if version not in (dpmon.__version__, node.version):
-            text = f"{node.name} has dpmon {version}, this machine {dpmon.__version__}: only what both know is read"
+            text = f"{node.name} has dpmon {version}, this one {dpmon.__version__}: only what both know is read"
             self.emit("warning", {"process": None, "text": text})
-        node.host, node.run, node.version, machine.sought = host, run, version, False
+        node.host, node.run, node.version, peer.is_run_unknown = host, run, version, False
         words = marker.get("command")
-        if not self.info.command and isinstance(words, list):  # what the run is, as the first machine says
-            command = tuple(sanitize_line(word, _MOST_TEXT) for word in words[:100])
-            info = replace(self.info, command=command, script=script, cwd=cwd, versions={"dpmon": version})
-            self.info = self.joint.info = info
+        if not self.info.command and isinstance(words, list):  # the first node describes the run
+            command = tuple(sanitize_line(word, _MAX_TEXT_CHARS) for word in words[:100])
+            run_info = replace(self.info, command=command, script=script, cwd=cwd, versions={"dpmon": version})
+            self.info = self.stall_detector.info = run_info
             with contextlib.suppress(OSError):
                 write_info(self.directory, self.info)
-        self._request_clock(machine)
+        self._request_clock(peer)
 
-    def _close_link(self, machine: NodeConnection, why: str, *, for_good: bool = False) -> None:
-        """End the connection; unless `for_good`, it is opened again later."""
-        machine.receiver = None
-        self._handle_disconnect(machine, self.links.close_link(machine.node.number, why, for_good=for_good))
+    def _close_link(self, peer: NodeConnection, reason: str, *, for_good: bool = False) -> None:
+        """Close the connection. Unless `for_good`, it is opened again later."""
+        peer.receiver = None
+        self._handle_disconnect(peer, self.links.close_link(peer.node.number, reason, for_good=for_good))
 
-    def _drop_unwritten(self, machine: NodeConnection) -> None:
-        """Forget the records that are not written."""
-        machine.held = 0
-        self._sent = [one for one in self._sent if one[0] is not machine]
-        self._chunks = [one for one in self._chunks if one[0] is not machine]
+    def _drop_unwritten(self, peer: NodeConnection) -> None:
+        """Drop the node's records that are not written yet."""
+        peer.unwritten_bytes = 0
+        self._unchecked = [(sender, chunk) for sender, chunk in self._unchecked if sender is not peer]
+        self._chunks = [(sender, chunk) for sender, chunk in self._chunks if sender is not peer]
 
-    def _handle_disconnect(self, machine: NodeConnection, report: LinkClosed) -> None:
-        if machine.node.state != "ended":
-            state = "refused" if report.for_good else "connecting" if machine.sought else "cut"
-            self._set_node_state(machine.node, state, report.why or None)
-            self.joint.drop_node(machine.node.number)
-            machine.beat = {}
-        machine.standing = None
-        self._requests.drop_node(machine.node.number)
+    def _handle_disconnect(self, peer: NodeConnection, report: LinkClosed) -> None:
+        if peer.node.state != "ended":
+            lost_state = "connecting" if peer.is_run_unknown else "cut"
+            state = "refused" if report.for_good else lost_state
+            self._set_node_state(peer.node, state, report.why or None)
+            self.stall_detector.drop_node(peer.node.number)
+            peer.beat = {}
+        peer.rank_report = None
+        self._requests.drop_node(peer.node.number)
 
     # ------------------------------------------------------------------------------------------ what comes
 
-    def _request_clock(self, machine: NodeConnection) -> None:
-        machine.asked = next(self._ids), self.now_ns()
-        self.links.send(machine.node.number, json.dumps({"ask": "time", "id": machine.asked[0]}))
+    def _request_clock(self, peer: NodeConnection) -> None:
+        request_id = next(self._ids)
+        peer.clock_request = request_id, self.now_ns()
+        self.links.send(peer.node.number, json.dumps({"ask": "time", "id": request_id}))
 
-    def _handle_clock_reply(self, machine: NodeConnection, there_ns: int) -> None:
-        """Take the time of a machine, between question and answer. After some of them, begin."""
-        node, sent = machine.node, machine.asked[1]
-        error = (self.now_ns() - sent) // 2
-        if machine.measured == 0 or node.clock_error_ns is None or error < node.clock_error_ns:
-            node.clock_ns, node.clock_error_ns = sent + error - there_ns, error
-        machine.measured += 1
-        if machine.measured < MEASURED:
-            self._request_clock(machine)
+    def _handle_clock_reply(self, peer: NodeConnection, node_ns: int) -> None:
+        """Estimate a node's clock offset from a request's round trip. Start streaming after CLOCK_REPLIES replies."""
+        node, (_, sent_ns) = peer.node, peer.clock_request
+        error_ns = (self.now_ns() - sent_ns) // 2
+        if peer.clock_replies == 0 or node.clock_error_ns is None or error_ns < node.clock_error_ns:
+            node.clock_ns, node.clock_error_ns = sent_ns + error_ns - node_ns, error_ns
+        peer.clock_replies += 1
+        if peer.clock_replies < CLOCK_REPLIES:
+            self._request_clock(peer)
             return
         shift_ns = max(node.clock_ns or 0, 0)
         if node.shift_s is None:
             node.shift_s = round(shift_ns / SECOND)
         elif abs(shift_ns / SECOND - node.shift_s) > AHEAD_S / 2:
             self._close_link(
-                machine, "it or this machine was suspended, so its times moved: attach again", for_good=True
+                peer, "it or this machine was suspended, which shifted its times: attach again", for_good=True
             )
             return
         request = {
-            "ask": "begin", "offset": node.received, "tallied_s": node.tallied_s, "output_at": machine.output_at,
-            "shift_ns": shift_ns, "shift_s": node.shift_s, "sparse": len(self.machines) > MOST_WHOLE,
+            "ask": "begin", "offset": node.received, "tallied_s": node.tallied_s, "output_at": peer.output_at,
+            "shift_ns": shift_ns, "shift_s": node.shift_s, "sparse": len(self.peers) > MAX_NODES_IN_FULL,
         }  # fmt: skip
         self.links.send(node.number, json.dumps(request))
         self._requests.resend_subscription(node.number)
 
-    def _handle_message(self, machine: NodeConnection, message: Mapping[str, Any]) -> None:
+    def _handle_message(self, peer: NodeConnection, message: Mapping[str, Any]) -> None:
         if isinstance(message.get("standing"), dict):
-            machine.standing = message
-        elif message.get("answer") == machine.asked[0] and (there := int_member(message, "now_ns")) is not None:
-            if abs(there) < 1 << 60 and machine.measured < MEASURED:
-                self._handle_clock_reply(machine, there)
-        else:
-            self._requests.handle_reply(machine.node, message)
-
-    def _handle_chunk(self, machine: NodeConnection, sent: UncheckedChunk) -> None:
-        node, beat = machine.node, sent.beat
-        begin, offset, tallied = (beat.get(name) for name in ("from", "offset", "tallied_s"))
-        if not type(begin) is type(offset) is type(tallied) is int:
-            raise ProtocolError("a beat without its offsets")
-        if not machine.offset == begin <= offset < 1 << 53 or tallied > self.now_ns() // SECOND + AHEAD_S:
-            raise ProtocolError("records that do not follow those before")
-        machine.held += sent.size
-        if machine.held > MOST_HELD:
-            self._close_link(machine, _UNWRITTEN)
+            peer.rank_report = message
             return
-        if machine.standing is not None:
-            age_ns = int(min(max(number_member(machine.standing, "age_s") or 0.0, 0.0), 1e9) * SECOND)
-            self.joint.receive_rank_report(node.number, node.name, machine.standing["standing"], age_ns)
-        machine.offset, machine.beat, machine.standing = offset, beat, None
-        self._sent.append((machine, sent))
+        request_id, _ = peer.clock_request
+        node_ns = int_member(message, "now_ns")
+        if message.get("answer") == request_id and node_ns is not None:
+            if abs(node_ns) < 1 << 60 and peer.clock_replies < CLOCK_REPLIES:
+                self._handle_clock_reply(peer, node_ns)
+        else:
+            self._requests.handle_reply(peer.node, message)
+
+    def _handle_chunk(self, peer: NodeConnection, chunk: UncheckedChunk) -> None:
+        node, beat = peer.node, chunk.beat
+        first_offset, offset, tallied_s = (beat.get(name) for name in ("from", "offset", "tallied_s"))
+        if not type(first_offset) is type(offset) is type(tallied_s) is int:
+            raise ProtocolError("a beat without its offsets")
+        if not peer.offset == first_offset <= offset < 1 << 53 or tallied_s > self.now_ns() // SECOND + AHEAD_S:
+            raise ProtocolError("records that do not follow those before")
+        peer.unwritten_bytes += chunk.size
+        if peer.unwritten_bytes > MAX_NODE_BACKLOG_BYTES:
+            self._close_link(peer, _UNWRITTEN)
+            return
+        if peer.rank_report is not None:
+            age_ns = int(min(max(number_member(peer.rank_report, "age_s") or 0.0, 0.0), 1e9) * SECOND)
+            self.stall_detector.receive_rank_report(node.number, node.name, peer.rank_report["standing"], age_ns)
+        peer.offset, peer.beat, peer.rank_report = offset, beat, None
+        self._unchecked.append((peer, chunk))
         self._set_node_state(node, "connected", None)
         if isinstance(output := beat.get("output"), str):
             append_output(self.directory, node.name, output)
-            machine.output_at = int_member(beat, "output_at")
-        if isinstance(beat.get("exit"), dict):  # nothing comes after it; it has ended once this is written
-            machine.receiver = None
+            peer.output_at = int_member(beat, "output_at")
+        if isinstance(beat.get("exit"), dict):  # the last chunk; the node has ended when it is written
+            peer.receiver = None
             self.links.close_link(node.number, "", for_good=True)
 
     def _should_store_event(self, node: NodeRow, row: tuple[Any, ...]) -> bool:
-        """Whether an event goes into the history: no stall that is damaged, and none if the mirror judges the ranks."""
-        if row[2] != "stall" or row[1] >= 0:
+        """Return whether to store an event: not a damaged stall, and not a stall of ranks that the mirror judges."""
+        _, process, kind, *_ = row
+        if kind != "stall" or process >= 0:
             return True
         with contextlib.suppress(HistoryError):
-            return self.joint.should_store_stall(node.number, event_from_row(row[-1:]).data)
+            return self.stall_detector.should_store_stall(node.number, event_from_row(row[-1:]).data)
         return False
 
-    def _record_node_exit(self, machine: NodeConnection, how: Mapping[str, Any]) -> None:
-        """Note the end of a machine's run."""
-        status, seconds = int_member(how, "status"), min(max(number_member(how, "seconds") or 0.0, 0.0), 1e9)
-        exited = {
-            "status": status if status is not None and 0 <= status <= MAX_STATUS else None, "seconds": seconds,
-            "stopped": how.get("stopped") is True, "signal": _text(how, "signal"), "cause": _text(how, "cause"),
+    def _record_node_exit(self, peer: NodeConnection, exit_members: Mapping[str, Any]) -> None:
+        """Record how a node's run has ended."""
+        status = int_member(exit_members, "status")
+        is_status = status is not None and 0 <= status <= MAX_STATUS
+        seconds = min(max(number_member(exit_members, "seconds") or 0.0, 0.0), 1e9)
+        exit_data = {
+            "status": status if is_status else None, "seconds": seconds, "stopped": exit_members.get("stopped") is True,
+            "signal": _text(exit_members, "signal"), "cause": _text(exit_members, "cause"),
         }  # fmt: skip
-        machine.node.exit = json.dumps(exited)
-        self._set_node_state(machine.node, "ended", None)
-        self._close_link(machine, "", for_good=True)
+        peer.node.exit = json.dumps(exit_data)
+        self._set_node_state(peer.node, "ended", None)
+        self._close_link(peer, "", for_good=True)
 
     # ------------------------------------------------------------------------------------------ what is written
 
     def _commit(self) -> bool:
-        """Check and write what has come; return whether that was possible."""
-        sent, self._sent = self._sent, []
-        chunks = validate_chunks([(machine.node.number, one) for machine, one in sent], self.now_ns())
-        for (machine, _), chunk in zip(sent, chunks, strict=True):
+        """Check and write the received chunks. Return whether they were written."""
+        unchecked, self._unchecked = self._unchecked, []
+        chunks = validate_chunks([(peer.node.number, chunk) for peer, chunk in unchecked], self.now_ns())
+        for (peer, _), chunk in zip(unchecked, chunks, strict=True):
             if "events" in chunk.rows:
-                kept = [row for row in chunk.rows["events"] if self._should_store_event(machine.node, row)]
-                chunk = chunk._replace(rows={**chunk.rows, "events": kept})
-            self._chunks.append((machine, chunk))
-        for machine, chunk in self._chunks:
-            if chunk.damaged > MOST_DAMAGED:
-                self._reject_node(machine, f"{chunk.damaged} damaged rows")
+                stored_events = [row for row in chunk.rows["events"] if self._should_store_event(peer.node, row)]
+                chunk = chunk._replace(rows={**chunk.rows, "events": stored_events})
+            self._chunks.append((peer, chunk))
+        for peer, chunk in self._chunks:
+            if chunk.damaged > MAX_DAMAGED:
+                self._reject_node(peer, f"{chunk.damaged} damaged rows")
         events = self._events[:]
         try:
-            self.records.write([(machine.node, chunk) for machine, chunk in self._chunks], events)
-        except ChunkError as error:  # the others go on
-            self._reject_node(self.machines[error.node.number], str(error))
+            self.history.write([(peer.node, chunk) for peer, chunk in self._chunks], events)
+        except ChunkError as error:  # the other nodes' chunks are written
+            self._reject_node(self.peers[error.node.number], str(error))
             return self._commit()
         except HistoryError as error:
             _log(f"the history cannot be written: {error}")
-            for machine in self.machines:
-                if machine.receiver is not None and machine.held > MOST_WAITING // len(self.machines):
-                    self._drop_unwritten(machine)  # it sends them again
-                    self._close_link(machine, _UNWRITTEN)
+            for peer in self.peers:
+                if peer.receiver is not None and peer.unwritten_bytes > MAX_BACKLOG_BYTES // len(self.peers):
+                    self._drop_unwritten(peer)  # the node sends them again
+                    self._close_link(peer, _UNWRITTEN)
             return False
-        ended = [(machine, how) for machine, chunk in self._chunks if isinstance(how := chunk.beat.get("exit"), dict)]
+        exits = [(peer, data) for peer, chunk in self._chunks if isinstance(data := chunk.beat.get("exit"), dict)]
         self._chunks = []
-        for machine in self.machines:
-            machine.held = 0
+        for peer in self.peers:
+            peer.unwritten_bytes = 0
         del self._events[: len(events)]
-        for machine, how in ended:
-            self._record_node_exit(machine, how)
-        return not ended or self._commit()  # the second commit writes these ends
+        for peer, exit_members in exits:
+            self._record_node_exit(peer, exit_members)
+        return not exits or self._commit()  # the second commit writes these ends
 
-    def _reject_node(self, machine: NodeConnection, why: str) -> None:
-        """Cut off a machine that sends damaged records; after its end for good, because it would send them again."""
-        _log(f"{machine.node.name}: {sanitize_line(why, _MOST_TEXT)}")
-        self._drop_unwritten(machine)
-        self._close_link(machine, "it sent damaged records", for_good=isinstance(machine.beat.get("exit"), dict))
+    def _reject_node(self, peer: NodeConnection, reason: str) -> None:
+        """Disconnect a node that sends damaged records. If it has ended, for good, because it would send them again."""
+        _log(f"{peer.node.name}: {sanitize_line(reason, _MAX_TEXT_CHARS)}")
+        self._drop_unwritten(peer)
+        self._close_link(peer, "it sent damaged records", for_good=isinstance(peer.beat.get("exit"), dict))
 
-    def _write_metrics(self, now: float) -> None:
+    def _write_metrics(self, now_s: float) -> None:
         if self._metrics is None and self.info.command and self._metrics_file is not None:
             path = metrics_path(self._metrics_file, self.info)
             self._metrics = PrometheusFile(
                 path, self.directory, lambda text: self.emit("warning", {"process": None, "text": text})
             )
         if self._metrics is not None:
-            self._metrics.tick(now)
+            self._metrics.poll(now_s)
 
     def _write_state_file(self) -> None:
-        """Write what readers want to know of the processes."""
-        live = [machine for machine in self.machines if machine.beat]
-        doing = {
-            number: pair
-            for machine in live
-            for process, pair in parse_activities(machine.beat.get("doing")).items()
-            if (number := self.records.local_process_number(machine.node.number, process)) is not None
+        """Write the state file that readers poll: activities, pauses, pending requests."""
+        live = [peer for peer in self.peers if peer.beat]
+        activities = {
+            local_number: activity
+            for peer in live
+            for process, activity in parse_activities(peer.beat.get("doing")).items()
+            if (local_number := self.history.local_process_number(peer.node.number, process)) is not None
         }
-        pauses = [pause for machine in live if isinstance(pause := machine.beat.get("pause"), list) and len(pause) == 3]
-        since = [at for *_, at in pauses if type(at) is int]
-        waits = [at for machine in live if (at := int_member(machine.beat, "input_ns")) is not None]
-        refusals = [text for machine in live if (text := text_member(machine.beat, "refusal")) is not None]
-        stages = [stage for machine in live if isinstance(stage := machine.beat.get("stage"), list)]
+        pauses = [pause for peer in live if isinstance(pause := peer.beat.get("pause"), list) and len(pause) == 3]
+        pause_starts = [time_ns for *_, time_ns in pauses if type(time_ns) is int]
+        input_starts = [time_ns for peer in live if (time_ns := int_member(peer.beat, "input_ns")) is not None]
+        refusals = [text for peer in live if (text := text_member(peer.beat, "refusal")) is not None]
+        stages = [stage for peer in live if isinstance(stage := peer.beat.get("stage"), list)]
         state = {
-            "doing": activities_by_word(doing),
-            "connected": [machine.node.number for machine in self.machines if machine.node.state == "connected"],
-            "refused": any(machine.node.state == "refused" for machine in self.machines),
-            "ended": [sum(machine.node.state == "ended" for machine in self.machines), len(self.machines)],
+            "doing": activities_by_word(activities),
+            "connected": [peer.node.number for peer in self.peers if peer.node.state == "connected"],
+            "refused": any(peer.node.state == "refused" for peer in self.peers),
+            "ended": [sum(peer.node.state == "ended" for peer in self.peers), len(self.peers)],
             "wanted": any(wanted is True for wanted, _, _ in pauses),
             "pausing": any(pending is True for _, pending, _ in pauses),
-            "paused_ns": max(since) if len(since) == len(live) > 0 else None,
-            "pending": any(machine.beat.get("pending") is True for machine in live),
+            "paused_ns": max(pause_starts) if len(pause_starts) == len(live) > 0 else None,
+            "pending": any(peer.beat.get("pending") is True for peer in live),
             "refusal": min(map(sanitize_line, refusals)) if len(refusals) == len(live) > 0 else None,
-            "input_ns": min(waits, default=None),
+            "input_ns": min(input_starts, default=None),
             "stage": next((sanitize_line(str(stage[0]))[:200] for stage in stages[:1]), None),
             "stage_ns": next((stage[1] for stage in stages[:1] if len(stage) > 1 and type(stage[1]) is int), None),
             **self._requests.state,
@@ -402,59 +413,68 @@ class Mirror(StallRecorder):
             write_atomically(self.directory / STATE_FILE, json.dumps(state))
 
     def _record_run_exit(self) -> None:
-        """Write how the run has ended: like the first machine that failed, else was stopped, else has no known end."""
-        for machine in self.machines:
-            if machine.node.state == "connecting":
-                self._set_node_state(machine.node, "refused", machine.node.why)
-        known = [machine.node for machine in self.machines if not machine.sought]
-        ends = [(json.loads(node.exit or "{}"), node) for node in known]
-        failed = sorted((end for end in ends if end[0].get("status")), key=lambda end: end[0].get("stopped") is True)
-        how, node = [*failed, *(end for end in ends if end[0].get("status") is None), *ends][0]
-        why = f": {node.why}" if node.why else ""
-        unknown = f"how it ended on {node.name} is unknown{why}" if how.get("status") is None else None
-        seconds, cause = self.now_ns() / SECOND, how.get("cause")
-        end = ExitInfo(
-            status=how.get("status"), signal=how.get("signal"), ended_unix=time.time(), end_ns=time.monotonic_ns(),
-            seconds=seconds, by="mirror", unknown=unknown, cause=None if cause is None else f"{node.name}: {cause}",
+        """Record how the run ended.
+
+        Like the first node that failed, else one that was stopped, else one with an unknown end, else the first node.
+        """
+        for peer in self.peers:
+            if peer.node.state == "connecting":
+                self._set_node_state(peer.node, "refused", peer.node.why)
+        nodes = [peer.node for peer in self.peers if not peer.is_run_unknown]
+        exits = [(json.loads(node.exit or "{}"), node) for node in nodes]
+        failed = [(data, node) for data, node in exits if data.get("status")]
+        failed.sort(key=lambda data_and_node: data_and_node[0].get("stopped") is True)
+        unknown_exits = [(data, node) for data, node in exits if data.get("status") is None]
+        exit_data, node = next(chain(failed, unknown_exits, exits))
+        reason = f": {node.why}" if node.why else ""
+        unknown = f"how it ended on {node.name} is unknown{reason}" if exit_data.get("status") is None else None
+        elapsed_s, cause = self.now_ns() / SECOND, exit_data.get("cause")
+        if cause is not None:
+            cause = f"{node.name}: {cause}"
+        run_exit = ExitInfo(
+            status=exit_data.get("status"), signal=exit_data.get("signal"), ended_unix=time.time(),
+            end_ns=time.monotonic_ns(), seconds=elapsed_s, by="mirror", unknown=unknown, cause=cause,
         )  # fmt: skip
-        if how.get("stopped"):
+        if exit_data.get("stopped"):
             record_stop_request(self.directory)
-        self.emit("exit", {"status": end.status, "signal": end.signal, "t_s": seconds})
+        self.emit("exit", {"status": run_exit.status, "signal": run_exit.signal, "t_s": elapsed_s})
         with contextlib.suppress(OSError):
-            write_info(self.directory, end)
+            write_info(self.directory, run_exit)
 
 
-def _text(sent: Mapping[str, Any], key: str) -> str | None:
-    """A text that a machine has sent, safe to show and short; None if there is none."""
-    text = text_member(sent, key)
-    return None if text is None else sanitize_line(text, _MOST_TEXT)
+def _text(message: Mapping[str, Any], key: str) -> str | None:
+    """Return a text that a node has sent, safe to show and shortened; None if there is none."""
+    text = text_member(message, key)
+    return None if text is None else sanitize_line(text, _MAX_TEXT_CHARS)
 
 
 def _log(text: str) -> None:
     with contextlib.suppress(OSError):
-        if os.fstat(2).st_size < MOST_LOG:
+        if os.fstat(2).st_size < MAX_LOG_BYTES:
             os.write(2, f"{time.strftime('%F %T')} {text}\n".encode("utf-8", "replace"))
 
 
 def main(directory_text: str, _: str) -> None:
-    """Mirror the run in a directory until its end, if no other process does."""
+    """Mirror the run in a directory until its end. Return at once if another process does it."""
     directory = Path(directory_text)
     lock = take_lock(directory)
-    info = load_info(directory)
-    if lock is None or info.boot_id != proc.boot_id() or not needs_supervisor(directory, info, load_exit(directory)):
+    run_info = load_info(directory)
+    if lock is None or run_info.boot_id != proc.boot_id():
+        return
+    if not needs_supervisor(directory, run_info, load_exit(directory)):
         return
     # The commands come from the user's command line, never from the directory, which may come from another person.
-    commands = [json.loads(os.environ.pop(f"{MACHINE}{number}")) for number in range(len(info.nodes))]
-    if [name for name, *_ in commands] != list(info.nodes):
+    commands = [json.loads(os.environ.pop(f"{NODE_COMMAND_PREFIX}{node}")) for node in range(len(run_info.nodes))]
+    if [name for name, *_ in commands] != list(run_info.nodes):
         return
     keep_child_statuses()
-    gc.set_threshold(FEW_COLLECTIONS)
+    gc.set_threshold(COLLECTION_THRESHOLD)
     os.chdir("/")
     os.umask(0o077)
-    info = replace(info, supervisor_pid=os.getpid(), supervisor_started=proc.start_time_s(os.getpid()))
+    run_info = replace(run_info, supervisor_pid=os.getpid(), supervisor_started=proc.start_time_s(os.getpid()))
     try:
-        write_info(directory, info)
-        Mirror(directory, info, commands, os.environ.get("DPMON_METRICS") or None).run()
+        write_info(directory, run_info)
+        Mirror(directory, run_info, commands, os.environ.get("DPMON_METRICS") or None).run()
     except (HistoryError, OSError) as error:
         _log(f"the mirror ends: {error}")
     except Exception:

@@ -1,7 +1,7 @@
-"""Writes the chunks of several machines into one history.
+"""Writes the chunks of several nodes into one history.
 
-Processes and ids get new numbers here, series the numbers of their names. The figures are those of the machines: a
-tally is inserted as it comes. What no machine knows alone is added: the waits between ranks of several machines
+Processes and ids get new numbers here, and series get the numbers of their names. Tallies are inserted as the nodes
+have sent them. Only the waits between ranks on different nodes are added, because no single node can compute them
 (dpmon.mirror.cross_node_waits).
 """
 
@@ -28,61 +28,61 @@ from dpmon.store.row_exchange import NUMBERED, columns_sent
 from dpmon.store.tally import COLUMNS, WIDTHS, SeriesNames, Tally, TallyKey
 from dpmon.store.tally_encoding import renumber_series
 
-MOST_BYTES = 1 << 30
-_MOST_SERIES, _MOST_KEYS, _MOST_PROCESSES = 8192, 4096, 1 << 16
-"""Most series, keys and processes of one machine."""
-_LATEST_S = 3600
-"""A machine whose tallies are further behind than this is not waited for."""
+MAX_HISTORY_BYTES = 1 << 30
+_MAX_SERIES, _MAX_KEYS, _MAX_PROCESSES = 8192, 4096, 1 << 16
+"""Limits of the series, keys and processes of one node."""
+_MAX_LAG_S = 3600
+"""The mirror does not wait for a node whose tallies are further behind than this."""
 _RING = re.compile(r"process-(\d{1,6})\.ring")
-_OWN = "supervisor"
-"""The row of a machine's supervisor among its rings."""
+_SUPERVISOR_RING = "supervisor"
+"""Name of the row of a node's supervisor among the node's rings."""
 _PROCESS = re.compile(r'"process": ?(-?\d{1,19})(?=[,}\]\s])')
-_REPLACED = ("definitions", "loops", "times", "shapes", "collective_sums")
-"""Tables that need nothing but the number of the process."""
+_COPIED_TABLES = ("definitions", "loops", "times", "shapes", "collective_sums")
+"""Tables in which only the number of the process is replaced."""
 
 
 class ChunkError(HistoryError):
-    """The records of a machine cannot be written: one is damaged in a way that was not foreseen."""
+    """A node's record that cannot be written, because it is damaged in an unforeseen way."""
 
     def __init__(self, node: NodeRow, text: str) -> None:
         super().__init__(text)
         self.node = node
 
 
-_Own = tuple[str, Mapping[str, Any]]
+_MirrorEvent = tuple[str, Mapping[str, Any]]
 """Kind and data of an event of the mirror itself."""
 
 
 class MirrorHistory:
     """The history of a mirror."""
 
-    def __init__(self, directory: Path, info: RunInfo) -> None:
+    def __init__(self, directory: Path, run_info: RunInfo) -> None:
         """Open the history of the mirror's run. Raises HistoryError."""
-        limit = min(LIMIT_BYTES * len(info.nodes), MOST_BYTES)
-        self._history = HistoryWriter.open(directory, {"run": info.id, "start_ns": info.start_ns}, limit)
+        max_bytes = min(LIMIT_BYTES * len(run_info.nodes), MAX_HISTORY_BYTES)
+        self._history = HistoryWriter.open(directory, {"run": run_info.id, "start_ns": run_info.start_ns}, max_bytes)
         self._db = self._history.checked_connection.db
         names = ", ".join(NODE_COLUMNS)
         rows = [NodeRow(*row) for row in self._history.rows(f"SELECT {names} FROM nodes ORDER BY number")]
-        self.nodes = rows or [NodeRow(number, name) for number, name in enumerate(info.nodes)]
-        """The machines by number. Whoever changes one calls `write` soon."""
+        self.nodes = rows or [NodeRow(number, name) for number, name in enumerate(run_info.nodes)]
+        """The nodes by number. After a change, `write` must be called soon."""
         self._written: dict[int, tuple[Any, ...]] = {}
         self._rings = self._history.rings()
-        self._numbers: dict[int, dict[int, int]] = {node.number: {} for node in self.nodes}
-        """The number here of each process of a machine, by its number there."""
+        self._local_numbers: dict[int, dict[int, int]] = {node.number: {} for node in self.nodes}
+        """The number here of each process, by node and its number on the node."""
         for ring in self._rings.values():
-            if ring.node is not None and (found := _RING.fullmatch(ring.name.partition("/")[2])) is not None:
-                self._numbers[ring.node][int(found[1])] = ring.process
+            if ring.node is not None and (match := _RING.fullmatch(ring.name.partition("/")[2])) is not None:
+                self._local_numbers[ring.node][int(match[1])] = ring.process
         self._last_process = max([-1, *(ring.process for ring in self._rings.values())])
         self._names = SeriesNames(self._history.rows("SELECT number, name FROM series"))
         self._series: dict[int, dict[int, int]] = defaultdict(dict)
-        """By machine and number of a series there: its number here."""
+        """The number here of each series, by node and its number on the node."""
         self._keys = {TallyKey(*row) for row in self._history.rows("SELECT process, mode, kind, batch FROM keys")}
         meta = dict(self._history.rows("SELECT key, value AS number FROM meta WHERE key != 'run'"))
         self._whole = {width: meta.get(f"whole_{width}", 0) for width in WIDTHS[1:]}
         self._waits = CrossNodeWaits(self._db, self._names)
-        self._out: dict[str, list[Sequence[Any]]] = defaultdict(list)
-        """Rows by table that are inserted together."""
-        self._silent = {ring.process: ring for ring in self._rings.values() if ring.first_id is None}
+        self._staged: dict[str, list[Sequence[Any]]] = defaultdict(list)
+        """Rows that are inserted together, by table."""
+        self._rings_without_ids = {ring.process: ring for ring in self._rings.values() if ring.first_id is None}
         """The rings without a call or step, by process."""
         for ring in self._rings.values():
             self._register_rank(ring)
@@ -97,44 +97,48 @@ class MirrorHistory:
         self._history.close()
 
     def local_process_number(self, node: int, process: int) -> int | None:
-        """Return the number here of a process of a machine; None if it is unknown."""
-        return self._numbers[node].get(process)
+        """Return the number here of a process of a node; None if it is unknown."""
+        return self._local_numbers[node].get(process)
 
     def remote_processes(self) -> Mapping[int, tuple[int, int]]:
-        """Return machine and number there by the number of a process here."""
-        return {number: (node, process) for node, own in self._numbers.items() for process, number in own.items()}
+        """Return the node of each process and its number on the node, by its number here."""
+        return {
+            number: (node, process)
+            for node, numbers in self._local_numbers.items()
+            for process, number in numbers.items()
+        }
 
     def last_stall(self) -> Mapping[str, Any] | None:
-        """Return the data of the newest record of a stall."""
+        """Return the data of the newest record of a stall; None if there is none."""
         return self._history.last_stall()
 
-    def write(self, chunks: Sequence[tuple[NodeRow, Chunk]], events: Sequence[_Own] = ()) -> None:
-        """Write chunks, events of the mirror itself and the table of machines, or nothing. Raises HistoryError.
+    def write(self, chunks: Sequence[tuple[NodeRow, Chunk]], events: Sequence[_MirrorEvent] = ()) -> None:
+        """Write chunks, events of the mirror itself and the table of nodes, or nothing. Raises HistoryError.
 
         After an error, the same chunks can be written again.
         """
-        before = [(node, _row_values(node)) for node in self.nodes]
+        earlier_nodes = [(node, _row_values(node)) for node in self.nodes]
         state = (
             self._history.next_id,
             dict(self._rings),
-            {node: dict(own) for node, own in self._numbers.items()},
+            {node: dict(local_numbers) for node, local_numbers in self._local_numbers.items()},
             dict(self._whole),
-            dict(self._silent),
+            dict(self._rings_without_ids),
         )
         pending = dict(self._waits.pending)
         try:
             self._history.run_transaction(lambda: self._insert_all(chunks, events))
         except HistoryError:
-            for node, values in before:
+            for node, values in earlier_nodes:
                 node.__dict__.update(zip(node.__dict__, values, strict=True))
             self._waits.roll_back(state[0], pending)
-            self._history.next_id, self._rings, self._numbers, self._whole, self._silent = state
+            self._history.next_id, self._rings, self._local_numbers, self._whole, self._rings_without_ids = state
             self._keys, self._names.unwritten = set(), list(self._names.by_number.items())
             self._written.clear()
             raise
 
-    def _insert_all(self, chunks: Sequence[tuple[NodeRow, Chunk]], events: Sequence[_Own]) -> None:
-        self._out.clear()
+    def _insert_all(self, chunks: Sequence[tuple[NodeRow, Chunk]], events: Sequence[_MirrorEvent]) -> None:
+        self._staged.clear()
         self._waits.begin_transaction()
         for node, chunk in chunks:
             try:
@@ -143,17 +147,18 @@ class MirrorHistory:
                 raise ChunkError(node, f"{type(error).__name__}: {error}") from error
         for kind, data in events:
             text = json.dumps({"kind": kind, **data}, separators=(",", ":"))
-            at = data.get("t_s")
-            t_ns = int(at * 1e9) if isinstance(at, (int, float)) else None
+            time_s = data.get("t_s")
+            t_ns = int(time_s * 1e9) if isinstance(time_s, (int, float)) else None
             self._stage_rows("events", [(self._next_id(), None, kind, t_ns, text)])
         self._flush()
-        self._db.executemany(JOIN_STEP, [(one.exposed_ns, one.wait_ns, one.step.id) for one in self._waits.joined])
+        waits = self._waits.completed
+        self._db.executemany(JOIN_STEP, [(wait.exposed_ns, wait.wait_ns, wait.step.id) for wait in waits])
         self._stage_rows("tallies", self._waits.late_tally_rows())
         self._flush("tallies")
         self._publish_wider_tallies()
-        changes = {node.number: _row_values(node) for node in self.nodes}
-        self._stage_rows("nodes", [row for number, row in changes.items() if self._written.get(number) != row])
-        self._written = changes
+        node_rows = {node.number: _row_values(node) for node in self.nodes}
+        self._stage_rows("nodes", [row for number, row in node_rows.items() if self._written.get(number) != row])
+        self._written = node_rows
         if self._names.unwritten:
             self._stage_rows("series", self._names.unwritten)
             self._names.unwritten = []
@@ -164,12 +169,12 @@ class MirrorHistory:
         return self._history.next_id - 1
 
     def _stage_rows(self, table: str, rows: Iterable[Sequence[Any]]) -> None:
-        self._out[table] += rows
+        self._staged[table] += rows
 
     def _flush(self, *tables: str) -> None:
-        """Insert the rows that were put together for these tables, or for all."""
-        for table in tables or list(self._out):
-            rows = self._out.pop(table, None)
+        """Insert the staged rows of these tables, or of all tables."""
+        for table in tables or list(self._staged):
+            rows = self._staged.pop(table, None)
             if rows:
                 self._db.executemany(f"INSERT OR REPLACE INTO {table} VALUES ({', '.join('?' * len(rows[0]))})", rows)
 
@@ -178,17 +183,17 @@ class MirrorHistory:
     def _put_chunk(self, node: NodeRow, chunk: Chunk) -> None:
         rows, beat = chunk.rows, chunk.beat
         self._put_rings(node, rows.get("rings", ()), chunk.damaged)
-        named = self._series[node.number]
+        series_numbers = self._series[node.number]
         for number, name in rows.get("series", ()):
-            if len(named) < _MOST_SERIES and (own := self._names.number(name)) is not None:
-                named[number] = own
+            if len(series_numbers) < _MAX_SERIES and (local_number := self._names.number(name)) is not None:
+                series_numbers[number] = local_number
         ids = sorted({row[0] for table in NUMBERED for row in rows.get(table, ())})
-        first = self._history.next_id
-        new = dict(zip(ids, range(first, first + len(ids)), strict=True))
+        first_id = self._history.next_id
+        new_ids = dict(zip(ids, range(first_id, first_id + len(ids)), strict=True))
         self._history.next_id += len(ids)
-        self._put_events(node, rows.get("events", ()), new)
+        self._put_events(node, rows.get("events", ()), new_ids)
         for table in filter(rows.__contains__, ("calls", "steps", "collectives", "losses")):
-            moved = [(new[row[0]], number, *row[2:]) for row, number in self._renumber_rows(node, rows[table], 1)]
+            moved = [(new_ids[row[0]], number, *row[2:]) for row, number in self._renumber_rows(node, rows[table], 1)]
             if table == "steps":
                 self._waits.add_steps(node, moved)
             if table in ("calls", "steps"):
@@ -196,10 +201,10 @@ class MirrorHistory:
             self._stage_rows(table, moved)
             if table == "losses":
                 self._history.thin_losses((row[1], row[2]) for row in moved)
-        for table in filter(rows.__contains__, _REPLACED):
-            at = list(columns_sent(table)).index("process")
-            known = self._renumber_rows(node, rows[table], at)
-            self._stage_rows(table, [(*row[:at], number, *row[at + 1 :]) for row, number in known])
+        for table in filter(rows.__contains__, _COPIED_TABLES):
+            column = list(columns_sent(table)).index("process")
+            known_rows = self._renumber_rows(node, rows[table], column)
+            self._stage_rows(table, [(*row[:column], number, *row[column + 1 :]) for row, number in known_rows])
         self._stage_rows(
             "gaps", [(None, number, *row[2:]) for row, number in self._renumber_rows(node, rows.get("gaps", ()), 1)]
         )
@@ -217,42 +222,42 @@ class MirrorHistory:
             self._upsert_meta("min(value + excluded.value, 1 << 60)", "pruned", left_out)
         node.received, node.tallied_s = beat["offset"], max(beat["tallied_s"], node.tallied_s)
 
-    def _upsert_meta(self, how: str, key: str, value: int) -> None:
-        self._db.execute(f"INSERT INTO meta VALUES (?, ?) ON CONFLICT DO UPDATE SET value = {how}", (key, value))
+    def _upsert_meta(self, expression: str, key: str, value: int) -> None:
+        self._db.execute(f"INSERT INTO meta VALUES (?, ?) ON CONFLICT DO UPDATE SET value = {expression}", (key, value))
 
     def _renumber_rows(
-        self, node: NodeRow, rows: Iterable[tuple[Any, ...]], at: int
+        self, node: NodeRow, rows: Iterable[tuple[Any, ...]], column: int
     ) -> list[tuple[tuple[Any, ...], int]]:
-        """Return the rows with known processes, each with the number of its process. `at`: its column."""
-        get = self._numbers[node.number].get
-        return [(row, number) for row in rows if (number := get(row[at])) is not None]
+        """Return the rows with known processes, each with the number here of its process."""
+        get = self._local_numbers[node.number].get
+        return [(row, number) for row in rows if (number := get(row[column])) is not None]
 
     def _put_rings(self, node: NodeRow, rows: Iterable[tuple[Any, ...]], damaged: int) -> None:
-        found, numbers, lost = [], self._numbers[node.number], damaged
+        changed_rings, numbers, lost_spans = [], self._local_numbers[node.number], damaged
         for row in rows:
             ring = RingRow(*row)
-            lost += ring.missed if ring.name == _OWN else 0
+            lost_spans += ring.missed if ring.name == _SUPERVISOR_RING else 0
             if ring.name != f"process-{ring.process}.ring" or not 0 <= ring.process < 1 << 20:
                 continue
             if ring.process not in numbers:
-                if len(numbers) >= _MOST_PROCESSES:
+                if len(numbers) >= _MAX_PROCESSES:
                     continue
                 self._last_process += 1
                 numbers[ring.process] = self._last_process
             ring.node, ring.name, ring.process = node.number, f"{node.number}/{ring.name}", numbers[ring.process]
-            before = self._rings.get(ring.name)
-            ring.first_id, ring.last_id, ring.pending = None if before is None else before.first_id, None, ""
+            known_ring = self._rings.get(ring.name)
+            ring.first_id, ring.last_id, ring.pending = None if known_ring is None else known_ring.first_id, None, ""
             self._rings[ring.name] = ring
             if ring.first_id is None:
-                self._silent[ring.process] = ring
+                self._rings_without_ids[ring.process] = ring
             self._register_rank(ring)
-            found.append(ring)
-        if lost:
-            name = f"{node.number}/{_OWN}"
-            own = self._rings.get(name, RingRow(name, -1 - node.number, None, 0, node=node.number))
-            self._rings[name] = own = replace(own, missed=max(lost, own.missed + damaged))
-            found.append(own)
-        self._stage_rows("rings", [_row_values(ring) for ring in found])
+            changed_rings.append(ring)
+        if lost_spans:
+            name = f"{node.number}/{_SUPERVISOR_RING}"
+            own_ring = self._rings.get(name, RingRow(name, -1 - node.number, None, 0, node=node.number))
+            self._rings[name] = own_ring = replace(own_ring, missed=max(lost_spans, own_ring.missed + damaged))
+            changed_rings.append(own_ring)
+        self._stage_rows("rings", [_row_values(ring) for ring in changed_rings])
 
     def _register_rank(self, ring: RingRow) -> None:
         if ring.node is not None:
@@ -260,33 +265,33 @@ class MirrorHistory:
 
     def _note_first_ids(self, rows: Iterable[tuple[Any, ...]]) -> None:
         """Note the first id of each process."""
-        for row in rows if self._silent else ():
-            if (ring := self._silent.pop(row[1], None)) is not None:
+        for row in rows if self._rings_without_ids else ():
+            if (ring := self._rings_without_ids.pop(row[1], None)) is not None:
                 self._rings[ring.name] = ring = replace(ring, first_id=row[0])
                 self._stage_rows("rings", [_row_values(ring)])
 
-    def _put_events(self, node: NodeRow, rows: Iterable[tuple[Any, ...]], new: Mapping[int, int]) -> None:
-        numbers = self._numbers[node.number]
+    def _put_events(self, node: NodeRow, rows: Iterable[tuple[Any, ...]], new_ids: Mapping[int, int]) -> None:
+        numbers = self._local_numbers[node.number]
 
-        def renamed(found: re.Match[str]) -> str:
-            number = numbers.get(int(found[1]))
+        def renamed(match: re.Match[str]) -> str:
+            number = numbers.get(int(match[1]))
             return f'"process":{"null" if number is None else number}'
 
         moved = []
         for number, process, kind, t_ns, text in rows:
-            own = numbers.get(process) if process >= 0 else -1 - node.number
-            if own is None:
+            local_process = numbers.get(process) if process >= 0 else -1 - node.number
+            if local_process is None:
                 continue
             text = _PROCESS.sub(renamed, text)
-            if own < 0:
+            if local_process < 0:
                 text = f'{text.rstrip()[:-1]},"node":{node.number}}}'
             elif kind in ("process", "ddp"):
                 try:
                     data = event_from_row([text]).data
                 except HistoryError as error:
                     raise ChunkError(node, str(error)) from error
-                self._waits.handle_event(own, kind, data)
-            moved.append((new[number], own, kind, t_ns, text))
+                self._waits.handle_event(local_process, kind, data)
+            moved.append((new_ids[number], local_process, kind, t_ns, text))
         self._stage_rows("events", moved)
 
     # ------------------------------------------------------------------------------------------ tallies
@@ -295,25 +300,27 @@ class MirrorHistory:
         keys = {
             TallyKey(number, *row[1:]) for row, number in self._renumber_rows(node, rows.get("keys", ()), 0)
         } - self._keys
-        if keys and len(self._keys) < _MOST_KEYS * len(self.nodes):
+        if keys and len(self._keys) < _MAX_KEYS * len(self.nodes):
             self._stage_rows("keys", list(keys))
             self._keys |= keys
-        named = self._series[node.number]
+        series_numbers = self._series[node.number]
         moved: list[tuple[Any, ...]] = []
-        finer, before = dict(zip(WIDTHS[1:], WIDTHS, strict=False)), 1
-        for row, number in sorted(self._renumber_rows(node, rows.get("tallies", ()), 2), key=lambda one: one[0][0]):
+        finer, written_width = dict(zip(WIDTHS[1:], WIDTHS, strict=False)), 1
+        for row, number in sorted(
+            self._renumber_rows(node, rows.get("tallies", ()), 2), key=lambda row_and_number: row_and_number[0][0]
+        ):
             width, start, _, mode, kind, batch = row[:6]
             key = TallyKey(number, mode, kind, batch)
             try:
-                sketches = renumber_series(row[-1], named)
+                sketches = renumber_series(row[-1], series_numbers)
             except HistoryError:
                 continue
             waits = b""
             if self._waits.spans_nodes(node, number):
-                if width > before:  # its waits come from the finer tallies
+                if width > written_width:  # its waits are computed from the finer tallies
                     self._stage_rows("tallies", moved)
                     self._flush("tallies")
-                    moved, before = [], width
+                    moved, written_width = [], width
                 if width > 1:
                     waits = self._waits.read_stored_waits(finer[width], start, width, key)
                 else:
@@ -325,39 +332,39 @@ class MirrorHistory:
         self._stage_rows("tallies", moved)
 
     def _publish_wider_tallies(self) -> None:
-        """Let readers use the wider tallies up to where all machines have sent them."""
-        live = [node.tallied_s for node in self.nodes if node.state == "connected"]
-        live = [second for second in live if second > max(live) - _LATEST_S]
+        """Let readers use the wider tallies up to the time to which all connected nodes have sent them."""
+        tallied_seconds = [node.tallied_s for node in self.nodes if node.state == "connected"]
+        tallied_seconds = [second for second in tallied_seconds if second > max(tallied_seconds) - _MAX_LAG_S]
         for finer, width in pairwise(WIDTHS):
-            begin, end = self._whole[width], min(live, default=0) // width * width
-            if end <= begin:
+            start_s, end_s = self._whole[width], min(tallied_seconds, default=0) // width * width
+            if end_s <= start_s:
                 continue
             query = "SELECT min(start_s) FROM tallies WHERE width = ? AND start_s >= ?"
-            first = self._db.execute(query, (finer, begin)).fetchone()[0]
-            for start in range(end if first is None else first // width * width, end, width):
+            first_s = self._db.execute(query, (finer, start_s)).fetchone()[0]
+            for start in range(end_s if first_s is None else first_s // width * width, end_s, width):
                 self._close_time_bucket(finer, width, start)
-            self._whole[width] = end
-            self._stage_rows("meta", [(f"whole_{width}", end)])
+            self._whole[width] = end_s
+            self._stage_rows("meta", [(f"whole_{width}", end_s)])
             self._flush()  # the next width is made of this one
 
     def _close_time_bucket(self, finer: int, width: int, start: int) -> None:
-        """Make the tallies of a stretch that a machine could not send, because it was cut off in it."""
+        """Compute the tallies of a bucket that a node could not send, because it was disconnected in that time."""
         for table, columns in (("tallies", "process, mode, kind, batch"), ("times", "process, mode")):
             query = (
                 f"SELECT DISTINCT {columns} FROM {table} WHERE width = ? AND start_s >= ? AND start_s < ?"
                 f" EXCEPT SELECT {columns} FROM {table} WHERE width = ? AND start_s = ?"
             )
             missing = self._db.execute(query, (finer, start, start + width, width, start)).fetchall()
-            which = " AND ".join(f"{name} = ?" for name in columns.split(", "))
+            condition = " AND ".join(f"{name} = ?" for name in columns.split(", "))
             for key in missing:
                 names = ", ".join(COLUMNS) if table == "tallies" else "*"
-                query = f"SELECT {names} FROM {table} WHERE width = ? AND start_s >= ? AND start_s < ? AND {which}"
+                query = f"SELECT {names} FROM {table} WHERE width = ? AND start_s >= ? AND start_s < ? AND {condition}"
                 rows = self._db.execute(query, (finer, start, start + width, *key)).fetchall()
                 if table == "tallies":
-                    whole = Tally()
+                    tally = Tally()
                     for row in rows:
-                        whole.add_row(row, self._names.by_number)
-                    self._stage_rows(table, [(width, start, *key, *whole.row(self._names))])
+                        tally.add_row(row, self._names.by_number)
+                    self._stage_rows(table, [(width, start, *key, *tally.row(self._names))])
                 else:
                     sums = [sum(values) for values in zip(*(row[4:] for row in rows), strict=True)]
                     self._stage_rows(table, [(width, start, *key, *sums)])
@@ -368,5 +375,5 @@ def _row_values(row: NodeRow | RingRow) -> tuple[Any, ...]:
 
 
 def _local_device_number(node: NodeRow, device: int) -> int:
-    """Return the number of a device of a machine (-1: the host) here."""
+    """Return the number here of a node's device. -1 is the host."""
     return node.number * NODE_DEVICES + device if device >= 0 else -1 - node.number

@@ -1,4 +1,4 @@
-"""What a mirror knows about a machine."""
+"""The state of the mirror's connection to one node."""
 
 from __future__ import annotations
 
@@ -12,26 +12,29 @@ from dpmon.store.query_results import NodeRow
 
 @dataclass
 class NodeConnection:
-    """What this process knows about a machine besides its row in the history."""
+    """The state of the connection to one node, in addition to the node's row in the history."""
 
     node: NodeRow
-    sought: bool = False
-    """Whether `attach` could not reach it: until it answers, only the job of its run is known."""
+    is_run_unknown: bool = False
+    """Whether `attach` failed to reach the node. Until it replies, only its job is known, not its run."""
     receiver: ChunkReceiver | None = None
-    """None after this process has ended a connection, until the next one: what still arrives is left out."""
-    asked: tuple[int, int] = (0, 0)
-    """Number and time of the question for the time."""
-    measured: int = 0
+    """None after this process has closed a connection, until the next one opens. Late lines are ignored."""
+    clock_request: tuple[int, int] = (0, 0)
+    """Number of the last clock request, and when it was sent (ns of the run)."""
+    clock_replies: int = 0
+    """How many clock requests the node has answered on this connection."""
     offset: int = 0
-    """The last id that it has sent."""
-    held: int = 0
-    """Bytes that it has sent and that are not written yet."""
+    """The last id that the node has sent."""
+    unwritten_bytes: int = 0
+    """How much the node has sent that is not written yet."""
     output_at: int | None = None
-    """Position in its output up to which it was received; None: nothing was received yet."""
+    """Offset in the node's output up to which it was received; None if nothing was received yet."""
     beat: Mapping[str, Any] = field(default_factory=dict)
-    standing: Mapping[str, Any] | None = None
+    """The last beat; empty while disconnected."""
+    rank_report: Mapping[str, Any] | None = None
+    """The newest message with the activities of the node's ranks that was not passed on; None if there is none."""
 
     @property
     def is_over(self) -> bool:
-        """Whether no more records are expected. A machine that was never reached may not belong to the job."""
-        return self.node.state in ("ended", "refused") or (self.sought and self.node.why is not None)
+        """Whether no more records are expected. A node that was never reached may not belong to the job."""
+        return self.node.state in ("ended", "refused") or (self.is_run_unknown and self.node.why is not None)

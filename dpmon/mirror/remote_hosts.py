@@ -1,8 +1,8 @@
-"""The machines that a user names, the words that run dpmon on one of them, and one command on all of them at once.
+"""Finds the nodes that the user names, and runs dpmon on them.
 
-The way to a machine is the user's own command: ssh, srun, or a template such as `kubectl exec -i pod-{} --`. It is a
-list of words, never a line for a shell. But ssh gives its words to a shell there and others do not, so dpmon adds only
-words that mean the same with and without one.
+The connection command is the user's own: ssh, srun, or a template such as `kubectl exec -i pod-{} --`. It is a list of
+words, never a line for a shell. But ssh passes its words to a shell on the node and other commands do not, so dpmon
+adds only words that mean the same with and without a shell.
 """
 
 from __future__ import annotations
@@ -21,47 +21,47 @@ from dpmon.mirror.node_links import LineReceived, LinkClosed, NodeLinks
 from dpmon.run import proc
 from dpmon.run.safe_files import read_file
 
-_SSH = (
+_SSH_COMMAND = (
     *("ssh", "-T", "-C", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5"),
     *("-o", "ServerAliveInterval=1", "-o", "ServerAliveCountMax=3", "--"),
 )
-"""-T: no terminal; BatchMode: no questions; the rest: a connection that is cut ends after about 4 s.
+"""-T: no terminal. BatchMode: no questions. ServerAlive...: ssh ends about 4 s after the connection was lost.
 
 -C: compression. Without it, a packet of ssh (32 KiB) takes longer than this at 56 kbit/s, so the connection would end.
 """
-MOST_MACHINES = 1024
+MAX_NODES = 1024
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:@%+/-]{0,254}")
-"""Without a blank, a sign of the shell, or a dash at the front, which would be an option of the command."""
-PLAIN = re.compile(r"[A-Za-z0-9_./=,:@+-]+")
+"""Host names without spaces, special characters of a shell, or a leading dash, which would make them an option."""
+PLAIN_WORD = re.compile(r"[A-Za-z0-9_./=,:@+-]+")
 _JOB = re.compile(r"(\d+(?:[_+]\d+)?)(?:\.\w+)?")
-_LIMIT_S = 60.0
-_SILENT_S = 15.0
-_MOST_BYTES = 8 << 20
+_MAX_RUN_S = 60.0
+_MAX_SILENCE_S = 15.0
+_MAX_OUTPUT_BYTES = 8 << 20
 _LINE_BYTES = 100
-"""What an empty line takes, about."""
+"""About how much memory an empty line takes."""
 
 
 class HostError(DpmonError):
-    """Machines that are named wrongly; the text is one sentence for the user."""
+    """A mistake in the names of nodes; the text is one sentence for the user."""
 
 
 class RemoteHost(NamedTuple):
-    """One machine: its name, the words of the way to it, and the words of dpmon there."""
+    """One node: its name, the words of the connection command, and the words that run dpmon there."""
 
     name: str
-    way: tuple[str, ...]
+    connection_words: tuple[str, ...]
     dpmon: tuple[str, ...] = ("dpmon",)
 
     @property
     def command_prefix(self) -> tuple[str, ...]:
-        """The first words of a command of dpmon there."""
-        return self.way + self.dpmon
+        """The first words of a command that runs dpmon on the node."""
+        return self.connection_words + self.dpmon
 
 
 class HostOutput(NamedTuple):
-    """The lines that a command printed on one machine; `why`: why it failed, safe to show; empty if it did not.
+    """The lines that a command printed on one node.
 
-    `for_good`: trying again is useless.
+    `why`: why the command failed, safe to show; empty if it did not. `for_good`: trying again is useless.
     """
 
     lines: list[bytes]
@@ -70,59 +70,59 @@ class HostOutput(NamedTuple):
 
 
 def resolve_hosts(names: Sequence[str], *, via: str | None = None) -> list[RemoteHost]:
-    """The named machines, each once, with the way to each: `via`, in which {} is the name, or ssh. Raises HostError."""
+    """Return the named nodes, each once. `via`: connection command with {} for the name, or ssh. Raises HostError."""
     try:
         template = None if via is None else shlex.split(via)
     except ValueError as error:
         raise HostError(f"--via {via!r} cannot be split into words: {error}") from None
     if template is not None and not any("{}" in word for word in template):
-        raise HostError("--via needs {} in the place of a machine's name, as in 'kubectl exec -i pod-{} --'")
-    found = []
-    own = "localhost" if template is None else None
-    for name in dict.fromkeys(proc.host_name() if name == own else name for name in names):
+        raise HostError("--via needs {} in place of the node's name, as in 'kubectl exec -i pod-{} --'")
+    hosts = []
+    local_name = "localhost" if template is None else None
+    for name in dict.fromkeys(proc.host_name() if name == local_name else name for name in names):
         if not _NAME.fullmatch(name):
-            raise HostError(f"{name!r} is not the name of a machine")
+            raise HostError(f"{name!r} is not a valid node name")
         if template is not None:
-            found.append(RemoteHost(name, tuple(word.replace("{}", name) for word in template)))
+            hosts.append(RemoteHost(name, tuple(word.replace("{}", name) for word in template)))
         elif name == proc.host_name():
-            found.append(RemoteHost(name, (), _local_dpmon_command()))
+            hosts.append(RemoteHost(name, (), _local_dpmon_command()))
         else:
-            found.append(RemoteHost(name, (*_SSH, name)))
-    if len(found) > MOST_MACHINES:
-        raise HostError(f"{len(found)} machines are more than {MOST_MACHINES}")
-    return found
+            hosts.append(RemoteHost(name, (*_SSH_COMMAND, name)))
+    if len(hosts) > MAX_NODES:
+        raise HostError(f"too many nodes: {len(hosts)}, but at most {MAX_NODES} are allowed")
+    return hosts
 
 
 def expand_hostlist(text: str) -> list[str]:
-    """The names in a list such as `login,gpu[1-4,07-12]`, as Slurm writes it. Raises HostError."""
+    """Return the names in a list as Slurm writes it, such as `login,gpu[1-4,07-12]`. Raises HostError."""
     names: list[str] = []
-    for part in re.split(r",(?![^\[]*\])", text.strip()):
-        names += _expand_brackets(part, text)
-        if len(names) > MOST_MACHINES:
-            raise HostError(f"{text!r} names more than {MOST_MACHINES} machines")
+    for item in re.split(r",(?![^\[]*\])", text.strip()):
+        names += _expand_brackets(item, text)
+        if len(names) > MAX_NODES:
+            raise HostError(f"{text!r} names more than {MAX_NODES} nodes")
     return names
 
 
-def _expand_brackets(part: str, text: str) -> Iterator[str]:
-    head, bracket, rest = part.partition("[")
+def _expand_brackets(item: str, text: str) -> Iterator[str]:
+    prefix, bracket, after_bracket = item.partition("[")
     if not bracket:
-        yield part
+        yield item
         return
-    inner, bracket, tail = rest.partition("]")
-    for span in inner.split(","):
-        ends = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", span)
-        if not bracket or ends is None:
-            raise HostError(f"{text!r} is not a list of machines, such as gpu[1-4,7]")
-        first, last = int(ends[1]), int(ends[2] or ends[1])
-        if not first <= last < first + MOST_MACHINES:
-            raise HostError(f"{text!r}: {span} is no range of up to {MOST_MACHINES} numbers")
+    ranges_text, bracket, suffix = after_bracket.partition("]")
+    for range_text in ranges_text.split(","):
+        range_match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", range_text)
+        if not bracket or range_match is None:
+            raise HostError(f"{text!r} is not a list of nodes, such as gpu[1-4,7]")
+        first, last = int(range_match[1]), int(range_match[2] or range_match[1])
+        if not first <= last < first + MAX_NODES:
+            raise HostError(f"{text!r}: {range_text} is not a range of up to {MAX_NODES} numbers")
         for number in range(first, last + 1):
-            for end in _expand_brackets(tail, text):
-                yield f"{head}{number:0{len(ends[1])}d}{end}"
+            for suffix_name in _expand_brackets(suffix, text):
+                yield f"{prefix}{number:0{len(range_match[1])}d}{suffix_name}"
 
 
 def read_hostfile(path: str) -> list[str]:
-    """The names in a host file of MPI or DeepSpeed: the first word of each line, without `:SLOTS`. Raises HostError."""
+    """Return the names in a hostfile of MPI or DeepSpeed: each line's first word without `:SLOTS`. Raises HostError."""
     try:
         lines = read_file(Path(path), 1 << 20).decode().splitlines()
     except (OSError, ValueError) as error:
@@ -132,25 +132,26 @@ def read_hostfile(path: str) -> list[str]:
         name for first, *_ in filter(None, words) for name in expand_hostlist(re.sub(r"^([^:]+):\d+$", r"\1", first))
     ]
     if not names:
-        raise HostError(f"{path} names no machine")
+        raise HostError(f"{path} names no nodes")
     return names
 
 
 def slurm_hosts(job: str) -> list[RemoteHost]:
-    """The machines of a job of Slurm, reached by `srun --overlap`. Raises HostError."""
-    found = _JOB.fullmatch(job)
-    if found is None:
-        raise HostError(f"{job!r} is not the number of a job of Slurm")
-    number = found[1]
-    asked = RemoteHost("squeue", (), ("squeue",))
-    (answer,) = run_on_hosts([asked], ("--noheader", "--jobs", number, "--format", "%T %N"))
-    if answer.why:
-        raise HostError(f"Slurm does not name the machines of job {number}: {answer.why}")
-    state, _, nodes = (answer.lines or [b""])[0].decode("ascii", "replace").strip().partition(" ")
+    """Return the nodes of a Slurm job, with `srun --overlap` as connection command. Raises HostError."""
+    job_match = _JOB.fullmatch(job)
+    if job_match is None:
+        raise HostError(f"{job!r} is not a Slurm job number")
+    job_number = job_match[1]
+    squeue = RemoteHost("squeue", (), ("squeue",))
+    (output,) = run_on_hosts([squeue], ("--noheader", "--jobs", job_number, "--format", "%T %N"))
+    if output.why:
+        raise HostError(f"Slurm does not list the nodes of job {job_number}: {output.why}")
+    state, _, nodes = (output.lines or [b""])[0].decode("ascii", "replace").strip().partition(" ")
     if not nodes.strip():
-        raise HostError(f"job {number} of Slurm has no machines: {f'it is {state}' if state else 'it is over'}")
-    way = ("srun", "--overlap", "--quiet", "--jobid", number, "--nodes=1", "--ntasks=1", "--nodelist")
-    return [RemoteHost(name, (*way, name)) for name in expand_hostlist(nodes)]
+        reason = f"it is {state}" if state else "it has ended"
+        raise HostError(f"Slurm job {job_number} has no nodes: {reason}")
+    srun_words = ("srun", "--overlap", "--quiet", "--jobid", job_number, "--nodes=1", "--ntasks=1", "--nodelist")
+    return [RemoteHost(name, (*srun_words, name)) for name in expand_hostlist(nodes)]
 
 
 def _local_dpmon_command() -> tuple[str, ...]:
@@ -158,50 +159,55 @@ def _local_dpmon_command() -> tuple[str, ...]:
 
 
 def run_on_hosts(
-    machines: Sequence[RemoteHost], words: Sequence[str], *, silent_s: float = _SILENT_S
+    hosts: Sequence[RemoteHost], words: Sequence[str], *, silent_s: float = _MAX_SILENCE_S
 ) -> list[HostOutput]:
-    """Run dpmon with `words` on each machine, some at a time; not for longer than _LIMIT_S and `silent_s`.
+    """Run dpmon with `words` on all hosts, some at a time, and return one output per host.
 
-    `silent_s`: how long a machine may print nothing.
+    `silent_s`: how long a host may print nothing. Commands end at the latest after _MAX_RUN_S and `silent_s`.
     """
-    limit_s = _LIMIT_S + silent_s
-    answers = [HostOutput([], f"it did not end within {limit_s:.0f} s") for _ in machines]
-    taken, waiting = [0] * len(machines), set(range(len(machines)))
-    until = time.monotonic() + limit_s
-    links = NodeLinks(
-        len(machines), lambda node: [*machines[node].command_prefix, *words], once=True, silent_s=silent_s
-    )
+    limit_s = _MAX_RUN_S + silent_s
+    outputs = [HostOutput([], f"it did not end within {limit_s:.0f} s") for _ in hosts]
+    received_bytes, running = [0] * len(hosts), set(range(len(hosts)))
+    deadline_s = time.monotonic() + limit_s
+    links = NodeLinks(len(hosts), lambda node: [*hosts[node].command_prefix, *words], once=True, silent_s=silent_s)
     try:
-        while waiting and time.monotonic() < until:
+        while running and time.monotonic() < deadline_s:
             for report in links.poll(1.0):
                 node = report.node
                 if isinstance(report, LineReceived):
-                    if node not in waiting:
-                        continue  # the rest of a flood
-                    taken[node] += len(report.text) + _LINE_BYTES
-                    answers[node].lines.append(report.text)
-                    if taken[node] > _MOST_BYTES:
-                        answers[node].lines.clear()
-                        report = links.close_link(node, f"it printed more than {_MOST_BYTES >> 20} MiB", for_good=True)
+                    if node not in running:
+                        continue  # printed after its link was closed
+                    received_bytes[node] += len(report.text) + _LINE_BYTES
+                    outputs[node].lines.append(report.text)
+                    if received_bytes[node] > _MAX_OUTPUT_BYTES:
+                        outputs[node].lines.clear()
+                        report = links.close_link(
+                            node, f"it printed more than {_MAX_OUTPUT_BYTES >> 20} MiB", for_good=True
+                        )
                 if isinstance(report, LinkClosed):
-                    waiting.discard(node)
-                    answers[node] = answers[node]._replace(why=report.why, for_good=report.for_good)
+                    running.discard(node)
+                    outputs[node] = outputs[node]._replace(why=report.why, for_good=report.for_good)
     finally:
         links.close_all()
-    return answers
+    return outputs
 
 
 def run_dpmon_on_hosts(
-    machines: Sequence[RemoteHost], words: Sequence[str], *, silent_s: float = _SILENT_S
+    hosts: Sequence[RemoteHost], words: Sequence[str], *, silent_s: float = _MAX_SILENCE_S
 ) -> tuple[list[RemoteHost], list[HostOutput]]:
-    """The same; where dpmon is not in the PATH, also with the path of this dpmon. The machines are as they answered."""
-    found, answers = list(machines), run_on_hosts(machines, words, silent_s=silent_s)
+    """Do the same as `run_on_hosts`, and try this dpmon's path on hosts where dpmon is not in the PATH.
+
+    Returns the hosts, with the words for dpmon that worked, and their outputs.
+    """
+    resolved, outputs = list(hosts), run_on_hosts(hosts, words, silent_s=silent_s)
     missing = [
-        at for at, answer in enumerate(answers) if answer.why == MISSING and found[at].dpmon != _local_dpmon_command()
+        index
+        for index, output in enumerate(outputs)
+        if output.why == MISSING and resolved[index].dpmon != _local_dpmon_command()
     ]
-    if missing and PLAIN.fullmatch(sys.executable):
-        again = [machines[at]._replace(dpmon=_local_dpmon_command()) for at in missing]
-        for at, machine, answer in zip(missing, again, run_on_hosts(again, words, silent_s=silent_s), strict=True):
-            if not answer.why:
-                found[at], answers[at] = machine, answer
-    return found, answers
+    if missing and PLAIN_WORD.fullmatch(sys.executable):
+        retried = [hosts[index]._replace(dpmon=_local_dpmon_command()) for index in missing]
+        for index, host, output in zip(missing, retried, run_on_hosts(retried, words, silent_s=silent_s), strict=True):
+            if not output.why:
+                resolved[index], outputs[index] = host, output
+    return resolved, outputs

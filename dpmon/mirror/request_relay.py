@@ -1,4 +1,4 @@
-"""Passes the requests of readers on to the machines of a mirror, and collects their answers."""
+"""Forwards the requests of readers to the nodes of a mirror, and collects the replies."""
 
 from __future__ import annotations
 
@@ -23,158 +23,165 @@ if TYPE_CHECKING:
     from dpmon.mirror.mirror import Mirror
     from dpmon.store.query_results import NodeRow
 
-WHY_S, BEGIN_S = 7.0, 3.0
-"""Longest wait for the answers to "why is it stuck". The first BEGIN_S may pass until each machine was tried."""
-_LIVING_S = 2.0
-"""Time between two checks whether the readers that want all records are alive."""
-_MOST_BYTES, _MOST_TEXT = 1 << 16, 300
+MAX_WHY_WAIT_S, MAX_CONNECT_WAIT_S = 7.0, 3.0
+"""Longest wait for the replies to `dpmon why`, of which up to MAX_CONNECT_WAIT_S are to connect to all nodes."""
+_READER_CHECK_INTERVAL_S = 2.0
+"""Time between two checks whether the readers with subscriptions are alive."""
+_MAX_READ_BYTES, _MAX_TEXT_CHARS = 1 << 16, 300
 
 
 @dataclass
 class _RelayedRequest:
-    """A request that was sent to all machines."""
+    """A request that was sent to all connected nodes."""
 
     number: int = 0
-    asked: int = 0
-    """How many machines got it."""
-    waited: set[int] = field(default_factory=set)
-    """The machines that have not answered."""
+    node_count: int = 0
+    """How many nodes it was sent to."""
+    awaited: set[int] = field(default_factory=set)
+    """The nodes that have not replied yet."""
     failed: dict[int, str] = field(default_factory=dict)
-    """Why a machine did not do it, by its number."""
+    """Why a node did not carry it out, by the node's number."""
     stacks: dict[int, tuple[str, Mapping[str, Any]]] = field(default_factory=dict)
-    """For a request for stacks: the name and the answer of each machine."""
+    """For a request for stacks: name and reply of each node, by its number."""
 
 
 class RequestRelay:
-    """The requests of all readers."""
+    """The relay of the requests of all readers."""
 
     def __init__(self, mirror: Mirror) -> None:
         self._mirror = mirror
         self._path = mirror.directory / ASKED_FILE
-        self._last, self._why = _RelayedRequest(), _RelayedRequest(last_request_number(mirror.directory))
-        """The last request, and the last one for stacks."""
-        self._why_until: float | None = None
-        """The end of the wait for its answers; None: it is answered."""
-        self._wanted: dict[tuple[int, float], list[int]] = {}
-        """By pid and start of a reader: the processes for which it wants all records."""
-        self._whole: dict[int, list[int]] = {}
-        """By machine: these processes, with their numbers there."""
-        self._living_at = 0.0
-        self._at = max(_size(self._path) - _MOST_BYTES, 0)
-        for request in self._read_new_requests():  # also those to the mirror before this one
+        self._last_request, self._last_why = _RelayedRequest(), _RelayedRequest(last_request_number(mirror.directory))
+        """The last request, and the last request for stacks."""
+        self._why_deadline_s: float | None = None
+        """When the wait for its replies ends (monotonic s); None if the reply was written."""
+        self._subscriptions: dict[tuple[int, float], list[int]] = {}
+        """The processes for which a reader wants all records, by pid and start of the reader."""
+        self._processes_by_node: dict[int, list[int]] = {}
+        """The same processes by node, with their numbers on the node."""
+        self._check_readers_at = 0.0
+        self._file_offset = max(_size(self._path) - _MAX_READ_BYTES, 0)
+        for request in self._read_new_requests():  # also requests to an earlier mirror process
             self._add_subscription(request)
 
     @property
     def state(self) -> dict[str, Any]:
-        """The number of the last request, how many machines have answered it, how many got it, and which failed."""
-        last = self._last
+        """Members of the state file: the last request's number, how many nodes replied and got it, and which failed."""
+        request = self._last_request
         return {
-            "answered": [last.number, last.asked - len(last.waited), last.asked],
-            "failed": {self._node_name(number): text for number, text in last.failed.items()},
+            "answered": [request.number, request.node_count - len(request.awaited), request.node_count],
+            "failed": {self._node_name(node): text for node, text in request.failed.items()},
         }
 
     def _node_name(self, node: int) -> str:
-        return self._mirror.machines[node].node.name
+        return self._mirror.peers[node].node.name
 
-    def poll(self, now: float) -> None:
-        """Pass new requests on; `now`: monotonic s."""
+    def poll(self, now_s: float) -> None:
+        """Forward new requests, and write the reply to `dpmon why` when it is complete. `now_s`: monotonic s."""
         for request in self._read_new_requests():
             if request.get("ask") == "records":
                 self._add_subscription(request)
-                self._living_at = now
+                self._check_readers_at = now_s
             else:
-                self._last = self._send_to_all(request)
-        if self._wanted and now >= self._living_at:
-            self._living_at = now + _LIVING_S
+                self._last_request = self._send_to_all(request)
+        if self._subscriptions and now_s >= self._check_readers_at:
+            self._check_readers_at = now_s + _READER_CHECK_INTERVAL_S
             self._update_subscriptions()
         directory = self._mirror.directory
-        if (number := last_request_number(directory)) > self._why.number:
-            age_s, nodes = max((time.time_ns() - number) / SECOND, 0.0), [each.node for each in self._mirror.machines]
-            if age_s > BEGIN_S or not any(node.state == "connecting" and node.why is None for node in nodes):
-                self._why = self._send_to_all({"ask": "why", "id": number, "native": wants_native(directory)})
-                self._why_until = now + WHY_S - min(age_s, BEGIN_S)
-                away = (node.number for node in nodes if node.state in ("cut", "connecting"))
-                self._why.failed |= dict.fromkeys(away, "it is not connected")
-        if self._why_until is not None and (now > self._why_until or not self._why.waited):
-            failed = self._why.failed | dict.fromkeys(self._why.waited, "it did not answer in time")
-            without = [f"{self._node_name(node)}: {text}" for node, text in sorted(failed.items())]
+        if (request_number := last_request_number(directory)) > self._last_why.number:
+            age_s = max((time.time_ns() - request_number) / SECOND, 0.0)
+            nodes = [peer.node for peer in self._mirror.peers]
+            if age_s > MAX_CONNECT_WAIT_S or not any(node.state == "connecting" and node.why is None for node in nodes):
+                why = {"ask": "why", "id": request_number, "native": wants_native(directory)}
+                self._last_why = self._send_to_all(why)
+                self._why_deadline_s = now_s + MAX_WHY_WAIT_S - min(age_s, MAX_CONNECT_WAIT_S)
+                missing_nodes = (node.number for node in nodes if node.state in ("cut", "connecting"))
+                self._last_why.failed |= dict.fromkeys(missing_nodes, "it is not connected")
+        if self._why_deadline_s is not None and (now_s > self._why_deadline_s or not self._last_why.awaited):
+            failed = self._last_why.failed | dict.fromkeys(self._last_why.awaited, "it did not answer in time")
+            missing = [f"{self._node_name(node)}: {text}" for node, text in sorted(failed.items())]
             now_ns = self._mirror.now_ns() + self._mirror.info.start_ns
             write_reply(
-                directory, self._why.number, self._mirror.joint.merge_replies(self._why.stacks, now_ns, without)
+                directory,
+                self._last_why.number,
+                self._mirror.stall_detector.merge_replies(self._last_why.stacks, now_ns, missing),
             )
-            self._why_until = None
+            self._why_deadline_s = None
 
-    def handle_reply(self, node: NodeRow, answer: Mapping[str, Any]) -> None:
-        """Take a machine's answer."""
-        for sent in (self._last, self._why):
-            if answer.get("answer") == sent.number and node.number in sent.waited:
-                sent.waited.discard(node.number)
-                if (error := text_member(answer, "error")) is not None:
-                    sent.failed[node.number] = sanitize_line(error, _MOST_TEXT)
-                elif isinstance(why := answer.get("why"), dict):
-                    sent.stacks[node.number] = node.name, why
+    def handle_reply(self, node: NodeRow, reply: Mapping[str, Any]) -> None:
+        """Note a node's reply."""
+        for request in (self._last_request, self._last_why):
+            if reply.get("answer") == request.number and node.number in request.awaited:
+                request.awaited.discard(node.number)
+                if (error := text_member(reply, "error")) is not None:
+                    request.failed[node.number] = sanitize_line(error, _MAX_TEXT_CHARS)
+                elif isinstance(reasons := reply.get("why"), dict):
+                    request.stacks[node.number] = node.name, reasons
 
     def drop_node(self, node: int) -> None:
-        """Stop waiting for a machine that was cut off or has ended."""
-        for sent in (self._last, self._why):
-            if node in sent.waited and self._mirror.machines[node].node.state != "ended":
-                sent.failed[node] = "it was cut off before it answered"
-            sent.waited.discard(node)
+        """Stop waiting for a node that was disconnected or has ended."""
+        for request in (self._last_request, self._last_why):
+            if node in request.awaited and self._mirror.peers[node].node.state != "ended":
+                request.failed[node] = "it was disconnected before it replied"
+            request.awaited.discard(node)
 
     def resend_subscription(self, node: int) -> None:
-        """Ask a machine for the records that readers want, after it was connected again."""
-        if node in self._whole:
+        """Request the records that readers want from a node that has connected again."""
+        if node in self._processes_by_node:
             self._send_subscription(node)
 
     def _send_to_all(self, request: Mapping[str, Any]) -> _RelayedRequest:
-        """Send a request to all machines that are connected."""
+        """Send a request to all connected nodes."""
         text = json.dumps(request)
-        sent = _RelayedRequest(request["id"])
-        for number in (each.node.number for each in self._mirror.machines if each.node.state == "connected"):
-            sent.asked += 1
-            if self._mirror.links.send(number, text):
-                sent.waited.add(number)
+        relayed = _RelayedRequest(request["id"])
+        for node in (peer.node.number for peer in self._mirror.peers if peer.node.state == "connected"):
+            relayed.node_count += 1
+            if self._mirror.links.send(node, text):
+                relayed.awaited.add(node)
             else:
-                sent.failed[number] = "it accepts no requests now"
-        return sent
+                relayed.failed[node] = "it accepts no requests now"
+        return relayed
 
     def _add_subscription(self, request: Mapping[str, Any]) -> None:
-        pid, started, wanted = int_member(request, "pid"), number_member(request, "started"), request.get("processes")
-        if request.get("ask") == "records" and pid is not None and started is not None and isinstance(wanted, list):
-            self._wanted[pid, started] = [one for one in wanted if type(one) is int]
+        pid, start_s = int_member(request, "pid"), number_member(request, "started")
+        processes = request.get("processes")
+        if request.get("ask") == "records" and pid is not None and start_s is not None and isinstance(processes, list):
+            self._subscriptions[pid, start_s] = [process for process in processes if type(process) is int]
 
     def _update_subscriptions(self) -> None:
-        """Tell the machines which processes living readers want."""
-        self._wanted = {reader: each for reader, each in self._wanted.items() if each and proc.is_alive(*reader)}
-        before, there = self._whole, self._mirror.records.remote_processes()
-        self._whole = defaultdict(list)
-        for process in sorted({one for each in self._wanted.values() for one in each if one in there}):
-            node, number = there[process]
-            self._whole[node].append(number)
-        for node in before.keys() | self._whole.keys():
-            if before.get(node) != self._whole.get(node):
+        """Send each node the list of its processes that living readers want, if it has changed."""
+        items = self._subscriptions.items()
+        self._subscriptions = {reader: wanted for reader, wanted in items if wanted and proc.is_alive(*reader)}
+        earlier, remote_processes = self._processes_by_node, self._mirror.history.remote_processes()
+        self._processes_by_node = defaultdict(list)
+        wanted_processes = set().union(*self._subscriptions.values()) & remote_processes.keys()
+        for process in sorted(wanted_processes):
+            node, remote_number = remote_processes[process]
+            self._processes_by_node[node].append(remote_number)
+        for node in earlier.keys() | self._processes_by_node.keys():
+            if earlier.get(node) != self._processes_by_node.get(node):
                 self._send_subscription(node)
 
     def _send_subscription(self, node: int) -> None:
-        request = {"ask": "records", "processes": self._whole.get(node, [])}
+        request = {"ask": "records", "processes": self._processes_by_node.get(node, [])}
         self._mirror.links.send(node, json.dumps(request))
 
     def _read_new_requests(self) -> list[Mapping[str, Any]]:
-        """The new requests."""
+        """Return the requests that were written since the last call."""
         size = _size(self._path)
-        found: list[Mapping[str, Any]] = []
-        if size <= self._at:
-            return found
+        requests: list[Mapping[str, Any]] = []
+        if size <= self._file_offset:
+            return requests
         with contextlib.suppress(OSError), open(open_file(self._path), "rb") as file:
-            file.seek(self._at)
-            data = file.read(_MOST_BYTES)
-            self._at += data.rfind(b"\n") + 1 or len(data)
+            file.seek(self._file_offset)
+            data = file.read(_MAX_READ_BYTES)
+            self._file_offset += data.rfind(b"\n") + 1 or len(data)
             for line in data.splitlines():
                 with contextlib.suppress(ValueError):
                     request = load_json(line)
                     if isinstance(request, dict) and type(request.get("id")) is int:
-                        found.append(request)
-        return found
+                        requests.append(request)
+        return requests
 
 
 def _size(path: os.PathLike[str]) -> int:

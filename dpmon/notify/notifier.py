@@ -1,8 +1,8 @@
 """The background process that watches a run and starts the user's command for each of its events.
 
-It reads what every reader can read, so it finds all events again in each look, also when it begins anew. events.log
-says which of them were told. The id of an event is written there before the command starts: a process that was killed
-in between leaves an event that is missed, but no event is told twice.
+It reads only what every reader can read, so each check finds all events of the run again, also after a restart.
+events.log lists the events for which the command was started. Each id is written there before the command starts. So if
+this process is killed in between, the user misses an event, but the command never starts twice for the same event.
 """
 
 from __future__ import annotations
@@ -41,106 +41,111 @@ from dpmon.sanitize import to_safe_json
 from dpmon.store.store_opening import open_store
 from dpmon.supervise.start_supervisor import START_DIRECTORY
 
-EVERY_S = 2.0
-SHORT_S = 0.1
-FINDINGS_S = 60.0
-FINDINGS_SHARE = 0.01
-"""Most share of the time that the search for findings may take."""
-ALONE_S = 10.0
-"""After this time nobody is expected to complete the record: a run without processes is over, even without an end."""
-ALONE = Finding(
+CHECK_INTERVAL_S = 2.0
+WAIT_INTERVAL_S = 0.1
+FINDINGS_INTERVAL_S = 60.0
+MAX_FINDINGS_SHARE = 0.01
+"""Largest share of the time that the search for findings may take."""
+UNSUPERVISED_S = 10.0
+"""How long a run may be without a supervisor before no further records are expected. If it has no process then, it has
+ended, even without a recorded end."""
+UNSUPERVISED = Finding(
     "unsupervised", "dpmon's background process was killed: nothing is recorded", "", "dpmon attach starts another", 1.0
 )
-LIMIT_S = 60.0
-"""Longest time of a command; then it is killed."""
-IN_TURN_S = 3.0
-"""A command waits for the one before it, but no longer than this: one that hangs does not hold the others up."""
-MOST_AT_ONCE = 4
-_MAX_LOG = 1 << 24
+MAX_COMMAND_S = 60.0
+"""A command that runs for longer than this is killed."""
+MAX_TURN_S = 3.0
+"""A command starts after the one before it has ended, but waits no longer than this: a command may hang."""
+MAX_RUNNING = 4
+_MAX_LOG_BYTES = 1 << 24
 
 
 class SentLog:
-    """The ids of the told events. Only one process at a time has the file: it holds its lock."""
+    """The ids of the events for which the command was started. Only the process that holds the file's lock uses it."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
-        data = os.pread(fd, _MAX_LOG, 0)
-        whole = data[: data.rfind(b"\n") + 1]
-        os.ftruncate(fd, len(whole))
-        self.ids = dict.fromkeys(whole.decode("utf-8", "replace").splitlines())
+        content = os.pread(fd, _MAX_LOG_BYTES, 0)
+        whole_lines = content[: content.rfind(b"\n") + 1]
+        os.ftruncate(fd, len(whole_lines))
+        self.ids = dict.fromkeys(whole_lines.decode("utf-8", "replace").splitlines())
 
-    def add(self, name: str) -> None:
-        """Add an id; OSError if there is no room for it."""
-        line = f"{name}\n".encode()
-        end = os.lseek(self._fd, 0, os.SEEK_END)
+    def add(self, event_id: str) -> None:
+        """Add an id. Raises OSError if it cannot be written."""
+        line = f"{event_id}\n".encode()
+        end_offset = os.lseek(self._fd, 0, os.SEEK_END)
         if os.write(self._fd, line) < len(line):
-            os.ftruncate(self._fd, end)
+            os.ftruncate(self._fd, end_offset)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self.ids[name] = None
+        self.ids[event_id] = None
 
 
 class _RunningCommand(NamedTuple):
     process: subprocess.Popen[bytes]
     type: str
-    since_s: float
+    start_s: float
 
 
 class NotificationCommands:
-    """Starts the command for one event after the other."""
+    """The queue of notifications, and the commands that were started for them."""
 
-    def __init__(self, directory: Path, info: RunInfo, log: SentLog, command: Sequence[str]) -> None:
+    def __init__(self, directory: Path, run_info: RunInfo, sent_log: SentLog, command: Sequence[str]) -> None:
         self._directory = directory
-        self._info = info
+        self._run_info = run_info
         self._command = command
-        self._log = log
+        self._sent_log = sent_log
         self._start_directory = os.environ.pop(START_DIRECTORY, "/")
-        self._waiting: list[Notification] = []
+        self._queue: list[Notification] = []
         self._running: list[_RunningCommand] = []
         self._killed: list[subprocess.Popen[bytes]] = []
-        self._complained = False
+        self._has_warned = False
 
     @property
-    def busy(self) -> bool:
-        """Whether events wait or commands run."""
-        return bool(self._waiting or self._running)
+    def is_busy(self) -> bool:
+        """Whether notifications are queued or commands are running."""
+        return bool(self._queue or self._running)
 
-    def notify(self, events: Iterable[Notification]) -> None:
-        """Tell those of the events that were not told before. Replaces events that still wait."""
-        self._waiting = [event for event in events if event.id_in(self._info.id) not in self._log.ids]
+    def notify(self, notifications: Iterable[Notification]) -> None:
+        """Queue the notifications that have not been sent yet, replacing any that are still queued."""
+        self._queue = [
+            notification
+            for notification in notifications
+            if notification.id_in(self._run_info.id) not in self._sent_log.ids
+        ]
         self.poll()
 
     def poll(self) -> None:
-        """Start commands, and end those that take too long. Never waits."""
-        now = time.monotonic()
-        for each in list(self._running):
-            status = each.process.poll()
-            if status is None and now < each.since_s + LIMIT_S:
+        """Start commands for queued notifications, and kill commands that take too long. Never blocks."""
+        now_s = time.monotonic()
+        for command in list(self._running):
+            status = command.process.poll()
+            if status is None and now_s < command.start_s + MAX_COMMAND_S:
                 continue
-            self._running.remove(each)
+            self._running.remove(command)
             if status is None:
                 with contextlib.suppress(OSError):
-                    os.killpg(each.process.pid, signal.SIGKILL)
-                self._killed.append(each.process)
-                self._warn_once(f"it was killed after {LIMIT_S:.0f} s ({each.type})")
+                    os.killpg(command.process.pid, signal.SIGKILL)
+                self._killed.append(command.process)
+                self._warn_once(f"it was killed after {MAX_COMMAND_S:.0f} s ({command.type})")
             elif status:
-                self._warn_once(f"it ended with status {status} ({each.type})")
+                self._warn_once(f"it ended with status {status} ({command.type})")
         self._killed = [process for process in self._killed if process.poll() is None]
-        while self._waiting and len(self._running) < MOST_AT_ONCE:
-            if self._running and now < self._running[-1].since_s + IN_TURN_S:
+        while self._queue and len(self._running) < MAX_RUNNING:
+            if self._running and now_s < self._running[-1].start_s + MAX_TURN_S:
                 return
-            self._start(self._waiting.pop(0), now)
+            self._start(self._queue.pop(0), now_s)
 
-    def _start(self, event: Notification, now: float) -> None:
-        name = event.id_in(self._info.id)
+    def _start(self, notification: Notification, now_s: float) -> None:
+        event_id = notification.id_in(self._run_info.id)
         try:
-            self._log.add(name)
-        except OSError as error:  # the next look tries again
-            self._warn_once(f"not started, because {event.type} cannot be recorded: {error.strerror}")
+            self._sent_log.add(event_id)
+        except OSError as error:  # the next check tries again
+            self._warn_once(f"not started, because {notification.type} cannot be recorded: {error.strerror}")
             return
         try:
-            fd = os.memfd_create("event")  # neither a full pipe nor a full disk stops it
+            fd = os.memfd_create("event")  # unlike a pipe or a file on disk, it is never full
             with open(fd, "w+b") as body:
-                body.write(to_safe_json(to_cloudevent(event, name, self._info)).encode() + b"\n")
+                body.write(to_safe_json(to_cloudevent(notification, event_id, self._run_info)).encode() + b"\n")
                 body.seek(0)
                 process = subprocess.Popen(
                     self._command,
@@ -153,83 +158,87 @@ class NotificationCommands:
         except OSError as error:
             self._warn_once(f"it cannot be started: {error.strerror or error}")
             return
-        self._running.append(_RunningCommand(process, event.type, now))
+        self._running.append(_RunningCommand(process, notification.type, now_s))
 
     def _warn_once(self, text: str) -> None:
-        """Warn once: a command that fails once mostly fails always."""
-        if not self._complained:
-            self._complained = True
+        """Warn only once: a command that fails once usually keeps failing."""
+        if not self._has_warned:
+            self._has_warned = True
             add_note(self._directory, f"the event command {self._command[0]}: {text}")
 
 
-def to_cloudevent(event: Notification, name: str, info: RunInfo) -> dict[str, object]:
-    """An event in the form of CloudEvents 1.0 (https://github.com/cloudevents/spec)."""
-    at = time.time() if event.at_s is None else info.started_unix + event.at_s
+def to_cloudevent(notification: Notification, event_id: str, run_info: RunInfo) -> dict[str, object]:
+    """Return a notification as a JSON object of CloudEvents 1.0 (https://github.com/cloudevents/spec)."""
+    time_unix = time.time() if notification.at_s is None else run_info.started_unix + notification.at_s
     return {
         "specversion": "1.0",
-        "id": name,
-        "source": f"/dpmon/{info.host}",
-        "type": event.type,
-        "subject": info.id,
-        "time": datetime.fromtimestamp(at, timezone.utc).isoformat(timespec="milliseconds"),
+        "id": event_id,
+        "source": f"/dpmon/{run_info.host}",
+        "type": notification.type,
+        "subject": run_info.id,
+        "time": datetime.fromtimestamp(time_unix, timezone.utc).isoformat(timespec="milliseconds"),
         "datacontenttype": "application/json",
-        "data": {"run": info.id, "name": short_name(info), "script": info.script, **event.data},
+        "data": {"run": run_info.id, "name": short_name(run_info), "script": run_info.script, **notification.data},
     }
 
 
 def main(directory_text: str, lock: str) -> None:
-    """Tell the events of a run until its end. `lock`: the descriptor of events.log, which holds its lock."""
-    directory, fd = Path(directory_text), int(lock)
-    os.set_inheritable(fd, False)
+    """Start the user's command for each event of a run, until its end. `lock`: descriptor of the locked events.log."""
+    directory, lock_fd = Path(directory_text), int(lock)
+    os.set_inheritable(lock_fd, False)
     with contextlib.suppress(OSError):
         os.nice(5)  # the training comes first
     command = load_settings(os.environ).on_event
     assert command is not None, "the supervisor starts this process only if there is a command"
     os.environ.pop(SUPERVISES, None)  # the commands for events do not need it
     with closing(RunReader(directory)) as reader:
-        run_until_end(reader, SentLog(fd), command)
+        run_until_end(reader, SentLog(lock_fd), command)
 
 
-def run_until_end(reader: RunReader, log: SentLog, command: Sequence[str]) -> None:
-    """Tell the events of a run until it is over and its last command has ended."""
-    directory, info = reader.directory, reader.info
-    commands = NotificationCommands(directory, info, log, command)
-    alive = number_member(info.options, "alive_minutes")
-    happenings, snapshots, state = (
-        NotificationFinder(60.0 * alive if alive else None, log.ids),
-        SnapshotBuilder(),
-        RunSnapshot(),
-    )
-    found: list[Finding] = []
-    findings_at = time.monotonic() + FINDINGS_S
-    alone_at: float | None = None
-    while directory.is_dir():  # else the user has deleted the run
-        began = time.monotonic()
-        info, how = reader.refresh(), reader.exit_info()
-        over = how is not None and (how.drained or not has_live_supervisor(info))
-        if over or has_live_supervisor(info):  # else a reader would copy the whole history
+def run_until_end(reader: RunReader, sent_log: SentLog, command: Sequence[str]) -> None:
+    """Start the command for each event of a run, until the run and the last command have ended."""
+    directory, run_info = reader.directory, reader.info
+    commands = NotificationCommands(directory, run_info, sent_log, command)
+    alive_minutes = number_member(run_info.options, "alive_minutes")
+    finder = NotificationFinder(60.0 * alive_minutes if alive_minutes else None, sent_log.ids)
+    builder, snapshot = SnapshotBuilder(), RunSnapshot()
+    findings: list[Finding] = []
+    findings_at_s = time.monotonic() + FINDINGS_INTERVAL_S
+    unsupervised_at_s: float | None = None
+    while directory.is_dir():  # otherwise, the user has deleted the run
+        start_s = time.monotonic()
+        run_info, exit_info = reader.refresh(), reader.exit_info()
+        is_over = exit_info is not None and (exit_info.drained or not has_live_supervisor(run_info))
+        if is_over or has_live_supervisor(run_info):  # otherwise, opening the store would copy the whole history
             with contextlib.suppress(HistoryError, RunError), open_store(directory) as store:
-                state = snapshots.build(store, SnapshotRequest(), ended_processes(reader.activities()))
-                if began >= findings_at:
-                    facts = analyze_run(store, directory, None)
-                    facts.query_everything()
-                    found = find_all(facts)
-                    findings_at = began + max(FINDINGS_S, (time.monotonic() - began) / FINDINGS_SHARE)
-        now = assess_health(reader, state)
-        alone_at = None if how is None and has_live_supervisor(info) else alone_at or began + ALONE_S
-        alone = alone_at is not None and began >= alone_at
-        if now.end is None or over or alone:  # the end is told when its record is complete, or is not going to be
-            over = over or now.end == LOST
-            elapsed_s, does = (time.monotonic_ns() - info.start_ns) / SECOND, now.fields()
-            events = happenings.find(
-                state, now, elapsed_s, [*found, ALONE] if alone and how is None and not over else found
+                snapshot = builder.build(store, SnapshotRequest(), ended_processes(reader.activities()))
+                if start_s >= findings_at_s:
+                    run = analyze_run(store, directory, None)
+                    run.query_everything()
+                    findings = find_all(run)
+                    findings_at_s = start_s + max(
+                        FINDINGS_INTERVAL_S, (time.monotonic() - start_s) / MAX_FINDINGS_SHARE
+                    )
+        health = assess_health(reader, snapshot)
+        if exit_info is None and has_live_supervisor(run_info):
+            unsupervised_at_s = None
+        elif unsupervised_at_s is None:
+            unsupervised_at_s = start_s + UNSUPERVISED_S
+        is_unsupervised = unsupervised_at_s is not None and start_s >= unsupervised_at_s
+        # The end is an event when its record is complete, or will never be.
+        if health.end is None or is_over or is_unsupervised:
+            is_over = is_over or health.end == LOST
+            elapsed_s, fields = (time.monotonic_ns() - run_info.start_ns) / SECOND, health.fields()
+            current_findings = (
+                [*findings, UNSUPERVISED] if is_unsupervised and exit_info is None and not is_over else findings
             )
-            commands.notify(event._replace(data={**event.data, "health": does}) for event in events)
-        again_at = began + (EVERY_S if how is None else SHORT_S)
-        while commands.busy if over else time.monotonic() < again_at:
-            time.sleep(SHORT_S)
+            notifications = finder.find(snapshot, health, elapsed_s, current_findings)
+            commands.notify(event._replace(data={**event.data, "health": fields}) for event in notifications)
+        next_check_s = start_s + (CHECK_INTERVAL_S if exit_info is None else WAIT_INTERVAL_S)
+        while commands.is_busy if is_over else time.monotonic() < next_check_s:
+            time.sleep(WAIT_INTERVAL_S)
             commands.poll()
-            if how is None and os.path.lexists(directory / EXIT_FILE):
+            if exit_info is None and os.path.lexists(directory / EXIT_FILE):
                 break
-        if over:
+        if is_over:
             return

@@ -1,4 +1,4 @@
-"""The events of a run, from its state. Pure."""
+"""Finds the events of a run in snapshots of its state, without I/O."""
 
 from __future__ import annotations
 
@@ -13,84 +13,92 @@ from dpmon.record.schema import SECOND
 from dpmon.report.health import HAS_FAILED, Health
 from dpmon.text.formatting import format_long_duration
 
-WEIGHTY = 0.3
-"""Weight of the findings that are told."""
-STEADY_S = 60
-"""A straggler is told when it has been the same for this long, and again when it has been gone for this long."""
-_TOLD_OTHERWISE = ("straggler", "stall", "quiet", "failed")
-"""Findings that are events of another type."""
-_STRAGGLER = "straggler/"
+MIN_WEIGHT = 0.3
+"""Smallest weight of a finding that is an event."""
+MIN_STRAGGLER_S = 60
+"""Report a straggler after it has been the same rank for this long, and report its end after it has been gone for this
+long."""
+_OTHER_EVENT_KINDS = ("straggler", "stall", "quiet", "failed")
+"""Kinds of findings that are reported as events of another type."""
+_STRAGGLER_PREFIX = "straggler/"
 
 
 class Notification(NamedTuple):
-    """An event. Type and key together are unique in the run, and stay the same when it is found again."""
+    """One notification. (type, key) is unique within a run and stable: finding it again gives the same pair."""
 
     type: str
     key: str
     data: dict[str, Any]
     at_s: float | None = None
-    """When it happened, in seconds since the run's start; None: now."""
+    """Time of the event in seconds since the run's start; None means now."""
 
-    def id_in(self, run: str) -> str:
-        """The id of the event in the run with this id."""
-        return "/".join(part for part in (run, self.type, self.key) if part)
+    def id_in(self, run_id: str) -> str:
+        """Return the notification's id, which begins with the id of the run."""
+        return "/".join(part for part in (run_id, self.type, self.key) if part)
 
 
 class NotificationFinder:
-    """Finds the events of one run, in one look after the other."""
+    """Finder of the notifications of one run, called with one snapshot after the other."""
 
-    def __init__(self, alive_s: float | None = None, ids: Iterable[str] = ()) -> None:
-        """`alive_s`: seconds between two events `alive`; None: none. `ids`: those of events that were told before."""
+    def __init__(self, alive_s: float | None = None, sent_ids: Iterable[str] = ()) -> None:
+        """`alive_s`: seconds between two `alive` events; None for no such events. `sent_ids`: ids of earlier ones."""
         self._alive_s = alive_s
-        before = [each.rpartition(_STRAGGLER)[2].partition("/") for each in ids if _STRAGGLER in each]
-        self._slow = before[-1][2] if before else ""
-        """The rank of the newest event about a straggler; empty for none."""
-        self._number = len(before)
-        self._seen: tuple[str, float] = self._slow, 0.0
-        """The rank that holds the others up, or empty, and since when (s)."""
-        self._stragglers: list[Notification] = []
+        changes = [sent_id for sent_id in sent_ids if _STRAGGLER_PREFIX in sent_id]
+        self._reported_rank = ""
+        """The rank of the newest notification about a straggler; empty for none."""
+        if changes:
+            _, _, number_and_rank = changes[-1].rpartition(_STRAGGLER_PREFIX)
+            _, _, self._reported_rank = number_and_rank.partition("/")
+        self._change_count = len(changes)
+        self._straggler_rank = self._reported_rank
+        """The rank that delays the others now; empty for none."""
+        self._straggler_since_s = 0.0
+        self._straggler_changes: list[Notification] = []
 
     def find(
-        self, state: RunSnapshot, now: Health, elapsed_s: float, found: Sequence[Finding] = ()
+        self, snapshot: RunSnapshot, health: Health, elapsed_s: float, findings: Sequence[Finding] = ()
     ) -> Iterator[Notification]:
-        """All events so far, also those that earlier looks have shown, in their order. `found`: the newest findings."""
+        """Yield every notification of the run so far, in order, including those already found."""
         yield Notification("dpmon.run.started", "", {"text": "the run began"}, 0.0)
-        last = final_stall(state.stalls, state.newest_ns)
-        for stall in state.stalls:
+        last_stall = final_stall(snapshot.stalls, snapshot.newest_ns)
+        for stall in snapshot.stalls:
             key, data = str(stall.since_ns), {"since_s": stall.since_ns / SECOND, "text": stall.text}
             yield Notification("dpmon.run.stalled", key, {**data, "ranks": stall.ranks}, stall.noticed_ns / SECOND)
-            if stall.end_ns is not None and (now.end is None or stall is not last):
+            if stall.end_ns is not None and (health.end is None or stall is not last_stall):
                 lasted_ns = stall.duration_ns(stall.end_ns)
-                data |= {"lasted_s": lasted_ns / SECOND, "text": f"goes on after {format_long_duration(lasted_ns)}"}
+                data |= {"lasted_s": lasted_ns / SECOND, "text": f"continues after {format_long_duration(lasted_ns)}"}
                 yield Notification("dpmon.run.resumed", key, data, stall.end_ns / SECOND)
-        self._find_straggler_change(state, elapsed_s)
-        yield from self._stragglers
-        for finding in found:
-            if finding.weight >= WEIGHTY and finding.kind not in _TOLD_OTHERWISE:
-                kind = "dpmon.run.slowed" if finding.kind == "drift" else "dpmon.finding"
-                yield Notification(kind, finding.kind, finding._asdict())
-        if now.end is not None:
-            kind = "dpmon.run.failed" if now.status == HAS_FAILED else "dpmon.run.ended"
-            text = now.sentence(elapsed_s)
-            text += f"; in a stall: {last.text}" if last is not None else ""
-            yield Notification(kind, "", {"end": now.end, "text": text}, now.since_s)
+        self._find_straggler_change(snapshot, elapsed_s)
+        yield from self._straggler_changes
+        for finding in findings:
+            if finding.weight >= MIN_WEIGHT and finding.kind not in _OTHER_EVENT_KINDS:
+                event_type = "dpmon.run.slowed" if finding.kind == "drift" else "dpmon.finding"
+                yield Notification(event_type, finding.kind, finding._asdict())
+        if health.end is not None:
+            event_type = "dpmon.run.failed" if health.status == HAS_FAILED else "dpmon.run.ended"
+            text = health.sentence(elapsed_s)
+            if last_stall is not None:
+                text += f"; in a stall: {last_stall.text}"
+            yield Notification(event_type, "", {"end": health.end, "text": text}, health.since_s)
         elif self._alive_s is not None:
             yield Notification(
-                "dpmon.run.alive", str(int(elapsed_s // self._alive_s)), {"text": now.sentence(elapsed_s)}
+                "dpmon.run.alive", str(int(elapsed_s // self._alive_s)), {"text": health.sentence(elapsed_s)}
             )
 
-    def _find_straggler_change(self, state: RunSnapshot, elapsed_s: float) -> None:
-        found = state.straggler
-        rank = "" if found is None else str(found.rank)
-        if rank != self._seen[0]:
-            self._seen = rank, elapsed_s
-        if rank == self._slow or elapsed_s - self._seen[1] < STEADY_S:
+    def _find_straggler_change(self, snapshot: RunSnapshot, elapsed_s: float) -> None:
+        """Add a notification if another rank, or none, has been the straggler for MIN_STRAGGLER_S."""
+        straggler = snapshot.straggler
+        rank = "" if straggler is None else str(straggler.rank)
+        if rank != self._straggler_rank:
+            self._straggler_rank, self._straggler_since_s = rank, elapsed_s
+        if rank == self._reported_rank or elapsed_s - self._straggler_since_s < MIN_STRAGGLER_S:
             return
-        text = (
-            f"rank {self._slow} no longer holds the others up"
-            if found is None
-            else straggler_sentence(found, lately=True)
+        if straggler is None:
+            text = f"rank {self._reported_rank} no longer delays the others"
+        else:
+            text = straggler_sentence(straggler, lately=True)
+        self._reported_rank, self._change_count = rank, self._change_count + 1
+        data = {"kind": "straggler", "rank": None if straggler is None else straggler.rank, "text": text}
+        self._straggler_changes.append(
+            Notification("dpmon.finding", f"{_STRAGGLER_PREFIX}{self._change_count}/{rank}", data)
         )
-        self._slow, self._number = rank, self._number + 1
-        data = {"kind": "straggler", "rank": None if found is None else found.rank, "text": text}
-        self._stragglers.append(Notification("dpmon.finding", f"{_STRAGGLER}{self._number}/{rank}", data))

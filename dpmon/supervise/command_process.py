@@ -1,8 +1,8 @@
-"""Starts the command as it would run without dpmon, watches it and the run's other processes, and learns how they end.
+"""Starts the command as it would run without dpmon, and records how it and the run's other processes end.
 
-The command's own status is in exit.json. The status of any other process comes from the kernel, so it is noted only if
-the process ends while this supervisor watches, and only if it is not 0: a process that a signal kills leaves no note of
-its own.
+The command's status goes to exit.json. The status of any other process comes from the kernel, so it is recorded only if
+the process ends while this supervisor watches it, and only if it is not 0. A process that is killed by a signal records
+nothing itself.
 """
 
 from __future__ import annotations
@@ -31,130 +31,137 @@ from dpmon.run.stdin_terminal import InputTerminal
 from dpmon.supervise.start_supervisor import sigchld_restorer
 
 _SITE = Path(dpmon.__file__).resolve().parent / "tracer" / "site"
-PATIENCE_S = 2.0
-"""Longest wait until another source knows the status: the foreground, whose child the command is, or the kernel."""
-_LOST = "the command's supervisor was killed before the command ended"
+STATUS_TIMEOUT_S = 2.0
+"""How long to wait for the status from the kernel, or from the foreground, whose child the command is."""
+_SUPERVISOR_KILLED = "the command's supervisor was killed before the command ended"
 
 
-def command_environment(info: RunInfo, directory: Path, outer: Mapping[str, str]) -> dict[str, str]:
-    """The command's environment: `outer`, and the variables that load and configure the tracer.
+def command_environment(run_info: RunInfo, directory: Path, base: Mapping[str, str]) -> dict[str, str]:
+    """Return the command's environment: `base`, and the variables that load and configure the tracer.
 
-    Changes PYTHONPATH; sets DPMON_*, PYTHONUNBUFFERED and, for a run with a screen, variables that ask for color.
+    Changes PYTHONPATH. Sets DPMON_*, PYTHONUNBUFFERED and, for a run with a screen, variables that request color.
     """
-    env = {name: value for name, value in outer.items() if not name.startswith("DPMON_")}
-    old = env.get("PYTHONPATH")
-    env["PYTHONPATH"] = f"{_SITE}{os.pathsep}{old}" if old else str(_SITE)
-    # Keep an empty value: Python treats it like an unset one, but the user has set it.
-    env.setdefault("PYTHONUNBUFFERED", "1")
-    env["DPMON_RUN"] = str(directory)
-    env["DPMON_START_NS"] = str(info.start_ns)
-    env["DPMON_BOOT"] = info.boot_id
-    env["DPMON_MODE"] = str(info.options.get("mode") or "auto")
+    variables = {name: value for name, value in base.items() if not name.startswith("DPMON_")}
+    python_path = variables.get("PYTHONPATH")
+    variables["PYTHONPATH"] = f"{_SITE}{os.pathsep}{python_path}" if python_path else str(_SITE)
+    # Keep an empty value, because the user has set it. To Python, it means the same as an unset variable.
+    variables.setdefault("PYTHONUNBUFFERED", "1")
+    variables["DPMON_RUN"] = str(directory)
+    variables["DPMON_START_NS"] = str(run_info.start_ns)
+    variables["DPMON_BOOT"] = run_info.boot_id
+    variables["DPMON_MODE"] = str(run_info.options.get("mode") or "auto")
     for option in ("replicas", "devices", "batch_dim", "loss", "replay"):
-        value = info.options.get(option)
+        value = run_info.options.get(option)
         if value is not None:
-            env[f"DPMON_{option.upper()}"] = str(value)
-    color = ("NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE")
-    if not info.headless and not any(name in env for name in color):
-        env["FORCE_COLOR"] = env["CLICOLOR_FORCE"] = "1"
-    return env
+            variables[f"DPMON_{option.upper()}"] = str(value)
+    color_variables = ("NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE")
+    if not run_info.headless and not any(name in variables for name in color_variables):
+        variables["FORCE_COLOR"] = variables["CLICOLOR_FORCE"] = "1"
+    return variables
 
 
-def _log(path: Path) -> int:
+def _open_log(path: Path) -> int:
     return open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
 
-def start_command(info: RunInfo, directory: Path, terminal: InputTerminal | None, outer: Mapping[str, str]) -> int:
-    """Start the command in its own session and return its process id; OSError if it cannot be started.
+def start_command(
+    run_info: RunInfo, directory: Path, terminal: InputTerminal | None, environment: Mapping[str, str]
+) -> int:
+    """Start the command in its own session and return its process id. Raises OSError if it cannot be started.
 
-    This process never reaps it, so that the foreground, which is a subreaper, can always learn how it ended. Its output
-    goes straight into the log files. It inherits the descriptors that the user's shell gave to dpmon, which `<(...)`
-    needs. Descriptors that dpmon opened itself are closed on exec.
+    This process never reaps the command, so that the foreground, which is a subreaper, can always learn its status. The
+    command writes directly to the log files. It inherits the descriptors that dpmon got from the user's shell, as
+    `<(...)` requires. Descriptors that dpmon opened itself are closed on exec.
     """
-    if info.headless:
-        out, err = _log(directory / "stdout.log"), _log(directory / "stderr.log")
+    if run_info.headless:
+        stdout_fd, stderr_fd = _open_log(directory / "stdout.log"), _open_log(directory / "stderr.log")
     else:
-        out = err = _log(directory / "output.log")
+        stdout_fd = stderr_fd = _open_log(directory / "output.log")
     try:
         process = subprocess.Popen(
-            info.command,
+            run_info.command,
             stdin=None if terminal is None else terminal.slave,
-            stdout=out,
-            stderr=err,
-            env=command_environment(info, directory, outer),
+            stdout=stdout_fd,
+            stderr=stderr_fd,
+            env=command_environment(run_info, directory, environment),
             close_fds=False,
             start_new_session=True,
             restore_signals=True,
             preexec_fn=sigchld_restorer(),
         )
     finally:
-        os.close(out)
-        if err != out:
-            os.close(err)
-    process.returncode = 0  # nobody waits with it, and without this it would reap the command when it is collected
+        os.close(stdout_fd)
+        if stderr_fd != stdout_fd:
+            os.close(stderr_fd)
+    process.returncode = 0  # otherwise, Popen would reap the command when this object is freed
     return process.pid
 
 
 class WatchedCommand:
-    """The command of a run, which this process or a killed supervisor has started. It is never reaped here."""
+    """The command of a run, started by this process or by a killed supervisor. This process never reaps it."""
 
-    def __init__(self, directory: Path, info: RunInfo, pid: int, started: float | None) -> None:
+    def __init__(self, directory: Path, run_info: RunInfo, pid: int, start_s: float | None) -> None:
         self._directory = directory
         self.pid = pid
-        self._started = started
-        self._same_boot = info.boot_id == proc.boot_id()
-        self._seen_alive = self._same_boot and proc.is_running(pid, started)
-        self._pidfd = open_pidfd(pid) if self._seen_alive else None
-        self.last_ns = last_sign_of_life_ns(directory, info)  # before dpmon writes to these files again
+        self._start_s = start_s
+        self._is_same_boot = run_info.boot_id == proc.boot_id()
+        self._was_alive = self._is_same_boot and proc.is_running(pid, start_s)
+        self._pidfd = open_pidfd(pid) if self._was_alive else None
+        self.last_ns = last_sign_of_life_ns(directory, run_info)  # read before dpmon writes to these files again
         """The last known sign of life of the command (monotonic ns)."""
         self._returncode: int | None = None
 
     def has_ended(self) -> bool:
-        """Whether the command has ended, reaped or not. A later process with the same id does not count."""
+        """Return whether the command has ended, reaped or not. A later process with the same id does not count."""
         if self._returncode is None:
             try:
                 self._returncode = proc.ended_child_status(self.pid)
             except ChildProcessError:
-                return not self._same_boot or not proc.is_running(self.pid, self._started)
+                return not self._is_same_boot or not proc.is_running(self.pid, self._start_s)
         return self._returncode is not None
 
-    def exit_info(self, info: RunInfo) -> ExitInfo:
-        """How the command ended, from its parent, the kernel, or its own last note; otherwise an unknown end."""
-        now = time.monotonic_ns()
-        until = time.monotonic() + PATIENCE_S
+    def exit_info(self, run_info: RunInfo) -> ExitInfo:
+        """Return how the command ended: from its parent, the kernel or its last note; otherwise an unknown end."""
+        now_ns = time.monotonic_ns()
+        deadline_s = time.monotonic() + STATUS_TIMEOUT_S
         while True:
             if self._returncode is not None:
-                return exit_info(info, self._returncode, "supervisor")
-            if (found := load_exit(self._directory)) is not None:
-                return found
-            if not self._same_boot:
-                return unknown_exit(info, "supervisor", "the machine was restarted", self.last_ns)
+                return exit_info(run_info, self._returncode, "supervisor")
+            if (recorded := load_exit(self._directory)) is not None:
+                return recorded
+            if not self._is_same_boot:
+                return unknown_exit(run_info, "supervisor", "the machine was restarted", self.last_ns)
             status = None if self._pidfd is None else wait_status_from_pidfd(self._pidfd)
-            status = proc.unreaped_wait_status(self.pid, self._started) if status is None else status
+            status = proc.unreaped_wait_status(self.pid, self._start_s) if status is None else status
             if status is not None:
-                return exit_info(info, os.waitstatus_to_exitcode(status), "supervisor")
-            if not self._seen_alive or time.monotonic() > until:
+                return exit_info(run_info, os.waitstatus_to_exitcode(status), "supervisor")
+            if not self._was_alive or time.monotonic() > deadline_s:
                 break
             time.sleep(0.02)
-        end = now if self._seen_alive else self.last_ns
-        raised = next((one.kind for one in read_uncaught_exceptions(self._directory) if one.pid == self.pid), None)
-        if raised is None:
-            return unknown_exit(info, "supervisor", _LOST, end)
-        how = exit_info(info, -signal.SIGINT if raised == "KeyboardInterrupt" else 1, "tracer")
-        return replace(how, end_ns=end, seconds=(end - info.start_ns) / 1e9)
+        end_ns = now_ns if self._was_alive else self.last_ns
+        exception_name = next(
+            (exception.kind for exception in read_uncaught_exceptions(self._directory) if exception.pid == self.pid),
+            None,
+        )
+        if exception_name is None:
+            return unknown_exit(run_info, "supervisor", _SUPERVISOR_KILLED, end_ns)
+        estimate = exit_info(run_info, -signal.SIGINT if exception_name == "KeyboardInterrupt" else 1, "tracer")
+        return replace(estimate, end_ns=end_ns, seconds=(end_ns - run_info.start_ns) / 1e9)
 
 
-def last_sign_of_life_ns(directory: Path, info: RunInfo) -> int:
-    """The last sign of life of the training in the run's own files, on the monotonic clock of that boot (ns)."""
-    end = info.start_ns
+def last_sign_of_life_ns(directory: Path, run_info: RunInfo) -> int:
+    """Return the time of the training's last sign of life in the run's files (monotonic ns of the run's boot)."""
+    newest_ns = run_info.start_ns
     for name in ("output.log", "stdout.log", "stderr.log"):
         with contextlib.suppress(OSError):
-            end = max(end, info.start_ns + int(((directory / name).lstat().st_mtime - info.started_unix) * 1e9))
-    return max([end, *(since for _, _, since in iter_ring_activities(directory))])
+            newest_ns = max(
+                newest_ns, run_info.start_ns + int(((directory / name).lstat().st_mtime - run_info.started_unix) * 1e9)
+            )
+    return max([newest_ns, *(since_ns for _, _, since_ns in iter_ring_activities(directory))])
 
 
 def find_command(directory: Path) -> proc.ProcessEntry | None:
-    """Search for the command of a run. Its killed supervisor may have started it without recording the process."""
+    """Find the command of a run, if its supervisor was killed before recording it; None if there is none."""
     leaders = (
         process for pid, process in proc.read_process_table().items() if process.session == pid and not process.is_dead
     )
@@ -165,68 +172,71 @@ def find_command(directory: Path) -> proc.ProcessEntry | None:
     )
 
 
-def note_unrecorded(directory: Path, command: int, noted: dict[int, str]) -> None:
-    """Warn of the Python processes of the run that cannot write to its private directory, once for each reason.
+def note_unrecorded(directory: Path, command_pid: int, reasons_by_pid: dict[int, str]) -> None:
+    """Warn about Python processes of the run that cannot write to its private directory, once for each reason.
 
-    Recorded processes can, and their children, such as loader workers, need not. `noted`: reasons so far, by process.
+    Skips processes that are recorded, and their children, such as loader workers, which need no access.
+    `reasons_by_pid`: the reasons found so far; this call adds to it.
     """
-    recorded = {ring.pid for ring, *_ in iter_ring_activities(directory)}
-    for pid, process in proc.process_tree(command).items():
-        if pid in recorded or pid in noted or process.parent in recorded:
+    recorded_pids = {ring.pid for ring, *_ in iter_ring_activities(directory)}
+    for pid, process in proc.process_tree(command_pid).items():
+        if pid in recorded_pids or pid in reasons_by_pid or process.parent in recorded_pids:
             continue
-        with contextlib.suppress(OSError, LookupError):  # it has ended
-            if b"python" not in os.path.basename(proc.read_proc_file(pid, "cmdline").partition(b"\0")[0]):
+        with contextlib.suppress(OSError, LookupError):  # the process has ended
+            program, _, _ = proc.read_proc_file(pid, "cmdline").partition(b"\0")
+            if b"python" not in os.path.basename(program):
                 continue
-            uid = int(proc.read_proc_file(pid, "status").partition(b"\nUid:")[2].split()[1])
-            root = f"/proc/{pid}/root"
+            _, _, after_uid = proc.read_proc_file(pid, "status").partition(b"\nUid:")
+            uid = int(after_uid.split()[1])  # real, effective, saved, of the file system
+            root_directory = f"/proc/{pid}/root"
             if uid != os.geteuid():
-                how = f"as another user (uid {uid})"
-            elif os.path.exists(f"{root}/") and not os.path.exists(f"{root}{directory}"):
-                how = "with another root directory"
+                reason = f"as another user (uid {uid})"
+            elif os.path.exists(f"{root_directory}/") and not os.path.exists(f"{root_directory}{directory}"):
+                reason = "with another root directory"
             else:
                 continue
-            if how not in noted.values():
-                add_note(directory, f"a Python process runs {how}, so dpmon cannot record what it trains", pid=pid)
-                add_note(directory, f"running {how}, which cannot be recorded", "stages.log", pid)
-            noted[pid] = how
+            if reason not in reasons_by_pid.values():
+                add_note(directory, f"a Python process runs {reason}, so dpmon cannot record what it trains", pid=pid)
+                add_note(directory, f"running {reason}, which cannot be recorded", "stages.log", pid)
+            reasons_by_pid[pid] = reason
 
 
-_MOST = 256
-"""Most processes to watch at once."""
+_MAX_WATCHED = 256
+"""How many processes are watched at once, at most."""
 
 
 class ProcessExitWatcher:
-    """Watches each process of the run that has noted a stage. Every process that imports torch notes one."""
+    """Watcher of all processes that have recorded a startup stage, as each process that imports torch does."""
 
-    def __init__(self, directory: Path, command: int, poller: select.poll) -> None:
-        """`poller`: the supervisor waits with it, and calls `note` when it wakes."""
+    def __init__(self, directory: Path, command_pid: int, poller: select.poll) -> None:
+        """`poller`: the supervisor waits with it, and calls `record_exits` when it returns."""
         self._directory = directory
         self._poller = poller
-        self._known = {command}
+        self._seen_pids = {command_pid}
         self._watched: dict[int, tuple[int, float | None]] = {}
-        """By descriptor: process id and start of each watched process."""
-        self._size = -1
+        """Process id and start of each watched process, by its pidfd."""
+        self._notes_bytes = -1
 
     def close(self) -> None:
-        """Note the last ends, and watch no longer."""
+        """Record the last exits, and stop watching."""
         self.record_exits()
         for fd in [*self._watched]:
             self._forget(fd)
 
     def watch_new_processes(self) -> None:
-        """Look for new processes; to be called several times a second."""
+        """Start to watch new processes. Must be called several times per second."""
         try:
             size = (self._directory / "stages.log").lstat().st_size
         except OSError:
             return
-        if size == self._size:
+        if size == self._notes_bytes:
             return
-        self._size = size
-        for pid in read_startup_stages(self._directory).keys() - self._known:
-            if len(self._watched) >= _MOST:
+        self._notes_bytes = size
+        for pid in read_startup_stages(self._directory).keys() - self._seen_pids:
+            if len(self._watched) >= _MAX_WATCHED:
                 break
-            self._known.add(pid)
-            # A number in a file proves nothing: a process belongs to the run only if its environment names the run.
+            self._seen_pids.add(pid)
+            # The process id may have been reused: the process belongs to the run only if its environment names the run.
             if (fd := open_pidfd(pid)) is None:
                 continue
             self._watched[fd] = pid, proc.start_time_s(pid)
@@ -236,18 +246,18 @@ class ProcessExitWatcher:
                 self._forget(fd)
 
     def record_exits(self) -> None:
-        """Note the watched processes that have ended."""
-        at_ns = time.monotonic_ns()
+        """Record the exit statuses of the watched processes that have ended, unless they are 0."""
+        now_ns = time.monotonic_ns()
         for fd in [fd for fd, _ in self._poller.poll(0) if fd in self._watched]:
-            pid, started = self._watched[fd]
-            status = proc.unreaped_wait_status(pid, started)
+            pid, start_s = self._watched[fd]
+            status = proc.unreaped_wait_status(pid, start_s)
             status = wait_status_from_pidfd(fd) if status is None else status
             self._forget(fd)
             if status:
                 with contextlib.suppress(OSError):
-                    log = open_file(self._directory / STATUSES, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-                    with open(log, "ab") as file:
-                        file.write(b"%d %d %d\n" % (pid, at_ns, os.waitstatus_to_exitcode(status)))
+                    log_fd = open_file(self._directory / STATUSES, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+                    with open(log_fd, "ab") as file:
+                        file.write(b"%d %d %d\n" % (pid, now_ns, os.waitstatus_to_exitcode(status)))
 
     def _forget(self, fd: int) -> None:
         del self._watched[fd]

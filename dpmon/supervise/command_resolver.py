@@ -1,4 +1,4 @@
-"""Turns the words on the command line into the program to execute: which Python, which arguments."""
+"""Finds out from the command line which program to execute: which Python, with which arguments."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from pathlib import Path
 
 from dpmon.errors import DpmonError
 
-PROBE_S = 20.0
-"""Seconds that a Python may take to report whether it has torch (a cold network file system is slow)."""
+PROBE_TIMEOUT_S = 20.0
+"""How long a Python may take to report whether it has torch. On a network file system, the first import is slow."""
 _PROBE = (
     "import importlib.util as u,sys;s=u.find_spec('torch');sys.exit(0 if s is not None and s.origin is not None else 9)"
 )
 
 
 class CommandError(DpmonError):
-    """The command cannot be run as given; the text is one sentence for the user."""
+    """A command that cannot be run as given; the text is one sentence for the user."""
 
 
 class NotFoundError(CommandError):
@@ -38,7 +38,7 @@ class NotFoundError(CommandError):
 class ResolvedCommand:
     """The program to execute (`argv`), its Python (None for a launcher), the script as given, and the run's name.
 
-    The script of a launcher is the one that it starts, if its arguments show which.
+    For a launcher, `script` is the script that the launcher starts, if it can be seen in the arguments.
     """
 
     argv: tuple[str, ...]
@@ -50,69 +50,71 @@ class ResolvedCommand:
 def resolve(
     words: Sequence[str], module: str | None, python: str | None, environ: Mapping[str, str]
 ) -> ResolvedCommand:
-    """The command for `words` (a script or launcher and its arguments) or for `module` with arguments `words`.
+    """Return the command for `words` (a script or launcher, and its arguments), or for `module` with arguments `words`.
 
-    Raises CommandError if it cannot be run. Starts no process except to ask a Python whether it has torch.
+    Raises CommandError if it cannot be run. Starts no process, except a Python to check whether it has torch.
     """
     if module is not None:
         if not module:
             raise CommandError("-m needs the name of a module")
-        chosen = choose_python(python, environ)
+        python_path = choose_python(python, environ)
         return ResolvedCommand(
-            (chosen, "-m", module, *words), chosen, f"-m {module}", _run_name(_script_stem(f"-m {module}"))
+            (python_path, "-m", module, *words), python_path, f"-m {module}", _run_name(_script_stem(f"-m {module}"))
         )
     if not words or not words[0]:
         raise CommandError("no script to run")
-    first = words[0]
-    if _is_script(first, environ):
-        _check_file(first)
-        chosen = choose_python(python, environ)
-        return ResolvedCommand((chosen, *words), chosen, first, _run_name(Path(first).stem))
+    program = words[0]
+    if _is_script(program, environ):
+        _check_file(program)
+        python_path = choose_python(python, environ)
+        return ResolvedCommand((python_path, *words), python_path, program, _run_name(Path(program).stem))
     if python is not None:
-        raise CommandError(f"--python is for a script or -m, and {first} is neither")
-    _check_command(first, environ)
-    script = _script_of_launcher(words) or first
+        raise CommandError(f"--python is for a script or -m, and {program} is neither")
+    _check_command(program, environ)
+    script = _script_of_launcher(words) or program
     return ResolvedCommand(tuple(words), None, script, _run_name(_script_stem(script)))
 
 
 _TAKES_MODULE = re.compile(r"python[0-9.]*|torchrun|accelerate|deepspeed|uv")
-"""Commands with an option -m for a module."""
+"""Commands whose option -m takes a module."""
 _LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
-"""Modules that start a script, or the module after another -m."""
+"""Modules that start a script, or the module that follows another -m."""
 
 
 def _script_of_launcher(words: Sequence[str]) -> str | None:
-    """The script, or "-m" and the module, that a launcher starts: the first one in its arguments; None if none is."""
+    """Return the first script, or "-m" and the first module, in the arguments of a launcher; None if there is none."""
     takes_module = False
-    for word, after in pairwise((*words, "-")):
+    for word, next_word in pairwise((*words, "-")):
         if _TAKES_MODULE.fullmatch(os.path.basename(word)):
             takes_module = True
         elif takes_module and word == "-c":
             return None
         elif takes_module and word in ("-m", "--module"):
-            if after in _LAUNCHERS:
+            if next_word in _LAUNCHERS:
                 continue
-            if not after.startswith("-"):
-                return f"-m {after}"
+            if not next_word.startswith("-"):
+                return f"-m {next_word}"
         elif word is not words[0] and re.fullmatch(r"[^-\s=][^\s=]*\.pyw?", word):
             return word
     return None
 
 
 def _script_stem(script: str) -> str:
-    """The script without directories and suffix, or the last part of a module."""
-    return script.split(".")[-1].removeprefix("-m ") if script.startswith("-m ") else Path(script).stem
+    """Return a script's name without directory and suffix, or the last part of a module's name."""
+    if script.startswith("-m "):
+        return script.split(".")[-1].removeprefix("-m ")
+    return Path(script).stem
 
 
 def _run_name(text: str) -> str:
-    """A run's name from the characters that a directory's name may have."""
+    """Return a run's name that is valid as a directory's name."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-.")[:40] or "run"
 
 
 def _is_script(word: str, environ: Mapping[str, str]) -> bool:
     if not word.endswith((".py", ".pyw", ".pyc")):
         return False
-    # A word that ends in .py may also be a launcher on PATH, if there is no such file here.
+    # If there is no such file, a word that ends in .py may also be a launcher on PATH.
     return os.path.lexists(word) or os.sep in word or not shutil.which(word, path=environ.get("PATH"))
 
 
@@ -140,78 +142,83 @@ def _check_command(word: str, environ: Mapping[str, str]) -> None:
 # ------------------------------------------------------------------------------------------------ which Python
 
 
-def choose_python(asked: str | None, environ: Mapping[str, str]) -> str:
-    """The first Python that has torch: the one asked for, the environment's, dpmon's own, the first on PATH."""
-    if asked is not None:
-        found = shutil.which(asked, path=environ.get("PATH"))
-        if found is None or os.path.isdir(asked):
-            raise CommandError(f"--python {asked} is not an executable file")
-        candidates = [os.path.abspath(found)]
+def choose_python(python: str | None, environ: Mapping[str, str]) -> str:
+    """Return the path of a Python that has torch. Raises CommandError if there is none.
+
+    `python`: the user's choice. If it is None, try the environment's Python, dpmon's own, and the first one on PATH.
+    """
+    if python is not None:
+        path = shutil.which(python, path=environ.get("PATH"))
+        if path is None or os.path.isdir(python):
+            raise CommandError(f"--python {python} is not an executable file")
+        candidates = [os.path.abspath(path)]
     else:
         candidates = _candidates(environ)
-    looked_at = []
+    rejections = []
     for candidate in candidates:
         reason = _missing_torch_reason(candidate)
         if reason is None:
             return candidate
-        looked_at.append(f"{candidate} ({reason})" if reason else candidate)
-    where = "" if len(candidates) == 1 else " in one of them"
+        rejections.append(f"{candidate} ({reason})" if reason else candidate)
+    place = "" if len(candidates) == 1 else " in one of them"
     raise CommandError(
-        f"torch was not found in {' or '.join(looked_at)}: install it{where} ({candidates[0]} -m pip install torch),"
+        f"torch was not found in {' or '.join(rejections)}: install it{place} ({candidates[0]} -m pip install torch),"
         " or choose another Python with --python"
     )
 
 
 def _candidates(environ: Mapping[str, str]) -> list[str]:
-    found = []
+    candidates = []
     for variable in ("VIRTUAL_ENV", "CONDA_PREFIX"):
         prefix = environ.get(variable)
         if prefix:
-            found.append(os.path.join(prefix, "bin", "python"))
-    found.append(sys.executable)
-    # uvx puts dpmon's own environment first on PATH: the user's Python comes after it.
+            candidates.append(os.path.join(prefix, "bin", "python"))
+    candidates.append(sys.executable)
+    # uvx puts dpmon's own environment first on PATH, before the user's Python.
     path = environ.get("PATH", os.defpath)
-    ours = os.path.realpath(os.path.dirname(sys.executable))
-    others = os.pathsep.join(place for place in path.split(os.pathsep) if os.path.realpath(place) != ours)
-    for places in (path, others):
+    own_directory = os.path.realpath(os.path.dirname(sys.executable))
+    other_path = os.pathsep.join(
+        directory for directory in path.split(os.pathsep) if os.path.realpath(directory) != own_directory
+    )
+    for search_path in (path, other_path):
         for name in ("python3", "python"):
-            on_path = shutil.which(name, path=places)
+            on_path = shutil.which(name, path=search_path)
             if on_path:
-                found.append(os.path.abspath(on_path))
+                candidates.append(os.path.abspath(on_path))
     unique: list[str] = []
-    for python in found:
-        # Keep the path unresolved: a virtual environment's python is a link to a Python without its packages.
+    for python in candidates:
+        # Keep links: the python of a virtual environment is a link to a Python that lacks the environment's packages.
         if os.access(python, os.X_OK) and all(not _is_same_python(python, other) for other in unique):
             unique.append(python)
     return unique
 
 
-def _is_same_python(one: str, other: str) -> bool:
-    """Whether two paths are the same Python: the same file in the same directory."""
-    return os.path.realpath(os.path.dirname(one)) == os.path.realpath(os.path.dirname(other)) and os.path.realpath(
-        one
-    ) == os.path.realpath(other)
+def _is_same_python(path: str, other_path: str) -> bool:
+    """Return whether two paths are the same Python: the same file in the same directory."""
+    return os.path.realpath(os.path.dirname(path)) == os.path.realpath(
+        os.path.dirname(other_path)
+    ) and os.path.realpath(path) == os.path.realpath(other_path)
 
 
 def _missing_torch_reason(python: str) -> str | None:
-    """None if this Python has torch, else the reason ("" if it is simply not installed)."""
+    """Return None if this Python has torch, otherwise the reason why it was rejected: "" if torch is not installed."""
     if _is_same_python(python, sys.executable):
         spec = importlib.util.find_spec("torch")
         return None if spec is not None and spec.origin is not None else ""
     try:
-        # Run it in the root directory: a folder called torch beside the script is not torch.
-        done = subprocess.run(
+        # Run it in the root directory, where no folder called torch can be mistaken for the package.
+        probe = subprocess.run(
             [python, "-c", _PROBE],
             cwd="/",
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            timeout=PROBE_S,
+            timeout=PROBE_TIMEOUT_S,
         )
     except subprocess.TimeoutExpired:
-        return f"no answer within {PROBE_S:.0f} s"
+        return f"no answer within {PROBE_TIMEOUT_S:.0f} s"
     except OSError as error:
         return str(error.strerror or error)
-    if done.returncode == 0:
+    if probe.returncode == 0:
         return None
-    return "" if done.returncode == 9 else f"it ended with status {done.returncode}"
+    return "" if probe.returncode == 9 else f"it ended with status {probe.returncode}"

@@ -16,84 +16,86 @@ from pathlib import Path
 from dpmon.run.run_directory import count_file, deleted_bytes
 from dpmon.run.safe_files import open_file
 
-AHEAD = 2 << 20
-"""Bytes to allocate beyond the end of a file."""
-LITTLE = 1 << 20
-"""A file of at most this many bytes is not cut, because this would free too little."""
-_KEEP_SIZE = 1
+RESERVED_BYTES = 2 << 20
+"""How much space is allocated beyond the end of a file."""
+MIN_TRUNCATED_BYTES = 1 << 20
+"""Output is deleted only from a file that is larger than this: from a smaller one, it would free too little space."""
+_FALLOC_FL_KEEP_SIZE = 1
 
 
 class OutputSpaceReserver:
-    """Watches the output files of a run; called from the supervisor's loop, never blocks for long."""
+    """Reserved disk space of a run's output files. Called in the supervisor's loop, so it never blocks for long."""
 
-    def __init__(self, paths: Sequence[Path], warn: Callable[[str], None], keep_last: int) -> None:
-        """`keep_last`: bytes of the newest output to keep when a file is cut."""
+    def __init__(self, paths: Sequence[Path], warn: Callable[[str], None], kept_bytes: int) -> None:
+        """`kept_bytes`: how much of the newest output to keep when older output is deleted."""
         self._paths = paths
         self._warn = warn
-        self._keep_last = keep_last
-        self._files: dict[Path, int] = {}
-        self._until: dict[Path, int] = {}
+        self._kept_bytes = kept_bytes
+        self._fds: dict[Path, int] = {}
+        self._reserved_end: dict[Path, int] = {}
         """End of the allocated space, as an offset in the file."""
-        self._deleted = 0
+        self._total_removed = 0
 
     def poll(self) -> None:
-        """Allocate space if it is needed; to be called several times a second."""
+        """Allocate space if it is needed. Must be called several times per second."""
         for path in self._paths:
-            with contextlib.suppress(OSError):  # the file is missing, or its file system cannot allocate
-                if path not in self._files:
-                    self._files[path] = open_file(path, os.O_RDWR | os.O_APPEND)
-                self._extend_file(path, self._files[path])
+            with contextlib.suppress(OSError):  # the file does not exist, or its file system cannot allocate space
+                if path not in self._fds:
+                    self._fds[path] = open_file(path, os.O_RDWR | os.O_APPEND)
+                self._extend_file(path, self._fds[path])
 
     def _extend_file(self, path: Path, fd: int) -> None:
         size = os.fstat(fd).st_size
-        if self._until.get(path, 0) >= size + AHEAD // 2:
+        if self._reserved_end.get(path, 0) >= size + RESERVED_BYTES // 2:
             return
-        ahead = AHEAD
-        if not _reserve(fd, size, ahead):
-            if size <= max(LITTLE, self._keep_last):
+        reserved_bytes = RESERVED_BYTES
+        if not _reserve(fd, size, reserved_bytes):
+            if size <= max(MIN_TRUNCATED_BYTES, self._kept_bytes):
                 return
-            if not self._deleted:
+            if not self._total_removed:
                 self._warn("the disk is full: the script's oldest output is deleted to make room for the newest")
-            kept = os.pread(fd, self._keep_last, size - self._keep_last)
-            begin = kept.find(b"\n") + 1
-            rest = memoryview(kept)[begin:]
-            late = os.pread(fd, LITTLE, size)  # what the script wrote meanwhile
-            os.ftruncate(fd, 0)  # the script appends, so it goes on at the new end
-            os.writev(fd, [rest, late])  # at once, before the script writes
-            deleted = size - self._keep_last + begin
-            self._deleted += deleted
-            _add_deleted_bytes(path, deleted)
+            newest_output = os.pread(fd, self._kept_bytes, size - self._kept_bytes)
+            line_start = newest_output.find(b"\n") + 1
+            whole_lines = memoryview(newest_output)[line_start:]
+            late_output = os.pread(fd, MIN_TRUNCATED_BYTES, size)  # what the script wrote meanwhile
+            os.ftruncate(fd, 0)  # the script appends, so it continues at the new end
+            os.writev(fd, [whole_lines, late_output])  # at once, before the script writes
+            removed_bytes = size - self._kept_bytes + line_start
+            self._total_removed += removed_bytes
+            _add_deleted_bytes(path, removed_bytes)
             size = 0
-            while ahead > 0 and not _reserve(fd, size, ahead):  # other data may have taken some of the space
-                ahead //= 2
-        self._until[path] = size + ahead
+            while reserved_bytes > 0 and not _reserve(
+                fd, size, reserved_bytes
+            ):  # other data may have taken some of the space
+                reserved_bytes //= 2
+        self._reserved_end[path] = size + reserved_bytes
 
     def close(self, *, nobody_writes: bool) -> None:
         """Close the files and, if `nobody_writes`, free the unused space."""
-        if self._deleted:
-            self._warn(f"{self._deleted:,} bytes of the script's output were deleted, because the disk was full")
-        for fd in self._files.values():
+        if self._total_removed:
+            self._warn(f"{self._total_removed:,} bytes of the script's output were deleted, because the disk was full")
+        for fd in self._fds.values():
             with contextlib.suppress(OSError):
                 if nobody_writes:
                     os.ftruncate(fd, os.fstat(fd).st_size)
                 os.close(fd)
-        self._files.clear()
+        self._fds.clear()
 
 
-def _add_deleted_bytes(log: Path, deleted: int) -> None:
-    """Add to the count from which a reader knows what it has missed."""
+def _add_deleted_bytes(log: Path, new_bytes: int) -> None:
+    """Add to the count of deleted bytes that tells a reader how much it has missed."""
     with contextlib.suppress(OSError):
         fd = open_file(count_file(log), os.O_RDWR | os.O_CREAT)
         with open(fd, "r+b") as file:
-            file.write(b"%020d" % (deleted_bytes(log) + deleted))
+            file.write(b"%020d" % (deleted_bytes(log) + new_bytes))
 
 
-def _reserve(fd: int, size: int, ahead: int) -> bool:
-    """Allocate space beyond the end of a file; False if the disk is full. Raises OSError if that fails otherwise."""
+def _reserve(fd: int, offset: int, length: int) -> bool:
+    """Allocate space from `offset` on. Return False if the disk is full. Raises OSError if it fails otherwise."""
     allocate = ctypes.CDLL(None, use_errno=True).fallocate
-    if allocate(fd, _KEEP_SIZE, ctypes.c_int64(size), ctypes.c_int64(ahead)) == 0:
+    if allocate(fd, _FALLOC_FL_KEEP_SIZE, ctypes.c_int64(offset), ctypes.c_int64(length)) == 0:
         return True
-    problem = ctypes.get_errno()
-    if problem not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        raise OSError(problem, os.strerror(problem))
+    error_number = ctypes.get_errno()
+    if error_number not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        raise OSError(error_number, os.strerror(error_number))
     return False

@@ -1,4 +1,4 @@
-"""Notices a stall while the run goes on, records it with its beginning and its end, and answers who asks why."""
+"""Detects stalls of a live run, records when they begin and end, and replies to readers that ask for the reason."""
 
 from __future__ import annotations
 
@@ -30,239 +30,255 @@ from dpmon.stalls.why_reply import (
     write_reply,
 )
 
-LOOK_NS = SECOND
+CHECK_INTERVAL_NS = SECOND
 STACKS_AFTER_NS = 5 * SECOND
-"""Stacks are taken when a rank has stood still for this long, and again after half of the time that it stands there."""
-REST = 50
-"""After taking stacks, this many times the time that it took passes before the next ones are taken."""
+"""Stacks are dumped after a rank has made no progress for this long, and again after half of the time that it lasts."""
+STACK_DUMP_BACKOFF = 50
+"""After a stack dump that took t seconds, wait STACK_DUMP_BACKOFF * t seconds before the next one."""
 
 
 class StallRecorder(Protocol):
-    """What the watch needs from the record of the run. The record of several machines has no steps and no samples."""
+    """What StallWatch needs from the run's record. The record of a mirror has no steps and no samples."""
 
     def emit(self, kind: str, data: Mapping[str, Any]) -> None:
         """Record an event."""
 
     def last_steps(self) -> Mapping[int, int | None]:
-        """The last step of each process."""
+        """Return the number of the last step by process."""
         return {}
 
     def gpus(self) -> list[Mapping[str, Any]]:
-        """The newest sample of each GPU."""
+        """Return the newest sample of each GPU."""
         return []
 
     def last_stall(self) -> Mapping[str, Any] | None:
-        """The data of the last record of a stall."""
+        """Return the data of the last record of a stall; None if there is none."""
 
 
 class StallWatch:
-    """Looks at the ranks once a second."""
+    """The check for stalls, once per second."""
 
     def __init__(
         self,
         directory: Path,
-        info: RunInfo,
-        drain: StallRecorder,
+        run_info: RunInfo,
+        recorder: StallRecorder,
         *,
-        adopted: bool = False,
-        look: RankInspector | None = None,
+        is_takeover: bool = False,
+        inspector: RankInspector | None = None,
     ) -> None:
-        """`adopted`: another supervisor started the command, and may have recorded the beginning of a stall.
+        """`is_takeover`: an earlier supervisor started the command, and may have recorded the start of a stall.
 
-        `look`: what sees the ranks if they run on several machines. It is the owner who then answers requests.
+        `inspector`: inspects the ranks if they run on several nodes. In this case, the caller replies to requests.
         """
         self._directory = directory
-        self._sees_all = look is not None
-        self._info = info
-        self._drain = drain
-        self._look = look or RankInspector(directory, info.cwd, adopted=adopted)
-        self._usual = LearnedDurations()
-        self._look_at = 0
-        self._before: dict[tuple[str | None, int], RankActivity] = {}
-        self._stacks_at = 0
-        self._asked = 0
+        self._spans_nodes = inspector is not None
+        self._run_info = run_info
+        self._recorder = recorder
+        self._inspector = inspector or RankInspector(directory, run_info.cwd, adopted=is_takeover)
+        self._durations = LearnedDurations()
+        self._check_at_ns = 0
+        self._earlier_ranks: dict[tuple[str | None, int], RankActivity] = {}
+        self._stacks_at_ns = 0
+        self._request_number = 0
         self._thread: threading.Thread | None = None
-        self._taken: tuple[int, Mapping[int, ProcessStacks]] | None = None
-        """The number of a request, and the stacks for its answer."""
+        self._requested_stacks: tuple[int, Mapping[int, ProcessStacks]] | None = None
+        """The number of a request, and the stacks for its reply."""
         self._error: Exception | None = None
-        """Why the thread that takes stacks failed."""
-        self._standing: list[RankActivity] = []
+        """The exception that ended the thread that dumps stacks."""
+        self._reported_ranks: list[RankActivity] = []
         """The ranks in the file STANDING_FILE."""
         self.stall: Stall | None = None
-        self.told = ""
+        self.stall_text = ""
         """The sentence about the stall."""
         self.waits: Mapping[tuple[str | None, int], bool] = {}
-        """Whether it waits for another one, for each rank of the stall by its key."""
-        self._failed = False
-        before = drain.last_stall() if adopted else None
-        if before is not None and "lasted_s" not in before and (since := ns_member(before, "since_s")) is not None:
-            self.stall = Stall(info.start_ns + since, (), ())
-            self.told = text_member(before, "text") or ""
-            with contextlib.suppress(TypeError, AttributeError, KeyError):  # any program may have written the record
-                ranks = (rank for rank in before["ranks"] if not rank.get("apart"))
-                self.waits = {(rank.get("node"), rank["pid"]): bool(rank["waits"]) for rank in ranks}
+        """Whether each rank of the stall waits for another one, by the rank's key."""
+        self._has_failed = False
+        stall_record = recorder.last_stall() if is_takeover else None
+        if stall_record is not None and "lasted_s" not in stall_record:
+            self._continue_stall(stall_record)
+
+    def _continue_stall(self, record: Mapping[str, Any]) -> None:
+        """Continue the stall that an earlier supervisor has recorded."""
+        since_ns = ns_member(record, "since_s")
+        if since_ns is None:
+            return
+        self.stall = Stall(self._run_info.start_ns + since_ns, (), ())
+        self.stall_text = text_member(record, "text") or ""
+        with contextlib.suppress(TypeError, AttributeError, KeyError):  # any program may have written the record
+            ranks = (rank for rank in record["ranks"] if not rank.get("apart"))
+            self.waits = {(rank.get("node"), rank["pid"]): bool(rank["waits"]) for rank in ranks}
 
     def poll(self) -> None:
-        """Look if it is time. Never waits, never raises."""
-        if self._failed:
+        """Check the ranks if it is time. Never blocks, never raises."""
+        if self._has_failed:
             return
         try:
             self._inspect()
-        except Exception as error:  # noqa: BLE001 - the record of the run must go on
-            self._failed = True
+        except Exception as error:  # noqa: BLE001 - the run must be recorded further
+            self._has_failed = True
             text = f"stalls are no longer noticed: {type(error).__name__}: {error}"
-            self._drain.emit("warning", {"process": None, "text": text})
+            self._recorder.emit("warning", {"process": None, "text": text})
 
     def _inspect(self) -> None:
         if self._error is not None:
             raise self._error
-        now = time.monotonic_ns()
-        asked = 0 if self._sees_all else last_request_number(self._directory)
-        if asked != self._asked and not self._is_taking_stacks():
-            self._asked = asked
-            self._look.inspect_ranks(
-                self._drain.last_steps(), now
-            )  # finds processes that have begun, as after a takeover
-            self._start_taking_stacks(asked)
-        if self._taken is not None:
-            (number, dumps), self._taken = self._taken, None
-            ranks = self._look.with_exceptions(self._look.inspect_ranks(self._drain.last_steps(), now))
-            write_reply(self._directory, number, self._answer(ranks, dumps, self._reindexed_stall(ranks), now))
-        if now < self._look_at:
+        now_ns = time.monotonic_ns()
+        request = 0 if self._spans_nodes else last_request_number(self._directory)
+        if request != self._request_number and not self._is_taking_stacks():
+            self._request_number = request
+            # This finds processes that were started meanwhile, for example before a takeover.
+            self._inspect_ranks(now_ns)
+            self._start_taking_stacks(request)
+        if self._requested_stacks is not None:
+            (request_number, dumps), self._requested_stacks = self._requested_stacks, None
+            ranks = self._inspector.with_exceptions(self._inspect_ranks(now_ns))
+            reply = self._build_reply(ranks, dumps, self._reindexed_stall(ranks), now_ns)
+            write_reply(self._directory, request_number, reply)
+        if now_ns < self._check_at_ns:
             return
-        self._look_at = now + LOOK_NS
-        ranks = self._look.inspect_ranks(self._drain.last_steps(), now)
+        self._check_at_ns = now_ns + CHECK_INTERVAL_NS
+        ranks = self._inspect_ranks(now_ns)
         self._learn_durations(ranks)
-        if self.stall is not None and (self._all_died(ranks) or self._stopping(now)):
+        if self.stall is not None and (self._all_died(ranks) or self._is_stopping(now_ns)):
             return
-        times = [now - rank.since_ns for rank in ranks if not rank.is_over and rank.doing != "paused" and rank.since_ns]
-        longest = max(times, default=0)
-        reads = longest >= DETAILS_NS and input_wait_start_ns(self._directory) is not None
-        if reads:
-            self._before = {}  # the time that a person takes is not learned
-        over = any(rank.is_over for rank in ranks)
-        self._write_rank_report(ranks if over or (longest >= DETAILS_NS and not reads) else [], now)
-        if longest < DETAILS_NS or reads:
-            self._record_stall_change(None, ranks, now)
+        running = [rank for rank in ranks if not rank.is_over and rank.doing != "paused" and rank.since_ns]
+        longest_ns = max((now_ns - rank.since_ns for rank in running), default=0)
+        waits_for_input = longest_ns >= DETAILS_NS and input_wait_start_ns(self._directory) is not None
+        if waits_for_input:
+            self._earlier_ranks = {}  # the time that a user takes to type is not learned
+        is_still = longest_ns >= DETAILS_NS and not waits_for_input
+        self._write_rank_report(ranks if is_still or any(rank.is_over for rank in ranks) else [], now_ns)
+        if not is_still:
+            self._record_stall_change(None, ranks, now_ns)
             return
-        found = find_stall(ranks, self._usual, now)
-        missing = found is not None and not all(ranks[i].has_current_stack for i in (*found.guilty, *found.waiting))
-        if not self._is_taking_stacks() and (missing or (longest >= STACKS_AFTER_NS and now >= self._stacks_at)):
-            self._stacks_at = now + max(STACKS_AFTER_NS, longest // 2)
+        stall = find_stall(ranks, self._durations, now_ns)
+        involved = () if stall is None else (*stall.guilty, *stall.waiting)
+        needs_stacks = not all(ranks[i].has_current_stack for i in involved)
+        is_due = longest_ns >= STACKS_AFTER_NS and now_ns >= self._stacks_at_ns
+        if not self._is_taking_stacks() and (needs_stacks or is_due):
+            self._stacks_at_ns = now_ns + max(STACKS_AFTER_NS, longest_ns // 2)
             self._start_taking_stacks(None)
-        if not missing and not self._may_still_be_stalled(ranks, now):  # without the stacks the wrong rank may be named
-            self._record_stall_change(found, ranks, now)
+        # Without stacks, the wrong rank may be named.
+        if not needs_stacks and not self._may_still_be_stalled(ranks, now_ns):
+            self._record_stall_change(stall, ranks, now_ns)
 
-    def _write_rank_report(self, ranks: list[RankActivity], now: int) -> None:
-        """Write what these ranks do if others of their job are not among them. Their use of processors never rests."""
-        if self._sees_all or len(ranks) >= max((rank.world for rank in ranks), default=0):
+    def _inspect_ranks(self, now_ns: int) -> list[RankActivity]:
+        return self._inspector.inspect_ranks(self._recorder.last_steps(), now_ns)
+
+    def _write_rank_report(self, ranks: list[RankActivity], now_ns: int) -> None:
+        """Write what these ranks do for the mirror, if the job has other ranks. CPU use, which varies, is ignored."""
+        if self._spans_nodes or len(ranks) >= max((rank.world for rank in ranks), default=0):
             ranks = []
-        ranks = self._look.with_exceptions(ranks) if any(rank.is_over for rank in ranks) else ranks
-        ranks = [rank._replace(cpu=None, usual_ns=self._usual.learned_ns(rank)) for rank in ranks]
-        if ranks != self._standing:
-            self._standing = ranks
+        ranks = self._inspector.with_exceptions(ranks) if any(rank.is_over for rank in ranks) else ranks
+        ranks = [rank._replace(cpu=None, usual_ns=self._durations.learned_ns(rank)) for rank in ranks]
+        if ranks != self._reported_ranks:
+            self._reported_ranks = ranks
             with contextlib.suppress(OSError):
-                write_atomically(self._directory / STANDING_FILE, json.dumps(describe_ranks(ranks, now, self._info)))
+                write_atomically(
+                    self._directory / STANDING_FILE, json.dumps(describe_ranks(ranks, now_ns, self._run_info))
+                )
 
-    def _stopping(self, now: int) -> bool:
-        """Whether the user has asked for the run's end since the stall began. What its ranks do then is no cause."""
-        asked = stop_requested_unix(self._directory)
-        began = time.time() - (now - self.stall.since_ns) / SECOND if self.stall is not None else 0.0
-        return asked is not None and asked > began
+    def _is_stopping(self, now_ns: int) -> bool:
+        """Return whether the user has asked to stop the run since the stall began. What ranks do then is no cause."""
+        stop_unix = stop_requested_unix(self._directory)
+        start_unix = time.time() - (now_ns - self.stall.since_ns) / SECOND if self.stall is not None else 0.0
+        return stop_unix is not None and stop_unix > start_unix
 
     def _all_died(self, ranks: list[RankActivity]) -> bool:
-        """Whether all processes were killed or failed. That is no progress: the run ends in its stall."""
+        """Return whether all processes were killed or failed, which is no progress: the run ends in its stall."""
         if not ranks or not all(rank.is_over for rank in ranks):
             return False
-        return all(rank.doing != "ended" or rank.raised is not None for rank in self._look.with_exceptions(ranks))
+        return all(rank.doing != "ended" or rank.raised is not None for rank in self._inspector.with_exceptions(ranks))
 
     def _reindexed_stall(self, ranks: list[RankActivity]) -> Stall | None:
-        """The stall with the indices of these ranks: since the last look, some may have come or gone."""
-        known = [(i, self.waits[rank.key]) for i, rank in enumerate(ranks) if rank.key in self.waits]
-        guilty, waiting = (tuple(i for i, waits in known if waits == which) for which in (False, True))
+        """Return the stall with the indices of these ranks, which may differ from the ranks of the last check."""
+        indexed_waits = [(i, self.waits[rank.key]) for i, rank in enumerate(ranks) if rank.key in self.waits]
+        guilty = tuple(index for index, waits in indexed_waits if not waits)
+        waiting = tuple(index for index, waits in indexed_waits if waits)
         return self.stall and self.stall._replace(guilty=guilty, waiting=waiting)
 
-    def _may_still_be_stalled(self, ranks: list[RankActivity], now: int) -> bool:
-        """Whether the stall that an earlier supervisor saw may go on: for some seconds no sign of life is known."""
+    def _may_still_be_stalled(self, ranks: list[RankActivity], now_ns: int) -> bool:
+        """Return whether an earlier supervisor's stall may still be going on: at first, no signs of life are known."""
         if self.stall is None:
             return False
-        still = [rank for rank in ranks if not rank.is_over and rank.since_ns <= self.stall.since_ns + SECOND]
-        return any(rank.busy is None and now - rank.since_ns >= DETAILS_NS for rank in still)
+        still_ranks = [rank for rank in ranks if not rank.is_over and rank.since_ns <= self.stall.since_ns + SECOND]
+        return any(rank.busy is None and now_ns - rank.since_ns >= DETAILS_NS for rank in still_ranks)
 
     def close(self) -> None:
-        """Close the rings. A stall in which the run ended stays open in the record."""
+        """Close the rings. If the run ends while it is stalled, the record of the stall has no end."""
         if self._thread is not None:
             self._thread.join(1.0)
-        now = time.monotonic_ns()
-        with contextlib.suppress(Exception):  # as in `look`
-            self._write_rank_report(self._look.inspect_ranks(self._drain.last_steps(), now), now)
-        self._look.close()
+        now_ns = time.monotonic_ns()
+        with contextlib.suppress(Exception):  # as in `poll`
+            self._write_rank_report(self._inspect_ranks(now_ns), now_ns)
+        self._inspector.close()
 
     def _is_taking_stacks(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def _start_taking_stacks(self, asked: int | None) -> None:
-        """Take the stacks in a thread, because py-spy may take long. `asked`: the number of a request."""
+    def _start_taking_stacks(self, request_number: int | None) -> None:
+        """Dump stacks on a thread, because py-spy may take long. `request_number`: of a reader's request, or None."""
 
         def work() -> None:
-            begun = time.monotonic_ns()
+            start_ns = time.monotonic_ns()
             try:
-                if asked is None:
-                    self._look.take_stacks(still_ns=DETAILS_NS)
-                    took = time.monotonic_ns() - begun
-                    self._stacks_at = max(self._stacks_at, begun + REST * took)
-                    self._look.query_nccl()
+                if request_number is None:
+                    self._inspector.take_stacks(still_ns=DETAILS_NS)
+                    duration_ns = time.monotonic_ns() - start_ns
+                    self._stacks_at_ns = max(self._stacks_at_ns, start_ns + STACK_DUMP_BACKOFF * duration_ns)
+                    self._inspector.query_nccl()
                 else:
-                    dumps = self._look.take_stacks(native=wants_native(self._directory))
-                    self._look.query_nccl()
-                    self._taken = asked, dumps
-            except Exception as error:  # noqa: BLE001 - the next look reports it
+                    dumps = self._inspector.take_stacks(native=wants_native(self._directory))
+                    self._inspector.query_nccl()
+                    self._requested_stacks = request_number, dumps
+            except Exception as error:  # noqa: BLE001 - the next check reports it
                 self._error = error
 
         self._thread = threading.Thread(target=work, name="dpmon stacks", daemon=True)
         self._thread.start()
 
     def _learn_durations(self, ranks: list[RankActivity]) -> None:
-        """Take note of how long each finished operation took.
-
-        Not if the rank waited there for another one, or was stopped.
-        """
-        before, self._before = self._before, {rank.key: rank for rank in ranks}
-        working = {rank.job for rank in before.values() if not rank.is_in_collective}
+        """Learn how long each finished operation took, unless the rank waited for another one in it or was stopped."""
+        earlier_ranks, self._earlier_ranks = self._earlier_ranks, {rank.key: rank for rank in ranks}
+        jobs_at_work = {rank.job for rank in earlier_ranks.values() if not rank.is_in_collective}
         for rank in ranks:
-            was = before.get(rank.key)
-            if was is None:  # before the first call, a process has no ring, only stages
+            earlier = earlier_ranks.get(rank.key)
+            if earlier is None:  # before its first call, a process has startup stages but no ring
                 notes = [note for note in read_notes(self._directory / "stages.log", 1 << 16) if note.pid == rank.pid]
-                for note, after in pairwise(notes):
+                for note, next_note in pairwise(notes):
                     if note.text.startswith(WAITING_FOR_DATA):
-                        self._usual.add_duration(FIRST_BATCH, after.at_ns - note.at_ns)
+                        self._durations.add_duration(FIRST_BATCH, next_note.at_ns - note.at_ns)
                 continue
-            if was.state == "stopped" or (was.is_in_collective and was.job in working):
+            if earlier.state == "stopped" or (earlier.is_in_collective and earlier.job in jobs_at_work):
                 continue
-            if rank.since_ns > was.since_ns > 0:
-                self._usual.add_duration(was.timing_key, rank.since_ns - was.since_ns)
+            if rank.since_ns > earlier.since_ns > 0:
+                self._durations.add_duration(earlier.timing_key, rank.since_ns - earlier.since_ns)
 
-    def _record_stall_change(self, found: Stall | None, ranks: list[RankActivity], now: int) -> None:
-        """Record the beginning, a change, or the end of a stall."""
-        before = self.stall
-        if found is not None and before is not None:  # all its records have the same time
-            found = found._replace(since_ns=before.since_ns)
-        self.stall = found
-        if found is None:
-            if before is not None:
-                seconds = (before.since_ns - self._info.start_ns) / 1e9
-                lasted = (now - before.since_ns) / 1e9
-                self._drain.emit("stall", {"since_s": seconds, "lasted_s": lasted, "text": self.told})
+    def _record_stall_change(self, stall: Stall | None, ranks: list[RankActivity], now_ns: int) -> None:
+        """Record the start, a change, or the end of a stall. `stall`: the current stall; None for none."""
+        earlier = self.stall
+        if stall is not None and earlier is not None:  # all records of a stall have the same start
+            stall = stall._replace(since_ns=earlier.since_ns)
+        self.stall = stall
+        if stall is None:
+            if earlier is not None:
+                since_s = (earlier.since_ns - self._run_info.start_ns) / 1e9
+                lasted_s = (now_ns - earlier.since_ns) / 1e9
+                self._recorder.emit("stall", {"since_s": since_s, "lasted_s": lasted_s, "text": self.stall_text})
             return
-        waited, self.waits = self.waits, {ranks[i].key: i in found.waiting for i in (*found.guilty, *found.waiting)}
-        ranks = self._look.with_exceptions(ranks)
-        text = sentence(found, ranks, self._info.cwd)
-        if before is None or (text != self.told and waited != self.waits):
-            self.told = text
-            self._drain.emit("stall", self._answer(ranks, {}, found, now))
+        earlier_waits, self.waits = (
+            self.waits,
+            {ranks[i].key: i in stall.waiting for i in (*stall.guilty, *stall.waiting)},
+        )
+        ranks = self._inspector.with_exceptions(ranks)
+        text = sentence(stall, ranks, self._run_info.cwd)
+        if earlier is None or (text != self.stall_text and earlier_waits != self.waits):
+            self.stall_text = text
+            self._recorder.emit("stall", self._build_reply(ranks, {}, stall, now_ns))
 
-    def _answer(
-        self, ranks: list[RankActivity], dumps: Mapping[int, ProcessStacks], found: Stall | None, now: int
+    def _build_reply(
+        self, ranks: list[RankActivity], dumps: Mapping[int, ProcessStacks], stall: Stall | None, now_ns: int
     ) -> dict[str, Any]:
-        gpus, nccl = self._drain.gpus(), self._look.nccl
-        return build_reply(ranks, dumps, found, now, self._info, text=self.told, gpus=gpus, nccl=nccl)
+        gpus, nccl = self._recorder.gpus(), self._inspector.nccl
+        return build_reply(ranks, dumps, stall, now_ns, self._run_info, text=self.stall_text, gpus=gpus, nccl=nccl)

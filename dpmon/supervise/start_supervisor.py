@@ -1,7 +1,7 @@
 """Starts the supervisor of a run in the background, independent of the caller.
 
-If dpmon was started with SIGCHLD ignored, the kernel reaps children itself, and their status is lost. A handler that
-does nothing makes the kernel keep the status. The command gets the signal ignored again, as it would without dpmon.
+If dpmon was started with SIGCHLD ignored, the kernel reaps children by itself, and their statuses are lost. A handler
+that does nothing makes the kernel keep the statuses. For the command, the signal is ignored again, as without dpmon.
 """
 
 from __future__ import annotations
@@ -22,178 +22,180 @@ from dpmon.run.run_directory import RunError, RunInfo, load_exit, load_info
 from dpmon.run.run_signals import SUPERVISES
 from dpmon.run.safe_files import open_file
 
-FINISH_S = 10.0
-"""Longest wait until the record of a run is complete; some milliseconds per megabyte are usual."""
+MAX_FINISH_S = 10.0
+"""How long to wait for the record of a run to be completed. It usually takes a few milliseconds per megabyte."""
 
 # The interpreter is isolated (-I): neither the current directory nor PYTHON* may put a user's random.py before the
 # standard library's. The folder of dpmon comes right after the standard library, the rest of the caller's path last.
 _BOOT = """\
 import sys
-directory, how, home, *places = sys.argv[1:]
-at = next((i for i, p in enumerate(sys.path) if p.endswith("-packages")), len(sys.path))
-sys.path.insert(at, home)
-sys.path += [p for p in places if p not in sys.path]
+directory, argument, dpmon_parent, *import_paths = sys.argv[1:]
+index = next((i for i, path in enumerate(sys.path) if path.endswith("-packages")), len(sys.path))
+sys.path.insert(index, dpmon_parent)
+sys.path += [path for path in import_paths if path not in sys.path]
 from {} import main
-main(directory, how)
+main(directory, argument)
 """
-_SUPERVISOR, _TELLER = "dpmon.supervise.supervisor", "dpmon.notify.notifier"
+_SUPERVISOR, _NOTIFIER = "dpmon.supervise.supervisor", "dpmon.notify.notifier"
 _MIRROR = "dpmon.mirror.mirror"
-"""In the place of the supervisor of a run on other machines."""
+"""Runs instead of the supervisor if the run is on other nodes."""
 TAKE_OVER = "take over"
 START_DIRECTORY = "DPMON_START_DIRECTORY"
-"""The variable with the directory in which dpmon was started, and in which the commands for events run."""
-MACHINE = "DPMON_MACHINE_"
-"""Begins the names of the variables that give a mirror the words of its machines, as JSON. The number follows."""
-ARGUMENT = "DPMON_ARGUMENT_"
-"""Begins the names of the variables that give a supervisor the words with secrets, which run.json does not have. The
-word's position in the command follows. Other users cannot read the environment of a process."""
-TELLER_WAIT_S, MOST_TELLER_WAIT_S = 5.0, 600.0
-"""Shortest and longest time between two starts of the process that tells the events."""
+"""Environment variable: the directory in which dpmon was started. The commands for events run there."""
+NODE_COMMAND_PREFIX = "DPMON_MACHINE_"
+"""Environment variables with this prefix and a node's number give a mirror the command for that node, as JSON."""
+SECRET_PREFIX = "DPMON_ARGUMENT_"
+"""Environment variables with this prefix and a position give a supervisor the argument at this position of the command,
+if the argument contains a secret. run.json does not have it. Other users cannot read the environment of a process."""
+MIN_NOTIFIER_WAIT_S, MAX_NOTIFIER_WAIT_S = 5.0, 600.0
+"""Shortest and longest time between two starts of the notifier."""
 
 
 def start_supervisor(directory: Path, *, stdin: bool, secrets: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start the supervisor for the run in `directory`; with `stdin`, the command gets dpmon's own input.
+    """Start the supervisor of the run in `directory`. With `stdin`, the command gets dpmon's own standard input.
 
-    `secrets`: the words with secrets, as variables (ARGUMENT). OSError if it cannot be started.
+    `secrets`: environment variables with the arguments that contain secrets (SECRET_PREFIX).
+    Raises OSError if the supervisor cannot be started.
     """
     # Take the lock before the process exists, so that the run never seems to have lost its supervisor.
-    lock = take_lock(directory)
+    lock_fd = take_lock(directory)
     try:
-        if lock is not None and lock >= 0:
-            os.set_inheritable(lock, True)
+        if lock_fd is not None and lock_fd >= 0:
+            os.set_inheritable(lock_fd, True)
         # The supervisor passes dpmon's own signal settings on to the command.
-        how = "" if lock is None else str(lock)
-        return _start(directory, how, stdin=stdin, before=sigchld_restorer(), more=secrets)
+        lock_text = "" if lock_fd is None else str(lock_fd)
+        return _start(directory, lock_text, stdin=stdin, preexec=sigchld_restorer(), variables=secrets)
     finally:
-        if lock is not None and lock >= 0:
-            os.close(lock)
+        if lock_fd is not None and lock_fd >= 0:
+            os.close(lock_fd)
 
 
 class NotifierLauncher:
-    """Starts the process that tells the events of a run (dpmon.notify.notifier), if the user wants that."""
+    """Launcher of a run's notifier (dpmon.notify.notifier), if the user has set a command for events."""
 
-    def __init__(self, directory: Path, warn: Callable[[str], None], *, wanted: bool) -> None:
-        self._wanted = wanted
+    def __init__(self, directory: Path, warn: Callable[[str], None], *, is_enabled: bool) -> None:
+        self._is_enabled = is_enabled
         self._directory = directory
         self._warn = warn
         self._process: subprocess.Popen[bytes] | None = None
-        self._look_at = 0.0
-        self._wait_s = TELLER_WAIT_S
+        self._check_at = 0.0
+        self._wait_s = MIN_NOTIFIER_WAIT_S
 
-    def is_at_work(self) -> bool:
-        """Whether the process is alive, perhaps that of an earlier supervisor."""
-        lock = take_lock(self._directory, EVENTS_FILE)
-        if lock is not None and lock >= 0:
-            os.close(lock)
-        return lock is None
+    def is_running(self) -> bool:
+        """Return whether the notifier is running, possibly started by an earlier supervisor."""
+        lock_fd = take_lock(self._directory, EVENTS_FILE)
+        if lock_fd is not None and lock_fd >= 0:
+            os.close(lock_fd)
+        return lock_fd is None
 
     def poll(self, now: float) -> None:
-        """Start it unless one is at work, perhaps of an earlier supervisor. Ever more rarely, if it always dies."""
-        if not self._wanted or now < self._look_at:
+        """Start the notifier unless one is already running. If it keeps dying, wait twice as long before each start."""
+        if not self._is_enabled or now < self._check_at:
             return
-        self._look_at = now + self._wait_s
+        self._check_at = now + self._wait_s
         if self._process is not None:
-            self._process.poll()  # if it has ended, it is no zombie any more
-        lock = take_lock(self._directory, EVENTS_FILE)
-        if lock is None:
+            self._process.poll()  # reaps it, if it has ended
+        lock_fd = take_lock(self._directory, EVENTS_FILE)
+        if lock_fd is None:
             return
-        self._wait_s = min(2 * self._wait_s, MOST_TELLER_WAIT_S)
+        self._wait_s = min(2 * self._wait_s, MAX_NOTIFIER_WAIT_S)
         try:
-            if lock < 0:
+            if lock_fd < 0:
                 raise OSError(f"{EVENTS_FILE} cannot be written and locked")
-            os.set_inheritable(lock, True)
-            self._process = _start(self._directory, str(lock), module=_TELLER)
+            os.set_inheritable(lock_fd, True)
+            self._process = _start(self._directory, str(lock_fd), module=_NOTIFIER)
         except OSError as error:
-            self._warn(f"no event is told: {error.strerror or error}")
+            self._warn(f"event command disabled: {error.strerror or error}")
         finally:
-            if lock >= 0:
-                os.close(lock)
+            if lock_fd >= 0:
+                os.close(lock_fd)
 
 
-def lost_settings(info: RunInfo, *, has_event_command: bool, has_metrics: bool) -> list[str]:
-    """Return a warning for each setting of the run that the supervisor or mirror taking over lacks."""
-    has = {"on_event": has_event_command, "metrics": has_metrics}
+def lost_settings(run_info: RunInfo, *, has_event_command: bool, has_metrics: bool) -> list[str]:
+    """Return a warning for each option of the run that the supervisor or mirror that takes over does not have."""
+    is_set_by_option = {"on_event": has_event_command, "metrics": has_metrics}
     return [
         f"another background process took over without {option}, which it takes only from your own settings"
-        for option, is_set in has.items()
-        if info.options.get(option) and not is_set
+        for option, is_set in is_set_by_option.items()
+        if run_info.options.get(option) and not is_set
     ]
 
 
 class SupervisorTakeover:
-    """Replaces the killed supervisor of a run, once: whatever killed it may kill each further one too."""
+    """A replacement for a killed supervisor, started only once: whatever killed it may kill each replacement too."""
 
-    def __init__(self, directory: Path, machines: Sequence[Sequence[str]] = ()) -> None:
-        """`machines`: for each machine of a mirror, the words from which the mirror makes its command.
+    def __init__(self, directory: Path, node_commands: Sequence[Sequence[str]] = ()) -> None:
+        """`node_commands`: for each node of a mirror, its name, its run or job, and the words that run dpmon there.
 
         A mirror is not started without them: the commands in a run's directory may come from another person.
         """
         self._directory = directory
-        self._machines = machines
-        self._tried = False
+        self._node_commands = node_commands
+        self._has_started = False
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def pid(self) -> int | None:
-        """The process id of the supervisor started here."""
+        """Process id of the supervisor that this object started; None if it has started none."""
         return None if self._process is None else self._process.pid
 
     @property
     def is_running(self) -> bool:
-        """Whether a supervisor started here is alive."""
+        """Whether the supervisor that this object started is alive."""
         return self._process is not None and self._process.poll() is None
 
     @property
-    def killed(self) -> bool:
-        """Whether a supervisor started here was killed, or failed."""
+    def is_killed(self) -> bool:
+        """Whether the supervisor that this object started was killed or failed."""
         return self._process is not None and self._process.poll() not in (None, 0)
 
     def start_if_needed(self) -> None:
-        """Start a supervisor if the run has none, and none was started here before.
+        """Start a supervisor if the run has none and this object has not started one before.
 
-        It ends at once if another one was quicker.
+        The new supervisor ends immediately if another process was faster to start one.
         """
-        # With a full or read-only disk, or without the directory, the run goes on as it is.
+        # If the disk is full or read-only, or the directory was deleted, the run continues without a supervisor.
         with contextlib.suppress(OSError, RunError):
-            info = load_info(self._directory)
-            if self._tried or bool(info.nodes) != bool(self._machines):
+            run_info = load_info(self._directory)
+            if self._has_started or bool(run_info.nodes) != bool(self._node_commands):
                 return
-            if needs_supervisor(self._directory, info, load_exit(self._directory)):
-                self._tried = True
-                machines = {f"{MACHINE}{number}": json.dumps(words) for number, words in enumerate(self._machines)}
-                module = _MIRROR if info.nodes else _SUPERVISOR
-                self._process = _start(self._directory, TAKE_OVER, module=module, more=machines)
+            if needs_supervisor(self._directory, run_info, load_exit(self._directory)):
+                self._has_started = True
+                commands = enumerate(self._node_commands)
+                variables = {f"{NODE_COMMAND_PREFIX}{node}": json.dumps(command) for node, command in commands}
+                module = _MIRROR if run_info.nodes else _SUPERVISOR
+                self._process = _start(self._directory, TAKE_OVER, module=module, variables=variables)
                 _started.append(self._process)
 
     def wait_for_end(self) -> None:
-        """Wait for the supervisor started here, which reads the rest of the rings of a run that is over."""
+        """Wait until the started supervisor has read the rest of the rings of an ended run, at most MAX_FINISH_S."""
         if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(FINISH_S)
+                self._process.wait(MAX_FINISH_S)
 
 
-def ensure_supervisor(directory: Path, machines: Sequence[Sequence[str]] = ()) -> SupervisorTakeover:
-    """Start a supervisor if the run has none; if the run is over, wait until its record is complete.
+def ensure_supervisor(directory: Path, node_commands: Sequence[Sequence[str]] = ()) -> SupervisorTakeover:
+    """Start a supervisor if the run has none. If the run has ended, wait until its record is complete.
 
-    `machines`: see SupervisorTakeover.
+    `node_commands`: see SupervisorTakeover.
     """
-    successor = SupervisorTakeover(directory, machines)
-    successor.start_if_needed()
-    info = load_info(directory)
-    if not info.nodes and not is_command_alive(info):
-        successor.wait_for_end()
-    return successor
+    takeover = SupervisorTakeover(directory, node_commands)
+    takeover.start_if_needed()
+    run_info = load_info(directory)
+    if not run_info.nodes and not is_command_alive(run_info):
+        takeover.wait_for_end()
+    return takeover
 
 
 _started: list[subprocess.Popen[bytes]] = []
-"""Supervisors that may outlive this process. Python warns about a running process whose Popen is collected."""
+"""Supervisors that may outlive this process. Python would warn if the Popen object of a running process were freed."""
 
 
 _was_ignored = False
 
 
 def keep_child_statuses() -> None:
-    """Keep the statuses of this process's children from now on; call it in the main thread."""
+    """Keep the exit statuses of this process's children from now on. Must be called in the main thread."""
     global _was_ignored
     if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
         _was_ignored = True
@@ -201,55 +203,56 @@ def keep_child_statuses() -> None:
 
 
 def sigchld_restorer() -> Callable[[], object] | None:
-    """A function for a child to call before exec (`preexec_fn`); None if it needs none.
+    """Return a function that ignores SIGCHLD again, for `preexec_fn` of Popen; None if the signal was not ignored.
 
-    Only for a process without threads: between fork and exec other threads could hold locks.
+    Only for a process without other threads, because they could hold locks between fork and exec.
     """
     return partial(signal.signal, signal.SIGCHLD, signal.SIG_IGN) if _was_ignored else None
 
 
-def _is_current_directory(place: str) -> bool:
-    """Whether a path is the current directory, which may have been deleted."""
+def _is_current_directory(path: str) -> bool:
+    """Return whether a path is the current directory, which may have been deleted."""
     try:
-        return os.path.samefile(place, os.curdir)
+        return os.path.samefile(path, os.curdir)
     except OSError:
-        return not os.path.isabs(place)
+        return not os.path.isabs(path)
 
 
 def _start(
     directory: Path,
-    how: str,
+    argument: str,
     *,
     stdin: bool = False,
-    before: Callable[[], object] | None = None,
+    preexec: Callable[[], object] | None = None,
     module: str = _SUPERVISOR,
-    more: Mapping[str, str] = {},
+    variables: Mapping[str, str] = {},
 ) -> subprocess.Popen[bytes]:
-    """Start a background process of the run. `more`: further variables of its environment."""
+    """Start `main(directory, argument)` of `module` in the background. `variables`: added to its environment."""
     try:
         cwd = os.getcwd()
     except OSError:  # the directory was deleted
         cwd = "/"
-    env = {START_DIRECTORY: cwd, **os.environ, SUPERVISES: str(directory), **more}
-    # Inside another run it must not look like one of that run's processes: `dpmon stop` would end it.
-    env.pop("DPMON_RUN", None)
-    home = str(Path(dpmon.__file__).resolve().parent.parent)
-    places = [place for place in sys.path if place and not _is_current_directory(place)]
-    bytecode = ["-B"] if sys.dont_write_bytecode else []  # the user's setting, which -I would ignore
+    environment = {START_DIRECTORY: cwd, **os.environ, SUPERVISES: str(directory), **variables}
+    # Inside another run, it must not look like a process of that run: `dpmon stop` would end it.
+    environment.pop("DPMON_RUN", None)
+    dpmon_parent = str(Path(dpmon.__file__).resolve().parent.parent)
+    import_paths = [path for path in sys.path if path and not _is_current_directory(path)]
+    # -B is the user's setting, which -I would ignore.
+    options = ["-I", "-B", "-c"] if sys.dont_write_bytecode else ["-I", "-c"]
     try:
-        log = open_file(directory / "supervisor.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    except OSError:  # another kind of file is in its place, or the disk is full: the run matters more than its log
-        log = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        log_fd = open_file(directory / "supervisor.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    except OSError:  # not a regular file, or the disk is full: the run is more important than its log
+        log_fd = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
     try:
         return subprocess.Popen(
-            [sys.executable, "-I", *bytecode, "-c", _BOOT.format(module), str(directory), how, home, *places],
-            env=env,
+            [sys.executable, *options, _BOOT.format(module), str(directory), argument, dpmon_parent, *import_paths],
+            env=environment,
             stdin=None if stdin else subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            stderr=log,
+            stderr=log_fd,
             close_fds=False,
             start_new_session=True,
-            preexec_fn=before,
+            preexec_fn=preexec,
         )
     finally:
-        os.close(log)
+        os.close(log_fd)

@@ -30,7 +30,7 @@ from yardstick import Yardstick  # noqa: E402
 
 from dpmon.export.incremental_rows import IncrementalRows  # noqa: E402
 from dpmon.mirror.chunk_receiver import ChunkReceiver, UncheckedChunk, validate_chunks  # noqa: E402
-from dpmon.mirror.mirror import FEW_COLLECTIONS  # noqa: E402
+from dpmon.mirror.mirror import COLLECTION_THRESHOLD  # noqa: E402
 from dpmon.mirror.mirror_history import MirrorHistory  # noqa: E402
 from dpmon.record.record_types import Event, Step  # noqa: E402
 from dpmon.run.run_directory import RunInfo  # noqa: E402
@@ -72,7 +72,7 @@ class Machine:
                     took[-1] = row._replace(phases=with_other({**row.phases, **sync}, row.wall_ns), counts=counts)
                     recording.add(took, process, process)
             recording.add([host_event(second), *(device_event(float(second), index) for index in range(RANKS))])
-            lines, _ = chunks.next_chunk(recording.store(), second, last=False)
+            lines, _ = chunks.next_chunk(recording.store(), second, is_last=False)
             self._chunks.append([json.loads(line) for line in lines])
         self._steps = max(training.steps for training in trainings)
         self._ids = chunks.offset
@@ -196,7 +196,7 @@ def main() -> None:
     parser.add_argument("--day", action="store_true")
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
-    gc.set_threshold(FEW_COLLECTIONS)
+    gc.set_threshold(COLLECTION_THRESHOLD)
     nodes = options.nodes or (4 if options.day else 125)
     seconds = options.seconds or (86_400 if options.day else 60)
     print(f"{nodes} machines of {RANKS} ranks; {BUDGET}")

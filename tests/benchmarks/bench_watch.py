@@ -90,12 +90,12 @@ def look(directory: str) -> None:
             emit=lambda kind, data: None, last_steps=lambda: dict.fromkeys(range(RANKS), 5), gpus=list
         )
         watch = StallWatch(Path(directory), info, drain)
-        watch._start_taking_stacks = lambda asked: None  # type: ignore[method-assign]
+        watch._start_taking_stacks = lambda request_number: None  # type: ignore[method-assign]
         begun = time.process_time()
         for _ in range(LOOKS):
             for ring in rings:
                 ring.words[HeaderWord.SPAN_START] = time.monotonic_ns() if name == "train" else 1
-            watch._look_at = 0
+            watch._check_at_ns = 0
             watch.poll()
         took = (time.process_time() - begun) / LOOKS
         print(f"a look once a second at {RANKS} ranks that {name}: {took * 1e3:.2f} ms of a processor")

@@ -240,7 +240,7 @@ from pathlib import Path
 from dpmon.run.lifecycle import EVENTS_FILE, take_lock
 from dpmon.run.run_reader import RunReader
 from dpmon.notify import notifier
-notifier.EVERY_S, notifier.SHORT_S = 0.02, 0.005
+notifier.CHECK_INTERVAL_S, notifier.WAIT_INTERVAL_S = 0.02, 0.005
 directory, kills = Path(sys.argv[1]), int(sys.argv[2])
 chance = random.Random(2)
 def size():

@@ -15,7 +15,7 @@ from dpmon.errors import HistoryError
 from dpmon.mirror.mirror_run import find_or_create_mirror
 from dpmon.store.history_schema import HISTORY_FILE, database_size
 from dpmon.store.store_opening import open_store
-from dpmon.supervise.start_supervisor import MACHINE as MACHINE_VARIABLE
+from dpmon.supervise.start_supervisor import NODE_COMMAND_PREFIX as MACHINE_VARIABLE
 from support.run_harness import wait_for
 
 LIMIT = 4 << 20

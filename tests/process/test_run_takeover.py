@@ -111,7 +111,7 @@ def test_an_attached_screen_replaces_a_killed_supervisor(dpmon: Dpmon) -> None:
     new = wait_for(lambda: find_new_supervisor(dpmon, old), what="a new supervisor")
     wait_for(lambda: listed_state(dpmon) == "starting")
     assert (new["command_pid"], new["command_started"]) == (old["command_pid"], old["command_started"])
-    terminal.shows("another one goes on")
+    terminal.shows("another one continues")
     dpmon.go()
     how = dpmon.exit()
     assert how["status"] == 3 or how["unknown"]
@@ -149,7 +149,7 @@ def test_only_one_of_several_screens_starts_a_supervisor(dpmon: Dpmon) -> None:
     wait_for(lambda: find_new_supervisor(dpmon, old))
 
     def takeovers() -> list[str]:
-        return [r["text"] for r in dpmon.records() if r["kind"] == "warning" and "another one goes on" in r["text"]]
+        return [r["text"] for r in dpmon.records() if r["kind"] == "warning" and "another one continues" in r["text"]]
 
     wait_for(takeovers)
     dpmon.go()
@@ -250,7 +250,7 @@ def test_a_run_that_is_being_started_is_left_alone(dpmon: Dpmon) -> None:
     dpmon.go()
     assert process.wait(100) == 4
     assert dpmon.exit()["status"] == 4
-    assert not [r for r in dpmon.records() if r["kind"] == "warning" and "another one goes on" in r["text"]]
+    assert not [r for r in dpmon.records() if r["kind"] == "warning" and "another one continues" in r["text"]]
 
 
 def test_stop_finishes_the_record_of_a_run_without_supervisor(dpmon: Dpmon) -> None:
@@ -373,7 +373,7 @@ def test_a_run_of_another_machine_is_left_to_it(dpmon: Dpmon) -> None:
 
 
 def test_a_slow_supervisor_causes_no_warning(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dpmon.supervise.start_supervisor.FINISH_S", 0.0)
+    monkeypatch.setattr("dpmon.supervise.start_supervisor.MAX_FINISH_S", 0.0)
     directory = write_run_directory({0: Training().run(3)}, status=None, command_pid=4_000_000)
     gc.collect()  # what other tests have left
     with warnings.catch_warnings(record=True) as said:

@@ -103,7 +103,7 @@ def test_records_come_over_ssh_and_go_on_after_it_was_killed(ssh: SshServers, dp
         wait_for(lambda: reader.poll() is not None and len(reader.ids) > 20, what="some rows")
         for _ in range(2):
             # On a busy machine, the connection may also have ended because nothing came for some seconds.
-            wait_for(lambda: reader.poll() is not None and reader.links._links[0].open, what="a connection")
+            wait_for(lambda: reader.poll() is not None and reader.links._links[0].is_open, what="a connection")
             process = reader.links._links[0].process
             assert process is not None
             listening = [

@@ -87,7 +87,7 @@ class MirroredNode:
         before, store = self.rows.offset, self.recording.store()
         if until_s is None:
             until_s = max(store.newest_ns() // SECOND + (2 if last else -2), 0)
-        lines, more = self.rows.next_chunk(store, until_s, last=last)
+        lines, more = self.rows.next_chunk(store, until_s, is_last=last)
         assert store.damaged is None
         receiver = ChunkReceiver()
         for line in lines:

@@ -113,15 +113,15 @@ def test_a_straggler_is_told_when_it_has_lasted_and_when_it_has_gone() -> None:
     assert keys(None, 1000) == [first]
     assert keys(None, 1060) == [first, gone]
     last = list(happenings.find(seen(), TRAINING, 1061))[-1]
-    assert last.data == {"kind": "straggler", "rank": None, "text": "rank 1 no longer holds the others up"}
-    again = NotificationFinder(ids=[Notification("dpmon.finding", key, {}).id_in(RUN) for key in (first, gone)])
+    assert last.data == {"kind": "straggler", "rank": None, "text": "rank 1 no longer delays the others"}
+    again = NotificationFinder(sent_ids=[Notification("dpmon.finding", key, {}).id_in(RUN) for key in (first, gone)])
     assert keys(None, 2000, again) == []
     assert keys(slow(2), 2001, again) == []
     assert keys(slow(2), 2061, again) == ["straggler/3/2"]
 
 
 def test_one_who_begins_anew_does_not_tell_a_straggler_again() -> None:
-    again = NotificationFinder(ids=[Notification("dpmon.finding", "straggler/1/3", {}).id_in(RUN)])
+    again = NotificationFinder(sent_ids=[Notification("dpmon.finding", "straggler/1/3", {}).id_in(RUN)])
     assert [len(list(again.find(seen(straggler=slow(3)), TRAINING, at_s))) for at_s in (5.0, 500.0)] == [1, 1]
 
 
@@ -190,7 +190,7 @@ def finish(commands: NotificationCommands) -> None:
 
     def idle() -> bool:
         commands.poll()
-        return not commands.busy
+        return not commands.is_busy
 
     wait_for(idle)
 
@@ -200,7 +200,7 @@ def events(*types: str, **data: Any) -> list[Notification]:
 
 
 def test_commands_start_in_order_and_once(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notifier, "IN_TURN_S", LIMIT_S)
+    monkeypatch.setattr(notifier, "MAX_TURN_S", LIMIT_S)
     commands = told.shell("cat >>received")
     types = [f"type{number}" for number in range(8)]
     commands.notify(events(*types[:5]))
@@ -248,7 +248,7 @@ def test_a_command_that_prints_much_is_no_fault(told: Told) -> None:
 
 
 def test_a_command_that_hangs_holds_nothing_up_and_is_killed(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notifier, "IN_TURN_S", 0.05)
+    monkeypatch.setattr(notifier, "MAX_TURN_S", 0.05)
     commands = told.shell("grep -q hangs && { touch hangs; sleep 1000 & wait; }; echo >>done")
     commands.notify(events("hangs", "goes on"))
 
@@ -261,7 +261,7 @@ def test_a_command_that_hangs_holds_nothing_up_and_is_killed(told: Told, monkeyp
     assert told.warnings == []
     (running,) = commands._running
     assert os.getpgid(running.process.pid) == running.process.pid != os.getpgrp()
-    monkeypatch.setattr(notifier, "LIMIT_S", 0.0)
+    monkeypatch.setattr(notifier, "MAX_COMMAND_S", 0.0)
     finish(commands)
     assert told.warnings == ["the event command /bin/sh: it was killed after 0 s (hangs)"]
     wait_for(lambda: running.process.poll() == -9)
@@ -310,28 +310,28 @@ def test_one_process_tells_and_it_is_started_again_ever_more_rarely(
 
     monkeypatch.setattr(start_supervisor, "_start", begin)
     warnings: list[str] = []
-    keeper = NotifierLauncher(tmp_path, warnings.append, wanted=True)
+    keeper = NotifierLauncher(tmp_path, warnings.append, is_enabled=True)
     for now in range(100):
         keeper.poll(float(now))
     assert len(started) == 5  # at 0, 5, 15, 35 and 75
     lock = take_lock(tmp_path, EVENTS_FILE)
     assert lock is not None, "the starter keeps no copy of the lock"
-    other = NotifierLauncher(tmp_path, warnings.append, wanted=True)
+    other = NotifierLauncher(tmp_path, warnings.append, is_enabled=True)
     other.poll(0.0)
     assert len(started) == 5, "another process tells the events"
     os.close(lock)
-    NotifierLauncher(tmp_path, warnings.append, wanted=False).poll(0.0)
+    NotifierLauncher(tmp_path, warnings.append, is_enabled=False).poll(0.0)
     assert len(started) == 5
     assert warnings == []
-    NotifierLauncher(tmp_path / "gone", warnings.append, wanted=True).poll(0.0)
-    assert warnings == ["no event is told: events.log cannot be written and locked"]
+    NotifierLauncher(tmp_path / "gone", warnings.append, is_enabled=True).poll(0.0)
+    assert warnings == ["event command disabled: events.log cannot be written and locked"]
 
 
 def test_a_notifier_of_an_earlier_supervisor_is_at_work(tmp_path: Path) -> None:
-    keeper = NotifierLauncher(tmp_path, pytest.fail, wanted=False)
-    assert not keeper.is_at_work()
+    keeper = NotifierLauncher(tmp_path, pytest.fail, is_enabled=False)
+    assert not keeper.is_running()
     lock = take_lock(tmp_path, EVENTS_FILE)
     assert lock is not None
-    assert keeper.is_at_work()
+    assert keeper.is_running()
     os.close(lock)
-    assert not keeper.is_at_work()
+    assert not keeper.is_running()

@@ -161,7 +161,7 @@ def test_a_trace_has_a_track_a_replica_and_all_that_happened(directory: Path) ->
     assert trace.counters["process 0", "memory cuda:0"] == [(2.5e6, {"model_bytes": 100, "gradients_bytes": 50})]
     assert {event["name"] for event in trace.instants} == {
         *("start", "process", "mode dp", "mode single", "util_pct is unknown from here on", "warning: a b"),
-        *("0 records were dropped", "exit status 3"),
+        *("0 records were lost", "exit status 3"),
     }
 
 

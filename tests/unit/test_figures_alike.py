@@ -178,7 +178,7 @@ def in_metrics(directory: Path) -> Shown:
     how = load_exit(directory)
     assert how is not None
     metrics = PrometheusFile(directory / "run.prom", directory, print)
-    metrics.tick(0.0)
+    metrics.poll(0.0)
     metrics.wait()
     metrics.write_final(how)
     names = {

@@ -55,7 +55,7 @@ def test_a_way_without_input_is_said(directory: Path) -> None:
 def test_a_reader_that_is_gone_is_not_waited_for(
     directory: Path, asked: bytes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(module, "WAIT_S", 0.2)
+    monkeypatch.setattr(module, "MAX_READER_WAIT_S", 0.2)
     with as_input() as there:
         os.write(there, asked)
         stream_rows(directory, 0, rollups=True)
@@ -85,10 +85,10 @@ def test_output_is_passed_on_in_whole_lines(directory: Path) -> None:
     def more(data: bytes, *, last: bool = False) -> str | None:
         with path.open("ab") as file:
             file.write(data)
-        return followed._new_output(last=last)
+        return followed._new_output(is_last=last)
 
     path.write_bytes(b"begin\n" * 1000 + b"half a")
-    assert more(b"") == "begin\n" * ((module.LAST_OUTPUT - 6) // 6)
+    assert more(b"") == "begin\n" * ((module.FIRST_OUTPUT_BYTES - 6) // 6)
     assert more(b" line") is None
     assert more(b"!\nx") == "half a line!\n"
     assert more("\u00e9".encode()[:1]) is None
@@ -96,12 +96,12 @@ def test_output_is_passed_on_in_whole_lines(directory: Path) -> None:
     assert more(b"\r20%") == "10%\r"
     assert more(b"\nend") == "20%\n"
     flood = b"%029d\n" % 7
-    assert more(flood * 5000 + b"z") == flood.decode() * ((module.MOST_OUTPUT - 1) // len(flood))
-    at = followed._output
+    assert more(flood * 5000 + b"z") == flood.decode() * ((module.MAX_OUTPUT_BYTES - 1) // len(flood))
+    at = followed._output_offset
     assert more(b"", last=True) == "z"
     again = module._RowStream(directory, IncrementalRows(rollups=True))
     again.begin({"output_at": at})
-    assert again._new_output(last=True) == "z"
+    assert again._new_output(is_last=True) == "z"
 
 
 def test_the_end_is_sent_when_the_supervisor_has_written_everything(directory: Path) -> None:

@@ -59,7 +59,7 @@ class Machines:
             each.mkdir()
         self.watches = [StallWatch(self.places[node], INFO, self.record(node)) for node in range(2)]
         for node, watch in enumerate(self.watches):
-            patch.setattr(watch._look, "inspect_ranks", lambda steps, now, node=node: self.ranks[node])
+            patch.setattr(watch._inspector, "inspect_ranks", lambda steps, now, node=node: self.ranks[node])
             patch.setattr(watch, "_start_taking_stacks", lambda asked: None)
         self.joint = CrossNodeStallDetector(
             self.places[2], INFO, self.record(2, before), 2, lambda node, process: 2 * node + process
@@ -135,7 +135,7 @@ def test_ranks_in_different_collectives_on_two_machines(machines: Machines) -> N
 def test_the_rank_that_failed_on_another_machine_is_named(machines: Machines) -> None:
     raised = "ValueError (train.py:12)"
     machines.ranks[1] = [rank(each, doing="ended", state="gone", raised=raised, stack=None) for each in (2, 3)]
-    machines.watches[1]._look.with_exceptions = lambda ranks: ranks  # type: ignore[method-assign]
+    machines.watches[1]._inspector.with_exceptions = lambda ranks: ranks  # type: ignore[method-assign]
     machines.run(20)
     assert machines.texts() == [
         (None, f"ranks 2, 3 (gpu-2) ended: {raised}; ranks 0, 1 (gpu-1) wait in backward (train.py:90)")

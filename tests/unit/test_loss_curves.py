@@ -207,7 +207,7 @@ def test_metrics_have_the_newest_loss_of_each_line_and_process(state: Path, tmp_
     directory = write_run_directory(
         {0: [*trained(Training(), 5), *rows], 1: [*trained(Training(process=1), 5), *LINES, *losses(7.0)]}
     )
-    text = PrometheusFile(tmp_path / "file", directory, print).text(None)
+    text = PrometheusFile(tmp_path / "file", directory, print).build_text(None)
     families = {family.name: family.samples for family in text_string_to_metric_families(text)}
     found = {(one.labels["process"], one.labels["place"]): one.value for one in families["dpmon_loss"]}
     assert isnan(found.pop(("0", "train.py:91")))

@@ -73,7 +73,7 @@ def test_a_host_file_is_one_of_mpi_or_deepspeed(tmp_path: Path) -> None:
     path.write_text("# ours\nworker-1 slots=8\n\nworker-2:8  # mpich\nroot@n[1-2] slots=4\n")
     assert read_hostfile(str(path)) == ["worker-1", "worker-2", "root@n1", "root@n2"]
     path.write_text("#\n")
-    with pytest.raises(HostError, match="names no machine"):
+    with pytest.raises(HostError, match="names no nodes"):
         read_hostfile(str(path))
     with pytest.raises(HostError, match="cannot be read"):
         read_hostfile(str(tmp_path))
@@ -107,9 +107,9 @@ def test_a_way_without_a_place_for_the_name_is_refused(via: str) -> None:
     ("answer", "names"),
     [
         ("echo 'RUNNING n[1-2]'", ["n1", "n2"]),
-        ("echo 'PENDING '", "job 12 of Slurm has no machines: it is PENDING"),
-        ("exit 0", "job 12 of Slurm has no machines: it is over"),
-        ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", "of job 12: its job of Slurm is over"),
+        ("echo 'PENDING '", "Slurm job 12 has no nodes: it is PENDING"),
+        ("exit 0", "Slurm job 12 has no nodes: it has ended"),
+        ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", "of job 12: its Slurm job has ended"),
     ],
 )
 def test_slurm_names_the_machines_of_a_job(
@@ -131,7 +131,7 @@ def test_slurm_names_the_machines_of_a_job(
 
 
 def test_a_job_of_slurm_is_a_number() -> None:
-    with pytest.raises(HostError, match="is not the number of a job"):
+    with pytest.raises(HostError, match="is not a Slurm job number"):
         slurm_hosts("-x")
 
 
@@ -238,7 +238,7 @@ def test_dpmon_is_found_at_its_path_here_if_it_is_in_no_path_there(tmp_path: Pat
 
 
 def test_a_machine_that_drips_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_hosts, "_LIMIT_S", -98.0)
+    monkeypatch.setattr(remote_hosts, "_MAX_RUN_S", -98.0)
     drips = RemoteHost("a", ("sh", "-c", "while :; do echo x; sleep 0.1; done"), ())
     (answer,) = run_on_hosts([drips], (), silent_s=100.0)
     assert answer.why == "it did not end within 2 s"
@@ -458,8 +458,8 @@ def test_doctor_says_of_each_machine_what_is_missing(
         (["ls", "--via", "x {}"], "--via is a way to machines"),
         (["ls", "--host", "a", "--script", "x.py"], "--script shows the runs of this machine only"),
         (["ls", "--host", "-x"], "--host: expected one argument"),
-        (["ls", "--host=-x"], "'-x' is not the name of a machine"),
-        (["ls", "--hosts", "a[1-"], "is not a list of machines"),
+        (["ls", "--host=-x"], "'-x' is not a valid node name"),
+        (["ls", "--hosts", "a[1-"], "is not a list of nodes"),
         (["report", "--host", "a"], "--host is an option of attach, ls and doctor"),
     ],
 )

@@ -24,7 +24,7 @@ from dpmon.sanitize import strip_control_chars
 from dpmon.store.ring_drain import RingDrain
 from dpmon.store.step_stats import StatsWindow
 from dpmon.store.store_opening import open_store
-from dpmon.supervise.prometheus_file import BOUNDS_S, EVERY_S, PrometheusFile, metrics_path
+from dpmon.supervise.prometheus_file import BUCKET_BOUNDS_S, MIN_WRITE_INTERVAL_S, PrometheusFile, metrics_path
 from dpmon.supervise.supervisor import Supervisor
 from support.history_builders import make_run_info, write_run_directory
 from support.rank_builders import ManyNodes
@@ -54,7 +54,7 @@ def written(
 ) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     warnings: list[str] = []
     metrics = PrometheusFile(target, directory, warnings.append)
-    metrics.tick(100.0)
+    metrics.poll(100.0)
     metrics.wait()
     if how is not None:
         metrics.write_final(how)
@@ -164,11 +164,11 @@ def test_device_time_is_counted_with_the_number_of_steps_that_have_it(state: Pat
 
 def test_the_histogram_counts_every_step_once_within_its_bounds(state: Path, tmp_path: Path) -> None:
     """A bound may be off by 0.4%: half of the steps are below one by that much, and half above one."""
-    walls = [int(bound * 1e9 * (1 + side)) for bound in BOUNDS_S for side in (-0.0041, 0.0041)]
+    walls = [int(bound * 1e9 * (1 + side)) for bound in BUCKET_BOUNDS_S for side in (-0.0041, 0.0041)]
     steps = [step_row("single", number, 10**9, wall, -1, (-1,) * 4) for number, wall in enumerate(walls, start=1)]
     found = written(write_run_directory({0: steps}, status=None), tmp_path / "it.prom")
     who = (("mode", "single"), ("process", "0"), ("rank", ""))
-    for number, bound in enumerate(BOUNDS_S):
+    for number, bound in enumerate(BUCKET_BOUNDS_S):
         assert found["step_duration_seconds_bucket", tuple(sorted((*who, ("le", str(bound)))))] == 2 * number + 1
     assert found["step_duration_seconds_bucket", tuple(sorted((*who, ("le", "+Inf"))))] == len(walls)
     assert ("samples_total", who) not in found, "no step knew its samples"
@@ -204,7 +204,7 @@ def test_a_late_wait_for_input_makes_no_counter_decrease(
         if number == 2:
             drain.emit("input", {"pid": 4242, "t_s": training.now / SECOND - 1.5, "waited_s": 1.0})
         drain.flush()
-        metrics.tick(number * 100.0)
+        metrics.poll(number * 100.0)
         metrics.wait()
         found = samples(tmp_path / "it.prom")
         counters = {
@@ -257,13 +257,13 @@ def test_the_file_is_replaced_and_may_be_read(state: Path, tmp_path: Path) -> No
     umask = os.umask(0o077)
     try:
         metrics = PrometheusFile(target, directory, print)
-        metrics.tick(0.0)
+        metrics.poll(0.0)
         metrics.wait()
         first = target.stat()
-        metrics.tick(EVERY_S - 0.1)
+        metrics.poll(MIN_WRITE_INTERVAL_S - 0.1)
         metrics.wait()
         assert target.stat().st_ino == first.st_ino, "not yet due"
-        metrics.tick(3600.0)  # a slow write puts off the next one
+        metrics.poll(3600.0)  # a slow write puts off the next one
         metrics.wait()
     finally:
         os.umask(umask)
@@ -283,9 +283,9 @@ def test_the_file_is_written_in_a_thread(state: Path, tmp_path: Path, monkeypatc
         going.wait(60)
 
     monkeypatch.setattr(metrics, "_write", write)
-    metrics.tick(0.0)
+    metrics.poll(0.0)
     assert begun.wait(60), "and `tick` has returned"
-    metrics.tick(1000.0)
+    metrics.poll(1000.0)
     going.set()
     metrics.write_final(exit_info_of(0))
     assert writes == [None, exit_info_of(0)], "one at a time"
@@ -308,9 +308,9 @@ def test_a_limit_of_threads_only_delays_the_file(state: Path, tmp_path: Path, mo
 
     with monkeypatch.context() as limited:
         limited.setattr(threading.Thread, "start", start)
-        metrics.tick(0.0)
+        metrics.poll(0.0)
     metrics.wait()
-    metrics.tick(0.1)
+    metrics.poll(0.1)
     metrics.wait()
     assert (tmp_path / "it.prom").exists()
 
@@ -319,14 +319,14 @@ def test_a_failure_to_write_is_reported_once(state: Path, tmp_path: Path) -> Non
     directory = write_run_directory({0: Training().run(2)}, status=None)
     said: list[str] = []
     metrics = PrometheusFile(tmp_path / "no" / "it.prom", directory, said.append)
-    metrics.tick(0.0)
+    metrics.poll(0.0)
     metrics.wait()
-    metrics.tick(100.0)
+    metrics.poll(100.0)
     metrics.wait()
     assert len(said) == 1
     assert "cannot be written" in said[0]
     (tmp_path / "no").mkdir()
-    metrics.tick(200.0)
+    metrics.poll(200.0)
     metrics.wait()
     assert samples(tmp_path / "no" / "it.prom")
 

@@ -99,9 +99,9 @@ class Flood:
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch, count: int = 2) -> None:
         monkeypatch.setattr("dpmon.mirror.mirror_history.LIMIT_BYTES", LIMIT // 2)
-        monkeypatch.setattr("dpmon.mirror.mirror_history.MOST_BYTES", LIMIT)
+        monkeypatch.setattr("dpmon.mirror.mirror_history.MAX_HISTORY_BYTES", LIMIT)
         # Series may take less than a hundredth, as usual.
-        monkeypatch.setattr("dpmon.mirror.mirror_history._MOST_SERIES", 512)
+        monkeypatch.setattr("dpmon.mirror.mirror_history._MAX_SERIES", 512)
         self.path = directory / HISTORY_FILE
         self.records = MirrorHistory(directory, mirror_run_info(count))
         for node in self.records.nodes:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from dpmon.errors import HistoryError
-from dpmon.mirror.chunk_receiver import MOST_DAMAGED
-from dpmon.mirror.mirror import MOST_HELD, Mirror
+from dpmon.mirror.chunk_receiver import MAX_DAMAGED
+from dpmon.mirror.mirror import MAX_NODE_BACKLOG_BYTES, Mirror
 from dpmon.mirror.node_links import LineReceived, LinkClosed, LinkOpened
 from dpmon.mirror.request_relay import RequestRelay
 from dpmon.model.nodes import read_nodes
@@ -35,7 +35,7 @@ def mirror(tmp_path: Path) -> Iterator[Mirror]:
     made = Mirror(tmp_path, mirror_run_info(1), [["gpu-0", "r", "false"]])
     yield made
     made.links.close_all()
-    made.records.close()
+    made.history.close()
 
 
 def send(mirror: Mirror, *lines: dict[str, Any] | bytes) -> None:
@@ -53,16 +53,16 @@ def beat(begin: int, offset: int, **more: Any) -> dict[str, Any]:
 
 
 def events_in(mirror: Mirror) -> list[float]:
-    texts = mirror.records._history.rows("SELECT json FROM events WHERE kind = 'host' ORDER BY id")
+    texts = mirror.history._history.rows("SELECT json FROM events WHERE kind = 'host' ORDER BY id")
     return [json.loads(text)["t_s"] for (text,) in texts]
 
 
 def test_what_comes_after_rubbish_is_left_out_until_the_next_connection(mirror: Mirror) -> None:
     mirror._handle_report(LinkOpened(0, MARKER))
     send(mirror, event(1), b"half a li", event(2), beat(0, 2))
-    node = mirror.machines[0].node
+    node = mirror.peers[0].node
     assert node.state == "cut"
-    assert node.why == "it sent rubbish: it sent a line that is not JSON"
+    assert node.why == "it sent invalid data: it sent a line that is not JSON"
     assert mirror._commit()
     assert node.received == 0
     mirror._handle_report(LinkOpened(0, MARKER))
@@ -89,7 +89,7 @@ def test_what_could_not_be_written_comes_once_again(mirror: Mirror, monkeypatch:
     mirror._handle_report(LinkOpened(0, MARKER))
     send(mirror, event(1), beat(0, 1))
     with monkeypatch.context() as patched:
-        patched.setattr(mirror.records, "write", full)
+        patched.setattr(mirror.history, "write", full)
         assert not mirror._commit()
     mirror._handle_report(LinkOpened(0, MARKER))
     send(mirror, event(1), event(2), beat(0, 2))
@@ -105,7 +105,7 @@ def test_the_bytes_that_wait_for_a_full_disk_are_bounded(
         raise HistoryError("no room")
 
     mirror._handle_report(LinkOpened(0, MARKER))
-    monkeypatch.setattr(mirror.records, "write", full)
+    monkeypatch.setattr(mirror.history, "write", full)
     held = []
     for number, length in enumerate(texts):
         text = json.dumps({"kind": "host", "t_s": 0.0, "text": "x" * length})
@@ -113,8 +113,8 @@ def test_the_bytes_that_wait_for_a_full_disk_are_bounded(
         send(mirror, {**event(0), "rows": rows}, beat(30 * number, 30 * number + 30))
         mirror._commit()
         held.append(sum(len(row[-1]) for _, chunk in mirror._chunks for row in chunk.rows["events"]))
-    assert 500_000 < max(held) <= MOST_HELD
-    node = mirror.machines[0].node
+    assert 500_000 < max(held) <= MAX_NODE_BACKLOG_BYTES
+    node = mirror.peers[0].node
     assert (node.state, node.why) == (state, None if state == "connected" else "its records cannot be written here")
     monkeypatch.undo()
     mirror._handle_report(LinkOpened(0, MARKER))
@@ -132,37 +132,37 @@ def test_the_bytes_of_all_machines_that_wait_for_a_full_disk_are_bounded_togethe
         raise HistoryError("no room")
 
     count, most = 8, 400_000
-    monkeypatch.setattr("dpmon.mirror.mirror.MOST_WAITING", most)
+    monkeypatch.setattr("dpmon.mirror.mirror.MAX_BACKLOG_BYTES", most)
     commands = [[f"gpu-{number}", "r", "false"] for number in range(count)]
     mirror = Mirror(tmp_path, mirror_run_info(count), commands)
-    write, states = mirror.records.write, set[tuple[str, str | None]]()
+    write, states = mirror.history.write, set[tuple[str, str | None]]()
     for number in range(count):
         mirror._handle_report(LinkOpened(number, MARKER))
     mirror._handle_report(LineReceived(0, json.dumps(beat(0, 0, exit={"status": 0, "seconds": 1.0})).encode()))
-    monkeypatch.setattr(mirror.records, "write", full)
+    monkeypatch.setattr(mirror.history, "write", full)
     for at in range(40):
         row = [at + 1, -1, 0, json.dumps({"kind": "host", "t_s": float(at), "text": "x" * 4_000})]
-        for machine in mirror.machines[1:]:
+        for machine in mirror.peers[1:]:
             if machine.node.state == "cut":
                 mirror._handle_report(LinkOpened(machine.node.number, MARKER))
             for line in ({**event(0), "rows": [row]}, beat(machine.offset, at + 1)):
                 mirror._handle_report(LineReceived(machine.node.number, json.dumps(line).encode()))
         mirror._commit()
         assert sum(len(row[-1]) for _, chunk in mirror._chunks for row in chunk.rows.get("events", ())) <= most
-        states |= {(machine.node.state, machine.node.why) for machine in mirror.machines[1:]}
+        states |= {(machine.node.state, machine.node.why) for machine in mirror.peers[1:]}
     assert states == {("connected", None), ("cut", "its records cannot be written here")}
-    monkeypatch.setattr(mirror.records, "write", write)
+    monkeypatch.setattr(mirror.history, "write", write)
     assert mirror._commit()
-    assert mirror.machines[0].node.state == "ended"  # the end of its run was not forgotten
+    assert mirror.peers[0].node.state == "ended"  # the end of its run was not forgotten
     mirror.links.close_all()
-    mirror.records.close()
+    mirror.history.close()
 
 
 def test_nothing_comes_after_the_end_of_a_run(mirror: Mirror) -> None:
     mirror._handle_report(LinkOpened(0, MARKER))
     send(mirror, beat(0, 0, exit={"status": 0, "seconds": 1.0}), event(1), beat(0, 1))
     assert mirror._commit()
-    assert mirror.machines[0].node.state == "ended"
+    assert mirror.peers[0].node.state == "ended"
     assert events_in(mirror) == []
     assert not mirror.links._idle
 
@@ -173,13 +173,13 @@ def test_a_run_has_ended_once_its_last_records_are_written(mirror: Mirror, monke
 
     mirror._handle_report(LinkOpened(0, MARKER))
     send(mirror, event(1), beat(0, 1, exit={"status": 0, "seconds": 1.0}))
-    node = mirror.machines[0].node
+    node = mirror.peers[0].node
     with monkeypatch.context() as patched:
-        patched.setattr(mirror.records, "write", full)
+        patched.setattr(mirror.history, "write", full)
         assert not mirror._commit()
-    assert (node.state, mirror.machines[0].is_over, mirror.links._idle) == ("connected", False, [])
+    assert (node.state, mirror.peers[0].is_over, mirror.links._idle) == ("connected", False, [])
     assert mirror._commit()
-    assert (mirror.records._history.rows("SELECT state FROM nodes"), events_in(mirror)) == ([("ended",)], [1.0])
+    assert (mirror.history._history.rows("SELECT state FROM nodes"), events_in(mirror)) == ([("ended",)], [1.0])
 
 
 @pytest.mark.parametrize(("last", "state"), [({}, "cut"), ({"exit": {"status": 0, "seconds": 1.0}}, "refused")])
@@ -188,7 +188,7 @@ def test_a_machine_with_too_many_damaged_rows_delays_no_other_one(
 ) -> None:
     words = [[f"gpu-{number}", "r", "false"] for number in range(3)]
     mirror = Mirror(tmp_path, mirror_run_info(3), words)
-    damage = {"table": "gaps", "columns": ["process", "ns"], "rows": [[0, "much"]] * (MOST_DAMAGED + 1)}
+    damage = {"table": "gaps", "columns": ["process", "ns"], "rows": [[0, "much"]] * (MAX_DAMAGED + 1)}
     for number, line in enumerate([damage, damage, event(1)]):
         mirror._handle_report(LinkOpened(number, MARKER))
         for one in (line, beat(0, 1), event(2), beat(1, 2, **(last if line is damage else {}))):
@@ -197,10 +197,10 @@ def test_a_machine_with_too_many_damaged_rows_delays_no_other_one(
     assert events_in(mirror) == [1.0, 2.0]
     why = "it sent damaged records"
     expected = [(state, why, 0, None), (state, why, 0, None), ("connected", None, 2, None)]
-    assert mirror.records._history.rows("SELECT state, why, received, exit FROM nodes ORDER BY number") == expected
+    assert mirror.history._history.rows("SELECT state, why, received, exit FROM nodes ORDER BY number") == expected
     assert [link.node for link in mirror.links._idle] == ([0, 1, 2] if state == "cut" else [2])
     mirror.links.close_all()
-    mirror.records.close()
+    mirror.history.close()
 
 
 @pytest.mark.parametrize(
@@ -213,8 +213,8 @@ def test_a_machine_with_too_many_damaged_rows_delays_no_other_one(
 def test_odd_facts_of_ranks_end_the_connection_of_their_machine(mirror: Mirror, line: bytes) -> None:
     mirror._handle_report(LinkOpened(0, MARKER))
     send(mirror, line, beat(0, 0))
-    assert mirror.machines[0].node.state == "cut"
-    assert (mirror.machines[0].node.why or "").startswith("it sent rubbish: ")
+    assert mirror.peers[0].node.state == "cut"
+    assert (mirror.peers[0].node.why or "").startswith("it sent invalid data: ")
 
 
 @pytest.fixture
@@ -229,7 +229,7 @@ def sent(mirror: Mirror, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]
         return True
 
     monkeypatch.setattr(mirror.links, "send", note)
-    monkeypatch.setattr(mirror.records, "remote_processes", lambda: {3: (0, 1), 4: (0, 2)})
+    monkeypatch.setattr(mirror.history, "remote_processes", lambda: {3: (0, 1), 4: (0, 2)})
     mirror._handle_report(LinkOpened(0, MARKER))
     send(mirror, beat(0, 0))
     return found
@@ -292,7 +292,7 @@ def test_a_request_that_fails_on_a_machine_is_reported(mirror: Mirror, sent: lis
     mirror._requests.poll(0.0)
     mirror._handle_report(LinkClosed(0, "the connection was cut", False))
     mirror._write_state_file()
-    assert reader.replies() == NodeReplies(1, 1, {"gpu-0": "it was cut off before it answered"})
+    assert reader.replies() == NodeReplies(1, 1, {"gpu-0": "it was disconnected before it replied"})
 
 
 def test_a_machine_that_ends_when_it_is_stopped_has_not_failed(mirror: Mirror, sent: list[dict[str, Any]]) -> None:
@@ -311,7 +311,7 @@ def test_a_machine_that_ends_when_it_is_stopped_has_not_failed(mirror: Mirror, s
     [
         ("", "it did not answer in time"),
         ("error", "no room"),
-        ("cut", "it was cut off before it answered"),
+        ("cut", "it was disconnected before it replied"),
         ("away", "it is not connected"),
     ],
 )
@@ -397,7 +397,7 @@ def test_a_run_ends_well_if_it_does_on_all_machines(
     assert mirror._commit()
     mirror._record_run_exit()
     mirror.links.close_all()
-    mirror.records.close()
+    mirror.history.close()
     how = load_exit(tmp_path)
     assert how is not None
     assert (how.status, how.unknown) == (status, unknown)
@@ -406,7 +406,7 @@ def test_a_run_ends_well_if_it_does_on_all_machines(
 def test_a_machine_that_was_never_reached_does_not_hold_up_the_end(tmp_path: Path) -> None:
     words = [["gpu-0", "r", "false"], ["gpu-1", "job=slurm:1", "ssh", "gpu-1", "dpmon"]]
     mirror = Mirror(tmp_path, mirror_run_info(2), words)
-    there, away = mirror.machines
+    there, away = mirror.peers
     mirror._handle_report(LinkOpened(0, MARKER))
     send(mirror, beat(0, 0, exit={"status": 0, "seconds": 1.0}))
     assert not away.is_over
@@ -421,16 +421,16 @@ def test_a_machine_that_was_never_reached_does_not_hold_up_the_end(tmp_path: Pat
     assert how.status == 0
     assert (away.node.state, away.node.why) == ("refused", "it cannot be reached")
     mirror.links.close_all()
-    mirror.records.close()
+    mirror.history.close()
 
 
 def test_a_machine_that_is_reached_at_last_is_followed_by_its_run(tmp_path: Path) -> None:
     words = [["gpu-0", "job=slurm:1", "ssh", "gpu-0", "dpmon"]]
     mirror = Mirror(tmp_path, mirror_run_info(1), words)
-    machine = mirror.machines[0]
+    machine = mirror.peers[0]
     assert mirror.links._command(0)[-4:] == ["export", "job=slurm:1", "--follow", "--rollups"]
     mirror._handle_report(LinkOpened(0, MARKER))
-    assert machine.node.why == "it sent rubbish: it has not named its run"
+    assert machine.node.why == "it sent invalid data: it has not named its run"
     run = "20260101-000000-train-0001"
     mirror._handle_report(LinkOpened(0, {**MARKER, "run": run}))
     send(mirror, beat(0, 0))
@@ -439,7 +439,7 @@ def test_a_machine_that_is_reached_at_last_is_followed_by_its_run(tmp_path: Path
     assert (machine.node.state, machine.is_over) == ("cut", False)
     assert mirror.links._command(0)[-4:] == ["export", run, "--follow", "--rollups"]
     mirror.links.close_all()
-    mirror.records.close()
+    mirror.history.close()
 
 
 @pytest.mark.parametrize(
@@ -457,9 +457,9 @@ def test_a_run_that_its_user_stopped_on_the_machines_was_stopped(
         mirror._handle_report(LineReceived(number, json.dumps(line).encode()))
     assert mirror._commit()
     mirror._record_run_exit()
-    assert json.loads(mirror.machines[0].node.exit or "")["stopped"]
+    assert json.loads(mirror.peers[0].node.exit or "")["stopped"]
     mirror.links.close_all()
-    mirror.records.close()
+    mirror.history.close()
     how_ended = load_exit(tmp_path)
     assert how_ended is not None
     assert outcome_word(how_ended) == word
@@ -479,33 +479,33 @@ def test_a_machine_whose_times_have_moved_is_left_out(
     for asleep in (0, asleep_s):
         mirror._handle_report(LinkOpened(0, MARKER))
         for _ in range(3):
-            answer = {"answer": mirror.machines[0].asked[0], "now_ns": there_ns + asleep * 10**9}
+            answer = {"answer": mirror.peers[0].clock_request[0], "now_ns": there_ns + asleep * 10**9}
             send(mirror, answer)
         send(mirror, beat(0, 0))
-    assert mirror.machines[0].node.state == state
-    assert mirror.machines[0].node.shift_s == 2000
+    assert mirror.peers[0].node.state == state
+    assert mirror.peers[0].node.shift_s == 2000
 
 
 def test_a_machine_cannot_fill_the_log(
     mirror: Mirror, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("dpmon.mirror.mirror.MOST_LOG", 3000)
-    damaged = {"table": "gaps", "columns": ["process", "ns"], "rows": [[0, "much"]] * (MOST_DAMAGED + 1)}
+    monkeypatch.setattr("dpmon.mirror.mirror.MAX_LOG_BYTES", 3000)
+    damaged = {"table": "gaps", "columns": ["process", "ns"], "rows": [[0, "much"]] * (MAX_DAMAGED + 1)}
     for _ in range(100):
         mirror._handle_report(LinkOpened(0, MARKER))
         send(mirror, damaged, beat(0, 1))
         assert mirror._commit()
-    mirror._reject_node(mirror.machines[0], "x" * 100_000)
+    mirror._reject_node(mirror.peers[0], "x" * 100_000)
     logged = capfd.readouterr().err
-    assert f"gpu-0: {MOST_DAMAGED + 1} damaged rows" in logged
+    assert f"gpu-0: {MAX_DAMAGED + 1} damaged rows" in logged
     assert 3000 <= len(logged) < 3100
-    monkeypatch.setattr("dpmon.mirror.mirror.MOST_LOG", 1 << 20)
-    mirror._reject_node(mirror.machines[0], "x" * 100_000)
+    monkeypatch.setattr("dpmon.mirror.mirror.MAX_LOG_BYTES", 1 << 20)
+    mirror._reject_node(mirror.peers[0], "x" * 100_000)
     assert 500 < len(capfd.readouterr().err) < 1100
 
 
 def test_a_machine_cannot_fill_the_files_beside_the_history(mirror: Mirror, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dpmon.mirror.mirror_run.OUTPUT_BYTES", 1 << 18)
+    monkeypatch.setattr("dpmon.mirror.mirror_run.MAX_OUTPUT_BYTES", 1 << 18)
     columns = ["name", "process", "rank", "pid"]
     rings = [[f"process-{number}.ring", number, number, 1] for number in range(1000)]
     mirror._handle_report(LinkOpened(0, {**MARKER, "command": ["x" * 100_000] * 1000, "script": "x" * 100_000}))
@@ -518,7 +518,7 @@ def test_a_machine_cannot_fill_the_files_beside_the_history(mirror: Mirror, monk
         pause = [True, True, number]
         more = {"doing": doing, "refusal": long, "stage": [long, 1], "pause": pause, "output_at": number}
         send(mirror, beat(number, number + 1, output="\n" * 100_000 if number % 2 else long, **more))
-        mirror.joint.poll()
+        mirror.stall_detector.poll()
         assert mirror._commit()
         mirror._write_state_file()
         files = {path.name: path.stat().st_size for path in mirror.directory.iterdir() if "history" not in path.name}

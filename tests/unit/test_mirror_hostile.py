@@ -13,8 +13,8 @@ import pytest
 from dpmon.errors import HistoryError
 from dpmon.export.incremental_rows import IncrementalRows
 from dpmon.mirror.chunk_receiver import (
-    MOST_DAMAGED,
-    MOST_ROWS,
+    MAX_DAMAGED,
+    MAX_ROWS,
     ChunkReceiver,
     ProtocolError,
     UncheckedChunk,
@@ -28,7 +28,7 @@ from support.mirror_builders import MirroredNode, check_all_readable, mirror_run
 from support.record_builders import SECOND, Training, device_event, host_event, with_event_data
 
 NOW_NS = 1000 * SECOND
-MANY: list[Any] = [[]] * (MOST_ROWS + 1)
+MANY: list[Any] = [[]] * (MAX_ROWS + 1)
 ODD: list[Any] = [
     None, True, -1, 0, 1 << 31, 1 << 47, (1 << 63) - 1, -(1 << 63), 1 << 64, 10**40, 0.5, -0.0, 1e308, float("nan"),
     float("inf"), "", "dp", "x", "\0", "\ud800", "\x1b[2J", "[", "[1,", "[[[]]]", "{}", "null", '{"kind": 3}',
@@ -49,7 +49,7 @@ def honest() -> tuple[Recording, list[dict[str, Any]]]:
     found: list[dict[str, Any]] = []
     rows.whole = (0, 1)
     for upto in range(3, 9):
-        lines, _ = rows.next_chunk(recording.store(), upto, last=upto == 8)
+        lines, _ = rows.next_chunk(recording.store(), upto, is_last=upto == 8)
         found += map(json.loads, lines)
     return recording, found
 
@@ -146,8 +146,8 @@ def test_a_chunk_has_a_limit() -> None:
 
 def test_the_rows_of_a_chunk_have_a_limit() -> None:
     receiver = ChunkReceiver()
-    line = json.dumps({"table": "gaps", "columns": ["process"], "rows": [[1]] * MOST_ROWS}).encode()
-    for _ in range(CHUNK_BYTES // (40 * MOST_ROWS)):
+    line = json.dumps({"table": "gaps", "columns": ["process"], "rows": [[1]] * MAX_ROWS}).encode()
+    for _ in range(CHUNK_BYTES // (40 * MAX_ROWS)):
         assert receiver.add_line(line) is None
     with pytest.raises(ProtocolError, match="more than 16 MiB"):
         receiver.add_line(line)
@@ -178,14 +178,14 @@ def test_damaged_rows_of_one_machine_leave_the_rows_of_the_others(tmp_path: Path
 
 
 def test_the_damaged_rows_of_a_machine_are_counted_together() -> None:
-    damage = ("gaps", ("process", "ns"), [[0, "much"]] * (MOST_DAMAGED // 2 + 1))
+    damage = ("gaps", ("process", "ns"), [[0, "much"]] * (MAX_DAMAGED // 2 + 1))
     sent = [
         (1, UncheckedChunk([damage], {})),
         (0, UncheckedChunk([("gaps", ("process", "ns"), [[0, 5]])], {})),
         (1, UncheckedChunk([damage], {})),
     ]
     first, other, last = validate_chunks(sent, NOW_NS)
-    assert (first.damaged, other.damaged, last.damaged) == (MOST_DAMAGED + 2, 0, 0)
+    assert (first.damaged, other.damaged, last.damaged) == (MAX_DAMAGED + 2, 0, 0)
 
 
 def test_a_nested_value_is_damage_and_is_not_kept() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from dpmon.mirror import node_links as module
 from dpmon.mirror.disconnect_reasons import explain_disconnect
-from dpmon.mirror.node_links import MAX_LINE, LineReceived, LinkClosed, LinkOpened, NodeLinks, Report
+from dpmon.mirror.node_links import MAX_LINE_BYTES, LineReceived, LinkClosed, LinkOpened, NodeLinks, Report
 from dpmon.run import proc
 from support.run_harness import wait_for, wait_until_no_command_is_left
 
@@ -122,7 +122,7 @@ def test_a_command_that_may_succeed_later_is_started_again(start: Start, text: s
         ("exec dpmon-that-is-not-there export", "dpmon is not there, or not in the PATH of its commands"),
         ("echo 'root@h: Permission denied (publickey,password).' >&2; exit 255", "it asks for a password, or refuses"),
         ("echo 'Host key verification failed.' >&2; exit 255", "its host key is unknown or has changed: connect to it"),
-        ("echo 'srun: error: Slurm job 12 has expired' >&2; exit 1", "its job of Slurm is over: its last records may"),
+        ("echo 'srun: error: Slurm job 12 has expired' >&2; exit 1", "its Slurm job has ended: its last records may"),
         ("echo \"dpmon: there is no run 'x'; bad \x1b[1m\" >&2; exit 2", "there is no run 'x'; bad �[1m"),
         ("echo 'dpmon: unknown option --follow' >&2; exit 2", "its dpmon is of another version: update it"),
         ("echo 'dpmon-records 2 {}'; sleep 100", "its dpmon sends records of version 2, and this one reads version 1"),
@@ -157,17 +157,17 @@ def test_a_gigabyte_in_one_line_is_not_kept(start: Start) -> None:
     opened = until(links, lambda reports: reports)
     assert isinstance(opened[0], LinkOpened)
     assert end_of(links).why == "it sent a line of more than 1 MiB"
-    assert len(links._links[0].rest) == 0
+    assert len(links._links[0].partial_line) == 0
 
 
 def test_one_long_line_of_the_allowed_length_is_passed_on(start: Start) -> None:
-    text = f"import os, time\nprint('dpmon-records 1 {{}}')\nprint('x' * {MAX_LINE}, flush=True)\ntime.sleep(100)"
+    text = f"import os, time\nprint('dpmon-records 1 {{}}')\nprint('x' * {MAX_LINE_BYTES}, flush=True)\ntime.sleep(100)"
     reports = until(start(python(text)), lines)
-    assert [len(line) for line in lines(reports)] == [MAX_LINE]
+    assert [len(line) for line in lines(reports)] == [MAX_LINE_BYTES]
 
 
 def test_a_silent_command_is_ended_and_the_others_go_on(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_CONNECT_S", 5.0)
+    monkeypatch.setattr(module, "_MAX_CONNECT_S", 5.0)
     beats = f"{MARK}; while :; do echo beat; sleep 0.1; done"
     deaf = "trap '' TERM; echo Welcome; while :; do sleep 1; done"
     links = start(shell(f"{MARK}; echo one; exec sleep 100"), shell(deaf), shell(beats), silent_s=5.0)
@@ -203,7 +203,7 @@ def test_no_command_is_left_if_this_process_was_stopped_while_it_ended_them(
 ) -> None:
     links = start(shell(f"trap '' TERM; {MARK}; while :; do sleep 1; done"))
     until(links, lambda reports: reports)
-    monkeypatch.setattr(module, "_LEAVE_S", 0.0)  # as if this process was stopped until the limit had passed
+    monkeypatch.setattr(module, "_GRACE_S", 0.0)  # as if this process was stopped until the limit had passed
     links.close_all()
     monkeypatch.undo()
     wait_until_no_command_is_left()
@@ -213,7 +213,7 @@ def test_stderr_that_fills_does_not_stop_a_command(start: Start) -> None:
     text = f"{MARK}; head -c 3000000 /dev/zero | tr '\\0' e >&2; echo after; sleep 100"
     links = start(shell(text))
     assert lines(until(links, lines)) == [b"after"]
-    assert len(links._links[0].errors) <= 4096
+    assert len(links._links[0].stderr) <= 4096
 
 
 def test_sending_never_waits(start: Start) -> None:
@@ -267,12 +267,15 @@ def test_waits_between_starts_grow_and_are_not_all_alike(start: Start) -> None:
     links = start(*[shell("exit 1")] * 8)
     for failures in range(1, 8):
         for link in links._links:
-            link.due_s = 0.0
+            link.start_at_s = 0.0
         due: dict[int, float] = {}
 
         def all_ended(reports: list[Report], due: dict[int, float] = due) -> bool:
             for link in (links._links[one.node] for one in reports if one.node not in due):
-                due[link.node], link.due_s = link.due_s, math.inf  # none starts again before the last one has ended
+                due[link.node], link.start_at_s = (
+                    link.start_at_s,
+                    math.inf,
+                )  # none starts again before the last one has ended
             return len(due) == 8
 
         began = time.monotonic()
@@ -288,7 +291,7 @@ def test_a_machine_that_is_away_for_days_is_still_tried(start: Start) -> None:
     links = start(shell("exit 1"))
     links._links[0].failures = 5000
     end_of(links)
-    assert links._links[0].due_s < time.monotonic() + 30
+    assert links._links[0].start_at_s < time.monotonic() + 30
 
 
 def test_a_command_that_has_ended_is_not_planned_twice(start: Start) -> None:
@@ -305,11 +308,11 @@ def test_a_command_that_has_ended_is_not_planned_twice(start: Start) -> None:
 def test_a_connection_that_worked_is_tried_again_soon(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_STEADY_S", 0.1)
+    monkeypatch.setattr(module, "_MIN_STEADY_S", 0.1)
     go = tmp_path / "go"
     links = start(shell(f"{MARK}; until [ -e {go} ]; do sleep 0.05; done; exit 1"))
     links._links[0].failures = 9
-    until(links, lambda reports: reports and time.monotonic() - links._links[0].began_s > 0.1)
+    until(links, lambda reports: reports and time.monotonic() - links._links[0].start_s > 0.1)
     go.touch()
     end_of(links)
     assert links._links[0].failures == 1

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dpmon.errors import HistoryError
-from dpmon.export.incremental_rows import SINCE_S, IncrementalRows
+from dpmon.export.incremental_rows import INITIAL_TALLIES_S, IncrementalRows
 from dpmon.mirror.chunk_receiver import Chunk
 from dpmon.mirror.mirror_history import MirrorHistory
 from dpmon.model.stragglers import find_straggler, rank_times_in_window
@@ -259,8 +259,8 @@ def test_the_waits_of_a_cut_whose_seconds_are_not_sent_are_in_no_other_second(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the time before, a machine sends only wider tallies."""
-    monkeypatch.setattr("dpmon.export.incremental_rows.AGAIN", 1)
-    monkeypatch.setitem(SINCE_S, 1, 20)
+    monkeypatch.setattr("dpmon.export.incremental_rows.RECONNECT_FACTOR", 1)
+    monkeypatch.setitem(INITIAL_TALLIES_S, 1, 20)
     records, mirror = after_a_cut(tmp_path)
     narrow = [tally for _, width, _, tally in mirror.tally_rows(widest=1) if width == 1]
     assert narrow
@@ -403,7 +403,7 @@ def test_the_wide_tallies_of_a_machine_that_is_gone_are_made_here(tmp_path: Path
 @pytest.mark.parametrize("days", [1, 10])
 def test_the_newest_records_of_a_long_run_come_after_few_chunks(days: int) -> None:
     rows, end = IncrementalRows(rollups=True), days * 86_400
-    rows._since = {width: end - before for width, before in SINCE_S.items()}
+    rows._since = {width: end - before for width, before in INITIAL_TALLIES_S.items()}
     reached = []
     while rows._tallied < end:
         rows._tallied = rows._next_s(end, 251)

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from dpmon.export import incremental_rows
-from dpmon.export.incremental_rows import MOST_OF_RANKS, IncrementalRows
+from dpmon.export.incremental_rows import MAX_RANK_SECONDS, IncrementalRows
 from dpmon.record.schema import SECOND
 from dpmon.store.history_schema import BEFORE_S
 from support.history_builders import Recording
@@ -23,7 +23,7 @@ class Sums:
         self.got = 0
 
     def take(self, rows: IncrementalRows, recording: Recording, upto_s: int, *, last: bool = False) -> bool:
-        lines, more = rows.next_chunk(recording.store(), upto_s, last=last)
+        lines, more = rows.next_chunk(recording.store(), upto_s, is_last=last)
         for line in map(json.loads, lines):
             if line["table"] == "device_rollups":
                 for row in line["rows"]:
@@ -73,12 +73,12 @@ def test_a_long_cut_loses_no_sums() -> None:
 
 @pytest.mark.parametrize(
     ("tallied_s", "seconds"),
-    [(2000, MOST_OF_RANKS // 8 + 1), (1, ((MOST_OF_RANKS // 8 + 1) // 8 + 1) * 10)],
+    [(2000, MAX_RANK_SECONDS // 8 + 1), (1, ((MAX_RANK_SECONDS // 8 + 1) // 8 + 1) * 10)],
     ids=["seconds", "stretches of 10 s, each made of many rows"],
 )
 def test_tallies_of_many_ranks_come_in_chunks_of_fewer_seconds(tallied_s: int, seconds: int) -> None:
     rows = IncrementalRows(rollups=True, offset=1, tallied_s=tallied_s)
-    rows.next_chunk(begun(8).store(), 5000, last=False)
+    rows.next_chunk(begun(8).store(), 5000, is_last=False)
     assert rows.tallied_s == tallied_s + seconds
 
 
@@ -86,7 +86,7 @@ def test_the_last_step_of_a_run_is_sent_also_if_it_was_left_out_before() -> None
     recording, rows, sent = begun(2), IncrementalRows(rollups=True), list[tuple[int, int]]()
     (newest,) = {step for (step,) in recording.store().query("SELECT max(step) FROM steps GROUP BY process")}
     for last in (False, True, True):
-        lines, _ = rows.next_chunk(recording.store(), 1000, last=last)
+        lines, _ = rows.next_chunk(recording.store(), 1000, is_last=last)
         for line in (one for one in map(json.loads, lines) if one["table"] == "steps"):
             of = dict(zip(line["columns"], zip(*line["rows"], strict=True), strict=True))
             sent += zip(of["process"], of["step"], strict=True)
@@ -100,11 +100,11 @@ def test_the_chunks_after_the_end_have_the_same_steps_of_all_ranks(monkeypatch: 
     for _ in range(60):
         for rank, training in enumerate(ranks):
             recording.add(training.run(1), rank, rank)
-    monkeypatch.setattr(incremental_rows, "MOST_IDS", 100)
+    monkeypatch.setattr(incremental_rows, "MAX_IDS", 100)
     rows, chunks, more = IncrementalRows(rollups=True, offset=1), 0, True
     sent: dict[int, set[int]] = {}
     while more:
-        lines, more = rows.next_chunk(recording.store(), 1000, last=True)
+        lines, more = rows.next_chunk(recording.store(), 1000, is_last=True)
         chunks += 1
         for one in (one for one in map(json.loads, lines) if one["table"] == "steps"):
             for row in one["rows"]:
@@ -121,7 +121,7 @@ def test_steps_that_average_gradients_are_sent_as_often_with_accumulation(accumu
     passes = [(0, 1)] * (accumulated - 1) + [(1, 0)]
     recording, end = record_ddp_ranks(2, steps=2000, passes=passes)
     recording._db.execute(f"UPDATE steps SET sync_number = sync_number / {accumulated}")
-    lines, _ = IncrementalRows(rollups=True).next_chunk(recording.store(), end // SECOND, last=False)
+    lines, _ = IncrementalRows(rollups=True).next_chunk(recording.store(), end // SECOND, is_last=False)
     sent: dict[int, set[int]] = {0: set(), 1: set()}
     for one in (one for one in map(json.loads, lines) if one["table"] == "steps"):
         for row in one["rows"]:
@@ -142,7 +142,7 @@ def test_a_stop_of_the_supervisor_loses_no_tally() -> None:
         recording.now_s = now_s
         while training.now < records_until_s * SECOND:
             recording.add(training.run(40))
-        lines, _ = rows.next_chunk(recording.store(), now_s, last=False)
+        lines, _ = rows.next_chunk(recording.store(), now_s, is_last=False)
         for line in (one for one in map(json.loads, lines) if one["table"] == "tallies"):
             for row in (dict(zip(line["columns"], values, strict=True)) for values in line["rows"]):
                 have |= {row["start_s"]: row["steps"]} if (row["width"], row["kind"]) == (1, 0) else {}

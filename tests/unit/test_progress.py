@@ -435,7 +435,7 @@ def test_every_place_tells_the_same(state: Path, capsys: pytest.CaptureFixture[s
     said = format_progress(progress)
     assert said.startswith("epoch 2 · 12/20 · 8 s")
 
-    metrics = PrometheusFile(directory / "it.prom", directory, print).text(None).splitlines()
+    metrics = PrometheusFile(directory / "it.prom", directory, print).build_text(None).splitlines()
     values = {line.split("{")[0]: line.split()[-1] for line in metrics if line.startswith("dpmon_epoch")}
     assert (values["dpmon_epoch"], values["dpmon_epoch_batch"], values["dpmon_epoch_batches"]) == ("2", "12", "20")
     assert progress.left_ns is not None

@@ -53,7 +53,7 @@ def schema(state: Path, tmp_path: Path) -> dict[str, set[str]]:
     ManyNodes(2, directory=of_attach).run(0, 5)
     for directory in (write_run_directory(rows, status=None), write_run_directory(rows, status=0), of_attach):
         metrics = PrometheusFile(tmp_path / "it.prom", directory, print)
-        for family in text_string_to_metric_families(metrics.text(load_exit(directory))):
+        for family in text_string_to_metric_families(metrics.build_text(load_exit(directory))):
             for sample in family.samples:
                 found.setdefault(sample.name, set()).update(sample.labels)
     return found | OF_OTHERS

@@ -126,7 +126,7 @@ def test_an_import_of_torch_is_the_end_only_if_the_process_has_ended(state: Path
         assert len([line for line in said if "the process ended while it imported torch" in line]) == 2
 
 
-@pytest.mark.parametrize("text", ["this run is kept in /tmp/x", "no event is told: it was not found"])
+@pytest.mark.parametrize("text", ["this run is kept in /tmp/x", "event command disabled: it was not found"])
 def test_a_warning_of_dpmon_does_not_explain_that_nothing_was_traced(state: Path, text: str) -> None:
     """Only one about a process of the training does."""
     warning = Event("warning", {"process": None, "t_s": 0.0, "text": text})

@@ -158,7 +158,7 @@ def test_a_signal_reaches_a_command_that_could_not_be_recorded(
 ) -> None:
     """The supervisor lives, but run.json cannot be rewritten."""
     directory, _ = create_run(RunInfo("", "n", ("c",), "s", "/", None, 1e9, 0, proc.boot_id(), True))
-    monkeypatch.setattr(guards, "STALLED_S", 0.0)
+    monkeypatch.setattr(guards, "STUCK_SUPERVISOR_S", 0.0)
     code = "import os, signal, time; signal.signal(signal.SIGINT, signal.SIG_DFL)"
     code += "; print(os.getpid(), flush=True); time.sleep(60)"
     words = [sys.executable, "-c", STARTS, code, str(directory)]
@@ -180,7 +180,7 @@ def test_an_end_counts_when_the_last_records_are_written_or_nobody_writes_them(
     directory, _ = create_run(info)
     now = exit_info(info, 5, "supervisor", drained=False)
     earlier = replace(now, end_ns=now.end_ns - 2000 * 10**9)
-    monkeypatch.setattr(guards, "STALLED_S", 1000.0)
+    monkeypatch.setattr(guards, "STUCK_SUPERVISOR_S", 1000.0)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as supervisor:
         guard = SupervisorGuard(RunReader(directory), supervisor)
         write_info(directory, now)

@@ -48,8 +48,8 @@ class Watched:
             gpus=list,
             last_stall=lambda: before,
         )
-        self.watch = StallWatch(place, INFO, drain, adopted=True)
-        patch.setattr(self.watch._look, "inspect_ranks", lambda steps, now: self.ranks)
+        self.watch = StallWatch(place, INFO, drain, is_takeover=True)
+        patch.setattr(self.watch._inspector, "inspect_ranks", lambda steps, now: self.ranks)
         patch.setattr(self.watch, "_start_taking_stacks", self._take)
         self.place = place
 
@@ -60,7 +60,7 @@ class Watched:
         """The answer to a request, at a time in seconds since the start."""
         number = request_reply(self.place)
         self.look(seconds)
-        self.watch._taken = number, {}
+        self.watch._requested_stacks = number, {}
         self.look(seconds)
         found = read_reply(self.place, number)
         assert found is not None
@@ -149,8 +149,8 @@ def test_what_waited_for_another_rank_is_not_learned(tmp_path: Path, monkeypatch
     run.look(60)
     run.ranks = [each._replace(since_ns=START + 60 * SECOND) for each in run.ranks]
     run.look(61)
-    assert run.watch._usual.learned_ns(waits) == 0
-    assert run.watch._usual.learned_ns(works) == 3 * 59 * SECOND
+    assert run.watch._durations.learned_ns(waits) == 0
+    assert run.watch._durations.learned_ns(works) == 3 * 59 * SECOND
 
 
 @pytest.mark.parametrize("state", ["sleeping", "stopped"])
@@ -162,7 +162,7 @@ def test_the_time_of_a_stopped_process_is_not_learned(
     run.look(60)
     run.ranks = [STUCK._replace(since_ns=START + 60 * SECOND)]
     run.look(61)
-    assert (run.watch._usual.learned_ns(STUCK) > 0) == (state == "sleeping")
+    assert (run.watch._durations.learned_ns(STUCK) > 0) == (state == "sleeping")
 
 
 def test_the_wait_for_the_first_batch_is_learned_before_there_is_a_ring(
@@ -178,8 +178,8 @@ def test_the_wait_for_the_first_batch_is_learned_before_there_is_a_ring(
     run = Watched(tmp_path, monkeypatch)
     run.look(1)
     first = STUCK._replace(doing="data", loop_begins=True)
-    assert run.watch._usual.learned_ns(first) == 3 * 13 * SECOND
-    assert run.watch._usual.learned_ns(first._replace(loop_begins=False)) == 0
+    assert run.watch._durations.learned_ns(first) == 3 * 13 * SECOND
+    assert run.watch._durations.learned_ns(first._replace(loop_begins=False)) == 0
 
 
 def test_a_wait_for_a_line_of_input_is_not_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,12 +189,12 @@ def test_a_wait_for_a_line_of_input_is_not_learned(tmp_path: Path, monkeypatch: 
     assert run.told == []
     run.ranks = [STUCK._replace(since_ns=START + 60 * SECOND)]
     run.look(61)
-    assert run.watch._usual.learned_ns(STUCK) == 0
+    assert run.watch._durations.learned_ns(STUCK) == 0
 
 
 def test_a_fault_of_the_watch_leaves_the_supervisor_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Watched(tmp_path, monkeypatch)
-    monkeypatch.setattr(run.watch._look, "inspect_ranks", lambda steps, now: 1 // 0)
+    monkeypatch.setattr(run.watch._inspector, "inspect_ranks", lambda steps, now: 1 // 0)
     for at in range(5):
         run.look(at)
     assert [(kind, data["text"]) for kind, data in run.told] == [
@@ -204,7 +204,7 @@ def test_a_fault_of_the_watch_leaves_the_supervisor_alone(tmp_path: Path, monkey
 
 def test_a_fault_while_stacks_are_taken_is_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Watched(tmp_path, monkeypatch)
-    monkeypatch.setattr(run.watch._look, "take_stacks", lambda **how: 1 // 0)
+    monkeypatch.setattr(run.watch._inspector, "take_stacks", lambda **how: 1 // 0)
     StallWatch._start_taking_stacks(run.watch, None)
     assert run.watch._thread is not None
     run.watch._thread.join()
@@ -237,7 +237,7 @@ def test_the_death_of_all_processes_is_no_progress(
     run = Watched(tmp_path, monkeypatch)
     run.look(30)
     monkeypatch.setattr(
-        run.watch._look, "with_exceptions", lambda ranks: [each._replace(raised=raised) for each in ranks]
+        run.watch._inspector, "with_exceptions", lambda ranks: [each._replace(raised=raised) for each in ranks]
     )
     run.ranks = [STUCK._replace(doing=doing)]
     run.look(50)

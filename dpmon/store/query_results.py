@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from dpmon.errors import HistoryError
 from dpmon.record.history_rows import CallParts, CallRow, LossRow
-from dpmon.record.record_types import Collective, Event, Operation
+from dpmon.record.record_types import BUCKET, Collective, Event, Operation
 from dpmon.record.safe_json import load_event, load_json
 from dpmon.record.shared_names import CALL_PHASES
 
@@ -330,6 +330,34 @@ def _decode_parts(text: str) -> CallParts:
         return CallParts(ran, [*map(tuple, replicas)], [*map(tuple, stages)], times, int(why))
     except (ValueError, TypeError, LookupError) as error:
         raise HistoryError(f"a damaged call: {error}") from None
+
+
+def step_lists(spans: str | None, device: str | None) -> tuple[list[Any], int, list[float | None] | None]:
+    """Return the runs of a step's phases, and its device times (None: none) after the number of why one is missing.
+
+    Raises HistoryError if a column is damaged.
+    """
+    try:
+        flat = [] if spans is None else parse_numbers(spans)
+        why, *times = [0] if device is None else parse_numbers(device)
+        runs = list(zip(flat[::3], flat[1::3], flat[2::3], strict=True))
+        if list in map(type, (*flat, *times)) or any(not 0 <= phase <= BUCKET for phase, _, _ in runs):
+            raise ValueError("an unknown phase")
+    except (ValueError, TypeError) as error:
+        raise HistoryError(f"a damaged step: {error}") from None
+    return runs, why, None if device is None else times
+
+
+def shape_from_row(row: Sequence[Any]) -> Shape:
+    """Return the shape in a row. Raises HistoryError if it is damaged."""
+    process, mode, kind, layout, virtual, sizes, untimed, calls = row
+    try:
+        inputs, outputs, *parts = parse_numbers(sizes)
+        pairs = tuple((part[0], part[1]) for part in parts if len(part) == 2)
+        stages = tuple((part[0], part[1], part[2]) for part in parts if len(part) == 3)
+    except (ValueError, TypeError) as error:
+        raise HistoryError(f"a damaged shape: {error}") from None
+    return Shape(process, mode, kind, layout, bool(virtual), inputs, outputs, pairs, stages, untimed, calls)
 
 
 def event_from_row(row: Sequence[str]) -> Event:

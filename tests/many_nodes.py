@@ -44,7 +44,7 @@ class _Copied:
         ((*tally,),) = store.query(query, (_FROM_S, process))
         self.key, row = tally[2:TALLY_AT], tally[TALLY_AT:]
         self.tallies = {1: row}
-        names = SeriesNames(store._names.items())
+        names = SeriesNames(store._series_names.items())
         for width in _WIDER:
             whole = Tally()
             for _ in range(width):
@@ -110,7 +110,7 @@ class ManyNodes:
         many = self._db.executemany
         self._history._door.set_size(1 << 30, writes=True)
         self._db.execute("BEGIN")
-        many("INSERT INTO series VALUES (?, ?)", store._names.items())
+        many("INSERT INTO series VALUES (?, ?)", store._series_names.items())
         for number in range(self.nodes):
             self.node(number, "connected")
         for rank in range(self.ranks):

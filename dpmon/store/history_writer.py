@@ -214,14 +214,14 @@ class HistoryWriter:
             many(f"INSERT INTO {table} VALUES ({', '.join('?' * len(columns_of(table)))})", rows)
         many(_INTO_RINGS, map(_of_ring, batch.rings))
         many(_upsert_sum_sql(*_DEVICES), [(*key, *values) for key, values in batch.devices.items()])
-        many(_upsert_sum_sql(*_COLLECTIVES), [(*key, *values) for key, values in batch.communicated.items()])
-        many(JOIN_STEP, [(joined.exposed_ns, joined.wait_ns, joined.step.id) for joined in batch.joined])
+        many(_upsert_sum_sql(*_COLLECTIVES), [(*key, *values) for key, values in batch.collective_sums.items()])
+        many(JOIN_STEP, [(joined.exposed_ns, joined.wait_ns, joined.step.id) for joined in batch.rank_waits])
         self._tallies.add(batch)
         many(_INTO_LOOPS, map(_of_loop, batch.loops.values()))
         many(_INTO_GAPS, batch.gaps)
-        for process, begin, end in batch.waited:
+        for process, begin, end in batch.late_input_waits:
             self._db.execute(_SHORTEN_GAP, (end - begin, process, begin, end))
-        if batch.waited:
+        if batch.late_input_waits:
             self._db.execute("DELETE FROM gaps WHERE ns < ?", (GAP_NS,))
         many(_ADD_SHAPE, [(*key, count) for key, count in batch.shapes.items()])
         self.thin_losses((process, definition) for _, process, definition, *_ in batch.losses)

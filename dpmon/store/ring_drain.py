@@ -133,7 +133,7 @@ class RingDrain:
 
     def _has_room(self) -> bool:
         batch = self._batch
-        return batch.characters + _ROW_BYTES * (batch.rows + len(batch.tallied)) < HOLD_BYTES
+        return batch.characters + _ROW_BYTES * (batch.rows + len(batch.steps_by_tally)) < HOLD_BYTES
 
     def flush(self, over: bool = False, last: bool = False) -> None:
         """Take and write all records in the rings, in a limited number of reads.

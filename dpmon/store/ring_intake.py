@@ -154,7 +154,7 @@ class RingIntake:
         step, mode, began, wall = row.step, row.mode, row.start_ns - self._start_ns, row.wall_ns
         _check_ranges(began, wall, step, row.samples or 0, *row.phases.values(), *row.counts.values())
         evaluation = row.evaluation and not self._is_training_step(step)
-        account = self._accounts.account(self.row.process)
+        account = self._accounts.get_account(self.row.process)
         waited = row.phases.get("data", 0) + row.phases.get("sync", 0)
         left_out = account.exclusion_flag(began, began + wall, waited)
         kind = self._next_step_kind(mode, evaluation) | left_out
@@ -165,7 +165,7 @@ class RingIntake:
         quantities = [*map(row.counts.get, _COUNTED)]
         quantities.insert(_SAMPLES_AT, row.samples)
         process = self.row.process
-        spent, gap = account.step(step, mode, began, wall, evaluation, left_out)
+        spent, gap = account.add_step(step, mode, began, wall, evaluation, left_out)
         batch.add_activity_time(process, spent)
         if gap is not None and gap.ns >= GAP_NS:
             batch.gaps.append(gap)
@@ -191,7 +191,7 @@ class RingIntake:
             tail = row.phases.get("sync") if row.times is None else sync_device_ns(row.times)
             if tail is not None:
                 synced = SyncStep(number, key, second, sync_number, row.counts.get("synced", 0), tail)
-                batch.add_waits(self._accounts.rounds.add_step(process, synced))
+                batch.add_waits(self._accounts.sync_passes.add_step(process, synced))
         self._note_id(number)
         self.row.steps += 1
         self.row.last_step = step

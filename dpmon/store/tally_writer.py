@@ -83,16 +83,18 @@ class TallyWriter:
         if not self._known:
             self._load()
         changed: dict[_Place, Tally] = {}
-        new = {key for _, key in batch.tallied} - self._keys
+        new = {key for _, key in batch.steps_by_tally} - self._keys
         self._db.executemany("INSERT OR IGNORE INTO keys VALUES (?,?,?,?)", new)
         self._keys |= new
-        for (second, key), ended in batch.tallied.items():
+        for (second, key), ended in batch.steps_by_tally.items():
             for width in self._widths(second):
                 self._changed_tally((width, second // width * width, key), changed).add(ended.rows, ended.series)
-        newest = max((second for second, _ in batch.tallied), default=0)
+        newest = max((second for second, _ in batch.steps_by_tally), default=0)
         self._put(changed)
-        self._add_times(batch.spent)
-        self._note_late({key[0] for key in batch.tallied} | {key[0] for key in batch.spent}, max(newest, batch.now_s))
+        self._add_times(batch.activity_ns)
+        seconds = {second for second, _ in batch.steps_by_tally}
+        seconds |= {second for second, *_ in batch.activity_ns}
+        self._note_late(seconds, max(newest, batch.now_s))
         self._merge_closed_buckets(newest)
         if self._names.unwritten:
             self._db.executemany("INSERT OR IGNORE INTO series VALUES (?, ?)", self._names.unwritten)

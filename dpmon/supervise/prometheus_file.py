@@ -207,7 +207,7 @@ class PrometheusFile:
         start, step = self._info.start_ns, next(iter(store.steps(1)), None)
         calls = [] if step is not None else [call for one in store.ranks for call in store.call_rows(one, 1)]
         seen = [call.end for call in calls] if step is None else [step.start_ns + step.wall_ns]
-        stalls = [event.data for event in store.events("stall", newest=1) if "lasted_s" not in event.data]
+        stalls = [event.data for event in store.events("stall", limit=1) if "lasted_s" not in event.data]
         with contextlib.closing(RunReader(self._directory)) as reader:
             paused, reads, activities = reader.pause_state().since_ns, reader.waits_for_input(), reader.activities()
         doing, since = activities.get(step.process if step is not None else 0, ("", 0))
@@ -239,14 +239,14 @@ class PrometheusFile:
         self._add_times(text, window)
         text.counter("records_dropped_total", "Records that were lost before they were read.", run, store.dropped)
         text.counter("warnings_total", "Warnings in the record.", run, store.event_count("warning"))
-        found = store.events("device", "host", newest=max(MAX_SAMPLES, _OF_NODE * len(names)))
+        found = store.events("device", "host", limit=max(MAX_SAMPLES, _OF_NODE * len(names)))
         samples = {(event.kind, event.data.get("node"), event.data.get("index")): event.data for event in found}
         for (kind, number, _), data in samples.items():
             about = {key: str(data[key]) for key in ("index", "uuid", "name") if data.get(key) is not None}
             where = {"node": names[number]} if number in names else {}
             _add_gauges(text, kind, {**run, **where, **about}, data)
         for number in sorted(self._ranks)[:MAX_PROCESSES]:
-            for definition, line in store.loss_places(number).items():
+            for definition, line in store.loss_sites(number).items():
                 newest, _ = store.newest_losses(number, definition)
                 if newest is not None and line.why is None:
                     labels = {**self._of_process(number), "place": line.place}
@@ -310,7 +310,7 @@ class PrometheusFile:
                     about = "Time of a process by activity, since it began to record."
                     text.counter("time_seconds_total", about, labels, ns / 1e9)
         last: dict[int, tuple[int, int]] = {}
-        for key, tally in (*window.by_process.items(), *window.left_out.items()):
+        for key, tally in (*window.tallies.items(), *window.left_out.items()):
             last[key.process] = max(last.get(key.process, (0, 0)), (tally.last_ns or 0, tally.last_step or 0))
         for process, (at_ns, number) in sorted(last.items())[:MAX_PROCESSES]:
             labels = self._of_process(process, ranked=False)
@@ -334,7 +334,7 @@ class PrometheusFile:
     def _by_mode(self, window: StatsWindow, *, evaluation: bool = True) -> list[tuple[_Labels, int, str, Tally]]:
         """The steps of each process and mode, with or without evaluations: labels, process, mode, tally."""
         found: dict[tuple[int, str], Tally] = {}
-        for key, tally in window.by_process.items():
+        for key, tally in window.tallies.items():
             if evaluation or not key.kind & EVALUATION:
                 found.setdefault((key.process, key.mode), Tally()).merge(tally)
         return [
@@ -348,7 +348,7 @@ class PrometheusFile:
             kind = "evaluation" if evaluation or not window.ever_trains(mode) else "training"
             of_mode = {"mode": mode or "unknown", "kind": kind}
             for process in window.processes[:MAX_PROCESSES]:
-                figures = window.figures(mode, evaluation, process)
+                figures = window.step_stats(mode, evaluation, process)
                 if not figures.steps:
                     continue
                 labels = {**self._of_process(process), **of_mode}

@@ -45,7 +45,7 @@ def read_all(directory: Path) -> list[str]:
         str(record.data.get("text")) for record in iter_records(directory) if getattr(record, "kind", "") == "warning"
     ]
     with open_store(directory) as store:
-        StatsWindow(store).figures("dp")
+        StatsWindow(store).step_stats("dp")
         store.steps(1 << 30)
         store.longest_steps(10, "dp")
     return warnings

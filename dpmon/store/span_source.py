@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dpmon.assemble.assembler import CAUGHT_UP, Assembler, Predecessor
+from dpmon.assemble.assembler import FULL_READ_SPANS, Assembler, Predecessor
 from dpmon.record.history_rows import Row
 from dpmon.record.span_format import Span
 from dpmon.run.proc import is_alive
@@ -91,7 +91,7 @@ class SpanSource:
             if not gone:
                 raise
             return self._feed_assembler() + self._finish_rows(), False
-        if not ring.at_end and len(self._spans) < CAUGHT_UP:
+        if not ring.at_end and len(self._spans) < FULL_READ_SPANS:
             # Reading stopped at an empty slot. Wait until it is filled: if the assembler got so few spans, it would
             # conclude that it has caught up.
             return [], False

@@ -80,7 +80,7 @@ def _open_best_source(directory: Path, info: RunInfo, stack: ExitStack, as_writt
             f"{directory.name}: another version of dpmon recorded this run (history {version}; this one reads"
             f" {SCHEMA_VERSION})"
         )
-    check_schema(db, whole=True)
+    check_schema(db, is_complete=True)
     written = as_written or _is_written(directory, info)
     if written or not _rings_hold_more(directory, read_ring_rows(door)) or database_size(path) > LARGEST:
         return Store(door)
@@ -96,7 +96,7 @@ def _store_with_rings(directory: Path, info: RunInfo, memory: sqlite3.Connection
     """Make the store of a history in memory, after adding the contents of the rings."""
     history = _history(memory, info)
     drain = RingDrain(directory, info, history=history)
-    drain.flush(over=True, last=load_exit(directory) is not None)
+    drain.flush(command_ended=True, is_last=load_exit(directory) is not None)
     drain.close()
     if drain.failure is not None:
         raise drain.failure
@@ -117,7 +117,10 @@ def _connect(uri: str, path: Path | None = None) -> sqlite3.Connection:
 
 
 def commit_stamp(directory: Path, info: RunInfo) -> object:
-    """Return a value that changes with every commit; None if no supervisor writes: the rings may then hold more."""
+    """Return a stamp that changes with every commit.
+
+    None if no supervisor is writing, because the rings may then hold newer data.
+    """
     files = database_file_stamps(directory / HISTORY_FILE) if _is_written(directory, info) else None
     return files and [(file.st_mtime_ns, file.st_size) for file in files]
 

@@ -32,7 +32,9 @@ def packed_entry(number: int, count: int, total: int, sketch: bytes) -> bytes:
 
 def clamp_to_column(value: int) -> int:
     """Return the value, or the nearest one that a column can have."""
-    return value if -_MAX <= value <= _MAX else _MAX if value > 0 else -_MAX
+    if -_MAX <= value <= _MAX:
+        return value
+    return _MAX if value > 0 else -_MAX
 
 
 def decode_entries(

@@ -320,7 +320,7 @@ class Supervisor:
         return how
 
     def _finish(self, how: ExitInfo, drain: RingDrain, sampler: DeviceSampler, metrics: PrometheusFile | None) -> None:
-        drain.flush(over=True)
+        drain.flush(command_ended=True)
         data = {"status": how.status, "signal": how.signal, "t_s": how.seconds}
         data |= {name: text for name in ("unknown", "cause") if (text := getattr(how, name)) is not None}
         if not drain.has_exit_record():  # else a supervisor that was killed later has recorded it

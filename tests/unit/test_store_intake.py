@@ -214,8 +214,8 @@ def test_a_row_with_impossible_numbers_leaves_nothing(ring: Ring, row: Row) -> N
     with pytest.raises(RecordError):
         ring.add(row)
     empty, found = WriteBatch(), ring.batch
-    assert (found.calls, found.steps, found.tallied, found.spent) == ([], [], {}, {}) == (
-        empty.calls, empty.steps, empty.tallied, empty.spent,
+    assert (found.calls, found.steps, found.steps_by_tally, found.spent) == ([], [], {}, {}) == (
+        empty.calls, empty.steps, empty.steps_by_tally, empty.spent,
     )  # fmt: skip
     ring.intake.finish_process(found)
     assert not found.shapes
@@ -323,7 +323,7 @@ def test_a_pause_before_the_end_of_the_run_counts_once_if_a_process_goes_on(tmp_
     assert sum(ns for (*_, activity), ns in ring.batch.activity_ns.items() if activity == "paused") == 2 * SECOND
     after = ProcessAccounts()
     after.resume(history)
-    spent, _ = after.account(0).step(2, DP, 10 * SECOND, SECOND, False)
+    spent, _ = after.get_account(0).add_step(2, DP, 10 * SECOND, SECOND, False)
     assert [(one.activity, one.begin, one.end) for one in spent] == [
         ("between", 9 * SECOND, 10 * SECOND),
         ("training", 10 * SECOND, 11 * SECOND),

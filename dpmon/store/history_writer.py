@@ -295,10 +295,9 @@ class HistoryWriter:
         for table, sql in execute("SELECT name, sql FROM sqlite_master WHERE type = 'table'").fetchall():
             columns = {} if table in _LIMITED_TABLES else columns_of(table)
             key = re.search(r"(?:PRIMARY KEY|UNIQUE) \((.*?)\)", sql)
+            order = key[1] if key else next(iter(columns), "")
             if table == "events":
                 order = f"{LASTING}, id"
-            else:
-                order = key[1] if key else next(iter(columns), "")
             owner = "ifnull(process, -1 << 40)" if "process" in columns else _DEVICE_OWNER
             text_columns = [name for name, (column_type, *_) in columns.items() if column_type in (str, bytes)]
             size = " + ".join([f"count(*) * {_ROW_BYTES}", *map("total(length({}))".format, text_columns)])

@@ -146,7 +146,10 @@ class SyncPassMatcher:
         return group if group.register_process(rank, process) else None
 
     def roll_back(self, first_id: int, joined: Iterable[RankStepWait]) -> None:
-        """Roll back the steps with ids of `first_id` or higher. Other ranks' steps of those rounds become pending again."""
+        """Roll back the steps with ids of `first_id` or higher.
+
+        The other ranks' steps in those rounds become pending again.
+        """
         for group in self._groups.values():
             for place, steps in list(group.pending.items()):
                 kept = {rank: step for rank, step in steps.items() if step.id < first_id}

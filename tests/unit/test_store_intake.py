@@ -214,8 +214,8 @@ def test_a_row_with_impossible_numbers_leaves_nothing(ring: Ring, row: Row) -> N
     with pytest.raises(RecordError):
         ring.add(row)
     empty, found = WriteBatch(), ring.batch
-    assert (found.calls, found.steps, found.steps_by_tally, found.spent) == ([], [], {}, {}) == (
-        empty.calls, empty.steps, empty.steps_by_tally, empty.spent,
+    assert (found.calls, found.steps, found.steps_by_tally, found.activity_ns) == ([], [], {}, {}) == (
+        empty.calls, empty.steps, empty.steps_by_tally, empty.activity_ns,
     )  # fmt: skip
     ring.intake.finish_process(found)
     assert not found.shapes

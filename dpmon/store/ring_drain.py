@@ -335,7 +335,7 @@ class RingDrain:
         self.failure = None
         if self._history.damage is not None and not self._damage_reported:
             self._damage_reported = True
-            self.warn(f"the history is damaged ({self._history.damage}); some of its sums leave out earlier steps")
+            self.warn(f"the history is damaged ({self._history.damage}); some totals omit earlier steps")
 
     def _next_commit(self, now: float) -> float:
         if len(self._sources) <= MANY_RINGS:

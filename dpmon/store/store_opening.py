@@ -71,7 +71,7 @@ def open_store(directory: Path, *, as_written: bool = False) -> Iterator[Store]:
 def _open_best_source(directory: Path, info: RunInfo, stack: ExitStack, as_written: bool) -> Store:
     path = directory / HISTORY_FILE
     db = stack.enter_context(closing(_connect(f"{path.absolute().as_uri()}?mode=ro", path)))
-    door = CheckedConnection(db, database_size(path))
+    connection = CheckedConnection(db, database_size(path))
     db.execute("BEGIN")
     if not db.execute("SELECT 1 FROM sqlite_master").fetchone() and has_live_supervisor(info):
         raise FileNotFoundError(path)  # the supervisor is creating it
@@ -82,8 +82,8 @@ def _open_best_source(directory: Path, info: RunInfo, stack: ExitStack, as_writt
         )
     check_schema(db, is_complete=True)
     written = as_written or _is_written(directory, info)
-    if written or not _rings_hold_more(directory, read_ring_rows(door)) or database_size(path) > LARGEST:
-        return Store(door)
+    if written or not _rings_hold_more(directory, read_ring_rows(connection)) or database_size(path) > LARGEST:
+        return Store(connection)
     pages, page_bytes = (db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "page_size"))
     if pages * page_bytes > database_size(path):
         raise HistoryError("it claims more pages than its files have")

@@ -49,9 +49,9 @@ _Place = tuple[int, int, TallyKey]
 class TallyWriter:
     """Writes the tables `tallies` and `times`, within the transactions of its owner."""
 
-    def __init__(self, door: CheckedConnection) -> None:
-        self._door = door
-        self._db = door.db
+    def __init__(self, connection: CheckedConnection) -> None:
+        self._connection = connection
+        self._db = connection.db
         self._names = SeriesNames()
         self._cache: dict[_Place, Tally] = {}
         """Tallies as stored in the database."""
@@ -72,9 +72,9 @@ class TallyWriter:
 
     def _load(self) -> None:
         self._cache.clear()
-        self._names = SeriesNames(self._door.rows("SELECT number, name FROM series"))
-        self._keys = {TallyKey(*row) for row in self._door.rows("SELECT process, mode, kind, batch FROM keys")}
-        meta = dict(self._door.rows("SELECT key, value AS number FROM meta WHERE key != 'run'"))
+        self._names = SeriesNames(self._connection.rows("SELECT number, name FROM series"))
+        self._keys = {TallyKey(*row) for row in self._connection.rows("SELECT process, mode, kind, batch FROM keys")}
+        meta = dict(self._connection.rows("SELECT key, value AS number FROM meta WHERE key != 'run'"))
         self._whole = {width: meta.get(f"whole_{width}", 0) for width in WIDTHS[1:]}
         self._known = True
 
@@ -128,7 +128,9 @@ class TallyWriter:
         width, start, key = place
         query = f"SELECT {', '.join(COLUMNS)} FROM tallies WHERE {_KEY}"
         found = Tally()
-        for row in self._db.execute(query, (width, start, *key)):  # past the door, which refuses a damaged row
+        for row in self._db.execute(
+            query, (width, start, *key)
+        ):  # not through the checked connection, which refuses a damaged row
             try:
                 check_column_types(COLUMNS, list(map(type, row)))
                 found.add_row(row, self._names.by_number)
@@ -174,7 +176,7 @@ class TallyWriter:
         )
         wider: dict[_Place, Tally] = {}
         at = None
-        for second, *values in list(self._door.rows(query, (finer, begin, end))):
+        for second, *values in list(self._connection.rows(query, (finer, begin, end))):
             start, key = second // width * width, TallyKey(*values)
             if start != at:
                 self._put(wider)
@@ -192,7 +194,7 @@ class TallyWriter:
         run = self._db.execute
         run(_PRUNE_LATE, (limit // _LATE_BYTES,))
         # Read anew: the wider tallies of a mirror come from other machines.
-        whole = dict(self._door.rows("SELECT key, value AS number FROM meta WHERE key LIKE 'whole_%'"))
+        whole = dict(self._connection.rows("SELECT key, value AS number FROM meta WHERE key LIKE 'whole_%'"))
         query = (
             "SELECT count(*), total(size), min(start_s), max(start_s) FROM"
             " (SELECT start_s, length(sketches) AS size FROM tallies WHERE width = :width"

@@ -1,4 +1,4 @@
-"""Connects the modules of this package: takes the spans and lines of one process, and returns rows."""
+"""Turns the spans and lines of one process into rows. Connects the other modules of this package."""
 
 from __future__ import annotations
 
@@ -19,93 +19,95 @@ from dpmon.record.shared_names import Untimed
 from dpmon.record.span_format import DOING, Flag, Kind, Span
 
 MAX_NESTED = 1 << 14
-"""Most spans that wait for their enclosing span."""
-MAX_EARLY = 256
-"""Most blocks held before the first call."""
-CAUGHT_UP = 4096
-"""A read that returns fewer spans than this has reached the newest span."""
-_LATEST = 1 << 58
+"""How many spans may wait for their enclosing span."""
+MAX_EARLY_BLOCKS = 256
+"""How many blocks are held before the first call."""
+FULL_READ_SPANS = 4096
+"""If a read returns fewer spans than this, it has reached the newest span."""
+_MAX_TIME_NS = 1 << 58
 """Longest plausible uptime of a machine (ns)."""
 _NEVER_ENDED = (1 << 64) - 1
-_CUT_OFF = (
+_CUT_OFF_WARNING = (
     "the process ended before it had finished a step of its loop. dpmon guessed where its steps end. The last step is"
     " incomplete"
 )
-_INNER = (Kind.REPLICA, Kind.STAGE, Kind.RESTARTED)
+_NESTED_KINDS = (Kind.REPLICA, Kind.STAGE, Kind.RESTARTED)
 _DAMAGE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
 
 
 class Predecessor(NamedTuple):
-    """What is in the history from an assembler whose supervisor was killed."""
+    """The state that an assembler of a killed supervisor left in the history."""
 
     step: int
+    """Number of its last step; `call`: of its last call."""
     call: int
-    """Numbers of its last step and call."""
     thread: int
     position: int
-    caught_up: int
+    """See `Assembler.position`."""
+    first_unread: int
     """Number of the first span that it was not fed."""
     pending: Collection[int]
+    """See `Assembler.pending`."""
 
 
 class Assembler:
-    """Turns the spans of one process into steps and calls. Damaged input is dropped and counted, and raises no error.
+    """Turns the spans of one process into steps and calls. Damaged input is dropped and counted; it raises no error.
 
-    When a supervisor takes over from another one, its assembler (the successor) begins with the step that was open, and
-    learns the loop again.
+    When a supervisor takes over from another one, its assembler (the successor) starts with the step that was open. It
+    has to learn the loop again.
     """
 
     def __init__(self) -> None:
         self._dropped = 0
-        self._known = KnownDefinitions()
+        self._definitions = KnownDefinitions()
         self._events = EventQueue()
-        self._communication = SampledCollectives(self._known)
-        self._recorder = StepRowBuilder(self._known, self._communication)
-        self._rules = StepBoundaryFinder(self._known, self._recorder, self._queue_recorded_rows)
-        self._waits = DeviceTimeQueue()
-        self._out: list[Row | QueuedEvent] = []
-        self._next = 0
+        self._collectives = SampledCollectives(self._definitions)
+        self._row_builder = StepRowBuilder(self._definitions, self._collectives)
+        self._boundaries = StepBoundaryFinder(self._definitions, self._row_builder, self._queue_recorded_rows)
+        self._device_times = DeviceTimeQueue()
+        self._queued_rows: list[Row | QueuedEvent] = []
+        self._next_number = 0
         """Number of the next span."""
-        self._caught_up = 0
-        """Number of the first span that was not fed to a predecessor."""
-        self._events_before = 0
-        """Number of events from earlier calls of `feed`."""
-        self._seen: dict[int, Span] = {}
-        """Per thread: the last span."""
-        self._nested: dict[int, list[Span]] = {}
-        self._waiting = 0
-        """Number of spans in `_nested`."""
-        self._early: deque[Block] = deque(maxlen=MAX_EARLY)
-        self._uncaught: bool | None = None
-        """Whether an exception ended the process; None until the process announces its end."""
+        self._first_unread = 0
+        """Number of the first span that no predecessor was fed."""
+        self._earlier_event_count = 0
+        """Number of events that earlier calls of `feed` received."""
+        self._last_spans: dict[int, Span] = {}
+        """By thread: its last span."""
+        self._nested_spans: dict[int, list[Span]] = {}
+        self._nested_count = 0
+        """Number of spans in `_nested_spans`."""
+        self._early_blocks: deque[Block] = deque(maxlen=MAX_EARLY_BLOCKS)
+        self._ended_by_exception: bool | None = None
+        """Whether an exception ended the process; None until the process reports its end."""
 
     @property
     def thread(self) -> int:
         """Number of the training thread; -1 while unknown."""
-        return self._recorder.thread
+        return self._row_builder.thread
 
     @property
     def open_calls(self) -> int:
-        """Calls so far, while no step of the process has ended."""
-        if self._recorder.number:
+        """The number of calls so far; 0 once a step of the process has ended."""
+        if self._row_builder.number:
             return 0
-        waiting = (span.kind in CALLS for spans in self._nested.values() for span in spans)
-        return self._rules.open_calls + sum(waiting)
+        nested_calls = sum(span.kind in CALLS for spans in self._nested_spans.values() for span in spans)
+        return self._boundaries.open_calls + nested_calls
 
     @property
     def timing_interval(self) -> int:
-        """One step in `one_in` should be timed on devices, to limit the cost of timing; 0 while unknown."""
-        return self._recorder.sampling.one_in
+        """One step in this many should be timed on devices, to limit the cost of timing; 0 while unknown."""
+        return self._row_builder.sampling.interval
 
     @property
     def dropped(self) -> int:
-        """Number of spans and lines that are damaged or have no context."""
-        return self._dropped + self._recorder.dropped
+        """The number of spans and lines that are damaged or lack their context."""
+        return self._dropped + self._row_builder.dropped
 
     # ------------------------------------------------------------------------------------------ input
 
     def feed(self, spans: Sequence[Span], lines: Sequence[Mapping[str, object]]) -> list[Row]:
-        """Take spans in order of number, and the lines read after them. Return rows in order."""
+        """Handle spans, in order of number, and the lines that were read after them. Return the new rows in order."""
         self._take_lines(lines)
         for span in spans:
             try:
@@ -113,51 +115,60 @@ class Assembler:
             except _DAMAGE:
                 self._dropped += 1
         if spans:
-            self._next = spans[-1].number + 1
-        if self._next >= self._caught_up:
-            if len(spans) < CAUGHT_UP:  # all spans before these events have been taken
-                self._place_events(self._events.pop_numbered_below(self._events_before))
-            self._events_before = self._events.count
+            self._next_number = spans[-1].number + 1
+        if self._next_number >= self._first_unread:
+            if len(spans) < FULL_READ_SPANS:  # all spans before these events have been handled
+                self._place_events(self._events.pop_numbered_below(self._earlier_event_count))
+            self._earlier_event_count = self._events.count
         return self._pop_ready_rows()
 
     def take_current_span(self, kind: int, since_ns: int) -> list[Row]:
-        """Take kind and start of the training thread's unfinished span, read before the spans of the last `feed`.
+        """Handle the training thread's unfinished span, given its kind and start. Return the new rows.
 
-        Return rows.
+        The caller read it before the spans of the last `feed`.
         """
-        if kind == Kind.FETCH and self._next >= self._caught_up:
+        if kind == Kind.FETCH and self._next_number >= self._first_unread:
             self._place_events(self._events.pop_until(since_ns - 1))
             try:
-                self._rules.fetch_began(since_ns)
+                self._boundaries.fetch_began(since_ns)
             except _DAMAGE:
                 self._dropped += 1
         return self._pop_ready_rows()
 
     def finish(self) -> list[Row]:
-        """Finish, because the process is gone and no more spans come. Return the last rows."""
+        """Finish, because the process has exited and no more spans will arrive. Return the last rows."""
         self._place_events(self._events.pop_numbered_below(self._events.count))
-        recorder, fresh = self._recorder, not self._recorder.number
+        row_builder, has_no_step = self._row_builder, not self._row_builder.number
         try:
             self._release_closures()
-            # A killed process may have been in the middle of a training step.
-            self._rules.finish(self._rules.has_trained if self._uncaught is None else self._uncaught)
-            if fresh and recorder.number and self._rules.has_trained and self._uncaught is not False:
-                recorder.out.append(Event("warning", {"process": None, "t_s": None, "text": _CUT_OFF}))
-            recorder.finish()
+            is_cut_off = self._ended_by_exception
+            if is_cut_off is None:  # a killed process may have been in the middle of a training step
+                is_cut_off = self._boundaries.has_trained
+            self._boundaries.finish(is_cut_off)
+            if (
+                has_no_step
+                and row_builder.number
+                and self._boundaries.has_trained
+                and self._ended_by_exception is not False
+            ):
+                row_builder.out.append(Event("warning", {"process": None, "t_s": None, "text": _CUT_OFF_WARNING}))
+            row_builder.finish()
             self._queue_recorded_rows([], False)
         except _DAMAGE:
             self._dropped += 1
-        self._communication.finish()
+        self._collectives.finish()
         return self._pop_ready_rows(Untimed.ENDED)
 
     def _release_closures(self) -> None:
-        """Take the calls in an optimizer step that has not ended, as LBFGS makes them in its closure."""
-        nested, self._nested, self._waiting = self._nested, {}, 0
-        for spans in nested.values():
+        """Handle the calls inside an unfinished optimizer step, such as those in the closure of LBFGS."""
+        nested_by_thread, self._nested_spans, self._nested_count = self._nested_spans, {}, 0
+        for spans in nested_by_thread.values():
             inner: list[Span] = []
             for span in spans:
-                if span.inside == Kind.OPTIMIZER and span.kind not in _INNER:
-                    self._route_block(make_block(span, [one for one in inner if one.start >= span.start]))
+                if span.inside == Kind.OPTIMIZER and span.kind not in _NESTED_KINDS:
+                    self._route_block(
+                        make_block(span, [inner_span for inner_span in inner if inner_span.start >= span.start])
+                    )
                     inner = []
                 else:
                     inner.append(span)
@@ -166,18 +177,18 @@ class Assembler:
         for line in lines:
             try:
                 if "end" in line:
-                    self._uncaught = line.get("uncaught") is True
-                elif not (self._known.add(line) or self._events.add(line)):
+                    self._ended_by_exception = line.get("uncaught") is True
+                elif not (self._definitions.add(line) or self._events.add(line)):
                     self._dropped += 1
             except _DAMAGE:
                 self._dropped += 1
 
     def _handle_span(self, span: Span) -> None:
-        number, kind, flags, inside, thread, _, start, took, _, _ = span
-        if number < self._caught_up and kind != Kind.DEVICE_TIME and thread != self.thread >= 0:
-            return  # a predecessor may have used it
-        if start + took > _LATEST:
-            if kind != Kind.STAGE or took != _NEVER_ENDED or start > _LATEST:
+        number, kind, flags, inside, thread, _, start_ns, duration_ns, _, _ = span
+        if number < self._first_unread and kind != Kind.DEVICE_TIME and thread != self.thread >= 0:
+            return  # a predecessor may have used this span
+        if start_ns + duration_ns > _MAX_TIME_NS:
+            if kind != Kind.STAGE or duration_ns != _NEVER_ENDED or start_ns > _MAX_TIME_NS:
                 self._dropped += 1
                 return
             span = span._replace(took=0, flags=flags | Flag.FAILED)
@@ -185,135 +196,145 @@ class Assembler:
             self._dropped += 1
             return
         if kind == Kind.DEVICE_TIME:
-            self._waits.add_device_time(span)
-            self._recorder.sampling.count_device_time()
+            self._device_times.add_device_time(span)
+            self._row_builder.sampling.count_device_time()
             return
         if kind in (Kind.COLLECTIVE, Kind.LOSS):
-            take = self._communication.add_span if kind == Kind.COLLECTIVE else self._communication.add_loss
-            if number >= self._caught_up and not take(span):
+            add_span = self._collectives.add_span if kind == Kind.COLLECTIVE else self._collectives.add_loss
+            if number >= self._first_unread and not add_span(span):
                 self._dropped += 1
             return
-        before = self._seen.get(thread)
-        if before is not None and before[6] == start and before[1:6] == span[1:6]:
+        previous = self._last_spans.get(thread)
+        if previous is not None and previous.start == start_ns and previous[1:6] == span[1:6]:
             return  # a duplicate, written after an interrupt
-        self._seen[thread] = span
-        if inside or kind in _INNER:
+        self._last_spans[thread] = span
+        if inside or kind in _NESTED_KINDS:
             self._nest_span(span)
         else:
-            self._route_block(make_block(span, self._pop_inner_spans(thread, start) if self._waiting else ()))
+            self._route_block(make_block(span, self._pop_inner_spans(thread, start_ns) if self._nested_count else ()))
 
     def _nest_span(self, span: Span) -> None:
-        if self._waiting >= MAX_NESTED:
-            self._dropped += self._waiting
-            self._nested.clear()
-            self._waiting = 0
-        self._nested.setdefault(span.thread, []).append(span)
-        self._waiting += 1
+        if self._nested_count >= MAX_NESTED:
+            self._dropped += self._nested_count
+            self._nested_spans.clear()
+            self._nested_count = 0
+        self._nested_spans.setdefault(span.thread, []).append(span)
+        self._nested_count += 1
 
     def _pop_inner_spans(self, thread: int, start: int) -> list[Span]:
-        """Take the waiting spans inside a span that began at `start`. Discard older ones."""
-        waiting = self._nested.pop(thread, None)
+        """Remove and return the waiting spans inside a span that began at `start`. Discard older spans."""
+        waiting = self._nested_spans.pop(thread, None)
         if waiting is None:
             return []
-        self._waiting -= len(waiting)
+        self._nested_count -= len(waiting)
         return [span for span in waiting if span.start >= start]
 
     def _route_block(self, block: Block) -> None:
-        span, calls = block[0], block[1]
-        thread, kind = span[4], span[1]
-        if span[6] + span[7] > self._events.due:
+        span, calls = block.span, block.calls
+        thread, kind = span.thread, span.kind
+        if span.end > self._events.due:
             self._place_events_before(span)
-        if thread == self._recorder.thread or (kind == Kind.OPTIMIZER_FREED and self._recorder.thread >= 0):
-            self._rules.add_training_block(block)
-        elif self._recorder.thread < 0:
-            self._early.append(block)
+        if thread == self._row_builder.thread or (kind == Kind.OPTIMIZER_FREED and self._row_builder.thread >= 0):
+            self._boundaries.add_training_block(block)
+        elif self._row_builder.thread < 0:
+            self._early_blocks.append(block)
             if calls:
                 self._set_training_thread(thread)
-        elif kind == Kind.BACKWARD and not self._rules.has_trained:
-            self._rules.switch_training_thread(thread)
-            self._rules.add_training_block(block)
+        elif kind == Kind.BACKWARD and not self._boundaries.has_trained:
+            self._boundaries.switch_training_thread(thread)
+            self._boundaries.add_training_block(block)
         elif calls or kind in PRIMITIVES:
-            self._rules.add_other_thread_block(block)
+            self._boundaries.add_other_thread_block(block)
 
     def _set_training_thread(self, thread: int) -> None:
         """Make the thread of the first call the training thread."""
-        self._recorder.thread = thread
-        early, self._early = list(self._early), deque(maxlen=MAX_EARLY)
-        for block in early:
-            if block[0].thread == thread or block[0].kind == Kind.OPTIMIZER_FREED:
+        self._row_builder.thread = thread
+        early_blocks, self._early_blocks = list(self._early_blocks), deque(maxlen=MAX_EARLY_BLOCKS)
+        for block in early_blocks:
+            if block.span.thread == thread or block.span.kind == Kind.OPTIMIZER_FREED:
                 self._route_block(block)
 
     def _place_events_before(self, span: Span) -> None:
-        """Place the events before the end of a block. A fetch ends a step, so events before its start come first."""
-        if span.kind == Kind.FETCH and span.thread == self._recorder.thread:
+        """Place the events that happened before the end of a block.
+
+        If the block is a fetch, it ends the open step, so the events before its start are placed first.
+        """
+        if span.kind == Kind.FETCH and span.thread == self._row_builder.thread:
             self._place_events(self._events.pop_until(span.start - 1))
-            self._rules.fetch_began(span.start)
+            self._boundaries.fetch_began(span.start)
         self._place_events(self._events.pop_until(span.end - 1))
 
     def _place_events(self, events: Iterable[QueuedEvent]) -> None:
         for event in events:
             try:
-                self._rules.add_event(event)
+                self._boundaries.add_event(event)
             except _DAMAGE:
                 self._dropped += 1
 
     # ------------------------------------------------------------------------------------------ output
 
-    def _queue_recorded_rows(self, items: list[Item], step: bool) -> None:
-        """Take the rows recorded from `items`. `step`: whether a step ended with them."""
-        out, self._recorder.out = self._recorder.out, []
-        if out and not (self._waits.is_empty and PendingRow not in map(type, out)):
-            self._waits.add(out, min(self._first_span_numbers(items), default=None), step)
-            self._out += self._waits.pop_ready()
+    def _queue_recorded_rows(self, items: list[Item], ends_step: bool) -> None:
+        """Queue the rows that were recorded from `items`. `ends_step`: whether a step ended with them."""
+        recorded, self._row_builder.out = self._row_builder.out, []
+        if recorded and not (self._device_times.is_empty and PendingRow not in map(type, recorded)):
+            self._device_times.add(recorded, min(self._first_span_numbers(items), default=None), ends_step)
+            self._queued_rows += self._device_times.pop_ready()
         else:
-            self._out += out  # type: ignore[arg-type]  # nothing is pending
+            self._queued_rows += recorded  # type: ignore[arg-type]  # nothing is pending
 
-    def _pop_ready_rows(self, unread: int = Untimed.NONE) -> list[Row]:
-        if not self._waits.is_empty:
-            self._out += self._waits.pop_ready(unread)
-        out, self._out = self._out, []
+    def _pop_ready_rows(self, missing_reason: int = Untimed.NONE) -> list[Row]:
+        if not self._device_times.is_empty:
+            self._queued_rows += self._device_times.pop_ready(missing_reason)
+        queued, self._queued_rows = self._queued_rows, []
         rows: list[Row] = []
-        for row in out:
+        for row in queued:
             if isinstance(row, QueuedEvent):
                 self._events.pending.discard(row.number)
                 row = row.record
             rows.append(row)
-        return rows + self._communication.pop_rows()
+        return rows + self._collectives.pop_rows()
 
     # ------------------------------------------------------------------------------------------ resuming
 
     @property
     def position(self) -> int:
-        """Number of the first span to feed to a successor: that of the open step, or of one that waits for times."""
-        nested = [span.number for spans in self._nested.values() for span in spans if self.thread in (-1, span.thread)]
-        held = self._first_span_numbers((*self._rules.held, *self._early))
-        return min((*self._waits.first_span_numbers(), *held, *nested), default=self._next)
+        """Number of the first span that a successor needs: of the open step, or of a step that waits for times."""
+        nested = [
+            span.number for spans in self._nested_spans.values() for span in spans if self.thread in (-1, span.thread)
+        ]
+        held = self._first_span_numbers((*self._boundaries.held, *self._early_blocks))
+        return min((*self._device_times.first_span_numbers(), *held, *nested), default=self._next_number)
 
     @property
     def pending(self) -> list[int]:
-        """Numbers of the events that are not returned yet."""
+        """The numbers of the events that were not returned yet."""
         return sorted(self._events.pending)
 
     def _first_span_numbers(self, items: Iterable[Item]) -> Iterator[int]:
-        """Yield the first span of each block of the training thread; of each block while the thread is unknown."""
+        """Yield the number of the first span of each block of the training thread.
+
+        While that thread is unknown, blocks of all threads count.
+        """
         for item in items:
-            if not isinstance(item, QueuedEvent) and self.thread in (-1, item[0].thread):
-                span, _, _, inner = item
-                yield span.number if inner is None else inner.first
+            if not isinstance(item, QueuedEvent) and self.thread in (-1, item.span.thread):
+                yield item.span.number if item.contents is None else item.contents.first
 
     @classmethod
-    def resume_after(cls, lines: Iterable[Mapping[str, object]], before: Predecessor) -> Assembler:
-        """Go on after an assembler whose supervisor was killed. `lines`: all lines that it was fed.
+    def resume_after(cls, lines: Iterable[Mapping[str, object]], predecessor: Predecessor) -> Assembler:
+        """Continue the work of an assembler whose supervisor was killed. `lines`: every line it had read.
 
         Feed it the spans from `position` of the predecessor on. It learns the loop again, so it may divide the open
-        step otherwise. It drops the spans of other threads that the predecessor has read, and the next sample of
-        collectives.
+        step differently. It drops the spans of other threads that the predecessor has read, and the next sampled step.
         """
-        found = cls()
-        found._take_lines(lines)
-        found._events.retain(before.pending)
-        recorder = found._recorder
-        recorder.number, recorder.calls, recorder.thread = before.step, before.call, before.thread
-        found._next, found._caught_up = before.position, before.caught_up
-        found._communication.skips = before.caught_up > 0
-        return found
+        successor = cls()
+        successor._take_lines(lines)
+        successor._events.retain(predecessor.pending)
+        row_builder = successor._row_builder
+        row_builder.number, row_builder.calls, row_builder.thread = (
+            predecessor.step,
+            predecessor.call,
+            predecessor.thread,
+        )
+        successor._next_number, successor._first_unread = predecessor.position, predecessor.first_unread
+        successor._collectives.skips = predecessor.first_unread > 0
+        return successor

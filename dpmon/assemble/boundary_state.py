@@ -1,4 +1,4 @@
-"""What the rules know about the open step and the loop: calls, batches, the order of optimizers, and the pace."""
+"""The state that decides where steps end: calls of the open step, batches, order of optimizers, and timeout."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class OpenStep:
     module = 0
     """Module of its first call."""
     first_call = 0
-    """When its first call began."""
+    """Start of its first call."""
     last_evaluated = 0
     """Module of its last evaluation call."""
     evaluated: frozenset[int] = frozenset()
@@ -28,11 +28,11 @@ class OpenStep:
     """Totals of its recorded part; None while all its blocks are held."""
 
     def add_call(self, call: Span, module: int) -> bool:
-        """Add a call of `module`; return whether the call trains or records gradients."""
+        """Add a call of `module`. Return whether the call trains or records gradients."""
         if not self.calls:
-            self.module, self.first_call = module, call[6]
+            self.module, self.first_call = module, call.start
         self.calls += 1
-        if call[2] & LEARNS:
+        if call.flags & LEARNS:
             self.only_evaluates = False
             return True
         self.last_evaluated = module
@@ -44,7 +44,7 @@ _MAX_OPTIMIZERS = 4096
 
 
 class OptimizerCycle:
-    """The order in which optimizers step. When one steps for the second time, the optimizer before it ends a step."""
+    """The order of the optimizers. When one of them steps for the second time, the one before it ends a step."""
 
     def __init__(self) -> None:
         self.ends = -1
@@ -53,9 +53,9 @@ class OptimizerCycle:
         """The optimizers that have stepped since the last end of a step, in order."""
 
     def add_optimizer_step(self, site: int) -> bool | None:
-        """Take an optimizer step; return whether it ends a step of the loop.
+        """Add an optimizer step. Return whether it ends a step of the loop.
 
-        None means that the cycle has changed: spans assembled under the old cycle must be assembled again.
+        None means that the cycle has changed, so the spans of the open step must be assembled again.
         """
         if site == self.ends:
             self.since.clear()
@@ -68,7 +68,7 @@ class OptimizerCycle:
         return None
 
     def close_cycle(self) -> bool:
-        """Treat the optimizers that have stepped as the whole cycle; False if there are none."""
+        """Treat the optimizers that have stepped as the whole cycle. Return False if there are none."""
         if not self.since:
             return False
         self.ends = list(self.since)[-1]
@@ -76,7 +76,7 @@ class OptimizerCycle:
         return True
 
     def forget_optimizer(self, site: int) -> None:
-        """Forget a freed optimizer, which ends no more steps."""
+        """Forget an optimizer that was freed, because it ends no more steps."""
         self.since.pop(site, None)
         if site == self.ends:
             self.ends = -1
@@ -109,65 +109,72 @@ class BoundaryTimeout:
         self.pace = min(max(end - (self.ended or start), 0), MAX_PACE)
         self.ended = end
 
-    def has_too_many_calls(self, calls: int, many: bool) -> bool:
-        """Whether to stop waiting in a step with this many calls. `many`: allow MANY_CALLS instead of FEW_CALLS."""
-        return calls > max(MANY_CALLS if many else FEW_CALLS, TIMES * self.calls)
+    def has_too_many_calls(self, calls: int, allows_many: bool) -> bool:
+        """Return whether to stop waiting in a step with this many calls. `allows_many`: up to MANY_CALLS."""
+        return calls > max(MANY_CALLS if allows_many else FEW_CALLS, TIMES * self.calls)
 
-    def has_waited_too_long(self, took: int, made: bool) -> bool:
-        """Whether to stop waiting `took` ns after the first call of a step. `made`: whether an optimizer exists."""
-        return took > max(LATE_NS if made else SOON_NS, TIMES * self.pace)
+    def has_waited_too_long(self, waited_ns: int, has_optimizer: bool) -> bool:
+        """Return whether to stop waiting `waited_ns` after the first call of a step."""
+        return waited_ns > max(LATE_NS if has_optimizer else SOON_NS, TIMES * self.pace)
 
 
 class FetchTracker:
-    """The batches fetched since the last step, by loop over a loader."""
+    """Counts the batches fetched since the last step, by loader loop."""
 
     def __init__(self) -> None:
-        self._found: dict[int, Batches] = {}
+        self._batches_by_loop: dict[int, Batches] = {}
         """In order of the first fetch."""
-        self._last: Batches | None = None
-        """Those of the last step that fetched any."""
-        self._over = False
+        self._last_batches: Batches | None = None
+        """The batches of the last step that fetched any."""
+        self._loader_ended = False
         """Whether the loop has reached the end of its loader, without another fetch since."""
         self._dataset = 0
         """The dataset of the loop that drove the last step with batches of several loops."""
 
-    def add_fetch(self, fetch: Span, failed: bool) -> None:
-        """Note a fetch; `failed`: it found the loader at its end, or raised."""
+    def add_fetch(self, fetch: Span, ended: bool) -> None:
+        """Add a fetch. `ended`: whether it found the loader exhausted, or raised."""
         loop, dataset, length = fetch.site, fetch.inputs, fetch.outputs - 1
         if not loop:
             return
-        if failed:
-            last = next(iter(self._found), 0 if self._last is None else self._last.loop)
-            self._over = self._over or loop == last
+        if ended:
+            last_loop = next(iter(self._batches_by_loop), 0 if self._last_batches is None else self._last_batches.loop)
+            self._loader_ended = self._loader_ended or loop == last_loop
             return
-        before = self._found.get(loop)
-        fetched = 1 if before is None else before.fetched + 1
-        self._found[loop] = Batches(loop, dataset, length if length >= 0 else None, fetched)
-        self._over = False
+        previous = self._batches_by_loop.get(loop)
+        fetched = 1 if previous is None else previous.fetched + 1
+        self._batches_by_loop[loop] = Batches(loop, dataset, length if length >= 0 else None, fetched)
+        self._loader_ended = False
 
     def pop_step_batches(self) -> Batches | None:
-        """Take the batches of the step that ends now. Of several loops, one drives the training loop."""
-        found, self._found = self._found, {}
-        if found:
-            self._last = found[next(iter(found)) if len(found) == 1 else self._find_driving_loop(found)]
-        elif self._over and self._last is not None:
-            self._last = self._last._replace(fetched=0)
+        """Return the batches of the step that ends now, and start anew; None if it used none.
+
+        If they come from several loops, return those of the loop that drives the training.
+        """
+        batches_by_loop, self._batches_by_loop = self._batches_by_loop, {}
+        if batches_by_loop:
+            loop = next(iter(batches_by_loop))
+            if len(batches_by_loop) > 1:
+                loop = self._find_driving_loop(batches_by_loop)
+            self._last_batches = batches_by_loop[loop]
+        elif self._loader_ended and self._last_batches is not None:
+            self._last_batches = self._last_batches._replace(fetched=0)
         else:
             return None
-        return self._last._replace(over=True) if self._over else self._last
+        return self._last_batches._replace(over=True) if self._loader_ended else self._last_batches
 
-    def _find_driving_loop(self, found: dict[int, Batches]) -> int:
-        """Return the loop that drives a step with batches of several loops: at first the newest one or the shortest.
+    def _find_driving_loop(self, batches_by_loop: dict[int, Batches]) -> int:
+        """Return the loop that drives a step with batches of several loops.
 
-        It is the newest one if the step begins with it: `for` starts its loader after those that its body reads. Else
-        `zip` may read them in turn, and ends with the shortest.
+        Without an earlier decision, it is the newest loop if the step begins with it: `for` starts its loader after
+        those that its body reads. Otherwise it is the shortest one: `zip` may read them in turn, and ends with it.
         """
-        newest = max(found)
-        driver = max(found.values(), key=lambda each: (-(each.length or 1 << 32), each.loop))
-        if next(iter(found)) == newest:
-            driver = found[newest]
-        driver = max((each for each in found.values() if each.dataset == self._dataset), default=driver)
-        if self._last is not None:
-            driver = found.get(self._last.loop, driver)
+        newest = max(batches_by_loop)
+        driver = max(batches_by_loop.values(), key=lambda batches: (-(batches.length or 1 << 32), batches.loop))
+        if next(iter(batches_by_loop)) == newest:
+            driver = batches_by_loop[newest]
+        same_dataset = (batches for batches in batches_by_loop.values() if batches.dataset == self._dataset)
+        driver = max(same_dataset, default=driver)
+        if self._last_batches is not None:
+            driver = batches_by_loop.get(self._last_batches.loop, driver)
         self._dataset = driver.dataset
         return driver.loop

@@ -1,7 +1,7 @@
 """Reads definitions from the lines beside a ring: sizes, stages, layouts, collectives and losses.
 
-The assembler's own definitions have numbers from OWN on. The number is derived from the value, so that a successor uses
-the same number for the same value.
+The assembler numbers its own definitions from FIRST_OWN_NUMBER on. Such a number is derived from the value, so that a
+successor uses the same number for the same value.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from zlib import crc32
 from dpmon.record.history_rows import Definition, Definitions, parse_definition, serialize_definition
 from dpmon.record.record_types import count_rows
 
-OWN = 1 << 31
+FIRST_OWN_NUMBER = 1 << 31
 MAX_DEFINITIONS = 1 << 15
-"""Most definitions of each sort. A reader keeps twice as many (dpmon.record.history_rows)."""
+"""How many definitions of each kind are kept. A reader keeps twice as many (dpmon.record.history_rows)."""
 
 
 class KnownDefinitions(Definitions):
-    """The definitions of one process, and which of them have a row."""
+    """The definitions of one process. It knows which of them have a row."""
 
     def __init__(self) -> None:
         super().__init__(MAX_DEFINITIONS)
         self.optimizers = 0
-        """Number of lines that report optimizers: 0 until one is made."""
-        self._sent: set[int] = set()
+        """Number of lines that report a new optimizer."""
+        self._written: set[int] = set()
         """Numbers that already have a row."""
 
     def add(self, line: Mapping[str, object]) -> bool:
-        """Take a line; False if it defines nothing or is damaged."""
+        """Add the definition in a line. Return False if the line defines nothing or is damaged."""
         if type(line.get("optimizer")) is int:
             self.optimizers += 1
             return True
         number = line.get("define")
-        if type(number) is not int or not 0 < number < OWN or self.get(number) is not None:
+        if type(number) is not int or not 0 < number < FIRST_OWN_NUMBER or self.get(number) is not None:
             return False
         try:
             self.remember(number, parse_definition(line.get("value")))
@@ -52,25 +52,30 @@ class KnownDefinitions(Definitions):
         return number if number in self.sizes else 0
 
     def batch_rows(self, number: int, layout: int) -> int:
-        """Return the rows of a batch with these sizes in calls of a known layout; -1 if no tensor has its dimension."""
+        """Return the number of rows in a batch of these sizes, for calls of a known layout.
+
+        -1 if no tensor has the layout's batch dimension.
+        """
         rows = count_rows(self.sizes.get(number), self.layouts[layout].dim)
         return -1 if rows is None else rows
 
     def with_absent(self, number: int, absent: Mapping[str, str]) -> int:
-        """Define a copy of a known layout with more reasons for absence; return its number."""
+        """Define a copy of a known layout with more reasons why parts are absent. Return the number of the copy."""
         layout = self.layouts[number]
         if not absent:
             return number
         copy = layout._replace(absent={**layout.absent, **absent}, module=self.module(number))
-        own = OWN | crc32(json.dumps(copy._asdict(), separators=(",", ":")).encode()) & (OWN - 1)
-        self.remember(own, copy)
-        return own
+        own_number = FIRST_OWN_NUMBER | crc32(json.dumps(copy._asdict(), separators=(",", ":")).encode()) & (
+            FIRST_OWN_NUMBER - 1
+        )
+        self.remember(own_number, copy)
+        return own_number
 
     def pop_unwritten_rows(self, numbers: Iterable[int]) -> list[Definition]:
-        """Return a row for each of these definitions that has none yet; skip number 0."""
-        found = []
+        """Return a row for each of these definitions that has none yet. Number 0 is skipped."""
+        rows = []
         for number in numbers:
-            if number and number not in self._sent and (known := self.get(number)) is not None:
-                self._sent.add(number)
-                found.append(Definition(number, serialize_definition(known)))
-        return found
+            if number and number not in self._written and (value := self.get(number)) is not None:
+                self._written.add(number)
+                rows.append(Definition(number, serialize_definition(value)))
+        return rows

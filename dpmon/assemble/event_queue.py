@@ -13,27 +13,27 @@ _TEXTS = ("text", "reason")
 
 
 class QueuedEvent:
-    """One event."""
+    """An event that waits for its place between the spans."""
 
-    __slots__ = ("at", "data", "fill", "number", "record")
+    __slots__ = ("data", "fill", "number", "record", "time_ns")
 
-    def __init__(self, number: int, at: int, data: dict[str, object]) -> None:
+    def __init__(self, number: int, time_ns: int, data: dict[str, object]) -> None:
         self.number = number
-        self.at = at
+        self.time_ns = time_ns
         """Monotonic ns."""
         self.fill = data.pop("fill", None)
-        """Whether it gets the step and call numbers of the "next" or the "last" call; None for neither."""
+        """Whether it gets the step and call numbers of the "next" or the "last" call; None: of neither."""
         self.data = data
         self.record = Event(str(data["kind"]), data)
-        """Its record; final once it is placed."""
+        """Its record, which is final after `finalize`."""
 
     @property
     def starts_pause(self) -> bool:
-        """Whether the training pauses from here on."""
+        """Whether a pause of the training starts with it."""
         return self.data["kind"] == "pause" and self.data.get("paused") is True
 
-    def finalize(self, step: int, call: int, looks: Mapping[int, int]) -> None:
-        """Make its record. `looks`: for each memory look, the last step that had begun."""
+    def finalize(self, step: int, call: int, steps_by_sample: Mapping[int, int]) -> None:
+        """Make its record. `steps_by_sample`: for each memory sample, the last step that had started."""
         data = dict(self.data)
         kind = str(data.pop("kind"))
         if self.fill in ("next", "last"):
@@ -43,22 +43,22 @@ class QueuedEvent:
                     data[key] = text.replace("{step}", str(step)).replace("{call}", str(call))
         data.pop("look", None)
         if isinstance(devices := data.get("devices"), list):
-            data["devices"] = [_with_step(device, looks) for device in devices]
+            data["devices"] = [_with_step(device, steps_by_sample) for device in devices]
         self.record = Event(kind, data)
 
     def referenced_memory_samples(self) -> list[int]:
-        """Return the memory looks that it refers to."""
+        """Return the numbers of the memory samples that it refers to."""
         devices = self.data.get("devices")
-        listed = devices if isinstance(devices, list) else []
-        named = [device.get("peak_after_look") for device in listed if isinstance(device, dict)]
-        return [look for look in (*named, self.data.get("look")) if type(look) is int]
+        device_list = devices if isinstance(devices, list) else []
+        samples = [device.get("peak_after_look") for device in device_list if isinstance(device, dict)]
+        return [sample for sample in (*samples, self.data.get("look")) if type(sample) is int]
 
 
-def _with_step(device: object, looks: Mapping[int, int]) -> object:
+def _with_step(device: object, steps_by_sample: Mapping[int, int]) -> object:
     if not isinstance(device, dict) or "peak_after_look" not in device:
         return device
-    look = device["peak_after_look"]
-    step = looks.get(look) if type(look) is int else None
+    sample = device["peak_after_look"]
+    step = steps_by_sample.get(sample) if type(sample) is int else None
     return {("peak_after_step" if key == "peak_after_look" else key): value for key, value in device.items()} | {
         "peak_after_step": step
     }
@@ -69,45 +69,45 @@ class EventQueue:
 
     def __init__(self) -> None:
         self._queue: deque[QueuedEvent] = deque()
-        self._at = 0
+        self._last_time_ns = 0
         self.count = 0
-        """Number of events so far; they are numbered from 0."""
+        """Number of events so far. They are numbered from 0."""
         self.due = NEVER
-        """Time of the next event."""
+        """Time of the next event (monotonic ns)."""
         self.pending: set[int] = set()
-        """Numbers of the events that the assembler has not returned."""
+        """Numbers of the events that the assembler has not returned yet."""
 
     def add(self, line: Mapping[str, object]) -> bool:
-        """Take a line; False if it is not an event."""
+        """Add the event in a line. Return False if the line is not an event."""
         if not isinstance(line.get("kind"), str):
             return False
         data = dict(line)
-        at = data.pop("at", None)
-        if type(at) is int and self._at < at < NEVER:
-            self._at = at
-        self._queue.append(QueuedEvent(self.count, self._at, data))
+        time_ns = data.pop("at", None)
+        if type(time_ns) is int and self._last_time_ns < time_ns < NEVER:
+            self._last_time_ns = time_ns
+        self._queue.append(QueuedEvent(self.count, self._last_time_ns, data))
         self.pending.add(self.count)
         self.count += 1
-        self.due = self._queue[0].at
+        self.due = self._queue[0].time_ns
         return True
 
-    def pop_until(self, until: int) -> list[QueuedEvent]:
-        """Take out and return the events up to this time."""
-        return self._take_while(lambda event: event.at <= until)
+    def pop_until(self, until_ns: int) -> list[QueuedEvent]:
+        """Remove and return the events up to a time (monotonic ns)."""
+        return self._pop_while(lambda event: event.time_ns <= until_ns)
 
-    def pop_numbered_below(self, than: int) -> list[QueuedEvent]:
-        """Take out and return the events with a number below `than`."""
-        return self._take_while(lambda event: event.number < than)
+    def pop_numbered_below(self, number: int) -> list[QueuedEvent]:
+        """Remove and return the events with a number below `number`."""
+        return self._pop_while(lambda event: event.number < number)
 
-    def _take_while(self, wanted: Callable[[QueuedEvent], bool]) -> list[QueuedEvent]:
-        found = []
-        while self._queue and wanted(self._queue[0]):
-            found.append(self._queue.popleft())
-        self.due = self._queue[0].at if self._queue else NEVER
-        return found
+    def _pop_while(self, should_pop: Callable[[QueuedEvent], bool]) -> list[QueuedEvent]:
+        popped = []
+        while self._queue and should_pop(self._queue[0]):
+            popped.append(self._queue.popleft())
+        self.due = self._queue[0].time_ns if self._queue else NEVER
+        return popped
 
     def retain(self, pending: Collection[int]) -> None:
-        """Drop the events that are not in `pending`, because a predecessor has returned them."""
+        """Drop the events whose numbers are not in `pending`, because a predecessor has returned them."""
         self._queue = deque(event for event in self._queue if event.number in pending)
         self.pending.intersection_update(pending)
-        self.due = self._queue[0].at if self._queue else NEVER
+        self.due = self._queue[0].time_ns if self._queue else NEVER

@@ -1,14 +1,14 @@
 """Groups spans into blocks. A block is a top-level span of a thread with the spans inside it.
 
 One pass over these spans, in order of their ends, finds the exclusive time of each phase, the calls with their parts,
-and the optimizers that stepped. It uses no recursion, so the nesting may be deep.
+and the optimizers that stepped. There is no recursion, so the nesting may be deep.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import NamedTuple
 
 from dpmon.record.record_types import BUCKET, MAX_SPANS
 from dpmon.record.schema import SPAN_PHASES, SYNC_NUMBER
@@ -29,36 +29,36 @@ CALLS = (Kind.CALL, Kind.WRAPPED)
 LEARNS = Flag.TRAINING | Flag.GRAD
 """Flags of calls that train or record gradients."""
 EDGE = (Kind.PAUSE, Kind.MEMORY)
-"""Kinds of spans that are dpmon's time, not the script's. At the edge of a step, they belong to no step."""
+"""Kinds of spans whose time is dpmon's, not the script's. At the edge of a step, they belong to no step."""
 
 
 _LEADS, _SIZES = struct.Struct("<4e"), struct.Struct("<2I")
 
 
 class PhaseSums:
-    """What the spans of a block or of a step add up to."""
+    """The sums of the spans in a block or a step."""
 
     missing_spans = 0
     """Number of spans after the first MAX_SPANS."""
     skipped = False
-    """Whether sampling left a span untimed on devices."""
+    """Whether a span was not timed on devices, to limit the cost of timing."""
     mixed: frozenset[int] = frozenset()
-    """COPY and the phases around copies without device times; empty if there are none."""
+    """COPY and the phases that enclose copies without device times; empty if there are none."""
 
     def __init__(self) -> None:
         self.times = [-1] * len(SPAN_PHASES)
-        """Exclusive ns of each phase; -1: did not run."""
+        """Exclusive time of each phase (ns); -1 if it did not run."""
         self.counts: dict[str, int] = {}
-        """Values of the quantities that were counted, and the highest number of a synchronized pass."""
+        """The quantities that spans count, and the highest number of a sync pass."""
         self.spans: list[tuple[int, int, int]] = []
         """Phase, start and duration of each occurrence of a phase, in order of start, outer before nested ones."""
         self.timed: list[tuple[int, int, int]] = []
-        """Spans with device times: number, phase, and phase of the enclosing timed span (-1: none)."""
+        """Spans with device times, as (number, phase, phase of the enclosing timed span or -1)."""
 
     def add_count(self, quantity: str, value: int) -> None:
-        """Add to a quantity; for pass numbers, keep the highest."""
-        before = self.counts.get(quantity, 0)
-        self.counts[quantity] = max(before, value) if quantity == SYNC_NUMBER else before + value
+        """Add a value to a quantity. For the number of a sync pass, keep the highest value."""
+        previous = self.counts.get(quantity, 0)
+        self.counts[quantity] = max(previous, value) if quantity == SYNC_NUMBER else previous + value
 
     def truncate_spans(self) -> None:
         """Drop the spans after the first MAX_SPANS."""
@@ -67,9 +67,9 @@ class PhaseSums:
 
     def add(self, other: PhaseSums) -> None:
         """Add the sums of a later block."""
-        for phase, took in enumerate(other.times):
-            if took >= 0:
-                self.times[phase] = max(self.times[phase], 0) + took
+        for phase, duration_ns in enumerate(other.times):
+            if duration_ns >= 0:
+                self.times[phase] = max(self.times[phase], 0) + duration_ns
         for quantity, value in other.counts.items():
             self.add_count(quantity, value)
         self.spans += other.spans
@@ -79,12 +79,20 @@ class PhaseSums:
         self.mixed |= other.mixed
 
 
-Block: TypeAlias = tuple[Span, Sequence[Span], Sequence[int], "BlockContents | None"]
-"""The outermost span, the spans of its calls, the optimizers that stepped, and the contents (or None)."""
+class Block(NamedTuple):
+    """A top-level span of a thread, with the spans inside it."""
+
+    span: Span
+    calls: Sequence[Span]
+    """Its calls, in order."""
+    optimizers: Sequence[int]
+    """Numbers of the optimizers that stepped in it, in order."""
+    contents: BlockContents | None
+    """None if there are no spans inside."""
 
 
 class BlockContents(PhaseSums):
-    """Sums and lists made from the spans of a block, in one pass."""
+    """The sums and lists that one pass over the spans of a block makes."""
 
     backward = False
 
@@ -93,29 +101,29 @@ class BlockContents(PhaseSums):
         self.first = first
         """The lowest number of its spans."""
         self.parts: dict[int, list[Span]] = {}
-        """Phases, replicas and stages of each call, by the number of its span."""
+        """By number of a call's span: its phases, replicas and stages."""
         self.by_script: list[Span] = []
-        """Primitives that the script calls itself, in order."""
-        self.memory_looks: list[int] = []
+        """The primitives that the script calls itself, in order."""
+        self.memory_samples: list[int] = []
         self._within: list[tuple[int, int, int, int]] = []
-        """Spans that the next span may enclose: start, duration, phase, number (-1: not timed on devices)."""
+        """Spans that the next span may enclose, as (start, duration, phase, number or -1 if not timed on devices)."""
         self._open_parts: list[Span] = []
         """Parts of the unfinished call."""
         self._calls: list[Span] = []
         self._leads: list[int] = []
-        """For each bucket of the next synchronized pass: how long before the last gradient it was ready (ns)."""
-        self._stepped: list[Span] = []
-        """The steps of optimizers."""
+        """For each bucket of the next sync pass: how long before the last gradient it was ready (ns)."""
+        self._optimizer_steps: list[Span] = []
 
     def summarize(self, span: Span, inner: Sequence[Span]) -> Block:
+        """Return the block of a top-level span and the spans inside it, in order of number. Call it once."""
         for part in inner:
             self._add(part)
         self._add(span)
         self.timed += [(number, phase, -1) for _, _, phase, number in self._within if number >= 0]
         self.spans.reverse()  # enclosing spans end last and must come first at equal starts
-        self.spans.sort(key=lambda run: (run[1], -run[2]))
+        self.spans.sort(key=_start_and_length)
         self.truncate_spans()
-        return span, self._calls, [one.site for one in self._stepped], self
+        return Block(span, self._calls, [optimizer.site for optimizer in self._optimizer_steps], self)
 
     def _add(self, span: Span) -> None:
         kind, flags = span.kind, span.flags
@@ -134,15 +142,15 @@ class BlockContents(PhaseSums):
             self._add_call(span)
         elif kind == Kind.OPTIMIZER:
             # A nested optimizer step is part of the outer one.
-            _pop_since(self._stepped, span.start)
+            _pop_since(self._optimizer_steps, span.start)
             if not flags & Flag.FAILED:
-                self._stepped.append(span)
+                self._optimizer_steps.append(span)
         elif kind == Kind.BACKWARD:
             self.backward = True
         elif kind in COUNTED:
             self.add_count(COUNTED[kind], span.inputs | span.outputs << 32)
         elif kind == Kind.MEMORY:
-            self.memory_looks.append(span.site)
+            self.memory_samples.append(span.site)
         elif kind == Kind.SYNC:
             self._add_sync(span)
             if flags & Flag.UNSYNCED:
@@ -170,60 +178,66 @@ class BlockContents(PhaseSums):
             self.parts[span.number] = _pop_since(self._open_parts, span.start)
 
     def _add_call(self, span: Span) -> None:
-        parts, within = _pop_since(self._open_parts, span.start), _pop_since(self._calls, span.start)
+        parts, inner_calls = _pop_since(self._open_parts, span.start), _pop_since(self._calls, span.start)
         if span.kind == Kind.CALL:
-            recorded = [call for call in within if call.kind != Kind.CALL or call.flags & Flag.DP]
-            if recorded:  # the data-parallel calls inside replace it
-                self._calls += recorded
+            data_parallel_calls = [call for call in inner_calls if call.kind != Kind.CALL or call.flags & Flag.DP]
+            if data_parallel_calls:  # the data-parallel calls inside replace it
+                self._calls += data_parallel_calls
                 return
         _pop_since(self.by_script, span.start)
-        restart = max((place for place, part in enumerate(parts, 1) if part.kind == Kind.RESTARTED), default=0)
+        restart = max((index for index, part in enumerate(parts, 1) if part.kind == Kind.RESTARTED), default=0)
         self.parts[span.number] = parts[restart:]
         self._calls.append(span)
 
     def _add_exclusive_time(self, span: Span) -> None:
-        """Add the span's exclusive time."""
-        start, own, phase = span.start, span.took, PHASE_OF[span.kind]
-        within = self._within
-        timed = bool(span.flags & Flag.TIMED)
+        """Add the exclusive time of a span to its phase."""
+        start_ns, exclusive_ns, phase = span.start, span.took, PHASE_OF[span.kind]
+        stack = self._within
+        is_timed = bool(span.flags & Flag.TIMED)
         if span.flags & Flag.UNTIMED:
             self.skipped = True
-        while within and within[-1][0] >= start:
-            _, took, inner_phase, number = within.pop()
-            own -= took
+        while stack and stack[-1][0] >= start_ns:
+            _, inner_ns, inner_phase, number = stack.pop()
+            exclusive_ns -= inner_ns
             if number >= 0:
-                self.timed.append((number, inner_phase, phase if timed else -1))
+                self.timed.append((number, inner_phase, phase if is_timed else -1))
             elif inner_phase == COPY:
                 self.mixed |= {COPY, phase}
-        within.append((start, span.took, phase, span.number if timed and phase >= 0 else -1))
+        stack.append((start_ns, span.took, phase, span.number if is_timed and phase >= 0 else -1))
         if phase >= 0:
-            self.times[phase] = max(self.times[phase], 0) + max(own, 0)
-            self.spans.append((phase, start, span.took))
+            self.times[phase] = max(self.times[phase], 0) + max(exclusive_ns, 0)
+            self.spans.append((phase, start_ns, span.took))
 
 
 def make_block(span: Span, inner: Sequence[Span]) -> Block:
-    """Make the block of a top-level span and the spans inside it (in order of number)."""
-    kind = span[1]
+    """Return the block of a top-level span and the spans inside it, in order of number."""
     if inner:
-        return BlockContents(inner[0][0]).summarize(span, inner)
-    if kind in CALLS or (kind == Kind.PARALLEL_APPLY and span[2] & Flag.BY_SCRIPT):
-        return span, (span,), (), None
-    if kind == Kind.OPTIMIZER and not span[2] & Flag.FAILED:
-        return span, (), (span[5],), None
-    return span, (), (), None
+        return BlockContents(inner[0].number).summarize(span, inner)
+    kind = span.kind
+    if kind in CALLS or (kind == Kind.PARALLEL_APPLY and span.flags & Flag.BY_SCRIPT):
+        return Block(span, (span,), (), None)
+    if kind == Kind.OPTIMIZER and not span.flags & Flag.FAILED:
+        return Block(span, (), (span.site,), None)
+    return Block(span, (), (), None)
+
+
+def _start_and_length(run: tuple[int, int, int]) -> tuple[int, int]:
+    """Return the sort key of a (phase, start, duration): by start, the longest first."""
+    _, start, duration_ns = run
+    return start, -duration_ns
 
 
 def decode_bucket_leads(span: Span) -> list[int]:
-    """Return the leads of four buckets (ns) in a span of kind BUCKETS."""
+    """Return how long before the last gradient each of four buckets was ready (ns), from a span of kind BUCKETS."""
     leads = _LEADS.unpack(_SIZES.pack(span.inputs, span.outputs))
     return [int(lead * LEAD_NS) if 0 <= lead <= MAX_LEAD else 0 for lead in leads]
 
 
 def _pop_since(spans: list[Span], start: int) -> list[Span]:
-    """Take the spans that began at `start` or later from the end of a list."""
-    at = len(spans)
-    while at and spans[at - 1].start >= start:
-        at -= 1
-    taken = spans[at:]
-    del spans[at:]
-    return taken
+    """Remove and return the spans that began at `start` or later from the end of a list."""
+    index = len(spans)
+    while index and spans[index - 1].start >= start:
+        index -= 1
+    popped = spans[index:]
+    del spans[index:]
+    return popped

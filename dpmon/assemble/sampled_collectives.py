@@ -1,11 +1,11 @@
-"""Finds, for each collective of a sampled step, when it could begin and in which step it ran; for a loss, its step.
+"""Finds the step of each sampled collective and of each loss, and how long a collective was queued.
 
-The span of a sample arrives at the end of the sample. Its flags show whether the sample is discarded because it holds
-an evaluation. The collectives are held until then.
+The span of a sample arrives at the end of the sample. Its flags show whether the sample is discarded because it
+contains an evaluation. Until then, the collectives are held.
 
-A collective belongs to the step in which it was launched. Its span may arrive before that step ends. So it waits until
-a step has ended after the launch. Collectives of one process group run one after the other, so a collective could begin
-once it was launched and all earlier ones had ended.
+A collective belongs to the step in which it was launched. Its span may arrive before that step ends, so it waits until
+a step has ended after the launch. Collectives of one process group run one after the other, so a collective is queued
+until all earlier ones have ended.
 """
 
 from __future__ import annotations
@@ -20,145 +20,150 @@ from dpmon.record.history_rows import CollectiveRow, Definition, LossRow
 from dpmon.record.span_format import Flag, Span
 
 MAX_STEPS = 32
-"""Most remembered steps. A collective that ends more than this many steps later is recorded without a step."""
+"""How many steps are remembered. A collective that ends more than this many steps later is recorded without a step."""
 MAX_SAMPLES = 64
-"""Limit of remembered samples: a collective may end after several later samples."""
+"""How many samples are remembered. A collective may end after several later samples."""
 MAX_WAITING = 1 << 14
 MAX_GROUPS = 256
 MAX_EARLIER = 64
-"""Most earlier collectives of a group to compare a collective with."""
+"""With how many earlier collectives of its group a collective is compared."""
 
 
 @dataclass
 class _Sample:
-    """A sample that is over."""
+    """A sample that has ended."""
 
     start: int
     end: int
     discarded: bool
     missing: int
-    """Number of its collectives that have not arrived. One that arrives when this is 0 is dropped: another thread
-    launched it just as the sample ended, and the sample does not count it."""
+    """Number of its collectives that have not arrived. A collective that arrives when this is 0 is dropped: another
+    thread launched it just as the sample ended, so the sample did not count it."""
 
 
 class SampledCollectives:
-    """The collectives of one process."""
+    """Finds the steps of one process's sampled collectives and losses."""
 
-    def __init__(self, known: KnownDefinitions) -> None:
-        self._known = known
+    def __init__(self, definitions: KnownDefinitions) -> None:
+        self._definitions = definitions
         self._steps: deque[tuple[int, int, int]] = deque(maxlen=MAX_STEPS)
-        """Start, end and number of the last steps."""
-        self._held: list[CollectiveRow] = []
+        """The last steps, as (start, end, number)."""
+        self._last_step_end = -1
+        self._held_rows: list[CollectiveRow] = []
         """Collectives of the unfinished sample."""
         self._sampled: deque[_Sample] = deque(maxlen=MAX_SAMPLES)
         """The last samples."""
         self._waiting: list[CollectiveRow | LossRow] = []
         """Collectives and losses that wait until a step ends after their start."""
-        self._before: dict[str, list[tuple[int, int]]] = {}
-        """Start and end of the last collectives by group."""
+        self._recent_by_group: dict[str, list[tuple[int, int]]] = {}
+        """By process group: its last collectives, as (start, end)."""
         self._ready: list[CollectiveRow | LossRow] = []
         self.skips = False
         """Whether to discard the next sample, because a predecessor may have read a part of it."""
 
     def add_span(self, span: Span) -> bool:
-        """Take a span; False if its definition is unknown."""
+        """Add the span of a collective or a sample. Return False if its definition is unknown."""
         quantity = span.inputs | span.outputs << 32
-        unended = span.took if span.flags & Flag.UNENDED else 0
-        took = -1 if unended else span.took
-        queued, launched = -1, False
+        unended_reason = span.took if span.flags & Flag.UNENDED else 0
+        duration_ns = -1 if unended_reason else span.took
+        queued_ns, is_launched = -1, False
         if span.site:
-            facts = self._known.collectives.get(span.site)
-            if facts is None:
+            definition = self._definitions.collectives.get(span.site)
+            if definition is None:
                 return False
-            launched = facts.operation is not None
-            if took >= 0 and launched:
-                queued = self._queue_delay_ns(facts.group, span)
-        one = CollectiveRow(span.number, span.site, span.inside, unended & 0xFF, 0, span.start, took, queued, quantity)
-        if launched:
-            self._hold(one)
+            is_launched = definition.operation is not None
+            if duration_ns >= 0 and is_launched:
+                queued_ns = self._queue_delay_ns(definition.group, span)
+        row = CollectiveRow(
+            span.number, span.site, span.inside, unended_reason & 0xFF, 0, span.start, duration_ns, queued_ns, quantity
+        )
+        if is_launched:
+            self._hold(row)
             return True
         if not span.site:
             discarded, self.skips = span.flags & Flag.FAILED or self.skips, False
             self._sampled.append(_Sample(span.start, span.end, bool(discarded), quantity))
-            held, self._held = self._held, []
-            for before in held:
-                self._hold(before)
+            held_rows, self._held_rows = self._held_rows, []
+            for held_row in held_rows:
+                self._hold(held_row)
         if span.site or not discarded:
-            self._place(one)
+            self._place_row(row)
         return True
 
     def add_loss(self, span: Span) -> bool:
-        """Take the span of a loss; False if its definition is unknown."""
+        """Add the span of a loss. Return False if its definition is unknown."""
         (value,) = struct.unpack("=d", struct.pack("=Q", span.inputs | span.outputs << 32))
-        if span.site not in self._known.losses:
+        if span.site not in self._definitions.losses:
             return False
-        self._place(LossRow(span.site, 0, span.start, value))
+        self._place_row(LossRow(span.site, 0, span.start, value))
         return True
 
-    def _hold(self, one: CollectiveRow) -> None:
-        """Hold a collective until its sample is over. If the sample is over already, place or discard it now."""
-        sample = next((each for each in self._sampled if one.start < each.end), None)
+    def _hold(self, row: CollectiveRow) -> None:
+        """Hold a collective until its sample has ended. If the sample has ended already, place or discard it now."""
+        sample = next((sample for sample in self._sampled if row.start < sample.end), None)
         if sample is None:
-            self._held.append(one)
-            if len(self._held) > MAX_WAITING:
-                self._place(self._held.pop(0))
+            self._held_rows.append(row)
+            if len(self._held_rows) > MAX_WAITING:
+                self._place_row(self._held_rows.pop(0))
         elif not sample.discarded:
-            if one.start < sample.start:  # its own sample is too long ago to be remembered
-                self._place(one)
+            if row.start < sample.start:  # its own sample is too old to be remembered
+                self._place_row(row)
             elif sample.missing > 0:
                 sample.missing -= 1
-                self._place(one)
+                self._place_row(row)
 
     def _queue_delay_ns(self, group: str, span: Span) -> int:
         """Return how long a collective waited for earlier ones of its group (ns).
 
         An earlier collective that ended later ran at the same time and does not count.
         """
-        before = self._before.setdefault(group, [])
-        ends = [end for start, end in before if start <= span.start and span.start < end <= span.end]
-        before.append((span.start, span.end))
-        del before[:-MAX_EARLIER]
-        if len(self._before) > MAX_GROUPS:
-            del self._before[next(iter(self._before))]
+        earlier = self._recent_by_group.setdefault(group, [])
+        ends = [end for start, end in earlier if start <= span.start and span.start < end <= span.end]
+        earlier.append((span.start, span.end))
+        del earlier[:-MAX_EARLIER]
+        if len(self._recent_by_group) > MAX_GROUPS:
+            del self._recent_by_group[next(iter(self._recent_by_group))]
         return max(ends, default=span.start) - span.start
 
-    def _place(self, one: CollectiveRow | LossRow) -> None:
-        if self._steps and self._steps[-1][1] > one.time_of_step:
-            self._ready.append(one._replace(step=self._step_at(one.time_of_step)))
+    def _place_row(self, row: CollectiveRow | LossRow) -> None:
+        """Give a collective or a loss its step, or let it wait for the end of a step."""
+        if self._last_step_end > row.time_of_step:
+            self._ready.append(row._replace(step=self._step_at(row.time_of_step)))
         else:
-            self._waiting.append(one)
+            self._waiting.append(row)
             if len(self._waiting) > MAX_WAITING:
                 self._ready.append(self._waiting.pop(0))
 
-    def _step_at(self, time: int) -> int:
-        """Return the step that ran at a time; 0 for none."""
-        at = bisect_right(self._steps, (time, 1 << 63, 0))
-        if at == 0:
+    def _step_at(self, time_ns: int) -> int:
+        """Return the number of the step that ran at a time; 0 if there was none."""
+        index = bisect_right(self._steps, (time_ns, 1 << 63, 0))
+        if index == 0:
             return 0
-        _, end, number = self._steps[at - 1]
-        return number if time < end else 0
+        _, end, number = self._steps[index - 1]
+        return number if time_ns < end else 0
 
     def close_step(self, number: int, start: int, end: int) -> None:
-        """Note the end of a step, and place what waited for it."""
+        """Add a step that has ended, and place the collectives and losses that waited for it."""
         self._steps.append((start, end, number))
+        self._last_step_end = end
         if self._waiting:
             waiting, self._waiting = self._waiting, []
-            for one in waiting:
-                self._place(one)
+            for row in waiting:
+                self._place_row(row)
 
     def finish(self) -> None:
-        """Release all collectives, because no more samples or steps end."""
-        for one in () if self.skips else self._held:  # the process was killed in a sample
-            self._place(one)
+        """Release all collectives, because no more samples or steps will end."""
+        for row in () if self.skips else self._held_rows:  # the process was killed in a sample
+            self._place_row(row)
         self._ready += self._waiting
-        self._held.clear()
+        self._held_rows.clear()
         self._waiting.clear()
 
     def pop_rows(self) -> list[CollectiveRow | LossRow | Definition]:
         """Return the collectives and losses with known steps, each once, with their definitions."""
-        found: list[CollectiveRow | LossRow | Definition] = []
-        for one in self._ready:
-            found += self._known.pop_unwritten_rows((one.definition,))
-            found.append(one)
+        rows: list[CollectiveRow | LossRow | Definition] = []
+        for row in self._ready:
+            rows += self._definitions.pop_unwritten_rows((row.definition,))
+            rows.append(row)
         self._ready.clear()
-        return found
+        return rows

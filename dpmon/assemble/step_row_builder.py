@@ -19,79 +19,80 @@ from dpmon.record.shared_names import Untimed
 from dpmon.record.span_format import COUNTED, Flag, Kind, Span
 
 Item: TypeAlias = "Block | QueuedEvent"
-_SLOW = Flag.TIMED | Flag.UNTIMED | Flag.FAILED
-_MAX_KNOWN = 1 << 15
-_MAX_LOOKS = 64
-_NOTHING: Sequence[Span] = ()
+_NOT_PLAIN = Flag.TIMED | Flag.UNTIMED | Flag.FAILED
+_MAX_CALL_FACTS = 1 << 15
+_MAX_MEMORY_SAMPLES = 64
+_NO_SPANS: Sequence[Span] = ()
 
 
 class StepRowBuilder:
     """Makes and numbers the rows of one process."""
 
-    def __init__(self, known: KnownDefinitions, communication: SampledCollectives) -> None:
-        self.known = known
-        self._communication = communication
+    def __init__(self, definitions: KnownDefinitions, collectives: SampledCollectives) -> None:
+        self.definitions = definitions
+        self._collectives = collectives
         self.number = 0
-        """Number of steps that have ended."""
+        """Number of steps so far."""
         self.calls = 0
+        """Number of calls so far."""
         self.unmatched_fetches = 0
-        """Number of batches fetched directly after another fetch; each may have its own call in the same step."""
+        """Number of batches fetched directly after another fetch. Each may have its own call in the same step."""
         self.fetches = FetchTracker()
         self.thread = -1
         """The training thread; -1 while unknown."""
-        self.memory_looks = {0: 0}
-        """Per memory look: the last step that had begun."""
-        self.awaiting_call: list[QueuedEvent] = []
+        self.steps_by_memory_sample = {0: 0}
+        """By number of a memory sample: the last step that had started."""
+        self.awaiting_events: list[QueuedEvent] = []
         """Events that wait for the next call."""
         self.dropped = 0
         self.out: list[Waiting] = []
         self.sampling = TimingIntervalController()
-        self._peaks: set[int] = set()
+        self._peak_samples: set[int] = set()
         self._totals = StepTotals()
-        self._step = 1
-        self._composer = ComposedCallBuilder(known, self._record_call)
-        self._known: dict[tuple[int, int, int], tuple[bool, int, int, int, int]] = {}
-        """What `_common_facts` returns, by (layout, inputs, outputs) of a call."""
+        self._call_step = 1
+        self._call_builder = ComposedCallBuilder(definitions, self._record_call)
+        self._call_facts: dict[tuple[int, int, int], tuple[bool, int, int, int, int]] = {}
+        """By (layout, inputs, outputs) of a call: the result of `_find_call_facts`."""
 
     # ------------------------------------------------------------------------------------------ steps
 
-    def step(self, totals: StepTotals, start: int, end: int) -> None:
+    def add_step(self, totals: StepTotals, start: int, end: int) -> None:
         """Record a step."""
         self.number += 1
         self.out.append(totals.build_row(self.number, start, max(end - start, 0), self.fetches.pop_step_batches()))
-        self._communication.close_step(self.number, start, end)
+        self._collectives.close_step(self.number, start, end)
         if totals.timed or totals.skipped:
             self.sampling.count_step(max(end - start, 0), not totals.skipped)
 
     def record_items(self, items: Iterable[Item], part: StepTotals | None = None) -> StepTotals:
-        """Record items of the open step; return what they and its recorded `part` add up to."""
+        """Record items of the open step. Return the totals of these items and of the step's recorded `part`."""
         totals = self._totals = part or StepTotals()
-        self._step = self.number + 1
+        self._call_step = self.number + 1
         times, spans, thread = totals.times, totals.spans, self.thread
         for item in items:
             if isinstance(item, QueuedEvent):
                 self.place_event(item, self.number + 1)
                 continue
-            span, calls, _, inner = item
-            kind, flags = span[1], span[2]
-            if span[4] == thread or kind == Kind.OPTIMIZER_FREED:
-                if inner is not None:
-                    totals.add(inner)
-                    for look in inner.memory_looks:
-                        self.note_memory_sample(look, self.number + 1)
+            span, calls, _, contents = item
+            kind, flags = span.kind, span.flags
+            if span.thread == thread or kind == Kind.OPTIMIZER_FREED:
+                if contents is not None:
+                    totals.add(contents)
+                    for sample in contents.memory_samples:
+                        self.note_memory_sample(sample, self.number + 1)
                 elif (phase := PHASE_OF[kind]) >= 0:
-                    took = times[phase]
-                    times[phase] = span[7] if took < 0 else took + span[7]
-                    spans.append((phase, span[6], span[7]))
+                    previous_ns = times[phase]
+                    times[phase] = max(previous_ns, 0) + span.took
+                    spans.append((phase, span.start, span.took))
                     if kind in COUNTED:
-                        totals.add_count(COUNTED[kind], span[8] | span[9] << 32)
-                    if flags & _SLOW or phase == COPY:
+                        totals.add_count(COUNTED[kind], span.inputs | span.outputs << 32)
+                    if flags & _NOT_PLAIN or phase == COPY:
                         totals.note_timing(span, phase)
                 elif kind == Kind.MEMORY:
-                    self.note_memory_sample(span[5], self.number + 1)
+                    self.note_memory_sample(span.site, self.number + 1)
             if calls or kind in PRIMITIVES:
-                self._calls(span, calls, (), inner)
-            if kind == Kind.BACKWARD or (inner is not None and inner.backward):
+                self._record_calls(span, calls, (), contents)
+            if kind == Kind.BACKWARD or (contents is not None and contents.backward):
                 totals.end_micro_batch()
                 totals.failed = flags & Flag.FAILED != 0
             if kind == Kind.OPTIMIZER:
@@ -100,102 +101,112 @@ class StepRowBuilder:
         if len(spans) > MAX_SPANS:
             totals.truncate_spans()
         del totals.timed[MAX_TIMED + 1 :]
-        self._composer.flush_all()
+        self._call_builder.flush_all()
         return totals
 
     # ------------------------------------------------------------------------------------------ calls
 
     def add_calls_outside_step(self, block: Block) -> None:
-        """Record calls of another thread while no step is open."""
-        if not (block[1] or block[0][1] in PRIMITIVES):
+        """Record the calls of another thread while no step is open."""
+        if not (block.calls or block.span.kind in PRIMITIVES):
             return
-        self._step = max(self.number, 1)
-        self._calls(*block)
-        self._composer.flush_all()
+        self._call_step = max(self.number, 1)
+        self._record_calls(*block)
+        self._call_builder.flush_all()
 
-    def _calls(self, span: Span, calls: Sequence[Span], _: Sequence[int], inner: BlockContents | None) -> None:
-        if inner is None:
+    def _record_calls(
+        self, span: Span, calls: Sequence[Span], _: Sequence[int], contents: BlockContents | None
+    ) -> None:
+        if contents is None:
             if span.kind in PRIMITIVES:
-                self._primitive(span, None)
+                self._record_primitive(span, None)
             else:
-                self._composer.flush(span.thread)
-                self._call(span, None)
+                self._call_builder.flush(span.thread)
+                self._record_plain_call(span, None)
             return
-        by_script = inner.by_script
-        at = 0
+        by_script = contents.by_script
+        index = 0
         for call in calls:
-            while at < len(by_script) and by_script[at].number <= call.number:
-                self._primitive(by_script[at], inner)
-                at += 1
+            while index < len(by_script) and by_script[index].number <= call.number:
+                self._record_primitive(by_script[index], contents)
+                index += 1
             if call.kind != Kind.PARALLEL_APPLY:
-                self._composer.flush(span.thread)
-                self._call(call, inner)
-        for primitive in by_script[at:]:
-            self._primitive(primitive, inner)
+                self._call_builder.flush(span.thread)
+                self._record_plain_call(call, contents)
+        for primitive in by_script[index:]:
+            self._record_primitive(primitive, contents)
 
-    def _call(self, call: Span, inner: BlockContents | None) -> None:
-        flags, thread, site, start, took, inputs, outputs = call[2], *call[4:]
-        known = self._known.get((site, inputs, outputs)) or self._common_facts(call)
-        if known is None:
+    def _record_plain_call(self, call: Span, contents: BlockContents | None) -> None:
+        number, _, flags, _, thread, site, start, duration_ns, inputs, outputs = call
+        call_facts = self._call_facts.get((site, inputs, outputs)) or self._find_call_facts(call)
+        if call_facts is None:
             self.dropped += 1
             if thread == self.thread:
-                self._count(flags, -1 - site, -1)
+                self._count_call(flags, -1 - site, -1)
             return
-        plain, inputs, outputs, module, rows = known
+        is_plain, inputs, outputs, module, rows = call_facts
         if thread == self.thread:
-            self._count(flags, module, rows)
-        parts = inner.parts.get(call[0]) if inner is not None else None
-        if parts or flags & _SLOW or not plain:
-            self._record_call(unnumbered_call(self.known, call, site, parts or ()))
+            self._count_call(flags, module, rows)
+        parts = contents.parts.get(number) if contents is not None else None
+        if parts or flags & _NOT_PLAIN or not is_plain:
+            self._record_call(unnumbered_call(self.definitions, call, site, parts or ()))
             return
-        self.calls = number = self.calls + 1
-        if self.awaiting_call:
-            self._emit_awaiting_call()
+        self.calls += 1
+        if self.awaiting_events:
+            self._emit_awaiting_events()
         mode = mode_of(flags)
-        self.out.append(CallRow(self._step, number, mode, flags & FLAGS, site, start, took, inputs, outputs))
+        self.out.append(
+            CallRow(self._call_step, self.calls, mode, flags & FLAGS, site, start, duration_ns, inputs, outputs)
+        )
 
-    def _common_facts(self, call: Span) -> tuple[bool, int, int, int, int] | None:
-        """Return and cache the common facts of calls with this layout and these sizes; None if the layout is unknown.
+    def _find_call_facts(self, call: Span) -> tuple[bool, int, int, int, int] | None:
+        """Return and cache what calls with this layout and these sizes share; None if the layout is unknown.
 
-        The facts: whether a call without parts has exactly one replica; inputs and outputs (0: unknown); the module;
-        the rows (-1: unknown).
+        The result is (whether a call without parts has exactly one replica, inputs or 0, outputs or 0, module, rows or
+        -1), with 0 and -1 for unknown values.
         """
-        site, inputs, outputs = call.site, self.known.sizes_or_zero(call.inputs), self.known.sizes_or_zero(call.outputs)
-        layout = self.known.layouts.get(site)
+        site, inputs, outputs = (
+            call.site,
+            self.definitions.sizes_or_zero(call.inputs),
+            self.definitions.sizes_or_zero(call.outputs),
+        )
+        layout = self.definitions.layouts.get(site)
         if layout is None:
             return None
-        if len(self._known) >= _MAX_KNOWN:
-            self._known.clear()
-        self.out += self.known.pop_unwritten_rows((site, inputs, outputs))
-        plain = bool(layout.devices) and "replicas" not in layout.absent
-        known = plain, inputs, outputs, self.known.module(site), self.known.batch_rows(inputs, site)
-        self._known[call.site, call.inputs, call.outputs] = known
-        return known
+        if len(self._call_facts) >= _MAX_CALL_FACTS:
+            self._call_facts.clear()
+        self.out += self.definitions.pop_unwritten_rows((site, inputs, outputs))
+        is_plain = bool(layout.devices) and "replicas" not in layout.absent
+        call_facts = is_plain, inputs, outputs, self.definitions.module(site), self.definitions.batch_rows(inputs, site)
+        self._call_facts[call.site, call.inputs, call.outputs] = call_facts
+        return call_facts
 
     def _record_call(self, call: PendingRow) -> None:
         self.calls += 1
         assert isinstance(call.row, CallRow)
-        row = call.row._replace(step=self._step, call=self.calls)
-        self.out += self.known.pop_unwritten_rows(sorted(row.definitions))
-        if self.awaiting_call:
-            self._emit_awaiting_call()
-        if call.why == Untimed.SAMPLED:
-            self.out.append(row.timed([None] * len(call.slots), call.why))
+        row = call.row._replace(step=self._call_step, call=self.calls)
+        self.out += self.definitions.pop_unwritten_rows(sorted(row.definitions))
+        if self.awaiting_events:
+            self._emit_awaiting_events()
+        if call.untimed == Untimed.SAMPLED:
+            self.out.append(row.timed([None] * len(call.slots), call.untimed))
         else:
             self.out.append(call._replace(row=row) if any(call.slots) else row)
 
-    def _primitive(self, span: Span, inner: BlockContents | None) -> None:
-        """Record a primitive that the script calls itself."""
-        parts = inner.parts.get(span.number, _NOTHING) if inner is not None else _NOTHING
-        inputs = self._composer.add_primitive(span, parts)
+    def _record_primitive(self, span: Span, contents: BlockContents | None) -> None:
+        """Record a primitive that the script itself called."""
+        parts = contents.parts.get(span.number, _NO_SPANS) if contents is not None else _NO_SPANS
+        inputs = self._call_builder.add_primitive(span, parts)
         if span.kind != Kind.PARALLEL_APPLY:
             return
-        if span.site not in self.known.layouts:
+        if span.site not in self.definitions.layouts:
             self.dropped += 1
         elif span.thread == self.thread:
-            self._count(span.flags, self.known.module(span.site), self.known.batch_rows(inputs, span.site))
+            self._count_call(
+                span.flags, self.definitions.module(span.site), self.definitions.batch_rows(inputs, span.site)
+            )
 
-    def _count(self, flags: int, module: int, rows: int) -> None:
+    def _count_call(self, flags: int, module: int, rows: int) -> None:
         """Count the rows of a call on the training thread."""
         totals = self._totals
         if not totals.mode:
@@ -218,46 +229,47 @@ class StepRowBuilder:
     # ------------------------------------------------------------------------------------------ events
 
     def place_event(self, event: QueuedEvent, step: int) -> None:
-        """Take an event that happened here. `step`: the last step that has begun."""
+        """Queue an event that happened now. `step`: the last step that has started."""
         if event.fill == "next":
-            self.awaiting_call.append(event)
+            self.awaiting_events.append(event)
         else:
-            self._emit(event, step, self.calls)
+            self._emit_event(event, step, self.calls)
 
-    def _emit_awaiting_call(self) -> None:
-        for event in self.awaiting_call:
-            self._emit(event, self._step, self.calls)
-        self.awaiting_call = []
+    def _emit_awaiting_events(self) -> None:
+        for event in self.awaiting_events:
+            self._emit_event(event, self._call_step, self.calls)
+        self.awaiting_events = []
 
     def finish(self) -> None:
-        """Emit the waiting events, because there are no more calls."""
-        self._step, self.calls = self.number + 1, self.calls + 1
-        self._emit_awaiting_call()
+        """Queue the waiting events, because no more calls will arrive."""
+        self._call_step, self.calls = self.number + 1, self.calls + 1
+        self._emit_awaiting_events()
 
-    def _emit(self, event: QueuedEvent, step: int, call: int) -> None:
-        event.finalize(step, call, self.memory_looks)
+    def _emit_event(self, event: QueuedEvent, step: int, call: int) -> None:
+        event.finalize(step, call, self.steps_by_memory_sample)
         self.out.append(event)
         peaks = event.referenced_memory_samples()
         if peaks:
-            self._peaks = set(peaks)
+            self._peak_samples = set(peaks)
 
-    def note_memory_sample(self, look: int, step: int) -> None:
-        """Note a memory look taken after `step` began."""
-        self.memory_looks[look] = step
-        if len(self.memory_looks) > 2 * _MAX_LOOKS:
-            newest = list(self.memory_looks)[-_MAX_LOOKS:]
-            self.memory_looks = {
-                look: step for look, step in self.memory_looks.items() if look in self._peaks or look in newest
+    def note_memory_sample(self, sample: int, step: int) -> None:
+        """Note that a memory sample was taken after `step` had started."""
+        self.steps_by_memory_sample[sample] = step
+        if len(self.steps_by_memory_sample) > 2 * _MAX_MEMORY_SAMPLES:
+            newest = list(self.steps_by_memory_sample)[-_MAX_MEMORY_SAMPLES:]
+            self.steps_by_memory_sample = {
+                sample: step
+                for sample, step in self.steps_by_memory_sample.items()
+                if sample in self._peak_samples or sample in newest
             }
 
 
 def end_without_overhead(items: Sequence[Item], end: int) -> int:
-    """Return the end of a step, without dpmon's own spans just before `end`."""
+    """Return the end of a step that ends at `end`, without dpmon's own spans just before."""
     for item in reversed(items):
         if isinstance(item, QueuedEvent):
             continue
-        span = item[0]
-        if span.kind not in EDGE:
+        if item.span.kind not in EDGE:
             break
-        end = span.start
+        end = item.span.start
     return end

@@ -1,4 +1,4 @@
-"""Sums up the spans of a step, and makes the row of the step."""
+"""Adds up the spans of a step, and makes the row of the step."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from dpmon.record.span_format import Flag, Span
 
 _IN_ORDER = tuple((name, SPAN_PHASES.index(name)) for name in STEP_PHASES[:-1])
 MAX_TIMED = 4096
-"""Most spans with device times in one step. With more, the step has no device times."""
+"""A step with device times of more spans than this gets no device times."""
 
 
 class StepTotals(PhaseSums):
     """The sums of one step."""
 
     learned_rows = evaluated_rows = -1
-    """Rows of the calls that train or record gradients, and rows of the other calls."""
+    """Rows of the calls that train or record gradients, and rows of the other calls; -1 while unknown."""
     mode = ""
     learns = False
     """Whether a call trains or records gradients."""
     failed = False
     """Whether its last call, backward pass or optimizer step raised an exception."""
     backwards = 0
-    """Backward passes so far."""
+    """Number of backward passes so far."""
     passes = 0
-    """Backward passes before the last call that learns."""
+    """Number of backward passes before the last call that learns."""
     module = 0
     """Module of the last call that learns."""
     batch_models: frozenset[int] = frozenset()
-    """Modules of the calls with gradients since the last backward pass."""
+    """Modules of the calls that recorded gradients since the last backward pass."""
     batch_rows = 0
     """Rows of the largest of these calls."""
     first_models: frozenset[int] = frozenset()
@@ -43,7 +43,7 @@ class StepTotals(PhaseSums):
     """Whether an optimizer has stepped."""
 
     def note_timing(self, span: Span, phase: int) -> None:
-        """Note whether a span without others inside has device times."""
+        """Note whether a span without inner spans has device times."""
         if span.flags & Flag.TIMED:
             self.timed.append((span.number, phase, -1))
         elif span.flags & Flag.UNTIMED:
@@ -53,58 +53,58 @@ class StepTotals(PhaseSums):
 
     @property
     def is_missing_update(self) -> bool:
-        """Whether it should learn but has no backward pass and no optimizer step."""
+        """Whether the step should learn but has no backward pass and no optimizer step."""
         return self.learns and self.times[BACKWARD] < 0 and self.times[OPTIMIZER] < 0
 
     def is_micro_batch(self, module: int) -> bool:
-        """Whether a call of `module` follows a backward pass with no optimizer step in between."""
+        """Return whether a call of `module` follows a backward pass without an optimizer step in between."""
         return self.learns and self.module == module and self.passes != self.backwards and self.times[OPTIMIZER] < 0
 
     def add_training_call(self, module: int, rows: int) -> None:
-        """Note a call with gradients."""
+        """Add a call that records gradients."""
         self.batch_models |= {module}
         self.batch_rows = max(self.batch_rows, rows)
 
     def end_micro_batch(self) -> None:
-        """Note a backward pass. It ends a micro-batch if the same models, and no optimizer, ran before each pass."""
+        """Add a backward pass. It ends a micro-batch if the same models, and no optimizer, ran before each pass."""
         self.backwards += 1
         models = self.batch_models
         if not models:
             return
         self.first_models = self.first_models or models
-        alike = models == self.first_models and not self.stepped
-        self.batches = self.batches + 1 if self.batches >= 0 and alike else -1
+        is_same = models == self.first_models and not self.stepped
+        self.batches = self.batches + 1 if self.batches >= 0 and is_same else -1
         self.sum_of_rows += self.batch_rows
         self.batch_models, self.batch_rows = frozenset(), 0
 
-    def build_row(self, step: int, start: int, wall: int, batches: Batches | None) -> Step | PendingRow:
-        """Return the row of the step. `batches`: those that it fetched."""
+    def build_row(self, step: int, start_ns: int, wall_ns: int, batches: Batches | None) -> Step | PendingRow:
+        """Return the row of the step. `batches`: the batches that it fetched."""
         samples = self.learned_rows if self.learned_rows >= 0 else self.evaluated_rows
         # Without a loader, the backward passes divide a step into micro-batches. In a GAN they do not, because passes
         # through the discriminator alone alternate with passes through both models.
         if self.times[DATA] < 0 and self.batches > 1 and self.batch_models <= self.first_models and samples >= 0:
             samples = self.sum_of_rows
-        spans = [(phase, begin - start, took) for phase, begin, took in self.spans]
+        spans = [(phase, span_start - start_ns, ns) for phase, span_start, ns in self.spans]
         times = self.times
-        phases = {name: times[at] for name, at in _IN_ORDER if times[at] >= 0}
-        phases["other"] = max(0, wall - sum(phases.values()))
-        counted = samples if samples >= 0 else None
-        facts = counted, phases, self.counts, spans, self.missing_spans
-        row = Step(0, None, step, self.mode, start, wall, *facts, batches=batches)
+        phases = {name: times[index] for name, index in _IN_ORDER if times[index] >= 0}
+        phases["other"] = max(0, wall_ns - sum(phases.values()))
+        known_samples = samples if samples >= 0 else None
+        values = known_samples, phases, self.counts, spans, self.missing_spans
+        row = Step(0, None, step, self.mode, start_ns, wall_ns, *values, batches=batches)
         if self.skipped:
             return row.timed([None] * len(SPAN_PHASES), Untimed.SAMPLED)
         return PendingRow(row, *self._device_time_slots(), DATA) if self.timed else row
 
     def _device_time_slots(self) -> tuple[Slots, int]:
-        """Return the spans that add up to the device time of each phase, and the reason for missing times."""
+        """Return the slots of the phases' device times, and the reason for missing times (see PendingRow)."""
         slots: Slots = [[] for _ in SPAN_PHASES]
         if len(self.timed) > MAX_TIMED:
             return slots, Untimed.TOO_MANY
-        for number, phase, around in self.timed:
+        for number, phase, enclosing_phase in self.timed:
             if phase < len(slots):
                 slots[phase].append((number, 1))
-            if 0 <= around < len(slots):
-                slots[around].append((number, -1))
+            if 0 <= enclosing_phase < len(slots):
+                slots[enclosing_phase].append((number, -1))
         if not self.mixed:
             return slots, Untimed.NONE
         for phase in self.mixed - {-1}:

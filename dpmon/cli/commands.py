@@ -362,7 +362,7 @@ def _query_step_counts(store: Store) -> _Counts:
     rate = window.rate()
     calls = store.open_calls
     evaluations, samples = window.evaluation_steps(most.process), None if rate is None else rate.samples_per_s
-    stalls = parse_stalls(event.data for event in store.events("stall", newest=TEXTS_READ))
+    stalls = parse_stalls(event.data for event in store.events("stall", limit=TEXTS_READ))
     last_ns = max((step.start_ns + step.wall_ns for step in store.steps(1)), default=0)
     stall = final_stall(stalls, last_ns)
     standing = None if stall is None else f"stalled: {stall.text}"

@@ -39,12 +39,12 @@ from dpmon.run.run_directory import ExitInfo, RunError, is_run_directory
 from dpmon.run.run_reader import RunReader
 from dpmon.sanitize import to_safe_json
 from dpmon.stalls.run_state import ENDED, STALLED
-from dpmon.store.step_stats import StepStats, counted_as_fields, rate_as_fields
+from dpmon.store.step_stats import StepStats, quantities_to_json, rate_to_json
 from dpmon.store.store_opening import open_store
 from dpmon.text.formatting import format_calls_so_far, format_compact, format_count, format_rate_within_steps
 
 EVERY_S = 1.0
-_RATES = tuple(rate_as_fields(None))
+_RATES = tuple(rate_to_json(None))
 _FIGURES = ("step_ms", "phases", "call_phases", "quantities")
 _MAX_RANKS = 64
 _STILL = {STALLED: "the run is stalled", ENDED: "the run is ending"}
@@ -210,13 +210,13 @@ def _progress(
         "process": focus.process,
         "rank": focus.rank,
         "step": focus.last_step.step,
-        **rate_as_fields(fast.rate),
+        **rate_to_json(fast.rate),
         "mode": focus.mode or None,
         "virtual": focus.virtual,
         "step_ms": None if found is None else fields_of(found, "median_ns", "p95_ns"),
         "phases": None if found is None else _phases(found, of_call=False),
         "call_phases": None if found is None else _phases(found, of_call=True),
-        "quantities": None if found is None else counted_as_fields(found.known_quantities),
+        "quantities": None if found is None else quantities_to_json(found.known_quantities),
     }
     return members, absent
 

@@ -85,7 +85,7 @@ class _SummaryLines:
         warnings = [*damaged, *(warning.text for warning in facts.announced.warnings)]
         stalled = stall_sentences(facts, self._how, over=self._how is not None)
         lines = [*stalled, *self._time_lines(), *self._gap_lines(warnings)]
-        kinds = facts.store.kinds() | facts.layouts.modes_and_kinds()
+        kinds = facts.store.step_kinds() | facts.layouts.modes_and_kinds()
         if facts.open_calls:
             lines.append(format_calls_so_far(facts.open_calls))
         elif not kinds:

@@ -21,10 +21,8 @@ from dpmon.record.safe_json import DEEPEST, load_json
 from dpmon.record.schema import SECOND
 from dpmon.record.shared_names import MODES
 from dpmon.store.history_schema import CALL_COLUMNS, STEP_COLUMNS, definition_from_row
-from dpmon.store.query_results import call_from_columns
+from dpmon.store.query_results import call_from_columns, shape_from_row, step_lists
 from dpmon.store.row_exchange import CHUNK_BYTES, KEPT, NUMBERED, TIMES, column_default, columns_sent
-from dpmon.store.step_queries import step_lists
-from dpmon.store.store_queries import shape_from_row
 from dpmon.store.tally import WIDTHS
 
 AHEAD_S = 60

@@ -22,7 +22,7 @@ from dpmon.mirror.chunk_receiver import Chunk
 from dpmon.mirror.cross_node_waits import CrossNodeWaits
 from dpmon.run.run_directory import RunInfo
 from dpmon.store.history_schema import LASTING, NODE_COLUMNS, RingRow
-from dpmon.store.history_writer import JOIN_STEP, LIMIT_BYTES, HistoryWriter
+from dpmon.store.history_writer import LIMIT_BYTES, UPDATE_STEP_WAITS, HistoryWriter
 from dpmon.store.query_results import NODE_DEVICES, NodeRow, event_from_row
 from dpmon.store.row_exchange import NUMBERED, columns_sent
 from dpmon.store.tally import COLUMNS, WIDTHS, SeriesNames, Tally, TallyKey
@@ -152,7 +152,7 @@ class MirrorHistory:
             self._stage_rows("events", [(self._next_id(), None, kind, t_ns, text)])
         self._flush()
         waits = self._waits.completed
-        self._db.executemany(JOIN_STEP, [(wait.exposed_ns, wait.wait_ns, wait.step.id) for wait in waits])
+        self._db.executemany(UPDATE_STEP_WAITS, [(wait.exposed_ns, wait.wait_ns, wait.step.id) for wait in waits])
         self._stage_rows("tallies", self._waits.late_tally_rows())
         self._flush("tallies")
         self._publish_wider_tallies()

@@ -150,7 +150,7 @@ class ComparedRun:
 def build_compared_run(facts: RunAnalysis, given: Mapping[str, str | None], **about: Any) -> ComparedRun:
     """Read a run while its store is open. `given`: the set-up that is not in the store; `about`: id to started_unix."""
     there = [mode for mode, evaluation in facts.window.modes if not evaluation]
-    usual = max(there, key=lambda mode: facts.window.tally(mode, settled=True).steps, default=None)
+    usual = max(there, key=lambda mode: facts.window.tally(mode, without_warmup=True).steps, default=None)
     rows: list[tuple[StepKind, Tally]] = []
     kinds: Counter[StepKind] = Counter()
     trained: Counter[tuple[int, int]] = Counter()

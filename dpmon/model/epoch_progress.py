@@ -144,7 +144,7 @@ def _no_epoch_reason(last: Step) -> str:
 
 def _unknown_length_reason(rows: Store, now: LoaderLoop) -> str:
     """Why the length of the loader is unknown."""
-    for event in reversed(rows.events("loader", newest=64)):
+    for event in reversed(rows.events("loader", limit=64)):
         absent = event.data.get("absent")
         if event.data.get("process") == now.process and event.data.get("dataset") == now.dataset:
             why = text_member(absent, "batches") if isinstance(absent, Mapping) else None

@@ -29,7 +29,7 @@ class LossCurve:
     last: float | None = None
     """The newest value, which may be NaN or infinite; None if there is none: see `why`."""
     smoothed: float | None = None
-    """A mean of the last finite values, in which newer ones weigh more (dpmon.store.query_results.SMOOTHED)."""
+    """A mean of the last finite values, in which newer ones weigh more (dpmon.store.query_results.LOSS_SMOOTHING)."""
     step: int | None = None
     """The step of the newest value; None if unknown."""
     t_ns: int | None = None
@@ -43,7 +43,7 @@ def read_loss_curves(store: Store, process: int, begin_s: int, end_s: int, width
 
     A point covers `width_s` seconds and starts at a multiple of it, as a column of the history does.
     """
-    places = store.loss_places(process)
+    places = store.loss_sites(process)
     read = {place for place, why in places.values() if why is None}
     found = []
     for number, (place, why) in places.items():

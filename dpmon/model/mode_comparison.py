@@ -137,7 +137,7 @@ def compare_modes(
     `devices`: the devices of dp. `longest`: the longest steps, which show why steps are uneven. `waits`: start and end
     (ns) of each wait for input.
     """
-    tallies = {key: tally for key, tally in window.by_process.items() if key.process == process and tally.steps}
+    tallies = {key: tally for key, tally in window.tallies.items() if key.process == process and tally.steps}
     there = [mode for mode in MODES_COMPARED if any(key.mode == mode for key in tallies)]
     kinds: dict[str, Counter[StepKind]] = {mode: Counter() for mode in there}
     for key, tally in tallies.items():
@@ -147,7 +147,7 @@ def compare_modes(
     both = len(there) == 2
     kind = common_kind(kinds.values()) if both else None
     evaluation, batch = (False, None) if kind is None else (not kind.trains, kind.batch)
-    taken = {mode: window.tally(mode, evaluation, process, settled=both, batch=batch) for mode in there}
+    taken = {mode: window.tally(mode, evaluation, process, without_warmup=both, batch=batch) for mode in there}
     sides = {mode: compute_step_stats(mode, False, taken[mode], window.rate(mode, process=process)) for mode in there}
     seen = {mode: window.tally(mode, process=process).steps for mode in there}
     base = Comparison(sides=sides, seen=seen, devices=tuple(devices), virtual=virtual)
@@ -198,7 +198,7 @@ def _speedup_per_switch(rows: Sequence[tuple[str, Tally]]) -> tuple[ModeSpeedup,
 def first_with_both(window: StatsWindow) -> int:
     """The first process with steps in both modes, or else the first."""
     modes: dict[int, set[str]] = {process: set() for process in window.processes}
-    for key in window.by_process:
+    for key in window.tallies:
         modes.setdefault(key.process, set()).add(key.mode)
     both = (process for process, there in modes.items() if there.issuperset(MODES_COMPARED))
     return next(both, min(modes, default=0))

@@ -46,7 +46,7 @@ def _processes(
     `plain`: their last steps are without phases.
     """
     numbers = sorted(nodes)
-    steps, calls = rows.newest_steps(numbers, plain=plain), rows.newest_calls(numbers)
+    steps, calls = rows.newest_steps(numbers, brief=plain), rows.newest_calls(numbers)
     memory = rows.newest_memory(numbers)
     began = rows.first_activity_ns(sorted({*steps, *calls}))
     known = {}

@@ -14,7 +14,7 @@ from dpmon.model.stragglers import MIN_STEPS, Group, RankTimes, build_rank_times
 from dpmon.model.stragglers import SERIES as STRAGGLER_SERIES
 from dpmon.model.throughput import metrics_end_s, sample_unevenly
 from dpmon.record.schema import SECOND, STEP
-from dpmon.store.step_stats import compute_step_stats, merge_mode_tallies, tallies_by_process, training_modes
+from dpmon.store.step_stats import compute_step_stats, merge_mode_tallies, split_tallies_by_process, training_modes
 from dpmon.store.tally import Tally, TallyKey
 
 if TYPE_CHECKING:
@@ -256,7 +256,9 @@ def _rank_times(
             for key, tally in found.items():
                 own[key.process].setdefault(key, Tally()).merge(tally)
         trained = mode in training_modes((key.mode, key.kind) for each in own.values() for key in each)
-        whole = ((one, merge_mode_tallies(own[one.process], mode, False, trained, settled=True)) for one in ranks)
+        whole = (
+            (one, merge_mode_tallies(own[one.process], mode, False, trained, without_warmup=True)) for one in ranks
+        )
         times = tuple(build_rank_times(one.process, one.number, tally, one.node) for one, tally in whole)
         joined = times[0].joined
         if not rows.is_mirror or width_s >= _SAMPLED_S or not 0 < joined < min(times[0].steps, MIN_STEPS):
@@ -274,7 +276,7 @@ def with_recent_stats(rows: Store, processes: Iterable[Process]) -> Iterator[Pro
         begin_s = max(end_s // _MINUTE_S - 1, 0) * _MINUTE_S  # each minute has its own tally
         numbers = tuple(process.process for process in those)
         found = rows.tallies(begin_s, end_s, process=numbers, series=_SERIES)
-        trained, own = training_modes((key.mode, key.kind) for key in found), tallies_by_process(found)
+        trained, own = training_modes((key.mode, key.kind) for key in found), split_tallies_by_process(found)
         for process in those:
             mode = process.last_step.mode if process.last_step is not None else ""
             tally = merge_mode_tallies(own.get(process.process, {}), mode, False, mode in trained)

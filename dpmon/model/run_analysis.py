@@ -134,7 +134,7 @@ class RunAnalysis:
     @cached_property
     def stages(self) -> list[StageSizes]:
         """The inputs and outputs of each stage of a model on several devices."""
-        return self.layouts.stages(self.window.by_process)
+        return self.layouts.stages(self.window.tallies)
 
     @cached_property
     def batches(self) -> list[IdleDeviceCounts]:
@@ -144,7 +144,7 @@ class RunAnalysis:
     @cached_property
     def replicas(self) -> list[ReplicaStats]:
         """Each replica with its rows and times."""
-        return build_replica_stats(self.layouts, self.window.of_each)
+        return build_replica_stats(self.layouts, self.window.tallies_by_process)
 
     @cached_property
     def calls(self) -> int:
@@ -182,7 +182,7 @@ class RunAnalysis:
         return [self._rank(process, times) for process in self.processes] if len(self.processes) > 1 else []
 
     def _rank(self, process: int, times: Mapping[int, RankTimes]) -> RankSummary:
-        sizes, (tally, speed) = self.layouts.of_process(process), self.window.of_process(process)
+        sizes, (tally, speed) = self.layouts.of_process(process), self.window.process_totals(process)
         facts = self.announced.info.get(process, ProcessInfo(process))
         forward = tally.stat(device_series("forward"))
         untimed = next((step.untimed for step in self.store.steps(1, process=process)), None)
@@ -225,7 +225,7 @@ class RunAnalysis:
         """The figures of a mode for `process`, or for the shown process; the rate is that of all processes."""
         process = self.representative_process(mode, evaluation) if process is None else process
         whole = self._mode(mode, evaluation, process, self.window.tally(mode, evaluation, process))
-        settled = self.window.tally(mode, evaluation, process, settled=True)
+        settled = self.window.tally(mode, evaluation, process, without_warmup=True)
         return replace(whole, settled=self._mode(mode, evaluation, process, settled))
 
     def _mode(self, mode: str, evaluation: bool, process: int, tally: Tally) -> ModeStats:
@@ -437,7 +437,7 @@ class RunAnalysis:
         found = [
             step
             for mode in modes
-            for step in self.store.longest_steps(LONGEST, mode, trains=self.window.ever_trains(mode))
+            for step in self.store.longest_steps(LONGEST, mode, training_only=self.window.ever_trains(mode))
         ]
         stop = -1 if self._stop_asked_ns is None else self._stop_asked_ns
         long = (step for step in found if not step.start_ns <= stop < step.start_ns + step.wall_ns)
@@ -450,7 +450,7 @@ class RunAnalysis:
         In each step, the process that waits longest counts.
         """
         found = {
-            mode: self.store.worst_rank_share("data", mode, trains=self.window.ever_trains(mode))
+            mode: self.store.worst_rank_share("data", mode, training_only=self.window.ever_trains(mode))
             for mode in {one.mode for one in self.other_process_modes}
         }
         return {mode: longest for mode, longest in found.items() if longest is not None}

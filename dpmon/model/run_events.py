@@ -80,7 +80,7 @@ class RunEvents:
         """Read the events up to the time of `rows`: the newest of each kind, or (`every`) all."""
 
         def data(kind: str, most: int) -> Iterator[Mapping[str, object]]:
-            return (event.data for event in rows.events(kind, newest=-1 if every else most))
+            return (event.data for event in rows.events(kind, limit=-1 if every else most))
 
         of_ranks = _OF_RANK * len(rows.ranks)
 

@@ -206,7 +206,7 @@ class SnapshotBuilder:
 
     def _read_events(self, rows: Store) -> RunEvents:
         """The events up to the time of `rows`; those of the last picture if there are no new ones."""
-        key = rows.newest_event(), rows.pruned, rows.until_ns, len(rows.ranks)
+        key = rows.newest_event_id(), rows.pruned, rows.until_ns, len(rows.ranks)
         if key != self._events[0]:
             self._events = key, RunEvents.read(rows)
         return self._events[1]
@@ -241,7 +241,7 @@ class SnapshotBuilder:
         begin_s = max(end_s - wanted.span_s, 0) if wanted.span_s else 0
         whole = StatsWindow(rows, 0, end_s, process.process, self._of_run)
         ranged = StatsWindow(rows, begin_s, end_s, process.process, self._of_range) if begin_s else whole
-        mode = process.mode if any(key.mode == process.mode for key in ranged.by_process) else step.mode
+        mode = process.mode if any(key.mode == process.mode for key in ranged.tallies) else step.mode
         waits = events.input_waits(process.process)
         shown_s, width = _history_range(process, end_s, wanted)
         found = _with_calls(rows, process, ranged)
@@ -303,11 +303,11 @@ class SnapshotBuilder:
         if self._compared is not None and self._compared.key == key and 0 <= end_s - self._compared.end_s < every_s:
             found = self._compared.found
         else:
-            both = {key.mode for key in window.by_process}.issuperset(MODES_COMPARED)
+            both = {key.mode for key in window.tallies}.issuperset(MODES_COMPARED)
             longest = [
                 step
                 for mode in (MODES_COMPARED if both else ())
-                for step in rows.longest_steps(_LONG_READ, mode, process=number, lately=not wanted.over)
+                for step in rows.longest_steps(_LONG_READ, mode, process=number, newest_only=not wanted.over)
             ]
             found = compare_modes(
                 window,
@@ -346,10 +346,10 @@ def _with_calls(
         progress = progress_of(rows, process.process, process.last_step, most=1, no_time=OTHER_RANK)
         process = replace(process, progress=progress)
     else:
-        trained = {key.mode for key in ranged.by_process if ranged.ever_trains(key.mode)}
+        trained = {key.mode for key in ranged.tallies if ranged.ever_trains(key.mode)}
         # The calls of all ranks lie between those of one.
         most = max(CALLS_READ * RANKS_A_SECOND // max(len(rows.ranks), RANKS_A_SECOND), RANK_CALLS_READ)
-        tracks = build_call_timings(calls, ranged.by_process, trained, mode, most=most)
+        tracks = build_call_timings(calls, ranged.tallies, trained, mode, most=most)
     return _with_devices(replace(process, calls=tracks, last_calls=calls.last_step_calls()))
 
 
@@ -365,9 +365,9 @@ def _with_devices(process: Process) -> Process:
 
 def _stats_of_mode(window: StatsWindow, process: int, mode: str) -> StepStats:
     """The figures of a mode's training steps; of its evaluation steps if there are no others in this time."""
-    found = window.figures(mode, process=process)
+    found = window.step_stats(mode, process=process)
     if not found.steps and window.ever_trains(mode):
-        found = window.figures(mode, True, process)
+        found = window.step_stats(mode, True, process)
     return found if found.steps else NO_STEPS
 
 
@@ -375,9 +375,9 @@ def _settled_stats(window: StatsWindow, ranged: StepStats, process: int) -> Step
     """The figures `ranged` without the settling steps; none if they are of evaluations."""
     if ranged.evaluation or not ranged.steps:
         return NO_STEPS
-    if not any(key.kind & SETTLING for key in window.by_process):
+    if not any(key.kind & SETTLING for key in window.tallies):
         return ranged
-    return compute_step_stats(ranged.mode, False, window.tally(ranged.mode, process=process, settled=True), None)
+    return compute_step_stats(ranged.mode, False, window.tally(ranged.mode, process=process, without_warmup=True), None)
 
 
 def _uneven(rows: Store, figures: StepStats, process: int, waits: Sequence[tuple[int, int]]) -> StepUnevenness | None:
@@ -385,7 +385,7 @@ def _uneven(rows: Store, figures: StepStats, process: int, waits: Sequence[tuple
     tally = figures.tally
     if uneven_steps(tally, (), waits) is None:
         return None
-    uneven = uneven_steps(tally, rows.longest_steps(_LONG_READ, figures.mode, process=process, lately=True), waits)
+    uneven = uneven_steps(tally, rows.longest_steps(_LONG_READ, figures.mode, process=process, newest_only=True), waits)
     if uneven is not None and uneven.phase == INPUT:  # count the time of the waits, not of these steps
         waited = overlap_ns(waits, tally.first_ns or 0, tally.last_ns or 0)
         return uneven._replace(time=min(waited / max(tally.stat(STEP).total, 1), 1.0))

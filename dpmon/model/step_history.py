@@ -51,7 +51,7 @@ class HistoryColumnCache:
         """The columns from `begin_s` to `end_s` (the second after the newest step), oldest first."""
         begin_s -= begin_s % width
         kept_process, kept_width, kept_begin = self._of
-        trained = frozenset(training_modes(store.kinds()))
+        trained = frozenset(training_modes(store.step_kinds()))
         if trained != self._trained:
             self._trained, kept_process = trained, -1
         if (kept_process, kept_width) != (process, width) or begin_s < kept_begin or end_s < self._until:
@@ -144,7 +144,7 @@ def bin_steps(
     span_ns = max(last_ns - first_ns, 0)
     least = max(span_ns / BINS, min(median_ns, span_ns)) / SECOND
     seconds = next((width for width in _WIDTHS if width >= least), _WIDTHS[-1])
-    trained, end_s = training_modes(store.kinds()), (last_ns // SECOND // seconds + 1) * seconds
+    trained, end_s = training_modes(store.step_kinds()), (last_ns // SECOND // seconds + 1) * seconds
     found = []
     for process in sorted(set(shown.values())):
         sums = _tallies_by_bin(store, process, 0, end_s, seconds, trained)

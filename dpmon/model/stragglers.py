@@ -170,7 +170,7 @@ def rank_times_in_window(
             whole = found.get(rank, (process, Tally()))[1]
             for mode, evaluation in window.modes:
                 if not evaluation:
-                    whole.merge(window.tally(mode, process=process, settled=True))
+                    whole.merge(window.tally(mode, process=process, without_warmup=True))
             found[rank] = process, whole
     return tuple(
         build_rank_times(process, rank, tally, nodes.get(process)) for rank, (process, tally) in sorted(found.items())

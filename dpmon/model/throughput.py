@@ -85,7 +85,7 @@ def read_recent_rate(
     `processes`: those that train together, in a mode. `begin_s`, `until_s`: the seconds to read. `times`: number
     of processes that train, divided by the number of those that are read.
     """
-    process, trained = processes[0], mode in training_modes(rows.kinds())
+    process, trained = processes[0], mode in training_modes(rows.step_kinds())
     found = _last_ten_seconds(rows, tuple(processes), begin_s, until_s, mode, trained)
     own = found[process]
     if not own.has_enough_steps:
@@ -120,7 +120,7 @@ def _last_ten_seconds(
 
 def _last_two_steps(rows: Store, process: int, end_s: int, mode: str, trained: bool) -> RecentTraining:
     """The two newest steps of a process, if they have this mode."""
-    newest = rows.steps(2, process=process, left_out=False)
+    newest = rows.steps(2, process=process, include_excluded=False)
     taken = [
         SecondRow(process, mode, 0, 1, step.samples, step.start_ns, step.start_ns + step.wall_ns, step.wall_ns)
         for step in newest

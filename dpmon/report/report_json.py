@@ -22,7 +22,7 @@ from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.step_history import PARTS, Bin
 from dpmon.report.report_data import ReportData
 from dpmon.store.query_results import LossBin
-from dpmon.store.step_stats import counted_as_fields, rate_as_fields
+from dpmon.store.step_stats import quantities_to_json, rate_to_json
 from dpmon.store.tally import SeriesStats
 
 _GAPS = 100
@@ -130,7 +130,7 @@ def _mode(facts: RunAnalysis, mode: ModeStats) -> dict[str, object]:
         "mode": mode.mode or None,
         "steps": mode.all_steps,
         "process_steps": mode.steps,
-        **rate_as_fields(mode.rate),
+        **rate_to_json(mode.rate),
         "phases": {
             phase.name: {
                 **phase_fields(phase),
@@ -139,7 +139,7 @@ def _mode(facts: RunAnalysis, mode: ModeStats) -> dict[str, object]:
             }
             for phase in mode.phases
         },
-        "quantities": counted_as_fields(mode.known_quantities),
+        "quantities": quantities_to_json(mode.known_quantities),
     }
 
 
@@ -161,7 +161,7 @@ def _ranks(facts: RunAnalysis) -> list[dict[str, object]]:
         {
             **fields_of(line, "process", "rank", "node", "world", "device", "inputs", "outputs"),
             **fields_of(line, "calls", "steps", "median_ns"),
-            **rate_as_fields(line.rate),
+            **rate_to_json(line.rate),
             name: ms(line.forward_ns),
             "absent": {} if line.untimed is None else {name: line.untimed},
             **rank_fields(line.times),

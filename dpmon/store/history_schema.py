@@ -80,10 +80,10 @@ from dpmon.store.tally import COLUMNS, PLAIN
 from dpmon.store.time_accounting import ACTIVITIES
 
 BEFORE_S = -1
-"""`start_s` of the device_rollups and collective_sums that cover all time before the remaining ones."""
+"""`start_s` of the device_rollups and collective_sums that cover all time before the other rows."""
 HISTORY_FILE = "history.sqlite"
 LASTING_KINDS = ("process", "mode", "exit", "warning", "pause", "input", "stall", "loader", "ddp")
-"""Events kept when older rows are deleted, because they concern the whole run; of some kinds only the newest."""
+"""Events that are kept when older rows are deleted, because they concern the whole run; of some kinds, the newest."""
 LASTING = f"kind IN ({', '.join(repr(kind) for kind in LASTING_KINDS)})"
 STEP_COLUMNS: Mapping[str, str] = {
     "id": "INTEGER PRIMARY KEY",
@@ -124,11 +124,11 @@ NODE_COLUMNS: Mapping[str, str] = {
 """The columns of nodes and their types."""
 LOSS_COLUMNS = ("id", "process", "definition", "step", "t_ns", "loss")
 UNFIT = "loss - loss IS NULL"
-"""Whether a loss is NaN or infinite."""
+"""The SQL condition for a loss that is NaN or infinite."""
 SHARE_IDS = ("calls", "steps", "events", "collectives", "losses")
-"""The tables with ids from the common counter."""
+"""The tables whose ids come from the common counter."""
 OWN = "definition > 0 AND phase = 0 AND step > 0"
-"""Collectives that the script launched in a step, outside the phases."""
+"""The SQL condition for collectives that the script itself launched in a step, outside the phases."""
 COLLECTIVE_SUMS = ("count", "bytes", "ended", "timed_bytes", "ran_ns")
 """The sums of collectives."""
 ACTIVITY_COLUMNS = tuple(f"{name}_ns" for name in ACTIVITIES)
@@ -213,15 +213,15 @@ SCHEMA_VERSION = 9_000 + crc32(SCHEMA.encode()) % 1_000
 """Another column makes another version. If the meaning of a column changes, raise the thousands."""
 
 
-_LOOK_STEPS = 100_000
+_CHECK_INTERVAL = 100_000
 """Instructions of SQLite's virtual machine between two checks."""
-_WRITE_STEPS = 1 << 32
-"""More instructions than any batch needs, even one with the records of a long time."""
+_MAX_WRITE_INSTRUCTIONS = 1 << 32
+"""More instructions than any batch needs, even a batch with the records of a long time."""
 LARGEST = 1 << 30
 """Largest database (bytes) that is copied to memory. The limits of queries do not grow beyond this size."""
-_SMALLEST_ROW = 8
+_MIN_ROW_BYTES = 8
 """Fewest bytes of a row: its position in the page, its length and its id."""
-_LONGEST_VALUE = 64 << 20
+_MAX_VALUE_BYTES = 64 << 20
 _FAILURES = (sqlite3.Error, OverflowError, MemoryError)
 _TOO_LONG = "a value is too long"
 _CHUNK = 200
@@ -260,11 +260,11 @@ class RingRow:
     open_calls: int = 0
     """Calls so far, while no step has ended."""
     node: int | None = None
-    """Number of its machine; None: this machine."""
+    """Number of its node; None if it ran on this machine."""
 
 
 class CheckedConnection:
-    """The way to the records in a database, which may be damaged or hostile: it checks each row.
+    """A connection that validates every row, because the database may be damaged or hostile.
 
     It limits the rows and the work of one query by the size of the database: a damaged tree can have endless rows.
     """
@@ -273,17 +273,17 @@ class CheckedConnection:
         """Limit the queries of `db`, a database of `size` bytes, and keep its schema from running functions."""
         self.db = db
         self.set_size(size)
-        self._done = 0
-        db.set_progress_handler(self._on_progress, _LOOK_STEPS)
+        self._checks = 0
+        db.set_progress_handler(self._on_progress, _CHECK_INTERVAL)
         db.execute("PRAGMA trusted_schema=OFF")
         if sys.version_info >= (3, 11):
-            db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST_VALUE)
+            db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_VALUE_BYTES)
 
     def set_size(self, size: int, *, writes: bool = False) -> None:
         """Set the limits for a database of `size` bytes; `writes`: for the next transaction, not for queries."""
         size = min(size, LARGEST)
-        self.most_rows = 10_000 + size // _SMALLEST_ROW
-        self._most = (_WRITE_STEPS if writes else 20_000_000 + 8 * size) // _LOOK_STEPS
+        self.max_rows = 10_000 + size // _MIN_ROW_BYTES
+        self._max_checks = (_MAX_WRITE_INSTRUCTIONS if writes else 20_000_000 + 8 * size) // _CHECK_INTERVAL
 
     def rows(self, query: str, values: Sequence[Any] | Mapping[str, Any] = ()) -> Iterator[tuple[Any, ...]]:
         """Yield the rows of a query. Raises HistoryError at the first damage.
@@ -292,7 +292,7 @@ class CheckedConnection:
         number or NULL: a sum of other values is none. What comes out of JSON is checked by those who read it.
         """
         self.reset_instruction_count()
-        left = self.most_rows
+        remaining_rows = self.max_rows
         try:
             cursor = self.db.execute(query, values)
         except _FAILURES as error:
@@ -305,13 +305,13 @@ class CheckedConnection:
                 chunk.extend(islice(cursor, _CHUNK))
             except _FAILURES as error:  # the rows before it are in the chunk
                 failure = str(error) or _TOO_LONG
-            sound = _count_valid_rows(names, chunk)
-            yield from chunk[: min(sound, left)]
-            left -= len(chunk)
-            if left < 0:
+            valid_count = _count_valid_rows(names, chunk)
+            yield from chunk[: min(valid_count, remaining_rows)]
+            remaining_rows -= len(chunk)
+            if remaining_rows < 0:
                 failure = "it has more rows than its size allows"
-            elif sound < len(chunk):
-                check_column_types(names, list(map(type, chunk[sound])))
+            elif valid_count < len(chunk):
+                check_column_types(names, list(map(type, chunk[valid_count])))
                 failure = "a row has an unknown mode"
             if failure:
                 raise HistoryError(failure)
@@ -320,8 +320,8 @@ class CheckedConnection:
             self.reset_instruction_count()
 
     def reset_instruction_count(self) -> None:
-        """Restart the count of instructions, because a query begins."""
-        self._done = 0
+        """Restart the count of instructions, because a query starts."""
+        self._checks = 0
 
     def refresh(self) -> None:
         """End the transaction, so that the next query sees the current database."""
@@ -332,19 +332,17 @@ class CheckedConnection:
 
     def _on_progress(self) -> int:
         """Act as SQLite's progress handler: a result other than 0 interrupts the query."""
-        self._done += 1
-        return self._done > self._most
+        self._checks += 1
+        return self._checks > self._max_checks
 
 
 def _count_valid_rows(names: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> int:
-    """Return how many rows, from the first on, have values of the right types and known modes."""
+    """Return how many rows, starting from the first, have values of the right types and known modes."""
     for name, values in zip(names, zip(*rows, strict=True), strict=True) if rows else ():
         if not _column_types(name).issuperset(map(type, values)) or (name == "mode" and not set(values) <= set(MODES)):
-            return (
-                next((at for at, row in enumerate(rows) if not _count_valid_rows(names, [row])), 0)
-                if len(rows) > 1
-                else 0
-            )
+            if len(rows) == 1:
+                return 0
+            return next((index for index, row in enumerate(rows) if not _count_valid_rows(names, [row])), 0)
     return len(rows)
 
 
@@ -355,11 +353,11 @@ def _column_types(name: str) -> frozenset[type]:
     return every if name.startswith("json_extract") else frozenset(_own_schema()[1].get(name, _OF_EXPRESSION))
 
 
-def check_column_types(names: Sequence[str], kinds: Sequence[type]) -> None:
+def check_column_types(names: Sequence[str], types: Sequence[type]) -> None:
     """Raise HistoryError if a row with these columns has a value of another type than SCHEMA declares."""
-    for name, kind in zip(names, kinds, strict=True):
-        if kind not in _column_types(name):
-            raise HistoryError(f"a row has {kind.__name__} in {name}")
+    for name, value_type in zip(names, types, strict=True):
+        if value_type not in _column_types(name):
+            raise HistoryError(f"a row has {value_type.__name__} in {name}")
 
 
 _TYPES = {"INTEGER": int, "TEXT": str, "REAL": float, "BLOB": bytes}
@@ -374,7 +372,7 @@ def columns_of(table: str) -> Mapping[str, tuple[type, ...]]:
         rows = db.execute(f"PRAGMA table_info({table})").fetchall()
     # A name may be optional in another table only; a part of a key is never NULL.
     kinds = {name: (_types(name, _TYPES[declared]), in_key) for _, name, declared, _, _, in_key in rows}
-    return {name: found[:1] if in_key else found for name, (found, in_key) in kinds.items()}
+    return {name: types[:1] if in_key else types for name, (types, in_key) in kinds.items()}
 
 
 def _types(name: str, kind: type) -> tuple[type, ...]:
@@ -390,21 +388,21 @@ def _own_schema() -> tuple[dict[str, tuple[Any, ...]], dict[str, tuple[type, ...
     with closing(sqlite3.connect(":memory:")) as db:
         db.executescript(SCHEMA)
         schema = _schema_of(db)
-        found: dict[str, type] = {}
+        type_by_name: dict[str, type] = {}
         for table, (kind, *_) in schema.items():
             for _, name, declared, *_ in db.execute(f"PRAGMA table_info({table})") if kind == "table" else ():
                 if declared:
-                    found.setdefault(name, _TYPES[declared])
-    return schema, {name: _types(name, kind) for name, kind in found.items()}
+                    type_by_name.setdefault(name, _TYPES[declared])
+    return schema, {name: _types(name, kind) for name, kind in type_by_name.items()}
 
 
 def database_file_stamps(path: Path) -> list[os.stat_result]:
-    """Return the facts of the files of a database; its writer may delete the second one at any time."""
-    found = []
-    for part in (path, Path(f"{path}-wal")):
+    """Return the `lstat` results of a database's files: the database, and its journal if there is one."""
+    stamps = []
+    for file in (path, Path(f"{path}-wal")):
         with suppress(FileNotFoundError):
-            found.append(part.lstat())
-    return found
+            stamps.append(file.lstat())
+    return stamps
 
 
 def database_size(path: Path) -> int:
@@ -412,49 +410,52 @@ def database_size(path: Path) -> int:
     return sum(file.st_size for file in database_file_stamps(path))
 
 
-def check_schema(db: sqlite3.Connection, *, whole: bool) -> None:
-    """Raise HistoryError if the database has any other table or index than SCHEMA; `whole`: also if one is missing."""
-    found, (wanted, _) = _schema_of(db), _own_schema()
-    for name, declared in found.items():
-        if wanted.get(name) != declared:
+def check_schema(db: sqlite3.Connection, *, is_complete: bool) -> None:
+    """Raise HistoryError if a table or index differs from SCHEMA; with `is_complete`, also if one is missing."""
+    tables, (expected, _) = _schema_of(db), _own_schema()
+    for name, declared in tables.items():
+        if expected.get(name) != declared:
             raise HistoryError(f"it holds {str(name)[:60]}, which is not dpmon's")
-    if whole and (missing := wanted.keys() - found.keys()):
+    if is_complete and (missing := expected.keys() - tables.keys()):
         raise HistoryError(f"it has no table {min(missing)}")
 
 
 def _schema_of(db: sqlite3.Connection) -> dict[str, tuple[Any, ...]]:
     """Return type and declaration of each table, index, view and trigger, and whether it has a tree of rows."""
     rows = db.execute("SELECT name, type, sql, rootpage > 0 FROM sqlite_master").fetchall()
-    found = {name: tuple(rest) for name, *rest in rows}
-    if len(found) < len(rows):
+    entries = {name: tuple(entry) for name, *entry in rows}
+    if len(entries) < len(rows):
         raise HistoryError("it holds two things of one name")
-    return found
+    return entries
 
 
 def version_of(db: sqlite3.Connection) -> int:
     """Return the schema version of a history. HistoryError if it is in anything but a plain table."""
     if _schema_of(db).get("meta", _own_schema()[0]["meta"]) != _own_schema()[0]["meta"]:
         raise HistoryError("it holds meta, which is not dpmon's")
-    row = db.execute("SELECT value FROM meta WHERE key = 'schema'").fetchone()
-    version: int = row[0] if row is not None and type(row[0]) is int else SCHEMA_VERSION
-    return version
+    for (version,) in db.execute("SELECT value FROM meta WHERE key = 'schema'"):
+        if type(version) is int:
+            return version
+    return SCHEMA_VERSION
 
 
 def last_ids(db: sqlite3.Connection) -> list[int]:
     """Return the highest id in each of the tables that share ids."""
     query = " UNION ALL ".join(f"SELECT max(id) FROM {table}" for table in SHARE_IDS)
-    return [row[0] or 0 for row in db.execute(query)]
+    return [last_id or 0 for (last_id,) in db.execute(query)]
 
 
 def definition_from_row(row: tuple[int, str]) -> tuple[int, Any]:
-    """Return number and value of a definition. Raises HistoryError if it is damaged."""
+    """Return (number, value) of the definition in a row. Raises HistoryError if it is damaged."""
     try:
-        return row[0], load_json(row[1])
+        number, text = row
+        return number, load_json(text)
     except ValueError as error:
         raise HistoryError(f"a damaged definition: {error}") from None
 
 
-def read_ring_rows(door: CheckedConnection) -> dict[str, RingRow]:
+def read_ring_rows(connection: CheckedConnection) -> dict[str, RingRow]:
     """Return the rows of the table `rings` by file name. Raises HistoryError if one is damaged."""
     columns = ", ".join(member.name for member in fields(RingRow))
-    return {row[0]: RingRow(*row) for row in door.rows(f"SELECT {columns} FROM rings")}
+    rows = (RingRow(*row) for row in connection.rows(f"SELECT {columns} FROM rings"))
+    return {row.name: row for row in rows}

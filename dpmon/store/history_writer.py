@@ -1,4 +1,4 @@
-"""Writes history.sqlite (its schema: dpmon.store.history_schema). Only the supervisor of a run writes it."""
+"""Writes history.sqlite, whose schema is in dpmon.store.history_schema. Only the supervisor of a run writes it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dpmon.errors import HistoryError
-from dpmon.record.schema import EXPOSED, WAIT
+from dpmon.record.schema import EXPOSED, SECOND, WAIT
 from dpmon.run.safe_files import check_database
 from dpmon.store.history_schema import (
     BEFORE_S,
@@ -40,35 +40,39 @@ from dpmon.store.tally_writer import TallyWriter
 from dpmon.store.write_batch import GAP_NS, WriteBatch
 
 LIMIT_BYTES = 256 << 20
-_FAULTS = sqlite3.Error, OSError, MemoryError, HistoryError
-_LASTING_KEPT = 10_000
-_SUMS_PART = 3
-"""Each table of sums may take a third of the size limit."""
+_ERRORS = sqlite3.Error, OSError, MemoryError, HistoryError
+_MAX_LASTING = 10_000
+_SUMS_DIVISOR = 3
+"""Each table of sums may take the size limit divided by this number."""
 _ROW_BYTES = 180
 """Approximate size of a row of sums."""
-_SHARES = {"tallies": 3 / 4, "times": 3 / 4, **dict.fromkeys(("collective_sums", "device_rollups"), 1 / _SUMS_PART)}
-"""The part of the size limit that each of these tables may take before a machine loses rows in it."""
-_GREEDY_PART, _LAST_PART, _LITTLE = 8, 64, 1 << 16
-"""The limit divided by the first is what a machine may have in a table. This is halved while the history stays too
-large; below the limit divided by the second, _SHARES no longer count. The third: bytes that it always keeps."""
-_BOUNDED = ("meta", "nodes", "series", "late")
-"""Tables with limits of their own."""
-_OF_DEVICE = f"CASE WHEN device < 0 THEN device ELSE -1 - device / {NODE_DEVICES} END"
+_TABLE_SHARES = {
+    "tallies": 3 / 4,
+    "times": 3 / 4,
+    **dict.fromkeys(("collective_sums", "device_rollups"), 1 / _SUMS_DIVISOR),
+}
+"""The share of the size limit that each of these tables may take before a node loses rows in it."""
+_NODE_DIVISOR, _LAST_DIVISOR, _MIN_NODE_BYTES = 8, 64, 1 << 16
+"""A node's rows in a table may take the limit divided by the first. That is halved while the history stays too large;
+below the limit divided by the second, _TABLE_SHARES no longer count. The third: bytes that a node always keeps."""
+_LIMITED_TABLES = ("meta", "nodes", "series", "late")
+"""Tables that have limits of their own."""
+_DEVICE_OWNER = f"CASE WHEN device < 0 THEN device ELSE -1 - device / {NODE_DEVICES} END"
 KEPT_LOSSES, KEPT_OLDER = 1024, 2048
-"""The newest losses of a line that are all kept, and how many of its older ones are kept, in equal distances."""
+"""How many of the newest losses of a script line are kept, and how many older ones, at equal distances."""
 _THIN_LOSSES = f"""\
 DELETE FROM losses WHERE process = :process AND definition = :line AND t_ns < :until AND id NOT IN (
     SELECT min(id) FROM losses WHERE process = :process AND definition = :line GROUP BY t_ns / :slot
     UNION ALL SELECT * FROM (
         SELECT id FROM losses WHERE process = :process AND definition = :line AND {UNFIT} ORDER BY t_ns LIMIT 1))"""
 _RING_NAMES = tuple(member.name for member in fields(RingRow))
-_INTO_RINGS = f"INSERT OR REPLACE INTO rings ({', '.join(_RING_NAMES)}) VALUES ({', '.join('?' * len(_RING_NAMES))})"
-_of_ring = attrgetter(*_RING_NAMES)
-_INTO_LOOPS = f"INSERT OR REPLACE INTO loops VALUES ({', '.join('?' * len(LOOP_COLUMNS))})"
-_of_loop = attrgetter(*LOOP_COLUMNS)
-_INTO_GAPS = "INSERT INTO gaps (process, after_step, mode, begin_ns, end_ns, ns) VALUES (?,?,?,?,?,?)"
+_INSERT_RING = f"INSERT OR REPLACE INTO rings ({', '.join(_RING_NAMES)}) VALUES ({', '.join('?' * len(_RING_NAMES))})"
+_ring_columns = attrgetter(*_RING_NAMES)
+_INSERT_LOOP = f"INSERT OR REPLACE INTO loops VALUES ({', '.join('?' * len(LOOP_COLUMNS))})"
+_loop_columns = attrgetter(*LOOP_COLUMNS)
+_INSERT_GAP = "INSERT INTO gaps (process, after_step, mode, begin_ns, end_ns, ns) VALUES (?,?,?,?,?,?)"
 _SHORTEN_GAP = "UPDATE gaps SET ns = max(ns - ?, 0) WHERE process = ? AND begin_ns <= ? AND end_ns >= ?"
-JOIN_STEP = f"UPDATE steps SET {EXPOSED}_ns = ?, {WAIT}_ns = ? WHERE id = ?"
+UPDATE_STEP_WAITS = f"UPDATE steps SET {EXPOSED}_ns = ?, {WAIT}_ns = ? WHERE id = ?"
 _ADD_SHAPE = """\
 INSERT INTO shapes VALUES (?,?,?,?,?,?,?,?) ON CONFLICT DO UPDATE SET calls = calls + excluded.calls"""
 _Combined = Mapping[str, str]
@@ -82,7 +86,7 @@ _DEVICES: tuple[str, str, _Combined] = (
     "device, name",
     {"count": "sum", "total": "sum", "high": "max"},
 )
-"""Tables of sums by `start_s`: the rest of the key, and how to combine each other column."""
+"""Tables of sums by `start_s`, as (name, the other key columns, the SQL function that combines each further column)."""
 
 
 class HistoryWriter:
@@ -91,7 +95,7 @@ class HistoryWriter:
     def __init__(
         self, db: sqlite3.Connection, meta: Mapping[str, Any], limit_bytes: int = LIMIT_BYTES, path: Path | None = None
     ) -> None:
-        """Write to `db`: a history or an empty database. `path`: its file; None: in memory, closed by the caller.
+        """`db`: a history or an empty database. `path`: its file; None if it is in memory, and the caller closes it.
 
         Raises HistoryError.
         """
@@ -99,12 +103,12 @@ class HistoryWriter:
         self._path = path
         self._db = db
         self._until_thin: dict[tuple[int, int], int] = {}
-        """By process and definition of a loss: how many losses until the line is thinned."""
+        """By process and definition of a loss: after how many more losses the script line is thinned."""
         try:
-            self._page_bytes: int = db.execute("PRAGMA page_size").fetchone()[0]
-            self._door = CheckedConnection(db, self._file_bytes() if path is None else database_size(path))
+            self._page_bytes = self._read_number("PRAGMA page_size")
+            self._connection = CheckedConnection(db, self._file_bytes() if path is None else database_size(path))
             self._prepare(meta)
-        except _FAULTS as error:
+        except _ERRORS as error:
             raise HistoryError(str(error)) from None
 
     @classmethod
@@ -124,35 +128,35 @@ class HistoryWriter:
 
     @property
     def checked_connection(self) -> CheckedConnection:
-        """The door for queries, with limits for the current size of the database."""
-        self._door.set_size(self._file_bytes())
-        return self._door
+        """The connection for queries, with limits for the current size of the database."""
+        self._connection.set_size(self._file_bytes())
+        return self._connection
 
     def _prepare(self, meta: Mapping[str, Any]) -> None:
-        run = self._db.execute
-        begun = run("SELECT 1 FROM sqlite_master").fetchone()
-        if begun and (version := version_of(self._db)) != SCHEMA_VERSION:
+        execute = self._db.execute
+        has_tables = execute("SELECT 1 FROM sqlite_master").fetchone()
+        if has_tables and (version := version_of(self._db)) != SCHEMA_VERSION:
             raise HistoryError(f"another version of dpmon wrote it (history {version})")
-        check_schema(self._db, whole=False)
-        run("PRAGMA journal_mode=WAL")
+        check_schema(self._db, is_complete=False)
+        execute("PRAGMA journal_mode=WAL")
         # No fsync: a kill of this process loses nothing, because the kernel holds the pages, and a power cut ends the
         # training too. A flush every few seconds would slow a training that writes to the same disk.
-        run("PRAGMA synchronous=OFF")
-        run("PRAGMA journal_size_limit=4194304")
-        run("PRAGMA cache_size=-2000")
+        execute("PRAGMA synchronous=OFF")
+        execute("PRAGMA journal_size_limit=4194304")
+        execute("PRAGMA cache_size=-2000")
         self._db.executescript(SCHEMA)
         rows = {"schema": SCHEMA_VERSION, "limit_bytes": self._limit, "pruned": 0, **meta}
         self._db.executemany("INSERT OR IGNORE INTO meta VALUES (?, ?)", rows.items())
-        self._tallies = TallyWriter(self._door)
+        self._tallies = TallyWriter(self._connection)
         self.next_id: int = 1 + max(last_ids(self._db))
 
     @property
     def damage(self) -> HistoryError | None:
-        """The first damage found in a tally, which began anew; None if there is none."""
+        """The first damage found in a tally, which was started anew; None if there is none."""
         return self._tallies.damage
 
     def rings(self) -> dict[str, RingRow]:
-        """Return the rows of the rings as the previous writer left them. Raises HistoryError."""
+        """Return the rows of `rings` by file name, as the previous writer left them. Raises HistoryError."""
         return read_ring_rows(self.checked_connection)
 
     def rows(self, query: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
@@ -160,14 +164,14 @@ class HistoryWriter:
         return list(self.checked_connection.rows(query, values))
 
     def last_stall(self) -> Mapping[str, Any] | None:
-        """Return the data of the newest record of a stall; None without one, or if it cannot be read."""
+        """Return the data of the newest `stall` event; None if there is none or it cannot be read."""
         query = "SELECT json FROM events WHERE kind = 'stall' ORDER BY id DESC LIMIT 1"
         with suppress(HistoryError):
             return next((event_from_row(row).data for row in self.rows(query)), None)
         return None
 
     def last_step(self, ring: RingRow) -> list[tuple[Any, ...]]:
-        """Return step, mode, start, wall and kind of the last step of a ring, in a list; an empty list if none."""
+        """Return a list with (step, mode, start, wall, kind) of a ring's last step; an empty list if it has none."""
         query = (
             "SELECT step, mode, start_ns, wall_ns, kind FROM steps"
             " WHERE process = ? AND id BETWEEN ? AND ? ORDER BY id DESC LIMIT 1"
@@ -175,59 +179,64 @@ class HistoryWriter:
         return self.rows(query, (ring.process, ring.first_id, ring.last_id)) if ring.steps else []
 
     def loops(self, process: int) -> list[LoaderLoop]:
-        """Return the loops of a process, in order. Raises HistoryError."""
+        """Return the loader loops of a process, in order. Raises HistoryError."""
         query = f"SELECT {', '.join(LOOP_COLUMNS)} FROM loops WHERE process = ? ORDER BY loop"
         return [LoaderLoop(*row) for row in self.rows(query, (process,))]
 
     def write(self, batch: WriteBatch) -> None:
-        """Write all of `batch` or nothing. After a HistoryError, the same batch may be written again."""
+        """Write the whole batch, or nothing if it raises HistoryError. Then the same batch may be written again."""
         try:
             self.run_transaction(lambda: self._insert_batch(batch))
         except HistoryError:
             self._tallies.reload_before_write()
             raise
 
-    def run_transaction(self, put: Callable[[], None]) -> None:
-        """Do all that `put` writes, or nothing, and delete the oldest rows at the size limit. Raises HistoryError."""
-        self._door.reset_instruction_count()
+    def run_transaction(self, write: Callable[[], None]) -> None:
+        """Call `write` in a transaction, and delete the oldest rows at the size limit.
+
+        If it raises HistoryError, nothing was written.
+        """
+        self._connection.reset_instruction_count()
         try:
-            self._door.set_size(self._file_bytes(), writes=True)
+            self._connection.set_size(self._file_bytes(), writes=True)
             self._db.execute("BEGIN IMMEDIATE")
-            put()
-            machines = self._db.execute("SELECT count(*) FROM nodes").fetchone()[0]
-            most = self._limit // _GREEDY_PART
-            while self._used_bytes() > self._limit and most > 0:
-                gone = (self._prune_machines(most) if machines else 0) or self._prune()
-                self._db.execute("UPDATE meta SET value = value + ? WHERE key = 'pruned'", (gone,))
-                if not gone:
-                    most = most // 2 if machines and most > _LITTLE else 0
+            write()
+            node_count = self._read_number("SELECT count(*) FROM nodes")
+            max_bytes = self._limit // _NODE_DIVISOR
+            while self._used_bytes() > self._limit and max_bytes > 0:
+                deleted = (self._prune_nodes(max_bytes) if node_count else 0) or self._prune()
+                self._db.execute("UPDATE meta SET value = value + ? WHERE key = 'pruned'", (deleted,))
+                if not deleted:
+                    max_bytes = max_bytes // 2 if node_count and max_bytes > _MIN_NODE_BYTES else 0
             self._db.execute("COMMIT")
-        except (*_FAULTS, OverflowError, struct.error) as error:  # the last two: numbers of damaged rows
+        except (*_ERRORS, OverflowError, struct.error) as error:  # the last two: numbers of damaged rows
             with suppress(sqlite3.Error):  # some errors roll back themselves
                 self._db.execute("ROLLBACK")
             raise error if isinstance(error, HistoryError) else HistoryError(str(error)) from None
 
     def _insert_batch(self, batch: WriteBatch) -> None:
-        many = self._db.executemany
-        many("INSERT OR REPLACE INTO definitions VALUES (?,?,?)", batch.definitions)
+        execute_many = self._db.executemany
+        execute_many("INSERT OR REPLACE INTO definitions VALUES (?,?,?)", batch.definitions)
         for table, rows in ((table, getattr(batch, table)) for table in SHARE_IDS):
-            many(f"INSERT INTO {table} VALUES ({', '.join('?' * len(columns_of(table)))})", rows)
-        many(_INTO_RINGS, map(_of_ring, batch.rings))
-        many(_upsert_sum_sql(*_DEVICES), [(*key, *values) for key, values in batch.devices.items()])
-        many(_upsert_sum_sql(*_COLLECTIVES), [(*key, *values) for key, values in batch.communicated.items()])
-        many(JOIN_STEP, [(joined.exposed_ns, joined.wait_ns, joined.step.id) for joined in batch.joined])
+            execute_many(f"INSERT INTO {table} VALUES ({', '.join('?' * len(columns_of(table)))})", rows)
+        execute_many(_INSERT_RING, map(_ring_columns, batch.rings))
+        execute_many(_upsert_sum_sql(*_DEVICES), [(*key, *values) for key, values in batch.devices.items()])
+        execute_many(_upsert_sum_sql(*_COLLECTIVES), [(*key, *values) for key, values in batch.collective_sums.items()])
+        execute_many(
+            UPDATE_STEP_WAITS, [(joined.exposed_ns, joined.wait_ns, joined.step.id) for joined in batch.rank_waits]
+        )
         self._tallies.add(batch)
-        many(_INTO_LOOPS, map(_of_loop, batch.loops.values()))
-        many(_INTO_GAPS, batch.gaps)
-        for process, begin, end in batch.waited:
-            self._db.execute(_SHORTEN_GAP, (end - begin, process, begin, end))
-        if batch.waited:
+        execute_many(_INSERT_LOOP, map(_loop_columns, batch.loops.values()))
+        execute_many(_INSERT_GAP, batch.gaps)
+        for process, start_ns, end_ns in batch.late_input_waits:
+            self._db.execute(_SHORTEN_GAP, (end_ns - start_ns, process, start_ns, end_ns))
+        if batch.late_input_waits:
             self._db.execute("DELETE FROM gaps WHERE ns < ?", (GAP_NS,))
-        many(_ADD_SHAPE, [(*key, count) for key, count in batch.shapes.items()])
+        execute_many(_ADD_SHAPE, [(*key, count) for key, count in batch.shapes.items()])
         self.thin_losses((process, definition) for _, process, definition, *_ in batch.losses)
 
     def thin_losses(self, lines: Iterable[tuple[int, int]]) -> None:
-        """Thin the losses of a line after every KEPT_LOSSES of them. Never delete the first one that is not finite.
+        """Thin the losses of a script line after every KEPT_LOSSES of them. The first invalid loss is never deleted.
 
         `lines`: process and definition of each new loss.
         """
@@ -239,90 +248,102 @@ class HistoryWriter:
 
     def _thin_line(self, process: int, definition: int) -> None:
         query = "SELECT t_ns FROM losses WHERE process = ? AND definition = ? ORDER BY t_ns {} LIMIT 1 OFFSET ?"
-        first = self._db.execute(query.format(""), (process, definition, 0)).fetchone()
-        until = self._db.execute(query.format("DESC"), (process, definition, KEPT_LOSSES)).fetchone()
-        if first is None or until is None:
+        oldest = self._db.execute(query.format(""), (process, definition, 0)).fetchone()
+        first_kept = self._db.execute(query.format("DESC"), (process, definition, KEPT_LOSSES)).fetchone()
+        if oldest is None or first_kept is None:
             return
-        slot = 1_000_000_000
-        while (until[0] - first[0]) // slot > KEPT_OLDER:
-            slot *= 2  # so that a slot is always a pair of earlier slots
-        values = {"process": process, "line": definition, "until": until[0], "slot": slot}
+        (oldest_ns,), (until_ns,) = oldest, first_kept
+        slot_ns = SECOND
+        while (until_ns - oldest_ns) // slot_ns > KEPT_OLDER:
+            slot_ns *= 2  # so that a slot is always a pair of earlier slots
+        values = {"process": process, "line": definition, "until": until_ns, "slot": slot_ns}
         self._db.execute(_THIN_LOSSES, values)
 
     def _used_bytes(self) -> int:
-        free: int = self._db.execute("PRAGMA freelist_count").fetchone()[0]
-        return self._file_bytes() - free * self._page_bytes
+        return self._file_bytes() - self._read_number("PRAGMA freelist_count") * self._page_bytes
 
     def _file_bytes(self) -> int:
-        pages: int = self._db.execute("PRAGMA page_count").fetchone()[0]
-        return pages * self._page_bytes
+        return self._read_number("PRAGMA page_count") * self._page_bytes
+
+    def _read_number(self, query: str) -> int:
+        (number,) = self._db.execute(query).fetchone()
+        return int(number)
 
     def _prune(self) -> int:
-        """Delete the oldest sixteenth of the rows; return how many. SQLite reuses the pages: the file does not grow."""
-        self._prune_sums()
-        run, each = self._db.execute, [f"FROM {table} WHERE true" for table in ("calls", "steps", "collectives")]
-        each.append(f"FROM events WHERE NOT ({LASTING})")
-        firsts = [first for rows in each for (first,) in run(f"SELECT min(id) {rows}") if first is not None]
-        if not firsts:
-            return 0
-        before = min(firsts) + max(1, (max(last_ids(self._db)) - min(firsts)) // 16)
-        return sum(run(f"DELETE {rows} AND id < ?", (before,)).rowcount for rows in each)
+        """Delete the oldest sixteenth of the rows. Return how many were deleted.
 
-    def _prune_machines(self, most: int) -> int:
-        """Delete the oldest quarter of what a machine of a mirror has in a table, if that is more than `most` bytes.
+        SQLite reuses the pages, so the file does not grow.
+        """
+        self._prune_sums()
+        execute = self._db.execute
+        sources = [f"FROM {table} WHERE true" for table in ("calls", "steps", "collectives")]
+        sources.append(f"FROM events WHERE NOT ({LASTING})")
+        id_rows = [row for source in sources for row in execute(f"SELECT min(id) {source}")]
+        first_ids = [first_id for (first_id,) in id_rows if first_id is not None]
+        if not first_ids:
+            return 0
+        end_id = min(first_ids) + max(1, (max(last_ids(self._db)) - min(first_ids)) // 16)
+        return sum(execute(f"DELETE {source} AND id < ?", (end_id,)).rowcount for source in sources)
+
+    def _prune_nodes(self, max_bytes: int) -> int:
+        """Delete the oldest quarter of a node's rows in each table of a mirror where they take more than `max_bytes`.
 
         Return the number of deleted rows. All tables are treated alike, also those that the schema gets later.
         """
-        run, gone = self._db.execute, 0
-        node_of = dict(run("SELECT process, node FROM rings"))
-        for table, declared in run("SELECT name, sql FROM sqlite_master WHERE type = 'table'").fetchall():
-            columns = {} if table in _BOUNDED else columns_of(table)
-            key = re.search(r"(?:PRIMARY KEY|UNIQUE) \((.*?)\)", declared)
-            order = f"{LASTING}, id" if table == "events" else key[1] if key else next(iter(columns), "")
-            owner = "ifnull(process, -1 << 40)" if "process" in columns else _OF_DEVICE
-            texts = (f"total(length({name}))" for name, kinds in columns.items() if kinds[0] in (str, bytes))
-            query = (
-                f"SELECT {owner}, count(*), {' + '.join([f'count(*) * {_ROW_BYTES}', *texts])} FROM {table} GROUP BY 1"
-            )
-            parts = defaultdict[Any, list[tuple[float, ...]]](list)
-            for row in run(query).fetchall() if columns else ():
-                parts[-1 - row[0] if row[0] < 0 else node_of.get(row[0])].append(row)
-            share = self._limit * _SHARES.get(table, 0) if most * _LAST_PART > self._limit else 0
-            for owners, counts, sizes in (zip(*part, strict=True) for part in parts.values()):
-                if sum(sizes) > max(most, share, _LITTLE):
-                    rows = f"FROM {table} WHERE {owner} IN ({', '.join(map(str, owners))})"
-                    oldest = f"SELECT {order} {rows} ORDER BY {order} LIMIT {sum(counts) // 4 + 1}"
-                    gone += run(f"DELETE FROM {table} WHERE ({order}) IN ({oldest})").rowcount
-        return gone
+        execute, deleted = self._db.execute, 0
+        node_of = dict(execute("SELECT process, node FROM rings"))
+        for table, sql in execute("SELECT name, sql FROM sqlite_master WHERE type = 'table'").fetchall():
+            columns = {} if table in _LIMITED_TABLES else columns_of(table)
+            key = re.search(r"(?:PRIMARY KEY|UNIQUE) \((.*?)\)", sql)
+            order = key[1] if key else next(iter(columns), "")
+            if table == "events":
+                order = f"{LASTING}, id"
+            owner = "ifnull(process, -1 << 40)" if "process" in columns else _DEVICE_OWNER
+            text_columns = [name for name, (column_type, *_) in columns.items() if column_type in (str, bytes)]
+            size = " + ".join([f"count(*) * {_ROW_BYTES}", *map("total(length({}))".format, text_columns)])
+            rows_by_node = defaultdict[Any, list[tuple[float, ...]]](list)
+            query = f"SELECT {owner}, count(*), {size} FROM {table} GROUP BY 1"
+            for owner_id, *sums in execute(query).fetchall() if columns else ():
+                node = -1 - owner_id if owner_id < 0 else node_of.get(owner_id)
+                rows_by_node[node].append((owner_id, *sums))
+            share = self._limit * _TABLE_SHARES.get(table, 0) if max_bytes * _LAST_DIVISOR > self._limit else 0
+            for owners, counts, sizes in (zip(*rows, strict=True) for rows in rows_by_node.values()):
+                if sum(sizes) > max(max_bytes, share, _MIN_NODE_BYTES):
+                    source = f"FROM {table} WHERE {owner} IN ({', '.join(map(str, owners))})"
+                    oldest = f"SELECT {order} {source} ORDER BY {order} LIMIT {sum(counts) // 4 + 1}"
+                    deleted += execute(f"DELETE FROM {table} WHERE ({order}) IN ({oldest})").rowcount
+        return deleted
 
     def _prune_sums(self) -> None:
-        """Limit sums and lasting events, which could fill the database in runs of many days or processes."""
-        run = self._db.execute
+        """Limit the sums and lasting events, which could fill the database in runs of many days or many processes."""
+        execute = self._db.execute
         query = "SELECT t_ns FROM events WHERE kind IN ('host', 'device') AND t_ns IS NOT NULL ORDER BY id LIMIT 1"
-        sample, last_s = run(query).fetchone(), 1 << 40
+        end_s = sample_end_s = 1 << 40
+        for (sample_ns,) in execute(query):
+            sample_end_s = sample_ns // 60_000_000_000 * 60
         # Keep each minute whose samples still have rows: readers use these rows instead of its sums.
-        self._roll_up(*_DEVICES, last_s if sample is None else sample[0] // 60_000_000_000 * 60)
-        self._roll_up(*_COLLECTIVES, last_s)
+        self._roll_up(*_DEVICES, sample_end_s)
+        self._roll_up(*_COLLECTIVES, end_s)
         self._tallies.prune(self._limit)
-        run("DELETE FROM gaps WHERE id < (SELECT max(id) FROM gaps) - ?", (_LASTING_KEPT,))
-        newest = "SELECT max(other.loop) FROM loops AS other WHERE other.process = loops.process"
-        run(f"DELETE FROM loops WHERE loop <= ({newest}) - ?", (_LASTING_KEPT,))
+        execute("DELETE FROM gaps WHERE id < (SELECT max(id) FROM gaps) - ?", (_MAX_LASTING,))
+        newest_loop = "SELECT max(other.loop) FROM loops AS other WHERE other.process = loops.process"
+        execute(f"DELETE FROM loops WHERE loop <= ({newest_loop}) - ?", (_MAX_LASTING,))
         for kind in ("warning", "input", "stall", "loader", "ddp"):  # lasting events of unlimited number
-            kept = "SELECT id FROM events WHERE kind = ? ORDER BY id DESC LIMIT 1 OFFSET ?"
-            run(f"DELETE FROM events WHERE kind = ? AND id < ({kept})", (kind, kind, _LASTING_KEPT))
+            oldest_kept = "SELECT id FROM events WHERE kind = ? ORDER BY id DESC LIMIT 1 OFFSET ?"
+            execute(f"DELETE FROM events WHERE kind = ? AND id < ({oldest_kept})", (kind, kind, _MAX_LASTING))
 
-    def _roll_up(self, table: str, key: str, combined: _Combined, latest_s: int) -> None:
-        """If a table of sums is too large, replace its oldest eighth by one sum per key, at most up to `latest_s`."""
+    def _roll_up(self, table: str, key: str, operations: _Combined, latest_s: int) -> None:
+        """If a table of sums is too large, merge its oldest eighth into one sum per key, at most up to `latest_s`."""
         query = f"SELECT count(*), min(start_s), max(start_s) FROM {table} WHERE start_s > ?"
-        count, first, last = self._db.execute(query, (BEFORE_S,)).fetchone()
-        if count * _ROW_BYTES <= self._limit / _SUMS_PART:
+        count, first_s, last_s = self._db.execute(query, (BEFORE_S,)).fetchone()
+        if count * _ROW_BYTES <= self._limit / _SUMS_DIVISOR:
             return
-        before = min(first + max((last - first) // 8, 1), latest_s)
-        oldest = f"FROM {table} WHERE start_s > ? AND start_s < ?"
-        sums = ", ".join(f"{how}({name})" for name, how in combined.items())
-        add = _upsert_sum_sql(table, key, combined, f"SELECT ?, {key}, {sums} {oldest} GROUP BY {key}")
-        self._db.execute(add, (BEFORE_S, BEFORE_S, before))
-        self._db.execute(f"DELETE {oldest}", (BEFORE_S, before))
+        end_s = min(first_s + max((last_s - first_s) // 8, 1), latest_s)
+        oldest_rows = f"FROM {table} WHERE start_s > ? AND start_s < ?"
+        sums = ", ".join(f"{operation}({name})" for name, operation in operations.items())
+        upsert = _upsert_sum_sql(table, key, operations, f"SELECT ?, {key}, {sums} {oldest_rows} GROUP BY {key}")
+        self._db.execute(upsert, (BEFORE_S, BEFORE_S, end_s))
+        self._db.execute(f"DELETE {oldest_rows}", (BEFORE_S, end_s))
 
     def close(self) -> None:
         """Close the file. It is self-contained afterwards unless another process reads it now."""
@@ -335,12 +356,12 @@ class HistoryWriter:
         self._db.close()
 
 
-def _upsert_sum_sql(table: str, key: str, combined: _Combined, rows: str | None = None) -> str:
-    """Return the SQL that adds rows to a table of sums; `rows`: a query for them; None: parameters."""
-    which = f"start_s, {key}"
-    rows = rows or f"VALUES ({', '.join('?' * (which.count(',') + 1 + len(combined)))})"
+def _upsert_sum_sql(table: str, key: str, operations: _Combined, rows: str | None = None) -> str:
+    """Return the SQL that adds rows to a table of sums. `rows`: a query for these rows; None: SQL parameters."""
+    key_columns = f"start_s, {key}"
+    rows = rows or f"VALUES ({', '.join('?' * (key_columns.count(',') + 1 + len(operations)))})"
     changes = ", ".join(
-        f"{name} = {name} + excluded.{name}" if how == "sum" else f"{name} = {how}({name}, excluded.{name})"
-        for name, how in combined.items()
+        f"{name} = {name} + excluded.{name}" if operation == "sum" else f"{name} = {operation}({name}, excluded.{name})"
+        for name, operation in operations.items()
     )
-    return f"INSERT INTO {table} {rows} ON CONFLICT ({which}) DO UPDATE SET {changes}"
+    return f"INSERT INTO {table} {rows} ON CONFLICT ({key_columns}) DO UPDATE SET {changes}"

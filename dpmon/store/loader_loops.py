@@ -1,13 +1,13 @@
-"""Follows the loops over the loaders of one process, finds its epochs, and the time left in one. Pure.
+"""Tracks the loader loops of one process, finds its epochs, and estimates the time left in an epoch. Pure.
 
-A loop is one start of a DataLoader. An epoch is a loop with training steps; its number counts the epochs over the same
-dataset. A loop that is read in turn with the loop of the current epoch is not an epoch. Nor is a loop that is left
-after a single batch.
+A loader loop is one iteration over a DataLoader. An epoch is a loop with training steps; its number counts the epochs
+over the same dataset. A loop is not an epoch if the script reads it in turn with the loop of the current epoch, or
+leaves it after a single batch.
 
-The time left follows from the mean time of the recent batches. The time of a batch runs from the end of the one before
-to its own end, so waits for data, logging and the like count. These times are divided into up to BLOCKS consecutive
-blocks. If one block is much longer than all others, it is left out: something happened only once, such as an evaluation
-or a pause.
+The time left follows from the mean time of the recent batches. The time of a batch runs from the end of the previous
+batch to its own end, so it includes waits for data, logging and the like. These times are divided into up to MAX_BLOCKS
+consecutive blocks. A block that is much longer than all others is left out, because something happened only once, such
+as an evaluation or a pause.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from math import sqrt
+from operator import attrgetter, truediv
 from statistics import stdev
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,29 +27,29 @@ if TYPE_CHECKING:
     from dpmon.store.store_queries import Store
 
 MAX_AHEAD = 8
-"""Most batches that a loop prefetches. If more were fetched before its second step, the script skipped them."""
+"""A loop prefetches at most this many batches. If more were fetched before its second step, the script skipped them."""
 MAX_DATASETS = 128
-"""Most datasets to remember: a script may make a new one every few steps."""
-_RECENT = 8
-"""Number of loops to which a new step may belong: the current epoch, and those with the newest steps."""
-STEPS_READ = 256
-"""Most steps to read for the time left."""
-BLOCKS = 16
-LONGER = 2.0
+"""How many datasets are remembered. A script may make a new one every few steps."""
+_MAX_RECENT = 8
+"""Number of loops to which a new step may belong: the current epoch, and the loops with the newest steps."""
+MAX_STEPS_READ = 256
+"""How many steps are read to estimate the time left."""
+MAX_BLOCKS = 16
+OUTLIER_RATIO = 2.0
 """The longest block is left out if its batches took more than this many times as long as in the second longest."""
-FEWEST = 3
-"""Fewest batches, and blocks, for the time left."""
+MIN_BATCHES = 3
+"""With fewer batches or blocks, the time left is not estimated."""
 WINDOW_NS = 60_000_000_000
-"""If steps are short, only one in several is read, so that STEPS_READ of them reach back this far."""
-LONGEST_NS = 100 * 86_400_000_000_000
+"""If steps are short, only one in several is read, so that MAX_STEPS_READ of them reach back this far."""
+MAX_TIME_LEFT_NS = 100 * 86_400_000_000_000
 """A longer time left is not shown: with billions of batches in a sampler, the training stops for another reason."""
-MOST_SKIPPED = 32
+MAX_STEP_INTERVAL = 32
 """If steps are short, at least one in this many is read."""
 
 
 @dataclass(slots=True)
 class LoaderLoop:
-    """A row of the table `loops`: one loop over a loader. Times in ns since the run's start."""
+    """A loader loop, a row of the table `loops`. Times in ns since the run's start."""
 
     process: int
     loop: int
@@ -76,7 +77,7 @@ class LoaderLoop:
 
     @property
     def batches_used(self) -> int | None:
-        """Number of batches that its steps have used; None until it is known how many it prefetches."""
+        """The number of batches that its steps have used; None until it is known how many it prefetches."""
         return None if self.ahead is None else self.fetched - self.ahead
 
     @property
@@ -89,7 +90,7 @@ LOOP_COLUMNS = tuple(field.name for field in fields(LoaderLoop))
 
 
 class LoaderLoopTracker:
-    """The loops of one process."""
+    """Assigns the steps of one process to loader loops, and finds the epochs among these."""
 
     def __init__(self, process: int) -> None:
         self._process = process
@@ -98,14 +99,14 @@ class LoaderLoopTracker:
         """By number of a dataset: the last epoch over it."""
         self._epoch: LoaderLoop | None = None
         """The loop of the current epoch, or of the last one."""
-        self._reads_ahead = True
-        """Whether loops may prefetch: False after a loop that had no step after it had fetched its last batch."""
-        self._ahead: dict[int, tuple[int, int]] = {}
-        """By number of a dataset: batches that the first step of its last loop fetched, and how many of them ahead."""
-        self._single = False
+        self._may_prefetch = True
+        """Whether loops may prefetch. False after a loop that had no further step once its last batch was fetched."""
+        self._first_fetches: dict[int, tuple[int, int]] = {}
+        """By number of a dataset: batches fetched by the first step of its last loop, and how many were prefetched."""
+        self._left_after_one_batch = False
         """Whether the script left the last training loop after one batch."""
         self.changed: dict[int, LoaderLoop] = {}
-        """The loops that have changed since the last write."""
+        """The loops that have changed since the last write, by number."""
 
     def resume(self, loops: Iterable[LoaderLoop]) -> None:
         """Continue after the loops in a history, in order."""
@@ -116,13 +117,16 @@ class LoaderLoopTracker:
                 self._epoch = loop
 
     def add_step(
-        self, number: int, batches: Batches | None, begin_ns: int, end_ns: int, evaluation: bool, evaluated_ns: int
+        self, step: int, batches: Batches | None, start_ns: int, end_ns: int, evaluation: bool, evaluation_ns: int
     ) -> LoaderLoop | None:
-        """Add a step; return its loop, or None if it used no batch. `evaluated_ns`: evaluation up to its end."""
-        if evaluated_ns and self._epoch is not None:
-            self._epoch.after_ns += evaluated_ns
+        """Add a step. Return its loop, or None if it used no batch.
+
+        `evaluation_ns`: time of evaluation since the previous step, if this is an evaluation step; else 0.
+        """
+        if evaluation_ns and self._epoch is not None:
+            self._epoch.after_ns += evaluation_ns
             self.changed[self._epoch.loop] = self._epoch
-        loop = None if batches is None else self._find_or_start_loop(batches, begin_ns, evaluation)
+        loop = None if batches is None else self._find_or_start_loop(batches, start_ns, evaluation)
         if loop is None:
             return None
         assert batches is not None
@@ -133,15 +137,14 @@ class LoaderLoopTracker:
         if batches.over:
             loop.ahead = 0
         elif loop.steps == 1:
-            before, ahead = self._ahead.get(loop.dataset, (1, 0))
-            loop.ahead = ahead if batches.fetched == before else 0 if batches.fetched == 1 else None
+            loop.ahead = self._guess_prefetched(loop)
         elif loop.ahead is None:
-            first = loop.fetched - batches.fetched
-            ahead = first - batches.fetched
-            loop.ahead = ahead if self._reads_ahead and 0 < ahead <= MAX_AHEAD else 0
-            _remember(self._ahead, loop.dataset, (first, loop.ahead))
-        loop.first_step = loop.first_step or number
-        loop.last_step, loop.end_ns = number, end_ns
+            first_fetched = loop.fetched - batches.fetched
+            batches_ahead = first_fetched - batches.fetched
+            loop.ahead = batches_ahead if self._may_prefetch and 0 < batches_ahead <= MAX_AHEAD else 0
+            _remember(self._first_fetches, loop.dataset, (first_fetched, loop.ahead))
+        loop.first_step = loop.first_step or step
+        loop.last_step, loop.end_ns = step, end_ns
         self.changed[loop.loop] = loop
         if not evaluation:
             loop.trained += 1
@@ -152,109 +155,125 @@ class LoaderLoopTracker:
                 self._promote_to_epoch(loop)
         return loop
 
-    def _find_or_start_loop(self, batches: Batches, begin_ns: int, evaluation: bool) -> LoaderLoop | None:
-        """Return the loop of a step with these batches."""
+    def _guess_prefetched(self, loop: LoaderLoop) -> int | None:
+        """Return how many batches a loop has prefetched after its first step; None if that is not known yet."""
+        usual_fetched, batches_ahead = self._first_fetches.get(loop.dataset, (1, 0))
+        if loop.fetched == usual_fetched:
+            return batches_ahead
+        return 0 if loop.fetched == 1 else None
+
+    def _find_or_start_loop(self, batches: Batches, start_ns: int, evaluation: bool) -> LoaderLoop | None:
+        """Return the loop of a step that fetched these batches; None if the step used none."""
         loop = self._recent.get(batches.loop)
-        if not batches.fetched:  # it may use a batch that was read ahead
-            return None if loop is None or loop.ahead == 0 or evaluation == (loop.trained > 0) else loop
+        if not batches.fetched:  # the step may use a prefetched batch
+            if loop is None or loop.ahead == 0 or evaluation == (loop.trained > 0):
+                return None
+            return loop
         if loop is None:
-            before = next(reversed(self._recent.values()), None)
-            if before is not None and before.is_exhausted and before.ahead != 0:
-                if before.ahead:
-                    self._reads_ahead, self._ahead = False, {}
-                before.ahead = 0
-                self.changed[before.loop] = before
-            loop = LoaderLoop(self._process, batches.loop, batches.dataset, batches.length, begin_ns)
+            previous = next(reversed(self._recent.values()), None)
+            if previous is not None and previous.is_exhausted and previous.ahead != 0:
+                if previous.ahead:
+                    self._may_prefetch, self._first_fetches = False, {}
+                previous.ahead = 0
+                self.changed[previous.loop] = previous
+            loop = LoaderLoop(self._process, batches.loop, batches.dataset, batches.length, start_ns)
             self._remember_loop(loop)
         return loop
 
     def _remember_loop(self, loop: LoaderLoop) -> None:
-        """Keep a loop, and forget the one that went on the longest ago: evaluations may start many within an epoch."""
-        if len(self._recent) >= _RECENT:
-            others = (one for one in self._recent.values() if one is not self._epoch)
-            del self._recent[min(others, key=lambda one: one.last_step).loop]
+        """Remember a loop and evict the least recently used one: an epoch may contain many evaluation loops."""
+        if len(self._recent) >= _MAX_RECENT:
+            evictable = (other for other in self._recent.values() if other is not self._epoch)
+            del self._recent[min(evictable, key=attrgetter("last_step")).loop]
         self._recent[loop.loop] = loop
 
     def _promote_to_epoch(self, loop: LoaderLoop) -> None:
-        """Make a loop with a training step the current epoch, if it is an epoch."""
-        before = self._epoch
-        several = loop.fetched > 1 or loop.is_exhausted
-        if before is not None:
-            if before.last_step > loop.first_step:
-                return  # both are read in turn, and the earlier one drives the training
-            if before.fetched == 1 and not before.is_exhausted:
-                self._epochs[before.dataset] -= 1
-                before.epoch, self._epoch, self._single = None, None, True
-                self.changed[before.loop] = before
-            elif not (several or before.is_exhausted or before.dataset == loop.dataset):
-                return  # the earlier one may go on
-        if self._single and not several:
+        """Make a loop with a training step the current epoch, unless it is not an epoch."""
+        previous = self._epoch
+        has_several_batches = loop.fetched > 1 or loop.is_exhausted
+        if previous is not None:
+            if previous.last_step > loop.first_step:
+                return  # the script reads both in turn, and the earlier loop drives the training
+            if previous.fetched == 1 and not previous.is_exhausted:
+                self._epochs[previous.dataset] -= 1
+                previous.epoch, self._epoch, self._left_after_one_batch = None, None, True
+                self.changed[previous.loop] = previous
+            elif not (has_several_batches or previous.is_exhausted or previous.dataset == loop.dataset):
+                return  # the earlier loop may continue
+        if self._left_after_one_batch and not has_several_batches:
             return
-        self._single = False
+        self._left_after_one_batch = False
         loop.epoch = self._epochs.get(loop.dataset, 0) + 1
         _remember(self._epochs, loop.dataset, loop.epoch)
         self._epoch = loop
 
 
-def _remember(of_datasets: dict[int, Any], dataset: int, value: object) -> None:
-    """Set the value of a dataset, and forget the oldest of more than MAX_DATASETS."""
-    of_datasets.pop(dataset, None)
-    of_datasets[dataset] = value
-    if len(of_datasets) > MAX_DATASETS:
-        del of_datasets[next(iter(of_datasets))]
+def _remember(values_by_dataset: dict[int, Any], dataset: int, value: object) -> None:
+    """Set the value of a dataset, and forget the oldest value if there are more than MAX_DATASETS."""
+    values_by_dataset.pop(dataset, None)
+    values_by_dataset[dataset] = value
+    if len(values_by_dataset) > MAX_DATASETS:
+        del values_by_dataset[next(iter(values_by_dataset))]
 
 
 # ------------------------------------------------------------------------------------------------ time left
 
 
 class TimeLeft(NamedTuple):
-    """The time left in an epoch, and its uncertainty as a standard deviation (ns)."""
+    """The time left in an epoch, and its standard deviation."""
 
     left_ns: float
     error_ns: float
 
 
-def estimate_epoch_time_left(rows: Store, epochs: Sequence[LoaderLoop], batch: int | None) -> TimeLeft | str:
-    """Return the time left after `batch` of the last of `epochs`, or why it is unknown."""
-    now, before = epochs[-1], epochs[-2] if len(epochs) > 1 else None
-    if now.length is None:
+def estimate_epoch_time_left(store: Store, epochs: Sequence[LoaderLoop], batch: int | None) -> TimeLeft | str:
+    """Return the time left in the last of `epochs` after `batch` batches, or the reason why it is unknown."""
+    current = epochs[-1]
+    previous = epochs[-2] if len(epochs) > 1 else None
+    if current.length is None:
         return "the length of the loader is unknown"
     if batch is None:
         return "the batch is unknown"
-    if batch >= now.length:
+    if batch >= current.length:
         return "the epoch has used all batches"
-    if before is not None and before.dataset == now.dataset and before.length == now.length and not before.is_exhausted:
-        return f"the epoch before ended after {before.fetched:,} of {before.length:,} batches"
-    read = [one for one in (before, now) if one is not None]
-    steps = sum(one.steps for one in read)
-    often = WINDOW_NS * steps // (STEPS_READ * max(sum(one.end_ns - one.begin_ns for one in read), 1))
-    one_in = max(1, min(often, MOST_SKIPPED, steps // (2 * BLOCKS)))
-    found = estimate_time_left(
-        rows.loop_steps(now.process, [one.loop for one in read], STEPS_READ, one_in), now.length - batch
-    )
-    if found is None:
+    if (
+        previous is not None
+        and previous.dataset == current.dataset
+        and previous.length == current.length
+        and not previous.is_exhausted
+    ):
+        return f"the previous epoch ended after {previous.fetched:,} of {previous.length:,} batches"
+    loops = [loop for loop in (previous, current) if loop is not None]
+    steps = sum(loop.steps for loop in loops)
+    duration_ns = max(sum(loop.end_ns - loop.begin_ns for loop in loops), 1)
+    interval = WINDOW_NS * steps // (MAX_STEPS_READ * duration_ns)
+    interval = max(1, min(interval, MAX_STEP_INTERVAL, steps // (2 * MAX_BLOCKS)))
+    loop_steps = store.loop_steps(current.process, [loop.loop for loop in loops], MAX_STEPS_READ, interval)
+    time_left = estimate_time_left(loop_steps, current.length - batch)
+    if time_left is None:
         return "too few batches yet"
-    return "more than 100 days" if found.left_ns > LONGEST_NS else found
+    return "more than 100 days" if time_left.left_ns > MAX_TIME_LEFT_NS else time_left
 
 
 def estimate_time_left(steps: Iterable[LoopStep], batches: int) -> TimeLeft | None:
-    """Return the time that `batches` more batches take, from steps (newest first); None with too few steps."""
+    """Return the time that `batches` more batches will take; None with too few `steps` (newest first)."""
     cycles = [
-        (later.end_ns - sooner.end_ns, later.batch - sooner.batch)
-        for later, sooner in pairwise(steps)
-        if later.loop == sooner.loop and later.batch > sooner.batch
+        (later.end_ns - earlier.end_ns, later.batch - earlier.batch)
+        for later, earlier in pairwise(steps)
+        if later.loop == earlier.loop and later.batch > earlier.batch
     ]
-    seen = sum(count for _, count in cycles)
-    blocks = min(len(cycles), BLOCKS)
-    if min(seen, blocks) < FEWEST:
+    batches_read = sum(count for _, count in cycles)
+    block_count = min(len(cycles), MAX_BLOCKS)
+    if min(batches_read, block_count) < MIN_BATCHES:
         return None
-    parts = [cycles[at * len(cycles) // blocks : (at + 1) * len(cycles) // blocks] for at in range(blocks)]
-    sums = [(sum(took for took, _ in part), sum(count for _, count in part)) for part in parts]
-    sums.sort(key=lambda block: block[0] / block[1])
-    means = [took / count for took, count in sums]
-    if means[-1] > LONGER * means[-2]:
+    edges = [index * len(cycles) // block_count for index in range(block_count + 1)]
+    blocks = [cycles[first:end] for first, end in pairwise(edges)]
+    sums = [(sum(ns for ns, _ in block), sum(count for _, count in block)) for block in blocks]
+    sums.sort(key=lambda block_sums: truediv(*block_sums))
+    means = [ns / count for ns, count in sums]
+    if means[-1] > OUTLIER_RATIO * means[-2]:
         del sums[-1], means[-1]
-    took, count = sum(took for took, _ in sums), sum(count for _, count in sums)
+    ns, count = sum(ns for ns, _ in sums), sum(count for _, count in sums)
     # The batches to come vary as the blocks do, and the mean itself is uncertain.
     error = stdev(means) * sqrt(batches * count / len(means) + batches**2 / len(means))
-    return TimeLeft(batches * took / count, error)
+    return TimeLeft(batches * ns / count, error)

@@ -1,4 +1,4 @@
-"""The results of the store's queries, except tallies; and how columns of JSON become records. Pure."""
+"""The results of the store's queries (all but tallies), and the decoding of JSON columns. Pure."""
 
 from __future__ import annotations
 
@@ -14,28 +14,29 @@ from typing import Any, NamedTuple
 
 from dpmon.errors import HistoryError
 from dpmon.record.history_rows import CallParts, CallRow, LossRow
-from dpmon.record.record_types import Collective, Event, Operation
+from dpmon.record.record_types import BUCKET, Collective, Event, Operation
 from dpmon.record.safe_json import load_event, load_json
 from dpmon.record.shared_names import CALL_PHASES
 
 
 class TimeRow(NamedTuple):
-    """Activities of one process in one stretch of time and one mode (ns)."""
+    """The activities of one process in one time bucket and one mode."""
 
     start_s: int
     width_s: int
     process: int
     mode: str
     spent: Mapping[str, int]
+    """ns by activity."""
 
 
 class RingSummary(NamedTuple):
-    """What queries need of a row of `rings`. There may be a thousand of them in each picture."""
+    """The columns of `rings` that queries need. Each frame of the screen may read a thousand of these rows."""
 
     process: int
     rank: int | None
     missed: int
-    """Records that were lost."""
+    """Number of lost records."""
     calls: int
     steps: int
     last_step: int | None
@@ -43,9 +44,9 @@ class RingSummary(NamedTuple):
     """First id of its calls and steps; `last_id` is the last. None if it has none."""
     last_id: int | None
     open_calls: int
-    """Calls so far, while no step has ended."""
+    """Number of calls so far; 0 once a step has ended."""
     node: int | None
-    """Number of its machine; None: this machine."""
+    """Number of its node; None if it ran on this machine."""
 
 
 class SecondRow(NamedTuple):
@@ -56,7 +57,7 @@ class SecondRow(NamedTuple):
     kind: int
     steps: int
     samples: int | None
-    """Sum of the known ones; None if a step has no sample count."""
+    """Number of samples; None if a step has no sample count."""
     first_ns: int
     """Start of the first step."""
     last_ns: int
@@ -66,7 +67,7 @@ class SecondRow(NamedTuple):
 
 
 class LongStepRow(NamedTuple):
-    """One of the longest steps."""
+    """One of the longest steps of a mode."""
 
     process: int
     step: int
@@ -75,7 +76,7 @@ class LongStepRow(NamedTuple):
     start_ns: int
     wall_ns: int
     phases: Mapping[str, int]
-    """ns by phase, without the phases of its calls."""
+    """ns by phase. The phases of its calls are not included."""
 
 
 class SlowStepRow(NamedTuple):
@@ -86,35 +87,35 @@ class SlowStepRow(NamedTuple):
     start_ns: int
     wall_ns: int
     sync_number: int | None
-    """Number of its last synchronized backward pass, the same on all ranks."""
+    """Number of its last sync pass, the same on all ranks."""
     wait_ns: int | None
-    """Its wait for the slowest rank."""
+    """Its wait for the straggler."""
     loop: int | None
-    """Number of the loop over a loader that its batches came from; None if from none."""
+    """Number of the loader loop that its batches came from; None if it used no loader."""
     batch: int | None
-    """Number of batches of that loop that were used up to its end; None if unknown."""
+    """How many batches of that loop were used by the end of the step; None if unknown."""
     phases: Mapping[str, int]
-    """ns by phase, also those of calls."""
+    """ns by phase, including the phases of its calls."""
 
 
 class LoopStep(NamedTuple):
-    """A step with batches of a loop over a loader."""
+    """A step that used batches of a loader loop."""
 
     step: int
     loop: int
     batch: int
-    """Number of batches of the loop that were used up to its end."""
+    """How many batches of the loop were used by the end of the step."""
     start_ns: int
     wall_ns: int
 
     @property
     def end_ns(self) -> int:
-        """When it ended."""
+        """Its end (ns since the run's start)."""
         return self.start_ns + self.wall_ns
 
 
 NODE_STATES = ("connecting", "connected", "cut", "refused", "ended")
-"""States of a machine of a mirror. cut: no word from it, but the mirror tries again; refused: it does not try again."""
+"""States of a node of a mirror. cut: it does not respond, but the mirror keeps trying; refused: the mirror gave up."""
 
 
 NODE_DEVICES = 1000
@@ -123,38 +124,38 @@ NODE_DEVICES = 1000
 
 @dataclass
 class NodeRow:
-    """One machine of a mirror, a row of the table `nodes`. Times in ns since the mirror's run began."""
+    """One node of a mirror, a row of the table `nodes`. Times in ns since the start of the mirror's run."""
 
     number: int
     name: str
-    """How the user reaches it."""
+    """The name under which the user reaches it."""
     host: str | None = None
-    """The name that the machine gives itself; None until it has answered. `run` and `version` likewise."""
+    """The machine's own name. Like `run` and `version`, None until it has responded."""
     run: str | None = None
     version: str | None = None
     state: str = "connecting"
     """One of NODE_STATES."""
     why: str | None = None
-    """Why it is in this state, in a sentence."""
+    """The reason for the state, in a sentence."""
     since_ns: int = 0
-    """When the state began."""
+    """Start of the state."""
     heard_ns: int | None = None
-    """When it last answered; None: never."""
+    """Time of its last response; None if it never responded."""
     received: int = 0
-    """The last id of its records that is here."""
+    """The last id of its records that the mirror has."""
     tallied_s: int = 0
-    """Its tallies are complete up to this second."""
+    """The mirror has its tallies up to this second."""
     clock_ns: int | None = None
-    """What is added to its times, known up to `clock_error_ns`; None until it is measured."""
+    """Offset added to its times, exact to `clock_error_ns`; None until it is measured."""
     clock_error_ns: int | None = None
     shift_s: int | None = None
-    """What is added to the seconds of its tallies."""
+    """Offset added to the seconds of its tallies."""
     exit: str | None = None
-    """How its run ended, as JSON; None while it runs."""
+    """The exit record of its run, as JSON; None while it runs."""
 
 
 class MinuteRow(NamedTuple):
-    """One figure of a device (-1: the host) in one minute; `start_s` -1: in all time before the kept minutes."""
+    """One value of a device (-1: the host) in one minute; `start_s` -1: in all time before the stored minutes."""
 
     start_s: int
     device: int
@@ -165,7 +166,7 @@ class MinuteRow(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """Calls of one layout with the same sizes of inputs and outputs, all as numbers of the process's definitions."""
+    """Calls of one layout with the same sizes of inputs and outputs. Layouts and sizes are numbers of definitions."""
 
     process: int
     mode: str
@@ -177,27 +178,28 @@ class Shape(NamedTuple):
     replicas: tuple[tuple[int, int], ...]
     """Inputs and outputs of each replica."""
     stages: tuple[tuple[int, int, int], ...]
-    """Definition, inputs and outputs (0: it did not end) of each stage."""
+    """Definition, inputs and outputs (0: it did not finish) of each stage."""
     untimed: int
-    """Why a device time is missing: an index of dpmon.record.history_rows.UNTIMED; 0 if none is."""
+    """The reason for a missing device time, an index of dpmon.record.history_rows.UNTIMED; 0 if none is missing."""
     calls: int
+    """Number of these calls."""
 
 
 class CollectiveSums(NamedTuple):
-    """The sampled collectives in a stretch of time."""
+    """The sampled collectives of a time range."""
 
     operations: tuple[Operation, ...] = ()
-    """The operations, those with the most bytes first."""
+    """In order of bytes, the most first."""
     samples: int = 0
-    """Number of samples of all processes."""
+    """Number of sampled steps of all processes."""
     why: str | None = None
-    """Why no collectives can be recorded; None if they can."""
+    """Why no collectives can be recorded; None if they can be."""
     own: tuple[str, ...] = ()
-    """The operations that the script called in its own work, outside the phases, sorted; from the newest samples."""
+    """Names of the operations that the script itself launched outside the phases, sorted; from the newest samples."""
 
 
 class LastSample(NamedTuple):
-    """The newest sample of a process: usually one step, with its first collectives."""
+    """The newest sampled step of a process, with its first collectives."""
 
     step: int | None
     start_ns: int
@@ -207,33 +209,33 @@ class LastSample(NamedTuple):
 
 
 class ChartSample(NamedTuple):
-    """The values of one sample of a device (-1: the host) for the charts; None for unknown values."""
+    """The values of one device sample (-1: of the host) for the charts. Unknown values are None."""
 
     id: int
     t_ns: int
     device: int
     util: float | None
-    """Utilization of the device, or of the host's processors (%)."""
+    """Utilization of the device, or of the host's CPU cores (%)."""
     mem_used: float | None
-    """Bytes in use; `mem_total` is also in bytes."""
+    """Memory in use (bytes); `mem_total` is in bytes, too."""
     mem_total: float | None
     power: float | None
     """Watts."""
     run_mem: float | None
-    """Bytes of the host's memory in use by the run's processes."""
+    """Host memory in use by the run's processes (bytes)."""
 
 
-SMOOTHED = 8.0
-"""In a smoothed loss, a value weighs e times as much as the value this many before it."""
+LOSS_SMOOTHING = 8.0
+"""In a smoothed loss, a value weighs e times as much as the value this many values earlier."""
 
 
 class LossBin(NamedTuple):
-    """The losses of one line in one stretch of time."""
+    """The losses of one script line in one time bucket."""
 
     second: int
-    """Its start (s since the run's start)."""
+    """Start of the bucket (s since the run's start)."""
     values: int
-    """Number of finite values; if it is 0, the next three are None."""
+    """Number of finite values. If it is 0, the next three members are None."""
     low: float | None
     mean: float | None
     high: float | None
@@ -242,7 +244,7 @@ class LossBin(NamedTuple):
 
 
 class InvalidLoss(NamedTuple):
-    """The first loss of a process and a line that is NaN or infinite."""
+    """The first NaN or infinite loss of a process at a script line."""
 
     process: int
     place: str
@@ -272,64 +274,98 @@ _LONG = re.compile(r"[0-9]{19}")
 
 
 def parse_numbers(text: str) -> Any:
-    """Return the nested lists of numbers and None in a column of JSON. Raises HistoryError if it is anything else."""
+    """Return the nested lists of numbers and None in a JSON column. Raises HistoryError if it holds anything else."""
     try:
-        # Nearly every text has only these characters, and no long number: its values need no check.
-        usual = _LISTS.fullmatch(text) is not None and _LONG.search(text) is None
-        return json.loads(text) if usual else _check_numbers(load_json(text))
+        # Nearly every text has only these characters and no long number. Its values need no check.
+        is_plain = _LISTS.fullmatch(text) is not None and _LONG.search(text) is None
+        return json.loads(text) if is_plain else _check_numbers(load_json(text))
     except ValueError as error:
         raise HistoryError(f"a damaged list: {error}") from None
 
 
-def _check_numbers(found: Any) -> Any:
-    left = [found]
-    for one in left:
-        if isinstance(one, list):
-            left += one
-        elif not (one is None or type(one) in (int, float)):
+def _check_numbers(value: Any) -> Any:
+    remaining = [value]
+    for item in remaining:
+        if isinstance(item, list):
+            remaining += item
+        elif not (item is None or type(item) in (int, float)):
             raise ValueError("not a number")
-    return found
+    return value
 
 
 def encode_parts(parts: CallParts | None) -> str | None:
-    """Return the parts of a call for their column."""
+    """Return the column value for the parts of a call."""
     return None if parts is None else _json(parts)
 
 
 def call_from_columns(columns: Sequence[Any]) -> CallRow:
-    """Return the call in CALL_ROW columns (see history_schema). Raises HistoryError if its parts are damaged."""
+    """Return the call in a row of history_schema.CALL_ROW. Raises HistoryError if its parts are damaged."""
     row = CallRow._make(columns)
     text: Any = row.parts
     return row if text is None else row._replace(parts=_decode_parts(text))
 
 
 def loss_from_columns(columns: Sequence[Any]) -> LossRow:
-    """Return the loss in its columns: definition, step, t_ns, loss."""
+    """Return the loss in a row of (definition, step, t_ns, loss)."""
     row = LossRow._make(columns)
     value: Any = row.loss
     return row if value is not None else row._replace(loss=nan)  # SQLite has no NaN
 
 
-_MOST_MS = 1e12
-"""Longest device time that is not damage: 30 years."""
+_MAX_MS = 1e12
+"""A longer device time (30 years) is damage."""
 
 
 @lru_cache(1024)
 def _decode_parts(text: str) -> CallParts:
-    """Return the parts in a column. Cached, because every picture shows the newest calls."""
+    """Return the parts in a column. Cached, because every frame of the screen shows the newest calls."""
     try:
-        phases, replicas, stages, times, why = parse_numbers(text)
-        ran = [None if at is None else (at[0], at[1]) for at in phases]
-        lengths = [len(ran), *map(len, replicas), *map(len, stages)]
+        phases, replicas, stages, times, untimed = parse_numbers(text)
+        phase_times: list[tuple[int, int] | None] = []
+        for phase in phases:
+            if phase is None:
+                phase_times.append(None)
+            else:
+                offset, ns, *_ = phase
+                phase_times.append((offset, ns))
+        lengths = [len(phase_times), *map(len, replicas), *map(len, stages)]
         if lengths != [len(CALL_PHASES), *[4] * len(replicas), *[5] * len(stages)]:
             raise ValueError("a list of another length")
-        if {*map(type, chain(*filter(None, ran), *replicas, *stages))} - {int, NoneType}:
+        if {*map(type, chain(*filter(None, phase_times), *replicas, *stages))} - {int, NoneType}:
             raise ValueError("another type")
-        if not all(0 <= ms < _MOST_MS for ms in times or () if ms is not None):
+        if not all(0 <= ms < _MAX_MS for ms in times or () if ms is not None):
             raise ValueError("an impossible time")
-        return CallParts(ran, [*map(tuple, replicas)], [*map(tuple, stages)], times, int(why))
+        return CallParts(phase_times, [*map(tuple, replicas)], [*map(tuple, stages)], times, int(untimed))
     except (ValueError, TypeError, LookupError) as error:
         raise HistoryError(f"a damaged call: {error}") from None
+
+
+def step_lists(spans: str | None, device: str | None) -> tuple[list[Any], int, list[float | None] | None]:
+    """Return the runs of a step's phases, the reason for missing device times (Untimed), and its device times or None.
+
+    Raises HistoryError if a column is damaged.
+    """
+    try:
+        flat_spans = [] if spans is None else parse_numbers(spans)
+        untimed, *times = [0] if device is None else parse_numbers(device)
+        runs = list(zip(flat_spans[::3], flat_spans[1::3], flat_spans[2::3], strict=True))
+        if list in map(type, (*flat_spans, *times)) or any(not 0 <= phase <= BUCKET for phase, _, _ in runs):
+            raise ValueError("an unknown phase")
+    except (ValueError, TypeError) as error:
+        raise HistoryError(f"a damaged step: {error}") from None
+    return runs, untimed, None if device is None else times
+
+
+def shape_from_row(row: Sequence[Any]) -> Shape:
+    """Return the shape in a row. Raises HistoryError if it is damaged."""
+    process, mode, kind, layout, virtual, sizes, untimed, calls = row
+    try:
+        inputs, outputs, *parts = parse_numbers(sizes)
+        replicas = tuple(tuple(part) for part in parts if len(part) == 2)
+        stages = tuple(tuple(part) for part in parts if len(part) == 3)
+    except (ValueError, TypeError) as error:
+        raise HistoryError(f"a damaged shape: {error}") from None
+    return Shape(process, mode, kind, layout, bool(virtual), inputs, outputs, replicas, stages, untimed, calls)
 
 
 def event_from_row(row: Sequence[str]) -> Event:

@@ -1,4 +1,4 @@
-"""Moves the records of the training processes, and those of the supervisor itself, into the history."""
+"""Moves the records of the training processes, and those of the supervisor, into the history."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from dpmon.store.span_source import SpanSource
 from dpmon.store.write_batch import WriteBatch
 
 COMMIT_S = 0.5
-"""Time between two commits while records arrive: each packs the tallies of its second again."""
+"""Time between two commits while records arrive. Each commit packs the tallies of its second again."""
 MANY_RINGS = 16
-"""With more rings than this, there is one commit per second of the run, so that each tally is written once."""
+"""With more rings than this, there is one commit per second of the run, so that each tally is written only once."""
 TAKE_S = 0.2
 """Seconds between two reads with more than MANY_RINGS rings, unless one fills faster than it is read."""
 _AFTER_S = 0.1
@@ -40,43 +40,43 @@ FIND_S = 0.2
 GONE_S = 1.0
 """Time between two checks that a process is alive."""
 COMMIT_ROWS = 1 << 12
-"""Commit at this many rows: fewer than a ring holds, so that a kill loses nothing."""
+"""Commit at this many rows, which are fewer than a ring holds, so that a kill loses nothing."""
 HOLD_BYTES = 32 << 20
-"""Most memory (approximate) for records while the history cannot be written; newer records stay in the rings."""
+"""Approximate memory limit for records while the history cannot be written. Newer records stay in the rings."""
 _ROW_BYTES = 1024
 """Approximate memory of a row, or of the sums of one second."""
 MAX_OWN = 4096
-"""Most records of the supervisor that wait for the history. Further ones are counted as missed."""
+"""How many records of the supervisor may wait for the history. Further ones are counted as missed."""
 RETRY_S = 5.0
 WARN_AGAIN_S = 300.0
-"""Shortest time between two warnings about failures: writes to a full disk may succeed and fail in turn."""
+"""Shortest time between two warnings about failed writes: on a full disk, writes may succeed and fail in turn."""
 _AWAITED = ("mode", "pause", "warning", "stall")
-"""Events that a user waits for; they are committed at once."""
+"""Events that a user waits for. They are committed at once."""
 _OWN = "supervisor"
 """Name of the supervisor's row among the rings. It has no ring: the row counts its missed records."""
 
 
 class RingDrain:
-    """All rings of one run, and the records taken from them since the last write."""
+    """Reads all rings of one run, and writes their records into the history."""
 
     def __init__(
         self,
         directory: Path,
-        info: RunInfo,
+        run_info: RunInfo,
         limit_bytes: int = LIMIT_BYTES,
         history: HistoryWriter | None = None,
     ) -> None:
         """`history`: the history to write; None: the history in the run's directory, limited to `limit_bytes`."""
         self._directory = directory
-        self._info = info
+        self._run_info = run_info
         self._in_memory = history is not None
         self._limit_bytes = limit_bytes
         self._history: HistoryWriter | None = None
-        self._kept: dict[str, RingRow] = {}
+        self._stored_rows: dict[str, RingRow] = {}
         """The rows of the rings in the history."""
         self._sources: dict[str, tuple[SpanSource, RingIntake]] = {}
         self._refused: set[str] = set()
-        """Rings that could not be read at the last try."""
+        """Names of the rings that could not be read at the last try."""
         self._own: deque[Event] = deque()
         """Records of the supervisor that are not in the batch yet."""
         self._own_missed = 0
@@ -84,17 +84,17 @@ class RingDrain:
         self._batch = WriteBatch()
         self._accounts = ProcessAccounts()
         self._next_id = 1
-        self._gone: Collection[str] = ()
-        """The rings with processes that were gone at the last check."""
+        self._exited: Collection[str] = ()
+        """Names of the rings whose processes had exited at the last check."""
         self._find_at = self._refused_at = 0.0
-        self._look_at = 0.0
-        self._take_at = 0.0
+        self._check_at = 0.0
+        self._read_at = 0.0
         self._commit_at = 0.0
         self._retry_at = 0.0
         self.failure: Exception | None = None
         """Why the history cannot be written now; None if it can."""
-        self._silent_until = 0.0
-        self._told_damage = False
+        self._no_warning_until = 0.0
+        self._damage_reported = False
         self.on_memory_event: Callable[[Mapping[str, Any], int], None] = lambda data, pid: None
         """Called with the data and the process id of each `memory` event of a training process. It names the GPUs."""
         if history is not None:
@@ -103,55 +103,55 @@ class RingDrain:
     def emit(self, kind: str, data: Mapping[str, Any]) -> None:
         """Record an event of the supervisor, from any thread. `t_s` (s since the run's start) is added if missing."""
         if "t_s" not in data:
-            data = {"t_s": (time.monotonic_ns() - self._info.start_ns) / 1e9, **data}
+            data = {"t_s": (time.monotonic_ns() - self._run_info.start_ns) / 1e9, **data}
         if len(self._own) < MAX_OWN:
             self._own.append(Event(kind, data))
         else:
             self._own_missed += 1
 
     def warn(self, text: str, process: int | None = None) -> None:
-        """Record a warning, perhaps of a process. A reader, which only adds to its copy of a history, records none."""
+        """Record a warning, perhaps about a process. A reader that adds to its copy of a history records none."""
         if not self._in_memory:
             self.emit("warning", {"process": process, "text": text})
 
     def poll(self, now: float) -> bool:
-        """Take new records, and write if a commit is due. Return whether more records are ready. `now`: monotonic s."""
+        """Read new records, and write if a commit is due. Return whether more records are ready. `now`: monotonic s."""
         if self._history is None and not self._open(now):
             return False
-        more = False
+        has_more = False
         if self._has_room():
             if now >= self._find_at:
                 self._find_at = now + FIND_S
                 self._find_rings(now)
-            if now >= min(self._take_at, self._commit_at):
-                more = self._read_rings(now)
-                self._take_at = now + TAKE_S if len(self._sources) > MANY_RINGS and not more else now
+            if now >= min(self._read_at, self._commit_at):
+                has_more = self._read_rings(now)
+                self._read_at = now + TAKE_S if len(self._sources) > MANY_RINGS and not has_more else now
             self._read_own_records()
         if now >= self._commit_at or self._batch.rows >= COMMIT_ROWS:
             self._write(now)
-        return more and self._has_room()
+        return has_more and self._has_room()
 
     def _has_room(self) -> bool:
         batch = self._batch
-        return batch.characters + _ROW_BYTES * (batch.rows + len(batch.tallied)) < HOLD_BYTES
+        return batch.characters + _ROW_BYTES * (batch.rows + len(batch.steps_by_tally)) < HOLD_BYTES
 
-    def flush(self, over: bool = False, last: bool = False) -> None:
-        """Take and write all records in the rings, in a limited number of reads.
+    def flush(self, command_ended: bool = False, is_last: bool = False) -> None:
+        """Read and write all records in the rings, in a limited number of reads.
 
-        `over`: the command has ended; include the last records of processes that ended with it. `last`: no supervisor
-        continues this history; include the open steps of processes that outlive the command.
+        `command_ended`: also the last records of processes that ended with the command. `is_last`: also the open steps
+        of processes that outlive the command, because no supervisor will continue this history.
         """
         now = time.monotonic()
-        self._find_at = self._refused_at = self._look_at = self._take_at = self._retry_at = 0.0
+        self._find_at = self._refused_at = self._check_at = self._read_at = self._retry_at = 0.0
         for _ in range(64):
             if not self.poll(now):
                 break
         if self._history is None:
             return
-        self._look_at = 0.0  # a process may have ended a moment ago
-        if last:
-            self._gone, self._look_at = self._sources.keys(), math.inf
-        for _ in range(64 * over):
+        self._check_at = 0.0  # a process may have ended a moment ago
+        if is_last:
+            self._exited, self._check_at = self._sources.keys(), math.inf
+        for _ in range(64 * command_ended):
             if not self._has_room() or not self._read_rings(now):
                 break
         self._write(now)
@@ -161,38 +161,38 @@ class RingDrain:
         return [str(data.get("text")) for data in self._events("kind = 'warning' AND process IS NULL")]
 
     def last_sample_ns(self) -> int | None:
-        """Return the time of the last device sample in the history (ns since the run's start) or None."""
-        newest = self._rows("SELECT CAST(max(t_ns) AS INTEGER) FROM events WHERE kind IN ('host', 'device')")
-        return next((at for (at,) in newest), None)
+        """Return the time of the last device sample in the history (ns since the run's start); None if none."""
+        rows = self._rows("SELECT CAST(max(t_ns) AS INTEGER) FROM events WHERE kind IN ('host', 'device')")
+        return next((time_ns for (time_ns,) in rows), None)
 
     def newest_ns(self) -> int:
-        """Return the end of the newest device sample or step in the history (ns since the run's start); 0: none."""
-        newest = self._rows("SELECT start_ns + wall_ns FROM steps ORDER BY id DESC LIMIT 999")
-        return max(self.last_sample_ns() or 0, *(int(end) for (end,) in newest), 0)
+        """Return the time of the newest device sample or step in the history (ns since the run's start); 0 if none."""
+        rows = self._rows("SELECT start_ns + wall_ns FROM steps ORDER BY id DESC LIMIT 999")
+        return max(self.last_sample_ns() or 0, *(int(end_ns) for (end_ns,) in rows), 0)
 
     def last_steps(self) -> dict[int, int | None]:
-        """Return the number of the last step of each process."""
+        """Return the number of each process's last step; None if it has none."""
         return {source.row.process: source.row.last_step for source, _ in self._sources.values()}
 
     def gpus(self) -> list[Mapping[str, Any]]:
         """Return the newest sample of each GPU."""
-        found: dict[Any, Mapping[str, Any]] = {}
+        samples: dict[Any, Mapping[str, Any]] = {}
         for data in self._events("kind = 'device' ORDER BY id DESC LIMIT 64"):
-            found.setdefault(data.get("index"), data)
-        return list(found.values())
+            samples.setdefault(data.get("index"), data)
+        return list(samples.values())
 
     def last_stall(self) -> Mapping[str, Any] | None:
-        """Return the data of the last record of a stall."""
+        """Return the data of the last `stall` event; None if there is none."""
         return None if self._history is None else self._history.last_stall()
 
     def has_exit_record(self) -> bool:
-        """Return whether the history has the end of the command."""
+        """Return whether the history records the end of the command."""
         return bool(self._rows("SELECT 1 FROM events WHERE kind = 'exit' LIMIT 1"))
 
-    def _events(self, which: str) -> Iterator[Mapping[str, Any]]:
+    def _events(self, condition: str) -> Iterator[Mapping[str, Any]]:
         """Yield the data of some events, up to the first damaged one."""
         with suppress(HistoryError):
-            for row in self._rows(f"SELECT json FROM events WHERE {which}"):
+            for row in self._rows(f"SELECT json FROM events WHERE {condition}"):
                 yield event_from_row(row).data
 
     def _rows(self, query: str) -> list[tuple[Any, ...]]:
@@ -202,7 +202,7 @@ class RingDrain:
         return []
 
     def close(self) -> None:
-        """Close history and rings; `flush` first."""
+        """Close the history and the rings. Call `flush` first."""
         if self._history is not None:
             self._history.close()
             self._history = None
@@ -212,44 +212,44 @@ class RingDrain:
     # ------------------------------------------------------------------------------------------ rings
 
     def _find_rings(self, now: float) -> None:
-        known = {*self._sources}
+        known_names = {*self._sources}
         if now < self._refused_at:
-            known |= self._refused
+            known_names |= self._refused
         else:  # an incomplete ring may be complete now: its writer was stopped, or its disk is slow
             self._refused_at = now + RETRY_S
-        for path in ring_paths(self._directory, known):
-            kept = self._kept.get(path.name)
+        for path in ring_paths(self._directory, known_names):
+            stored_row = self._stored_rows.get(path.name)
             try:
-                source = SpanSource(path, kept)
+                source = SpanSource(path, stored_row)
             except (RingError, OSError) as error:
                 # A new ring may be incomplete: its header follows a moment later.
                 if path.name not in self._refused and time.time() - _modified(path) > RETRY_S:
                     self._refused.add(path.name)
                     self.warn(f"{path.name} cannot be read: {error}", int(path.stem.rpartition("-")[2]))
                 continue
-            intake = RingIntake(source.row, self._info.start_ns, self._accounts)
+            intake = RingIntake(source.row, self._run_info.start_ns, self._accounts)
             self._sources[path.name] = source, intake
-            self._look_at = 0.0
+            self._check_at = 0.0
             if source.resumes and self._history is not None:
                 with suppress(HistoryError):  # damaged; new records can still be recorded
                     intake.resume(self._history)
 
     def _read_rings(self, now: float) -> bool:
-        """Take the new rows of all rings; return whether a ring filled faster than it was read."""
-        if now >= self._look_at:
-            self._look_at = now + GONE_S
-            there = ((name, source) for name, (source, _) in self._sources.items() if not source.over)
-            self._gone = {name for name, source in there if not is_alive(source.row.pid, None)}
-        more = False
+        """Read the new rows of all rings. Return whether a ring filled faster than it was read."""
+        if now >= self._check_at:
+            self._check_at = now + GONE_S
+            rows = {name: source.row for name, (source, _) in self._sources.items() if not source.over}
+            self._exited = {name for name, row in rows.items() if not is_alive(row.pid, None)}
+        has_more = False
         for name, (source, intake) in self._sources.items():
-            more = self._read_ring(source, intake, now, name in self._gone) or more
-        return more
+            has_more = self._read_ring(source, intake, now, name in self._exited) or has_more
+        return has_more
 
-    def _read_ring(self, source: SpanSource, intake: RingIntake, now: float, gone: bool) -> bool:
-        """Take the new rows of one ring; return whether it filled faster than it was read."""
-        over = source.over
+    def _read_ring(self, source: SpanSource, intake: RingIntake, now: float, process_exited: bool) -> bool:
+        """Read the new rows of one ring. Return whether it filled faster than it was read."""
+        was_finished = source.over
         try:
-            rows, more = source.read_rows(int(now * 1e9), gone)
+            rows, has_more = source.read_rows(int(now * 1e9), process_exited)
         except (RingError, OSError):
             return False
         for row in rows:
@@ -257,22 +257,22 @@ class RingDrain:
                 source.unreadable += 1
             if isinstance(row, Event) and row.kind == "memory":
                 self.on_memory_event(row.data, source.row.pid)
-        if source.over and not over:
+        if source.over and not was_finished:
             intake.finish_process(self._batch)
-        return more
+        return has_more
 
     def _read_own_records(self) -> None:
-        """Take the supervisor's own records."""
+        """Add the supervisor's own records to the batch."""
         if not self._own:
             return
         row = RingRow(_OWN, -1, None, os.getpid())
-        intake = RingIntake(row, self._info.start_ns, self._accounts)
+        intake = RingIntake(row, self._run_info.start_ns, self._accounts)
         while self._own:
             if not self._add_row(intake, self._own.popleft()):
                 self._own_missed += 1
 
     def _add_row(self, intake: RingIntake, row: Row) -> bool:
-        """Put a row into the batch; return False if it is damaged."""
+        """Add a row to the batch. Return False if it is damaged."""
         try:
             if intake.add(self._batch, self._next_id, row):
                 self._next_id += 1
@@ -287,7 +287,7 @@ class RingDrain:
     def _open(self, now: float) -> bool:
         if now < self._retry_at:
             return False
-        meta = {"run": self._info.id, "start_ns": self._info.start_ns}
+        meta = {"run": self._run_info.id, "start_ns": self._run_info.start_ns}
         try:
             history = HistoryWriter.open(self._directory, meta, self._limit_bytes)
             try:
@@ -302,10 +302,10 @@ class RingDrain:
         return True
 
     def _resume_history(self, history: HistoryWriter) -> None:
-        """Write into a history that another supervisor may have begun."""
+        """Continue a history that an earlier supervisor may have started."""
         self._accounts = ProcessAccounts()
         self._accounts.resume(history)
-        self._kept = history.rings()
+        self._stored_rows = history.rings()
         self._next_id = history.next_id
         self._history = history
 
@@ -316,38 +316,38 @@ class RingDrain:
         for source, _ in self._sources.values():
             source.update_position()
         rows = [source.row for source, _ in self._sources.values()]
-        self._batch.rings = [row for row in rows if self._kept.get(row.name) != row]
+        self._batch.rings = [row for row in rows if self._stored_rows.get(row.name) != row]
         if self._own_missed:
-            before = self._kept.get(_OWN)
-            missed = self._own_missed + (0 if before is None else before.missed)
+            stored_row = self._stored_rows.get(_OWN)
+            missed = self._own_missed + (0 if stored_row is None else stored_row.missed)
             self._batch.rings.append(RingRow(_OWN, -1, None, os.getpid(), missed=missed))
         if not (self._batch.rings or self._batch.events):
             return
-        self._batch.now_s = (time.monotonic_ns() - self._info.start_ns) // SECOND
+        self._batch.now_s = (time.monotonic_ns() - self._run_info.start_ns) // SECOND
         try:
             self._history.write(self._batch)
         except HistoryError as error:
             self._handle_write_error(now, error)
             return
-        self._kept.update((row.name, replace(row)) for row in self._batch.rings)
+        self._stored_rows.update((row.name, replace(row)) for row in self._batch.rings)
         self._batch = WriteBatch()
         self._own_missed = 0
         self.failure = None
-        if self._history.damage is not None and not self._told_damage:
-            self._told_damage = True
-            self.warn(f"the history is damaged ({self._history.damage}); some of its sums leave out earlier steps")
+        if self._history.damage is not None and not self._damage_reported:
+            self._damage_reported = True
+            self.warn(f"the history is damaged ({self._history.damage}); some totals omit earlier steps")
 
     def _next_commit(self, now: float) -> float:
         if len(self._sources) <= MANY_RINGS:
             return now + COMMIT_S
-        late = (now - self._info.start_ns / 1e9 - _AFTER_S) % 1.0
-        return now - late + 1.0
+        overdue_s = (now - self._run_info.start_ns / 1e9 - _AFTER_S) % 1.0
+        return now - overdue_s + 1.0
 
     def _handle_write_error(self, now: float, error: Exception) -> None:
         """Warn once that the history cannot be written, and try again later; the run continues without it."""
         self._retry_at = now + RETRY_S
-        if self.failure is None and now >= self._silent_until:
-            self._silent_until = now + WARN_AGAIN_S
+        if self.failure is None and now >= self._no_warning_until:
+            self._no_warning_until = now + WARN_AGAIN_S
             self.warn(f"the history cannot be written ({error}); the run continues, but older records may be lost")
         self.failure = error
 

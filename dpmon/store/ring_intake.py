@@ -1,4 +1,4 @@
-"""Turns the records of a ring into rows, tallies and the account of time.
+"""Turns the records of a ring into rows, tallies and the time account of its process.
 
 A `RingIntake` belongs to one ring. The calls of a step arrive before the step. They are held until then, because the
 row of the step contains their phases, and the calls take the kind of the step.
@@ -42,11 +42,11 @@ if TYPE_CHECKING:
     from dpmon.store.history_writer import HistoryWriter
 
 BATCH_SIZES = 16
-"""Most batch sizes of a process with their own tallies; further sizes share OTHER_SIZES."""
+"""How many batch sizes of a process have tallies of their own. Further sizes share OTHER_SIZES."""
 SHAPES = 2000
-"""Most distinct shapes of a process that keep their sizes; further shapes are counted without sizes."""
+"""How many shapes of a process keep their sizes. Further shapes are counted without sizes."""
 HELD_CALLS = 4096
-"""Most calls of a process that are held for their step."""
+"""How many calls of a process are held for their step."""
 _MAX_INT = (1 << 63) - 1
 _APPLY = CALL_PHASES.index("parallel_apply")
 _LEARNS = Flag.TRAINING | Flag.GRAD
@@ -62,7 +62,7 @@ _DAMAGE = (LookupError, ValueError, TypeError, AttributeError, RecursionError)
 
 
 class RingIntake:
-    """Puts the rows of one ring into a batch."""
+    """Adds the rows of one ring to a batch."""
 
     def __init__(self, row: RingRow, start_ns: int, accounts: ProcessAccounts) -> None:
         self.row = row
@@ -84,28 +84,28 @@ class RingIntake:
             self._mode, self._steps_in_mode = mode, 0 if kind & SETTLING else SETTLING_STEPS
         self._loops.resume(history.loops(self.row.process))
 
-    def add(self, batch: WriteBatch, number: int, row: Row) -> bool:
-        """Put `row` into `batch` under the id `number`; False for a definition, which takes no id.
+    def add(self, batch: WriteBatch, row_id: int, row: Row) -> bool:
+        """Add `row` to `batch` under the id `row_id`. Return False for a definition, which takes no id.
 
         Raises RecordError if its numbers are impossible.
         """
         if isinstance(row, CallRow):
-            self._call(batch, number, row)
+            self._call(batch, row_id, row)
         elif isinstance(row, Step):
-            self._step(batch, number, row)
+            self._step(batch, row_id, row)
         elif isinstance(row, Event):
             try:
-                self._event(batch, number, row)
+                self._event(batch, row_id, row)
             except _DAMAGE as error:
                 raise RecordError(f"damaged event: {type(error).__name__}") from None
         elif isinstance(row, CollectiveRow):
             row = row._replace(start=row.start - self._start_ns)
             _check_ranges(row.start, max(row.took, 0), row.number, row.step, row.queued, row.quantity)
-            batch.add_collective(number, self.row.process, row)
+            batch.add_collective(row_id, self.row.process, row)
         elif isinstance(row, LossRow):
-            began = row.start - self._start_ns
-            _check_ranges(began, 0, row.definition, row.step)
-            batch.losses.append((number, self.row.process, row.definition, row.step, began, row.loss))
+            start_ns = row.start - self._start_ns
+            _check_ranges(start_ns, 0, row.definition, row.step)
+            batch.losses.append((row_id, self.row.process, row.definition, row.step, start_ns, row.loss))
         else:
             text = json.dumps(row.value, separators=(",", ":"))
             batch.definitions.append((self.row.process, row.number, text))
@@ -115,27 +115,27 @@ class RingIntake:
 
     # ------------------------------------------------------------------------------------------ calls
 
-    def _call(self, batch: WriteBatch, number: int, row: CallRow) -> None:
-        began = row.start - self._start_ns
-        _check_ranges(began, row.wall, row.step, row.call)
-        self._calls[number] = row
+    def _call(self, batch: WriteBatch, row_id: int, row: CallRow) -> None:
+        start_ns = row.start - self._start_ns
+        _check_ranges(start_ns, row.wall, row.step, row.call)
+        self._calls[row_id] = row
         parts = encode_parts(row.parts)
-        batch.calls.append((number, self.row.process, *row[:5], began, *row[6:-1], parts))
+        batch.calls.append((row_id, self.row.process, *row[:5], start_ns, *row[6:-1], parts))
         batch.characters += len(parts or "")
         if len(self._calls) > HELD_CALLS:  # a process with calls outside steps
             self._count(batch, [self._calls.pop(next(iter(self._calls)))], None)
-        self._note_id(number)
+        self._note_id(row_id)
         self.row.calls += 1
         self.row.last_call = row.call
 
     def _count(self, batch: WriteBatch, calls: Iterable[CallRow], kind: int | None) -> None:
-        """Count the sizes of calls. `kind`: kind of their step; None if they are in no step."""
+        """Count the shapes of calls. `kind`: the kind of their step; None if they are in no step."""
         for call in calls:
-            of_call = kind if kind is not None else EVALUATION * (call.flags & _LEARNS == 0)
+            call_kind = kind if kind is not None else EVALUATION * (call.flags & _LEARNS == 0)
             virtual = int(call.flags & Flag.VIRTUAL > 0)
             parts, sizes = call.parts, _sizes_of(call)
             untimed = 0 if parts is None or parts.device_ms is None or None not in parts.device_ms else parts.why
-            shape = self.row.process, call.mode, of_call, call.layout, virtual, sizes, untimed
+            shape = self.row.process, call.mode, call_kind, call.layout, virtual, sizes, untimed
             if shape not in self._shapes:
                 if len(self._shapes) < SHAPES:
                     self._shapes.add(shape)
@@ -144,72 +144,74 @@ class RingIntake:
             batch.shapes[shape] += 1
 
     def finish_process(self, batch: WriteBatch) -> None:
-        """Handle the end of the process: count its last calls, which are in no finished step."""
+        """Handle the end of the process: count its last calls, which belong to no finished step."""
         self._count(batch, self._calls.values(), None)
         self._calls.clear()
 
     # ------------------------------------------------------------------------------------------ steps
 
-    def _step(self, batch: WriteBatch, number: int, row: Step) -> None:
-        step, mode, began, wall = row.step, row.mode, row.start_ns - self._start_ns, row.wall_ns
-        _check_ranges(began, wall, step, row.samples or 0, *row.phases.values(), *row.counts.values())
+    def _step(self, batch: WriteBatch, row_id: int, row: Step) -> None:
+        step, mode, start_ns, wall_ns = row.step, row.mode, row.start_ns - self._start_ns, row.wall_ns
+        _check_ranges(start_ns, wall_ns, step, row.samples or 0, *row.phases.values(), *row.counts.values())
         evaluation = row.evaluation and not self._is_training_step(step)
-        account = self._accounts.account(self.row.process)
+        account = self._accounts.get_account(self.row.process)
         waited = row.phases.get("data", 0) + row.phases.get("sync", 0)
-        left_out = account.exclusion_flag(began, began + wall, waited)
-        kind = self._next_step_kind(mode, evaluation) | left_out
+        exclusion = account.exclusion_flag(start_ns, start_ns + wall_ns, waited)
+        kind = self._next_step_kind(mode, evaluation) | exclusion
         calls = self._pop_step_calls(batch, step, kind)
-        own = [*map(row.phases.get, STEP_PHASES)]
-        by_call, rest = _sum_call_phases(own, calls)
-        values = _phases_of((*own, *by_call))
+        own_phases = [*map(row.phases.get, STEP_PHASES)]
+        call_phases, rest_ns = _sum_call_phases(own_phases, calls)
+        values = _phases_of((*own_phases, *call_phases))
         quantities = [*map(row.counts.get, _COUNTED)]
         quantities.insert(_SAMPLES_AT, row.samples)
         process = self.row.process
-        spent, gap = account.step(step, mode, began, wall, evaluation, left_out)
-        batch.add_activity_time(process, spent)
+        intervals, gap = account.add_step(step, mode, start_ns, wall_ns, evaluation, exclusion)
+        batch.add_activity_time(process, intervals)
         if gap is not None and gap.ns >= GAP_NS:
             batch.gaps.append(gap)
-        evaluated = sum([one.end - one.begin for one in spent if one.activity == "evaluation"]) if evaluation else 0
-        loop = self._loops.add_step(step, row.batches, began, began + wall, evaluation, evaluated)
+        evaluation_ns = 0
+        if evaluation:
+            evaluation_ns = sum(part.end - part.begin for part in intervals if part.activity == "evaluation")
+        loop = self._loops.add_step(step, row.batches, start_ns, start_ns + wall_ns, evaluation, evaluation_ns)
         if self._loops.changed:
-            batch.loops |= {(process, one): each for one, each in self._loops.changed.items()}
+            batch.loops |= {(process, changed.loop): changed for changed in self._loops.changed.values()}
             self._loops.changed.clear()
-        in_loop = (None, None) if loop is None else (loop.loop, loop.batches_used)
-        named = number, process, step, mode, began, wall, kind, len(calls)
+        loop_columns = (None, None) if loop is None else (loop.loop, loop.batches_used)
+        first_columns = row_id, process, step, mode, start_ns, wall_ns, kind, len(calls)
         times = None if row.times is None else json.dumps([row.why, *row.times], separators=(",", ":"))
         spans = f"[{','.join(map(str, chain.from_iterable(row.runs)))}]" if row.runs else None
         sync_number = row.sync_number
-        rest_of = rest, times, spans, row.missing_spans, sync_number, None, None, *in_loop
+        last_columns = rest_ns, times, spans, row.missing_spans, sync_number, None, None, *loop_columns
         key = TallyKey(process, mode, kind, self._batch_size(row.samples))
-        series = [(device_series(name), ns) for name, ns in _device_times(row, calls, by_call).items()]
+        series = [(device_series(name), ns) for name, ns in _device_times(row, calls, call_phases).items()]
         series += chain.from_iterable(map(_series_of, calls))
-        batch.add_step(key, began + wall, (*named, *quantities, *values, *rest_of), series)
+        batch.add_step(key, start_ns + wall_ns, (*first_columns, *quantities, *values, *last_columns), series)
         batch.characters += len(spans or "") + len(times or "")
         if sync_number is not None:
-            second = (began + wall) // 1_000_000_000
+            second = (start_ns + wall_ns) // 1_000_000_000
             # With devices, the host does not wait for other ranks, so its time does not measure the communication.
-            tail = row.phases.get("sync") if row.times is None else sync_device_ns(row.times)
-            if tail is not None:
-                synced = SyncStep(number, key, second, sync_number, row.counts.get("synced", 0), tail)
-                batch.add_waits(self._accounts.rounds.add_step(process, synced))
-        self._note_id(number)
+            tail_ns = row.phases.get("sync") if row.times is None else sync_device_ns(row.times)
+            if tail_ns is not None:
+                sync_step = SyncStep(row_id, key, second, sync_number, row.counts.get("synced", 0), tail_ns)
+                batch.add_waits(self._accounts.sync_passes.add_step(process, sync_step))
+        self._note_id(row_id)
         self.row.steps += 1
         self.row.last_step = step
 
     def _is_training_step(self, step: int) -> bool:
-        """Whether all calls of a step train and none failed: a server (RPC) has no backward pass of its own."""
+        """Return whether all calls of a step train and none failed: a server (RPC) has no backward pass of its own."""
         flags = [call.flags & (_LEARNS | Flag.FAILED) for call in self._calls.values() if call.step == step]
         return set(flags) == {_LEARNS}
 
     def _pop_step_calls(self, batch: WriteBatch, step: int, kind: int) -> list[CallRow]:
-        """Return the held calls of a step. Release them, and the calls of earlier steps that were not recorded."""
-        held = self._calls
+        """Remove and return the held calls of a step. Calls of earlier steps, which were not recorded, are dropped."""
+        held_calls = self._calls
         self._calls = {}
-        calls = [call for call in held.values() if call.step == step]
+        calls = [call for call in held_calls.values() if call.step == step]
         self._count(batch, calls, kind)
-        if len(calls) != len(held):
-            self._count(batch, (call for call in held.values() if call.step < step), None)
-            self._calls = {number: call for number, call in held.items() if call.step > step}
+        if len(calls) != len(held_calls):
+            self._count(batch, (call for call in held_calls.values() if call.step < step), None)
+            self._calls = {number: call for number, call in held_calls.items() if call.step > step}
         return calls
 
     def _next_step_kind(self, mode: str, evaluation: bool) -> int:
@@ -228,15 +230,15 @@ class RingIntake:
             self._sizes.add(samples)
         return samples
 
-    def _note_id(self, number: int) -> None:
+    def _note_id(self, row_id: int) -> None:
         row = self.row
-        row.last_id = number
+        row.last_id = row_id
         if row.first_id is None:
-            row.first_id = number
+            row.first_id = row_id
 
     # ------------------------------------------------------------------------------------------ events
 
-    def _event(self, batch: WriteBatch, number: int, event: Event) -> None:
+    def _event(self, batch: WriteBatch, event_id: int, event: Event) -> None:
         kind, data = event.kind, event.data
         kind.encode()  # ValueError for a lone surrogate, which the database rejects
         t_ns = seconds_to_ns(data.get("t_s"))
@@ -247,20 +249,21 @@ class RingIntake:
         text = to_bounded_json({"kind": kind, **data})
         if b"NaN" in text or b"Infinity" in text:  # not JSON: unknown
             text = to_bounded_json(load_json(text))
-        batch.add_event(number, process, kind, t_ns, text.decode())
+        batch.add_event(event_id, process, kind, t_ns, text.decode())
 
 
 def _series_of(row: CallRow) -> list[tuple[str, int]]:
-    """Return the series and the time (ns) of each replica or stage of a call: on the host, then on its device."""
+    """Return (series, ns) of each replica or stage of a call: first the times on the host, then those on its device."""
     layout, parts = row.layout, row.parts
     if parts is None:
         return [(replica_series(layout, 0), row.wall)]
-    named: list[tuple[str, int | None]]
-    named = [(replica_series(layout, i), ran) for i, (_, _, _, ran) in enumerate(parts.replicas)]
-    named += [(stage_series(layout, i, *one[:3]), one[4]) for i, one in enumerate(parts.stages)]
-    found = [(name, ran) for name, ran in named if ran is not None]
-    known = zip(named, parts.of_devices, strict=False)
-    return found + [(device_series(name), int(ms * 1e6)) for (name, _), ms in known if ms is not None]
+    times_by_series: list[tuple[str, int | None]]
+    times_by_series = [(replica_series(layout, i), host_ns) for i, (_, _, _, host_ns) in enumerate(parts.replicas)]
+    for i, (stage, inputs, outputs, _, host_ns) in enumerate(parts.stages):
+        times_by_series.append((stage_series(layout, i, stage, inputs, outputs), host_ns))
+    series = [(name, host_ns) for name, host_ns in times_by_series if host_ns is not None]
+    device_times = zip(times_by_series, parts.of_devices, strict=False)
+    return series + [(device_series(name), int(ms * 1e6)) for (name, _), ms in device_times if ms is not None]
 
 
 def _sizes_of(row: CallRow) -> str:
@@ -268,8 +271,8 @@ def _sizes_of(row: CallRow) -> str:
     parts = row.parts
     if parts is None:
         return _sizes_text(row.inputs, row.outputs, (row.inputs, row.outputs))
-    inner = [*(one[:2] for one in parts.replicas), *(one[:3] for one in parts.stages)]
-    return _sizes_text(row.inputs, row.outputs, *inner)
+    part_sizes = [*(part[:2] for part in parts.replicas), *(part[:3] for part in parts.stages)]
+    return _sizes_text(row.inputs, row.outputs, *part_sizes)
 
 
 @lru_cache(4096)
@@ -280,51 +283,55 @@ def _sizes_text(*sizes: int | tuple[int, ...]) -> str:
 def _without_sizes(text: str) -> str:
     """Return a text from `_sizes_text` with all sizes unknown."""
     _, _, *parts = json.loads(text)
-    return _sizes_text(0, 0, *((0, 0) if len(part) == 2 else (part[0], 0, 0) for part in parts))
+    return _sizes_text(0, 0, *((*part[:-2], 0, 0) for part in parts))
 
 
-def _sum_call_phases(own: Sequence[int | None], calls: Sequence[CallRow]) -> tuple[list[int | None], int | None]:
+def _sum_call_phases(own_phases: Sequence[int | None], calls: Sequence[CallRow]) -> tuple[list[int | None], int | None]:
     """Return the summed phases of a step's calls (None: did not run), and the rest of its forward.
 
-    `own`: the step's phases in the order of STEP_PHASES. Calls of other threads, or calls repeated in the backward
-    pass, may take longer than the whole forward. Then the phases cannot be separated, and all time counts as forward.
+    `own_phases`: the step's phases in the order of STEP_PHASES. Calls of other threads, or calls repeated in the
+    backward pass, may take longer than the whole forward. Then the phases cannot be separated, and all time counts as
+    forward.
     """
-    took = [[at and at[1] for at in call.parts.phases] for call in calls if call.parts is not None]
-    sums: list[int | None] = took[0] if took else [None] * len(CALL_PHASES)
-    for phases in took[1:]:
-        sums = [one if more is None else (one or 0) + more for one, more in zip(sums, phases, strict=True)]
-    forward, copy, apply = own[_STEP_AT["forward"]], own[_STEP_AT["copy"]], sums[_APPLY]
+    phases_by_call = [[run and run[1] for run in call.parts.phases] for call in calls if call.parts is not None]
+    phase_sums: list[int | None] = phases_by_call[0] if phases_by_call else [None] * len(CALL_PHASES)
+    for phases in phases_by_call[1:]:
+        phase_sums = [
+            sum_ns if added_ns is None else (sum_ns or 0) + added_ns
+            for sum_ns, added_ns in zip(phase_sums, phases, strict=True)
+        ]
+    forward, copy, apply = own_phases[_STEP_AT["forward"]], own_phases[_STEP_AT["copy"]], phase_sums[_APPLY]
     if forward is None:
         return [None] * len(CALL_PHASES), None
-    inside = sum([took for took in sums if took])
-    over = inside - forward
-    if copy and apply and 0 < over <= min(copy, apply):
+    inside_ns = sum(ns for ns in phase_sums if ns)
+    excess_ns = inside_ns - forward
+    if copy and apply and 0 < excess_ns <= min(copy, apply):
         # A single replica runs on the training thread: its copies are subtracted from the forward, not from the call.
-        sums[_APPLY] = apply - over
-        inside = forward
-    if inside > forward:
+        phase_sums[_APPLY] = apply - excess_ns
+        inside_ns = forward
+    if inside_ns > forward:
         return [None] * len(CALL_PHASES), forward
-    return sums, forward - inside
+    return phase_sums, forward - inside_ns
 
 
-def _device_times(row: Step, calls: Sequence[CallRow], by_call: Sequence[int | None]) -> dict[str, int]:
+def _device_times(row: Step, calls: Sequence[CallRow], call_phases: Sequence[int | None]) -> dict[str, int]:
     """Return device times (ns) by phase: of the step, of its calls if all of them are timed, and of the REST."""
     parts = [call.parts for call in calls if call.parts is not None]
-    timed = any(one.device_ms for one in parts)
-    if row.times is None and not timed:
+    has_call_times = any(call_parts.device_ms for call_parts in parts)
+    if row.times is None and not has_call_times:
         return {}
-    of_calls = [(one.phases, one.of_phases) for one in parts]
-    known = zip(SPAN_PHASES, row.times or (), strict=False)
-    found = {name: int(ms * 1e6) for name, ms in known if ms is not None}
-    for name, index in _CALL_AT.items() if timed else ():
-        ran = [times.get(name) for phases, times in of_calls if phases[index] is not None]
-        measured = [ms for ms in ran if ms is not None]
-        if by_call[index] is not None and measured and len(measured) == len(ran):
-            found[name] = int(sum(measured) * 1e6)
-    inside = [name for name, index in _CALL_AT.items() if by_call[index] is not None]
-    if "forward" in found and all(name in found for name in inside):
-        found[REST] = max(found["forward"] - sum(found[name] for name in inside), 0)
-    return found
+    times_by_call = [(call_parts.phases, call_parts.of_phases) for call_parts in parts]
+    span_times = zip(SPAN_PHASES, row.times or (), strict=False)
+    ns_by_phase = {name: int(ms * 1e6) for name, ms in span_times if ms is not None}
+    for name, index in _CALL_AT.items() if has_call_times else ():
+        call_times = [times.get(name) for phases, times in times_by_call if phases[index] is not None]
+        measured = [ms for ms in call_times if ms is not None]
+        if call_phases[index] is not None and measured and len(measured) == len(call_times):
+            ns_by_phase[name] = int(sum(measured) * 1e6)
+    ran_in_calls = [name for name, index in _CALL_AT.items() if call_phases[index] is not None]
+    if "forward" in ns_by_phase and all(name in ns_by_phase for name in ran_in_calls):
+        ns_by_phase[REST] = max(ns_by_phase["forward"] - sum(ns_by_phase[name] for name in ran_in_calls), 0)
+    return ns_by_phase
 
 
 def _add_sample(batch: WriteBatch, t_ns: int, kind: str, data: Mapping[str, Any]) -> None:
@@ -337,7 +344,7 @@ def _add_sample(batch: WriteBatch, t_ns: int, kind: str, data: Mapping[str, Any]
             batch.add_device_value(t_ns, index, name[:64], float(value))
 
 
-def _check_ranges(began: int, wall: int, *numbers: int) -> None:
+def _check_ranges(start_ns: int, wall_ns: int, *numbers: int) -> None:
     """Raise RecordError for numbers that do not fit into the database, and for impossible times."""
-    if began < -LATEST_NS or began + wall > LATEST_NS or max(numbers) > _MAX_INT:
+    if start_ns < -LATEST_NS or start_ns + wall_ns > LATEST_NS or max(numbers) > _MAX_INT:
         raise RecordError("impossible numbers")

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dpmon.assemble.assembler import CAUGHT_UP, Assembler, Predecessor
+from dpmon.assemble.assembler import FULL_READ_SPANS, Assembler, Predecessor
 from dpmon.record.history_rows import Row
 from dpmon.record.span_format import Span
 from dpmon.run.proc import is_alive
@@ -16,12 +16,12 @@ from dpmon.span_reader import SpanReader, current_span_in
 from dpmon.span_ring import HeaderWord, RingError
 from dpmon.store.history_schema import RingRow
 
-_MUCH = 8
-"""If one read returns this fraction of a ring (1/8), its process may write faster than the reader reads."""
+_BACKLOG_DIVISOR = 8
+"""If one read returns a ring's slots divided by this number, its process may write faster than the reader reads."""
 
 
 class SpanSource:
-    """A ring of spans, and the lines beside it."""
+    """Reads the rows of one training process from its ring and the lines beside it."""
 
     def __init__(self, path: Path, row: RingRow | None) -> None:
         """Continue where `row` left off. Raises RingError or OSError.
@@ -32,22 +32,22 @@ class SpanSource:
         self.resumes = row is not None and row.pid == ring.pid
         """Whether the history already has records of this ring."""
         missed = 0 if row is None else row.missed
-        own = RingRow(path.name, ring.process, ring.rank, ring.pid, missed=missed)
-        self.row = replace(row) if row is not None and self.resumes else own
+        new_row = RingRow(path.name, ring.process, ring.rank, ring.pid, missed=missed)
+        self.row = replace(row) if row is not None and self.resumes else new_row
         """How much of the ring is in the history and its next batch, once `update_position` was called."""
         self.unreadable = 0
-        """Number of its rows that could not be kept."""
+        """Number of its rows that could not be stored."""
         self.over = False
-        """Whether its process has ended and all its rows are taken."""
+        """Whether its process has ended and all its rows were returned."""
         self._assembler = Assembler()
         self._spans: list[Span] = []
-        """Spans that were read and not yet given to the assembler."""
-        self._again = True
-        """Whether to feed once more without input: the assembler returns the events of a feed at the next feed."""
-        self._one_in = 0
+        """Spans that were read but not yet fed to the assembler."""
+        self._feed_again = True
+        """Whether to feed the assembler without input, because it returns the events of a feed only at the next one."""
+        self._timing_interval = 0
         """The last requested rate of device timing: one step in this many."""
-        self._under_way = (0, 0)
-        """Kind and start of the training thread's current span, as reported to the assembler since its last feed."""
+        self._reported_span = (0, 0)
+        """(Kind, start) of the training thread's current span, if it was reported since the last feed; else (0, 0)."""
         if self.resumes:
             try:
                 self._resume(self.row)
@@ -63,8 +63,8 @@ class SpanSource:
         if not self.over:
             numbers = row.last_step or 0, row.last_call or 0, -1 if row.thread is None else row.thread
             pending = {int(number) for number in row.pending.split() if number.isdecimal()}
-            before = Predecessor(*numbers, row.position, row.sequence, pending)
-            self._assembler = Assembler.resume_after(self._lines_until(lines), before)
+            predecessor = Predecessor(*numbers, row.position, row.sequence, pending)
+            self._assembler = Assembler.resume_after(self._lines_until(lines), predecessor)
         ring.position, ring.seen, ring.lines_position = row.position, row.sequence, lines
 
     def _lines_until(self, end: int) -> Iterator[Mapping[str, Any]]:
@@ -74,54 +74,54 @@ class SpanSource:
             yield from part
         self._ring.damaged_lines = 0
 
-    def read_rows(self, now_ns: int, gone: bool) -> tuple[list[Row], bool]:
+    def read_rows(self, now_ns: int, process_exited: bool) -> tuple[list[Row], bool]:
         """Return the new rows, and whether the ring filled faster than it was read. Raises RingError or OSError.
 
-        `now_ns`: monotonic. `gone`: its process was gone before this call.
+        `now_ns`: monotonic. `process_exited`: its process was gone before this call.
         """
         if self.over:
             return [], False
         ring = self._ring
-        before = ring.position
+        start_position = ring.position
         try:
             # The words are read before the spans, so that all spans before a thread's current span are included.
             words = ring.header_words()
-            self._spans += ring.read(now_ns, over=gone)
+            self._spans += ring.read(now_ns, over=process_exited)
         except RingError:
-            if not gone:
+            if not process_exited:
                 raise
             return self._feed_assembler() + self._finish_rows(), False
-        if not ring.at_end and len(self._spans) < CAUGHT_UP:
+        if not ring.at_end and len(self._spans) < FULL_READ_SPANS:
             # Reading stopped at an empty slot. Wait until it is filled: if the assembler got so few spans, it would
             # conclude that it has caught up.
             return [], False
         rows = self._feed_assembler()
         if ring.at_end and self._assembler.thread >= 0:
-            rows += self._report_under_way(*current_span_in(words, self._assembler.thread))
-        if self._assembler.timing_interval not in (0, self._one_in):
-            self._one_in = self._assembler.timing_interval
+            rows += self._report_current_span(*current_span_in(words, self._assembler.thread))
+        if self._assembler.timing_interval not in (0, self._timing_interval):
+            self._timing_interval = self._assembler.timing_interval
             with suppress(RingError, OSError):  # truncated or not writable: keep the old sampling
-                ring.request_device_timing(self._one_in)
-        if ring.at_end and (gone or words[HeaderWord.ENDED]):
+                ring.request_device_timing(self._timing_interval)
+        if ring.at_end and (process_exited or words[HeaderWord.ENDED]):
             rows += self._finish_rows()
-        return rows, ring.position - before >= ring.slots // _MUCH
+        return rows, ring.position - start_position >= ring.slots // _BACKLOG_DIVISOR
 
     def _feed_assembler(self) -> list[Row]:
         """Feed the assembler the spans and lines read so far."""
-        lines = [line for part in self._ring.lines() for line in part]
+        lines = [line for chunk in self._ring.lines() for line in chunk]
         spans, self._spans = self._spans, []
-        if not (spans or lines or self._again):
+        if not (spans or lines or self._feed_again):
             return []
-        self._again = bool(spans or lines)
+        self._feed_again = bool(spans or lines)
         if spans:
-            self._under_way = (0, 0)
+            self._reported_span = (0, 0)
         return self._assembler.feed(spans, lines)
 
-    def _report_under_way(self, kind: int, since_ns: int) -> list[Row]:
+    def _report_current_span(self, kind: int, since_ns: int) -> list[Row]:
         """Report the training thread's current span to the assembler."""
-        if since_ns == 0 or (kind, since_ns) == self._under_way:
+        if since_ns == 0 or (kind, since_ns) == self._reported_span:
             return []
-        self._under_way = (kind, since_ns)
+        self._reported_span = (kind, since_ns)
         return self._assembler.take_current_span(kind, since_ns)
 
     def _finish_rows(self) -> list[Row]:
@@ -130,7 +130,7 @@ class SpanSource:
         return self._assembler.finish()
 
     def update_position(self) -> None:
-        """Update the row to the position that has been read."""
+        """Update `row` to the position that was read."""
         ring, assembler, row = self._ring, self._assembler, self.row
         row.sequence, row.lines = ring.position, ring.lines_position
         row.open_calls = assembler.open_calls
@@ -144,15 +144,15 @@ class SpanSource:
         self._ring.close()
 
 
-def has_unread_spans(path: Path, row: RingRow | None, over: bool) -> bool:
-    """Whether a ring holds more than the history with this `row`. Raises RingError or OSError.
+def has_unread_spans(path: Path, row: RingRow | None, run_ended: bool) -> bool:
+    """Return whether a ring holds more than the history with this `row`. Raises RingError or OSError.
 
-    `over`: the run has ended, so no supervisor continues its history.
+    `run_ended`: the run has ended, so no supervisor continues its history.
     """
     with closing(SpanReader(str(path))) as ring:
         if row is None or row.pid != ring.pid:
             return True
         ring.position, ring.lines_position = row.sequence, row.lines or 0
-        if row.ended or over or not is_alive(ring.pid, None):
+        if row.ended or run_ended or not is_alive(ring.pid, None):
             return not row.ended
         return bool(ring.read(0, 1) or ring.missed or not ring.at_end or any(ring.lines()))

@@ -1,15 +1,15 @@
-"""Defines every figure in one place: medians, tails, means, shares and rates of a mode's steps. Pure.
+"""Defines all statistics of a mode's steps in one place: medians, tails, means, shares and rates. Pure.
 
 A rate is a number of steps or samples divided by the elapsed training time. That time runs from the start of the first
-step to the end of the last one, without pauses, evaluations, stalls and waits for input
-(dpmon.store.time_accounting). The time between two steps counts, for example to start workers, write a checkpoint or
-log an epoch. Steps in which the run stalled, and a first step that waits long, are in no figure.
+step to the end of the last one, without pauses, evaluations, stalls and input waits (dpmon.store.time_accounting). The
+time between two steps counts, for example to start workers, write a checkpoint or log an epoch. Statistics exclude
+steps in which the run stalled, and a first step that waits long.
 
-Figures come from tallies (dpmon.store.tally), which the store adds up for any time. Evaluation steps are separate from
-training steps. A mode that never trains has the figures of its evaluation steps.
+Statistics come from tallies (dpmon.store.tally), which the store adds up for any time range. Evaluation steps are
+separate from training steps. A mode that never trains has the statistics of its evaluation steps.
 
-One `StatsWindow` reads the tallies and times between two seconds once. All figures of that time come from it, so a
-figure has the same digits everywhere.
+A `StatsWindow` reads the tallies and times between two seconds once. All statistics of that time range come from it, so
+a number has the same digits everywhere.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from dpmon.store.store_queries import Store
 
 SAME_RATE = 0.03
-"""Up to this relative difference of the two rates, only the first one is shown."""
+"""If the two rates of a `Rate` differ by at most this share, only the first one is shown."""
 Counted = tuple[tuple[Quantity, QuantitySum], ...]
 """Quantities with their sums over the steps with a known value."""
 
@@ -37,46 +37,48 @@ Counted = tuple[tuple[Quantity, QuantitySum], ...]
 class Rate(NamedTuple):
     """Steps and samples per second of elapsed training time, and per second within steps.
 
-    Samples are None if a step has no sample count.
+    The rates of samples are None if a step has no sample count.
     """
 
     steps_per_s: float
     samples_per_s: float | None
-    steps_within: float
-    samples_within: float | None
+    steps_per_s_within: float
+    samples_per_s_within: float | None
 
     @property
     def differs_within_steps(self) -> bool:
-        """Whether the two rates differ so much that both must be shown."""
-        return abs(self.steps_within / self.steps_per_s - 1) > SAME_RATE
+        """Whether the rate within steps differs so much that it must be shown, too."""
+        return abs(self.steps_per_s_within / self.steps_per_s - 1) > SAME_RATE
 
 
-def rate_as_fields(rate: Rate | None) -> dict[str, float | None]:
-    """Return the values of the rate by their names in JSON; all are None without a rate."""
+def rate_to_json(rate: Rate | None) -> dict[str, float | None]:
+    """Return the members of a rate for JSON, by name. Without a rate, all values are None."""
     names = ("steps_per_s", "samples_per_s", "steps_per_s_within_steps", "samples_per_s_within_steps")
     return dict(zip(names, rate or (None,) * len(names), strict=True))
 
 
 class PhaseStats(NamedTuple):
-    """One phase: times (ns) over the steps in which it ran, and its share of the time of all steps (0 to 1)."""
+    """One phase: its times in the steps in which it ran, and its share of the time of all steps (0 to 1)."""
 
     name: str
     """Name in dpmon.record.schema; REST for the forward without the phases of the calls."""
     ran: int
+    """Number of steps in which it ran."""
     median_ns: float | None
     p95_ns: float | None
     mean_ns: float | None
     share: float | None
     device_ns: float | None = None
-    """Median time of the slowest device (ns), over the steps with a known device time."""
+    """Median device time on the slowest device (ns), over the steps with a known device time."""
     device_count: int = 0
+    """Number of steps with a known device time."""
     device_share: float | None = None
-    """Estimated share of the time of all steps (0 to 1), from the mean of the known device times."""
+    """Estimated share of device time in the time of all steps (0 to 1), from the mean of the known device times."""
 
 
 @dataclass(frozen=True)
 class StepStats:
-    """The steps of one mode: training, or evaluation."""
+    """Statistics of the training steps of one mode, or of its evaluation steps."""
 
     mode: str
     evaluation: bool
@@ -88,18 +90,18 @@ class StepStats:
     rate: Rate | None
     phases: tuple[PhaseStats, ...]
     tally: Tally
-    """The tally from which the figures come."""
+    """The tally that the statistics were computed from."""
 
     @property
     def disjoint_phases(self) -> tuple[PhaseStats, ...]:
-        """The phases that add up to the step, with their names on the screen; forward excludes its calls' phases."""
-        named = {phase.name: phase for phase in self.phases}
-        found = ((phase, named[REST if phase.name == "forward" else phase.name]) for phase in PHASES)
-        return tuple(figures._replace(name=phase.display_name) for phase, figures in found)
+        """The phases that add up to the step, under their names on the screen. Forward excludes its calls' phases."""
+        stats_by_name = {phase.name: phase for phase in self.phases}
+        stats_by_name["forward"] = stats_by_name[REST]
+        return tuple(stats_by_name[phase.name]._replace(name=phase.display_name) for phase in PHASES)
 
     @property
     def known_quantities(self) -> Counted:
-        """The quantities known in at least one step, without the quantities that rates show."""
+        """The quantities known in at least one step, without those that rates show."""
         sums = ((quantity, self.tally.sum(quantity.name)) for quantity in QUANTITIES if not quantity.in_rates)
         return tuple(
             (quantity, QuantitySum(self.steps, known.total) if quantity.absent_is_zero else known)
@@ -108,25 +110,25 @@ class StepStats:
         )
 
     def phase(self, name: str) -> PhaseStats | None:
-        """One phase; None if it did not run."""
+        """Return the statistics of one phase; None if it did not run."""
         return next((phase for phase in self.phases if phase.name == name and phase.ran), None)
 
 
-def counted_as_fields(counted: Counted) -> dict[str, dict[str, int]]:
-    """Return quantities for JSON by name: the sum, and the number of steps with a known value."""
+def quantities_to_json(counted: Counted) -> dict[str, dict[str, int]]:
+    """Return quantities for JSON, by name: the sum and the number of steps with a known value."""
     return {quantity.name: {"sum": known.total, "steps": known.count} for quantity, known in counted}
 
 
 def training_modes(kinds: Iterable[tuple[str, int]]) -> set[str]:
-    """Return the modes with training steps. `kinds`: (mode, kind) of a run's steps."""
+    """Return the modes with training steps. `kinds`: the pairs (mode, kind) of a run's steps."""
     return {mode for mode, kind in kinds if not kind & EVALUATION}
 
 
-def modes_of(kinds: Iterable[tuple[str, int]]) -> list[tuple[str, bool]]:
-    """Return pairs (mode, evaluation) in display order; evaluation steps are separate if the mode also trains."""
-    there = set(kinds)
-    training = training_modes(there)
-    return sorted({(mode, bool(kind & EVALUATION) and mode in training) for mode, kind in there})
+def list_modes(kinds: Iterable[tuple[str, int]]) -> list[tuple[str, bool]]:
+    """Return pairs (mode, evaluation) in display order. Evaluation steps are separate only if the mode also trains."""
+    mode_kinds = set(kinds)
+    training = training_modes(mode_kinds)
+    return sorted({(mode, bool(kind & EVALUATION) and mode in training) for mode, kind in mode_kinds})
 
 
 def merge_mode_tallies(
@@ -135,23 +137,23 @@ def merge_mode_tallies(
     evaluation: bool,
     trained: bool,
     *,
-    settled: bool = False,
+    without_warmup: bool = False,
     batch: int | None = None,
 ) -> Tally:
-    """Return the tally of one mode: its evaluation or its training steps, or all steps if it never trains.
+    """Return the tally of one mode: of its evaluation or training steps, or of all steps if it never trains.
 
-    `trained`: whether the mode ever trains. `settled`: leave out settling steps. `batch`: only this batch size.
+    `trained`: whether the mode ever trains. `without_warmup`: without warm-up steps. `batch`: only this batch size.
     """
-    found = Tally()
+    merged = Tally()
     for key, tally in tallies.items():
         if key.mode != mode or (trained and bool(key.kind & EVALUATION) != evaluation):
             continue
-        if not (settled and key.kind & SETTLING) and (batch is None or key.batch == batch):
-            found.merge(tally)
-    return found
+        if not (without_warmup and key.kind & SETTLING) and (batch is None or key.batch == batch):
+            merged.merge(tally)
+    return merged
 
 
-def tallies_by_process(tallies: Mapping[TallyKey, Tally]) -> dict[int, dict[TallyKey, Tally]]:
+def split_tallies_by_process(tallies: Mapping[TallyKey, Tally]) -> dict[int, dict[TallyKey, Tally]]:
     """Return the tallies of each process."""
     found: dict[int, dict[TallyKey, Tally]] = {}
     for key, tally in tallies.items():
@@ -159,8 +161,8 @@ def tallies_by_process(tallies: Mapping[TallyKey, Tally]) -> dict[int, dict[Tall
     return found
 
 
-def compute_step_stats(mode: str, evaluation: bool, tally: Tally, speed: Rate | None) -> StepStats:
-    """The figures of a mode's steps."""
+def compute_step_stats(mode: str, evaluation: bool, tally: Tally, rate: Rate | None) -> StepStats:
+    """Compute the statistics of a mode's steps from their tally and rate."""
     step = tally.stat(STEP)
     names = [phase.name for phase in PHASES]
     names.insert(names.index("forward") + 1, REST)
@@ -172,28 +174,28 @@ def compute_step_stats(mode: str, evaluation: bool, tally: Tally, speed: Rate | 
         tally.median(STEP),
         tally.quantile(STEP, 0.95),
         step.mean,
-        speed,
+        rate,
         tuple(_phase(name, tally, step.total) for name in names),
         tally,
     )
 
 
-def _phase(name: str, tally: Tally, total: int) -> PhaseStats:
+def _phase(name: str, tally: Tally, step_total: int) -> PhaseStats:
     if name not in tally.stats:
         return PhaseStats(name, 0, None, None, None, None)
-    stat, device = tally.stat(name), tally.stat(device_series(name))
-    share = stat.total / total if stat.count and total else None
-    known = device.mean
+    series_stats, device_stats = tally.stat(name), tally.stat(device_series(name))
+    share = series_stats.total / step_total if series_stats.count and step_total else None
+    mean_device_ns = device_stats.mean
     return PhaseStats(
         name,
-        stat.count,
-        stat.median,
-        stat.quantile(0.95),
-        stat.mean,
+        series_stats.count,
+        series_stats.median,
+        series_stats.quantile(0.95),
+        series_stats.mean,
         share,
-        device.median,
-        device.count,
-        known * stat.count / total if known is not None and total else None,
+        device_stats.median,
+        device_stats.count,
+        mean_device_ns * series_stats.count / step_total if mean_device_ns is not None and step_total else None,
     )
 
 
@@ -203,19 +205,21 @@ def _phase(name: str, tally: Tally, total: int) -> PhaseStats:
 def elapsed_by_process(
     rows: Iterable[TimeRow], mode: str, evaluation: bool, trained: bool
 ) -> dict[int, tuple[int, int]]:
-    """Return the time of a mode's steps by process (ns): (within and between steps, only within steps)."""
-    found: dict[int, list[int]] = defaultdict(lambda: [0, 0])
+    """Return the time of a mode's steps by process, as (within and between steps, only within steps) in ns."""
+    elapsed: dict[int, list[int]] = defaultdict(lambda: [0, 0])
     for row in rows:
         if row.mode != mode:
             continue
-        spent = row.spent
-        within = spent["evaluation"] if evaluation else spent["training"]
-        between = 0 if evaluation else spent["between"]
+        ns = row.spent
         if not trained:
-            within, between = spent["training"] + spent["evaluation"], spent["between"]
-        found[row.process][0] += within + between
-        found[row.process][1] += within
-    return {process: (whole, within) for process, (whole, within) in found.items() if whole > 0}
+            within, between = ns["training"] + ns["evaluation"], ns["between"]
+        elif evaluation:
+            within, between = ns["evaluation"], 0
+        else:
+            within, between = ns["training"], ns["between"]
+        elapsed[row.process][0] += within + between
+        elapsed[row.process][1] += within
+    return {process: (whole, within) for process, (whole, within) in elapsed.items() if whole > 0}
 
 
 def compute_rate(
@@ -223,106 +227,111 @@ def compute_rate(
 ) -> Rate | None:
     """Return the rate of processes that train together or one after the other; None if no time has passed.
 
-    `tallies` and `times` (see `elapsed_by_process`) are by process. Samples of processes that train at the same time
-    add up; their steps do not: the step rate is per process. `together`: if the processes are known to train at the
-    same time, the number of processes that each of them stands for; else 0.
+    `tallies` and `times` (see `elapsed_by_process`) are by process. The samples of processes that train at the same
+    time add up, but their steps do not: the step rate is per process. `together`: the number of processes that each of
+    these stands for, if they are known to train at the same time; else 0.
     """
-    there = [process for process, tally in tallies.items() if tally.steps and times.get(process, (0, 0))[0] > 0]
-    if not there:
+    active: list[Tally] = []
+    whole = within = 0
+    for process, tally in tallies.items():
+        process_whole, process_within = times.get(process, (0, 0))
+        if tally.steps and process_whole > 0:
+            active.append(tally)
+            whole += process_whole
+            within += process_within
+    if not active:
         return None
-    steps = sum(tallies[process].steps for process in there)
-    knowing = [tallies[process].sum("samples") for process in there]
-    samples = sum(each.total for each in knowing) if sum(each.count for each in knowing) == steps else None
-    whole, within = (sum(times[process][part] for process in there) for part in (0, 1))
-    at_once = len(there) * together if together else _mean_concurrency([tallies[process] for process in there])
     within = within or whole
-    return Rate(
-        steps * 1e9 / whole,
-        None if samples is None else samples * 1e9 / whole * at_once,
-        steps * 1e9 / within,
-        None if samples is None else samples * 1e9 / within * at_once,
-    )
+    steps = sum(tally.steps for tally in active)
+    steps_per_s, steps_per_s_within = steps * 1e9 / whole, steps * 1e9 / within
+    sample_sums = [tally.sum("samples") for tally in active]
+    if sum(quantity.count for quantity in sample_sums) != steps:
+        return Rate(steps_per_s, None, steps_per_s_within, None)
+    samples = sum(quantity.total for quantity in sample_sums)
+    concurrency = len(active) * together if together else _mean_concurrency(active)
+    samples_per_s, samples_per_s_within = samples * 1e9 / whole * concurrency, samples * 1e9 / within * concurrency
+    return Rate(steps_per_s, samples_per_s, steps_per_s_within, samples_per_s_within)
 
 
 def _mean_concurrency(tallies: Sequence[Tally]) -> float:
-    """Return the mean number of processes that trained at the same time; all processes if the times are unknown."""
-    spans = sorted((t.first_ns, t.last_ns) for t in tallies if t.first_ns is not None and t.last_ns is not None)
-    covered, reach = 0, 0
-    for begin, end in spans:
-        covered += max(end - max(begin, reach), 0)
-        reach = max(reach, end)
-    if len(spans) < len(tallies) or not covered:
+    """Return the mean number of processes that trained at the same time, or all processes if the times are unknown."""
+    intervals = sorted((t.first_ns, t.last_ns) for t in tallies if t.first_ns is not None and t.last_ns is not None)
+    covered, covered_until = 0, 0
+    for start, end in intervals:
+        covered += max(end - max(start, covered_until), 0)
+        covered_until = max(covered_until, end)
+    if len(intervals) < len(tallies) or not covered:
         return float(len(tallies))
-    return sum(end - begin for begin, end in spans) / covered
+    return sum(end - start for start, end in intervals) / covered
 
 
 # ------------------------------------------------------------------------------------------------ windows
 
 
 class StatsWindow:
-    """All figures of the time between two seconds."""
+    """The statistics of the steps between two seconds."""
 
     def __init__(
         self,
-        source: Store,
+        store: Store,
         begin_s: int = 0,
         end_s: int = 1 << 40,
         process: int | None = None,
-        kept: IncrementalTallies | None = None,
+        cache: IncrementalTallies | None = None,
     ) -> None:
-        """`process`: use only its steps; None for all processes. `kept`: of the last such window of this process."""
-        self._kept = kept
-        self._source = source
+        """`process`: use only its steps; None for all processes. `cache`: from the previous window of this process."""
+        self._cache = cache
+        self._store = store
         self._process = process
-        self.processes = source.processes if process is None else [process]
-        """Processes with steps at any time."""
+        self.processes = store.processes if process is None else [process]
+        """Processes that have steps, in this window or not."""
         self._begin_s, self._end_s = begin_s, end_s
-        self._kinds = source.kinds()
-        self._trained = training_modes(self._kinds)
-        self._times_of: dict[tuple[str, bool], dict[int, tuple[int, int]]] = {}
-        self._whole: dict[tuple[str, bool], tuple[int, Rate | None]] = {}
+        self._step_kinds = store.step_kinds()
+        self._training_modes = training_modes(self._step_kinds)
+        self._elapsed_by_mode: dict[tuple[str, bool], dict[int, tuple[int, int]]] = {}
+        self._totals: dict[tuple[str, bool], tuple[int, Rate | None]] = {}
 
     @cached_property
-    def by_process(self) -> dict[TallyKey, Tally]:
-        """Tallies of each process."""
-        if self._kept is not None and self._process is not None:
-            return self._source.tallies_incremental(self._kept, self._begin_s, self._end_s, self._process)
-        return self._source.tallies(self._begin_s, self._end_s, process=self._process)
+    def tallies(self) -> dict[TallyKey, Tally]:
+        """The tallies of all processes."""
+        if self._cache is not None and self._process is not None:
+            return self._store.tallies_incremental(self._cache, self._begin_s, self._end_s, self._process)
+        return self._store.tallies(self._begin_s, self._end_s, process=self._process)
 
     @cached_property
-    def of_each(self) -> dict[int, dict[TallyKey, Tally]]:
-        """The tallies of each process with steps in this window."""
-        return tallies_by_process(self.by_process)
+    def tallies_by_process(self) -> dict[int, dict[TallyKey, Tally]]:
+        """By process: its tallies, if it has steps in this window."""
+        return split_tallies_by_process(self.tallies)
 
     @cached_property
     def left_out(self) -> dict[TallyKey, Tally]:
-        """Tallies of the steps that no figure includes (dpmon.record.schema.LEFT_OUT)."""
-        return self._source.tallies(self._begin_s, self._end_s, process=self._process, sketches=False, left_out=True)
+        """Tallies of the steps that statistics exclude (dpmon.record.schema.LEFT_OUT)."""
+        return self._store.tallies(self._begin_s, self._end_s, process=self._process, sketches=False, left_out=True)
 
     @cached_property
     def times(self) -> list[TimeRow]:
         """The activities of each process by mode, in order of time."""
-        return self._source.time_rows(self._begin_s, self._end_s, process=self._process)
+        return self._store.time_rows(self._begin_s, self._end_s, process=self._process)
 
     def rows(self, process: int, begin_s: int = 0, widest: int = WIDTHS[-1]) -> Iterator[tuple[TallyKey, Tally]]:
-        """Key and tally of each row of one process from `begin_s` on, in order of time."""
+        """Yield the key and the tally of each row of one process from `begin_s` on, in order of time."""
         begin_s = max(begin_s, self._begin_s)
-        for _, _, key, tally in self._source.tally_rows(begin_s, self._end_s, process=process, widest=widest):
+        for _, _, key, tally in self._store.tally_rows(begin_s, self._end_s, process=process, widest=widest):
             yield key, tally
 
     @cached_property
     def modes(self) -> list[tuple[str, bool]]:
-        """The modes in this window as (mode, evaluation); a mode that trains has a separate pair for its evaluation."""
-        there = {(key.mode, key.kind) for key in self.by_process}
-        now = {(mode, bool(kind & EVALUATION) and mode in self._trained) for mode, kind in there}
-        return [each for each in modes_of(self._kinds) if each in now]
+        """The modes in this window as (mode, evaluation). A mode that trains has a separate pair for its evaluation."""
+        mode_kinds = {(key.mode, key.kind) for key in self.tallies}
+        present_modes = {(mode, bool(kind & EVALUATION) and mode in self._training_modes) for mode, kind in mode_kinds}
+        return [pair for pair in list_modes(self._step_kinds) if pair in present_modes]
 
     def ever_trains(self, mode: str) -> bool:
-        """Whether a mode ever trains in this run; if not, its figures come from its evaluation steps."""
-        return mode in self._trained
+        """Return whether a mode ever trains in this run. If not, its statistics come from its evaluation steps."""
+        return mode in self._training_modes
 
-    def figures(self, mode: str, evaluation: bool = False, process: int | None = None) -> StepStats:
-        """The figures of a mode's steps: of all processes together, or of one."""
+    def step_stats(self, mode: str, evaluation: bool = False, process: int | None = None) -> StepStats:
+        """Return the statistics of a mode's steps, of all processes together or of one process."""
         return compute_step_stats(
             mode, evaluation, self.tally(mode, evaluation, process), self.rate(mode, evaluation, process)
         )
@@ -333,49 +342,50 @@ class StatsWindow:
         evaluation: bool = False,
         process: int | None = None,
         *,
-        settled: bool = False,
+        without_warmup: bool = False,
         batch: int | None = None,
     ) -> Tally:
-        """The tally of a mode's steps; parameters as in dpmon.store.step_stats.merge_mode_tallies."""
-        tallies = self.by_process if process is None else self.of_each.get(process, {})
-        return merge_mode_tallies(tallies, mode, evaluation, self.ever_trains(mode), settled=settled, batch=batch)
+        """Return the tally of a mode's steps. Parameters as in `merge_mode_tallies`."""
+        tallies = self.tallies if process is None else self.tallies_by_process.get(process, {})
+        trained = self.ever_trains(mode)
+        return merge_mode_tallies(tallies, mode, evaluation, trained, without_warmup=without_warmup, batch=batch)
 
     def steps_and_rate(self, mode: str, evaluation: bool) -> tuple[int, Rate | None]:
-        """Return the steps of all processes in a mode, and their rate."""
-        found = self._whole.get((mode, evaluation))
-        if found is None:
-            found = self._whole[mode, evaluation] = self.tally(mode, evaluation).steps, self.rate(mode, evaluation)
-        return found
+        """Return the number of steps of all processes in a mode, and their rate."""
+        result = self._totals.get((mode, evaluation))
+        if result is None:
+            result = self._totals[mode, evaluation] = self.tally(mode, evaluation).steps, self.rate(mode, evaluation)
+        return result
 
     def rate(self, mode: str | None = None, evaluation: bool = False, process: int | None = None) -> Rate | None:
-        """Steps and samples of a mode per elapsed time; None if no time has passed. `mode` None: of all modes."""
-        there = self.processes if process is None else [process]
+        """Return the rate of a mode, or of all modes together if `mode` is None; None if no time has passed."""
+        processes = self.processes if process is None else [process]
         tallies: dict[int, Tally] = {}
-        times = dict.fromkeys(there, (0, 0))
-        for each in {mode for mode, _ in self._kinds} if mode is None else [mode]:
-            spent = self._elapsed(each, evaluation)
-            for who in there:
-                found = self.tally(each, evaluation, who)
-                if tallies.setdefault(who, found) is not found:
-                    tallies[who].merge(found)
-                (whole, within), (more, inside) = times[who], spent.get(who, (0, 0))
-                times[who] = whole + more, within + inside
+        times = dict.fromkeys(processes, (0, 0))
+        for step_mode in {mode for mode, _ in self._step_kinds} if mode is None else [mode]:
+            elapsed = self._elapsed(step_mode, evaluation)
+            for index in processes:
+                mode_tally = self.tally(step_mode, evaluation, index)
+                if tallies.setdefault(index, mode_tally) is not mode_tally:
+                    tallies[index].merge(mode_tally)
+                (whole, within), (more_whole, more_within) = times[index], elapsed.get(index, (0, 0))
+                times[index] = whole + more_whole, within + more_within
         return compute_rate(tallies, times)
 
     def _elapsed(self, mode: str, evaluation: bool) -> dict[int, tuple[int, int]]:
-        """The time of a mode's steps by process (dpmon.store.step_stats.elapsed_by_process)."""
-        found = self._times_of.get((mode, evaluation))
-        if found is None:
-            found = elapsed_by_process(self.times, mode, evaluation, self.ever_trains(mode))
-            self._times_of[mode, evaluation] = found
-        return found
+        """Return the time of a mode's steps by process (see `elapsed_by_process`)."""
+        elapsed = self._elapsed_by_mode.get((mode, evaluation))
+        if elapsed is None:
+            elapsed = elapsed_by_process(self.times, mode, evaluation, self.ever_trains(mode))
+            self._elapsed_by_mode[mode, evaluation] = elapsed
+        return elapsed
 
-    def of_process(self, process: int) -> tuple[Tally, Rate | None]:
+    def process_totals(self, process: int) -> tuple[Tally, Rate | None]:
         """Return the tally and the rate of a process over all modes, without evaluation steps of modes that train."""
-        whole = Tally()
-        for mode in {mode for mode, _ in self._kinds}:
-            whole.merge(self.tally(mode, process=process))
-        return whole, self.rate(process=process)
+        merged = Tally()
+        for mode in {mode for mode, _ in self._step_kinds}:
+            merged.merge(self.tally(mode, process=process))
+        return merged, self.rate(process=process)
 
     def evaluation_steps(self, process: int) -> int:
         """Return the number of evaluation steps of a process, in modes that also train."""
@@ -383,68 +393,82 @@ class StatsWindow:
 
     @cached_property
     def time_by_activity(self) -> dict[str, int]:
-        """The time of this window by activity (ns). The sum is the time with at least one process."""
+        """The time of this window by activity (ns). It adds up to the time in which at least one process lived."""
         return divide_concurrent_time(self.times, self.alive_intervals)
 
     @cached_property
     def alive_intervals(self) -> list[tuple[int, int]]:
-        """The times with at least one process, from its start-up to its last step, as (begin, end) in ns."""
-        startup: Counter[int] = Counter()
+        """The times in which at least one process lived, from start-up to its last step, as (start, end) in ns."""
+        startup_ns: Counter[int] = Counter()
         for row in self.times:
-            startup[row.process] += row.spent["startup"]
-        return union_of_intervals(
-            (begin - startup[process], end) for process, (begin, end) in self.step_intervals.items()
-        )
+            startup_ns[row.process] += row.spent["startup"]
+        steps = self.step_intervals.items()
+        return union_of_intervals((start - startup_ns[process], end) for process, (start, end) in steps)
 
     @cached_property
     def step_intervals(self) -> dict[int, tuple[int, int]]:
-        """By process: the time from its first step to its last, as (begin, end) in ns."""
-        found: dict[int, tuple[int, int]] = {}
-        for key, tally in (*self.by_process.items(), *self.left_out.items()):
+        """By process: the time from its first step to its last, as (start, end) in ns."""
+        intervals: dict[int, tuple[int, int]] = {}
+        for key, tally in (*self.tallies.items(), *self.left_out.items()):
             if tally.first_ns is not None and tally.last_ns is not None:
-                begin, end = found.get(key.process, (tally.first_ns, tally.last_ns))
-                found[key.process] = min(begin, tally.first_ns), max(end, tally.last_ns)
-        return found
+                start, end = intervals.get(key.process, (tally.first_ns, tally.last_ns))
+                intervals[key.process] = min(start, tally.first_ns), max(end, tally.last_ns)
+        return intervals
 
 
-def divide_concurrent_time(rows: Iterable[TimeRow], lives: Sequence[tuple[int, int]]) -> dict[str, int]:
-    """Return the time of a run by activity (ns). Simultaneous activities of several processes share the time.
+def divide_concurrent_time(rows: Iterable[TimeRow], alive_intervals: Sequence[tuple[int, int]]) -> dict[str, int]:
+    """Return the time of a run by activity (ns). Activities of several processes at the same time share that time.
 
-    `lives`: (begin, end) of the times with at least one process, in order.
+    `alive_intervals`: (start, end) of the times in which at least one process lived, in order.
     """
-    found = dict.fromkeys(ACTIVITIES, 0.0)
-    stretches: dict[tuple[int, int], list[TimeRow]] = defaultdict(list)
+    ns_by_activity = dict.fromkeys(ACTIVITIES, 0.0)
+    rows_by_bucket: dict[tuple[int, int], list[TimeRow]] = defaultdict(list)
     for row in rows:
-        stretches[row.start_s, row.width_s].append(row)
-    for (start_s, width_s), together in stretches.items():
-        begin, end = start_s * SECOND, (start_s + width_s) * SECOND
-        lived = sum(max(min(end, until) - max(begin, since), 0) for since, until in lives)
-        own: Counter[int] = Counter()
-        for row in together:
-            own[row.process] += sum(row.spent.values())
-        spent = {name: max(sum(row.spent[name] for row in together), 0) for name in ACTIVITIES}
-        # The longest may exceed the width: a long pause counts in its first second (ActivityInterval.split_by_second).
-        covered, whole = max(lived, *own.values()), sum(spent.values())
-        scale = min(1.0, covered / whole) if whole else 0.0
-        for activity, ns in spent.items():
-            found[activity] += ns * scale
-    return {activity: round(ns) for activity, ns in found.items()}
+        rows_by_bucket[row.start_s, row.width_s].append(row)
+    for (start_s, width_s), bucket_rows in rows_by_bucket.items():
+        start_ns, end_ns = start_s * SECOND, (start_s + width_s) * SECOND
+        alive_ns = sum(
+            max(min(end_ns, alive_end) - max(start_ns, alive_start), 0) for alive_start, alive_end in alive_intervals
+        )
+        ns_by_process: Counter[int] = Counter()
+        for row in bucket_rows:
+            ns_by_process[row.process] += sum(row.spent.values())
+        activity_ns = {name: max(sum(row.spent[name] for row in bucket_rows), 0) for name in ACTIVITIES}
+        # The time of a process may exceed the width: a long pause counts in its first second (see split_by_second).
+        covered_ns, total_ns = max(alive_ns, *ns_by_process.values()), sum(activity_ns.values())
+        scale = min(1.0, covered_ns / total_ns) if total_ns else 0.0
+        for activity, ns in activity_ns.items():
+            ns_by_activity[activity] += ns * scale
+    return {activity: round(ns) for activity, ns in ns_by_activity.items()}
 
 
-def account_for_elapsed(spent: Mapping[str, int], elapsed_ns: int, lives: Sequence[tuple[int, int]]) -> dict[str, int]:
-    """Divide a run's elapsed time by activity (ns); the parts add up to it. `lives`: as in StatsWindow.alive_intervals.
+def account_for_elapsed(
+    time_by_activity: Mapping[str, int], elapsed_ns: int, alive_intervals: Sequence[tuple[int, int]]
+) -> dict[str, int]:
+    """Return a run's elapsed time by activity (ns), in parts that add up to it.
 
-    Time before a process is traced has no activity. It counts as start-up: also where a process follows another one,
-    with the time that the other one took to end. Time after the last step of all processes is the run's end.
+    `time_by_activity`, `alive_intervals`: as in StatsWindow. Time before a process is traced has no activity, and
+    counts as start-up. Where one process follows another, that includes the time that the other took to exit. Time
+    after the last step of all processes is "ending".
     """
-    left = max(elapsed_ns - sum(spent.values()), 0)
-    begins, ends = [begin for begin, _ in lives], [0, *(end for _, end in lives)]
-    before = min(sum(max(begin - end, 0) for begin, end in zip(begins, ends, strict=False)), left) if lives else left
-    return {**spent, "startup": spent["startup"] + before, "ending": left - before}
+    remaining_ns = max(elapsed_ns - sum(time_by_activity.values()), 0)
+    startup_ns = remaining_ns
+    if alive_intervals:
+        ends = [0, *(end for _, end in alive_intervals)]
+        idle_ns = sum(max(start - end, 0) for (start, _), end in zip(alive_intervals, ends, strict=False))
+        startup_ns = min(idle_ns, remaining_ns)
+    return {
+        **time_by_activity,
+        "startup": time_by_activity["startup"] + startup_ns,
+        "ending": remaining_ns - startup_ns,
+    }
 
 
 def first_and_last_third(rows: Sequence[tuple[int, Tally]], steps: int) -> tuple[Tally, Tally]:
-    """Return the first and the last third of the steps, as exactly as the rows of tallies (in order of time) allow."""
+    """Return the tallies of the first and the last third of the steps, as exactly as `rows` allow.
+
+    `rows`: tallies in order of time, with any number before each.
+    """
     first, last = Tally(), Tally()
     for _, tally in rows:
         if first.steps + tally.steps > steps / 3:

@@ -71,7 +71,7 @@ def open_store(directory: Path, *, as_written: bool = False) -> Iterator[Store]:
 def _open_best_source(directory: Path, info: RunInfo, stack: ExitStack, as_written: bool) -> Store:
     path = directory / HISTORY_FILE
     db = stack.enter_context(closing(_connect(f"{path.absolute().as_uri()}?mode=ro", path)))
-    door = CheckedConnection(db, database_size(path))
+    connection = CheckedConnection(db, database_size(path))
     db.execute("BEGIN")
     if not db.execute("SELECT 1 FROM sqlite_master").fetchone() and has_live_supervisor(info):
         raise FileNotFoundError(path)  # the supervisor is creating it
@@ -80,10 +80,10 @@ def _open_best_source(directory: Path, info: RunInfo, stack: ExitStack, as_writt
             f"{directory.name}: another version of dpmon recorded this run (history {version}; this one reads"
             f" {SCHEMA_VERSION})"
         )
-    check_schema(db, whole=True)
+    check_schema(db, is_complete=True)
     written = as_written or _is_written(directory, info)
-    if written or not _rings_hold_more(directory, read_ring_rows(door)) or database_size(path) > LARGEST:
-        return Store(door)
+    if written or not _rings_hold_more(directory, read_ring_rows(connection)) or database_size(path) > LARGEST:
+        return Store(connection)
     pages, page_bytes = (db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "page_size"))
     if pages * page_bytes > database_size(path):
         raise HistoryError("it claims more pages than its files have")
@@ -96,7 +96,7 @@ def _store_with_rings(directory: Path, info: RunInfo, memory: sqlite3.Connection
     """Make the store of a history in memory, after adding the contents of the rings."""
     history = _history(memory, info)
     drain = RingDrain(directory, info, history=history)
-    drain.flush(over=True, last=load_exit(directory) is not None)
+    drain.flush(command_ended=True, is_last=load_exit(directory) is not None)
     drain.close()
     if drain.failure is not None:
         raise drain.failure
@@ -117,7 +117,10 @@ def _connect(uri: str, path: Path | None = None) -> sqlite3.Connection:
 
 
 def commit_stamp(directory: Path, info: RunInfo) -> object:
-    """Return a value that changes with every commit; None if no supervisor writes: the rings may then hold more."""
+    """Return a stamp that changes with every commit.
+
+    None if no supervisor is writing, because the rings may then hold newer data.
+    """
     files = database_file_stamps(directory / HISTORY_FILE) if _is_written(directory, info) else None
     return files and [(file.st_mtime_ns, file.st_size) for file in files]
 

@@ -1,8 +1,7 @@
-"""Reads the records of a run's history: steps, calls, collectives, events, gaps, shapes and the longest steps.
+"""Queries the history of a run, as of one instant.
 
-A `Store` reads the database as of one instant; `Store.at` leaves out later records, so that the state known at a time
-in the past is shown. All figures of the screen, the report, the summary, the JSON lines and the metrics come from its
-results (dpmon.store.step_stats).
+All numbers of the screen, the report, the summary, the JSON lines and the metrics come from the results of a `Store`
+(dpmon.store.step_stats computes them).
 """
 
 from __future__ import annotations
@@ -10,18 +9,33 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
-from functools import lru_cache
+from contextlib import contextmanager, suppress
+from copy import copy
+from functools import cached_property, lru_cache
+from itertools import pairwise
 from math import exp, isfinite
-from operator import itemgetter
-from typing import Any
+from operator import add, itemgetter
+from typing import Any, TypeVar
 
 from dpmon.errors import HistoryError
-from dpmon.record.history_rows import CollectiveRow, LossRow, LossSite, Resolver
-from dpmon.record.record_types import Collective, Event, Operation, Record, RecordError, Sampled
+from dpmon.record.history_rows import CallRow, CollectiveRow, LossRow, LossSite, Resolver
+from dpmon.record.record_types import Call, Collective, Event, Operation, Record, RecordError, Sampled, Step
 from dpmon.record.safe_json import int_member, text_member
-from dpmon.record.schema import SECOND
+from dpmon.record.schema import (
+    EVALUATION,
+    EXPOSED,
+    LEFT_OUT,
+    PHASES,
+    QUANTITIES,
+    SECOND,
+    SETTLING,
+    STEP,
+    STEP_PHASES,
+    SYNC_NUMBER,
+    WAIT,
+)
 from dpmon.store.history_schema import (
+    ACTIVITY_COLUMNS,
     BEFORE_S,
     CALL_ROW,
     COLLECTIVE_COLUMNS,
@@ -31,202 +45,896 @@ from dpmon.store.history_schema import (
     LOSS_COLUMNS,
     NODE_COLUMNS,
     OWN,
+    STEP_COLUMNS,
     UNFIT,
     CheckedConnection,
+    definition_from_row,
 )
+from dpmon.store.loader_loops import LOOP_COLUMNS, LoaderLoop
 from dpmon.store.query_results import (
-    SMOOTHED,
+    LOSS_SMOOTHING,
     ChartSample,
     CollectiveSums,
     InvalidLoss,
     LastSample,
+    LongStepRow,
+    LoopStep,
     LossBin,
     MinuteRow,
     NodeRow,
+    RingSummary,
+    SecondRow,
     Shape,
+    SlowStepRow,
+    TimeRow,
+    call_from_columns,
     event_from_row,
     loss_from_columns,
-    parse_numbers,
+    shape_from_row,
+    step_lists,
 )
-from dpmon.store.step_queries import LAST_NS, WHOLE_STEP, StepStore
+from dpmon.store.tally import TALLY, TALLY_AT, WIDTHS, IncrementalTallies, Tally, TallyKey
+from dpmon.store.tally_encoding import series_total
+from dpmon.store.time_accounting import ACTIVITIES, LATEST_NS, Gap
 
-COLLECTED = ", ".join(tuple(COLLECTIVE_COLUMNS)[1:])
-"""Columns of a row for `collective`."""
-LOSSES = ", ".join(LOSS_COLUMNS[1:])
-_AT_ONCE = 5000
-"""Number of ids read in one transaction."""
-_PROCESSES_READ = 64
-"""Most records of processes to read for the job of a run: all its ranks are of the same one."""
+_Decoded = TypeVar("_Decoded")
+
+END_S = 1 << 40
+"""A time (s since the run's start) after the end of any run."""
+_LATEST_S = LATEST_NS // SECOND
+"""Latest plausible second of a run. A later one comes from damaged data."""
+Parameters = Sequence[Any] | Mapping[str, Any]
+"""Values of a query's parameters."""
+_TIME_COLUMNS = ("start_s", "process", "mode", *ACTIVITY_COLUMNS)
+_IN_BUCKETS = "width = :width AND start_s >= :begin AND start_s < :end"
+_SECOND_COLUMNS = (
+    *("process", "mode", "kind", "steps", "samples_sum", "samples_n"),
+    *("first_ns", "last_ns", "sketches"),
+)
+"""The columns of a SecondRow."""
+_BUCKET_STARTS = (
+    "WITH RECURSIVE starts(at) AS (VALUES (:begin) UNION ALL SELECT at + :width FROM starts WHERE at + :width < :end)"
+)
+LAST_NS = (1 << 63) - 1
+"""A number that is at least as large as any time (ns) and any id."""
+_STEP_INDEX = {name: index for index, name in enumerate(STEP_COLUMNS)}
+_BRIEF_COLUMNS = ("process", "step", "mode", "start_ns", "wall_ns", "samples")
+_BRIEF_STEP = ", ".join(_BRIEF_COLUMNS)
+_get_brief = itemgetter(*map(_STEP_INDEX.__getitem__, _BRIEF_COLUMNS))
+_get_phases = itemgetter(*(_STEP_INDEX[f"{name}_ns"] for name in STEP_PHASES))
+_get_remaining = itemgetter(
+    *map(
+        _STEP_INDEX.__getitem__,
+        ("spans", "missing_spans", "device", f"{EXPOSED}_ns", f"{WAIT}_ns", "loop", "loop_batch"),
+    )
+)
+WHOLE_STEP = ", ".join(STEP_COLUMNS)
+"""The columns of a step for its record."""
+_QUANTITY_COLUMNS = (*(quantity.name for quantity in QUANTITIES if quantity.name != "samples"), SYNC_NUMBER)
+_get_quantities = itemgetter(*map(_STEP_INDEX.__getitem__, _QUANTITY_COLUMNS))
+_SLOW_COLUMNS = ", ".join(
+    (
+        "process",
+        "step",
+        "start_ns",
+        "wall_ns",
+        SYNC_NUMBER,
+        f"{WAIT}_ns",
+        "loop",
+        "loop_batch",
+        *(f"{phase.name}_ns" for phase in PHASES),
+    )
+)
+"""Columns of a step for a SlowStepRow."""
+_LONG_COLUMNS = ", ".join(
+    ("process", "step", "mode", "kind", "start_ns", "wall_ns", *(f"{name}_ns" for name in STEP_PHASES))
+)
+"""Columns of a step for a LongStepRow."""
+_NEWEST_IDS_SEARCHED = 20_000
+"""How many of the newest ids are searched for single steps."""
+_ROWS_PER_SIDE = 2
+"""How many rows a search for a time reads on each side. To find more, SQLite would skip the rows of too many ranks."""
+_COLLECTIVE_ROW = ", ".join(tuple(COLLECTIVE_COLUMNS)[1:])
+"""The columns that `Store._collective_from_row` takes."""
+_LOSS_ROW = ", ".join(LOSS_COLUMNS[1:])
+"""The columns that `Store._loss_from_row` takes."""
+_IDS_PER_TRANSACTION = 5000
+"""How many ids `Store.records` reads in one transaction."""
+_MAX_PROCESS_EVENTS = 64
+"""How many `process` events are searched for the job of a run. All its ranks belong to the same job."""
 _TABLES = {
     "calls": f"process, {CALL_ROW}",
     "steps": WHOLE_STEP,
     "events": "json",
-    "collectives": COLLECTED,
-    "losses": LOSSES,
+    "collectives": _COLLECTIVE_ROW,
+    "losses": _LOSS_ROW,
 }
-"""Columns of each table with records."""
+"""The tables with records, and the columns to read of each."""
 _SAMPLED = ", ".join(
     f"json_extract(json, '$.{name}')"
     for name in ("index", "util_pct", "cpu_pct", "mem_used_bytes", "mem_total_bytes", "power_w", "run_mem_bytes")
 )
+"""The columns of an event for `_chart_sample_from_row`, after its id, its time and whether it is of the host."""
 _HOST = -1
-"""Device number of the host."""
-MOST_DRAWN = 128
-"""Most collectives of a sample that are read for drawing."""
-MOST_OWN = 100
-"""Most of the script's own collectives to read, the newest."""
+"""Device index of the host."""
+MAX_DRAWN_COLLECTIVES = 128
+"""How many collectives of a sampled step are read for drawing."""
+MAX_OWN_COLLECTIVES = 100
+"""How many of the newest collectives that the script itself launched are read."""
 _SUMS = ", ".join(f"sum({name}) AS {name}" for name in COLLECTIVE_SUMS)
 _NEWEST_LOSSES = (
     "SELECT definition, step, t_ns, loss FROM losses WHERE process = ? AND definition = ? AND t_ns <= ?"
     " ORDER BY t_ns DESC LIMIT ?"
 )
-_FOR_SMOOTHED = 200
-"""Of more values, the oldest weigh less than 1 in 20,000."""
+_MAX_SMOOTHED = 200
+"""How many losses are smoothed. Older ones would weigh less than 1 in 20,000."""
 
 
-class Store(StepStore):
-    """The tables of one history, as of one instant."""
+class Store:
+    """The tables of one history, as of one instant. If the database is damaged, results cover its readable part.
 
-    def __init__(self, door: CheckedConnection, damaged: str | None = None) -> None:
-        """Take the parameters of TallyStore."""
-        super().__init__(door, damaged)
+    `as_of` returns the store as it was at an earlier time, without later records.
+    """
+
+    def __init__(self, connection: CheckedConnection, damaged: str | None = None) -> None:
+        """`connection`: in a transaction, so that all queries see the same state of the database.
+
+        `damaged`: why the history could not be read, if so. Raises HistoryError if its smallest tables are damaged.
+        """
+        self._connection = connection
+        self.damaged = damaged
+        """Why the history could not be read to its end; None if all queries so far succeeded."""
+        rings = map(RingSummary._make, connection.rows(f"SELECT {', '.join(RingSummary._fields)} FROM rings"))
+        self.rings = {ring.process: ring for ring in rings}
+        """By process."""
+        self._series_names: dict[int, str] = dict(connection.rows("SELECT number, name FROM series"))
+        meta: dict[str, int] = dict(connection.rows("SELECT key, value AS number FROM meta WHERE key != 'run'"))
+        self._complete_until = {width: min(meta.get(f"whole_{width}", 0), _LATEST_S) for width in WIDTHS[1:]}
+        self._deleted_until = {width: min(meta.get(f"pruned_{width}", 0), _LATEST_S) for width in WIDTHS[:-1]}
+        self.pruned = meta.get("pruned", 0)
+        """Number of rows deleted to keep the history below its size limit."""
+        self._mode_kinds: set[tuple[str, int]] = {*connection.rows("SELECT DISTINCT mode, kind FROM keys")}
+        self._newest_s = self._newest_second()
+        self._resolvers: dict[int, Resolver] = {}
+        """By process."""
+        self.ranks = {process: ring.rank for process, ring in self.rings.items() if process >= 0}
+        """Rank by process, for all processes with records."""
+        self.open_calls = sum(ring.open_calls for ring in self.rings.values())
+        """Number of calls so far of processes that have not finished a step."""
+        self.until_ns = LAST_NS
+        """Methods that return the newest rows leave out rows after this time (ns since the run's start)."""
+        self._last_ids: dict[tuple[str, int], int] = {}
+        """By table and process: see `_last_id`."""
+        self._last_found_ids: dict[str, int] = {}
+        """By table: the previous result of `_find_last_id`."""
         self._unreadable = 0
-        """Number of rows without a record, found by `records`: they refer to a lost definition."""
+        """Number of rows that `records` skipped because they refer to a lost definition."""
+
+    def as_of(self, t_ns: int | None) -> Store:
+        """Return this store as of an earlier time (ns since the run's start), or as of now if `t_ns` is None."""
+        store = copy(self)
+        store.until_ns, store._last_ids = LAST_NS if t_ns is None else t_ns, {}
+        return store
+
+    @property
+    def is_mirror(self) -> bool:
+        """Whether a mirror writes this history (dpmon.mirror)."""
+        return any(ring.node is not None for ring in self.rings.values())
+
+    @property
+    def until_s(self) -> int | None:
+        """The first second that has not ended at the time of this store; None if the store is as of now."""
+        return None if self.until_ns == LAST_NS else self.until_ns // SECOND
+
+    @cached_property
+    def processes(self) -> list[int]:
+        """The processes with steps."""
+        return [process for (process,) in self.query("SELECT DISTINCT process FROM keys ORDER BY process")]
+
+    def query(self, query: str, values: Parameters = ()) -> list[tuple[Any, ...]]:
+        """Return all rows of a query. If the database is damaged, return the rows before the damage."""
+        return list(self._iter_query(query, values))
+
+    def _iter_query(self, query: str, values: Parameters = ()) -> Iterator[tuple[Any, ...]]:
+        with self.until_damage():
+            yield from self._connection.rows(query, values)
+
+    @contextmanager
+    def until_damage(self) -> Iterator[None]:
+        """Return a context that ends its block at the first damage and notes it. What was read before remains."""
+        try:
+            yield
+        except HistoryError as error:
+            self.damaged = self.damaged or f"the history cannot be read to its end: {error}"
+
+    def read(
+        self, decode: Callable[[tuple[Any, ...]], _Decoded], query: str, values: Parameters = ()
+    ) -> Iterator[_Decoded]:
+        """Yield the result of `decode` for each row, up to the first damaged one.
+
+        Rows that refer to a lost definition (RecordError) are left out.
+        """
+        with self.until_damage():
+            for row in self._connection.rows(query, values):
+                with suppress(RecordError):
+                    yield decode(row)
+
+    def definitions(self, process: int, numbers: Collection[int] | None = None) -> dict[int, Any]:
+        """Return the definitions of a process by number: all of them, or those in `numbers`."""
+        query = "SELECT number, value FROM definitions WHERE process = ?"
+        if numbers is not None:
+            query += f" AND number IN ({', '.join('?' * len(numbers))})"
+        return dict(self.read(definition_from_row, query, (process, *(numbers or ()))))
+
+    def resolver(self, process: int) -> Resolver:
+        """Return a resolver that knows the definitions of a process."""
+        resolver = self._resolvers.get(process)
+        if resolver is None:
+            resolver = self._resolvers[process] = Resolver(process, self.ranks.get(process))
+            for number, value in self.definitions(process).items():
+                with suppress(RecordError):  # a process may write any value
+                    resolver.define(number, value)
+        return resolver
+
+    # ------------------------------------------------------------------------------------------ tallies
+
+    def covering_buckets(self, begin_s: int, end_s: int, widest: int = WIDTHS[-1]) -> list[tuple[int, int, int]]:
+        """Return the widest time buckets that cover the time from `begin_s` to `end_s`, as (width, start, end) in s.
+
+        Each tuple stands for all buckets of one width between its two times. Where the tallies up to the width
+        `widest` were deleted, wider buckets take their place. These may extend beyond `begin_s` and `end_s`.
+        """
+        end_s = min(end_s, max(self._newest_s, begin_s) + 1)
+        # A bucket that is wider than the time helps only where narrower ones were deleted.
+        widest_useful = WIDTHS[-1] if begin_s < max(self._deleted_until.values()) else max(end_s - begin_s, 1)
+        return self._cover_with_widths(begin_s, end_s, [width for width in WIDTHS if width <= widest_useful], widest)
+
+    def _cover_with_widths(
+        self, start: int, end: int, widths: Sequence[int], widest: int
+    ) -> list[tuple[int, int, int]]:
+        """Return the same as `covering_buckets`, of buckets with these widths only."""
+        if start >= end:
+            return []
+        *finer, width = widths
+        if not finer:
+            return [(width, start, end)]
+        low, high = start // width * width, end // width * width
+        if low < start and not self._is_deleted(start, finer):
+            low += width
+        if high < end and self._is_deleted(high, finer):
+            high += width
+        if width > widest:
+            deleted_s = min(self._deleted_until[finer_width] for finer_width in finer)
+            high = min(high, -(-deleted_s // width) * width)
+        low = max(low, -(-self._deleted_until.get(width, 0) // width) * width)
+        high = min(high, self._complete_until[width] // width * width)
+        if low >= high:
+            return self._cover_with_widths(start, end, finer, widest)
+        before = self._cover_with_widths(start, low, finer, widest)
+        after = self._cover_with_widths(high, end, finer, widest)
+        return [*before, (width, low, high), *after]
+
+    def _is_deleted(self, second: int, widths: Sequence[int]) -> bool:
+        """Return whether the tallies of all these widths that covered a second were deleted."""
+        return all(second // width * width < self._deleted_until[width] for width in widths)
+
+    def next_bucket_edge(self, second: int) -> int:
+        """Return the first time at or after `second` (s) at which a time bucket ends, among those still stored.
+
+        Statistics can be divided exactly at this time.
+        """
+        deleted = {width: -(-self._deleted_until[width] // wider) * wider for width, wider in pairwise(WIDTHS)}
+        width = next((width for width, until in deleted.items() if second >= until), WIDTHS[-1])
+        return -(-second // width) * width
+
+    def kept_from(self, width: int) -> int:
+        """Return the second before which the tallies of a width were deleted; 0 if none was."""
+        return self._deleted_until.get(width, 0)
+
+    def _newest_second(self) -> int:
+        query = "SELECT max(start_s) FROM {} WHERE width = 1"
+        rows = [row for table in ("tallies", "times") for row in self.query(query.format(table))]
+        return min(max((newest_s for (newest_s,) in rows if newest_s is not None), default=-1), _LATEST_S)
+
+    def tally_rows(
+        self,
+        begin_s: int = 0,
+        end_s: int = END_S,
+        *,
+        process: int | Collection[int] | None = None,
+        sketches: bool = True,
+        widest: int = WIDTHS[-1],
+        series: Collection[str] | None = None,
+    ) -> Iterator[tuple[int, int, TallyKey, Tally]]:
+        """Yield (start in s, width in s, key, tally) of each row between two seconds, in order of time.
+
+        `process`: one process or several; None: all. `series`: read only these series; None: all. `widest`: see
+        `covering_buckets`. Without `sketches`, only counts and sums are read.
+        """
+        names = self._select_series(series)
+        with self.until_damage():
+            for width, row in self._rows_between("tallies", TALLY, begin_s, end_s, process, widest):
+                start_s, *key = row[:TALLY_AT]
+                yield start_s, width, TallyKey(*key), Tally.from_row(row[TALLY_AT:], names, sketches=sketches)
+
+    def _rows_between(
+        self,
+        table: str,
+        columns: Sequence[str],
+        begin_s: int,
+        end_s: int,
+        process: int | Collection[int] | None,
+        widest: int = WIDTHS[-1],
+        *,
+        left_out: bool = False,
+    ) -> Iterator[tuple[int, tuple[Any, ...]]]:
+        """Yield (width in s, columns) of each row of `tallies` or `times` between two seconds, in order of time.
+
+        `left_out`: read only the tallies of steps that statistics exclude, instead of all others.
+        """
+        if left_out and not any(kind & LEFT_OUT for _, kind in self._mode_kinds):
+            return
+        names = ", ".join(columns)
+        conditions = ""
+        if table == "tallies":
+            negation = "NOT " if left_out else ""
+            conditions += f" AND {negation}{exclude_flags_condition(LEFT_OUT)}"
+        processes = [process] if isinstance(process, int) else process
+        if processes is not None:
+            conditions += f" AND process IN ({', '.join(map(str, processes))})"
+        for width, begin, end in self.covering_buckets(begin_s, end_s, widest):
+            values = {"width": width, "begin": begin, "end": end}
+            if processes is None or 2 * len(processes) > len(self.rings):
+                query = f"SELECT {names} FROM {table} WHERE {_IN_BUCKETS}{conditions} ORDER BY start_s"
+            else:  # one look-up per row, because the rows of all processes are interleaved
+                query = (
+                    f"{_BUCKET_STARTS} SELECT {names} FROM starts CROSS JOIN {table}"
+                    f" ON width = :width AND start_s = starts.at{conditions}"
+                )
+            for row in self._iter_query(query, values):
+                yield width, row
+
+    def tallies(
+        self,
+        begin_s: int = 0,
+        end_s: int = END_S,
+        *,
+        process: int | Collection[int] | None = None,
+        sketches: bool = True,
+        series: Collection[str] | None = None,
+        left_out: bool = False,
+    ) -> dict[TallyKey, Tally]:
+        """Return one tally per key for the time between two seconds. Parameters as in `tally_rows`.
+
+        `left_out`: tally only the steps that statistics exclude. No other method returns them.
+        """
+        tallies_by_key: dict[TallyKey, Tally] = {}
+        names = self._select_series(series)
+        with self.until_damage():
+            for _, row in self._rows_between("tallies", TALLY, begin_s, end_s, process, left_out=left_out):
+                tally = tallies_by_key.setdefault(TallyKey(*row[1:TALLY_AT]), Tally())
+                tally.add_row(row[TALLY_AT:], names, sketches=sketches)
+        return tallies_by_key
+
+    def seconds(self, begin_s: int, end_s: int, processes: Collection[int]) -> Iterator[SecondRow]:
+        """Yield the steps of some processes by second, between two seconds, in order of time.
+
+        It reads few columns, because each frame of the screen needs some seconds of every rank. Where the tallies of
+        seconds were deleted, rows of wider time buckets take their place.
+        """
+        step_series = next((number for number, name in self._series_names.items() if name == STEP), -1)
+        rows = self._rows_between("tallies", _SECOND_COLUMNS, begin_s, end_s, processes, 1)
+        with self.until_damage():
+            for _, (process, mode, kind, steps, samples, known_count, first_ns, last_ns, sketches) in rows:
+                if steps and first_ns is not None and last_ns is not None:
+                    known_samples = samples if known_count == steps else None
+                    step_ns = series_total(sketches, step_series)
+                    yield SecondRow(process, mode, kind, steps, known_samples, first_ns, last_ns, step_ns)
+
+    def step_count(self, begin_s: int, end_s: int, processes: Collection[int]) -> int:
+        """Return the number of steps of some processes between two seconds."""
+        rows = self._rows_between("tallies", ("sum(steps)",), begin_s, end_s, processes)
+        return sum(steps or 0 for _, (steps,) in rows)
+
+    def tallies_incremental(
+        self, cache: IncrementalTallies, begin_s: int, end_s: int, process: int
+    ) -> dict[TallyKey, Tally]:
+        """Return `tallies` of one process. `cache`: from the previous call, which read nearly the same rows."""
+        with self.until_damage():
+            return cache.read(self._rows_between("tallies", TALLY, begin_s, end_s, process), self._series_names)
+        return {}
+
+    def _select_series(self, series: Collection[str] | None) -> Mapping[int, str]:
+        """Return the names of `series` by number, or the names of all series if `series` is None."""
+        if series is None:
+            return self._series_names
+        return {number: name for number, name in self._series_names.items() if name in series}
+
+    def step_kinds(self) -> set[tuple[str, int]]:
+        """Return (mode, kind) of all steps so far."""
+        return self._mode_kinds
+
+    # ------------------------------------------------------------------------------------------ time
+
+    def time_rows(
+        self,
+        begin_s: int = 0,
+        end_s: int = END_S,
+        *,
+        widest: int = WIDTHS[-1],
+        process: int | Collection[int] | None = None,
+    ) -> list[TimeRow]:
+        """Return the activities of each process, or of `process`, between two seconds, in order of time."""
+        rows = self._rows_between("times", _TIME_COLUMNS, begin_s, end_s, process, widest)
+        return [
+            TimeRow(start_s, width, row_process, mode, dict(zip(ACTIVITIES, activity_ns, strict=True)))
+            for width, (start_s, row_process, mode, *activity_ns) in rows
+        ]
+
+    def activity_time(
+        self,
+        begin_s: int,
+        end_s: int,
+        processes: Collection[int],
+        activities: Collection[str],
+        *,
+        widest: int = WIDTHS[-1],
+    ) -> Iterator[tuple[int, int, int, int]]:
+        """Yield (process, start and width of a time bucket in s, sum of some activities in ns), in order of time."""
+        columns = ("process", "start_s", " + ".join(f"{name}_ns" for name in activities))
+        for width, (process, start_s, ns) in self._rows_between("times", columns, begin_s, end_s, processes, widest):
+            yield process, start_s, width, ns
+
+    # ------------------------------------------------------------------------------------------ steps and calls
+
+    def gaps(self, limit: int) -> list[Gap]:
+        """Return up to `limit` of the longest gaps between two steps, the longest first."""
+        query = "SELECT process, after_step, mode, begin_ns, end_ns, ns FROM gaps ORDER BY ns DESC LIMIT ?"
+        return [Gap(*row) for row in self.query(query, (limit,))]
+
+    def longest_steps(
+        self,
+        limit: int,
+        mode: str,
+        *,
+        training_only: bool = False,
+        process: int | None = None,
+        newest_only: bool = False,
+    ) -> list[LongStepRow]:
+        """Return the longest steps of a mode, the longest first, without steps that statistics exclude.
+
+        `training_only`: without evaluation steps. `process`: only its steps, up to the time of this store.
+        `newest_only`: only among the newest rows.
+        """
+        last_id = min(LAST_NS if process is None else self._last_id("steps", process), self._newest_step_id())
+        query = (
+            f"SELECT {_LONG_COLUMNS} FROM steps WHERE id BETWEEN ? AND ? AND process = ifnull(?, process) AND mode = ?"
+            f" AND {_in_stats_condition(training_only)} ORDER BY wall_ns DESC LIMIT ?"
+        )
+        rows = self.query(query, (last_id - _NEWEST_IDS_SEARCHED if newest_only else 0, last_id, process, mode, limit))
+        return [_long_step_from_row(row) for row in rows]
+
+    def longest_training_steps(
+        self, limit: int, processes: Collection[int], mode: str, first_id: int, last_id: int, begin_ns: int
+    ) -> list[SlowStepRow]:
+        """Return the longest training steps of a mode that ended after `begin_ns`, the longest first.
+
+        Only steps with ids above `first_id`, up to `last_id`, without warm-up steps. If there are several `processes`,
+        they train together: of the steps that share a sync pass, only the step of the straggler is returned.
+        """
+        least_wait = grouping = process_condition = ""
+        if len(processes) > 1:
+            least_wait = ", min(ifnull(wait_ns, 0))"
+            grouping = f"GROUP BY ifnull({SYNC_NUMBER}, -id)"
+        if len(processes) != len(self.ranks):
+            process_condition = f" AND process IN ({', '.join(map(str, processes))})"
+        longest_query = (  # only the columns that decide, because it may read the steps of a thousand ranks
+            f"SELECT id, wall_ns AS ns{least_wait} FROM steps WHERE id > ? AND id <= ?{process_condition}"
+            " AND mode = ? AND start_ns + wall_ns > ?"
+            f" AND {exclude_flags_condition(SETTLING | EVALUATION)} {grouping} ORDER BY wall_ns DESC LIMIT ?"
+        )
+        query = f"SELECT {_SLOW_COLUMNS} FROM ({longest_query}) CROSS JOIN steps USING (id) ORDER BY ns DESC"
+        return [_slow_step_from_row(row) for row in self.query(query, (first_id, last_id, mode, begin_ns, limit))]
+
+    def last_step_id(self, processes: Collection[int]) -> int:
+        """Return the id of the newest step of some processes."""
+        return max((self._last_id("steps", process) for process in processes), default=0)
+
+    def first_step_ns(self, processes: Collection[int], after_id: int) -> int | None:
+        """Return the start (ns) of the first step of some processes after an id; None if there is none."""
+        condition = f"id > ? AND process IN ({', '.join(map(str, processes))})"
+        rows = self.query(f"SELECT start_ns FROM steps WHERE {condition} ORDER BY id LIMIT 1", (after_id,))
+        return next((start_ns for (start_ns,) in rows), None)
+
+    def worst_rank_share(self, phase: str, mode: str, *, training_only: bool) -> float | None:
+        """Return the share (0 to 1) of a phase in the newest steps, each step on the rank where the phase is longest.
+
+        `training_only`: without evaluation steps. None without steps.
+        """
+        condition = f"id > ? AND id <= ? AND mode = ? AND {_in_stats_condition(training_only)}"
+        columns = f"max(ifnull({phase}_ns, 0)) * count(*) AS longest, sum(wall_ns) AS wall"
+        query = f"SELECT sum(longest), sum(wall) FROM (SELECT {columns} FROM steps WHERE {condition} GROUP BY step)"
+        last_id = self._newest_step_id()
+        rows = self.query(query, (last_id - _NEWEST_IDS_SEARCHED, last_id, mode))
+        return next((min(longest_ns / wall_ns, 1.0) for longest_ns, wall_ns in rows if wall_ns), None)
+
+    def steps(self, limit: int, *, process: int | None = None, include_excluded: bool = True) -> list[Step]:
+        """Return the newest steps, the newest first: of a process, or of all processes as of now.
+
+        `include_excluded`: with the steps that statistics exclude.
+        """
+        last_id = LAST_NS if process is None else self._last_id("steps", process)
+        condition = "id <= ? AND process = ifnull(?, process)"
+        if not include_excluded:
+            condition += f" AND {exclude_flags_condition(LEFT_OUT)}"
+        query = f"SELECT {WHOLE_STEP} FROM steps WHERE {condition} ORDER BY id DESC LIMIT ?"
+        return list(self.read(self._step_from_row, query, (last_id, process, limit)))
+
+    def _step_from_row(self, row: Sequence[Any]) -> Step:
+        """Return the record in a row of STEP_COLUMNS. Raises HistoryError if it is damaged."""
+        process, step, mode, start_ns, wall_ns, samples = _get_brief(row)
+        phases, quantities = _get_phases(row), _get_quantities(row)
+        spans_text, missing_spans, device_text, *remaining = _get_remaining(row)
+        runs, untimed, times = step_lists(spans_text, device_text)
+        return Step(
+            *(process, self.ranks.get(process), step, mode, start_ns, wall_ns, samples),
+            {name: ns for name, ns in zip(STEP_PHASES, phases, strict=True) if ns is not None},
+            {name: value for name, value in zip(_QUANTITY_COLUMNS, quantities, strict=True) if value is not None},
+            *(runs, missing_spans, times, untimed, *remaining),
+        )
+
+    def _call_from_row(self, row: Sequence[Any]) -> Call:
+        """Return the record in a row of the process and CALL_ROW. Raises RecordError if a definition is lost."""
+        process, *columns = row
+        return self.resolver(process).call(call_from_columns(columns))
+
+    def waits(self, after_id: int, after_number: int) -> Iterator[tuple[int, ...]]:
+        """Yield (id, process, sync pass, exposed communication in ns, rank wait in ns, end in s) of training steps.
+
+        Only steps with known waits, with an id above `after_id` and a sync pass above `after_number`.
+        """
+        columns = f"id, process, {SYNC_NUMBER}, {EXPOSED}_ns, {WAIT}_ns, (start_ns + wall_ns) / {SECOND} AS end_s"
+        query = (
+            f"SELECT {columns} FROM steps WHERE id > ? AND {SYNC_NUMBER} > ? AND {WAIT}_ns IS NOT NULL"
+            f" AND {_in_stats_condition(True)} AND start_ns + wall_ns <= ? ORDER BY id"
+        )
+        return self._iter_query(query, (after_id, after_number, self.until_ns))
+
+    def unknown_wait(self, after_id: int, after_number: int) -> int | None:
+        """Return the id of the first such step (see `waits`) whose wait is not known; None if there is none."""
+        condition = f"id > ? AND {SYNC_NUMBER} > ? AND {WAIT}_ns IS NULL AND {_in_stats_condition(True)}"
+        rows = self.query(f"SELECT id FROM steps WHERE {condition} ORDER BY id LIMIT 1", (after_id, after_number))
+        return next((step_id for (step_id,) in rows), None)
+
+    def next_step_ns(self, process: int, after_ns: int) -> int | None:
+        """Return the start (ns) of a process's first step that began at or after a time; None if there is none.
+
+        If rows were deleted, the result may be the start of a later step.
+        """
+        rows = self.query(
+            "SELECT min(start_ns) FROM steps WHERE process = ? AND start_ns >= ?"
+            " UNION ALL SELECT min(first_ns) FROM tallies WHERE process = ? AND first_ns >= ?",
+            (process, after_ns, process, after_ns),
+        )
+        return min((start_ns for (start_ns,) in rows if start_ns is not None), default=None)
+
+    def calls(self, limit: int, process: int) -> list[Call]:
+        """Return the newest calls of a process, the newest first."""
+        query = f"SELECT process, {CALL_ROW} FROM calls WHERE process = ? ORDER BY id DESC LIMIT ?"
+        return list(self.read(self._call_from_row, query, (process, limit)))
+
+    def newest_steps(self, processes: Sequence[int], *, brief: bool = False) -> dict[int, Step]:
+        """Return the newest step of each process that has one. `brief`: without its phases, quantities and waits."""
+        decode, columns = (self._brief_step_from_row, _BRIEF_STEP) if brief else (self._step_from_row, WHOLE_STEP)
+        return {step.process: step for step in self._newest_rows(decode, "steps", columns, processes)}
+
+    def _brief_step_from_row(self, row: tuple[Any, ...]) -> Step:
+        process, step, mode, start_ns, wall_ns, samples = row
+        return Step(process, self.ranks.get(process), step, mode, start_ns, wall_ns, samples, {})
+
+    def newest_calls(self, processes: Sequence[int]) -> dict[int, tuple[str, int]]:
+        """Return the mode and the end (ns) of the newest call of each process that has one."""
+        columns = "process, mode, start_ns + wall_ns AS end_ns"
+        rows = self._newest_rows(tuple, "calls", columns, processes)
+        return {process: (mode, end_ns) for process, mode, end_ns in rows}
+
+    def _newest_rows(
+        self, decode: Callable[[tuple[Any, ...]], _Decoded], table: str, columns: str, processes: Sequence[int]
+    ) -> Iterator[_Decoded]:
+        """Yield the newest row of each process in a table, from a single query: a run can have a thousand ranks."""
+        bounds = []
+        for process in processes:
+            low_id, _ = self._id_bounds(process)
+            bounds.append(f"({process}, {low_id}, {self._last_id(table, process)})")
+        newest = f"SELECT id FROM {table} WHERE process = who AND id BETWEEN low AND high ORDER BY id DESC LIMIT 1"
+        query = (
+            f"WITH ends(who, low, high) AS (VALUES {', '.join(bounds)})"
+            f" SELECT {columns} FROM ends CROSS JOIN {table} AS row ON row.id = ({newest})"
+        )
+        return self.read(decode, query) if bounds else iter(())
+
+    def first_activity_ns(self, processes: Sequence[int]) -> dict[int, int]:
+        """Return the start (ns) of the first call or step of each process that still has one."""
+        rings = [self.rings[process] for process in processes if process in self.rings]
+        ids = ", ".join(str(ring.first_id) for ring in rings if ring.first_id)
+        query_part = "SELECT process, start_ns, start_ns + wall_ns AS end_ns FROM {} WHERE id IN ({})"
+        rows = self.query(" UNION ALL ".join(query_part.format(table, ids) for table in ("calls", "steps")))
+        start_by_process = {process: start_ns for process, start_ns, end_ns in rows if end_ns <= self.until_ns}
+        for process in processes:  # its first row was deleted, or ended later
+            if process not in start_by_process and (start_ns := self._first_row_ns(process)) is not None:
+                start_by_process[process] = start_ns
+        return start_by_process
+
+    def _first_row_ns(self, process: int) -> int | None:
+        """Return the start (ns) of a process's first call or step that still has a row; None if there is none yet."""
+        ring = self.rings.get(process)
+        tables = [] if ring is None else [table for table in ("calls", "steps") if getattr(ring, table)]
+        if not tables:
+            return None
+        query_part = (
+            "SELECT * FROM (SELECT id, start_ns, start_ns + wall_ns AS end_ns FROM {}"
+            " WHERE process = :process AND id BETWEEN :low AND :high ORDER BY id LIMIT 1)"
+        )
+        low, high = self._id_bounds(process)
+        values = {"process": process, "low": low, "high": high}
+        rows = self.query(" UNION ALL ".join(map(query_part.format, tables)), values)
+        return next((start_ns for _, start_ns, end_ns in sorted(rows) if end_ns <= self.until_ns), None)
+
+    def last_training_ns(self, process: int) -> int | None:
+        """Return the end (ns) of the last training step among a process's newest steps; None if there is none."""
+        last_id = min(self._last_id("steps", process), self._newest_step_id())
+        query = (
+            "SELECT start_ns + wall_ns AS end_ns FROM steps WHERE process = ? AND id BETWEEN ? AND ?"
+            f" AND {exclude_flags_condition(EVALUATION)} ORDER BY id DESC LIMIT 1"
+        )
+        rows = self.query(query, (process, last_id - _NEWEST_IDS_SEARCHED, last_id))
+        return next((end_ns for (end_ns,) in rows), None)
+
+    def _newest_step_id(self) -> int:
+        return next((step_id or 0 for (step_id,) in self.query("SELECT max(id) FROM steps")), 0)
+
+    def call_rows(self, process: int, limit: int) -> list[CallRow]:
+        """Return the newest calls of a process, the newest first."""
+        return self._call_rows(process, 0, self._last_id("calls", process), limit)
+
+    def last_calls(self, process: int, limit: int) -> list[CallRow]:
+        """Return up to `limit` of the newest calls in the newest step of a process, the newest first."""
+        query = "SELECT id, step FROM steps WHERE process = ? AND id <= ? ORDER BY id DESC LIMIT 2"
+        rows = self.query(query, (process, self._last_id("steps", process)))
+        if not rows:
+            return []
+        (step_id, step), *earlier = rows
+        earlier_id = next((row_id for row_id, _ in earlier), 0)
+        return [call for call in self._call_rows(process, earlier_id, step_id, limit) if call.step == step]
+
+    def _call_rows(self, process: int, low_id: int, high_id: int, limit: int) -> list[CallRow]:
+        query = f"SELECT {CALL_ROW} FROM calls WHERE process = ? AND id BETWEEN ? AND ? ORDER BY id DESC LIMIT ?"
+        first_id, _ = self._id_bounds(process)
+        return list(self.read(call_from_columns, query, (process, max(low_id, first_id), high_id, limit)))
+
+    def call(self, process: int, row: CallRow) -> Call | None:
+        """Return the record of a call; None if a definition is lost."""
+        with suppress(RecordError):
+            resolver = Resolver(process, self.ranks.get(process))
+            for number, value in self.definitions(process, row.definitions).items():
+                resolver.define(number, value)
+            return resolver.call(row)
+        return None
+
+    def _last_id(self, table: str, process: int) -> int:
+        """Return an id that is at least that of a process's newest row in a table, and below that of its later rows."""
+        key = table, process
+        last_id = self._last_ids.get(key)
+        if last_id is None:
+            low_id, last_id = self._id_bounds(process)
+            if self.until_ns != LAST_NS:
+                last_id = self._find_last_id(table, process, low_id, last_id)
+            self._last_ids[key] = last_id
+        return last_id
+
+    def _id_bounds(self, process: int) -> tuple[int, int]:
+        """Return the lowest and the highest possible id of a process's calls and steps."""
+        ring = self.rings.get(process)
+        if ring is None:
+            return 0, 0
+        return ring.first_id or 0, LAST_NS if ring.last_id is None else ring.last_id
+
+    def _find_last_id(self, table: str, process: int, low_id: int, high_id: int) -> int:
+        """Return the highest id of a process's rows that ended by `until_ns`; `low_id` - 1 if there is none.
+
+        A binary search from `low_id` to `high_id`: the rows of one process are in order of time.
+        """
+        query = (
+            f"SELECT id, start_ns + wall_ns <= ? FROM {table} WHERE process = ? AND id BETWEEN ? AND ? ORDER BY id {{}}"
+            f" LIMIT {_ROWS_PER_SIDE}"
+        )
+        # Start where another process's row was found: the rows of one time have similar ids.
+        middle_id = self._last_found_ids.get(table, (low_id + high_id) // 2)
+        while low_id <= high_id:
+            middle_id = min(max(middle_id, low_id), high_id, LAST_NS - 1)
+            rows_below = self.query(query.format("DESC"), (self.until_ns, process, low_id, middle_id))
+            rows_above = self.query(query.format(""), (self.until_ns, process, middle_id + 1, high_id))
+            rows = (*rows_below, *rows_above)
+            ended_ids = [row_id for row_id, has_ended in rows if has_ended]
+            later_ids = [row_id for row_id, has_ended in rows if not has_ended]
+            low_id, high_id = max(ended_ids, default=low_id - 1) + 1, min(later_ids, default=high_id + 1) - 1
+            if ended_ids and later_ids:
+                break  # no other row is between them
+            if not later_ids and len(rows_above) < _ROWS_PER_SIDE:
+                break  # no row is above them
+            if not ended_ids and len(rows_below) < _ROWS_PER_SIDE:
+                break  # no row is below them
+            middle_id = (low_id + high_id) // 2
+        self._last_found_ids[table] = low_id - 1
+        return low_id - 1
+
+    def step_end(self, process: int, *, forward: bool) -> int | None:
+        """Return the end (ns) of the last step at the time of this store, or of the next one after it (`forward`).
+
+        None if there is no such step.
+        """
+        last_id = self._last_id("steps", process)
+        query = "SELECT start_ns + wall_ns AS end_ns FROM steps WHERE process = ? AND id {} ORDER BY id {} LIMIT 1"
+        query = query.format("> ?", "") if forward else query.format("<= ?", "DESC")
+        return next((end_ns for (end_ns,) in self.query(query, (process, last_id))), None)
+
+    def epochs(self, process: int, limit: int) -> list[LoaderLoop]:
+        """Return the newest `limit` epochs of a process, in order."""
+        query = (
+            f"SELECT {', '.join(LOOP_COLUMNS)} FROM loops WHERE process = ? AND epoch IS NOT NULL AND begin_ns <= ?"
+            " ORDER BY loop DESC LIMIT ?"
+        )
+        return [LoaderLoop(*row) for row in self.query(query, (process, self.until_ns, limit))][::-1]
+
+    def epoch_of(self, process: int, loop: int | None) -> tuple[int | None, int | None]:
+        """Return the epoch of a loader loop and the number of batches of its loader; each None if unknown."""
+        rows = self.query("SELECT epoch, length FROM loops WHERE process = ? AND loop = ?", (process, loop))
+        return next(iter(rows), (None, None))
+
+    def loop_steps(self, process: int, loops: Sequence[int], limit: int, interval: int = 1) -> list[LoopStep]:
+        """Return every `interval`-th step of some loader loops, among the newest rows, the newest first."""
+        last_id = min(self._last_id("steps", process), self._newest_step_id())
+        query = (
+            "SELECT step, loop, loop_batch, start_ns, wall_ns FROM steps WHERE process = ? AND id BETWEEN ? AND ?"
+            f" AND loop IN ({', '.join('?' * len(loops))}) AND loop_batch IS NOT NULL AND step % ? = 0"
+            " ORDER BY id DESC LIMIT ?"
+        )
+        rows = self.query(query, (process, last_id - _NEWEST_IDS_SEARCHED, last_id, *loops, interval, limit))
+        return [LoopStep(*row) for row in rows]
+
+    # ------------------------------------------------------------------------------------------ records
 
     @property
     def dropped(self) -> int:
-        """Number of lost records: lost by their writer, overwritten before they were read, or unreadable."""
+        """The number of lost records: lost by their writer, overwritten before they were read, or unreadable."""
         return self._unreadable + sum(ring.missed for ring in self.rings.values())
 
     def records(self) -> Iterator[Record]:
-        """Yield every record so far in the order of arrival; those with a lost definition count as `dropped`.
+        """Yield every record so far, in order of arrival. Records with a lost definition count as `dropped`.
 
-        Reads in parts, and ends the transaction between two parts: a slow reader would otherwise let the journal grow.
-        Rows deleted in between are left out.
+        The transaction ends after every few thousand ids, because a slow reader would otherwise let the journal grow.
+        Rows that are deleted meanwhile are left out.
         """
         self._unreadable = 0
-        first, newest = self._ids(0)
-        while first <= newest and first < LAST_NS:
-            found: list[Record] = []
-            until = LAST_NS
+        first_id, newest_id = self._id_range(0)
+        while first_id <= newest_id and first_id < LAST_NS:
+            records: list[Record] = []
+            end_id = LAST_NS
             with self.until_damage():
-                for record in self._records_between(first, first + _AT_ONCE):
-                    found.append(record)
-                until = first + _AT_ONCE
-            first = max(self._ids(until)[0], until)  # a damaged tree may return lower ids
-            self._door.refresh()
-            yield from found
+                for record in self._records_between(first_id, first_id + _IDS_PER_TRANSACTION):
+                    records.append(record)
+                end_id = first_id + _IDS_PER_TRANSACTION
+            next_id, _ = self._id_range(end_id)
+            first_id = max(next_id, end_id)  # a damaged tree may return lower ids
+            self._connection.refresh()
+            yield from records
 
-    def _ids(self, least: int) -> tuple[int, int]:
-        """Return the lowest and the highest id from `least` on; (the largest possible id, 0) if there are none."""
-        queries = (f"SELECT min(id), max(id) FROM {table} WHERE id >= ?" for table in _TABLES)
-        found = [row for query in queries for row in self.query(query, (least,))]
-        known = [row for row in found if row[0] is not None]
-        return min((low for low, _ in known), default=LAST_NS), max((high for _, high in known), default=0)
+    def _id_range(self, least_id: int) -> tuple[int, int]:
+        """Return the lowest and the highest id from `least_id` on; (the largest possible id, 0) if there are none."""
+        lowest_id, highest_id = LAST_NS, 0
+        for table in _TABLES:
+            for low_id, high_id in self.query(f"SELECT min(id), max(id) FROM {table} WHERE id >= ?", (least_id,)):
+                if low_id is not None:
+                    lowest_id, highest_id = min(lowest_id, low_id), max(highest_id, high_id)
+        return lowest_id, highest_id
 
-    def _records_between(self, first: int, end: int) -> Iterator[Record]:
-        """Yield the records with ids from `first` up to, not including, `end`."""
+    def _records_between(self, first_id: int, end_id: int) -> Iterator[Record]:
+        """Yield the records with ids from `first_id` up to, not including, `end_id`."""
         tables = (
             self._iter_rows(
-                table, f"SELECT id, {names} FROM {table} WHERE id >= ? AND id < ? ORDER BY id", (first, end)
+                table, f"SELECT id, {columns} FROM {table} WHERE id >= ? AND id < ? ORDER BY id", (first_id, end_id)
             )
-            for table, names in _TABLES.items()
+            for table, columns in _TABLES.items()
         )
         return (record for _, record in heapq.merge(*tables, key=itemgetter(0)))
 
     def _iter_rows(self, table: str, query: str, values: tuple[int, ...]) -> Iterator[tuple[int, Record]]:
         """Yield the id and the record of each row of a table."""
         decoders: Mapping[str, Callable[[Sequence[Any]], Record]] = {
-            "calls": self._call, "steps": self._step, "collectives": self.collective, "events": event_from_row,
-            "losses": self._loss,
-        }  # fmt: skip
+            "calls": self._call_from_row,
+            "steps": self._step_from_row,
+            "collectives": self._collective_from_row,
+            "events": event_from_row,
+            "losses": self._loss_from_row,
+        }
         decode = decoders[table]
-        for number, *row in self._door.rows(query, values):
+        for row_id, *row in self._connection.rows(query, values):
             try:
-                yield number, decode(row)
+                yield row_id, decode(row)
             except RecordError:
                 self._unreadable += 1
 
-    def collective(self, row: Sequence[Any]) -> Collective | Sampled:
-        """Return the record in a row of COLLECTED. Raises RecordError for a lost definition."""
+    def _collective_from_row(self, row: Sequence[Any]) -> Collective | Sampled:
+        """Return the record in a row of _COLLECTIVE_ROW. Raises RecordError if a definition is lost."""
         process, *numbers = row
         return self.resolver(process).collective(CollectiveRow(*numbers))
 
-    def _loss(self, row: Sequence[Any]) -> Event:
-        """Return the record in a row of LOSSES. Raises RecordError for a lost definition."""
+    def _loss_from_row(self, row: Sequence[Any]) -> Event:
+        """Return the record in a row of _LOSS_ROW. Raises RecordError if a definition is lost."""
         process, *columns = row
         return self.resolver(process).loss(loss_from_columns(columns))
 
     def newest_ns(self) -> int:
-        """Return the end of the last record (ns); 0 if there is none."""
-        found = 0
-        for table, end in (("steps", "start_ns + wall_ns"), ("calls", "start_ns + wall_ns"), ("events", "t_ns")):
-            query = f"SELECT max(at) FROM (SELECT {end} AS at FROM {table} ORDER BY id DESC LIMIT 1000)"
-            found = max([found, *(newest or 0 for (newest,) in self.query(query))])
-        return found
+        """Return the latest end (ns) of a record; 0 if there is none."""
+        newest_ns = 0
+        for table, end_sql in (("steps", "start_ns + wall_ns"), ("calls", "start_ns + wall_ns"), ("events", "t_ns")):
+            query = f"SELECT max(at) FROM (SELECT {end_sql} AS at FROM {table} ORDER BY id DESC LIMIT 1000)"
+            for (end_ns,) in self.query(query):
+                newest_ns = max(newest_ns, end_ns or 0)
+        return newest_ns
 
-    def events(self, *kinds: str, newest: int | None = None) -> list[Event]:
-        """Return events of some kinds, in order. `newest`: only this many, the newest."""
-        query = f"{_events_of(kinds)} AND ifnull(t_ns, 0) <= ? ORDER BY id DESC LIMIT ?"
-        found = list(self.read(_again, query, (*kinds, self.until_ns, -1 if newest is None else newest)))
-        return found[::-1]
+    def nodes(self) -> list[NodeRow]:
+        """Return the nodes of a mirror in order of number; an empty list if this machine recorded the run."""
+        return [NodeRow(*row) for row in self.query(f"SELECT {', '.join(NODE_COLUMNS)} FROM nodes ORDER BY number")]
+
+    def shapes(self) -> list[Shape]:
+        """Return the sizes of inputs and outputs of all calls so far, with the number of calls of each."""
+        query = "SELECT process, mode, kind, layout, virtual, sizes, untimed, calls FROM shapes"
+        return list(self.read(shape_from_row, query))
+
+    # ------------------------------------------------------------------------------------------ events
+
+    def events(self, *kinds: str, limit: int | None = None) -> list[Event]:
+        """Return the newest `limit` events of some kinds, in order; all of them if `limit` is None or -1."""
+        query = f"{_events_query(kinds)} AND ifnull(t_ns, 0) <= ? ORDER BY id DESC LIMIT ?"
+        values = (*kinds, self.until_ns, -1 if limit is None else limit)
+        return list(self.read(_cached_event_from_row, query, values))[::-1]
 
     def iter_events(self, *kinds: str) -> Iterator[Event]:
-        """Yield all events of some kinds, one at a time: the samples of devices may not fit into memory."""
-        return self.read(event_from_row, f"{_events_of(kinds)} ORDER BY id", kinds)
+        """Yield all events of some kinds, one at a time: all device samples together may not fit into memory."""
+        return self.read(event_from_row, f"{_events_query(kinds)} ORDER BY id", kinds)
 
     def event_count(self, kind: str) -> int:
         """Return the number of events of a lasting kind (dpmon.store.history_schema.LASTING)."""
         query = f"SELECT count(*) FROM events WHERE {LASTING} AND kind = ? AND ifnull(t_ns, 0) <= ?"
         return sum(count for (count,) in self.query(query, (kind, self.until_ns)))
 
-    def job(self) -> tuple[dict[str, str] | None, int | None]:
-        """Return the job of the run's ranks (`by` and `id`, equal on all its machines), and the number of this machine.
+    def newest_event_id(self) -> int:
+        """Return the id of the newest event of a lasting kind; 0 if there is none."""
+        return sum(event_id or 0 for (event_id,) in self.query(f"SELECT max(id) FROM events WHERE {LASTING}"))
 
-        Both as the newest training process knows them, None if it does not.
+    def job(self) -> tuple[dict[str, str] | None, int | None]:
+        """Return the job of the run's ranks (`by` and `id`, the same on all nodes) and the number of this node.
+
+        Both come from the newest training process that reported a job. They are None if no process did.
         """
-        for event in reversed(self.events("process", newest=_PROCESSES_READ)):
-            job, node = event.data.get("job"), int_member(event.data, "node")
-            by, name = (text_member(job, "by"), text_member(job, "id")) if isinstance(job, Mapping) else (None, None)
-            if by is not None and name is not None:
-                return {"by": by, "id": name}, node
+        for event in reversed(self.events("process", limit=_MAX_PROCESS_EVENTS)):
+            job = event.data.get("job")
+            if not isinstance(job, Mapping):
+                continue
+            launcher, job_id = text_member(job, "by"), text_member(job, "id")
+            if launcher is not None and job_id is not None:
+                return {"by": launcher, "id": job_id}, int_member(event.data, "node")
         return None, None
 
-    def newest_event(self) -> int:
-        """Return the id of the newest event of a lasting kind; 0 if there is none."""
-        return sum(number or 0 for (number,) in self.query(f"SELECT max(id) FROM events WHERE {LASTING}"))
-
-    def device_minutes(self) -> list[MinuteRow]:
-        """Return the sums of deleted device and host samples by minute; the first ones cover all earlier time."""
-        if not self.pruned:
-            return []
-        query = "SELECT t_ns FROM events WHERE kind IN ('host', 'device') AND t_ns IS NOT NULL ORDER BY id LIMIT 1"
-        first = next((at for (at,) in self.query(query)), LAST_NS)
-        query = (
-            "SELECT start_s, device AS number, name, count, total, high FROM device_rollups"
-            " WHERE (start_s + 60) * ? <= ? ORDER BY start_s, device, name"
-        )
-        return [MinuteRow(*row) for row in self.query(query, (SECOND, first))]
-
-    def nodes(self) -> list[NodeRow]:
-        """Return the machines of a mirror, by number; an empty list for a run of this machine."""
-        return [NodeRow(*row) for row in self.query(f"SELECT {', '.join(NODE_COLUMNS)} FROM nodes ORDER BY number")]
-
-    def shapes(self) -> list[Shape]:
-        """Return the sizes of inputs and outputs of all calls so far, with their number of calls."""
-        query = "SELECT process, mode, kind, layout, virtual, sizes, untimed, calls FROM shapes"
-        return list(self.read(shape_from_row, query))
-
-    # ------------------------------------------------------------------------------------------ events
-
     def memory(self, process: int, until_ns: int | None = None) -> Event | None:
-        """Return the last memory event of a process up to a time; None if there is none."""
+        """Return the last memory event of a process up to a time (ns); None if there is none."""
         query = (
             "SELECT json FROM events WHERE kind = 'memory' AND process = ? AND t_ns <= ?"
             " ORDER BY t_ns DESC, id DESC LIMIT 1"
         )
-        until = self.until_ns if until_ns is None else min(until_ns, self.until_ns)
-        return next(self.read(event_from_row, query, (process, until)), None)
+        limit_ns = self.until_ns if until_ns is None else min(until_ns, self.until_ns)
+        return next(self.read(event_from_row, query, (process, limit_ns)), None)
 
     def newest_memory(self, processes: Sequence[int]) -> dict[int, Event]:
         """Return the newest memory event of each process that has one."""
@@ -235,91 +943,95 @@ class Store(StepStore):
             " ORDER BY t_ns DESC, id DESC LIMIT 1"
         )
         query = (
-            f"WITH ends(who) AS (VALUES {', '.join(f'({one})' for one in processes)})"
+            f"WITH ends(who) AS (VALUES {', '.join(map('({})'.format, processes))})"
             f" SELECT json FROM ends CROSS JOIN events AS row ON row.id = ({newest})"
         )
-        found = self.read(event_from_row, query, (self.until_ns,)) if processes else ()
-        return {process: event for event in found if (process := int_member(event.data, "process")) is not None}
+        events = self.read(event_from_row, query, (self.until_ns,)) if processes else ()
+        return {process: event for event in events if (process := int_member(event.data, "process")) is not None}
 
     # ------------------------------------------------------------------------------------------ collectives
 
-    def last_sample(self, process: int, begin_ns: int) -> LastSample | None:
-        """Return the newest sample of a process that began at or after `begin_ns`, with its first collectives.
+    def last_sample(self, process: int, start_ns: int) -> LastSample | None:
+        """Return the newest sampled step of a process that began at or after `start_ns`, with its first collectives.
 
-        None if there is no sample, or if it has no collectives.
+        None if no step was sampled, or if the newest sample has no collectives.
         """
         query = (
-            f"SELECT {COLLECTED} FROM collectives WHERE start_ns >= ? AND start_ns < ? AND process = ?"
+            f"SELECT {_COLLECTIVE_ROW} FROM collectives WHERE start_ns >= ? AND start_ns < ? AND process = ?"
             " AND definition {} 0 ORDER BY start_ns {} LIMIT ?"
         )
-        read = self.read(self.collective, query.format("=", "DESC"), (begin_ns, self.until_ns, process, 1))
-        sample = next(read, None)
+        samples = self.read(self._collective_from_row, query.format("=", "DESC"), (start_ns, self.until_ns, process, 1))
+        sample = next(samples, None)
         if not isinstance(sample, Sampled):
             return None
-        until = min(sample.start_ns + sample.wall_ns, self.until_ns)
-        values = sample.start_ns, until, process, MOST_DRAWN
-        found = self.read(self.collective, query.format(">", ""), values)
-        collectives = tuple(record for record in found if isinstance(record, Collective))
+        end_ns = min(sample.start_ns + sample.wall_ns, self.until_ns)
+        values = sample.start_ns, end_ns, process, MAX_DRAWN_COLLECTIVES
+        records = self.read(self._collective_from_row, query.format(">", ""), values)
+        collectives = tuple(record for record in records if isinstance(record, Collective))
         return LastSample(sample.step, sample.start_ns, sample.wall_ns, collectives) if collectives else None
 
     def collective_sums(
-        self, begin_ns: int = 0, end_ns: int = LAST_NS, processes: Collection[int] | None = None
+        self, start_ns: int = 0, end_ns: int = LAST_NS, processes: Collection[int] | None = None
     ) -> CollectiveSums:
-        """Return the sampled collectives between two times by operation, of all processes or only of `processes`.
+        """Return the sums of the sampled collectives between two times, of all processes or only of `processes`.
 
         Both times are rounded outwards to whole seconds.
         """
         end_ns = min(end_ns, self.until_ns)
-        who = tuple(processes or ())
-        only = "" if processes is None else f" AND process IN ({', '.join('?' * len(who))})"
-        values = (begin_ns // SECOND if begin_ns > 0 else BEFORE_S, -(-end_ns // SECOND), *who)
+        process_values = tuple(processes or ())
+        process_condition = "" if processes is None else f" AND process IN ({', '.join('?' * len(process_values))})"
+        values = (start_ns // SECOND if start_ns > 0 else BEFORE_S, -(-end_ns // SECOND), *process_values)
         query = (
-            f"SELECT process, definition, {_SUMS} FROM collective_sums WHERE start_s >= ? AND start_s < ?{only}"
-            " GROUP BY process, definition"
+            f"SELECT process, definition, {_SUMS} FROM collective_sums"
+            f" WHERE start_s >= ? AND start_s < ?{process_condition} GROUP BY process, definition"
         )
         samples = 0
-        sums: dict[tuple[str, int], list[int]] = defaultdict(lambda: [0] * len(COLLECTIVE_SUMS))
-        why = None
-        for process, definition, *numbers in self.query(query, values):
-            if not definition:
-                samples += numbers[0]
+        sums_by_operation: dict[tuple[str, int], list[int]] = defaultdict(lambda: [0] * len(COLLECTIVE_SUMS))
+        reason = None
+        for process, number, count, *sums in self.query(query, values):
+            if not number:
+                samples += count
                 continue
             with suppress(LookupError):
-                facts = self.resolver(process).definitions.collectives[definition]
-                if facts.operation is None:
-                    why = facts.why
+                definition = self.resolver(process).definitions.collectives[number]
+                if definition.operation is None:
+                    reason = definition.why
                     continue
-                whole = sums[facts.operation, facts.size]
-                for at, number in enumerate(numbers):
-                    whole[at] += number
-        operations = [Operation(*key, *whole) for key, whole in sums.items()]
+                totals = sums_by_operation[definition.operation, definition.size]
+                totals[:] = map(add, totals, (count, *sums))
+        operations = [Operation(*key, *totals) for key, totals in sums_by_operation.items()]
         operations.sort(key=lambda operation: -operation.bytes)
         query = (
-            f"SELECT {COLLECTED} FROM collectives WHERE {OWN} AND start_ns >= ? AND start_ns < ?{only}"
-            " ORDER BY start_ns DESC LIMIT ?"
+            f"SELECT {_COLLECTIVE_ROW} FROM collectives"
+            f" WHERE {OWN} AND start_ns >= ? AND start_ns < ?{process_condition} ORDER BY start_ns DESC LIMIT ?"
         )
-        newest = self.read(self.collective, query, (begin_ns, end_ns, *who, MOST_OWN))
-        own = {one.operation for one in newest if isinstance(one, Collective)}
-        return CollectiveSums(tuple(operations), samples, why, tuple(sorted(own)))
+        own_records = self.read(
+            self._collective_from_row, query, (start_ns, end_ns, *process_values, MAX_OWN_COLLECTIVES)
+        )
+        own_operations = {record.operation for record in own_records if isinstance(record, Collective)}
+        return CollectiveSums(tuple(operations), samples, reason, tuple(sorted(own_operations)))
 
     # ------------------------------------------------------------------------------------------ losses
 
-    def loss_places(self, process: int) -> dict[int, LossSite]:
-        """Return the lines of a process with losses, by definition, in order of their first loss."""
+    def loss_sites(self, process: int) -> dict[int, LossSite]:
+        """Return the script lines with losses of a process, by definition, in the order of their first loss."""
         query = "SELECT DISTINCT definition FROM losses WHERE process = ? AND t_ns <= ? ORDER BY definition"
-        return self._places(process, [number for (number,) in self.query(query, (process, self.until_ns))])
+        rows = self.query(query, (process, self.until_ns))
+        return self._read_loss_sites(process, [definition for (definition,) in rows])
 
-    def _places(self, process: int, numbers: Sequence[int]) -> dict[int, LossSite]:
+    def _read_loss_sites(self, process: int, definitions: Sequence[int]) -> dict[int, LossSite]:
+        if not definitions:
+            return {}
         resolver = Resolver(process)
-        for number, value in self.definitions(process, numbers).items() if numbers else ():
+        for definition, value in self.definitions(process, definitions).items():
             with suppress(RecordError):  # a process may write any value
-                resolver.define(number, value)
+                resolver.define(definition, value)
         return resolver.definitions.losses
 
-    def loss_bins(self, process: int, definition: int, begin_s: int, end_s: int, width_s: int) -> list[LossBin]:
-        """Return the losses of a line from `begin_s` up to `end_s`, in stretches of `width_s` that begin at multiples.
+    def loss_bins(self, process: int, definition: int, start_s: int, end_s: int, width_s: int) -> list[LossBin]:
+        """Return the losses of a script line from `start_s` up to `end_s`, in bins of `width_s`.
 
-        Stretches without a loss are left out.
+        Bins start at multiples of `width_s`. Those without a loss are left out.
         """
         query = (
             "SELECT t_ns / :width AS at, count(fit), min(fit) AS loss, avg(fit) AS loss, max(fit) AS loss,"
@@ -327,104 +1039,134 @@ class Store(StepStore):
             " WHERE process = :process AND definition = :line AND t_ns >= :begin AND t_ns < :end)"
             " GROUP BY at ORDER BY at"
         )
-        begin, end = begin_s * SECOND, min(end_s * SECOND, self.until_ns + 1)
-        values = {"process": process, "line": definition, "begin": begin, "end": end, "width": width_s * SECOND}
-        return [LossBin(at * width_s, *rest) for at, *rest in self.query(query, values)]
+        start_ns, end_ns = start_s * SECOND, min(end_s * SECOND, self.until_ns + 1)
+        values = {"process": process, "line": definition, "begin": start_ns, "end": end_ns, "width": width_s * SECOND}
+        return [LossBin(bin_index * width_s, *statistics) for bin_index, *statistics in self.query(query, values)]
 
     def newest_losses(self, process: int, definition: int) -> tuple[LossRow | None, float | None]:
-        """Return the newest loss of a line, and the smoothed one: a weighted mean of its last finite values.
+        """Return the newest loss of a script line, and its smoothed loss: a weighted mean of the last finite values.
 
-        The weight of a value falls by e for every SMOOTHED values after it. Values are at least a second apart.
+        The weight of a value falls by a factor of e with every LOSS_SMOOTHING newer values. Values are at least a
+        second apart. Both results are None if there is no such value.
         """
-        values = process, definition, self.until_ns, _FOR_SMOOTHED
+        values = process, definition, self.until_ns, _MAX_SMOOTHED
         rows = [loss_from_columns(row) for row in self.query(_NEWEST_LOSSES, values)]
-        weights = [(exp(-at / SMOOTHED), row.loss) for at, row in enumerate(rows) if isfinite(row.loss)]
-        whole = sum(weight for weight, _ in weights)
-        smoothed = sum(weight * value for weight, value in weights) / whole if weights else None
+        weights = [(exp(-index / LOSS_SMOOTHING), row.loss) for index, row in enumerate(rows) if isfinite(row.loss)]
+        total_weight = sum(weight for weight, _ in weights)
+        smoothed = None
+        if weights:
+            smoothed = sum(weight * value for weight, value in weights) / total_weight
         return next(iter(rows), None), smoothed
 
     def first_invalid_losses(self) -> list[InvalidLoss]:
-        """Return the first loss of each process and line that is NaN or infinite, in order of time."""
+        """Return the first NaN or infinite loss of each process and script line, in order of time."""
         query = (
             f"SELECT process, definition, step, min(t_ns), loss FROM losses WHERE {UNFIT} AND t_ns <= ?"
             " GROUP BY process, definition"
         )
-        found = []
+        invalid_losses = []
         for process, *columns in self.query(query, (self.until_ns,)):
             row = loss_from_columns(columns)
-            place = self._places(process, [row.definition]).get(row.definition)
-            if place is not None and place.why is None:
-                found.append(InvalidLoss(process, place.place, row.step or None, row.start, row.loss))
-        return sorted(found, key=lambda one: one.t_ns)
+            site = self._read_loss_sites(process, [row.definition]).get(row.definition)
+            if site is not None and site.why is None:
+                invalid_losses.append(InvalidLoss(process, site.place, row.step or None, row.start, row.loss))
+        return sorted(invalid_losses, key=lambda invalid: invalid.t_ns)
 
     # ------------------------------------------------------------------------------------------ samples
 
-    def samples(self, span_ns: int, after_id: int = 0, node: int | None = None) -> list[ChartSample]:
-        """Return the samples of devices and host in the `span_ns` before the newest one, in order.
+    def samples(self, duration_ns: int, after_id: int = 0, node: int | None = None) -> list[ChartSample]:
+        """Return the device and host samples of the last `duration_ns` before the newest one, in order.
 
-        `after_id`: return all samples after this id instead. `node`: only those of a node.
+        `after_id`: return all samples after this id instead. `node`: return only the samples of this node.
         """
         if after_id:
-            which, begin = "id > ? AND +t_ns <= ?", after_id
+            condition, lower_bound = "id > ? AND +t_ns <= ?", after_id
         else:
             query = "SELECT max(t_ns) FROM events WHERE kind IN ('device', 'host')"
-            newest = next((at or 0 for (at,) in self.query(query)), 0)
-            which, begin = "t_ns >= ? AND t_ns <= ?", min(newest, self.until_ns) - span_ns
+            newest_ns = next((t_ns or 0 for (t_ns,) in self.query(query)), 0)
+            condition, lower_bound = "t_ns >= ? AND t_ns <= ?", min(newest_ns, self.until_ns) - duration_ns
         # SQLite parses the JSON ten times as fast as Python.
         query = (
-            f"SELECT id, t_ns, kind = 'host', {_SAMPLED} FROM events"
-            f" WHERE {which} AND kind IN ('device', 'host') AND (?3 IS NULL OR process = -1 - ?3) AND json_valid(json)"
-            " ORDER BY id"
+            f"SELECT id, t_ns, kind = 'host', {_SAMPLED} FROM events WHERE {condition}"
+            " AND kind IN ('device', 'host') AND (?3 IS NULL OR process = -1 - ?3) AND json_valid(json) ORDER BY id"
         )
-        rows = self.query(query, (begin, self.until_ns, node))
-        return [sample for row in rows if (sample := _sample(*row)) is not None]
+        rows = self.query(query, (lower_bound, self.until_ns, node))
+        return [sample for row in rows if (sample := _chart_sample_from_row(*row)) is not None]
 
-    def sample(self, number: int) -> Event | None:
-        """Return the complete sample with this id; None if it was deleted."""
-        return next(self.read(event_from_row, "SELECT json FROM events WHERE id = ?", (number,)), None)
+    def sample(self, event_id: int) -> Event | None:
+        """Return the sample with this id and all its values; None if it was deleted."""
+        return next(self.read(event_from_row, "SELECT json FROM events WHERE id = ?", (event_id,)), None)
 
-    def host_memory(self, begin_ns: int, end_ns: int) -> list[tuple[int, int]]:
-        """Return (start in ns, peak bytes of the run's processes) of each minute that begins between two times."""
+    def device_minutes(self) -> list[MinuteRow]:
+        """Return the sums of deleted device and host samples by minute. The first rows cover all time before that."""
+        if not self.pruned:
+            return []
+        query = "SELECT t_ns FROM events WHERE kind IN ('host', 'device') AND t_ns IS NOT NULL ORDER BY id LIMIT 1"
+        first_ns = next((t_ns for (t_ns,) in self.query(query)), LAST_NS)
+        query = (
+            "SELECT start_s, device AS number, name, count, total, high FROM device_rollups"
+            " WHERE (start_s + 60) * ? <= ? ORDER BY start_s, device, name"
+        )
+        return [MinuteRow(*row) for row in self.query(query, (SECOND, first_ns))]
+
+    def host_memory(self, start_ns: int, end_ns: int) -> list[tuple[int, int]]:
+        """Return (start in ns, peak host memory of the run's processes in bytes) of each minute between two times."""
         query = (
             "WITH RECURSIVE starts(at) AS (VALUES (:begin) UNION ALL SELECT at + 60 FROM starts WHERE at + 60 < :end)"
             " SELECT start_s, high FROM starts CROSS JOIN device_rollups"
             " ON start_s = starts.at AND device = :host AND name = 'run_mem_bytes'"
         )
-        begin, end = -(-begin_ns // (60 * SECOND)) * 60, min(end_ns, self.until_ns) // SECOND
-        if begin >= end:
+        start_s, end_s = -(-start_ns // (60 * SECOND)) * 60, min(end_ns, self.until_ns) // SECOND
+        if start_s >= end_s:
             return []
-        rows = self.query(query, {"begin": begin, "end": end, "host": _HOST})
-        return [(start * SECOND, int(high)) for start, high in rows]
+        rows = self.query(query, {"begin": start_s, "end": end_s, "host": _HOST})
+        return [(minute_s * SECOND, int(peak_bytes)) for minute_s, peak_bytes in rows]
 
 
-def shape_from_row(row: Sequence[Any]) -> Shape:
-    """Return the shape in a row. Raises HistoryError if it is damaged."""
-    process, mode, kind, layout, virtual, sizes, untimed, calls = row
-    try:
-        inputs, outputs, *parts = parse_numbers(sizes)
-        pairs = tuple((part[0], part[1]) for part in parts if len(part) == 2)
-        stages = tuple((part[0], part[1], part[2]) for part in parts if len(part) == 3)
-    except (ValueError, TypeError) as error:
-        raise HistoryError(f"a damaged shape: {error}") from None
-    return Shape(process, mode, kind, layout, bool(virtual), inputs, outputs, pairs, stages, untimed, calls)
+def exclude_flags_condition(flags: int) -> str:
+    """Return the SQL condition for rows whose kind has none of these flags (dpmon.record.schema)."""
+    return f"(kind & {flags} = 0)"
 
 
-def _events_of(kinds: Sequence[str]) -> str:
+def _in_stats_condition(training_only: bool) -> str:
+    """Return the SQL condition for steps that statistics include. `training_only`: without evaluation steps."""
+    return exclude_flags_condition(SETTLING | LEFT_OUT | EVALUATION * training_only)
+
+
+def _long_step_from_row(row: tuple[Any, ...]) -> LongStepRow:
+    """Return the step in a row of _LONG_COLUMNS."""
+    process, step, mode, kind, start_ns, wall_ns, *phases = row
+    ns_by_phase = {name: ns for name, ns in zip(STEP_PHASES, phases, strict=True) if ns is not None}
+    return LongStepRow(process, step, mode, kind, start_ns, wall_ns, ns_by_phase)
+
+
+def _slow_step_from_row(row: tuple[Any, ...]) -> SlowStepRow:
+    """Return the step in a row of _SLOW_COLUMNS."""
+    process, step, start_ns, wall_ns, sync_number, wait_ns, loop, batch, *phases = row
+    ns_by_phase = {phase.name: ns for phase, ns in zip(PHASES, phases, strict=True) if ns is not None}
+    return SlowStepRow(process, step, start_ns, wall_ns, sync_number, wait_ns, loop, batch, ns_by_phase)
+
+
+def _events_query(kinds: Sequence[str]) -> str:
     """Return the beginning of a query for events of some kinds."""
     # SQLite uses the partial index only if the query repeats its condition.
     lasting = f"{LASTING} AND " if set(kinds) <= set(LASTING_KINDS) else ""
     return f"SELECT json FROM events WHERE {lasting}kind IN ({', '.join('?' * len(kinds))})"
 
 
-_again = lru_cache(maxsize=1024)(event_from_row)
-"""Cached, because every picture asks for the same lasting events."""
+_cached_event_from_row = lru_cache(maxsize=1024)(event_from_row)
+"""Cached, because every frame of the screen needs the same lasting events."""
 
 
-def _sample(number: int, t_ns: int, of_host: int, index: object, *values: object) -> ChartSample | None:
-    device = _HOST if of_host else index
+def _chart_sample_from_row(
+    event_id: int, t_ns: int, is_host: int, device_index: object, *values: object
+) -> ChartSample | None:
+    device = _HOST if is_host else device_index
     if type(device) is not int or device < _HOST:
         return None
-    util, cpu, used, total, power, run = (
+    util_pct, cpu_pct, used_bytes, total_bytes, power_w, run_bytes = (
         float(value) if isinstance(value, (int, float)) and abs(value) < 1e18 else None for value in values
     )
-    return ChartSample(number, t_ns, device, cpu if device == _HOST else util, used, total, power, run)
+    return ChartSample(
+        event_id, t_ns, device, cpu_pct if device == _HOST else util_pct, used_bytes, total_bytes, power_w, run_bytes
+    )

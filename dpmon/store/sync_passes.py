@@ -35,13 +35,13 @@ class SyncStep(NamedTuple):
 
 
 class RankStepWait(NamedTuple):
-    """Communication in a step of one rank (ns), once the steps of all participating ranks are known."""
+    """How long one rank communicated and waited in one step (ns). Known only after every rank's step has arrived."""
 
     step: SyncStep
     exposed_ns: int
     wait_ns: int
     held_ns: int | None
-    """On the slowest rank, its delay relative to the second slowest; None on the others."""
+    """On the slowest rank: how much later it was than the second slowest. None on the other ranks."""
 
     @property
     def tally_values(self) -> dict[str, int]:
@@ -65,7 +65,7 @@ class _RankGroup:
         """Processes of the job before its restart."""
 
     def register_process(self, rank: int, process: int) -> bool:
-        """Note the rank of a process; False if the process is from before a restart of the job.
+        """Register the rank of a process. Return False if the process belongs to the job before its last restart.
 
         The first process that replaces another one marks a restart: earlier processes no longer count.
         """
@@ -82,7 +82,7 @@ class _RankGroup:
         return True
 
     def add(self, rank: int, step: SyncStep) -> Sequence[RankStepWait]:
-        """Take a step of a rank; return the round's steps of all ranks once they are complete."""
+        """Add a step of a rank. Return the waits of all ranks once the steps of its round are complete."""
         place = step.number, step.passes
         steps = self.pending.setdefault(place, {})
         self.waiting += rank not in steps
@@ -146,7 +146,10 @@ class SyncPassMatcher:
         return group if group.register_process(rank, process) else None
 
     def roll_back(self, first_id: int, joined: Iterable[RankStepWait]) -> None:
-        """Forget the steps with ids from `first_id` on; the other steps of the rounds they completed wait again."""
+        """Roll back the steps with ids of `first_id` or higher.
+
+        The other ranks' steps in those rounds become pending again.
+        """
         for group in self._groups.values():
             for place, steps in list(group.pending.items()):
                 kept = {rank: step for rank, step in steps.items() if step.id < first_id}
@@ -159,7 +162,7 @@ class SyncPassMatcher:
                 self.add_step(one.step.key.process, one.step)
 
     def add_step(self, process: int, step: SyncStep) -> list[RankStepWait]:
-        """Take a step of a process; return the steps of all ranks that are now complete."""
+        """Add a step of a process. Return the waits of all ranks in the rounds that are now complete."""
         group = self._group(process)
         return [] if group is None else list(group.add(self._rank_of[process], step))
 

@@ -16,7 +16,7 @@ _SIZES = struct.Struct("<HI8xI")
 """The same without the sum."""
 _NUMBER, _PAIR = struct.Struct("<H"), struct.Struct("<HH")
 _ENTRY_BYTES = _ENTRY.size
-_HIGH_BYTES = bytes(range(quantile_sketch.LAST_BUCKET >> 8))
+_HIGH_BYTES = bytes(range(quantile_sketch.LAST_BIN >> 8))
 """All second bytes of buckets that a number of a record can reach. Another one is damage."""
 _MANY_BYTES = 256
 """A joined sketch with more bytes than this is packed again, with one pair for each bucket."""
@@ -32,7 +32,9 @@ def packed_entry(number: int, count: int, total: int, sketch: bytes) -> bytes:
 
 def clamp_to_column(value: int) -> int:
     """Return the value, or the nearest one that a column can have."""
-    return value if -_MAX <= value <= _MAX else _MAX if value > 0 else -_MAX
+    if -_MAX <= value <= _MAX:
+        return value
+    return _MAX if value > 0 else -_MAX
 
 
 def decode_entries(
@@ -49,7 +51,7 @@ def decode_entries(
             number, count, total, size = _ENTRY.unpack_from(data, at)
             begin = at + _ENTRY.size
             at = begin + size
-            if at > end or count > size // 4 * quantile_sketch.MOST:
+            if at > end or count > size // 4 * quantile_sketch.MAX_PAIR_COUNT:
                 raise ValueError("too short")
             name = names.get(number)
             if name is not None:
@@ -90,7 +92,7 @@ def renumber_series(data: bytes, numbers: Mapping[int, int]) -> bytes:
         while at < end:
             number, count, size = unpack(data, at)
             begin, at = at + _ENTRY_BYTES, at + _ENTRY_BYTES + size
-            if at > end or size & 3 or count > size // 4 * quantile_sketch.MOST:
+            if at > end or size & 3 or count > size // 4 * quantile_sketch.MAX_PAIR_COUNT:
                 raise ValueError("too short")
             there.append(number)
             high.append(data[begin + 1 : at : 4])

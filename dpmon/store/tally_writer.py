@@ -49,9 +49,9 @@ _Place = tuple[int, int, TallyKey]
 class TallyWriter:
     """Writes the tables `tallies` and `times`, within the transactions of its owner."""
 
-    def __init__(self, door: CheckedConnection) -> None:
-        self._door = door
-        self._db = door.db
+    def __init__(self, connection: CheckedConnection) -> None:
+        self._connection = connection
+        self._db = connection.db
         self._names = SeriesNames()
         self._cache: dict[_Place, Tally] = {}
         """Tallies as stored in the database."""
@@ -72,9 +72,9 @@ class TallyWriter:
 
     def _load(self) -> None:
         self._cache.clear()
-        self._names = SeriesNames(self._door.rows("SELECT number, name FROM series"))
-        self._keys = {TallyKey(*row) for row in self._door.rows("SELECT process, mode, kind, batch FROM keys")}
-        meta = dict(self._door.rows("SELECT key, value AS number FROM meta WHERE key != 'run'"))
+        self._names = SeriesNames(self._connection.rows("SELECT number, name FROM series"))
+        self._keys = {TallyKey(*row) for row in self._connection.rows("SELECT process, mode, kind, batch FROM keys")}
+        meta = dict(self._connection.rows("SELECT key, value AS number FROM meta WHERE key != 'run'"))
         self._whole = {width: meta.get(f"whole_{width}", 0) for width in WIDTHS[1:]}
         self._known = True
 
@@ -83,16 +83,18 @@ class TallyWriter:
         if not self._known:
             self._load()
         changed: dict[_Place, Tally] = {}
-        new = {key for _, key in batch.tallied} - self._keys
+        new = {key for _, key in batch.steps_by_tally} - self._keys
         self._db.executemany("INSERT OR IGNORE INTO keys VALUES (?,?,?,?)", new)
         self._keys |= new
-        for (second, key), ended in batch.tallied.items():
+        for (second, key), ended in batch.steps_by_tally.items():
             for width in self._widths(second):
                 self._changed_tally((width, second // width * width, key), changed).add(ended.rows, ended.series)
-        newest = max((second for second, _ in batch.tallied), default=0)
+        newest = max((second for second, _ in batch.steps_by_tally), default=0)
         self._put(changed)
-        self._add_times(batch.spent)
-        self._note_late({key[0] for key in batch.tallied} | {key[0] for key in batch.spent}, max(newest, batch.now_s))
+        self._add_times(batch.activity_ns)
+        seconds = {second for second, _ in batch.steps_by_tally}
+        seconds |= {second for second, *_ in batch.activity_ns}
+        self._note_late(seconds, max(newest, batch.now_s))
         self._merge_closed_buckets(newest)
         if self._names.unwritten:
             self._db.executemany("INSERT OR IGNORE INTO series VALUES (?, ?)", self._names.unwritten)
@@ -126,7 +128,9 @@ class TallyWriter:
         width, start, key = place
         query = f"SELECT {', '.join(COLUMNS)} FROM tallies WHERE {_KEY}"
         found = Tally()
-        for row in self._db.execute(query, (width, start, *key)):  # past the door, which refuses a damaged row
+        for row in self._db.execute(
+            query, (width, start, *key)
+        ):  # not through the checked connection, which refuses a damaged row
             try:
                 check_column_types(COLUMNS, list(map(type, row)))
                 found.add_row(row, self._names.by_number)
@@ -172,7 +176,7 @@ class TallyWriter:
         )
         wider: dict[_Place, Tally] = {}
         at = None
-        for second, *values in list(self._door.rows(query, (finer, begin, end))):
+        for second, *values in list(self._connection.rows(query, (finer, begin, end))):
             start, key = second // width * width, TallyKey(*values)
             if start != at:
                 self._put(wider)
@@ -190,7 +194,7 @@ class TallyWriter:
         run = self._db.execute
         run(_PRUNE_LATE, (limit // _LATE_BYTES,))
         # Read anew: the wider tallies of a mirror come from other machines.
-        whole = dict(self._door.rows("SELECT key, value AS number FROM meta WHERE key LIKE 'whole_%'"))
+        whole = dict(self._connection.rows("SELECT key, value AS number FROM meta WHERE key LIKE 'whole_%'"))
         query = (
             "SELECT count(*), total(size), min(start_s), max(start_s) FROM"
             " (SELECT start_s, length(sketches) AS size FROM tallies WHERE width = :width"

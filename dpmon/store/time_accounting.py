@@ -1,4 +1,4 @@
-"""Divides the time of a process into activities: each moment up to its last step belongs to one activity.
+"""Divides the time of a process into activities. Each moment up to its last step belongs to one activity.
 
 startup     before the process's first step, and in that step if it waits long
 training    within training steps
@@ -6,13 +6,14 @@ evaluation  within evaluation steps, and between two of them
 between     between two steps that are not both evaluation: starting a loader's workers, a checkpoint, logging
 paused      the user paused the training
 input       the script waited for a line of input
-stalled     the whole of a step, or between two steps, in which the run stood still
+stalled     a whole step, or the whole time between two steps, in which the run stalled
 missed      steps that were not recorded, and the time between them
 
-After its last step, a process accounts only for pauses and waits: it may end long before the others. Time without any
-activity counts as startup if a process begins after it, else as the run's end (see `account_for_elapsed`).
+After its last step, only the pauses and input waits of a process are accounted for, because it may end long before the
+others. Time without any activity counts as startup if a process starts after it, else as the end of the run (see
+`account_for_elapsed`).
 
-Steps come in order. The length of a pause or a wait for input is known only after its end. Its time is subtracted from
+Steps arrive in order. The length of a pause or an input wait is known only after its end. Its time is subtracted from
 the activity in which it lies.
 """
 
@@ -26,17 +27,19 @@ from typing import NamedTuple
 from dpmon.record.schema import SECOND, STALLED, STARTUP
 
 ACTIVITIES = ("startup", "training", "evaluation", "between", "paused", "input", "stalled", "missed")
-_PIECES = 1024
-"""Number of recent pieces that are kept: a wait for input is reported late, and then corrects them."""
-_PIECE_NS = 20_000_000
-"""Shortest piece that is kept. A wait lies within one long step, or between two steps."""
-_LONG = (86_400 * SECOND, 3600 * SECOND, 60 * SECOND)
+_MAX_RECENT = 1024
+"""Number of recent intervals that are remembered. An input wait is reported late, and then corrects them."""
+_MIN_RECENT_NS = 20_000_000
+"""Shortest interval that is remembered. An input wait lies within one long step, or between two steps."""
+_LONG_WIDTHS = (86_400 * SECOND, 3600 * SECOND, 60 * SECOND)
 _LONG_NS = 600 * SECOND
-_STARTS_NS = 10 * SECOND
-"""A process's first step is start-up if it waits for its first batch, or for other ranks, for this long."""
-_LEFT_OUT = {STALLED: "stalled", STARTUP: "startup"}
+"""An interval of at least this length is split into _LONG_WIDTHS where possible, not into seconds."""
+_MIN_STARTUP_WAIT_NS = 10 * SECOND
+"""A process's first step is start-up if it waits at least this long for its first batch or for other ranks."""
+_EXCLUDED_ACTIVITIES = {STALLED: "stalled", STARTUP: "startup"}
+"""The activity of a step that statistics exclude, by the step's flag."""
 LATEST_NS = 10 * 365 * 86_400 * SECOND
-"""Latest possible time of a run; a later one comes from damaged data."""
+"""Latest plausible time of a run. A later one comes from damaged data."""
 
 
 class ActivityInterval(NamedTuple):
@@ -49,33 +52,36 @@ class ActivityInterval(NamedTuple):
     sign: int = 1
 
     def split_by_second(self) -> Iterator[tuple[int, int]]:
-        """Yield each second from `begin` to `end`, and the time spent in that second (ns, negative if subtracted).
+        """Yield each second of the interval, and the time spent in that second (ns, negative if subtracted).
 
-        In a span of ten minutes or more, a whole minute, hour or day is yielded once, with its first second. This
+        In an interval of ten minutes or more, a whole minute, hour or day is yielded once, with its first second. This
         limits the number of rows: all ranks of a job may pause for a night, and a damaged record may claim ten years.
         """
-        at = self.begin
-        widths = _LONG if self.end - at >= _LONG_NS else ()
-        while at < self.end:
-            width = next((width for width in widths if at % width == 0 and at + width <= self.end), SECOND)
-            until = min((at // width + 1) * width, self.end)
-            yield at // SECOND, self.sign * (until - at)
-            at = until
+        position_ns = self.begin
+        widths = _LONG_WIDTHS if self.end - position_ns >= _LONG_NS else ()
+        while position_ns < self.end:
+            fitting = (width for width in widths if position_ns % width == 0 and position_ns + width <= self.end)
+            width = next(fitting, SECOND)
+            part_end = min((position_ns // width + 1) * width, self.end)
+            yield position_ns // SECOND, self.sign * (part_end - position_ns)
+            position_ns = part_end
 
 
-def union_of_intervals(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the union of spans as disjoint spans, in order."""
-    found: list[tuple[int, int]] = []
-    for begin, end in sorted(span for span in spans if span[1] > span[0]):
-        if found and begin <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
-        else:
-            found.append((begin, end))
-    return found
+def union_of_intervals(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the union of intervals (start, end) as disjoint intervals, in order."""
+    union: list[tuple[int, int]] = []
+    for start, end in sorted((start, end) for start, end in intervals if end > start):
+        if union:
+            last_start, last_end = union[-1]
+            if start <= last_end:
+                union[-1] = last_start, max(last_end, end)
+                continue
+        union.append((start, end))
+    return union
 
 
 class Gap(NamedTuple):
-    """Time between two steps that is neither a pause nor a wait for input."""
+    """The time between two steps."""
 
     process: int
     after_step: int
@@ -83,154 +89,172 @@ class Gap(NamedTuple):
     begin_ns: int
     end_ns: int
     ns: int
-    """Its length without pauses and waits."""
+    """Its length without pauses and input waits."""
 
 
 class TimeAccount:
-    """The activities of one process."""
+    """Divides the time of one process into activities."""
 
-    def __init__(self, begin: int = 0, process: int = 0, stalls: Sequence[tuple[int, int]] = ()) -> None:
-        """`begin`: start of the process (ns since the run's start). `stalls`: begin of each stall, and a time in it."""
+    def __init__(self, start_ns: int = 0, process: int = 0, stalls: Sequence[tuple[int, int]] = ()) -> None:
+        """`start_ns`: start of the process. `stalls`: the start of each stall, and a later time in it."""
         self._process = process
         self._stalls = stalls
-        self._at = begin
+        self._end_ns = start_ns
         """End of the time that is accounted for."""
-        self._number: int | None = None
+        self._last_step: int | None = None
         self._evaluation = False
+        """Whether the last step was an evaluation step."""
         self._mode = ""
-        self._apart: list[tuple[str, int, int]] = []
-        """Pauses and waits for input that lie, or may lie, after `_at`."""
+        self._interruptions: list[tuple[str, int, int]] = []
+        """Pauses and input waits that end after `_end_ns`, as (activity, start, end)."""
         self._paused_since: int | None = None
-        self._pieces: deque[ActivityInterval] = deque(maxlen=_PIECES)
-        """The newest long pieces of time that are neither pauses nor waits for input."""
+        self._recent: deque[ActivityInterval] = deque(maxlen=_MAX_RECENT)
+        """The newest long intervals that are neither pauses nor input waits."""
 
-    def resume(self, number: int, mode: str, start: int, wall: int, evaluation: bool) -> None:
-        """Continue after a step that another supervisor accounted for."""
-        self._at, self._number, self._evaluation, self._mode = start + wall, number, evaluation, mode
-        self._end_pause(start)
-        self._apart = [one for one in self._apart if one[2] > self._at]
+    def resume(self, step: int, mode: str, start_ns: int, wall_ns: int, evaluation: bool) -> None:
+        """Continue after a step that an earlier supervisor accounted for."""
+        self._end_ns, self._last_step, self._evaluation, self._mode = start_ns + wall_ns, step, evaluation, mode
+        self._end_pause(start_ns)
+        self._drop_old_interruptions()
 
-    def step(
-        self, number: int, mode: str, start: int, wall: int, evaluation: bool, left_out: int = 0
+    def _drop_old_interruptions(self) -> None:
+        kept = ((activity, start, end) for activity, start, end in self._interruptions if end > self._end_ns)
+        self._interruptions = list(kept)
+
+    def add_step(
+        self, step: int, mode: str, start_ns: int, wall_ns: int, evaluation: bool, exclusion: int = 0
     ) -> tuple[list[ActivityInterval], Gap | None]:
-        """Add a step. Return the time since the previous step, including this one, and the gap before it or None.
+        """Add a step. Return the intervals since the previous step, with this step's, and the gap before it or None.
 
-        `left_out`: the flag that the method of this name returned for the step.
+        `exclusion`: the result of `exclusion_flag` for the step.
         """
-        end = start + wall
-        before = self._number
-        if before is None:
+        end_ns = start_ns + wall_ns
+        previous_step = self._last_step
+        if previous_step is None:
             activity = "startup"
-            self._at = min(self._at, start)  # a process reports itself within its first step
-        elif number != before + 1:
+            self._end_ns = min(self._end_ns, start_ns)  # a process reports itself within its first step
+        elif step != previous_step + 1:
             activity = "missed"
-        elif self.overlaps_stall(self._at, start):
+        elif self.overlaps_stall(self._end_ns, start_ns):
             activity = "stalled"
         elif evaluation and self._evaluation:
             activity = "evaluation"
         else:
             activity = "between"
-        self._end_pause(start)
-        spent, left = self._gap(activity, mode, start)
+        self._end_pause(start_ns)
+        intervals, gap_ns = self._intervals_until(activity, mode, start_ns)
         gap = None
-        if activity == "between" and left > 0 and before is not None:
-            gap = Gap(self._process, before, mode, self._at, start, left)
-        activity = _LEFT_OUT.get(left_out, "evaluation" if evaluation else "training")
-        spent += self._step_intervals(activity, mode, max(start, self._at), end)
-        self._at, self._number, self._evaluation, self._mode = max(end, self._at), number, evaluation, mode
-        if self._apart:
-            self._apart = [one for one in self._apart if one[2] > self._at]
-        return spent, gap
+        if activity == "between" and gap_ns > 0 and previous_step is not None:
+            gap = Gap(self._process, previous_step, mode, self._end_ns, start_ns, gap_ns)
+        activity = _EXCLUDED_ACTIVITIES.get(exclusion, "evaluation" if evaluation else "training")
+        intervals += self._step_intervals(activity, mode, max(start_ns, self._end_ns), end_ns)
+        self._end_ns, self._last_step, self._evaluation, self._mode = max(end_ns, self._end_ns), step, evaluation, mode
+        if self._interruptions:
+            self._drop_old_interruptions()
+        return intervals, gap
 
-    def exclusion_flag(self, begin: int, end: int, waited: int) -> int:
-        """The flag of a step that no figure includes; 0 if figures include it. `waited`: for data and other ranks."""
-        if self.overlaps_stall(begin, end):
-            return STALLED
-        return STARTUP if self._number is None and waited >= _STARTS_NS else 0
+    def exclusion_flag(self, start_ns: int, end_ns: int, waited_ns: int) -> int:
+        """Return the flag of a step that statistics exclude; 0 for other steps.
 
-    def overlaps_stall(self, begin: int, end: int) -> bool:
-        """Whether a stall was noticed in a stretch of time that covers most of the stall up to then."""
-        return bool(self._stalls) and any(
-            begin <= at <= end and 2 * (at - max(begin, since)) > at - since for since, at in self._stalls
-        )
-
-    def pause(self, paused: bool, at: int | None, took: int | None) -> None:
-        """Note that a pause began (`paused`) at `at`, or ended at `at` after `took` ns."""
-        if paused:
-            self._paused_since = at
-            return
-        begin = at - took if at is not None and took is not None else self._paused_since
-        self._paused_since = None
-        if begin is not None and at is not None and at > begin:
-            self._apart.append(("paused", begin, at))
-
-    def _end_pause(self, at: int) -> None:
-        """End a pause without a recorded end, because a step began."""
-        if self._paused_since is not None and at > self._paused_since:
-            self._apart.append(("paused", self._paused_since, at))
-            self._paused_since = None
-
-    def wait(self, begin: int, end: int) -> list[ActivityInterval]:
-        """Note a wait for input. Return the corrections to the time accounted for earlier."""
-        changes: list[ActivityInterval] = []
-        pieces: list[ActivityInterval] = []
-        for piece in self._pieces:
-            low, high = max(begin, piece.begin), min(end, piece.end)
-            if high <= low or piece.activity in ("paused", "input"):
-                pieces.append(piece)
-                continue
-            waited = ActivityInterval("input", piece.mode, low, high)
-            changes += (ActivityInterval(piece.activity, piece.mode, low, high, -1), waited)
-            parts = piece._replace(end=low), waited, piece._replace(begin=high)
-            pieces += [part for part in parts if part.end > part.begin]
-        if changes:
-            self._pieces = deque(pieces, _PIECES)
-        if end > self._at:
-            self._apart.append(("input", begin, end))
-        return changes
-
-    def finish(self, end: int) -> list[ActivityInterval]:
-        """End the account with the run. Return the pauses and waits for input after the last step."""
-        if self._paused_since is not None:
-            self._apart.append(("paused", self._paused_since, end))
-            self._paused_since = None
-        spent, _ = self._gap("", self._mode, end)
-        self._at = max(end, self._at)
-        return spent
-
-    def _gap(self, activity: str, mode: str, until: int) -> tuple[list[ActivityInterval], int]:
-        """Return the time up to `until`, in order, and the sum (ns) of its parts that are neither pauses nor waits.
-
-        `activity` "": only pauses and waits are returned.
+        `waited_ns`: how long the step waited for data and other ranks.
         """
-        if not self._apart:
-            return self._piece(activity, mode, self._at, until), max(until - self._at, 0)
-        spent = self._split_interval(activity, mode, self._at, until, sorted(self._apart, reverse=True))  # pauses first
-        return spent, sum(one.end - one.begin for one in spent if one.activity == activity)
+        if self.overlaps_stall(start_ns, end_ns):
+            return STALLED
+        return STARTUP if self._last_step is None and waited_ns >= _MIN_STARTUP_WAIT_NS else 0
 
-    def _step_intervals(self, activity: str, mode: str, begin: int, end: int) -> list[ActivityInterval]:
-        """Return the time of a step, with its waits for input as separate parts."""
-        if not self._apart:
-            return self._piece(activity, mode, begin, end)
-        return self._split_interval(activity, mode, begin, end, [one for one in self._apart if one[0] == "input"])
+    def overlaps_stall(self, start_ns: int, end_ns: int) -> bool:
+        """Return whether a stall was noticed in this time, and more than half of the stall up to then lies in it."""
+        for stall_start, noticed_ns in self._stalls:
+            covered_ns = noticed_ns - max(start_ns, stall_start)
+            if start_ns <= noticed_ns <= end_ns and 2 * covered_ns > noticed_ns - stall_start:
+                return True
+        return False
+
+    def note_pause(self, paused: bool, time_ns: int | None, duration_ns: int | None) -> None:
+        """Note that a pause began (`paused`) at `time_ns`, or that it ended then, after `duration_ns`."""
+        if paused:
+            self._paused_since = time_ns
+            return
+        start_ns = time_ns - duration_ns if time_ns is not None and duration_ns is not None else self._paused_since
+        self._paused_since = None
+        if start_ns is not None and time_ns is not None and time_ns > start_ns:
+            self._interruptions.append(("paused", start_ns, time_ns))
+
+    def _end_pause(self, time_ns: int) -> None:
+        """End a pause without a recorded end, because a step began."""
+        if self._paused_since is not None and time_ns > self._paused_since:
+            self._interruptions.append(("paused", self._paused_since, time_ns))
+            self._paused_since = None
+
+    def add_input_wait(self, start_ns: int, end_ns: int) -> list[ActivityInterval]:
+        """Note an input wait. Return the corrections to the time that was accounted for earlier."""
+        corrections: list[ActivityInterval] = []
+        recent: list[ActivityInterval] = []
+        for interval in self._recent:
+            part_start, part_end = max(start_ns, interval.begin), min(end_ns, interval.end)
+            if part_end <= part_start or interval.activity in ("paused", "input"):
+                recent.append(interval)
+                continue
+            input_wait = ActivityInterval("input", interval.mode, part_start, part_end)
+            corrections += (ActivityInterval(interval.activity, interval.mode, part_start, part_end, -1), input_wait)
+            parts = interval._replace(end=part_start), input_wait, interval._replace(begin=part_end)
+            recent += [part for part in parts if part.end > part.begin]
+        if corrections:
+            self._recent = deque(recent, _MAX_RECENT)
+        if end_ns > self._end_ns:
+            self._interruptions.append(("input", start_ns, end_ns))
+        return corrections
+
+    def finish(self, end_ns: int) -> list[ActivityInterval]:
+        """Close the account at the end of the run. Return the pauses and input waits after the last step."""
+        if self._paused_since is not None:
+            self._interruptions.append(("paused", self._paused_since, end_ns))
+            self._paused_since = None
+        intervals, _ = self._intervals_until("", self._mode, end_ns)
+        self._end_ns = max(end_ns, self._end_ns)
+        return intervals
+
+    def _intervals_until(self, activity: str, mode: str, end_ns: int) -> tuple[list[ActivityInterval], int]:
+        """Return the intervals up to `end_ns`, in order, and the sum (ns) of those with this activity.
+
+        `activity` "": only pauses and input waits are returned.
+        """
+        if not self._interruptions:
+            return self._make_interval(activity, mode, self._end_ns, end_ns), max(end_ns - self._end_ns, 0)
+        pauses_first = sorted(self._interruptions, reverse=True)
+        intervals = self._split_interval(activity, mode, self._end_ns, end_ns, pauses_first)
+        return intervals, sum(interval.end - interval.begin for interval in intervals if interval.activity == activity)
+
+    def _step_intervals(self, activity: str, mode: str, start_ns: int, end_ns: int) -> list[ActivityInterval]:
+        """Return the intervals of a step: its input waits, and the time between them."""
+        if not self._interruptions:
+            return self._make_interval(activity, mode, start_ns, end_ns)
+        input_waits = [(name, start, end) for name, start, end in self._interruptions if name == "input"]
+        return self._split_interval(activity, mode, start_ns, end_ns, input_waits)
 
     def _split_interval(
-        self, activity: str, mode: str, begin: int, end: int, apart: Sequence[tuple[str, int, int]]
+        self, activity: str, mode: str, start_ns: int, end_ns: int, interruptions: Sequence[tuple[str, int, int]]
     ) -> list[ActivityInterval]:
-        """Divide a stretch of time: each part belongs to the first of `apart` that covers it, else to `activity`."""
-        if not apart:
-            return self._piece(activity, mode, begin, end)
-        edges = sorted({begin, end, *(at for _, *both in apart for at in both if begin < at < end)})
-        spent: list[ActivityInterval] = []
-        for low, high in pairwise(edges) if end > begin else ():
-            covering = (what for what, since, until in apart if since <= low and high <= until)
-            spent += self._piece(next(covering, activity), mode, low, high)
-        return spent
+        """Return the intervals of a time that interruptions divide.
 
-    def _piece(self, activity: str, mode: str, begin: int, end: int) -> list[ActivityInterval]:
-        if end <= begin or not activity:
+        Each part belongs to the first of `interruptions` that covers it, or to `activity`.
+        """
+        if not interruptions:
+            return self._make_interval(activity, mode, start_ns, end_ns)
+        if end_ns <= start_ns:
             return []
-        piece = ActivityInterval(activity, mode, begin, end)
-        if end - begin >= _PIECE_NS and activity not in ("paused", "input"):
-            self._pieces.append(piece)
-        return [piece]
+        edges = {edge for _, *both in interruptions for edge in both if start_ns < edge < end_ns}
+        intervals: list[ActivityInterval] = []
+        for part_start, part_end in pairwise(sorted({start_ns, end_ns, *edges})):
+            covering = (name for name, start, end in interruptions if start <= part_start and part_end <= end)
+            intervals += self._make_interval(next(covering, activity), mode, part_start, part_end)
+        return intervals
+
+    def _make_interval(self, activity: str, mode: str, start_ns: int, end_ns: int) -> list[ActivityInterval]:
+        """Return a list with the interval, and remember it if it is long; an empty list without time or activity."""
+        if end_ns <= start_ns or not activity:
+            return []
+        interval = ActivityInterval(activity, mode, start_ns, end_ns)
+        if end_ns - start_ns >= _MIN_RECENT_NS and activity not in ("paused", "input"):
+            self._recent.append(interval)
+        return [interval]

@@ -222,7 +222,7 @@ class PrometheusFile:
             ends_ns = [step.start_ns + step.wall_ns]
         else:
             ends_ns = [call.end for process in store.ranks for call in store.call_rows(process, 1)]
-        stalls = [event.data for event in store.events("stall", newest=1) if "lasted_s" not in event.data]
+        stalls = [event.data for event in store.events("stall", limit=1) if "lasted_s" not in event.data]
         with contextlib.closing(RunReader(self._directory)) as reader:
             paused_ns, input_ns = reader.pause_state().since_ns, reader.waits_for_input()
             activities = reader.activities()
@@ -258,14 +258,14 @@ class PrometheusFile:
         help_text = "Records that were lost before they were read."
         metrics.add_counter("records_dropped_total", help_text, base, store.dropped)
         metrics.add_counter("warnings_total", "Warnings in the record.", base, store.event_count("warning"))
-        events = store.events("device", "host", newest=max(MAX_SAMPLES, _MAX_NODE_SAMPLES * len(names)))
+        events = store.events("device", "host", limit=max(MAX_SAMPLES, _MAX_NODE_SAMPLES * len(names)))
         samples = {(event.kind, event.data.get("node"), event.data.get("index")): event.data for event in events}
         for (kind, node_number, _), data in samples.items():
             device_labels = {key: str(data[key]) for key in ("index", "uuid", "name") if data.get(key) is not None}
             node_labels = {"node": names[node_number]} if node_number in names else {}
             _add_gauges(metrics, kind, {**base, **node_labels, **device_labels}, data)
         for process in sorted(self._ranks_by_process)[:MAX_PROCESSES]:
-            for definition, losses in store.loss_places(process).items():
+            for definition, losses in store.loss_sites(process).items():
                 newest, _ = store.newest_losses(process, definition)
                 if newest is not None and losses.why is None:
                     labels = {**self._process_labels(process), "place": losses.place}
@@ -330,7 +330,7 @@ class PrometheusFile:
                     help_text = "Time of a process by activity, since it began to record."
                     metrics.add_counter("time_seconds_total", help_text, labels, ns / 1e9)
         last_steps: dict[int, tuple[int, int]] = {}
-        for key, tally in (*window.by_process.items(), *window.left_out.items()):
+        for key, tally in (*window.tallies.items(), *window.left_out.items()):
             last_step = tally.last_ns or 0, tally.last_step or 0
             last_steps[key.process] = max(last_steps.get(key.process, (0, 0)), last_step)
         for process, (end_ns, step_number) in sorted(last_steps.items())[:MAX_PROCESSES]:
@@ -356,7 +356,7 @@ class PrometheusFile:
     def _tallies_by_mode(self, window: StatsWindow, *, with_evaluations: bool = True) -> list[_ModeTally]:
         """Return the steps of each process and mode, with or without evaluations, at most 2 * MAX_PROCESSES."""
         tallies: dict[tuple[int, str], Tally] = {}
-        for key, tally in window.by_process.items():
+        for key, tally in window.tallies.items():
             if with_evaluations or not key.kind & EVALUATION:
                 tallies.setdefault((key.process, key.mode), Tally()).merge(tally)
         rows = []
@@ -371,7 +371,7 @@ class PrometheusFile:
             kind = "evaluation" if evaluation or not window.ever_trains(mode) else "training"
             mode_labels = {"mode": mode or "unknown", "kind": kind}
             for process in window.processes[:MAX_PROCESSES]:
-                stats = window.figures(mode, evaluation, process)
+                stats = window.step_stats(mode, evaluation, process)
                 if not stats.steps:
                     continue
                 labels = {**self._process_labels(process), **mode_labels}

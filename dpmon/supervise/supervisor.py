@@ -329,7 +329,7 @@ class Supervisor:
     def _finish(
         self, exit_info: ExitInfo, drain: RingDrain, sampler: DeviceSampler, metrics: PrometheusFile | None
     ) -> None:
-        drain.flush(over=True)
+        drain.flush(command_ended=True)
         data = {"status": exit_info.status, "signal": exit_info.signal, "t_s": exit_info.seconds}
         data |= {name: text for name in ("unknown", "cause") if (text := getattr(exit_info, name)) is not None}
         if not drain.has_exit_record():  # otherwise, a supervisor that was killed later has recorded it

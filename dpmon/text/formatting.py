@@ -95,9 +95,8 @@ def format_rate_within_steps(rate: Rate | None) -> str:
     """The rate within steps, as " (332 within steps)", if it differs from the overall rate; else ""."""
     if rate is None or not rate.differs_within_steps:
         return ""
-    return (
-        f" ({format_compact(rate.steps_within if rate.samples_within is None else rate.samples_within)} within steps)"
-    )
+    within = rate.steps_per_s_within if rate.samples_per_s_within is None else rate.samples_per_s_within
+    return f" ({format_compact(within)} within steps)"
 
 
 def format_samples_per_s(rate: Rate | None) -> str:

@@ -107,7 +107,7 @@ class Generated:
         if not self.over.is_set():
             self.over.set()
             self.thread.join()
-            self.drain.flush(over=True)
+            self.drain.flush(command_ended=True)
             self.drain.close()
 
     def end(self) -> None:

@@ -192,7 +192,7 @@ def a_day(directory: Path, ranks: int) -> None:
                 begin, end = second * SECOND, (second + width) * SECOND
                 rows = [step.row(begin) for step in steps]
                 series = [one for step in steps for one in step.series]
-                batch.tallied[second, TallyKey(process, "single", 0, 64)] = SecondOfSteps(rows, series)
+                batch.steps_by_tally[second, TallyKey(process, "single", 0, 64)] = SecondOfSteps(rows, series)
                 middle = begin + (end - begin) * 98 // 100
                 spent = (
                     ActivityInterval("training", "single", begin, middle),

@@ -77,7 +77,7 @@ def test_promise_5_floods(dpmon: Dpmon) -> None:
     # Two threads print, so text of one may be inside a line of the other.
     (sent,) = map(int, re.findall(r"sent ([0-9]+)", output))
     with open_store(dpmon.last()) as store:
-        (row,) = (ring for ring in read_ring_rows(store._door).values() if ring.process == 0)
+        (row,) = (ring for ring in read_ring_rows(store._connection).values() if ring.process == 0)
         tallied = store.tallies(process=0).values()
     summed = sum(tally.steps for tally in tallied), sum(tally.calls for tally in tallied)
     assert row.sequence == sent == records // 2 * SPANS_PER_STEP

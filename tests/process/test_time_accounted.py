@@ -105,7 +105,7 @@ def check(
         window = StatsWindow(store)
         assert {mode for mode, evaluation in window.modes if not evaluation} == told["samples"].keys()
         for mode, samples in told["samples"].items():
-            figures = window.figures(mode)
+            figures = window.step_stats(mode)
             assert figures.steps == samples / ROWS + unfinished
             rate = window.rate(mode)
             assert rate is not None
@@ -195,7 +195,7 @@ def test_evaluations_between_epochs(dpmon: Dpmon) -> None:
     found = check(dpmon, told, result.errors)
     assert found["evaluation"] == pytest.approx(told["apart"]["evaluation"], rel=0.3)
     with open_store(dpmon.last()) as store:
-        assert StatsWindow(store).figures("single", True).steps == 50
+        assert StatsWindow(store).step_stats("single", True).steps == 50
 
 
 def test_toggles_and_a_pause(dpmon: Dpmon) -> None:
@@ -245,8 +245,8 @@ def test_ranks(dpmon: Dpmon) -> None:
             rate = window.rate("single", process=process)
             assert rate is not None
             assert rate.samples_per_s == pytest.approx(true[store.ranks[process] or 0], rel=slack)
-            assert window.figures("single", process=process).steps == 60
-        assert window.figures("single").steps == 120
+            assert window.step_stats("single", process=process).steps == 60
+        assert window.step_stats("single").steps == 120
         together = window.rate("single")
         assert together is not None
         assert together.samples_per_s == pytest.approx(sum(true), rel=slack)

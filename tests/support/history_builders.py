@@ -584,7 +584,7 @@ class SupervisedRun:
 
     def end(self) -> None:
         """Drain as at the end of the run."""
-        self.drain.flush(over=True)
+        self.drain.flush(command_ended=True)
         self.close()
 
     def close(self) -> None:

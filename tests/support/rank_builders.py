@@ -217,7 +217,7 @@ class _CopiedSecond:
         ((*tally,),) = store.query(query, (_COPIED_SECOND, process))
         self.key, row = tally[2:TALLY_AT], tally[TALLY_AT:]
         self.tallies = {1: row}
-        names = SeriesNames(store._names.items())
+        names = SeriesNames(store._series_names.items())
         for width in _WIDER_WIDTHS:
             whole = Tally()
             for _ in range(width):
@@ -281,9 +281,9 @@ class ManyNodes:
 
     def _begin(self, store: Store, rows: Mapping[int, Any]) -> None:
         many = self._db.executemany
-        self._history._door.set_size(1 << 30, writes=True)
+        self._history._connection.set_size(1 << 30, writes=True)
         self._db.execute("BEGIN")
-        many("INSERT INTO series VALUES (?, ?)", store._names.items())
+        many("INSERT INTO series VALUES (?, ?)", store._series_names.items())
         for number in range(self.nodes):
             self.node(number, "connected")
         for rank in range(self.ranks):
@@ -324,8 +324,8 @@ class ManyNodes:
     def second(self, at_s: int) -> None:
         """Write the records of one second, in one transaction."""
         many, shift = self._db.executemany, at_s - _COPIED_SECOND
-        self._history._door.set_size(1 << 30, writes=True)
-        self._history._door.reset_instruction_count()
+        self._history._connection.set_size(1 << 30, writes=True)
+        self._history._connection.reset_instruction_count()
         self._db.execute("BEGIN IMMEDIATE")
         there = [rank for rank in range(self.ranks) if rank // self.each not in self.silent]
         steps, calls, rings = [], [], []

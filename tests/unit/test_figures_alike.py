@@ -22,7 +22,7 @@ from dpmon.report.report_data import collect_report_data
 from dpmon.report.sections import most_frequent
 from dpmon.run.run_directory import load_exit, load_info
 from dpmon.run.run_reader import RunReader
-from dpmon.store.step_stats import StatsWindow, StepStats, rate_as_fields
+from dpmon.store.step_stats import StatsWindow, StepStats, rate_to_json
 from dpmon.store.store_opening import open_store
 from dpmon.supervise.prometheus_file import PrometheusFile
 from dpmon.text.formatting import format_compact, format_duration, format_percent, format_rate, format_samples_per_s
@@ -81,7 +81,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def figures_of(found: StepStats) -> Iterator[tuple[str, str, Any]]:
     """Return all figures of a mode: series, figure and number (times in ns)."""
     yield from ((STEP, name, getattr(found, f"{name}_ns")) for name in ("median", "p95", "mean"))
-    yield from ((STEP, "rate", found.rate), *((STEP, *rate) for rate in rate_as_fields(found.rate).items()))
+    yield from ((STEP, "rate", found.rate), *((STEP, *rate) for rate in rate_to_json(found.rate).items()))
     for phase in found.phases:
         if phase.ran:
             yield from ((phase.name, name, getattr(phase, f"{name}_ns")) for name in ("median", "p95", "mean"))
@@ -96,7 +96,7 @@ def wanted(directory: Path, place: Place, *, rest: bool) -> Shown:
         window = StatsWindow(store)
         assert tuple(window.modes) == MODES
         for mode, evaluation in place.modes:
-            for series, figure, number in figures_of(window.figures(mode, evaluation)):
+            for series, figure, number in figures_of(window.step_stats(mode, evaluation)):
                 shown = place.of_step if series == STEP else place.of_phase
                 if figure in shown and series != without:
                     found[mode, evaluation, series, figure] = shown[figure](number)
@@ -144,7 +144,7 @@ def in_json(said: Iterable[tuple[str, bool, Mapping[str, Any], Mapping[str, Any]
     """Return the figures that both forms of JSON have, from objects for steps and for phases."""
     found: Shown = {}
     for mode, evaluation, step, phases in said:
-        of_step = {name: step[name] for name in ("median_ms", "p95_ms", *rate_as_fields(None)) if name in step}
+        of_step = {name: step[name] for name in ("median_ms", "p95_ms", *rate_to_json(None)) if name in step}
         of_phase = {
             phase: {name: took[name] for name in ("share", "median_ms", "p95_ms")} for phase, took in phases.items()
         }
@@ -255,7 +255,7 @@ PLACES = {
     "summary": Place(in_summary, MODES, {**_TEXT, "rate": format_rate}, _TEXT),
     "report": Place(in_report, MODES, {**_TEXT, "rate": format_samples_per_s}, {**_TEXT, "share": format_percent}),
     "report as JSON": Place(
-        in_report_as_json, MODES, {**_JSON, **dict.fromkeys(rate_as_fields(None), _same)}, {**_JSON, "share": _same}
+        in_report_as_json, MODES, {**_JSON, **dict.fromkeys(rate_to_json(None), _same)}, {**_JSON, "share": _same}
     ),
     "last line of JSON": Place(in_last_line, LAST, _JSON, {**_JSON, "share": _same}),
     "metrics": Place(in_metrics, MODES, {**_GAUGES, "steps_per_s": _same, "samples_per_s": _same}, _GAUGES),
@@ -287,7 +287,7 @@ def test_the_times_of_ranks_are_those_of_one_rank_everywhere(monkeypatch: pytest
     directory = write_run_directory(made, seconds=end / SECOND + 1)
     with open_store(directory) as store:
         window = StatsWindow(store)
-        each = [window.figures("single", process=process) for process in (0, 1)]
+        each = [window.step_stats("single", process=process) for process in (0, 1)]
         rate = window.rate("single")
     took = [figures.phase("data") for figures in each]
     assert took[0] is not None
@@ -312,7 +312,7 @@ def test_the_times_of_ranks_are_those_of_one_rank_everywhere(monkeypatch: pytest
     (mode,) = said["modes"]
     assert (mode["steps"], mode["process"], mode["rank"], mode["process_steps"]) == (2 * steps, 0, 0, steps)
     assert mode["phases"]["data"]["median_ms"] == median / 1e6
-    assert mode["samples_per_s"] == rate_as_fields(rate)["samples_per_s"]
+    assert mode["samples_per_s"] == rate_to_json(rate)["samples_per_s"]
     assert sum(one["steps"] for one in said["time"]["stretches"]) == steps
     last = last_line(directory)
     assert (last["process"], last["rank"], last["phases"]["data"]["median_ms"]) == (0, 0, median / 1e6)
@@ -337,11 +337,11 @@ def test_rates_of_all_modes_and_of_each(run: Path) -> None:
     """The last line of JSON and the first row of the screen have the rate of all modes, panel 4 that of each."""
     with open_store(run) as store:
         window = StatsWindow(store)
-        together = window.of_process(0)[1]
+        together = window.process_totals(0)[1]
         each = {mode: window.rate(mode) for mode in ("single", "dp")}
     assert together is not None
     said = last_line(run)
-    assert {name: said[name] for name in rate_as_fields(None)} == rate_as_fields(together)
+    assert {name: said[name] for name in rate_to_json(None)} == rate_to_json(together)
     for feed in (LiveRun(run, lambda: RunReader(run)), _PlaybackRun(run, lambda: Player(run))):
         text = on_screen(run, feed)[1]
         rate, *within = format_samples_per_s(together).split(" (")
@@ -364,8 +364,8 @@ def test_evaluations_are_counted_separately_everywhere(run: Path) -> None:
     columns = facts.process.columns
     with open_store(run) as store:
         window = StatsWindow(store)
-        training = sum(window.figures(mode).steps for mode in ("dp", "single"))
-        evaluations = sum(window.figures(mode, True).steps for mode in ("dp", "single"))
+        training = sum(window.step_stats(mode).steps for mode in ("dp", "single"))
+        evaluations = sum(window.step_stats(mode, True).steps for mode in ("dp", "single"))
     assert sum(one.count for one in columns if not one.evaluation) == training
     assert sum(one.count for one in columns if one.evaluation) == evaluations > 0
     drawn = "\n".join(plain_text(row) for row in panel_batch.render_panel(facts, 600, 40, STYLE))

@@ -48,7 +48,7 @@ def read_all(directory: Path) -> list[str]:
         if isinstance(record, Event) and record.kind == "warning"
     ]
     with open_store(directory) as store:
-        StatsWindow(store).figures("dp")
+        StatsWindow(store).step_stats("dp")
         store.steps(1 << 30)
         store.longest_steps(10, "dp")
     return warnings
@@ -163,7 +163,7 @@ def test_a_long_history_is_not_taken_for_a_hostile_one(directory: Path, monkeypa
         assert len(store.query("SELECT id FROM events")) > 300_000
         assert store.damaged is None
     assert os.path.getsize(directory / "history.sqlite") < 20 << 20
-    monkeypatch.setattr("dpmon.store.history_schema._SMALLEST_ROW", 1 << 40)
+    monkeypatch.setattr("dpmon.store.history_schema._MIN_ROW_BYTES", 1 << 40)
     with open_store(directory) as store:  # as if a damaged tree repeated its rows without end
         store.query("SELECT id FROM steps")
         assert str(store.damaged).startswith("the history cannot be read to its end: ")

@@ -24,7 +24,7 @@ from dpmon.report.plots import build_plots
 from dpmon.report.report_data import collect_report_data
 from dpmon.report.sections import build_document
 from dpmon.store.history_writer import KEPT_LOSSES, KEPT_OLDER
-from dpmon.store.query_results import SMOOTHED, InvalidLoss, LossBin
+from dpmon.store.query_results import LOSS_SMOOTHING, InvalidLoss, LossBin
 from dpmon.supervise.prometheus_file import PrometheusFile
 from support.history_builders import Recording, write_run_directory
 from support.record_builders import SECOND, Training
@@ -93,7 +93,7 @@ def test_the_smoothed_value_is_a_mean_in_which_newer_values_weigh_more() -> None
     store = recorded(*losses(5.0, nan, 3.0, 1.0)).store()
     newest, smoothed = store.newest_losses(0, LINE)
     assert newest == LossRow(LINE, 4, 4 * SECOND, 1.0)
-    weights = [1.0, exp(-1 / SMOOTHED), exp(-3 / SMOOTHED)]
+    weights = [1.0, exp(-1 / LOSS_SMOOTHING), exp(-3 / LOSS_SMOOTHING)]
     assert smoothed == pytest.approx((weights[0] * 1 + weights[1] * 3 + weights[2] * 5) / sum(weights))
     newest, smoothed = store.as_of(2 * SECOND).newest_losses(0, LINE)
     assert newest is not None

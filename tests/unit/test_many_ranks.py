@@ -11,8 +11,7 @@ import pytest
 from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.run_events import WRAPPERS_READ, RunEvents
 from dpmon.record.record_types import Event
-from dpmon.store.step_queries import LAST_NS
-from dpmon.store.store_queries import Store
+from dpmon.store.store_queries import LAST_NS, Store
 from dpmon.store.tally import Tally
 from support.history_builders import Recording
 from support.rank_builders import ddp_event, record_ddp_ranks

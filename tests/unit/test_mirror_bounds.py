@@ -20,7 +20,7 @@ import pytest
 from dpmon.mirror.chunk_receiver import Chunk, ChunkReceiver, UncheckedChunk, validate_chunks
 from dpmon.mirror.mirror_history import MirrorHistory
 from dpmon.store.history_schema import HISTORY_FILE, LASTING, SCHEMA, database_size
-from dpmon.store.history_writer import _LITTLE
+from dpmon.store.history_writer import _MIN_NODE_BYTES
 from dpmon.store.row_exchange import KEPT, NUMBERED, columns_sent
 from dpmon.store.store_queries import Store
 from dpmon.store.tally import WIDTHS
@@ -206,7 +206,8 @@ def test_one_of_many_machines_does_not_crowd_out_another(
 def test_all_tables_together_do_not_fill_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     flood = Flood(tmp_path, monkeypatch)
     every = (*NUMBERED, *KEPT)
-    flood.run(chain.from_iterable(zip(*(lines(table, size) for table in every), strict=True)), _LITTLE * len(every))
+    rows = chain.from_iterable(zip(*(lines(table, size) for table in every), strict=True))
+    flood.run(rows, _MIN_NODE_BYTES * len(every))
     flood.records.close()
 
 

@@ -385,7 +385,7 @@ def test_the_wide_tallies_of_a_machine_that_is_gone_are_made_here(tmp_path: Path
     mirror = open_mirror_store(records)
     gone = records.local_process_number(1, 0)
     assert gone is not None
-    assert mirror._whole[600] == 600
+    assert mirror._complete_until[600] == 600
     assert mirror.query(f"SELECT sum(steps) FROM tallies WHERE process = {gone} AND width = 600") != [(None,)]
     after = {key: tally for key, tally in mirror.tallies().items() if key.process == gone}
     assert sum(tally.steps for tally in after.values()) > 100

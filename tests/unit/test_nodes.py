@@ -376,7 +376,7 @@ def test_a_map_is_drawn_while_the_wait_of_only_one_rank_is_known() -> None:
 
 def lengthen(run: ManyNodes, at: tuple[tuple[int, int], ...], processes: range, more_ns: int) -> None:
     """Make a step of these processes longer, in the tallies of these widths and seconds."""
-    names = SeriesNames(run.store()._names.items())
+    names = SeriesNames(run.store()._series_names.items())
     for process, (width, second) in product(processes, at):
         where = f"width = {width} AND start_s = {second} AND process = {process}"
         ((*row,),) = run._db.execute(f"SELECT {', '.join(COLUMNS)} FROM tallies WHERE {where}").fetchall()

@@ -168,7 +168,7 @@ def test_a_script_that_makes_a_dataset_for_each_epoch_does_not_fill_the_memory()
         for fetched in (2, 1, 1):  # reads a batch ahead
             process.step(loop, fetched)
     assert process.epochs[-1] == (399, 1)
-    assert len(process.loops._epochs) == len(process.loops._ahead) == MAX_DATASETS
+    assert len(process.loops._epochs) == len(process.loops._first_fetches) == MAX_DATASETS
 
 
 def test_a_step_after_the_end_of_the_loader_belongs_to_no_epoch() -> None:
@@ -389,7 +389,7 @@ def test_the_progress_in_an_evaluation_is_that_of_the_epoch() -> None:
         (Run().read(3, 20), "too few batches yet"),
         (Run().read(8, None), "the length of the loader is unknown"),
         (Run().read(8, 10**9), "more than 100 days"),
-        (Run().read(8, 20).read(6, 20), "the epoch before ended after 8 of 20 batches"),
+        (Run().read(8, 20).read(6, 20), "the previous epoch ended after 8 of 20 batches"),
     ],
 )
 def test_the_time_left_is_unknown_with_a_reason(run: Run, why: str) -> None:

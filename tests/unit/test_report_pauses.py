@@ -269,6 +269,6 @@ def test_a_pause_and_a_wait_for_input_are_in_no_rate(state: Path) -> None:
     process = live.processes[0]
     for rate in (over.processes[0].mean, process.ranged.rate):
         assert rate is not None
-        assert (rate.samples_per_s, rate.samples_within) == pytest.approx((true, true), rel=0.001)
+        assert (rate.samples_per_s, rate.samples_per_s_within) == pytest.approx((true, true), rel=0.001)
     assert throughput_of(process, live, process.seen_ns).samples_per_s == pytest.approx(true, rel=0.1)
     assert [one["seconds"] for one in report_json_of(collect_report_data(directory))["inputs"]] == [5.0]

@@ -181,7 +181,7 @@ def test_a_damaged_history_is_reported_and_the_rings_are_read(whole: dict[str, A
 
 
 def test_records_are_read_in_parts_between_which_others_write(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dpmon.store.store_queries._AT_ONCE", 7)
+    monkeypatch.setattr("dpmon.store.store_queries._IDS_PER_TRANSACTION", 7)
     directory = write_run_directory(rows())
     with open_store(directory) as store:
         whole = list(store.records())

@@ -36,7 +36,7 @@ def steps(count: int = 100, long: dict[int, dict[str, int]] = LONG) -> list[Step
 
 
 def read(rows: Store, processes: list[int], begin_ns: int, most: int, reader: SlowStepCache | None = None) -> SlowSteps:
-    figures = StatsWindow(rows).figures("single")
+    figures = StatsWindow(rows).step_stats("single")
     waits = RunEvents.read(rows).inputs
     return (reader or SlowStepCache()).read(rows, processes, begin_ns, figures, waits, most)
 

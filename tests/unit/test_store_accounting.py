@@ -57,9 +57,9 @@ class Loop:
             self.step()
             for wait in [wait for wait in self.late if self.chance.random() < 0.3]:
                 self.late.remove(wait)
-                self.spent += self.account.wait(*wait)
+                self.spent += self.account.add_input_wait(*wait)
         for wait in self.late:
-            self.spent += self.account.wait(*wait)
+            self.spent += self.account.add_input_wait(*wait)
         self.spent += self.account.finish(self.now)
 
     def step(self) -> None:
@@ -84,7 +84,7 @@ class Loop:
             else:
                 self.stretch(activity, mode, self.some())
         if self.chance.random() < 0.1:  # a pause up to the step; its end is not recorded
-            self.account.pause(True, self.now, None)
+            self.account.note_pause(True, self.now, None)
             self.stretch("paused", mode, self.some())
         start = self.now
         inside = "evaluation" if evaluation else "training"
@@ -92,7 +92,7 @@ class Loop:
             self.stretch(inside, mode, self.some())
             if self.chance.random() < 0.15:
                 self.wait(inside, mode)
-        spent, gap = self.account.step(self.number, mode, start, self.now - start, evaluation)
+        spent, gap = self.account.add_step(self.number, mode, start, self.now - start, evaluation)
         self.spent += spent
         if gap is not None:
             assert (gap.begin_ns, gap.end_ns, gap.after_step) == (begin, start, self.number - 1)
@@ -105,10 +105,10 @@ class Loop:
 
     def pause(self, mode: str) -> None:
         begin = self.now
-        self.account.pause(True, begin, None)
+        self.account.note_pause(True, begin, None)
         self.stretch("paused", mode, self.some())
         took = self.chance.choice((None, self.now - begin))
-        self.account.pause(False, self.now, took)
+        self.account.note_pause(False, self.now, took)
 
     def wait(self, activity: str, mode: str) -> None:
         """Add a wait for input within another activity; it is reported immediately or later."""
@@ -118,7 +118,7 @@ class Loop:
         self.stretch(activity, mode, self.some())
         wait = begin, self.truth[-2].end
         if self.chance.random() < 0.5:
-            self.spent += self.account.wait(*wait)
+            self.spent += self.account.add_input_wait(*wait)
         else:
             self.late.append(wait)
 
@@ -153,9 +153,9 @@ def test_whatever_is_reported_the_time_adds_up(seed: int) -> None:
             begin = loop.now + chance.randrange(-5 * SECOND, 2 * SECOND)
             wait = begin, begin + chance.randrange(4 * SECOND)
             for _ in range(chance.randrange(3)):
-                loop.spent += loop.account.wait(*wait)
+                loop.spent += loop.account.add_input_wait(*wait)
         if chance.random() < 0.1:
-            loop.account.pause(chance.random() < 0.5, loop.now + chance.randrange(-SECOND, SECOND), None)
+            loop.account.note_pause(chance.random() < 0.5, loop.now + chance.randrange(-SECOND, SECOND), None)
     loop.run(0)
     found = sums(loop.spent)
     assert sum(found.values()) == loop.now - loop.begin
@@ -170,7 +170,7 @@ def three_steps(account: TimeAccount, step_ns: int = 100 * MS, gap_ns: int = 50 
     spent = []
     for number in range(1, 4):
         start = SECOND + (number - 1) * (step_ns + gap_ns)
-        spent += account.step(number, "dp", start, step_ns, False)[0]
+        spent += account.add_step(number, "dp", start, step_ns, False)[0]
     return spent
 
 
@@ -180,10 +180,10 @@ def test_a_wait_across_several_steps(told: int) -> None:
     account, wait, spent = TimeAccount(), (SECOND + 20 * MS, SECOND + 330 * MS), []
     for number in range(1, 4):
         if told == number - 1:
-            spent += account.wait(*wait)
-        spent += account.step(number, "dp", SECOND + (number - 1) * 150 * MS, 100 * MS, False)[0]
+            spent += account.add_input_wait(*wait)
+        spent += account.add_step(number, "dp", SECOND + (number - 1) * 150 * MS, 100 * MS, False)[0]
     if told == 3:
-        spent += account.wait(*wait)
+        spent += account.add_input_wait(*wait)
     assert sums(spent) == {("startup", "dp"): SECOND, ("training", "dp"): 90 * MS, ("input", "dp"): 310 * MS}
 
 
@@ -192,7 +192,7 @@ def test_a_wait_that_is_reported_twice_counts_once() -> None:
     spent = three_steps(account)
     for wait in ((SECOND + 20 * MS, SECOND + 80 * MS), (SECOND + 60 * MS, SECOND + 120 * MS)):
         for _ in range(2):
-            spent += account.wait(*wait)
+            spent += account.add_input_wait(*wait)
     assert sums(spent)["input", "dp"] == 100 * MS
     assert sums(spent)["training", "dp"] == 220 * MS
 
@@ -202,22 +202,22 @@ def test_a_wait_is_found_after_many_short_steps() -> None:
     spent = three_steps(account, gap_ns=500 * MS)
     at = SECOND + 1300 * MS
     for number in range(4, 20_000):
-        spent += account.step(number, "dp", at + 100_000, 400_000, False)[0]
+        spent += account.add_step(number, "dp", at + 100_000, 400_000, False)[0]
         at += 500_000
-    spent += account.wait(SECOND + 150 * MS, SECOND + 450 * MS)
+    spent += account.add_input_wait(SECOND + 150 * MS, SECOND + 450 * MS)
     assert sums(spent)["input", "dp"] == 300 * MS
     assert sum(sums(spent).values()) == at
 
 
 def test_after_the_last_step_only_pauses_count() -> None:
     account = TimeAccount(SECOND)
-    account.pause(True, 2 * SECOND, None)
+    account.note_pause(True, 2 * SECOND, None)
     assert sums(account.finish(3 * SECOND)) == {("paused", ""): SECOND}
 
 
 def test_a_process_that_began_to_record_within_its_first_step() -> None:
     account = TimeAccount(SECOND + 30 * MS)
-    spent = account.step(1, "dp", SECOND, 100 * MS, False)[0] + account.finish(2 * SECOND)
+    spent = account.add_step(1, "dp", SECOND, 100 * MS, False)[0] + account.finish(2 * SECOND)
     assert sums(spent) == {("training", "dp"): 100 * MS}
 
 
@@ -244,7 +244,7 @@ def stalled_steps(account: TimeAccount, *steps: tuple[int, int]) -> list[Activit
     spent: list[ActivityInterval] = []
     for number, (start, wall) in enumerate(steps, 1):
         left_out = account.exclusion_flag(start * SECOND, (start + wall) * SECOND, 0)
-        spent += account.step(number, "dp", start * SECOND, wall * SECOND, False, left_out)[0]
+        spent += account.add_step(number, "dp", start * SECOND, wall * SECOND, False, left_out)[0]
     return spent
 
 
@@ -282,7 +282,7 @@ def test_no_figure_has_the_step_in_which_the_run_stalled(state: Path) -> None:
     noted = [Event("stall", {**stall, "t_s": since / SECOND + after}) for after in (11, 12)]
     with open_store(write_run_directory({-1: noted, 0: steps})) as store:
         window = StatsWindow(store)
-        found, rest = window.figures("dp"), walls[:29] + walls[30:]
+        found, rest = window.step_stats("dp"), walls[:29] + walls[30:]
         assert (found.steps, found.mean_ns) == (59, sum(rest) / 59)
         assert found.rate is not None
         assert found.rate.steps_per_s == pytest.approx(59 * SECOND / sum(rest))
@@ -304,7 +304,7 @@ def test_a_first_step_that_waits_long_is_start_up(state: Path, waits: dict[str, 
     ]
     with open_store(write_run_directory({0: steps})) as store:
         window = StatsWindow(store)
-        found = window.figures("dp")
+        found = window.step_stats("dp")
         assert (found.steps, found.mean_ns) == (40, sum(walls[1:]) / 40)
         assert found.rate is not None
         assert found.rate.steps_per_s == pytest.approx(40 * SECOND / sum(walls[1:]))
@@ -316,6 +316,6 @@ def test_a_first_step_that_waits_long_is_start_up(state: Path, waits: dict[str, 
 
 def test_steps_that_overlap_count_once() -> None:
     account = TimeAccount()
-    spent = account.step(1, "dp", SECOND, SECOND, False)[0]
-    spent += account.step(2, "dp", SECOND + 500 * MS, SECOND, False)[0]
+    spent = account.add_step(1, "dp", SECOND, SECOND, False)[0]
+    spent += account.add_step(2, "dp", SECOND + 500 * MS, SECOND, False)[0]
     assert sums(spent) == {("startup", "dp"): SECOND, ("training", "dp"): 1500 * MS}

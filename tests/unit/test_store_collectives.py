@@ -240,7 +240,7 @@ def test_a_successor_doubles_no_collective_and_loses_the_open_sample(state: Path
     found.write_to(ring, lines, cut, len(found.spans))
     lines.close()
     second = RingDrain(directory, load_info(directory))
-    second.flush(over=True, last=True)
+    second.flush(command_ended=True, is_last=True)
     second.close()
     expected = sorted(map(repr, both(recorded(found).records())))
     left = sorted(map(repr, both(iter_records(directory))))

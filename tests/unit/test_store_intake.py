@@ -96,7 +96,7 @@ def test_the_first_steps_and_those_after_a_toggle_settle(ring: Ring) -> None:
             ring.step(mode)
     settled = [SETTLING] * SETTLING_STEPS
     assert kinds(ring) == [*settled, 0, 0, 0, *settled[:3], *settled, 0, 0]
-    assert {(key.mode, key.kind) for _, key in ring.batch.tallied} == {
+    assert {(key.mode, key.kind) for _, key in ring.batch.steps_by_tally} == {
         ("dp", SETTLING), ("dp", 0), ("single", SETTLING),
     }  # fmt: skip
 
@@ -123,7 +123,7 @@ def test_a_step_of_calls_that_train_is_no_evaluation_without_a_backward_pass(rin
 def test_batch_sizes_beyond_the_first_share_a_tally(ring: Ring) -> None:
     for samples in (-1, *range(100, 100 + BATCH_SIZES + 5), 100, 0, -1):
         ring.step(samples=samples)
-    found = Counter(key.batch for ended in [ring.batch.tallied] for _, key in ended for _ in ended[_, key].rows)
+    found = Counter(key.batch for ended in [ring.batch.steps_by_tally] for _, key in ended for _ in ended[_, key].rows)
     assert found[NO_SAMPLES] == 2
     assert found[OTHER_SIZES] == 6
     assert found[100] == 2
@@ -154,7 +154,7 @@ def test_device_times_count_where_every_call_has_them(ring: Ring) -> None:
     ring.number += 1
     step = step_row(DP, ring.number, ring.now, 60 * MS, 8, (1 * MS, 30 * MS, 10 * MS, 1 * MS))
     ring.add(step.timed((None, 20.0, 9.0, 1.5), 1))
-    (ended,) = ring.batch.tallied.values()
+    (ended,) = ring.batch.steps_by_tally.values()
     assert [one for one in ended.series if one[0].endswith("@device")] == [
         ("forward@device", 20 * MS), ("backward@device", 9 * MS), ("optimizer@device", 1_500_000),
         ("scatter@device", MS), ("parallel_apply@device", 4 * MS),
@@ -214,8 +214,8 @@ def test_a_row_with_impossible_numbers_leaves_nothing(ring: Ring, row: Row) -> N
     with pytest.raises(RecordError):
         ring.add(row)
     empty, found = WriteBatch(), ring.batch
-    assert (found.calls, found.steps, found.tallied, found.spent) == ([], [], {}, {}) == (
-        empty.calls, empty.steps, empty.tallied, empty.spent,
+    assert (found.calls, found.steps, found.steps_by_tally, found.activity_ns) == ([], [], {}, {}) == (
+        empty.calls, empty.steps, empty.steps_by_tally, empty.activity_ns,
     )  # fmt: skip
     ring.intake.finish_process(found)
     assert not found.shapes
@@ -227,7 +227,7 @@ def test_a_row_with_impossible_numbers_leaves_nothing(ring: Ring, row: Row) -> N
 
 def spent(ring: Ring) -> Counter[str]:
     found: Counter[str] = Counter()
-    for (_, _, _, activity), ns in ring.batch.spent.items():
+    for (_, _, _, activity), ns in ring.batch.activity_ns.items():
         found[activity] += ns
     return +found
 
@@ -251,7 +251,7 @@ def test_a_process_is_known_by_the_pid_that_waits(ring: Ring) -> None:
     assert spent(ring) == {
         "startup": 650 * MS, "input": 500 * MS, "training": 80 * MS, "between": 300 * MS,
     }  # fmt: skip
-    assert ring.batch.waited == [(0, 1140 * MS, 1340 * MS)]
+    assert ring.batch.late_input_waits == [(0, 1140 * MS, 1340 * MS)]
 
 
 def test_pauses_and_refused_ones(ring: Ring) -> None:
@@ -320,10 +320,10 @@ def test_a_pause_before_the_end_of_the_run_counts_once_if_a_process_goes_on(tmp_
     own.intake.add(ring.batch, ring.ids + 1, Event("exit", {"status": 0, "t_s": 9.0, "signal": None}))
     ring.batch.rings = [ring.row]
     history.write(ring.batch)
-    assert sum(ns for (*_, activity), ns in ring.batch.spent.items() if activity == "paused") == 2 * SECOND
+    assert sum(ns for (*_, activity), ns in ring.batch.activity_ns.items() if activity == "paused") == 2 * SECOND
     after = ProcessAccounts()
     after.resume(history)
-    spent, _ = after.account(0).step(2, DP, 10 * SECOND, SECOND, False)
+    spent, _ = after.get_account(0).add_step(2, DP, 10 * SECOND, SECOND, False)
     assert [(one.activity, one.begin, one.end) for one in spent] == [
         ("between", 9 * SECOND, 10 * SECOND),
         ("training", 10 * SECOND, 11 * SECOND),

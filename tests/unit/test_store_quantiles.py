@@ -9,7 +9,7 @@ from math import ceil
 import pytest
 
 from dpmon.store.quantile_sketch import (
-    LAST_BUCKET,
+    LAST_BIN,
     Counts,
     add_values,
     bin_middle,
@@ -54,11 +54,11 @@ def test_the_middle_of_a_bucket_is_close_to_all_its_values() -> None:
     before = -1
     for value in sorted({*range(2000), *edges, *(chance.randrange(LARGEST) for _ in range(5000)), LARGEST}):
         number = bin_of(value)
-        assert before <= number <= LAST_BUCKET
+        assert before <= number <= LAST_BIN
         before = number
         assert abs(bin_middle(number) - value) <= (value * ERROR if value >= 256 else 0)
         assert sketch([value]) == {number: 1}
-    assert bin_of(LARGEST) == LAST_BUCKET
+    assert bin_of(LARGEST) == LAST_BIN
     assert sketch([-5, 0]) == {0: 2}
 
 
@@ -96,7 +96,7 @@ def test_parts_add_up_packed_or_not(seed: int) -> None:
 
 
 def test_large_counts_are_packed_too() -> None:
-    counts = {7: 200_000, 9: 65_535, 12: 65_536, LAST_BUCKET: 1}
+    counts = {7: 200_000, 9: 65_535, 12: 65_536, LAST_BIN: 1}
     read: Counts = {}
     unpack(read, [validate_packed(pack(counts))])
     assert read == counts

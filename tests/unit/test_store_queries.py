@@ -66,10 +66,12 @@ def test_any_time_is_covered_exactly_by_the_fewest_tallies(tmp_path: Path, seed:
             for width, first, last in found:
                 assert first == at < last
                 assert first % width == last % width == 0
-                assert width == 1 or last <= store._whole[width]
+                assert width == 1 or last <= store._complete_until[width]
                 at = last
             assert at == max(min(end, newest + 1), begin)
-            assert sum((last - first) // width for width, first, last in found) == fewest(begin, at, store._whole)
+            assert sum((last - first) // width for width, first, last in found) == fewest(
+                begin, at, store._complete_until
+            )
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -141,7 +143,7 @@ def check_figures(
         if step.key.mode == mode and bool(step.key.kind & EVALUATION) == evaluation
         and process in (None, step.key.process)
     ]  # fmt: skip
-    figures = window.figures(mode, evaluation, process)
+    figures = window.step_stats(mode, evaluation, process)
     assert (figures.steps, figures.calls) == (len(mine), sum(step.facts.calls for step in mine))
     if not mine:
         assert (figures.median_ns, figures.mean_ns) == (None, None)
@@ -169,7 +171,7 @@ def check_figures(
         assert found.device_count == len(device)
         if device:
             assert found.device_ns == pytest.approx(statistics.median(device), rel=ERROR)
-    settled = window.tally(mode, evaluation, process, settled=True)
+    settled = window.tally(mode, evaluation, process, without_warmup=True)
     assert settled.steps == sum(1 for step in mine if not step.key.kind & SETTLING)
     eights = window.tally(mode, evaluation, process, batch=8)
     assert eights.steps == sum(1 for step in mine if step.key.batch == 8)
@@ -201,7 +203,7 @@ def test_rates_and_parts_of_a_window_are_those_of_its_time(tmp_path: Path) -> No
             training = sum(elapsed["training"]) + sum(elapsed["between"])
             assert rate is not None
             assert rate.steps_per_s == pytest.approx(len(mine) / training * SECOND)
-            assert rate.steps_within == pytest.approx(len(mine) / sum(elapsed["training"]) * SECOND)
+            assert rate.steps_per_s_within == pytest.approx(len(mine) / sum(elapsed["training"]) * SECOND)
             own = window.rate("dp", process=1)
             assert own is not None
             seconds = (elapsed["training"][1] + elapsed["between"][1]) / SECOND
@@ -242,7 +244,7 @@ def test_a_store_without_steps_has_no_figures(tmp_path: Path) -> None:
     HistoryWriter.open(tmp_path, {}).close()
     with open_history(tmp_path) as store:
         window = StatsWindow(store)
-        assert (window.modes, store.processes, store.kinds()) == ([], [], set())
+        assert (window.modes, store.processes, store.step_kinds()) == ([], [], set())
         assert set(window.time_by_activity.values()) == {0}
         assert window.rate("dp") is None
 

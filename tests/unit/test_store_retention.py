@@ -33,7 +33,7 @@ def figures(directory: Path) -> dict[str, Any]:
         found: dict[str, Any] = {"spent": window.time_by_activity, "modes": window.modes, "processes": store.processes}
         for mode, evaluation in window.modes:
             for process in (None, *store.processes):
-                one = window.figures(mode, evaluation, process)
+                one = window.step_stats(mode, evaluation, process)
                 found[f"{mode} {evaluation} {process}"] = one
         return found
 
@@ -119,8 +119,8 @@ def test_64_ranks_over_days_stay_below_the_limit(tmp_path: Path) -> None:
     assert gone[1] > DAY / 2
     with open_history(tmp_path) as store:
         window = StatsWindow(store)
-        steps = sum(window.figures(*each).steps for each in window.modes)
+        steps = sum(window.step_stats(*each).steps for each in window.modes)
         assert steps == 64 * len(range(0, int(1.3 * DAY), 180))
         assert len(store.processes) == 64
         recent = StatsWindow(store, int(1.3 * DAY) - 1800)
-        assert sum(recent.figures(*each).steps for each in recent.modes) == pytest.approx(640, abs=64)
+        assert sum(recent.step_stats(*each).steps for each in recent.modes) == pytest.approx(640, abs=64)

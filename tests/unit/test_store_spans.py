@@ -380,7 +380,7 @@ def test_the_rest_of_a_ring_waits_while_the_history_cannot_take_it(
         run.look()
         assert run.drain._batch.rows < 600
     training.end()
-    run.drain.flush(over=True)
+    run.drain.flush(command_ended=True)
     db.execute("PRAGMA max_page_count = 100000")
     run.look(drain_module.RETRY_S + 1)
     run.look()

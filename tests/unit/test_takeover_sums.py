@@ -72,7 +72,7 @@ def test_takeovers_count_every_step_once(state: Path, monkeypatch: pytest.Monkey
         if chance.random() < 0.2:
             killed.kill()
     monkeypatch.setattr("dpmon.store.ring_drain.is_alive", lambda *_: False)
-    killed.drain.flush(over=True)
+    killed.drain.flush(command_ended=True)
     killed.kill()
     stores = []
     for run in (undisturbed, killed):

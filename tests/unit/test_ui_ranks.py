@@ -173,7 +173,7 @@ def test_an_evaluation_by_one_rank_is_in_no_training_rate(step_ns: int) -> None:
         run.add(one.run(3), rank, rank)
     live, over = run.state(), run.state(span_s=0, over=True)
     first, ended = live.training_processes[0], over.training_processes[0]
-    assert throughput_of(ended, over, over.newest_ns).rate == StatsWindow(run.store()).figures("single").rate
+    assert throughput_of(ended, over, over.newest_ns).rate == StatsWindow(run.store()).step_stats("single").rate
     shown = throughput_of(first, live, live.newest_ns).samples_per_s
     true = 4 * 30 * SECOND / step_ns
     assert shown is not None

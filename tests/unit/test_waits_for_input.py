@@ -165,7 +165,7 @@ def test_a_launcher_waits_in_no_step(state: Path) -> None:
 def test_a_script_that_waits_or_stalls_all_day_does_not_fill_its_history(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr("dpmon.store.history_writer._LASTING_KEPT", 50)
+    monkeypatch.setattr("dpmon.store.history_writer._MAX_LASTING", 50)
     writer = HistoryWriter.open(tmp_path, {}, 1 << 16)
     for first in range(0, 2000, 100):
         batch = WriteBatch()

@@ -294,11 +294,10 @@ def notes(
 def _between_steps_note(numbers: StepStats) -> list[str]:
     """The share of training time between steps, if it is large enough to matter."""
     rate = numbers.rate
-    if rate is None or not rate.differs_within_steps or rate.steps_within <= rate.steps_per_s:
+    if rate is None or not rate.differs_within_steps or rate.steps_per_s_within <= rate.steps_per_s:
         return []
-    return [
-        f"{format_percent(1 - rate.steps_per_s / rate.steps_within)} of the time is between steps: {format_rate(rate)}"
-    ]
+    share = format_percent(1 - rate.steps_per_s / rate.steps_per_s_within)
+    return [f"{share} of the time is between steps: {format_rate(rate)}"]
 
 
 def _stalls(facts: ScreenData, numbers: StepStats) -> list[str]:

@@ -209,7 +209,9 @@ class _CompareTable:
         if not any(rate.differs_within_steps for rate in rates.values()):
             return []
         return [
-            self.line(" within steps", {m: format_compact(rate.samples_within) for m, rate in rates.items()}, "dim")
+            self.line(
+                " within steps", {m: format_compact(rate.samples_per_s_within) for m, rate in rates.items()}, "dim"
+            )
         ]
 
     def p95(self) -> Row:

@@ -9,7 +9,7 @@ from dpmon.model.epoch_progress import Epoch, Progress, format_time_left, withou
 from dpmon.model.loss_curves import LossCurve
 from dpmon.record.schema import SECOND
 from dpmon.sanitize import sanitize_line
-from dpmon.store.query_results import SMOOTHED
+from dpmon.store.query_results import LOSS_SMOOTHING
 from dpmon.text.cells import align_right, truncate
 from dpmon.text.formatting import (
     format_clock,
@@ -260,6 +260,6 @@ def _running_means(points: Sequence[tuple[float, float]]) -> list[tuple[float, f
     found: list[tuple[float, float]] = []
     weights = total = 0.0
     for at, value in points:
-        weights, total = weights * exp(-1 / SMOOTHED) + 1, total * exp(-1 / SMOOTHED) + value
+        weights, total = weights * exp(-1 / LOSS_SMOOTHING) + 1, total * exp(-1 / LOSS_SMOOTHING) + value
         found.append((at, total / weights))
     return found

@@ -19,7 +19,7 @@ from dpmon.ui.panels.panel_output import LogTail, OutputView
 from dpmon.ui.screen_data import LookBack, ModeRequest, ScreenData, View, all_finished
 
 if TYPE_CHECKING:
-    from dpmon.model.finding_text import Finding
+    from dpmon.model.findings.finding import Finding
     from dpmon.model.slow_steps import SlowSteps
     from dpmon.model.snapshot_builder import SnapshotBuilder
     from dpmon.run.run_directory import ExitInfo, RunInfo

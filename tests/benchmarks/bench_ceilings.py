@@ -22,9 +22,9 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from dpmon.model.all_findings import find_all
 from dpmon.model.comparison_stats import Change, estimate_change
-from dpmon.model.finding_text import MOST_SAVED, OF_RUN, format_gain, format_gain_limit
+from dpmon.model.findings.all_findings import find_all
+from dpmon.model.findings.finding import MOST_SAVED, OF_RUN, format_gain, format_gain_limit
 from dpmon.report.comparison_report import read_compared_run
 from dpmon.report.report_data import analyze_run
 from dpmon.run.lifecycle import run_state

@@ -11,8 +11,8 @@ from known import changed, known
 from test_model_communication import of, rank, wrapped
 from test_model_findings import GIB, HEALTHY, MS, SECOND, SHOWN, STARTING, WAITING, device, long_step
 
-from dpmon.model.all_findings import find_all
 from dpmon.model.communication import Communication
+from dpmon.model.findings.all_findings import find_all
 from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.run_events import LoaderStart
 from dpmon.store.step_stats import PhaseStats

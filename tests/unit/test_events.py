@@ -14,7 +14,7 @@ import pytest
 from kept import draft
 from running import LIMIT_S, wait_for
 
-from dpmon.model.finding_text import Finding
+from dpmon.model.findings.finding import Finding
 from dpmon.model.recorded_stalls import RecordedStall
 from dpmon.model.run_snapshot import RunSnapshot
 from dpmon.notify import notifier

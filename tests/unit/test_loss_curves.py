@@ -18,7 +18,7 @@ from stored import Recording
 from synthetic import SECOND, Training
 
 from dpmon.export.csv_tables import CsvTables
-from dpmon.model.all_findings import find_all
+from dpmon.model.findings.all_findings import find_all
 from dpmon.model.run_analysis import RunAnalysis
 from dpmon.record.history_rows import Definition, LossRow, Row
 from dpmon.record.jsonl import as_json

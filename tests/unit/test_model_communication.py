@@ -8,12 +8,13 @@ import pytest
 from joined import MS, ddp_event, joined_ranks
 from known import known
 
-from dpmon.model.all_findings import find_all
 from dpmon.model.communication import Communication, Wrapper, build_communication
-from dpmon.model.finding_text import MIN_STEPS, Finding
+from dpmon.model.findings.all_findings import find_all
+from dpmon.model.findings.finding import Finding
+from dpmon.model.findings.finding_evidence import MIN_STEPS
+from dpmon.model.findings.rank_findings import find_rank_problems
 from dpmon.model.json_fields import communication_fields
 from dpmon.model.mode_stats import ModeStats
-from dpmon.model.rank_findings import find_rank_problems
 from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.run_events import RunEvents, newest_wrappers, parse_ddp_wrapper
 from dpmon.model.stragglers import (

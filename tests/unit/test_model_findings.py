@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 from known import changed, known
 
-from dpmon.model.all_findings import combined_savings, find_all
 from dpmon.model.comparison_stats import Interval
 from dpmon.model.device_memory import DeviceMemory
 from dpmon.model.device_usage import DeviceUsage, HostUsage
-from dpmon.model.finding_text import MIN_STEPS, Finding
+from dpmon.model.findings.all_findings import combined_savings, find_all
+from dpmon.model.findings.finding import Finding
+from dpmon.model.findings.finding_evidence import MIN_STEPS
 from dpmon.model.layouts import IdleDeviceCounts, ReplicaStats
 from dpmon.model.mode_comparison import Comparison
 from dpmon.model.mode_stats import ModeStats

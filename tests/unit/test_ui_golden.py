@@ -26,7 +26,7 @@ from synthetic import SECOND, Training, decoded, host_event, whole_device_event
 from test_ui_panel_progress import FINDINGS, epochs, losses
 
 from dpmon.model.epoch_progress import Progress
-from dpmon.model.finding_text import Finding
+from dpmon.model.findings.finding import Finding
 from dpmon.model.run_snapshot import WORST
 from dpmon.record.record_types import Call, Event, Record
 from dpmon.ui.panel_view import to_ascii_row

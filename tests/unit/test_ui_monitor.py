@@ -13,7 +13,7 @@ from stage import LOOK, FakeReader, Stage, stage, until
 from synthetic import SECOND, Training, decoded, host_event
 from textual.events import MouseScrollUp
 
-from dpmon.model.finding_text import Finding
+from dpmon.model.findings.finding import Finding
 from dpmon.record.record_types import Event
 from dpmon.ui.dialogs import Choice, TextPages
 from dpmon.ui.monitor import Monitor

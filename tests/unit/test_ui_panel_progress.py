@@ -12,7 +12,7 @@ from stuck_ranks import stalled
 from synthetic import SECOND, Training
 
 from dpmon.model.epoch_progress import Epoch, Progress
-from dpmon.model.finding_text import Finding
+from dpmon.model.findings.finding import Finding
 from dpmon.model.loss_curves import LossCurve
 from dpmon.model.run_snapshot import RunSnapshot
 from dpmon.store.query_results import InvalidLoss, LossBin

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from dpmon.model.epoch_progress import Progress, format_time_left
-from dpmon.model.failure_findings import LOSS_WORDS
-from dpmon.model.finding_text import DATA_SHARE, MIN_STEPS, data_share
+from dpmon.model.findings.failure_findings import LOSS_WORDS
+from dpmon.model.findings.finding_evidence import DATA_SHARE, MIN_STEPS, data_share
 from dpmon.model.stragglers import short_sentence
 from dpmon.model.throughput import Throughput, throughput_of
 from dpmon.record.schema import SECOND, SPAN_PHASES

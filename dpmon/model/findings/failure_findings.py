@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from dpmon.model.finding_text import Finding, measured_modes, process_suffix
+from dpmon.model.findings.finding import Finding
+from dpmon.model.findings.finding_evidence import measured_modes, process_suffix
 from dpmon.model.recorded_stalls import final_stall
 from dpmon.model.slow_steps import WAITING_TEXT, overlap_ns
 from dpmon.text.formatting import format_clock, format_long_duration

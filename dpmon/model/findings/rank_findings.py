@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dpmon.model.communication import Communication
-from dpmon.model.finding_text import MIN_STEPS, Finding
+from dpmon.model.findings.finding import Finding
+from dpmon.model.findings.finding_evidence import MIN_STEPS
 from dpmon.model.stragglers import delay_sentence, slowest_count_text
 from dpmon.text.formatting import (
     format_bytes,

@@ -6,12 +6,11 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from dpmon.model.finding_text import (
+from dpmon.model.findings.finding import Finding
+from dpmon.model.findings.finding_advice import copy_advice, data_advice, step_variance_advice, worker_restarts
+from dpmon.model.findings.finding_evidence import (
     DATA_SHARE,
     MIN_STEPS,
-    Finding,
-    copy_advice,
-    data_advice,
     data_ceiling,
     data_share,
     format_phase_times,
@@ -23,8 +22,6 @@ from dpmon.model.finding_text import (
     most_affected,
     process_suffix,
     rank_suffix,
-    step_variance_advice,
-    worker_restarts,
 )
 from dpmon.model.mode_comparison import verdict_sentence
 from dpmon.model.run_analysis import LONGEST, RunAnalysis

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from dpmon.model.device_findings import (
+from dpmon.model.findings.device_findings import (
     find_busy_processors,
     find_idle_devices,
     find_low_utilization,
@@ -12,11 +12,10 @@ from dpmon.model.device_findings import (
     find_uneven_memory,
     find_uneven_replicas,
 )
-from dpmon.model.failure_findings import find_failure, find_invalid_losses, find_quiet_end
-from dpmon.model.finding_text import OF_RUN, Finding
-from dpmon.model.rank_findings import find_rank_problems
-from dpmon.model.run_analysis import RunAnalysis
-from dpmon.model.time_findings import (
+from dpmon.model.findings.failure_findings import find_failure, find_invalid_losses, find_quiet_end
+from dpmon.model.findings.finding import OF_RUN, Finding
+from dpmon.model.findings.rank_findings import find_rank_problems
+from dpmon.model.findings.time_findings import (
     find_costly_evaluation,
     find_data_waits,
     find_dp_overhead,
@@ -28,6 +27,7 @@ from dpmon.model.time_findings import (
     find_slowdown,
     find_uneven_steps,
 )
+from dpmon.model.run_analysis import RunAnalysis
 
 LEAST_SAVED = 0.02
 """Smallest share of the time that an advice can save, for its finding to be told."""

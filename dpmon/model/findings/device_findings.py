@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
-from dpmon.model.finding_text import MIN_STEPS, Finding, format_ratio, low_utilization_advice, measured_modes
+from dpmon.model.findings.finding import Finding
+from dpmon.model.findings.finding_advice import low_utilization_advice
+from dpmon.model.findings.finding_evidence import MIN_STEPS, format_ratio, measured_modes
 from dpmon.model.nodes import gpu_name
 from dpmon.text.formatting import format_bytes, format_count_with_noun, format_long_duration, format_percent
 

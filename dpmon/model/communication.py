@@ -20,11 +20,11 @@ from dpmon.text.formatting import (
     format_three_digits,
 )
 
-_OPERATIONS = 4
+_MAX_OPERATIONS = 4
 """Most kinds of collectives to name."""
-_RUNS = 4
+_MAX_BUCKET_RUNS = 4
 """Most runs of equal buckets to name."""
-_NOTHING = CollectiveSums()
+_NO_COLLECTIVES = CollectiveSums()
 _NO_WRAPPER = "no DistributedDataParallel averages gradients here, so it is unknown which rank waits for which"
 _SEVERAL_GROUPS = "its DistributedDataParallel wrappers have different process groups"
 _NOT_YET = "no step is recorded yet in which all ranks averaged their gradients"
@@ -87,7 +87,7 @@ class Communication:
     """Whether the times cover only the last steps, instead of the whole run."""
     missing: str | None
     """Why it is unknown how the ranks wait for each other."""
-    collectives: CollectiveSums = _NOTHING
+    collectives: CollectiveSums = _NO_COLLECTIVES
     """The collectives of sampled steps."""
     sampled_of: int = 0
     """Number of steps of all ranks in the time that these samples cover."""
@@ -247,7 +247,7 @@ class Communication:
 def build_communication(
     ranks: Sequence[RankTimes],
     wrappers: Sequence[Wrapper],
-    collectives: CollectiveSums = _NOTHING,
+    collectives: CollectiveSums = _NO_COLLECTIVES,
     sampled_of: int = 0,
     elsewhere: Sequence[RankTimes] = (),
     *,
@@ -371,7 +371,7 @@ def format_operations(traffic: Communication) -> list[str]:
     lines, known = [], {one.group_size for one in traffic.wrappers}
     of = "" if traffic.one_in is None else f"; 1 step in {format_count(traffic.one_in)}"
     per = "an update" if traffic.unsynced else "a step"  # a sample ends with an optimizer step, if there are any
-    for one in collectives.operations[:_OPERATIONS]:
+    for one in collectives.operations[:_MAX_OPERATIONS]:
         count = (
             format_three_digits(one.collectives / collectives.samples)
             if collectives.samples
@@ -409,8 +409,8 @@ def format_buckets(one: Wrapper) -> str:
     if not one.bucket_bytes:
         return "unknown so far"
     runs = [(size, sum(1 for _ in same)) for size, same in groupby(map(format_bytes, one.bucket_bytes))]
-    named = ", ".join(size if count == 1 else f"{size} ×{count}" for size, count in runs[:_RUNS])
-    return f"{len(one.bucket_bytes)}: {named}{' ...' if len(runs) > _RUNS else ''}"
+    named = ", ".join(size if count == 1 else f"{size} ×{count}" for size, count in runs[:_MAX_BUCKET_RUNS])
+    return f"{len(one.bucket_bytes)}: {named}{' ...' if len(runs) > _MAX_BUCKET_RUNS else ''}"
 
 
 def _format_group(one: Wrapper) -> str:

@@ -20,9 +20,9 @@ from dpmon.record.shared_names import RANK_MODES
 from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES, Tally
 from dpmon.text.formatting import format_bytes, format_compact, format_count_with_noun, format_duration
 
-_STRETCHES = 20
+_MAX_STRETCHES = 20
 """Most stretches into which the steps of a run are divided."""
-_LEAST_SAMPLED = 3
+_MIN_SAMPLED_STRETCHES = 3
 """Fewest stretches for a processor time: it is sampled once a second."""
 
 
@@ -72,9 +72,9 @@ def _step_metrics() -> list[Metric]:
     return [*found, Metric("fast_step", "fast step", series=STEP, fraction=0.05)]
 
 
-STEP_FIGURES = tuple(_step_metrics())
+STEP_METRICS = tuple(_step_metrics())
 """Medians of times; one step in twenty is faster than the fast step, which other work disturbs least."""
-RUN_FIGURES = (
+RUN_METRICS = (
     Metric("mean_step", "mean step"),
     Metric("cpu_step", "processor time a step"),
     Metric("samples_per_s", "samples/s", "/s"),
@@ -88,7 +88,7 @@ RUN_FIGURES = (
     Metric("startup", "start-up"),
 )
 """A number for each run, all of its steps included."""
-_SERIES = (REST, *(figure.series for figure in STEP_FIGURES if figure.series is not None))
+_SERIES = (REST, *(figure.series for figure in STEP_METRICS if figure.series is not None))
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class ComparedRun:
     set_up: Mapping[str, str | None]
     """What was run, and on what; None if unknown."""
     measured: Mapping[str, float]
-    """The known ones of dpmon.model.run_comparison.MEASURED."""
+    """The known ones of dpmon.model.run_comparison.MEASURED_CONDITIONS."""
     bins: Sequence[Bin]
     """Its steps over time."""
     mode: str | None
@@ -116,7 +116,7 @@ class ComparedRun:
     interrupted_steps: int
     """Steps left out because of a pause or a stall in the same stretch."""
     values: Mapping[str, float]
-    """The known ones of RUN_FIGURES."""
+    """The known ones of RUN_METRICS."""
     straggler: str | None
     """The rank that the others wait for, in a sentence."""
 
@@ -135,13 +135,13 @@ class ComparedRun:
         return whole
 
     def stretches(self, kind: StepKind) -> list[Tally]:
-        """The steps of one kind in order of time: up to _STRETCHES tallies with about as many steps each."""
+        """The steps of one kind in order of time: up to _MAX_STRETCHES tallies with about as many steps each."""
         found: list[Tally] = []
         for tally in (tally for each, tally in self.rows if each == kind):
-            if not found or found[-1].steps >= self.kinds[kind] / _STRETCHES:
+            if not found or found[-1].steps >= self.kinds[kind] / _MAX_STRETCHES:
                 found.append(Tally())
             found[-1].merge(tally)
-        if len(found) > 1 and found[-1].steps < self.kinds[kind] / _STRETCHES:
+        if len(found) > 1 and found[-1].steps < self.kinds[kind] / _MAX_STRETCHES:
             last = found.pop()
             found[-1].merge(last)
         return found
@@ -215,7 +215,7 @@ def _cpu_ns_per_step(facts: RunAnalysis, trained: Mapping[tuple[int, int], int])
         if (before := facts.samples.cpu_time_until(begin)) is not None
         and (after := facts.samples.cpu_time_until(end)) is not None
     ]
-    if len(spent) < _LEAST_SAMPLED:
+    if len(spent) < _MIN_SAMPLED_STRETCHES:
         return {}
     return {"cpu_step": sum(ns for ns, _ in spent) / sum(steps for _, steps in spent)}
 

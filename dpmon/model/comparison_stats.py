@@ -26,13 +26,13 @@ from dpmon.store.quantile_sketch import RELATIVE_WIDTH, Counts, bin_bounds, bin_
 from dpmon.store.quantile_sketch import median as middle_of
 from dpmon.store.tally import Tally
 
-DOUBT = 0.05
+ERROR_CHANCE = 0.05
 """Chance that an interval misses the true ratio: half on each side, or all of it at a one-sided bound."""
-_MOST_CORRELATED = 0.8
+_MAX_CORRELATION = 0.8
 """Largest correlation of neighbors: the stretches are too few to measure a larger one."""
-_BATCHES = 4
+_MIN_BATCHES = 4
 """Fewest batches (groups of tallies) that show how steps depend on each other."""
-_Z = 1.96
+_HALF_WIDTH_SIGMAS = 1.96
 """Half the width of a 95% interval of a normal distribution, in standard deviations."""
 
 
@@ -88,7 +88,7 @@ def estimate_change(
             return None, None
         return exp(min(apart[outside - 1], middle - blur)), exp(max(apart[-outside], middle + blur))
 
-    return Change(exp(middle), *ends(DOUBT / 2), *ends(DOUBT))
+    return Change(exp(middle), *ends(ERROR_CHANCE / 2), *ends(ERROR_CHANCE))
 
 
 def _interval_ranks(before: int, after: int, doubt: float, spread: float) -> int:
@@ -121,7 +121,7 @@ def _autocorrelation_factor(before: Sequence[float], after: Sequence[float]) -> 
     correlated = sum(_lag1_correlation(series) * len(series) for series in (before, after)) / count / 2
     # Corrects the bias of the estimate (Marriott and Pope, 1954).
     correlated = (correlated + 1 / count) / max(1 - 4 / count, 0.5)
-    correlated = min(max(correlated, 0.0), _MOST_CORRELATED)
+    correlated = min(max(correlated, 0.0), _MAX_CORRELATION)
     return (1 + correlated) / (1 - correlated)
 
 
@@ -144,7 +144,9 @@ def median_interval(tally: Tally, parts: Iterable[Tally] = ()) -> Interval | Non
     count = sum(counts.values())
     if value is None or not count:
         return None
-    reach = _Z * sqrt(count * _batch_means_factor(counts, [part.stat(STEP).counts for part in parts])) / 2
+    reach = (
+        _HALF_WIDTH_SIGMAS * sqrt(count * _batch_means_factor(counts, [part.stat(STEP).counts for part in parts])) / 2
+    )
     rank = max(int((count - 1) / 2 - reach), 0)
     low, high = bin_bounds(_bucket_at_rank(counts, rank))[0], bin_bounds(_bucket_at_rank(counts, count - 1 - rank))[1]
     low = max(low, tally.low_ns if tally.low_ns is not None else low)
@@ -178,7 +180,7 @@ def _batch_means_factor(counts: Counts, parts: Sequence[Counts]) -> float:
             size, above = 0, 0.0
     if size and batches:
         batches[-1] = batches[-1][0] + size, batches[-1][1] + above
-    if len(batches) < _BATCHES:
+    if len(batches) < _MIN_BATCHES:
         return 1.0
     whole = sum(size for size, _ in batches)
     mean = sum(above for _, above in batches) / whole

@@ -25,16 +25,16 @@ from dpmon.text.formatting import format_duration, format_factor, format_percent
 MODES_COMPARED = ("single", "dp")
 MIN_STEPS = 20
 """Fewest steps of each mode for a verdict."""
-_CHANGES, _CHANGES_S = 12, 600
+_MAX_SWITCHES, _SWITCH_RANGE_S = 12, 600
 """Most changes of mode with a speed-up of their own, and the newest time (s) in which they are looked for."""
-CERTAIN = 1.25
+MAX_UNCERTAINTY = 1.25
 """The modes are called equally fast only if no end of the interval is further than this factor from equal speed."""
-WORTH = 0.05
+MIN_COST_SHARE = 0.05
 """Smallest share of a step at which copying is mentioned."""
-_APART = 1.1
+_MEAN_TOLERANCE = 1.1
 """Factor by which the ratio of means may lie outside the interval without a note."""
-_APPLY = "parallel_apply"
-COPIES = ("scatter", "replicate", "gather")
+_PARALLEL_APPLY = "parallel_apply"
+COPY_PHASES = ("scatter", "replicate", "gather")
 """Phases that only dp has."""
 
 
@@ -104,7 +104,11 @@ class Comparison:
     def uncertain(self) -> bool:
         """Whether the interval contains 1, and factors too far from 1 to call the modes equally fast."""
         found = self.speedup
-        return self.outcome == "even" and found is not None and (found.low < 1 / CERTAIN or found.high > CERTAIN)
+        return (
+            self.outcome == "even"
+            and found is not None
+            and (found.low < 1 / MAX_UNCERTAINTY or found.high > MAX_UNCERTAINTY)
+        )
 
 
 # ------------------------------------------------------------------------------------------------ comparing
@@ -170,7 +174,7 @@ def compare_modes(
             parts[key.mode].append(tally)
     if changes:
         last_s = max(tally.last_ns or 0 for tally in taken.values()) // SECOND
-        rows = window.rows(process, last_s - _CHANGES_S, widest=1)
+        rows = window.rows(process, last_s - _SWITCH_RANGE_S, widest=1)
         settled = [(key.mode, tally) for key, tally in rows if comparable_kind(key) == kind]
         base = replace(base, changes=_speedup_per_switch(settled))
     long = [step for step in longest if step.process == process and bool(step.kind & EVALUATION) == evaluation]
@@ -192,7 +196,7 @@ def _speedup_per_switch(rows: Sequence[tuple[str, Tally]]) -> tuple[ModeSpeedup,
         single, dp = (before, after) if mode == "dp" else (after, before)
         speedup = ratio_of_estimates(single, dp) if single is not None and dp is not None else None
         changes += [ModeSpeedup(t_ns, mode, speedup)] if speedup is not None else []
-    return tuple(changes[-_CHANGES:])
+    return tuple(changes[-_MAX_SWITCHES:])
 
 
 def first_with_both(window: StatsWindow) -> int:
@@ -270,7 +274,7 @@ def _ratio_of_means(found: Interval, sides: Mapping[str, StepStats]) -> float | 
     """The ratio of the means, if it lies well outside the interval of the medians' ratio."""
     single, dp = (sides[mode].mean_ns for mode in MODES_COMPARED)
     means = single / dp if single and dp else found.value
-    return None if found.low / _APART <= means <= found.high * _APART else means
+    return None if found.low / _MEAN_TOLERANCE <= means <= found.high * _MEAN_TOLERANCE else means
 
 
 def _more_uneven_mode(
@@ -287,7 +291,7 @@ def _more_uneven_mode(
 
 
 def _main_dp_cost(dp: StepStats) -> Reason | None:
-    copies = [phase for phase in dp.phases if phase.name in COPIES and phase.share is not None]
+    copies = [phase for phase in dp.phases if phase.name in COPY_PHASES and phase.share is not None]
     most = max(copies, key=lambda phase: phase.share or 0, default=None)
     return Reason(most.name, most.share, most.median_ns, None) if most is not None else None
 
@@ -296,7 +300,7 @@ def _main_reason(sides: Mapping[str, StepStats], outcome: str) -> Reason | None:
     """The phase that explains most of the difference; the replicas' forward counts as forward."""
     if outcome == "even":  # the copying, if its share is large enough to mention
         cost = _main_dp_cost(sides["dp"])
-        return cost if cost is not None and (cost.share or 0) >= WORTH else None
+        return cost if cost is not None and (cost.share or 0) >= MIN_COST_SHARE else None
     took = {mode: phase_values(side, lambda phase: phase.median_ns) for mode, side in sides.items()}
     name = phase_with_largest_change(took["single"], took["dp"], slower=outcome == "slower")
     if name is None:
@@ -319,7 +323,7 @@ def phase_values(side: StepStats, figure: Callable[[PhaseStats], float | None]) 
     for phase in side.phases:
         value = figure(phase)
         if value is not None and phase.name != "forward":
-            name = "forward" if phase.name in (REST, _APPLY) else phase.name
+            name = "forward" if phase.name in (REST, _PARALLEL_APPLY) else phase.name
             found[name] = found.get(name, 0.0) + value
     return found
 
@@ -361,7 +365,7 @@ def _reason_text(found: Comparison) -> str:
     reason, cost = found.reason, found.cost
     if reason is None:
         return ""
-    if reason.phase in COPIES:
+    if reason.phase in COPY_PHASES:
         return f"{reason.phase} takes {_time_within_step(found, reason)}"
     dp, single = duration_or_none(reason.dp_ns), duration_or_none(reason.single_ns)
     if reason.phase == "forward":
@@ -369,7 +373,7 @@ def _reason_text(found: Comparison) -> str:
         text = f"parallel_apply and the forward rest take {dp} against {single} of forward on one device"
     else:
         text = f"{_PHRASES.get(reason.phase, reason.phase)} takes {dp} against {single} on one device"
-    if found.outcome == "faster" and cost is not None and (cost.share or 0) >= WORTH:
+    if found.outcome == "faster" and cost is not None and (cost.share or 0) >= MIN_COST_SHARE:
         text += f", {cost.phase} {_time_within_step(found, cost)}"
     return text
 

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING
 
 from dpmon.model.nodes import read_nodes
 from dpmon.model.run_events import RunEvents
-from dpmon.model.run_snapshot import MANY, MAPPED, Process, ProcessInfo, RunSnapshot, SnapshotRequest
+from dpmon.model.run_snapshot import (
+    MAX_FULLY_READ,
+    MAX_LISTED_RANKS,
+    Process,
+    ProcessInfo,
+    RunSnapshot,
+    SnapshotRequest,
+)
 from dpmon.model.stragglers import RankTimes, wait_of
 
 if TYPE_CHECKING:
@@ -25,7 +32,7 @@ def read_process_table(rows: Store, events: RunEvents, ended: frozenset[int], no
     names = {number: one.name for one in nodes for number in one.processes if node is None or one.number == node}
     numbers = sorted(names if node is not None else {**dict.fromkeys(events.info), **rows.ranks})
     nodes_of = {number: names.get(number) for number in numbers}
-    known = _processes(rows, events, nodes_of, plain=len(numbers) > MANY)
+    known = _processes(rows, events, nodes_of, plain=len(numbers) > MAX_FULLY_READ)
     newest_ns = max((process.seen_ns for process in known.values()), default=-1)
     state = RunSnapshot(processes=known, nodes=() if node is not None else nodes, newest_ns=newest_ns, ended=ended)
     return replace(state, order=tuple(process.process for process in state.training_processes))
@@ -87,7 +94,7 @@ def ranks_on_other_nodes(rows: Store, state: RunSnapshot, wanted: SnapshotReques
 def choose_slowest(times: Sequence[RankTimes], wanted: SnapshotRequest) -> set[int]:
     """The processes of the ranks that wait least, if a picture shows only these; else none."""
     known = [one for one in times if one.wait_ns is not None]
-    if wanted.worst == 0 or len(known) <= MAPPED:
+    if wanted.worst == 0 or len(known) <= MAX_LISTED_RANKS:
         return set()
     return {one.process for one in nsmallest(wanted.worst, known, key=wait_of)}
 

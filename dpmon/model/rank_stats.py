@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from dpmon.model.communication import Wrapper, groups_of
-from dpmon.model.run_snapshot import WORST, Process
+from dpmon.model.run_snapshot import MAX_LEAST_WAITING, Process
 from dpmon.model.stragglers import MIN_STEPS, Group, RankTimes, build_rank_times
 from dpmon.model.stragglers import SERIES as STRAGGLER_SERIES
 from dpmon.model.throughput import metrics_end_s, sample_unevenly
@@ -218,8 +218,12 @@ class RankTimesCache:
     ) -> list[Process]:
         """The ranks for which all times are read: `focus`, the slowest, and some of each group for comparison."""
         means = {process: own.wait_ns / own.steps for process, own in waits.items()}
-        slowest = sorted(means, key=means.__getitem__)[:WORST]
-        wanted = {focus.process, *slowest, *(one.process for one in sample_unevenly(ranks, RANKS_A_SECOND - WORST))}
+        slowest = sorted(means, key=means.__getitem__)[:MAX_LEAST_WAITING]
+        wanted = {
+            focus.process,
+            *slowest,
+            *(one.process for one in sample_unevenly(ranks, RANKS_A_SECOND - MAX_LEAST_WAITING)),
+        }
         own = {self.groups[one.number]: one.process for one in ranks if one.process in wanted}
         wanted.update({**self._one_of, **own}.values())
         return [one for one in ranks if one.process in wanted]

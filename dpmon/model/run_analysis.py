@@ -54,15 +54,15 @@ from dpmon.store.time_accounting import Gap
 if TYPE_CHECKING:
     from dpmon.store.store_queries import Store
 
-LONGEST = 64
+MAX_LONG_STEPS = 64
 """Most long steps to read per mode, and to judge in all."""
-GAPS = 10_000
-MOST_EPOCHS = 10_000
-IN_REPORT = "a report does not estimate it"
-_ALWAYS = 1 << 62
-LEAST_STRETCHES = 60
+MAX_GAPS = 10_000
+MAX_EPOCHS = 10_000
+NO_TIME_IN_REPORT = "a report does not estimate it"
+_FOREVER_NS = 1 << 62
+MIN_STRETCHES = 60
 """Fewest stretches into which a run of a minute or more is cut to find its first and its last third."""
-_LEAST_OF_THIRD = 30
+_MIN_STEPS_OF_THIRD = 30
 """Fewest steps in each of the two thirds for a comparison."""
 
 
@@ -261,7 +261,7 @@ class RunAnalysis:
             if key.mode == facts.mode and not key.kind & SETTLING and bool(key.kind & EVALUATION) != trained
         ]
         first, last = first_and_last_third(rows, sum(tally.steps for _, tally in rows))
-        if min(first.steps, last.steps) < _LEAST_OF_THIRD:
+        if min(first.steps, last.steps) < _MIN_STEPS_OF_THIRD:
             return facts
         return replace(facts, early=first, late=last)
 
@@ -300,7 +300,7 @@ class RunAnalysis:
     def progress(self) -> Progress:
         """The epochs of the process that represents the training, and where it is."""
         last = next(iter(self.store.steps(1, process=self._representative_trainer)), None)
-        return progress_of(self.store, self._representative_trainer, last, most=MOST_EPOCHS, no_time=IN_REPORT)
+        return progress_of(self.store, self._representative_trainer, last, most=MAX_EPOCHS, no_time=NO_TIME_IN_REPORT)
 
     # ------------------------------------------------------------------------------------------ time
 
@@ -316,9 +316,9 @@ class RunAnalysis:
 
     @cached_property
     def stretch_s(self) -> int:
-        """The widest stretch of tallies (s) that cuts the time of the steps into LEAST_STRETCHES; at least 1 s."""
+        """The widest stretch of tallies (s) that cuts the time of the steps into MIN_STRETCHES; at least 1 s."""
         seconds = ((self.last_step_ns or 0) - self.first_step_ns) / SECOND
-        return max((width for width in WIDTHS if width * LEAST_STRETCHES <= seconds), default=1)
+        return max((width for width in WIDTHS if width * MIN_STRETCHES <= seconds), default=1)
 
     @cached_property
     def until_ns(self) -> int:
@@ -349,7 +349,7 @@ class RunAnalysis:
     @cached_property
     def gaps(self) -> list[Gap]:
         """The longer times between two steps, the longest first."""
-        return self.store.gaps(GAPS)
+        return self.store.gaps(MAX_GAPS)
 
     @cached_property
     def loaders(self) -> list[LoaderStart]:
@@ -408,7 +408,7 @@ class RunAnalysis:
     @cached_property
     def samples(self) -> DeviceUsageBuilder:
         """The samples of GPUs and host."""
-        found = DeviceUsageBuilder(all_paused_intervals(self.pauses, self.window.step_intervals, _ALWAYS))
+        found = DeviceUsageBuilder(all_paused_intervals(self.pauses, self.window.step_intervals, _FOREVER_NS))
         for row in self.store.device_minutes():
             found.add_rollup(row)
         for event in self.store.iter_events("device", "host"):
@@ -437,7 +437,7 @@ class RunAnalysis:
         found = [
             step
             for mode in modes
-            for step in self.store.longest_steps(LONGEST, mode, trains=self.window.ever_trains(mode))
+            for step in self.store.longest_steps(MAX_LONG_STEPS, mode, trains=self.window.ever_trains(mode))
         ]
         stop = -1 if self._stop_asked_ns is None else self._stop_asked_ns
         long = (step for step in found if not step.start_ns <= stop < step.start_ns + step.wall_ns)

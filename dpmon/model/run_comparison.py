@@ -14,10 +14,10 @@ from math import comb
 from statistics import median
 from typing import Literal, NamedTuple
 
-from dpmon.model.compared_run import RUN_FIGURES, STEP_FIGURES, ComparedRun, Metric
+from dpmon.model.compared_run import RUN_METRICS, STEP_METRICS, ComparedRun, Metric
 from dpmon.model.comparison_stats import Change, estimate_change
 from dpmon.model.mode_comparison import (
-    CERTAIN,
+    MAX_UNCERTAINTY,
     MIN_STEPS,
     StepKind,
     common_kind,
@@ -35,9 +35,9 @@ from dpmon.text.formatting import UNKNOWN, format_count_with_noun, format_factor
 SIDES = ("A", "B")
 NOT_COMPARABLE = ("arguments", "mode", "ranks", "devices", "hardware", "samples a step")
 """Runs that differ in one of these are not judged by a threshold."""
-SUM = "samples_per_s"
+SUM_METRIC = "samples_per_s"
 """The figure that is a sum over the ranks."""
-MEASURED: Mapping[str, tuple[float, Callable[[float], str]]] = {
+MEASURED_CONDITIONS: Mapping[str, tuple[float, Callable[[float], str]]] = {
     "clock of the GPUs": (30.0, "{:.0f} MHz".format),
     "throttled": (0.05, format_percent),
     "processors busy with other work": (0.5, "{:.1f}".format),
@@ -45,9 +45,9 @@ MEASURED: Mapping[str, tuple[float, Callable[[float], str]]] = {
 """Measured conditions: the smallest difference to show, and how to write a value."""
 SLOWER, NOT_SLOWER, INCONCLUSIVE = 4, 0, 3
 """Exit statuses."""
-PHASES_GATED = (*(figure.name for figure in STEP_FIGURES if not figure.name.endswith("_device")), "cpu_step")
+GATE_METRICS = (*(figure.name for figure in STEP_METRICS if not figure.name.endswith("_device")), "cpu_step")
 Outcome = Literal["slower", "not slower", "inconclusive"]
-_STATUS: dict[Outcome, int] = {"slower": SLOWER, "not slower": NOT_SLOWER, "inconclusive": INCONCLUSIVE}
+_EXIT_STATUSES: dict[Outcome, int] = {"slower": SLOWER, "not slower": NOT_SLOWER, "inconclusive": INCONCLUSIVE}
 
 
 class ComparedMetric(NamedTuple):
@@ -76,7 +76,7 @@ class RunComparison:
     differences: Sequence[tuple[str, str, str]]
     """What differs, and its value on both sides."""
     compared: Mapping[str, ComparedMetric]
-    """By name: the figures of STEP_FIGURES and RUN_FIGURES that are known of a run."""
+    """By name: the figures of STEP_METRICS and RUN_METRICS that are known of a run."""
     reason: tuple[str, float | None, float | None] | None
     """The phase that changed most in the direction of the step, with its time (ns) on both sides."""
 
@@ -108,8 +108,8 @@ def compare_runs(before: Sequence[ComparedRun], after: Sequence[ComparedRun]) ->
         )
         sides = values[:split], values[split:]
         found[figure.name] = _compare_metric(figure, sides, quantiles, runs[0].stretch_s if pair else None)
-    if len({one.set_up["ranks"] for one in runs}) > 1 and any(one.ranks_seen for one in runs) and SUM in found:
-        found[SUM] = found[SUM]._replace(change=None, missing="a sum over the ranks seen, which differ")
+    if len({one.set_up["ranks"] for one in runs}) > 1 and any(one.ranks_seen for one in runs) and SUM_METRIC in found:
+        found[SUM_METRIC] = found[SUM_METRIC]._replace(change=None, missing="a sum over the ranks seen, which differ")
     reason = _reason(found.get(STEP), wholes[:split], wholes[split:])
     return RunComparison((before, after), kind, missing, setup_differences(before, after), found, reason)
 
@@ -118,7 +118,7 @@ def known_metrics(
     runs: Sequence[ComparedRun], wholes: Sequence[Tally]
 ) -> Iterator[tuple[Metric, Sequence[float | None]]]:
     """Each figure that is known of a run, with its value for each run. `wholes`: the steps of each run."""
-    for figure in (*STEP_FIGURES, *RUN_FIGURES):
+    for figure in (*STEP_METRICS, *RUN_METRICS):
         if figure.series is None:
             values = [run.values.get(figure.name) for run in runs]
         else:
@@ -134,7 +134,7 @@ def setup_differences(before: Sequence[ComparedRun], after: Sequence[ComparedRun
         sides = [dict.fromkeys(value for one in side if (value := one.set_up[what])) for side in (before, after)]
         if len(sides[0] | sides[1]) > 1 or (what == "state" and [*sides[0]] != ["finished"]):
             found.append((what, ", ".join(sides[0]) or UNKNOWN, ", ".join(sides[1]) or UNKNOWN))
-    for what, (least, words) in MEASURED.items():
+    for what, (least, words) in MEASURED_CONDITIONS.items():
         values = [[one.measured[what] for one in side if what in one.measured] for side in (before, after)]
         if all(values) and abs(median(values[0]) - median(values[1])) >= least:
             found.append((what, words(median(values[0])), words(median(values[1]))))
@@ -246,7 +246,7 @@ def result_sentence(found: RunComparison) -> str:
         return f"B is {'slower' if told.sign > 0 else 'faster'}: {step_time_text(found)}"
     if told.low is None or told.high is None:
         return f"inconclusive: {step.missing}; {step_time_text(found)}"
-    wide = told.low < 1 / CERTAIN or told.high > CERTAIN
+    wide = told.low < 1 / MAX_UNCERTAINTY or told.high > MAX_UNCERTAINTY
     return f"{'inconclusive, the interval is too wide' if wide else 'no difference shows'}: {step_time_text(found)}"
 
 
@@ -309,7 +309,7 @@ def judge_threshold(found: RunComparison, threshold: Threshold, *, anyway: bool 
     name = threshold.figure
     if name == "memory" and name not in found.compared:
         name = "host_memory"
-    label = next(figure.label.strip() for figure in (*STEP_FIGURES, *RUN_FIGURES) if figure.name == name)
+    label = next(figure.label.strip() for figure in (*STEP_METRICS, *RUN_METRICS) if figure.name == name)
     limit = format_change(1 + threshold.limit)
 
     def judgment(outcome: Outcome, why: str) -> Judgment:
@@ -336,7 +336,7 @@ def judge_threshold(found: RunComparison, threshold: Threshold, *, anyway: bool 
 
 def exit_status_of(judgments: Sequence[Judgment]) -> int:
     """The exit status: 4 if a figure grew too much, else 3 if one is inconclusive, else 0."""
-    return max((_STATUS[one.outcome] for one in judgments), default=0)
+    return max((_EXIT_STATUSES[one.outcome] for one in judgments), default=0)
 
 
 def outcome_sentence(found: RunComparison, judgments: Sequence[Judgment]) -> str:

@@ -30,11 +30,11 @@ from dpmon.store.query_results import InvalidLoss, LastSample
 from dpmon.store.step_stats import Rate, StepStats, compute_step_stats
 from dpmon.store.tally import Tally
 
-MOST_RANKS = 64
+MAX_RANKS = 64
 """Most ranks in a picture without scrolling."""
-MANY = 128
+MAX_FULLY_READ = 128
 """The state of more processes is read less often."""
-MAPPED, WORST = 16, 10
+MAX_LISTED_RANKS, MAX_LEAST_WAITING = 16, 10
 """More ranks than the first are drawn as a map; below it are this many that wait least."""
 PHASES = tuple(phase.display_name for phase in SCHEMA)
 """Shown phases of a step: `forward` is the part outside the phases of its calls."""
@@ -49,7 +49,7 @@ class SnapshotRequest(NamedTuple):
     """Time range of the histories and figures; 0 is the whole run."""
     first_rank: int = 0
     """The first of the visible ranks."""
-    ranks: int = MOST_RANKS
+    ranks: int = MAX_RANKS
     """Number of visible ranks. The run's first ranks, up to the same number, are also read."""
     over: bool = False
     """Whether the run is over."""

@@ -30,8 +30,8 @@ from dpmon.model.rank_waits import RankWaitCache, choose_ranks_to_show
 from dpmon.model.recent_calls import CALLS_READ, CallCache, build_call_timings
 from dpmon.model.run_events import RunEvents
 from dpmon.model.run_snapshot import (
-    MANY,
-    MAPPED,
+    MAX_FULLY_READ,
+    MAX_LISTED_RANKS,
     NO_STEPS,
     Process,
     RecentRate,
@@ -42,7 +42,7 @@ from dpmon.model.run_snapshot import (
 from dpmon.model.slow_steps import INPUT, SlowStepCache, SlowSteps, StepUnevenness, overlap_ns, uneven_steps
 from dpmon.model.step_history import COLUMNS, HistoryColumnCache, column_width_s
 from dpmon.model.stragglers import Group, RankTimes
-from dpmon.model.throughput import MOST_RATES, WINDOW_S, metrics_end_s, read_recent_rate, sample_unevenly
+from dpmon.model.throughput import MAX_RATES, WINDOW_S, metrics_end_s, read_recent_rate, sample_unevenly
 from dpmon.record.schema import SECOND, SETTLING, STEP
 from dpmon.store.step_stats import StatsWindow, StepStats, compute_step_stats
 from dpmon.store.tally import IncrementalTallies
@@ -50,21 +50,21 @@ from dpmon.store.tally import IncrementalTallies
 if TYPE_CHECKING:
     from dpmon.store.store_queries import Store
 
-RANK_CALLS_READ = 8
-_RATE_AGE_S = 9
+MIN_CALLS_READ = 8
+_MAX_RATE_AGE_S = 9
 """A rate of many ranks is at most this old."""
 COLLECTIVES_S = 300
 """Seconds of sampled collectives to show; only some steps are sampled."""
-_LONG_READ = 64
-_PICTURES = 8
-"""With MANY processes, the facts of those that are not shown are read once in this many pictures."""
-_COMPARED_PART = 60
+_MAX_LONG_STEPS = 64
+_MAX_REUSES = 8
+"""With MAX_FULLY_READ processes, the facts of those that are not shown are read once in this many pictures."""
+_COMPARISONS_PER_RUN = 60
 """The modes are compared again when the run has become longer by this fraction (1/60)."""
-_SLOW_IDS = 100_000
+_MAX_SEARCHED_IDS = 100_000
 """Most ids that are searched for the longest steps of a picture."""
-_STALLS = 4
+_MAX_STALLS = 4
 """Most stalls that are left out of the comparison of ranks: older ones lie before its time."""
-_USUAL = SnapshotRequest()
+_DEFAULT_REQUEST = SnapshotRequest()
 
 
 class _Compared(NamedTuple):
@@ -109,9 +109,11 @@ class SnapshotBuilder:
     _of_run: IncrementalTallies = field(default_factory=IncrementalTallies)
     _of_range: IncrementalTallies = field(default_factory=IncrementalTallies)
     _waits: RankWaitCache = field(default_factory=RankWaitCache)
-    _slowest: SlowStepCache = field(default_factory=lambda: SlowStepCache(_SLOW_IDS))
+    _slowest: SlowStepCache = field(default_factory=lambda: SlowStepCache(_MAX_SEARCHED_IDS))
 
-    def build(self, rows: Store, wanted: SnapshotRequest = _USUAL, ended: frozenset[int] = frozenset()) -> RunSnapshot:
+    def build(
+        self, rows: Store, wanted: SnapshotRequest = _DEFAULT_REQUEST, ended: frozenset[int] = frozenset()
+    ) -> RunSnapshot:
         """The state as of the time of `rows`. `ended`: processes that are known to have ended."""
         state = self._build_or_reuse(rows, wanted, ended)
         damage = rows.damaged
@@ -124,12 +126,12 @@ class SnapshotBuilder:
         """The state. With many ranks, some facts are those of an earlier picture, but the waits are new."""
         events = self._read_events(rows)
         key, last = (wanted, ended, events), self._last
-        if last is None or last.key != key or last.pictures >= _PICTURES or rows.until_s is not None:
+        if last is None or last.key != key or last.pictures >= _MAX_REUSES or rows.until_s is not None:
             last = None
             state = replace(read_process_table(rows, events, ended, wanted.node), chosen=wanted.process)
         else:
             state = replace(last.state, nodes=read_nodes(rows) if last.state.nodes else ())
-        if many := len(state.processes) > MANY:
+        if many := len(state.processes) > MAX_FULLY_READ:
             focus = [] if state.representative is None else [state.representative.process]
             state = with_processes(state, rows, events, [*focus, *state.drawn, *state.order[: wanted.ranks]])
         state = self._with_details(rows, state, wanted, events, None if last is None else last.state)
@@ -151,7 +153,7 @@ class SnapshotBuilder:
         if not ranks:
             return wrappers, ()
         # Only the machine of the rank that stood still leaves the step with the stall out of its tallies.
-        stalls = [(one.since_ns, one.end_ns) for one in events.stalls[-_STALLS:] if one.end_ns is not None]
+        stalls = [(one.since_ns, one.end_ns) for one in events.stalls[-_MAX_STALLS:] if one.end_ns is not None]
         stalled = tuple(range(since // SECOND, end // SECOND + 2) for since, end in stalls)
         others = [*ranks, *ranks_on_other_nodes(rows, state, wanted)]
         return wrappers, self._times.read(rows, focus, others, wrappers, stalled)
@@ -217,7 +219,7 @@ class SnapshotBuilder:
             return state
         numbers = {one.process: one.rank for one in state.training_processes if one.rank is not None}
         shown, others = list(numbers), list[int]()
-        if len(numbers) > MAPPED:
+        if len(numbers) > MAX_LISTED_RANKS:
             shown, others = choose_ranks_to_show(state.ranks, state.straggler, wanted.process)
         end_s = metrics_end_s(rows, focus)
         begin_s = max(end_s - wanted.span_s, 0) if wanted.span_s else max(focus.began_ns, 0) // SECOND
@@ -272,8 +274,8 @@ class SnapshotBuilder:
         step, there = process.last_step, [process, *(one for one in others if one.last_step is not None)]
         key, before = (step.mode, *(one.process for one in there)), self._recent
         age_s = end_s - before.end_s if before is not None and before.key == key else -1
-        if before is None or not 0 <= age_s < min(len(there) // RANKS_A_SECOND, _RATE_AGE_S):
-            some = [process, *sample_unevenly(there[1:], MOST_RATES)]
+        if before is None or not 0 <= age_s < min(len(there) // RANKS_A_SECOND, _MAX_RATE_AGE_S):
+            some = [process, *sample_unevenly(there[1:], MAX_RATES)]
             until_s = max(metrics_end_s(rows, one) for one in some)
             numbers = [one.process for one in some]
             begin_s, times = max(end_s - WINDOW_S - 2, 0), len(there) / len(some)
@@ -298,7 +300,7 @@ class SnapshotBuilder:
         devices, virtual = events.devices_by_mode(number).get("dp", ((), False))
         if process.mode == "dp" and process.devices:
             devices, virtual = process.devices, process.virtual
-        every_s = max(end_s // _COMPARED_PART, 1)
+        every_s = max(end_s // _COMPARISONS_PER_RUN, 1)
         key = number, process.mode, devices, wanted.over, wanted.changes, len(waits)
         if self._compared is not None and self._compared.key == key and 0 <= end_s - self._compared.end_s < every_s:
             found = self._compared.found
@@ -307,7 +309,7 @@ class SnapshotBuilder:
             longest = [
                 step
                 for mode in (MODES_COMPARED if both else ())
-                for step in rows.longest_steps(_LONG_READ, mode, process=number, lately=not wanted.over)
+                for step in rows.longest_steps(_MAX_LONG_STEPS, mode, process=number, lately=not wanted.over)
             ]
             found = compare_modes(
                 window,
@@ -342,13 +344,13 @@ def _with_calls(
     calls = CallCache(rows, process.process)
     mode = process.last_step.mode if process.last_step is not None else process.mode
     if ranged is None:
-        tracks = build_call_timings(calls, {}, (), mode, most=RANK_CALLS_READ, timed=False)
+        tracks = build_call_timings(calls, {}, (), mode, most=MIN_CALLS_READ, timed=False)
         progress = progress_of(rows, process.process, process.last_step, most=1, no_time=OTHER_RANK)
         process = replace(process, progress=progress)
     else:
         trained = {key.mode for key in ranged.by_process if ranged.ever_trains(key.mode)}
         # The calls of all ranks lie between those of one.
-        most = max(CALLS_READ * RANKS_A_SECOND // max(len(rows.ranks), RANKS_A_SECOND), RANK_CALLS_READ)
+        most = max(CALLS_READ * RANKS_A_SECOND // max(len(rows.ranks), RANKS_A_SECOND), MIN_CALLS_READ)
         tracks = build_call_timings(calls, ranged.by_process, trained, mode, most=most)
     return _with_devices(replace(process, calls=tracks, last_calls=calls.last_step_calls()))
 
@@ -385,7 +387,7 @@ def _uneven(rows: Store, figures: StepStats, process: int, waits: Sequence[tuple
     tally = figures.tally
     if uneven_steps(tally, (), waits) is None:
         return None
-    uneven = uneven_steps(tally, rows.longest_steps(_LONG_READ, figures.mode, process=process, lately=True), waits)
+    uneven = uneven_steps(tally, rows.longest_steps(_MAX_LONG_STEPS, figures.mode, process=process, lately=True), waits)
     if uneven is not None and uneven.phase == INPUT:  # count the time of the waits, not of these steps
         waited = overlap_ns(waits, tally.first_ns or 0, tally.last_ns or 0)
         return uneven._replace(time=min(waited / max(tally.stat(STEP).total, 1), 1.0))

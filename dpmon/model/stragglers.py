@@ -24,23 +24,23 @@ if TYPE_CHECKING:
 
 Group = tuple[int, ...] | range
 """The ranks of a process group, in order; a range if they are the first ones of the run, as of a thousand ranks."""
-LEAST_SHARE = 0.05
+MIN_EXCESS_SHARE = 0.05
 """Smallest excess to report, as a part of a step. Similar tools use 10%. But a rank that is slower by 10% also makes
 the step longer, so its excess is less than 10% of that step."""
-CAUSE_SHARE = 0.8
+MIN_CAUSE_SHARE = 0.8
 """Part of the excess that one phase must cover to be named."""
-ALIKE_SHARE = 0.2
+MAX_ALIKE_SHARE = 0.2
 """Part of the way from the least wait to the others' median: ranks up to this wait count as equally slow."""
 MIN_STEPS = 20
 SERIES = (STEP, *STEP_PHASES, *map(device_series, STEP_PHASES), EXPOSED, WAIT, HELD)
 """Series that `build_rank_times` reads."""
-_DEVICE = {phase: device_series(phase) for phase in STEP_PHASES}
+_DEVICE_SERIES = {phase: device_series(phase) for phase in STEP_PHASES}
 _SIGMAS = 4.0
 """Standard deviations by which ranks must be the slowest more often than by chance."""
 _SYNC, _FORWARD = "sync", "forward"
 wait_of: Callable[[RankTimes], float] = attrgetter("wait_ns")
 """The wait of a rank (ns); only for ranks with a known wait."""
-_NAMED = 3
+_MAX_NAMED_RANKS = 3
 """Most names in a list of ranks; a longer list ends with a count ("ranks 0, 1 and 3 more")."""
 
 
@@ -119,8 +119,8 @@ class Straggler(NamedTuple):
             return rank_name(self.ranks[0], nodes[0])
         together = len(set(nodes)) == 1
         words = [f"{rank}{'' if together else node_suffix(node)}" for rank, node in zip(self.ranks, nodes, strict=True)]
-        if len(words) > _NAMED:
-            words[_NAMED - 1 :] = [f"{len(words) - _NAMED + 1} more"]
+        if len(words) > _MAX_NAMED_RANKS:
+            words[_MAX_NAMED_RANKS - 1 :] = [f"{len(words) - _MAX_NAMED_RANKS + 1} more"]
         return f"ranks {', '.join(words[:-1])} and {words[-1]}{node_suffix(nodes[0]) if together else ''}"
 
 
@@ -135,7 +135,7 @@ def build_rank_times(process: int, rank: int, tally: Tally, node: str | None = N
 
     phases = {}
     for name in STEP_PHASES:
-        ran, on_device = tally.stat(name), tally.stat(_DEVICE[name]).mean
+        ran, on_device = tally.stat(name), tally.stat(_DEVICE_SERIES[name]).mean
         if ran.mean is not None:
             phases[name] = (ran.mean if on_device is None else on_device) * ran.count / steps
     return RankTimes(
@@ -217,7 +217,7 @@ def _find_in_group(members: Sequence[RankTimes]) -> Straggler | None:
     least, *above = sorted(waits)
     slowest = members[waits.index(least)]
     assert slowest.step_ns is not None
-    limit = least + ALIKE_SHARE * (median(above) - least)
+    limit = least + MAX_ALIKE_SHARE * (median(above) - least)
     late = (one for one, wait in zip(members, waits, strict=True) if one is slowest or wait <= limit)
     slow = sorted(late, key=lambda one: (one.rank, one.process))
     named = {one.process for one in slow}
@@ -228,7 +228,7 @@ def _find_in_group(members: Sequence[RankTimes]) -> Straggler | None:
     times = min(sum(one.slowest for one in slow), steps)
     excess = median(map(wait_of, others)) - least
     share = excess / slowest.step_ns
-    if share < LEAST_SHARE or times < _chance_limit(steps, len(slow) / len(members)):
+    if share < MIN_EXCESS_SHARE or times < _chance_limit(steps, len(slow) / len(members)):
         return None
     processes, numbers = tuple(one.process for one in slow), tuple(one.rank for one in slow)
     nodes = tuple(one.node for one in slow)
@@ -242,7 +242,7 @@ def _find_in_group(members: Sequence[RankTimes]) -> Straggler | None:
 def delay_shares(ranks: Sequence[RankTimes]) -> dict[int, float]:
     """How much longer the others of its process group waited than a rank, by process: a share of its step (0 to 1).
 
-    The wait of the others is their median. Ranks below LEAST_SHARE are left out.
+    The wait of the others is their median. Ranks below MIN_EXCESS_SHARE are left out.
     """
     found = {}
     for members in _groups(ranks):
@@ -252,7 +252,7 @@ def delay_shares(ranks: Sequence[RankTimes]) -> dict[int, float]:
         usual, middle = median_without(waits, waits[0]), waits[len(waits) // 2]
         for one, wait in zip(members, own, strict=True):
             step = one.step_ns or 0.0
-            if wait < middle and usual - wait >= LEAST_SHARE * step:
+            if wait < middle and usual - wait >= MIN_EXCESS_SHARE * step:
                 found[one.process] = min((usual - wait) / step, 1.0)
     return found
 
@@ -273,7 +273,7 @@ def _with_cause(
     if not slow or not others:
         return found
     ran = {phase: None for one in slow for phase in one.phases if phase not in waits}
-    enough = [(one.phases, CAUSE_SHARE * (waited - wait_of(one))) for one in slow]
+    enough = [(one.phases, MIN_CAUSE_SHARE * (waited - wait_of(one))) for one in slow]
     usual = {
         phase: median(one.phases.get(phase, 0.0) for one in others)
         for phase in ran
@@ -285,7 +285,7 @@ def _with_cause(
         return min((one.phases.get(phase, 0.0) - usual[phase]) / (waited - wait_of(one)) for one in slow)
 
     phase = max(usual, key=covered, default=None)
-    if phase is None or covered(phase) < CAUSE_SHARE:
+    if phase is None or covered(phase) < MIN_CAUSE_SHARE:
         return found
     own = fmean(one.phases.get(phase, 0.0) for one in slow)
     return found._replace(phase=phase, own_ns=own, others_ns=usual[phase])

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from dpmon.store.store_queries import Store
 
 WINDOW_S = 10
-MOST_RATES = 128
+MAX_RATES = 128
 """Most ranks besides the focus with rates that are read; further ranks count as the mean of these."""
-_GOLDEN = 0.6180339887
+_GOLDEN_RATIO = 0.6180339887
 _Item = TypeVar("_Item")
 
 
@@ -74,7 +74,7 @@ def sample_unevenly(items: Sequence[_Item], most: int) -> Sequence[_Item]:
 @lru_cache(8)
 def _places(count: int, most: int) -> Sequence[int]:
     """The places of `most` of `count` items. Each picture needs the same ones."""
-    return sorted(sorted(range(count), key=lambda at: at * _GOLDEN % 1.0)[:most])
+    return sorted(sorted(range(count), key=lambda at: at * _GOLDEN_RATIO % 1.0)[:most])
 
 
 def read_recent_rate(

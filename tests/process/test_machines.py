@@ -209,7 +209,7 @@ def check_figures(job: Job, counts: dict[int, tuple[int, int, float]]) -> None:
     for rank, (steps, rows, forward_s) in counts.items():
         found = ranks[rank]
         assert found["node"] == job.node_of(rank)
-        # Another supervisor may lose the open step; one step with a stall is left out of the figures.
+        # Another supervisor may lose the open step; one step with a stall is left out of the metrics.
         assert steps - 1 <= found["calls"] <= steps
         assert steps - 2 <= found["steps"] <= steps
         same = ("calls", "steps", "inputs", "outputs", "median_ms", "forward_ms", "backward_ms", "samples_per_s")

@@ -328,7 +328,7 @@ def test_exposed_communication_is_found_with_what_the_wrapper_does_not_do_yet() 
     ranks = [rank(0, 0.1, exposed_ms=5.0), rank(1, 0.1, exposed_ms=5.0)]
     (found,) = found_in(ranks, wrapped(backend="nccl"))
     assert found.kind == "exposed"
-    assert found.text == "Communication that nothing hides takes 25% of the time of the steps."
+    assert found.text == "Exposed communication takes 25% of step time."
     assert found.ground == "exposed mean 5.00 ms, step mean 20.0 ms over 200 steps of 2 ranks"
     assert "larger batches" in found.advice
 
@@ -351,8 +351,10 @@ def test_several_averages_for_one_step_of_the_optimizer_are_found() -> None:
     ranks = [rank(number, 0.1, synced=200, optimized=50) for number in range(2)]
     (found,) = found_in(ranks)
     assert found.kind == "accumulation"
-    assert found.text == "Gradients are averaged 4.0 times for each step of the optimizer."
-    assert found.ground == "400 synchronized backward passes, 0 under no_sync, 100 steps with an optimizer step"
+    assert found.text == "Gradients are averaged 4.0 times per optimizer step."
+    assert (
+        found.ground == "400 backward passes that synced gradients, 0 under no_sync, 100 steps with an optimizer step"
+    )
     assert "no_sync" in found.advice
     waiting = [rank(number, 5.0, exposed_ms=2.0, synced=200, optimized=50) for number in range(2)]
     (found,) = [one for one in found_in(waiting) if one.kind == "accumulation"]

@@ -24,7 +24,7 @@ from dpmon.cli.main import main
 from dpmon.model.communication import Wrapper, build_communication
 from dpmon.model.nodes import NodeProblem, NodeStatus
 from dpmon.model.rank_waits import choose_ranks_to_show
-from dpmon.model.run_snapshot import MANY, WORST, SnapshotRequest
+from dpmon.model.run_snapshot import MAX_FULLY_READ, MAX_LEAST_WAITING, SnapshotRequest
 from dpmon.model.snapshot_builder import SnapshotBuilder
 from dpmon.model.stragglers import delay_shares, straggler_sentence
 from dpmon.record.record_types import Event
@@ -332,7 +332,7 @@ def test_few_known_waits_are_looked_at_over_more_seconds_also_at_an_earlier_time
 @pytest.mark.parametrize(("nodes", "each", "shown"), [(2, 2, "0123"), (4, 8, "11"), (125, 8, "11")])
 def test_ranks_of_nodes_are_shown_over_time_but_only_the_slow_one_of_many(nodes: int, each: int, shown: str) -> None:
     slow = min(11, nodes * each - 1)
-    facts = facts_of(ManyNodes(nodes, each, slow=slow).run(0, 24), waits=True, worst=WORST)
+    facts = facts_of(ManyNodes(nodes, each, slow=slow).run(0, 24), waits=True, worst=MAX_LEAST_WAITING)
     height = 40 if nodes < 100 else TALL
     rows = [row for row in text_of(facts, 120, height).splitlines() if row.startswith("│") and row.endswith("% │")]
     assert [row[3:10].strip() for row in rows] == (list(shown) if nodes == 2 else [shown])
@@ -343,7 +343,7 @@ def test_ranks_of_nodes_are_shown_over_time_but_only_the_slow_one_of_many(nodes:
 
 
 def test_of_many_ranks_the_slow_one_is_compared_with_some_others() -> None:
-    state = facts_of(run_of(24), waits=True, worst=WORST, process=40).state
+    state = facts_of(run_of(24), waits=True, worst=MAX_LEAST_WAITING, process=40).state
     assert state.rank_waits is not None
     assert set(state.rank_waits.shares) == {11, 40}
     shown, others = choose_ranks_to_show(state.ranks, state.straggler, 40)
@@ -408,11 +408,12 @@ def test_after_a_stall_all_machines_are_compared_by_the_steps_after_it() -> None
 
 def test_a_picture_of_very_many_ranks_has_their_newest_waits_and_the_newest_facts_of_those_it_shows() -> None:
     run = ManyNodes(20, slow=11).run(0, 24)
-    assert run.ranks > MANY
+    assert run.ranks > MAX_FULLY_READ
     for second in range(24, 44):
         run.slow = 11 if second < 30 else 150
         run.second(second)
-        kept, first = run.state(worst=WORST), SnapshotBuilder().build(run.store(), SnapshotRequest(worst=WORST))
+        kept = run.state(worst=MAX_LEAST_WAITING)
+        first = SnapshotBuilder().build(run.store(), SnapshotRequest(worst=MAX_LEAST_WAITING))
         waits = [
             [(one.rank, one.joined, one.wait_ns, one.exposed_ns, one.slowest, one.group) for one in state.ranks]
             for state in (kept, first)
@@ -428,7 +429,7 @@ def test_a_picture_of_very_many_ranks_has_their_newest_waits_and_the_newest_fact
         assert kept.representative.recent.rate.samples_per_s == pytest.approx(run.ranks * 30 * 57.0, rel=0.05)
     assert kept.straggler is not None
     assert kept.straggler.ranks == (150,)
-    ended = run._snapshots.build(run.store(), SnapshotRequest(worst=WORST), frozenset({5}))
+    ended = run._snapshots.build(run.store(), SnapshotRequest(worst=MAX_LEAST_WAITING), frozenset({5}))
     assert 5 not in [one.process for one in ended.training_processes], "what has ended is left out at once"
 
 
@@ -436,10 +437,10 @@ def test_the_next_picture_of_very_many_ranks_has_new_facts_of_nodes_and_wrappers
     run = ManyNodes(20, slow=11).run(0, 24)
     for word in ("connected", "cut", "connected"):
         run.node(7, word, None, 24.0)
-        assert run.state(worst=WORST).nodes[7].state == word
+        assert run.state(worst=MAX_LEAST_WAITING).nodes[7].state == word
     for iteration in (500, 600):
         run._event(ddp_event(0, run.ranks, iteration=iteration, comm_ms=44.0, overlap_ms=39.0), 0)
-        state = run.state(worst=WORST)
+        state = run.state(worst=MAX_LEAST_WAITING)
         assert state.communication is not None
         assert state.communication.torch_times is not None
         assert state.communication.torch_times.iteration == iteration
@@ -447,7 +448,7 @@ def test_the_next_picture_of_very_many_ranks_has_new_facts_of_nodes_and_wrappers
 
 def test_the_batch_of_a_slow_rank_is_shown_beside_those_of_the_first_ranks() -> None:
     run = ManyNodes(20, slow=150).run(0, 24)
-    facts = facts_of(run, worst=WORST)
+    facts = facts_of(run, worst=MAX_LEAST_WAITING)
     ranks = [one.rank for one in panel_batch._ranks(facts)]
     assert ranks[0] == 150
     assert set(range(1, 9)) <= set(ranks)
@@ -459,7 +460,7 @@ def test_each_picture_of_very_many_ranks_knows_who_waits_for_whom(groups: int, f
     run = ManyNodes(20, slow=11, groups=groups, sync_batch_norm=forward).run(0, 24)
     for second in range(24, 28):
         run.second(second)
-        state = run.state(worst=WORST)
+        state = run.state(worst=MAX_LEAST_WAITING)
         assert {one.group for one in state.ranks[:80]} == {range(160 // groups)}
         assert len({one.group for one in state.ranks}) == groups
         assert {one.waits_in_forward for one in state.ranks} == {forward}
@@ -530,7 +531,7 @@ def test_unknown_waits_are_shown_with_the_nodes_that_send_nothing(away: tuple[in
 
 def test_a_picture_that_lists_more_ranks_than_are_many_has_the_whole_step_in_focus() -> None:
     """As a frozen picture, which is scrolled without a new read."""
-    focus = ManyNodes(20, slow=11).run(0, 12).state(ranks=FROZEN_RANKS + 4, worst=WORST).representative
+    focus = ManyNodes(20, slow=11).run(0, 12).state(ranks=FROZEN_RANKS + 4, worst=MAX_LEAST_WAITING).representative
     assert focus is not None
     assert focus.last_step is not None
     assert focus.last_step.phases

@@ -14,7 +14,7 @@ from stage import LOOK, FakeReader
 from synthetic import SECOND, Training, decoded
 
 from dpmon.errors import HistoryError
-from dpmon.model.run_snapshot import MANY, Process, RunSnapshot
+from dpmon.model.run_snapshot import MAX_FULLY_READ, Process, RunSnapshot
 from dpmon.run.run_directory import ExitInfo
 from dpmon.store.store_queries import Store
 from dpmon.ui.live_run import LiveRun
@@ -175,7 +175,7 @@ def test_the_state_of_very_many_ranks_is_read_in_every_other_second(
     feed = feed_of(tmp_path, FakeReader(tmp_path))
     feed.start()
     reads: list[float] = []
-    for count, times in ((1, [0.0, 1.0, 2.0, 3.0, 4.0]), (MANY + 1, [5.0, 7.0, 9.0])):
+    for count, times in ((1, [0.0, 1.0, 2.0, 3.0, 4.0]), (MAX_FULLY_READ + 1, [5.0, 7.0, 9.0])):
         state = RunSnapshot(processes={number: Process(number) for number in range(count)})
         monkeypatch.setattr(feed, "_build_snapshot", lambda *_, state=state: (reads.append(now[0]), state)[1])
         reads.clear()
@@ -196,7 +196,7 @@ def test_activities_of_very_many_ranks_are_read_with_their_state_and_of_few_each
     reader = FakeReader(tmp_path)
     feed = feed_of(tmp_path, reader)
     feed.start()
-    for count, shown in ((1, [0, 1, 2, 3]), (MANY + 1, [4, 4, 6, 6])):
+    for count, shown in ((1, [0, 1, 2, 3]), (MAX_FULLY_READ + 1, [4, 4, 6, 6])):
         state = RunSnapshot(processes={number: Process(number) for number in range(count)})
         monkeypatch.setattr(feed, "_build_snapshot", lambda *_, state=state: state)
         found = []

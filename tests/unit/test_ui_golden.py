@@ -27,7 +27,7 @@ from test_ui_panel_progress import FINDINGS, epochs, losses
 
 from dpmon.model.epoch_progress import Progress
 from dpmon.model.findings.finding import Finding
-from dpmon.model.run_snapshot import WORST
+from dpmon.model.run_snapshot import MAX_LEAST_WAITING
 from dpmon.record.record_types import Call, Event, Record
 from dpmon.ui.panel_view import to_ascii_row
 from dpmon.ui.panels.panel_output import OutputView
@@ -106,7 +106,7 @@ def nodes(count: int, *, trouble: bool = True) -> ScreenData:
         run.node(3, "connected", heard_ns=37 * SECOND)
         run.node(5, "refused", "it has no dpmon", 1.0)
     now_ns = (42 if trouble else 30) * SECOND + SECOND // 4
-    return ScreenData(run.state(waits=True, worst=WORST), now_ns, INFO, alive=True)
+    return ScreenData(run.state(waits=True, worst=MAX_LEAST_WAITING), now_ns, INFO, alive=True)
 
 
 def looked_back() -> ScreenData:

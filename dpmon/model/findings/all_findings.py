@@ -1,4 +1,4 @@
-"""All findings of a run."""
+"""Finds all findings of a run."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from dpmon.model.findings.time_findings import (
 )
 from dpmon.model.run_analysis import RunAnalysis
 
-LEAST_SAVED = 0.02
-"""Smallest share of the time that an advice can save, for its finding to be told."""
+MIN_SAVED_SHARE = 0.02
+"""A finding is omitted if its advice saves less than this share of the time."""
 _FINDERS: tuple[Callable[[RunAnalysis], Iterator[Finding]], ...] = (
     *(
         find_failure,
@@ -55,40 +55,41 @@ _FINDERS: tuple[Callable[[RunAnalysis], Iterator[Finding]], ...] = (
         find_quiet_end,
         find_invalid_losses,
     ),
-    lambda facts: find_rank_problems(facts.communication),
+    lambda run: find_rank_problems(run.communication),
 )
 
 
-def find_all(facts: RunAnalysis) -> list[Finding]:
-    """All findings, the most important first; empty if there is nothing to report, or too little was seen.
+def find_all(run: RunAnalysis) -> list[Finding]:
+    """Return all findings, the most important first; empty if there are none, or if the run is too short to tell.
 
-    A finding whose advice can bring almost nothing is left out.
+    A finding whose advice saves almost nothing is omitted.
     """
-    found = [finding for find in _FINDERS for finding in find(facts)]
-    found = [finding for finding in found if finding.saves is None or finding.saves >= LEAST_SAVED]
-    return sorted(found, key=_sort_weight, reverse=True)
+    findings = [finding for find in _FINDERS for finding in find(run)]
+    findings = [finding for finding in findings if finding.saves is None or finding.saves >= MIN_SAVED_SHARE]
+    return sorted(findings, key=_sort_weight, reverse=True)
 
 
 def _sort_weight(finding: Finding) -> float:
-    """What findings are sorted by. Other work counts half: the user can seldom end it, but can change the script."""
-    size = finding.weight if finding.saves is None else finding.saves
-    return size / 2 if finding.kind == "busy" else size
+    """Return the weight for sorting. "busy" counts half: users can rarely end other work, but can change the script."""
+    weight = finding.weight if finding.saves is None else finding.saves
+    return weight / 2 if finding.kind == "busy" else weight
 
 
-def combined_savings(found: Iterable[Finding], facts: RunAnalysis) -> float | None:
-    """The share of the run's time (0 to 1) that goes at most if all causes go; None without two advices that save time.
+def combined_savings(findings: Iterable[Finding], run: RunAnalysis) -> float | None:
+    """Return an upper bound on the share of run time (0 to 1) saved if every cause is fixed.
 
-    A part of the time that several findings are about counts once, as long as the longest of them takes it.
+    None unless at least two findings save time. Time that several findings share counts once, with the largest saving.
     """
-    whole = sum(facts.time_by_activity.get(name, 0) for name in ("training", "between", "evaluation"))
-    training = facts.time_by_activity.get("training", 0) / whole if whole else 0.0
-    parts: dict[str, float] = {}
-    own, count = 0.0, 0
-    for finding in found:
-        if finding.saves is not None:
-            count += 1
-            of = 1.0 if finding.kind in OF_RUN else training
-            own += max(finding.saves - sum(finding.parts.values()), 0.0) * of
-            for name, saves in finding.parts.items():
-                parts[name] = max(parts.get(name, 0.0), saves * of)
-    return min(own + sum(parts.values()), 1.0) if count > 1 else None
+    active_ns = sum(run.time_by_activity.get(name, 0) for name in ("training", "between", "evaluation"))
+    training_share = run.time_by_activity.get("training", 0) / active_ns if active_ns else 0.0
+    shared_savings: dict[str, float] = {}
+    unshared_savings, count = 0.0, 0
+    for finding in findings:
+        if finding.saves is None:
+            continue
+        count += 1
+        time_share = 1.0 if finding.kind in OF_RUN else training_share
+        unshared_savings += max(finding.saves - sum(finding.parts.values()), 0.0) * time_share
+        for name, saves in finding.parts.items():
+            shared_savings[name] = max(shared_savings.get(name, 0.0), saves * time_share)
+    return min(unshared_savings + sum(shared_savings.values()), 1.0) if count > 1 else None

@@ -8,56 +8,57 @@ from typing import NamedTuple
 from dpmon.text.formatting import format_percent
 
 OF_RUN = ("between", "evaluation")
-"""Kinds of findings about the time of the run, not only of its training steps."""
-MOST_SAVED, MOST_AS_RATE = 0.99, 0.95
-"""The largest share of the time that advice promises to save, and the largest share with a rate."""
+"""Kinds of findings whose `saves` is a share of the run's time; that of other kinds is a share of its steps."""
+MAX_SAVED_SHARE = 0.99
+"""The largest share of the time that advice promises to save."""
+MAX_RATE_SHARE = 0.95
+"""The largest share that is given as a rate. Above it, a small error of the share would change the rate much."""
 
 
 class Finding(NamedTuple):
-    """One thing worth a look."""
+    """A possible problem of a run."""
 
     kind: str
     """data, copy, slower, replicate, transfer, idle, small batch, uneven, fuller, throttled, low use, drift, stall,
     spread, between, evaluation, quiet, failed, loss, busy, crowded, straggler, in turn, own collectives, exposed,
     bucket, accumulation, unused."""
     text: str
-    """The fact, in one sentence."""
+    """The problem, in one sentence."""
     ground: str
-    """The figures behind it."""
+    """The evidence: the metrics behind it."""
     advice: str
     """What to try."""
     weight: float
-    """Importance, by which findings are sorted: roughly the affected share of the time (0 to 1)."""
+    """Importance, for sorting: roughly the affected share of the time (0 to 1)."""
     saves: float | None = None
-    """The share of the time (0 to 1) that goes at most if the cause goes: of the steps, or for the kinds in OF_RUN of
-    the run. None where no bound is sound."""
+    """Upper bound on the share of the time (0 to 1) saved if the cause is fixed, see OF_RUN; None if unknown."""
     parts: Mapping[str, float] = {}
-    """The parts of `saves` that other findings may be about, too: by phase, or "wait", "exposed", "between"."""
+    """The parts of `saves` that other findings may include, too: by phase, or "wait", "exposed", "between"."""
 
     @property
     def gain_limit_text(self) -> str:
-        """The most that the advice can bring, in words: "steps at most 31% faster"; empty if unknown."""
-        return (
-            "" if self.saves is None else f"{'run' if self.kind in OF_RUN else 'steps'} {format_gain_limit(self.saves)}"
-        )
+        """The largest gain, in words: "steps up to 31% faster"; empty if it is unknown."""
+        if self.saves is None:
+            return ""
+        return f"{'run' if self.kind in OF_RUN else 'steps'} {format_gain_limit(self.saves)}"
 
     @property
     def advice_text(self) -> str:
-        """The advice with the most that it can bring: "try (steps at most 31% faster): more workers"."""
+        """The advice with its largest gain: "try (steps up to 31% faster): more workers"."""
         return f"try{f' ({self.gain_limit_text})' if self.gain_limit_text else ''}: {self.advice}"
 
 
 def format_gain_limit(saves: float) -> str:
-    """The most that is gained without this share of the time: "at most 31% faster", "at most 4.0 times as fast".
+    """Return the largest gain if a share of the time is saved: "up to 31% faster", "up to 4.0× as fast".
 
-    If little time is left, "in 2% of the time at best": a small error of the share would change a rate much.
+    For a share above MAX_RATE_SHARE: "in 2% of the time at best".
     """
-    left = 1 - min(saves, MOST_SAVED)
+    left = 1 - min(saves, MAX_SAVED_SHARE)
     return (
-        f"in {format_percent(left)} of the time at best" if saves > MOST_AS_RATE else f"at most {format_gain(1 / left)}"
+        f"in {format_percent(left)} of the time at best" if saves > MAX_RATE_SHARE else f"up to {format_gain(1 / left)}"
     )
 
 
-def format_gain(times: float) -> str:
-    """A rate against another one (1 or more): "31% faster", "4.0 times as fast"."""
-    return f"{format_percent(times - 1)} faster" if times < 2 else f"{times:.1f} times as fast"
+def format_gain(speedup: float) -> str:
+    """Return the ratio of two rates (1 or more) in words: "31% faster", "4.0× as fast"."""
+    return f"{format_percent(speedup - 1)} faster" if speedup < 2 else f"{speedup:.1f}× as fast"

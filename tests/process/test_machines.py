@@ -228,4 +228,4 @@ def check_figures(job: Job, counts: dict[int, tuple[int, int, float]]) -> None:
     assert ranks[3]["slowest"] > 0.8 * ranks[3]["joined_steps"]
     told = [each["text"] for each in report["findings"] if each["kind"] == "straggler"]
     assert len(told) == 1, (report["findings"], report["ranks"])
-    assert told[0].startswith(f"Rank 3 ({job.node_of(3)}) holds the others up by ")
+    assert told[0].startswith(f"Rank 3 ({job.node_of(3)}) delays the others by ")

@@ -86,7 +86,7 @@ def test_a_word_that_does_not_fit_is_cut() -> None:
 def test_the_sentence_names_the_node_of_the_slow_rank() -> None:
     state = facts_of(run_of(4)).state
     assert state.straggler is not None
-    assert straggler_sentence(state.straggler, lately=True).startswith("rank 11 (gpu-1) holds the others up by ")
+    assert straggler_sentence(state.straggler, lately=True).startswith("rank 11 (gpu-1) delays the others by ")
     assert (state.straggler.rank, state.straggler.nodes) == (11, ("gpu-1",))
 
 
@@ -194,7 +194,7 @@ def test_report_and_status_name_the_nodes(state: Path, capsys: pytest.CaptureFix
     run.close()
     assert main(["report", "last"]) == 0
     report = capsys.readouterr().out
-    assert "rank 11 (gpu-1) holds the others up" in report
+    assert "rank 11 (gpu-1) delays the others" in report
     assert "rank 11 of 16 (gpu-1)" in report
     assert "GPU 3 (gpu-1)" in report
     for name in ("gpu-0", "gpu-1"):
@@ -205,7 +205,7 @@ def test_report_and_status_name_the_nodes(state: Path, capsys: pytest.CaptureFix
     status = capsys.readouterr().out
     assert "16 processes on 2 nodes" in status
     assert "gpu-0 cut off for " in status
-    assert "Rank 11 (gpu-1) holds the others up" in status
+    assert "Rank 11 (gpu-1) delays the others" in status
     assert "57.0 steps/s  27.4k samples/s" in status
     main(["status", "last", "--json"])
     members = json.loads(capsys.readouterr().out)

@@ -72,7 +72,7 @@ def test_a_history_that_cannot_be_read_leaves_the_picture_as_it_was(tmp_path: Pa
 
 # ------------------------------------------------------------------------------------------------ a late attach
 
-SILENT = re.compile(r"quiet|no step has ended|first batch|first call|no call yet|waiting")
+SILENT = re.compile(r"quiet|no step has (?:ended|finished)|first batch|first call|no call yet|waiting")
 
 
 def drawn(feed: LiveRun, width: int, height: int) -> str:

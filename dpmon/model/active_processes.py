@@ -74,7 +74,7 @@ def _started_again(recent: Sequence[Process]) -> tuple[int, int]:
     restart_ns = replaced_end_ns = -1
     for processes in by_rank.values():
         successor = max(processes, key=lambda process: process.began_ns)
-        replaced = [one.seen_ns for one in processes if one.seen_ns < successor.began_ns]
+        replaced = [process.seen_ns for process in processes if process.seen_ns < successor.began_ns]
         if replaced:
             restart_ns, replaced_end_ns = max(restart_ns, successor.began_ns), max(replaced_end_ns, *replaced)
     return restart_ns, replaced_end_ns

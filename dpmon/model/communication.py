@@ -164,11 +164,9 @@ class Communication:
         None with a single bucket, because its communication begins after the last gradient.
         """
         wrapper = self.torch_times
-        return (
-            _share(wrapper.overlap_ns, wrapper.comm_ns)
-            if wrapper is not None and len(wrapper.bucket_bytes) > 1
-            else None
-        )
+        if wrapper is None or len(wrapper.bucket_bytes) < 2:
+            return None
+        return _share(wrapper.overlap_ns, wrapper.comm_ns)
 
     @cached_property
     def steps(self) -> int:
@@ -276,19 +274,18 @@ def build_communication(
     """
     if len(ranks) < 2 and not wrappers:
         return None
-    first = min(wrappers, key=lambda one: (one.rank is None, one.rank or 0, one.process), default=None)
+    first = min(wrappers, key=lambda wrapper: (wrapper.rank is None, wrapper.rank or 0, wrapper.process), default=None)
     rank_wrappers = [
         wrapper._replace(all_used=min(other.all_used for other in wrappers if other.number == wrapper.number))
         for wrapper in wrappers
         if first is not None and wrapper.process == first.process
     ]
-    rank_wrappers.sort(key=lambda one: one.number)
+    rank_wrappers.sort(key=lambda wrapper: wrapper.number)
     without_times = Communication(
         (), tuple(rank_wrappers), _torch_times(wrappers), lately, None, collectives, sampled_of
     )
-    return without_times.with_times(
-        ranks, wrappers, elsewhere, groups_of([wrapper.rank for wrapper in (*ranks, *elsewhere)], wrappers)
-    )
+    groups = groups_of([rank.rank for rank in (*ranks, *elsewhere)], wrappers)
+    return without_times.with_times(ranks, wrappers, elsewhere, groups)
 
 
 def groups_of(ranks: Iterable[int], wrappers: Sequence[Wrapper]) -> Mapping[int, Group | None]:
@@ -332,9 +329,7 @@ def _unknown_wait_reason(ranks: Sequence[RankTimes], wrappers: Sequence[Wrapper]
     if size == 1:
         return "there is only one rank"
     if rank_count < size:
-        return (
-            f"{rank_count} of {size} ranks are in this record; all of them are needed to see which rank waits for which"
-        )
+        return f"{rank_count} of {size} ranks are recorded; all of them are needed to see which rank waits for which"
     return _NOT_YET
 
 
@@ -343,7 +338,7 @@ def _torch_times(wrappers: Iterable[Wrapper]) -> Wrapper | None:
     timed = [wrapper for wrapper in wrappers if wrapper.comm_ns and wrapper.iteration is not None]
     newest = max((wrapper.iteration or 0 for wrapper in timed), default=0)
     candidates = [wrapper for wrapper in timed if wrapper.iteration == newest]
-    return min(candidates, key=lambda one: (one.comm_ns or 0.0) - (one.overlap_ns or 0.0), default=None)
+    return min(candidates, key=lambda wrapper: (wrapper.comm_ns or 0.0) - (wrapper.overlap_ns or 0.0), default=None)
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

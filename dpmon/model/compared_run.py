@@ -158,7 +158,8 @@ def build_compared_run(run: RunAnalysis, given: Mapping[str, str | None], **abou
         until_ns = run.until_ns
         # A step that stalled ends, and counts, up to a second after its stall.
         interruptions = [
-            (one.since_ns, (until_ns if one.end_ns is None else one.end_ns) + SECOND) for one in run.announced.stalls
+            (stall.since_ns, (until_ns if stall.end_ns is None else stall.end_ns) + SECOND)
+            for stall in run.announced.stalls
         ]
         interruptions += any_paused_intervals(run.pauses, until_ns)
         tally_rows = run.store.tally_rows(
@@ -177,7 +178,7 @@ def build_compared_run(run: RunAnalysis, given: Mapping[str, str | None], **abou
                 kinds[kind] += tally.steps
     straggler = None if run.communication is None else run.communication.straggler
     sentence = None if straggler is None else straggler_sentence(straggler, lately=False)
-    bins = [one for one in run.stretches.bins if one.mode == usual and not one.evaluation]
+    bins = [time_bin for time_bin in run.stretches.bins if time_bin.mode == usual and not time_bin.evaluation]
     return ComparedRun(
         **about,
         set_up={**given, **_setup_labels(run, usual, kinds)},
@@ -223,8 +224,8 @@ def _whole_run_values(run: RunAnalysis, mode: str | None) -> dict[str, float]:
     rate = None if mode is None else run.window.rate(mode)
     peaks = [row.peak for row in run.memory if row.peak is not None]
     communication = run.communication
-    hosts = [one.mem_run_max for one in run.samples.hosts if one.mem_run_max is not None]
-    steps = [one.median_ns for one in run.evaluations if one.mode == mode]
+    hosts = [host.mem_run_max for host in run.samples.hosts if host.mem_run_max is not None]
+    steps = [mode_stats.median_ns for mode_stats in run.evaluations if mode_stats.mode == mode]
     values = {
         "samples_per_s": None if rate is None else rate.samples_per_s,
         "steps_per_s": None if rate is None or rate.samples_per_s is not None else rate.steps_per_s,
@@ -241,11 +242,13 @@ def _whole_run_values(run: RunAnalysis, mode: str | None) -> dict[str, float]:
 
 def _setup_labels(run: RunAnalysis, mode: str | None, kinds: Counter[StepKind]) -> dict[str, str | None]:
     process, distributed = next(iter(run.announced.info.values()), ProcessInfo(0)), run.layouts.distributed
-    seen_ranks, world = len({one.rank for one in run.announced.info.values()}), process.world or 1
-    first_change = next((one for one in run.announced.changes if one.refused is None and one.mode == mode), None)
+    seen_ranks, world = len({info.rank for info in run.announced.info.values()}), process.world or 1
+    first_change = next(
+        (change for change in run.announced.changes if change.refused is None and change.mode == mode), None
+    )
     gpu_names = [device.name or "GPU" for device in run.devices if device.of_run]
     gpus = [f"{gpu_names.count(name)} × {name}" for name in dict.fromkeys(gpu_names)]
-    batch = kinds.most_common(1)[0][0].batch if kinds else NO_SAMPLES
+    batch = max(kinds, key=kinds.__getitem__).batch if kinds else NO_SAMPLES
     cores_text = None if run.host is None else format_count_with_noun(run.host.cpus, "processor")
     if run.host is not None and run.host.machines > 1:
         cores_text = f"{cores_text} on one of {run.host.machines} machines"

@@ -49,10 +49,10 @@ def memory_by_device(records: Iterable[Mapping[str, object]], unmeasured: int = 
     rows: dict[str, DeviceMemory] = {}
     for record in records:
         devices = record.get("devices")
-        for one in devices if isinstance(devices, list) else ():
-            if not isinstance(one, Mapping) or not isinstance(one.get("device"), str):
+        for entry in devices if isinstance(devices, list) else ():
+            if not isinstance(entry, Mapping) or not isinstance(entry.get("device"), str):
                 continue
-            new = _parse_device(one)
+            new = _parse_device(entry)
             previous = rows.get(new.device)
             rows[new.device] = new if previous is None else _merge(previous, new)
     return [

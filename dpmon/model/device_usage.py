@@ -154,11 +154,8 @@ def device_peaks(store: Store, process: int, periods: Sequence[ModePeriod]) -> d
         for device in listed if isinstance(listed, list) else ():
             if not isinstance(device, Mapping):
                 continue
-            name, peak, peak_step = (
-                text_member(device, "device"),
-                int_member(device, "peak_bytes"),
-                int_member(device, "peak_after_step"),
-            )
+            name, peak = text_member(device, "device"), int_member(device, "peak_bytes")
+            peak_step = int_member(device, "peak_after_step")
             if name is None or peak is None or peak < 0:
                 continue
             previous = peaks.get(name)
@@ -184,10 +181,8 @@ class HostPeaks:
             return {}
         first_ns = samples.host[0][0] - _MINUTE
         if self._of != (first_ns // _MINUTE, periods):
-            self._of, self._before = (
-                (first_ns // _MINUTE, periods),
-                _peaks_from_minutes(store.host_memory(0, first_ns), periods),
-            )
+            self._of = first_ns // _MINUTE, periods
+            self._before = _peaks_from_minutes(store.host_memory(0, first_ns), periods)
         peaks, times, values = dict(self._before), *zip(*samples.host, strict=True)
         starts = [0, *(bisect_left(times, period.begin_ns) for period in periods[1:]), len(times)]
         for period, (start, end) in zip(periods, pairwise(starts), strict=True):
@@ -228,9 +223,9 @@ def _keep_peak(peaks: dict[str, Peak], mode: str, used: int, is_exact: bool = Tr
     others = [peak.bytes for other, peak in peaks.items() if other != mode]
     exact = is_exact and used > max(others, default=-1)
     exact = exact or (previous is not None and previous.exact and used <= previous.bytes)
-    peaks[mode] = Peak(
-        max(used, previous.bytes if previous is not None and (previous.exact or not exact) else 0), exact
-    )
+    if previous is not None and (previous.exact or not exact):
+        used = max(used, previous.bytes)
+    peaks[mode] = Peak(used, exact)
 
 
 # ------------------------------------------------------------------------------------------------ over the whole run
@@ -381,9 +376,8 @@ class DeviceUsageBuilder:
                 self._take_processors(data)
             run_cpu_pct = number_member(data, "run_cpu_pct")
             is_newer = t_ns is not None and (not self._at or t_ns > self._at[-1])
-            if (
-                run_cpu_pct is not None and t_ns is not None and is_newer and data.get("node") is None
-            ):  # else of one of several
+            # A record with a node is of one of several nodes.
+            if run_cpu_pct is not None and t_ns is not None and is_newer and data.get("node") is None:
                 self._spent.append(self._spent[-1] + run_cpu_pct / 100 * (t_ns - self._at[-1]) if self._at else 0.0)
                 self._at.append(t_ns)
         if t_ns is not None:

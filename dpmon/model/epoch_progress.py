@@ -115,7 +115,8 @@ def progress_of(
     epochs = _epochs(loops, limit, at_ns, batch)
     evaluated: tuple[int | None, int | None] = (None, None)
     if last.evaluation and last.loop is not None:
-        evaluated = last.batch, store.epoch_of(process, last.loop)[1]
+        _, length = store.epoch_of(process, last.loop)
+        evaluated = last.batch, length
     return Progress(process, current.epoch, batch, current.length, *times, at_ns, epochs, *evaluated, absent)
 
 

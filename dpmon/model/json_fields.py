@@ -104,9 +104,11 @@ def communication_fields(communication: Communication | None) -> dict[str, objec
             "samples": collectives.samples,
             "one_in": communication.one_in,
             "absent": collectives.why,
-            "operations": [_operation(one) for one in collectives.operations],
+            "operations": [_operation(operation) for operation in collectives.operations],
         },
-        "wrappers": [{"wrapper": one.number, **fields_of(one, *_WRAPPER)} for one in communication.wrappers],
+        "wrappers": [
+            {"wrapper": wrapper.number, **fields_of(wrapper, *_WRAPPER)} for wrapper in communication.wrappers
+        ],
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import NamedTuple
 
 from dpmon.record.history_rows import Definitions, Layout
@@ -104,7 +105,7 @@ class CallLayouts:
         """`definitions`: those of each process."""
         self._shapes = [(shape, definitions[shape.process].layouts.get(shape.layout)) for shape in shapes]
         self._definitions = definitions
-        self.trained = {(one.process, one.layout, one.mode) for one in shapes if not one.kind & EVALUATION}
+        self.trained = {(shape.process, shape.layout, shape.mode) for shape in shapes if not shape.kind & EVALUATION}
         """Process, layout and mode of layouts with calls in training steps."""
         self.processes = {shape.process for shape in shapes}
         """Processes with calls."""
@@ -163,7 +164,7 @@ class CallLayouts:
                     evaluations[key] += shape.calls
         return sorted(
             (each._replace(calls=calls, evaluations=evaluations[each]) for each, calls in calls_by_sizes.items()),
-            key=lambda one: (*one[:4], -one.calls, one.inputs or "", one.outputs or ""),
+            key=lambda sizes: (*sizes[:4], -sizes.calls, sizes.inputs or "", sizes.outputs or ""),
         )
 
     def of_process(self, process: int) -> tuple[str, str | None, str | None, int]:
@@ -206,7 +207,7 @@ class CallLayouts:
             line._replace(untimed=None if line.on_device.count else most_common(untimed[each]))
             for each, line in stages.items()
         )
-        return sorted(lines, key=lambda one: (one.root, one.stage, -one.calls))
+        return sorted(lines, key=lambda sizes: (sizes.root, sizes.stage, -sizes.calls))
 
     def untimed_reasons(self, process: int, number: int | None = None) -> Counter[str]:
         """Return the number of a process's calls without a device time, by reason; of one layout, or of all."""
@@ -264,8 +265,8 @@ def count_idle_devices(layouts: CallLayouts) -> list[IdleDeviceCounts]:
             groups[layout.root, len(layout.devices)][len(shape.replicas), rows] += shape.calls
     idle_counts = []
     for (root, devices), counts in groups.items():
-        idle = {group: calls for group, calls in counts.items() if group[0] < devices}
-        (replicas, rows), _ = max(idle.items(), key=lambda item: item[1], default=((devices, None), 0))
+        idle = {(used, rows): calls for (used, rows), calls in counts.items() if used < devices}
+        (replicas, rows), _ = max(idle.items(), key=itemgetter(1), default=((devices, None), 0))
         idle_counts.append(
             IdleDeviceCounts(root, devices, counts.total(), sum(idle.values()), rows, devices - replicas)
         )
@@ -302,6 +303,7 @@ def build_replica_stats(layouts: CallLayouts, tallies: Mapping[int, Mapping[Tall
             line.time.merge(times.stat(series))
             line.on_device.merge(times.stat(device_series(series)))
     for line in lines.values():
-        usual_split = splits[line.mode, line.root].most_common(1)[0][0]
+        counts = splits[line.mode, line.root]
+        usual_split = max(counts, key=counts.__getitem__)
         line.rows = usual_split[line.replica] if line.replica < len(usual_split) else None
     return [line for _, line in sorted(lines.items()) if line.calls or line.time.count]

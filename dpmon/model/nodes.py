@@ -121,11 +121,11 @@ def find_rank(snapshot: RunSnapshot, text: str) -> int | None:
     """Return the process of a rank by its number, or of the slowest rank of a node by its name; None if unknown."""
     text = text.strip().removeprefix("rank ").strip()
     if text.isdecimal():
-        return next((one.process for one in snapshot.training_processes if one.rank == int(text)), None)
-    node = next((one for one in snapshot.nodes if one.name == text), None)
-    ranks = [one for one in snapshot.ranks if node is not None and one.process in node.processes]
+        return next((process.process for process in snapshot.training_processes if process.rank == int(text)), None)
+    node = next((node for node in snapshot.nodes if node.name == text), None)
+    ranks = [rank for rank in snapshot.ranks if node is not None and rank.process in node.processes]
     first = node.processes[0] if node is not None and node.processes else None
-    return min(ranks, key=lambda one: one.wait_ns or 0.0).process if ranks else first
+    return min(ranks, key=lambda rank: rank.wait_ns or 0.0).process if ranks else first
 
 
 def gpu_name(index: int, nodes: Sequence[NodeStatus]) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
+from operator import itemgetter
 from typing import NamedTuple
 
 from dpmon.model.run_snapshot import PauseChange
@@ -57,8 +59,8 @@ def pause_totals(pauses: Iterable[Pause], end_ns: int | None = None) -> PauseTot
     """Return the totals of pauses; `end_ns`: the end of the run, and of pauses that had not ended."""
     times, unended, reach_ns, has_end, is_open = 0, 0, -1, True, False
     intervals: list[Span] = []
-    placed = ((span, pause) for pause in pauses if (span := pause.interval(1 << 63)) is not None)
-    for (start, end), pause in sorted(placed, key=lambda each: each[0][0]):
+    placed = ((*span, pause) for pause in pauses if (span := pause.interval(1 << 63)) is not None)
+    for start, end, pause in sorted(placed, key=itemgetter(0)):
         if start >= reach_ns:
             unended += not has_end
             times, reach_ns, has_end = times + 1, start, False
@@ -68,9 +70,8 @@ def pause_totals(pauses: Iterable[Pause], end_ns: int | None = None) -> PauseTot
             intervals.append((start, end))
         elif pause.on and end_ns is not None:
             intervals.append((start, end_ns))
-    return PauseTotals(
-        times, sum(end - start for start, end in union_of_intervals(intervals)), unended + (not has_end), is_open
-    )
+    paused_ns = sum(end - start for start, end in union_of_intervals(intervals))
+    return PauseTotals(times, paused_ns, unended + (not has_end), is_open)
 
 
 def build_pauses(
@@ -133,17 +134,17 @@ def all_paused_intervals(pauses: Sequence[Pause], presence: Mapping[int, Span], 
 
 def _subtract_intervals(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
     """Return the parts of `spans` outside `others`; both must be sorted and disjoint, as from `union_of_intervals`."""
-    found: list[Span] = []
-    place = 0
-    for begin, end in spans:
-        while place < len(others) and others[place][1] <= begin:
-            place += 1
-        at = place
-        while at < len(others) and others[at][0] < end:
-            if others[at][0] > begin:
-                found.append((begin, others[at][0]))
-            begin = max(begin, others[at][1])
-            at += 1
-        if begin < end:
-            found.append((begin, end))
-    return found
+    remaining: list[Span] = []
+    index = 0
+    for start, end in spans:
+        while index < len(others) and others[index][1] <= start:
+            index += 1
+        for other_start, other_end in islice(others, index, None):
+            if other_start >= end:
+                break
+            if other_start > start:
+                remaining.append((start, other_start))
+            start = max(start, other_end)
+        if start < end:
+            remaining.append((start, end))
+    return remaining

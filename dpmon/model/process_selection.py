@@ -29,19 +29,13 @@ def read_process_table(store: Store, events: RunEvents, ended: frozenset[int], n
     `node`: only the processes of a node, as on its own screen.
     """
     nodes = read_nodes(store)
-    node_names = {
-        number: node_status.name
-        for node_status in nodes
-        for number in node_status.processes
-        if node is None or node_status.number == node
-    }
+    selected = [status for status in nodes if node is None or status.number == node]
+    node_names = {number: status.name for status in selected for number in status.processes}
     numbers = sorted(node_names if node is not None else {**dict.fromkeys(events.info), **store.ranks})
     nodes_of = {number: node_names.get(number) for number in numbers}
     processes = _processes(store, events, nodes_of, plain=len(numbers) > MAX_FULLY_READ)
     newest_ns = max((process.seen_ns for process in processes.values()), default=-1)
-    snapshot = RunSnapshot(
-        processes=processes, nodes=() if node is not None else nodes, newest_ns=newest_ns, ended=ended
-    )
+    snapshot = RunSnapshot(processes, nodes if node is None else (), newest_ns=newest_ns, ended=ended)
     return replace(snapshot, order=tuple(process.process for process in snapshot.training_processes))
 
 
@@ -86,11 +80,8 @@ def _processes(
 
 def other_ranks(snapshot: RunSnapshot, focus: Process) -> list[Process]:
     """Return the ranks that train together with `focus`."""
-    return [
-        process
-        for process in snapshot.training_processes
-        if process.rank is not None and process.process != focus.process
-    ]
+    ranks = [process for process in snapshot.training_processes if process.rank is not None]
+    return [rank for rank in ranks if rank.process != focus.process]
 
 
 def ranks_on_other_nodes(store: Store, snapshot: RunSnapshot, request: SnapshotRequest) -> list[Process]:

@@ -95,7 +95,7 @@ class _RecentWaitCache:
             self._read.popleft()
         last_id, waits, has_changed, stalled = self._read[-1][1], self.of, False, self._stalled
         # The ranks of another group may have far fewer passes.
-        least_pass = min(waits[one.process].number if one.process in waits else -1 for one in ranks)
+        least_pass = min(waits[rank.process].number if rank.process in waits else -1 for rank in ranks)
         after_id = max(self._read[0][1], self._known_id)
         for number, process, sync_number, exposed_ns, wait_ns, second in store.waits(after_id, least_pass):
             last_id = number
@@ -156,11 +156,8 @@ class RankTimesCache:
         if focus.last_step is None:
             return ()
         ranks = sorted((rank for rank in (focus, *others) if rank.rank is not None), key=_RANK)
-        end_s, processes, stalled = (
-            metrics_end_s(store, focus),
-            tuple(rank.process for rank in ranks),
-            stalled * store.is_mirror,
-        )
+        end_s, processes = metrics_end_s(store, focus), tuple(rank.process for rank in ranks)
+        stalled *= store.is_mirror
         if (processes, stalled) != (self._of, self._stalled):
             self._of, self._stalled, self._width_s = processes, stalled, RANK_S
             self._waits, self._whole, self._times = None, {}, ()
@@ -201,12 +198,8 @@ class RankTimesCache:
                 before, after = (process, number, 0, step_ns, {}), (0, 0, 0, group, False, rank.node)
             if recent is not None:
                 syncs_per_step /= recent.steps
-                known = (
-                    recent.steps,
-                    recent.exposed_ns * syncs_per_step,
-                    recent.wait_ns * syncs_per_step,
-                    recent.slowest,
-                )
+                exposed_ns, wait_ns = recent.exposed_ns * syncs_per_step, recent.wait_ns * syncs_per_step
+                known = recent.steps, exposed_ns, wait_ns, recent.slowest
             times_of_ranks.append(RankTimes._make(before + known + after))
         return tuple(times_of_ranks)
 

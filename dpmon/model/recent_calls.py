@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from statistics import median
 from typing import TYPE_CHECKING
@@ -80,21 +80,12 @@ def build_call_timings(
             timings[root] = CallTimings(call)
         elif call is not None:
             positions = parts.get(root, ())
-            nth = (
-                [
-                    track
-                    for position_rows in positions
-                    if (track := _timings_from_calls(calls, position_rows)) is not None
-                ]
-                if len(positions) > 1
-                else []
-            )
-            times, on_device = _timings_from_tallies(root_rows[0], call, tallies, trained, mode)
-            track = CallTimings(call, times, on_device) if any(times) else _timings_from_calls(calls, root_rows)
-            if track is not None:
-                timings[root] = CallTimings(
-                    track.last, track.times, track.device_ns, tuple(nth) if len(nth) > 1 else ()
-                )
+            nth = [_timings_from_calls(calls, rows) for rows in positions] if len(positions) > 1 else []
+            known = tuple(timing for timing in nth if timing is not None)
+            times, device_ns = _timings_from_tallies(root_rows[0], call, tallies, trained, mode)
+            timing = CallTimings(call, times, device_ns) if any(times) else _timings_from_calls(calls, root_rows)
+            if timing is not None:
+                timings[root] = replace(timing, parts=known if len(known) > 1 else ())
     return timings
 
 
@@ -218,8 +209,6 @@ def _merge_sketches(tallies: Iterable[Tally], names: Iterable[str]) -> Counts:
 def _percentiles_of_sketch(counts: Counts) -> TimePercentiles | None:
     low, high = quantile_sketch.quantiles(counts, (0.05, 0.95))
     median_ns = quantile_sketch.median(counts)
-    return (
-        None
-        if low is None or median_ns is None or high is None
-        else TimePercentiles(low, median_ns, high, sum(counts.values()))
-    )
+    if low is None or median_ns is None or high is None:
+        return None
+    return TimePercentiles(low, median_ns, high, sum(counts.values()))

@@ -111,8 +111,8 @@ def compare_runs(before: Sequence[ComparedRun], after: Sequence[ComparedRun]) ->
         sides = values[:split], values[split:]
         compared[metric.name] = _compare_metric(metric, sides, quantiles, runs[0].stretch_s if is_pair else None)
     if (
-        len({one.set_up["ranks"] for one in runs}) > 1
-        and any(one.ranks_seen for one in runs)
+        len({run.set_up["ranks"] for run in runs}) > 1
+        and any(run.ranks_seen for run in runs)
         and SUM_METRIC in compared
     ):
         compared[SUM_METRIC] = compared[SUM_METRIC]._replace(
@@ -139,13 +139,15 @@ def setup_differences(before: Sequence[ComparedRun], after: Sequence[ComparedRun
     """Return what differs between the sides: a label, and its value on each side."""
     differences = []
     for label in before[0].set_up:
-        sides = [dict.fromkeys(value for run in side if (value := run.set_up[label])) for side in (before, after)]
-        if len(sides[0] | sides[1]) > 1 or (label == "state" and [*sides[0]] != ["finished"]):
-            differences.append((label, ", ".join(sides[0]) or UNKNOWN, ", ".join(sides[1]) or UNKNOWN))
+        old, new = (dict.fromkeys(value for run in side if (value := run.set_up[label])) for side in (before, after))
+        if len(old | new) > 1 or (label == "state" and [*old] != ["finished"]):
+            differences.append((label, ", ".join(old) or UNKNOWN, ", ".join(new) or UNKNOWN))
     for label, (min_difference, format_value) in MEASURED_CONDITIONS.items():
         values = [[run.measured[label] for run in side if label in run.measured] for side in (before, after)]
-        if all(values) and abs(median(values[0]) - median(values[1])) >= min_difference:
-            differences.append((label, format_value(median(values[0])), format_value(median(values[1]))))
+        if all(values):
+            old_median, new_median = map(median, values)
+            if abs(old_median - new_median) >= min_difference:
+                differences.append((label, format_value(old_median), format_value(new_median)))
     return differences
 
 
@@ -213,7 +215,8 @@ def _reason(
         names = {name for phases in phases_by_run for name in phases}
         times.append({name: median(phases.get(name, 0.0) for phases in phases_by_run) for name in names})
     name = phase_with_largest_change(*times, slower=step.change.sign > 0)
-    return None if name is None else (name, times[0].get(name), times[1].get(name))
+    old, new = times
+    return None if name is None else (name, old.get(name), new.get(name))
 
 
 # ------------------------------------------------------------------------------------------------ words
@@ -327,11 +330,7 @@ def judge_threshold(comparison: RunComparison, threshold: Threshold, *, anyway: 
         word = outcome if name not in ("memory", "host_memory") else outcome.replace("slower", "larger")
         return Judgment(threshold, outcome, f"{word} ({label}, limit {limit}): {reason}")
 
-    differences = [
-        f"{label_of_difference} ({a}, {b})"
-        for label_of_difference, a, b in comparison.differences
-        if label_of_difference in NOT_COMPARABLE
-    ]
+    differences = [f"{aspect} ({a}, {b})" for aspect, a, b in comparison.differences if aspect in NOT_COMPARABLE]
     if differences and not anyway:
         return judgment("inconclusive", f"not comparable: {', '.join(differences)}; --anyway compares them")
     row = comparison.compared.get(name)

@@ -84,11 +84,8 @@ class RunEvents:
 
         of_ranks = _OF_RANK * len(store.ranks)
 
-        info = {
-            process.process: process
-            for record in data("process", -1)
-            if (process := _parse_process(record)) is not None
-        }
+        processes = _without_none(map(_parse_process, data("process", -1)))
+        info = {process.process: process for process in processes}
         return cls(
             dict(sorted(info.items())),
             _without_none(map(parse_mode_change, data("mode", CHANGES_READ + of_ranks))),
@@ -199,7 +196,7 @@ def parse_input_waits(
         start_ns, took_ns = ns_member(data, "t_s"), ns_member(data, "waited_s")
         if start_ns is not None and took_ns is not None:
             waits.append((process_of_pid.get(int_member(data, "pid") or 0), start_ns, start_ns + took_ns))
-    return tuple(sorted(waits, key=lambda one: one[1:]))
+    return tuple(sorted(waits, key=lambda wait: wait[1:]))
 
 
 # ------------------------------------------------------------------------------------------------ records
@@ -218,13 +215,9 @@ def _same_named_fields(kind: str, row_class: Any) -> list[tuple[str, Callable[[M
     return [(spec.name, _READERS[spec.type]) for spec in fields]
 
 
-def _parse_record(
-    kind: str, row_class: Callable[..., _Read], data: Mapping[str, object], **other_fields: object
-) -> _Read:
-    """Build an instance of `row_class` from a record. `other_fields`: fields that differ in name or type."""
-    return row_class(
-        **{**{name: read(data, name) for name, read in _same_named_fields(kind, row_class)}, **other_fields}
-    )
+def _parse_record(kind: str, row_class: Callable[..., _Read], data: Mapping[str, object], **others: object) -> _Read:
+    """Build an instance of `row_class` from a record. `others`: fields that differ in name or type."""
+    return row_class(**{**{name: read(data, name) for name, read in _same_named_fields(kind, row_class)}, **others})
 
 
 def parse_loader_start(data: Mapping[str, object]) -> LoaderStart | None:
@@ -245,11 +238,8 @@ def parse_mode_change(data: Mapping[str, object]) -> ModeChange | None:
     """Return the content of a `mode` record; None if process or mode is missing."""
     if int_member(data, "process") is None or data.get("mode") not in MODES:
         return None
-    root, requested_by, listed = (
-        text_member(data, "root") or "",
-        text_member(data, "requested_by") or "",
-        data.get("devices"),
-    )
+    root, requested_by = text_member(data, "root") or "", text_member(data, "requested_by") or ""
+    listed = data.get("devices")
     devices = tuple(str(name) for name in listed) if isinstance(listed, list) else ()
     return _parse_record(
         "mode", ModeChange, data, root=root, t_ns=ns_member(data, "t_s"), requested_by=requested_by, devices=devices
@@ -278,7 +268,7 @@ def newest_wrappers(records: Iterable[Mapping[str, object]]) -> tuple[Wrapper, .
     for data in records:
         of_each.setdefault((int_member(data, "process"), int_member(data, "wrapper")), []).append(data)
     found = ((parse_ddp_wrapper(each[-1]), _iterations_all_used(each)) for each in of_each.values())
-    return tuple(one._replace(all_used=count) for one, count in found if one is not None)
+    return tuple(wrapper._replace(all_used=count) for wrapper, count in found if wrapper is not None)
 
 
 def _iterations_all_used(records: Iterable[Mapping[str, object]]) -> int:

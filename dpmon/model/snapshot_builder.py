@@ -139,7 +139,9 @@ class SnapshotBuilder:
                 snapshot, store, events, [*representative, *snapshot.drawn, *snapshot.order[: request.ranks]]
             )
         snapshot = self._with_details(store, snapshot, request, events, None if last is None else last.state)
-        self._last = _Last(key, 1 if last is None else last.pictures + 1, snapshot) if has_many else None
+        self._last = None
+        if has_many:
+            self._last = _Last(key, 1 if last is None else last.pictures + 1, snapshot)
         return snapshot
 
     def _rank_times(
@@ -165,7 +167,7 @@ class SnapshotBuilder:
     def _with_details(
         self,
         store: Store,
-        processes_only: RunSnapshot,
+        base: RunSnapshot,
         request: SnapshotRequest,
         events: RunEvents,
         last: RunSnapshot | None,
@@ -173,10 +175,10 @@ class SnapshotBuilder:
         """Add the metrics to a snapshot. `last`: the previous snapshot, if most of its metrics may be kept."""
         self._samples.read(
             store,
-            request.node if request.node is not None else node_of(processes_only.nodes, processes_only.representative),
+            request.node if request.node is not None else node_of(base.nodes, base.representative),
         )
         snapshot = replace(
-            processes_only,
+            base,
             devices=dict(sorted(self._samples.devices().items())),
             host=self._samples.host_history(),
             mode_changes=events.changes,
@@ -195,19 +197,22 @@ class SnapshotBuilder:
         ranks = other_ranks(snapshot, focus)
         detailed = self._with_stats(store, focus, ranks if focus.rank is not None else [], request, events)
         wrappers, times = self._rank_times(store, snapshot, detailed, ranks, request, events)
-        slowest = choose_slowest([one for one in times if one.process in snapshot.processes], request)
-        others = [one for one in ranks if one.process in slowest]
+        slowest = choose_slowest([rank for rank in times if rank.process in snapshot.processes], request)
+        others = [other for other in ranks if other.process in slowest]
         if request.listed or not slowest:
-            others += [one for one in choose_other_processes(snapshot, focus, request) if one.process not in slowest]
-        without_phases = [one.process for one in others if one.last_step is not None and not one.last_step.phases]
+            visible = choose_other_processes(snapshot, focus, request)
+            others += [other for other in visible if other.process not in slowest]
+        without_phases = [each.process for each in others if each.last_step is not None and not each.last_step.phases]
         if without_phases:
             snapshot = with_processes(snapshot, store, events, without_phases)
-            others = [snapshot.processes[one.process] for one in others]
+            others = [snapshot.processes[process.process] for process in others]
         snapshot = replace(
             snapshot, losses=_losses(store, detailed, request), unfit=next(iter(store.first_invalid_losses()), None)
         )
         previous = {} if last is None else {number: last.processes[number] for number in last.drawn}
-        shown = {one.process: _with_calls(store, one, previous=previous.get(one.process)) for one in others}
+        shown = {
+            process.process: _with_calls(store, process, previous=previous.get(process.process)) for process in others
+        }
         shown[detailed.process] = detailed
         if others and not slowest:
             shown.update({process.process: process for process in with_recent_stats(store, shown.values())})
@@ -231,7 +236,9 @@ class SnapshotBuilder:
         """Add over time which ranks the others waited for."""
         if focus.last_step is None or snapshot.communication is None or not snapshot.communication.ranks_with_waits:
             return snapshot
-        rank_of_process = {one.process: one.rank for one in snapshot.training_processes if one.rank is not None}
+        rank_of_process = {
+            process.process: process.rank for process in snapshot.training_processes if process.rank is not None
+        }
         shown, others = list(rank_of_process), list[int]()
         if len(rank_of_process) > MAX_LISTED_RANKS:
             shown, others = choose_ranks_to_show(snapshot.ranks, snapshot.straggler, request.process)

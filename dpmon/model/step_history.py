@@ -158,7 +158,10 @@ def bin_steps(
                 elapsed += within[previous]
             start_s = max(start_s, first_ns // SECOND)  # a wide tally in place of deleted ones may begin earlier
             bins.append(_bin(start_s, max(start + width_s, until), mode, evaluation, tally, elapsed))
-    return BinnedSteps(width_s * SECOND, tuple(sorted(bins, key=lambda one: (one.end_ns, one.mode, one.evaluation))))
+    return BinnedSteps(
+        width_s * SECOND,
+        tuple(sorted(bins, key=lambda time_bin: (time_bin.end_ns, time_bin.mode, time_bin.evaluation))),
+    )
 
 
 def _elapsed_by_bin(

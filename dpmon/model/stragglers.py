@@ -223,7 +223,7 @@ def _find_in_group(members: Sequence[RankTimes]) -> Straggler | None:
     assert slowest.step_ns is not None
     limit = least_ns + MAX_ALIKE_SHARE * (median(longer_waits) - least_ns)
     slow_ranks = (rank for rank, wait in zip(members, waits, strict=True) if rank is slowest or wait <= limit)
-    slow = sorted(slow_ranks, key=lambda one: (one.rank, one.process))
+    slow = sorted(slow_ranks, key=lambda rank: (rank.rank, rank.process))
     slow_processes = {rank.process for rank in slow}
     others = [rank for rank in members if rank.process not in slow_processes]
     if not others:
@@ -300,7 +300,7 @@ def _with_cause(
 
     def covered(phase: str) -> float:
         """Return the part of the excess that the phase covers on the slow rank where it covers least."""
-        return min((one.phases.get(phase, 0.0) - others_ns[phase]) / (others_wait_ns - wait_of(one)) for one in slow)
+        return min((rank.phases.get(phase, 0.0) - others_ns[phase]) / (others_wait_ns - wait_of(rank)) for rank in slow)
 
     phase = max(others_ns, key=covered, default=None)
     if phase is None or covered(phase) < MIN_CAUSE_SHARE:

@@ -165,7 +165,7 @@ def test_a_pair_tells_how_much_which_phase_and_for_whom(state: Path) -> None:
     assert found.found.reason is not None
     assert found.found.reason[0] == "data"
     assert re.fullmatch(
-        r"B is slower: from 5\d\.\d ms to 6\d\.\d ms per step, \+(19|20|21) % \(95% interval \+1\d % to \+2\d %\);"
+        r"B is slower: from 5\d\.\d ms to 6\d\.\d ms per step, \+(19|20|21)% \(95% interval \+1\d% to \+2\d%\);"
         r" most of the change is in data: from 2\.\d\d ms to 1\d\.\d ms",
         found.outcome,
     )
@@ -181,14 +181,14 @@ def test_several_runs_a_side_tell_how_much_equal_runs_differ(state: Path) -> Non
     found = compared(a, b)
     assert found.outcome.startswith("B is slower")
     text = " ".join(" ".join(text_lines(build_document(*found))).split())
-    assert re.search(r"Equal runs differ \(slowest vs\. fastest median step\): A by [01]\.\d %, B by [01]\.", text)
+    assert re.search(r"Equal runs differ \(slowest vs\. fastest median step\): A by [01]\.\d%, B by [01]\.", text)
     assert "pair only" not in text
     assert "in turn" not in text
     later = compared(a[:3], [a_run(9, started_unix=1.8e9)])
     assert "run them in turn" in " ".join(" ".join(text_lines(build_document(*later))).split())
-    assert later.outcome.startswith("inconclusive: 3 against 1 runs are too few")
+    assert later.outcome.startswith("inconclusive: too few runs (3 vs. 1)")
     equal = compared(a[::2], b[:0] + a[1::2])
-    assert equal.outcome.startswith("inconclusive: 3 against 2 runs are too few: by chance alone, one order in 10")
+    assert equal.outcome.startswith("inconclusive: too few runs (3 vs. 2): 1 ordering in 10 separates")
 
 
 def test_the_same_runs_give_the_same_answer(state: Path) -> None:
@@ -283,12 +283,12 @@ def test_phases_of_dp_only_and_another_mode(state: Path) -> None:
 def test_short_runs_have_no_interval(state: Path) -> None:
     found = compared([a_run(1, steps=45)], [a_run(2, steps=45, slow=1.2)])
     assert re.match(
-        r"B is slower: from .* per step, \+[12]\d % \(one-sided bounds: at least \+1\d %, at most \+\d\d %, 95% each\)",
+        r"B is slower: from .* per step, \+[12]\d% \(one-sided bounds: at least \+1\d%, at most \+\d\d%, 95% each\)",
         found.outcome,
     )
     equal = compared([a_run(1, steps=45)], [a_run(1, steps=45)]).outcome
     assert re.match(
-        r"inconclusive: [34] against [34] parts of 1 s have no 95% interval; from .* \(one-sided bounds: at least -",
+        r"inconclusive: [34] vs\. [34] parts of 1 s have no 95% interval; from .* \(one-sided bounds: at least -",
         equal,
     )
     assert "the runs are too short: " in compared([a_run(1, steps=30)], [a_run(2, steps=30)]).outcome
@@ -332,16 +332,16 @@ def test_three_runs_a_side_pass_fail_or_neither(
 
 def test_three_runs_a_side_have_one_verdict_by_their_one_sided_bounds(state: Path) -> None:
     before, after = sides(state, 1.1)
-    sure = r"\+\d+(\.\d)? % \(one-sided bounds: at least \+\S+ %, at most \+\S+ %, 95% each\)"
+    sure = r"\+\d+(\.\d)?% \(one-sided bounds: at least \+\S+%, at most \+\S+%, 95% each\)"
     plain = compared(before, after)
     assert re.match(rf"B is slower: from 5\d\.\d ms to 5\d\.\d ms per step, {sure}; most of the change", plain.outcome)
     gated = " ".join(text_of(compared(before, after, Threshold("step", 0.05))).split())
-    assert re.search(rf": slower \(step, limit \+5.0 %\): {sure} Time: from 5\S+ ms to 5\S+ ms per step, {sure}", gated)
+    assert re.search(rf": slower \(step, limit \+5.0%\): {sure} Time: from 5\S+ ms to 5\S+ ms per step, {sure}", gated)
     assert "inconclusive" not in gated
-    assert re.search(r" step +\S+ ms +\S+ ms +\+\S+ % +\+\S+ % to \+\S+ % \(90 %\)\n", text_of(plain))
+    assert re.search(r" step +\S+ ms +\S+ ms +\+\S+% +\+\S+% to \+\S+% \(90%\)\n", text_of(plain))
     assert "95% interval" not in text_of(plain)
     same = text_of(compared(before, after[:0] + [a_run(seed + 20) for seed in range(3)]))
-    assert re.search(r" step +\S+ ms +\S+ ms +~ +-\S+ % to \+\S+ % \(90 %\)\n", same)
+    assert re.search(r" step +\S+ ms +\S+ ms +~ +-\S+% to \+\S+% \(90%\)\n", same)
 
 
 def test_a_line_never_ends_between_a_number_and_its_unit(state: Path) -> None:
@@ -524,7 +524,7 @@ def test_the_figures_of_a_script_over_its_runs(state: Path, capsys: pytest.Captu
     left = " ".join(re.findall(r"left out: (.*?)\n\n", out, re.S)[0].split())
     assert sorted(left.split(", ")) == ["1 unreadable", "1 with fewer than 20 steps", "1 with other arguments"]
     (row,) = re.findall(r"^  step  .*$", out, re.M)
-    assert re.fullmatch(r"  step +5\d\.\d ms  5\d\.\d ms  6\d\.\d ms +\+(29|30|31) % +▁▃▆█", row)
+    assert re.fullmatch(r"  step +5\d\.\d ms  5\d\.\d ms  6\d\.\d ms +\+(29|30|31)% +▁▃▆█", row)
     assert re.search(r"^  start-up .* 0\.0% +▅▅▅▅$", out, re.M), "equal values do not look like a drift"
     assert main(["ls", "--script", "jobs/linear.py", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

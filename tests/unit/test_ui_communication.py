@@ -212,7 +212,7 @@ def test_a_terminal_of_ascii_gets_no_other_signs() -> None:
 @pytest.mark.parametrize(
     ("how", "reason"),
     [
-        ({"world": 4}, "2 of 4 ranks are in this record"),
+        ({"world": 4}, "2 of 4 ranks are recorded"),
         ({"wrapper": {"absent": {"sync": "this torch notes nothing"}}, "passes": ((0, 1),)}, "this torch notes"),
         ({"passes": ((0, 1),)}, "no step is recorded yet in which all ranks averaged"),
     ],

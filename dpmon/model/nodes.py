@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 SLOW_NS = 3 * SECOND
 """A connected node sends something once a second. After this silence it is called slow."""
-_LASTING = ("ended", "stopped", "failed", "left out")
+_LASTING = ("ended", "stopped", "failed", "given up")
 """Problems without a duration."""
-_WORDS = {"connecting": "connecting", "cut": "cut off", "refused": "left out"}
+_WORDS = {"connecting": "connecting", "cut": "disconnected", "refused": "given up"}
 SILENT = tuple(_WORDS.values())
 """Problems in which the current state of a node's ranks is unknown."""
 
@@ -29,19 +29,19 @@ class NodeProblem(NamedTuple):
     """Why the records of a node do not arrive as usual."""
 
     word: str
-    """"connecting", "slow", "cut off", "left out", "ended", "stopped" or "failed"."""
+    """"connecting", "slow", "disconnected", "given up", "ended", "stopped" or "failed"."""
     since_ns: int
     why: str | None = None
     """A sentence, if there is one; clean."""
 
     def words(self, now_ns: int) -> str:
-        """Return the word, for how long, and why: "cut off for 12 s: connection timed out"."""
+        """Return the word, for how long, and why: "disconnected for 12 s: connection timed out"."""
         since = "" if self.word in _LASTING else f" for {format_age(now_ns - self.since_ns)}"
         return f"{self.word}{since}{f': {self.why}' if self.why else ''}"
 
     def brief(self, now_ns: int, width: int) -> str:
-        """Return the word and the time in `width` cells, or less: "cut 12 s", "cut", "c"."""
-        word = self.word.partition(" ")[0]
+        """Return the word and the time in `width` cells, or less: "dis 12 s", "dis", "d"."""
+        word = "dis" if self.word == "disconnected" else self.word
         full_text = self.word if self.word in _LASTING else f"{word} {format_age(now_ns - self.since_ns)}"
         return full_text if len(full_text) <= width else word[:width]
 
@@ -78,7 +78,7 @@ class NodeStatus(NamedTuple):
             word = "failed" if self.status else "ended"
             return NodeProblem(word, self.since_ns, f"status {self.status}" if self.status else self.why)
         since_ns = heard_ns if self.state == "cut" else self.since_ns
-        return NodeProblem(_WORDS.get(self.state, "cut off"), since_ns, self.why)
+        return NodeProblem(_WORDS.get(self.state, "disconnected"), since_ns, self.why)
 
 
 def format_age(ns: int) -> str:

@@ -60,10 +60,10 @@ def facts_of(run: ManyNodes, now_s: int = 12, view: View | None = None, **wanted
     [
         ({}, None, ""),
         ({"heard_ns": 4 * SECOND}, "slow for 8 s: nothing was heard", "slow 8 s"),
-        ({"state": "cut", "why": "timed out"}, "cut off for 2 s: timed out", "cut 2 s"),
-        ({"state": "cut", "heard_ns": None}, "cut off for 11 s", "cut 11 s"),
+        ({"state": "cut", "why": "timed out"}, "disconnected for 2 s: timed out", "dis 2 s"),
+        ({"state": "cut", "heard_ns": None}, "disconnected for 11 s", "dis 11 s"),
         ({"state": "connecting", "heard_ns": None}, "connecting for 11 s", "connect"),
-        ({"state": "refused", "why": "it has no dpmon"}, "left out: it has no dpmon", "left out"),
+        ({"state": "refused", "why": "it has no dpmon"}, "given up: it has no dpmon", "given up"),
         ({"state": "ended", "status": 0}, "ended", "ended"),
         ({"state": "ended", "status": 3}, "failed: status 3", "failed"),
         ({"state": "ended", "status": 1, "stopped": True}, "stopped", "stopped"),
@@ -79,8 +79,8 @@ def test_a_node_in_trouble_is_described_with_the_time(
 
 
 def test_a_word_that_does_not_fit_is_cut() -> None:
-    assert [NodeProblem("cut off", 0).brief(200 * SECOND, width) for width in (8, 4, 1)] == ["cut", "cut", "c"]
-    assert NodeProblem("cut off", 0).brief(7300 * SECOND, 8) == "cut 2 h"
+    assert [NodeProblem("disconnected", 0).brief(200 * SECOND, width) for width in (8, 4, 1)] == ["dis", "dis", "d"]
+    assert NodeProblem("disconnected", 0).brief(7300 * SECOND, 8) == "dis 2 h"
 
 
 def test_the_sentence_names_the_node_of_the_slow_rank() -> None:
@@ -159,12 +159,12 @@ def test_nodes_in_trouble_are_told_first_and_keep_their_place() -> None:
     run.node(9, "cut", "the connection timed out", 26.0, heard_ns=24 * SECOND)
     facts = facts_of(run, 28)
     text = text_of(facts, 120, 40)
-    assert "gpu-9 cut off for 4 s: the connection timed out" in text.splitlines()[1]
-    assert "········ cut 4 s" in text
+    assert "gpu-9 disconnected for 4 s: the connection timed out" in text.splitlines()[1]
+    assert "········ dis 4 s" in text
     assert "others wait for rank 11 (gpu-1)" in text, "panel 2 has the sentence that the header has no room for"
     run.node(7, "cut", None, 27.0, heard_ns=25 * SECOND)
-    assert "2 nodes cut off (gpu-7, gpu-9)" in text_of(facts_of(run, 28), 120, 40)
-    assert "cut 4 s" in text_of(facts, 80, 24, look=MONO_ASCII)
+    assert "2 nodes disconnected (gpu-7, gpu-9)" in text_of(facts_of(run, 28), 120, 40)
+    assert "dis 4 s" in text_of(facts, 80, 24, look=MONO_ASCII)
 
 
 def test_the_ranks_of_a_node_that_is_cut_off_are_unknown_but_the_slow_one_is_named() -> None:
@@ -172,8 +172,8 @@ def test_the_ranks_of_a_node_that_is_cut_off_are_unknown_but_the_slow_one_is_nam
     for number in (1, 2):
         run.node(number, "cut", None, 12.0, heard_ns=11 * SECOND)
     text = text_of(facts_of(run), 120, 40)
-    assert "gpu-1 ???▸????  8-15  cut off for 1 s" in text
-    assert "gpu-2 ????????  16-23  cut off for 1 s" in text
+    assert "gpu-1 ???▸????  8-15  disconnected for 1 s" in text
+    assert "gpu-2 ????????  16-23  disconnected for 1 s" in text
 
 
 def test_a_node_that_never_answered_has_its_row() -> None:
@@ -182,7 +182,7 @@ def test_a_node_that_never_answered_has_its_row() -> None:
     run.node(1, "refused", "\x1b]0;x\x07it has no dpmon")
     text = text_of(ScreenData(run.state(), 4 * SECOND, INFO, alive=True), 120, 40, look=LOOK)
     assert "gpu-0 ????????  0-7  connecting for 4 s" in text
-    assert "gpu-1 ????????  8-15  left out: " in text
+    assert "gpu-1 ????????  8-15  given up: " in text
     assert "it has no dpmon" in text
     assert "\x1b" not in text
 
@@ -204,7 +204,7 @@ def test_report_and_status_name_the_nodes(state: Path, capsys: pytest.CaptureFix
     main(["status", "last"])
     status = capsys.readouterr().out
     assert "16 processes on 2 nodes" in status
-    assert "gpu-0 cut off for " in status
+    assert "gpu-0 disconnected for " in status
     assert "Rank 11 (gpu-1) delays the others" in status
     assert "57.0 steps/s  27.4k samples/s" in status
     main(["status", "last", "--json"])

@@ -141,10 +141,10 @@ _run_name = _value_parser(
 
 
 def _phase(text: str) -> str:
-    from dpmon.model.run_comparison import PHASES_GATED  # expensive
+    from dpmon.model.run_comparison import GATE_METRICS  # expensive
 
-    if text not in PHASES_GATED:
-        raise argparse.ArgumentTypeError(f"expected one of {', '.join(PHASES_GATED)}, not {text!r}")
+    if text not in GATE_METRICS:
+        raise argparse.ArgumentTypeError(f"expected one of {', '.join(GATE_METRICS)}, not {text!r}")
     return text
 
 

@@ -13,7 +13,7 @@ from dpmon.cli.messages import print_message
 from dpmon.cli.status_stream import status_members
 from dpmon.errors import HistoryError
 from dpmon.model.active_processes import ended_processes
-from dpmon.model.all_findings import find_all
+from dpmon.model.findings.all_findings import find_all
 from dpmon.model.json_fields import fields_of
 from dpmon.model.recorded_stalls import final_stall
 from dpmon.model.run_snapshot import RunSnapshot, SnapshotRequest

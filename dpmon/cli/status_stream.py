@@ -191,7 +191,7 @@ def _progress(
     absent: dict[str, str] = {}
     if focus is None or focus.last_step is None:
         names = ("process", "rank", "step", *_RATES, "mode", "virtual", *_FIGURES)
-        why = format_calls_so_far(state.open_calls) if state.open_calls else "no step has ended yet"
+        why = format_calls_so_far(state.open_calls) if state.open_calls else "no step has finished yet"
         absent.update(dict.fromkeys(names, why))
         return dict.fromkeys(names), absent
     fast = throughput_of(focus, state, now_ns, since_ns)

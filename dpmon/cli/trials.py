@@ -22,7 +22,7 @@ from dpmon.cli.commands import render_document, write_output
 from dpmon.cli.messages import print_message
 from dpmon.errors import HistoryError
 from dpmon.model.compared_run import ComparedRun
-from dpmon.model.finding_text import data_ceiling
+from dpmon.model.findings.finding_evidence import data_ceiling
 from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.run_comparison import ComparedMetric, compare_runs, format_change, format_interval
 from dpmon.report.comparison_report import read_compared_run

@@ -1,1 +1,1 @@
-"""Conclusions from a run's record: pure functions of the store's answers."""
+"""Conclusions from the queries of a run's store. No module here uses I/O, clocks or threads."""

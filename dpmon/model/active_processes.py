@@ -1,4 +1,4 @@
-"""Which processes of a run train now. Pure.
+"""Which processes of a run train now.
 
 Trainings may follow each other. One may start another (an evaluation) and go on after it. A restarted job leaves its
 old ranks behind. Processes are compared by the start of their first step or call, the end of their newest one, and
@@ -20,59 +20,61 @@ that began after its newest step."""
 
 
 def ended_processes(activities: Mapping[int, tuple[str, int]]) -> frozenset[int]:
-    """The processes that have ended, by their activities as a reader reports them."""
-    return frozenset(number for number, (what, _) in activities.items() if what == "ended")
+    """Return the processes that have ended, by their activities as a reader reports them."""
+    return frozenset(process for process, (activity, _) in activities.items() if activity == "ended")
 
 
-def find_training_processes(state: RunSnapshot) -> list[Process]:
-    """The processes that train now: with a step or call in the last half minute, unless another took over.
+def find_training_processes(snapshot: RunSnapshot) -> list[Process]:
+    """Return the processes that train now: with a step or call in the last half minute, unless another took over.
 
     A process that has ended counts only if no other one does: it is shown until another resumes.
     """
-    lately = _recently_active(state)
-    if len(lately) < 2:
-        return lately
-    newest = max(process.began_ns for process in lately)
-    apart = max((process.began_ns for process in lately if process.rank is None), default=-1)
-    again, before = _started_again(lately)
+    recent = _recently_active(snapshot)
+    if len(recent) < 2:
+        return recent
+    newest_start_ns = max(process.began_ns for process in recent)
+    rankless_start_ns = max((process.began_ns for process in recent if process.rank is None), default=-1)
+    restart_ns, replaced_end_ns = _started_again(recent)
 
     def gave_way(process: Process) -> bool:
         if process.rank is None:
-            return _is_replaced(process, newest, state.newest_ns)
-        replaced = process.began_ns <= before and _is_replaced(process, again, state.newest_ns)
-        return replaced or _is_replaced(process, apart, state.newest_ns)
+            return _is_replaced(process, newest_start_ns, snapshot.newest_ns)
+        replaced = process.began_ns <= replaced_end_ns and _is_replaced(process, restart_ns, snapshot.newest_ns)
+        return replaced or _is_replaced(process, rankless_start_ns, snapshot.newest_ns)
 
-    alone = again < 0 and all(process.rank is not None for process in lately)
-    found = lately if alone else [process for process in lately if not gave_way(process)]
-    return [process for process in found if process.process not in state.ended] or found or lately
-
-
-def _recently_active(state: RunSnapshot) -> list[Process]:
-    return [p for p in state.processes.values() if p.seen_ns >= max(state.newest_ns - _LATELY_NS, 0)]
+    has_no_successor = restart_ns < 0 and all(process.rank is not None for process in recent)
+    remaining = recent if has_no_successor else [process for process in recent if not gave_way(process)]
+    return [process for process in remaining if process.process not in snapshot.ended] or remaining or recent
 
 
-def _is_replaced(process: Process, began_ns: int, now_ns: int) -> bool:
-    """Whether `process` is silent, and another one began after its newest step or call."""
-    usual = process.last_step.wall_ns if process.last_step is not None else 0
-    silence = max(_SILENCE_NS, _SILENCE_STEPS * usual)
-    return began_ns > process.seen_ns and now_ns - process.seen_ns >= silence
+def _recently_active(snapshot: RunSnapshot) -> list[Process]:
+    return [
+        process for process in snapshot.processes.values() if process.seen_ns >= max(snapshot.newest_ns - _LATELY_NS, 0)
+    ]
 
 
-def _started_again(lately: Sequence[Process]) -> tuple[int, int]:
-    """The newest start of a process that replaced one of the same rank, and the end of the newest replaced one.
+def _is_replaced(process: Process, start_ns: int, now_ns: int) -> bool:
+    """Return whether `process` is silent, and another one began after its newest step or call."""
+    step_ns = process.last_step.wall_ns if process.last_step is not None else 0
+    silence_ns = max(_SILENCE_NS, _SILENCE_STEPS * step_ns)
+    return start_ns > process.seen_ns and now_ns - process.seen_ns >= silence_ns
+
+
+def _started_again(recent: Sequence[Process]) -> tuple[int, int]:
+    """Return the newest start of a process that replaced one of the same rank, and the end of the newest replaced one.
 
     All earlier processes give way, even ranks without a successor: a restarted job may have fewer ranks.
     """
     by_rank: dict[int, list[Process]] = {}
-    if len({process.rank for process in lately}) == len(lately):
+    if len({process.rank for process in recent}) == len(recent):
         return -1, -1
-    for process in lately:
+    for process in recent:
         if process.rank is not None:
             by_rank.setdefault(process.rank, []).append(process)
-    began = before = -1
+    restart_ns = replaced_end_ns = -1
     for processes in by_rank.values():
         successor = max(processes, key=lambda process: process.began_ns)
-        replaced = [one.seen_ns for one in processes if one.seen_ns < successor.began_ns]
+        replaced = [process.seen_ns for process in processes if process.seen_ns < successor.began_ns]
         if replaced:
-            began, before = max(began, successor.began_ns), max(before, *replaced)
-    return began, before
+            restart_ns, replaced_end_ns = max(restart_ns, successor.began_ns), max(replaced_end_ns, *replaced)
+    return restart_ns, replaced_end_ns

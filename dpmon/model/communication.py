@@ -1,4 +1,4 @@
-"""The cost of communication between ranks, and the facts that their DistributedDataParallel reported. Pure."""
+"""The cost of communication between ranks, and the settings of their DistributedDataParallel wrappers."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from dpmon.text.formatting import (
     format_three_digits,
 )
 
-_OPERATIONS = 4
-"""Most kinds of collectives to name."""
-_RUNS = 4
-"""Most runs of equal buckets to name."""
-_NOTHING = CollectiveSums()
+_MAX_OPERATIONS = 4
+"""Most kinds of collectives in the text."""
+_MAX_BUCKET_RUNS = 4
+"""Most runs of equal buckets in the text."""
+_NO_COLLECTIVES = CollectiveSums()
 _NO_WRAPPER = "no DistributedDataParallel averages gradients here, so it is unknown which rank waits for which"
 _SEVERAL_GROUPS = "its DistributedDataParallel wrappers have different process groups"
 _NOT_YET = "no step is recorded yet in which all ranks averaged their gradients"
 
 
 class Wrapper(NamedTuple):
-    """Facts of a DistributedDataParallel; None if unknown."""
+    """Settings and times of one DistributedDataParallel wrapper; None if unknown."""
 
     process: int
     rank: int | None
@@ -58,19 +58,28 @@ class Wrapper(NamedTuple):
     overlap_ns: float | None = None
     """The part of that time in which the backward pass still computed."""
     no_sync_times: str | None = None
-    """Why its synchronized passes have no times."""
+    """Why its sync passes have no times."""
     group: Group | None = None
     """The ranks that average their gradients, in order."""
     all_used: int = 0
-    """Number of recorded iterations in which all parameters were used; 0 if one was unused in any, or if it is unknown.
+    """Number of recorded iterations, each of which used all parameters; 0 if any left one unused, or if it is unknown.
 
-    In a `Communication`, the least of all ranks.
+    In a `Communication`, the smallest value of all ranks.
     """
 
     @property
     def waits_in_forward(self) -> bool:
         """Whether its ranks wait for each other in the forward, too."""
         return self.sync_batch_norm or self.broadcast_buffers
+
+
+class PassCounts(NamedTuple):
+    """Number of steps, of backward passes that synced gradients or did not, and of steps with an optimizer step."""
+
+    steps: int
+    synced: int
+    unsynced: int
+    optimized: int
 
 
 @dataclass(frozen=True)
@@ -84,15 +93,15 @@ class Communication:
     torch_times: Wrapper | None
     """The wrapper of the slowest rank, with torch's own times of the newest iteration."""
     lately: bool
-    """Whether the times cover only the last steps, instead of the whole run."""
+    """Whether the times cover only the last steps, not the whole run."""
     missing: str | None
-    """Why it is unknown how the ranks wait for each other."""
-    collectives: CollectiveSums = _NOTHING
+    """Why the waits between ranks are unknown; None if they are known."""
+    collectives: CollectiveSums = _NO_COLLECTIVES
     """The collectives of sampled steps."""
     sampled_of: int = 0
     """Number of steps of all ranks in the time that these samples cover."""
     elsewhere: tuple[RankTimes, ...] = ()
-    """The ranks of other nodes, if a picture shows one node alone: its ranks may wait for one of them."""
+    """The ranks of other nodes, if a snapshot covers only one node: its ranks may wait for one of them."""
 
     @cached_property
     def one_in(self) -> int | None:
@@ -103,42 +112,40 @@ class Communication:
     @cached_property
     def ranks_with_waits(self) -> tuple[RankTimes, ...]:
         """The ranks with known waits."""
-        return tuple([one for one in self.ranks if one.joined])
+        return tuple([rank for rank in self.ranks if rank.joined])
 
     @cached_property
     def ranks_by_wait(self) -> Sequence[RankTimes]:
         """The ranks with known waits, the shortest wait first."""
-        return sorted((one for one in self.ranks if one.wait_ns is not None), key=wait_of)
+        return sorted((rank for rank in self.ranks if rank.wait_ns is not None), key=wait_of)
 
     @cached_property
     def step_count_with_waits(self) -> int:
         """Number of steps with known waits between ranks."""
-        return min([one.joined for one in self.ranks_with_waits], default=0)
+        return min([rank.joined for rank in self.ranks_with_waits], default=0)
 
     @cached_property
     def step_ns(self) -> float | None:
         """The mean step of these ranks."""
-        return _mean([one.step_ns for one in self.ranks_with_waits])
+        return _mean([rank.step_ns for rank in self.ranks_with_waits])
 
     @cached_property
     def exposed_ns(self) -> float | None:
-        """Communication that no computation hides."""
-        return _mean([one.exposed_ns for one in self.ranks_with_waits])
+        """Mean exposed communication per step."""
+        return _mean([rank.exposed_ns for rank in self.ranks_with_waits])
 
     @cached_property
     def non_stragglers(self) -> tuple[RankTimes, ...]:
         """The ranks with known waits, without those that the others wait for."""
-        slow = self.straggler
-        return (
-            self.ranks_with_waits
-            if slow is None
-            else tuple([one for one in self.ranks_with_waits if one.process not in slow.processes])
-        )
+        straggler = self.straggler
+        if straggler is None:
+            return self.ranks_with_waits
+        return tuple([rank for rank in self.ranks_with_waits if rank.process not in straggler.processes])
 
     @cached_property
     def wait_ns(self) -> float | None:
         """The wait for the slowest rank, as a mean over the ranks that wait."""
-        return _mean([one.wait_ns for one in self.non_stragglers])
+        return _mean([rank.wait_ns for rank in self.non_stragglers])
 
     @cached_property
     def exposed_share(self) -> float | None:
@@ -156,34 +163,40 @@ class Communication:
 
         None with a single bucket, because its communication begins after the last gradient.
         """
-        one = self.torch_times
-        return _share(one.overlap_ns, one.comm_ns) if one is not None and len(one.bucket_bytes) > 1 else None
+        wrapper = self.torch_times
+        if wrapper is None or len(wrapper.bucket_bytes) < 2:
+            return None
+        return _share(wrapper.overlap_ns, wrapper.comm_ns)
 
     @cached_property
     def steps(self) -> int:
         """The largest number of steps of any rank."""
-        return max((one.steps for one in self.ranks), default=0)
+        return max((rank.steps for rank in self.ranks), default=0)
 
     @cached_property
-    def passes(self) -> tuple[int, int, int, int]:
-        """All steps, backward passes that averaged gradients, those that did not, and steps with an optimizer step."""
-        every = [(one.steps, one.synced, one.unsynced, one.optimized) for one in self.ranks if one.steps]
-        steps, synced, unsynced, optimized = map(sum, zip(*every, strict=True)) if every else (0, 0, 0, 0)
-        return steps, synced, unsynced, optimized
+    def passes(self) -> PassCounts:
+        """The passes of all ranks."""
+        ranks = [rank for rank in self.ranks if rank.steps]
+        return PassCounts(
+            sum(rank.steps for rank in ranks),
+            sum(rank.synced for rank in ranks),
+            sum(rank.unsynced for rank in ranks),
+            sum(rank.optimized for rank in ranks),
+        )
 
     @property
     def synced(self) -> float | None:
         """Backward passes per step that averaged gradients."""
-        return _share(self.passes[1], self.passes[0])
+        return _share(self.passes.synced, self.passes.steps)
 
     @property
     def unsynced(self) -> float | None:
         """Backward passes per step that averaged nothing (no_sync)."""
-        return _share(self.passes[2], self.passes[0])
+        return _share(self.passes.unsynced, self.passes.steps)
 
     @cached_property
     def delays(self) -> Mapping[int, float]:
-        """How much longer the others waited than a rank, by process (dpmon.model.stragglers)."""
+        """How much longer the others waited than each rank, by process (dpmon.model.stragglers.delay_shares)."""
         return delay_shares(self.ranks)
 
     @cached_property
@@ -210,117 +223,127 @@ class Communication:
     ) -> Communication:
         """Return a copy with other times.
 
-        `wrappers`: those of all ranks, as before. `groups`: the process group of each rank.
+        `wrappers`: the wrappers of all ranks. `groups`: the process group of each rank.
         """
-        missing = (
-            None if any(one.joined for one in ranks) else _unknown_wait_reason((*ranks, *elsewhere), self.wrappers)
+        missing = None
+        if not any(rank.joined for rank in ranks):
+            missing = _unknown_wait_reason((*ranks, *elsewhere), self.wrappers)
+        waits_in_forward = any(wrapper.waits_in_forward for wrapper in wrappers)
+
+        def with_group(rank: RankTimes) -> RankTimes:
+            group = groups[rank.rank]
+            if rank.group == group and rank.waits_in_forward == waits_in_forward:
+                return rank  # as usual; there may be a thousand ranks
+            return rank._replace(group=group, waits_in_forward=waits_in_forward)
+
+        return replace(
+            self, ranks=tuple(map(with_group, ranks)), elsewhere=tuple(map(with_group, elsewhere)), missing=missing
         )
-        waits = any(one.waits_in_forward for one in wrappers)
-        times, others = (
-            tuple(
-                one
-                if one.group == groups[one.rank] and one.waits_in_forward == waits
-                else one._replace(group=groups[one.rank], waits_in_forward=waits)
-                for one in those
-            )
-            for those in (ranks, elsewhere)
-        )
-        return replace(self, ranks=times, elsewhere=others, missing=missing)
 
     def other_waits(self) -> tuple[str, ...]:
-        """Sentences about waits between ranks that are not at the end of the backward pass."""
-        there = {
-            "SyncBatchNorm": any(one.sync_batch_norm for one in self.wrappers),
-            "broadcast_buffers": any(one.broadcast_buffers for one in self.wrappers),
+        """Return sentences about waits between ranks that do not happen at the end of the backward pass."""
+        is_cause = {
+            "SyncBatchNorm": any(wrapper.sync_batch_norm for wrapper in self.wrappers),
+            "broadcast_buffers": any(wrapper.broadcast_buffers for wrapper in self.wrappers),
         }
-        causes, found = [name for name, known in there.items() if known], []
+        causes = [name for name, applies in is_cause.items() if applies]
+        sentences = []
         if causes:
             make = f"{' and '.join(causes)} {'make' if len(causes) > 1 else 'makes'}"
-            found.append(f"{make} the ranks wait for each other in the forward, too")
+            sentences.append(f"{make} the ranks wait for each other in the forward, too")
         if self.own_collective_names:
-            found.append(
+            sentences.append(
                 f"the script's own {self.own_collective_names} may make the ranks wait for each other, too: see `other`"
             )
-        return tuple(found)
+        return tuple(sentences)
 
 
 def build_communication(
     ranks: Sequence[RankTimes],
     wrappers: Sequence[Wrapper],
-    collectives: CollectiveSums = _NOTHING,
+    collectives: CollectiveSums = _NO_COLLECTIVES,
     sampled_of: int = 0,
     elsewhere: Sequence[RankTimes] = (),
     *,
     lately: bool,
 ) -> Communication | None:
-    """The communication of these ranks; None for one process without a DistributedDataParallel.
+    """Return the communication of these ranks; None for a single process without a DistributedDataParallel.
 
     `collectives`: the collectives of sampled steps. `sampled_of`: the number of all steps in the same time.
-    `elsewhere`: the ranks of nodes that are not shown.
+    `elsewhere`: the ranks of nodes outside the snapshot.
     """
     if len(ranks) < 2 and not wrappers:
         return None
-    first = min(wrappers, key=lambda one: (one.rank is None, one.rank or 0, one.process), default=None)
-    own = [
-        one._replace(all_used=min(other.all_used for other in wrappers if other.number == one.number))
-        for one in wrappers
-        if first is not None and one.process == first.process
+    first = min(wrappers, key=lambda wrapper: (wrapper.rank is None, wrapper.rank or 0, wrapper.process), default=None)
+    rank_wrappers = [
+        wrapper._replace(all_used=min(other.all_used for other in wrappers if other.number == wrapper.number))
+        for wrapper in wrappers
+        if first is not None and wrapper.process == first.process
     ]
-    own.sort(key=lambda one: one.number)
-    known = Communication((), tuple(own), _torch_times(wrappers), lately, None, collectives, sampled_of)
-    return known.with_times(ranks, wrappers, elsewhere, groups_of([one.rank for one in (*ranks, *elsewhere)], wrappers))
+    rank_wrappers.sort(key=lambda wrapper: wrapper.number)
+    without_times = Communication(
+        (), tuple(rank_wrappers), _torch_times(wrappers), lately, None, collectives, sampled_of
+    )
+    groups = groups_of([rank.rank for rank in (*ranks, *elsewhere)], wrappers)
+    return without_times.with_times(ranks, wrappers, elsewhere, groups)
 
 
 def groups_of(ranks: Iterable[int], wrappers: Sequence[Wrapper]) -> Mapping[int, Group | None]:
-    """The process group of each rank: of its newest process, or else one that lists it; None if there are several."""
-    every = {one.group for one in wrappers} - {None}
-    if len(every) == 1:  # as usual; there may be a thousand ranks
-        (group,) = every
+    """Return the process group of each rank; None if it has several.
+
+    It is the group of the rank's newest process, or else a group that lists the rank.
+    """
+    all_groups = {wrapper.group for wrapper in wrappers} - {None}
+    if len(all_groups) == 1:  # as usual; there may be a thousand ranks
+        (group,) = all_groups
         members = group if isinstance(group, range) else frozenset(group or ())
         return {rank: group if rank in members else None for rank in ranks}
-    own: dict[int | None, dict[Group, int]] = {}
-    listed: dict[Group, int] = {}
-    for one in wrappers:
-        if one.group is not None:
-            for newest in (own.setdefault(one.rank, {}), listed):
-                newest[one.group] = max(newest.get(one.group, 0), one.process)
-    sets = [(frozenset(each), each) for each in listed]
-    found = {}
+    newest_by_rank: dict[int | None, dict[Group, int]] = {}
+    newest_by_group: dict[Group, int] = {}
+    for wrapper in wrappers:
+        if wrapper.group is not None:
+            for newest in (newest_by_rank.setdefault(wrapper.rank, {}), newest_by_group):
+                newest[wrapper.group] = max(newest.get(wrapper.group, 0), wrapper.process)
+    members_of = {group: frozenset(group) for group in newest_by_group}
+    groups: dict[int, Group | None] = {}
     for rank in ranks:
-        known = own.get(rank) or {each: listed[each] for those, each in sets if rank in those}
-        last = [each for each, process in known.items() if process == max(known.values())]
-        found[rank] = last[0] if len(last) == 1 else None
-    return found
+        candidates = newest_by_rank.get(rank)
+        if not candidates:
+            candidates = {group: newest for group, newest in newest_by_group.items() if rank in members_of[group]}
+        newest_process = max(candidates.values(), default=None)
+        newest_groups = [group for group, process in candidates.items() if process == newest_process]
+        groups[rank] = newest_groups[0] if len(newest_groups) == 1 else None
+    return groups
 
 
 def _unknown_wait_reason(ranks: Sequence[RankTimes], wrappers: Sequence[Wrapper]) -> str:
-    """Why waits are unknown. `wrappers`: of one rank."""
+    """Return why waits are unknown. `wrappers`: of one rank."""
     if not wrappers:
         return _NO_WRAPPER
-    reason = next((one.no_sync_times for one in wrappers if one.no_sync_times), None)
+    reason = next((wrapper.no_sync_times for wrapper in wrappers if wrapper.no_sync_times), None)
     if reason is not None:
         return reason
-    if len({one.group for one in wrappers} - {None}) > 1:
+    if len({wrapper.group for wrapper in wrappers} - {None}) > 1:
         return _SEVERAL_GROUPS
-    size, there = max(one.group_size or 0 for one in wrappers), max(len(ranks), 1)
+    size, rank_count = max(wrapper.group_size or 0 for wrapper in wrappers), max(len(ranks), 1)
     if size == 1:
         return "there is only one rank"
-    if there < size:
-        return f"{there} of {size} ranks are in this record; all of them are needed to see who waits for whom"
+    if rank_count < size:
+        return f"{rank_count} of {size} ranks are recorded; all of them are needed to see which rank waits for which"
     return _NOT_YET
 
 
 def _torch_times(wrappers: Iterable[Wrapper]) -> Wrapper | None:
-    """The wrapper on the slowest rank, where the least communication remains after the computation."""
-    timed = [one for one in wrappers if one.comm_ns and one.iteration is not None]
-    newest = max((one.iteration or 0 for one in timed), default=0)
-    last = [one for one in timed if one.iteration == newest]
-    return min(last, key=lambda one: (one.comm_ns or 0.0) - (one.overlap_ns or 0.0), default=None)
+    """Return the wrapper of the slowest rank, where the least communication remains after the computation."""
+    timed = [wrapper for wrapper in wrappers if wrapper.comm_ns and wrapper.iteration is not None]
+    newest = max((wrapper.iteration or 0 for wrapper in timed), default=0)
+    candidates = [wrapper for wrapper in timed if wrapper.iteration == newest]
+    return min(candidates, key=lambda wrapper: (wrapper.comm_ns or 0.0) - (wrapper.overlap_ns or 0.0), default=None)
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return fmean(known) if known else None
+    known_values = [value for value in values if value is not None]
+    return fmean(known_values) if known_values else None
 
 
 def _share(part: float | None, whole: float | None) -> float | None:
@@ -330,100 +353,102 @@ def _share(part: float | None, whole: float | None) -> float | None:
 # ------------------------------------------------------------------------------------------------ words
 
 
-def _labeled_texts(traffic: Communication) -> list[tuple[str, str]]:
+def _labeled_texts(communication: Communication) -> list[tuple[str, str]]:
     rows: list[tuple[str, str]] = []
-    if traffic.exposed_ns is not None:
-        steps = f"{'last ' * traffic.lately}{format_count_with_noun(traffic.step_count_with_waits, 'step')}"
+    if communication.exposed_ns is not None:
+        steps = f"{'last ' * communication.lately}{format_count_with_noun(communication.step_count_with_waits, 'step')}"
         rows.append(
             (
                 "exposed",
-                f"{format_duration(traffic.exposed_ns)} a step, {format_percent(traffic.exposed_share)} of it; {steps}",
+                f"{format_duration(communication.exposed_ns)} per step,"
+                f" {format_percent(communication.exposed_share)} of it; {steps}",
             )
         )
-        who = format_count_with_noun(
-            len(traffic.non_stragglers),
-            "rank" if len(traffic.non_stragglers) == len(traffic.ranks_with_waits) else "waiting rank",
+        ranks_text = format_count_with_noun(
+            len(communication.non_stragglers),
+            "rank" if len(communication.non_stragglers) == len(communication.ranks_with_waits) else "waiting rank",
         )
-        rows.append(
-            ("wait", f"{format_duration(traffic.wait_ns)}, {format_percent(traffic.wait_share)}; mean of {who}")
+        wait = f"{format_duration(communication.wait_ns)}, {format_percent(communication.wait_share)}"
+        rows.append(("wait", f"{wait}; mean of {ranks_text}"))
+    if communication.missing is not None:
+        rows.append(("wait", f"unknown: {communication.missing}"))
+    if communication.torch_times is not None and communication.hidden_share is not None:
+        rows.append(("hidden", _format_overlap(communication, communication.torch_times)))
+    rows += [("" if row else "sampled", text) for row, text in enumerate(format_operations(communication))]
+    several = len(communication.wrappers) > 1
+    for wrapper in communication.wrappers:
+        rows.append((f"buckets{f' {wrapper.root}' if several else ''}", format_buckets(wrapper)))
+    if communication.wrappers:
+        rows.append(("group", _format_group(communication.wrappers[0])))
+    if communication.synced:
+        no_sync_text = (
+            f", {format_three_digits(communication.unsynced)} under no_sync" if communication.unsynced else ""
         )
-    if traffic.missing is not None:
-        rows.append(("wait", f"unknown: {traffic.missing}"))
-    if traffic.torch_times is not None and traffic.hidden_share is not None:
-        rows.append(("hidden", _format_overlap(traffic, traffic.torch_times)))
-    rows += [("" if row else "sampled", text) for row, text in enumerate(format_operations(traffic))]
-    several = len(traffic.wrappers) > 1
-    for one in traffic.wrappers:
-        rows.append((f"buckets{f' {one.root}' if several else ''}", format_buckets(one)))
-    if traffic.wrappers:
-        rows.append(("group", _format_group(traffic.wrappers[0])))
-    if traffic.synced:
-        under = f", {format_three_digits(traffic.unsynced)} under no_sync" if traffic.unsynced else ""
-        rows.append(("passes", f"{format_three_digits(traffic.synced)} synchronized a step{under}"))
+        rows.append(("passes", f"{format_three_digits(communication.synced)} synced per step{no_sync_text}"))
     return rows
 
 
-def format_operations(traffic: Communication) -> list[str]:
-    """A line for each kind of collective in the sampled steps: number, size, speed."""
-    collectives = traffic.collectives
+def format_operations(communication: Communication) -> list[str]:
+    """Return a line for each kind of collective in the sampled steps: number, size, bandwidth."""
+    collectives = communication.collectives
     if collectives.why is not None and not collectives.samples:
         return [f"collectives: {collectives.why}"]
-    lines, known = [], {one.group_size for one in traffic.wrappers}
-    of = "" if traffic.one_in is None else f"; 1 step in {format_count(traffic.one_in)}"
-    per = "an update" if traffic.unsynced else "a step"  # a sample ends with an optimizer step, if there are any
-    for one in collectives.operations[:_OPERATIONS]:
-        count = (
-            format_three_digits(one.collectives / collectives.samples)
-            if collectives.samples
-            else format_count(one.collectives)
-        )
-        size = f" of {format_bytes(one.bytes / one.collectives)}" if one.bytes else ""
-        bus = one.bus_bytes_s
-        why = one.no_bandwidth if one.bytes or not one.ended else None  # a barrier has none
-        fast = (
-            f", {format_bandwidth(bus)} bus" if bus is not None else "" if why is None else f", {why.partition(':')[0]}"
-        )
-        ranks = "" if one.size in known else f" of {format_count_with_noun(one.size, 'rank')},"
-        lines.append(f"{one.name}{ranks} {count} {per}{size}{fast}{of}")
+    lines, group_sizes = [], {wrapper.group_size for wrapper in communication.wrappers}
+    interval_text = "" if communication.one_in is None else f"; 1 step in {format_count(communication.one_in)}"
+    # A sample ends with an optimizer step, if there are any.
+    unit = "per update" if communication.unsynced else "per step"
+    for operation in collectives.operations[:_MAX_OPERATIONS]:
+        if collectives.samples:
+            count = format_three_digits(operation.collectives / collectives.samples)
+        else:
+            count = format_count(operation.collectives)
+        size = f" of {format_bytes(operation.bytes / operation.collectives)}" if operation.bytes else ""
+        speed = ""
+        if operation.bus_bytes_s is not None:
+            speed = f", {format_bandwidth(operation.bus_bytes_s)} bus"
+        elif operation.no_bandwidth is not None and (operation.bytes or not operation.ended):  # a barrier has none
+            speed = f", {operation.no_bandwidth.partition(':')[0]}"
+        ranks = "" if operation.size in group_sizes else f" of {format_count_with_noun(operation.size, 'rank')},"
+        lines.append(f"{operation.name}{ranks} {count} {unit}{size}{speed}{interval_text}")
     return lines
 
 
 def format_bandwidth(bytes_s: float) -> str:
-    """Three digits in GB/s, or MB/s below one: "187 GB/s"."""
+    """Return three digits in GB/s, or in MB/s below 1 GB/s: "187 GB/s"."""
+    if bytes_s >= 1e9:
+        return f"{format_three_digits(bytes_s / 1e9)} GB/s"
+    return f"{format_three_digits(bytes_s / 1e6)} MB/s"
+
+
+def _format_overlap(communication: Communication, wrapper: Wrapper) -> str:
+    """Return the share of communication that overlapped with the backward pass, from torch's own times, as text."""
+    rank_text = "" if wrapper.rank is None else f", rank {wrapper.rank}"
     return (
-        f"{format_three_digits(bytes_s / 1e9)} GB/s" if bytes_s >= 1e9 else f"{format_three_digits(bytes_s / 1e6)} MB/s"
+        f"{format_percent(communication.hidden_share)} of {format_duration(wrapper.comm_ns)}"
+        f" (torch: iteration {format_count(wrapper.iteration)}{rank_text})"
     )
 
 
-def _format_overlap(traffic: Communication, one: Wrapper) -> str:
-    """The share of communication that the backward pass hid, from torch's own times of one iteration."""
-    who = "" if one.rank is None else f", rank {one.rank}"
-    return (
-        f"{format_percent(traffic.hidden_share)} of {format_duration(one.comm_ns)}"
-        f" (torch: iteration {format_count(one.iteration)}{who})"
-    )
-
-
-def format_buckets(one: Wrapper) -> str:
-    """The number of buckets, and their sizes in the order of averaging: "6: 1.00 MiB, 25.0 MiB ×5"."""
-    if not one.bucket_bytes:
+def format_buckets(wrapper: Wrapper) -> str:
+    """Return the number of buckets and their sizes in the order of averaging: "6: 1.00 MiB, 25.0 MiB ×5"."""
+    if not wrapper.bucket_bytes:
         return "unknown so far"
-    runs = [(size, sum(1 for _ in same)) for size, same in groupby(map(format_bytes, one.bucket_bytes))]
-    named = ", ".join(size if count == 1 else f"{size} ×{count}" for size, count in runs[:_RUNS])
-    return f"{len(one.bucket_bytes)}: {named}{' ...' if len(runs) > _RUNS else ''}"
+    runs = [(size, sum(1 for _ in same)) for size, same in groupby(map(format_bytes, wrapper.bucket_bytes))]
+    sizes_text = ", ".join(size if count == 1 else f"{size} ×{count}" for size, count in runs[:_MAX_BUCKET_RUNS])
+    return f"{len(wrapper.bucket_bytes)}: {sizes_text}{' ...' if len(runs) > _MAX_BUCKET_RUNS else ''}"
 
 
-def _format_group(one: Wrapper) -> str:
+def _format_group(wrapper: Wrapper) -> str:
     parts = [
-        "size unknown" if one.group_size is None else format_count_with_noun(one.group_size, "rank"),
-        one.backend or "backend unknown",
+        "size unknown" if wrapper.group_size is None else format_count_with_noun(wrapper.group_size, "rank"),
+        wrapper.backend or "backend unknown",
     ]
-    if one.comm_hook:
-        parts.append(f"communication hook {one.comm_hook}")
-    if one.gradient_as_bucket_view:
+    if wrapper.comm_hook:
+        parts.append(f"communication hook {wrapper.comm_hook}")
+    if wrapper.gradient_as_bucket_view:
         parts.append("gradients are views of buckets")
-    if one.static_graph:
+    if wrapper.static_graph:
         parts.append("static graph")
-    if one.find_unused_parameters:
+    if wrapper.find_unused_parameters:
         parts.append("finds unused parameters")
     return ", ".join(parts)

@@ -1,4 +1,4 @@
-"""What a comparison needs of one run: its set-up, its comparable steps, and its figures. Pure."""
+"""One run as a comparison needs it: its setup, its comparable steps, and its metrics."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from dpmon.record.shared_names import RANK_MODES
 from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES, Tally
 from dpmon.text.formatting import format_bytes, format_compact, format_count_with_noun, format_duration
 
-_STRETCHES = 20
+_MAX_STRETCHES = 20
 """Most stretches into which the steps of a run are divided."""
-_LEAST_SAMPLED = 3
-"""Fewest stretches for a processor time: it is sampled once a second."""
+_MIN_SAMPLED_STRETCHES = 3
+"""Fewest stretches for a CPU time, which is sampled once a second."""
 
 
 class Metric(NamedTuple):
-    """What is compared: its name in JSON, its name in a table, its unit (ns, bytes or "/s"), its series in tallies.
+    """A compared value: its name in JSON, its label in a table, its unit (ns, bytes or "/s"), its series in tallies.
 
-    Of a series, the quantile at `fraction` is compared.
+    For a series, the quantile at `fraction` is compared.
     """
 
     name: str
@@ -39,44 +39,40 @@ class Metric(NamedTuple):
     fraction: float = 0.5
 
     def value_over(self, steps: Tally) -> float | None:
-        """Its value over steps; None if they have none, or if it has no series."""
+        """Return its value over steps; None if the steps have none, or if it has no series."""
         if self.series is None:
             return None
         return steps.median(self.series) if self.fraction == 0.5 else steps.quantile(self.series, self.fraction)
 
     def as_fields(self, **values: Sequence[float | None]) -> dict[str, object]:
-        """The unit and lists of values for JSON, with times in ms."""
+        """Return the unit and lists of values for JSON, with times in ms."""
         if self.unit != "ns":
             return {"unit": self.unit, **values}
-        return {"unit": "ms", **{name: [ms(value) for value in each] for name, each in values.items()}}
+        return {"unit": "ms", **{name: [ms(value) for value in items] for name, items in values.items()}}
 
     def format(self, value: float | None) -> str:
-        """A value in words."""
-        return (
-            format_duration(value)
-            if self.unit == "ns"
-            else format_bytes(value)
-            if self.unit == "bytes"
-            else format_compact(value)
-        )
+        """Return a value in words."""
+        if self.unit == "ns":
+            return format_duration(value)
+        return format_bytes(value) if self.unit == "bytes" else format_compact(value)
 
 
 def _step_metrics() -> list[Metric]:
-    found = [Metric(STEP, STEP, series=STEP)]
+    metrics = [Metric(STEP, STEP, series=STEP)]
     for name in STEP_PHASES:
         parts = [phase.name for phase in PHASES if phase.of_call] if name == "forward" else []
-        for each in (name, *parts):
-            indent = "  " * (1 + (each != name))
-            found.append(Metric(each, indent + each, series=each))
-            found.append(Metric(f"{each}_device", f"{indent}  on device", series=device_series(each)))
-    return [*found, Metric("fast_step", "fast step", series=STEP, fraction=0.05)]
+        for phase_name in (name, *parts):
+            indent = "  " * (1 + (phase_name != name))
+            metrics.append(Metric(phase_name, indent + phase_name, series=phase_name))
+            metrics.append(Metric(f"{phase_name}_device", f"{indent}  on device", series=device_series(phase_name)))
+    return [*metrics, Metric("fast_step", "fast step", series=STEP, fraction=0.05)]
 
 
-STEP_FIGURES = tuple(_step_metrics())
-"""Medians of times; one step in twenty is faster than the fast step, which other work disturbs least."""
-RUN_FIGURES = (
+STEP_METRICS = tuple(_step_metrics())
+"""Medians of times. 1 in 20 steps is faster than the fast step, which other work on the machine disturbs least."""
+RUN_METRICS = (
     Metric("mean_step", "mean step"),
-    Metric("cpu_step", "processor time a step"),
+    Metric("cpu_step", "CPU time per step"),
     Metric("samples_per_s", "samples/s", "/s"),
     Metric("steps_per_s", "steps/s", "/s"),
     Metric("memory", "peak memory of torch", "bytes"),
@@ -84,25 +80,25 @@ RUN_FIGURES = (
     Metric("exposed", "exposed communication"),
     Metric("wait", "wait for the slowest rank"),
     Metric("evaluation_step", "step of evaluation"),
-    Metric("evaluation", "evaluation in all"),
+    Metric("evaluation", "total evaluation"),
     Metric("startup", "start-up"),
 )
-"""A number for each run, all of its steps included."""
-_SERIES = (REST, *(figure.series for figure in STEP_FIGURES if figure.series is not None))
+"""Metrics with one value per run, over all of its steps."""
+_SERIES = (REST, *(figure.series for figure in STEP_METRICS if figure.series is not None))
 
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """What a comparison needs of one run."""
+    """One run as a comparison needs it."""
 
     id: str
     name: str
     directory: str
     started_unix: float
     set_up: Mapping[str, str | None]
-    """What was run, and on what; None if unknown."""
+    """The command, its settings and the hardware, by label; None if unknown."""
     measured: Mapping[str, float]
-    """The known ones of dpmon.model.run_comparison.MEASURED."""
+    """The known values of dpmon.model.run_comparison.MEASURED_CONDITIONS."""
     bins: Sequence[Bin]
     """Its steps over time."""
     mode: str | None
@@ -112,163 +108,169 @@ class ComparedRun:
     kinds: Counter[StepKind]
     """Number of these steps by kind."""
     stretch_s: int
-    """Seconds in each of `rows`."""
+    """Width (s) of the tallies in `rows`."""
     interrupted_steps: int
     """Steps left out because of a pause or a stall in the same stretch."""
     values: Mapping[str, float]
-    """The known ones of RUN_FIGURES."""
+    """The known values of RUN_METRICS."""
     straggler: str | None
     """The rank that the others wait for, in a sentence."""
 
     @property
     def ranks_seen(self) -> str | None:
-        """How many of the ranks it has ("2 of 4"), if it has not all."""
+        """How many of the ranks have records ("2 of 4"); None if all have."""
         ranks = self.set_up["ranks"]
         return ranks if ranks is not None and " of " in ranks else None
 
     def steps(self, kind: StepKind | None) -> Tally:
-        """All steps of one kind; None: no step."""
-        whole = Tally()
-        for each, tally in self.rows:
-            if each == kind:
-                whole.merge(tally)
-        return whole
+        """Return the tally of all steps of one kind; an empty one for None."""
+        merged = Tally()
+        for row_kind, tally in self.rows:
+            if row_kind == kind:
+                merged.merge(tally)
+        return merged
 
     def stretches(self, kind: StepKind) -> list[Tally]:
-        """The steps of one kind in order of time: up to _STRETCHES tallies with about as many steps each."""
-        found: list[Tally] = []
-        for tally in (tally for each, tally in self.rows if each == kind):
-            if not found or found[-1].steps >= self.kinds[kind] / _STRETCHES:
-                found.append(Tally())
-            found[-1].merge(tally)
-        if len(found) > 1 and found[-1].steps < self.kinds[kind] / _STRETCHES:
-            last = found.pop()
-            found[-1].merge(last)
-        return found
+        """Return the steps of one kind in order of time: up to _MAX_STRETCHES tallies with about as many steps each."""
+        stretches: list[Tally] = []
+        for tally in (tally for row_kind, tally in self.rows if row_kind == kind):
+            if not stretches or stretches[-1].steps >= self.kinds[kind] / _MAX_STRETCHES:
+                stretches.append(Tally())
+            stretches[-1].merge(tally)
+        if len(stretches) > 1 and stretches[-1].steps < self.kinds[kind] / _MAX_STRETCHES:
+            last = stretches.pop()
+            stretches[-1].merge(last)
+        return stretches
 
 
-def build_compared_run(facts: RunAnalysis, given: Mapping[str, str | None], **about: Any) -> ComparedRun:
-    """Read a run while its store is open. `given`: the set-up that is not in the store; `about`: id to started_unix."""
-    there = [mode for mode, evaluation in facts.window.modes if not evaluation]
-    usual = max(there, key=lambda mode: facts.window.tally(mode, without_warmup=True).steps, default=None)
+def build_compared_run(run: RunAnalysis, given: Mapping[str, str | None], **about: Any) -> ComparedRun:
+    """Read a run while its store is open.
+
+    `given`: the setup that is not in the store. `about`: the fields of ComparedRun from `id` to `started_unix`.
+    """
+    modes = [mode for mode, evaluation in run.window.modes if not evaluation]
+    usual = max(modes, key=lambda mode: run.window.tally(mode, without_warmup=True).steps, default=None)
     rows: list[tuple[StepKind, Tally]] = []
     kinds: Counter[StepKind] = Counter()
-    trained: Counter[tuple[int, int]] = Counter()
+    trained_steps: Counter[tuple[int, int]] = Counter()
     interrupted = 0
     if usual is not None:
-        until = facts.until_ns
-        # A step ends, and counts, up to a second after its stall.
-        apart = [
-            (one.since_ns, (until if one.end_ns is None else one.end_ns) + SECOND) for one in facts.announced.stalls
+        until_ns = run.until_ns
+        # A step that stalled ends, and counts, up to a second after its stall.
+        interruptions = [
+            (stall.since_ns, (until_ns if stall.end_ns is None else stall.end_ns) + SECOND)
+            for stall in run.announced.stalls
         ]
-        apart += any_paused_intervals(facts.pauses, until)
-        read = facts.store.tally_rows(
-            process=facts.representative_process(usual, False), widest=facts.stretch_s, series=_SERIES
+        interruptions += any_paused_intervals(run.pauses, until_ns)
+        tally_rows = run.store.tally_rows(
+            process=run.representative_process(usual, False), widest=run.stretch_s, series=_SERIES
         )
-        for at, width, key, tally in read:
+        for start_s, width, key, tally in tally_rows:
             kind = comparable_kind(key)
             if kind is None or key.mode != usual:
                 continue
             if kind.trains:
-                trained[at * SECOND, (at + width) * SECOND] += tally.steps
-            if any(begin < (at + width) * SECOND and at * SECOND < end for begin, end in apart):
+                trained_steps[start_s * SECOND, (start_s + width) * SECOND] += tally.steps
+            if any(start < (start_s + width) * SECOND and start_s * SECOND < end for start, end in interruptions):
                 interrupted += tally.steps
             else:
                 rows.append((kind, tally))
                 kinds[kind] += tally.steps
-    slow = None if facts.communication is None else facts.communication.straggler
-    told = None if slow is None else straggler_sentence(slow, lately=False)
-    bins = [one for one in facts.stretches.bins if one.mode == usual and not one.evaluation]
+    straggler = None if run.communication is None else run.communication.straggler
+    sentence = None if straggler is None else straggler_sentence(straggler, lately=False)
+    bins = [time_bin for time_bin in run.stretches.bins if time_bin.mode == usual and not time_bin.evaluation]
     return ComparedRun(
         **about,
-        set_up={**given, **_setup_labels(facts, usual, kinds)},
-        measured=_hardware_conditions(facts),
+        set_up={**given, **_setup_labels(run, usual, kinds)},
+        measured=_hardware_conditions(run),
         bins=bins,
         mode=usual,
         rows=rows,
         kinds=kinds,
-        stretch_s=facts.stretch_s,
+        stretch_s=run.stretch_s,
         interrupted_steps=interrupted,
-        values={**_mean_step(rows, kinds), **_cpu_ns_per_step(facts, trained), **_whole_run_values(facts, usual)},
-        straggler=told,
+        values={**_mean_step(rows, kinds), **_cpu_ns_per_step(run, trained_steps), **_whole_run_values(run, usual)},
+        straggler=sentence,
     )
 
 
 def _mean_step(rows: Sequence[tuple[StepKind, Tally]], kinds: Counter[StepKind]) -> dict[str, float]:
-    """The mean of the most frequent kind of step; nothing without steps."""
-    whole = Tally()
+    """Return the mean of the most frequent kind of step; empty without steps."""
+    merged = Tally()
     for kind, tally in rows:
         if kind == max(kinds, key=kinds.__getitem__):
-            whole.merge(tally)
-    mean = whole.stat(STEP).mean
+            merged.merge(tally)
+    mean = merged.stat(STEP).mean
     return {} if mean is None else {"mean_step": mean}
 
 
-def _cpu_ns_per_step(facts: RunAnalysis, trained: Mapping[tuple[int, int], int]) -> dict[str, float]:
-    """The processor time of all processes for each training step; nothing if unknown.
+def _cpu_ns_per_step(run: RunAnalysis, trained_steps: Mapping[tuple[int, int], int]) -> dict[str, float]:
+    """Return the CPU time of all processes per training step; empty if unknown.
 
-    `trained`: the steps that ended in each stretch of time. The first and the last one are not full of them.
+    `trained_steps`: number of steps that ended in each interval (ns). The first and the last one may be partly empty.
     """
     spent = [
         (after - before, steps)
-        for (begin, end), steps in sorted(trained.items())[1:-1]
-        if (before := facts.samples.cpu_time_until(begin)) is not None
-        and (after := facts.samples.cpu_time_until(end)) is not None
+        for (start, end), steps in sorted(trained_steps.items())[1:-1]
+        if (before := run.samples.cpu_time_until(start)) is not None
+        and (after := run.samples.cpu_time_until(end)) is not None
     ]
-    if len(spent) < _LEAST_SAMPLED:
+    if len(spent) < _MIN_SAMPLED_STRETCHES:
         return {}
     return {"cpu_step": sum(ns for ns, _ in spent) / sum(steps for _, steps in spent)}
 
 
-def _whole_run_values(facts: RunAnalysis, mode: str | None) -> dict[str, float]:
-    rate = None if mode is None else facts.window.rate(mode)
-    peaks = [row.peak for row in facts.memory if row.peak is not None]
-    communicated = facts.communication
-    hosts = [one.mem_run_max for one in facts.samples.hosts if one.mem_run_max is not None]
-    steps = [one.median_ns for one in facts.evaluations if one.mode == mode]
-    found = {
+def _whole_run_values(run: RunAnalysis, mode: str | None) -> dict[str, float]:
+    rate = None if mode is None else run.window.rate(mode)
+    peaks = [row.peak for row in run.memory if row.peak is not None]
+    communication = run.communication
+    hosts = [host.mem_run_max for host in run.samples.hosts if host.mem_run_max is not None]
+    steps = [mode_stats.median_ns for mode_stats in run.evaluations if mode_stats.mode == mode]
+    values = {
         "samples_per_s": None if rate is None else rate.samples_per_s,
         "steps_per_s": None if rate is None or rate.samples_per_s is not None else rate.steps_per_s,
         "memory": max(peaks, default=None),
         "host_memory": max(hosts, default=None),
-        "exposed": None if communicated is None else communicated.exposed_ns,
-        "wait": None if communicated is None else communicated.wait_ns,
+        "exposed": None if communication is None else communication.exposed_ns,
+        "wait": None if communication is None else communication.wait_ns,
         "evaluation_step": next(iter(steps), None),
-        "evaluation": facts.time_by_activity.get("evaluation") or None,
-        "startup": facts.time_by_activity.get("startup"),
+        "evaluation": run.time_by_activity.get("evaluation") or None,
+        "startup": run.time_by_activity.get("startup"),
     }
-    return {name: float(value) for name, value in found.items() if value is not None}
+    return {name: float(value) for name, value in values.items() if value is not None}
 
 
-def _setup_labels(facts: RunAnalysis, mode: str | None, kinds: Counter[StepKind]) -> dict[str, str | None]:
-    process, by = next(iter(facts.announced.info.values()), ProcessInfo(0)), facts.layouts.distributed
-    seen, world = len({one.rank for one in facts.announced.info.values()}), process.world or 1
-    began = next((one for one in facts.announced.changes if one.refused is None and one.mode == mode), None)
-    names = [device.name or "GPU" for device in facts.devices if device.of_run]
-    gpus = [f"{names.count(name)} × {name}" for name in dict.fromkeys(names)]
-    usual = kinds.most_common(1)[0][0].batch if kinds else NO_SAMPLES
-    processors = None if facts.host is None else format_count_with_noun(facts.host.cpus, "processor")
-    if facts.host is not None and facts.host.machines > 1:
-        processors = f"{processors} on one of {facts.host.machines} machines"
+def _setup_labels(run: RunAnalysis, mode: str | None, kinds: Counter[StepKind]) -> dict[str, str | None]:
+    process, distributed = next(iter(run.announced.info.values()), ProcessInfo(0)), run.layouts.distributed
+    seen_ranks, world = len({info.rank for info in run.announced.info.values()}), process.world or 1
+    first_change = next(
+        (change for change in run.announced.changes if change.refused is None and change.mode == mode), None
+    )
+    gpu_names = [device.name or "GPU" for device in run.devices if device.of_run]
+    gpus = [f"{gpu_names.count(name)} × {name}" for name in dict.fromkeys(gpu_names)]
+    batch = max(kinds, key=kinds.__getitem__).batch if kinds else NO_SAMPLES
+    cores_text = None if run.host is None else format_count_with_noun(run.host.cpus, "processor")
+    if run.host is not None and run.host.machines > 1:
+        cores_text = f"{cores_text} on one of {run.host.machines} machines"
     return {
-        "mode": RANK_MODES[by] if by and mode == "single" else mode,
-        "ranks": str(world) if seen >= world else f"{seen} of {world}",
-        "devices": None if began is None else " ".join(began.devices),
-        "hardware": None if processors is None else ", ".join([*gpus, processors]),
-        "samples a step": {NO_SAMPLES: "unknown", OTHER_SIZES: "changing"}.get(usual, str(usual)),
+        "mode": RANK_MODES[distributed] if distributed and mode == "single" else mode,
+        "ranks": str(world) if seen_ranks >= world else f"{seen_ranks} of {world}",
+        "devices": None if first_change is None else " ".join(first_change.devices),
+        "hardware": None if cores_text is None else ", ".join([*gpus, cores_text]),
+        "samples a step": {NO_SAMPLES: "unknown", OTHER_SIZES: "changing"}.get(batch, str(batch)),
         "Python": process.python,
         "torch": process.torch,
-        "record": facts.store.damaged or "complete",
+        "record": run.store.damaged or "complete",
     }
 
 
-def _hardware_conditions(facts: RunAnalysis) -> dict[str, float]:
-    own = [device for device in facts.devices if device.of_run]
-    clocks = [clock for device in own for clock in device.clocks]
-    seen = sum(device.throttle_samples for device in own)
-    found = {
+def _hardware_conditions(run: RunAnalysis) -> dict[str, float]:
+    run_devices = [device for device in run.devices if device.of_run]
+    clocks = [clock for device in run_devices for clock in device.clocks]
+    samples = sum(device.throttle_samples for device in run_devices)
+    conditions = {
         "clock of the GPUs": median(clocks) if clocks else None,
-        "throttled": sum(device.throttled.total() for device in own) / seen if seen else None,
-        "processors busy with other work": None if facts.host is None else facts.host.others,
+        "throttled": sum(device.throttled.total() for device in run_devices) / samples if samples else None,
+        "processors busy with other work": None if run.host is None else run.host.others,
     }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in conditions.items() if value is not None}

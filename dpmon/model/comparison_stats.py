@@ -1,4 +1,4 @@
-"""The statistics of comparisons: intervals of a median step, of a ratio of medians, and of a ratio of groups. Pure.
+"""The statistics of comparisons: intervals of a median step, of a ratio of medians, and of a ratio of groups.
 
 The interval of a median comes from the order statistics of the steps (the usual one, for any distribution). If steps
 depend on earlier ones, it is widened by the method of batch means: consecutive tallies form batches, and the factor
@@ -26,13 +26,13 @@ from dpmon.store.quantile_sketch import RELATIVE_WIDTH, Counts, bin_bounds, bin_
 from dpmon.store.quantile_sketch import median as middle_of
 from dpmon.store.tally import Tally
 
-DOUBT = 0.05
+ERROR_CHANCE = 0.05
 """Chance that an interval misses the true ratio: half on each side, or all of it at a one-sided bound."""
-_MOST_CORRELATED = 0.8
+_MAX_CORRELATION = 0.8
 """Largest correlation of neighbors: the stretches are too few to measure a larger one."""
-_BATCHES = 4
-"""Fewest batches (groups of tallies) that show how steps depend on each other."""
-_Z = 1.96
+_MIN_BATCHES = 4
+"""Fewest batches (groups of tallies) from which the dependence between steps is estimated."""
+_HALF_WIDTH_SIGMAS = 1.96
 """Half the width of a 95% interval of a normal distribution, in standard deviations."""
 
 
@@ -45,7 +45,7 @@ class Interval(NamedTuple):
 
 
 class Change(NamedTuple):
-    """The ratio of the values after to those before; no bounds if the values are too few."""
+    """The ratio of the values after to the values before; without bounds if there are too few values."""
 
     ratio: float
     low: float | None = None
@@ -57,7 +57,7 @@ class Change(NamedTuple):
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """The 95% interval, or without it the 90% interval between the one-sided bounds."""
+        """The 95% interval, or else the 90% interval between the one-sided bounds; None if there is neither."""
         for low, high in ((self.low, self.high), (self.least, self.most)):
             if low is not None and high is not None:
                 return low, high
@@ -71,62 +71,67 @@ class Change(NamedTuple):
 
 
 def estimate_change(
-    before: Sequence[float], after: Sequence[float], *, in_order: bool = False, exact: bool = True
+    before: Sequence[float], after: Sequence[float], *, in_order: bool = False, is_exact: bool = True
 ) -> Change:
-    """How positive values changed. `in_order`: they are stretches of two runs, in order of time.
+    """Return how positive values changed. `in_order`: they are stretches of two runs, in order of time.
 
-    `exact`: they are not from sketches, which cannot distinguish values closer than RELATIVE_WIDTH.
+    `is_exact`: they are not from sketches, which cannot distinguish values closer than RELATIVE_WIDTH.
     """
     before, after = [log(value) for value in before], [log(value) for value in after]
-    apart = sorted(b - a for a in before for b in after)
-    middle, spread = median(apart), _autocorrelation_factor(before, after) if in_order else 1.0
-    blur = 0.0 if exact else log(1 + RELATIVE_WIDTH)
+    differences = sorted(b - a for a in before for b in after)
+    median_difference, variance_factor = (
+        median(differences),
+        _autocorrelation_factor(before, after) if in_order else 1.0,
+    )
+    resolution = 0.0 if is_exact else log(1 + RELATIVE_WIDTH)
 
-    def ends(doubt: float) -> tuple[float | None, float | None]:
-        outside = _interval_ranks(len(before), len(after), doubt, spread)
-        if not outside:
+    def ends(error_chance: float) -> tuple[float | None, float | None]:
+        rank = _interval_ranks(len(before), len(after), error_chance, variance_factor)
+        if not rank:
             return None, None
-        return exp(min(apart[outside - 1], middle - blur)), exp(max(apart[-outside], middle + blur))
+        return exp(min(differences[rank - 1], median_difference - resolution)), exp(
+            max(differences[-rank], median_difference + resolution)
+        )
 
-    return Change(exp(middle), *ends(DOUBT / 2), *ends(DOUBT))
+    return Change(exp(median_difference), *ends(ERROR_CHANCE / 2), *ends(ERROR_CHANCE))
 
 
-def _interval_ranks(before: int, after: int, doubt: float, spread: float) -> int:
-    """The place, from 1, of each end of an interval in the sorted differences, from outside; 0: no end."""
+def _interval_ranks(before: int, after: int, error_chance: float, variance_factor: float) -> int:
+    """Return the rank, from 1, of both ends of an interval in the sorted differences, from outside; 0: no interval."""
     chances = _mann_whitney_cdf(before, after)
-    outside = sum(chance <= doubt for chance in chances)
-    if spread > 1 and outside:
+    rank = sum(chance <= error_chance for chance in chances)
+    if variance_factor > 1 and rank:
         pairs = before * after
-        reach = NormalDist().inv_cdf(1 - doubt) * sqrt(spread * pairs * (before + after + 1) / 12)
-        outside = min(outside, max(int(pairs / 2 - reach), 1))
-    return outside
+        half_width = NormalDist().inv_cdf(1 - error_chance) * sqrt(variance_factor * pairs * (before + after + 1) / 12)
+        rank = min(rank, max(int(pairs / 2 - half_width), 1))
+    return rank
 
 
 @lru_cache(64)
 def _mann_whitney_cdf(before: int, after: int) -> list[float]:
-    """The chance, for equal groups, that the value before is the larger one in at most 0, 1, 2 ... pairs."""
+    """Return the chances, for equal groups, that the value before is larger in at most 0, 1, 2 ... of the pairs."""
     pairs = before * after
     ways = [1] + [0] * pairs  # coefficients of the Gaussian binomial
-    for one in range(1, before + 1):
-        for at in range(pairs, after + one - 1, -1):
-            ways[at] -= ways[at - after - one]
-        for at in range(one, pairs + 1):
-            ways[at] += ways[at - one]
-    return [upto / comb(before + after, before) for upto in accumulate(ways)]
+    for size in range(1, before + 1):
+        for index in range(pairs, after + size - 1, -1):
+            ways[index] -= ways[index - after - size]
+        for index in range(size, pairs + 1):
+            ways[index] += ways[index - size]
+    return [cumulative / comb(before + after, before) for cumulative in accumulate(ways)]
 
 
 def _autocorrelation_factor(before: Sequence[float], after: Sequence[float]) -> float:
-    """The factor (at least 1) by which the correlation of neighbors increases the variance of a mean."""
+    """Return the factor (at least 1) by which the correlation of neighbors increases the variance of a mean."""
     count = (len(before) + len(after)) / 2
-    correlated = sum(_lag1_correlation(series) * len(series) for series in (before, after)) / count / 2
+    correlation = sum(_lag1_correlation(series) * len(series) for series in (before, after)) / count / 2
     # Corrects the bias of the estimate (Marriott and Pope, 1954).
-    correlated = (correlated + 1 / count) / max(1 - 4 / count, 0.5)
-    correlated = min(max(correlated, 0.0), _MOST_CORRELATED)
-    return (1 + correlated) / (1 - correlated)
+    correlation = (correlation + 1 / count) / max(1 - 4 / count, 0.5)
+    correlation = min(max(correlation, 0.0), _MAX_CORRELATION)
+    return (1 + correlation) / (1 - correlation)
 
 
 def _lag1_correlation(series: Sequence[float]) -> float:
-    """The correlation of values with their successors; 0 for equal values."""
+    """Return the correlation of values with their successors; 0 for equal values."""
     mean = fmean(series)
     squares = sum((value - mean) ** 2 for value in series)
     return sum((a - mean) * (b - mean) for a, b in pairwise(series)) / squares if squares else 0.0
@@ -136,34 +141,37 @@ def _lag1_correlation(series: Sequence[float]) -> float:
 
 
 def median_interval(tally: Tally, parts: Iterable[Tally] = ()) -> Interval | None:
-    """The median step and its interval; None without steps. `parts`: the same steps in order of time.
+    """Return the median step and its interval; None without steps. `parts`: the same steps in order of time.
 
-    The ends of the interval are the ends of their buckets, so it includes values that the sketch cannot distinguish.
+    The ends of the interval are the ends of their bins, so it includes values that the sketch cannot distinguish.
     """
     counts, value = tally.stat(STEP).counts, tally.median(STEP)
     count = sum(counts.values())
     if value is None or not count:
         return None
-    reach = _Z * sqrt(count * _batch_means_factor(counts, [part.stat(STEP).counts for part in parts])) / 2
-    rank = max(int((count - 1) / 2 - reach), 0)
-    low, high = bin_bounds(_bucket_at_rank(counts, rank))[0], bin_bounds(_bucket_at_rank(counts, count - 1 - rank))[1]
+    half_width = (
+        _HALF_WIDTH_SIGMAS * sqrt(count * _batch_means_factor(counts, [part.stat(STEP).counts for part in parts])) / 2
+    )
+    rank = max(int((count - 1) / 2 - half_width), 0)
+    low, _ = bin_bounds(_bin_at_rank(counts, rank))
+    _, high = bin_bounds(_bin_at_rank(counts, count - 1 - rank))
     low = max(low, tally.low_ns if tally.low_ns is not None else low)
     high = min(high, tally.high_ns if tally.high_ns is not None else high)
     return Interval(value, min(low, value), max(high, value))
 
 
-def _bucket_at_rank(counts: Counts, rank: int) -> int:
-    """The bucket of the value at a rank, counted from 0."""
+def _bin_at_rank(counts: Counts, rank: int) -> int:
+    """Return the bin of the value at a rank, counted from 0."""
     ordered = sorted(counts)
-    sums = accumulate(counts[number] for number in ordered)
-    return next(number for number, upto in zip(ordered, sums, strict=True) if upto > rank)
+    sums = accumulate(counts[bin_index] for bin_index in ordered)
+    return next(bin_index for bin_index, cumulative in zip(ordered, sums, strict=True) if cumulative > rank)
 
 
 def _batch_means_factor(counts: Counts, parts: Sequence[Counts]) -> float:
-    """The factor (at least 1) by which the dependence of values on earlier ones increases the variance of a median.
+    """Return the factor (at least 1) by which dependence on earlier values increases the variance of a median.
 
-    Joins parts into batches of at least the square root of the number of values. Divides the variance of
-    the batches' shares above the median by the variance in random batches of the same sizes.
+    Joins parts into batches of at least the square root of the number of values. Divides the variance of the batches'
+    shares above the median by the variance in random batches of the same sizes.
     """
     center, count = middle_of(counts), sum(counts.values())
     if center is None:
@@ -177,31 +185,37 @@ def _batch_means_factor(counts: Counts, parts: Sequence[Counts]) -> float:
             batches.append((size, above))
             size, above = 0, 0.0
     if size and batches:
-        batches[-1] = batches[-1][0] + size, batches[-1][1] + above
-    if len(batches) < _BATCHES:
+        last_size, last_above = batches.pop()
+        batches.append((last_size + size, last_above + above))
+    if len(batches) < _MIN_BATCHES:
         return 1.0
-    whole = sum(size for size, _ in batches)
-    mean = sum(above for _, above in batches) / whole
-    equal = sum(number for bucket, number in counts.items() if bin_middle(bucket) == center) / count
-    variance = mean - equal / 4 - mean * mean  # of scores 0, 1/2 and 1
-    spread = sum((above - size * mean) ** 2 for size, above in batches)
-    free = 1 - sum((size / whole) ** 2 for size, _ in batches)
-    return max(spread / (whole * variance * free), 1.0) if variance > 0 else 1.0
+    total = sum(size for size, _ in batches)
+    mean = sum(above for _, above in batches) / total
+    median_share = (
+        sum(count_in_bin for bin_index, count_in_bin in counts.items() if bin_middle(bin_index) == center) / count
+    )
+    variance = mean - median_share / 4 - mean * mean  # of scores 0, 1/2 and 1
+    squares = sum((above - size * mean) ** 2 for size, above in batches)
+    freedom = 1 - sum((size / total) ** 2 for size, _ in batches)
+    return max(squares / (total * variance * freedom), 1.0) if variance > 0 else 1.0
 
 
 def _count_above_median(counts: Counts, center: float) -> float:
-    """Number of values above the median; values in its bucket count half."""
-    return sum(
-        number if bin_middle(bucket) > center else number / 2 if bin_middle(bucket) == center else 0
-        for bucket, number in counts.items()
-    )
+    """Return the number of values above the median; values in its bin count half."""
+    above = 0.0
+    for bin_index, count in counts.items():
+        if bin_middle(bin_index) > center:
+            above += count
+        elif bin_middle(bin_index) == center:
+            above += count / 2
+    return above
 
 
 def ratio_of_estimates(above: Interval, below: Interval) -> Interval | None:
-    """The ratio of two independent estimates; None unless all values are positive."""
+    """Return the ratio of two independent estimates; None unless all values are positive."""
     if min(*above, *below) <= 0:
         return None
-    middle = log(above.value) - log(below.value)
+    log_ratio = log(above.value) - log(below.value)
     down = sqrt(log(above.value / above.low) ** 2 + log(below.high / below.value) ** 2)
     up = sqrt(log(above.high / above.value) ** 2 + log(below.value / below.low) ** 2)
-    return Interval(exp(middle), exp(middle - down), exp(middle + up))
+    return Interval(exp(log_ratio), exp(log_ratio - down), exp(log_ratio + up))

@@ -1,4 +1,4 @@
-"""The memory of each device by use, over all training processes, from their newest records. Pure."""
+"""The memory of each device by use, over all training processes, from their newest records."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class DeviceMemory(NamedTuple):
 
 
 def memory_of_processes(processes: Iterable[Process], focus: Process | None) -> list[DeviceMemory]:
-    """One row per device, of the processes that ran at the same time as the one in focus."""
+    """Return one row per device, of the processes that ran at the same time as the one in focus."""
     together = [
         process
         for process in processes
@@ -45,16 +45,16 @@ def memory_of_processes(processes: Iterable[Process], focus: Process | None) -> 
 
 
 def memory_by_device(records: Iterable[Mapping[str, object]], unmeasured: int = 0) -> list[DeviceMemory]:
-    """One row per device, by name, from the newest `memory` record of each process that has one."""
+    """Return one row per device, by name, from the newest `memory` record of each process that has one."""
     rows: dict[str, DeviceMemory] = {}
     for record in records:
         devices = record.get("devices")
-        for one in devices if isinstance(devices, list) else ():
-            if not isinstance(one, Mapping) or not isinstance(one.get("device"), str):
+        for entry in devices if isinstance(devices, list) else ():
+            if not isinstance(entry, Mapping) or not isinstance(entry.get("device"), str):
                 continue
-            new = _parse_device(one)
-            before = rows.get(new.device)
-            rows[new.device] = new if before is None else _merge(before, new)
+            new = _parse_device(entry)
+            previous = rows.get(new.device)
+            rows[new.device] = new if previous is None else _merge(previous, new)
     return [
         rows[device]._replace(processes=rows[device].processes + unmeasured)
         for device in sorted(rows)
@@ -63,48 +63,48 @@ def memory_by_device(records: Iterable[Mapping[str, object]], unmeasured: int = 
 
 
 def missing_value_reasons(row: DeviceMemory) -> list[tuple[str, str]]:
-    """Why parts of a row are unknown: their names ("rest and peak") and the reason, in the row's order."""
-    found: dict[str, list[str]] = {}
+    """Return why parts of a row are unknown: their names ("rest and peak") and the reason, in the row's order."""
+    names_by_reason: dict[str, list[str]] = {}
     for name in DeviceMemory._fields[1:6]:
         if getattr(row, name) is None and (reason := row.absent.get(f"{name}_bytes")):
-            found.setdefault(reason, []).append(name)
+            names_by_reason.setdefault(reason, []).append(name)
     for name, known in zip(DeviceMemory._fields[1:5], row.known, strict=False):
         if 0 < known < row.processes:
-            why = row.absent.get(f"{name}_bytes")
-            others = f"{known} of {row.processes} processes" + (f" (others: {why})" if why else "")
-            found.setdefault(others, []).append(name)
-    rows = [(" and ".join(names), reason) for reason, names in found.items()]
+            reason_text = row.absent.get(f"{name}_bytes")
+            others = f"{known} of {row.processes} processes" + (f" (others: {reason_text})" if reason_text else "")
+            names_by_reason.setdefault(others, []).append(name)
+    rows = [(" and ".join(names), reason) for reason, names in names_by_reason.items()]
     if row.shared and len(row.shared) < row.known[0]:
         rows.append(("model", "its part in shared memory is counted once"))
     return rows
 
 
 def _is_negligible(row: DeviceMemory) -> bool:
-    """Whether the row has only the few bytes that optimizers keep on the host (Adam's step counters)."""
+    """Return whether the row has only the few bytes that optimizers keep on the host (Adam's step counters)."""
     return row.device.partition(":")[0] == "cpu" and sum(part or 0 for part in row[1:5]) < TRIFLE_BYTES
 
 
-def _parse_device(one: Mapping[str, object]) -> DeviceMemory:
-    parts = [_bytes(one.get(f"{name}_bytes")) for name in DeviceMemory._fields[1:6]]
-    absent, files = one.get("absent"), one.get("shared_files")
+def _parse_device(device: Mapping[str, object]) -> DeviceMemory:
+    parts = [_bytes(device.get(f"{name}_bytes")) for name in DeviceMemory._fields[1:6]]
+    absent, files = device.get("absent"), device.get("shared_files")
     reasons = {str(k): str(v) for k, v in absent.items()} if isinstance(absent, Mapping) else {}
-    shared = {files: min(_bytes(one.get("shared_bytes")) or 0, parts[0] or 0)} if isinstance(files, str) else {}
+    shared = {files: min(_bytes(device.get("shared_bytes")) or 0, parts[0] or 0)} if isinstance(files, str) else {}
     return DeviceMemory._make(
-        (str(one["device"]), *parts, reasons, shared, 1, [int(part is not None) for part in parts[:4]])
+        (str(device["device"]), *parts, reasons, shared, 1, [int(part is not None) for part in parts[:4]])
     )
 
 
-def _merge(one: DeviceMemory, other: DeviceMemory) -> DeviceMemory:
+def _merge(first: DeviceMemory, second: DeviceMemory) -> DeviceMemory:
     model, *others = (
-        None if a is None and b is None else (a or 0) + (b or 0) for a, b in zip(one[1:5], other[1:5], strict=True)
+        None if a is None and b is None else (a or 0) + (b or 0) for a, b in zip(first[1:5], second[1:5], strict=True)
     )
-    twice = sum(min(size, other.shared.get(files, 0)) for files, size in one.shared.items())
-    model = None if model is None else model - twice
-    reasons = {**one.absent, **other.absent}
+    shared_twice = sum(min(size, second.shared.get(files, 0)) for files, size in first.shared.items())
+    model = None if model is None else model - shared_twice
+    reasons = {**first.absent, **second.absent}
     reasons.setdefault("peak_bytes", "several processes use it: their peaks may come at different times")
-    known = [a + b for a, b in zip(one.known, other.known, strict=True)]
-    shared, processes = {**one.shared, **other.shared}, one.processes + other.processes
-    return DeviceMemory._make((one.device, model, *others, None, reasons, shared, processes, known))
+    known = [a + b for a, b in zip(first.known, second.known, strict=True)]
+    shared, processes = {**first.shared, **second.shared}, first.processes + second.processes
+    return DeviceMemory._make((first.device, model, *others, None, reasons, shared, processes, known))
 
 
 def _bytes(value: object) -> int | None:

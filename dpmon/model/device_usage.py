@@ -1,4 +1,4 @@
-"""The samples of devices and of the host: the last minutes, the peak memory of each mode, the whole run. Pure."""
+"""The samples of GPUs and of the host: the last minutes, the peak memory of each mode, and the whole run."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _GAP_S = 5
 """Shortest time without a sample that is shown as a gap. In a shorter one, the last value is repeated."""
 _HOST = -1
 _VISITS = 16
-"""Number of changes of mode to search for peaks."""
+"""Number of mode switches to search for peaks."""
 _MINUTE = 60 * SECOND
 _Values = tuple[float | None, float | None, float | None]
 POINTS = 400
-"""Most stretches of time per device."""
+"""Most time buckets per device."""
 _HIGHEST = {
     "mem_used_bytes": "mem_used_max",
     "mem_run_bytes": "mem_run_max",
@@ -40,7 +40,7 @@ _HIGHEST = {
     "temperature_c": "temperature_max",
     "power_w": "power_max",
 }
-"""Figures reported by their highest value, and their members in DeviceUsage."""
+"""Members of records that are reported by their highest value, and the fields of DeviceUsage that hold it."""
 _TYPES: dict[str, type | tuple[type, ...]] = {
     "integer": int, "number": (int, float), "text": str, "boolean": bool, "list": list, "object": dict
 }  # fmt: skip
@@ -86,29 +86,29 @@ class DeviceSampleCache:
     host: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=HISTORY_S))
     """Host memory of the run's processes: time in ns, and bytes."""
 
-    def read(self, rows: Store, node: int | None = None) -> None:
-        """Read the new samples up to the time of `rows`; `node`: those of a node of several."""
-        if rows.until_ns < self._until_ns or node != self._node:
+    def read(self, store: Store, node: int | None = None) -> None:
+        """Read the new samples up to the time of `store`; `node`: those of a node of several."""
+        if store.until_ns < self._until_ns or node != self._node:
             self._tracks, self._last_id = {}, 0
             self.host.clear()
-        self._until_ns, self._node = rows.until_ns, node
-        for sample in rows.samples(HISTORY_S * SECOND, self._last_id, node):
+        self._until_ns, self._node = store.until_ns, node
+        for sample in store.samples(HISTORY_S * SECOND, self._last_id, node):
             self._last_id = max(self._last_id, sample.id)
             self._tracks.setdefault(sample.device, _DeviceWindow()).add(sample)
             if sample.device == _HOST and sample.run_mem is not None and sample.run_mem >= 0:
                 self.host.append((sample.t_ns, int(sample.run_mem)))
         for track in self._tracks.values():
-            event = rows.sample(track.id)
+            event = store.sample(track.id)
             # Only fields of their declared types: a record from another writer may hold anything.
             data = event.data.items() if event is not None else ()
             track.data = {name: value for name, value in data if isinstance(value, _DECLARED.get(name, ()))}
 
     def devices(self) -> dict[int, DeviceHistory]:
-        """The GPUs by index; on one of several nodes, by their index there."""
+        """Return the GPUs by index; on one of several nodes, by their index there."""
         return {index % NODE_DEVICES: track.as_history() for index, track in self._tracks.items() if index != _HOST}
 
     def host_history(self) -> DeviceHistory:
-        """The host; without data if it was not sampled."""
+        """Return the host; without data if it was not sampled."""
         return self._tracks[_HOST].as_history() if _HOST in self._tracks else DeviceHistory()
 
 
@@ -124,49 +124,46 @@ class ModePeriod(NamedTuple):
 
 
 def mode_periods(changes: Iterable[ModeChange], process: int) -> list[ModePeriod]:
-    """The times in each mode of a process, in order.
+    """Return the times in each mode of a process, in order.
 
     A process with several roots is in dp while one of them is.
     """
     by_root: dict[str, str] = {}
-    found: list[ModePeriod] = []
+    periods: list[ModePeriod] = []
     for change in changes:
         if change.process == process and change.t_ns is not None:
             by_root[change.root] = change.mode
             mode = "dp" if "dp" in by_root.values() else change.mode
-            if not found or found[-1].mode != mode:
-                found.append(ModePeriod(mode, change.step or 0, change.t_ns))
-    return found
+            if not periods or periods[-1].mode != mode:
+                periods.append(ModePeriod(mode, change.step or 0, change.t_ns))
+    return periods
 
 
-def device_peaks(rows: Store, process: int, visits: Sequence[ModePeriod]) -> dict[str, dict[str, Peak]]:
-    """torch's peak of allocated memory, by mode and device.
+def device_peaks(store: Store, process: int, periods: Sequence[ModePeriod]) -> dict[str, dict[str, Peak]]:
+    """Return torch's peak of allocated memory by mode and device.
 
     The peak never falls, so a peak from before a mode is only an upper bound for that mode.
     """
-    found: dict[str, dict[str, Peak]] = {}
-    for number, visit in list(enumerate(visits))[-_VISITS:]:
-        end = visits[number + 1].begin_ns if number + 1 < len(visits) else None
-        alone = len({each.mode for each in visits[: number + 1]}) == 1
-        event = rows.memory(process, end)
+    peaks_by_mode: dict[str, dict[str, Peak]] = {}
+    for index, period in list(enumerate(periods))[-_VISITS:]:
+        end_ns = periods[index + 1].begin_ns if index + 1 < len(periods) else None
+        is_only_mode = len({earlier.mode for earlier in periods[: index + 1]}) == 1
+        event = store.memory(process, end_ns)
         listed = event.data.get("devices") if event is not None else None
-        peaks = found.setdefault(visit.mode, {})
-        for one in listed if isinstance(listed, list) else ():
-            if not isinstance(one, Mapping):
+        peaks = peaks_by_mode.setdefault(period.mode, {})
+        for device in listed if isinstance(listed, list) else ():
+            if not isinstance(device, Mapping):
                 continue
-            name, peak, after = (
-                text_member(one, "device"),
-                int_member(one, "peak_bytes"),
-                int_member(one, "peak_after_step"),
-            )
+            name, peak = text_member(device, "device"), int_member(device, "peak_bytes")
+            peak_step = int_member(device, "peak_after_step")
             if name is None or peak is None or peak < 0:
                 continue
-            before = peaks.get(name)
-            if alone or (after is not None and after >= visit.step):
-                peaks[name] = Peak(max(peak, before.bytes if before is not None and before.exact else 0), True)
-            elif before is None or not before.exact:
+            previous = peaks.get(name)
+            if is_only_mode or (peak_step is not None and peak_step >= period.step):
+                peaks[name] = Peak(max(peak, previous.bytes if previous is not None and previous.exact else 0), True)
+            elif previous is None or not previous.exact:
                 peaks[name] = Peak(peak, False)
-    return found
+    return peaks_by_mode
 
 
 @dataclass(slots=True)
@@ -178,51 +175,57 @@ class HostPeaks:
     _before: dict[str, Peak] = field(default_factory=dict)
     """The peaks before this minute: of each minute, one peak is known."""
 
-    def read(self, rows: Store, samples: DeviceSampleCache, visits: Sequence[ModePeriod]) -> dict[str, Peak]:
-        """The peaks up to the newest of the samples."""
+    def read(self, store: Store, samples: DeviceSampleCache, periods: Sequence[ModePeriod]) -> dict[str, Peak]:
+        """Return the peaks up to the newest of the samples."""
         if not samples.host:
             return {}
-        first = samples.host[0][0] - _MINUTE
-        if self._of != (first // _MINUTE, visits):
-            self._of, self._before = (first // _MINUTE, visits), _peaks_from_minutes(rows.host_memory(0, first), visits)
-        found, times, held = dict(self._before), *zip(*samples.host, strict=True)
-        begins = [0, *(bisect_left(times, visit.begin_ns) for visit in visits[1:]), len(times)]
-        for visit, (begin, end) in zip(visits, pairwise(begins), strict=True):
-            if begin < end:
-                _keep_peak(found, visit.mode, max(held[begin:end]))
-        return found
+        first_ns = samples.host[0][0] - _MINUTE
+        if self._of != (first_ns // _MINUTE, periods):
+            self._of = first_ns // _MINUTE, periods
+            self._before = _peaks_from_minutes(store.host_memory(0, first_ns), periods)
+        peaks, times, values = dict(self._before), *zip(*samples.host, strict=True)
+        starts = [0, *(bisect_left(times, period.begin_ns) for period in periods[1:]), len(times)]
+        for period, (start, end) in zip(periods, pairwise(starts), strict=True):
+            if start < end:
+                _keep_peak(peaks, period.mode, max(values[start:end]))
+        return peaks
 
 
-def _peaks_from_minutes(minutes: Sequence[tuple[int, int]], visits: Sequence[ModePeriod]) -> dict[str, Peak]:
-    """The peaks of minutes. A minute with several modes counts only for modes that have no minute to themselves."""
-    found: dict[str, Peak] = {}
+def _peaks_from_minutes(minutes: Sequence[tuple[int, int]], periods: Sequence[ModePeriod]) -> dict[str, Peak]:
+    """Return the peak per mode from peaks per minute.
+
+    A minute with several modes counts only for a mode that has no minute of its own.
+    """
+    peaks: dict[str, Peak] = {}
     mixed: list[tuple[str, int]] = []
-    for start, most in minutes:
-        modes = _modes_between(visits, start, start + _MINUTE)
+    for start, peak in minutes:
+        modes = _modes_between(periods, start, start + _MINUTE)
         if len(modes) == 1:
-            _keep_peak(found, modes[0], most)
+            _keep_peak(peaks, modes[0], peak)
         else:
-            mixed += ((mode, most) for mode in modes)
-    for mode, most in mixed:
-        if mode not in found or not found[mode].exact:
-            _keep_peak(found, mode, most, sure=False)
-    return found
+            mixed += ((mode, peak) for mode in modes)
+    for mode, peak in mixed:
+        if mode not in peaks or not peaks[mode].exact:
+            _keep_peak(peaks, mode, peak, is_exact=False)
+    return peaks
 
 
-def _modes_between(visits: Sequence[ModePeriod], begin_ns: int, end_ns: int) -> list[str]:
-    """The modes between two times, at least one."""
-    first = max(bisect_right(visits, begin_ns, key=lambda visit: visit.begin_ns) - 1, 0)
-    last = max(bisect_right(visits, end_ns, key=lambda visit: visit.begin_ns), 1)
-    return list(dict.fromkeys(visit.mode for visit in visits[first:last]))
+def _modes_between(periods: Sequence[ModePeriod], start_ns: int, end_ns: int) -> list[str]:
+    """Return the modes between two times, at least one."""
+    first = max(bisect_right(periods, start_ns, key=lambda visit: visit.begin_ns) - 1, 0)
+    last = max(bisect_right(periods, end_ns, key=lambda visit: visit.begin_ns), 1)
+    return list(dict.fromkeys(period.mode for period in periods[first:last]))
 
 
-def _keep_peak(peaks: dict[str, Peak], mode: str, used: int, sure: bool = True) -> None:
+def _keep_peak(peaks: dict[str, Peak], mode: str, used: int, is_exact: bool = True) -> None:
     """Raise a mode's peak. It is exact only if it exceeds the others': memory of other modes often stays allocated."""
-    before = peaks.get(mode)
+    previous = peaks.get(mode)
     others = [peak.bytes for other, peak in peaks.items() if other != mode]
-    exact = sure and used > max(others, default=-1)
-    exact = exact or (before is not None and before.exact and used <= before.bytes)
-    peaks[mode] = Peak(max(used, before.bytes if before is not None and (before.exact or not exact) else 0), exact)
+    exact = is_exact and used > max(others, default=-1)
+    exact = exact or (previous is not None and previous.exact and used <= previous.bytes)
+    if previous is not None and (previous.exact or not exact):
+        used = max(used, previous.bytes)
+    peaks[mode] = Peak(used, exact)
 
 
 # ------------------------------------------------------------------------------------------------ over the whole run
@@ -249,7 +252,7 @@ class DeviceUsage:
     temperature_max: float | None = None
     power_max: float | None = None
     throttled: Counter[str] = field(default_factory=Counter)
-    """Number of samples with lowered clocks, by reason."""
+    """Number of samples in which the GPU was throttled, by reason."""
     throttle_samples: int = 0
     """Number of samples in which the reasons are known."""
     width: float = 1.0
@@ -262,14 +265,18 @@ class DeviceUsage:
         return median(self.util) if self.util else None
 
     def points(self) -> list[tuple[int, float | None, float | None]]:
-        """The middle (ns) of each stretch, its mean utilization (per cent) and its mean memory in use (bytes)."""
+        """Return the middle (ns) of each bucket, its mean utilization (per cent) and its mean memory in use (bytes)."""
         return [
-            (int((place + 0.5) * self.width * 1e9), util / utils if utils else None, used / useds if useds else None)
-            for place, (util, utils, used, useds) in sorted(self.sums.items())
+            (
+                int((index + 0.5) * self.width * 1e9),
+                util / util_count if util_count else None,
+                used / used_count if used_count else None,
+            )
+            for index, (util, util_count, used, used_count) in sorted(self.sums.items())
         ]
 
     def identify(self, data: Mapping[str, object]) -> None:
-        """Take the names of a GPU, and why its clocks were lowered."""
+        """Update the names of a GPU, and the reasons why it was throttled."""
         self.name = text_member(data, "name") or self.name
         self.uuid = text_member(data, "uuid") or self.uuid
         of_run = data.get("of_run")
@@ -283,43 +290,43 @@ class DeviceUsage:
             self.throttled.update(reason for reason in throttle if isinstance(reason, str))
 
     def update_maximum(self, key: str, value: float) -> None:
-        """Raise the highest value of a figure, by its name in the records."""
+        """Raise the highest value of a metric, which is named as in the records."""
         name = _HIGHEST[key]
-        before = getattr(self, name)
-        setattr(self, name, value if before is None else max(before, value))
+        previous = getattr(self, name)
+        setattr(self, name, value if previous is None else max(previous, value))
 
     def add_to_bucket(self, seconds: float, util: tuple[float, int], used: tuple[float, int]) -> None:
-        """Add sums of utilization and memory, with their numbers of samples, to the stretch of their time."""
+        """Add sums of utilization and memory, with their numbers of samples, to the bucket of their time."""
         added = (*util, *used)
         sums = self.sums.setdefault(int(seconds / self.width), [0.0, 0.0, 0.0, 0.0])
         sums[:] = [a + b for a, b in zip(sums, added, strict=True)]
         while len(self.sums) > POINTS:
-            before, self.sums = self.sums, {}
+            narrow_sums, self.sums = self.sums, {}
             self.width *= 2
-            for place, values in before.items():
-                into = self.sums.setdefault(place // 2, [0.0, 0.0, 0.0, 0.0])
-                into[:] = [a + b for a, b in zip(into, values, strict=True)]
+            for index, values in narrow_sums.items():
+                sums_of_bucket = self.sums.setdefault(index // 2, [0.0, 0.0, 0.0, 0.0])
+                sums_of_bucket[:] = [a + b for a, b in zip(sums_of_bucket, values, strict=True)]
 
 
 class HostUsage(NamedTuple):
-    """The processors of a machine over the run: medians of `samples`; None for unknown values."""
+    """The CPU use of one node over the run: medians of `samples`; None for unknown values."""
 
     samples: int
     cpus: int
     cpu_pct: float
-    """Use of all processors in per cent."""
+    """Use of all CPU cores in per cent."""
     others: float
-    """Processors kept busy by other processes."""
+    """CPU cores that other processes keep busy."""
     own: float
-    """Processors kept busy by the run's processes."""
+    """CPU cores that the run's processes keep busy."""
     load: float | None
     """Threads that ran or wanted to run."""
     machines: int = 1
-    """The machines whose samples these are; the figures are those of one of them."""
+    """Number of nodes that were sampled; the other values are those of one of them."""
 
 
 class DeviceUsageBuilder:
-    """Extremes, medians, and means over stretches of time, from samples in the order of their time."""
+    """Builds extremes, medians, and means per time bucket, from samples in order of time."""
 
     def __init__(self, paused: Sequence[tuple[int, int]] = ()) -> None:
         """`paused`: times (ns) that no median covers, in order."""
@@ -342,8 +349,8 @@ class DeviceUsageBuilder:
         return self.tracks[index]
 
     def _in_pause(self, t_ns: int | None) -> bool:
-        place = -1 if t_ns is None else bisect_right(self._paused, t_ns, key=lambda span: span[0]) - 1
-        return t_ns is not None and place >= 0 and t_ns < self._paused[place][1]
+        index = -1 if t_ns is None else bisect_right(self._paused, t_ns, key=lambda span: span[0]) - 1
+        return t_ns is not None and index >= 0 and t_ns < self._paused[index][1]
 
     def add_sample(self, kind: str, data: Mapping[str, object]) -> None:
         """Add a `device` or `host` record; a value of another type counts as unknown."""
@@ -367,17 +374,18 @@ class DeviceUsageBuilder:
             self.gpu_absent = text_member(data, "gpu_absent")
             if not paused:
                 self._take_processors(data)
-            own = number_member(data, "run_cpu_pct")
-            later = t_ns is not None and (not self._at or t_ns > self._at[-1])
-            if own is not None and t_ns is not None and later and data.get("node") is None:  # else of one of several
-                self._spent.append(self._spent[-1] + own / 100 * (t_ns - self._at[-1]) if self._at else 0.0)
+            run_cpu_pct = number_member(data, "run_cpu_pct")
+            is_newer = t_ns is not None and (not self._at or t_ns > self._at[-1])
+            # A record with a node is of one of several nodes.
+            if run_cpu_pct is not None and t_ns is not None and is_newer and data.get("node") is None:
+                self._spent.append(self._spent[-1] + run_cpu_pct / 100 * (t_ns - self._at[-1]) if self._at else 0.0)
                 self._at.append(t_ns)
         if t_ns is not None:
             self.last_ns = max(self.last_ns, t_ns)
             track.add_to_bucket(t_ns / 1e9, _sum_of(util), _sum_of(used))
 
     def add_rollup(self, row: MinuteRow) -> None:
-        """Add one figure of a minute of deleted samples: its highest value, sum and number."""
+        """Add one metric of a minute of deleted samples: its highest value, sum and number."""
         index, track = row.device, self._track(row.device)
         if row.name in _HIGHEST:
             track.update_maximum(row.name, row.high)
@@ -389,27 +397,27 @@ class DeviceUsageBuilder:
             track.add_to_bucket(row.start_s + 30.0, (0.0, 0), (row.total, row.samples))
 
     def _take_processors(self, data: Mapping[str, object]) -> None:
-        """Add the processors' use, in total and by the run."""
-        cpus, use, own, load = (number_member(data, key) for key in ("cpus", "cpu_pct", "run_cpu_pct", "load_1m"))
-        if cpus is None or not 1 <= cpus < 1e6 or use is None or own is None:
+        """Add the CPU use, in total and by the run."""
+        cpus, use, run_pct, load = (number_member(data, key) for key in ("cpus", "cpu_pct", "run_cpu_pct", "load_1m"))
+        if cpus is None or not 1 <= cpus < 1e6 or use is None or run_pct is None:
             return
         self._cpus = int(cpus)
         self._use.append(use)
-        self._others.append(max(use * cpus / 100 - own / 100, 0.0))
-        self._own.append(own / 100)
+        self._others.append(max(use * cpus / 100 - run_pct / 100, 0.0))
+        self._own.append(run_pct / 100)
         if load is not None:
             self._load.append(load)
 
     def cpu_time_until(self, t_ns: int) -> float | None:
-        """The processor time (ns) of the run's processes from the first sample to a time; None outside the samples."""
-        place = bisect_right(self._at, t_ns)
-        if not 0 < place < len(self._at):
+        """Return the CPU time (ns) of the run's processes from the first sample to a time; None outside the samples."""
+        index = bisect_right(self._at, t_ns)
+        if not 0 < index < len(self._at):
             return None
-        (begin, before), (end, after) = ((self._at[at], self._spent[at]) for at in (place - 1, place))
+        (begin, before), (end, after) = ((self._at[at], self._spent[at]) for at in (index - 1, index))
         return before + (after - before) * (t_ns - begin) / max(end - begin, 1)
 
     def gpus(self) -> tuple[DeviceUsage, ...]:
-        """Every sampled GPU, without the host."""
+        """Return every sampled GPU, without the host."""
         return tuple(track for index, track in sorted(self.tracks.items()) if index > _HOST)
 
     @property
@@ -418,7 +426,7 @@ class DeviceUsageBuilder:
         return tuple(track for index, track in sorted(self.tracks.items(), reverse=True) if index <= _HOST)
 
     def processors(self) -> HostUsage | None:
-        """The machine's processors; None if nothing is known."""
+        """Return the machine's processors; None if nothing is known."""
         if not self._use:
             return None
         load = median(self._load) if self._load else None
@@ -427,5 +435,5 @@ class DeviceUsageBuilder:
 
 
 def _sum_of(value: float | None) -> tuple[float, int]:
-    """The sum and number of the known values of one sample."""
+    """Return the sum and number of the known values of one sample."""
     return (0.0, 0) if value is None else (value, 1)

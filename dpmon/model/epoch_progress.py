@@ -1,4 +1,4 @@
-"""How far the training of a process is: its epoch, batch n of N, and the time left in the epoch. Pure.
+"""How far the training of a process is: its epoch, batch n of N, and the time left in the epoch.
 
 An epoch is a loop over a DataLoader with training steps (dpmon.store.loader_loops). The number of epochs to come is
 unknown.
@@ -82,56 +82,57 @@ _NAMES = ("epoch", "batch", "batches", "left_s", "error_s")
 
 
 def progress_of(
-    rows: Store, process: int, last: Step | None, *, most: int = EPOCHS, no_time: str | None = None
+    store: Store, process: int, last: Step | None, *, limit: int = EPOCHS, no_time: str | None = None
 ) -> Progress:
-    """The progress of a process as of the time of `rows`.
+    """Return the progress of a process as of the time of `store`.
 
-    `last`: its newest step. `most`: number of epochs to read. `no_time`: why the time left is left out.
+    `last`: its newest step. `limit`: number of epochs to read. `no_time`: why the time left is left out.
     """
     if last is None:
         return replace(NO_STEP, process=process)
-    loops = rows.epochs(process, most + 1)
+    loops = store.epochs(process, limit + 1)
     if not loops:
         return _unknown_progress(process, _no_epoch_reason(last))
-    now = loops[-1]
-    if not last.evaluation and last.loop is None and last.step > now.last_step + ALONE_STEPS:
-        return _unknown_progress(process, "the training goes on without a batch of the loader", _epochs(loops, most))
-    batch, at_ns = now.batches_used, now.end_ns
-    if now.end_ns > rows.until_ns:
-        found = [(last.batch, last.start_ns + last.wall_ns)] if last.loop == now.loop else []
-        found = found or [(one.batch, one.end_ns) for one in rows.loop_steps(process, [now.loop], 1)]
-        batch, at_ns = found[0] if found else (None, now.begin_ns)
+    current = loops[-1]
+    if not last.evaluation and last.loop is None and last.step > current.last_step + ALONE_STEPS:
+        return _unknown_progress(process, "the training goes on without a batch of the loader", _epochs(loops, limit))
+    batch, at_ns = current.batches_used, current.end_ns
+    if current.end_ns > store.until_ns:
+        ends = [(last.batch, last.start_ns + last.wall_ns)] if last.loop == current.loop else []
+        ends = ends or [(step.batch, step.end_ns) for step in store.loop_steps(process, [current.loop], 1)]
+        batch, at_ns = ends[0] if ends else (None, current.begin_ns)
     absent = {}
     if batch is None:
         absent["batch"] = "it is not known yet how many batches are read ahead"
-    if now.length is None:
-        absent["batches"] = _unknown_length_reason(rows, now)
-    left = no_time or estimate_epoch_time_left(rows, loops, batch)
+    if current.length is None:
+        absent["batches"] = _unknown_length_reason(store, current)
+    time_left = no_time or estimate_epoch_time_left(store, loops, batch)
     times: tuple[float | None, float | None] = (None, None)
-    if isinstance(left, str):
-        absent |= dict.fromkeys(("left_s", "error_s"), left)
+    if isinstance(time_left, str):
+        absent |= dict.fromkeys(("left_s", "error_s"), time_left)
     else:
-        times = left
-    epochs = _epochs(loops, most, at_ns, batch)
-    own: tuple[int | None, int | None] = (None, None)
+        times = time_left
+    epochs = _epochs(loops, limit, at_ns, batch)
+    evaluated: tuple[int | None, int | None] = (None, None)
     if last.evaluation and last.loop is not None:
-        own = last.batch, rows.epoch_of(process, last.loop)[1]
-    return Progress(process, now.epoch, batch, now.length, *times, at_ns, epochs, *own, absent)
+        _, length = store.epoch_of(process, last.loop)
+        evaluated = last.batch, length
+    return Progress(process, current.epoch, batch, current.length, *times, at_ns, epochs, *evaluated, absent)
 
 
-def without_time(progress: Progress, why: str) -> Progress:
-    """The progress without the time left, which is valid only while steps go on; `why`: the reason."""
+def without_time(progress: Progress, reason: str) -> Progress:
+    """Return the progress without the time left, which is valid only while steps go on; `reason`: the reason."""
     if progress.left_ns is None:
         return progress
-    absent = {**progress.absent, **dict.fromkeys(("left_s", "error_s"), why)}
+    absent = {**progress.absent, **dict.fromkeys(("left_s", "error_s"), reason)}
     return replace(progress, left_ns=None, error_ns=None, absent=absent)
 
 
-def _unknown_progress(process: int, why: str, epochs: tuple[Epoch, ...] = ()) -> Progress:
-    return Progress(process, epochs=epochs, absent=dict.fromkeys(_NAMES, why))
+def _unknown_progress(process: int, reason: str, epochs: tuple[Epoch, ...] = ()) -> Progress:
+    return Progress(process, epochs=epochs, absent=dict.fromkeys(_NAMES, reason))
 
 
-NO_STEP = _unknown_progress(0, "no step has ended yet")
+NO_STEP = _unknown_progress(0, "no step has finished yet")
 
 
 def _no_epoch_reason(last: Step) -> str:
@@ -142,53 +143,53 @@ def _no_epoch_reason(last: Step) -> str:
     return "the script takes only one batch from each start of its DataLoader"
 
 
-def _unknown_length_reason(rows: Store, now: LoaderLoop) -> str:
-    """Why the length of the loader is unknown."""
-    for event in reversed(rows.events("loader", limit=64)):
+def _unknown_length_reason(store: Store, loop: LoaderLoop) -> str:
+    """Return why the length of the loader is unknown."""
+    for event in reversed(store.events("loader", limit=64)):
         absent = event.data.get("absent")
-        if event.data.get("process") == now.process and event.data.get("dataset") == now.dataset:
-            why = text_member(absent, "batches") if isinstance(absent, Mapping) else None
-            if why is not None:
-                return why
+        if event.data.get("process") == loop.process and event.data.get("dataset") == loop.dataset:
+            reason = text_member(absent, "batches") if isinstance(absent, Mapping) else None
+            if reason is not None:
+                return reason
     return "the loader does not tell its length, or gave more batches"
 
 
 def _epochs(
-    loops: Sequence[LoaderLoop], most: int, at_ns: int | None = None, batch: int | None = None
+    loops: Sequence[LoaderLoop], limit: int, at_ns: int | None = None, batch: int | None = None
 ) -> tuple[Epoch, ...]:
-    """The newest epochs, at most `most`. `at_ns`: end of the last one's `batch`."""
-    found = []
-    for before, loop in pairwise((None, *loops)):
+    """Return the newest epochs, at most `limit`. `at_ns`: end of the last one's `batch`."""
+    epochs = []
+    for previous, loop in pairwise((None, *loops)):
         assert loop is not None
-        pause = None if before is None else max(loop.begin_ns - before.end_ns - before.after_ns, 0)
-        evaluation: int | None = loop.evaluation_ns + loop.after_ns
+        pause_ns = None if previous is None else max(loop.begin_ns - previous.end_ns - previous.after_ns, 0)
+        evaluation_ns: int | None = loop.evaluation_ns + loop.after_ns
         end_ns, batches = loop.end_ns, loop.batches_used
         if loop is loops[-1] and at_ns is not None and at_ns < end_ns:
-            end_ns, batches, evaluation = at_ns, batch, None
-        found.append(Epoch(loop.epoch or 0, loop.begin_ns, end_ns, batches, loop.length, evaluation, pause))
-    return tuple(found[-most:])
+            end_ns, batches, evaluation_ns = at_ns, batch, None
+        epochs.append(Epoch(loop.epoch or 0, loop.begin_ns, end_ns, batches, loop.length, evaluation_ns, pause_ns))
+    return tuple(epochs[-limit:])
 
 
 # ------------------------------------------------------------------------------------------------ words
 
 
 def format_progress(progress: Progress) -> str:
-    """The progress in short: "epoch 3 · 412/1,563 · 2 min 10 s left"; "" if no epoch is known."""
+    """Return the progress in short: "epoch 3 · 412/1,563 · 2 min 10 s left"; "" if no epoch is known."""
     if progress.epoch is None:
         return ""
     parts = [f"epoch {format_count(progress.epoch)}"]
     if progress.batch is not None:
-        number, whole = format_count(progress.batch), progress.batches
-        parts.append(f"batch {number}" if whole is None else f"{number}/{format_count(whole)}")
+        number, total = format_count(progress.batch), progress.batches
+        parts.append(f"batch {number}" if total is None else f"{number}/{format_count(total)}")
     if progress.left_ns is not None:
         parts.append(f"{format_time_left(progress.left_ns, progress.error_ns)} left")
     return " · ".join(parts)
 
 
 def format_time_left(left_ns: float, error_ns: float | None) -> str:
-    """A time left: "2 min 10 s", or "2 min 10 s ± 40 s" if it is uncertain."""
-    large = error_ns is not None and error_ns > LARGE * left_ns and error_ns >= SECOND
-    return _time(left_ns) + (f" ± {_time(error_ns)}" if large and error_ns is not None else "")
+    """Return a time left: "2 min 10 s", or "2 min 10 s ± 40 s" if it is uncertain."""
+    is_uncertain = error_ns is not None and error_ns > LARGE * left_ns and error_ns >= SECOND
+    return _time(left_ns) + (f" ± {_time(error_ns)}" if is_uncertain and error_ns is not None else "")
 
 
 def _time(ns: float) -> str:

@@ -1,4 +1,4 @@
-"""The fields of facts as members of JSON, the same in the report and in the lines of `--json`. Pure."""
+"""The fields of facts as members of JSON, the same in the report and in the lines of `--json`."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ _WRAPPER = tuple(name for name in Wrapper._fields if name not in _ELSEWHERE)
 
 
 def ms(ns: float | None) -> float | None:
-    """A time in ms instead of ns."""
+    """Return a time in ms instead of ns."""
     return None if ns is None else ns / 1e6
 
 
 def fields_of(fact: object, *names: str) -> dict[str, object]:
-    """These fields of a fact by their names in JSON: times in s or ms instead of ns."""
+    """Return fields of an object by their names in JSON, with times in s or ms instead of ns."""
     members: dict[str, object] = {}
     for name in names:
         value = getattr(fact, name)
@@ -57,12 +57,12 @@ def fields_of(fact: object, *names: str) -> dict[str, object]:
 
 
 def phase_fields(phase: PhaseStats) -> dict[str, object]:
-    """The times of a phase and its share of the steps."""
+    """Return the times of a phase and its share of the steps."""
     return fields_of(phase, "share", "median_ns", "p95_ns", "device_ns")
 
 
 def rank_fields(times: RankTimes | None) -> dict[str, object]:
-    """The mean times of a rank in ms; null if unknown."""
+    """Return the mean times of a rank in ms; null if unknown."""
     phases = times.phases if times is not None else {}
     return {
         **{f"{name}_ms": ms(phases.get(name)) for name in ("data", "forward", "backward")},
@@ -74,59 +74,61 @@ def rank_fields(times: RankTimes | None) -> dict[str, object]:
 
 
 def progress_fields(progress: Progress) -> dict[str, object]:
-    """Epoch and batch of a process, and the time left in the epoch."""
-    found = fields_of(progress, "epoch", "batch", "batches", "left_ns", "error_ns", "absent")
-    return {**found, "text": format_progress(progress) or None}
+    """Return epoch and batch of a process, and the time left in the epoch."""
+    members = fields_of(progress, "epoch", "batch", "batches", "left_ns", "error_ns", "absent")
+    return {**members, "text": format_progress(progress) or None}
 
 
 def loss_fields(curve: LossCurve) -> dict[str, object]:
-    """The newest loss of a line that calls backward; null, with a reason, if it is no finite number."""
-    known = curve.last is not None and isfinite(curve.last)
+    """Return the newest loss of a line that calls backward; null, with a reason, if it is no finite number."""
+    is_finite = curve.last is not None and isfinite(curve.last)
     return {
         **fields_of(curve, "place", "step", "t_ns", "smoothed"),
-        "loss": curve.last if known else None,
-        "absent": {} if known else {"loss": curve.why or repr(curve.last)},
+        "loss": curve.last if is_finite else None,
+        "absent": {} if is_finite else {"loss": curve.why or repr(curve.last)},
     }
 
 
 def communication_fields(communication: Communication | None) -> dict[str, object] | None:
-    """The communication as JSON members; None if no ranks train together."""
+    """Return the communication as JSON members; None if no ranks train together."""
     if communication is None:
         return None
-    timed, collectives = communication.torch_times, communication.collectives
+    torch_times, collectives = communication.torch_times, communication.collectives
     return {
         **fields_of(communication, "exposed_ns", "exposed_share", "wait_ns", "wait_share", "missing"),
         "joined_steps": communication.step_count_with_waits,
         **fields_of(communication, "synced", "unsynced"),
         "straggler": _straggler(communication.straggler, communication.lately),
-        "torch": None if timed is None else _torch_times(timed),
+        "torch": None if torch_times is None else _torch_times(torch_times),
         "sampled": {
             "samples": collectives.samples,
             "one_in": communication.one_in,
             "absent": collectives.why,
-            "operations": [_operation(one) for one in collectives.operations],
+            "operations": [_operation(operation) for operation in collectives.operations],
         },
-        "wrappers": [{"wrapper": one.number, **fields_of(one, *_WRAPPER)} for one in communication.wrappers],
+        "wrappers": [
+            {"wrapper": wrapper.number, **fields_of(wrapper, *_WRAPPER)} for wrapper in communication.wrappers
+        ],
     }
 
 
-def _torch_times(timed: Wrapper) -> dict[str, object]:
-    members = {**fields_of(timed, "process", "iteration", "comm_ns", "overlap_ns"), "absent": {}}
-    if len(timed.bucket_bytes) < 2:
+def _torch_times(wrapper: Wrapper) -> dict[str, object]:
+    members = {**fields_of(wrapper, "process", "iteration", "comm_ns", "overlap_ns"), "absent": {}}
+    if len(wrapper.bucket_bytes) < 2:
         single = "with a single bucket nothing can be hidden: its communication begins after the last gradient"
-        why = single if timed.bucket_bytes else "the buckets are unknown"
-        members |= {"overlap_ms": None, "absent": {"overlap_ms": why}}
+        reason = single if wrapper.bucket_bytes else "the buckets are unknown"
+        members |= {"overlap_ms": None, "absent": {"overlap_ms": reason}}
     return members
 
 
-def _straggler(slow: Straggler | None, lately: bool) -> dict[str, object] | None:
-    if slow is None:
+def _straggler(straggler: Straggler | None, lately: bool) -> dict[str, object] | None:
+    if straggler is None:
         return None
     names = ("process", "rank", "share", "slowest", "steps", "phase", "ranks", "excess_ns", "own_ns", "others_ns")
-    return {**fields_of(slow, *names), "sentence": straggler_sentence(slow, lately=lately)}
+    return {**fields_of(straggler, *names), "sentence": straggler_sentence(straggler, lately=lately)}
 
 
-def _operation(one: Operation) -> dict[str, object]:
+def _operation(operation: Operation) -> dict[str, object]:
     bandwidths = ("alg_bytes_s", "bus_bytes_s")
-    absent = {} if one.no_bandwidth is None else dict.fromkeys(bandwidths, one.no_bandwidth)
-    return {**fields_of(one, "name", "size", "collectives", "bytes", "ended", *bandwidths), "absent": absent}
+    absent = {} if operation.no_bandwidth is None else dict.fromkeys(bandwidths, operation.no_bandwidth)
+    return {**fields_of(operation, "name", "size", "collectives", "bytes", "ended", *bandwidths), "absent": absent}

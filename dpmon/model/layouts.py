@@ -1,10 +1,11 @@
-"""The inputs, outputs and times of a run's replicas, processes and stages, with their numbers of calls. Pure."""
+"""The inputs, outputs and times of a run's replicas, processes and stages, with their numbers of calls."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import NamedTuple
 
 from dpmon.record.history_rows import Definitions, Layout
@@ -20,7 +21,7 @@ _PARTS_NAMED = 4
 
 
 def format_sizes(inputs: str | None, outputs: str | None, unfinished: str = "sizes not seen") -> str:
-    """The sizes received and returned as text; `unfinished` takes the place of unknown outputs."""
+    """Return the sizes received and returned as text; `unfinished` takes the place of unknown outputs."""
     return f"{inputs or 'sizes not seen'} -> {outputs or unfinished}"
 
 
@@ -104,7 +105,7 @@ class CallLayouts:
         """`definitions`: those of each process."""
         self._shapes = [(shape, definitions[shape.process].layouts.get(shape.layout)) for shape in shapes]
         self._definitions = definitions
-        self.trained = {(one.process, one.layout, one.mode) for one in shapes if not one.kind & EVALUATION}
+        self.trained = {(shape.process, shape.layout, shape.mode) for shape in shapes if not shape.kind & EVALUATION}
         """Process, layout and mode of layouts with calls in training steps."""
         self.processes = {shape.process for shape in shapes}
         """Processes with calls."""
@@ -115,17 +116,20 @@ class CallLayouts:
         """How the run's ranks trained one model together: a key of RANK_MODES; None if they did not."""
 
     def replica_shapes(self) -> Iterator[tuple[Shape, Layout]]:
-        """Each shape with its layout, except the shapes of ranks, which are no replicas."""
+        """Yield each shape with its layout, except the shapes of ranks, which are no replicas."""
         for shape, layout in self._shapes:
             if layout is not None and not _is_rank_layout(layout):
                 yield shape, layout
 
     def rows(self, process: int, number: int, layout: Layout) -> int | None:
-        """Rows of a definition of sizes: those of the first tensor with the layout's dimension of the batch."""
+        """Return the rows in a definition of sizes: those of the first tensor in the batch dimension of the layout."""
         return count_rows(self._definitions[process].sizes.get(number), layout.dim)
 
     def calls(self, mode: str, evaluation: bool, trained: bool) -> int:
-        """Number of calls of a mode, including those outside steps; parameters as in step_stats.merge_mode_tallies."""
+        """Return the number of calls of a mode, including those outside steps.
+
+        Parameters are as in step_stats.merge_mode_tallies.
+        """
         return sum(
             shape.calls
             for shape, _ in self._shapes
@@ -138,33 +142,33 @@ class CallLayouts:
         return sum(shape.calls for shape, _ in self._shapes)
 
     def modes_and_kinds(self) -> set[tuple[str, int]]:
-        """Mode and kind of all calls."""
+        """Return mode and kind of all calls."""
         return {(shape.mode, shape.kind) for shape, _ in self._shapes}
 
-    def replicas(self, several: bool) -> list[ReplicaSizes]:
-        """The inputs and outputs of each replica, by mode, root and replica, then by calls.
+    def replicas(self, has_several_processes: bool) -> list[ReplicaSizes]:
+        """Return the inputs and outputs of each replica, by mode, root and replica, then by calls.
 
-        `several`: several processes train; then the layouts of ranks are left out.
+        `has_several_processes`: several processes train; then the layouts of ranks are left out.
         """
-        found: Counter[ReplicaSizes] = Counter()
+        calls_by_sizes: Counter[ReplicaSizes] = Counter()
         evaluations: Counter[ReplicaSizes] = Counter()
         for shape, layout in self._shapes:
-            if layout is None or (several and _is_rank_layout(layout)):
+            if layout is None or (has_several_processes and _is_rank_layout(layout)):
                 continue
-            for index, (got, gave) in enumerate(shape.replicas):
+            for index, (inputs, outputs) in enumerate(shape.replicas):
                 device = layout.devices[index] if index < len(layout.devices) else "?"
-                sizes = self._text(shape.process, got), self._text(shape.process, gave)
+                sizes = self._text(shape.process, inputs), self._text(shape.process, outputs)
                 key = ReplicaSizes(shape.mode, layout.root, index, device, *sizes, 0)
-                found[key] += shape.calls
+                calls_by_sizes[key] += shape.calls
                 if shape.kind & EVALUATION and (shape.process, shape.layout, shape.mode) in self.trained:
                     evaluations[key] += shape.calls
         return sorted(
-            (each._replace(calls=calls, evaluations=evaluations[each]) for each, calls in found.items()),
-            key=lambda one: (*one[:4], -one.calls, one.inputs or "", one.outputs or ""),
+            (each._replace(calls=calls, evaluations=evaluations[each]) for each, calls in calls_by_sizes.items()),
+            key=lambda sizes: (*sizes[:4], -sizes.calls, sizes.inputs or "", sizes.outputs or ""),
         )
 
     def of_process(self, process: int) -> tuple[str, str | None, str | None, int]:
-        """The devices, the most frequent inputs and outputs, and the number of a process's calls."""
+        """Return the devices, the most frequent inputs and outputs, and the number of a process's calls."""
         groups: Counter[tuple[str, bool, int, tuple[tuple[int, int], ...]]] = Counter()
         for shape, _ in self._shapes:
             if shape.process == process:
@@ -178,45 +182,45 @@ class CallLayouts:
         return devices, self._text(process, got), self._text(process, gave), groups.total()
 
     def stages(self, tallies: Mapping[TallyKey, Tally]) -> list[StageSizes]:
-        """The inputs and outputs of each stage, by root and stage, then by calls. `tallies`: of each process."""
+        """Return the inputs and outputs of each stage, by root and stage, then by calls. `tallies`: of each process."""
         calls: Counter[tuple[int, int, int, int, int, int]] = Counter()
         for shape, _ in self._shapes:
-            for index, (number, got, gave) in enumerate(shape.stages):
-                calls[shape.process, shape.layout, index, number, got, gave] += shape.calls
-        found: dict[tuple[object, ...], StageSizes] = {}
+            for index, (number, inputs, outputs) in enumerate(shape.stages):
+                calls[shape.process, shape.layout, index, number, inputs, outputs] += shape.calls
+        stages: dict[tuple[object, ...], StageSizes] = {}
         untimed: defaultdict[tuple[object, ...], Counter[str]] = defaultdict(Counter)
-        for (process, layout_number, index, number, got, gave), count in calls.items():
+        for (process, layout_number, index, number, inputs, outputs), count in calls.items():
             of_process = self._definitions[process]
             layout, stage = of_process.layouts.get(layout_number), of_process.stages.get(number)
             if layout is None or stage is None:
                 continue
-            key = layout.root, index, *stage, self._text(process, got), self._text(process, gave)
-            known = found.get(key) or StageSizes(*key, 0, SeriesStats(), SeriesStats(), None)
-            series = stage_series(layout_number, index, number, got, gave)
+            key = layout.root, index, *stage, self._text(process, inputs), self._text(process, outputs)
+            stage_sizes = stages.get(key) or StageSizes(*key, 0, SeriesStats(), SeriesStats(), None)
+            series = stage_series(layout_number, index, number, inputs, outputs)
             for of, tally in tallies.items():
                 if of.process == process:
-                    known.time.merge(tally.stat(series))
-                    known.on_device.merge(tally.stat(device_series(series)))
-            found[key] = known._replace(calls=known.calls + count)
+                    stage_sizes.time.merge(tally.stat(series))
+                    stage_sizes.on_device.merge(tally.stat(device_series(series)))
+            stages[key] = stage_sizes._replace(calls=stage_sizes.calls + count)
             untimed[key].update(self.untimed_reasons(process, layout_number))
         lines = (
             line._replace(untimed=None if line.on_device.count else most_common(untimed[each]))
-            for each, line in found.items()
+            for each, line in stages.items()
         )
-        return sorted(lines, key=lambda one: (one.root, one.stage, -one.calls))
+        return sorted(lines, key=lambda sizes: (sizes.root, sizes.stage, -sizes.calls))
 
     def untimed_reasons(self, process: int, number: int | None = None) -> Counter[str]:
-        """Number of a process's calls without a device time, by reason; of one layout, or of all."""
-        found: Counter[str] = Counter()
+        """Return the number of a process's calls without a device time, by reason; of one layout, or of all."""
+        reasons: Counter[str] = Counter()
         for shape, layout in self._shapes:
             if shape.process == process and number in (None, shape.layout):
                 reason = why_untimed(layout, shape.untimed)
                 if reason is not None:
-                    found[reason] += shape.calls
-        return found
+                    reasons[reason] += shape.calls
+        return reasons
 
     def _text(self, process: int, number: int) -> str | None:
-        """Sizes as text: "[30, 5]" or "x [30, 5], mask [30]"; None if they were not seen.
+        """Return sizes as text: "[30, 5]" or "x [30, 5], mask [30]"; None if they were not seen.
 
         A DTensor has both shapes: "[15, 5] of [30, 5]".
         """
@@ -233,42 +237,44 @@ class CallLayouts:
 
 
 def _is_rank_layout(layout: Layout) -> bool:
-    """Whether the calls of a layout belong to ranks that train one model together."""
+    """Return whether the calls of a layout belong to ranks that train one model together."""
     return layout.via in RANK_MODES
 
 
 def why_untimed(layout: Layout | None, number: int) -> str | None:
-    """Why calls have no device time: by the number in their records, or by their layout."""
+    """Return why calls have no device time: by the number in their records, or by their layout."""
     if 0 < number < len(UNTIMED):
         return UNTIMED[number]
     return None if layout is None else layout.absent.get("device_ms")
 
 
 def most_common(reasons: Counter[str]) -> str | None:
-    """The most frequent reason; None without one."""
-    return reasons.most_common(1)[0][0] if reasons else None
+    """Return the most frequent reason; None without one."""
+    return max(reasons, key=lambda reason: reasons[reason], default=None)
 
 
 # ------------------------------------------------------------------------------------------------ replicas over a run
 
 
 def count_idle_devices(layouts: CallLayouts) -> list[IdleDeviceCounts]:
-    """How often devices received no rows under dp, by root."""
+    """Return how often devices received no rows under dp, by root."""
     groups: defaultdict[tuple[str, int], Counter[tuple[int, int | None]]] = defaultdict(Counter)
     for shape, layout in layouts.replica_shapes():
         if len(layout.devices) > 1 and shape.mode == "dp":
             rows = layouts.rows(shape.process, shape.inputs, layout)
             groups[layout.root, len(layout.devices)][len(shape.replicas), rows] += shape.calls
-    found = []
+    idle_counts = []
     for (root, devices), counts in groups.items():
-        idle = {group: calls for group, calls in counts.items() if group[0] < devices}
-        (replicas, rows), _ = max(idle.items(), key=lambda item: item[1], default=((devices, None), 0))
-        found.append(IdleDeviceCounts(root, devices, counts.total(), sum(idle.values()), rows, devices - replicas))
-    return found
+        idle = {(used, rows): calls for (used, rows), calls in counts.items() if used < devices}
+        (replicas, rows), _ = max(idle.items(), key=itemgetter(1), default=((devices, None), 0))
+        idle_counts.append(
+            IdleDeviceCounts(root, devices, counts.total(), sum(idle.values()), rows, devices - replicas)
+        )
+    return idle_counts
 
 
 def build_replica_stats(layouts: CallLayouts, tallies: Mapping[int, Mapping[TallyKey, Tally]]) -> list[ReplicaStats]:
-    """Each replica with its rows and times; evaluations count only if no call of the same layout trains.
+    """Return each replica with its rows and times; evaluations count only if no call of the same layout trains.
 
     `tallies`: of each process.
     """
@@ -276,13 +282,13 @@ def build_replica_stats(layouts: CallLayouts, tallies: Mapping[int, Mapping[Tall
     splits: defaultdict[tuple[str, str], Counter[tuple[int | None, ...]]] = defaultdict(Counter)
     timed: set[tuple[int, int, str]] = set()
     for shape, layout in layouts.replica_shapes():
-        of = shape.process, shape.layout, shape.mode
-        trained = of in layouts.trained
+        layout_key = shape.process, shape.layout, shape.mode
+        trained = layout_key in layouts.trained
         if shape.kind & EVALUATION and trained:
             continue
-        own = {} if of in timed else tallies.get(shape.process, {})
-        times = merge_mode_tallies(own, shape.mode, False, trained)
-        timed.add(of)
+        process_tallies = {} if layout_key in timed else tallies.get(shape.process, {})
+        times = merge_mode_tallies(process_tallies, shape.mode, False, trained)
+        timed.add(layout_key)
         reason = why_untimed(layout, shape.untimed)
         rows = tuple(layouts.rows(shape.process, got, layout) for got, _ in shape.replicas)
         splits[shape.mode, layout.root][rows] += shape.calls
@@ -297,6 +303,7 @@ def build_replica_stats(layouts: CallLayouts, tallies: Mapping[int, Mapping[Tall
             line.time.merge(times.stat(series))
             line.on_device.merge(times.stat(device_series(series)))
     for line in lines.values():
-        usual = splits[line.mode, line.root].most_common(1)[0][0]
-        line.rows = usual[line.replica] if line.replica < len(usual) else None
+        counts = splits[line.mode, line.root]
+        usual_split = max(counts, key=counts.__getitem__)
+        line.rows = usual_split[line.replica] if line.replica < len(usual_split) else None
     return [line for _, line in sorted(lines.items()) if line.calls or line.time.count]

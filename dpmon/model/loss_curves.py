@@ -1,4 +1,4 @@
-"""The losses of a process over time: one curve for each line of the script that calls backward. Pure.
+"""The losses of a process over time: one curve for each line of the script that calls backward.
 
 A GAN has a curve for its discriminator and one for its generator. With a library (transformers, Lightning), the line is
 in the library. A curve has at most one value a second, so many steps have no value.
@@ -38,22 +38,22 @@ class LossCurve:
     """Why there are no values."""
 
 
-def read_loss_curves(store: Store, process: int, begin_s: int, end_s: int, width_s: int) -> tuple[LossCurve, ...]:
-    """The curves of a process between two times (s), in order of their first value.
+def read_loss_curves(store: Store, process: int, start_s: int, end_s: int, width_s: int) -> tuple[LossCurve, ...]:
+    """Return the curves of a process between two times (s), in order of their first value.
 
     A point covers `width_s` seconds and starts at a multiple of it, as a column of the history does.
     """
     places = store.loss_sites(process)
-    read = {place for place, why in places.values() if why is None}
-    found = []
-    for number, (place, why) in places.items():
-        if why is not None:
-            if place not in read:
-                found.append(LossCurve(process, place, why=why))
+    places_with_values = {place for place, reason in places.values() if reason is None}
+    curves = []
+    for place_index, (place, reason) in places.items():
+        if reason is not None:
+            if place not in places_with_values:
+                curves.append(LossCurve(process, place, why=reason))
             continue
-        newest, smoothed = store.newest_losses(process, number)
+        newest, smoothed = store.newest_losses(process, place_index)
         if newest is not None:
-            points = tuple(store.loss_bins(process, number, begin_s, end_s, width_s))
+            points = tuple(store.loss_bins(process, place_index, start_s, end_s, width_s))
             last = newest.loss, smoothed, newest.step or None, newest.start
-            found.append(LossCurve(process, place, points, width_s, *last))
-    return tuple(found)
+            curves.append(LossCurve(process, place, points, width_s, *last))
+    return tuple(curves)

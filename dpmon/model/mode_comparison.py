@@ -1,4 +1,4 @@
-"""Compares dp with single: the speed-up with its interval and its main reason, or what is missing for a verdict. Pure.
+"""Compares dp with single: the speed-up with its interval and its main reason, or what is missing for a verdict.
 
 Only steps of one kind are compared: the same number of samples, and all training or all evaluation. The first steps
 after a change of mode are left out (caches fill, algorithms are chosen). The speed-up is the ratio of the median step
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
 from math import log
+from operator import itemgetter
 from typing import NamedTuple
 
 from dpmon.model.comparison_stats import Interval, median_interval, ratio_of_estimates
@@ -25,16 +26,16 @@ from dpmon.text.formatting import format_duration, format_factor, format_percent
 MODES_COMPARED = ("single", "dp")
 MIN_STEPS = 20
 """Fewest steps of each mode for a verdict."""
-_CHANGES, _CHANGES_S = 12, 600
-"""Most changes of mode with a speed-up of their own, and the newest time (s) in which they are looked for."""
-CERTAIN = 1.25
-"""The modes are called equally fast only if no end of the interval is further than this factor from equal speed."""
-WORTH = 0.05
-"""Smallest share of a step at which copying is mentioned."""
-_APART = 1.1
-"""Factor by which the ratio of means may lie outside the interval without a note."""
-_APPLY = "parallel_apply"
-COPIES = ("scatter", "replicate", "gather")
+_MAX_SWITCHES, _SWITCH_RANGE_S = 12, 600
+"""Most mode switches with a speed-up of their own, and the time (s) before the newest step that is searched."""
+MAX_UNCERTAINTY = 1.25
+"""The modes count as equally fast only if both ends of the interval are within this factor of equal speed."""
+MIN_COST_SHARE = 0.05
+"""Smallest share of the step at which copying is mentioned."""
+_MEAN_TOLERANCE = 1.1
+"""Factor by which the ratio of means may be outside the interval without a note."""
+_PARALLEL_APPLY = "parallel_apply"
+COPY_PHASES = ("scatter", "replicate", "gather")
 """Phases that only dp has."""
 
 
@@ -48,7 +49,7 @@ class Reason(NamedTuple):
 
 
 class ModeSpeedup(NamedTuple):
-    """A change of mode: its time (ns since the run's start), and the speed-up from the steps before and after it."""
+    """A mode switch: its time (ns since the run's start), and the speed-up from the steps before and after it."""
 
     t_ns: int
     to: str
@@ -57,7 +58,7 @@ class ModeSpeedup(NamedTuple):
 
 
 class Peak(NamedTuple):
-    """The peak memory of a mode; only an upper bound if not `exact`: it may come from another mode."""
+    """The peak memory of a mode; unless `exact`, only an upper bound, because it may come from another mode."""
 
     bytes: int
     exact: bool
@@ -68,7 +69,7 @@ class Comparison:
     """Both modes side by side. `missing` says why there is no speed-up; otherwise `outcome` describes it."""
 
     sides: Mapping[str, StepStats] = field(default_factory=dict)
-    """The figures of each mode over the compared steps; the rate is over all steps of the mode."""
+    """The metrics of each mode over the compared steps; the rate is over all steps of the mode."""
     seen: Mapping[str, int] = field(default_factory=dict)
     """All steps of each mode, without evaluations if the mode trains."""
     memory: Mapping[str, Mapping[str, Peak]] = field(default_factory=dict)
@@ -98,13 +99,14 @@ class Comparison:
     """The copying that takes the largest share of the dp step."""
     missing: str | None = None
     changes: tuple[ModeSpeedup, ...] = ()
-    """The newest changes of mode with enough steps on both sides, if they were wanted."""
+    """The newest mode switches with enough steps on both sides, if they were requested."""
 
     @property
     def uncertain(self) -> bool:
-        """Whether the interval contains 1, and factors too far from 1 to call the modes equally fast."""
-        found = self.speedup
-        return self.outcome == "even" and found is not None and (found.low < 1 / CERTAIN or found.high > CERTAIN)
+        """Whether the interval contains 1, but is too wide to call the modes equally fast."""
+        if self.outcome != "even" or self.speedup is None:
+            return False
+        return self.speedup.low < 1 / MAX_UNCERTAINTY or self.speedup.high > MAX_UNCERTAINTY
 
 
 # ------------------------------------------------------------------------------------------------ comparing
@@ -118,7 +120,7 @@ class StepKind(NamedTuple):
 
 
 def comparable_kind(key: TallyKey) -> StepKind | None:
-    """The kind of the steps of a tally; None for the first ones after the start or after a change of mode."""
+    """Return the kind of the steps of a tally; None for warm-up steps."""
     return None if key.kind & SETTLING else StepKind(key.batch, not key.kind & EVALUATION)
 
 
@@ -132,83 +134,93 @@ def compare_modes(
     waits: Sequence[tuple[int, int]] = (),
     changes: bool = False,
 ) -> Comparison:
-    """Compare the "dp" steps of one process with its "single" steps; `changes`: also around each change of mode.
+    """Compare the "dp" steps of one process with its "single" steps. `changes`: also around each mode switch.
 
     `devices`: the devices of dp. `longest`: the longest steps, which show why steps are uneven. `waits`: start and end
     (ns) of each wait for input.
     """
     tallies = {key: tally for key, tally in window.tallies.items() if key.process == process and tally.steps}
-    there = [mode for mode in MODES_COMPARED if any(key.mode == mode for key in tallies)]
-    kinds: dict[str, Counter[StepKind]] = {mode: Counter() for mode in there}
+    modes = [mode for mode in MODES_COMPARED if any(key.mode == mode for key in tallies)]
+    kinds: dict[str, Counter[StepKind]] = {mode: Counter() for mode in modes}
     for key, tally in tallies.items():
-        found = comparable_kind(key)
-        if key.mode in kinds and found is not None:
-            kinds[key.mode][found] += tally.steps
-    both = len(there) == 2
-    kind = common_kind(kinds.values()) if both else None
+        step_kind = comparable_kind(key)
+        if key.mode in kinds and step_kind is not None:
+            kinds[key.mode][step_kind] += tally.steps
+    has_both = len(modes) == 2
+    kind = common_kind(kinds.values()) if has_both else None
     evaluation, batch = (False, None) if kind is None else (not kind.trains, kind.batch)
-    taken = {mode: window.tally(mode, evaluation, process, without_warmup=both, batch=batch) for mode in there}
-    sides = {mode: compute_step_stats(mode, False, taken[mode], window.rate(mode, process=process)) for mode in there}
-    seen = {mode: window.tally(mode, process=process).steps for mode in there}
+    compared = {mode: window.tally(mode, evaluation, process, without_warmup=has_both, batch=batch) for mode in modes}
+    sides = {
+        mode: compute_step_stats(mode, False, compared[mode], window.rate(mode, process=process)) for mode in modes
+    }
+    seen = {mode: window.tally(mode, process=process).steps for mode in modes}
     base = Comparison(sides=sides, seen=seen, devices=tuple(devices), virtual=virtual)
-    lacking = {mode: MIN_STEPS - each[kind] for mode, each in kinds.items() if kind and each[kind] < MIN_STEPS}
-    if not both or lacking:
-        return replace(base, missing=_missing_steps_text(there, lacking))
+    missing_steps = {
+        mode: MIN_STEPS - counts[kind] for mode, counts in kinds.items() if kind and counts[kind] < MIN_STEPS
+    }
+    if not has_both or missing_steps:
+        return replace(base, missing=_missing_steps_text(modes, missing_steps))
     if kind is None:
         return replace(base, missing=incomparable_reason(kinds))
-    passes = sum(count for each in kinds.values() for other, count in each.items() if other.trains != kind.trains)
+    other_kind = sum(
+        count
+        for counts in kinds.values()
+        for counted_kind, count in counts.items()
+        if counted_kind.trains != kind.trains
+    )
     base = replace(
         base,
         samples=None if kind.batch == NO_SAMPLES else kind.batch,
-        left_out=sum(each.total() - each[kind] for each in kinds.values()),
-        left_other_kind=passes,
+        left_out=sum(counts.total() - counts[kind] for counts in kinds.values()),
+        left_other_kind=other_kind,
         trained=kind.trains,
     )
-    parts: dict[str, list[Tally]] = {mode: [] for mode in there}
+    parts: dict[str, list[Tally]] = {mode: [] for mode in modes}
     for key, tally in window.rows(process):
         if key.mode in parts and comparable_kind(key) == kind:
             parts[key.mode].append(tally)
     if changes:
-        last_s = max(tally.last_ns or 0 for tally in taken.values()) // SECOND
-        rows = window.rows(process, last_s - _CHANGES_S, widest=1)
+        last_s = max(tally.last_ns or 0 for tally in compared.values()) // SECOND
+        rows = window.rows(process, last_s - _SWITCH_RANGE_S, widest=1)
         settled = [(key.mode, tally) for key, tally in rows if comparable_kind(key) == kind]
         base = replace(base, changes=_speedup_per_switch(settled))
-    long = [step for step in longest if step.process == process and bool(step.kind & EVALUATION) == evaluation]
-    return _with_verdict(base, taken, parts, long, waits)
+    long_steps = [step for step in longest if step.process == process and bool(step.kind & EVALUATION) == evaluation]
+    return _with_verdict(base, compared, parts, long_steps, waits)
 
 
 def _speedup_per_switch(rows: Sequence[tuple[str, Tally]]) -> tuple[ModeSpeedup, ...]:
-    """The speed-up at each of the newest changes of mode. `rows`: modes and tallies of steps of one kind."""
-    found: list[tuple[str, int, Interval | None]] = []
+    """Return the speed-up at each of the newest mode switches. `rows`: modes and tallies of steps of one kind."""
+    periods: list[tuple[str, int, Interval | None]] = []
     ordered = sorted(rows, key=lambda row: row[1].first_ns or 0)
-    for mode, own in groupby(ordered, key=lambda row: row[0]):
-        parts, whole = [tally for _, tally in own], Tally()
-        for part in parts:
-            whole.merge(part)
-        known = median_interval(whole, parts) if whole.steps >= MIN_STEPS else None
-        found.append((mode, parts[0].first_ns or 0, known))
-    changes: list[ModeSpeedup] = []
-    for (_, _, before), (mode, t_ns, after) in pairwise(found):
+    for mode, mode_rows in groupby(ordered, key=itemgetter(0)):
+        tallies, merged = [tally for _, tally in mode_rows], Tally()
+        for tally in tallies:
+            merged.merge(tally)
+        interval = median_interval(merged, tallies) if merged.steps >= MIN_STEPS else None
+        periods.append((mode, tallies[0].first_ns or 0, interval))
+    switches: list[ModeSpeedup] = []
+    for (_, _, before), (mode, t_ns, after) in pairwise(periods):
         single, dp = (before, after) if mode == "dp" else (after, before)
         speedup = ratio_of_estimates(single, dp) if single is not None and dp is not None else None
-        changes += [ModeSpeedup(t_ns, mode, speedup)] if speedup is not None else []
-    return tuple(changes[-_CHANGES:])
+        if speedup is not None:
+            switches.append(ModeSpeedup(t_ns, mode, speedup))
+    return tuple(switches[-_MAX_SWITCHES:])
 
 
 def first_with_both(window: StatsWindow) -> int:
-    """The first process with steps in both modes, or else the first."""
+    """Return the first process with steps in both modes, or else the first."""
     modes: dict[int, set[str]] = {process: set() for process in window.processes}
     for key in window.tallies:
         modes.setdefault(key.process, set()).add(key.mode)
-    both = (process for process, there in modes.items() if there.issuperset(MODES_COMPARED))
-    return next(both, min(modes, default=0))
+    with_both = (process for process, modes_of_process in modes.items() if modes_of_process.issuperset(MODES_COMPARED))
+    return next(with_both, min(modes, default=0))
 
 
 def common_kind(sides: Iterable[Counter[StepKind]]) -> StepKind | None:
-    """The kind of step to compare; None if the sides share none. `sides`: number of settled steps by kind.
+    """Return the kind of step to compare; None if the sides share none.
 
-    A kind with enough steps on all sides comes first, then training, then the most frequent kind. If a side has no
-    settled steps yet, this is the most frequent kind of the others.
+    `sides`: number of steps by kind, without warm-up steps. A kind with enough steps on all sides comes first, then
+    training, then the most frequent kind. If a side has no such steps yet, it is the most frequent kind of the others.
     """
     sides = list(sides)
     shared = {
@@ -220,163 +232,171 @@ def common_kind(sides: Iterable[Counter[StepKind]]) -> StepKind | None:
         return max(shared, key=lambda kind: (shared[kind] >= MIN_STEPS, kind.trains, shared[kind], kind.batch))
     if all(sides):
         return None
-    whole = sum(sides, Counter[StepKind]())
-    return next(iter(whole.most_common(1)), (StepKind(NO_SAMPLES, True), 0))[0]
+    total = sum(sides, Counter[StepKind]())
+    return max(total, key=lambda kind: total[kind], default=StepKind(NO_SAMPLES, True))
 
 
-def _missing_steps_text(there: Sequence[str], lacking: Mapping[str, int]) -> str:
-    """The steps that are missing for a verdict."""
-    unseen = [mode for mode in MODES_COMPARED if mode not in there]
+def _missing_steps_text(seen: Sequence[str], missing_steps: Mapping[str, int]) -> str:
+    """Return which steps are missing for a verdict."""
+    unseen = [mode for mode in MODES_COMPARED if mode not in seen]
     if unseen:
         return f"{' and '.join(unseen)} not seen yet"
-    parts = [f"{count} more step{'' if count == 1 else 's'} in {mode}" for mode, count in lacking.items()]
+    parts = [f"{count} more step{'' if count == 1 else 's'} in {mode}" for mode, count in missing_steps.items()]
     return f"no verdict yet: it needs {' and '.join(parts)}"
 
 
 def incomparable_reason(kinds: Mapping[str, Counter[StepKind]]) -> str:
-    """Why no step of one mode can be compared with a step of the other."""
-    usual = {mode: max(found, key=lambda kind: found[kind]) for mode, found in kinds.items()}
-    trains = {mode: kind.trains for mode, kind in usual.items()}
+    """Return why no step of one mode can be compared with a step of the other."""
+    most_frequent = {mode: max(counts, key=lambda kind: counts[kind]) for mode, counts in kinds.items()}
+    trains = {mode: kind.trains for mode, kind in most_frequent.items()}
     if len(set(trains.values())) > 1:
-        which = next(mode for mode, trained in trains.items() if not trained)
-        return f"no verdict: the steps in {which} have no backward pass, the others do"
+        untrained = next(mode for mode, trained in trains.items() if not trained)
+        return f"no verdict: the steps in {untrained} have no backward pass, the others do"
     names = {NO_SAMPLES: "an unknown number of", OTHER_SIZES: "changing numbers of"}
-    sizes = ", ".join(f"{names.get(kind.batch, kind.batch)} samples a step in {mode}" for mode, kind in usual.items())
+    sizes = ", ".join(
+        f"{names.get(kind.batch, kind.batch)} samples per step in {mode}" for mode, kind in most_frequent.items()
+    )
     return f"no verdict: the batches are not of the same size ({sizes})"
 
 
 def _with_verdict(
     base: Comparison,
-    taken: Mapping[str, Tally],
+    tallies: Mapping[str, Tally],
     parts: Mapping[str, Sequence[Tally]],
     longest: Sequence[LongStepRow],
     waits: Sequence[tuple[int, int]],
 ) -> Comparison:
-    single, dp = (median_interval(taken[mode], parts[mode]) for mode in MODES_COMPARED)
-    found = ratio_of_estimates(single, dp) if single is not None and dp is not None else None
-    if found is None:
+    single, dp = (median_interval(tallies[mode], parts[mode]) for mode in MODES_COMPARED)
+    speedup = ratio_of_estimates(single, dp) if single is not None and dp is not None else None
+    if speedup is None:
         return replace(base, missing="no verdict: a step took no measurable time")
-    outcome = "faster" if found.low > 1 else "slower" if found.high < 1 else "even"
-    each = found.value / len(base.devices) if base.devices and not base.virtual else None
+    outcome = "even"
+    if speedup.low > 1:
+        outcome = "faster"
+    elif speedup.high < 1:
+        outcome = "slower"
+    efficiency = speedup.value / len(base.devices) if base.devices and not base.virtual else None
     cost = _main_dp_cost(base.sides["dp"])
     reason = _main_reason(base.sides, outcome)
-    means = _ratio_of_means(found, base.sides)
-    why = _more_uneven_mode(taken, longest, waits) if means is not None else None
-    base = replace(base, by_mean=means, uneven=why)
-    return replace(base, speedup=found, efficiency=each, outcome=outcome, reason=reason, cost=cost)
+    by_mean = _ratio_of_means(speedup, base.sides)
+    uneven = _more_uneven_mode(tallies, longest, waits) if by_mean is not None else None
+    base = replace(base, by_mean=by_mean, uneven=uneven)
+    return replace(base, speedup=speedup, efficiency=efficiency, outcome=outcome, reason=reason, cost=cost)
 
 
-def _ratio_of_means(found: Interval, sides: Mapping[str, StepStats]) -> float | None:
-    """The ratio of the means, if it lies well outside the interval of the medians' ratio."""
+def _ratio_of_means(speedup: Interval, sides: Mapping[str, StepStats]) -> float | None:
+    """Return the ratio of the mean steps if it is well outside the interval of the ratio of medians, else None."""
     single, dp = (sides[mode].mean_ns for mode in MODES_COMPARED)
-    means = single / dp if single and dp else found.value
-    return None if found.low / _APART <= means <= found.high * _APART else means
+    ratio = single / dp if single and dp else speedup.value
+    return None if speedup.low / _MEAN_TOLERANCE <= ratio <= speedup.high * _MEAN_TOLERANCE else ratio
 
 
 def _more_uneven_mode(
-    taken: Mapping[str, Tally], longest: Sequence[LongStepRow], waits: Sequence[tuple[int, int]]
+    tallies: Mapping[str, Tally], longest: Sequence[LongStepRow], waits: Sequence[tuple[int, int]]
 ) -> tuple[str, StepUnevenness] | None:
-    """The mode with the larger gap between mean and median step; None if both gaps are small."""
-    most, found = 0.0, None
+    """Return the mode with the larger gap between mean and median step; None if both gaps are small."""
+    largest_gap, most_uneven = 0.0, None
     for mode in MODES_COMPARED:
-        mean, center = taken[mode].stat(STEP).mean, taken[mode].median(STEP)
-        how = uneven_steps(taken[mode], [step for step in longest if step.mode == mode], waits)
-        if how is not None and mean and center and abs(log(mean / center)) > most:
-            most, found = abs(log(mean / center)), (mode, how)
-    return found
+        mean, center = tallies[mode].stat(STEP).mean, tallies[mode].median(STEP)
+        unevenness = uneven_steps(tallies[mode], [step for step in longest if step.mode == mode], waits)
+        if unevenness is not None and mean and center and abs(log(mean / center)) > largest_gap:
+            largest_gap, most_uneven = abs(log(mean / center)), (mode, unevenness)
+    return most_uneven
 
 
 def _main_dp_cost(dp: StepStats) -> Reason | None:
-    copies = [phase for phase in dp.phases if phase.name in COPIES and phase.share is not None]
-    most = max(copies, key=lambda phase: phase.share or 0, default=None)
-    return Reason(most.name, most.share, most.median_ns, None) if most is not None else None
+    copies = [phase for phase in dp.phases if phase.name in COPY_PHASES and phase.share is not None]
+    largest = max(copies, key=lambda phase: phase.share or 0, default=None)
+    return Reason(largest.name, largest.share, largest.median_ns, None) if largest is not None else None
 
 
 def _main_reason(sides: Mapping[str, StepStats], outcome: str) -> Reason | None:
-    """The phase that explains most of the difference; the replicas' forward counts as forward."""
+    """Return the phase that explains most of the difference; the forward of the replicas counts as forward."""
     if outcome == "even":  # the copying, if its share is large enough to mention
         cost = _main_dp_cost(sides["dp"])
-        return cost if cost is not None and (cost.share or 0) >= WORTH else None
-    took = {mode: phase_values(side, lambda phase: phase.median_ns) for mode, side in sides.items()}
-    name = phase_with_largest_change(took["single"], took["dp"], slower=outcome == "slower")
+        return cost if cost is not None and (cost.share or 0) >= MIN_COST_SHARE else None
+    times = {mode: phase_values(side, lambda phase: phase.median_ns) for mode, side in sides.items()}
+    name = phase_with_largest_change(times["single"], times["dp"], slower=outcome == "slower")
     if name is None:
         return None
     shares = phase_values(sides["dp"], lambda phase: phase.share)
-    return Reason(name, shares.get(name), took["dp"].get(name), took["single"].get(name))
+    return Reason(name, shares.get(name), times["dp"].get(name), times["single"].get(name))
 
 
 def phase_with_largest_change(before: Mapping[str, float], after: Mapping[str, float], *, slower: bool) -> str | None:
-    """The phase whose time grew most (or, unless `slower`, fell most); None if none did."""
+    """Return the phase whose time grew most (or, unless `slower`, fell most); None if none did."""
     sign = 1 if slower else -1
     changes = {name: sign * (after.get(name, 0.0) - before.get(name, 0.0)) for name in after.keys() | before.keys()}
     name = max(sorted(changes), key=lambda each: changes[each], default=None)
     return None if name is None or changes[name] <= 0 else name
 
 
-def phase_values(side: StepStats, figure: Callable[[PhaseStats], float | None]) -> dict[str, float]:
-    """A figure of each phase that ran. `forward` is the replicas' forward plus the rest of the forward."""
-    found: dict[str, float] = {}
+def phase_values(side: StepStats, metric_of: Callable[[PhaseStats], float | None]) -> dict[str, float]:
+    """Return a metric of each phase that ran. `forward` includes the forward of the replicas."""
+    values: dict[str, float] = {}
     for phase in side.phases:
-        value = figure(phase)
+        value = metric_of(phase)
         if value is not None and phase.name != "forward":
-            name = "forward" if phase.name in (REST, _APPLY) else phase.name
-            found[name] = found.get(name, 0.0) + value
-    return found
+            name = "forward" if phase.name in (REST, _PARALLEL_APPLY) else phase.name
+            values[name] = values.get(name, 0.0) + value
+    return values
 
 
 # ------------------------------------------------------------------------------------------------ words
 
 
-def verdict_sentence(found: Comparison) -> str | None:
-    """The verdict with its reason, in one sentence; None without a verdict."""
-    if found.speedup is None:
+def verdict_sentence(comparison: Comparison) -> str | None:
+    """Return the verdict with its reason, in one sentence; None without a verdict."""
+    if comparison.speedup is None:
         return None
-    over = f" over {len(found.devices)}" if found.devices else ""
-    name = f"DataParallel{over}{' virtual replicas' if found.virtual and found.devices else ''}"
-    value, low, high = map(format_factor, found.speedup)
-    reason = "" if found.uncertain else _reason_text(found)
-    if found.uncertain:
-        head = f"{name} is {low} to {high} as fast as one device: too uncertain for a verdict"
-    elif found.outcome == "even":
-        head = f"{name} makes no difference that shows ({low} to {high} as fast as one device)"
+    devices_text = f" over {len(comparison.devices)}" if comparison.devices else ""
+    name = f"DataParallel{devices_text}{' virtual replicas' if comparison.virtual and comparison.devices else ''}"
+    value, low, high = map(format_factor, comparison.speedup)
+    reason = "" if comparison.uncertain else _reason_text(comparison)
+    if comparison.uncertain:
+        verdict = f"{name} is {low} to {high} as fast as one device: too uncertain for a verdict"
+    elif comparison.outcome == "even":
+        verdict = f"{name} makes no difference that shows ({low} to {high} as fast as one device)"
     else:
-        head = f"{name} is {value} as fast as one device"
-    means = ""
-    if found.by_mean is not None:
-        means = f" By the mean step it is {format_factor(found.by_mean)}{_why_uneven(found)}."
-    return f"{head}: {reason}.{means}" if reason else f"{head}.{means}"
+        verdict = f"{name} is {value} as fast as one device"
+    mean_text = ""
+    if comparison.by_mean is not None:
+        mean_text = f" By the mean step it is {format_factor(comparison.by_mean)}{_why_uneven(comparison)}."
+    return f"{verdict}: {reason}.{mean_text}" if reason else f"{verdict}.{mean_text}"
 
 
-def _why_uneven(found: Comparison) -> str:
-    if found.uneven is None:
+def _why_uneven(comparison: Comparison) -> str:
+    if comparison.uneven is None:
         return ""
-    mode, how = found.uneven
-    by = f" ({WAITING_TEXT})" if how.phase == INPUT else ""
-    return (
-        f": of the steps in {mode}, about {format_percent(how.steps)} take {format_percent(how.time)} of the time{by}"
-    )
+    mode, unevenness = comparison.uneven
+    cause = f" ({WAITING_TEXT})" if unevenness.phase == INPUT else ""
+    steps, time = format_percent(unevenness.steps), format_percent(unevenness.time)
+    return f": of the steps in {mode}, about {steps} take {time} of the time{cause}"
 
 
-def _reason_text(found: Comparison) -> str:
-    reason, cost = found.reason, found.cost
+def _reason_text(comparison: Comparison) -> str:
+    reason, cost = comparison.reason, comparison.cost
     if reason is None:
         return ""
-    if reason.phase in COPIES:
-        return f"{reason.phase} takes {_time_within_step(found, reason)}"
+    if reason.phase in COPY_PHASES:
+        return f"{reason.phase} takes {_time_within_step(comparison, reason)}"
     dp, single = duration_or_none(reason.dp_ns), duration_or_none(reason.single_ns)
     if reason.phase == "forward":
         # The names in panel 3. This includes starting the threads, so it is more than the forward of any replica.
-        text = f"parallel_apply and the forward rest take {dp} against {single} of forward on one device"
+        text = f"parallel_apply and other forward take {dp}, forward on one device {single}"
     else:
-        text = f"{_PHRASES.get(reason.phase, reason.phase)} takes {dp} against {single} on one device"
-    if found.outcome == "faster" and cost is not None and (cost.share or 0) >= WORTH:
-        text += f", {cost.phase} {_time_within_step(found, cost)}"
+        text = f"{_PHRASES.get(reason.phase, reason.phase)} takes {dp}, on one device {single}"
+    if comparison.outcome == "faster" and cost is not None and (cost.share or 0) >= MIN_COST_SHARE:
+        text += f", {cost.phase} {_time_within_step(comparison, cost)}"
     return text
 
 
-def _time_within_step(found: Comparison, reason: Reason) -> str:
-    """A phase's median time in a median dp step: the verdict compares medians, but a share refers to the mean step."""
-    step = found.sides["dp"].median_ns
+def _time_within_step(comparison: Comparison, reason: Reason) -> str:
+    """Return the median time of a phase in a median dp step, as text.
+
+    The verdict compares medians, whereas a share refers to the mean step.
+    """
+    step = comparison.sides["dp"].median_ns
     if step is None or reason.dp_ns is None:
         return f"{format_percent(reason.share)} of the time"
     return f"{format_duration(reason.dp_ns)} of a {format_duration(step)} step"
@@ -386,5 +406,5 @@ _PHRASES = {"data": "waiting for data", "other": "the script's own work"}
 
 
 def duration_or_none(ns: float | None) -> str:
-    """A duration; "none" for a phase that did not run."""
+    """Return a duration as text; "none" for a phase that did not run."""
     return "none" if ns is None else format_duration(ns)

@@ -1,4 +1,4 @@
-"""The figures of one mode of a run, and of one of several processes, as a report has them. Pure."""
+"""The metrics of one mode of a run, and of one of several processes, for reports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ModeStats(StepStats):
 
     virtual: bool = False
     distributed: str | None = None
-    """How its ranks trained one model together (a key of RANK_MODES), which is neither dp nor single."""
+    """How its ranks trained one model together (a key of RANK_MODES); None if they did not."""
     process: int = 0
     who: str | None = None
     """The name of the process, such as "rank 0"; None if it is the only one."""
@@ -30,11 +30,11 @@ class ModeStats(StepStats):
     late: Tally | None = None
     """The last third."""
     settled: ModeStats | None = None
-    """The same without the settling steps."""
+    """The same without warm-up steps; None if it is not separate."""
 
     @property
     def settled_stats(self) -> ModeStats:
-        """The figures without settling steps, if they are known apart."""
+        """The metrics without warm-up steps if they are known, or else these metrics."""
         return self.settled or self
 
     @property
@@ -43,11 +43,11 @@ class ModeStats(StepStats):
         return self.steps + self.other_steps
 
     def phase_share(self, *names: str) -> float:
-        """The share of all step time that phases took together (0 to 1)."""
+        """Return the share of all step time (0 to 1) that these phases took together."""
         return sum(phase.share or 0.0 for phase in self.phases if phase.name in names)
 
     def nested_phases(self) -> list[tuple[int, PhaseStats]]:
-        """The phases with their depth: those of the calls are one deeper, below forward, if it ran."""
+        """Return (depth, phase) pairs: the phases of calls have depth 1, below forward if it ran; others 0."""
         calls = [phase for phase in self.phases if phase.name in CALL_PHASES]
         rows: list[tuple[int, PhaseStats]] = []
         for phase in self.phases:
@@ -78,7 +78,7 @@ class RankSummary(NamedTuple):
     untimed: str | None
     """Why `forward_ns` is unknown, if the record has a reason."""
     times: RankTimes | None = None
-    """Mean times of training steps, without the first ones, of all processes with its rank. None without a rank."""
+    """Mean times of the training steps of all processes of its rank, without warm-up steps; None without a rank."""
     node: str | None = None
     """Its node; None on one machine."""
 
@@ -89,8 +89,8 @@ class RankSummary(NamedTuple):
         return name + node_suffix(self.node)
 
 
-def slowest_first(ranks: Sequence[RankSummary], most: int) -> list[RankSummary]:
-    """Return all ranks, first the `most` ranks that were the slowest most often; both parts keep their order."""
-    often = nlargest(most, ranks, key=lambda line: 0 if line.times is None else line.times.slowest)
-    first = {line.process for line in often}
-    return sorted(ranks, key=lambda line: line.process not in first)
+def slowest_first(ranks: Sequence[RankSummary], limit: int) -> list[RankSummary]:
+    """Return all ranks, first the `limit` ranks that were the slowest most often; both parts keep their order."""
+    slowest = nlargest(limit, ranks, key=lambda line: 0 if line.times is None else line.times.slowest)
+    first_processes = {rank.process for rank in slowest}
+    return sorted(ranks, key=lambda line: line.process not in first_processes)

@@ -1,4 +1,4 @@
-"""The nodes of a run on several machines: the processes of each, and whether its records arrive. Pure."""
+"""The nodes of a multi-node run: the processes of each, and whether its records arrive."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ if TYPE_CHECKING:
 
 SLOW_NS = 3 * SECOND
 """A connected node sends something once a second. After this silence it is called slow."""
-_LASTING = ("ended", "stopped", "failed", "left out")
-"""Troubles without a duration."""
-_WORDS = {"connecting": "connecting", "cut": "cut off", "refused": "left out"}
+_LASTING = ("ended", "stopped", "failed", "given up")
+"""Problems without a duration."""
+_WORDS = {"connecting": "connecting", "cut": "disconnected", "refused": "given up"}
 SILENT = tuple(_WORDS.values())
-"""Troubles in which nothing is known about the ranks of a node now."""
+"""Problems in which the current state of a node's ranks is unknown."""
 
 
 class NodeProblem(NamedTuple):
     """Why the records of a node do not arrive as usual."""
 
     word: str
-    """"connecting", "slow", "cut off", "left out", "ended", "stopped" or "failed"."""
+    """"connecting", "slow", "disconnected", "given up", "ended", "stopped" or "failed"."""
     since_ns: int
     why: str | None = None
     """A sentence, if there is one; clean."""
 
     def words(self, now_ns: int) -> str:
-        """The word, for how long, and why: "cut off for 12 s: connection timed out"."""
+        """Return the word, for how long, and why: "disconnected for 12 s: connection timed out"."""
         since = "" if self.word in _LASTING else f" for {format_age(now_ns - self.since_ns)}"
         return f"{self.word}{since}{f': {self.why}' if self.why else ''}"
 
     def brief(self, now_ns: int, width: int) -> str:
-        """The word and the time in `width` cells, or less: "cut 12 s", "cut", "c"."""
-        word = self.word.partition(" ")[0]
-        whole = self.word if self.word in _LASTING else f"{word} {format_age(now_ns - self.since_ns)}"
-        return whole if len(whole) <= width else word[:width]
+        """Return the word and the time in `width` cells, or less: "dis 12 s", "dis", "d"."""
+        word = "dis" if self.word == "disconnected" else self.word
+        full_text = self.word if self.word in _LASTING else f"{word} {format_age(now_ns - self.since_ns)}"
+        return full_text if len(full_text) <= width else word[:width]
 
 
 class NodeStatus(NamedTuple):
-    """A machine of the run. Times in ns since the run's start, by the clock of this machine."""
+    """One node of the run. Times in ns since the run's start, by the clock of this machine."""
 
     number: int
     name: str
@@ -66,7 +66,7 @@ class NodeStatus(NamedTuple):
     """Whether the user stopped its run."""
 
     def problem_at(self, now_ns: int) -> NodeProblem | None:
-        """Why its records do not arrive; None if they do, or if the trouble began after `now_ns`."""
+        """Return why its records do not arrive; None if they do, or if the problem began after `now_ns`."""
         heard_ns = self.since_ns if self.heard_ns is None else self.heard_ns
         if self.state == "connected":
             return NodeProblem("slow", heard_ns, "nothing was heard") if now_ns - heard_ns > SLOW_NS else None
@@ -77,21 +77,22 @@ class NodeStatus(NamedTuple):
         if self.state == "ended":
             word = "failed" if self.status else "ended"
             return NodeProblem(word, self.since_ns, f"status {self.status}" if self.status else self.why)
-        return NodeProblem(
-            _WORDS.get(self.state, "cut off"), heard_ns if self.state == "cut" else self.since_ns, self.why
-        )
+        since_ns = heard_ns if self.state == "cut" else self.since_ns
+        return NodeProblem(_WORDS.get(self.state, "disconnected"), since_ns, self.why)
 
 
 def format_age(ns: int) -> str:
-    """A time in one unit: "12 s", "3 min", "2 h"."""
+    """Return a time in one unit: "12 s", "3 min", "2 h"."""
     seconds = max(ns, 0) // SECOND
-    return f"{seconds} s" if seconds < 100 else f"{seconds // 60} min" if seconds < 6000 else f"{seconds // 3600} h"
+    if seconds < 100:
+        return f"{seconds} s"
+    return f"{seconds // 60} min" if seconds < 6000 else f"{seconds // 3600} h"
 
 
-def read_nodes(rows: Store) -> tuple[NodeStatus, ...]:
-    """The nodes of a run, in the order in which the user named them; none if it runs on one machine."""
+def read_nodes(store: Store) -> tuple[NodeStatus, ...]:
+    """Return the nodes of a run, in the order in which the user named them; none if it runs on one machine."""
     processes = defaultdict[int, list[int]](list)
-    for ring in rows.rings.values():
+    for ring in store.rings.values():
         if ring.node is not None:
             processes[ring.node].append(ring.process)
     return tuple(
@@ -106,41 +107,41 @@ def read_nodes(rows: Store) -> tuple[NodeStatus, ...]:
             tuple(sorted(processes[row.number])),
             exited.get("stopped") is True,
         )
-        for row in rows.nodes()
+        for row in store.nodes()
         for exited in (_parse_exit(row.exit),)
     )
 
 
 def node_of(nodes: Sequence[NodeStatus], process: Process | None) -> int | None:
-    """The number of a process's node; of the first node without a process; None on one machine."""
-    return next((one.number for one in nodes if process is None or process.process in one.processes), None)
+    """Return the number of a process's node; of the first node without a process; None on one machine."""
+    return next((node.number for node in nodes if process is None or process.process in node.processes), None)
 
 
-def find_rank(state: RunSnapshot, text: str) -> int | None:
-    """The process of a rank by its number, or of the slowest rank of a node by its name; None if there is none."""
+def find_rank(snapshot: RunSnapshot, text: str) -> int | None:
+    """Return the process of a rank by its number, or of the slowest rank of a node by its name; None if unknown."""
     text = text.strip().removeprefix("rank ").strip()
     if text.isdecimal():
-        return next((one.process for one in state.training_processes if one.rank == int(text)), None)
-    node = next((one for one in state.nodes if one.name == text), None)
-    own = [one for one in state.ranks if node is not None and one.process in node.processes]
+        return next((process.process for process in snapshot.training_processes if process.rank == int(text)), None)
+    node = next((node for node in snapshot.nodes if node.name == text), None)
+    ranks = [rank for rank in snapshot.ranks if node is not None and rank.process in node.processes]
     first = node.processes[0] if node is not None and node.processes else None
-    return min(own, key=lambda one: one.wait_ns or 0.0).process if own else first
+    return min(ranks, key=lambda rank: rank.wait_ns or 0.0).process if ranks else first
 
 
 def gpu_name(index: int, nodes: Sequence[NodeStatus]) -> str:
-    """The name of a GPU or host by its index in records: "GPU 3", "host"; with several nodes "GPU 3 (gpu-1)"."""
+    """Return the name of a GPU or host by its index in records: "GPU 3", "host"; with several nodes "GPU 3 (gpu-1)"."""
     if not nodes:
         return "host" if index < 0 else f"GPU {index}"
     number = -1 - index if index < 0 else index // NODE_DEVICES
-    what = "host" if index < 0 else f"GPU {index % NODE_DEVICES}"
-    return what + node_suffix(next((one.name for one in nodes if one.number == number), None))
+    name = "host" if index < 0 else f"GPU {index % NODE_DEVICES}"
+    return name + node_suffix(next((node.name for node in nodes if node.number == number), None))
 
 
 def _parse_exit(exited: str | None) -> Mapping[str, Any]:
     if exited is None:
         return {}
     try:
-        found = load_json(exited)
+        record = load_json(exited)
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return record if isinstance(record, dict) else {}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
+from operator import itemgetter
 from typing import NamedTuple
 
 from dpmon.model.run_snapshot import PauseChange
@@ -24,7 +26,7 @@ class Pause(NamedTuple):
     """The step before the pause."""
     start_ns: int
     took_ns: int | None = None
-    """Duration; None if the pause goes on, was refused, or its end was not recorded."""
+    """Duration; None if the pause continues, was refused, or its end was not recorded."""
     end_ns: int | None = None
     """Its end; the latest possible end if the end was not recorded."""
     on: bool = False
@@ -34,7 +36,7 @@ class Pause(NamedTuple):
     refused: str | None = None
 
     def interval(self, open_ns: int | None) -> Span | None:
-        """Start and end, if known; `open_ns`: the end of a pause that had not ended."""
+        """Return start and end, if known; `open_ns`: the end of a pause that had not ended."""
         if self.refused is not None or (self.on and open_ns is None):
             return None
         end = open_ns if self.on else self.end_ns
@@ -54,56 +56,57 @@ class PauseTotals(NamedTuple):
 
 
 def pause_totals(pauses: Iterable[Pause], end_ns: int | None = None) -> PauseTotals:
-    """The totals of pauses; `end_ns`: the end of the run, and of pauses that had not ended."""
-    times, unended, reach, ended, on = 0, 0, -1, True, False
-    known: list[Span] = []
-    placed = ((span, one) for one in pauses if (span := one.interval(1 << 63)) is not None)
-    for (start, end), one in sorted(placed, key=lambda each: each[0][0]):
-        if start >= reach:
-            unended += not ended
-            times, reach, ended = times + 1, start, False
-        reach, ended = max(reach, end), ended or one.on or one.took_ns is not None
-        on = on or one.on
-        if one.took_ns is not None:
-            known.append((start, end))
-        elif one.on and end_ns is not None:
-            known.append((start, end_ns))
-    return PauseTotals(times, sum(end - start for start, end in union_of_intervals(known)), unended + (not ended), on)
+    """Return the totals of pauses; `end_ns`: the end of the run, and of pauses that had not ended."""
+    times, unended, reach_ns, has_end, is_open = 0, 0, -1, True, False
+    intervals: list[Span] = []
+    placed = ((*span, pause) for pause in pauses if (span := pause.interval(1 << 63)) is not None)
+    for start, end, pause in sorted(placed, key=itemgetter(0)):
+        if start >= reach_ns:
+            unended += not has_end
+            times, reach_ns, has_end = times + 1, start, False
+        reach_ns, has_end = max(reach_ns, end), has_end or pause.on or pause.took_ns is not None
+        is_open = is_open or pause.on
+        if pause.took_ns is not None:
+            intervals.append((start, end))
+        elif pause.on and end_ns is not None:
+            intervals.append((start, end_ns))
+    paused_ns = sum(end - start for start, end in union_of_intervals(intervals))
+    return PauseTotals(times, paused_ns, unended + (not has_end), is_open)
 
 
 def build_pauses(
     changes: Iterable[PauseChange], next_step_ns: Callable[[int, int], int | None], newest_ns: int = -1
 ) -> list[Pause]:
-    """The pauses in `changes`, which must be in order of time for each process, and refused requests.
+    """Return the pauses in `changes`, which must be in order of time for each process, and refused requests.
 
     A pause without a recorded end ended at the latest when its process began another step. `next_step_ns`: the start of
     a process's first step after a time; `newest_ns`: the start of the newest step of any process.
     """
-    found: list[Pause] = []
-    opened: dict[int, int] = {}
+    pauses: list[Pause] = []
+    open_pauses: dict[int, int] = {}
     """By process, the place of its current pause."""
-    for process, at, step, paused, took, reason, refused in changes:
+    for process, t_ns, step, paused, took_ns, reason, refused in changes:
         if refused is not None:
-            found.append(Pause(process, step, at, reason=reason, refused=refused))
+            pauses.append(Pause(process, step, t_ns, reason=reason, refused=refused))
         elif paused:
-            if process in opened:  # the record of its end was lost
-                found[opened[process]] = found[opened[process]]._replace(on=False, end_ns=at)
-            opened[process] = len(found)
-            found.append(Pause(process, step, at, on=True, reason=reason))
-        elif process in opened:
-            place = opened.pop(process)
-            began = found[place].start_ns
-            took = max(at - began, 0) if took is None else took
-            found[place] = found[place]._replace(took_ns=took, end_ns=began + took, on=False, reason=reason)
-    ends = [next_step_ns(one.process, one.start_ns) if one.on else None for one in found]
+            if process in open_pauses:  # the record of its end was lost
+                pauses[open_pauses[process]] = pauses[open_pauses[process]]._replace(on=False, end_ns=t_ns)
+            open_pauses[process] = len(pauses)
+            pauses.append(Pause(process, step, t_ns, on=True, reason=reason))
+        elif process in open_pauses:
+            index = open_pauses.pop(process)
+            start_ns = pauses[index].start_ns
+            took_ns = max(t_ns - start_ns, 0) if took_ns is None else took_ns
+            pauses[index] = pauses[index]._replace(took_ns=took_ns, end_ns=start_ns + took_ns, on=False, reason=reason)
+    ends = [next_step_ns(pause.process, pause.start_ns) if pause.on else None for pause in pauses]
     newest_ns = max([newest_ns, *(end for end in ends if end is not None)])
     # A remaining pause goes on, unless another process began a step after its start. Then the paused process may have
     # been killed in the pause, at an unknown time.
     return [
-        one._replace(on=False, end_ns=end)
-        if one.on and (end is not None or one.start_ns + _SLACK_NS < newest_ns)
-        else one
-        for one, end in zip(found, ends, strict=True)
+        pause._replace(on=False, end_ns=end)
+        if pause.on and (end is not None or pause.start_ns + _SLACK_NS < newest_ns)
+        else pause
+        for pause, end in zip(pauses, ends, strict=True)
     ]
 
 
@@ -111,37 +114,37 @@ def build_pauses(
 
 
 def any_paused_intervals(pauses: Iterable[Pause], end_ns: int | None) -> list[Span]:
-    """When any process was paused; a pause that has not ended goes on until `end_ns`."""
-    return union_of_intervals(span for one in pauses if (span := one.interval(end_ns)) is not None)
+    """Return when any process was paused; a pause that has not ended goes on until `end_ns`."""
+    return union_of_intervals(span for pause in pauses if (span := pause.interval(end_ns)) is not None)
 
 
-def all_paused_intervals(pauses: Sequence[Pause], there: Mapping[int, Span], end_ns: int | None) -> list[Span]:
-    """When all present processes were paused. `there`: by process, from when to when it was present."""
+def all_paused_intervals(pauses: Sequence[Pause], presence: Mapping[int, Span], end_ns: int | None) -> list[Span]:
+    """Return when all present processes were paused. `presence`: by process, from when to when it was present."""
     paused: dict[int, list[Span]] = {}
-    for one in pauses:
-        if (span := one.interval(end_ns)) is not None:
-            paused.setdefault(one.process, []).append(span)
+    for pause in pauses:
+        if (span := pause.interval(end_ns)) is not None:
+            paused.setdefault(pause.process, []).append(span)
     busy = [
         span
-        for process, whole in there.items()
-        for span in _subtract_intervals([whole], union_of_intervals(paused.get(process, ())))
+        for process, present in presence.items()
+        for span in _subtract_intervals([present], union_of_intervals(paused.get(process, ())))
     ]
     return _subtract_intervals(any_paused_intervals(pauses, end_ns), union_of_intervals(busy))
 
 
 def _subtract_intervals(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
-    """The parts of `spans` outside `others`; both must be sorted and disjoint, as `union_of_intervals` returns them."""
-    found: list[Span] = []
-    place = 0
-    for begin, end in spans:
-        while place < len(others) and others[place][1] <= begin:
-            place += 1
-        at = place
-        while at < len(others) and others[at][0] < end:
-            if others[at][0] > begin:
-                found.append((begin, others[at][0]))
-            begin = max(begin, others[at][1])
-            at += 1
-        if begin < end:
-            found.append((begin, end))
-    return found
+    """Return the parts of `spans` outside `others`; both must be sorted and disjoint, as from `union_of_intervals`."""
+    remaining: list[Span] = []
+    index = 0
+    for start, end in spans:
+        while index < len(others) and others[index][1] <= start:
+            index += 1
+        for other_start, other_end in islice(others, index, None):
+            if other_start >= end:
+                break
+            if other_start > start:
+                remaining.append((start, other_start))
+            start = max(start, other_end)
+        if start < end:
+            remaining.append((start, end))
+    return remaining

@@ -1,4 +1,4 @@
-"""The processes of a run as of a time, and which of them a picture shows. Pure."""
+"""The processes of a run as of a time, and which of them a snapshot has in full."""
 
 from __future__ import annotations
 
@@ -9,91 +9,100 @@ from typing import TYPE_CHECKING
 
 from dpmon.model.nodes import read_nodes
 from dpmon.model.run_events import RunEvents
-from dpmon.model.run_snapshot import MANY, MAPPED, Process, ProcessInfo, RunSnapshot, SnapshotRequest
+from dpmon.model.run_snapshot import (
+    MAX_FULLY_READ,
+    MAX_LISTED_RANKS,
+    Process,
+    ProcessInfo,
+    RunSnapshot,
+    SnapshotRequest,
+)
 from dpmon.model.stragglers import RankTimes, wait_of
 
 if TYPE_CHECKING:
     from dpmon.store.store_queries import Store
 
 
-def read_process_table(rows: Store, events: RunEvents, ended: frozenset[int], node: int | None = None) -> RunSnapshot:
-    """A state with only the processes, without their figures; parameters as in `SnapshotBuilder.build`.
+def read_process_table(store: Store, events: RunEvents, ended: frozenset[int], node: int | None = None) -> RunSnapshot:
+    """Return a snapshot with only the processes, without their metrics; parameters as in `SnapshotBuilder.build`.
 
     `node`: only the processes of a node, as on its own screen.
     """
-    nodes = read_nodes(rows)
-    names = {number: one.name for one in nodes for number in one.processes if node is None or one.number == node}
-    numbers = sorted(names if node is not None else {**dict.fromkeys(events.info), **rows.ranks})
-    nodes_of = {number: names.get(number) for number in numbers}
-    known = _processes(rows, events, nodes_of, plain=len(numbers) > MANY)
-    newest_ns = max((process.seen_ns for process in known.values()), default=-1)
-    state = RunSnapshot(processes=known, nodes=() if node is not None else nodes, newest_ns=newest_ns, ended=ended)
-    return replace(state, order=tuple(process.process for process in state.training_processes))
+    nodes = read_nodes(store)
+    selected = [status for status in nodes if node is None or status.number == node]
+    node_names = {number: status.name for status in selected for number in status.processes}
+    numbers = sorted(node_names if node is not None else {**dict.fromkeys(events.info), **store.ranks})
+    nodes_of = {number: node_names.get(number) for number in numbers}
+    processes = _processes(store, events, nodes_of, plain=len(numbers) > MAX_FULLY_READ)
+    newest_ns = max((process.seen_ns for process in processes.values()), default=-1)
+    snapshot = RunSnapshot(processes, nodes if node is None else (), newest_ns=newest_ns, ended=ended)
+    return replace(snapshot, order=tuple(process.process for process in snapshot.training_processes))
 
 
-def with_processes(state: RunSnapshot, rows: Store, events: RunEvents, numbers: Iterable[int]) -> RunSnapshot:
-    """The state with the newest facts of some processes."""
-    known = _processes(rows, events, {number: state.processes[number].node for number in numbers})
-    newest_ns = max(state.newest_ns, *(process.seen_ns for process in known.values()))
-    return replace(state, processes={**state.processes, **known}, newest_ns=newest_ns)
+def with_processes(snapshot: RunSnapshot, store: Store, events: RunEvents, numbers: Iterable[int]) -> RunSnapshot:
+    """Return the snapshot with the newest values of some processes."""
+    processes = _processes(store, events, {number: snapshot.processes[number].node for number in numbers})
+    newest_ns = max(snapshot.newest_ns, *(process.seen_ns for process in processes.values()))
+    return replace(snapshot, processes={**snapshot.processes, **processes}, newest_ns=newest_ns)
 
 
 def _processes(
-    rows: Store, events: RunEvents, nodes: Mapping[int, str | None], *, plain: bool = False
+    store: Store, events: RunEvents, nodes: Mapping[int, str | None], *, plain: bool = False
 ) -> dict[int, Process]:
-    """Some processes without their figures, by number; `nodes`: the name of the node of each.
+    """Return some processes without their metrics, by process index. `nodes`: the name of the node of each.
 
     `plain`: their last steps are without phases.
     """
     numbers = sorted(nodes)
-    steps, calls = rows.newest_steps(numbers, brief=plain), rows.newest_calls(numbers)
-    memory = rows.newest_memory(numbers)
-    began = rows.first_activity_ns(sorted({*steps, *calls}))
-    known = {}
+    steps, calls = store.newest_steps(numbers, brief=plain), store.newest_calls(numbers)
+    memory = store.newest_memory(numbers)
+    starts = store.first_activity_ns(sorted({*steps, *calls}))
+    processes = {}
     for number in numbers:
         step, (mode, called_ns) = steps.get(number), calls.get(number, ("", -1))
-        held = memory.get(number)
-        rank, info = rows.ranks.get(number), events.info.get(number) or ProcessInfo(number)
-        known[number] = Process(
+        event = memory.get(number)
+        rank, info = store.ranks.get(number), events.info.get(number) or ProcessInfo(number)
+        processes[number] = Process(
             number,
             rank if rank is not None else info.rank,
             info,
-            began_ns=began.get(number, -1),
+            began_ns=starts.get(number, -1),
             seen_ns=max(-1 if step is None else step.start_ns + step.wall_ns, called_ns),
             last_step=step,
             refusals=events.refusals_by_root(number),
             paused_since_ns=events.paused_since(number, None if step is None else step.start_ns),
-            memory=held.data if held is not None and isinstance(held.data.get("devices"), list) else {},
+            memory=event.data if event is not None and isinstance(event.data.get("devices"), list) else {},
             node=nodes[number],
             **events.active_mode(number, step, mode)._asdict(),
         )
-    return known
+    return processes
 
 
-def other_ranks(state: RunSnapshot, focus: Process) -> list[Process]:
-    """The ranks that train beside `focus`."""
-    return [one for one in state.training_processes if one.rank is not None and one.process != focus.process]
+def other_ranks(snapshot: RunSnapshot, focus: Process) -> list[Process]:
+    """Return the ranks that train together with `focus`."""
+    ranks = [process for process in snapshot.training_processes if process.rank is not None]
+    return [rank for rank in ranks if rank.process != focus.process]
 
 
-def ranks_on_other_nodes(rows: Store, state: RunSnapshot, wanted: SnapshotRequest) -> list[Process]:
-    """The ranks of the nodes outside a picture of one node, without figures: the straggler may be one of them."""
-    if wanted.node is None:
+def ranks_on_other_nodes(store: Store, snapshot: RunSnapshot, request: SnapshotRequest) -> list[Process]:
+    """Return the ranks of other nodes, without metrics, if only one node is requested: one may be the straggler."""
+    if request.node is None:
         return []
-    nodes = {process: node for node in read_nodes(rows) for process in node.processes if node.number != wanted.node}
-    newest = {rank: process for process, rank in sorted(rows.ranks.items()) if process in nodes}
+    nodes = {process: node for node in read_nodes(store) for process in node.processes if node.number != request.node}
+    newest = {rank: process for process, rank in sorted(store.ranks.items()) if process in nodes}
     return [Process(process, rank, node=nodes[process].name) for rank, process in newest.items()]
 
 
-def choose_slowest(times: Sequence[RankTimes], wanted: SnapshotRequest) -> set[int]:
-    """The processes of the ranks that wait least, if a picture shows only these; else none."""
-    known = [one for one in times if one.wait_ns is not None]
-    if wanted.worst == 0 or len(known) <= MAPPED:
+def choose_slowest(times: Sequence[RankTimes], request: SnapshotRequest) -> set[int]:
+    """Return the processes of the ranks that wait least, if only these are requested; else none."""
+    known = [rank for rank in times if rank.wait_ns is not None]
+    if request.worst == 0 or len(known) <= MAX_LISTED_RANKS:
         return set()
-    return {one.process for one in nsmallest(wanted.worst, known, key=wait_of)}
+    return {rank.process for rank in nsmallest(request.worst, known, key=wait_of)}
 
 
-def choose_other_processes(state: RunSnapshot, focus: Process, wanted: SnapshotRequest) -> list[Process]:
-    """The other training processes that fit in a picture, by rank."""
-    ranks = state.training_processes
-    shown = [*ranks[: wanted.ranks], *ranks[wanted.first_rank : wanted.first_rank + wanted.ranks]]
-    return list({process.process: process for process in shown if process.process != focus.process}.values())
+def choose_other_processes(snapshot: RunSnapshot, focus: Process, request: SnapshotRequest) -> list[Process]:
+    """Return the other training processes that the request includes, by rank."""
+    ranks = snapshot.training_processes
+    visible = [*ranks[: request.ranks], *ranks[request.first_rank : request.first_rank + request.ranks]]
+    return list({process.process: process for process in visible if process.process != focus.process}.values())

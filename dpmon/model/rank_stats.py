@@ -1,4 +1,4 @@
-"""The figures of each rank in a picture: its last minutes, and its mean times beside those of the others. Pure."""
+"""The metrics of each rank: its last minutes, and its mean times compared with the other ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from dpmon.model.communication import Wrapper, groups_of
-from dpmon.model.run_snapshot import WORST, Process
+from dpmon.model.run_snapshot import MAX_LEAST_WAITING, Process
 from dpmon.model.stragglers import MIN_STEPS, Group, RankTimes, build_rank_times
 from dpmon.model.stragglers import SERIES as STRAGGLER_SERIES
 from dpmon.model.throughput import metrics_end_s, sample_unevenly
@@ -31,9 +31,9 @@ _SAMPLED_S = 40
 _AGE_S = 8
 """With many ranks, some times may be old, but less than this."""
 _LATE_S = 6
-"""Waits that become known later than this after their step are left out of a live picture."""
+"""Waits that become known later than this after their step are left out of a live snapshot."""
 _OLD_STEPS = 4
-"""The last known waits of a rank are too old after this many steps, and `_SAMPLED_S`: a machine may be cut off."""
+"""The last known waits of a rank are too old after this many steps, and `_SAMPLED_S`: a node may be disconnected."""
 _JOINED, _SYNCED = map(RankTimes._fields.index, ("joined", "synced"))
 _UNKNOWN: tuple[Any, ...] = (0, None, None, 0)
 """The members of RankTimes from `joined` to `slowest`, if the waits of a rank are unknown."""
@@ -45,14 +45,14 @@ _RANK, _STEPS = map(attrgetter, ("rank", "steps"))
 class _RecentWaits:
     """The last steps of a rank with known waits: as many as are needed to name a straggler.
 
-    Their sums are kept, because a picture needs those of a thousand ranks.
+    Their sums are kept, because a snapshot needs those of a thousand ranks.
     """
 
     __slots__ = ("_last", "exposed_ns", "number", "second", "slowest", "steps", "wait_ns")
 
     def __init__(self) -> None:
         self.number = self.second = -1
-        """The number of its last synchronized pass, and the second in which it ended."""
+        """The number of its last sync pass, and the second in which it ended."""
         self.steps = self.slowest = self.wait_ns = self.exposed_ns = 0
         """Sums: all steps, those in which it did not wait, its waits for the slowest rank, exposed communication."""
         self._last: deque[tuple[int, int]] = deque(maxlen=MIN_STEPS)
@@ -74,10 +74,10 @@ class _RecentWaits:
 class _RecentWaitCache:
     """Reads the waits of many ranks, each once."""
 
-    def __init__(self, rows: Store, process: int, end_s: int, stalled: Seconds) -> None:
-        """Begin at a step of `process`, about `_SAMPLED_S` before the second `end_s`; leave `stalled` out."""
-        begin_s = _unstalled_ranges(end_s, _SAMPLED_S, stalled)[0][0]
-        first_id = rows.as_of(begin_s * SECOND).last_step_id([process])
+    def __init__(self, store: Store, process: int, end_s: int, stalled: Seconds) -> None:
+        """Start at a step of `process`, about `_SAMPLED_S` before `end_s` (s); leave out the seconds `stalled`."""
+        start_s = _unstalled_ranges(end_s, _SAMPLED_S, stalled)[0][0]
+        first_id = store.as_of(start_s * SECOND).last_step_id([process])
         self._stalled = stalled
         self._read = deque([(end_s, first_id)])
         """The seconds of the last reads, and the last ids that they found."""
@@ -86,33 +86,33 @@ class _RecentWaitCache:
         self.of: dict[int, _RecentWaits] = {}
         """By process."""
 
-    def read(self, rows: Store, end_s: int, ranks: Sequence[Process], step_s: int) -> bool:
+    def read(self, store: Store, end_s: int, ranks: Sequence[Process], step_s: int) -> bool:
         """Read the waits that are known now, and forget those that are too old; return whether any have changed.
 
         The waits of a step are known when the rows of all ranks have come. `step_s`: the length of a step.
         """
         while len(self._read) > 1 and self._read[1][0] < end_s - _LATE_S:
             self._read.popleft()
-        last_id, of, new, stalled = self._read[-1][1], self.of, False, self._stalled
+        last_id, waits, has_changed, stalled = self._read[-1][1], self.of, False, self._stalled
         # The ranks of another group may have far fewer passes.
-        least = min(of[one.process].number if one.process in of else -1 for one in ranks)
+        least_pass = min(waits[rank.process].number if rank.process in waits else -1 for rank in ranks)
         after_id = max(self._read[0][1], self._known_id)
-        for number, process, sync_number, exposed_ns, wait_ns, second in rows.waits(after_id, least):
+        for number, process, sync_number, exposed_ns, wait_ns, second in store.waits(after_id, least_pass):
             last_id = number
-            if stalled and any(second in each for each in stalled):
+            if stalled and any(second in seconds for seconds in stalled):
                 continue
-            own = of.get(process)
-            if own is None:
-                own = of[process] = _RecentWaits()
-            if sync_number > own.number:
-                own.number, own.second, new = sync_number, second, True
-                own.add(wait_ns, exposed_ns)
+            recent = waits.get(process)
+            if recent is None:
+                recent = waits[process] = _RecentWaits()
+            if sync_number > recent.number:
+                recent.number, recent.second, has_changed = sync_number, second, True
+                recent.add(wait_ns, exposed_ns)
         self._read.append((end_s, last_id))
-        unknown_id = rows.unknown_wait(after_id, least)
+        unknown_id = store.unknown_wait(after_id, least_pass)
         self._known_id = last_id if unknown_id is None else unknown_id - 1
         oldest_s = _unstalled_ranges(end_s, max(_SAMPLED_S, _OLD_STEPS * step_s), self._stalled)[0][0]
-        self.of = {process: own for process, own in of.items() if own.second >= oldest_s}
-        return new or len(self.of) < len(of)
+        self.of = {process: recent for process, recent in waits.items() if recent.second >= oldest_s}
+        return has_changed or len(self.of) < len(waits)
 
 
 @dataclass(slots=True)
@@ -146,138 +146,147 @@ class RankTimesCache:
 
     def read(
         self,
-        rows: Store,
+        store: Store,
         focus: Process,
         others: Sequence[Process],
         wrappers: Sequence[Wrapper] = (),
         stalled: Seconds = (),
     ) -> tuple[RankTimes, ...]:
-        """The times as of the newest step of `focus`, one of the ranks; of several machines, without `stalled`."""
+        """Return the times as of the newest step of `focus`, one of the ranks; with several nodes without `stalled`."""
         if focus.last_step is None:
             return ()
-        ranks = sorted((one for one in (focus, *others) if one.rank is not None), key=_RANK)
-        end_s, of, stalled = metrics_end_s(rows, focus), tuple(one.process for one in ranks), stalled * rows.is_mirror
-        if (of, stalled) != (self._of, self._stalled):
-            self._of, self._stalled, self._width_s = of, stalled, RANK_S
+        ranks = sorted((rank for rank in (focus, *others) if rank.rank is not None), key=_RANK)
+        end_s, processes = metrics_end_s(store, focus), tuple(rank.process for rank in ranks)
+        stalled *= store.is_mirror
+        if (processes, stalled) != (self._of, self._stalled):
+            self._of, self._stalled, self._width_s = processes, stalled, RANK_S
             self._waits, self._whole, self._times = None, {}, ()
-        if (grouped := (of, [*wrappers])) != self._grouped:
-            self._grouped, self.groups = grouped, groups_of((one.number for one in ranks), wrappers)
-            self._one_of = {self.groups[one.number]: one.process for one in ranks}
+        if (grouped := (processes, [*wrappers])) != self._grouped:
+            self._grouped, self.groups = grouped, groups_of((rank.number for rank in ranks), wrappers)
+            self._one_of = {self.groups[rank.number]: rank.process for rank in ranks}
             # If ranks also wait for each other in the forward, the waits of the backward alone do not show who is slow.
-            self._alone = not any(one.waits_in_forward for one in wrappers)
-        if not (rows.is_mirror and self._alone and len(ranks) > RANKS_A_SECOND):
-            return self._read_whole(rows, focus, ranks, end_s, len(ranks) // RANKS_A_SECOND)
-        if self._waits is None or end_s < self._end_s or rows.until_s is not None:
-            self._waits, self._times = _RecentWaitCache(rows, focus.process, end_s, stalled), ()
-        new = self._waits.read(rows, end_s, ranks, focus.last_step.wall_ns // SECOND)
+            self._alone = not any(rank.waits_in_forward for rank in wrappers)
+        if not (store.is_mirror and self._alone and len(ranks) > RANKS_A_SECOND):
+            return self._read_whole(store, focus, ranks, end_s, len(ranks) // RANKS_A_SECOND)
+        if self._waits is None or end_s < self._end_s or store.until_s is not None:
+            self._waits, self._times = _RecentWaitCache(store, focus.process, end_s, stalled), ()
+        has_changed = self._waits.read(store, end_s, ranks, focus.last_step.wall_ns // SECOND)
         self._end_s = end_s
-        if new or not self._times:
-            self._times = self._with_waits(rows, focus, ranks, end_s, self._waits.of)
+        if has_changed or not self._times:
+            self._times = self._with_waits(store, focus, ranks, end_s, self._waits.of)
         return self._times
 
     def _with_waits(
-        self, rows: Store, focus: Process, ranks: Sequence[Process], end_s: int, waits: Mapping[int, _RecentWaits]
+        self, store: Store, focus: Process, ranks: Sequence[Process], end_s: int, waits: Mapping[int, _RecentWaits]
     ) -> tuple[RankTimes, ...]:
-        """The times of many ranks with their last waits."""
+        """Return the times of many ranks with their last waits."""
         groups = self.groups
-        read = self._read_whole(rows, focus, self._choose_ranks_to_read(ranks, focus, waits), end_s, _AGE_S)
-        whole = {one.process: one._replace(group=groups[one.rank]) for one in read}
-        of_group = {
-            one.group: (one.step_ns, min(one.synced / one.steps, 1.0) if one.steps else 0.0)
-            for one in (*sorted(whole.values(), key=_STEPS), whole[focus.process])
+        read = self._read_whole(store, focus, self._choose_ranks_to_read(ranks, focus, waits), end_s, _AGE_S)
+        whole = {rank.process: rank._replace(group=groups[rank.rank]) for rank in read}
+        step_by_group = {
+            rank.group: (rank.step_ns, min(rank.synced / rank.steps, 1.0) if rank.steps else 0.0)
+            for rank in (*sorted(whole.values(), key=_STEPS), whole[focus.process])
         }
-        found = []
-        for one in ranks:
-            process, number, known = one.process, one.number, _UNKNOWN
-            times, own, group = whole.get(process), waits.get(process), groups[number]
-            step_ns, part = of_group[group]
+        times_of_ranks = []
+        for rank in ranks:
+            process, number, known = rank.process, rank.number, _UNKNOWN
+            times, recent, group = whole.get(process), waits.get(process), groups[number]
+            step_ns, syncs_per_step = step_by_group[group]
             if times is not None:
                 before, known, after = times[:_JOINED], times[_JOINED:_SYNCED], times[_SYNCED:]
             else:  # all leave a synchronized pass together, so they have the same mean step
-                before, after = (process, number, 0, step_ns, {}), (0, 0, 0, group, False, one.node)
-            if own is not None:
-                part /= own.steps
-                known = own.steps, own.exposed_ns * part, own.wait_ns * part, own.slowest
-            found.append(RankTimes._make(before + known + after))
-        return tuple(found)
+                before, after = (process, number, 0, step_ns, {}), (0, 0, 0, group, False, rank.node)
+            if recent is not None:
+                syncs_per_step /= recent.steps
+                exposed_ns, wait_ns = recent.exposed_ns * syncs_per_step, recent.wait_ns * syncs_per_step
+                known = recent.steps, exposed_ns, wait_ns, recent.slowest
+            times_of_ranks.append(RankTimes._make(before + known + after))
+        return tuple(times_of_ranks)
 
     def _read_whole(
-        self, rows: Store, focus: Process, ranks: Sequence[Process], end_s: int, age_s: int
+        self, store: Store, focus: Process, ranks: Sequence[Process], end_s: int, age_s: int
     ) -> tuple[RankTimes, ...]:
-        """All times of some ranks, less than `age_s` old."""
+        """Return all times of some ranks, less than `age_s` old."""
         oldest_s = end_s - max(age_s, 1)
-        self._whole = {number: one for number, one in self._whole.items() if oldest_s < one[0] <= end_s}
-        due = [one for one in ranks if one.process not in self._whole]
+        self._whole = {number: rank for number, rank in self._whole.items() if oldest_s < rank[0] <= end_s}
+        due = [rank for rank in ranks if rank.process not in self._whole]
         if due:
-            self._width_s, read = _rank_times(rows, focus, due, self._stalled, self._width_s)
-            self._whole |= {one.process: (end_s, one) for one in read}
-        return tuple(self._whole[one.process][1] for one in ranks)
+            self._width_s, read = _rank_times(store, focus, due, self._stalled, self._width_s)
+            self._whole |= {rank.process: (end_s, rank) for rank in read}
+        return tuple(self._whole[rank.process][1] for rank in ranks)
 
     def _choose_ranks_to_read(
         self, ranks: Sequence[Process], focus: Process, waits: Mapping[int, _RecentWaits]
     ) -> list[Process]:
-        """The ranks for which all times are read: `focus`, the slowest, and some of each group for comparison."""
-        means = {process: own.wait_ns / own.steps for process, own in waits.items()}
-        slowest = sorted(means, key=means.__getitem__)[:WORST]
-        wanted = {focus.process, *slowest, *(one.process for one in sample_unevenly(ranks, RANKS_A_SECOND - WORST))}
-        own = {self.groups[one.number]: one.process for one in ranks if one.process in wanted}
-        wanted.update({**self._one_of, **own}.values())
-        return [one for one in ranks if one.process in wanted]
+        """Return the ranks whose times are all read: `focus`, the slowest, and some of each group for comparison."""
+        means = {
+            process: process_by_group.wait_ns / process_by_group.steps for process, process_by_group in waits.items()
+        }
+        slowest = sorted(means, key=means.__getitem__)[:MAX_LEAST_WAITING]
+        chosen = {
+            focus.process,
+            *slowest,
+            *(rank.process for rank in sample_unevenly(ranks, RANKS_A_SECOND - MAX_LEAST_WAITING)),
+        }
+        process_by_group = {self.groups[rank.number]: rank.process for rank in ranks if rank.process in chosen}
+        chosen.update({**self._one_of, **process_by_group}.values())
+        return [rank for rank in ranks if rank.process in chosen]
 
 
 def _unstalled_ranges(end_s: int, width_s: int, stalled: Seconds) -> list[tuple[int, int]]:
-    """The `width_s` seconds before `end_s` that are not `stalled`, in parts."""
-    found = []
-    for each in reversed((range(0), *stalled)):
-        begin_s = max(end_s - width_s, min(each.stop, end_s))
-        if begin_s < end_s:
-            found.append((begin_s, end_s))
-            width_s -= end_s - begin_s
-        end_s = min(end_s, each.start)
-    return found[::-1] or [(0, 0)]
+    """Return the `width_s` seconds before `end_s` that are not `stalled`, in parts."""
+    ranges = []
+    for seconds in reversed((range(0), *stalled)):
+        start_s = max(end_s - width_s, min(seconds.stop, end_s))
+        if start_s < end_s:
+            ranges.append((start_s, end_s))
+            width_s -= end_s - start_s
+        end_s = min(end_s, seconds.start)
+    return ranges[::-1] or [(0, 0)]
 
 
 def _rank_times(
-    rows: Store, focus: Process, ranks: Sequence[Process], stalled: Seconds, width_s: int
+    store: Store, focus: Process, ranks: Sequence[Process], stalled: Seconds, width_s: int
 ) -> tuple[int, tuple[RankTimes, ...]]:
     """Return a number of seconds, and the mean times of ranks in them; `stalled` seconds are left out.
 
     The seconds are whole, at least `width_s`, and enough for about RANK_STEPS steps.
     """
     assert focus.last_step is not None
-    end_s = max(metrics_end_s(rows, one) for one in (focus, *ranks) if one.last_step is not None)
+    end_s = max(metrics_end_s(store, rank) for rank in (focus, *ranks) if rank.last_step is not None)
     step_ns = focus.recent.step_ns or focus.last_step.wall_ns
-    width_s = max(-(-RANK_STEPS * step_ns // SECOND), width_s if rows.is_mirror else RANK_S)
-    numbers, mode = tuple(one.process for one in ranks), focus.last_step.mode
+    width_s = max(-(-RANK_STEPS * step_ns // SECOND), width_s if store.is_mirror else RANK_S)
+    numbers, mode = tuple(rank.process for rank in ranks), focus.last_step.mode
     while True:
-        own: dict[int, dict[TallyKey, Tally]] = {number: {} for number in numbers}
-        for begin_s, until_s in _unstalled_ranges(end_s, width_s, stalled):
-            found = rows.tallies(begin_s, until_s, process=numbers, sketches=False, series=STRAGGLER_SERIES)
-            for key, tally in found.items():
-                own[key.process].setdefault(key, Tally()).merge(tally)
-        trained = mode in training_modes((key.mode, key.kind) for each in own.values() for key in each)
-        whole = (
-            (one, merge_mode_tallies(own[one.process], mode, False, trained, without_warmup=True)) for one in ranks
+        tallies: dict[int, dict[TallyKey, Tally]] = {number: {} for number in numbers}
+        for start_s, until_s in _unstalled_ranges(end_s, width_s, stalled):
+            read = store.tallies(start_s, until_s, process=numbers, sketches=False, series=STRAGGLER_SERIES)
+            for key, tally in read.items():
+                tallies[key.process].setdefault(key, Tally()).merge(tally)
+        trained = mode in training_modes((key.mode, key.kind) for by_key in tallies.values() for key in by_key)
+        merged = (
+            (rank, merge_mode_tallies(tallies[rank.process], mode, False, trained, without_warmup=True))
+            for rank in ranks
         )
-        times = tuple(build_rank_times(one.process, one.number, tally, one.node) for one, tally in whole)
+        times = tuple(build_rank_times(rank.process, rank.number, tally, rank.node) for rank, tally in merged)
         joined = times[0].joined
-        if not rows.is_mirror or width_s >= _SAMPLED_S or not 0 < joined < min(times[0].steps, MIN_STEPS):
+        if not store.is_mirror or width_s >= _SAMPLED_S or not 0 < joined < min(times[0].steps, MIN_STEPS):
             return width_s, times
         width_s = min(-(-width_s * MIN_STEPS // joined), _SAMPLED_S)
 
 
-def with_recent_stats(rows: Store, processes: Iterable[Process]) -> Iterator[Process]:
-    """The processes with their figures over the current minute and the one before."""
-    alike: dict[int, list[Process]] = {}
+def with_recent_stats(store: Store, processes: Iterable[Process]) -> Iterator[Process]:
+    """Yield the processes with their metrics over the current minute and the previous one."""
+    by_end: dict[int, list[Process]] = {}
     for process in processes:
         if process.last_step is not None:
-            alike.setdefault(metrics_end_s(rows, process), []).append(process)
-    for end_s, those in alike.items():
-        begin_s = max(end_s // _MINUTE_S - 1, 0) * _MINUTE_S  # each minute has its own tally
-        numbers = tuple(process.process for process in those)
-        found = rows.tallies(begin_s, end_s, process=numbers, series=_SERIES)
-        trained, own = training_modes((key.mode, key.kind) for key in found), split_tallies_by_process(found)
-        for process in those:
+            by_end.setdefault(metrics_end_s(store, process), []).append(process)
+    for end_s, group in by_end.items():
+        start_s = max(end_s // _MINUTE_S - 1, 0) * _MINUTE_S  # each minute has its own tally
+        numbers = tuple(process.process for process in group)
+        tallies = store.tallies(start_s, end_s, process=numbers, series=_SERIES)
+        trained, by_process = training_modes((key.mode, key.kind) for key in tallies), split_tallies_by_process(tallies)
+        for process in group:
             mode = process.last_step.mode if process.last_step is not None else ""
-            tally = merge_mode_tallies(own.get(process.process, {}), mode, False, mode in trained)
+            tally = merge_mode_tallies(by_process.get(process.process, {}), mode, False, mode in trained)
             yield replace(process, figures=compute_step_stats(mode, False, tally, None))

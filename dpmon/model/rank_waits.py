@@ -1,4 +1,4 @@
-"""Which rank the others waited for, and how long, over time. Pure."""
+"""Which rank the others waited for, and how long, over time."""
 
 from __future__ import annotations
 
@@ -46,51 +46,55 @@ class RankWaitCache:
     """All stretches before this second are complete."""
 
     def read(
-        self, rows: Store, ranks: Mapping[int, int], begin_s: int, end_s: int, shown: Iterable[int] | None = None
+        self, store: Store, ranks: Mapping[int, int], start_s: int, end_s: int, shown: Iterable[int] | None = None
     ) -> RankWaits:
-        """The waits between two seconds; `ranks`: rank by process; `shown`: the processes to return."""
-        needed = len(ranks) * max(end_s - begin_s, 1) // MOST_READ
+        """Return the waits between two seconds; `ranks`: rank by process; `shown`: the processes to return."""
+        needed = len(ranks) * max(end_s - start_s, 1) // MOST_READ
         width = next((width for width in WIDTHS if width > needed), WIDTHS[-1])
-        begin_s -= begin_s % width
+        start_s -= start_s % width
         key = width, tuple(sorted(ranks.items()))
-        first = min(self._closed, default=self._until)
-        if key != self._of or begin_s < first or end_s < self._until:
-            self._of, self._closed, self._until = key, {}, begin_s
-        self._closed = {start: shares for start, shares in self._closed.items() if start >= begin_s}
-        fresh = _wait_shares(rows, ranks, max(self._until, begin_s), end_s, width)
+        first_s = min(self._closed, default=self._until)
+        if key != self._of or start_s < first_s or end_s < self._until:
+            self._of, self._closed, self._until = key, {}, start_s
+        self._closed = {start: shares for start, shares in self._closed.items() if start >= start_s}
+        fresh = _wait_shares(store, ranks, max(self._until, start_s), end_s, width)
         until = max((end_s - _OPEN_S) // width * width, self._until)
         self._closed |= {start: shares for start, shares in fresh.items() if start < until}
         self._until = until
-        every = {**self._closed, **fresh}
-        found = {
-            rank: {start: shares[rank] for start, shares in every.items() if rank in shares}
+        all_shares = {**self._closed, **fresh}
+        shares_by_rank = {
+            rank: {start: shares[rank] for start, shares in all_shares.items() if rank in shares}
             for rank in (ranks[process] for process in (ranks if shown is None else shown))
         }
-        return RankWaits(width, found)
+        return RankWaits(width, shares_by_rank)
 
 
 def choose_ranks_to_show(
-    ranks: Sequence[RankTimes], slow: Straggler | None, chosen: int | None
+    ranks: Sequence[RankTimes], straggler: Straggler | None, chosen: int | None
 ) -> tuple[list[int], list[int]]:
-    """The processes of the slow ranks and the chosen one, and some others; none if no rank is slow."""
-    if slow is None:
+    """Return the processes of the slow ranks and the chosen one, and some others; none if no rank is slow."""
+    if straggler is None:
         return [], []
-    groups = {one.process: one.group for one in ranks}
-    shown = [one for one in dict.fromkeys((*slow.processes[:_SLOW_SHOWN], chosen)) if one in groups and one is not None]
-    others = [one for one in groups if one not in slow.processes]
-    spread = [one for one in others[:: max(len(others) // (2 * _OTHERS), 1)] if one not in shown]
-    return shown, [one for one in spread if groups[one] == groups.get(slow.process)][-_OTHERS:]
+    groups = {process.process: process.group for process in ranks}
+    shown = [
+        process
+        for process in dict.fromkeys((*straggler.processes[:_SLOW_SHOWN], chosen))
+        if process in groups and process is not None
+    ]
+    others = [process for process in groups if process not in straggler.processes]
+    spread = [process for process in others[:: max(len(others) // (2 * _OTHERS), 1)] if process not in shown]
+    return shown, [process for process in spread if groups[process] == groups.get(straggler.process)][-_OTHERS:]
 
 
 def _wait_shares(
-    rows: Store, ranks: Mapping[int, int], begin_s: int, end_s: int, width: int
+    store: Store, ranks: Mapping[int, int], start_s: int, end_s: int, width: int
 ) -> dict[int, dict[int, float]]:
-    """The shares by stretch and rank, of training steps with known waits."""
+    """Return the shares by stretch and rank, of training steps with known waits."""
     sums: dict[int, dict[int, list[int]]] = {}
-    read = rows.tally_rows(
-        begin_s, end_s, process=tuple(ranks), sketches=False, widest=width, series=(STEP, _SYNC, WAIT)
+    tally_rows = store.tally_rows(
+        start_s, end_s, process=tuple(ranks), sketches=False, widest=width, series=(STEP, _SYNC, WAIT)
     )
-    for start, _, key, tally in read:
+    for start, _, key, tally in tally_rows:
         wait = tally.stat(WAIT)
         if wait.count and not key.kind & EVALUATION:
             whole = sums.setdefault(start // width * width, {}).setdefault(ranks[key.process], [0, 0, 0])
@@ -98,11 +102,11 @@ def _wait_shares(
             waited = wait.total * max(tally.stat(_SYNC).count, wait.count) // wait.count
             for at, value in enumerate((waited, tally.stat(STEP).total, tally.steps)):
                 whole[at] += value
-    found: dict[int, dict[int, float]] = {}
+    shares: dict[int, dict[int, float]] = {}
     for start, times in sums.items():
         waits = sorted(waited / steps for waited, _, steps in times.values())
         for rank, (waited, took, steps) in times.items():
             if took and len(waits) > 1:
                 longer = median_without(waits, waited / steps) - waited / steps
-                found.setdefault(start, {})[rank] = min(max(longer * steps / took, 0.0), 1.0)
-    return found
+                shares.setdefault(start, {})[rank] = min(max(longer * steps / took, 0.0), 1.0)
+    return shares

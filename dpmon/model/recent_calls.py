@@ -1,9 +1,9 @@
-"""The newest calls of a process: each root's last call, and the times of its replicas. Pure."""
+"""The newest calls of a process: each root's last call, and the times of its replicas."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from statistics import median
 from typing import TYPE_CHECKING
@@ -31,20 +31,20 @@ _TIMED = 64
 
 @dataclass(slots=True)
 class CallCache:
-    """Reads calls of one process, each once."""
+    """Decodes the calls of one process and caches them."""
 
     rows: Store
     process: int
     _read: dict[int, Call | None] = field(default_factory=dict)
 
     def call(self, row: CallRow) -> Call | None:
-        """The full call; None if it is damaged."""
+        """Return the full call; None if it is damaged."""
         if row.call not in self._read:
             self._read[row.call] = self.rows.call(self.process, row)
         return self._read[row.call]
 
     def last_step_calls(self) -> tuple[Call, ...]:
-        """The calls of the last step, oldest first."""
+        """Return the calls of the last step, oldest first."""
         recent = self.rows.last_calls(self.process, STEP_CALLS_READ)
         return tuple(call for row in reversed(recent) if (call := self.call(row)) is not None)
 
@@ -55,101 +55,102 @@ def build_call_timings(
     trained: Collection[str],
     mode: str,
     *,
-    most: int = CALLS_READ,
+    limit: int = CALLS_READ,
     timed: bool = True,
 ) -> dict[Root, CallTimings]:
-    """Each root's last call with its times, among the `most` newest calls; the root called last first.
+    """Return each root's last call with its times, among the `limit` newest calls; the root called last first.
 
     `tallies`: of the time range. `trained`: the modes with training steps. `mode`: the mode of the last step. If no
     tally has the times of a call, as in the first step, the newest calls provide them. `timed` False: without times.
     """
-    recent = calls.rows.call_rows(calls.process, most)
+    recent = calls.rows.call_rows(calls.process, limit)
     roots: dict[int, Root] = {}
     for row in recent:
         if row.layout not in roots and (call := calls.call(row)) is not None:
             roots[row.layout] = call.root, call.via
-    known = [row for row in recent if row.layout in roots]
+    readable = [row for row in recent if row.layout in roots]
     by_root: dict[Root, list[CallRow]] = {}
-    for row in known:
+    for row in readable:
         by_root.setdefault(roots[row.layout], []).append(row)
-    parts = _group_by_position(known, roots, whole=len(recent) < most)
-    found: dict[Root, CallTimings] = {}
-    for root, own in by_root.items():
-        call = calls.call(own[0])
+    parts = _group_by_position(readable, roots, is_oldest_complete=len(recent) < limit)
+    timings: dict[Root, CallTimings] = {}
+    for root, root_rows in by_root.items():
+        call = calls.call(root_rows[0])
         if call is not None and not timed:
-            found[root] = CallTimings(call)
+            timings[root] = CallTimings(call)
         elif call is not None:
-            each = parts.get(root, ())
-            nth = (
-                [track for of in each if (track := _timings_from_calls(calls, of)) is not None] if len(each) > 1 else []
-            )
-            times, on_device = _timings_from_tallies(own[0], call, tallies, trained, mode)
-            track = CallTimings(call, times, on_device) if any(times) else _timings_from_calls(calls, own)
-            if track is not None:
-                found[root] = CallTimings(track.last, track.times, track.device_ns, tuple(nth) if len(nth) > 1 else ())
-    return found
+            positions = parts.get(root, ())
+            nth = [_timings_from_calls(calls, rows) for rows in positions] if len(positions) > 1 else []
+            known = tuple(timing for timing in nth if timing is not None)
+            times, device_ns = _timings_from_tallies(root_rows[0], call, tallies, trained, mode)
+            timing = CallTimings(call, times, device_ns) if any(times) else _timings_from_calls(calls, root_rows)
+            if timing is not None:
+                timings[root] = replace(timing, parts=known if len(known) > 1 else ())
+    return timings
 
 
 def _group_by_position(
-    recent: Sequence[CallRow], roots: Mapping[int, Root], *, whole: bool
+    recent: Sequence[CallRow], roots: Mapping[int, Root], *, is_oldest_complete: bool
 ) -> dict[Root, list[list[CallRow]]]:
-    """For each root: the first calls of all steps, the second calls of all steps, and so on; newest first.
+    """Return for each root the first calls of all steps, the second calls of all steps, and so on; newest first.
 
-    `whole`: the oldest step is complete, so it counts.
+    `is_oldest_complete`: the oldest step is complete, so it counts.
     """
     steps: dict[int, list[CallRow]] = {}
     for row in reversed(recent):
         steps.setdefault(row.step, []).append(row)
-    found: dict[Root, list[list[CallRow]]] = {}
-    for index, of_step in enumerate(steps.values()):
-        if index or whole:
+    positions: dict[Root, list[list[CallRow]]] = {}
+    for index, step_rows in enumerate(steps.values()):
+        if index or is_oldest_complete:
             counts: dict[Root, int] = {}
-            for row in of_step:
+            for row in step_rows:
                 root = roots[row.layout]
                 nth = counts[root] = counts.get(root, 0) + 1
                 if nth <= PARTS_KEPT:
-                    parts = found.setdefault(root, [])
+                    parts = positions.setdefault(root, [])
                     if nth > len(parts):
                         parts.append([])
                     parts[nth - 1].insert(0, row)
-    return found
+    return positions
 
 
 def _timings_from_calls(calls: CallCache, recent: Sequence[CallRow]) -> CallTimings | None:
-    """The newest of `recent`, with the times of the similar ones among them."""
+    """Return the newest of `recent`, with the times of the similar ones among them."""
     last = calls.call(recent[0])
     if last is None:
         return None
     newest = recent[0]
-    similar = newest.layout, newest.mode, newest.evaluates
-    alike = [row for row in recent if (row.layout, row.mode, row.evaluates) == similar]
-    took: dict[int, list[float]] = {}
-    on_device: dict[int, list[float]] = {}
-    for row in alike[:_TIMED]:
+    signature = newest.layout, newest.mode, newest.evaluates
+    similar_rows = [row for row in recent if (row.layout, row.mode, row.evaluates) == signature]
+    host_ns: dict[int, list[float]] = {}
+    device_ns: dict[int, list[float]] = {}
+    for row in similar_rows[:_TIMED]:
         if row.failed:
             continue
         for index, (ns, device_ms) in enumerate(_times(row.parts_or_replica)):
             if ns is not None:
-                took.setdefault(index, []).append(ns)
+                host_ns.setdefault(index, []).append(ns)
             if device_ms is not None:
-                on_device.setdefault(index, []).append(device_ms * 1e6)
+                device_ns.setdefault(index, []).append(device_ms * 1e6)
     count = len(last.replicas) or len(last.stages)
-    spreads = tuple(percentiles_of(took.get(index, ())) for index in range(count))
-    return CallTimings(last, spreads, {index: middle for index, ns in on_device.items() if (middle := median(ns))})
+    percentiles = tuple(percentiles_of(host_ns.get(index, ())) for index in range(count))
+    return CallTimings(
+        last, percentiles, {index: median_ns for index, ns in device_ns.items() if (median_ns := median(ns))}
+    )
 
 
 def _times(parts: CallParts) -> list[tuple[int | None, float | None]]:
-    """For each replica or stage of a call: host time in ns (None: it did not end), device time in ms."""
-    took = [ran for *_, ran in parts.replicas or parts.stages]
-    return list(zip_longest(took, parts.of_devices[: len(took)]))
+    """Return the host time in ns (None: it did not end) and device time in ms of each replica or stage of a call."""
+    host_ns = [ran_ns for *_, ran_ns in parts.replicas or parts.stages]
+    return list(zip_longest(host_ns, parts.of_devices[: len(host_ns)]))
 
 
 def percentiles_of(values: Sequence[float]) -> TimePercentiles | None:
-    """The spread of times, with the nearest ranks as 5th and 95th percentile; None without times."""
+    """Return the spread of times, with the nearest ranks as 5th and 95th percentile; None without times."""
     if not values:
         return None
     ordered = sorted(values)
-    low, high = (ordered[max(-int(-part * len(ordered) // 1), 1) - 1] for part in (0.05, 0.95))
+    low, high = (ordered[max(-int(-fraction * len(ordered) // 1), 1) - 1] for fraction in (0.05, 0.95))
     return TimePercentiles(low, median(ordered), high, len(ordered))
 
 
@@ -159,8 +160,8 @@ def percentiles_of(values: Sequence[float]) -> TimePercentiles | None:
 def _timings_from_tallies(
     row: CallRow, call: Call, tallies: Mapping[TallyKey, Tally], trained: Collection[str], mode: str
 ) -> tuple[tuple[TimePercentiles | None, ...], dict[int, float]]:
-    """The times of a call's replicas or stages, and their median device times, in the time range."""
-    alike = _matching_tallies(row, tallies, trained, mode)
+    """Return the times of a call's replicas or stages, and their median device times, in the time range."""
+    matching = _matching_tallies(row, tallies, trained, mode)
     series: list[Collection[str]] = []
     if call.replicas:
         names = (replica_series(row.layout, index) for index in range(len(call.replicas)))
@@ -168,27 +169,31 @@ def _timings_from_tallies(
     else:
         for index, stage in enumerate(row.parts_or_replica.stages):
             any_sizes = stage_series(row.layout, index, stage[0], 0, 0).removesuffix("0 0")
-            series.append({name for tally in alike for name in tally.stats if name.startswith(any_sizes)})
-    found = [_merge_sketches(alike, [name for name in names if not is_device_series(name)]) for names in series]
-    devices = [_merge_sketches(alike, [name for name in names if is_device_series(name)]) for names in series]
-    middles = {index: quantile_sketch.median(counts) for index, counts in enumerate(devices)}
-    return tuple(map(_percentiles_of_sketch, found)), {
-        index: middle for index, middle in middles.items() if middle is not None
+            series.append({name for tally in matching for name in tally.stats if name.startswith(any_sizes)})
+    host_sketches = [
+        _merge_sketches(matching, [name for name in names if not is_device_series(name)]) for names in series
+    ]
+    device_sketches = [
+        _merge_sketches(matching, [name for name in names if is_device_series(name)]) for names in series
+    ]
+    device_medians = {index: quantile_sketch.median(counts) for index, counts in enumerate(device_sketches)}
+    return tuple(map(_percentiles_of_sketch, host_sketches)), {
+        index: median_ns for index, median_ns in device_medians.items() if median_ns is not None
     }
 
 
 def _matching_tallies(
     row: CallRow, tallies: Mapping[TallyKey, Tally], trained: Collection[str], mode: str
 ) -> list[Tally]:
-    """The tallies of steps that may include such a call: a root that cannot be split also runs in dp steps."""
+    """Return the tallies of steps that may include such a call: a root that cannot be split also runs in dp steps."""
     for name in (mode, row.mode):
-        found = [
+        matching = [
             tally
             for key, tally in tallies.items()
             if key.mode == name and (name not in trained or bool(key.kind & EVALUATION) == row.evaluates)
         ]
-        if found:
-            return found
+        if matching:
+            return matching
     return []
 
 
@@ -203,9 +208,7 @@ def _merge_sketches(tallies: Iterable[Tally], names: Iterable[str]) -> Counts:
 
 def _percentiles_of_sketch(counts: Counts) -> TimePercentiles | None:
     low, high = quantile_sketch.quantiles(counts, (0.05, 0.95))
-    middle = quantile_sketch.median(counts)
-    return (
-        None
-        if low is None or middle is None or high is None
-        else TimePercentiles(low, middle, high, sum(counts.values()))
-    )
+    median_ns = quantile_sketch.median(counts)
+    if low is None or median_ns is None or high is None:
+        return None
+    return TimePercentiles(low, median_ns, high, sum(counts.values()))

@@ -19,24 +19,24 @@ class RecordedStall(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Which rank stands where, and which ones wait for it."""
+        """Where each rank is, and which ranks wait for it."""
         return str(self.record.get("text") or "")
 
     @property
     def ranks(self) -> list[Mapping[str, Any]]:
         """What each rank did, those that the others waited for first."""
-        found = self.record.get("ranks")
-        return [one for one in found if isinstance(one, Mapping)] if isinstance(found, list) else []
+        ranks = self.record.get("ranks")
+        return [rank for rank in ranks if isinstance(rank, Mapping)] if isinstance(ranks, list) else []
 
     def duration_ns(self, now_ns: int) -> int:
-        """How long (ns) no progress was made: until now, or until the end of the stall."""
+        """Return how long (ns) no progress was made: until now, or until the end of the stall."""
         return max((now_ns if self.end_ns is None else self.end_ns) - self.since_ns, 0)
 
 
 def final_stall(stalls: Sequence[RecordedStall], newest_ns: int) -> RecordedStall | None:
-    """The last stall of an unfinished run, if the run ended in it; else None. `newest_ns`: end of its newest step.
+    """Return the last stall of an unfinished run, if the run ended in it; else None.
 
-    The interruption of a stalled run may have ended the stall just before the run.
+    `newest_ns`: end of the run's newest step. Interrupting a stalled run may have ended the stall just before the run.
     """
     last = stalls[-1] if stalls else None
     return last if last is not None and (last.end_ns is None or newest_ns <= last.noticed_ns) else None

@@ -1,7 +1,7 @@
-"""The facts of a whole run, for report, summary and findings. Each is queried once, when it is first needed. Pure.
+"""The analysis of a whole run, for report, summary and findings. Each value is queried once, when first needed.
 
-Medians over several processes describe none of them, so the times of a mode are those of the process that the screen
-shows. Counts of steps and rates cover all processes.
+Medians over several processes describe none of them, so the times of a mode are those of the process that
+represents the run. Counts of steps and rates cover all processes.
 """
 
 from __future__ import annotations
@@ -54,20 +54,20 @@ from dpmon.store.time_accounting import Gap
 if TYPE_CHECKING:
     from dpmon.store.store_queries import Store
 
-LONGEST = 64
-"""Most long steps to read per mode, and to judge in all."""
-GAPS = 10_000
-MOST_EPOCHS = 10_000
-IN_REPORT = "a report does not estimate it"
-_ALWAYS = 1 << 62
-LEAST_STRETCHES = 60
-"""Fewest stretches into which a run of a minute or more is cut to find its first and its last third."""
-_LEAST_OF_THIRD = 30
+MAX_LONG_STEPS = 64
+"""Most long steps to read per mode, and to judge in total."""
+MAX_GAPS = 10_000
+MAX_EPOCHS = 10_000
+NO_TIME_IN_REPORT = "a report does not estimate it"
+_FOREVER_NS = 1 << 62
+MIN_STRETCHES = 60
+"""Fewest buckets into which a run of a minute or more is divided to find its first and its last third."""
+_MIN_STEPS_OF_THIRD = 30
 """Fewest steps in each of the two thirds for a comparison."""
 
 
 class RunAnalysis:
-    """The facts of one run, from its beginning to now or to its end. Times in ns since its start."""
+    """The analysis of one run, from its start to now or to its end. Times in ns since its start."""
 
     def __init__(
         self,
@@ -85,50 +85,51 @@ class RunAnalysis:
         """When the run ended; None while it runs, or if the supervisor did not record the end."""
         self._stop_asked_ns = stop_asked_ns
         self.death = death
-        """The end of a rank that noted no exception, if it is the first failure: "rank 1 was ended by SIGABRT"."""
+        """The end of a rank that recorded no exception, if it is the first failure: "rank 1 was ended by SIGABRT"."""
         self.raised = raised
         """The first exception, if the run failed: "rank 1: RuntimeError: no such token (train.py:12)"."""
-        self.announced = RunEvents.read(store, every=True)
+        self.announced = RunEvents.read(store, read_all=True)
         self.open_calls = store.open_calls
-        self._state = state = read_process_table(store, self.announced, ended)
-        self._ranks = {number: process.rank for number, process in state.processes.items()}
-        self._nodes = {number: process.node for number, process in state.processes.items()}
-        self.nodes = state.nodes
-        focus = state.representative
-        self._focus = 0 if focus is None else focus.process
+        self._state = snapshot = read_process_table(store, self.announced, ended)
+        self._ranks = {number: process.rank for number, process in snapshot.processes.items()}
+        self._nodes = {number: process.node for number, process in snapshot.processes.items()}
+        self.nodes = snapshot.nodes
+        representative = snapshot.representative
+        self._focus = 0 if representative is None else representative.process
         self.window = StatsWindow(self.store)
-        there = self.store.processes
-        count = Counter(map(self.rank, there))
-        self.names = {process: self._name(process, count) for process in there} if len(there) > 1 else {}
+        processes = self.store.processes
+        rank_counts = Counter(map(self.rank, processes))
+        self.names = {process: self._name(process, rank_counts) for process in processes} if len(processes) > 1 else {}
         """The names of the processes with steps, such as "rank 0"; empty if there is only one."""
 
     def query_everything(self) -> None:
-        """Query all facts, so that none of them needs the store any more."""
-        for name, fact in vars(RunAnalysis).items():
-            if isinstance(fact, cached_property):
+        """Query all values, so that none of them needs the store any more."""
+        for name, member in vars(RunAnalysis).items():
+            if isinstance(member, cached_property):
                 getattr(self, name)
 
     # ------------------------------------------------------------------------------------------ processes
 
     def rank(self, process: int) -> int | None:
-        """The rank of a process; None if it has none."""
+        """Return the rank of a process; None if it has none."""
         return self._ranks.get(process)
 
-    def _name(self, process: int, count: Mapping[int | None, int]) -> str:
+    def _name(self, process: int, rank_counts: Mapping[int | None, int]) -> str:
         rank = self.rank(process)
         if rank is None:
             return f"process {process}{node_suffix(self._nodes.get(process))}"
-        return f"{rank_name(rank, self._nodes.get(process))}{f' (process {process})' if count[rank] > 1 else ''}"
+        name = rank_name(rank, self._nodes.get(process))
+        return f"{name} (process {process})" if rank_counts[rank] > 1 else name
 
     @cached_property
     def layouts(self) -> CallLayouts:
-        """The sizes of all calls."""
+        """The layouts and sizes of all calls."""
         shapes = self.store.shapes()
-        return CallLayouts(shapes, {one.process: self.store.resolver(one.process).definitions for one in shapes})
+        return CallLayouts(shapes, {shape.process: self.store.resolver(shape.process).definitions for shape in shapes})
 
     @cached_property
     def sizes(self) -> list[ReplicaSizes]:
-        """The inputs and outputs of each replica; with several processes, without those of ranks."""
+        """The inputs and outputs of each replica; with several processes, without ranks."""
         return self.layouts.replicas(len(self.processes) > 1)
 
     @cached_property
@@ -154,46 +155,50 @@ class RunAnalysis:
     @cached_property
     def processes(self) -> list[int]:
         """The processes with steps or calls, by rank; those without a rank are last."""
-        found, ranks = {*self.store.processes, *self.layouts.processes}, self._ranks
-        return sorted(found, key=lambda process: (ranks.get(process) is None, ranks.get(process) or 0, process))
+        processes = {*self.store.processes, *self.layouts.processes}
+        return sorted(processes, key=lambda process: (self.rank(process) is None, self.rank(process) or 0, process))
 
     @cached_property
     def communication(self) -> Communication | None:
         """The communication of the ranks; None if no ranks train together."""
-        numbers = {process: facts.rank for process, facts in self.announced.info.items()}
-        ranks = rank_times_in_window(self.window, numbers, self._nodes)
-        steps = sum(one.steps for one in ranks)
+        rank_of_process = {process: info.rank for process, info in self.announced.info.items()}
+        ranks = rank_times_in_window(self.window, rank_of_process, self._nodes)
+        steps = sum(rank.steps for rank in ranks)
         return build_communication(ranks, self.announced.wrappers, self.store.collective_sums(), steps, lately=False)
 
     @cached_property
     def rank_waits(self) -> RankWaits:
-        """Which ranks the others waited for, over the whole run; of each rank the newest process."""
+        """Which ranks the others waited for, over the whole run; for each rank, of its newest process."""
         if self.communication is None or not self.communication.ranks_with_waits:
             return RankWaits()
-        ranks = {one.process: one.rank for one in self._state.training_processes if one.rank is not None}
+        ranks = {
+            process.process: process.rank for process in self._state.training_processes if process.rank is not None
+        }
         last_s = (self.last_step_ns or 0) // SECOND
         return RankWaitCache().read(self.store, ranks, self.first_step_ns // SECOND, last_s + 1)
 
     @cached_property
     def ranks(self) -> list[RankSummary]:
         """Each process, by rank; empty if there is only one."""
-        communicated = self.communication
-        times = {one.process: one for one in communicated.ranks} if communicated is not None else {}
-        return [self._rank(process, times) for process in self.processes] if len(self.processes) > 1 else []
+        communication = self.communication
+        if len(self.processes) < 2:
+            return []
+        times = {rank.process: rank for rank in communication.ranks} if communication is not None else {}
+        return [self._rank(process, times) for process in self.processes]
 
     def _rank(self, process: int, times: Mapping[int, RankTimes]) -> RankSummary:
-        sizes, (tally, speed) = self.layouts.of_process(process), self.window.process_totals(process)
-        facts = self.announced.info.get(process, ProcessInfo(process))
+        sizes, (tally, rate) = self.layouts.of_process(process), self.window.process_totals(process)
+        info = self.announced.info.get(process, ProcessInfo(process))
         forward = tally.stat(device_series("forward"))
         untimed = next((step.untimed for step in self.store.steps(1, process=process)), None)
         return RankSummary(
             process,
-            facts.rank,
-            facts.world,
+            info.rank,
+            info.world,
             *sizes,
             tally.steps,
             tally.median(STEP),
-            speed,
+            rate,
             forward.median,
             None if forward.count else untimed or most_common(self.layouts.untimed_reasons(process)),
             times.get(process),
@@ -202,15 +207,19 @@ class RunAnalysis:
 
     @cached_property
     def memory(self) -> list[DeviceMemory]:
-        """The memory of each device, of the processes that trained last."""
+        """The memory of each device, for the processes that trained last."""
         return self._state.device_memory
 
     # ------------------------------------------------------------------------------------------ modes
 
     def representative_process(self, mode: str, evaluation: bool) -> int:
-        """The process that represents the run; if it has no step in this mode, the lowest rank that has one."""
+        """Return the process that represents a mode: the one of the run, or else the lowest rank with a step in it."""
         return next(
-            (each for each in (self._focus, *self.processes) if self.window.tally(mode, evaluation, each).steps),
+            (
+                process
+                for process in (self._focus, *self.processes)
+                if self.window.tally(mode, evaluation, process).steps
+            ),
             self._focus,
         )
 
@@ -218,56 +227,58 @@ class RunAnalysis:
     def _representative_trainer(self) -> int:
         """The process that represents the run; if it only evaluates, the lowest rank that trains."""
         modes = [mode for mode, evaluation in self.window.modes if not evaluation and self.window.ever_trains(mode)]
-        shown = [self.representative_process(mode, False) for mode in modes]
-        return self._focus if self._focus in shown or not shown else shown[0]
+        candidates = [self.representative_process(mode, False) for mode in modes]
+        if self._focus in candidates or not candidates:
+            return self._focus
+        return candidates[0]
 
     def mode(self, mode: str, evaluation: bool = False, process: int | None = None) -> ModeStats:
-        """The figures of a mode for `process`, or for the shown process; the rate is that of all processes."""
+        """Return the metrics of a mode for `process`, by default the representative one; `rate` is of all."""
         process = self.representative_process(mode, evaluation) if process is None else process
         whole = self._mode(mode, evaluation, process, self.window.tally(mode, evaluation, process))
         settled = self.window.tally(mode, evaluation, process, without_warmup=True)
         return replace(whole, settled=self._mode(mode, evaluation, process, settled))
 
     def _mode(self, mode: str, evaluation: bool, process: int, tally: Tally) -> ModeStats:
-        steps, speed = self.window.steps_and_rate(mode, evaluation)
-        found = compute_step_stats(mode, evaluation, tally, speed)
-        phases = {phase.name: phase for phase in found.phases if phase.ran}
-        ran = tuple(phases[name] for name in (*STEP_PHASES, *CALL_PHASES) if name in phases)
+        steps, rate = self.window.steps_and_rate(mode, evaluation)
+        stats = compute_step_stats(mode, evaluation, tally, rate)
+        phases = {phase.name: phase for phase in stats.phases if phase.ran}
+        ordered = tuple(phases[name] for name in (*STEP_PHASES, *CALL_PHASES) if name in phases)
         return ModeStats(
-            **{**vars(found), "phases": ran},
+            **{**vars(stats), "phases": ordered},
             virtual=self.layouts.virtual and mode == "dp",
             distributed=self.layouts.distributed if mode == "single" else None,
             process=process,
             who=self.names.get(process),
-            other_steps=steps - found.steps,
+            other_steps=steps - stats.steps,
         )
 
     @cached_property
     def evaluations(self) -> list[ModeStats]:
-        """The evaluations of each mode that otherwise trains."""
+        """The evaluation steps of each mode that otherwise trains."""
         return [self.mode(mode, True) for mode, evaluation in self.window.modes if evaluation]
 
     @cached_property
     def modes(self) -> tuple[ModeStats, ...]:
-        """Each mode without evaluations, with the first and the last third of its steps."""
+        """Each mode without evaluation steps, with the first and the last third of its steps."""
         return tuple(self._with_thirds(self.mode(mode)) for mode, evaluation in self.window.modes if not evaluation)
 
-    def _with_thirds(self, facts: ModeStats) -> ModeStats:
+    def _with_thirds(self, stats: ModeStats) -> ModeStats:
         """Add the first and the last third of the steps, if there are enough steps."""
-        trained = self.window.ever_trains(facts.mode)
+        trained = self.window.ever_trains(stats.mode)
         rows = [
-            (at, tally)
-            for at, _, key, tally in self.store.tally_rows(process=facts.process, widest=self.stretch_s)
-            if key.mode == facts.mode and not key.kind & SETTLING and bool(key.kind & EVALUATION) != trained
+            (start_s, tally)
+            for start_s, _, key, tally in self.store.tally_rows(process=stats.process, widest=self.stretch_s)
+            if key.mode == stats.mode and not key.kind & SETTLING and bool(key.kind & EVALUATION) != trained
         ]
         first, last = first_and_last_third(rows, sum(tally.steps for _, tally in rows))
-        if min(first.steps, last.steps) < _LEAST_OF_THIRD:
-            return facts
-        return replace(facts, early=first, late=last)
+        if min(first.steps, last.steps) < _MIN_STEPS_OF_THIRD:
+            return stats
+        return replace(stats, early=first, late=last)
 
     @property
     def steps(self) -> int:
-        """Number of steps, including deleted ones, and those that no figure includes."""
+        """Number of steps, including deleted ones, and those that the metrics exclude."""
         left_out = sum(tally.steps for tally in self.window.left_out.values())
         return sum(mode.all_steps for mode in (*self.modes, *self.evaluations)) + left_out
 
@@ -280,27 +291,27 @@ class RunAnalysis:
     @property
     def stalled_steps(self) -> int:
         """Number of steps in which the run stalled; ranks train in the same steps."""
-        counts: Counter[int] = Counter()
+        steps_by_process: Counter[int] = Counter()
         for key, tally in self.window.left_out.items():
-            counts[key.process] += tally.steps * bool(key.kind & STALLED)
-        return max(counts.values(), default=0)
+            steps_by_process[key.process] += tally.steps * bool(key.kind & STALLED)
+        return max(steps_by_process.values(), default=0)
 
     @cached_property
     def other_process_modes(self) -> tuple[ModeStats, ...]:
         """The same modes by each other process, without `early` and `late`."""
         others = (
-            self.mode(one.mode, process=process)
-            for one in self.modes
+            self.mode(stats.mode, process=process)
+            for stats in self.modes
             for process in self.store.processes
-            if process != one.process
+            if process != stats.process
         )
-        return tuple(one for one in others if one.steps)
+        return tuple(stats for stats in others if stats.steps)
 
     @cached_property
     def progress(self) -> Progress:
-        """The epochs of the process that represents the training, and where it is."""
+        """The epochs of the process that represents the training, and its current one."""
         last = next(iter(self.store.steps(1, process=self._representative_trainer)), None)
-        return progress_of(self.store, self._representative_trainer, last, most=MOST_EPOCHS, no_time=IN_REPORT)
+        return progress_of(self.store, self._representative_trainer, last, limit=MAX_EPOCHS, no_time=NO_TIME_IN_REPORT)
 
     # ------------------------------------------------------------------------------------------ time
 
@@ -316,9 +327,9 @@ class RunAnalysis:
 
     @cached_property
     def stretch_s(self) -> int:
-        """The widest stretch of tallies (s) that cuts the time of the steps into LEAST_STRETCHES; at least 1 s."""
+        """The widest bucket of tallies (s) that divides the time of the steps into MIN_STRETCHES; at least 1 s."""
         seconds = ((self.last_step_ns or 0) - self.first_step_ns) / SECOND
-        return max((width for width in WIDTHS if width * LEAST_STRETCHES <= seconds), default=1)
+        return max((width for width in WIDTHS if width * MIN_STRETCHES <= seconds), default=1)
 
     @cached_property
     def until_ns(self) -> int:
@@ -326,12 +337,10 @@ class RunAnalysis:
         return max(self.last_step_ns or 0, self.samples.last_ns) if self.end_ns is None else self.end_ns
 
     def spent_until(self, until_ns: int) -> Mapping[str, int]:
-        """The time of each activity (ns) from the run's start to `until_ns`; empty without steps."""
-        return (
-            account_for_elapsed(self.window.time_by_activity, until_ns, self.window.alive_intervals)
-            if self.window.step_intervals
-            else {}
-        )
+        """Return the time of each activity (ns) from the run's start to `until_ns`; empty without steps."""
+        if not self.window.step_intervals:
+            return {}
+        return account_for_elapsed(self.window.time_by_activity, until_ns, self.window.alive_intervals)
 
     @cached_property
     def time_by_activity(self) -> Mapping[str, int]:
@@ -341,32 +350,32 @@ class RunAnalysis:
     @cached_property
     def spent_by_process(self) -> Mapping[int, Mapping[str, int]]:
         """The time of each activity of each process in the whole run, ns."""
-        found: dict[int, Counter[str]] = {}
+        times: dict[int, Counter[str]] = {}
         for row in self.window.times:
-            found.setdefault(row.process, Counter()).update(row.spent)
-        return found
+            times.setdefault(row.process, Counter()).update(row.spent)
+        return times
 
     @cached_property
     def gaps(self) -> list[Gap]:
-        """The longer times between two steps, the longest first."""
-        return self.store.gaps(GAPS)
+        """The longest times between two steps, the longest first."""
+        return self.store.gaps(MAX_GAPS)
 
     @cached_property
     def loaders(self) -> list[LoaderStart]:
-        """The starts of loaders."""
+        """The starts of loaders, in order of time."""
         starts = (parse_loader_start(event.data) for event in self.store.events("loader"))
-        return [one for one in starts if one is not None]
+        return [start for start in starts if start is not None]
 
     @cached_property
     def stretches(self) -> BinnedSteps:
-        """The steps over time, by the shown processes."""
+        """The steps over time, for the representative process of each mode."""
         if self.last_step_ns is None:
             return BinnedSteps()
         median = max((mode.median_ns for mode in self.modes if mode.median_ns is not None), default=0)
-        shown = {
+        processes = {
             (mode, evaluation): self.representative_process(mode, evaluation) for mode, evaluation in self.window.modes
         }
-        return bin_steps(self.store, self.first_step_ns, self.last_step_ns, median, shown)
+        return bin_steps(self.store, self.first_step_ns, self.last_step_ns, median, processes)
 
     @cached_property
     def pauses(self) -> list[Pause]:
@@ -386,9 +395,9 @@ class RunAnalysis:
 
     @property
     def paused_alone_ns(self) -> int:
-        """Time in which one process was paused and another was not."""
-        of_any = any_paused_intervals(self.pauses, self.until_ns)
-        return sum(end - begin for begin, end in of_any) - sum(end - begin for begin, end in self.paused)
+        """Time (ns) in which one process was paused and another was not."""
+        any_paused = any_paused_intervals(self.pauses, self.until_ns)
+        return sum(end - start for start, end in any_paused) - sum(end - start for start, end in self.paused)
 
     # ------------------------------------------------------------------------------------------ losses
 
@@ -400,7 +409,7 @@ class RunAnalysis:
 
     @cached_property
     def first_invalid_losses(self) -> list[InvalidLoss]:
-        """The first NaN or infinite loss of each process and line, in order of time."""
+        """The first NaN or infinite loss of each process and line that calls backward, in order of time."""
         return self.store.first_invalid_losses()
 
     # ------------------------------------------------------------------------------------------ devices
@@ -408,12 +417,12 @@ class RunAnalysis:
     @cached_property
     def samples(self) -> DeviceUsageBuilder:
         """The samples of GPUs and host."""
-        found = DeviceUsageBuilder(all_paused_intervals(self.pauses, self.window.step_intervals, _ALWAYS))
+        usage = DeviceUsageBuilder(all_paused_intervals(self.pauses, self.window.step_intervals, _FOREVER_NS))
         for row in self.store.device_minutes():
-            found.add_rollup(row)
+            usage.add_rollup(row)
         for event in self.store.iter_events("device", "host"):
-            found.add_sample(event.kind, event.data)
-        return found
+            usage.add_sample(event.kind, event.data)
+        return usage
 
     @cached_property
     def devices(self) -> tuple[DeviceUsage, ...]:
@@ -422,47 +431,47 @@ class RunAnalysis:
 
     @cached_property
     def host(self) -> HostUsage | None:
-        """The processors of the machine."""
+        """The CPU use of the host; None if it was not sampled."""
         return self.samples.processors()
 
     # ------------------------------------------------------------------------------------------ long steps
 
     @cached_property
     def longest_steps(self) -> list[LongStepRow]:
-        """The longest steps of all modes that still have a row, without evaluations, the longest first.
+        """The longest steps of all modes that still have a row, without evaluation steps, the longest first.
 
         A step that was running when the user asked the run to stop lasts until the process ends, so it does not count.
         """
         modes = [mode for mode, evaluation in self.window.modes if not evaluation]
-        found = [
+        candidates = [
             step
             for mode in modes
-            for step in self.store.longest_steps(LONGEST, mode, training_only=self.window.ever_trains(mode))
+            for step in self.store.longest_steps(MAX_LONG_STEPS, mode, training_only=self.window.ever_trains(mode))
         ]
-        stop = -1 if self._stop_asked_ns is None else self._stop_asked_ns
-        long = (step for step in found if not step.start_ns <= stop < step.start_ns + step.wall_ns)
-        return sorted(long, key=lambda step: -step.wall_ns)
+        stop_ns = -1 if self._stop_asked_ns is None else self._stop_asked_ns
+        steps = (step for step in candidates if not step.start_ns <= stop_ns < step.start_ns + step.wall_ns)
+        return sorted(steps, key=lambda step: -step.wall_ns)
 
     @cached_property
     def longest_fetches(self) -> Mapping[str, float]:
-        """By mode, the share of the newest steps (0 to 1) for which some process waits for data; empty for one process.
+        """The share of step time (0 to 1) for which the slowest process waits for data, by mode; empty for one process.
 
-        In each step, the process that waits longest counts.
+        In each of the newest steps, the process that waits longest counts.
         """
-        found = {
+        share_by_mode = {
             mode: self.store.worst_rank_share("data", mode, training_only=self.window.ever_trains(mode))
-            for mode in {one.mode for one in self.other_process_modes}
+            for mode in {stats.mode for stats in self.other_process_modes}
         }
-        return {mode: longest for mode, longest in found.items() if longest is not None}
+        return {mode: share for mode, share in share_by_mode.items() if share is not None}
 
     @cached_property
     def mode_comparison(self) -> Comparison | None:
         """dp against single; None unless both modes were seen."""
         changes = self.announced.changes
-        devices = next((one.devices for one in changes if one.mode == "dp" and one.refused is None), ())
-        who = first_with_both(self.window)
-        waits, virtual = self.announced.input_waits(who), self.layouts.virtual
-        found = compare_modes(
-            self.window, who, devices=devices, virtual=virtual, longest=self.longest_steps, waits=waits
+        devices = next((change.devices for change in changes if change.mode == "dp" and change.refused is None), ())
+        process = first_with_both(self.window)
+        waits, virtual = self.announced.input_waits(process), self.layouts.virtual
+        comparison = compare_modes(
+            self.window, process, devices=devices, virtual=virtual, longest=self.longest_steps, waits=waits
         )
-        return found if len(found.sides) > 1 else None
+        return comparison if len(comparison.sides) > 1 else None

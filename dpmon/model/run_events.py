@@ -1,4 +1,4 @@
-"""Reads the events of a run: facts of processes, modes, pauses, warnings, waits for input, loaders. Pure.
+"""Parses a run's event records: processes, mode changes, pauses, warnings, input waits, loader starts.
 
 Any program may have written an event, so invalid ones are ignored.
 """
@@ -62,7 +62,7 @@ class RunEvents:
     """The events of each kind, oldest first."""
 
     info: Mapping[int, ProcessInfo] = field(default_factory=dict)
-    """The newest facts of each process."""
+    """What each process reported last about itself."""
     changes: tuple[ModeChange, ...] = ()
     pauses: tuple[PauseChange, ...] = ()
     warnings: tuple[WarningRecord, ...] = ()
@@ -76,15 +76,16 @@ class RunEvents:
     warning_count: int = 0
 
     @classmethod
-    def read(cls, rows: Store, *, every: bool = False) -> RunEvents:
-        """Read the events up to the time of `rows`: the newest of each kind, or (`every`) all."""
+    def read(cls, store: Store, *, read_all: bool = False) -> RunEvents:
+        """Read the events up to the time of `store`: the newest of each kind, or (`read_all`) all."""
 
-        def data(kind: str, most: int) -> Iterator[Mapping[str, object]]:
-            return (event.data for event in rows.events(kind, limit=-1 if every else most))
+        def data(kind: str, limit: int) -> Iterator[Mapping[str, object]]:
+            return (event.data for event in store.events(kind, limit=-1 if read_all else limit))
 
-        of_ranks = _OF_RANK * len(rows.ranks)
+        of_ranks = _OF_RANK * len(store.ranks)
 
-        info = {facts.process: facts for each in data("process", -1) if (facts := _parse_process(each)) is not None}
+        processes = _without_none(map(_parse_process, data("process", -1)))
+        info = {process.process: process for process in processes}
         return cls(
             dict(sorted(info.items())),
             _without_none(map(parse_mode_change, data("mode", CHANGES_READ + of_ranks))),
@@ -93,8 +94,8 @@ class RunEvents:
             newest_wrappers(data("ddp", WRAPPERS_READ + of_ranks)),
             parse_stalls(data("stall", TEXTS_READ)),
             parse_input_waits(info.values(), data("input", TEXTS_READ)),
-            rows.event_count("mode"),
-            rows.event_count("warning"),
+            store.event_count("mode"),
+            store.event_count("warning"),
         )
 
     @property
@@ -105,36 +106,36 @@ class RunEvents:
     @cached_property
     def _mode_changes_by_process(self) -> Mapping[int, Sequence[ModeChange]]:
         """The changes of each process."""
-        found: dict[int, list[ModeChange]] = {}
+        changes: dict[int, list[ModeChange]] = {}
         for change in self.changes:
-            found.setdefault(change.process, []).append(change)
-        return found
+            changes.setdefault(change.process, []).append(change)
+        return changes
 
     @cached_property
     def _newest_pause_by_process(self) -> Mapping[int, PauseChange]:
         """The newest pause or resumption of each process."""
-        return {one.process: one for one in self.pauses if one.refused is None}
+        return {change.process: change for change in self.pauses if change.refused is None}
 
-    def active_mode(self, process: int, step: Step | None, called: str) -> ActiveMode:
-        """The mode of a process after its last step; `called`: the mode of its last call.
+    def active_mode(self, process: int, step: Step | None, call_mode: str) -> ActiveMode:
+        """Return the mode of a process after its last step; `call_mode`: the mode of its last call.
 
         A change after the last step takes effect at once.
         """
         end_ns = -1 if step is None else step.start_ns + step.wall_ns
-        own = self._mode_changes_by_process.get(process, ())
-        since = {change.root: change.mode for change in own if (change.t_ns or 0) > end_ns}
-        mode = step.mode if step is not None else called
-        if since:  # a root that cannot be split stays single beside one that is split
-            mode = "dp" if "dp" in since.values() else "single"
-        given = [change for change in own if change.refused is None]
-        change = next((change for change in reversed(given) if change.mode == mode), given[-1] if given else None)
+        changes = self._mode_changes_by_process.get(process, ())
+        newer_modes = {change.root: change.mode for change in changes if (change.t_ns or 0) > end_ns}
+        mode = step.mode if step is not None else call_mode
+        if newer_modes:  # a root that cannot be split stays single beside one that is split
+            mode = "dp" if "dp" in newer_modes.values() else "single"
+        granted = [change for change in changes if change.refused is None]
+        change = next((change for change in reversed(granted) if change.mode == mode), granted[-1] if granted else None)
         if change is None:
             return ActiveMode(mode)
         devices, _ = self.devices_by_mode(process).get(mode, (change.devices, False))
         return ActiveMode(mode, devices, change.virtual, change.reason)
 
     def devices_by_mode(self, process: int) -> dict[str, tuple[tuple[str, ...], bool]]:
-        """The last devices of a process, and whether they are virtual, by mode."""
+        """Return the last devices of a process, and whether they are virtual, by mode."""
         return {
             change.mode: (change.devices, change.virtual)
             for change in self._mode_changes_by_process.get(process, ())
@@ -142,60 +143,60 @@ class RunEvents:
         }
 
     def refusals_by_root(self, process: int) -> dict[str, ModeRefusal]:
-        """The refused mode of each root that refused in its last answer, by root."""
-        found: dict[str, ModeRefusal] = {}
-        answered = 0
+        """Return the refused mode of each root that refused in its last answer, by root."""
+        refusals: dict[str, ModeRefusal] = {}
+        request_step = 0
         for change in self._mode_changes_by_process.get(process, ()):
             if change.requested_by == "user":
-                if (change.step or 0) > answered + ANSWERING_STEPS:
-                    found.clear()  # the roots may be gone; those still called answer again
-                answered = max(answered, change.step or 0)
-            found.pop(change.root, None)
+                if (change.step or 0) > request_step + ANSWERING_STEPS:
+                    refusals.clear()  # the roots may be gone; those still called answer again
+                request_step = max(request_step, change.step or 0)
+            refusals.pop(change.root, None)
             if change.refused is not None:
-                found[change.root] = ModeRefusal("single" if change.mode == "dp" else "dp", change.refused)
-        return found
+                refusals[change.root] = ModeRefusal("single" if change.mode == "dp" else "dp", change.refused)
+        return refusals
 
     def paused_since(self, process: int, step_ns: int | None) -> int | None:
-        """The start of a process's pause; `step_ns`: the start of its last step, which ends a pause."""
+        """Return the start of a process's pause; `step_ns`: the start of its last step, which ends a pause."""
         newest = self._newest_pause_by_process.get(process)
         if newest is None or not newest.paused:
             return None
         return None if step_ns is not None and step_ns >= newest.t_ns else newest.t_ns
 
     def input_waits(self, process: int) -> tuple[tuple[int, int], ...]:
-        """Start and end of each wait of a process for a line of input."""
-        return tuple((begin, end) for of, begin, end in self.inputs if of == process)
+        """Return start and end of each wait of a process for a line of input."""
+        return tuple((start, end) for waiting, start, end in self.inputs if waiting == process)
 
 
-def _without_none(found: Iterable[_Read | None]) -> tuple[_Read, ...]:
-    return tuple(one for one in found if one is not None)
+def _without_none(records: Iterable[_Read | None]) -> tuple[_Read, ...]:
+    return tuple(record for record in records if record is not None)
 
 
 def parse_stalls(records: Iterable[Mapping[str, object]]) -> tuple[RecordedStall, ...]:
-    """The stalls in `stall` records. Of several records of one stall, the newest one with ranks describes it."""
-    found: dict[int, RecordedStall] = {}
+    """Return the stalls in `stall` records. Of several records of one stall, the newest one with ranks describes it."""
+    stalls: dict[int, RecordedStall] = {}
     for data in records:
-        since, lasted = ns_member(data, "since_s"), ns_member(data, "lasted_s")
-        if since is None:
+        since_ns, duration_ns = ns_member(data, "since_s"), ns_member(data, "lasted_s")
+        if since_ns is None:
             continue
-        seen = found.get(since, RecordedStall(since, ns_member(data, "t_s") or since))
+        stall = stalls.get(since_ns, RecordedStall(since_ns, ns_member(data, "t_s") or since_ns))
         if "ranks" in data:
-            seen = seen._replace(record=data)
-        found[since] = seen if lasted is None else seen._replace(end_ns=since + lasted)
-    return tuple(found.values())
+            stall = stall._replace(record=data)
+        stalls[since_ns] = stall if duration_ns is None else stall._replace(end_ns=since_ns + duration_ns)
+    return tuple(stalls.values())
 
 
 def parse_input_waits(
     processes: Iterable[ProcessInfo], records: Iterable[Mapping[str, object]]
 ) -> tuple[tuple[int | None, int, int], ...]:
-    """The waits in `input` records, in order of time: process (None: one that does not train), start, end."""
-    numbers = {one.pid: one.process for one in processes if one.pid is not None}
-    found = []
+    """Return the waits in `input` records, in order of time: process (None: one that does not train), start, end."""
+    process_of_pid = {process.pid: process.process for process in processes if process.pid is not None}
+    waits = []
     for data in records:
-        at, took = ns_member(data, "t_s"), ns_member(data, "waited_s")
-        if at is not None and took is not None:
-            found.append((numbers.get(int_member(data, "pid") or 0), at, at + took))
-    return tuple(sorted(found, key=lambda one: one[1:]))
+        start_ns, took_ns = ns_member(data, "t_s"), ns_member(data, "waited_s")
+        if start_ns is not None and took_ns is not None:
+            waits.append((process_of_pid.get(int_member(data, "pid") or 0), start_ns, start_ns + took_ns))
+    return tuple(sorted(waits, key=lambda wait: wait[1:]))
 
 
 # ------------------------------------------------------------------------------------------------ records
@@ -208,23 +209,25 @@ _READERS: dict[str, Callable[[Mapping[str, object], str], object]] = {
 
 
 @cache
-def _same_named_fields(kind: str, facts: Any) -> list[tuple[str, Callable[[Mapping[str, object], str], object]]]:
-    """The fields of a record that are facts of the same name, and how they are read: by their types."""
-    fields = (each for each in RECORDS[kind].fields if each.name in facts._fields and each.type in _READERS)
-    return [(each.name, _READERS[each.type]) for each in fields]
+def _same_named_fields(kind: str, row_class: Any) -> list[tuple[str, Callable[[Mapping[str, object], str], object]]]:
+    """Return the record fields that are also fields of `row_class`, each with the function that reads its type."""
+    fields = (spec for spec in RECORDS[kind].fields if spec.name in row_class._fields and spec.type in _READERS)
+    return [(spec.name, _READERS[spec.type]) for spec in fields]
 
 
-def _parse_record(kind: str, facts: Callable[..., _Read], data: Mapping[str, object], **own: object) -> _Read:
-    """The facts of a record, of a class; `own`: the facts that are no field of the same name and type."""
-    return facts(**{**{name: read(data, name) for name, read in _same_named_fields(kind, facts)}, **own})
+def _parse_record(kind: str, row_class: Callable[..., _Read], data: Mapping[str, object], **others: object) -> _Read:
+    """Build an instance of `row_class` from a record. `others`: fields that differ in name or type."""
+    return row_class(**{**{name: read(data, name) for name, read in _same_named_fields(kind, row_class)}, **others})
 
 
 def parse_loader_start(data: Mapping[str, object]) -> LoaderStart | None:
-    """The content of a `loader` record; None if process, time or duration is missing."""
-    process, at, took = int_member(data, "process"), ns_member(data, "t_s"), ns_member(data, "iter_s")
-    if process is None or at is None or took is None:
+    """Return the content of a `loader` record; None if process, time or duration is missing."""
+    process, start_ns, took_ns = int_member(data, "process"), ns_member(data, "t_s"), ns_member(data, "iter_s")
+    if process is None or start_ns is None or took_ns is None:
         return None
-    return _parse_record("loader", LoaderStart, data, start_ns=at, took_ns=took, start=int_member(data, "start") or 1)
+    return _parse_record(
+        "loader", LoaderStart, data, start_ns=start_ns, took_ns=took_ns, start=int_member(data, "start") or 1
+    )
 
 
 def _parse_process(data: Mapping[str, object]) -> ProcessInfo | None:
@@ -232,22 +235,23 @@ def _parse_process(data: Mapping[str, object]) -> ProcessInfo | None:
 
 
 def parse_mode_change(data: Mapping[str, object]) -> ModeChange | None:
-    """The content of a `mode` record; None if process or mode is missing."""
+    """Return the content of a `mode` record; None if process or mode is missing."""
     if int_member(data, "process") is None or data.get("mode") not in MODES:
         return None
-    root, by, listed = text_member(data, "root") or "", text_member(data, "requested_by") or "", data.get("devices")
+    root, requested_by = text_member(data, "root") or "", text_member(data, "requested_by") or ""
+    listed = data.get("devices")
     devices = tuple(str(name) for name in listed) if isinstance(listed, list) else ()
     return _parse_record(
-        "mode", ModeChange, data, root=root, t_ns=ns_member(data, "t_s"), requested_by=by, devices=devices
+        "mode", ModeChange, data, root=root, t_ns=ns_member(data, "t_s"), requested_by=requested_by, devices=devices
     )
 
 
 def parse_pause_change(data: Mapping[str, object]) -> PauseChange | None:
-    """The content of a `pause` record; None if its process, its time, or whether it paused or resumed, is missing."""
-    at = ns_member(data, "t_s")
-    if int_member(data, "process") is None or at is None or not isinstance(data.get("paused"), bool):
+    """Return the content of a `pause` record; None if `process`, `t_s` or `paused` is missing."""
+    t_ns = ns_member(data, "t_s")
+    if int_member(data, "process") is None or t_ns is None or not isinstance(data.get("paused"), bool):
         return None
-    return _parse_record("pause", PauseChange, data, t_ns=at, paused_ns=ns_member(data, "paused_s"))
+    return _parse_record("pause", PauseChange, data, t_ns=t_ns, paused_ns=ns_member(data, "paused_s"))
 
 
 def _parse_warning(data: Mapping[str, object]) -> WarningRecord | None:
@@ -259,16 +263,16 @@ def _parse_warning(data: Mapping[str, object]) -> WarningRecord | None:
 
 
 def newest_wrappers(records: Iterable[Mapping[str, object]]) -> tuple[Wrapper, ...]:
-    """The newest record of each wrapper, from a run's `ddp` records in order; `all_used` covers all its records."""
+    """Return the newest of the `ddp` records of each wrapper; `all_used` covers all its records."""
     of_each: dict[tuple[int | None, int | None], list[Mapping[str, object]]] = {}
     for data in records:
         of_each.setdefault((int_member(data, "process"), int_member(data, "wrapper")), []).append(data)
     found = ((parse_ddp_wrapper(each[-1]), _iterations_all_used(each)) for each in of_each.values())
-    return tuple(one._replace(all_used=count) for one, count in found if one is not None)
+    return tuple(wrapper._replace(all_used=count) for wrapper, count in found if wrapper is not None)
 
 
 def _iterations_all_used(records: Iterable[Mapping[str, object]]) -> int:
-    """In how many iterations all parameters were used; 0 if one was unused in any, or if torch cannot tell."""
+    """Return the number of iterations that used all parameters; 0 if one was unused in any, or if torch cannot tell."""
     iterations = set()
     for data in records:
         size, absent = int_member(data, "unused_bytes"), data.get("absent")
@@ -280,7 +284,7 @@ def _iterations_all_used(records: Iterable[Mapping[str, object]]) -> int:
 
 
 def parse_ddp_wrapper(data: Mapping[str, object]) -> Wrapper | None:
-    """The facts in a `ddp` record; None if it names no process."""
+    """Return the facts in a `ddp` record; None if it names no process."""
     if int_member(data, "process") is None:
         return None
     sizes, absent = data.get("bucket_bytes"), data.get("absent")
@@ -299,7 +303,7 @@ def parse_ddp_wrapper(data: Mapping[str, object]) -> Wrapper | None:
 
 
 def _parse_process_group(data: Mapping[str, object]) -> Group | None:
-    """The process group of a wrapper; None if it is unknown or invalid."""
+    """Return the process group of a wrapper; None if it is unknown or invalid."""
     listed, rank = data.get("group"), int_member(data, "rank")
     if not isinstance(listed, list) or set(map(type, listed)) != {int} or rank not in listed:
         return None

@@ -1,4 +1,4 @@
-"""The data behind a picture of a run, built by dpmon.model.snapshot_builder for each picture.
+"""The state of a run at one time, built by dpmon.model.snapshot_builder.
 
 Times are ns since the run's start; unknown values are None.
 """
@@ -30,47 +30,47 @@ from dpmon.store.query_results import InvalidLoss, LastSample
 from dpmon.store.step_stats import Rate, StepStats, compute_step_stats
 from dpmon.store.tally import Tally
 
-MOST_RANKS = 64
-"""Most ranks in a picture without scrolling."""
-MANY = 128
-"""The state of more processes is read less often."""
-MAPPED, WORST = 16, 10
-"""More ranks than the first are drawn as a map; below it are this many that wait least."""
+MAX_RANKS = 64
+"""Most ranks in a snapshot, unless more are requested."""
+MAX_FULLY_READ = 128
+"""With more processes than this, most values are read less often."""
+MAX_LISTED_RANKS, MAX_LEAST_WAITING = 16, 10
+"""More ranks than the first are drawn as a map, with the second number of ranks that wait least below it."""
 PHASES = tuple(phase.display_name for phase in SCHEMA)
-"""Shown phases of a step: `forward` is the part outside the phases of its calls."""
+"""Names of the phases on the screen; `forward` is the part outside the phases of its calls."""
 NO_STEPS = compute_step_stats("", False, Tally(), None)
-"""The figures of a time range without steps."""
+"""The metrics of a time range without steps."""
 
 
 class SnapshotRequest(NamedTuple):
-    """The optional parts of a picture."""
+    """The parts of a snapshot that a reader needs."""
 
     span_s: int = 120
-    """Time range of the histories and figures; 0 is the whole run."""
+    """Time range of the histories and metrics (s); 0 is the whole run."""
     first_rank: int = 0
     """The first of the visible ranks."""
-    ranks: int = MOST_RANKS
+    ranks: int = MAX_RANKS
     """Number of visible ranks. The run's first ranks, up to the same number, are also read."""
     over: bool = False
-    """Whether the run is over."""
+    """Whether the run has ended."""
     process: int | None = None
-    """The process whose figures the user wants to see; None for the one that represents the run."""
+    """The process that the user has chosen; None for the one that represents the run."""
     slowest: int = 0
-    """Number of the longest steps in the picture."""
+    """Number of the longest steps to include."""
     worst: int = 0
     """With many ranks, the number of the slowest ones that are visible; 0: as with few ranks."""
     listed: bool = False
     """Whether the visible ranks are listed, too, if the slowest ones are visible."""
     node: int | None = None
-    """The number of the only node in the picture; None for all."""
+    """The number of the only node to include; None for all."""
     waits: bool = False
-    """Whether the picture shows over time which ranks the others waited for."""
+    """Whether to include over time which ranks the others waited for."""
     changes: bool = False
-    """Whether it shows the speed-up at each change of mode."""
+    """Whether to include the speed-up at each mode switch."""
 
 
 class ModeChange(NamedTuple):
-    """The answer to a request for a mode (or the mode at the start)."""
+    """The reply to a request for a mode, or the mode at the start."""
 
     process: int
     root: str
@@ -115,25 +115,25 @@ class DeviceHistory(NamedTuple):
     second: int = -1
     """Time of the newest value."""
     util: tuple[float | None, ...] = ()
-    """Per cent."""
+    """Utilization in per cent."""
     mem: tuple[float | None, ...] = ()
-    """Used memory, per cent of all."""
+    """Used memory in per cent of the total."""
     power: tuple[float | None, ...] = ()
     """Watts."""
 
     @property
     def mem_pct(self) -> float | None:
-        """Used memory in the newest sample, per cent of all."""
+        """Used memory in the newest sample, in per cent of the total."""
         used, total = number_member(self.data, "mem_used_bytes"), number_member(self.data, "mem_total_bytes")
         return used / total * 100 if used is not None and total else None
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column of the history: the steps of one mode that ended in a stretch of time. Sums in ns."""
+    """One column of the history: the steps of one mode that ended in a time bucket. Sums in ns."""
 
     second: int
-    """Start of the stretch."""
+    """Start of the bucket."""
     mode: str
     count: int = 0
     """Number of steps; 0 if there were none."""
@@ -145,7 +145,7 @@ class Column:
     evaluation: bool = False
     """Whether its steps are evaluations, in a mode that also trains."""
     stalled: bool = False
-    """Whether the run was stalled in this time, so that no step ended."""
+    """Whether the run was stalled in this bucket, so that no step ended."""
 
 
 class TimePercentiles(NamedTuple):
@@ -167,11 +167,11 @@ class CallTimings:
     device_ns: Mapping[int, float] = field(default_factory=dict)
     """Median device time (ns) by replica or stage, if known."""
     parts: tuple[CallTimings, ...] = ()
-    """If a step calls this root several times: its first call in a step, its second, ..."""
+    """If a step calls this root several times, the timings of its first call in a step, of its second, and so on."""
 
 
 class ProcessInfo(NamedTuple):
-    """The facts that a training process reported; None for a fact that it did not report."""
+    """What a training process reported about itself; None if it did not report it."""
 
     process: int
     rank: int | None = None
@@ -201,7 +201,7 @@ class RecentRate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One training process of the run. The fields after `memory` are known only if the picture shows the process."""
+    """One training process of the run. Only processes in `RunSnapshot.drawn` have the fields after `memory`."""
 
     process: int
     rank: int | None = None
@@ -218,20 +218,20 @@ class Process:
     devices: tuple[str, ...] = ()
     mode_reason: str | None = None
     refusals: Mapping[str, ModeRefusal] = field(default_factory=dict)
-    """By root, for the roots that refused in their last answer."""
+    """By root, for the roots that refused in their last reply."""
     paused_since_ns: int | None = None
     """Start of its pause; None if it is not paused."""
     memory: Mapping[str, object] = field(default_factory=dict)
     """The newest record of the devices' memory."""
     calls: Mapping[tuple[str, str | None], CallTimings] = field(default_factory=dict)
-    """By root and its wrapper, the root called last first."""
+    """By root and its wrapper; the root that was called last comes first."""
     last_calls: tuple[Call, ...] = ()
     """The calls of its last step."""
     figures: StepStats = NO_STEPS
     """Its last one to two minutes, if several processes train; only step, forward and backward."""
     recent: RecentRate = field(default_factory=RecentRate)
     progress: Progress = NO_STEP
-    """Its epoch and batch; the time left only if it represents the run."""
+    """Its epoch and batch; with the time left only if it represents the run."""
     columns: tuple[Column, ...] = ()
     """The history in the time range, oldest first."""
     column_s: int = 1
@@ -239,27 +239,27 @@ class Process:
     ranged: StepStats = NO_STEPS
     """The steps of the current mode in the time range; of the last step's mode if there are none."""
     settled: StepStats = NO_STEPS
-    """The same without the settling steps and without a rate; none if these steps are evaluations."""
+    """The same without warm-up steps and without a rate; NO_STEPS if these steps are evaluations."""
     uneven: StepUnevenness | None = None
     """How uneven these steps are, if the median does not represent their speed."""
     whole: StepStats = NO_STEPS
-    """The steps of the whole run, once it is over."""
+    """The steps of the whole run, once it has ended."""
     mean: Rate | None = None
-    """The rate in all modes, once the run is over; of all processes together if it is one of several ranks."""
+    """The rate in all modes, once the run has ended; of all processes together if it is one of several ranks."""
     compared: Comparison | None = None
     """Its dp steps against its single steps."""
 
     @property
     def number(self) -> int:
-        """Its rank; the number of the process if it has none."""
+        """Its rank, or its process index if it has no rank."""
         return self.process if self.rank is None else self.rank
 
     @property
     def name(self) -> str:
-        """What it is called: "rank 1", "rank 11 (gpu-3)", "process 1"."""
-        return (
-            f"process {self.process}{node_suffix(self.node)}" if self.rank is None else rank_name(self.rank, self.node)
-        )
+        """Its name: "rank 1", "rank 11 (gpu-3)", "process 1"."""
+        if self.rank is None:
+            return f"process {self.process}{node_suffix(self.node)}"
+        return rank_name(self.rank, self.node)
 
     @property
     def has_used_dp(self) -> bool:
@@ -268,7 +268,7 @@ class Process:
 
     @property
     def last_called_root(self) -> CallTimings | None:
-        """The root called last; None without a call."""
+        """The timings of the root that was called last; None without a call."""
         return next(iter(self.calls.values()), None)
 
     @property
@@ -279,11 +279,11 @@ class Process:
 
 @dataclass(frozen=True)
 class RunSnapshot:
-    """All facts about a run at one time."""
+    """The state of a run at one time."""
 
     processes: Mapping[int, Process] = field(default_factory=dict)
     nodes: tuple[NodeStatus, ...] = ()
-    """The machines of the run; empty if it has only this one, or if the picture shows one of several."""
+    """The nodes of the run; empty if it runs on this machine only, or if the snapshot covers one of several nodes."""
     devices: Mapping[int, DeviceHistory] = field(default_factory=dict)
     host: DeviceHistory = field(default_factory=DeviceHistory)
     mode_changes: tuple[ModeChange, ...] = ()
@@ -302,39 +302,39 @@ class RunSnapshot:
     newest_ns: int = -1
     """End of the newest step or call."""
     ended: frozenset[int] = frozenset()
-    """Processes that have ended, as a reader of the rings reports; the records do not show it."""
+    """Processes that have ended, according to a reader of the rings; the history does not have it."""
     over: bool = False
-    """Whether the run is over."""
+    """Whether the run has ended."""
     chosen: int | None = None
     """The process that the user has chosen to see."""
     communication: Communication | None = None
     """The communication of the ranks over their last steps; None if they do not train together."""
     losses: tuple[LossCurve, ...] = ()
-    """The losses of the process in focus, over the time of its columns."""
+    """The losses of the representative process, over the time of its columns."""
     unfit: InvalidLoss | None = None
     """The first loss of any process that was NaN or infinite."""
     slowest: SlowSteps = field(default_factory=SlowSteps)
     """The longest steps of the current mode in the time range."""
     order: tuple[int, ...] = ()
-    """The numbers of the processes in `training_processes`, if they were determined already."""
+    """The process indices of `training_processes`, if they were determined already."""
     drawn: tuple[int, ...] = ()
     """The processes with all fields."""
     rank_waits: RankWaits | None = None
-    """Which ranks the others waited for in the time range; None if it is not wanted, or not known."""
+    """Which ranks the others waited for in the time range; None if it was not requested, or is unknown."""
     last_sample: LastSample | None = None
-    """The newest sampled step of the process in focus."""
+    """The newest sampled step of the representative process."""
 
     @cached_property
     def training_processes(self) -> list[Process]:
         """The processes that train now, by rank, the newest of each: a restarted job has several of one rank."""
         if self.order:
             return [self.processes[number] for number in self.order]
-        found: dict[tuple[bool, int], Process] = {}
+        newest_by_rank: dict[tuple[bool, int], Process] = {}
         for process in find_training_processes(self):
             key = (True, process.process) if process.rank is None else (False, process.rank)
-            if key not in found or process.seen_ns > found[key].seen_ns:
-                found[key] = process
-        return [found[key] for key in sorted(found)]
+            if key not in newest_by_rank or process.seen_ns > newest_by_rank[key].seen_ns:
+                newest_by_rank[key] = process
+        return [newest_by_rank[key] for key in sorted(newest_by_rank)]
 
     @cached_property
     def representative(self) -> Process | None:
@@ -348,10 +348,10 @@ class RunSnapshot:
         return next((process for process in self.training_processes if process.process == self.chosen), usual)
 
     def with_histories(self, later: RunSnapshot) -> RunSnapshot:
-        """This state with the histories of a later one."""
+        """Return a copy of this snapshot with the histories of a later one."""
         processes = {
-            number: replace(process, columns=then.columns, column_s=then.column_s)
-            if (then := later.processes.get(number)) is not None and then.columns
+            number: replace(process, columns=newer_process.columns, column_s=newer_process.column_s)
+            if (newer_process := later.processes.get(number)) is not None and newer_process.columns
             else process
             for number, process in self.processes.items()
         }
@@ -360,38 +360,40 @@ class RunSnapshot:
             for index, now in later.devices.items()
         }
         host = later.host._replace(data=self.host.data)
-        points = {(one.process, one.place): one for one in later.losses}
+        curves = {(curve.process, curve.place): curve for curve in later.losses}
         losses = tuple(
-            replace(one, points=known.points, point_s=known.point_s)
-            if (known := points.get((one.process, one.place))) is not None
-            else one
-            for one in self.losses
+            replace(curve, points=newer.points, point_s=newer.point_s)
+            if (newer := curves.get((curve.process, curve.place))) is not None
+            else curve
+            for curve in self.losses
         )
         waits = later.rank_waits
         return replace(self, processes=processes, devices=devices, host=host, losses=losses, rank_waits=waits)
 
     @cached_property
     def device_memory(self) -> list[DeviceMemory]:
-        """The memory of each device, of the processes that trained last."""
+        """The memory of each device, for the processes that trained last."""
         return memory_of_processes(self.training_processes, self.representative)
 
     @cached_property
     def processes_by_node(self) -> list[dict[int, int]]:
         """The newest process of each rank of each node, by the rank's number, in the order of `nodes`."""
-        there = self.processes
-        own = ({there[each].number: each for each in node.processes if each in there} for node in self.nodes)
-        return [dict(sorted(each.items())) for each in own]
+        by_node = []
+        for node in self.nodes:
+            present = [process for process in node.processes if process in self.processes]
+            by_node.append(dict(sorted((self.processes[process].number, process) for process in present)))
+        return by_node
 
     @property
     def current_stall(self) -> RecordedStall | None:
-        """The stall that the run is in; None if there is none."""
+        """The stall that has not ended; None if there is none."""
         last = self.stalls[-1] if self.stalls else None
         return last if last is not None and last.end_ns is None else None
 
     def state_inputs(
-        self, now_ns: int, doing: Mapping[int, tuple[str, int]], paused_ns: int | None, input_ns: int | None
+        self, now_ns: int, activities: Mapping[int, tuple[str, int]], paused_ns: int | None, input_ns: int | None
     ) -> StateInputs:
-        """The facts that decide the word for a live run. `doing`: by process; empty in a playback."""
+        """Return the facts that decide the word for a live run. `activities`: by process; empty in a playback."""
         focus, stall = self.representative, self.current_stall
         return StateInputs(
             now_ns,
@@ -402,14 +404,15 @@ class RunSnapshot:
             None if focus is None else focus.last_step,
             self.newest_ns,
             self.open_calls,
-            ("", 0) if focus is None else doing.get(focus.process, ("", 0)),
+            ("", 0) if focus is None else activities.get(focus.process, ("", 0)),
         )
 
     @cached_property
     def step(self) -> int | None:
-        """The number of the newest step of the processes that train now."""
+        """The number of the newest step of the processes that train now; None before the first."""
         return max(
-            [each.last_step.step for each in self.training_processes if each.last_step is not None], default=None
+            [process.last_step.step for process in self.training_processes if process.last_step is not None],
+            default=None,
         )
 
     @cached_property
@@ -423,14 +426,14 @@ class RunSnapshot:
         return () if self.communication is None else self.communication.ranks
 
 
-def toggle_refusal(state: RunSnapshot) -> str | None:
-    """Why the mode cannot be switched now, in either direction; None if it may be possible."""
-    process = state.representative
+def toggle_refusal(snapshot: RunSnapshot) -> str | None:
+    """Return why no mode switch is possible now, in either direction; None if one may be possible."""
+    process = snapshot.representative
     if process is None:
         return "no training process is known yet"
-    by = process.distributed
-    if by is not None:
-        return f"the ranks train by {by}"
+    distributed = process.distributed
+    if distributed is not None:
+        return f"the ranks train by {distributed}"
     if process.rank is not None and (process.info.world or 1) > 1:
         return "several ranks train, each on its own device"
     return None

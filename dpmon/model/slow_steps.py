@@ -1,4 +1,4 @@
-"""The longest training steps in a time range, what was long in each, and whether they make the median misleading. Pure.
+"""The longest training steps in a time range, what was long in each, and whether they make the median misleading.
 
 A step that is long because it waits for a line of input does not count as slow. The supervisor measures starts and ends
 of these waits to a fraction of a second.
@@ -67,7 +67,7 @@ class SlowSteps(NamedTuple):
 
 @dataclass(slots=True)
 class SlowStepCache:
-    """Reads the longest steps and keeps them, so that the next picture reads only newer steps."""
+    """Reads the longest steps and keeps them, so that the next snapshot reads only newer steps."""
 
     bound: int | None = None
     """Most ids to read; None: all."""
@@ -82,68 +82,68 @@ class SlowStepCache:
 
     def read(
         self,
-        rows: Store,
+        store: Store,
         processes: Sequence[int],
-        begin_ns: int,
-        usual: StepStats,
+        start_ns: int,
+        stats: StepStats,
         waits: Sequence[tuple[int | None, int, int]],
-        most: int,
+        limit: int,
     ) -> SlowSteps:
-        """At most `most` steps of processes that train together, from `begin_ns` to the time of `rows`.
+        """Return at most `limit` steps of processes that train together, from `start_ns` to the time of `store`.
 
-        Only training steps in the mode of the figures `usual`, without settling steps. `waits`: process, start and end
+        Only training steps in the mode of the figures `stats`, without settling steps. `waits`: process, start and end
         (ns) of each wait for input.
         """
-        key = tuple(processes), usual.mode, most
-        last_id = rows.last_step_id(processes)
-        self._kept = {each: row for each, row in self._kept.items() if row.start_ns + row.wall_ns > begin_ns}
-        fewer = len(self._kept) < most and not self._complete
-        if key != self._of or last_id < self._last_id or begin_ns < self._begin_ns or fewer:
-            first_id = rows.as_of(begin_ns).last_step_id(processes[:1])
+        key = tuple(processes), stats.mode, limit
+        last_id = store.last_step_id(processes)
+        self._kept = {row_key: row for row_key, row in self._kept.items() if row.start_ns + row.wall_ns > start_ns}
+        has_too_few = len(self._kept) < limit and not self._complete
+        if key != self._of or last_id < self._last_id or start_ns < self._begin_ns or has_too_few:
+            first_id = store.as_of(start_ns).last_step_id(processes[:1])
             if self.bound is not None:
                 first_id = max(first_id, last_id - self.bound)
-            oldest = rows.first_step_ns(processes, first_id)
-            left_out = first_id > rows.as_of(begin_ns).last_step_id(processes[:1]) or rows.pruned
-            self._since_ns = oldest if left_out and oldest is not None and oldest > begin_ns else None
+            oldest = store.first_step_ns(processes, first_id)
+            left_out = first_id > store.as_of(start_ns).last_step_id(processes[:1]) or store.pruned
+            self._since_ns = oldest if left_out and oldest is not None and oldest > start_ns else None
             self._of, self._kept, self._complete = key, {}, True
         else:
             first_id = self._last_id - _LATE * (len(processes) > 1)
-        self._last_id, self._begin_ns = last_id, begin_ns
-        for row in rows.longest_training_steps(most * _SPARE, processes, usual.mode, first_id, last_id, begin_ns):
-            each = (row.process, row.step) if row.sync_number is None else row.sync_number
-            known = self._kept.get(each)
+        self._last_id, self._begin_ns = last_id, start_ns
+        for row in store.longest_training_steps(limit * _SPARE, processes, stats.mode, first_id, last_id, start_ns):
+            row_key = (row.process, row.step) if row.sync_number is None else row.sync_number
+            known = self._kept.get(row_key)
             if known is None or (row.wait_ns or 0) <= (known.wait_ns or 0):
-                self._kept[each] = row
-        longest = sorted(self._kept.items(), key=lambda item: -item[1].wall_ns)[: most * _SPARE]
-        self._complete = self._complete and len(longest) < most * _SPARE
+                self._kept[row_key] = row
+        longest = sorted(self._kept.items(), key=lambda item: -item[1].wall_ns)[: limit * _SPARE]
+        self._complete = self._complete and len(longest) < limit * _SPARE
         self._kept = dict(longest)
-        medians = {phase.name: phase.median_ns or 0.0 for phase in usual.phases if phase.ran}
-        steps = (_slow_step(rows, row, medians, waits) for _, row in longest[:most])
+        medians = {phase.name: phase.median_ns or 0.0 for phase in stats.phases if phase.ran}
+        steps = (_slow_step(store, row, medians, waits) for _, row in longest[:limit])
         return SlowSteps(tuple(steps), self._since_ns)
 
 
 def _slow_step(
-    rows: Store, row: SlowStepRow, medians: dict[str, float], waits: Sequence[tuple[int | None, int, int]]
+    store: Store, row: SlowStepRow, medians: dict[str, float], waits: Sequence[tuple[int | None, int, int]]
 ) -> SlowStep:
     times = dict(row.phases)
     if "forward" in times:
         times[REST] = times.pop("forward") - sum(times.get(phase.name, 0) for phase in PHASES if phase.of_call)
-    excess = {name: took - medians.get(name, 0.0) for name, took in times.items()}
+    excess = {name: time_ns - medians.get(name, 0.0) for name, time_ns in times.items()}
     name = max(excess, key=lambda each: excess[each], default=None)
-    longer = 0.0 if name is None else excess[name]
-    own = [(begin, end) for of, begin, end in waits if of == row.process]
-    waited = overlap_ns(own, row.start_ns, row.start_ns + row.wall_ns)
-    if waited and 2 * waited > longer:
-        name, longer = INPUT, float(waited)
-    phase = None if name is None or longer <= 0 else _SHOWN.get(name, name)
-    rank, (epoch, batches) = rows.ranks.get(row.process), rows.epoch_of(row.process, row.loop)
+    excess_ns = 0.0 if name is None else excess[name]
+    process_waits = [(start, end) for process, start, end in waits if process == row.process]
+    waited_ns = overlap_ns(process_waits, row.start_ns, row.start_ns + row.wall_ns)
+    if waited_ns and 2 * waited_ns > excess_ns:
+        name, excess_ns = INPUT, float(waited_ns)
+    phase = None if name is None or excess_ns <= 0 else _SHOWN.get(name, name)
+    rank, (epoch, batches) = store.ranks.get(row.process), store.epoch_of(row.process, row.loop)
     batch = row.batch if epoch is not None else None
-    return SlowStep(row.process, rank, row.step, row.start_ns, row.wall_ns, phase, longer, epoch, batch, batches)
+    return SlowStep(row.process, rank, row.step, row.start_ns, row.wall_ns, phase, excess_ns, epoch, batch, batches)
 
 
 def overlap_ns(spans: Iterable[tuple[int, int]], start_ns: int, end_ns: int) -> int:
-    """How much of the time from `start_ns` to `end_ns` (ns) lies in `spans`, which do not overlap."""
-    return sum(max(min(end, end_ns) - max(begin, start_ns), 0) for begin, end in spans)
+    """Return how much of the time from `start_ns` to `end_ns` (ns) lies in `spans`, which do not overlap."""
+    return sum(max(min(end, end_ns) - max(start, start_ns), 0) for start, end in spans)
 
 
 class StepUnevenness(NamedTuple):
@@ -158,7 +158,7 @@ class StepUnevenness(NamedTuple):
 def uneven_steps(
     tally: Tally, longest: Sequence[LongStepRow], waits: Sequence[tuple[int, int]] = ()
 ) -> StepUnevenness | None:
-    """How uneven the steps of a tally are; None if mean and median are close.
+    """Return how uneven the steps of a tally are; None if mean and median are close.
 
     `longest`: the longest of these steps; without them, the phase is unknown. `waits`: start and end (ns) of each wait
     for input.
@@ -167,26 +167,33 @@ def uneven_steps(
     mean, center = steps.mean, tally.median(STEP)
     if not mean or not center or 1 / _APART <= mean / center <= _APART:
         return None
-    long = {bucket: count for bucket, count in steps.counts.items() if bin_middle(bucket) > mean}
-    count, spent = sum(long.values()), sum(bin_middle(bucket) * number for bucket, number in long.items())
+    long_bins = {bin_index: count for bin_index, count in steps.counts.items() if bin_middle(bin_index) > mean}
+    count, spent_ns = (
+        sum(long_bins.values()),
+        sum(bin_middle(bin_index) * bin_count for bin_index, bin_count in long_bins.items()),
+    )
     if not 0 < count < steps.count:
         return None
-    known = [step for step in longest if step.wall_ns > mean]
-    return StepUnevenness(count / steps.count, min(spent / steps.total, 1.0), _main_excess_phase(tally, known, waits))
+    long_steps = [step for step in longest if step.wall_ns > mean]
+    return StepUnevenness(
+        count / steps.count, min(spent_ns / steps.total, 1.0), _main_excess_phase(tally, long_steps, waits)
+    )
 
 
-def _main_excess_phase(tally: Tally, long: Sequence[LongStepRow], waits: Sequence[tuple[int, int]]) -> str | None:
-    """The phase with the largest excess in `long` over the tally's other steps; INPUT if waits explain it."""
-    others = tally.steps - len(long)
-    if not long or others <= 0:
+def _main_excess_phase(tally: Tally, long_steps: Sequence[LongStepRow], waits: Sequence[tuple[int, int]]) -> str | None:
+    """Return the phase that is longest in `long_steps` compared with other steps; INPUT if waits explain it."""
+    others = tally.steps - len(long_steps)
+    if not long_steps or others <= 0:
         return None
-    longer = {}
+    excess_ns = {}
     for phase in PHASES:
-        spent = sum(step.phases.get(phase.name, 0) for step in long)
+        spent_ns = sum(step.phases.get(phase.name, 0) for step in long_steps)
         if not phase.of_call:
-            longer[phase.name] = spent / len(long) - max(tally.stat(phase.name).total - spent, 0) / others
-    name = max(longer, key=lambda each: longer[each])
-    waited = sum(overlap_ns(waits, step.start_ns, step.start_ns + step.wall_ns) for step in long)
-    if 2 * waited > max(longer[name], 1) * len(long):
+            excess_ns[phase.name] = (
+                spent_ns / len(long_steps) - max(tally.stat(phase.name).total - spent_ns, 0) / others
+            )
+    name = max(excess_ns, key=lambda each: excess_ns[each])
+    waited_ns = sum(overlap_ns(waits, step.start_ns, step.start_ns + step.wall_ns) for step in long_steps)
+    if 2 * waited_ns > max(excess_ns[name], 1) * len(long_steps):
         return INPUT
-    return name if longer[name] > 0 else None
+    return name if excess_ns[name] > 0 else None

@@ -1,4 +1,4 @@
-"""The steps of a process over time: columns of equal duration for the screen, stretches in a report. Pure."""
+"""The steps of a process over time: columns of equal duration for the screen, stretches in a report."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _OPEN_S = 5
 _SERIES = tuple(REST if phase.name == "forward" else phase.name for phase in PHASES)
 
 
-def column_width_s(span_s: int, length_s: int) -> int:
-    """Seconds per column. `span_s`: the time range; 0: the whole run, which has lasted `length_s`."""
-    if span_s:
+def column_width_s(range_s: int, length_s: int) -> int:
+    """Return the seconds per column. `range_s`: the time range; 0: the whole run, which has lasted `length_s`."""
+    if range_s:
         return 1
     return next((width for width in _WIDTHS if length_s <= width * COLUMNS), _WIDTHS[-1])
 
@@ -47,19 +47,19 @@ class HistoryColumnCache:
     _until: int = 0
     """All columns before this second are complete."""
 
-    def read(self, store: Store, process: int, begin_s: int, end_s: int, width: int) -> tuple[Column, ...]:
-        """The columns from `begin_s` to `end_s` (the second after the newest step), oldest first."""
-        begin_s -= begin_s % width
-        kept_process, kept_width, kept_begin = self._of
+    def read(self, store: Store, process: int, start_s: int, end_s: int, width: int) -> tuple[Column, ...]:
+        """Return the columns from `start_s` to `end_s` (the second after the newest step), oldest first."""
+        start_s -= start_s % width
+        kept_process, kept_width, kept_start = self._of
         trained = frozenset(training_modes(store.step_kinds()))
         if trained != self._trained:
             self._trained, kept_process = trained, -1
-        if (kept_process, kept_width) != (process, width) or begin_s < kept_begin or end_s < self._until:
-            self._of, self._closed, self._until = (process, width, begin_s), [], begin_s
-        self._of = process, width, begin_s
-        self._closed = [column for column in self._closed if column.second >= begin_s]
-        sums = _tallies_by_bin(store, process, max(self._until, begin_s), end_s, width, trained)
-        fresh = [_column(*place, tally) for place, (tally, _) in sorted(sums.items())]
+        if (kept_process, kept_width) != (process, width) or start_s < kept_start or end_s < self._until:
+            self._of, self._closed, self._until = (process, width, start_s), [], start_s
+        self._of = process, width, start_s
+        self._closed = [column for column in self._closed if column.second >= start_s]
+        sums = _tallies_by_bin(store, process, max(self._until, start_s), end_s, width, trained)
+        fresh = [_column(*bin_key, tally) for bin_key, (tally, _) in sorted(sums.items())]
         until = max((end_s - _OPEN_S) // width * width, self._until)
         self._closed += [column for column in fresh if column.second < until]
         self._until = until
@@ -67,25 +67,25 @@ class HistoryColumnCache:
 
 
 def _tallies_by_bin(
-    store: Store, process: int, begin_s: int, end_s: int, width: int, trained: Collection[str]
+    store: Store, process: int, start_s: int, end_s: int, width: int, trained: Collection[str]
 ) -> dict[tuple[int, str, bool], tuple[Tally, int]]:
-    """The steps of a process by stretch of `width` seconds: start, mode, and whether they are evaluations.
+    """Return the steps of a process by stretch of `width` seconds: start, mode, and whether they are evaluations.
 
     Each with the end of its last tally, in s.
     """
-    found: dict[tuple[int, str, bool], tuple[Tally, int]] = {}
-    rows = store.tally_rows(begin_s, end_s, process=process, sketches=False, widest=_widest_fitting_width(width))
-    for start, wide, key, tally in rows:
-        if start >= begin_s and tally.steps:
-            place = start // width * width, key.mode, bool(key.kind & EVALUATION) and key.mode in trained
-            whole, until = found.get(place, (Tally(), 0))
-            whole.merge(tally)
-            found[place] = whole, max(until, start + wide)
-    return found
+    tallies: dict[tuple[int, str, bool], tuple[Tally, int]] = {}
+    rows = store.tally_rows(start_s, end_s, process=process, sketches=False, widest=_widest_fitting_width(width))
+    for start, row_width, key, tally in rows:
+        if start >= start_s and tally.steps:
+            bin_key = start // width * width, key.mode, bool(key.kind & EVALUATION) and key.mode in trained
+            merged, until = tallies.get(bin_key, (Tally(), 0))
+            merged.merge(tally)
+            tallies[bin_key] = merged, max(until, start + row_width)
+    return tallies
 
 
 def _widest_fitting_width(width: int) -> int:
-    """The widest stored tallies that fit into stretches of `width` seconds."""
+    """Return the widest stored tallies that fit into stretches of `width` seconds."""
     return max(stored for stored in WIDTHS if width % stored == 0)
 
 
@@ -135,36 +135,39 @@ class BinnedSteps(NamedTuple):
 def bin_steps(
     store: Store, first_ns: int, last_ns: int, median_ns: float, shown: Mapping[tuple[str, bool], int]
 ) -> BinnedSteps:
-    """The stretches with steps.
+    """Return the stretches with steps.
 
     `shown`: by (mode, evaluation), the process that provides the steps. `median_ns`: the median step; no stretch is
     narrower. A stretch begins earlier if a step of its kind was already running and no other step of this kind ended.
     All other time without steps is a gap.
     """
     span_ns = max(last_ns - first_ns, 0)
-    least = max(span_ns / BINS, min(median_ns, span_ns)) / SECOND
-    seconds = next((width for width in _WIDTHS if width >= least), _WIDTHS[-1])
-    trained, end_s = training_modes(store.step_kinds()), (last_ns // SECOND // seconds + 1) * seconds
-    found = []
+    min_width_s = max(span_ns / BINS, min(median_ns, span_ns)) / SECOND
+    width_s = next((width for width in _WIDTHS if width >= min_width_s), _WIDTHS[-1])
+    trained, end_s = training_modes(store.step_kinds()), (last_ns // SECOND // width_s + 1) * width_s
+    bins = []
     for process in sorted(set(shown.values())):
-        sums = _tallies_by_bin(store, process, 0, end_s, seconds, trained)
-        within, between = _elapsed_by_bin(store, process, end_s, seconds, trained)
+        sums = _tallies_by_bin(store, process, 0, end_s, width_s, trained)
+        within, between = _elapsed_by_bin(store, process, end_s, width_s, trained)
         for (start, mode, evaluation), (tally, until) in sums.items():
             if shown.get((mode, evaluation)) != process:
                 continue
-            begin, elapsed = start, within[start, mode, evaluation] + between[start, mode, evaluation]
-            while (before := (begin - seconds, mode, evaluation)) not in sums and within[before] > 0:
-                begin -= seconds
-                elapsed += within[before]
-            begin = max(begin, first_ns // SECOND)  # a wide tally in place of deleted ones may begin earlier
-            found.append(_bin(begin, max(start + seconds, until), mode, evaluation, tally, elapsed))
-    return BinnedSteps(seconds * SECOND, tuple(sorted(found, key=lambda one: (one.end_ns, one.mode, one.evaluation))))
+            start_s, elapsed = start, within[start, mode, evaluation] + between[start, mode, evaluation]
+            while (previous := (start_s - width_s, mode, evaluation)) not in sums and within[previous] > 0:
+                start_s -= width_s
+                elapsed += within[previous]
+            start_s = max(start_s, first_ns // SECOND)  # a wide tally in place of deleted ones may begin earlier
+            bins.append(_bin(start_s, max(start + width_s, until), mode, evaluation, tally, elapsed))
+    return BinnedSteps(
+        width_s * SECOND,
+        tuple(sorted(bins, key=lambda time_bin: (time_bin.end_ns, time_bin.mode, time_bin.evaluation))),
+    )
 
 
 def _elapsed_by_bin(
     store: Store, process: int, end_s: int, seconds: int, trained: Collection[str]
 ) -> tuple[Counter[tuple[int, str, bool]], Counter[tuple[int, str, bool]]]:
-    """The time (ns) of a process within steps, and between them, by stretch as in `_tallies_by_bin`."""
+    """Return the time (ns) of a process within steps, and between them, by stretch as in `_tallies_by_bin`."""
     within: Counter[tuple[int, str, bool]] = Counter()
     between: Counter[tuple[int, str, bool]] = Counter()
     width = _widest_fitting_width(seconds)

@@ -1,4 +1,4 @@
-"""The timeline of a process's last step: its main thread, and a lane for each replica. Pure.
+"""The timeline of a process's last step: its main thread, and a lane for each replica.
 
 The record of a step has the times of its phases. A nested phase is shown in place of the one around it. The phases of
 its calls are shown in place of forward.
@@ -52,7 +52,7 @@ class StepTimeline(NamedTuple):
 
 
 def last_step_timeline(process: Process) -> StepTimeline | None:
-    """The newest step of `process`; None before its first."""
+    """Return the newest step of `process`; None before its first."""
     step = process.last_step
     if step is None:
         return None
@@ -64,65 +64,65 @@ def last_step_timeline(process: Process) -> StepTimeline | None:
 
 
 def _phases(calls: Iterable[Call], step: Step) -> Iterator[Piece]:
-    """The phases of the training thread's calls. Each such call begins together with a forward of the step."""
-    begun = {span.offset_ns for span in step.spans if span.phase == "forward"}
+    """Yield the phases of the training thread's calls. Each such call begins together with a forward of the step."""
+    forward_offsets = {span.offset_ns for span in step.spans if span.phase == "forward"}
     for call in calls:
-        begin = call.start_ns - step.start_ns
-        for name, (offset, took, _) in call.phases.items() if begin in begun else ():
-            yield Piece(phase_by_name(name).display_name, begin + offset, begin + offset + took)
+        call_offset = call.start_ns - step.start_ns
+        for name, (offset, took, _) in call.phases.items() if call_offset in forward_offsets else ():
+            yield Piece(phase_by_name(name).display_name, call_offset + offset, call_offset + offset + took)
 
 
 def _flatten_pieces(pieces: Iterable[Piece], wall_ns: int) -> list[Piece]:
-    """Pieces without overlaps, in order of time. Where pieces overlap, the one that began last is kept."""
+    """Return pieces without overlaps, in order of time. Of overlapping pieces, the one that began last is kept."""
     inside = (piece._replace(start_ns=max(piece.start_ns, 0), end_ns=min(piece.end_ns, wall_ns)) for piece in pieces)
-    found: list[Piece] = []
-    around: list[Piece] = []
+    flat: list[Piece] = []
+    open_pieces: list[Piece] = []
     at = 0
 
     def until(end: int) -> None:
         """End the last of `around` at `end`."""
         nonlocal at
-        phase = around[-1].phase
+        phase = open_pieces[-1].phase
         if end <= at:
             return
-        if found and found[-1].phase == phase and found[-1].end_ns == at:
-            found[-1] = found[-1]._replace(end_ns=end)
+        if flat and flat[-1].phase == phase and flat[-1].end_ns == at:
+            flat[-1] = flat[-1]._replace(end_ns=end)
         else:
-            found.append(Piece(phase, at, end))
+            flat.append(Piece(phase, at, end))
         at = end
 
     for piece in sorted(inside, key=lambda piece: (piece.start_ns, -piece.end_ns)):
-        while around and around[-1].end_ns <= piece.start_ns:
-            until(around[-1].end_ns)
-            around.pop()
-        if around:
+        while open_pieces and open_pieces[-1].end_ns <= piece.start_ns:
+            until(open_pieces[-1].end_ns)
+            open_pieces.pop()
+        if open_pieces:
             until(piece.start_ns)
         at = max(at, piece.start_ns)
-        around.append(piece)
-    while around:
-        until(around[-1].end_ns)
-        around.pop()
-    return found
+        open_pieces.append(piece)
+    while open_pieces:
+        until(open_pieces[-1].end_ns)
+        open_pieces.pop()
+    return flat
 
 
 def _lanes(calls: Sequence[Call], step: Step) -> tuple[tuple[Lane, ...], bool]:
-    """The lanes, and whether they are stages: one per replica, or one per stage of a model on several devices."""
+    """Return the lanes and whether they are stages: one lane per replica, or per stage of a split model."""
     if not any(call.replicas for call in calls) and any(call.stages for call in calls):
-        spread = next(call for call in reversed(calls) if call.stages)
-        begin = spread.start_ns - step.start_ns
+        last_call = next(call for call in reversed(calls) if call.stages)
+        call_offset = last_call.start_ns - step.start_ns
         return tuple(
-            Lane(s.stage, s.device, _clip_to_step([(begin + s.offset_ns, s.host_ns or 0)], step.wall_ns))
-            for s in spread.stages
+            Lane(s.stage, s.device, _clip_to_step([(call_offset + s.offset_ns, s.host_ns or 0)], step.wall_ns))
+            for s in last_call.stages
         ), True
     devices: dict[int, str] = {}
     spans: dict[int, list[tuple[int, int]]] = {}
     for call in calls:
         if call.mode == "dp":
             devices.update({i: device for i, device in enumerate(call.devices) if i not in devices})
-        begin = call.start_ns - step.start_ns
+        call_offset = call.start_ns - step.start_ns
         for replica in call.replicas:
             devices[replica.replica] = replica.device
-            spans.setdefault(replica.replica, []).append((begin + replica.offset_ns, replica.host_ns))
+            spans.setdefault(replica.replica, []).append((call_offset + replica.offset_ns, replica.host_ns))
     return tuple(Lane(i, devices[i], _clip_to_step(spans.get(i, []), step.wall_ns)) for i in sorted(devices)), False
 
 

@@ -1,4 +1,4 @@
-"""Finds the ranks that the others wait for, and the phase that delays them. Pure.
+"""Finds the ranks that the others wait for, and the phase that delays them.
 
 In a synchronized backward pass every rank waits for the last one, so the slowest rank waits least. The ranks' mean
 times over some steps show which phase takes longer on the slow ranks. Equally slow ranks are named together, because
@@ -24,23 +24,23 @@ if TYPE_CHECKING:
 
 Group = tuple[int, ...] | range
 """The ranks of a process group, in order; a range if they are the first ones of the run, as of a thousand ranks."""
-LEAST_SHARE = 0.05
+MIN_EXCESS_SHARE = 0.05
 """Smallest excess to report, as a part of a step. Similar tools use 10%. But a rank that is slower by 10% also makes
 the step longer, so its excess is less than 10% of that step."""
-CAUSE_SHARE = 0.8
+MIN_CAUSE_SHARE = 0.8
 """Part of the excess that one phase must cover to be named."""
-ALIKE_SHARE = 0.2
-"""Part of the way from the least wait to the others' median: ranks up to this wait count as equally slow."""
+MAX_ALIKE_SHARE = 0.2
+"""Ranks count as equally slow if they wait at most this part of the way from the least wait to the others' median."""
 MIN_STEPS = 20
 SERIES = (STEP, *STEP_PHASES, *map(device_series, STEP_PHASES), EXPOSED, WAIT, HELD)
 """Series that `build_rank_times` reads."""
-_DEVICE = {phase: device_series(phase) for phase in STEP_PHASES}
+_DEVICE_SERIES = {phase: device_series(phase) for phase in STEP_PHASES}
 _SIGMAS = 4.0
 """Standard deviations by which ranks must be the slowest more often than by chance."""
 _SYNC, _FORWARD = "sync", "forward"
 wait_of: Callable[[RankTimes], float] = attrgetter("wait_ns")
 """The wait of a rank (ns); only for ranks with a known wait."""
-_NAMED = 3
+_MAX_NAMED_RANKS = 3
 """Most names in a list of ranks; a longer list ends with a count ("ranks 0, 1 and 3 more")."""
 
 
@@ -117,27 +117,29 @@ class Straggler(NamedTuple):
         nodes = self.nodes or (None,) * len(self.ranks)
         if len(self.ranks) == 1:
             return rank_name(self.ranks[0], nodes[0])
-        together = len(set(nodes)) == 1
-        words = [f"{rank}{'' if together else node_suffix(node)}" for rank, node in zip(self.ranks, nodes, strict=True)]
-        if len(words) > _NAMED:
-            words[_NAMED - 1 :] = [f"{len(words) - _NAMED + 1} more"]
-        return f"ranks {', '.join(words[:-1])} and {words[-1]}{node_suffix(nodes[0]) if together else ''}"
+        same_node = len(set(nodes)) == 1
+        names = [
+            f"{rank}{'' if same_node else node_suffix(node)}" for rank, node in zip(self.ranks, nodes, strict=True)
+        ]
+        if len(names) > _MAX_NAMED_RANKS:
+            names[_MAX_NAMED_RANKS - 1 :] = [f"{len(names) - _MAX_NAMED_RANKS + 1} more"]
+        return f"ranks {', '.join(names[:-1])} and {names[-1]}{node_suffix(nodes[0]) if same_node else ''}"
 
 
 def build_rank_times(process: int, rank: int, tally: Tally, node: str | None = None) -> RankTimes:
-    """The mean times of a rank, from the tally of its training steps."""
+    """Return the mean times of a rank from the tally of its training steps."""
     steps = max(tally.steps, 1)
-    averaged = tally.stat(_SYNC).count / steps
+    syncs_per_step = tally.stat(_SYNC).count / steps
 
-    def mean(name: str, times: float = 1.0) -> float | None:
-        found = tally.stat(name).mean
-        return None if found is None else found * times
+    def mean(name: str, scale: float = 1.0) -> float | None:
+        mean_ns = tally.stat(name).mean
+        return None if mean_ns is None else mean_ns * scale
 
     phases = {}
     for name in STEP_PHASES:
-        ran, on_device = tally.stat(name), tally.stat(_DEVICE[name]).mean
-        if ran.mean is not None:
-            phases[name] = (ran.mean if on_device is None else on_device) * ran.count / steps
+        host, device_mean = tally.stat(name), tally.stat(_DEVICE_SERIES[name]).mean
+        if host.mean is not None:
+            phases[name] = (host.mean if device_mean is None else device_mean) * host.count / steps
     return RankTimes(
         process,
         rank,
@@ -145,8 +147,8 @@ def build_rank_times(process: int, rank: int, tally: Tally, node: str | None = N
         mean(STEP),
         phases,
         tally.stat(WAIT).count,
-        mean(EXPOSED, averaged),
-        mean(WAIT, averaged),
+        mean(EXPOSED, syncs_per_step),
+        mean(WAIT, syncs_per_step),
         tally.stat(HELD).count,
         tally.sum("synced").total,
         tally.sum("unsynced").total,
@@ -158,180 +160,199 @@ def build_rank_times(process: int, rank: int, tally: Tally, node: str | None = N
 def rank_times_in_window(
     window: StatsWindow, numbers: Mapping[int, int | None], nodes: Mapping[int, str | None]
 ) -> tuple[RankTimes, ...]:
-    """The mean times of each rank in a window; a restarted rank includes all its processes.
+    """Return the mean times of each rank in a window; a restarted rank includes all its processes.
 
-    `numbers`: the rank of each process; `nodes`: its node. Omits processes without a rank, and the first steps after a
-    change of mode.
+    `numbers`: the rank of each process; `nodes`: its node. Processes without a rank and warm-up steps are left out.
     """
-    found: dict[int, tuple[int, Tally]] = {}
+    newest: dict[int, int] = {}
+    tallies: dict[int, Tally] = {}
     for process in window.processes:
         rank = numbers.get(process)
-        if rank is not None:
-            whole = found.get(rank, (process, Tally()))[1]
-            for mode, evaluation in window.modes:
-                if not evaluation:
-                    whole.merge(window.tally(mode, process=process, without_warmup=True))
-            found[rank] = process, whole
+        if rank is None:
+            continue
+        newest[rank] = process
+        tally = tallies.setdefault(rank, Tally())
+        for mode, evaluation in window.modes:
+            if not evaluation:
+                tally.merge(window.tally(mode, process=process, without_warmup=True))
     return tuple(
-        build_rank_times(process, rank, tally, nodes.get(process)) for rank, (process, tally) in sorted(found.items())
+        build_rank_times(newest[rank], rank, tally, nodes.get(newest[rank])) for rank, tally in sorted(tallies.items())
     )
 
 
 def find_straggler(ranks: Sequence[RankTimes]) -> Straggler | None:
-    """The ranks that the others wait for; None if no rank stands out, or too little is known.
+    """Return the ranks that the others wait for; None if no rank stands out, or too little is known.
 
-    If there are several process groups, only the slow ranks of the group that waits longest.
+    With several process groups, they are the slow ranks of the group that waits longest.
     """
-    groups = _groups([one for one in ranks if one.joined >= MIN_STEPS])
-    found = [slow for members in groups if (slow := _find_in_group(members)) is not None]
-    return max(found, key=lambda slow: slow.excess_ns, default=None)
+    groups = _groups([rank for rank in ranks if rank.joined >= MIN_STEPS])
+    stragglers = [straggler for members in groups if (straggler := _find_in_group(members)) is not None]
+    return max(stragglers, key=lambda slow: slow.excess_ns, default=None)
 
 
 def _groups(ranks: Iterable[RankTimes]) -> Iterable[list[RankTimes]]:
-    """The ranks with known waits, by process group; a group with only one such rank is left out."""
-    found: dict[Group | None, list[RankTimes]] = {}
-    group: object = found  # no group yet; most ranks are in the group of the rank before, so few are hashed
+    """Return the ranks with known waits, by process group; a group with only one such rank is left out."""
+    groups: dict[Group | None, list[RankTimes]] = {}
+    # No group yet. Most ranks are in the group of the previous rank, so few groups are hashed.
+    group: object = groups
     members: list[RankTimes] = []
-    for one in ranks:
-        if one.wait_ns is not None and one.step_ns:
-            if one.group is not group:
-                group, members = one.group, found.setdefault(one.group, [])
-            members.append(one)
-    return [members for members in found.values() if len(members) > 1]
+    for rank in ranks:
+        if rank.wait_ns is not None and rank.step_ns:
+            if rank.group is not group:
+                group, members = rank.group, groups.setdefault(rank.group, [])
+            members.append(rank)
+    return [members for members in groups.values() if len(members) > 1]
 
 
 def _find_in_group(members: Sequence[RankTimes]) -> Straggler | None:
-    """The slow ranks of one process group; None if no rank stands out.
+    """Return the slow ranks of one process group; None if no rank stands out.
 
-    If ranks also wait for each other in the forward, the excess of a forward over the shortest forward counts as a
+    If ranks also wait for each other in the forward, the time by which a forward exceeds the shortest one counts as a
     wait. The number of steps in which a rank was the slowest is then unknown, so a phase must show the cause.
     """
-    hidden = any(one.waits_in_forward for one in members)
-    if hidden:
-        least_forward = min(one.phases.get(_FORWARD, 0.0) for one in members)
+    waits_in_forward = any(rank.waits_in_forward for rank in members)
+    if waits_in_forward:
+        least_forward = min(rank.phases.get(_FORWARD, 0.0) for rank in members)
         members = [
-            one._replace(wait_ns=wait_of(one) + one.phases.get(_FORWARD, 0.0) - least_forward, slowest=one.joined)
-            for one in members
+            rank._replace(wait_ns=wait_of(rank) + rank.phases.get(_FORWARD, 0.0) - least_forward, slowest=rank.joined)
+            for rank in members
         ]
     waits = [*map(wait_of, members)]
-    least, *above = sorted(waits)
-    slowest = members[waits.index(least)]
+    least_ns, *longer_waits = sorted(waits)
+    slowest = members[waits.index(least_ns)]
     assert slowest.step_ns is not None
-    limit = least + ALIKE_SHARE * (median(above) - least)
-    late = (one for one, wait in zip(members, waits, strict=True) if one is slowest or wait <= limit)
-    slow = sorted(late, key=lambda one: (one.rank, one.process))
-    named = {one.process for one in slow}
-    others = [one for one in members if one.process not in named]
+    limit = least_ns + MAX_ALIKE_SHARE * (median(longer_waits) - least_ns)
+    slow_ranks = (rank for rank, wait in zip(members, waits, strict=True) if rank is slowest or wait <= limit)
+    slow = sorted(slow_ranks, key=lambda rank: (rank.rank, rank.process))
+    slow_processes = {rank.process for rank in slow}
+    others = [rank for rank in members if rank.process not in slow_processes]
     if not others:
         return None
-    steps = max(one.joined for one in slow)
-    times = min(sum(one.slowest for one in slow), steps)
-    excess = median(map(wait_of, others)) - least
-    share = excess / slowest.step_ns
-    if share < LEAST_SHARE or times < _chance_limit(steps, len(slow) / len(members)):
+    steps = max(rank.joined for rank in slow)
+    slowest_count = min(sum(rank.slowest for rank in slow), steps)
+    excess_ns = median(map(wait_of, others)) - least_ns
+    share = excess_ns / slowest.step_ns
+    if share < MIN_EXCESS_SHARE or slowest_count < _chance_limit(steps, len(slow) / len(members)):
         return None
-    processes, numbers = tuple(one.process for one in slow), tuple(one.rank for one in slow)
-    nodes = tuple(one.node for one in slow)
-    found = Straggler(slowest.process, slowest.rank, processes, numbers, excess, share, times, steps, None, nodes=nodes)
-    if hidden:
-        found = _with_cause(found._replace(slowest=None), slow, others, (_SYNC, _FORWARD))
-        return found if found.phase is not None else None
-    return _with_cause(found, slow, others, (_SYNC,))
+    processes, rank_numbers = tuple(rank.process for rank in slow), tuple(rank.rank for rank in slow)
+    nodes = tuple(rank.node for rank in slow)
+    straggler = Straggler(
+        slowest.process,
+        slowest.rank,
+        processes,
+        rank_numbers,
+        excess_ns,
+        share,
+        slowest_count,
+        steps,
+        None,
+        nodes=nodes,
+    )
+    if waits_in_forward:
+        straggler = _with_cause(straggler._replace(slowest=None), slow, others, (_SYNC, _FORWARD))
+        return straggler if straggler.phase is not None else None
+    return _with_cause(straggler, slow, others, (_SYNC,))
 
 
 def delay_shares(ranks: Sequence[RankTimes]) -> dict[int, float]:
-    """How much longer the others of its process group waited than a rank, by process: a share of its step (0 to 1).
+    """Return how much longer the others waited than a rank, as a share of its step (0 to 1), by process.
 
-    The wait of the others is their median. Ranks below LEAST_SHARE are left out.
+    The wait of the others is the median of its process group. Ranks below MIN_EXCESS_SHARE are left out.
     """
-    found = {}
+    shares = {}
     for members in _groups(ranks):
-        own = [*map(wait_of, members)]
-        waits = sorted(own)
+        wait_by_member = [*map(wait_of, members)]
+        waits = sorted(wait_by_member)
         # The median is the same without any one of the waits below the middle.
-        usual, middle = median_without(waits, waits[0]), waits[len(waits) // 2]
-        for one, wait in zip(members, own, strict=True):
-            step = one.step_ns or 0.0
-            if wait < middle and usual - wait >= LEAST_SHARE * step:
-                found[one.process] = min((usual - wait) / step, 1.0)
-    return found
+        median_ns, middle_ns = median_without(waits, waits[0]), waits[len(waits) // 2]
+        for rank, wait in zip(members, wait_by_member, strict=True):
+            step_ns = rank.step_ns or 0.0
+            if wait < middle_ns and median_ns - wait >= MIN_EXCESS_SHARE * step_ns:
+                shares[rank.process] = min((median_ns - wait) / step_ns, 1.0)
+    return shares
 
 
-def median_without(ordered: Sequence[float], one: float) -> float:
-    """The median of sorted values without one of them."""
-    at, half = bisect_left(ordered, one), (len(ordered) - 1) // 2
-    upper = ordered[half + (at <= half)]
-    return upper if len(ordered) % 2 == 0 else (ordered[half - 1 + (at < half)] + upper) / 2
+def median_without(ordered: Sequence[float], value: float) -> float:
+    """Return the median of sorted values without `value`, which is one of them."""
+    index, half = bisect_left(ordered, value), (len(ordered) - 1) // 2
+    upper = ordered[half + (index <= half)]
+    return upper if len(ordered) % 2 == 0 else (ordered[half - 1 + (index < half)] + upper) / 2
 
 
 def _with_cause(
-    found: Straggler, slow: Sequence[RankTimes], others: Sequence[RankTimes], waits: Sequence[str]
+    straggler: Straggler, slow: Sequence[RankTimes], others: Sequence[RankTimes], wait_phases: Sequence[str]
 ) -> Straggler:
-    """`found` with the phase that covers the excess on each slow rank, if any; `waits`: phases that include waits."""
-    waited = median(map(wait_of, others))
-    slow, others = ([one for one in each if one.phases] for each in (slow, others))  # some of many ranks have none
+    """Return `straggler` with the phase that covers the excess on each slow rank, if there is one.
+
+    `wait_phases`: phases that include waits, which are no cause.
+    """
+    others_wait_ns = median(map(wait_of, others))
+    slow, others = ([rank for rank in ranks if rank.phases] for ranks in (slow, others))  # some of many ranks have none
     if not slow or not others:
-        return found
-    ran = {phase: None for one in slow for phase in one.phases if phase not in waits}
-    enough = [(one.phases, CAUSE_SHARE * (waited - wait_of(one))) for one in slow]
-    usual = {
-        phase: median(one.phases.get(phase, 0.0) for one in others)
-        for phase in ran
-        if all(phases.get(phase, 0.0) >= least for phases, least in enough)
+        return straggler
+    phases_of_slow = {phase: None for rank in slow for phase in rank.phases if phase not in wait_phases}
+    needed = [(rank.phases, MIN_CAUSE_SHARE * (others_wait_ns - wait_of(rank))) for rank in slow]
+    others_ns = {
+        phase: median(rank.phases.get(phase, 0.0) for rank in others)
+        for phase in phases_of_slow
+        if all(phases.get(phase, 0.0) >= least_ns for phases, least_ns in needed)
     }
 
     def covered(phase: str) -> float:
-        """The part of the excess that the phase covers, on the slow rank where it covers least."""
-        return min((one.phases.get(phase, 0.0) - usual[phase]) / (waited - wait_of(one)) for one in slow)
+        """Return the part of the excess that the phase covers on the slow rank where it covers least."""
+        return min((rank.phases.get(phase, 0.0) - others_ns[phase]) / (others_wait_ns - wait_of(rank)) for rank in slow)
 
-    phase = max(usual, key=covered, default=None)
-    if phase is None or covered(phase) < CAUSE_SHARE:
-        return found
-    own = fmean(one.phases.get(phase, 0.0) for one in slow)
-    return found._replace(phase=phase, own_ns=own, others_ns=usual[phase])
+    phase = max(others_ns, key=covered, default=None)
+    if phase is None or covered(phase) < MIN_CAUSE_SHARE:
+        return straggler
+    own_ns = fmean(rank.phases.get(phase, 0.0) for rank in slow)
+    return straggler._replace(phase=phase, own_ns=own_ns, others_ns=others_ns[phase])
 
 
 def _chance_limit(steps: int, expected: float) -> float:
-    """The most steps in which a slow rank may be the slowest by chance. `expected`: the share of slow ranks."""
+    """Return the largest number of steps in which a slow rank could be the slowest by chance.
+
+    `expected`: the share of ranks that are slow.
+    """
     return steps * expected + _SIGMAS * math.sqrt(steps * expected * (1 - expected))
 
 
 # ------------------------------------------------------------------------------------------------ words
 
 
-def straggler_sentence(found: Straggler, *, lately: bool) -> str:
-    """Which ranks the others wait for, how long, why and how often; `lately`: the figures cover only the last steps."""
-    often = slowest_count_text(found, lately=lately)
-    return f"{delay_sentence(found)}; {often}" if often else delay_sentence(found)
+def straggler_sentence(straggler: Straggler, *, lately: bool) -> str:
+    """Return which ranks the others wait for, how long, why and how often. `lately`: only over the last steps."""
+    count_text = slowest_count_text(straggler, lately=lately)
+    return f"{delay_sentence(straggler)}; {count_text}" if count_text else delay_sentence(straggler)
 
 
-def delay_sentence(found: Straggler) -> str:
-    """Which ranks the others wait for, how long and why."""
-    holds, its = ("hold", "their") if found.is_group else ("holds", "its")
-    excess = f"{format_duration(found.excess_ns)} a step ({format_percent(found.share)})"
-    head = f"{found.name} {holds} the others up by {excess}"
-    if found.phase is None:
-        return f"{head}, in no single phase"
-    what = "the script's own work (other)" if found.phase == "other" else f"{its} {found.phase}"
-    return f"{head}: {what} takes {_compared_times_text(found)}"
+def delay_sentence(straggler: Straggler) -> str:
+    """Return which ranks the others wait for, how long and why."""
+    delays, its = ("delay", "their") if straggler.is_group else ("delays", "its")
+    excess = f"{format_duration(straggler.excess_ns)} per step ({format_percent(straggler.share)})"
+    delay = f"{straggler.name} {delays} the others by {excess}"
+    if straggler.phase is None:
+        return f"{delay}, in no single phase"
+    subject = "the script's own work (other)" if straggler.phase == "other" else f"{its} {straggler.phase}"
+    return f"{delay}: {subject} takes {_compared_times_text(straggler)}"
 
 
-def slowest_count_text(found: Straggler, *, lately: bool) -> str:
-    """In how many steps one of them was the slowest; empty if unknown."""
-    if found.slowest is None:
+def slowest_count_text(straggler: Straggler, *, lately: bool) -> str:
+    """Return in how many steps one of them was the slowest; empty if unknown."""
+    if straggler.slowest is None:
         return ""
-    which = "one of them slowest" if found.is_group else "slowest"
-    return (
-        f"{which} in {format_count(found.slowest)} of {'the last ' if lately else ''}{format_count(found.steps)} steps"
-    )
+    subject = "one of them slowest" if straggler.is_group else "slowest"
+    steps = f"{'the last ' if lately else ''}{format_count(straggler.steps)} steps"
+    return f"{subject} in {format_count(straggler.slowest)} of {steps}"
 
 
-def short_sentence(found: Straggler) -> str:
-    """`straggler_sentence` in few words."""
-    cause = f", {found.phase} {_compared_times_text(found)}" if found.phase is not None else ""
-    return f"others wait for {found.name}: {format_duration(found.excess_ns)} ({format_percent(found.share)}){cause}"
+def short_sentence(straggler: Straggler) -> str:
+    """Return the short form of `straggler_sentence`."""
+    cause = f", {straggler.phase} {_compared_times_text(straggler)}" if straggler.phase is not None else ""
+    excess = f"{format_duration(straggler.excess_ns)} ({format_percent(straggler.share)})"
+    return f"others wait for {straggler.name}: {excess}{cause}"
 
 
-def _compared_times_text(found: Straggler) -> str:
-    others = f"against {format_duration(found.others_ns)}" if found.others_ns else "and nothing on the others"
-    return f"{format_duration(found.own_ns)} {others}"
+def _compared_times_text(straggler: Straggler) -> str:
+    others = format_duration(straggler.others_ns) if straggler.others_ns else "none"
+    return f"{format_duration(straggler.own_ns)}, others {others}"

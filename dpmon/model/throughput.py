@@ -1,4 +1,4 @@
-"""The speed of a process: over the last ten seconds, and over the whole run. Pure."""
+"""The throughput of a process: over the last ten seconds, and over the whole run."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ if TYPE_CHECKING:
     from dpmon.store.store_queries import Store
 
 WINDOW_S = 10
-MOST_RATES = 128
-"""Most ranks besides the focus with rates that are read; further ranks count as the mean of these."""
-_GOLDEN = 0.6180339887
+MAX_RATES = 128
+"""Most ranks, besides the representative one, whose rates are read; other ranks count as the mean of these."""
+_GOLDEN_RATIO = 0.6180339887
+_NO_STEP = "no step has finished yet"
 _Item = TypeVar("_Item")
 
 
@@ -55,150 +56,156 @@ class Throughput(NamedTuple):
         return None if self.rate is None else self.rate.samples_per_s
 
 
-def metrics_end_s(rows: Store, process: Process) -> int:
-    """The second before which the figures of a process end; they include its newest step.
+def metrics_end_s(store: Store, process: Process) -> int:
+    """Return the second before which the metrics of a process end; they include its newest step.
 
     As of a time in the past, they include only whole seconds, unless the process has none yet.
     """
     assert process.last_step is not None
     end_s = (process.last_step.start_ns + process.last_step.wall_ns) // SECOND + 1
-    whole_s = rows.until_s
-    return end_s if whole_s is None or whole_s <= process.began_ns // SECOND + 1 else min(end_s, whole_s)
+    until_s = store.until_s
+    return end_s if until_s is None or until_s <= process.began_ns // SECOND + 1 else min(end_s, until_s)
 
 
-def sample_unevenly(items: Sequence[_Item], most: int) -> Sequence[_Item]:
-    """All items or, if there are more, `most` of them, at uneven distances: every eighth rank may differ."""
-    return items if len(items) <= most else [items[at] for at in _places(len(items), most)]
+def sample_unevenly(items: Sequence[_Item], limit: int) -> Sequence[_Item]:
+    """Return at most `limit` of the items, at irregular intervals.
+
+    A regular interval could hit, for example, only every eighth rank.
+    """
+    return items if len(items) <= limit else [items[index] for index in _sample_indices(len(items), limit)]
 
 
 @lru_cache(8)
-def _places(count: int, most: int) -> Sequence[int]:
-    """The places of `most` of `count` items. Each picture needs the same ones."""
-    return sorted(sorted(range(count), key=lambda at: at * _GOLDEN % 1.0)[:most])
+def _sample_indices(count: int, limit: int) -> Sequence[int]:
+    """Return the indices of `limit` of `count` items. Each snapshot needs the same ones."""
+    return sorted(sorted(range(count), key=lambda index: index * _GOLDEN_RATIO % 1.0)[:limit])
 
 
 def read_recent_rate(
-    rows: Store, processes: Sequence[int], mode: str, begin_s: int, until_s: int, times: float = 1.0
+    store: Store, processes: Sequence[int], mode: str, start_s: int, until_s: int, scale: float = 1.0
 ) -> RecentRate:
-    """The last ten seconds of training of the first process; with fewer than two steps there, the last two steps.
+    """Return the rate over the last ten seconds of training; over the last two steps if there are fewer.
 
-    `processes`: those that train together, in a mode. `begin_s`, `until_s`: the seconds to read. `times`: number
-    of processes that train, divided by the number of those that are read.
+    `processes`: the processes that train together in `mode`; the first one represents them. `start_s`, `until_s`: the
+    seconds to read. `scale`: number of processes that train, divided by the number of those that are read.
     """
-    process, trained = processes[0], mode in training_modes(rows.step_kinds())
-    found = _last_ten_seconds(rows, tuple(processes), begin_s, until_s, mode, trained)
-    own = found[process]
-    if not own.has_enough_steps:
-        found = {number: _last_two_steps(rows, number, until_s, mode, trained) for number in processes}
-        own = found[process] if found[process].has_enough_steps else own
-    last_ns, step_ns = own.tally.last_ns, own.tally.stat(STEP).total // max(own.tally.steps, 1)
-    if last_ns is None and trained:
-        last_ns = rows.last_training_ns(process)
-    return RecentRate(_combined_rate(found, times) if own.has_enough_steps else None, last_ns, step_ns)
+    process, mode_trains = processes[0], mode in training_modes(store.step_kinds())
+    training = _last_ten_seconds(store, tuple(processes), start_s, until_s, mode, mode_trains)
+    first = training[process]
+    if not first.has_enough_steps:
+        training = {number: _last_two_steps(store, number, until_s, mode, mode_trains) for number in processes}
+        first = training[process] if training[process].has_enough_steps else first
+    last_ns, step_ns = first.tally.last_ns, first.tally.stat(STEP).total // max(first.tally.steps, 1)
+    if last_ns is None and mode_trains:
+        last_ns = store.last_training_ns(process)
+    return RecentRate(_combined_rate(training, scale) if first.has_enough_steps else None, last_ns, step_ns)
 
 
 def _last_ten_seconds(
-    rows: Store, processes: tuple[int, ...], begin_s: int, end_s: int, mode: str, trained: bool
+    store: Store, processes: tuple[int, ...], start_s: int, end_s: int, mode: str, mode_trains: bool
 ) -> dict[int, RecentTraining]:
-    """The last ten seconds of processes in one mode, from its last change on.
+    """Return the last ten seconds of each process in one mode, since its last mode switch.
 
-    `trained`: whether the mode has training steps; if not, its evaluation steps count.
+    `mode_trains`: whether the mode has training steps; if not, its evaluation steps count.
     """
-    taken: dict[int, list[SecondRow]] = {process: [] for process in processes}
-    for row in rows.seconds(begin_s, end_s, processes):
+    rows: dict[int, list[SecondRow]] = {process: [] for process in processes}
+    for row in store.seconds(start_s, end_s, processes):
         if row.mode != mode:
-            taken[row.process].clear()
-        elif not (trained and row.kind & EVALUATION):
-            taken[row.process].append(row)
-    times = _active_time(rows, begin_s, end_s, processes, trained, widest=1)
-    found = {}
-    for process, own in taken.items():
-        last = max((row.last_ns for row in own), default=0)
-        found[process] = _sum_steps([row for row in own if row.last_ns >= last - WINDOW_S * SECOND], times[process])
-    return found
+            rows[row.process].clear()
+        elif not (mode_trains and row.kind & EVALUATION):
+            rows[row.process].append(row)
+    times = _active_time(store, start_s, end_s, processes, mode_trains, widest=1)
+    training = {}
+    for process, process_rows in rows.items():
+        last = max((row.last_ns for row in process_rows), default=0)
+        training[process] = _sum_steps(
+            [row for row in process_rows if row.last_ns >= last - WINDOW_S * SECOND], times[process]
+        )
+    return training
 
 
-def _last_two_steps(rows: Store, process: int, end_s: int, mode: str, trained: bool) -> RecentTraining:
-    """The two newest steps of a process, if they have this mode."""
-    newest = rows.steps(2, process=process, include_excluded=False)
-    taken = [
+def _last_two_steps(store: Store, process: int, end_s: int, mode: str, mode_trains: bool) -> RecentTraining:
+    """Return the two newest steps of a process, unless they ran in another mode."""
+    newest = store.steps(2, process=process, include_excluded=False)
+    rows = [
         SecondRow(process, mode, 0, 1, step.samples, step.start_ns, step.start_ns + step.wall_ns, step.wall_ns)
         for step in newest
-        if step.mode == mode and step.evaluation == newest[0].evaluation and not (trained and step.evaluation)
+        if step.mode == mode and step.evaluation == newest[0].evaluation and not (mode_trains and step.evaluation)
     ]
-    begin_s = newest[-1].start_ns // SECOND if newest else end_s
-    return _sum_steps(taken[::-1], _active_time(rows, begin_s, end_s, (process,), trained)[process])
+    start_s = newest[-1].start_ns // SECOND if newest else end_s
+    return _sum_steps(rows[::-1], _active_time(store, start_s, end_s, (process,), mode_trains)[process])
 
 
 def _active_time(
-    rows: Store, begin_s: int, end_s: int, processes: tuple[int, ...], trained: bool, *, widest: int = WIDTHS[-1]
+    store: Store, start_s: int, end_s: int, processes: tuple[int, ...], mode_trains: bool, *, widest: int = WIDTHS[-1]
 ) -> dict[int, Counter[tuple[int, int]]]:
-    """The time (ns) of training, and between steps, of each process by start and width of the stretch (s)."""
-    found: dict[int, Counter[tuple[int, int]]] = {process: Counter() for process in processes}
-    activities = ("training", "between") if trained else ("training", "between", "evaluation")
-    for process, start, width, ns in rows.activity_time(begin_s, end_s, processes, activities, widest=widest):
-        found[process][start, width] += ns
-    return found
+    """Return the time (ns) in training steps and between them by process, then by start and width of the bucket (s)."""
+    times: dict[int, Counter[tuple[int, int]]] = {process: Counter() for process in processes}
+    activities = ("training", "between") if mode_trains else ("training", "between", "evaluation")
+    for process, start, width, ns in store.activity_time(start_s, end_s, processes, activities, widest=widest):
+        times[process][start, width] += ns
+    return times
 
 
-def _sum_steps(taken: Sequence[SecondRow], times: Mapping[tuple[int, int], int]) -> RecentTraining:
-    """What these steps took together."""
-    whole = Tally()
-    if not taken:
-        return RecentTraining(whole, 0, 0)
-    whole.steps = sum(row.steps for row in taken)
-    whole.first_ns, whole.last_ns = min(row.first_ns for row in taken), max(row.last_ns for row in taken)
-    step = whole.stats[STEP] = SeriesStats()
-    step.count, step.total = whole.steps, sum(row.step_ns for row in taken)
-    known = [row.samples for row in taken if row.samples is not None]
-    if len(known) == len(taken):
-        whole.sums["samples"] = QuantitySum(whole.steps, sum(known))
-    counted = _counted_ns(times, whole.first_ns, whole.last_ns)
-    return RecentTraining(whole, counted, min(step.total, counted))
+def _sum_steps(rows: Sequence[SecondRow], times: Mapping[tuple[int, int], int]) -> RecentTraining:
+    """Sum these steps into one tally and their elapsed training time."""
+    tally = Tally()
+    if not rows:
+        return RecentTraining(tally, 0, 0)
+    tally.steps = sum(row.steps for row in rows)
+    tally.first_ns, tally.last_ns = min(row.first_ns for row in rows), max(row.last_ns for row in rows)
+    step = tally.stats[STEP] = SeriesStats()
+    step.count, step.total = tally.steps, sum(row.step_ns for row in rows)
+    samples = [row.samples for row in rows if row.samples is not None]
+    if len(samples) == len(rows):
+        tally.sums["samples"] = QuantitySum(tally.steps, sum(samples))
+    elapsed_ns = _counted_ns(times, tally.first_ns, tally.last_ns)
+    return RecentTraining(tally, elapsed_ns, min(step.total, elapsed_ns))
 
 
-def _combined_rate(found: Mapping[int, RecentTraining], times: float) -> Rate | None:
-    """The rate of processes that train at the same time (dpmon.store.step_stats.compute_rate)."""
-    tallies = {process: one.tally for process, one in found.items()}
-    return compute_rate(
-        tallies, {process: (one.elapsed_ns, one.within_ns) for process, one in found.items()}, together=times
-    )
+def _combined_rate(training: Mapping[int, RecentTraining], scale: float) -> Rate | None:
+    """Return the rate of processes that train at the same time (dpmon.store.step_stats.compute_rate)."""
+    tallies = {process: recent.tally for process, recent in training.items()}
+    times = {process: (recent.elapsed_ns, recent.within_ns) for process, recent in training.items()}
+    return compute_rate(tallies, times, together=scale)
 
 
-def _counted_ns(times: Mapping[tuple[int, int], int], begin_ns: int, end_ns: int) -> int:
-    """The part of `times` (ns by start and width of a stretch, s) from `begin_ns` to `end_ns`.
+def _counted_ns(times: Mapping[tuple[int, int], int], start_ns: int, end_ns: int) -> int:
+    """Return the part of `times` (ns by start and width of a bucket, s) from `start_ns` to `end_ns`.
 
-    It is known only per stretch: of a stretch that is partly outside, at most the part inside counts. A stretch may
+    Times are known only per bucket: of a bucket that is partly outside, at most the part inside counts. A bucket may
     hold more time than its width; the time then continues after it (see `ActivityInterval.split_by_second`).
     """
-    found = 0
+    counted_ns = 0
     for (start, width), ns in times.items():
-        low, high = max(start * SECOND, begin_ns), min(start * SECOND + max(width * SECOND, ns), end_ns)
+        low, high = max(start * SECOND, start_ns), min(start * SECOND + max(width * SECOND, ns), end_ns)
         if ns > 0 and high > low:
-            found += min(ns, high - low)
-    return found
+            counted_ns += min(ns, high - low)
+    return counted_ns
 
 
-def throughput_of(process: Process, state: RunSnapshot, now_ns: int, since_ns: int = 0) -> Throughput:
-    """The rate of the last ten seconds of training of a process; of the whole run once it is over.
+def throughput_of(process: Process, snapshot: RunSnapshot, now_ns: int, since_ns: int = 0) -> Throughput:
+    """Return the rate over the last ten seconds of training of a process; of the whole run once it has ended.
 
-    All ranks together have one rate. If there is no rate, the reason is given: too few steps, or none for a long time.
-    `since_ns`: when the process began what it does now. On an overloaded machine, steps before may not be recorded yet.
+    All ranks together have one rate. Without a rate, it has a reason: too few steps, or none for a long time.
+    `since_ns`: start of the current activity of the process. With an overloaded CPU, earlier steps may not be recorded
+    yet.
     """
-    if state.over:
-        why = "no step has ended yet" if process.last_step is None else "no step is in the figures"
-        return Throughput(process.mean, why if process.mean is None else None)
-    last, found = process.last_step, process.recent
+    if snapshot.over:
+        if process.mean is not None:
+            return Throughput(process.mean, None)
+        return Throughput(None, _NO_STEP if process.last_step is None else "no step is in the metrics")
+    last, recent = process.last_step, process.recent
     if last is None:
-        return Throughput(None, "no step has ended yet")
+        return Throughput(None, _NO_STEP)
     if process.paused_since_ns is not None:
         return Throughput(None, "the training is paused")
-    end = last.start_ns + last.wall_ns
-    if now_ns - max(end, since_ns) > max(3 * SECOND, 3 * last.wall_ns):
-        return Throughput(None, f"no step has ended for {(now_ns - end) / 1e9:.0f} s")
-    evaluated = end - (end if found.last_ns is None else found.last_ns)
-    if evaluated > max(3 * SECOND, 3 * found.step_ns):
-        return Throughput(None, f"an evaluation: no training step has ended for {evaluated / 1e9:.0f} s")
-    if found.rate is None:
+    end_ns = last.start_ns + last.wall_ns
+    if now_ns - max(end_ns, since_ns) > max(3 * SECOND, 3 * last.wall_ns):
+        return Throughput(None, f"no step has finished for {(now_ns - end_ns) / 1e9:.0f} s")
+    evaluation_ns = end_ns - (end_ns if recent.last_ns is None else recent.last_ns)
+    if evaluation_ns > max(3 * SECOND, 3 * recent.step_ns):
+        return Throughput(None, f"an evaluation: no training step has finished for {evaluation_ns / 1e9:.0f} s")
+    if recent.rate is None:
         return Throughput(None, "one step so far in this mode")
-    return Throughput(found.rate, None)
+    return Throughput(recent.rate, None)

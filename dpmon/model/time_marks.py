@@ -1,4 +1,4 @@
-"""The marks on a time axis, on the screen and in a report: pauses, stalls and epochs. Pure."""
+"""The marks on a time axis, on the screen and in a report: pauses, stalls and epochs."""
 
 from __future__ import annotations
 
@@ -27,21 +27,25 @@ class TimeMark(NamedTuple):
 
 
 def pause_marks(pauses: Iterable[Pause], until_ns: int | None) -> list[TimeMark]:
-    """The pauses. A pause that goes on ends at `until_ns`; None: it is left out."""
+    """Return the pauses. A pause that goes on ends at `until_ns`; None: it is left out."""
     spans = [span for pause in pauses if (span := pause.interval(until_ns)) is not None]
-    return [TimeMark(begin, end, PAUSED, PAUSED) for begin, end in spans if begin < end]
+    return [TimeMark(start, end, PAUSED, PAUSED) for start, end in spans if start < end]
 
 
 def stall_spans(stalls: Iterable[RecordedStall], until_ns: int) -> list[Span]:
-    """Start and end of each stall. A stall that goes on ends at `until_ns`."""
-    return [(one.since_ns, until_ns if one.end_ns is None else min(one.end_ns, until_ns)) for one in stalls]
+    """Return start and end of each stall. A stall that goes on ends at `until_ns`."""
+    return [(stall.since_ns, until_ns if stall.end_ns is None else min(stall.end_ns, until_ns)) for stall in stalls]
 
 
 def epoch_marks(epochs: Iterable[Epoch], cell: Callable[[int], int]) -> list[TimeMark]:
-    """The starts of epochs, as many as have room. `cell`: the place of a time, in widths of a letter."""
-    begun = {epoch.epoch: epoch.begin_ns for epoch in epochs if epoch.epoch}
-    for each in _EACH:
-        shown = [TimeMark(at, None, EPOCH, f"e{number}") for number, at in begun.items() if number % each == 0]
+    """Return the starts of epochs, as many as have room. `cell`: the place of a time, in widths of a letter."""
+    starts = {epoch.epoch: epoch.begin_ns for epoch in epochs if epoch.epoch}
+    for interval in _EACH:
+        shown = [
+            TimeMark(start_ns, None, EPOCH, f"e{number}")
+            for number, start_ns in starts.items()
+            if number % interval == 0
+        ]
         cells = [(cell(mark.begin_ns), len(mark.word)) for mark in shown]
         if all(after - before >= length + _APART for (before, length), (after, _) in pairwise(cells)):
             return shown

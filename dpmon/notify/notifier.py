@@ -22,8 +22,8 @@ from typing import NamedTuple
 from dpmon.config import load_settings
 from dpmon.errors import HistoryError
 from dpmon.model.active_processes import ended_processes
-from dpmon.model.all_findings import find_all
-from dpmon.model.finding_text import Finding
+from dpmon.model.findings.all_findings import find_all
+from dpmon.model.findings.finding import Finding
 from dpmon.model.run_snapshot import RunSnapshot, SnapshotRequest
 from dpmon.model.snapshot_builder import SnapshotBuilder
 from dpmon.notify.run_notifications import Notification, NotificationFinder

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from dpmon.model.finding_text import Finding
+from dpmon.model.findings.finding import Finding
 from dpmon.model.recorded_stalls import final_stall
 from dpmon.model.run_snapshot import RunSnapshot
 from dpmon.model.stragglers import straggler_sentence

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from dpmon.model.compared_run import RUN_FIGURES, STEP_FIGURES, ComparedRun, Metric, build_compared_run
+from dpmon.model.compared_run import RUN_METRICS, STEP_METRICS, ComparedRun, Metric, build_compared_run
 from dpmon.model.comparison_stats import Change
 from dpmon.model.json_fields import fields_of, ms
 from dpmon.model.run_comparison import (
@@ -84,8 +84,8 @@ def build_document(found: RunComparison, judgments: Sequence[Judgment] = ()) -> 
     drawn = [(f"{name} {one.name}", SIDES.index(name), one.bins) for name, side in sides for one in side]
     sections = (
         Section("What differs", differ or [Paragraph("nothing that dpmon knows")]),
-        Section("Time of a step", [*_table(found, STEP_FIGURES), *plots_of_runs(drawn)], ", medians"),
-        Section("The runs", _table(found, RUN_FIGURES)),
+        Section("Time of a step", [*_table(found, STEP_METRICS), *plots_of_runs(drawn)], ", medians"),
+        Section("The runs", _table(found, RUN_METRICS)),
         Section("Ranks", _stragglers(found)),
     )
     # The judgments are the verdict, so the times come without another one.

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dpmon.model.active_processes import ended_processes
-from dpmon.model.all_findings import find_all
-from dpmon.model.finding_text import Finding
+from dpmon.model.findings.all_findings import find_all
+from dpmon.model.findings.finding import Finding
 from dpmon.model.run_analysis import RunAnalysis
 from dpmon.run.activities import nothing_traced_reason
 from dpmon.run.failure_cause import find_first_failure

@@ -6,10 +6,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import partial
 
-from dpmon.model.all_findings import combined_savings
 from dpmon.model.device_memory import missing_value_reasons
 from dpmon.model.device_usage import DeviceUsage
-from dpmon.model.finding_text import MIN_STEPS, format_gain_limit, measured_modes, process_suffix
+from dpmon.model.findings.all_findings import combined_savings
+from dpmon.model.findings.finding import format_gain_limit
+from dpmon.model.findings.finding_evidence import MIN_STEPS, measured_modes, process_suffix
 from dpmon.model.layouts import format_sizes
 from dpmon.model.mode_stats import ModeStats, slowest_first
 from dpmon.model.nodes import NodeStatus, gpu_name

@@ -6,7 +6,8 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from dpmon.model.finding_text import host_waits, process_suffix, timed_steps_note
+from dpmon.model.findings.finding_evidence import process_suffix
+from dpmon.model.findings.phase_notes import host_waits, timed_steps_note
 from dpmon.model.mode_comparison import Comparison, verdict_sentence
 from dpmon.model.mode_stats import ModeStats
 from dpmon.model.pauses import PauseTotals

@@ -1,4 +1,4 @@
-"""The width of plain text in terminal cells, functions to cut and wrap it, and ASCII for terminals that need it.
+"""The width of plain text in terminal cells, functions to truncate and wrap it, and ASCII for terminals that need it.
 
 The widths are equal to Rich's, which Textual uses on the screen; a test compares every character. The command line gets
 them without importing Rich. The text must be clean (`dpmon.sanitize`).
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import TextIO
 
-_KEPT_BELOW = 512
+_MAX_CACHED_CHARS = 512
 """Texts of this length or more are not cached, because the cache holds the texts themselves."""
 
 _NO_WIDTH = frozenset((*range(0x1160, 0x1200), *range(0xD7B0, 0xD800), *range(0x1F3FB, 0x1F400)))
@@ -27,7 +27,7 @@ _WIDE = frozenset(
     )
 )
 """Wide since Unicode 16; older versions of Python list them as narrow."""
-_SIGNS = {
+_ASCII_SYMBOLS = {
     "–": "-",
     "µ": "u",
     "°": " ",
@@ -50,12 +50,12 @@ _SIGNS = {
     "▎": "-",
     "▏": "|",
 }
-"""ASCII replacements for the screen's signs."""
+"""ASCII replacements for the symbols on the screen."""
 
 
 @lru_cache(maxsize=4096)
 def char_width(char: str) -> int:
-    """Cells that one character takes: 0 (a mark), 1 or 2."""
+    """Return cells that one character takes: 0 (a mark), 1 or 2."""
     code = ord(char)
     if code in _NO_WIDTH or unicodedata.category(char) in ("Mn", "Mc", "Me"):
         return 0
@@ -66,44 +66,44 @@ def _measure(text: str) -> int:
     return sum(map(char_width, text))
 
 
-kept_width = lru_cache(maxsize=8192)(_measure)
+cached_width = lru_cache(maxsize=8192)(_measure)
 """The width of a short text, cached."""
 
 
 def span_width(text: str) -> int:
-    """Cells that `text` takes (wide characters take two)."""
+    """Return cells that `text` takes (wide characters take two)."""
     if text.isascii():
         return len(text)
-    return kept_width(text) if len(text) < _KEPT_BELOW else _measure(text)
+    return cached_width(text) if len(text) < _MAX_CACHED_CHARS else _measure(text)
 
 
 def crop_text(text: str, width: int) -> str:
-    """The first `width` cells of `text`; a wide character cut in half becomes a blank."""
+    """Return the first `width` cells of `text`; half of a wide character becomes a blank."""
     if width <= 0:
         return ""
     if text.isascii():
         return text[:width]
-    taken = 0
+    cells_used = 0
     for index, char in enumerate(text):
-        size = char_width(char)
-        if taken + size > width:
-            return text[:index] + " " * (width - taken)
-        taken += size
+        char_cells = char_width(char)
+        if cells_used + char_cells > width:
+            return text[:index] + " " * (width - cells_used)
+        cells_used += char_cells
     return text
 
 
-def truncate(text: str, width: int, more: str = "…") -> str:
-    """`text` in at most `width` cells; a cut text ends with `more`."""
+def truncate(text: str, width: int, ellipsis: str = "…") -> str:
+    """Return `text` in at most `width` cells; truncated text ends with `ellipsis`."""
     if width <= 0:
         return ""
     if span_width(text) <= width:
         return text
-    sign = more if span_width(more) <= width else "." * width
+    sign = ellipsis if span_width(ellipsis) <= width else "." * width
     return crop_text(text, width - span_width(sign)) + sign
 
 
-def wrap_text(text: str, width: int, most: int | None = None, more: str = "…") -> list[str]:
-    """`text` in at most `most` lines of `width` cells, broken between words; the last line is cut if text is left."""
+def wrap_text(text: str, width: int, max_lines: int | None = None, ellipsis: str = "…") -> list[str]:
+    """Return `text` in at most `max_lines` lines of `width` cells, broken between words; the last may be truncated."""
     lines: list[str] = []
     line = ""
     for word in text.split():
@@ -112,14 +112,14 @@ def wrap_text(text: str, width: int, most: int | None = None, more: str = "…")
             line = word
         else:
             line = f"{line} {word}" if line else word
-    lines = [truncate(each, width) for each in [*lines, line]]
-    if most is None or len(lines) <= most:
+    lines = [truncate(line_text, width) for line_text in [*lines, line]]
+    if max_lines is None or len(lines) <= max_lines:
         return lines
-    return [*lines[: most - 1], truncate(" ".join(lines[most - 1 :]), width, more)]
+    return [*lines[: max_lines - 1], truncate(" ".join(lines[max_lines - 1 :]), width, ellipsis)]
 
 
 def align_right(text: str, width: int) -> str:
-    """`text` right-aligned in `width` cells, cut with a sign if it is longer."""
+    """Return `text` right-aligned in `width` cells, truncated if it is longer."""
     shown = truncate(text, width)
     return " " * (width - span_width(shown)) + shown
 
@@ -128,32 +128,32 @@ def align_right(text: str, width: int) -> str:
 
 
 def needs_ascii(environ: Mapping[str, str], encoding: str | None) -> bool:
-    """Whether a terminal shows only ASCII, judged by its environment and the encoding of the output stream."""
+    """Return whether a terminal shows only ASCII, judged by its environment and the encoding of the output stream."""
     utf8 = (encoding or "").lower().replace("-", "").replace("_", "") == "utf8"
     return not utf8 or environ.get("TERM", "").startswith(("linux", "vt1", "vt2", "dumb"))
 
 
 def supports_color(stream: TextIO, environ: Mapping[str, str]) -> bool:
-    """Whether a stream is a terminal that may show colors."""
+    """Return whether a stream is a terminal that may show colors."""
     return stream.isatty() and not environ.get("NO_COLOR") and environ.get("TERM", "dumb") != "dumb"
 
 
 def ascii_for(char: str) -> str:
-    """The ASCII replacement of one character, of the same width."""
+    """Return the ASCII replacement of one character, of the same width."""
     if char.isascii():
         return char
-    return _SIGNS.get(char, "?" * char_width(char))
+    return _ASCII_SYMBOLS.get(char, "?" * char_width(char))
 
 
 def ascii_text(text: str) -> str:
-    """The text in ASCII, as wide as before."""
+    """Return the text in ASCII, as wide as before."""
     return text if text.isascii() else "".join(map(ascii_for, text))
 
 
 def encode_for_stream(text: str, stream: TextIO) -> str:
-    """The text for `stream`: in ASCII if the terminal needs it; unchanged for a file or a pipe."""
+    """Return the text for `stream`: in ASCII if it is a terminal that needs it, unchanged for a file or a pipe."""
     try:
-        shown = stream.isatty()
+        is_terminal = stream.isatty()
     except (AttributeError, ValueError, OSError):
         return text
-    return ascii_text(text) if shown and needs_ascii(os.environ, getattr(stream, "encoding", None)) else text
+    return ascii_text(text) if is_terminal and needs_ascii(os.environ, getattr(stream, "encoding", None)) else text

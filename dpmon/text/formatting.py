@@ -1,4 +1,4 @@
-"""The rules for writing numbers in words: durations, counts, shares, bytes, rates, clocks and time ranges. Pure.
+"""The text format of numbers: durations, counts, shares, bytes, rates, clocks and time ranges.
 
 Three digits and the unit that makes them 1 to 999, so that the width stays steady; counts in full, with a comma every
 three digits.
@@ -17,72 +17,74 @@ _UNITS = ((1e3, "µs"), (1e6, "ms"), (1e9, "s"))
 
 
 def format_three_digits(value: float) -> str:
-    """Three digits of a number below 1000: "1.25", "12.5", "125"."""
-    return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
+    """Return three digits of a number below 1000: "1.25", "12.5", "125"."""
+    if value >= 99.95:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
 
 
 def format_duration(ns: float | None, gap: str = " ") -> str:
-    """A duration in ns: "23.0 µs", "412 µs", "4.12 ms", "1.25 s"; at most 7 cells below 1000 s."""
+    """Return a duration in ns: "23.0 µs", "412 µs", "4.12 ms", "1.25 s"; at most 7 cells below 1000 s."""
     if ns is None:
         return UNKNOWN
-    scale, unit = next((each for each in _UNITS if ns < 999.5 * each[0]), _UNITS[-1])
+    scale, unit = next(((scale, unit) for scale, unit in _UNITS if ns < 999.5 * scale), _UNITS[-1])
     return format_three_digits(ns / scale) + gap + unit
 
 
 def format_minutes(seconds: float) -> str:
-    """A duration of a minute or more: "3 min 20 s", "2 h 05 min"."""
-    whole, rest = divmod(round(seconds), 60)
-    return f"{whole} min {rest:02d} s" if whole < 60 else f"{whole // 60} h {whole % 60:02d} min"
+    """Return a duration of a minute or more: "3 min 20 s", "2 h 05 min"."""
+    minutes, remaining_s = divmod(round(seconds), 60)
+    return f"{minutes} min {remaining_s:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 def format_long_duration(ns: float | None) -> str:
-    """A duration with three digits: 412 µs, 12.3 ms, 4.50 s, 3 min 20 s."""
+    """Return a duration with three digits: 412 µs, 12.3 ms, 4.50 s, 3 min 20 s."""
     if ns is None or ns < 99.95e9:
         return format_duration(ns)
     return format_minutes(ns / 1e9)
 
 
 def format_count(number: int | None) -> str:
-    """A count with its digits in groups of three: 12340 -> "12,340"."""
+    """Return a count with its digits in groups of three: 12340 -> "12,340"."""
     return UNKNOWN if number is None else f"{number:,}"
 
 
-def format_percent(part: float | None) -> str:
-    """A share (0 to 1) in whole per cent; a positive one that rounds to 0 is "<1%"."""
-    if part is None:
+def format_percent(share: float | None) -> str:
+    """Return a share (0 to 1) in whole per cent; a positive one that rounds to 0 is "<1%"."""
+    if share is None:
         return UNKNOWN
-    return "<1%" if 0 < part < 0.005 else f"{part * 100:.0f}%"
+    return "<1%" if 0 < share < 0.005 else f"{share * 100:.0f}%"
 
 
 def format_factor(value: float, sign: str = "×") -> str:
-    """A ratio: "0.61×", "12.5×"."""
+    """Return a ratio: "0.61×", "12.5×"."""
     return (f"{value:.2f}" if value < 9.995 else f"{value:.1f}") + sign
 
 
 def format_loss(loss: float | None) -> str:
-    """A loss with four digits: "2.303", "0.05995", "1.2e-05", "NaN", "inf"."""
+    """Return a loss with four digits: "2.303", "0.05995", "1.2e-05", "NaN", "inf"."""
     if loss is None:
         return UNKNOWN
     return "NaN" if loss != loss else f"{loss:.4g}"
 
 
 def format_calls_so_far(calls: int) -> str:
-    """The words for a run whose calls are not divided into steps yet."""
+    """Return the text for a run whose calls are not divided into steps yet."""
     return f"{format_count_with_noun(calls, 'call')} so far; the end of a step is not known yet"
 
 
-def format_count_with_noun(count: int, word: str) -> str:
-    """A count with its noun: "1 row", "2 rows"."""
-    return f"{format_count(count)} {word}{'' if count == 1 else 's'}"
+def format_count_with_noun(count: int, noun: str) -> str:
+    """Return a count with its noun: "1 row", "2 rows"."""
+    return f"{format_count(count)} {noun}{'' if count == 1 else 's'}"
 
 
 def node_count_prefix(machines: Sequence[str]) -> str:
-    """What comes before the command of a mirror: "2 machines: "; empty for a run of this machine."""
-    return f"{format_count_with_noun(len(machines), 'machine')}: " if machines else ""
+    """Return the prefix of the command of a multi-node run: "2 nodes: "; empty for a run on this machine."""
+    return f"{format_count_with_noun(len(machines), 'node')}: " if machines else ""
 
 
 def format_compact(number: float | None) -> str:
-    """Three digits and a thousands letter: 412, 12.4k, 3.10M, 0.52."""
+    """Return three digits and a thousands letter: 412, 12.4k, 3.10M, 0.52."""
     if number is None:
         return UNKNOWN
     for scale, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -92,7 +94,7 @@ def format_compact(number: float | None) -> str:
 
 
 def format_rate_within_steps(rate: Rate | None) -> str:
-    """The rate within steps, as " (332 within steps)", if it differs from the overall rate; else ""."""
+    """Return the rate within steps, as " (332 within steps)", if it differs from the overall rate; else ""."""
     if rate is None or not rate.differs_within_steps:
         return ""
     within = rate.steps_per_s_within if rate.samples_per_s_within is None else rate.samples_per_s_within
@@ -100,89 +102,93 @@ def format_rate_within_steps(rate: Rate | None) -> str:
 
 
 def format_samples_per_s(rate: Rate | None) -> str:
-    """Samples per second without the unit, for a table: "35.7" or "35.7 (332 within steps)"."""
-    known = rate is not None and rate.samples_per_s is not None
-    return format_compact(rate.samples_per_s if rate is not None else None) + (
-        format_rate_within_steps(rate) if known else ""
-    )
+    """Return samples per second without the unit, for a table: "35.7" or "35.7 (332 within steps)"."""
+    if rate is None or rate.samples_per_s is None:
+        return UNKNOWN
+    return format_compact(rate.samples_per_s) + format_rate_within_steps(rate)
 
 
 def format_rate(rate: Rate | None) -> str:
-    """A rate as text: "35.7 samples/s (332 within steps)"; in steps/s if samples are unknown; "" without a rate."""
+    """Return a rate: "35.7 samples/s (332 within steps)"; in steps/s if samples are unknown; "" without a rate."""
     if rate is None:
         return ""
-    unit = f"{format_compact(rate.steps_per_s)} steps/s" if rate.samples_per_s is None else ""
-    return (unit or f"{format_compact(rate.samples_per_s)} samples/s") + format_rate_within_steps(rate)
+    if rate.samples_per_s is None:
+        text = f"{format_compact(rate.steps_per_s)} steps/s"
+    else:
+        text = f"{format_compact(rate.samples_per_s)} samples/s"
+    return text + format_rate_within_steps(rate)
 
 
 _BYTES = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B"))
 
 
 def format_bytes(count: float | None) -> str:
-    """Bytes with a binary unit and three digits: "71.2 GiB"."""
+    """Return bytes with a binary unit and three digits: "71.2 GiB"."""
     if count is None:
         return UNKNOWN
-    scale, unit = next((each for each in _BYTES if count >= each[0] * 0.9995), _BYTES[-1])
-    return f"{format_three_digits(count / scale) if scale > 1 else f'{count:.0f}'} {unit}"
+    scale, unit = next(((scale, unit) for scale, unit in _BYTES if count >= scale * 0.9995), _BYTES[-1])
+    return f"{format_three_digits(count / scale)} {unit}" if scale > 1 else f"{count:.0f} {unit}"
 
 
 def format_bytes_of_total(used: float | None, total: float | None) -> str:
-    """Used and total bytes, with one unit if both have the same: "71.2 / 141 GiB"."""
-    whole = format_bytes(total)
+    """Return used and total bytes, with one unit if both have the same: "71.2 / 141 GiB"."""
+    total_text = format_bytes(total)
     number, _, unit = format_bytes(used).partition(" ")
-    return f"{number} / {whole}" if whole.endswith(" " + unit) else f"{format_bytes(used)} / {whole}"
+    return f"{number} / {total_text}" if total_text.endswith(" " + unit) else f"{format_bytes(used)} / {total_text}"
 
 
 def format_free_bytes(used: float | None, total: float | None) -> str:
-    """What is left of a memory, in the unit of its size: "69.8 of 141 GiB free"."""
+    """Return what is left of a memory, in the unit of its size: "69.8 of 141 GiB free"."""
     if total is None:
         return UNKNOWN
-    whole = format_bytes(total)
-    scale = next(scale for scale, unit in _BYTES if whole.endswith(f" {unit}"))
-    return f"{UNKNOWN if used is None else format_three_digits(max(total - used, 0) / scale)} of {whole} free"
+    total_text = format_bytes(total)
+    scale = next(scale for scale, unit in _BYTES if total_text.endswith(f" {unit}"))
+    return f"{UNKNOWN if used is None else format_three_digits(max(total - used, 0) / scale)} of {total_text} free"
 
 
-def format_quantity(quantity: Quantity, known: QuantitySum, steps: int) -> str:
-    """A quantity that at least one of `steps` steps has: "copied to GPUs: 1.20 MiB a step, 240 MiB in all"."""
-    mean = known.total / known.count
+def format_quantity(quantity: Quantity, total: QuantitySum, steps: int) -> str:
+    """Return a quantity that at least one of `steps` steps has: "copied to GPUs: 1.20 MiB per step, 240 MiB total"."""
+    mean = total.total / total.count
     if quantity.unit == "bytes":
-        texts = format_bytes(mean), format_bytes(known.total)
+        mean_text, total_text = format_bytes(mean), format_bytes(total.total)
     else:
         unit = "" if quantity.unit in ("", quantity.display_name) else f" {quantity.unit}"
-        texts = format_compact(mean) + unit, format_count(known.total) + unit
-    where = "" if known.count == steps else f" (known in {format_count(known.count)} of {format_count(steps)} steps)"
-    return f"{quantity.display_name}: {texts[0]} a step, {texts[1]} in all{where}"
+        mean_text, total_text = format_compact(mean) + unit, format_count(total.total) + unit
+    known_text = (
+        "" if total.count == steps else f" (known in {format_count(total.count)} of {format_count(steps)} steps)"
+    )
+    return f"{quantity.display_name}: {mean_text} per step, {total_text} total{known_text}"
 
 
 def format_clock(ns: int | None) -> str:
-    """A time span as hh:mm:ss, with days before it when there are any."""
+    """Return a time span as hh:mm:ss, with days before it when there are any."""
     if ns is None:
         return UNKNOWN
     seconds = max(ns, 0) // 1_000_000_000
-    days, rest = divmod(seconds, 86_400)
-    text = f"{rest // 3600:02d}:{rest // 60 % 60:02d}:{rest % 60:02d}"
+    days, seconds_of_day = divmod(seconds, 86_400)
+    text = f"{seconds_of_day // 3600:02d}:{seconds_of_day // 60 % 60:02d}:{seconds_of_day % 60:02d}"
     return f"{days}d {text}" if days else text
 
 
 def short_clock(ns: int) -> str:
-    """A time span as mm:ss below an hour, else as hh:mm:ss."""
+    """Return a time span as mm:ss below an hour, else as hh:mm:ss."""
     return format_clock(ns).removeprefix("00:")
 
 
 def format_run_time(seconds: float) -> str:
-    """How long a run took: 0.41 s, 12.3 s, 3 min 41 s, 2 h 05 min."""
+    """Return how long a run took: 0.41 s, 12.3 s, 3 min 41 s, 2 h 05 min."""
     if seconds < 60:
         return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
     return format_minutes(seconds)
 
 
-def format_time_range(span_s: int) -> str:
-    """A time range in words: "last 30 s", "last 2 min", "whole run"."""
-    return f"last {format_range_length(span_s)}" if span_s else format_range_length(span_s)
+def format_time_range(range_s: int) -> str:
+    """Return a time range in words: "last 30 s", "last 2 min", "whole run"."""
+    return f"last {format_range_length(range_s)}" if range_s else format_range_length(range_s)
 
 
 def format_range_length(seconds: int) -> str:
-    """The length of a time range: "30 s", "2 min", "whole run"."""
+    """Return the length of a time range: "30 s", "2 min", "whole run"."""
     if seconds <= 0:
         return "whole run"
     return f"{seconds} s" if seconds < 60 else f"{seconds // 60} min"

@@ -120,7 +120,7 @@ _HIGH = ("#555555", "#ff5555", "#55ff55", "#ffff55", "#5555ff", "#ff55ff", "#55f
 def _for_sixteen_colors(
     palette: Palette, phases: tuple[int, ...], spare: tuple[int, ...], dp: int, single: int
 ) -> Palette:
-    """`palette` for a terminal of sixteen colors, on which the phases' own colors would not stay distinct."""
+    """Return `palette` for a terminal of sixteen colors, on which the phases' own colors would not stay distinct."""
     sixteen = (*_LOW, *_HIGH)
     shown, others = (tuple(sixteen[number] for number in numbers) for numbers in (phases, spare))
     name = f"{palette.name}/16"
@@ -138,6 +138,6 @@ FEW: Mapping[str, Palette] = {
 
 
 def palette_of(theme: str, few: bool = False) -> Palette:
-    """The palette of `theme`, or the dark one if `theme` has no palette; `few`: for a terminal of sixteen colors."""
+    """Return the palette of `theme`, by default the dark one. `few`: for a terminal with sixteen colors."""
     palette = PALETTES.get(theme, DARK)
     return FEW[f"{palette.name}/16"] if few else palette

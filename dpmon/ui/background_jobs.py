@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TextIO, TypeVar
 
 from dpmon.errors import DpmonError
-from dpmon.model.finding_text import Finding
+from dpmon.model.findings.finding import Finding
 
 _Made = TypeVar("_Made")
 

@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from dpmon.model.active_processes import ended_processes
-from dpmon.model.run_snapshot import MANY, MOST_RANKS, WORST, RunSnapshot, SnapshotRequest, toggle_refusal
+from dpmon.model.run_snapshot import (
+    MAX_FULLY_READ,
+    MAX_LEAST_WAITING,
+    MAX_RANKS,
+    RunSnapshot,
+    SnapshotRequest,
+    toggle_refusal,
+)
 from dpmon.run.process_notes import traceback_line
 from dpmon.run.run_reader import NO_TRAINING, PauseState, RunReader
 from dpmon.sanitize import sanitize_line
@@ -19,7 +26,7 @@ from dpmon.ui.panels.panel_output import LogTail, OutputView
 from dpmon.ui.screen_data import LookBack, ModeRequest, ScreenData, View, all_finished
 
 if TYPE_CHECKING:
-    from dpmon.model.finding_text import Finding
+    from dpmon.model.findings.finding import Finding
     from dpmon.model.slow_steps import SlowSteps
     from dpmon.model.snapshot_builder import SnapshotBuilder
     from dpmon.run.run_directory import ExitInfo, RunInfo
@@ -41,9 +48,9 @@ _STRIDE = 4
 """Ranks read beyond the visible ones, so that the user can scroll before more are read."""
 _SLOWEST = 8
 """Number of the longest steps that a picture can show."""
-FROZEN_RANKS = 2 * MOST_RANKS
+FROZEN_RANKS = 2 * MAX_RANKS
 """Ranks that are read for a frozen picture: the user can zoom and scroll it without a new read."""
-_FROZEN = SnapshotRequest(ranks=FROZEN_RANKS, slowest=_SLOWEST, worst=WORST)
+_FROZEN = SnapshotRequest(ranks=FROZEN_RANKS, slowest=_SLOWEST, worst=MAX_LEAST_WAITING)
 
 
 class LiveRun:
@@ -70,7 +77,7 @@ class LiveRun:
         self._open_given = open_store
         self._clock = clock
         self._reader: RunReader | None = None
-        self._wanted = SnapshotRequest(slowest=_SLOWEST, worst=WORST)
+        self._wanted = SnapshotRequest(slowest=_SLOWEST, worst=MAX_LEAST_WAITING)
         self.ended: ExitInfo | None = None
         """How the run ended; None while it runs or while its end is unknown."""
         self._last_line: str | None = None
@@ -154,7 +161,7 @@ class LiveRun:
         wanted = self._wanted._replace(over=self.is_over, ranks=self._ranks)
         began, used = time.perf_counter(), time.thread_time()
         rests = wanted == self._wanted and began < self._rests_until
-        if not rests or len(self.state.processes) <= MANY:
+        if not rests or len(self.state.processes) <= MAX_FULLY_READ:
             self._activities, start = reader.activities(), reader.info.start_ns
             self._doing = {p: (what, since - start if since else 0) for p, (what, since) in self._activities.items()}
         if rests or (wanted == self._wanted and not self._may_have_changed()):
@@ -165,7 +172,7 @@ class LiveRun:
         ended = time.perf_counter()
         took, used = ended - began, time.thread_time() - used
         self._rests_until = ended + (max(_RESTS * used, took) if took > _SLOW_S else 0.0)
-        if len(self.state.processes) > MANY:
+        if len(self.state.processes) > MAX_FULLY_READ:
             self._rests_until = max(self._rests_until, began + _OF_MANY_S)
 
     def _may_have_changed(self) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import NamedTuple
 
-from dpmon.model.finding_text import Finding
+from dpmon.model.findings.finding import Finding
 from dpmon.model.recorded_stalls import RecordedStall, final_stall
 from dpmon.model.run_snapshot import Process, RunSnapshot
 from dpmon.model.stragglers import Straggler

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from dpmon.model.run_snapshot import MOST_RANKS
+from dpmon.model.run_snapshot import MAX_RANKS
 from dpmon.text.cells import wrap_text
 from dpmon.ui.footer import render_footer, render_timeline
 from dpmon.ui.panel_layout import FIRST, MIN_HEIGHT, MIN_WIDTH, Slot, place_panels
@@ -96,7 +96,7 @@ def max_visible_ranks(facts: ScreenData, slots: Mapping[str, Slot]) -> int:
     """The largest number of ranks that a picture can show in these slots."""
     table = slots["replicas"].height if "replicas" in slots and panel_ranks.is_shown(facts) else 0
     last_step = slots["batch"].height - panel_batch.WITHOUT_RANKS if "batch" in slots else 0
-    return min(max(table, last_step), MOST_RANKS)
+    return min(max(table, last_step), MAX_RANKS)
 
 
 def shows_time(facts: ScreenData, slots: Mapping[str, Slot]) -> bool:

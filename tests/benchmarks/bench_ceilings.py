@@ -22,9 +22,9 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from dpmon.model.all_findings import find_all
 from dpmon.model.comparison_stats import Change, estimate_change
-from dpmon.model.finding_text import MOST_SAVED, OF_RUN, format_gain, format_gain_limit
+from dpmon.model.findings.all_findings import find_all
+from dpmon.model.findings.finding import MAX_SAVED_SHARE, OF_RUN, format_gain, format_gain_limit
 from dpmon.report.comparison_report import read_compared_run
 from dpmon.report.report_data import analyze_run
 from dpmon.run.lifecycle import run_state
@@ -203,7 +203,7 @@ def judge(case: Case, before: list[Seen], after: list[Seen]) -> tuple[bool, str]
     if not promises:
         verdict = "none is promised" if not case.promised else "NONE IS PROMISED"
         return not case.promised, f"{case.name:<13} {kind:<13} {verdict:<32} {came}"
-    saves = min(median(promises), MOST_SAVED)
+    saves = min(median(promises), MAX_SAVED_SHARE)
     beaten = told.ratio < 1 - saves if told.most is None else told.most < 1 - saves
     promised = f"{'run' if whole else 'steps'} {format_gain_limit(saves)}"
     return not beaten, f"{case.name:<13} {kind:<13} {promised:<32} {came:<60} {'BEATEN' if beaten else 'holds'}"

@@ -20,7 +20,7 @@ from math import exp, sqrt
 from pathlib import Path
 from statistics import median
 
-from dpmon.model.compared_run import STEP_FIGURES
+from dpmon.model.compared_run import STEP_METRICS
 from dpmon.model.comparison_stats import estimate_change
 from dpmon.model.run_comparison import ComparedMetric, RunComparison, Threshold, judge_threshold
 
@@ -94,7 +94,7 @@ def of_groups(chance: random.Random, times: int) -> None:
         signs = 0
         for _ in range(times):
             told = estimate_change(runs(chance, count, spread, 1.0), runs(chance, count, spread, 1 + slower))
-            row = ComparedMetric(STEP_FIGURES[0], ([1.0], [1.0]), told)
+            row = ComparedMetric(STEP_METRICS[0], ([1.0], [1.0]), told)
             found = RunComparison(([], []), None, None, [], {"step": row}, None)
             outcomes[judge_threshold(found, Threshold("step", 0.05)).outcome] += 1
             signs += told.sign != 0

@@ -50,7 +50,7 @@ def test_lines_of_json_on_stderr_leave_stdout_to_the_script(dpmon: Dpmon, tmp_pa
     lines = parsed(text)
     assert [line for line in text.splitlines() if not line.startswith("{")] == ["in the middle of a line"]
     assert lines[0]["state"] == "starting"
-    assert lines[0]["absent"]["steps_per_s"] == "no step has ended yet"
+    assert lines[0]["absent"]["steps_per_s"] == "no step has finished yet"
     known = [line for line in lines if line.get("step") == 50]
     assert (known[0]["mode"], known[0]["virtual"], known[0]["health"]["end"]) == ("dp", True, None)
     assert known[0]["step_ms"]["median_ms"] > 0

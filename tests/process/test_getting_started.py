@@ -59,7 +59,7 @@ def run_all(page: str, dpmon: Dpmon, tmp_path: Path) -> dict[str, str]:
 @pytest.mark.timeout(900)
 def test_every_command_of_getting_started_works_in_its_order(dpmon: Dpmon, tmp_path: Path) -> None:
     printed = run_all("getting-started.md", dpmon, tmp_path)
-    assert "Rank 1 holds the others up" in printed["dpmon report slow"]
+    assert "Rank 1 delays the others" in printed["dpmon report slow"]
     names = {directory.name.split("-", 2)[2].rpartition("-")[0] for directory in dpmon.runs()}
     assert names == {"linear", "slow"}, "the run that is stopped is deleted"
 

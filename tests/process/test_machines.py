@@ -208,7 +208,7 @@ def check_figures(job: Job, counts: dict[int, tuple[int, int, float]]) -> None:
     for rank, (steps, rows, forward_s) in counts.items():
         found = ranks[rank]
         assert found["node"] == job.node_of(rank)
-        # Another supervisor may lose the open step; one step with a stall is left out of the figures.
+        # Another supervisor may lose the open step; one step with a stall is left out of the metrics.
         assert steps - 1 <= found["calls"] <= steps
         assert steps - 2 <= found["steps"] <= steps
         same = ("calls", "steps", "inputs", "outputs", "median_ms", "forward_ms", "backward_ms", "samples_per_s")
@@ -227,4 +227,4 @@ def check_figures(job: Job, counts: dict[int, tuple[int, int, float]]) -> None:
     assert ranks[3]["slowest"] > 0.8 * ranks[3]["joined_steps"]
     told = [each["text"] for each in report["findings"] if each["kind"] == "straggler"]
     assert len(told) == 1, (report["findings"], report["ranks"])
-    assert told[0].startswith(f"Rank 3 ({job.node_of(3)}) holds the others up by ")
+    assert told[0].startswith(f"Rank 3 ({job.node_of(3)}) delays the others by ")

@@ -162,7 +162,7 @@ def check_the_figures(dpmon: Dpmon) -> None:
     assert story["elapsed"]["stalled_s"] == pytest.approx(stood, rel=0.01)
     # On a busy machine, there may also be steps that took much longer than usual.
     (text,) = (one["text"] for one in story["findings"] if one["kind"] == "stall" and "left out" in one["text"])
-    assert re.fullmatch(r"1 step with a stall is left out of the figures: [\d.]+ s\.", text)
+    assert re.fullmatch(r"1 step with a stall is left out of the metrics: [\d.]+ s\.", text)
     ranks = story["communication"]
     assert ranks["joined_steps"] == len(begins) - SETTLING_STEPS - 1
     assert (ranks["exposed_ms"] + ranks["wait_ms"]) * ranks["joined_steps"] < 500 * stood, "not with the wait of rank 0"

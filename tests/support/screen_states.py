@@ -8,7 +8,7 @@ from functools import cache, lru_cache
 from typing import Any
 
 from dpmon.model.epoch_progress import Epoch, Progress
-from dpmon.model.finding_text import Finding
+from dpmon.model.findings.finding import Finding
 from dpmon.model.loss_curves import LossCurve
 from dpmon.model.run_snapshot import Process, RunSnapshot
 from dpmon.record.history_rows import Row

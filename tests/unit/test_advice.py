@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from dpmon.model.all_findings import find_all
 from dpmon.model.communication import Communication
+from dpmon.model.findings.all_findings import find_all
 from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.run_events import LoaderStart
 from dpmon.store.step_stats import PhaseStats

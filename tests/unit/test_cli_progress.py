@@ -120,7 +120,7 @@ def test_the_time_of_a_long_gap_is_in_the_line_after_it(state: Path) -> None:
 def test_a_line_long_after_the_last_step_says_so(state: Path) -> None:
     reader = fake_status_reader(write_run_directory({0: [step(1), step(2)]}, status=None))
     reader.info.start_ns = STATUS_NOW_NS - 9 * _SECOND
-    assert ProgressReporter(reader).line() == "step 2  no step has ended for 9 s  dp"
+    assert ProgressReporter(reader).line() == "step 2  no step has finished for 9 s  dp"
 
 
 def test_a_line_after_an_evaluation_has_the_rate_of_the_training(state: Path) -> None:
@@ -139,7 +139,7 @@ def test_a_line_after_an_evaluation_has_the_rate_of_the_training(state: Path) ->
             rows.append(step_row("single", number, at, wall, 16, (-1, 10, 5 if trains else -1, -1)))
             at += wall
         lines.append(run.takes(*rows))
-    evaluated = "an evaluation: no training step has ended for 4 s"
+    evaluated = "an evaluation: no training step has finished for 4 s"
     assert [said.split("  ")[1] for said in lines] == ["100 steps/s", "10.0 steps/s", evaluated, "5.00 steps/s"]
 
 

@@ -32,7 +32,7 @@ from support.rank_builders import ddp_rank_rows
 from support.record_builders import with_event_data
 from support.run_harness import append_to
 
-HELD_UP = "rank 1 holds the others up by 6.00 ms a step (34%): its data takes 6.40 ms against 400 µs"
+HELD_UP = "rank 1 delays the others by 6.00 ms per step (34%): its data takes 6.40 ms, others 400 µs"
 STEPS = 100
 KNOWN = STEPS - 5
 """Number of steps without the first ones, which settle."""
@@ -61,7 +61,7 @@ def test_text_page_and_json_of_the_report_have_the_communication(state: Path) ->
     story = collect_report_data(a_run())
     text = text_lines(build_document(story), 200)
     assert f"  straggler {HELD_UP}; slowest in {KNOWN} of {KNOWN} steps" in text
-    assert f"  exposed   2.10 ms a step, 12% of it; {KNOWN} steps" in text
+    assert f"  exposed   2.10 ms per step, 12% of it; {KNOWN} steps" in text
     assert "  buckets   6: 1.00 MiB, 25.0 MiB ×5" in text
     at = text.index("RANKS: where a step goes")
     head, *rows = (" ".join(line.split()) for line in text[at + 1 : at + 4])
@@ -100,9 +100,9 @@ def test_data_of_a_slow_rank_is_one_finding(state: Path) -> None:
 def test_steps_without_a_pass_count_as_none_of_it(state: Path) -> None:
     story = collect_report_data(a_run(passes=((0, 1), (0, 1), (0, 1), (1, 0))))
     text = " ".join(" ".join(text_lines(build_document(story), 200)).split())
-    assert "passes 0.25 synchronized a step, 0.75 under no_sync" in text
-    assert "synchronized backward passes: 0.25 passes a step, 25 passes in all" in text
-    assert "backward passes under no_sync: 0.75 passes a step, 75 passes in all" in text
+    assert "passes 0.25 synced per step, 0.75 under no_sync" in text
+    assert "synchronized backward passes: 0.25 passes per step, 25 passes total" in text
+    assert "backward passes under no_sync: 0.75 passes per step, 75 passes total" in text
     (mode,) = report_json_of(story)["modes"]
     assert mode["quantities"]["synced"] == {"sum": STEPS // 4, "steps": STEPS}
 
@@ -140,7 +140,7 @@ def test_the_summary_names_the_slow_rank_and_the_waits(state: Path) -> None:
 def test_the_line_of_progress_names_the_slow_rank(state: Path) -> None:
     reader: Any = SimpleNamespace(directory=a_run(None), activities=dict, info=SimpleNamespace(start_ns=0))
     assert (
-        ProgressReporter(reader).line().endswith("  others wait for rank 1: 6.00 ms (34%), data 6.40 ms against 400 µs")
+        ProgressReporter(reader).line().endswith("  others wait for rank 1: 6.00 ms (34%), data 6.40 ms, others 400 µs")
     )
     reader.directory = a_run(None, slow=None, noise=0.02)
     assert "others wait" not in ProgressReporter(reader).line()

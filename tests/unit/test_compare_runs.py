@@ -80,7 +80,7 @@ def test_two_against_two_have_no_bound_and_three_against_three_only_single_bound
 
 
 def test_equal_values_from_sketches_may_differ_by_what_a_sketch_cannot_distinguish() -> None:
-    same = estimate_change([7.0] * 6, [7.0] * 6, exact=False)
+    same = estimate_change([7.0] * 6, [7.0] * 6, is_exact=False)
     assert same.low is not None
     assert same.high is not None
     assert 0.99 < same.low < 0.993
@@ -163,12 +163,12 @@ def test_a_pair_tells_how_much_which_phase_and_for_whom(state: Path) -> None:
     assert found.found.reason is not None
     assert found.found.reason[0] == "data"
     assert re.fullmatch(
-        r"B is slower: from 5\d\.\d ms to 6\d\.\d ms a step, \+(19|20|21)% \(95% interval \+1\d% to \+2\d%\);"
+        r"B is slower: from 5\d\.\d ms to 6\d\.\d ms per step, \+(19|20|21)% \(95% interval \+1\d% to \+2\d%\);"
         r" most of the change is in data: from 2\.\d\d ms to 1\d\.\d ms",
         found.outcome,
     )
     text = text_of(found)
-    assert "this speaks for this pair only" in text
+    assert "the result is about this pair only" in text
     assert "WHAT DIFFERS\n  nothing that dpmon knows" in text
     assert re.search(r"\n    optimizer .* ms +~ ", text)
 
@@ -179,14 +179,14 @@ def test_several_runs_a_side_tell_how_much_equal_runs_differ(state: Path) -> Non
     found = compared(a, b)
     assert found.outcome.startswith("B is slower")
     text = " ".join(" ".join(text_lines(build_document(*found))).split())
-    assert re.search(r"Equal runs differ \(slowest against fastest median step\): A by [01]\.\d%, B by [01]\.", text)
+    assert re.search(r"Equal runs differ \(slowest vs\. fastest median step\): A by [01]\.\d%, B by [01]\.", text)
     assert "pair only" not in text
     assert "in turn" not in text
     later = compared(a[:3], [a_run(9, started_unix=1.8e9)])
     assert "run them in turn" in " ".join(" ".join(text_lines(build_document(*later))).split())
-    assert later.outcome.startswith("inconclusive: 3 against 1 runs are too few")
+    assert later.outcome.startswith("inconclusive: too few runs (3 vs. 1)")
     equal = compared(a[::2], b[:0] + a[1::2])
-    assert equal.outcome.startswith("inconclusive: 3 against 2 runs are too few: by chance alone, one order in 10")
+    assert equal.outcome.startswith("inconclusive: too few runs (3 vs. 2): 1 ordering in 10 separates")
 
 
 def test_the_same_runs_give_the_same_answer(state: Path) -> None:
@@ -248,7 +248,7 @@ def test_ranks_tell_their_communication_and_whom_they_wait_for(state: Path) -> N
     assert {"exposed", "wait"} <= found.found.compared.keys()
     text = text_of(found, 200)
     assert ": no rank stands out\n" in text
-    assert ": rank 1 holds the others up by " in text
+    assert ": rank 1 delays the others by " in text
 
 
 def test_runs_that_have_not_the_same_ranks_say_so(state: Path) -> None:
@@ -282,12 +282,12 @@ def test_phases_of_dp_only_and_another_mode(state: Path) -> None:
 def test_short_runs_have_no_interval(state: Path) -> None:
     found = compared([a_run(1, steps=45)], [a_run(2, steps=45, slow=1.2)])
     assert re.match(
-        r"B is slower: from .* a step, \+[12]\d% \(one-sided bounds: at least \+1\d%, at most \+\d\d%, 95% each\)",
+        r"B is slower: from .* per step, \+[12]\d% \(one-sided bounds: at least \+1\d%, at most \+\d\d%, 95% each\)",
         found.outcome,
     )
     equal = compared([a_run(1, steps=45)], [a_run(1, steps=45)]).outcome
     assert re.match(
-        r"inconclusive: [34] against [34] parts of 1 s have no 95% interval; from .* \(one-sided bounds: at least -",
+        r"inconclusive: [34] vs\. [34] parts of 1 s have no 95% interval; from .* \(one-sided bounds: at least -",
         equal,
     )
     assert "the runs are too short: " in compared([a_run(1, steps=30)], [a_run(2, steps=30)]).outcome
@@ -334,9 +334,9 @@ def test_three_runs_a_side_have_one_verdict_by_their_one_sided_bounds(state: Pat
     before, after = sides(state, 1.1)
     sure = r"\+\d+(\.\d)?% \(one-sided bounds: at least \+\S+%, at most \+\S+%, 95% each\)"
     plain = compared(before, after)
-    assert re.match(rf"B is slower: from 5\d\.\d ms to 5\d\.\d ms a step, {sure}; most of the change", plain.outcome)
+    assert re.match(rf"B is slower: from 5\d\.\d ms to 5\d\.\d ms per step, {sure}; most of the change", plain.outcome)
     gated = " ".join(text_of(compared(before, after, Threshold("step", 0.05))).split())
-    assert re.search(rf": slower \(step, limit \+5.0%\): {sure} Time: from 5\S+ ms to 5\S+ ms a step, {sure}", gated)
+    assert re.search(rf": slower \(step, limit \+5.0%\): {sure} Time: from 5\S+ ms to 5\S+ ms per step, {sure}", gated)
     assert "inconclusive" not in gated
     assert re.search(r" step +\S+ ms +\S+ ms +\+\S+% +\+\S+% to \+\S+% \(90%\)\n", text_of(plain))
     assert "95% interval" not in text_of(plain)
@@ -354,7 +354,7 @@ def test_two_runs_a_side_are_inconclusive_with_the_reason(state: Path) -> None:
     before, after = sides(state, 2.0)
     found = compared(before[:2], after[:2], Threshold("step", 0.05))
     assert found.status == 3
-    assert "2 against 2 runs are too few: by chance alone, one order in 6 puts a whole side on top" in found.outcome
+    assert "too few runs (2 vs. 2): 1 ordering in 6 separates the sides by chance" in found.outcome
 
 
 def test_a_gate_on_a_phase_and_on_memory(state: Path) -> None:
@@ -403,9 +403,7 @@ def test_the_processor_time_of_a_step_is_that_of_all_processes(state: Path) -> N
     assert "cpu_step" not in read_compared_run(a_run(1, busy={"node": 1})).values, "they run on other machines, too"
     assert "cpu_step" not in read_compared_run(a_run(1, steps=30)).values, "no whole second"
     before, after = ([a_run(seed, busy={"run_cpu_pct": use + seed}) for seed in range(3)] for use in (100, 112))
-    assert compared(before, after, Threshold("cpu_step", 0.05)).outcome.startswith(
-        "slower (processor time a step, limit"
-    )
+    assert compared(before, after, Threshold("cpu_step", 0.05)).outcome.startswith("slower (CPU time per step, limit")
 
 
 def test_processors_and_memory_of_several_machines_are_told_apart(state: Path) -> None:

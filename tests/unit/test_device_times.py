@@ -281,4 +281,4 @@ def test_a_line_without_device_times_says_why(state: Path, took: Any, reason: st
 def test_the_reasons_for_nulls_are_returned_separately() -> None:
     progress, absent = _progress(None, RunSnapshot(), 0, 0)
     assert progress.keys() == absent.keys()
-    assert set(absent.values()) == {"no step has ended yet"}
+    assert set(absent.values()) == {"no step has finished yet"}

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 
-from dpmon.model.finding_text import Finding
+from dpmon.model.findings.finding import Finding
 from dpmon.model.recorded_stalls import RecordedStall
 from dpmon.model.run_snapshot import RunSnapshot
 from dpmon.notify import notifier

@@ -17,7 +17,7 @@ from dpmon.cli.commands import _make_listed_run
 from dpmon.cli.main import main
 from dpmon.cli.status import read_run_status
 from dpmon.cli.status_stream import StatusStream
-from dpmon.model.finding_text import Finding
+from dpmon.model.findings.finding import Finding
 from dpmon.model.recorded_stalls import RecordedStall
 from dpmon.model.run_snapshot import RunSnapshot
 from dpmon.notify.notifier import to_cloudevent

@@ -14,7 +14,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from dpmon.export.csv_tables import CsvTables
-from dpmon.model.all_findings import find_all
+from dpmon.model.findings.all_findings import find_all
 from dpmon.model.run_analysis import RunAnalysis
 from dpmon.record.history_rows import Definition, LossRow, Row
 from dpmon.record.jsonl import as_json

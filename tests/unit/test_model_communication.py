@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
-from dpmon.model.all_findings import find_all
 from dpmon.model.communication import Communication, Wrapper, build_communication
-from dpmon.model.finding_text import MIN_STEPS, Finding
+from dpmon.model.findings.all_findings import find_all
+from dpmon.model.findings.finding import Finding
+from dpmon.model.findings.finding_evidence import MIN_STEPS
+from dpmon.model.findings.rank_findings import find_rank_problems
 from dpmon.model.json_fields import communication_fields
 from dpmon.model.mode_stats import ModeStats
-from dpmon.model.rank_findings import find_rank_problems
 from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.run_events import RunEvents, newest_wrappers
 from dpmon.model.stragglers import (
@@ -61,18 +62,18 @@ def test_own_collectives_are_a_finding_if_every_rank_may_wait_in_them(
 def test_a_straggler_is_described_in_one_sentence() -> None:
     slow = Straggler(5, 5, (5,), (5,), 6.0 * MS, 0.38, 97, 100, "data", 6.3 * MS, 0.4 * MS)
     assert straggler_sentence(slow, lately=True) == (
-        "rank 5 holds the others up by 6.00 ms a step (38%): its data takes 6.30 ms against 400 µs; slowest in 97 of"
+        "rank 5 delays the others by 6.00 ms per step (38%): its data takes 6.30 ms, others 400 µs; slowest in 97 of"
         " the last 100 steps"
     )
     assert straggler_sentence(slow, lately=False).endswith("slowest in 97 of 100 steps")
-    assert short_sentence(slow) == "others wait for rank 5: 6.00 ms (38%), data 6.30 ms against 400 µs"
+    assert short_sentence(slow) == "others wait for rank 5: 6.00 ms (38%), data 6.30 ms, others 400 µs"
     uncaused = slow._replace(phase=None)
-    assert delay_sentence(uncaused) == "rank 5 holds the others up by 6.00 ms a step (38%), in no single phase"
+    assert delay_sentence(uncaused) == "rank 5 delays the others by 6.00 ms per step (38%), in no single phase"
     assert short_sentence(uncaused) == "others wait for rank 5: 6.00 ms (38%)"
     alone = slow._replace(phase="copy", others_ns=0.0)
-    assert delay_sentence(alone).endswith(": its copy takes 6.30 ms and nothing on the others")
+    assert delay_sentence(alone).endswith(": its copy takes 6.30 ms, others none")
     assert delay_sentence(slow._replace(phase="other")).endswith(
-        "the script's own work (other) takes 6.30 ms against 400 µs"
+        "the script's own work (other) takes 6.30 ms, others 400 µs"
     )
 
 
@@ -87,7 +88,7 @@ def test_a_straggler_is_described_in_one_sentence() -> None:
 def test_several_slow_ranks_are_named_together(ranks: tuple[int, ...], name: str) -> None:
     slow = Straggler(0, ranks[0], tuple(range(len(ranks))), ranks, 6.0 * MS, 0.38, 97, 100, "data", 6.3 * MS, 0.4 * MS)
     assert straggler_sentence(slow, lately=True) == (
-        f"{name} hold the others up by 6.00 ms a step (38%): their data takes 6.30 ms against 400 µs; one of them"
+        f"{name} delay the others by 6.00 ms per step (38%): their data takes 6.30 ms, others 400 µs; one of them"
         " slowest in 97 of the last 100 steps"
     )
     assert short_sentence(slow).startswith(f"others wait for {name}: ")
@@ -116,7 +117,7 @@ def test_ranks_that_are_equally_slow_are_found_together() -> None:
     assert (found.rank, found.process, found.ranks, found.processes) == (1, 1, (1, 2), (1, 2))
     assert (found.slowest, found.steps) == (50, 50)
     assert delay_sentence(found) == (
-        "ranks 1 and 2 hold the others up by 30.0 ms a step (23%): their forward takes 35.0 ms against 5.00 ms"
+        "ranks 1 and 2 delay the others by 30.0 ms per step (23%): their forward takes 35.0 ms, others 5.00 ms"
     )
     told: Any = communication_fields(communication_of(ranks))
     assert (told["straggler"]["rank"], told["straggler"]["ranks"]) == (1, [1, 2])
@@ -296,7 +297,7 @@ def test_a_straggler_is_found_with_advice_for_its_phase(phase: str, advice: str)
     slow = slow._replace(phases={**slow.phases, phase: slow.phases.get(phase, 0.0) + 5 * MS})
     (found,) = found_in([rank_times(0, 5.0), slow, rank_times(2, 5.0)])
     assert found.kind == "straggler"
-    assert found.text.startswith("Rank 1 holds the others up by 5.00 ms a step (25%): ")
+    assert found.text.startswith("Rank 1 delays the others by 5.00 ms per step (25%): ")
     assert found.ground == "slowest in 180 of 200 steps; mean step 20.0 ms on 3 ranks"
     assert advice in found.advice
     assert found.weight == pytest.approx(0.25)
@@ -312,7 +313,7 @@ def test_exposed_communication_is_found_with_what_the_wrapper_does_not_do_yet() 
     ranks = [rank_times(0, 0.1, exposed_ms=5.0), rank_times(1, 0.1, exposed_ms=5.0)]
     (found,) = found_in(ranks, ddp_wrapper(backend="nccl"))
     assert found.kind == "exposed"
-    assert found.text == "Communication that nothing hides takes 25% of the time of the steps."
+    assert found.text == "Exposed communication takes 25% of step time."
     assert found.ground == "exposed mean 5.00 ms, step mean 20.0 ms over 200 steps of 2 ranks"
     assert "larger batches" in found.advice
 
@@ -335,8 +336,10 @@ def test_several_averages_for_one_step_of_the_optimizer_are_found() -> None:
     ranks = [rank_times(number, 0.1, synced=200, optimized=50) for number in range(2)]
     (found,) = found_in(ranks)
     assert found.kind == "accumulation"
-    assert found.text == "Gradients are averaged 4.0 times for each step of the optimizer."
-    assert found.ground == "400 synchronized backward passes, 0 under no_sync, 100 steps with an optimizer step"
+    assert found.text == "Gradients are averaged 4.0 times per optimizer step."
+    assert (
+        found.ground == "400 backward passes that synced gradients, 0 under no_sync, 100 steps with an optimizer step"
+    )
     assert "no_sync" in found.advice
     waiting = [rank_times(number, 5.0, exposed_ms=2.0, synced=200, optimized=50) for number in range(2)]
     (found,) = [one for one in found_in(waiting) if one.kind == "accumulation"]

@@ -120,7 +120,7 @@ def test_a_speed_up_names_what_it_saves_and_what_still_costs() -> None:
     text = verdict_sentence(found)
     assert text is not None
     assert text.startswith("DataParallel over 2 is 1.5")
-    assert "backward takes 2.60 ms against 5.00 ms on one device, replicate 801 µs of a 6.50 ms step." in text
+    assert "backward takes 2.60 ms, on one device 5.00 ms, replicate 801 µs of a 6.50 ms step." in text
 
 
 def test_a_wide_interval_is_no_verdict() -> None:
@@ -137,7 +137,7 @@ def test_the_forward_is_named_as_panel_3_names_its_parts() -> None:
     dp = steps(100, replicate=0.1, apply=7.0, forward=1.0)
     found = compare({"single": steps(100, seed=2), "dp": dp}, devices=TWO)
     text = verdict_sentence(found) or ""
-    assert re.search(r": parallel_apply and the forward rest take 8\.\d+ ms against \d\.\d+ ms of forward on one", text)
+    assert re.search(r": parallel_apply and other forward take 8\.\d+ ms, forward on one device \d\.\d+ ms", text)
 
 
 def test_a_small_difference_is_not_distinguished_from_noise() -> None:
@@ -187,10 +187,10 @@ def test_only_steps_of_the_same_batch_are_compared() -> None:
     assert unlike.speedup is None
     assert (
         unlike.missing
-        == "no verdict: the batches are not of the same size (32 samples a step in single, 16 samples a step in dp)"
+        == "no verdict: the batches are not of the same size (32 samples per step in single, 16 samples per step in dp)"
     )
     unknown = compare({"single": [s._replace(samples=None) for s in single], "dp": half})
-    assert "an unknown number of samples a step in single" in (unknown.missing or "")
+    assert "an unknown number of samples per step in single" in (unknown.missing or "")
 
 
 def test_training_is_not_compared_with_evaluation() -> None:

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from dpmon.model.all_findings import combined_savings, find_all
 from dpmon.model.comparison_stats import Interval
 from dpmon.model.device_memory import DeviceMemory
 from dpmon.model.device_usage import HostUsage
-from dpmon.model.finding_text import MIN_STEPS, Finding
+from dpmon.model.findings.all_findings import combined_savings, find_all
+from dpmon.model.findings.finding import Finding
+from dpmon.model.findings.finding_evidence import MIN_STEPS
 from dpmon.model.layouts import IdleDeviceCounts, ReplicaStats
 from dpmon.model.mode_comparison import Comparison
 from dpmon.model.mode_stats import ModeStats
@@ -67,13 +68,13 @@ def test_a_busy_machine(facts: HostUsage | None, kinds: list[str]) -> None:
     found = find_all(with_changes(HEALTHY_RUN, host=facts))
     assert [finding.kind for finding in found] == kinds
     if kinds == ["busy"]:
-        assert "3.0 of its 8 processors" in found[0].text
-        assert found[0].ground == "processors 97% in use, 4.9 of 8 by this run, load 12.0 (medians of 60 samples)"
+        assert "3.0 of 8 cores" in found[0].text
+        assert found[0].ground == "CPU 97% in use, 4.9 of 8 cores by this run, load 12.0 (medians of 60 samples)"
 
 
 def test_busy_machines() -> None:
     (found,) = find_all(with_changes(HEALTHY_RUN, host=host()._replace(machines=2)))
-    assert found.text == "The machines are busy with other work: a median of 3.0 of 8 processors per machine."
+    assert found.text == "Other processes are using the nodes' CPUs: a median of 3.0 of 8 cores per node."
 
 
 def test_what_the_script_can_change_comes_before_other_work_on_the_machine() -> None:
@@ -114,17 +115,17 @@ FAST = mode_stats(median_ms=0.3, data=0.43, forward=0.3, backward=0.27)
             WAITING_MODE,
             host(cpu_pct=40.0),
             "more workers (DataLoader num_workers); less",
-            "if the processors have room",
+            "if CPU cores are idle",
         ),
-        (WAITING_MODE, None, "more workers (DataLoader num_workers), if the processors have room", "not more workers"),
+        (WAITING_MODE, None, "more workers (DataLoader num_workers), if CPU cores are idle", "not more workers"),
         (
             WAITING_MODE,
             host(others=1.0),
-            "the processors are 97% in use, so more workers help only if the fetches wait for a disk or network",
+            "the CPU is 97% in use, so more workers help only if the fetches wait for a disk or network",
             "num_workers",
         ),
         (WAITING_MODE, host(own=0.1), "this run uses only 0.1 of 8", "less work"),
-        (WAITING_MODE, host(own=0.3), "less work for each sample", "num_workers"),
+        (WAITING_MODE, host(own=0.3), "less work per sample", "num_workers"),
         (FAST, host(cpu_pct=40.0), "passing a batch between processes costs more than a fetch of 129 µs", "num_"),
         (STARTING_MODE, host(cpu_pct=40.0), "a few fetches take most of the time (mean 36.0 ms", "more workers"),
     ],
@@ -155,7 +156,7 @@ def test_the_advice_for_a_gpu_that_waits_for_data_is_about_the_loader() -> None:
     assert "torch.compile" in advice
     waiting = with_changes(run, modes=(WAITING_MODE,))
     (advice,) = [found.advice for found in find_all(waiting) if found.kind == "low use"]
-    assert advice == "the loader first: the steps wait for data for 43% of their time"
+    assert advice == "the loader first: the steps wait for data 43% of the time"
 
 
 def test_nothing_stands_out_in_a_healthy_run() -> None:
@@ -187,7 +188,7 @@ def test_a_run_with_a_problem_has_its_finding(kind: str) -> None:
 def test_the_most_that_an_advice_can_bring_is_the_time_of_its_cause(kind: str, saves: float | None) -> None:
     (found,) = find_all(RUNS_BY_FINDING[kind])
     assert found.saves == (saves if saves is None else pytest.approx(saves))
-    words = "" if saves is None else f"steps at most {round(100 * saves / (1 - saves))}% faster"
+    words = "" if saves is None else f"steps up to {round(100 * saves / (1 - saves))}% faster"
     assert found.gain_limit_text == words
     assert found.advice_text.startswith(f"try ({words}): " if words else "try: ")
 
@@ -195,8 +196,8 @@ def test_the_most_that_an_advice_can_bring_is_the_time_of_its_cause(kind: str, s
 @pytest.mark.parametrize(
     ("saves", "words"),
     [
-        (0.2, "steps at most 25% faster"),
-        (0.9, "steps at most 10.0 times as fast"),
+        (0.2, "steps up to 25% faster"),
+        (0.9, "steps up to 10.0× as fast"),
         (0.976, "steps in 2% of the time at best"),
         (1.0, "steps in 1% of the time at best"),
     ],
@@ -259,7 +260,7 @@ def test_time_between_steps_is_that_of_the_process_that_has_most() -> None:
     spent = {"training": 74 * SECOND, "between": 26 * SECOND}
     (found,) = find_all(with_changes(HEALTHY_RUN, time_by_activity=spent, spent_by_process=each, gaps=[gap]))
     assert found.kind == "between"
-    assert found.gain_limit_text == "run at most 2.0 times as fast"
+    assert found.gain_limit_text == "run up to 2.0× as fast"
 
 
 def test_workers_that_start_again_also_cost_the_first_fetch_of_an_epoch() -> None:
@@ -293,18 +294,18 @@ def test_a_stall_is_counted_once_and_its_steps_are_left_out() -> None:
     spent = {"stalled": 40 * SECOND, "training": 60 * SECOND}
     stalled = with_changes(HEALTHY_RUN, announced=RunEvents(stalls=(seen,)), time_by_activity=spent, window=window)
     (found,) = find_all(stalled)
-    assert found.text == "1 step with a stall is left out of the figures: 40.0 s."
+    assert found.text == "1 step with a stall is left out of the metrics: 40.0 s."
     assert found.ground == f"stall at 00:01:00: {STALL}"
     assert (found.advice, found.weight) == ("dpmon why shows the stacks of that time", 0.4)
     (between,) = find_all(with_changes(stalled, window=SimpleNamespace(left_out={}, times=())))
-    assert between.text == "A stall is left out of the figures: 40.0 s."
+    assert between.text == "A stall is left out of the metrics: 40.0 s."
     goes_on = with_changes(stalled, announced=RunEvents(stalls=(seen._replace(end_ns=None),)))
     assert find_all(goes_on) == []
     # Ranks on a machine that did not know of the stall count its time as training.
     (elsewhere,) = find_all(
         with_changes(stalled, spent_by_process={0: {"training": 80 * SECOND}, 1: {"stalled": 80 * SECOND}})
     )
-    assert elsewhere.text == "1 step with a stall is left out of the figures: 80.0 s."
+    assert elsewhere.text == "1 step with a stall is left out of the metrics: 80.0 s."
     assert elsewhere.weight == 0.4
 
 
@@ -321,7 +322,7 @@ def live(newest_s: int, stalls: tuple[RecordedStall, ...] = STALLED, inputs: Any
 def test_a_live_run_that_hangs_says_so_first() -> None:
     (found,) = find_all(live(134))
     assert (found.kind, found.weight) == ("quiet", 1.0)
-    assert found.text == "No step has ended for 34.0 s."
+    assert found.text == "No step has finished for 34.0 s."
     assert found.ground == f"the last one at 00:01:40; {STALL}"
 
 
@@ -430,7 +431,7 @@ def test_memory_reserved_by_torch_stands_in_for_unknown_driver_figures() -> None
 def test_a_slower_replica_is_named_with_both_times() -> None:
     (found,) = find_all(with_changes(HEALTHY_RUN, replicas=(replica_stats(0), replica_stats(1, ms=12))))
     assert found.kind == "uneven"
-    assert "Replica 1 of Model (cuda:1) takes 2.4 times as long as replica 0" in found.text
+    assert "Replica 1 of Model (cuda:1) takes 2.4× as long as replica 0" in found.text
     assert "12.0 ms and 5.00 ms" in found.ground
 
 
@@ -442,7 +443,7 @@ def test_a_slower_gpu_is_found_by_its_own_time() -> None:
     """The host queues the work of both GPUs in the same time."""
     (found,) = find_all(with_changes(HEALTHY_RUN, replicas=(on_device(0, 5, 20), on_device(1, 5, 50))))
     assert (found.kind, found.weight) == ("uneven", pytest.approx(0.6, rel=0.01))
-    assert "Replica 1 of Model (cuda:1) takes 2.5 times as long as replica 0" in found.text
+    assert "Replica 1 of Model (cuda:1) takes 2.5× as long as replica 0" in found.text
     assert found.ground == "forward on the device, median 49.9 ms and 20.0 ms, equal rows"  # at most 0.4% off
 
 
@@ -479,12 +480,12 @@ def waiting(host: float, device: float | None, count: int = 1000) -> RunAnalysis
 def test_the_finding_about_data_uses_device_waits_where_they_are_known() -> None:
     assert find_all(waiting(0.4, 0.01)) == [], "it has work while the host waits"
     (found,) = find_all(waiting(0.4, 0.35))
-    assert found.text == "The GPU waits for data: 35% of the time of its steps."
+    assert found.text == "The GPU waits for data: 35% of step time."
     assert "on the device median 7.00 ms; step median 20.0 ms" in found.ground
     assert found.weight == 0.35
     for unknown in (waiting(0.4, None, 0), waiting(0.4, 0.01, MIN_STEPS - 1)):
         (found,) = find_all(unknown)
-        assert found.text == "The training waits for data: 40% of the time of its steps."
+        assert found.text == "The training waits for data: 40% of step time."
         assert "device" not in found.ground
 
 
@@ -500,7 +501,7 @@ def test_copies_are_judged_by_the_devices_own_time() -> None:
         said = find_all(with_changes(HEALTHY_RUN, modes=(replace(found, phases=tuple(phases)),)))
         assert [one.kind for one in said] == expected, (device, count)
         if said:
-            assert "takes 30% of the time of its steps" in said[0].text
+            assert "takes 30% of step time" in said[0].text
             assert "on the device median 6.00 ms, on the host median 8.00 ms" in said[0].ground
 
 
@@ -514,7 +515,7 @@ def test_of_idle_devices_and_unequal_rows_only_one_is_found() -> None:
 def test_many_stalls_are_counted_and_the_longest_is_placed() -> None:
     evidence = with_changes(HEALTHY_RUN, longest_steps=(long_step(9000, "other", 77), long_step(2000), long_step(25)))
     (found,) = find_all(evidence)
-    assert found.text == "2 steps took more than 10 times the median: 11.0 s together."
+    assert found.text == "2 steps took more than 10× the median: 11.0 s together."
     assert "step 77 at 00:01:00, 9.00 s, 8.10 s in other; median 20.0 ms" in found.ground
     assert "checkpoint" in found.advice
     every = with_changes(evidence, longest_steps=tuple(long_step(9000, step=n) for n in range(64)))
@@ -537,7 +538,7 @@ def test_the_process_that_waits_most_for_data_is_named() -> None:
         )
     )
     assert found.saves == 0.75, "each step waits for the longest fetch"
-    assert found.text == "Rank 1 waits for data: 70% of the time of its steps."
+    assert found.text == "Rank 1 waits for data: 70% of step time."
     assert found.ground.endswith("step median 20.0 ms over 1,000 steps of rank 1; 20% or more in 2 of 3 processes")
 
 

@@ -105,7 +105,7 @@ def test_without_new_steps_the_speed_is_replaced_by_a_reason() -> None:
     assert process is not None
     stalled = throughput_of(process, state, process.seen_ns + 12 * SECOND)
     assert stalled.steps_per_s is None
-    assert stalled.reason == "no step has ended for 12 s"
+    assert stalled.reason == "no step has finished for 12 s"
     now = process.seen_ns + 12 * SECOND
     assert throughput_of(process, state, now, now - SECOND).rate is not None, (
         "the process goes on, only the record is behind"

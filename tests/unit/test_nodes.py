@@ -17,7 +17,7 @@ from dpmon.cli.main import main
 from dpmon.model.communication import Wrapper, build_communication
 from dpmon.model.nodes import NodeProblem, NodeStatus
 from dpmon.model.rank_waits import choose_ranks_to_show
-from dpmon.model.run_snapshot import MANY, WORST, SnapshotRequest
+from dpmon.model.run_snapshot import MAX_FULLY_READ, MAX_LEAST_WAITING, SnapshotRequest
 from dpmon.model.snapshot_builder import SnapshotBuilder
 from dpmon.model.stragglers import delay_shares, straggler_sentence
 from dpmon.record.record_types import Event
@@ -59,10 +59,10 @@ def facts_of(run: ManyNodes, now_s: int = 12, view: View | None = None, **wanted
     [
         ({}, None, ""),
         ({"heard_ns": 4 * SECOND}, "slow for 8 s: nothing was heard", "slow 8 s"),
-        ({"state": "cut", "why": "timed out"}, "cut off for 2 s: timed out", "cut 2 s"),
-        ({"state": "cut", "heard_ns": None}, "cut off for 11 s", "cut 11 s"),
+        ({"state": "cut", "why": "timed out"}, "disconnected for 2 s: timed out", "dis 2 s"),
+        ({"state": "cut", "heard_ns": None}, "disconnected for 11 s", "dis 11 s"),
         ({"state": "connecting", "heard_ns": None}, "connecting for 11 s", "connect"),
-        ({"state": "refused", "why": "it has no dpmon"}, "left out: it has no dpmon", "left out"),
+        ({"state": "refused", "why": "it has no dpmon"}, "given up: it has no dpmon", "given up"),
         ({"state": "ended", "status": 0}, "ended", "ended"),
         ({"state": "ended", "status": 3}, "failed: status 3", "failed"),
         ({"state": "ended", "status": 1, "stopped": True}, "stopped", "stopped"),
@@ -76,14 +76,14 @@ def test_a_node_in_trouble_is_described_with_the_time(changes: dict[str, Any], w
 
 
 def test_a_word_that_does_not_fit_is_cut() -> None:
-    assert [NodeProblem("cut off", 0).brief(200 * SECOND, width) for width in (8, 4, 1)] == ["cut", "cut", "c"]
-    assert NodeProblem("cut off", 0).brief(7300 * SECOND, 8) == "cut 2 h"
+    assert [NodeProblem("disconnected", 0).brief(200 * SECOND, width) for width in (8, 4, 1)] == ["dis", "dis", "d"]
+    assert NodeProblem("disconnected", 0).brief(7300 * SECOND, 8) == "dis 2 h"
 
 
 def test_the_sentence_names_the_node_of_the_slow_rank() -> None:
     state = facts_of(run_of(4)).state
     assert state.straggler is not None
-    assert straggler_sentence(state.straggler, lately=True).startswith("rank 11 (gpu-1) holds the others up by ")
+    assert straggler_sentence(state.straggler, lately=True).startswith("rank 11 (gpu-1) delays the others by ")
     assert (state.straggler.rank, state.straggler.nodes) == (11, ("gpu-1",))
 
 
@@ -156,12 +156,12 @@ def test_nodes_in_trouble_are_told_first_and_keep_their_place() -> None:
     run.node(9, "cut", "the connection timed out", 26.0, heard_ns=24 * SECOND)
     facts = facts_of(run, 28)
     text = screen_text(facts, 120, 40)
-    assert "gpu-9 cut off for 4 s: the connection timed out" in text.splitlines()[1]
-    assert "········ cut 4 s" in text
+    assert "gpu-9 disconnected for 4 s: the connection timed out" in text.splitlines()[1]
+    assert "········ dis 4 s" in text
     assert "others wait for rank 11 (gpu-1)" in text, "panel 2 has the sentence that the header has no room for"
     run.node(7, "cut", None, 27.0, heard_ns=25 * SECOND)
-    assert "2 nodes cut off (gpu-7, gpu-9)" in screen_text(facts_of(run, 28), 120, 40)
-    assert "cut 4 s" in screen_text(facts, 80, 24, look=MONO_ASCII)
+    assert "2 nodes disconnected (gpu-7, gpu-9)" in screen_text(facts_of(run, 28), 120, 40)
+    assert "dis 4 s" in screen_text(facts, 80, 24, look=MONO_ASCII)
 
 
 def test_the_ranks_of_a_node_that_is_cut_off_are_unknown_but_the_slow_one_is_named() -> None:
@@ -169,8 +169,8 @@ def test_the_ranks_of_a_node_that_is_cut_off_are_unknown_but_the_slow_one_is_nam
     for number in (1, 2):
         run.node(number, "cut", None, 12.0, heard_ns=11 * SECOND)
     text = screen_text(facts_of(run), 120, 40)
-    assert "gpu-1 ???▸????  8-15  cut off for 1 s" in text
-    assert "gpu-2 ????????  16-23  cut off for 1 s" in text
+    assert "gpu-1 ???▸????  8-15  disconnected for 1 s" in text
+    assert "gpu-2 ????????  16-23  disconnected for 1 s" in text
 
 
 def test_a_node_that_never_answered_has_its_row() -> None:
@@ -179,7 +179,7 @@ def test_a_node_that_never_answered_has_its_row() -> None:
     run.node(1, "refused", "\x1b]0;x\x07it has no dpmon")
     text = screen_text(ScreenData(run.state(), 4 * SECOND, RUN_INFO, alive=True), 120, 40, look=STYLE)
     assert "gpu-0 ????????  0-7  connecting for 4 s" in text
-    assert "gpu-1 ????????  8-15  left out: " in text
+    assert "gpu-1 ????????  8-15  given up: " in text
     assert "it has no dpmon" in text
     assert "\x1b" not in text
 
@@ -191,7 +191,7 @@ def test_report_and_status_name_the_nodes(state: Path, capsys: pytest.CaptureFix
     run.close()
     assert main(["report", "last"]) == 0
     report = capsys.readouterr().out
-    assert "rank 11 (gpu-1) holds the others up" in report
+    assert "rank 11 (gpu-1) delays the others" in report
     assert "rank 11 of 16 (gpu-1)" in report
     assert "GPU 3 (gpu-1)" in report
     for name in ("gpu-0", "gpu-1"):
@@ -201,8 +201,8 @@ def test_report_and_status_name_the_nodes(state: Path, capsys: pytest.CaptureFix
     main(["status", "last"])
     status = capsys.readouterr().out
     assert "16 processes on 2 nodes" in status
-    assert "gpu-0 cut off for " in status
-    assert "Rank 11 (gpu-1) holds the others up" in status
+    assert "gpu-0 disconnected for " in status
+    assert "Rank 11 (gpu-1) delays the others" in status
     assert "57.0 steps/s  27.4k samples/s" in status
     main(["status", "last", "--json"])
     members = json.loads(capsys.readouterr().out)
@@ -333,7 +333,7 @@ def test_few_known_waits_are_looked_at_over_more_seconds_also_at_an_earlier_time
 @pytest.mark.parametrize(("nodes", "each", "shown"), [(2, 2, "0123"), (4, 8, "11"), (125, 8, "11")])
 def test_ranks_of_nodes_are_shown_over_time_but_only_the_slow_one_of_many(nodes: int, each: int, shown: str) -> None:
     slow = min(11, nodes * each - 1)
-    facts = facts_of(ManyNodes(nodes, each, slow=slow).run(0, 24), waits=True, worst=WORST)
+    facts = facts_of(ManyNodes(nodes, each, slow=slow).run(0, 24), waits=True, worst=MAX_LEAST_WAITING)
     height = 40 if nodes < 100 else TALL
     rows = [row for row in screen_text(facts, 120, height).splitlines() if row.startswith("│") and row.endswith("% │")]
     assert [row[3:10].strip() for row in rows] == (list(shown) if nodes == 2 else [shown])
@@ -344,7 +344,7 @@ def test_ranks_of_nodes_are_shown_over_time_but_only_the_slow_one_of_many(nodes:
 
 
 def test_of_many_ranks_the_slow_one_is_compared_with_some_others() -> None:
-    state = facts_of(run_of(24), waits=True, worst=WORST, process=40).state
+    state = facts_of(run_of(24), waits=True, worst=MAX_LEAST_WAITING, process=40).state
     assert state.rank_waits is not None
     assert set(state.rank_waits.shares) == {11, 40}
     shown, others = choose_ranks_to_show(state.ranks, state.straggler, 40)
@@ -409,11 +409,12 @@ def test_after_a_stall_all_machines_are_compared_by_the_steps_after_it() -> None
 
 def test_a_picture_of_very_many_ranks_has_their_newest_waits_and_the_newest_facts_of_those_it_shows() -> None:
     run = ManyNodes(20, slow=11).run(0, 24)
-    assert run.ranks > MANY
+    assert run.ranks > MAX_FULLY_READ
     for second in range(24, 44):
         run.slow = 11 if second < 30 else 150
         run.second(second)
-        kept, first = run.state(worst=WORST), SnapshotBuilder().build(run.store(), SnapshotRequest(worst=WORST))
+        kept = run.state(worst=MAX_LEAST_WAITING)
+        first = SnapshotBuilder().build(run.store(), SnapshotRequest(worst=MAX_LEAST_WAITING))
         waits = [
             [(one.rank, one.joined, one.wait_ns, one.exposed_ns, one.slowest, one.group) for one in state.ranks]
             for state in (kept, first)
@@ -429,7 +430,7 @@ def test_a_picture_of_very_many_ranks_has_their_newest_waits_and_the_newest_fact
         assert kept.representative.recent.rate.samples_per_s == pytest.approx(run.ranks * 30 * 57.0, rel=0.05)
     assert kept.straggler is not None
     assert kept.straggler.ranks == (150,)
-    ended = run._snapshots.build(run.store(), SnapshotRequest(worst=WORST), frozenset({5}))
+    ended = run._snapshots.build(run.store(), SnapshotRequest(worst=MAX_LEAST_WAITING), frozenset({5}))
     assert 5 not in [one.process for one in ended.training_processes], "what has ended is left out at once"
 
 
@@ -437,10 +438,10 @@ def test_the_next_picture_of_very_many_ranks_has_new_facts_of_nodes_and_wrappers
     run = ManyNodes(20, slow=11).run(0, 24)
     for word in ("connected", "cut", "connected"):
         run.node(7, word, None, 24.0)
-        assert run.state(worst=WORST).nodes[7].state == word
+        assert run.state(worst=MAX_LEAST_WAITING).nodes[7].state == word
     for iteration in (500, 600):
         run._event(ddp_event(0, run.ranks, iteration=iteration, comm_ms=44.0, overlap_ms=39.0), 0)
-        state = run.state(worst=WORST)
+        state = run.state(worst=MAX_LEAST_WAITING)
         assert state.communication is not None
         assert state.communication.torch_times is not None
         assert state.communication.torch_times.iteration == iteration
@@ -448,7 +449,7 @@ def test_the_next_picture_of_very_many_ranks_has_new_facts_of_nodes_and_wrappers
 
 def test_the_batch_of_a_slow_rank_is_shown_beside_those_of_the_first_ranks() -> None:
     run = ManyNodes(20, slow=150).run(0, 24)
-    facts = facts_of(run, worst=WORST)
+    facts = facts_of(run, worst=MAX_LEAST_WAITING)
     ranks = [one.rank for one in panel_batch._ranks(facts)]
     assert ranks[0] == 150
     assert set(range(1, 9)) <= set(ranks)
@@ -460,7 +461,7 @@ def test_each_picture_of_very_many_ranks_knows_who_waits_for_whom(groups: int, f
     run = ManyNodes(20, slow=11, groups=groups, sync_batch_norm=forward).run(0, 24)
     for second in range(24, 28):
         run.second(second)
-        state = run.state(worst=WORST)
+        state = run.state(worst=MAX_LEAST_WAITING)
         assert {one.group for one in state.ranks[:80]} == {range(160 // groups)}
         assert len({one.group for one in state.ranks}) == groups
         assert {one.waits_in_forward for one in state.ranks} == {forward}
@@ -531,7 +532,7 @@ def test_unknown_waits_are_shown_with_the_nodes_that_send_nothing(away: tuple[in
 
 def test_a_picture_that_lists_more_ranks_than_are_many_has_the_whole_step_in_focus() -> None:
     """As a frozen picture, which is scrolled without a new read."""
-    focus = ManyNodes(20, slow=11).run(0, 12).state(ranks=FROZEN_RANKS + 4, worst=WORST).representative
+    focus = ManyNodes(20, slow=11).run(0, 12).state(ranks=FROZEN_RANKS + 4, worst=MAX_LEAST_WAITING).representative
     assert focus is not None
     assert focus.last_step is not None
     assert focus.last_step.phases

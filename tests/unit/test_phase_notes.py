@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dpmon.model.finding_text import host_waits, timed_steps_note
+from dpmon.model.findings.phase_notes import host_waits, timed_steps_note
 from dpmon.model.mode_stats import ModeStats
 from dpmon.report.sentences import phase_notes
 from dpmon.store.step_stats import PhaseStats

@@ -337,7 +337,7 @@ class Run:
 
 
 def test_a_run_without_a_step_or_a_loader_has_no_progress() -> None:
-    assert set(Run().progress().absent.values()) == {"no step has ended yet"}
+    assert set(Run().progress().absent.values()) == {"no step has finished yet"}
     found = Run().steps(5, None).progress()
     assert set(found.absent.values()) == {"the newest step took no batch from a DataLoader on the training thread"}
     assert format_progress(found) == ""

@@ -126,8 +126,8 @@ def test_ranks_are_counted(state: Path) -> None:
     now, members = status.read_run_status(write_run_directory(ranked, seconds=seconds / 1e9))
     lines = status._lines(now, members)
     assert lines[1].startswith("  step 100  3 processes  ")
-    assert lines[-1].startswith("  Rank 1 holds the others up by ")
-    assert status._lines(now, {**members, "findings": []})[-1].startswith("  rank 1 holds the others up by ")
+    assert lines[-1].startswith("  Rank 1 delays the others by ")
+    assert status._lines(now, {**members, "findings": []})[-1].startswith("  rank 1 delays the others by ")
     ranks = [{**rank, "node": f"gpu-{rank['rank']}"} for rank in members["ranks"]]
     many = [{"index": index, "util_pct": 40 + index} for index in range(3)]
     told = {**members, "ranks": ranks, "devices": many, "nodes": []}
@@ -377,7 +377,7 @@ def test_in_a_stall_no_time_is_left_and_no_rank_holds_the_others_up(state: Path,
         now = Health("stalled", 1.0, "rank 1 in save (t.py:3)") if stands else Health("training", 1.0)
         members: dict[str, Any] = status_members(reader, taken, now, 60 * SECOND)
     slow, found = members["communication"]["straggler"], members["progress"]
-    finding = {"kind": "straggler", "text": "Rank 1 holds the others up by 6 ms a step"}
+    finding = {"kind": "straggler", "text": "Rank 1 delays the others by 6 ms per step"}
     members |= {"name": "linear", "stall": {"lasted_s": 9.0} if stands else None, "findings": [finding], "exit": None}
     text = "\n".join(status._lines(now, members))
     if stands:
@@ -390,7 +390,7 @@ def test_in_a_stall_no_time_is_left_and_no_rank_holds_the_others_up(state: Path,
         assert slow["rank"] == 1
         assert found["left_s"] == 5.0
         assert "epoch 1 · 99/200 · 5 s left" in text
-        assert "Rank 1 holds the others up" in text
+        assert "Rank 1 delays the others" in text
 
 
 def test_without_its_mirror_nothing_is_known_of_a_run_on_several_machines(

@@ -100,10 +100,10 @@ def test_minutes_and_hours() -> None:
 @pytest.mark.parametrize(
     ("unit", "known", "text"),
     [
-        ("bytes", QuantitySum(100, 120 << 20), "copied: 1.20 MiB a step, 120 MiB in all"),
-        ("bytes", QuantitySum(1, 1 << 20), "copied: 1.00 MiB a step, 1.00 MiB in all (known in 1 of 100 steps)"),
-        ("tokens", QuantitySum(100, 1_234_567), "copied: 12.3k tokens a step, 1,234,567 tokens in all"),
-        ("copied", QuantitySum(100, 50), "copied: 0.50 a step, 50 in all"),
+        ("bytes", QuantitySum(100, 120 << 20), "copied: 1.20 MiB per step, 120 MiB total"),
+        ("bytes", QuantitySum(1, 1 << 20), "copied: 1.00 MiB per step, 1.00 MiB total (known in 1 of 100 steps)"),
+        ("tokens", QuantitySum(100, 1_234_567), "copied: 12.3k tokens per step, 1,234,567 tokens total"),
+        ("copied", QuantitySum(100, 50), "copied: 0.50 per step, 50 total"),
     ],
 )
 def test_quantities_of_steps(unit: str, known: QuantitySum, text: str) -> None:

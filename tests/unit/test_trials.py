@@ -8,10 +8,9 @@ import pytest
 
 from dpmon.cli.options import UsageError, parse
 from dpmon.cli.trials import REPLAYED, Trial, TrialResult, _document, _with_one_rank, plan_trials
-from dpmon.model.compared_run import STEP_FIGURES
 from dpmon.model.comparison_stats import Change
 from dpmon.model.run_analysis import RunAnalysis
-from dpmon.model.run_comparison import ComparedMetric
+from dpmon.model.run_comparison import STEP_METRICS, ComparedMetric
 from dpmon.report.plain_text import text_lines
 from support.history_builders import open_store_with
 from support.rank_builders import record_ddp_ranks
@@ -63,7 +62,7 @@ def test_the_number_of_ranks_is_replaced(words: str, expected: str | None) -> No
 
 
 def test_a_result_says_what_came_and_what_was_promised() -> None:
-    figure = next(figure for figure in STEP_FIGURES if figure.name == "step")
+    figure = next(figure for figure in STEP_METRICS if figure.name == "step")
     row = ComparedMetric(figure, ([10 * MS, 12 * MS], [5 * MS, 6 * MS]), Change(0.5))
     assert TrialResult(Trial("cached-batches", "the data", saves=0.4), row).table_cells == (
         "cached-batches", "step", "11.0 ms", "5.50 ms", "-50%", "at most -40%",

@@ -60,7 +60,7 @@ def test_the_cause_is_named_in_panel_and_status(phase: str) -> None:
     assert slow is not None
     assert (slow.rank, slow.phase) == (1, phase)
     said = " ".join(texts(panel_ranks.render_panel(full(facts), 76, 12, STYLE)))
-    assert f"rank 1 holds the others up by 6.00 ms a step (34%): its {phase} takes" in said
+    assert f"rank 1 delays the others by 6.00 ms per step (34%): its {phase} takes" in said
     assert "others wait for rank 1: 6.00 ms (34%), " + phase in plain_text(render_panel(facts, 120, 2, STYLE)[1])
 
 
@@ -130,7 +130,7 @@ def test_several_slow_ranks_are_all_marked_and_stay_in_a_small_panel() -> None:
     text = texts(panel_ranks.render_panel(facts, 76, 20, STYLE))
     assert [line.split()[1] for line in text[1:9] if line[0] == "▸"] == ["5", "7"]
     text = texts(panel_ranks.render_panel(full(facts), 76, 20, STYLE))
-    assert any(line.startswith("ranks 5 and 7 hold the others up by 6.00 ms a step") for line in text)
+    assert any(line.startswith("ranks 5 and 7 delay the others by 6.00 ms per step") for line in text)
     assert "others wait for ranks 5 and 7: 6.00 ms" in plain_text(render_panel(facts, 120, 2, STYLE)[1])
     for height in (6, 9):
         text = texts(panel_ranks.render_panel(facts, 76, height, STYLE))
@@ -159,13 +159,13 @@ def test_the_straggler_is_told_once_and_its_rows_are_visible(size: tuple[int, in
     facts = facts_of(count, slow=count - 1)
     text = texts(paint_screen(facts, OutputView(), *size, STYLE))
     name = f"rank {count - 1}"
-    assert sum(f"others wait for {name}" in line or f"{name} holds" in line for line in text) == 1
+    assert sum(f"others wait for {name}" in line or f"{name} delays" in line for line in text) == 1
     assert any(f"▸ {count - 1:>3}" in line or f"▸{count - 1:>4}" in line for line in text), text
     if size != (80, 24):
         assert any(f"{name} " in line and line.rstrip("│ ").endswith("ms") for line in text), "its step in panel 3"
     warned = replace(facts, view=View(message="something else"))
     text = texts(paint_screen(warned, OutputView(), *size, STYLE))
-    told = sum(f"others wait for {name}" in line or f"{name} holds" in line for line in text)
+    told = sum(f"others wait for {name}" in line or f"{name} delays" in line for line in text)
     assert told == (0 if (count, size) == (64, (80, 24)) else 1), "panel 2 says it while the header says something else"
 
 
@@ -214,7 +214,7 @@ def test_a_terminal_of_ascii_gets_no_other_signs() -> None:
 @pytest.mark.parametrize(
     ("how", "reason"),
     [
-        ({"world": 4}, "2 of 4 ranks are in this record"),
+        ({"world": 4}, "2 of 4 ranks are recorded"),
         ({"wrapper": {"absent": {"sync": "this torch notes nothing"}}, "passes": ((0, 1),)}, "this torch notes"),
         ({"passes": ((0, 1),)}, "no step is recorded yet in which all ranks averaged"),
     ],
@@ -238,11 +238,11 @@ def test_the_communication_panel_shows_times_buckets_and_passes() -> None:
     facts = facts_of(4, slow=2, passes=((0, 1), (1, 0)), wrapper={"comm_hook": "bf16_compress_hook"})
     text = texts(panel_communication.render_panel(facts, 116, 30, STYLE))
     found = {line.split()[0]: line for line in text}
-    assert found["exposed"].startswith("exposed  1.06 ms a step, "), "half of the steps average nothing"
+    assert found["exposed"].startswith("exposed  1.06 ms per step, "), "half of the steps average nothing"
     assert found["hidden"] == "hidden   74% of 8.00 ms (torch: iteration 300, rank 0)"
     assert found["buckets"] == "buckets  6: 1.00 MiB, 25.0 MiB ×5"
     assert found["group"] == "group    4 ranks, nccl, communication hook bf16_compress_hook"
-    assert found["passes"] == "passes   0.50 synchronized a step, 0.50 under no_sync"
+    assert found["passes"] == "passes   0.50 synced per step, 0.50 under no_sync"
     title, corner = panel_communication.panel_title(facts, STYLE, False)
     assert plain_text(title) == "4 Communication"
     assert plain_text(corner).startswith("exposed 1.06 ms")
@@ -253,7 +253,7 @@ def test_advice_is_below_and_has_room() -> None:
     for height in (5, 9, 11):
         text = texts(panel_communication.render_panel(facts, 56, height, STYLE))
         assert len(text) <= height
-        assert any(line.startswith("try (steps at most") for line in text)
+        assert any(line.startswith("try (steps up to") for line in text)
         assert "more loader workers" in " ".join(text)
 
 
@@ -333,13 +333,13 @@ def test_the_ranks_of_a_collective_are_named_where_no_row_says_it() -> None:
     sums = (Operation("all_reduce", 8, 6, 0, 0, 0, 0), Operation("all_gather", 4, 2, 0, 0, 0, 0))
     found = build_communication((), [Wrapper(0, 0, 0, "Model", group_size=8)], CollectiveSums(sums, 2), 4, lately=True)
     assert found is not None
-    assert [line.partition(",")[0].split(" a step")[0] for line in format_operations(found)] == [
+    assert [line.partition(",")[0].split(" per step")[0] for line in format_operations(found)] == [
         "all_reduce 3.00",
         "all_gather of 4 ranks",
     ]
 
 
-@pytest.mark.parametrize(("passes", "per"), [(((1, 0),), "a step"), (((0, 1), (0, 1), (0, 1), (1, 0)), "an update")])
+@pytest.mark.parametrize(("passes", "per"), [(((1, 0),), "per step"), (((0, 1), (0, 1), (0, 1), (1, 0)), "per update")])
 def test_a_sample_is_of_an_update_of_several_steps_with_accumulation(passes: Any, per: str) -> None:
     found = facts_of(2, passes=passes).state.communication
     sampled = CollectiveSums((Operation("all_reduce", 2, 5, 0, 0, 0, 0),), 5)

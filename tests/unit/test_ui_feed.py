@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from dpmon.errors import HistoryError
-from dpmon.model.run_snapshot import MANY, Process, RunSnapshot
+from dpmon.model.run_snapshot import MAX_FULLY_READ, Process, RunSnapshot
 from dpmon.run.run_directory import ExitInfo
 from dpmon.store.store_queries import Store
 from dpmon.ui.live_run import LiveRun
@@ -74,7 +74,7 @@ def test_a_history_that_cannot_be_read_leaves_the_picture_as_it_was(tmp_path: Pa
 
 # ------------------------------------------------------------------------------------------------ a late attach
 
-SILENT = re.compile(r"quiet|no step has ended|first batch|first call|no call yet|waiting")
+SILENT = re.compile(r"quiet|no step has (?:ended|finished)|first batch|first call|no call yet|waiting")
 
 
 def drawn(feed: LiveRun, width: int, height: int) -> str:
@@ -177,7 +177,7 @@ def test_the_state_of_very_many_ranks_is_read_in_every_other_second(
     feed = feed_of(tmp_path, FakeReader(tmp_path))
     feed.start()
     reads: list[float] = []
-    for count, times in ((1, [0.0, 1.0, 2.0, 3.0, 4.0]), (MANY + 1, [5.0, 7.0, 9.0])):
+    for count, times in ((1, [0.0, 1.0, 2.0, 3.0, 4.0]), (MAX_FULLY_READ + 1, [5.0, 7.0, 9.0])):
         state = RunSnapshot(processes={number: Process(number) for number in range(count)})
 
         def build(*_: Any, state: RunSnapshot = state) -> RunSnapshot:
@@ -203,7 +203,7 @@ def test_activities_of_very_many_ranks_are_read_with_their_state_and_of_few_each
     reader = FakeReader(tmp_path)
     feed = feed_of(tmp_path, reader)
     feed.start()
-    for count, shown in ((1, [0, 1, 2, 3]), (MANY + 1, [4, 4, 6, 6])):
+    for count, shown in ((1, [0, 1, 2, 3]), (MAX_FULLY_READ + 1, [4, 4, 6, 6])):
         state = RunSnapshot(processes={number: Process(number) for number in range(count)})
         monkeypatch.setattr(feed, "_build_snapshot", lambda *_, state=state: state)
         found = []

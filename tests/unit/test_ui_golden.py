@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from dpmon.model.epoch_progress import Progress
-from dpmon.model.finding_text import Finding
-from dpmon.model.run_snapshot import WORST
+from dpmon.model.findings.finding import Finding
+from dpmon.model.run_snapshot import MAX_LEAST_WAITING
 from dpmon.record.history_rows import Row as RecordedRow
 from dpmon.record.record_types import Call, Event, Record
 from dpmon.ui.panel_view import to_ascii_row
@@ -119,7 +119,7 @@ def nodes(count: int, *, trouble: bool = True) -> ScreenData:
         run.node(3, "connected", heard_ns=37 * SECOND)
         run.node(5, "refused", "it has no dpmon", 1.0)
     now_ns = (42 if trouble else 30) * SECOND + SECOND // 4
-    return ScreenData(run.state(waits=True, worst=WORST), now_ns, RUN_INFO, alive=True)
+    return ScreenData(run.state(waits=True, worst=MAX_LEAST_WAITING), now_ns, RUN_INFO, alive=True)
 
 
 def looked_back() -> ScreenData:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from textual.events import MouseScrollUp
 
-from dpmon.model.finding_text import Finding
+from dpmon.model.findings.finding import Finding
 from dpmon.record.record_types import Event
 from dpmon.ui.dialogs import Choice, TextPages
 from dpmon.ui.monitor import Monitor

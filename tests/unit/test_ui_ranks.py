@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import pytest
 
-from dpmon.model.run_snapshot import MOST_RANKS, ProcessInfo, RunSnapshot, toggle_refusal
+from dpmon.model.run_snapshot import MAX_RANKS, ProcessInfo, RunSnapshot, toggle_refusal
 from dpmon.model.snapshot_builder import SnapshotBuilder
 from dpmon.model.throughput import throughput_of
 from dpmon.record.history_rows import Row
@@ -116,7 +116,7 @@ def test_ranks_without_room_need_not_be_read(size: tuple[int, int], zoom: str | 
     room = max_visible_ranks(facts, places(facts, *size))
     assert room <= size[1]
     few = replace(facts, state=run.state(ranks=room))
-    assert sum(bool(process.calls) for process in few.state.processes.values()) == min(room, MOST_RANKS)
+    assert sum(bool(process.calls) for process in few.state.processes.values()) == min(room, MAX_RANKS)
     assert paint_screen(few, OutputView(), *size, STYLE) == paint_screen(facts, OutputView(), *size, STYLE)
 
 

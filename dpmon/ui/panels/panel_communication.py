@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dpmon.model.communication import Communication
-from dpmon.model.rank_findings import find_rank_problems
+from dpmon.model.findings.rank_findings import find_rank_problems
 from dpmon.sanitize import sanitize_line
 from dpmon.text.cells import align_right, wrap_text
 from dpmon.text.formatting import format_duration, format_percent

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from dpmon.model.communication import Communication
 from dpmon.model.nodes import SILENT
-from dpmon.model.run_snapshot import MAPPED, WORST, CallTimings, Process
+from dpmon.model.run_snapshot import MAX_LEAST_WAITING, MAX_LISTED_RANKS, CallTimings, Process
 from dpmon.model.stragglers import MIN_STEPS, RankTimes, Straggler, short_sentence, straggler_sentence
 from dpmon.record.shared_names import node_suffix
 from dpmon.sanitize import sanitize_line
@@ -85,7 +85,7 @@ def shows_map(facts: ScreenData) -> bool:
 
 def _shows_slowest_only(facts: ScreenData) -> bool:
     """Whether the table has only the slowest ranks."""
-    return bool(facts.state.nodes) or len(facts.state.training_processes) > MAPPED
+    return bool(facts.state.nodes) or len(facts.state.training_processes) > MAX_LISTED_RANKS
 
 
 def preferred_height(facts: ScreenData, room: int = 0) -> int:
@@ -98,7 +98,8 @@ def preferred_height(facts: ScreenData, room: int = 0) -> int:
         return nodes + count + 3
     note_rows = 1  # always reserved, so that the panels keep their places
     if _shows_slowest_only(facts):
-        rows, over = _max_table_rows(facts) + 2 + (nodes or 2) + note_rows, count + 1 if count <= MAPPED else 2
+        rows = _max_table_rows(facts) + 2 + (nodes or 2) + note_rows
+        over = count + 1 if count <= MAX_LISTED_RANKS else 2
     else:
         rows, over = count + note_rows, count + 2
     return rows + over if rows + over <= room else rows
@@ -107,7 +108,7 @@ def preferred_height(facts: ScreenData, room: int = 0) -> int:
 def _max_table_rows(facts: ScreenData) -> int:
     """Most rows of the table: all ranks if they are few, else the slowest ones."""
     count = len(facts.state.training_processes)
-    return count if count <= MAPPED else WORST
+    return count if count <= MAX_LISTED_RANKS else MAX_LEAST_WAITING
 
 
 def shows_time(facts: ScreenData, width: int, height: int) -> bool:
@@ -350,7 +351,7 @@ def _sizes_table(facts: ScreenData, width: int, height: int, look: TerminalStyle
 
 def _missing_ranks_row(facts: ScreenData) -> list[Row]:
     """A row with the number of ranks, if fewer train than expected; of one node alone, the others are not counted."""
-    count, first = len(facts.state.training_processes), facts.state.training_processes[:MAPPED]
+    count, first = len(facts.state.training_processes), facts.state.training_processes[:MAX_LISTED_RANKS]
     wanted = max((ranks for process in first if (ranks := process.info.world) is not None), default=count)
     if facts.view.node is not None or wanted <= count or any(process.rank is None for process in first):
         return []

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from dpmon.model.epoch_progress import Progress, format_time_left
-from dpmon.model.failure_findings import LOSS_WORDS
-from dpmon.model.finding_text import DATA_SHARE, MIN_STEPS, data_share
+from dpmon.model.findings.failure_findings import INVALID_LOSS_TEXTS
+from dpmon.model.findings.finding_evidence import MIN_DATA_SHARE, MIN_STEPS, data_share
 from dpmon.model.stragglers import short_sentence
 from dpmon.model.throughput import Throughput, throughput_of
 from dpmon.record.schema import SECOND, SPAN_PHASES
@@ -238,7 +238,7 @@ def _message(facts: ScreenData, look: TerminalStyle, width: int, left_out: Seque
     process = facts.process
     if facts.is_live and process is not None and process.settled.steps >= MIN_STEPS:
         share, who = data_share(process.settled), "" if process.rank is None else f"{process.name} "
-        if share >= DATA_SHARE:
+        if share >= MIN_DATA_SHARE:
             words = f"{who}waits for data: {format_percent(share)} of the time of its steps"
             return [(f"{look.glyphs.focus} ", "wait"), (words, "")]
     rates = _speed(facts)
@@ -296,7 +296,8 @@ def _invalid_loss_message(facts: ScreenData) -> Row:
     when = "" if unfit.step is None else f", first seen in step {format_count(unfit.step)}"
     process = facts.state.processes.get(unfit.process)
     who = "" if process is None or process.rank is None else f" of {process.name}"
-    return [(f"the loss{who} was {LOSS_WORDS[repr(unfit.loss)]}{when} ({sanitize_line(unfit.place, 80)})", "bad")]
+    loss = INVALID_LOSS_TEXTS[repr(unfit.loss)]
+    return [(f"the loss{who} was {loss}{when} ({sanitize_line(unfit.place, 80)})", "bad")]
 
 
 def _after_end_message(facts: ScreenData) -> Row:

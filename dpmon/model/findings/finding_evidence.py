@@ -1,0 +1,89 @@
+"""The evidence that findings share: modes with enough steps, the share of data in a step, and phrases for both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from dpmon.store.step_stats import PhaseStats, StepStats
+from dpmon.text.formatting import format_long_duration
+
+if TYPE_CHECKING:
+    from dpmon.model.mode_stats import ModeStats
+    from dpmon.model.run_analysis import RunAnalysis
+
+MIN_STEPS = 30
+"""Fewest steps for a median; in fewer, start-up (caches, allocator, loader workers) weighs too much."""
+MIN_DATA_SHARE = 0.2
+"""Smallest share of the step to report. A loader that keeps up takes a few per cent (taking a batch from a queue)."""
+
+
+def measured_modes(run: RunAnalysis) -> Iterator[ModeStats]:
+    """Yield the modes of each process that have enough steps for findings; the shown processes come first.
+
+    The first steps are left out, because loaders start and memory is allocated in them.
+    """
+    settled = (mode.settled_stats for mode in (*run.modes, *run.other_process_modes))
+    yield from (mode for mode in settled if mode.steps >= MIN_STEPS)
+
+
+def most_affected(run: RunAnalysis, share_of: Callable[[ModeStats], float], min_share: float) -> Iterator[ModeStats]:
+    """Yield for each mode the process with the largest share of a kind of time, if that is `min_share` or more."""
+    worst_by_mode: dict[str, ModeStats] = {}
+    for mode in measured_modes(run):
+        worst = worst_by_mode.get(mode.mode)
+        if share_of(mode) >= min_share and (worst is None or share_of(mode) > share_of(worst)):
+            worst_by_mode[mode.mode] = mode
+    yield from worst_by_mode.values()
+
+
+def rank_suffix(mode: ModeStats) -> str:
+    """Return " of rank 1" if the run has several processes; else empty."""
+    return "" if mode.who is None else f" of {mode.who}"
+
+
+def mode_suffix(mode: ModeStats, run: RunAnalysis) -> str:
+    """Return " in mode dp" if the run has several modes; else empty."""
+    return f" in mode {mode.mode}" if len(run.modes) > 1 and mode.mode else ""
+
+
+def format_phase_times(mode: ModeStats, name: str) -> str:
+    """Return the median and p95 of a phase as text."""
+    phase = mode.phase(name)
+    if phase is None:
+        return "did not run"
+    return f"median {format_long_duration(phase.median_ns)}, p95 {format_long_duration(phase.p95_ns)}"
+
+
+def format_sample_basis(mode: ModeStats) -> str:
+    """Return the median step, to which shares refer, and the number and the process of the steps."""
+    return f"step median {format_long_duration(mode.median_ns)} over {mode.steps:,} steps{rank_suffix(mode)}"
+
+
+def process_suffix(process: int, run: RunAnalysis) -> str:
+    """Return " of rank 1" if the run has several processes; else empty."""
+    return f" of {run.names.get(process, f'process {process}')}" if run.names else ""
+
+
+def format_ratio(numerator: float | None, denominator: float | None) -> str:
+    """Return the ratio of two times: "2.1×", "12×"."""
+    ratio = (numerator or 0) / (denominator or 1)
+    return f"{ratio:.0f}×" if ratio >= 10 else f"{ratio:.1f}×"
+
+
+def is_timed(phase: PhaseStats) -> bool:
+    """Return whether enough steps have device times of this phase."""
+    return phase.device_share is not None and phase.device_count >= MIN_STEPS
+
+
+def data_share(stats: StepStats) -> float:
+    """Return the share of step time (0 to 1) spent waiting for data, by device times if they are known."""
+    data = stats.phase("data")
+    if data is None:
+        return 0.0
+    return (data.device_share if is_timed(data) else data.share) or 0.0
+
+
+def data_ceiling(mode: ModeStats, run: RunAnalysis) -> float | None:
+    """Return an upper bound on the share of step time saved if no process waits for data; None if unknown."""
+    return data_share(mode) if mode.who is None else run.longest_fetches.get(mode.mode)

@@ -1,0 +1,431 @@
+"""Findings about the time of steps and phases."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from dpmon.model.findings.finding import Finding
+from dpmon.model.findings.finding_advice import copy_advice, data_advice, step_variance_advice, worker_restarts
+from dpmon.model.findings.finding_evidence import (
+    MIN_DATA_SHARE,
+    MIN_STEPS,
+    data_ceiling,
+    data_share,
+    format_phase_times,
+    format_ratio,
+    format_sample_basis,
+    is_timed,
+    measured_modes,
+    mode_suffix,
+    most_affected,
+    process_suffix,
+    rank_suffix,
+)
+from dpmon.model.mode_comparison import verdict_sentence
+from dpmon.model.run_analysis import MAX_LONG_STEPS, RunAnalysis
+from dpmon.model.slow_steps import overlap_ns
+from dpmon.model.stragglers import Straggler
+from dpmon.record.schema import STEP, STEP_PHASES
+from dpmon.text.formatting import format_clock, format_count_with_noun, format_long_duration, format_percent
+
+if TYPE_CHECKING:
+    from dpmon.model.mode_stats import ModeStats
+    from dpmon.store.query_results import LongStepRow
+
+MIN_COPY_SHARE = 0.2
+"""Smallest share of the step to report: for copies to the device, for replicate, and for scatter with gather. The last
+two are the cost of DataParallel itself, and DDP usually avoids them."""
+MIN_DRIFT_RATIO, MIN_DRIFT_STEPS = 1.2, 150
+"""Smallest ratio of the medians of the last and the first third, and fewest steps (50 per third): well above the noise
+of a median. Also, the first quartile of the last third must reach the third quartile of the first. Noise rarely
+does that."""
+MIN_LONG_STEP_RATIO, MIN_LONG_STEP_NS = 10, 500_000_000
+"""Smallest ratio of a step to the median, and shortest step: ten times a millisecond does not matter."""
+MIN_SPREAD_RATIO, MIN_SPREAD_P95_NS = 10, 50_000_000
+"""Smallest ratio of p95 to median, and shortest p95: if 1 in 20 steps takes that long, it is no single long step."""
+MIN_LONG_STEPS_SHARE, MIN_LONG_STEPS_NS = 0.02, 5_000_000_000
+"""Smallest total of all long steps to report: as a share of step time, or in ns."""
+MIN_BETWEEN_SHARE, MIN_BETWEEN_NS = 0.1, 1_000_000_000
+"""Smallest share of the time, and shortest total, between steps. The end of an epoch or a checkpoint costs some per
+cent; a tenth matters as much as a tenth of every step."""
+MIN_EVALUATION_SHARE = 0.2
+"""Smallest share of the time to report."""
+MIN_WORKERS_SHARE = 0.5
+"""If starting workers takes at least this share of the gaps, the finding names it."""
+
+_VIRTUAL_ADVICE = "measure on GPUs first: virtual replicas share the CPU cores of this machine"
+_LONG_STEP_ADVICE = {
+    "data": "look for what delayed the loader: a cold cache, a slow disk or network",
+    "copy": "look at what the copy waited for: the device's other work, or memory to be pinned",
+    "forward": "look for a shape seen for the first time (compilation, kernel choice), or for another process on the"
+    " device",
+    "backward": "look for a shape seen for the first time (compilation, kernel choice), or for another process on the"
+    " device",
+    "sync": "look for a rank that the others waited for, or a slow network between them",
+    "optimizer": "look for a synchronization in the optimizer or its scheduler",
+    "other": "look at the script's own work between the phases: a checkpoint, an evaluation, logging, .item() on a GPU",
+}
+
+
+def _is_only_rank_waiting(straggler: Straggler, mode: ModeStats) -> bool:
+    """Return whether waits for data make the straggler slow, while the other ranks hardly wait for data."""
+    if straggler.phase != "data" or straggler.others_ns is None or mode.mean_ns is None or straggler.steps < MIN_STEPS:
+        return False
+    return straggler.others_ns < MIN_DATA_SHARE * mode.mean_ns
+
+
+def find_data_waits(run: RunAnalysis) -> Iterator[Finding]:
+    """Yield a finding for each mode in which the training waits for its loader.
+
+    Device times count if they are known: a device may still have queued work while the host waits.
+    """
+    communication = run.communication
+    straggler = None if communication is None else communication.straggler
+    for mode in most_affected(run, data_share, MIN_DATA_SHARE):
+        if straggler is not None and _is_only_rank_waiting(straggler, mode):
+            continue  # the finding about the slow ranks names the cause
+        data, share, device_text = mode.phase("data"), data_share(mode), ""
+        if data is not None and is_timed(data):
+            device_text = f", on the device median {format_long_duration(data.device_ns)}"
+            subject = f"The GPU{rank_suffix(mode)}"
+        else:
+            subject = "The training" if mode.who is None else mode.who[:1].upper() + mode.who[1:]
+        saves = data_ceiling(mode, run)
+        yield Finding(
+            "data",
+            f"{subject} waits for data{mode_suffix(mode, run)}: {format_percent(share)} of step time.",
+            f"data {format_phase_times(mode, 'data')}{device_text};"
+            f" {format_sample_basis(mode)}{_affected_processes_text(mode, run)}",
+            data_advice(mode, run),
+            share,
+            saves,
+            {} if saves is None else {"data": saves},
+        )
+
+
+def _affected_processes_text(mode: ModeStats, run: RunAnalysis) -> str:
+    """Return in how many processes the wait for data reaches MIN_DATA_SHARE; empty for one process."""
+    if mode.who is None:
+        return ""
+    same_mode = [other.settled_stats for other in (*run.modes, *run.other_process_modes) if other.mode == mode.mode]
+    affected = sum(data_share(other) >= MIN_DATA_SHARE for other in same_mode)
+    return f"; {format_percent(MIN_DATA_SHARE)} or more in {affected:,} of {len(same_mode):,} processes"
+
+
+def find_slow_copies(run: RunAnalysis) -> Iterator[Finding]:
+    """Yield a finding for each mode in which copying batches to the devices takes long.
+
+    Only device times count: on the host, a copy may also wait for other work.
+    """
+
+    def copy_share(mode: ModeStats) -> float:
+        phase = mode.phase("copy")
+        return (phase.device_share or 0.0) if phase is not None and is_timed(phase) else 0.0
+
+    for mode in most_affected(run, copy_share, MIN_COPY_SHARE):
+        copy, share = mode.phase("copy"), copy_share(mode)
+        assert copy is not None
+        yield Finding(
+            "copy",
+            f"Copying to the GPU{rank_suffix(mode)}{mode_suffix(mode, run)} takes {format_percent(share)} of step"
+            " time.",
+            f"copy on the device median {format_long_duration(copy.device_ns)}, on the host"
+            f" {format_phase_times(mode, 'copy')}; {format_sample_basis(mode)}",
+            copy_advice(run, mode.process),
+            share,
+            share,
+            {"copy": share},
+        )
+
+
+def find_slow_dp(run: RunAnalysis) -> Iterator[Finding]:
+    """Yield a finding if DataParallel is slower than one device."""
+    comparison = run.mode_comparison
+    if comparison is None or comparison.speedup is None:
+        return
+    value, low, high = comparison.speedup
+    if not 0 < low <= high < 1:
+        return
+    advice = (
+        "one device, or DistributedDataParallel; larger batches give every copy of the model more work, but change the"
+        " training itself (learning rate)"
+    )
+    yield Finding(
+        "slower",
+        verdict_sentence(comparison) or "",
+        f"the median step in dp takes {1 / value:.2f}× as long as in single (95%: {1 / high:.2f} to {1 / low:.2f})",
+        _VIRTUAL_ADVICE if any(mode.virtual for mode in run.modes) else advice,
+        1 - value,
+    )
+
+
+def find_dp_overhead(run: RunAnalysis) -> Iterator[Finding]:
+    """Yield findings about the cost of DataParallel itself: replicate; scatter and gather."""
+    for mode in (mode.settled_stats for mode in run.modes):
+        if mode.mode != "dp" or mode.steps < MIN_STEPS:
+            continue
+        share = mode.phase_share("replicate")
+        virtual_note = "  These replicas are virtual: on GPUs the share differs." if mode.virtual else ""
+        if share >= MIN_COPY_SHARE:
+            yield Finding(
+                "replicate",
+                f"Copying the model to the devices takes {format_percent(share)} of step time.{virtual_note}",
+                f"replicate {format_phase_times(mode, 'replicate')}; {format_sample_basis(mode)}",
+                _VIRTUAL_ADVICE
+                if mode.virtual
+                else "larger batches mean fewer copies, but change the training itself (learning rate);"
+                " DistributedDataParallel copies nothing in a step, and may save more than that: try it",
+                share,
+                None if mode.virtual else share,
+            )
+        share = mode.phase_share("scatter", "gather")
+        if share >= MIN_COPY_SHARE:
+            yield Finding(
+                "transfer",
+                f"Scattering inputs and gathering outputs takes {format_percent(share)} of step time.{virtual_note}",
+                f"scatter {format_phase_times(mode, 'scatter')}; gather {format_phase_times(mode, 'gather')};"
+                f" {format_sample_basis(mode)}",
+                _VIRTUAL_ADVICE
+                if mode.virtual
+                else "compute the loss inside the forward, so that one number is gathered instead of the outputs;"
+                " pinned memory; DistributedDataParallel, which may save more than that",
+                share,
+                None if mode.virtual else share,
+            )
+
+
+_GROWTH_ADVICE = (
+    "look for lists or graphs that grow (losses kept with their graph), memory that fills up, heat, a fuller disk,"
+    " other work on the machine"
+)
+_DRIFT_ADVICE = {
+    "data": "look at the loader: samples that take longer, a colder cache, a slower disk or network, other work on the"
+    " machine",
+    "sync": "look at the other ranks, for which these steps wait: one of them may have become slower; or the network",
+}
+"""Advice by the phase that grew most; _GROWTH_ADVICE for the others."""
+
+
+def find_slowdown(run: RunAnalysis) -> Iterator[Finding]:
+    """Yield a finding for each mode whose steps slowed down."""
+    for mode in run.modes:
+        if mode.steps < MIN_DRIFT_STEPS or mode.early is None or mode.late is None:
+            continue
+        early, late = mode.early.median(STEP), mode.late.median(STEP)
+        if not early or not late or late < MIN_DRIFT_RATIO * early:
+            continue
+        if (mode.late.quantile(STEP, 0.25) or 0) < (mode.early.quantile(STEP, 0.75) or 0):
+            continue
+        medians = {name: (mode.early.median(name), mode.late.median(name)) for name in STEP_PHASES}
+        growth_ns = {name: after - (before or 0) for name, (before, after) in medians.items() if after is not None}
+        phase = max(growth_ns, key=lambda name: growth_ns[name], default="")
+        phase_text = ""
+        if phase:
+            before, after = medians[phase]
+            phase_text = f"; {phase} grew most: {format_long_duration(before)}, then {format_long_duration(after)}"
+        yield Finding(
+            "drift",
+            f"Steps{rank_suffix(mode)} slowed down{mode_suffix(mode, run)}:"
+            f" {format_ratio(late, early)} the initial time by the end.",
+            f"median {format_long_duration(early)} over the first third of {mode.steps:,} steps,"
+            f" {format_long_duration(late)} over the last{phase_text}",
+            _DRIFT_ADVICE.get(phase, _GROWTH_ADVICE),
+            1 - early / late,
+        )
+
+
+def find_long_steps(run: RunAnalysis) -> Iterator[Finding]:
+    """Yield a finding if single steps took very long."""
+    medians = {
+        (mode.process, mode.mode): mode.median_ns
+        for mode in measured_modes(run)
+        if mode.median_ns and _spread_ratio(mode) < MIN_SPREAD_RATIO
+    }
+    typical_ns = sum((mode.median_ns or 0) * mode.steps for mode in (*run.modes, *run.other_process_modes))
+    longest = [step for step in run.longest_steps[:MAX_LONG_STEPS] if not _waits_for_input(step, run)]
+    long_steps = [step for step in longest if _is_long_step(step, medians.get((step.process, step.mode)))]
+    long_ns = sum(step.wall_ns for step in long_steps)
+    if not long_steps or (long_ns < MIN_LONG_STEPS_SHARE * (typical_ns + long_ns) and long_ns < MIN_LONG_STEPS_NS):
+        return
+    worst = long_steps[0]
+    median = medians[worst.process, worst.mode]
+    # A lower bound if steps were deleted, or if all steps that were read are long.
+    is_lower_bound = len(long_steps) == len(longest) > 1 or run.store.pruned > 0
+    saves = (long_ns - sum(medians[step.process, step.mode] or 0 for step in long_steps)) / (typical_ns + long_ns)
+    phase_ns = Counter[str]()
+    for step in long_steps:
+        phase_ns.update(step.phases)
+    count, total = len(long_steps), format_long_duration(long_ns)
+    if count > 1:
+        count_text = f"At least {count}" if is_lower_bound else str(count)
+        text = f"{count_text} steps took more than {MIN_LONG_STEP_RATIO}× the median: {total} together."
+    else:
+        count_text = "At least one" if is_lower_bound else "One"
+        text = f"{count_text} step took {total}, {format_ratio(long_ns, median)} the median."
+    yield Finding(
+        "stall",
+        text,
+        f"the longest: {_step_location(worst, run)}; median {format_long_duration(median)}",
+        _long_step_advice(worst, run),
+        long_ns / (typical_ns + long_ns),
+        None if is_lower_bound else saves,
+        {} if is_lower_bound else {name: saves * took / long_ns for name, took in phase_ns.items()},
+    )
+
+
+def find_recovered_stalls(run: RunAnalysis) -> Iterator[Finding]:
+    """Yield a finding about stalls after which the run continued."""
+    stalled_ns = run.time_by_activity.get("stalled", 0)
+    stalls = [stall for stall in run.announced.stalls if stall.end_ns is not None]
+    if not stalled_ns or not stalls:
+        return
+    steps = run.stalled_steps
+    subject = "A stall is"
+    if steps:
+        subject = f"{format_count_with_noun(steps, 'step')} with a stall {'are' if steps > 1 else 'is'}"
+    longest = max(stalls, key=lambda stall: (stall.end_ns or 0) - stall.since_ns)
+    # The ranks of a node that did not know of the stall count its time as training, which lowers the mean.
+    longest_total_ns = max(stalled_ns, *(spent.get("stalled", 0) for spent in run.spent_by_process.values()), 0)
+    yield Finding(
+        "stall",
+        f"{subject} left out of the metrics: {format_long_duration(longest_total_ns)}.",
+        f"{'the longest ' if len(stalls) > 1 else ''}stall at {format_clock(longest.since_ns)}: {longest.text}",
+        "dpmon why shows the stacks of that time",
+        stalled_ns / (stalled_ns + run.time_by_activity.get("training", 0)),
+    )
+
+
+def _waits_for_input(step: LongStepRow, run: RunAnalysis) -> bool:
+    """Return whether a step mostly waits for a line of input, which is no stall."""
+    waits = run.announced.input_waits(step.process)
+    return 2 * overlap_ns(waits, step.start_ns, step.start_ns + step.wall_ns) > step.wall_ns
+
+
+def _longest_phase(step: LongStepRow) -> str:
+    """Return the phase that took most of a step."""
+    return max(step.phases, key=lambda name: step.phases[name], default="other")
+
+
+def _step_location(step: LongStepRow, run: RunAnalysis) -> str:
+    """Return the step, its time, and the phase that took most of it, as text."""
+    process, phase = process_suffix(step.process, run), _longest_phase(step)
+    step_text = f"step {step.step}{process} at {format_clock(step.start_ns)}, {format_long_duration(step.wall_ns)}"
+    return f"{step_text}, {format_long_duration(step.phases.get(phase, 0))} in {phase}"
+
+
+def _long_step_advice(step: LongStepRow, run: RunAnalysis) -> str:
+    phase = _longest_phase(step)
+    if phase == "backward" and run.names:
+        return _LONG_STEP_ADVICE[phase] + ", or a rank that the others waited for"
+    if phase == "data" and worker_restarts(run, step.process):
+        return (
+            _LONG_STEP_ADVICE[phase]
+            + ", a new epoch that starts its workers again (persistent_workers=True keeps them)"
+        )
+    return _LONG_STEP_ADVICE.get(phase, _LONG_STEP_ADVICE["other"])
+
+
+def find_gaps_between_steps(run: RunAnalysis) -> Iterator[Finding]:
+    """Yield a finding if much time passes between steps: loaders that start, checkpoints, logging."""
+    between_ns = run.time_by_activity.get("between", 0)
+    active_ns = between_ns + run.time_by_activity.get("training", 0) + run.time_by_activity.get("evaluation", 0)
+    if (
+        not run.gaps
+        or between_ns < MIN_BETWEEN_NS
+        or between_ns < MIN_BETWEEN_SHARE * active_ns
+        or not list(measured_modes(run))
+    ):
+        return
+    longest = run.gaps[0]
+    process_gaps = [gap for gap in run.gaps if gap.process == longest.process]
+    gap_ns = sum(gap.ns for gap in process_gaps)
+    text = "one gap of" if len(process_gaps) == 1 else f"{len(process_gaps)} gaps, the longest"
+    text += f" {format_long_duration(longest.ns)} after step {longest.after_step}"
+    restarts = worker_restarts(run, longest.process)
+    restart_intervals = [(start.start_ns, start.start_ns + start.took_ns) for start in restarts]
+    restart_ns = sum(overlap_ns(restart_intervals, gap.begin_ns, gap.end_ns) for gap in process_gaps)
+    restart_share = restart_ns / gap_ns if gap_ns else 0.0
+    # Workers that start again also end, and load their first batch, which a step waits for.
+    fetch_share = max(map(_first_fetches, measured_modes(run))) if restarts else 0.0
+    between_share = _most_spent(run, "between")
+    workers_text = ""
+    advice = "look at the script's own work there: a checkpoint, logging"
+    if restart_share >= MIN_WORKERS_SHARE:
+        workers_text = f" Starting the loader's workers takes {format_percent(restart_share)} of it."
+        advice = "DataLoader(persistent_workers=True): the workers then start once, not in every epoch"
+    elif restarts:
+        advice += ", a loader that starts its workers again (persistent_workers=True keeps them)"
+    yield Finding(
+        "between",
+        f"{format_percent(between_ns / active_ns)} of the time is spent between steps: {text}.{workers_text}",
+        f"training {format_long_duration(run.time_by_activity.get('training', 0))},"
+        f" between steps {format_long_duration(between_ns)}; the longest gap at {format_clock(longest.begin_ns)}",
+        advice,
+        between_ns / active_ns,
+        between_share + fetch_share,
+        {"between": between_share, "data": fetch_share},
+    )
+
+
+def _first_fetches(mode: ModeStats) -> float:
+    """Return the share of step time (0 to 1) by which fetches exceed the median, such as the first of each epoch."""
+    fetch = mode.phase("data")
+    if fetch is None or not fetch.mean_ns or fetch.median_ns is None:
+        return 0.0
+    return mode.phase_share("data") * max(1 - fetch.median_ns / fetch.mean_ns, 0.0)
+
+
+def find_costly_evaluation(run: RunAnalysis) -> Iterator[Finding]:
+    """Yield a finding if evaluations take much of the time."""
+    evaluation_ns = run.time_by_activity.get("evaluation", 0)
+    active_ns = sum(run.time_by_activity.get(name, 0) for name in ("training", "between", "evaluation"))
+    if evaluation_ns and evaluation_ns >= MIN_EVALUATION_SHARE * active_ns and list(measured_modes(run)):
+        steps = sum(mode.all_steps for mode in run.evaluations)
+        yield Finding(
+            "evaluation",
+            f"Evaluations take {format_percent(evaluation_ns / active_ns)} of the time.",
+            f"training {format_long_duration(run.time_by_activity.get('training', 0))},"
+            f" evaluation {format_long_duration(evaluation_ns)} in {steps:,} steps",
+            "evaluate less often or on fewer samples; larger batches: an evaluation keeps no gradients",
+            evaluation_ns / active_ns,
+            # The times before and after an evaluation lie between steps.
+            _most_spent(run, "evaluation", "between"),
+            {"between": _most_spent(run, "between")},
+        )
+
+
+def _most_spent(run: RunAnalysis, *activities: str) -> float:
+    """Return the largest share of its time (0 to 1) that any process spent on activities; others may wait for it."""
+    largest = 0.0
+    for spent in run.spent_by_process.values():
+        active_ns = sum(spent.get(name, 0) for name in ("training", "between", "evaluation"))
+        largest = max(largest, sum(spent.get(name, 0) for name in activities) / (active_ns or 1))
+    return largest
+
+
+def _spread_ratio(mode: ModeStats) -> float:
+    return (mode.p95_ns or 0.0) / mode.median_ns if mode.median_ns else 0.0
+
+
+def find_uneven_steps(run: RunAnalysis) -> Iterator[Finding]:
+    """Yield a finding for each mode whose step times vary widely."""
+    for mode in most_affected(run, _spread_ratio, MIN_SPREAD_RATIO):
+        # If 1 in 20 steps waited for input, that alone explains the p95.
+        is_input_wait = len(run.announced.inputs) >= mode.steps / 20
+        if (mode.p95_ns or 0) >= MIN_SPREAD_P95_NS and not is_input_wait:
+            share, phase = max(((phase.share or 0.0, phase.name) for phase in mode.phases), default=(0.0, "none"))
+            yield Finding(
+                "spread",
+                f"Step times{rank_suffix(mode)} vary widely{mode_suffix(mode, run)}: 1 in 20 steps takes at least"
+                f" {format_ratio(mode.p95_ns, mode.median_ns)} the median.",
+                f"median {format_long_duration(mode.median_ns)}, p95 {format_long_duration(mode.p95_ns)} over"
+                f" {mode.steps:,} steps{rank_suffix(mode)}; {phase} takes most of the time ({format_percent(share)})",
+                step_variance_advice(run, phase),
+                0.3,
+            )
+
+
+def _is_long_step(step: LongStepRow, median_ns: float | None) -> bool:
+    return median_ns is not None and step.wall_ns >= max(MIN_LONG_STEP_RATIO * median_ns, MIN_LONG_STEP_NS)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from dpmon.model.mode_comparison import Comparison, compare_modes
 from dpmon.model.run_snapshot import PHASES
-from dpmon.record.schema import EVALUATION, QUANTITIES, SETTLING, device_series
+from dpmon.record.schema import EVALUATION, QUANTITIES, WARM_UP, device_series
 from dpmon.record.schema import PHASES as SCHEMA
 from dpmon.store.history_schema import STEP_COLUMNS
 from dpmon.store.history_writer import HistoryWriter
@@ -91,7 +91,7 @@ def compare_steps(
             phases = {phase.name: took for phase, took in zip(SCHEMA, facts.phases, strict=True) if took is not None}
             longest.append(LongStepRow(0, step.step, mode, kind, start, step.wall_ns, phases))
         for number in range(len(samples), (seen or {}).get(mode, 0)):
-            key = TallyKey(0, mode, SETTLING, NO_SAMPLES)
+            key = TallyKey(0, mode, WARM_UP, NO_SAMPLES)
             batch.add_step(key, 1, StepFacts(number, 1, quantities(), [None] * len(SCHEMA)).row(0, key), ())
     history.write(batch)
     return compare_modes(

@@ -209,4 +209,4 @@ class _Maker:
         )
         times = [phase and phase.device_ms for phase in ran]
         times += [part.device_ms for part in (*call.replicas, *call.stages)]
-        return [*out, row.timed(times, 0) if any(time is not None for time in times) else row]
+        return [*out, row.with_device_times(times, 0) if any(time is not None for time in times) else row]

@@ -30,9 +30,9 @@ def timed(
     for row in rows:
         if isinstance(row, CallRow):
             number += 1
-            row = row.timed((*of_call, *replicas(number)), why)
+            row = row.with_device_times((*of_call, *replicas(number)), why)
         elif isinstance(row, Step):
-            row = row.timed(of_step, why)
+            row = row.with_device_times(of_step, why)
         found.append(row)
     return found
 
@@ -64,6 +64,6 @@ def staged(calls: int, took: Callable[[int], Sequence[float | None]] | None) -> 
         stages = (4, 2, 3, 0, 2_000_000, 5, 3, gave, 2_000_000, 5_000_000)
         numbers = 1, number, number, number * 10**7, 9_000_000, 2, gave
         call = call_row("single", LEARNS, *numbers, stages=stages)
-        found.append(call if took is None else call.timed((*[None] * 4, *took(number)), Untimed.LATE))
+        found.append(call if took is None else call.with_device_times((*[None] * 4, *took(number)), Untimed.LATE))
         found.append(step_row("single", number, number * 10**7, 9_500_000, 30, (-1, 9_000_000, -1, -1)))
     return found

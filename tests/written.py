@@ -12,14 +12,14 @@ from typing import NamedTuple
 
 from steps import StepFacts, quantities
 
-from dpmon.record.schema import EVALUATION, PHASES, SETTLING
+from dpmon.record.schema import EVALUATION, PHASES, WARM_UP
 from dpmon.store.history_schema import HISTORY_FILE, LARGEST, CheckedConnection
 from dpmon.store.store_queries import Store
 from dpmon.store.tally import WIDTHS, Tally, TallyKey
 from dpmon.store.write_batch import WriteBatch
 
 SECOND = 1_000_000_000
-_KINDS = (0, EVALUATION, SETTLING, EVALUATION | SETTLING)
+_KINDS = (0, EVALUATION, WARM_UP, EVALUATION | WARM_UP)
 
 
 class OneStep(NamedTuple):

@@ -154,7 +154,7 @@ class FetchTracker:
             self._last = self._last._replace(fetched=0)
         else:
             return None
-        return self._last._replace(over=True) if self._over else self._last
+        return self._last._replace(is_exhausted=True) if self._over else self._last
 
     def _find_driving_loop(self, found: dict[int, Batches]) -> int:
         """Return the loop that drives a step with batches of several loops: at first the newest one or the shortest.

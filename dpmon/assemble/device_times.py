@@ -129,7 +129,7 @@ class DeviceTimeQueue:
             of_all = min if index == one.least else max
             ms = None if missing or not by_device else round(max(0.0, of_all(by_device.values())), 6)
             times.append(ms if ms is None or ms < _LONGEST_MS else None)
-        return one.row.timed(times, why or one.why)
+        return one.row.with_device_times(times, why or one.why)
 
 
 def _numbers(group: _Group) -> Iterator[int]:

@@ -180,7 +180,7 @@ class StepRowBuilder:
         if self.awaiting_call:
             self._emit_awaiting_call()
         if call.why == Untimed.SAMPLED:
-            self.out.append(row.timed([None] * len(call.slots), call.why))
+            self.out.append(row.with_device_times([None] * len(call.slots), call.why))
         else:
             self.out.append(call._replace(row=row) if any(call.slots) else row)
 

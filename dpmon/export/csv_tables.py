@@ -20,7 +20,7 @@ from dpmon.record.record_types import Call, Event, PhaseSpan, Record, Size, Step
 from dpmon.record.shared_names import MORE
 from dpmon.sanitize import strip_control_chars, to_safe_json
 
-_SPREAD = ("kind", *(one.name for one in RECORDS["step"].fields if one.in_csv != (one.name,)))
+_SPREAD = ("kind", *(one.name for one in RECORDS["step"].fields if one.csv_columns != (one.name,)))
 """Members of a step in JSON that have no column of the same name."""
 _OTHER: tuple[str, ...] = ("kind",)
 _FORMULA = re.compile(r" *[=+@-]")
@@ -122,7 +122,7 @@ def _call(call: Call) -> dict[str, object]:
         cells["stage_host_ms"] = _join_numbers(None if s.host_ns is None else s.host_ns / 1e6 for s in call.stages)
         if any(stage.device_ms is not None for stage in call.stages):
             cells["stage_device_ms"] = _join_numbers(stage.device_ms for stage in call.stages)
-        cells["stage_crossed_bytes"] = _join_numbers(stage.crossed for stage in call.stages)
+        cells["stage_crossed_bytes"] = _join_numbers(stage.crossed_bytes for stage in call.stages)
         return cells
     shares = call.replicas
     cells["replicas"] = len(shares)

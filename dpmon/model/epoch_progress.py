@@ -94,7 +94,7 @@ def progress_of(
     if not loops:
         return _unknown_progress(process, _no_epoch_reason(last))
     now = loops[-1]
-    if not last.evaluation and last.loop is None and last.step > now.last_step + ALONE_STEPS:
+    if not last.is_evaluation and last.loop is None and last.step > now.last_step + ALONE_STEPS:
         return _unknown_progress(process, "the training goes on without a batch of the loader", _epochs(loops, most))
     batch, at_ns = now.batches_used, now.end_ns
     if now.end_ns > rows.until_ns:
@@ -114,7 +114,7 @@ def progress_of(
         times = left
     epochs = _epochs(loops, most, at_ns, batch)
     own: tuple[int | None, int | None] = (None, None)
-    if last.evaluation and last.loop is not None:
+    if last.is_evaluation and last.loop is not None:
         own = last.batch, rows.epoch_of(process, last.loop)[1]
     return Progress(process, now.epoch, batch, now.length, *times, at_ns, epochs, *own, absent)
 
@@ -137,7 +137,7 @@ NO_STEP = _unknown_progress(0, "no step has ended yet")
 def _no_epoch_reason(last: Step) -> str:
     if last.loop is None:
         return "the newest step took no batch from a DataLoader on the training thread"
-    if last.evaluation:
+    if last.is_evaluation:
         return "no step with a batch of a DataLoader has trained yet"
     return "the script takes only one batch from each start of its DataLoader"
 

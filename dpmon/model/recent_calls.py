@@ -121,8 +121,8 @@ def _timings_from_calls(calls: CallCache, recent: Sequence[CallRow]) -> CallTimi
     if last is None:
         return None
     newest = recent[0]
-    similar = newest.layout, newest.mode, newest.evaluates
-    alike = [row for row in recent if (row.layout, row.mode, row.evaluates) == similar]
+    similar = newest.layout, newest.mode, newest.is_evaluation
+    alike = [row for row in recent if (row.layout, row.mode, row.is_evaluation) == similar]
     took: dict[int, list[float]] = {}
     on_device: dict[int, list[float]] = {}
     for row in alike[:_TIMED]:
@@ -141,7 +141,7 @@ def _timings_from_calls(calls: CallCache, recent: Sequence[CallRow]) -> CallTimi
 def _times(parts: CallParts) -> list[tuple[int | None, float | None]]:
     """For each replica or stage of a call: host time in ns (None: it did not end), device time in ms."""
     took = [ran for *_, ran in parts.replicas or parts.stages]
-    return list(zip_longest(took, parts.of_devices[: len(took)]))
+    return list(zip_longest(took, parts.replica_or_stage_device_ms[: len(took)]))
 
 
 def percentiles_of(values: Sequence[float]) -> TimePercentiles | None:
@@ -185,7 +185,7 @@ def _matching_tallies(
         found = [
             tally
             for key, tally in tallies.items()
-            if key.mode == name and (name not in trained or bool(key.kind & EVALUATION) == row.evaluates)
+            if key.mode == name and (name not in trained or bool(key.kind & EVALUATION) == row.is_evaluation)
         ]
         if found:
             return found

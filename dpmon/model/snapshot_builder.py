@@ -43,7 +43,7 @@ from dpmon.model.slow_steps import INPUT, SlowStepCache, SlowSteps, StepUnevenne
 from dpmon.model.step_history import COLUMNS, HistoryColumnCache, column_width_s
 from dpmon.model.stragglers import Group, RankTimes
 from dpmon.model.throughput import MOST_RATES, WINDOW_S, metrics_end_s, read_recent_rate, sample_unevenly
-from dpmon.record.schema import SECOND, SETTLING, STEP
+from dpmon.record.schema import SECOND, STEP, WARM_UP
 from dpmon.store.step_stats import StatsWindow, StepStats, compute_step_stats
 from dpmon.store.tally import IncrementalTallies
 
@@ -279,7 +279,7 @@ class SnapshotBuilder:
             begin_s, times = max(end_s - WINDOW_S - 2, 0), len(there) / len(some)
             found = read_recent_rate(rows, numbers, step.mode, begin_s, until_s, times)
             before = self._recent = _ReadRate(key, end_s, found)
-        if step.evaluation or before.found.last_ns is None:
+        if step.is_evaluation or before.found.last_ns is None:
             return before.found
         return before.found._replace(last_ns=max(before.found.last_ns, step.start_ns + step.wall_ns))
 
@@ -375,7 +375,7 @@ def _settled_stats(window: StatsWindow, ranged: StepStats, process: int) -> Step
     """The figures `ranged` without the settling steps; none if they are of evaluations."""
     if ranged.evaluation or not ranged.steps:
         return NO_STEPS
-    if not any(key.kind & SETTLING for key in window.by_process):
+    if not any(key.kind & WARM_UP for key in window.by_process):
         return ranged
     return compute_step_stats(ranged.mode, False, window.tally(ranged.mode, process=process, settled=True), None)
 

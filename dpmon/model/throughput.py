@@ -124,7 +124,7 @@ def _last_two_steps(rows: Store, process: int, end_s: int, mode: str, trained: b
     taken = [
         SecondRow(process, mode, 0, 1, step.samples, step.start_ns, step.start_ns + step.wall_ns, step.wall_ns)
         for step in newest
-        if step.mode == mode and step.evaluation == newest[0].evaluation and not (trained and step.evaluation)
+        if step.mode == mode and step.is_evaluation == newest[0].is_evaluation and not (trained and step.is_evaluation)
     ]
     begin_s = newest[-1].start_ns // SECOND if newest else end_s
     return _sum_steps(taken[::-1], _active_time(rows, begin_s, end_s, (process,), trained)[process])

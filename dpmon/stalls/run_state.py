@@ -61,4 +61,4 @@ def decide_state(run: StateInputs) -> RunState:
     newest_ns, step_ns = max(run.seen_ns, since_ns, 0), 0 if run.step is None else run.step.wall_ns
     if doing in ("", "other", "ended") and now_ns - newest_ns > max(QUIET_NS, QUIET_STEPS * step_ns):
         return RunState(QUIET, max(run.seen_ns, 0) or since_ns or None)
-    return RunState(EVALUATING if run.step is not None and run.step.evaluation else TRAINING)
+    return RunState(EVALUATING if run.step is not None and run.step.is_evaluation else TRAINING)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from dpmon.record.shared_names import INNER_FRAMES, MOST_THREADS, OUTER_FRAMES
+from dpmon.record.shared_names import INNER_FRAMES, MAX_THREADS, OUTER_FRAMES
 from dpmon.run.process_notes import relative_location
 
 _MOST_BYTES = 32 << 20
@@ -223,7 +223,7 @@ def parse_threads(threads: Any, main: int | None = None) -> tuple[Stack, ...]:
         # Older Pythons do not know the kernel's numbers.
         known = any(main is not None and thread["os_thread_id"] == main for thread in threads)
         key, value = ("os_thread_id", main) if known else ("thread_name", "MainThread")
-        stacks = [_stack(thread, thread[key] == value) for thread in threads[:MOST_THREADS]]
+        stacks = [_stack(thread, thread[key] == value) for thread in threads[:MAX_THREADS]]
     except (TypeError, KeyError, AttributeError, ValueError):
         raise ValueError("not stacks") from None
     return tuple(sorted((stack for stack in stacks if stack.frames), key=lambda stack: not stack.main))

@@ -130,7 +130,7 @@ class LoaderLoopTracker:
         loop.fetched += batches.fetched
         if loop.length is not None and loop.fetched > loop.length:
             loop.length = None  # it was not the length, or has changed
-        if batches.over:
+        if batches.is_exhausted:
             loop.ahead = 0
         elif loop.steps == 1:
             before, ahead = self._ahead.get(loop.dataset, (1, 0))

@@ -21,10 +21,10 @@ from dpmon.record.schema import (
     PHASES,
     QUANTITIES,
     REST,
-    SETTLING,
-    SETTLING_STEPS,
     SPAN_PHASES,
     STEP_PHASES,
+    WARM_UP,
+    WARM_UP_STEPS,
     device_series,
 )
 from dpmon.record.shared_names import CALL_PHASES, to_bounded_json
@@ -81,7 +81,7 @@ class RingIntake:
     def resume(self, history: HistoryWriter) -> None:
         """Continue after the last step of the ring, which another supervisor wrote. Raises HistoryError."""
         for _, mode, _, _, kind in history.last_step(self.row):
-            self._mode, self._steps_in_mode = mode, 0 if kind & SETTLING else SETTLING_STEPS
+            self._mode, self._steps_in_mode = mode, 0 if kind & WARM_UP else WARM_UP_STEPS
         self._loops.resume(history.loops(self.row.process))
 
     def add(self, batch: WriteBatch, number: int, row: Row) -> bool:
@@ -153,7 +153,7 @@ class RingIntake:
     def _step(self, batch: WriteBatch, number: int, row: Step) -> None:
         step, mode, began, wall = row.step, row.mode, row.start_ns - self._start_ns, row.wall_ns
         _check_ranges(began, wall, step, row.samples or 0, *row.phases.values(), *row.counts.values())
-        evaluation = row.evaluation and not self._is_training_step(step)
+        evaluation = row.is_evaluation and not self._is_training_step(step)
         account = self._accounts.account(self.row.process)
         waited = row.phases.get("data", 0) + row.phases.get("sync", 0)
         left_out = account.exclusion_flag(began, began + wall, waited)
@@ -217,7 +217,7 @@ class RingIntake:
         if mode != self._mode:
             self._mode, self._steps_in_mode = mode, 0
         self._steps_in_mode += 1
-        return EVALUATION * evaluation | SETTLING * (self._steps_in_mode <= SETTLING_STEPS)
+        return EVALUATION * evaluation | WARM_UP * (self._steps_in_mode <= WARM_UP_STEPS)
 
     def _batch_size(self, samples: int | None) -> int:
         if samples is None:
@@ -259,7 +259,7 @@ def _series_of(row: CallRow) -> list[tuple[str, int]]:
     named = [(replica_series(layout, i), ran) for i, (_, _, _, ran) in enumerate(parts.replicas)]
     named += [(stage_series(layout, i, *one[:3]), one[4]) for i, one in enumerate(parts.stages)]
     found = [(name, ran) for name, ran in named if ran is not None]
-    known = zip(named, parts.of_devices, strict=False)
+    known = zip(named, parts.replica_or_stage_device_ms, strict=False)
     return found + [(device_series(name), int(ms * 1e6)) for (name, _), ms in known if ms is not None]
 
 
@@ -313,7 +313,7 @@ def _device_times(row: Step, calls: Sequence[CallRow], by_call: Sequence[int | N
     timed = any(one.device_ms for one in parts)
     if row.times is None and not timed:
         return {}
-    of_calls = [(one.phases, one.of_phases) for one in parts]
+    of_calls = [(one.phases, one.phase_device_ms) for one in parts]
     known = zip(SPAN_PHASES, row.times or (), strict=False)
     found = {name: int(ms * 1e6) for name, ms in known if ms is not None}
     for name, index in _CALL_AT.items() if timed else ():

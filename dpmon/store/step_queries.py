@@ -16,15 +16,15 @@ from dpmon.record.history_rows import CallRow, Resolver
 from dpmon.record.record_types import BUCKET, Call, RecordError, Step
 from dpmon.record.schema import (
     EVALUATION,
+    EXCLUDED,
     EXPOSED,
-    LEFT_OUT,
     PHASES,
     QUANTITIES,
     SECOND,
-    SETTLING,
     STEP_PHASES,
     SYNC_NUMBER,
     WAIT,
+    WARM_UP,
 )
 from dpmon.store.history_schema import CALL_ROW, STEP_COLUMNS, CheckedConnection, definition_from_row
 from dpmon.store.loader_loops import LOOP_COLUMNS, LoaderLoop
@@ -157,7 +157,7 @@ class StepStore(TallyStore):
         longest = (  # only the columns that decide, because it may read the steps of a thousand ranks
             f"SELECT id, wall_ns AS ns{together[0]} FROM steps WHERE id > ? AND id <= ?{which}"
             " AND mode = ? AND start_ns + wall_ns > ?"
-            f" AND {exclude_flags_condition(SETTLING | EVALUATION)} {together[1]} ORDER BY wall_ns DESC LIMIT ?"
+            f" AND {exclude_flags_condition(WARM_UP | EVALUATION)} {together[1]} ORDER BY wall_ns DESC LIMIT ?"
         )
         query = f"SELECT {_SLOW_COLUMNS} FROM ({longest}) CROSS JOIN steps USING (id) ORDER BY ns DESC"
         names = [phase.name for phase in PHASES]
@@ -197,7 +197,7 @@ class StepStore(TallyStore):
         """
         last = LAST_NS if process is None else self._last_id("steps", process)
         which = "id <= ? AND process = ifnull(?, process)" + (
-            "" if left_out else f" AND {exclude_flags_condition(LEFT_OUT)}"
+            "" if left_out else f" AND {exclude_flags_condition(EXCLUDED)}"
         )
         query = f"SELECT {WHOLE_STEP} FROM steps WHERE {which} ORDER BY id DESC LIMIT ?"
         return list(self.read(self._step, query, (last, process, most)))
@@ -442,7 +442,7 @@ def step_lists(spans: str | None, device: str | None) -> tuple[list[Any], int, l
 
 def _in_stats_condition(trains: bool) -> str:
     """Return the condition for the steps in figures, without settling ones; `trains`: without evaluation steps."""
-    return exclude_flags_condition(SETTLING | LEFT_OUT | EVALUATION * trains)
+    return exclude_flags_condition(WARM_UP | EXCLUDED | EVALUATION * trains)
 
 
 def _long_row(row: tuple[Any, ...]) -> LongStepRow:

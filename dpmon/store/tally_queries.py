@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from dpmon.errors import HistoryError
-from dpmon.record.schema import LEFT_OUT, STEP
+from dpmon.record.schema import EXCLUDED, STEP
 from dpmon.store.history_schema import ACTIVITY_COLUMNS, CheckedConnection
 from dpmon.store.query_results import RingSummary, SecondRow, TimeRow
 from dpmon.store.tally import TALLY, TALLY_AT, WIDTHS, IncrementalTallies, Tally, TallyKey
@@ -178,10 +178,10 @@ class TallyStore:
 
         `left_out`: the tallies of the steps that no figure includes, and only these.
         """
-        if left_out and not any(kind & LEFT_OUT for _, kind in self._kinds):
+        if left_out and not any(kind & EXCLUDED for _, kind in self._kinds):
             return
         names = ", ".join(columns)
-        kinds = f"NOT {exclude_flags_condition(LEFT_OUT)}" if left_out else exclude_flags_condition(LEFT_OUT)
+        kinds = f"NOT {exclude_flags_condition(EXCLUDED)}" if left_out else exclude_flags_condition(EXCLUDED)
         counted = f" AND {kinds}" if table == "tallies" else ""
         several = [process] if isinstance(process, int) else process
         which = "" if several is None else f" AND process IN ({', '.join(map(str, several))})"

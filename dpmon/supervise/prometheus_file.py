@@ -18,7 +18,17 @@ from pathlib import Path
 
 from dpmon.errors import HistoryError
 from dpmon.record.record_specs import RECORDS
-from dpmon.record.schema import EVALUATION, EXPOSED, HELD, PHASES, QUANTITIES, STEP, WAIT, Phase, device_series
+from dpmon.record.schema import (
+    EVALUATION,
+    EXPOSED,
+    PHASES,
+    QUANTITIES,
+    STEP,
+    STRAGGLER_DELAY,
+    WAIT,
+    Phase,
+    device_series,
+)
 from dpmon.run.lifecycle import outcome_word
 from dpmon.run.output_target import replace_file
 from dpmon.run.run_directory import ExitInfo, RunInfo, load_exit, load_info
@@ -49,8 +59,8 @@ _OF_RANKS = (
     (EXPOSED, 1e9, "step_exposed_seconds_total", "Communication of the steps that no computation hid."),
     (WAIT, 1e9, "step_wait_seconds_total", "Time of the steps in which a rank waited for the slowest one."),
     (WAIT, 0, "step_wait_known_total", "Steps in which the exposed communication and the wait of a rank are known."),
-    (HELD, 1e9, "step_held_seconds_total", "Delay of the slowest rank relative to the second slowest."),
-    (HELD, 0, "step_slowest_total", "Steps in which the other ranks waited for this one."),
+    (STRAGGLER_DELAY, 1e9, "step_held_seconds_total", "Delay of the slowest rank relative to the second slowest."),
+    (STRAGGLER_DELAY, 0, "step_slowest_total", "Steps in which the other ranks waited for this one."),
 )
 """Series of a step, the divisor of its sum (0: take its count instead), and the name and text of the metric."""
 

@@ -21,7 +21,7 @@ from dpmon.mirror.mirror_history import MirrorHistory
 from dpmon.model.stragglers import find_straggler, rank_times_in_window
 from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Event, Step
-from dpmon.record.schema import EXPOSED, HELD, WAIT
+from dpmon.record.schema import EXPOSED, STRAGGLER_DELAY, WAIT
 from dpmon.run.run_directory import RunInfo
 from dpmon.store.history_schema import CheckedConnection
 from dpmon.store.query_results import NodeRow
@@ -29,7 +29,7 @@ from dpmon.store.step_stats import StatsWindow
 from dpmon.store.store_queries import Store
 from dpmon.store.tally import Tally, TallyKey
 
-WAITS = {EXPOSED, WAIT, HELD}
+WAITS = {EXPOSED, WAIT, STRAGGLER_DELAY}
 SHIFTS = (0, 7 * SECOND + 400_000_000)
 NOW_NS = 1000 * SECOND
 

@@ -61,11 +61,11 @@ class Process:
 
     def asked(self) -> tuple[int, int]:
         """Return the requested mode, and the last request for a pause."""
-        return self.words[HeaderWord.WANTED], self.words[HeaderWord.PAUSE]
+        return self.words[HeaderWord.REQUESTED_MODE], self.words[HeaderWord.PAUSE]
 
     def answer(self, mode: int) -> None:
         """Answer the requests."""
-        self.words[HeaderWord.MODE], self.words[HeaderWord.ANSWERED] = mode, self.words[HeaderWord.REQUEST]
+        self.words[HeaderWord.MODE], self.words[HeaderWord.ACKNOWLEDGED] = mode, self.words[HeaderWord.REQUEST]
         self.words[HeaderWord.PAUSED] = self.words[HeaderWord.PAUSE]
 
 

@@ -305,7 +305,7 @@ def test_a_loop_begins_until_its_second_step(tmp_path: Path) -> None:
     look = RankInspector(tmp_path, "")
     begins = []
     for step, over in ((None, 0), (3, 0), (59, 5), (60, 5), (61, 5), (61, 9), (62, 9), (63, 9)):
-        ring.words[HeaderWord.LOOP_OVER] = over
+        ring.words[HeaderWord.LAST_LOOP_END] = over
         begins.append(look.inspect_ranks({0: step}, time.monotonic_ns())[0].loop_begins)
     look.close()
     assert begins == [False, False, True, True, False, True, True, False]

@@ -113,7 +113,7 @@ def children() -> Iterator[Children]:
 def rows_of(path: str) -> tuple[list[Row], list[int]]:
     """Return all rows of a ring from a single assembler, and the kinds of all spans."""
     with opened(path) as reader:
-        spans = everything(reader, over=True)
+        spans = everything(reader, process_ended=True)
         lines = [line for part in reader.lines() for line in part]
         assert reader.missed == 0
         words = reader.header_words()

@@ -57,7 +57,7 @@ def eventful(chance: random.Random, process: int) -> Iterator[list[Row]]:
             phases = with_other({**row.phases, "sync": sync.pop("sync")}, row.wall_ns)
             records[-1] = row._replace(phases=phases, counts={**row.counts, **sync})
         if what < 0.45:
-            records[-1] = records[-1].timed((None, 1.5, 2.5, None, None, 3.5), 3)
+            records[-1] = records[-1].with_device_times((None, 1.5, 2.5, None, None, 3.5), 3)
         yield from ([record] for record in records) if what > 0.6 else [records]
 
 

@@ -49,7 +49,7 @@ def pause(reader: RunReader, seconds: float) -> None:
     wait_for(lambda: reader.pause_state().since_ns, what="the pause")
     pass_time(seconds)
     reader.request_pause(False)
-    wait_for(lambda: not reader.pause_state().pending, what="the end of the pause")
+    wait_for(lambda: not reader.pause_state().is_pending, what="the end of the pause")
 
 
 def end(dpmon: Dpmon, reader: RunReader, process: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:

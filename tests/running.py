@@ -29,7 +29,7 @@ from warm import python
 from dpmon.run import proc
 from dpmon.run.lifecycle import has_live_supervisor
 from dpmon.run.run_directory import load_info
-from dpmon.run.run_registry import LASTING, SHARED_MEMORY
+from dpmon.run.run_registry import PERSISTENT_TMP, SHARED_MEMORY
 
 Value = TypeVar("Value")
 POLL_S = 0.02
@@ -299,7 +299,7 @@ class Dpmon:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         mark = f"{zlib.crc32(os.fsencode(self.state / 'dpmon' / 'runs')):08x}"
-        for place in (LASTING, tempfile.gettempdir(), SHARED_MEMORY):  # as dpmon.run's `fallback_directories`
+        for place in (PERSISTENT_TMP, tempfile.gettempdir(), SHARED_MEMORY):  # as dpmon.run's `fallback_directories`
             shutil.rmtree(Path(place) / f"dpmon-{os.getuid()}-{mark}", ignore_errors=True)
 
     def _leftovers(self) -> Iterator[int]:

@@ -12,7 +12,7 @@ from running import Dpmon, Terminal
 from stored import Recording
 from synthetic import Training
 
-from dpmon.run.lifecycle import exit_info
+from dpmon.run.lifecycle import build_exit_info
 from dpmon.run.run_directory import write_info
 from dpmon.span_ring import HeaderWord, SpanRing
 
@@ -51,7 +51,7 @@ class Run:
 
     def end(self, status: int) -> None:
         """Write exit.json."""
-        write_info(self.directory, exit_info(self.info, status, "supervisor"))
+        write_info(self.directory, build_exit_info(self.info, status, "supervisor"))
 
 
 Start = Callable[..., Terminal]

@@ -41,7 +41,7 @@ class FakeReader:
         self.asked: list[str] = []
         self.unanswered = False
         self.answered: tuple[int, int] | None = None
-        self.pause = types.SimpleNamespace(wanted=False, pending=False, since_ns=None)
+        self.pause = types.SimpleNamespace(is_requested=False, is_pending=False, since_ns=None)
         self.no_pause: str | None = None
         self.doing: dict[int, tuple[str, int]] = {}
         self.looks = 0
@@ -61,7 +61,7 @@ class FakeReader:
     def startup_stage(self) -> tuple[str, int] | None:
         return None
 
-    def waits_for_input(self) -> int | None:
+    def input_wait_start_ns(self) -> int | None:
         return None
 
     def activities(self) -> dict[int, tuple[str, int]]:
@@ -70,7 +70,7 @@ class FakeReader:
     def exit_info(self) -> Any:
         return self.ended
 
-    def command_alive(self) -> bool | None:
+    def is_command_alive(self) -> bool | None:
         return self.is_alive
 
     def node_replies(self) -> tuple[int, int] | None:
@@ -91,7 +91,7 @@ class FakeReader:
         return self.unanswered
 
     def request_pause(self, paused: bool) -> int:
-        self.pause.wanted, self.pause.pending = paused, True
+        self.pause.is_requested, self.pause.is_pending = paused, True
         return 1
 
     def pause_refusal(self, doing: object = None) -> str | None:

@@ -33,7 +33,7 @@ _ALLOWED_S = 0.5
 def why(options: argparse.Namespace) -> int:
     """Print what each rank of a live run does now, or the stalls of a finished run. Return 0, or 4: no such run."""
     try:
-        directory = newest_run(is_live) if options.run is None else find_run(options.run, goes_on=is_live)
+        directory = newest_run(is_live) if options.run is None else find_run(options.run, is_live=is_live)
         info = load_info(directory)
     except RunError as error:
         print_message(str(error))

@@ -134,13 +134,13 @@ class _RowStream:
             process: (what, since - self._start_ns + self._shift_ns if since else 0)
             for process, (what, since) in reader.activities().items()
         }
-        paused, waits = reader.pause_state(), reader.waits_for_input()
+        paused, waits = reader.pause_state(), reader.input_wait_start_ns()
         return {
             "doing": activities_by_word(doing),
             "pending": reader.has_pending_request(),
             "pause": [
-                paused.wanted,
-                paused.pending,
+                paused.is_requested,
+                paused.is_pending,
                 None if paused.since_ns is None else self._to_reader_clock(paused.since_ns),
             ],
             "refusal": reader.pause_refusal(),

@@ -106,7 +106,7 @@ class RankInspector:
                 ring = self._rings[path.name] = SpanReader(str(path))
                 process = proc.read_process(ring.pid)
                 self._parents[ring.pid] = 0 if process is None else process.parent
-                self._started[ring.pid] = None if process is None else process.started
+                self._started[ring.pid] = None if process is None else process.start_s
                 if is_member(ring.pid, self.directory):
                     self._members.add(ring.pid)
                 if self._adopted:

@@ -21,7 +21,7 @@ import dpmon
 from dpmon.run import proc
 from dpmon.run.activities import iter_ring_activities, read_startup_stages
 from dpmon.run.failure_cause import STATUSES
-from dpmon.run.lifecycle import exit_info, unknown_exit
+from dpmon.run.lifecycle import build_exit_info, build_unknown_exit
 from dpmon.run.proc import open_pidfd, wait_status_from_pidfd
 from dpmon.run.process_notes import add_note, read_uncaught_exceptions
 from dpmon.run.run_directory import ExitInfo, RunInfo, load_exit
@@ -124,23 +124,23 @@ class WatchedCommand:
         until = time.monotonic() + PATIENCE_S
         while True:
             if self._returncode is not None:
-                return exit_info(info, self._returncode, "supervisor")
+                return build_exit_info(info, self._returncode, "supervisor")
             if (found := load_exit(self._directory)) is not None:
                 return found
             if not self._same_boot:
-                return unknown_exit(info, "supervisor", "the machine was restarted", self.last_ns)
+                return build_unknown_exit(info, "supervisor", "the machine was restarted", self.last_ns)
             status = None if self._pidfd is None else wait_status_from_pidfd(self._pidfd)
             status = proc.unreaped_wait_status(self.pid, self._started) if status is None else status
             if status is not None:
-                return exit_info(info, os.waitstatus_to_exitcode(status), "supervisor")
+                return build_exit_info(info, os.waitstatus_to_exitcode(status), "supervisor")
             if not self._seen_alive or time.monotonic() > until:
                 break
             time.sleep(0.02)
         end = now if self._seen_alive else self.last_ns
         raised = next((one.kind for one in read_uncaught_exceptions(self._directory) if one.pid == self.pid), None)
         if raised is None:
-            return unknown_exit(info, "supervisor", _LOST, end)
-        how = exit_info(info, -signal.SIGINT if raised == "KeyboardInterrupt" else 1, "tracer")
+            return build_unknown_exit(info, "supervisor", _LOST, end)
+        how = build_exit_info(info, -signal.SIGINT if raised == "KeyboardInterrupt" else 1, "tracer")
         return replace(how, end_ns=end, seconds=(end - info.start_ns) / 1e9)
 
 
@@ -160,7 +160,7 @@ def find_command(directory: Path) -> proc.ProcessEntry | None:
     )
     return min(
         (process for process in leaders if belongs_to_run(process.pid, directory)),
-        key=lambda process: process.started,
+        key=lambda process: process.start_s,
         default=None,
     )
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from dpmon.run import proc
-from dpmon.run.lifecycle import exit_info, unknown_exit
+from dpmon.run.lifecycle import build_exit_info, build_unknown_exit
 from dpmon.run.run_directory import ExitInfo, RunInfo, load_exit, write_info
 from dpmon.run.run_reader import RunReader
 from dpmon.run.run_signals import find_members, find_run_command, send_signal, send_to_all
@@ -113,7 +113,7 @@ class SupervisorGuard:
         if number in (signal.SIGUSR1, signal.SIGUSR2):
             return send_signal(command, number)
         if number == signal.SIGKILL:
-            send_to_all(find_members(self._directory, info, over=False), command.pid, number)
+            send_to_all(find_members(self._directory, info, run_ended=False), command.pid, number)
             return True
         return send_signal(command, number, group=True)
 
@@ -142,7 +142,7 @@ class SupervisorGuard:
         elif self._dead_since is None:
             self._dead_since = now
         elif now - self._dead_since > STALLED_S:
-            return exit_info(info, os.waitstatus_to_exitcode(status), "foreground")
+            return build_exit_info(info, os.waitstatus_to_exitcode(status), "foreground")
         return None
 
     def _exit_without_supervisor(self) -> ExitInfo | None:
@@ -151,14 +151,14 @@ class SupervisorGuard:
         pid = info.command_pid
         if pid is None:
             # The supervisor may just have started it, and the new one searches for it.
-            return None if self._successor.is_running else exit_info(info, 2, "foreground", _NOT_STARTED)
+            return None if self._successor.is_running else build_exit_info(info, 2, "foreground", _NOT_STARTED)
         try:
             returncode = proc.ended_child_status(pid)
         except ChildProcessError:
             if self._successor.is_running or proc.is_running(pid, info.command_started):
                 return None
-            return unknown_exit(info, "foreground", _LOST, time.monotonic_ns())
-        return None if returncode is None else exit_info(info, returncode, "foreground")
+            return build_unknown_exit(info, "foreground", _LOST, time.monotonic_ns())
+        return None if returncode is None else build_exit_info(info, returncode, "foreground")
 
     def _with_command(self) -> RunInfo:
         """The contents of run.json; if the supervisor could not write the command into it, search for the command."""
@@ -167,10 +167,10 @@ class SupervisorGuard:
             return info
         if self._found is None:  # the command may have ended, and have left another process of the run behind
             found = filter(None, (find_command(self._directory), self._ended_child()))
-            self._found = min(found, key=lambda process: process.started, default=None)
+            self._found = min(found, key=lambda process: process.start_s, default=None)
         if self._found is None:
             return info
-        return replace(info, command_pid=self._found.pid, command_started=self._found.started)
+        return replace(info, command_pid=self._found.pid, command_started=self._found.start_s)
 
     def _ended_child(self) -> proc.ProcessEntry | None:
         """The command, if it has ended and this process has adopted it: it has no environment any more."""
@@ -181,7 +181,7 @@ class SupervisorGuard:
         )
         leaders = (process for process in mine if process.session == process.pid)
         ours = (self._supervisor.pid, self._successor.pid)
-        return min((p for p in leaders if p.pid not in ours), key=lambda process: process.started, default=None)
+        return min((p for p in leaders if p.pid not in ours), key=lambda process: process.start_s, default=None)
 
     def _record_exit(self, how: ExitInfo) -> None:
         # A new supervisor may have recorded the end meanwhile; otherwise nobody has read the rest of the rings.

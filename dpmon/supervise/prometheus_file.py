@@ -219,7 +219,7 @@ class PrometheusFile:
         seen = [call.end for call in calls] if step is None else [step.start_ns + step.wall_ns]
         stalls = [event.data for event in store.events("stall", newest=1) if "lasted_s" not in event.data]
         with contextlib.closing(RunReader(self._directory)) as reader:
-            paused, reads, activities = reader.pause_state().since_ns, reader.waits_for_input(), reader.activities()
+            paused, reads, activities = reader.pause_state().since_ns, reader.input_wait_start_ns(), reader.activities()
         doing, since = activities.get(step.process if step is not None else 0, ("", 0))
         now = StateInputs(
             time.monotonic_ns() - start,

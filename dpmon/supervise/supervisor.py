@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from dpmon.config import ConfigError, load_settings
 from dpmon.run import proc
 from dpmon.run.failure_cause import OomKillCounter, find_first_failure
-from dpmon.run.lifecycle import YOUNG_S, exit_info, needs_supervisor, take_lock, unknown_exit
+from dpmon.run.lifecycle import YOUNG_S, build_exit_info, build_unknown_exit, needs_supervisor, take_lock
 from dpmon.run.proc import open_pidfd
 from dpmon.run.process_notes import WarningsLog
 from dpmon.run.run_directory import ExitInfo, load_exit, load_info, output_paths, write_info
@@ -106,7 +106,7 @@ class Supervisor:
         except OSError as error:
             text = f"{self._info.command[0]} cannot be started: {error.strerror or error}"
             _log(text)
-            self._record_exit(exit_info(self._info, 2, "supervisor", text))
+            self._record_exit(build_exit_info(self._info, 2, "supervisor", text))
             return
         self._detach(inherited)
         started = proc.start_time_s(pid)
@@ -126,7 +126,7 @@ class Supervisor:
         if pid is None:
             found = find_command(self._directory)
             if found is not None:
-                pid, started = found.pid, found.started
+                pid, started = found.pid, found.start_s
             elif time.time() - self._info.started_unix < YOUNG_S:
                 return  # the command is about to be started
         # The killed supervisor's terminal is gone, so nothing can be typed any more.
@@ -136,7 +136,7 @@ class Supervisor:
         if pid is None:
             why = "the supervisor was killed before it recorded what it started"
             self._record_exit(
-                unknown_exit(self._info, "supervisor", why, last_sign_of_life_ns(self._directory, self._info))
+                build_unknown_exit(self._info, "supervisor", why, last_sign_of_life_ns(self._directory, self._info))
             )
         else:
             self._supervise_command(WatchedCommand(self._directory, self._info, pid, started), late=True)
@@ -279,10 +279,10 @@ class Supervisor:
     ) -> None:
         """Read the rest of the rings after the killed supervisor's position, and report the gap."""
         drain.flush()
-        self._warnings.passed_on.update(drain.warnings_kept())
+        self._warnings.already_recorded.update(drain.warnings_kept())
         has_metrics = self._metrics_file is not None
         for text in lost_settings(self._info, has_event_command=has_event_command, has_metrics=has_metrics):
-            if text not in self._warnings.passed_on:
+            if text not in self._warnings.already_recorded:
                 drain.warn(text)
         last_ns = drain.last_sample_ns()
         command.last_ns = max(command.last_ns, self._info.start_ns + drain.newest_ns())
@@ -334,9 +334,9 @@ class Supervisor:
             metrics.write_final(how)
         sampler.stop()
         # The run is over, so this cannot delay it.
-        from dpmon.run.retention import limits, prune_runs
+        from dpmon.run.retention import load_limits, prune_runs
 
-        for gone in prune_runs(limits(os.environ), self._directory):
+        for gone in prune_runs(load_limits(os.environ), self._directory):
             _log(f"deleted {gone.name}: too old, or too large")
 
     def _record_exit(self, how: ExitInfo) -> None:

@@ -30,7 +30,7 @@ def still(monkeypatch: pytest.MonkeyPatch) -> None:
 def fake_reader(directory: Path, activities: Mapping[int, tuple[str, int]] | None = None) -> Any:
     """Return the part of a reader that the lines need."""
     info = SimpleNamespace(start_ns=0, id="20261125-213000-train-3f2a", name="train")
-    nothing = {"startup_stage": lambda: None, "waits_for_input": lambda: None, "pause_state": lambda: PauseState()}
+    nothing = {"startup_stage": lambda: None, "input_wait_start_ns": lambda: None, "pause_state": lambda: PauseState()}
     return SimpleNamespace(directory=directory, activities=lambda: activities or {}, info=info, **nothing)
 
 
@@ -191,5 +191,5 @@ def test_the_line_after_the_last_step_does_not_wait_for_a_first_step(state: Path
 
 def test_a_wait_for_input_is_shown(state: Path) -> None:
     reader = fake_reader(keep({}, status=None), {0: ("backward", NOW_NS - 12 * 10**9)})
-    reader.waits_for_input = lambda: NOW_NS - 11 * 10**9
+    reader.input_wait_start_ns = lambda: NOW_NS - 11 * 10**9
     assert ProgressReporter(reader).line() == "waiting for input for 11.0 s"

@@ -66,7 +66,7 @@ def test_machines_that_cannot_be_asked_are_not_called_stopped(state: Path, monke
     monkeypatch.setattr("dpmon.run.run_signals.time.sleep", pytest.fail)  # a mirror has no command to wait for
     mirror = find_or_create_mirror("train", [["gpu-1", "20260101-000000-train-0001", "false"]])
     *_, said = stop_run(mirror, load_info(mirror))
-    assert said == "no node is connected, so the run cannot be stopped now: try again in some seconds"
+    assert said == "no node is connected, so the run cannot be stopped now: try again in a few seconds"
     assert stop_requested_unix(mirror) is None
 
 
@@ -94,7 +94,7 @@ def test_output_is_passed_on_in_whole_lines(directory: Path) -> None:
     assert more(b"!\nx") == "half a line!\n"
     assert more("\u00e9".encode()[:1]) is None
     assert more("\u00e9".encode()[1:] + b"\r10%") == "x\u00e9\r"
-    assert more(b"\r20%") == "10 %\r"
+    assert more(b"\r20%") == "10%\r"
     assert more(b"\nend") == "20 %\n"
     flood = b"%029d\n" % 7
     assert more(flood * 5000 + b"z") == flood.decode() * ((module.MOST_OUTPUT - 1) // len(flood))

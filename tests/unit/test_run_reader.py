@@ -161,7 +161,7 @@ def test_the_end_is_read_from_the_file(run: tuple[Path, RunInfo], reader: RunRea
 
 def test_whether_the_command_lives(run: tuple[Path, RunInfo], reader: RunReader) -> None:
     directory, info = run
-    assert reader.command_alive() is True
+    assert reader.is_command_alive() is True
     for change, expected in (
         ({"command_started": (info.command_started or 0) - 5}, False),  # the number belongs to another process now
         ({"boot_id": "another boot"}, False),
@@ -169,7 +169,7 @@ def test_whether_the_command_lives(run: tuple[Path, RunInfo], reader: RunReader)
     ):
         write_info(directory, replace(info, **change))
         other = RunReader(directory)
-        assert other.command_alive() is expected
+        assert other.is_command_alive() is expected
         other.close()
 
 

@@ -270,7 +270,7 @@ def test_another_process_with_the_same_number_is_not_looked_at(tmp_path: Path, m
     assert look.inspect_ranks({}, time.monotonic_ns())[0].state != "gone"
     me = proc.read_process(os.getpid())
     assert me is not None
-    monkeypatch.setattr(proc, "read_process", lambda pid: replace(me, started=me.started + 5))
+    monkeypatch.setattr(proc, "read_process", lambda pid: replace(me, start_s=me.started + 5))
     assert look.inspect_ranks({}, time.monotonic_ns())[0].state == "gone"
     assert look.take_stacks() == {}
     look.close()

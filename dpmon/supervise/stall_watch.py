@@ -17,7 +17,7 @@ from dpmon.run.process_notes import read_notes
 from dpmon.run.run_directory import RunInfo, stop_requested_unix
 from dpmon.run.safe_files import write_atomically
 from dpmon.run.stdin_terminal import input_wait_start_ns
-from dpmon.stalls.rank_inspector import DETAILS_NS, RankInspector
+from dpmon.stalls.rank_inspector import INSPECT_AFTER_NS, RankInspector
 from dpmon.stalls.run_state import WAITING_FOR_DATA
 from dpmon.stalls.stacks import ProcessStacks
 from dpmon.stalls.stall_detection import FIRST_BATCH, LearnedDurations, RankActivity, Stall, find_stall, sentence
@@ -137,16 +137,16 @@ class StallWatch:
             return
         times = [now - rank.since_ns for rank in ranks if not rank.is_over and rank.doing != "paused" and rank.since_ns]
         longest = max(times, default=0)
-        reads = longest >= DETAILS_NS and input_wait_start_ns(self._directory) is not None
+        reads = longest >= INSPECT_AFTER_NS and input_wait_start_ns(self._directory) is not None
         if reads:
             self._before = {}  # the time that a person takes is not learned
         over = any(rank.is_over for rank in ranks)
-        self._write_rank_report(ranks if over or (longest >= DETAILS_NS and not reads) else [], now)
-        if longest < DETAILS_NS or reads:
+        self._write_rank_report(ranks if over or (longest >= INSPECT_AFTER_NS and not reads) else [], now)
+        if longest < INSPECT_AFTER_NS or reads:
             self._record_stall_change(None, ranks, now)
             return
         found = find_stall(ranks, self._usual, now)
-        missing = found is not None and not all(ranks[i].has_current_stack for i in (*found.guilty, *found.waiting))
+        missing = found is not None and not all(ranks[i].has_current_stack for i in (*found.blockers, *found.waiters))
         if not self._is_taking_stacks() and (missing or (longest >= STACKS_AFTER_NS and now >= self._stacks_at)):
             self._stacks_at = now + max(STACKS_AFTER_NS, longest // 2)
             self._start_taking_stacks(None)
@@ -180,14 +180,14 @@ class StallWatch:
         """The stall with the indices of these ranks: since the last look, some may have come or gone."""
         known = [(i, self.waits[rank.key]) for i, rank in enumerate(ranks) if rank.key in self.waits]
         guilty, waiting = (tuple(i for i, waits in known if waits == which) for which in (False, True))
-        return self.stall and self.stall._replace(guilty=guilty, waiting=waiting)
+        return self.stall and self.stall._replace(blockers=guilty, waiters=waiting)
 
     def _may_still_be_stalled(self, ranks: list[RankActivity], now: int) -> bool:
         """Whether the stall that an earlier supervisor saw may go on: for some seconds no sign of life is known."""
         if self.stall is None:
             return False
         still = [rank for rank in ranks if not rank.is_over and rank.since_ns <= self.stall.since_ns + SECOND]
-        return any(rank.busy is None and now - rank.since_ns >= DETAILS_NS for rank in still)
+        return any(rank.busy is None and now - rank.since_ns >= INSPECT_AFTER_NS for rank in still)
 
     def close(self) -> None:
         """Close the rings. A stall in which the run ended stays open in the record."""
@@ -208,7 +208,7 @@ class StallWatch:
             begun = time.monotonic_ns()
             try:
                 if asked is None:
-                    self._look.take_stacks(still_ns=DETAILS_NS)
+                    self._look.take_stacks(still_ns=INSPECT_AFTER_NS)
                     took = time.monotonic_ns() - begun
                     self._stacks_at = max(self._stacks_at, begun + REST * took)
                     self._look.query_nccl()
@@ -254,7 +254,7 @@ class StallWatch:
                 lasted = (now - before.since_ns) / 1e9
                 self._drain.emit("stall", {"since_s": seconds, "lasted_s": lasted, "text": self.told})
             return
-        waited, self.waits = self.waits, {ranks[i].key: i in found.waiting for i in (*found.guilty, *found.waiting)}
+        waited, self.waits = self.waits, {ranks[i].key: i in found.waiters for i in (*found.blockers, *found.waiters)}
         ranks = self._look.with_exceptions(ranks)
         text = sentence(found, ranks, self._info.cwd)
         if before is None or (text != self.told and waited != self.waits):

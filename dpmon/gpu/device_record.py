@@ -74,11 +74,8 @@ def build_device_record(
     `lost`: why the GPU does not answer at all; empty if it does.
     """
     torch_fields = _torch_fields(run_context, uuids)
-    used_by_torch = (
-        isinstance(torch_fields["ordinals"], list)
-        and bool(torch_fields["ordinals"])
-        and torch_fields["mem_torch_bytes"] != 0
-    )
+    ordinals = torch_fields["ordinals"]
+    used_by_torch = isinstance(ordinals, list) and bool(ordinals) and torch_fields["mem_torch_bytes"] != 0
     fields = {
         **answers,
         "visible": _NOT_VISIBLE if run_context.visible is None else run_context.visible,
@@ -93,10 +90,8 @@ def build_device_record(
 
 def _torch_fields(run_context: RunContext, uuids: Set[str]) -> dict[str, Any]:
     """Return the fields that torch reports about the GPU (or MIG instances) with these bare UUIDs."""
-    if not run_context.reservations:
-        return dict.fromkeys(("ordinals", "mem_torch_bytes"), _NO_REPORT)
-    if not uuids:
-        return dict.fromkeys(("ordinals", "mem_torch_bytes"), _NO_UUID)
+    if not run_context.reservations or not uuids:
+        return dict.fromkeys(("ordinals", "mem_torch_bytes"), _NO_UUID if run_context.reservations else _NO_REPORT)
     reservations = [reservation for reservation in run_context.reservations if bare_uuid(reservation.uuid) in uuids]
     return {
         "ordinals": [{"process": reservation.process, "device": reservation.device} for reservation in reservations],
@@ -143,11 +138,10 @@ def _sum(values: list[int | None], unknown: MissingValue) -> int | MissingValue:
 
 
 def _process_entries(
-    bytes_by_pid: Mapping[int, int | None], pids: Set[int], of_run_if_absent: bool | None
+    bytes_by_pid: Mapping[int, int | None], pids: Set[int], default_of_run: bool | None
 ) -> list[dict[str, Any]]:
     rows = [
-        {"pid": pid, "mem_bytes": used_bytes, "of_run": pid in pids or of_run_if_absent}
-        for pid, used_bytes in bytes_by_pid.items()
+        {"pid": pid, "mem_bytes": used, "of_run": pid in pids or default_of_run} for pid, used in bytes_by_pid.items()
     ]
     rows.sort(key=lambda row: (row["of_run"] is not True, -(row["mem_bytes"] or 0), row["pid"] or 0))
     return rows[:MAX_PROCESSES]
@@ -187,9 +181,7 @@ def visible_gpus(
         indices = list(range(len(uuids))) if text is None else _parse_indices(text, len(uuids))
         if indices and (has_mig_instances or (order != "PCI_BUS_ID" and len(indices) < len(uuids))):
             indices = None
-    if indices is None:
-        return [None] * len(uuids)
-    return [index in indices for index in range(len(uuids))]
+    return [None if indices is None else index in indices for index in range(len(uuids))]
 
 
 def _parse_indices(text: str, count: int) -> list[int]:

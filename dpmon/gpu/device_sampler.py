@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any
 
 import psutil
@@ -45,10 +46,7 @@ class DeviceSampler:
         *,
         nvml: Callable[[], Nvml] = Nvml,
     ) -> None:
-        """Create a sampler that `start` starts.
-
-        `emit` records an event, from any thread. `root_pid` returns the command's process id, or None before its start.
-        """
+        """Create a sampler. `emit` records an event, from any thread. `root_pid` returns the command's pid, or None."""
         self._emit = emit
         self._root_pid = root_pid
         self._interval_s = interval_s
@@ -201,13 +199,8 @@ class DeviceSampler:
 
     def _run_context(self, gpu: GpuState) -> RunContext:
         # An ended process holds no memory.
-        reservations = tuple(
-            reservation
-            for pid, process_reservations in self._uses.items()
-            if os.path.exists(f"/proc/{pid}")
-            for reservation in process_reservations
-        )
-        return RunContext(self._pids, self._same_pids, reservations, self._is_visible_to_cuda(gpu))
+        live = [reservations for pid, reservations in self._uses.items() if os.path.exists(f"/proc/{pid}")]
+        return RunContext(self._pids, self._same_pids, tuple(chain(*live)), self._is_visible_to_cuda(gpu))
 
     def _is_visible_to_cuda(self, gpu: GpuState) -> bool | None:
         """Return whether the command's environment variables let CUDA see the GPU; None if unknown."""

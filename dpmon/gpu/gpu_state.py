@@ -77,9 +77,9 @@ class GpuState:
         running = {poller.current_query for poller in self.pollers}
         due = [
             query
-            for query, query_state in self.query_states.items()
-            if query_state.due_s <= now_s
-            and query_state.getter_index < len(query.getters)
+            for query, state in self.query_states.items()
+            if state.due_s <= now_s
+            and state.getter_index < len(query.getters)
             and query not in running
             and self._is_needed(query)
         ]
@@ -118,19 +118,17 @@ class GpuState:
 
     def sample(self, run_context: RunContext, now_s: float) -> dict[str, Any]:
         """Return the fields of the `device` record except `t_s`, from the values known now."""
-        values_by_field: dict[str, Any] = {}
-        for query, query_state in self.query_states.items():
-            values, time_s = query_state.answer
+        values_by_name: dict[str, Any] = {}
+        for query, state in self.query_states.items():
+            values, time_s = state.answer
             stale_reason = self._stale_reason(query, time_s, now_s)
             for name, value in zip(query.fields, values, strict=True):
                 if stale_reason and (value is NOT_QUERIED or not isinstance(value, MissingValue)):
                     value = stale_reason
-                earlier_value = values_by_field.get(name, NOT_QUERIED)  # from the query that this one replaces
-                if earlier_value is NOT_QUERIED or (
-                    isinstance(earlier_value, MissingValue) and value is not NOT_QUERIED
-                ):
-                    values_by_field[name] = value
-        return build_device_record(self.index, values_by_field, run_context, self.uuids(), self.lost_reason)
+                earlier = values_by_name.get(name, NOT_QUERIED)  # from the query that this one replaces
+                if earlier is NOT_QUERIED or (isinstance(earlier, MissingValue) and value is not NOT_QUERIED):
+                    values_by_name[name] = value
+        return build_device_record(self.index, values_by_name, run_context, self.uuids(), self.lost_reason)
 
     def _stale_reason(self, query: NvmlQuery, time_s: float | None, now_s: float) -> MissingValue | None:
         """Return why an answer read at `time_s` is too old to be shown, or has not come; None if it is current."""

@@ -135,12 +135,10 @@ _ProcessKey = tuple[int, float]
 
 
 class _Reading(NamedTuple):
-    """The last reading of a process."""
+    """The last reading of a process: its resident bytes that count for others, and when the next reading is due."""
 
     shared_bytes: int | MissingValue
-    """Resident bytes that count for other processes."""
     due_s: float
-    """When the next reading is due."""
 
 
 class PssEstimator:
@@ -178,10 +176,7 @@ class PssEstimator:
         total = unread = 0
         for process, resident_bytes in resident.items():
             reading = self._readings.get(process)
-            if reading is None:
-                shared_bytes: int | MissingValue | None = self._last_shared_bytes.get(parents[process])
-            else:
-                shared_bytes = reading.shared_bytes
+            shared_bytes = self._last_shared_bytes.get(parents[process]) if reading is None else reading.shared_bytes
             if isinstance(shared_bytes, MissingValue):
                 return shared_bytes
             unread += shared_bytes is None

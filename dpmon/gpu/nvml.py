@@ -116,10 +116,7 @@ class Nvml:
         """Whether the library reports that it is not initialized, so that it must be started again."""
 
     def run(self, read: Callable[[], Any]) -> Any:
-        """Return the result of `read`, which runs while the library is open.
-
-        Raises NvmlCallError, also after `close`.
-        """
+        """Return the result of `read`. The library stays open during it. Raises NvmlCallError, also after `close`."""
         with self._lock:
             if self._closed:
                 raise NvmlCallError("NVML was shut down", UNINITIALIZED)

@@ -66,10 +66,7 @@ _ALL_LINKS = 0xFFFFFFFF
 
 
 def _device_getter(convert: Callable[[Any], Any], call: str) -> Getter:
-    """Return a getter that calls nvmlDeviceGet<first word of `call`> and converts the result.
-
-    Further words are the arguments after the handle: numbers, or pynvml's constants.
-    """
+    """Return a getter that calls nvmlDeviceGet<first word>; further words are numbers or constants of pynvml."""
     name, *words = call.split()
 
     def read_field(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
@@ -230,13 +227,11 @@ def _nvlink(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
     last_reading, memo["at"] = memo.get("at"), (now_s, counts)
     if last_reading is None:
         return NEEDS_TWO_READINGS, NEEDS_TWO_READINGS
-    last_time, last_counts = last_reading
-    if any(count < last_count for count, last_count in zip(counts, last_counts, strict=True)):
+    last_s, last_counts = last_reading
+    growth = [count - last_count for count, last_count in zip(counts, last_counts, strict=True)]
+    if min(growth) < 0:
         return (MissingValue("the counter was reset"),) * 2
-    return tuple(
-        int((count - last_count) * 1024 / max(now_s - last_time, 1e-6))
-        for count, last_count in zip(counts, last_counts, strict=True)
-    )
+    return tuple(int(kib * 1024 / max(now_s - last_s, 1e-6)) for kib in growth)
 
 
 def _make_query(

@@ -230,10 +230,7 @@ Defined = Layout | StageParts | CollectiveDefinition | LossSite | tuple[Size, ..
 
 
 def parse_definition(value: Any) -> Defined:
-    """Return the object in a definition's JSON. Raises LookupError, ValueError, TypeError or AttributeError if damaged.
-
-    Which class it is follows from its members.
-    """
+    """Return the object in the JSON of a definition. Raises LookupError, ValueError, TypeError, AttributeError."""
     if isinstance(value, list):
         return tuple([_parse_size(*size) for size in value])
     if "parts" in value:

@@ -83,9 +83,7 @@ def nothing_traced_reason(
     if run_info.command_pid is None:
         return None
     stage = current_startup_stage(read_startup_stages(directory), lambda pid: proc.is_alive(pid, None))
-    is_alive = exit_info is None and (
-        is_command_alive(run_info) or may_be_live_elsewhere(directory, run_info, exit_info)
-    )
+    is_alive = exit_info is None and (is_command_alive(run_info) or may_be_live_elsewhere(directory, run_info, None))
     if stage is None:
         return f"no Python process of the run {'has imported torch yet' if is_alive else 'imported torch'}"
     if stage.name == IMPORTING and not is_alive:

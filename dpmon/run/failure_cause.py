@@ -111,14 +111,9 @@ def find_first_failure(directory: Path, run_info: RunInfo, status: int | None) -
 
 
 def _rank_exit_came_first(rank_exit: RankExit, exception: UncaughtException, rank_exits: list[RankExit]) -> bool:
-    """Return whether the rank ended before the exception.
-
-    If not, its end may follow from the exception, because a launcher then ends the other ranks.
-    """
-    exit_seen_ns = min(
-        (other_exit.at_ns for other_exit in rank_exits if other_exit.pid == exception.pid), default=rank_exit.at_ns + 1
-    )
-    return rank_exit.at_ns < exit_seen_ns and rank_exit.at_ns < exception.at_ns + _MAX_EXIT_DELAY_NS
+    """Return whether the rank ended before the exception, after which a launcher ends the other ranks."""
+    exit_ns = min((other.at_ns for other in rank_exits if other.pid == exception.pid), default=rank_exit.at_ns + 1)
+    return rank_exit.at_ns < exit_ns and rank_exit.at_ns < exception.at_ns + _MAX_EXIT_DELAY_NS
 
 
 def _read_rank_exits(directory: Path, stages: list[Note]) -> list[RankExit]:

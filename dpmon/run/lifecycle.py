@@ -51,11 +51,8 @@ def may_be_live_elsewhere(directory: Path, run_info: RunInfo, exit_info: ExitInf
 
     This machine cannot see the run's processes, and possibly not even its locks.
     """
-    if (
-        (exit_info is not None and exit_info.drained)
-        or run_info.host in ("", proc.host_name())
-        or run_info.boot_id == proc.boot_id()
-    ):
+    is_complete = exit_info is not None and exit_info.drained
+    if is_complete or run_info.host in ("", proc.host_name()) or run_info.boot_id == proc.boot_id():
         return False
     last_write_s = 0.0
     try:

@@ -42,10 +42,7 @@ def open_stream(path: Path) -> int:
 
 
 def check_replaceable(path: Path) -> int | None:
-    """Return the mode (st_mode) of the regular file at `path`; None if it does not exist.
-
-    Raises OSError for anything else.
-    """
+    """Return the mode (st_mode) of the regular file at `path`; None without one. Raises OSError for anything else."""
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:
@@ -58,10 +55,7 @@ def check_replaceable(path: Path) -> int | None:
 
 
 def open_truncated(path: Path) -> int:
-    """Return a descriptor of the regular file at `path`, truncated, or of a new one (mode 0600).
-
-    Raises OSError for anything else.
-    """
+    """Truncate or create (mode 0600) a regular file. Return its descriptor. Raises OSError for anything else."""
     check_replaceable(path)
     return open_file(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, any_owner=True)
 

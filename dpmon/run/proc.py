@@ -74,10 +74,7 @@ def voluntary_switches(pid: int, thread: int) -> int | None:
 
 
 def read_proc_file(pid: int, name: str) -> bytes:
-    """Return the first 4096 bytes of /proc/PID/NAME. Raises OSError.
-
-    It is called often, so it uses neither a Path nor a file object.
-    """
+    """Return the first 4096 bytes of /proc/PID/NAME. Raises OSError. Called often, so without Path and file object."""
     fd = os.open(f"/proc/{pid}/{name}", os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.read(fd, 4096)

@@ -49,13 +49,9 @@ def read_notes(path: Path, max_bytes: int, *, newest: bool = False) -> list[Note
 
 def parse_notes(data: bytes) -> list[Note]:
     """Return the notes in `data`, in order, without invalid lines and an unfinished last line."""
-    notes = []
-    for line in data.decode("utf-8", "replace").split("\n")[:-1]:
-        match = _NOTE.fullmatch(line)
-        if match is not None:
-            pid, at_ns, text = match.groups()
-            notes.append(Note(int(pid), int(at_ns), text))
-    return notes
+    lines = data.decode("utf-8", "replace").split("\n")[:-1]
+    groups = [match.groups() for match in map(_NOTE.fullmatch, lines) if match is not None]
+    return [Note(int(pid), int(at_ns), text) for pid, at_ns, text in groups]
 
 
 def add_note(directory: Path, text: str, file: str = "warnings.log", pid: int = 0) -> None:
@@ -119,15 +115,11 @@ class UncaughtException(NamedTuple):
         Only the first line of the exception's message is shown, without a place in C++ code, and truncated if long.
         """
         first_line, _, _ = self.message.strip().partition("\n")
-        message = _PLACE_IN_C.sub("", first_line)
-        text = self.kind
-        if self.rank is not None:
-            text = f"rank {self.rank}: {text}"
-        if message:
-            text += f": {textwrap.shorten(message, _MAX_MESSAGE_CHARS, placeholder=' ...')}"
-        if self.file is not None:
-            text += f" ({relative_location(cwd, self.file, self.line or 0)})"
-        return text
+        message = textwrap.shorten(_PLACE_IN_C.sub("", first_line), _MAX_MESSAGE_CHARS, placeholder=" ...")
+        rank_prefix = "" if self.rank is None else f"rank {self.rank}: "
+        text = f"{self.kind}: {message}" if message else self.kind
+        suffix = "" if self.file is None else f" ({relative_location(cwd, self.file, self.line or 0)})"
+        return f"{rank_prefix}{text}{suffix}"
 
 
 def relative_location(directory: str, file: str, line: int) -> str:
@@ -144,9 +136,7 @@ def trim_launcher_lines(lines: list[str], exception: UncaughtException | None, c
     """
     if exception is None or exception.pid == command_pid:
         return lines
-    end = max(
-        (index for index, line in enumerate(lines) if line.rstrip().endswith(exception.text)), default=len(lines) - 1
-    )
+    end = max((i for i, line in enumerate(lines) if line.rstrip().endswith(exception.text)), default=len(lines) - 1)
     return lines[: end + 1]
 
 

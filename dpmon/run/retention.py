@@ -43,10 +43,7 @@ class Limits(NamedTuple):
 
 
 def load_limits(environ: Mapping[str, str]) -> Limits:
-    """Return the limits from the environment or the configuration file, else the defaults.
-
-    If the configuration is invalid, all limits are defaults.
-    """
+    """Return the limits from the environment or the configuration file, else the defaults, also if it is invalid."""
     with contextlib.suppress(ConfigError):  # commands that start or show a run report it
         settings = load_settings(environ)
         overrides = {"runs": settings.keep_runs, "bytes": settings.keep_bytes}

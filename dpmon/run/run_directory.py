@@ -37,10 +37,7 @@ class RunError(DpmonError):
 
 @dataclass(frozen=True)
 class RunInfo:
-    """The contents of run.json.
-
-    `started_unix` is in s since 1970, `start_ns` in monotonic ns, `*_started` in s since boot.
-    """
+    """The contents of run.json. `started_unix` in s since 1970, `start_ns` monotonic, `*_started` in s since boot."""
 
     id: str
     name: str
@@ -68,11 +65,8 @@ class RunInfo:
     @property
     def arguments(self) -> tuple[str, ...]:
         """The words after Python and the script or module; all words of a launcher."""
-        if self.python is None:
-            return self.command
-        if self.script.startswith("-m "):
-            return self.command[3:]
-        return self.command[2:]
+        first = 3 if self.script.startswith("-m ") else 2
+        return self.command if self.python is None else self.command[first:]
 
 
 @dataclass(frozen=True)
@@ -112,10 +106,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 def _load_members(record_class: type[Any], path: Path) -> dict[str, Any]:
-    """Return the members of a JSON file that are fields of `record_class`.
-
-    Raises RunError if the file is not an object, or if a member does not have the declared type.
-    """
+    """Return the members of a JSON file that are fields of `record_class`. Raises RunError if a type is wrong."""
     text = read_file(path, _MAX_JSON_BYTES)
     document = load_json(text)
     if document != json.loads(text):
@@ -162,10 +153,8 @@ def load_exit(directory: Path) -> ExitInfo | None:
             return None
     except (OSError, ValueError, TypeError, RunError):
         return None
-    stop_requested_s = stop_requested_unix(directory)
-    return replace(
-        exit_info, stopped=stop_requested_s is not None and exit_info.ended_unix - stop_requested_s < _STOP_VALID_S
-    )
+    stop_s = stop_requested_unix(directory)
+    return replace(exit_info, stopped=stop_s is not None and exit_info.ended_unix - stop_s < _STOP_VALID_S)
 
 
 def record_stop_request(directory: Path) -> None:
@@ -206,10 +195,7 @@ def check_directory(directory: Path) -> None:
 
 
 def is_run_directory(directory: Path) -> bool:
-    """Return whether a directory has both the name and the run.json of a run.
-
-    The name counts because other programs also have files named run.json.
-    """
+    """Return whether a directory has the name and the run.json of a run, because others also have such files."""
     return ID.fullmatch(directory.name) is not None and os.path.lexists(directory / INFO_FILE)
 
 

@@ -99,9 +99,7 @@ class RunReader:
         """Return the run's stage before its first call, and when it started (monotonic ns); None if unknown."""
         if self._mirror is not None:
             stage, since_ns = self._mirror.text_member("stage"), self._mirror.time_member("stage_ns")
-            if stage is None or since_ns is None:
-                return None
-            return StartupStage(stage, since_ns)
+            return None if stage is None or since_ns is None else StartupStage(stage, since_ns)
         return current_startup_stage(read_startup_stages(self.directory), lambda pid: proc.is_alive(pid, None))
 
     def input_wait_start_ns(self) -> int | None:
@@ -150,11 +148,8 @@ class RunReader:
         """Return whether a living process has not yet acted on the last mode request."""
         if self._mirror is not None:
             return self._mirror.state.get("pending") is True
-        for ring in self._live_rings(activities):
-            serial, _ = ring.acknowledged()
-            if serial < self._mode_requests.get(ring.process, 0):
-                return True
-        return False
+        serials = ((ring.process, *ring.acknowledged()) for ring in self._live_rings(activities))
+        return any(serial < self._mode_requests.get(process, 0) for process, serial, _ in serials)
 
     def request_pause(self, paused: bool) -> int:
         """Ask every training process to pause between two steps, or to resume. Return the number of processes or nodes.
@@ -178,10 +173,7 @@ class RunReader:
         return None if self._mirror is None else self._mirror.replies()
 
     def request_records(self, processes: Collection[int]) -> None:
-        """Subscribe to all records of these processes while this process lives. Raises OSError if that fails.
-
-        Without a subscription, a mirror sends only a selection. On one machine, this does nothing.
-        """
+        """Subscribe to all records of these processes of a mirror, while this process lives. Raises OSError."""
         if self._mirror is not None:
             self._mirror.subscribe(processes)
 

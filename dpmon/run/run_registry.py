@@ -73,8 +73,7 @@ def file_system(path: Path) -> str | None:
         for line in MOUNTS.read_text(errors="replace").splitlines():
             if line.split()[:1] == mount_id:
                 _, _, after_options = line.partition(" - ")
-                fs_type, *_ = after_options.split()
-                return fs_type
+                return after_options.split()[0]
     return None
 
 
@@ -147,9 +146,8 @@ def create_run(draft: RunInfo) -> tuple[Path, RunInfo]:
         options = dict(draft.options)
         if first_problem:
             reason, _, _ = first_problem.partition(";")
-            options["elsewhere"] = (
-                f"{reason}: this run is kept in {runs}; set XDG_STATE_HOME to choose another directory"
-            )
+            hint = "set XDG_STATE_HOME to choose another directory"
+            options["elsewhere"] = f"{reason}: this run is kept in {runs}; {hint}"
         try:
             if (fs_type := network_file_system(runs)) is not None:
                 raise RunError(f"{runs} is on a network file system ({fs_type})")
@@ -227,10 +225,8 @@ def short_name(run_info: RunInfo) -> str:
 
 def newest_run(is_live: Callable[[RunInfo], bool]) -> Path:
     """Return the newest live run, else the newest run. Raises RunError if there is none."""
-    for directory, run_info in reversed(list_runs()):
-        if is_live(run_info):
-            return directory
-    return find_run()
+    live_directories = [directory for directory, run_info in reversed(list_runs()) if is_live(run_info)]
+    return live_directories[0] if live_directories else find_run()
 
 
 JOB = "job="
@@ -281,6 +277,5 @@ def _has_prefix(run_info: RunInfo, prefix: str, id_only: bool) -> bool:
 def _format_ids(ids: list[str]) -> str:
     """Return the newest ids, the newest first, as text."""
     listed = ", ".join(ids[: -_MAX_IDS_NAMED - 1 : -1])
-    if len(ids) <= _MAX_IDS_NAMED:
-        return listed
-    return f"{listed} and {len(ids) - _MAX_IDS_NAMED} more (dpmon ls lists them)"
+    more = len(ids) - _MAX_IDS_NAMED
+    return f"{listed} and {more} more (dpmon ls lists them)" if more > 0 else listed

@@ -26,6 +26,8 @@ from dpmon.run.safe_files import open_fifo, open_file, read_file, remove_file
 
 INPUT_FIFO = "input.fifo"
 _CHUNK = 4096
+_LOCAL_FLAGS = 3
+"""Index of c_lflag in the list of termios.tcgetattr."""
 _CONTROLS = {code: f"^{chr(code ^ 64)}".encode() for code in (*range(32), 127) if chr(code) not in "\t\n"}
 WAITS_FILE = "waits-for-input"
 """A file that exists during a wait, with the wait's start and the time of the last check (monotonic ns, 20 digits)."""
@@ -96,7 +98,7 @@ class InputTerminal:
         if self._echo is None or not typed:
             return b""
         try:
-            flags = _local_flags(self.slave)
+            flags = termios.tcgetattr(self.slave)[_LOCAL_FLAGS]
         except termios.error:
             return b""
         if flags & termios.ECHO:
@@ -114,12 +116,6 @@ class InputTerminal:
             file.write(echo)
 
 
-def _local_flags(fd: int) -> int:
-    """Return the local flags (c_lflag) of a terminal. Raises termios.error if it is not a terminal."""
-    _, _, _, flags, *_ = termios.tcgetattr(fd)
-    return int(flags)
-
-
 def has_echo_off(pid: int) -> bool:
     """Return whether a process has switched off the echo of its standard input's terminal (as getpass does)."""
     try:
@@ -127,7 +123,7 @@ def has_echo_off(pid: int) -> bool:
     except OSError:
         return False
     try:
-        flags = _local_flags(fd)
+        flags = termios.tcgetattr(fd)[_LOCAL_FLAGS]
     except termios.error:  # not a terminal
         return False
     finally:
@@ -179,7 +175,7 @@ class InputWaitWatcher:
     """A watcher that maintains WAITS_FILE and reports each finished wait of at least a second."""
 
     def __init__(
-        self, directory: Path, pid: int, report_wait: Callable[[int, int], None] = lambda start_ns, end_ns: None
+        self, directory: Path, pid: int, report_wait: Callable[[int, int], None] = lambda *times: None
     ) -> None:
         """Watch the process `pid`. `report_wait` receives the start and end (monotonic ns) of a wait."""
         self._path = directory / WAITS_FILE

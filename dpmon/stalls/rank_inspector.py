@@ -81,11 +81,7 @@ class RankInspector:
     """An inspector of the training processes of one run, to be called again and again."""
 
     def __init__(self, directory: Path, cwd: str, *, adopted: bool = False) -> None:
-        """Create an inspector.
-
-        `adopted`: whether this process is not an ancestor of the training processes, so that these must allow it to
-        trace them.
-        """
+        """Create an inspector. `adopted`: this process is not an ancestor of theirs, so they must let it trace them."""
         self._adopted = adopted
         self.directory = directory
         self.cwd = cwd
@@ -241,10 +237,7 @@ class RankInspector:
         return dumps
 
     def query_nccl(self) -> None:
-        """Query NCCL which ranks are missing or behind, if a rank uses it.
-
-        Takes up to some seconds; may run in any thread.
-        """
+        """Query NCCL for missing or late ranks, if a rank uses it. Takes up to some seconds; may run in any thread."""
         self.nccl = query_ras_problems(self._members) if self._uses_nccl else ()
 
     def _find_loader_worker(self, children: Sequence[proc.ProcessEntry]) -> LoaderWorker | None:

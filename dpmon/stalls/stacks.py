@@ -102,22 +102,18 @@ class Stack(NamedTuple):
         for frame in self.frames:
             if frame.is_script:
                 break
-            name_format = next(
-                (name_format for path_suffix, name_format in _KNOWN_FUNCTIONS if frame.file.endswith(path_suffix)), None
-            )
-            if name_format is not None or not (is_known or frame.line == 0 or frame.file.endswith(_WRAPPERS)):
-                operation = name_format.format(frame.function.rpartition(".")[2]) if name_format else frame.function
-                is_known = name_format is not None
+            template = next((template for suffix, template in _KNOWN_FUNCTIONS if frame.file.endswith(suffix)), None)
+            if template is not None or not (is_known or frame.line == 0 or frame.file.endswith(_WRAPPERS)):
+                operation = template.format(frame.function.rpartition(".")[2]) if template else frame.function
+                is_known = template is not None
         return operation
 
     @property
     def operation_kind(self) -> str:
         """One of collective, backward, data, save, compile, or "" for other work."""
         for frame in self.frames:
-            for operation_kind, path_parts, functions in _OPERATION_KINDS:
-                if any(path_part in frame.file for path_part in path_parts) and (
-                    not functions or frame.function in functions
-                ):
+            for operation_kind, parts, functions in _OPERATION_KINDS:
+                if any(part in frame.file for part in parts) and (not functions or frame.function in functions):
                     return operation_kind
             if frame.is_script:
                 break

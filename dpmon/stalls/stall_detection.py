@@ -150,10 +150,7 @@ class LearnedDurations:
             self._longest[timing_key] = duration_ns
 
     def allowed_ns(self, rank: RankActivity, *, awaited: bool = True) -> int:
-        """Return how long (ns) a rank may stay at its current location.
-
-        `awaited`: whether other ranks are waiting for it.
-        """
+        """Return how long (ns) a rank may stay at its location. `awaited`: whether other ranks are waiting for it."""
         return max(_default_allowed_ns(rank, awaited), self.learned_ns(rank))
 
     def learned_ns(self, rank: RankActivity) -> int:
@@ -189,14 +186,14 @@ class Stall(NamedTuple):
 def find_stall(ranks: Sequence[RankActivity], learned: LearnedDurations, now_ns: int) -> Stall | None:
     """Return the stall of a run; None if it makes progress, or if the lack of it is plausible."""
     jobs: dict[int, list[int]] = {}
-    for index, rank in enumerate(ranks):
+    for i, rank in enumerate(ranks):
         if rank.doing != "paused":
-            jobs.setdefault(rank.job, []).append(index)
+            jobs.setdefault(rank.job, []).append(i)
     stalls = [stall for job in jobs.values() if (stall := _find_job_stall(ranks, job, learned, now_ns)) is not None]
     if not stalls:
         return None
-    blockers = [index for stall in stalls for index in stall.blockers]
-    waiters = [index for stall in stalls for index in stall.waiters]
+    blockers = [i for stall in stalls for i in stall.blockers]
+    waiters = [i for stall in stalls for i in stall.waiters]
     return Stall(min(stall.since_ns for stall in stalls), tuple(blockers), tuple(waiters))
 
 
@@ -204,41 +201,37 @@ def _find_job_stall(
     ranks: Sequence[RankActivity], indices: Sequence[int], learned: LearnedDurations, now_ns: int
 ) -> Stall | None:
     """Return the stall of the ranks of one job, which may wait for each other. `indices`: their indices."""
-    if all(ranks[index].is_over for index in indices):
+    if all(ranks[i].is_over for i in indices):
         return None
-    waiters = [index for index in indices if ranks[index].is_in_collective]
-    still = [index for index in indices if not ranks[index].is_in_collective and not ranks[index].is_over]
+    waiters = [i for i in indices if ranks[i].is_in_collective]
+    still = [i for i in indices if not ranks[i].is_in_collective and not ranks[i].is_over]
     # A rank that is ahead of another one waits for it, or will wait. Without stacks, there is no other sign.
     ahead = {*_ranks_not_at(ranks, still, min)}
     waiters = sorted([*waiters, *ahead])
-    still = [index for index in still if index not in ahead]
-    overdue = [
-        index
-        for index in still
-        if now_ns - ranks[index].since_ns >= learned.allowed_ns(ranks[index], awaited=bool(waiters))
-    ]
+    still = [i for i in still if i not in ahead]
+    overdue = [i for i in still if now_ns - ranks[i].since_ns >= learned.allowed_ns(ranks[i], awaited=bool(waiters))]
     if overdue:
-        return Stall(min(ranks[index].since_ns for index in overdue), tuple(overdue), tuple(waiters))
+        return Stall(min(ranks[i].since_ns for i in overdue), tuple(overdue), tuple(waiters))
     if still or not waiters:
         return None
     # All live ranks wait in a collective: for one that has ended or is on another node, or for each other.
-    is_complete = len(indices) >= max(ranks[index].world for index in indices)
-    since_ns = max(ranks[index].since_ns for index in waiters)
-    allowed_ns = max(learned.learned_ns(ranks[index]) for index in waiters)
+    is_complete = len(indices) >= max(ranks[i].world for i in indices)
+    since_ns = max(ranks[i].since_ns for i in waiters)
+    allowed_ns = max(learned.learned_ns(ranks[i]) for i in waiters)
     if now_ns - since_ns < max(allowed_ns, _allowed_collective_ns(ranks, waiters, is_complete)):
         return None
-    blockers = tuple(index for index in indices if ranks[index].is_over)
+    blockers = tuple(i for i in indices if ranks[i].is_over)
     if is_complete:  # otherwise, they may wait for a rank that is not visible here
         blockers = blockers or _smallest_group(ranks, waiters) or _ranks_not_at(ranks, waiters, max)
-    return Stall(since_ns, blockers, tuple(index for index in waiters if index not in blockers))
+    return Stall(since_ns, blockers, tuple(i for i in waiters if i not in blockers))
 
 
 def _allowed_collective_ns(ranks: Sequence[RankActivity], waiters: Sequence[int], is_complete: bool) -> int:
     """Return how long (ns) these ranks may stay in collectives. `is_complete`: whether there are no other ranks."""
-    if not is_complete or any(ranks[index].step is None or ranks[index].busy is None for index in waiters):
+    if not is_complete or any(ranks[i].step is None or ranks[i].busy is None for i in waiters):
         return MAX_BUSY_NS
     # In a stall, all of them sleep (gloo) or all of them spin (NCCL). Otherwise, the busy ones compute their backward.
-    return MAX_BUSY_NS if len({ranks[index].busy for index in waiters}) > 1 else MIN_STALL_NS
+    return MAX_BUSY_NS if len({ranks[i].busy for i in waiters}) > 1 else MIN_STALL_NS
 
 
 def _ranks_not_at(
@@ -250,8 +243,8 @@ def _ranks_not_at(
     the last one; with max, the ranks that are behind the first one.
     """
     sequences: dict[int, list[int]] = {}
-    for index in indices:
-        for group in ranks[index].groups:
+    for i in indices:
+        for group in ranks[i].groups:
             if group.sequence is not None:
                 sequences.setdefault(group.name, []).append(group.sequence)
     chosen = {name: choose(group_sequences) for name, group_sequences in sequences.items()}
@@ -259,22 +252,19 @@ def _ranks_not_at(
     def differs(rank: RankActivity) -> bool:
         return any(group.sequence not in (None, chosen.get(group.name)) for group in rank.groups)
 
-    return tuple(index for index in indices if differs(ranks[index]))
+    return tuple(i for i in indices if differs(ranks[i]))
 
 
 def _smallest_group(ranks: Sequence[RankActivity], waiters: Sequence[int]) -> tuple[int, ...]:
-    """Return the smallest group at a different location among ranks that wait for each other.
-
-    Empty if all are at the same location.
-    """
+    """Return the smallest group at another location, among ranks that wait for each other; empty if all share one."""
     groups: dict[object, list[int]] = {}  # in the order of the ranks
-    for index in waiters:
-        stack = ranks[index].stack
+    for i in waiters:
+        stack = ranks[i].stack
         line = operation = None
         if stack is not None:
             operation, frame = stack.library_operation, stack.innermost_script_frame
             line = None if frame is None else (frame.file, frame.line)
-        groups.setdefault((ranks[index].doing, line, operation), []).append(index)
+        groups.setdefault((ranks[i].doing, line, operation), []).append(i)
     if len(groups) < 2:
         return ()
     smallest = min(len(group) for group in groups.values())
@@ -289,10 +279,7 @@ _STATE_TEXTS = {"stopped": "is stopped (SIGSTOP)", "disk wait": "waits for a dis
 
 
 def describe_activity(rank: RankActivity, directory: str, *, is_waiter: bool = False) -> str:
-    """Return what a rank does and where, such as "in DataLoader.__next__ (train.py:88)".
-
-    `is_waiter`: whether it waits for other ranks, so that its own state does not matter.
-    """
+    """Return what a rank does and where: "in save (train.py:88)". `is_waiter`: whether it waits for other ranks."""
     if rank.is_over:
         if rank.raised:
             return f"ended: {rank.raised}"
@@ -316,13 +303,13 @@ def describe_activity(rank: RankActivity, directory: str, *, is_waiter: bool = F
 
 def sentence(stall: Stall, ranks: Sequence[RankActivity], directory: str) -> str:
     """Return the stall in a sentence: "rank 3 in save (train.py:88); the other 7 wait for it in backward"."""
-    jobs = dict.fromkeys(ranks[index].job for index in (*stall.blockers, *stall.waiters))
+    jobs = dict.fromkeys(ranks[i].job for i in (*stall.blockers, *stall.waiters))
     return "; ".join(_sentence_of_job(stall, ranks, job, directory) for job in jobs)
 
 
 def _sentence_of_job(stall: Stall, ranks: Sequence[RankActivity], job: int, directory: str) -> str:
-    blockers = [ranks[index] for index in stall.blockers if ranks[index].job == job]
-    waiters = [ranks[index] for index in stall.waiters if ranks[index].job == job]
+    blockers = [ranks[i] for i in stall.blockers if ranks[i].job == job]
+    waiters = [ranks[i] for i in stall.waiters if ranks[i].job == job]
 
     def describe_waiter(rank: RankActivity) -> str:
         return describe_activity(rank, directory, is_waiter=True)
@@ -333,12 +320,8 @@ def _sentence_of_job(stall: Stall, ranks: Sequence[RankActivity], job: int, dire
 
     if not blockers:
         first_waiter = waiters[0]
-        if len(waiters) == first_waiter.world:
-            scope = ""
-        elif first_waiter.node is None:
-            scope = " of this machine"
-        else:
-            scope = " of the nodes that answer"
+        visible = "this machine" if first_waiter.node is None else "the nodes that answer"
+        scope = "" if len(waiters) == first_waiter.world else f" of {visible}"
         names = f"all {len(waiters)} ranks wait" if len(waiters) > 1 else f"{first_waiter.name} waits"
         return f"{names} {describe_waiter(first_waiter)}: no rank{scope} is behind"
     if all(rank.is_in_collective for rank in blockers):
@@ -364,10 +347,7 @@ def _sentence_of_job(stall: Stall, ranks: Sequence[RankActivity], job: int, dire
 def _group_by_text(
     ranks: Sequence[RankActivity], describe: Callable[[RankActivity], str]
 ) -> list[tuple[str, bool, str]]:
-    """Group the ranks with the same text. Return for each group its names, whether it is a single rank, and the text.
-
-    The smallest group comes first.
-    """
+    """Return names, whether it is a single rank, and text of each group of ranks with the same text; smallest first."""
     groups: dict[str, list[RankActivity]] = {}
     for rank in ranks:
         groups.setdefault(describe(rank), []).append(rank)
@@ -395,13 +375,12 @@ def format_ranges(numbers: Iterable[int], separator: str = ", ", min_length: int
             ranges[-1].append(number)
         else:
             ranges.append([number])
-    texts: list[str] = []
-    for members in ranges:
-        if len(members) < min_length:
-            texts += map(str, members)
-        else:
-            texts.append(f"{members[0]}-{members[-1]}")
-    return separator.join(texts)
+
+    def format_range(members: list[int]) -> str:
+        is_long = len(members) >= min_length
+        return f"{members[0]}-{members[-1]}" if is_long else separator.join(map(str, members))
+
+    return separator.join(map(format_range, ranges))
 
 
 def _node_suffix(ranks: Sequence[RankActivity]) -> str:

@@ -105,12 +105,8 @@ def _rank(rank: RankActivity, dump: ProcessStacks, now_ns: int, run_info: RunInf
 
 
 def _stack(stack: Stack) -> dict[str, Any]:
-    return {
-        "thread": stack.thread,
-        "main": stack.main,
-        "left_out": stack.left_out,
-        "frames": [list(frame) for frame in stack.frames],
-    }
+    frames = [list(frame) for frame in stack.frames]
+    return {"thread": stack.thread, "main": stack.main, "left_out": stack.left_out, "frames": frames}
 
 
 _BOOL_FIELDS = ("busy", "between_loops", "loop_begins", "namesake")
@@ -190,10 +186,7 @@ def last_request_number(directory: Path) -> int:
 
 
 def request_and_wait(directory: Path, *, native: bool = False) -> dict[str, Any] | None:
-    """Request a reply from the supervisor, and wait for it. Return it; None if it does not come.
-
-    Raises OSError if the request cannot be written.
-    """
+    """Request a reply from the supervisor. Return it; None if it does not come. Raises OSError if that fails."""
     with contextlib.suppress(FileNotFoundError):
         remove_file(directory / ANSWER_FILE)  # after the clock was set back, an old reply could pass for a new one
     number = request_reply(directory, native=native)

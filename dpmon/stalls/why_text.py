@@ -69,9 +69,8 @@ def _table_lines(rows: Sequence[tuple[str, ...]], width: int | None) -> list[Lin
     """Return the lines of the table. The first row is the header; the first cell marks the ranks to look at."""
     header, *rank_rows = rows
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
-    shown = list(range(len(header)))
-    if not any(row[_COLLECTIVES_COLUMN] for row in rank_rows):
-        shown.remove(_COLLECTIVES_COLUMN)
+    has_collectives = any(row[_COLLECTIVES_COLUMN] for row in rank_rows)
+    shown = [column for column in range(len(header)) if has_collectives or column != _COLLECTIVES_COLUMN]
     if width is not None:
         for column in _OPTIONAL_COLUMNS:
             min_table_width = sum(min(widths[index], _MIN_IN_WIDTH) + 2 for index in shown) - 2

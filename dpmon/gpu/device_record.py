@@ -12,7 +12,9 @@ from typing import Any
 
 from dpmon.record.record_specs import RECORDS
 
-OPTIONAL_FIELDS = tuple(each.name for each in RECORDS["device"].fields if each.name not in ("t_s", "index", "absent"))
+OPTIONAL_FIELDS = tuple(
+    field.name for field in RECORDS["device"].fields if field.name not in ("t_s", "index", "absent")
+)
 """The fields of the record that may be unknown."""
 _WITHOUT_NVML = ("uuid", "name", "visible", "ordinals", "mem_torch_bytes")
 """The fields that stay known when the GPU is lost."""

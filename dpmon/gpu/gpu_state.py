@@ -83,7 +83,7 @@ class GpuState:
             and query not in running
             and self._is_needed(query)
         ]
-        return sorted(due, key=lambda each: (self.query_states[each].due_s - now_s) / each.period_s)
+        return sorted(due, key=lambda query: (self.query_states[query].due_s - now_s) / query.period_s)
 
     def _is_needed(self, query: NvmlQuery) -> bool:
         replaced = query.replaces

@@ -49,7 +49,7 @@ def _kind(kind: RecordSpec) -> str:
 
 
 def _field(field: FieldSpec) -> tuple[str, ...]:
-    columns = "yes" if field.in_csv == (field.name,) else ", ".join(f"`{name}`" for name in field.in_csv)
+    columns = "yes" if field.csv_columns == (field.name,) else ", ".join(f"`{name}`" for name in field.csv_columns)
     if field.only_csv:
         columns = "only in CSV"
     metric = f"`dpmon_{field.metric}`" if field.metric else ""

@@ -7,7 +7,7 @@ import sys
 try:
     if sys.path and sys.path[0] in ("", os.getcwd()):
         del sys.path[0]
-except OSError:  # the directory is gone, so it cannot contain modules
+except OSError:  # the directory was deleted, so it cannot contain modules
     pass
 
 from dpmon.cli.main import entry

@@ -3,15 +3,15 @@
 The file is `$XDG_CONFIG_HOME/dpmon/config.toml` (`~/.config` if that is not set):
 
     theme = "light"         # DPMON_THEME: dark, light, color-blind, mono, ascii
-    refresh = 0.5           # DPMON_REFRESH: seconds between pictures
+    refresh = 0.5           # DPMON_REFRESH: seconds between two updates of the screen
     keep_runs = 200         # DPMON_KEEP_RUNS: number of runs to keep
     batch_dim = 1           # DPMON_BATCH_DIM: the dimension of the batch in a model's first input (0 if not given)
     keep_bytes = "5 GiB"    # DPMON_KEEP_BYTES: limit of their total size (this limit never deletes the newest five
                             # runs, nor runs of at most keep_bytes / keep_runs)
     on_event = ["command", "argument"]   # DPMON_ON_EVENT: the command to start for each event of a run
-    alive_minutes = 10      # DPMON_ALIVE_MINUTES: minutes between two events that say that the machine is alive
-    loss = false            # DPMON_LOSS: whether the losses are read (default: true)
-    alert = "bell"          # DPMON_ALERT: how the screen's terminal says that a run stalls or ends (default: not)
+    alive_minutes = 10      # DPMON_ALIVE_MINUTES: minutes between two events that show that the machine is alive
+    loss = false            # DPMON_LOSS: whether to read the losses (default: true)
+    alert = "bell"          # DPMON_ALERT: how the screen's terminal signals a stall or the end (default: not at all)
 
 Options on the command line take precedence over both.
 """
@@ -50,12 +50,12 @@ _UNITS = {
 
 
 class ConfigError(DpmonError):
-    """An invalid setting, or an unreadable file of settings; the text is one sentence for the user."""
+    """An invalid setting, or an unreadable configuration file; the text is one sentence for the user."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings; None for a setting that is not given. `refresh` is in seconds."""
+    """The user's settings; None for a setting that is not given. `refresh` is in seconds."""
 
     theme: str | None = None
     refresh: float | None = None
@@ -65,11 +65,11 @@ class Settings:
     on_event: tuple[str, ...] | None = None
     """The command to start for each event of a run."""
     alive_minutes: int | None = None
-    """Minutes between two events `alive`."""
+    """Minutes between two `alive` events."""
     loss: bool | None = None
-    """Whether the losses are read."""
+    """Whether to read the losses."""
     alert: str | None = None
-    """How the terminal of the screen alerts the user, one of ALERTS."""
+    """How the screen's terminal alerts the user: one of ALERTS."""
 
 
 def _parse_choice(names: Collection[str], value: Any) -> str:
@@ -78,22 +78,22 @@ def _parse_choice(names: Collection[str], value: Any) -> str:
     return str(value)
 
 
-def _parse_number(form: str, pattern: str, value: Any) -> int:
+def _parse_number(expected: str, pattern: str, value: Any) -> int:
     if isinstance(value, bool) or not re.fullmatch(pattern, str(value)):
-        raise ValueError(form)
+        raise ValueError(expected)
     return int(value)
 
 
 def _parse_refresh(value: Any) -> float:
-    wanted = "a number of seconds from 0.1 to 60"
+    expected = "a number of seconds from 0.1 to 60"
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-        raise ValueError(wanted)
+        raise ValueError(expected)
     try:
         seconds = float(value)
     except ValueError:
-        raise ValueError(wanted) from None
+        raise ValueError(expected) from None
     if not 0.1 <= seconds <= 60:
-        raise ValueError(wanted)
+        raise ValueError(expected)
     return seconds
 
 
@@ -118,11 +118,13 @@ def _parse_bool(value: Any) -> bool:
 
 
 def _parse_byte_size(value: Any) -> int:
-    found = re.fullmatch(r"([0-9]{1,18}|[0-9]{1,9}\.[0-9]{1,3})\s*([A-Za-z]{0,3})", str(value).strip())
-    if isinstance(value, (bool, float)) or found is None or found[2].upper() not in _UNITS:
+    match = re.fullmatch(r"([0-9]{1,18}|[0-9]{1,9}\.[0-9]{1,3})\s*([A-Za-z]{0,3})", str(value).strip())
+    if isinstance(value, (bool, float)) or match is None or match[2].upper() not in _UNITS:
         raise ValueError('a size such as "500 MB" or "5 GiB"')
-    unit = _UNITS[found[2].upper()]
-    return int(float(found[1]) * unit) if "." in found[1] else int(found[1]) * unit
+    unit = _UNITS[match[2].upper()]
+    if "." in match[1]:
+        return int(float(match[1]) * unit)
+    return int(match[1]) * unit  # exact, where a float would round
 
 
 SETTINGS: Mapping[str, Callable[[Any], Any]] = {
@@ -136,53 +138,53 @@ SETTINGS: Mapping[str, Callable[[Any], Any]] = {
     "loss": _parse_bool,
     "alert": partial(_parse_choice, ALERTS),
 }
-"""Returns the value of a setting; raises ValueError, with the form that is expected, for anything else."""
+"""For each setting, the function that parses its value. It raises ValueError, with the expected form, if invalid."""
 
 
 def home_directory(environ: Mapping[str, str]) -> Path | None:
     """Return the user's home directory; None if neither HOME nor the system has an absolute path."""
-    named = environ.get("HOME", "")
-    if os.path.isabs(named):
-        return Path(named)
+    home = environ.get("HOME", "")
+    if os.path.isabs(home):
+        return Path(home)
     try:
-        found = pwd.getpwuid(os.getuid()).pw_dir
+        system_home = pwd.getpwuid(os.getuid()).pw_dir
     except KeyError:
         return None
-    return Path(found) if os.path.isabs(found) else None
+    return Path(system_home) if os.path.isabs(system_home) else None
 
 
 def config_path(environ: Mapping[str, str]) -> Path | None:
     """Return the path of the configuration file, which may not exist; None if there is no directory for it.
 
-    A relative XDG_CONFIG_HOME is ignored, as the XDG Base Directory Specification asks.
+    A relative XDG_CONFIG_HOME is ignored, as the XDG Base Directory Specification requires.
     """
-    named = environ.get("XDG_CONFIG_HOME", "")
-    if os.path.isabs(named):
-        return Path(named) / "dpmon" / "config.toml"
-    at_home = home_directory(environ)
-    return None if at_home is None else at_home / ".config" / "dpmon" / "config.toml"
+    config_home = environ.get("XDG_CONFIG_HOME", "")
+    if os.path.isabs(config_home):
+        return Path(config_home) / "dpmon" / "config.toml"
+    home = home_directory(environ)
+    return None if home is None else home / ".config" / "dpmon" / "config.toml"
 
 
 def load_settings(environ: Mapping[str, str]) -> Settings:
     """Return the settings from the file and from `environ`. Raises ConfigError at the first invalid setting."""
     path = config_path(environ)
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, value in _read_config_file(path).items() if path is not None else ():
         if name not in SETTINGS:
-            raise ConfigError(f"{path}: there is no setting {name!r}; there are {', '.join(SETTINGS)}")
-        found[name] = _validate_setting(name, value, f"{path}: {name}")
+            raise ConfigError(f"{path}: unknown setting {name!r}; valid settings: {', '.join(SETTINGS)}")
+        values[name] = _validate_setting(name, value, f"{path}: {name}")
     for name in SETTINGS:
         variable = f"DPMON_{name.upper()}"
         if environ.get(variable):
-            found[name] = _validate_setting(name, environ[variable], variable)
-    return Settings(**found)
+            values[name] = _validate_setting(name, environ[variable], variable)
+    return Settings(**values)
 
 
-def _validate_setting(name: str, value: Any, where: str) -> Any:
+def _validate_setting(name: str, value: Any, source: str) -> Any:
     try:
         return SETTINGS[name](value)
     except ValueError as error:
-        raise ConfigError(f"{where} is {error}, not {str(value)[:60]!r}") from None
+        raise ConfigError(f"{source} is {error}, not {str(value)[:60]!r}") from None
 
 
 def _read_config_file(path: Path) -> dict[str, Any]:
@@ -192,14 +194,14 @@ def _read_config_file(path: Path) -> dict[str, Any]:
         return {}
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-    info = os.fstat(fd)
-    if not stat.S_ISREG(info.st_mode):
+    file_stat = os.fstat(fd)
+    if not stat.S_ISREG(file_stat.st_mode):
         os.close(fd)
         raise ConfigError(f"{path} is not a regular file")
     with open(fd, "rb") as file:
         data = file.read(_MAX_BYTES + 1)
     if len(data) > _MAX_BYTES:
-        raise ConfigError(f"{path} is too long to be a configuration")
+        raise ConfigError(f"{path} is too long to be a configuration file")
     # Imported only if there is a file, because the import delays the first frame.
     if sys.version_info >= (3, 11):
         import tomllib
@@ -209,6 +211,6 @@ def _read_config_file(path: Path) -> dict[str, Any]:
         table: dict[str, Any] = tomllib.loads(data.decode("utf-8"))
     except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} is not TOML: {error}") from None
-    if "on_event" in table and info.st_uid not in (0, os.getuid()):
+    if "on_event" in table and file_stat.st_uid not in (0, os.getuid()):
         raise ConfigError(f"{path}: on_event is a command, and the file belongs to another user")
     return table

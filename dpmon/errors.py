@@ -1,12 +1,12 @@
-"""The exceptions for mistakes of the user and for bad files. Their texts are sentences for the user.
+"""The exceptions for user errors and bad files. Their texts are sentences for the user.
 
     DpmonError
     ├── UsageError       an invalid command line                          dpmon.cli.options
-    ├── ConfigError      a setting, or a file of settings                 dpmon.config
+    ├── ConfigError      an invalid setting or configuration file         dpmon.config
     ├── CommandError     a command that cannot be run                     dpmon.supervise.command_resolver
     │   └── NotFoundError
     ├── RunError         no such run, or an unusable directory            dpmon.run.run_directory
-    ├── HostError        machines that are named wrongly                  dpmon.mirror.remote_hosts
+    ├── HostError        an invalid list of hosts                         dpmon.mirror.remote_hosts
     ├── RingError        a file that is not a usable ring                 dpmon.span_ring
     ├── HistoryError     a history that cannot be read or written
     ├── RecordError      bytes that are not a record                      dpmon.record.record_types
@@ -26,4 +26,4 @@ class DpmonError(Exception):
 
 
 class HistoryError(DpmonError):
-    """Raised when the history cannot be written or read: no room, damaged, not written by dpmon."""
+    """A history that cannot be read or written: the disk is full, it is damaged, or dpmon did not write it."""

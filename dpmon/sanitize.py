@@ -1,4 +1,4 @@
-"""Makes text from outside harmless: no script, path or device name can control the terminal.
+"""Sanitizes text from outside, so that no script, path or device name can control the terminal.
 
 Standard library only.
 """
@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-LIMIT = 4096
-"""Most characters that `sanitize_line` returns."""
-_MARKS_IN_A_ROW = 2
+MAX_LINE_CHARS = 4096
+"""Maximum length of the result of `sanitize_line`."""
+_MAX_COMBINING_MARKS = 2
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
-# Visible by category. But fonts draw nothing for them (Hangul fillers, Khmer inherent vowels), or they change the width
-# of the character before them, and terminals disagree how (variation selectors).
+# Their category counts as visible. But fonts draw nothing for them (Hangul fillers, Khmer inherent vowels), or they
+# change the width of the character before them in a way that differs between terminals (variation selectors).
 _INVISIBLE = frozenset(
     (
         *(0x034F, 0x115F, 0x1160, 0x17B4, 0x17B5, 0x2800, 0x3164, 0xFFA0, 0xFFFC),
@@ -27,15 +27,15 @@ _INVISIBLE = frozenset(
         *range(0xE0100, 0xE01F0),
     )
 )
-_ESCAPED = re.compile(r"\\[bfnrtu]")
-"""Characters in JSON that `strip_control_chars` may change."""
-_AS_SPACE = frozenset("\t\n\v\f\r\x1c\x1d\x1e\x1f\x85\u2028\u2029")
+_ESCAPES = re.compile(r"\\[bfnrtu]")
+"""JSON escapes of characters that `strip_control_chars` may change."""
+_SPACES = frozenset("\t\n\v\f\r\x1c\x1d\x1e\x1f\x85\u2028\u2029")
 
 
 @lru_cache(maxsize=4096)
 def displayable_char(char: str) -> str:
-    """The display form of one character: itself, a space, the replacement character, or nothing."""
-    if char in _AS_SPACE:
+    """Return the display form of one character: itself, a space, the replacement character, or nothing."""
+    if char in _SPACES:
         return " "
     code = ord(char)
     if code in _INVISIBLE:
@@ -51,43 +51,48 @@ def displayable_char(char: str) -> str:
 
 
 def strip_control_chars(text: str) -> str:
-    """`text`, of any length: control characters replaced, invisible ones dropped, at most two marks on a character."""
+    """Return `text` without control and invisible characters, and with at most two combining marks per character.
+
+    Control characters are replaced, invisible ones dropped. The text may have any length.
+    """
     if text.isascii() and text.isprintable():
         return text
-    kept: list[str] = []
+    chars: list[str] = []
     marks = 0
     for char in text:
-        shown = displayable_char(char)
-        if shown and unicodedata.combining(shown):
+        displayed = displayable_char(char)
+        if displayed and unicodedata.combining(displayed):
             marks += 1
-            if marks > _MARKS_IN_A_ROW or not kept:
+            if marks > _MAX_COMBINING_MARKS or not chars:
                 continue
         else:
             marks = 0
-        kept.append(shown)
-    return "".join(kept)
+        chars.append(displayed)
+    return "".join(chars)
 
 
-def to_safe_json(value: object, **how: Any) -> str:
-    """`value` as JSON in ASCII, with all its texts harmless; `how`: arguments of json.dumps."""
-    text = json.dumps(value, **how)
-    return json.dumps(_sanitize_nested(value), **how) if _ESCAPED.search(text) else text
+def to_safe_json(value: object, **dumps_options: Any) -> str:
+    """Return `value` as JSON in ASCII, with all its texts sanitized. `dumps_options`: arguments of json.dumps."""
+    text = json.dumps(value, **dumps_options)
+    return json.dumps(_sanitize_nested(value), **dumps_options) if _ESCAPES.search(text) else text
 
 
 def _sanitize_nested(value: object) -> object:
     if isinstance(value, str):
         return strip_control_chars(value)
     if isinstance(value, Mapping):
-        return {_sanitize_nested(key): _sanitize_nested(one) for key, one in value.items()}
-    return [_sanitize_nested(one) for one in value] if isinstance(value, (list, tuple)) else value
+        return {_sanitize_nested(key): _sanitize_nested(child) for key, child in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_sanitize_nested(child) for child in value]
+    return value
 
 
-def sanitize_line(text: object, limit: int = LIMIT) -> str:
-    """One line of at most `limit` characters that any terminal prints unchanged; cut text ends in an ellipsis.
+def sanitize_line(text: object, limit: int = MAX_LINE_CHARS) -> str:
+    """Return one line of at most `limit` characters that any terminal prints unchanged.
 
     Control characters (C0, C1 and DEL, so also the ESC of a terminal sequence), lone surrogates and unassigned code
-    points become U+FFFD. Line breaks and tabs become a space. Format characters (bidi, zero-width) are dropped. Never
-    raises.
+    points become U+FFFD. Line breaks and tabs become a space. Format characters (bidi, zero-width) are dropped.
+    Truncated text ends in an ellipsis. Never raises.
     """
     line = text if isinstance(text, str) else str(text)
     if len(line) > limit:

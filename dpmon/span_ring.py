@@ -9,15 +9,15 @@ Layout of a ring file (native byte order; a run never leaves its machine)::
     192    requested serial, mode and pause; sampling of device timing;
            serials of the requests to record collectives and to note stacks       written by readers
     256    identity and sequence number of each process group                     written by the process
-    512    for each thread, the start of its current span; from 3584 on, the
-           kind of that span                                                      written by the process
+    512    the start of each thread's current span; from 3584 on, the kind of
+           that span                                                              written by the process
     4096   slots of 40 bytes (dpmon.record.span_format)
 
 A slot's number comes from one counter, so threads need no lock. The number is the last word to be written, and the lap
 is in the first word. So a reader recognizes an unwritten slot by its number, and a slot that is being overwritten by
 its lap.
 
-A file of JSON lines beside the ring holds long or rare data: definitions, which spans refer to by number, and events.
+A file of JSON lines next to the ring holds long or rare data: definitions, which spans refer to by number, and events.
 Lines are never overwritten.
 
 The writer maps the ring, so a span costs no system call and survives the death of its process. The whole file is
@@ -48,11 +48,11 @@ SLOTS, MAX_SLOTS = 32 << 10, 1 << 20
 """1.25 MiB: about 7,000 usual steps. A larger ring would add more touched pages to the training's memory."""
 THREADS = 384
 MAX_GROUPS = 8
-"""Most process groups with a sequence number in the ring."""
+"""Maximum number of process groups with a sequence number in the ring."""
 NO_NUMBER = (1 << 64) - 1
 """Sequence number of a process group whose backend has none."""
-OF_NCCL = 1 << 31
-"""This bit of the number of ranks marks a process group that has the backend NCCL."""
+NCCL_FLAG = 1 << 31
+"""Bit of the number of ranks that marks a process group with the NCCL backend."""
 KINDS_AT = 3584
 """Offset of the kind of thread 0's current span (one byte; 0: none); the other threads follow."""
 MAGIC, VERSION = b"DPMSPANS", 1
@@ -65,20 +65,21 @@ _NO_COPY_ON_WRITE = 0x00800000
 
 
 class RingError(DpmonError):
-    """A file is not a usable ring: foreign, truncated or of another version."""
+    """A file that is not a usable ring: foreign, truncated or of another version."""
 
 
 class HeaderWord:
     """Indices of the 64-bit words of the header that change while the ring is in use."""
 
-    TRAINING_THREAD, ENDED, ANSWERED, MODE, PAUSED, LOOP_OVER, TRAINING_TID = range(17, 24)
-    """Training thread; 1 at the process's end; last mode request acted upon; mode in force; last pause acted upon; the
-    last end of a loop over a loader (monotonic ns); the kernel's number of the training thread (0: unknown)."""
-    REQUEST, WANTED, PAUSE, ONE_IN, SAMPLE = range(24, 29)
-    """Serial of the last mode request; the requested mode; last pause request (odd: pause, even: resume); device timing
-    of one step in this many (0: all steps); serial of the last request to record the collectives of a step."""
+    TRAINING_THREAD, ENDED, ACKNOWLEDGED, MODE, PAUSED, LAST_LOOP_END, TRAINING_TID = range(17, 24)
+    """Number of the training thread; 1 once the process has ended; serial of the last mode request acted upon; current
+    mode; last pause request acted upon; last end of a loop over a loader (monotonic ns); the kernel's id of the
+    training thread (0: unknown)."""
+    REQUEST, REQUESTED_MODE, PAUSE, TIMED_ONE_IN, SAMPLE = range(24, 29)
+    """Serial of the last mode request; the requested mode; last pause request (odd: pause, even: resume); n if one step
+    in n is timed on devices (0: all steps); serial of the last request to record the collectives of a step."""
     STACKS, PTRACER = 29, 30
-    """Serial of the last request for stacks; the process that may look into this one (its pid; 0: none)."""
+    """Serial of the last request for stacks; pid of the process that may trace this one (0: none)."""
     GROUPS = 32
     """For each process group: its identity (crc32 of its name << 32 | number of ranks; 0: no more groups), then the
     number of collectives that this process has started in it. Written by the process."""
@@ -86,25 +87,25 @@ class HeaderWord:
     """Start of thread 0's current or last span (monotonic ns); the other threads follow."""
 
 
-def wants_pause(word: int) -> bool:
-    """Return whether a word requests a pause: its lower half is odd, and its upper half is the complement of the lower.
+def wants_pause(request: int) -> bool:
+    """Return whether a word requests a pause: the lower half is odd, and the upper half is the lower's complement.
 
-    Random bytes are no request, because nobody would end that pause.
+    The complement excludes random bytes, because nobody would end the pause that they request.
     """
-    return word & 1 == 1 and word >> 32 == ~word & 0xFFFFFFFF
+    return request & 1 == 1 and request >> 32 == ~request & 0xFFFFFFFF
 
 
 class SpanRing:
-    """Writes spans, in the traced process."""
+    """A ring of spans, for the traced process that writes it."""
 
     __slots__ = ("kinds", "map", "next", "put", "words")
 
     def __init__(
         self, path: str, *, process: int, rank: int = -1, world: int = -1, start_ns: int = 0, slots: int = SLOTS
     ) -> None:
-        """Create `path`, which must not exist, with room for `slots` spans, a power of two.
+        """Create `path`, which must not exist. `slots`: how many spans it holds, a power of two.
 
-        Raises OSError if the file cannot be made, ValueError for another number of slots.
+        Raises OSError if the file cannot be created, ValueError if `slots` is not a power of two.
         """
         if slots & (slots - 1):
             raise ValueError(f"the number of slots must be a power of two: {slots}")
@@ -122,7 +123,10 @@ class SpanRing:
 
 
 def _create_and_map(path: str, slots: int, process: int, rank: int, world: int, start_ns: int) -> mmap.mmap:
-    """Make the file of a ring and map it. A page missing later would kill the process with SIGBUS."""
+    """Create the file of a ring, allocate it completely, and map it.
+
+    If a page could not be allocated later, SIGBUS would kill the process.
+    """
     size = HEADER_BYTES + slots * SLOT_BYTES
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
@@ -130,27 +134,29 @@ def _create_and_map(path: str, slots: int, process: int, rank: int, world: int, 
             disable_copy_on_write(fd)
             with IgnoreFileSizeSignal():
                 os.posix_fallocate(fd, 0, size)
-            made = mmap.mmap(fd, size)
+            mapping = mmap.mmap(fd, size)
         finally:
             os.close(fd)
         # The magic comes last: a reader that sees it sees a complete header.
-        HEAD.pack_into(made, 0, bytes(8), VERSION, HEADER_BYTES, slots, os.getpid(), process, rank, world, start_ns)
-        made[:8] = MAGIC
+        HEAD.pack_into(mapping, 0, bytes(8), VERSION, HEADER_BYTES, slots, os.getpid(), process, rank, world, start_ns)
+        mapping[:8] = MAGIC
     except BaseException:  # an interrupt must not leave an incomplete ring either
         os.unlink(path)
         raise
-    return made
+    return mapping
 
 
-def _make_span_writer(ring: mmap.mmap, slots: int, take: Callable[[], int]) -> Callable[[int, int, int, int], int]:
-    """Make the function that writes spans. A closure, because this is the hot path of the training."""
+def _make_span_writer(
+    ring: mmap.mmap, slots: int, next_number: Callable[[], int]
+) -> Callable[[int, int, int, int], int]:
+    """Return the function that writes spans. It is a closure, because it runs on the training's hot path."""
     pack, size = SLOT.pack_into, SLOT_BYTES
     mask, bits = slots - 1, slots.bit_length() - 1
 
-    def put(head: int, start: int, took: int, sizes: int) -> int:
-        number = take()
+    def put(word0: int, start: int, took: int, sizes: int) -> int:
+        number = next_number()
         lap = (number >> bits & 0xFF) << LAP_AT
-        pack(ring, HEADER_BYTES + (number & mask) * size, head | lap, start, took, sizes, number + 1)
+        pack(ring, HEADER_BYTES + (number & mask) * size, word0 | lap, start, took, sizes, number + 1)
         return number
 
     return put
@@ -176,9 +182,9 @@ class IgnoreFileSizeSignal:
 
 
 def disable_copy_on_write(fd: int) -> None:
-    """Switch copy-on-write off for an empty file (chattr +C), if the file system supports it.
+    """Switch off copy-on-write for an empty file (chattr +C), if the file system supports it.
 
-    On btrfs each write of a page needs new space, so on a full disk SIGBUS would kill the process.
+    With copy-on-write (btrfs), each write of a page needs new space: on a full disk, SIGBUS would kill the process.
     """
     flags = bytearray(_LONG)
     with contextlib.suppress(OSError):  # other file systems do not support the flag

@@ -160,7 +160,7 @@ class FetchTracker:
             self._last_batches = self._last_batches._replace(fetched=0)
         else:
             return None
-        return self._last_batches._replace(over=True) if self._loader_ended else self._last_batches
+        return self._last_batches._replace(is_exhausted=True) if self._loader_ended else self._last_batches
 
     def _find_driving_loop(self, batches_by_loop: dict[int, Batches]) -> int:
         """Return the loop that drives a step with batches of several loops.

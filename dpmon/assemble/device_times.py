@@ -132,7 +132,7 @@ class DeviceTimeQueue:
             combine = min if index == pending.fastest_slot else max
             ms = None if is_missing or not by_device else round(max(0.0, combine(by_device.values())), 6)
             times.append(ms if ms is None or ms < _MAX_MS else None)
-        return pending.row.timed(times, untimed or pending.untimed)
+        return pending.row.with_device_times(times, untimed or pending.untimed)
 
 
 def _span_numbers(group: _Group) -> Iterator[int]:

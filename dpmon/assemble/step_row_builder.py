@@ -189,7 +189,7 @@ class StepRowBuilder:
         if self.awaiting_events:
             self._emit_awaiting_events()
         if call.untimed == Untimed.SAMPLED:
-            self.out.append(row.timed([None] * len(call.slots), call.untimed))
+            self.out.append(row.with_device_times([None] * len(call.slots), call.untimed))
         else:
             self.out.append(call._replace(row=row) if any(call.slots) else row)
 

@@ -92,7 +92,7 @@ class StepTotals(PhaseSums):
         values = known_samples, phases, self.counts, spans, self.missing_spans
         row = Step(0, None, step, self.mode, start_ns, wall_ns, *values, batches=batches)
         if self.skipped:
-            return row.timed([None] * len(SPAN_PHASES), Untimed.SAMPLED)
+            return row.with_device_times([None] * len(SPAN_PHASES), Untimed.SAMPLED)
         return PendingRow(row, *self._device_time_slots(), DATA) if self.timed else row
 
     def _device_time_slots(self) -> tuple[Slots, int]:

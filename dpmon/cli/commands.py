@@ -91,7 +91,7 @@ def stop(options: argparse.Namespace) -> int:
     """Stop a run; return 0 when it is over, 1 if it could not be stopped."""
     from dpmon.run.run_signals import NOTHING_RUNS, STOPPED_BY, stop_run, wait_for_record
 
-    directory = find_run(options.run, goes_on=is_live)
+    directory = find_run(options.run, is_live=is_live)
     how = load_exit(directory)
     line = ""
     for line in stop_run(directory):
@@ -332,7 +332,7 @@ def keep(options: argparse.Namespace) -> int:
 
 def rm(options: argparse.Namespace) -> int:
     """Delete finished runs; delete none of them if an argument is ambiguous or names a protected run."""
-    directories = dict.fromkeys(find_run(run, only=True) for run in options.runs)
+    directories = dict.fromkeys(find_run(run, unique=True) for run in options.runs)
     for directory in directories:
         if is_protected(directory):
             raise RunError(f"{directory.name} is kept: run `dpmon keep --not {directory.name}` first")

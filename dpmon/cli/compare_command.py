@@ -22,7 +22,7 @@ def compare(options: argparse.Namespace) -> int:
         thresholds += [Threshold(phase, options.fail_if_slower) for phase in options.phase or ("step",)]
     if options.memory is not None:
         thresholds.append(Threshold("memory", options.memory))
-    directories = [[find_run(name, only=True) for name in names] for names in (options.before, options.after)]
+    directories = [[find_run(name, unique=True) for name in names] for names in (options.before, options.after)]
     again = [one.name for one, count in Counter(chain.from_iterable(directories)).items() if count > 1]
     if again:
         raise RunError(f"{again[0]} is given twice: a run counts once, on one side")

@@ -53,7 +53,7 @@ def status(options: argparse.Namespace) -> int:
     if options.all:
         return _print_all_runs(options.json)
     try:
-        directory = newest_run(is_live) if options.run is None else find_run(options.run, goes_on=is_live)
+        directory = newest_run(is_live) if options.run is None else find_run(options.run, is_live=is_live)
         reached = _wait(directory, options.wait, options.timeout) if options.wait is not None else None
         now, members = read_run_status(directory)
     except RunError as error:

@@ -33,7 +33,7 @@ _ALLOWED_S = 0.5
 def why(options: argparse.Namespace) -> int:
     """Print what each rank of a live run does now, or the stalls of a finished run. Return 0, or 4: no such run."""
     try:
-        directory = newest_run(is_live) if options.run is None else find_run(options.run, goes_on=is_live)
+        directory = newest_run(is_live) if options.run is None else find_run(options.run, is_live=is_live)
         info = load_info(directory)
     except RunError as error:
         print_message(str(error))
@@ -48,7 +48,7 @@ def why(options: argparse.Namespace) -> int:
         print(to_safe_json({"run": info.id, "state": state, "now": found, "stalls": members}, indent=1))
         return 0
     if found is not None:
-        first, *lines = [text for text, _ in format_reply(found, every=options.all)]
+        first, *lines = [text for text, _ in format_reply(found, all_threads=options.all)]
         if first == NOT_STALLED:
             first += f": {read_health(directory).sentence(found['t_s'])}"
         print("\n".join((sanitize_line(first), *lines)))
@@ -61,7 +61,7 @@ def why(options: argparse.Namespace) -> int:
             print(sanitize_line(sentence))
         if over:
             print(f"what each rank did when dpmon noticed it, at {format_clock(one.noticed_ns)}:")
-            print("\n".join(text for text, _ in format_reply(one.record, every=options.all)[2:]))
+            print("\n".join(text for text, _ in format_reply(one.record, all_threads=options.all)[2:]))
     if found is None and not seen:
         print("no stall was recorded")
     return 0

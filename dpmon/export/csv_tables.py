@@ -22,7 +22,7 @@ from dpmon.sanitize import strip_control_chars, to_safe_json
 
 _STEP_MEMBERS_WITHOUT_COLUMN = (
     "kind",
-    *(field.name for field in RECORDS["step"].fields if field.in_csv != (field.name,)),
+    *(field.name for field in RECORDS["step"].fields if field.csv_columns != (field.name,)),
 )
 """Members of a step in JSON that have no column of the same name."""
 _OTHER_COLUMNS: tuple[str, ...] = ("kind",)
@@ -125,7 +125,7 @@ def _call_cells(call: Call) -> dict[str, object]:
         cells["stage_host_ms"] = _join_numbers(None if s.host_ns is None else s.host_ns / 1e6 for s in call.stages)
         if any(stage.device_ms is not None for stage in call.stages):
             cells["stage_device_ms"] = _join_numbers(stage.device_ms for stage in call.stages)
-        cells["stage_crossed_bytes"] = _join_numbers(stage.crossed for stage in call.stages)
+        cells["stage_crossed_bytes"] = _join_numbers(stage.crossed_bytes for stage in call.stages)
         return cells
     replicas = call.replicas
     cells["replicas"] = len(replicas)

@@ -141,13 +141,13 @@ class _RowStream:
         }
         stage = reader.startup_stage()
         stage_text, stage_start_ns = stage or ("", 0)
-        pause, input_ns = reader.pause_state(), reader.waits_for_input()
+        pause, input_ns = reader.pause_state(), reader.input_wait_start_ns()
         return {
             "doing": activities_by_word(activities),
             "pending": reader.has_pending_request(),
             "pause": [
-                pause.wanted,
-                pause.pending,
+                pause.is_requested,
+                pause.is_pending,
                 None if pause.since_ns is None else self._to_reader_clock(pause.since_ns),
             ],
             "refusal": reader.pause_refusal(),

@@ -1,4 +1,4 @@
-"""Composes the `device` record of a GPU from NVML's answers and from what torch reports in the run. Pure.
+"""Builds the `device` record of a GPU from NVML's answers and from torch's reports in the run. Pure.
 
 It also finds which GPUs CUDA_VISIBLE_DEVICES lets CUDA see, as far as another process can know.
 """
@@ -12,34 +12,36 @@ from typing import Any
 
 from dpmon.record.record_specs import RECORDS
 
-VALUES = tuple(each.name for each in RECORDS["device"].fields if each.name not in ("t_s", "index", "absent"))
-"""The fields of a GPU that may be unknown."""
+OPTIONAL_FIELDS = tuple(
+    field.name for field in RECORDS["device"].fields if field.name not in ("t_s", "index", "absent")
+)
+"""The fields of the record that may be unknown."""
 _WITHOUT_NVML = ("uuid", "name", "visible", "ordinals", "mem_torch_bytes")
-"""The fields of a lost GPU that stay known."""
+"""The fields that stay known when the GPU is lost."""
 MAX_PROCESSES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class MissingValue:
-    """Takes the place of a missing value, and gives the reason."""
+    """The place of a missing value, with the reason why it is missing."""
 
     reason: str
 
 
-NOT_ASKED = MissingValue("not asked yet")
+NOT_QUERIED = MissingValue("not asked yet")
 _NO_PIDS = MissingValue("inside a container the driver's process ids cannot be matched to ours")
 _NOT_BY_PROCESS = MissingValue("the driver does not report memory by process")
 _NO_REPORT = MissingValue("no running training process has reported the GPUs that torch uses")
 _NO_UUID = MissingValue("NVML does not report the GPU's UUID")
 _NO_RESERVED = MissingValue("torch does not report its reserved memory")
 _NOT_VISIBLE = MissingValue("CUDA_VISIBLE_DEVICES does not say whether CUDA sees it")
-_OF_PROCESSES = ("of_run", "mem_run_bytes", "mem_others_bytes", "processes", "process_count")
-_NO_SUCH_LIST = ("not supported", "this driver does not offer it")
+_PROCESS_FIELDS = ("of_run", "mem_run_bytes", "mem_others_bytes", "processes", "process_count")
+_UNSUPPORTED_REASONS = ("not supported", "this driver does not offer it")
 
 
 @dataclass(frozen=True, slots=True)
 class TorchReservation:
-    """One GPU as one process of the run reports it: torch's name for it, and the reserved bytes."""
+    """A GPU as one process of the run reports it: torch's name for it, and the bytes that torch has reserved."""
 
     process: int
     device: str
@@ -49,93 +51,100 @@ class TorchReservation:
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
-    """The facts about the run that a sample of a GPU needs."""
+    """The state of the run that a sample of a GPU needs."""
 
     pids: Set[int] = frozenset()
     same_pids: bool = True
     """Whether the driver's process ids are from the same namespace as ours."""
-    uses: tuple[TorchReservation, ...] = ()
+    reservations: tuple[TorchReservation, ...] = ()
     visible: bool | None = None
-    """Whether CUDA sees the GPU."""
+    """Whether CUDA sees the GPU; None: unknown."""
 
 
 def split_missing(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values, with None for each `MissingValue`, and its reason in `absent`."""
+    """Return the values with None in place of each `MissingValue`, and the reasons under `absent`."""
     absent = {name: value.reason for name, value in values.items() if isinstance(value, MissingValue)}
     return {**values, **dict.fromkeys(absent), "absent": absent}
 
 
 def build_device_record(
-    index: int, answers: Mapping[str, Any], run: RunContext, uuids: Set[str], lost: str = ""
+    index: int, answers: Mapping[str, Any], run_context: RunContext, uuids: Set[str], lost: str = ""
 ) -> dict[str, Any]:
-    """Return the fields of the `device` record, but for `t_s`.
+    """Return the fields of the `device` record except `t_s`.
 
-    `answers`: NVML's values by field, or `MissingValue`. `uuids`: bare UUIDs of the GPU and its instances. `lost`: why
-    the GPU does not answer at all.
+    `answers`: for each field, NVML's value or a `MissingValue`. `uuids`: bare UUIDs of the GPU and its instances.
+    `lost`: why the GPU does not answer at all; empty if it does.
     """
-    torch = _torch_fields(run, uuids)
-    used = isinstance(torch["ordinals"], list) and bool(torch["ordinals"]) and torch["mem_torch_bytes"] != 0
-    known = {
+    torch_fields = _torch_fields(run_context, uuids)
+    ordinals = torch_fields["ordinals"]
+    used_by_torch = isinstance(ordinals, list) and bool(ordinals) and torch_fields["mem_torch_bytes"] != 0
+    fields = {
         **answers,
-        "visible": _NOT_VISIBLE if run.visible is None else run.visible,
-        **torch,
-        **_processes(answers, run, used),
+        "visible": _NOT_VISIBLE if run_context.visible is None else run_context.visible,
+        **torch_fields,
+        **_processes(answers, run_context, used_by_torch),
     }
-    values = {name: known.get(name, NOT_ASKED) for name in VALUES}
+    values = {name: fields.get(name, NOT_QUERIED) for name in OPTIONAL_FIELDS}
     if lost:
         values = {name: value if name in _WITHOUT_NVML else MissingValue(lost) for name, value in values.items()}
     return {"index": index, **split_missing(values)}
 
 
-def _torch_fields(run: RunContext, uuids: Set[str]) -> dict[str, Any]:
-    """Return what torch reports about the GPU (or MIG instances) with these bare UUIDs."""
-    if not run.uses or not uuids:
-        return dict.fromkeys(("ordinals", "mem_torch_bytes"), _NO_UUID if run.uses else _NO_REPORT)
-    uses = [use for use in run.uses if bare_uuid(use.uuid) in uuids]
+def _torch_fields(run_context: RunContext, uuids: Set[str]) -> dict[str, Any]:
+    """Return the fields that torch reports about the GPU (or MIG instances) with these bare UUIDs."""
+    if not run_context.reservations or not uuids:
+        return dict.fromkeys(("ordinals", "mem_torch_bytes"), _NO_UUID if run_context.reservations else _NO_REPORT)
+    reservations = [reservation for reservation in run_context.reservations if bare_uuid(reservation.uuid) in uuids]
     return {
-        "ordinals": [{"process": use.process, "device": use.device} for use in uses],
-        "mem_torch_bytes": _sum([use.reserved_bytes for use in uses], _NO_RESERVED),
+        "ordinals": [{"process": reservation.process, "device": reservation.device} for reservation in reservations],
+        "mem_torch_bytes": _sum([reservation.reserved_bytes for reservation in reservations], _NO_RESERVED),
     }
 
 
-def _processes(answers: Mapping[str, Any], run: RunContext, used_by_torch: bool) -> dict[str, Any]:
-    """Return the shares of the run's processes and of others, from the driver's lists of processes.
+def _processes(answers: Mapping[str, Any], run_context: RunContext, used_by_torch: bool) -> dict[str, Any]:
+    """Return the fields about the run's processes and others, from the driver's lists of processes.
 
-    In a container the driver's ids are the machine's, or hidden: an id equal to one of ours may belong to another
-    process, and an empty list does not mean that no process uses the GPU. Then only torch's report counts.
+    In a container, the driver's ids are those of the machine, or hidden: an id equal to one of ours may belong to
+    another process, and an empty list does not mean that no process uses the GPU. Then only torch's report counts.
     """
-    compute, graphics = answers.get("compute", NOT_ASKED), answers.get("graphics", NOT_ASKED)
-    if isinstance(graphics, MissingValue) and graphics.reason in _NO_SUCH_LIST:  # a GPU without a display engine
+    compute, graphics = answers.get("compute", NOT_QUERIED), answers.get("graphics", NOT_QUERIED)
+    if isinstance(graphics, MissingValue) and graphics.reason in _UNSUPPORTED_REASONS:  # a GPU without a display engine
         graphics = {}
-    for each in (compute, graphics):
-        if isinstance(each, MissingValue):
-            return {**dict.fromkeys(_OF_PROCESSES, each), **({"of_run": True} if used_by_torch else {})}
-    held: dict[int, int | None] = dict(compute)
-    for pid, used in graphics.items():  # a process in both lists holds it once
-        held[pid] = held.get(pid) if used is None else max(used, held.get(pid) or 0)
-    if run.same_pids:
-        ours = [used for pid, used in held.items() if pid in run.pids]
-        others = [used for pid, used in held.items() if pid not in run.pids]
+    of_run = {"of_run": True} if used_by_torch else {}
+    for process_list in (compute, graphics):
+        if isinstance(process_list, MissingValue):
+            return {**dict.fromkeys(_PROCESS_FIELDS, process_list), **of_run}
+    bytes_by_pid: dict[int, int | None] = dict(compute)
+    for pid, used_bytes in graphics.items():  # a process in both lists holds it once
+        bytes_by_pid[pid] = bytes_by_pid.get(pid) if used_bytes is None else max(used_bytes, bytes_by_pid.get(pid) or 0)
+    if run_context.same_pids:
+        run_bytes = [used_bytes for pid, used_bytes in bytes_by_pid.items() if pid in run_context.pids]
+        other_bytes = [used_bytes for pid, used_bytes in bytes_by_pid.items() if pid not in run_context.pids]
         return {
-            "of_run": bool(ours) or used_by_torch,
-            "mem_run_bytes": _sum(ours, _NOT_BY_PROCESS),
-            "mem_others_bytes": _sum(others, _NOT_BY_PROCESS),
-            "processes": _process_entries(held, run.pids, False),
-            "process_count": len(held),
+            "of_run": bool(run_bytes) or used_by_torch,
+            "mem_run_bytes": _sum(run_bytes, _NOT_BY_PROCESS),
+            "mem_others_bytes": _sum(other_bytes, _NOT_BY_PROCESS),
+            "processes": _process_entries(bytes_by_pid, run_context.pids, False),
+            "process_count": len(bytes_by_pid),
         }
-    known: dict[str, Any] = (
-        {"processes": _process_entries(held, frozenset(), None), "process_count": len(held)} if held else {}
-    )
-    return {**dict.fromkeys(_OF_PROCESSES, _NO_PIDS), **known, **({"of_run": True} if used_by_torch else {})}
+    known_fields: dict[str, Any] = {}
+    if bytes_by_pid:
+        known_fields["processes"] = _process_entries(bytes_by_pid, frozenset(), None)
+        known_fields["process_count"] = len(bytes_by_pid)
+    return {**dict.fromkeys(_PROCESS_FIELDS, _NO_PIDS), **known_fields, **of_run}
 
 
-def _sum(parts: list[int | None], unknown: MissingValue) -> int | MissingValue:
-    known = [part for part in parts if part is not None]
-    return sum(known) if len(known) == len(parts) else unknown
+def _sum(values: list[int | None], unknown: MissingValue) -> int | MissingValue:
+    known_values = [value for value in values if value is not None]
+    return sum(known_values) if len(known_values) == len(values) else unknown
 
 
-def _process_entries(held: Mapping[int, int | None], pids: Set[int], otherwise: bool | None) -> list[dict[str, Any]]:
-    rows = [{"pid": pid, "mem_bytes": used, "of_run": pid in pids or otherwise} for pid, used in held.items()]
+def _process_entries(
+    bytes_by_pid: Mapping[int, int | None], pids: Set[int], default_of_run: bool | None
+) -> list[dict[str, Any]]:
+    rows = [
+        {"pid": pid, "mem_bytes": used, "of_run": pid in pids or default_of_run} for pid, used in bytes_by_pid.items()
+    ]
     rows.sort(key=lambda row: (row["of_run"] is not True, -(row["mem_bytes"] or 0), row["pid"] or 0))
     return rows[:MAX_PROCESSES]
 
@@ -145,10 +154,9 @@ def _process_entries(held: Mapping[int, int | None], pids: Set[int], otherwise: 
 # The rules are those of the CUDA programming guide (Environment Variables). Entries are indices, or UUIDs that may be
 # shortened. Entries after the first invalid one are ignored. A repeated entry hides all GPUs. Indices follow CUDA's
 # order, which equals NVML's only under CUDA_DEVICE_ORDER=PCI_BUS_ID: by default, the fastest GPUs come first, by an
-# undocumented rule. So the GPU of an index may stay unknown here; then the training process reports it by UUID
-# (dpmon.gpu.device_record).
+# undocumented rule. So the GPU of an index may stay unknown here; then the training process reports it by UUID.
 
-_NUMBER = re.compile(r"[+-]?[0-9]+")
+_INDEX_PATTERN = re.compile(r"[+-]?[0-9]+")
 MAX_ENTRIES = 1024
 
 
@@ -158,40 +166,43 @@ def bare_uuid(uuid: str) -> str:
 
 
 def visible_gpus(
-    text: str | None, order: str | None, uuids: Sequence[str | None], divided: bool = False
+    text: str | None, order: str | None, uuids: Sequence[str | None], has_mig_instances: bool = False
 ) -> list[bool | None]:
     """Return for each GPU in NVML's order whether CUDA sees it; None if unknown.
 
-    `text`, `order`: CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER; None if not set. `uuids`: of the GPUs; None if unknown.
-    `divided`: whether a GPU has MIG instances. CUDA then sees one instance, and an index does not show which one.
+    `text`, `order`: CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER; None if not set. `uuids`: those of the GPUs; None if
+    unknown. `has_mig_instances`: whether a GPU has MIG instances. CUDA then sees only one instance, and an index does
+    not show which one.
     """
-    found: list[int] | None
-    if text is not None and text.startswith(("GPU-", "MIG-")):
-        found = None if text.startswith("MIG-") else _match_uuids(text, uuids)
+    indices: list[int] | None
+    if text is not None and text.startswith("MIG-"):
+        indices = None
+    elif text is not None and text.startswith("GPU-"):
+        indices = _match_uuids(text, uuids)
     else:
-        found = list(range(len(uuids))) if text is None else _numbers(text, len(uuids))
-        if found and (divided or (order != "PCI_BUS_ID" and len(found) < len(uuids))):
-            found = None
-    return [None if found is None else index in found for index in range(len(uuids))]
+        indices = list(range(len(uuids))) if text is None else _parse_indices(text, len(uuids))
+        if indices and (has_mig_instances or (order != "PCI_BUS_ID" and len(indices) < len(uuids))):
+            indices = None
+    return [None if indices is None else index in indices for index in range(len(uuids))]
 
 
-def _numbers(text: str, count: int) -> list[int]:
-    """Parse indices as C's strtol does (`1abc` is 1), up to the first invalid one; empty if an index is repeated."""
-    found: list[int] = []
+def _parse_indices(text: str, count: int) -> list[int]:
+    """Return the indices up to the first invalid one, parsed like strtol (`1abc` is 1); empty if one is repeated."""
+    indices: list[int] = []
     for entry in text.split(",")[:MAX_ENTRIES]:
-        match = _NUMBER.match(entry.strip())
-        number = int(match.group()) if match and len(match.group()) < 10 else -1
-        if number in found:
+        match = _INDEX_PATTERN.match(entry.strip())
+        index = int(match.group()) if match and len(match.group()) < 10 else -1
+        if index in indices:
             return []
-        if number < 0:
+        if index < 0:
             break
-        found.append(number)
-    beyond = next((i for i, number in enumerate(found) if number >= count), len(found))
-    return found[:beyond]
+        indices.append(index)
+    valid_count = next((position for position, index in enumerate(indices) if index >= count), len(indices))
+    return indices[:valid_count]
 
 
 def _match_uuids(text: str, uuids: Sequence[str | None]) -> list[int] | None:
-    """Find the GPUs of full or shortened UUIDs; None if a UUID is unknown."""
+    """Return the indices of the GPUs with these full or shortened UUIDs; None if a GPU's UUID is unknown."""
     entries: list[str] = []
     for entry in text.split(",")[:MAX_ENTRIES]:
         if entry in entries:
@@ -201,12 +212,13 @@ def _match_uuids(text: str, uuids: Sequence[str | None]) -> list[int] | None:
         entries.append(entry)
     if None in uuids:
         return None
-    found: list[int] = []
+    indices: list[int] = []
     for entry in entries:
-        fitting = [i for i, uuid in enumerate(uuids) if uuid is not None and uuid.startswith(entry)]
-        if len(fitting) != 1:  # no GPU, or several
+        matches = [index for index, uuid in enumerate(uuids) if uuid is not None and uuid.startswith(entry)]
+        if len(matches) != 1:  # no GPU, or several
             break
-        if fitting[0] in found:
+        (match,) = matches
+        if match in indices:
             return []
-        found.append(fitting[0])
-    return found
+        indices.append(match)
+    return indices

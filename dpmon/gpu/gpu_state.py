@@ -1,7 +1,7 @@
-"""One GPU: the last answers of NVML about it, their age limits, and the threads that ask.
+"""The state of one GPU: NVML's last answers, their maximum ages, and the threads that query it.
 
-Usually one thread asks about a GPU. A thread whose call does not return is left behind, and a second one asks the other
-questions. A sample can be composed at any time, even while all threads wait for an answer.
+Usually one thread queries a GPU. If its call does not return, a second thread takes over and runs the other queries. A
+sample can be built at any time, even while all threads wait for an answer.
 """
 
 from __future__ import annotations
@@ -10,189 +10,204 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
-from dpmon.gpu.device_record import NOT_ASKED, MissingValue, RunContext, bare_uuid, build_device_record
+from dpmon.gpu.device_record import NOT_QUERIED, MissingValue, RunContext, bare_uuid, build_device_record
 from dpmon.gpu.nvml import GPU_IS_LOST, Nvml, NvmlCallError
-from dpmon.gpu.nvml_queries import CALLS, FIRST, QUESTIONS, NvmlQuery
+from dpmon.gpu.nvml_queries import MAX_CALLS_PER_S, NEEDS_TWO_READINGS, QUERIES, NvmlQuery
 
 RETRY_S = 5.0
-"""Time until dpmon tries a lost GPU, or a library that did not start, again."""
-SILENT_S = 3.0
-"""Longest wait for an answer during which the last values still count as current."""
-FIRST_S = 0.5
-"""For this time after a GPU is found, all questions are asked at once: its first sample has the answers."""
-_LATE = 4
-"""An answer expires at the age of this many periods of its question (at least SILENT_S) plus RETRY_S. It may expire
-earlier while NVML gives no answer at all: see SILENT_S."""
+"""Time until dpmon retries a lost GPU, or a library that did not start."""
+MAX_SILENCE_S = 3.0
+"""Maximum wait for an answer during which the last values still count as current."""
+FIRST_ROUND_S = 0.5
+"""For this time after a GPU is found, all queries run without a limit, so that its first sample has the answers."""
+_MAX_AGE_PERIODS = 4
+"""An answer expires at the age of this many periods of its query (at least MAX_SILENCE_S) plus RETRY_S. It may expire
+earlier while NVML gives no answer at all: see MAX_SILENCE_S."""
+
+
+class _Answer(NamedTuple):
+    """The last answer to a query: a value or `MissingValue` for each field, and when it was read (s; None: not yet)."""
+
+    values: tuple[Any, ...]
+    time_s: float | None
 
 
 @dataclass(slots=True)
 class _QueryState:
-    """The state of one question: when it is due, which of its ways is in use, and the last values.
+    """The state of one query: its last answer, when it is due, and which of its getters is in use."""
 
-    `given`: a value or `MissingValue` for each field, in order, and the time of the reading (s; None: not yet read).
-    """
-
-    given: tuple[tuple[Any, ...], float | None]
+    answer: _Answer
     due_s: float
-    way: int = 0
+    getter_index: int = 0
     memo: dict[str, Any] = field(default_factory=dict)
 
 
 class GpuState:
-    """The known values of one GPU. Only its newest asker may call `attach_handle` and `mark_lost`."""
+    """The known values of one GPU. Only its newest poller may call `attach_handle` and `mark_lost`."""
 
-    def __init__(self, index: int, questions: tuple[NvmlQuery, ...] = QUESTIONS) -> None:
+    def __init__(self, index: int, queries: tuple[NvmlQuery, ...] = QUERIES) -> None:
         self.index = index
         self.handle: Any = None
-        self.lost = NOT_ASKED.reason
+        self.lost_reason = NOT_QUERIED.reason
         self.retry_at_s = 0.0
-        self.askers: tuple[GpuPoller, ...] = ()
-        """The threads that ask: the newest is the last. An earlier one was left behind."""
-        self.silent = False
+        self.pollers: tuple[GpuPoller, ...] = ()
+        """The threads that query it. The last one is the newest; it has replaced the earlier ones."""
+        self.is_silent = False
         """Whether a call to NVML about this GPU does not return."""
-        self._questions = questions
-        self.answers: dict[NvmlQuery, _QueryState] = {}
+        self._queries = queries
+        self.query_states: dict[NvmlQuery, _QueryState] = {}
 
     def attach_handle(self, handle: Any, now_s: float) -> None:
-        """Use a new handle: answers, events and buffers of an earlier one are void."""
-        self.answers = {each: _QueryState(((NOT_ASKED,) * len(each.fields), None), now_s) for each in self._questions}
-        self.handle, self.lost = handle, ""
+        """Use a new handle. Answers, events and buffers of an earlier one become void."""
+        self.query_states = {
+            query: _QueryState(_Answer((NOT_QUERIED,) * len(query.fields), None), now_s) for query in self._queries
+        }
+        self.handle, self.lost_reason = handle, ""
 
     def mark_lost(self, reason: str, now_s: float) -> None:
-        """Mark the GPU as lost; a later round looks for it again. Its UUID and name stay known."""
-        self.handle, self.lost = None, reason
+        """Mark the GPU as lost. A later round tries to find it again. Its UUID and name stay known."""
+        self.handle, self.lost_reason = None, reason
         self.retry_at_s = now_s + RETRY_S
 
     def due_queries(self, now_s: float) -> list[NvmlQuery]:
-        """Return the due questions, the most overdue first, counted in periods: rare questions can wait longer."""
-        waiting = {asker.question for asker in self.askers}
+        """Return the due queries, the most overdue first. Delays count in periods, so that rare queries wait longer."""
+        running = {poller.current_query for poller in self.pollers}
         due = [
-            each
-            for each, answer in self.answers.items()
-            if answer.due_s <= now_s and answer.way < len(each.ways) and each not in waiting and self._is_needed(each)
+            query
+            for query, state in self.query_states.items()
+            if state.due_s <= now_s
+            and state.getter_index < len(query.getters)
+            and query not in running
+            and self._is_needed(query)
         ]
-        return sorted(due, key=lambda each: (self.answers[each].due_s - now_s) / each.every_s)
+        return sorted(due, key=lambda query: (self.query_states[query].due_s - now_s) / query.period_s)
 
-    def _is_needed(self, question: NvmlQuery) -> bool:
-        other = question.instead_of
-        if other is None:
+    def _is_needed(self, query: NvmlQuery) -> bool:
+        replaced = query.replaces
+        if replaced is None:
             return True
-        value = self.answers[other].given[0][other.fields.index(question.fields[0])]
-        return isinstance(value, MissingValue) and value not in (NOT_ASKED, FIRST)
+        field_name, *_ = query.fields
+        value = self.query_states[replaced].answer.values[replaced.fields.index(field_name)]
+        return isinstance(value, MissingValue) and value not in (NOT_QUERIED, NEEDS_TWO_READINGS)
 
     # ---------------------------------------------------------------- samples
 
     @property
     def uuid(self) -> str | None:
-        """The UUID as NVML writes it; None until known."""
+        """The UUID as NVML writes it; None until it is known."""
         uuid = self._last_value("uuid")
         return uuid if isinstance(uuid, str) else None
 
     def uuids(self) -> frozenset[str]:
         """Return the bare UUIDs of the GPU and its MIG instances."""
         instances = self._last_value("mig_devices")
-        every = [self.uuid, *(each["uuid"] for each in (instances if isinstance(instances, list) else ()))]
-        return frozenset(bare_uuid(uuid) for uuid in every if uuid)
+        uuids = [self.uuid]
+        if isinstance(instances, list):
+            uuids += [instance["uuid"] for instance in instances]
+        return frozenset(bare_uuid(uuid) for uuid in uuids if uuid)
 
     def _last_value(self, name: str) -> Any:
         """Return the last answer for a field, however old."""
-        given = (zip(each.fields, answer.given[0], strict=True) for each, answer in self.answers.items())
-        return next((value for pairs in given for field_, value in pairs if field_ == name), None)
+        for query, query_state in self.query_states.items():
+            if name in query.fields:
+                return query_state.answer.values[query.fields.index(name)]
+        return None
 
-    def sample(self, run: RunContext, now_s: float) -> dict[str, Any]:
-        """Return the fields of the `device` record, but for `t_s`, from the values known now."""
-        known: dict[str, Any] = {}
-        for question, answer in self.answers.items():
-            values, at_s = answer.given
-            late = self._stale_reason(question, at_s, now_s)
-            for name, value in zip(question.fields, values, strict=True):
-                if late and (value is NOT_ASKED or not isinstance(value, MissingValue)):
-                    value = late
-                before = known.get(name, NOT_ASKED)  # from the question that this one replaces
-                if before is NOT_ASKED or (isinstance(before, MissingValue) and value is not NOT_ASKED):
-                    known[name] = value
-        return build_device_record(self.index, known, run, self.uuids(), self.lost)
+    def sample(self, run_context: RunContext, now_s: float) -> dict[str, Any]:
+        """Return the fields of the `device` record except `t_s`, from the values known now."""
+        values_by_name: dict[str, Any] = {}
+        for query, state in self.query_states.items():
+            values, time_s = state.answer
+            stale_reason = self._stale_reason(query, time_s, now_s)
+            for name, value in zip(query.fields, values, strict=True):
+                if stale_reason and (value is NOT_QUERIED or not isinstance(value, MissingValue)):
+                    value = stale_reason
+                earlier = values_by_name.get(name, NOT_QUERIED)  # from the query that this one replaces
+                if earlier is NOT_QUERIED or (isinstance(earlier, MissingValue) and value is not NOT_QUERIED):
+                    values_by_name[name] = value
+        return build_device_record(self.index, values_by_name, run_context, self.uuids(), self.lost_reason)
 
-    def _stale_reason(self, question: NvmlQuery, at_s: float | None, now_s: float) -> MissingValue | None:
-        """Return why an answer read at `at_s` is too old to be shown, or has not come; None if there is no reason."""
-        age = math.inf if at_s is None else now_s - at_s
-        for asker in self.askers:
-            silence = asker.unanswered_s(now_s)
-            nobody_asks = asker is self.askers[-1] and age >= max(SILENT_S, question.every_s)
-            if silence >= SILENT_S and (asker.question is question or nobody_asks):
-                return MissingValue(f"NVML has not answered for {silence:.0f} s")
-        if at_s is not None and age > max(SILENT_S, _LATE * question.every_s) + RETRY_S:
-            return MissingValue(f"NVML answers slowly: the last answer is {age:.0f} s old")
+    def _stale_reason(self, query: NvmlQuery, time_s: float | None, now_s: float) -> MissingValue | None:
+        """Return why an answer read at `time_s` is too old to be shown, or has not come; None if it is current."""
+        age_s = math.inf if time_s is None else now_s - time_s
+        for poller in self.pollers:
+            unanswered_s = poller.unanswered_s(now_s)
+            is_waiting = poller is self.pollers[-1] and age_s >= max(MAX_SILENCE_S, query.period_s)
+            if unanswered_s >= MAX_SILENCE_S and (poller.current_query is query or is_waiting):
+                return MissingValue(f"NVML has not answered for {unanswered_s:.0f} s")
+        if time_s is not None and age_s > max(MAX_SILENCE_S, _MAX_AGE_PERIODS * query.period_s) + RETRY_S:
+            return MissingValue(f"NVML answers slowly: the last answer is {age_s:.0f} s old")
         return None
 
 
 class GpuPoller:
-    """Asks NVML about one GPU; for one thread."""
+    """A poller of NVML for one GPU, for use by one thread."""
 
-    def __init__(self, card: GpuState, nvml: Nvml, clock: Callable[[], float] = time.monotonic) -> None:
-        self.question: NvmlQuery | None = None
-        """The question whose answer the thread waits for."""
-        self.ended = False
-        self._card = card
+    def __init__(self, gpu: GpuState, nvml: Nvml, clock: Callable[[], float] = time.monotonic) -> None:
+        self.current_query: NvmlQuery | None = None
+        """The query whose answer the thread waits for; None while it does not wait."""
+        self.has_ended = False
+        self._gpu = gpu
         self._nvml = nvml
         self._clock = clock
-        self._since_s: float | None = None
-        card.askers = (*card.askers, self)
+        self._call_start_s: float | None = None
+        gpu.pollers = (*gpu.pollers, self)
 
     @property
     def is_current(self) -> bool:
-        """Whether the thread has not been left behind."""
-        return self._card.askers[-1] is self
+        """Whether no newer thread has replaced this one."""
+        return self._gpu.pollers[-1] is self
 
     def unanswered_s(self, now_s: float) -> float:
         """Return how long the thread has waited for the current answer (s); 0 while not waiting."""
-        since = self._since_s
-        return 0.0 if since is None else now_s - since
+        start_s = self._call_start_s
+        return 0.0 if start_s is None else now_s - start_s
 
     def poll_due_queries(self) -> None:
-        """Ask the most overdue questions, with at most CALLS calls; of a GPU just found, all of them for FIRST_S.
+        """Run the most overdue queries, with at most MAX_CALLS_PER_S calls.
 
-        Raises NvmlCallError only if the GPU is gone.
+        For a GPU just found, run all queries within FIRST_ROUND_S. Raises NvmlCallError only if the GPU is lost.
         """
-        began, calls = self._clock(), CALLS
-        first = self._card.handle is None
-        if first:
-            calls -= 1
-            handle = self._call_nvml(lambda: self._nvml.module.nvmlDeviceGetHandleByIndex(self._card.index))
+        start_s, calls_left = self._clock(), MAX_CALLS_PER_S
+        is_first_round = self._gpu.handle is None
+        if is_first_round:
+            calls_left -= 1
+            handle = self._call_nvml(lambda: self._nvml.module.nvmlDeviceGetHandleByIndex(self._gpu.index))
             if not handle:  # some drivers crash with a null handle
                 raise NvmlCallError("NVML gave no handle for this GPU", GPU_IS_LOST)
             if self.is_current:
-                self._card.attach_handle(handle, began)
-        for question in self._card.due_queries(began):
+                self._gpu.attach_handle(handle, start_s)
+        for query in self._gpu.due_queries(start_s):
             if not self.is_current:
                 return
-            if question.calls <= calls or (first and self._clock() - began < FIRST_S):
-                calls -= question.calls
-                self._run_query(question)
+            if query.max_calls <= calls_left or (is_first_round and self._clock() - start_s < FIRST_ROUND_S):
+                calls_left -= query.max_calls
+                self._run_query(query)
 
-    def _run_query(self, question: NvmlQuery) -> None:
-        handle, answer = self._card.handle, self._card.answers[question]
-        answer.due_s = self._clock() + question.every_s - 0.1  # tolerate a round that begins slightly early
+    def _run_query(self, query: NvmlQuery) -> None:
+        handle, query_state = self._gpu.handle, self._gpu.query_states[query]
+        query_state.due_s = self._clock() + query.period_s - 0.1  # tolerate a round that begins slightly early
         values: tuple[Any, ...] = ()
-        while answer.way < len(question.ways):
-            way = question.ways[answer.way]
+        while query_state.getter_index < len(query.getters):
+            read_fields = query.getters[query_state.getter_index]
             try:
-                values = self._call_nvml(lambda way=way: way(self._nvml.module, handle, answer.memo), question)  # type: ignore[misc]
+                values = self._call_nvml(partial(read_fields, self._nvml.module, handle, query_state.memo), query)
                 break
             except NvmlCallError as failure:
-                if failure.gone:
+                if failure.is_gpu_gone:
                     raise
-                values = (MissingValue(failure.reason),) * len(question.fields)
-                if not failure.never:
+                values = (MissingValue(failure.reason),) * len(query.fields)
+                if not failure.is_permanent:
                     break
-                answer.way += 1
-        answer.given = values, self._clock()
+                query_state.getter_index += 1
+        query_state.answer = _Answer(values, self._clock())
 
-    def _call_nvml(self, read: Callable[[], Any], question: NvmlQuery | None = None) -> Any:
-        self.question, self._since_s = question, self._clock()
+    def _call_nvml(self, read: Callable[[], Any], query: NvmlQuery | None = None) -> Any:
+        self.current_query, self._call_start_s = query, self._clock()
         try:
             return self._nvml.run(read)
         finally:
-            self.question = self._since_s = None
+            self.current_query = self._call_start_s = None

@@ -1,4 +1,4 @@
-"""The doorway to NVML: starts the library, guards every call, and puts failures into words.
+"""The only access to NVML: starts the library, guards every call, and describes failures in words.
 
 No other module imports pynvml. Any call may take seconds, or never return. If the library is shut down or exit() is
 called during a call, the process crashes. So this module counts the calls in flight.
@@ -16,7 +16,7 @@ from typing import Any
 # NVML's own numbers (nvml.h); a driver may answer with any other.
 UNINITIALIZED, _NOT_SUPPORTED, _NO_PERMISSION, _DRIVER_NOT_LOADED, TIMEOUT = 1, 3, 4, 9, 10
 _LIBRARY_NOT_FOUND, _FUNCTION_NOT_FOUND, GPU_IS_LOST, _VERSION_MISMATCH = 12, 13, 15, 18
-_WORDS = {
+_MEANINGS = {
     UNINITIALIZED: "NVML is not initialized",
     _NOT_SUPPORTED: "not supported",
     _NO_PERMISSION: "no permission",
@@ -45,31 +45,31 @@ _NO_START: dict[int | None, str] = {
     _NO_PERMISSION: "no permission to talk to the NVIDIA driver",
 }
 NO_GPU = "the NVIDIA driver is loaded but sees no GPU"
-_NEVER = frozenset({_NOT_SUPPORTED, _FUNCTION_NOT_FOUND, 22, 25, 26})
-_GONE = frozenset({UNINITIALIZED, GPU_IS_LOST, 16, 28})
+_PERMANENT_CODES = frozenset({_NOT_SUPPORTED, _FUNCTION_NOT_FOUND, 22, 25, 26})
+_GPU_GONE_CODES = frozenset({UNINITIALIZED, GPU_IS_LOST, 16, 28})
 
-COUNT_S = 3.0
-"""Longest wait for the driver before a run starts. Without an answer, dpmon assumes that all devices exist."""
-_WITHOUT_GPU = (NO_GPU, _NO_START[_DRIVER_NOT_LOADED], _NO_START[_LIBRARY_NOT_FOUND])
+MAX_COUNT_S = 3.0
+"""Maximum wait for the driver before a run starts. Without an answer, dpmon assumes that all devices exist."""
+_NO_GPU_REASONS = (NO_GPU, _NO_START[_DRIVER_NOT_LOADED], _NO_START[_LIBRARY_NOT_FOUND])
 """NVML's reasons on a machine without an NVIDIA GPU."""
-_OTHERS = ("/dev/kfd", "/dev/dxg", "/dev/nvgpu", "/dev/nvhost-gpu", "/dev/nvmap")
+_OTHER_GPU_FILES = ("/dev/kfd", "/dev/dxg", "/dev/nvgpu", "/dev/nvhost-gpu", "/dev/nvmap")
 """Device files of GPUs that torch calls cuda but NVML does not list: of AMD, WSL and NVIDIA Jetson."""
 
 
 class NvmlCallError(Exception):
     """A failed call, with the reason in words, and NVML's error number if NVML failed."""
 
-    def __init__(self, reason: str, code: int | None = None, *, never: bool = False) -> None:
+    def __init__(self, reason: str, code: int | None = None, *, is_permanent: bool = False) -> None:
         super().__init__(reason)
         self.reason = reason
         self.code = code
-        self.never = never or code in _NEVER  # asking again is useless
-        self.gone = code in _GONE  # the GPU as a whole does not answer
+        self.is_permanent = is_permanent or code in _PERMANENT_CODES  # repeating the call is useless
+        self.is_gpu_gone = code in _GPU_GONE_CODES  # the GPU as a whole does not answer
 
 
 def describe_return_code(code: int) -> str:
-    """Return the meaning of an NVML return code; of a rare one, its number."""
-    return _WORDS.get(code, f"NVML error {code}")
+    """Return the meaning of an NVML return code; for an unknown one, its number."""
+    return _MEANINGS.get(code, f"NVML error {code}")
 
 
 def call_nvml(read: Callable[[], Any]) -> Any:
@@ -79,7 +79,7 @@ def call_nvml(read: Callable[[], Any]) -> Any:
     except NvmlCallError:
         raise
     except AttributeError:
-        raise NvmlCallError("the installed nvidia-ml-py does not know it", never=True) from None
+        raise NvmlCallError("the installed nvidia-ml-py does not know it", is_permanent=True) from None
     except Exception as error:  # noqa: BLE001 - ctypes and pynvml may raise anything; only one field is lost
         code = getattr(error, "value", None)
         if not isinstance(code, int):
@@ -91,13 +91,13 @@ def call_nvml(read: Callable[[], Any]) -> Any:
         raise NvmlCallError(describe_return_code(code), code) from None
 
 
-_waiting: list[Nvml] = []
+_running: list[Nvml] = []
 """The instance of each call in flight."""
 
 
 def exit_past_nvml(status: int) -> None:
-    """End the process with this status if a call is in flight, because the library would crash at a normal exit."""
-    if _waiting:
+    """End the process with this status if a call is in flight, because a normal exit would crash in the library."""
+    if _running:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 stream.flush()
@@ -105,7 +105,7 @@ def exit_past_nvml(status: int) -> None:
 
 
 class Nvml:
-    """The NVML library, for any number of threads. It is not imported or loaded before `open`."""
+    """The NVML library, for any number of threads. `open` imports and loads it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -116,11 +116,11 @@ class Nvml:
         """Whether the library reports that it is not initialized, so that it must be started again."""
 
     def run(self, read: Callable[[], Any]) -> Any:
-        """Return the result of `read`. The library stays open meanwhile. Raises NvmlCallError, also after `close`."""
+        """Return the result of `read`. The library stays open during it. Raises NvmlCallError, also after `close`."""
         with self._lock:
             if self._closed:
                 raise NvmlCallError("NVML was shut down", UNINITIALIZED)
-            _waiting.append(self)
+            _running.append(self)
         try:
             return call_nvml(read)
         except NvmlCallError as failure:
@@ -128,10 +128,10 @@ class Nvml:
             raise
         finally:
             with self._lock:
-                _waiting.remove(self)
+                _running.remove(self)
 
     def open(self) -> str | None:
-        """Start NVML. Return None on success, else the reason in one sentence."""
+        """Start NVML. Return None, or why that failed, in one sentence."""
         try:
             import pynvml  # noqa: TID251 - the only import of pynvml
         except Exception as error:  # noqa: BLE001 - a broken installation is reported as a reason
@@ -147,7 +147,7 @@ class Nvml:
         return None
 
     def count(self) -> tuple[int, str | None]:
-        """Start NVML and count the GPUs. Return their number, and why there are none (or None)."""
+        """Start NVML. Return the number of GPUs, and why there are none (None if there are some)."""
         reason = self.open()
         if reason is not None:
             return 0, reason
@@ -160,37 +160,38 @@ class Nvml:
     def close(self) -> bool:
         """Shut the library down for good. Return False, without any action, while a call is in flight."""
         with self._lock:
-            if self in _waiting:
+            if self in _running:
                 return False
-            started, self._closed = self.module is not None and not self._closed, True
-        if started:
-            with contextlib.suppress(NvmlCallError):  # then it is already shut down
+            is_started, self._closed = self.module is not None and not self._closed, True
+        if is_started:
+            with contextlib.suppress(NvmlCallError):  # it is already shut down
                 call_nvml(self.module.nvmlShutdown)
         return True
 
 
 def missing_device_reason(names: str) -> str | None:
     """Return why a device in `names` (cuda:0,cuda:1) is unavailable; None if all exist or if that is unknown."""
-    wanted = [name for name in names.split(",") if name.startswith("cuda")]
-    if not wanted or any(os.path.exists(path) for path in _OTHERS):
+    cuda_names = [name for name in names.split(",") if name.startswith("cuda")]
+    if not cuda_names or any(os.path.exists(path) for path in _OTHER_GPU_FILES):
         return None
-    answers: list[tuple[int, str | None]] = []
+    results: list[tuple[int, str | None]] = []
 
     def ask() -> None:
         nvml = Nvml()
-        answers.append(nvml.count())
+        results.append(nvml.count())
         nvml.close()
 
     thread = threading.Thread(target=ask, name="dpmon NVML", daemon=True)
     thread.start()
-    thread.join(COUNT_S)
-    if not answers:
+    thread.join(MAX_COUNT_S)
+    if not results:
         return None
-    count, reason = answers[0]
+    count, reason = results[0]
     if reason is not None:
-        return f"{wanted[0]} is not available: {reason}" if reason in _WITHOUT_GPU else None
-    for name in wanted:
-        if int(name.partition(":")[2] or 0) >= count:
-            there = "cuda:0" if count == 1 else f"cuda:0 to cuda:{count - 1}"
-            return f"there is no {name} here, only {there}"
+        return f"{cuda_names[0]} is not available: {reason}" if reason in _NO_GPU_REASONS else None
+    for name in cuda_names:
+        _, _, index = name.partition(":")
+        if int(index or 0) >= count:
+            available = "cuda:0" if count == 1 else f"cuda:0 to cuda:{count - 1}"
+            return f"there is no {name} here, only {available}"
     return None

@@ -1,7 +1,7 @@
-"""The questions to NVML about a GPU: fields, ways to ask, period, and number of library calls.
+"""The NVML queries about a GPU: fields, functions that read them, period, and number of library calls.
 
-A way to ask is a function of pynvml, the GPU's handle and its own memo (kept while the handle is valid). It returns a
-value, or `MissingValue`, for each field of the question. It raises what pynvml raises.
+A getter is a function of pynvml, the GPU's handle and a memo of its own (kept while the handle is valid). It returns a
+value or a `MissingValue` for each field of the query. Exceptions of pynvml pass through it.
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ from typing import Any
 from dpmon.gpu.device_record import MissingValue
 from dpmon.gpu.nvml import TIMEOUT, NvmlCallError, call_nvml, describe_return_code
 
-CALLS = 8
-"""Most library calls per GPU and second, after its first round."""
+MAX_CALLS_PER_S = 8
+"""Maximum number of library calls per GPU and second, after its first round."""
 
-Way = Callable[[Any, Any, dict[str, Any]], tuple[Any, ...]]
+Getter = Callable[[Any, Any, dict[str, Any]], tuple[Any, ...]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NvmlQuery:
-    """Fields that come from one answer, with the period of the question (s) and its largest number of library calls.
+    """A query for fields that come from one answer, with its period (s) and maximum number of library calls.
 
-    The first answer may take more calls. If a way is not supported, the next one is tried. `instead_of`: ask only if
-    that question left the first field unanswered.
+    The first answer may take more calls. If a getter is not supported, the next one is tried. `replaces`: a query that
+    must have left the first field unknown before this one runs.
     """
 
     fields: tuple[str, ...]
-    every_s: float
-    calls: int
-    ways: tuple[Way, ...]
-    instead_of: NvmlQuery | None = None
+    period_s: float
+    max_calls: int
+    getters: tuple[Getter, ...]
+    replaces: NvmlQuery | None = None
 
 
-FIRST = MissingValue("needs two readings")
+NEEDS_TWO_READINGS = MissingValue("needs two readings")
 _IMPLAUSIBLE = MissingValue("NVML returned an implausible value")
 _NO_XID = MissingValue("no XID error since the run's start")
 _MAX_INSTANCES = 8
-_ONCE = math.inf
+_NEVER_AGAIN = math.inf
 
 # nvml.h: NVML_CLOCKS_EVENT_REASON_*. The first bit (idle) does not count as throttling.
-_THROTTLE = {
+_THROTTLE_REASONS = {
     0x002: "clocks set by hand",
     0x004: "power limit",
     0x008: "hardware slowdown",
@@ -58,22 +58,23 @@ _THROTTLE = {
 _IDLE = 0x001
 
 # GPM's metrics by NVML's numbers (nvmlGpmMetricId_t): percent, then MiB/s.
-_PERCENT = {"sm_active_pct": 2, "tensor_active_pct": 5, "dram_active_pct": 10}
-_MIB_S = {"pcie_tx_bytes_s": 20, "pcie_rx_bytes_s": 21, "nvlink_rx_bytes_s": 60, "nvlink_tx_bytes_s": 61}
-_METRICS = {**_PERCENT, **_MIB_S}
+_PERCENT_METRICS = {"sm_active_pct": 2, "tensor_active_pct": 5, "dram_active_pct": 10}
+_MIB_S_METRICS = {"pcie_tx_bytes_s": 20, "pcie_rx_bytes_s": 21, "nvlink_rx_bytes_s": 60, "nvlink_tx_bytes_s": 61}
+_GPM_METRICS = {**_PERCENT_METRICS, **_MIB_S_METRICS}
 _NVLINK_TX_KIB, _NVLINK_RX_KIB = 138, 139  # NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, _RX: payload in KiB, ever growing
 _ALL_LINKS = 0xFFFFFFFF
 
 
-def _device_getter(take: Callable[[Any], Any], words: str) -> Way:
-    """Return a way that calls nvmlDeviceGet<first word>; further words are pynvml's constants after the handle."""
-    name, *which = words.split()
+def _device_getter(convert: Callable[[Any], Any], call: str) -> Getter:
+    """Return a getter that calls nvmlDeviceGet<first word>; further words are numbers or constants of pynvml."""
+    name, *words = call.split()
 
-    def way(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
-        constants = [int(each) if each.isdigit() else getattr(nvml, each) for each in which]
-        return (take(getattr(nvml, f"nvmlDeviceGet{name}")(handle, *constants)),)
+    def read_field(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
+        arguments = [int(word) if word.isdigit() else getattr(nvml, word) for word in words]
+        read = getattr(nvml, f"nvmlDeviceGet{name}")
+        return (convert(read(handle, *arguments)),)
 
-    return way
+    return read_field
 
 
 def _text(value: Any) -> str:
@@ -97,21 +98,21 @@ def _multiply_by_1000(value: Any) -> int:
 
 
 def throttle_reasons(bits: int) -> list[str]:
-    """Return the reasons for lowered clocks from NVML's bits; unknown bits are given as a number."""
+    """Return the reasons for throttling, from NVML's bits; unknown bits are given as a number."""
     bits = int(bits)
-    named = [word for bit, word in _THROTTLE.items() if bits & bit]
-    unnamed = bits & ~(_IDLE | sum(_THROTTLE))
-    return [*named, f"reason {unnamed:#x}"] if unnamed else named
+    reasons = [reason for bit, reason in _THROTTLE_REASONS.items() if bits & bit]
+    unknown_bits = bits & ~(_IDLE | sum(_THROTTLE_REASONS))
+    return [*reasons, f"reason {unknown_bits:#x}"] if unknown_bits else reasons
 
 
 def _memory_by_pid(processes: Any) -> dict[int, int | None]:
     """Return bytes by process id; None if the driver does not report them."""
-    held: dict[int, int | None] = {}
+    bytes_by_pid: dict[int, int | None] = {}
     for process in processes:
-        used = process.usedGpuMemory
-        before = held.get(int(process.pid))
-        held[int(process.pid)] = before if used is None else int(used) + (before or 0)
-    return held
+        used_bytes = process.usedGpuMemory
+        earlier_bytes = bytes_by_pid.get(int(process.pid))
+        bytes_by_pid[int(process.pid)] = earlier_bytes if used_bytes is None else int(used_bytes) + (earlier_bytes or 0)
+    return bytes_by_pid
 
 
 def _memory_v2(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
@@ -125,13 +126,13 @@ def _memory_v1(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _slowdown_by_margin(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
-    """Newer drivers report the distance to the nearest limit, not the limit."""
+    """Return the limit from its distance, because newer drivers report only the distance to the nearest limit."""
     margin = int(nvml.nvmlDeviceGetMarginTemperature(handle))
     return (int(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)) + margin,)
 
 
 def _retired_pages(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the number of pages, for both causes. Two calls each: their number, then the list."""
+    """Return the number of retired pages, for both causes. Two calls each: their number, then the list."""
     causes = (
         nvml.NVML_PAGE_RETIREMENT_CAUSE_MULTIPLE_SINGLE_BIT_ECC_ERRORS,
         nvml.NVML_PAGE_RETIREMENT_CAUSE_DOUBLE_BIT_ECC_ERROR,
@@ -140,7 +141,7 @@ def _retired_pages(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, .
 
 
 def _xid(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the newest XID error. The first call makes the event set (2 library calls), later ones take 1."""
+    """Return the newest XID error. The first time, it creates the event set (2 library calls); later it takes 1."""
     if "set" not in memo:
         events = nvml.nvmlEventSetCreate()
         nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, events)
@@ -156,21 +157,22 @@ def _xid(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _mig(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
-    """Return whether the GPU is divided, and its instances. Each time, one of them is read, with three calls."""
-    if not nvml.nvmlDeviceGetMigMode(handle)[0]:
+    """Return whether the GPU is divided, and its instances. Each time, it reads one of them, with three calls."""
+    current_mode, _ = nvml.nvmlDeviceGetMigMode(handle)
+    if not current_mode:
         return False, []
     instances = memo.setdefault("instances", {})
     index = memo["index"] = (memo.get("index", -1) + 1) % _MAX_INSTANCES
     instances.pop(index, None)
-    found = None
+    handle_of_instance = None
     try:
-        found = call_nvml(lambda: nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index))
-        if found:
-            instances[index] = call_nvml(lambda: _instance(nvml, found))
+        handle_of_instance = call_nvml(lambda: nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index))
+        if handle_of_instance:
+            instances[index] = call_nvml(lambda: _instance(nvml, handle_of_instance))
     except NvmlCallError as failure:
-        if failure.gone:
+        if failure.is_gpu_gone:
             raise
-        if found:  # if not, there is no such instance
+        if handle_of_instance:  # otherwise, there is no such instance
             return True, MissingValue(failure.reason)
     return True, [instances[index] for index in sorted(instances)]
 
@@ -187,67 +189,68 @@ def _gpm(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
     """
     if "now" not in memo:
         if not nvml.nvmlGpmQueryDeviceSupport(handle).isSupportedDevice:
-            raise NvmlCallError("not supported", never=True)
+            raise NvmlCallError("not supported", is_permanent=True)
         memo["before"], memo["now"] = nvml.nvmlGpmSampleAlloc(), nvml.nvmlGpmSampleAlloc()
         nvml.nvmlGpmSampleGet(handle, memo["now"])
-        return (FIRST,) * len(_METRICS)
-    # The older buffer takes the new reading, which is then compared with the newer buffer.
+        return (NEEDS_TWO_READINGS,) * len(_GPM_METRICS)
+    # The older buffer receives the new reading, which is then compared with the other buffer.
     memo["now"], memo["before"] = memo["before"], memo["now"]
     nvml.nvmlGpmSampleGet(handle, memo["now"])
-    asked = nvml.c_nvmlGpmMetricsGet_t()
-    asked.version = nvml.NVML_GPM_METRICS_GET_VERSION
-    asked.numMetrics = len(_METRICS)
-    asked.sample1, asked.sample2 = memo["before"], memo["now"]
-    for i, number in enumerate(_METRICS.values()):
-        asked.metrics[i].metricId = number
-    nvml.nvmlGpmMetricsGet(asked)
+    request = nvml.c_nvmlGpmMetricsGet_t()
+    request.version = nvml.NVML_GPM_METRICS_GET_VERSION
+    request.numMetrics = len(_GPM_METRICS)
+    request.sample1, request.sample2 = memo["before"], memo["now"]
+    for index, number in enumerate(_GPM_METRICS.values()):
+        request.metrics[index].metricId = number
+    nvml.nvmlGpmMetricsGet(request)
     values: list[Any] = []
-    for i, name in enumerate(_METRICS):
-        metric = asked.metrics[i]
+    for index, name in enumerate(_GPM_METRICS):
+        metric = request.metrics[index]
         value = float(metric.value)
         if metric.nvmlReturn:
             values.append(MissingValue(describe_return_code(int(metric.nvmlReturn))))
         elif not 0 <= value < 1e9:  # also true for NaN
             values.append(_IMPLAUSIBLE)
         else:
-            values.append(round(value, 1) if name in _PERCENT else int(value * (1 << 20)))
+            values.append(round(value, 1) if name in _PERCENT_METRICS else int(value * (1 << 20)))
     return tuple(values)
 
 
 def _nvlink(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
     """Return the bytes per second received and sent over all links since the last reading."""
     fields = nvml.nvmlDeviceGetFieldValues(handle, [(_NVLINK_RX_KIB, _ALL_LINKS), (_NVLINK_TX_KIB, _ALL_LINKS)])
-    now = time.monotonic()
+    now_s = time.monotonic()
     for field in fields:
         if field.nvmlReturn:
             raise NvmlCallError(describe_return_code(int(field.nvmlReturn)), int(field.nvmlReturn))
     counts = [int(field.value.ullVal) for field in fields]
-    before, memo["at"] = memo.get("at"), (now, counts)
-    if before is None:
-        return FIRST, FIRST
-    then, old = before
-    if any(new < last for new, last in zip(counts, old, strict=True)):
+    last_reading, memo["at"] = memo.get("at"), (now_s, counts)
+    if last_reading is None:
+        return NEEDS_TWO_READINGS, NEEDS_TWO_READINGS
+    last_s, last_counts = last_reading
+    growth = [count - last_count for count, last_count in zip(counts, last_counts, strict=True)]
+    if min(growth) < 0:
         return (MissingValue("the counter was reset"),) * 2
-    return tuple(int((new - last) * 1024 / max(now - then, 1e-6)) for new, last in zip(counts, old, strict=True))
+    return tuple(int(kib * 1024 / max(now_s - last_s, 1e-6)) for kib in growth)
 
 
 def _make_query(
     field: str,
-    every_s: float,
-    take: Callable[[Any], Any],
-    *ways: str,
-    calls: int = 1,
-    instead_of: NvmlQuery | None = None,
+    period_s: float,
+    convert: Callable[[Any], Any],
+    *getters: str,
+    max_calls: int = 1,
+    replaces: NvmlQuery | None = None,
 ) -> NvmlQuery:
-    return NvmlQuery((field,), every_s, calls, tuple(_device_getter(take, words) for words in ways), instead_of)
+    return NvmlQuery((field,), period_s, max_calls, tuple(_device_getter(convert, call) for call in getters), replaces)
 
 
 _SLOWDOWN = _device_getter(_positive, "TemperatureThreshold NVML_TEMPERATURE_THRESHOLD_SLOWDOWN")
-_GPM = NvmlQuery(tuple(_METRICS), 3, 3, (_gpm,))
-QUESTIONS = (
+_GPM = NvmlQuery(tuple(_GPM_METRICS), 3, 3, (_gpm,))
+QUERIES = (
     # These take microseconds.
-    _make_query("uuid", _ONCE, _text, "UUID"),
-    _make_query("name", _ONCE, _text, "Name"),
+    _make_query("uuid", _NEVER_AGAIN, _text, "UUID"),
+    _make_query("name", _NEVER_AGAIN, _text, "Name"),
     _make_query("util_pct", 1, lambda rates: _percent(rates.gpu), "UtilizationRates"),
     NvmlQuery(("mem_used_bytes", "mem_total_bytes", "mem_reserved_bytes"), 1, 1, (_memory_v2, _memory_v1)),
     _make_query("power_w", 1, _divide_by_1000, "PowerUsage"),
@@ -262,12 +265,14 @@ QUESTIONS = (
     # These take milliseconds, are rarely needed, or are known to block.
     NvmlQuery(("mig", "mig_devices"), 6, 4, (_mig,)),
     # Two calls each: the number of processes, then the list.
-    _make_query("compute", 5, _memory_by_pid, "ComputeRunningProcesses_v3", "ComputeRunningProcesses_v2", calls=2),
-    _make_query("graphics", 10, _memory_by_pid, "GraphicsRunningProcesses_v3", "GraphicsRunningProcesses_v2", calls=2),
+    _make_query("compute", 5, _memory_by_pid, "ComputeRunningProcesses_v3", "ComputeRunningProcesses_v2", max_calls=2),
+    _make_query(
+        "graphics", 10, _memory_by_pid, "GraphicsRunningProcesses_v3", "GraphicsRunningProcesses_v2", max_calls=2
+    ),
     _GPM,
     # The driver measures for 20 ms, in units of 1000 bytes/s.
-    _make_query("pcie_rx_bytes_s", 10, _multiply_by_1000, "PcieThroughput NVML_PCIE_UTIL_RX_BYTES", instead_of=_GPM),
-    _make_query("pcie_tx_bytes_s", 10, _multiply_by_1000, "PcieThroughput NVML_PCIE_UTIL_TX_BYTES", instead_of=_GPM),
+    _make_query("pcie_rx_bytes_s", 10, _multiply_by_1000, "PcieThroughput NVML_PCIE_UTIL_RX_BYTES", replaces=_GPM),
+    _make_query("pcie_tx_bytes_s", 10, _multiply_by_1000, "PcieThroughput NVML_PCIE_UTIL_TX_BYTES", replaces=_GPM),
     NvmlQuery(("nvlink_rx_bytes_s", "nvlink_tx_bytes_s"), 5, 1, (_nvlink,), _GPM),
     _make_query("ecc_corrected", 30, int, "TotalEccErrors NVML_MEMORY_ERROR_TYPE_CORRECTED NVML_VOLATILE_ECC"),
     _make_query("ecc_uncorrected", 30, int, "TotalEccErrors NVML_MEMORY_ERROR_TYPE_UNCORRECTED NVML_VOLATILE_ECC"),
@@ -276,4 +281,4 @@ QUESTIONS = (
     _make_query("persistence", 60, bool, "PersistenceMode"),
     NvmlQuery(("xid",), 5, 2, (_xid,)),
 )
-"""All questions, those first whose answers the first sample needs."""
+"""All queries. Those that the first sample needs come first."""

@@ -17,7 +17,7 @@ from itertools import chain, islice, repeat
 from typing import Any, NamedTuple
 
 from dpmon.errors import DpmonError, HistoryError
-from dpmon.record.safe_json import DEEPEST, load_json
+from dpmon.record.safe_json import MAX_DEPTH, load_json
 from dpmon.record.schema import SECOND
 from dpmon.record.shared_names import MODES
 from dpmon.store.history_schema import CALL_COLUMNS, STEP_COLUMNS, definition_from_row
@@ -281,7 +281,7 @@ def _event(number: int, process: int, t_ns: int | None, text: str) -> Iterator[t
     """Yield the row of an event with its kind, if it is valid."""
     with suppress(ValueError, RecursionError):
         # Numbers are checked by the readers of the history. Here, this would take longer than all other checks.
-        deep = text.count("[") + text.count("{") > DEEPEST
+        deep = text.count("[") + text.count("{") > MAX_DEPTH
         data = load_json(text) if deep else json.loads(text)
         if isinstance(data, dict) and isinstance(kind := data.get("kind"), str):
             yield number, process, kind, t_ns, text

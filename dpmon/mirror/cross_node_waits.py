@@ -13,7 +13,7 @@ from itertools import chain
 from operator import itemgetter
 from typing import Any
 
-from dpmon.record.schema import EXPOSED, HELD, SECOND, SYNC_NUMBER, WAIT
+from dpmon.record.schema import EXPOSED, SECOND, STRAGGLER_DELAY, SYNC_NUMBER, WAIT
 from dpmon.store.history_schema import STEP_COLUMNS
 from dpmon.store.query_results import NodeRow, parse_numbers
 from dpmon.store.sync_passes import RankStepWait, SyncPassMatcher, SyncStep, sync_device_ns
@@ -115,7 +115,7 @@ class CrossNodeWaits:
         They come after the numbers of the first node's series. So most nodes have the same numbers as this history, and
         their sketches are copied unchanged.
         """
-        return [self._names.number(name) or 0 for name in (EXPOSED, WAIT, HELD)]
+        return [self._names.number(name) or 0 for name in (EXPOSED, WAIT, STRAGGLER_DELAY)]
 
     def pop_due_entries(self, place: _TallyPlace, second: int) -> bytes:
         """Remove the pending waits up to a second, and return their entries for the tally of this second.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from dpmon.record.safe_json import int_member, load_json, number_member, text_member
 from dpmon.record.schema import SECOND
 from dpmon.run import proc
-from dpmon.run.mirror_state import ASKED_FILE
+from dpmon.run.mirror_state import REQUESTS_FILE
 from dpmon.run.safe_files import open_file
 from dpmon.sanitize import sanitize_line
 from dpmon.stalls.why_reply import last_request_number, wants_native, write_reply
@@ -50,7 +50,7 @@ class RequestRelay:
 
     def __init__(self, mirror: Mirror) -> None:
         self._mirror = mirror
-        self._path = mirror.directory / ASKED_FILE
+        self._path = mirror.directory / REQUESTS_FILE
         self._last_request, self._last_why = _RelayedRequest(), _RelayedRequest(last_request_number(mirror.directory))
         """The last request, and the last request for stacks."""
         self._why_deadline_s: float | None = None

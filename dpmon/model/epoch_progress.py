@@ -94,7 +94,7 @@ def progress_of(
     if not loops:
         return _unknown_progress(process, _no_epoch_reason(last))
     current = loops[-1]
-    if not last.evaluation and last.loop is None and last.step > current.last_step + ALONE_STEPS:
+    if not last.is_evaluation and last.loop is None and last.step > current.last_step + ALONE_STEPS:
         return _unknown_progress(process, "the training goes on without a batch of the loader", _epochs(loops, limit))
     batch, at_ns = current.batches_used, current.end_ns
     if current.end_ns > store.until_ns:
@@ -114,7 +114,7 @@ def progress_of(
         times = time_left
     epochs = _epochs(loops, limit, at_ns, batch)
     evaluated: tuple[int | None, int | None] = (None, None)
-    if last.evaluation and last.loop is not None:
+    if last.is_evaluation and last.loop is not None:
         _, length = store.epoch_of(process, last.loop)
         evaluated = last.batch, length
     return Progress(process, current.epoch, batch, current.length, *times, at_ns, epochs, *evaluated, absent)
@@ -138,7 +138,7 @@ NO_STEP = _unknown_progress(0, "no step has finished yet")
 def _no_epoch_reason(last: Step) -> str:
     if last.loop is None:
         return "the newest step took no batch from a DataLoader on the training thread"
-    if last.evaluation:
+    if last.is_evaluation:
         return "no step with a batch of a DataLoader has trained yet"
     return "the script takes only one batch from each start of its DataLoader"
 

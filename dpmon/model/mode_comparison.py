@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from dpmon.model.comparison_stats import Interval, median_interval, ratio_of_estimates
 from dpmon.model.slow_steps import INPUT, WAITING_TEXT, StepUnevenness, uneven_steps
-from dpmon.record.schema import EVALUATION, REST, SECOND, SETTLING, STEP
+from dpmon.record.schema import EVALUATION, REST, SECOND, STEP, WARM_UP
 from dpmon.store.query_results import LongStepRow
 from dpmon.store.step_stats import PhaseStats, StatsWindow, StepStats, compute_step_stats
 from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES, Tally, TallyKey
@@ -121,7 +121,7 @@ class StepKind(NamedTuple):
 
 def comparable_kind(key: TallyKey) -> StepKind | None:
     """Return the kind of the steps of a tally; None for warm-up steps."""
-    return None if key.kind & SETTLING else StepKind(key.batch, not key.kind & EVALUATION)
+    return None if key.kind & WARM_UP else StepKind(key.batch, not key.kind & EVALUATION)
 
 
 def compare_modes(

@@ -120,8 +120,8 @@ def _timings_from_calls(calls: CallCache, recent: Sequence[CallRow]) -> CallTimi
     if last is None:
         return None
     newest = recent[0]
-    signature = newest.layout, newest.mode, newest.evaluates
-    similar_rows = [row for row in recent if (row.layout, row.mode, row.evaluates) == signature]
+    signature = newest.layout, newest.mode, newest.is_evaluation
+    similar_rows = [row for row in recent if (row.layout, row.mode, row.is_evaluation) == signature]
     host_ns: dict[int, list[float]] = {}
     device_ns: dict[int, list[float]] = {}
     for row in similar_rows[:_TIMED]:
@@ -142,7 +142,7 @@ def _timings_from_calls(calls: CallCache, recent: Sequence[CallRow]) -> CallTimi
 def _times(parts: CallParts) -> list[tuple[int | None, float | None]]:
     """Return the host time in ns (None: it did not end) and device time in ms of each replica or stage of a call."""
     host_ns = [ran_ns for *_, ran_ns in parts.replicas or parts.stages]
-    return list(zip_longest(host_ns, parts.of_devices[: len(host_ns)]))
+    return list(zip_longest(host_ns, parts.replica_or_stage_device_ms[: len(host_ns)]))
 
 
 def percentiles_of(values: Sequence[float]) -> TimePercentiles | None:
@@ -190,7 +190,7 @@ def _matching_tallies(
         matching = [
             tally
             for key, tally in tallies.items()
-            if key.mode == name and (name not in trained or bool(key.kind & EVALUATION) == row.evaluates)
+            if key.mode == name and (name not in trained or bool(key.kind & EVALUATION) == row.is_evaluation)
         ]
         if matching:
             return matching

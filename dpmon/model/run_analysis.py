@@ -44,7 +44,7 @@ from dpmon.model.run_events import LoaderStart, RunEvents, parse_loader_start
 from dpmon.model.run_snapshot import ProcessInfo
 from dpmon.model.step_history import BinnedSteps, bin_steps, column_width_s
 from dpmon.model.stragglers import RankTimes, rank_times_in_window
-from dpmon.record.schema import EVALUATION, SECOND, SETTLING, STALLED, STARTUP, STEP, STEP_PHASES, device_series
+from dpmon.record.schema import EVALUATION, SECOND, STALLED, STARTUP, STEP, STEP_PHASES, WARM_UP, device_series
 from dpmon.record.shared_names import CALL_PHASES, node_suffix, rank_name
 from dpmon.store.query_results import InvalidLoss, LongStepRow
 from dpmon.store.step_stats import StatsWindow, account_for_elapsed, compute_step_stats, first_and_last_third
@@ -269,7 +269,7 @@ class RunAnalysis:
         rows = [
             (start_s, tally)
             for start_s, _, key, tally in self.store.tally_rows(process=stats.process, widest=self.stretch_s)
-            if key.mode == stats.mode and not key.kind & SETTLING and bool(key.kind & EVALUATION) != trained
+            if key.mode == stats.mode and not key.kind & WARM_UP and bool(key.kind & EVALUATION) != trained
         ]
         first, last = first_and_last_third(rows, sum(tally.steps for _, tally in rows))
         if min(first.steps, last.steps) < _MIN_STEPS_OF_THIRD:

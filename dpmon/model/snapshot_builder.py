@@ -43,7 +43,7 @@ from dpmon.model.slow_steps import INPUT, SlowStepCache, SlowSteps, StepUnevenne
 from dpmon.model.step_history import COLUMNS, HistoryColumnCache, column_width_s
 from dpmon.model.stragglers import Group, RankTimes
 from dpmon.model.throughput import MAX_RATES, WINDOW_S, metrics_end_s, read_recent_rate, sample_unevenly
-from dpmon.record.schema import SECOND, SETTLING, STEP
+from dpmon.record.schema import SECOND, STEP, WARM_UP
 from dpmon.store.step_stats import StatsWindow, StepStats, compute_step_stats
 from dpmon.store.tally import IncrementalTallies
 
@@ -302,7 +302,7 @@ class SnapshotBuilder:
             start_s, scale = max(end_s - WINDOW_S - 2, 0), len(training) / len(sampled)
             found = read_recent_rate(store, numbers, step.mode, start_s, until_s, scale)
             last = self._recent = _ReadRate(key, end_s, found)
-        if step.evaluation or last.found.last_ns is None:
+        if step.is_evaluation or last.found.last_ns is None:
             return last.found
         return last.found._replace(last_ns=max(last.found.last_ns, step.start_ns + step.wall_ns))
 
@@ -400,7 +400,7 @@ def _settled_stats(window: StatsWindow, ranged: StepStats, process: int) -> Step
     """Return the metrics `ranged` without warm-up steps; NO_STEPS if they are of evaluations."""
     if ranged.evaluation or not ranged.steps:
         return NO_STEPS
-    if not any(key.kind & SETTLING for key in window.tallies):
+    if not any(key.kind & WARM_UP for key in window.tallies):
         return ranged
     return compute_step_stats(ranged.mode, False, window.tally(ranged.mode, process=process, without_warmup=True), None)
 

@@ -14,7 +14,7 @@ from operator import attrgetter
 from statistics import fmean, median
 from typing import TYPE_CHECKING, NamedTuple
 
-from dpmon.record.schema import EXPOSED, HELD, STEP, STEP_PHASES, WAIT, device_series
+from dpmon.record.schema import EXPOSED, STEP, STEP_PHASES, STRAGGLER_DELAY, WAIT, device_series
 from dpmon.record.shared_names import node_suffix, rank_name
 from dpmon.store.tally import Tally
 from dpmon.text.formatting import format_count, format_duration, format_percent
@@ -32,7 +32,7 @@ MIN_CAUSE_SHARE = 0.8
 MAX_ALIKE_SHARE = 0.2
 """Ranks count as equally slow if they wait at most this part of the way from the least wait to the others' median."""
 MIN_STEPS = 20
-SERIES = (STEP, *STEP_PHASES, *map(device_series, STEP_PHASES), EXPOSED, WAIT, HELD)
+SERIES = (STEP, *STEP_PHASES, *map(device_series, STEP_PHASES), EXPOSED, WAIT, STRAGGLER_DELAY)
 """Series that `build_rank_times` reads."""
 _DEVICE_SERIES = {phase: device_series(phase) for phase in STEP_PHASES}
 _SIGMAS = 4.0
@@ -149,7 +149,7 @@ def build_rank_times(process: int, rank: int, tally: Tally, node: str | None = N
         tally.stat(WAIT).count,
         mean(EXPOSED, syncs_per_step),
         mean(WAIT, syncs_per_step),
-        tally.stat(HELD).count,
+        tally.stat(STRAGGLER_DELAY).count,
         tally.sum("synced").total,
         tally.sum("unsynced").total,
         tally.stat("optimizer").count,

@@ -130,7 +130,9 @@ def _last_two_steps(store: Store, process: int, end_s: int, mode: str, mode_trai
     rows = [
         SecondRow(process, mode, 0, 1, step.samples, step.start_ns, step.start_ns + step.wall_ns, step.wall_ns)
         for step in newest
-        if step.mode == mode and step.evaluation == newest[0].evaluation and not (mode_trains and step.evaluation)
+        if step.mode == mode
+        and step.is_evaluation == newest[0].is_evaluation
+        and not (mode_trains and step.is_evaluation)
     ]
     start_s = newest[-1].start_ns // SECOND if newest else end_s
     return _sum_steps(rows[::-1], _active_time(store, start_s, end_s, (process,), mode_trains)[process])

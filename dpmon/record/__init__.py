@@ -1,1 +1,1 @@
-"""The format of records: fields (schema, fields), rows (history_rows), names (names) and JSON (jsonl)."""
+"""The format of records: fields (schema, record_specs), rows (history_rows), names (shared_names) and JSON (jsonl)."""

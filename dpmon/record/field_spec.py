@@ -1,4 +1,4 @@
-"""The classes for a field and a kind of record, and the fields common to many kinds."""
+"""The classes that describe a field and a kind of record, and the fields that many kinds share."""
 
 from __future__ import annotations
 
@@ -18,32 +18,34 @@ _UNITS = {
     "_w": "W",
     "_j": "J",
 }
-"""Units of fields by the ends of their names."""
+"""Units of fields by the suffix of their names."""
 _SCALES = {"%": 0.01, "ms": 1e-3, "MHz": 1e6}
-"""Factors from units of fields to units of metrics, other than 1."""
+"""Factors from the units of fields to the units of metrics, where they differ."""
 
 
 @dataclass(frozen=True, slots=True)
 class FieldSpec:
-    """A field of a record, under its name in JSON."""
+    """A field of a record. `name` is its name in JSON."""
 
     name: str
     type: str
-    """integer, number, text, boolean, list or object; each may be null, with the reason in `absent`."""
+    """integer, number, text, boolean, list or object. Any field may be null, with the reason in `absent`."""
     meaning: str
     columns: tuple[str, ...] | None = None
     """Its columns in CSV; None: one column of the same name."""
     only_csv: bool = False
-    """Whether JSON lacks it, because it follows from other fields there."""
+    """Whether JSON omits it, because it follows from other fields there."""
     metric: str = ""
-    """Its name as a Prometheus gauge; empty if it is not one."""
-    odd_unit: str = ""
-    """Its unit, if the end of its name does not tell."""
+    """Its name as a Prometheus gauge; empty if it is not exported as a metric."""
+    explicit_unit: str = ""
+    """Its unit, if the suffix of its name does not imply one."""
 
     @property
     def unit(self) -> str:
         """Its unit; empty if it has none."""
-        return self.odd_unit or next((unit for end, unit in _UNITS.items() if f"_{self.name}".endswith(end)), "")
+        if self.explicit_unit:
+            return self.explicit_unit
+        return next((unit for suffix, unit in _UNITS.items() if f"_{self.name}".endswith(suffix)), "")
 
     @property
     def scale(self) -> float:
@@ -51,66 +53,67 @@ class FieldSpec:
         return _SCALES.get(self.unit, 1)
 
     @property
-    def in_csv(self) -> tuple[str, ...]:
+    def csv_columns(self) -> tuple[str, ...]:
         """The names of its columns in CSV."""
         return (self.name,) if self.columns is None else self.columns
 
     @property
     def help(self) -> str:
         """Its meaning as a sentence."""
-        return f"{self.meaning[0].upper()}{self.meaning[1:]}."
+        return f"{self.meaning[:1].upper()}{self.meaning[1:]}."
 
 
 @dataclass(frozen=True, slots=True)
 class RecordSpec:
-    """A kind of record: its name in `kind`, and its fields in the order of its columns in CSV."""
+    """A kind of record. `name` is its `kind` in JSON; `fields` are in the order of the CSV columns."""
 
     name: str
     meaning: str
     fields: tuple[FieldSpec, ...]
     row: str = "record"
-    """What a row of CSV describes."""
+    """The thing that a CSV row describes."""
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns of its table in CSV."""
-        return tuple(name for each in self.fields for name in each.in_csv)
+        """The columns of its CSV table."""
+        return tuple(name for field in self.fields for name in field.csv_columns)
 
 
-def _parse_fields(lines: Iterable[str], known: Mapping[str, FieldSpec]) -> Iterator[FieldSpec]:
-    """Yield the fields in the lines of a table; see `parse_record_spec`."""
+def _parse_fields(lines: Iterable[str], fields_by_name: Mapping[str, FieldSpec]) -> Iterator[FieldSpec]:
+    """Yield the fields that the lines of a table define; see `parse_record_spec`."""
     for line in lines:
         if ": " not in line:
-            yield from (known[name] for name in line.split())
+            yield from (fields_by_name[name] for name in line.split())
             continue
-        about, _, metric = line.partition(" -> ")
-        about, _, note = about.partition(" [")
-        head, meaning = about.split(": ", 1)
-        name, type_, *unit = head.split(", ")
-        whether, _, names = note.removesuffix("]").partition("in CSV")
-        columns = () if whether == "not " else tuple(names[2:].split()) or None
-        yield FieldSpec(name, type_, meaning, columns, whether == "only ", metric, "".join(unit))
+        definition, _, metric = line.partition(" -> ")
+        definition, _, note = definition.partition(" [")
+        signature, meaning = definition.split(": ", 1)
+        name, type_, *unit = signature.split(", ")
+        csv_note, _, csv_names = note.removesuffix("]").partition("in CSV")
+        columns = () if csv_note == "not " else tuple(csv_names[2:].split()) or None
+        yield FieldSpec(name, type_, meaning, columns, csv_note == "only ", metric, "".join(unit))
 
 
 def _join_indented(table: str) -> list[str]:
-    """Return the lines of a table; a line that is indented further continues the line before it."""
+    """Return the lines of a table. A line that is indented further continues the previous line."""
     return re.sub(r"\n +", " ", dedent(table).strip()).splitlines()
 
 
-def parse_record_spec(table: str, *more: FieldSpec, row: str = "record") -> RecordSpec:
-    """Return a kind of record from a table of its fields.
+def parse_record_spec(table: str, *more_fields: FieldSpec, row: str = "record") -> RecordSpec:
+    """Return the kind of record that a table of fields describes.
 
-    The first line is `name: meaning`. The line of a field is `name, type: meaning`, or `name, type, unit: meaning` if
-    the end of the name does not tell the unit. After it may come `[only in CSV]`, `[not in CSV]` or `[in CSV: names]`,
-    then ` -> ` and the name of its metric. Other lines name fields of `more`, or fields of many kinds.
+    The first line is `name: meaning`. A field is a line `name, type: meaning`, or `name, type, unit: meaning` if the
+    suffix of the name does not imply the unit. It may be followed by `[only in CSV]`, `[not in CSV]` or
+    `[in CSV: names]`, then by ` -> ` and the name of its metric. Any other line lists names of fields that are defined
+    in `more_fields` or shared by many kinds.
     """
-    head, *lines = _join_indented(table)
-    name, meaning = head.split(": ", 1)
-    known = {**_SHARED, **{field.name: field for field in more}}
-    return RecordSpec(name, meaning, tuple(_parse_fields(lines, known)), row)
+    header, *lines = _join_indented(table)
+    name, meaning = header.split(": ", 1)
+    fields_by_name = {**_COMMON_FIELDS, **{field.name: field for field in more_fields}}
+    return RecordSpec(name, meaning, tuple(_parse_fields(lines, fields_by_name)), row)
 
 
-_SHARED = {
+_COMMON_FIELDS = {
     field.name: field
     for field in _parse_fields(
         _join_indented("""
@@ -130,4 +133,4 @@ _SHARED = {
         {},
     )
 }
-"""The fields that many kinds have."""
+"""The fields that many kinds share."""

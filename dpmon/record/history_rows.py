@@ -1,6 +1,6 @@
 """The rows of steps, calls and collectives: the assembler makes them, the store writes them, readers resolve them.
 
-Facts that do not change from batch to batch (names, devices, shapes) are a row of their own, a definition. Other rows
+Values that do not change from batch to batch (names, devices, shapes) are a row of their own, a definition. Other rows
 refer to it by number. A `Resolver` knows the definitions and turns rows into records.
 """
 
@@ -35,20 +35,20 @@ UNENDED = (
 )
 """Why the end of a collective is unknown: the texts for the numbers of `dpmon.record.shared_names.Unended`."""
 MAX_DEFINITIONS = 1 << 16
-"""Most definitions of each sort of a process. Beyond this limit, readers drop the oldest."""
-_LARGEST = 1 << 53
+"""Maximum number of definitions of each type per process. Beyond this limit, readers drop the oldest."""
+_MAX_INTEGER = 1 << 53
 _MAX_DEVICES = 4096
-"""Most devices of a layout, because each device takes memory in every call."""
+"""Maximum number of devices of a layout, because each device takes memory in every call."""
 _NO_PHASES = (None,) * len(CALL_PHASES)
-_made = tuple.__new__
+_new_tuple = tuple.__new__
 
 # ------------------------------------------------------------------------------------------------ rows
 
 
 class Definition(NamedTuple):
-    """A layout, stage or collective (the members of the class), or a list of sizes. `value` is as in JSON.
+    """A layout, stage, collective or loss site (an object with the fields of the class), or a list of sizes, as JSON.
 
-    A size is a list: path, shape, dtype, bytes, and the global shape for a DTensor.
+    A size is a list: path, shape, dtype, bytes, and for a DTensor the global shape.
     """
 
     number: int
@@ -56,29 +56,29 @@ class Definition(NamedTuple):
 
 
 class CallParts(NamedTuple):
-    """The parts of a call. Each begins `offset` after the call (ns)."""
+    """The parts of a call. `offset` counts from the start of the call (ns)."""
 
     phases: Sequence[tuple[int, int] | None] = _NO_PHASES
     """Offset and duration of each of CALL_PHASES; None if it did not run."""
     replicas: Sequence[tuple[int, int, int, int]] = ()
-    """Inputs and outputs (definitions, 0 unknown), offset and duration of each replica."""
+    """For each replica: inputs and outputs (numbers of definitions, 0: unknown), offset and duration."""
     stages: Sequence[tuple[int, int, int, int, int | None]] = ()
-    """Definition of each stage, then the same as for a replica; the duration is None if the stage did not end."""
+    """For each stage: its definition, then the same as for a replica. The duration is None if it did not end."""
     device_ms: Sequence[float | None] | None = None
     """Device times of CALL_PHASES, then of the replicas or stages; None if the call used no GPU."""
     why: int = 0
     """Why a device time is None: a number of Untimed."""
 
     @property
-    def of_devices(self) -> Sequence[float | None]:
+    def replica_or_stage_device_ms(self) -> Sequence[float | None]:
         """Device times of the replicas or stages, in order; empty if unknown."""
         return (self.device_ms or ())[len(CALL_PHASES) :]
 
     @property
-    def of_phases(self) -> dict[str, float | None]:
-        """Device times of the phases that ran."""
-        named = zip(CALL_PHASES, self.phases, self.device_ms or (), strict=False)
-        return {name: ms for name, at, ms in named if at is not None}
+    def phase_device_ms(self) -> dict[str, float | None]:
+        """Device times (ms) of the phases that ran, by name; None: unknown."""
+        triples = zip(CALL_PHASES, self.phases, self.device_ms or (), strict=False)
+        return {name: ms for name, phase, ms in triples if phase is not None}
 
 
 class CallRow(NamedTuple):
@@ -91,26 +91,26 @@ class CallRow(NamedTuple):
     """The lowest four of dpmon.record.span_format.Flag."""
     layout: int
     start: int
-    """Monotonic; in the history, since the run's start. The same holds for other rows."""
+    """Monotonic time; in the history, time since the run's start. The same holds for other rows."""
     wall: int
     inputs: int
     outputs: int
     parts: CallParts | None = None
-    """None: it has no phases, and one replica that takes the whole call."""
+    """None if it has no phases, and a single replica that takes the whole call."""
 
     @property
     def parts_or_replica(self) -> CallParts:
-        """Its parts; if `parts` is None, the single replica."""
+        """Its parts, with the single replica if `parts` is None."""
         return self.parts or CallParts(replicas=((self.inputs, self.outputs, 0, self.wall),))
 
     @property
     def end(self) -> int:
-        """When it ended."""
+        """The time at which it ended."""
         return self.start + self.wall
 
     @property
-    def evaluates(self) -> bool:
-        """Whether it belongs to an evaluation: neither in training mode nor with gradients."""
+    def is_evaluation(self) -> bool:
+        """Whether it belongs to an evaluation: the module is not in training mode, and gradients are off."""
         return not self.flags & (Flag.TRAINING | Flag.GRAD)
 
     @property
@@ -122,16 +122,20 @@ class CallRow(NamedTuple):
     def definitions(self) -> set[int]:
         """The numbers of all definitions that it refers to."""
         parts = self.parts_or_replica
-        inner = [*(one[:2] for one in parts.replicas), *(one[:3] for one in parts.stages)]
-        return {self.layout, self.inputs, self.outputs}.union(*inner) - {0}
+        numbers = {self.layout, self.inputs, self.outputs}
+        for inputs, outputs, _, _ in parts.replicas:
+            numbers |= {inputs, outputs}
+        for stage, inputs, outputs, _, _ in parts.stages:
+            numbers |= {stage, inputs, outputs}
+        return numbers - {0}
 
-    def timed(self, times: Sequence[float | None], why: int) -> CallRow:
-        """Return the call with device times."""
-        return self._replace(parts=self.parts_or_replica._replace(device_ms=times, why=why))
+    def with_device_times(self, device_ms: Sequence[float | None], why: int) -> CallRow:
+        """Return the call with these device times. `why`: the number of Untimed that explains each None."""
+        return self._replace(parts=self.parts_or_replica._replace(device_ms=device_ms, why=why))
 
 
 class CollectiveRow(NamedTuple):
-    """A collective, or a sample if `definition` is 0: a period in which all collectives are recorded.
+    """A collective; if `definition` is 0, a sample, which is a period in which all collectives are recorded.
 
     If the definition has no operation, it gives the reason why there are no samples.
     """
@@ -140,11 +144,11 @@ class CollectiveRow(NamedTuple):
     """Number of its span."""
     definition: int
     phase: int
-    """Kind of the span in which it was launched; 0 for none."""
+    """Kind of the span in which it was launched; 0: none."""
     unended: int
     """Why its end is unknown: a number of Unended."""
     step: int
-    """The step that ran at its start, or at the middle of a sample; 0 for none."""
+    """The step that ran when it was launched, or in the middle of a sample; 0: none."""
     start: int
     """When it was launched."""
     took: int
@@ -152,7 +156,7 @@ class CollectiveRow(NamedTuple):
     queued: int
     """ns from the launch to the end of the collectives launched earlier on its group; -1 if unknown."""
     quantity: int
-    """Bytes of a collective, or number of collectives of a sample."""
+    """Bytes of a collective, or number of collectives in a sample."""
 
     @property
     def time_of_step(self) -> int:
@@ -164,7 +168,7 @@ class LossRow(NamedTuple):
     """The value from which a backward pass began."""
 
     definition: int
-    """The place of the call. If it says why there is no value, `loss` is NaN."""
+    """Number of the LossSite. If that says why there is no value, `loss` is NaN."""
     step: int
     """The step of the pass; 0 if unknown."""
     start: int
@@ -177,33 +181,33 @@ class LossRow(NamedTuple):
 
 
 Row = CallRow | Step | CollectiveRow | LossRow | Definition | Event
-"""A row that the assembler makes."""
+"""A row that the assembler builds."""
 
 # ------------------------------------------------------------------------------------------------ records
 
 
 class Layout(NamedTuple):
-    """How the calls of one module run."""
+    """The devices and the mode in which the calls of one module run."""
 
     root: str
     via: str | None
     devices: tuple[str, ...]
     absent: Mapping[str, str]
     dim: int = 0
-    """The dimension of the batch."""
+    """The batch dimension."""
     module: int | None = None
     """Number of the module; a bare model and its wrapper have the same number."""
 
 
 class StageParts(NamedTuple):
-    """What runs on one device of a model on several devices."""
+    """The parts of a model that run on one of its devices."""
 
     device: str
     parts: tuple[str, ...]
 
 
 class CollectiveDefinition(NamedTuple):
-    """What collectives of one operation on one process group share, or `why` none can be recorded."""
+    """The properties that collectives of one operation on one process group share, or `why` none can be recorded."""
 
     operation: str | None
     group: str = ""
@@ -226,67 +230,70 @@ Defined = Layout | StageParts | CollectiveDefinition | LossSite | tuple[Size, ..
 
 
 def parse_definition(value: Any) -> Defined:
-    """Return what a definition defines. Raises LookupError, ValueError, TypeError or AttributeError if damaged."""
+    """Return the object in the JSON of a definition. Raises LookupError, ValueError, TypeError, AttributeError."""
     if isinstance(value, list):
-        return tuple([_parse_size(*one) for one in value])
+        return tuple([_parse_size(*size) for size in value])
     if "parts" in value:
         return StageParts(str(value["device"]), tuple(map(str, value["parts"])))
     if "operation" in value:
         return _parse_collective(value)
     if "place" in value:
-        return LossSite(str(value["place"]), _text(value["why"]))
+        return LossSite(str(value["place"]), _parse_text(value["why"]))
     absent = {str(key): str(reason) for key, reason in value["absent"].items()}
     devices, module = tuple(map(str, value["devices"])), value.get("module")
     if len(devices) > _MAX_DEVICES:
         raise ValueError("more devices than a machine has")
-    dim = _whole(value.get("dim", 0))
-    return Layout(str(value["root"]), _text(value["via"]), devices, absent, dim, module and _whole(module))
+    dim = _parse_int(value.get("dim", 0))
+    root, via = str(value["root"]), _parse_text(value["via"])
+    return Layout(root, via, devices, absent, dim, module and _parse_int(module))
 
 
-def serialize_definition(known: Defined) -> Any:
-    """Return the value of a definition."""
-    if isinstance(known, (Layout, StageParts, CollectiveDefinition, LossSite)):
-        return known._asdict()
-    return [
-        [size.path, size.shape, size.dtype, size.bytes, *(() if size.global_shape is None else [size.global_shape])]
-        for size in known
-    ]
+def serialize_definition(definition: Defined) -> Any:
+    """Return the JSON of a definition, which `parse_definition` reads."""
+    if isinstance(definition, (Layout, StageParts, CollectiveDefinition, LossSite)):
+        return definition._asdict()
+    return [_serialize_size(size) for size in definition]
 
 
-def _parse_size(path: object, shape: Any, dtype: object, count: object, whole: Any = None) -> Size:
-    global_shape = None if whole is None else tuple(map(_whole, whole))
-    return Size(str(path), tuple(map(_whole, shape)), str(dtype), _whole(count), global_shape)
+def _serialize_size(size: Size) -> list[Any]:
+    value = [size.path, size.shape, size.dtype, size.bytes]
+    return value if size.global_shape is None else [*value, size.global_shape]
+
+
+def _parse_size(path: object, shape: Any, dtype: object, byte_count: object, global_lengths: Any = None) -> Size:
+    global_shape = None if global_lengths is None else tuple(map(_parse_int, global_lengths))
+    return Size(str(path), tuple(map(_parse_int, shape)), str(dtype), _parse_int(byte_count), global_shape)
 
 
 def _parse_collective(value: Mapping[str, Any]) -> CollectiveDefinition:
     if value["operation"] is None:
         return CollectiveDefinition(None, why=str(value["why"]))
     operation, group, dtype, device = (str(value[name]) for name in ("operation", "group", "dtype", "device"))
-    size, backend = _whole(value["size"]), _text(value["backend"])
-    ranks = None if value["ranks"] is None else tuple(map(_whole, value["ranks"]))
+    size, backend = _parse_int(value["size"]), _parse_text(value["backend"])
+    ranks = None if value["ranks"] is None else tuple(map(_parse_int, value["ranks"]))
     if not 0 < size < 1 << 32:
         raise ValueError("an impossible size of a process group")
     return CollectiveDefinition(operation, group, dtype, device, backend, size, ranks)
 
 
-def _text(value: object) -> str | None:
+def _parse_text(value: object) -> str | None:
     return None if value is None else str(value)
 
 
-def _whole(value: Any) -> int:
-    if type(value) is not int or abs(value) > _LARGEST:
-        raise TypeError("not a number that a run writes")
+def _parse_int(value: Any) -> int:
+    if type(value) is not int or abs(value) > _MAX_INTEGER:
+        raise TypeError("invalid number")
     return value
 
 
-_DAMAGE = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError)
+_DAMAGE_ERRORS = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError)
 
 
 class Definitions:
-    """The definitions of one process by number, of each sort the newest `most`."""
+    """The definitions of one process by number: the newest `limit` of each type."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, limit: int) -> None:
+        self._most = limit
         self.layouts: dict[int, Layout] = {}
         self.sizes: dict[int, tuple[Size, ...]] = {}
         self.stages: dict[int, StageParts] = {}
@@ -300,11 +307,11 @@ class Definitions:
             LossSite: self.losses,
         }
 
-    def remember(self, number: int, known: Defined) -> None:
-        """Remember a definition, and forget the oldest of its sort if there are too many."""
-        table = self._tables[type(known)]
+    def remember(self, number: int, definition: Defined) -> None:
+        """Remember a definition, and drop the oldest of its type if there are too many."""
+        table = self._tables[type(definition)]
         table.pop(number, None)
-        table[number] = known
+        table[number] = definition
         if len(table) > self._most:
             del table[next(iter(table))]
 
@@ -314,7 +321,7 @@ class Definitions:
 
 
 class Resolver:
-    """Turns the rows of one process's calls and collectives into records."""
+    """A converter from the rows of one process's calls, collectives and losses to records."""
 
     def __init__(self, process: int, rank: int | None = None) -> None:
         self._process = process
@@ -325,62 +332,69 @@ class Resolver:
         """Remember a definition. Raises RecordError if it is damaged."""
         try:
             self.definitions.remember(number, parse_definition(value))
-        except _DAMAGE as error:
+        except _DAMAGE_ERRORS as error:
             raise RecordError(f"damaged definition: {error}") from None
 
     def call(self, row: CallRow) -> Call:
         """Return the record of a call. Raises RecordError if the row or a definition is damaged."""
         try:
             return self._call(row)
-        except _DAMAGE as error:
+        except _DAMAGE_ERRORS as error:
             raise RecordError(f"damaged call: {type(error).__name__}: {error}") from None
 
     def collective(self, row: CollectiveRow) -> Collective | Sampled:
         """Return the record of a collective or a sample. Raises RecordError if the row or a definition is damaged."""
         try:
             return self._collective(row)
-        except _DAMAGE as error:
+        except _DAMAGE_ERRORS as error:
             raise RecordError(f"damaged collective: {type(error).__name__}: {error}") from None
 
     def loss(self, row: LossRow) -> Event:
-        """Return the record of a loss. Raises RecordError if its place is unknown."""
-        place = self.definitions.losses.get(row.definition)
-        if place is None:
+        """Return the record of a loss. Raises RecordError if its site is unknown."""
+        site = self.definitions.losses.get(row.definition)
+        if site is None:
             raise RecordError("a loss without a place")
-        known = place.why is None and isfinite(row.loss)
-        absent = {} if row.step else {"step": "it is not known in which step the pass ran"}
-        absent |= {} if known else {"loss": place.why or repr(row.loss)}
+        is_known = site.why is None and isfinite(row.loss)
+        absent = {}
+        if not row.step:
+            absent["step"] = "it is not known in which step the pass ran"
+        if not is_known:
+            absent["loss"] = site.why or repr(row.loss)
         data = {"process": self._process, "rank": self._rank, "step": row.step or None, "t_s": row.start / 1e9}
-        return Event("loss", {**data, "place": place.place, "loss": row.loss if known else None, "absent": absent})
+        return Event("loss", {**data, "place": site.place, "loss": row.loss if is_known else None, "absent": absent})
 
     def _sizes(self, number: int) -> tuple[Size, ...] | None:
         return self.definitions.sizes[number] if number else None
 
     def _call(self, row: CallRow) -> Call:
         layout, parts = self.definitions.layouts[row.layout], row.parts_or_replica
-        sizes, times = self._sizes, iter(parts.of_devices)
+        sizes, device_times = self._sizes, iter(parts.replica_or_stage_device_ms)
+        phase_times = parts.device_ms or (None,) * len(CALL_PHASES)
         phases = {
-            name: CallPhaseTime(*at, None if parts.device_ms is None else parts.device_ms[index])
-            for index, (name, at) in enumerate(zip(CALL_PHASES, parts.phases, strict=True))
-            if at is not None
+            name: CallPhaseTime(*offset_and_duration, phase_times[index])
+            for index, (name, offset_and_duration) in enumerate(zip(CALL_PHASES, parts.phases, strict=True))
+            if offset_and_duration is not None
         }
         replicas: tuple[Replica, ...] = tuple(
             [
                 # The constructor would take twice as long, and this runs millions of times.
-                _made(Replica, (i, layout.devices[i], offset, took, sizes(got), sizes(gave), next(times, None)))
-                for i, (got, gave, offset, took) in enumerate(parts.replicas)
+                _new_tuple(
+                    Replica,
+                    (i, layout.devices[i], offset, duration, sizes(inputs), sizes(outputs), next(device_times, None)),
+                )
+                for i, (inputs, outputs, offset, duration) in enumerate(parts.replicas)
             ]
         )
         stages = tuple(
-            Stage(i, device, names, offset, took, sizes(got), sizes(gave), next(times, None))
-            for i, (which, got, gave, offset, took) in enumerate(parts.stages)
-            for device, names in (self.definitions.stages[which],)
+            Stage(i, device, names, offset, duration, sizes(inputs), sizes(outputs), next(device_times, None))
+            for i, (definition, inputs, outputs, offset, duration) in enumerate(parts.stages)
+            for device, names in (self.definitions.stages[definition],)
         )
         absent = layout.absent
         if parts.device_ms is not None:
             absent = {key: text for key, text in absent.items() if key != "device_ms"}
-            of_parts: tuple[CallPhaseTime | Replica | Stage, ...] = (*phases.values(), *replicas, *stages)
-            if any(part.device_ms is None for part in of_parts):
+            timed_parts: tuple[CallPhaseTime | Replica | Stage, ...] = (*phases.values(), *replicas, *stages)
+            if any(part.device_ms is None for part in timed_parts):
                 absent["device_ms"] = untimed_text(parts.why)
         return Call(
             process=self._process,
@@ -407,24 +421,26 @@ class Resolver:
         )
 
     def _collective(self, row: CollectiveRow) -> Collective | Sampled:
-        facts = self.definitions.collectives[row.definition] if row.definition else CollectiveDefinition(None)
+        definition = CollectiveDefinition(None)
+        if row.definition:
+            definition = self.definitions.collectives[row.definition]
         start, step = row.start, row.step or None
-        if facts.operation is None:
-            count = row.quantity if facts.why is None else None
-            return Sampled(self._process, self._rank, step, start, max(row.took, 0), count, facts.why)
+        if definition.operation is None:
+            count = row.quantity if definition.why is None else None
+            return Sampled(self._process, self._rank, step, start, max(row.took, 0), count, definition.why)
         return Collective(
             process=self._process,
             rank=self._rank,
             step=step,
-            operation=facts.operation,
+            operation=definition.operation,
             phase=DOING.get(row.phase, "other"),
             bytes=row.quantity,
-            dtype=facts.dtype,
-            group=facts.group,
-            group_size=facts.size,
-            ranks=facts.ranks,
-            backend=facts.backend,
-            device=facts.device,
+            dtype=definition.dtype,
+            group=definition.group,
+            group_size=definition.size,
+            ranks=definition.ranks,
+            backend=definition.backend,
+            device=definition.device,
             start_ns=start,
             host_ns=row.took if row.took >= 0 else None,
             queue_ns=row.queued if row.queued >= 0 else None,

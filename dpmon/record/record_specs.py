@@ -13,18 +13,20 @@ _CALL_TIMES = " ".join(f"{phase}_{clock}_ms" for phase in CALL_PHASES for clock 
 _HOST_TIMES = " ".join(f"{name}_ms" for name in STEP_PHASES)
 _DEVICE_TIMES = " ".join(f"{name}_device_ms" for name in STEP_PHASES if name in SPAN_PHASES)
 _QUANTITIES = [
-    FieldSpec(each.name, "integer", each.meaning + f"; missing if {each.absent}" * each.optional, odd_unit=each.unit)
-    for each in QUANTITIES
+    FieldSpec(
+        field.name, "integer", field.meaning + f"; missing if {field.absent}" * field.optional, explicit_unit=field.unit
+    )
+    for field in QUANTITIES
 ]
 RECORDS: Mapping[str, RecordSpec] = {
-    each.name: each
-    for each in (
+    field.name: field
+    for field in (
         parse_record_spec(f"""
             call: one outermost forward of a model
             process rank
             step, integer: the step of the call
             call, integer: the number of the call in the process, from 1
-            root, text: the model: its class without wrappers, and a variable or number if several of the class live
+            root, text: the model: its class without wrappers, and a variable or number if several of the class exist
             via, text: the wrapper of the model: DataParallel, DistributedDataParallel ...; fully_shard under FSDP2;
                 null if the model was called directly
             mode
@@ -52,7 +54,7 @@ RECORDS: Mapping[str, RecordSpec] = {
             step: one step of the training loop; an evaluation step has neither `backward` nor `optimizer` in `phases`
             process rank
             step, integer: the number of the step in the process, from 1
-            mode start_s wall_ms {" ".join(each.name for each in _QUANTITIES)}
+            mode start_s wall_ms {" ".join(field.name for field in _QUANTITIES)}
             phases, object, ms: the host time of each phase that ran; these times add up to the step [in CSV:
                 {_HOST_TIMES}]
             device_ms, object: the time of each phase on the slowest device (for data: on the device that waits least);
@@ -108,7 +110,8 @@ RECORDS: Mapping[str, RecordSpec] = {
             absent
         """),
         parse_record_spec("""
-            loss: the value from which a backward pass began, at most once a second for each line that calls backward
+            loss: the value from which a backward pass started, at most once per second for each line that calls
+                backward
             process rank
             step, integer: the step of the pass
             t_s
@@ -117,7 +120,7 @@ RECORDS: Mapping[str, RecordSpec] = {
             absent
         """),
         parse_record_spec("""
-            device: one GPU, each second, as reported by NVML
+            device: one GPU, once per second, as reported by NVML
             t_s
             index, integer: NVML's number, which may differ from CUDA's: see ordinals
             uuid, text: its UUID
@@ -133,13 +136,13 @@ RECORDS: Mapping[str, RecordSpec] = {
             mem_others_bytes, integer: memory that other processes hold on the GPU
             mem_torch_bytes, integer: memory that torch's allocators in the run's processes reserve
             temperature_c, integer: temperature of the GPU -> device_temperature_celsius
-            temperature_limit_c, integer: temperature at which the clocks are lowered
+            temperature_limit_c, integer: temperature at which the GPU is throttled
             power_w, number: power the GPU draws -> device_power_watts
             power_limit_w, number: power limit of the GPU
             energy_j, number: energy since the driver was loaded
             sm_clock_mhz, integer: clock of the GPU's multiprocessors -> device_sm_clock_hertz
             mem_clock_mhz, integer: clock of its memory
-            throttle, list: reasons for lowered clocks, in words; empty if they are not lowered
+            throttle, list: reasons for throttling, in words; empty if the GPU is not throttled
             fan_pct, integer: speed of its fan
             pcie_rx_bytes_s, integer: data received over PCIe
             pcie_tx_bytes_s, integer: data sent over PCIe
@@ -161,16 +164,16 @@ RECORDS: Mapping[str, RecordSpec] = {
             absent
         """),
         parse_record_spec("""
-            host: the machine and the run's processes, each second
+            host: the host and the run's processes, once per second
             t_s
-            cpu_pct, number: share of the host's processors in use -> host_cpu_ratio
+            cpu_pct, number: share of the host's CPU cores in use -> host_cpu_ratio
             mem_used_bytes, integer: memory in use on the host -> host_memory_used_bytes
             mem_total_bytes, integer: memory of the host -> host_memory_total_bytes
-            run_cpu_pct, number: use of processors by the run's processes: 200% is two processors -> run_cpu_cores
+            run_cpu_pct, number: CPU use of the run's processes: 200% is two cores -> run_cpu_cores
             run_mem_bytes, integer: memory of the run's processes; a shared page is divided among its processes ->
                 run_memory_bytes
-            cpus, integer: processors of the host -> host_cpus
-            load_1m, number: threads that run or want to run on the host, mean of a minute -> host_load
+            cpus, integer: CPU cores of the host -> host_cpus
+            load_1m, number: threads that run or want to run on the host, averaged over a minute -> host_load
             gpu_absent, text: why there are no device records
             absent
         """),
@@ -188,7 +191,7 @@ RECORDS: Mapping[str, RecordSpec] = {
             shared_files, text: a name of this shared memory, the same in all its processes [not in CSV]
             gradients_bytes, integer: gradients
             optimizer_bytes, integer: states of the optimizers
-            rest_bytes, integer: the rest of the allocated memory: activations and the like
+            rest_bytes, integer: the rest of the allocated memory: activations and similar tensors
             allocated_bytes, integer: memory handed out by torch's allocator
             reserved_bytes, integer: memory that the allocator has reserved on the GPU
             peak_bytes, integer: peak of the allocated memory
@@ -208,7 +211,7 @@ RECORDS: Mapping[str, RecordSpec] = {
             call, integer: the first call in this mode
             root, text: the class of the model [not in CSV]
             mode
-            requested_by, text: user, or start if the mode was set when the run began
+            requested_by, text: user, or start if the mode was set when the run started
             devices
             virtual, boolean: whether replicas share a device
             reason, text: the reason for this mode
@@ -219,7 +222,7 @@ RECORDS: Mapping[str, RecordSpec] = {
             pause: the start or end of a pause, or a refused request
             process rank t_s
             step, integer: the step before the pause
-            paused, boolean: whether a pause begins here
+            paused, boolean: whether a pause starts here
             paused_s, number: length of the pause; null at its start
             reason, text: why the training resumed by itself; null if the user resumed it
             refused, text: why the request was refused; null if it was not
@@ -231,20 +234,20 @@ RECORDS: Mapping[str, RecordSpec] = {
             waited_s, number: how long it waited
         """),
         parse_record_spec("""
-            stall: the beginning or the end of a stall; also when another rank is found to hold the others up
+            stall: the start or the end of a stall; also when a different rank is found to delay the others
             t_s
             since_s, number: time of the last progress since the run's start, in all records of the stall
-            lasted_s, number: length of the stall; missing at its beginning
-            text, text: which rank stands where, and which ones wait for it
+            lasted_s, number: length of the stall; missing at its start
+            text, text: where each rank is, and which ranks wait for others
             nccl, list: lines in which NCCL names ranks that are missing, failed or behind; missing at its end [not in
                 CSV]
-            ranks, list: one object for each rank, those that the others wait for first: process, node (its machine, if
-                the run has several), rank, pid, step (its last one), doing, for_s (since when), waits (for another
-                rank), apart (it has no part in the stall), words, place (file and line of the script), function, inside
-                (the function of torch or of a package that it is in), state (of the process), cpu (cores in use),
-                groups (of each process group its identity, its ranks and the number of collectives that the rank has
-                started, null if the backend does not count them), stacks, why_no_stack, gpus (torch's name, util_pct
-                and power_w of each of its GPUs); missing at its end [not in CSV]
+            ranks, list: one object for each rank, those that the others wait for first: process, node (if the run has
+                several), rank, pid, step (its last one), doing, for_s (for how long), waits (whether it waits for
+                another rank), apart (whether it is not involved in the stall), words, place (file and line of the
+                script), function, inside (the function of torch or of a package that it is in), state (of the process),
+                cpu (cores in use), groups (for each process group its identity, its ranks and the number of collectives
+                that the rank has started, null if the backend does not count them), stacks, why_no_stack, gpus (torch's
+                name, util_pct and power_w of each of its GPUs); missing at its end [not in CSV]
         """),
         parse_record_spec("""
             loader: the start of a DataLoader
@@ -256,7 +259,7 @@ RECORDS: Mapping[str, RecordSpec] = {
             pinned, boolean: whether the loader copies its batches to pinned memory
             batch_size, integer: rows of a full batch; null if a sampler or the dataset makes the batches
             distributed, boolean: whether a DistributedSampler gives this rank its part of the dataset
-            start, integer: the number of this start of the DataLoader object, from 1
+            start, integer: the number of this start among those of the same DataLoader object, from 1
             loop, integer: the number of this start among those of all loaders of the process, from 1
             dataset, integer: the number of the dataset object in the process, from 1
             iter_s, number: duration of the loader's __iter__, which starts the workers
@@ -280,7 +283,7 @@ RECORDS: Mapping[str, RecordSpec] = {
             unused_bytes, integer: size of the parameters that were not used in the last iteration that torch timed ->
                 ddp_unused_bytes
             gradient_as_bucket_view, boolean: whether gradients are views of the buckets
-            static_graph, boolean: whether the script promises that all steps are alike
+            static_graph, boolean: whether the script promises that all steps use the same graph
             comm_hook, text: the name of its communication hook; null if it has none
             broadcast_buffers, boolean: whether the first rank sends its buffers in every forward
             sync_batch_norm, boolean: whether it has a SyncBatchNorm, which makes ranks wait in the forward
@@ -292,12 +295,12 @@ RECORDS: Mapping[str, RecordSpec] = {
             absent
         """),
         parse_record_spec("""
-            process: a process that began to record
+            process: a process that started to record
             process rank t_s
             world, integer: number of ranks; null if the process is not a rank
-            job, object: what is equal in all ranks of the job, on all its machines: by (slurm, torchelastic or master)
-                and id; null if the environment does not tell [not in CSV]
-            node, integer: the number of this machine in the job; null if the environment does not tell
+            job, object: what identifies the job on all its nodes: by (slurm, torchelastic or master) and id; null if
+                the environment does not tell [not in CSV]
+            node, integer: the index of this node in the job; null if the environment does not tell
             pid, integer: the process id
             argv, list: sys.argv of the process; secrets are hidden
             python, text: the version of Python
@@ -322,7 +325,7 @@ RECORDS: Mapping[str, RecordSpec] = {
             inactive_split_bytes, integer: free parts of blocks that were in use: fragments
         """),
         parse_record_spec("""
-            dropped: the number of lost and deleted records, written before the exit
+            dropped: the numbers of lost and deleted records, written before the exit
             count, integer: lost spans and records
             pruned, integer: old records that were deleted to limit the history
         """),
@@ -339,5 +342,5 @@ RECORDS: Mapping[str, RecordSpec] = {
     )
 }
 """All kinds of records by name."""
-COLUMNS: Mapping[str, tuple[str, ...]] = {name: each.columns for name, each in RECORDS.items()}
+COLUMNS: Mapping[str, tuple[str, ...]] = {name: field.columns for name, field in RECORDS.items()}
 """The columns of each kind in CSV; the column `more` follows them."""

@@ -1,4 +1,4 @@
-"""The classes of records, for all parts of dpmon outside the training process."""
+"""The record classes, for all parts of dpmon outside the training process."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ UNTIMED = (
 """Why a device time is unknown: the texts for the numbers of `dpmon.record.shared_names.Untimed`."""
 _BEFORE = "it ran before the first call on a GPU, or not on the training thread"
 MAX_SPANS = 256
-"""Most recorded spans in one step; later spans are only counted."""
+"""Maximum number of recorded spans per step; later spans are only counted."""
 BUCKET = len(SPAN_PHASES)
-"""Takes the place of a phase in a span that marks when the last gradient of a bucket was ready; without a duration."""
+"""Takes the place of a phase in an entry that marks when the last gradient of a bucket was ready. It has no
+duration."""
 
 
 class RecordError(DpmonError):
-    """Raised for bytes that are not a record, or that refer to an unknown definition."""
+    """Bytes that are not a record, or that refer to an unknown definition."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class Size:
 
 
 class CallPhaseTime(NamedTuple):
-    """A phase of a call: offset from the call's start and duration in ns; device time in ms or None."""
+    """A phase of a call: offset from the call's start (ns), duration (ns) and device time (ms, None: unknown)."""
 
     offset_ns: int
     host_ns: int
@@ -67,7 +68,7 @@ class PhaseSpan(NamedTuple):
 
 
 class Replica(NamedTuple):
-    """One replica's share of a call. Sizes are None if no hook saw them; offset_ns counts from the call's start."""
+    """One replica's share of a call. `offset_ns` counts from the call's start; sizes are None if no hook saw them."""
 
     replica: int
     device: str
@@ -82,7 +83,8 @@ class Replica(NamedTuple):
 class Stage:
     """One device's work in a call of a model on several devices; its parts ran one after the other.
 
-    Inputs of every stage but the first came from the previous stage's device. host_ns is None if it did not end.
+    The inputs of every stage but the first came from the previous stage's device. `host_ns` is None if the stage did
+    not end.
     """
 
     stage: int
@@ -95,14 +97,16 @@ class Stage:
     device_ms: float | None = None
 
     @property
-    def crossed(self) -> int | None:
+    def crossed_bytes(self) -> int | None:
         """Bytes that came from the previous stage's device; None for the first stage, or if unknown."""
-        return None if self.stage == 0 or self.inputs is None else sum(size.bytes for size in self.inputs)
+        if self.stage == 0 or self.inputs is None:
+            return None
+        return sum(size.bytes for size in self.inputs)
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One outermost forward of a model; start_ns counts from the run's start."""
+    """One outermost forward of a model. `start_ns` counts from the run's start."""
 
     process: int
     rank: int | None
@@ -126,16 +130,16 @@ class Call:
     stages: tuple[Stage, ...] = ()
     """Stages of a model on several devices; such a call has no replicas."""
     dim: int = 0
-    """The dimension of the batch."""
+    """The batch dimension."""
 
     @property
-    def evaluates(self) -> bool:
+    def is_evaluation(self) -> bool:
         """Whether it belongs to an evaluation. Both flags must be off, because some scripts train in eval mode."""
         return not (self.training or self.grad)
 
     @property
     def rows(self) -> int | None:
-        """Rows of the batch; None if no tensor has its dimension."""
+        """Rows of the batch; None if no input has the batch dimension."""
         return count_rows(self.inputs, self.dim)
 
 
@@ -143,20 +147,20 @@ class Batches(NamedTuple):
     """The batches that a step fetched from a DataLoader."""
 
     loop: int
-    """Number of the start of a DataLoader in its process, from 1."""
+    """Number of the loop over a DataLoader in its process, from 1."""
     dataset: int
     """Number of the dataset in its process, from 1."""
     length: int | None
     """Number of batches of the loader; None if unknown."""
     fetched: int
-    over: bool = False
-    """Whether the loader's end was reached before the step ended: no batch is left that was read ahead."""
+    is_exhausted: bool = False
+    """Whether the loader reached its end before the step ended, so that no batch that was read ahead is left."""
 
 
 class Step(NamedTuple):
     """One step of the training loop. Times in ns.
 
-    The assembler makes it as a row, with a monotonic start, of process 0 and no rank: its ring tells both. In the
+    As the assembler's row, it has a monotonic start, process 0 and no rank, because these follow from its ring. In the
     history, the start counts from the run's start.
     """
 
@@ -170,29 +174,29 @@ class Step(NamedTuple):
     phases: Mapping[str, int]
     """Durations of the phases that ran, in the order of STEP_PHASES; "other" always exists."""
     counts: Mapping[str, int] = {}
-    """Its known quantities (dpmon.record.schema.QUANTITIES), without its samples, and its SYNC_NUMBER."""
+    """Its known quantities (dpmon.record.schema.QUANTITIES) except its samples, and its SYNC_NUMBER."""
     runs: Sequence[tuple[int, int, int]] = ()
-    """Phase (an index in SPAN_PHASES, or BUCKET), offset from the step's start and duration of each occurrence, in
-    order of start, outer before nested ones; at most MAX_SPANS."""
+    """For each occurrence of a phase: the phase (an index in SPAN_PHASES, or BUCKET), the offset from the step's start
+    and the duration. In order of start, outer before nested ones; at most MAX_SPANS."""
     missing_spans: int = 0
-    """Number of occurrences left out."""
+    """Number of occurrences beyond MAX_SPANS, which are not in `runs`."""
     times: Sequence[float | None] | None = None
     """Device times (ms) of SPAN_PHASES; None if the step used no GPU."""
     why: int = 0
     """Why a device time is None: a number of Untimed."""
     exposed_ns: int | None = None
-    """Communication of its synchronized passes that no computation hid; None if unknown."""
+    """Exposed communication of its sync passes; None if unknown."""
     wait_ns: int | None = None
     """Wait for the slowest rank in these passes; None if unknown."""
     loop: int | None = None
-    """In the history: number of the loop over a DataLoader that its batches came from; None if from none."""
+    """In the history: number of the loop over a DataLoader that its batches came from; None without a loader."""
     batch: int | None = None
-    """In the history: number of batches of that loop that were used up to its end; None if unknown."""
+    """In the history: number of batches of that loop that were used until the step ended; None if unknown."""
     batches: Batches | None = None
-    """As the assembler makes it: its batches; None if it fetched none."""
+    """In the assembler's row: its batches; None if it fetched none."""
 
-    def timed(self, times: Sequence[float | None], why: int) -> Step:
-        """Return the step with device times."""
+    def with_device_times(self, times: Sequence[float | None], why: int) -> Step:
+        """Return the step with these device times. `why`: the number of Untimed that explains each None."""
         return self._replace(times=times, why=why)
 
     def quantity(self, name: str) -> int | None:
@@ -206,18 +210,24 @@ class Step(NamedTuple):
 
     @property
     def sync_number(self) -> int | None:
-        """Number of its last synchronized backward pass, the same on all ranks; None if it has none."""
+        """Number of its last sync pass, which is the same on all ranks; None if it has none."""
         return self.counts.get(SYNC_NUMBER)
 
     @property
     def spans(self) -> tuple[PhaseSpan, ...]:
-        """Occurrences of its phases by start, outer before nested ones."""
-        return tuple([PhaseSpan(SPAN_PHASES[at], *rest) for at, *rest in self.runs if at != BUCKET])
+        """Occurrences of its phases in order of start, outer before nested ones."""
+        return tuple(
+            [
+                PhaseSpan(SPAN_PHASES[phase], offset, duration)
+                for phase, offset, duration in self.runs
+                if phase != BUCKET
+            ]
+        )
 
     @property
     def buckets(self) -> tuple[int, ...]:
-        """When each bucket of gradients was ready, in ns after the step's start; empty if unknown."""
-        return tuple([offset for at, offset, _ in self.runs if at == BUCKET])
+        """Time from the step's start until each bucket of gradients was ready (ns); empty if unknown."""
+        return tuple([offset for phase, offset, _ in self.runs if phase == BUCKET])
 
     @property
     def device_ms(self) -> dict[str, float | None] | None:
@@ -228,12 +238,14 @@ class Step(NamedTuple):
 
     @property
     def untimed(self) -> str | None:
-        """Why a device time is missing."""
-        times = self.device_ms
-        return untimed_text(self.why) if times is not None and None in times.values() else None
+        """Why a device time is missing; None if none is."""
+        device_times = self.device_ms
+        if device_times is None or None not in device_times.values():
+            return None
+        return untimed_text(self.why)
 
     @property
-    def evaluation(self) -> bool:
+    def is_evaluation(self) -> bool:
         """Whether it looks like a step of an evaluation: neither backward pass nor optimizer step.
 
         Meaningful only if other steps of its mode train. A training step that skips its batch looks the same.
@@ -249,15 +261,15 @@ class Event:
     data: Mapping[str, Any]
 
 
-_KEEP_OWN_PART = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
-"""Operations in which a rank keeps its own part of the bytes, so that it sends (n-1)/n of them."""
+_OPERATIONS_WITH_OWN_PART = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
+"""Operations in which a rank keeps its own part of the bytes, and so sends (n-1)/n of them."""
 
 
-def bus_factor(operation: str, size: int) -> float:
-    """Return the ratio of bus to algorithm bandwidth in a group of `size` ranks (nccl-tests, doc/PERFORMANCE.md)."""
+def bus_factor(operation: str, rank_count: int) -> float:
+    """Return the ratio of bus to algorithm bandwidth with `rank_count` ranks (nccl-tests, doc/PERFORMANCE.md)."""
     if operation == "all_reduce":
-        return 2 * (size - 1) / size
-    return (size - 1) / size if operation in _KEEP_OWN_PART else 1.0
+        return 2 * (rank_count - 1) / rank_count
+    return (rank_count - 1) / rank_count if operation in _OPERATIONS_WITH_OWN_PART else 1.0
 
 
 END_NS = 100_000
@@ -265,7 +277,7 @@ END_NS = 100_000
 
 
 class Operation(NamedTuple):
-    """The sampled collectives of one operation and one size of process group in a stretch of time."""
+    """The sampled collectives of one operation and one size of process group in a period of time."""
 
     name: str
     size: int
@@ -292,18 +304,20 @@ class Operation(NamedTuple):
     @property
     def alg_bytes_s(self) -> float | None:
         """Algorithm bandwidth: all timed bytes per second of running time; None if unknown."""
-        return self.timed_bytes / self.ran_ns * 1e9 if self.no_bandwidth is None else None
+        if self.no_bandwidth is not None:
+            return None
+        return self.timed_bytes / self.ran_ns * 1e9
 
     @property
     def bus_bytes_s(self) -> float | None:
         """Bus bandwidth (bytes per second); None if unknown."""
-        found = self.alg_bytes_s
-        return None if found is None else found * bus_factor(self.name, self.size)
+        alg_bytes_s = self.alg_bytes_s
+        return None if alg_bytes_s is None else alg_bytes_s * bus_factor(self.name, self.size)
 
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A collective of a sampled step; start_ns counts from the run's start."""
+    """A collective of a sampled step. `start_ns` counts from the run's start."""
 
     process: int
     rank: int | None
@@ -330,14 +344,14 @@ class Collective:
 
     @property
     def alone(self) -> Operation:
-        """The sum of this collective only, for its bandwidths."""
-        ended, ran = (0, 0) if self.host_ns is None else (1, self.host_ns - (self.queue_ns or 0))
-        return Operation(self.operation, self.group_size, 1, self.bytes, ended, self.bytes, ran)
+        """The sum over this collective alone, for its bandwidths."""
+        ended_count, ran_ns = (0, 0) if self.host_ns is None else (1, self.host_ns - (self.queue_ns or 0))
+        return Operation(self.operation, self.group_size, 1, self.bytes, ended_count, self.bytes, ran_ns)
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A sample: a period, usually one step, with every collective recorded; start_ns counts from the run's start."""
+    """A period, usually one step, in which every collective is recorded. `start_ns` counts from the run's start."""
 
     process: int
     rank: int | None
@@ -359,10 +373,10 @@ def kind_of(record: Record) -> str:
 
 
 def count_rows(sizes: Sequence[Size] | None, dim: int) -> int | None:
-    """Return the rows along `dim` of the first tensor with that dimension; None if there is none."""
+    """Return the length along `dim` of the first tensor that has this dimension; None if none has it."""
     return next((size.shape[dim] for size in sizes or () if -len(size.shape) <= dim < len(size.shape)), None)
 
 
-def untimed_text(number: int) -> str:
-    """Return why a device time is unknown, by its number of Untimed."""
-    return UNTIMED[number] if 0 < number < len(UNTIMED) else _BEFORE
+def untimed_text(reason_number: int) -> str:
+    """Return why a device time is unknown, in words, from its number of Untimed."""
+    return UNTIMED[reason_number] if 0 < reason_number < len(UNTIMED) else _BEFORE

@@ -1,8 +1,8 @@
 """Defines the phases and quantities of a step, each once, with unit, meaning and labels.
 
-Tables of the store, columns of CSV, keys of JSON, metrics, figures of the report and the summary, the screen's phase
-table and legend, and docs/records.md all come from these lists. To add a phase or quantity, add it here and where it
-is measured; a phase of calls is also in dpmon.record.shared_names.CALL_PHASES.
+The store's tables, CSV columns, JSON keys, metrics, numbers in the report and the summary, the screen's phase table and
+legend, and docs/records.md all come from these lists. To add a phase or quantity, add it here and where it is measured;
+a phase of calls is also in dpmon.record.shared_names.CALL_PHASES.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ SECOND = 1_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A phase of a step. Durations are ns in the store, ms in JSON and CSV, s in metrics."""
+    """A phase of a step. Durations are in ns in the store, in ms in JSON and CSV, in s in metrics."""
 
     name: str
-    """Its name in the record."""
+    """Its name in records."""
     letter: str
-    """Stands for the phase on screens without color; a dot for `other`."""
+    """The letter that marks the phase on screens without color; a dot for `other`."""
     meaning: str
     of_call: bool = False
-    """Whether it is a phase of the step's calls, and so a part of `forward`."""
+    """Whether it is a phase of the step's calls, and therefore a part of `forward`."""
     label: str = ""
     """Its name on the screen, if `name` is too long."""
     short: str = ""
@@ -37,7 +37,7 @@ class Phase:
     absent: str = "it did not run"
     """Why a step may lack it."""
     on_screen: str = ""
-    """Added to its meaning where the screen also shows the phases of the calls."""
+    """A sentence that follows its meaning where the screen also shows the phases of the calls."""
 
     @property
     def display_name(self) -> str:
@@ -52,7 +52,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """A number that a step counts, such as its samples. It can be summed over steps."""
+    """A number that is counted per step, such as its samples. It can be summed over steps."""
 
     name: str
     unit: str
@@ -64,22 +64,22 @@ class Quantity:
     optional: bool = False
     """Whether a record omits it if it is absent."""
     absent_is_zero: bool = False
-    """Whether a step without it counted none, and not an unknown number."""
+    """Whether its absence from a step means zero; else it means unknown."""
     label: str = ""
-    """Its name beside its numbers, if `name` does not read well there."""
+    """Its name next to its numbers, if `name` does not read well there."""
     in_rates: bool = False
     """Whether rates show it, so that it is not listed separately."""
 
     @property
     def display_name(self) -> str:
-        """Its name beside its numbers."""
+        """Its name next to its numbers."""
         return self.label or self.name
 
 
 PHASES = (
     Phase("data", "D", "waiting until the loader hands over the next batch", absent="no DataLoader"),
     Phase("copy", "C", "the script copies tensors from the host to a GPU (.to, .cuda)", optional=True),
-    Phase("scatter", "S", "the batch is cut into chunks, one per device, and sent there", of_call=True, short="scat"),
+    Phase("scatter", "S", "the batch is split into chunks, one for each device", of_call=True, short="scat"),
     Phase(
         "replicate",
         "R",
@@ -90,31 +90,31 @@ PHASES = (
     Phase(
         "parallel_apply",
         "A",
-        "all replicas compute their forward at once (torch: parallel_apply); it ends with the slowest of them",
+        "all replicas run their forward at the same time (torch: parallel_apply); it ends with the slowest one",
         of_call=True,
         label="apply",
     ),
-    Phase("gather", "G", "the replicas' outputs are joined on one device", of_call=True, short="gath"),
+    Phase("gather", "G", "the replicas' outputs are collected on one device", of_call=True, short="gath"),
     Phase(
         "forward",
         "F",
         "the forward",
         short="forw",
         absent="no model was called",
-        on_screen="Where scatter to gather are shown separately, it is the rest of the forward.",
+        on_screen="Where scatter to gather are shown separately, this is the rest of the forward.",
     ),
     Phase(
         "backward",
         "B",
-        "autograd computes the gradients, and adds up the gradients of the replicas",
+        "autograd computes the gradients, and sums those of the replicas",
         short="back",
         absent="no backward pass",
     ),
     Phase(
         "sync",
         "Y",
-        "the end of the backward pass, after this rank's last gradient: communication that nothing hides, and the wait"
-        " for the slowest rank",
+        "the end of the backward pass, after this rank's last gradient: exposed communication, and the wait for the"
+        " slowest rank",
         optional=True,
         absent="no backward pass of DistributedDataParallel averaged gradients",
     ),
@@ -126,10 +126,10 @@ PHASES = (
         absent="nothing is left of the step",
     ),
 )
-"""The phases in the order of a step. The phases of the calls lie within `forward`; the others add up to the step."""
+"""The phases in their order within a step. Those of the calls lie within `forward`; the others add up to the step."""
 STEP_PHASES = tuple(phase.name for phase in PHASES if not phase.of_call)
-"""The step's own phases, which add up to it; the last is the remainder."""
-NOT_JOINED = "the steps of the other ranks with this sync_number are not in this record"
+"""The step's own phases, which add up to the step; the last one is the remainder."""
+NO_RANK_WAIT = "the steps of the other ranks with this sync_number are not in this record"
 """Why a step's wait for other ranks is unknown."""
 QUANTITIES = (
     Quantity(
@@ -158,7 +158,7 @@ QUANTITIES = (
         absent="no backward pass averaged gradients",
         optional=True,
         absent_is_zero=True,
-        label="synchronized backward passes",
+        label="backward passes that synced gradients",
     ),
     Quantity(
         "unsynced",
@@ -172,18 +172,18 @@ QUANTITIES = (
     ),
 )
 SYNC_NUMBER = "sync_number"
-"""Number of a step's last synchronized backward pass. It is the same on all ranks."""
+"""Number of a step's last sync pass: a backward pass in which ranks averaged gradients. The same on all ranks."""
 
 _BY_NAME = {phase.name: phase for phase in PHASES}
 _BODY = ("data", "forward", "backward", "optimizer")
 SPAN_PHASES = (*_BODY, *(name for name in STEP_PHASES[:-1] if name not in _BODY))
-"""The phases with spans and device times, in order of their numbers in rows."""
+"""The phases with spans and device times. A row refers to a phase by its index here."""
 _BY_LABEL = {phase.display_name: phase for phase in PHASES}
 assert tuple(phase.name for phase in PHASES if phase.of_call) == CALL_PHASES, "schema and names differ in call phases"
 
 
 def phase_by_name(name: str) -> Phase:
-    """Return the phase with this name in the record. Raises KeyError if there is none."""
+    """Return the phase with this name in records. Raises KeyError if there is none."""
     return _BY_NAME[name]
 
 
@@ -194,20 +194,19 @@ def phase_by_display_name(label: str) -> Phase:
 
 STEP, REST = "step", "rest"
 """Names of series: the whole step, and its forward without the phases of its calls."""
-EXPOSED, WAIT, HELD = "exposed", "wait", "held"
-"""Names of series that compare the ranks in steps with synchronized backward passes. EXPOSED: communication that no
-computation hides. WAIT: the wait for the slowest rank. HELD: the delay of the slowest rank relative to the second
-slowest, on the slowest rank only."""
+EXPOSED, WAIT, STRAGGLER_DELAY = "exposed", "wait", "held"
+"""Names of series that compare the ranks in steps with sync passes. EXPOSED: exposed communication. WAIT: the wait for
+the slowest rank. STRAGGLER_DELAY, on the slowest rank only: how much later it was than the second slowest."""
 
 
-EVALUATION, SETTLING, STALLED, STARTUP = 1, 2, 4, 8
-"""Flags of a step's kind. An evaluation step has neither a backward pass nor an optimizer step. Settling steps are the
-first steps after a change of mode, in which caches are filled and algorithms chosen. In a stalled step, the run stood
-still. The first step of a process is start-up if it waits long for its first batch or for other ranks."""
-LEFT_OUT = STALLED | STARTUP
-"""Steps that no figure includes."""
-SETTLING_STEPS = 5
-"""Number of settling steps after a change of mode, or after the start."""
+EVALUATION, WARM_UP, STALLED, STARTUP = 1, 2, 4, 8
+"""Flags of a step's kind. EVALUATION: it has neither a backward pass nor an optimizer step. WARM_UP: it is one of the
+first steps after the start or a mode switch, in which caches are filled and algorithms chosen. STALLED: the run stalled
+in it. STARTUP: it is the first step of a process, and waited long for its first batch or for other ranks."""
+EXCLUDED = STALLED | STARTUP
+"""Flags of steps that no metric includes."""
+WARM_UP_STEPS = 5
+"""Number of warm-up steps after the start or a mode switch."""
 
 
 _ON_DEVICE = "@device"
@@ -219,5 +218,5 @@ def device_series(name: str) -> str:
 
 
 def is_device_series(name: str) -> bool:
-    """Whether a series has device times."""
+    """Return whether a series has device times."""
     return name.endswith(_ON_DEVICE)

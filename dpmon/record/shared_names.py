@@ -1,6 +1,6 @@
 """The names, numbers and JSON that the training process and the readers of its spans share.
 
-Standard library only, and little of it: the training process imports this module.
+Standard library only, and as little of it as possible: the training process imports this module.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ CALL_PHASES = ("scatter", "replicate", "parallel_apply", "gather")
 DDP = "DistributedDataParallel"
 FSDP = "fully_shard"
 RANK_MODES = {DDP: "ddp", FSDP: "fsdp"}
-"""Names of the mode in which ranks train one model together, by the `via` of their calls."""
+"""The mode in which ranks train one model together, by the `via` of their calls."""
 
 
 class Untimed:
-    """Reasons for an unknown device time, as numbers; dpmon.record.history_rows.UNTIMED has the texts."""
+    """Reasons for an unknown device time, as numbers; dpmon.record.record_types.UNTIMED has the texts."""
 
     NONE, LATE, CAPTURED, NO_EVENT, FAULT, ENDED, RAISED, ON_CPU, CROSSED, TOO_MANY, COPIES, SAMPLED = range(12)
 
@@ -33,61 +33,64 @@ class Unended:
 
 MORE = "\u2026"
 """As the path of a size, it stands for all tensors that are not listed; that size has no shape, dtype or bytes. At the
-end of a name or text, it marks a cut."""
-INNER_FRAMES, OUTER_FRAMES, MOST_THREADS = 100, 20, 64
-"""The frames of a deep stack that are listed, and the threads of a process."""
+end of a name or text, it shows that the text was truncated."""
+INNER_FRAMES, OUTER_FRAMES, MAX_THREADS = 100, 20, 64
+"""How many innermost and outermost frames of a deep stack are listed, and how many threads of a process."""
 MAX_NAME = 200
+"""Maximum length (characters) of a name from the script."""
 MAX_JSON = 60_000
-"""Most characters of JSON in one line or event."""
-_LENGTHS = (4096, 1024, 256, 64, 16)
-"""Lengths (characters) to which texts are cut, tried in order until the JSON fits."""
-_SECRET = r"(?i:token|key|secret|password)"
-"""The end of a name whose value is a secret, as in --api-key, HF_TOKEN and PGPASSWORD."""
-_OPTION = rf"(?:^|[\s\0])-[^\s\0=]*{_SECRET}(?:\0|\s+(?!\s))(?!-\D)"
-"""An option and what separates it from its value: NUL between words, spaces within the word after `bash -c`."""
-_VALUES = re.compile(rf"({_SECRET}=|{_OPTION})[^\0]*")
+"""Maximum length (characters) of the JSON of one line or event."""
+_TEXT_LENGTHS = (4096, 1024, 256, 64, 16)
+"""Lengths (characters) to which texts are truncated, tried in order until the JSON fits."""
+_SECRET_NAME = r"(?i:token|key|secret|password)"
+"""The last part of a name whose value is a secret, as in --api-key, HF_TOKEN and PGPASSWORD."""
+_SECRET_OPTION = rf"(?:^|[\s\0])-[^\s\0=]*{_SECRET_NAME}(?:\0|\s+(?!\s))(?!-\D)"
+"""An option and the separator before its value: NUL between words, spaces within the word after `bash -c`."""
+_SECRET_VALUES = re.compile(rf"({_SECRET_NAME}=|{_SECRET_OPTION})[^\0]*")
 
 
 def rank_name(rank: int, node: str | None = None) -> str:
-    """Return the name of a rank: "rank 11"; on one of several machines "rank 11 (gpu-3)"."""
+    """Return the name of a rank: "rank 11"; in a run on several nodes "rank 11 (gpu-3)"."""
     return f"rank {rank}{node_suffix(node)}"
 
 
 def node_suffix(node: str | None) -> str:
-    """Return what follows the name of a rank or process of a node: " (gpu-3)"; empty on one machine."""
+    """Return the suffix that names the node of a rank or process: " (gpu-3)"; empty in a run on one machine."""
     return f" ({node})" if node else ""
 
 
-def shorten_name(text: str, most: int = MAX_NAME) -> str:
-    """Return a name from the script, cut to `most` characters. A cut name ends with MORE.
+def shorten_name(text: str, max_chars: int = MAX_NAME) -> str:
+    """Return a name from the script, truncated to `max_chars` characters. A truncated name ends with MORE.
 
     The result is a plain str: records must not keep the script's own subclass of str alive.
     """
     text = "".join((text,))
-    return text if len(text) <= most else text[: most - 1] + MORE
+    return text if len(text) <= max_chars else text[: max_chars - 1] + MORE
 
 
 def hide_secrets(words: Iterable[str]) -> tuple[str, ...]:
-    """Return the words of a command with *** for secrets: the values of options and variables such as --api-key.
+    """Return the words of a command with *** in place of secrets: the values of names such as --api-key.
 
-    *** stands for all text after the name, up to the end of the word.
+    *** replaces all text after the name, up to the end of the word.
     """
-    return tuple(_VALUES.sub(r"\1***", "\0".join(words)).split("\0"))
+    return tuple(_SECRET_VALUES.sub(r"\1***", "\0".join(words)).split("\0"))
 
 
 def to_bounded_json(value: Any) -> bytes:
-    """Return the value as JSON; long texts are cut if it would be longer than MAX_JSON."""
-    packed = json.dumps(value, separators=(",", ":"))
-    for most in _LENGTHS:
-        if len(packed) <= MAX_JSON:
+    """Return the value as JSON. Long texts are truncated if it would be longer than MAX_JSON."""
+    text = json.dumps(value, separators=(",", ":"))
+    for max_chars in _TEXT_LENGTHS:
+        if len(text) <= MAX_JSON:
             break
-        packed = json.dumps(_shorten_texts(value, most), separators=(",", ":"))
-    return packed.encode()
+        text = json.dumps(_shorten_texts(value, max_chars), separators=(",", ":"))
+    return text.encode()
 
 
-def _shorten_texts(value: Any, most: int) -> Any:
+def _shorten_texts(value: Any, max_chars: int) -> Any:
     if isinstance(value, str):
-        return shorten_name(value, most)
+        return shorten_name(value, max_chars)
     if isinstance(value, Mapping):
-        return {_shorten_texts(key, most): _shorten_texts(child, most) for key, child in value.items()}
-    return [_shorten_texts(child, most) for child in value] if isinstance(value, (list, tuple)) else value
+        return {_shorten_texts(key, max_chars): _shorten_texts(child, max_chars) for key, child in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_shorten_texts(child, max_chars) for child in value]
+    return value

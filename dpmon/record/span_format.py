@@ -6,8 +6,8 @@
     w3   definitions of the inputs (lower half) and the outputs (upper half), 0: unknown
     w4   number of the slot plus one
 
-A training process writes a span when a phase ends. dpmon.assemble finds steps and calls from the spans. A nested span
-comes before the span of its thread that encloses it. The enclosing kind is the kind of that span.
+A training process writes a span when a phase ends. dpmon.assemble derives steps and calls from the spans. A nested span
+comes before the span of the same thread that encloses it. The enclosing kind is the kind of that outer span.
 
 Standard library only: this module is imported into the training process.
 """
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 
 class Kind:
-    """The kind of a span, as the lowest byte of w0; 0: none."""
+    """The kinds of spans, as the lowest byte of w0; 0: none."""
 
     FETCH = 1
     CALL = 2
@@ -37,7 +37,7 @@ class Kind:
     """A device time of an earlier span."""
     PAUSE = 14
     MEMORY = 15
-    """A measurement of the memory by dpmon itself."""
+    """A measurement of memory by dpmon itself."""
     OPTIMIZER_FREED = 16
     """An optimizer was freed."""
     RESTARTED = 17
@@ -46,7 +46,7 @@ class Kind:
     BUCKETS = 19
     COLLECTIVE = 20
     LOSS = 21
-    """The value from which a backward pass began: a 64-bit float in place of sizes. It starts with the pass."""
+    """The value from which a backward pass started: a 64-bit float in place of sizes. Its start is that of the pass."""
 
 
 DOING = {
@@ -74,11 +74,11 @@ DOING = {
 }
 """Activity of a process during a span, by kind. Phases of a step have the same names as in records."""
 COUNTED = {Kind.COPY: "copied_bytes"}
-"""Kinds of spans with a quantity of the step in place of sizes (inputs | outputs << 32)."""
+"""Kinds of spans that have a quantity of the step in place of sizes (inputs | outputs << 32)."""
 
 
 class Flag:
-    """Further facts about a span."""
+    """The flags of a span."""
 
     TRAINING, GRAD, FAILED, VIRTUAL, DP, SINGLE, EXHAUSTED, TIMED, BY_SCRIPT, UNTIMED = (1 << bit for bit in range(10))
     """EXHAUSTED: the fetch found the loader at its end. BY_SCRIPT: the script calls this primitive itself. UNTIMED: the
@@ -100,14 +100,14 @@ LAP_AT, FLAGS_AT, INSIDE_AT, THREAD_AT, SITE_AT = 8, 16, 26, 31, 40
 MAX_THREAD, MAX_SITE = (1 << 9) - 1, (1 << 24) - 1
 
 
-_made = tuple.__new__
+_new_tuple = tuple.__new__
 
 
 class Span(NamedTuple):
-    """The fields of a span."""
+    """A span. Times in ns."""
 
     number: int
-    """Number of its slot. Spans are numbered from 0 in the order written, roughly the order of their ends."""
+    """Number of its slot. Spans are numbered from 0 in the order of writing, roughly the order of their ends."""
     kind: int
     flags: int
     inside: int
@@ -115,8 +115,8 @@ class Span(NamedTuple):
     thread: int
     site: int
     """Depends on the kind: definition of a layout, stage, collective or loss; number of a replica, optimizer or memory
-    look; number of the loop over a loader (FETCH, which has dataset and length + 1 in place of sizes; 0: unknown);
-    buckets and wrapper (see WRAPPER_AT); device, number of devices and reason (DEVICE_TIME); or 0."""
+    measurement; number of the loop over a loader (FETCH, which has dataset and length + 1 in place of sizes; 0:
+    unknown); buckets and wrapper (see WRAPPER_AT); device, number of devices and reason (DEVICE_TIME); or 0."""
     start: int
     took: int
     inputs: int
@@ -124,22 +124,22 @@ class Span(NamedTuple):
 
     @property
     def end(self) -> int:
-        """When it ended (monotonic ns)."""
+        """The time at which it ended (monotonic ns)."""
         return self.start + self.took
 
 
-def unpack_span(number: int, head: int, start: int, took: int, sizes: int) -> Span:
-    """Return the span in a slot's words."""
+def unpack_span(number: int, word0: int, start: int, took: int, sizes: int) -> Span:
+    """Return the span from the number and the words of its slot."""
     words = (
         number,
-        head & 0xFF,
-        head >> FLAGS_AT & 0x3FF,
-        head >> INSIDE_AT & 0x1F,
-        head >> THREAD_AT & MAX_THREAD,
-        head >> SITE_AT,
+        word0 & 0xFF,
+        word0 >> FLAGS_AT & 0x3FF,
+        word0 >> INSIDE_AT & 0x1F,
+        word0 >> THREAD_AT & MAX_THREAD,
+        word0 >> SITE_AT,
         start,
         took,
         sizes & 0xFFFFFFFF,
         sizes >> 32,
     )
-    return _made(Span, words)  # half the time of the constructor, and this runs for every span
+    return _new_tuple(Span, words)  # half the time of the constructor, and this runs for every span

@@ -13,7 +13,7 @@ from dpmon.model.run_snapshot import RunSnapshot
 from dpmon.model.snapshot_builder import SnapshotBuilder
 from dpmon.record.schema import SECOND
 from dpmon.run.activities import startup_wait_reason
-from dpmon.run.lifecycle import BY_YOU, ELSEWHERE, run_state
+from dpmon.run.lifecycle import ELSEWHERE, STOPPED_BY_YOU, run_state
 from dpmon.run.run_directory import ExitInfo, RunError, load_exit
 from dpmon.run.run_reader import RunReader
 from dpmon.run.run_registry import short_name
@@ -78,7 +78,7 @@ class Health(NamedTuple):
             took = f" after {format_run_time(self.since_s)}"
         elif self.since_s is not None and t_s - self.since_s >= _AFTER_A_MOMENT_S:
             took = f" for {format_long_duration((t_s - self.since_s) * SECOND)}"
-        word = BY_YOU if self.end == "stopped" else self.end or self.state
+        word = STOPPED_BY_YOU if self.end == "stopped" else self.end or self.state
         return f"{word}{took}" + (f": {self.reason}" if self.reason else "")
 
 
@@ -125,7 +125,7 @@ def assess_live_run(reader: RunReader, state: RunSnapshot, now_ns: int) -> Healt
     """How a run does that goes on here; `now_ns`: the time since its start."""
     start, name = reader.info.start_ns, short_name(reader.info)
     since = {number: (what, at - start if at else 0) for number, (what, at) in reader.activities().items()}
-    paused, reads = reader.pause_state().since_ns, reader.waits_for_input()
+    paused, reads = reader.pause_state().since_ns, reader.input_wait_start_ns()
     doing, began_ns = since.get(-1 if state.representative is None else state.representative.process, ("", 0))
     found = decide_state(
         state.state_inputs(now_ns, since, _seconds_since_start(paused, start), _seconds_since_start(reads, start))

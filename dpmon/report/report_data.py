@@ -58,8 +58,8 @@ def collect_report_data(directory: Path) -> ReportData:
             directory,
             how,
             stop_asked_ns=None if asked is None else int((asked - info.started_unix) * 1e9),
-            death=None if why is None or why.death is None else why.death.text,
-            raised=None if why is None or why.raised is None else why.raised.sentence(info.cwd),
+            death=None if why is None or why.rank_exit is None else why.rank_exit.text,
+            raised=None if why is None or why.exception is None else why.exception.sentence(info.cwd),
         )
         facts.query_everything()
     damaged, nothing = [] if store.damaged is None else [store.damaged], None
@@ -69,7 +69,7 @@ def collect_report_data(directory: Path) -> ReportData:
         nothing = nothing or f"the command {'has not started yet' if how is None else 'was not started'}"
     reader = RunReader(directory)
     end = read_output_tail(reader) if how is not None and how.status else b""
-    last = _last_output_lines(end, None if why is None else why.raised, reader.info.command_pid)
+    last = _last_output_lines(end, None if why is None else why.exception, reader.info.command_pid)
     raised = clean_traceback_line(end)
     return ReportData(str(directory), info, how, state, facts, find_all(facts), warnings, nothing, last, raised)
 

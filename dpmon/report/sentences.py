@@ -16,7 +16,7 @@ from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.run_snapshot import ModeChange, ProcessInfo
 from dpmon.record.shared_names import RANK_MODES
 from dpmon.report.report_data import ReportData
-from dpmon.run.lifecycle import BY_YOU
+from dpmon.run.lifecycle import STOPPED_BY_YOU
 from dpmon.run.run_directory import ExitInfo
 from dpmon.store.time_accounting import ACTIVITIES
 from dpmon.text.formatting import (
@@ -64,7 +64,7 @@ def exit_sentence(how: ExitInfo, why: str) -> str:
         return how.error
     took = format_run_time(how.seconds)
     if how.stopped:
-        return f"{BY_YOU} after {took}"
+        return f"{STOPPED_BY_YOU} after {took}"
     if how.status is None:
         return f"ended after {took}, status unknown: {how.unknown or 'nobody recorded it'}"
     if how.signal is not None:

@@ -1,4 +1,4 @@
-"""Why a run failed: the first of its processes that failed, the first exception, or a lack of memory."""
+"""Finds why a run failed: the first process that failed, the first exception, or a lack of memory."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from dpmon.run.process_notes import Note, UncaughtException, read_notes, read_un
 from dpmon.run.run_directory import RunInfo
 
 STATUSES = "statuses.log"
-"""Notes of the supervisor: the status (as in subprocess) of each process that it saw end with a status other than 0."""
+"""Notes of the supervisor: the status (as in subprocess) of each process that it saw end with a nonzero status."""
 _MAX_BYTES = 1 << 18
 _UNCAUGHT_STATUS = 1
 """Python's exit status after an uncaught exception."""
-_SIGNALLED = "SignalException"
-"""torchrun raises it after a signal; it then passes the signal on to its ranks."""
-_OF_LAUNCHERS = ("ChildFailedError", "ProcessRaisedException", "ProcessExitedException", _SIGNALLED)
+_SIGNAL_EXCEPTION = "SignalException"
+"""torchrun raises it after a signal, and then passes the signal on to its ranks."""
+_LAUNCHER_EXCEPTIONS = ("ChildFailedError", "ProcessRaisedException", "ProcessExitedException", _SIGNAL_EXCEPTION)
 """Exceptions that torchrun and mp.spawn raise because one of their processes has ended."""
-_MAYBE_OF_LAUNCHERS = (*_OF_LAUNCHERS, "CalledProcessError")
+_POSSIBLE_LAUNCHER_EXCEPTIONS = (*_LAUNCHER_EXCEPTIONS, "CalledProcessError")
 """`accelerate launch` raises CalledProcessError; a script may raise it too."""
-_RANK = re.compile(r"\brank ([0-9]{1,6}) of [0-9]+")
-"""In the stage "joining the process group"."""
-_SEEN_LATE_NS = 50_000_000
-"""Longest delay until the supervisor sees the end of a process, if it or the machine is busy. A rank that lost its
-connection notes its exception within milliseconds, so the two times alone do not show which came first."""
-_STATUS = re.compile(r"-?[0-9]{1,3}")
+_RANK_PATTERN = re.compile(r"\brank ([0-9]{1,6}) of [0-9]+")
+"""Part of the text of the stage "joining the process group"."""
+_MAX_EXIT_DELAY_NS = 50_000_000
+"""How late the supervisor may see the end of a process, if it or the machine is busy. A rank that lost its connection
+notes its exception within milliseconds, so the two times alone do not show which came first."""
+_STATUS_PATTERN = re.compile(r"-?[0-9]{1,3}")
 
 
 class RankExit(NamedTuple):
-    """The end of a rank with a status other than 0."""
+    """The end of a rank with a nonzero status."""
 
     pid: int
     at_ns: int
-    """Monotonic time in ns at which the supervisor saw that it had ended."""
+    """Time at which the supervisor saw that it had ended (monotonic ns)."""
     status: int
-    """As in subprocess: negative for the number of a signal."""
+    """As in subprocess: negative if a signal ended it."""
     rank: int
 
     @property
@@ -49,84 +49,92 @@ class RankExit(NamedTuple):
 
 
 class FirstFailure(NamedTuple):
-    """Why a run failed; at least one of the two is known."""
+    """The first failure of a run; at least one of the two is known."""
 
-    death: RankExit | None
+    rank_exit: RankExit | None
     """The end of a rank, unless it came after the first exception."""
-    raised: UncaughtException | None
+    exception: UncaughtException | None
     """The first exception."""
 
     def sentence(self, cwd: str) -> str:
-        """The end of the rank and the exception, as far as they are known."""
-        raised = "" if self.raised is None else self.raised.sentence(cwd)
-        if self.death is None:
-            return raised
-        return f"{self.death.text}; {raised}" if raised else self.death.text
+        """Return the end of the rank and the exception, as far as they are known, as text."""
+        parts = []
+        if self.rank_exit is not None:
+            parts.append(self.rank_exit.text)
+        if self.exception is not None:
+            parts.append(self.exception.sentence(cwd))
+        return "; ".join(parts)
 
 
-def find_first_failure(directory: Path, info: RunInfo, status: int | None) -> FirstFailure | None:
-    """Why a run that ended with `status` failed; None if no exception and no status of a rank explains it.
+def find_first_failure(directory: Path, run_info: RunInfo, status: int | None) -> FirstFailure | None:
+    """Return why a run that ended with `status` failed; None if no exception and no status of a rank explains it.
 
-    This is the exception of the command itself, unless it only reports that another process ended. None also if the
-    command noted an exception but its status is not 1: the tracer notes Python's last exception, and `code` or IPython
-    may have handled it long before the script called sys.exit.
+    The reason is the exception of the command itself, unless that only reports that another process ended. None also if
+    the command noted an exception but its status is not 1: the tracer notes Python's last exception, and `code` or
+    IPython may have handled it long before the script called sys.exit.
     """
-    found = sorted(read_uncaught_exceptions(directory), key=lambda one: one.at_ns)
-    own = next((one for one in found if one.pid == info.command_pid), None)
-    if own is not None and status != _UNCAUGHT_STATUS:
+    exceptions = sorted(read_uncaught_exceptions(directory), key=lambda exception: exception.at_ns)
+    command_exception = next((exception for exception in exceptions if exception.pid == run_info.command_pid), None)
+    if command_exception is not None and status != _UNCAUGHT_STATUS:
         return None
-    if own is not None and own.kind not in _MAYBE_OF_LAUNCHERS:
-        return FirstFailure(None, own)
+    if command_exception is not None and command_exception.kind not in _POSSIBLE_LAUNCHER_EXCEPTIONS:
+        return FirstFailure(None, command_exception)
     stages = read_notes(directory / "stages.log", _MAX_BYTES)
-    begun = {note.pid: note.at_ns for note in reversed(stages)}
-    others = [
-        one for one in found if one.kind not in _OF_LAUNCHERS and one is not own and one.kind != "KeyboardInterrupt"
+    first_stage_ns = {note.pid: note.at_ns for note in reversed(stages)}
+    child_exceptions = [
+        exception
+        for exception in exceptions
+        if exception.kind not in (*_LAUNCHER_EXCEPTIONS, "KeyboardInterrupt") and exception is not command_exception
     ]
-    if own is None and info.command_pid in begun:
+    if command_exception is None and run_info.command_pid in first_stage_ns:
         # The command ended by sys.exit, so it may have handled the exception of a child. Only an exception of a rank
         # counts, because a failed rank ends its launcher.
-        others = [one for one in others if one.rank is not None]
-    deaths = [] if own is not None and own.kind == _SIGNALLED else _read_rank_exits(directory, stages)
-    told = {one.pid for one in found}
-    silent = [one for one in deaths if one.pid not in told]
+        child_exceptions = [exception for exception in child_exceptions if exception.rank is not None]
+    rank_exits: list[RankExit] = []
+    if command_exception is None or command_exception.kind != _SIGNAL_EXCEPTION:
+        rank_exits = _read_rank_exits(directory, stages)
+    pids_with_exception = {exception.pid for exception in exceptions}
+    silent_exits = [rank_exit for rank_exit in rank_exits if rank_exit.pid not in pids_with_exception]
     # A launcher that restarts its ranks reports the last attempt. Take the first failure of that attempt, because
-    # later ones are mostly consequences.
-    times = [*((one.at_ns, one.pid) for one in others), *((one.at_ns, one.pid) for one in silent)]
-    _, newest = max(times, default=(0, 0))
-    attempt = begun.get(newest, 0)
-    raised = next((one for one in others if one.at_ns >= attempt), None)
-    death = next((one for one in silent if one.at_ns >= attempt), None)
-    if death is not None and (raised is None or _rank_exit_came_first(death, raised, deaths)):
-        return FirstFailure(death, raised)
-    raised = raised or own
-    return None if raised is None else FirstFailure(None, raised)
+    # later ones are usually consequences.
+    failures: list[UncaughtException | RankExit] = [*child_exceptions, *silent_exits]
+    _, newest_pid = max(((failure.at_ns, failure.pid) for failure in failures), default=(0, 0))
+    attempt_start_ns = first_stage_ns.get(newest_pid, 0)
+    first_exception = next((each for each in child_exceptions if each.at_ns >= attempt_start_ns), None)
+    first_exit = next((each for each in silent_exits if each.at_ns >= attempt_start_ns), None)
+    if first_exit is not None and (
+        first_exception is None or _rank_exit_came_first(first_exit, first_exception, rank_exits)
+    ):
+        return FirstFailure(first_exit, first_exception)
+    first_exception = first_exception or command_exception
+    return None if first_exception is None else FirstFailure(None, first_exception)
 
 
-def _rank_exit_came_first(death: RankExit, raised: UncaughtException, deaths: list[RankExit]) -> bool:
-    """Whether the death came first. If not, it may follow from the exception: a launcher then ends the other ranks."""
-    ended = min((one.at_ns for one in deaths if one.pid == raised.pid), default=death.at_ns + 1)
-    return death.at_ns < ended and death.at_ns < raised.at_ns + _SEEN_LATE_NS
+def _rank_exit_came_first(rank_exit: RankExit, exception: UncaughtException, rank_exits: list[RankExit]) -> bool:
+    """Return whether the rank ended before the exception, after which a launcher ends the other ranks."""
+    exit_ns = min((other.at_ns for other in rank_exits if other.pid == exception.pid), default=rank_exit.at_ns + 1)
+    return rank_exit.at_ns < exit_ns and rank_exit.at_ns < exception.at_ns + _MAX_EXIT_DELAY_NS
 
 
 def _read_rank_exits(directory: Path, stages: list[Note]) -> list[RankExit]:
-    """The ranks that the supervisor saw end with a status other than 0, in this order."""
-    notes = [note for note in read_notes(directory / STATUSES, _MAX_BYTES) if _STATUS.fullmatch(note.text)]
+    """Return the ends of ranks with a nonzero status, in the order in which the supervisor saw them."""
+    notes = [note for note in read_notes(directory / STATUSES, _MAX_BYTES) if _STATUS_PATTERN.fullmatch(note.text)]
     if not notes:
         return []
-    ranks = {note.pid: int(match[1]) for note in stages if (match := _RANK.search(note.text)) is not None}
+    ranks = {note.pid: int(match[1]) for note in stages if (match := _RANK_PATTERN.search(note.text)) is not None}
     ranks |= {ring.pid: ring.rank for ring, _, _ in iter_ring_activities(directory) if ring.rank is not None}
     return [RankExit(note.pid, note.at_ns, int(note.text), ranks[note.pid]) for note in notes if note.pid in ranks]
 
 
 class OomKillCounter:
-    """Counts the processes that the kernel has killed for lack of memory on this machine since its creation."""
+    """A counter of the processes that the kernel has killed for lack of memory on this machine since its creation."""
 
     def __init__(self, path: Path = Path("/proc/vmstat")) -> None:
         self._path = path
         self._before = _oom_kills(path)
 
     def cause(self, signal: str | None) -> str | None:
-        """Why a command was probably killed by `signal`; None if no process was killed for lack of memory."""
+        """Return why `signal` probably ended the command; None if no process was killed for lack of memory."""
         killed = _oom_kills(self._path) - self._before
         if signal != "SIGKILL" or killed <= 0:
             return None
@@ -134,9 +142,9 @@ class OomKillCounter:
 
 
 def _oom_kills(path: Path) -> int:
-    """The number of such processes since boot; 0 on a kernel that does not count them."""
+    """Return the number of processes killed for lack of memory since boot; 0 if the kernel does not count them."""
     try:
-        found = re.search(r"^oom_kill ([0-9]+)$", path.read_text(), re.MULTILINE)
+        match = re.search(r"^oom_kill ([0-9]+)$", path.read_text(), re.MULTILINE)
     except OSError:
         return 0
-    return int(found[1]) if found else 0
+    return int(match[1]) if match else 0

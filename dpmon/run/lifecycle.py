@@ -1,4 +1,4 @@
-"""The state of a run, in one word; the lock of its supervisor; how it ended, in the form of exit.json."""
+"""The state of a run in one word, the lock of its supervisor, and its end in the form of exit.json."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from dpmon.run.safe_files import open_file
 
 _LOCK_FILE = "supervisor.lock"
 EVENTS_FILE = "events.log"
-"""The ids of the told events; locked by the process that tells them (dpmon.notify)."""
+"""The ids of the events that were notified; locked by the notifier (dpmon.notify)."""
 ELSEWHERE = "elsewhere"
 UNSUPPORTED = -1
 SILENT_S = 86400.0
-"""A run of another machine without a write for this many seconds is over: a supervisor writes every second."""
+"""A run of another machine that has written nothing for this long has ended: a supervisor writes every second."""
 YOUNG_S = 60.0
-"""A run younger than this may still start its command, even on a slow machine."""
+"""A run younger than this may still have to start its command, even on a slow machine."""
 
 
 def take_lock(directory: Path, name: str = _LOCK_FILE) -> int | None:
-    """A descriptor that holds the lock until its last copy is closed; None if another process holds it.
+    """Take a lock. Return a descriptor that holds it until its last copy is closed; None if another process holds it.
 
     UNSUPPORTED if the file system has no locks or cannot create the file: then nothing prevents a second supervisor.
     """
@@ -41,125 +41,128 @@ def take_lock(directory: Path, name: str = _LOCK_FILE) -> int | None:
     return fd
 
 
-def has_live_supervisor(info: RunInfo) -> bool:
-    """Whether the supervisor named in run.json is alive, even if it is suspended."""
-    return info.boot_id == proc.boot_id() and proc.is_running(info.supervisor_pid, info.supervisor_started)
+def has_live_supervisor(run_info: RunInfo) -> bool:
+    """Return whether the supervisor named in run.json is alive, even if it is suspended."""
+    return run_info.boot_id == proc.boot_id() and proc.is_running(run_info.supervisor_pid, run_info.supervisor_started)
 
 
-def may_be_live_elsewhere(directory: Path, info: RunInfo, how: ExitInfo | None) -> bool:
-    """Whether another machine that shares the directory owns the run, and may still be running it.
+def may_be_live_elsewhere(directory: Path, run_info: RunInfo, exit_info: ExitInfo | None) -> bool:
+    """Return whether another machine that shares the directory owns the run, and may still be running it.
 
-    This machine cannot see the run's processes, and perhaps not even its locks.
+    This machine cannot see the run's processes, and possibly not even its locks.
     """
-    if (how is not None and how.drained) or info.host in ("", proc.host_name()) or info.boot_id == proc.boot_id():
+    is_complete = exit_info is not None and exit_info.drained
+    if is_complete or run_info.host in ("", proc.host_name()) or run_info.boot_id == proc.boot_id():
         return False
-    newest = 0.0
+    last_write_s = 0.0
     try:
         with os.scandir(directory) as entries:
             for entry in entries:
-                newest = max(newest, entry.stat(follow_symlinks=False).st_mtime)
+                last_write_s = max(last_write_s, entry.stat(follow_symlinks=False).st_mtime)
     except OSError:
         return True
-    return time.time() - newest < SILENT_S
+    return time.time() - last_write_s < SILENT_S
 
 
-def needs_supervisor(directory: Path, info: RunInfo, how: ExitInfo | None) -> bool:
-    """Whether a run's record is unfinished and no supervisor is alive to finish it. Only `take_lock` makes sure."""
+def needs_supervisor(directory: Path, run_info: RunInfo, exit_info: ExitInfo | None) -> bool:
+    """Return whether a run's history is incomplete and no live supervisor is known; `take_lock` decides for sure."""
     return (
-        (how is None or not how.drained)
-        and not has_live_supervisor(info)
-        and not may_be_live_elsewhere(directory, info, how)
+        (exit_info is None or not exit_info.drained)
+        and not has_live_supervisor(run_info)
+        and not may_be_live_elsewhere(directory, run_info, exit_info)
     )
 
 
-def is_command_alive(info: RunInfo) -> bool | None:
-    """Whether the command runs; None while its start is not recorded. Of a mirror: whether the mirror runs."""
-    if info.nodes:
-        return has_live_supervisor(info)
-    if info.command_pid is None:
+def is_command_alive(run_info: RunInfo) -> bool | None:
+    """Return whether the command runs; None while its start is not recorded. For a mirror: whether the mirror runs."""
+    if run_info.nodes:
+        return has_live_supervisor(run_info)
+    if run_info.command_pid is None:
         return None
-    return info.boot_id == proc.boot_id() and proc.is_running(info.command_pid, info.command_started)
+    return run_info.boot_id == proc.boot_id() and proc.is_running(run_info.command_pid, run_info.command_started)
 
 
-def is_live(info: RunInfo) -> bool:
-    """Whether the command or the supervisor of a run is alive, as far as this machine can see."""
-    return bool(is_command_alive(info)) or has_live_supervisor(info)
+def is_live(run_info: RunInfo) -> bool:
+    """Return whether the command or the supervisor of a run is alive, as far as this machine can see."""
+    return bool(is_command_alive(run_info)) or has_live_supervisor(run_info)
 
 
-def run_state(directory: Path, info: RunInfo) -> tuple[str, ExitInfo | None]:
-    """The state in a word, and how the run ended, if it has.
+def run_state(directory: Path, run_info: RunInfo) -> tuple[str, ExitInfo | None]:
+    """Return the state in a word, and how the run ended (None if it has not).
 
     If the run has ended, the word is from `outcome_word`. Otherwise it is starting, running, ending, or one of these:
-    unsupervised (the command runs, but its supervisor or the mirror of its machines was killed; `dpmon attach` starts
+    unsupervised (the command runs, but its supervisor or the mirror of its nodes was killed; `dpmon attach` starts
     another one); elsewhere (on another machine that shares the directory; this machine does not know whether it runs);
     lost (ended without a record of its end).
     """
     # Check the processes before exit.json: then everything that they wrote before they ended is visible.
-    alive, watched = is_command_alive(info), has_live_supervisor(info)
-    how = load_exit(directory)
-    if how is not None:
-        return outcome_word(how), how
-    if may_be_live_elsewhere(directory, info, how):
+    command_alive, has_supervisor = is_command_alive(run_info), has_live_supervisor(run_info)
+    exit_info = load_exit(directory)
+    if exit_info is not None:
+        return outcome_word(exit_info), exit_info
+    if may_be_live_elsewhere(directory, run_info, exit_info):
         return ELSEWHERE, None
-    if info.nodes and info.boot_id == proc.boot_id():
-        return "running" if watched else "unsupervised", None
-    if alive:
-        return "running" if watched else "unsupervised", None
-    if alive is None and (watched or time.time() - info.started_unix < YOUNG_S):
+    if run_info.nodes and run_info.boot_id == proc.boot_id():
+        return "running" if has_supervisor else "unsupervised", None
+    if command_alive:
+        return "running" if has_supervisor else "unsupervised", None
+    if command_alive is None and (has_supervisor or time.time() - run_info.started_unix < YOUNG_S):
         return "starting", None
-    return "ending" if watched else "lost", None
+    return "ending" if has_supervisor else "lost", None
 
 
-def signal_name(number: int) -> str:
-    """The name of a signal; its number for a real-time signal."""
+def signal_name(signal_number: int) -> str:
+    """Return the name of a signal; for a real-time signal, "signal" and its number."""
     try:
-        return signal.Signals(number).name
+        return signal.Signals(signal_number).name
     except ValueError:
-        return f"signal {number}"
+        return f"signal {signal_number}"
 
 
-def exit_info(info: RunInfo, returncode: int, by: str, error: str | None = None, *, drained: bool = True) -> ExitInfo:
-    """The end of a run that ended just now; `returncode` as in subprocess (negative: the number of a signal)."""
-    end = time.monotonic_ns()
+def build_exit_info(
+    run_info: RunInfo, returncode: int, by: str, error: str | None = None, *, drained: bool = True
+) -> ExitInfo:
+    """Return the record of a run's end just now. `returncode` is as in subprocess (negative: a signal's number)."""
+    end_ns = time.monotonic_ns()
     return ExitInfo(
         status=returncode & 0xFF if returncode >= 0 else 128 - returncode,
         signal=signal_name(-returncode) if returncode < 0 else None,
         ended_unix=time.time(),
-        end_ns=end,
-        seconds=(end - info.start_ns) / 1e9,
+        end_ns=end_ns,
+        seconds=(end_ns - run_info.start_ns) / 1e9,
         by=by,
         error=error,
         drained=drained,
     )
 
 
-def unknown_exit(info: RunInfo, by: str, why: str, end_ns: int) -> ExitInfo:
-    """An end without a known status, at `end_ns` (monotonic, as precise as possible)."""
-    seconds = max(end_ns - info.start_ns, 0) / 1e9
+def build_unknown_exit(run_info: RunInfo, by: str, reason: str, end_ns: int) -> ExitInfo:
+    """Return the record of an end with unknown status at `end_ns` (monotonic, as precise as possible)."""
+    seconds = max(end_ns - run_info.start_ns, 0) / 1e9
     return ExitInfo(
         status=None,
         signal=None,
-        ended_unix=info.started_unix + seconds,
+        ended_unix=run_info.started_unix + seconds,
         end_ns=end_ns,
         seconds=seconds,
         by=by,
-        unknown=why,
+        unknown=reason,
     )
 
 
-BY_YOU = "stopped by you"
-"""What sentences say in place of "stopped"."""
+STOPPED_BY_YOU = "stopped by you"
+"""The words of sentences in place of "stopped"."""
 
 
-def outcome_word(how: ExitInfo) -> str:
-    """One word for an end: finished, stopped (by the user), interrupted (SIGINT), killed (another signal), failed.
+def outcome_word(exit_info: ExitInfo) -> str:
+    """Return a word for an end: finished, stopped (by the user), interrupted (SIGINT), killed (by a signal) or failed.
 
     "ended" if the status is unknown.
     """
-    if how.stopped:
+    if exit_info.stopped:
         return "stopped"
-    if how.status is None:
+    if exit_info.status is None:
         return "ended"
-    if how.signal is not None:
-        return "interrupted" if how.signal == "SIGINT" else "killed"
-    return "finished" if how.status == 0 else "failed"
+    if exit_info.signal is not None:
+        return "interrupted" if exit_info.signal == "SIGINT" else "killed"
+    return "finished" if exit_info.status == 0 else "failed"

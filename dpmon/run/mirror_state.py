@@ -1,7 +1,7 @@
-"""What readers of a mirror see of its processes, and the requests that they send to it (dpmon.mirror).
+"""The state of a mirror's processes, for its readers, and the requests that readers send to it (dpmon.mirror).
 
-The mirror writes one small file once a second, so that a thousand ranks do not cost a thousand files. Requests are
-lines of another file.
+The mirror writes one small file once per second, so that a reader of a thousand ranks need not open a thousand files.
+Requests are lines of another file.
 """
 
 from __future__ import annotations
@@ -19,126 +19,134 @@ from dpmon.run import proc
 from dpmon.run.safe_files import open_file, read_file
 from dpmon.sanitize import sanitize_line
 
-STATE_FILE, ASKED_FILE = "nodes.json", "asked.jsonl"
-_MOST_BYTES = 8 << 20
-_MOST_WORD = 40
-_SHOWN_NS = 30 * 10**9
-"""How long a reader shows which machines did not do what they were asked for."""
+STATE_FILE, REQUESTS_FILE = "nodes.json", "asked.jsonl"
+_MAX_BYTES = 8 << 20
+_MAX_WORD_CHARS = 40
+_FAILURES_SHOWN_NS = 30 * 10**9
+"""How long after a request a reader shows which nodes did not carry it out."""
 
 
 def parse_activities(value: object, start_ns: int = 0) -> dict[int, tuple[str, int]]:
-    """Return what each process does, and since when (ns), from JSON by word and number; leave out what is damaged.
+    """Return the activity of each process, and its start (ns), from the JSON of `activities_by_word`.
 
-    `start_ns` is added to each time except 0.
+    Damaged entries are omitted. `start_ns` is added to each time except 0.
     """
-    found = {}
+    activities = {}
     for word, numbers in value.items() if isinstance(value, Mapping) else ():
-        what = sanitize_line(word)[:_MOST_WORD]
-        for number, since in numbers.items() if isinstance(numbers, Mapping) else ():
-            if type(since) is int and number.isdecimal() and len(number) < 10:
-                found[int(number)] = what, since and since + start_ns
-    return found
+        activity = sanitize_line(word)[:_MAX_WORD_CHARS]
+        for process_index, since_ns in numbers.items() if isinstance(numbers, Mapping) else ():
+            if type(since_ns) is int and process_index.isdecimal() and len(process_index) < 10:
+                activities[int(process_index)] = activity, since_ns and since_ns + start_ns
+    return activities
 
 
-def activities_by_word(doing: Mapping[int, tuple[str, int]]) -> dict[str, dict[int, int]]:
+def activities_by_word(activities: Mapping[int, tuple[str, int]]) -> dict[str, dict[int, int]]:
     """Return the JSON that `parse_activities` reads: grouped by word, because there may be a thousand processes."""
-    found: dict[str, dict[int, int]] = {}
-    for number, (what, since) in doing.items():
-        found.setdefault(what, {})[number] = since
-    return found
+    starts_by_activity: dict[str, dict[int, int]] = {}
+    for process_index, (activity, since_ns) in activities.items():
+        starts_by_activity.setdefault(activity, {})[process_index] = since_ns
+    return starts_by_activity
 
 
 class NodeReplies(NamedTuple):
-    """How the machines of a mirror have answered a request."""
+    """The replies of a mirror's nodes to a request."""
 
-    answered: int
-    asked: int
-    failed: Mapping[str, str] = {}
-    """Why a machine did not do it, by its name, for some time after the request; both clean."""
+    reply_count: int
+    request_count: int
+    failures: Mapping[str, str] = {}
+    """Why a node did not carry it out, by the node's name, for some time after the request; sanitized."""
 
 
 class MirrorState:
-    """The processes of the mirror in `directory`; `start_ns`: the start of its run (monotonic)."""
+    """The state of the mirror in `directory`, and its requests. `start_ns`: the start of its run (monotonic)."""
 
     def __init__(self, directory: Path, start_ns: int) -> None:
         self._path = directory / STATE_FILE
-        self._asked_path = directory / ASKED_FILE
+        self._requests_path = directory / REQUESTS_FILE
         self._start_ns = start_ns
         self._stamp = 0
         self._state: Mapping[str, Any] = {}
-        self._doing: dict[int, tuple[str, int]] | None = {}
-        """From `_state`; None until it is asked for."""
-        self._asked: int | None = None
-        """The last request of this reader."""
+        self._activities: dict[int, tuple[str, int]] | None = None
+        """Parsed from `_state` on demand; None until then."""
+        self._request_id: int | None = None
+        """Id of the last request of this reader."""
 
     def _read(self) -> None:
-        """Read what the mirror wrote last, if it is new."""
+        """Read the mirror's file if it was replaced."""
         with contextlib.suppress(OSError, ValueError):
             stamp = os.lstat(self._path).st_mtime_ns
             if stamp != self._stamp:
-                found = load_json(read_file(self._path, _MOST_BYTES))
-                self._state, self._stamp, self._doing = found if isinstance(found, dict) else {}, stamp, None
+                state = load_json(read_file(self._path, _MAX_BYTES))
+                self._state = state if isinstance(state, dict) else {}
+                self._stamp, self._activities = stamp, None
 
     @property
     def state(self) -> Mapping[str, Any]:
-        """What the mirror wrote last."""
+        """The members of the mirror's file, as last written."""
         self._read()
         return self._state
 
     def activities(self) -> dict[int, tuple[str, int]]:
-        """What each process does, and since when (monotonic ns)."""
+        """Return the activity of each process, and its start (monotonic ns)."""
         self._read()
-        if self._doing is None:
-            self._doing = parse_activities(self._state.get("doing"), self._start_ns)
-        return self._doing
+        if self._activities is None:
+            self._activities = parse_activities(self._state.get("doing"), self._start_ns)
+        return self._activities
 
     def time_member(self, name: str) -> int | None:
-        """The time under a name (monotonic ns)."""
-        at = int_member(self.state, name)
-        return None if at is None else at + self._start_ns
+        """Return the time under a name (monotonic ns); None if there is none."""
+        time_ns = int_member(self.state, name)
+        return None if time_ns is None else time_ns + self._start_ns
 
     def text_member(self, name: str) -> str | None:
-        """The text under a name."""
+        """Return the text under a name; None if there is none."""
         return text_member(self.state, name)
 
     def send_request(self, request: Mapping[str, Any]) -> int:
-        """Send a request to all machines; return the number of those that it can reach. OSError if that fails."""
-        self._asked = self._write(request)
+        """Send a request to all nodes. Return the number of connected nodes. Raises OSError if it cannot be sent."""
+        self._request_id = self._write(request)
         return len(self.state.get("connected") or ())
 
     def subscribe(self, processes: Collection[int]) -> None:
-        """Ask for all records of these processes while the caller's process lives. OSError if that fails."""
+        """Ask for all records of these processes while the caller's process lives. Raises OSError if that fails."""
         pid = os.getpid()
         self._write({"ask": "records", "processes": sorted(processes), "pid": pid, "started": proc.start_time_s(pid)})
 
     def _write(self, request: Mapping[str, Any]) -> int:
-        """Write a request; return its number."""
-        number = time.time_ns()
-        line = json.dumps({**request, "id": number}).encode() + b"\n"
-        fd = open_file(self._asked_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        """Write a request. Return its id."""
+        request_id = time.time_ns()
+        line = json.dumps({**request, "id": request_id}).encode() + b"\n"
+        fd = open_file(self._requests_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         try:
             os.write(fd, line)
         finally:
             os.close(fd)
-        return number
+        return request_id
 
     def replies(self) -> NodeReplies | None:
-        """The answers to the last request of this reader; None without one."""
-        if self._asked is None:
+        """Return the replies to the last request of this reader; None if it has sent none."""
+        if self._request_id is None:
             return None
-        found = self.state.get("answered")
-        if not isinstance(found, list) or [*map(type, found)] != [int] * 3 or found[0] < self._asked:
+        request_id, reply_count, request_count = self._integers("answered", 3) or (-1, 0, 0)
+        if request_id < self._request_id:
             return NodeReplies(0, len(self.state.get("connected") or ()))
-        failed = self.state.get("failed")
-        if not isinstance(failed, dict) or time.time_ns() - self._asked > _SHOWN_NS:
-            failed = {}
+        failures = self.state.get("failed")
+        if not isinstance(failures, dict) or time.time_ns() - self._request_id > _FAILURES_SHOWN_NS:
+            failures = {}
         return NodeReplies(
-            found[1],
-            found[2],
-            {sanitize_line(name, 40): sanitize_line(str(text), 300) for name, text in failed.items()},
+            reply_count,
+            request_count,
+            {sanitize_line(name, 40): sanitize_line(str(text), 300) for name, text in failures.items()},
         )
 
     def ended_counts(self) -> tuple[int, int]:
-        """How many machines' runs have ended, and the number of machines."""
-        found = self.state.get("ended")
-        return (found[0], found[1]) if isinstance(found, list) and [*map(type, found)] == [int] * 2 else (0, 0)
+        """Return the number of nodes whose run has ended, and the number of nodes; (0, 0) if unknown."""
+        ended_count, node_count = self._integers("ended", 2) or (0, 0)
+        return ended_count, node_count
+
+    def _integers(self, name: str, count: int) -> list[int] | None:
+        """Return the list of `count` integers under a name; None if there is none."""
+        values = self.state.get(name)
+        if isinstance(values, list) and [*map(type, values)] == [int] * count:
+            return values
+        return None

@@ -1,6 +1,6 @@
-"""Writes to paths that the user gave, and to standard output.
+"""Writes to paths that the user specifies, and to standard output.
 
-A regular file is replaced, a stream is written to directly. A device, a FIFO or a link at that path is never replaced.
+A regular file is replaced, a stream is written to directly. A device, a FIFO or a link at the path is never replaced.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _DESCRIPTOR = re.compile(r"/dev/(?:std(?:in|out|err)|fd/\d+)|/proc/(?:self|threa
 
 
 def is_stream(path: Path) -> bool:
-    """Whether `path` is an open descriptor (/dev/fd/3, /dev/stdout), a FIFO, a terminal or another such device.
+    """Return whether `path` is an open descriptor (/dev/fd/3, /dev/stdout), a FIFO, a terminal or a similar device.
 
-    Their readers would not see a new file in their place.
+    Its reader would not see a new file in its place.
     """
     if _DESCRIPTOR.fullmatch(os.path.abspath(path)):
         return True
@@ -36,13 +36,13 @@ def is_stream(path: Path) -> bool:
 
 
 def open_stream(path: Path) -> int:
-    """A descriptor that writes into a stream; waits for the reader of a FIFO, as a shell does."""
+    """Return a descriptor that writes into a stream. Waits for the reader of a FIFO, as a shell does."""
     # O_APPEND keeps earlier output of that descriptor. For a pipe it makes no difference.
     return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOCTTY)
 
 
 def check_replaceable(path: Path) -> int | None:
-    """The mode (st_mode) of the regular file at `path`; None if it does not exist; OSError for anything else."""
+    """Return the mode (st_mode) of the regular file at `path`; None without one. Raises OSError for anything else."""
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:
@@ -55,21 +55,21 @@ def check_replaceable(path: Path) -> int | None:
 
 
 def open_truncated(path: Path) -> int:
-    """A descriptor of the regular file at `path`, emptied, or of a new one (mode 0600); OSError for anything else."""
+    """Truncate or create (mode 0600) a regular file. Return its descriptor. Raises OSError for anything else."""
     check_replaceable(path)
-    return open_file(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, anyone=True)
+    return open_file(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, any_owner=True)
 
 
 @contextlib.contextmanager
 def replace_file(path: Path, mode: int | None = None) -> Iterator[TextIO]:
-    """A text file (UTF-8, "\\n") that replaces `path` when the block ends without an error; else nothing changes.
+    """Open a text file (UTF-8, "\\n") that replaces `path` if the block ends without an error; else nothing changes.
 
-    `mode`: the file's mode; None: the mode of the existing file, or 0600 for a new one. OSError if the file cannot be
-    written, or if `path` is not a regular file.
+    `mode`: the file's mode; None: the mode of the existing file, or 0600 for a new one. Raises OSError if the file
+    cannot be written, or if `path` is not a regular file.
     """
-    before = check_replaceable(path)
-    if mode is None and before is not None:
-        mode = before & 0o777
+    old_mode = check_replaceable(path)
+    if mode is None and old_mode is not None:
+        mode = old_mode & 0o777
     # Two writers to the same path have different names; the last to finish wins, as with any tool.
     temporary = path.with_name(f".dpmon-{uuid.uuid4().hex[:8]}.part")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -87,11 +87,11 @@ def replace_file(path: Path, mode: int | None = None) -> Iterator[TextIO]:
 
 @contextlib.contextmanager
 def open_replacement(path: Path) -> Iterator[TextIO]:
-    """A text file (UTF-8, "\\n") that replaces `path` when the block ends without an error; else nothing changes.
+    """Open a text file (UTF-8, "\\n") that replaces `path` if the block ends without an error; else nothing changes.
 
-    A stream (a FIFO, a terminal, /dev/fd/3) is written to directly. Like the record, a new file is readable only by its
-    owner; an existing file keeps its mode. Raises OSError if `path` cannot be written, or is neither a stream nor a
-    plain file.
+    A stream (a FIFO, a terminal, /dev/fd/3) is written to directly. Like the run's own files, a new file is readable
+    only by its owner; an existing file keeps its mode. Raises OSError if `path` cannot be written, or is neither a
+    stream nor a regular file.
     """
     if is_stream(path):
         fd = open_stream(path)
@@ -104,7 +104,7 @@ def open_replacement(path: Path) -> Iterator[TextIO]:
 
 @contextlib.contextmanager
 def utf8_stdout() -> Iterator[TextIO]:
-    """Standard output as UTF-8, whatever the locale."""
+    """Open standard output as UTF-8, whatever the locale."""
     out = sys.stdout
     if hasattr(out, "reconfigure"):
         out.reconfigure(encoding="utf-8", errors="backslashreplace", newline="\n")

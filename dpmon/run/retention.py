@@ -1,8 +1,8 @@
-"""Deletes old runs, the oldest first; never live or protected ones.
+"""Deletes old runs, the oldest first, but never live or protected ones.
 
 One large run must not displace all the others. So only runs that exceed their share are deleted for their size. The
-share is the byte limit divided by the number of runs: if all keep to it, they fit. The newest few are never deleted for
-their size.
+share is the byte limit divided by the maximum number of runs: if no run exceeds it, all fit. The newest few runs are
+never deleted for their size.
 """
 
 from __future__ import annotations
@@ -22,40 +22,40 @@ from dpmon.run.run_registry import list_runs
 from dpmon.run.safe_files import open_file, remove_file
 
 _KEEP_FILE = "keep"
-_GONE = ".gone-"
-_FINISHING_S = 10.0
-"""Longest wait for a supervisor that has recorded the end of its run. It usually leaves within 0.2 s."""
-_LOOK_S = 0.05
-NEWEST = 5
+_DELETED_PREFIX = ".gone-"
+_MAX_FINISH_S = 10.0
+"""How long to wait for a supervisor that has recorded the end of its run. It usually exits within 0.2 s."""
+_POLL_S = 0.05
+PROTECTED_NEWEST = 5
 """Number of newest runs that are never deleted for their size: the user is most likely to look at them."""
 
 
 class Limits(NamedTuple):
-    """How many runs to keep, and how many bytes in total. Protected and live runs count, but are not deleted."""
+    """The maximum number of runs, and of bytes in total. Protected and live runs count, but are not deleted."""
 
     runs: int = 200
     bytes: int = 10 << 30
 
     @property
     def bytes_per_run(self) -> int:
-        """A run of at most this many bytes is not deleted for its size."""
+        """Bytes up to which a run is not deleted for its size."""
         return self.bytes // max(self.runs, 1)
 
 
-def limits(environ: Mapping[str, str]) -> Limits:
-    """The limits from the environment or the configuration, else the defaults; all defaults if it is invalid."""
+def load_limits(environ: Mapping[str, str]) -> Limits:
+    """Return the limits from the environment or the configuration file, else the defaults, also if it is invalid."""
     with contextlib.suppress(ConfigError):  # commands that start or show a run report it
         settings = load_settings(environ)
-        given = {"runs": settings.keep_runs, "bytes": settings.keep_bytes}
-        return Limits()._replace(**{name: value for name, value in given.items() if value is not None})
+        overrides = {"runs": settings.keep_runs, "bytes": settings.keep_bytes}
+        return Limits()._replace(**{name: value for name, value in overrides.items() if value is not None})
     return Limits()
 
 
-def set_protected(directory: Path, kept: bool = True) -> None:
-    """Mark a run as protected from automatic deletion, or remove the mark; RunError if that fails."""
+def set_protected(directory: Path, protected: bool = True) -> None:
+    """Mark a run as protected from automatic deletion, or remove the mark. Raises RunError if that fails."""
     path = directory / _KEEP_FILE
     try:
-        if kept:
+        if protected:
             os.close(open_file(path, os.O_WRONLY | os.O_CREAT))
         else:
             with contextlib.suppress(FileNotFoundError):
@@ -65,60 +65,60 @@ def set_protected(directory: Path, kept: bool = True) -> None:
 
 
 def is_protected(directory: Path) -> bool:
-    """Whether the run is marked as protected."""
+    """Return whether the run is marked as protected."""
     return os.path.lexists(directory / _KEEP_FILE)
 
 
-def delete_run(directory: Path, info: RunInfo) -> None:
-    """Delete a run; RunError if it is live or cannot be deleted. Waits for a supervisor that is just finishing."""
-    until = time.monotonic() + _FINISHING_S
+def delete_run(directory: Path, run_info: RunInfo) -> None:
+    """Delete a run. Waits for a supervisor that is just finishing. Raises RunError if it is live or that fails."""
+    deadline = time.monotonic() + _MAX_FINISH_S
     while True:
-        # First, because the supervisor may leave during the attempt.
+        # Check this first, because the supervisor may exit during the attempt.
         finishing = load_exit(directory) is not None and has_live_supervisor(load_info(directory))
-        problem = _delete(directory, info)
-        if problem is None or not finishing or time.monotonic() >= until:
+        problem = _delete(directory, run_info)
+        if problem is None or not finishing or time.monotonic() >= deadline:
             break
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
     if problem is not None:
         raise RunError(problem)
 
 
-def prune_runs(limit: Limits, current: Path) -> list[Path]:
-    """Delete the oldest runs except `current` until the rest is within `limit`, if possible; return the deleted ones.
+def prune_runs(limits: Limits, current: Path) -> list[Path]:
+    """Delete the oldest runs except `current` until the rest is within `limits`, if possible.
 
-    Considers only the runs in the directory that contains `current`.
+    Considers only the runs in the directory that contains `current`. Returns the deleted ones.
     """
     _delete_leftovers(current.parent)
-    runs = [(directory, info) for directory, info in list_runs() if directory.parent == current.parent]
+    runs = [(directory, run_info) for directory, run_info in list_runs() if directory.parent == current.parent]
     sizes = {directory: _size(directory) for directory, _ in runs}
     count, total = len(runs), sum(sizes.values())
-    newest = {directory for directory, _ in runs[-NEWEST:]}
-    gone = []
-    for directory, info in runs:
-        if count <= limit.runs and total <= limit.bytes:
+    newest = {directory for directory, _ in runs[-PROTECTED_NEWEST:]}
+    deleted = []
+    for directory, run_info in runs:
+        if count <= limits.runs and total <= limits.bytes:
             break
         if directory == current or is_protected(directory):
             continue
-        if count <= limit.runs and (directory in newest or sizes[directory] <= limit.bytes_per_run):
+        if count <= limits.runs and (directory in newest or sizes[directory] <= limits.bytes_per_run):
             continue
-        if _delete(directory, info) is None:
-            gone.append(directory)
+        if _delete(directory, run_info) is None:
+            deleted.append(directory)
         elif os.path.lexists(directory):
             continue
         # If another supervisor deleted it first, that counts as well.
         count, total = count - 1, total - sizes[directory]
-    return gone
+    return deleted
 
 
-def _delete(directory: Path, info: RunInfo) -> str | None:
-    """Delete a run; return None, or why that failed."""
+def _delete(directory: Path, run_info: RunInfo) -> str | None:
+    """Delete a run. Return None, or the reason if that failed."""
     with contextlib.suppress(RunError):
-        info = load_info(directory)  # again, because measuring many runs took time
-    if is_live(info) and info.nodes:
-        return f"{directory.name} mirrors other runs; kill {info.supervisor_pid} ends the mirror, not the training"
-    if is_live(info):
-        return f"{directory.name} is running; dpmon stop {info.id} ends it"
-    state, _ = run_state(directory, info)
+        run_info = load_info(directory)  # again, because measuring many runs took time
+    if is_live(run_info) and run_info.nodes:
+        return f"{directory.name} mirrors other runs; kill {run_info.supervisor_pid} ends the mirror, not the training"
+    if is_live(run_info):
+        return f"{directory.name} is running; dpmon stop {run_info.id} ends it"
+    state, _ = run_state(directory, run_info)
     if state == "elsewhere":
         return f"{directory.name} is on another machine, which may still run it"
     if state == "starting":
@@ -127,8 +127,8 @@ def _delete(directory: Path, info: RunInfo) -> str | None:
     if lock is None:  # it is being started, or taken over, at this moment
         return f"{directory.name} is in use"
     try:
-        # Rename it first, so that no reader meets half a run.
-        hidden = directory.with_name(_GONE + directory.name)
+        # Rename it first, so that no reader sees half a run.
+        hidden = directory.with_name(_DELETED_PREFIX + directory.name)
         os.rename(directory, hidden)
         with contextlib.suppress(FileNotFoundError):  # another process cleans up as well
             shutil.rmtree(hidden)
@@ -143,13 +143,13 @@ def _delete(directory: Path, info: RunInfo) -> str | None:
 def _delete_leftovers(runs: Path) -> None:
     """Delete the directories that an interrupted deletion left behind."""
     with contextlib.suppress(OSError):
-        for entry in runs.glob(_GONE + "*"):
+        for entry in runs.glob(_DELETED_PREFIX + "*"):
             if not entry.is_symlink():
                 shutil.rmtree(entry, ignore_errors=True)
 
 
 def _size(directory: Path) -> int:
-    """Size on the disk in bytes."""
+    """Return the size on disk in bytes."""
     total = 0
     with contextlib.suppress(OSError), os.scandir(directory) as entries:
         for entry in entries:

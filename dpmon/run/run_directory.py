@@ -19,11 +19,11 @@ from dpmon.run.safe_files import open_file, read_file, write_atomically
 INFO_FILE = "run.json"
 EXIT_FILE = "exit.json"
 STOP_FILE = "stop-asked"
-"""Its modification time is when the user last asked the run to stop."""
-_STOP_HOLDS_S = 300.0
+"""A file whose modification time is the time of the user's last request to stop the run."""
+_STOP_VALID_S = 300.0
 _MAX_JSON_BYTES = 1 << 22
 MAX_SECONDS = 1e11
-"""Three thousand years: a longer time, or a value that is not a number, did not come from a run."""
+"""Three thousand years. A longer time, or NaN, did not come from a run."""
 MAX_STATUS = 255
 _RING_NAME = re.compile(r"process-(\d{1,6})\.ring")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -32,7 +32,7 @@ ID = re.compile(rf"\d{{8}}-\d{{6}}-{_NAME.pattern}-[0-9a-f]{{4}}")
 
 
 class RunError(DpmonError):
-    """There is no such run, or its directory cannot be used; the text is one sentence for the user."""
+    """A run that does not exist, or whose directory cannot be used; the text is one sentence for the user."""
 
 
 @dataclass(frozen=True)
@@ -59,18 +59,19 @@ class RunInfo:
     host: str = ""
     """The machine of the run; other machines may share the directory."""
     nodes: tuple[str, ...] = ()
-    """Of a mirror (dpmon.mirror): the names of the machines. Their records are written here by a process, the mirror,
-    which is named as the supervisor; there is no command."""
+    """For a mirror (dpmon.mirror): the names of the nodes. A process, the mirror, writes their records here. It takes
+    the place of the supervisor, and there is no command."""
 
     @property
     def arguments(self) -> tuple[str, ...]:
         """The words after Python and the script or module; all words of a launcher."""
-        return self.command[0 if self.python is None else 3 if self.script.startswith("-m ") else 2 :]
+        first = 3 if self.script.startswith("-m ") else 2
+        return self.command if self.python is None else self.command[first:]
 
 
 @dataclass(frozen=True)
 class ExitInfo:
-    """How a run ended: status 0..255 (128+N for a signal; None: unknown), the signal's name, time, and observer."""
+    """The end of a run: status 0..255 (128+N for signal N; None: unknown), the signal's name, time, and observer."""
 
     status: int | None
     signal: str | None
@@ -79,15 +80,15 @@ class ExitInfo:
     seconds: float
     by: str
     error: str | None = None
-    """Why the command could not be started; the status is dpmon's own then."""
+    """Why the command could not be started; the status is then dpmon's own."""
     unknown: str | None = None
     """Why the status is unknown, if it is."""
     cause: str | None = None
-    """What caused this end, if more is known, for example a lack of memory."""
+    """The cause of this end, if more is known, for example a lack of memory."""
     drained: bool = True
-    """Whether the history has everything that the rings held at the end."""
+    """Whether the history has everything that was in the rings at the end."""
     stopped: bool = False
-    """Whether the user had asked the run to stop shortly before; `load_exit` sets it."""
+    """Whether the user asked the run to stop shortly before its end; `load_exit` sets it."""
 
 
 _TYPES: dict[str, tuple[type, ...]] = {
@@ -104,19 +105,19 @@ _TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
-def _load_members(kind: type[Any], path: Path) -> dict[str, Any]:
-    """The members in a file that `kind` has, each of its declared type; RunError for anything else."""
+def _load_members(record_class: type[Any], path: Path) -> dict[str, Any]:
+    """Return the members of a JSON file that are fields of `record_class`. Raises RunError if a type is wrong."""
     text = read_file(path, _MAX_JSON_BYTES)
-    data = load_json(text)
-    if data != json.loads(text):
+    document = load_json(text)
+    if document != json.loads(text):
         raise RunError(f"{path} has a number out of range")
-    if not isinstance(data, dict):
+    if not isinstance(document, dict):
         raise RunError(f"{path} is not a JSON object")
-    found: dict[str, Any] = {}
-    for member in fields(kind):
-        if member.name not in data:
+    members: dict[str, Any] = {}
+    for member in fields(record_class):
+        if member.name not in document:
             continue
-        value = data[member.name]
+        value = document[member.name]
         declared = str(member.type)
         if not isinstance(value, _TYPES[declared]) or (isinstance(value, bool) and declared != "bool"):
             raise RunError(f"{path}: {member.name} is not a {declared}")
@@ -124,40 +125,40 @@ def _load_members(kind: type[Any], path: Path) -> dict[str, Any]:
             raise RunError(f"{path}: {member.name} is out of range")
         if isinstance(value, list):
             value = tuple(str(item) for item in value)
-        found[member.name] = value
-    return found
+        members[member.name] = value
+    return members
 
 
 def load_info(directory: Path) -> RunInfo:
-    """The contents of run.json; RunError if the directory is not a run of this user."""
+    """Return the contents of run.json. Raises RunError if the directory is not a run of this user."""
     path = directory / INFO_FILE
     check_directory(directory)
     try:
-        info = RunInfo(**_load_members(RunInfo, path))
-        if not _FILE_NAME.fullmatch(info.id) or not _NAME.fullmatch(info.name):
+        run_info = RunInfo(**_load_members(RunInfo, path))
+        if not _FILE_NAME.fullmatch(run_info.id) or not _NAME.fullmatch(run_info.name):
             # The id and the name become parts of file names.
             raise RunError(f"{path}: the id or the name is not valid")
-        # With other values a screen would redraw all the time, or never.
-        return info if 0.1 <= info.refresh <= 60 else replace(info, refresh=1.0)
+        # With other values, a screen would redraw all the time, or never.
+        return run_info if 0.1 <= run_info.refresh <= 60 else replace(run_info, refresh=1.0)
     except (OSError, ValueError, TypeError) as error:
         raise RunError(f"{directory} is not a run: {error}") from None
 
 
 def load_exit(directory: Path) -> ExitInfo | None:
-    """The contents of exit.json; None without a readable one."""
+    """Return the contents of exit.json; None if there is no valid one."""
     path = directory / EXIT_FILE
     try:
-        how = ExitInfo(**_load_members(ExitInfo, path))
-        if how.status is not None and not 0 <= how.status <= MAX_STATUS:
+        exit_info = ExitInfo(**_load_members(ExitInfo, path))
+        if exit_info.status is not None and not 0 <= exit_info.status <= MAX_STATUS:
             return None
     except (OSError, ValueError, TypeError, RunError):
         return None
-    asked = stop_requested_unix(directory)
-    return replace(how, stopped=asked is not None and how.ended_unix - asked < _STOP_HOLDS_S)
+    stop_s = stop_requested_unix(directory)
+    return replace(exit_info, stopped=stop_s is not None and exit_info.ended_unix - stop_s < _STOP_VALID_S)
 
 
 def record_stop_request(directory: Path) -> None:
-    """Note that the user is stopping the run, so that its end does not count as a failure."""
+    """Record that the user is stopping the run, so that its end does not count as a failure."""
     # If this fails on a full disk, the only effect is that the run is not called "stopped".
     with contextlib.suppress(OSError):
         fd = open_file(directory / STOP_FILE, os.O_WRONLY | os.O_CREAT)
@@ -166,46 +167,46 @@ def record_stop_request(directory: Path) -> None:
 
 
 def stop_requested_unix(directory: Path) -> float | None:
-    """When the user last asked the run to stop (seconds since 1970); None if never."""
+    """Return the time of the user's last request to stop the run (seconds since 1970); None if there is none."""
     try:
         return os.lstat(directory / STOP_FILE).st_mtime
     except OSError:
         return None
 
 
-def write_info(directory: Path, what: RunInfo | ExitInfo) -> None:
-    """Write run.json or exit.json in one step; OSError if that fails."""
-    name = INFO_FILE if isinstance(what, RunInfo) else EXIT_FILE
-    write_atomically(directory / name, json.dumps(asdict(what), indent=1) + "\n")
+def write_info(directory: Path, content: RunInfo | ExitInfo) -> None:
+    """Write run.json or exit.json atomically. Raises OSError if that fails."""
+    name = INFO_FILE if isinstance(content, RunInfo) else EXIT_FILE
+    write_atomically(directory / name, json.dumps(asdict(content), indent=1) + "\n")
 
 
 def check_directory(directory: Path) -> None:
     """Raise RunError unless `directory` is a real directory of this user (a link could lead anywhere)."""
     try:
-        info = os.lstat(directory)
+        directory_stat = os.lstat(directory)
     except OSError as error:
         raise RunError(f"{directory} cannot be used: {error.strerror}") from None
-    if stat.S_ISLNK(info.st_mode):
+    if stat.S_ISLNK(directory_stat.st_mode):
         raise RunError(f"{directory} is a symbolic link, not a run's directory")
-    if not stat.S_ISDIR(info.st_mode):
+    if not stat.S_ISDIR(directory_stat.st_mode):
         raise RunError(f"{directory} is not a directory")
-    if info.st_uid != os.getuid():
+    if directory_stat.st_uid != os.getuid():
         raise RunError(f"{directory} belongs to another user")
 
 
 def is_run_directory(directory: Path) -> bool:
-    """Whether a directory has the name and the run.json of a run; other programs also have files named run.json."""
+    """Return whether a directory has the name and the run.json of a run, because others also have such files."""
     return ID.fullmatch(directory.name) is not None and os.path.lexists(directory / INFO_FILE)
 
 
-def output_paths(directory: Path, info: RunInfo) -> tuple[Path, ...]:
-    """The files with the script's output: one, or two for a headless run (output first, then errors)."""
-    names = ("stdout.log", "stderr.log") if info.headless else ("output.log",)
+def output_paths(directory: Path, run_info: RunInfo) -> tuple[Path, ...]:
+    """Return the files with the script's output: one, or two for a headless run (output, then errors)."""
+    names = ("stdout.log", "stderr.log") if run_info.headless else ("output.log",)
     return tuple(directory / name for name in names)
 
 
 def count_file(log: Path) -> Path:
-    """The file with the number of bytes that were deleted from the beginning of a log."""
+    """Return the path of the file with the number of bytes that were deleted from the beginning of a log."""
     return log.with_suffix(".deleted")
 
 
@@ -217,18 +218,15 @@ def deleted_bytes(log: Path) -> int:
         return 0
 
 
-def ring_paths(directory: Path, known: Container[str] = ()) -> list[Path]:
-    """The rings of a run, sorted by the number of their process.
-
-    `known`: names to skip.
-    """
+def ring_paths(directory: Path, skipped_names: Container[str] = ()) -> list[Path]:
+    """Return the paths of the rings of a run, sorted by the index of their process, without `skipped_names`."""
     try:
         names = os.listdir(directory)
     except OSError:
         return []
-    found = []
+    numbered_paths = []
     for name in names:
-        match = None if name in known else _RING_NAME.fullmatch(name)
+        match = None if name in skipped_names else _RING_NAME.fullmatch(name)
         if match:
-            found.append((int(match[1]), directory / name))
-    return [path for _, path in sorted(found)]
+            numbered_paths.append((int(match[1]), directory / name))
+    return [path for _, path in sorted(numbered_paths)]

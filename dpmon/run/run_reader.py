@@ -1,6 +1,6 @@
 """Reads the state of a run's processes, and sends requests to them. dpmon.store.store_opening reads their records.
 
-This module starts no threads and writes nothing but requests.
+This module starts no threads, and writes only requests.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from dpmon.record.shared_names import MODES
 from dpmon.run import proc
-from dpmon.run.activities import current_startup_stage, read_startup_stages
+from dpmon.run.activities import StartupStage, current_startup_stage, read_startup_stages
 from dpmon.run.lifecycle import is_command_alive
 from dpmon.run.mirror_state import MirrorState, NodeReplies
 from dpmon.run.run_directory import (
@@ -31,36 +31,38 @@ from dpmon.span_reader import SpanReader
 from dpmon.span_ring import RingError, wants_pause
 
 NO_TRAINING = "no training process is running"
-"""Why a request has no addressee."""
+"""Why a request cannot be sent."""
 _ENDED = ("ended", 0)
-_RANKS = "the ranks wait for each other, so their collectives would time out"
+_PAUSE_REFUSED = "the ranks wait for each other, so their collectives would time out"
 
 
 class PauseState(NamedTuple):
-    """The last request for a pause, and whether the training is paused."""
+    """The last pause request, and whether the training is paused."""
 
-    wanted: bool = False
-    """Whether the last request to at least one training process was to pause."""
-    pending: bool = False
+    is_requested: bool = False
+    """Whether the last request to at least one training process was a pause."""
+    is_pending: bool = False
     """Whether a process has not yet acted on the last request."""
     since_ns: int | None = None
-    """When the last training process paused (monotonic; in `ScreenData`, since the start); None while one runs."""
+    """When the last training process paused (monotonic; in `ScreenData`, since the run's start). None unless all are
+    paused."""
 
 
-Doing = Mapping[int, tuple[str, int]]
+Activities = Mapping[int, tuple[str, int]]
 """The activity of each training process, and its start (monotonic ns)."""
 
 
 class RunReader:
-    """Watches the processes of the run in `directory`.
+    """A reader of the processes of the run in `directory`.
 
-    A method with `doing` looks at the processes again, unless it is given what `activities` has just returned.
+    A method with the parameter `activities` reads them again, unless the caller passes what `activities` has just
+    returned.
     """
 
     def __init__(self, directory: Path, *, known_exit: Callable[[], ExitInfo | None] = lambda: None) -> None:
-        """`known_exit` returns how the run ended, if the caller knows it without a file; else None.
+        """Open the run. Raises RunError if the directory is not a run of this user.
 
-        RunError if the directory is not a run of this user.
+        `known_exit` returns how the run ended, if the caller knows it without a file; else None.
         """
         self.directory = directory
         self._known_exit = known_exit
@@ -68,14 +70,14 @@ class RunReader:
         self.info: RunInfo = load_info(directory)
         self._rings: dict[str, SpanReader] = {}
         """Rings of training processes by file name."""
-        self._asked: dict[int, int] = {}
-        """The last request for a mode, by process."""
+        self._mode_requests: dict[int, int] = {}
+        """Serial of the last mode request, by process."""
         self._exit: ExitInfo | None = None
-        self._machines = MirrorState(directory, self.info.start_ns) if self.info.nodes else None
-        """In place of the rings, of a mirror."""
+        self._mirror = MirrorState(directory, self.info.start_ns) if self.info.nodes else None
+        """The state of a mirror, which has no rings; None on one machine."""
 
     def refresh(self) -> RunInfo:
-        """Read run.json again if it was replaced; keep the old contents while it cannot be read."""
+        """Return the contents of run.json, read again if it was replaced; the old ones while it cannot be read."""
         try:
             stamp = os.lstat(self.directory / INFO_FILE).st_mtime_ns
             if stamp != self._stamp:
@@ -93,114 +95,121 @@ class RunReader:
 
     # ------------------------------------------------------------------------------------------ state
 
-    def startup_stage(self) -> tuple[str, int] | None:
-        """The run's stage before its first call, and when it began (monotonic ns)."""
-        if self._machines is not None:
-            text, since_ns = self._machines.text_member("stage"), self._machines.time_member("stage_ns")
-            return None if text is None or since_ns is None else (text, since_ns)
+    def startup_stage(self) -> StartupStage | None:
+        """Return the run's stage before its first call, and when it started (monotonic ns); None if unknown."""
+        if self._mirror is not None:
+            stage, since_ns = self._mirror.text_member("stage"), self._mirror.time_member("stage_ns")
+            return None if stage is None or since_ns is None else StartupStage(stage, since_ns)
         return current_startup_stage(read_startup_stages(self.directory), lambda pid: proc.is_alive(pid, None))
 
-    def waits_for_input(self) -> int | None:
-        """When the command began to wait for input (monotonic ns); None if it does not, or if this is unknown."""
-        return input_wait_start_ns(self.directory) if self._machines is None else self._machines.time_member("input_ns")
+    def input_wait_start_ns(self) -> int | None:
+        """Return when the command began to wait for input (monotonic ns); None if it does not, or if unknown."""
+        if self._mirror is not None:
+            return self._mirror.time_member("input_ns")
+        return input_wait_start_ns(self.directory)
 
     def activities(self) -> dict[int, tuple[str, int]]:
-        """Each training process's activity and its start (monotonic ns); "ended" also for a killed one."""
-        if self._machines is not None:
-            return self._machines.activities()
+        """Return each training process's activity and its start (monotonic ns); "ended" also for a killed one."""
+        if self._mirror is not None:
+            return self._mirror.activities()
         for path in ring_paths(self.directory, self._rings):
             with contextlib.suppress(RingError, OSError):  # its header will be complete in a moment
                 self._rings[path.name] = SpanReader(str(path))
         return {ring.process: _activity_of(ring) for ring in self._rings.values()}
 
     def exit_info(self) -> ExitInfo | None:
-        """How the run ended; None while it runs."""
+        """Return how the run ended; None while it runs."""
         if self._exit is None or not self._exit.drained:
             self._exit = load_exit(self.directory) or self._exit or self._known_exit()
         return self._exit
 
-    def command_alive(self) -> bool | None:
-        """Whether the command runs; None before its start."""
-        return is_command_alive(self.info if self.info.command_pid is not None else self.refresh())
+    def is_command_alive(self) -> bool | None:
+        """Return whether the command runs; None before its start."""
+        run_info = self.refresh() if self.info.command_pid is None else self.info
+        return is_command_alive(run_info)
 
     # ------------------------------------------------------------------------------------------ requests
 
     def request_mode(self, mode: str) -> int:
-        """Request `mode` (dp or single) of every training process; return their number. ValueError for other modes."""
-        number = MODES.index(mode)
-        if self._machines is not None:
-            return self._machines.send_request({"ask": "mode", "mode": mode})
+        """Request `mode` (dp or single) of every training process. Return the number of processes or nodes.
 
-        def ask(ring: SpanReader) -> None:
-            self._asked[ring.process] = ring.request(number)
+        Raises ValueError for other modes.
+        """
+        mode_number = MODES.index(mode)
+        if self._mirror is not None:
+            return self._mirror.send_request({"ask": "mode", "mode": mode})
 
-        return self._request_all(ask)
+        def request(ring: SpanReader) -> None:
+            self._mode_requests[ring.process] = ring.request(mode_number)
 
-    def has_pending_request(self, doing: Doing | None = None) -> bool:
-        """Whether a living process has not yet acted on the last request."""
-        if self._machines is not None:
-            return self._machines.state.get("pending") is True
-        return any(ring.acknowledged()[0] < self._asked.get(ring.process, 0) for ring in self._live_rings(doing))
+        return self._request_all(request)
+
+    def has_pending_request(self, activities: Activities | None = None) -> bool:
+        """Return whether a living process has not yet acted on the last mode request."""
+        if self._mirror is not None:
+            return self._mirror.state.get("pending") is True
+        serials = ((ring.process, *ring.acknowledged()) for ring in self._live_rings(activities))
+        return any(serial < self._mode_requests.get(process, 0) for process, serial, _ in serials)
 
     def request_pause(self, paused: bool) -> int:
-        """Ask every training process to pause between two steps, or to resume; return the number of processes.
+        """Ask every training process to pause between two steps, or to resume. Return the number of processes or nodes.
 
-        Does not ask for a pause if `pause_refusal` returns a reason.
+        Does nothing and returns 0 if a pause is requested and `pause_refusal` returns a reason.
         """
         if paused and self.pause_refusal() is not None:
             return 0
-        if self._machines is not None:
-            return self._machines.send_request({"ask": "pause", "paused": paused})
+        if self._mirror is not None:
+            return self._mirror.send_request({"ask": "pause", "paused": paused})
         return self._request_all(lambda ring: ring.request_pause(paused))
 
     def request_sample(self) -> int:
-        """Ask every training process to sample the collectives of one step soon; return the number of processes."""
-        if self._machines is not None:
-            return self._machines.send_request({"ask": "sample"})
+        """Ask every training process to sample the collectives of a step soon. Return how many processes or nodes."""
+        if self._mirror is not None:
+            return self._mirror.send_request({"ask": "sample"})
         return self._request_all(SpanReader.request_sample)
 
     def node_replies(self) -> NodeReplies | None:
-        """How the machines have answered the last request of this reader; None on one machine."""
-        return None if self._machines is None else self._machines.replies()
+        """Return the nodes' replies to the last request of this reader; None on one machine."""
+        return None if self._mirror is None else self._mirror.replies()
 
     def request_records(self, processes: Collection[int]) -> None:
-        """Ask a mirror for all records of these processes while this process lives, and only some others. OSError."""
-        if self._machines is not None:
-            self._machines.subscribe(processes)
+        """Subscribe to all records of these processes of a mirror, while this process lives. Raises OSError."""
+        if self._mirror is not None:
+            self._mirror.subscribe(processes)
 
-    def pause_refusal(self, doing: Doing | None = None) -> str | None:
-        """Why the training cannot be paused now; None if a pause can be requested."""
-        if self._machines is not None:
-            return self._machines.text_member("refusal")
-        training = self._live_rings(doing)
-        if not training:
+    def pause_refusal(self, activities: Activities | None = None) -> str | None:
+        """Return why the training cannot be paused now; None if a pause can be requested."""
+        if self._mirror is not None:
+            return self._mirror.text_member("refusal")
+        rings = self._live_rings(activities)
+        if not rings:
             return NO_TRAINING
-        return _RANKS if any((ring.world or 1) > 1 for ring in training) else None
+        return _PAUSE_REFUSED if any((ring.world or 1) > 1 for ring in rings) else None
 
-    def pause_state(self, doing: Doing | None = None) -> PauseState:
-        """The last request for a pause, whether it is in force, and the start of the pause."""
-        if self._machines is not None:
-            state = self._machines.state
+    def pause_state(self, activities: Activities | None = None) -> PauseState:
+        """Return the last pause request, whether it is in force, and the start of the pause."""
+        if self._mirror is not None:
+            state = self._mirror.state
             return PauseState(
-                state.get("wanted") is True, state.get("pausing") is True, self._machines.time_member("paused_ns")
+                state.get("wanted") is True, state.get("pausing") is True, self._mirror.time_member("paused_ns")
             )
-        doing = self.activities() if doing is None else doing
-        training = self._live_rings(doing)
-        requests = [ring.pause_requests() for ring in training]
-        own = [doing[ring.process] for ring in training]
-        paused = bool(own) and all(what == "paused" for what, _ in own)
+        activities = self.activities() if activities is None else activities
+        rings = self._live_rings(activities)
+        requests = [ring.pause_requests() for ring in rings]
+        live_activities = [activities[ring.process] for ring in rings]
+        paused = bool(live_activities) and all(activity == "paused" for activity, _ in live_activities)
         return PauseState(
-            wanted=any(wants_pause(asked) for asked, _ in requests),
-            pending=any(asked != answered for asked, answered in requests),
-            since_ns=max(since for _, since in own) if paused else None,
+            is_requested=any(wants_pause(request) for request, _ in requests),
+            is_pending=any(request != acknowledged for request, acknowledged in requests),
+            since_ns=max(since_ns for _, since_ns in live_activities) if paused else None,
         )
 
-    def _live_rings(self, doing: Doing | None = None) -> list[SpanReader]:
-        doing = self.activities() if doing is None else doing
-        return [ring for ring in self._rings.values() if doing.get(ring.process, _ENDED) != _ENDED]
+    def _live_rings(self, activities: Activities | None = None) -> list[SpanReader]:
+        activities = self.activities() if activities is None else activities
+        return [ring for ring in self._rings.values() if activities.get(ring.process, _ENDED) != _ENDED]
 
     def _request_all(self, request: Callable[[SpanReader], object]) -> int:
-        """Send a request to every training process; return the number of processes that can be asked."""
+        """Send a request to every training process. Return the number of processes that could be reached."""
         count = 0
         for ring in self._live_rings():
             with contextlib.suppress(RingError, OSError):
@@ -215,9 +224,9 @@ class RunReader:
 
 
 def _activity_of(ring: SpanReader) -> tuple[str, int]:
-    """The activity of a process; "ended" also if it was killed, or if its ring cannot be read."""
+    """Return the activity of a process and its start; "ended" also if it was killed, or if its ring cannot be read."""
     with contextlib.suppress(RingError, OSError):
-        name, since = ring.activity()
-        if name != "ended" and proc.is_alive(ring.pid, None):
-            return name, since
+        activity, since_ns = ring.activity()
+        if activity != "ended" and proc.is_alive(ring.pid, None):
+            return activity, since_ns
     return _ENDED

@@ -1,4 +1,4 @@
-"""The directory of all runs: creates runs in it, and finds them by their names."""
+"""Creates runs in the directory of all runs, and finds them by name."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from dpmon.run import proc
 from dpmon.run.run_directory import ID, INFO_FILE, RunError, RunInfo, check_directory, load_info, write_info
 from dpmon.run.safe_files import open_directory
 
-_IDS_NAMED = 8
+_MAX_IDS_NAMED = 8
 ROOM_BYTES = 24 << 20
-"""Free space that a run needs, in bytes: its rings, and some for the rest."""
-LASTING = "/var/tmp"
-"""A local directory that does not depend on the environment: other shells and jobs of the user find the runs there."""
+"""Free space (bytes) that a run needs for its rings and some other files."""
+PERSISTENT_TMP = "/var/tmp"
+"""A local directory that does not depend on the environment, so that the user's other shells and jobs find the runs."""
 SHARED_MEMORY = "/dev/shm"
 MOUNTS = Path("/proc/self/mountinfo")
-_NETWORK = {
+_NETWORK_FILE_SYSTEMS = {
     *("nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "fhgfs", "ceph", "afs", "panfs", "wekafs", "dvs"),
     *("orangefs", "pvfs2", "fuse.sshfs", "fuse.glusterfs", "fuse.ceph-fuse", "fuse.juicefs", "fuse.s3fs"),
     *("fuse.gcsfuse", "fuse.rclone"),
@@ -32,163 +32,168 @@ _NETWORK = {
 
 
 def runs_directory() -> Path:
-    """The directory of all runs, under the user's state directory; it may not exist. RunError without a home directory.
+    """Return the directory of all runs, which may not exist. Raises RunError without a home directory.
 
-    The state directory is XDG_STATE_HOME or ~/.local/state. A relative XDG_STATE_HOME is ignored, as the XDG Base
-    Directory Specification asks, because processes with other current directories would resolve it differently.
+    It is under the user's state directory: XDG_STATE_HOME or ~/.local/state. A relative XDG_STATE_HOME is ignored, as
+    the XDG Base Directory Specification requires: processes with other current directories would resolve it
+    differently.
     """
     state = os.environ.get("XDG_STATE_HOME", "")
     if os.path.isabs(state):
         return Path(state) / "dpmon" / "runs"
-    at_home = home_directory(os.environ)
-    if at_home is None:
+    home = home_directory(os.environ)
+    if home is None:
         raise RunError("there is no home directory for runs; set XDG_STATE_HOME to an absolute path")
-    return at_home / ".local" / "state" / "dpmon" / "runs"
+    return home / ".local" / "state" / "dpmon" / "runs"
 
 
 def fallback_directories() -> list[Path]:
-    """Replacements for `runs_directory` if it cannot store runs: directories for temporary files, then memory.
+    """Return the directories to try if `runs_directory` cannot store runs: for temporary files, then in memory.
 
-    Their names depend on the usual place, so that runs of different state directories do not mix.
+    Their names depend on `runs_directory`, so that runs of different state directories do not mix.
     """
-    mark = f"{zlib.crc32(os.fsencode(runs_directory())):08x}"
+    state_suffix = f"{zlib.crc32(os.fsencode(runs_directory())):08x}"
     temporary = os.environ.get("TMPDIR", "")
     # A process with another current directory, such as the supervisor, would resolve a relative path differently.
-    places = dict.fromkeys([LASTING, temporary if os.path.isabs(temporary) else "/tmp", SHARED_MEMORY])
-    return [Path(place) / f"dpmon-{os.getuid()}-{mark}" / "runs" for place in places]
+    places = dict.fromkeys([PERSISTENT_TMP, temporary if os.path.isabs(temporary) else "/tmp", SHARED_MEMORY])
+    return [Path(place) / f"dpmon-{os.getuid()}-{state_suffix}" / "runs" for place in places]
 
 
-def file_system(place: Path) -> str | None:
-    """The type of the file system of `place`, or of its nearest existing directory; None if the kernel does not say."""
-    directory = next(path for path in (place, *place.parents) if os.path.isdir(path))
+def file_system(path: Path) -> str | None:
+    """Return the type of the file system of `path` or of its nearest existing parent; None if unknown."""
+    directory = next(candidate for candidate in (path, *path.parents) if os.path.isdir(candidate))
     with contextlib.suppress(OSError):
-        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # mounts what autofs has there
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # opening it makes autofs mount it
         try:
-            about = Path(f"/proc/self/fdinfo/{fd}").read_text()
+            fd_info = Path(f"/proc/self/fdinfo/{fd}").read_text()
         finally:
             os.close(fd)
-        mount = about.partition("mnt_id:")[2].split()[:1]
+        _, _, after_key = fd_info.partition("mnt_id:")
+        mount_id = after_key.split()[:1]
         for line in MOUNTS.read_text(errors="replace").splitlines():
-            if line.split()[:1] == mount:
-                return line.partition(" - ")[2].split()[0]
+            if line.split()[:1] == mount_id:
+                _, _, after_options = line.partition(" - ")
+                return after_options.split()[0]
     return None
 
 
-def network_file_system(place: Path) -> str | None:
-    """The type of the file system of `place`, if several machines share it; else None."""
-    kind = file_system(place)
-    return kind if kind in _NETWORK else None
+def network_file_system(path: Path) -> str | None:
+    """Return the type of the file system of `path` if several machines can share it; else None."""
+    fs_type = file_system(path)
+    return fs_type if fs_type in _NETWORK_FILE_SYSTEMS else None
 
 
-def _check_way(runs: Path) -> None:
-    """Raise RunError if a link that neither this user nor root made leads to `runs`: it could lead anywhere."""
-    places = [*reversed(runs.parents), runs]
-    for place in places:
-        if place.is_symlink():
-            if os.lstat(place).st_uid not in (0, os.getuid()):
-                raise RunError(f"{place} is a link that another user made; set XDG_STATE_HOME to a directory of yours")
-            target = Path(os.path.realpath(place.parent), os.readlink(place))
-            places += [each for each in (*reversed(target.parents), target) if each not in places]
+def _check_links(runs: Path) -> None:
+    """Raise RunError if a link that neither this user nor root created leads to `runs`: it could lead anywhere."""
+    paths = [*reversed(runs.parents), runs]
+    for path in paths:
+        if path.is_symlink():
+            if os.lstat(path).st_uid not in (0, os.getuid()):
+                raise RunError(f"{path} is a link that another user made; set XDG_STATE_HOME to a directory of yours")
+            target = Path(os.path.realpath(path.parent), os.readlink(path))
+            paths += [parent for parent in (*reversed(target.parents), target) if parent not in paths]
 
 
 def check_place(runs: Path) -> None:
-    """Raise RunError if no run may be kept in `runs`, or OSError; nothing is created."""
-    _check_way(runs)
-    at_home = home_directory(os.environ)
-    if at_home is not None and runs.is_relative_to(at_home) and not at_home.is_dir():
-        raise RunError(f"no run can be kept in {runs}: there is no directory {at_home}; set XDG_STATE_HOME")
+    """Raise RunError or OSError if no run may be kept in `runs`. Creates nothing."""
+    _check_links(runs)
+    home = home_directory(os.environ)
+    if home is not None and runs.is_relative_to(home) and not home.is_dir():
+        raise RunError(f"no run can be kept in {runs}: there is no directory {home}; set XDG_STATE_HOME")
     for directory in (runs.parent, runs):
         if directory.is_symlink() and os.stat(directory).st_mode & 0o077:
             raise RunError(f"{directory} is a link to a directory that is open to others; chmod 700 {directory}/")
 
 
 def _make_private(directory: Path) -> None:
-    """Create a directory of mode 0700, whatever the umask; FileExistsError if the path exists."""
+    """Create a directory of mode 0700, whatever the umask. Raises FileExistsError if the path exists."""
     directory.mkdir(mode=0o700)
     with open_directory(directory) as fd:
         os.chmod(f"/proc/self/fd/{fd}", 0o700)  # not by its name, which may have become a link
 
 
 def _create_private(runs: Path) -> None:
-    """Create a directory of runs if it is missing, and make it private; RunError if that fails."""
-    usual = runs == runs_directory()
+    """Create a directory of runs if it is missing, and make it private. Raises RunError if that fails."""
+    is_default = runs == runs_directory()
     try:
         check_place(runs)
-        # The XDG Base Directory Specification asks for mode 0700, also for missing parent directories.
-        for directory in [place for place in reversed(runs.parents[1:]) if usual and not place.exists()]:
-            with contextlib.suppress(FileExistsError):  # another dpmon made it first
+        # The XDG Base Directory Specification requires mode 0700, also for missing parent directories.
+        for directory in [parent for parent in reversed(runs.parents[1:]) if is_default and not parent.exists()]:
+            with contextlib.suppress(FileExistsError):  # another dpmon created it first
                 _make_private(directory)
         for directory in (runs.parent, runs):
             with contextlib.suppress(FileExistsError):
                 _make_private(directory)
-            linked = usual and directory.is_symlink()  # what it leads to is not changed
-            with open_directory(directory, linked=linked) as fd:
-                info = os.fstat(fd)
-                if info.st_uid != os.getuid():
+            is_link = is_default and directory.is_symlink()  # what it leads to is not changed
+            with open_directory(directory, allow_link=is_link) as fd:
+                directory_stat = os.fstat(fd)
+                if directory_stat.st_uid != os.getuid():
                     raise RunError(f"{directory} belongs to another user; set XDG_STATE_HOME to a directory of yours")
-                if info.st_mode & 0o077 and not linked:
+                if directory_stat.st_mode & 0o077 and not is_link:
                     os.chmod(f"/proc/self/fd/{fd}", 0o700)
     except OSError as error:
         raise RunError(f"no run can be kept in {runs}: {error.strerror}; set XDG_STATE_HOME") from None
 
 
 def create_run(draft: RunInfo) -> tuple[Path, RunInfo]:
-    """Create a directory for the run `draft`, fill in its id, and write run.json; RunError if that fails.
+    """Create a directory for the run `draft`, fill in its id, and write run.json. Raises RunError if that fails.
 
-    If the usual place cannot be used (on the network, read-only, full, another user's), the run gets a replacement. A
-    sentence in `options["elsewhere"]` says so.
+    If `runs_directory` cannot be used (on the network, read-only, full, another user's), the run is kept in a fallback
+    directory. A sentence in `options["elsewhere"]` says so.
     """
-    problem, local = "", list[Path]()
+    first_problem, local_directories = "", list[Path]()
     for runs in (runs_directory(), *fallback_directories()):
         options = dict(draft.options)
-        if problem:
-            why = problem.partition(";")[0]
-            options["elsewhere"] = f"{why}: this run is kept in {runs}; set XDG_STATE_HOME to choose another directory"
+        if first_problem:
+            reason, _, _ = first_problem.partition(";")
+            hint = "set XDG_STATE_HOME to choose another directory"
+            options["elsewhere"] = f"{reason}: this run is kept in {runs}; {hint}"
         try:
-            if (kind := network_file_system(runs)) is not None:
-                raise RunError(f"{runs} is on a network file system ({kind})")
-            local.append(runs)
+            if (fs_type := network_file_system(runs)) is not None:
+                raise RunError(f"{runs} is on a network file system ({fs_type})")
+            local_directories.append(runs)
             _create_private(runs)
             free = shutil.disk_usage(runs).free
             if free < ROOM_BYTES:
                 raise RunError(f"{runs} has only {free >> 20} MiB left")
             return _create_in(runs, replace(draft, options=options))
         except RunError as error:
-            problem = problem or str(error)
-    # No place has enough space: use what is left in the usual place, or raise its error.
-    if not local:
-        raise RunError(f"{problem}; set XDG_STATE_HOME to a local directory")
-    _create_private(local[0])
-    return _create_in(local[0], replace(draft, options={**draft.options, "elsewhere": problem}))
+            first_problem = first_problem or str(error)
+    # No directory has enough space: use what is left in the first local one, or raise its error.
+    if not local_directories:
+        raise RunError(f"{first_problem}; set XDG_STATE_HOME to a local directory")
+    runs, *_ = local_directories
+    _create_private(runs)
+    return _create_in(runs, replace(draft, options={**draft.options, "elsewhere": first_problem}))
 
 
 def _create_in(runs: Path, draft: RunInfo) -> tuple[Path, RunInfo]:
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(draft.started_unix))
     for _ in range(1000):
         run_id = f"{stamp}-{draft.name}-{os.urandom(2).hex()}"
-        directory, info = runs / run_id, replace(draft, id=run_id, host=proc.host_name())
+        directory, run_info = runs / run_id, replace(draft, id=run_id, host=proc.host_name())
         try:
             _make_private(directory)
-            write_info(directory, info)
+            write_info(directory, run_info)
         except FileExistsError:
             continue
         except OSError as error:
             with contextlib.suppress(OSError):  # leave no empty run behind
                 directory.rmdir()
             raise RunError(f"{directory} cannot be created: {error.strerror}") from None
-        return directory, info
+        return directory, run_info
     raise RunError(f"no free name for a run in {runs}")
 
 
 def list_runs(unreadable: list[str] | None = None) -> list[tuple[Path, RunInfo]]:
-    """All readable runs of this user, oldest first, including those in replacement directories.
+    """Return all readable runs of this user, oldest first, including those in fallback directories.
 
-    `unreadable`: a list that receives an error for each run with an unreadable run.json.
+    `unreadable`: a list to which an error is appended for each run with an unreadable run.json.
     """
-    found = []
+    readable_runs = []
     for runs in (runs_directory(), *fallback_directories()):
         try:
-            _check_way(runs)
+            _check_links(runs)
             if runs != runs_directory():
                 check_directory(runs.parent)
             names = os.listdir(runs)
@@ -197,67 +202,80 @@ def list_runs(unreadable: list[str] | None = None) -> list[tuple[Path, RunInfo]]
         for name in names:
             if ID.fullmatch(name):
                 try:
-                    info = load_info(runs / name)
-                    if info.id != name:  # copied under another name, or made to look like another run
-                        raise RunError(f"{runs / name} has the id of another run: {info.id}")
-                    found.append((runs / name, info))
+                    run_info = load_info(runs / name)
+                    if run_info.id != name:  # copied under another name, or made to look like another run
+                        raise RunError(f"{runs / name} has the id of another run: {run_info.id}")
+                    readable_runs.append((runs / name, run_info))
                 except RunError as error:
-                    # Without the file the run is just being created, or was just deleted.
+                    # Without the file, the run is just being created, or was just deleted.
                     if unreadable is not None and os.path.lexists(runs / name / INFO_FILE):
                         unreadable.append(str(error))
-    return sorted(found, key=lambda run: (run[1].started_unix, run[0].name))
+
+    def age_key(run: tuple[Path, RunInfo]) -> tuple[float, str]:
+        directory, run_info = run
+        return run_info.started_unix, directory.name
+
+    return sorted(readable_runs, key=age_key)
 
 
-def short_name(info: RunInfo) -> str:
-    """The run's display name: its name and the four digits that distinguish it from others of that name."""
-    return f"{info.name}-{info.id[-4:]}"
+def short_name(run_info: RunInfo) -> str:
+    """Return the run's display name: its name and the four digits that distinguish it from others of that name."""
+    return f"{run_info.name}-{run_info.id[-4:]}"
 
 
-def newest_run(goes_on: Callable[[RunInfo], bool]) -> Path:
-    """The newest live run, else the newest of all; RunError if there is none."""
-    going = [directory for directory, info in reversed(list_runs()) if goes_on(info)]
-    return going[0] if going else find_run()
+def newest_run(is_live: Callable[[RunInfo], bool]) -> Path:
+    """Return the newest live run, else the newest run. Raises RunError if there is none."""
+    live_directories = [directory for directory, run_info in reversed(list_runs()) if is_live(run_info)]
+    return live_directories[0] if live_directories else find_run()
 
 
 JOB = "job="
 """The prefix of a RUN that means the newest run of a job on this machine: `job=slurm:12.0`."""
 
 
-def find_run(what: str = "last", *, only: bool = False, goes_on: Callable[[RunInfo], bool] | None = None) -> Path:
-    """The run named `what`: `last`, an id, a short name, a name (its latest run), or a unique prefix of one.
+def find_run(name: str = "last", *, unique: bool = False, is_live: Callable[[RunInfo], bool] | None = None) -> Path:
+    """Return the run named `name`: `last`, an id, a short name, a name (its latest run), or a unique prefix of one.
 
-    RunError if no run or several runs match. `only`: RunError also if several runs have that name. With `goes_on`, a
-    name means its live run; RunError if several are live.
+    Raises RunError if no run or several runs match. `unique`: also if several runs have that name. With `is_live`, a
+    name means its live run; raises RunError if several are live.
     """
     runs = list_runs()
     if not runs:
         raise RunError(f"there is no run yet in {runs_directory()}")
-    if what == "last":
-        return runs[-1][0]
-    for meaning in (lambda run: run.id, short_name, lambda run: run.name):
-        same = [(directory, info) for directory, info in runs if meaning(info) == what]
-        if only and len(same) > 1:
-            raise RunError(f"{what!r} could be any of {len(same)} runs: {_format_ids([info.id for _, info in same])}")
-        going = [run for run in same if goes_on is not None and goes_on(run[1])] if len(same) > 1 else []
-        if len(going) > 1:
-            raise RunError(f"{what!r} matches {len(going)} live runs: {_format_ids([info.id for _, info in going])}")
-        if same:
-            return (going or same)[-1][0]
-    starts = [run for run in runs if what and _has_prefix(run[1], what, only)]
-    if len(starts) > 1:
-        names = _format_ids([short_name(info) for _, info in starts])
-        raise RunError(f"{what!r} could be any of {len(starts)} runs: {names}")
-    if not starts:
-        raise RunError(f"there is no run {what!r}; `dpmon ls` lists them")
-    return starts[0][0]
+    if name == "last":
+        directory, _ = runs[-1]
+        return directory
+    for name_of in (lambda run_info: run_info.id, short_name, lambda run_info: run_info.name):
+        matches = [(directory, run_info) for directory, run_info in runs if name_of(run_info) == name]
+        if unique and len(matches) > 1:
+            ids = _format_ids([run_info.id for _, run_info in matches])
+            raise RunError(f"{name!r} could be any of {len(matches)} runs: {ids}")
+        if is_live is not None and len(matches) > 1:
+            live_matches = [(directory, run_info) for directory, run_info in matches if is_live(run_info)]
+            if len(live_matches) > 1:
+                ids = _format_ids([run_info.id for _, run_info in live_matches])
+                raise RunError(f"{name!r} matches {len(live_matches)} live runs: {ids}")
+            matches = live_matches or matches
+        if matches:
+            directory, _ = matches[-1]
+            return directory
+    prefix_matches = [(directory, run_info) for directory, run_info in runs if _has_prefix(run_info, name, unique)]
+    if not name or not prefix_matches:
+        raise RunError(f"there is no run {name!r}; `dpmon ls` lists them")
+    if len(prefix_matches) > 1:
+        names = _format_ids([short_name(run_info) for _, run_info in prefix_matches])
+        raise RunError(f"{name!r} could be any of {len(prefix_matches)} runs: {names}")
+    ((directory, _),) = prefix_matches
+    return directory
 
 
-def _has_prefix(info: RunInfo, what: str, only: bool) -> bool:
-    """Whether the run's id or short name begins with `what`; with `only`, only the id counts."""
-    return info.id.startswith(what) or (not only and short_name(info).startswith(what))
+def _has_prefix(run_info: RunInfo, prefix: str, id_only: bool) -> bool:
+    """Return whether the run's id or short name begins with `prefix`; with `id_only`, only the id counts."""
+    return run_info.id.startswith(prefix) or (not id_only and short_name(run_info).startswith(prefix))
 
 
 def _format_ids(ids: list[str]) -> str:
-    """The newest ids, the newest first."""
-    shown = ", ".join(ids[: -_IDS_NAMED - 1 : -1])
-    return shown if len(ids) <= _IDS_NAMED else f"{shown} and {len(ids) - _IDS_NAMED} more (dpmon ls lists them)"
+    """Return the newest ids, the newest first, as text."""
+    listed = ", ".join(ids[: -_MAX_IDS_NAMED - 1 : -1])
+    more = len(ids) - _MAX_IDS_NAMED
+    return f"{listed} and {more} more (dpmon ls lists them)" if more > 0 else listed

@@ -1,4 +1,4 @@
-"""The command's standard input: a terminal, unless the user pipes something into it; and whether it waits for a line.
+"""Gives the command a terminal as standard input, unless the user pipes something into it; detects waits for a line.
 
 The terminal is a pseudo-terminal, but not the command's controlling terminal. Scripts can ask for its size or wait for
 a line. Lines come from a FIFO in the run's directory; any screen may write to it. The terminal's echo of the lines goes
@@ -26,26 +26,27 @@ from dpmon.run.safe_files import open_fifo, open_file, read_file, remove_file
 
 INPUT_FIFO = "input.fifo"
 _CHUNK = 4096
+_LOCAL_FLAGS = 3
+"""Index of c_lflag in the list of termios.tcgetattr."""
 _CONTROLS = {code: f"^{chr(code ^ 64)}".encode() for code in (*range(32), 127) if chr(code) not in "\t\n"}
 WAITS_FILE = "waits-for-input"
-"""Exists during a wait. Contains the start of the wait and the time of the last check (monotonic ns, 20 digits each).
-"""
+"""A file that exists during a wait, with the wait's start and the time of the last check (monotonic ns, 20 digits)."""
 _READ_CALL = {"x86_64": 0, "aarch64": 63, "riscv64": 63, "ppc64le": 3, "s390x": 3}.get(os.uname().machine)
-"""The number of read(2), by machine (syscalls(2) and the kernel's tables)."""
-_EVERY_S = 0.2
-CLOSE_S = 0.05
-"""Seconds between two checks, normally and during a wait. They limit the precision of a wait's start and end."""
-_REPORTED_NS = 1_000_000_000
-"""Shortest wait that is reported, once it is over."""
+"""The number of read(2) on this CPU architecture (syscalls(2) and the kernel's tables); None if unknown."""
+_CHECK_S = 0.2
+CHECK_DURING_WAIT_S = 0.05
+"""Seconds between two checks, normally and during a wait. They limit the precision of the start and end of a wait."""
+_MIN_REPORTED_NS = 1_000_000_000
+"""Minimum length of a wait that is reported after its end."""
 _VALID_NS = 10_000_000_000
-"""How long the file's contents are valid. They expire because a stopped or killed supervisor leaves the file behind."""
+"""How long WAITS_FILE is valid. It expires because a stopped or killed supervisor leaves the file behind."""
 
 
 class InputTerminal:
-    """The supervisor's end: gives the command a terminal and forwards everything written to the FIFO."""
+    """The supervisor's end of the command's terminal, which forwards everything that is written to the FIFO."""
 
     def __init__(self, directory: Path, rows: int, columns: int, echo: Path | None = None) -> None:
-        """`echo`: the log for the echo; None: no log.
+        """Create the terminal and the FIFO. `echo`: the log for the echo; None: no log.
 
         Raises OSError if the machine has no free pseudo-terminal or the FIFO cannot be created.
         """
@@ -57,13 +58,13 @@ class InputTerminal:
         path = directory / INPUT_FIFO
         with contextlib.suppress(FileExistsError):
             os.mkfifo(path, 0o600)
-        # Also opened for writing, so that a read does not report its end when the last screen has gone.
+        # It is also opened for writing, so that a read does not report the end of file when the last screen closes.
         self.fifo = open_fifo(path, os.O_RDWR)
         self._waiting = b""
         self._echo = echo
 
     def register(self, poller: select.poll) -> None:
-        """Register the descriptors that this terminal must watch now."""
+        """Register the descriptors that this terminal must watch at this time."""
         events = select.POLLIN | (select.POLLOUT if self._waiting else 0)
         poller.register(self.master, events)
         if self._waiting:  # the command does not read: let the writers of the FIFO wait
@@ -75,7 +76,8 @@ class InputTerminal:
     def forward_input(self) -> None:
         """Forward new input. Never blocks.
 
-        Discards the terminal's echo, which is already in the log, and anything that the command writes to its input.
+        Discards the terminal's echo, which is already in the log, and anything that the command writes to its standard
+        input.
         """
         with contextlib.suppress(OSError):
             while os.read(self.master, _CHUNK):
@@ -89,37 +91,39 @@ class InputTerminal:
                 self._waiting = self._waiting[os.write(self.master, self._waiting) :]
 
     def _echo_of(self, typed: bytes) -> bytes:
-        """The terminal's echo of `typed`, by its current settings (ECHO and ECHONL of termios(3)).
+        """Return the terminal's echo of `typed` under its current settings (ECHO and ECHONL of termios(3)).
 
         The command may have changed these settings.
         """
         if self._echo is None or not typed:
             return b""
         try:
-            flags = termios.tcgetattr(self.slave)[3]
+            flags = termios.tcgetattr(self.slave)[_LOCAL_FLAGS]
         except termios.error:
             return b""
         if flags & termios.ECHO:
             return b"".join(_CONTROLS.get(code) or bytes((code,)) for code in typed)
-        return b"\n" * typed.count(b"\n") if flags & termios.ECHONL and flags & termios.ICANON else b""
+        if flags & termios.ECHONL and flags & termios.ICANON:
+            return b"\n" * typed.count(b"\n")
+        return b""
 
-    def _append_echo(self, echoed: bytes) -> None:
-        """Append to the log, to which the command writes as well; a full disk loses only the echo."""
-        if self._echo is None or not echoed:
+    def _append_echo(self, echo: bytes) -> None:
+        """Append to the log, to which the command also writes. On a full disk, only the echo is lost."""
+        if self._echo is None or not echo:
             return
         flags = os.O_WRONLY | os.O_APPEND
         with contextlib.suppress(OSError), open(open_file(self._echo, flags), "ab", buffering=0) as file:
-            file.write(echoed)
+            file.write(echo)
 
 
 def has_echo_off(pid: int) -> bool:
-    """Whether a process has switched off the echo of the terminal of its standard input (getpass does)."""
+    """Return whether a process has switched off the echo of its standard input's terminal (as getpass does)."""
     try:
         fd = os.open(f"/proc/{pid}/fd/0", os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return False
     try:
-        flags = termios.tcgetattr(fd)[3]
+        flags = termios.tcgetattr(fd)[_LOCAL_FLAGS]
     except termios.error:  # not a terminal
         return False
     finally:
@@ -128,7 +132,7 @@ def has_echo_off(pid: int) -> bool:
 
 
 def send_input(directory: Path, data: bytes) -> bool:
-    """Write `data`, including the end of line, to the command's standard input; False if that fails."""
+    """Write `data`, including the end of line, to the command's standard input. Return False if that fails."""
     try:
         fd = open_fifo(directory / INPUT_FIFO, os.O_WRONLY)
     except OSError:
@@ -145,61 +149,67 @@ def send_input(directory: Path, data: bytes) -> bool:
 
 
 def is_reading_stdin(pid: int) -> bool | None:
-    """Whether the process's first thread sleeps in a read of descriptor 0; None if unknown."""
+    """Return whether the process's first thread sleeps in a read of descriptor 0; None if unknown."""
     if _READ_CALL is None:
         return None
     try:
         fields = proc.read_proc_file(pid, "syscall").split()
     except OSError:
         return None
-    return len(fields) > 2 and fields[0] == b"%d" % _READ_CALL and fields[1] == b"0x0"
+    return len(fields) > 2 and fields[:2] == [b"%d" % _READ_CALL, b"0x0"]
 
 
 def input_wait_start_ns(directory: Path) -> int | None:
-    """When the command began to wait for input (monotonic ns), as its supervisor saw it; None if it does not wait."""
+    """Return when the command began to wait for input (monotonic ns), as its supervisor saw it; None if it does not."""
     try:
         fields = read_file(directory / WAITS_FILE, 64).split()
     except OSError:
         return None
     if len(fields) != 2 or not all(field.isdigit() for field in fields):
         return None
-    since, seen = map(int, fields)
-    return since if since <= seen and 0 <= time.monotonic_ns() - seen < _VALID_NS else None
+    start_ns, checked_ns = map(int, fields)
+    return start_ns if start_ns <= checked_ns and 0 <= time.monotonic_ns() - checked_ns < _VALID_NS else None
 
 
 class InputWaitWatcher:
-    """Maintains the file WAITS_FILE; calls `tell` with start and end (ns) of each finished wait that is long enough."""
+    """A watcher that maintains WAITS_FILE and reports each finished wait of at least a second."""
 
-    def __init__(self, directory: Path, pid: int, tell: Callable[[int, int], None] = lambda since, seen: None) -> None:
+    def __init__(
+        self, directory: Path, pid: int, report_wait: Callable[[int, int], None] = lambda *times: None
+    ) -> None:
+        """Watch the process `pid`. `report_wait` receives the start and end (monotonic ns) of a wait."""
         self._path = directory / WAITS_FILE
         self._pid = pid
-        self._tell = tell
-        self._since: int | None = None
-        self._seen = self._asked = 0
+        self._report_wait = report_wait
+        self._first_seen_ns: int | None = None
+        """When a check first saw the current wait; None outside a wait."""
+        self._last_seen_ns = self._last_check_ns = 0
         """When the process was last seen waiting, and when it was last checked (monotonic ns)."""
-        self._began = 0
-        self._sleeps: int | None = None
-        self._next = 0.0
+        self._start_ns = 0
+        """The estimated start of the current wait, between two checks."""
+        self._switches: int | None = None
+        self._next_check_s = 0.0
         self.close()  # remove the file of a killed supervisor
 
     def poll(self, now: float) -> None:
-        """If a check is due, make it and write the result. `now`: monotonic s."""
-        if now < self._next:
+        """Check whether the process waits, if a check is due, and write the result. `now`: monotonic s."""
+        if now < self._next_check_s:
             return
-        reads = is_reading_stdin(self._pid) is True
-        sleeps, asked = proc.voluntary_switches(self._pid, self._pid) if reads else None, time.monotonic_ns()
-        before, self._asked = self._asked or asked, asked
-        if not reads:
-            if self._since is not None:
-                self.close()
-        else:
-            if self._since is None or sleeps != self._sleeps:  # the process worked in between, so this is a new wait
+        is_waiting = is_reading_stdin(self._pid) is True
+        switches = proc.voluntary_switches(self._pid, self._pid) if is_waiting else None
+        now_ns = time.monotonic_ns()
+        last_check_ns, self._last_check_ns = self._last_check_ns or now_ns, now_ns
+        if is_waiting:
+            if self._first_seen_ns is None or switches != self._switches:
+                # If the process was known to wait, it worked in between, so this is a new wait.
                 self._end_wait()
-                # The wait began between two checks.
-                self._since, self._sleeps, self._began = asked, sleeps, (before + asked) // 2
-            self._seen = asked
-            self._write(self._since, asked)
-        self._next = now + (_EVERY_S if self._since is None else CLOSE_S)
+                self._first_seen_ns, self._switches = now_ns, switches
+                self._start_ns = (last_check_ns + now_ns) // 2
+            self._last_seen_ns = now_ns
+            self._write(self._first_seen_ns, now_ns)
+        elif self._first_seen_ns is not None:
+            self.close()
+        self._next_check_s = now + (_CHECK_S if self._first_seen_ns is None else CHECK_DURING_WAIT_S)
 
     def close(self) -> None:
         """End the current wait, if there is one, and delete the file."""
@@ -208,14 +218,15 @@ class InputWaitWatcher:
             remove_file(self._path)
 
     def _end_wait(self) -> None:
-        if self._since is not None and self._seen - self._since >= _REPORTED_NS:
-            self._tell(self._began, (self._seen + max(self._asked, self._seen)) // 2)
-        self._since = None
+        if self._first_seen_ns is not None and self._last_seen_ns - self._first_seen_ns >= _MIN_REPORTED_NS:
+            end_ns = (self._last_seen_ns + max(self._last_check_ns, self._last_seen_ns)) // 2
+            self._report_wait(self._start_ns, end_ns)
+        self._first_seen_ns = None
 
-    def _write(self, since: int, seen: int) -> None:
-        """Overwrite the old content with one of the same length. This is a single write: a reader sees old or new."""
+    def _write(self, start_ns: int, checked_ns: int) -> None:
+        """Overwrite the file with contents of the same length, in one write: a reader sees the old or the new ones."""
         flags = os.O_WRONLY | os.O_CREAT
         with contextlib.suppress(OSError):
             fd = open_file(self._path, flags)
             with open(fd, "wb", buffering=0) as file:
-                file.write(b"%020d %020d" % (since, seen))  # on a full disk the wait is not reported
+                file.write(b"%020d %020d" % (start_ns, checked_ns))  # on a full disk the wait is not reported

@@ -1,1 +1,1 @@
-"""Why a run makes no progress: what each rank does, whether that is plausible, and which rank the others wait for."""
+"""Finds why a run makes no progress: what each rank does, whether this is plausible, and whom the others wait for."""

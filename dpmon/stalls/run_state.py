@@ -1,4 +1,4 @@
-"""The state of a run in one word: the definition for header, list, status, metrics, events and playback. Pure."""
+"""Defines the state of a run in one word, for header, list, status, metrics, events and playback. Pure."""
 
 from __future__ import annotations
 
@@ -12,53 +12,53 @@ WAITING_FOR_DATA, WAITING_FOR_INPUT, PAUSED = "waiting for data", "waiting for i
 QUIET, STALLED, ENDED = "quiet", "stalled", "ended"
 STATES = (STARTING, TRAINING, EVALUATING, WAITING_FOR_DATA, WAITING_FOR_INPUT, PAUSED, QUIET, STALLED, ENDED)
 WAIT_SHOWN_NS = SECOND
-"""A wait is a state of its own after this time."""
+"""A wait becomes a state of its own after this time."""
 QUIET_NS, QUIET_STEPS = 5 * SECOND, 3
-"""A run is quiet when its script has done nothing traced for this long, and for the time of this many of its steps."""
+"""A run is quiet after this long without a traced operation, and after the time of this many of its steps."""
 
 
 class StateInputs(NamedTuple):
-    """What is known about a run at one time. Times are ns on one clock; None: unknown, or it does not apply."""
+    """The inputs of `decide_state`. Times are ns on one clock; None: unknown, or it does not apply."""
 
     now_ns: int
     over: bool = False
     paused_ns: int | None = None
-    """Since when it is paused; `input_ns`, `stalled_ns` likewise."""
+    """When the pause started; `input_ns` and `stalled_ns` likewise for a wait for input and a stall."""
     input_ns: int | None = None
     stalled_ns: int | None = None
     step: Step | None = None
     """The last step of the process that represents the run."""
     seen_ns: int = -1
-    """End of the newest step or call of any process; negative without one."""
+    """End of the newest step or call of any process; negative if there is none."""
     calls: int = 0
-    """Calls so far in open steps of processes without a step."""
+    """Calls so far in open steps of processes without a finished step."""
     activity: tuple[str, int] = ("", 0)
-    """What the process that represents the run does (data, forward, other ...), and since when; empty if unknown."""
+    """Activity of the process that represents the run (data, forward, other ...), and its start; empty if unknown."""
 
 
 class RunState(NamedTuple):
-    """One of STATES, and since when (None: unknown)."""
+    """One of STATES, and when it started (None: unknown)."""
 
     word: str
     since_ns: int | None = None
 
 
-def decide_state(run: StateInputs) -> RunState:
-    """The state of a run. The first of several that apply: a paused run is not quiet."""
-    now_ns, (doing, since_ns) = run.now_ns, run.activity
-    if run.over:
+def decide_state(inputs: StateInputs) -> RunState:
+    """Return the state of a run. If several apply, the first one counts: a paused run is not quiet."""
+    now_ns, (activity, activity_ns) = inputs.now_ns, inputs.activity
+    if inputs.over:
         return RunState(ENDED)
-    if run.paused_ns is not None:
-        return RunState(PAUSED, run.paused_ns)
-    if run.input_ns is not None and run.input_ns >= run.seen_ns and now_ns - run.input_ns > WAIT_SHOWN_NS:
-        return RunState(WAITING_FOR_INPUT, run.input_ns)
-    if run.stalled_ns is not None:
-        return RunState(STALLED, run.stalled_ns)
-    if doing == "data" and since_ns and now_ns - since_ns > WAIT_SHOWN_NS:
-        return RunState(WAITING_FOR_DATA, since_ns)
-    if run.seen_ns < 0 and not run.calls:
+    if inputs.paused_ns is not None:
+        return RunState(PAUSED, inputs.paused_ns)
+    if inputs.input_ns is not None and inputs.input_ns >= inputs.seen_ns and now_ns - inputs.input_ns > WAIT_SHOWN_NS:
+        return RunState(WAITING_FOR_INPUT, inputs.input_ns)
+    if inputs.stalled_ns is not None:
+        return RunState(STALLED, inputs.stalled_ns)
+    if activity == "data" and activity_ns and now_ns - activity_ns > WAIT_SHOWN_NS:
+        return RunState(WAITING_FOR_DATA, activity_ns)
+    if inputs.seen_ns < 0 and not inputs.calls:
         return RunState(STARTING)
-    newest_ns, step_ns = max(run.seen_ns, since_ns, 0), 0 if run.step is None else run.step.wall_ns
-    if doing in ("", "other", "ended") and now_ns - newest_ns > max(QUIET_NS, QUIET_STEPS * step_ns):
-        return RunState(QUIET, max(run.seen_ns, 0) or since_ns or None)
-    return RunState(EVALUATING if run.step is not None and run.step.evaluation else TRAINING)
+    newest_ns, step_ns = max(inputs.seen_ns, activity_ns, 0), 0 if inputs.step is None else inputs.step.wall_ns
+    if activity in ("", "other", "ended") and now_ns - newest_ns > max(QUIET_NS, QUIET_STEPS * step_ns):
+        return RunState(QUIET, max(inputs.seen_ns, 0) or activity_ns or None)
+    return RunState(EVALUATING if inputs.step is not None and inputs.step.is_evaluation else TRAINING)

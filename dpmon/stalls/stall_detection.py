@@ -1,4 +1,4 @@
-"""Decides whether a run is stalled, and names the rank that the others wait for. Pure."""
+"""Decides whether a run is stalled, and which rank the others wait for. Pure."""
 
 from __future__ import annotations
 
@@ -9,32 +9,33 @@ from dpmon.record.schema import SECOND
 from dpmon.record.shared_names import node_suffix
 from dpmon.stalls.stacks import Stack
 
-LEAST_NS = 10 * SECOND
-"""No lack of progress is called a stall before this time."""
-BUSY_NS = 1200 * SECOND
-"""The same for a process with a sign of life in a place that it was not seen in before, before its first step, and
+MIN_STALL_NS = 10 * SECOND
+"""A lack of progress is never called a stall before this time."""
+MAX_BUSY_NS = 1200 * SECOND
+"""The same for a process with a sign of life at a location where it was not seen before, before its first step, and
 after a loop: a compilation, checkpoint, download or evaluation may take this long."""
-BUSY_DATA_NS = 180 * SECOND
-"""The same for a wait for data of a process with a sign of life."""
-SAVE_NS = 60 * SECOND
-"""The same for a process that saves without a sign of life; in a wait for a disk it has BUSY_NS."""
-LONGER = 3
-"""A place may take this many times as long as it took at most before."""
+MAX_BUSY_DATA_NS = 180 * SECOND
+"""The same for a process with a sign of life that waits for data."""
+MAX_SAVE_NS = 60 * SECOND
+"""The same for a process that saves without a sign of life. If it waits for a disk, it has MAX_BUSY_NS."""
+LEARNED_RATIO = 3
+"""A rank may stay at a location this many times as long as the longest time before."""
 
 
-PHASES = ("data", "copy", "forward", "backward", "optimizer")
-"""Activities that are learned as a whole. In the script, each line is learned: else a checkpoint would hide a stall."""
+LEARNED_PHASES = ("data", "copy", "forward", "backward", "optimizer")
+"""Activities whose durations are learned as a whole. In the script, they are learned for each line, because otherwise a
+long checkpoint would hide a stall."""
 
 
 FIRST_BATCH = ("first batch", None)
-"""The place of a wait for the first batch of a loop."""
+"""The `timing_key` of a wait for the first batch of a loop."""
 
 
 class ProcessGroupView(NamedTuple):
     """A process group as one rank sees it."""
 
     name: int
-    """The same number on all its ranks."""
+    """A number that is the same on all its ranks."""
     ranks: int
     sequence: int | None
     """Number of collectives that this rank has started in it; None if the backend does not count them."""
@@ -43,16 +44,16 @@ class ProcessGroupView(NamedTuple):
 
 
 class LoaderWorker(NamedTuple):
-    """A worker of a data loader that the training waits for."""
+    """A worker of the DataLoader that the training waits for."""
 
     pid: int
-    words: str
-    """dead, stopped, disk wait, or its place: "in Samples.__getitem__ (data.py:31)"."""
+    description: str
+    """dead, stopped, disk wait, or its location: "in Samples.__getitem__ (data.py:31)"."""
     stack: Stack | None = None
 
 
 class RankActivity(NamedTuple):
-    """What one training process does now."""
+    """The current activity of one training process."""
 
     pid: int
     process: int | None = None
@@ -61,20 +62,20 @@ class RankActivity(NamedTuple):
     doing: str = "other"
     """data, copy, forward, backward, sync, optimizer, paused, other (in the script), ended, gone, or a stage."""
     since_ns: int = 0
-    """When that began (monotonic)."""
+    """When this activity started (monotonic)."""
     step: int | None = None
     """Its last finished step."""
     groups: tuple[ProcessGroupView, ...] = ()
     state: str = "sleeping"
     """running, sleeping, disk wait, stopped or gone, from /proc."""
     cpu: float | None = None
-    """Share of a core in the last second, its children included."""
+    """Share of a core used in the last second, including its children."""
     busy: bool | None = None
     """Whether it has shown a sign of life in the last seconds (dpmon.stalls.rank_inspector); None: not known yet."""
     between_loops: bool = False
-    """Whether its last loop over a loader is over and it has begun nothing since."""
+    """Whether its last loop over a loader has ended and it has started nothing since."""
     loop_begins: bool = False
-    """Whether it has made no step, or only one, since its last loop over a loader was over."""
+    """Whether it has finished at most one step since its last loop over a loader ended."""
     job: int = 0
     """The same number for all ranks that may wait for each other."""
     namesake: bool = False
@@ -86,13 +87,13 @@ class RankActivity(NamedTuple):
     worker: LoaderWorker | None = None
     """A worker of its data loader, if the rank waits for data."""
     node: str | None = None
-    """The machine that it runs on, if the run has several."""
+    """The node that it runs on, if the run has several."""
     usual_ns: int = 0
-    """How long it may stand there according to earlier times, if another supervisor has learned them."""
+    """How long it may stay at its location according to earlier times, if another supervisor has learned them."""
 
     @property
     def key(self) -> tuple[str | None, int]:
-        """What tells it from all other ranks: on two machines, processes may have the same number."""
+        """A key that is unique in the run: on two nodes, processes may have the same id."""
         return self.node, self.pid
 
     @property
@@ -109,27 +110,27 @@ class RankActivity(NamedTuple):
 
     @property
     def has_current_stack(self) -> bool:
-        """Whether its stack was asked for since it stands there."""
+        """Whether its stack was requested since it has been at its location."""
         return self.is_over or self.stack is not None or self.why_no_stack is not None
 
     @property
     def is_over(self) -> bool:
-        """Whether it makes no further step: ended or gone."""
+        """Whether it will run no further step, because it has ended."""
         return self.doing in ("ended", "gone") or self.state == "gone"
 
     @property
     def timing_key(self) -> tuple[str, str | None]:
-        """The place for which a usual time is learned: what it does; in the script also the line."""
+        """The location for which durations are learned: the activity, and in the script also the line."""
         if self.doing == "data" and (self.step is None or self.loop_begins):
             return FIRST_BATCH
         if self.step is None:
             return "starting", None
-        script = None if self.stack is None or self.doing in PHASES else self.stack.innermost_script_frame
+        script = None if self.stack is None or self.doing in LEARNED_PHASES else self.stack.innermost_script_frame
         return self.doing, None if script is None else f"{script.file}:{script.line}"
 
     @property
     def is_in_collective(self) -> bool:
-        """Whether it stands in an operation that waits for other ranks."""
+        """Whether it is in an operation that waits for other ranks."""
         if self.world < 2 or self.is_over or self.state == "stopped":
             return False
         if self.stack is not None:
@@ -138,37 +139,37 @@ class RankActivity(NamedTuple):
 
 
 class LearnedDurations:
-    """How long each place may take, learned from the times it took before."""
+    """The longest duration so far at each location, from which the allowed time follows."""
 
     def __init__(self) -> None:
         self._longest: dict[tuple[str, str | None], int] = {}
 
-    def add_duration(self, where: tuple[str, str | None], took_ns: int) -> None:
-        """Take note of a finished time."""
-        if took_ns > self._longest.get(where, 0):
-            self._longest[where] = took_ns
+    def add_duration(self, timing_key: tuple[str, str | None], duration_ns: int) -> None:
+        """Add the duration of a finished stay."""
+        if duration_ns > self._longest.get(timing_key, 0):
+            self._longest[timing_key] = duration_ns
 
     def allowed_ns(self, rank: RankActivity, *, awaited: bool = True) -> int:
-        """How long (ns) a rank may stand where it stands. `awaited`: whether other ranks wait for it."""
+        """Return how long (ns) a rank may stay at its location. `awaited`: whether other ranks are waiting for it."""
         return max(_default_allowed_ns(rank, awaited), self.learned_ns(rank))
 
     def learned_ns(self, rank: RankActivity) -> int:
-        """How long (ns) a rank may stand there according to earlier times; 0 if there are none."""
-        return max(LONGER * self._longest.get(rank.timing_key, 0), rank.usual_ns)
+        """Return how long (ns) a rank may stay there according to earlier times; 0 if there are none."""
+        return max(LEARNED_RATIO * self._longest.get(rank.timing_key, 0), rank.usual_ns)
 
 
 def _default_allowed_ns(rank: RankActivity, awaited: bool) -> int:
-    """How long (ns) a rank may stand where it was not seen before."""
-    kind = "" if rank.stack is None else rank.stack.operation_kind
+    """Return how long (ns) a rank may stay at a location where it was not seen before."""
+    operation_kind = "" if rank.stack is None else rank.stack.operation_kind
     if rank.state == "stopped":
-        return LEAST_NS
-    if rank.step is None or kind == "compile" or (rank.between_loops and not awaited):
-        return BUSY_NS
-    if kind == "save":
-        return BUSY_NS if rank.busy is not False or rank.state == "disk wait" else SAVE_NS
+        return MIN_STALL_NS
+    if rank.step is None or operation_kind == "compile" or (rank.between_loops and not awaited):
+        return MAX_BUSY_NS
+    if operation_kind == "save":
+        return MAX_BUSY_NS if rank.busy is not False or rank.state == "disk wait" else MAX_SAVE_NS
     if rank.busy is not False:
-        return BUSY_DATA_NS if rank.doing == "data" else BUSY_NS
-    return LEAST_NS
+        return MAX_BUSY_DATA_NS if rank.doing == "data" else MAX_BUSY_NS
+    return MIN_STALL_NS
 
 
 class Stall(NamedTuple):
@@ -176,194 +177,213 @@ class Stall(NamedTuple):
 
     since_ns: int
     """When the last progress was made (monotonic)."""
-    guilty: tuple[int, ...]
-    """Indices of the ranks that the others wait for, or that stand still themselves; empty if none can be named."""
-    waiting: tuple[int, ...]
+    blockers: tuple[int, ...]
+    """Indices of the ranks that the others wait for, or that make no progress themselves; empty if unknown."""
+    waiters: tuple[int, ...]
     """Indices of the ranks that wait for them."""
 
 
-def find_stall(ranks: Sequence[RankActivity], usual: LearnedDurations, now_ns: int) -> Stall | None:
+def find_stall(ranks: Sequence[RankActivity], learned: LearnedDurations, now_ns: int) -> Stall | None:
     """Return the stall of a run; None if it makes progress, or if the lack of it is plausible."""
     jobs: dict[int, list[int]] = {}
     for i, rank in enumerate(ranks):
         if rank.doing != "paused":
             jobs.setdefault(rank.job, []).append(i)
-    found = [each for job in jobs.values() if (each := _find_job_stall(ranks, job, usual, now_ns)) is not None]
-    if not found:
+    stalls = [stall for job in jobs.values() if (stall := _find_job_stall(ranks, job, learned, now_ns)) is not None]
+    if not stalls:
         return None
-    guilty = [i for each in found for i in each.guilty]
-    waiting = [i for each in found for i in each.waiting]
-    return Stall(min(each.since_ns for each in found), tuple(guilty), tuple(waiting))
+    blockers = [i for stall in stalls for i in stall.blockers]
+    waiters = [i for stall in stalls for i in stall.waiters]
+    return Stall(min(stall.since_ns for stall in stalls), tuple(blockers), tuple(waiters))
 
 
 def _find_job_stall(
-    ranks: Sequence[RankActivity], job: Sequence[int], usual: LearnedDurations, now_ns: int
+    ranks: Sequence[RankActivity], indices: Sequence[int], learned: LearnedDurations, now_ns: int
 ) -> Stall | None:
-    """The stall of ranks that may wait for each other. `job`: their indices."""
-    if all(ranks[i].is_over for i in job):
+    """Return the stall of the ranks of one job, which may wait for each other. `indices`: their indices."""
+    if all(ranks[i].is_over for i in indices):
         return None
-    waiting = [i for i in job if ranks[i].is_in_collective]
-    still = [i for i in job if not ranks[i].is_in_collective and not ranks[i].is_over]
-    # A rank that is ahead of another one waits for it, or will; without stacks there is no other sign.
+    waiters = [i for i in indices if ranks[i].is_in_collective]
+    still = [i for i in indices if not ranks[i].is_in_collective and not ranks[i].is_over]
+    # A rank that is ahead of another one waits for it, or will wait. Without stacks, there is no other sign.
     ahead = {*_ranks_not_at(ranks, still, min)}
-    waiting = sorted([*waiting, *ahead])
+    waiters = sorted([*waiters, *ahead])
     still = [i for i in still if i not in ahead]
-    slow = [i for i in still if now_ns - ranks[i].since_ns >= usual.allowed_ns(ranks[i], awaited=bool(waiting))]
-    if slow:
-        return Stall(min(ranks[i].since_ns for i in slow), tuple(slow), tuple(waiting))
-    if still or not waiting:
+    overdue = [i for i in still if now_ns - ranks[i].since_ns >= learned.allowed_ns(ranks[i], awaited=bool(waiters))]
+    if overdue:
+        return Stall(min(ranks[i].since_ns for i in overdue), tuple(overdue), tuple(waiters))
+    if still or not waiters:
         return None
-    # All ranks that are left wait in a collective: for one that is gone, has ended or is elsewhere, or for each other.
-    complete = len(job) >= max(ranks[i].world for i in job)
-    since = max(ranks[i].since_ns for i in waiting)
-    if now_ns - since < max(
-        _allowed_collective_ns(ranks, waiting, complete), *(usual.learned_ns(ranks[i]) for i in waiting)
-    ):
+    # All live ranks wait in a collective: for one that has ended or is on another node, or for each other.
+    is_complete = len(indices) >= max(ranks[i].world for i in indices)
+    since_ns = max(ranks[i].since_ns for i in waiters)
+    allowed_ns = max(learned.learned_ns(ranks[i]) for i in waiters)
+    if now_ns - since_ns < max(allowed_ns, _allowed_collective_ns(ranks, waiters, is_complete)):
         return None
-    guilty = tuple(i for i in job if ranks[i].is_over)
-    if complete:  # otherwise, the rank that holds them up may be one that is not seen
-        guilty = guilty or _smallest_group(ranks, waiting) or _ranks_not_at(ranks, waiting, max)
-    return Stall(since, guilty, tuple(i for i in waiting if i not in guilty))
+    blockers = tuple(i for i in indices if ranks[i].is_over)
+    if is_complete:  # otherwise, they may wait for a rank that is not visible here
+        blockers = blockers or _smallest_group(ranks, waiters) or _ranks_not_at(ranks, waiters, max)
+    return Stall(since_ns, blockers, tuple(i for i in waiters if i not in blockers))
 
 
-def _allowed_collective_ns(ranks: Sequence[RankActivity], waiting: Sequence[int], complete: bool) -> int:
-    """How long (ns) these ranks may stand in collectives. `complete`: whether there are no others."""
-    if not complete or any(ranks[i].step is None or ranks[i].busy is None for i in waiting):
-        return BUSY_NS
-    # All of them wait without a processor (gloo) or all spin (NCCL). Otherwise, the busy ones compute their backward.
-    return BUSY_NS if len({ranks[i].busy for i in waiting}) > 1 else LEAST_NS
+def _allowed_collective_ns(ranks: Sequence[RankActivity], waiters: Sequence[int], is_complete: bool) -> int:
+    """Return how long (ns) these ranks may stay in collectives. `is_complete`: whether there are no other ranks."""
+    if not is_complete or any(ranks[i].step is None or ranks[i].busy is None for i in waiters):
+        return MAX_BUSY_NS
+    # In a stall, all of them sleep (gloo) or all of them spin (NCCL). Otherwise, the busy ones compute their backward.
+    return MAX_BUSY_NS if len({ranks[i].busy for i in waiters}) > 1 else MIN_STALL_NS
 
 
 def _ranks_not_at(
-    ranks: Sequence[RankActivity], which: Sequence[int], end: Callable[[list[int]], int]
+    ranks: Sequence[RankActivity], indices: Sequence[int], choose: Callable[[list[int]], int]
 ) -> tuple[int, ...]:
-    """Those that are not last in a group (`end`: min), or not first (max), by the collectives that they have started.
+    """Return the ranks that, in some process group, have not started the chosen number of collectives.
 
-    The first and the last one are those among `which`.
+    `choose` picks that number from those of all ranks in `indices`: with min, the result is the ranks that are ahead of
+    the last one; with max, the ranks that are behind the first one.
     """
-    numbers: dict[int, list[int]] = {}
-    for i in which:
+    sequences: dict[int, list[int]] = {}
+    for i in indices:
         for group in ranks[i].groups:
             if group.sequence is not None:
-                numbers.setdefault(group.name, []).append(group.sequence)
-    ends = {name: end(each) for name, each in numbers.items()}
-    return tuple(i for i in which if any(one.sequence not in (None, ends.get(one.name)) for one in ranks[i].groups))
+                sequences.setdefault(group.name, []).append(group.sequence)
+    chosen = {name: choose(group_sequences) for name, group_sequences in sequences.items()}
+
+    def differs(rank: RankActivity) -> bool:
+        return any(group.sequence not in (None, chosen.get(group.name)) for group in rank.groups)
+
+    return tuple(i for i in indices if differs(ranks[i]))
 
 
-def _smallest_group(ranks: Sequence[RankActivity], waiting: Sequence[int]) -> tuple[int, ...]:
-    """Of ranks that wait for each other, the smallest group that stands elsewhere; empty if all stand together."""
-    places: dict[object, list[int]] = {}  # in the order of the ranks
-    for i in waiting:
+def _smallest_group(ranks: Sequence[RankActivity], waiters: Sequence[int]) -> tuple[int, ...]:
+    """Return the smallest group at another location, among ranks that wait for each other; empty if all share one."""
+    groups: dict[object, list[int]] = {}  # in the order of the ranks
+    for i in waiters:
         stack = ranks[i].stack
-        script = None if stack is None else stack.innermost_script_frame
-        places.setdefault(
-            (ranks[i].doing, script and (script.file, script.line), stack and stack.library_operation), []
-        ).append(i)
-    if len(places) < 2:
+        line = operation = None
+        if stack is not None:
+            operation, frame = stack.library_operation, stack.innermost_script_frame
+            line = None if frame is None else (frame.file, frame.line)
+        groups.setdefault((ranks[i].doing, line, operation), []).append(i)
+    if len(groups) < 2:
         return ()
-    smallest = min(len(group) for group in places.values())
-    return tuple(next(group for group in reversed(places.values()) if len(group) == smallest))
+    smallest = min(len(group) for group in groups.values())
+    return tuple(next(group for group in reversed(groups.values()) if len(group) == smallest))
 
 
 # ------------------------------------------------------------------------------------------------ words
 
 
-_DOING = {"data": "waiting for data", "other": "in the script", "sync": "in a collective"}
-_STATES = {"stopped": "is stopped (SIGSTOP)", "disk wait": "waits for a disk", "gone": "is gone"}
+_ACTIVITY_TEXTS = {"data": "waiting for data", "other": "in the script", "sync": "in a collective"}
+_STATE_TEXTS = {"stopped": "is stopped (SIGSTOP)", "disk wait": "waits for a disk", "gone": "has exited"}
 
 
-def describe_activity(rank: RankActivity, directory: str, *, waits: bool = False) -> str:
-    """What a rank does and where: "in DataLoader.__next__ (train.py:88)"; `waits`: as a rank that waits for others."""
+def describe_activity(rank: RankActivity, directory: str, *, is_waiter: bool = False) -> str:
+    """Return what a rank does and where: "in save (train.py:88)". `is_waiter`: whether it waits for other ranks."""
     if rank.is_over:
-        return f"ended: {rank.raised}" if rank.raised else "is gone" if rank.doing == "gone" else "has ended"
+        if rank.raised:
+            return f"ended: {rank.raised}"
+        return "has exited" if rank.doing == "gone" else "has ended"
     stack = rank.stack
-    script = None if stack is None else stack.innermost_script_frame
-    place = "" if script is None else f" ({script.location(directory)})"
-    inside = None if stack is None else stack.library_operation
-    if inside is not None:
-        what = f"in {inside}{place}"
-    elif script is not None and not (waits and rank.doing in PHASES):
-        what = script.description(directory)
+    frame = None if stack is None else stack.innermost_script_frame
+    location_suffix = "" if frame is None else f" ({frame.location(directory)})"
+    operation = None if stack is None else stack.library_operation
+    if operation is not None:
+        activity = f"in {operation}{location_suffix}"
+    elif frame is not None and not (is_waiter and rank.doing in LEARNED_PHASES):
+        activity = frame.description(directory)
     else:
-        what = f"{_DOING.get(rank.doing, f'in {rank.doing}')}{place}"
-    if waits:
-        return what
-    state = _STATES.get(rank.state)
-    worker = "" if rank.worker is None else f"; its worker (pid {rank.worker.pid}) is {rank.worker.words}"
-    return f"{state}, {what}{worker}" if state else f"{what}{worker}"
+        activity = f"{_ACTIVITY_TEXTS.get(rank.doing, f'in {rank.doing}')}{location_suffix}"
+    if is_waiter:
+        return activity
+    state = _STATE_TEXTS.get(rank.state)
+    worker_text = "" if rank.worker is None else f"; its worker (pid {rank.worker.pid}) is {rank.worker.description}"
+    return f"{state}, {activity}{worker_text}" if state else f"{activity}{worker_text}"
 
 
-def sentence(found: Stall, ranks: Sequence[RankActivity], directory: str) -> str:
-    """The stall in one sentence: "rank 3 in DataLoader.__next__ (train.py:88); the other 7 wait for it in backward"."""
-    jobs = dict.fromkeys(ranks[i].job for i in (*found.guilty, *found.waiting))
-    return "; ".join(_sentence_of_job(found, ranks, job, directory) for job in jobs)
+def sentence(stall: Stall, ranks: Sequence[RankActivity], directory: str) -> str:
+    """Return the stall in a sentence: "rank 3 in save (train.py:88); the other 7 wait for it in backward"."""
+    jobs = dict.fromkeys(ranks[i].job for i in (*stall.blockers, *stall.waiters))
+    return "; ".join(_sentence_of_job(stall, ranks, job, directory) for job in jobs)
 
 
-def _sentence_of_job(found: Stall, ranks: Sequence[RankActivity], job: int, directory: str) -> str:
-    guilty, waiting = ([ranks[i] for i in part if ranks[i].job == job] for part in found[1:])
+def _sentence_of_job(stall: Stall, ranks: Sequence[RankActivity], job: int, directory: str) -> str:
+    blockers = [ranks[i] for i in stall.blockers if ranks[i].job == job]
+    waiters = [ranks[i] for i in stall.waiters if ranks[i].job == job]
 
-    def waits(group: Sequence[RankActivity]) -> list[str]:
-        words = _group_by_text(group, lambda rank: describe_activity(rank, directory, waits=True))
-        return [f"{who} {'waits' if one else 'wait'} {text}" for who, one, text in words]
+    def describe_waiter(rank: RankActivity) -> str:
+        return describe_activity(rank, directory, is_waiter=True)
 
-    if not guilty:
-        words = describe_activity(waiting[0], directory, waits=True)
-        places = "this machine" if waiting[0].node is None else "the machines that answer"
-        here = "" if len(waiting) == waiting[0].world else f" of {places}"
-        who = f"all {len(waiting)} ranks wait" if len(waiting) > 1 else f"{waiting[0].name} waits"
-        return f"{who} {words}: no rank{here} is behind"
-    if all(rank.is_in_collective for rank in guilty):
-        named = waits([*guilty, *waiting])
-        if len(named) > 1:
-            return f"{'; '.join(named)}: different collectives"
-        who = format_rank_names(guilty)
-        return f"{named[0]}: {who} {'has' if len(guilty) == 1 else 'have'} started fewer collectives"
-    stuck = _group_by_text(guilty, lambda rank: describe_activity(rank, directory))
+    def describe_waiters(group: Sequence[RankActivity]) -> list[str]:
+        texts = _group_by_text(group, describe_waiter)
+        return [f"{names} {'waits' if is_single else 'wait'} {text}" for names, is_single, text in texts]
+
+    if not blockers:
+        first_waiter = waiters[0]
+        visible = "this machine" if first_waiter.node is None else "the nodes that answer"
+        scope = "" if len(waiters) == first_waiter.world else f" of {visible}"
+        names = f"all {len(waiters)} ranks wait" if len(waiters) > 1 else f"{first_waiter.name} waits"
+        return f"{names} {describe_waiter(first_waiter)}: no rank{scope} is behind"
+    if all(rank.is_in_collective for rank in blockers):
+        waiter_texts = describe_waiters([*blockers, *waiters])
+        if len(waiter_texts) > 1:
+            return f"{'; '.join(waiter_texts)}: different collectives"
+        verb = "has" if len(blockers) == 1 else "have"
+        return f"{waiter_texts[0]}: {format_rank_names(blockers)} {verb} started fewer collectives"
+    blocker_texts = _group_by_text(blockers, lambda rank: describe_activity(rank, directory))
     if len(ranks) == 1:
-        (_, _, words), *_ = stuck
-        return words if words.startswith(("in ", "at ", "waiting ")) else f"it {words}"
-    text = "; ".join(f"{who} {words}" for who, _, words in stuck)
-    if not waiting:
+        (_, _, activity), *_ = blocker_texts
+        return activity if activity.startswith(("in ", "at ", "waiting ")) else f"it {activity}"
+    text = "; ".join(f"{names} {activity}" for names, _, activity in blocker_texts)
+    if not waiters:
         return text
-    named = waits(waiting)
-    if len(named) == 1 and len(waiting) > 2 and len(waiting) + len(guilty) == sum(rank.job == job for rank in ranks):
-        return f"{text}; the other {len(waiting)} wait for it {describe_activity(waiting[0], directory, waits=True)}"
-    return "; ".join((text, *named))
+    waiter_texts = describe_waiters(waiters)
+    all_others_wait = len(waiters) + len(blockers) == sum(rank.job == job for rank in ranks)
+    if all_others_wait and len(waiter_texts) == 1 and len(waiters) > 2:
+        return f"{text}; the other {len(waiters)} wait for it {describe_waiter(waiters[0])}"
+    return "; ".join((text, *waiter_texts))
 
 
-def _group_by_text(which: Sequence[RankActivity], words: Callable[[RankActivity], str]) -> list[tuple[str, bool, str]]:
-    """Names of the ranks with equal words, whether it is a single one, and the words; the smallest group first."""
+def _group_by_text(
+    ranks: Sequence[RankActivity], describe: Callable[[RankActivity], str]
+) -> list[tuple[str, bool, str]]:
+    """Return names, whether it is a single rank, and text of each group of ranks with the same text; smallest first."""
     groups: dict[str, list[RankActivity]] = {}
-    for rank in which:
-        groups.setdefault(words(rank), []).append(rank)
-    return [
-        (format_rank_names(group), len(group) == 1, text)
-        for text, group in sorted(groups.items(), key=lambda item: len(item[1]))
-    ]
+    for rank in ranks:
+        groups.setdefault(describe(rank), []).append(rank)
+    smallest_first = sorted(groups, key=lambda text: len(groups[text]))
+    return [(format_rank_names(groups[text]), len(groups[text]) == 1, text) for text in smallest_first]
 
 
-def format_rank_names(group: Sequence[RankActivity]) -> str:
-    """ "rank 3", "ranks 0-2, 5"."""
-    if len(group) == 1:
-        return group[0].name
-    if any(rank.namesake for rank in group):
-        return ", ".join(rank.name for rank in group)
-    kind = group[0].name.partition(" ")[0]
-    numbers = format_ranges(sorted(rank.number for rank in group))
-    return f"{kind}{'es' if kind == 'process' else 's'} {numbers}{_node_suffix(group)}"
+def format_rank_names(ranks: Sequence[RankActivity]) -> str:
+    """Return the names of ranks: "rank 3", "ranks 0-2, 5"."""
+    if len(ranks) == 1:
+        return ranks[0].name
+    if any(rank.namesake for rank in ranks):
+        return ", ".join(rank.name for rank in ranks)
+    noun, _, _ = ranks[0].name.partition(" ")
+    nouns = "processes" if noun == "process" else f"{noun}s"
+    numbers = format_ranges(sorted(rank.number for rank in ranks))
+    return f"{nouns} {numbers}{_node_suffix(ranks)}"
 
 
-def format_ranges(numbers: Iterable[int], between: str = ", ", least: int = 3) -> str:
-    """(0, 1, 2, 5) -> "0-2, 5"; `least`: the fewest numbers that are written as a range."""
-    runs: list[list[int]] = []
+def format_ranges(numbers: Iterable[int], separator: str = ", ", min_length: int = 3) -> str:
+    """Return sorted numbers as text: "0-2, 5". `min_length`: the fewest numbers that are written as a range."""
+    ranges: list[list[int]] = []
     for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
+        if ranges and number == ranges[-1][-1] + 1:
+            ranges[-1].append(number)
         else:
-            runs.append([number])
-    return between.join(between.join(map(str, run)) if len(run) < least else f"{run[0]}-{run[-1]}" for run in runs)
+            ranges.append([number])
+
+    def format_range(members: list[int]) -> str:
+        is_long = len(members) >= min_length
+        return f"{members[0]}-{members[-1]}" if is_long else separator.join(map(str, members))
+
+    return separator.join(map(format_range, ranges))
 
 
-def _node_suffix(group: Sequence[RankActivity]) -> str:
-    """The machine of these ranks: " (gpu-2)"; empty if they have several, or if the run has only one."""
-    return node_suffix(group[0].node) if len({rank.node for rank in group}) == 1 else ""
+def _node_suffix(ranks: Sequence[RankActivity]) -> str:
+    """Return the suffix that names the ranks' node: " (gpu-2)"; empty if they have several, or on one machine."""
+    nodes = {rank.node for rank in ranks}
+    return node_suffix(nodes.pop()) if len(nodes) == 1 else ""

@@ -1,4 +1,4 @@
-"""The answer to "why is it stuck" in lines for people. Pure."""
+"""Formats the reply of `dpmon why` as lines of text. Pure."""
 
 from __future__ import annotations
 
@@ -12,65 +12,78 @@ from dpmon.stalls.stall_detection import RankActivity, format_rank_names
 NOT_STALLED = "not stalled"
 Line = tuple[str, str]
 """A line and its style: "", "bold", "bad" or "dim"."""
-_FIRST_TO_GO = (6, 5, 2)
-"""Columns that a narrow table leaves out, in this order: PROCESS, COLLECTIVES, STEP."""
-_IN, _LEAST_IN = 4, 36
-"""The column IN, and the least width to which a narrow table cuts it."""
-_INSTALLED = re.compile(r"\A.*(/(site|dist)-packages/|/lib/python3\.\d+/)")
+_OPTIONAL_COLUMNS = (6, 5, 2)
+"""Columns that a narrow table omits, in this order: PROCESS, COLLECTIVES, STEP."""
+_COLLECTIVES_COLUMN = 5
+_IN_COLUMN, _MIN_IN_WIDTH = 4, 36
+"""The column IN, and the minimum width to which a narrow table truncates it."""
+_INSTALLED_PREFIX = re.compile(r"\A.*(/(site|dist)-packages/|/lib/python3\.\d+/)")
 
 
-def format_reply(found: Mapping[str, Any], *, every: bool = False, width: int | None = None) -> list[Line]:
-    """The sentence, a table of the ranks, and their stacks; ranks with equal stacks share one.
+def format_reply(reply: Mapping[str, Any], *, all_threads: bool = False, width: int | None = None) -> list[Line]:
+    """Return the sentence, a table of the ranks, and their stacks. Ranks with the same stacks share them.
 
-    `every`: the stacks of all threads, not only of the main one. `width`: most cells of a line; a table that would be
-    wider has fewer columns, and a long path only its last part.
+    `all_threads`: the stacks of all threads, not only of the main one. `width`: the maximum width of a line; a table
+    that would be wider has fewer columns, and of a long path only the last part is shown.
     """
     try:
-        return [(sanitize_line(text), style) for text, style in _lines(found, every, width)]
+        return [(sanitize_line(text), style) for text, style in _lines(reply, all_threads, width)]
     except (KeyError, TypeError, ValueError, AttributeError):  # any program may have written the record
         return [("the record of the stall is damaged", "bad")]
 
 
-def _lines(found: Mapping[str, Any], every: bool, width: int | None) -> list[Line]:
-    ranks = found["ranks"]
-    lines: list[Line] = [(NOT_STALLED if ranks or not found.get("without") else "no rank has answered", "")]
-    if found.get("text") is not None:
-        lines = [(f"stalled for {found['t_s'] - found['since_s']:.0f} s: {found['text']}", "bad")]
+def _lines(reply: Mapping[str, Any], all_threads: bool, width: int | None) -> list[Line]:
+    ranks = reply["ranks"]
+    lines: list[Line] = [(NOT_STALLED if ranks or not reply.get("without") else "no rank has answered", "")]
+    if reply.get("text") is not None:
+        lines = [(f"stalled for {reply['t_s'] - reply['since_s']:.0f} s: {reply['text']}", "bad")]
     rows: list[tuple[str, ...]] = [("", "RANK", "STEP", "FOR", "IN", "COLLECTIVES", "PROCESS")]
-    rows += [_row(rank, stalled=found.get("text") is not None) for rank in ranks]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    shown = [column for column in range(len(widths)) if column != 5 or any(row[column] for row in rows[1:])]
-    if width is not None:
-        for column in _FIRST_TO_GO:
-            if column in shown and sum(min(widths[one], _LEAST_IN) + 2 for one in shown) - 2 > width:
-                shown.remove(column)
-        widths[_IN] = max(
-            min(widths[_IN], width - sum(widths[one] + 2 for one in shown if one != _IN)), min(widths[_IN], _LEAST_IN)
-        )
-    lines += [("", "")] if ranks else []
-    for row in rows if ranks else ():
-        text = "  ".join(_wrap_or_cut(row[column], widths[column]) for column in shown).rstrip()
-        lines.append((text, "dim" if row is rows[0] else "bold" if row[0] else ""))
-    for who, stacks, reason in _group_equal_stacks(ranks):
-        lines += [("", ""), (f"{who}:", "bold")]
+    rows += [_rank_row(rank, stalled=reply.get("text") is not None) for rank in ranks]
+    if ranks:
+        lines += [("", ""), *_table_lines(rows, width)]
+    for names, stacks, reason in _group_equal_stacks(ranks):
+        lines += [("", ""), (f"{names}:", "bold")]
         if not stacks:
             lines.append((f"  no stack: {reason or 'none was taken'}", "dim"))
         for index, stack in enumerate(stacks):
-            worker = index > 0 and stack["main"]
-            if index and not (every or worker):
+            is_worker = index > 0 and stack["main"]
+            if index and not (all_threads or is_worker):
                 continue
-            if worker or (every and stack["thread"]):
-                lines.append((f"  {'' if worker else 'thread '}{stack['thread']}:", "bold"))
+            if is_worker or (all_threads and stack["thread"]):
+                lines.append((f"  {'' if is_worker else 'thread '}{stack['thread']}:", "bold"))
             for function, file, line in stack["frames"]:
-                place = f"{_shorten_path(file)}:{line}" if line else _shorten_path(file)
-                if width is not None and len(function) + len(place) + 5 > width:
-                    place = place.rpartition("/")[2]
-                lines.append((f"  {function} ({place})", "" if _shorten_path(file) == file else "dim"))
+                path = _shorten_path(file)
+                location = f"{path}:{line}" if line else path
+                if width is not None and len(function) + len(location) + 5 > width:
+                    _, _, location = location.rpartition("/")
+                lines.append((f"  {function} ({location})", "" if path == file else "dim"))
             if stack["left_out"]:
                 lines.append((f"  {stack['left_out']:,} more between them", "dim"))
-    for title, member in (("NCCL says", "nccl"), ("no stacks from", "without")):
-        if found.get(member):
-            lines += [("", ""), (f"{title}:", "bold"), *((f"  {text}", "") for text in found[member])]
+    for title, member in (("NCCL reports", "nccl"), ("no stacks from", "without")):
+        if reply.get(member):
+            lines += [("", ""), (f"{title}:", "bold"), *((f"  {text}", "") for text in reply[member])]
+    return lines
+
+
+def _table_lines(rows: Sequence[tuple[str, ...]], width: int | None) -> list[Line]:
+    """Return the lines of the table. The first row is the header; the first cell marks the ranks to look at."""
+    header, *rank_rows = rows
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    has_collectives = any(row[_COLLECTIVES_COLUMN] for row in rank_rows)
+    shown = [column for column in range(len(header)) if has_collectives or column != _COLLECTIVES_COLUMN]
+    if width is not None:
+        for column in _OPTIONAL_COLUMNS:
+            min_table_width = sum(min(widths[index], _MIN_IN_WIDTH) + 2 for index in shown) - 2
+            if column in shown and min_table_width > width:
+                shown.remove(column)
+        room = width - sum(widths[index] + 2 for index in shown if index != _IN_COLUMN)
+        widths[_IN_COLUMN] = min(widths[_IN_COLUMN], max(room, _MIN_IN_WIDTH))
+    lines: list[Line] = []
+    for row in rows:
+        text = "  ".join(_wrap_or_cut(row[column], widths[column]) for column in shown).rstrip()
+        mark, *_ = row
+        style = "bold" if mark else ""
+        lines.append((text, "dim" if row is header else style))
     return lines
 
 
@@ -79,18 +92,19 @@ def _wrap_or_cut(text: str, width: int) -> str:
 
 
 def _shorten_path(file: str) -> str:
-    """The path of a file without the place of installed packages and of Python's own modules."""
-    return _INSTALLED.sub("", file)
+    """Return the path of a file without the directory of installed packages or of Python's own modules."""
+    return _INSTALLED_PREFIX.sub("", file)
 
 
-def _row(rank: Mapping[str, Any], *, stalled: bool) -> tuple[str, ...]:
+def _rank_row(rank: Mapping[str, Any], *, stalled: bool) -> tuple[str, ...]:
     number = f"pid {rank['pid']}" if rank["rank"] is None else rank["rank"]
     node = f" ({rank['node']})" if rank.get("node") else ""
     seconds = "" if rank["for_s"] is None else f"{max(rank['for_s'], 0):.0f} s"
     cpu = "" if rank["cpu"] is None else f", {100 * rank['cpu']:.0f}% CPU"
     groups = " ".join("-" if group["sequence"] is None else str(group["sequence"]) for group in rank["groups"])
     gpus = "".join(
-        f", {gpu['device']} {_figure(gpu['util_pct'])}% {_figure(gpu['power_w'])} W" for gpu in rank.get("gpus", ())
+        f", {gpu['device']} {_format_number(gpu['util_pct'])}% {_format_number(gpu['power_w'])} W"
+        for gpu in rank.get("gpus", ())
     )
     words = ("waits " if rank["waits"] else "") + str(rank["words"])
     step = "" if rank["step"] is None else rank["step"]
@@ -106,20 +120,25 @@ def _row(rank: Mapping[str, Any], *, stalled: bool) -> tuple[str, ...]:
     )
 
 
-def _figure(value: Any) -> str:
+def _format_number(value: Any) -> str:
     return "?" if value is None else f"{value:.0f}"
 
 
 def _group_equal_stacks(ranks: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Any], str | None]]:
-    """Ranks with equal stacks: their names, the stacks, and why there are none; in the order of the ranks.
+    """Group the ranks with the same stacks. Return for each group its names, the stacks, and why there are none.
 
-    Of C code, the addresses may differ.
+    The groups are in the order of the ranks. Stacks are the same if their Python frames are: addresses of C code may
+    differ.
     """
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for rank in ranks:
         stacks = rank.get("stacks")
-        python = [frame for frame in stacks[0]["frames"] if frame[2]] if stacks else rank.get("why_no_stack")
-        groups.setdefault(str(python), []).append(rank)
+        if stacks:
+            frames = stacks[0]["frames"]
+            key = str([(function, file, line) for function, file, line in frames if line])
+        else:
+            key = str(rank.get("why_no_stack"))
+        groups.setdefault(key, []).append(rank)
     return [
         (
             format_rank_names(

@@ -134,7 +134,7 @@ class LoaderLoopTracker:
         loop.fetched += batches.fetched
         if loop.length is not None and loop.fetched > loop.length:
             loop.length = None  # it was not the length, or has changed
-        if batches.over:
+        if batches.is_exhausted:
             loop.ahead = 0
         elif loop.steps == 1:
             loop.ahead = self._guess_prefetched(loop)

@@ -21,10 +21,10 @@ from dpmon.record.schema import (
     PHASES,
     QUANTITIES,
     REST,
-    SETTLING,
-    SETTLING_STEPS,
     SPAN_PHASES,
     STEP_PHASES,
+    WARM_UP,
+    WARM_UP_STEPS,
     device_series,
 )
 from dpmon.record.shared_names import CALL_PHASES, to_bounded_json
@@ -81,7 +81,7 @@ class RingIntake:
     def resume(self, history: HistoryWriter) -> None:
         """Continue after the last step of the ring, which another supervisor wrote. Raises HistoryError."""
         for _, mode, _, _, kind in history.last_step(self.row):
-            self._mode, self._steps_in_mode = mode, 0 if kind & SETTLING else SETTLING_STEPS
+            self._mode, self._steps_in_mode = mode, 0 if kind & WARM_UP else WARM_UP_STEPS
         self._loops.resume(history.loops(self.row.process))
 
     def add(self, batch: WriteBatch, row_id: int, row: Row) -> bool:
@@ -153,7 +153,7 @@ class RingIntake:
     def _step(self, batch: WriteBatch, row_id: int, row: Step) -> None:
         step, mode, start_ns, wall_ns = row.step, row.mode, row.start_ns - self._start_ns, row.wall_ns
         _check_ranges(start_ns, wall_ns, step, row.samples or 0, *row.phases.values(), *row.counts.values())
-        evaluation = row.evaluation and not self._is_training_step(step)
+        evaluation = row.is_evaluation and not self._is_training_step(step)
         account = self._accounts.get_account(self.row.process)
         waited = row.phases.get("data", 0) + row.phases.get("sync", 0)
         exclusion = account.exclusion_flag(start_ns, start_ns + wall_ns, waited)
@@ -219,7 +219,7 @@ class RingIntake:
         if mode != self._mode:
             self._mode, self._steps_in_mode = mode, 0
         self._steps_in_mode += 1
-        return EVALUATION * evaluation | SETTLING * (self._steps_in_mode <= SETTLING_STEPS)
+        return EVALUATION * evaluation | WARM_UP * (self._steps_in_mode <= WARM_UP_STEPS)
 
     def _batch_size(self, samples: int | None) -> int:
         if samples is None:
@@ -262,7 +262,7 @@ def _series_of(row: CallRow) -> list[tuple[str, int]]:
     for i, (stage, inputs, outputs, _, host_ns) in enumerate(parts.stages):
         times_by_series.append((stage_series(layout, i, stage, inputs, outputs), host_ns))
     series = [(name, host_ns) for name, host_ns in times_by_series if host_ns is not None]
-    device_times = zip(times_by_series, parts.of_devices, strict=False)
+    device_times = zip(times_by_series, parts.replica_or_stage_device_ms, strict=False)
     return series + [(device_series(name), int(ms * 1e6)) for (name, _), ms in device_times if ms is not None]
 
 
@@ -320,7 +320,7 @@ def _device_times(row: Step, calls: Sequence[CallRow], call_phases: Sequence[int
     has_call_times = any(call_parts.device_ms for call_parts in parts)
     if row.times is None and not has_call_times:
         return {}
-    times_by_call = [(call_parts.phases, call_parts.of_phases) for call_parts in parts]
+    times_by_call = [(call_parts.phases, call_parts.phase_device_ms) for call_parts in parts]
     span_times = zip(SPAN_PHASES, row.times or (), strict=False)
     ns_by_phase = {name: int(ms * 1e6) for name, ms in span_times if ms is not None}
     for name, index in _CALL_AT.items() if has_call_times else ():

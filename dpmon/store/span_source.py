@@ -86,7 +86,7 @@ class SpanSource:
         try:
             # The words are read before the spans, so that all spans before a thread's current span are included.
             words = ring.header_words()
-            self._spans += ring.read(now_ns, over=process_exited)
+            self._spans += ring.read(now_ns, process_ended=process_exited)
         except RingError:
             if not process_exited:
                 raise

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
-from dpmon.record.schema import EVALUATION, PHASES, QUANTITIES, REST, SECOND, SETTLING, STEP, Quantity, device_series
+from dpmon.record.schema import EVALUATION, PHASES, QUANTITIES, REST, SECOND, STEP, WARM_UP, Quantity, device_series
 from dpmon.store.query_results import TimeRow
 from dpmon.store.tally import WIDTHS, IncrementalTallies, QuantitySum, Tally, TallyKey
 from dpmon.store.time_accounting import ACTIVITIES, union_of_intervals
@@ -148,7 +148,7 @@ def merge_mode_tallies(
     for key, tally in tallies.items():
         if key.mode != mode or (trained and bool(key.kind & EVALUATION) != evaluation):
             continue
-        if not (without_warmup and key.kind & SETTLING) and (batch is None or key.batch == batch):
+        if not (without_warmup and key.kind & WARM_UP) and (batch is None or key.batch == batch):
             merged.merge(tally)
     return merged
 
@@ -305,7 +305,7 @@ class StatsWindow:
 
     @cached_property
     def left_out(self) -> dict[TallyKey, Tally]:
-        """Tallies of the steps that statistics exclude (dpmon.record.schema.LEFT_OUT)."""
+        """Tallies of the steps that statistics exclude (dpmon.record.schema.EXCLUDED)."""
         return self._store.tallies(self._begin_s, self._end_s, process=self._process, sketches=False, left_out=True)
 
     @cached_property

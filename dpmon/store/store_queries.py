@@ -23,16 +23,16 @@ from dpmon.record.record_types import Call, Collective, Event, Operation, Record
 from dpmon.record.safe_json import int_member, text_member
 from dpmon.record.schema import (
     EVALUATION,
+    EXCLUDED,
     EXPOSED,
-    LEFT_OUT,
     PHASES,
     QUANTITIES,
     SECOND,
-    SETTLING,
     STEP,
     STEP_PHASES,
     SYNC_NUMBER,
     WAIT,
+    WARM_UP,
 )
 from dpmon.store.history_schema import (
     ACTIVITY_COLUMNS,
@@ -372,13 +372,13 @@ class Store:
 
         `left_out`: read only the tallies of steps that statistics exclude, instead of all others.
         """
-        if left_out and not any(kind & LEFT_OUT for _, kind in self._mode_kinds):
+        if left_out and not any(kind & EXCLUDED for _, kind in self._mode_kinds):
             return
         names = ", ".join(columns)
         conditions = ""
         if table == "tallies":
             negation = "NOT " if left_out else ""
-            conditions += f" AND {negation}{exclude_flags_condition(LEFT_OUT)}"
+            conditions += f" AND {negation}{exclude_flags_condition(EXCLUDED)}"
         processes = [process] if isinstance(process, int) else process
         if processes is not None:
             conditions += f" AND process IN ({', '.join(map(str, processes))})"
@@ -531,7 +531,7 @@ class Store:
         longest_query = (  # only the columns that decide, because it may read the steps of a thousand ranks
             f"SELECT id, wall_ns AS ns{least_wait} FROM steps WHERE id > ? AND id <= ?{process_condition}"
             " AND mode = ? AND start_ns + wall_ns > ?"
-            f" AND {exclude_flags_condition(SETTLING | EVALUATION)} {grouping} ORDER BY wall_ns DESC LIMIT ?"
+            f" AND {exclude_flags_condition(WARM_UP | EVALUATION)} {grouping} ORDER BY wall_ns DESC LIMIT ?"
         )
         query = f"SELECT {_SLOW_COLUMNS} FROM ({longest_query}) CROSS JOIN steps USING (id) ORDER BY ns DESC"
         return [_slow_step_from_row(row) for row in self.query(query, (first_id, last_id, mode, begin_ns, limit))]
@@ -566,7 +566,7 @@ class Store:
         last_id = LAST_NS if process is None else self._last_id("steps", process)
         condition = "id <= ? AND process = ifnull(?, process)"
         if not include_excluded:
-            condition += f" AND {exclude_flags_condition(LEFT_OUT)}"
+            condition += f" AND {exclude_flags_condition(EXCLUDED)}"
         query = f"SELECT {WHOLE_STEP} FROM steps WHERE {condition} ORDER BY id DESC LIMIT ?"
         return list(self.read(self._step_from_row, query, (last_id, process, limit)))
 
@@ -1130,7 +1130,7 @@ def exclude_flags_condition(flags: int) -> str:
 
 def _in_stats_condition(training_only: bool) -> str:
     """Return the SQL condition for steps that statistics include. `training_only`: without evaluation steps."""
-    return exclude_flags_condition(SETTLING | LEFT_OUT | EVALUATION * training_only)
+    return exclude_flags_condition(WARM_UP | EXCLUDED | EVALUATION * training_only)
 
 
 def _long_step_from_row(row: tuple[Any, ...]) -> LongStepRow:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from dpmon.record.schema import EXPOSED, HELD, SPAN_PHASES, WAIT
+from dpmon.record.schema import EXPOSED, SPAN_PHASES, STRAGGLER_DELAY, WAIT
 from dpmon.store.tally import TallyKey
 
 MAX_WAITING = 1 << 16
@@ -47,7 +47,7 @@ class RankStepWait(NamedTuple):
     def tally_values(self) -> dict[str, int]:
         """Its values for a tally, by series."""
         found = {EXPOSED: self.exposed_ns, WAIT: self.wait_ns}
-        return found if self.held_ns is None else {**found, HELD: self.held_ns}
+        return found if self.held_ns is None else {**found, STRAGGLER_DELAY: self.held_ns}
 
 
 class _RankGroup:

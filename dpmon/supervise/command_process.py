@@ -21,7 +21,7 @@ import dpmon
 from dpmon.run import proc
 from dpmon.run.activities import iter_ring_activities, read_startup_stages
 from dpmon.run.failure_cause import STATUSES
-from dpmon.run.lifecycle import exit_info, unknown_exit
+from dpmon.run.lifecycle import build_exit_info, build_unknown_exit
 from dpmon.run.proc import open_pidfd, wait_status_from_pidfd
 from dpmon.run.process_notes import add_note, read_uncaught_exceptions
 from dpmon.run.run_directory import ExitInfo, RunInfo, load_exit
@@ -126,15 +126,15 @@ class WatchedCommand:
         deadline_s = time.monotonic() + STATUS_TIMEOUT_S
         while True:
             if self._returncode is not None:
-                return exit_info(run_info, self._returncode, "supervisor")
+                return build_exit_info(run_info, self._returncode, "supervisor")
             if (recorded := load_exit(self._directory)) is not None:
                 return recorded
             if not self._is_same_boot:
-                return unknown_exit(run_info, "supervisor", "the machine was restarted", self.last_ns)
+                return build_unknown_exit(run_info, "supervisor", "the machine was restarted", self.last_ns)
             status = None if self._pidfd is None else wait_status_from_pidfd(self._pidfd)
             status = proc.unreaped_wait_status(self.pid, self._start_s) if status is None else status
             if status is not None:
-                return exit_info(run_info, os.waitstatus_to_exitcode(status), "supervisor")
+                return build_exit_info(run_info, os.waitstatus_to_exitcode(status), "supervisor")
             if not self._was_alive or time.monotonic() > deadline_s:
                 break
             time.sleep(0.02)
@@ -144,8 +144,8 @@ class WatchedCommand:
             None,
         )
         if exception_name is None:
-            return unknown_exit(run_info, "supervisor", _SUPERVISOR_KILLED, end_ns)
-        estimate = exit_info(run_info, -signal.SIGINT if exception_name == "KeyboardInterrupt" else 1, "tracer")
+            return build_unknown_exit(run_info, "supervisor", _SUPERVISOR_KILLED, end_ns)
+        estimate = build_exit_info(run_info, -signal.SIGINT if exception_name == "KeyboardInterrupt" else 1, "tracer")
         return replace(estimate, end_ns=end_ns, seconds=(end_ns - run_info.start_ns) / 1e9)
 
 
@@ -167,7 +167,7 @@ def find_command(directory: Path) -> proc.ProcessEntry | None:
     )
     return min(
         (process for process in leaders if belongs_to_run(process.pid, directory)),
-        key=lambda process: process.started,
+        key=lambda process: process.start_s,
         default=None,
     )
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from dpmon.run import proc
-from dpmon.run.lifecycle import exit_info, unknown_exit
+from dpmon.run.lifecycle import build_exit_info, build_unknown_exit
 from dpmon.run.run_directory import ExitInfo, RunInfo, load_exit, write_info
 from dpmon.run.run_reader import RunReader
 from dpmon.run.run_signals import find_members, find_run_command, send_signal, send_to_all
@@ -116,7 +116,7 @@ class SupervisorGuard:
         if signal_number in (signal.SIGUSR1, signal.SIGUSR2):
             return send_signal(command, signal_number)
         if signal_number == signal.SIGKILL:
-            send_to_all(find_members(self._directory, run_info, over=False), command.pid, signal_number)
+            send_to_all(find_members(self._directory, run_info, run_ended=False), command.pid, signal_number)
             return True
         return send_signal(command, signal_number, group=True)
 
@@ -146,7 +146,7 @@ class SupervisorGuard:
         elif self._dead_since is None:
             self._dead_since = now_s
         elif now_s - self._dead_since > STUCK_SUPERVISOR_S:
-            return exit_info(run_info, os.waitstatus_to_exitcode(status), "foreground")
+            return build_exit_info(run_info, os.waitstatus_to_exitcode(status), "foreground")
         return None
 
     def _exit_without_supervisor(self) -> ExitInfo | None:
@@ -155,14 +155,14 @@ class SupervisorGuard:
         pid = run_info.command_pid
         if pid is None:
             # The supervisor may have started the command just before it ended. The new one searches for it.
-            return None if self._takeover.is_running else exit_info(run_info, 2, "foreground", _NOT_STARTED)
+            return None if self._takeover.is_running else build_exit_info(run_info, 2, "foreground", _NOT_STARTED)
         try:
             returncode = proc.ended_child_status(pid)
         except ChildProcessError:
             if self._takeover.is_running or proc.is_running(pid, run_info.command_started):
                 return None
-            return unknown_exit(run_info, "foreground", _REAPED_ELSEWHERE, time.monotonic_ns())
-        return None if returncode is None else exit_info(run_info, returncode, "foreground")
+            return build_unknown_exit(run_info, "foreground", _REAPED_ELSEWHERE, time.monotonic_ns())
+        return None if returncode is None else build_exit_info(run_info, returncode, "foreground")
 
     def _with_command(self) -> RunInfo:
         """Return the contents of run.json. If the command is missing there, search for its process and add it."""
@@ -171,10 +171,10 @@ class SupervisorGuard:
             return run_info
         if self._command is None:  # the command may have ended and left another process of the run behind
             candidates = filter(None, (find_command(self._directory), self._ended_child()))
-            self._command = min(candidates, key=lambda process: process.started, default=None)
+            self._command = min(candidates, key=lambda process: process.start_s, default=None)
         if self._command is None:
             return run_info
-        return replace(run_info, command_pid=self._command.pid, command_started=self._command.started)
+        return replace(run_info, command_pid=self._command.pid, command_started=self._command.start_s)
 
     def _ended_child(self) -> proc.ProcessEntry | None:
         """Return the ended command if it is a child of this process, else None. An ended process has no environment."""
@@ -186,7 +186,7 @@ class SupervisorGuard:
         session_leaders = (process for process in dead_children if process.session == process.pid)
         supervisor_pids = (self._supervisor.pid, self._takeover.pid)
         candidates = (process for process in session_leaders if process.pid not in supervisor_pids)
-        return min(candidates, key=lambda process: process.started, default=None)
+        return min(candidates, key=lambda process: process.start_s, default=None)
 
     def _record_exit(self, exit_info: ExitInfo) -> None:
         # A new supervisor may have recorded the end meanwhile. Otherwise, the rest of the rings was not read.

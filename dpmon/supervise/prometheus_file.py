@@ -19,7 +19,17 @@ from typing import NamedTuple
 
 from dpmon.errors import HistoryError
 from dpmon.record.record_specs import RECORDS
-from dpmon.record.schema import EVALUATION, EXPOSED, HELD, PHASES, QUANTITIES, STEP, WAIT, Phase, device_series
+from dpmon.record.schema import (
+    EVALUATION,
+    EXPOSED,
+    PHASES,
+    QUANTITIES,
+    STEP,
+    STRAGGLER_DELAY,
+    WAIT,
+    Phase,
+    device_series,
+)
 from dpmon.run.lifecycle import outcome_word
 from dpmon.run.output_target import replace_file
 from dpmon.run.run_directory import ExitInfo, RunInfo, load_exit, load_info
@@ -50,8 +60,8 @@ _RANK_METRICS = (
     (EXPOSED, 1e9, "step_exposed_seconds_total", "Communication of the steps that no computation hid."),
     (WAIT, 1e9, "step_wait_seconds_total", "Time of the steps in which a rank waited for the slowest one."),
     (WAIT, 0, "step_wait_known_total", "Steps in which the exposed communication and the wait of a rank are known."),
-    (HELD, 1e9, "step_held_seconds_total", "Delay of the slowest rank relative to the second slowest."),
-    (HELD, 0, "step_slowest_total", "Steps in which the other ranks waited for this one."),
+    (STRAGGLER_DELAY, 1e9, "step_held_seconds_total", "Delay of the slowest rank relative to the second slowest."),
+    (STRAGGLER_DELAY, 0, "step_slowest_total", "Steps in which the other ranks waited for this one."),
 )
 """Series of a step, the divisor of its sum (0: use its count instead), and name and help text of the metric."""
 
@@ -224,7 +234,7 @@ class PrometheusFile:
             ends_ns = [call.end for process in store.ranks for call in store.call_rows(process, 1)]
         stalls = [event.data for event in store.events("stall", limit=1) if "lasted_s" not in event.data]
         with contextlib.closing(RunReader(self._directory)) as reader:
-            paused_ns, input_ns = reader.pause_state().since_ns, reader.waits_for_input()
+            paused_ns, input_ns = reader.pause_state().since_ns, reader.input_wait_start_ns()
             activities = reader.activities()
         activity, since_ns = activities.get(step.process if step is not None else 0, ("", 0))
         inputs = StateInputs(

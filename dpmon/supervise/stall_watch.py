@@ -17,7 +17,7 @@ from dpmon.run.process_notes import read_notes
 from dpmon.run.run_directory import RunInfo, stop_requested_unix
 from dpmon.run.safe_files import write_atomically
 from dpmon.run.stdin_terminal import input_wait_start_ns
-from dpmon.stalls.rank_inspector import DETAILS_NS, RankInspector
+from dpmon.stalls.rank_inspector import INSPECT_AFTER_NS, RankInspector
 from dpmon.stalls.run_state import WAITING_FOR_DATA
 from dpmon.stalls.stacks import ProcessStacks
 from dpmon.stalls.stall_detection import FIRST_BATCH, LearnedDurations, RankActivity, Stall, find_stall, sentence
@@ -144,16 +144,16 @@ class StallWatch:
             return
         running = [rank for rank in ranks if not rank.is_over and rank.doing != "paused" and rank.since_ns]
         longest_ns = max((now_ns - rank.since_ns for rank in running), default=0)
-        waits_for_input = longest_ns >= DETAILS_NS and input_wait_start_ns(self._directory) is not None
+        waits_for_input = longest_ns >= INSPECT_AFTER_NS and input_wait_start_ns(self._directory) is not None
         if waits_for_input:
             self._earlier_ranks = {}  # the time that a user takes to type is not learned
-        is_still = longest_ns >= DETAILS_NS and not waits_for_input
+        is_still = longest_ns >= INSPECT_AFTER_NS and not waits_for_input
         self._write_rank_report(ranks if is_still or any(rank.is_over for rank in ranks) else [], now_ns)
         if not is_still:
             self._record_stall_change(None, ranks, now_ns)
             return
         stall = find_stall(ranks, self._durations, now_ns)
-        involved = () if stall is None else (*stall.guilty, *stall.waiting)
+        involved = () if stall is None else (*stall.blockers, *stall.waiters)
         needs_stacks = not all(ranks[i].has_current_stack for i in involved)
         is_due = longest_ns >= STACKS_AFTER_NS and now_ns >= self._stacks_at_ns
         if not self._is_taking_stacks() and (needs_stacks or is_due):
@@ -196,14 +196,14 @@ class StallWatch:
         indexed_waits = [(i, self.waits[rank.key]) for i, rank in enumerate(ranks) if rank.key in self.waits]
         guilty = tuple(index for index, waits in indexed_waits if not waits)
         waiting = tuple(index for index, waits in indexed_waits if waits)
-        return self.stall and self.stall._replace(guilty=guilty, waiting=waiting)
+        return self.stall and self.stall._replace(blockers=guilty, waiters=waiting)
 
     def _may_still_be_stalled(self, ranks: list[RankActivity], now_ns: int) -> bool:
         """Return whether an earlier supervisor's stall may still be going on: at first, no signs of life are known."""
         if self.stall is None:
             return False
         still_ranks = [rank for rank in ranks if not rank.is_over and rank.since_ns <= self.stall.since_ns + SECOND]
-        return any(rank.busy is None and now_ns - rank.since_ns >= DETAILS_NS for rank in still_ranks)
+        return any(rank.busy is None and now_ns - rank.since_ns >= INSPECT_AFTER_NS for rank in still_ranks)
 
     def close(self) -> None:
         """Close the rings. If the run ends while it is stalled, the record of the stall has no end."""
@@ -224,7 +224,7 @@ class StallWatch:
             start_ns = time.monotonic_ns()
             try:
                 if request_number is None:
-                    self._inspector.take_stacks(still_ns=DETAILS_NS)
+                    self._inspector.take_stacks(still_ns=INSPECT_AFTER_NS)
                     duration_ns = time.monotonic_ns() - start_ns
                     self._stacks_at_ns = max(self._stacks_at_ns, start_ns + STACK_DUMP_BACKOFF * duration_ns)
                     self._inspector.query_nccl()
@@ -269,7 +269,7 @@ class StallWatch:
             return
         earlier_waits, self.waits = (
             self.waits,
-            {ranks[i].key: i in stall.waiting for i in (*stall.guilty, *stall.waiting)},
+            {ranks[i].key: i in stall.waiters for i in (*stall.blockers, *stall.waiters)},
         )
         ranks = self._inspector.with_exceptions(ranks)
         text = sentence(stall, ranks, self._run_info.cwd)

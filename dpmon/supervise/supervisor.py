@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from dpmon.config import ConfigError, load_settings
 from dpmon.run import proc
 from dpmon.run.failure_cause import OomKillCounter, find_first_failure
-from dpmon.run.lifecycle import YOUNG_S, exit_info, needs_supervisor, take_lock, unknown_exit
+from dpmon.run.lifecycle import YOUNG_S, build_exit_info, build_unknown_exit, needs_supervisor, take_lock
 from dpmon.run.proc import open_pidfd
 from dpmon.run.process_notes import WarningsLog
 from dpmon.run.run_directory import ExitInfo, load_exit, load_info, output_paths, write_info
@@ -113,7 +113,7 @@ class Supervisor:
         except OSError as error:
             text = f"{self._run_info.command[0]} cannot be started: {error.strerror or error}"
             _log(text)
-            self._record_exit(exit_info(self._run_info, 2, "supervisor", text))
+            self._record_exit(build_exit_info(self._run_info, 2, "supervisor", text))
             return
         self._detach(inherited_fds)
         start_s = proc.start_time_s(pid)
@@ -133,7 +133,7 @@ class Supervisor:
         if pid is None:
             process = find_command(self._directory)
             if process is not None:
-                pid, start_s = process.pid, process.started
+                pid, start_s = process.pid, process.start_s
             elif time.time() - self._run_info.started_unix < YOUNG_S:
                 return  # the command is about to be started
         # The terminal was closed with the killed supervisor, so input can no longer be typed.
@@ -143,7 +143,7 @@ class Supervisor:
         if pid is None:
             reason = "the supervisor was killed before it recorded what it started"
             last_ns = last_sign_of_life_ns(self._directory, self._run_info)
-            self._record_exit(unknown_exit(self._run_info, "supervisor", reason, last_ns))
+            self._record_exit(build_unknown_exit(self._run_info, "supervisor", reason, last_ns))
         else:
             self._supervise_command(WatchedCommand(self._directory, self._run_info, pid, start_s), is_takeover=True)
 
@@ -285,10 +285,10 @@ class Supervisor:
     ) -> None:
         """Read the rings from the killed supervisor's position on, and warn of the time without device samples."""
         drain.flush()
-        self._warnings.passed_on.update(drain.warnings_kept())
+        self._warnings.already_recorded.update(drain.warnings_kept())
         has_metrics = self._metrics_file is not None
         for text in lost_settings(self._run_info, has_event_command=has_event_command, has_metrics=has_metrics):
-            if text not in self._warnings.passed_on:
+            if text not in self._warnings.already_recorded:
                 drain.warn(text)
         last_ns = drain.last_sample_ns()
         command.last_ns = max(command.last_ns, self._run_info.start_ns + drain.newest_ns())
@@ -343,9 +343,9 @@ class Supervisor:
             metrics.write_final(exit_info)
         sampler.stop()
         # After the run has ended, this cannot delay it.
-        from dpmon.run.retention import limits, prune_runs
+        from dpmon.run.retention import load_limits, prune_runs
 
-        for directory in prune_runs(limits(os.environ), self._directory):
+        for directory in prune_runs(load_limits(os.environ), self._directory):
             _log(f"deleted {directory.name}: too old, or too large")
 
     def _record_exit(self, exit_info: ExitInfo) -> None:

@@ -19,8 +19,8 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
-from dpmon.record.shared_names import INNER_FRAMES, MOST_THREADS, OUTER_FRAMES, shorten_name, to_bounded_json
-from dpmon.span_ring import MAX_GROUPS, NO_NUMBER, OF_NCCL, HeaderWord, SpanRing
+from dpmon.record.shared_names import INNER_FRAMES, MAX_THREADS, OUTER_FRAMES, shorten_name, to_bounded_json
+from dpmon.span_ring import MAX_GROUPS, NCCL_FLAG, NO_NUMBER, HeaderWord, SpanRing
 from dpmon.tracer.core.session import Session
 from dpmon.tracer.note_files import append_bytes
 
@@ -141,7 +141,7 @@ def write_group_sequences(words: memoryview) -> None:
             number = group._get_sequence_number_for_group()
         words[at + 1] = number
         backends = getattr(world, "pg_backend_config", {}).get(group, "")
-        nccl = OF_NCCL if "nccl" in backends else 0
+        nccl = NCCL_FLAG if "nccl" in backends else 0
         words[at] = crc32(f"{world.pg_names.get(group)} {ranks}".encode()) << 32 | nccl | max(len(ranks), 1)
         at += 2
     if at < HeaderWord.GROUPS + 2 * MAX_GROUPS:
@@ -151,7 +151,7 @@ def write_group_sequences(words: memoryview) -> None:
 def collect_stacks(training: int) -> list[dict[str, Any]]:
     """The stacks of all Python threads but this one, in py-spy's form. `training`: ident of the training thread."""
     me, found = get_ident(), []
-    for ident, frame in list(_current_frames().items())[:MOST_THREADS]:
+    for ident, frame in list(_current_frames().items())[:MAX_THREADS]:
         if ident == me:
             continue
         frames: list[tuple[str, str, int]] = []

@@ -51,7 +51,7 @@ def _other_mode(facts: ScreenData) -> str | None:
 def _pause_label(facts: ScreenData) -> str | None:
     if not facts.can_pause:
         return None
-    return "resume" if facts.pausing.wanted else "pause"
+    return "resume" if facts.pausing.is_requested else "pause"
 
 
 def _freeze_label(facts: ScreenData) -> str | None:

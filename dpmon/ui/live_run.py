@@ -207,7 +207,7 @@ class LiveRun:
         return None
 
     def _refresh_liveness(self, reader: RunReader) -> None:
-        alive = reader.command_alive()
+        alive = reader.is_command_alive()
         self.ending = False
         if alive is False and self.ended is None:
             now = self._clock()
@@ -280,7 +280,7 @@ class LiveRun:
             return PauseState()
         now = self._reader.pause_state(self._activities)
         since = None if now.since_ns is None else max(now.since_ns - self._reader.info.start_ns, 0)
-        return PauseState(now.wanted, now.pending, since)
+        return PauseState(now.is_requested, now.is_pending, since)
 
     def pause_refusal(self, wanted: bool) -> str | None:
         """Why the training cannot be paused or, if a pause is `wanted` already, resumed; None if it can."""
@@ -295,7 +295,7 @@ class LiveRun:
     def toggle_pause(self) -> None:
         """Ask for a pause, or for the end of the requested pause."""
         if self._reader is not None:
-            self._reader.request_pause(not self.pause_state().wanted)
+            self._reader.request_pause(not self.pause_state().is_requested)
 
     def request_collective_sample(self) -> bool:
         """Ask for the collectives of one of the next steps; False if there was no process to ask."""
@@ -341,7 +341,7 @@ class LiveRun:
         start = reader.info.start_ns
         pausing = self.pause_state()
         stage = reader.startup_stage() if self.ended is None else None
-        reads = reader.waits_for_input() if self.ended is None else None
+        reads = reader.input_wait_start_ns() if self.ended is None else None
         return ScreenData(
             self.state,
             self.now_ns(),
@@ -356,7 +356,7 @@ class LiveRun:
             findings=self.findings if self.is_over else None,
             toggle=self._toggle,
             pausing=pausing,
-            can_pause=self.pause_refusal(pausing.wanted) is None,
+            can_pause=self.pause_refusal(pausing.is_requested) is None,
             can_toggle=self.toggle_refusal() is None,
             can_type=self.ended is None and self.can_type(),
             outputs=len(self.output.tails),

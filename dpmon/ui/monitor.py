@@ -179,7 +179,9 @@ class Monitor(ScreenControl):
 
     def action_pause(self) -> None:
         """Pause the training between two steps, or resume it, or say why this is impossible."""
-        self._send_request("no pause", self.feed.pause_refusal(self.feed.pause_state().wanted), self.feed.toggle_pause)
+        self._send_request(
+            "no pause", self.feed.pause_refusal(self.feed.pause_state().is_requested), self.feed.toggle_pause
+        )
 
     def _send_request(self, impossible: str, refusal: str | None, ask: Callable[[], None]) -> None:
         if refusal is not None:

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from dpmon.errors import HistoryError
 from dpmon.record.schema import SECOND
-from dpmon.run.activities import current_startup_stage, read_startup_stages
+from dpmon.run.activities import StartupStage, current_startup_stage, read_startup_stages
 from dpmon.run.run_directory import ExitInfo, RunError, load_exit
 from dpmon.run.run_reader import RunReader
 from dpmon.store.store_opening import open_store
@@ -95,11 +95,11 @@ class Player(RunReader):
 
     # ------------------------------------------------------------------------------------------ the screen's reader
 
-    def startup_stage(self) -> tuple[str, int] | None:
+    def startup_stage(self) -> StartupStage | None:
         """The run's stage at the position, before its first call, and its start (monotonic ns)."""
         return current_startup_stage(read_startup_stages(self.directory, self.now_ns()))
 
-    def waits_for_input(self) -> int | None:
+    def input_wait_start_ns(self) -> int | None:
         """None: a playback shows no waits for input."""
         return None
 
@@ -107,7 +107,7 @@ class Player(RunReader):
         """How the run ended, once the playback has reached the end."""
         return self._end if self.position_ns >= self.length_ns else None
 
-    def command_alive(self) -> bool | None:
+    def is_command_alive(self) -> bool | None:
         """Whether the command ran at the position."""
         return self.position_ns < self.length_ns
 

@@ -49,7 +49,7 @@ from bench_store import Live
 from yardstick import Yardstick, peak_mib, processor_s
 
 from dpmon.run import proc
-from dpmon.run.lifecycle import exit_info
+from dpmon.run.lifecycle import build_exit_info
 from dpmon.run.mirror_state import STATE_FILE, activities_by_word
 from dpmon.run.run_directory import write_info
 from dpmon.run.safe_files import write_atomically
@@ -113,7 +113,7 @@ class Generated:
     def end(self) -> None:
         """Stop writing, and record the exit."""
         self.__exit__()
-        write_info(self.directory, exit_info(self.info, 0, "supervisor"))
+        write_info(self.directory, build_exit_info(self.info, 0, "supervisor"))
 
     def _write(self) -> None:
         steps_per_s, lines_per_s = self.rates

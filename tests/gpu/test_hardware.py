@@ -353,7 +353,7 @@ def test_cpu_and_gpu_stages(tmp_path: Path, gpu: str) -> None:
     run = run_traced(tmp_path, text, mode="script")
     first = run.calls("Toy")[0]
     assert [(stage.device, stage.parts) for stage in first.stages] == [("cpu", ("net1", "relu")), ("cuda:0", ("net2",))]
-    assert first.stages[1].crossed == 6 * 10 * 4
+    assert first.stages[1].crossed_bytes == 6 * 10 * 4
     timed = [call for call in run.calls("Toy") if call.stages[1].device_ms is not None]
     assert timed
     assert timed[0].stages[0].device_ms is None

@@ -12,7 +12,7 @@ import os
 import sys
 from typing import Any
 
-from dpmon.gpu.device_record import VALUES, RunContext
+from dpmon.gpu.device_record import OPTIONAL_FIELDS, RunContext
 from dpmon.gpu.gpu_state import GpuPoller, GpuState
 from dpmon.gpu.nvml import Nvml, NvmlCallError
 
@@ -84,10 +84,10 @@ def watched(nvml: Nvml, index: int, seconds: int = 40) -> Any:
 
 
 def missing(sample: Any) -> set[str]:
-    wrong = {name for name in VALUES if sample[name] is None and not sample["absent"].get(name)}
+    wrong = {name for name in OPTIONAL_FIELDS if sample[name] is None and not sample["absent"].get(name)}
     if wrong:
         raise AssertionError(f"absent without a reason: {wrong}")
-    return {name for name in VALUES if sample[name] is None} - TORCH - {"visible"}
+    return {name for name in OPTIONAL_FIELDS if sample[name] is None} - TORCH - {"visible"}
 
 
 def main() -> None:

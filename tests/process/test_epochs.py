@@ -27,7 +27,7 @@ def followed(run: TracedRun, process: int) -> tuple[list[tuple[LoaderLoop | None
     loops, steps, found = LoaderLoopTracker(process), [], {}
     for step in run.steps(process):
         end = step.start_ns + step.wall_ns
-        evaluation = step.evaluation
+        evaluation = step.is_evaluation
         loop = loops.add_step(step.step, step.batches, step.start_ns, end, evaluation, step.wall_ns * evaluation)
         found.update(loops.changed)
         if not evaluation:

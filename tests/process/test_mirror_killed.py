@@ -112,7 +112,7 @@ def test_requests_reach_all_machines_and_their_answers_come_back(two: Two) -> No
         # A machine sends the pause and the activities one after the other.
         wait_for(lambda: {what for what, _ in reader.activities().values()} == {"paused"}, what="two paused processes")
         assert reader.request_pause(False) == 2
-        wait_for(lambda: not reader.pause_state().wanted, what="the end of the pause")
+        wait_for(lambda: not reader.pause_state().is_requested, what="the end of the pause")
         for ring in rings:
             ring.close()
         before = steps_here(directory)

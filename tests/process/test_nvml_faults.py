@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from dpmon.gpu.device_record import VALUES
+from dpmon.gpu.device_record import OPTIONAL_FIELDS
 from dpmon.gpu.device_sampler import pids_are_shared
-from dpmon.gpu.gpu_state import FIRST_S
+from dpmon.gpu.gpu_state import FIRST_ROUND_S
 from support.fake_devices import FOREVER, FakeNvml, RunSamples, compile_fake_library
 from support.run_harness import Dpmon, wait_for, wait_until_unsupervised
 
@@ -103,7 +103,7 @@ def known(ring: RunSamples, index: int, *names: str) -> bool:
     device = ring.device(index)
     absent = device.get("absent", {})
     passing = ("not asked yet", "needs two readings")
-    return bool(device) and not any(absent.get(name) in passing for name in names or VALUES)
+    return bool(device) and not any(absent.get(name) in passing for name in names or OPTIONAL_FIELDS)
 
 
 def silent(device: dict[str, Any], *names: str) -> bool:
@@ -245,7 +245,7 @@ FIRST = (
 def test_the_first_sample_has_every_cheap_figure(story: Story) -> None:
     began = story.fake.asked(device=WELL)[0].began_s
     last = story.fake.asked("nvmlDeviceGetPersistenceMode", WELL)[0].began_s
-    if last - began < FIRST_S:  # else the machine was too slow
+    if last - began < FIRST_ROUND_S:  # else the machine was too slow
         assert {name for name in FIRST if story.first[name] is None} == set()
 
 
@@ -271,7 +271,9 @@ def test_at_most_eight_calls_a_gpu_a_second(story: Story) -> None:
 def test_a_lost_gpu_has_the_reason_in_every_field_and_recovers(story: Story) -> None:
     lost = story.stages["in trouble"].devices[LOST]
     assert (lost["uuid"], lost["name"]) == ("GPU-00000000-0000-0000-0000-000000000002", "NVIDIA H100 Fake")
-    values = [name for name in VALUES if name not in ("uuid", "name", "visible", "ordinals", "mem_torch_bytes")]
+    values = [
+        name for name in OPTIONAL_FIELDS if name not in ("uuid", "name", "visible", "ordinals", "mem_torch_bytes")
+    ]
     assert {name: lost[name] for name in values} == dict.fromkeys(values)
     assert {lost["absent"][name] for name in values} == {"the GPU is lost"}
     assert story.stages["well again"].devices[LOST]["util_pct"] == 42

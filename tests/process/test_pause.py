@@ -330,7 +330,7 @@ def test_a_screen_opened_during_a_pause_shows_it_and_can_end_it(dpmon: Dpmon) ->
     assert last is not None
     assert 0 < since <= time.monotonic_ns() - late.info.start_ns
     assert late.request_pause(False) == 1
-    wait_for(lambda: not known() and not late.pause_state().pending, what="its end")
+    wait_for(lambda: not known() and not late.pause_state().is_pending, what="its end")
     # A step after the pause shows its end, too, and may be written before the record of the end.
     pauses = wait_for(
         lambda: found if len(found := snapshot_of_directory(late.directory).pauses) > 1 else None,

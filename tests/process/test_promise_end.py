@@ -135,7 +135,7 @@ def test_a_hang_in_the_first_batch_is_not_taken_for_the_end(dpmon: Dpmon) -> Non
     assert doing in ("forward", "other", "data")
     assert since >= 0
     assert reader.exit_info() is None
-    assert reader.command_alive() is True
+    assert reader.is_command_alive() is True
     assert newest_state(dpmon) in ("starting", "stalled")
     assert dpmon.run("stop", "last").status == 0
     assert dpmon.exit()["signal"] in ("SIGINT", "SIGTERM", "SIGKILL") or dpmon.exit()["status"]

@@ -190,4 +190,4 @@ def test_promise_16_a_clock_that_is_set_changes_no_duration(monkeypatch: pytest.
     real = time.time()
     for hours in (-1, 1):
         monkeypatch.setattr(time, "time", lambda hours=hours: real + hours * 3600)
-        assert 0 <= lifecycle.exit_info(info, 0, "x").seconds < 600
+        assert 0 <= lifecycle.build_exit_info(info, 0, "x").seconds < 600

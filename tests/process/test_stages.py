@@ -38,8 +38,8 @@ def test_a_toy_model_has_a_stage_for_each_device(spread: TracedRun) -> None:
         assert call.devices == ("cpu", "meta")
         assert (call.replicas, call.mode, call.failed) == ((), "single", False)
         here, there = call.stages
-        assert here.crossed is None
-        assert there.crossed == rows * 10 * 4
+        assert here.crossed_bytes is None
+        assert there.crossed_bytes == rows * 10 * 4
         assert here.host_ns is not None
         assert there.host_ns is not None
         # One after the other, within the call.

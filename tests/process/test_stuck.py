@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from dpmon.record.schema import SETTLING_STEPS
+from dpmon.record.schema import WARM_UP_STEPS
 from dpmon.stalls.stacks import py_spy
 from support.run_harness import LIMIT_S, CommandResult, Dpmon
 
@@ -164,7 +164,7 @@ def check_the_figures(dpmon: Dpmon) -> None:
     (text,) = (one["text"] for one in story["findings"] if one["kind"] == "stall" and "left out" in one["text"])
     assert re.fullmatch(r"1 step with a stall is left out of the metrics: [\d.]+ s\.", text)
     ranks = story["communication"]
-    assert ranks["joined_steps"] == len(begins) - SETTLING_STEPS - 1
+    assert ranks["joined_steps"] == len(begins) - WARM_UP_STEPS - 1
     assert (ranks["exposed_ms"] + ranks["wait_ms"]) * ranks["joined_steps"] < 500 * stood, "not with the wait of rank 0"
 
 

@@ -71,10 +71,10 @@ def test_a_toggle_is_requested_and_answered_through_the_ring(run: TerminalRun, t
     seen.shows("d → single")
     seen.type("d")
     seen.shows("single pending")
-    assert (run.control.words[HeaderWord.REQUEST], run.control.words[HeaderWord.WANTED]) == (1, 2)
+    assert (run.control.words[HeaderWord.REQUEST], run.control.words[HeaderWord.REQUESTED_MODE]) == (1, 2)
     run.recording.add(run.training.switch("single"))
     run.train(5)
-    run.control.words[HeaderWord.MODE], run.control.words[HeaderWord.ANSWERED] = 2, 1
+    run.control.words[HeaderWord.MODE], run.control.words[HeaderWord.ACKNOWLEDGED] = 2, 1
     seen.shows("single from step 51 on")
 
 

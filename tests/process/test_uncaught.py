@@ -155,7 +155,7 @@ def test_a_noted_exception_counts_only_with_the_status_of_an_exception(
 ) -> None:
     noted(tmp_path, *lines)
     found = find_first_failure(tmp_path, _Info(), 3)  # type: ignore[arg-type]
-    assert (None if found is None or found.raised is None else found.raised.kind) == kind
+    assert (None if found is None or found.exception is None else found.exception.kind) == kind
 
 
 def test_a_handled_exception_did_not_end_the_run(dpmon: Dpmon) -> None:

@@ -184,9 +184,9 @@ def test_a_supervisor_that_is_no_ancestor_is_allowed_to_look(tmp_path: Path) -> 
 @pytest.mark.parametrize("by", ["py-spy", "the process"])
 def test_the_stack_of_a_stuck_script(stuck: tuple[str, TracedScript], by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, script = stuck
-    monkeypatch.setattr(stacks, "WAIT_S", 60.0)
+    monkeypatch.setattr(stacks, "MAX_DUMP_S", 60.0)
     if name != "GIL":  # a busy machine needs more time for the answer
-        monkeypatch.setattr(rank_inspector, "NOTE_WAIT_S", 60.0)
+        monkeypatch.setattr(rank_inspector, "MAX_NOTE_WAIT_S", 60.0)
     if by == "the process":
         monkeypatch.setattr(stacks, "py_spy", lambda: None)
     elif stacks.py_spy() is None:
@@ -211,6 +211,6 @@ def test_the_stack_of_a_stuck_script(stuck: tuple[str, TracedScript], by: str, m
     rank = RankActivity(1, 0, since_ns=1, stack=main)
     info = RunInfo("", "n", ("c",), "s", "/", None, 1e9, 0, "", True)
     shown = format_reply(
-        build_reply([rank], {1: found}, Stall(1, (0,), ()), 2, info, text=describe_activity(rank, "")), every=True
+        build_reply([rank], {1: found}, Stall(1, (0,), ()), 2, info, text=describe_activity(rank, "")), all_threads=True
     )
     assert all(text == sanitize_line(text) for text, _ in shown)

@@ -428,7 +428,7 @@ class SimulatedProcess:
 
     def one_in(self, count: int) -> None:
         """Request device times for one step in `count`."""
-        self.recorder.words[HeaderWord.ONE_IN] = count
+        self.recorder.words[HeaderWord.TIMED_ONE_IN] = count
 
     def phase(self, kind: int, ms: float = 1.0, work: Any = None) -> None:
         """Run a fetch, a backward pass, or a step of the optimizer: `ms` on the device, then `work`."""

@@ -23,7 +23,7 @@ from dpmon.model.run_snapshot import PHASES, RunSnapshot, SnapshotRequest
 from dpmon.model.snapshot_builder import SnapshotBuilder
 from dpmon.record.history_rows import CallParts, CallRow, Definition, Row
 from dpmon.record.record_types import Call, Event, Record, RecordError, Size, Step
-from dpmon.record.schema import EVALUATION, QUANTITIES, SETTLING, SPAN_PHASES, device_series
+from dpmon.record.schema import EVALUATION, QUANTITIES, SPAN_PHASES, WARM_UP, device_series
 from dpmon.record.schema import PHASES as SCHEMA
 from dpmon.record.shared_names import CALL_PHASES
 from dpmon.run import proc
@@ -232,7 +232,7 @@ class _RowMaker:
         times = [phase and phase.device_ms for phase in ran]
         times += [replica.device_ms for replica in call.replicas]
         times += [stage.device_ms for stage in call.stages]
-        return [*out, row.timed(times, 0) if any(time is not None for time in times) else row]
+        return [*out, row.with_device_times(times, 0) if any(time is not None for time in times) else row]
 
 
 # ------------------------------------------------------------------------------------------------ run directories
@@ -362,7 +362,7 @@ def compare_steps(
             phases = {phase.name: took for phase, took in zip(SCHEMA, facts.phases, strict=True) if took is not None}
             longest.append(LongStepRow(0, step.step, mode, kind, start, step.wall_ns, phases))
         for number in range(len(samples), (seen or {}).get(mode, 0)):
-            key = TallyKey(0, mode, SETTLING, NO_SAMPLES)
+            key = TallyKey(0, mode, WARM_UP, NO_SAMPLES)
             batch.add_step(key, 1, StepFacts(number, 1, quantities(), [None] * len(SCHEMA)).row(0, key), ())
     history.write(batch)
     return compare_modes(
@@ -370,7 +370,7 @@ def compare_steps(
     )
 
 
-_STEP_KINDS = (0, EVALUATION, SETTLING, EVALUATION | SETTLING)
+_STEP_KINDS = (0, EVALUATION, WARM_UP, EVALUATION | WARM_UP)
 
 
 class StoredStep(NamedTuple):

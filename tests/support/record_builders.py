@@ -390,9 +390,9 @@ def with_device_times(
     for row in rows:
         if isinstance(row, CallRow):
             number += 1
-            row = row.timed((*of_call, *replicas(number)), why)
+            row = row.with_device_times((*of_call, *replicas(number)), why)
         elif isinstance(row, Step):
-            row = row.timed(of_step, why)
+            row = row.with_device_times(of_step, why)
         found.append(row)
     return found
 
@@ -424,7 +424,7 @@ def staged_calls(calls: int, took: Callable[[int], Sequence[float | None]] | Non
         stages = (4, 2, 3, 0, 2_000_000, 5, 3, gave, 2_000_000, 5_000_000)
         numbers = 1, number, number, number * 10**7, 9_000_000, 2, gave
         call = call_row("single", TRAINING_FLAGS, *numbers, stages=stages)
-        found.append(call if took is None else call.timed((*[None] * 4, *took(number)), Untimed.LATE))
+        found.append(call if took is None else call.with_device_times((*[None] * 4, *took(number)), Untimed.LATE))
         found.append(step_row("single", number, number * 10**7, 9_500_000, 30, (-1, 9_000_000, -1, -1)))
     return found
 
@@ -467,7 +467,7 @@ def eventful_training(chance: random.Random, process: int) -> Iterator[list[Row]
         if what < 0.45:
             last = records[-1]
             assert isinstance(last, Step)
-            records[-1] = last.timed((None, 1.5, 2.5, None, None, 3.5), 3)
+            records[-1] = last.with_device_times((None, 1.5, 2.5, None, None, 3.5), 3)
         yield from ([record] for record in records) if what > 0.6 else [records]
 
 

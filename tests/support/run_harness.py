@@ -30,7 +30,7 @@ from dpmon.run import proc
 from dpmon.run.lifecycle import has_live_supervisor
 from dpmon.run.run_directory import load_info
 from dpmon.run.run_reader import PauseState, RunReader
-from dpmon.run.run_registry import LASTING, SHARED_MEMORY
+from dpmon.run.run_registry import PERSISTENT_TMP, SHARED_MEMORY
 from dpmon.run.stdin_terminal import is_reading_stdin
 from support.preloaded_python import preload_python
 
@@ -317,7 +317,7 @@ class Dpmon:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         mark = f"{zlib.crc32(os.fsencode(self.state / 'dpmon' / 'runs')):08x}"
-        for place in (LASTING, tempfile.gettempdir(), SHARED_MEMORY):  # as dpmon.run's `fallback_directories`
+        for place in (PERSISTENT_TMP, tempfile.gettempdir(), SHARED_MEMORY):  # as dpmon.run's `fallback_directories`
             shutil.rmtree(Path(place) / f"dpmon-{os.getuid()}-{mark}", ignore_errors=True)
 
     def _leftovers(self) -> Iterator[int]:
@@ -489,7 +489,7 @@ def pause_script(reader: RunReader, seconds: float) -> None:
     wait_for(lambda: reader.pause_state().since_ns, what="the pause")
     pass_time(seconds)
     reader.request_pause(False)
-    wait_for(lambda: not reader.pause_state().pending, what="the end of the pause")
+    wait_for(lambda: not reader.pause_state().is_pending, what="the end of the pause")
 
 
 def end_clocked_run(dpmon: Dpmon, reader: RunReader, process: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
@@ -572,5 +572,5 @@ def append_to(lines: list[bytes]) -> Callable[[bytes], bool]:
 def fake_status_reader(directory: Path, activities: Mapping[int, tuple[str, int]] | None = None) -> Any:
     """Return the part of a reader that the lines need."""
     info = SimpleNamespace(start_ns=0, id="20261125-213000-train-3f2a", name="train")
-    nothing = {"startup_stage": lambda: None, "waits_for_input": lambda: None, "pause_state": lambda: PauseState()}
+    nothing = {"startup_stage": lambda: None, "input_wait_start_ns": lambda: None, "pause_state": lambda: PauseState()}
     return SimpleNamespace(directory=directory, activities=lambda: activities or {}, info=info, **nothing)

@@ -16,7 +16,7 @@ from textual.geometry import Region
 from textual.pilot import Pilot
 
 from dpmon.record.record_types import Event, Record
-from dpmon.run.lifecycle import exit_info
+from dpmon.run.lifecycle import build_exit_info
 from dpmon.run.run_directory import ExitInfo, write_info
 from dpmon.span_ring import HeaderWord, SpanRing
 from dpmon.store.store_queries import Store
@@ -42,7 +42,7 @@ class FakeReader:
         self.asked: list[str] = []
         self.unanswered = False
         self.answered: tuple[int, int] | None = None
-        self.pause = types.SimpleNamespace(wanted=False, pending=False, since_ns=None)
+        self.pause = types.SimpleNamespace(is_requested=False, is_pending=False, since_ns=None)
         self.no_pause: str | None = None
         self.doing: dict[int, tuple[str, int]] = {}
         self.looks = 0
@@ -66,16 +66,16 @@ class FakeReader:
     def startup_stage(self) -> tuple[str, int] | None:
         return None
 
-    def waits_for_input(self) -> int | None:
+    def input_wait_start_ns(self) -> int | None:
         return None
 
     def activities(self) -> dict[int, tuple[str, int]]:
         return self.doing
 
-    def exit_info(self) -> Any:
+    def build_exit_info(self) -> Any:
         return self.ended
 
-    def command_alive(self) -> bool | None:
+    def is_command_alive(self) -> bool | None:
         return self.is_alive
 
     def node_replies(self) -> tuple[int, int] | None:
@@ -96,7 +96,7 @@ class FakeReader:
         return self.unanswered
 
     def request_pause(self, paused: bool) -> int:
-        self.pause.wanted, self.pause.pending = paused, True
+        self.pause.is_requested, self.pause.is_pending = paused, True
         return 1
 
     def pause_refusal(self, doing: object = None) -> str | None:
@@ -205,7 +205,7 @@ class TerminalRun:
 
     def end(self, status: int) -> None:
         """Write exit.json."""
-        write_info(self.directory, exit_info(self.info, status, "supervisor"))
+        write_info(self.directory, build_exit_info(self.info, status, "supervisor"))
 
 
 StartTerminal = Callable[..., Terminal]

@@ -95,9 +95,9 @@ def test_the_rate_is_requested_through_the_ring_of_the_process(tmp_path: Path, w
     script.write_to(ring, Lines(path))
     source = SpanSource(path, None)
     try:
-        assert ring.words[HeaderWord.ONE_IN] == 0
+        assert ring.words[HeaderWord.TIMED_ONE_IN] == 0
         source.read_rows(0, False)
-        assert ring.words[HeaderWord.ONE_IN] == one_in
+        assert ring.words[HeaderWord.TIMED_ONE_IN] == one_in
     finally:
         source.close()
 

@@ -62,7 +62,7 @@ def test_a_run_is_found_by_the_start_of_its_name_but_not_deleted_by_it(state: Pa
     assert find_run("lin") == linear
     assert find_run(f"gan-{gan.name[-4:-1]}") == gan
     with pytest.raises(RunError, match="there is no run 'lin'"):
-        find_run("lin", only=True)
+        find_run("lin", unique=True)
     other = a_run("list")
     with pytest.raises(RunError, match="could be any of 2 runs: ") as error:
         find_run("li")

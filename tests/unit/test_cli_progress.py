@@ -183,5 +183,5 @@ def test_the_line_after_the_last_step_does_not_wait_for_a_first_step(state: Path
 
 def test_a_wait_for_input_is_shown(state: Path) -> None:
     reader = fake_status_reader(write_run_directory({}, status=None), {0: ("backward", STATUS_NOW_NS - 12 * 10**9)})
-    reader.waits_for_input = lambda: STATUS_NOW_NS - 11 * 10**9
+    reader.input_wait_start_ns = lambda: STATUS_NOW_NS - 11 * 10**9
     assert ProgressReporter(reader).line() == "waiting for input for 11.0 s"

@@ -101,7 +101,7 @@ def test_steps_without_a_pass_count_as_none_of_it(state: Path) -> None:
     story = collect_report_data(a_run(passes=((0, 1), (0, 1), (0, 1), (1, 0))))
     text = " ".join(" ".join(text_lines(build_document(story), 200)).split())
     assert "passes 0.25 synced per step, 0.75 under no_sync" in text
-    assert "synchronized backward passes: 0.25 passes per step, 25 passes total" in text
+    assert "backward passes that synced gradients: 0.25 passes per step, 25 passes total" in text
     assert "backward passes under no_sync: 0.75 passes per step, 75 passes total" in text
     (mode,) = report_json_of(story)["modes"]
     assert mode["quantities"]["synced"] == {"sum": STEPS // 4, "steps": STEPS}

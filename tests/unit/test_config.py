@@ -77,7 +77,7 @@ def test_the_file_and_the_variables_before_it(tmp_path: Path) -> None:
         ("alive_minutes = 0", "alive_minutes is a number of minutes from 1, not '0'"),
         ("alive_minutes = 0.5", "alive_minutes is a number of minutes from 1, not '0.5'"),
         ('alert = "gong"', "alert is one of bell, osc9, osc777, not 'gong'"),
-        ("them = 1", "there is no setting 'them'; there are theme, refresh, keep_runs, keep_bytes"),
+        ("them = 1", "unknown setting 'them'; valid settings: theme, refresh, keep_runs, keep_bytes"),
         ("theme = ", "is not TOML"),
         ("x" * 70_000, "too long"),
     ],

@@ -86,7 +86,7 @@ def test_of_an_unwritable_state_directory_the_replacement_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", "/proc/self/nowhere")
-    monkeypatch.setattr(run_registry, "LASTING", str(tmp_path))
+    monkeypatch.setattr(run_registry, "PERSISTENT_TMP", str(tmp_path))
     found = by_name(local_checks.check_state_directory())["state"]
     assert (found.state, f"runs are kept in {tmp_path}/dpmon-" in found.found) == ("warning", True)
     assert "XDG_STATE_HOME" in str(found.remedy)

@@ -67,7 +67,7 @@ def test_machines_that_cannot_be_asked_are_not_called_stopped(state: Path, monke
     monkeypatch.setattr("dpmon.run.run_signals.time.sleep", pytest.fail)  # a mirror has no command to wait for
     mirror = find_or_create_mirror("train", [["gpu-1", "20260101-000000-train-0001", "false"]])
     *_, said = stop_run(mirror, load_info(mirror))
-    assert said == "no node is connected, so the run cannot be stopped now: try again in some seconds"
+    assert said == "no node is connected, so the run cannot be stopped now: try again in a few seconds"
     assert stop_requested_unix(mirror) is None
 
 

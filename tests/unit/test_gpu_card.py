@@ -9,10 +9,10 @@ import pytest
 from pynvml import NVMLError  # noqa: TID251 - the real error class: unhashable, compares badly
 
 from dpmon.gpu import gpu_state as card_module
-from dpmon.gpu.device_record import VALUES, MissingValue, RunContext
+from dpmon.gpu.device_record import OPTIONAL_FIELDS, MissingValue, RunContext
 from dpmon.gpu.gpu_state import GpuPoller, GpuState
 from dpmon.gpu.nvml import call_nvml
-from dpmon.gpu.nvml_queries import CALLS, QUESTIONS, NvmlQuery, throttle_reasons
+from dpmon.gpu.nvml_queries import MAX_CALLS_PER_S, QUERIES, NvmlQuery, throttle_reasons
 
 NOT_SUPPORTED, NO_PERMISSION, FUNCTION_NOT_FOUND, GPU_IS_LOST, UNKNOWN = 3, 4, 13, 15, 999
 
@@ -51,7 +51,7 @@ class Bench:
     def round(self, seconds: float = 1.0) -> Any:
         """Run a round after `seconds`; return the sample."""
         self.clock.now += seconds
-        self.card.askers[-1].poll_due_queries()
+        self.card.pollers[-1].poll_due_queries()
         return self.sample()
 
     def sample(self, run: RunContext | None = None) -> Any:
@@ -86,14 +86,14 @@ def test_each_question_is_asked_at_its_own_interval() -> None:
 
 
 def test_text_that_is_not_utf_8_is_readable() -> None:
-    question = next(question for question in QUESTIONS if question.fields == ("name",))
+    question = next(question for question in QUERIES if question.fields == ("name",))
     bench = Bench(question)
     bench.module.nvmlDeviceGetName = lambda handle: b"Fake \xff"  # type: ignore[attr-defined]
     assert bench.round().name == "Fake �"
 
 
 def test_questions_beyond_the_budget_wait_and_all_are_asked_equally_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(card_module, "CALLS", 3)
+    monkeypatch.setattr(card_module, "MAX_CALLS_PER_S", 3)
     ways = [Told(i) for i in range(6)]
     names = ("util_pct", "power_w", "energy_j", "fan_pct", "xid", "sm_clock_mhz")
     bench = Bench(*(NvmlQuery((n,), 5, 2, (w,)) for n, w in zip(names, ways, strict=True)))
@@ -131,9 +131,9 @@ def test_one_value_of_an_answer_can_be_missing() -> None:
 def test_a_substitute_is_asked_only_for_missing_values() -> None:
     first, second = Told(MissingValue("not here"), 3), Told(9)
     whole = NvmlQuery(("pcie_rx_bytes_s", "pcie_tx_bytes_s"), 1, 1, (first,))
-    sub = NvmlQuery(("pcie_rx_bytes_s",), 1, 1, (second,), instead_of=whole)
+    sub = NvmlQuery(("pcie_rx_bytes_s",), 1, 1, (second,), replaces=whole)
     other = Told(8)
-    useless = NvmlQuery(("pcie_tx_bytes_s",), 1, 1, (other,), instead_of=whole)
+    useless = NvmlQuery(("pcie_tx_bytes_s",), 1, 1, (other,), replaces=whole)
     bench = Bench(whole, sub, useless)
     for _ in range(5):
         sample = bench.round()
@@ -187,13 +187,13 @@ def test_throttle_words(bits: int, words: list[str]) -> None:
 
 def test_the_questions_fit_into_eight_calls_a_second() -> None:
     """The average number of due calls is below the limit, so that all calls are made."""
-    asked = [question for question in QUESTIONS if question.instead_of is None]
-    assert CALLS == 8
-    assert sum(question.calls / question.every_s for question in asked) <= CALLS
-    fields = {name for question in QUESTIONS for name in question.fields}
+    asked = [question for question in QUERIES if question.replaces is None]
+    assert MAX_CALLS_PER_S == 8
+    assert sum(question.max_calls / question.period_s for question in asked) <= MAX_CALLS_PER_S
+    fields = {name for question in QUERIES for name in question.fields}
     computed = {"of_run", "visible", "ordinals", "processes", "process_count"}
     computed |= {"mem_run_bytes", "mem_others_bytes", "mem_torch_bytes"}
-    assert fields | computed == {*VALUES, "compute", "graphics"}
+    assert fields | computed == {*OPTIONAL_FIELDS, "compute", "graphics"}
 
 
 def test_an_error_that_is_not_nvmls_is_contained() -> None:

@@ -48,7 +48,7 @@ def plain_machine(monkeypatch: pytest.MonkeyPatch) -> FakePynvml:
     """A machine with only the GPUs that NVML knows."""
     fake = FakePynvml()
     monkeypatch.setitem(sys.modules, "pynvml", fake)
-    monkeypatch.setattr(nvml, "_OTHERS", ())
+    monkeypatch.setattr(nvml, "_OTHER_GPU_FILES", ())
     return fake
 
 
@@ -87,10 +87,10 @@ def test_a_driver_that_does_not_answer_and_gpus_of_others(
     plain_machine: FakePynvml, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     released = threading.Event()
-    monkeypatch.setattr(nvml, "COUNT_S", 0.0)
+    monkeypatch.setattr(nvml, "MAX_COUNT_S", 0.0)
     plain_machine.answers["nvmlInit"] = lambda: released.wait(60)
     assert missing_device_reason("cuda:9") is None
     released.set()
-    monkeypatch.setattr(nvml, "COUNT_S", 60.0)
-    monkeypatch.setattr(nvml, "_OTHERS", ("/dev/null",))
+    monkeypatch.setattr(nvml, "MAX_COUNT_S", 60.0)
+    monkeypatch.setattr(nvml, "_OTHER_GPU_FILES", ("/dev/null",))
     assert missing_device_reason("cuda:9") is None

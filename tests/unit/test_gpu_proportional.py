@@ -8,7 +8,7 @@ import os
 import pytest
 
 from dpmon.gpu.device_record import MissingValue
-from dpmon.gpu.host_sampler import AT_ONCE_S, BUDGET_SHARE, EVERY_S, PssEstimator, read_pss
+from dpmon.gpu.host_sampler import BUDGET_SHARE, MAX_SAMPLE_S, MIN_READING_S, PssEstimator, read_pss
 
 MIB = 1 << 20
 
@@ -45,7 +45,7 @@ def test_shared_pages_count_once_and_growth_between_readings_is_seen() -> None:
     assert kernel.total(107, 90) == 117 * MIB
     assert len(kernel.asked) == 2
     kernel.answers[0] = 62 * MIB
-    kernel.now += EVERY_S
+    kernel.now += MIN_READING_S
     assert kernel.total(107, 90) == 112 * MIB
     assert len(kernel.asked) == 4
 
@@ -62,7 +62,7 @@ def test_memory_that_cannot_be_read_is_unknown_with_a_reason() -> None:
     kernel.answers = {0: 60 * MIB, 1: PermissionError(errno.EACCES, "Permission denied")}
     assert kernel.total(100, 90) == MissingValue("the memory of process 1 cannot be read: Permission denied")
     kernel.answers[1] = 50 * MIB
-    kernel.now += EVERY_S
+    kernel.now += MIN_READING_S
     assert kernel.total(100, 90) == 110 * MIB
 
 
@@ -74,7 +74,7 @@ def test_many_expensive_processes_are_read_one_after_the_other() -> None:
         kernel.now = max(kernel.now, float(second))
         before = len(kernel.asked)
         found.append(kernel.total(*[600] * 9))
-        assert (len(kernel.asked) - before) * kernel.takes_s < AT_ONCE_S + kernel.takes_s
+        assert (len(kernel.asked) - before) * kernel.takes_s < MAX_SAMPLE_S + kernel.takes_s
     assert found[0] == MissingValue("the memory of 7 of 9 processes has not been read yet")
     assert found[-1] == 90 * MIB
 
@@ -105,7 +105,7 @@ def test_new_workers_are_estimated_from_their_siblings() -> None:
 
 
 def test_a_process_without_a_sibling_that_was_read_is_not_estimated() -> None:
-    kernel = Kernel(takes_s=AT_ONCE_S)
+    kernel = Kernel(takes_s=MAX_SAMPLE_S)
     kernel.answers = dict.fromkeys(range(3), 10 * MIB)
     resident = {(pid, 1.0): 600 * MIB for pid in range(3)}
     parents = {(0, 1.0): 100, (1, 1.0): 0, (2, 1.0): 0}

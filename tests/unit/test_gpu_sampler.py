@@ -16,7 +16,7 @@ from pynvml import NVMLError  # noqa: TID251 - the real error class: unhashable,
 
 from dpmon.gpu import device_sampler as sampler_module
 from dpmon.gpu import gpu_state as card_module
-from dpmon.gpu.device_record import VALUES
+from dpmon.gpu.device_record import OPTIONAL_FIELDS
 from dpmon.gpu.device_sampler import DeviceSampler
 from dpmon.gpu.nvml import Nvml
 from dpmon.record.record_types import Event
@@ -131,7 +131,7 @@ def test_a_device_event_for_each_gpu_and_a_host_event_every_interval(make: Any) 
     events = watch.until(told, "samples")
     devices = of_kind(events, "device")
     assert {device["uuid"] for device in devices if device["index"] == 1} == {"GPU-1"}
-    assert set(devices[0]) == {"t_s", "index", "absent", *VALUES}
+    assert set(devices[0]) == {"t_s", "index", "absent", *OPTIONAL_FIELDS}
     host = of_kind(events, "host")[-1]
     assert host["gpu_absent"] is None
     assert host["mem_total_bytes"] > host["mem_used_bytes"] > 0
@@ -144,7 +144,7 @@ def test_a_device_event_for_each_gpu_and_a_host_event_every_interval(make: Any) 
 
 def test_rare_retries_do_not_count_as_silence(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampler_module, "RETRY_S", LIMIT_S)
-    monkeypatch.setattr(sampler_module, "SILENT_S", 0.5)
+    monkeypatch.setattr(sampler_module, "MAX_SILENCE_S", 0.5)
     _, watch = make(FakeNvml(absent="no driver here"))
     until_s = 0.5 + 10 * INTERVAL_S
     events = watch.until(lambda e: of_kind(e, "host") and of_kind(e, "host")[-1]["t_s"] > until_s, "host samples")

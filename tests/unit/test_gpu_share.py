@@ -72,7 +72,7 @@ def test_a_gpu_that_torch_sees_and_does_not_use() -> None:
 def test_ranks_that_all_call_theirs_cuda_0() -> None:
     uses = tuple(TorchReservation(rank, "cuda:0", f"GPU-{rank}", 10) for rank in range(3))
     for rank in range(3):
-        found = build_device_record(rank, {"uuid": f"GPU-{rank}"}, RunContext(uses=uses), {str(rank)})
+        found = build_device_record(rank, {"uuid": f"GPU-{rank}"}, RunContext(reservations=uses), {str(rank)})
         assert found["ordinals"] == [{"process": rank, "device": "cuda:0"}]
 
 

@@ -126,7 +126,7 @@ def test_one_gpu_has_one_order() -> None:
     ],
 )
 def test_with_mig(text: str | None, visible: list[bool | None]) -> None:
-    assert visible_gpus(text, "PCI_BUS_ID", FOUR, divided=True) == visible
+    assert visible_gpus(text, "PCI_BUS_ID", FOUR, has_mig_instances=True) == visible
 
 
 def test_a_uuid_that_nvml_does_not_know() -> None:

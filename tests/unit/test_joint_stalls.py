@@ -217,7 +217,7 @@ def test_one_answer_says_what_the_ranks_of_all_machines_do(machines: Machines) -
         ("gpu-2", 3, False, False), ("gpu-1", 0, True, False), ("gpu-1", 1, True, False), ("gpu-2", 2, True, False)
     ]  # fmt: skip
     assert [each["process"] for each in found["ranks"]] == [3, 0, 1, 2]
-    lines = [text for text, _ in format_reply(found, every=True)]
+    lines = [text for text, _ in format_reply(found, all_threads=True)]
     assert lines[0] == f"stalled for 19 s: {STUCK}"
     assert lines[3].split()[:3] == [">", "3", "(gpu-2)"]
     assert "rank 3 (gpu-2):" in lines or "ranks 1, 3:" in lines

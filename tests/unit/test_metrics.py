@@ -134,9 +134,9 @@ def test_device_time_is_counted_with_the_number_of_steps_that_have_it(state: Pat
     for row in training.run(10):
         if isinstance(row, CallRow):
             number += 1
-            row = row.timed((number, 1.0, None, 0.0, 9.0, 9.0), Untimed.LATE)
+            row = row.with_device_times((number, 1.0, None, 0.0, 9.0, 9.0), Untimed.LATE)
         elif isinstance(row, Step) and number > 1:
-            row = row.timed((None if number < 5 else 2.0, 4.0, float(number), None), Untimed.LATE)
+            row = row.with_device_times((None if number < 5 else 2.0, 4.0, float(number), None), Untimed.LATE)
         rows.append(row)
     found = written(write_run_directory({0: rows}, status=None), tmp_path / "it.prom")
     who = (("mode", "dp"), ("process", "0"), ("rank", ""))

@@ -13,7 +13,7 @@ from dpmon.model.device_memory import HOST
 from dpmon.model.mode_comparison import MIN_STEPS, Comparison, Peak, verdict_sentence
 from dpmon.model.run_snapshot import PHASES, Process
 from dpmon.record.record_types import Event, Record
-from dpmon.record.schema import SETTLING_STEPS, STEP
+from dpmon.record.schema import STEP, WARM_UP_STEPS
 from dpmon.store.tally import SeriesStats, Tally
 from support.history_builders import NOT_RUN, StepSample, snapshot_of_records
 from support.history_builders import compare_steps as compare
@@ -229,20 +229,20 @@ def test_the_steps_after_a_change_of_mode_are_left_out() -> None:
     records = records_of_rows([*training.begin(), *training.run(400)])
     training.defined.clear()
     training.step_ns = 900 * MS  # as when caches are filled
-    records += records_of_rows([*training.switch("single"), *training.run(SETTLING_STEPS)])
+    records += records_of_rows([*training.switch("single"), *training.run(WARM_UP_STEPS)])
     training.defined.clear()
     training.step_ns = 50 * MS
     records += records_of_rows(training.run(60))
     found = compared(records)
     assert found.sides["single"].steps == 60
     assert (found.sides["single"].p95_ns or 0) < 100 * MS
-    assert found.sides["dp"].steps == 400 - SETTLING_STEPS
+    assert found.sides["dp"].steps == 400 - WARM_UP_STEPS
     assert found.outcome == "faster"
     assert found.virtual
     assert found.devices == ("cpu:0", "cpu:1")
     assert found.speedup is not None
     assert found.speedup.value == pytest.approx(5, rel=0.1)
-    assert found.seen["single"] == 60 + SETTLING_STEPS
+    assert found.seen["single"] == 60 + WARM_UP_STEPS
 
 
 def test_each_change_of_mode_has_the_speed_up_of_the_steps_around_it() -> None:
@@ -275,7 +275,7 @@ def test_a_mode_of_long_ago_keeps_its_steps() -> None:
     assert process.compared is not None
     assert process.compared.speedup is not None
     assert {mode: side.steps for mode, side in process.compared.sides.items()} == {
-        "dp": 300 - SETTLING_STEPS, "single": 9000 - SETTLING_STEPS,
+        "dp": 300 - WARM_UP_STEPS, "single": 9000 - WARM_UP_STEPS,
     }  # fmt: skip
 
 

@@ -253,7 +253,7 @@ def test_what_is_kept_between_pictures_is_what_a_first_picture_reads() -> None:
 def test_a_pending_request_says_how_many_nodes_have_answered() -> None:
     facts = replace(facts_of(run_of(4)), answers=NodeReplies(3, 4), toggle=ModeRequest("dp", "pending", 11 * SECOND))
     assert "pending 1 s: the training answers at its next call; 3 of 4 nodes answered" in screen_text(facts, 120, 40)
-    pausing = replace(facts, toggle=None, pausing=PauseState(wanted=True, pending=True))
+    pausing = replace(facts, toggle=None, pausing=PauseState(is_requested=True, is_pending=True))
     assert "the training pauses after the step it is in; 3 of 4 nodes answered" in screen_text(pausing, 120, 40)
 
 

@@ -230,10 +230,10 @@ def test_only_the_end_of_the_loop_itself_lets_a_step_without_a_batch_belong_to_i
     fetch(fetches, 2, failed=True)
     assert fetches.pop_step_batches() is None
     fetch(fetches, 1, failed=True)
-    assert fetches.pop_step_batches() == Batches(1, 1, 10, 0, over=True)
+    assert fetches.pop_step_batches() == Batches(1, 1, 10, 0, is_exhausted=True)
     fetch(fetches, 3)
     fetch(fetches, 3, failed=True)
-    assert fetches.pop_step_batches() == Batches(3, 3, 10, 1, over=True)
+    assert fetches.pop_step_batches() == Batches(3, 3, 10, 1, is_exhausted=True)
 
 
 # ------------------------------------------------------------------------------------------------ time left

@@ -87,7 +87,7 @@ def test_a_step_that_has_copied() -> None:
     assert list(step.phases) == [name for name in STEP_PHASES if name != "sync"]
     assert step.quantities == {"copied_bytes": 1 << 20}
     assert (step.quantity("copied_bytes"), step.quantity("samples")) == (1 << 20, 30)
-    found = read(row.timed([1.0, 2.0, 3.0, 4.0, 0.5], 0))
+    found = read(row.with_device_times([1.0, 2.0, 3.0, 4.0, 0.5], 0))
     assert isinstance(found, Step)
     assert found.device_ms == {"data": 1.0, "forward": 2.0, "backward": 3.0, "optimizer": 4.0, "copy": 0.5}
     said = as_json(found)
@@ -274,7 +274,7 @@ def test_a_damaged_definition_is_refused(value: Any) -> None:
         call(layout=2),
         call(inputs=1),
         CallRow(1, 1, "dp", 0, 1, 0, 5, 2, 4, parts_of(replicas=(1, 1, 0, 0))._replace(phases=())),
-        call().timed([1.0], 0),
+        call().with_device_times([1.0], 0),
     ],
 )  # fmt: skip
 def test_a_row_that_fits_no_definition_is_refused(row: Row) -> None:

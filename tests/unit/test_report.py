@@ -18,7 +18,7 @@ from dpmon.cli.summary import summary_lines
 from dpmon.model.step_history import BINS, PARTS
 from dpmon.record.history_rows import Definition, LossRow, Row
 from dpmon.record.record_types import Event
-from dpmon.record.schema import SETTLING_STEPS
+from dpmon.record.schema import WARM_UP_STEPS
 from dpmon.report import collect_report_data, report_text
 from dpmon.report.document import Plot, PlotSeries, Table
 from dpmon.report.health import read_health
@@ -250,7 +250,7 @@ def test_a_stall_is_placed_and_the_first_steps_are_none(state: Path) -> None:
         if finding.kind == "stall"
     )
     assert "step 70 at 00:00:00, 8.00 s, 8.00 s in data" in found.ground
-    kinds = {finding.kind for finding in collect_report_data(write_run_directory({0: steps(SETTLING_STEPS)})).findings}
+    kinds = {finding.kind for finding in collect_report_data(write_run_directory({0: steps(WARM_UP_STEPS)})).findings}
     assert "stall" not in kinds
     assert "data" in kinds
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dpmon.model.run_snapshot import RunSnapshot
-from dpmon.run.activities import current_startup_stage, read_startup_stages
+from dpmon.run.activities import StartupStage, current_startup_stage, read_startup_stages
 from dpmon.ui.screen_data import ScreenData, describe_activity
 
 SECOND = 1_000_000_000
@@ -49,11 +49,12 @@ def test_the_last_complete_line_of_each_process_counts(tmp_path: Path) -> None:
 def test_the_stage_of_a_run_is_chosen_among_those_of_its_processes(
     found: dict[int, tuple[str, int]], expected: tuple[str, int] | None
 ) -> None:
-    assert current_startup_stage(found) == expected
+    stages = {pid: StartupStage(*stage) for pid, stage in found.items()}
+    assert current_startup_stage(stages) == expected
 
 
 def test_a_process_that_has_gone_counts_only_if_all_have() -> None:
-    found = {7: (JOINING, 5), 8: (IMPORTING, 2)}
+    found = {7: StartupStage(JOINING, 5), 8: StartupStage(IMPORTING, 2)}
     assert current_startup_stage(found, {8}.__contains__) == (IMPORTING, 2)
     assert current_startup_stage(found, set().__contains__) == (JOINING, 5)
 

@@ -15,7 +15,7 @@ import pytest
 
 from dpmon.cli import launch
 from dpmon.run import proc
-from dpmon.run.lifecycle import exit_info, unknown_exit
+from dpmon.run.lifecycle import build_exit_info, build_unknown_exit
 from dpmon.run.run_directory import ExitInfo, RunInfo, load_exit, write_info
 from dpmon.run.run_reader import RunReader
 from dpmon.run.run_registry import create_run
@@ -96,7 +96,11 @@ def test_a_status_wins_over_an_unknown_end_and_a_complete_record_over_both(
     """A new supervisor records the end while this process looks for the status."""
     guard, directory = run
     command, info = started(directory, guard.info, "raise SystemExit(3)")
-    recorded = exit_info(info, 3, "supervisor") if complete else unknown_exit(info, "supervisor", "nobody knows", 1)
+    recorded = (
+        build_exit_info(info, 3, "supervisor")
+        if complete
+        else build_unknown_exit(info, "supervisor", "nobody knows", 1)
+    )
     ended_child = proc.ended_child_status
 
     def looks(pid: int) -> int | None:
@@ -178,7 +182,7 @@ def test_an_end_counts_when_the_last_records_are_written_or_nobody_writes_them(
 ) -> None:
     info = RunInfo("", "n", ("c",), "s", "/", None, 1e9, 0, "", True)
     directory, _ = create_run(info)
-    now = exit_info(info, 5, "supervisor", drained=False)
+    now = build_exit_info(info, 5, "supervisor", drained=False)
     earlier = replace(now, end_ns=now.end_ns - 2000 * 10**9)
     monkeypatch.setattr(guards, "STUCK_SUPERVISOR_S", 1000.0)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as supervisor:
@@ -205,7 +209,7 @@ def test_an_end_that_was_recorded_while_this_process_was_stopped_is_seen(
     def stopped(_: float) -> None:
         nonlocal asleep_s
         asleep_s = 60.0
-        write_info(directory, exit_info(guard.info, 3, "supervisor"))
+        write_info(directory, build_exit_info(guard.info, 3, "supervisor"))
 
     monkeypatch.setattr(time, "sleep", stopped)
     monkeypatch.setattr(time, "monotonic", lambda: clock() + asleep_s)

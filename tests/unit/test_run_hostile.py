@@ -98,7 +98,7 @@ def test_a_run_with_randomly_damaged_files_can_be_read(whole: Path, tmp_path: Pa
                 reader.startup_stage(),
                 reader.exit_info(),
                 reader.activities(),
-                reader.command_alive(),
+                reader.is_command_alive(),
                 reader.has_pending_request(),
             )
             reader.close()

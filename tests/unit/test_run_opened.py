@@ -18,7 +18,7 @@ from dpmon.errors import HistoryError
 from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Event, Step
 from dpmon.run import proc
-from dpmon.run.lifecycle import exit_info
+from dpmon.run.lifecycle import build_exit_info
 from dpmon.run.run_directory import load_info, write_info
 from dpmon.store import store_opening as opened_module
 from dpmon.store.history_schema import HISTORY_FILE
@@ -155,7 +155,7 @@ def test_a_supervisor_is_not_trusted_after_the_end_of_the_command(state: Path, d
     us: dict[str, Any] = {"supervisor_pid": os.getpid(), "supervisor_started": proc.start_time_s(os.getpid())}
     info = replace(load_info(directory), **us)
     write_info(directory, info)
-    write_info(directory, exit_info(info, 0, "foreground", drained=drained))
+    write_info(directory, build_exit_info(info, 0, "foreground", drained=drained))
     assert len(read(directory)["steps"][0]) == 300
 
 

@@ -44,7 +44,7 @@ def test_a_playback_opens_at_the_end(player: Player) -> None:
     how = player.exit_info()
     assert how is not None
     assert how.status == 0
-    assert player.command_alive() is False
+    assert player.is_command_alive() is False
 
 
 def test_no_process_of_the_run_is_asked(player: Player) -> None:
@@ -56,7 +56,7 @@ def test_no_process_of_the_run_is_asked(player: Player) -> None:
 
 def test_from_the_beginning_in_real_time(player: Player, clock: ManualClock) -> None:
     player.play()
-    assert (player.position_ns, player.exit_info(), player.command_alive()) == (0, None, True)
+    assert (player.position_ns, player.exit_info(), player.is_command_alive()) == (0, None, True)
     assert last_step(shown(player)) == 0
     for second in range(1, 400):
         clock.pass_s(1)

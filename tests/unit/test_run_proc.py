@@ -41,8 +41,8 @@ def test_a_process_and_its_name_full_of_traps(sleeper: subprocess.Popen[bytes]) 
     assert found is not None
     assert (found.pid, found.parent, found.session) == (sleeper.pid, os.getpid(), os.getsid(0))
     assert not found.is_dead
-    assert proc.is_alive(sleeper.pid, found.started)
-    assert not proc.is_alive(sleeper.pid, found.started - 1)
+    assert proc.is_alive(sleeper.pid, found.start_s)
+    assert not proc.is_alive(sleeper.pid, found.start_s - 1)
 
 
 def test_a_zombie_is_dead_and_tells_how(sleeper: subprocess.Popen[bytes]) -> None:

@@ -61,11 +61,11 @@ class Process:
 
     def asked(self) -> tuple[int, int]:
         """Return the requested mode, and the last request for a pause."""
-        return self.words[HeaderWord.WANTED], self.words[HeaderWord.PAUSE]
+        return self.words[HeaderWord.REQUESTED_MODE], self.words[HeaderWord.PAUSE]
 
     def answer(self, mode: int) -> None:
         """Answer the requests."""
-        self.words[HeaderWord.MODE], self.words[HeaderWord.ANSWERED] = mode, self.words[HeaderWord.REQUEST]
+        self.words[HeaderWord.MODE], self.words[HeaderWord.ACKNOWLEDGED] = mode, self.words[HeaderWord.REQUEST]
         self.words[HeaderWord.PAUSED] = self.words[HeaderWord.PAUSE]
 
 
@@ -161,7 +161,7 @@ def test_the_end_is_read_from_the_file(run: tuple[Path, RunInfo], reader: RunRea
 
 def test_whether_the_command_lives(run: tuple[Path, RunInfo], reader: RunReader) -> None:
     directory, info = run
-    assert reader.command_alive() is True
+    assert reader.is_command_alive() is True
     for change, expected in (
         ({"command_started": (info.command_started or 0) - 5}, False),  # the number belongs to another process now
         ({"boot_id": "another boot"}, False),
@@ -169,7 +169,7 @@ def test_whether_the_command_lives(run: tuple[Path, RunInfo], reader: RunReader)
     ):
         write_info(directory, replace(info, **change))
         other = RunReader(directory)
-        assert other.command_alive() is expected
+        assert other.is_command_alive() is expected
         other.close()
 
 

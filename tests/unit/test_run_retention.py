@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from dpmon.run import proc, retention
-from dpmon.run.lifecycle import SILENT_S, exit_info, take_lock
-from dpmon.run.retention import Limits, delete_run, limits, prune_runs, set_protected
+from dpmon.run.lifecycle import SILENT_S, build_exit_info, take_lock
+from dpmon.run.retention import Limits, delete_run, load_limits, prune_runs, set_protected
 from dpmon.run.run_directory import RunError, RunInfo, load_info, write_info
 from dpmon.run.run_registry import create_run, list_runs
 
@@ -26,7 +26,7 @@ def a_run(number: int, size: int = 0, pid: int | None = None, started: float | N
     info = RunInfo(**{**info.__dict__, "command_pid": pid, "command_started": pid and proc.start_time_s(pid)})
     directory, _ = create_run(info)
     (directory / "output.log").write_bytes(b"x" * size)
-    write_info(directory, exit_info(info, 0, "supervisor"))
+    write_info(directory, build_exit_info(info, 0, "supervisor"))
     return directory
 
 
@@ -109,10 +109,10 @@ def test_a_run_is_removed_once_its_supervisor_has_finished(monkeypatch: pytest.M
             directory,
             replace(load_info(directory), supervisor_pid=sleeper, supervisor_started=proc.start_time_s(sleeper)),
         )
-    monkeypatch.setattr(retention, "_FINISHING_S", 0.0)
+    monkeypatch.setattr(retention, "_MAX_FINISH_S", 0.0)
     with pytest.raises(RunError, match="is running"):
         delete_run(active, load_info(active))
-    monkeypatch.setattr(retention, "_FINISHING_S", 60.0)
+    monkeypatch.setattr(retention, "_MAX_FINISH_S", 60.0)
     waits = []
 
     def leaves(seconds: float) -> None:
@@ -134,7 +134,7 @@ def test_a_mirror_that_goes_on_is_not_to_be_stopped_with_its_runs(
     started = proc.start_time_s(sleeper)
     info = replace(load_info(directory), nodes=("gpu-1",), supervisor_pid=sleeper, supervisor_started=started)
     write_info(directory, info)
-    monkeypatch.setattr(retention, "_FINISHING_S", 0.0)
+    monkeypatch.setattr(retention, "_MAX_FINISH_S", 0.0)
     with pytest.raises(RunError, match=f"mirrors other runs; kill {sleeper} ends the mirror, not the training"):
         delete_run(directory, info)
     assert directory.is_dir()
@@ -201,4 +201,4 @@ def test_a_link_in_a_run_leads_nowhere(tmp_path: Path) -> None:
     ],
 )
 def test_limits(environ: dict[str, str], expected: Limits) -> None:
-    assert limits(environ) == expected
+    assert load_limits(environ) == expected

@@ -46,7 +46,7 @@ def test_a_saved_run_is_read_back_unchanged(state: Path) -> None:
 
 @pytest.fixture(autouse=True)
 def _leave_no_run_in_var(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_registry, "LASTING", str(tmp_path / "no-var"))
+    monkeypatch.setattr(run_registry, "PERSISTENT_TMP", str(tmp_path / "no-var"))
 
 
 def test_a_relative_temporary_directory_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,12 +92,12 @@ def test_among_runs_of_one_name_the_live_one_is_chosen(state: Path) -> None:
     runs = [create_run(make_run_info(name="a", started_unix=1000.0 + number)) for number in range(3)]
     going = {runs[0][1].id}
     assert find_run("a") == runs[2][0]
-    assert find_run("a", goes_on=lambda info: info.id in going) == runs[0][0]
-    assert find_run("a", goes_on=lambda _: False) == runs[2][0]
+    assert find_run("a", is_live=lambda info: info.id in going) == runs[0][0]
+    assert find_run("a", is_live=lambda _: False) == runs[2][0]
     going.add(runs[1][1].id)
     with pytest.raises(RunError, match=f"matches 2 live runs: {runs[1][1].id}, {runs[0][1].id}"):
-        find_run("a", goes_on=lambda info: info.id in going)
-    assert find_run(runs[0][1].id, goes_on=lambda info: info.id in going) == runs[0][0]
+        find_run("a", is_live=lambda info: info.id in going)
+    assert find_run(runs[0][1].id, is_live=lambda info: info.id in going) == runs[0][0]
 
 
 def test_of_two_runs_of_one_second_the_later_one_is_the_last(state: Path) -> None:
@@ -281,7 +281,7 @@ def test_a_run_is_not_kept_on_a_network_file_system(
     as_nfs(monkeypatch, state)
     for name in ("var", "tmp"):
         (tmp_path / name).mkdir()
-    monkeypatch.setattr(run_registry, "LASTING", str(tmp_path / "var"))
+    monkeypatch.setattr(run_registry, "PERSISTENT_TMP", str(tmp_path / "var"))
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     directory, info = create_run(make_run_info())
     assert directory.parent == fallback_directories()[0]
@@ -430,7 +430,7 @@ user = int(sys.argv[2])
 os.setgroups([])
 os.setgid(user)
 os.setuid(user)  # only now: this user may not be able to read this installation
-run_registry.LASTING = "/nowhere"
+run_registry.PERSISTENT_TMP = "/nowhere"
 directory, info = run_registry.create_run(make_run_info())
 print(json.dumps([str(directory), info.options.get("elsewhere", "")]))
 """

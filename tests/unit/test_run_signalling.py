@@ -75,7 +75,7 @@ def test_numbers_that_no_command_has(
     if number < 10**4300:
         write_info(directory, info)
     assert run_signals.find_run_command(directory, info) is None
-    assert run_signals.find_members(directory, info, over=False) == {}
+    assert run_signals.find_members(directory, info, run_ended=False) == {}
     if 1 << 63 <= number < 10**4300:
         with pytest.raises(RunError):  # a run.json that cannot be read
             list(stop_run(directory))
@@ -95,9 +95,9 @@ def test_numbers_that_mean_more_than_one_process_are_never_sent_to(sent: list[ob
 def test_another_start_is_another_process(one: subprocess.Popen[bytes]) -> None:
     found = own(one)
     tick = 1 / os.sysconf("SC_CLK_TCK")
-    for other in (found.started - tick, found.started + tick, found.started + 1e6):
-        assert not run_signals.send_signal(replace(found, started=other), signal.SIGKILL)
-        assert not run_signals.send_signal(replace(found, started=other), signal.SIGKILL, group=True)
+    for other in (found.start_s - tick, found.start_s + tick, found.start_s + 1e6):
+        assert not run_signals.send_signal(replace(found, start_s=other), signal.SIGKILL)
+        assert not run_signals.send_signal(replace(found, start_s=other), signal.SIGKILL, group=True)
     assert one.poll() is None
     assert run_signals.send_signal(found, signal.SIGKILL)
     assert one.wait() == -signal.SIGKILL
@@ -127,7 +127,7 @@ def test_older_kernels(one: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(*((os, "pidfd_open") if missing == "pidfd" else (signal, "pidfd_send_signal")), refused)
     found = own(one)
-    assert not run_signals.send_signal(replace(found, started=1.0), signal.SIGKILL, group=True)
+    assert not run_signals.send_signal(replace(found, start_s=1.0), signal.SIGKILL, group=True)
     assert one.poll() is None
     assert run_signals.send_signal(found, signal.SIGTERM, group=True)
     assert one.wait() == -signal.SIGTERM
@@ -142,7 +142,7 @@ def test_the_environment_names_the_run(run: tuple[Path, RunInfo], tmp_path: Path
     try:
         named = [run_signals.belongs_to_run(child.pid, directory) for child in children]
         assert named == [True, True, False, False, False, False]
-        found = run_signals.find_members(directory, info, over=True)
+        found = run_signals.find_members(directory, info, run_ended=True)
         assert set(found) == {child.pid for child in children[:2]}
     finally:
         for child in children:
@@ -157,11 +157,11 @@ def test_the_supervisor_and_the_caller_are_no_members(
     supervisor = sleeper(env={"DPMON_RUN": str(directory)})
     try:
         info = replace(info, supervisor_pid=supervisor.pid, supervisor_started=proc.start_time_s(supervisor.pid))
-        assert run_signals.find_members(directory, info, over=False) == {}
-        info = replace(info, command_pid=one.pid, command_started=own(one).started)
-        assert set(run_signals.find_members(directory, info, over=False)) == {one.pid}
+        assert run_signals.find_members(directory, info, run_ended=False) == {}
+        info = replace(info, command_pid=one.pid, command_started=own(one).start_s)
+        assert set(run_signals.find_members(directory, info, run_ended=False)) == {one.pid}
         monkeypatch.setattr(os, "getpid", lambda: one.pid)
-        assert run_signals.find_members(directory, info, over=False) == {}
+        assert run_signals.find_members(directory, info, run_ended=False) == {}
     finally:
         supervisor.kill()
         supervisor.wait()
@@ -173,13 +173,13 @@ def test_the_foreground_signals_no_stranger_that_run_json_names(
     directory, info = run
     with subprocess.Popen(["true"]) as supervisor:
         supervisor.wait()
-        for since in (None, own(one).started - 1, own(one).started + 0.02):
+        for since in (None, own(one).start_s - 1, own(one).start_s + 0.02):
             write_info(directory, replace(info, command_pid=one.pid, command_started=since))
             guard = SupervisorGuard(RunReader(directory), supervisor)
             for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGKILL):
                 assert not guard.send(number)
         assert one.poll() is None
-        write_info(directory, replace(info, command_pid=one.pid, command_started=own(one).started))
+        write_info(directory, replace(info, command_pid=one.pid, command_started=own(one).start_s))
         assert SupervisorGuard(RunReader(directory), supervisor).send(signal.SIGTERM)
         wait_for(lambda: one.poll() == -signal.SIGTERM)
 
@@ -193,7 +193,7 @@ def test_the_process_of_another_user_proves_nothing(run: tuple[Path, RunInfo]) -
             lambda: proc.read_proc_file(process.pid, "cmdline").startswith(b"/bin/sleep"),
             what="the other user's process",
         )
-        assert run_signals.find_members(directory, info, over=False) == {}
+        assert run_signals.find_members(directory, info, run_ended=False) == {}
     finally:
         process.kill()
         process.wait()

@@ -9,7 +9,7 @@ import pytest
 from dpmon.model.run_events import RunEvents
 from dpmon.model.slow_steps import INPUT, SlowStepCache, SlowSteps
 from dpmon.record.record_types import Batches, Event, Step
-from dpmon.record.schema import SETTLING_STEPS
+from dpmon.record.schema import WARM_UP_STEPS
 from dpmon.store.step_stats import StatsWindow
 from dpmon.store.store_queries import Store
 from dpmon.ui.list_dialogs import StepList
@@ -69,7 +69,7 @@ def test_only_steps_of_the_range_up_to_the_time_of_the_picture_count() -> None:
 
 
 def test_steps_that_settle_do_not_count_and_a_wait_for_input_is_named() -> None:
-    made = steps(long={SETTLING_STEPS: {"forward": 900 * MS}, 30: {"data": 700 * MS}})
+    made = steps(long={WARM_UP_STEPS: {"forward": 900 * MS}, 30: {"data": 700 * MS}})
     assert [(one.step, one.phase) for one in found_in(made, most=1).steps] == [(30, "data")]
     wait = Event("input", {"pid": 4242, "t_s": made[29].start_ns / SECOND, "waited_s": 0.6})
     waited = open_store_with([Event("process", {"process": 0, "pid": 4242}), *made, wait])

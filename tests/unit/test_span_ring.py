@@ -135,7 +135,7 @@ def test_a_ring_that_is_lapped_more_often_than_a_span_can_count(path: str) -> No
 def test_a_reader_that_comes_late_knows_what_it_missed(ring: SpanRing, path: str, behind: int, over: bool) -> None:
     write(ring, FEW + behind)
     with open_reader(path) as reader:
-        found = read_all_spans(reader, over=over)
+        found = read_all_spans(reader, process_ended=over)
     assert numbers(found) == list(range(reader.missed, FEW + behind))
     # The next eighth may be overwritten while it is copied, unless nobody writes any more.
     assert reader.missed == behind + (0 if over else FEW // 8)
@@ -233,7 +233,7 @@ def test_a_hole_is_counted_once_by_two_readers_one_after_the_other(ring: SpanRin
     write(ring, 1, 8)
     ring.next()
     with open_reader(path, position=2, seen=7) as second:
-        assert numbers(second.read(0, over=True)) == [2, 4, 5, 6, 8], "nobody fills them any more"
+        assert numbers(second.read(0, process_ended=True)) == [2, 4, 5, 6, 8], "nobody fills them any more"
         assert second.at_end
         assert second.missed == 1, "whether the last one would have come to anything is not known"
 
@@ -244,8 +244,8 @@ def test_a_hole_is_counted_once_by_two_readers_one_after_the_other(ring: SpanRin
 def test_a_request_and_its_answer(ring: SpanRing, reader: SpanReader) -> None:
     assert reader.acknowledged() == (0, 0)
     assert reader.request(2) == 1
-    assert (ring.words[HeaderWord.REQUEST], ring.words[HeaderWord.WANTED]) == (1, 2)
-    ring.words[HeaderWord.MODE], ring.words[HeaderWord.ANSWERED] = 2, 1
+    assert (ring.words[HeaderWord.REQUEST], ring.words[HeaderWord.REQUESTED_MODE]) == (1, 2)
+    ring.words[HeaderWord.MODE], ring.words[HeaderWord.ACKNOWLEDGED] = 2, 1
     assert reader.acknowledged() == (1, 2)
 
 
@@ -398,9 +398,9 @@ def test_a_damaged_ring_ends_and_counts(path: str, seed: int) -> None:
     with open_reader(path) as reader:
         found: list[Span] = []
         for _ in range(10):
-            found += reader.read(0, over=chance.random() < 0.5)
+            found += reader.read(0, process_ended=chance.random() < 0.5)
             reader.current_span(), reader.acknowledged()
-        found += reader.read(0, over=True)
+        found += reader.read(0, process_ended=True)
         assert len(found) <= 64
         assert reader.at_end
         assert reader.missed < 1 << 60
@@ -425,7 +425,7 @@ def test_a_writer_that_is_killed_at_any_instant(tmp_path: Path, children: Childr
             while time.monotonic() < until:
                 found += reader.read(time.monotonic_ns())
             children.kill(writer)
-            found += read_all_spans(reader, over=True)
+            found += read_all_spans(reader, process_ended=True)
             assert reader.at_end
             assert len(found) + reader.missed == reader.position
             next_of: Counter[int] = Counter()

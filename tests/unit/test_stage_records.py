@@ -47,7 +47,7 @@ def test_a_call_with_stages_has_what_its_row_says() -> None:
     assert found.replicas == ()
     one, two = found.stages
     assert (one.device, one.parts, one.offset_ns, one.host_ns) == ("cpu", ("embedding",), 100, 2_000_000)
-    assert (two.device, two.parts, two.crossed) == ("cuda:0", ("rnn", "classes"), 30720)
+    assert (two.device, two.parts, two.crossed_bytes) == ("cuda:0", ("rnn", "classes"), 30720)
     record = as_json(found)
     assert record["stages"][1] == {
         "stage": 1,

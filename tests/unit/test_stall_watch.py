@@ -270,7 +270,7 @@ def test_another_process_with_the_same_number_is_not_looked_at(tmp_path: Path, m
     assert look.inspect_ranks({}, time.monotonic_ns())[0].state != "gone"
     me = proc.read_process(os.getpid())
     assert me is not None
-    monkeypatch.setattr(proc, "read_process", lambda pid: replace(me, started=me.started + 5))
+    monkeypatch.setattr(proc, "read_process", lambda pid: replace(me, start_s=me.start_s + 5))
     assert look.inspect_ranks({}, time.monotonic_ns())[0].state == "gone"
     assert look.take_stacks() == {}
     look.close()
@@ -300,7 +300,7 @@ def test_nccl_is_asked_with_the_stacks_and_only_in_its_jobs(
     look.close()
     assert asked == ([{os.getpid()}] if nccl else [])
     text = [line for line, _ in format_reply(why_reply.build_reply(ranks, dumps, None, START, INFO, nccl=look.nccl))]
-    assert text[-2:] == (["NCCL says:", "  rank 1 is behind"] if nccl else [text[-2], "  save (/job/train.py:4)"])
+    assert text[-2:] == (["NCCL reports:", "  rank 1 is behind"] if nccl else [text[-2], "  save (/job/train.py:4)"])
 
 
 def test_a_loop_begins_until_its_second_step(tmp_path: Path) -> None:
@@ -308,7 +308,7 @@ def test_a_loop_begins_until_its_second_step(tmp_path: Path) -> None:
     look = RankInspector(tmp_path, "")
     begins = []
     for step, over in ((None, 0), (3, 0), (59, 5), (60, 5), (61, 5), (61, 9), (62, 9), (63, 9)):
-        ring.words[HeaderWord.LOOP_OVER] = over
+        ring.words[HeaderWord.LAST_LOOP_END] = over
         begins.append(look.inspect_ranks({0: step}, time.monotonic_ns())[0].loop_begins)
     look.close()
     assert begins == [False, False, True, True, False, True, True, False]

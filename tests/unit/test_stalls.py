@@ -118,7 +118,7 @@ def told(*ranks: RankActivity, usual: LearnedDurations | None = None) -> str | N
         ),
         (
             (rank(0, BACKWARD), rank(1, doing="gone", state="gone")),
-            "rank 1 is gone; rank 0 waits in backward (train.py:90)",
+            "rank 1 has exited; rank 0 waits in backward (train.py:90)",
         ),
         (
             (rank(0, BACKWARD), rank(1, doing="ended", raised="RuntimeError: out of memory (train.py:31)")),
@@ -226,7 +226,7 @@ def test_ranks_of_several_machines_are_named_with_their_machine() -> None:
 
 def test_a_machine_that_does_not_answer_may_hold_up_the_others() -> None:
     ranks = [rank(i, BACKWARD, sequence=6 - i % 2, world=8, node="a", for_s=1300) for i in range(4)]
-    words = "all 4 ranks wait in backward (train.py:90): no rank of the machines that answer is behind"
+    words = "all 4 ranks wait in backward (train.py:90): no rank of the nodes that answer is behind"
     assert told(*ranks) == words
     assert told(*(each._replace(since_ns=NOW - 60 * SECOND) for each in ranks)) is None
 
@@ -235,7 +235,7 @@ def test_a_thousand_ranks_are_judged_in_no_time() -> None:
     ranks = [rank(i, SCRIPT, 1300, world=1000, sequence=1 if i == 7 else 2) for i in range(1000)]
     found = find_stall(ranks, LearnedDurations(), NOW)
     assert found is not None
-    assert found.guilty == (7,)
+    assert found.blockers == (7,)
     begun = time.process_time()
     for sequence in (2, 3):
         assert find_stall(
@@ -433,7 +433,7 @@ def test_the_stack_of_a_worker_is_shown_whole() -> None:
     text = [line for line, _ in format_reply(found)]
     assert text[-2:] == ["  worker of rank 1 (pid 8):", *whole]
     assert not any("pin memory" in line for line in text)
-    text = [line for line, _ in format_reply(found, every=True)]
+    text = [line for line, _ in format_reply(found, all_threads=True)]
     assert text[-4:] == ["  thread pin memory:", "  f (/job/t.py:1)", "  worker of rank 1 (pid 8):", *whole]
 
 
@@ -470,12 +470,12 @@ def test_rubbish_from_py_spy_is_a_reason(out: bytes) -> None:
 @pytest.mark.parametrize(
     ("program", "expected"),
     [
-        (None, "py-spy is not installed; install it beside dpmon: pip install py-spy"),
+        (None, "py-spy is not installed; install it next to dpmon: pip install py-spy"),
         ("echo 'Error: Permission Denied: Try running again with elevated permissions' >&2; exit 1", "--cap-add"),
         ("echo 'Error: Failed to find python version from target process' >&2; exit 1", "Failed to find python"),
         ("exit 3", "py-spy failed: without a message"),
-        ("echo '{\"version\": 9}'", "another version?"),
-        ("echo '[]'", "py-spy saw no Python thread"),
+        ("echo '{\"version\": 9}'", "different version?"),
+        ("echo '[]'", "py-spy found no Python thread"),
         ("sleep 5", "py-spy gave no answer within 0 s"),
         ("yes | head -c 40000000", "py-spy printed more than 32 MiB"),
         ("", "py-spy cannot be started"),
@@ -488,7 +488,7 @@ def test_what_py_spy_cannot_do_is_a_reason(
     path.write_text(f"#!/bin/sh\n{program}\n")
     path.chmod(0o700 if program else 0o600)
     monkeypatch.setattr(stacks, "py_spy", lambda: None if program is None else str(path))
-    monkeypatch.setattr(stacks, "WAIT_S", 0.05 if "no answer" in expected else 300.0)
+    monkeypatch.setattr(stacks, "MAX_DUMP_S", 0.05 if "no answer" in expected else 300.0)
     found = stacks.dump_stacks({1: 1, 2: 2})
     assert set(found) == {1, 2}
     for taken in found.values():

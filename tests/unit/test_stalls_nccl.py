@@ -114,7 +114,7 @@ def test_nothing_is_said_without_a_name_of_this_run(ras: Ras) -> None:
 
 @pytest.mark.parametrize("ras", [(ANSWER.encode(), False)], indirect=True)
 def test_an_answer_without_an_end_is_not_waited_for(ras: Ras, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl_ras, "LIMIT_S", 0.3)
+    monkeypatch.setattr(nccl_ras, "MAX_WAIT_S", 0.3)
     assert query_ras_problems({4001}) == ()
 
 

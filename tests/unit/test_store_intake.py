@@ -13,7 +13,7 @@ import pytest
 
 from dpmon.record.history_rows import Definition, Row
 from dpmon.record.record_types import Event, RecordError, Step
-from dpmon.record.schema import EVALUATION, SETTLING, SETTLING_STEPS
+from dpmon.record.schema import EVALUATION, WARM_UP, WARM_UP_STEPS
 from dpmon.record.shared_names import CALL_PHASES
 from dpmon.store.history_schema import HISTORY_FILE, STEP_COLUMNS, RingRow
 from dpmon.store.history_writer import HistoryWriter
@@ -55,7 +55,7 @@ class Ring:
         inputs, outputs = more.get("sizes", (2, 3))
         row = call_row(mode, flags, 1, self.number + ahead, self.calls, self.now + MS, 10 * MS, inputs, outputs, phases,
                        more.get("replicas", (2, 3, 0, 4 * MS) * 2))  # fmt: skip
-        self.add(row.timed(more["times"], more.get("why", 0)) if "times" in more else row)
+        self.add(row.with_device_times(more["times"], more.get("why", 0)) if "times" in more else row)
 
     def step(self, mode: str = DP, phases: tuple[int, ...] = TRAIN, samples: int = 8, wall: int = 40 * MS) -> None:
         """Add the next step, directly after the last one."""
@@ -94,10 +94,10 @@ def test_the_first_steps_and_those_after_a_toggle_settle(ring: Ring) -> None:
     for mode, count in ((DP, 8), (SINGLE, 3), (DP, 7)):
         for _ in range(count):
             ring.step(mode)
-    settled = [SETTLING] * SETTLING_STEPS
+    settled = [WARM_UP] * WARM_UP_STEPS
     assert kinds(ring) == [*settled, 0, 0, 0, *settled[:3], *settled, 0, 0]
     assert {(key.mode, key.kind) for _, key in ring.batch.steps_by_tally} == {
-        ("dp", SETTLING), ("dp", 0), ("single", SETTLING),
+        ("dp", WARM_UP), ("dp", 0), ("single", WARM_UP),
     }  # fmt: skip
 
 
@@ -106,9 +106,9 @@ def test_an_evaluation_is_a_kind_of_its_own_and_settles_too(ring: Ring) -> None:
         trains = phases != EVALUATE
         ring.call(flags=flags_of(virtual=False, training=trains, grad=trains, failed=False))
         ring.step(phases=phases)
-    both = EVALUATION | SETTLING
-    assert kinds(ring) == [SETTLING, both, SETTLING, SETTLING, SETTLING, EVALUATION, 0, 0]
-    assert ring.shapes() == {("dp", kind): kinds(ring).count(kind) for kind in (0, SETTLING, EVALUATION, both)}
+    both = EVALUATION | WARM_UP
+    assert kinds(ring) == [WARM_UP, both, WARM_UP, WARM_UP, WARM_UP, EVALUATION, 0, 0]
+    assert ring.shapes() == {("dp", kind): kinds(ring).count(kind) for kind in (0, WARM_UP, EVALUATION, both)}
 
 
 def test_a_step_of_calls_that_train_is_no_evaluation_without_a_backward_pass(ring: Ring) -> None:
@@ -153,7 +153,7 @@ def test_device_times_count_where_every_call_has_them(ring: Ring) -> None:
     ring.call(times=(0.5, 1.0, 1.0, None, 1.0, None), why=1)
     ring.number += 1
     step = step_row(DP, ring.number, ring.now, 60 * MS, 8, (1 * MS, 30 * MS, 10 * MS, 1 * MS))
-    ring.add(step.timed((None, 20.0, 9.0, 1.5), 1))
+    ring.add(step.with_device_times((None, 20.0, 9.0, 1.5), 1))
     (ended,) = ring.batch.steps_by_tally.values()
     assert [one for one in ended.series if one[0].endswith("@device")] == [
         ("forward@device", 20 * MS), ("backward@device", 9 * MS), ("optimizer@device", 1_500_000),
@@ -188,7 +188,7 @@ def test_calls_of_steps_that_were_not_recorded_are_no_part_of_the_next(ring: Rin
     ring.step()
     assert ring.last["calls"] == 1
     assert [ring.last[f"{name}_ns"] for name in CALL_PHASES] == list(TOOK)
-    assert ring.shapes() == {("dp", 0): 1, ("dp", SETTLING): 1}
+    assert ring.shapes() == {("dp", 0): 1, ("dp", WARM_UP): 1}
 
 
 def test_sizes_are_those_of_the_call_and_of_each_replica(ring: Ring) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from dpmon.errors import HistoryError
-from dpmon.record.schema import EVALUATION, PHASES, QUANTITIES, SETTLING
+from dpmon.record.schema import EVALUATION, PHASES, QUANTITIES, WARM_UP
 from dpmon.store.history_schema import HISTORY_FILE, CheckedConnection
 from dpmon.store.history_writer import HistoryWriter
 from dpmon.store.step_stats import StatsWindow
@@ -172,7 +172,7 @@ def check_figures(
         if device:
             assert found.device_ns == pytest.approx(statistics.median(device), rel=ERROR)
     settled = window.tally(mode, evaluation, process, without_warmup=True)
-    assert settled.steps == sum(1 for step in mine if not step.key.kind & SETTLING)
+    assert settled.steps == sum(1 for step in mine if not step.key.kind & WARM_UP)
     eights = window.tally(mode, evaluation, process, batch=8)
     assert eights.steps == sum(1 for step in mine if step.key.batch == 8)
 

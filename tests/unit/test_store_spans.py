@@ -56,7 +56,7 @@ def children() -> Iterator[Children]:
 def rows_of(path: str) -> tuple[list[Row], list[int]]:
     """Return all rows of a ring from a single assembler, and the kinds of all spans."""
     with open_reader(path) as reader:
-        spans = read_all_spans(reader, over=True)
+        spans = read_all_spans(reader, process_ended=True)
         lines = [line for part in reader.lines() for line in part]
         assert reader.missed == 0
         words = reader.header_words()

@@ -8,9 +8,10 @@ import pytest
 
 from dpmon.cli.options import UsageError, parse
 from dpmon.cli.trials import REPLAYED, Trial, TrialResult, _document, _with_one_rank, plan_trials
+from dpmon.model.compared_run import STEP_METRICS
 from dpmon.model.comparison_stats import Change
 from dpmon.model.run_analysis import RunAnalysis
-from dpmon.model.run_comparison import STEP_METRICS, ComparedMetric
+from dpmon.model.run_comparison import ComparedMetric
 from dpmon.report.plain_text import text_lines
 from support.history_builders import open_store_with
 from support.rank_builders import record_ddp_ranks

@@ -99,7 +99,7 @@ def test_a_request_during_a_stall_says_what_it_waits_for(key: str, what: str) ->
     doing = {0: ("backward", since + SECOND), 1: ("other", since), 2: ("backward", since + SECOND)}
     facts = stalled(replace(facts, now_ns=now, activities=doing), since)
     asked: dict[str, Any] = {"toggle": ModeRequest("dp", "pending", since)} if key == "d" else {}
-    asked |= {"pausing": PauseState(wanted=True, pending=True)} if key == "p" else {}
+    asked |= {"pausing": PauseState(is_requested=True, is_pending=True)} if key == "p" else {}
     said = f"rank 1 has been in the script's own work for 27 s: it will {what} when it comes back"
     assert plain_text(reply_message(replace(facts, **asked), STYLE)) == said
     assert reply_message(facts, STYLE) == []

@@ -423,16 +423,16 @@ async def test_the_training_is_paused_and_resumed(tmp_path: Path) -> None:
     async with open_screen(tmp_path) as on:
         await on.shows("p pause")
         await on.press("p")
-        assert on.reader.pause.wanted
+        assert on.reader.pause.is_requested
         await on.shows("pause pending: the training pauses after the step it is in")
         await on.shows("p resume")
-        on.reader.pause.pending, on.reader.pause.since_ns = False, on.app.feed.now_ns() + SECOND - 65 * SECOND
+        on.reader.pause.is_pending, on.reader.pause.since_ns = False, on.app.feed.now_ns() + SECOND - 65 * SECOND
         await on.until(lambda: re.search(r"○ paused (6\d s|[1-9]\d* min)", on.text()) is not None, "paused, since when")
         assert "pending" not in on.text()
         await on.press("p")
-        assert not on.reader.pause.wanted
+        assert not on.reader.pause.is_requested
         await on.shows("resume pending")
-        on.reader.pause.pending, on.reader.pause.since_ns = False, None
+        on.reader.pause.is_pending, on.reader.pause.since_ns = False, None
         await on.until(lambda: "paused" not in on.text(), "running again")
         assert "p pause" in on.text()
         now = on.app.feed.now_ns() / SECOND
@@ -468,12 +468,12 @@ async def test_between_two_trainings_no_mode_is_requested_and_a_pause_can_be_can
         await on.shows("the mode cannot be switched: no training process is running")
         await on.press("p")
         await on.shows("no pause: no training process is running")
-        assert (on.reader.asked, on.reader.pause.wanted) == ([], False)
-        on.reader.pause.wanted = True
+        assert (on.reader.asked, on.reader.pause.is_requested) == ([], False)
+        on.reader.pause.is_requested = True
         await on.shows("p resume")
         await on.press("p")
-        assert not on.reader.pause.wanted
-        on.reader.is_alive, on.reader.pause.pending = False, False
+        assert not on.reader.pause.is_requested
+        on.reader.is_alive, on.reader.pause.is_pending = False, False
         await on.shows("ending: the command has ended")
         await on.press("d")
         await on.shows("the mode cannot be switched: the command has ended")

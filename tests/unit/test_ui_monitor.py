@@ -101,7 +101,7 @@ async def test_a_toggle_that_ranks_do_not_allow_is_refused_with_a_reason(tmp_pat
         await on.press("p")
         await on.shows("no pause: the ranks wait for each other")
         assert on.reader.asked == []
-        assert not on.reader.pause.wanted
+        assert not on.reader.pause.is_requested
         assert not any(key in on.app.text()[-1] for key in ("d → dp", "p pause"))
         on.reader.no_pause = None
         await on.shows("p pause")

@@ -70,7 +70,7 @@ def test_the_footer_leaves_out_what_matters_least_and_says_so(over: bool) -> Non
 
 
 def test_the_narrowest_footer_keeps_the_keys_that_resume() -> None:
-    facts = replace(some_facts(), can_pause=True, pausing=PauseState(wanted=True), view=View(frozen=True))
+    facts = replace(some_facts(), can_pause=True, pausing=PauseState(is_requested=True), view=View(frozen=True))
     assert "p resume" in plain_text(render_footer(facts, 40, STYLE)[0])
     assert "space go on" in plain_text(render_footer(replace(facts, can_pause=False), 42, STYLE)[0])
 

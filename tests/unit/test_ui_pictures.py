@@ -9,7 +9,7 @@ import pytest
 
 from dpmon.model.run_snapshot import PauseChange, RunSnapshot, WarningRecord, toggle_refusal
 from dpmon.run.run_directory import ExitInfo
-from dpmon.run.run_reader import _RANKS, PauseState
+from dpmon.run.run_reader import _PAUSE_REFUSED, PauseState
 from dpmon.ui.footer import current_key_hints
 from dpmon.ui.panels.panel_output import LogTail, OutputView
 from dpmon.ui.panels.panel_status import render_panel
@@ -194,7 +194,7 @@ def test_a_toggle_is_pending_then_done_or_refused() -> None:
     facts = screen_data_of(Training())
     pending = replace(facts, toggle=ModeRequest("single", "pending", facts.now_ns - 2 * SECOND))
     assert "→ single pending 2 s: the training answers at its next call" in screen_text(pending, 80, 24)
-    paused = replace(pending, pausing=PauseState(wanted=True, since_ns=facts.now_ns - SECOND))
+    paused = replace(pending, pausing=PauseState(is_requested=True, since_ns=facts.now_ns - SECOND))
     assert "→ single pending 2 s: the training answers once it goes on (p)" in screen_text(paused, 80, 24)
     done = replace(facts, toggle=ModeRequest("single", "done", facts.now_ns, step=12_340))
     assert "single from step 12,340 on" in screen_text(done, 80, 24)
@@ -286,7 +286,7 @@ def test_a_refusal_that_has_no_room_in_its_row_stands_in_full_above_the_footer(
 
 def test_the_refusals_of_ranks_fit_in_the_row_of_answers() -> None:
     facts = situations()["2 ranks, None"]
-    for reason in (f"the mode cannot be switched: {toggle_refusal(facts.state)}", f"no pause: {_RANKS}"):
+    for reason in (f"the mode cannot be switched: {toggle_refusal(facts.state)}", f"no pause: {_PAUSE_REFUSED}"):
         rows = screen_text(replace(facts, view=View(message=reason)), 80, 24).splitlines()
         assert rows[2].strip() == reason, reason
 

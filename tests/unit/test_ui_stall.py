@@ -332,7 +332,7 @@ async def test_the_dialog_says_that_the_run_is_paused(tmp_path: Path, monkeypatc
         "dpmon.ui.why_dialog.request_and_wait", lambda _: {**stall_record(2, SECOND, 160).data, "text": None}
     )
     async with open_screen(tmp_path, (80, 24)) as on:
-        on.reader.pause = types.SimpleNamespace(wanted=True, pending=False, since_ns=SECOND)
+        on.reader.pause = types.SimpleNamespace(is_requested=True, is_pending=False, since_ns=SECOND)
         await on.press("w")
         await on.until(lambda: "paused: " in dialog(on.app), "the state")
 

@@ -11,7 +11,7 @@ import pyte
 import pytest
 from rich.cells import cell_len
 
-from dpmon.sanitize import LIMIT, sanitize_line, strip_control_chars
+from dpmon.sanitize import MAX_LINE_CHARS, sanitize_line, strip_control_chars
 from dpmon.text.cells import ascii_text
 from dpmon.ui.styled_rows import Row, plain_text
 from dpmon.ui.terminal_emulator import COLUMNS, HEIGHT, TerminalPage
@@ -73,7 +73,7 @@ def test_ordinary_text_is_untouched() -> None:
 
 
 def test_clean_is_bounded_and_takes_anything() -> None:
-    assert len(sanitize_line("x" * 1_000_000)) == LIMIT
+    assert len(sanitize_line("x" * 1_000_000)) == MAX_LINE_CHARS
     assert sanitize_line("x" * 1_000_000).endswith("…")
     assert sanitize_line("abc", limit=2) == "a…"
     assert sanitize_line(None) == "None"

@@ -287,7 +287,7 @@ class DeviceTimer:
         k is the number that a reader has requested; 0 and 1 time every step.
         Ranks with a larger k time a subset of the steps that other ranks time.
         """
-        bits = max(self._recorder.words[HeaderWord.ONE_IN] - 1, 0).bit_length()
+        bits = max(self._recorder.words[HeaderWord.TIMED_ONE_IN] - 1, 0).bit_length()
         number = self._steps if self.synced is None else self.synced()
         self._skips = _hash_number(number) & (1 << bits) - 1 != 0
 

@@ -80,7 +80,7 @@ class ModeDecider:
         if ring is None or ring.words[HeaderWord.REQUEST] == self.serial:
             return False
         self.serial = ring.words[HeaderWord.REQUEST]
-        wanted = ring.words[HeaderWord.WANTED]
+        wanted = ring.words[HeaderWord.REQUESTED_MODE]
         if self.locked or wanted not in (DP, SINGLE):
             reason = "--mode script leaves the computation as written" if self.locked else "unknown mode"
             self.session.record_event("mode", mode=None, requested_by="user", refused=reason, reason=reason)
@@ -97,7 +97,7 @@ class ModeDecider:
         ring = self.session.ring
         if ring is not None:
             ring.words[HeaderWord.MODE] = mode
-            ring.words[HeaderWord.ANSWERED] = self.serial
+            ring.words[HeaderWord.ACKNOWLEDGED] = self.serial
 
     def handle_dp_failure(self, me: ThreadState, module: torch.nn.Module, reason: str, final: bool) -> CallPlan | None:
         """Handle a failure of dp in one call. Return the plan for that call; None to plan the module again.

@@ -57,7 +57,7 @@ STALE = 64
 FEW_CALLS = 64
 """A step may begin at a call after this many calls without a fetch or optimizer step, if there was a fetch before."""
 PAUSE, PAUSED, TRAINING_THREAD = HeaderWord.PAUSE, HeaderWord.PAUSED, HeaderWord.TRAINING_THREAD
-TRAINING_TID, LOOP_OVER = HeaderWord.TRAINING_TID, HeaderWord.LOOP_OVER
+TRAINING_TID, LAST_LOOP_END = HeaderWord.TRAINING_TID, HeaderWord.LAST_LOOP_END
 
 
 class ThreadState:
@@ -382,7 +382,7 @@ class SpanRecorder:
                 me.noted = False
                 self.startup.note_end(error)
             if me.inside == 0 and (me is self.training_thread or self.training_thread is None):
-                self.words[LOOP_OVER] = monotonic_ns()
+                self.words[LAST_LOOP_END] = monotonic_ns()
                 self.on_loop_over()
         except Exception as fault:  # noqa: BLE001 - the script's exception must be raised
             self._count_fault(fault)

@@ -8,7 +8,7 @@ from dpmon.model.device_memory import HOST
 from dpmon.model.mode_comparison import Comparison, ModeSpeedup, Peak, verdict_sentence
 from dpmon.model.run_snapshot import PHASES
 from dpmon.model.step_timeline import Piece
-from dpmon.record.schema import REST, SETTLING_STEPS, phase_by_display_name, phase_by_name
+from dpmon.record.schema import REST, WARM_UP_STEPS, phase_by_display_name, phase_by_name
 from dpmon.sanitize import sanitize_line
 from dpmon.store.step_stats import StepStats
 from dpmon.text.cells import align_right, truncate
@@ -365,7 +365,7 @@ def _excluded_steps_note(found: Comparison) -> str:
     """Which steps the figures leave out, and why."""
     parts = [*_incomparable_steps_note(found), *_no_memory(found)]
     parts += [
-        f"median, p95 and phases without the first {SETTLING_STEPS} steps and the {SETTLING_STEPS} after each switch",
+        f"median, p95 and phases without the first {WARM_UP_STEPS} steps and the {WARM_UP_STEPS} after each switch",
         "samples/s: all training, without pauses and evaluations",
     ]
     if any(not peak.exact for mode in found.sides for peak in found.memory.get(mode, {}).values()):

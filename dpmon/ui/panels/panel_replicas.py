@@ -101,7 +101,15 @@ def name_of(call: Call, dot: str) -> str:
 
 def evaluation_mark(call: Call, look: TerminalStyle) -> Row:
     """A mark for a call of an evaluation, without gradients or in eval mode; empty for training."""
-    word = "evaluation" if call.evaluates else "no gradients" if not call.grad else "" if call.training else "eval mode"
+    word = (
+        "evaluation"
+        if call.is_evaluation
+        else "no gradients"
+        if not call.grad
+        else ""
+        if call.training
+        else "eval mode"
+    )
     return [(f" {look.glyphs.middot} ", ""), (word, "wait")] if word else []
 
 
@@ -223,7 +231,9 @@ def _stages(track: CallTimings, width: int, look: TerminalStyle) -> list[Row]:
         TableColumn("parts", parts, names, left=True, gap=2),
         TableColumn("input", given, ins, left=True, gap=2),
         TableColumn("output", gave, outs, left=True),
-        TableColumn("crossed", 10, ["" if not stage.stage else format_bytes(stage.crossed) for stage in call.stages]),
+        TableColumn(
+            "crossed", 10, ["" if not stage.stage else format_bytes(stage.crossed_bytes) for stage in call.stages]
+        ),
         *_times(track, [stage.stage for stage in call.stages]),
     ]
     rows = table_rows(columns, look.glyphs.more)

@@ -151,7 +151,7 @@ def _waiting_ranks_row(ranks: Sequence[_StalledRank], facts: ScreenData, look: T
     rows: list[Row] = []
     for words, own in groups.items():
         numbers = sorted(one.number for one in own if one.number is not None)
-        named = format_ranges(numbers, least=2)
+        named = format_ranges(numbers, min_length=2)
         if len(numbers) < len(own):
             named = "1 process" if len(own) == 1 else f"{format_count(len(own))} processes"
         named = named if len(named) <= _NUMBERS_SHOWN else format_count_with_noun(len(own), "rank")

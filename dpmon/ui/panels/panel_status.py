@@ -366,12 +366,12 @@ def _pending_request_reason(facts: ScreenData) -> Row:
     """What a pending request waits for while the training makes no progress; empty without a request."""
     toggle = facts.toggle if facts.toggle is not None and facts.toggle.status == "pending" else None
     busy = [(since, process) for process, (doing, since) in facts.activities.items() if since > 0 and doing != "ended"]
-    if not busy or not (toggle or facts.pausing.pending):
+    if not busy or not (toggle or facts.pausing.is_pending):
         return []
     since, number = min(busy)
     process = facts.state.processes.get(number)
     who = "the training" if process is None or process.rank is None else process.name
-    what = f"switch to {toggle.mode}" if toggle else "pause" if facts.pausing.wanted else "go on"
+    what = f"switch to {toggle.mode}" if toggle else "pause" if facts.pausing.is_requested else "go on"
     doing, waited = facts.activities[number][0], (facts.now_ns - since) / 1e9
     place = f"in {doing}" if doing in SPAN_PHASES else "in the script's own work"
     return [(f"{who} has been {place} for {waited:.0f} s: ", "wait"), (f"it will {what} when it comes back", "")]
@@ -380,20 +380,24 @@ def _pending_request_reason(facts: ScreenData) -> Row:
 def _reply_count(facts: ScreenData) -> str:
     """How many nodes have answered a pending request; empty on one machine."""
     found = facts.answers
-    return "" if found is None else f"; {found.answered} of {format_count_with_noun(found.asked, 'node')} answered"
+    return (
+        ""
+        if found is None
+        else f"; {found.reply_count} of {format_count_with_noun(found.request_count, 'node')} answered"
+    )
 
 
 def _failed_nodes_message(facts: ScreenData) -> Row:
     """The nodes that did not do what the user asked for, and why."""
-    failed = {} if facts.answers is None else facts.answers.failed
+    failed = {} if facts.answers is None else facts.answers.failures
     return [part for name, text in failed.items() for part in ((f"{name}: ", "bad"), (f"{text}  ", ""))]
 
 
 def _pause_message(facts: ScreenData) -> Row:
     """A pause or its end, requested but not yet in force; or why it was refused."""
     pausing = facts.pausing
-    if pausing.pending:
-        what, when = ("pause", "after the step it is in") if pausing.wanted else ("resume", "in a moment")
+    if pausing.is_pending:
+        what, when = ("pause", "after the step it is in") if pausing.is_requested else ("resume", "in a moment")
         return [(what, ""), (" pending", "wait"), (f": the training {what}s {when}{_reply_count(facts)}", "dim")]
     last = facts.state.pauses[-1] if facts.state.pauses else None
     if last is None or last.t_ns is None or facts.now_ns - last.t_ns > DONE_SHOWN_NS:

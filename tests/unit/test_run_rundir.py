@@ -424,14 +424,14 @@ def test_a_link_to_itself_is_an_error_of_ours(way: dict[str, Path], tmp_path: Pa
 CREATE = """\
 import json, os, sys
 sys.path.insert(0, sys.argv[1])
-from kept import draft
+from support.history_builders import make_run_info
 from dpmon.run import run_registry
 user = int(sys.argv[2])
 os.setgroups([])
 os.setgid(user)
 os.setuid(user)  # only now: this user may not be able to read this installation
 run_registry.LASTING = "/nowhere"
-directory, info = run_registry.create_run(draft())
+directory, info = run_registry.create_run(make_run_info())
 print(json.dumps([str(directory), info.options.get("elsewhere", "")]))
 """
 

@@ -34,7 +34,7 @@ from support.run_harness import LONG
 PACKAGE = Path(dpmon.__file__).resolve().parent
 SITE = PACKAGE / "tracer" / "site"
 LIMIT_S = 250.0
-TRACED_SCRIPTS_PATH = {"PYTHONPATH": str(Path(__file__).resolve().parent / "run_traced")}
+TRACED_SCRIPTS_PATH = {"PYTHONPATH": str(Path(__file__).resolve().parents[1] / "process" / "traced")}
 """The environment of scripts that import others of `traced/`."""
 # One thread, because with several the last bit of a sum may vary; no byte code beside scripts that run once.
 # OURS: the first part of the path of each file of dpmon (the name dpmon may also be that of the clone).
@@ -215,7 +215,7 @@ class TracedScript:
 
 def traced_script_text(name: str) -> str:
     """Return the text of a script in `traced/`."""
-    return (Path(__file__).resolve().parent / "run_traced" / f"{name}.py").read_text()
+    return (Path(__file__).resolve().parents[1] / "process" / "traced" / f"{name}.py").read_text()
 
 
 def _lines(path: Path) -> tuple[str, ...]:

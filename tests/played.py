@@ -51,13 +51,13 @@ class Device:
         event["at"] = self.now
         self.recorded.append((device, self.now))
 
-    def done(self, event: dict[str, Any]) -> bool:
+    def is_done(self, event: dict[str, Any]) -> bool:
         self.asked += 1
         return float(event["at"]) <= self.reached
 
-    def between_ms(self, first: dict[str, Any], last: dict[str, Any]) -> float:
-        assert self.done(first)
-        assert self.done(last)
+    def elapsed_ms(self, first: dict[str, Any], last: dict[str, Any]) -> float:
+        assert self.is_done(first)
+        assert self.is_done(last)
         return float(last["at"] - first["at"])
 
 
@@ -80,7 +80,7 @@ class Process:
     def __init__(self) -> None:
         self.device = Device()
         self.faults: list[Any] = []
-        self.session: Any = SimpleNamespace(off=False, count_error=lambda *what, **_: self.faults.append(what))
+        self.session: Any = SimpleNamespace(is_off=False, count_error=lambda *what, **_: self.faults.append(what))
         self.session.guard = lambda where, fatal=True: TracerErrorGuard(self.session, where, fatal)
         self.recorder = SpanRecorder(self.session)
         self.spans: list[tuple[int, int, int, int]] = []
@@ -88,7 +88,7 @@ class Process:
         self.me = self.recorder.current_thread_state()
         self.recorder.training_thread = self.me
         device: Any = self.device
-        self.timing = self.recorder.timing = DeviceTimer(self.recorder, device)
+        self.timing = self.recorder.device_timer = DeviceTimer(self.recorder, device)
         self._optimizer = _Optimizer(self.recorder)
         self._assembler = Assembler()
         self._layout: Any = {"define": LAYOUT, "value": {"root": "Net", "via": None, "module": 1, "absent": {}}}
@@ -122,17 +122,17 @@ class Process:
         """Call the model; phases in the block are nested in the call, and exceptions end there."""
         me, recorder = self.me, self.recorder
         mark = self.timing.begin_call(me, gpus)
-        head = _CALL | me.head | me.inside << INSIDE_AT
-        inside, me.inside = me.inside, Kind.CALL
+        head = _CALL | me.thread_bits | me.open_kind << INSIDE_AT
+        inside, me.open_kind = me.open_kind, Kind.CALL
         began = clock()
         self.device.now += ms
         try:
             yield
         except ZeroDivisionError as error:
-            me.inside = inside
+            me.open_kind = inside
             recorder.write_failed(me, head, began, 0, error, mark)
             return
-        me.inside = inside
+        me.open_kind = inside
         if mark is not None:
             head |= mark.end()
         number = self.put(head, began, clock() - began, 0)

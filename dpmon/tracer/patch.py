@@ -155,21 +155,8 @@ def install() -> None:
     if isinstance(queued, list):
         queued += [(cuda_starting.set, []), (modules.expect_moves_to_gpu, [])]
     responder = ResponderThread(session, recorder)
-    resettables = (
-        session,
-        recorder,
-        optimizers,
-        modes,
-        modules,
-        primitives,
-        memory,
-        loaders,
-        losses,
-        gradients,
-        collectives,
-        responder,
-    )
-    resets = [part.reset for part in resettables]
+    parts = (session, recorder, optimizers, modes, modules, primitives, memory, loaders, losses, gradients, collectives)
+    resets = [part.reset for part in (*parts, responder)]
     _install_exit_hooks(session, recorder, memory, loaders, losses, collectives, responder, resets)
     with session.guard("torch.compile", fatal=False):  # otherwise it tries a model with graph breaks again
         hide_from_dynamo()

@@ -86,8 +86,7 @@ class ResponderThread:
     def _run(self, ring: SpanRing, opener: int, stop_lock: Any, ended_lock: Any) -> None:
         session, words = self._session, ring.words
         """Poll the ring for requests until the thread is stopped. `opener`: the thread that opened the ring."""
-        # The ring is new: any request in it came while this thread started.
-        handled_request = allowed_pid = poll_count = 0
+        handled_request = allowed_pid = poll_count = 0  # requests in a new ring came while this thread started
         try:
             while not stop_lock.acquire(True, POLL_INTERVAL_S) and session.ring is ring and not session.is_off:
                 poll_count += 1
@@ -150,10 +149,7 @@ def write_group_sequences(words: memoryview) -> None:
 
 
 def collect_stacks(training_ident: int) -> list[dict[str, Any]]:
-    """Return the stacks of all Python threads but this one, in py-spy's form.
-
-    `training_ident`: the ident of the training thread.
-    """
+    """Return the stacks of all Python threads but this one, in py-spy's form. `training_ident`: the training thread."""
     own_ident, stacks = get_ident(), []
     for ident, innermost in list(_current_frames().items())[:MOST_THREADS]:
         if ident == own_ident:

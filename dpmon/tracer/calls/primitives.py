@@ -221,7 +221,7 @@ class PrimitiveTracer:
         return ReplicaProbes(recorder, thread, traced_module, checks_results=False), layout_bits
 
     def _composed_module(self, root: str, devices: tuple[str, ...], virtual_devices: Any) -> TracedModule:
-        """Return what stands for the module of composed calls. `root`: the name of the first module."""
+        """Return the TracedModule that represents composed calls. `root`: the name of their first module."""
         modes = self.modes
         serial, traced_module = self._composed_modules.get((root, devices), (None, None))
         if traced_module is not None and serial == modes.request_serial:

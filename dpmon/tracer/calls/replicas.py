@@ -150,10 +150,7 @@ class ReplicaProbes:
     def __init__(
         self, recorder: SpanRecorder, thread: ThreadState, traced_module: TracedModule, checks_results: bool
     ) -> None:
-        """Observe the replicas of a call that `thread` makes.
-
-        `checks_results`: whether to check for results that gather would change.
-        """
+        """`thread` makes the call. `checks_results`: whether to check for results that gather would change."""
         self.recorder = recorder
         self.traced_module = traced_module
         self.timer = recorder.device_timer if thread is recorder.training_thread else None

@@ -89,13 +89,7 @@ class SplitRunner:
 
     @uncounted
     def run(
-        self,
-        thread: ThreadState,
-        traced_module: TracedModule,
-        original: Function,
-        module: object,
-        args: Any,
-        kwargs: Any,
+        self, thread: ThreadState, traced_module: TracedModule, original: Function, module: Any, args: Any, kwargs: Any
     ) -> object:
         """Run a call in place of `original(module, *args, **kwargs)`. The caller must call `finish` afterwards."""
         call = None

@@ -195,10 +195,7 @@ class TracedModules:
     # ---------------------------------------------------------------- layouts
 
     def encode_layout(self, traced_module: TracedModule, plan: CallPlan) -> int:
-        """Return the bits for layout and flags in the span of a call that follows this plan.
-
-        The layout is 0 if it cannot be written.
-        """
+        """Return layout and flags as bits for the span of a call by this plan. The layout is 0 if it is not written."""
         name, number, via = traced_module.model_name, traced_module.model_number, traced_module.via
         devices = plan.devices if traced_module.stages is None else traced_module.stages.devices
         key = name, via, devices, tuple(traced_module.absent.items()), plan.on_cpu, number, traced_module.dim

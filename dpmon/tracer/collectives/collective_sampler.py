@@ -10,7 +10,7 @@ power of two: ranks with the same distance sample the same steps, and a rank wit
 them. In a loop without an optimizer, the time decides.
 
 A sample should hold one training step. `poll` checks it between steps. If it holds collectives but no backward pass has
-ended since the last look, the collectives come from an evaluation: the sample is discarded, and another sample follows
+ended since the last poll, the collectives come from an evaluation: the sample is discarded, and another sample follows
 the next optimizer step. After several discarded samples in a row, the next sample is kept as it is.
 """
 
@@ -45,9 +45,9 @@ APART_NS = 10_000_000_000
 TIMED_NS = 2_000_000_000
 """Least time before the first sample in a loop without an optimizer."""
 MAX_LOOKS = 64
-"""A sample ends after this many looks, even if no optimizer has stepped."""
+"""A sample ends after this many polls, even if no optimizer has stepped."""
 MAX_DISCARDED = 4
-"""Most samples discarded in a row. Without this limit, a loop with collectives but no backward pass between two looks
+"""How many samples are discarded in a row. Without a limit, a loop with collectives but no backward pass between polls
 would have all its samples discarded."""
 RETRY_NS = 50_000_000
 """Time until the next attempt to register or remove the kernels, if another thread was in torch.distributed."""
@@ -57,7 +57,7 @@ _BESIDE = "another thread of the process was in torch.distributed at every attem
 
 
 class CollectiveSampler:
-    """Samples the collectives of one process."""
+    """The sampler of one process's collectives."""
 
     def __init__(self, session: Session, recorder: SpanRecorder) -> None:
         self._session = session
@@ -79,9 +79,9 @@ class CollectiveSampler:
         """Whether there is a process group and torch has the functions needed."""
         self._given_up = False
         self._stepped = self._looks = 0
-        """Number of optimizer steps at the start of the sample; number of looks since then."""
+        """Number of optimizer steps at the start of the sample; number of polls since then."""
         self._backwards = 0
-        """Number of backward passes at the last look."""
+        """Number of backward passes at the last poll."""
         self._spoiled = False
         """Whether the sample holds collectives that do not belong to one training step."""
         self._discarded = 0
@@ -97,7 +97,7 @@ class CollectiveSampler:
         self._earliest = 0
         """When the next sample may be taken."""
         self._asked = 0
-        """Number of the last request acted upon."""
+        """Number of the last request that was handled."""
 
     # ---------------------------------------------------------------- between two steps
 
@@ -110,8 +110,9 @@ class CollectiveSampler:
         try:
             if self._sample.is_on:
                 return self._end_if_over(now)
-            if not self._ready and not self._usable(now):
-                return NEVER if self._given_up else now + (SOON_NS if self._session.ring is None else WAIT_NS)
+            if not self._ready and not self._is_usable(now):
+                wait_ns = SOON_NS if self._session.ring is None else WAIT_NS
+                return NEVER if self._given_up else now + wait_ns
             asked = self._recorder.words[HeaderWord.SAMPLE]
             if asked != self._asked or self._is_time(now):
                 if not self._begin():
@@ -135,8 +136,8 @@ class CollectiveSampler:
             self._kernels.remove()
         self._sample.is_on = False
 
-    def _usable(self, now: int) -> bool:
-        """Whether collectives can be recorded now."""
+    def _is_usable(self, now: int) -> bool:
+        """Return whether collectives can be recorded now."""
         distributed = torch.distributed
         if self._session.ring is None or not (distributed.is_available() and distributed.is_initialized()):
             return False
@@ -179,7 +180,7 @@ class CollectiveSampler:
         return True
 
     def _begin(self) -> bool:
-        """Begin a sample; False if that is not possible now."""
+        """Begin a sample; return False if that is not possible now."""
         start_ns = monotonic_ns()
         self._stepped, self._backwards = self._recorder.optimizer_steps, self._recorder.backward_passes
         self._spoiled = self._is_discarded = False
@@ -199,7 +200,7 @@ class CollectiveSampler:
         return True
 
     def _end_if_over(self, now: int) -> int:
-        """End the sample if its step is over, or if it holds collectives of an evaluation."""
+        """End the sample if its step has ended, or if it holds an evaluation's collectives; return when to poll."""
         recorder = self._recorder
         self._looks += 1
         if not self._is_over():
@@ -232,18 +233,18 @@ class CollectiveSampler:
         return now + LOOK_NS
 
     def _would_discard(self) -> bool:
-        """Whether the sample would be discarded if it ended now."""
+        """Return whether the sample would be discarded if it ended now."""
         return self._spoiled and self._discarded < MAX_DISCARDED
 
     def _is_over(self) -> bool:
-        """Whether the sampled step is over: after an optimizer step or, in a loop without one, a backward pass."""
+        """Return whether the sampled step has ended: by an optimizer step or, in a loop without it, a backward pass."""
         recorder = self._recorder
         if recorder.optimizer_steps:
             return recorder.optimizer_steps != self._stepped
         return not recorder.has_run_backward or recorder.backward_passes != self._backwards
 
     def _end(self, now: int) -> bool:
-        """End the sample; False if that is not possible now."""
+        """End the sample; return False if that is not possible now."""
         if not self._kernels.remove():
             return False
         self._sample.is_on = False

@@ -1,4 +1,4 @@
-"""The ends of sampled collectives on the CPU.
+"""Finds when sampled collectives on the CPU end.
 
 A thread polls `is_completed` of each unfinished collective. It starts with the first one. It drops the Work object,
 which may hold tensors, on completion or after MAX_WAIT_NS. The thread never blocks on a collective, and it registers no
@@ -29,7 +29,7 @@ _DRAIN_S = 0.05
 
 
 class SampleCost:
-    """The number of collectives in the current sample, and the cost of the sample."""
+    """The collectives in the current sample, and the cost of the sample."""
 
     def __init__(self) -> None:
         self.is_on = False
@@ -62,7 +62,7 @@ class PendingCollective(NamedTuple):
 
 
 class CompletionPoller:
-    """Waits for the ends of the collectives of one process, and writes their spans."""
+    """A poller that waits for the ends of one process's collectives, and writes their spans."""
 
     def __init__(self, session: Session, recorder: SpanRecorder, sample: SampleCost) -> None:
         self._session = session
@@ -79,7 +79,7 @@ class CompletionPoller:
         """Token of the polling thread. When it is replaced, the thread ends."""
         self._polling = False
         self._wake = allocate_lock()
-        """Released to rouse the polling thread. An interrupt in `set` could leave a threading.Event unusable."""
+        """Released to wake the polling thread. An interrupt in `set` could leave a threading.Event unusable."""
         self._wake.acquire()
 
     def add(self, collective: PendingCollective) -> None:
@@ -91,8 +91,8 @@ class CompletionPoller:
             start_thread(self._poll, self._life)
 
     def _wake_thread(self) -> None:
-        """Rouse the polling thread, now or when it is about to wait."""
-        with suppress(RuntimeError):  # it is roused already
+        """Wake the polling thread, now or when it is about to wait."""
+        with suppress(RuntimeError):  # it is already awake
             self._wake.release()
 
     def _poll(self, token: object) -> None:

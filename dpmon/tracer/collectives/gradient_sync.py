@@ -158,8 +158,7 @@ class GradientSync:
         """Write the passes that have ended.
 
         With several wrappers, the wait of each wrapper begins when the gradients of all wrappers are ready. torch
-        starts to note gradients somewhat later than the tracer takes the time: for example, after it has synchronized
-        buffers.
+        starts to note gradients somewhat later than the tracer takes the time, for example after syncing buffers.
         """
         synced = []
         last_ready_ns = max(self._computed_ns, start_ns)
@@ -168,10 +167,10 @@ class GradientSync:
             if module is None:
                 self._pending_wrappers.remove(wrapper)
                 continue
-            if not wrapper.averages_gradients:
-                continue
-            notes, since_forward_ns = module.reducer.get_backward_stats(), end_ns - wrapper.forward_end_ns
-            ready_times = wrapper.bucket_ready_times(notes, since_forward_ns)
+            ready_times: Sequence[int] = ()
+            if wrapper.averages_gradients:
+                notes, since_forward_ns = module.reducer.get_backward_stats(), end_ns - wrapper.forward_end_ns
+                ready_times = wrapper.bucket_ready_times(notes, since_forward_ns)
             if ready_times:
                 if not (wrapper.may_skip_gradients or wrapper.needs_several_passes):  # all notes are from this pass
                     wrapper.forward_end_ns = max(wrapper.forward_end_ns, start_ns - min(ready_times))
@@ -203,10 +202,7 @@ class GradientSync:
     def _write(
         self, wrapper: _TracedWrapper, ready_times: Sequence[int], ready_ns: int, first_word: int, end_ns: int
     ) -> None:
-        """Write a sync pass.
-
-        `ready_ns`: when all gradients were ready. `ready_times`: when those of each bucket were (ns after forward).
-        """
+        """Write a sync pass. `ready_ns`: when all gradients were ready; `ready_times`: by bucket (ns after forward)."""
         first_word |= (wrapper.number & _WRAPPER_MASK) << WRAPPER_AT + SITE_AT
         if wrapper.has_several_buckets:
             all_ready_ns = ready_ns - wrapper.forward_end_ns
@@ -302,8 +298,8 @@ class _TracedWrapper:
 
     def _ready_from_notes(self, notes: list[int], end_ns: int) -> Sequence[int]:
         """Return the result of `bucket_ready_times` from all notes. Unused parameters keep their old notes."""
-        seen = self.last_notes if len(self.last_notes) == len(notes) else [0] * len(notes)
-        new_notes = [note if note != old else -1 for note, old in zip(notes, seen, strict=True)]
+        old_notes = self.last_notes if len(self.last_notes) == len(notes) else [0] * len(notes)
+        new_notes = [note if note != old else -1 for note, old in zip(notes, old_notes, strict=True)]
         if not self.may_skip_gradients and max(new_notes, default=-1) >= 0:
             # Some gradients became ready. A gradient without a note becomes ready in another backward pass of this
             # forward. Otherwise, a note that equals the old one is new by chance, unless its time is in the future.

@@ -1,4 +1,4 @@
-"""The kernels that see each collective of a sampled step.
+"""Registers the kernels that see each collective of a sampled step.
 
 Python kernels for the operators of `c10d` are registered at the dispatch key BackendSelect for one sampled step, and
 removed after it. That key comes after autograd and before the backends. So the kernels see all collectives that
@@ -41,7 +41,7 @@ _c10d: Any = getattr(torch._C, "_distributed_c10d", None)  # None in a build wit
 
 
 class OperatorArguments(NamedTuple):
-    """Meaning of the arguments of an operator."""
+    """The meaning of an operator's arguments."""
 
     name: str
     """Name in records."""
@@ -76,7 +76,7 @@ OPERATORS = {
 
 
 class _ProcessGroup(NamedTuple):
-    """Facts about a process group."""
+    """A process group as it is described in records."""
 
     name: str
     size: int
@@ -110,15 +110,15 @@ class CollectiveKernels:
         """By process group and type of the device, for one sample."""
 
     def register(self) -> bool:
-        """Register the kernels; False if that is not possible now."""
+        """Register the kernels; return False if that is not possible now."""
         return self._change_registration(self._register)
 
     def remove(self) -> bool:
-        """Remove the kernels; False if that is not possible now."""
+        """Remove the kernels; return False if that is not possible now."""
         return self._change_registration(self._remove)
 
     def _change_registration(self, change: Callable[[], None]) -> bool:
-        """Register or remove the kernels; False if another thread may launch a collective at the same time.
+        """Register or remove the kernels; return False if another thread may launch a collective at the same time.
 
         torch's table of kernels must not change while another thread reads it. So no other thread runs Python code
         here, and no other thread may already be in torch.distributed. If another thread launches a collective during a
@@ -254,7 +254,7 @@ class CollectiveKernels:
 
 
 def _others_communicate() -> bool:
-    """Whether another thread is in torch.distributed, and may launch a collective at any time."""
+    """Return whether another thread is in torch.distributed, and may launch a collective at any time."""
     thread = get_ident()
     return any(
         frame.f_code.co_filename.startswith(_DISTRIBUTED)

@@ -55,10 +55,7 @@ def one_line_text(error: BaseException | str) -> str:
 
 
 def describe_uncaught(rank: int | None) -> str | None:
-    """Return the entry of endings.log for the uncaught exception of this process: class name, then JSON.
-
-    None if there is no such exception.
-    """
+    """Return the entry of endings.log for this process's uncaught exception: class name, then JSON; None without it."""
     exception_class = getattr(sys, "last_type", None)
     if exception_class is None:
         return None
@@ -79,10 +76,7 @@ def describe_uncaught(rank: int | None) -> str | None:
 def _parse_spawn_exception(
     class_name: str, value: object
 ) -> tuple[str, str, int | None, tuple[str, int] | None] | None:
-    """Return class, message, rank and location of a rank's exception that torch.multiprocessing.spawn repeats as text.
-
-    None if `value` is another exception.
-    """
+    """Return class, message, rank and location of an exception that torch's spawn repeats as text; None for others."""
     if class_name != "ProcessRaisedException" or not isinstance(value, Exception):
         return None
     arguments = _ARGS.__get__(value)

@@ -36,9 +36,7 @@ def _read_table(module: object, name: str) -> Any:
 def values_of(module: object, table: str) -> list[object]:
     """Return the values in one of a module's own tables, without None."""
     members = _read_table(module, table)
-    if members is None:
-        return []
-    return [value for value in list(members.values()) if value is not None]
+    return [] if members is None else [value for value in list(members.values()) if value is not None]
 
 
 def dense_parts(tensor: Any) -> tuple[Any, ...]:
@@ -118,8 +116,7 @@ def is_compiled(module: object) -> bool:
 class ModuleDevice:
     """The device of a module, read from its first parameter or buffer.
 
-    Each check looks the tensor up by name instead of keeping a weak reference: torch does not swap tensors that have
-    one.
+    Each check looks the tensor up by name. A weak reference would prevent torch from swapping the tensor.
     """
 
     def __init__(self, root: object) -> None:

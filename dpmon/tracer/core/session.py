@@ -161,10 +161,7 @@ class Session:
     # ---------------------------------------------------------------- the ring
 
     def ensure_open(self) -> bool:
-        """Open the ring if necessary; return whether it is open.
-
-        It is not if nothing is recorded: in a DataLoader worker, on a full disk, or after the tracer gave up.
-        """
+        """Open the ring if necessary; return False if nothing is recorded (DataLoader worker, full disk, gave up)."""
         if self._is_open:
             return True
         if self.is_off:
@@ -236,10 +233,7 @@ class Session:
     # ---------------------------------------------------------------- lines
 
     def _append_line(self, value: Mapping[str, object], keep_for_later: bool = False) -> bool:
-        """Append a line to the process's file; return False on failure.
-
-        `keep_for_later`: after a failure, write the line before the next one.
-        """
+        """Append a line to the process's file; return False on failure. `keep_for_later`: then keep it for the next."""
         now = monotonic_ns()
         line = to_bounded_json(value) + b"\n"
         if now >= self._retry_ns:
@@ -262,7 +256,6 @@ class Session:
         if not self._has_lines_fd():
             fd = open_to_append(self.config.directory, f"process-{self.process_index}.jsonl")
             self._lines_file = fd, os.fstat(fd)
-            return fd
         fd, _ = self._lines_file
         return fd
 
@@ -316,10 +309,7 @@ class Session:
     def _sizes_of(
         self, lone_path: str, lone_value: object, size_cache: SizeCache, signature: Callable[[], object]
     ) -> int:
-        """Return the number of the definition of a signature; 0 if the sizes could not be read.
-
-        `size_cache` caches it if `lone_value` is a plain tensor.
-        """
+        """Return the number of a signature's definition, from the cache for a plain tensor; 0 if it cannot be read."""
         try:
             if torch._C._len_torch_function_stack():
                 with torch._C.DisableTorchFunction():  # a mode of the script would see our reads
@@ -342,11 +332,7 @@ class Session:
         return self.define((lone_path, signature), lambda: describe_tensors(signature, lone_path), self._size_numbers)
 
     def define(self, key: Hashable, describe: Callable[[], object], numbers: Iterator[int] | None = None) -> int:
-        """Return the number of the definition of `key`; 0 if it cannot be written.
-
-        `describe` returns the value of a new definition. `numbers`: where new numbers come from; by default those of
-        layouts.
-        """
+        """Return the number of the definition of `key`, made by `describe` if it is new; 0 if it cannot be written."""
         definition = self._definitions.get(key)
         if definition is not None:
             return definition

@@ -60,10 +60,7 @@ def _signature(values: Iterable[tuple[str, object]]) -> Signature:
 
 
 def _collect_tensors(value: object, path: str, leaves: list[object], budget: list[int], depth: int) -> None:
-    """Append the tensors in a value to `leaves`. `budget`: a list of one number, how many values may still be visited.
-
-    A mutable list, because all recursive calls share the number.
-    """
+    """Append the tensors in a value to `leaves`. `budget`: one number that all calls share: values left to visit."""
     if len(leaves) > MAX_TENSORS or budget[0] < 0 or depth > MAX_DEPTH:
         return
     budget[0] -= 1

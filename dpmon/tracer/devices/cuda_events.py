@@ -58,7 +58,7 @@ def _captures(session: Session) -> dict[int, weakref.ref[object]]:
 
 
 class TorchEvents:
-    """Events of torch.cuda."""
+    """The events of torch.cuda, and the streams on which they are recorded."""
 
     def __init__(self, session: Session) -> None:
         self._current_handle: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)

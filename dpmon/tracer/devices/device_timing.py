@@ -86,10 +86,7 @@ class PhaseTimer:
     def __init__(
         self, device_timer: DeviceTimer, span_kind: int, spans: list[DeviceSpan], is_call_phase: bool = False
     ) -> None:
-        """Time a phase. `spans`: one per device; empty in a step that is not timed.
-
-        `is_call_phase`: the call's next phase may begin where this phase ends.
-        """
+        """`spans`: empty in an untimed step. `is_call_phase`: the call's next phase may begin where this one ends."""
         self._timer = device_timer
         self._span_kind = span_kind
         self._is_call_phase = is_call_phase
@@ -133,7 +130,7 @@ class PhaseTimer:
 
 
 class DeviceTimer:
-    """Measures the device times of one process. Its methods never raise."""
+    """The timer of one process's phases on its devices. Its methods never raise."""
 
     def __init__(self, recorder: SpanWriter, events: TorchEvents | None = None) -> None:
         self._recorder = recorder
@@ -143,7 +140,7 @@ class DeviceTimer:
         self._fault_count = 0
         """Number of our faults. After MAX_FAULTS, nothing more is timed."""
         self.step_gpus: tuple[int, ...] = ()
-        """GPUs for the phases of this step: those of the last step's calls, and those of this step's calls so far."""
+        """GPUs for the phases of this step: the GPUs of the last step's calls and of this step's calls so far."""
         self._called_gpus: tuple[int, ...] = ()
         """GPUs of the calls of this step so far."""
         self._has_call = False
@@ -188,10 +185,7 @@ class DeviceTimer:
                 span.start_event = None
 
     def _record_event(self, span: DeviceSpan) -> object:
-        """Record an event on the device of a phase now, and return it.
-
-        None if that is not possible; `span` then has the reason.
-        """
+        """Record and return an event on the device of a phase; None, with the reason in `span`, if not possible."""
         if self._fault_count >= MAX_FAULTS:
             span.reason = Untimed.FAULT
         elif self._is_behind:

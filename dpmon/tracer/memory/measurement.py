@@ -180,9 +180,8 @@ class MemoryTracer:
             for name in sorted(walk.bytes_by_device)
         ]
         self._last_complete_look = self._look_count
-        if devices == self._last_devices and now - self._last_event_ns < SAME_EVENT_INTERVAL_NS:
-            return
-        if not devices:
+        is_recent = now - self._last_event_ns < SAME_EVENT_INTERVAL_NS
+        if not devices or (devices == self._last_devices and is_recent):
             return
         self._last_devices, self._last_event_ns = devices, now
         took_ms = (self._spent_ns + monotonic_ns() - now) / 1e6

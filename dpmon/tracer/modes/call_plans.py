@@ -24,7 +24,7 @@ DP, SINGLE = 1, 2
 
 @dataclass(frozen=True)
 class CallPlan:
-    """How calls of one module run."""
+    """A plan of how the calls of one module run."""
 
     mode: int
     devices: tuple[str, ...]
@@ -54,8 +54,8 @@ def single_device_plan(module: Any, devices: tuple[str, ...], reason: str | None
         return CallPlan(DP, devices, None, None, unfit, True)
     for name in ("forward", "scatter"):
         if overrides(type(module), name):
-            odd = f"{class_name(module)} has its own {name}, which may not work on one device"
-            return CallPlan(DP, devices, None, None, odd, True)
+            override_reason = f"{class_name(module)} has its own {name}, which may not work on one device"
+            return CallPlan(DP, devices, None, None, override_reason, True)
     return CallPlan(SINGLE, devices[:1], tuple(module.device_ids[:1]), None, reason, reason is not None)
 
 

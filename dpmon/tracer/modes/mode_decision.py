@@ -45,7 +45,7 @@ class _DpFailure(NamedTuple):
 
 
 class ModeDecider:
-    """Decides the mode of each call in one process."""
+    """The part of one process's tracer that decides the mode of each call."""
 
     def __init__(self, session: Session, originals: TorchOriginals) -> None:
         self.session = session
@@ -73,7 +73,7 @@ class ModeDecider:
         self._virtual_devices_cache: dict[tuple[int, str], VirtualDevices] = {}
 
     def note_dim(self, wrapper: object, dim: int) -> None:
-        """Note the `dim` of a new DataParallel; torch does not store it on a machine without GPUs."""
+        """Remember the `dim` of a new DataParallel; torch does not store it if there are no GPUs."""
         key = id(wrapper)  # not a WeakKeyDictionary: a subclass may compare and hash as it likes
         self._dims[key] = weakref.ref(wrapper, lambda _: self._dims.pop(key, None)), dim
 

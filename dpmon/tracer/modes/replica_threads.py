@@ -1,4 +1,4 @@
-"""Threads that run virtual replicas. They persist between calls, and each has its share of the cores.
+"""Runs virtual replicas on threads that persist between calls. Each thread has its share of the cores.
 
 torch's parallel_apply starts a thread per replica and call. On GPUs, the cost is small compared with the work. On a
 CPU, each new thread waits for a core and for the GIL, and starts an OpenMP team as large as the machine: on a busy
@@ -31,7 +31,7 @@ _ACTIVE_THREADS: dict[int, object] = getattr(threading, "_active", {})
 
 
 class ReplicaThread:
-    """Runs `target(*args)` on a thread. Its parallel regions use `share` threads, or the caller's number if smaller."""
+    """A thread that runs `target(*args)`. Its parallel regions use at most `max_threads` threads."""
 
     __slots__ = ("_args", "_done", "_target", "_threads", "join")
 
@@ -114,7 +114,7 @@ class _WorkerPool:
         """Number of forks; threads do not survive a fork."""
 
     def is_open(self) -> bool:
-        """Whether workers can be used: Python can wait for them when it exits, and is not exiting yet."""
+        """Return whether workers can be used: Python can wait for them when it exits, and is not exiting yet."""
         if self._is_usable is None:
             # At its end Python waits for threads of `threading`. It must also wait for replicas that still run: a
             # thread that returns from torch after the interpreter has gone aborts the process.
@@ -127,7 +127,7 @@ class _WorkerPool:
         return self._is_usable
 
     def idle_worker(self) -> _Worker:
-        """An idle worker, or a new one; RuntimeError if no thread can be started."""
+        """Return an idle worker, or a new worker. Raises RuntimeError if no thread can be started."""
         try:
             return self.idle.pop()
         except IndexError:
@@ -181,7 +181,7 @@ _crew = _WorkerPool()
 
 
 def available_cores(cgroups: Path = _CGROUPS, membership: Path = Path("/proc/self/cgroup")) -> int:
-    """The number of cores this process may run on: its affinity, capped by its cgroups' CPU quota; at least 1."""
+    """Return how many cores this process may use: its affinity, limited by its cgroups' CPU quota; at least 1."""
     cores = float(len(os.sched_getaffinity(0)))
     with suppress(OSError, ValueError):
         own_group = Path(membership.read_text().rpartition("0::/")[2].strip())

@@ -237,10 +237,8 @@ class VirtualDevices:
         if "autocast" in originals.parallel_apply.__globals__:  # torch 2.4
             apply_globals["autocast"] = _autocast_on(base)
         if base.type == "cpu":
-            max_threads = max(1, available_cores() // count)
-            apply_globals["threading"] = SimpleNamespace(
-                Thread=partial(ReplicaThread, max_threads), Lock=threading.Lock
-            )
+            new_thread = partial(ReplicaThread, max(1, available_cores() // count))
+            apply_globals["threading"] = SimpleNamespace(Thread=new_thread, Lock=threading.Lock)
         phase_functions = (
             with_globals(originals.scatter_kwargs, scatter=scatter),
             replicate,

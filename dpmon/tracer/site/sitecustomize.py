@@ -1,7 +1,7 @@
 """How dpmon gets into a Python process: `site` imports this file because its folder is first on PYTHONPATH.
 
 It removes the folder from sys.path, arranges for the tracer to start when torch is imported, and runs the sitecustomize
-that it shadows. It must not raise: it runs before the user's program, in every Python that the program starts.
+that it shadows. It must not raise: it runs before the user's script, in every Python process that the script starts.
 """
 
 

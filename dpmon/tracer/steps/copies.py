@@ -47,10 +47,7 @@ class CopyTracer:
         tensor_class.cuda = self.wrap_copy_method(tensor_class.cuda, target_of_cuda)
 
     def wrap_copy_method(self, original: Function, find_device: _DeviceFinder) -> Function:
-        """Return the traced form of a method that copies.
-
-        `find_device` returns the target device from the arguments of a call.
-        """
+        """Return the traced form of a method that copies. `find_device`: finds the target device in its arguments."""
         session, recorder = self._session, self._recorder
         name = original.__name__
 

@@ -143,10 +143,7 @@ class LoaderTracer:
         return loop
 
     def _known_object(self, instance: object, fallback: _KnownLoader | None = None) -> _KnownLoader:
-        """Return the entry of a loader or a dataset, which may be new.
-
-        `fallback`: the entry for an object that cannot have weak references, such as a list; TypeError without it.
-        """
+        """Return the entry of a loader or a dataset. `fallback`: used if it cannot have weak references, as a list."""
         known_loader = self._known_objects.pop(id(instance), None)
         if known_loader is None or known_loader.object() is not instance:
             try:

@@ -127,10 +127,7 @@ class LossTracer:
             self._scaled_losses.append((weakref.ref(result), weakref.ref(outputs), weakref.ref(scaler)))
 
     def on_backward_end(self, thread: ThreadState, start_ns: int, args: Any, kwargs: Any) -> None:
-        """Read the loss of a backward pass that has just ended, if it is time to.
-
-        `start_ns`: the start of the pass. `args`, `kwargs`: the arguments of autograd's engine.
-        """
+        """Read the loss of a backward pass that just ended, if it is due. `args`, `kwargs`: of autograd's engine."""
         recorder = self._recorder
         if thread is not recorder.training_thread or recorder.ring is None:
             return

@@ -28,10 +28,7 @@ class _KeptBatches:
 
 
 def wrap_next_with_replay(fetch: Function, max_batches: int) -> Function:
-    """Return a `_BaseDataLoaderIter.__next__` that loads at most `max_batches` batches of each loader and repeats them.
-
-    `fetch`: the original.
-    """
+    """Return a `_BaseDataLoaderIter.__next__` that loads `max_batches` batches of each loader, then repeats them."""
     loaders: dict[int, _KeptBatches] = {}
 
     def __next__(iterator: Any) -> Any:

@@ -253,9 +253,9 @@ class SpanRecorder:
         start_ns: int,
         sizes: int,
         error: BaseException,
-        phase_timer: PhaseTimer | None = None,
+        timer: PhaseTimer | None,
     ) -> None:
-        """Write the span of a phase that raised. `phase_timer`: its device times. Never raises."""
+        """Write the span of a phase that raised. `timer`: its device times. Never raises."""
         flags = Flag.FAILED
         if isinstance(error, StopIteration):
             flags |= Flag.EXHAUSTED
@@ -263,11 +263,11 @@ class SpanRecorder:
             now = monotonic_ns()
             self.open_kinds[thread.number] = thread.open_kind
             first_word |= flags << FLAGS_AT
-            if phase_timer is not None:
-                first_word |= phase_timer.end_with_error()
+            if timer is not None:
+                first_word |= timer.end_with_error()
             number = self.put(first_word, start_ns, now - start_ns, sizes)
-            if phase_timer is not None:
-                phase_timer.set_span_number(number)
+            if timer is not None:
+                timer.set_span_number(number)
         except Exception as own_error:  # noqa: BLE001 - the script's exception must be raised
             self._count_fault(own_error)
 
@@ -466,7 +466,7 @@ class SpanRecorder:
 
 
 def _exits_by_exception() -> bool:
-    """Whether an uncaught exception ends the process."""
+    """Return whether an uncaught exception ends the process."""
     if getattr(sys, "last_type", None) is not None:
         return True
     # A child of multiprocessing ends within `_bootstrap`, which is still handling the exception.
@@ -477,6 +477,6 @@ def _exits_by_exception() -> bool:
 
 
 def _waits_for_other_threads() -> bool:
-    """Whether the process still waits for other threads, as a child of multiprocessing does after its finalizers."""
+    """Return whether the process waits for other threads, as a child of multiprocessing does after its finalizers."""
     current = threading.current_thread()
     return any(thread is not current and not thread.daemon for thread in threading.enumerate())

@@ -11,7 +11,7 @@ from time import monotonic_ns
 
 
 def append_note(text: str, file: str = "stages.log") -> None:
-    """Append a line to a file in the run's directory. For events before the ring exists; too slow for the hot path."""
+    """Append a line to a file in the run's directory. For events before the ring exists; too slow for hot code."""
     directory = os.environ.get("DPMON_RUN")
     if directory:
         line = f"{os.getpid()} {monotonic_ns()} {text[:4096]}\n"  # the script's names may have any length
@@ -21,15 +21,15 @@ def append_note(text: str, file: str = "stages.log") -> None:
             pass
 
 
-def append_bytes(directory: str, file: str, data: bytes, most: int = 1 << 62) -> bool:
+def append_bytes(directory: str, file: str, data: bytes, max_bytes: int = 1 << 62) -> bool:
     """Append `data` to a file in the run's directory; return whether all of it was written.
 
-    Writes nothing if the file would become larger than `most` bytes, or if it is not a regular file with one name.
+    Writes nothing if the file would become larger than `max_bytes` bytes, or if it is not a regular file with one name.
     Raises OSError if the file cannot be opened.
     """
     fd = open_to_append(directory, file)
     try:
-        return append_to(fd, data, most)
+        return append_to(fd, data, max_bytes)
     finally:
         os.close(fd)
 
@@ -38,19 +38,19 @@ def open_to_append(directory: str, file: str) -> int:
     """Return a descriptor of a file in the run's directory. Raises OSError."""
     # As in dpmon.run.safe_files: do not wait for the reader of a FIFO, do not follow a link.
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
-    place = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    directory_fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        return os.open(file, flags, 0o600, dir_fd=place)
+        return os.open(file, flags, 0o600, dir_fd=directory_fd)
     finally:
-        os.close(place)
+        os.close(directory_fd)
 
 
-def append_to(fd: int, data: bytes, most: int) -> bool:
-    """Append `data` to an open file; return whether all of it was written. `most`: see `append_bytes`."""
+def append_to(fd: int, data: bytes, max_bytes: int) -> bool:
+    """Append `data` to an open file; return whether all of it was written. `max_bytes`: see `append_bytes`."""
     from dpmon.span_ring import IgnoreFileSizeSignal  # imported here, because a process without torch does not need it
 
-    info = os.fstat(fd)
-    if not stat.S_ISREG(info.st_mode) or info.st_nlink > 1 or info.st_size + len(data) > most:
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1 or status.st_size + len(data) > max_bytes:
         return False
     with IgnoreFileSizeSignal():
         return os.write(fd, data) == len(data)

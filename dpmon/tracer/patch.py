@@ -17,7 +17,7 @@
 | the global optimizer step hooks | optimizer |
 | Optimizer.__init__ | memory of optimizer states |
 | torch.distributed.init_process_group | the stage before the first call |
-| DistributedDataParallel._post_forward | synchronized backward passes |
+| DistributedDataParallel._post_forward | sync passes |
 | Tensor.to, Tensor.cuda, if torch was built for GPUs | copies to GPUs |
 | the operators of c10d, during sampled steps | collectives |
 | capture_begin, capture_end of CUDAGraph, accelerator.Graph, before the first timed phase | no events in captures |
@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import atexit
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -67,17 +68,17 @@ _installed = False
 
 
 def install() -> None:
-    """Install the tracer in this process's torch, once. If torch is unsupported, raises before it changes anything."""
+    """Install the tracer in this process's torch, once. Raises, before it changes anything, if torch is unsupported."""
     global _installed
     if _installed:
         return
     data_parallel: Any = importlib.import_module("torch.nn.parallel.data_parallel")
     scatter_gather: Any = importlib.import_module("torch.nn.parallel.scatter_gather")
-    loader: Any = importlib.import_module("torch.utils.data.dataloader")
+    dataloader: Any = importlib.import_module("torch.utils.data.dataloader")
     autograd: Any = importlib.import_module("torch.autograd")
     optimizer: Any = importlib.import_module("torch.optim.optimizer")
-    fetch = loader._BaseDataLoaderIter.__next__
-    iterate = loader.DataLoader.__iter__
+    fetch = dataloader._BaseDataLoaderIter.__next__
+    iterate = dataloader.DataLoader.__iter__
     backward = autograd._engine_run_backward
     construct = torch.nn.DataParallel.__init__
     forward = torch.nn.DataParallel.forward
@@ -92,51 +93,53 @@ def install() -> None:
         fetch = wrap_next_with_replay(fetch, session.config.replay)
     optimizers = OptimizerTracer(recorder)
     modes = ModeDecider(session, originals)
-    sites = TracedModules(session, modes)
-    calls = CallTracer(session, recorder, modes, sites, SplitRunner(session, recorder, modes, sites, originals))
-    primitives = PrimitiveTracer(session, recorder, modes, sites, originals)
-    roots = RootFinder(session, recorder, calls)
-    memory = MemoryTracer(session, recorder, sites)
+    modules = TracedModules(session, modes)
+    split_runner = SplitRunner(session, recorder, modes, modules, originals)
+    call_tracer = CallTracer(session, recorder, modes, modules, split_runner)
+    primitives = PrimitiveTracer(session, recorder, modes, modules, originals)
+    roots = RootFinder(session, recorder, call_tracer)
+    memory = MemoryTracer(session, recorder, modules)
     loaders = LoaderTracer(session, recorder)
     losses = LossTracer(session, recorder)
     gradients = GradientSync(session, recorder)
     collectives = CollectiveSampler(session, recorder)
 
-    def idle() -> None:  # fetches or optimizer steps without calls
+    def find_model() -> None:  # there are fetches or optimizer steps without calls
         recorder.reset_interrupted_call()
         roots.watch(missed=True)
 
-    def expect_model(missed: bool = False) -> None:  # a loop is over, or an optimizer or a module was made
+    def expect_model(missed: bool = False) -> None:  # a loop has ended, or an optimizer or a module was made
         if roots.watch_one_step(missed):
             recorder.schedule_poll()
 
-    session.on_off = recorder.stop_writing
-    recorder.on_idle, optimizers.on_unseen = idle, roots.warn_no_call_seen
-    recorder.on_loop_over = memory.on_optimizer = roots.on_made = expect_model
-    recorder.on_look = lambda now: min(roots.poll(now), memory.poll(now), collectives.poll(now))
+    session.on_give_up = recorder.stop_writing
+    recorder.on_idle, optimizers.on_no_call = find_model, roots.warn_no_call_seen
+    recorder.on_loop_end = memory.on_optimizer = roots.on_new_module = expect_model
+    recorder.on_poll = lambda now: min(roots.poll(now), memory.poll(now), collectives.poll(now))
 
-    def another() -> None:  # an optimizer has stepped for the first time
+    def handle_new_optimizer() -> None:  # an optimizer has stepped for the first time
         expect_model(missed=True)
         memory.measure_soon()
 
-    optimizers.on_another = another
+    optimizers.on_new_optimizer = handle_new_optimizer
     recorder.on_pause = Pauser(session, recorder).wait
-    sites.on_gpus = recorder.start_device_timing
-    sites.on_site = memory.measure_soon
+    modules.on_gpu_call = recorder.start_device_timing
+    modules.on_new_module = memory.measure_soon
 
-    for number, name in enumerate((*PRIMITIVE_NAMES, "scatter")):
-        _replace_in_all_modules(originals.all[number], name, primitives.wrap_primitive(number))
-    for number, name in enumerate(("Scatter", "Broadcast", "Gather"), 5):
-        getattr(originals.functions, name).apply = primitives.wrap_primitive(number)
-    _replace_in_all_modules(originals.data_parallel, "data_parallel", calls.wrap_data_parallel(originals.data_parallel))
-    torch.nn.DataParallel.__init__ = _wrap_dp_init(construct, modes, calls)  # type: ignore[method-assign]
-    torch.nn.DataParallel.forward = calls.wrap_forward(forward)  # type: ignore[method-assign]
-    loader._BaseDataLoaderIter.__next__ = recorder.wrap_phase(Kind.FETCH, fetch)
-    loader.DataLoader.__iter__ = loaders.wrap_iter(iterate)
+    for index, name in enumerate((*PRIMITIVE_NAMES, "scatter")):
+        _replace_in_all_modules(originals.all[index], name, primitives.wrap_primitive(index))
+    for index, name in enumerate(("Scatter", "Broadcast", "Gather"), 5):
+        getattr(originals.functions, name).apply = primitives.wrap_primitive(index)
+    functional = originals.data_parallel
+    _replace_in_all_modules(functional, "data_parallel", call_tracer.wrap_data_parallel(functional))
+    torch.nn.DataParallel.__init__ = _wrap_dp_init(construct, modes, call_tracer)  # type: ignore[method-assign]
+    torch.nn.DataParallel.forward = call_tracer.wrap_forward(forward)  # type: ignore[method-assign]
+    dataloader._BaseDataLoaderIter.__next__ = recorder.wrap_phase(Kind.FETCH, fetch)
+    dataloader.DataLoader.__iter__ = loaders.wrap_iter(iterate)
     autograd._engine_run_backward = recorder.wrap_phase(Kind.BACKWARD, backward)
-    across = sys.modules.get("torch.distributed.autograd")  # None in a build without RPC
-    if hasattr(across, "backward"):
-        across.backward = recorder.wrap_phase(Kind.BACKWARD, across.backward)  # type: ignore[union-attr]
+    rpc_autograd = sys.modules.get("torch.distributed.autograd")  # None in a build without RPC
+    if hasattr(rpc_autograd, "backward"):
+        rpc_autograd.backward = recorder.wrap_phase(Kind.BACKWARD, rpc_autograd.backward)  # type: ignore[union-attr]
     before_step, after_step = optimizers.hooks()
     optimizer.register_optimizer_step_pre_hook(before_step)
     optimizer.register_optimizer_step_post_hook(after_step)
@@ -150,55 +153,45 @@ def install() -> None:
     roots.watch()
     queued = getattr(torch.cuda, "_queued_calls", None)  # torch runs these when it initializes CUDA
     if isinstance(queued, list):
-        queued += [(cuda_starting.set, []), (sites.expect_moves_to_gpu, [])]
-    watch = ResponderThread(session, recorder)
-    parts = (
-        session,
-        recorder,
-        optimizers,
-        modes,
-        sites,
-        primitives,
-        memory,
-        loaders,
-        losses,
-        gradients,
-        collectives,
-        watch,
-    )
-    _install_exit_hooks(session, recorder, memory, loaders, losses, collectives, watch, [part.reset for part in parts])
-    with session.guard("torch.compile", fatal=False):  # else it tries a model with graph breaks once more
+        queued += [(cuda_starting.set, []), (modules.expect_moves_to_gpu, [])]
+    responder = ResponderThread(session, recorder)
+    parts = (session, recorder, optimizers, modes, modules, primitives, memory, loaders, losses, gradients, collectives)
+    resets = [part.reset for part in (*parts, responder)]
+    _install_exit_hooks(session, recorder, memory, loaders, losses, collectives, responder, resets)
+    with session.guard("torch.compile", fatal=False):  # otherwise it tries a model with graph breaks again
         hide_from_dynamo()
 
 
-def _replace_in_all_modules(original: object, name: str, traced: object) -> None:
+def _replace_in_all_modules(original: object, name: str, wrapped: object) -> None:
     """Put a function's traced form wherever a script may import it from, so that all imports get the same object."""
-    for place in ("", ".data_parallel", ".replicate", ".parallel_apply", ".scatter_gather"):
-        module = importlib.import_module(f"torch.nn.parallel{place}")
+    for submodule in ("", ".data_parallel", ".replicate", ".parallel_apply", ".scatter_gather"):
+        module = importlib.import_module(f"torch.nn.parallel{submodule}")
         if module.__dict__.get(name) is original:
-            setattr(module, name, traced)
+            setattr(module, name, wrapped)
 
 
-def _wrap_dp_init(original: Function, modes: ModeDecider, calls: CallTracer) -> Function:
+def _wrap_dp_init(original: Function, modes: ModeDecider, call_tracer: CallTracer) -> Function:
     """Return the traced form of DataParallel.__init__, which notes `dim`: torch does not store it without GPUs."""
+    signature = inspect.signature(original)
 
-    def made(_: object, __: int, wrapper: object, module: object, *given: Any, dim: int = 0, **more: object) -> None:
-        modes.note_dim(wrapper, given[2] if len(given) > 2 else dim)
+    def on_init(_: object, __: int, wrapper: object, *arguments: Any, **keywords: Any) -> None:
+        bound = signature.bind(wrapper, *arguments, **keywords)
+        modes.note_dim(wrapper, bound.arguments.get("dim", 0))
         if type(wrapper) is not torch.nn.DataParallel:
-            calls.trace_subclass(type(wrapper))
+            call_tracer.trace_subclass(type(wrapper))
 
-    return wrap_rare_function(original, modes.session.guard("new DataParallel"), made)
+    return wrap_rare_function(original, modes.session.guard("new DataParallel"), on_init)
 
 
-def _no_interrupt(number: int, frame: object) -> None:
+def _no_interrupt(signal_number: int, frame: object) -> None:
     """Handle SIGINT by doing nothing."""
 
 
 def _ignore_interrupts() -> bool:
     """Ignore SIGINT if it raises KeyboardInterrupt; return whether it is ignored now.
 
-    A launcher may pass on the Ctrl-C that its ranks have got already. The second one may come when the script is over
-    and the interpreter calls its exit functions. In ours, Python would print a traceback of it and skip the rest.
+    A launcher may pass on a Ctrl-C that its ranks have already received. The second one may come after the script has
+    ended, while the interpreter calls its exit functions. In ours, Python would print a traceback and skip the rest.
     """
     if get_ident() != main_thread().ident:
         return False
@@ -219,41 +212,42 @@ def _install_exit_hooks(
     loaders: LoaderTracer,
     losses: LossTracer,
     collectives: CollectiveSampler,
-    watch: ResponderThread,
+    responder: ResponderThread,
     resets: Sequence[Callable[[], None]],
 ) -> None:
     """Handle the end and the forks of the process. `resets`: functions that reset the parts in a forked child."""
 
-    def end() -> None:
-        for part in (watch, collectives, loaders, losses, recorder):
+    def finish() -> None:
+        for part in (responder, collectives, loaders, losses, recorder):
             with session.guard("end of the process"):
                 part.at_exit()
         try:
-            ending = describe_uncaught(rank_and_world()[0])
-            if ending is not None:  # shows which of several processes ended the run, and why
-                append_note(ending, "endings.log")
+            rank, _ = rank_and_world()
+            exception_note = describe_uncaught(rank)
+            if exception_note is not None:  # shows which of several processes ended the run, and why
+                append_note(exception_note, "endings.log")
         except KeyboardInterrupt:  # from the user, for the script
             raise
         except BaseException as error:  # noqa: BLE001 - the interpreter is ending
             session.count_error("exception that ends the process", error)
 
     def at_exit() -> None:
-        ignored = False
+        is_ignored = False
         try:
             with session.guard("end of the process"):
-                ignored = _ignore_interrupts()
+                is_ignored = _ignore_interrupts()
         finally:
             try:
-                end()
+                finish()
             finally:
-                if ignored and getsignal(SIGINT) is _no_interrupt:
+                if is_ignored and getsignal(SIGINT) is _no_interrupt:
                     set_handler(SIGINT, default_int_handler)
 
     atexit.register(at_exit)
 
-    def opened(ring: SpanRing) -> None:
+    def on_open(ring: SpanRing) -> None:
         recorder.attach_ring(ring)
-        watch.start(ring)
+        responder.start(ring)
         memory.report_optimizers()
         loaders.flush_kept_events()
         allocator.watch_out_of_memory(session)
@@ -261,12 +255,12 @@ def _install_exit_hooks(
         util = sys.modules.get("multiprocessing.util")
         process = sys.modules.get("multiprocessing.process")
         if util is not None and process is not None and process.parent_process() is not None:
-            util.Finalize(None, end, exitpriority=0)
+            util.Finalize(None, finish, exitpriority=0)
 
-    session.on_open = opened
+    session.on_open = on_open
 
-    def forked() -> None:
+    def reset_all() -> None:
         for reset in resets:
             reset()
 
-    os.register_at_fork(after_in_child=forked)
+    os.register_at_fork(after_in_child=reset_all)

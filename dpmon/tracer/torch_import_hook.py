@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 _LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
-_ELSEWHERE = (
-    "dpmon: what trains on {} is not recorded, because dpmon was started on another machine."
-    " Put dpmon behind the launcher: srun dpmon torchrun ..., not dpmon srun torchrun ..."
+_OTHER_NODE_MESSAGE = (
+    "dpmon: the training on {} is not recorded, because dpmon was started on another node."
+    " Put dpmon after the launcher: srun dpmon torchrun ..., not dpmon srun torchrun ..."
 )
 
 
 class _Loader:
-    """Runs torch's own loader, then installs the tracer. It removes itself from the module before torch's code runs."""
+    """A loader that runs torch's own loader, then installs the tracer. It removes itself before torch's code runs."""
 
     def __init__(self, loader: Any, finder: _Finder) -> None:
         self._loader = loader
@@ -61,23 +61,23 @@ class _Loader:
 
 
 class _Finder:
-    """Handles `torch` only; it leaves all other names to the other finders."""
+    """A finder for `torch` only; it leaves all other names to the other finders."""
 
     def __init__(self) -> None:
-        self._asking: set[int] = set()
+        self._asking_threads: set[int] = set()
         """The threads that are asking the other finders. Another finder, such as wrapt's, may call
         importlib.util.find_spec, and so call this finder again. Only the outermost call wraps the loader."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         _hide_sitecustomize()
         thread = get_ident()
-        if name != "torch" or thread in self._asking:
+        if name != "torch" or thread in self._asking_threads:
             return None
-        self._asking.add(thread)
+        self._asking_threads.add(thread)
         try:
             spec = self._ask_others(name, path, target)
         finally:
-            self._asking.discard(thread)
+            self._asking_threads.discard(thread)
         if spec is not None and hasattr(spec.loader, "exec_module") and not isinstance(spec.loader, _Loader):
             spec.loader = _Loader(spec.loader, self)  # type: ignore[assignment]  # has everything that importlib uses
         return spec
@@ -115,27 +115,27 @@ def _hide_sitecustomize() -> None:
     # A program without its own sitecustomize must not find ours. But the import system expects to find the module
     # during its import.
     module = sys.modules.get("sitecustomize")
-    own = os.path.join(os.path.dirname(os.path.abspath(__file__)), "site", "sitecustomize.py")
-    if module is None or getattr(module, "__file__", None) != own:
+    own_file = os.path.join(os.path.dirname(os.path.abspath(__file__)), "site", "sitecustomize.py")
+    if module is None or getattr(module, "__file__", None) != own_file:
         return
     if not getattr(module.__spec__, "_initializing", False):
         del sys.modules["sitecustomize"]
 
 
 def _detach_on_other_node() -> None:
-    """Leave the run if it is on another machine: there is no supervisor here.
+    """Leave the run if it belongs to another node, because there is no supervisor here.
 
-    A launcher such as srun copies its environment to all machines. The first process of each says so; its children get
-    an environment without the run.
+    A launcher such as srun copies its environment to all nodes. The first process on each node prints a message; its
+    children get an environment without the run.
     """
-    boot = os.environ.get("DPMON_BOOT")
+    boot_id = os.environ.get("DPMON_BOOT")
     try:
         with open("/proc/sys/kernel/random/boot_id", "rb") as file:
-            if not boot or file.read().strip() == boot.encode():
+            if not boot_id or file.read().strip() == boot_id.encode():
                 return
         del os.environ["DPMON_RUN"]
         if sys.stderr is not None and all(os.environ.get(name, "0") == "0" for name in _LOCAL_RANKS):
-            print(_ELSEWHERE.format(os.uname().nodename), file=sys.stderr, flush=True)
+            print(_OTHER_NODE_MESSAGE.format(os.uname().nodename), file=sys.stderr, flush=True)
     except Exception:  # noqa: BLE001 - there is no such file, or standard error is closed
         pass
 

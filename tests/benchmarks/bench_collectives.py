@@ -59,9 +59,9 @@ def rank(number: int, where: str, forced: bool, options: argparse.Namespace) -> 
     samples: list[tuple[int, int, int]] = []
     choose = collectives._steps_between_samples
 
-    def distance(spent: int, since: int, steps: int) -> int:
-        chosen = EVERY if forced else choose(spent, since, steps)
-        samples.append((spent, steps, chosen))
+    def distance(cost_ns: int, elapsed_ns: int, steps: int) -> int:
+        chosen = EVERY if forced else choose(cost_ns, elapsed_ns, steps)
+        samples.append((cost_ns, steps, chosen))
         return chosen
 
     collectives._steps_between_samples = distance

@@ -184,10 +184,10 @@ class RealDevice(SimulatedProcess):
     def __init__(self) -> None:
         super().__init__()
         events = TorchEvents(Session(TracerConfig("", 0, "auto", None, ())))
-        self.timing = self.recorder.timing = DeviceTimer(self.recorder, events)
+        self.timing = self.recorder.device_timer = DeviceTimer(self.recorder, events)
 
     def begin(self, *, shares: bool = False) -> PhaseTimer:
-        mark = self.timing.begin(self.me, Kind.GATHER, (0,), shares=shares)
+        mark = self.timing.begin(self.me, Kind.GATHER, (0,), is_call_phase=shares)
         assert mark is not None
         return mark
 

@@ -34,13 +34,13 @@ PHASE: tuple[tuple[str, str, str], ...] = (
     ("record/span_format.py", "DOING = {\n", 'DOING = {\n    Kind.AWAIT: "await",\n'),
     (
         "tracer/steps/span_recorder.py",
-        "                try:\n                    if me.noted:\n",
-        "                if kind == Kind.BACKWARD:\n"
+        "                try:\n                    if thread.has_fetch_note:\n",
+        "                if span_kind == Kind.BACKWARD:\n"
         "                    began = monotonic_ns()\n"
         "                    while monotonic_ns() < began + 1_000_000:\n"
         "                        pass\n"
-        "                    self.put(Kind.AWAIT | me.head, began, monotonic_ns() - began, 0)\n"
-        "                try:\n                    if me.noted:\n",
+        "                    self.put(Kind.AWAIT | thread.thread_bits, began, monotonic_ns() - began, 0)\n"
+        "                try:\n                    if thread.has_fetch_note:\n",
     ),
 )
 """A phase besides the examples of the page: file, old text, new text."""

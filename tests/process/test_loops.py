@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from dpmon.record.record_types import Call, Step
-from dpmon.tracer.memory.measurement import EARLY
+from dpmon.tracer.memory.measurement import EARLY_MEASUREMENTS
 from support.baseline_comparison import closest_baseline
 from support.tracer_harness import TRACED_SCRIPTS_PATH, TracedRun, TracedScript, run_traced, traced_script_text
 
@@ -297,7 +297,7 @@ def test_steps_follow_each_other_without_gaps(runs: Runs, name: str) -> None:
     gaps = [after.start_ns - before.start_ns - before.wall_ns for before, after in pairwise(steps)]
     assert min(gaps) == 0
     # Each new optimizer is measured at once while few measurements were made; equal results are recorded once.
-    measurements = EARLY + (steps[-1].start_ns + steps[-1].wall_ns - steps[0].start_ns) // (5 * ONE_S)
+    measurements = EARLY_MEASUREMENTS + (steps[-1].start_ns + steps[-1].wall_ns - steps[0].start_ns) // (5 * ONE_S)
     assert sum(gap > 0 for gap in gaps) <= max(measurements, len(measured))
 
 

@@ -60,7 +60,7 @@ def test_a_loss_that_is_not_finite_is_recorded_as_such(tmp_path: Path) -> None:
     [
         ("a_vector", "the pass begins at a tensor of 8 values, not at one value"),
         ("several", "the pass begins at several tensors"),
-        pytest.param("at_an_edge", "the pass begins at a GradientEdge, which is no plain tensor", marks=needs_edges),
+        pytest.param("at_an_edge", "the pass begins at a GradientEdge, which is not a plain tensor", marks=needs_edges),
         ("without_memory", "the pass begins at a tensor of an unusual type"),
         ("negated", "the pass begins at a tensor of an unusual type"),
     ],
@@ -83,7 +83,9 @@ def test_modes_do_not_hide_the_losses(tmp_path: Path) -> None:
 
 
 def test_a_line_is_read_at_most_once_a_second(tmp_path: Path) -> None:
-    text = traced_script_text("losing").replace("tracer.EVERY_NS = 0", "pass").replace("STEPS = 6", "STEPS = 60")
+    text = (
+        traced_script_text("losing").replace("tracer.LOSS_INTERVAL_NS = 0", "pass").replace("STEPS = 6", "STEPS = 60")
+    )
     found = TracedScript(tmp_path, text, "of_a_gan").end()
     times = defaultdict(list)
     for event in found.events("loss"):

@@ -186,7 +186,7 @@ def test_a_paused_training_goes_on_when_its_directory_vanishes(steered: TracedRu
     found = [(event["paused"], (event["reason"] or "")[:20]) for event in pauses(steered)[1:]]
     assert found == [(True, ""), (False, ""), (True, ""), (False, "the run's directory ")]
     (text,) = steered.complaints
-    assert text.startswith("the paused training continued by itself")
+    assert text.startswith("the paused training resumed automatically")
 
 
 AHEAD = """
@@ -263,10 +263,11 @@ def test_a_paused_training_goes_on_when_all_of_dpmon_was_killed(dpmon: Dpmon) ->
     wait_for(lambda: not proc.is_alive(info["command_pid"], info["command_started"]), what="the end")
     dpmon.run("attach")
     records = dpmon.records()
-    assert any("continued by itself: the supervisor is gone" in r["text"] for r in records if r["kind"] == "warning")
+    texts = [record["text"] for record in records if record["kind"] == "warning"]
+    assert any("resumed automatically: the supervisor has exited" in text for text in texts)
     found = [record for record in records if record["kind"] == "pause"]
     assert [record["paused"] for record in found] == [True, False]
-    assert found[1]["reason"] == "the supervisor is gone"
+    assert found[1]["reason"] == "the supervisor has exited"
     reader.close()
 
 

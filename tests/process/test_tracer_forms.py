@@ -212,7 +212,7 @@ from torch import nn
 from torch.nn.parallel import data_parallel
 def broken(*_):
     raise KeyError("broken")
-TracedModules.of_functional = broken
+TracedModules.make_for_stand_in = broken
 model = nn.Linear(4, 2)
 print([list(data_parallel(model, torch.ones(6, 4), [0, 1]).shape) for _ in range(5)])
 """

@@ -148,7 +148,7 @@ def test_a_launcher_that_starts_ranks_on_another_machine(tmp_path: Path) -> None
     for env, count in ((there, 1), ({**there, "LOCAL_RANK": "1"}, 0), ({**there, "SLURM_LOCALID": "0"}, 1)):
         run = traced(tmp_path, text, env=env)
         assert (run.status, run.out) == (0, "unknown torch\n" * 2)
-        assert run.err.count("is not recorded, because dpmon was started on another machine") == count
+        assert run.err.count("is not recorded, because dpmon was started on another node") == count
         assert len(run.err.splitlines()) == count
         assert list(run.directory.iterdir()) == []
 

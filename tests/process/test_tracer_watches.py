@@ -27,10 +27,10 @@ known, x = nn.LayerNorm(2), torch.ones(3, 2)
 for _ in range(20):
     known(x)  # until the first watch ends
 if sys.argv[1] == "missed":
-    roots.EXPECTED, roots.EXPECT_NS = 0, 1 << 62  # no watch begins because a module is made
-    roots.WATCH_SOON_NS = roots.WATCH_EVERY_NS = 1 << 62
+    roots.FREE_WATCHES, roots.MIN_WATCH_INTERVAL_NS = 0, 1 << 62  # no watch begins because a module is made
+    roots.MIN_WATCH_WAIT_NS = roots.MAX_WATCH_WAIT_NS = 1 << 62
 else:
-    roots.WATCH_SOON_NS = roots.WATCH_EVERY_NS = 0  # every other step is watched
+    roots.MIN_WATCH_WAIT_NS = roots.MAX_WATCH_WAIT_NS = 0  # every other step is watched
     time.sleep(0.2)  # longer than the wait for the first short watch
     for _ in range(int(sys.argv[2])):
         known(x)

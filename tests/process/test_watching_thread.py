@@ -102,7 +102,7 @@ def test_the_end_of_the_process_is_its_own(tmp_path: Path, ending: str) -> None:
     """Also in the moment in which the thread asks a process group: it is ended first."""
     text, status = ENDINGS[ending]
     begin = "torch.distributed.init_process_group('gloo', store=torch.distributed.HashStore(), rank=0, world_size=1)\n"
-    hasten = "responder_thread.LOOK_S = responder_thread.STILL_NS = 0\n"
+    hasten = "responder_thread.POLL_INTERVAL_S = responder_thread.MIN_IDLE_NS = 0\n"
     started = "import os, signal, sys, time, torch\nfrom dpmon.tracer import responder_thread\n" + hasten
     run = run_traced(tmp_path, f"{started}{begin}{TRAIN}print('there', flush=True)\n{text}")
     assert (run.status if ending != "interrupt" else status, run.out) == (status, "there\n")

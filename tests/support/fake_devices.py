@@ -367,13 +367,13 @@ class DeviceClock:
         event["at"] = self.now
         self.recorded.append((device, self.now))
 
-    def done(self, event: dict[str, Any]) -> bool:
+    def is_done(self, event: dict[str, Any]) -> bool:
         self.asked += 1
         return float(event["at"]) <= self.reached
 
-    def between_ms(self, first: dict[str, Any], last: dict[str, Any]) -> float:
-        assert self.done(first)
-        assert self.done(last)
+    def elapsed_ms(self, first: dict[str, Any], last: dict[str, Any]) -> float:
+        assert self.is_done(first)
+        assert self.is_done(last)
         return float(last["at"] - first["at"])
 
 
@@ -405,7 +405,7 @@ class SimulatedProcess:
 
         self.device = DeviceClock()
         self.faults: list[Any] = []
-        session: Any = SimpleNamespace(off=False, count_error=lambda *what, **_: self.faults.append(what))
+        session: Any = SimpleNamespace(is_off=False, count_error=lambda *what, **_: self.faults.append(what))
         session.guard = lambda where, fatal=True: TracerErrorGuard(session, where, fatal)
         self.session = session
         self.recorder = SpanRecorder(session)
@@ -414,7 +414,7 @@ class SimulatedProcess:
         self.me = self.recorder.current_thread_state()
         self.recorder.training_thread = self.me
         device: Any = self.device
-        self.timing = self.recorder.timing = DeviceTimer(self.recorder, device)
+        self.timing = self.recorder.device_timer = DeviceTimer(self.recorder, device)
         self._optimizer = _make_optimizer(self.recorder)
         self._assembler = Assembler()
         self._layout: Any = {"define": _LAYOUT, "value": {"root": "Net", "via": None, "module": 1, "absent": {}}}
@@ -448,17 +448,17 @@ class SimulatedProcess:
         """Call the model; phases in the block are nested in the call, and exceptions end there."""
         me, recorder = self.me, self.recorder
         mark = self.timing.begin_call(me, gpus)
-        head = _CALL | me.head | me.inside << INSIDE_AT
-        inside, me.inside = me.inside, Kind.CALL
+        head = _CALL | me.thread_bits | me.open_kind << INSIDE_AT
+        inside, me.open_kind = me.open_kind, Kind.CALL
         began = clock()
         self.device.now += ms
         try:
             yield
         except ZeroDivisionError as error:
-            me.inside = inside
+            me.open_kind = inside
             recorder.write_failed(me, head, began, 0, error, mark)
             return
-        me.inside = inside
+        me.open_kind = inside
         if mark is not None:
             head |= mark.end()
         number = self.put(head, began, clock() - began, 0)

@@ -9,7 +9,7 @@ import pytest
 
 from dpmon.assemble.nesting import decode_bucket_leads
 from dpmon.record.span_format import FLAGS_AT, LEAD_NS, MAX_LEAD, Flag, Kind, Span
-from dpmon.tracer.collectives.gradient_sync import LOOK_EVERY, GradientSync, _TracedWrapper
+from dpmon.tracer.collectives.gradient_sync import FULL_READ_INTERVAL, GradientSync, _TracedWrapper
 from dpmon.tracer.devices.device_timing import PhaseTimer
 
 
@@ -27,17 +27,17 @@ def a_wrapper(buckets: str = "1 2,0", unused: bool = False) -> _TracedWrapper:
 def ready(wrapper: _TracedWrapper, notes: list[int], end: int) -> list[int]:
     """Return when each bucket was ready, and count the pass if it is complete."""
     found = list(wrapper.bucket_ready_times(notes, end))
-    wrapper.passes += bool(found)
+    wrapper.pass_count += bool(found)
     return found
 
 
-@pytest.mark.parametrize("number", [1, LOOK_EVERY])
+@pytest.mark.parametrize("number", [1, FULL_READ_INTERVAL])
 @pytest.mark.parametrize("equal", [0, 1, 2])
 def test_a_note_that_equals_the_one_before_by_chance_is_new(number: int, equal: int) -> None:
     """With a thousand parameters that happens every few passes."""
     wrapper = a_wrapper()
     assert ready(wrapper, [30, 10, 20], 40) == [20, 30]
-    wrapper.passes = number
+    wrapper.pass_count = number
     notes = [note + (index != equal) for index, note in enumerate([30, 10, 20])]
     assert ready(wrapper, notes, 41) == [notes[2], notes[0]]
 
@@ -56,7 +56,7 @@ def test_gradients_of_a_later_backward_pass_of_the_same_forward_are_not_ready_be
     wrapper = a_wrapper()
     assert not ready(wrapper, [0, 10, 20], 25)  # the first: torch has no note of one
     assert ready(wrapper, [50, 10, 20], 60) == [20, 50]
-    for later in range(1, 2 * LOOK_EVERY):
+    for later in range(1, 2 * FULL_READ_INTERVAL):
         # Now and then the first pass takes longer than both took before.
         assert not ready(wrapper, [49 + later, 10 + later, 20 + later], 25 + later if later % 3 else 90)
         assert ready(wrapper, [50 + later, 10 + later, 20 + later], 60 + later) == [20 + later, 50 + later]
@@ -89,9 +89,9 @@ def test_a_pass_in_a_step_that_sampling_skips_is_still_synchronized(mark: Any) -
         return 0
 
     tracer: Any = GradientSync.__new__(GradientSync)
-    tracer._recorder, tracer._mark, tracer._number = SimpleNamespace(put=put), mark, 0
-    wrapper: Any = SimpleNamespace(number=0, several=False, buckets=[1], base=0)
-    tracer._write(wrapper, [5], at=10, head=0, ended=30)
+    tracer._recorder, tracer._phase_timer, tracer._pass_number = SimpleNamespace(put=put), mark, 0
+    wrapper: Any = SimpleNamespace(number=0, has_several_buckets=False, buckets=[1], forward_end_ns=0)
+    tracer._write(wrapper, [5], ready_ns=10, first_word=0, end_ns=30)
     (head,) = heads
     assert head & 0xFF == Kind.SYNC
     assert not head >> FLAGS_AT & Flag.UNSYNCED

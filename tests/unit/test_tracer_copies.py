@@ -15,7 +15,7 @@ import torch
 
 from dpmon.record.record_types import Step
 from dpmon.record.span_format import Kind
-from dpmon.tracer.devices.device_timing import MAX_COPIES
+from dpmon.tracer.devices.device_timing import MAX_TIMED_COPIES
 from dpmon.tracer.steps.copies import CopyTracer, target_of_cuda, target_of_to
 from support.fake_devices import SimulatedProcess
 
@@ -37,7 +37,7 @@ class Setting(SimulatedProcess):
         self.to = self.copies.wrap_copy_method(self.original, target_of_to)
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
-        self.seen.append((self.recorder.kinds[self.me.number], self.me.inside))
+        self.seen.append((self.recorder.open_kinds[self.me.number], self.me.open_kind))
         self.device.now += 3.0
         if kwargs.get("fails"):
             raise RuntimeError("no room")
@@ -45,7 +45,7 @@ class Setting(SimulatedProcess):
 
     def copying(self) -> bool:
         """Return whether the current phase of the process is a copy."""
-        return Kind.COPY in (self.recorder.kinds[self.me.number], self.me.inside)
+        return Kind.COPY in (self.recorder.open_kinds[self.me.number], self.me.open_kind)
 
     def over(self) -> Step:
         """End the step; return its record."""
@@ -167,7 +167,7 @@ def test_a_trace_of_the_script_is_as_without_us(setting: Setting) -> None:
 
 
 def test_a_tracer_that_has_given_up_times_nothing(setting: Setting) -> None:
-    setting.session.off = True
+    setting.session.is_off = True
     setting.to(torch.zeros(1), "cuda:0")
     assert (len(setting.seen), setting.device.recorded, len(setting.spans)) == (1, [], 1)
 
@@ -235,17 +235,17 @@ def test_a_copy_that_fails_raises_what_it_raised_and_took_its_time(setting: Sett
 
 
 def test_more_copies_than_are_timed_have_a_reason(setting: Setting) -> None:
-    for _ in range(MAX_COPIES + 1):
+    for _ in range(MAX_TIMED_COPIES + 1):
         setting.to(torch.zeros(1), "cuda:0")
-    assert len(setting.device.recorded) == 2 * MAX_COPIES
+    assert len(setting.device.recorded) == 2 * MAX_TIMED_COPIES
     step = setting.over()
     assert copied(step) is None
     assert step.untimed == "the step copies more tensors to devices than can be timed (16)"
-    assert step.quantity("copied_bytes") == 4 * (MAX_COPIES + 1)
+    assert step.quantity("copied_bytes") == 4 * (MAX_TIMED_COPIES + 1)
 
 
 def test_a_phase_with_copies_that_are_not_timed_has_no_time_of_its_own(setting: Setting) -> None:
-    for copies in (MAX_COPIES + 1, 1):
+    for copies in (MAX_TIMED_COPIES + 1, 1):
         with setting.call(0, ms=0.0):
             for _ in range(copies):
                 setting.to(torch.zeros(1), "cuda:0")
@@ -261,9 +261,9 @@ def test_other_threads_and_times_without_devices_are_left_alone(setting: Setting
     other = threading.Thread(target=setting.to, args=(torch.zeros(1), "cuda:0"))
     other.start()
     other.join()
-    timing, setting.recorder.timing = setting.recorder.timing, None
+    timing, setting.recorder.device_timer = setting.recorder.device_timer, None
     setting.to(torch.zeros(1), "cuda:0")
-    setting.recorder.timing = timing
+    setting.recorder.device_timer = timing
     assert setting.seen == [(0, 0)] * 2
     assert setting.device.recorded == []
 

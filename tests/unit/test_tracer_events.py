@@ -15,7 +15,7 @@ from dpmon.record.span_format import SITE_AT, Kind
 from dpmon.tracer.core.session import Session, TracerConfig
 from dpmon.tracer.devices import device_timing
 from dpmon.tracer.devices.cuda_events import TorchEvents, watch_captures
-from dpmon.tracer.devices.device_timing import MAX_FAULTS, MAX_WAITING, PhaseTimer
+from dpmon.tracer.devices.device_timing import MAX_FAULTS, MAX_UNREAD_PHASES, PhaseTimer
 from support.fake_devices import SimulatedProcess
 
 NO_OPTIONS = TracerConfig("", 0, "auto", None, ())
@@ -25,7 +25,7 @@ class Bench(SimulatedProcess):
     """Phases on one device, each with a mark of its own."""
 
     def begin(self, shares: bool = False) -> PhaseTimer:
-        mark = self.timing.begin(self.me, Kind.GATHER, (0,), shares=shares)
+        mark = self.timing.begin(self.me, Kind.GATHER, (0,), is_call_phase=shares)
         assert mark is not None
         return mark
 
@@ -78,17 +78,17 @@ def test_the_last_lap_is_the_end() -> None:
 def test_a_device_that_is_far_behind_costs_no_more_events_and_is_counted() -> None:
     bench = Bench()
     bench.phases(*[1.0] * 1000)
-    assert bench.device.made == 2 * MAX_WAITING
-    assert bench.collected() == [Untimed.NO_EVENT] * (1000 - MAX_WAITING)
+    assert bench.device.made == 2 * MAX_UNREAD_PHASES
+    assert bench.collected() == [Untimed.NO_EVENT] * (1000 - MAX_UNREAD_PHASES)
     assert bench.device.asked == 1, "a slow device is asked only once"
     bench.device.reached = bench.device.now
-    assert bench.collected() == [1.0] * MAX_WAITING
+    assert bench.collected() == [1.0] * MAX_UNREAD_PHASES
     bench.phases(1.0)
     bench.device.reached = bench.device.now
     assert bench.collected() == [1.0]
 
 
-@pytest.mark.parametrize("where", ["record", "between_ms", "done", "is_capturing"])
+@pytest.mark.parametrize("where", ["record", "elapsed_ms", "is_done", "is_capturing"])
 def test_after_some_faults_timing_stops(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the loss of a device, every call to the driver raises."""
     bench = Bench()
@@ -102,7 +102,7 @@ def test_after_some_faults_timing_stops(where: str, monkeypatch: pytest.MonkeyPa
         bench.phases(1.0)
         assert bench.collected() == [Untimed.FAULT]
     assert len(bench.faults) == MAX_FAULTS
-    assert not bench.timing._waiting
+    assert not bench.timing._unread_phases
 
 
 def test_streams_that_passed_each_other_give_no_negative_time() -> None:
@@ -114,7 +114,7 @@ def test_streams_that_passed_each_other_give_no_negative_time() -> None:
 
 def test_a_device_that_is_far_behind_has_all_or_no_phases_of_a_step_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the first phases of a step would use up the events, and its last phases would never have one."""
-    monkeypatch.setattr(device_timing, "MAX_WAITING", 8)
+    monkeypatch.setattr(device_timing, "MAX_UNREAD_PHASES", 8)
     bench = Bench()
     timed: list[int] = []
     for _ in range(40):

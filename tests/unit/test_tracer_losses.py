@@ -29,7 +29,7 @@ class Events:
         assert event.device in (None, device)
         event.device = device
 
-    def done(self, event: Event) -> bool:
+    def is_done(self, event: Event) -> bool:
         return True
 
     def is_capturing(self) -> bool:
@@ -61,7 +61,7 @@ def test_losses_of_several_devices_have_events_of_their_own(losses: LossTracer) 
     for device in (0, 1, 1, 0):
         losses._copy(BackwardCaller("train.py:1"), 0, loss_on(device), None)
         losses._read_copies()
-    assert len(losses._free or ()) == 8
+    assert len(losses._free_copies or ()) == 8
 
 
 def test_a_mode_of_the_script_does_not_see_the_memory_for_copies(losses: LossTracer) -> None:
@@ -81,10 +81,10 @@ def test_a_mode_of_the_script_does_not_see_the_memory_for_copies(losses: LossTra
 def test_a_forked_child_does_not_return_events_and_memory_of_its_parent(losses: LossTracer) -> None:
     for _ in range(2):
         losses._copy(BackwardCaller("train.py:1"), 0, loss_on(0), None)
-    under_way = [weakref.ref(copy.event) for copy in losses._copies]
-    memory = [weakref.ref(copy.cells) for copy in losses._free or ()]
+    under_way = [weakref.ref(copy.event) for copy in losses._pending_copies]
+    memory = [weakref.ref(copy.cells) for copy in losses._free_copies or ()]
     losses.reset()
     gc.collect()
     assert None not in [one() for one in (*under_way, *memory)]
     assert len(under_way) + len(memory) == 8
-    assert not losses._copies
+    assert not losses._pending_copies

@@ -10,7 +10,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from dpmon.tracer.core.session import TracerErrorGuard
-from dpmon.tracer.memory.measurement import EVERY_NS, NEVER, MemoryTracer
+from dpmon.tracer.memory.measurement import MEASURE_INTERVAL_NS, NEVER, MemoryTracer
 from dpmon.tracer.memory.storages import MAX_TENSORS, MODEL, StorageWalk
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch calls half of these kinds deprecated, the others beta
@@ -75,41 +75,41 @@ def test_the_parts_of_a_tensor_are_counted_or_its_size_is_unknown(kind: str) -> 
         pytest.skip("this torch has no mkldnn")
     make, size, unsized = MADE[kind]
     walk = walked(one=make())
-    assert (walk.total(MODEL), walk.unsized[MODEL]) == (size or 0, unsized)
+    assert (walk.total(MODEL), walk.unsized_types[MODEL]) == (size or 0, unsized)
 
 
 def test_a_jagged_tensor_is_its_values_and_its_offsets() -> None:
-    (cpu,) = walked(one=nested(torch.jagged)).held.values()
+    (cpu,) = walked(one=nested(torch.jagged)).bytes_by_device.values()
     assert cpu[MODEL] >= 15 * FLOAT32 + 3 * INT64
 
 
 def test_tensors_of_unknown_size_are_counted_by_type() -> None:
     many = {f"closed{i}": Closed() for i in range(3)}
     walk = walked(**many, dense=torch.ones(2))
-    assert walk.held == {"cpu": [8, 0, 0]}
-    assert walked(one=Closed()).held == {"cpu": [0, 0, 0]}, "a device that is used is named"
-    assert walk.unsized[MODEL] == {"Closed": 3}
+    assert walk.bytes_by_device == {"cpu": [8, 0, 0]}
+    assert walked(one=Closed()).bytes_by_device == {"cpu": [0, 0, 0]}, "a device that is used is named"
+    assert walk.unsized_types[MODEL] == {"Closed": 3}
 
 
 @pytest.mark.parametrize("more", [0, 1])
 def test_too_many_tensors_are_not_measured(more: int) -> None:
     walk = walked(**{str(number): torch.ones(1) for number in range(MAX_TENSORS + more)})
-    assert walk.more == ({MODEL} if more else set())
-    assert walk.held == {"cpu": [FLOAT32 * MAX_TENSORS, 0, 0]}
+    assert walk.truncated_kinds == ({MODEL} if more else set())
+    assert walk.bytes_by_device == {"cpu": [FLOAT32 * MAX_TENSORS, 0, 0]}
 
 
 def test_the_weights_of_a_quantized_module_have_an_unknown_size() -> None:
     """They are in a C++ object, not in the module's tables."""
     model = torch.ao.quantization.quantize_dynamic(torch.nn.Sequential(torch.nn.Linear(4, 4)))
     walk = StorageWalk([model], [])
-    assert walk.unsized[MODEL] == {"LinearPackedParams": 1}
+    assert walk.unsized_types[MODEL] == {"LinearPackedParams": 1}
 
 
-@pytest.mark.parametrize(("error", "due"), [(KeyboardInterrupt, 7 + EVERY_NS), (ZeroDivisionError, NEVER)])
+@pytest.mark.parametrize(("error", "due"), [(KeyboardInterrupt, 7 + MEASURE_INTERVAL_NS), (ZeroDivisionError, NEVER)])
 def test_an_interrupt_ends_one_measurement_and_a_fault_ends_all(error: type[BaseException], due: int) -> None:
     session = SimpleNamespace(ring=object(), count_error=lambda *_: None)
     session.guard = lambda where, fatal: TracerErrorGuard(session, where, fatal)  # type: ignore[arg-type]
-    recorder = SimpleNamespace(has_run_backward=True, stepped=1, on_backward=None)
+    recorder = SimpleNamespace(has_run_backward=True, optimizer_steps=1, after_backward=None)
     memory: Any = MemoryTracer(session, recorder, SimpleNamespace())  # type: ignore[arg-type]
 
     def raises(*_: object) -> None:
@@ -122,4 +122,4 @@ def test_an_interrupt_ends_one_measurement_and_a_fault_ends_all(error: type[Base
             memory.poll(7)
     else:
         assert memory.poll(7) == NEVER
-    assert memory._due == due
+    assert memory._due_ns == due

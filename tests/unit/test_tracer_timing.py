@@ -85,7 +85,7 @@ def test_a_backward_pass_that_raises_has_taken_its_time_but_an_optimizer_has_non
     process.phase(Kind.FETCH, 0.5)
     step = process.records().steps[1]
     assert step.device_ms == {"data": 0.5, "forward": 2.0, **known}
-    assert not process.timing._waiting
+    assert not process.timing._unread_phases
 
 
 def test_a_part_is_timed_on_its_own_device_and_marked_if_it_raised() -> None:
@@ -94,7 +94,7 @@ def test_a_part_is_timed_on_its_own_device_and_marked_if_it_raised() -> None:
     assert process.timing.begin_replica(("cpu",), 1) is None
     mark = process.timing.begin_replica(("cpu", "cuda:1/3"), 1)
     assert mark is not None
-    assert mark.raised() == Flag.TIMED << FLAGS_AT
+    assert mark.end_with_error() == Flag.TIMED << FLAGS_AT
     mark.set_span_number(5)
     (word,) = process.spans
     span = unpack_span(0, *word)
@@ -108,9 +108,9 @@ def test_calls_of_another_thread_are_not_timed() -> None:
     assert process.timing.begin_call(other, (0,)) is None
     assert process.timing.begin(other, Kind.BACKWARD) is None
     process.step(0)
-    gpus = process.timing.gpus
+    gpus = process.timing.step_gpus
     assert process.timing.begin_call(other, (3,)) is None
-    assert process.timing.gpus == gpus
+    assert process.timing.step_gpus == gpus
 
 
 def test_a_span_that_was_not_written_is_not_waited_for() -> None:
@@ -231,7 +231,7 @@ def test_copies_parts_and_phases_that_raise_are_left_out_too() -> None:
     marks.append(process.timing.begin_replica(("cuda:0",), 0))
     for mark in marks:
         mark.mark_possible_end()
-        assert mark.end() == mark.raised() == Flag.UNTIMED << FLAGS_AT
+        assert mark.end() == mark.end_with_error() == Flag.UNTIMED << FLAGS_AT
         mark.set_span_number(3)
     assert len(process.device.recorded) == 6
     assert times(process) == []

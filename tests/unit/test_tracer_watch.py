@@ -159,7 +159,7 @@ def test_noted_stacks_keep_nothing_alive() -> None:
 
 
 def test_a_full_file_of_stacks_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(responder_thread, "MAX_BYTES", 10)
+    monkeypatch.setattr(responder_thread, "MAX_STACKS_BYTES", 10)
     for line in (b"first\n", b"next\n", b"last\n"):
         responder_thread._append_reply(str(tmp_path), "process-0.stacks", line)
         assert (tmp_path / "process-0.stacks").read_bytes().endswith(line)
@@ -187,13 +187,13 @@ def test_the_thread_is_unknown_to_threading_and_takes_no_signal() -> None:
 def test_stacks_that_are_requested_before_the_thread_runs_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(responder_thread, "LOOK_S", 0.01)
+    monkeypatch.setattr(responder_thread, "POLL_INTERVAL_S", 0.01)
     ring, over, ended = SpanRing(str(tmp_path / "process-0.ring"), process=0, slots=64), threading.Lock(), Mock()
     reader = SpanReader(str(tmp_path / "process-0.ring"))
     asked = reader.request_stacks()
     reader.close()
     config = SimpleNamespace(directory=str(tmp_path))
-    session = SimpleNamespace(ring=ring, off=False, config=config, process=0, count_error=pytest.fail)
+    session = SimpleNamespace(ring=ring, is_off=False, config=config, process_index=0, count_error=pytest.fail)
     over.acquire()
     watching = responder_thread.ResponderThread(session, SimpleNamespace(training_thread=None, threads={}))  # type: ignore[arg-type]
     thread = threading.Thread(target=watching._run, args=(ring, threading.get_ident(), over, ended))

@@ -89,7 +89,8 @@ TABLE: dict[str, tuple[Callable[[], ScreenData], str, tuple[str, ...], ModuleTyp
     "end in a stall": (lambda: screen_ended_in_stall(2), STALLED, (*ONE_DEVICE, "replicas"), STANDING, TALK),
     # A pause is more than a stall.
     "pause in a stall": (
-        lambda: screen_in_stall(2, pausing=PauseState(is_requested=True, since_ns=SECOND)), RANKS, ALL, RANK_TABLE, TALK,
+        lambda: screen_in_stall(2, pausing=PauseState(is_requested=True, since_ns=SECOND)),
+        *(RANKS, ALL, RANK_TABLE, TALK),
     ),
     "end of one device": (lambda: over(single()), ENDED, ONE_DEVICE, REPLICAS, MODES),
     "end of dp": (lambda: over(screen_data_of(Training(), 5)), ENDED, ALL, REPLICAS, MODES),

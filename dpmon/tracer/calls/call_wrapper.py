@@ -1,6 +1,6 @@
-"""Traces calls of models: wraps Module.__call__ of a root, DataParallel.forward and data_parallel.
+"""Traces calls of models: wraps Module.__call__ of root modules, DataParallel.forward and data_parallel.
 
-The wrapper always runs torch's own code, even if the tracer fails. It removes its own frame from tracebacks
+The wrapper always runs torch's own code, even if the tracer fails. It removes its own frames from tracebacks
 (dpmon.tracer.core.hidden_frames).
 """
 
@@ -27,176 +27,191 @@ from dpmon.tracer.modes.mode_decision import ModeDecider
 from dpmon.tracer.steps.span_recorder import SpanRecorder, ThreadState
 
 REQUEST = HeaderWord.REQUEST
-_LEARNS = (Flag.TRAINING | Flag.GRAD) << FLAGS_AT
-HIDING = frozenset(kind for kind in range(32) if kind not in (0, Kind.FETCH, Kind.OPTIMIZER, Kind.COPY))
-"""Kinds of spans inside which a call of a module is not recorded as a call."""
+_LEARNING_FLAGS = (Flag.TRAINING | Flag.GRAD) << FLAGS_AT
+HIDING_KINDS = frozenset(kind for kind in range(32) if kind not in (0, Kind.FETCH, Kind.OPTIMIZER, Kind.COPY))
+"""Kinds of spans in which a call of a module is not recorded as a call."""
 
 
 class CallTracer:
-    """Traces the calls of one process."""
+    """The tracer of one process's calls."""
 
     def __init__(
-        self, session: Session, recorder: SpanRecorder, modes: ModeDecider, sites: TracedModules, split: SplitRunner
+        self,
+        session: Session,
+        recorder: SpanRecorder,
+        modes: ModeDecider,
+        traced_modules_by_id: TracedModules,
+        runner: SplitRunner,
     ) -> None:
         self.session = session
         self.recorder = recorder
         self.modes = modes
-        self.sites = sites
-        self.split = split
+        self.traced_modules = traced_modules_by_id
+        self.split_runner = runner
 
     # ---------------------------------------------------------------- the wrapper
 
     def wrap_call(
         self,
         original: Function,
-        site_of: Callable[[Any, ThreadState], TracedModule | None],
+        trace_module: Callable[[Any, ThreadState], TracedModule | None],
         *,
         root: bool,
     ) -> Function:
-        """The traced form of `original`, a function of a module and its arguments.
+        """Return the traced form of `original`, a function of a module and its arguments.
 
-        `site_of(module, thread)` makes the site of a module at its first call; None if its calls are not recorded.
-        `root`: whether the modules are bare roots. A call of a bare root inside another call is not recorded; a
-        data-parallel call inside a root is.
+        `trace_module(module, thread)` is called at the first call of a module. It returns a TracedModule, or None if
+        the module's calls are not recorded. `root`: whether the modules are bare roots. A call of a bare root inside
+        another call is not recorded; a data-parallel call inside a root is recorded.
         """
         session, recorder, modes = self.session, self.recorder, self.modes
-        threads, new, sites = recorder.threads, recorder.current_thread_state, self.sites.known
-        hiding = HIDING if root else HIDING - {Kind.CALL}
+        threads, make_thread_state = recorder.threads, recorder.current_thread_state
+        modules_by_id = self.traced_modules.modules_by_id
+        hiding_kinds = HIDING_KINDS if root else HIDING_KINDS - {Kind.CALL}
         is_compiling, is_grad_enabled = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
         tracing = torch._C._get_tracing_state  # during torch.jit.trace, sizes are tensors of its graph
-        function_modes = torch._C._len_torch_function_stack  # a mode of the script would see our reads of sizes
+        count_function_modes = torch._C._len_torch_function_stack  # a mode of the script would see our reads of sizes
         graph_task = torch._C._current_graph_task_id  # not -1 while autograd recomputes a checkpoint, on any thread
-        clock, tensor = monotonic_ns, torch.Tensor
-        run, settle = self.split.run, self.split.finish
+        clock, plain_tensor = monotonic_ns, torch.Tensor
+        run_split, finish_split = self.split_runner.run, self.split_runner.finish
 
         def traced(module: object, *args: object, **kwargs: object) -> object:
             if is_compiling():
                 return original(module, *args, **kwargs)
-            me = around = None
-            inside = 0
+            thread = outer_call = None
+            outer_kind = 0
             try:
-                me = threads.get(get_ident()) or new()
-                inside, around = me.inside, me.split
-                if inside == Kind.OPTIMIZER:
-                    inside = recorder.current_open_kind(me)
-                if inside in hiding or tracing() is not None or graph_task() != -1:
+                thread = threads.get(get_ident()) or make_thread_state()
+                outer_kind, outer_call = thread.open_kind, thread.split_call
+                if outer_kind == Kind.OPTIMIZER:
+                    outer_kind = recorder.current_open_kind(thread)
+                if outer_kind in hiding_kinds or tracing() is not None or graph_task() != -1:
                     return original(module, *args, **kwargs)
-                site = mark = None
+                traced_module = phase_timer = None
                 inputs = 0
                 try:
-                    site = sites.get(id(module))
-                    if inside == 0:
-                        recorder.calls = number = recorder.calls + 1
-                        if number > recorder.calls_before_step:
-                            recorder.on_call(me)
+                    traced_module = modules_by_id.get(id(module))
+                    if outer_kind == 0:
+                        recorder.recent_calls = recent_calls = recorder.recent_calls + 1
+                        if recent_calls > recorder.max_recent_calls:
+                            recorder.on_call(thread)
                     elif recorder.training_thread is None:  # for example in the closure of an optimizer
-                        recorder.on_call(me)
-                    if inside != Kind.CALL and recorder.words[REQUEST] != modes.serial and modes.apply_new_request():
-                        self.sites.replan_all()
-                        site = None
-                    if site is None or (site.moves and site.place is not None and site.place.is_stale()):
+                        recorder.on_call(thread)
+                    has_request = outer_kind != Kind.CALL and recorder.words[REQUEST] != modes.request_serial
+                    if has_request and modes.apply_new_request():
+                        self.traced_modules.replan_all()
+                        traced_module = None
+                    if traced_module is not None and traced_module.may_have_moved:
+                        device = traced_module.module_device
+                        if device is not None and device.is_stale():
+                            traced_module = None
+                    if traced_module is None:
                         with torch._C.DisableTorchFunction():  # hides our reads from the script's modes
-                            site = None if session.off else site_of(module, me)
-                    if site is not None:
-                        memo, seen = site.inputs, function_modes()
+                            traced_module = None if session.is_off else trace_module(module, thread)
+                    if traced_module is not None:
+                        size_cache, mode_count = traced_module.input_cache, count_function_modes()
                         if (
                             len(args) == 1
-                            and not (kwargs or seen)
-                            and type(value := args[0]) is tensor
-                            and value.shape == memo.shape
-                            and value.dtype is memo.dtype
+                            and not (kwargs or mode_count)
+                            and type(value := args[0]) is plain_tensor
+                            and value.shape == size_cache.shape
+                            and value.dtype is size_cache.dtype
                         ):
-                            inputs = memo.number
+                            inputs = size_cache.definition
                         else:
-                            inputs = session.input_definition(args, kwargs, memo)
+                            inputs = session.input_definition(args, kwargs, size_cache)
                         value = None
-                        if recorder.timing is not None:
-                            mark = recorder.timing.begin_call(me, site.gpus)
+                        if recorder.device_timer is not None:
+                            phase_timer = recorder.device_timer.begin_call(thread, traced_module.gpus)
                 except Exception as error:  # noqa: BLE001 - our fault must not reach the script
                     session.count_error("beginning of a call", error)
-                if site is None:
+                if traced_module is None:
                     return original(module, *args, **kwargs)
-                kind, plain, layout = site.kind, site.plain, site.head
-                head = layout | me.head | inside << INSIDE_AT | kind
+                kind, is_plain, layout_bits = traced_module.kind, traced_module.is_plain, traced_module.layout_bits
+                first_word = layout_bits | thread.thread_bits | outer_kind << INSIDE_AT | kind
                 if root:
-                    me.root = site
-                began = clock()
-                recorder.words[me.word] = began
-                recorder.kinds[me.number] = kind
+                    thread.root = traced_module
+                start_ns = clock()
+                recorder.words[thread.start_word] = start_ns
+                recorder.open_kinds[thread.number] = kind
                 try:
-                    me.inside = kind
+                    thread.open_kind = kind
                     result = (
-                        original(module, *args, **kwargs) if plain else run(me, site, original, module, args, kwargs)
+                        original(module, *args, **kwargs)
+                        if is_plain
+                        else run_split(thread, traced_module, original, module, args, kwargs)
                     )
                 except BaseException as error:
-                    me.inside = inside
+                    thread.open_kind = outer_kind
                     try:
-                        if not plain:
-                            head = head ^ layout | settle(me, site, 0, True)
-                        head |= self.flags(module)
-                    except Exception as fault:  # noqa: BLE001 - the script's exception must be raised
-                        session.count_error("end of a call", fault)
-                    recorder.write_failed(me, head, began, inputs, error, mark)
+                        if not is_plain:
+                            first_word = first_word ^ layout_bits | finish_split(thread, traced_module, 0, True)
+                        first_word |= self.encode_flags(module)
+                    except Exception as own_error:  # noqa: BLE001 - the script's exception must be raised
+                        session.count_error("end of a call", own_error)
+                    recorder.write_failed(thread, first_word, start_ns, inputs, error, phase_timer)
                     raise
-                me.inside = inside
-                took = outputs = 0
+                thread.open_kind = outer_kind
+                duration_ns = outputs = 0
                 try:
-                    took = clock() - began
-                    recorder.kinds[me.number] = inside
-                    if mark is not None:
-                        head |= mark.end()
-                    memo = site.outputs
+                    duration_ns = clock() - start_ns
+                    recorder.open_kinds[thread.number] = outer_kind
+                    if phase_timer is not None:
+                        first_word |= phase_timer.end()
+                    size_cache = traced_module.output_cache
                     if (
-                        not seen
-                        and type(result) is tensor
-                        and result.shape == memo.shape
-                        and result.dtype is memo.dtype
+                        not mode_count
+                        and type(result) is plain_tensor
+                        and result.shape == size_cache.shape
+                        and result.dtype is size_cache.dtype
                     ):
-                        outputs = memo.number
+                        outputs = size_cache.definition
                     else:
-                        outputs = session.output_definition(result, memo)
-                    if not plain:
-                        head = head ^ layout | settle(me, site, outputs, False)
-                    if site.via is None and is_grad_enabled() and module.__dict__.get("training") is True:
-                        head |= _LEARNS
+                        outputs = session.output_definition(result, size_cache)
+                    if not is_plain:
+                        first_word = first_word ^ layout_bits | finish_split(thread, traced_module, outputs, False)
+                    if traced_module.via is None and is_grad_enabled() and module.__dict__.get("training") is True:
+                        first_word |= _LEARNING_FLAGS
                     else:
-                        head |= self.flags(module)
-                    number = recorder.put(head, began, took, inputs | outputs << 32)
-                    if mark is not None:
-                        mark.set_span_number(number)
+                        first_word |= self.encode_flags(module)
+                    span_number = recorder.put(first_word, start_ns, duration_ns, inputs | outputs << 32)
+                    if phase_timer is not None:
+                        phase_timer.set_span_number(span_number)
                 except BaseException as error:  # noqa: BLE001 - raised again if it is not a fault of ours
-                    recorder.write_again(head, began, took or clock() - began, inputs | outputs << 32, error)
+                    duration_ns = duration_ns or clock() - start_ns
+                    recorder.rewrite_span(first_word, start_ns, duration_ns, inputs | outputs << 32, error)
                 return result
             except BaseException as error:
-                if me is not None:  # an interrupt may have come between any two lines
-                    me.inside, me.split = inside, around
+                if thread is not None:  # an interrupt may have come between any two lines
+                    thread.open_kind, thread.split_call = outer_kind, outer_call
                 drop_frames(error)
-                module, args, kwargs, value, result, around = None, (), {}, None, None, None
+                module, args, kwargs, value, result, outer_call = None, (), {}, None, None, None
                 raise
 
         return copy_name_and_signature(traced, original)
 
-    def flags(self, module: object) -> int:
+    def encode_flags(self, module: object) -> int:
         """Return the flags for a call's span: whether the module trains, and whether gradients are enabled."""
         return (Flag.TRAINING * in_training_mode(module) | Flag.GRAD * torch.is_grad_enabled()) << FLAGS_AT
 
     # ---------------------------------------------------------------- DataParallel
 
     def wrap_forward(self, original: Function) -> Function:
-        """The traced form of DataParallel.forward."""
-        traced: Any = self.wrap_call(original, self._wrapper_site, root=False)
+        """Return the traced form of DataParallel.forward, or of a subclass's forward."""
+        traced: Any = self.wrap_call(original, self._trace_wrapper, root=False)
         # Its own code object, so that torch.compile starts at it and compiles the original as written.
         traced.__code__ = traced.__code__.replace()
         return traced  # type: ignore[no-any-return]
 
-    def _wrapper_site(self, module: object, me: ThreadState) -> TracedModule | None:
+    def _trace_wrapper(self, module: object, thread: ThreadState) -> TracedModule | None:
+        """Begin to trace a DataParallel; return None if its calls are not recorded."""
         if not self.session.ensure_open():
             return None
-        return self.sites.register(self.sites.of_wrapper(module))
+        return self.traced_modules.register(self.traced_modules.make_for_wrapper(module))
 
-    def trace_subclass(self, kind: type) -> None:
-        """Trace a subclass of DataParallel with its own forward."""
-        for base in kind.__mro__:
+    def trace_subclass(self, cls: type) -> None:
+        """Trace the forward of a subclass of DataParallel, if it has its own."""
+        for base in cls.__mro__:
             forward = base.__dict__.get("forward")
             if base is torch.nn.DataParallel or isinstance(forward, _Forward):
                 return
@@ -208,19 +223,19 @@ class CallTracer:
     # ---------------------------------------------------------------- the functional form
 
     def wrap_data_parallel(self, original: Function) -> Function:
-        """The traced form of the function torch.nn.parallel.data_parallel."""
+        """Return the traced form of the function torch.nn.parallel.data_parallel."""
 
-        def run(call: FunctionalStandIn, *args: object, **kwargs: object) -> object:
+        def run(stand_in: FunctionalStandIn, *args: object, **kwargs: object) -> object:
             """Run a call that is not recorded. Without GPUs, it still needs virtual replicas."""
-            ids, output, dim = call.given
+            module, (device_ids, output, dim) = stand_in.module, stand_in.placement
             plan = None
             with self.session.guard("data_parallel"):
-                plan = self.modes.plan_functional(call.module, ids)
-            if plan is None or plan.virtual is None:
-                return original(call.module, args, ids, output, dim, kwargs)
-            return plan.virtual.functional(call.module, args, list(plan.device_ids or ()), None, dim, kwargs)
+                plan = self.modes.plan_functional(module, device_ids)
+            if plan is None or plan.virtual_devices is None:
+                return original(module, args, device_ids, output, dim, kwargs)
+            return plan.virtual_devices.functional(module, args, list(plan.device_ids or ()), None, dim, kwargs)
 
-        traced, signature = self.wrap_call(run, self._functional_site, root=False), inspect.signature(original)
+        traced, signature = self.wrap_call(run, self._trace_stand_in, root=False), inspect.signature(original)
 
         def data_parallel(*args: object, **kwargs: object) -> object:
             if torch.compiler.is_dynamo_compiling():
@@ -229,11 +244,11 @@ class CallTracer:
                 bound = self._bind_arguments(signature, args, kwargs)
                 if bound is None:
                     return original(*args, **kwargs)
-                call, inputs, named = bound
-                return traced(call, *inputs, **named)
+                stand_in, inputs, keywords = bound
+                return traced(stand_in, *inputs, **keywords)
             except BaseException as error:
                 drop_frames(error)
-                args, kwargs, bound, call, inputs, named = (), {}, None, None, None, None
+                args, kwargs, bound, stand_in, inputs, keywords = (), {}, None, None, None, None
                 raise
 
         return copy_name_and_signature(data_parallel, original)
@@ -243,23 +258,27 @@ class CallTracer:
         with self.session.guard("data_parallel"), suppress(TypeError):  # torch reports a wrong number of arguments
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
-            module, inputs, ids, output, dim, named = bound.args
+            module, inputs, device_ids, output, dim, keywords = bound.args
             if isinstance(module, torch.nn.Module):
-                inputs = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
-                given = None if ids is None else tuple(ids), output, dim
-                return self.sites.functional(module, given), inputs, named or {}
+                if inputs is None:
+                    inputs = ()
+                elif not isinstance(inputs, tuple):
+                    inputs = (inputs,)
+                placement = None if device_ids is None else tuple(device_ids), output, dim
+                return self.traced_modules.stand_in_for(module, placement), inputs, keywords or {}
         return None
 
-    def _functional_site(self, call: FunctionalStandIn, me: ThreadState) -> TracedModule | None:
+    def _trace_stand_in(self, stand_in: FunctionalStandIn, thread: ThreadState) -> TracedModule | None:
+        """Begin to trace a module passed to data_parallel; return None if its calls are not recorded."""
         if not self.session.ensure_open():
             return None
-        if me.inside == Kind.CALL and me.root is not None:
-            self.sites.splits_itself(me.root)
-        return self.sites.register(self.sites.of_functional(call))
+        if thread.open_kind == Kind.CALL and thread.root is not None:
+            self.traced_modules.note_splits_itself(thread.root)
+        return self.traced_modules.register(self.traced_modules.make_for_stand_in(stand_in))
 
 
 class _Forward:
-    """Descriptor for the forward of a script's subclass: instances get the traced function, the class the original."""
+    """A descriptor for a subclass's forward: instances get the traced function, the class gets the original."""
 
     def __init__(self, original: object, traced: Function) -> None:
         self._original = original

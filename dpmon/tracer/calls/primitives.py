@@ -1,7 +1,7 @@
 """Traces scatter, replicate, parallel_apply and gather: as phases of a call, or in calls that the script composes.
 
-In a composed call, each of these functions writes a span with the flag BY_SCRIPT, and dpmon.assemble joins these spans
-into calls. A replica may be any callable passed to parallel_apply, not only one of torch's replicas.
+In a composed call, each of these functions writes a span with the flag BY_SCRIPT. dpmon.assemble joins these spans into
+calls. A replica may be any callable passed to parallel_apply, not only a replica made by torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from dpmon.record.span_format import FLAGS_AT, INSIDE_AT, Flag, Kind
 from dpmon.span_ring import HeaderWord
-from dpmon.tracer.calls.replicas import ODD, ReplicaProbes, ResultsWouldChange
+from dpmon.tracer.calls.replicas import ODD_RESULT, ReplicaProbes, ResultsWouldChange
 from dpmon.tracer.calls.traced_modules import TracedModule, TracedModules
 from dpmon.tracer.core.hidden_frames import Function, copy_name_and_signature, drop_frames
 from dpmon.tracer.core.module_tables import in_training_mode, name_of
@@ -34,12 +34,12 @@ from dpmon.tracer.modes.virtual_devices import (
 )
 from dpmon.tracer.steps.span_recorder import SpanRecorder, ThreadState
 
-KIND_OF = (*PRIMITIVES, Kind.SCATTER, Kind.SCATTER, Kind.REPLICATE, Kind.GATHER)
+PRIMITIVE_KINDS = (*PRIMITIVES, Kind.SCATTER, Kind.SCATTER, Kind.REPLICATE, Kind.GATHER)
 """Kind of each function in `TorchOriginals.all`."""
-_OURS = frozenset((Kind.CALL, Kind.WRAPPED))
-_MOVING = frozenset((Kind.SCATTER, Kind.REPLICATE, Kind.GATHER))
-MAX_SITES = 256
-_DEVICES = {
+_CALL_KINDS = frozenset((Kind.CALL, Kind.WRAPPED))
+_MOVING_KINDS = frozenset((Kind.SCATTER, Kind.REPLICATE, Kind.GATHER))
+MAX_COMPOSED_CALLS = 256
+_DEVICE_ARGUMENTS = {
     SCATTER_KWARGS: (2, "target_gpus"),
     SCATTER: (1, "target_gpus"),
     SCATTER_APPLY: (0, ""),
@@ -47,82 +47,87 @@ _DEVICES = {
     BROADCAST_APPLY: (0, ""),
     PARALLEL_APPLY: (3, "devices"),
 }
-"""Position and name of the argument for the devices, by index in `TorchOriginals.all`."""
+"""Position and name of the argument with the devices, by index in `TorchOriginals.all`."""
 _UNKNOWN = "unknown"
-_OUTSIDE = frozenset((0, Kind.FETCH, Kind.CALL, Kind.OPTIMIZER, Kind.COPY))
+_SCRIPT_KINDS = frozenset((0, Kind.FETCH, Kind.CALL, Kind.OPTIMIZER, Kind.COPY))
 """Spans in which the script's own code runs."""
 
 
 class PrimitiveTracer:
-    """Traces the primitives on every thread of one process."""
+    """The tracer of one process's primitives, on every thread."""
 
     def __init__(
         self,
         session: Session,
         recorder: SpanRecorder,
         modes: ModeDecider,
-        sites: TracedModules,
+        traced_modules: TracedModules,
         originals: TorchOriginals,
     ) -> None:
         self.session = session
         self.recorder = recorder
         self.modes = modes
-        self.sites = sites
+        self.traced_modules = traced_modules
         self.originals = originals
-        self._sites: dict[object, tuple[int, TracedModule]] = {}
-        """For composed calls, by root and devices: the mode request (`ModeDecider.serial`) that the plan follows, and
-        the site."""
+        self._composed_modules: dict[object, tuple[int, TracedModule]] = {}
+        """For composed calls, by root and devices: the serial of the mode request for which they were planned, and the
+        module."""
 
     def reset(self) -> None:
         """Set the initial state, also in a forked child."""
-        self._sites.clear()
+        self._composed_modules.clear()
 
-    def wrap_primitive(self, number: int) -> Function:
-        """The traced form of one function in `TorchOriginals.all`."""
-        recorder, composed = self.recorder, self._run_composed
-        original, kind = self.originals.all[number], KIND_OF[number]
-        fault = self.session.count_error
+    def wrap_primitive(self, primitive: int) -> Function:
+        """Return the traced form of a function. `primitive`: its index in `TorchOriginals.all`."""
+        recorder, run_composed = self.recorder, self._run_composed
+        original, span_kind = self.originals.all[primitive], PRIMITIVE_KINDS[primitive]
+        count_error = self.session.count_error
         is_compiling = torch.compiler.is_dynamo_compiling
 
         def phase(*args: object, **kwargs: object) -> object:
             if is_compiling():
                 return original(*args, **kwargs)
-            me, inside = None, 0
+            thread, outer_kind = None, 0
             try:
-                me = recorder.threads.get(get_ident()) or recorder.current_thread_state()
-                call, inside = me.split, me.inside
-                if inside in _MOVING:  # a primitive inside another one is not a phase
+                thread = recorder.threads.get(get_ident()) or recorder.current_thread_state()
+                call, outer_kind = thread.split_call, thread.open_kind
+                if outer_kind in _MOVING_KINDS:  # a primitive inside another one is not a phase
                     return original(*args, **kwargs)
-                if call is None or inside not in _OURS:
-                    return composed(me, number, kind, original, args, kwargs)
-                if kind == Kind.GATHER and call.watch is not None and call.watch.odd:
-                    raise ResultsWouldChange(ODD)
-                if kind == Kind.PARALLEL_APPLY and call.watch is not None and not call.watch.probes:
+                if call is None or outer_kind not in _CALL_KINDS:
+                    return run_composed(thread, primitive, span_kind, original, args, kwargs)
+                replicas = call.probes
+                if span_kind == Kind.GATHER and replicas is not None and replicas.has_odd_result:
+                    raise ResultsWouldChange(ODD_RESULT)
+                if span_kind == Kind.PARALLEL_APPLY and replicas is not None and not replicas.probes:
                     try:
-                        args, kwargs = call.watch.wrapped_arguments(args, kwargs)
+                        args, kwargs = replicas.wrap_arguments(args, kwargs)
                     except Exception as error:  # noqa: BLE001 - missing sizes must not stop a training
-                        fault("replicas", error)
-                virtual = call.plan.virtual
-                function = original if virtual is None else virtual.primitives[number]
-                timing = recorder.timing
-                mark = None if timing is None else timing.begin(me, kind, call.site.gpus, shares=True)
-                head = kind | me.head | inside << INSIDE_AT
-                result = recorder.run_in_span(me, head, mark, None, function, args, kwargs)
-                call.primitives.add(kind)
+                        count_error("replicas", error)
+                virtual_devices = call.plan.virtual_devices
+                function = original if virtual_devices is None else virtual_devices.primitives[primitive]
+                device_timer, phase_timer = recorder.device_timer, None
+                if device_timer is not None:
+                    phase_timer = device_timer.begin(thread, span_kind, call.traced_module.gpus, is_call_phase=True)
+                first_word = span_kind | thread.thread_bits | outer_kind << INSIDE_AT
+                result = recorder.run_in_span(thread, first_word, phase_timer, None, function, args, kwargs)
+                call.phases.add(span_kind)
                 try:
-                    if number == REPLICATE and call.watch is not None and "parallel_apply" in call.site.own:
-                        call.watch.hook(result)  # the script's own method runs them
-                    elif number == SCATTER_KWARGS and len(call.plan.devices) == 1:
-                        call.share = result[0][0], result[1][0], monotonic_ns()
-                        me.inside = Kind.REPLICA  # until the call ends, torch runs the module itself
+                    if primitive == REPLICATE and replicas is not None:
+                        if "parallel_apply" in call.traced_module.overridden_names:
+                            replicas.hook(result)  # the script's own method runs them
+                    elif primitive == SCATTER_KWARGS and len(call.plan.devices) == 1:
+                        inputs, keywords = result
+                        call.lone_run = inputs[0], keywords[0], monotonic_ns()
+                        thread.open_kind = Kind.REPLICA  # until the call ends, torch runs the module itself
                 except Exception as error:  # noqa: BLE001 - torch has the result anyway
-                    fault("replicas", error)
+                    count_error("replicas", error)
                 return result
             except BaseException as error:
-                if me is not None:  # an interrupt may have come between any two lines
-                    me.inside = inside
+                if thread is not None:  # an interrupt may have come between any two lines
+                    thread.open_kind = outer_kind
                 drop_frames(error)
-                args, kwargs, call, virtual, result = (), {}, None, None, None
+                args, kwargs, call, replicas, virtual_devices, result = (), {}, None, None, None, None
+                inputs = keywords = None
                 raise
 
         return copy_name_and_signature(phase, original)
@@ -130,129 +135,141 @@ class PrimitiveTracer:
     # ---------------------------------------------------------------- composed calls
 
     def _run_composed(
-        self, me: ThreadState, number: int, kind: int, original: Function, args: Any, kwargs: Any
+        self, thread: ThreadState, primitive: int, span_kind: int, original: Function, args: Any, kwargs: Any
     ) -> object:
         """Run a primitive that the script calls itself. The caller removes our frames from a traceback."""
         session, recorder = self.session, self.recorder
-        inside = me.inside
-        if (
-            inside not in _OUTSIDE
-            or torch._C._current_graph_task_id() != -1
-            or torch._C._get_tracing_state() is not None
-        ):
+        outer_kind = thread.open_kind
+        if outer_kind not in _SCRIPT_KINDS or torch._C._current_graph_task_id() != -1:
             return original(*args, **kwargs)
-        function, watch, mark = original, None, None
-        head = kind | me.head | inside << INSIDE_AT | Flag.BY_SCRIPT << FLAGS_AT
-        records = not session.off
+        if torch._C._get_tracing_state() is not None:
+            return original(*args, **kwargs)
+        function, probes, phase_timer = original, None, None
+        first_word = span_kind | thread.thread_bits | outer_kind << INSIDE_AT | Flag.BY_SCRIPT << FLAGS_AT
+        is_recorded = not session.is_off
         try:
             # Needed even after the tracer has given up, because the script depends on the virtual devices.
-            virtual = self.modes.composed_devices()
-            if virtual is not None:
-                function = virtual.primitives[number]
-            if number in _DEVICES and (kind == Kind.SCATTER or not me.offered):
-                me.offered = _devices_argument(*_DEVICES[number], args, kwargs)
-            if records and kind == Kind.PARALLEL_APPLY:
-                records = False
-                found = self._begin_parallel_apply(me, virtual, args, kwargs) if session.ensure_open() else None
-                if found is not None:
-                    records = True
-                    watch, more = found
-                    head |= more
-                    args, kwargs = watch.wrapped_arguments(args, kwargs)
-            timing = recorder.timing
-            if records and timing is not None:
-                mark = timing.begin(me, kind) if watch is None else timing.begin_call(me, watch.site.gpus)
+            virtual_devices = self.modes.composed_devices()
+            if virtual_devices is not None:
+                function = virtual_devices.primitives[primitive]
+            if primitive in _DEVICE_ARGUMENTS and (span_kind == Kind.SCATTER or not thread.passed_devices):
+                thread.passed_devices = _devices_argument(*_DEVICE_ARGUMENTS[primitive], args, kwargs)
+            if is_recorded and span_kind == Kind.PARALLEL_APPLY:
+                is_recorded, begun = False, None
+                if session.ensure_open():
+                    begun = self._begin_parallel_apply(thread, virtual_devices, args, kwargs)
+                if begun is not None:
+                    is_recorded = True
+                    probes, layout_bits = begun
+                    first_word |= layout_bits
+                    args, kwargs = probes.wrap_arguments(args, kwargs)
+            device_timer = recorder.device_timer
+            if is_recorded and device_timer is not None:
+                if probes is None:
+                    phase_timer = device_timer.begin(thread, span_kind)
+                else:
+                    phase_timer = device_timer.begin_call(thread, probes.traced_module.gpus)
         except Exception as error:  # noqa: BLE001 - the script's function runs anyway
             session.count_error("scatter, replicate, parallel_apply or gather", error)
         try:
-            if records:
-                sizes = partial(self._sizes, number, kind, args, kwargs)
-                return recorder.run_in_span(me, head, mark, sizes, function, args, kwargs)
-            me.inside = kind
+            if is_recorded:
+                sizes = partial(self._size_definitions, primitive, span_kind, args, kwargs)
+                return recorder.run_in_span(thread, first_word, phase_timer, sizes, function, args, kwargs)
+            thread.open_kind = span_kind
             return function(*args, **kwargs)
         finally:
-            me.inside = inside
-            if watch is not None:
-                watch.close()
+            thread.open_kind = outer_kind
+            if probes is not None:
+                probes.close()
 
-    def _sizes(self, number: int, kind: int, args: object, kwargs: object, result: object) -> int:
+    def _size_definitions(self, primitive: int, span_kind: int, args: object, kwargs: object, result: object) -> int:
         """Return the sizes for a primitive's span."""
-        if kind == Kind.GATHER:
+        if span_kind == Kind.GATHER:
             return self.session.output_definition(result, SizeCache()) << 32
-        return (
-            self.session.size_definition("0", tuple(_scattered_signatures(number, args, kwargs)))
-            if kind == Kind.SCATTER
-            else 0
-        )
+        if span_kind == Kind.SCATTER:
+            return self.session.size_definition("0", tuple(_scattered_signatures(primitive, args, kwargs)))
+        return 0
 
     def _begin_parallel_apply(
-        self, me: ThreadState, virtual: object, args: Any, kwargs: Any
+        self, thread: ThreadState, virtual_devices: object, args: Any, kwargs: Any
     ) -> tuple[ReplicaProbes, int] | None:
-        """Return the watch of a new parallel_apply and the flags for its span; None if it is not recorded."""
+        """Return the probes of a new parallel_apply, and layout and flags for its span; None if it is not recorded."""
         recorder, modes = self.recorder, self.modes
-        modules = args[0] if args else kwargs.get("modules")
-        inputs = args[1] if len(args) > 1 else kwargs.get("inputs")
-        named = args[2] if len(args) > 2 else kwargs.get("kwargs_tup")
-        devices, me.offered = me.offered, ()
+        modules = _argument(0, "modules", args, kwargs)
+        inputs = _argument(1, "inputs", args, kwargs)
+        keywords = _argument(2, "kwargs_tup", args, kwargs)
+        devices, thread.passed_devices = thread.passed_devices, ()
         if not (isinstance(modules, (list, tuple)) and modules and isinstance(inputs, (list, tuple))):
             return None
-        if me.inside == 0:
-            recorder.calls += 1
-            if recorder.calls > recorder.calls_before_step:
-                recorder.on_call(me)
-            if recorder.words[HeaderWord.REQUEST] != modes.serial and modes.apply_new_request():
-                self.sites.replan_all()
-        elif me.inside == Kind.CALL and me.root is not None:
-            self.sites.splits_itself(me.root)
-        if virtual is not None:
-            devices = tuple(f"cpu:{i}" for i in range(max(len(devices), len(modules))))
+        if thread.open_kind == 0:
+            recorder.recent_calls += 1
+            if recorder.recent_calls > recorder.max_recent_calls:
+                recorder.on_call(thread)
+            if recorder.words[HeaderWord.REQUEST] != modes.request_serial and modes.apply_new_request():
+                self.traced_modules.replan_all()
+        elif thread.open_kind == Kind.CALL and thread.root is not None:
+            self.traced_modules.note_splits_itself(thread.root)
+        if virtual_devices is not None:
+            devices = tuple(f"cpu:{index}" for index in range(max(len(devices), len(modules))))
         elif len(devices) < len(modules):
-            devices = tuple(device_in(given) or _UNKNOWN for given in zip(inputs, named or inputs, strict=False))
-        site = self._site(name_of(modules[0]), devices, virtual)
-        grad = torch.is_grad_enabled()  # a function has no training mode: enabled gradients count as training
-        training = in_training_mode(modules[0]) if isinstance(modules[0], torch.nn.Module) else grad
-        head = site.head | (Flag.TRAINING * training | Flag.GRAD * grad) << FLAGS_AT
-        return ReplicaProbes(recorder, me, site, strict=False), head
+            devices = tuple(device_in(pair) or _UNKNOWN for pair in zip(inputs, keywords or inputs, strict=False))
+        first = modules[0]
+        traced_module = self._composed_module(name_of(first), devices, virtual_devices)
+        has_grad = torch.is_grad_enabled()  # a function has no training mode: enabled gradients count as training
+        is_training = in_training_mode(first) if isinstance(first, torch.nn.Module) else has_grad
+        layout_bits = traced_module.layout_bits | (Flag.TRAINING * is_training | Flag.GRAD * has_grad) << FLAGS_AT
+        return ReplicaProbes(recorder, thread, traced_module, checks_results=False), layout_bits
 
-    def _site(self, root: str, devices: tuple[str, ...], virtual: Any) -> TracedModule:
+    def _composed_module(self, root: str, devices: tuple[str, ...], virtual_devices: Any) -> TracedModule:
+        """Return the TracedModule that represents composed calls. `root`: the name of their first module."""
         modes = self.modes
-        known = self._sites.get((root, devices))
-        if known is not None and known[0] == modes.serial:
-            return known[1]
-        if len(self._sites) >= MAX_SITES:
-            self._sites.clear()
+        serial, traced_module = self._composed_modules.get((root, devices), (None, None))
+        if traced_module is not None and serial == modes.request_serial:
+            return traced_module
+        if len(self._composed_modules) >= MAX_COMPOSED_CALLS:
+            self._composed_modules.clear()
         # It belongs to no single module, so it is its own model.
-        site = TracedModule(self, modes.plan_composed(devices, virtual), "data_parallel", lambda _: None)
-        site.root, site.kind = root, Kind.PARALLEL_APPLY
-        site.number = self.sites.models.name_and_number(site)[1]
+        plan = modes.plan_composed(devices, virtual_devices)
+        traced_module = TracedModule(self, plan, "data_parallel", lambda _: None)
+        traced_module.model_name, traced_module.kind = root, Kind.PARALLEL_APPLY
+        _, traced_module.model_number = self.traced_modules.model_names.name_and_number(traced_module)
         if _UNKNOWN in devices:
-            site.absent = {"device_ms": "a replica got no tensor, so its device is unknown"}
-        if site.gpus:
-            self.sites.on_gpus()
-        site.head = self.sites.span_head(site, site.plan)
-        modes.record_plan(root, site.plan)
-        self._sites[root, devices] = modes.serial, site
-        return site
+            traced_module.absent = {"device_ms": "a replica got no tensor, so its device is unknown"}
+        if traced_module.gpus:
+            self.traced_modules.on_gpu_call()
+        traced_module.layout_bits = self.traced_modules.encode_layout(traced_module, plan)
+        modes.record_plan(root, plan)
+        self._composed_modules[root, devices] = modes.request_serial, traced_module
+        return traced_module
 
 
-def _devices_argument(at: int, name: str, args: Any, kwargs: Any) -> tuple[str, ...]:
-    """Return the devices in the argument `name`, at position `at`; none if it holds none."""
-    found = args[at] if len(args) > at else kwargs.get(name)
-    if not isinstance(found, (list, tuple, range)) or None in found:
+def _argument(position: int, name: str, args: Any, kwargs: Any) -> Any:
+    """Return the argument `name` of a call, at index `position`; None if it is missing."""
+    return args[position] if len(args) > position else kwargs.get(name)
+
+
+def _devices_argument(position: int, name: str, args: Any, kwargs: Any) -> tuple[str, ...]:
+    """Return the devices in the argument `name`, at index `position`; empty if it names none."""
+    devices = _argument(position, name, args, kwargs)
+    if not isinstance(devices, (list, tuple, range)) or None in devices:
         return ()
-    return tuple(f"cuda:{device}" if isinstance(device, int) else str(device) for device in found)
+    return tuple(f"cuda:{device}" if isinstance(device, int) else str(device) for device in devices)
 
 
-def _scattered_signatures(number: int, args: Any, kwargs: Any) -> list[object]:
-    """Return the input signatures of scatter function `number` of `TorchOriginals.all`."""
-    if number == SCATTER_KWARGS:  # scatter_kwargs(inputs, kwargs, devices)
+def _scattered_signatures(primitive: int, args: Any, kwargs: Any) -> list[object]:
+    """Return the signatures of the inputs of a scatter function. `primitive`: its index in `TorchOriginals.all`."""
+    values: Any
+    keywords: Any = {}
+    if primitive == SCATTER_KWARGS:  # scatter_kwargs(inputs, kwargs, devices)
         values = args[0] if args else kwargs["inputs"]
-        named = (args[1] if len(args) > 1 else kwargs.get("kwargs")) or {}
-    elif number == SCATTER:  # scatter(inputs, devices)
-        value = args[0] if args else kwargs["inputs"]
-        named = value if isinstance(value, dict) else {}
-        values = () if isinstance(value, dict) else tuple(value) if type(value) in (tuple, list) else (value,)
+        keywords = _argument(1, "kwargs", args, kwargs) or {}
+    elif primitive == SCATTER:  # scatter(inputs, devices)
+        values = args[0] if args else kwargs["inputs"]
+        if isinstance(values, dict):
+            values, keywords = (), values
+        elif type(values) not in (tuple, list):
+            values = (values,)
     else:  # Scatter.apply(devices, sizes, dim, tensor)
-        values, named = args[3:], {}
-    found = [leaf for at, value in enumerate(values) for leaf in signature_of_value(value, str(at))]
-    return found + [leaf for name, value in named.items() for leaf in signature_of_value(value, name)]
+        values, keywords = args[3:], {}
+    named_values = [*((str(position), value) for position, value in enumerate(values)), *keywords.items()]
+    return [leaf for name, value in named_values for leaf in signature_of_value(value, name)]

@@ -1,10 +1,10 @@
-"""Finds the modules that a script calls directly: bare roots, which have no wrapper.
+"""Finds the modules that a script calls directly without a wrapper: bare roots.
 
 A watch replaces Module.__call__ during the first steps of the loop, whenever modules are made, and from time to time
 for one step. The class of every root that the watch finds gets its own `__call__`. Then the watch ends, so that the
 hundreds of modules inside a network cost nothing. At the end of a watch, classes of modules that the script may call
 later get a `__call__`, too: models that are not part of another model, and their larger parts. Instances are never
-changed, so pickles and copies hold only the script's own data.
+changed, so pickles and copies contain only the script's own data.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from dpmon.tracer.calls.call_wrapper import HIDING, CallTracer
+from dpmon.tracer.calls.call_wrapper import HIDING_KINDS, CallTracer
 from dpmon.tracer.calls.traced_modules import TracedModule
 from dpmon.tracer.core.hidden_frames import Function, first_argument, iter_callers
 from dpmon.tracer.core.module_tables import MODULES, PARAMETERS, class_name, modules_of, tensors_of, values_of
@@ -30,120 +30,124 @@ Module = torch.nn.Module
 
 WATCH_STEPS = 16
 """Steps without a new root after which the watch ends."""
-WATCH_SOON_NS, WATCH_EVERY_NS = 20_000_000, 20_000_000_000
+MIN_WATCH_WAIT_NS, MAX_WATCH_WAIT_NS = 20_000_000, 20_000_000_000
 """Waits between short watches of one step each, which find roots that appear later.
 
-The first wait is 2 * WATCH_SOON_NS. Each wait is twice as long as the one before, up to WATCH_EVERY_NS. A watch changes
-torch's class Module, so Python discards its caches for all modules, and dozens of steps are slower.
+The first wait is 2 * MIN_WATCH_WAIT_NS. Each wait is twice as long as the previous one, up to MAX_WATCH_WAIT_NS. A
+watch changes torch's class Module, so Python discards its caches for all modules, and dozens of steps are slower.
 """
 
-MAX_MADE = 1 << 14
-"""Most modules remembered (weakly) between two watches; the oldest are forgotten first."""
-MAX_LATE = 8
-"""Limit of the number of warnings that say that earlier calls of a class may be missing."""
-WRAPPED = frozenset(("module", "_orig_mod"))
+MAX_NEW_MODULES = 1 << 14
+"""How many modules are remembered (weakly) between two watches; the oldest are forgotten first."""
+MAX_LATE_WARNINGS = 8
+"""How many warnings say that earlier calls of a class may be missing."""
+WRAPPER_ATTRIBUTES = frozenset(("module", "_orig_mod"))
 """Attributes in which wrappers hold their model: `module` in DataParallel, AveragedModel and others, `_orig_mod` in the
 wrapper of torch.compile."""
-EXPECTED, EXPECT_NS = 64, 250_000_000
-"""Limits of the watches that `watch_one_step` begins, for example at the end of each loop: the first EXPECTED are
-unlimited, later ones are at least EXPECT_NS apart. Epochs may be very short."""
+FREE_WATCHES, MIN_WATCH_INTERVAL_NS = 64, 250_000_000
+"""Limits of the watches that `watch_one_step` begins, for example at the end of each loop: the first FREE_WATCHES are
+unlimited, later ones are at least MIN_WATCH_INTERVAL_NS apart. Epochs may be very short."""
 
 
 class _RootCall:
-    """Descriptor for the `__call__` of a root's class: instances get the traced function, the class the original."""
+    """A descriptor for the `__call__` of a root's class: instances get the traced function, the class the original."""
 
     def __init__(self, roots: RootFinder) -> None:
-        self._called, self._original, self._watcher = roots.called, roots.original, roots.watcher
+        self._traced_call = roots.traced_call
+        self._original_call = roots.original_call
+        self._watching_call = roots.watching_call
         self._threads = roots.recorder.threads
 
     def __get__(self, module: object, owner: object = None) -> object:
-        now = Module.__call__
+        current = Module.__call__
         if module is None:  # torch.compile looks here, and expects the class's own function
-            return self._original if now is self._watcher else now
-        if now is not self._original and now is not self._watcher:
-            return MethodType(now, module)  # the script or torch.fx has set its own, which takes precedence
-        me = self._threads.get(get_ident())
-        # Most calls are those of parts inside a model: for them, the traced function would only cost time.
-        return MethodType(self._called if me is None or me.inside not in HIDING else self._original, module)
+            return self._original_call if current is self._watching_call else current
+        if current is not self._original_call and current is not self._watching_call:
+            return MethodType(current, module)  # the script or torch.fx has set its own, which takes precedence
+        thread = self._threads.get(get_ident())
+        # Most calls are calls of parts inside a model: for them, the traced function would only cost time.
+        if thread is None or thread.open_kind not in HIDING_KINDS:
+            return MethodType(self._traced_call, module)
+        return MethodType(self._original_call, module)
 
     def __reduce__(self) -> Any:
-        # Classes may be pickled by value (cloudpickle), and read where dpmon is not installed.
+        # Classes may be pickled by value (cloudpickle), and loaded where dpmon is not installed.
         return getattr, (Module, "__call__")
 
 
 class RootFinder:
-    """Watches the modules of one process."""
+    """The finder of one process's bare roots."""
 
-    def __init__(self, session: Session, recorder: SpanRecorder, calls: CallTracer) -> None:
+    def __init__(self, session: Session, recorder: SpanRecorder, call_tracer: CallTracer) -> None:
         self.session = session
         self.recorder = recorder
-        self.calls = calls
+        self.call_tracer = call_tracer
         self._guard = session.guard("new models", fatal=False)
-        self.original: Function = torch.nn.Module.__call__
-        self.called = calls.wrap_call(self.original, self._site_of, root=True)
-        """Traces the calls of a root's class."""
-        self.watcher = calls.wrap_call(self.original, self._site_of, root=True)
-        """The same for all modules, as Module.__call__ during a watch."""
-        self._classes: dict[int, Any] = {}
-        """Weak references to the classes of the roots that were found, by id.
+        self.original_call: Function = torch.nn.Module.__call__
+        self.traced_call = call_tracer.wrap_call(self.original_call, self._trace_root, root=True)
+        """The traced `__call__` of a root's class."""
+        self.watching_call = call_tracer.wrap_call(self.original_call, self._trace_root, root=True)
+        """The same for all modules: Module.__call__ during a watch."""
+        self._traced_classes: dict[int, Any] = {}
+        """Weak references to the classes of roots, by id.
 
         A WeakSet would call the metaclass's own comparison and hash. Strong references would keep the globals of
         `__main__` alive through the methods of a class, so their finalizers would not run at exit.
         """
         self._watching = False
-        self._left = WATCH_STEPS
+        self._steps_left = WATCH_STEPS
         """Steps until the watch ends if no new root appears."""
-        self._due = 0
+        self._watch_due = 0
         """When to watch again (monotonic ns)."""
-        self._wait_ns = WATCH_SOON_NS
-        self._expected = 0
+        self._wait_ns = MIN_WATCH_WAIT_NS
+        self._short_watches = 0
         """Number of watches begun by `watch_one_step`."""
-        self._expected_ns = 0
+        self._short_watch_ns = 0
         """When `watch_one_step` last began a watch (monotonic ns)."""
-        self._warned = False
+        self._has_warned = False
         """Whether a warning about unseen calls was given."""
-        self._found = True
-        """Whether a root appeared since the last look."""
-        self._always = False
+        self._has_new_root = True
+        """Whether a root appeared since the last poll."""
+        self._cannot_end = False
         """Whether a root's class has its own `__call__`, so that the watch cannot end."""
-        self._made: dict[int, weakref.ref[object]] = {}
+        self._new_modules: dict[int, weakref.ref[object]] = {}
         """Modules that got a parameter or a submodule since the last watch ended, by id."""
-        self._made_in_watch: set[int] = set()
-        """Ids of the modules that were made during the last watch, which ends at the beginning of a call it still
-        sees."""
-        self._missed = False
+        self._new_ids_in_watch: set[int] = set()
+        """Ids of the modules that were made during the last watch. It may end when a call that it still sees begins."""
+        self._may_have_missed_calls = False
         """Whether roots that this watch finds may have been called before it began."""
-        self._late = 0
-        self.on_made: Callable[[], object] = lambda: None
+        self._late_warnings = 0
+        self.on_new_module: Callable[[], object] = lambda: None
         """Called when a module is made while no watch is active."""
 
-    def _site_of(self, module: object, me: ThreadState) -> TracedModule | None:
-        """The site of a module; None if its calls are not recorded."""
+    def _trace_root(self, module: object, thread: ThreadState) -> TracedModule | None:
+        """Begin to trace a bare root; return None if the module's calls are not recorded."""
         if not self._is_root(module) or not self.session.ensure_open():
             return None
-        kind = type(module)
-        if not self._is_known(kind):
-            self._found = True
-            new = id(module) in self._made or id(module) in self._made_in_watch
-            if self._missed and self._late < MAX_LATE and not new:
-                self._late += 1
+        cls = type(module)
+        if not self._is_known(cls):
+            self._has_new_root = True
+            is_new = id(module) in self._new_modules or id(module) in self._new_ids_in_watch
+            if self._may_have_missed_calls and self._late_warnings < MAX_LATE_WARNINGS and not is_new:
+                self._late_warnings += 1
                 self.session.warn(
                     f"{class_name(module)} was called by the script at step {{step}}, the first call that dpmon saw: "
                     "earlier calls of it, if any, are not in the record",
                     "next",
                 )
-            self._register(kind, called=True)
-        return self.calls.sites.register(self.calls.sites.of_root(module))
+            self._register(cls, called=True)
+        return self.call_tracer.traced_modules.register(self.call_tracer.traced_modules.make_for_root(module))
 
     def _is_root(self, module: object) -> bool:
+        """Return whether calls of a module are recorded; warn if it is only a part of a model that is called."""
         if "_is_replica" in module.__dict__ or not _is_model(module):
             return False
-        if not self._warned:
+        if not self._has_warned:
             self._warn_if_parent_bypassed(module)
         return True
 
     def _warn_if_parent_bypassed(self, module: object) -> None:
-        """Warn if the script calls the forward of an enclosing module directly, so that only its parts are seen."""
+        """Warn if the script calls the forward of an enclosing module directly, so that dpmon sees only its parts."""
         for frame in iter_callers(sys._getframe(1)):
             if frame.f_code.co_name == "forward":
                 owner = first_argument(frame)
@@ -163,34 +167,36 @@ class RootFinder:
         )
 
     def _warn_unseen(self, text: str) -> None:
-        self._warned = True
+        """Warn about unseen calls."""
+        self._has_warned = True
         if self.session.ensure_open():
             self.session.warn(text)
 
-    def _is_known(self, kind: type) -> bool:
-        known = self._classes.get(id(kind))
-        return known is not None and known() is kind
+    def _is_known(self, cls: type) -> bool:
+        """Return whether the calls of a class are traced."""
+        reference = self._traced_classes.get(id(cls))
+        return reference is not None and reference() is cls
 
-    def _register(self, kind: type, *, called: bool = False) -> None:
+    def _register(self, cls: type, *, called: bool = False) -> None:
         """Trace all calls of a class from now on, even without a watch. `called`: whether a call has just begun."""
-        if self._is_known(kind):
+        if self._is_known(cls):
             return
-        key = id(kind)
-        classes = self._classes
-        classes[key] = weakref.ref(kind, lambda _: classes.pop(key, None))
-        if any(isinstance(base.__dict__.get("__call__"), _RootCall) for base in kind.__mro__):
+        key = id(cls)
+        classes = self._traced_classes
+        classes[key] = weakref.ref(cls, lambda _: classes.pop(key, None))
+        if any(isinstance(base.__dict__.get("__call__"), _RootCall) for base in cls.__mro__):
             return  # it inherits the `__call__` of a root's class
         try:
-            now = kind.__call__
-            if now is not self.watcher and now is not self.original:
+            current = cls.__call__
+            if current is not self.watching_call and current is not self.original_call:
                 raise TypeError("a __call__ of its own")
-            kind.__call__ = _RootCall(self)  # type: ignore[method-assign, assignment]  # a descriptor
+            cls.__call__ = _RootCall(self)  # type: ignore[method-assign, assignment]  # a descriptor
         except Exception:  # noqa: BLE001 - a class may refuse in any way; the watch continues
             if called:
-                self._always = True
+                self._cannot_end = True
                 self.watch()  # the watch may just have ended
             else:
-                del self._classes[key]
+                del self._traced_classes[key]
 
     # ---------------------------------------------------------------- models that are made
 
@@ -203,85 +209,87 @@ class RootFinder:
     def _on_registration(self, module: object, name: str, part: object) -> None:
         """Note a module that gets a parameter or a submodule, and trace the model inside a wrapper."""
         with self._guard:
-            known = self._made.get(id(module))
-            if (known is not None and known() is module) or "_is_replica" in module.__dict__:
+            reference = self._new_modules.get(id(module))
+            if (reference is not None and reference() is module) or "_is_replica" in module.__dict__:
                 return
-            if len(self._made) >= MAX_MADE:
-                del self._made[next(iter(self._made))]
-            self._made[id(module)] = weakref.ref(module)
-            if self._watching and len(self._made_in_watch) < MAX_MADE:
-                self._made_in_watch.add(id(module))
-            if name in WRAPPED and _is_model(part):
+            if len(self._new_modules) >= MAX_NEW_MODULES:
+                del self._new_modules[next(iter(self._new_modules))]
+            self._new_modules[id(module)] = weakref.ref(module)
+            if self._watching and len(self._new_ids_in_watch) < MAX_NEW_MODULES:
+                self._new_ids_in_watch.add(id(module))
+            if name in WRAPPER_ATTRIBUTES and _is_model(part):
                 self._register(type(part))
             if not self._watching:
-                self.on_made()
+                self.on_new_module()
 
     def _trace_future_roots(self) -> None:
         """Trace the modules that the script may call later: models that were made, and submodules with submodules."""
         with self._guard:
-            made = [module for known in list(self._made.values()) if (module := known()) is not None]
-            self._made.clear()
-            parts = {id(part) for module in made for part in values_of(module, MODULES)}
-            for module in made:
-                if id(module) in parts:
+            modules = [module for reference in list(self._new_modules.values()) if (module := reference()) is not None]
+            self._new_modules.clear()
+            part_ids = {id(part) for module in modules for part in values_of(module, MODULES)}
+            for module in modules:
+                if id(module) in part_ids:
                     continue
-                for part in (module, *(part for part in values_of(module, MODULES) if values_of(part, MODULES))):
-                    if _is_model(part):
-                        self._register(type(part))
+                large_parts = [part for part in values_of(module, MODULES) if values_of(part, MODULES)]
+                for candidate in (module, *large_parts):
+                    if _is_model(candidate):
+                        self._register(type(candidate))
 
     # ---------------------------------------------------------------- the watch
 
     def watch(self, missed: bool = False) -> None:
         """Watch every module from now on. `missed`: modules that it finds may have been called before."""
-        if not self._watching and torch.nn.Module.__call__ is self.original:
+        if not self._watching and torch.nn.Module.__call__ is self.original_call:
             self._watching = True
-            self._missed = missed
-            self._made_in_watch.clear()
-            torch.nn.Module.__call__ = self.watcher  # type: ignore[method-assign]
+            self._may_have_missed_calls = missed
+            self._new_ids_in_watch.clear()
+            torch.nn.Module.__call__ = self.watching_call  # type: ignore[method-assign]
 
     def end_watch(self) -> None:
-        """End the watch. Roots that it found stay traced; models that the script may call later are now traced, too."""
-        if self._watching and not self._always and torch.nn.Module.__call__ is self.watcher:
+        """End the watch. Its roots stay traced, and models that the script may call later are now traced, too."""
+        if self._watching and not self._cannot_end and torch.nn.Module.__call__ is self.watching_call:
             self._trace_future_roots()
             self._watching = False
-            torch.nn.Module.__call__ = self.original  # type: ignore[method-assign]
+            torch.nn.Module.__call__ = self.original_call  # type: ignore[method-assign]
 
     def watch_one_step(self, missed: bool = False) -> bool:
         """Watch one step, because another model may follow. Return whether a watch begins. `missed`: see `watch`."""
         now = monotonic_ns()
-        often = self._expected >= EXPECTED and now - self._expected_ns < EXPECT_NS
-        if self._watching or self.session.off or often:
+        is_too_soon = self._short_watches >= FREE_WATCHES and now - self._short_watch_ns < MIN_WATCH_INTERVAL_NS
+        if self._watching or self.session.is_off or is_too_soon:
             return False
-        self._expected += 1
-        self._expected_ns = now
+        self._short_watches += 1
+        self._short_watch_ns = now
         self.watch(missed)
-        self._left = 1
+        self._steps_left = 1
         return self._watching
 
     def poll(self, now: int) -> int:
-        """Start or end a watch when a step may have ended. Return when to call again (monotonic ns)."""
+        """Start or end a watch if it is due. Called when a step may have ended; returns when to call again (ns)."""
         if self._watching:
-            if self._found:
-                self._found = False
-                self._left = WATCH_STEPS
-            self._left -= 1
-            if self._left > 0:
+            if self._has_new_root:
+                self._has_new_root = False
+                self._steps_left = WATCH_STEPS
+            self._steps_left -= 1
+            if self._steps_left > 0:
                 return 0
             self.end_watch()
-            self._wait_ns = min(2 * self._wait_ns, WATCH_EVERY_NS)
-            self._due = now + self._wait_ns
-        elif now >= self._due:
+            self._wait_ns = min(2 * self._wait_ns, MAX_WATCH_WAIT_NS)
+            self._watch_due = now + self._wait_ns
+        elif now >= self._watch_due:
             self.watch(missed=True)
-            self._left = 1
+            self._steps_left = 1
             return 0
-        return self._due
+        return self._watch_due
 
 
 def _is_model(module: object) -> bool:
-    """Whether calls of a module are recorded. Modules without parameters (a loss, a transform) are not.
+    """Return whether calls of a module are recorded as calls of a bare root.
 
-    A DataParallel is traced through its forward, and a model that gets its weights as arguments (`make_functional`)
-    through the module inside, which has the weights during the call.
+    Modules without parameters (a loss, a transform) are not. A DataParallel is traced through its forward, and a model
+    that gets its weights as arguments (`make_functional`) through the module inside, which has the weights during the
+    call.
     """
     if isinstance(module, torch.nn.DataParallel) or type(module).__module__.startswith("torch._functorch"):
         return False

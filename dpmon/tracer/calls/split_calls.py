@@ -15,7 +15,7 @@ import torch
 
 from dpmon.record.shared_names import CALL_PHASES
 from dpmon.record.span_format import INSIDE_AT, Kind
-from dpmon.tracer.calls.replicas import ROWS, ReplicaProbes, ResultsWouldChange
+from dpmon.tracer.calls.replicas import ROWS_ADVICE, ReplicaProbes, ResultsWouldChange
 from dpmon.tracer.calls.traced_modules import FunctionalStandIn, TracedModule, TracedModules
 from dpmon.tracer.core.exception_text import one_line_text
 from dpmon.tracer.core.hidden_frames import Function, uncounted
@@ -31,168 +31,173 @@ _OVERLAID = frozenset(("device_ids", "src_device_obj", "output_device", "dim"))
 
 
 class SavedModuleState:
-    """The random state and the buffers of a module, restored after a failed attempt at dp."""
+    """A copy of the random state and of a module's buffers, to be restored after a failed attempt at dp."""
 
     def __init__(self, module: object, device: torch.device) -> None:
-        self._random = torch.get_rng_state()
+        self._rng_state = torch.get_rng_state()
         self._device = device
-        self._there = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        self._gpu_rng_state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in tensors_of(module, BUFFERS)]
 
     def restore(self) -> None:
-        """Undo the attempt (side effects of the forward outside torch remain)."""
-        torch.set_rng_state(self._random)
-        if self._there is not None:
-            torch.cuda.set_rng_state(self._there, self._device)
+        """Undo the attempt (but not side effects of the forward outside torch)."""
+        torch.set_rng_state(self._rng_state)
+        if self._gpu_rng_state is not None:
+            torch.cuda.set_rng_state(self._gpu_rng_state, self._device)
         with torch.no_grad():
-            for buffer, was in self._buffers:
-                buffer.copy_(was)
+            for buffer, saved in self._buffers:
+                buffer.copy_(saved)
 
 
 class SplitCall:
-    """One call while it runs over several devices."""
+    """A running call over several devices."""
 
-    __slots__ = ("around", "before", "head", "plan", "primitives", "share", "site", "watch")
+    __slots__ = ("layout_bits", "lone_run", "outer_call", "phases", "plan", "probes", "saved_state", "traced_module")
 
-    def __init__(self, site: TracedModule, around: object, watch: ReplicaProbes | None = None) -> None:
-        self.site = site
-        self.plan = site.plan
-        self.head = site.head
-        """Layout and flags of its span: see TracedModules.span_head."""
-        self.around = around
-        """The enclosing call of this thread that also runs over several devices; None for none."""
-        self.watch = watch
-        """Hooks on the replicas."""
-        self.primitives: set[int] = set()
-        """Phases that have run, as kinds of spans."""
-        self.share: Any = None
-        """If torch runs the module itself in place of a lone replica: (args, kwargs, end of scatter); else None."""
-        self.before: SavedModuleState | None = None
+    def __init__(self, traced_module: TracedModule, outer_call: object, probes: ReplicaProbes | None = None) -> None:
+        self.traced_module = traced_module
+        self.plan = traced_module.plan
+        self.layout_bits = traced_module.layout_bits
+        """Layout and flags of its span: see `TracedModules.encode_layout`."""
+        self.outer_call = outer_call
+        """The enclosing `SplitCall` of this thread; None if there is none."""
+        self.probes = probes
+        """The observers of the replicas."""
+        self.phases: set[int] = set()
+        """The phases that have run, as kinds of spans."""
+        self.lone_run: Any = None
+        """If torch runs the module itself instead of a lone replica: (args, kwargs, end of scatter); otherwise None."""
+        self.saved_state: SavedModuleState | None = None
 
 
 class SplitRunner:
-    """Runs the calls of one process over several devices."""
+    """The runner of one process's calls over several devices."""
 
     def __init__(
         self,
         session: Session,
         recorder: SpanRecorder,
         modes: ModeDecider,
-        sites: TracedModules,
+        traced_modules: TracedModules,
         originals: TorchOriginals,
     ) -> None:
         self.session = session
         self.recorder = recorder
         self.modes = modes
-        self.sites = sites
+        self.traced_modules = traced_modules
         self.originals = originals
 
     @uncounted
     def run(
-        self, me: ThreadState, site: TracedModule, original: Function, module: object, args: Any, kwargs: Any
+        self, thread: ThreadState, traced_module: TracedModule, original: Function, module: Any, args: Any, kwargs: Any
     ) -> object:
         """Run a call in place of `original(module, *args, **kwargs)`. The caller must call `finish` afterwards."""
         call = None
         with self.session.guard("beginning of a call"):
-            replicas = ReplicaProbes(self.recorder, me, site, strict=site.via is None) if site.plan.mode == DP else None
-            call = me.split = SplitCall(site, me.split, replicas)
+            probes = None
+            if traced_module.plan.mode == DP:
+                probes = ReplicaProbes(self.recorder, thread, traced_module, checks_results=traced_module.via is None)
+            call = thread.split_call = SplitCall(traced_module, thread.split_call, probes)
         if call is None:
             return original(module, *args, **kwargs)
         if isinstance(module, FunctionalStandIn):
-            return self._functional(call, module, args, kwargs)
-        if site.kind == Kind.WRAPPED and site.via is not None:
-            return self._wrapper(call, me, original, module, args, kwargs)
-        if site.plan.mode == DP:
-            return self._root(call, me, original, module, args, kwargs)
-        stages = site.stages if me is self.recorder.training_thread else None
+            return self._run_functional(call, module, args, kwargs)
+        if traced_module.kind == Kind.WRAPPED and traced_module.via is not None:
+            return self._run_wrapper(call, thread, original, module, args, kwargs)
+        if traced_module.plan.mode == DP:
+            return self._run_root(call, thread, original, module, args, kwargs)
+        stages = traced_module.stages if thread is self.recorder.training_thread else None
         if stages is None:
             return original(module, *args, **kwargs)
         stages.begin(self.recorder)
         try:
             return original(module, *args, **kwargs)
         finally:
-            unclear = stages.end(self.recorder, me)
-            if unclear is not None and "stages" not in site.absent:
-                site.absent = {**site.absent, "stages": unclear}
-                site.head = call.head = self.sites.span_head(site, site.plan)
+            incomplete_reason = stages.end(self.recorder, thread)
+            if incomplete_reason is not None and "stages" not in traced_module.absent:
+                traced_module.absent = {**traced_module.absent, "stages": incomplete_reason}
+                layout_bits = self.traced_modules.encode_layout(traced_module, traced_module.plan)
+                traced_module.layout_bits = call.layout_bits = layout_bits
 
-    def finish(self, me: ThreadState, site: TracedModule, outputs: int, failed: bool) -> int:
-        """Finish a call that `run` has run; return layout and flags of its span (see `span_head`). Never raises.
+    def finish(self, thread: ThreadState, traced_module: TracedModule, output_sizes: int, has_failed: bool) -> int:
+        """Finish a call that `run` has run. Return layout and flags of its span (see `encode_layout`). Never raises.
 
-        `outputs`: the number of the definition for the sizes of its result.
+        `output_sizes`: the number of the definition for the sizes of its result.
         """
-        call: SplitCall | None = me.split
-        if call is None or call.site is not site:  # an interrupt came before the SplitCall existed
-            return site.head
-        me.split = call.around
+        call: SplitCall | None = thread.split_call
+        if call is None or call.traced_module is not traced_module:  # an interrupt came before the SplitCall existed
+            return traced_module.layout_bits
+        thread.split_call = call.outer_call
         with self.session.guard("end of a call"):
             try:
-                if me.tried is not None:
-                    self.modes.finish_fallback(me, failed)
-                if call.share is not None and not failed:
-                    self._lone_replica(me, call, outputs)
-                if call.site.own and not failed:
+                if thread.dp_failure is not None:
+                    self.modes.finish_fallback(thread, has_failed)
+                if call.lone_run is not None and not has_failed:
+                    self._write_lone_replica(thread, call, output_sizes)
+                if call.traced_module.overridden_names and not has_failed:
                     self._note_bypassed_phases(call)
             finally:
-                if call.watch is not None:
-                    call.watch.close()
-        return call.head
+                if call.probes is not None:
+                    call.probes.close()
+        return call.layout_bits
 
-    def _lone_replica(self, me: ThreadState, call: SplitCall, outputs: int) -> None:
+    def _write_lone_replica(self, thread: ThreadState, call: SplitCall, output_sizes: int) -> None:
         """Write the span of a lone replica: torch ran the module itself after the scatter."""
-        args, kwargs, began = call.share
-        inputs = self.session.input_definition(args, kwargs, call.site.share)
-        head = Kind.REPLICA | me.head | call.site.kind << INSIDE_AT
-        self.recorder.put(head, began, monotonic_ns() - began, inputs | outputs << 32)
+        args, kwargs, start_ns = call.lone_run
+        inputs = self.session.input_definition(args, kwargs, call.traced_module.lone_input_cache)
+        first_word = Kind.REPLICA | thread.thread_bits | call.traced_module.kind << INSIDE_AT
+        self.recorder.put(first_word, start_ns, monotonic_ns() - start_ns, inputs | output_sizes << 32)
 
     def _note_bypassed_phases(self, call: SplitCall) -> None:
-        """Note the phases that are missing because the script's subclass runs them itself."""
-        site, absent = call.site, {}
+        """Note the phases that are absent because the script's subclass runs them itself."""
+        traced_module, absent = call.traced_module, {}
         if call.plan.mode == DP:
-            own = ", ".join(site.own)
+            cause = f"{traced_module.via} has its own {', '.join(traced_module.overridden_names)}"
             for kind, name in zip(PRIMITIVES, CALL_PHASES, strict=True):
-                if kind not in call.primitives:
-                    absent[name] = f"{site.via} has its own {own} and does not use torch's {name}"
-            if call.watch is None or not call.watch.ran:
-                absent["replicas"] = f"{site.via} has its own {own}: no replica was made or run by torch's functions"
-        if absent != site.absent:
-            site.absent = absent
-            site.head = self.sites.span_head(site, site.plan)
-            call.head = self.sites.span_head(site, call.plan)
+                if kind not in call.phases:
+                    absent[name] = f"{cause} and does not use torch's {name}"
+            if call.probes is None or not call.probes.run_count:
+                absent["replicas"] = f"{cause}: no replica was made or run by torch's functions"
+        if absent != traced_module.absent:
+            traced_module.absent = absent
+            traced_module.layout_bits = self.traced_modules.encode_layout(traced_module, traced_module.plan)
+            call.layout_bits = self.traced_modules.encode_layout(traced_module, call.plan)
 
     # ---------------------------------------------------------------- the functional form
 
-    def _functional(self, call: SplitCall, functional: FunctionalStandIn, args: Any, kwargs: Any) -> object:
+    def _run_functional(self, call: SplitCall, stand_in: FunctionalStandIn, args: Any, kwargs: Any) -> object:
+        """Run a call of torch's functional data_parallel as planned."""
         plan = call.plan
-        module, (ids, output, dim) = functional.module, functional.given
+        module, (device_ids, output, dim) = stand_in.module, stand_in.placement
         if plan.device_ids is None:
-            return self.originals.data_parallel(module, args, ids, output, dim, kwargs)
-        chosen = list(plan.device_ids)
-        if plan.virtual is not None:
-            return plan.virtual.functional(module, args, chosen, None, dim, kwargs)
+            return self.originals.data_parallel(module, args, device_ids, output, dim, kwargs)
+        planned_ids = list(plan.device_ids)
+        if plan.virtual_devices is not None:
+            return plan.virtual_devices.functional(module, args, planned_ids, None, dim, kwargs)
         if plan.mode == DP:
-            return self.originals.data_parallel(module, args, chosen, output, dim, kwargs)
-        result = self.originals.data_parallel(module, args, chosen, None, dim, kwargs)
-        if output is not None and output != chosen[0]:
+            return self.originals.data_parallel(module, args, planned_ids, output, dim, kwargs)
+        result = self.originals.data_parallel(module, args, planned_ids, None, dim, kwargs)
+        if output is not None and output != planned_ids[0]:
             result = self.originals.gather([result], output, dim)
         return result
 
     # ---------------------------------------------------------------- DataParallel
 
     @uncounted
-    def _wrapper(
-        self, call: SplitCall, me: ThreadState, original: Function, module: Any, args: Any, kwargs: Any
+    def _run_wrapper(
+        self, call: SplitCall, thread: ThreadState, original: Function, module: Any, args: Any, kwargs: Any
     ) -> object:
+        """Run a call of a DataParallel as planned; if virtual replicas fail, run it as written."""
         plan = call.plan
         if plan.device_ids is None:
             return original(module, *args, **kwargs)
         view = None
         with self.session.guard("model for the replicas"):
-            view = _with_devices(module, plan, call.site.dim)
-            self._remember(call, module)
+            view = _with_devices(module, plan, call.traced_module.dim)
+            self._save_state(call, module)
         if view is None:
             return original(module, *args, **kwargs)
-        if plan.virtual is None:
+        if plan.virtual_devices is None:
             result = original(view, *args, **kwargs)
             if plan.mode == SINGLE and module.output_device != plan.device_ids[0]:
                 result = self.originals.gather([result], module.output_device, module.dim)
@@ -201,30 +206,30 @@ class SplitRunner:
         try:
             result = original(view, *args, **kwargs)
         except Exception as error:  # noqa: BLE001 - without us this call would not have been data parallel
-            self._fall_back(call, me, module, error, False)
+            self._fall_back(call, thread, module, error, False)
         else:
             self._copy_back_attributes(module, view)
-            if "forward" in call.site.own and not call.primitives:
+            if "forward" in call.traced_module.overridden_names and not call.phases:
                 # It ran as a whole: the script's forward is not data parallel.
-                call.before = None
-                reason = f"{call.site.via} has its own forward, which uses none of DataParallel's functions"
-                self._fall_back(call, me, module, reason, True)
+                call.saved_state = None
+                reason = f"{call.traced_module.via} has its own forward, which uses none of DataParallel's functions"
+                self._fall_back(call, thread, module, reason, True)
             else:
                 self._note_success(call, module)
             return result
         return original(module, *args, **kwargs)
 
-    def _remember(self, call: SplitCall, module: object) -> None:
-        """Save the state that a first attempt at dp may change, in case it fails. Never raises."""
-        if call.site.proven or call.plan.virtual is None:
+    def _save_state(self, call: SplitCall, module: object) -> None:
+        """Save the state that the first attempts at virtual dp may change, in case they fail. Never raises."""
+        if call.traced_module.dp_has_worked or call.plan.virtual_devices is None:
             return
         with self.session.guard("state before a call"):
-            call.before = SavedModuleState(module, call.plan.virtual.base)
+            call.saved_state = SavedModuleState(module, call.plan.virtual_devices.base)
 
     def _note_success(self, call: SplitCall, module: Any) -> None:
         """Forget earlier failures, because dp worked. Never raises."""
         with self.session.guard("end of a call"):
-            call.site.proven = True
+            call.traced_module.dp_has_worked = True
             self.modes.clear_failures(module)
 
     def _copy_back_attributes(self, module: object, view: object) -> None:
@@ -232,60 +237,67 @@ class SplitRunner:
         if type(module) is torch.nn.DataParallel:
             return
         with self.session.guard("model for the replicas"):
-            own = module.__dict__
+            attributes = module.__dict__
             for name, value in view.__dict__.items():
-                if name not in _OVERLAID and own.get(name, own) is not value:
-                    own[name] = value
+                if name not in _OVERLAID and attributes.get(name, attributes) is not value:
+                    attributes[name] = value
 
     # ---------------------------------------------------------------- bare roots
 
-    def _root(
-        self, call: SplitCall, me: ThreadState, original: Function, module: object, args: Any, kwargs: Any
+    def _run_root(
+        self, call: SplitCall, thread: ThreadState, original: Function, module: object, args: Any, kwargs: Any
     ) -> object:
+        """Run a call of a bare root with dp; if dp fails, run it as written."""
         plan = call.plan
-        self._remember(call, module)
+        self._save_state(call, module)
         try:
-            function = self.originals.data_parallel if plan.virtual is None else plan.virtual.functional
+            function = self.originals.data_parallel if plan.virtual_devices is None else plan.virtual_devices.functional
             result = function(module, args, plan.device_ids, None, 0, kwargs)
-            reason = changed_meaning_reason(result, args, kwargs, 0 if call.watch is None else call.watch.ran)
+            replica_count = 0 if call.probes is None else call.probes.run_count
+            reason = changed_meaning_reason(result, args, kwargs, replica_count)
         except Exception as error:  # noqa: BLE001 - without us this call would not have been data parallel
-            self._fall_back(call, me, module, error, isinstance(error, ResultsWouldChange))
+            self._fall_back(call, thread, module, error, isinstance(error, ResultsWouldChange))
         else:
             if reason is None:
                 self._note_success(call, module)
                 return result
-            self._fall_back(call, me, module, reason, True)
+            self._fall_back(call, thread, module, reason, True)
         return original(module, *args, **kwargs)
 
-    # ---------------------------------------------------------------- what failed
+    # ---------------------------------------------------------------- failures
 
-    def _fall_back(self, call: SplitCall, me: ThreadState, module: Any, why: Exception | str, final: bool) -> None:
-        """Note why dp failed for this call, and prepare to run it as it would run without dpmon. Never raises."""
-        watch, call.watch, call.share, call.primitives = call.watch, None, None, set()
-        me.inside = call.site.kind  # not reset yet, if a lone replica ran on this thread
+    def _fall_back(
+        self, call: SplitCall, thread: ThreadState, module: Any, error: Exception | str, final: bool
+    ) -> None:
+        """Note why dp failed for this call, and prepare to run the call as without dpmon. Never raises."""
+        probes, call.probes, call.lone_run, call.phases = call.probes, None, None, set()
+        thread.open_kind = call.traced_module.kind  # not reset yet, if a lone replica ran on this thread
         with self.session.guard("return to one device"):
             try:
-                self.recorder.put(Kind.RESTARTED | me.head | call.site.kind << INSIDE_AT, monotonic_ns(), 0, 0)
-                if call.before is not None:
-                    call.before.restore()
-                reason = (
-                    str(why) if isinstance(why, (str, ResultsWouldChange)) else f"the model raised {one_line_text(why)}"
-                )
-                plan = self.modes.handle_dp_failure(me, module, reason, final)
+                first_word = Kind.RESTARTED | thread.thread_bits | call.traced_module.kind << INSIDE_AT
+                self.recorder.put(first_word, monotonic_ns(), 0, 0)
+                if call.saved_state is not None:
+                    call.saved_state.restore()
+                reason = str(error)
+                if not isinstance(error, (str, ResultsWouldChange)):
+                    reason = f"the model raised {one_line_text(error)}"
+                plan = self.modes.handle_dp_failure(thread, module, reason, final)
                 if plan is None:
-                    make = self.sites.of_root if call.site.via is None else self.sites.of_wrapper
-                    fresh = make(module)
-                    self.sites.register(fresh)
-                    plan = fresh.plan
+                    if call.traced_module.via is None:
+                        traced_module = self.traced_modules.make_for_root(module)
+                    else:
+                        traced_module = self.traced_modules.make_for_wrapper(module)
+                    self.traced_modules.register(traced_module)
+                    plan = traced_module.plan
                 call.plan = plan
-                call.head = self.sites.span_head(call.site, plan)
+                call.layout_bits = self.traced_modules.encode_layout(call.traced_module, plan)
             finally:
-                if watch is not None:
-                    watch.close()
-        if isinstance(why, Exception):
+                if probes is not None:
+                    probes.close()
+        if isinstance(error, Exception):
             # A frame in the error's traceback has a local variable that refers to the error. This cycle would keep
             # the call's arguments alive until the next garbage collection.
-            why.__traceback__ = None
+            error.__traceback__ = None
 
 
 def changed_meaning_reason(result: object, args: Any, kwargs: Any, replicas: int) -> str | None:
@@ -298,19 +310,19 @@ def changed_meaning_reason(result: object, args: Any, kwargs: Any, replicas: int
         count = tensor.shape[0] if tensor.dim() else 0
         if count != rows:
             kind = "a scalar" if tensor.dim() == 1 and count == replicas else "tensors of other lengths"
-            return f"{ROWS}: the model returns {kind} for the {rows} rows of the batch"
+            return f"{ROWS_ADVICE}: the model returns {kind} for the {rows} rows of the batch"
     return None
 
 
 def _with_devices(module: object, plan: CallPlan, dim: int) -> object:
     """Return a copy of a DataParallel with other devices. It shares all else with `module`, which stays unchanged."""
-    ids = list(plan.device_ids or ())
+    device_ids = list(plan.device_ids or ())
     view: object = object.__new__(type(module))
     state = view.__dict__
     state.update(module.__dict__)
-    state["device_ids"] = ids
-    if plan.virtual is not None:
-        state["src_device_obj"] = plan.virtual.base
-        state["output_device"] = ids[0]
+    state["device_ids"] = device_ids
+    if plan.virtual_devices is not None:
+        state["src_device_obj"] = plan.virtual_devices.base
+        state["output_device"] = device_ids[0]
         state["dim"] = dim
     return view

@@ -26,14 +26,14 @@ from dpmon.tracer.core.tensor_sizes import MAX_PATH, device_in
 from dpmon.tracer.devices.device_timing import DeviceTimer, PhaseTimer, gpu_of
 from dpmon.tracer.steps.span_recorder import SpanRecorder, ThreadState
 
-KEY = -7062
+HOOK_KEY = -7062
 """Key of our hooks. torch counts up from 0, so no other hook has a negative key."""
 MAX_STAGES = 64
 MAX_PARTS = 256
 MAX_DEPTH = 4
 _MAX_NAMES = 64
 
-_WHY = {
+_NO_EVENT_REASONS = {
     "cpu": "host time is all there is",
     "meta": "it holds only shapes: nothing is computed",
 }
@@ -48,133 +48,137 @@ _Hook = Callable[..., None]
 
 
 class TracedStage:
-    """One stage of the current call.
-
-    `inputs`, `outputs`: definitions of its sizes (0 if unknown). `began`, `ended`: monotonic ns (`ended` is 0 if it has
-    no end).
-    """
+    """One stage of the current call."""
 
     def __init__(self, device: str, inputs: int) -> None:
         self.device = device
         self.inputs = inputs
         self.outputs = 0
-        self.names: list[str] = []
-        self.began = self.ended = 0
-        self.mark: PhaseTimer | None = None
+        """The definitions of its sizes; 0 if unknown."""
+        self.part_names: list[str] = []
+        self.start_ns = self.end_ns = 0
+        """Monotonic ns. The end is 0 while the stage runs, and if it raised."""
+        self.phase_timer: PhaseTimer | None = None
         """Its device time, if the device is a GPU."""
 
 
 class StageTracer:
     """The parts of one root, and their stages in the current call."""
 
-    def __init__(self, session: Session, devices: tuple[str, ...], parts: Iterable[_Part], absent: str | None) -> None:
-        """`absent`: why there are no stages; None if there are."""
+    def __init__(
+        self, session: Session, devices: tuple[str, ...], parts: Iterable[_Part], absent_reason: str | None
+    ) -> None:
+        """Trace `parts`. `absent_reason`: why there are no stages; None if there are."""
         self.session = session
         self.devices = devices
-        why = (f"{device}: {_WHY.get(device.partition(':')[0], _NO_EVENTS)}" for device in devices)
-        self.absent = {"device_ms": "; ".join(why)}
+        reasons = (f"{device}: {_NO_EVENT_REASONS.get(device.partition(':')[0], _NO_EVENTS)}" for device in devices)
+        self.absent = {"device_ms": "; ".join(reasons)}
         """Reasons for the missing fields of a call with stages."""
-        if absent is not None:
-            self.absent["stages"] = absent
-        self._ran: list[TracedStage] = []
-        self._running: list[str] = []
-        """Names of the running parts. Only the first is in a stage: the others run inside it."""
-        self._handled = 0
-        """Id of the exception that was being handled when the first began."""
-        self._thread = 0
-        self._elsewhere = False
+        if absent_reason is not None:
+            self.absent["stages"] = absent_reason
+        self._stages: list[TracedStage] = []
+        self._running_parts: list[str] = []
+        """Names of the running parts. Only the first one is in a stage: the others run inside it."""
+        self._handled_error_id = 0
+        """Id of the exception that was being handled when the first part began."""
+        self._thread_ident = 0
+        self._ran_on_other_threads = False
         """Whether a part has run on another thread. Such a part is in no stage."""
-        self._timing: DeviceTimer | None = None
-        self._hooked = [(weakref.ref(module), self._hooks(name, device)) for name, module, device in parts]
+        self._device_timer: DeviceTimer | None = None
+        self._hooked_parts = [(weakref.ref(module), self._make_hooks(name, device)) for name, module, device in parts]
 
-    def _hooks(self, name: str, own: str | None) -> tuple[_Hook, _Hook]:
-        """Return the two hooks of a part. `own`: its device; a part without parameters runs on its input's device."""
+    def _make_hooks(self, name: str, fixed_device: str | None) -> tuple[_Hook, _Hook]:
+        """Return the two hooks of a part. `fixed_device`: its device; None: the device of its inputs."""
         session, guard = self.session, self.session.guard("stages of a model")
-        got, gave = SizeCache(), SizeCache()
+        input_cache, output_cache = SizeCache(), SizeCache()
 
         def enter(module: object, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-            if get_ident() != self._thread:
-                self._elsewhere = True
+            if get_ident() != self._thread_ident:
+                self._ran_on_other_threads = True
                 return
-            self._running.append(name)
-            if len(self._running) > 1:
+            self._running_parts.append(name)
+            if len(self._running_parts) > 1:
                 return
-            self._handled = id(sys.exc_info()[1])
+            self._handled_error_id = id(sys.exc_info()[1])
             with guard:
-                last = self._ran[-1] if self._ran else None
-                device = own or device_in((args, kwargs)) or (last.device if last is not None else "")
-                if last is None or last.device != device:
-                    if len(self._ran) >= MAX_STAGES:
+                stage = self._stages[-1] if self._stages else None
+                device = fixed_device or device_in((args, kwargs)) or (stage.device if stage is not None else "")
+                if stage is None or stage.device != device:
+                    if len(self._stages) >= MAX_STAGES:
                         return
-                    last = TracedStage(device, session.input_definition(args, kwargs, got))
-                    self._ran.append(last)
-                    if self._timing is not None:
-                        last.mark = self._timing.begin_part(Kind.STAGE, gpu_of(device))
-                if name not in last.names and len(last.names) < _MAX_NAMES:
-                    last.names.append(name)
-                last.ended = 0  # until the part ends, which it does not if it raises
-                last.began = last.began or monotonic_ns()
+                    stage = TracedStage(device, session.input_definition(args, kwargs, input_cache))
+                    self._stages.append(stage)
+                    if self._device_timer is not None:
+                        stage.phase_timer = self._device_timer.begin_part(Kind.STAGE, gpu_of(device))
+                if name not in stage.part_names and len(stage.part_names) < _MAX_NAMES:
+                    stage.part_names.append(name)
+                stage.end_ns = 0  # until the part ends, which it does not if it raises
+                stage.start_ns = stage.start_ns or monotonic_ns()
 
         def leave(module: object, args: tuple[object, ...], kwargs: dict[str, object], result: object) -> None:
-            now = monotonic_ns()
-            if get_ident() != self._thread or name not in self._running:  # a hook may have raised before `enter` ran
+            end_ns = monotonic_ns()
+            # A hook may have raised before `enter` ran.
+            if get_ident() != self._thread_ident or name not in self._running_parts:
                 return
-            while self._running.pop() != name:
+            while self._running_parts.pop() != name:
                 pass
-            if self._running or id(sys.exc_info()[1]) != self._handled:  # it runs inside another part, or it raised
+            # It runs inside another part, or it raised.
+            if self._running_parts or id(sys.exc_info()[1]) != self._handled_error_id:
                 return
-            stage = self._ran[-1] if self._ran else None
-            if stage is None or stage.device != (own or stage.device):  # beyond the limit
+            stage = self._stages[-1] if self._stages else None
+            if stage is None or stage.device != (fixed_device or stage.device):  # beyond the limit
                 return
             with guard:
-                stage.ended = now
-                if stage.mark is not None:
-                    stage.mark.mark_possible_end()
-                stage.outputs = session.output_definition(result, gave)
+                stage.end_ns = end_ns
+                if stage.phase_timer is not None:
+                    stage.phase_timer.mark_possible_end()
+                stage.outputs = session.output_definition(result, output_cache)
 
         return enter, leave
 
     def begin(self, recorder: SpanRecorder) -> None:
         """Hook the parts when a call of the root begins on the training thread. Never raises."""
-        self._ran, self._running = [], []
-        self._timing = recorder.timing
-        self._thread = get_ident()
+        self._stages, self._running_parts = [], []
+        self._device_timer = recorder.device_timer
+        self._thread_ident = get_ident()
         with self.session.guard("stages of a model"):
-            for known, (enter, leave) in self._hooked:
-                module = known()
+            for module_ref, (enter, leave) in self._hooked_parts:
+                module = module_ref()
                 hooks = enter, True, leave, True, True
                 for name, hook in zip(_TABLES, hooks, strict=True) if module is not None else ():
-                    module.__dict__[name][KEY] = hook
+                    module.__dict__[name][HOOK_KEY] = hook
 
-    def end(self, recorder: SpanRecorder, me: ThreadState) -> str | None:
+    def end(self, recorder: SpanRecorder, thread: ThreadState) -> str | None:
         """Write the stages when a call of the root ends, and remove the hooks. Never raises.
 
-        Return why the stages are incomplete; None if they are complete.
+        Returns why the stages are incomplete; None if they are complete.
         """
         with self.session.guard("stages of a model"):
-            for stage in self._ran:
-                self._write(recorder, me, stage)
-        self._ran = []
-        for known, _ in self._hooked:
-            module = known()
+            for stage in self._stages:
+                self._write(recorder, thread, stage)
+        self._stages = []
+        for module_ref, _ in self._hooked_parts:
+            module = module_ref()
             with self.session.guard("stages of a model"):  # the other parts must lose their hooks, too
                 for name in _TABLES if module is not None else ():
-                    module.__dict__[name].pop(KEY, None)
-        return _THREADS if self._elsewhere else None
+                    module.__dict__[name].pop(HOOK_KEY, None)
+        return _THREADS if self._ran_on_other_threads else None
 
-    def _write(self, recorder: SpanRecorder, me: ThreadState, stage: TracedStage) -> None:
-        names, device = tuple(stage.names), stage.device
-        number = self.session.define(("stage", device, names), lambda: {"device": device, "parts": list(names)})
-        head = Kind.STAGE | me.head | Kind.CALL << INSIDE_AT | number << SITE_AT
-        if stage.mark is not None:
-            head |= stage.mark.end() if stage.ended else stage.mark.raised()
-        if not stage.ended:
-            head |= Flag.FAILED << FLAGS_AT
-        took = stage.ended - stage.began if stage.ended else 0
-        outputs = stage.outputs if stage.ended else 0
-        slot = recorder.put(head, stage.began, took, stage.inputs | outputs << 32)
-        if stage.mark is not None:
-            stage.mark.set_span_number(slot)
+    def _write(self, recorder: SpanRecorder, thread: ThreadState, stage: TracedStage) -> None:
+        """Write the span of one stage."""
+        names, device = tuple(stage.part_names), stage.device
+        definition = self.session.define(("stage", device, names), lambda: {"device": device, "parts": list(names)})
+        first_word = Kind.STAGE | thread.thread_bits | Kind.CALL << INSIDE_AT | definition << SITE_AT
+        phase_timer, duration_ns, outputs = stage.phase_timer, 0, 0
+        if stage.end_ns:
+            duration_ns, outputs = stage.end_ns - stage.start_ns, stage.outputs
+        else:
+            first_word |= Flag.FAILED << FLAGS_AT
+        if phase_timer is not None:
+            first_word |= phase_timer.end() if stage.end_ns else phase_timer.end_with_error()
+        span_number = recorder.put(first_word, stage.start_ns, duration_ns, stage.inputs | outputs << 32)
+        if phase_timer is not None:
+            phase_timer.set_span_number(span_number)
 
 
 _TABLES = (
@@ -187,7 +191,7 @@ _TABLES = (
 
 
 def make_stage_tracer(module: object, session: Session) -> StageTracer | None:
-    """Make the stages of a root; None if the root is on one device."""
+    """Make the stage tracer of a root; None if the root is on one device."""
     devices = devices_of(module)
     if len(devices) < 2:
         return None
@@ -197,7 +201,7 @@ def make_stage_tracer(module: object, session: Session) -> StageTracer | None:
 
 
 def _top_level_parts(module: Any, prefix: str, depth: int) -> Iterator[_Part]:
-    """Yield the top-level parts; a part on several devices is divided further."""
+    """Yield the top-level parts of a module. A part on several devices is divided further."""
     for name, child in torch.nn.Module.named_children(module):
         devices = devices_of(child)
         path = prefix + name

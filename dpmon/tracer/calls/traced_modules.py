@@ -1,4 +1,4 @@
-"""The modules that are called, how their calls run, and the last sizes seen."""
+"""Keeps the modules that are called, how their calls run, and the last sizes of their inputs and outputs."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from dpmon.tracer.devices.device_timing import cuda_may_be_used, gpus_of
 from dpmon.tracer.modes.call_plans import DP, SINGLE, CallPlan, holds_data_parallel, overrides
 from dpmon.tracer.modes.mode_decision import ModeDecider
 
-MAX_SITES = 1024
-_HOST_ONLY = "the devices are CPUs: host time is all there is"
+MAX_MODULES = 1024
+_HOST_ONLY = "the devices are CPUs: there is only host time"
 _NO_EVENTS = "it was not timed: only calls of the training thread are timed"
-_NOT_APART = {
+_UNSEPARATED = {
     DDP: {"all_reduce": "the ranks average their gradients within the backward pass; this time is not separated"},
     FSDP: {
         "all_gather": "the ranks gather the weights within forward and backward; this time is not separated",
@@ -31,11 +31,11 @@ _NOT_APART = {
 
 
 class FunctionalStandIn:
-    """Stands for a module that torch's functional data_parallel calls repeatedly with the same devices."""
+    """A stand-in for a module that torch's functional data_parallel calls repeatedly with the same devices."""
 
-    def __init__(self, module: object, given: tuple[Any, ...]) -> None:
+    def __init__(self, module: object, placement: tuple[Any, ...]) -> None:
         self._module = weakref.ref(module)
-        self.given = given
+        self.placement = placement
         """Devices, output device and dim."""
 
     @property
@@ -52,167 +52,172 @@ class FunctionalStandIn:
 class TracedModule:
     """A called module, with the plan for its calls and the last sizes seen."""
 
-    def __init__(self, module: object, plan: CallPlan, via: str | None, gone: Callable[[object], object]) -> None:
-        self.module = weakref.ref(module, gone)
+    def __init__(self, module: object, plan: CallPlan, via: str | None, on_freed: Callable[[object], object]) -> None:
+        self.module_ref = weakref.ref(module, on_freed)
         self.plan = plan
         self.via = via
         """The class of the wrapper, or the function `data_parallel` or `fully_shard`; None for other bare roots."""
-        self.kind = Kind.WRAPPED if not (via is None or via in RANK_MODES) or plan.mode == DP else Kind.CALL
+        is_wrapped = via is not None and via not in RANK_MODES
+        self.kind = Kind.WRAPPED if is_wrapped or plan.mode == DP else Kind.CALL
         self.gpus = gpus_of(plan.devices)
-        self.plain = False
+        self.is_plain = False
         """Whether only the module's own code runs: no phases, no DataParallel inside."""
-        self.root = ""
-        self.number = 0
-        """The name and the number of the model: see ModelNames.name_and_number."""
+        self.model_name = ""
+        self.model_number = 0
+        """The name and the number of the model: see `ModelNames.name_and_number`."""
         self.dim = 0
         """The dimension along which a batch is split."""
-        self.head = 0
-        """Layout and flags for the span of a call: see TracedModules.span_head."""
-        self.inputs, self.outputs, self.share = SizeCache(), SizeCache(), SizeCache()
-        """For the arguments of a call, its result, and the arguments of a lone replica."""
-        self.replicas: list[tuple[SizeCache, SizeCache]] = []
+        self.layout_bits = 0
+        """Layout and flags for the span of a call: see `TracedModules.encode_layout`."""
+        self.input_cache, self.output_cache, self.lone_input_cache = SizeCache(), SizeCache(), SizeCache()
+        """Caches for the sizes of a call's arguments, of its result, and of a lone replica's arguments."""
+        self.replica_caches: list[tuple[SizeCache, SizeCache]] = []
         self.stages: StageTracer | None = None
         """The model's stages, if its parts are on several devices."""
-        self.proven = False
+        self.dp_has_worked = False
         """Whether dp has worked for this module."""
-        self.place: ModuleDevice | None = None
+        self.module_device: ModuleDevice | None = None
         """Where the module was when the plan was made; None if the plan does not depend on it."""
-        self.moves = False
+        self.may_have_moved = False
         """Whether the module may have moved since then."""
-        self.own: tuple[str, ...] = ()
+        self.overridden_names: tuple[str, ...] = ()
         """The methods of DataParallel that the script's subclass overrides."""
         self.absent: dict[str, str] = {}
-        """Reasons for missing parts of its calls, for example because these methods bypass torch's functions."""
+        """Reasons for absent fields of its calls, for example that these methods bypass torch's functions."""
 
 
 class TracedModules:
-    """Keeps a site for each module that one process calls."""
+    """The modules that one process calls."""
 
     def __init__(self, session: Session, modes: ModeDecider) -> None:
         self.session = session
         self.modes = modes
-        self.known: dict[int, TracedModule] = {}
-        """By id. The traced functions refer to this dict: never replace it."""
-        self._functionals: dict[int, FunctionalStandIn] = {}
-        self.on_site: Callable[[], None] = lambda: None
-        """Called when a module is first called, or planned again."""
-        self.on_gpus: Callable[[], None] = lambda: None
+        self.modules_by_id: dict[int, TracedModule] = {}
+        """The traced functions refer to this dict: never replace it."""
+        self._stand_ins: dict[int, FunctionalStandIn] = {}
+        self.on_new_module: Callable[[], None] = lambda: None
+        """Called when a module is called for the first time, or planned again."""
+        self.on_gpu_call: Callable[[], None] = lambda: None
         """Called before the first call of a module on a GPU."""
         self.reset()
 
     def reset(self) -> None:
         """Set the initial state, also in a forked child."""
         self.replan_all()
-        self.models = ModelNames()
+        self.model_names = ModelNames()
 
     def replan_all(self) -> None:
         """Plan all calls again."""
-        self.known.clear()
-        self._functionals.clear()
+        self.modules_by_id.clear()
+        self._stand_ins.clear()
 
     def expect_moves_to_gpu(self) -> None:
         """Expect modules to move to a GPU, because CUDA is or will be initialized."""
-        for site in list(self.known.values()):
-            site.moves = site.place is not None
+        for traced_module in list(self.modules_by_id.values()):
+            traced_module.may_have_moved = traced_module.module_device is not None
 
-    # ---------------------------------------------------------------- how each kind is called
+    # ---------------------------------------------------------------- making them
 
-    def of_root(self, module: Any) -> TracedModule:
-        """Make the site of a bare root."""
-        plan = self.modes.plan_root(module)
-        ddp = isinstance(module, torch.nn.parallel.DistributedDataParallel)
-        site = self._make_traced_module(
-            module, plan, DDP if ddp else FSDP if is_distributed_class(module, "FSDPModule") else None
-        )
-        site.dim = self.session.config.batch_dim
-        site.place = ModuleDevice(module)
+    def make_for_root(self, module: Any) -> TracedModule:
+        """Plan the calls of a bare root."""
+        plan, via = self.modes.plan_root(module), None
+        is_ddp = isinstance(module, torch.nn.parallel.DistributedDataParallel)
+        if is_ddp:
+            via = DDP
+        elif is_distributed_class(module, "FSDPModule"):
+            via = FSDP
+        traced_module = self._make_traced_module(module, plan, via)
+        traced_module.dim = self.session.config.batch_dim
+        traced_module.module_device = ModuleDevice(module)
         if plan.mode == SINGLE:
-            site.stages = make_stage_tracer(module.module if ddp else module, self.session)
-            if site.stages is not None:
-                site.gpus = gpus_of(site.stages.devices)
-            site.plain = site.stages is None and not holds_data_parallel(module)
-        return site
+            traced_module.stages = make_stage_tracer(module.module if is_ddp else module, self.session)
+            if traced_module.stages is not None:
+                traced_module.gpus = gpus_of(traced_module.stages.devices)
+            traced_module.is_plain = traced_module.stages is None and not holds_data_parallel(module)
+        return traced_module
 
-    def of_wrapper(self, module: object) -> TracedModule:
-        """Make the site of a DataParallel."""
-        site = self._make_traced_module(module, self.modes.plan_wrapper(module), class_name(module))
-        site.dim = self.modes.dim_of(module) or 0
-        site.own = overridden_methods(type(module))
-        return site
+    def make_for_wrapper(self, module: object) -> TracedModule:
+        """Plan the calls of a DataParallel."""
+        traced_module = self._make_traced_module(module, self.modes.plan_wrapper(module), class_name(module))
+        traced_module.dim = self.modes.dim_of(module) or 0
+        traced_module.overridden_names = overridden_methods(type(module))
+        return traced_module
 
-    def functional(self, module: object, given: tuple[object, ...]) -> FunctionalStandIn:
-        """Return the stand-in for a module passed to `data_parallel`. `given`: devices, output device and dim."""
-        found = self._functionals.get(id(module))
-        if found is None or found.given != given or found.module is not module:
-            if len(self._functionals) >= MAX_SITES:
-                self._functionals.clear()
-            found = self._functionals[id(module)] = FunctionalStandIn(module, given)
-        return found
+    def stand_in_for(self, module: object, placement: tuple[object, ...]) -> FunctionalStandIn:
+        """Return the stand-in for a module passed to `data_parallel`. `placement`: devices, output device and dim."""
+        stand_in = self._stand_ins.get(id(module))
+        if stand_in is None or stand_in.placement != placement or stand_in.module is not module:
+            if len(self._stand_ins) >= MAX_MODULES:
+                self._stand_ins.clear()
+            stand_in = self._stand_ins[id(module)] = FunctionalStandIn(module, placement)
+        return stand_in
 
-    def of_functional(self, functional: FunctionalStandIn) -> TracedModule:
-        """Make the site of a module passed to `data_parallel`."""
-        module = functional.module
-        site = self._make_traced_module(
-            functional, self.modes.plan_functional(module, functional.given[0]), "data_parallel"
-        )
-        site.dim = functional.given[2]
-        site.place = ModuleDevice(module)
-        return site
+    def make_for_stand_in(self, stand_in: FunctionalStandIn) -> TracedModule:
+        """Plan the calls of a module passed to `data_parallel`."""
+        module, (device_ids, _, dim) = stand_in.module, stand_in.placement
+        plan = self.modes.plan_functional(module, device_ids)
+        traced_module = self._make_traced_module(stand_in, plan, "data_parallel")
+        traced_module.dim = dim
+        traced_module.module_device = ModuleDevice(module)
+        return traced_module
 
     def _make_traced_module(self, module: object, plan: CallPlan, via: str | None) -> TracedModule:
-        key, known = id(module), self.known
-        return TracedModule(module, plan, via, lambda _: known.pop(key, None))
+        """Make a TracedModule that is removed when its module is freed."""
+        key, modules_by_id = id(module), self.modules_by_id
+        return TracedModule(module, plan, via, lambda _: modules_by_id.pop(key, None))
 
-    def register(self, site: TracedModule) -> TracedModule | None:
-        """Name the site, and register it for all threads; None if its layout cannot be written."""
-        module = site.module()
+    def register(self, traced_module: TracedModule) -> TracedModule | None:
+        """Name a traced module, register it for all threads, and return it; None if its layout cannot be written."""
+        module = traced_module.module_ref()
         model = module.module if isinstance(module, FunctionalStandIn) else module
-        site.root, site.number = self.models.name_and_number(model)
-        device = None if site.place is None else site.place.device
-        site.moves = device is not None and (device.type != "cpu" or cuda_may_be_used())
-        site.head = self.span_head(site, site.plan)
-        self.modes.record_plan(site.root, site.plan)
-        if site.gpus:
-            self.on_gpus()
-        self.known.pop(id(module), None)
-        if not site.head >> SITE_AT:
+        traced_module.model_name, traced_module.model_number = self.model_names.name_and_number(model)
+        device = None if traced_module.module_device is None else traced_module.module_device.device
+        traced_module.may_have_moved = device is not None and (device.type != "cpu" or cuda_may_be_used())
+        traced_module.layout_bits = self.encode_layout(traced_module, traced_module.plan)
+        self.modes.record_plan(traced_module.model_name, traced_module.plan)
+        if traced_module.gpus:
+            self.on_gpu_call()
+        self.modules_by_id.pop(id(module), None)
+        if not traced_module.layout_bits >> SITE_AT:
             return None
-        if len(self.known) >= MAX_SITES:
-            self.known.clear()
-        self.known[id(module)] = site
-        self.on_site()
-        return site
+        if len(self.modules_by_id) >= MAX_MODULES:
+            self.modules_by_id.clear()
+        self.modules_by_id[id(module)] = traced_module
+        self.on_new_module()
+        return traced_module
 
-    def splits_itself(self, root: TracedModule) -> None:
-        """Note that a bare root's forward itself runs a part of the root data-parallel: the root cannot be split."""
-        module = root.module()
+    def note_splits_itself(self, root: TracedModule) -> None:
+        """Note that the forward of a bare root runs a part of it data-parallel, so that the root cannot be split."""
+        module = root.module_ref()
         if module is not None and not self.modes.splits_itself(module, True):
-            self.known.pop(id(module), None)  # its next call is planned again
+            self.modules_by_id.pop(id(module), None)  # its next call is planned again
 
     # ---------------------------------------------------------------- layouts
 
-    def span_head(self, site: TracedModule, plan: CallPlan) -> int:
-        """Return layout and flags for the span of a call by this plan. The layout is 0 if it cannot be written."""
-        devices = plan.devices if site.stages is None else site.stages.devices
-        key = site.root, site.via, devices, tuple(site.absent.items()), plan.on_cpu, site.number, site.dim
-        number = self.session.define(key, lambda: _describe_layout(site, plan))
+    def encode_layout(self, traced_module: TracedModule, plan: CallPlan) -> int:
+        """Return layout and flags as bits for the span of a call by this plan. The layout is 0 if it is not written."""
+        name, number, via = traced_module.model_name, traced_module.model_number, traced_module.via
+        devices = plan.devices if traced_module.stages is None else traced_module.stages.devices
+        key = name, via, devices, tuple(traced_module.absent.items()), plan.on_cpu, number, traced_module.dim
+        definition = self.session.define(key, lambda: _describe_layout(traced_module, plan))
         flags = Flag.DP if plan.mode == DP else Flag.SINGLE
-        if plan.virtual is not None and plan.mode == DP:
+        if plan.virtual_devices is not None and plan.mode == DP:
             flags |= Flag.VIRTUAL
-        return number << SITE_AT | flags << FLAGS_AT
+        return definition << SITE_AT | flags << FLAGS_AT
 
 
-def _describe_layout(site: TracedModule, plan: CallPlan) -> dict[str, object]:
+def _describe_layout(traced_module: TracedModule, plan: CallPlan) -> dict[str, object]:
+    """Return the definition of a layout: devices and mode of the calls of one module, and why fields are absent."""
     devices, absent = plan.devices, {"device_ms": _HOST_ONLY if plan.on_cpu else _NO_EVENTS}
-    if site.stages is not None:
-        devices, absent = site.stages.devices, site.stages.absent
-    absent = {**absent, **_NOT_APART.get(site.via or "", {})}
-    layout = {"root": site.root, "via": site.via, "devices": list(devices), "absent": {**absent, **site.absent}}
-    return {**layout, "module": site.number, "dim": site.dim}
+    if traced_module.stages is not None:
+        devices, absent = traced_module.stages.devices, traced_module.stages.absent
+    absent = {**absent, **_UNSEPARATED.get(traced_module.via or "", {}), **traced_module.absent}
+    layout = {"root": traced_module.model_name, "via": traced_module.via, "devices": list(devices), "absent": absent}
+    return {**layout, "module": traced_module.model_number, "dim": traced_module.dim}
 
 
-def overridden_methods(kind: type) -> tuple[str, ...]:
+def overridden_methods(cls: type) -> tuple[str, ...]:
     """Return the names of the methods that a subclass of DataParallel overrides."""
     return tuple(
-        name for name in ("forward", "scatter", "replicate", "parallel_apply", "gather") if overrides(kind, name)
+        name for name in ("forward", "scatter", "replicate", "parallel_apply", "gather") if overrides(cls, name)
     )

@@ -1,4 +1,4 @@
-"""Communication between ranks: synchronized backward passes, and sampled collectives.
+"""Communication between ranks: sync passes, and sampled collectives.
 
 `gradient_sync`: when the gradients of DistributedDataParallel were ready. `collective_sampler`: when collectives are
 sampled; `kernels` see each collective of a sample, and `completion_poller` finds when it ended. Other parts of the

@@ -10,7 +10,7 @@ power of two: ranks with the same distance sample the same steps, and a rank wit
 them. In a loop without an optimizer, the time decides.
 
 A sample should hold one training step. `poll` checks it between steps. If it holds collectives but no backward pass has
-ended since the last look, the collectives come from an evaluation: the sample is discarded, and another sample follows
+ended since the last poll, the collectives come from an evaluation: the sample is discarded, and another sample follows
 the next optimizer step. After several discarded samples in a row, the next sample is kept as it is.
 """
 
@@ -45,9 +45,9 @@ APART_NS = 10_000_000_000
 TIMED_NS = 2_000_000_000
 """Least time before the first sample in a loop without an optimizer."""
 MAX_LOOKS = 64
-"""A sample ends after this many looks, even if no optimizer has stepped."""
+"""A sample ends after this many polls, even if no optimizer has stepped."""
 MAX_DISCARDED = 4
-"""Most samples discarded in a row. Without this limit, a loop with collectives but no backward pass between two looks
+"""How many samples are discarded in a row. Without a limit, a loop with collectives but no backward pass between polls
 would have all its samples discarded."""
 RETRY_NS = 50_000_000
 """Time until the next attempt to register or remove the kernels, if another thread was in torch.distributed."""
@@ -57,21 +57,21 @@ _BESIDE = "another thread of the process was in torch.distributed at every attem
 
 
 class CollectiveSampler:
-    """Samples the collectives of one process."""
+    """The sampler of one process's collectives."""
 
     def __init__(self, session: Session, recorder: SpanRecorder) -> None:
         self._session = session
         self._recorder = recorder
         self._sample = SampleCost()
-        self._ends = CompletionPoller(session, recorder, self._sample)
-        self._kernels = CollectiveKernels(session, recorder, self._ends, self._sample)
+        self._poller = CompletionPoller(session, recorder, self._sample)
+        self._kernels = CollectiveKernels(session, recorder, self._poller, self._sample)
         self.reset()
 
     def reset(self) -> None:
         """Set the initial state, also in a forked child."""
         self._sample.reset()
-        self._sample.on = False
-        self._ends.reset()
+        self._sample.is_on = False
+        self._poller.reset()
         self._kernels.reset()
         self._put_off = 0
         """Failed attempts to begin a sample since the last sample."""
@@ -79,9 +79,9 @@ class CollectiveSampler:
         """Whether there is a process group and torch has the functions needed."""
         self._given_up = False
         self._stepped = self._looks = 0
-        """Number of optimizer steps at the start of the sample; number of looks since then."""
+        """Number of optimizer steps at the start of the sample; number of polls since then."""
         self._backwards = 0
-        """Number of backward passes at the last look."""
+        """Number of backward passes at the last poll."""
         self._spoiled = False
         """Whether the sample holds collectives that do not belong to one training step."""
         self._discarded = 0
@@ -97,21 +97,22 @@ class CollectiveSampler:
         self._earliest = 0
         """When the next sample may be taken."""
         self._asked = 0
-        """Number of the last request acted upon."""
+        """Number of the last request that was handled."""
 
     # ---------------------------------------------------------------- between two steps
 
     def poll(self, now: int) -> int:
         """Begin or end a sample if it is time to; return when to call again (monotonic ns)."""
-        if self._ends.failed and not self._given_up:
+        if self._poller.failed and not self._given_up:
             self._give_up()
         if self._given_up:
             return NEVER
         try:
-            if self._sample.on:
+            if self._sample.is_on:
                 return self._end_if_over(now)
-            if not self._ready and not self._usable(now):
-                return NEVER if self._given_up else now + (SOON_NS if self._session.ring is None else WAIT_NS)
+            if not self._ready and not self._is_usable(now):
+                wait_ns = SOON_NS if self._session.ring is None else WAIT_NS
+                return NEVER if self._given_up else now + wait_ns
             asked = self._recorder.words[HeaderWord.SAMPLE]
             if asked != self._asked or self._is_time(now):
                 if not self._begin():
@@ -121,7 +122,7 @@ class CollectiveSampler:
                     return now + RETRY_NS
                 self._asked = asked
                 return 0
-            return 0 if self._is_discarded and not self._recorder.stepped else now + LOOK_NS
+            return 0 if self._is_discarded and not self._recorder.optimizer_steps else now + LOOK_NS
         except Exception as error:  # noqa: BLE001 - the training continues
             raise_from_signal(error)
             self._give_up()
@@ -133,43 +134,45 @@ class CollectiveSampler:
         self._given_up = True
         with suppress(Exception):
             self._kernels.remove()
-        self._sample.on = False
+        self._sample.is_on = False
 
-    def _usable(self, now: int) -> bool:
-        """Whether collectives can be recorded now."""
+    def _is_usable(self, now: int) -> bool:
+        """Return whether collectives can be recorded now."""
         distributed = torch.distributed
         if self._session.ring is None or not (distributed.is_available() and distributed.is_initialized()):
             return False
-        why = missing_torch_features() or (
+        reason = missing_torch_features() or (
             self._kernels.inherited and "the process was forked while its parent recorded collectives"
         )
-        if why:
+        if reason:
             self._given_up = True
-            self._record_no_sample_reason(now, why)
+            self._record_no_sample_reason(now, reason)
             return False
         recorder = self._recorder
         self._ready = True
-        self._last, self._last_stepped = now, recorder.stepped
+        self._last, self._last_stepped = now, recorder.optimizer_steps
         self._every = FIRST
         self._schedule_next()
         return True
 
-    def _record_no_sample_reason(self, now: int, why: str) -> None:
+    def _record_no_sample_reason(self, now: int, reason: str) -> None:
         """Record why there are no samples."""
-        site = self._session.define(("collectives", why), lambda: {"operation": None, "why": why})
-        self._recorder.put(Kind.COLLECTIVE | self._recorder.current_thread_state().head | site << SITE_AT, now, 0, 0)
+        definition = self._session.define(("collectives", reason), lambda: {"operation": None, "why": reason})
+        self._recorder.put(
+            Kind.COLLECTIVE | self._recorder.current_thread_state().thread_bits | definition << SITE_AT, now, 0, 0
+        )
 
     def _schedule_next(self) -> None:
         """Schedule a sample for the next number of optimizer steps that is a multiple of the distance."""
-        self._recorder.sample_at = (self._recorder.stepped // self._every + 1) * self._every
+        self._recorder.sample_step = (self._recorder.optimizer_steps // self._every + 1) * self._every
 
     def _is_time(self, now: int) -> bool:
         """Return whether to take a sample now. Before `_earliest`, move it to the next multiple of the distance."""
         recorder = self._recorder
-        if not recorder.stepped:
-            ready = recorder.backwards != self._backwards or not self._is_discarded
+        if not recorder.optimizer_steps:
+            ready = recorder.backward_passes != self._backwards or not self._is_discarded
             return ready and now >= max(self._earliest, self._last + TIMED_NS)
-        if recorder.stepped < recorder.sample_at:
+        if recorder.optimizer_steps < recorder.sample_step:
             return False
         if now < self._earliest:
             self._schedule_next()
@@ -177,11 +180,11 @@ class CollectiveSampler:
         return True
 
     def _begin(self) -> bool:
-        """Begin a sample; False if that is not possible now."""
-        began = monotonic_ns()
-        self._stepped, self._backwards = self._recorder.stepped, self._recorder.backwards
+        """Begin a sample; return False if that is not possible now."""
+        start_ns = monotonic_ns()
+        self._stepped, self._backwards = self._recorder.optimizer_steps, self._recorder.backward_passes
         self._spoiled = self._is_discarded = False
-        self._recorder.sample_at = self._stepped + 1  # check after this step, even after an interrupt
+        self._recorder.sample_step = self._stepped + 1  # check after this step, even after an interrupt
         self._looks = 0
         self._sample.reset()
         try:
@@ -190,26 +193,26 @@ class CollectiveSampler:
         except BaseException:
             self._kernels.remove()
             raise
-        self._sample.began = monotonic_ns()
-        self._sample.own_ns += self._sample.began - began
+        self._sample.start_ns = monotonic_ns()
+        self._sample.own_ns += self._sample.start_ns - start_ns
         self._put_off = 0
-        self._sample.on = True
+        self._sample.is_on = True
         return True
 
     def _end_if_over(self, now: int) -> int:
-        """End the sample if its step is over, or if it holds collectives of an evaluation."""
+        """End the sample if its step has ended, or if it holds an evaluation's collectives; return when to poll."""
         recorder = self._recorder
         self._looks += 1
         if not self._is_over():
-            trained = not recorder.has_run_backward or recorder.backwards != self._backwards
-            self._backwards = recorder.backwards
-            if not trained and not self._sample.launches:
-                self._sample.began, self._looks = now, 0  # it holds nothing yet
+            has_trained = not recorder.has_run_backward or recorder.backward_passes != self._backwards
+            self._backwards = recorder.backward_passes
+            if not has_trained and not self._sample.launches:
+                self._sample.start_ns, self._looks = now, 0  # it holds nothing yet
                 return 0
-            self._spoiled = self._spoiled or not trained
+            self._spoiled = self._spoiled or not has_trained
             if not self._would_discard() and self._looks < MAX_LOOKS:
                 return 0
-        recorder.sample_at = recorder.stepped + 1
+        recorder.sample_step = recorder.optimizer_steps + 1
         self._is_discarded = self._would_discard()
         if not self._end(now):
             self._spoiled = True  # it will hold more than a step
@@ -218,57 +221,57 @@ class CollectiveSampler:
         if self._is_discarded:
             self._discarded += 1
             self._earliest = now
-            return now + LOOK_NS if recorder.stepped else 0
+            return now + LOOK_NS if recorder.optimizer_steps else 0
         if not self._spoiled:
             self._discarded = 0
-        since, steps = now - self._last, recorder.stepped - self._last_stepped
-        self._last, self._last_stepped = now, recorder.stepped
-        self._earliest = now + max(APART_NS, 0 if recorder.stepped else int(self._spent / SHARE))
-        self._every = _steps_between_samples(self._spent, since, steps)
+        elapsed_ns, steps = now - self._last, recorder.optimizer_steps - self._last_stepped
+        self._last, self._last_stepped = now, recorder.optimizer_steps
+        self._earliest = now + max(APART_NS, 0 if recorder.optimizer_steps else int(self._spent / SHARE))
+        self._every = _steps_between_samples(self._spent, elapsed_ns, steps)
         self._spent = 0
         self._schedule_next()
         return now + LOOK_NS
 
     def _would_discard(self) -> bool:
-        """Whether the sample would be discarded if it ended now."""
+        """Return whether the sample would be discarded if it ended now."""
         return self._spoiled and self._discarded < MAX_DISCARDED
 
     def _is_over(self) -> bool:
-        """Whether the sampled step is over: after an optimizer step or, in a loop without one, a backward pass."""
+        """Return whether the sampled step has ended: by an optimizer step or, in a loop without it, a backward pass."""
         recorder = self._recorder
-        if recorder.stepped:
-            return recorder.stepped != self._stepped
-        return not recorder.has_run_backward or recorder.backwards != self._backwards
+        if recorder.optimizer_steps:
+            return recorder.optimizer_steps != self._stepped
+        return not recorder.has_run_backward or recorder.backward_passes != self._backwards
 
     def _end(self, now: int) -> bool:
-        """End the sample; False if that is not possible now."""
+        """End the sample; return False if that is not possible now."""
         if not self._kernels.remove():
             return False
-        self._sample.on = False
+        self._sample.is_on = False
         # Another thread may be launching a collective. If it is counted, it began before this time.
-        ended = monotonic_ns()
-        head = Kind.COLLECTIVE | self._recorder.current_thread_state().head
+        end_ns = monotonic_ns()
+        first_word = Kind.COLLECTIVE | self._recorder.current_thread_state().thread_bits
         if self._is_discarded:
-            head |= Flag.FAILED << FLAGS_AT
-        began = self._sample.began
-        self._recorder.put(head, began, ended - began, len(self._sample.launches))
+            first_word |= Flag.FAILED << FLAGS_AT
+        start_ns = self._sample.start_ns
+        self._recorder.put(first_word, start_ns, end_ns - start_ns, len(self._sample.launches))
         self._sample.own_ns += monotonic_ns() - now
         return True
 
     def at_exit(self) -> None:
         """End the current sample and the polling thread, which must not run while the interpreter ends."""
-        if self._sample.on:
+        if self._sample.is_on:
             self._is_discarded = self._would_discard() or not self._is_over()  # an unfinished step is discarded, too
             self._end(monotonic_ns())
         self._given_up = True
-        self._ends.stop()
+        self._poller.stop()
 
 
-def _steps_between_samples(spent: int, since: int, steps: int) -> int:
+def _steps_between_samples(cost_ns: int, elapsed_ns: int, steps: int) -> int:
     """Return the optimizer steps between two samples: a power of two, so that ranks sample the same steps.
 
-    `spent`: cost of the samples since the distance was last set (ns). `since`: time since then (ns). `steps`: optimizer
+    `cost_ns`: cost of the samples since the distance was last set. `elapsed_ns`: time since then. `steps`: optimizer
     steps since then.
     """
-    needed = max(spent / SHARE, APART_NS) * max(steps, 1) / max(since, 1)
+    needed = max(cost_ns / SHARE, APART_NS) * max(steps, 1) / max(elapsed_ns, 1)
     return min(max(1 << max(int(needed) - 1, 0).bit_length(), MIN_DISTANCE), MAX_DISTANCE)

@@ -1,4 +1,4 @@
-"""The ends of sampled collectives on the CPU.
+"""Finds when sampled collectives on the CPU end.
 
 A thread polls `is_completed` of each unfinished collective. It starts with the first one. It drops the Work object,
 which may hold tensors, on completion or after MAX_WAIT_NS. The thread never blocks on a collective, and it registers no
@@ -29,10 +29,10 @@ _DRAIN_S = 0.05
 
 
 class SampleCost:
-    """The number of collectives in the current sample, and the cost of the sample."""
+    """The collectives in the current sample, and the cost of the sample."""
 
     def __init__(self) -> None:
-        self.on = False
+        self.is_on = False
         """Whether a sample is running."""
         self.reset()
 
@@ -40,7 +40,7 @@ class SampleCost:
         """Clear the counts."""
         self.launches: list[None] = []
         """One entry for each collective. Threads that add entries at the same time lose none; a sum could lose some."""
-        self.began = 0
+        self.start_ns = 0
         """Start of the sample (monotonic ns)."""
         self.own_ns = self.polled_ns = 0
         """Time spent in the kernels of the collectives and in polling (ns)."""
@@ -55,14 +55,14 @@ class PendingCollective(NamedTuple):
 
     work: Any
     """The torch.distributed.Work of the collective."""
-    head: int
+    first_word: int
     """First word of its span."""
     start: int
     bytes: int
 
 
 class CompletionPoller:
-    """Waits for the ends of the collectives of one process, and writes their spans."""
+    """A poller that waits for the ends of one process's collectives, and writes their spans."""
 
     def __init__(self, session: Session, recorder: SpanRecorder, sample: SampleCost) -> None:
         self._session = session
@@ -79,66 +79,68 @@ class CompletionPoller:
         """Token of the polling thread. When it is replaced, the thread ends."""
         self._polling = False
         self._wake = allocate_lock()
-        """Released to rouse the polling thread. An interrupt in `set` could leave a threading.Event unusable."""
+        """Released to wake the polling thread. An interrupt in `set` could leave a threading.Event unusable."""
         self._wake.acquire()
 
-    def add(self, launched: PendingCollective) -> None:
+    def add(self, collective: PendingCollective) -> None:
         """Write the span of a collective once it has ended."""
-        self._new.append(launched)
+        self._new.append(collective)
         if self._polling:
             self._wake_thread()
         else:  # the thread sets `_polling`: if it were set here, an interrupt could leave it true without a thread
             start_thread(self._poll, self._life)
 
     def _wake_thread(self) -> None:
-        """Rouse the polling thread, now or when it is about to wait."""
-        with suppress(RuntimeError):  # it is roused already
+        """Wake the polling thread, now or when it is about to wait."""
+        with suppress(RuntimeError):  # it is already awake
             self._wake.release()
 
-    def _poll(self, life: object) -> None:
+    def _poll(self, token: object) -> None:
         """Poll the unfinished collectives until `stop`, or until this process is forked."""
         self._polling = True
-        waiting: list[PendingCollective] = []
-        new, before = self._new, thread_time_ns()
+        pending: list[PendingCollective] = []
+        new_collectives, before = self._new, thread_time_ns()
         try:
-            while self._life is life:
-                while new:
+            while self._life is token:
+                while new_collectives:
                     with suppress(IndexError):  # two polling threads may run for a moment
-                        waiting.append(new.popleft())
-                waiting = [launched for launched in waiting if not self._write_if_done(launched)]
-                spent, before = before, thread_time_ns()
-                self._sample.polled_ns += before - spent
-                if waiting:
-                    sleep(min(max((monotonic_ns() - waiting[-1].start) / 20e9, _SHORTEST_S), _LONGEST_S))
+                        pending.append(new_collectives.popleft())
+                pending = [collective for collective in pending if not self._write_if_done(collective)]
+                before_ns, before = before, thread_time_ns()
+                self._sample.polled_ns += before - before_ns
+                if pending:
+                    sleep(min(max((monotonic_ns() - pending[-1].start) / 20e9, _SHORTEST_S), _LONGEST_S))
                 else:
                     self._wake.acquire()
-            for launched in waiting:
-                self._write(launched, Unended.ENDED)
+            for collective in pending:
+                self._write(collective, Unended.ENDED)
         except Exception as error:  # noqa: BLE001 - only ends are lost
             self.failed = True
             self._session.count_error("collectives of a step", error, fatal=False)
         self._polling = False
         self._wake_thread()  # wakes the other polling thread, if two were started
 
-    def _write_if_done(self, launched: PendingCollective) -> bool:
+    def _write_if_done(self, collective: PendingCollective) -> bool:
         """Write the span of a collective if it has ended or the wait is too long; return whether it was written."""
-        if launched.work.is_completed():
-            self._recorder.put(launched.head, launched.start, monotonic_ns() - launched.start, launched.bytes)
+        if collective.work.is_completed():
+            self._recorder.put(
+                collective.first_word, collective.start, monotonic_ns() - collective.start, collective.bytes
+            )
             return True
-        if monotonic_ns() - launched.start < MAX_WAIT_NS:
+        if monotonic_ns() - collective.start < MAX_WAIT_NS:
             return False
-        self._write(launched, Unended.LATE)
+        self._write(collective, Unended.LATE)
         return True
 
-    def _write(self, launched: PendingCollective, why: int) -> None:
-        self._recorder.put(launched.head | Flag.UNENDED << FLAGS_AT, launched.start, why, launched.bytes)
+    def _write(self, collective: PendingCollective, reason: int) -> None:
+        self._recorder.put(collective.first_word | Flag.UNENDED << FLAGS_AT, collective.start, reason, collective.bytes)
 
     def stop(self) -> None:
         """End the polling thread and wait briefly for it: it must not run while the interpreter ends."""
         self._life = object()
         self._wake_thread()
-        until = monotonic_ns() + int(_DRAIN_S * 1e9)
-        while self._polling and monotonic_ns() < until:
+        deadline_ns = monotonic_ns() + int(_DRAIN_S * 1e9)
+        while self._polling and monotonic_ns() < deadline_ns:
             sleep(_SHORTEST_S)
         while self._new:  # the thread has not run since they were launched
             with suppress(IndexError):

@@ -1,4 +1,4 @@
-"""The kernels that see each collective of a sampled step.
+"""Registers the kernels that see each collective of a sampled step.
 
 Python kernels for the operators of `c10d` are registered at the dispatch key BackendSelect for one sampled step, and
 removed after it. That key comes after autograd and before the backends. So the kernels see all collectives that
@@ -41,15 +41,15 @@ _c10d: Any = getattr(torch._C, "_distributed_c10d", None)  # None in a build wit
 
 
 class OperatorArguments(NamedTuple):
-    """Meaning of the arguments of an operator."""
+    """The meaning of an operator's arguments."""
 
     name: str
     """Name in records."""
-    group: int
+    group_argument: int
     """Index of the process group."""
-    counted: int
+    sized_argument: int
     """Index of the tensors that give the size of the collective, by the convention of nccl-tests."""
-    by_ranks: bool = False
+    counts_ranks: bool = False
     """Whether these tensors are one rank's part: the size is then their bytes times the number of ranks."""
 
 
@@ -67,8 +67,8 @@ OPERATORS = {
     "reduce_scatter_tensor_coalesced_": OperatorArguments("reduce_scatter", 2, 1),
     "alltoall_": OperatorArguments("all_to_all", 2, 1),
     "alltoall_base_": OperatorArguments("all_to_all", 2, 1),
-    "gather_": OperatorArguments("gather", 2, 1, by_ranks=True),
-    "scatter_": OperatorArguments("scatter", 2, 0, by_ranks=True),
+    "gather_": OperatorArguments("gather", 2, 1, counts_ranks=True),
+    "scatter_": OperatorArguments("scatter", 2, 0, counts_ranks=True),
     "barrier": OperatorArguments("barrier", 1, 0),
     "monitored_barrier_": OperatorArguments("barrier", 1, 0),
 }
@@ -76,7 +76,7 @@ OPERATORS = {
 
 
 class _ProcessGroup(NamedTuple):
-    """Facts about a process group."""
+    """A process group as it is described in records."""
 
     name: str
     size: int
@@ -89,10 +89,10 @@ class _ProcessGroup(NamedTuple):
 class CollectiveKernels:
     """The kernels of one process; they record each collective that is launched during a sample."""
 
-    def __init__(self, session: Session, recorder: SpanRecorder, ends: CompletionPoller, sample: SampleCost) -> None:
+    def __init__(self, session: Session, recorder: SpanRecorder, poller: CompletionPoller, sample: SampleCost) -> None:
         self._session = session
         self._recorder = recorder
-        self._ends = ends
+        self._poller = poller
         self._sample = sample
         self.reset()
 
@@ -110,15 +110,15 @@ class CollectiveKernels:
         """By process group and type of the device, for one sample."""
 
     def register(self) -> bool:
-        """Register the kernels; False if that is not possible now."""
+        """Register the kernels; return False if that is not possible now."""
         return self._change_registration(self._register)
 
     def remove(self) -> bool:
-        """Remove the kernels; False if that is not possible now."""
+        """Remove the kernels; return False if that is not possible now."""
         return self._change_registration(self._remove)
 
     def _change_registration(self, change: Callable[[], None]) -> bool:
-        """Register or remove the kernels; False if another thread may launch a collective at the same time.
+        """Register or remove the kernels; return False if another thread may launch a collective at the same time.
 
         torch's table of kernels must not change while another thread reads it. So no other thread runs Python code
         here, and no other thread may already be in torch.distributed. If another thread launches a collective during a
@@ -141,12 +141,12 @@ class CollectiveKernels:
     def _register(self) -> None:
         library: Any = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
         self._library = library
-        below = torch._C._dispatch_keyset_full_after(_KEY)
+        lower_keys = torch._C._dispatch_keyset_full_after(_KEY)
         for name, operator in OPERATORS.items():
             packet = getattr(torch.ops.c10d, name, None)
             if packet is None or torch._C._dispatch_has_kernel_for_dispatch_key(f"c10d::{name}", "BackendSelect"):
                 continue  # another version of torch, or a kernel of the script
-            kernel = self._kernel(packet.default, operator, below)
+            kernel = self._kernel(packet.default, operator, lower_keys)
             library.impl(name, kernel, "BackendSelect", with_keyset=True)
 
     def _remove(self) -> None:
@@ -155,25 +155,25 @@ class CollectiveKernels:
             self._library = None
         self._groups.clear()
 
-    def _kernel(self, op: Any, operator: OperatorArguments, below: object) -> Function:
-        redispatch, clock, fault = op.redispatch, monotonic_ns, self._session.count_error
+    def _kernel(self, overload: Any, operator: OperatorArguments, lower_keys: object) -> Function:
+        redispatch, clock, count_error = overload.redispatch, monotonic_ns, self._session.count_error
 
         def kernel(keyset: Any, *args: object, **kwargs: object) -> object:
-            began = clock()
+            start_ns = clock()
             try:
                 self._within += 1
                 try:
-                    result = redispatch(keyset & below, *args, **kwargs)
+                    result = redispatch(keyset & lower_keys, *args, **kwargs)
                 finally:
                     self._within -= 1
                 launches = self._sample.launches  # another thread may end this sample, or begin one, at any time
-                if self._sample.on and began >= self._sample.began:
-                    launched = clock()
+                if self._sample.is_on and start_ns >= self._sample.start_ns:
+                    launch_ns = clock()
                     try:
-                        self._launched(operator, args, result, began, launched, launches)
+                        self._record_launch(operator, args, result, start_ns, launch_ns, launches)
                     except Exception as error:  # noqa: BLE001 - the collective is already launched
-                        fault("collectives of a step", error, fatal=False)
-                    self._sample.own_ns += clock() - launched
+                        count_error("collectives of a step", error, fatal=False)
+                    self._sample.own_ns += clock() - launch_ns
                 return result
             except BaseException as error:
                 drop_frames(error)
@@ -182,55 +182,55 @@ class CollectiveKernels:
 
         return kernel
 
-    def _launched(
+    def _record_launch(
         self,
         operator: OperatorArguments,
         args: tuple[object, ...],
         result: object,
-        began: int,
-        now: int,
+        start_ns: int,
+        launch_ns: int,
         launches: list[None],
     ) -> None:
         """Record a collective that was just launched, and count it in `launches`."""
         recorder = self._recorder
-        me = recorder.threads.get(get_ident()) or recorder.current_thread_state()
+        thread = recorder.threads.get(get_ident()) or recorder.current_thread_state()
         with torch._C.DisableTorchFunction():  # hides our reads from the script's modes
-            tensors = _flatten_tensors(args[operator.counted])
-            first = tensors[0] if tensors else _flatten_tensors(args[1 - operator.counted])[0]
+            tensors = _flatten_tensors(args[operator.sized_argument])
+            first = tensors[0] if tensors else _flatten_tensors(args[1 - operator.sized_argument])[0]
             device, dtype = first.device.type, first.dtype
             if device == "meta":
                 return  # torch.compile only traces the function
             size = sum([tensor.nbytes for tensor in tensors])
-        group = self._group(args[operator.group], device)
+        group = self._group(args[operator.group_argument], device)
         if operator.name == "barrier":
             size = 0  # its tensor only selects the device
-        elif operator.by_ranks:
+        elif operator.counts_ranks:
             size *= group.size
-        if me is not recorder.training_thread and recorder.training_thread is not None:
+        if thread is not recorder.training_thread and recorder.training_thread is not None:
             # With GPUs, autograd launches the collectives of a backward pass on its own threads.
-            self._shared = self._shared or recorder.kinds[recorder.training_thread.number] != Kind.BACKWARD
+            self._shared = self._shared or recorder.open_kinds[recorder.training_thread.number] != Kind.BACKWARD
         launches.append(None)
-        site = self._site(operator.name, group, device, dtype)
-        if not site:
+        definition = self._site(operator.name, group, device, dtype)
+        if not definition:
             return
-        head = Kind.COLLECTIVE | me.head | me.inside << INSIDE_AT | site << SITE_AT
+        first_word = Kind.COLLECTIVE | thread.thread_bits | thread.open_kind << INSIDE_AT | definition << SITE_AT
         work = result[-1] if isinstance(result, (tuple, list)) else result
         if work is None:  # the operator waits for the result itself
-            recorder.put(head, began, now - began, size)
+            recorder.put(first_word, start_ns, launch_ns - start_ns, size)
         elif device != "cpu" or (operator.name, group.backend) == ("reduce_scatter", "gloo"):
-            why = Unended.ON_DEVICE if device != "cpu" else Unended.NEVER_REPORTED
-            recorder.put(head | Flag.UNENDED << FLAGS_AT, began, why, size)
+            reason = Unended.ON_DEVICE if device != "cpu" else Unended.NEVER_REPORTED
+            recorder.put(first_word | Flag.UNENDED << FLAGS_AT, start_ns, reason, size)
         else:
             work = _c10d.Work.unbox(work)
             if work.is_completed():
-                recorder.put(head, began, now - began, size)
+                recorder.put(first_word, start_ns, launch_ns - start_ns, size)
             else:
-                self._ends.add(PendingCollective(work, head, began, size))
+                self._poller.add(PendingCollective(work, first_word, start_ns, size))
 
-    def _group(self, boxed: object, device: str) -> _ProcessGroup:
-        group = _c10d.ProcessGroup.unbox(boxed)
-        found = self._groups.get((group, device))
-        if found is None:
+    def _group(self, boxed_group: object, device: str) -> _ProcessGroup:
+        group = _c10d.ProcessGroup.unbox(boxed_group)
+        process_group = self._groups.get((group, device))
+        if process_group is None:
             size = group.size()
             ranks = backend = None
             if size != torch.distributed.get_world_size() and size <= MAX_RANKS:
@@ -238,28 +238,28 @@ class CollectiveKernels:
                     ranks = tuple(torch.distributed.get_process_group_ranks(group))
             with suppress(RuntimeError):
                 backend = str(group._get_backend(torch.device(device)).name())
-            found = self._groups[group, device] = _ProcessGroup(str(group.group_name), size, ranks, backend)
-        return found
+            process_group = self._groups[group, device] = _ProcessGroup(str(group.group_name), size, ranks, backend)
+        return process_group
 
     def _site(self, operation: str, group: _ProcessGroup, device: str, dtype: object) -> int:
         key = "collective", operation, group, device, dtype
 
         def spell() -> dict[str, object]:
             ranks = None if group.ranks is None else list(group.ranks)
-            kind = str(dtype).removeprefix("torch.")
+            dtype_name = str(dtype).removeprefix("torch.")
             facts = {"operation": operation, "group": group.name, "size": group.size, "ranks": ranks}
-            return {**facts, "dtype": kind, "backend": group.backend, "device": device}
+            return {**facts, "dtype": dtype_name, "backend": group.backend, "device": device}
 
         return self._session.define(key, spell)
 
 
 def _others_communicate() -> bool:
-    """Whether another thread is in torch.distributed, and may launch a collective at any time."""
-    me = get_ident()
+    """Return whether another thread is in torch.distributed, and may launch a collective at any time."""
+    thread = get_ident()
     return any(
         frame.f_code.co_filename.startswith(_DISTRIBUTED)
         for ident, innermost in sys._current_frames().items()
-        if ident != me
+        if ident != thread
         for frame in iter_callers(innermost)
     )
 

@@ -1,1 +1,1 @@
-"""What all parts of the tracer use: the process's record, frames, and objects of the script."""
+"""The parts that all of the tracer uses: the process's record, frames, and objects of the script."""

@@ -12,22 +12,22 @@ from typing import Any
 from dpmon.record.shared_names import shorten_name
 
 _LIBRARY = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
-_OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
-_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+_DPMON = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
+_PACKAGE_FOLDERS = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
-_PLAIN = (str, bytes, int, float, bool, type(None))
+_SAFE_TYPES = (str, bytes, int, float, bool, type(None))
 # Python's own descriptors: no attribute or metaclass of the script can hide them.
 _ARGS: Any = BaseException.__dict__["args"]
-_FILE_NAMES: Any = (OSError.__dict__["filename"], OSError.__dict__["filename2"])
-_NAME: Any = type.__dict__["__name__"]
+_OS_ERROR_FILES: Any = (OSError.__dict__["filename"], OSError.__dict__["filename2"])
+_CLASS_NAME: Any = type.__dict__["__name__"]
 _MRO: Any = type.__dict__["__mro__"]
-_MEMBERS: Any = type.__dict__["__dict__"]
+_CLASS_MEMBERS: Any = type.__dict__["__dict__"]
 
-_IN_TRACEBACK = re.compile(r'^ *File "([^"\n]+)", line (\d{1,9})', re.MULTILINE)
+_TRACEBACK_LINE = re.compile(r'^ *File "([^"\n]+)", line (\d{1,9})', re.MULTILINE)
 MAX_CHARACTERS = 300
 MAX_PATH = 1000
-"""Longest file name in a note, because a note is cut off at a fixed length."""
-_NOTHING_LEFT = (
+"""Maximum length of a file name in a note, because notes are truncated."""
+_STOP_ITERATION_ADVICE = (
     "(next() found nothing: a replica has no parameters, so take device and dtype from an input,"
     " not from next(self.parameters()))"
 )
@@ -35,52 +35,61 @@ _NOTHING_LEFT = (
 
 
 def one_line_text(error: BaseException | str) -> str:
-    """Return class and first line of an error, or of the original error if `error` repeats it with a traceback.
+    """Return the class and the first line of an error. If `error` repeats another one with a traceback, use that one.
 
     The first line of a torch error is the message; the rest is advice. parallel_apply raises a replica's error again,
     with a text that begins with "Caught ..." and contains the whole traceback.
     """
-    kind = type(error).__name__
+    class_name = type(error).__name__
     lines = str(error).strip().splitlines() or [""]
-    indented = [number for number, line in enumerate(lines) if line.startswith(" ")]
-    repeats = lines[0].startswith("Caught ") and bool(indented)
-    text = lines[min(indented[-1] + 1, len(lines) - 1) if repeats else 0]
-    name, _, message = text.partition(": ") if repeats else (kind, "", text)
-    if repeats and name.rpartition(".")[2] != kind:
-        name, message = kind, text
+    name, message = class_name, lines[0]
+    indented = [index for index, line in enumerate(lines) if line.startswith(" ")]
+    if message.startswith("Caught ") and indented:
+        message = lines[min(indented[-1] + 1, len(lines) - 1)]  # the line after the traceback
+        repeated_name, _, repeated_message = message.partition(": ")
+        if repeated_name.rpartition(".")[-1] == class_name:
+            name, message = repeated_name, repeated_message
     if message:
         return f"{name}: {message}"[:MAX_CHARACTERS]
-    return f"{name} {_NOTHING_LEFT if kind == 'StopIteration' else 'without a message'}"
+    return f"{name} {_STOP_ITERATION_ADVICE if class_name == 'StopIteration' else 'without a message'}"
 
 
 def describe_uncaught(rank: int | None) -> str | None:
-    """Return the entry of endings.log for the exception that ends this process: class name, then JSON; or None."""
-    kind = getattr(sys, "last_type", None)
-    if kind is None:
+    """Return the entry of endings.log for this process's uncaught exception: class name, then JSON; None without it."""
+    exception_class = getattr(sys, "last_type", None)
+    if exception_class is None:
         return None
     value = getattr(sys, "last_value", None)
-    name, message = _NAME.__get__(kind), _message(value)
-    place = _script_location(getattr(sys, "last_traceback", None))
-    repeated = _parse_spawn_exception(name, value)
-    if repeated is not None:
-        name, message, rank, place = repeated
-    facts: dict[str, object] = {"message": message, "rank": rank}
-    if place is not None and len(place[0]) <= MAX_PATH:
-        facts["file"], facts["line"] = place
-    return f"{shorten_name(''.join(name.split()))} {json.dumps(facts)}"
+    name, message = _CLASS_NAME.__get__(exception_class), _message(value)
+    location = _script_location(getattr(sys, "last_traceback", None))
+    spawned = _parse_spawn_exception(name, value)
+    if spawned is not None:
+        name, message, rank, location = spawned
+    details: dict[str, object] = {"message": message, "rank": rank}
+    if location is not None:
+        file, line = location
+        if len(file) <= MAX_PATH:
+            details["file"], details["line"] = file, line
+    return f"{shorten_name(''.join(name.split()))} {json.dumps(details)}"
 
 
-def _parse_spawn_exception(kind: str, value: object) -> tuple[str, str, int | None, tuple[str, int] | None] | None:
-    """Return class, message, rank and place of a rank's exception that torch.multiprocessing.spawn repeats as text."""
-    arguments = _ARGS.__get__(value) if isinstance(value, Exception) else ()
-    if kind != "ProcessRaisedException" or not arguments or type(arguments[0]) is not str:
+def _parse_spawn_exception(
+    class_name: str, value: object
+) -> tuple[str, str, int | None, tuple[str, int] | None] | None:
+    """Return class, message, rank and location of an exception that torch's spawn repeats as text; None for others."""
+    if class_name != "ProcessRaisedException" or not isinstance(value, Exception):
         return None
-    lines = arguments[0].strip().splitlines()
+    arguments = _ARGS.__get__(value)
+    text = arguments[0] if arguments else None
+    if type(text) is not str:
+        return None
+    lines = text.strip().splitlines()
     name, _, message = (lines[-1] if lines else "").partition(": ")
-    places = [(file, int(line)) for file, line in _IN_TRACEBACK.findall(arguments[0]) if _is_script(file)]
+    locations = [(file, int(line)) for file, line in _TRACEBACK_LINE.findall(text) if _is_script(file)]
     index = getattr(value, "error_index", None)  # set by torch's class
     rank = index if type(index) is int else None
-    return name.rpartition(".")[2] or kind, message[:MAX_CHARACTERS], rank, places[-1] if places else None
+    location = locations[-1] if locations else None
+    return name.rpartition(".")[-1] or class_name, message[:MAX_CHARACTERS], rank, location
 
 
 def _message(error: BaseException | None) -> str:
@@ -92,36 +101,36 @@ def _message(error: BaseException | None) -> str:
         return ""
     values = [*_ARGS.__get__(error)]
     if isinstance(error, OSError):
-        values += [part.__get__(error) for part in _FILE_NAMES]
+        values += [descriptor.__get__(error) for descriptor in _OS_ERROR_FILES]
     lines = str(error).strip().splitlines() if all(map(_has_safe_str, values)) else []
     return lines[0][:MAX_CHARACTERS] if lines else ""
 
 
-def _has_builtin_str(kind: type) -> bool:
-    """Whether the `__str__` of a class is built in."""
+def _has_builtin_str(cls: type) -> bool:
+    """Return whether the `__str__` of a class is built in."""
     # The look-up avoids getattr, because a metaclass or descriptor of the script may run its own code.
-    members = (_MEMBERS.__get__(base) for base in _MRO.__get__(kind))
-    return type(next(found["__str__"] for found in members if "__str__" in found)) is WrapperDescriptorType
+    tables = (_CLASS_MEMBERS.__get__(base) for base in _MRO.__get__(cls))
+    return type(next(members["__str__"] for members in tables if "__str__" in members)) is WrapperDescriptorType
 
 
 def _has_safe_str(value: object) -> bool:
-    """Whether only Python's own code runs when a value is printed as an argument of an exception."""
+    """Return whether only Python's own code runs when a value is printed as an argument of an exception."""
     if type(value) is tuple:
         return all(map(_has_safe_str, value))
-    return type(value) in _PLAIN
+    return type(value) in _SAFE_TYPES
 
 
 def _is_script(file: str) -> bool:
-    """Whether a file belongs to the script, not to an installed package or Python's library."""
-    return not (file.startswith((_LIBRARY, _OURS, "<")) or any(part in file for part in _INSTALLED))
+    """Return whether a file belongs to the script, not to an installed package or Python's library."""
+    return not (file.startswith((_LIBRARY, _DPMON, "<")) or any(folder in file for folder in _PACKAGE_FOLDERS))
 
 
 def _script_location(traceback: TracebackType | None) -> tuple[str, int] | None:
-    """Return file and number of the innermost line of the script itself; None if there is none."""
-    found = None
+    """Return file and line number of the innermost frame of the script itself; None if there is none."""
+    location = None
     while traceback is not None:
         file = traceback.tb_frame.f_code.co_filename
         if _is_script(file):
-            found = os.path.abspath(file), traceback.tb_lineno
+            location = os.path.abspath(file), traceback.tb_lineno
         traceback = traceback.tb_next
-    return found
+    return location

@@ -12,16 +12,17 @@ from time import monotonic_ns
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
-_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_TRACER_DIRECTORY = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 Function = Callable[..., Any]
 """A function of torch or of the script."""
-OF_CALLS = tuple(
-    os.path.join(_HERE, "calls", f"{name}.py") for name in ("call_wrapper", "split", "primitives", "roots")
+CALL_FILES = tuple(
+    os.path.join(_TRACER_DIRECTORY, "calls", f"{name}.py")
+    for name in ("call_wrapper", "split_calls", "primitives", "roots")
 )
 """Files with functions that are on the stack while a call is traced."""
 _UNCOUNTED: dict[CodeType, CodeType] = {}
 """Old and new code of the functions that were passed to `uncounted`."""
-_KEEPS_TRACEBACK = sys.version_info < (3, 11)
+_RAISE_RESTORES_TRACEBACK = sys.version_info < (3, 11)
 """Whether a bare `raise` restores the traceback that was caught, and so undoes a change of `__traceback__`."""
 
 
@@ -35,28 +36,30 @@ def iter_callers(frame: FrameType | None) -> Iterator[FrameType]:
 def first_argument(frame: FrameType) -> object:
     """Return the value of a running function's first argument; None if it has no arguments.
 
-    Before Python 3.13, the frame keeps the dict that `f_locals` returns. The dict would hold every variable of the
-    function until it returns, even deleted variables. So it is emptied again, unless the script got the same dict from
-    `locals()` or a debugger will write it back.
+    Before Python 3.13, the frame keeps the dict that `f_locals` returns. The dict would keep every variable of the
+    function alive until it returns, even deleted variables. So it is emptied again, unless the script got the same dict
+    from `locals()` or a debugger will write it back.
     """
     code = frame.f_code
     if not code.co_argcount or not code.co_flags & CO_OPTIMIZED:
         return None
     values: Any = frame.f_locals
-    found = values.get(code.co_varnames[0])
+    value = values.get(code.co_varnames[0])
     if type(values) is dict and sys.getrefcount(values) <= 3 and sys.gettrace() is None:
         values.clear()
-    return found
+    return value
 
 
 def drop_frames(error: BaseException) -> None:
-    """Remove our frames from the head of an exception's traceback; the caller raises it again.
+    """Remove our frames from the start of an exception's traceback. The caller then raises the exception again.
 
     The remaining frames still refer to ours (`f_back`). `traceback.clear_frames` no longer reaches our frames, so the
     objects in them would live as long as the exception. Therefore this function clears the frames that have ended. The
-    caller still runs, so it sets its own variables to None.
+    caller is still running, so it must set its own variables to None.
     """
-    while (entry := error.__traceback__) is not None and entry.tb_frame.f_code.co_filename.startswith(_HERE):
+    while (entry := error.__traceback__) is not None:
+        if not entry.tb_frame.f_code.co_filename.startswith(_TRACER_DIRECTORY):
+            break
         with suppress(RuntimeError):  # the frame of the caller, or of its callers, still runs
             entry.tb_frame.clear()
         drop_outermost(error)
@@ -70,11 +73,11 @@ def drop_outermost(error: BaseException) -> None:
     entry = error.__traceback__
     if entry is None:
         return
-    following = entry.tb_next
-    if _KEEPS_TRACEBACK and following is not None:
-        _overwrite(entry, following)
+    next_entry = entry.tb_next
+    if _RAISE_RESTORES_TRACEBACK and next_entry is not None:
+        _overwrite(entry, next_entry)
     else:
-        error.__traceback__ = following
+        error.__traceback__ = next_entry
 
 
 class _Entry(ctypes.Structure):
@@ -89,15 +92,15 @@ class _Entry(ctypes.Structure):
     )
 
 
-def _overwrite(entry: TracebackType, following: TracebackType) -> None:
-    """Make `entry` a copy of `following`, which comes after it."""
-    old, new = entry.tb_frame, following.tb_frame
+def _overwrite(entry: TracebackType, next_entry: TracebackType) -> None:
+    """Make `entry` a copy of `next_entry`, which comes after it."""
+    old, new = entry.tb_frame, next_entry.tb_frame
     # In this order, a frame's reference count is never lower than the number of traceback objects that refer to it.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(new))
-    target, source = _Entry.from_address(id(entry)), _Entry.from_address(id(following))
+    target, source = _Entry.from_address(id(entry)), _Entry.from_address(id(next_entry))
     target.tb_frame, target.tb_lasti, target.tb_lineno = source.tb_frame, source.tb_lasti, source.tb_lineno
     ctypes.pythonapi.Py_DecRef(ctypes.py_object(old))
-    entry.tb_next = following.tb_next
+    entry.tb_next = next_entry.tb_next
 
 
 def uncounted(function: Function) -> Function:
@@ -111,7 +114,7 @@ def uncounted(function: Function) -> Function:
 
 
 def copy_name_and_signature(wrapper: Function, original: Function) -> Function:
-    """Give a wrapper the name, module and signature of the original, and hide it from warnings."""
+    """Give a wrapper the name, module and signature of the original, hide it from warnings, and return it."""
     for name in ("__module__", "__name__", "__qualname__", "__doc__"):
         setattr(wrapper, name, getattr(original, name))
     wrapper.__dict__["__wrapped__"] = original
@@ -124,12 +127,12 @@ def wrap_rare_function(
     after: Callable[..., object],
     *,
     before: Callable[..., object] | None = None,
-    failed: Callable[..., object] | None = None,
+    on_error: Callable[..., object] | None = None,
 ) -> Function:
-    """Return the traced form of a function that is called rarely; `guard` keeps faults of ours away from the script.
+    """Return the traced form of a function that is called rarely. `guard` keeps our faults away from the script.
 
-    It calls `before(*args, **kwargs)`, then the function, then `after(result, began, *args, **kwargs)`, or
-    `failed(error, *args, **kwargs)` if the function raises. `began`: when the function began (monotonic ns).
+    It calls `before(*args, **kwargs)`, then the function, then `after(result, start_ns, *args, **kwargs)`, or
+    `on_error(error, *args, **kwargs)` if the function raises. `start_ns`: when the function began (monotonic ns).
     """
     from torch.compiler import is_dynamo_compiling as is_compiling  # see `hide_from_dynamo`
 
@@ -139,18 +142,18 @@ def wrap_rare_function(
         if before is not None:
             with guard:
                 before(*args, **kwargs)
-        began = monotonic_ns()
+        start_ns = monotonic_ns()
         try:
             result = original(*args, **kwargs)
         except BaseException as error:
-            if failed is not None:
+            if on_error is not None:
                 with guard:
-                    failed(error, *args, **kwargs)
+                    on_error(error, *args, **kwargs)
             drop_frames(error)
             args, kwargs = (), {}
             raise
         with guard:
-            after(result, began, *args, **kwargs)
+            after(result, start_ns, *args, **kwargs)
         return result
 
     return copy_name_and_signature(wrapper, original)
@@ -178,18 +181,18 @@ def hide_from_dynamo() -> None:
 
 def _iter_own_code() -> Iterator[CodeType]:
     """Yield the code objects of dpmon's functions and classes in this process."""
-    found: list[object] = []
+    pending: list[object] = []
     for name, module in list(sys.modules.items()):
         if not name.startswith("dpmon."):
             continue
-        mine = [value for value in vars(module).values() if getattr(value, "__module__", None) == name]
-        for value in mine:
-            found += vars(value).values() if isinstance(value, type) else [value]
-    home = os.path.dirname(os.path.dirname(_HERE))
-    while found:
-        value = found.pop()
+        own_values = [value for value in vars(module).values() if getattr(value, "__module__", None) == name]
+        for value in own_values:
+            pending += vars(value).values() if isinstance(value, type) else [value]
+    package = os.path.dirname(os.path.dirname(_TRACER_DIRECTORY))
+    while pending:
+        value = pending.pop()
         value = getattr(value, "fget", getattr(value, "__func__", value))
         code = value if isinstance(value, CodeType) else getattr(value, "__code__", None)
-        if isinstance(code, CodeType) and code.co_filename.startswith(home):
+        if isinstance(code, CodeType) and code.co_filename.startswith(package):
             yield code
-            found += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+            pending += [inner for inner in code.co_consts if isinstance(inner, CodeType)]

@@ -1,7 +1,7 @@
-"""The contents and names of the script's modules, classes and functions, read without running the script's code.
+"""Reads contents and names of the script's modules, classes and functions, without running the script's code.
 
-A script may override `parameters` and similar methods, so they are read from a module's own tables. Names are short,
-and plain strings that keep no object alive.
+A script may override `parameters` and similar methods, so parameters are read from a module's own tables. Names are
+short plain strings that keep no object alive.
 """
 
 from __future__ import annotations
@@ -10,37 +10,37 @@ import sys
 import weakref
 from collections.abc import Iterator
 from itertools import count, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from dpmon.record.shared_names import shorten_name
 
 _WRAPPERS = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
-_INSIDE = ("_orig_mod", "_forward_module", "_fsdp_wrapped_module")
+_INNER_NAMES = ("_orig_mod", "_forward_module", "_fsdp_wrapped_module")
 """Submodules in which torch.compile, Lightning Fabric and FSDP1 hold their model."""
 _MAX_WRAPPERS = 8
 PARAMETERS, BUFFERS, MODULES = "_parameters", "_buffers", "_modules"
-_TRACED = "_actual_script_module"
+_TRACED_SCRIPT_MODULE = "_actual_script_module"
 """Attribute of a module from torch.jit.trace that holds its tables."""
 
 
 def _read_table(module: object, name: str) -> Any:
     """Return a table of a module: a dict, or a similar object of TorchScript; None if its `__init__` has not run."""
-    own = module.__dict__
-    if name not in own and _TRACED in own:
-        own = own[_TRACED].__dict__
-    return own.get(name)
+    attributes = module.__dict__
+    if name not in attributes and _TRACED_SCRIPT_MODULE in attributes:
+        attributes = attributes[_TRACED_SCRIPT_MODULE].__dict__
+    return attributes.get(name)
 
 
 def values_of(module: object, table: str) -> list[object]:
     """Return the values in one of a module's own tables, without None."""
-    found = _read_table(module, table)
-    return [] if found is None else [value for value in list(found.values()) if value is not None]
+    members = _read_table(module, table)
+    return [] if members is None else [value for value in list(members.values()) if value is not None]
 
 
 def dense_parts(tensor: Any) -> tuple[Any, ...]:
-    """Return the dense tensors of a tensor of torch's own type: itself, or indices and values of a sparse tensor (COO).
+    """Return the dense tensors of a tensor of torch's own type: itself, or indices and values if it is sparse (COO).
 
     Raises NotImplementedError for other layouts.
     """
@@ -53,25 +53,27 @@ def dense_parts(tensor: Any) -> tuple[Any, ...]:
 
 def modules_of(root: object) -> Iterator[object]:
     """Yield the module and all its submodules, each once, parents before children."""
-    seen = {id(root)}
-    waiting = [root]
-    while waiting:
-        module = waiting.pop()
+    seen_ids = {id(root)}
+    pending = [root]
+    while pending:
+        module = pending.pop()
         yield module
-        for part in reversed(values_of(module, MODULES)):
-            if id(part) not in seen:
-                seen.add(id(part))
-                waiting.append(part)
+        for child in reversed(values_of(module, MODULES)):
+            if id(child) not in seen_ids:
+                seen_ids.add(id(child))
+                pending.append(child)
 
 
 def unwrap_module(module: object) -> Any:
-    """The module inside wrappers; the module itself if it is not a wrapper."""
+    """Return the module inside wrappers; the module itself if it is not a wrapper."""
     for _ in range(_MAX_WRAPPERS):
+        inner = None
         if isinstance(module, _WRAPPERS):
             inner = module.__dict__[MODULES].get("module")
         else:
-            parts = getattr(module, "__dict__", {}).get(MODULES)
-            inner = next((parts[name] for name in _INSIDE if name in parts), None) if type(parts) is dict else None
+            children = getattr(module, "__dict__", {}).get(MODULES)
+            if type(children) is dict:
+                inner = next((children[name] for name in _INNER_NAMES if name in children), None)
         if inner is None:
             return module
         module = inner
@@ -79,17 +81,18 @@ def unwrap_module(module: object) -> Any:
 
 
 def in_training_mode(module: object) -> bool:
-    """Whether the module inside wrappers is in training mode; the flag of a wrapper may differ.
+    """Return whether the module inside wrappers is in training mode; the flag of a wrapper may differ.
 
-    In torch 2.4, `eval` of a compiled model does not change the flag of its wrapper. A property of the script's class
-    is not read: enabled gradients then count as training.
+    In torch 2.4, `eval` of a compiled model does not change the flag of its wrapper. If `training` is a property of the
+    script's class, it is not read: enabled gradients then count as training.
     """
     inner = unwrap_module(module)
-    own = getattr(inner, "__dict__", {}).get("training")
-    if own is not None:
-        return bool(own)
-    of_script = isinstance(inner, torch.nn.Module) and any("training" in base.__dict__ for base in type(inner).__mro__)
-    return torch.is_grad_enabled() if of_script else bool(inner.training)
+    training = getattr(inner, "__dict__", {}).get("training")
+    if training is not None:
+        return bool(training)
+    if isinstance(inner, torch.nn.Module) and any("training" in base.__dict__ for base in type(inner).__mro__):
+        return torch.is_grad_enabled()
+    return bool(inner.training)
 
 
 def tensors_of(root: object, table: str) -> Iterator[Any]:
@@ -99,21 +102,21 @@ def tensors_of(root: object, table: str) -> Iterator[Any]:
 
 
 def devices_of(root: object) -> tuple[str, ...]:
-    """The devices of the parameters and buffers, in order of appearance."""
-    found = dict.fromkeys(tensor.device for table in (PARAMETERS, BUFFERS) for tensor in tensors_of(root, table))
-    return tuple(map(str, found))
+    """Return the devices of the parameters and buffers, in order of appearance."""
+    devices = dict.fromkeys(tensor.device for table in (PARAMETERS, BUFFERS) for tensor in tensors_of(root, table))
+    return tuple(map(str, devices))
 
 
 def is_compiled(module: object) -> bool:
-    """Whether torch.compile compiles the calls of a module. Its parts are not looked at."""
+    """Return whether torch.compile compiles the calls of a module. Its parts are not checked."""
     compiled = getattr(module, "_compiled_call_impl", None) is not None
     return compiled or type(module).__module__.startswith("torch._dynamo")
 
 
 class ModuleDevice:
-    """The device of a module, read from one of its parameters or buffers.
+    """The device of a module, read from its first parameter or buffer.
 
-    Each check looks the tensor up by name, because torch does not swap tensors that have weak references.
+    Each check looks the tensor up by name. A weak reference would prevent torch from swapping the tensor.
     """
 
     def __init__(self, root: object) -> None:
@@ -121,15 +124,15 @@ class ModuleDevice:
         """A torch.device; None for a module without tensors."""
         for table in (PARAMETERS, BUFFERS):
             for module in modules_of(root):
-                found = _read_table(module, table)
-                for name, tensor in [] if found is None else list(found.items()):
+                members = _read_table(module, table)
+                for name, tensor in [] if members is None else list(members.items()):
                     if tensor is not None:
                         self._module, self._table, self._name = weakref.ref(module), table, name
                         self.device = tensor.device
                         return
 
     def is_stale(self) -> bool:
-        """Whether the module has moved, or the tensor is gone."""
+        """Return whether the module has moved, or the tensor no longer exists."""
         if self.device is None:
             return False
         module = self._module()
@@ -142,12 +145,12 @@ class ModuleDevice:
 # ------------------------------------------------------------------------------------------------ names
 
 
-MAX_SAME = 16
-"""Most living models of one class that have different names."""
-MAX_KIN = 16
-"""Most known models that are compared with a new model: one may be a part of the other."""
+MAX_NUMBERED_NAMES = 16
+"""How many living models of one class get different names."""
+MAX_RELATED_MODELS = 16
+"""How many known models are compared with a new model: one may be a part of the other."""
 MAX_PARTS = 10_000
-"""Most modules searched in each of these models."""
+"""How many modules are searched in each of these models."""
 
 _own_name = type.__dict__["__name__"].__get__
 _own_module = type.__dict__["__module__"].__get__
@@ -155,22 +158,23 @@ _own_mro = type.__dict__["__mro__"].__get__
 
 
 def class_name(value: object) -> str:
-    """The name of a value's class, as stored in the class; its metaclass cannot change it.
+    """Return the name of a value's class as stored in the class; its metaclass cannot change it.
 
     fully_shard gives a module a class derived from the script's class; the result is the name of the script's class.
     """
-    kind = type(value)
-    bases = _own_mro(kind)
-    at = _place_of("FSDPModule", bases)
-    return shorten_name(_own_name(bases[at + 1] if at else kind))
+    cls = type(value)
+    bases = _own_mro(cls)
+    index = _index_of_class("FSDPModule", bases)
+    return shorten_name(_own_name(bases[index + 1] if index else cls))
 
 
 def is_distributed_class(value: object, name: str) -> bool:
-    """Whether a value's class is, or derives from, the class `name` of torch.distributed. Imports nothing."""
-    return _place_of(name, _own_mro(type(value))) is not None
+    """Return whether a value's class is, or derives from, the class `name` of torch.distributed. Imports nothing."""
+    return _index_of_class(name, _own_mro(type(value))) is not None
 
 
-def _place_of(name: str, bases: tuple[type, ...]) -> int | None:
+def _index_of_class(name: str, bases: tuple[type, ...]) -> int | None:
+    """Return the index of the class `name` of torch.distributed among `bases`; None if it is not among them."""
     for index, base in enumerate(bases):
         if _own_name(base) == name:
             module = _own_module(base)
@@ -179,58 +183,75 @@ def _place_of(name: str, bases: tuple[type, ...]) -> int | None:
     return None
 
 
-def name_of(called: object) -> str:
+def name_of(function: object) -> str:
     """Return the name of a callable: of a module's class, of a function, or of the function in a partial."""
-    if isinstance(called, torch.nn.Module):
-        return class_name(called)
-    inner = getattr(called, "func", called)
+    if isinstance(function, torch.nn.Module):
+        return class_name(function)
+    inner = getattr(function, "func", function)
     name = getattr(inner, "__name__", None)
     return shorten_name(name) if isinstance(name, str) else class_name(inner)
+
+
+class _NamedModel(NamedTuple):
+    """A model with its name and number."""
+
+    reference: Any
+    """A weak reference to the model."""
+    name: str
+    number: int
 
 
 class ModelNames:
     """The names and numbers of the models of one process."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[Any, str, int]] = {}
-        self._next = count(1)
+        self._models: dict[int, _NamedModel] = {}
+        """By id of a model."""
+        self._numbers = count(1)
 
     def name_and_number(self, module: object) -> tuple[str, int]:
-        """Return the name of a model without its wrappers, and its number, which its called parts share.
+        """Return the name of the model inside a module's wrappers, and its number, which its parts share.
 
         The name is its class, with a suffix if other models of this class are alive. The suffix is its global variable
         in the script if several variables hold such models; otherwise a number, which the first model does not have.
         """
         inner = unwrap_module(module)
-        known = self._known.get(id(inner))
-        if known is None or known[0]() is not inner:
-            kind = class_name(inner)
-            self._known = {key: each for key, each in self._known.items() if each[0]() is not None}
-            taken = {name for _, name, _ in self._known.values()}
-            names = (kind, *(f"{kind} {number}" for number in range(2, MAX_SAME + 1)))
-            name = _find_global_variable(inner, kind) or next((name for name in names if name not in taken), names[-1])
-            number = self._number_of_kin(inner) or next(self._next)
-            known = self._known[id(inner)] = weakref.ref(inner), name, number
-        return known[1:]
+        named = self._models.get(id(inner))
+        if named is None or named.reference() is not inner:
+            self._models = {key: model for key, model in self._models.items() if model.reference() is not None}
+            name = _find_variable_name(inner) or self._free_name(class_name(inner))
+            number = self._number_of_relative(inner) or next(self._numbers)
+            named = self._models[id(inner)] = _NamedModel(weakref.ref(inner), name, number)
+        return named.name, named.number
 
-    def _number_of_kin(self, module: object) -> int:
+    def _free_name(self, class_text: str) -> str:
+        """Return the name of a class, with a number if models of this class are known."""
+        taken_names = {model.name for model in self._models.values()}
+        names = (class_text, *(f"{class_text} {number}" for number in range(2, MAX_NUMBERED_NAMES + 1)))
+        return next((name for name in names if name not in taken_names), names[-1])
+
+    def _number_of_relative(self, module: object) -> int:
         """Return the number of a known model that contains the module or is part of it; 0 if there is none."""
         parts = {id(part) for part in _parts(module)}
-        for known, _, number in islice(self._known.values(), MAX_KIN):
-            model = known()
+        for named in islice(self._models.values(), MAX_RELATED_MODELS):
+            model = named.reference()
             if model is not None and (id(model) in parts or any(part is module for part in _parts(model))):
-                return number
+                return named.number
         return 0
 
 
 def _parts(module: object) -> Iterator[object]:
+    """Yield a module and its submodules, at most MAX_PARTS; nothing for other objects."""
     return islice(modules_of(module), MAX_PARTS) if isinstance(module, torch.nn.Module) else iter(())
 
 
-def _find_global_variable(model: object, kind: str) -> str | None:
+def _find_variable_name(model: object) -> str | None:
     """Return the class and global variable of a model; None unless several variables hold models of this class."""
+    class_text = class_name(model)
     variables: dict[int, str] = {}
     for name, value in list(getattr(sys.modules.get("__main__"), "__dict__", {}).items()):
-        if issubclass(type(value), torch.nn.Module) and class_name(inner := unwrap_module(value)) == kind:
+        if issubclass(type(value), torch.nn.Module) and class_name(inner := unwrap_module(value)) == class_text:
             variables.setdefault(id(inner), name)
-    return shorten_name(f"{kind} {variables[id(model)]}") if len(variables) > 1 and id(model) in variables else None
+    if len(variables) < 2 or id(model) not in variables:
+        return None
+    return shorten_name(f"{class_text} {variables[id(model)]}")

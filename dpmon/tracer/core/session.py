@@ -1,6 +1,6 @@
-"""This process's record: its ring of spans, the lines beside it, and the handling of our faults.
+"""This process's record: its ring of spans, its file of lines, and the handling of our faults.
 
-There is one `Session` per process. The ring is opened at the first traced call, so processes that never make one
+There is one `Session` per process. The ring is opened at the first traced call, so processes that never make a call
 (DataLoader workers, compile workers, launchers) have no record. A forked child begins a new record.
 """
 
@@ -31,23 +31,23 @@ from dpmon.tracer.note_files import append_note, append_to, open_to_append
 Tensor = torch.Tensor
 
 MAX_FAULTS = 3
-MAX_KNOWN = 1 << 14
-MAX_BYTES_OF_LINES = 1 << 26
-"""Most bytes of lines of one process. Beyond this limit, new sizes and events are lost."""
-MAX_UNWRITTEN = 64
+MAX_DEFINITIONS = 1 << 14
+MAX_LINES_BYTES = 1 << 26
+"""Maximum size of one process's file of lines. Beyond it, new sizes and events are lost."""
+MAX_UNWRITTEN_LINES = 64
 RETRY_NS = 1_000_000_000
 """Time between two attempts to write a line after a failure."""
 MAX_PROCESSES = 512
-MAX_TRIES = 1 << 14
-_NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
-SMALL_SLOTS = 4 << 10
-LARGE_RINGS = 8
-"""Most processes with a full-size ring, because hundreds of short-lived forked children must not fill the disk."""
+MAX_OPEN_ATTEMPTS = 1 << 14
+_NO_DESCRIPTOR_ERRNOS = (errno.EMFILE, errno.ENFILE)
+SMALL_RING_SLOTS = 4 << 10
+MAX_LARGE_RINGS = 8
+"""How many processes get a full-size ring: hundreds of short-lived forked children must not fill the disk."""
 
 
 @dataclass(frozen=True)
 class TracerConfig:
-    """The options of the command line, passed on in the environment."""
+    """The options of the command line, read from the environment."""
 
     directory: str
     start_ns: int
@@ -59,11 +59,11 @@ class TracerConfig:
     loss: bool = True
     """Whether the losses are read."""
     replay: int = 0
-    """Batches of each loader to give to the training again and again; 0: none."""
+    """How many batches of each loader to repeat; 0: load all batches as usual."""
 
     @classmethod
     def from_environment(cls) -> TracerConfig:
-        """Read DPMON_*; raises KeyError or ValueError if the supervisor did not set it."""
+        """Read the variables DPMON_*. Raises KeyError or ValueError if the supervisor did not set them."""
         replicas = os.environ.get("DPMON_REPLICAS")
         devices = os.environ.get("DPMON_DEVICES")
         return cls(
@@ -84,141 +84,144 @@ class TracerConfig:
 
 
 class SizeCache:
-    """Caches shape and dtype of the last lone tensor at one place, and the number of their definition."""
+    """A cache of the last lone tensor's shape and dtype at one place, and of the number of their definition."""
 
-    __slots__ = ("dtype", "number", "shape")
+    __slots__ = ("definition", "dtype", "shape")
 
     def __init__(self) -> None:
         self.shape: object = None
         self.dtype: object = None
-        self.number = 0
+        self.definition = 0
 
 
 class TracerErrorGuard:
-    """Keeps our faults away from the script: an exception of ours ends the block, and is counted.
+    """A context that keeps our faults away from the script: an exception of ours ends the block, and is counted.
 
-    Exceptions of the script's signal handlers and interrupts pass.
+    Exceptions of the script's signal handlers, and interrupts, pass through.
     """
 
-    def __init__(self, session: Session, where: str, fatal: bool) -> None:
+    def __init__(self, session: Session, operation: str, fatal: bool) -> None:
         self._session = session
-        self._where = where
-        self._fatal = fatal
+        self._operation = operation
+        self._is_fatal = fatal
 
     def __enter__(self) -> None: ...
 
-    def __exit__(self, kind: type[BaseException] | None, error: Any, traceback: object) -> bool:
-        if kind is None or Exception not in kind.__mro__:  # the script may have replaced isinstance
+    def __exit__(self, event_kind: type[BaseException] | None, error: Any, traceback: object) -> bool:
+        if event_kind is None or Exception not in event_kind.__mro__:  # the script may have replaced isinstance
             return False
-        self._session.count_error(self._where, error, self._fatal)
+        self._session.count_error(self._operation, error, self._is_fatal)
         return True
 
 
 class Session:
-    """Writes the record of one traced process."""
+    """The writer of one traced process's record."""
 
     def __init__(self, config: TracerConfig) -> None:
         self.config = config
-        self.process = -1
+        self.process_index = -1
         self.rank: int | None = None
-        self.world: int | None = None
+        self.world_size: int | None = None
         self.on_open: Callable[[SpanRing], None] = lambda ring: None
-        """Called with the new ring."""
-        self.on_off: Callable[[], None] = lambda: None
+        """Called with the ring when it is opened."""
+        self.on_give_up: Callable[[], None] = lambda: None
         """Called when the tracer gives up."""
-        self._lines: tuple[int, Any] = -1, None
-        """The open file of lines, and its identity. A process that changes its user could not open it again."""
+        self._lines_file: tuple[int, Any] = -1, None
+        """Descriptor and status of the open file of lines. A process that changes its user could not open it again."""
         self.reset()
 
     def reset(self) -> None:
-        """Begin a new record, also in a forked child."""
-        self.off = False
-        """Whether nothing is recorded (any more)."""
+        """Begin a new record; also called in a forked child."""
+        self.is_off = False
+        """Whether nothing is recorded (or nothing more)."""
         # Reentrant: a signal handler of the script may call the model while this thread holds the lock.
         self._lock = threading.RLock()
-        self._opening = False
-        self._tries = 0
-        """Attempts to open the ring that found no free file descriptor; the script may free one later."""
-        self._layouts, self._sizes = itertools.count(1), itertools.count(MAX_SITE + 1)
+        self._is_opening = False
+        self._open_attempts = 0
+        """How many attempts to open the ring found no free file descriptor; the script may free one later."""
+        self._layout_numbers, self._size_numbers = itertools.count(1), itertools.count(MAX_SITE + 1)
         """Numbers of definitions. Numbers of layouts, stages and collectives must fit into a span's site."""
-        self._known: dict[Hashable, int] = {}
+        self._definitions: dict[Hashable, int] = {}
         self._retry_ns = 0
         """When a line may be written again (monotonic ns)."""
-        if self._has_lines_fd():  # that of the parent
-            os.close(self._lines[0])
-        self._torn = False
+        if self._has_lines_fd():  # the parent's
+            fd, _ = self._lines_file
+            os.close(fd)
+        self._may_be_torn = False
         """Whether the last line may be incomplete."""
-        self._unwritten: list[bytes] = []
+        self._unwritten_lines: list[bytes] = []
         """Events that could not be written; they are written before the next line."""
-        self._faults: dict[str, int] = {}
+        self._fault_counts: dict[str, int] = {}
         self.ring: SpanRing | None = None
-        self._described = False
+        self._is_described = False
         """Whether the process event was written."""
-        self._opened = False
+        self._is_open = False
         """Whether the ring is open and `on_open` has run."""
 
     # ---------------------------------------------------------------- the ring
 
     def ensure_open(self) -> bool:
-        """Open the ring if necessary; return False if nothing is recorded (a DataLoader worker, no room, given up)."""
-        if self._opened:
+        """Open the ring if necessary; return False if nothing is recorded (DataLoader worker, full disk, gave up)."""
+        if self._is_open:
             return True
-        if self.off:
+        if self.is_off:
             return False
         if torch.utils.data.get_worker_info() is not None:
-            self.off = True
+            self.is_off = True
             return False
         with self._lock:
-            if self._opening:
+            if self._is_opening:
                 return False
-            if not self._opened:
-                self._opening = True
+            if not self._is_open:
+                self._is_opening = True
                 try:
                     self._finish_opening()
                 except OSError as error:
-                    if error.errno in _NO_DESCRIPTOR and self._tries < MAX_TRIES:
-                        self._tries += 1
+                    if error.errno in _NO_DESCRIPTOR_ERRNOS and self._open_attempts < MAX_OPEN_ATTEMPTS:
+                        self._open_attempts += 1
                         return False
-                    self.off = True
+                    self.is_off = True
                     append_note(f"no record of process {os.getpid()}: {error}", "warnings.log")
                     return False
                 finally:
-                    self._opening = False
+                    self._is_opening = False
         return True
 
     def _finish_opening(self) -> None:
-        """Open the ring, or complete an earlier attempt that an interrupt or another exception broke off."""
+        """Open the ring, or complete an earlier attempt that an interrupt or another exception ended."""
         if self.ring is None:
-            self.ring = self._open()
-        if not self._described:
+            self.ring = self._create_ring()
+        if not self._is_described:
             with self.guard("description of the process", fatal=False):
-                self.record_event("process", **self._describe())
-            self._described = True
+                self.record_event("process", **self._describe_process())
+            self._is_described = True
         self.on_open(self.ring)
-        self._opened = True
+        self._is_open = True
 
-    def _open(self) -> SpanRing:
-        self.rank, self.world = rank_and_world()
-        for number in range(MAX_PROCESSES):
+    def _create_ring(self) -> SpanRing:
+        """Create the ring under the first free process index. Raises OSError."""
+        self.rank, self.world_size = rank_and_world()
+        for process_index in range(MAX_PROCESSES):
             try:
                 ring = SpanRing(
-                    os.path.join(self.config.directory, f"process-{number}.ring"),
-                    process=number,
+                    os.path.join(self.config.directory, f"process-{process_index}.ring"),
+                    process=process_index,
                     rank=-1 if self.rank is None else self.rank,
-                    world=-1 if self.world is None else self.world,
+                    world=-1 if self.world_size is None else self.world_size,
                     start_ns=self.config.start_ns,
-                    slots=SLOTS if number < LARGE_RINGS else SMALL_SLOTS,
+                    slots=SLOTS if process_index < MAX_LARGE_RINGS else SMALL_RING_SLOTS,
                 )
             except FileExistsError:
                 continue
-            self.process = number
+            self.process_index = process_index
             return ring
         raise OSError(f"more than {MAX_PROCESSES} processes in one run")
 
-    def _describe(self) -> dict[str, Any]:
+    def _describe_process(self) -> dict[str, Any]:
+        """Return the fields of the process event."""
         return {
-            "world": self.world,
-            **job_and_node(os.environ, self.world),
+            "world": self.world_size,
+            **job_and_node(os.environ, self.world_size),
             "pid": os.getpid(),
             "argv": [shorten_name(word) for word in hide_secrets(map(str, sys.argv[:32]))],
             "python": platform.python_version(),
@@ -229,37 +232,38 @@ class Session:
 
     # ---------------------------------------------------------------- lines
 
-    def _append_line(self, value: Mapping[str, object], keep: bool = False) -> bool:
-        """Append a line to the process's file; return False on failure. With `keep`, the line is then written later."""
+    def _append_line(self, value: Mapping[str, object], keep_for_later: bool = False) -> bool:
+        """Append a line to the process's file; return False on failure. `keep_for_later`: then keep it for the next."""
         now = monotonic_ns()
         line = to_bounded_json(value) + b"\n"
         if now >= self._retry_ns:
-            data = (b"\n" if self._torn else b"") + b"".join(self._unwritten) + line
-            self._torn = True  # until the line is known to be complete
+            data = (b"\n" if self._may_be_torn else b"") + b"".join(self._unwritten_lines) + line
+            self._may_be_torn = True  # until the line is known to be complete
             try:
-                if append_to(self._lines_fd(), data, MAX_BYTES_OF_LINES):
-                    self._torn = False
-                    self._unwritten.clear()
+                if append_to(self._lines_fd(), data, MAX_LINES_BYTES):
+                    self._may_be_torn = False
+                    self._unwritten_lines.clear()
                     return True
             except Exception as error:  # noqa: BLE001 - a full disk, a deleted directory
                 raise_from_signal(error)
             self._retry_ns = now + RETRY_NS
-        if keep and len(self._unwritten) < MAX_UNWRITTEN:
-            self._unwritten.append(line)
+        if keep_for_later and len(self._unwritten_lines) < MAX_UNWRITTEN_LINES:
+            self._unwritten_lines.append(line)
         return False
 
     def _lines_fd(self) -> int:
         """Return the descriptor of the file of lines. Raises OSError."""
         if not self._has_lines_fd():
-            fd = open_to_append(self.config.directory, f"process-{self.process}.jsonl")
-            self._lines = fd, os.fstat(fd)
-        return self._lines[0]
+            fd = open_to_append(self.config.directory, f"process-{self.process_index}.jsonl")
+            self._lines_file = fd, os.fstat(fd)
+        fd, _ = self._lines_file
+        return fd
 
     def _has_lines_fd(self) -> bool:
-        """Whether the file of lines is open. The script may close any descriptor and reuse its number."""
-        fd, opened = self._lines
+        """Return whether the file of lines is open. The script may close any descriptor and reuse its number."""
+        fd, opened_stat = self._lines_file
         with suppress(OSError):
-            return os.path.samestat(os.fstat(fd), opened)
+            return os.path.samestat(os.fstat(fd), opened_stat)
         return False
 
     def write_line(self, **data: object) -> None:
@@ -269,113 +273,117 @@ class Session:
                 self._retry_ns = 0
                 self._append_line(data)
 
-    def record_event(self, kind: str, fill: str | None = None, **data: object) -> None:
-        """Write a rare record of this process.
+    def record_event(self, event_kind: str, call_reference: str | None = None, **data: object) -> None:
+        """Write an event of this process. `data`: its fields.
 
-        `fill`: whether it gets the step and call numbers of the "next" or the "last" call; None for neither.
+        `call_reference`: the call whose step and call numbers the event gets, "next" or "last"; None for none.
         """
         if self.ring is not None:
             now = monotonic_ns()
-            common: dict[str, object] = {"kind": kind, "process": self.process, "rank": self.rank}
+            common: dict[str, object] = {"kind": event_kind, "process": self.process_index, "rank": self.rank}
             common["t_s"] = (now - self.config.start_ns) / 1e9
             line = {**common, **data, "at": now}
-            if fill is not None:
-                line["fill"] = fill
+            if call_reference is not None:
+                line["fill"] = call_reference
             with self._lock:
-                self._append_line(line, keep=True)
+                self._append_line(line, keep_for_later=True)
 
-    def warn(self, text: str, fill: str | None = None) -> None:
+    def warn(self, text: str, call_reference: str | None = None) -> None:
         """Write a warning for the user of dpmon. The script does not see it."""
         if self.ring is not None:
-            self.record_event("warning", fill, text=text)
+            self.record_event("warning", call_reference, text=text)
         else:
             append_note(text, "warnings.log")
 
     # ---------------------------------------------------------------- definitions
 
-    def input_definition(self, args: tuple[object, ...], kwargs: Mapping[str, object], memo: SizeCache) -> int:
+    def input_definition(self, args: tuple[object, ...], kwargs: Mapping[str, object], size_cache: SizeCache) -> int:
         """Return the number of the definition for the sizes of a call's arguments; 0 if they could not be read."""
-        lone = args[0] if len(args) == 1 and not kwargs else None
-        return self._sizes_of("0", lone, memo, lambda: signature_of_call(args, kwargs))
+        lone_value = args[0] if len(args) == 1 and not kwargs else None
+        return self._sizes_of("0", lone_value, size_cache, lambda: signature_of_call(args, kwargs))
 
-    def output_definition(self, value: object, memo: SizeCache) -> int:
+    def output_definition(self, value: object, size_cache: SizeCache) -> int:
         """Return the number of the definition for the sizes of a result; 0 if they could not be read."""
-        return self._sizes_of("", value, memo, lambda: signature_of_value(value, ""))
+        return self._sizes_of("", value, size_cache, lambda: signature_of_value(value, ""))
 
-    def _sizes_of(self, lone_path: str, lone: object, memo: SizeCache, signature: Callable[[], object]) -> int:
-        """Return the number of the definition of a signature. The memo caches it if `lone` is a plain tensor."""
+    def _sizes_of(
+        self, lone_path: str, lone_value: object, size_cache: SizeCache, signature: Callable[[], object]
+    ) -> int:
+        """Return the number of a signature's definition, from the cache for a plain tensor; 0 if it cannot be read."""
         try:
             if torch._C._len_torch_function_stack():
                 with torch._C.DisableTorchFunction():  # a mode of the script would see our reads
                     return self.size_definition(lone_path, signature())
-            if type(lone) is not Tensor:
+            if type(lone_value) is not Tensor:
                 return self.size_definition(lone_path, signature())
-            shape, dtype = lone.shape, lone.dtype
-            if shape != memo.shape or dtype is not memo.dtype:
-                number = self.size_definition(lone_path, (shape, dtype))
-                if not number:
+            shape, dtype = lone_value.shape, lone_value.dtype
+            if shape != size_cache.shape or dtype is not size_cache.dtype:
+                definition = self.size_definition(lone_path, (shape, dtype))
+                if not definition:
                     return 0
-                memo.shape, memo.dtype, memo.number = shape, dtype, number
-            return memo.number
+                size_cache.shape, size_cache.dtype, size_cache.definition = shape, dtype, definition
+            return size_cache.definition
         except Exception as error:  # noqa: BLE001 - anything may be passed to a module, and returned by it
             self.count_error("sizes of inputs and outputs", error, fatal=False)
             return 0
 
     def size_definition(self, lone_path: str, signature: object) -> int:
         """Return the number of the definition of a signature (see dpmon.tracer.core.tensor_sizes)."""
-        return self.define((lone_path, signature), lambda: describe_tensors(signature, lone_path), self._sizes)
+        return self.define((lone_path, signature), lambda: describe_tensors(signature, lone_path), self._size_numbers)
 
-    def define(self, key: Hashable, spell: Callable[[], object], numbers: Iterator[int] | None = None) -> int:
-        """Return the number of the definition for `key`, made by `spell` if it is new; 0 if it cannot be written."""
-        number = self._known.get(key)
-        if number is not None:
-            return number
+    def define(self, key: Hashable, describe: Callable[[], object], numbers: Iterator[int] | None = None) -> int:
+        """Return the number of the definition of `key`, made by `describe` if it is new; 0 if it cannot be written."""
+        definition = self._definitions.get(key)
+        if definition is not None:
+            return definition
         with self._lock:
-            number = self._known.get(key)
-            if number is None and self.ring is not None:
-                if len(self._known) >= MAX_KNOWN:
-                    self._known.clear()
-                number = next(self._layouts if numbers is None else numbers)
-                if not self._append_line({"define": number, "value": spell()}):
+            definition = self._definitions.get(key)
+            if definition is None and self.ring is not None:
+                if len(self._definitions) >= MAX_DEFINITIONS:
+                    self._definitions.clear()
+                definition = next(self._layout_numbers if numbers is None else numbers)
+                if not self._append_line({"define": definition, "value": describe()}):
                     return 0
-                self._known[key] = number
-        return number or 0
+                self._definitions[key] = definition
+        return definition or 0
 
     # ---------------------------------------------------------------- faults
 
-    def guard(self, where: str, fatal: bool = True) -> TracerErrorGuard:
-        """Return a guard of a block; `where` names it in the warning. The hot path uses `try` and `count_error`."""
-        return TracerErrorGuard(self, where, fatal)
+    def guard(self, operation: str, fatal: bool = True) -> TracerErrorGuard:
+        """Return a guard for a block; the warning names its `operation`. Hot code uses `try` and `count_error`."""
+        return TracerErrorGuard(self, operation, fatal)
 
-    def count_error(self, where: str, error: BaseException, fatal: bool = True) -> None:
-        """Count a fault of ours. With `fatal`, the third fault at the same place switches the tracer off.
+    def count_error(self, operation: str, error: BaseException, fatal: bool = True) -> None:
+        """Count a fault of ours. With `fatal`, the third fault in the same operation switches the tracer off.
 
         Raises only exceptions of the script's signal handlers.
         """
         raise_from_signal(error)
         try:
-            count = self._faults[where] = self._faults.get(where, 0) + 1
-            if len(self._faults) == count == 1:  # later faults mostly follow from the first
+            count = self._fault_counts[operation] = self._fault_counts.get(operation, 0) + 1
+            if len(self._fault_counts) == count == 1:  # later faults usually follow from the first
                 self.warn(
-                    f"dpmon's tracer failed ({where}): {one_line_text(error)}."
+                    f"dpmon's tracer failed ({operation}): {one_line_text(error)}."
                     " The training is not affected; the record may be incomplete"
                 )
-            if fatal and count >= MAX_FAULTS and not self.off:
-                self.off = True
-                self.on_off()
-                self.warn(f"dpmon's tracer gave up after it failed {count} times ({where}): nothing more is recorded")
+            if fatal and count >= MAX_FAULTS and not self.is_off:
+                self.is_off = True
+                self.on_give_up()
+                self.warn(
+                    f"dpmon's tracer gave up after it failed {count} times ({operation}): nothing more is recorded"
+                )
         except Exception:  # noqa: BLE001 - the fault cannot be reported, and must not reach the script
-            self.off = True
+            self.is_off = True
 
 
 def raise_from_signal(error: BaseException) -> None:
     """Raise an error again if a signal handler of the script raised it. Otherwise the caller may suppress it."""
-    if _from_a_signal(error):
+    if _is_from_signal_handler(error):
         raise error
 
 
-def _from_a_signal(error: BaseException) -> bool:
-    """Whether a signal handler of the script raised the error, which can happen at any of our instructions."""
+def _is_from_signal_handler(error: BaseException) -> bool:
+    """Return whether a signal handler of the script raised the error, which can happen at any of our instructions."""
     handlers = [signal.getsignal(number) for number in signal.valid_signals()]
     functions = [getattr(handler, "__func__", handler) for handler in handlers]
     codes = {getattr(function, "__code__", None) for function in functions} - {None}
@@ -388,7 +396,7 @@ def _from_a_signal(error: BaseException) -> bool:
 
 
 def rank_and_world() -> tuple[int | None, int | None]:
-    """Return this process's rank and the number of ranks; None for both if it is not a rank."""
+    """Return this process's rank and the world size; None for both if the process is not a rank."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()
@@ -398,22 +406,23 @@ def rank_and_world() -> tuple[int | None, int | None]:
         return None, None
 
 
-def job_and_node(environment: Mapping[str, str], world: int | None) -> dict[str, Any]:
-    """Return what is equal in all ranks of one job, on all its machines, and the number of this machine among them.
+def job_and_node(environment: Mapping[str, str], world_size: int | None) -> dict[str, Any]:
+    """Return the identity of the job, equal in all its ranks on all nodes, and the number of this node in the job.
 
-    None if the environment does not tell. torchrun's own id is "none" if the user gave none.
+    Each is None if the environment does not contain it. torchrun's own id is "none" if the user gave none.
     """
-    step, elastic, port = (environment.get(name) for name in ("SLURM_STEP_ID", "TORCHELASTIC_RUN_ID", "MASTER_PORT"))
+    slurm_step, port = environment.get("SLURM_STEP_ID"), environment.get("MASTER_PORT")
+    elastic_id = environment.get("TORCHELASTIC_RUN_ID")
     job = None
     if "SLURM_JOB_ID" in environment:
         slurm = environment["SLURM_JOB_ID"]
-        job = {"by": "slurm", "id": f"{slurm}.{step}" if step else slurm}
-    elif elastic not in (None, "", "none"):
-        job = {"by": "torchelastic", "id": elastic}
-    elif world is not None and port and (address := environment.get("MASTER_ADDR")):
-        # On another machine, "localhost" is another job.
+        job = {"by": "slurm", "id": f"{slurm}.{slurm_step}" if slurm_step else slurm}
+    elif elastic_id not in (None, "", "none"):
+        job = {"by": "torchelastic", "id": elastic_id}
+    elif world_size is not None and port and (address := environment.get("MASTER_ADDR")):
+        # On another node, "localhost" means another job.
         if address in ("localhost", "::1") or address.startswith("127."):
             address = platform.node()
-        job = {"by": "master", "id": f"{address}:{port}/{world}"}
+        job = {"by": "master", "id": f"{address}:{port}/{world_size}"}
     numbers = (environment.get(name, "") for name in ("GROUP_RANK", "NODE_RANK", "SLURM_NODEID"))
     return {"job": job, "node": next((int(number) for number in numbers if number.isdecimal()), None)}

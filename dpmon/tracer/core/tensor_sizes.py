@@ -24,58 +24,62 @@ Parameter = torch.nn.Parameter
 
 Signature = tuple[Any, ...]
 """(path, shape, dtype) of each tensor; a DTensor adds its full shape."""
-MAX_LEAVES = 64
-"""Most tensors listed from the arguments of a call, or from a result: a growing list must not enlarge records or slow
-the training."""
-MAX_VISITED = 512
-"""Most values searched for tensors, because the search runs at every call with such an argument."""
-MAX_CHECKED = 4096
+MAX_TENSORS = 64
+"""How many tensors are listed from the arguments of a call, or from a result: a growing list must not enlarge records
+or slow the training down."""
+MAX_VISITED_VALUES = 512
+"""How many values are searched for tensors, because the search runs at every call with such an argument."""
+MAX_SEARCHED_VALUES = 4096
 MAX_DEPTH = 16
 MAX_PATH = 120
 MAX_EXTENTS = 2048
-"""Most dimensions in one definition, summed over all shapes."""
+"""Maximum number of dimensions in one definition, summed over all shapes."""
 
 
 def signature_of_call(args: tuple[object, ...], kwargs: Mapping[str, object]) -> Signature:
     """Return the signature of arguments; paths begin with the position or the keyword."""
-    given = [(str(index), value) for index, value in enumerate(args)]
-    return _leaves([*given, *((shorten_name(str(name), MAX_PATH), value) for name, value in kwargs.items())])
+    positional = [(str(index), value) for index, value in enumerate(args)]
+    keywords = [(shorten_name(str(name), MAX_PATH), value) for name, value in kwargs.items()]
+    return _signature([*positional, *keywords])
 
 
 def signature_of_value(value: object, path: str) -> Signature:
     """Return the signature of a value. Paths begin with `path`."""
-    return _leaves([(path, value)])
+    return _signature([(path, value)])
 
 
-def _leaves(values: Iterable[tuple[str, object]]) -> Signature:
-    found: list[object] = []
-    budget = [MAX_VISITED]
+def _signature(values: Iterable[tuple[str, object]]) -> Signature:
+    """Return the signature of values, given with their paths."""
+    leaves: list[object] = []
+    budget = [MAX_VISITED_VALUES]
     for path, value in values:
-        _collect_tensors(value, path, found, budget, 0)
-    if len(found) > MAX_LEAVES or budget[0] < 0:
-        found[MAX_LEAVES:] = [(MORE, (), torch.bool)]
-    return tuple(found)
+        _collect_tensors(value, path, leaves, budget, 0)
+    if len(leaves) > MAX_TENSORS or budget[0] < 0:
+        leaves[MAX_TENSORS:] = [(MORE, (), torch.bool)]
+    return tuple(leaves)
 
 
-def _collect_tensors(value: object, path: str, found: list[object], budget: list[int], depth: int) -> None:
-    if len(found) > MAX_LEAVES or budget[0] < 0 or depth > MAX_DEPTH:
+def _collect_tensors(value: object, path: str, leaves: list[object], budget: list[int], depth: int) -> None:
+    """Append the tensors in a value to `leaves`. `budget`: one number that all calls share: values left to visit."""
+    if len(leaves) > MAX_TENSORS or budget[0] < 0 or depth > MAX_DEPTH:
         return
     budget[0] -= 1
     if isinstance(value, Tensor):
-        found.append((path, *_shape_and_dtype(value)))
+        leaves.append((path, *_shape_and_dtype(value)))
         return
     if value is None or isinstance(value, (str, bytes, int, float, bool)):
         return
     for name, child in _children(value):
-        inner = f"{path}.{name}" if path else name
-        if len(inner) > MAX_PATH:
-            inner = shorten_name(inner, MAX_PATH)
-        _collect_tensors(child, inner, found, budget, depth + 1)
-        if len(found) > MAX_LEAVES or budget[0] < 0:
+        child_path = f"{path}.{name}" if path else name
+        if len(child_path) > MAX_PATH:
+            child_path = shorten_name(child_path, MAX_PATH)
+        _collect_tensors(child, child_path, leaves, budget, depth + 1)
+        if len(leaves) > MAX_TENSORS or budget[0] < 0:
             return
 
 
 def _shape_and_dtype(tensor: Any) -> tuple[object, ...]:
+    """Return shape and dtype of a tensor; of a DTensor the local shape, the dtype, and the global shape."""
     # A subclass may react to attribute access, and must not notice the tracer.
     if type(tensor) is Tensor or type(tensor) is Parameter:
         return tensor.shape, tensor.dtype
@@ -90,6 +94,7 @@ def _shape_and_dtype(tensor: Any) -> tuple[object, ...]:
 
 
 def _children(value: object) -> Any:
+    """Return (name, value) of each value directly in a container, a dataclass, or an object with attributes."""
     if isinstance(value, dict):
         return ((str(key), child) for key, child in value.items())
     if isinstance(value, tuple):
@@ -107,10 +112,10 @@ def _children(value: object) -> Any:
         return ()
     # A batch of the script's own class: read its attributes without running its code.
     try:
-        own = object.__getattribute__(value, "__dict__")
+        attributes = object.__getattribute__(value, "__dict__")
     except AttributeError:
         return ()
-    return list(own.items()) if type(own) is dict else ()
+    return list(attributes.items()) if type(attributes) is dict else ()
 
 
 def describe_tensors(signature: Any, lone_path: str) -> list[tuple[object, ...]]:
@@ -118,47 +123,51 @@ def describe_tensors(signature: Any, lone_path: str) -> list[tuple[object, ...]]
 
     `lone_path`: the path of a lone tensor.
     """
-    if len(signature) == 2 and isinstance(signature[1], torch.dtype):
+    if len(signature) == 2 and isinstance(signature[-1], torch.dtype):  # (shape, dtype) of a lone tensor
         signature = ((lone_path, *signature),)
     result: list[tuple[object, ...]] = []
     extents = 0
-    for path, shape, dtype, *wholes in signature:
+    for path, shape, dtype, *global_shapes in signature:
         if path == MORE:
             result.append((MORE, [], "", 0))
             continue
-        extents += len(shape) * (1 + len(wholes))
+        shapes = [list(map(int, dimensions)) for dimensions in (shape, *global_shapes)]
+        extents += sum(map(len, shapes))
         if extents > MAX_EXTENTS:
             return [*result, (MORE, [], "", 0)]
-        shape, *wholes = ([int(extent) for extent in each] for each in (shape, *wholes))
-        result.append((path, shape, str(dtype).removeprefix("torch."), dtype.itemsize * prod(shape), *wholes))
+        local_shape, *global_shapes = shapes
+        size_bytes = dtype.itemsize * prod(local_shape)
+        result.append((path, local_shape, str(dtype).removeprefix("torch."), size_bytes, *global_shapes))
     return result
 
 
 def tensors_in(value: object) -> list[Tensor]:
-    """Return the tensors among the first MAX_CHECKED values in a value. Do not keep them beyond the call."""
-    found: list[Tensor] = []
-    waiting = [value]
-    for _ in range(MAX_CHECKED):
-        if not waiting:
+    """Return the tensors among the first MAX_SEARCHED_VALUES values in a value. Do not keep them beyond the call."""
+    tensors: list[Tensor] = []
+    pending = [value]
+    for _ in range(MAX_SEARCHED_VALUES):
+        if not pending:
             break
-        value = waiting.pop()
+        value = pending.pop()
         if isinstance(value, Tensor):
-            found.append(value)
+            tensors.append(value)
         elif value is not None and not isinstance(value, (str, bytes, int, float, bool)):
-            waiting += reversed([child for _, child in islice(_children(value), MAX_CHECKED)])
-    return found
+            pending += reversed([child for _, child in islice(_children(value), MAX_SEARCHED_VALUES)])
+    return tensors
 
 
 def device_in(value: object) -> str | None:
-    """The device of the first tensor in a value; None if there is none."""
-    found = tensors_in(value)
-    return str(found[0].device) if found else None
+    """Return the device of the first tensor in a value; None if there is none."""
+    tensors = tensors_in(value)
+    return str(tensors[0].device) if tensors else None
 
 
 def is_gatherable(value: object, depth: int = 0) -> bool:
-    """Whether torch's gather preserves a result: tensors with rows, None, and dicts, lists and tuples of these."""
-    if value is None or isinstance(value, Tensor):
-        return value is None or value.dim() > 0
+    """Return whether torch's gather preserves a result: tensors with rows, None, and dicts, lists, tuples of these."""
+    if value is None:
+        return True
+    if isinstance(value, Tensor):
+        return value.dim() > 0
     if depth > MAX_DEPTH:
         return False
     if isinstance(value, dict):
@@ -167,5 +176,5 @@ def is_gatherable(value: object, depth: int = 0) -> bool:
 
 
 def first_row_count(signature: Any) -> int:
-    """Return the rows of the first tensor that has any; -1 if there is none."""
+    """Return the number of rows of the first tensor that has rows; -1 if there is none."""
     return next((int(shape[0]) for _, shape, *_ in signature if shape), -1)

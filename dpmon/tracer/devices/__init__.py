@@ -1,1 +1,1 @@
-"""Times of phases on GPUs, from events."""
+"""Device times of phases on GPUs, measured with events."""

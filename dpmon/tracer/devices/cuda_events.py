@@ -1,7 +1,6 @@
-"""Events of torch.cuda, and the captures of CUDA graphs.
+"""Records and queries torch.cuda's events, except while a CUDA graph is captured.
 
-During a capture, no event is recorded or queried: an event would become a part of the graph, and a query would end the
-capture.
+An event recorded during a capture would become a part of the graph, and a query would end the capture.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _cuda: Any = torch.cuda  # its type hints differ between versions of torch
 MAX_STREAMS = 256
 
 
-def watch_captures(kinds: Iterable[Any], guard: AbstractContextManager[object]) -> dict[int, weakref.ref[object]]:
+def watch_captures(classes: Iterable[Any], guard: AbstractContextManager[object]) -> dict[int, weakref.ref[object]]:
     """Wrap the methods of classes such as torch.cuda.CUDAGraph; return the graphs that are being captured, by id.
 
     Any thread may begin and end a capture. During a capture in "global" mode, torch's usual mode, CUDA refuses
@@ -30,64 +29,66 @@ def watch_captures(kinds: Iterable[Any], guard: AbstractContextManager[object]) 
     """
     graphs: dict[int, weakref.ref[object]] = {}
 
-    def begins(graph: object, *_: object, **__: object) -> None:
+    def on_begin(graph: object, *_: object, **__: object) -> None:
         key = id(graph)
         graphs[key] = weakref.ref(graph, lambda _: graphs.pop(key, None))
 
-    def failed(error: object, graph: object, *_: object, **__: object) -> None:
+    def on_error(error: object, graph: object, *_: object, **__: object) -> None:
         graphs.pop(id(graph), None)
 
-    def ended(result: object, began: int, graph: object) -> None:
+    def on_end(result: object, start_ns: int, graph: object) -> None:
         graphs.pop(id(graph), None)
 
-    for kind in kinds:
+    for cls in classes:
         with suppress(AttributeError):  # another version of torch
-            begin, end = kind.capture_begin, kind.capture_end
+            begin, end = cls.capture_begin, cls.capture_end
             # Noted before the capture begins: a query in between would end it.
-            kind.capture_begin = wrap_rare_function(begin, guard, lambda *_, **__: None, before=begins, failed=failed)
-            kind.capture_end = wrap_rare_function(end, guard, ended, failed=failed)
+            cls.capture_begin = wrap_rare_function(
+                begin, guard, lambda *_, **__: None, before=on_begin, on_error=on_error
+            )
+            cls.capture_end = wrap_rare_function(end, guard, on_end, on_error=on_error)
     return graphs
 
 
 @cache
 def _captures(session: Session) -> dict[int, weakref.ref[object]]:
     """Watch captures from the first call on, before the first timed phase; earlier captures are missed."""
-    kinds = (_cuda.CUDAGraph, getattr(getattr(torch, "accelerator", None), "Graph", None))
-    return watch_captures(kinds, session.guard("capture of a graph", fatal=False))
+    classes = (_cuda.CUDAGraph, getattr(getattr(torch, "accelerator", None), "Graph", None))
+    return watch_captures(classes, session.guard("capture of a graph", fatal=False))
 
 
 class TorchEvents:
-    """Events of torch.cuda."""
+    """The events of torch.cuda, and the streams on which they are recorded."""
 
     def __init__(self, session: Session) -> None:
-        self._current: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-        """Function that returns the handle of a device's current stream. A stream object costs ten times as much."""
+        self._current_handle: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+        """Returns the handle of a device's current stream. To make a stream object costs ten times as much."""
         self._streams: dict[tuple[int, int], object] = {}
         base = getattr(torch._C, "_CudaEventBase", None)
-        kind: Any = base if isinstance(base, type) and issubclass(_cuda.Event, base) else _cuda.Event
+        cls: Any = base if isinstance(base, type) and issubclass(_cuda.Event, base) else _cuda.Event
         # Methods of torch's C class, because those of the Python classes only forward the calls, at twice the cost.
-        self._record = kind.record
-        self.done: Callable[[Any], bool] = kind.query
-        self.between_ms: Callable[[Any, Any], float] = kind.elapsed_time
+        self._record = cls.record
+        self.is_done: Callable[[Any], bool] = cls.query
+        self.elapsed_ms: Callable[[Any, Any], float] = cls.elapsed_time
         self._is_captured = (
             getattr(torch._C, "_cuda_isCurrentStreamCapturing", None) or _cuda.is_current_stream_capturing
         )
         self._captures = _captures(session)
 
     def is_capturing(self) -> bool:
-        """Whether this thread's current stream is being captured, or any graph in this process."""
+        """Return whether this thread's current stream, or any graph in this process, is being captured."""
         return bool(self._captures) or bool(self._is_captured())
 
     def create_event(self) -> object:
-        """An event with timing; CUDA creates it when it is first recorded."""
+        """Return an event with timing. CUDA creates it when it is first recorded."""
         return _cuda.Event(enable_timing=True)
 
     def record(self, event: object, device: int) -> None:
-        """Record on this thread's current stream."""
-        if self._current is None:
+        """Record an event on this thread's current stream of a device."""
+        if self._current_handle is None:
             self._record(event, _cuda.current_stream(device))
             return
-        key = device, self._current(device)
+        key = device, self._current_handle(device)
         stream = self._streams.get(key)
         if stream is None:
             if len(self._streams) >= MAX_STREAMS:

@@ -24,78 +24,81 @@ from dpmon.tracer.core.module_tables import (
 from dpmon.tracer.core.tensor_sizes import tensors_in
 
 MAX_TENSORS = 5_000
-"""Most tensors of a kind that are counted: to count one takes about 5 us, and the training waits for it."""
+"""How many tensors of each kind are counted: each takes about 5 us, for which the training waits."""
 MODEL, GRADIENTS, STATES = range(3)
 _UNREADABLE = (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError, LookupError)
 _NO_DISPATCH = torch.Tensor.__torch_dispatch__
 
 
 class StorageWalk:
-    """The bytes of models, gradients and optimizer states. A shared storage counts for the first of these."""
+    """A count of bytes of models, gradients and optimizer states. A shared storage counts for the first of them."""
 
     def __init__(self, models: Iterable[object], optimizers: Iterable[object]) -> None:
-        """`models`: roots, which may share parts."""
-        self.held: dict[str, list[int]] = {}
+        """Count. `models`: root modules, which may share parts."""
+        self.bytes_by_device: dict[str, list[int]] = {}
         """Per device, bytes of each kind."""
-        # Not a Counter, whose constructor torch.compile would look at: it is Python code.
-        self.shared: dict[str, int] = defaultdict(int)
+        # Not a Counter: its constructor is Python code, which torch.compile would try to compile.
+        self.shared_bytes: dict[str, int] = defaultdict(int)
         """Per device, bytes of models in shared memory of the host."""
-        self.shared_at: list[int] = []
+        self.shared_addresses: list[int] = []
         """The addresses of these models' storages."""
-        self.unsized: list[dict[str, int]] = [defaultdict(int) for _ in range(3)]
+        self.unsized_types: list[dict[str, int]] = [defaultdict(int) for _ in range(3)]
         """Per kind, the number of tensors of unknown size by type."""
-        self.more: set[int] = set()
+        self.truncated_kinds: set[int] = set()
         """Kinds with more than MAX_TENSORS tensors; tensors beyond the limit are not counted."""
-        self.stepped = False
+        self.has_stepped = False
         """Whether an optimizer had stepped before."""
-        self._seen: set[tuple[str, int]] = set()
+        self._counted_storages: set[tuple[str, int]] = set()
         modules = list({id(module): module for root in models for module in modules_of(root)}.values())
         with torch._C.DisableTorchFunction():
             self._add_all(MODEL, (value for module in modules for value in _iter_weights(module)))
             self._add_all(GRADIENTS, (gradient for module in modules for gradient in _gradients(module)))
             self._add_all(STATES, (tensor for optimizer in optimizers for tensor in _states(optimizer)))
 
-    def total(self, kind: int) -> int:
-        """Bytes of one kind on all devices."""
-        return sum(held[kind] for held in self.held.values())
+    def total(self, part_kind: int) -> int:
+        """Return the bytes of one kind on all devices."""
+        return sum(part_bytes[part_kind] for part_bytes in self.bytes_by_device.values())
 
-    def _add_all(self, kind: int, tensors: Iterator[Any]) -> None:
+    def _add_all(self, part_kind: int, tensors: Iterator[Any]) -> None:
+        """Count tensors of one kind, up to MAX_TENSORS."""
         for tensor in islice(tensors, MAX_TENSORS):
             try:
                 for part in _plain_tensors(tensor):
                     storage = part.untyped_storage()
                     if storage.device.type != "meta":  # a fake tensor reports another device but holds no data
-                        self._add(kind, str(part.device), storage)
+                        self._add(part_kind, str(part.device), storage)
             except _UNREADABLE:
-                self.unsized[kind][class_name(tensor)] += 1
+                self.unsized_types[part_kind][class_name(tensor)] += 1
                 with suppress(Exception):
-                    self.held.setdefault(str(tensor.device), [0, 0, 0])
+                    self.bytes_by_device.setdefault(str(tensor.device), [0, 0, 0])
         if next(tensors, None) is not None:
-            self.more.add(kind)
+            self.truncated_kinds.add(part_kind)
 
-    def _add(self, kind: int, device: str, storage: Any) -> None:
+    def _add(self, part_kind: int, device: str, storage: Any) -> None:
+        """Count a storage unless it is already counted."""
         key = device, storage._cdata
-        if key in self._seen:
+        if key in self._counted_storages:
             return
-        self._seen.add(key)
+        self._counted_storages.add(key)
         size = storage.nbytes()
-        self.held.setdefault(device, [0, 0, 0])[kind] += size
-        if kind == MODEL and storage.device.type == "cpu" and storage.is_shared():
-            self.shared[device] += size
-            self.shared_at.append(storage.data_ptr())
+        self.bytes_by_device.setdefault(device, [0, 0, 0])[part_kind] += size
+        if part_kind == MODEL and storage.device.type == "cpu" and storage.is_shared():
+            self.shared_bytes[device] += size
+            self.shared_addresses.append(storage.data_ptr())
 
 
 def mapped_files(addresses: Iterable[int]) -> str | None:
     """Return a name for the files mapped at these addresses, the same in all processes; None if unknown."""
-    begins, files = [], []
+    starts, files = [], []
     with suppress(OSError), open("/proc/self/maps", "rb") as maps:
         for line in maps:
-            where, permissions, _, device, inode = line.split(None, 5)[:5]
+            address_range, permissions, _, device, inode = line.split(None, 5)[:5]
             if permissions.endswith(b"s"):
-                begins.append(int(where.partition(b"-")[0], 16))  # in order of address
+                start, _, _ = address_range.partition(b"-")
+                starts.append(int(start, 16))  # in order of address
                 files.append(device + b" " + inode)
-    found = {files[bisect_right(begins, address) - 1] for address in addresses if files}
-    return f"{crc32(b' '.join(sorted(found))):08x}" if found else None
+    used_files = {files[bisect_right(starts, address) - 1] for address in addresses if files}
+    return f"{crc32(b' '.join(sorted(used_files))):08x}" if used_files else None
 
 
 def _iter_weights(module: object) -> Iterator[object]:
@@ -107,6 +110,7 @@ def _iter_weights(module: object) -> Iterator[object]:
 
 
 def _parameters(module: object) -> list[Any]:
+    """Return a module's own parameters, including both forms of those sharded by fully_shard."""
     tensors = values_of(module, PARAMETERS)
     for shard in _iter_fsdp_shards(module):
         tensors += (shard.sharded_param, getattr(shard, "_unsharded_param", None))
@@ -114,12 +118,14 @@ def _parameters(module: object) -> list[Any]:
 
 
 def _gradients(module: object) -> Iterator[object]:
-    found = [tensor.grad for tensor in _parameters(module) if tensor.is_leaf]
-    found += [getattr(shard, "unsharded_accumulated_grad", None) for shard in _iter_fsdp_shards(module)]
-    return (gradient for gradient in found if gradient is not None)
+    """Return an iterator over the gradients of a module's own parameters."""
+    gradients = [tensor.grad for tensor in _parameters(module) if tensor.is_leaf]
+    gradients += [getattr(shard, "unsharded_accumulated_grad", None) for shard in _iter_fsdp_shards(module)]
+    return (gradient for gradient in gradients if gradient is not None)
 
 
 def _states(optimizer: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors in an optimizer's state."""
     state = getattr(optimizer, "state", None)
     for value in list(state.values()) if isinstance(state, dict) else ():
         yield from tensors_in(value)
@@ -153,7 +159,8 @@ def _plain_tensors(tensor: Any) -> tuple[Any, ...]:
         flatten = getattr(tensor, "__tensor_flatten__", None)
         if flatten is None:
             raise NotImplementedError
-        inner = [getattr(tensor, name) for name in flatten()[0]]
+        names, _ = flatten()
+        inner = [getattr(tensor, name) for name in names]
         # A DTensor lists its mesh in addition to its local tensor.
         return tuple(part for value in inner if isinstance(value, torch.Tensor) for part in _plain_tensors(value))
     return dense_parts(tensor)

@@ -1,4 +1,4 @@
-"""Plans how the calls of a module run, and decides whether a module can run over several devices."""
+"""Describes how the calls of a module run, and decides whether a module can run over several devices."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ DP, SINGLE = 1, 2
 
 @dataclass(frozen=True)
 class CallPlan:
-    """How calls of one module run."""
+    """A plan of how the calls of one module run."""
 
     mode: int
     devices: tuple[str, ...]
-    """Names of the devices in records."""
+    """The devices as they are named in records."""
     device_ids: tuple[int, ...] | None = None
     """Device ids that replace the script's; None leaves the call as written."""
-    virtual: VirtualDevices | None = None
+    virtual_devices: VirtualDevices | None = None
     reason: str | None = None
-    """The reason why the plan differs from the request, or why the replicas are virtual."""
-    refused: bool = False
+    """Why the plan differs from the request, or why the replicas are virtual."""
+    is_refused: bool = False
 
     @property
     def on_cpu(self) -> bool:
@@ -47,36 +47,36 @@ def refused_plan(device: object, reason: str) -> CallPlan:
     return CallPlan(SINGLE, (str(device),), None, None, reason, True)
 
 
-def single_device_plan(module: Any, own: tuple[str, ...], reason: str | None = None) -> CallPlan:
-    """Make the plan that runs a DataParallel on the first of its devices; `reason` is None if that was requested."""
+def single_device_plan(module: Any, devices: tuple[str, ...], reason: str | None = None) -> CallPlan:
+    """Make the plan that runs a DataParallel on the first of its devices. `reason`: None if that was requested."""
     unfit = uncopyable_reason(module)
     if unfit is not None:
-        return CallPlan(DP, own, None, None, unfit, True)
+        return CallPlan(DP, devices, None, None, unfit, True)
     for name in ("forward", "scatter"):
         if overrides(type(module), name):
-            odd = f"{class_name(module)} has its own {name}, which may not work on one device"
-            return CallPlan(DP, own, None, None, odd, True)
-    return CallPlan(SINGLE, own[:1], tuple(module.device_ids[:1]), None, reason, reason is not None)
+            override_reason = f"{class_name(module)} has its own {name}, which may not work on one device"
+            return CallPlan(DP, devices, None, None, override_reason, True)
+    return CallPlan(SINGLE, devices[:1], tuple(module.device_ids[:1]), None, reason, reason is not None)
 
 
-def overrides(kind: type, name: str) -> bool:
-    """Whether a subclass of DataParallel has its own method of this name."""
-    return next(base for base in kind.__mro__ if name in base.__dict__) is not torch.nn.DataParallel
+def overrides(cls: type, name: str) -> bool:
+    """Return whether a subclass of DataParallel has its own method of this name."""
+    return next(base for base in cls.__mro__ if name in base.__dict__) is not torch.nn.DataParallel
 
 
 def default_device() -> torch.device:
-    """The device on which torch's data parallelism runs a module without parameters and buffers."""
+    """Return the device on which torch's data parallelism runs a module without parameters and buffers."""
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def unsplittable_reason(module: torch.nn.Module) -> str | None:
-    """Why a bare root cannot be run by data_parallel; None if it can."""
-    unfit = unreplicable_reason(module)
-    if unfit is not None:
-        return unfit
+    """Return why data_parallel cannot run a bare root; None if it can."""
+    reason = unreplicable_reason(module)
+    if reason is not None:
+        return reason
     if torch._C._functorch.peek_interpreter_stack() is not None:  # inside torch.func.grad, vmap or the like
         return "it runs inside a transform of torch.func"
-    if any(isinstance(inner, torch.nn.parallel.DistributedDataParallel) for inner in modules_of(module)):
+    if any(isinstance(part, torch.nn.parallel.DistributedDataParallel) for part in modules_of(module)):
         return "it holds a DistributedDataParallel of its own"
     devices = devices_of(module)
     if len(devices) > 1:
@@ -85,14 +85,14 @@ def unsplittable_reason(module: torch.nn.Module) -> str | None:
 
 
 def holds_data_parallel(module: object) -> bool:
-    """Whether the module or a part of it is a DataParallel."""
-    return any(isinstance(inner, torch.nn.DataParallel) for inner in modules_of(module))
+    """Return whether the module or a part of it is a DataParallel."""
+    return any(isinstance(part, torch.nn.DataParallel) for part in modules_of(module))
 
 
 def uncopyable_reason(module: object) -> str | None:
-    """Why dpmon must not make short-lived copies of this module; None if it may.
+    """Return why dpmon must not make short-lived copies of this module; None if it may.
 
-    A copy shares the module's attributes, so its finalizer could close the module's files.
+    A copy shares the module's attributes, so its finalizer could, for example, close the module's files.
     """
     if not hasattr(type(module), "__del__"):
         return None
@@ -100,7 +100,7 @@ def uncopyable_reason(module: object) -> str | None:
 
 
 def _is_sharded(module: object) -> bool:
-    """Whether the module's own parameters or buffers are divided among several ranks.
+    """Return whether the module's own parameters or buffers are divided among several ranks.
 
     Between forward and backward, the parameters of a module given to fully_shard may be ordinary tensors.
     """
@@ -114,17 +114,17 @@ def _is_sharded(module: object) -> bool:
 
 
 def unreplicable_reason(module: torch.nn.Module) -> str | None:
-    """Why dpmon does not replicate a module, on virtual or real devices; None if it does."""
-    for inner in modules_of(module):
-        if _is_sharded(inner):
+    """Return why dpmon does not replicate a module, on virtual or real devices; None if it does."""
+    for part in modules_of(module):
+        if _is_sharded(part):
             return "its parameters are sharded over the ranks, which must all run the same calls"
-        unfit = uncopyable_reason(inner)
-        if unfit is not None:
-            return unfit
+        reason = uncopyable_reason(part)
+        if reason is not None:
+            return reason
         # The attribute is on the forward of the instance (compiled for this module only) or of the class.
-        forward = getattr(getattr(inner, "forward", None), "_torchdynamo_orig_callable", None)
-        if forward is not None or is_compiled(inner):
+        forward = getattr(getattr(part, "forward", None), "_torchdynamo_orig_callable", None)
+        if forward is not None or is_compiled(part):
             return "a module compiled by torch.compile cannot be replicated"
-        if isinstance(inner, torch.jit.ScriptModule):
+        if isinstance(part, torch.jit.ScriptModule):
             return "dpmon does not replicate a TorchScript module"
     return None

@@ -1,4 +1,4 @@
-"""Threads that run virtual replicas. They persist between calls, and each has its share of the cores.
+"""Runs virtual replicas on threads that persist between calls. Each thread has its share of the cores.
 
 torch's parallel_apply starts a thread per replica and call. On GPUs, the cost is small compared with the work. On a
 CPU, each new thread waits for a core and for the GIL, and starts an OpenMP team as large as the machine: on a busy
@@ -26,19 +26,19 @@ import torch
 from dpmon.tracer.core.hidden_frames import Function
 
 _CGROUPS = Path("/sys/fs/cgroup")
-_ACTIVE: dict[int, object] = getattr(threading, "_active", {})
+_ACTIVE_THREADS: dict[int, object] = getattr(threading, "_active", {})
 """Python's table of threads by id. A worker gets an entry if its replica asks for the current thread."""
 
 
 class ReplicaThread:
-    """Runs `target(*args)` on a thread. Its parallel regions use `share` threads, or the caller's number if smaller."""
+    """A thread that runs `target(*args)`. Its parallel regions use at most `max_threads` threads."""
 
     __slots__ = ("_args", "_done", "_target", "_threads", "join")
 
-    def __init__(self, share: int, target: Function, args: tuple[object, ...] = ()) -> None:
+    def __init__(self, max_threads: int, target: Function, args: tuple[object, ...] = ()) -> None:
         self._target: Function = target
         self._args = args
-        self._threads = min(share, torch.get_num_threads())
+        self._threads = min(max_threads, torch.get_num_threads())
         self._done = allocate_lock()
         self._done.acquire()
         # A C function: Ctrl-C often interrupts the script here, and a Python function would appear in the traceback.
@@ -73,8 +73,8 @@ class _Worker:
     `threading` does not list it: a script that joins all threads would wait for it forever.
     """
 
-    def __init__(self, crew: _WorkerPool) -> None:
-        self._crew = crew
+    def __init__(self, pool: _WorkerPool) -> None:
+        self._pool = pool
         # `put` is one C call. If a signal handler raises, the replica is either in the queue or not.
         self._replicas: SimpleQueue[ReplicaThread] = SimpleQueue()
         start_new_thread(self._serve, ())
@@ -84,9 +84,9 @@ class _Worker:
         self._replicas.put(replica)
 
     def _serve(self) -> None:
-        crew, generation = self._crew, self._crew.generation
+        pool, generation = self._pool, self._pool.generation
         locals_of_thread = _locals_of_thread()
-        while crew.generation == generation:  # it differs in a child that a replica has forked
+        while pool.generation == generation:  # it differs in a child that a replica has forked
             replica = self._replicas.get()
             try:
                 Context().run(replica.run)
@@ -96,8 +96,8 @@ class _Worker:
             sys.settrace(None)
             sys.setprofile(None)
             locals_of_thread.clear()
-            _ACTIVE.pop(get_ident(), None)
-            crew.idle.append(self)
+            _ACTIVE_THREADS.pop(get_ident(), None)
+            pool.idle.append(self)
             replica.finish()
             del replica
 
@@ -106,7 +106,7 @@ class _WorkerPool:
     """The worker threads of this process."""
 
     def __init__(self) -> None:
-        self._open: bool | None = None
+        self._is_usable: bool | None = None
         """None: not checked yet."""
         self._all: list[_Worker] = []
         self.idle: list[_Worker] = []
@@ -114,20 +114,20 @@ class _WorkerPool:
         """Number of forks; threads do not survive a fork."""
 
     def is_open(self) -> bool:
-        """Whether workers can be used: Python can wait for them when it exits, and is not exiting yet."""
-        if self._open is None:
+        """Return whether workers can be used: Python can wait for them when it exits, and is not exiting yet."""
+        if self._is_usable is None:
             # At its end Python waits for threads of `threading`. It must also wait for replicas that still run: a
             # thread that returns from torch after the interpreter has gone aborts the process.
             try:
                 threading._register_atexit(self._close)  # type: ignore[attr-defined]
                 os.register_at_fork(after_in_child=self._forked)
-                self._open = True
+                self._is_usable = True
             except (AttributeError, RuntimeError):  # another Python, or the end has begun
-                self._open = False
-        return self._open
+                self._is_usable = False
+        return self._is_usable
 
     def idle_worker(self) -> _Worker:
-        """An idle worker, or a new one; RuntimeError if no thread can be started."""
+        """Return an idle worker, or a new worker. Raises RuntimeError if no thread can be started."""
         try:
             return self.idle.pop()
         except IndexError:
@@ -137,11 +137,11 @@ class _WorkerPool:
 
     def _close(self) -> None:
         """Wait until all started replicas have run."""
-        self._open = False
+        self._is_usable = False
         for worker in self._all:
-            last = ReplicaThread(1, _nothing)
-            worker.submit(last)
-            last.join()
+            barrier = ReplicaThread(1, _nothing)
+            worker.submit(barrier)
+            barrier.join()
 
     def _forked(self) -> None:
         self.generation += 1
@@ -158,8 +158,8 @@ def _locals_of_thread() -> dict[object, object]:
     # A separate function object, because the script shares the one in `pythonapi`. The result is a borrowed reference,
     # so its type must not be py_object, which would release it.
     function = ctypes.PYFUNCTYPE(ctypes.c_void_p)(("PyThreadState_GetDict", ctypes.pythonapi))
-    found: dict[object, object] = ctypes.cast(function(), ctypes.py_object).value
-    return found
+    setters: dict[object, object] = ctypes.cast(function(), ctypes.py_object).value
+    return setters
 
 
 def _report_thread_exception(error: BaseException) -> None:
@@ -181,11 +181,11 @@ _crew = _WorkerPool()
 
 
 def available_cores(cgroups: Path = _CGROUPS, membership: Path = Path("/proc/self/cgroup")) -> int:
-    """The number of cores this process may run on: its affinity, capped by its cgroups' CPU quota; at least 1."""
+    """Return how many cores this process may use: its affinity, limited by its cgroups' CPU quota; at least 1."""
     cores = float(len(os.sched_getaffinity(0)))
     with suppress(OSError, ValueError):
-        here = Path(membership.read_text().rpartition("0::/")[2].strip())
-        for group in (here, *here.parents):  # the quotas of all ancestors apply, too
+        own_group = Path(membership.read_text().rpartition("0::/")[2].strip())
+        for group in (own_group, *own_group.parents):  # the quotas of all ancestors apply, too
             with suppress(OSError, ValueError):  # no such file, or "max"
                 quota, period = (cgroups / group / "cpu.max").read_text().split()
                 cores = min(cores, int(quota) / int(period))
@@ -215,12 +215,12 @@ def _thread_count_setters() -> tuple[Callable[[int], object], ...]:
             libraries.append(ctypes.PyDLL(name, mode=mode))
         except OSError:
             continue
-    found = []
+    setters = []
     # MKL's lower-case name is the Fortran function, which takes a pointer.
     for symbol in ("omp_set_num_threads", "MKL_Set_Num_Threads_Local"):
         function = next((getattr(library, symbol) for library in libraries if hasattr(library, symbol)), None)
         if function is not None:
             function.argtypes = (ctypes.c_int,)
             function.restype = ctypes.c_int if symbol.startswith("MKL") else None
-            found.append(function)
-    return tuple(found)
+            setters.append(function)
+    return tuple(setters)

@@ -1,10 +1,10 @@
-"""Virtual replicas: torch's own DataParallel code over several virtual devices on one real device.
+"""Runs virtual replicas: torch's own DataParallel code over several virtual devices on one real device.
 
-Only the lowest layer is replaced: cutting a batch (scatter), putting results together (gather), copying parameters to
-the replicas (broadcast), and the "current device" in a replica's thread. The functions above it are torch's, with other
-globals. Nothing global is changed, so real calls on other threads are not affected.
+Only the lowest layer is replaced: splitting a batch (scatter), joining results (gather), copying parameters to the
+replicas (broadcast), and the "current device" in a replica's thread. The functions above it are copies of torch's own,
+with other globals. Nothing global is changed, so real calls on other threads are not affected.
 
-The semantics are those of GPUs: torch.chunk cuts the batch; replica 0 shares its storage with the module (BatchNorm's
+The semantics are those of GPUs: torch.chunk splits the batch; replica 0 shares its storage with the module (BatchNorm's
 running statistics come from its chunk); the other replicas get copies, so their in-place changes are lost; the module
 gets the sum of all replicas' gradients; scalars are gathered into a vector, with a warning.
 
@@ -38,11 +38,11 @@ PRIMITIVES = (Kind.SCATTER, Kind.REPLICATE, Kind.PARALLEL_APPLY, Kind.GATHER)
 SCATTER_KWARGS, REPLICATE, PARALLEL_APPLY, GATHER, SCATTER, SCATTER_APPLY, BROADCAST_APPLY, GATHER_APPLY = range(8)
 """Indices of the functions in `TorchOriginals.all` and `VirtualDevices.primitives`."""
 
-_NOWHERE = nullcontext()
+_NULL_CONTEXT = nullcontext()
 
 
 class _Scatter(torch.autograd.Function):
-    """Cut a tensor as comm.scatter does; the first chunk stays where it is, the others are copied."""
+    """The split of a tensor, as in comm.scatter: the first chunk is a view of the tensor, the others are copies."""
 
     @staticmethod
     def forward(ctx: Any, targets: Sequence[int], sizes: object, dim: int, tensor: torch.Tensor) -> Any:
@@ -56,7 +56,7 @@ class _Scatter(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Put the replicas' tensors together along `dim`; zero-dimensional ones become a vector."""
+    """The concatenation of the replicas' tensors along `dim`; zero-dimensional tensors become a vector."""
 
     @staticmethod
     def forward(ctx: Any, target: object, dim: int, *tensors: torch.Tensor) -> torch.Tensor:
@@ -80,15 +80,15 @@ class _Gather(torch.autograd.Function):
 
 
 class _Broadcast(torch.autograd.Function):
-    """Give the parameters to every replica: the originals to the first, copies to the others. Gradients are summed."""
+    """The parameters for every replica: the originals for the first, copies for the others. Gradients are summed."""
 
     @staticmethod
     def forward(ctx: Any, targets: Sequence[int], *tensors: torch.Tensor) -> Any:
         ctx.count = len(tensors)
-        copies = [tensors, *(tuple(t.clone() for t in tensors) for _ in targets[1:])]
-        needs = ctx.needs_input_grad[1:]
-        fixed = [copy[i] for copy in copies for i, needed in enumerate(needs) if not needed]
-        ctx.mark_non_differentiable(*fixed)
+        copies = [tensors, *(tuple(tensor.clone() for tensor in tensors) for _ in targets[1:])]
+        needs_grad = ctx.needs_input_grad[1:]
+        constant = [tensor for copy in copies for tensor, needs in zip(copy, needs_grad, strict=True) if not needs]
+        ctx.mark_non_differentiable(*constant)
         return tuple(tensor for copy in copies for tensor in copy)
 
     @staticmethod
@@ -125,21 +125,21 @@ class _ModuleOverlay:
 
 
 class _SingleDeviceTorch(_ModuleOverlay):
-    """The module torch as parallel_apply sees it, with one device for all replicas."""
+    """The module torch for parallel_apply, with one device for all replicas."""
 
     def __init__(self, base: torch.device) -> None:
         def on_device(_: object = None) -> Any:
-            return torch.cuda.device(base) if base.type == "cuda" else _NOWHERE
+            return torch.cuda.device(base) if base.type == "cuda" else _NULL_CONTEXT
 
         # A new thread begins on the default stream, but the batch may have been prepared on another stream.
         def stream(_: object = None) -> Any:
-            return torch.accelerator.current_stream(base.index) if base.type == "cuda" else _NOWHERE
+            return torch.accelerator.current_stream(base.index) if base.type == "cuda" else _NULL_CONTEXT
 
         def cuda_stream(_: object = None) -> Any:
-            return torch.cuda.current_stream(base) if base.type == "cuda" else _NOWHERE
+            return torch.cuda.current_stream(base) if base.type == "cuda" else _NULL_CONTEXT
 
         def on_stream(stream: Any) -> Any:
-            return torch.cuda.stream(stream) if base.type == "cuda" else _NOWHERE
+            return torch.cuda.stream(stream) if base.type == "cuda" else _NULL_CONTEXT
 
         super().__init__(torch)
         self.accelerator = SimpleNamespace(
@@ -155,7 +155,7 @@ class _SingleDeviceTorch(_ModuleOverlay):
 
 
 def _autocast_on(base: torch.device) -> Function:
-    """Replaces torch's autocast: the same, but on `base`. Older versions of parallel_apply ask for "cuda"."""
+    """Return a replacement for torch's autocast, on `base`. Older versions of parallel_apply ask for "cuda"."""
 
     def autocast(*_: object, enabled: bool = True, **__: object) -> Any:
         return torch.amp.autocast(base.type, enabled=enabled)
@@ -163,33 +163,35 @@ def _autocast_on(base: torch.device) -> Function:
     return autocast
 
 
-def _on_gpu(base: torch.device, own: Any, ours: Any) -> SimpleNamespace:
-    """Replaces torch's Scatter if the replicas share a GPU; `own` is torch's apply."""
+def _scatter_on(base: torch.device, torch_apply: Any, copying_scatter: Any) -> SimpleNamespace:
+    """Return a replacement for torch's Scatter for replicas that share a GPU. `torch_apply`: torch's own apply."""
 
     def apply(targets: Sequence[int], sizes: object, dim: int, tensor: torch.Tensor) -> Any:
         if tensor.device == base:
-            return ours.apply(targets, sizes, dim, tensor)
-        return own([base.index] * len(targets), sizes, dim, tensor)
+            return copying_scatter.apply(targets, sizes, dim, tensor)
+        return torch_apply([base.index] * len(targets), sizes, dim, tensor)
 
     return SimpleNamespace(apply=apply)
 
 
-def _gather_on(base: torch.device, own: Any) -> SimpleNamespace:
-    """Replaces torch's Gather if the replicas share a GPU."""
+def _gather_on(base: torch.device, torch_apply: Any) -> SimpleNamespace:
+    """Return a replacement for torch's Gather for replicas that share a GPU. `torch_apply`: torch's own apply."""
 
     def apply(target: object, dim: int, *tensors: torch.Tensor) -> Any:
-        return own(base.index, dim, *tensors)
+        return torch_apply(base.index, dim, *tensors)
 
     return SimpleNamespace(apply=apply)
 
 
 def _index(device: Any, *_: object, **__: object) -> int:
+    """Return the index of a virtual device. Replaces torch's _get_device_index."""
     if isinstance(device, (str, torch.device)):
         return torch.device(device).index or 0
     return 0 if device is None else int(device)
 
 
 def _global_names_used(code: CodeType) -> set[str]:
+    """Return the global names and attributes that a function uses, also in functions defined in it."""
     names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -197,18 +199,17 @@ def _global_names_used(code: CodeType) -> set[str]:
     return names
 
 
-def with_globals(function: Function, **changed: object) -> Function:
+def with_globals(function: Function, **new_globals: object) -> Function:
     """Return a copy of a torch function with other globals. Raises TypeError if the function is not as expected."""
     if not isinstance(function, FunctionType):
         raise TypeError(f"{function!r} is not a plain function: this version of torch is not supported")
-    missing = set(changed) - _global_names_used(function.__code__)
-    if missing:
-        raise TypeError(
-            f"{function.__name__} does not use {', '.join(sorted(missing))}: this version of torch is not supported"
-        )
+    missing_names = set(new_globals) - _global_names_used(function.__code__)
+    if missing_names:
+        names = ", ".join(sorted(missing_names))
+        raise TypeError(f"{function.__name__} does not use {names}: this version of torch is not supported")
     copy = FunctionType(
         function.__code__,
-        {**function.__globals__, **changed},
+        {**function.__globals__, **new_globals},
         function.__name__,
         function.__defaults__,
         function.__closure__,
@@ -218,49 +219,49 @@ def with_globals(function: Function, **changed: object) -> Function:
 
 
 class VirtualDevices:
-    """`count` virtual devices on the real device `base`, with torch's primitives for them."""
+    """A set of `count` virtual devices on the real device `base`, with torch's primitives for them."""
 
     def __init__(self, count: int, base: torch.device, originals: TorchOriginals) -> None:
         self.base = base
         separator = "/" if base.type != "cpu" else ":"
         self.names = tuple(f"{base}{separator}{i}" for i in range(count))
-        """The names of the devices in records, such as cpu:0 and cpu:1, or cuda:0/0 and cuda:0/1."""
-        cut: Any = _Scatter
-        join: Any = _Gather
+        """The devices as they are named in records, such as cpu:0 and cpu:1, or cuda:0/0 and cuda:0/1."""
+        scatter_class: Any = _Scatter
+        gather_class: Any = _Gather
         if base.type == "cuda":
-            cut = _on_gpu(base, originals.all[SCATTER_APPLY], _Scatter)
-            join = _gather_on(base, originals.all[GATHER_APPLY])
-        scatter = with_globals(originals.scatter, Scatter=cut)
+            scatter_class = _scatter_on(base, originals.all[SCATTER_APPLY], _Scatter)
+            gather_class = _gather_on(base, originals.all[GATHER_APPLY])
+        scatter = with_globals(originals.scatter, Scatter=scatter_class)
         replicate = with_globals(originals.replicate, _broadcast_coalesced_reshape=_broadcast, _get_device_index=_index)
         apply_globals: dict[str, Any] = {"torch": _SingleDeviceTorch(base), "_get_device_index": _index}
         if "autocast" in originals.parallel_apply.__globals__:  # torch 2.4
             apply_globals["autocast"] = _autocast_on(base)
         if base.type == "cpu":
-            share = max(1, available_cores() // count)
-            apply_globals["threading"] = SimpleNamespace(Thread=partial(ReplicaThread, share), Lock=threading.Lock)
-        of_phases = (
+            new_thread = partial(ReplicaThread, max(1, available_cores() // count))
+            apply_globals["threading"] = SimpleNamespace(Thread=new_thread, Lock=threading.Lock)
+        phase_functions = (
             with_globals(originals.scatter_kwargs, scatter=scatter),
             replicate,
             with_globals(originals.parallel_apply, **apply_globals),
-            with_globals(originals.gather, Gather=join),
+            with_globals(originals.gather, Gather=gather_class),
         )
         self.primitives: tuple[Function, ...] = (
-            *of_phases,
+            *phase_functions,
             scatter,
-            cut.apply,
+            scatter_class.apply,
             _Broadcast.apply,
-            join.apply,
+            gather_class.apply,
         )
         """Replacements for each of `TorchOriginals.all`."""
-        shim = SimpleNamespace(device=lambda *_: base)
+        torch_stand_in = SimpleNamespace(device=lambda *_: base)
         self.functional = with_globals(
-            originals.data_parallel, torch=shim, _get_available_device_type=lambda: base.type
+            originals.data_parallel, torch=torch_stand_in, _get_available_device_type=lambda: base.type
         )
         """torch's functional data_parallel for these devices."""
 
 
 class TorchOriginals:
-    """torch's own functions, saved before anything is patched. Raises AttributeError if torch lacks one."""
+    """torch's own functions, saved before anything is patched. `__init__` raises AttributeError if one is missing."""
 
     def __init__(self, data_parallel: ModuleType, scatter_gather: ModuleType) -> None:
         self.scatter = scatter_gather.scatter

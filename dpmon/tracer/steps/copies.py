@@ -25,43 +25,45 @@ from dpmon.tracer.core.module_tables import dense_parts
 from dpmon.tracer.core.session import Session, raise_from_signal
 from dpmon.tracer.steps.span_recorder import SpanRecorder
 
-_Where = Callable[[tuple[object, ...], dict[str, object]], object]
+_DeviceFinder = Callable[[tuple[object, ...], dict[str, object]], object]
 _GPU = "cuda"
-_WITHIN = frozenset((Kind.COPY, Kind.SCATTER, Kind.REPLICATE, Kind.GATHER))
+_MOVING_KINDS = frozenset((Kind.COPY, Kind.SCATTER, Kind.REPLICATE, Kind.GATHER))
 """Spans that move tensors to devices themselves."""
-_PYTHON: Any = torch._C.DispatchKey.Python
+_PYTHON_KEY: Any = torch._C.DispatchKey.Python
 
 
 class CopyTracer:
-    """Traces the copies of one process. Its own code never raises."""
+    """The tracer of one process's copies to GPUs. Its own code never raises."""
 
     def __init__(self, session: Session, recorder: SpanRecorder) -> None:
         self._session = session
         self._recorder = recorder
 
-    def install(self, kind: Any = torch.Tensor) -> None:
+    def install(self, tensor_class: Any = torch.Tensor) -> None:
         """Put the traced methods into torch's tensor class, if torch was built for GPUs."""
         if torch.version.cuda is None and torch.version.hip is None:
             return
-        kind.to = self.wrap_copy_method(kind.to, target_of_to)
-        kind.cuda = self.wrap_copy_method(kind.cuda, target_of_cuda)
+        tensor_class.to = self.wrap_copy_method(tensor_class.to, target_of_to)
+        tensor_class.cuda = self.wrap_copy_method(tensor_class.cuda, target_of_cuda)
 
-    def wrap_copy_method(self, original: Function, where: _Where) -> Function:
-        """The traced form of a method that copies; `where` finds the target device in its arguments."""
+    def wrap_copy_method(self, original: Function, find_device: _DeviceFinder) -> Function:
+        """Return the traced form of a method that copies. `find_device`: finds the target device in its arguments."""
         session, recorder = self._session, self._recorder
         name = original.__name__
 
         def method(tensor: object, *args: object, **kwargs: object) -> object:
             try:
-                me = recorder.threads.get(get_ident())
-                if recorder.timing is None or me is None or me is not recorder.training_thread or me.inside in _WITHIN:
+                thread, timer = recorder.threads.get(get_ident()), recorder.device_timer
+                if timer is None or thread is None or thread is not recorder.training_thread:
                     return original(tensor, *args, **kwargs)
-                gpu = -1 if session.off else self._target_gpu(tensor, where, args, kwargs)
+                if thread.open_kind in _MOVING_KINDS or session.is_off:
+                    return original(tensor, *args, **kwargs)
+                gpu = self._target_gpu(tensor, find_device, args, kwargs)
                 if gpu < 0:
                     return original(tensor, *args, **kwargs)
-                mark = recorder.timing.begin_copy(me, gpu)
-                head = Kind.COPY | me.head | me.inside << INSIDE_AT
-                return recorder.run_in_span(me, head, mark, _bytes, original, (tensor, *args), kwargs)
+                phase_timer = timer.begin_copy(thread, gpu)
+                first_word = Kind.COPY | thread.thread_bits | thread.open_kind << INSIDE_AT
+                return recorder.run_in_span(thread, first_word, phase_timer, _bytes, original, (tensor, *args), kwargs)
             except BaseException as error:
                 drop_frames(error)
                 tensor, args, kwargs = None, (), {}
@@ -70,14 +72,16 @@ class CopyTracer:
         method.__module__, method.__name__, method.__qualname__ = "torch", name, f"Tensor.{name}"
         return _Method(original, method, recorder)
 
-    def _target_gpu(self, tensor: Any, where: _Where, args: tuple[object, ...], kwargs: dict[str, object]) -> int:
+    def _target_gpu(
+        self, tensor: Any, find_device: _DeviceFinder, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> int:
         """Return the index of the GPU that a host tensor is copied to; -1 for any other call."""
         try:
-            device = where(args, kwargs)
+            device = find_device(args, kwargs)
             if device is None or type(device) is torch.dtype or torch._C._get_tracing_state() is not None:
                 return -1  # torch.jit.trace would record our reads
             with torch._C.DisableTorchFunction():  # hides our reads from subclasses and modes
-                if torch._C._dispatch_keys(tensor).has(_PYTHON) or not tensor.is_cpu:
+                if torch._C._dispatch_keys(tensor).has(_PYTHON_KEY) or not tensor.is_cpu:
                     return -1
                 if isinstance(device, torch.Tensor):
                     device = device.device
@@ -95,9 +99,9 @@ class CopyTracer:
 
 
 class _Method:
-    """Replaces a C method in torch.Tensor. It is a descriptor like the original, because torch.compile checks that.
+    """The replacement for a C method of torch.Tensor. It is a descriptor as the original is: torch.compile checks that.
 
-    It is equal to the original, so that it is found in tables that were made before the replacement.
+    It equals the original, so that it is found in tables that were made before the replacement.
     """
 
     __objclass__ = torch._C.TensorBase
@@ -115,11 +119,11 @@ class _Method:
     def __class__(self) -> Any:
         return MethodDescriptorType
 
-    def __get__(self, tensor: object, kind: object = None) -> object:
+    def __get__(self, tensor: object, tensor_class: object = None) -> object:
         if tensor is None:
             return self
-        if self._recorder.timing is None:  # no call has run on a GPU yet
-            return self.__wrapped__.__get__(tensor, kind)
+        if self._recorder.device_timer is None:  # no call has run on a GPU yet
+            return self.__wrapped__.__get__(tensor, tensor_class)
         return MethodType(self._function, tensor)
 
     @property
@@ -139,22 +143,22 @@ class _Method:
         return self.__qualname__  # pickle finds this name in torch, with or without dpmon
 
 
-def _bytes(copied: object) -> int:
-    """Return the number of bytes copied: the size of the result, since the host converts the dtype; 0 if unknown."""
+def _bytes(result: object) -> int:
+    """Return the number of bytes copied; 0 if unknown. It is the size of the result, as the host converts the dtype."""
     try:
         with torch._C.DisableTorchFunction():
-            return sum(part.nelement() * part.element_size() for part in dense_parts(copied))
+            return sum(part.nelement() * part.element_size() for part in dense_parts(result))
     except Exception as error:  # noqa: BLE001 - the copy is already made
         raise_from_signal(error)
         return 0
 
 
 def target_of_to(args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-    """The device argument of to(device, ...), to(other, ...) or to(dtype, ...), by position or by name."""
+    """Return the first argument of to(device, ...), to(other, ...) or to(dtype, ...), by position or by name."""
     return args[0] if args else kwargs.get("device", kwargs.get("other"))
 
 
 def target_of_cuda(args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-    """The device argument of cuda(device=None, ...)."""
+    """Return the device argument of cuda(device=None, ...)."""
     device = args[0] if args else kwargs.get("device")
     return _GPU if device is None else device

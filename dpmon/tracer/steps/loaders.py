@@ -1,8 +1,8 @@
 """Numbers the loops over loaders, and records how long `DataLoader.__iter__` took, which starts the worker processes.
 
-A loop is one start of a loader. The spans of its fetches, which `span_recorder` writes, have its number, the number of
-the dataset and the length of the loader. While starts are rare, each one also becomes a `loader` event. A script may
-make a loader for every step, so the events are limited, and each event counts the starts left out before it.
+A loop is one iteration over a loader. The spans of its fetches, which `span_recorder` writes, contain its number, the
+number of the dataset, and the length of the loader. While starts are rare, each start also becomes a `loader` event. A
+script may make a loader for every step, so events are limited, and each event counts the starts omitted before it.
 
 The ring is opened at the first call, usually after the first loader has started. Events are kept until then.
 """
@@ -31,19 +31,19 @@ from dpmon.tracer.core.session import Session, raise_from_signal
 from dpmon.tracer.steps.span_recorder import SpanRecorder
 
 EVERY_NS = 1_000_000_000
-"""Shortest time between two events with the same facts."""
+"""Minimum time between two events with the same facts."""
 MAX_RECENT = 8
-"""Most events within EVERY_NS."""
+"""How many events with different facts may be written within EVERY_NS."""
 MAX_EARLY = 16
-"""Most events that are kept until the ring is open."""
+"""How many events are kept until the ring is open."""
 MAX_DEPTH = 8
-"""Deepest nesting of samplers and datasets that is searched for a length."""
+"""How many nested samplers and datasets are searched for a length."""
 MAX_KNOWN = 128
-"""Most loader and dataset objects that are known by number; a script may make a loader for every step."""
-_LONGEST = (1 << 32) - 2
+"""How many loaders and datasets are remembered; a script may make a loader for every step."""
+_MAX_LENGTH = (1 << 32) - 2
 """Largest length that fits into a span."""
 
-_ITERABLE = "dpmon does not ask an IterableDataset for its length: torch would warn if it then yields more"
+_ITERABLE_REASON = "dpmon does not ask an IterableDataset for its length: torch would warn if it then yields more"
 
 
 class _KnownLoader:
@@ -51,18 +51,18 @@ class _KnownLoader:
 
     __slots__ = ("length", "number", "object", "starts")
 
-    def __init__(self, known: ref[object]) -> None:
-        self.object = known
+    def __init__(self, reference: ref[object]) -> None:
+        self.object = reference
         self.number = 0
         """The number of a dataset, from 1."""
         self.starts = 0
         """How often a loader has started."""
         self.length: int | str | None = None
-        """The answer of a loader's `__len__`, or why there is none; None if it was not asked."""
+        """The result of a loader's `__len__`, or why there is none; None if it was not called yet."""
 
 
 class LoaderTracer:
-    """Records the starts of loaders in one process."""
+    """The recorder of one process's loader starts."""
 
     def __init__(self, session: Session, recorder: SpanRecorder) -> None:
         self.session = session
@@ -73,23 +73,23 @@ class LoaderTracer:
         """Set the initial state, also in a forked child."""
         self._recorder.loops.clear()
         self._loops, self._datasets = count(1), count(1)
-        """The next numbers of a loop and of a dataset."""
-        self._asks = False
+        """The numbers for the next loop and the next dataset."""
+        self._is_asking_length = False
         """Whether a loader is being asked for its length, which may start the loader again."""
         # Reentrant: a signal handler of the script may start a loader while this thread holds the lock.
         self._lock = threading.RLock()
         self._recent: dict[str, int] = {}
-        """When the last event with these facts was made."""
+        """By facts: when the last event with them was made (monotonic ns)."""
         self._early: list[dict[str, Any]] = []
         self._left_out, self._left_out_s = 0, 0.0
-        """Number of starts since the last event, and their total time."""
+        """Number of starts since the last event, and their total time (s)."""
         self._last: dict[str, Any] = {}
-        """The last of these starts; it is recorded when the process ends."""
-        self._known: dict[int, _KnownLoader] = {}
+        """The event of the last of these starts; it is written when the process ends."""
+        self._known_objects: dict[int, _KnownLoader] = {}
         """The loaders and their datasets, by id."""
 
     def wrap_iter(self, original: Function) -> Function:
-        """The traced form of DataLoader.__iter__."""
+        """Return the traced form of DataLoader.__iter__."""
         return wrap_rare_function(original, self.session.guard("start of a loader", fatal=False), self._record_start)
 
     def flush_kept_events(self) -> None:
@@ -100,33 +100,33 @@ class LoaderTracer:
                 self.session.record_event("loader", **event)
 
     def at_exit(self) -> None:
-        """Write the last start if it was left out. Its event counts the other starts that were left out."""
+        """Write the event of the last start if it was omitted. It counts the other starts that were omitted."""
         with self.session.guard("start of a loader", fatal=False), self._lock:
             if self._left_out and self.session.ring is not None:
                 self._left_out -= 1
                 self._left_out_s -= self._last["iter_s"]
                 self._write(self._last)
 
-    def _record_start(self, iterator: object, began_ns: int, loader: object) -> None:
-        took_ns = monotonic_ns() - began_ns
-        if self.session.off or not issubclass(type(iterator), _BaseDataLoaderIter):
+    def _record_start(self, iterator: object, start_ns: int, loader: object) -> None:
+        """Number the loop over a new iterator of a loader, and record the start unless starts are too frequent."""
+        duration_ns = monotonic_ns() - start_ns
+        if self.session.is_off or not issubclass(type(iterator), _BaseDataLoaderIter):
             return
         with self._lock:
-            known = self._known_object(loader)
-            known.starts += 1
-            start = known.starts
-        facts = _loader_facts(
-            iterator.__dict__, loader, lambda: self._reported_length(loader, known)
-        )  # may run the script's code
+            known_loader = self._known_object(loader)
+            known_loader.starts += 1
+            start = known_loader.starts
+        # This may run the script's code.
+        facts = _loader_facts(iterator.__dict__, loader, lambda: self._reported_length(loader, known_loader))
         key = str(facts)
         with self._lock:
-            dataset = self._known_object(iterator.__dict__.get("_dataset"), known)
+            dataset = self._known_object(iterator.__dict__.get("_dataset"), known_loader)
             dataset.number = dataset.number or next(self._datasets)
             loop = self._assign_loop_number(iterator, dataset.number, facts["batches"])
-            times = {"t_s": (began_ns - self.session.config.start_ns) / 1e9, "iter_s": took_ns / 1e9}
+            times = {"t_s": (start_ns - self.session.config.start_ns) / 1e9, "iter_s": duration_ns / 1e9}
             event = {**facts, **times, "start": start, "loop": loop, "dataset": dataset.number}
-            if self._is_wanted(key, began_ns):
-                self._recent[key] = began_ns
+            if self._is_wanted(key, start_ns):
+                self._recent[key] = start_ns
                 self._write(event)
             else:
                 self._left_out += 1
@@ -134,47 +134,49 @@ class LoaderTracer:
                 self._last = event
 
     def _assign_loop_number(self, iterator: object, dataset: int, length: int | None) -> int:
-        """Give the loop over an iterator a number; from now on, its fetches have it."""
+        """Give the loop over an iterator a number, and return it. From now on, the spans of its fetches contain it."""
         loop, key, loops = next(self._loops) & MAX_SITE, id(iterator), self._recorder.loops
-        sizes = dataset | (0 if length is None or not 0 <= length <= _LONGEST else length + 1) << 32
+        sizes = dataset
+        if length is not None and 0 <= length <= _MAX_LENGTH:
+            sizes |= length + 1 << 32
         loops[key] = loop << SITE_AT, lambda _: sizes, ref(iterator, lambda _: loops.pop(key, None))
         return loop
 
-    def _known_object(self, found: object, instead: _KnownLoader | None = None) -> _KnownLoader:
-        """Return what is known about a loader or a dataset; `instead`: about one without weak references (a list)."""
-        known = self._known.pop(id(found), None)
-        if known is None or known.object() is not found:
+    def _known_object(self, instance: object, fallback: _KnownLoader | None = None) -> _KnownLoader:
+        """Return the entry of a loader or a dataset. `fallback`: used if it cannot have weak references, as a list."""
+        known_loader = self._known_objects.pop(id(instance), None)
+        if known_loader is None or known_loader.object() is not instance:
             try:
-                known = _KnownLoader(ref(found))
+                known_loader = _KnownLoader(ref(instance))
             except TypeError:
-                if instead is None:
+                if fallback is None:
                     raise
-                return instead
-            if len(self._known) >= MAX_KNOWN:  # the live ones may start again
-                dead = [key for key, one in self._known.items() if one.object() is None]
-                for key in dead or [next(iter(self._known))]:
-                    del self._known[key]
-        self._known[id(found)] = known
-        return known
+                return fallback
+            if len(self._known_objects) >= MAX_KNOWN:  # the live ones may start again
+                dead_keys = [key for key, entry in self._known_objects.items() if entry.object() is None]
+                for key in dead_keys or [next(iter(self._known_objects))]:
+                    del self._known_objects[key]
+        self._known_objects[id(instance)] = known_loader
+        return known_loader
 
-    def _reported_length(self, loader: Any, known: _KnownLoader) -> int | str:
-        """Return the length that a loader reports itself, or why it does not. It is asked once."""
-        if known.length is None:
-            if self._asks:
+    def _reported_length(self, loader: Any, known_loader: _KnownLoader) -> int | str:
+        """Return the length that a loader reports itself, or why it reports none. Its `__len__` is called once."""
+        if known_loader.length is None:
+            if self._is_asking_length:
                 return "its length is being computed"
-            self._asks = True
+            self._is_asking_length = True
             try:
                 with _preserve_rng_state():
-                    known.length = len(loader)
+                    known_loader.length = len(loader)
             except Exception as error:  # noqa: BLE001 - the script's own code may fail
                 raise_from_signal(error)
-                known.length = f"its __len__ raised {class_name(error)}"
+                known_loader.length = f"its __len__ raised {class_name(error)}"
             finally:
-                self._asks = False
-        return known.length
+                self._is_asking_length = False
+        return known_loader.length
 
     def _write(self, event: dict[str, Any]) -> None:
-        """Write the event of a start, with the starts left out before it; or keep it until there is a ring."""
+        """Write the event of a start, with the count of starts omitted before it; or keep it until there is a ring."""
         event.update(left_out=self._left_out, left_out_s=self._left_out_s)
         self._left_out, self._left_out_s = 0, 0.0
         if self.session.ring is None:
@@ -182,14 +184,15 @@ class LoaderTracer:
         else:
             self.session.record_event("loader", **event)
 
-    def _is_wanted(self, facts: str, began_ns: int) -> bool:
+    def _is_wanted(self, facts: str, start_ns: int) -> bool:
+        """Return whether a start with these facts gets an event now."""
         if self.session.ring is None and len(self._early) >= MAX_EARLY:
             return False
         before = self._recent.get(facts)
         if before is not None:
-            return began_ns - before >= EVERY_NS
+            return start_ns - before >= EVERY_NS
         if len(self._recent) >= MAX_RECENT:
-            self._recent = {known: at for known, at in self._recent.items() if began_ns - at < EVERY_NS}
+            self._recent = {key: event_ns for key, event_ns in self._recent.items() if start_ns - event_ns < EVERY_NS}
         return len(self._recent) < MAX_RECENT
 
 
@@ -198,39 +201,42 @@ class LoaderTracer:
 
 @contextmanager
 def _preserve_rng_state() -> Iterator[None]:
-    """Undo what a block does to the usual random generators: a sampler may shuffle to count its batches."""
-    numpy, state, torchs = sys.modules.get("numpy"), random.getstate(), torch.default_generator.get_state()
-    numpys = None if numpy is None else numpy.random.get_state()
+    """Restore the usual random generators after a block: a sampler may shuffle to count its batches."""
+    python_state, torch_state = random.getstate(), torch.default_generator.get_state()
+    numpy = sys.modules.get("numpy")
+    numpy_state = None if numpy is None else numpy.random.get_state()
     try:
         yield
     finally:
-        random.setstate(state)
-        torch.default_generator.set_state(torchs)
+        random.setstate(python_state)
+        torch.default_generator.set_state(torch_state)
         if numpy is not None:
-            numpy.random.set_state(numpys)
+            numpy.random.set_state(numpy_state)
 
 
-def _loader_facts(iterator: dict[str, object], loader: Any, ask: Callable[[], int | str]) -> dict[str, Any]:
-    """Return the facts of a loader, which torch copies to the attributes of its iterator.
+def _loader_facts(
+    iterator: dict[str, object], loader: Any, get_reported_length: Callable[[], int | str]
+) -> dict[str, Any]:
+    """Return the fields of a loader's event. `iterator`: the attributes of its iterator, to which torch copies most.
 
-    `ask` returns the length that the loader reports.
+    `get_reported_length` returns the length that the loader itself reports.
     """
     try:
         batches = _loader_length(iterator)
         if batches is None:
-            batches = ask()
+            batches = get_reported_length()
     except Exception as error:  # noqa: BLE001 - the script may have changed torch's own objects
         raise_from_signal(error)
         batches = f"it cannot be read ({class_name(error)})"
-    own = vars(loader)
-    workers, size, sampler = iterator.get("_num_workers"), own.get("batch_size"), own.get("sampler")
+    attributes = vars(loader)
+    workers, batch_size, sampler = iterator.get("_num_workers"), attributes.get("batch_size"), attributes.get("sampler")
     absent = {"batches": batches} if isinstance(batches, str) else {}
-    if type(size) is not int:
+    if type(batch_size) is not int:
         absent["batch_size"] = "its batches are made by a sampler or by the dataset"
     return {
         "loader": class_name(iterator.get("_dataset")),
         "batches": None if isinstance(batches, str) else batches,
-        "batch_size": size if type(size) is int else None,
+        "batch_size": batch_size if type(batch_size) is int else None,
         "distributed": issubclass(type(sampler), torch_data.DistributedSampler),
         "workers": workers if type(workers) is int else None,
         "persistent": iterator.get("_persistent_workers") is True,
@@ -242,48 +248,52 @@ def _loader_facts(iterator: dict[str, object], loader: Any, ask: Callable[[], in
 def _loader_length(iterator: dict[str, object]) -> int | str | None:
     """Return the length of the loader, or why it has none. None: the script's own code computes it."""
     if iterator.get("_dataset_kind") != _DatasetKind.Map:
-        return _ITERABLE
+        return _ITERABLE_REASON
     sampler = iterator.get("_index_sampler")
     if type(sampler) is not torch_data.BatchSampler:
         return _length(sampler)
-    rows, size = _length(sampler.sampler), sampler.batch_size
-    if rows is None:
+    row_count, batch_size = _length(sampler.sampler), sampler.batch_size
+    if row_count is None:
         return None
-    return rows // size if sampler.drop_last else -(-rows // size)
+    return row_count // batch_size if sampler.drop_last else -(-row_count // batch_size)
 
 
 def _length(value: Any) -> int | None:
     """Return the length of a sampler or dataset, which may change. None unless it is a built-in type or torch's own."""
     for _ in range(MAX_DEPTH):
-        kind = type(value)
-        if kind in _SIZED:
+        value_type = type(value)
+        if value_type in _SIZED_TYPES:
             return len(value)
-        inside = _INSIDE.get(kind)
-        if inside is None:
+        get_inner = _LENGTH_SOURCES.get(value_type)
+        if get_inner is None:
             return None
-        value = inside(value)
+        value = get_inner(value)
         if type(value) is int:
             return int(value)
     return None
 
 
-def _first_rows(dataset: Any) -> object:
+def _row_source(dataset: Any) -> object:
+    """Return the number of rows of a TensorDataset, or an object of this length."""
     first = dataset.tensors[0]
     if type(first) is not torch.Tensor:
         return first
     with torch._C.DisableTorchFunction():  # a mode of the script would see our reads
-        return first.shape[0]
+        row_count, *_ = first.shape
+        return row_count
 
 
-_SIZED = frozenset((list, tuple, range, dict, str, bytes))
-_INSIDE: dict[type, Callable[[Any], object]] = {
+_SIZED_TYPES = frozenset((list, tuple, range, dict, str, bytes))
+_LENGTH_SOURCES: dict[type, Callable[[Any], object]] = {
     torch_data.SequentialSampler: attrgetter("data_source"),
-    torch_data.RandomSampler: lambda known: known.data_source if known._num_samples is None else known._num_samples,
+    torch_data.RandomSampler: lambda sampler: (
+        sampler.data_source if sampler._num_samples is None else sampler._num_samples
+    ),
     torch_data.SubsetRandomSampler: attrgetter("indices"),
     torch_data.WeightedRandomSampler: attrgetter("num_samples"),
     torch_data.DistributedSampler: attrgetter("num_samples"),
-    torch_data.TensorDataset: _first_rows,
+    torch_data.TensorDataset: _row_source,
     torch_data.Subset: attrgetter("indices"),
     torch_data.ConcatDataset: lambda dataset: dataset.cumulative_sizes[-1],
 }
-"""By type of torch's own samplers and datasets: a function that returns the length, or an object of the same length."""
+"""By type of torch's own samplers and datasets: a function that returns the length or an object of the same length."""

@@ -1,6 +1,6 @@
 """Repeats the first batches of each loader, as if loading cost nothing (`--replay`, and `dpmon try`).
 
-Epochs keep their lengths if torch knows them. The training sees few samples, so what it learns is worthless.
+Epochs keep their lengths if torch knows them. The training sees few samples, so the trained model is meaningless.
 """
 
 from __future__ import annotations
@@ -10,44 +10,46 @@ from typing import Any
 
 from dpmon.tracer.core.hidden_frames import Function
 
-_LOADERS = 8
-"""Most loaders with kept batches: a script may make a new loader for each epoch."""
+_MAX_LOADERS = 8
+"""How many loaders can have kept batches: a script may make a new loader for each epoch."""
 
 
 class _KeptBatches:
+    """The kept batches of one loader."""
+
     def __init__(self, iterator: Any) -> None:
         self.batches: list[Any] = []
         self.length: int | None = None
-        """Batches in an epoch; None if unknown, as for an IterableDataset before its end."""
+        """Number of batches in an epoch; None if unknown, as for an IterableDataset before its end."""
         self.sampler = iterator._index_sampler
         """Shared by all iterators of a loader. It is kept alive, so that no other loader gets its id."""
         with suppress(Exception):  # the script's own sampler may fail
             self.length = len(iterator)
 
 
-def wrap_next_with_replay(fetch: Function, most: int) -> Function:
-    """A `_BaseDataLoaderIter.__next__` that loads at most `most` batches of each loader, and then repeats them."""
+def wrap_next_with_replay(fetch: Function, max_batches: int) -> Function:
+    """Return a `_BaseDataLoaderIter.__next__` that loads `max_batches` batches of each loader, then repeats them."""
     loaders: dict[int, _KeptBatches] = {}
 
     def __next__(iterator: Any) -> Any:
         key = id(iterator._index_sampler)  # a list has no weak reference and no hash
-        known = loaders.get(key)
-        if known is None:
-            if len(loaders) == _LOADERS:
+        kept = loaders.get(key)
+        if kept is None:
+            if len(loaders) == _MAX_LOADERS:
                 del loaders[next(iter(loaders))]
-            known = loaders[key] = _KeptBatches(iterator)
-        number = iterator._num_yielded  # torch sets it to 0 when a loader with persistent workers starts again
-        if number == known.length:
+            kept = loaders[key] = _KeptBatches(iterator)
+        index = iterator._num_yielded  # torch sets it to 0 when a loader with persistent workers starts again
+        if index == kept.length:
             raise StopIteration
-        if number < len(known.batches) or len(known.batches) >= most:
+        if index < len(kept.batches) or len(kept.batches) >= max_batches:
             iterator._num_yielded += 1
-            return known.batches[number % len(known.batches)]
+            return kept.batches[index % len(kept.batches)]
         try:
             batch = fetch(iterator)
         except StopIteration:
-            known.length = number
+            kept.length = index
             raise
-        known.batches.append(batch)
+        kept.batches.append(batch)
         return batch
 
     return __next__

@@ -1,7 +1,7 @@
 """Notes the activity of a process before its first call, while it has no ring for records.
 
-A note is a line in stages.log: the current operation and, after a colon, its details. Notes end once the ring exists,
-so the steady state costs nothing.
+A note is a line in stages.log: the current operation and, after a colon, its details. Once the ring exists, no more
+notes are written, so later steps pay nothing.
 """
 
 from __future__ import annotations
@@ -20,47 +20,47 @@ from dpmon.tracer.note_files import append_note
 
 IN_SCRIPT = "in the script"
 MAX_LOADERS = 16
-"""Most loaders with a note of their first batch: a script may read from many loaders before it calls a model."""
+"""How many loaders get a note of their first batch: a script may read many loaders before it calls a model."""
 
 
 class StartupNotes:
-    """Writes the notes of one process."""
+    """The writer of one process's notes."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self._loaders = 0
+        self._loader_count = 0
 
     def install(self) -> None:
-        """Replace init_process_group wherever torch.distributed exports it, to note when it begins and ends."""
+        """Replace init_process_group wherever torch.distributed exports it, to note its begin and end."""
         original = getattr(torch.distributed, "init_process_group", None)  # some builds lack it
         if original is None:
             return
-        traced = wrap_rare_function(
+        wrapped = wrap_rare_function(
             original,
             self.session.guard("startup of the process", fatal=False),
             lambda *_, **__: self.note_end(None),
             before=lambda *args, **kwargs: self._note(lambda: _describe_group(args, kwargs)),
-            failed=lambda error, *_, **__: self.note_end(error),
+            on_error=lambda error, *_, **__: self.note_end(error),
         )
         for name, module in list(sys.modules.items()):
             if not name.startswith("torch.distributed"):
                 continue
             members = getattr(module, "__dict__", None)  # a script may put None there to forbid an import
             if type(members) is dict and members.get("init_process_group") is original:
-                members["init_process_group"] = traced
+                members["init_process_group"] = wrapped
 
-    def fetch_begins(self, iterator: object) -> bool:
-        """Note the first fetch of a loader before the first call. Return whether it was noted."""
-        if self._loaders >= MAX_LOADERS or getattr(iterator, "_num_yielded", None) != 0:
+    def note_fetch(self, iterator: object) -> bool:
+        """Note the first fetch of a loader before the first call. Return whether a note was written."""
+        if self._loader_count >= MAX_LOADERS or getattr(iterator, "_num_yielded", None) != 0:
             return False
         if torch.utils.data.get_worker_info() is not None:
             return False
-        self._loaders += 1
+        self._loader_count += 1
         self._note(lambda: _first_batch(iterator))
         return True
 
     def note_end(self, error: BaseException | None) -> None:
-        """Note that the last noted stage is over. `error`: the exception that ended it, or None."""
+        """Note that the last noted operation has ended. `error`: the exception that ended it, or None."""
         # After an interrupt, the last note stays, because it shows where the process was.
         if error is None or isinstance(error, Exception):
             self._note(lambda: IN_SCRIPT)
@@ -72,10 +72,12 @@ class StartupNotes:
 
 
 def _first_batch(iterator: object) -> str:
+    """Describe the wait for the first batch of a loader, and count the loader's worker processes."""
+    text = f"waiting for data: the first batch of {class_name(getattr(iterator, '_dataset', None))}"
     workers = getattr(iterator, "_num_workers", 0)
-    with_workers = f", {workers} worker{'' if workers == 1 else 's'}" if workers else ""
-    dataset = class_name(getattr(iterator, "_dataset", None))
-    return f"waiting for data: the first batch of {dataset}{with_workers}"
+    if workers:
+        text += f", {workers} worker{'' if workers == 1 else 's'}"
+    return text
 
 
 def _describe_group(args: Any, kwargs: Any) -> str:
@@ -86,6 +88,7 @@ def _describe_group(args: Any, kwargs: Any) -> str:
         rank = os.environ.get("RANK", "")
     if type(world) is not int or world < 0:
         world = os.environ.get("WORLD_SIZE", "")
-    found = [str(backend)] if isinstance(backend, str) else []
-    found += [f"rank {rank} of {world}"] if rank != "" and world != "" else []
-    return "joining the process group" + (f": {', '.join(found)}" if found else "")
+    details = [str(backend)] if isinstance(backend, str) else []
+    if rank != "" and world != "":
+        details.append(f"rank {rank} of {world}")
+    return "joining the process group" + (f": {', '.join(details)}" if details else "")

@@ -10,7 +10,7 @@ from torch import nn
 
 tracer = sys.modules.get("dpmon.tracer.steps.losses")
 if tracer is not None:
-    tracer.EVERY_NS = 0
+    tracer.LOSS_INTERVAL_NS = 0
 STEPS = 30
 model = nn.Linear(16, 16).cuda()
 optimizer = torch.optim.SGD(model.parameters(), 0.1)

@@ -15,7 +15,8 @@ if sys.argv[1] == "replaced":
 
     torch.version.cuda = "13.0"
     original = torch.Tensor.to
-    CopyTracer(SimpleNamespace(off=False), SimpleNamespace(timing=None, threads={}, training_thread=None)).install()
+    recorder = SimpleNamespace(device_timer=None, threads={}, training_thread=None)
+    CopyTracer(SimpleNamespace(is_off=False), recorder).install()
     assert torch.Tensor.to is not original
     assert torch.Tensor.to == original
 

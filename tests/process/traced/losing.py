@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 tracer = sys.modules.get("dpmon.tracer.steps.losses")
 if tracer is not None:
-    tracer.EVERY_NS = 0
+    tracer.LOSS_INTERVAL_NS = 0
 STEPS = 6
 seen = []
 mine = []

@@ -149,7 +149,7 @@ async def _slow_rank(stage: Stage) -> None:
     await stage.until(_has_straggler)
     await asyncio.sleep(20)
     await stage.pilot.press("c")
-    await asyncio.sleep(stage.app.said_s + 2)  # until the answer to the key has gone
+    await asyncio.sleep(stage.app.message_s + 2)  # until the answer to the key has gone
     await stage.until(_has_straggler)
     stage.take()
 

@@ -1,31 +1,50 @@
-"""The Textual application: the effects of keys, clicks and dialogs. `screen_app` draws the screen."""
+"""The Textual application: its timer and its drawing, and the effects of keys, clicks and dialogs."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import ClassVar
 
 from textual import events
+from textual.app import App, ComposeResult
+from textual.driver import Driver as TextualDriver
+from textual.drivers.linux_driver import LinuxDriver
+from textual.geometry import Size
+from textual.timer import Timer
 
 from dpmon.model.nodes import find_rank
-from dpmon.run.run_reader import NO_TRAINING
+from dpmon.run.run_reader import NO_TRAINING, RunReader
 from dpmon.sanitize import sanitize_line
 from dpmon.text.cells import wrap_text
 from dpmon.text.formatting import format_clock, format_range_length, format_time_range
 from dpmon.ui import background_jobs, keys
+from dpmon.ui.alert import Alert
 from dpmon.ui.dialogs import Choice, CommandPalette, Dialog, LineInput, TextPages, key_name
 from dpmon.ui.footer import key_at
 from dpmon.ui.help_text import help_rows
 from dpmon.ui.list_dialogs import RunList, StepList
-from dpmon.ui.live_run import FROZEN_RANKS
+from dpmon.ui.live_run import FROZEN_RANKS, LiveRun, OpenStore
+from dpmon.ui.panel_drawer import PanelDrawer
+from dpmon.ui.panel_layout import Slot
 from dpmon.ui.panels.panel_replicas import choices
-from dpmon.ui.screen_control import ScreenControl
-from dpmon.ui.screen_data import PANELS, View
-from dpmon.ui.styled_rows import Row
+from dpmon.ui.run_stopper import RunStopper
+from dpmon.ui.scenes import choose_scene
+from dpmon.ui.screen_data import PANELS, ScreenData, View
+from dpmon.ui.screen_painter import TALL, max_scroll, max_visible_ranks, paint_panels, places, shows_time
+from dpmon.ui.styled_rows import Row, plain_text
+from dpmon.ui.terminal_driver import ExitHandlers, TerminalDriver, is_terminal_gone
+from dpmon.ui.terminal_style import TerminalStyle
 from dpmon.ui.time_axis import shift_by_parts
 from dpmon.ui.why_dialog import WhyDialog
 
+_REPAINT_S = 60.0
 _SLOWEST = 50
 _FORMS = [
     ("j", "jsonl", "JSON, one object a line: every record"),
@@ -35,12 +54,325 @@ _FORMS = [
 ]
 
 
-class Monitor(ScreenControl):
-    """The live screen of one run."""
+class Monitor(App[str]):
+    """The live screen of one run, drawn at a regular interval."""
 
+    ALLOW_SELECT = False
+    ENABLE_COMMAND_PALETTE = False
+    CSS = """
+    Screen { overflow: hidden; }
+    ModalScreen { background: transparent; }
+    """
     ACTIONS: ClassVar[Mapping[str, str]] = keys.ACTIONS
-    _clicked = View()
-    """The view before the click changed it, with the clicked panel in focus."""
+    """The action of each key, by Textual's name of the key."""
+    message_s = 15.0
+    """Seconds that a message stays, also while the picture is frozen."""
+
+    def __init__(
+        self,
+        directory: Path,
+        look: TerminalStyle,
+        *,
+        refresh: float = 1.0,
+        alert: str | None = None,
+        open_reader: Callable[[], RunReader] | None = None,
+        open_store: OpenStore | None = None,
+    ) -> None:
+        """`refresh`: seconds between pictures."""
+        super().__init__(ansi_color=not look.color)
+        self.look = look
+        self.period = refresh
+        self.terminal: TerminalDriver | None = None
+        """The driver of a real terminal, which sets this member itself."""
+        self._was_ready = True
+        self._alert = None if alert is None else Alert(alert)
+        self.feed = LiveRun(directory, open_reader or (lambda: RunReader(directory)), open_store=open_store)
+        self.leaving = ExitHandlers(self._ask_to_exit)
+        self.problem: Exception | None = None
+        """Why the run could not be opened."""
+        self.view = View()
+        self._lent = ("", "")
+        """A panel in focus that is not on the screen, and the one that has the focus meanwhile."""
+        self._clicked = View()
+        """The view before the click changed it, with the clicked panel in focus."""
+        self._still: ScreenData | None = None
+        self._ticking: Timer | None = None
+        self._message_timer: Timer | None = None
+        """The timer that removes the last message."""
+        self._told_of_end = False
+        self._panels = PanelDrawer(self, look)
+        self._stopper = RunStopper(self)
+
+    def get_driver_class(self) -> type[TextualDriver]:
+        """Our driver instead of Textual's LinuxDriver; any other driver stays as Textual chose it."""
+        found = super().get_driver_class()
+        return TerminalDriver if found is LinuxDriver else found
+
+    def exit(self, result: str | None = None, return_code: int = 0, message: object = None) -> None:
+        """Exit; a deadline ends the process even if the terminal accepts no more output."""
+        ended = self.feed.ended
+        over = ended.status if ended is not None and ended.status is not None else 1
+        self.leaving.start_deadline(return_code or {"left": 0, "ended": over, "stopped": over}.get(result or "", 1))
+        super().exit(result, return_code, message)  # type: ignore[arg-type]
+
+    def compose(self) -> ComposeResult:
+        """Yield one widget per panel; the first picture sets their sizes."""
+        yield from self._panels.widgets.values()
+
+    def on_mount(self) -> None:
+        """Draw before reading anything, then begin to read."""
+        self.app_resume_signal.subscribe(self, lambda _: self._repaint())
+        self.screen.styles.background = self.look.background
+        self.draw()
+        self.call_after_refresh(self._begin)
+
+    def _begin(self) -> None:
+        try:
+            self.feed.start()
+        except Exception as error:  # noqa: BLE001  `run_screen` raises it again, for example for a missing run
+            self.problem = error
+            self.exit(None, return_code=2)
+            return
+        self._tick()
+        self._ticking = self.set_interval(self.period, self._tick)
+        self.set_interval(_REPAINT_S, self._repaint)
+
+    def on_dialog_changed(self) -> None:
+        """Redraw the footer, which lists the keys that work now."""
+        self.draw()
+
+    def on_resize(self) -> None:
+        """Place everything in the new size."""
+        self.draw()
+
+    def exit_if_terminal_gone(self) -> bool:
+        """Exit if the terminal has gone; returns whether it has."""
+        gone = not self.is_headless and is_terminal_gone()
+        if gone:
+            self.leaving.exit_with_status(129)
+        return gone
+
+    def _ask_to_exit(self, status: int) -> bool:
+        loop = getattr(self, "_loop", None)
+        if loop is None or loop.is_closed():
+            return False
+        loop.call_soon_threadsafe(lambda: self.exit(None, return_code=status))
+        return True
+
+    # ------------------------------------------------------------------------------------------ drawing
+
+    def _tick(self) -> None:
+        if self.exit_if_terminal_gone():
+            return
+        self._adopt_terminal_size()
+        self.feed.refresh()
+        self._draw_frame()
+
+    def _draw_frame(self) -> None:
+        if self._still is None:
+            self.feed.output.refresh()
+        ready = self.terminal is None or self.terminal.is_writable()
+        if ready or self._was_ready:  # a terminal that is still busy at the second look is stalled: skip the picture
+            self.draw()
+        self._was_ready = ready
+        if self._alert is not None and self.terminal is not None:
+            self.terminal.write(self._alert.bytes_to_send(self.feed.build_screen_data(self.view)))
+        if self.feed.is_over and not self._told_of_end:
+            self._told_of_end = True
+            self._handle_run_end()
+        self._stopper.poll()
+
+    def _handle_run_end(self) -> None:
+        """Show the whole run, look for what is worth a look in it, and tell the dialogs that it ended."""
+        self.set_view(replace(self.view, span_s=0))
+
+        def look() -> str | None:
+            self.feed.findings = background_jobs.read_findings(self.feed.directory)
+            return None
+
+        self._in_thread(look, lambda problem: self.draw())
+        for screen in self.screen_stack:
+            if isinstance(screen, Dialog):
+                screen.run_ended()
+
+    @property
+    def _dialog_open(self) -> bool:
+        return len(self.screen_stack) > 1
+
+    def _adopt_terminal_size(self) -> None:
+        """Adopt the terminal's size if no signal announced it, or the signal came too early."""
+        if self.is_headless:
+            return
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            found = Size(*os.get_terminal_size(sys.__stdin__.fileno()))  # type: ignore[union-attr]
+            if found.area and found != self.size:
+                self.post_message(events.Resize(found, found))
+
+    def set_refresh_interval(self, period: float) -> None:
+        """Draw a picture every `period` seconds from now on."""
+        self.period = period
+        if self._ticking is not None:
+            self._ticking.stop()
+            self._ticking = self.set_interval(period, self._tick)
+
+    def set_style(self, look: TerminalStyle) -> None:
+        """Draw with another look from now on."""
+        self.look = look
+        self.ansi_color = not look.color
+        self.screen.styles.background = look.background
+        self._panels.set_style(look)
+        self.draw()
+
+    def _repaint(self) -> None:
+        """Send the whole picture again, over anything that another program wrote to the terminal."""
+        self.screen.refresh()
+
+    def on_app_focus(self) -> None:
+        """Repaint when the terminal becomes visible again."""
+        self._repaint()
+
+    def data_to_draw(self) -> ScreenData:
+        """The facts to draw: the live one, or the frozen one."""
+        screen = self.screen_stack[-1] if self.screen_stack else None  # the stack is empty while the app exits
+        view = replace(self.view, dialog=tuple(screen.footer_keys())) if isinstance(screen, Dialog) else self.view
+        if self._still is not None:
+            self._still = self.feed.with_view(self._still, view)
+            return self.feed.at_past_time(self._still)
+        return self.feed.build_screen_data(view, self._stopper.progress)
+
+    def draw(self) -> None:
+        """Draw all panels; only changed rows reach the terminal."""
+        width, height = self.size
+        if not width or not height:
+            return
+        facts = self.data_to_draw()
+        slots = places(facts, width, height)
+        waits = height >= TALL or shows_time(facts, slots)
+        lacks, self.feed.waits = waits and not self.feed.waits, waits
+        if self._still is None and (self.feed.set_rank_room(max_visible_ranks(facts, slots)) or lacks):
+            facts = self.data_to_draw()
+        self._move_hidden_focus(facts, slots)
+        if facts.view.focus != self.view.focus:
+            facts = self.data_to_draw()
+        painted = paint_panels(facts, self.feed.output, slots, self.look, noted=not self._dialog_open)
+        self._panels.draw(slots, painted, None if self._dialog_open else self.terminal)
+
+    def _move_hidden_focus(self, facts: ScreenData, slots: Mapping[str, Slot]) -> None:
+        """While the panel in focus is not on the screen, the most important panel has the focus."""
+        focus, (home, lent) = self.view.focus, self._lent
+        if self.view.zoom is not None or (focus in slots and focus != lent):
+            return
+        home = home if focus == lent else focus
+        focus = home if home in slots else next((panel for panel in choose_scene(facts).panels if panel in slots), home)
+        self._lent = ("", "") if focus == home else (home, focus)
+        self.view = replace(self.view, focus=focus)
+
+    @property
+    def slots(self) -> dict[str, Slot]:
+        """The places of the panels that are on the screen."""
+        return self._panels.slots
+
+    def painted_rows(self) -> list[Row]:
+        """The rows on the screen, without dialogs."""
+        return self._panels.rows()
+
+    def panel_rows(self, name: str) -> list[Row]:
+        """The rows of one panel."""
+        return self._panels.widgets[name].rows
+
+    def text(self) -> list[str]:
+        """The screen as text rows (for tests)."""
+        return [plain_text(row) for row in self.painted_rows()]
+
+    def clamp_scroll(self, panel: str, wanted: int) -> int:
+        """The scroll position `wanted`, limited to the panel's last position."""
+        slot = self.slots.get(panel)
+        if slot is None:
+            return 0
+        return min(wanted, max_scroll(panel, self.data_to_draw(), slot, self.look))
+
+    # ------------------------------------------------------------------------------------------ messages, frozen pictures
+
+    def show_message(self, message: str | None) -> None:
+        if self._message_timer is not None:  # one timer at a time: a held key repeats its message
+            self._message_timer.stop()
+        self.set_view(replace(self.view, message=message))
+        if self._dialog_open and isinstance(self.screen, Dialog):
+            self.screen.show_message(message or "")
+        if message is not None:
+            self._message_timer = self.set_timer(self.message_s, partial(self.show_message, None))
+
+    def set_view(self, view: View) -> None:
+        self.view = view
+        self.draw()
+
+    def action_freeze(self) -> None:
+        """Freeze the picture, or let it go on."""
+        if self._still is None and self.data_to_draw().is_over:
+            self.show_message("there is nothing to freeze: the run is over; dpmon attach can play it back")
+            return
+        if self._still is None:
+            self.feed.set_rank_room(FROZEN_RANKS)
+            self._still = self.feed.build_screen_data(self.view)
+        else:
+            self._still = None
+        self.set_view(replace(self.view, frozen=self._still is not None, at_ns=None))
+
+    def unfreeze(self) -> None:
+        if self._still is not None:
+            self.action_freeze()
+
+    # ------------------------------------------------------------------------------------------ other threads
+
+    def _show_text(self, title: str, waits: str, write: Callable[[int], list[str]]) -> None:
+        """Show what `write` returns on another thread: lines of at most as many cells as it is given."""
+        width = max(min(self.size.width - 4, 108), 20)
+        rows: list[Row] = [[(waits, "dim")]]
+        # Open the dialog first: text that is ready later must not cover whatever the user has opened meanwhile.
+        pages = TextPages(title, lambda _: rows, self.look)
+
+        def make() -> str | None:
+            nonlocal rows
+            lines = [sanitize_line(line, 400) for line in write(width)]
+            rows = [[(line, "title" if line[:1] not in ("", " ") else "")] for line in lines]
+            return None
+
+        self.push_screen(pages)
+        self._update_dialog_after(pages, make)
+
+    def _update_dialog_after(self, dialog: Dialog, job: Callable[[], str | None]) -> None:
+        """Draw an open dialog again after `job`, which runs on another thread; close it with a message if it fails."""
+
+        def show(problem: str | None) -> None:
+            if dialog.answered:
+                return
+            if problem is None:
+                dialog.draw()
+            else:
+                dialog.close_once(None)
+                self.show_message(problem)
+
+        self._in_thread(job, show)
+
+    def _in_thread(self, job: Callable[[], str | None], then: Callable[[str | None], None]) -> None:
+        """Run `job` on another thread; pass its result or its error to `then` on the screen's thread."""
+
+        def run() -> None:
+            try:
+                error_text = job()
+            except Exception as error:  # noqa: BLE001  whatever went wrong is shown; the screen goes on
+                is_job_error = isinstance(error, background_jobs.JobError)
+                error_text = str(error) if is_job_error else f"{type(error).__name__}: {error}"
+            self.call_on_ui_thread(then, None if error_text is None else sanitize_line(error_text, 300))
+
+        threading.Thread(target=run, name="dpmon job", daemon=True).start()
+
+    def call_on_ui_thread(self, then: Callable[..., object], *arguments: object) -> None:
+        """Call `then` on the screen's thread; do nothing if the screen has closed meanwhile."""
+        with contextlib.suppress(RuntimeError):
+            self.call_later(then, *arguments)
+
+    # ------------------------------------------------------------------------------------------ keys and clicks
 
     async def on_event(self, event: events.Event) -> None:
         """Handle a key at once, so that keys typed ahead reach the dialog that an earlier key opens."""
@@ -51,7 +383,15 @@ class Monitor(ScreenControl):
         elif event.key in self.ACTIONS:
             await self.run_action(self.ACTIONS[event.key])
         else:
-            self._show_message(f"{key_name(event)} does nothing here: ? shows the keys")
+            self.show_message(f"{key_name(event)} does nothing here: ? shows the keys")
+
+    def action_leave(self, interrupt: bool = False) -> None:
+        """Close the screen, after a question if the run has not ended; `interrupt`: for ctrl+c."""
+        self._stopper.ask_to_leave(interrupt)
+
+    def action_stop(self) -> None:
+        """Stop the training after a confirmation."""
+        self._stopper.ask_to_stop()
 
     # ------------------------------------------------------------------------------------------ moving
 
@@ -71,7 +411,7 @@ class Monitor(ScreenControl):
         else:
             # Use the view before the first click, which may have moved everything under the mouse.
             before = self._clicked
-            self._set_view(
+            self.set_view(
                 replace(self.view, focus=before.focus, zoom=None if before.zoom is not None else before.focus)
             )
 
@@ -110,21 +450,21 @@ class Monitor(ScreenControl):
         """Go to a panel. If it is in focus already, or hidden, switch between full screen and back."""
         hidden = name not in self.slots or self.slots[name].is_folded
         full = self.view.zoom != name and (hidden or self.view.focus == name)
-        self._set_view(replace(self.view, focus=name, zoom=name if full else None))
+        self.set_view(replace(self.view, focus=name, zoom=name if full else None))
 
     def action_next_panel(self, by: int) -> None:
         """Go to the next panel on the screen; from a full-screen panel, to the next one on the full screen."""
         view, here = self.view, PANELS.index(self.view.focus)
         order = [PANELS[(here + by * i) % len(PANELS)] for i in range(1, len(PANELS) + 1)]
         focus = next((panel for panel in order if view.zoom is not None or panel in self.slots), view.focus)
-        self._set_view(replace(view, focus=focus, zoom=view.zoom and focus))
+        self.set_view(replace(view, focus=focus, zoom=view.zoom and focus))
 
     def action_arrow(self, way: str) -> None:
         """Move between panels; scroll within the output, or within a full-screen panel."""
         output = self.feed.output
         scrolls = self.view.zoom is not None or self.view.focus == "output"
         if not scrolls or (way == "left" and self.view.zoom is None and not output.left):
-            self._set_view(keys.focus_neighbor(self.view, self.slots, way))
+            self.set_view(keys.focus_neighbor(self.view, self.slots, way))
         elif way in ("up", "down"):
             self._scroll(self.view.focus, -1 if way == "up" else 1)
         elif self.view.focus == "output":
@@ -134,20 +474,20 @@ class Monitor(ScreenControl):
     def action_zoom(self) -> None:
         """Show the node of the chosen rank, else the panel in focus on the full screen; or go back."""
         if (node := keys.node_to_show(self.data_to_draw())) is not None:
-            self._set_view(replace(self.view, node=node.number))
+            self.set_view(replace(self.view, node=node.number))
             return
-        self._set_view(replace(self.view, zoom=None if self.view.zoom is not None else self.view.focus))
+        self.set_view(replace(self.view, zoom=None if self.view.zoom is not None else self.view.focus))
 
     def action_unzoom(self) -> None:
         """Go back to now; else to all panels; else to all nodes; if they are shown already, end the search."""
         if self.view.at_ns is not None:
-            self._unfreeze()
+            self.unfreeze()
         elif self.view.zoom is not None:
-            self._set_view(replace(self.view, zoom=None))
+            self.set_view(replace(self.view, zoom=None))
         elif self.view.node is not None:
-            self._set_view(replace(self.view, node=None))
+            self.set_view(replace(self.view, node=None))
         else:
-            self._set_view(replace(self.view, search=""))
+            self.set_view(replace(self.view, search=""))
 
     def action_scroll(self, by: int) -> None:
         """Scroll the full-screen panel, else the output."""
@@ -169,7 +509,7 @@ class Monitor(ScreenControl):
             self.draw()
             return
         first = max(self.view.scrolled.get(panel, 0) + by, 0)
-        self._set_view(replace(self.view, scrolled={**self.view.scrolled, panel: self.clamp_scroll(panel, first)}))
+        self.set_view(replace(self.view, scrolled={**self.view.scrolled, panel: self.clamp_scroll(panel, first)}))
 
     # ------------------------------------------------------------------------------------------ looking
 
@@ -183,20 +523,20 @@ class Monitor(ScreenControl):
 
     def _send_request(self, impossible: str, refusal: str | None, ask: Callable[[], None]) -> None:
         if refusal is not None:
-            self._show_message(f"{impossible}: {refusal}")
+            self.show_message(f"{impossible}: {refusal}")
             return
-        self._unfreeze()
+        self.unfreeze()
         ask()
-        self._show_message(None)  # clear older messages before the answer
+        self.show_message(None)  # clear older messages before the answer
 
     def action_sample(self) -> None:
         """Have the ranks record the collectives of one of the next steps."""
         if not self.feed.request_collective_sample():
-            self._show_message(NO_TRAINING)
+            self.show_message(NO_TRAINING)
         elif any(process.rank is not None for process in self.feed.state.processes.values()):
-            self._show_message("the collectives of one of the next steps will be recorded")
+            self.show_message("the collectives of one of the next steps will be recorded")
         else:
-            self._show_message("this run has no ranks: only collectives that the script calls itself will be recorded")
+            self.show_message("this run has no ranks: only collectives that the script calls itself will be recorded")
 
     def action_next(self, by: int) -> None:
         """Go to the next hit of a search in the output; without a search, to the next root or call in panel 2."""
@@ -205,11 +545,11 @@ class Monitor(ScreenControl):
             return
         count = len(choices(self.feed.state.representative))
         if by > 0 and count > 1:
-            self._set_view(replace(self.view, root=(self.view.root + 1) % (count + 1)))
+            self.set_view(replace(self.view, root=(self.view.root + 1) % (count + 1)))
         elif by > 0:
-            self._show_message("there is no other call or root; in the output, n continues a search (/)")
+            self.show_message("there is no other call or root; in the output, n continues a search (/)")
         else:
-            self._show_message("N continues a search in the output (/)")
+            self.show_message("N continues a search in the output (/)")
 
     def action_rank(self, by: int) -> None:
         """Show the time of the next rank in panel 3, and that of the straggler first."""
@@ -217,13 +557,13 @@ class Monitor(ScreenControl):
         ranks = sorted(one.process for one in state.training_processes if one.rank is not None)
         focus, slow = state.representative, state.straggler
         if len(ranks) < 2 or focus is None:
-            self._show_message("there are no other ranks")
+            self.show_message("there are no other ranks")
             return
         at = ranks.index(focus.process) if focus.process in ranks else 0
         chosen = ranks[(at + by) % len(ranks)]
         if self.view.process is None and slow is not None and slow.process in ranks:
             chosen = slow.process
-        self._set_view(replace(self.view, process=chosen))
+        self.set_view(replace(self.view, process=chosen))
 
     def action_time(self, by: int) -> None:
         """Look back in time, or (`by` 1) go forward again, at last to now; the training and its record go on."""
@@ -234,35 +574,35 @@ class Monitor(ScreenControl):
         facts, process = self.data_to_draw(), self.feed.state.representative
         present = facts.elapsed_ns if facts.past is None else facts.past.until_ns
         if process is None or process.last_step is None:
-            self._show_message("no step has ended yet: there is nothing to look back to")
+            self.show_message("no step has ended yet: there is nothing to look back to")
         elif at_ns >= present:
-            self._unfreeze()
+            self.unfreeze()
         else:
             if self._still is None:
                 self.feed.set_rank_room(FROZEN_RANKS)
                 self._still = self.feed.build_screen_data(self.view)
-            self._set_view(replace(self.view, frozen=True, at_ns=max(at_ns, process.began_ns)))
+            self.set_view(replace(self.view, frozen=True, at_ns=max(at_ns, process.began_ns)))
 
     def action_range(self, by: int) -> None:
         """Choose a longer or shorter time range."""
         view = keys.next_time_range(self.view, by)
         self.view = view
-        self._show_message(f"time range: {format_range_length(view.span_s)}")
+        self.show_message(f"time range: {format_range_length(view.span_s)}")
 
     def action_refresh(self, by: int) -> None:
         """Draw more or less often."""
         self.set_refresh_interval(keys.next_refresh_interval(self.period, by))
-        self._show_message(f"the screen is drawn every {self.period:g} s")
+        self.show_message(f"the screen is drawn every {self.period:g} s")
 
     def action_theme(self) -> None:
         """Choose the next theme."""
         self.set_style(self.look.next())
-        self._show_message(f"theme {self.look.theme}; DPMON_THEME={self.look.theme} makes it the default")
+        self.show_message(f"theme {self.look.theme}; DPMON_THEME={self.look.theme} makes it the default")
 
     def action_next_output(self) -> None:
         """Show the other output file of a headless run."""
         if len(self.feed.output.tails) < 2:
-            self._show_message("there is only one output file; it includes the errors")
+            self.show_message("there is only one output file; it includes the errors")
             return
         self.feed.output.next_file()
         self.draw()
@@ -289,14 +629,14 @@ class Monitor(ScreenControl):
             return
         process = find_rank(self.feed.state, text)
         if process is None:
-            self._show_message(f"there is no rank or node {sanitize_line(text, 40)}")
+            self.show_message(f"there is no rank or node {sanitize_line(text, 40)}")
         else:
-            self._set_view(replace(self.view, focus="replicas", process=process))
+            self.set_view(replace(self.view, focus="replicas", process=process))
 
     def _search(self, text: str, by: int) -> None:
         """Go to the next older (1) or newer (-1) line with `text`."""
         width, height = self._inner_size("output")
-        self._show_message(self.feed.output.find(text, by > 0, height, width))
+        self.show_message(self.feed.output.find(text, by > 0, height, width))
 
     # ------------------------------------------------------------------------------------------ dialogs
 
@@ -320,7 +660,7 @@ class Monitor(ScreenControl):
             facts.shown_stall.record if facts.shown_stall is not None and (facts.is_over or facts.shows_past) else None
         )
         if recorded is None and (facts.is_over or facts.shows_past):
-            self._show_message(f"no stall was recorded {'until this time' if facts.shows_past else 'in this run'}")
+            self.show_message(f"no stall was recorded {'until this time' if facts.shows_past else 'in this run'}")
             return
         pages = WhyDialog(self.data_to_draw, directory, recorded, self.look)
         self.push_screen(pages)
@@ -335,7 +675,7 @@ class Monitor(ScreenControl):
         facts = self.data_to_draw()
         process = facts.process
         if process is None or process.last_step is None:
-            self._show_message("no step has ended yet")
+            self.show_message("no step has ended yet")
             return
         steps = StepList(
             f"The longest steps {self.look.glyphs.middot} {format_time_range(facts.view.span_s)}", self.look
@@ -355,7 +695,7 @@ class Monitor(ScreenControl):
     def action_warnings(self) -> None:
         """Show the newest warnings, as many as the state has."""
         if not self.feed.state.warnings:
-            self._show_message("there are no warnings")
+            self.show_message("there are no warnings")
             return
 
         def rows(width: int) -> list[Row]:
@@ -375,13 +715,13 @@ class Monitor(ScreenControl):
         """Type a line for the script's standard input."""
         facts = self.data_to_draw()
         if facts.is_over or facts.playing is not None:
-            self._show_message("the run is over: it reads no more input")
+            self.show_message("the run is over: it reads no more input")
             return
         if facts.ending:
-            self._show_message("the command has ended: it reads no more input")
+            self.show_message("the command has ended: it reads no more input")
             return
         if not self.feed.can_type():
-            self._show_message("dpmon cannot reach the script's input")
+            self.show_message("dpmon cannot reach the script's input")
             return
 
         def send(line: str | None) -> None:
@@ -390,7 +730,7 @@ class Monitor(ScreenControl):
                 # The output files of a headless run do not contain typed lines, so a message has to confirm the line.
                 apart = len(self.feed.output.tails) > 1
                 sent = f"sent to the script: {sanitize_line(line, 200)}" if apart and not hidden else None
-                self._show_message(sent if problem is None else f"the line was not sent: {problem}")
+                self.show_message(sent if problem is None else f"the line was not sent: {problem}")
 
         hidden = self.feed.hides_input()
         note = "enter sends the line to the script, esc does not"
@@ -410,7 +750,7 @@ class Monitor(ScreenControl):
         text = render_svg(rows, self.look, f"dpmon {self.data_to_draw().title}")
         directory, name = self.feed.directory, self.feed.file_name()
         self._in_thread(
-            lambda: f"picture: {background_jobs.save_text(text, name, 'svg', directory)}", self._show_message
+            lambda: f"picture: {background_jobs.save_text(text, name, 'svg', directory)}", self.show_message
         )
 
     def action_export(self) -> None:
@@ -420,10 +760,10 @@ class Monitor(ScreenControl):
 
     def _export(self, form: str | None) -> None:
         if form in background_jobs.ENDINGS:
-            self._show_message("exporting in the background")
+            self.show_message("exporting in the background")
             directory, name = self.feed.directory, self.feed.file_name()
             self._in_thread(
-                lambda: f"exported: {background_jobs.export_records(directory, name, form)}", self._show_message
+                lambda: f"exported: {background_jobs.export_records(directory, name, form)}", self.show_message
             )
 
     def action_report(self) -> None:
@@ -448,13 +788,3 @@ class Monitor(ScreenControl):
 
         self.push_screen(runs, compare)
         self._update_dialog_after(runs, runs.read)
-
-    def run_ended(self) -> None:
-        """Show the whole run, and look for what is worth a look in it."""
-        self._set_view(replace(self.view, span_s=0))
-
-        def look() -> str | None:
-            self.feed.findings = background_jobs.read_findings(self.feed.directory)
-            return None
-
-        self._in_thread(look, lambda problem: self.draw())

@@ -21,7 +21,7 @@ from dpmon.run import proc
 from dpmon.span_ring import HeaderWord
 
 _BREAK = """
-import dpmon.ui.screen_app as monitor
+import dpmon.ui.monitor as monitor
 real = monitor.paint_panels
 def paint(*args, **named):
     if Path(sys.argv[1], "break").exists():

@@ -100,7 +100,7 @@ async def test_a_key_that_does_nothing_says_so_and_not_for_ever(tmp_path: Path) 
         ):
             await on.press(key)
             await on.shows(words)
-        on.app.said_s = 0.01
+        on.app.message_s = 0.01
         await on.press("z")
         await on.until(lambda: "z does nothing" not in on.text(), "silence")
 

@@ -1,0 +1,71 @@
+"""The widgets of the panels, and the two ways on which their rows reach the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rich.segment import Segment
+from textual.app import App
+from textual.strip import Strip
+
+from dpmon.ui.cell_diff import CellChange, encode_changes
+from dpmon.ui.panel_layout import Slot
+from dpmon.ui.panel_view import PanelView
+from dpmon.ui.screen_data import PANELS
+from dpmon.ui.screen_painter import join_panels
+from dpmon.ui.styled_rows import Row
+from dpmon.ui.terminal_driver import TerminalDriver
+from dpmon.ui.terminal_style import TerminalStyle
+
+_NAMES = ("status", *PANELS, "footer", "timeline", "small")
+
+
+class PanelDrawer:
+    """A widget for every panel and row of keys. Shows painted rows in them, with as little output as possible."""
+
+    def __init__(self, app: App[str], look: TerminalStyle) -> None:
+        self._app = app
+        self._look = look
+        self._sgr_codes: dict[str, str] = {}
+        """SGR codes by the name of a style."""
+        self.widgets = {name: PanelView(name, look) for name in _NAMES}
+        self.slots: dict[str, Slot] = {}
+        """The places of the panels that are on the screen."""
+
+    def set_style(self, look: TerminalStyle) -> None:
+        """Draw everything in another style from the next `draw` on."""
+        self._look, self._sgr_codes = look, {}
+        for widget in self.widgets.values():
+            widget.set_look(look)
+
+    def draw(self, slots: dict[str, Slot], painted: Mapping[str, list[Row]], terminal: TerminalDriver | None) -> None:
+        """Show the painted rows in these slots; a panel without a slot is hidden.
+
+        `terminal`: the driver to which changed cells may be written past Textual's compositor; None if something
+        covers the panels. This is done only for panels that keep their place.
+        """
+        direct = terminal is not None and slots == self.slots
+        changes: list[CellChange] = []
+        with self._app.batch_update():
+            for name, widget in self.widgets.items():
+                slot = slots.get(name)
+                if widget.display != (slot is not None):
+                    widget.display = slot is not None
+                if slot is not None:
+                    settled = widget.set_region(slot.x, slot.y, slot.width, slot.height)
+                    widget.show_rows(painted[name], changes if settled and direct else None)
+        self.slots = slots
+        if terminal is not None and changes:
+            terminal.write(encode_changes(changes, self._sgr))
+
+    def _sgr(self, style: str) -> str:
+        """Return the SGR codes of a style."""
+        codes = self._sgr_codes.get(style)
+        if codes is None:
+            before, _, _ = Strip([Segment("x", self._look.style(style))]).render(self._app.console).partition("x")
+            codes = self._sgr_codes[style] = before.removeprefix("\x1b[").removesuffix("m")
+        return codes
+
+    def rows(self) -> list[Row]:
+        """Return the rows on the screen, without dialogs."""
+        return join_panels(self.slots, {name: widget.rows for name, widget in self.widgets.items()})

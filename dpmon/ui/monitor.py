@@ -291,7 +291,7 @@ class Monitor(App[str]):
             return 0
         return min(wanted, max_scroll(panel, self.data_to_draw(), slot, self.look))
 
-    # ------------------------------------------------------------------------------------------ messages, frozen pictures
+    # ------------------------------------------------------------------------------------------ messages
 
     def show_message(self, message: str | None) -> None:
         if self._message_timer is not None:  # one timer at a time: a held key repeats its message

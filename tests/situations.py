@@ -41,7 +41,7 @@ def exit_of(status: int | None, signal: str | None = None, at_ns: int = 9, **mor
 def facts_of(training: Training, steps: int = 300, more: Sequence[bytes | Record] = (), **changes: Any) -> ScreenData:
     payloads = [*training.begin(), *training.run(steps), *[host_event(float(i)) for i in range(30)], *more]
     state = state_of(payloads)
-    facts = ScreenData(state, training.now + SECOND // 10, INFO, alive=True, can_toggle=True, can_type=True)
+    facts = ScreenData(state, training.now + SECOND // 10, INFO, is_command_alive=True, can_toggle=True, can_type=True)
     return replace(facts, **changes)
 
 
@@ -50,7 +50,7 @@ def gpu_facts(count: int, **more: Any) -> ScreenData:
     payloads = [*training.begin(), *training.run(20)]
     for index in range(count):
         payloads += [whole_device_event(float(t), index, util_pct=10 * index % 101, **more) for t in range(20)]
-    return ScreenData(state_of(payloads), training.now, INFO, alive=True)
+    return ScreenData(state_of(payloads), training.now, INFO, is_command_alive=True)
 
 
 def focused(facts: ScreenData) -> Process:
@@ -92,30 +92,36 @@ def situations() -> dict[str, ScreenData]:
     zoomed = {
         "gpu memory": facts_of(Training(), 5, [held, *(device_event(2.0, index) for index in range(8))]),
         "memory": facts_of(Training(), 5, [held]),
-        "device times": ScreenData(state_of(trained(40)), 3 * SECOND, INFO, alive=True),
-        "stages": ScreenData(state_of(staged(9, None)), SECOND, INFO, alive=True),
+        "device times": ScreenData(state_of(trained(40)), 3 * SECOND, INFO, is_command_alive=True),
+        "stages": ScreenData(state_of(staged(9, None)), SECOND, INFO, is_command_alive=True),
     }
     for count in (2, 64):
         run, now = joined_ranks(count, slow=1, steps=20)
-        zoomed[f"{count} ranks"] = ScreenData(run.state(), now, INFO, alive=True)
+        zoomed[f"{count} ranks"] = ScreenData(run.state(), now, INFO, is_command_alive=True)
     return {
         "nothing": ScreenData(RunSnapshot(), 0),
-        "importing": ScreenData(RunSnapshot(), 3 * SECOND, INFO, stage=("importing torch", SECOND), alive=True),
+        "importing": ScreenData(
+            RunSnapshot(), 3 * SECOND, INFO, startup_stage=("importing torch", SECOND), is_command_alive=True
+        ),
         "dp": dp,
         "gpus": gpus,
         "many replicas": facts_of(Training(devices=[f"cuda:{i}" for i in range(64)], batch=48, virtual=False)),
-        "both modes": ScreenData(state_of(both), single.now, INFO, alive=True, can_toggle=True),
-        "pending": replace(dp, toggle=ModeRequest("single", "pending", dp.now_ns - SECOND)),
-        "refused": replace(dp, toggle=ModeRequest("single", "refused", dp.now_ns, reason="spread over devices " * 20)),
-        "frozen": replace(dp, view=View(frozen=True)),
-        "failed": replace(
-            dp, ended=exit_of(1, None, dp.now_ns), last_line="RuntimeError: " + "no " * 100, can_toggle=False
+        "both modes": ScreenData(state_of(both), single.now, INFO, is_command_alive=True, can_toggle=True),
+        "pending": replace(dp, mode_request=ModeRequest("single", "pending", dp.now_ns - SECOND)),
+        "refused": replace(
+            dp, mode_request=ModeRequest("single", "refused", dp.now_ns, reason="spread over devices " * 20)
         ),
-        "killed": replace(dp, ended=exit_of(137, "SIGKILL", dp.now_ns), can_toggle=False),
+        "frozen": replace(dp, view=View(is_frozen=True)),
+        "failed": replace(
+            dp, exit_info=exit_of(1, None, dp.now_ns), exit_cause="RuntimeError: " + "no " * 100, can_toggle=False
+        ),
+        "killed": replace(dp, exit_info=exit_of(137, "SIGKILL", dp.now_ns), can_toggle=False),
         "16 GPUs": gpu_facts(16, throttle=["power cap\x1b[2J", "too hot"]),
         "zoom 8 GPUs": replace(gpu_facts(8, name="漢字" * 30 + "\x07"), view=View("devices", "devices")),
-        "hostile": facts_of(hostile, 20, info=replace(INFO, script="a\x1b[31m/" + "漢" * 100)),
-        "failed call": ScreenData(state_of([*failed.begin(), *failed.step(failed=True)]), failed.now, INFO, alive=True),
+        "hostile": facts_of(hostile, 20, run_info=replace(INFO, script="a\x1b[31m/" + "漢" * 100)),
+        "failed call": ScreenData(
+            state_of([*failed.begin(), *failed.step(failed=True)]), failed.now, INFO, is_command_alive=True
+        ),
         **{
             f"zoom {name}": replace(dp, view=View(name, name))
             for name in ("devices", "replicas", "batch", "compare", "output")

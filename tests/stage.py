@@ -159,5 +159,5 @@ async def stage(
         await on.until(lambda: reader.looks > 1, "the first looks")
         await on.until(lambda: placed(app) and (not steps or "batch" in app.slots), "the panels of the scene")
         yield on
-    app.feed.close()
+    app.live_run.close()
     assert reader.closed

@@ -63,7 +63,9 @@ def stalled_run(count: int, *, over: bool = False) -> tuple[Recording, int]:
 def stalled(count: int, **changes: Any) -> ScreenData:
     """Return the live facts of a stall of 27 s."""
     run, end = stalled_run(count)
-    return ScreenData(**{"state": run.state(), "now_ns": end + NOW_S * SECOND, "info": INFO, "alive": True, **changes})
+    return ScreenData(
+        **{"state": run.state(), "now_ns": end + NOW_S * SECOND, "run_info": INFO, "is_command_alive": True, **changes}
+    )
 
 
 def stalled_in_playback(count: int) -> ScreenData:
@@ -71,14 +73,16 @@ def stalled_in_playback(count: int) -> ScreenData:
     run, end = stalled_run(count, over=True)
     now = end + NOW_S * SECOND
     playing = PlaybackPosition(now, end + 60 * SECOND, False, 1.0)
-    return ScreenData(run.state(now), now, INFO, alive=True, playing=playing)
+    return ScreenData(run.state(now), now, INFO, is_command_alive=True, playing=playing)
 
 
 def ended_in_stall(count: int) -> ScreenData:
     """Return the facts of the end of a run that was stopped in a stall."""
     run, end = stalled_run(count)
     at = end + LASTED_S * SECOND
-    return ScreenData(run.state(over=True), at, INFO, alive=False, ended=exit_of(130, "SIGINT", at, stopped=True))
+    return ScreenData(
+        run.state(over=True), at, INFO, is_command_alive=False, exit_info=exit_of(130, "SIGINT", at, stopped=True)
+    )
 
 
 def after_stall() -> ScreenData:
@@ -91,4 +95,4 @@ def after_stall() -> ScreenData:
     since_s = begin / SECOND
     over = {"t_s": since_s + LASTED_S, "since_s": since_s, "lasted_s": LASTED_S}
     run.add([stall_record(1, begin, 1000), Event("stall", over)], SUPERVISOR)
-    return ScreenData(run.state(), training.now, INFO, alive=True)
+    return ScreenData(run.state(), training.now, INFO, is_command_alive=True)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _COLOR_SYSTEMS = ("auto", "standard", "256", "truecolor")
 
 
-_OBJECTS = 100_000
+_GC_THRESHOLD = 100_000
 """New objects between two garbage collections. Python's default takes a seventh of the time with a thousand ranks."""
 
 
@@ -80,17 +80,17 @@ def run_screen(
             open_reader=lambda: RunReader(directory, known_exit=known_exit),
         )
     gc.freeze()
-    gc.set_threshold(_OBJECTS)
+    gc.set_threshold(_GC_THRESHOLD)
     gc.enable()
-    monitor.leaving.begin()
+    monitor.exit_handlers.install()
     try:
         result = monitor.run()
     finally:
-        monitor.leaving.end()
-        monitor.feed.close()
-    if monitor.problem is not None:
-        raise monitor.problem
-    status = monitor.leaving.status or monitor.return_code
+        monitor.exit_handlers.uninstall()
+        monitor.live_run.close()
+    if monitor.open_error is not None:
+        raise monitor.open_error
+    status = monitor.exit_handlers.status or monitor.return_code
     if status or result is None:
         raise ScreenClosed(status or 1)
     return result

@@ -20,11 +20,11 @@ from typing import TextIO, TypeVar
 from dpmon.errors import DpmonError
 from dpmon.model.finding_text import Finding
 
-_Made = TypeVar("_Made")
+_Result = TypeVar("_Result")
 
-_TRIES = 100
+_MAX_NAMES = 100
 # They run in a process of their own at a lower priority: millions of records would block the screen's thread.
-_BEFORE = """\
+_PREAMBLE = """\
 import json, os, sys
 from pathlib import Path
 os.nice(10)
@@ -46,19 +46,19 @@ print(json.dumps(collect_report_data(Path(sys.argv[1])).findings))
 """
 ENDINGS = {"jsonl": "jsonl", "csv": "csv", "perfetto": "trace.json"}
 """The ending of an export's file name, by format; csv is a directory of tables."""
-_HOME = str(Path(__file__).resolve().parent.parent.parent)
+_IMPORT_DIRECTORY = str(Path(__file__).resolve().parent.parent.parent)
 
 
 class JobError(DpmonError):
     """A job failed; the text is one sentence for the user."""
 
 
-def _create_file(name: str, ending: str, directory: Path, make: Callable[[Path], _Made]) -> tuple[Path, _Made]:
+def _create_file(name: str, ending: str, directory: Path, make: Callable[[Path], _Result]) -> tuple[Path, _Result]:
     """Call `make` with the first free path `NAME-HHMMSS.ENDING`; returns the path and its result. Raises JobError."""
     stamp = time.strftime("%H%M%S")
     problem = "too many files with this name exist"
     for place in (Path.cwd(), directory.absolute()):
-        for number in range(_TRIES):
+        for number in range(_MAX_NAMES):
             path = place / f"{name}-{stamp}{f'-{number}' if number else ''}.{ending}"
             try:
                 return path, make(path)
@@ -70,7 +70,7 @@ def _create_file(name: str, ending: str, directory: Path, make: Callable[[Path],
     raise JobError(f"no file can be written here: {problem}")
 
 
-def _file(path: Path) -> TextIO:
+def _open_new_file(path: Path) -> TextIO:
     return open(path, "x", encoding="utf-8", opener=partial(os.open, mode=0o600))
 
 
@@ -83,7 +83,7 @@ def format_path(path: Path) -> str:
 
 def save_text(text: str, name: str, ending: str, directory: Path) -> str:
     """Write `text` into a new file; returns its path."""
-    path, file = _create_file(name, ending, directory, _file)
+    path, file = _create_file(name, ending, directory, _open_new_file)
     try:
         with file:
             file.write(text)
@@ -98,7 +98,7 @@ def export_records(directory: Path, name: str, form: str) -> str:
     if form == "csv":
         path, _ = _create_file(name, ENDINGS[form], directory, lambda path: path.mkdir(0o700))
     else:
-        path, file = _create_file(name, ENDINGS[form], directory, _file)
+        path, file = _create_file(name, ENDINGS[form], directory, _open_new_file)
         file.close()
     try:
         _in_subprocess(_EXPORT, "the export", str(directory.absolute()), form, str(path))
@@ -131,12 +131,12 @@ def _in_subprocess(code: str, what: str, *arguments: str) -> str:
     """Run `code` in its own process; returns its output."""
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _BEFORE + code, *arguments],
+            [sys.executable, "-c", _PREAMBLE + code, *arguments],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             # Not in the user's directory: one of their files may be called dpmon.py.
             cwd="/",
-            env={**os.environ, "PYTHONPATH": _HOME},
+            env={**os.environ, "PYTHONPATH": _IMPORT_DIRECTORY},
             start_new_session=True,
             check=False,
         )

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from dpmon.text.cells import char_width
 from dpmon.ui.styled_rows import Row, Span, merge_spans, row_width
 
-_APART = 8
+_MIN_GAP_CELLS = 8
 """Equal cells between two changes that are not sent again; a move takes about as many bytes."""
 _RESET = "\x1b[0m"
 
@@ -34,24 +34,26 @@ def diff_rows(before: Row, after: Row, x: int, y: int) -> Iterator[CellChange]:
     """Yield the changes that turn one row into another, which is as wide; the rows begin at `x`."""
     old, new = ([(char, style) for text, style in row for char in text] for row in (before, after))
     if len(old) == len(new) and all(char_width(char) == 1 for char in {char for char, _ in (*old, *new)}):
-        for first, end in _runs([at for at, (one, other) in enumerate(zip(old, new, strict=True)) if one != other]):
+        for first, end in _changed_runs(
+            [at for at, (one, other) in enumerate(zip(old, new, strict=True)) if one != other]
+        ):
             yield CellChange(x + first, y, merge_spans(new[first:end]))
         return
-    column, cells = _from_first_to_last(old, new)
+    column, cells = _changed_cells(old, new)
     if cells:
         yield CellChange(x + column, y, cells)
 
 
-def _runs(places: Sequence[int]) -> Iterator[tuple[int, int]]:
+def _changed_runs(places: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yield start and end of the runs of changed cells."""
     for at, place in enumerate(places):
-        if not at or place - places[at - 1] > _APART:
+        if not at or place - places[at - 1] > _MIN_GAP_CELLS:
             first = place
-        if at + 1 == len(places) or places[at + 1] - place > _APART:
+        if at + 1 == len(places) or places[at + 1] - place > _MIN_GAP_CELLS:
             yield first, place + 1
 
 
-def _from_first_to_last(old: Sequence[Span], new: Sequence[Span]) -> tuple[int, Row]:
+def _changed_cells(old: Sequence[Span], new: Sequence[Span]) -> tuple[int, Row]:
     """The column of the first cell that differs, and the new cells from there to the last one that differs.
 
     A mark without a width stays with the character before it.

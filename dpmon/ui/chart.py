@@ -9,13 +9,13 @@ from dpmon.model.run_snapshot import PHASES, Column
 from dpmon.ui.styled_rows import Row, Span, merge_spans, row_width
 from dpmon.ui.terminal_style import LETTERS, Glyphs, TerminalStyle
 
-_ROWS_OF_PHASES = 6
+_MIN_PHASE_ROWS = 6
 """Fewest rows in which a history shows the phases of its columns: in fewer, some shares would be 0.15 too large."""
 DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 """The dots of a braille character, by column, from the top (Unicode 15, 2800 to 28FF)."""
-_FILLED = [[sum(dots[4 - count :]) for count in range(5)] for dots in DOTS]
+_FILLED_DOTS = [[sum(dots[4 - count :]) for count in range(5)] for dots in DOTS]
 """Halves of a braille character with 0 to 4 dots from below."""
-_NICE = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
+_ROUND_NUMBERS = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
 
 
 def bar(parts: Sequence[float], signs: Sequence[Span], width: int, rest: Span, least: int = 1) -> Row:
@@ -76,7 +76,7 @@ def filled_area(values: Sequence[float | None], width: int, height: int, top: fl
             if None in cell:
                 text += glyphs.middot if row == 0 else " "
             elif glyphs.braille:
-                text += chr(0x2800 + _FILLED[0][cell[0] or 0] + _FILLED[1][cell[1] or 0])
+                text += chr(0x2800 + _FILLED_DOTS[0][cell[0] or 0] + _FILLED_DOTS[1][cell[1] or 0])
             else:
                 text += glyphs.blocks[cell[0] or 0]
         rows.append(text.ljust(width))
@@ -126,7 +126,7 @@ def round_up_nice(value: float) -> float:
         scale *= 10
     while value <= scale:
         scale /= 10
-    return next(n * scale for n in _NICE if value <= n * scale * 1.000001)
+    return next(n * scale for n in _ROUND_NUMBERS if value <= n * scale * 1.000001)
 
 
 def scale_top(columns: Sequence[Column]) -> float:
@@ -142,7 +142,9 @@ def scale_top(columns: Sequence[Column]) -> float:
 
 
 @lru_cache(maxsize=4096)
-def _cells(phases: tuple[int, ...], count: int, top: float, height: int, cut_top: str, mono: bool) -> tuple[Span, ...]:
+def _phase_column(
+    phases: tuple[int, ...], count: int, top: float, height: int, cut_top: str, mono: bool
+) -> tuple[Span, ...]:
     """One column from the bottom up; `phases`: sums over `count` steps, in ns, stacked in their order."""
     scale = height * 8 / top / max(count, 1)
     edges = [0.0]
@@ -157,7 +159,7 @@ def _cells(phases: tuple[int, ...], count: int, top: float, height: int, cut_top
             inside = min(edges[index + 1], floor + 8) - max(edges[index], floor)
             if inside > 0:
                 parts.append((inside, index, name))
-        cells.append(_cell(parts, mono))
+        cells.append(_phase_cell(parts, mono))
     if total > height * 8 + 1 and cells[-1][1]:
         style = cells[-1][1].partition("/")[0]
         cells[-1] = (cut_top, style)
@@ -183,7 +185,7 @@ def _tiny_column(phases: tuple[int, ...], mono: bool) -> Span:
     return (LETTERS[name].lower() if mono else "▁", f"phase.{name}")
 
 
-def _cell(parts: list[tuple[float, int, str]], mono: bool) -> Span:
+def _phase_cell(parts: list[tuple[float, int, str]], mono: bool) -> Span:
     filled = sum(part[0] for part in parts)
     if not parts or filled < 0.5:
         return (" ", "")
@@ -221,18 +223,18 @@ def stacked_columns(
     the lowest block, or the lower-case letter of their largest phase; only a column without steps is blank, or hatched
     if the run was stalled. `by_mode`: columns in the colors of their modes, without phases.
     """
-    mono = not look.color or look.glyphs.ascii
+    mono = not look.has_color or look.glyphs.ascii
     places = max(places or width, 1)
     shown = list(columns)[:places]
     edges = [index * width // places for index in range(len(shown) + 1)]
     signs = look.glyphs
-    if by_mode or height < _ROWS_OF_PHASES:
+    if by_mode or height < _MIN_PHASE_ROWS:
         styles = (f"mode.{column.mode}" if by_mode else "bar" for column in shown)
         drawn = [
             _one_color_column(column, top, height, signs, style) for column, style in zip(shown, styles, strict=True)
         ]
     else:
-        drawn = [_cells(tuple(c.phases), c.count, top, height, signs.cut_top, mono) for c in shown]
+        drawn = [_phase_column(tuple(c.phases), c.count, top, height, signs.cut_top, mono) for c in shown]
     drawn = [((signs.hatch, "dim"),) * height if c.stalled else d for c, d in zip(shown, drawn, strict=True)]
     rows: list[Row] = []
     for row in range(height - 1, -1, -1):

@@ -17,12 +17,12 @@ from dpmon.ui.styled_rows import Row, fit_row, row_width
 from dpmon.ui.terminal_style import TerminalStyle
 from dpmon.ui.time_axis import TimeAxis, resample
 
-Data = Mapping[str, Any]
+GpuData = Mapping[str, Any]
 
 _NO_XID = "no XID error since the run's start"
 """The sampler's reason when no error occurred. Any other reason means that the value is unknown."""
-_UNIT = re.compile("_(pct|w|c|j)$")
-_WORDS = {
+_UNIT_SUFFIX = re.compile("_(pct|w|c|j)$")
+_FIELD_NAMES = {
     "util_pct": "utilization",
     "mem_used_bytes": "memory",
     "mem_total_bytes": "memory",
@@ -46,35 +46,37 @@ _WORDS = {
 """Fields that reasons call otherwise than by their name without its unit."""
 
 
-def device_name(data: Data) -> str:
+def device_name(data: GpuData) -> str:
     """The GPU's name without "NVIDIA"."""
     return sanitize_line(data.get("name") or "GPU", 60).removeprefix("NVIDIA ")
 
 
-def may_belong_to_run(data: Data) -> bool:
+def may_belong_to_run(data: GpuData) -> bool:
     """Whether the GPU belongs to the run, or may belong to it."""
     return data.get("of_run") is not False and data.get("visible") is not False
 
 
 def format_rounded(value: float | None, unit: str) -> str:
-    """A value as a whole number with its unit."""
-    return UNKNOWN if value is None else f"{value:.0f} {unit}"
+    """Return a value as a whole number with its unit: "43%", "250 W"; a dash for None."""
+    if value is None:
+        return UNKNOWN
+    return f"{value:.0f}%" if unit == "%" else f"{value:.0f} {unit}"
 
 
-def gpu_label(index: int, data: Data) -> str:
+def gpu_label(index: int, data: GpuData) -> str:
     """A GPU's number, followed by its name in the run's processes (cuda:N) if that has another number."""
     names = {sanitize_line(one.get("device"), 10) for one in data.get("ordinals") or () if isinstance(one, dict)}
     named = names.pop() if len(names) == 1 else f"cuda:{index}"
     return f"{index:2d}" if named == f"cuda:{index}" else f"{index:2d} {named}"
 
 
-def missing_value_reasons(samples: Sequence[Data], only: Sequence[str] | None = None) -> str:
+def missing_value_reasons(samples: Sequence[GpuData], only: Sequence[str] | None = None) -> str:
     """Why values are missing, each reason once; for all values or those in `only`."""
     by_reason: dict[str, dict[str, None]] = {}
     for data in samples:
         for key, reason in (data.get("absent") or {}).items():
             if (only is None or key in only) and (key != "xid" or reason != _NO_XID):
-                name = _WORDS.get(key, _UNIT.sub("", sanitize_line(key, 40)).replace("_", " "))
+                name = _FIELD_NAMES.get(key, _UNIT_SUFFIX.sub("", sanitize_line(key, 40)).replace("_", " "))
                 by_reason.setdefault(sanitize_line(reason, 200), {})[name] = None
     return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in by_reason.items())
 
@@ -86,20 +88,20 @@ def chart_rows(
     index: int, track: DeviceHistory, width: int, tall: int, axis: TimeAxis, look: TerminalStyle
 ) -> list[Row]:
     """The name and number of one GPU, and its histories in `tall` rows."""
-    return [_head(index, track.data, width), *_charts(track, width, tall, axis, look)]
+    return [_heading(index, track.data, width), *_chart_group_rows(track, width, tall, axis, look)]
 
 
 def detail_rows(index: int, track: DeviceHistory, width: int, look: TerminalStyle) -> list[Row]:
     """The name and number of one GPU, then every figure."""
     data = track.data
-    rows = [_head(index, data, width), *_topic_rows(data, width), *_processes(data, width, look)]
+    rows = [_heading(index, data, width), *_topic_rows(data, width), *_process_rows(data, width, look)]
     why = missing_value_reasons([data])
     if why:
         rows += [[("   ", ""), (line, "dim")] for line in wrap_text(why, width - 3, 4, look.glyphs.more)]
     return rows
 
 
-def _head(index: int, data: Data, width: int) -> Row:
+def _heading(index: int, data: GpuData, width: int) -> Row:
     ours = may_belong_to_run(data)
     head: Row = [
         (f"{gpu_label(index, data)} ", "bold" if ours else "dim"),
@@ -112,7 +114,7 @@ def _head(index: int, data: Data, width: int) -> Row:
     return head
 
 
-def _owner_text(data: Data) -> str:
+def _owner_text(data: GpuData) -> str:
     if data.get("visible") is False:
         return "hidden by CUDA_VISIBLE_DEVICES"
     return {True: "used by this run", False: "not used by this run"}.get(data.get("of_run"), "")  # type: ignore[arg-type]
@@ -121,41 +123,41 @@ def _owner_text(data: Data) -> str:
 class _Chart(NamedTuple):
     """One figure of a device over time."""
 
-    head: str
+    heading: str
     values: Sequence[float | None]
-    top: float
+    max_value: float
     unit: str
 
 
-_GUTTER = 8
+_GUTTER_CELLS = 8
 """Cells for a chart's scale."""
-_PLOT = 3
+_MIN_PLOT_ROWS = 3
 """From this many rows on, a chart has a scale and a time axis."""
 
 
-def plots(
+def side_by_side_charts(
     charts: Sequence[_Chart], second: int, width: int, height: int, axis: TimeAxis, look: TerminalStyle
 ) -> list[Row]:
     """Charts side by side in `height` rows: each has its newest value above it, a scale and a time axis."""
     each = width // len(charts)
-    graph = each - _GUTTER - 1
-    if graph < _GUTTER or height < _PLOT + 2:
+    graph = each - _GUTTER_CELLS - 1
+    if graph < _GUTTER_CELLS or height < _MIN_PLOT_ROWS + 2:
         return []
     rows: list[Row] = [[] for _ in range(height)]
     for head, values, top, unit in charts:
         dots = graph * (2 if look.glyphs.braille else 1)
         drawn = filled_area(resample(values, second, axis, dots), graph, height - 2, top or 1.0, look.glyphs)
-        scales = [f"{top:.0f} {unit}", *[""] * (height - 4), "0"]
-        begin, now = (short_clock(at * SECOND) for at in (axis.begin_s, axis.now_s))
+        scales = [format_rounded(top, unit), *[""] * (height - 4), "0"]
+        begin, now = (short_clock(at * SECOND) for at in (axis.start_s, axis.now_s))
         ends = f"now {now}" if len(begin) + len(now) + 6 <= graph else now
-        rows[0] += fit_row([(" " * _GUTTER, ""), (head, "bold")], each, look.glyphs.more)
+        rows[0] += fit_row([(" " * _GUTTER_CELLS, ""), (head, "bold")], each, look.glyphs.more)
         for row, scale, line in zip(rows[1:-1], scales, drawn, strict=True):
-            row += fit_row([(align_right(scale, _GUTTER - 1) + " ", "dim"), (line, "bar")], each)
-        rows[-1] += fit_row([(" " * _GUTTER, ""), (begin + ends.rjust(graph - len(begin)), "dim")], each)
+            row += fit_row([(align_right(scale, _GUTTER_CELLS - 1) + " ", "dim"), (line, "bar")], each)
+        rows[-1] += fit_row([(" " * _GUTTER_CELLS, ""), (begin + ends.rjust(graph - len(begin)), "dim")], each)
     return rows
 
 
-def _charts(track: DeviceHistory, width: int, tall: int, axis: TimeAxis, look: TerminalStyle) -> list[Row]:
+def _chart_group_rows(track: DeviceHistory, width: int, tall: int, axis: TimeAxis, look: TerminalStyle) -> list[Row]:
     """Use, memory and power side by side, each with its newest value; in few rows without scale and axis."""
     data = track.data
     limit = number_member(data, "power_limit_w")
@@ -170,9 +172,9 @@ def _charts(track: DeviceHistory, width: int, tall: int, axis: TimeAxis, look: T
         format_rounded(track.mem_pct, "%"),
         format_rounded(number_member(data, "power_w"), "W"),
     )
-    if tall >= _PLOT + 2:
-        named = [one._replace(head=f"{one.head} {figure}") for one, figure in zip(charts, newest, strict=True)]
-        return plots(named, track.second, width, tall, axis, look)
+    if tall >= _MIN_PLOT_ROWS + 2:
+        named = [one._replace(heading=f"{one.heading} {figure}") for one, figure in zip(charts, newest, strict=True)]
+        return side_by_side_charts(named, track.second, width, tall, axis, look)
     each = (width - 3) // len(charts)
     graph = each - 8
     if graph < 8:
@@ -187,14 +189,14 @@ def _charts(track: DeviceHistory, width: int, tall: int, axis: TimeAxis, look: T
     return rows
 
 
-def host_plots(track: DeviceHistory, width: int, height: int, axis: TimeAxis, look: TerminalStyle) -> list[Row]:
+def host_charts(track: DeviceHistory, width: int, height: int, axis: TimeAxis, look: TerminalStyle) -> list[Row]:
     """The host's processor and memory over time."""
     heads = (
         f"cpu {format_rounded(number_member(track.data, 'cpu_pct'), '%')}",
         f"memory {format_rounded(track.mem_pct, '%')}",
     )
     charts = [_Chart(heads[0], track.util, 100.0, "%"), _Chart(heads[1], track.mem, 100.0, "%")]
-    return plots(charts, track.second, width, height, axis, look)
+    return side_by_side_charts(charts, track.second, width, height, axis, look)
 
 
 _TOPICS = {
@@ -231,7 +233,7 @@ _TOPICS = {
 """Every figure by topic, in a fixed order: its label, its field and its unit or form."""
 
 
-def _figure(data: Data, key: str, form: str) -> tuple[str, str]:
+def _format_value(data: GpuData, key: str, form: str) -> tuple[str, str]:
     """A figure as text, and its style."""
     raw, value = data.get(key), number_member(data, key)
     if form == "words":
@@ -256,13 +258,13 @@ def _figure(data: Data, key: str, form: str) -> tuple[str, str]:
     return format_rounded(value, form), ""
 
 
-def _topic_rows(data: Data, width: int) -> list[Row]:
+def _topic_rows(data: GpuData, width: int) -> list[Row]:
     """One row or more per topic; the values have fixed widths, so that they do not move."""
     rows: list[Row] = []
     for topic, items in _TOPICS.items():
         row: Row = [("   " + topic.ljust(10), "dim")]
         for word, key, form in items:
-            value, style = _figure(data, key, form)
+            value, style = _format_value(data, key, form)
             room = 15 if topic == "memory" and not word else 9 if "/s" not in value else 11
             shown = value if span_width(value) > room else align_right(value, room)
             piece: Row = [(word + " " if word else "", "dim"), (shown, style)]
@@ -274,7 +276,7 @@ def _topic_rows(data: Data, width: int) -> list[Row]:
     return rows
 
 
-def _processes(data: Data, width: int, look: TerminalStyle) -> list[Row]:
+def _process_rows(data: GpuData, width: int, look: TerminalStyle) -> list[Row]:
     """The processes that hold memory on the GPU, the run's own first."""
     listed = data.get("processes")
     if not isinstance(listed, list):

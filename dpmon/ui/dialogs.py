@@ -17,9 +17,9 @@ from dpmon.ui.panel_view import PanelView
 from dpmon.ui.styled_rows import Row, draw_frame
 from dpmon.ui.terminal_style import TerminalStyle
 
-LINE_MOST = 4000
+MAX_LINE_BYTES = 4000
 """Most bytes of a typed line: with its newline it fits one atomic write (PIPE_BUF) and one terminal line (N_TTY)."""
-_HEAD = 3
+_STATUS_ROWS = 3
 """Rows above the panels, with messages."""
 
 
@@ -36,12 +36,12 @@ class Dialog(ModalScreen[str | None]):
 
     DEFAULT_CSS = "Dialog { background: transparent; align: left top; }"
 
-    picture_keys: ClassVar[tuple[str, ...]] = ("s", "ctrl+s")
+    screenshot_keys: ClassVar[tuple[str, ...]] = ("s", "ctrl+s")
     keys: Sequence[tuple[str, str]] = ()
     """The keys that work only in this dialog, and their effects."""
     corner = ""
     """The text at the right of the title."""
-    wanted = 64
+    preferred_width = 64
     """The preferred width in cells."""
 
     class Changed(Message):
@@ -50,33 +50,33 @@ class Dialog(ModalScreen[str | None]):
     def __init__(self, title: str, look: TerminalStyle) -> None:
         super().__init__()
         self.title_text = title
-        self.look = look
+        self.style = look
         self.box = PanelView("dialog", look)
-        self.top = 0
+        self.first_row = 0
         """Rows scrolled past."""
-        self.pinned = 0
+        self.pinned_rows = 0
         """Rows that stay at the top during scrolling."""
-        self.answered = False
-        self.remark = ""
+        self.is_closed = False
+        self.message = ""
         """The newest message."""
         self.rows: list[Row] = []
-        self.row = 0
+        self.screen_row = 0
         """The drawn rows, each as wide as the screen, and the screen's row of the first."""
 
     def on_key(self, event: events.Key) -> None:
         """Handle a key; if the dialog has closed, pass the key to the screen below."""
         event.stop()
-        if self.answered:
+        if self.is_closed:
             self.app.post_message(events.Key(event.key, event.character))
-        elif event.key in self.picture_keys:
+        elif event.key in self.screenshot_keys:
             self.app.call_later(self.app.run_action, "picture")
         else:
-            self.remark = ""
+            self.message = ""
             self.respond_to_key(event)
 
     def show_message(self, remark: str) -> None:
         """Show a message in the title, if the dialog covers the row of messages."""
-        self.remark = remark
+        self.message = remark
         self.draw()
 
     def respond_to_key(self, event: events.Key) -> None:
@@ -85,12 +85,12 @@ class Dialog(ModalScreen[str | None]):
 
     def footer_keys(self) -> list[tuple[str, str]]:
         """The keys that work now and their effects, for the footer."""
-        return [*self.keys, (self.picture_keys[0], "picture")]
+        return [*self.keys, (self.screenshot_keys[0], "picture")]
 
     def press(self, key: str) -> None:
         """Act as if a key of `footer_keys` was pressed."""
         name = {"esc": "escape"}.get(key, key)
-        if not self.answered and any(key == each for each, _ in self.footer_keys()):
+        if not self.is_closed and any(key == each for each, _ in self.footer_keys()):
             self.on_key(events.Key(name, None))
 
     def run_ended(self) -> None:
@@ -98,8 +98,8 @@ class Dialog(ModalScreen[str | None]):
 
     def close_once(self, answer: str | None) -> None:
         """Close with the answer; do nothing the second time, because Textual treats a second dismissal as an error."""
-        if not self.answered:
-            self.answered = True
+        if not self.is_closed:
+            self.is_closed = True
             self.app.call_later(self.app.post_message, self.Changed())
             self.dismiss(answer)
 
@@ -123,17 +123,17 @@ class Dialog(ModalScreen[str | None]):
     def draw(self) -> None:
         """Build the rows and place the box."""
         screen_width, screen_height = self.app.size
-        width = min(self.wanted + 4, screen_width)
+        width = min(self.preferred_width + 4, screen_width)
         rows = self.build_rows(width - 4, max(screen_height - 2, 1))
         height = min(len(rows) + 2, screen_height)
-        self.row = (screen_height - height) // 2
-        self.box.set_region(0, self.row, screen_width, height)
-        shown = truncate(self.remark, width - 11) if self.row < _HEAD else ""
+        self.screen_row = (screen_height - height) // 2
+        self.box.set_region(0, self.screen_row, screen_width, height)
+        shown = truncate(self.message, width - 11) if self.screen_row < _STATUS_ROWS else ""
         corner: Row = [(shown, "wait")] if shown else [(self.corner, "dim")] if self.corner else []
         title: Row = [(truncate(self.title_text, width - 6), "title")]
-        glyphs = self.look.glyphs
+        glyphs = self.style.glyphs
         framed = draw_frame(
-            title, corner, rows, width, height, glyphs, focused=True, first=self.top, pinned=self.pinned
+            title, corner, rows, width, height, glyphs, focused=True, first=self.first_row, pinned=self.pinned_rows
         )
         left = (screen_width - width) // 2
         self.rows = [[(" " * left, ""), *row, (" " * (screen_width - width - left), "")] for row in framed]
@@ -160,21 +160,21 @@ class Choice(Dialog):
         self.lines = text
         self.answers = answers
         self.keys = [(key, re.split("[:;,]", text)[0]) for key, _, text in answers]
-        self.wanted = max(*map(len, text), *(len(answer) + 8 for _, _, answer in answers), 30)
-        self.said = ""
+        self.preferred_width = max(*map(len, text), *(len(answer) + 8 for _, _, answer in answers), 30)
+        self.key_note = ""
         """A note about the last key, if it was no answer."""
 
     def build_rows(self, width: int, height: int) -> list[Row]:
         """The text, then a row per answer."""
         rows: list[Row] = [[(truncate(line, width), "")] for line in self.lines]
-        rows.append([(truncate(self.said, width), "dim")])
+        rows.append([(truncate(self.key_note, width), "dim")])
         for key, _, text in self.answers:
             rows.append([("  ", ""), (key.ljust(5), "key"), (" " + truncate(text, width - 8), "")])
         return rows
 
     def run_ended(self) -> None:
         """Close if the question is now pointless."""
-        if self.on_pointless is not None and not self.answered:
+        if self.on_pointless is not None and not self.is_closed:
             self.close_once(None)
             self.on_pointless()
 
@@ -189,7 +189,7 @@ class Choice(Dialog):
             if pressed == key:
                 self.close_once(name)
                 return
-        self.said = f"{key_name(event)} does nothing here"
+        self.key_note = f"{key_name(event)} does nothing here"
         self.draw()
 
 
@@ -198,26 +198,33 @@ class TextPages(Dialog):
 
     keys = (("arrows", "scroll"), ("esc", "close"))
     corner = "arrows scroll  s picture  esc closes"
-    wanted = 112
+    preferred_width = 112
 
     def __init__(self, title: str, make: Callable[[int], list[Row]], look: TerminalStyle) -> None:
         """`make` returns the rows for a width in cells."""
         super().__init__(title, look)
-        self.make = make
-        self.room = 1
+        self.make_rows = make
+        self.visible_rows = 1
 
     def build_rows(self, width: int, height: int) -> list[Row]:
         """All rows; the frame shows the rows at the scroll position and counts the rows above and below."""
-        rows = self.make(width)
-        self.room = height
-        self.top = max(min(self.top, len(rows) - height), 0)
+        rows = self.make_rows(width)
+        self.visible_rows = height
+        self.first_row = max(min(self.first_row, len(rows) - height), 0)
         return rows
 
     def respond_to_key(self, event: events.Key) -> None:
         """Scroll, or close."""
-        moves = {"up": -1, "down": 1, "pageup": -self.room, "pagedown": self.room, "home": -1 << 30, "end": 1 << 30}
+        moves = {
+            "up": -1,
+            "down": 1,
+            "pageup": -self.visible_rows,
+            "pagedown": self.visible_rows,
+            "home": -1 << 30,
+            "end": 1 << 30,
+        }
         if event.key in moves:
-            self.top += moves[event.key]
+            self.first_row += moves[event.key]
             self.draw()
         else:
             self.close_once(None)
@@ -226,23 +233,23 @@ class TextPages(Dialog):
 class _TextInput(Dialog):
     """A dialog with a line to type; esc gives up."""
 
-    picture_keys = ("ctrl+s",)
-    typed = ""
-    hidden = False
+    screenshot_keys = ("ctrl+s",)
+    typed_text = ""
+    hides_text = False
     """Whether the line shows stars instead of the text."""
 
-    def line(self, width: int) -> Row:
+    def input_row(self, width: int) -> Row:
         """The end of the typed line, with a cursor."""
-        shown = self.typed[-width:]
-        shown = "*" * len(shown) if self.hidden else shown
+        shown = self.typed_text[-width:]
+        shown = "*" * len(shown) if self.hides_text else shown
         while shown and span_width(shown) > width - 3:
             shown = shown[1:]
-        return [("> ", "key"), (shown, ""), ("_" if self.look.glyphs.ascii else "▏", "key")]
+        return [("> ", "key"), (shown, ""), ("_" if self.style.glyphs.ascii else "▏", "key")]
 
-    def add(self, text: str) -> None:
+    def add_text(self, text: str) -> None:
         """Add typed text, up to the limit."""
-        whole = (self.typed + strip_control_chars(text)).encode()
-        self.typed = whole[:LINE_MOST].decode("utf-8", "ignore")
+        whole = (self.typed_text + strip_control_chars(text)).encode()
+        self.typed_text = whole[:MAX_LINE_BYTES].decode("utf-8", "ignore")
         self.draw()
 
     def respond_to_key(self, event: events.Key) -> None:
@@ -250,19 +257,19 @@ class _TextInput(Dialog):
         if event.key in ("escape", "ctrl+c"):
             self.close_once(None)
         elif event.key in ("backspace", "ctrl+h"):
-            self.typed = self.typed[:-1]
+            self.typed_text = self.typed_text[:-1]
             self.draw()
         elif event.key == "ctrl+u":
-            self.typed = ""
+            self.typed_text = ""
             self.draw()
         elif event.is_printable and event.character:
-            self.add(event.character)
+            self.add_text(event.character)
 
     def on_paste(self, event: events.Paste) -> None:
         """Take the first line of pasted text."""
         event.stop()
-        if not self.answered:
-            self.add((event.text.splitlines() or [""])[0])
+        if not self.is_closed:
+            self.add_text((event.text.splitlines() or [""])[0])
 
 
 class LineInput(_TextInput):
@@ -281,27 +288,27 @@ class LineInput(_TextInput):
     ) -> None:
         """`hidden`: show stars instead of the text. `over_note`: the note after the run's end."""
         super().__init__(title, look)
-        self.over_note = over_note
-        self.open = True
+        self.ended_note = over_note
+        self.can_send = True
         self.note = note
-        self.typed = typed
-        self.hidden = hidden
+        self.typed_text = typed
+        self.hides_text = hidden
 
     def run_ended(self) -> None:
         """Keep the typed text visible, but do not send it."""
-        if self.over_note is not None:
-            self.note, self.open, self.keys = self.over_note, False, [("esc", "close")]
+        if self.ended_note is not None:
+            self.note, self.can_send, self.keys = self.ended_note, False, [("esc", "close")]
             self.draw()
             self.app.post_message(self.Changed())
 
     def build_rows(self, width: int, height: int) -> list[Row]:
         """The typed line, and what enter will do."""
-        return [self.line(width), [], [(truncate(self.note, width), "dim")]]
+        return [self.input_row(width), [], [(truncate(self.note, width), "dim")]]
 
     def respond_to_key(self, event: events.Key) -> None:
         """Send, edit, or give up."""
         if event.key == "enter":
-            self.close_once(self.typed if self.open else None)
+            self.close_once(self.typed_text if self.can_send else None)
         else:
             super().respond_to_key(event)
 
@@ -315,60 +322,60 @@ class CommandPalette(_TextInput):
     def __init__(self, possible: Callable[[], Sequence[tuple[str, str, str]]], look: TerminalStyle) -> None:
         """`possible` returns the commands that can run now: key, sentence, action."""
         super().__init__("What can be done now", look)
-        self.possible = possible
-        self.most = len(possible())
+        self.list_commands = possible
+        self.command_count = len(possible())
         """Number of commands without a filter."""
-        self.wanted = max(span_width(text) for _, text, _ in possible()) + 10
-        self.listed: list[tuple[str, str, str]] = []
+        self.preferred_width = max(span_width(text) for _, text, _ in possible()) + 10
+        self.shown_commands: list[tuple[str, str, str]] = []
         """The drawn commands; the possible ones may have changed since then."""
-        self.chosen: tuple[str, str, str] | None = None
+        self.chosen_command: tuple[str, str, str] | None = None
         """The chosen command; the first one before a choice, or if it is not listed any more."""
-        self.pinned = 1
+        self.pinned_rows = 1
 
     def run_ended(self) -> None:
         """List the commands that are still possible."""
         self.draw()
 
-    def matching(self) -> list[tuple[str, str, str]]:
+    def matching_commands(self) -> list[tuple[str, str, str]]:
         """The commands that contain every typed word; one whose key was typed comes first."""
-        words = self.typed.lower().split()
-        found = [each for each in self.possible() if all(word in f"{each[0]} {each[1]}".lower() for word in words)]
-        return sorted(found, key=lambda each: each[0] != self.typed)
+        words = self.typed_text.lower().split()
+        found = [each for each in self.list_commands() if all(word in f"{each[0]} {each[1]}".lower() for word in words)]
+        return sorted(found, key=lambda each: each[0] != self.typed_text)
 
     def build_rows(self, width: int, height: int) -> list[Row]:
         """The typed text, then the commands with the chosen one marked; the box keeps its height during typing."""
-        found = self.listed = self.matching()
+        found = self.shown_commands = self.matching_commands()
         at = self._chosen_index()
-        rows: list[Row] = [self.line(width)]
+        rows: list[Row] = [self.input_row(width)]
         room = max(height - 1, 1)
-        self.top = max(at - room + 1, 0)
+        self.first_row = max(at - room + 1, 0)
         for index, (key, text, _) in enumerate(found):
-            mark = self.look.glyphs.focus if index == at else " "
+            mark = self.style.glyphs.focus if index == at else " "
             style = "bold" if index == at else ""
             rows.append([(mark + " ", "key"), (key.ljust(6), "key"), (truncate(text, width - 8), style)])
         if not found:
             rows.append([("  no command matches now", "dim")])
-        return [*rows, *[[]] * (min(self.most, room) - len(found))][: max(len(found), room) + 1]
+        return [*rows, *[[]] * (min(self.command_count, room) - len(found))][: max(len(found), room) + 1]
 
     def _chosen_index(self) -> int:
         """The position of the chosen command in the list."""
-        return self.listed.index(self.chosen) if self.chosen in self.listed else 0
+        return self.shown_commands.index(self.chosen_command) if self.chosen_command in self.shown_commands else 0
 
     def respond_to_key(self, event: events.Key) -> None:
         """Choose, filter the list, or give up. A marked command that has become impossible is not done."""
         moves = {"up": -1, "down": 1, "pageup": -8, "pagedown": 8, "tab": 1, "shift+tab": -1}
-        found, at = self.listed, self._chosen_index()
-        if event.key == "enter" and (not found or found[at] in self.matching()):
+        found, at = self.shown_commands, self._chosen_index()
+        if event.key == "enter" and (not found or found[at] in self.matching_commands()):
             self.close_once(found[at][2] if found else None)
         elif event.key == "enter":
             self.draw()
         elif event.key in moves:
-            self.chosen = found[min(max(at + moves[event.key], 0), len(found) - 1)] if found else None
+            self.chosen_command = found[min(max(at + moves[event.key], 0), len(found) - 1)] if found else None
             self.draw()
         else:
             super().respond_to_key(event)
 
-    def add(self, text: str) -> None:
+    def add_text(self, text: str) -> None:
         """Filter by more text; the first match is chosen."""
-        self.chosen = None
-        super().add(text)
+        self.chosen_command = None
+        super().add_text(text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dpmon.record.schema import PHASES
 from dpmon.text.cells import truncate, wrap_text
-from dpmon.ui.keys import COMMANDS, PLAYED
+from dpmon.ui.keys import COMMANDS, PLAYBACK_COMMANDS
 from dpmon.ui.screen_data import NAMES, RANK_NAMES
 from dpmon.ui.styled_rows import Row
 from dpmon.ui.terminal_style import TerminalStyle
@@ -93,7 +93,7 @@ def help_rows(width: int, look: TerminalStyle) -> list[Row]:
     rows: list[Row] = [[("Panels", "title")]]
     rows += _entries([(name, "bold", text) for name, text in _PANELS], label, width)
     rows += [[], [("Phases of a step", "title")]]
-    lettered = not look.color or look.glyphs.ascii
+    lettered = not look.has_color or look.glyphs.ascii
     phases = [
         (
             f"{phase.letter} {phase.display_name}" if lettered else phase.display_name,
@@ -108,5 +108,5 @@ def help_rows(width: int, look: TerminalStyle) -> list[Row]:
     rows += _entries([(key, "key", effect) for key, effect in _effects().items()], label, width)
     rows += _entries([(keys, "key", text) for keys, text in _MOVES], label, width)
     rows += [[], [("Keys of a playback (dpmon attach, once a run is over)", "title")]]
-    rows += _entries([(command.key, "key", command.description) for command in PLAYED], label, width)
+    rows += _entries([(command.key, "key", command.description) for command in PLAYBACK_COMMANDS], label, width)
     return rows

@@ -15,8 +15,8 @@ from dpmon.ui.panels import panel_communication, panel_ranks
 from dpmon.ui.panels.panel_replicas import choices
 from dpmon.ui.screen_data import NAMES, PANELS, RANGES, RANK_NAMES, ScreenData, View
 
-FAR = 1_000_000_000
-PERIODS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+FAR_ROWS = 1_000_000_000
+REFRESH_INTERVALS_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 """Seconds between pictures to choose from."""
 
 
@@ -30,7 +30,7 @@ class KeyCommand(NamedTuple):
     """The word for the command in the footer; None if the key does not work now, "" if the footer omits it."""
     description: str
     """The text in the help and the palette."""
-    names: str = ""
+    textual_names: str = ""
     """Textual's names of the keys, separated by commas, if they differ from `key`."""
 
 
@@ -51,11 +51,11 @@ def _other_mode(facts: ScreenData) -> str | None:
 def _pause_label(facts: ScreenData) -> str | None:
     if not facts.can_pause:
         return None
-    return "resume" if facts.pausing.wanted else "pause"
+    return "resume" if facts.pause_state.wanted else "pause"
 
 
 def _freeze_label(facts: ScreenData) -> str | None:
-    if facts.view.frozen:
+    if facts.view.is_frozen:
         return "go on" if facts.past is None else None
     return None if facts.is_over or facts.playing is not None else "freeze"
 
@@ -66,14 +66,14 @@ def _is_finished(facts: ScreenData) -> bool:
 
 
 def _can_stop(facts: ScreenData) -> bool:
-    return not _is_finished(facts) and facts.stopping is None
+    return not _is_finished(facts) and facts.stop_progress is None
 
 
 def _why_label(facts: ScreenData) -> str | None:
     return "why" if (_can_stop(facts) and facts.past is None) or facts.shown_stall is not None else None
 
 
-def _several_roots(facts: ScreenData) -> bool:
+def _has_several_calls(facts: ScreenData) -> bool:
     return facts.view.focus == "replicas" and len(choices(facts.process)) > 1
 
 
@@ -90,7 +90,7 @@ def _escape_label(facts: ScreenData) -> str | None:
         return "now"
     if facts.view.zoom:
         return "all panels"
-    return "all nodes" if facts.view.node is not None else "end search" if _is_searching(facts) else None
+    return "all nodes" if facts.view.node_number is not None else "end search" if _is_searching(facts) else None
 
 
 def _is_searching(facts: ScreenData) -> bool:
@@ -100,9 +100,9 @@ def _is_searching(facts: ScreenData) -> bool:
 def node_to_show(facts: ScreenData) -> NodeStatus | None:
     """The node that `enter` shows: that of the chosen rank, in panel 2."""
     view = facts.view
-    if view.zoom is not None or view.focus != "replicas" or view.process is None:
+    if view.zoom is not None or view.focus != "replicas" or view.process_index is None:
         return None
-    return next((one for one in facts.state.nodes if view.process in one.processes), None)
+    return next((one for one in facts.state.nodes if view.process_index in one.processes), None)
 
 
 def slash_finds_rank(facts: ScreenData) -> bool:
@@ -125,13 +125,13 @@ def _can_sample_collectives(facts: ScreenData) -> bool:
     return len(facts.state.ranks) > 1 and not facts.is_over and facts.playing is None
 
 
-def _ranks(facts: ScreenData) -> bool:
+def _has_ranks(facts: ScreenData) -> bool:
     return len(facts.state.ranks) > 1 and facts.playing is None
 
 
 def _end_key_label(facts: ScreenData) -> str | None:
     """The word for `end` if the output is scrolled back, for example after a search."""
-    if not facts.scrolled_back or "output" not in (facts.view.focus, facts.view.zoom):
+    if not facts.is_output_scrolled_back or "output" not in (facts.view.focus, facts.view.zoom):
         return None
     return "to the end" if facts.is_over else "follow"
 
@@ -145,7 +145,7 @@ COMMANDS: tuple[KeyCommand, ...] = (
     ),
     KeyCommand("n", "next(1)", _shown_when(_is_searching, "older"), "during a search: the next older line"),
     KeyCommand("N", "next(-1)", _shown_when(_is_searching, "newer"), "during a search: the next newer line"),
-    KeyCommand("end", f"scroll({FAR})", _end_key_label, "to the end of the output, and follow it"),
+    KeyCommand("end", f"scroll({FAR_ROWS})", _end_key_label, "to the end of the output, and follow it"),
     KeyCommand(
         "1-6",
         "",
@@ -165,11 +165,13 @@ COMMANDS: tuple[KeyCommand, ...] = (
         "find a word in the script's output, the newest line first; in a map of ranks, a rank or a node",
         "slash",
     ),
-    KeyCommand("n", "next(1)", _shown_when(_several_roots, "next call"), "in panel 2: the next root or call of a step"),
+    KeyCommand(
+        "n", "next(1)", _shown_when(_has_several_calls, "next call"), "in panel 2: the next root or call of a step"
+    ),
     KeyCommand(
         "i",
         "type_line",
-        _shown_when(lambda s: s.can_type and not s.is_over and not s.ending, "input"),
+        _shown_when(lambda s: s.can_type and not s.is_over and not s.is_ending, "input"),
         "send a line to the script",
     ),
     KeyCommand(
@@ -179,9 +181,9 @@ COMMANDS: tuple[KeyCommand, ...] = (
         "record the collectives of one of the next steps",
     ),
     KeyCommand(
-        ".", "rank(1)", _shown_when(_ranks, "rank"), "panel 3 of the straggler, then of the next rank", "full_stop"
+        ".", "rank(1)", _shown_when(_has_ranks, "rank"), "panel 3 of the straggler, then of the next rank", "full_stop"
     ),
-    KeyCommand(",", "rank(-1)", _shown_when(_ranks, ""), "panel 3 of the rank before", "comma"),
+    KeyCommand(",", "rank(-1)", _shown_when(_has_ranks, ""), "panel 3 of the rank before", "comma"),
     KeyCommand("w", "why", _why_label, "what each rank does now, with its stack, and who waits for whom"),
     KeyCommand(
         "l",
@@ -204,7 +206,9 @@ COMMANDS: tuple[KeyCommand, ...] = (
     KeyCommand("x", "stop", _shown_when(_can_stop, "stop"), "stop the training; asks first"),
     KeyCommand("t", "theme", _always_shown("theme"), "the next theme: dark, light, color-blind, mono, ASCII"),
     KeyCommand("+ -", "", _always_shown("refresh"), "draw the screen more or less often"),
-    KeyCommand("o", "next_output", _shown_when(lambda s: s.outputs > 1, "output file"), "show the other output file"),
+    KeyCommand(
+        "o", "next_output", _shown_when(lambda s: s.output_file_count > 1, "output file"), "show the other output file"
+    ),
     KeyCommand(
         ":", "palette", _always_shown("more"), "list everything that can be done now; type to filter", "colon,ctrl+p"
     ),
@@ -222,7 +226,7 @@ def _playback_command(key: str, action: str, description: str, names: str = "") 
     return KeyCommand(key, action, lambda facts: None if facts.playing is None else "", description, names)
 
 
-PLAYED: tuple[KeyCommand, ...] = (
+PLAYBACK_COMMANDS: tuple[KeyCommand, ...] = (
     _playback_command("space", "play", "play or stop; at the end, start again"),
     _playback_command(".", "step(1)", "to the next step", "full_stop"),
     _playback_command(",", "step(-1)", "to the step before", "comma"),
@@ -236,7 +240,7 @@ PLAYED: tuple[KeyCommand, ...] = (
     _playback_command("G", "seek_to(1.0)", "to the end"),
 )
 """Commands of a playback; the time line shows some of their keys."""
-_PAIRS: tuple[tuple[str, str, str, str], ...] = (
+_PAIRED_KEYS: tuple[tuple[str, str, str, str], ...] = (
     ("[", "left_square_bracket", "range(-1)", "a shorter time range"),
     ("]", "right_square_bracket", "range(1)", "a longer time range"),
     ("<", "less_than_sign", "time(-1)", "look back in time"),
@@ -250,8 +254,8 @@ _PANEL_KEYS = tuple((str(number), f"panel('{name}')", name) for number, name in 
 ACTIONS: dict[str, str] = {
     name: action
     for names, action in (
-        *((command.names or command.key, command.action) for command in COMMANDS if command.action),
-        *((names, action) for _, names, action, _ in _PAIRS),
+        *((command.textual_names or command.key, command.action) for command in COMMANDS if command.action),
+        *((names, action) for _, names, action, _ in _PAIRED_KEYS),
         *((key, action) for key, action, _ in _PANEL_KEYS),
         ("up", "arrow('up')"),
         ("down", "arrow('down')"),
@@ -259,7 +263,7 @@ ACTIONS: dict[str, str] = {
         ("right", "arrow('right')"),
         ("pageup", "scroll_page(-1)"),
         ("pagedown", "scroll_page(1)"),
-        ("home", f"scroll(-{FAR})"),
+        ("home", f"scroll(-{FAR_ROWS})"),
         ("tab", "next_panel(1)"),
         ("shift+tab", "next_panel(-1)"),
         ("ctrl+z", "suspend_process"),
@@ -270,7 +274,7 @@ ACTIONS: dict[str, str] = {
 """The action of each key, by Textual's name of the key."""
 ANYWHERE = ("ctrl+c", "ctrl+q")
 """Keys that have their action in dialogs, too."""
-PLAYED_ACTIONS = ACTIONS | {command.names or command.key: command.action for command in PLAYED}
+PLAYBACK_ACTIONS = ACTIONS | {command.textual_names or command.key: command.action for command in PLAYBACK_COMMANDS}
 """The action of each key in a playback."""
 
 
@@ -278,10 +282,10 @@ def available_commands(facts: ScreenData) -> list[tuple[str, str, str]]:
     """Key, sentence and action for everything that can be done now, for the palette."""
     found = [
         (d.key, "close this screen" if word == "close" else d.description, d.action)
-        for d in (*PLAYED, *COMMANDS)
+        for d in (*PLAYBACK_COMMANDS, *COMMANDS)
         if d.action not in ("", "palette") and (word := d.footer_word(facts)) is not None
     ]
-    found += [(key, description, action) for key, _, action, description in _PAIRS]
+    found += [(key, description, action) for key, _, action, description in _PAIRED_KEYS]
     return found + [(key, f"go to panel {panel_name(facts, name)}", action) for key, action, name in _PANEL_KEYS]
 
 
@@ -318,12 +322,12 @@ def focus_neighbor(view: View, slots: Mapping[str, Slot], way: str) -> View:
 
 def next_time_range(view: View, by: int) -> View:
     """Choose the next longer (or shorter) time range; stay at the last one."""
-    here = RANGES.index(view.span_s) if view.span_s in RANGES else 0
-    return replace(view, span_s=RANGES[min(max(here + by, 0), len(RANGES) - 1)])
+    here = RANGES.index(view.range_s) if view.range_s in RANGES else 0
+    return replace(view, range_s=RANGES[min(max(here + by, 0), len(RANGES) - 1)])
 
 
 def next_refresh_interval(period: float, by: int) -> float:
     """The next longer (or shorter) time between pictures, in seconds."""
     if by > 0:
-        return next((each for each in PERIODS if each > period * 1.001), period)
-    return next((each for each in reversed(PERIODS) if each < period * 0.999), period)
+        return next((each for each in REFRESH_INTERVALS_S if each > period * 1.001), period)
+    return next((each for each in reversed(REFRESH_INTERVALS_S) if each < period * 0.999), period)

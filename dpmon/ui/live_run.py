@@ -26,24 +26,24 @@ if TYPE_CHECKING:
     from dpmon.store.store_queries import Store
 
 
-_Found = TypeVar("_Found")
+_Result = TypeVar("_Result")
 OpenStore = Callable[[], "AbstractContextManager[Store]"]
 """Opens the records written so far."""
 
-_GRACE_NS = 3_000_000_000
+_MAX_EXIT_RECORD_WAIT_NS = 3_000_000_000
 """Nanoseconds to wait for the exit record of a command that is gone; then its status is shown as unknown."""
-_SLOW_S, _RESTS = 0.1, 10
-"""After a read that took over `_SLOW_S` s, the next one waits at least as long, and `_RESTS` times its processor time,
-so that keys are answered."""
-_OF_MANY_S = 1.5
+_SLOW_READ_S, _REST_RATIO = 0.1, 10
+"""After a read that took more than `_SLOW_READ_S` s, the next one waits for at least as long, and for `_REST_RATIO`
+times the CPU time of the read, so that keys are still handled."""
+_MIN_INTERVAL_OF_MANY_S = 1.5
 """The state of many processes is read at most once in this time."""
-_STRIDE = 4
+_SPARE_RANKS = 4
 """Ranks read beyond the visible ones, so that the user can scroll before more are read."""
-_SLOWEST = 8
+_LONGEST_STEP_COUNT = 8
 """Number of the longest steps that a picture can show."""
 FROZEN_RANKS = 2 * MOST_RANKS
 """Ranks that are read for a frozen picture: the user can zoom and scroll it without a new read."""
-_FROZEN = SnapshotRequest(ranks=FROZEN_RANKS, slowest=_SLOWEST, worst=WORST)
+_FROZEN = SnapshotRequest(ranks=FROZEN_RANKS, slowest=_LONGEST_STEP_COUNT, worst=WORST)
 
 
 class LiveRun:
@@ -67,35 +67,35 @@ class LiveRun:
         self.state = RunSnapshot()
         self.output = OutputView()
         self._open_reader = open_reader
-        self._open_given = open_store
+        self._open_store = open_store
         self._clock = clock
         self._reader: RunReader | None = None
-        self._wanted = SnapshotRequest(slowest=_SLOWEST, worst=WORST)
-        self.ended: ExitInfo | None = None
+        self._request = SnapshotRequest(slowest=_LONGEST_STEP_COUNT, worst=WORST)
+        self.exit_info: ExitInfo | None = None
         """How the run ended; None while it runs or while its end is unknown."""
-        self._last_line: str | None = None
-        self.waits = False
+        self._exit_cause: str | None = None
+        self.shows_rank_waits = False
         """Whether the screen has room for the ranks over time."""
         self.findings: Sequence[Finding] | None = None
         """The findings of the finished run; None while they are not known."""
-        self._alive: bool | None = None
-        self._gone_ns: int | None = None
-        self.ending = False
+        self._is_command_alive: bool | None = None
+        self._vanished_ns: int | None = None
+        self.is_ending = False
         """Whether the command is gone and its exit is not recorded yet."""
         self._activities: Mapping[int, tuple[str, int]] = {}
         """Each process's activity at the last look, and its start (monotonic ns)."""
-        self._doing: Mapping[int, tuple[str, int]] = {}
+        self._activities_of_run: Mapping[int, tuple[str, int]] = {}
         """The same with the start in ns since the run's start."""
-        self._ranks = self._wanted.ranks
+        self._rank_limit = self._request.ranks
         """Number of ranks that fit on the screen."""
-        self._reads = any(directory.glob("process-*.ring"))
+        self._is_reading = any(directory.glob("process-*.ring"))
         """Whether records exist that were not read yet, as when the user attaches to a running command."""
-        self._toggle: ModeRequest | None = None
-        self._asked_at_change = 0
-        self._rests_until = 0.0
+        self._mode_request: ModeRequest | None = None
+        self._changes_at_request = 0
+        self._rest_end_s = 0.0
         self._looked: tuple[int | None, SnapshotRequest, RunSnapshot] | None = None
         """The time that the user looks back to, and its state."""
-        self._seen: object = None
+        self._last_stamp: object = None
         """The stamp of the last read, which shows whether anything is new."""
 
     def start(self) -> None:
@@ -122,7 +122,7 @@ class LiveRun:
     @property
     def is_over(self) -> bool:
         """Whether nothing more will come (dpmon.ui.screen_data.ScreenData.is_over)."""
-        return self.ended is not None or self._alive is False
+        return self.exit_info is not None or self._is_command_alive is False
 
     def now_ns(self) -> int:
         """Time since the run's start."""
@@ -136,11 +136,11 @@ class LiveRun:
         Check for its end first, so that everything written before the end is read.
         """
         reader = self._reader
-        self._rests_until = 0.0 if at_once else self._rests_until
+        self._rest_end_s = 0.0 if at_once else self._rest_end_s
         if reader is None:
             return
         reader.refresh()
-        if self.ended is None and (ended := reader.exit_info()) is not None:
+        if self.exit_info is None and (ended := reader.exit_info()) is not None:
             self._note_exit(ended)
         self._refresh_liveness(reader)
         self._refresh_snapshot(reader)
@@ -151,33 +151,35 @@ class LiveRun:
 
         What many processes do is read together with their state.
         """
-        wanted = self._wanted._replace(over=self.is_over, ranks=self._ranks)
+        wanted = self._request._replace(over=self.is_over, ranks=self._rank_limit)
         began, used = time.perf_counter(), time.thread_time()
-        rests = wanted == self._wanted and began < self._rests_until
+        rests = wanted == self._request and began < self._rest_end_s
         if not rests or len(self.state.processes) <= MANY:
             self._activities, start = reader.activities(), reader.info.start_ns
-            self._doing = {p: (what, since - start if since else 0) for p, (what, since) in self._activities.items()}
-        if rests or (wanted == self._wanted and not self._may_have_changed()):
+            self._activities_of_run = {
+                p: (what, since - start if since else 0) for p, (what, since) in self._activities.items()
+            }
+        if rests or (wanted == self._request and not self._may_have_changed()):
             return
-        self._wanted = wanted
-        self.state = self._build_snapshot(self._snapshots, self._wanted, self._position_ns()) or self.state
-        self._reads = False
+        self._request = wanted
+        self.state = self._build_snapshot(self._snapshots, self._request, self._position_ns()) or self.state
+        self._is_reading = False
         ended = time.perf_counter()
         took, used = ended - began, time.thread_time() - used
-        self._rests_until = ended + (max(_RESTS * used, took) if took > _SLOW_S else 0.0)
+        self._rest_end_s = ended + (max(_REST_RATIO * used, took) if took > _SLOW_READ_S else 0.0)
         if len(self.state.processes) > MANY:
-            self._rests_until = max(self._rests_until, began + _OF_MANY_S)
+            self._rest_end_s = max(self._rest_end_s, began + _MIN_INTERVAL_OF_MANY_S)
 
     def _may_have_changed(self) -> bool:
         """Whether there may be something new: a record was written, or a process ended."""
-        if self._open_given is not None:
+        if self._open_store is not None:
             return True
         from dpmon.store.store_opening import commit_stamp
 
-        before = self._seen
+        before = self._last_stamp
         written = self.info and commit_stamp(self.directory, self.info)
-        self._seen = written and (written, ended_processes(self._activities), self._position_ns())
-        return self._seen is None or self._seen != before
+        self._last_stamp = written and (written, ended_processes(self._activities), self._position_ns())
+        return self._last_stamp is None or self._last_stamp != before
 
     def _position_ns(self) -> int | None:
         """The time that the picture shows (ns); None for the present."""
@@ -188,26 +190,26 @@ class LiveRun:
     ) -> RunSnapshot | None:
         return self._read(t_ns, lambda rows: snapshots.build(rows, wanted, ended_processes(self._activities)))
 
-    def _read(self, t_ns: int | None, read: Callable[[Store], _Found]) -> _Found | None:
+    def _read(self, t_ns: int | None, read: Callable[[Store], _Result]) -> _Result | None:
         """What `read` finds in the records as of a time; None if they cannot be read."""
         from dpmon.errors import HistoryError
         from dpmon.run.run_directory import RunError
         from dpmon.store.store_opening import open_store
 
-        opened = open_store(self.directory) if self._open_given is None else self._open_given()
+        opened = open_store(self.directory) if self._open_store is None else self._open_store()
         with suppress(HistoryError, RunError), opened as store:
             return read(store.as_of(t_ns))
         return None
 
     def _refresh_liveness(self, reader: RunReader) -> None:
         alive = reader.command_alive()
-        self.ending = False
-        if alive is False and self.ended is None:
+        self.is_ending = False
+        if alive is False and self.exit_info is None:
             now = self._clock()
-            self._gone_ns = self._gone_ns or now
-            self.ending = now - self._gone_ns < _GRACE_NS
-            alive = self.ending
-        self._alive = alive
+            self._vanished_ns = self._vanished_ns or now
+            self.is_ending = now - self._vanished_ns < _MAX_EXIT_RECORD_WAIT_NS
+            alive = self.is_ending
+        self._is_command_alive = alive
 
     def _note_exit(self, ended: ExitInfo) -> None:
         for tail in self.output.tails:
@@ -218,7 +220,7 @@ class LiveRun:
         elif ended.status and not ended.stopped:
             lines = [line for tail in reversed(self.output.tails) if (line := traceback_line(tail.last_bytes()))]
             text = ended.error or ended.cause or (lines[0] if lines else None)
-        self.ended, self._last_line = ended, sanitize_line(text, 500) if text else None
+        self.exit_info, self._exit_cause = ended, sanitize_line(text, 500) if text else None
 
     # ------------------------------------------------------------------------------------------ asking
 
@@ -226,7 +228,7 @@ class LiveRun:
         """Why nothing can be asked of the training; None if something can."""
         if self._reader is None or self.is_over:
             return NO_TRAINING
-        return "the command has ended" if self.ending else None
+        return "the command has ended" if self.is_ending else None
 
     def toggle_refusal(self) -> str | None:
         """Why no other mode can be requested; None if one can."""
@@ -244,28 +246,32 @@ class LiveRun:
         process = self.state.representative
         if self._reader is None or process is None or self.toggle_refusal() is not None:
             return
-        mode = self._toggle.mode if self._toggle is not None and self._toggle.status == "pending" else process.mode
+        mode = (
+            self._mode_request.mode
+            if self._mode_request is not None and self._mode_request.status == "pending"
+            else process.mode
+        )
         wanted = "dp" if mode == "single" else "single"
-        self._asked_at_change = self.state.mode_change_count
+        self._changes_at_request = self.state.mode_change_count
         asked = self._reader.request_mode(wanted)
         status, reason = ("pending", None) if asked else ("refused", NO_TRAINING)
-        self._toggle = ModeRequest(wanted, status, self.now_ns(), reason=reason)
+        self._mode_request = ModeRequest(wanted, status, self.now_ns(), reason=reason)
 
     def _update_mode_request(self, reader: RunReader) -> None:
-        toggle = self._toggle
+        toggle = self._mode_request
         if toggle is None or toggle.status != "pending" or reader.has_pending_request(self._activities):
             return
-        fresh = self.state.mode_change_count - self._asked_at_change
+        fresh = self.state.mode_change_count - self._changes_at_request
         process = self.state.representative
         changes = self.state.mode_changes[-fresh:] if fresh > 0 else ()
         answers = [c for c in changes if c.requested_by == "user"]
         refused = next((c for c in answers if c.refused is not None), None)
         if refused is not None:
-            self._toggle = ModeRequest(toggle.mode, "refused", self.now_ns(), reason=refused.refused)
+            self._mode_request = ModeRequest(toggle.mode, "refused", self.now_ns(), reason=refused.refused)
         elif answers:
-            self._toggle = ModeRequest(toggle.mode, "done", self.now_ns(), answers[-1].step)
+            self._mode_request = ModeRequest(toggle.mode, "done", self.now_ns(), answers[-1].step)
         elif process is not None and process.mode == toggle.mode:
-            self._toggle = ModeRequest(toggle.mode, "done", self.now_ns())
+            self._mode_request = ModeRequest(toggle.mode, "done", self.now_ns())
 
     def pause_state(self) -> PauseState:
         """The last request for a pause, and whether the training is paused (since when, in ns of the run)."""
@@ -292,7 +298,7 @@ class LiveRun:
 
     def request_collective_sample(self) -> bool:
         """Ask for the collectives of one of the next steps; False if there was no process to ask."""
-        return self._reader is not None and self.ended is None and self._reader.request_sample() > 0
+        return self._reader is not None and self.exit_info is None and self._reader.request_sample() > 0
 
     def can_type(self) -> bool:
         """Whether the script's standard input can be reached."""
@@ -324,58 +330,60 @@ class LiveRun:
         """The current facts, for drawing."""
         reader = self._reader
         if reader is None:
-            return ScreenData(self.state, 0, view=view, reading=self._reads)
-        wanted = self._snapshot_request(view, self._wanted._replace(ranks=max(self._ranks, self._wanted.ranks)))
-        if self._wanted != wanted:
-            if wanted.node != self._wanted.node and not self.is_over:
-                self._ask_for_records(reader, wanted.node)
-            self._wanted, self._rests_until, self._seen = wanted, 0.0, None
+            return ScreenData(self.state, 0, view=view, is_reading=self._is_reading)
+        wanted = self._snapshot_request(view, self._request._replace(ranks=max(self._rank_limit, self._request.ranks)))
+        if self._request != wanted:
+            if wanted.node != self._request.node and not self.is_over:
+                self._request_records(reader, wanted.node)
+            self._request, self._rest_end_s, self._last_stamp = wanted, 0.0, None
             self._refresh_snapshot(reader)
         start = reader.info.start_ns
         pausing = self.pause_state()
-        stage = reader.startup_stage() if self.ended is None else None
-        reads = reader.waits_for_input() if self.ended is None else None
+        stage = reader.startup_stage() if self.exit_info is None else None
+        reads = reader.waits_for_input() if self.exit_info is None else None
         return ScreenData(
             self.state,
             self.now_ns(),
             reader.info,
             view,
-            stage=None if stage is None else (stage[0], max(stage[1] - start, 0)),
-            reads_since_ns=None if reads is None else max(reads - start, 0),
-            activities=self._doing,
-            alive=self._alive,
-            ended=self.ended,
-            last_line=self._last_line,
+            startup_stage=None if stage is None else (stage[0], max(stage[1] - start, 0)),
+            input_wait_since_ns=None if reads is None else max(reads - start, 0),
+            activities=self._activities_of_run,
+            is_command_alive=self._is_command_alive,
+            exit_info=self.exit_info,
+            exit_cause=self._exit_cause,
             findings=self.findings if self.is_over else None,
-            toggle=self._toggle,
-            pausing=pausing,
+            mode_request=self._mode_request,
+            pause_state=pausing,
             can_pause=self.pause_refusal(pausing.wanted) is None,
             can_toggle=self.toggle_refusal() is None,
-            can_type=self.ended is None and self.can_type(),
-            outputs=len(self.output.tails),
-            scrolled_back=self.output.top is not None,
-            stopping=stopping,
-            ending=self.ending,
-            reading=self._reads,
-            answers=reader.node_replies() if self.ended is None else None,
+            can_type=self.exit_info is None and self.can_type(),
+            output_file_count=len(self.output.tails),
+            is_output_scrolled_back=self.output.top is not None,
+            stop_progress=stopping,
+            is_ending=self.is_ending,
+            is_reading=self._is_reading,
+            node_replies=reader.node_replies() if self.exit_info is None else None,
         )
 
-    def _ask_for_records(self, reader: RunReader, node: int | None) -> None:
+    def _request_records(self, reader: RunReader, node: int | None) -> None:
         """Ask for all records of the processes of one node, instead of some: its screen shows their last steps."""
         with suppress(OSError):  # without them, it shows what there is
             reader.request_records([one for each in self.state.nodes if each.number == node for one in each.processes])
 
-    def _snapshot_request(self, view: View, before: SnapshotRequest, stride: int = _STRIDE) -> SnapshotRequest:
+    def _snapshot_request(self, view: View, before: SnapshotRequest, stride: int = _SPARE_RANKS) -> SnapshotRequest:
         """The parts of the state that a view needs; `stride`: how many ranks the user scrolls before more are read."""
-        first = view.scrolled.get("replicas", 0) // stride * stride
-        parts = before._replace(span_s=view.span_s, first_rank=first, process=view.process, node=view.node)
+        first = view.first_rows.get("replicas", 0) // stride * stride
+        parts = before._replace(
+            span_s=view.range_s, first_rank=first, process=view.process_index, node=view.node_number
+        )
         listed = view.zoom == "replicas"
-        return parts._replace(listed=listed, waits=self.waits or listed, changes=view.zoom == "compare")
+        return parts._replace(listed=listed, waits=self.shows_rank_waits or listed, changes=view.zoom == "compare")
 
-    def set_rank_room(self, ranks: int) -> bool:
+    def set_visible_ranks(self, ranks: int) -> bool:
         """Set how many ranks fit on the screen; returns whether the state lacks some of them."""
-        self._ranks = ranks + _STRIDE
-        return self._ranks > self._wanted.ranks
+        self._rank_limit = ranks + _SPARE_RANKS
+        return self._rank_limit > self._request.ranks
 
     def with_view(self, facts: ScreenData, view: View) -> ScreenData:
         """The frozen facts with another view; reads more of the same moment if the view needs it."""
@@ -384,7 +392,7 @@ class LiveRun:
             wanted = wanted._replace(over=facts.is_over)
             state = self._build_snapshot(self._still, wanted, facts.now_ns)
             facts = facts if state is None else replace(facts, state=state)
-        return replace(facts, view=view, scrolled_back=self.output.top is not None)
+        return replace(facts, view=view, is_output_scrolled_back=self.output.top is not None)
 
     def slow_steps(self, facts: ScreenData, most: int) -> SlowSteps | None:
         """The longest steps of a picture's time range and mode; None if the record cannot be read. May take a second.
@@ -397,13 +405,13 @@ class LiveRun:
 
         def read(rows: Store) -> SlowSteps:
             waits = RunEvents.read(rows).inputs
-            return slow_steps_of(rows, facts.state, facts.view.span_s, most, waits, SlowStepCache())
+            return slow_steps_of(rows, facts.state, facts.view.range_s, most, waits, SlowStepCache())
 
         return self._read(facts.elapsed_ns if facts.shows_past else None, read)
 
     def at_past_time(self, facts: ScreenData) -> ScreenData:
         """The facts as of the earlier time of their view; the histories stay those of the frozen `facts`."""
-        at_ns, wanted = (facts.view.at_ns, self._snapshot_request(facts.view, _FROZEN, FROZEN_RANKS // 2))
+        at_ns, wanted = (facts.view.shown_ns, self._snapshot_request(facts.view, _FROZEN, FROZEN_RANKS // 2))
         if at_ns is None:
             return facts
         if self._looked is None or self._looked[:2] != (at_ns, wanted):
@@ -414,18 +422,18 @@ class LiveRun:
         return ScreenData(
             self._looked[2].with_histories(facts.state),
             at_ns,
-            facts.info,
+            facts.run_info,
             facts.view,
-            alive=True,
+            is_command_alive=True,
             can_pause=facts.can_pause,
             can_toggle=facts.can_toggle,
             can_type=facts.can_type,
-            outputs=facts.outputs,
-            scrolled_back=facts.scrolled_back,
-            stopping=facts.stopping,
+            output_file_count=facts.output_file_count,
+            is_output_scrolled_back=facts.is_output_scrolled_back,
+            stop_progress=facts.stop_progress,
             past=LookBack(
                 facts.state,
-                facts.now_ns if facts.ended is None else facts.elapsed_ns,
+                facts.now_ns if facts.exit_info is None else facts.elapsed_ns,
                 None if facts.is_over else self.now_ns(),
             ),
         )

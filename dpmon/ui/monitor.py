@@ -37,7 +37,14 @@ from dpmon.ui.panels.panel_replicas import choices
 from dpmon.ui.run_stopper import RunStopper
 from dpmon.ui.scenes import choose_scene
 from dpmon.ui.screen_data import PANELS, ScreenData, View
-from dpmon.ui.screen_painter import TALL, max_scroll, max_visible_ranks, paint_panels, places, shows_time
+from dpmon.ui.screen_painter import (
+    TALL_SCREEN_ROWS,
+    has_room_for_rank_history,
+    max_scroll,
+    max_visible_ranks,
+    paint_panels,
+    panel_slots,
+)
 from dpmon.ui.styled_rows import Row, plain_text
 from dpmon.ui.terminal_driver import ExitHandlers, TerminalDriver, is_terminal_gone
 from dpmon.ui.terminal_style import TerminalStyle
@@ -45,8 +52,8 @@ from dpmon.ui.time_axis import shift_by_parts
 from dpmon.ui.why_dialog import WhyDialog
 
 _REPAINT_S = 60.0
-_SLOWEST = 50
-_FORMS = [
+_MAX_LISTED_STEPS = 50
+_EXPORT_CHOICES = [
     ("j", "jsonl", "JSON, one object a line: every record"),
     ("c", "csv", "CSV: a directory with one table per kind"),
     ("p", "perfetto", "a trace for ui.perfetto.dev, one track per replica"),
@@ -79,28 +86,28 @@ class Monitor(App[str]):
         open_store: OpenStore | None = None,
     ) -> None:
         """`refresh`: seconds between pictures."""
-        super().__init__(ansi_color=not look.color)
-        self.look = look
-        self.period = refresh
+        super().__init__(ansi_color=not look.has_color)
+        self.style = look
+        self.refresh_interval_s = refresh
         self.terminal: TerminalDriver | None = None
         """The driver of a real terminal, which sets this member itself."""
-        self._was_ready = True
+        self._was_writable = True
         self._alert = None if alert is None else Alert(alert)
-        self.feed = LiveRun(directory, open_reader or (lambda: RunReader(directory)), open_store=open_store)
-        self.leaving = ExitHandlers(self._ask_to_exit)
-        self.problem: Exception | None = None
+        self.live_run = LiveRun(directory, open_reader or (lambda: RunReader(directory)), open_store=open_store)
+        self.exit_handlers = ExitHandlers(self._ask_to_exit)
+        self.open_error: Exception | None = None
         """Why the run could not be opened."""
         self.view = View()
         self._lent = ("", "")
         """A panel in focus that is not on the screen, and the one that has the focus meanwhile."""
-        self._clicked = View()
+        self._view_before_click = View()
         """The view before the click changed it, with the clicked panel in focus."""
-        self._still: ScreenData | None = None
-        self._ticking: Timer | None = None
+        self._frozen_data: ScreenData | None = None
+        self._refresh_timer: Timer | None = None
         self._message_timer: Timer | None = None
         """The timer that removes the last message."""
-        self._told_of_end = False
-        self._panels = PanelDrawer(self, look)
+        self._has_handled_end = False
+        self._drawer = PanelDrawer(self, look)
         self._stopper = RunStopper(self)
 
     def get_driver_class(self) -> type[TextualDriver]:
@@ -110,31 +117,33 @@ class Monitor(App[str]):
 
     def exit(self, result: str | None = None, return_code: int = 0, message: object = None) -> None:
         """Exit; a deadline ends the process even if the terminal accepts no more output."""
-        ended = self.feed.ended
+        ended = self.live_run.exit_info
         over = ended.status if ended is not None and ended.status is not None else 1
-        self.leaving.start_deadline(return_code or {"left": 0, "ended": over, "stopped": over}.get(result or "", 1))
+        self.exit_handlers.start_deadline(
+            return_code or {"left": 0, "ended": over, "stopped": over}.get(result or "", 1)
+        )
         super().exit(result, return_code, message)  # type: ignore[arg-type]
 
     def compose(self) -> ComposeResult:
         """Yield one widget per panel; the first picture sets their sizes."""
-        yield from self._panels.widgets.values()
+        yield from self._drawer.widgets.values()
 
     def on_mount(self) -> None:
         """Draw before reading anything, then begin to read."""
         self.app_resume_signal.subscribe(self, lambda _: self._repaint())
-        self.screen.styles.background = self.look.background
+        self.screen.styles.background = self.style.background
         self.draw()
-        self.call_after_refresh(self._begin)
+        self.call_after_refresh(self._start_reading)
 
-    def _begin(self) -> None:
+    def _start_reading(self) -> None:
         try:
-            self.feed.start()
+            self.live_run.start()
         except Exception as error:  # noqa: BLE001  `run_screen` raises it again, for example for a missing run
-            self.problem = error
+            self.open_error = error
             self.exit(None, return_code=2)
             return
         self._tick()
-        self._ticking = self.set_interval(self.period, self._tick)
+        self._refresh_timer = self.set_interval(self.refresh_interval_s, self._tick)
         self.set_interval(_REPAINT_S, self._repaint)
 
     def on_dialog_changed(self) -> None:
@@ -149,7 +158,7 @@ class Monitor(App[str]):
         """Exit if the terminal has gone; returns whether it has."""
         gone = not self.is_headless and is_terminal_gone()
         if gone:
-            self.leaving.exit_with_status(129)
+            self.exit_handlers.exit_with_status(129)
         return gone
 
     def _ask_to_exit(self, status: int) -> bool:
@@ -165,38 +174,38 @@ class Monitor(App[str]):
         if self.exit_if_terminal_gone():
             return
         self._adopt_terminal_size()
-        self.feed.refresh()
+        self.live_run.refresh()
         self._draw_frame()
 
     def _draw_frame(self) -> None:
-        if self._still is None:
-            self.feed.output.refresh()
+        if self._frozen_data is None:
+            self.live_run.output.refresh()
         ready = self.terminal is None or self.terminal.is_writable()
-        if ready or self._was_ready:  # a terminal that is still busy at the second look is stalled: skip the picture
+        if ready or self._was_writable:  # a terminal that is still busy at the second look is stalled: skip the picture
             self.draw()
-        self._was_ready = ready
+        self._was_writable = ready
         if self._alert is not None and self.terminal is not None:
-            self.terminal.write(self._alert.bytes_to_send(self.feed.build_screen_data(self.view)))
-        if self.feed.is_over and not self._told_of_end:
-            self._told_of_end = True
+            self.terminal.write(self._alert.bytes_to_send(self.live_run.build_screen_data(self.view)))
+        if self.live_run.is_over and not self._has_handled_end:
+            self._has_handled_end = True
             self._handle_run_end()
         self._stopper.poll()
 
     def _handle_run_end(self) -> None:
         """Show the whole run, look for what is worth a look in it, and tell the dialogs that it ended."""
-        self.set_view(replace(self.view, span_s=0))
+        self.set_view(replace(self.view, range_s=0))
 
         def look() -> str | None:
-            self.feed.findings = background_jobs.read_findings(self.feed.directory)
+            self.live_run.findings = background_jobs.read_findings(self.live_run.directory)
             return None
 
-        self._in_thread(look, lambda problem: self.draw())
+        self._run_in_thread(look, lambda problem: self.draw())
         for screen in self.screen_stack:
             if isinstance(screen, Dialog):
                 screen.run_ended()
 
     @property
-    def _dialog_open(self) -> bool:
+    def _is_dialog_open(self) -> bool:
         return len(self.screen_stack) > 1
 
     def _adopt_terminal_size(self) -> None:
@@ -210,17 +219,17 @@ class Monitor(App[str]):
 
     def set_refresh_interval(self, period: float) -> None:
         """Draw a picture every `period` seconds from now on."""
-        self.period = period
-        if self._ticking is not None:
-            self._ticking.stop()
-            self._ticking = self.set_interval(period, self._tick)
+        self.refresh_interval_s = period
+        if self._refresh_timer is not None:
+            self._refresh_timer.stop()
+            self._refresh_timer = self.set_interval(period, self._tick)
 
     def set_style(self, look: TerminalStyle) -> None:
         """Draw with another look from now on."""
-        self.look = look
-        self.ansi_color = not look.color
+        self.style = look
+        self.ansi_color = not look.has_color
         self.screen.styles.background = look.background
-        self._panels.set_style(look)
+        self._drawer.set_style(look)
         self.draw()
 
     def _repaint(self) -> None:
@@ -234,11 +243,11 @@ class Monitor(App[str]):
     def data_to_draw(self) -> ScreenData:
         """The facts to draw: the live one, or the frozen one."""
         screen = self.screen_stack[-1] if self.screen_stack else None  # the stack is empty while the app exits
-        view = replace(self.view, dialog=tuple(screen.footer_keys())) if isinstance(screen, Dialog) else self.view
-        if self._still is not None:
-            self._still = self.feed.with_view(self._still, view)
-            return self.feed.at_past_time(self._still)
-        return self.feed.build_screen_data(view, self._stopper.progress)
+        view = replace(self.view, dialog_keys=tuple(screen.footer_keys())) if isinstance(screen, Dialog) else self.view
+        if self._frozen_data is not None:
+            self._frozen_data = self.live_run.with_view(self._frozen_data, view)
+            return self.live_run.at_past_time(self._frozen_data)
+        return self.live_run.build_screen_data(view, self._stopper.progress)
 
     def draw(self) -> None:
         """Draw all panels; only changed rows reach the terminal."""
@@ -246,16 +255,16 @@ class Monitor(App[str]):
         if not width or not height:
             return
         facts = self.data_to_draw()
-        slots = places(facts, width, height)
-        waits = height >= TALL or shows_time(facts, slots)
-        lacks, self.feed.waits = waits and not self.feed.waits, waits
-        if self._still is None and (self.feed.set_rank_room(max_visible_ranks(facts, slots)) or lacks):
+        slots = panel_slots(facts, width, height)
+        waits = height >= TALL_SCREEN_ROWS or has_room_for_rank_history(facts, slots)
+        lacks, self.live_run.shows_rank_waits = waits and not self.live_run.shows_rank_waits, waits
+        if self._frozen_data is None and (self.live_run.set_visible_ranks(max_visible_ranks(facts, slots)) or lacks):
             facts = self.data_to_draw()
         self._move_hidden_focus(facts, slots)
         if facts.view.focus != self.view.focus:
             facts = self.data_to_draw()
-        painted = paint_panels(facts, self.feed.output, slots, self.look, noted=not self._dialog_open)
-        self._panels.draw(slots, painted, None if self._dialog_open else self.terminal)
+        painted = paint_panels(facts, self.live_run.output, slots, self.style, noted=not self._is_dialog_open)
+        self._drawer.draw(slots, painted, None if self._is_dialog_open else self.terminal)
 
     def _move_hidden_focus(self, facts: ScreenData, slots: Mapping[str, Slot]) -> None:
         """While the panel in focus is not on the screen, the most important panel has the focus."""
@@ -270,15 +279,15 @@ class Monitor(App[str]):
     @property
     def slots(self) -> dict[str, Slot]:
         """The places of the panels that are on the screen."""
-        return self._panels.slots
+        return self._drawer.slots
 
     def painted_rows(self) -> list[Row]:
         """The rows on the screen, without dialogs."""
-        return self._panels.rows()
+        return self._drawer.rows()
 
     def panel_rows(self, name: str) -> list[Row]:
         """The rows of one panel."""
-        return self._panels.widgets[name].rows
+        return self._drawer.widgets[name].rows
 
     def text(self) -> list[str]:
         """The screen as text rows (for tests)."""
@@ -289,7 +298,7 @@ class Monitor(App[str]):
         slot = self.slots.get(panel)
         if slot is None:
             return 0
-        return min(wanted, max_scroll(panel, self.data_to_draw(), slot, self.look))
+        return min(wanted, max_scroll(panel, self.data_to_draw(), slot, self.style))
 
     # ------------------------------------------------------------------------------------------ messages
 
@@ -297,7 +306,7 @@ class Monitor(App[str]):
         if self._message_timer is not None:  # one timer at a time: a held key repeats its message
             self._message_timer.stop()
         self.set_view(replace(self.view, message=message))
-        if self._dialog_open and isinstance(self.screen, Dialog):
+        if self._is_dialog_open and isinstance(self.screen, Dialog):
             self.screen.show_message(message or "")
         if message is not None:
             self._message_timer = self.set_timer(self.message_s, partial(self.show_message, None))
@@ -308,18 +317,18 @@ class Monitor(App[str]):
 
     def action_freeze(self) -> None:
         """Freeze the picture, or let it go on."""
-        if self._still is None and self.data_to_draw().is_over:
+        if self._frozen_data is None and self.data_to_draw().is_over:
             self.show_message("there is nothing to freeze: the run is over; dpmon attach can play it back")
             return
-        if self._still is None:
-            self.feed.set_rank_room(FROZEN_RANKS)
-            self._still = self.feed.build_screen_data(self.view)
+        if self._frozen_data is None:
+            self.live_run.set_visible_ranks(FROZEN_RANKS)
+            self._frozen_data = self.live_run.build_screen_data(self.view)
         else:
-            self._still = None
-        self.set_view(replace(self.view, frozen=self._still is not None, at_ns=None))
+            self._frozen_data = None
+        self.set_view(replace(self.view, is_frozen=self._frozen_data is not None, shown_ns=None))
 
     def unfreeze(self) -> None:
-        if self._still is not None:
+        if self._frozen_data is not None:
             self.action_freeze()
 
     # ------------------------------------------------------------------------------------------ other threads
@@ -329,7 +338,7 @@ class Monitor(App[str]):
         width = max(min(self.size.width - 4, 108), 20)
         rows: list[Row] = [[(waits, "dim")]]
         # Open the dialog first: text that is ready later must not cover whatever the user has opened meanwhile.
-        pages = TextPages(title, lambda _: rows, self.look)
+        pages = TextPages(title, lambda _: rows, self.style)
 
         def make() -> str | None:
             nonlocal rows
@@ -344,7 +353,7 @@ class Monitor(App[str]):
         """Draw an open dialog again after `job`, which runs on another thread; close it with a message if it fails."""
 
         def show(problem: str | None) -> None:
-            if dialog.answered:
+            if dialog.is_closed:
                 return
             if problem is None:
                 dialog.draw()
@@ -352,9 +361,9 @@ class Monitor(App[str]):
                 dialog.close_once(None)
                 self.show_message(problem)
 
-        self._in_thread(job, show)
+        self._run_in_thread(job, show)
 
-    def _in_thread(self, job: Callable[[], str | None], then: Callable[[str | None], None]) -> None:
+    def _run_in_thread(self, job: Callable[[], str | None], then: Callable[[str | None], None]) -> None:
         """Run `job` on another thread; pass its result or its error to `then` on the screen's thread."""
 
         def run() -> None:
@@ -378,7 +387,7 @@ class Monitor(App[str]):
         """Handle a key at once, so that keys typed ahead reach the dialog that an earlier key opens."""
         if not isinstance(event, events.Key):
             await super().on_event(event)
-        elif self._dialog_open and event.key not in keys.ANYWHERE:
+        elif self._is_dialog_open and event.key not in keys.ANYWHERE:
             self.screen.post_message(event)
         elif event.key in self.ACTIONS:
             await self.run_action(self.ACTIONS[event.key])
@@ -397,20 +406,20 @@ class Monitor(App[str]):
 
     async def on_click(self, event: events.Click) -> None:
         """Tell `clicked` the panel under the mouse."""
-        await self.clicked(*self._panel_under_mouse(event), event.chain)
+        await self.handle_panel_click(*self._panel_under_mouse(event), event.chain)
 
-    async def clicked(self, panel: str, x: int, nth: int) -> None:
+    async def handle_panel_click(self, panel: str, x: int, nth: int) -> None:
         """Go to the clicked panel, or press the key at column `x` of the footer; at the second click, zoom as enter."""
         if panel == "footer":
             await self._press(key_at(self.panel_rows("footer")[0], x) or "")
-        elif self._dialog_open or panel not in PANELS:
+        elif self._is_dialog_open or panel not in PANELS:
             return
         elif nth == 1:
-            self._clicked = replace(self.view, focus=panel)
+            self._view_before_click = replace(self.view, focus=panel)
             self.action_panel(panel)
         else:
             # Use the view before the first click, which may have moved everything under the mouse.
-            before = self._clicked
+            before = self._view_before_click
             self.set_view(
                 replace(self.view, focus=before.focus, zoom=None if before.zoom is not None else before.focus)
             )
@@ -435,7 +444,7 @@ class Monitor(App[str]):
 
     def _scroll_by_wheel(self, event: events.MouseEvent, by: int) -> None:
         panel, _ = self._panel_under_mouse(event)
-        if panel in PANELS and not self._dialog_open:
+        if panel in PANELS and not self._is_dialog_open:
             self._scroll(panel, by)
 
     def _panel_under_mouse(self, event: events.MouseEvent) -> tuple[str, int]:
@@ -461,7 +470,7 @@ class Monitor(App[str]):
 
     def action_arrow(self, way: str) -> None:
         """Move between panels; scroll within the output, or within a full-screen panel."""
-        output = self.feed.output
+        output = self.live_run.output
         scrolls = self.view.zoom is not None or self.view.focus == "output"
         if not scrolls or (way == "left" and self.view.zoom is None and not output.left):
             self.set_view(keys.focus_neighbor(self.view, self.slots, way))
@@ -474,18 +483,18 @@ class Monitor(App[str]):
     def action_zoom(self) -> None:
         """Show the node of the chosen rank, else the panel in focus on the full screen; or go back."""
         if (node := keys.node_to_show(self.data_to_draw())) is not None:
-            self.set_view(replace(self.view, node=node.number))
+            self.set_view(replace(self.view, node_number=node.number))
             return
         self.set_view(replace(self.view, zoom=None if self.view.zoom is not None else self.view.focus))
 
     def action_unzoom(self) -> None:
         """Go back to now; else to all panels; else to all nodes; if they are shown already, end the search."""
-        if self.view.at_ns is not None:
+        if self.view.shown_ns is not None:
             self.unfreeze()
         elif self.view.zoom is not None:
             self.set_view(replace(self.view, zoom=None))
-        elif self.view.node is not None:
-            self.set_view(replace(self.view, node=None))
+        elif self.view.node_number is not None:
+            self.set_view(replace(self.view, node_number=None))
         else:
             self.set_view(replace(self.view, search=""))
 
@@ -505,21 +514,25 @@ class Monitor(App[str]):
 
     def _scroll(self, panel: str, by: int) -> None:
         if panel == "output":
-            self.feed.output.scroll(by, self._inner_size(panel)[1])
+            self.live_run.output.scroll(by, self._inner_size(panel)[1])
             self.draw()
             return
-        first = max(self.view.scrolled.get(panel, 0) + by, 0)
-        self.set_view(replace(self.view, scrolled={**self.view.scrolled, panel: self.clamp_scroll(panel, first)}))
+        first = max(self.view.first_rows.get(panel, 0) + by, 0)
+        self.set_view(replace(self.view, first_rows={**self.view.first_rows, panel: self.clamp_scroll(panel, first)}))
 
     # ------------------------------------------------------------------------------------------ looking
 
     def action_toggle_mode(self) -> None:
         """Ask the training for the other mode, or say why it is impossible."""
-        self._send_request("the mode cannot be switched", self.feed.toggle_refusal(), self.feed.request_other_mode)
+        self._send_request(
+            "the mode cannot be switched", self.live_run.toggle_refusal(), self.live_run.request_other_mode
+        )
 
     def action_pause(self) -> None:
         """Pause the training between two steps, or resume it, or say why this is impossible."""
-        self._send_request("no pause", self.feed.pause_refusal(self.feed.pause_state().wanted), self.feed.toggle_pause)
+        self._send_request(
+            "no pause", self.live_run.pause_refusal(self.live_run.pause_state().wanted), self.live_run.toggle_pause
+        )
 
     def _send_request(self, impossible: str, refusal: str | None, ask: Callable[[], None]) -> None:
         if refusal is not None:
@@ -531,9 +544,9 @@ class Monitor(App[str]):
 
     def action_sample(self) -> None:
         """Have the ranks record the collectives of one of the next steps."""
-        if not self.feed.request_collective_sample():
+        if not self.live_run.request_collective_sample():
             self.show_message(NO_TRAINING)
-        elif any(process.rank is not None for process in self.feed.state.processes.values()):
+        elif any(process.rank is not None for process in self.live_run.state.processes.values()):
             self.show_message("the collectives of one of the next steps will be recorded")
         else:
             self.show_message("this run has no ranks: only collectives that the script calls itself will be recorded")
@@ -543,9 +556,9 @@ class Monitor(App[str]):
         if self.view.search and self.view.focus == "output":
             self._search(self.view.search, by)
             return
-        count = len(choices(self.feed.state.representative))
+        count = len(choices(self.live_run.state.representative))
         if by > 0 and count > 1:
-            self.set_view(replace(self.view, root=(self.view.root + 1) % (count + 1)))
+            self.set_view(replace(self.view, call_choice=(self.view.call_choice + 1) % (count + 1)))
         elif by > 0:
             self.show_message("there is no other call or root; in the output, n continues a search (/)")
         else:
@@ -553,7 +566,7 @@ class Monitor(App[str]):
 
     def action_rank(self, by: int) -> None:
         """Show the time of the next rank in panel 3, and that of the straggler first."""
-        state = self.feed.state
+        state = self.live_run.state
         ranks = sorted(one.process for one in state.training_processes if one.rank is not None)
         focus, slow = state.representative, state.straggler
         if len(ranks) < 2 or focus is None:
@@ -561,9 +574,9 @@ class Monitor(App[str]):
             return
         at = ranks.index(focus.process) if focus.process in ranks else 0
         chosen = ranks[(at + by) % len(ranks)]
-        if self.view.process is None and slow is not None and slow.process in ranks:
+        if self.view.process_index is None and slow is not None and slow.process in ranks:
             chosen = slow.process
-        self.set_view(replace(self.view, process=chosen))
+        self.set_view(replace(self.view, process_index=chosen))
 
     def action_time(self, by: int) -> None:
         """Look back in time, or (`by` 1) go forward again, at last to now; the training and its record go on."""
@@ -571,40 +584,40 @@ class Monitor(App[str]):
 
     def _show_time(self, at_ns: int) -> None:
         """Show the run as it was at a time (ns since its start)."""
-        facts, process = self.data_to_draw(), self.feed.state.representative
+        facts, process = self.data_to_draw(), self.live_run.state.representative
         present = facts.elapsed_ns if facts.past is None else facts.past.until_ns
         if process is None or process.last_step is None:
             self.show_message("no step has ended yet: there is nothing to look back to")
         elif at_ns >= present:
             self.unfreeze()
         else:
-            if self._still is None:
-                self.feed.set_rank_room(FROZEN_RANKS)
-                self._still = self.feed.build_screen_data(self.view)
-            self.set_view(replace(self.view, frozen=True, at_ns=max(at_ns, process.began_ns)))
+            if self._frozen_data is None:
+                self.live_run.set_visible_ranks(FROZEN_RANKS)
+                self._frozen_data = self.live_run.build_screen_data(self.view)
+            self.set_view(replace(self.view, is_frozen=True, shown_ns=max(at_ns, process.began_ns)))
 
     def action_range(self, by: int) -> None:
         """Choose a longer or shorter time range."""
         view = keys.next_time_range(self.view, by)
         self.view = view
-        self.show_message(f"time range: {format_range_length(view.span_s)}")
+        self.show_message(f"time range: {format_range_length(view.range_s)}")
 
     def action_refresh(self, by: int) -> None:
         """Draw more or less often."""
-        self.set_refresh_interval(keys.next_refresh_interval(self.period, by))
-        self.show_message(f"the screen is drawn every {self.period:g} s")
+        self.set_refresh_interval(keys.next_refresh_interval(self.refresh_interval_s, by))
+        self.show_message(f"the screen is drawn every {self.refresh_interval_s:g} s")
 
     def action_theme(self) -> None:
         """Choose the next theme."""
-        self.set_style(self.look.next())
-        self.show_message(f"theme {self.look.theme}; DPMON_THEME={self.look.theme} makes it the default")
+        self.set_style(self.style.with_next_theme())
+        self.show_message(f"theme {self.style.theme}; DPMON_THEME={self.style.theme} makes it the default")
 
     def action_next_output(self) -> None:
         """Show the other output file of a headless run."""
-        if len(self.feed.output.tails) < 2:
+        if len(self.live_run.output.tails) < 2:
             self.show_message("there is only one output file; it includes the errors")
             return
-        self.feed.output.next_file()
+        self.live_run.output.next_file()
         self.draw()
 
     # ------------------------------------------------------------------------------------------ finding
@@ -613,7 +626,7 @@ class Monitor(App[str]):
         """Ask for text to find in the output; in panel 2, for a rank."""
         if keys.slash_finds_rank(self.data_to_draw()):
             note = "the number of a rank, or the name of a node: its slowest rank"
-            self.push_screen(LineInput("Find a rank", note, self.look), self._find_rank)
+            self.push_screen(LineInput("Find a rank", note, self.style), self._find_rank)
             return
 
         def begin(text: str | None) -> None:
@@ -622,27 +635,27 @@ class Monitor(App[str]):
                 self._search(text, 1)
 
         note = "enter searches from the newest line; case matters only if you type a capital"
-        self.push_screen(LineInput("Find in the output", note, self.look, self.view.search), begin)
+        self.push_screen(LineInput("Find in the output", note, self.style, self.view.search), begin)
 
     def _find_rank(self, text: str | None) -> None:
         if not text:
             return
-        process = find_rank(self.feed.state, text)
+        process = find_rank(self.live_run.state, text)
         if process is None:
             self.show_message(f"there is no rank or node {sanitize_line(text, 40)}")
         else:
-            self.set_view(replace(self.view, focus="replicas", process=process))
+            self.set_view(replace(self.view, focus="replicas", process_index=process))
 
     def _search(self, text: str, by: int) -> None:
         """Go to the next older (1) or newer (-1) line with `text`."""
         width, height = self._inner_size("output")
-        self.show_message(self.feed.output.find(text, by > 0, height, width))
+        self.show_message(self.live_run.output.find(text, by > 0, height, width))
 
     # ------------------------------------------------------------------------------------------ dialogs
 
     def action_help(self) -> None:
         """Show the help."""
-        self.push_screen(TextPages("Help", lambda width: help_rows(width, self.look), self.look))
+        self.push_screen(TextPages("Help", lambda width: help_rows(width, self.style), self.style))
 
     def action_palette(self) -> None:
         """List everything that can be done now."""
@@ -651,23 +664,23 @@ class Monitor(App[str]):
             if action:
                 self.call_next(self.run_action, action)
 
-        self.push_screen(CommandPalette(lambda: keys.available_commands(self.data_to_draw()), self.look), do)
+        self.push_screen(CommandPalette(lambda: keys.available_commands(self.data_to_draw()), self.style), do)
 
     def action_why(self) -> None:
         """Show what each rank does, and its stack: now (every few seconds), or in the stall of the picture."""
-        facts, directory = self.data_to_draw(), self.feed.directory
+        facts, directory = self.data_to_draw(), self.live_run.directory
         recorded = (
             facts.shown_stall.record if facts.shown_stall is not None and (facts.is_over or facts.shows_past) else None
         )
         if recorded is None and (facts.is_over or facts.shows_past):
             self.show_message(f"no stall was recorded {'until this time' if facts.shows_past else 'in this run'}")
             return
-        pages = WhyDialog(self.data_to_draw, directory, recorded, self.look)
+        pages = WhyDialog(self.data_to_draw, directory, recorded, self.style)
         self.push_screen(pages)
         if recorded is None:
-            self._in_thread(pages.request_reply, pages.show)
+            self._run_in_thread(pages.request_reply, pages.show_reply)
             pages.set_interval(
-                1.0, lambda: self._in_thread(pages.request_reply, pages.show) if pages.refresh_age() else None
+                1.0, lambda: self._run_in_thread(pages.request_reply, pages.show_reply) if pages.refresh_age() else None
             )
 
     def action_slowest(self) -> None:
@@ -678,12 +691,12 @@ class Monitor(App[str]):
             self.show_message("no step has ended yet")
             return
         steps = StepList(
-            f"The longest steps {self.look.glyphs.middot} {format_time_range(facts.view.span_s)}", self.look
+            f"The longest steps {self.style.glyphs.middot} {format_time_range(facts.view.range_s)}", self.style
         )
 
         def read() -> str | None:
-            steps.found = self.feed.slow_steps(facts, _SLOWEST)
-            return None if steps.found is not None else "the record cannot be read"
+            steps.slow_steps = self.live_run.slow_steps(facts, _MAX_LISTED_STEPS)
+            return None if steps.slow_steps is not None else "the record cannot be read"
 
         def go(end_ns: str | None) -> None:
             if end_ns is not None:
@@ -694,21 +707,21 @@ class Monitor(App[str]):
 
     def action_warnings(self) -> None:
         """Show the newest warnings, as many as the state has."""
-        if not self.feed.state.warnings:
+        if not self.live_run.state.warnings:
             self.show_message("there are no warnings")
             return
 
         def rows(width: int) -> list[Row]:
             found: list[Row] = []
-            for warning in reversed(self.feed.state.warnings):
+            for warning in reversed(self.live_run.state.warnings):
                 found.append([(f"{format_clock(warning.t_ns)}  ", "dim"), (self._source(warning.process), "bold")])
                 found += [[("  " + line, "")] for line in wrap_text(sanitize_line(warning.text), width - 2)]
             return found
 
-        self.push_screen(TextPages(f"Warnings ({self.feed.state.warning_count})", rows, self.look))
+        self.push_screen(TextPages(f"Warnings ({self.live_run.state.warning_count})", rows, self.style))
 
     def _source(self, number: int | None) -> str:
-        process = self.feed.state.processes.get(number) if number is not None else None
+        process = self.live_run.state.processes.get(number) if number is not None else None
         return process.name if process is not None else "dpmon" if number is None else f"process {number}"
 
     def action_type_line(self) -> None:
@@ -717,26 +730,26 @@ class Monitor(App[str]):
         if facts.is_over or facts.playing is not None:
             self.show_message("the run is over: it reads no more input")
             return
-        if facts.ending:
+        if facts.is_ending:
             self.show_message("the command has ended: it reads no more input")
             return
-        if not self.feed.can_type():
+        if not self.live_run.can_type():
             self.show_message("dpmon cannot reach the script's input")
             return
 
         def send(line: str | None) -> None:
             if line is not None:
-                problem = self.feed.type_line(line)
+                problem = self.live_run.type_line(line)
                 # The output files of a headless run do not contain typed lines, so a message has to confirm the line.
-                apart = len(self.feed.output.tails) > 1
+                apart = len(self.live_run.output.tails) > 1
                 sent = f"sent to the script: {sanitize_line(line, 200)}" if apart and not hidden else None
                 self.show_message(sent if problem is None else f"the line was not sent: {problem}")
 
-        hidden = self.feed.hides_input()
+        hidden = self.live_run.hides_input()
         note = "enter sends the line to the script, esc does not"
         note += "; the script asked not to show it" if hidden else ""
         over_note = "the run is over: this line cannot be sent; esc closes"
-        self.push_screen(LineInput("Input", note, self.look, hidden=hidden, over_note=over_note), send)
+        self.push_screen(LineInput("Input", note, self.style, hidden=hidden, over_note=over_note), send)
 
     # ------------------------------------------------------------------------------------------ files
 
@@ -746,36 +759,36 @@ class Monitor(App[str]):
 
         rows = self.painted_rows()
         if isinstance(self.screen, Dialog):
-            rows[self.screen.row : self.screen.row + len(self.screen.rows)] = self.screen.rows
-        text = render_svg(rows, self.look, f"dpmon {self.data_to_draw().title}")
-        directory, name = self.feed.directory, self.feed.file_name()
-        self._in_thread(
+            rows[self.screen.screen_row : self.screen.screen_row + len(self.screen.rows)] = self.screen.rows
+        text = render_svg(rows, self.style, f"dpmon {self.data_to_draw().title}")
+        directory, name = self.live_run.directory, self.live_run.file_name()
+        self._run_in_thread(
             lambda: f"picture: {background_jobs.save_text(text, name, 'svg', directory)}", self.show_message
         )
 
     def action_export(self) -> None:
         """Export all records in the background, after asking for the format."""
         text = ["Writes all records so far into a new file, in the background."]
-        self.push_screen(Choice("Export", text, _FORMS, self.look), self._export)
+        self.push_screen(Choice("Export", text, _EXPORT_CHOICES, self.style), self._export)
 
     def _export(self, form: str | None) -> None:
         if form in background_jobs.ENDINGS:
             self.show_message("exporting in the background")
-            directory, name = self.feed.directory, self.feed.file_name()
-            self._in_thread(
+            directory, name = self.live_run.directory, self.live_run.file_name()
+            self._run_in_thread(
                 lambda: f"exported: {background_jobs.export_records(directory, name, form)}", self.show_message
             )
 
     def action_report(self) -> None:
         """Show the report on the run so far."""
-        directory = self.feed.directory
+        directory = self.live_run.directory
         self._show_text(
             "Report", "writing the report ...", lambda width: background_jobs.render_report(directory, width)
         )
 
     def action_compare(self) -> None:
         """Choose runs to compare, and show the comparison."""
-        runs = RunList(self.feed.directory, self.look)
+        runs = RunList(self.live_run.directory, self.style)
 
         def compare(answer: str | None) -> None:
             if answer is not None:

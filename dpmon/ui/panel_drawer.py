@@ -17,7 +17,7 @@ from dpmon.ui.styled_rows import Row
 from dpmon.ui.terminal_driver import TerminalDriver
 from dpmon.ui.terminal_style import TerminalStyle
 
-_NAMES = ("status", *PANELS, "footer", "timeline", "small")
+_WIDGET_NAMES = ("status", *PANELS, "footer", "timeline", "small")
 
 
 class PanelDrawer:
@@ -25,18 +25,18 @@ class PanelDrawer:
 
     def __init__(self, app: App[str], look: TerminalStyle) -> None:
         self._app = app
-        self._look = look
+        self._style = look
         self._sgr_codes: dict[str, str] = {}
         """SGR codes by the name of a style."""
-        self.widgets = {name: PanelView(name, look) for name in _NAMES}
+        self.widgets = {name: PanelView(name, look) for name in _WIDGET_NAMES}
         self.slots: dict[str, Slot] = {}
         """The places of the panels that are on the screen."""
 
     def set_style(self, look: TerminalStyle) -> None:
         """Draw everything in another style from the next `draw` on."""
-        self._look, self._sgr_codes = look, {}
+        self._style, self._sgr_codes = look, {}
         for widget in self.widgets.values():
-            widget.set_look(look)
+            widget.set_style(look)
 
     def draw(self, slots: dict[str, Slot], painted: Mapping[str, list[Row]], terminal: TerminalDriver | None) -> None:
         """Show the painted rows in these slots; a panel without a slot is hidden.
@@ -62,7 +62,7 @@ class PanelDrawer:
         """Return the SGR codes of a style."""
         codes = self._sgr_codes.get(style)
         if codes is None:
-            before, _, _ = Strip([Segment("x", self._look.style(style))]).render(self._app.console).partition("x")
+            before, _, _ = Strip([Segment("x", self._style.rich_style(style))]).render(self._app.console).partition("x")
             codes = self._sgr_codes[style] = before.removeprefix("\x1b[").removesuffix("m")
         return codes
 

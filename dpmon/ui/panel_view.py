@@ -22,7 +22,7 @@ class PanelView(Widget):
 
     def __init__(self, panel: str, look: TerminalStyle) -> None:
         super().__init__(id=panel)
-        self.look = look
+        self.style = look
         self.rows: list[Row] = []
         """The drawn rows."""
 
@@ -43,7 +43,7 @@ class PanelView(Widget):
         With `changes`, append the changed cells to it, without a refresh by Textual. Pass it only if the terminal shows
         the whole widget, in its place and with the rows of the last call.
         """
-        fresh = [to_ascii_row(row) for row in rows] if self.look.glyphs.ascii else list(rows)
+        fresh = [to_ascii_row(row) for row in rows] if self.style.glyphs.ascii else list(rows)
         before = self.rows
         changed = [i for i, row in enumerate(fresh) if i >= len(before) or row != before[i]]
         if not changed and len(fresh) == len(before):
@@ -56,9 +56,9 @@ class PanelView(Widget):
         width = max(self.size.width, max(map(row_width, fresh), default=0))
         self.refresh(*(Region(0, y, width, 1) for y in changed or range(len(fresh), len(before))))
 
-    def set_look(self, look: TerminalStyle) -> None:
+    def set_style(self, look: TerminalStyle) -> None:
         """Draw everything again, with another look, at the next `show_rows`."""
-        self.look = look
+        self.style = look
         self.rows = []
 
     def text(self) -> list[str]:
@@ -66,7 +66,7 @@ class PanelView(Widget):
         return [plain_text(row) for row in self.rows]
 
     def _strip(self, row: Row) -> Strip:
-        style = self.look.style
+        style = self.style.rich_style
         return Strip([Segment(text, style(name)) for text, name in row if text]).simplify()
 
     def render_lines(self, crop: Region) -> list[Strip]:
@@ -76,8 +76,8 @@ class PanelView(Widget):
     def render_line(self, y: int) -> Strip:
         """One row of the picture; blank beyond its end."""
         if y < len(self.rows):
-            return self._strip(self.rows[y]).adjust_cell_length(self.size.width, self.look.style(""))
-        return Strip.blank(self.size.width, self.look.style(""))
+            return self._strip(self.rows[y]).adjust_cell_length(self.size.width, self.style.rich_style(""))
+        return Strip.blank(self.size.width, self.style.rich_style(""))
 
 
 def to_ascii_row(row: Row) -> Row:

@@ -17,7 +17,7 @@ from dpmon.run.run_reader import RunReader
 from dpmon.store.store_opening import open_store
 from dpmon.ui.dialogs import Dialog
 from dpmon.ui.footer import position_at
-from dpmon.ui.keys import PLAYED_ACTIONS
+from dpmon.ui.keys import PLAYBACK_ACTIONS
 from dpmon.ui.live_run import LiveRun
 from dpmon.ui.monitor import Monitor
 from dpmon.ui.screen_data import PlaybackPosition, ScreenData, View
@@ -35,17 +35,17 @@ class Player(RunReader):
     def __init__(self, directory: Path, clock: Callable[[], int] = time.monotonic_ns) -> None:
         """Start at the end of the run, stopped. Raises RunError if there is no run, or nothing to play."""
         super().__init__(directory)
-        self._end = load_exit(directory)
+        self._exit_info = load_exit(directory)
         try:
             with open_store(directory) as store:
                 newest = store.newest_ns()
         except HistoryError as error:
             raise RunError(f"{directory.name} cannot be played back: {error}") from None
-        self.length_ns = max(int(self._end.seconds * 1e9) if self._end is not None else 0, newest, 1)
+        self.length_ns = max(int(self._exit_info.seconds * 1e9) if self._exit_info is not None else 0, newest, 1)
         self._clock = clock
-        self._clocked = clock()
-        self._position = self.length_ns
-        self.playing = False
+        self._last_clock_ns = clock()
+        self._current_ns = self.length_ns
+        self.is_playing = False
         self.speed = 1.0
 
     # ------------------------------------------------------------------------------------------ the clock
@@ -54,12 +54,12 @@ class Player(RunReader):
     def position_ns(self) -> int:
         """The playback's position (ns); it moves while it plays, and stops at the end by itself."""
         now = self._clock()
-        passed, self._clocked = now - self._clocked, now
-        if self.playing:
-            self._position += int(max(passed, 0) * self.speed)
-            if self._position >= self.length_ns:
-                self._position, self.playing = self.length_ns, False
-        return self._position
+        passed, self._last_clock_ns = now - self._last_clock_ns, now
+        if self.is_playing:
+            self._current_ns += int(max(passed, 0) * self.speed)
+            if self._current_ns >= self.length_ns:
+                self._current_ns, self.is_playing = self.length_ns, False
+        return self._current_ns
 
     def now_ns(self) -> int:
         """The position on the run's monotonic clock (ns): the screen's "now"."""
@@ -69,17 +69,17 @@ class Player(RunReader):
         """Play, or stop; at the end, start again."""
         if playing and self.position_ns >= self.length_ns:
             self.seek(0)
-        self._clocked = self._clock()
-        self.playing = playing
+        self._last_clock_ns = self._clock()
+        self.is_playing = playing
 
     def seek(self, position_ns: int) -> None:
         """Set the position; keep playing or stay stopped."""
         _ = self.position_ns
-        self._position = min(max(position_ns, 0), self.length_ns)
+        self._current_ns = min(max(position_ns, 0), self.length_ns)
 
     def step(self, by: int) -> None:
         """Go to the end of the training's next step (`by` 1) or previous step (-1), and stop."""
-        self.playing = False
+        self.is_playing = False
         here = self.position_ns
         with suppress(HistoryError), open_store(self.directory) as store:
             rows = store.as_of(here if by > 0 else here - 1)
@@ -105,7 +105,7 @@ class Player(RunReader):
 
     def exit_info(self) -> ExitInfo | None:
         """How the run ended, once the playback has reached the end."""
-        return self._end if self.position_ns >= self.length_ns else None
+        return self._exit_info if self.position_ns >= self.length_ns else None
 
     def command_alive(self) -> bool | None:
         """Whether the command ran at the position."""
@@ -120,14 +120,14 @@ class _PlaybackRun(LiveRun):
     """The state of a run at the position of the playback."""
 
     def __init__(self, directory: Path, open_player: Callable[[], Player]) -> None:
-        super().__init__(directory, open_player, self._clocked)
+        super().__init__(directory, open_player, self._player_clock_ns)
 
     @property
     def player(self) -> Player | None:
         """The player; None before the run is opened."""
         return self._reader if isinstance(self._reader, Player) else None
 
-    def _clocked(self) -> int:
+    def _player_clock_ns(self) -> int:
         return 0 if self.player is None else self.player.now_ns()
 
     def _position_ns(self) -> int | None:
@@ -138,7 +138,7 @@ class _PlaybackRun(LiveRun):
         """Read the state as if the run were live: before the playback reaches its end, the run has not ended."""
         player = self.player
         if player is not None and player.position_ns < player.length_ns:
-            self.ended = self._last_line = self._gone_ns = None
+            self.exit_info = self._exit_cause = self._vanished_ns = None
         super().refresh(at_once=at_once)
 
     def toggle_refusal(self) -> str | None:
@@ -159,14 +159,14 @@ class _PlaybackRun(LiveRun):
         if player is None:
             return super().build_screen_data(view, stopping)
         here = player.position_ns
-        playing = PlaybackPosition(here, player.length_ns, player.playing, player.speed)
+        playing = PlaybackPosition(here, player.length_ns, player.is_playing, player.speed)
         return replace(super().build_screen_data(view, stopping), now_ns=here, playing=playing, can_type=False)
 
 
 class Playback(Monitor):
     """Plays one finished run."""
 
-    ACTIONS: ClassVar[Mapping[str, str]] = PLAYED_ACTIONS
+    ACTIONS: ClassVar[Mapping[str, str]] = PLAYBACK_ACTIONS
 
     def __init__(
         self,
@@ -177,32 +177,32 @@ class Playback(Monitor):
         open_player: Callable[[], Player] | None = None,
     ) -> None:
         super().__init__(directory, look, refresh=refresh)
-        self._playing_feed = _PlaybackRun(directory, open_player or (lambda: Player(directory)))
-        self.feed = self._playing_feed
+        self._playback_run = _PlaybackRun(directory, open_player or (lambda: Player(directory)))
+        self.live_run = self._playback_run
 
     @property
-    def _player(self) -> Player | None:
-        return self._playing_feed.player if not self._dialog_open else None
+    def _player_unless_dialog(self) -> Player | None:
+        return self._playback_run.player if not self._is_dialog_open else None
 
     def _control_player(self, do: Callable[[Player], None]) -> None:
         """Let the player do this, and draw at once. Clear the message, which belongs to another time."""
-        player = self._player
+        player = self._player_unless_dialog
         if player is not None:
             do(player)
             self.view = replace(self.view, message=None)
-            self.feed.refresh(at_once=True)
+            self.live_run.refresh(at_once=True)
             self.draw()
 
     async def clicked(self, panel: str, x: int, nth: int) -> None:
         """A click on the time line sets the clock; other clicks work as usual."""
         if panel != "timeline":
-            await super().clicked(panel, x, nth)
+            await super().handle_panel_click(panel, x, nth)
         elif (fraction := position_at(self.panel_rows("timeline")[0], x)) is not None:
             self.action_seek_to(fraction)
 
     def action_play(self) -> None:
         """Play, or stop; at the end, start again."""
-        self._control_player(lambda player: player.play(not player.playing))
+        self._control_player(lambda player: player.play(not player.is_playing))
 
     def action_step(self, by: int) -> None:
         """Go to the training's next step, or to its previous one."""

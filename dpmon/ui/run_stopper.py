@@ -28,7 +28,7 @@ class RunStopper:
     def ask_to_leave(self, interrupt: bool) -> None:
         """After the end, close. Before it, ask what to do with the training; a second ctrl+c leaves it running."""
         app, dialog = self._app, self._app.screen
-        if app.feed.is_over:
+        if app.live_run.is_over:
             if self.progress is not None and not self._leaves_when_stopped:  # some processes may still live
                 self._leaves_when_stopped = True
                 self._show_progress(f"{self.progress}; q again closes this screen at once")
@@ -45,7 +45,7 @@ class RunStopper:
         answers.append(("esc", "stay", "stay here"))
         text = ["The training does not need this screen."]
         app.push_screen(
-            Choice("Leave this screen?", text, answers, app.look, self._report_nothing_to_stop),
+            Choice("Leave this screen?", text, answers, app.style, self._report_nothing_to_stop),
             self._handle_leave_answer,
         )
 
@@ -53,19 +53,19 @@ class RunStopper:
         """Stop the training after a confirmation."""
         if self.progress is not None:
             return
-        if self._app.feed.is_over or self._app.data_to_draw().playing is not None:
+        if self._app.live_run.is_over or self._app.data_to_draw().playing is not None:
             self._app.show_message("there is nothing to stop: the run is over")
         else:
             self._confirm_stop(leaves=False)
 
     def _confirm_stop(self, leaves: bool) -> None:
         answers = [("y", "stop", _STOPS), ("esc", "stay", "let it go on")]
-        text, info = ["Everything computed since the last checkpoint is lost."], self._app.feed.info
+        text, info = ["Everything computed since the last checkpoint is lost."], self._app.live_run.info
         if info is not None and len(info.nodes) > 1:
             text.append(f"It stops on all {len(info.nodes)} nodes.")
         then = partial(self._handle_stop_answer, leaves)
         self._app.push_screen(
-            Choice("Stop the training?", text, answers, self._app.look, self._report_nothing_to_stop), then
+            Choice("Stop the training?", text, answers, self._app.style, self._report_nothing_to_stop), then
         )
 
     def _report_nothing_to_stop(self) -> None:
@@ -73,14 +73,14 @@ class RunStopper:
 
     def _handle_leave_answer(self, answer: str | None) -> None:
         if answer == "left":
-            self._app.exit("ended" if self._app.feed.is_over else "left")
+            self._app.exit("ended" if self._app.live_run.is_over else "left")
         elif answer == "stop and leave":
             self._confirm_stop(leaves=True)
 
     def _handle_stop_answer(self, leaves: bool, answer: str | None) -> None:
         if answer != "stop":
             return
-        if self._app.feed.is_over:
+        if self._app.live_run.is_over:
             self._report_nothing_to_stop()
         else:
             self._leaves_when_stopped = leaves
@@ -94,7 +94,7 @@ class RunStopper:
 
         app = self._app
         try:
-            for progress in stop_run(app.feed.directory, app.feed.info):
+            for progress in stop_run(app.live_run.directory, app.live_run.info):
                 app.call_on_ui_thread(self._show_progress, sanitize_line(progress, 200))
             app.call_on_ui_thread(self._note_all_signals_sent)
         except Exception as error:  # noqa: BLE001  whatever went wrong is shown; the screen goes on
@@ -111,11 +111,11 @@ class RunStopper:
         """After all signals were sent: close the screen if the run has ended, or report what still runs."""
         if not self._all_signals_sent:
             return
-        if self._app.feed.is_over:
+        if self._app.live_run.is_over:
             self._all_signals_sent, self.progress = False, None
             if self._leaves_when_stopped:
                 self._app.exit("stopped")
-        elif not self._app.feed.ending:
+        elif not self._app.live_run.is_ending:
             self._all_signals_sent = False
             self._report_failure(self.progress or "it still runs")
 

@@ -20,57 +20,61 @@ from dpmon.ui.screen_data import ScreenData
 STARTING, SINGLE, DP, RANKS, MANY, NODES = "starting", "single", "dp", "ranks", "many ranks", "nodes"
 STALLED, ENDED = "stalled", "ended"
 
-_OUTPUT, _BATCH = ScenePanel("output", 4, grows=1), ScenePanel("batch", 9, grows=1)
+_OUTPUT, _BATCH = ScenePanel("output", 4, growth_weight=1), ScenePanel("batch", 9, growth_weight=1)
 """Nine rows have room for the figures of panel 3, a history with its axis, and the last step."""
-_DEVICES, _COMPARE, _PROGRESS = ScenePanel("devices", 4), ScenePanel("compare", 6), ScenePanel("progress", 4, grows=1)
-_REPLICAS, _RANKS, _STANDING = ScenePanel("replicas", 5), ScenePanel("replicas", 7), ScenePanel("replicas", 7)
+_DEVICES, _COMPARE, _PROGRESS = (
+    ScenePanel("devices", 4),
+    ScenePanel("compare", 6),
+    ScenePanel("progress", 4, growth_weight=1),
+)
+_REPLICAS, _RANKS, _STALLED_RANKS = ScenePanel("replicas", 5), ScenePanel("replicas", 7), ScenePanel("replicas", 7)
 _NODES = ScenePanel("replicas", 10)
-_HAPPENED = ScenePanel("progress", 7, grows=1)
+_ENDED_PROGRESS = ScenePanel("progress", 7, growth_weight=1)
 
-_OF_RANKS = Arrangement(
+_RANK_ARRANGEMENT = Arrangement(
     (_RANKS, _OUTPUT, _BATCH, _PROGRESS, _COMPARE, _DEVICES),
-    one=("devices", "compare", "replicas", "progress", "batch", "output"),
-    two=("replicas", "batch", (("devices", "compare", "progress"), "output")),
-    three=((("replicas", "batch", ("devices", "compare")), ("progress", "output")),),
+    one_column=("devices", "compare", "replicas", "progress", "batch", "output"),
+    two_columns=("replicas", "batch", (("devices", "compare", "progress"), "output")),
+    three_columns=((("replicas", "batch", ("devices", "compare")), ("progress", "output")),),
 )
 ARRANGEMENTS: Mapping[str, Arrangement] = {
     STARTING: Arrangement(
-        (_OUTPUT, _PROGRESS._replace(grows=0), _DEVICES),
-        one=("progress", "devices", "output"),
-        two=(("progress", "devices"), "output"),
-        three=(("progress", "devices"), "output"),
+        (_OUTPUT, _PROGRESS._replace(growth_weight=0), _DEVICES),
+        one_column=("progress", "devices", "output"),
+        two_columns=(("progress", "devices"), "output"),
+        three_columns=(("progress", "devices"), "output"),
     ),
     SINGLE: Arrangement(
         (_BATCH, _OUTPUT, _PROGRESS, _DEVICES, _REPLICAS, _COMPARE),
-        one=("devices", "compare", "replicas", "progress", "batch", "output"),
-        two=("replicas", "batch", (("devices", "compare", "progress"), "output")),
-        three=((("replicas", "batch", ("devices", "output")), ("progress", "compare")),),
+        one_column=("devices", "compare", "replicas", "progress", "batch", "output"),
+        two_columns=("replicas", "batch", (("devices", "compare", "progress"), "output")),
+        three_columns=((("replicas", "batch", ("devices", "output")), ("progress", "compare")),),
     ),
     DP: Arrangement(
         (_REPLICAS, _OUTPUT, _BATCH, _PROGRESS, _COMPARE, _DEVICES),
-        one=("devices", "replicas", "progress", "batch", "compare", "output"),
-        two=(("devices", "replicas"), "batch", (("compare", "output"), "progress")),
-        three=(((("devices", "replicas"), "batch", "output"), ("progress", "compare")),),
+        one_column=("devices", "replicas", "progress", "batch", "compare", "output"),
+        two_columns=(("devices", "replicas"), "batch", (("compare", "output"), "progress")),
+        three_columns=(((("devices", "replicas"), "batch", "output"), ("progress", "compare")),),
     ),
-    RANKS: _OF_RANKS,
-    MANY: _OF_RANKS,
+    RANKS: _RANK_ARRANGEMENT,
+    MANY: _RANK_ARRANGEMENT,
     NODES: Arrangement(
         (_NODES, _OUTPUT, _BATCH, _PROGRESS, _COMPARE, _DEVICES),
-        one=("devices", "compare", "replicas", "progress", "batch", "output"),
-        two=("replicas", (("batch", "devices"), ("compare", "progress", "output"))),
-        three=((("replicas", "batch", ("devices", "compare")), ("progress", "output")),),
+        one_column=("devices", "compare", "replicas", "progress", "batch", "output"),
+        two_columns=("replicas", (("batch", "devices"), ("compare", "progress", "output"))),
+        three_columns=((("replicas", "batch", ("devices", "compare")), ("progress", "output")),),
     ),
     STALLED: Arrangement(
-        (_STANDING, _OUTPUT, _BATCH, _PROGRESS, _DEVICES),
-        one=("devices", "replicas", "progress", "batch", "output"),
-        two=("replicas", "batch", (("devices", "progress"), "output")),
-        three=("replicas", "batch", (("devices", "progress"), "output")),
+        (_STALLED_RANKS, _OUTPUT, _BATCH, _PROGRESS, _DEVICES),
+        one_column=("devices", "replicas", "progress", "batch", "output"),
+        two_columns=("replicas", "batch", (("devices", "progress"), "output")),
+        three_columns=("replicas", "batch", (("devices", "progress"), "output")),
     ),
     ENDED: Arrangement(
-        (_HAPPENED, _OUTPUT, _BATCH, _REPLICAS, _COMPARE, _DEVICES),
-        one=("progress", "devices", "compare", "replicas", "batch", "output"),
-        two=(("progress", "output"), "batch", (("devices", "replicas"), "compare")),
-        three=((("progress", ("devices", "replicas"), "batch"), ("compare", "output")),),
+        (_ENDED_PROGRESS, _OUTPUT, _BATCH, _REPLICAS, _COMPARE, _DEVICES),
+        one_column=("progress", "devices", "compare", "replicas", "batch", "output"),
+        two_columns=(("progress", "output"), "batch", (("devices", "replicas"), "compare")),
+        three_columns=((("progress", ("devices", "replicas"), "batch"), ("compare", "output")),),
     ),
 }
 """The panels of each scene. A scene leaves out those that can have no value in a run."""
@@ -83,11 +87,11 @@ class Scene(NamedTuple):
     """A key of ARRANGEMENTS."""
     panels: tuple[str, ...]
     """The panels that can have values, the most important first."""
-    second: ModuleType
+    second_panel: ModuleType
     """Draws panel 2: replicas (or stages), ranks, or where each rank stands."""
-    fourth: ModuleType
+    fourth_panel: ModuleType
     """Draws panel 4: the comparison of the modes, or communication."""
-    stale: bool
+    is_stale: bool
     """Whether the figures are from before a stall: then they are dimmed, and there is no advice."""
 
     @property

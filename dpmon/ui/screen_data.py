@@ -57,7 +57,7 @@ class PlaybackPosition(NamedTuple):
 
     position_ns: int
     length_ns: int
-    playing: bool
+    is_playing: bool
     speed: float
 
 
@@ -88,23 +88,23 @@ class View:
 
     focus: str = "replicas"
     zoom: str | None = None
-    frozen: bool = False
-    at_ns: int | None = None
+    is_frozen: bool = False
+    shown_ns: int | None = None
     """The earlier time that a frozen picture shows (ns since the run's start); None: when it was frozen."""
-    root: int = 0
+    call_choice: int = 0
     """Number of the root, or call of a step, that the replicas panel shows; 0: always the one called last."""
-    span_s: int = 120
+    range_s: int = 120
     """Time range of the histories and their figures, one of RANGES; 0 is the whole run."""
-    scrolled: Mapping[str, int] = field(default_factory=dict)
+    first_rows: Mapping[str, int] = field(default_factory=dict)
     """Per panel, its first visible row; if this is beyond the end, the panel shows its last rows."""
-    process: int | None = None
+    process_index: int | None = None
     """The process, usually a rank, whose time panel 3 shows; None: the one that represents the run."""
-    node: int | None = None
+    node_number: int | None = None
     """The number of the only node on the screen; None for all."""
     search: str = ""
     """The text to find in the output; hits are highlighted."""
     message: str | None = None
-    dialog: tuple[tuple[str, str], ...] = ()
+    dialog_keys: tuple[tuple[str, str], ...] = ()
     """Keys of the open dialog and their effects; no other keys work meanwhile."""
 
 
@@ -114,33 +114,33 @@ class ScreenData:
 
     state: RunSnapshot
     now_ns: int
-    info: RunInfo | None = None
+    run_info: RunInfo | None = None
     """The contents of run.json; None before the run is opened."""
     view: View = field(default_factory=View)
-    stage: tuple[str, int] | None = None
-    reads_since_ns: int | None = None
+    startup_stage: tuple[str, int] | None = None
+    input_wait_since_ns: int | None = None
     """When the command began to wait for a line of input (ns); None if it was not seen waiting."""
     activities: Mapping[int, tuple[str, int]] = field(default_factory=dict)
-    alive: bool | None = None
-    ended: ExitInfo | None = None
-    last_line: str | None = None
+    is_command_alive: bool | None = None
+    exit_info: ExitInfo | None = None
+    exit_cause: str | None = None
     """Why it ended: the last line of the script's traceback, or another cause; None if unknown."""
-    toggle: ModeRequest | None = None
-    pausing: PauseState = field(default_factory=PauseState)
+    mode_request: ModeRequest | None = None
+    pause_state: PauseState = field(default_factory=PauseState)
     can_pause: bool = False
     """Whether the training can be paused or resumed."""
     can_toggle: bool = False
     can_type: bool = False
-    answers: NodeReplies | None = None
+    node_replies: NodeReplies | None = None
     """How the nodes have answered the last request; None on one machine."""
-    outputs: int = 1
+    output_file_count: int = 1
     """Number of output files: two if the script's errors are separate."""
-    scrolled_back: bool = False
+    is_output_scrolled_back: bool = False
     """Whether the output is scrolled away from its end."""
-    stopping: str | None = None
-    ending: bool = False
+    stop_progress: str | None = None
+    is_ending: bool = False
     """Whether the command is gone and its exit is not recorded yet."""
-    reading: bool = False
+    is_reading: bool = False
     """Whether older records are still being read, so that the age of the last step means nothing."""
     playing: PlaybackPosition | None = None
     """The position of the playback; None for a live run."""
@@ -153,10 +153,10 @@ class ScreenData:
     @property
     def title(self) -> str:
         """The name that the user gave the run, else the script without its directories; clean."""
-        if self.info is None:
+        if self.run_info is None:
             return ""
-        script = sanitize_line(self.info.script, 200)
-        return sanitize_line(self.info.options.get("name") or "", 40) or script.rsplit("/", 1)[-1] or script
+        script = sanitize_line(self.run_info.script, 200)
+        return sanitize_line(self.run_info.options.get("name") or "", 40) or script.rsplit("/", 1)[-1] or script
 
     @property
     def process(self) -> Process | None:
@@ -166,8 +166,8 @@ class ScreenData:
     @property
     def input_wait_ns(self) -> int | None:
         """How long (ns) the command has waited for input; None if it does not, or if the wait is too short to show."""
-        since = self.reads_since_ns
-        if since is None or self.reading or self.now_ns - since <= WAIT_SHOWN_NS:
+        since = self.input_wait_since_ns
+        if since is None or self.is_reading or self.now_ns - since <= WAIT_SHOWN_NS:
             return None
         return None if any(each.seen_ns > since for each in self.state.processes.values()) else self.now_ns - since
 
@@ -176,19 +176,19 @@ class ScreenData:
         """The state of the run in a word, and since when (ns since the run's start)."""
         waited = self.input_wait_ns
         reads = None if waited is None else self.now_ns - waited
-        now = self.state.state_inputs(self.now_ns, self.activities, self.pausing.since_ns, reads)
+        now = self.state.state_inputs(self.now_ns, self.activities, self.pause_state.since_ns, reads)
         return decide_state(now._replace(over=self.is_over))
 
     @property
     def shown_stall(self) -> RecordedStall | None:
         """The stall that the run is in; once the command has ended, the one in which it ended."""
-        if not (self.is_over or self.ending):
+        if not (self.is_over or self.is_ending):
             return (
                 self.state.current_stall
                 if self.state.current_stall is not None and self.run_state.word == STALLED
                 else None
             )
-        finished = self.ended is not None and self.ended.status == 0
+        finished = self.exit_info is not None and self.exit_info.status == 0
         return None if finished else final_stall(self.state.stalls, self.state.newest_ns)
 
     @property
@@ -199,12 +199,12 @@ class ScreenData:
     @property
     def is_over(self) -> bool:
         """Whether nothing more will come."""
-        return self.ended is not None or self.alive is False
+        return self.exit_info is not None or self.is_command_alive is False
 
     @property
     def is_live(self) -> bool:
         """Whether the figures of the last steps hold now: the run is neither stalled nor at its end."""
-        if self.is_over or self.ending or self.shown_stall is not None:
+        if self.is_over or self.is_ending or self.shown_stall is not None:
             return False
         return not all_finished(self.state, self.activities)
 
@@ -218,14 +218,14 @@ class ScreenData:
         calls = self.state.open_calls
         if calls and not self.is_over:
             return format_calls_so_far(calls)
-        return over if self.is_over else READING if self.reading else yet
+        return over if self.is_over else READING if self.is_reading else yet
 
     @property
     def elapsed_ns(self) -> int:
         """The run's duration until now or its end (ns); in a playback, until its position."""
         if self.playing is not None:
             return self.playing.position_ns
-        return self.now_ns if self.ended is None else int(self.ended.seconds * 1e9)
+        return self.now_ns if self.exit_info is None else int(self.exit_info.seconds * 1e9)
 
 
 def all_finished(state: RunSnapshot, activities: Mapping[int, tuple[str, int]]) -> bool:
@@ -249,13 +249,13 @@ class ActivityText(NamedTuple):
 
 def describe_activity(facts: ScreenData) -> ActivityText:
     """The run's current activity in everyday words."""
-    if facts.ended is not None:
-        return _describe_outcome(facts.ended)
-    if facts.alive is False:
+    if facts.exit_info is not None:
+        return _describe_outcome(facts.exit_info)
+    if facts.is_command_alive is False:
         return ActivityText("ended", "bad", "status unknown")
     process = facts.process
     activity = facts.activities.get(process.process) if process is not None else None
-    if facts.ending:
+    if facts.is_ending:
         return ActivityText("ending", "wait", "the command has ended")
     doing, since = activity if activity is not None else ("", 0)
     spent = facts.now_ns - since if since > 0 else 0
@@ -263,7 +263,7 @@ def describe_activity(facts: ScreenData) -> ActivityText:
     lasted = "" if found.since_ns is None else f"{(facts.now_ns - found.since_ns) / 1e9:.0f} s"
     if found.word == PAUSED:
         return ActivityText(PAUSED, "wait", lasted)
-    if facts.reading:
+    if facts.is_reading:
         newest = facts.state.newest_ns
         return ActivityText(
             READING, "wait", f"{format_clock(newest)} of {format_clock(facts.now_ns)}" if newest >= 0 else ""
@@ -277,7 +277,7 @@ def describe_activity(facts: ScreenData) -> ActivityText:
     # An evaluation that has ended while the training waits for it does not count as an end.
     if doing == "ended" and all_finished(facts.state, facts.activities):
         # Another training is starting, and none of its steps was seen yet.
-        if facts.stage is not None and facts.stage[1] > max(facts.state.newest_ns, process.seen_ns):
+        if facts.startup_stage is not None and facts.startup_stage[1] > max(facts.state.newest_ns, process.seen_ns):
             return _before_first_batch(facts, "", 0)
         return ActivityText("ending", "wait", "the training process is exiting")
     if found.word in (WAITING_FOR_DATA, QUIET):
@@ -305,8 +305,8 @@ def _before_first_batch(facts: ScreenData, doing: str, spent: int) -> ActivityTe
         where = "the script" if doing == "other" else sanitize_line(doing, 20)
         first = "first batch" if doing == "data" else "first step"
         return ActivityText(STARTING, "wait", f"{first} in {where}, {spent / 1e9:.0f} s" if spent >= SECOND else first)
-    why = sanitize_line(startup_wait_reason(facts.stage, facts.now_ns), 200)
-    lasted = f"{max(facts.now_ns - (0 if facts.stage is None else facts.stage[1]), 0) / 1e9:.0f} s"
+    why = sanitize_line(startup_wait_reason(facts.startup_stage, facts.now_ns), 200)
+    lasted = f"{max(facts.now_ns - (0 if facts.startup_stage is None else facts.startup_stage[1]), 0) / 1e9:.0f} s"
     return ActivityText(STARTING, "wait", f"{why}, {lasted}" if why else lasted)
 
 

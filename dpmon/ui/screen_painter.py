@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dpmon.model.run_snapshot import MOST_RANKS
 from dpmon.text.cells import wrap_text
 from dpmon.ui.footer import render_footer, render_timeline
-from dpmon.ui.panel_layout import FIRST, MIN_HEIGHT, MIN_WIDTH, Slot, place_panels
+from dpmon.ui.panel_layout import MAIN_PANEL_SHARE, MIN_HEIGHT, MIN_WIDTH, Slot, place_panels
 from dpmon.ui.panels import panel_batch, panel_devices, panel_output, panel_progress, panel_ranks, panel_stall
 from dpmon.ui.panels.panel_output import OutputView, highlight_matches
 from dpmon.ui.panels.panel_status import is_reply_cut, render_panel, reply_message
@@ -16,22 +16,22 @@ from dpmon.ui.screen_data import BEFORE_STALL, PANELS, ScreenData
 from dpmon.ui.styled_rows import Row, crop_row, dim_row, draw_frame, fit_row, plain_text, row_width
 from dpmon.ui.terminal_style import TerminalStyle
 
-_WIDEST = 84
-TALL = 50
+_MAX_POPUP_CELLS = 84
+TALL_SCREEN_ROWS = 50
 """From this many rows on, panel 2 has room for the ranks over time, and panel 6 for the longest steps."""
-_SHARE = 2
+_POPUP_SHARE = 2
 """The note covers at most one in this many rows of the screen."""
 
 
-def places(facts: ScreenData, width: int, height: int) -> dict[str, Slot]:
+def panel_slots(facts: ScreenData, width: int, height: int) -> dict[str, Slot]:
     """The current place of each panel."""
     line = 1 if facts.playing is not None and height > MIN_HEIGHT else 0
-    scene, tall = choose_scene(facts), height >= TALL
+    scene, tall = choose_scene(facts), height >= TALL_SCREEN_ROWS
     wanted = {
         "devices": panel_devices.preferred_height(facts),
-        "replicas": scene.second.preferred_height(facts, height * FIRST // 100 - 5 if tall else 0) + 1,
+        "replicas": scene.second_panel.preferred_height(facts, height * MAIN_PANEL_SHARE // 100 - 5 if tall else 0) + 1,
         "batch": panel_batch.preferred_height(facts),
-        "compare": scene.fourth.preferred_height(facts),
+        "compare": scene.fourth_panel.preferred_height(facts),
         "progress": panel_progress.preferred_height(facts, tall),
     }
     slots = place_panels(width, height - line, scene.arrangement, wanted, facts.view.zoom)
@@ -40,10 +40,10 @@ def places(facts: ScreenData, width: int, height: int) -> dict[str, Slot]:
     return slots
 
 
-def _pinned(panel: str, facts: ScreenData) -> int:
+def _pinned_row_count(panel: str, facts: ScreenData) -> int:
     """Number of rows of a panel that do not scroll: its column headings, if they are the first row."""
     return int(
-        panel == "replicas" and choose_scene(facts).second is not panel_stall and not panel_ranks.shows_map(facts)
+        panel == "replicas" and choose_scene(facts).second_panel is not panel_stall and not panel_ranks.shows_map(facts)
     )
 
 
@@ -78,7 +78,7 @@ def _paint_panel(panel: str, facts: ScreenData, output: OutputView, slot: Slot, 
         return render_timeline(facts.playing, slot.width, look)
     if panel == "footer":
         return render_footer(facts, slot.width, look)
-    title, corner, rows = _content(panel, facts, output, slot, look)
+    title, corner, rows = _panel_content(panel, facts, output, slot, look)
     return draw_frame(
         title,
         corner,
@@ -87,8 +87,8 @@ def _paint_panel(panel: str, facts: ScreenData, output: OutputView, slot: Slot, 
         slot.height,
         look.glyphs,
         focused=facts.view.focus == panel,
-        first=facts.view.scrolled.get(panel, 0),
-        pinned=_pinned(panel, facts),
+        first=facts.view.first_rows.get(panel, 0),
+        pinned=_pinned_row_count(panel, facts),
     )
 
 
@@ -99,7 +99,7 @@ def max_visible_ranks(facts: ScreenData, slots: Mapping[str, Slot]) -> int:
     return min(max(table, last_step), MOST_RANKS)
 
 
-def shows_time(facts: ScreenData, slots: Mapping[str, Slot]) -> bool:
+def has_room_for_rank_history(facts: ScreenData, slots: Mapping[str, Slot]) -> bool:
     """Whether panel 2 has room in these slots for slow ranks over time, although the screen is not tall."""
     slot = slots.get("replicas")
     return slot is not None and panel_ranks.shows_time(facts, slot.width - 4, slot.height - 2)
@@ -108,12 +108,12 @@ def shows_time(facts: ScreenData, slots: Mapping[str, Slot]) -> bool:
 def max_scroll(panel: str, facts: ScreenData, slot: Slot, look: TerminalStyle) -> int:
     """How many rows a panel other than the output can scroll in its place."""
     inside = slot.height - 2
-    if slot.is_folded or panel not in PANELS or panel == "output" or inside <= _pinned(panel, facts):
+    if slot.is_folded or panel not in PANELS or panel == "output" or inside <= _pinned_row_count(panel, facts):
         return 0
-    return max(len(_content(panel, facts, OutputView(), slot, look)[2]) - inside, 0)
+    return max(len(_panel_content(panel, facts, OutputView(), slot, look)[2]) - inside, 0)
 
 
-def _content(
+def _panel_content(
     panel: str, facts: ScreenData, output: OutputView, slot: Slot, look: TerminalStyle
 ) -> tuple[Row, Row, list[Row]]:
     width, height = slot.width - 4, max(slot.height - 2, 0)
@@ -123,7 +123,7 @@ def _content(
         drawn = panel_devices.render_full_screen if zoomed else panel_devices.render_panel
         return title, corner, drawn(facts, width, height, look)
     if panel == "replicas":
-        second = choose_scene(facts).second
+        second = choose_scene(facts).second_panel
         title, corner = second.panel_title(facts, look)
         picture = second.render_full_screen if zoomed else second.render_panel
         return title, corner, picture(facts, width, height, look)
@@ -131,7 +131,7 @@ def _content(
         title, corner = panel_batch.panel_title(facts, look, slot.width)
         return title, corner, panel_batch.render_panel(facts, width, height, look)
     if panel == "compare":
-        fourth, stale = choose_scene(facts).fourth, choose_scene(facts).stale
+        fourth, stale = choose_scene(facts).fourth_panel, choose_scene(facts).is_stale
         title, corner = fourth.panel_title(facts, look, slot.is_folded)
         rows = fourth.render_panel(facts, width, height, look, advice=not stale)
         return (title, [BEFORE_STALL], list(map(dim_row, rows))) if stale else (title, corner, rows)
@@ -152,7 +152,7 @@ def _content(
 
 def paint_screen(facts: ScreenData, output: OutputView, width: int, height: int, look: TerminalStyle) -> list[Row]:
     """The screen row by row: for tests, and for looking at it without a terminal."""
-    slots = places(facts, width, height)
+    slots = panel_slots(facts, width, height)
     return join_panels(slots, paint_panels(facts, output, slots, look))
 
 
@@ -169,8 +169,8 @@ def message_popup(facts: ScreenData, width: int, height: int, look: TerminalStyl
     """A framed note with the full text of a message that the first rows had to cut; empty if they show everything."""
     if not is_reply_cut(facts, width, look):
         return []
-    across = min(width, _WIDEST)
-    room = max(height // _SHARE - 2, 1)
+    across = min(width, _MAX_POPUP_CELLS)
+    room = max(height // _POPUP_SHARE - 2, 1)
     lines = wrap_text(plain_text(reply_message(facts, look)), across - 4, room, look.glyphs.more)
     rows: list[Row] = [[(line, "")] for line in lines]
     return draw_frame([("in full", "wait")], [], rows, across, len(rows) + 2, look.glyphs, focused=True)

@@ -19,15 +19,15 @@ from dpmon.text.cells import align_right, span_width, truncate
 from dpmon.text.formatting import format_count, format_count_with_noun, format_duration
 from dpmon.ui.chart import busy_signs, round_up_nice
 from dpmon.ui.styled_rows import Row, Span, fit_row, merge_spans, row_width
-from dpmon.ui.terminal_style import LETTERS, Glyphs, TerminalStyle, letter_in
+from dpmon.ui.terminal_style import LETTERS, Glyphs, TerminalStyle, letter_position
 
-REST = ("forward rest", "fwd rest", "fwd")
+OTHER_FORWARD_NAMES = ("forward rest", "fwd rest", "fwd")
 """Names, from long to short, for the rest of the forward when the call's phases are shown separately."""
-_LEFT = " ▏▎▍▌▋▊▉█"
-_TOOK = 9
-_SCALED = 3
+_LEFT_BLOCKS = " ▏▎▍▌▋▊▉█"
+_DURATION_CELLS = 9
+_MIN_SCALE_ROWS = 3
 """From this height on, the first row is the scale; with ranks, one row more; one fewer if there is only one row."""
-_TICK = 16
+_MIN_TICK_CELLS = 16
 """Cells from one tick of the scale to the next, at least."""
 
 
@@ -48,7 +48,7 @@ def render_waterfall(
     if own is None or height <= 0:
         return []
     ranks = ranks if height > 1 else ()
-    with_scale = height >= _SCALED + bool(ranks) - (not visible_lanes(own) and not own.step.buckets)
+    with_scale = height >= _MIN_SCALE_ROWS + bool(ranks) - (not visible_lanes(own) and not own.step.buckets)
     height -= with_scale
     first = "" if with_scale else "last step, "
     names = [f"{'' if at else first}rank {one.rank}" for at, one in enumerate(ranks or (process,))]
@@ -57,7 +57,7 @@ def render_waterfall(
     label = max(10, len(names[0]) + 1)
     if not ranks:
         label = min(max(label, *(5 + span_width(sanitize_line(lane.device, 12)) for lane in visible_lanes(own)), 0), 18)
-    room = width - label - _TOOK
+    room = width - label - _DURATION_CELLS
     if room < 8:
         return []
     least = min(max(len(ranks), 1), 3)
@@ -68,7 +68,7 @@ def render_waterfall(
     shown = [(one, found) for one in drawn or [process] if (found := last_step_timeline(one)) is not None]
     begins = _align_sync_ends([timeline for _, timeline in shown])
     top = max(begin + timeline.step.wall_ns for begin, (_, timeline) in zip(begins, shown, strict=True))
-    rows = [_scale([timeline for _, timeline in shown], label, room, top, look)] if with_scale else []
+    rows = [_scale_row([timeline for _, timeline in shown], label, room, top, look)] if with_scale else []
     for name, (one, timeline), begin in zip(names, shown, begins, strict=False):
         rows.append(
             _main_thread_row(
@@ -85,7 +85,7 @@ def render_waterfall(
         hidden = height > 1
     else:
         lanes, unseen = _choose_lanes(visible_lanes(own), height - 1)
-        rows += [_lane(lane, own, label, room, top, look) for lane in lanes]
+        rows += [_replica_row(lane, own, label, room, top, look) for lane in lanes]
         times = [lane.took_ns for lane in unseen if lane.pieces]
         idle, hidden = len(unseen) - len(times), True
     return [*rows, _summary_lane(times, idle, label, width, look)] if (hidden and times) or idle else rows
@@ -106,9 +106,9 @@ def _align_sync_ends(timelines: Sequence[StepTimeline]) -> list[int]:
     return [0 if end is None else last - end for end in synced]
 
 
-def _scale(timelines: Iterable[StepTimeline], label: int, room: int, top: float, look: TerminalStyle) -> Row:
+def _scale_row(timelines: Iterable[StepTimeline], label: int, room: int, top: float, look: TerminalStyle) -> Row:
     """The scale of the rows below, with a tick at round times; at its end, what a dotted row means."""
-    step = max(round_up_nice(top * _TICK / room), 1.0)
+    step = max(round_up_nice(top * _MIN_TICK_CELLS / room), 1.0)
     tick, line = look.glyphs.tick, look.glyphs.span[1]
     cells = [line] * room
     for number in range(int(top / step) + 1):
@@ -118,7 +118,7 @@ def _scale(timelines: Iterable[StepTimeline], label: int, room: int, top: float,
         if at + len(text) <= room:
             cells[at : at + len(text)] = text
     rest = any(each.idle_ns for each in timelines)
-    legend = align_right(f"{_dot(look.glyphs)} script", _TOOK) if rest else " " * _TOOK
+    legend = align_right(f"{_script_dot(look.glyphs)} script", _DURATION_CELLS) if rest else " " * _DURATION_CELLS
     return [*fit_row([("last step", "dim")], label, look.glyphs.more), ("".join(cells), "dim"), (legend, "dim")]
 
 
@@ -129,7 +129,7 @@ def _main_thread_row(
     return [
         *fit_row([(name, "dim")], label, look.glyphs.more),
         *main_row(_shift_pieces(timeline.main, begin), room, top, look, (begin, begin + timeline.step.wall_ns)),
-        (align_right(format_duration(timeline.step.wall_ns), _TOOK), "bold"),
+        (align_right(format_duration(timeline.step.wall_ns), _DURATION_CELLS), "bold"),
     ]
 
 
@@ -174,7 +174,11 @@ def bucket_row(
         if row_width(text) < before:
             cells[: row_width(text)] = text
             break
-    return [*fit_row([("buckets", "dim")], label, look.glyphs.more), *merge_spans(cells[:room]), (" " * _TOOK, "")]
+    return [
+        *fit_row([("buckets", "dim")], label, look.glyphs.more),
+        *merge_spans(cells[:room]),
+        (" " * _DURATION_CELLS, ""),
+    ]
 
 
 def sample_row(sample: LastSample, label: int, room: int, top: float, look: TerminalStyle) -> Row:
@@ -205,7 +209,7 @@ def sample_row(sample: LastSample, label: int, room: int, top: float, look: Term
         if at + len(text) < (first if at == 0 else room + 1):
             cells[at : at + len(text)] = [(text, "dim")]
             break
-    took = align_right(format_duration(sample.wall_ns), _TOOK)
+    took = align_right(format_duration(sample.wall_ns), _DURATION_CELLS)
     return [*fit_row([("sampled", "dim")], label, look.glyphs.more), *merge_spans(cells), (took, "dim")]
 
 
@@ -220,16 +224,16 @@ def _choose_lanes(lanes: Sequence[Lane], room: int) -> tuple[list[Lane], list[La
     return [lane for lane in lanes if lane.number in numbers], [lane for lane in lanes if lane.number not in numbers]
 
 
-def _lane(lane: Lane, timeline: StepTimeline, label: int, room: int, top: float, look: TerminalStyle) -> Row:
+def _replica_row(lane: Lane, timeline: StepTimeline, label: int, room: int, top: float, look: TerminalStyle) -> Row:
     word = f"{'s' if timeline.staged else 'r'}{lane.number}"
     head = fit_row([(word.ljust(4), "bold"), (sanitize_line(lane.device, 20), "dim")], label - 1, look.glyphs.more)
     if not lane.pieces:
-        return [*head, (" ", ""), *fit_row([("idle", "wait")], room + _TOOK)]
+        return [*head, (" ", ""), *fit_row([("idle", "wait")], room + _DURATION_CELLS)]
     return [
         *head,
         (" ", ""),
         *lane_row(lane.pieces, room, top, look),
-        (align_right(format_duration(lane.took_ns), _TOOK), ""),
+        (align_right(format_duration(lane.took_ns), _DURATION_CELLS), ""),
     ]
 
 
@@ -248,7 +252,7 @@ def main_row(pieces: Sequence[Piece], width: int, top: float, look: TerminalStyl
 
     Uncovered time between the begin and the end of `step` is dotted: the script did something else.
     """
-    color, glyphs = look.color, look.glyphs
+    color, glyphs = look.has_color, look.glyphs
     scale = width / top
     blocks = color and not glyphs.ascii
     cells: list[Span] = []
@@ -260,14 +264,14 @@ def main_row(pieces: Sequence[Piece], width: int, top: float, look: TerminalStyl
         last = first
         while last < len(pieces) and pieces[last].start_ns < high:
             last += 1
-        cells.append(_cell(pieces[first:last], low, high, blocks, color, glyphs) if last > first else (" ", ""))
+        cells.append(_phase_cell(pieces[first:last], low, high, blocks, color, glyphs) if last > first else (" ", ""))
     begin, end = (min(round(at * scale), width) for at in step)
-    cells[begin:end] = [(_dot(glyphs), "dim") if cell[0] == " " else cell for cell in cells[begin:end]]
-    _name(cells, blocks, color)
+    cells[begin:end] = [(_script_dot(glyphs), "dim") if cell[0] == " " else cell for cell in cells[begin:end]]
+    _write_phase_names(cells, blocks, color)
     return merge_spans(cells)
 
 
-def _dot(glyphs: Glyphs) -> str:
+def _script_dot(glyphs: Glyphs) -> str:
     return "." if glyphs.ascii else glyphs.middot  # a dash would look like part of a phase's name
 
 
@@ -287,7 +291,7 @@ def lane_row(pieces: Sequence[Piece], width: int, top: float, look: TerminalStyl
     return [(text, "phase.apply")]
 
 
-def _cell(pieces: Sequence[Piece], low: float, high: float, blocks: bool, color: bool, glyphs: Glyphs) -> Span:
+def _phase_cell(pieces: Sequence[Piece], low: float, high: float, blocks: bool, color: bool, glyphs: Glyphs) -> Span:
     """One cell: the two largest pieces in it, and the edge between them."""
     if blocks and len(pieces) == 1 and pieces[0].start_ns <= low and pieces[0].end_ns >= high:
         return ("█", f"phase.{pieces[0].phase}")
@@ -317,11 +321,11 @@ def _cell(pieces: Sequence[Piece], low: float, high: float, blocks: bool, color:
     sizes = [part[1] - part[0] for part in two]
     eighths = min(max(round(8 * sizes[0] / sum(sizes)), 1), 7)
     if not second:
-        return (_LEFT[eighths], f"phase.{first}")
-    return (_LEFT[eighths], f"chip.{second}" if not first else f"phase.{first}/{second}")
+        return (_LEFT_BLOCKS[eighths], f"phase.{first}")
+    return (_LEFT_BLOCKS[eighths], f"chip.{second}" if not first else f"phase.{first}/{second}")
 
 
-def _name(cells: list[Span], blocks: bool, color: bool) -> None:
+def _write_phase_names(cells: list[Span], blocks: bool, color: bool) -> None:
     """Write names over runs of whole cells, as far as they fit; without blocks, dashes fill the rest of a run."""
     start = 0
     while start < len(cells):
@@ -331,17 +335,17 @@ def _name(cells: list[Span], blocks: bool, color: bool) -> None:
             end += 1
         kind, _, phase = style.partition(".")
         if kind in ("phase", "chip") and "/" not in style and cells[start][0] in "█#":
-            text = _text(phase, end - start, blocks)
+            text = _phase_name_in_cells(phase, end - start, blocks)
             chip = f"chip.{phase}" if color else f"phase.{phase}"
             cells[start:end] = [(char, chip) for char in text]
         start = end
 
 
-def _text(phase: str, room: int, blocks: bool) -> str:
+def _phase_name_in_cells(phase: str, room: int, blocks: bool) -> str:
     letter = LETTERS[phase]
     for word in (phase, phase_by_display_name(phase).short_display_name):
         if len(word) + (1 if blocks else 0) <= room:
-            at = letter_in(phase, word)
+            at = letter_position(phase, word)
             named = word if letter == "." else word[:at] + letter + word[at + 1 :]
             return (" " + named if blocks and room > len(word) else named).ljust(room, " " if blocks else "-")
     return letter.ljust(room, " " if blocks else "-")

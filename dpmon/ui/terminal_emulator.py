@@ -25,11 +25,11 @@ from dpmon.text.cells import char_width
 from dpmon.ui.styled_rows import Row, merge_spans, plain_text
 from dpmon.ui.terminal_style import ATTRIBUTES
 
-COLUMNS = 4000
+MAX_LINE_CELLS = 4000
 """Most cells of a line; the rest is dropped and marked."""
-HEIGHT = 100
+MAX_CHANGING_ROWS = 100
 """Rows that can still change."""
-_MARKS = 2
+_MAX_MARKS = 2
 _TOKEN = re.compile(
     r"(?P<text>[^\x00-\x1f\x7f-\x9f]+)"
     r"|(?P<csi>(?:\x1b\[|\x9b)(?P<args>[0-?]{0,64})(?P<between>[ -/]{0,8})(?P<end>[@-~]))"
@@ -41,8 +41,8 @@ _TOKEN = re.compile(
     r"|(?P<control>[\x00-\x1f\x7f-\x9f])"
 )
 _STRING_END = re.compile(r"\x1b\\|[\x07\x9c]|(?=[\n\x1b])")
-_UNFINISHED = re.compile(r"(?:\x1b[ -/]{0,8}|(?:\x1b\[|\x9b)[0-?]{0,64}[ -/]{0,8})\Z")
-_UNFINISHED_LENGTH = 80
+_UNFINISHED_SEQUENCE = re.compile(r"(?:\x1b[ -/]{0,8}|(?:\x1b\[|\x9b)[0-?]{0,64}[ -/]{0,8})\Z")
+_MAX_UNFINISHED_CHARS = 80
 
 
 class TerminalLine:
@@ -51,18 +51,18 @@ class TerminalLine:
     A row has no cells until something changes it.
     """
 
-    __slots__ = ("_cells", "_row", "cut")
+    __slots__ = ("_cells", "_row", "is_truncated")
 
     def __init__(self, text: str = "") -> None:
         """`text`: plain ASCII."""
         self._cells: Row = []
         self._row: Row | None = [(text, "")] if text else None
-        self.cut = False
+        self.is_truncated = False
 
     def __bool__(self) -> bool:
         return bool(self._cells or self._row)
 
-    def _open(self) -> Row:
+    def _cells_to_change(self) -> Row:
         """The cells, which are about to change."""
         if self._row is not None and not self._cells:
             self._cells = [(char, "") for char in plain_text(self._row)]
@@ -71,7 +71,7 @@ class TerminalLine:
 
     def put(self, at: int, chars: Sequence[str], style: str) -> None:
         """Write characters from column `at` on; cut halves of wide characters become blanks."""
-        cells = self._open()
+        cells = self._cells_to_change()
         cells += [(" ", "")] * (at - len(cells))
         end = at + len(chars)
         if at < len(cells) and not cells[at][0] and at:
@@ -83,17 +83,17 @@ class TerminalLine:
 
     def add_combining_mark(self, at: int, mark: str) -> None:
         """Add a combining mark to the character before column `at`, if it fits."""
-        cells = self._open()
+        cells = self._cells_to_change()
         if not 0 < at <= len(cells):
             return
         at -= 1 if cells[at - 1][0] or at < 2 else 2
         char, style = cells[at]
-        if char and len(char) <= _MARKS:
+        if char and len(char) <= _MAX_MARKS:
             cells[at] = (char + mark, style)
 
     def erase(self, what: int, at: int) -> None:
         """Erase to the end (0), from the beginning (1), or the whole line (2)."""
-        length = len(self._open())
+        length = len(self._cells_to_change())
         if what in (1, 2):
             self.put(0, " " * min(at + 1, length), "")
         if what in (0, 2) and length > at:
@@ -106,7 +106,7 @@ class TerminalLine:
             row = merge_spans(self._cells)
             if row and not row[-1][1]:
                 row[-1] = (row[-1][0].rstrip(" "), "")
-            if self.cut and row and row[-1][0]:
+            if self.is_truncated and row and row[-1][0]:
                 row[-1] = (row[-1][0][:-1] + "…", row[-1][1])
             self._row = row
         return self._row
@@ -117,27 +117,27 @@ class TerminalPage:
 
     def __init__(self) -> None:
         self.lines = [TerminalLine()]
-        self.line = 0
-        self.at = 0
+        self.cursor_row = 0
+        self.cursor_column = 0
         self._colors = Style.null()
         self._style = ""
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._rest = ""
+        self._unfinished = ""
         self._in_string = False
 
     def feed(self, data: bytes) -> None:
         """Interpret more bytes."""
-        text = self._rest + self._decoder.decode(data)
-        self._rest = ""
-        unfinished = _UNFINISHED.search(text, max(len(text) - _UNFINISHED_LENGTH, 0))
+        text = self._unfinished + self._decoder.decode(data)
+        self._unfinished = ""
+        unfinished = _UNFINISHED_SEQUENCE.search(text, max(len(text) - _MAX_UNFINISHED_CHARS, 0))
         if unfinished is not None:
-            self._rest = unfinished[0]
+            self._unfinished = unfinished[0]
             text = text[: unfinished.start()]
         at = 0
         while at < len(text):
-            at = self._string(text, at) if self._in_string else self._interpret(text, at)
+            at = self._skip_string(text, at) if self._in_string else self._interpret(text, at)
 
-    def _string(self, text: str, at: int) -> int:
+    def _skip_string(self, text: str, at: int) -> int:
         """Skip a terminal's string; the end of a line, or another sequence, ends it too."""
         end = _STRING_END.search(text, at)
         if end is None:
@@ -148,42 +148,42 @@ class TerminalPage:
     def _interpret(self, text: str, at: int) -> int:
         """Interpret text from `at` up to the end of a line or the start of a string; returns where it stopped."""
         # Fast path for the usual line: no controls, and nothing in its row yet.
-        if not self.at and not self._style and self.line == len(self.lines) - 1 and not self.lines[-1]:
+        if not self.cursor_column and not self._style and self.cursor_row == len(self.lines) - 1 and not self.lines[-1]:
             end = text.find("\n", at)
             whole = text[at:end]
-            if 0 <= end - at <= COLUMNS and whole.isascii() and whole.isprintable():
+            if 0 <= end - at <= MAX_LINE_CELLS and whole.isascii() and whole.isprintable():
                 self.lines[-1] = TerminalLine(whole)
-                self._down()
+                self._line_feed()
                 return end + 1
         for token in _TOKEN.finditer(text, at):
             kind = token.lastgroup
             if token["text"] is not None:
-                self._put(token["text"])
+                self._put_text(token["text"])
             elif token["csi"] is not None:
                 if not token["between"]:
-                    self._sequence(token["args"], token["end"])
+                    self._handle_sequence(token["args"], token["end"])
             elif kind == "string":
                 self._in_string = True
                 return token.end()
             elif token["control"] == "\n":
-                self._down()
+                self._line_feed()
                 return token.end()
             elif kind == "control":
-                self._control(token["control"])
+                self._handle_control(token["control"])
         return len(text)
 
-    def _put(self, text: str) -> None:
-        line = self.lines[self.line]
-        cells = list(text) if text.isascii() else self._cells(text, line)
-        room = COLUMNS - self.at
+    def _put_text(self, text: str) -> None:
+        line = self.lines[self.cursor_row]
+        cells = list(text) if text.isascii() else self._text_cells(text, line)
+        room = MAX_LINE_CELLS - self.cursor_column
         if len(cells) > room:
-            line.cut = True
+            line.is_truncated = True
             del cells[max(room, 0) :]
         if cells:
-            line.put(self.at, cells, self._style)
-            self.at += len(cells)
+            line.put(self.cursor_column, cells, self._style)
+            self.cursor_column += len(cells)
 
-    def _cells(self, text: str, line: TerminalLine) -> list[str]:
+    def _text_cells(self, text: str, line: TerminalLine) -> list[str]:
         cells: list[str] = []
         for char in text:
             shown = displayable_char(char)
@@ -194,26 +194,26 @@ class TerminalPage:
                 cells += [shown, ""] if size == 2 else [shown]
             elif cells:
                 last = -1 if cells[-1] or len(cells) < 2 else -2
-                cells[last] += shown if len(cells[last]) <= _MARKS else ""
+                cells[last] += shown if len(cells[last]) <= _MAX_MARKS else ""
             else:
-                line.add_combining_mark(self.at, shown)
+                line.add_combining_mark(self.cursor_column, shown)
         return cells
 
-    def _down(self) -> None:
-        self.line += 1
-        self.at = 0
-        if self.line == len(self.lines):
+    def _line_feed(self) -> None:
+        self.cursor_row += 1
+        self.cursor_column = 0
+        if self.cursor_row == len(self.lines):
             self.lines.append(TerminalLine())
 
-    def _control(self, char: str) -> None:
+    def _handle_control(self, char: str) -> None:
         if char == "\r":
-            self.at = 0
+            self.cursor_column = 0
         elif char == "\b":
-            self.at = max(self.at - 1, 0)
+            self.cursor_column = max(self.cursor_column - 1, 0)
         elif char == "\t":
-            self.at = min((self.at // 8 + 1) * 8, COLUMNS)
+            self.cursor_column = min((self.cursor_column // 8 + 1) * 8, MAX_LINE_CELLS)
 
-    def _sequence(self, args: str, end: str) -> None:
+    def _handle_sequence(self, args: str, end: str) -> None:
         if args[:1] in ("<", "=", ">", "?"):  # a private sequence
             return
         if end == "m":
@@ -224,24 +224,24 @@ class TerminalPage:
         by = max(number, 1)
         last = len(self.lines) - 1
         if end == "K":
-            self.lines[self.line].erase(number, self.at)
+            self.lines[self.cursor_row].erase(number, self.cursor_column)
         elif end == "J" and number == 0:
-            self.lines[self.line].erase(0, self.at)
-            for line in self.lines[self.line + 1 :]:
+            self.lines[self.cursor_row].erase(0, self.cursor_column)
+            for line in self.lines[self.cursor_row + 1 :]:
                 line.erase(2, 0)
         elif end == "C":
-            self.at = min(self.at + by, COLUMNS)
+            self.cursor_column = min(self.cursor_column + by, MAX_LINE_CELLS)
         elif end == "D":
-            self.at = max(self.at - by, 0)
+            self.cursor_column = max(self.cursor_column - by, 0)
         elif end in "G`":
-            self.at = min(by - 1, COLUMNS)
+            self.cursor_column = min(by - 1, MAX_LINE_CELLS)
         elif end in "AF":
-            self.line = max(self.line - by, last - HEIGHT + 1, 0)
+            self.cursor_row = max(self.cursor_row - by, last - MAX_CHANGING_ROWS + 1, 0)
         elif end in "BE":
             # Moving down never adds lines, as at the bottom of a terminal.
-            self.line = min(self.line + by, last)
+            self.cursor_row = min(self.cursor_row + by, last)
         if end in "EF":
-            self.at = 0
+            self.cursor_column = 0
 
 
 @lru_cache(maxsize=256)

@@ -18,12 +18,12 @@ LETTERS: Mapping[str, str] = {phase.display_name: phase.letter for phase in PHAS
 """The letter of each phase; "other" has a dot."""
 
 
-def letter_in(phase: str, word: str) -> int:
+def letter_position(phase: str, word: str) -> int:
     """The position of the phase's letter in one of its names; 0 if it is not there."""
     return max(word.upper().find(LETTERS[phase]), 0)
 
 
-def styles_of(palette: Palette, *, filled: bool = True) -> dict[str, Style]:
+def build_styles(palette: Palette, *, filled: bool = True) -> dict[str, Style]:
     """The styles by name, each with a background, so that the terminal's own colors are never seen.
 
     `filled`: whether a phase's letters stand on its color; if not, they have it.
@@ -57,7 +57,7 @@ def styles_of(palette: Palette, *, filled: bool = True) -> dict[str, Style]:
 
 
 def _mono_styles() -> dict[str, Style]:
-    styles = {name: Style() for name in styles_of(palette_of("dark"))}
+    styles = {name: Style() for name in build_styles(palette_of("dark"))}
     for name in ("bold", "title", "key", "mode.dp", "mode.single", "good"):
         styles[name] = Style(bold=True)
     styles["wait"] = Style(underline=True)
@@ -199,7 +199,7 @@ ASCII = Glyphs(
 )
 
 
-COLOR = styles_of(palette_of("dark"))
+COLOR = build_styles(palette_of("dark"))
 MONO = _mono_styles()
 
 
@@ -209,27 +209,31 @@ class TerminalStyle:
 
     glyphs: Glyphs
     styles: Mapping[str, Style]
-    color: bool
+    has_color: bool
     theme: str = "dark"
     """One of `dpmon.config.THEMES`."""
     only_ascii: bool = False
     """Whether the terminal shows only ASCII."""
     only_mono: bool = False
     """Whether the terminal has no colors."""
-    few: bool = False
+    has_few_colors: bool = False
     """Whether the terminal has sixteen colors."""
 
-    def style(self, name: str) -> Style:
+    def rich_style(self, name: str) -> Style:
         """The style of that name; "phase.a/b" is the color of phase a on a background in the color of phase b."""
         found = self.styles.get(name)
-        return found if found is not None else parse_composed_style(name, self.theme if self.color else None, self.few)
+        return (
+            found
+            if found is not None
+            else parse_composed_style(name, self.theme if self.has_color else None, self.has_few_colors)
+        )
 
     @property
     def background(self) -> str:
         """The color behind everything; meaningless in mono."""
         return palette_of(self.theme).background
 
-    def next(self) -> TerminalStyle:
+    def with_next_theme(self) -> TerminalStyle:
         """The next theme that this terminal can show."""
         rest = THEMES[THEMES.index(self.theme) + 1 :] + THEMES
         possible = (
@@ -237,14 +241,14 @@ class TerminalStyle:
             for theme in rest
             if not (self.only_mono and theme in PALETTES) and not (self.only_ascii and theme == "ascii")
         )
-        return make_style(next(possible), only_ascii=self.only_ascii, only_mono=self.only_mono, few=self.few)
+        return make_style(next(possible), only_ascii=self.only_ascii, only_mono=self.only_mono, few=self.has_few_colors)
 
 
 def make_style(theme: str, *, only_ascii: bool = False, only_mono: bool = False, few: bool = False) -> TerminalStyle:
     """The look of a theme on a terminal, which may have only ASCII, no colors or only sixteen (`few`)."""
     mono = theme == "mono" or only_mono
     glyphs = ASCII if only_ascii or theme == "ascii" else UNICODE
-    styles = MONO if mono else styles_of(palette_of(theme, few), filled=not glyphs.ascii)
+    styles = MONO if mono else build_styles(palette_of(theme, few), filled=not glyphs.ascii)
     return TerminalStyle(glyphs, styles, not mono, theme, only_ascii, only_mono, few)
 
 

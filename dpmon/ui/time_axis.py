@@ -19,21 +19,21 @@ from dpmon.ui.screen_data import ScreenData
 from dpmon.ui.styled_rows import Row, merge_spans, row_width
 from dpmon.ui.terminal_style import TerminalStyle
 
-_LEAST_S = 16
+_MIN_AXIS_S = 16
 """A growing axis is at least this long."""
-_GROWS = 4
+_GROWTH_DIVISOR = 4
 """A growing axis becomes longer by up to a fourth at once, because each time the whole history is drawn again."""
-_STEPS = 60
-_SHORT = {"evaluation": "eval"}
-_STYLES = {EPOCH: "bold", PAUSED: "wait"}
-_PAGE = 10
+_LOOK_BACK_PARTS = 60
+_SHORT_WORDS = {"evaluation": "eval"}
+_MARK_STYLES = {EPOCH: "bold", PAUSED: "wait"}
+_RANGE_DIVISOR = 10
 """When the range is full, its oldest tenth goes at once, so that columns do not move with every new one."""
 
 
 class TimeAxis(NamedTuple):
     """The time that all histories of a picture cover, in seconds since the run's start."""
 
-    begin_s: int
+    start_s: int
     end_s: int
     """The first second after it."""
     now_s: int
@@ -43,18 +43,18 @@ class TimeAxis(NamedTuple):
 
     def part_count(self, most: int) -> int:
         """The number of equal parts in which the axis is drawn, at most `most`."""
-        return max(min(most, (self.end_s - self.begin_s) // self.column_s), 1)
+        return max(min(most, (self.end_s - self.start_s) // self.column_s), 1)
 
     def part_at(self, second: int, places: int) -> int:
         """The part of `places` parts in which a second lies; negative or too large outside the axis."""
-        return (second - self.begin_s) // self.column_s * places // ((self.end_s - self.begin_s) // self.column_s)
+        return (second - self.start_s) // self.column_s * places // ((self.end_s - self.start_s) // self.column_s)
 
-    def begin_of(self, place: int, places: int) -> int:
+    def start_of_part(self, place: int, places: int) -> int:
         """The first second of a part."""
-        columns = (self.end_s - self.begin_s) // self.column_s
-        return self.begin_s + -(-place * columns // places) * self.column_s
+        columns = (self.end_s - self.start_s) // self.column_s
+        return self.start_s + -(-place * columns // places) * self.column_s
 
-    def cell(self, second: int, width: int) -> int:
+    def cell_at(self, second: int, width: int) -> int:
         """The first of the cells (`width` in all) of the part in which a second lies."""
         places = self.part_count(width)
         return self.part_at(second, places) * width // places
@@ -71,7 +71,7 @@ def make_time_axis(facts: ScreenData, least_s: int = 1) -> TimeAxis:
     if facts.is_over and state.newest_ns >= 0:
         now_ns = max(state.newest_ns, *(end for _, end in stall_intervals(facts)), 0)
     column_s = max(process.column_s if process is not None else 1, least_s)
-    return fit_axis(began_s, now_ns // SECOND, facts.view.span_s, column_s, facts.is_over)
+    return fit_axis(began_s, now_ns // SECOND, facts.view.range_s, column_s, facts.is_over)
 
 
 def fit_axis(began_s: int, now_s: int, span_s: int, column_s: int = 1, over: bool = False) -> TimeAxis:
@@ -80,27 +80,27 @@ def fit_axis(began_s: int, now_s: int, span_s: int, column_s: int = 1, over: boo
     columns = max((now_s - begin_s) // column_s, 0) + 1
     most = span_s // column_s
     if most and columns > most:
-        page = 1 if over else max(most // _PAGE, 1)
+        page = 1 if over else max(most // _RANGE_DIVISOR, 1)
         begin_s += -(-(columns - most) // page) * page * column_s
         columns = most
     elif not over:
-        columns = max(columns, _LEAST_S // column_s)
-        step = 1 << max((columns // _GROWS).bit_length() - 1, 0)
+        columns = max(columns, _MIN_AXIS_S // column_s)
+        step = 1 << max((columns // _GROWTH_DIVISOR).bit_length() - 1, 0)
         columns = -(-columns // step) * step
         columns = min(columns, most) if most else columns
     return TimeAxis(begin_s, begin_s + columns * column_s, now_s, column_s)
 
 
-def device_axis(facts: ScreenData) -> TimeAxis:
+def make_device_axis(facts: ScreenData) -> TimeAxis:
     """The axis of the devices: that of the picture, or in a longer run the last HISTORY_S, which have samples."""
     axis = make_time_axis(facts)
-    return axis if axis.now_s - axis.begin_s < HISTORY_S else fit_axis(0, axis.now_s, HISTORY_S, 1, facts.is_over)
+    return axis if axis.now_s - axis.start_s < HISTORY_S else fit_axis(0, axis.now_s, HISTORY_S, 1, facts.is_over)
 
 
 def shift_by_parts(facts: ScreenData, by: int) -> int:
     """The time (ns) `by` parts of the axis later than that of the picture: a part is a sixtieth, at least a second."""
     axis = make_time_axis(facts)
-    return facts.elapsed_ns + by * max((axis.end_s - axis.begin_s) // _STEPS, 1) * SECOND
+    return facts.elapsed_ns + by * max((axis.end_s - axis.start_s) // _LOOK_BACK_PARTS, 1) * SECOND
 
 
 def _history_end(facts: ScreenData) -> tuple[RunSnapshot, int]:
@@ -123,7 +123,7 @@ def choose_marks(facts: ScreenData, axis: TimeAxis, width: int) -> list[TimeMark
     own = (change for change in state.pauses if change.process == process.process)
     pauses = build_pauses(own, lambda _process, _at: None)
     found = pause_marks(pauses, None if process.paused_since_ns is None else now)
-    return found + epoch_marks(process.progress.epochs, lambda at: axis.cell(at // SECOND, width))
+    return found + epoch_marks(process.progress.epochs, lambda at: axis.cell_at(at // SECOND, width))
 
 
 # ------------------------------------------------------------------------------------------------ samples
@@ -139,7 +139,7 @@ def resample(values: Sequence[float | None], second: int, axis: TimeAxis, width:
     places = axis.part_count(width)
     sums, counts = [0.0] * places, [0] * places
     first = second + 1 - len(values)
-    for at in range(max(axis.begin_s, first), min(axis.end_s, second + 1)):
+    for at in range(max(axis.start_s, first), min(axis.end_s, second + 1)):
         value = values[at - first]
         if value is not None:
             place = axis.part_at(at, places)
@@ -164,7 +164,7 @@ class ChartColumns(NamedTuple):
     """
 
     columns: Sequence[Column]
-    places: int
+    part_count: int
     """Number of columns of the whole axis."""
 
 
@@ -195,8 +195,8 @@ def build_chart_columns(
     def fill(until: int, drawn: Column | None) -> None:
         """Add columns in which no step ended. The first step of the next column (`drawn`) may be under way in them."""
         while len(found) < until:
-            second = axis.begin_of(len(found), places)
-            begin, end = second * SECOND, axis.begin_of(len(found) + 1, places) * SECOND
+            second = axis.start_of_part(len(found), places)
+            begin, end = second * SECOND, axis.start_of_part(len(found) + 1, places) * SECOND
             stalled = any(begin < until_ns and end > since for since, until_ns in stalls)
             if drawn is not None and not stalled and end > drawn.begin_ns:
                 found.append(replace(drawn, second=second))
@@ -207,7 +207,7 @@ def build_chart_columns(
     for place in sorted(parts):
         drawn = _column_of_part(parts[place], found[-1].mode if found else "")
         fill(place, drawn)
-        second = axis.begin_of(place, places)
+        second = axis.start_of_part(place, places)
         found.append(drawn if drawn.second == second else replace(drawn, second=second))
     fill(min(axis.part_at(axis.now_s, places), places), None)
     return ChartColumns(found, places)
@@ -236,54 +236,58 @@ class _AxisCells:
     """The cells of the row below a chart while words are put on it."""
 
     def __init__(self, kinds: Sequence[tuple[str, str]], line: str, change: str) -> None:
-        self.line, self.change = line, change
+        self.line_sign, self.change_sign = line, change
         self.cells = [(line if name else " ", style) for name, style in kinds]
 
-    def free(self, at: int, count: int) -> bool:
+    def is_free(self, at: int, count: int) -> bool:
         """Whether cells have no word, mark or gap yet."""
-        return at >= 0 and [sign for sign, _ in self.cells[at : at + count]] == [self.line] * count
+        return at >= 0 and [sign for sign, _ in self.cells[at : at + count]] == [self.line_sign] * count
 
     def has_space_around(self, at: int, count: int) -> bool:
         """Whether a word in these cells would touch no other word."""
         beside = self.cells[max(at - 1, 0) : at] + self.cells[at + count : at + count + 1]
-        return all(sign in (self.line, " ", self.change) for sign, _ in beside)
+        return all(sign in (self.line_sign, " ", self.change_sign) for sign, _ in beside)
 
-    def put_over(self, text: str, at: int, style: str) -> None:
+    def replace_with_text(self, text: str, at: int, style: str) -> None:
         """Put a text over others. Words that it cuts or touches go."""
-        end, free = at + len(text), (self.line, " ", self.change)
+        end, free = at + len(text), (self.line_sign, " ", self.change_sign)
         separate = text[0] == " " and (at >= len(self.cells) or self.cells[at][0] in free)
         left = [] if separate or at > len(self.cells) else [*reversed(self.cells[:at])]
         for step, beside in ((-1, left), (1, self.cells[end:])):
             word = list(takewhile(lambda cell: cell[0] not in free, beside))
             for index, (_, kept) in enumerate(word):
-                self.cells[(at - 1 if step < 0 else end) + step * index] = (self.line, kept)
-        self.put(text, at, style)
+                self.cells[(at - 1 if step < 0 else end) + step * index] = (self.line_sign, kept)
+        self.put_text(text, at, style)
 
-    def put(self, text: str, at: int, style: str) -> None:
+    def put_text(self, text: str, at: int, style: str) -> None:
         """Put a text on the line; the line becomes longer if necessary."""
         self.cells += [(" ", "")] * (at + len(text) - len(self.cells))
         self.cells[at : at + len(text)] = [(sign, style) for sign in text]
 
-    def name(self, begin: int, end: int, name: str, style: str) -> None:
+    def put_name(self, begin: int, end: int, name: str, style: str) -> None:
         """Mark the change at `begin`, and put the name of the cells from `begin` to `end` where there is room."""
-        inner, short = begin + (begin > 0), _SHORT.get(name, name)
+        inner, short = begin + (begin > 0), _SHORT_WORDS.get(name, name)
         name = short if len(short) <= end - inner < len(name) else name
         left = end - len(name) - 1
-        if begin and self.free(begin, 1):
-            self.put(self.change, begin, style)
+        if begin and self.is_free(begin, 1):
+            self.put_text(self.change_sign, begin, style)
         for at in range(inner, end - len(name) + 1):
-            known = at == inner or self.cells[at - 1][0] in (self.line, " ")
-            if known and self.free(at, len(name)) and self.has_space_around(at, len(name)):
-                ends = at + len(name) < end and self.free(at + len(name), 1)
-                self.put(f"{name} " if ends else name, at, style)
+            known = at == inner or self.cells[at - 1][0] in (self.line_sign, " ")
+            if known and self.is_free(at, len(name)) and self.has_space_around(at, len(name)):
+                ends = at + len(name) < end and self.is_free(at + len(name), 1)
+                self.put_text(f"{name} " if ends else name, at, style)
                 return
-        if not style.startswith("mode.") and self.free(left - 1, begin - left + 1) and self.free(inner, end - inner):
+        if (
+            not style.startswith("mode.")
+            and self.is_free(left - 1, begin - left + 1)
+            and self.is_free(inner, end - inner)
+        ):
             if self.has_space_around(left, end - left):
-                self.put(self.change + name, left, style)  # the name ends below its columns
-        elif inner < end and self.free(inner, 1):
-            short = name[: end - inner] if self.free(inner, end - inner) else name[0]
+                self.put_text(self.change_sign + name, left, style)  # the name ends below its columns
+        elif inner < end and self.is_free(inner, 1):
+            short = name[: end - inner] if self.is_free(inner, end - inner) else name[0]
             if self.has_space_around(inner, len(short)):
-                self.put(short, inner, style)
+                self.put_text(short, inner, style)
 
 
 def axis_row(
@@ -305,36 +309,36 @@ def axis_row(
     """
     kinds: list[tuple[str, str]] = []
     for index, column in enumerate(picture.columns):
-        first, end = index * width // picture.places, (index + 1) * width // picture.places
+        first, end = index * width // picture.part_count, (index + 1) * width // picture.part_count
         kind = (RANK_MODES[ranks] if ranks else column.mode, f"mode.{column.mode}")
         kind = ("", "") if not column.count else ("evaluation", "wait") if column.evaluation else kind
         kinds += [("stalled", "bad") if column.stalled else kind] * (end - first)
     events: list[tuple[int, TimeMark]] = []
     for mark in marks:
-        first = axis.cell(mark.begin_ns // SECOND, width)
+        first = axis.cell_at(mark.begin_ns // SECOND, width)
         if mark.end_ns is None:
             events.append((first, mark))
             continue
-        for cell in range(max(first, 0), min(max(axis.cell(mark.end_ns // SECOND, width), first + 1), len(kinds))):
-            kinds[cell] = (mark.word, _STYLES[mark.kind])
+        for cell in range(max(first, 0), min(max(axis.cell_at(mark.end_ns // SECOND, width), first + 1), len(kinds))):
+            kinds[cell] = (mark.word, _MARK_STYLES[mark.kind])
     line = _AxisCells(kinds, look.glyphs.frame[4], look.glyphs.frame[5])
     for at, mark in events:
-        if line.free(at, len(mark.word)) and line.has_space_around(at, len(mark.word)):
-            text = f"{mark.word} " if line.free(at, len(mark.word) + 1) else mark.word
-            line.put(text, at, _STYLES[mark.kind])
+        if line.is_free(at, len(mark.word)) and line.has_space_around(at, len(mark.word)):
+            text = f"{mark.word} " if line.is_free(at, len(mark.word) + 1) else mark.word
+            line.put_text(text, at, _MARK_STYLES[mark.kind])
     if cursor_ns is not None:
-        at = min(max(axis.cell(cursor_ns // SECOND, width), 0), width - 1)
+        at = min(max(axis.cell_at(cursor_ns // SECOND, width), 0), width - 1)
         text, pointer = short_clock(cursor_ns), look.glyphs.cut_top
         fits = at + len(text) < width
-        line.put_over(pointer + text if fits else text + pointer, at if fits else at - len(text), "found")
+        line.replace_with_text(pointer + text if fits else text + pointer, at if fits else at - len(text), "found")
     last = len(kinds) - next((sum(1 for _ in run) for _, run in groupby(reversed(kinds))), 0)
     room = len(kinds) - last - len(kinds[-1][0]) - 2 if kinds else 0
-    _put_end(line, axis, picture.places, width, word, len(kinds), room)
+    _put_end_time(line, axis, picture.part_count, width, word, len(kinds), room)
     end, before = 0, ""
     for (name, style), run in groupby(kinds):
         begin, end = end, end + sum(1 for _ in run)
         if name not in ("", before):
-            line.name(begin, end, name, style)
+            line.put_name(begin, end, name, style)
         before = name or before
     row = merge_spans(line.cells)
     return [*row, (" " * (width - row_width(row)), "")]
@@ -348,23 +352,23 @@ def axis_below_chart(
     ranks = None if process is None else process.distributed
     cursor = None if facts.past is None else facts.now_ns
     row = axis_row(axis, picture, room, look, ranks=ranks, word=word, marks=marks, cursor_ns=cursor)
-    return [(align_right(short_clock(axis.begin_s * SECOND), gutter - 1) + " ", "dim"), *row]
+    return [(align_right(short_clock(axis.start_s * SECOND), gutter - 1) + " ", "dim"), *row]
 
 
-def _put_end(line: _AxisCells, axis: TimeAxis, places: int, width: int, word: str, drawn: int, room: int) -> None:
+def _put_end_time(line: _AxisCells, axis: TimeAxis, places: int, width: int, word: str, drawn: int, room: int) -> None:
     """Put the time of the newest column below this column, which ends at the cell `drawn`, if `room` cells are enough.
 
     Otherwise the time stands beside the column. It replaces other words, except the cursor's.
     """
-    each = (axis.end_s - axis.begin_s) / places
+    each = (axis.end_s - axis.start_s) / places
     short = short_clock(axis.now_s * SECOND)
     texts = [f"{format_duration(each * SECOND)} a column  {word}{short}"] if each >= 2 else []
     for text in (*texts, word + short, short):
         at = drawn - len(text) - 1
-        if len(text) < room and at >= 0 and {sign for sign, _ in line.cells[at:]} <= {line.line, " "}:
-            line.put(f" {text}", at, "dim")
+        if len(text) < room and at >= 0 and {sign for sign, _ in line.cells[at:]} <= {line.line_sign, " "}:
+            line.put_text(f" {text}", at, "dim")
             return
     text = next((text for text in (f" {word}{short}", f" {short}") if drawn + len(text) <= width), f" {short}")
     at = min(drawn, width - len(text))
     if not any(style == "found" for _, style in line.cells[max(at, 0) :]):
-        line.put_over(text, at, "dim")
+        line.replace_with_text(text, at, "dim")

@@ -63,7 +63,7 @@ def test_the_cursor_points_to_its_column(width: int) -> None:
     columns = [column(second) for second in range(10, 66)]
     for second in (10, 31, 63, 65):
         text = drawn(columns, width=width, cursor_s=second)
-        at = AXIS.cell(second, width)
+        at = AXIS.cell_at(second, width)
         assert text[at] == "▲"
         assert f"{second // 60:02d}:{second % 60:02d}" in text
     assert "▲" not in drawn(columns, width=width)
@@ -94,13 +94,13 @@ def test_a_pause_is_marked_from_its_record_until_the_training_goes_on() -> None:
     payloads = [*training.begin(), *training.run(50)]
     begin = training.now
     payloads.append(pause_event(begin / SECOND, 50))
-    paused = ScreenData(state_of(payloads), begin + 9 * SECOND, INFO, alive=True)
+    paused = ScreenData(state_of(payloads), begin + 9 * SECOND, INFO, is_command_alive=True)
     assert [(m.word, m.end_ns) for m in choose_marks(paused, make_time_axis(paused), 100)] == [
         ("paused", paused.now_ns)
     ]
     payloads.append(pause_event(begin / SECOND + 3, 50, 3.0))
     training.now += 3 * SECOND
-    later = ScreenData(state_of([*payloads, *training.run(5)]), training.now, INFO, alive=True)
+    later = ScreenData(state_of([*payloads, *training.run(5)]), training.now, INFO, is_command_alive=True)
     (mark,) = choose_marks(later, make_time_axis(later), 100)
     assert mark.end_ns is not None
     assert mark.end_ns - mark.begin_ns == pytest.approx(3 * SECOND, abs=1000)
@@ -116,7 +116,7 @@ def test_the_histories_of_an_earlier_time_are_those_of_the_present() -> None:
     assert focused(looked).columns == focused(now).columns
     assert focused(looked).last_step == focused(then).last_step
     assert shift_by_parts(looked, 1) == looked.now_ns + SECOND
-    assert INFO is looked.info
+    assert INFO is looked.run_info
 
 
 WORDS = {"single", "evaluation", "eval", "dp", "stalled", "paused", "now", "01:05"}

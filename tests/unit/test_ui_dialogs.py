@@ -111,14 +111,14 @@ async def test_the_list_of_commands_changes_at_the_end(directory: Path) -> None:
         await on.press("colon")
         dialog = on.app.screen
         assert isinstance(dialog, CommandPalette)
-        assert "stop" in {action for _, _, action in dialog.matching()}
-        await on.press(*("down",) * (1 + [action for _, _, action in dialog.matching()].index("report") - 1))
+        assert "stop" in {action for _, _, action in dialog.matching_commands()}
+        await on.press(*("down",) * (1 + [action for _, _, action in dialog.matching_commands()].index("report") - 1))
         on.end(0)
-        await on.until(lambda: "stop" not in {action for _, _, action in dialog.listed}, "the new list")
-        assert {action for _, _, action in dialog.matching()}.isdisjoint(
+        await on.until(lambda: "stop" not in {action for _, _, action in dialog.shown_commands}, "the new list")
+        assert {action for _, _, action in dialog.matching_commands()}.isdisjoint(
             {"toggle_mode", "pause", "freeze", "type_line"}
         )
-        assert dialog.listed[dialog._chosen_index()][2] == "report"
+        assert dialog.shown_commands[dialog._chosen_index()][2] == "report"
 
 
 @pytest.mark.parametrize("chosen", [0, 1])
@@ -132,7 +132,7 @@ async def test_enter_does_the_marked_command_or_none(tmp_path: Path, chosen: int
 
     async with stage(tmp_path) as on:
         possible = commands(["a", "b"])
-        dialog = CommandPalette(lambda: possible, on.app.look)
+        dialog = CommandPalette(lambda: possible, on.app.style)
         on.app.push_screen(dialog, answers.append)
         await on.until(lambda: any("do b" in row for row in dialog.box.text()), "the list")
         await on.press(*("down",) * chosen)

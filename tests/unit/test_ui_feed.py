@@ -27,7 +27,7 @@ from dpmon.ui.styled_rows import plain_text
 @pytest.fixture(autouse=True)
 def _without_rests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no slow read postpone the next one: on a busy machine, every read may be slow."""
-    monkeypatch.setattr("dpmon.ui.live_run._SLOW_S", 600.0)
+    monkeypatch.setattr("dpmon.ui.live_run._SLOW_READ_S", 600.0)
 
 
 def feed_of(directory: Path, reader: FakeReader, clock: Callable[[], int] = time.monotonic_ns) -> LiveRun:
@@ -47,8 +47,8 @@ def test_the_last_picture_has_all_that_was_recorded_and_how_it_ended(tmp_path: P
     assert process is not None
     assert process.last_step is not None
     assert (process.last_step.step, process.whole.steps, feed.state.over) == (400, 400, True)
-    assert feed.ended is not None
-    assert (feed.ended.status, feed.build_screen_data(View()).last_line) == (3, cause)
+    assert feed.exit_info is not None
+    assert (feed.exit_info.status, feed.build_screen_data(View()).exit_cause) == (3, cause)
 
 
 def test_a_history_that_cannot_be_read_leaves_the_picture_as_it_was(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_a_history_that_cannot_be_read_leaves_the_picture_as_it_was(tmp_path: Pa
         raise HistoryError("damaged")
         yield
 
-    feed._open_given = damaged
+    feed._open_store = damaged
     feed.refresh()
     assert feed.state == before
     assert before.newest_ns > 0
@@ -123,14 +123,14 @@ def test_a_new_time_range_is_read_immediately(tmp_path: Path) -> None:
         assert facts.process is not None
         return facts.process.ranged.steps
 
-    assert 29 <= steps(feed.build_screen_data(View(span_s=30))) <= 32
-    assert steps(feed.build_screen_data(View(span_s=0))) == 100
-    frozen = feed.build_screen_data(View(span_s=0))
+    assert 29 <= steps(feed.build_screen_data(View(range_s=30))) <= 32
+    assert steps(feed.build_screen_data(View(range_s=0))) == 100
+    frozen = feed.build_screen_data(View(range_s=0))
     training.defined.clear()
     reader.new = decoded(training.run(50))
     feed.refresh()
-    assert steps(feed.build_screen_data(View(span_s=0))) == 150
-    still = feed.with_view(replace(frozen, now_ns=training.now - 48 * SECOND), View(span_s=30))
+    assert steps(feed.build_screen_data(View(range_s=0))) == 150
+    still = feed.with_view(replace(frozen, now_ns=training.now - 48 * SECOND), View(range_s=30))
     assert 28 <= steps(still) <= 32
     assert still.process is not None
     assert still.process.last_step is not None
@@ -202,7 +202,7 @@ def test_activities_of_very_many_ranks_are_read_with_their_state_and_of_few_each
         found = []
         for _ in range(4):
             reader.doing = {0: ("backward", reader.info.start_ns + round(now[0]))}
-            feed._rests_until = max(feed._rests_until, now[0] + 0.5 * (count == 1))
+            feed._rest_end_s = max(feed._rest_end_s, now[0] + 0.5 * (count == 1))
             feed.refresh()
             found.append(feed.build_screen_data(View()).activities[0][1])
             now[0] += 1.0

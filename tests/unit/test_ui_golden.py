@@ -32,7 +32,7 @@ from dpmon.record.record_types import Call, Event, Record
 from dpmon.ui.panel_view import to_ascii_row
 from dpmon.ui.panels.panel_output import OutputView
 from dpmon.ui.screen_data import LookBack, PlaybackPosition, ScreenData, View
-from dpmon.ui.screen_painter import paint_panels, places
+from dpmon.ui.screen_painter import paint_panels, panel_slots
 from dpmon.ui.styled_rows import Row, plain_text
 from dpmon.ui.terminal_style import TerminalStyle
 
@@ -46,7 +46,9 @@ def memory(training: Training, peaks: list[dict[str, Any]]) -> bytes:
 
 def starting() -> ScreenData:
     info = replace(INFO, options={"mode": "auto", "replicas": 2})
-    return ScreenData(state_of([host_event(1.0)]), 3 * SECOND, info, stage=("importing torch", SECOND), alive=True)
+    return ScreenData(
+        state_of([host_event(1.0)]), 3 * SECOND, info, startup_stage=("importing torch", SECOND), is_command_alive=True
+    )
 
 
 @lru_cache(maxsize=16)
@@ -67,7 +69,7 @@ def gpus(count: int, *, both: bool = False, replicas: int | None = None, batch: 
         peaks = [*peaks, *({"device": d, "peak_bytes": 1 << 30, "peak_after_step": 2100} for d in devices[1:])]
         payloads.append(memory(training, peaks))
     payloads += samples(count, len(devices))
-    return ScreenData(state_of(payloads, slowest=8), training.now, INFO, alive=True, can_toggle=True)
+    return ScreenData(state_of(payloads, slowest=8), training.now, INFO, is_command_alive=True, can_toggle=True)
 
 
 def samples(count: int, ours: int, least_gib: int = 20) -> list[bytes]:
@@ -92,7 +94,7 @@ def samples(count: int, ours: int, least_gib: int = 20) -> list[bytes]:
 def ranks(count: int) -> ScreenData:
     """Return ranks, one of them with long data waits."""
     recording, now = joined_ranks(count, slow=min(5, count - 1), phase="data", steps=160)
-    return ScreenData(recording.state(), now, INFO, alive=True)
+    return ScreenData(recording.state(), now, INFO, is_command_alive=True)
 
 
 @lru_cache(maxsize=4)
@@ -106,7 +108,7 @@ def nodes(count: int, *, trouble: bool = True) -> ScreenData:
         run.node(3, "connected", heard_ns=37 * SECOND)
         run.node(5, "refused", "it has no dpmon", 1.0)
     now_ns = (42 if trouble else 30) * SECOND + SECOND // 4
-    return ScreenData(run.state(waits=True, worst=WORST), now_ns, INFO, alive=True)
+    return ScreenData(run.state(waits=True, worst=WORST), now_ns, INFO, is_command_alive=True)
 
 
 def looked_back() -> ScreenData:
@@ -114,14 +116,14 @@ def looked_back() -> ScreenData:
     now, then = recorded(1.0), recorded(0.8)
     past = LookBack(now.state, now.now_ns, now.now_ns + 3 * SECOND)
     state = then.state.with_histories(now.state)
-    return replace(then, state=state, past=past, view=View(frozen=True, at_ns=then.now_ns))
+    return replace(then, state=state, past=past, view=View(is_frozen=True, shown_ns=then.now_ns))
 
 
 def changing_ranks() -> ScreenData:
     """Return eight ranks on the full screen; another one becomes the slowest after half of the time."""
     recording, now = joined_ranks(8, slow=2, steps=1000, then=(500, 5))
     state = recording.state(waits=True)
-    return ScreenData(state, now, INFO, View("replicas", "replicas"), alive=True)
+    return ScreenData(state, now, INFO, View("replicas", "replicas"), is_command_alive=True)
 
 
 @lru_cache(maxsize=1)
@@ -135,14 +137,16 @@ def recorded(part: float, span_s: int = 120) -> ScreenData:
     records = _linear()
     shown = records[: int(len(records) * part)]
     state = state_of(shown, span_s=span_s)
-    return ScreenData(state, state.newest_ns, INFO, alive=True, can_toggle=True)
+    return ScreenData(state, state.newest_ns, INFO, is_command_alive=True, can_toggle=True)
 
 
 def one_device() -> ScreenData:
     """Return a script that never trained in dp."""
     training = Training(mode="single", devices=("cpu:0",), via=None)
     samples = [host_event(float(t), cpu_pct=40.0 + t * 7 % 50) for t in range(10)]
-    return ScreenData(state_of([*training.begin(), *training.run(3000), *samples]), training.now, INFO, alive=True)
+    return ScreenData(
+        state_of([*training.begin(), *training.run(3000), *samples]), training.now, INFO, is_command_alive=True
+    )
 
 
 def changed_often() -> ScreenData:
@@ -154,7 +158,9 @@ def changed_often() -> ScreenData:
         payloads += [*training.switch("dp"), *training.run(200)]
         training.step_ns = 16_000_000
         payloads += [*training.switch("single"), *training.run(150)]
-    return ScreenData(state_of(payloads, changes=True), training.now, INFO, View("compare", "compare"), alive=True)
+    return ScreenData(
+        state_of(payloads, changes=True), training.now, INFO, View("compare", "compare"), is_command_alive=True
+    )
 
 
 def evaluated() -> ScreenData:
@@ -166,7 +172,7 @@ def evaluated() -> ScreenData:
     records = decoded([*payloads, *training.run(20)])
     seen = [replace(one, training=False, grad=False) if index >= first and isinstance(one, Call) else one
             for index, one in enumerate(records)]  # fmt: skip
-    return ScreenData(state_of(seen), training.now, INFO, alive=True, can_toggle=True)
+    return ScreenData(state_of(seen), training.now, INFO, is_command_alive=True, can_toggle=True)
 
 
 def learning(progress: Progress | None = None, **changes: Any) -> ScreenData:
@@ -187,7 +193,7 @@ def one_gpu() -> ScreenData:
     """Return a script that trains on one GPU, whose memory is almost full."""
     training = Training(mode="single", devices=("cuda:0",), via=None, virtual=False, step_ns=16_000_000)
     records = [*training.begin(), *training.run(4000), *samples(1, 1, 102)]
-    return learned(ScreenData(state_of(records, slowest=8), training.now, INFO, alive=True))
+    return learned(ScreenData(state_of(records, slowest=8), training.now, INFO, is_command_alive=True))
 
 
 @lru_cache(maxsize=2)
@@ -195,7 +201,7 @@ def ranks_on_gpus(count: int) -> ScreenData:
     """Return ranks on eight GPUs, after 26 s; another one becomes the slowest after half of the time."""
     recording, now = joined_ranks(count, slow=2, phase="data", steps=12_000 // count, then=(6000 // count, 5))
     state = replace(recording.state(waits=True, slowest=8), devices=gpus(8).state.devices)
-    return learned(ScreenData(state, now, INFO, alive=True))
+    return learned(ScreenData(state, now, INFO, is_command_alive=True))
 
 
 def stalled_on_gpus() -> ScreenData:
@@ -207,7 +213,9 @@ def stalled_on_gpus() -> ScreenData:
 def played_back() -> ScreenData:
     """Return the recorded run in a playback."""
     facts = learning()
-    return replace(facts, alive=None, can_toggle=False, playing=PlaybackPosition(facts.now_ns, 285 * SECOND, True, 4.0))
+    return replace(
+        facts, is_command_alive=None, can_toggle=False, playing=PlaybackPosition(facts.now_ns, 285 * SECOND, True, 4.0)
+    )
 
 
 def happened() -> ScreenData:
@@ -215,7 +223,13 @@ def happened() -> ScreenData:
     over = exit_of(1, None, 107 * SECOND)
     why = "RuntimeError: no such token: 17 (train.py:88)"
     failed = Finding("failed", f"An exception ended the run: {why}.", "", "read the traceback at the end", 1.0)
-    ended = {"ended": over, "alive": False, "can_toggle": False, "last_line": why, "findings": (failed, *FINDINGS)}
+    ended = {
+        "exit_info": over,
+        "is_command_alive": False,
+        "can_toggle": False,
+        "exit_cause": why,
+        "findings": (failed, *FINDINGS),
+    }
     return learning(epochs(left_ns=None, error_ns=None), **ended)
 
 
@@ -248,9 +262,9 @@ SITUATIONS: dict[str, tuple[Callable[[], ScreenData], int, int, TerminalStyle]] 
     "no GPU 120x40": (lambda: recorded(1.0), 120, 40, LOOK),
     "no GPU 80x24": (lambda: recorded(1.0), 80, 24, LOOK),
     "no GPU 120x40 ascii": (lambda: recorded(1.0), 120, 40, MONO_ASCII),
-    "batch zoomed 120x40": (lambda: replace(recorded(1.0, 0), view=View("batch", "batch", span_s=0)), 120, 40, LOOK),
+    "batch zoomed 120x40": (lambda: replace(recorded(1.0, 0), view=View("batch", "batch", range_s=0)), 120, 40, LOOK),
     "failed 120x40": (
-        lambda: replace(recorded(0.3), ended=exit_of(1, None, 9 * SECOND), can_toggle=False),
+        lambda: replace(recorded(0.3), exit_info=exit_of(1, None, 9 * SECOND), can_toggle=False),
         120, 40, LOOK,
     ),
     "16 GPUs 120x40": (lambda: gpus(16, replicas=8), 120, 40, LOOK),
@@ -297,7 +311,7 @@ def picture(name: str) -> str:
     make, width, height, look = SITUATIONS[name]
     facts = make()
     panels = (*PANELS, "status") if name.startswith((*SCENES, "stall", "progress", "nodes")) else PANELS
-    slots = {panel: slot for panel, slot in places(facts, width, height).items() if panel in panels}
+    slots = {panel: slot for panel, slot in panel_slots(facts, width, height).items() if panel in panels}
     painted = paint_panels(facts, OutputView(), slots, look)
     legend: dict[str, str] = {}
     lines: list[str] = []

@@ -24,7 +24,7 @@ from dpmon.model.throughput import throughput_of
 from dpmon.record.record_types import Step
 from dpmon.run.run_directory import load_exit
 from dpmon.ui.dialogs import CommandPalette, TextPages
-from dpmon.ui.keys import COMMANDS, PLAYED, available_commands
+from dpmon.ui.keys import COMMANDS, PLAYBACK_COMMANDS, available_commands
 from dpmon.ui.panels.panel_compare import render_panel as compare_rows
 from dpmon.ui.panels.panel_output import LogTail, OutputView, shorten_traceback_path
 from dpmon.ui.panels.panel_output import panel_title as output_title
@@ -36,7 +36,7 @@ from dpmon.ui.styled_rows import plain_text
 def trained(steps: int = 200, *, over: bool = False, **options: object) -> ScreenData:
     training = Training(**options)  # type: ignore[arg-type]
     state = state_of([*training.begin(), *training.run(steps)], over=over)
-    return ScreenData(state, training.now, INFO, alive=True, can_toggle=True)
+    return ScreenData(state, training.now, INFO, is_command_alive=True, can_toggle=True)
 
 
 def screen(facts: ScreenData, width: int = 80, height: int = 24) -> list[str]:
@@ -77,11 +77,13 @@ def test_a_part_without_room_in_the_header_is_left_out_entirely() -> None:
         rows = screen(closing_down, width)[:3]
         assert any("the training process is exiting" in row for row in rows)
         assert not any("…" in row for row in rows)
-        asking = replace(closing_down, can_type=True, now_ns=facts.now_ns + 9 * SECOND, reads_since_ns=facts.now_ns)
+        asking = replace(
+            closing_down, can_type=True, now_ns=facts.now_ns + 9 * SECOND, input_wait_since_ns=facts.now_ns
+        )
         rows = screen(asking, width)
         assert any("press i" in row for row in rows[:3])
         assert "i input" in rows[-1], "the command that started the training reads a line"
-        assert "i input" not in screen(replace(asking, ending=True), width)[-1]
+        assert "i input" not in screen(replace(asking, is_ending=True), width)[-1]
 
 
 # ------------------------------------------------------------------------------------------------ keys
@@ -120,7 +122,7 @@ async def test_in_a_playback_each_key_of_a_live_run_says_why_not(state: Path) ->
         await pilot.press("f")
         assert not shows(app, "does nothing here"), "what was said is of another time"
         offered = [key for key, _, _ in available_commands(app.data_to_draw())]
-        assert {command.key for command in PLAYED} <= set(offered)
+        assert {command.key for command in PLAYBACK_COMMANDS} <= set(offered)
         assert "d" not in offered
         assert ("q", "close this screen", "leave") in available_commands(app.data_to_draw())
 
@@ -151,7 +153,7 @@ def test_the_output_of_a_playback_is_not_called_following(tmp_path: Path) -> Non
     output.refresh()
     live = trained(3)
     assert plain_text(output_title(output, live, 60, LOOK)[1]) == "following"
-    assert plain_text(output_title(output, replace(live, ended=exit_of(0, None, 1)), 60, LOOK)[1]) == "the end"
+    assert plain_text(output_title(output, replace(live, exit_info=exit_of(0, None, 1)), 60, LOOK)[1]) == "the end"
     played = replace(live, playing=PlaybackPosition(1, 9, False, 1.0))
     assert plain_text(output_title(output, played, 80, LOOK)[1]) == "of the whole run, not only up to this time"
     assert plain_text(output_title(output, played, 50, LOOK)[1]) == "of the whole run"
@@ -229,7 +231,7 @@ def test_a_run_that_is_over_shows_its_mean_speed() -> None:
     walls = 400 * process.whole.mean_ns / 1e9
     assert mean.steps_per_s == pytest.approx(400 / walls)
     assert mean.samples_per_s == pytest.approx(400 * 30 / walls)
-    over = replace(over, ended=exit_of(0, None, facts.now_ns), can_toggle=False)
+    over = replace(over, exit_info=exit_of(0, None, facts.now_ns), can_toggle=False)
     for width, height in ((80, 24), (120, 40)):
         assert "mean" in " ".join(screen(over, width, height)[:2])
         assert "mean" not in " ".join(screen(facts, width, height)[:2])
@@ -238,7 +240,7 @@ def test_a_run_that_is_over_shows_its_mean_speed() -> None:
 def test_no_figure_of_the_header_is_cut() -> None:
     """A part without room is left out, the least important first: the others are in full."""
     over = trained(400, step_ns=1_000_000_000, over=True)
-    over = replace(over, ended=exit_of(0, None, 400 * SECOND), can_toggle=False)
+    over = replace(over, exit_info=exit_of(0, None, 400 * SECOND), can_toggle=False)
     for width in range(40, 110):
         row = screen(over, width)[1].rstrip()
         assert "…" not in row, row

@@ -130,7 +130,7 @@ def test_a_loss_that_is_no_number_stands_out(value: float, text: str) -> None:
     header = [plain_text(row) for row in render_panel(found, 120, 2, LOOK)]
     assert f"loss {text}" in header[0]
     assert "first seen in step 212 (train.py:88)" in header[1]
-    over = replace(found, ended=exit_of(0, None, 40 * SECOND), alive=False)
+    over = replace(found, exit_info=exit_of(0, None, 40 * SECOND), is_command_alive=False)
     assert "first seen in step 212" in plain_text(render_panel(over, 120, 2, LOOK)[1]), "no less after the end"
 
 
@@ -198,14 +198,14 @@ def test_an_epoch_that_has_used_all_batches_tells_how_long_it_took() -> None:
 
 def test_before_the_first_step_it_tells_what_dpmon_will_do() -> None:
     info = replace(INFO, options={"mode": "dp", "replicas": 4})
-    found = ScreenData(RunSnapshot(), SECOND, info, alive=True)
+    found = ScreenData(RunSnapshot(), SECOND, info, is_command_alive=True)
     assert panel_progress.is_shown(found)
     assert drawn(found) == [
         "mode     dp: replicas on several devices",
         "replicas 4",
     ]
     assert panel_progress.preferred_height(found) == 2
-    assert not panel_progress.is_shown(replace(found, alive=False, ended=exit_of(1)))
+    assert not panel_progress.is_shown(replace(found, is_command_alive=False, exit_info=exit_of(1)))
     assert drawn(ScreenData(RunSnapshot(), 0)) == []
 
 
@@ -216,7 +216,7 @@ FINDINGS = (
 
 
 def test_after_the_end_the_findings_come_first_each_with_its_advice() -> None:
-    found = facts(epochs(left_ns=None), losses(), ended=exit_of(1), alive=False, findings=FINDINGS)
+    found = facts(epochs(left_ns=None), losses(), exit_info=exit_of(1), is_command_alive=False, findings=FINDINGS)
     assert [plain_text(row) for row in panel_progress.panel_title(found, LOOK, False)] == [
         "6 What happened",
         "2 findings",
@@ -240,7 +240,7 @@ def test_no_row_is_too_wide(look: Any) -> None:
     cases = [
         facts(epochs(), losses(), hostile),
         facts(epochs(batches=None, absent={"batches": "why " * 50})),
-        facts(epochs(), losses(bad=3), ended=exit_of(1), alive=False, findings=FINDINGS),
+        facts(epochs(), losses(bad=3), exit_info=exit_of(1), is_command_alive=False, findings=FINDINGS),
     ]
     for found in cases:
         for width in (20, 36, 56, 116):

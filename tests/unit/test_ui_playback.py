@@ -25,7 +25,7 @@ async def shown(
     async with app.run_test(size=size) as pilot:
         await pilot.pause()
         yield app, pilot
-        app.feed.close()
+        app.live_run.close()
 
 
 def shows(app: Playback, text: str) -> bool:
@@ -47,13 +47,13 @@ async def test_keys_play_stop_step_and_seek(state: Path) -> None:
         clock.pass_s(5)
         app._control_player(lambda player: None)
         assert "00:00:10" in app.text()[-1]
-        assert app.feed.state.newest_ns == 10 * SECOND
+        assert app.live_run.state.newest_ns == 10 * SECOND
         await pilot.press("space")
         clock.pass_s(50)
         await pilot.press("full_stop")
-        assert app.feed.state.newest_ns == 21 * SECOND // 2
+        assert app.live_run.state.newest_ns == 21 * SECOND // 2
         await pilot.press("comma", "comma")
-        assert app.feed.state.newest_ns == 19 * SECOND // 2
+        assert app.live_run.state.newest_ns == 19 * SECOND // 2
         await pilot.press("F", "f", "b", "b")
         assert "00:00:59" in app.text()[-1]
         await pilot.press("greater_than_sign", "less_than_sign", "less_than_sign")

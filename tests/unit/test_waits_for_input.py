@@ -55,7 +55,7 @@ def recorded(payloads: Sequence[bytes], waits: Sequence[Wait], pid: int = PID, s
 
 
 def drawn(state: RunSnapshot) -> str:
-    return " ".join(text_of(ScreenData(state, state.newest_ns, alive=True), 120, 60).split())
+    return " ".join(text_of(ScreenData(state, state.newest_ns, is_command_alive=True), 120, 60).split())
 
 
 def test_the_batch_panel_names_a_wait_and_not_the_phase_it_fell_into() -> None:

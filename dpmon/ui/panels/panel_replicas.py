@@ -48,8 +48,8 @@ def current_choice(facts: ScreenData) -> tuple[CallChoice | None, int, int]:
         return None, 0, 0
     all_of_them = choices(process)
     count = len(all_of_them)
-    if facts.view.root and count > 1:
-        index = (facts.view.root - 1) % count
+    if facts.view.call_choice and count > 1:
+        index = (facts.view.call_choice - 1) % count
         return all_of_them[index], index + 1, count
     return CallChoice(process.last_called_root, 1, 1), 0, count
 

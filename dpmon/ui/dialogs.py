@@ -24,14 +24,15 @@ _STATUS_ROWS = 3
 
 
 def key_name(event: events.Key) -> str:
-    """The display name of the pressed key: its character, or its name if the character is not printable."""
+    """Return the display name of the pressed key: its character, or its name if the character is not printable."""
     return sanitize_line(event.character if event.is_printable and event.character else event.key, 20)
 
 
 class Dialog(ModalScreen[str | None]):
-    """A framed box in the middle; sub-classes provide its rows.
+    """A framed box in the middle of the screen; subclasses provide its rows.
 
-    The cells beside the box are blank, so that no cut words show there; the panels stay visible above and below it.
+    The cells at both sides of the box are blank, so that no cut words show there. The panels above and below it stay
+    visible.
     """
 
     DEFAULT_CSS = "Dialog { background: transparent; align: left top; }"
@@ -45,13 +46,13 @@ class Dialog(ModalScreen[str | None]):
     """The preferred width in cells."""
 
     class Changed(Message):
-        """A dialog was opened or closed, or its keys changed."""
+        """A message: a dialog was opened or closed, or its keys changed."""
 
-    def __init__(self, title: str, look: TerminalStyle) -> None:
+    def __init__(self, title: str, style: TerminalStyle) -> None:
         super().__init__()
         self.title_text = title
-        self.style = look
-        self.box = PanelView("dialog", look)
+        self.style = style
+        self.box = PanelView("dialog", style)
         self.first_row = 0
         """Rows scrolled past."""
         self.pinned_rows = 0
@@ -74,30 +75,30 @@ class Dialog(ModalScreen[str | None]):
             self.message = ""
             self.respond_to_key(event)
 
-    def show_message(self, remark: str) -> None:
+    def show_message(self, message: str) -> None:
         """Show a message in the title, if the dialog covers the row of messages."""
-        self.message = remark
+        self.message = message
         self.draw()
 
     def respond_to_key(self, event: events.Key) -> None:
-        """Act on a key; sub-classes define which keys work."""
+        """Act on a key; subclasses define which keys work."""
         raise NotImplementedError
 
     def footer_keys(self) -> list[tuple[str, str]]:
-        """The keys that work now and their effects, for the footer."""
+        """Return the keys that work now and their effects, for the footer."""
         return [*self.keys, (self.screenshot_keys[0], "picture")]
 
     def press(self, key: str) -> None:
         """Act as if a key of `footer_keys` was pressed."""
         name = {"esc": "escape"}.get(key, key)
-        if not self.is_closed and any(key == each for each, _ in self.footer_keys()):
+        if not self.is_closed and any(key == footer_key for footer_key, _ in self.footer_keys()):
             self.on_key(events.Key(name, None))
 
     def run_ended(self) -> None:
-        """Called at the end of the run: stop offering what is impossible from then on."""
+        """Stop offering what is impossible after the end of the run; called once, at its end."""
 
     def close_once(self, answer: str | None) -> None:
-        """Close with the answer; do nothing the second time, because Textual treats a second dismissal as an error."""
+        """Close with the answer. Do nothing the second time, because Textual treats a second dismissal as an error."""
         if not self.is_closed:
             self.is_closed = True
             self.app.call_later(self.app.post_message, self.Changed())
@@ -117,7 +118,7 @@ class Dialog(ModalScreen[str | None]):
         self.draw()
 
     def build_rows(self, width: int, height: int) -> list[Row]:
-        """Rows of at most `width` cells; `height` rows fit."""
+        """Return rows of at most `width` cells; `height` rows are visible."""
         raise NotImplementedError
 
     def draw(self) -> None:
@@ -128,34 +129,47 @@ class Dialog(ModalScreen[str | None]):
         height = min(len(rows) + 2, screen_height)
         self.screen_row = (screen_height - height) // 2
         self.box.set_region(0, self.screen_row, screen_width, height)
-        shown = truncate(self.message, width - 11) if self.screen_row < _STATUS_ROWS else ""
-        corner: Row = [(shown, "wait")] if shown else [(self.corner, "dim")] if self.corner else []
+        covers_messages = self.screen_row < _STATUS_ROWS
+        message = truncate(self.message, width - 11) if covers_messages else ""
+        corner: Row = []
+        if message:
+            corner = [(message, "wait")]
+        elif self.corner:
+            corner = [(self.corner, "dim")]
         title: Row = [(truncate(self.title_text, width - 6), "title")]
         glyphs = self.style.glyphs
         framed = draw_frame(
-            title, corner, rows, width, height, glyphs, focused=True, first=self.first_row, pinned=self.pinned_rows
+            title,
+            corner,
+            rows,
+            width,
+            height,
+            glyphs,
+            focused=True,
+            first_row=self.first_row,
+            pinned_rows=self.pinned_rows,
         )
-        left = (screen_width - width) // 2
-        self.rows = [[(" " * left, ""), *row, (" " * (screen_width - width - left), "")] for row in framed]
+        margin = (screen_width - width) // 2
+        self.rows = [[(" " * margin, ""), *row, (" " * (screen_width - width - margin), "")] for row in framed]
         self.box.show_rows(self.rows)
 
 
 class Choice(Dialog):
-    """A question with a key for each answer; returns the answer's name, or None to stay."""
+    """A question with a key for each answer. Its result is the name of the answer, or None to stay."""
 
     def __init__(
         self,
         title: str,
         text: Sequence[str],
         answers: Sequence[tuple[str, str, str]],
-        look: TerminalStyle,
+        style: TerminalStyle,
         on_pointless: Callable[[], None] | None = None,
     ) -> None:
-        """`answers`: key; name; text.
+        """Ask `text`. `answers`: key, name and text of each.
 
         `on_pointless`: tells the user that the dialog closed because the question is pointless after the run's end.
         """
-        super().__init__(title, look)
+        super().__init__(title, style)
         self.on_pointless = on_pointless
         self.lines = text
         self.answers = answers
@@ -165,7 +179,7 @@ class Choice(Dialog):
         """A note about the last key, if it was no answer."""
 
     def build_rows(self, width: int, height: int) -> list[Row]:
-        """The text, then a row per answer."""
+        """Return the question, a note about the last key, then a row per answer."""
         rows: list[Row] = [[(truncate(line, width), "")] for line in self.lines]
         rows.append([(truncate(self.key_note, width), "dim")])
         for key, _, text in self.answers:
@@ -179,11 +193,11 @@ class Choice(Dialog):
             self.on_pointless()
 
     def offers(self, name: str) -> bool:
-        """Whether `name` is one of the answers."""
-        return any(name == each for _, each, _ in self.answers)
+        """Return whether `name` is one of the answers."""
+        return any(name == answer_name for _, answer_name, _ in self.answers)
 
     def respond_to_key(self, event: events.Key) -> None:
-        """Return the answer of the key, or tell the user that the key does nothing here."""
+        """Close with the answer of the key, or tell the user that the key does nothing here."""
         pressed = "esc" if event.key == "escape" else event.key
         for key, name, _ in self.answers:
             if pressed == key:
@@ -200,14 +214,14 @@ class TextPages(Dialog):
     corner = "arrows scroll  s picture  esc closes"
     preferred_width = 112
 
-    def __init__(self, title: str, make: Callable[[int], list[Row]], look: TerminalStyle) -> None:
-        """`make` returns the rows for a width in cells."""
-        super().__init__(title, look)
-        self.make_rows = make
+    def __init__(self, title: str, make_rows: Callable[[int], list[Row]], style: TerminalStyle) -> None:
+        """Show the rows that `make_rows` returns for a width in cells."""
+        super().__init__(title, style)
+        self.make_rows = make_rows
         self.visible_rows = 1
 
     def build_rows(self, width: int, height: int) -> list[Row]:
-        """All rows; the frame shows the rows at the scroll position and counts the rows above and below."""
+        """Return all rows. The frame shows those at the scroll position and counts the rows above and below."""
         rows = self.make_rows(width)
         self.visible_rows = height
         self.first_row = max(min(self.first_row, len(rows) - height), 0)
@@ -231,7 +245,7 @@ class TextPages(Dialog):
 
 
 class _TextInput(Dialog):
-    """A dialog with a line to type; esc gives up."""
+    """A dialog with a line to type; esc cancels it."""
 
     screenshot_keys = ("ctrl+s",)
     typed_text = ""
@@ -239,21 +253,21 @@ class _TextInput(Dialog):
     """Whether the line shows stars instead of the text."""
 
     def input_row(self, width: int) -> Row:
-        """The end of the typed line, with a cursor."""
-        shown = self.typed_text[-width:]
-        shown = "*" * len(shown) if self.hides_text else shown
-        while shown and span_width(shown) > width - 3:
-            shown = shown[1:]
-        return [("> ", "key"), (shown, ""), ("_" if self.style.glyphs.ascii else "▏", "key")]
+        """Return the end of the typed line, with a cursor."""
+        visible_text = self.typed_text[-width:]
+        visible_text = "*" * len(visible_text) if self.hides_text else visible_text
+        while visible_text and span_width(visible_text) > width - 3:
+            visible_text = visible_text[1:]
+        return [("> ", "key"), (visible_text, ""), ("_" if self.style.glyphs.ascii else "▏", "key")]
 
     def add_text(self, text: str) -> None:
         """Add typed text, up to the limit."""
-        whole = (self.typed_text + strip_control_chars(text)).encode()
-        self.typed_text = whole[:MAX_LINE_BYTES].decode("utf-8", "ignore")
+        text_bytes = (self.typed_text + strip_control_chars(text)).encode()
+        self.typed_text = text_bytes[:MAX_LINE_BYTES].decode("utf-8", "ignore")
         self.draw()
 
     def respond_to_key(self, event: events.Key) -> None:
-        """Edit, or give up."""
+        """Edit the line, or cancel."""
         if event.key in ("escape", "ctrl+c"):
             self.close_once(None)
         elif event.key in ("backspace", "ctrl+h"):
@@ -266,14 +280,14 @@ class _TextInput(Dialog):
             self.add_text(event.character)
 
     def on_paste(self, event: events.Paste) -> None:
-        """Take the first line of pasted text."""
+        """Add the first line of pasted text."""
         event.stop()
         if not self.is_closed:
             self.add_text((event.text.splitlines() or [""])[0])
 
 
 class LineInput(_TextInput):
-    """One line to type; returns it, or None."""
+    """One line to type. Its result is the line, or None."""
 
     keys: Sequence[tuple[str, str]] = (("enter", "done"), ("esc", "cancel"))
 
@@ -281,18 +295,22 @@ class LineInput(_TextInput):
         self,
         title: str,
         note: str,
-        look: TerminalStyle,
-        typed: str = "",
-        hidden: bool = False,
-        over_note: str | None = None,
+        style: TerminalStyle,
+        typed_text: str = "",
+        hides_text: bool = False,
+        ended_note: str | None = None,
     ) -> None:
-        """`hidden`: show stars instead of the text. `over_note`: the note after the run's end."""
-        super().__init__(title, look)
-        self.ended_note = over_note
+        """Show `note` below the line.
+
+        `hides_text`: show stars instead of the text. `ended_note`: the note after the run's end, when the line cannot
+        be sent.
+        """
+        super().__init__(title, style)
+        self.ended_note = ended_note
         self.can_send = True
         self.note = note
-        self.typed_text = typed
-        self.hides_text = hidden
+        self.typed_text = typed_text
+        self.hides_text = hides_text
 
     def run_ended(self) -> None:
         """Keep the typed text visible, but do not send it."""
@@ -302,11 +320,11 @@ class LineInput(_TextInput):
             self.app.post_message(self.Changed())
 
     def build_rows(self, width: int, height: int) -> list[Row]:
-        """The typed line, and what enter will do."""
+        """Return the typed line and the note."""
         return [self.input_row(width), [], [(truncate(self.note, width), "dim")]]
 
     def respond_to_key(self, event: events.Key) -> None:
-        """Send, edit, or give up."""
+        """Send, edit, or cancel."""
         if event.key == "enter":
             self.close_once(self.typed_text if self.can_send else None)
         else:
@@ -314,18 +332,18 @@ class LineInput(_TextInput):
 
 
 class CommandPalette(_TextInput):
-    """A list to choose from, filtered by typing; returns the chosen action, or None."""
+    """A list of commands, filtered by typing. Its result is the action of the chosen command, or None."""
 
     keys = (("arrows", "choose"), ("enter", "do it"), ("esc", "close"))
     corner = "enter does it"
 
-    def __init__(self, possible: Callable[[], Sequence[tuple[str, str, str]]], look: TerminalStyle) -> None:
-        """`possible` returns the commands that can run now: key, sentence, action."""
-        super().__init__("What can be done now", look)
-        self.list_commands = possible
-        self.command_count = len(possible())
+    def __init__(self, list_commands: Callable[[], Sequence[tuple[str, str, str]]], style: TerminalStyle) -> None:
+        """Show what `list_commands` returns: the commands that can run now."""
+        super().__init__("What can be done now", style)
+        self.list_commands = list_commands
+        self.command_count = len(list_commands())
         """Number of commands without a filter."""
-        self.preferred_width = max(span_width(text) for _, text, _ in possible()) + 10
+        self.preferred_width = max(span_width(text) for _, text, _ in list_commands()) + 10
         self.shown_commands: list[tuple[str, str, str]] = []
         """The drawn commands; the possible ones may have changed since then."""
         self.chosen_command: tuple[str, str, str] | None = None
@@ -337,45 +355,52 @@ class CommandPalette(_TextInput):
         self.draw()
 
     def matching_commands(self) -> list[tuple[str, str, str]]:
-        """The commands that contain every typed word; one whose key was typed comes first."""
+        """Return the commands that contain every typed word; the command whose key was typed comes first."""
         words = self.typed_text.lower().split()
         found = [each for each in self.list_commands() if all(word in f"{each[0]} {each[1]}".lower() for word in words)]
         return sorted(found, key=lambda each: each[0] != self.typed_text)
 
     def build_rows(self, width: int, height: int) -> list[Row]:
-        """The typed text, then the commands with the chosen one marked; the box keeps its height during typing."""
-        found = self.shown_commands = self.matching_commands()
-        at = self._chosen_index()
+        """Return the typed text, then the commands with the chosen one marked.
+
+        The box keeps its height during typing.
+        """
+        commands = self.shown_commands = self.matching_commands()
+        chosen_index = self._chosen_index()
         rows: list[Row] = [self.input_row(width)]
-        room = max(height - 1, 1)
-        self.first_row = max(at - room + 1, 0)
-        for index, (key, text, _) in enumerate(found):
-            mark = self.style.glyphs.focus if index == at else " "
-            style = "bold" if index == at else ""
+        visible_count = max(height - 1, 1)
+        self.first_row = max(chosen_index - visible_count + 1, 0)
+        for index, (key, text, _) in enumerate(commands):
+            mark = self.style.glyphs.focus if index == chosen_index else " "
+            style = "bold" if index == chosen_index else ""
             rows.append([(mark + " ", "key"), (key.ljust(6), "key"), (truncate(text, width - 8), style)])
-        if not found:
+        if not commands:
             rows.append([("  no command matches now", "dim")])
-        return [*rows, *[[]] * (min(self.command_count, room) - len(found))][: max(len(found), room) + 1]
+        return [*rows, *[[]] * (min(self.command_count, visible_count) - len(commands))][
+            : max(len(commands), visible_count) + 1
+        ]
 
     def _chosen_index(self) -> int:
-        """The position of the chosen command in the list."""
+        """Return the position of the chosen command in the list."""
         return self.shown_commands.index(self.chosen_command) if self.chosen_command in self.shown_commands else 0
 
     def respond_to_key(self, event: events.Key) -> None:
-        """Choose, filter the list, or give up. A marked command that has become impossible is not done."""
+        """Choose, filter the list, or cancel. A marked command that has become impossible is not run."""
         moves = {"up": -1, "down": 1, "pageup": -8, "pagedown": 8, "tab": 1, "shift+tab": -1}
-        found, at = self.shown_commands, self._chosen_index()
-        if event.key == "enter" and (not found or found[at] in self.matching_commands()):
-            self.close_once(found[at][2] if found else None)
+        commands, chosen_index = self.shown_commands, self._chosen_index()
+        if event.key == "enter" and (not commands or commands[chosen_index] in self.matching_commands()):
+            self.close_once(commands[chosen_index][2] if commands else None)
         elif event.key == "enter":
             self.draw()
         elif event.key in moves:
-            self.chosen_command = found[min(max(at + moves[event.key], 0), len(found) - 1)] if found else None
+            self.chosen_command = (
+                commands[min(max(chosen_index + moves[event.key], 0), len(commands) - 1)] if commands else None
+            )
             self.draw()
         else:
             super().respond_to_key(event)
 
     def add_text(self, text: str) -> None:
-        """Filter by more text; the first match is chosen."""
+        """Filter by more text and choose the first match."""
         self.chosen_command = None
         super().add_text(text)

@@ -38,102 +38,106 @@ def _always_shown(word: str) -> Callable[[ScreenData], str | None]:
     return lambda facts: word
 
 
-def _shown_when(test: Callable[[ScreenData], bool], word: str) -> Callable[[ScreenData], str | None]:
-    return lambda facts: word if test(facts) else None
+def _shown_when(is_available: Callable[[ScreenData], bool], word: str) -> Callable[[ScreenData], str | None]:
+    return lambda facts: word if is_available(facts) else None
 
 
-def _other_mode(facts: ScreenData) -> str | None:
-    if not facts.can_toggle or facts.process is None:
+def _other_mode(screen: ScreenData) -> str | None:
+    if not screen.can_toggle or screen.process is None:
         return None
-    return "→ dp" if facts.process.mode == "single" else "→ single"
+    return "→ dp" if screen.process.mode == "single" else "→ single"
 
 
-def _pause_label(facts: ScreenData) -> str | None:
-    if not facts.can_pause:
+def _pause_label(screen: ScreenData) -> str | None:
+    if not screen.can_pause:
         return None
-    return "resume" if facts.pause_state.wanted else "pause"
+    return "resume" if screen.pause_state.wanted else "pause"
 
 
-def _freeze_label(facts: ScreenData) -> str | None:
-    if facts.view.is_frozen:
-        return "go on" if facts.past is None else None
-    return None if facts.is_over or facts.playing is not None else "freeze"
+def _freeze_label(screen: ScreenData) -> str | None:
+    if screen.view.is_frozen:
+        return "go on" if screen.past is None else None
+    return None if screen.is_over or screen.playing is not None else "freeze"
 
 
-def _is_finished(facts: ScreenData) -> bool:
-    """Whether the run is over, whatever time the picture shows."""
-    return facts.is_over or facts.playing is not None or (facts.past is not None and facts.past.now_ns is None)
+def _is_finished(screen: ScreenData) -> bool:
+    """Return whether the run has ended, whatever time the screen shows."""
+    return screen.is_over or screen.playing is not None or (screen.past is not None and screen.past.now_ns is None)
 
 
-def _can_stop(facts: ScreenData) -> bool:
-    return not _is_finished(facts) and facts.stop_progress is None
+def _can_stop(screen: ScreenData) -> bool:
+    return not _is_finished(screen) and screen.stop_progress is None
 
 
-def _why_label(facts: ScreenData) -> str | None:
-    return "why" if (_can_stop(facts) and facts.past is None) or facts.shown_stall is not None else None
+def _why_label(screen: ScreenData) -> str | None:
+    return "why" if (_can_stop(screen) and screen.past is None) or screen.shown_stall is not None else None
 
 
-def _has_several_calls(facts: ScreenData) -> bool:
-    return facts.view.focus == "replicas" and len(choices(facts.process)) > 1
+def _has_several_calls(screen: ScreenData) -> bool:
+    return screen.view.focus == "replicas" and len(choices(screen.process)) > 1
 
 
-def _look_back_label(facts: ScreenData) -> str | None:
-    """The word for `<` and `>`; the time line of a playback has its own."""
-    if facts.process is None or facts.process.last_step is None:
+def _look_back_label(screen: ScreenData) -> str | None:
+    """Return the word for `<` and `>`; none in a playback, whose time line has its own."""
+    if screen.process is None or screen.process.last_step is None:
         return None
-    return "time" if facts.playing is None else ""
+    return "time" if screen.playing is None else ""
 
 
-def _escape_label(facts: ScreenData) -> str | None:
-    """The word for `esc`."""
-    if facts.past is not None:
+def _escape_label(screen: ScreenData) -> str | None:
+    """Return the word for `esc`."""
+    if screen.past is not None:
         return "now"
-    if facts.view.zoom:
+    if screen.view.zoom:
         return "all panels"
-    return "all nodes" if facts.view.node_number is not None else "end search" if _is_searching(facts) else None
+    if screen.view.node_number is not None:
+        return "all nodes"
+    return "end search" if _is_searching(screen) else None
 
 
-def _is_searching(facts: ScreenData) -> bool:
-    return bool(facts.view.search) and facts.view.focus == "output"
+def _is_searching(screen: ScreenData) -> bool:
+    return bool(screen.view.search) and screen.view.focus == "output"
 
 
-def node_to_show(facts: ScreenData) -> NodeStatus | None:
-    """The node that `enter` shows: that of the chosen rank, in panel 2."""
-    view = facts.view
+def node_to_show(screen: ScreenData) -> NodeStatus | None:
+    """Return the node that `enter` shows: that of the rank chosen in panel 2; None if no rank is chosen."""
+    view = screen.view
     if view.zoom is not None or view.focus != "replicas" or view.process_index is None:
         return None
-    return next((one for one in facts.state.nodes if view.process_index in one.processes), None)
+    return next((node for node in screen.state.nodes if view.process_index in node.processes), None)
 
 
-def slash_finds_rank(facts: ScreenData) -> bool:
-    """Whether `/` finds a rank."""
-    return facts.view.focus == "replicas" and facts.view.zoom != "output" and panel_ranks.shows_map(facts)
+def slash_finds_rank(screen: ScreenData) -> bool:
+    """Return whether `/` finds a rank."""
+    return screen.view.focus == "replicas" and screen.view.zoom != "output" and panel_ranks.shows_map(screen)
 
 
-def _find_label(facts: ScreenData) -> str:
-    if slash_finds_rank(facts):
+def _find_label(screen: ScreenData) -> str:
+    if slash_finds_rank(screen):
         return "find rank"
-    return "find" if "output" in (facts.view.focus, facts.view.zoom) else ""
+    return "find" if "output" in (screen.view.focus, screen.view.zoom) else ""
 
 
-def _zoom_label(facts: ScreenData) -> str | None:
-    node = node_to_show(facts)
-    return None if facts.view.zoom else "zoom" if node is None else node.name
-
-
-def _can_sample_collectives(facts: ScreenData) -> bool:
-    return len(facts.state.ranks) > 1 and not facts.is_over and facts.playing is None
-
-
-def _has_ranks(facts: ScreenData) -> bool:
-    return len(facts.state.ranks) > 1 and facts.playing is None
-
-
-def _end_key_label(facts: ScreenData) -> str | None:
-    """The word for `end` if the output is scrolled back, for example after a search."""
-    if not facts.is_output_scrolled_back or "output" not in (facts.view.focus, facts.view.zoom):
+def _zoom_label(screen: ScreenData) -> str | None:
+    if screen.view.zoom:
         return None
-    return "to the end" if facts.is_over else "follow"
+    node = node_to_show(screen)
+    return "zoom" if node is None else node.name
+
+
+def _can_sample_collectives(screen: ScreenData) -> bool:
+    return len(screen.state.ranks) > 1 and not screen.is_over and screen.playing is None
+
+
+def _has_ranks(screen: ScreenData) -> bool:
+    return len(screen.state.ranks) > 1 and screen.playing is None
+
+
+def _end_key_label(screen: ScreenData) -> str | None:
+    """Return the word for `end` if the output is scrolled back, for example after a search."""
+    if not screen.is_output_scrolled_back or "output" not in (screen.view.focus, screen.view.zoom):
+        return None
+    return "to the end" if screen.is_over else "follow"
 
 
 COMMANDS: tuple[KeyCommand, ...] = (
@@ -278,56 +282,59 @@ PLAYBACK_ACTIONS = ACTIONS | {command.textual_names or command.key: command.acti
 """The action of each key in a playback."""
 
 
-def available_commands(facts: ScreenData) -> list[tuple[str, str, str]]:
-    """Key, sentence and action for everything that can be done now, for the palette."""
-    found = [
-        (d.key, "close this screen" if word == "close" else d.description, d.action)
-        for d in (*PLAYBACK_COMMANDS, *COMMANDS)
-        if d.action not in ("", "palette") and (word := d.footer_word(facts)) is not None
+def available_commands(screen: ScreenData) -> list[tuple[str, str, str]]:
+    """Return everything that can be done now, for the palette."""
+    commands = [
+        (command.key, "close this screen" if label == "close" else command.description, command.action)
+        for command in (*PLAYBACK_COMMANDS, *COMMANDS)
+        if command.action not in ("", "palette") and (label := command.footer_word(screen)) is not None
     ]
-    found += [(key, description, action) for key, _, action, description in _PAIRED_KEYS]
-    return found + [(key, f"go to panel {panel_name(facts, name)}", action) for key, action, name in _PANEL_KEYS]
+    commands += [(key, description, action) for key, _, action, description in _PAIRED_KEYS]
+    return commands + [(key, f"go to panel {panel_name(screen, name)}", action) for key, action, name in _PANEL_KEYS]
 
 
-def panel_name(facts: ScreenData, panel: str) -> str:
-    """The current name of a panel."""
-    ranked = panel_communication.is_shown(facts) if panel == "compare" else panel_ranks.is_shown(facts)
+def panel_name(screen: ScreenData, panel: str) -> str:
+    """Return the current name of a panel."""
+    ranked = panel_communication.is_shown(screen) if panel == "compare" else panel_ranks.is_shown(screen)
     return RANK_NAMES.get(panel, NAMES[panel]) if ranked else NAMES[panel]
 
 
 # ------------------------------------------------------------------------------------------------ the view
 
 
-def focus_neighbor(view: View, slots: Mapping[str, Slot], way: str) -> View:
-    """Go to the panel above, below, left or right of the one in focus, if there is one."""
-    here = slots.get(view.focus)
-    if here is None:
+def focus_neighbor(view: View, slots: Mapping[str, Slot], direction: str) -> View:
+    """Return the view with the focus on the nearest panel in a direction; the same view if there is none."""
+    focused_slot = slots.get(view.focus)
+    if focused_slot is None:
         return view
-    across = ("up", "down") if way in ("left", "right") else ("left", "right")
-    found: list[tuple[int, int, str]] = []
-    for index, name in enumerate(PANELS):
+    cross_sides = ("up", "down") if direction in ("left", "right") else ("left", "right")
+    nearest, nearest_distance = view.focus, 0
+    for name in PANELS:
         slot = slots.get(name)
         if slot is None or name == view.focus:
             continue
-        beyond = {
-            "left": here.x - (slot.x + slot.width),
-            "right": slot.x - (here.x + here.width),
-            "up": here.y - (slot.y + slot.height),
-            "down": slot.y - (here.y + here.height),
+        distance_by_side = {
+            "left": focused_slot.x - (slot.x + slot.width),
+            "right": slot.x - (focused_slot.x + focused_slot.width),
+            "up": focused_slot.y - (slot.y + slot.height),
+            "down": slot.y - (focused_slot.y + focused_slot.height),
         }
-        if beyond[way] >= 0 and all(beyond[side] < 0 for side in across):
-            found.append((beyond[way], index, name))
-    return replace(view, focus=min(found)[2]) if found else view
+        distance = distance_by_side[direction]
+        if distance < 0 or not all(distance_by_side[side] < 0 for side in cross_sides):
+            continue
+        if nearest == view.focus or distance < nearest_distance:
+            nearest, nearest_distance = name, distance
+    return replace(view, focus=nearest)
 
 
-def next_time_range(view: View, by: int) -> View:
-    """Choose the next longer (or shorter) time range; stay at the last one."""
-    here = RANGES.index(view.range_s) if view.range_s in RANGES else 0
-    return replace(view, range_s=RANGES[min(max(here + by, 0), len(RANGES) - 1)])
+def next_time_range(view: View, offset: int) -> View:
+    """Return the view with the next longer (or shorter) time range; the last one stays."""
+    index = RANGES.index(view.range_s) if view.range_s in RANGES else 0
+    return replace(view, range_s=RANGES[min(max(index + offset, 0), len(RANGES) - 1)])
 
 
-def next_refresh_interval(period: float, by: int) -> float:
-    """The next longer (or shorter) time between pictures, in seconds."""
-    if by > 0:
-        return next((each for each in REFRESH_INTERVALS_S if each > period * 1.001), period)
-    return next((each for each in reversed(REFRESH_INTERVALS_S) if each < period * 0.999), period)
+def next_refresh_interval(current_s: float, offset: int) -> float:
+    """Return the next longer (or shorter) time between frames, in seconds; the last one stays."""
+    if offset > 0:
+        return next((interval for interval in REFRESH_INTERVALS_S if interval > current_s * 1.001), current_s)
+    return next((interval for interval in reversed(REFRESH_INTERVALS_S) if interval < current_s * 0.999), current_s)

@@ -78,16 +78,16 @@ class Monitor(App[str]):
     def __init__(
         self,
         directory: Path,
-        look: TerminalStyle,
+        style: TerminalStyle,
         *,
         refresh: float = 1.0,
         alert: str | None = None,
         open_reader: Callable[[], RunReader] | None = None,
         open_store: OpenStore | None = None,
     ) -> None:
-        """`refresh`: seconds between pictures."""
-        super().__init__(ansi_color=not look.has_color)
-        self.style = look
+        """Prepare a screen for the run in `directory`. `refresh`: seconds between frames."""
+        super().__init__(ansi_color=not style.has_color)
+        self.style = style
         self.refresh_interval_s = refresh
         self.terminal: TerminalDriver | None = None
         """The driver of a real terminal, which sets this member itself."""
@@ -107,25 +107,25 @@ class Monitor(App[str]):
         self._message_timer: Timer | None = None
         """The timer that removes the last message."""
         self._has_handled_end = False
-        self._drawer = PanelDrawer(self, look)
+        self._drawer = PanelDrawer(self, style)
         self._stopper = RunStopper(self)
 
     def get_driver_class(self) -> type[TextualDriver]:
-        """Our driver instead of Textual's LinuxDriver; any other driver stays as Textual chose it."""
-        found = super().get_driver_class()
-        return TerminalDriver if found is LinuxDriver else found
+        """Return our driver instead of Textual's LinuxDriver; any other driver stays as Textual chose it."""
+        driver_class = super().get_driver_class()
+        return TerminalDriver if driver_class is LinuxDriver else driver_class
 
     def exit(self, result: str | None = None, return_code: int = 0, message: object = None) -> None:
         """Exit; a deadline ends the process even if the terminal accepts no more output."""
-        ended = self.live_run.exit_info
-        over = ended.status if ended is not None and ended.status is not None else 1
+        exit_info = self.live_run.exit_info
+        run_status = exit_info.status if exit_info is not None and exit_info.status is not None else 1
         self.exit_handlers.start_deadline(
-            return_code or {"left": 0, "ended": over, "stopped": over}.get(result or "", 1)
+            return_code or {"left": 0, "ended": run_status, "stopped": run_status}.get(result or "", 1)
         )
         super().exit(result, return_code, message)  # type: ignore[arg-type]
 
     def compose(self) -> ComposeResult:
-        """Yield one widget per panel; the first picture sets their sizes."""
+        """Yield one widget per panel; the first frame sets their sizes."""
         yield from self._drawer.widgets.values()
 
     def on_mount(self) -> None:
@@ -151,15 +151,15 @@ class Monitor(App[str]):
         self.draw()
 
     def on_resize(self) -> None:
-        """Place everything in the new size."""
+        """Place all panels in the new size."""
         self.draw()
 
     def exit_if_terminal_gone(self) -> bool:
-        """Exit if the terminal has gone; returns whether it has."""
-        gone = not self.is_headless and is_terminal_gone()
-        if gone:
+        """Exit if the terminal has gone. Return whether it has."""
+        is_gone = not self.is_headless and is_terminal_gone()
+        if is_gone:
             self.exit_handlers.exit_with_status(129)
-        return gone
+        return is_gone
 
     def _ask_to_exit(self, status: int) -> bool:
         loop = getattr(self, "_loop", None)
@@ -180,10 +180,12 @@ class Monitor(App[str]):
     def _draw_frame(self) -> None:
         if self._frozen_data is None:
             self.live_run.output.refresh()
-        ready = self.terminal is None or self.terminal.is_writable()
-        if ready or self._was_writable:  # a terminal that is still busy at the second look is stalled: skip the picture
+        is_writable = self.terminal is None or self.terminal.is_writable()
+        if (
+            is_writable or self._was_writable
+        ):  # a terminal that is still busy at the second look is stalled: skip the picture
             self.draw()
-        self._was_writable = ready
+        self._was_writable = is_writable
         if self._alert is not None and self.terminal is not None:
             self.terminal.write(self._alert.bytes_to_send(self.live_run.build_screen_data(self.view)))
         if self.live_run.is_over and not self._has_handled_end:
@@ -192,7 +194,7 @@ class Monitor(App[str]):
         self._stopper.poll()
 
     def _handle_run_end(self) -> None:
-        """Show the whole run, look for what is worth a look in it, and tell the dialogs that it ended."""
+        """Show the whole run, look for findings, and tell the dialogs that it ended."""
         self.set_view(replace(self.view, range_s=0))
 
         def look() -> str | None:
@@ -213,27 +215,27 @@ class Monitor(App[str]):
         if self.is_headless:
             return
         with contextlib.suppress(OSError, ValueError, AttributeError):
-            found = Size(*os.get_terminal_size(sys.__stdin__.fileno()))  # type: ignore[union-attr]
-            if found.area and found != self.size:
-                self.post_message(events.Resize(found, found))
+            terminal_size = Size(*os.get_terminal_size(sys.__stdin__.fileno()))  # type: ignore[union-attr]
+            if terminal_size.area and terminal_size != self.size:
+                self.post_message(events.Resize(terminal_size, terminal_size))
 
-    def set_refresh_interval(self, period: float) -> None:
-        """Draw a picture every `period` seconds from now on."""
-        self.refresh_interval_s = period
+    def set_refresh_interval(self, interval_s: float) -> None:
+        """Draw a frame every `interval_s` seconds from now on."""
+        self.refresh_interval_s = interval_s
         if self._refresh_timer is not None:
             self._refresh_timer.stop()
-            self._refresh_timer = self.set_interval(period, self._tick)
+            self._refresh_timer = self.set_interval(interval_s, self._tick)
 
-    def set_style(self, look: TerminalStyle) -> None:
-        """Draw with another look from now on."""
-        self.style = look
-        self.ansi_color = not look.has_color
-        self.screen.styles.background = look.background
-        self._drawer.set_style(look)
+    def set_style(self, style: TerminalStyle) -> None:
+        """Draw in another style from now on."""
+        self.style = style
+        self.ansi_color = not style.has_color
+        self.screen.styles.background = style.background
+        self._drawer.set_style(style)
         self.draw()
 
     def _repaint(self) -> None:
-        """Send the whole picture again, over anything that another program wrote to the terminal."""
+        """Send the whole frame again, over anything that another program wrote to the terminal."""
         self.screen.refresh()
 
     def on_app_focus(self) -> None:
@@ -241,7 +243,7 @@ class Monitor(App[str]):
         self._repaint()
 
     def data_to_draw(self) -> ScreenData:
-        """The facts to draw: the live one, or the frozen one."""
+        """Return the data to draw: of the live run, or frozen."""
         screen = self.screen_stack[-1] if self.screen_stack else None  # the stack is empty while the app exits
         view = replace(self.view, dialog_keys=tuple(screen.footer_keys())) if isinstance(screen, Dialog) else self.view
         if self._frozen_data is not None:
@@ -254,25 +256,30 @@ class Monitor(App[str]):
         width, height = self.size
         if not width or not height:
             return
-        facts = self.data_to_draw()
-        slots = panel_slots(facts, width, height)
-        waits = height >= TALL_SCREEN_ROWS or has_room_for_rank_history(facts, slots)
-        lacks, self.live_run.shows_rank_waits = waits and not self.live_run.shows_rank_waits, waits
-        if self._frozen_data is None and (self.live_run.set_visible_ranks(max_visible_ranks(facts, slots)) or lacks):
-            facts = self.data_to_draw()
-        self._move_hidden_focus(facts, slots)
-        if facts.view.focus != self.view.focus:
-            facts = self.data_to_draw()
-        painted = paint_panels(facts, self.live_run.output, slots, self.style, noted=not self._is_dialog_open)
+        data = self.data_to_draw()
+        slots = panel_slots(data, width, height)
+        shows_rank_waits = height >= TALL_SCREEN_ROWS or has_room_for_rank_history(data, slots)
+        lacks_rank_waits, self.live_run.shows_rank_waits = (
+            shows_rank_waits and not self.live_run.shows_rank_waits,
+            shows_rank_waits,
+        )
+        if self._frozen_data is None and (
+            self.live_run.set_visible_ranks(max_visible_ranks(data, slots)) or lacks_rank_waits
+        ):
+            data = self.data_to_draw()
+        self._move_hidden_focus(data, slots)
+        if data.view.focus != self.view.focus:
+            data = self.data_to_draw()
+        painted = paint_panels(data, self.live_run.output, slots, self.style, with_popup=not self._is_dialog_open)
         self._drawer.draw(slots, painted, None if self._is_dialog_open else self.terminal)
 
-    def _move_hidden_focus(self, facts: ScreenData, slots: Mapping[str, Slot]) -> None:
-        """While the panel in focus is not on the screen, the most important panel has the focus."""
+    def _move_hidden_focus(self, data: ScreenData, slots: Mapping[str, Slot]) -> None:
+        """Move the focus to the most important panel while the panel in focus is not on the screen."""
         focus, (home, lent) = self.view.focus, self._lent
         if self.view.zoom is not None or (focus in slots and focus != lent):
             return
         home = home if focus == lent else focus
-        focus = home if home in slots else next((panel for panel in choose_scene(facts).panels if panel in slots), home)
+        focus = home if home in slots else next((panel for panel in choose_scene(data).panels if panel in slots), home)
         self._lent = ("", "") if focus == home else (home, focus)
         self.view = replace(self.view, focus=focus)
 
@@ -282,23 +289,23 @@ class Monitor(App[str]):
         return self._drawer.slots
 
     def painted_rows(self) -> list[Row]:
-        """The rows on the screen, without dialogs."""
+        """Return the rows on the screen, without dialogs."""
         return self._drawer.rows()
 
     def panel_rows(self, name: str) -> list[Row]:
-        """The rows of one panel."""
+        """Return the rows of one panel."""
         return self._drawer.widgets[name].rows
 
     def text(self) -> list[str]:
-        """The screen as text rows (for tests)."""
+        """Return the screen as text rows (for tests)."""
         return [plain_text(row) for row in self.painted_rows()]
 
-    def clamp_scroll(self, panel: str, wanted: int) -> int:
-        """The scroll position `wanted`, limited to the panel's last position."""
+    def clamp_scroll(self, panel: str, first_row: int) -> int:
+        """Return the scroll position `first_row`, limited to the panel's last position."""
         slot = self.slots.get(panel)
         if slot is None:
             return 0
-        return min(wanted, max_scroll(panel, self.data_to_draw(), slot, self.style))
+        return min(first_row, max_scroll(panel, self.data_to_draw(), slot, self.style))
 
     # ------------------------------------------------------------------------------------------ messages
 
@@ -316,7 +323,7 @@ class Monitor(App[str]):
         self.draw()
 
     def action_freeze(self) -> None:
-        """Freeze the picture, or let it go on."""
+        """Freeze the screen, or show the live run again."""
         if self._frozen_data is None and self.data_to_draw().is_over:
             self.show_message("there is nothing to freeze: the run is over; dpmon attach can play it back")
             return
@@ -333,10 +340,10 @@ class Monitor(App[str]):
 
     # ------------------------------------------------------------------------------------------ other threads
 
-    def _show_text(self, title: str, waits: str, write: Callable[[int], list[str]]) -> None:
-        """Show what `write` returns on another thread: lines of at most as many cells as it is given."""
+    def _show_text(self, title: str, waiting_text: str, write: Callable[[int], list[str]]) -> None:
+        """Show the lines that `write` returns on another thread for a width in cells."""
         width = max(min(self.size.width - 4, 108), 20)
-        rows: list[Row] = [[(waits, "dim")]]
+        rows: list[Row] = [[(waiting_text, "dim")]]
         # Open the dialog first: text that is ready later must not cover whatever the user has opened meanwhile.
         pages = TextPages(title, lambda _: rows, self.style)
 
@@ -363,8 +370,8 @@ class Monitor(App[str]):
 
         self._run_in_thread(job, show)
 
-    def _run_in_thread(self, job: Callable[[], str | None], then: Callable[[str | None], None]) -> None:
-        """Run `job` on another thread; pass its result or its error to `then` on the screen's thread."""
+    def _run_in_thread(self, job: Callable[[], str | None], handle_result: Callable[[str | None], None]) -> None:
+        """Run `job` on another thread; pass its result or its error to `handle_result` on the screen's thread."""
 
         def run() -> None:
             try:
@@ -372,14 +379,14 @@ class Monitor(App[str]):
             except Exception as error:  # noqa: BLE001  whatever went wrong is shown; the screen goes on
                 is_job_error = isinstance(error, background_jobs.JobError)
                 error_text = str(error) if is_job_error else f"{type(error).__name__}: {error}"
-            self.call_on_ui_thread(then, None if error_text is None else sanitize_line(error_text, 300))
+            self.call_on_ui_thread(handle_result, None if error_text is None else sanitize_line(error_text, 300))
 
         threading.Thread(target=run, name="dpmon job", daemon=True).start()
 
-    def call_on_ui_thread(self, then: Callable[..., object], *arguments: object) -> None:
-        """Call `then` on the screen's thread; do nothing if the screen has closed meanwhile."""
+    def call_on_ui_thread(self, function: Callable[..., object], *arguments: object) -> None:
+        """Call `function` on the screen's thread; do nothing if the screen has closed meanwhile."""
         with contextlib.suppress(RuntimeError):
-            self.call_later(then, *arguments)
+            self.call_later(function, *arguments)
 
     # ------------------------------------------------------------------------------------------ keys and clicks
 
@@ -405,23 +412,23 @@ class Monitor(App[str]):
     # ------------------------------------------------------------------------------------------ moving
 
     async def on_click(self, event: events.Click) -> None:
-        """Tell `clicked` the panel under the mouse."""
+        """Find the clicked panel, and handle the click there."""
         await self.handle_panel_click(*self._panel_under_mouse(event), event.chain)
 
-    async def handle_panel_click(self, panel: str, x: int, nth: int) -> None:
-        """Go to the clicked panel, or press the key at column `x` of the footer; at the second click, zoom as enter."""
+    async def handle_panel_click(self, panel: str, x: int, click_count: int) -> None:
+        """Go to the clicked panel, or press the key at column `x` of the footer; zoom the panel at the second click."""
         if panel == "footer":
             await self._press(key_at(self.panel_rows("footer")[0], x) or "")
         elif self._is_dialog_open or panel not in PANELS:
             return
-        elif nth == 1:
+        elif click_count == 1:
             self._view_before_click = replace(self.view, focus=panel)
             self.action_panel(panel)
         else:
             # Use the view before the first click, which may have moved everything under the mouse.
-            before = self._view_before_click
+            old_view = self._view_before_click
             self.set_view(
-                replace(self.view, focus=before.focus, zoom=None if before.zoom is not None else before.focus)
+                replace(self.view, focus=old_view.focus, zoom=None if old_view.zoom is not None else old_view.focus)
             )
 
     async def _press(self, key: str) -> None:
@@ -429,8 +436,10 @@ class Monitor(App[str]):
         if isinstance(self.screen, Dialog):
             self.screen.press(key)
             return
-        facts = self.data_to_draw()
-        action = next((one.action for one in keys.COMMANDS if one.key == key and one.footer_word(facts)), "")
+        data = self.data_to_draw()
+        action = next(
+            (command.action for command in keys.COMMANDS if command.key == key and command.footer_word(data)), ""
+        )
         if action:
             await self.run_action(action)
 
@@ -442,13 +451,13 @@ class Monitor(App[str]):
         """Scroll the panel under the mouse towards its end."""
         self._scroll_by_wheel(event, 3)
 
-    def _scroll_by_wheel(self, event: events.MouseEvent, by: int) -> None:
+    def _scroll_by_wheel(self, event: events.MouseEvent, rows: int) -> None:
         panel, _ = self._panel_under_mouse(event)
         if panel in PANELS and not self._is_dialog_open:
-            self._scroll(panel, by)
+            self._scroll(panel, rows)
 
     def _panel_under_mouse(self, event: events.MouseEvent) -> tuple[str, int]:
-        """The panel under the mouse, and the column in it."""
+        """Return the name of the panel under the mouse, "" if there is none, and the column in it."""
         for name, slot in self.slots.items():
             x, y = event.screen_x - slot.x, event.screen_y - slot.y
             if 0 <= x < slot.width and 0 <= y < slot.height:
@@ -457,27 +466,27 @@ class Monitor(App[str]):
 
     def action_panel(self, name: str) -> None:
         """Go to a panel. If it is in focus already, or hidden, switch between full screen and back."""
-        hidden = name not in self.slots or self.slots[name].is_folded
-        full = self.view.zoom != name and (hidden or self.view.focus == name)
-        self.set_view(replace(self.view, focus=name, zoom=name if full else None))
+        is_hidden = name not in self.slots or self.slots[name].is_folded
+        goes_full_screen = self.view.zoom != name and (is_hidden or self.view.focus == name)
+        self.set_view(replace(self.view, focus=name, zoom=name if goes_full_screen else None))
 
-    def action_next_panel(self, by: int) -> None:
+    def action_next_panel(self, direction: int) -> None:
         """Go to the next panel on the screen; from a full-screen panel, to the next one on the full screen."""
-        view, here = self.view, PANELS.index(self.view.focus)
-        order = [PANELS[(here + by * i) % len(PANELS)] for i in range(1, len(PANELS) + 1)]
+        view, index = self.view, PANELS.index(self.view.focus)
+        order = [PANELS[(index + direction * step) % len(PANELS)] for step in range(1, len(PANELS) + 1)]
         focus = next((panel for panel in order if view.zoom is not None or panel in self.slots), view.focus)
         self.set_view(replace(view, focus=focus, zoom=view.zoom and focus))
 
-    def action_arrow(self, way: str) -> None:
+    def action_arrow(self, direction: str) -> None:
         """Move between panels; scroll within the output, or within a full-screen panel."""
         output = self.live_run.output
-        scrolls = self.view.zoom is not None or self.view.focus == "output"
-        if not scrolls or (way == "left" and self.view.zoom is None and not output.left):
-            self.set_view(keys.focus_neighbor(self.view, self.slots, way))
-        elif way in ("up", "down"):
-            self._scroll(self.view.focus, -1 if way == "up" else 1)
+        does_scroll = self.view.zoom is not None or self.view.focus == "output"
+        if not does_scroll or (direction == "left" and self.view.zoom is None and not output.left):
+            self.set_view(keys.focus_neighbor(self.view, self.slots, direction))
+        elif direction in ("up", "down"):
+            self._scroll(self.view.focus, -1 if direction == "up" else 1)
         elif self.view.focus == "output":
-            output.left = max(output.left + (-8 if way == "left" else 8), 0)
+            output.left = max(output.left + (-8 if direction == "left" else 8), 0)
             self.draw()
 
     def action_zoom(self) -> None:
@@ -498,48 +507,50 @@ class Monitor(App[str]):
         else:
             self.set_view(replace(self.view, search=""))
 
-    def action_scroll(self, by: int) -> None:
+    def action_scroll(self, rows: int) -> None:
         """Scroll the full-screen panel, else the output."""
-        self._scroll(self.view.zoom or "output", by)
+        self._scroll(self.view.zoom or "output", rows)
 
-    def action_scroll_page(self, by: int) -> None:
+    def action_scroll_page(self, pages: int) -> None:
         """Scroll by pages."""
         panel = self.view.zoom or "output"
-        self._scroll(panel, by * max(self._inner_size(panel)[1] - 1, 1))
+        self._scroll(panel, pages * max(self._inner_size(panel)[1] - 1, 1))
 
     def _inner_size(self, panel: str) -> tuple[int, int]:
-        """The width and height inside the frame of a panel."""
+        """Return the width and height inside the frame of a panel."""
         slot = self.slots.get(panel)
         return (max(slot.width - 4, 1), max(slot.height - 2, 1)) if slot is not None else (1, 1)
 
-    def _scroll(self, panel: str, by: int) -> None:
+    def _scroll(self, panel: str, rows: int) -> None:
         if panel == "output":
-            self.live_run.output.scroll(by, self._inner_size(panel)[1])
+            self.live_run.output.scroll(rows, self._inner_size(panel)[1])
             self.draw()
             return
-        first = max(self.view.first_rows.get(panel, 0) + by, 0)
-        self.set_view(replace(self.view, first_rows={**self.view.first_rows, panel: self.clamp_scroll(panel, first)}))
+        first_row = max(self.view.first_rows.get(panel, 0) + rows, 0)
+        self.set_view(
+            replace(self.view, first_rows={**self.view.first_rows, panel: self.clamp_scroll(panel, first_row)})
+        )
 
     # ------------------------------------------------------------------------------------------ looking
 
     def action_toggle_mode(self) -> None:
-        """Ask the training for the other mode, or say why it is impossible."""
+        """Request the other mode, or show why it is impossible."""
         self._send_request(
             "the mode cannot be switched", self.live_run.toggle_refusal(), self.live_run.request_other_mode
         )
 
     def action_pause(self) -> None:
-        """Pause the training between two steps, or resume it, or say why this is impossible."""
+        """Pause the training between two steps, or resume it, or show why this is impossible."""
         self._send_request(
             "no pause", self.live_run.pause_refusal(self.live_run.pause_state().wanted), self.live_run.toggle_pause
         )
 
-    def _send_request(self, impossible: str, refusal: str | None, ask: Callable[[], None]) -> None:
+    def _send_request(self, problem: str, refusal: str | None, send: Callable[[], None]) -> None:
         if refusal is not None:
-            self.show_message(f"{impossible}: {refusal}")
+            self.show_message(f"{problem}: {refusal}")
             return
         self.unfreeze()
-        ask()
+        send()
         self.show_message(None)  # clear older messages before the answer
 
     def action_sample(self) -> None:
@@ -551,60 +562,60 @@ class Monitor(App[str]):
         else:
             self.show_message("this run has no ranks: only collectives that the script calls itself will be recorded")
 
-    def action_next(self, by: int) -> None:
-        """Go to the next hit of a search in the output; without a search, to the next root or call in panel 2."""
+    def action_next(self, direction: int) -> None:
+        """Go to the next match of a search in the output; without a search, to the next call in panel 2."""
         if self.view.search and self.view.focus == "output":
-            self._search(self.view.search, by)
+            self._search(self.view.search, direction)
             return
         count = len(choices(self.live_run.state.representative))
-        if by > 0 and count > 1:
+        if direction > 0 and count > 1:
             self.set_view(replace(self.view, call_choice=(self.view.call_choice + 1) % (count + 1)))
-        elif by > 0:
+        elif direction > 0:
             self.show_message("there is no other call or root; in the output, n continues a search (/)")
         else:
             self.show_message("N continues a search in the output (/)")
 
-    def action_rank(self, by: int) -> None:
-        """Show the time of the next rank in panel 3, and that of the straggler first."""
+    def action_rank(self, direction: int) -> None:
+        """Show the time of the straggler in panel 3, then that of the next rank."""
         state = self.live_run.state
-        ranks = sorted(one.process for one in state.training_processes if one.rank is not None)
-        focus, slow = state.representative, state.straggler
-        if len(ranks) < 2 or focus is None:
+        ranks = sorted(process.process for process in state.training_processes if process.rank is not None)
+        representative, straggler = state.representative, state.straggler
+        if len(ranks) < 2 or representative is None:
             self.show_message("there are no other ranks")
             return
-        at = ranks.index(focus.process) if focus.process in ranks else 0
-        chosen = ranks[(at + by) % len(ranks)]
-        if self.view.process_index is None and slow is not None and slow.process in ranks:
-            chosen = slow.process
+        index = ranks.index(representative.process) if representative.process in ranks else 0
+        chosen = ranks[(index + direction) % len(ranks)]
+        if self.view.process_index is None and straggler is not None and straggler.process in ranks:
+            chosen = straggler.process
         self.set_view(replace(self.view, process_index=chosen))
 
-    def action_time(self, by: int) -> None:
-        """Look back in time, or (`by` 1) go forward again, at last to now; the training and its record go on."""
-        self._show_time(shift_by_parts(self.data_to_draw(), by))
+    def action_time(self, parts: int) -> None:
+        """Look back in time, or (`parts` 1) go forward, up to now; the training and its record continue."""
+        self._show_time(shift_by_parts(self.data_to_draw(), parts))
 
-    def _show_time(self, at_ns: int) -> None:
+    def _show_time(self, time_ns: int) -> None:
         """Show the run as it was at a time (ns since its start)."""
-        facts, process = self.data_to_draw(), self.live_run.state.representative
-        present = facts.elapsed_ns if facts.past is None else facts.past.until_ns
+        data, process = self.data_to_draw(), self.live_run.state.representative
+        present_ns = data.elapsed_ns if data.past is None else data.past.until_ns
         if process is None or process.last_step is None:
             self.show_message("no step has ended yet: there is nothing to look back to")
-        elif at_ns >= present:
+        elif time_ns >= present_ns:
             self.unfreeze()
         else:
             if self._frozen_data is None:
                 self.live_run.set_visible_ranks(FROZEN_RANKS)
                 self._frozen_data = self.live_run.build_screen_data(self.view)
-            self.set_view(replace(self.view, is_frozen=True, shown_ns=max(at_ns, process.began_ns)))
+            self.set_view(replace(self.view, is_frozen=True, shown_ns=max(time_ns, process.began_ns)))
 
-    def action_range(self, by: int) -> None:
+    def action_range(self, offset: int) -> None:
         """Choose a longer or shorter time range."""
-        view = keys.next_time_range(self.view, by)
+        view = keys.next_time_range(self.view, offset)
         self.view = view
         self.show_message(f"time range: {format_range_length(view.range_s)}")
 
-    def action_refresh(self, by: int) -> None:
-        """Draw more or less often."""
-        self.set_refresh_interval(keys.next_refresh_interval(self.refresh_interval_s, by))
+    def action_refresh(self, offset: int) -> None:
+        """Draw less often (`offset` 1), or more often (-1)."""
+        self.set_refresh_interval(keys.next_refresh_interval(self.refresh_interval_s, offset))
         self.show_message(f"the screen is drawn every {self.refresh_interval_s:g} s")
 
     def action_theme(self) -> None:
@@ -623,7 +634,7 @@ class Monitor(App[str]):
     # ------------------------------------------------------------------------------------------ finding
 
     def action_find(self) -> None:
-        """Ask for text to find in the output; in panel 2, for a rank."""
+        """Prompt for text to find in the output; in panel 2, for a rank."""
         if keys.slash_finds_rank(self.data_to_draw()):
             note = "the number of a rank, or the name of a node: its slowest rank"
             self.push_screen(LineInput("Find a rank", note, self.style), self._find_rank)
@@ -646,10 +657,10 @@ class Monitor(App[str]):
         else:
             self.set_view(replace(self.view, focus="replicas", process_index=process))
 
-    def _search(self, text: str, by: int) -> None:
-        """Go to the next older (1) or newer (-1) line with `text`."""
+    def _search(self, text: str, direction: int) -> None:
+        """Go to the next older (1) or newer (-1) line that contains `text`."""
         width, height = self._inner_size("output")
-        self.show_message(self.live_run.output.find(text, by > 0, height, width))
+        self.show_message(self.live_run.output.find(text, direction > 0, height, width))
 
     # ------------------------------------------------------------------------------------------ dialogs
 
@@ -658,7 +669,7 @@ class Monitor(App[str]):
         self.push_screen(TextPages("Help", lambda width: help_rows(width, self.style), self.style))
 
     def action_palette(self) -> None:
-        """List everything that can be done now."""
+        """List all commands that work now."""
 
         def do(action: str | None) -> None:
             if action:
@@ -667,70 +678,77 @@ class Monitor(App[str]):
         self.push_screen(CommandPalette(lambda: keys.available_commands(self.data_to_draw()), self.style), do)
 
     def action_why(self) -> None:
-        """Show what each rank does, and its stack: now (every few seconds), or in the stall of the picture."""
-        facts, directory = self.data_to_draw(), self.live_run.directory
-        recorded = (
-            facts.shown_stall.record if facts.shown_stall is not None and (facts.is_over or facts.shows_past) else None
-        )
-        if recorded is None and (facts.is_over or facts.shows_past):
-            self.show_message(f"no stall was recorded {'until this time' if facts.shows_past else 'in this run'}")
+        """Show what each rank is doing, and its stack: now (every few seconds), or in the stall on the screen."""
+        data, directory = self.data_to_draw(), self.live_run.directory
+        stall_record = None
+        if data.is_over or data.shows_past:
+            if data.shown_stall is None:
+                self.show_message(f"no stall was recorded {'until this time' if data.shows_past else 'in this run'}")
+                return
+            stall_record = data.shown_stall.record
+        dialog = WhyDialog(self.data_to_draw, directory, stall_record, self.style)
+        self.push_screen(dialog)
+        if stall_record is not None:
             return
-        pages = WhyDialog(self.data_to_draw, directory, recorded, self.style)
-        self.push_screen(pages)
-        if recorded is None:
-            self._run_in_thread(pages.request_reply, pages.show_reply)
-            pages.set_interval(
-                1.0, lambda: self._run_in_thread(pages.request_reply, pages.show_reply) if pages.refresh_age() else None
-            )
+
+        def request() -> None:
+            self._run_in_thread(dialog.request_reply, dialog.show_reply)
+
+        def request_if_due() -> None:
+            if dialog.refresh_age():
+                request()
+
+        request()
+        dialog.set_interval(1.0, request_if_due)
 
     def action_slowest(self) -> None:
         """List the longest steps of the time range; go to the time of the chosen one."""
-        facts = self.data_to_draw()
-        process = facts.process
+        data = self.data_to_draw()
+        process = data.process
         if process is None or process.last_step is None:
             self.show_message("no step has ended yet")
             return
-        steps = StepList(
-            f"The longest steps {self.style.glyphs.middot} {format_time_range(facts.view.range_s)}", self.style
+        dialog = StepList(
+            f"The longest steps {self.style.glyphs.middot} {format_time_range(data.view.range_s)}", self.style
         )
 
         def read() -> str | None:
-            steps.slow_steps = self.live_run.slow_steps(facts, _MAX_LISTED_STEPS)
-            return None if steps.slow_steps is not None else "the record cannot be read"
+            dialog.slow_steps = self.live_run.slow_steps(data, _MAX_LISTED_STEPS)
+            return None if dialog.slow_steps is not None else "the record cannot be read"
 
-        def go(end_ns: str | None) -> None:
+        def go_to_step(end_ns: str | None) -> None:
             if end_ns is not None:
                 self._show_time(int(end_ns))
 
-        self.push_screen(steps, go)
-        self._update_dialog_after(steps, read)
+        self.push_screen(dialog, go_to_step)
+        self._update_dialog_after(dialog, read)
 
     def action_warnings(self) -> None:
-        """Show the newest warnings, as many as the state has."""
+        """Show the newest warnings, as many as the snapshot has."""
         if not self.live_run.state.warnings:
             self.show_message("there are no warnings")
             return
 
-        def rows(width: int) -> list[Row]:
-            found: list[Row] = []
+        def build_rows(width: int) -> list[Row]:
+            rows: list[Row] = []
             for warning in reversed(self.live_run.state.warnings):
-                found.append([(f"{format_clock(warning.t_ns)}  ", "dim"), (self._source(warning.process), "bold")])
-                found += [[("  " + line, "")] for line in wrap_text(sanitize_line(warning.text), width - 2)]
-            return found
+                rows.append([(f"{format_clock(warning.t_ns)}  ", "dim"), (self._source(warning.process), "bold")])
+                rows += [[("  " + line, "")] for line in wrap_text(sanitize_line(warning.text), width - 2)]
+            return rows
 
-        self.push_screen(TextPages(f"Warnings ({self.live_run.state.warning_count})", rows, self.style))
+        self.push_screen(TextPages(f"Warnings ({self.live_run.state.warning_count})", build_rows, self.style))
 
-    def _source(self, number: int | None) -> str:
-        process = self.live_run.state.processes.get(number) if number is not None else None
-        return process.name if process is not None else "dpmon" if number is None else f"process {number}"
+    def _source(self, process_index: int | None) -> str:
+        process = self.live_run.state.processes.get(process_index) if process_index is not None else None
+        return process.name if process is not None else "dpmon" if process_index is None else f"process {process_index}"
 
     def action_type_line(self) -> None:
         """Type a line for the script's standard input."""
-        facts = self.data_to_draw()
-        if facts.is_over or facts.playing is not None:
+        data = self.data_to_draw()
+        if data.is_over or data.playing is not None:
             self.show_message("the run is over: it reads no more input")
             return
-        if facts.is_ending:
+        if data.is_ending:
             self.show_message("the command has ended: it reads no more input")
             return
         if not self.live_run.can_type():
@@ -742,19 +760,19 @@ class Monitor(App[str]):
                 problem = self.live_run.type_line(line)
                 # The output files of a headless run do not contain typed lines, so a message has to confirm the line.
                 apart = len(self.live_run.output.tails) > 1
-                sent = f"sent to the script: {sanitize_line(line, 200)}" if apart and not hidden else None
+                sent = f"sent to the script: {sanitize_line(line, 200)}" if apart and not hides_input else None
                 self.show_message(sent if problem is None else f"the line was not sent: {problem}")
 
-        hidden = self.live_run.hides_input()
+        hides_input = self.live_run.hides_input()
         note = "enter sends the line to the script, esc does not"
-        note += "; the script asked not to show it" if hidden else ""
-        over_note = "the run is over: this line cannot be sent; esc closes"
-        self.push_screen(LineInput("Input", note, self.style, hidden=hidden, over_note=over_note), send)
+        note += "; the script asked not to show it" if hides_input else ""
+        ended_note = "the run is over: this line cannot be sent; esc closes"
+        self.push_screen(LineInput("Input", note, self.style, hides_text=hides_input, ended_note=ended_note), send)
 
     # ------------------------------------------------------------------------------------------ files
 
     def action_picture(self) -> None:
-        """Save a picture of the current screen (SVG)."""
+        """Save a screenshot (SVG)."""
         from dpmon.ui.svg_export import render_svg
 
         rows = self.painted_rows()
@@ -771,12 +789,12 @@ class Monitor(App[str]):
         text = ["Writes all records so far into a new file, in the background."]
         self.push_screen(Choice("Export", text, _EXPORT_CHOICES, self.style), self._export)
 
-    def _export(self, form: str | None) -> None:
-        if form in background_jobs.ENDINGS:
+    def _export(self, file_format: str | None) -> None:
+        if file_format in background_jobs.ENDINGS:
             self.show_message("exporting in the background")
             directory, name = self.live_run.directory, self.live_run.file_name()
             self._run_in_thread(
-                lambda: f"exported: {background_jobs.export_records(directory, name, form)}", self.show_message
+                lambda: f"exported: {background_jobs.export_records(directory, name, file_format)}", self.show_message
             )
 
     def action_report(self) -> None:
@@ -788,16 +806,16 @@ class Monitor(App[str]):
 
     def action_compare(self) -> None:
         """Choose runs to compare, and show the comparison."""
-        runs = RunList(self.live_run.directory, self.style)
+        dialog = RunList(self.live_run.directory, self.style)
 
         def compare(answer: str | None) -> None:
             if answer is not None:
-                before, after = runs.runs_on_side("A"), runs.runs_on_side("B")
+                before, after = dialog.runs_on_side("A"), dialog.runs_on_side("B")
                 self._show_text(
                     "Comparison",
                     "comparing the runs ...",
                     lambda width: background_jobs.render_comparison(before, after, width),
                 )
 
-        self.push_screen(runs, compare)
-        self._update_dialog_after(runs, runs.read)
+        self.push_screen(dialog, compare)
+        self._update_dialog_after(dialog, dialog.read)

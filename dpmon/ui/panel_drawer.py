@@ -21,22 +21,22 @@ _WIDGET_NAMES = ("status", *PANELS, "footer", "timeline", "small")
 
 
 class PanelDrawer:
-    """A widget for every panel and row of keys. Shows painted rows in them, with as little output as possible."""
+    """The widgets of all panels. Shows painted rows in them, with as little output as possible."""
 
-    def __init__(self, app: App[str], look: TerminalStyle) -> None:
+    def __init__(self, app: App[str], style: TerminalStyle) -> None:
         self._app = app
-        self._style = look
+        self._style = style
         self._sgr_codes: dict[str, str] = {}
         """SGR codes by the name of a style."""
-        self.widgets = {name: PanelView(name, look) for name in _WIDGET_NAMES}
+        self.widgets = {name: PanelView(name, style) for name in _WIDGET_NAMES}
         self.slots: dict[str, Slot] = {}
         """The places of the panels that are on the screen."""
 
-    def set_style(self, look: TerminalStyle) -> None:
+    def set_style(self, style: TerminalStyle) -> None:
         """Draw everything in another style from the next `draw` on."""
-        self._style, self._sgr_codes = look, {}
+        self._style, self._sgr_codes = style, {}
         for widget in self.widgets.values():
-            widget.set_style(look)
+            widget.set_style(style)
 
     def draw(self, slots: dict[str, Slot], painted: Mapping[str, list[Row]], terminal: TerminalDriver | None) -> None:
         """Show the painted rows in these slots; a panel without a slot is hidden.
@@ -44,7 +44,7 @@ class PanelDrawer:
         `terminal`: the driver to which changed cells may be written past Textual's compositor; None if something
         covers the panels. This is done only for panels that keep their place.
         """
-        direct = terminal is not None and slots == self.slots
+        can_bypass = terminal is not None and slots == self.slots
         changes: list[CellChange] = []
         with self._app.batch_update():
             for name, widget in self.widgets.items():
@@ -52,8 +52,8 @@ class PanelDrawer:
                 if widget.display != (slot is not None):
                     widget.display = slot is not None
                 if slot is not None:
-                    settled = widget.set_region(slot.x, slot.y, slot.width, slot.height)
-                    widget.show_rows(painted[name], changes if settled and direct else None)
+                    is_laid_out = widget.set_region(slot.x, slot.y, slot.width, slot.height)
+                    widget.show_rows(painted[name], changes if is_laid_out and can_bypass else None)
         self.slots = slots
         if terminal is not None and changes:
             terminal.write(encode_changes(changes, self._sgr))
@@ -62,8 +62,10 @@ class PanelDrawer:
         """Return the SGR codes of a style."""
         codes = self._sgr_codes.get(style)
         if codes is None:
-            before, _, _ = Strip([Segment("x", self._style.rich_style(style))]).render(self._app.console).partition("x")
-            codes = self._sgr_codes[style] = before.removeprefix("\x1b[").removesuffix("m")
+            codes_before_text, _, _ = (
+                Strip([Segment("x", self._style.rich_style(style))]).render(self._app.console).partition("x")
+            )
+            codes = self._sgr_codes[style] = codes_before_text.removeprefix("\x1b[").removesuffix("m")
         return codes
 
     def rows(self) -> list[Row]:

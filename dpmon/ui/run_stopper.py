@@ -16,7 +16,7 @@ _STOPS = "stop the training: interrupt, then terminate, then kill"
 
 
 class RunStopper:
-    """Asks before it closes the screen or stops the run, stops the run on a thread, and waits for its end."""
+    """The questions before the screen closes or the run is stopped, and the state of a stop that has begun."""
 
     def __init__(self, app: Monitor) -> None:
         self._app = app
@@ -26,7 +26,10 @@ class RunStopper:
         self._leaves_when_stopped = False
 
     def ask_to_leave(self, interrupt: bool) -> None:
-        """After the end, close. Before it, ask what to do with the training; a second ctrl+c leaves it running."""
+        """Close the screen after the run's end. Before it, ask what to do with the training.
+
+        `interrupt`: the key was ctrl+c; pressed twice, it leaves the training running.
+        """
         app, dialog = self._app, self._app.screen
         if app.live_run.is_over:
             if self.progress is not None and not self._leaves_when_stopped:  # some processes may still live
@@ -36,8 +39,8 @@ class RunStopper:
                 app.exit("ended")
             return
         if isinstance(dialog, Dialog):
-            leaving = isinstance(dialog, Choice) and dialog.offers("left")
-            dialog.close_once("left" if interrupt and leaving else None)
+            offers_leaving = isinstance(dialog, Choice) and dialog.offers("left")
+            dialog.close_once("left" if interrupt and offers_leaving else None)
             return
         answers = [("l", "left", "leave it running; this screen closes (ctrl+c too)")]
         if self.progress is None:
@@ -60,9 +63,9 @@ class RunStopper:
 
     def _confirm_stop(self, leaves: bool) -> None:
         answers = [("y", "stop", _STOPS), ("esc", "stay", "let it go on")]
-        text, info = ["Everything computed since the last checkpoint is lost."], self._app.live_run.info
-        if info is not None and len(info.nodes) > 1:
-            text.append(f"It stops on all {len(info.nodes)} nodes.")
+        text, run_info = ["Everything computed since the last checkpoint is lost."], self._app.live_run.info
+        if run_info is not None and len(run_info.nodes) > 1:
+            text.append(f"It stops on all {len(run_info.nodes)} nodes.")
         then = partial(self._handle_stop_answer, leaves)
         self._app.push_screen(
             Choice("Stop the training?", text, answers, self._app.style, self._report_nothing_to_stop), then
@@ -108,7 +111,7 @@ class RunStopper:
         self._all_signals_sent = True
 
     def poll(self) -> None:
-        """After all signals were sent: close the screen if the run has ended, or report what still runs."""
+        """Once all signals are sent: close the screen if the run has ended, or report what is still running."""
         if not self._all_signals_sent:
             return
         if self._app.live_run.is_over:

@@ -81,7 +81,7 @@ ARRANGEMENTS: Mapping[str, Arrangement] = {
 
 
 class Scene(NamedTuple):
-    """What the screen shows."""
+    """The panels that the screen shows, and who draws them."""
 
     name: str
     """A key of ARRANGEMENTS."""
@@ -100,23 +100,32 @@ class Scene(NamedTuple):
         return ARRANGEMENTS[self.name].only(self.panels)
 
 
-def choose_scene(facts: ScreenData) -> Scene:
-    """What the screen shows. A run that ended in a stall is shown like the stall."""
-    stalled, process = facts.shown_stall is not None, facts.process
-    ranks, modes = panel_ranks.is_shown(facts), panel_compare.is_shown(facts)
-    second = panel_stall if stalled else panel_ranks if ranks else panel_replicas
-    fourth = panel_communication if panel_communication.is_shown(facts) else panel_compare
-    name = (MANY if panel_ranks.shows_map(facts) else RANKS) if ranks else DP if modes else SINGLE
-    if process is None or process.seen_ns < 0:
+def choose_scene(screen: ScreenData) -> Scene:
+    """Return what to show. A run that ended in a stall is shown like the stall."""
+    is_stalled, process = screen.shown_stall is not None, screen.process
+    has_ranks, compares_modes = panel_ranks.is_shown(screen), panel_compare.is_shown(screen)
+    second_panel = panel_ranks if has_ranks else panel_replicas
+    if is_stalled:
+        second_panel = panel_stall
+    fourth_panel = panel_communication if panel_communication.is_shown(screen) else panel_compare
+    if is_stalled:
+        name = STALLED
+    elif screen.is_over:
+        name = ENDED
+    elif screen.state.nodes:
+        name = NODES
+    elif process is None or process.seen_ns < 0:
         name = STARTING
-    name = NODES if facts.state.nodes else name
-    name = STALLED if stalled else ENDED if facts.is_over else name
-    gone = set()
-    if not (stalled or ranks or modes or panel_replicas.has_stages(process)):
-        gone.add("replicas")
-    if fourth is panel_compare and not modes:
-        gone.add("compare")
-    if not panel_progress.is_shown(facts) or (stalled and not facts.is_over):
-        gone.add("progress")
-    panels = tuple(panel for panel in ARRANGEMENTS[name].panels if panel not in gone)
-    return Scene(name, panels, second, fourth, stalled)
+    elif has_ranks:
+        name = MANY if panel_ranks.shows_map(screen) else RANKS
+    else:
+        name = DP if compares_modes else SINGLE
+    empty_panels = set()
+    if not (is_stalled or has_ranks or compares_modes or panel_replicas.has_stages(process)):
+        empty_panels.add("replicas")
+    if fourth_panel is panel_compare and not compares_modes:
+        empty_panels.add("compare")
+    if not panel_progress.is_shown(screen) or (is_stalled and not screen.is_over):
+        empty_panels.add("progress")
+    panels = tuple(panel for panel in ARRANGEMENTS[name].panels if panel not in empty_panels)
+    return Scene(name, panels, second_panel, fourth_panel, is_stalled)

@@ -59,7 +59,7 @@ _CODED_KEY = re.compile(r"\x1b\[(?:27;(\d{1,3});(\d{1,3})~|(\d{1,3})(?:;(\d{1,3}
 
 
 class _InputParser:
-    """Takes bytes in pieces of any size, and returns Textual's messages.
+    """A parser that takes bytes in pieces of any size, and returns Textual's messages.
 
     Textual's parser gets only text and complete sequences that it knows, because it takes all others for keys.
     """
@@ -73,22 +73,22 @@ class _InputParser:
         self._quiet_polls = 0
 
     def feed(self, data: bytes) -> Iterator[Message]:
-        """Return the messages of these bytes; call it with none at every look without input."""
+        """Yield the messages of these bytes. Call it with no bytes at every poll without input."""
         self._quiet_polls = 0 if data else self._quiet_polls + 1
         if self._quiet_polls == _ESCAPE_POLLS and self._unfinished == b"\x1b":
             self._unfinished = b""
             yield from self._sequence_messages("\x1b")
         if self._quiet_polls == _UNFINISHED_POLLS:
             self._unfinished = b""
-        interrupted = self._quiet_polls == _ESCAPE_POLLS and self._last_byte in _INTERRUPTS
-        if self._paste_room_bytes is not None and (interrupted or self._quiet_polls == _UNFINISHED_POLLS):
+        is_interrupted = self._quiet_polls == _ESCAPE_POLLS and self._last_byte in _INTERRUPTS
+        if self._paste_room_bytes is not None and (is_interrupted or self._quiet_polls == _UNFINISHED_POLLS):
             yield from self._sequence_messages(_PASTE_END)
-            yield from self._text_messages(self._last_byte if interrupted else b"")
+            yield from self._text_messages(self._last_byte if is_interrupted else b"")
         if data:
             self._last_byte = data[-1:]
             data = self._unfinished + data
-            cut = _UNFINISHED_SEQUENCE.search(data)
-            self._unfinished = cut[0] if cut else b""
+            unfinished = _UNFINISHED_SEQUENCE.search(data)
+            self._unfinished = unfinished[0] if unfinished else b""
             data = data[: len(data) - len(self._unfinished)]
             if len(self._unfinished) > _MAX_SEQUENCE_BYTES:
                 self._unfinished = self._unfinished[: _MAX_SEQUENCE_BYTES - 1] + self._unfinished[-1:]
@@ -114,10 +114,10 @@ class _InputParser:
         if sequence[1] in _TRAINING_KEYS:
             return (Key(f"alt+{sequence[1]}", sequence[1]),)
         if match := _CODED_KEY.fullmatch(sequence):
-            code, held = int(match[2] or match[3]), (int(match[1] or match[4] or 1) - 1) & 63  # without the locks
-            if code == 27 and not held:
+            code, modifiers = int(match[2] or match[3]), (int(match[1] or match[4] or 1) - 1) & 63  # without the locks
+            if code == 27 and not modifiers:
                 return self._sequence_messages("\x1b")
-            return self._text_messages(bytes([code & 31])) if held == 4 and 97 <= code <= 122 else ()
+            return self._text_messages(bytes([code & 31])) if modifiers == 4 and 97 <= code <= 122 else ()
         if sequence not in ANSI_SEQUENCES_KEYS and not _KNOWN_SEQUENCE.fullmatch(sequence):
             return ()
         if sequence in (_PASTE_START, _PASTE_END):
@@ -126,10 +126,10 @@ class _InputParser:
 
 
 class TerminalDriver(LinuxDriver):
-    """Reads keys until the terminal vanishes; stops and continues as a shell asks."""
+    """A driver that reads keys until the terminal vanishes, and stops and continues as a shell asks."""
 
     def __init__(self, app: Any, **more: Any) -> None:
-        """`app`: the application; it gets this driver as its `terminal`."""
+        """Become the `terminal` of the application `app`."""
         super().__init__(app, **more)
         self._monitor = app
         self._is_restored = False
@@ -140,12 +140,12 @@ class TerminalDriver(LinuxDriver):
         get_running_loop().add_signal_handler(signal.SIGCONT, self._resume)
 
     def is_writable(self) -> bool:
-        """Whether the terminal takes output now."""
+        """Return whether the terminal accepts output now."""
         return sys.__stderr__ is None or bool(select.select([], [sys.__stderr__], [], 0)[1])
 
     def run_input_thread(self) -> None:
         """Read keys and send them to the application, until asked to end."""
-        keys = _InputParser()
+        parser = _InputParser()
         while not self.exit_event.is_set():
             data = b""
             if select.select([self.fileno], [], [], _POLL_INTERVAL_S)[0]:
@@ -155,22 +155,22 @@ class TerminalDriver(LinuxDriver):
                     self._monitor.call_on_ui_thread(self._monitor.exit_if_terminal_gone)
                     self.exit_event.wait(_POLL_INTERVAL_S)
             try:
-                messages = list(keys.feed(data))
+                messages = list(parser.feed(data))
             except Exception:  # noqa: BLE001 - no input may stop the next key from working
-                keys, messages = _InputParser(), []
+                parser, messages = _InputParser(), []
             for message in messages:
                 self.process_message(message)
 
     def process_message(self, message: Message) -> None:
-        """Send a message to the application, but no moves of the mouse, and no keys that come faster than it acts."""
-        late = isinstance(message, Key) and message.key not in _URGENT_KEYS
+        """Send a message to the application, except mouse moves, and keys that come faster than it can handle."""
+        may_drop = isinstance(message, Key) and message.key not in _URGENT_KEYS
         if not isinstance(message, MouseMove) and not (
-            late and self._monitor.message_queue_size > _MAX_QUEUED_MESSAGES
+            may_drop and self._monitor.message_queue_size > _MAX_QUEUED_MESSAGES
         ):
             super().process_message(message)
 
     def _query_in_band_window_resize(self) -> None:
-        """Ask for no reports of the size: SIGWINCH tells it, and Textual would also switch the mouse to pixels."""
+        """Request no reports of the size: SIGWINCH announces it, and Textual would also switch the mouse to pixels."""
 
     # ------------------------------------------------------------------------------------------ stopping
 
@@ -221,7 +221,7 @@ _RESTORE_SEQUENCE = (
 
 
 class ExitHandlers:
-    """Signal handlers, from `begin` to `end`, that restore the terminal.
+    """Signal handlers that restore the terminal, from `install` to `uninstall`.
 
     Textual restores it when the application exits, but not on SIGTERM, SIGHUP or SIGQUIT, and it spins when the
     terminal has gone. A SIGINT can end it in the middle of its exit: ctrl+c is a key at first, and a signal as soon as
@@ -230,12 +230,12 @@ class ExitHandlers:
     forever.
     """
 
-    def __init__(self, ask: Callable[[int], bool]) -> None:
-        """`ask` makes the application exit with a status, if it runs, and returns whether it does.
+    def __init__(self, ask_app_to_exit: Callable[[int], bool]) -> None:
+        """Use `ask_app_to_exit` to make the application exit with a status; it returns whether the application runs.
 
         A signal handler calls it.
         """
-        self._ask_app_to_exit = ask
+        self._ask_app_to_exit = ask_app_to_exit
         self._old_handlers: dict[int, Any] = {}
         self._terminal_modes: list[Any] | None = None
         self._deadline_canceled: threading.Event | None = None
@@ -249,32 +249,32 @@ class ExitHandlers:
         self._is_active = True
         with contextlib.suppress(termios.error, OSError, ValueError):
             self._terminal_modes = termios.tcgetattr(sys.__stdin__.fileno()) if sys.__stdin__ else None
-        for number in SIGNALS:
+        for signal_number in SIGNALS:
             # An ignored hang-up (nohup) stays ignored; polling detects the vanished terminal.
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                self._old_handlers[number] = signal.signal(number, self._on_signal)
+            if signal.getsignal(signal_number) is not signal.SIG_IGN:
+                self._old_handlers[signal_number] = signal.signal(signal_number, self._on_signal)
 
     def uninstall(self) -> None:
         """Restore the handlers and cancel the deadline."""
         self._is_active = False
         if self._deadline_canceled is not None:
             self._deadline_canceled.set()
-        for number, handler in self._old_handlers.items():
-            signal.signal(number, handler)
+        for signal_number, handler in self._old_handlers.items():
+            signal.signal(signal_number, handler)
         self._old_handlers.clear()
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if number != signal.SIGINT:
-            self.exit_with_status(128 + number)
-        elif self._deadline_canceled is None and not self.exit_with_status(128 + number):
+    def _on_signal(self, signal_number: int, frame: FrameType | None) -> None:
+        if signal_number != signal.SIGINT:
+            self.exit_with_status(128 + signal_number)
+        elif self._deadline_canceled is None and not self.exit_with_status(128 + signal_number):
             self.uninstall()
             raise KeyboardInterrupt  # no application is there yet: end its start
         # Else ctrl+c was pressed again, and the application exits already.
 
     def exit_with_status(self, status: int) -> bool:
-        """Exit with `status`: ask first, and end the process a second later if it still runs.
+        """Exit with `status`: ask the application first, and end the process a second later if it still runs.
 
-        Returns whether the application could be asked.
+        Return whether the application could be asked.
         """
         if not self.status:
             self.status = status
@@ -282,7 +282,7 @@ class ExitHandlers:
         return self._ask_app_to_exit(status)
 
     def start_deadline(self, status: int) -> None:
-        """The user leaves: if the application has not ended after a few seconds, end the process with `status`."""
+        """End the process with `status` if the application has not ended after a few seconds; for a user who leaves."""
         if self._is_active and self._deadline_canceled is None:
             self._force_exit_after(_MAX_LEAVE_S, status)
 
@@ -313,7 +313,7 @@ class ExitHandlers:
 
 
 def _redirect_to_null(descriptor: int) -> int:
-    """Return a copy of a descriptor, and let the descriptor itself lead to /dev/null.
+    """Duplicate a descriptor and redirect the original to /dev/null. Return the duplicate.
 
     If the process was stopped until its deadline had passed, another thread may be setting up the terminal again.
     """
@@ -333,7 +333,7 @@ def _write(descriptor: int, data: bytes) -> None:
 
 
 def is_terminal_gone() -> bool:
-    """Whether the terminal of standard input has hung up."""
+    """Return whether the terminal of standard input has hung up."""
     if sys.__stdin__ is None:
         return False
     try:

@@ -183,8 +183,8 @@ def test_the_state_of_very_many_ranks_is_read_in_every_other_second(
             feed.refresh()
             now[0] += 1.0
         assert reads == times
-    feed.refresh(at_once=True)
-    feed.refresh(at_once=True)
+    feed.refresh(immediately=True)
+    feed.refresh(immediately=True)
     assert len(reads) == 5
 
 

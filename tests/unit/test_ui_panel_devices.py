@@ -34,7 +34,7 @@ def test_free_rows_of_the_panel_show_the_hosts_history_with_scale_and_axis(heigh
     rows = rows_text(panel_devices.render_panel(facts, 100, height, LOOK))
     assert "cpu 43%" in rows[1]
     assert "memory 9%" in rows[1]
-    assert rows[2].startswith("  100% ")
+    assert rows[2].startswith("   100% ")
     assert rows[-2].startswith("      0 ")
     assert "now 00:11" in rows[-1]
     assert len(rows) == min(height, 15)

@@ -98,7 +98,7 @@ def test_a_frame_says_what_it_left_out() -> None:
         text = plain_text(row).rstrip()
         assert "cpu" not in text or text.endswith("cpu 100%"), "the whole number, or none"
         assert width < 11 or text.startswith(" 1 Devices")
-        assert ("cpu" in text) == (width >= 22)
+        assert ("cpu" in text) == (width >= 21)
         assert not text or width < 12 or plain_text(row).endswith(" "), "the next title does not touch it"
 
 
@@ -289,7 +289,7 @@ def test_a_piece_too_short_for_a_cell_is_not_lost_in_a_lane() -> None:
 
 
 def test_a_hidden_line_is_typed_without_echo() -> None:
-    line = LineInput("Input", "", LOOK, hidden=True)
+    line = LineInput("Input", "", LOOK, hides_text=True)
     line.typed_text = "hunter2"
     text = "".join(part for row in line.build_rows(40, 5) for part, _ in row)
     assert "hunter2" not in text

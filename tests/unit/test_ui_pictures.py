@@ -274,7 +274,7 @@ def test_a_refusal_that_has_no_room_in_its_row_stands_in_full_above_the_footer(
     assert LONG in " ".join(note)
     assert plain_text(rows[-1]) == plain_text(plain_rows[-1])
     slots = panel_slots(facts, *size)
-    below = join_panels(slots, paint_panels(facts, OutputView(), slots, LOOK, noted=False))
+    below = join_panels(slots, paint_panels(facts, OutputView(), slots, LOOK, with_popup=False))
     assert "in full" not in "".join(map(plain_text, below)), "a dialog is over it"
     later = replace(facts, now_ns=facts.now_ns + 20 * SECOND, view=View())
     assert "in full" not in "".join(plain_text(row) for row in paint_screen(later, OutputView(), *size, LOOK))

@@ -288,7 +288,7 @@ def notes(
     if not texts or not most:
         return []
     text = f" {look.glyphs.middot} ".join(texts)
-    return wrap_to_rows(text, width, most=most, more=look.glyphs.more)
+    return wrap_to_rows(text, width, max_rows=most, more=look.glyphs.more)
 
 
 def _between_steps_note(numbers: StepStats) -> list[str]:

@@ -389,4 +389,4 @@ def _why_no_gpu(data: Mapping[str, Any], width: int, look: TerminalStyle) -> lis
     if isinstance(reason, str):
         absent = reason if reason.lower().startswith("no gpu") else f"no GPU: {reason}"
         text = f"{absent}; {text}" if text else absent
-    return wrap_to_rows(sanitize_line(text, 600), width, most=_MOST_REASONS, more=look.glyphs.more)
+    return wrap_to_rows(sanitize_line(text, 600), width, max_rows=_MOST_REASONS, more=look.glyphs.more)

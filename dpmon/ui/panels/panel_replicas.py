@@ -116,7 +116,7 @@ def render_panel(facts: ScreenData, width: int, height: int, look: TerminalStyle
     if call.failed:
         rows.append([("the forward raised an exception", "bad")])
     for reason in call.absent.values():
-        rows += wrap_to_rows(sanitize_line(reason, 300), width, most=None if staged else 1, more=look.glyphs.more)
+        rows += wrap_to_rows(sanitize_line(reason, 300), width, max_rows=None if staged else 1, more=look.glyphs.more)
     process = facts.process
     if process is not None and call.virtual and len(rows) < height:
         shared = "one GPU" if any(device.startswith("cuda") for device in call.devices) else "this machine's processor"

@@ -71,7 +71,7 @@ def _create_file(name: str, extension: str, directory: Path, make: Callable[[Pat
             except OSError as error:
                 problem = error.strerror or str(error)
                 break
-    raise JobError(f"no file can be written here: {problem}")
+    raise JobError(f"cannot write to this directory: {problem}")
 
 
 def _open_new_file(path: Path) -> TextIO:

@@ -152,7 +152,7 @@ def scale_top(columns: Sequence[Column]) -> float:
     return round_up_nice(totals[max(-(-len(totals) * 95 // 100) - 1, 0)]) if totals else 1.0
 
 
-class _CellPart(NamedTuple):
+class _PhasePart(NamedTuple):
     """The part of a cell that belongs to one phase."""
 
     eighths: float
@@ -182,7 +182,7 @@ def _phase_column(
         for index, name in enumerate(PHASES):
             eighths = min(edges[index + 1], row_base + 8) - max(edges[index], row_base)
             if eighths > 0:
-                parts.append(_CellPart(eighths, index, name))
+                parts.append(_PhasePart(eighths, index, name))
         cells.append(_phase_cell(parts, mono))
     if not cells:
         return ()
@@ -219,7 +219,7 @@ def _tiny_column(phases: tuple[int, ...], mono: bool) -> Span:
     return (LETTERS[name].lower() if mono else "▁", f"phase.{name}")
 
 
-def _phase_cell(parts: Sequence[_CellPart], mono: bool) -> Span:
+def _phase_cell(parts: Sequence[_PhasePart], mono: bool) -> Span:
     """Return the sign and the style of a cell with these parts, given from the bottom up."""
     filled = sum(part.eighths for part in parts)
     if not parts or filled < 0.5:

@@ -227,7 +227,7 @@ _TOPICS = {
     "clocks": (
         ("SM", "sm_clock_mhz", "MHz"),
         ("memory", "mem_clock_mhz", "MHz"),
-        ("held down by", "throttle", "words"),
+        ("throttled by", "throttle", "words"),
     ),
     "links": (
         ("PCIe in", "pcie_rx_bytes_s", "bytes/s"),

@@ -13,6 +13,7 @@ from textual.screen import ModalScreen
 
 from dpmon.sanitize import sanitize_line, strip_control_chars
 from dpmon.text.cells import span_width, truncate
+from dpmon.ui.keys import PaletteCommand
 from dpmon.ui.panel_view import PanelView
 from dpmon.ui.styled_rows import Row, draw_frame
 from dpmon.ui.terminal_style import TerminalStyle
@@ -337,16 +338,16 @@ class CommandPalette(_TextInput):
     keys = (("arrows", "choose"), ("enter", "do it"), ("esc", "close"))
     corner = "enter does it"
 
-    def __init__(self, list_commands: Callable[[], Sequence[tuple[str, str, str]]], style: TerminalStyle) -> None:
+    def __init__(self, list_commands: Callable[[], Sequence[PaletteCommand]], style: TerminalStyle) -> None:
         """Show what `list_commands` returns: the commands that can run now."""
-        super().__init__("What can be done now", style)
+        super().__init__("Commands", style)
         self.list_commands = list_commands
         self.command_count = len(list_commands())
         """Number of commands without a filter."""
-        self.preferred_width = max(span_width(text) for _, text, _ in list_commands()) + 10
-        self.shown_commands: list[tuple[str, str, str]] = []
+        self.preferred_width = max(span_width(command.description) for command in list_commands()) + 10
+        self.shown_commands: list[PaletteCommand] = []
         """The drawn commands; the possible ones may have changed since then."""
-        self.chosen_command: tuple[str, str, str] | None = None
+        self.chosen_command: PaletteCommand | None = None
         """The chosen command; the first one before a choice, or if it is not listed any more."""
         self.pinned_rows = 1
 
@@ -354,11 +355,15 @@ class CommandPalette(_TextInput):
         """List the commands that are still possible."""
         self.draw()
 
-    def matching_commands(self) -> list[tuple[str, str, str]]:
+    def matching_commands(self) -> list[PaletteCommand]:
         """Return the commands that contain every typed word; the command whose key was typed comes first."""
         words = self.typed_text.lower().split()
-        found = [each for each in self.list_commands() if all(word in f"{each[0]} {each[1]}".lower() for word in words)]
-        return sorted(found, key=lambda each: each[0] != self.typed_text)
+        matching = []
+        for command in self.list_commands():
+            text = f"{command.key} {command.description}".lower()
+            if all(word in text for word in words):
+                matching.append(command)
+        return sorted(matching, key=lambda command: command.key != self.typed_text)
 
     def build_rows(self, width: int, height: int) -> list[Row]:
         """Return the typed text, then the commands with the chosen one marked.
@@ -376,9 +381,9 @@ class CommandPalette(_TextInput):
             rows.append([(mark + " ", "key"), (key.ljust(6), "key"), (truncate(text, width - 8), style)])
         if not commands:
             rows.append([("  no command matches now", "dim")])
-        return [*rows, *[[]] * (min(self.command_count, visible_count) - len(commands))][
-            : max(len(commands), visible_count) + 1
-        ]
+        blank_rows = min(self.command_count, visible_count) - len(commands)
+        rows += [[]] * blank_rows
+        return rows[: max(len(commands), visible_count) + 1]
 
     def _chosen_index(self) -> int:
         """Return the position of the chosen command in the list."""
@@ -389,13 +394,12 @@ class CommandPalette(_TextInput):
         moves = {"up": -1, "down": 1, "pageup": -8, "pagedown": 8, "tab": 1, "shift+tab": -1}
         commands, chosen_index = self.shown_commands, self._chosen_index()
         if event.key == "enter" and (not commands or commands[chosen_index] in self.matching_commands()):
-            self.close_once(commands[chosen_index][2] if commands else None)
+            self.close_once(commands[chosen_index].action if commands else None)
         elif event.key == "enter":
             self.draw()
         elif event.key in moves:
-            self.chosen_command = (
-                commands[min(max(chosen_index + moves[event.key], 0), len(commands) - 1)] if commands else None
-            )
+            new_index = min(max(chosen_index + moves[event.key], 0), len(commands) - 1)
+            self.chosen_command = commands[new_index] if commands else None
             self.draw()
         else:
             super().respond_to_key(event)

@@ -17,24 +17,8 @@ from dpmon.ui.terminal_style import TerminalStyle
 
 _KEPT_KEYS = ("?", "q", ":")
 """Keys shown at every width; "more" lists the keys that do not fit."""
-_KEYS_BY_USE: tuple[str, ...] = (
-    "esc",
-    "d",
-    "p",
-    "end",
-    "space",
-    "n",
-    "N",
-    "/",
-    "x",
-    "enter",
-    "1-6",
-    "w",
-    "i",
-    "< >",
-    "l",
-)
-_KEYS_BY_USE += ("[ ]", "r", "e", "s", "t", "o")
+_KEYS_BY_USE: tuple[str, ...] = ("esc", "d", "p", "end", "space", "n", "N", "/", "x", "enter", "1-6", "w")
+_KEYS_BY_USE += ("i", "< >", "l", "[ ]", "r", "e", "s", "t", "o")
 """The most useful keys first; the others follow."""
 _KEYS_AFTER_END = ("r", "e")
 """The main keys after the end of a run."""
@@ -140,7 +124,7 @@ def key_at(row: Row, clicked_column: int) -> str | None:
 def render_timeline(playback: PlaybackPosition, width: int, style: TerminalStyle) -> list[Row]:
     """Return one row of `width` cells: state and speed, position, and the keys."""
     speed = f"{playback.speed:g}{style.glyphs.times}"
-    state_word = "playing" if playback.is_playing else "stopped"
+    state_word = "playing" if playback.is_playing else "paused"
     left_part: Row = [(f" {state_word} ", "good" if playback.is_playing else "wait"), (f"{speed:>5} ", "bold")]
     position, length = format_clock(playback.position_ns), format_clock(playback.length_ns)
     left_part.append((f"{position} ", "bold"))

@@ -35,11 +35,11 @@ class KeyCommand(NamedTuple):
 
 
 def _always_shown(word: str) -> Callable[[ScreenData], str | None]:
-    return lambda facts: word
+    return lambda screen: word
 
 
 def _shown_when(is_available: Callable[[ScreenData], bool], word: str) -> Callable[[ScreenData], str | None]:
-    return lambda facts: word if is_available(facts) else None
+    return lambda screen: word if is_available(screen) else None
 
 
 def _other_mode(screen: ScreenData) -> str | None:
@@ -143,17 +143,17 @@ def _end_key_label(screen: ScreenData) -> str | None:
 COMMANDS: tuple[KeyCommand, ...] = (
     KeyCommand("d", "toggle_mode", _other_mode, "data parallel or single device, from the next batch on"),
     KeyCommand("p", "pause", _pause_label, "pause the training between two steps, or resume it"),
-    KeyCommand("space", "freeze", _freeze_label, "freeze the picture; the training goes on"),
+    KeyCommand("space", "freeze", _freeze_label, "freeze the screen; the training continues"),
     KeyCommand(
         "esc", "unzoom", _escape_label, "back to now; back to all panels, or to all nodes; end a search", "escape"
     ),
-    KeyCommand("n", "next(1)", _shown_when(_is_searching, "older"), "during a search: the next older line"),
-    KeyCommand("N", "next(-1)", _shown_when(_is_searching, "newer"), "during a search: the next newer line"),
+    KeyCommand("n", "next(1)", _shown_when(_is_searching, "older"), "during a search: the next older match"),
+    KeyCommand("N", "next(-1)", _shown_when(_is_searching, "newer"), "during a search: the next newer match"),
     KeyCommand("end", f"scroll({FAR_ROWS})", _end_key_label, "to the end of the output, and follow it"),
     KeyCommand(
         "1-6",
         "",
-        lambda facts: None if facts.view.zoom else "panel",
+        lambda screen: None if screen.view.zoom else "panel",
         "go to a panel; press again for full screen and back. tab, arrows and the mouse work too",
     ),
     KeyCommand(
@@ -187,16 +187,16 @@ COMMANDS: tuple[KeyCommand, ...] = (
     KeyCommand(
         ".", "rank(1)", _shown_when(_has_ranks, "rank"), "panel 3 of the straggler, then of the next rank", "full_stop"
     ),
-    KeyCommand(",", "rank(-1)", _shown_when(_has_ranks, ""), "panel 3 of the rank before", "comma"),
+    KeyCommand(",", "rank(-1)", _shown_when(_has_ranks, ""), "panel 3 of the previous rank", "comma"),
     KeyCommand("w", "why", _why_label, "what each rank does now, with its stack, and who waits for whom"),
     KeyCommand(
         "l",
         "slowest",
-        lambda facts: "slow steps" if _look_back_label(facts) is not None else None,
+        lambda screen: "slow steps" if _look_back_label(screen) is not None else None,
         "the longest steps of the time range, and what was long in them; enter goes there",
     ),
     KeyCommand("W", "warnings", _shown_when(lambda s: bool(s.state.warnings), "warnings"), "show the newest warnings"),
-    KeyCommand("[ ]", "", _always_shown("range"), "a shorter or longer time range for histories and figures"),
+    KeyCommand("[ ]", "", _always_shown("range"), "a shorter or longer time range for histories and metrics"),
     KeyCommand("< >", "", _look_back_label, "look back in time, and forward again; all panels show that time"),
     KeyCommand("s", "picture", _always_shown("picture"), "save a picture of the screen (SVG); ctrl+s while typing"),
     KeyCommand("e", "export", _always_shown("export"), "export all records: JSON, CSV, Perfetto; in the background"),
@@ -204,40 +204,38 @@ COMMANDS: tuple[KeyCommand, ...] = (
     KeyCommand(
         "C",
         "compare",
-        lambda facts: "compare" if _is_finished(facts) else "",
+        lambda screen: "compare" if _is_finished(screen) else "",
         "compare this run with others: did it get faster?",
     ),
     KeyCommand("x", "stop", _shown_when(_can_stop, "stop"), "stop the training; asks first"),
     KeyCommand("t", "theme", _always_shown("theme"), "the next theme: dark, light, color-blind, mono, ASCII"),
-    KeyCommand("+ -", "", _always_shown("refresh"), "draw the screen more or less often"),
+    KeyCommand("+ -", "", _always_shown("refresh"), "change the refresh interval"),
     KeyCommand(
         "o", "next_output", _shown_when(lambda s: s.output_file_count > 1, "output file"), "show the other output file"
     ),
-    KeyCommand(
-        ":", "palette", _always_shown("more"), "list everything that can be done now; type to filter", "colon,ctrl+p"
-    ),
-    KeyCommand("?", "help", _always_shown("help"), "show what the words and keys mean", "question_mark,h,f1"),
+    KeyCommand(":", "palette", _always_shown("more"), "search all commands", "colon,ctrl+p"),
+    KeyCommand("?", "help", _always_shown("help"), "help: words and keys", "question_mark,h,f1"),
     KeyCommand(
         "q",
         "leave",
-        lambda facts: "close" if _is_finished(facts) else "leave",
+        lambda screen: "close" if _is_finished(screen) else "leave",
         "leave the training running, stop it, or stay; ctrl+c too",
     ),
 )
 
 
 def _playback_command(key: str, action: str, description: str, names: str = "") -> KeyCommand:
-    return KeyCommand(key, action, lambda facts: None if facts.playing is None else "", description, names)
+    return KeyCommand(key, action, lambda screen: None if screen.playing is None else "", description, names)
 
 
 PLAYBACK_COMMANDS: tuple[KeyCommand, ...] = (
-    _playback_command("space", "play", "play or stop; at the end, start again"),
-    _playback_command(".", "step(1)", "to the next step", "full_stop"),
-    _playback_command(",", "step(-1)", "to the step before", "comma"),
-    _playback_command("f", "seek(10)", "10 seconds on"),
+    _playback_command("space", "play", "play or pause; at the end, start again"),
+    _playback_command(".", "step(1)", "next step", "full_stop"),
+    _playback_command(",", "step(-1)", "previous step", "comma"),
+    _playback_command("f", "seek(10)", "10 seconds forward"),
     _playback_command("b", "seek(-10)", "10 seconds back"),
-    _playback_command("F", "seek(60)", "a minute on"),
-    _playback_command("B", "seek(-60)", "a minute back"),
+    _playback_command("F", "seek(60)", "1 minute forward"),
+    _playback_command("B", "seek(-60)", "1 minute back"),
     _playback_command("}", "change_speed(1)", "play faster, up to 100 times", "right_curly_bracket"),
     _playback_command("{", "change_speed(-1)", "play slower, down to 0.1 times", "left_curly_bracket"),
     _playback_command("g", "seek_to(0.0)", "to the beginning"),
@@ -248,11 +246,11 @@ _PAIRED_KEYS: tuple[tuple[str, str, str, str], ...] = (
     ("[", "left_square_bracket", "range(-1)", "a shorter time range"),
     ("]", "right_square_bracket", "range(1)", "a longer time range"),
     ("<", "less_than_sign", "time(-1)", "look back in time"),
-    (">", "greater_than_sign", "time(1)", "forward in time, at last to now"),
-    ("+", "plus,equals_sign", "refresh(-1)", "draw the screen more often"),
-    ("-", "minus,underscore", "refresh(1)", "draw the screen less often"),
+    (">", "greater_than_sign", "time(1)", "forward in time, up to now"),
+    ("+", "plus,equals_sign", "refresh(-1)", "a shorter refresh interval"),
+    ("-", "minus,underscore", "refresh(1)", "a longer refresh interval"),
 )
-_PANEL_KEYS = tuple((str(number), f"panel('{name}')", name) for number, name in enumerate(PANELS, start=1))
+_PANEL_KEYS = tuple((str(digit), f"panel('{name}')", name) for digit, name in enumerate(PANELS, start=1))
 
 
 ACTIONS: dict[str, str] = {
@@ -282,15 +280,27 @@ PLAYBACK_ACTIONS = ACTIONS | {command.textual_names or command.key: command.acti
 """The action of each key in a playback."""
 
 
-def available_commands(screen: ScreenData) -> list[tuple[str, str, str]]:
-    """Return everything that can be done now, for the palette."""
-    commands = [
-        (command.key, "close this screen" if label == "close" else command.description, command.action)
-        for command in (*PLAYBACK_COMMANDS, *COMMANDS)
-        if command.action not in ("", "palette") and (label := command.footer_word(screen)) is not None
-    ]
-    commands += [(key, description, action) for key, _, action, description in _PAIRED_KEYS]
-    return commands + [(key, f"go to panel {panel_name(screen, name)}", action) for key, action, name in _PANEL_KEYS]
+class PaletteCommand(NamedTuple):
+    """A command of the palette."""
+
+    key: str
+    description: str
+    action: str
+
+
+def available_commands(screen: ScreenData) -> list[PaletteCommand]:
+    """Return every command that works now, for the palette."""
+    commands: list[PaletteCommand] = []
+    for command in (*PLAYBACK_COMMANDS, *COMMANDS):
+        label = command.footer_word(screen)
+        if command.action not in ("", "palette") and label is not None:
+            description = "close this screen" if label == "close" else command.description
+            commands.append(PaletteCommand(command.key, description, command.action))
+    for key, _, action, description in _PAIRED_KEYS:
+        commands.append(PaletteCommand(key, description, action))
+    for key, action, name in _PANEL_KEYS:
+        commands.append(PaletteCommand(key, f"go to panel {panel_name(screen, name)}", action))
+    return commands
 
 
 def panel_name(screen: ScreenData, panel: str) -> str:

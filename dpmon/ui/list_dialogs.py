@@ -77,7 +77,7 @@ class StepList(_List):
         if self.slow_steps is None:
             return [[("reading the steps ...", "dim")]]
         if not self.slow_steps.steps:
-            return [[("no training step has ended in this time", "dim")]]
+            return [[("no training step has finished in this time", "dim")]]
         heading, *rows = step_rows(self.slow_steps, width - 2, self.style)
         list_rows = self.build_list_rows(heading, rows, height)
         if self.slow_steps.since_ns is not None:

@@ -54,7 +54,7 @@ from dpmon.ui.why_dialog import WhyDialog
 _REPAINT_S = 60.0
 _MAX_LISTED_STEPS = 50
 _EXPORT_CHOICES = [
-    ("j", "jsonl", "JSON, one object a line: every record"),
+    ("j", "jsonl", "JSON, one object per line: every record"),
     ("c", "csv", "CSV: a directory with one table per kind"),
     ("p", "perfetto", "a trace for ui.perfetto.dev, one track per replica"),
     ("esc", "stay", "none"),
@@ -98,8 +98,8 @@ class Monitor(App[str]):
         self.open_error: Exception | None = None
         """Why the run could not be opened."""
         self.view = View()
-        self._lent = ("", "")
-        """A panel in focus that is not on the screen, and the one that has the focus meanwhile."""
+        self._moved_focus = ("", "")
+        """A panel in focus that is not on the screen, and the panel that has the focus meanwhile."""
         self._view_before_click = View()
         """The view before the click changed it, with the clicked panel in focus."""
         self._frozen_data: ScreenData | None = None
@@ -197,11 +197,11 @@ class Monitor(App[str]):
         """Show the whole run, look for findings, and tell the dialogs that it ended."""
         self.set_view(replace(self.view, range_s=0))
 
-        def look() -> str | None:
+        def find() -> str | None:
             self.live_run.findings = background_jobs.read_findings(self.live_run.directory)
             return None
 
-        self._run_in_thread(look, lambda problem: self.draw())
+        self._run_in_thread(find, lambda problem: self.draw())
         for screen in self.screen_stack:
             if isinstance(screen, Dialog):
                 screen.run_ended()
@@ -275,12 +275,15 @@ class Monitor(App[str]):
 
     def _move_hidden_focus(self, data: ScreenData, slots: Mapping[str, Slot]) -> None:
         """Move the focus to the most important panel while the panel in focus is not on the screen."""
-        focus, (home, lent) = self.view.focus, self._lent
-        if self.view.zoom is not None or (focus in slots and focus != lent):
+        focus = self.view.focus
+        hidden_panel, substitute = self._moved_focus
+        if self.view.zoom is not None or (focus in slots and focus != substitute):
             return
-        home = home if focus == lent else focus
-        focus = home if home in slots else next((panel for panel in choose_scene(data).panels if panel in slots), home)
-        self._lent = ("", "") if focus == home else (home, focus)
+        wanted_panel = hidden_panel if focus == substitute else focus
+        focus = wanted_panel
+        if wanted_panel not in slots:
+            focus = next((panel for panel in choose_scene(data).panels if panel in slots), wanted_panel)
+        self._moved_focus = ("", "") if focus == wanted_panel else (wanted_panel, focus)
         self.view = replace(self.view, focus=focus)
 
     @property
@@ -310,6 +313,7 @@ class Monitor(App[str]):
     # ------------------------------------------------------------------------------------------ messages
 
     def show_message(self, message: str | None) -> None:
+        """Show a message for `message_s` seconds; None removes the last one."""
         if self._message_timer is not None:  # one timer at a time: a held key repeats its message
             self._message_timer.stop()
         self.set_view(replace(self.view, message=message))
@@ -319,13 +323,14 @@ class Monitor(App[str]):
             self._message_timer = self.set_timer(self.message_s, partial(self.show_message, None))
 
     def set_view(self, view: View) -> None:
+        """Draw with another view from now on."""
         self.view = view
         self.draw()
 
     def action_freeze(self) -> None:
         """Freeze the screen, or show the live run again."""
         if self._frozen_data is None and self.data_to_draw().is_over:
-            self.show_message("there is nothing to freeze: the run is over; dpmon attach can play it back")
+            self.show_message("there is nothing to freeze: the run has ended; dpmon attach can play it back")
             return
         if self._frozen_data is None:
             self.live_run.set_visible_ranks(FROZEN_RANKS)
@@ -335,6 +340,7 @@ class Monitor(App[str]):
         self.set_view(replace(self.view, is_frozen=self._frozen_data is not None, shown_ns=None))
 
     def unfreeze(self) -> None:
+        """Show the live run again if the screen is frozen."""
         if self._frozen_data is not None:
             self.action_freeze()
 
@@ -598,7 +604,7 @@ class Monitor(App[str]):
         data, process = self.data_to_draw(), self.live_run.state.representative
         present_ns = data.elapsed_ns if data.past is None else data.past.until_ns
         if process is None or process.last_step is None:
-            self.show_message("no step has ended yet: there is nothing to look back to")
+            self.show_message("no step has finished yet: there is nothing to look back to")
         elif time_ns >= present_ns:
             self.unfreeze()
         else:
@@ -640,13 +646,13 @@ class Monitor(App[str]):
             self.push_screen(LineInput("Find a rank", note, self.style), self._find_rank)
             return
 
-        def begin(text: str | None) -> None:
+        def start_search(text: str | None) -> None:
             if text:
                 self.view = replace(self.view, focus="output", zoom=self.view.zoom and "output", search=text)
                 self._search(text, 1)
 
         note = "enter searches from the newest line; case matters only if you type a capital"
-        self.push_screen(LineInput("Find in the output", note, self.style, self.view.search), begin)
+        self.push_screen(LineInput("Find in the output", note, self.style, self.view.search), start_search)
 
     def _find_rank(self, text: str | None) -> None:
         if not text:
@@ -671,11 +677,11 @@ class Monitor(App[str]):
     def action_palette(self) -> None:
         """List all commands that work now."""
 
-        def do(action: str | None) -> None:
+        def run_chosen(action: str | None) -> None:
             if action:
                 self.call_next(self.run_action, action)
 
-        self.push_screen(CommandPalette(lambda: keys.available_commands(self.data_to_draw()), self.style), do)
+        self.push_screen(CommandPalette(lambda: keys.available_commands(self.data_to_draw()), self.style), run_chosen)
 
     def action_why(self) -> None:
         """Show what each rank is doing, and its stack: now (every few seconds), or in the stall on the screen."""
@@ -706,7 +712,7 @@ class Monitor(App[str]):
         data = self.data_to_draw()
         process = data.process
         if process is None or process.last_step is None:
-            self.show_message("no step has ended yet")
+            self.show_message("no step has finished yet")
             return
         dialog = StepList(
             f"The longest steps {self.style.glyphs.middot} {format_time_range(data.view.range_s)}", self.style
@@ -739,14 +745,17 @@ class Monitor(App[str]):
         self.push_screen(TextPages(f"Warnings ({self.live_run.state.warning_count})", build_rows, self.style))
 
     def _source(self, process_index: int | None) -> str:
-        process = self.live_run.state.processes.get(process_index) if process_index is not None else None
-        return process.name if process is not None else "dpmon" if process_index is None else f"process {process_index}"
+        """Return the name of the process that a warning came from; None is dpmon itself."""
+        if process_index is None:
+            return "dpmon"
+        process = self.live_run.state.processes.get(process_index)
+        return f"process {process_index}" if process is None else process.name
 
     def action_type_line(self) -> None:
         """Type a line for the script's standard input."""
         data = self.data_to_draw()
         if data.is_over or data.playing is not None:
-            self.show_message("the run is over: it reads no more input")
+            self.show_message("the run has ended: it reads no more input")
             return
         if data.is_ending:
             self.show_message("the command has ended: it reads no more input")
@@ -766,7 +775,7 @@ class Monitor(App[str]):
         hides_input = self.live_run.hides_input()
         note = "enter sends the line to the script, esc does not"
         note += "; the script asked not to show it" if hides_input else ""
-        ended_note = "the run is over: this line cannot be sent; esc closes"
+        ended_note = "the run has ended: this line cannot be sent; esc closes"
         self.push_screen(LineInput("Input", note, self.style, hides_text=hides_input, ended_note=ended_note), send)
 
     # ------------------------------------------------------------------------------------------ files

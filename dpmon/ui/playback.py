@@ -147,11 +147,11 @@ class _PlaybackRun(LiveRun):
 
     def toggle_refusal(self) -> str | None:
         """Return why no other mode can be requested."""
-        return "this is a playback of a run that is over"
+        return "this is a playback of a run that has ended"
 
     def pause_refusal(self, is_requested: bool) -> str | None:
         """Return why the run can be neither paused nor resumed."""
-        return "this is a playback; space plays or stops it"
+        return "this is a playback; space plays or pauses it"
 
     def can_type(self) -> bool:
         """Return False: no process reads input."""

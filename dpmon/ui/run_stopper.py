@@ -57,12 +57,12 @@ class RunStopper:
         if self.progress is not None:
             return
         if self._app.live_run.is_over or self._app.data_to_draw().playing is not None:
-            self._app.show_message("there is nothing to stop: the run is over")
+            self._app.show_message("there is nothing to stop: the run has ended")
         else:
             self._confirm_stop(leaves=False)
 
     def _confirm_stop(self, leaves: bool) -> None:
-        answers = [("y", "stop", _STOPS), ("esc", "stay", "let it go on")]
+        answers = [("y", "stop", _STOPS), ("esc", "stay", "keep it running")]
         text, run_info = ["Everything computed since the last checkpoint is lost."], self._app.live_run.info
         if run_info is not None and len(run_info.nodes) > 1:
             text.append(f"It stops on all {len(run_info.nodes)} nodes.")
@@ -72,7 +72,7 @@ class RunStopper:
         )
 
     def _report_nothing_to_stop(self) -> None:
-        self._app.show_message("the run is over: there is nothing left to stop; q closes this screen")
+        self._app.show_message("the run has ended: there is nothing left to stop; q closes this screen")
 
     def _handle_leave_answer(self, answer: str | None) -> None:
         if answer == "left":
@@ -88,7 +88,7 @@ class RunStopper:
         else:
             self._leaves_when_stopped = leaves
             self._app.unfreeze()
-            self._show_progress("the training is asked to stop")
+            self._show_progress("asking the training to stop")
             threading.Thread(target=self._stop_run, name="dpmon stop", daemon=True).start()
 
     def _stop_run(self) -> None:
@@ -120,7 +120,7 @@ class RunStopper:
                 self._app.exit("stopped")
         elif not self._app.live_run.is_ending:
             self._all_signals_sent = False
-            self._report_failure(self.progress or "it still runs")
+            self._report_failure(self.progress or "it is still running")
 
     def _report_failure(self, text: str) -> None:
         self.progress = None

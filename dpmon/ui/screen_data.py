@@ -37,7 +37,7 @@ NAMES = {
     "devices": "1 Devices",
     "replicas": "2 Replicas",
     "batch": "3 Batch",
-    "compare": "4 dp against single",
+    "compare": "4 dp vs. single",
     "output": "5 Output",
     "progress": "6 Progress",
 }
@@ -47,9 +47,11 @@ RANK_NAMES = {"replicas": "2 Ranks", "compare": "4 Communication"}
 RANGES = (30, 120, 600, 0)
 """Time ranges to choose from in seconds; 0 is the whole run."""
 QUIET_SHOWN_NS = 5 * SECOND
+_SHOWN_STATES = {QUIET: "idle"}
+"""The words on the screen for states whose names in files differ."""
 READING = "reading the record"
-BEFORE_STALL = ("before the stall", "wait")
-"""Stands beside figures that cover no time of the stall."""
+BEFORE_STALL = ("values from before the stall", "wait")
+"""Stands next to metrics that cover no time of the stall."""
 
 
 class PlaybackPosition(NamedTuple):
@@ -252,6 +254,11 @@ class ActivityText(NamedTuple):
     detail: str = ""
 
 
+def shown_state(run_state: RunState) -> str:
+    """Return the state of a run in the word that the screen shows."""
+    return _SHOWN_STATES.get(run_state.word, run_state.word)
+
+
 def describe_activity(screen: ScreenData) -> ActivityText:
     """Return what the run is doing, in everyday words."""
     if screen.exit_info is not None:
@@ -286,7 +293,7 @@ def describe_activity(screen: ScreenData) -> ActivityText:
             return _before_first_batch(screen, "", 0)
         return ActivityText("ending", "wait", "the training process is exiting")
     if run_state.word in (WAITING_FOR_DATA, QUIET):
-        return ActivityText(run_state.word, "wait", state_age)
+        return ActivityText(shown_state(run_state), "wait", state_age)
     # The record may be behind on an overloaded machine, but not what the process does now.
     is_long = screen.now_ns - max(process.seen_ns, since_ns) > QUIET_SHOWN_NS and doing in SPAN_PHASES
     detail = f"in {doing} {activity_ns / 1e9:.0f} s"
@@ -326,7 +333,7 @@ def _describe_outcome(exit_info: ExitInfo) -> ActivityText:
     if exit_info.status is None:
         return ActivityText("ended", "bad", "status unknown")
     if exit_info.signal is not None:
-        likely_cause = "perhaps out of memory" if exit_info.signal == "SIGKILL" else ""
+        likely_cause = "possibly out of memory" if exit_info.signal == "SIGKILL" else ""
         return ActivityText(f"killed by {sanitize_line(exit_info.signal, 12)}", "bad", likely_cause)
     if exit_info.status == 0:
         return ActivityText("finished", "good", "status 0")

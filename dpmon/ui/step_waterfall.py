@@ -22,7 +22,7 @@ from dpmon.ui.chart import busy_signs, round_up_nice
 from dpmon.ui.styled_rows import Row, Span, fit_row, merge_spans, row_width
 from dpmon.ui.terminal_style import LETTERS, Glyphs, TerminalStyle, letter_position
 
-OTHER_FORWARD_NAMES = ("forward rest", "fwd rest", "fwd")
+OTHER_FORWARD_NAMES = ("other forward", "other fwd", "fwd")
 """Names, from long to short, for the rest of the forward when the call's phases are shown separately."""
 _LEFT_BLOCKS = " ▏▎▍▌▋▊▉█"
 _DURATION_CELLS = 9
@@ -371,7 +371,7 @@ def lane_row(pieces: Sequence[Piece], width: int, scale_ns: float, style: Termin
     return [(text, "phase.apply")]
 
 
-class _CellPart(NamedTuple):
+class _CellInterval(NamedTuple):
     """A part of a cell, in time, with the phase that it belongs to; "" if none does."""
 
     start_ns: float
@@ -384,19 +384,19 @@ class _CellPart(NamedTuple):
         return self.end_ns - self.start_ns
 
 
-def _divide_cell(pieces: Sequence[Piece], cell_start_ns: float, cell_end_ns: float) -> list[_CellPart]:
+def _divide_cell(pieces: Sequence[Piece], cell_start_ns: float, cell_end_ns: float) -> list[_CellInterval]:
     """Return the parts of a cell in order, without a gap; none if no piece lies in it."""
-    parts: list[_CellPart] = []
+    parts: list[_CellInterval] = []
     time_ns = cell_start_ns
     for piece in pieces:
         start_ns, end_ns = max(piece.start_ns, cell_start_ns), min(piece.end_ns, cell_end_ns)
         if end_ns > start_ns:
             if start_ns > time_ns:
-                parts.append(_CellPart(time_ns, start_ns, ""))
-            parts.append(_CellPart(start_ns, end_ns, piece.phase))
+                parts.append(_CellInterval(time_ns, start_ns, ""))
+            parts.append(_CellInterval(start_ns, end_ns, piece.phase))
             time_ns = end_ns
     if parts and time_ns < cell_end_ns:
-        parts.append(_CellPart(time_ns, cell_end_ns, ""))
+        parts.append(_CellInterval(time_ns, cell_end_ns, ""))
     return parts
 
 

@@ -95,12 +95,12 @@ def join_left_right(left: Sequence[Span], right_part: Sequence[Span], width: int
 class TableColumn(NamedTuple):
     """A column of a table: its heading, its width in cells, and its cells: texts, or rows as wide as the column."""
 
-    head: str | Row
+    heading: str | Row
     width: int
     cells: Sequence[str | Row]
     style: str = ""
     left: bool = False
-    """Whether texts stand at the left, cut and marked where they are too long."""
+    """Whether texts stand at the left, truncated and marked where they are too long."""
     gap: int = 0
     """Blanks after the column."""
 

@@ -126,10 +126,10 @@ def choose_marks(screen: ScreenData, axis: TimeAxis, width: int) -> list[TimeMar
     process = state.processes.get(screen.process.process) if screen.process is not None else None
     if process is None:
         return []
-    own = (change for change in state.pauses if change.process == process.process)
-    pauses = build_pauses(own, lambda _process, _at: None)
-    found = pause_marks(pauses, None if process.paused_since_ns is None else now)
-    return found + epoch_marks(process.progress.epochs, lambda at: axis.cell_at(at // SECOND, width))
+    changes = (change for change in state.pauses if change.process == process.process)
+    pauses = build_pauses(changes, lambda _process, _time: None)
+    marks = pause_marks(pauses, None if process.paused_since_ns is None else now)
+    return marks + epoch_marks(process.progress.epochs, lambda time_ns: axis.cell_at(time_ns // SECOND, width))
 
 
 # ------------------------------------------------------------------------------------------------ samples
@@ -198,17 +198,17 @@ def build_chart_columns(
                 column_by_mode[column.mode] = column
     columns: list[Column] = []
 
-    def fill(until: int, drawn: Column | None) -> None:
-        """Add columns in which no step ended. The first step of the next column (`drawn`) may be under way in them."""
-        while len(columns) < until:
+    def fill(end_part: int, next_column: Column | None) -> None:
+        """Add columns in which no step ended; the first step of the next column may be running in them."""
+        while len(columns) < end_part:
             second = axis.start_of_part(len(columns), part_count)
-            begin, end = second * SECOND, axis.start_of_part(len(columns) + 1, part_count) * SECOND
-            stalled = any(begin < until_ns and end > since for since, until_ns in stalls)
-            if drawn is not None and not stalled and end > drawn.begin_ns:
-                columns.append(replace(drawn, second=second))
+            start, end = second * SECOND, axis.start_of_part(len(columns) + 1, part_count) * SECOND
+            is_stalled = any(start < stall_end and end > stall_start for stall_start, stall_end in stalls)
+            if next_column is not None and not is_stalled and end > next_column.begin_ns:
+                columns.append(replace(next_column, second=second))
             else:  # an empty column continues what was before it
-                before = columns[-1] if columns else drawn or process.columns[-1]
-                columns.append(Column(second, before.mode, evaluation=before.evaluation, stalled=stalled))
+                previous = columns[-1] if columns else next_column or process.columns[-1]
+                columns.append(Column(second, previous.mode, evaluation=previous.evaluation, stalled=is_stalled))
 
     for part in sorted(columns_by_part):
         chosen = _column_of_part(columns_by_part[part], columns[-1].mode if columns else "")
@@ -373,13 +373,14 @@ def axis_row(
 
 
 def axis_below_chart(
-    screen: ScreenData, axis: TimeAxis, picture: ChartColumns, gutter: int, room: int, style: TerminalStyle
+    screen: ScreenData, axis: TimeAxis, picture: ChartColumns, gutter: int, width: int, style: TerminalStyle
 ) -> Row:
-    """Return the axis below a chart of `room` cells; the start time stands in the `gutter` cells before it."""
-    process, word, marks = screen.process, "end " if screen.is_over else "now ", choose_marks(screen, axis, room)
-    ranks = None if process is None else process.distributed
-    cursor = None if screen.past is None else screen.now_ns
-    row = axis_row(axis, picture, room, style, ranks=ranks, word=word, marks=marks, cursor_ns=cursor)
+    """Return the axis below a chart of `width` cells; the start time stands in the `gutter` cells before it."""
+    ranks = None if screen.process is None else screen.process.distributed
+    word = "end " if screen.is_over else "now "
+    marks = choose_marks(screen, axis, width)
+    cursor_ns = None if screen.past is None else screen.now_ns
+    row = axis_row(axis, picture, width, style, ranks=ranks, word=word, marks=marks, cursor_ns=cursor_ns)
     return [(align_right(short_clock(axis.start_s * SECOND), gutter - 1) + " ", "dim"), *row]
 
 
@@ -395,7 +396,7 @@ def _put_end_time(
     short_time = short_clock(axis.now_s * SECOND)
     texts = [word + short_time, short_time]
     if part_s >= 2:
-        texts.insert(0, f"{format_duration(part_s * SECOND)} a column  {word}{short_time}")
+        texts.insert(0, f"{format_duration(part_s * SECOND)} per column  {word}{short_time}")
     for text in texts:
         index = drawn_cells - len(text) - 1
         is_blank = {sign for sign, _ in line.cells[index:]} <= {line.line_sign, " "}

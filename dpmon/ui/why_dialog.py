@@ -12,7 +12,7 @@ from dpmon.stalls.why_text import format_reply
 from dpmon.text.cells import truncate, wrap_text
 from dpmon.text.formatting import format_clock
 from dpmon.ui.dialogs import TextPages
-from dpmon.ui.screen_data import ScreenData, no_progress_text
+from dpmon.ui.screen_data import ScreenData, no_progress_text, shown_state
 from dpmon.ui.styled_rows import Row
 from dpmon.ui.terminal_style import TerminalStyle
 
@@ -32,7 +32,7 @@ class WhyDialog(TextPages):
         """Show the present, or the recorded stall `stall_record`."""
         stall = screen_data().shown_stall
         title_suffix = (
-            "" if stall_record is None or stall is None else f", as noticed at {format_clock(stall.noticed_ns)}"
+            "" if stall_record is None or stall is None else f", as detected at {format_clock(stall.noticed_ns)}"
         )
         super().__init__(f"Why{title_suffix}", self._reply_rows, style)
         self._screen_data, self._directory, self._recorded = screen_data, directory, stall_record
@@ -50,7 +50,7 @@ class WhyDialog(TextPages):
             {**reply, "t_s": screen.now_ns / 1e9} if is_same_stall else reply, width=width
         )
         if reply.get("text") is None and self._recorded is None:
-            first_line = no_progress_text(screen) or f"{first_line}: {screen.run_state.word}"
+            first_line = no_progress_text(screen) or f"{first_line}: {shown_state(screen.run_state)}"
         return [
             *([(line, style)] for line in wrap_text(first_line, width)),
             *([(truncate(text, width), line_style)] for text, line_style in other_lines),

@@ -10,6 +10,7 @@ import pytest
 from stage import Stage, stage
 
 from dpmon.ui.dialogs import Choice, CommandPalette, Dialog, LineInput, TextPages
+from dpmon.ui.keys import PaletteCommand
 
 OPENERS = {
     "q": Choice,
@@ -80,7 +81,7 @@ async def test_dialogs_that_need_a_live_run_close_when_it_ends(
         else:
             on.end(3)
         await on.until(lambda: len(on.app.screen_stack) == 1, "the dialog to close")
-        await on.shows("the run is over: there is nothing left to stop")
+        await on.shows("the run has ended: there is nothing left to stop")
         await on.shows("status unknown" if unsupervised else "failed status 3")
         await on.shows("q close")
         await on.press("q")
@@ -127,8 +128,8 @@ async def test_enter_does_the_marked_command_or_none(tmp_path: Path, chosen: int
     """The possible commands change without a new picture of the list."""
     answers: list[str | None] = []
 
-    def commands(keys: list[str]) -> list[tuple[str, str, str]]:
-        return [(key, f"do {key}", f"action_{key}") for key in keys]
+    def commands(keys: list[str]) -> list[PaletteCommand]:
+        return [PaletteCommand(key, f"do {key}", f"action_{key}") for key in keys]
 
     async with stage(tmp_path) as on:
         possible = commands(["a", "b"])
@@ -148,7 +149,7 @@ async def test_enter_does_the_marked_command_or_none(tmp_path: Path, chosen: int
 @pytest.mark.parametrize("opener", ["e", "slash", "question_mark", "r"])
 async def test_dialogs_that_are_useful_after_the_end_stay_open(directory: Path, opener: str) -> None:
     async with stage(directory) as on:
-        await on.shows("○ quiet")
+        await on.shows("○ idle")
         await on.press(opener)
         await on.until(lambda: isinstance(on.app.screen, Dialog), "the dialog")
         on.end(0)
@@ -188,4 +189,4 @@ async def test_the_runs_directory_vanishes_under_a_dialog(directory: Path, opene
         for key in ("s", "i", "W", "r"):
             await on.press(key)
         await on.press("escape")
-        await on.shows("○ quiet")
+        await on.shows("○ idle")

@@ -72,7 +72,7 @@ def test_a_history_that_cannot_be_read_leaves_the_picture_as_it_was(tmp_path: Pa
 
 # ------------------------------------------------------------------------------------------------ a late attach
 
-SILENT = re.compile(r"quiet|no step has ended|first batch|first call|no call yet|waiting")
+SILENT = re.compile(r"idle|no step has ended|first batch|first call|no call yet|waiting")
 
 
 def drawn(feed: LiveRun, width: int, height: int) -> str:
@@ -94,8 +94,8 @@ def test_unread_records_do_not_count_as_silence(tmp_path: Path, size: tuple[int,
     assert not SILENT.search(text), text
     feed.start()
     feed.refresh()
-    assert describe_activity(feed.build_screen_data(View())) == ("quiet", "wait", "67 s"), "all is read: now it is true"
-    assert "quiet 67 s" in drawn(feed, *size)
+    assert describe_activity(feed.build_screen_data(View())) == ("idle", "wait", "67 s"), "all is read: now it is true"
+    assert "idle 67 s" in drawn(feed, *size)
 
 
 @pytest.mark.parametrize(("name", "title"), [(None, "torchrun"), ("slow", "slow")])

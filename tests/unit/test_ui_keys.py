@@ -90,22 +90,22 @@ async def test_a_key_goes_through_all_themes(tmp_path: Path) -> None:
 
 async def test_a_picture_is_saved_and_never_overwrites(tmp_path: Path) -> None:
     async with stage(tmp_path) as on:
-        await on.shows("○ quiet")
+        await on.shows("○ idle")
         await on.press("s")
         await on.shows("picture: dpmon-")
         await on.press("s")
         await on.until(lambda: len(list(Path.cwd().glob("*.svg"))) == 2, "two files")
         for path in Path.cwd().glob("*.svg"):
             words = " ".join(ElementTree.fromstring(path.read_text()).itertext())
-            for part in ("linear.py", "2 Replicas", "[15, 5]", "○ quiet", "4 dp against single"):
+            for part in ("linear.py", "2 Replicas", "[15, 5]", "○ idle", "4 dp vs. single"):
                 assert part in words
             assert not re.search(r"(href|src|url\()", path.read_text()), "it asks for nothing from anywhere"
 
 
 async def test_a_picture_of_a_dialog_has_the_dialog(tmp_path: Path) -> None:
     async with stage(tmp_path) as on:
-        await on.shows("○ quiet")
-        openers = {"question_mark": ("s", "Help"), "x": ("s", "Stop the training?"), "colon": ("ctrl+s", "What can be")}
+        await on.shows("○ idle")
+        openers = {"question_mark": ("s", "Help"), "x": ("s", "Stop the training?"), "colon": ("ctrl+s", "Commands")}
         for number, (opener, (key, word)) in enumerate(openers.items(), 1):
             before = set(Path.cwd().glob("*.svg"))
             await on.press(opener, key)
@@ -351,7 +351,7 @@ async def test_stop_asks_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 async def test_keys_that_come_faster_than_a_dialog_closes_do_no_harm(tmp_path: Path) -> None:
     """All keys are in the queue before the first one is handled, as with a key held down."""
     async with stage(tmp_path) as on:
-        await on.shows("○ quiet")
+        await on.shows("○ idle")
         for opener in ("question_mark", "x", "q", "e", "slash", "colon"):
             await on.press("5", opener)
             dialog = on.app.screen

@@ -91,7 +91,7 @@ def test_a_part_without_room_in_the_header_is_left_out_entirely() -> None:
 
 async def test_a_key_that_does_nothing_says_so_and_not_for_ever(tmp_path: Path) -> None:
     async with stage(tmp_path) as on:
-        await on.shows("○ quiet")
+        await on.shows("○ idle")
         for key, words in (
             ("z", "z does nothing here: ? shows the keys"),
             ("f5", "f5 does nothing here"),
@@ -112,8 +112,8 @@ async def test_in_a_playback_each_key_of_a_live_run_says_why_not(state: Path) ->
         await pilot.press("g")
         for key, words in (
             ("p", "no pause: this is a playback"),
-            ("x", "there is nothing to stop: the run is over"),
-            ("i", "the run is over: it reads no more input"),
+            ("x", "there is nothing to stop: the run has ended"),
+            ("i", "the run has ended: it reads no more input"),
             ("d", "the mode cannot be switched: this is a playback"),
             ("Z", "Z does nothing here"),
         ):
@@ -164,7 +164,7 @@ def test_the_output_of_a_playback_is_not_called_following(tmp_path: Path) -> Non
 
 async def test_beside_a_dialog_the_screen_is_blank_and_a_long_list_says_that_more_follows(tmp_path: Path) -> None:
     async with stage(tmp_path, (80, 16)) as on:
-        await on.shows("○ quiet")
+        await on.shows("○ idle")
         await on.press("colon")
         assert isinstance(on.app.screen, CommandPalette)
         assert on.app.screen.box.region.width == 80
@@ -194,7 +194,7 @@ def test_a_panel_has_one_name() -> None:
         assert f"go to panel {name}" in descriptions
         shown = replace(facts, view=View("progress", "progress")) if name == NAMES["progress"] else facts
         assert any(name in row for row in screen(shown, 120, 40))
-    assert "4 dp against single" in "\n".join(screen(facts)), "folded, too"
+    assert "4 dp vs. single" in "\n".join(screen(facts)), "folded, too"
     assert not any("panel compare" in command.description for command in COMMANDS)
 
 

@@ -34,7 +34,7 @@ def placed(on: Stage) -> bool:
 
 async def test_it_draws_the_run_at_every_size(tmp_path: Path) -> None:
     async with stage(tmp_path) as on:
-        await on.shows("○ quiet")
+        await on.shows("○ idle")
         for width, height in ((80, 24), (200, 60), (45, 12), (20, 5), (160, 50), (120, 40)):
             await on.pilot.resize_terminal(width, height)
             await on.until(lambda h=height: len(on.app.text()) == h, "the new size")
@@ -43,7 +43,7 @@ async def test_it_draws_the_run_at_every_size(tmp_path: Path) -> None:
             if width >= 80:
                 for word in ("linear.py", "dp ×2", "2 Replicas", "3 Batch", "5 Output", "[15, 5]", "? help", "q leave"):
                     await on.shows(word)
-        await on.shows("4 dp against single")
+        await on.shows("4 dp vs. single")
 
 
 async def test_it_draws_before_anything_is_read(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ async def test_a_toggle_is_pending_immediately_and_done_when_answered(tmp_path: 
 
 async def test_no_toggle_where_nothing_may_be_changed(tmp_path: Path) -> None:
     async with stage(tmp_path, mode_option="script") as on:
-        await on.shows("○ quiet")
+        await on.shows("○ idle")
         await on.press("d")
         await on.shows("the mode cannot be switched: --mode script leaves the computation as written")
         assert on.reader.asked == []
@@ -89,7 +89,7 @@ async def test_no_toggle_where_nothing_may_be_changed(tmp_path: Path) -> None:
 
 async def test_a_toggle_that_ranks_do_not_allow_is_refused_with_a_reason(tmp_path: Path) -> None:
     async with stage(tmp_path) as on:
-        await on.shows("○ quiet")
+        await on.shows("○ idle")
         on.training.defined.clear()
         on.training.via = "DistributedDataParallel"
         on.reader.new = decoded([*on.training.switch("single"), *on.training.run(2)], origin_ns=SECOND)
@@ -277,7 +277,7 @@ async def test_a_folded_panel_opens_with_its_number(tmp_path: Path) -> None:
 async def test_a_double_click_zooms_as_enter_does(tmp_path: Path) -> None:
     """With any focus; and back, although the second click may be on another panel."""
     async with stage(tmp_path, (80, 24)) as on:
-        await on.shows("○ quiet")
+        await on.shows("○ idle")
         for panel in ("batch", "batch", "output", "devices"):  # devices is folded
             await on.pilot.double_click(f"#{panel}", offset=(5, 0))
             assert (on.app.view.focus, on.app.view.zoom) == (panel, panel)

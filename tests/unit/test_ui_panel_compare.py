@@ -60,9 +60,9 @@ def test_no_ratio_is_shown_without_a_verdict() -> None:
     facts = with_process(facts, compared=found)
     rows = rows_text(panel_compare.render_panel(facts, 60, 12, LOOK))
     title, corner = panel_compare.panel_title(facts, LOOK, folded=False)
-    assert plain_text(title) == "4 dp against single"
+    assert plain_text(title) == "4 dp vs. single"
     assert plain_text(corner) == "too uncertain"
-    assert plain_text(panel_compare.panel_title(facts, LOOK, folded=True)[0]) == "4 dp against single"
+    assert plain_text(panel_compare.panel_title(facts, LOOK, folded=True)[0]) == "4 dp vs. single"
     text = " ".join(rows)
     assert "0.34" not in text
     assert "efficiency" not in text

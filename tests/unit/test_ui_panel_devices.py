@@ -92,7 +92,7 @@ def test_a_sample_with_members_of_other_types_is_shown(width: int) -> None:
     rows = rows_text(panel_devices.render_panel(facts, width, 12, LOOK))
     assert any(row.startswith("clocks held down 3:  0  1; 4:") for row in rows)
     text = "\n".join(rows_text(panel_devices.render_full_screen(facts, width, 60, LOOK)))
-    assert re.search("held down by +3, 4", text)
+    assert re.search("throttled by +3, 4", text)
     assert "processes" in text
 
 

@@ -151,7 +151,7 @@ def test_waiting_for_data_is_shown_only_after_a_second() -> None:
     [
         (exit_of(0, None, 9), "finished status 0"),
         (exit_of(3, None, 9), "failed status 3"),
-        (exit_of(137, "SIGKILL", 9), "killed by SIGKILL perhaps out of memory"),
+        (exit_of(137, "SIGKILL", 9), "killed by SIGKILL possibly out of memory"),
         (exit_of(139, "SIGSEGV", 9), "killed by SIGSEGV"),
         (exit_of(130, "SIGINT", 9), "interrupted SIGINT"),
         (exit_of(130, "SIGINT", 9, stopped=True), "stopped by you"),
@@ -311,7 +311,7 @@ def test_a_warning_stands_beside_the_state_that_had_no_room_above(width: int, mi
     facts = missing(warned(facts_of(Training()), LONG), missed)
     for later, doing, word, detail in (
         (facts.now_ns + 15 * SECOND, {0: ("data", facts.now_ns)}, "waiting for data", "15 s"),
-        (facts.now_ns + 12 * SECOND, {}, "quiet", "12 s"),
+        (facts.now_ns + 12 * SECOND, {}, "idle", "12 s"),
     ):
         rows = text_of(replace(facts, now_ns=later, activities=doing), width, 24).splitlines()
         row = rows[1 if width >= 120 else 2]

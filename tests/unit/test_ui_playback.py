@@ -36,7 +36,7 @@ async def test_keys_play_stop_step_and_seek(state: Path) -> None:
     clock = Clock()
     async with shown(a_run(), clock) as (app, pilot):
         assert shows(app, "finished")
-        assert "stopped" in app.text()[-1]
+        assert "paused" in app.text()[-1]
         assert app.text()[-1].count("00:05:01") == 2
         await pilot.press("g")
         assert "00:00:00 ●" in app.text()[-1]

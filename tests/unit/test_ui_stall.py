@@ -68,7 +68,7 @@ def test_rank_and_line_stand_on_every_screen_and_no_advice(
         assert word not in text
     if size[1] >= 24:
         assert "stalled at step 160" in text
-        assert "before the stall" in text
+        assert "values from before the stall" in text
         assert "╱╱╱" in text
     if make is ended_in_stall and size[0] >= 60:
         assert "the run ended in a stall of 35 s: rank 1" in head
@@ -154,7 +154,7 @@ def test_the_stacks_stand_on_the_full_screen() -> None:
 # ------------------------------------------------------------------------------------------------ over time
 
 
-@pytest.mark.parametrize(("at_s", "word"), [(9, "quiet"), (11, "STALLED"), (34, "STALLED"), (36, "quiet")])
+@pytest.mark.parametrize(("at_s", "word"), [(9, "idle"), (11, "STALLED"), (34, "STALLED"), (36, "idle")])
 def test_a_playback_shows_a_stall_as_it_was_seen(at_s: int, word: str) -> None:
     run, end = stalled_run(2, over=True)
     now = end + at_s * SECOND
@@ -352,6 +352,6 @@ def test_figures_stay_dimmed_while_the_command_that_ended_in_a_stall_has_no_exit
     facts = replace(stalled(2), is_ending=True)
     text = text_of(facts, 120, 40)
     assert "ending" in text
-    assert "before the stall" in text
+    assert "values from before the stall" in text
     assert "stalled at step 160" in text
     assert "try:" not in text

@@ -149,7 +149,7 @@ async def _slow_rank(stage: Stage) -> None:
     await stage.until(_has_straggler)
     await asyncio.sleep(20)
     await stage.pilot.press("c")
-    await asyncio.sleep(stage.app.said_s + 2)  # until the answer to the key has gone
+    await asyncio.sleep(stage.app.message_s + 2)  # until the answer to the key has gone
     await stage.until(_has_straggler)
     stage.take()
 
@@ -247,8 +247,8 @@ async def _take(picture: Picture, directory: Path) -> str:
     async with app.run_test(size=picture.size) as pilot:
         stage = Stage(app, pilot)
         await picture.act(stage)
-    app.feed.close()
-    return film(stage.frames, app.look, picture.title)
+    app.live_run.close()
+    return film(stage.frames, app.style, picture.title)
 
 
 def film(frames: Sequence[Sequence[Row]], look: TerminalStyle, title: str) -> str:
@@ -265,14 +265,16 @@ def film(frames: Sequence[Sequence[Row]], look: TerminalStyle, title: str) -> st
         rows = [list(frame[y]) if y < len(frame) else [] for frame in frames]
         for _, same in groupby(range(len(rows)), key=lambda index: rows[index]):
             shown = list(same)
-            pieces = list(page.row(rows[shown[0]], y))
+            pieces = list(page.render_row(rows[shown[0]], y))
             if len(shown) == len(frames):
                 body += pieces
             elif pieces:
                 spans.add((shown[0], shown[-1] + 1))
                 body += [f'<g class="from{shown[0]}to{shown[-1] + 1}">', *pieces, "</g>"]
     size = (max(sum(span_width(text) for text, _ in row) for frame in frames for row in frame), max(map(len, frames)))
-    return page.image(body, size, title, "".join(_shown(first, end, len(frames)) for first, end in sorted(spans)))
+    return page.render_image(
+        body, size, title, "".join(_shown(first, end, len(frames)) for first, end in sorted(spans))
+    )
 
 
 def _shown(first: int, end: int, frames: int) -> str:

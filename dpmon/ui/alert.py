@@ -6,26 +6,32 @@ from dpmon.sanitize import sanitize_line
 from dpmon.stalls.run_state import ENDED, STALLED
 from dpmon.ui.screen_data import ScreenData
 
-_FORMS = {"bell": "\a", "osc9": "\x1b]9;{}\a", "osc777": "\x1b]777;notify;dpmon;{}\a"}
+_SEQUENCES = {"bell": "\a", "osc9": "\x1b]9;{}\a", "osc777": "\x1b]777;notify;dpmon;{}\a"}
 """What each value of the setting `alert` sends: a bell, or a notification of the desktop."""
-_MOST = 200
+_MAX_CHARS = 200
 
 
 class Alert:
-    """Compares the state of a run with its state in the picture before."""
+    """The state of the run at the last frame, to find the changes that deserve an alert."""
 
     def __init__(self, form: str) -> None:
-        self._form = _FORMS[form]
-        self._before: str | None = None
+        self._sequence = _SEQUENCES[form]
+        self._last_state: str | None = None
 
-    def bytes_to_send(self, facts: ScreenData) -> str:
-        """What to send to the terminal after this picture; mostly nothing."""
-        if facts.reading:
+    def bytes_to_send(self, screen: ScreenData) -> str:
+        """Return what to send to the terminal after this frame; usually ""."""
+        if screen.is_reading:
             return ""
-        before, self._before = self._before, facts.run_state.word
-        if before is None or before == self._before or not {before, self._before} & {STALLED, ENDED}:
+        last_state, self._last_state = self._last_state, screen.run_state.word
+        if (
+            last_state is None
+            or last_state == self._last_state
+            or not {last_state, self._last_state} & {STALLED, ENDED}
+        ):
             return ""
-        stall = facts.shown_stall
-        why = f": {stall.text}" if self._before == STALLED and stall is not None else ""
+        stall = screen.shown_stall
+        reason = f": {stall.text}" if self._last_state == STALLED and stall is not None else ""
         # The text may have no part that ends the sequence, or begins another field.
-        return self._form.format(sanitize_line(f"{facts.title} {self._before}{why}", _MOST).replace(";", ","))
+        return self._sequence.format(
+            sanitize_line(f"{screen.title} {self._last_state}{reason}", _MAX_CHARS).replace(";", ",")
+        )

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 _COLOR_SYSTEMS = ("auto", "standard", "256", "truecolor")
 
 
-_OBJECTS = 100_000
+_GC_THRESHOLD = 100_000
 """New objects between two garbage collections. Python's default takes a seventh of the time with a thousand ranks."""
 
 
 class ScreenClosed(SystemExit):
-    """The screen closed, but its user did not close it: a signal (128+N), a hang-up (129) or an error (1) did."""
+    """The end of a screen that its user did not close: a signal (128+N), a hang-up (129) or an error (1) did."""
 
 
 def prepare(environ: MutableMapping[str, str]) -> None:
@@ -50,14 +50,14 @@ def run_screen(
     playback: bool = False,
     known_exit: Callable[[], ExitInfo | None] = lambda: None,
 ) -> str:
-    """Show the run in `directory` until the user leaves; `theme` and `alert`: names from `dpmon.config`.
+    """Show the run in `directory` until the user leaves. Return why the screen closed.
 
-    With `playback`, a finished run can be played back. `known_exit` returns how the run ended, if the caller knows it
-    without a file.
+    `theme` and `alert`: names from `dpmon.config`. `playback`: let the user play back a finished run. `known_exit`
+    returns how the run ended, if the caller knows it without a file.
 
-    Returns "left": the training goes on; "ended": the run is over; "stopped": the user stopped the run and it has
-    ended. Raises ScreenClosed, a SystemExit with the status, if the user did not close the screen. Raises RunError if
-    the directory is not a run.
+    The result is "left" if the training continues, "ended" if the run has ended, "stopped" if the user stopped the run
+    and it has ended. Raises ScreenClosed, a SystemExit with the status, if the user did not close the screen, and
+    RunError if the directory is not a run.
     """
     wishes = dict(os.environ)
     prepare(os.environ)
@@ -66,31 +66,31 @@ def run_screen(
     from dpmon.ui.monitor import Monitor
     from dpmon.ui.terminal_style import choose_style
 
-    look = choose_style(wishes, getattr(sys.__stderr__, "encoding", None), theme)
+    style = choose_style(wishes, getattr(sys.__stderr__, "encoding", None), theme)
     if playback:
         from dpmon.ui.playback import Playback
 
-        monitor: Monitor = Playback(directory, look, refresh=refresh)
+        monitor: Monitor = Playback(directory, style, refresh=refresh)
     else:
         monitor = Monitor(
             directory,
-            look,
+            style,
             refresh=refresh,
             alert=alert,
             open_reader=lambda: RunReader(directory, known_exit=known_exit),
         )
     gc.freeze()
-    gc.set_threshold(_OBJECTS)
+    gc.set_threshold(_GC_THRESHOLD)
     gc.enable()
-    monitor.leaving.begin()
+    monitor.exit_handlers.install()
     try:
         result = monitor.run()
     finally:
-        monitor.leaving.end()
-        monitor.feed.close()
-    if monitor.problem is not None:
-        raise monitor.problem
-    status = monitor.leaving.status or monitor.return_code
+        monitor.exit_handlers.uninstall()
+        monitor.live_run.close()
+    if monitor.open_error is not None:
+        raise monitor.open_error
+    status = monitor.exit_handlers.status or monitor.return_code
     if status or result is None:
         raise ScreenClosed(status or 1)
     return result

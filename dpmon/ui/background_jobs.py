@@ -20,11 +20,11 @@ from typing import TextIO, TypeVar
 from dpmon.errors import DpmonError
 from dpmon.model.findings.finding import Finding
 
-_Made = TypeVar("_Made")
+_Result = TypeVar("_Result")
 
-_TRIES = 100
+_MAX_NAMES = 100
 # They run in a process of their own at a lower priority: millions of records would block the screen's thread.
-_BEFORE = """\
+_PREAMBLE = """\
 import json, os, sys
 from pathlib import Path
 os.nice(10)
@@ -46,20 +46,24 @@ print(json.dumps(collect_report_data(Path(sys.argv[1])).findings))
 """
 ENDINGS = {"jsonl": "jsonl", "csv": "csv", "perfetto": "trace.json"}
 """The ending of an export's file name, by format; csv is a directory of tables."""
-_HOME = str(Path(__file__).resolve().parent.parent.parent)
+_IMPORT_DIRECTORY = str(Path(__file__).resolve().parent.parent.parent)
 
 
 class JobError(DpmonError):
-    """A job failed; the text is one sentence for the user."""
+    """A failed job; the text is one sentence for the user."""
 
 
-def _create_file(name: str, ending: str, directory: Path, make: Callable[[Path], _Made]) -> tuple[Path, _Made]:
-    """Call `make` with the first free path `NAME-HHMMSS.ENDING`; returns the path and its result. Raises JobError."""
+def _create_file(name: str, extension: str, directory: Path, make: Callable[[Path], _Result]) -> tuple[Path, _Result]:
+    """Call `make` with the first free path `NAME-HHMMSS.EXTENSION`.
+
+    Return the path and the result of `make`. Raises JobError.
+    """
     stamp = time.strftime("%H%M%S")
     problem = "too many files with this name exist"
-    for place in (Path.cwd(), directory.absolute()):
-        for number in range(_TRIES):
-            path = place / f"{name}-{stamp}{f'-{number}' if number else ''}.{ending}"
+    for parent in (Path.cwd(), directory.absolute()):
+        for attempt in range(_MAX_NAMES):
+            suffix = f"-{attempt}" if attempt else ""
+            path = parent / f"{name}-{stamp}{suffix}.{extension}"
             try:
                 return path, make(path)
             except FileExistsError:
@@ -67,23 +71,23 @@ def _create_file(name: str, ending: str, directory: Path, make: Callable[[Path],
             except OSError as error:
                 problem = error.strerror or str(error)
                 break
-    raise JobError(f"no file can be written here: {problem}")
+    raise JobError(f"cannot write to this directory: {problem}")
 
 
-def _file(path: Path) -> TextIO:
+def _open_new_file(path: Path) -> TextIO:
     return open(path, "x", encoding="utf-8", opener=partial(os.open, mode=0o600))
 
 
 def format_path(path: Path) -> str:
-    """A short form of the path for the screen."""
+    """Return a path for the screen, relative to the current directory if it lies there."""
     with contextlib.suppress(ValueError, OSError):
         return str(path.relative_to(Path.cwd()))
     return str(path)
 
 
-def save_text(text: str, name: str, ending: str, directory: Path) -> str:
-    """Write `text` into a new file; returns its path."""
-    path, file = _create_file(name, ending, directory, _file)
+def save_text(text: str, name: str, extension: str, directory: Path) -> str:
+    """Write `text` to a new file and return its path for the screen. Raises JobError."""
+    path, file = _create_file(name, extension, directory, _open_new_file)
     try:
         with file:
             file.write(text)
@@ -93,56 +97,65 @@ def save_text(text: str, name: str, ending: str, directory: Path) -> str:
     return format_path(path)
 
 
-def export_records(directory: Path, name: str, form: str) -> str:
-    """Write all records of the run in one of the formats of ENDINGS; returns path and size."""
-    if form == "csv":
-        path, _ = _create_file(name, ENDINGS[form], directory, lambda path: path.mkdir(0o700))
+def export_records(directory: Path, name: str, file_format: str) -> str:
+    """Export all records of the run to a new file in one of the formats of ENDINGS.
+
+    Return its path and size. Raises JobError.
+    """
+    if file_format == "csv":
+        path, _ = _create_file(name, ENDINGS[file_format], directory, lambda path: path.mkdir(0o700))
     else:
-        path, file = _create_file(name, ENDINGS[form], directory, _file)
+        path, file = _create_file(name, ENDINGS[file_format], directory, _open_new_file)
         file.close()
     try:
-        _in_subprocess(_EXPORT, "the export", str(directory.absolute()), form, str(path))
+        _in_subprocess(_EXPORT, "the export", str(directory.absolute()), file_format, str(path))
     except JobError:
         with contextlib.suppress(OSError):
-            path.rmdir() if form == "csv" else path.unlink()
+            path.rmdir() if file_format == "csv" else path.unlink()
         raise
-    files = list(path.iterdir()) if form == "csv" else [path]
+    files = list(path.iterdir()) if file_format == "csv" else [path]
     size = sum(file.stat().st_size for file in files)
-    return f"{format_path(path)}{f', {len(files)} tables' if form == 'csv' else ''} ({size / 1e6:.1f} MB)"
+    tables = f", {len(files)} tables" if file_format == "csv" else ""
+    return f"{format_path(path)}{tables} ({size / 1e6:.1f} MB)"
 
 
 def render_report(directory: Path, width: int) -> list[str]:
-    """The report on the run so far, in lines of at most `width` cells."""
+    """Return the report on the run so far, in lines of at most `width` cells. Raises JobError."""
     return _in_subprocess(_REPORT, "the report", str(directory.absolute()), str(width)).splitlines()
 
 
-def render_comparison(before: Sequence[Path], after: Sequence[Path], width: int) -> list[str]:
-    """What differs between the runs of two sides, in lines of at most `width` cells."""
-    sides = json.dumps([[str(one.absolute()) for one in side] for side in (before, after)])
+def render_comparison(side_a: Sequence[Path], side_b: Sequence[Path], width: int) -> list[str]:
+    """Return the comparison of two sets of runs, in lines of at most `width` cells. Raises JobError."""
+    sides = json.dumps([[str(run_directory.absolute()) for run_directory in side] for side in (side_a, side_b)])
     return _in_subprocess(_COMPARISON, "the comparison", sides, str(width)).splitlines()
 
 
 def read_findings(directory: Path) -> list[Finding]:
-    """What is worth a look in the run, the most important first."""
-    return [Finding(*each) for each in json.loads(_in_subprocess(_FINDINGS, "the findings", str(directory.absolute())))]
+    """Return the findings of the run, the most important first. Raises JobError."""
+    return [
+        Finding(*fields) for fields in json.loads(_in_subprocess(_FINDINGS, "the findings", str(directory.absolute())))
+    ]
 
 
-def _in_subprocess(code: str, what: str, *arguments: str) -> str:
-    """Run `code` in its own process; returns its output."""
+def _in_subprocess(code: str, job_name: str, *arguments: str) -> str:
+    """Run `code` in a process of its own and return its output.
+
+    Raises JobError. `job_name`: the subject of error messages.
+    """
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", _BEFORE + code, *arguments],
+        completed = subprocess.run(
+            [sys.executable, "-c", _PREAMBLE + code, *arguments],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             # Not in the user's directory: one of their files may be called dpmon.py.
             cwd="/",
-            env={**os.environ, "PYTHONPATH": _HOME},
+            env={**os.environ, "PYTHONPATH": _IMPORT_DIRECTORY},
             start_new_session=True,
             check=False,
         )
     except OSError as error:
-        raise JobError(f"{what} cannot be started: {error.strerror}") from None
-    if done.returncode:
-        last = done.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
-        raise JobError(f"{what} failed: {last or f'status {done.returncode}'}")
-    return done.stdout.decode("utf-8", "replace")
+        raise JobError(f"{job_name} cannot be started: {error.strerror}") from None
+    if completed.returncode:
+        last_line = completed.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
+        raise JobError(f"{job_name} failed: {last_line or f'status {completed.returncode}'}")
+    return completed.stdout.decode("utf-8", "replace")

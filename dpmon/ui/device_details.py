@@ -17,12 +17,12 @@ from dpmon.ui.styled_rows import Row, fit_row, row_width
 from dpmon.ui.terminal_style import TerminalStyle
 from dpmon.ui.time_axis import TimeAxis, resample
 
-Data = Mapping[str, Any]
+GpuData = Mapping[str, Any]
 
 _NO_XID = "no XID error since the run's start"
 """The sampler's reason when no error occurred. Any other reason means that the value is unknown."""
-_UNIT = re.compile("_(pct|w|c|j)$")
-_WORDS = {
+_UNIT_SUFFIX = re.compile("_(pct|w|c|j)$")
+_FIELD_NAMES = {
     "util_pct": "utilization",
     "mem_used_bytes": "memory",
     "mem_total_bytes": "memory",
@@ -46,37 +46,39 @@ _WORDS = {
 """Fields that reasons call otherwise than by their name without its unit."""
 
 
-def device_name(data: Data) -> str:
-    """The GPU's name without "NVIDIA"."""
+def device_name(data: GpuData) -> str:
+    """Return the name of the GPU without "NVIDIA"."""
     return sanitize_line(data.get("name") or "GPU", 60).removeprefix("NVIDIA ")
 
 
-def may_belong_to_run(data: Data) -> bool:
-    """Whether the GPU belongs to the run, or may belong to it."""
+def may_belong_to_run(data: GpuData) -> bool:
+    """Return whether the GPU belongs to the run, or may belong to it."""
     return data.get("of_run") is not False and data.get("visible") is not False
 
 
 def format_rounded(value: float | None, unit: str) -> str:
-    """Return a value as a whole number with its unit."""
+    """Return a value as a whole number with its unit: "43%", "250 W"; a dash for None."""
     if value is None:
         return UNKNOWN
     return f"{value:.0f}%" if unit == "%" else f"{value:.0f} {unit}"
 
 
-def gpu_label(index: int, data: Data) -> str:
-    """A GPU's number, followed by its name in the run's processes (cuda:N) if that has another number."""
-    names = {sanitize_line(one.get("device"), 10) for one in data.get("ordinals") or () if isinstance(one, dict)}
-    named = names.pop() if len(names) == 1 else f"cuda:{index}"
-    return f"{index:2d}" if named == f"cuda:{index}" else f"{index:2d} {named}"
+def gpu_label(index: int, data: GpuData) -> str:
+    """Return the index of a GPU, followed by its name in the run's processes (cuda:N) if N is another number."""
+    names = {
+        sanitize_line(ordinal.get("device"), 10) for ordinal in data.get("ordinals") or () if isinstance(ordinal, dict)
+    }
+    run_name = names.pop() if len(names) == 1 else f"cuda:{index}"
+    return f"{index:2d}" if run_name == f"cuda:{index}" else f"{index:2d} {run_name}"
 
 
-def missing_value_reasons(samples: Sequence[Data], only: Sequence[str] | None = None) -> str:
-    """Why values are missing, each reason once; for all values or those in `only`."""
+def missing_value_reasons(samples: Sequence[GpuData], keys: Sequence[str] | None = None) -> str:
+    """Return why values are missing, each reason once; for all values, or for those in `keys`."""
     by_reason: dict[str, dict[str, None]] = {}
     for data in samples:
         for key, reason in (data.get("absent") or {}).items():
-            if (only is None or key in only) and (key != "xid" or reason != _NO_XID):
-                name = _WORDS.get(key, _UNIT.sub("", sanitize_line(key, 40)).replace("_", " "))
+            if (keys is None or key in keys) and (key != "xid" or reason != _NO_XID):
+                name = _FIELD_NAMES.get(key, _UNIT_SUFFIX.sub("", sanitize_line(key, 40)).replace("_", " "))
                 by_reason.setdefault(sanitize_line(reason, 200), {})[name] = None
     return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in by_reason.items())
 
@@ -85,80 +87,87 @@ def missing_value_reasons(samples: Sequence[Data], only: Sequence[str] | None = 
 
 
 def chart_rows(
-    index: int, track: DeviceHistory, width: int, tall: int, axis: TimeAxis, look: TerminalStyle
+    index: int, track: DeviceHistory, width: int, height: int, axis: TimeAxis, style: TerminalStyle
 ) -> list[Row]:
-    """The name and number of one GPU, and its histories in `tall` rows."""
-    return [_head(index, track.data, width), *_charts(track, width, tall, axis, look)]
+    """Return the heading of one GPU, and its histories in `height` rows."""
+    return [_heading(index, track.data, width), *_chart_group_rows(track, width, height, axis, style)]
 
 
-def detail_rows(index: int, track: DeviceHistory, width: int, look: TerminalStyle) -> list[Row]:
-    """The name and number of one GPU, then every figure."""
+def detail_rows(index: int, track: DeviceHistory, width: int, style: TerminalStyle) -> list[Row]:
+    """Return the heading of one GPU, then every value that is known about it."""
     data = track.data
-    rows = [_head(index, data, width), *_topic_rows(data, width), *_processes(data, width, look)]
-    why = missing_value_reasons([data])
-    if why:
-        rows += [[("   ", ""), (line, "dim")] for line in wrap_text(why, width - 3, 4, look.glyphs.more)]
+    rows = [_heading(index, data, width), *_topic_rows(data, width), *_process_rows(data, width, style)]
+    reasons = missing_value_reasons([data])
+    if reasons:
+        rows += [[("   ", ""), (line, "dim")] for line in wrap_text(reasons, width - 3, 4, style.glyphs.more)]
     return rows
 
 
-def _head(index: int, data: Data, width: int) -> Row:
-    ours = may_belong_to_run(data)
-    head: Row = [
-        (f"{gpu_label(index, data)} ", "bold" if ours else "dim"),
-        (device_name(data), "bold" if ours else "dim"),
-        (f"  {_owner_text(data)}", "" if ours else "dim"),
+def _heading(index: int, data: GpuData, width: int) -> Row:
+    is_ours = may_belong_to_run(data)
+    heading: Row = [
+        (f"{gpu_label(index, data)} ", "bold" if is_ours else "dim"),
+        (device_name(data), "bold" if is_ours else "dim"),
+        (f"  {_owner_text(data)}", "" if is_ours else "dim"),
     ]
     uuid = data.get("uuid")
-    if isinstance(uuid, str) and row_width(head) + 2 + span_width(sanitize_line(uuid, 60)) <= width:
-        head.append((f"  {sanitize_line(uuid, 60)}", "dim"))
-    return head
+    if isinstance(uuid, str) and row_width(heading) + 2 + span_width(sanitize_line(uuid, 60)) <= width:
+        heading.append((f"  {sanitize_line(uuid, 60)}", "dim"))
+    return heading
 
 
-def _owner_text(data: Data) -> str:
+def _owner_text(data: GpuData) -> str:
     if data.get("visible") is False:
         return "hidden by CUDA_VISIBLE_DEVICES"
     return {True: "used by this run", False: "not used by this run"}.get(data.get("of_run"), "")  # type: ignore[arg-type]
 
 
 class _Chart(NamedTuple):
-    """One figure of a device over time."""
+    """One metric of a device over time."""
 
-    head: str
+    heading: str
     values: Sequence[float | None]
-    top: float
+    max_value: float
     unit: str
 
 
-_GUTTER = 8
+_GUTTER_CELLS = 8
 """Cells for a chart's scale."""
-_PLOT = 3
+_MIN_PLOT_ROWS = 3
 """From this many rows on, a chart has a scale and a time axis."""
 
 
-def plots(
-    charts: Sequence[_Chart], second: int, width: int, height: int, axis: TimeAxis, look: TerminalStyle
+def side_by_side_charts(
+    charts: Sequence[_Chart], second: int, width: int, height: int, axis: TimeAxis, style: TerminalStyle
 ) -> list[Row]:
-    """Charts side by side in `height` rows: each has its newest value above it, a scale and a time axis."""
-    each = width // len(charts)
-    graph = each - _GUTTER - 1
-    if graph < _GUTTER or height < _PLOT + 2:
+    """Return charts side by side in `height` rows, each with its newest value above it, a scale and a time axis."""
+    chart_width = width // len(charts)
+    graph_width = chart_width - _GUTTER_CELLS - 1
+    if graph_width < _GUTTER_CELLS or height < _MIN_PLOT_ROWS + 2:
         return []
     rows: list[Row] = [[] for _ in range(height)]
-    for head, values, top, unit in charts:
-        dots = graph * (2 if look.glyphs.braille else 1)
-        drawn = filled_area(resample(values, second, axis, dots), graph, height - 2, top or 1.0, look.glyphs)
-        scales = [format_rounded(top, unit), *[""] * (height - 4), "0"]
-        begin, now = (short_clock(at * SECOND) for at in (axis.begin_s, axis.now_s))
-        ends = f"now {now}" if len(begin) + len(now) + 6 <= graph else now
-        rows[0] += fit_row([(" " * _GUTTER, ""), (head, "bold")], each, look.glyphs.more)
-        for row, scale, line in zip(rows[1:-1], scales, drawn, strict=True):
-            row += fit_row([(align_right(scale, _GUTTER - 1) + " ", "dim"), (line, "bar")], each)
-        rows[-1] += fit_row([(" " * _GUTTER, ""), (begin + ends.rjust(graph - len(begin)), "dim")], each)
+    for heading, values, max_value, unit in charts:
+        value_count = graph_width * (2 if style.glyphs.braille else 1)
+        lines = filled_area(
+            resample(values, second, axis, value_count), graph_width, height - 2, max_value or 1.0, style.glyphs
+        )
+        scales = [format_rounded(max_value, unit), *[""] * (height - 4), "0"]
+        start, now = (short_clock(second_of_axis * SECOND) for second_of_axis in (axis.start_s, axis.now_s))
+        ends = f"now {now}" if len(start) + len(now) + 6 <= graph_width else now
+        rows[0] += fit_row([(" " * _GUTTER_CELLS, ""), (heading, "bold")], chart_width, style.glyphs.more)
+        for row, scale, line in zip(rows[1:-1], scales, lines, strict=True):
+            row += fit_row([(align_right(scale, _GUTTER_CELLS - 1) + " ", "dim"), (line, "bar")], chart_width)
+        rows[-1] += fit_row(
+            [(" " * _GUTTER_CELLS, ""), (start + ends.rjust(graph_width - len(start)), "dim")], chart_width
+        )
     return rows
 
 
-def _charts(track: DeviceHistory, width: int, tall: int, axis: TimeAxis, look: TerminalStyle) -> list[Row]:
-    """Use, memory and power side by side, each with its newest value; in few rows without scale and axis."""
+def _chart_group_rows(track: DeviceHistory, width: int, height: int, axis: TimeAxis, style: TerminalStyle) -> list[Row]:
+    """Return utilization, memory and power side by side, each with its newest value.
+
+    In few rows, they have no scale and no axis.
+    """
     data = track.data
     limit = number_member(data, "power_limit_w")
     top_power = limit or max((p for p in track.power if p is not None), default=0.0)
@@ -167,36 +176,41 @@ def _charts(track: DeviceHistory, width: int, tall: int, axis: TimeAxis, look: T
         _Chart("mem", track.mem, 100.0, "%"),
         _Chart("power", track.power, top_power, "W"),
     ]
-    newest = (
+    newest_values = (
         format_rounded(number_member(data, "util_pct"), "%"),
         format_rounded(track.mem_pct, "%"),
         format_rounded(number_member(data, "power_w"), "W"),
     )
-    if tall >= _PLOT + 2:
-        named = [one._replace(head=f"{one.head} {figure}") for one, figure in zip(charts, newest, strict=True)]
-        return plots(named, track.second, width, tall, axis, look)
-    each = (width - 3) // len(charts)
-    graph = each - 8
-    if graph < 8:
+    if height >= _MIN_PLOT_ROWS + 2:
+        labeled_charts = [
+            chart._replace(heading=f"{chart.heading} {newest_value}")
+            for chart, newest_value in zip(charts, newest_values, strict=True)
+        ]
+        return side_by_side_charts(labeled_charts, track.second, width, height, axis, style)
+    chart_width = (width - 3) // len(charts)
+    graph_width = chart_width - 8
+    if graph_width < 8:
         return []
-    rows: list[Row] = [[("   ", "")] for _ in range(tall)]
-    for (word, values, top, _), figure in zip(charts, newest, strict=True):
-        dots = graph * (2 if look.glyphs.braille else 1)
-        drawn = filled_area(resample(values, track.second, axis, dots), graph, tall, top or 1.0, look.glyphs)
-        heads = [word, figure] if tall > 1 else [figure]
-        for row, head, line in zip(rows, [*heads, *[""] * tall], drawn, strict=False):
-            row += [(align_right(head, 6) + " ", "dim"), (line, "bar"), (" ", "")]
+    rows: list[Row] = [[("   ", "")] for _ in range(height)]
+    for (word, values, max_value, _), newest_value in zip(charts, newest_values, strict=True):
+        value_count = graph_width * (2 if style.glyphs.braille else 1)
+        lines = filled_area(
+            resample(values, track.second, axis, value_count), graph_width, height, max_value or 1.0, style.glyphs
+        )
+        headings = [word, newest_value] if height > 1 else [newest_value]
+        for row, heading, line in zip(rows, [*headings, *[""] * height], lines, strict=False):
+            row += [(align_right(heading, 6) + " ", "dim"), (line, "bar"), (" ", "")]
     return rows
 
 
-def host_plots(track: DeviceHistory, width: int, height: int, axis: TimeAxis, look: TerminalStyle) -> list[Row]:
-    """The host's processor and memory over time."""
-    heads = (
+def host_charts(track: DeviceHistory, width: int, height: int, axis: TimeAxis, style: TerminalStyle) -> list[Row]:
+    """Return the CPU use and the memory of the host over time."""
+    headings = (
         f"cpu {format_rounded(number_member(track.data, 'cpu_pct'), '%')}",
         f"memory {format_rounded(track.mem_pct, '%')}",
     )
-    charts = [_Chart(heads[0], track.util, 100.0, "%"), _Chart(heads[1], track.mem, 100.0, "%")]
-    return plots(charts, track.second, width, height, axis, look)
+    charts = [_Chart(headings[0], track.util, 100.0, "%"), _Chart(headings[1], track.mem, 100.0, "%")]
+    return side_by_side_charts(charts, track.second, width, height, axis, style)
 
 
 _TOPICS = {
@@ -213,7 +227,7 @@ _TOPICS = {
     "clocks": (
         ("SM", "sm_clock_mhz", "MHz"),
         ("memory", "mem_clock_mhz", "MHz"),
-        ("held down by", "throttle", "words"),
+        ("throttled by", "throttle", "words"),
     ),
     "links": (
         ("PCIe in", "pcie_rx_bytes_s", "bytes/s"),
@@ -233,41 +247,47 @@ _TOPICS = {
 """Every figure by topic, in a fixed order: its label, its field and its unit or form."""
 
 
-def _figure(data: Data, key: str, form: str) -> tuple[str, str]:
-    """A figure as text, and its style."""
-    raw, value = data.get(key), number_member(data, key)
-    if form == "words":
-        words = ", ".join(sanitize_line(word, 30) for word in raw[:8]) if isinstance(raw, list) else UNKNOWN
-        return words or "nothing", "wait" if words and words != UNKNOWN else ""
-    if form == "on":
-        return "on" if raw is True else "off" if raw is False else UNKNOWN, ""
-    if form == "of all":
+def _format_value(data: GpuData, key: str, value_form: str) -> tuple[str, str]:
+    """Return a value as text, and its style."""
+    raw_value, value = data.get(key), number_member(data, key)
+    if value_form == "words":
+        if not isinstance(raw_value, list):
+            return UNKNOWN, ""
+        words = ", ".join(sanitize_line(word, 30) for word in raw_value[:8])
+        return (words, "wait") if words else ("nothing", "")
+    if value_form == "on":
+        if not isinstance(raw_value, bool):
+            return UNKNOWN, ""
+        return "on" if raw_value else "off", ""
+    if value_form == "of all":
         return format_bytes_of_total(value, number_member(data, "mem_total_bytes")), ""
-    if form == "bytes":
+    if value_form == "bytes":
         return format_bytes(value), "bold" if key == "mem_run_bytes" else ""
-    if key == "xid" and raw is None and (data.get("absent") or {}).get(key, _NO_XID) == _NO_XID:
+    if key == "xid" and raw_value is None and (data.get("absent") or {}).get(key, _NO_XID) == _NO_XID:
         return "none", ""
     if value is None:
         return UNKNOWN, ""
-    if form == "bytes/s":
+    if value_form == "bytes/s":
         return format_bytes(value) + "/s", ""
-    if form == "kWh":
+    if value_form == "kWh":
         return f"{value / 3.6e6:.2f} kWh", ""
-    if form in ("count", "errors"):
-        return format_count(int(value)), "bad" if form == "errors" and value > 0 else ""
-    return format_rounded(value, form), ""
+    if value_form in ("count", "errors"):
+        return format_count(int(value)), "bad" if value_form == "errors" and value > 0 else ""
+    return format_rounded(value, value_form), ""
 
 
-def _topic_rows(data: Data, width: int) -> list[Row]:
-    """One row or more per topic; the values have fixed widths, so that they do not move."""
+def _topic_rows(data: GpuData, width: int) -> list[Row]:
+    """Return at least one row per topic. The values have fixed widths, so that they do not move."""
     rows: list[Row] = []
     for topic, items in _TOPICS.items():
         row: Row = [("   " + topic.ljust(10), "dim")]
-        for word, key, form in items:
-            value, style = _figure(data, key, form)
-            room = 15 if topic == "memory" and not word else 9 if "/s" not in value else 11
-            shown = value if span_width(value) > room else align_right(value, room)
-            piece: Row = [(word + " " if word else "", "dim"), (shown, style)]
+        for label, key, value_form in items:
+            value, style = _format_value(data, key, value_form)
+            value_width = 11 if "/s" in value else 9
+            if topic == "memory" and not label:
+                value_width = 15
+            aligned_value = value if span_width(value) > value_width else align_right(value, value_width)
+            piece: Row = [(label + " " if label else "", "dim"), (aligned_value, style)]
             if row_width(row) + 3 + row_width(piece) > width and len(row) > 1:
                 rows.append(row)
                 row = [(" " * 13, "")]
@@ -276,24 +296,27 @@ def _topic_rows(data: Data, width: int) -> list[Row]:
     return rows
 
 
-def _processes(data: Data, width: int, look: TerminalStyle) -> list[Row]:
-    """The processes that hold memory on the GPU, the run's own first."""
-    listed = data.get("processes")
-    if not isinstance(listed, list):
+def _process_rows(data: GpuData, width: int, style: TerminalStyle) -> list[Row]:
+    """Return a row with the processes that hold memory on the GPU, the run's own first."""
+    entries = data.get("processes")
+    if not isinstance(entries, list):
         return []
-    left = int(number_member(data, "process_count") or len(listed))
+    hidden_count = int(number_member(data, "process_count") or len(entries))
     row: Row = [("   processes ", "dim")]
-    for one in [each for each in listed if isinstance(each, dict)][:16]:
-        ours = one.get("of_run") is True
-        held = format_bytes(number_member(one, "mem_bytes"))
-        piece: Row = [(f"{int_member(one, 'pid')} ", "bold" if ours else ""), (held, "" if ours else "dim")]
-        piece.append((" this run   ", "") if ours else ("   ", "dim"))
+    for gpu_process in [entry for entry in entries if isinstance(entry, dict)][:16]:
+        is_ours = gpu_process.get("of_run") is True
+        memory = format_bytes(number_member(gpu_process, "mem_bytes"))
+        piece: Row = [
+            (f"{int_member(gpu_process, 'pid')} ", "bold" if is_ours else ""),
+            (memory, "" if is_ours else "dim"),
+        ]
+        piece.append((" this run   ", "") if is_ours else ("   ", "dim"))
         if row_width(row) + row_width(piece) > width:
             break
         row += piece
-        left -= 1
+        hidden_count -= 1
     if len(row) == 1:
         row.append(("none", ""))
-    elif left > 0:
-        row.append((f"{left} more{look.glyphs.more}", "dim"))
+    elif hidden_count > 0:
+        row.append((f"{hidden_count} more{style.glyphs.more}", "dim"))
     return [row]

@@ -13,93 +13,95 @@ from textual.screen import ModalScreen
 
 from dpmon.sanitize import sanitize_line, strip_control_chars
 from dpmon.text.cells import span_width, truncate
+from dpmon.ui.keys import PaletteCommand
 from dpmon.ui.panel_view import PanelView
 from dpmon.ui.styled_rows import Row, draw_frame
 from dpmon.ui.terminal_style import TerminalStyle
 
-LINE_MOST = 4000
+MAX_LINE_BYTES = 4000
 """Most bytes of a typed line: with its newline it fits one atomic write (PIPE_BUF) and one terminal line (N_TTY)."""
-_HEAD = 3
+_STATUS_ROWS = 3
 """Rows above the panels, with messages."""
 
 
 def key_name(event: events.Key) -> str:
-    """The display name of the pressed key: its character, or its name if the character is not printable."""
+    """Return the display name of the pressed key: its character, or its name if the character is not printable."""
     return sanitize_line(event.character if event.is_printable and event.character else event.key, 20)
 
 
 class Dialog(ModalScreen[str | None]):
-    """A framed box in the middle; sub-classes provide its rows.
+    """A framed box in the middle of the screen; subclasses provide its rows.
 
-    The cells beside the box are blank, so that no cut words show there; the panels stay visible above and below it.
+    The cells at both sides of the box are blank, so that no cut words show there. The panels above and below it stay
+    visible.
     """
 
     DEFAULT_CSS = "Dialog { background: transparent; align: left top; }"
 
-    picture_keys: ClassVar[tuple[str, ...]] = ("s", "ctrl+s")
+    screenshot_keys: ClassVar[tuple[str, ...]] = ("s", "ctrl+s")
     keys: Sequence[tuple[str, str]] = ()
     """The keys that work only in this dialog, and their effects."""
     corner = ""
     """The text at the right of the title."""
-    wanted = 64
+    preferred_width = 64
     """The preferred width in cells."""
 
     class Changed(Message):
-        """A dialog was opened or closed, or its keys changed."""
+        """A message: a dialog was opened or closed, or its keys changed."""
 
-    def __init__(self, title: str, look: TerminalStyle) -> None:
+    def __init__(self, title: str, style: TerminalStyle) -> None:
         super().__init__()
         self.title_text = title
-        self.look = look
-        self.box = PanelView("dialog", look)
-        self.top = 0
+        self.style = style
+        self.box = PanelView("dialog", style)
+        self.first_row = 0
         """Rows scrolled past."""
-        self.pinned = 0
+        self.pinned_rows = 0
         """Rows that stay at the top during scrolling."""
-        self.answered = False
-        self.remark = ""
+        self.is_closed = False
+        self.message = ""
         """The newest message."""
         self.rows: list[Row] = []
-        self.row = 0
+        self.screen_row = 0
         """The drawn rows, each as wide as the screen, and the screen's row of the first."""
 
     def on_key(self, event: events.Key) -> None:
         """Handle a key; if the dialog has closed, pass the key to the screen below."""
         event.stop()
-        if self.answered:
+        if self.is_closed:
             self.app.post_message(events.Key(event.key, event.character))
-        elif event.key in self.picture_keys:
+        elif event.key in self.screenshot_keys:
             self.app.call_later(self.app.run_action, "picture")
         else:
-            self.remark = ""
+            self.message = ""
             self.respond_to_key(event)
 
-    def show_message(self, remark: str) -> None:
+    def show_message(self, message: str) -> None:
         """Show a message in the title, if the dialog covers the row of messages."""
-        self.remark = remark
+        self.message = message
         self.draw()
 
     def respond_to_key(self, event: events.Key) -> None:
-        """Act on a key; sub-classes define which keys work."""
+        """Act on a key; subclasses define which keys work."""
         raise NotImplementedError
 
     def footer_keys(self) -> list[tuple[str, str]]:
-        """The keys that work now and their effects, for the footer."""
-        return [*self.keys, (self.picture_keys[0], "picture")]
+        """Return the keys that work now and their effects, for the footer."""
+        return [*self.keys, (self.screenshot_keys[0], "picture")]
 
     def press(self, key: str) -> None:
         """Act as if a key of `footer_keys` was pressed."""
         name = {"esc": "escape"}.get(key, key)
-        if not self.answered and any(key == each for each, _ in self.footer_keys()):
+        if not self.is_closed and any(key == footer_key for footer_key, _ in self.footer_keys()):
             self.on_key(events.Key(name, None))
 
     def run_ended(self) -> None:
-        """Called at the end of the run: stop offering what is impossible from then on."""
+        """Stop offering what is impossible after the end of the run; called once, at its end."""
 
     def close_once(self, answer: str | None) -> None:
-        """Close with the answer; do nothing the second time, because Textual treats a second dismissal as an error."""
-        if not self.answered:
-            self.answered = True
+        """Close with the answer. Do nothing the second time, because Textual treats a second dismissal as an error."""
+        if not self.is_closed:
+            self.is_closed = True
             self.app.call_later(self.app.post_message, self.Changed())
             self.dismiss(answer)
 
@@ -117,79 +119,92 @@ class Dialog(ModalScreen[str | None]):
         self.draw()
 
     def build_rows(self, width: int, height: int) -> list[Row]:
-        """Rows of at most `width` cells; `height` rows fit."""
+        """Return rows of at most `width` cells; `height` rows are visible."""
         raise NotImplementedError
 
     def draw(self) -> None:
         """Build the rows and place the box."""
         screen_width, screen_height = self.app.size
-        width = min(self.wanted + 4, screen_width)
+        width = min(self.preferred_width + 4, screen_width)
         rows = self.build_rows(width - 4, max(screen_height - 2, 1))
         height = min(len(rows) + 2, screen_height)
-        self.row = (screen_height - height) // 2
-        self.box.set_region(0, self.row, screen_width, height)
-        shown = truncate(self.remark, width - 11) if self.row < _HEAD else ""
-        corner: Row = [(shown, "wait")] if shown else [(self.corner, "dim")] if self.corner else []
+        self.screen_row = (screen_height - height) // 2
+        self.box.set_region(0, self.screen_row, screen_width, height)
+        covers_messages = self.screen_row < _STATUS_ROWS
+        message = truncate(self.message, width - 11) if covers_messages else ""
+        corner: Row = []
+        if message:
+            corner = [(message, "wait")]
+        elif self.corner:
+            corner = [(self.corner, "dim")]
         title: Row = [(truncate(self.title_text, width - 6), "title")]
-        glyphs = self.look.glyphs
+        glyphs = self.style.glyphs
         framed = draw_frame(
-            title, corner, rows, width, height, glyphs, focused=True, first=self.top, pinned=self.pinned
+            title,
+            corner,
+            rows,
+            width,
+            height,
+            glyphs,
+            focused=True,
+            first_row=self.first_row,
+            pinned_rows=self.pinned_rows,
         )
-        left = (screen_width - width) // 2
-        self.rows = [[(" " * left, ""), *row, (" " * (screen_width - width - left), "")] for row in framed]
+        margin = (screen_width - width) // 2
+        self.rows = [[(" " * margin, ""), *row, (" " * (screen_width - width - margin), "")] for row in framed]
         self.box.show_rows(self.rows)
 
 
 class Choice(Dialog):
-    """A question with a key for each answer; returns the answer's name, or None to stay."""
+    """A question with a key for each answer. Its result is the name of the answer, or None to stay."""
 
     def __init__(
         self,
         title: str,
         text: Sequence[str],
         answers: Sequence[tuple[str, str, str]],
-        look: TerminalStyle,
+        style: TerminalStyle,
         on_pointless: Callable[[], None] | None = None,
     ) -> None:
-        """`answers`: key; name; text.
+        """Ask `text`. `answers`: key, name and text of each.
 
         `on_pointless`: tells the user that the dialog closed because the question is pointless after the run's end.
         """
-        super().__init__(title, look)
+        super().__init__(title, style)
         self.on_pointless = on_pointless
         self.lines = text
         self.answers = answers
         self.keys = [(key, re.split("[:;,]", text)[0]) for key, _, text in answers]
-        self.wanted = max(*map(len, text), *(len(answer) + 8 for _, _, answer in answers), 30)
-        self.said = ""
+        self.preferred_width = max(*map(len, text), *(len(answer) + 8 for _, _, answer in answers), 30)
+        self.key_note = ""
         """A note about the last key, if it was no answer."""
 
     def build_rows(self, width: int, height: int) -> list[Row]:
-        """The text, then a row per answer."""
+        """Return the question, a note about the last key, then a row per answer."""
         rows: list[Row] = [[(truncate(line, width), "")] for line in self.lines]
-        rows.append([(truncate(self.said, width), "dim")])
+        rows.append([(truncate(self.key_note, width), "dim")])
         for key, _, text in self.answers:
             rows.append([("  ", ""), (key.ljust(5), "key"), (" " + truncate(text, width - 8), "")])
         return rows
 
     def run_ended(self) -> None:
         """Close if the question is now pointless."""
-        if self.on_pointless is not None and not self.answered:
+        if self.on_pointless is not None and not self.is_closed:
             self.close_once(None)
             self.on_pointless()
 
     def offers(self, name: str) -> bool:
-        """Whether `name` is one of the answers."""
-        return any(name == each for _, each, _ in self.answers)
+        """Return whether `name` is one of the answers."""
+        return any(name == answer_name for _, answer_name, _ in self.answers)
 
     def respond_to_key(self, event: events.Key) -> None:
-        """Return the answer of the key, or tell the user that the key does nothing here."""
+        """Close with the answer of the key, or tell the user that the key does nothing here."""
         pressed = "esc" if event.key == "escape" else event.key
         for key, name, _ in self.answers:
             if pressed == key:
                 self.close_once(name)
                 return
-        self.said = f"{key_name(event)} does nothing here"
+        self.key_note = f"{key_name(event)} does nothing here"
         self.draw()
 
 
@@ -198,75 +213,82 @@ class TextPages(Dialog):
 
     keys = (("arrows", "scroll"), ("esc", "close"))
     corner = "arrows scroll  s picture  esc closes"
-    wanted = 112
+    preferred_width = 112
 
-    def __init__(self, title: str, make: Callable[[int], list[Row]], look: TerminalStyle) -> None:
-        """`make` returns the rows for a width in cells."""
-        super().__init__(title, look)
-        self.make = make
-        self.room = 1
+    def __init__(self, title: str, make_rows: Callable[[int], list[Row]], style: TerminalStyle) -> None:
+        """Show the rows that `make_rows` returns for a width in cells."""
+        super().__init__(title, style)
+        self.make_rows = make_rows
+        self.visible_rows = 1
 
     def build_rows(self, width: int, height: int) -> list[Row]:
-        """All rows; the frame shows the rows at the scroll position and counts the rows above and below."""
-        rows = self.make(width)
-        self.room = height
-        self.top = max(min(self.top, len(rows) - height), 0)
+        """Return all rows. The frame shows those at the scroll position and counts the rows above and below."""
+        rows = self.make_rows(width)
+        self.visible_rows = height
+        self.first_row = max(min(self.first_row, len(rows) - height), 0)
         return rows
 
     def respond_to_key(self, event: events.Key) -> None:
         """Scroll, or close."""
-        moves = {"up": -1, "down": 1, "pageup": -self.room, "pagedown": self.room, "home": -1 << 30, "end": 1 << 30}
+        moves = {
+            "up": -1,
+            "down": 1,
+            "pageup": -self.visible_rows,
+            "pagedown": self.visible_rows,
+            "home": -1 << 30,
+            "end": 1 << 30,
+        }
         if event.key in moves:
-            self.top += moves[event.key]
+            self.first_row += moves[event.key]
             self.draw()
         else:
             self.close_once(None)
 
 
 class _TextInput(Dialog):
-    """A dialog with a line to type; esc gives up."""
+    """A dialog with a line to type; esc cancels it."""
 
-    picture_keys = ("ctrl+s",)
-    typed = ""
-    hidden = False
+    screenshot_keys = ("ctrl+s",)
+    typed_text = ""
+    hides_text = False
     """Whether the line shows stars instead of the text."""
 
-    def line(self, width: int) -> Row:
-        """The end of the typed line, with a cursor."""
-        shown = self.typed[-width:]
-        shown = "*" * len(shown) if self.hidden else shown
-        while shown and span_width(shown) > width - 3:
-            shown = shown[1:]
-        return [("> ", "key"), (shown, ""), ("_" if self.look.glyphs.ascii else "▏", "key")]
+    def input_row(self, width: int) -> Row:
+        """Return the end of the typed line, with a cursor."""
+        visible_text = self.typed_text[-width:]
+        visible_text = "*" * len(visible_text) if self.hides_text else visible_text
+        while visible_text and span_width(visible_text) > width - 3:
+            visible_text = visible_text[1:]
+        return [("> ", "key"), (visible_text, ""), ("_" if self.style.glyphs.ascii else "▏", "key")]
 
-    def add(self, text: str) -> None:
+    def add_text(self, text: str) -> None:
         """Add typed text, up to the limit."""
-        whole = (self.typed + strip_control_chars(text)).encode()
-        self.typed = whole[:LINE_MOST].decode("utf-8", "ignore")
+        text_bytes = (self.typed_text + strip_control_chars(text)).encode()
+        self.typed_text = text_bytes[:MAX_LINE_BYTES].decode("utf-8", "ignore")
         self.draw()
 
     def respond_to_key(self, event: events.Key) -> None:
-        """Edit, or give up."""
+        """Edit the line, or cancel."""
         if event.key in ("escape", "ctrl+c"):
             self.close_once(None)
         elif event.key in ("backspace", "ctrl+h"):
-            self.typed = self.typed[:-1]
+            self.typed_text = self.typed_text[:-1]
             self.draw()
         elif event.key == "ctrl+u":
-            self.typed = ""
+            self.typed_text = ""
             self.draw()
         elif event.is_printable and event.character:
-            self.add(event.character)
+            self.add_text(event.character)
 
     def on_paste(self, event: events.Paste) -> None:
-        """Take the first line of pasted text."""
+        """Add the first line of pasted text."""
         event.stop()
-        if not self.answered:
-            self.add((event.text.splitlines() or [""])[0])
+        if not self.is_closed:
+            self.add_text((event.text.splitlines() or [""])[0])
 
 
 class LineInput(_TextInput):
-    """One line to type; returns it, or None."""
+    """One line to type. Its result is the line, or None."""
 
     keys: Sequence[tuple[str, str]] = (("enter", "done"), ("esc", "cancel"))
 
@@ -274,101 +296,115 @@ class LineInput(_TextInput):
         self,
         title: str,
         note: str,
-        look: TerminalStyle,
-        typed: str = "",
-        hidden: bool = False,
-        over_note: str | None = None,
+        style: TerminalStyle,
+        typed_text: str = "",
+        hides_text: bool = False,
+        ended_note: str | None = None,
     ) -> None:
-        """`hidden`: show stars instead of the text. `over_note`: the note after the run's end."""
-        super().__init__(title, look)
-        self.over_note = over_note
-        self.open = True
+        """Show `note` below the line.
+
+        `hides_text`: show stars instead of the text. `ended_note`: the note after the run's end, when the line cannot
+        be sent.
+        """
+        super().__init__(title, style)
+        self.ended_note = ended_note
+        self.can_send = True
         self.note = note
-        self.typed = typed
-        self.hidden = hidden
+        self.typed_text = typed_text
+        self.hides_text = hides_text
 
     def run_ended(self) -> None:
         """Keep the typed text visible, but do not send it."""
-        if self.over_note is not None:
-            self.note, self.open, self.keys = self.over_note, False, [("esc", "close")]
+        if self.ended_note is not None:
+            self.note, self.can_send, self.keys = self.ended_note, False, [("esc", "close")]
             self.draw()
             self.app.post_message(self.Changed())
 
     def build_rows(self, width: int, height: int) -> list[Row]:
-        """The typed line, and what enter will do."""
-        return [self.line(width), [], [(truncate(self.note, width), "dim")]]
+        """Return the typed line and the note."""
+        return [self.input_row(width), [], [(truncate(self.note, width), "dim")]]
 
     def respond_to_key(self, event: events.Key) -> None:
-        """Send, edit, or give up."""
+        """Send, edit, or cancel."""
         if event.key == "enter":
-            self.close_once(self.typed if self.open else None)
+            self.close_once(self.typed_text if self.can_send else None)
         else:
             super().respond_to_key(event)
 
 
 class CommandPalette(_TextInput):
-    """A list to choose from, filtered by typing; returns the chosen action, or None."""
+    """A list of commands, filtered by typing. Its result is the action of the chosen command, or None."""
 
     keys = (("arrows", "choose"), ("enter", "do it"), ("esc", "close"))
     corner = "enter does it"
 
-    def __init__(self, possible: Callable[[], Sequence[tuple[str, str, str]]], look: TerminalStyle) -> None:
-        """`possible` returns the commands that can run now: key, sentence, action."""
-        super().__init__("What can be done now", look)
-        self.possible = possible
-        self.most = len(possible())
+    def __init__(self, list_commands: Callable[[], Sequence[PaletteCommand]], style: TerminalStyle) -> None:
+        """Show what `list_commands` returns: the commands that can run now."""
+        super().__init__("Commands", style)
+        self.list_commands = list_commands
+        self.command_count = len(list_commands())
         """Number of commands without a filter."""
-        self.wanted = max(span_width(text) for _, text, _ in possible()) + 10
-        self.listed: list[tuple[str, str, str]] = []
+        self.preferred_width = max(span_width(command.description) for command in list_commands()) + 10
+        self.shown_commands: list[PaletteCommand] = []
         """The drawn commands; the possible ones may have changed since then."""
-        self.chosen: tuple[str, str, str] | None = None
+        self.chosen_command: PaletteCommand | None = None
         """The chosen command; the first one before a choice, or if it is not listed any more."""
-        self.pinned = 1
+        self.pinned_rows = 1
 
     def run_ended(self) -> None:
         """List the commands that are still possible."""
         self.draw()
 
-    def matching(self) -> list[tuple[str, str, str]]:
-        """The commands that contain every typed word; one whose key was typed comes first."""
-        words = self.typed.lower().split()
-        found = [each for each in self.possible() if all(word in f"{each[0]} {each[1]}".lower() for word in words)]
-        return sorted(found, key=lambda each: each[0] != self.typed)
+    def matching_commands(self) -> list[PaletteCommand]:
+        """Return the commands that contain every typed word; the command whose key was typed comes first."""
+        words = self.typed_text.lower().split()
+        matching = []
+        for command in self.list_commands():
+            text = f"{command.key} {command.description}".lower()
+            if all(word in text for word in words):
+                matching.append(command)
+        return sorted(matching, key=lambda command: command.key != self.typed_text)
 
     def build_rows(self, width: int, height: int) -> list[Row]:
-        """The typed text, then the commands with the chosen one marked; the box keeps its height during typing."""
-        found = self.listed = self.matching()
-        at = self._chosen_index()
-        rows: list[Row] = [self.line(width)]
-        room = max(height - 1, 1)
-        self.top = max(at - room + 1, 0)
-        for index, (key, text, _) in enumerate(found):
-            mark = self.look.glyphs.focus if index == at else " "
-            style = "bold" if index == at else ""
+        """Return the typed text, then the commands with the chosen one marked.
+
+        The box keeps its height during typing.
+        """
+        commands = self.shown_commands = self.matching_commands()
+        chosen_index = self._chosen_index()
+        rows: list[Row] = [self.input_row(width)]
+        visible_count = max(height - 1, 1)
+        self.first_row = max(chosen_index - visible_count + 1, 0)
+        for index, (key, text, _) in enumerate(commands):
+            mark = self.style.glyphs.focus if index == chosen_index else " "
+            style = "bold" if index == chosen_index else ""
             rows.append([(mark + " ", "key"), (key.ljust(6), "key"), (truncate(text, width - 8), style)])
-        if not found:
+        if not commands:
             rows.append([("  no command matches now", "dim")])
-        return [*rows, *[[]] * (min(self.most, room) - len(found))][: max(len(found), room) + 1]
+        blank_rows = min(self.command_count, visible_count) - len(commands)
+        rows += [[]] * blank_rows
+        return rows[: max(len(commands), visible_count) + 1]
 
     def _chosen_index(self) -> int:
-        """The position of the chosen command in the list."""
-        return self.listed.index(self.chosen) if self.chosen in self.listed else 0
+        """Return the position of the chosen command in the list."""
+        return self.shown_commands.index(self.chosen_command) if self.chosen_command in self.shown_commands else 0
 
     def respond_to_key(self, event: events.Key) -> None:
-        """Choose, filter the list, or give up. A marked command that has become impossible is not done."""
+        """Choose, filter the list, or cancel. A marked command that has become impossible is not run."""
         moves = {"up": -1, "down": 1, "pageup": -8, "pagedown": 8, "tab": 1, "shift+tab": -1}
-        found, at = self.listed, self._chosen_index()
-        if event.key == "enter" and (not found or found[at] in self.matching()):
-            self.close_once(found[at][2] if found else None)
+        commands, chosen_index = self.shown_commands, self._chosen_index()
+        if event.key == "enter" and (not commands or commands[chosen_index] in self.matching_commands()):
+            self.close_once(commands[chosen_index].action if commands else None)
         elif event.key == "enter":
             self.draw()
         elif event.key in moves:
-            self.chosen = found[min(max(at + moves[event.key], 0), len(found) - 1)] if found else None
+            new_index = min(max(chosen_index + moves[event.key], 0), len(commands) - 1)
+            self.chosen_command = commands[new_index] if commands else None
             self.draw()
         else:
             super().respond_to_key(event)
 
-    def add(self, text: str) -> None:
-        """Filter by more text; the first match is chosen."""
-        self.chosen = None
-        super().add(text)
+    def add_text(self, text: str) -> None:
+        """Filter by more text and choose the first match."""
+        self.chosen_command = None
+        super().add_text(text)

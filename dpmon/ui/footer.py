@@ -15,26 +15,26 @@ from dpmon.ui.screen_data import PlaybackPosition, ScreenData
 from dpmon.ui.styled_rows import Row, fit_row, row_width
 from dpmon.ui.terminal_style import TerminalStyle
 
-_LAST = ("?", "q", ":")
+_KEPT_KEYS = ("?", "q", ":")
 """Keys shown at every width; "more" lists the keys that do not fit."""
-_ORDER: tuple[str, ...] = ("esc", "d", "p", "end", "space", "n", "N", "/", "x", "enter", "1-6", "w", "i", "< >", "l")
-_ORDER += ("[ ]", "r", "e", "s", "t", "o")
+_KEYS_BY_USE: tuple[str, ...] = ("esc", "d", "p", "end", "space", "n", "N", "/", "x", "enter", "1-6", "w")
+_KEYS_BY_USE += ("i", "< >", "l", "[ ]", "r", "e", "s", "t", "o")
 """The most useful keys first; the others follow."""
-_OVER = ("r", "e")
+_KEYS_AFTER_END = ("r", "e")
 """The main keys after the end of a run."""
-_BACK = ("resume", "go on", "now")
+_WORDS_OF_RETURN = ("resume", "go on", "now")
 """Words of keys that end a state (a pause, a frozen picture, an earlier time) which no other key ends."""
-_ALL = "list"
+_WORD_FOR_ALL = "list"
 """The word of `:` if nothing is left out; as long as "more"."""
-_SHORT = {"→ single": "→single", "→ dp": "→dp", "all panels": "back", "to the end": "last", "end search": "end"}
-_SHORT |= {"next call": "next", "warnings": "warn", "freeze": "hold", "picture": "svg", "slow steps": "slow"}
-_SHORT |= {"refresh": "rate", "output file": "file"}
+_SHORT_WORDS = {"→ single": "→single", "→ dp": "→dp", "all panels": "back", "to the end": "last", "end search": "end"}
+_SHORT_WORDS |= {"next call": "next", "warnings": "warn", "freeze": "hold", "picture": "svg", "slow steps": "slow"}
+_SHORT_WORDS |= {"refresh": "rate", "output file": "file"}
 """Short forms of words for a row that is too narrow."""
-_ROOMY = 100
+_WIDE_CELLS = 100
 """From this many cells on, keys stand two cells apart."""
-_KEYS = (("space", "play"), (", .", "step"), ("< >", "time"), ("{ }", "speed"), ("g G", "ends"))
-_DONE, _REST = "━", "─"
-_LEAST, _PREFERRED = 7, 20
+_TIMELINE_KEYS = (("space", "play"), (", .", "step"), ("< >", "time"), ("{ }", "speed"), ("g G", "ends"))
+_PLAYED_SIGN, _REMAINING_SIGN = "━", "─"
+_MIN_LINE_CELLS, _PREFERRED_LINE_CELLS = 7, 20
 """Least and preferred number of cells of the line; keys are left out to make room for it."""
 
 
@@ -47,64 +47,67 @@ class KeyHint(NamedTuple):
     """Pieces with higher numbers are left out first."""
 
 
-def _priority(command: KeyCommand, word: str, facts: ScreenData) -> int:
-    if command.key in _LAST:
+def _priority(command: KeyCommand, word: str, screen: ScreenData) -> int:
+    if command.key in _KEPT_KEYS:
         return -3
-    if word in _BACK or (command.key == "i" and facts.input_wait_ns is not None):
+    if word in _WORDS_OF_RETURN or (command.key == "i" and screen.input_wait_ns is not None):
         return -2
-    if facts.is_over and command.key in _OVER:
+    if screen.is_over and command.key in _KEYS_AFTER_END:
         return -1
-    return _ORDER.index(command.key) if command.key in _ORDER else len(_ORDER)
+    return _KEYS_BY_USE.index(command.key) if command.key in _KEYS_BY_USE else len(_KEYS_BY_USE)
 
 
-def current_key_hints(facts: ScreenData) -> list[KeyHint]:
-    """Every command that works now and has a place in the footer."""
-    if facts.view.dialog:
-        return [KeyHint(key, word, -3) for key, word in facts.view.dialog]
-    possible = ((command, command.footer_word(facts)) for command in COMMANDS)
-    return [KeyHint(command.key, word, _priority(command, word, facts)) for command, word in possible if word]
+def current_key_hints(screen: ScreenData) -> list[KeyHint]:
+    """Return every command that works now and has a place in the footer."""
+    if screen.view.dialog_keys:
+        return [KeyHint(key, word, -3) for key, word in screen.view.dialog_keys]
+    labeled_commands = ((command, command.footer_word(screen)) for command in COMMANDS)
+    return [KeyHint(command.key, word, _priority(command, word, screen)) for command, word in labeled_commands if word]
 
 
-def render_footer(facts: ScreenData, width: int, look: TerminalStyle) -> list[Row]:
-    """One row of `width` cells; ": more" leads to all keys; a narrow row uses short words."""
-    gap = 2 if width >= _ROOMY else 1
-    everything = current_key_hints(facts)
-    shown = everything
-    if _cells_used(everything, gap) > width:
-        shown = _choose_fitting(everything, width - 1, gap)
+def render_footer(screen: ScreenData, width: int, style: TerminalStyle) -> list[Row]:
+    """Return one row of `width` cells. The key ":" leads to all keys; a narrow row uses short words."""
+    gap = 2 if width >= _WIDE_CELLS else 1
+    hints = current_key_hints(screen)
+    shown_hints = hints
+    if _cells_used(hints, gap) > width:
+        shown_hints = _choose_fitting(hints, width - 1, gap)
     row: Row = []
-    for piece in shown:
-        word = _ALL if piece.key == ":" and len(shown) == len(everything) else piece.word
-        row += [(" " * (gap if row else 1), ""), (piece.key, "key"), (" " + word, "dim")]
-    return [fit_row(row, width, look.glyphs.more)]
+    for hint in shown_hints:
+        word = _WORD_FOR_ALL if hint.key == ":" and len(shown_hints) == len(hints) else hint.word
+        row += [(" " * (gap if row else 1), ""), (hint.key, "key"), (" " + word, "dim")]
+    return [fit_row(row, width, style.glyphs.more)]
 
 
-def _cells_used(pieces: Sequence[KeyHint], gap: int) -> int:
-    """Number of cells that these pieces take."""
-    return sum(gap + span_width(piece.key) + 1 + span_width(piece.word) for piece in pieces) - (gap - 1)
+def _cells_used(hints: Sequence[KeyHint], gap: int) -> int:
+    """Return the number of cells that these hints take."""
+    return sum(gap + span_width(hint.key) + 1 + span_width(hint.word) for hint in hints) - (gap - 1)
 
 
-def _choose_fitting(pieces: Sequence[KeyHint], width: int, gap: int) -> list[KeyHint]:
-    """The pieces that fit, the most useful first. A narrow row gets short words, and long ones where there is room."""
-    order = sorted(range(len(pieces)), key=lambda index: pieces[index].priority)
-    shown: dict[int, KeyHint] = {}
-    taken = 0
+def _choose_fitting(hints: Sequence[KeyHint], width: int, gap: int) -> list[KeyHint]:
+    """Return the hints that fit, the most useful first.
+
+    A narrow row gets short words, and long ones where there is room.
+    """
+    order = sorted(range(len(hints)), key=lambda index: hints[index].priority)
+    hint_by_index: dict[int, KeyHint] = {}
+    used_cells = 0
     for index in order:
-        word = pieces[index].word
-        piece = pieces[index]._replace(word=_SHORT.get(word, word) if gap == 1 else word)
-        more = taken + _cells_used([piece], gap) + (gap - 1) * bool(shown)
-        if piece.key in _LAST or more <= width:
-            shown[index], taken = piece, more
+        word = hints[index].word
+        hint = hints[index]._replace(word=_SHORT_WORDS.get(word, word) if gap == 1 else word)
+        cells_with_hint = used_cells + _cells_used([hint], gap) + (gap - 1) * bool(hint_by_index)
+        if hint.key in _KEPT_KEYS or cells_with_hint <= width:
+            hint_by_index[index], used_cells = hint, cells_with_hint
     for index in order:
-        if index in shown:
-            more = taken + span_width(pieces[index].word) - span_width(shown[index].word)
-            if more <= width:
-                shown[index], taken = pieces[index], more
-    return [shown[index] for index in sorted(shown)]
+        if index in hint_by_index:
+            cells_with_hint = used_cells + span_width(hints[index].word) - span_width(hint_by_index[index].word)
+            if cells_with_hint <= width:
+                hint_by_index[index], used_cells = hints[index], cells_with_hint
+    return [hint_by_index[index] for index in sorted(hint_by_index)]
 
 
-def key_at(row: Row, x: int) -> str | None:
-    """The key at column `x`, by its name or its word; None between keys."""
+def key_at(row: Row, clicked_column: int) -> str | None:
+    """Return the key whose name or word is at a column; None between keys."""
     column = 0
     key: str | None = None
     for text, style in row:
@@ -113,50 +116,56 @@ def key_at(row: Row, x: int) -> str | None:
         elif style != "dim":
             key = None
         column += span_width(text)
-        if x < column:
+        if clicked_column < column:
             return key
     return None
 
 
-def render_timeline(playing: PlaybackPosition, width: int, look: TerminalStyle) -> list[Row]:
-    """One row of `width` cells: state and speed, position, and the keys."""
-    speed = f"{playing.speed:g}{look.glyphs.times}"
-    word = "playing" if playing.playing else "stopped"
-    head: Row = [(f" {word} ", "good" if playing.playing else "wait"), (f"{speed:>5} ", "bold")]
-    here, whole = format_clock(playing.position_ns), format_clock(playing.length_ns)
-    head.append((f"{here} ", "bold"))
-    end: Row = [(f" {whole}", "dim")]
-    room = width - row_width(head) - row_width(end) - 1
-    keys = _keys(playing, room - _PREFERRED, 2)
-    if len(keys) < 3 * len(_KEYS):  # more keys are better than a long line
-        keys = _keys(playing, room - _LEAST, 1)
-    room = max(width - row_width(head) - row_width(end) - row_width(keys) - 1, 1)
-    done = round((room - 1) * min(max(playing.position_ns / max(playing.length_ns, 1), 0.0), 1.0))
-    line: Row = [(_DONE * done, "good"), (look.glyphs.dot, "title"), (_REST * (room - 1 - done), "dim")]
-    return [fit_row([*head, *line, *end, *keys], width, look.glyphs.more)]
+def render_timeline(playback: PlaybackPosition, width: int, style: TerminalStyle) -> list[Row]:
+    """Return one row of `width` cells: state and speed, position, and the keys."""
+    speed = f"{playback.speed:g}{style.glyphs.times}"
+    state_word = "playing" if playback.is_playing else "paused"
+    left_part: Row = [(f" {state_word} ", "good" if playback.is_playing else "wait"), (f"{speed:>5} ", "bold")]
+    position, length = format_clock(playback.position_ns), format_clock(playback.length_ns)
+    left_part.append((f"{position} ", "bold"))
+    end_time: Row = [(f" {length}", "dim")]
+    line_cells = width - row_width(left_part) - row_width(end_time) - 1
+    key_row = _timeline_keys(playback, line_cells - _PREFERRED_LINE_CELLS, 2)
+    if len(key_row) < 3 * len(_TIMELINE_KEYS):  # more keys are better than a long line
+        key_row = _timeline_keys(playback, line_cells - _MIN_LINE_CELLS, 1)
+    line_cells = max(width - row_width(left_part) - row_width(end_time) - row_width(key_row) - 1, 1)
+    played_cells = round((line_cells - 1) * min(max(playback.position_ns / max(playback.length_ns, 1), 0.0), 1.0))
+    line: Row = [
+        (_PLAYED_SIGN * played_cells, "good"),
+        (style.glyphs.dot, "title"),
+        (_REMAINING_SIGN * (line_cells - 1 - played_cells), "dim"),
+    ]
+    return [fit_row([*left_part, *line, *end_time, *key_row], width, style.glyphs.more)]
 
 
-def _keys(playing: PlaybackPosition, width: int, gap: int) -> Row:
-    """The keys that fit in `width` cells, each with its word."""
+def _timeline_keys(playback: PlaybackPosition, width: int, gap: int) -> Row:
+    """Return the keys that fit in `width` cells, each with its word."""
     row: Row = []
-    for key, word in _KEYS:
-        text = "stop" if word == "play" and playing.playing else word
-        piece: Row = [(" " * gap, ""), (key, "key"), (" " + text, "dim")]
-        if row_width(row) + row_width(piece) > width:
+    for key, word in _TIMELINE_KEYS:
+        shown_word = "stop" if word == "play" and playback.is_playing else word
+        key_spans: Row = [(" " * gap, ""), (key, "key"), (" " + shown_word, "dim")]
+        if row_width(row) + row_width(key_spans) > width:
             break
-        row += piece
+        row += key_spans
     return row
 
 
-def position_at(row: Row, x: int) -> float | None:
-    """The fraction of the whole, 0 to 1, at column `x` of the time line; None beside it."""
-    column, here, done, rest = 0, None, 0, 0
+def position_at(row: Row, clicked_column: int) -> float | None:
+    """Return the fraction of the run, 0 to 1, at a column of the time line; None outside the line."""
+    column, cursor, played_cells, remaining_cells = 0, None, 0, 0
     for text, style in row:
         if style == "title":
-            here = column
-        elif text and not text.strip(_DONE + _REST):
-            done, rest = (len(text), rest) if here is None else (done, len(text))
+            cursor = column
+        elif text and not text.strip(_PLAYED_SIGN + _REMAINING_SIGN):
+            played_cells, remaining_cells = (
+                (len(text), remaining_cells) if cursor is None else (played_cells, len(text))
+            )
         column += span_width(text)
-    if here is None or not here - done <= x <= here + rest:
+    if cursor is None or not cursor - played_cells <= clicked_column <= cursor + remaining_cells:
         return None
-    return (x - here + done) / max(done + rest, 1)
+    return (clicked_column - cursor + played_cells) / max(played_cells + remaining_cells, 1)

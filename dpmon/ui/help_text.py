@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dpmon.record.schema import PHASES
 from dpmon.text.cells import truncate, wrap_text
-from dpmon.ui.keys import COMMANDS, PLAYED
+from dpmon.ui.keys import COMMANDS, PLAYBACK_COMMANDS
 from dpmon.ui.screen_data import NAMES, RANK_NAMES
 from dpmon.ui.styled_rows import Row
 from dpmon.ui.terminal_style import TerminalStyle
 
 _PANELS = (
-    (NAMES["devices"], "what each GPU does, once a second; without a GPU, this machine's processor, and why."),
+    (NAMES["devices"], "what each GPU does, once a second; without a GPU, this machine's CPU, and why."),
     (
         NAMES["replicas"],
         "a replica is one device's share of a batch: its input, its output and the time of its forward.",
@@ -20,7 +20,7 @@ _PANELS = (
     ("", "Virtual replicas share one device instead of separate GPUs: right sizes and gradients, but no speed-up."),
     (
         NAMES["batch"],
-        "where a step's time goes. Median: half the steps are faster. p95: 95 of 100 are. Share: of the whole time.",
+        "where step time goes. Median: half the steps are faster. p95: 95 of 100 steps are faster. Share: of all time.",
     ),
     ("", "Each column is one second or more (a note says how many)."),
     ("", "In six rows or more, its phases are stacked in the order below."),
@@ -34,12 +34,12 @@ _PANELS = (
     ("", "Exposed: communication that no computation hides, the same on all ranks."),
     ("", "Wait: how long a rank waits for the slowest one at the end of its backward pass."),
     ("", "More than 16 ranks: one cell per rank shows its wait in tenths of its step; the slowest ranks are below."),
-    ("", "On several machines, the ranks of each node stand together; a node that is cut off or slow says so."),
+    ("", "On several nodes, the ranks of each node are together; slow and disconnected nodes are marked."),
     ("", "/ finds a rank or a node; enter then shows its node alone, esc all nodes again."),
     (RANK_NAMES["compare"], "how much time ranks spend in it, and what to try. Ranks have no mode to compare."),
     ("", "Bucket: gradients that are averaged together once the last of them is ready."),
     ("", "Sampled: the collectives of one step now and then. An arrow is a launch without a known end."),
-    (NAMES["compare"], "both modes' figures side by side, once both ran; d switches the running job."),
+    (NAMES["compare"], "both modes' metrics side by side, once both ran; d switches the running job."),
     (
         NAMES["output"],
         "the script's output. Page keys scroll, end follows again. Control codes in it cannot affect this terminal.",
@@ -48,8 +48,8 @@ _PANELS = (
         NAMES["progress"],
         "an epoch is one loop over a DataLoader that trains; the time left is that of its recent batches.",
     ),
-    ("", "Evaluation: in and after an epoch. Between: other time since the epoch before."),
-    ("", "Loss: the value on which backward is called, at most one a second. Smoothed: a mean of the last ones."),
+    ("", "Evaluation: in and after an epoch. Between: other time since the previous epoch."),
+    ("", "Loss: the value on which backward is called, at most one per second. Smoothed: a mean of the last ones."),
 )
 _MOVES = (
     ("tab, arrows", "go to the next panel; in the output and in full screen the arrows scroll"),
@@ -57,56 +57,56 @@ _MOVES = (
 )
 
 
-def _entries(pairs: list[tuple[str, str, str]], label: int, width: int) -> list[Row]:
+def _entries(entries: list[tuple[str, str, str]], label_cells: int, width: int) -> list[Row]:
     rows: list[Row] = []
-    for word, style, text in pairs:
-        for index, line in enumerate(wrap_text(text, max(width - label, 10))):
-            head = truncate(word, label - 1).ljust(label) if index == 0 else " " * label
-            rows.append([(head, style), (line, "")])
+    for word, style, text in entries:
+        for index, line in enumerate(wrap_text(text, max(width - label_cells, 10))):
+            heading = truncate(word, label_cells - 1).ljust(label_cells) if index == 0 else " " * label_cells
+            rows.append([(heading, style), (line, "")])
     return rows
 
 
 def _effects() -> dict[str, str]:
-    """The effect of each key; several effects of one key are joined."""
-    found: dict[str, list[str]] = {}
+    """Return the effect of each key; several effects of one key are joined."""
+    effects_by_key: dict[str, list[str]] = {}
     for command in COMMANDS:
-        found.setdefault(command.key, []).append(command.description)
-    return {key: "; ".join(effects) for key, effects in found.items()}
+        effects_by_key.setdefault(command.key, []).append(command.description)
+    return {key: "; ".join(effects) for key, effects in effects_by_key.items()}
 
 
-def _signs(look: TerminalStyle, lettered: bool) -> tuple[str, ...]:
-    """Sentences about the signs in panel 3; `lettered`: phases are drawn as letters."""
-    little = "a small letter (or a dot)" if lettered else "the lowest block"
+def _signs(style: TerminalStyle, uses_letters: bool) -> tuple[str, ...]:
+    """Return sentences about the signs in panel 3. `uses_letters`: phases are drawn as letters."""
+    low_sign = "a small letter (or a dot)" if uses_letters else "the lowest block"
     return (
         "A capital letter in a name stands for the phase where there is no room for the name, such as Y for sYnc.",
-        f"A column of {little} only: its steps are too short for a full cell. It shows their longest phase.",
-        f"{look.glyphs.hatch * 3}: the run was stalled, and no step ended.",
-        f"Below the columns: e2 is where epoch 2 begins, {look.glyphs.cut_top} the time that you look back to.",
-        "A gap in the line: no step was under way, as while a checkpoint is saved.",
-        f"{look.glyphs.cut_top} on top: longer than the scale, which covers 95% of the columns.",
+        f"A column of {low_sign} only: its steps are too short for a full cell. It shows their longest phase.",
+        f"{style.glyphs.hatch * 3}: the run was stalled, and no step ended.",
+        f"Below the columns: e2 is where epoch 2 begins, {style.glyphs.cut_top} the time that you look back to.",
+        "A gap in the line: no step was running, e.g. while saving a checkpoint.",
+        f"{style.glyphs.cut_top} on top: longer than the scale, which covers 95% of the columns.",
     )
 
 
-def help_rows(width: int, look: TerminalStyle) -> list[Row]:
-    """The help, in rows of at most `width` cells."""
-    label = 22
+def help_rows(width: int, style: TerminalStyle) -> list[Row]:
+    """Return the help, in rows of at most `width` cells."""
+    label_cells = 22
     rows: list[Row] = [[("Panels", "title")]]
-    rows += _entries([(name, "bold", text) for name, text in _PANELS], label, width)
+    rows += _entries([(name, "bold", text) for name, text in _PANELS], label_cells, width)
     rows += [[], [("Phases of a step", "title")]]
-    lettered = not look.color or look.glyphs.ascii
+    uses_letters = not style.has_color or style.glyphs.ascii
     phases = [
         (
-            f"{phase.letter} {phase.display_name}" if lettered else phase.display_name,
+            f"{phase.letter} {phase.display_name}" if uses_letters else phase.display_name,
             f"phase.{phase.display_name}",
             f"{phase.meaning}. {phase.on_screen}".rstrip(),
         )
         for phase in PHASES
     ]
-    rows += _entries(phases, label, width)
-    rows += _entries([("", "", text) for text in _signs(look, lettered)], label, width)
+    rows += _entries(phases, label_cells, width)
+    rows += _entries([("", "", text) for text in _signs(style, uses_letters)], label_cells, width)
     rows += [[], [("Keys", "title")]]
-    rows += _entries([(key, "key", effect) for key, effect in _effects().items()], label, width)
-    rows += _entries([(keys, "key", text) for keys, text in _MOVES], label, width)
-    rows += [[], [("Keys of a playback (dpmon attach, once a run is over)", "title")]]
-    rows += _entries([(command.key, "key", command.description) for command in PLAYED], label, width)
+    rows += _entries([(key, "key", effect) for key, effect in _effects().items()], label_cells, width)
+    rows += _entries([(keys, "key", text) for keys, text in _MOVES], label_cells, width)
+    rows += [[], [("Keys of a playback (dpmon attach, once a run has ended)", "title")]]
+    rows += _entries([(command.key, "key", command.description) for command in PLAYBACK_COMMANDS], label_cells, width)
     return rows

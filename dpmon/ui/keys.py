@@ -15,8 +15,8 @@ from dpmon.ui.panels import panel_communication, panel_ranks
 from dpmon.ui.panels.panel_replicas import choices
 from dpmon.ui.screen_data import NAMES, PANELS, RANGES, RANK_NAMES, ScreenData, View
 
-FAR = 1_000_000_000
-PERIODS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+FAR_ROWS = 1_000_000_000
+REFRESH_INTERVALS_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 """Seconds between pictures to choose from."""
 
 
@@ -30,126 +30,130 @@ class KeyCommand(NamedTuple):
     """The word for the command in the footer; None if the key does not work now, "" if the footer omits it."""
     description: str
     """The text in the help and the palette."""
-    names: str = ""
+    textual_names: str = ""
     """Textual's names of the keys, separated by commas, if they differ from `key`."""
 
 
 def _always_shown(word: str) -> Callable[[ScreenData], str | None]:
-    return lambda facts: word
+    return lambda screen: word
 
 
-def _shown_when(test: Callable[[ScreenData], bool], word: str) -> Callable[[ScreenData], str | None]:
-    return lambda facts: word if test(facts) else None
+def _shown_when(is_available: Callable[[ScreenData], bool], word: str) -> Callable[[ScreenData], str | None]:
+    return lambda screen: word if is_available(screen) else None
 
 
-def _other_mode(facts: ScreenData) -> str | None:
-    if not facts.can_toggle or facts.process is None:
+def _other_mode(screen: ScreenData) -> str | None:
+    if not screen.can_toggle or screen.process is None:
         return None
-    return "→ dp" if facts.process.mode == "single" else "→ single"
+    return "→ dp" if screen.process.mode == "single" else "→ single"
 
 
-def _pause_label(facts: ScreenData) -> str | None:
-    if not facts.can_pause:
+def _pause_label(screen: ScreenData) -> str | None:
+    if not screen.can_pause:
         return None
-    return "resume" if facts.pausing.is_requested else "pause"
+    return "resume" if screen.pause_state.is_requested else "pause"
 
 
-def _freeze_label(facts: ScreenData) -> str | None:
-    if facts.view.frozen:
-        return "go on" if facts.past is None else None
-    return None if facts.is_over or facts.playing is not None else "freeze"
+def _freeze_label(screen: ScreenData) -> str | None:
+    if screen.view.is_frozen:
+        return "go on" if screen.past is None else None
+    return None if screen.is_over or screen.playing is not None else "freeze"
 
 
-def _is_finished(facts: ScreenData) -> bool:
-    """Whether the run is over, whatever time the picture shows."""
-    return facts.is_over or facts.playing is not None or (facts.past is not None and facts.past.now_ns is None)
+def _is_finished(screen: ScreenData) -> bool:
+    """Return whether the run has ended, whatever time the screen shows."""
+    return screen.is_over or screen.playing is not None or (screen.past is not None and screen.past.now_ns is None)
 
 
-def _can_stop(facts: ScreenData) -> bool:
-    return not _is_finished(facts) and facts.stopping is None
+def _can_stop(screen: ScreenData) -> bool:
+    return not _is_finished(screen) and screen.stop_progress is None
 
 
-def _why_label(facts: ScreenData) -> str | None:
-    return "why" if (_can_stop(facts) and facts.past is None) or facts.shown_stall is not None else None
+def _why_label(screen: ScreenData) -> str | None:
+    return "why" if (_can_stop(screen) and screen.past is None) or screen.shown_stall is not None else None
 
 
-def _several_roots(facts: ScreenData) -> bool:
-    return facts.view.focus == "replicas" and len(choices(facts.process)) > 1
+def _has_several_calls(screen: ScreenData) -> bool:
+    return screen.view.focus == "replicas" and len(choices(screen.process)) > 1
 
 
-def _look_back_label(facts: ScreenData) -> str | None:
-    """The word for `<` and `>`; the time line of a playback has its own."""
-    if facts.process is None or facts.process.last_step is None:
+def _look_back_label(screen: ScreenData) -> str | None:
+    """Return the word for `<` and `>`; none in a playback, whose time line has its own."""
+    if screen.process is None or screen.process.last_step is None:
         return None
-    return "time" if facts.playing is None else ""
+    return "time" if screen.playing is None else ""
 
 
-def _escape_label(facts: ScreenData) -> str | None:
-    """The word for `esc`."""
-    if facts.past is not None:
+def _escape_label(screen: ScreenData) -> str | None:
+    """Return the word for `esc`."""
+    if screen.past is not None:
         return "now"
-    if facts.view.zoom:
+    if screen.view.zoom:
         return "all panels"
-    return "all nodes" if facts.view.node is not None else "end search" if _is_searching(facts) else None
+    if screen.view.node_number is not None:
+        return "all nodes"
+    return "end search" if _is_searching(screen) else None
 
 
-def _is_searching(facts: ScreenData) -> bool:
-    return bool(facts.view.search) and facts.view.focus == "output"
+def _is_searching(screen: ScreenData) -> bool:
+    return bool(screen.view.search) and screen.view.focus == "output"
 
 
-def node_to_show(facts: ScreenData) -> NodeStatus | None:
-    """The node that `enter` shows: that of the chosen rank, in panel 2."""
-    view = facts.view
-    if view.zoom is not None or view.focus != "replicas" or view.process is None:
+def node_to_show(screen: ScreenData) -> NodeStatus | None:
+    """Return the node that `enter` shows: that of the rank chosen in panel 2; None if no rank is chosen."""
+    view = screen.view
+    if view.zoom is not None or view.focus != "replicas" or view.process_index is None:
         return None
-    return next((one for one in facts.state.nodes if view.process in one.processes), None)
+    return next((node for node in screen.state.nodes if view.process_index in node.processes), None)
 
 
-def slash_finds_rank(facts: ScreenData) -> bool:
-    """Whether `/` finds a rank."""
-    return facts.view.focus == "replicas" and facts.view.zoom != "output" and panel_ranks.shows_map(facts)
+def slash_finds_rank(screen: ScreenData) -> bool:
+    """Return whether `/` finds a rank."""
+    return screen.view.focus == "replicas" and screen.view.zoom != "output" and panel_ranks.shows_map(screen)
 
 
-def _find_label(facts: ScreenData) -> str:
-    if slash_finds_rank(facts):
+def _find_label(screen: ScreenData) -> str:
+    if slash_finds_rank(screen):
         return "find rank"
-    return "find" if "output" in (facts.view.focus, facts.view.zoom) else ""
+    return "find" if "output" in (screen.view.focus, screen.view.zoom) else ""
 
 
-def _zoom_label(facts: ScreenData) -> str | None:
-    node = node_to_show(facts)
-    return None if facts.view.zoom else "zoom" if node is None else node.name
-
-
-def _can_sample_collectives(facts: ScreenData) -> bool:
-    return len(facts.state.ranks) > 1 and not facts.is_over and facts.playing is None
-
-
-def _ranks(facts: ScreenData) -> bool:
-    return len(facts.state.ranks) > 1 and facts.playing is None
-
-
-def _end_key_label(facts: ScreenData) -> str | None:
-    """The word for `end` if the output is scrolled back, for example after a search."""
-    if not facts.scrolled_back or "output" not in (facts.view.focus, facts.view.zoom):
+def _zoom_label(screen: ScreenData) -> str | None:
+    if screen.view.zoom:
         return None
-    return "to the end" if facts.is_over else "follow"
+    node = node_to_show(screen)
+    return "zoom" if node is None else node.name
+
+
+def _can_sample_collectives(screen: ScreenData) -> bool:
+    return len(screen.state.ranks) > 1 and not screen.is_over and screen.playing is None
+
+
+def _has_ranks(screen: ScreenData) -> bool:
+    return len(screen.state.ranks) > 1 and screen.playing is None
+
+
+def _end_key_label(screen: ScreenData) -> str | None:
+    """Return the word for `end` if the output is scrolled back, for example after a search."""
+    if not screen.is_output_scrolled_back or "output" not in (screen.view.focus, screen.view.zoom):
+        return None
+    return "to the end" if screen.is_over else "follow"
 
 
 COMMANDS: tuple[KeyCommand, ...] = (
     KeyCommand("d", "toggle_mode", _other_mode, "data parallel or single device, from the next batch on"),
     KeyCommand("p", "pause", _pause_label, "pause the training between two steps, or resume it"),
-    KeyCommand("space", "freeze", _freeze_label, "freeze the picture; the training goes on"),
+    KeyCommand("space", "freeze", _freeze_label, "freeze the screen; the training continues"),
     KeyCommand(
         "esc", "unzoom", _escape_label, "back to now; back to all panels, or to all nodes; end a search", "escape"
     ),
-    KeyCommand("n", "next(1)", _shown_when(_is_searching, "older"), "during a search: the next older line"),
-    KeyCommand("N", "next(-1)", _shown_when(_is_searching, "newer"), "during a search: the next newer line"),
-    KeyCommand("end", f"scroll({FAR})", _end_key_label, "to the end of the output, and follow it"),
+    KeyCommand("n", "next(1)", _shown_when(_is_searching, "older"), "during a search: the next older match"),
+    KeyCommand("N", "next(-1)", _shown_when(_is_searching, "newer"), "during a search: the next newer match"),
+    KeyCommand("end", f"scroll({FAR_ROWS})", _end_key_label, "to the end of the output, and follow it"),
     KeyCommand(
         "1-6",
         "",
-        lambda facts: None if facts.view.zoom else "panel",
+        lambda screen: None if screen.view.zoom else "panel",
         "go to a panel; press again for full screen and back. tab, arrows and the mouse work too",
     ),
     KeyCommand(
@@ -165,11 +169,13 @@ COMMANDS: tuple[KeyCommand, ...] = (
         "find a word in the script's output, the newest line first; in a map of ranks, a rank or a node",
         "slash",
     ),
-    KeyCommand("n", "next(1)", _shown_when(_several_roots, "next call"), "in panel 2: the next root or call of a step"),
+    KeyCommand(
+        "n", "next(1)", _shown_when(_has_several_calls, "next call"), "in panel 2: the next root or call of a step"
+    ),
     KeyCommand(
         "i",
         "type_line",
-        _shown_when(lambda s: s.can_type and not s.is_over and not s.ending, "input"),
+        _shown_when(lambda s: s.can_type and not s.is_over and not s.is_ending, "input"),
         "send a line to the script",
     ),
     KeyCommand(
@@ -179,18 +185,18 @@ COMMANDS: tuple[KeyCommand, ...] = (
         "record the collectives of one of the next steps",
     ),
     KeyCommand(
-        ".", "rank(1)", _shown_when(_ranks, "rank"), "panel 3 of the straggler, then of the next rank", "full_stop"
+        ".", "rank(1)", _shown_when(_has_ranks, "rank"), "panel 3 of the straggler, then of the next rank", "full_stop"
     ),
-    KeyCommand(",", "rank(-1)", _shown_when(_ranks, ""), "panel 3 of the rank before", "comma"),
+    KeyCommand(",", "rank(-1)", _shown_when(_has_ranks, ""), "panel 3 of the previous rank", "comma"),
     KeyCommand("w", "why", _why_label, "what each rank does now, with its stack, and who waits for whom"),
     KeyCommand(
         "l",
         "slowest",
-        lambda facts: "slow steps" if _look_back_label(facts) is not None else None,
+        lambda screen: "slow steps" if _look_back_label(screen) is not None else None,
         "the longest steps of the time range, and what was long in them; enter goes there",
     ),
     KeyCommand("W", "warnings", _shown_when(lambda s: bool(s.state.warnings), "warnings"), "show the newest warnings"),
-    KeyCommand("[ ]", "", _always_shown("range"), "a shorter or longer time range for histories and figures"),
+    KeyCommand("[ ]", "", _always_shown("range"), "a shorter or longer time range for histories and metrics"),
     KeyCommand("< >", "", _look_back_label, "look back in time, and forward again; all panels show that time"),
     KeyCommand("s", "picture", _always_shown("picture"), "save a picture of the screen (SVG); ctrl+s while typing"),
     KeyCommand("e", "export", _always_shown("export"), "export all records: JSON, CSV, Perfetto; in the background"),
@@ -198,60 +204,60 @@ COMMANDS: tuple[KeyCommand, ...] = (
     KeyCommand(
         "C",
         "compare",
-        lambda facts: "compare" if _is_finished(facts) else "",
+        lambda screen: "compare" if _is_finished(screen) else "",
         "compare this run with others: did it get faster?",
     ),
     KeyCommand("x", "stop", _shown_when(_can_stop, "stop"), "stop the training; asks first"),
     KeyCommand("t", "theme", _always_shown("theme"), "the next theme: dark, light, color-blind, mono, ASCII"),
-    KeyCommand("+ -", "", _always_shown("refresh"), "draw the screen more or less often"),
-    KeyCommand("o", "next_output", _shown_when(lambda s: s.outputs > 1, "output file"), "show the other output file"),
+    KeyCommand("+ -", "", _always_shown("refresh"), "change the refresh interval"),
     KeyCommand(
-        ":", "palette", _always_shown("more"), "list everything that can be done now; type to filter", "colon,ctrl+p"
+        "o", "next_output", _shown_when(lambda s: s.output_file_count > 1, "output file"), "show the other output file"
     ),
-    KeyCommand("?", "help", _always_shown("help"), "show what the words and keys mean", "question_mark,h,f1"),
+    KeyCommand(":", "palette", _always_shown("more"), "search all commands", "colon,ctrl+p"),
+    KeyCommand("?", "help", _always_shown("help"), "help: words and keys", "question_mark,h,f1"),
     KeyCommand(
         "q",
         "leave",
-        lambda facts: "close" if _is_finished(facts) else "leave",
+        lambda screen: "close" if _is_finished(screen) else "leave",
         "leave the training running, stop it, or stay; ctrl+c too",
     ),
 )
 
 
 def _playback_command(key: str, action: str, description: str, names: str = "") -> KeyCommand:
-    return KeyCommand(key, action, lambda facts: None if facts.playing is None else "", description, names)
+    return KeyCommand(key, action, lambda screen: None if screen.playing is None else "", description, names)
 
 
-PLAYED: tuple[KeyCommand, ...] = (
-    _playback_command("space", "play", "play or stop; at the end, start again"),
-    _playback_command(".", "step(1)", "to the next step", "full_stop"),
-    _playback_command(",", "step(-1)", "to the step before", "comma"),
-    _playback_command("f", "seek(10)", "10 seconds on"),
+PLAYBACK_COMMANDS: tuple[KeyCommand, ...] = (
+    _playback_command("space", "play", "play or pause; at the end, start again"),
+    _playback_command(".", "step(1)", "next step", "full_stop"),
+    _playback_command(",", "step(-1)", "previous step", "comma"),
+    _playback_command("f", "seek(10)", "10 seconds forward"),
     _playback_command("b", "seek(-10)", "10 seconds back"),
-    _playback_command("F", "seek(60)", "a minute on"),
-    _playback_command("B", "seek(-60)", "a minute back"),
+    _playback_command("F", "seek(60)", "1 minute forward"),
+    _playback_command("B", "seek(-60)", "1 minute back"),
     _playback_command("}", "change_speed(1)", "play faster, up to 100 times", "right_curly_bracket"),
     _playback_command("{", "change_speed(-1)", "play slower, down to 0.1 times", "left_curly_bracket"),
     _playback_command("g", "seek_to(0.0)", "to the beginning"),
     _playback_command("G", "seek_to(1.0)", "to the end"),
 )
 """Commands of a playback; the time line shows some of their keys."""
-_PAIRS: tuple[tuple[str, str, str, str], ...] = (
+_PAIRED_KEYS: tuple[tuple[str, str, str, str], ...] = (
     ("[", "left_square_bracket", "range(-1)", "a shorter time range"),
     ("]", "right_square_bracket", "range(1)", "a longer time range"),
     ("<", "less_than_sign", "time(-1)", "look back in time"),
-    (">", "greater_than_sign", "time(1)", "forward in time, at last to now"),
-    ("+", "plus,equals_sign", "refresh(-1)", "draw the screen more often"),
-    ("-", "minus,underscore", "refresh(1)", "draw the screen less often"),
+    (">", "greater_than_sign", "time(1)", "forward in time, up to now"),
+    ("+", "plus,equals_sign", "refresh(-1)", "a shorter refresh interval"),
+    ("-", "minus,underscore", "refresh(1)", "a longer refresh interval"),
 )
-_PANEL_KEYS = tuple((str(number), f"panel('{name}')", name) for number, name in enumerate(PANELS, start=1))
+_PANEL_KEYS = tuple((str(digit), f"panel('{name}')", name) for digit, name in enumerate(PANELS, start=1))
 
 
 ACTIONS: dict[str, str] = {
     name: action
     for names, action in (
-        *((command.names or command.key, command.action) for command in COMMANDS if command.action),
-        *((names, action) for _, names, action, _ in _PAIRS),
+        *((command.textual_names or command.key, command.action) for command in COMMANDS if command.action),
+        *((names, action) for _, names, action, _ in _PAIRED_KEYS),
         *((key, action) for key, action, _ in _PANEL_KEYS),
         ("up", "arrow('up')"),
         ("down", "arrow('down')"),
@@ -259,7 +265,7 @@ ACTIONS: dict[str, str] = {
         ("right", "arrow('right')"),
         ("pageup", "scroll_page(-1)"),
         ("pagedown", "scroll_page(1)"),
-        ("home", f"scroll(-{FAR})"),
+        ("home", f"scroll(-{FAR_ROWS})"),
         ("tab", "next_panel(1)"),
         ("shift+tab", "next_panel(-1)"),
         ("ctrl+z", "suspend_process"),
@@ -270,60 +276,75 @@ ACTIONS: dict[str, str] = {
 """The action of each key, by Textual's name of the key."""
 ANYWHERE = ("ctrl+c", "ctrl+q")
 """Keys that have their action in dialogs, too."""
-PLAYED_ACTIONS = ACTIONS | {command.names or command.key: command.action for command in PLAYED}
+PLAYBACK_ACTIONS = ACTIONS | {command.textual_names or command.key: command.action for command in PLAYBACK_COMMANDS}
 """The action of each key in a playback."""
 
 
-def available_commands(facts: ScreenData) -> list[tuple[str, str, str]]:
-    """Key, sentence and action for everything that can be done now, for the palette."""
-    found = [
-        (d.key, "close this screen" if word == "close" else d.description, d.action)
-        for d in (*PLAYED, *COMMANDS)
-        if d.action not in ("", "palette") and (word := d.footer_word(facts)) is not None
-    ]
-    found += [(key, description, action) for key, _, action, description in _PAIRS]
-    return found + [(key, f"go to panel {panel_name(facts, name)}", action) for key, action, name in _PANEL_KEYS]
+class PaletteCommand(NamedTuple):
+    """A command of the palette."""
+
+    key: str
+    description: str
+    action: str
 
 
-def panel_name(facts: ScreenData, panel: str) -> str:
-    """The current name of a panel."""
-    ranked = panel_communication.is_shown(facts) if panel == "compare" else panel_ranks.is_shown(facts)
+def available_commands(screen: ScreenData) -> list[PaletteCommand]:
+    """Return every command that works now, for the palette."""
+    commands: list[PaletteCommand] = []
+    for command in (*PLAYBACK_COMMANDS, *COMMANDS):
+        label = command.footer_word(screen)
+        if command.action not in ("", "palette") and label is not None:
+            description = "close this screen" if label == "close" else command.description
+            commands.append(PaletteCommand(command.key, description, command.action))
+    for key, _, action, description in _PAIRED_KEYS:
+        commands.append(PaletteCommand(key, description, action))
+    for key, action, name in _PANEL_KEYS:
+        commands.append(PaletteCommand(key, f"go to panel {panel_name(screen, name)}", action))
+    return commands
+
+
+def panel_name(screen: ScreenData, panel: str) -> str:
+    """Return the current name of a panel."""
+    ranked = panel_communication.is_shown(screen) if panel == "compare" else panel_ranks.is_shown(screen)
     return RANK_NAMES.get(panel, NAMES[panel]) if ranked else NAMES[panel]
 
 
 # ------------------------------------------------------------------------------------------------ the view
 
 
-def focus_neighbor(view: View, slots: Mapping[str, Slot], way: str) -> View:
-    """Go to the panel above, below, left or right of the one in focus, if there is one."""
-    here = slots.get(view.focus)
-    if here is None:
+def focus_neighbor(view: View, slots: Mapping[str, Slot], direction: str) -> View:
+    """Return the view with the focus on the nearest panel in a direction; the same view if there is none."""
+    focused_slot = slots.get(view.focus)
+    if focused_slot is None:
         return view
-    across = ("up", "down") if way in ("left", "right") else ("left", "right")
-    found: list[tuple[int, int, str]] = []
-    for index, name in enumerate(PANELS):
+    cross_sides = ("up", "down") if direction in ("left", "right") else ("left", "right")
+    nearest, nearest_distance = view.focus, 0
+    for name in PANELS:
         slot = slots.get(name)
         if slot is None or name == view.focus:
             continue
-        beyond = {
-            "left": here.x - (slot.x + slot.width),
-            "right": slot.x - (here.x + here.width),
-            "up": here.y - (slot.y + slot.height),
-            "down": slot.y - (here.y + here.height),
+        distance_by_side = {
+            "left": focused_slot.x - (slot.x + slot.width),
+            "right": slot.x - (focused_slot.x + focused_slot.width),
+            "up": focused_slot.y - (slot.y + slot.height),
+            "down": slot.y - (focused_slot.y + focused_slot.height),
         }
-        if beyond[way] >= 0 and all(beyond[side] < 0 for side in across):
-            found.append((beyond[way], index, name))
-    return replace(view, focus=min(found)[2]) if found else view
+        distance = distance_by_side[direction]
+        if distance < 0 or not all(distance_by_side[side] < 0 for side in cross_sides):
+            continue
+        if nearest == view.focus or distance < nearest_distance:
+            nearest, nearest_distance = name, distance
+    return replace(view, focus=nearest)
 
 
-def next_time_range(view: View, by: int) -> View:
-    """Choose the next longer (or shorter) time range; stay at the last one."""
-    here = RANGES.index(view.span_s) if view.span_s in RANGES else 0
-    return replace(view, span_s=RANGES[min(max(here + by, 0), len(RANGES) - 1)])
+def next_time_range(view: View, offset: int) -> View:
+    """Return the view with the next longer (or shorter) time range; the last one stays."""
+    index = RANGES.index(view.range_s) if view.range_s in RANGES else 0
+    return replace(view, range_s=RANGES[min(max(index + offset, 0), len(RANGES) - 1)])
 
 
-def next_refresh_interval(period: float, by: int) -> float:
-    """The next longer (or shorter) time between pictures, in seconds."""
-    if by > 0:
-        return next((each for each in PERIODS if each > period * 1.001), period)
-    return next((each for each in reversed(PERIODS) if each < period * 0.999), period)
+def next_refresh_interval(current_s: float, offset: int) -> float:
+    """Return the next longer (or shorter) time between frames, in seconds; the last one stays."""
+    if offset > 0:
+        return next((interval for interval in REFRESH_INTERVALS_S if interval > current_s * 1.001), current_s)
+    return next((interval for interval in reversed(REFRESH_INTERVALS_S) if interval < current_s * 0.999), current_s)

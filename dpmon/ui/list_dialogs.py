@@ -22,76 +22,76 @@ from dpmon.ui.terminal_style import TerminalStyle
 
 
 class _List(Dialog):
-    """A list with a heading, in which arrows choose an entry; sub-classes provide its rows."""
+    """A list with a heading, in which arrows choose an entry; subclasses provide its rows."""
 
-    wanted = 100
-    leaves: Sequence[str] = ()
+    preferred_width = 100
+    closing_keys: Sequence[str] = ()
     """The keys that close it, besides esc, q and ctrl+c."""
 
-    def __init__(self, title: str, look: TerminalStyle) -> None:
-        super().__init__(title, look)
-        self.at = 0
+    def __init__(self, title: str, style: TerminalStyle) -> None:
+        super().__init__(title, style)
+        self.chosen_index = 0
         """The chosen entry."""
-        self.pinned = 1
+        self.pinned_rows = 1
 
     def __len__(self) -> int:
-        """Number of entries."""
+        """Return the number of entries."""
         raise NotImplementedError
 
-    def build_list_rows(self, head: Row, rows: Sequence[Row], height: int) -> list[Row]:
-        """The heading and the rows, the chosen one marked and in view."""
-        self.top = max(self.at - max(height - 2, 1) + 1, 0)
-        marks = [self.look.glyphs.focus + " " if at == self.at else "  " for at in range(len(rows))]
-        return [[("  ", ""), *head], *([(mark, "key"), *row] for mark, row in zip(marks, rows, strict=True))]
+    def build_list_rows(self, heading: Row, rows: Sequence[Row], height: int) -> list[Row]:
+        """Return the heading and the rows, with the chosen row marked and in view."""
+        self.first_row = max(self.chosen_index - max(height - 2, 1) + 1, 0)
+        marks = [self.style.glyphs.focus + " " if index == self.chosen_index else "  " for index in range(len(rows))]
+        return [[("  ", ""), *heading], *([(mark, "key"), *row] for mark, row in zip(marks, rows, strict=True))]
 
     def choose_current(self) -> None:
         """Act on the chosen entry."""
         raise NotImplementedError
 
     def respond_to_key(self, event: events.Key) -> None:
-        """Choose, act, or give up."""
+        """Choose, act, or cancel."""
         moves = {"up": -1, "down": 1, "pageup": -8, "pagedown": 8, "home": -1 << 30, "end": 1 << 30}
         if event.key == "enter" and len(self):
             self.choose_current()
         elif event.key in moves:
-            self.at = min(max(self.at + moves[event.key], 0), max(len(self) - 1, 0))
+            self.chosen_index = min(max(self.chosen_index + moves[event.key], 0), max(len(self) - 1, 0))
             self.draw()
-        elif event.key in ("escape", "q", "ctrl+c", *self.leaves):
+        elif event.key in ("escape", "q", "ctrl+c", *self.closing_keys):
             self.close_once(None)
 
 
 class StepList(_List):
-    """The longest steps; returns the end (ns) of the chosen one, as text, or None."""
+    """The longest steps. Its result is the end (ns) of the chosen one, as text, or None."""
 
     keys = (("arrows", "choose"), ("enter", "go there"), ("esc", "close"))
     corner = "enter goes there"
-    leaves = ("l",)
-    found: SlowSteps | None = None
+    closing_keys = ("l",)
+    slow_steps: SlowSteps | None = None
 
     def __len__(self) -> int:
-        """Number of steps."""
-        return 0 if self.found is None else len(self.found.steps)
+        """Return the number of steps."""
+        return 0 if self.slow_steps is None else len(self.slow_steps.steps)
 
     def build_rows(self, width: int, height: int) -> list[Row]:
-        """The rows, the chosen one marked."""
-        if self.found is None:
+        """Return a row for each step, with the chosen one marked."""
+        if self.slow_steps is None:
             return [[("reading the steps ...", "dim")]]
-        if not self.found.steps:
-            return [[("no training step has ended in this time", "dim")]]
-        head, *rows = step_rows(self.found, width - 2, self.look)
-        shown = self.build_list_rows(head, rows, height)
-        if self.found.since_ns is not None:
-            shown.append([(f"  the list has no steps before {format_clock(self.found.since_ns)}", "dim")])
-        return shown
+        if not self.slow_steps.steps:
+            return [[("no training step has finished in this time", "dim")]]
+        heading, *rows = step_rows(self.slow_steps, width - 2, self.style)
+        list_rows = self.build_list_rows(heading, rows, height)
+        if self.slow_steps.since_ns is not None:
+            list_rows.append([(f"  the list has no steps before {format_clock(self.slow_steps.since_ns)}", "dim")])
+        return list_rows
 
     def choose_current(self) -> None:
-        """Go to the end of the step."""
-        if self.found is not None:
-            self.close_once(str(self.found.steps[self.at].end_ns))
+        """Close with the end of the chosen step."""
+        if self.slow_steps is not None:
+            self.close_once(str(self.slow_steps.steps[self.chosen_index].end_ns))
 
 
 class RunEntry(NamedTuple):
-    """A run to choose."""
+    """A run of the list."""
 
     directory: Path
     name: str
@@ -101,56 +101,58 @@ class RunEntry(NamedTuple):
 
 
 class RunList(_List):
-    """All runs, each on side A, on side B or on none; returns "compare" or None."""
+    """All runs, each on side A, on side B or on neither. Its result is "compare" or None."""
 
     keys = (("arrows", "choose"), ("a b", "mark"), ("enter", "compare"), ("esc", "close"))
     corner = "a b mark several  enter compares"
-    leaves = ("C",)
-    found: Sequence[RunEntry] | None = None
+    closing_keys = ("C",)
+    entries: Sequence[RunEntry] | None = None
 
-    def __init__(self, own: Path, look: TerminalStyle) -> None:
-        """`own`: the run on the screen, which is on side B at first."""
-        super().__init__("Compare this run (B) with ...", look)
-        self.own = own
-        self.sides: dict[Path, str] = {own: "B"}
+    def __init__(self, own_directory: Path, style: TerminalStyle) -> None:
+        """Put the run on the screen, in `own_directory`, on side B."""
+        super().__init__("Compare this run (B) with ...", style)
+        self.own_directory = own_directory
+        self.sides: dict[Path, str] = {own_directory: "B"}
 
     def __len__(self) -> int:
-        """Number of runs."""
-        return len(self.found or ())
+        """Return the number of runs."""
+        return len(self.entries or ())
 
     def read(self) -> None:
-        """Read the runs, the run on the screen first, then the newest."""
-        found: list[RunEntry] = []
-        for place, info in reversed(list_runs()):
-            script = [Path(info.script).name] if info.python is not None else []
-            command = sanitize_line(node_count_prefix(info.nodes) + " ".join([*script, *info.arguments]), 300)
-            state = run_state(place, info)[0]
-            found.append(RunEntry(place, sanitize_line(short_name(info), 60), state, info.started_unix, command))
-        self.found = sorted(found, key=lambda one: one.directory.name != self.own.name)
+        """Read all runs: the run on the screen first, then the newest."""
+        entries: list[RunEntry] = []
+        for directory, run_info in reversed(list_runs()):
+            script = [Path(run_info.script).name] if run_info.python is not None else []
+            command = sanitize_line(node_count_prefix(run_info.nodes) + " ".join([*script, *run_info.arguments]), 300)
+            state, *_ = run_state(directory, run_info)
+            entries.append(
+                RunEntry(directory, sanitize_line(short_name(run_info), 60), state, run_info.started_unix, command)
+            )
+        self.entries = sorted(entries, key=lambda one: one.directory.name != self.own_directory.name)
 
-    def runs_on_side(self, name: str) -> list[Path]:
-        """The runs on a side, the oldest first."""
-        return [one.directory for one in reversed(self.found or ()) if self.sides.get(one.directory) == name]
+    def runs_on_side(self, side: str) -> list[Path]:
+        """Return the directories of the runs on a side, the oldest first."""
+        return [entry.directory for entry in reversed(self.entries or ()) if self.sides.get(entry.directory) == side]
 
     def build_rows(self, width: int, height: int) -> list[Row]:
-        """A row for each run."""
-        if self.found is None:
+        """Return a row for each run."""
+        if self.entries is None:
             return [[("reading the runs ...", "dim")]]
-        names = max([4, *(len(one.name) for one in self.found)])
-        states = max([5, *(len(one.state) for one in self.found)])
+        name_width = max([4, *(len(entry.name) for entry in self.entries)])
+        state_width = max([5, *(len(entry.state) for entry in self.entries)])
         rows: list[Row] = []
-        for one in self.found:
-            began = time.strftime("%m-%d %H:%M", time.localtime(one.started_unix))
-            text = f" {one.name.ljust(names)}  {one.state.ljust(states)}  {began}  {one.command}"
-            rows.append([(self.sides.get(one.directory, " "), "key"), (truncate(text, width - 3), "")])
-        head = f"  {'name'.ljust(names)}  {'state'.ljust(states)}  {'started'.ljust(11)}  command"
-        return self.build_list_rows([(truncate(head, width - 2), "dim")], rows, height)
+        for entry in self.entries:
+            start_time = time.strftime("%m-%d %H:%M", time.localtime(entry.started_unix))
+            text = f" {entry.name.ljust(name_width)}  {entry.state.ljust(state_width)}  {start_time}  {entry.command}"
+            rows.append([(self.sides.get(entry.directory, " "), "key"), (truncate(text, width - 3), "")])
+        heading = f"  {'name'.ljust(name_width)}  {'state'.ljust(state_width)}  {'started'.ljust(11)}  command"
+        return self.build_list_rows([(truncate(heading, width - 2), "dim")], rows, height)
 
     def choose_current(self) -> None:
-        """Compare; without a run on side A, the chosen one is there."""
-        chosen = self.found[self.at].directory if self.found else Path()
-        if not self.runs_on_side("A") and chosen not in self.sides:
-            self.sides[chosen] = "A"
+        """Compare the two sides; if side A is empty, put the chosen run there."""
+        directory = self.entries[self.chosen_index].directory if self.entries else Path()
+        if not self.runs_on_side("A") and directory not in self.sides:
+            self.sides[directory] = "A"
         if self.runs_on_side("A") and self.runs_on_side("B"):
             self.close_once("compare")
         else:
@@ -158,15 +160,15 @@ class RunList(_List):
             self.draw()
 
     def respond_to_key(self, event: events.Key) -> None:
-        """Mark the chosen run, or remove its mark; else as in every list."""
+        """Mark the chosen run, or remove its mark; handle other keys as every list does."""
         side = {"a": "A", "b": "B"}.get(event.key)
-        if side is None or not self.found:
+        if side is None or not self.entries:
             super().respond_to_key(event)
             return
         self.corner = RunList.corner
-        one = self.found[self.at].directory
-        if self.sides.get(one) == side:
-            del self.sides[one]
+        directory = self.entries[self.chosen_index].directory
+        if self.sides.get(directory) == side:
+            del self.sides[directory]
         else:
-            self.sides[one] = side
+            self.sides[directory] = side
         self.draw()

@@ -33,28 +33,28 @@ if TYPE_CHECKING:
     from dpmon.store.store_queries import Store
 
 
-_Found = TypeVar("_Found")
+_Result = TypeVar("_Result")
 OpenStore = Callable[[], "AbstractContextManager[Store]"]
 """Opens the records written so far."""
 
-_GRACE_NS = 3_000_000_000
+_MAX_EXIT_RECORD_WAIT_NS = 3_000_000_000
 """Nanoseconds to wait for the exit record of a command that is gone; then its status is shown as unknown."""
-_SLOW_S, _RESTS = 0.1, 10
-"""After a read that took over `_SLOW_S` s, the next one waits at least as long, and `_RESTS` times its processor time,
-so that keys are answered."""
-_OF_MANY_S = 1.5
+_SLOW_READ_S, _REST_RATIO = 0.1, 10
+"""After a read that took more than `_SLOW_READ_S` s, the next one waits for at least as long, and for `_REST_RATIO`
+times the CPU time of the read, so that keys are still handled."""
+_MIN_INTERVAL_OF_MANY_S = 1.5
 """The state of many processes is read at most once in this time."""
-_STRIDE = 4
+_SPARE_RANKS = 4
 """Ranks read beyond the visible ones, so that the user can scroll before more are read."""
-_SLOWEST = 8
+_LONGEST_STEP_COUNT = 8
 """Number of the longest steps that a picture can show."""
 FROZEN_RANKS = 2 * MAX_RANKS
 """Ranks that are read for a frozen picture: the user can zoom and scroll it without a new read."""
-_FROZEN = SnapshotRequest(ranks=FROZEN_RANKS, slowest=_SLOWEST, worst=MAX_LEAST_WAITING)
+_FROZEN = SnapshotRequest(ranks=FROZEN_RANKS, slowest=_LONGEST_STEP_COUNT, worst=MAX_LEAST_WAITING)
 
 
 class LiveRun:
-    """One run, live. `start` calls `open_reader`, so that the first picture waits for no file."""
+    """One live run. `start` calls `open_reader`, so that the first frame waits for no file."""
 
     _snapshots: SnapshotBuilder
     _still: SnapshotBuilder
@@ -69,40 +69,40 @@ class LiveRun:
         clock: Callable[[], int] = time.monotonic_ns,
         open_store: OpenStore | None = None,
     ) -> None:
-        """`open_store`: opens the records; by default those in `directory`."""
+        """Prepare for the run in `directory`. `open_store`: opens its records; by default those in `directory`."""
         self.directory = directory
         self.state = RunSnapshot()
         self.output = OutputView()
         self._open_reader = open_reader
-        self._open_given = open_store
+        self._open_store = open_store
         self._clock = clock
         self._reader: RunReader | None = None
-        self._wanted = SnapshotRequest(slowest=_SLOWEST, worst=MAX_LEAST_WAITING)
-        self.ended: ExitInfo | None = None
+        self._request = SnapshotRequest(slowest=_LONGEST_STEP_COUNT, worst=MAX_LEAST_WAITING)
+        self.exit_info: ExitInfo | None = None
         """How the run ended; None while it runs or while its end is unknown."""
-        self._last_line: str | None = None
-        self.waits = False
+        self._exit_cause: str | None = None
+        self.shows_rank_waits = False
         """Whether the screen has room for the ranks over time."""
         self.findings: Sequence[Finding] | None = None
         """The findings of the finished run; None while they are not known."""
-        self._alive: bool | None = None
-        self._gone_ns: int | None = None
-        self.ending = False
+        self._is_command_alive: bool | None = None
+        self._vanished_ns: int | None = None
+        self.is_ending = False
         """Whether the command is gone and its exit is not recorded yet."""
         self._activities: Mapping[int, tuple[str, int]] = {}
         """Each process's activity at the last look, and its start (monotonic ns)."""
-        self._doing: Mapping[int, tuple[str, int]] = {}
+        self._activities_of_run: Mapping[int, tuple[str, int]] = {}
         """The same with the start in ns since the run's start."""
-        self._ranks = self._wanted.ranks
+        self._rank_limit = self._request.ranks
         """Number of ranks that fit on the screen."""
-        self._reads = any(directory.glob("process-*.ring"))
+        self._is_reading = any(directory.glob("process-*.ring"))
         """Whether records exist that were not read yet, as when the user attaches to a running command."""
-        self._toggle: ModeRequest | None = None
-        self._asked_at_change = 0
-        self._rests_until = 0.0
+        self._mode_request: ModeRequest | None = None
+        self._changes_at_request = 0
+        self._rest_end_s = 0.0
         self._looked: tuple[int | None, SnapshotRequest, RunSnapshot] | None = None
         """The time that the user looks back to, and its state."""
-        self._seen: object = None
+        self._last_stamp: object = None
         """The stamp of the last read, which shows whether anything is new."""
 
     def start(self) -> None:
@@ -129,163 +129,170 @@ class LiveRun:
     @property
     def is_over(self) -> bool:
         """Whether nothing more will come (dpmon.ui.screen_data.ScreenData.is_over)."""
-        return self.ended is not None or self._alive is False
+        return self.exit_info is not None or self._is_command_alive is False
 
     def now_ns(self) -> int:
-        """Time since the run's start."""
+        """Return the time since the run's start (ns)."""
         return max(self._clock() - self.info.start_ns, 0) if self.info is not None else 0
 
     # ------------------------------------------------------------------------------------------ reading
 
-    def refresh(self, *, at_once: bool = False) -> None:
-        """Read the run again, `at_once` even after a slow read.
+    def refresh(self, *, immediately: bool = False) -> None:
+        """Read the run again; `immediately`: even after a slow read.
 
         Check for its end first, so that everything written before the end is read.
         """
         reader = self._reader
-        self._rests_until = 0.0 if at_once else self._rests_until
+        self._rest_end_s = 0.0 if immediately else self._rest_end_s
         if reader is None:
             return
         reader.refresh()
-        if self.ended is None and (ended := reader.exit_info()) is not None:
-            self._note_exit(ended)
+        if self.exit_info is None and (exit_info := reader.exit_info()) is not None:
+            self._note_exit(exit_info)
         self._refresh_liveness(reader)
         self._refresh_snapshot(reader)
         self._update_mode_request(reader)
 
     def _refresh_snapshot(self, reader: RunReader) -> None:
-        """Read the state if anything is new; keep the old one if reading fails.
+        """Read a new snapshot if anything has changed; keep the old one if reading fails.
 
-        What many processes do is read together with their state.
+        The activities of many processes are read together with their snapshot.
         """
-        wanted = self._wanted._replace(over=self.is_over, ranks=self._ranks)
-        began, used = time.perf_counter(), time.thread_time()
-        rests = wanted == self._wanted and began < self._rests_until
-        if not rests or len(self.state.processes) <= MAX_FULLY_READ:
+        request = self._request._replace(over=self.is_over, ranks=self._rank_limit)
+        start_s, cpu_s = time.perf_counter(), time.thread_time()
+        is_resting = request == self._request and start_s < self._rest_end_s
+        if not is_resting or len(self.state.processes) <= MAX_FULLY_READ:
             self._activities, start = reader.activities(), reader.info.start_ns
-            self._doing = {p: (what, since - start if since else 0) for p, (what, since) in self._activities.items()}
-        if rests or (wanted == self._wanted and not self._may_have_changed()):
+            self._activities_of_run = {
+                process_index: (activity, start_ns - start if start_ns else 0)
+                for process_index, (activity, start_ns) in self._activities.items()
+            }
+        if is_resting or (request == self._request and not self._may_have_changed()):
             return
-        self._wanted = wanted
-        self.state = self._build_snapshot(self._snapshots, self._wanted, self._position_ns()) or self.state
-        self._reads = False
-        ended = time.perf_counter()
-        took, used = ended - began, time.thread_time() - used
-        self._rests_until = ended + (max(_RESTS * used, took) if took > _SLOW_S else 0.0)
+        self._request = request
+        self.state = self._build_snapshot(self._snapshots, self._request, self._position_ns()) or self.state
+        self._is_reading = False
+        end_s = time.perf_counter()
+        read_s, cpu_s = end_s - start_s, time.thread_time() - cpu_s
+        self._rest_end_s = end_s + (max(_REST_RATIO * cpu_s, read_s) if read_s > _SLOW_READ_S else 0.0)
         if len(self.state.processes) > MAX_FULLY_READ:
-            self._rests_until = max(self._rests_until, began + _OF_MANY_S)
+            self._rest_end_s = max(self._rest_end_s, start_s + _MIN_INTERVAL_OF_MANY_S)
 
     def _may_have_changed(self) -> bool:
-        """Whether there may be something new: a record was written, or a process ended."""
-        if self._open_given is not None:
+        """Return whether a record may have been written, or a process may have ended, since the last read."""
+        if self._open_store is not None:
             return True
         from dpmon.store.store_opening import commit_stamp
 
-        before = self._seen
-        written = self.info and commit_stamp(self.directory, self.info)
-        self._seen = written and (written, ended_processes(self._activities), self._position_ns())
-        return self._seen is None or self._seen != before
+        last_stamp = self._last_stamp
+        stamp = self.info and commit_stamp(self.directory, self.info)
+        self._last_stamp = stamp and (stamp, ended_processes(self._activities), self._position_ns())
+        return self._last_stamp is None or self._last_stamp != last_stamp
 
     def _position_ns(self) -> int | None:
-        """The time that the picture shows (ns); None for the present."""
+        """Return the time that the screen shows (ns); None for the present."""
         return None
 
     def _build_snapshot(
-        self, snapshots: SnapshotBuilder, wanted: SnapshotRequest, t_ns: int | None
+        self, snapshots: SnapshotBuilder, request: SnapshotRequest, time_ns: int | None
     ) -> RunSnapshot | None:
-        return self._read(t_ns, lambda rows: snapshots.build(rows, wanted, ended_processes(self._activities)))
+        return self._read(time_ns, lambda rows: snapshots.build(rows, request, ended_processes(self._activities)))
 
-    def _read(self, t_ns: int | None, read: Callable[[Store], _Found]) -> _Found | None:
-        """What `read` finds in the records as of a time; None if they cannot be read."""
+    def _read(self, time_ns: int | None, read: Callable[[Store], _Result]) -> _Result | None:
+        """Return the result of `read`, called with the records as of a time; None if they cannot be read."""
         from dpmon.errors import HistoryError
         from dpmon.run.run_directory import RunError
         from dpmon.store.store_opening import open_store
 
-        opened = open_store(self.directory) if self._open_given is None else self._open_given()
-        with suppress(HistoryError, RunError), opened as store:
-            return read(store.as_of(t_ns))
+        store_context = open_store(self.directory) if self._open_store is None else self._open_store()
+        with suppress(HistoryError, RunError), store_context as store:
+            return read(store.as_of(time_ns))
         return None
 
     def _refresh_liveness(self, reader: RunReader) -> None:
-        alive = reader.is_command_alive()
-        self.ending = False
-        if alive is False and self.ended is None:
+        is_alive = reader.is_command_alive()
+        self.is_ending = False
+        if is_alive is False and self.exit_info is None:
             now = self._clock()
-            self._gone_ns = self._gone_ns or now
-            self.ending = now - self._gone_ns < _GRACE_NS
-            alive = self.ending
-        self._alive = alive
+            self._vanished_ns = self._vanished_ns or now
+            self.is_ending = now - self._vanished_ns < _MAX_EXIT_RECORD_WAIT_NS
+            is_alive = self.is_ending
+        self._is_command_alive = is_alive
 
-    def _note_exit(self, ended: ExitInfo) -> None:
+    def _note_exit(self, exit_info: ExitInfo) -> None:
         for tail in self.output.tails:
             tail.refresh()
-        text = None
-        if ended.status is None:
-            text = ended.unknown
-        elif ended.status and not ended.stopped:
+        cause = None
+        if exit_info.status is None:
+            cause = exit_info.unknown
+        elif exit_info.status and not exit_info.stopped:
             lines = [line for tail in reversed(self.output.tails) if (line := traceback_line(tail.last_bytes()))]
-            text = ended.error or ended.cause or (lines[0] if lines else None)
-        self.ended, self._last_line = ended, sanitize_line(text, 500) if text else None
+            cause = exit_info.error or exit_info.cause or (lines[0] if lines else None)
+        self.exit_info, self._exit_cause = exit_info, sanitize_line(cause, 500) if cause else None
 
     # ------------------------------------------------------------------------------------------ asking
 
     def _request_refusal(self) -> str | None:
-        """Why nothing can be asked of the training; None if something can."""
+        """Return why no request can be sent to the training; None if one can."""
         if self._reader is None or self.is_over:
             return NO_TRAINING
-        return "the command has ended" if self.ending else None
+        return "the command has ended" if self.is_ending else None
 
     def toggle_refusal(self) -> str | None:
-        """Why no other mode can be requested; None if one can."""
+        """Return why no other mode can be requested; None if one can."""
         refusal = self._request_refusal() or (NO_TRAINING if self._all_finished() else None)
         if refusal is None and self.info is not None and self.info.options.get("mode") == "script":
             return "--mode script leaves the computation as written"
         return refusal or toggle_refusal(self.state)
 
     def _all_finished(self) -> bool:
-        """Whether every process that has trained is finished; the command may start another one."""
+        """Return whether every process that has trained is finished; the command may start another one."""
         return all_finished(self.state, self._activities)
 
     def request_other_mode(self) -> None:
-        """Ask for the other mode; the request is pending from now on."""
+        """Request the other mode; the request is pending from now on."""
         process = self.state.representative
         if self._reader is None or process is None or self.toggle_refusal() is not None:
             return
-        mode = self._toggle.mode if self._toggle is not None and self._toggle.status == "pending" else process.mode
-        wanted = "dp" if mode == "single" else "single"
-        self._asked_at_change = self.state.mode_change_count
-        asked = self._reader.request_mode(wanted)
-        status, reason = ("pending", None) if asked else ("refused", NO_TRAINING)
-        self._toggle = ModeRequest(wanted, status, self.now_ns(), reason=reason)
+        current_mode = (
+            self._mode_request.mode
+            if self._mode_request is not None and self._mode_request.status == "pending"
+            else process.mode
+        )
+        new_mode = "dp" if current_mode == "single" else "single"
+        self._changes_at_request = self.state.mode_change_count
+        request_count = self._reader.request_mode(new_mode)
+        status, reason = ("pending", None) if request_count else ("refused", NO_TRAINING)
+        self._mode_request = ModeRequest(new_mode, status, self.now_ns(), reason=reason)
 
     def _update_mode_request(self, reader: RunReader) -> None:
-        toggle = self._toggle
-        if toggle is None or toggle.status != "pending" or reader.has_pending_request(self._activities):
+        request = self._mode_request
+        if request is None or request.status != "pending" or reader.has_pending_request(self._activities):
             return
-        fresh = self.state.mode_change_count - self._asked_at_change
+        new_change_count = self.state.mode_change_count - self._changes_at_request
         process = self.state.representative
-        changes = self.state.mode_changes[-fresh:] if fresh > 0 else ()
-        answers = [c for c in changes if c.requested_by == "user"]
-        refused = next((c for c in answers if c.refused is not None), None)
-        if refused is not None:
-            self._toggle = ModeRequest(toggle.mode, "refused", self.now_ns(), reason=refused.refused)
-        elif answers:
-            self._toggle = ModeRequest(toggle.mode, "done", self.now_ns(), answers[-1].step)
-        elif process is not None and process.mode == toggle.mode:
-            self._toggle = ModeRequest(toggle.mode, "done", self.now_ns())
+        changes = self.state.mode_changes[-new_change_count:] if new_change_count > 0 else ()
+        replies = [change for change in changes if change.requested_by == "user"]
+        refusal = next((change for change in replies if change.refused is not None), None)
+        if refusal is not None:
+            self._mode_request = ModeRequest(request.mode, "refused", self.now_ns(), reason=refusal.refused)
+        elif replies:
+            self._mode_request = ModeRequest(request.mode, "done", self.now_ns(), replies[-1].step)
+        elif process is not None and process.mode == request.mode:
+            self._mode_request = ModeRequest(request.mode, "done", self.now_ns())
 
     def pause_state(self) -> PauseState:
-        """The last request for a pause, and whether the training is paused (since when, in ns of the run)."""
+        """Return the last request for a pause, and since when the training has been paused (ns of the run)."""
         if self._reader is None or self.is_over or not self.state.processes:
             return PauseState()
         now = self._reader.pause_state(self._activities)
         since = None if now.since_ns is None else max(now.since_ns - self._reader.info.start_ns, 0)
         return PauseState(now.is_requested, now.is_pending, since)
 
-    def pause_refusal(self, wanted: bool) -> str | None:
-        """Why the training cannot be paused or, if a pause is `wanted` already, resumed; None if it can."""
+    def pause_refusal(self, is_requested: bool) -> str | None:
+        """Return why the training cannot be paused or, if a pause is requested already, resumed; None if it can."""
         refusal = self._request_refusal()
-        if refusal is not None or self._reader is None or wanted:
+        if refusal is not None or self._reader is None or is_requested:
             return refusal
         if self._all_finished():
             return NO_TRAINING
@@ -293,146 +300,160 @@ class LiveRun:
         return refusal or (None if self.state.processes else "no training process is known yet")
 
     def toggle_pause(self) -> None:
-        """Ask for a pause, or for the end of the requested pause."""
+        """Request a pause, or the end of the requested pause."""
         if self._reader is not None:
             self._reader.request_pause(not self.pause_state().is_requested)
 
     def request_collective_sample(self) -> bool:
-        """Ask for the collectives of one of the next steps; False if there was no process to ask."""
-        return self._reader is not None and self.ended is None and self._reader.request_sample() > 0
+        """Request the collectives of one of the next steps. Return False if there is no process to ask."""
+        return self._reader is not None and self.exit_info is None and self._reader.request_sample() > 0
 
     def can_type(self) -> bool:
-        """Whether the script's standard input can be reached."""
+        """Return whether the script's standard input can be reached."""
         from dpmon.run.stdin_terminal import INPUT_FIFO
 
         return (self.directory / INPUT_FIFO).is_fifo()
 
     def hides_input(self) -> bool:
-        """Whether typed text must stay hidden, as for a password."""
+        """Return whether typed text must stay hidden, as for a password."""
         from dpmon.run.stdin_terminal import has_echo_off
 
         pid = None if self._reader is None else self._reader.info.command_pid
         return pid is not None and has_echo_off(pid)
 
     def type_line(self, line: str) -> str | None:
-        """Send a line to the script's standard input; returns None, or why it failed."""
+        """Send a line to the script's standard input. Return None, or why it failed."""
         from dpmon.run.stdin_terminal import send_input
 
-        sent = send_input(self.directory, (line + "\n").encode("utf-8", "replace"))
-        return None if sent else "the input pipe is full or closed"
+        is_sent = send_input(self.directory, (line + "\n").encode("utf-8", "replace"))
+        return None if is_sent else "the input pipe is full or closed"
 
     def file_name(self) -> str:
-        """The first part of the names of files about this run: "dpmon-linear-7f3a"."""
+        """Return the first part of the names of files about this run: "dpmon-linear-7f3a"."""
         return "dpmon-" + re.sub(r"^\d{8}-\d{6}-|[^A-Za-z0-9._-]+", "", self.directory.name)[:80]
 
     # ------------------------------------------------------------------------------------------ scenes
 
     def build_screen_data(self, view: View, stopping: str | None = None) -> ScreenData:
-        """The current facts, for drawing."""
+        """Return the data for drawing the run as it is now, with a view."""
         reader = self._reader
         if reader is None:
-            return ScreenData(self.state, 0, view=view, reading=self._reads)
-        wanted = self._snapshot_request(view, self._wanted._replace(ranks=max(self._ranks, self._wanted.ranks)))
-        if self._wanted != wanted:
-            if wanted.node != self._wanted.node and not self.is_over:
-                self._ask_for_records(reader, wanted.node)
-            self._wanted, self._rests_until, self._seen = wanted, 0.0, None
+            return ScreenData(self.state, 0, view=view, is_reading=self._is_reading)
+        request = self._snapshot_request(view, self._request._replace(ranks=max(self._rank_limit, self._request.ranks)))
+        if self._request != request:
+            if request.node != self._request.node and not self.is_over:
+                self._request_records(reader, request.node)
+            self._request, self._rest_end_s, self._last_stamp = request, 0.0, None
             self._refresh_snapshot(reader)
         start = reader.info.start_ns
-        pausing = self.pause_state()
-        stage = reader.startup_stage() if self.ended is None else None
-        reads = reader.input_wait_start_ns() if self.ended is None else None
+        pause_state = self.pause_state()
+        stage = reader.startup_stage() if self.exit_info is None else None
+        input_wait_since = reader.input_wait_start_ns() if self.exit_info is None else None
         return ScreenData(
             self.state,
             self.now_ns(),
             reader.info,
             view,
-            stage=None if stage is None else (stage[0], max(stage[1] - start, 0)),
-            reads_since_ns=None if reads is None else max(reads - start, 0),
-            activities=self._doing,
-            alive=self._alive,
-            ended=self.ended,
-            last_line=self._last_line,
+            startup_stage=None if stage is None else (stage[0], max(stage[1] - start, 0)),
+            input_wait_since_ns=None if input_wait_since is None else max(input_wait_since - start, 0),
+            activities=self._activities_of_run,
+            is_command_alive=self._is_command_alive,
+            exit_info=self.exit_info,
+            exit_cause=self._exit_cause,
             findings=self.findings if self.is_over else None,
-            toggle=self._toggle,
-            pausing=pausing,
-            can_pause=self.pause_refusal(pausing.is_requested) is None,
+            mode_request=self._mode_request,
+            pause_state=pause_state,
+            can_pause=self.pause_refusal(pause_state.is_requested) is None,
             can_toggle=self.toggle_refusal() is None,
-            can_type=self.ended is None and self.can_type(),
-            outputs=len(self.output.tails),
-            scrolled_back=self.output.top is not None,
-            stopping=stopping,
-            ending=self.ending,
-            reading=self._reads,
-            answers=reader.node_replies() if self.ended is None else None,
+            can_type=self.exit_info is None and self.can_type(),
+            output_file_count=len(self.output.tails),
+            is_output_scrolled_back=self.output.top is not None,
+            stop_progress=stopping,
+            is_ending=self.is_ending,
+            is_reading=self._is_reading,
+            node_replies=reader.node_replies() if self.exit_info is None else None,
         )
 
-    def _ask_for_records(self, reader: RunReader, node: int | None) -> None:
-        """Ask for all records of the processes of one node, instead of some: its screen shows their last steps."""
+    def _request_records(self, reader: RunReader, node_number: int | None) -> None:
+        """Request all records of the processes of one node; by default, a mirror sends only a selection of them."""
         with suppress(OSError):  # without them, it shows what there is
-            reader.request_records([one for each in self.state.nodes if each.number == node for one in each.processes])
+            reader.request_records(
+                [
+                    process_index
+                    for node_info in self.state.nodes
+                    if node_info.number == node_number
+                    for process_index in node_info.processes
+                ]
+            )
 
-    def _snapshot_request(self, view: View, before: SnapshotRequest, stride: int = _STRIDE) -> SnapshotRequest:
-        """The parts of the state that a view needs; `stride`: how many ranks the user scrolls before more are read."""
-        first = view.scrolled.get("replicas", 0) // stride * stride
-        parts = before._replace(span_s=view.span_s, first_rank=first, process=view.process, node=view.node)
-        listed = view.zoom == "replicas"
-        return parts._replace(listed=listed, waits=self.waits or listed, changes=view.zoom == "compare")
+    def _snapshot_request(self, view: View, base: SnapshotRequest, scroll_step: int = _SPARE_RANKS) -> SnapshotRequest:
+        """Return the request for the data that a view needs.
 
-    def set_rank_room(self, ranks: int) -> bool:
-        """Set how many ranks fit on the screen; returns whether the state lacks some of them."""
-        self._ranks = ranks + _STRIDE
-        return self._ranks > self._wanted.ranks
+        `scroll_step`: how many ranks the user scrolls before more are read.
+        """
+        first_rank = view.first_rows.get("replicas", 0) // scroll_step * scroll_step
+        parts = base._replace(
+            span_s=view.range_s, first_rank=first_rank, process=view.process_index, node=view.node_number
+        )
+        lists_ranks = view.zoom == "replicas"
+        return parts._replace(
+            listed=lists_ranks, waits=self.shows_rank_waits or lists_ranks, changes=view.zoom == "compare"
+        )
 
-    def with_view(self, facts: ScreenData, view: View) -> ScreenData:
-        """The frozen facts with another view; reads more of the same moment if the view needs it."""
-        before, wanted = (self._snapshot_request(each, _FROZEN, FROZEN_RANKS // 2) for each in (facts.view, view))
+    def set_visible_ranks(self, rank_count: int) -> bool:
+        """Set how many ranks fit on the screen. Return whether the snapshot lacks some of them."""
+        self._rank_limit = rank_count + _SPARE_RANKS
+        return self._rank_limit > self._request.ranks
+
+    def with_view(self, screen: ScreenData, view: View) -> ScreenData:
+        """Apply another view to the frozen data, querying the same moment again if the view needs more."""
+        before, wanted = (self._snapshot_request(each, _FROZEN, FROZEN_RANKS // 2) for each in (screen.view, view))
         if before != wanted:
-            wanted = wanted._replace(over=facts.is_over)
-            state = self._build_snapshot(self._still, wanted, facts.now_ns)
-            facts = facts if state is None else replace(facts, state=state)
-        return replace(facts, view=view, scrolled_back=self.output.top is not None)
+            wanted = wanted._replace(over=screen.is_over)
+            state = self._build_snapshot(self._still, wanted, screen.now_ns)
+            screen = screen if state is None else replace(screen, state=state)
+        return replace(screen, view=view, is_output_scrolled_back=self.output.top is not None)
 
-    def slow_steps(self, facts: ScreenData, most: int) -> SlowSteps | None:
-        """The longest steps of a picture's time range and mode; None if the record cannot be read. May take a second.
+    def slow_steps(self, screen: ScreenData, limit: int) -> SlowSteps | None:
+        """Return the longest steps of the time range and the mode on the screen; None if the records cannot be read.
 
-        Without the bounds of a picture.
+        Unlike a snapshot, this has no limits of a screen: it may take a second.
         """
         from dpmon.model.run_events import RunEvents
         from dpmon.model.slow_steps import SlowStepCache
         from dpmon.model.snapshot_builder import slow_steps_of
 
-        def read(rows: Store) -> SlowSteps:
-            waits = RunEvents.read(rows).inputs
-            return slow_steps_of(rows, facts.state, facts.view.span_s, most, waits, SlowStepCache())
+        def read(store: Store) -> SlowSteps:
+            input_waits = RunEvents.read(store).inputs
+            return slow_steps_of(store, screen.state, screen.view.range_s, limit, input_waits, SlowStepCache())
 
-        return self._read(facts.elapsed_ns if facts.shows_past else None, read)
+        return self._read(screen.elapsed_ns if screen.shows_past else None, read)
 
-    def at_past_time(self, facts: ScreenData) -> ScreenData:
-        """The facts as of the earlier time of their view; the histories stay those of the frozen `facts`."""
-        at_ns, wanted = (facts.view.at_ns, self._snapshot_request(facts.view, _FROZEN, FROZEN_RANKS // 2))
+    def at_past_time(self, screen: ScreenData) -> ScreenData:
+        """Return the data as of the earlier time of the view; the histories stay those of the frozen `screen`."""
+        at_ns, wanted = (screen.view.shown_ns, self._snapshot_request(screen.view, _FROZEN, FROZEN_RANKS // 2))
         if at_ns is None:
-            return facts
+            return screen
         if self._looked is None or self._looked[:2] != (at_ns, wanted):
             state = self._build_snapshot(self._earlier, wanted, at_ns)
             self._looked = self._looked if state is None else (at_ns, wanted, state)
         if self._looked is None:
-            return facts
+            return screen
         return ScreenData(
-            self._looked[2].with_histories(facts.state),
+            self._looked[2].with_histories(screen.state),
             at_ns,
-            facts.info,
-            facts.view,
-            alive=True,
-            can_pause=facts.can_pause,
-            can_toggle=facts.can_toggle,
-            can_type=facts.can_type,
-            outputs=facts.outputs,
-            scrolled_back=facts.scrolled_back,
-            stopping=facts.stopping,
+            screen.run_info,
+            screen.view,
+            is_command_alive=True,
+            can_pause=screen.can_pause,
+            can_toggle=screen.can_toggle,
+            can_type=screen.can_type,
+            output_file_count=screen.output_file_count,
+            is_output_scrolled_back=screen.is_output_scrolled_back,
+            stop_progress=screen.stop_progress,
             past=LookBack(
-                facts.state,
-                facts.now_ns if facts.ended is None else facts.elapsed_ns,
-                None if facts.is_over else self.now_ns(),
+                screen.state,
+                screen.now_ns if screen.exit_info is None else screen.elapsed_ns,
+                None if screen.is_over else self.now_ns(),
             ),
         )

@@ -1,78 +1,440 @@
-"""The Textual application: the effects of keys, clicks and dialogs. `screen_app` draws the screen."""
+"""The Textual application: its timer and its drawing, and the effects of keys, clicks and dialogs."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import ClassVar
 
 from textual import events
+from textual.app import App, ComposeResult
+from textual.driver import Driver as TextualDriver
+from textual.drivers.linux_driver import LinuxDriver
+from textual.geometry import Size
+from textual.timer import Timer
 
 from dpmon.model.nodes import find_rank
-from dpmon.run.run_reader import NO_TRAINING
+from dpmon.run.run_reader import NO_TRAINING, RunReader
 from dpmon.sanitize import sanitize_line
 from dpmon.text.cells import wrap_text
 from dpmon.text.formatting import format_clock, format_range_length, format_time_range
 from dpmon.ui import background_jobs, keys
+from dpmon.ui.alert import Alert
 from dpmon.ui.dialogs import Choice, CommandPalette, Dialog, LineInput, TextPages, key_name
 from dpmon.ui.footer import key_at
 from dpmon.ui.help_text import help_rows
 from dpmon.ui.list_dialogs import RunList, StepList
-from dpmon.ui.live_run import FROZEN_RANKS
+from dpmon.ui.live_run import FROZEN_RANKS, LiveRun, OpenStore
+from dpmon.ui.panel_drawer import PanelDrawer
+from dpmon.ui.panel_layout import Slot
 from dpmon.ui.panels.panel_replicas import choices
-from dpmon.ui.screen_control import ScreenControl
-from dpmon.ui.screen_data import PANELS, View
-from dpmon.ui.styled_rows import Row
+from dpmon.ui.run_stopper import RunStopper
+from dpmon.ui.scenes import choose_scene
+from dpmon.ui.screen_data import PANELS, ScreenData, View
+from dpmon.ui.screen_painter import (
+    TALL_SCREEN_ROWS,
+    has_room_for_rank_history,
+    max_scroll,
+    max_visible_ranks,
+    paint_panels,
+    panel_slots,
+)
+from dpmon.ui.styled_rows import Row, plain_text
+from dpmon.ui.terminal_driver import ExitHandlers, TerminalDriver, is_terminal_gone
+from dpmon.ui.terminal_style import TerminalStyle
 from dpmon.ui.time_axis import shift_by_parts
 from dpmon.ui.why_dialog import WhyDialog
 
-_SLOWEST = 50
-_FORMS = [
-    ("j", "jsonl", "JSON, one object a line: every record"),
+_REPAINT_S = 60.0
+_MAX_LISTED_STEPS = 50
+_EXPORT_CHOICES = [
+    ("j", "jsonl", "JSON, one object per line: every record"),
     ("c", "csv", "CSV: a directory with one table per kind"),
     ("p", "perfetto", "a trace for ui.perfetto.dev, one track per replica"),
     ("esc", "stay", "none"),
 ]
 
 
-class Monitor(ScreenControl):
-    """The live screen of one run."""
+class Monitor(App[str]):
+    """The live screen of one run, drawn at a regular interval."""
 
+    ALLOW_SELECT = False
+    ENABLE_COMMAND_PALETTE = False
+    CSS = """
+    Screen { overflow: hidden; }
+    ModalScreen { background: transparent; }
+    """
     ACTIONS: ClassVar[Mapping[str, str]] = keys.ACTIONS
-    _clicked = View()
-    """The view before the click changed it, with the clicked panel in focus."""
+    """The action of each key, by Textual's name of the key."""
+    message_s = 15.0
+    """Seconds that a message stays, also while the picture is frozen."""
+
+    def __init__(
+        self,
+        directory: Path,
+        style: TerminalStyle,
+        *,
+        refresh: float = 1.0,
+        alert: str | None = None,
+        open_reader: Callable[[], RunReader] | None = None,
+        open_store: OpenStore | None = None,
+    ) -> None:
+        """Prepare a screen for the run in `directory`. `refresh`: seconds between frames."""
+        super().__init__(ansi_color=not style.has_color)
+        self.style = style
+        self.refresh_interval_s = refresh
+        self.terminal: TerminalDriver | None = None
+        """The driver of a real terminal, which sets this member itself."""
+        self._was_writable = True
+        self._alert = None if alert is None else Alert(alert)
+        self.live_run = LiveRun(directory, open_reader or (lambda: RunReader(directory)), open_store=open_store)
+        self.exit_handlers = ExitHandlers(self._ask_to_exit)
+        self.open_error: Exception | None = None
+        """Why the run could not be opened."""
+        self.view = View()
+        self._moved_focus = ("", "")
+        """A panel in focus that is not on the screen, and the panel that has the focus meanwhile."""
+        self._view_before_click = View()
+        """The view before the click changed it, with the clicked panel in focus."""
+        self._frozen_data: ScreenData | None = None
+        self._refresh_timer: Timer | None = None
+        self._message_timer: Timer | None = None
+        """The timer that removes the last message."""
+        self._has_handled_end = False
+        self._drawer = PanelDrawer(self, style)
+        self._stopper = RunStopper(self)
+
+    def get_driver_class(self) -> type[TextualDriver]:
+        """Return our driver instead of Textual's LinuxDriver; any other driver stays as Textual chose it."""
+        driver_class = super().get_driver_class()
+        return TerminalDriver if driver_class is LinuxDriver else driver_class
+
+    def exit(self, result: str | None = None, return_code: int = 0, message: object = None) -> None:
+        """Exit; a deadline ends the process even if the terminal accepts no more output."""
+        exit_info = self.live_run.exit_info
+        run_status = exit_info.status if exit_info is not None and exit_info.status is not None else 1
+        self.exit_handlers.start_deadline(
+            return_code or {"left": 0, "ended": run_status, "stopped": run_status}.get(result or "", 1)
+        )
+        super().exit(result, return_code, message)  # type: ignore[arg-type]
+
+    def compose(self) -> ComposeResult:
+        """Yield one widget per panel; the first frame sets their sizes."""
+        yield from self._drawer.widgets.values()
+
+    def on_mount(self) -> None:
+        """Draw before reading anything, then begin to read."""
+        self.app_resume_signal.subscribe(self, lambda _: self._repaint())
+        self.screen.styles.background = self.style.background
+        self.draw()
+        self.call_after_refresh(self._start_reading)
+
+    def _start_reading(self) -> None:
+        try:
+            self.live_run.start()
+        except Exception as error:  # noqa: BLE001  `run_screen` raises it again, for example for a missing run
+            self.open_error = error
+            self.exit(None, return_code=2)
+            return
+        self._tick()
+        self._refresh_timer = self.set_interval(self.refresh_interval_s, self._tick)
+        self.set_interval(_REPAINT_S, self._repaint)
+
+    def on_dialog_changed(self) -> None:
+        """Redraw the footer, which lists the keys that work now."""
+        self.draw()
+
+    def on_resize(self) -> None:
+        """Place all panels in the new size."""
+        self.draw()
+
+    def exit_if_terminal_gone(self) -> bool:
+        """Exit if the terminal has gone. Return whether it has."""
+        is_gone = not self.is_headless and is_terminal_gone()
+        if is_gone:
+            self.exit_handlers.exit_with_status(129)
+        return is_gone
+
+    def _ask_to_exit(self, status: int) -> bool:
+        loop = getattr(self, "_loop", None)
+        if loop is None or loop.is_closed():
+            return False
+        loop.call_soon_threadsafe(lambda: self.exit(None, return_code=status))
+        return True
+
+    # ------------------------------------------------------------------------------------------ drawing
+
+    def _tick(self) -> None:
+        if self.exit_if_terminal_gone():
+            return
+        self._adopt_terminal_size()
+        self.live_run.refresh()
+        self._draw_frame()
+
+    def _draw_frame(self) -> None:
+        if self._frozen_data is None:
+            self.live_run.output.refresh()
+        is_writable = self.terminal is None or self.terminal.is_writable()
+        if (
+            is_writable or self._was_writable
+        ):  # a terminal that is still busy at the second look is stalled: skip the picture
+            self.draw()
+        self._was_writable = is_writable
+        if self._alert is not None and self.terminal is not None:
+            self.terminal.write(self._alert.bytes_to_send(self.live_run.build_screen_data(self.view)))
+        if self.live_run.is_over and not self._has_handled_end:
+            self._has_handled_end = True
+            self._handle_run_end()
+        self._stopper.poll()
+
+    def _handle_run_end(self) -> None:
+        """Show the whole run, look for findings, and tell the dialogs that it ended."""
+        self.set_view(replace(self.view, range_s=0))
+
+        def find() -> str | None:
+            self.live_run.findings = background_jobs.read_findings(self.live_run.directory)
+            return None
+
+        self._run_in_thread(find, lambda problem: self.draw())
+        for screen in self.screen_stack:
+            if isinstance(screen, Dialog):
+                screen.run_ended()
+
+    @property
+    def _is_dialog_open(self) -> bool:
+        return len(self.screen_stack) > 1
+
+    def _adopt_terminal_size(self) -> None:
+        """Adopt the terminal's size if no signal announced it, or the signal came too early."""
+        if self.is_headless:
+            return
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            terminal_size = Size(*os.get_terminal_size(sys.__stdin__.fileno()))  # type: ignore[union-attr]
+            if terminal_size.area and terminal_size != self.size:
+                self.post_message(events.Resize(terminal_size, terminal_size))
+
+    def set_refresh_interval(self, interval_s: float) -> None:
+        """Draw a frame every `interval_s` seconds from now on."""
+        self.refresh_interval_s = interval_s
+        if self._refresh_timer is not None:
+            self._refresh_timer.stop()
+            self._refresh_timer = self.set_interval(interval_s, self._tick)
+
+    def set_style(self, style: TerminalStyle) -> None:
+        """Draw in another style from now on."""
+        self.style = style
+        self.ansi_color = not style.has_color
+        self.screen.styles.background = style.background
+        self._drawer.set_style(style)
+        self.draw()
+
+    def _repaint(self) -> None:
+        """Send the whole frame again, over anything that another program wrote to the terminal."""
+        self.screen.refresh()
+
+    def on_app_focus(self) -> None:
+        """Repaint when the terminal becomes visible again."""
+        self._repaint()
+
+    def data_to_draw(self) -> ScreenData:
+        """Return the data to draw: of the live run, or frozen."""
+        screen = self.screen_stack[-1] if self.screen_stack else None  # the stack is empty while the app exits
+        view = replace(self.view, dialog_keys=tuple(screen.footer_keys())) if isinstance(screen, Dialog) else self.view
+        if self._frozen_data is not None:
+            self._frozen_data = self.live_run.with_view(self._frozen_data, view)
+            return self.live_run.at_past_time(self._frozen_data)
+        return self.live_run.build_screen_data(view, self._stopper.progress)
+
+    def draw(self) -> None:
+        """Draw all panels; only changed rows reach the terminal."""
+        width, height = self.size
+        if not width or not height:
+            return
+        data = self.data_to_draw()
+        slots = panel_slots(data, width, height)
+        shows_rank_waits = height >= TALL_SCREEN_ROWS or has_room_for_rank_history(data, slots)
+        lacks_rank_waits, self.live_run.shows_rank_waits = (
+            shows_rank_waits and not self.live_run.shows_rank_waits,
+            shows_rank_waits,
+        )
+        if self._frozen_data is None and (
+            self.live_run.set_visible_ranks(max_visible_ranks(data, slots)) or lacks_rank_waits
+        ):
+            data = self.data_to_draw()
+        self._move_hidden_focus(data, slots)
+        if data.view.focus != self.view.focus:
+            data = self.data_to_draw()
+        painted = paint_panels(data, self.live_run.output, slots, self.style, with_popup=not self._is_dialog_open)
+        self._drawer.draw(slots, painted, None if self._is_dialog_open else self.terminal)
+
+    def _move_hidden_focus(self, data: ScreenData, slots: Mapping[str, Slot]) -> None:
+        """Move the focus to the most important panel while the panel in focus is not on the screen."""
+        focus = self.view.focus
+        hidden_panel, substitute = self._moved_focus
+        if self.view.zoom is not None or (focus in slots and focus != substitute):
+            return
+        wanted_panel = hidden_panel if focus == substitute else focus
+        focus = wanted_panel
+        if wanted_panel not in slots:
+            focus = next((panel for panel in choose_scene(data).panels if panel in slots), wanted_panel)
+        self._moved_focus = ("", "") if focus == wanted_panel else (wanted_panel, focus)
+        self.view = replace(self.view, focus=focus)
+
+    @property
+    def slots(self) -> dict[str, Slot]:
+        """The places of the panels that are on the screen."""
+        return self._drawer.slots
+
+    def painted_rows(self) -> list[Row]:
+        """Return the rows on the screen, without dialogs."""
+        return self._drawer.rows()
+
+    def panel_rows(self, name: str) -> list[Row]:
+        """Return the rows of one panel."""
+        return self._drawer.widgets[name].rows
+
+    def text(self) -> list[str]:
+        """Return the screen as text rows (for tests)."""
+        return [plain_text(row) for row in self.painted_rows()]
+
+    def clamp_scroll(self, panel: str, first_row: int) -> int:
+        """Return the scroll position `first_row`, limited to the panel's last position."""
+        slot = self.slots.get(panel)
+        if slot is None:
+            return 0
+        return min(first_row, max_scroll(panel, self.data_to_draw(), slot, self.style))
+
+    # ------------------------------------------------------------------------------------------ messages
+
+    def show_message(self, message: str | None) -> None:
+        """Show a message for `message_s` seconds; None removes the last one."""
+        if self._message_timer is not None:  # one timer at a time: a held key repeats its message
+            self._message_timer.stop()
+        self.set_view(replace(self.view, message=message))
+        if self._is_dialog_open and isinstance(self.screen, Dialog):
+            self.screen.show_message(message or "")
+        if message is not None:
+            self._message_timer = self.set_timer(self.message_s, partial(self.show_message, None))
+
+    def set_view(self, view: View) -> None:
+        """Draw with another view from now on."""
+        self.view = view
+        self.draw()
+
+    def action_freeze(self) -> None:
+        """Freeze the screen, or show the live run again."""
+        if self._frozen_data is None and self.data_to_draw().is_over:
+            self.show_message("there is nothing to freeze: the run has ended; dpmon attach can play it back")
+            return
+        if self._frozen_data is None:
+            self.live_run.set_visible_ranks(FROZEN_RANKS)
+            self._frozen_data = self.live_run.build_screen_data(self.view)
+        else:
+            self._frozen_data = None
+        self.set_view(replace(self.view, is_frozen=self._frozen_data is not None, shown_ns=None))
+
+    def unfreeze(self) -> None:
+        """Show the live run again if the screen is frozen."""
+        if self._frozen_data is not None:
+            self.action_freeze()
+
+    # ------------------------------------------------------------------------------------------ other threads
+
+    def _show_text(self, title: str, waiting_text: str, write: Callable[[int], list[str]]) -> None:
+        """Show the lines that `write` returns on another thread for a width in cells."""
+        width = max(min(self.size.width - 4, 108), 20)
+        rows: list[Row] = [[(waiting_text, "dim")]]
+        # Open the dialog first: text that is ready later must not cover whatever the user has opened meanwhile.
+        pages = TextPages(title, lambda _: rows, self.style)
+
+        def make() -> str | None:
+            nonlocal rows
+            lines = [sanitize_line(line, 400) for line in write(width)]
+            rows = [[(line, "title" if line[:1] not in ("", " ") else "")] for line in lines]
+            return None
+
+        self.push_screen(pages)
+        self._update_dialog_after(pages, make)
+
+    def _update_dialog_after(self, dialog: Dialog, job: Callable[[], str | None]) -> None:
+        """Draw an open dialog again after `job`, which runs on another thread; close it with a message if it fails."""
+
+        def show(problem: str | None) -> None:
+            if dialog.is_closed:
+                return
+            if problem is None:
+                dialog.draw()
+            else:
+                dialog.close_once(None)
+                self.show_message(problem)
+
+        self._run_in_thread(job, show)
+
+    def _run_in_thread(self, job: Callable[[], str | None], handle_result: Callable[[str | None], None]) -> None:
+        """Run `job` on another thread; pass its result or its error to `handle_result` on the screen's thread."""
+
+        def run() -> None:
+            try:
+                error_text = job()
+            except Exception as error:  # noqa: BLE001  whatever went wrong is shown; the screen goes on
+                is_job_error = isinstance(error, background_jobs.JobError)
+                error_text = str(error) if is_job_error else f"{type(error).__name__}: {error}"
+            self.call_on_ui_thread(handle_result, None if error_text is None else sanitize_line(error_text, 300))
+
+        threading.Thread(target=run, name="dpmon job", daemon=True).start()
+
+    def call_on_ui_thread(self, function: Callable[..., object], *arguments: object) -> None:
+        """Call `function` on the screen's thread; do nothing if the screen has closed meanwhile."""
+        with contextlib.suppress(RuntimeError):
+            self.call_later(function, *arguments)
+
+    # ------------------------------------------------------------------------------------------ keys and clicks
 
     async def on_event(self, event: events.Event) -> None:
         """Handle a key at once, so that keys typed ahead reach the dialog that an earlier key opens."""
         if not isinstance(event, events.Key):
             await super().on_event(event)
-        elif self._dialog_open and event.key not in keys.ANYWHERE:
+        elif self._is_dialog_open and event.key not in keys.ANYWHERE:
             self.screen.post_message(event)
         elif event.key in self.ACTIONS:
             await self.run_action(self.ACTIONS[event.key])
         else:
-            self._show_message(f"{key_name(event)} does nothing here: ? shows the keys")
+            self.show_message(f"{key_name(event)} does nothing here: ? shows the keys")
+
+    def action_leave(self, interrupt: bool = False) -> None:
+        """Close the screen, after a question if the run has not ended; `interrupt`: for ctrl+c."""
+        self._stopper.ask_to_leave(interrupt)
+
+    def action_stop(self) -> None:
+        """Stop the training after a confirmation."""
+        self._stopper.ask_to_stop()
 
     # ------------------------------------------------------------------------------------------ moving
 
     async def on_click(self, event: events.Click) -> None:
-        """Tell `clicked` the panel under the mouse."""
-        await self.clicked(*self._panel_under_mouse(event), event.chain)
+        """Find the clicked panel, and handle the click there."""
+        await self.handle_panel_click(*self._panel_under_mouse(event), event.chain)
 
-    async def clicked(self, panel: str, x: int, nth: int) -> None:
-        """Go to the clicked panel, or press the key at column `x` of the footer; at the second click, zoom as enter."""
+    async def handle_panel_click(self, panel: str, x: int, click_count: int) -> None:
+        """Go to the clicked panel, or press the key at column `x` of the footer; zoom the panel at the second click."""
         if panel == "footer":
             await self._press(key_at(self.panel_rows("footer")[0], x) or "")
-        elif self._dialog_open or panel not in PANELS:
+        elif self._is_dialog_open or panel not in PANELS:
             return
-        elif nth == 1:
-            self._clicked = replace(self.view, focus=panel)
+        elif click_count == 1:
+            self._view_before_click = replace(self.view, focus=panel)
             self.action_panel(panel)
         else:
             # Use the view before the first click, which may have moved everything under the mouse.
-            before = self._clicked
-            self._set_view(
-                replace(self.view, focus=before.focus, zoom=None if before.zoom is not None else before.focus)
+            old_view = self._view_before_click
+            self.set_view(
+                replace(self.view, focus=old_view.focus, zoom=None if old_view.zoom is not None else old_view.focus)
             )
 
     async def _press(self, key: str) -> None:
@@ -80,8 +442,10 @@ class Monitor(ScreenControl):
         if isinstance(self.screen, Dialog):
             self.screen.press(key)
             return
-        facts = self.data_to_draw()
-        action = next((one.action for one in keys.COMMANDS if one.key == key and one.footer_word(facts)), "")
+        data = self.data_to_draw()
+        action = next(
+            (command.action for command in keys.COMMANDS if command.key == key and command.footer_word(data)), ""
+        )
         if action:
             await self.run_action(action)
 
@@ -93,13 +457,13 @@ class Monitor(ScreenControl):
         """Scroll the panel under the mouse towards its end."""
         self._scroll_by_wheel(event, 3)
 
-    def _scroll_by_wheel(self, event: events.MouseEvent, by: int) -> None:
+    def _scroll_by_wheel(self, event: events.MouseEvent, rows: int) -> None:
         panel, _ = self._panel_under_mouse(event)
-        if panel in PANELS and not self._dialog_open:
-            self._scroll(panel, by)
+        if panel in PANELS and not self._is_dialog_open:
+            self._scroll(panel, rows)
 
     def _panel_under_mouse(self, event: events.MouseEvent) -> tuple[str, int]:
-        """The panel under the mouse, and the column in it."""
+        """Return the name of the panel under the mouse, "" if there is none, and the column in it."""
         for name, slot in self.slots.items():
             x, y = event.screen_x - slot.x, event.screen_y - slot.y
             if 0 <= x < slot.width and 0 <= y < slot.height:
@@ -108,355 +472,361 @@ class Monitor(ScreenControl):
 
     def action_panel(self, name: str) -> None:
         """Go to a panel. If it is in focus already, or hidden, switch between full screen and back."""
-        hidden = name not in self.slots or self.slots[name].is_folded
-        full = self.view.zoom != name and (hidden or self.view.focus == name)
-        self._set_view(replace(self.view, focus=name, zoom=name if full else None))
+        is_hidden = name not in self.slots or self.slots[name].is_folded
+        goes_full_screen = self.view.zoom != name and (is_hidden or self.view.focus == name)
+        self.set_view(replace(self.view, focus=name, zoom=name if goes_full_screen else None))
 
-    def action_next_panel(self, by: int) -> None:
+    def action_next_panel(self, direction: int) -> None:
         """Go to the next panel on the screen; from a full-screen panel, to the next one on the full screen."""
-        view, here = self.view, PANELS.index(self.view.focus)
-        order = [PANELS[(here + by * i) % len(PANELS)] for i in range(1, len(PANELS) + 1)]
+        view, index = self.view, PANELS.index(self.view.focus)
+        order = [PANELS[(index + direction * step) % len(PANELS)] for step in range(1, len(PANELS) + 1)]
         focus = next((panel for panel in order if view.zoom is not None or panel in self.slots), view.focus)
-        self._set_view(replace(view, focus=focus, zoom=view.zoom and focus))
+        self.set_view(replace(view, focus=focus, zoom=view.zoom and focus))
 
-    def action_arrow(self, way: str) -> None:
+    def action_arrow(self, direction: str) -> None:
         """Move between panels; scroll within the output, or within a full-screen panel."""
-        output = self.feed.output
-        scrolls = self.view.zoom is not None or self.view.focus == "output"
-        if not scrolls or (way == "left" and self.view.zoom is None and not output.left):
-            self._set_view(keys.focus_neighbor(self.view, self.slots, way))
-        elif way in ("up", "down"):
-            self._scroll(self.view.focus, -1 if way == "up" else 1)
+        output = self.live_run.output
+        does_scroll = self.view.zoom is not None or self.view.focus == "output"
+        if not does_scroll or (direction == "left" and self.view.zoom is None and not output.left):
+            self.set_view(keys.focus_neighbor(self.view, self.slots, direction))
+        elif direction in ("up", "down"):
+            self._scroll(self.view.focus, -1 if direction == "up" else 1)
         elif self.view.focus == "output":
-            output.left = max(output.left + (-8 if way == "left" else 8), 0)
+            output.left = max(output.left + (-8 if direction == "left" else 8), 0)
             self.draw()
 
     def action_zoom(self) -> None:
         """Show the node of the chosen rank, else the panel in focus on the full screen; or go back."""
         if (node := keys.node_to_show(self.data_to_draw())) is not None:
-            self._set_view(replace(self.view, node=node.number))
+            self.set_view(replace(self.view, node_number=node.number))
             return
-        self._set_view(replace(self.view, zoom=None if self.view.zoom is not None else self.view.focus))
+        self.set_view(replace(self.view, zoom=None if self.view.zoom is not None else self.view.focus))
 
     def action_unzoom(self) -> None:
         """Go back to now; else to all panels; else to all nodes; if they are shown already, end the search."""
-        if self.view.at_ns is not None:
-            self._unfreeze()
+        if self.view.shown_ns is not None:
+            self.unfreeze()
         elif self.view.zoom is not None:
-            self._set_view(replace(self.view, zoom=None))
-        elif self.view.node is not None:
-            self._set_view(replace(self.view, node=None))
+            self.set_view(replace(self.view, zoom=None))
+        elif self.view.node_number is not None:
+            self.set_view(replace(self.view, node_number=None))
         else:
-            self._set_view(replace(self.view, search=""))
+            self.set_view(replace(self.view, search=""))
 
-    def action_scroll(self, by: int) -> None:
+    def action_scroll(self, rows: int) -> None:
         """Scroll the full-screen panel, else the output."""
-        self._scroll(self.view.zoom or "output", by)
+        self._scroll(self.view.zoom or "output", rows)
 
-    def action_scroll_page(self, by: int) -> None:
+    def action_scroll_page(self, pages: int) -> None:
         """Scroll by pages."""
         panel = self.view.zoom or "output"
-        self._scroll(panel, by * max(self._inner_size(panel)[1] - 1, 1))
+        self._scroll(panel, pages * max(self._inner_size(panel)[1] - 1, 1))
 
     def _inner_size(self, panel: str) -> tuple[int, int]:
-        """The width and height inside the frame of a panel."""
+        """Return the width and height inside the frame of a panel."""
         slot = self.slots.get(panel)
         return (max(slot.width - 4, 1), max(slot.height - 2, 1)) if slot is not None else (1, 1)
 
-    def _scroll(self, panel: str, by: int) -> None:
+    def _scroll(self, panel: str, rows: int) -> None:
         if panel == "output":
-            self.feed.output.scroll(by, self._inner_size(panel)[1])
+            self.live_run.output.scroll(rows, self._inner_size(panel)[1])
             self.draw()
             return
-        first = max(self.view.scrolled.get(panel, 0) + by, 0)
-        self._set_view(replace(self.view, scrolled={**self.view.scrolled, panel: self.clamp_scroll(panel, first)}))
+        first_row = max(self.view.first_rows.get(panel, 0) + rows, 0)
+        self.set_view(
+            replace(self.view, first_rows={**self.view.first_rows, panel: self.clamp_scroll(panel, first_row)})
+        )
 
     # ------------------------------------------------------------------------------------------ looking
 
     def action_toggle_mode(self) -> None:
-        """Ask the training for the other mode, or say why it is impossible."""
-        self._send_request("the mode cannot be switched", self.feed.toggle_refusal(), self.feed.request_other_mode)
-
-    def action_pause(self) -> None:
-        """Pause the training between two steps, or resume it, or say why this is impossible."""
+        """Request the other mode, or show why it is impossible."""
         self._send_request(
-            "no pause", self.feed.pause_refusal(self.feed.pause_state().is_requested), self.feed.toggle_pause
+            "the mode cannot be switched", self.live_run.toggle_refusal(), self.live_run.request_other_mode
         )
 
-    def _send_request(self, impossible: str, refusal: str | None, ask: Callable[[], None]) -> None:
+    def action_pause(self) -> None:
+        """Pause the training between two steps, or resume it, or show why this is impossible."""
+        self._send_request(
+            "no pause",
+            self.live_run.pause_refusal(self.live_run.pause_state().is_requested),
+            self.live_run.toggle_pause,
+        )
+
+    def _send_request(self, problem: str, refusal: str | None, send: Callable[[], None]) -> None:
         if refusal is not None:
-            self._show_message(f"{impossible}: {refusal}")
+            self.show_message(f"{problem}: {refusal}")
             return
-        self._unfreeze()
-        ask()
-        self._show_message(None)  # clear older messages before the answer
+        self.unfreeze()
+        send()
+        self.show_message(None)  # clear older messages before the answer
 
     def action_sample(self) -> None:
         """Have the ranks record the collectives of one of the next steps."""
-        if not self.feed.request_collective_sample():
-            self._show_message(NO_TRAINING)
-        elif any(process.rank is not None for process in self.feed.state.processes.values()):
-            self._show_message("the collectives of one of the next steps will be recorded")
+        if not self.live_run.request_collective_sample():
+            self.show_message(NO_TRAINING)
+        elif any(process.rank is not None for process in self.live_run.state.processes.values()):
+            self.show_message("the collectives of one of the next steps will be recorded")
         else:
-            self._show_message("this run has no ranks: only collectives that the script calls itself will be recorded")
+            self.show_message("this run has no ranks: only collectives that the script calls itself will be recorded")
 
-    def action_next(self, by: int) -> None:
-        """Go to the next hit of a search in the output; without a search, to the next root or call in panel 2."""
+    def action_next(self, direction: int) -> None:
+        """Go to the next match of a search in the output; without a search, to the next call in panel 2."""
         if self.view.search and self.view.focus == "output":
-            self._search(self.view.search, by)
+            self._search(self.view.search, direction)
             return
-        count = len(choices(self.feed.state.representative))
-        if by > 0 and count > 1:
-            self._set_view(replace(self.view, root=(self.view.root + 1) % (count + 1)))
-        elif by > 0:
-            self._show_message("there is no other call or root; in the output, n continues a search (/)")
+        count = len(choices(self.live_run.state.representative))
+        if direction > 0 and count > 1:
+            self.set_view(replace(self.view, call_choice=(self.view.call_choice + 1) % (count + 1)))
+        elif direction > 0:
+            self.show_message("there is no other call or root; in the output, n continues a search (/)")
         else:
-            self._show_message("N continues a search in the output (/)")
+            self.show_message("N continues a search in the output (/)")
 
-    def action_rank(self, by: int) -> None:
-        """Show the time of the next rank in panel 3, and that of the straggler first."""
-        state = self.feed.state
-        ranks = sorted(one.process for one in state.training_processes if one.rank is not None)
-        focus, slow = state.representative, state.straggler
-        if len(ranks) < 2 or focus is None:
-            self._show_message("there are no other ranks")
+    def action_rank(self, direction: int) -> None:
+        """Show the time of the straggler in panel 3, then that of the next rank."""
+        state = self.live_run.state
+        ranks = sorted(process.process for process in state.training_processes if process.rank is not None)
+        representative, straggler = state.representative, state.straggler
+        if len(ranks) < 2 or representative is None:
+            self.show_message("there are no other ranks")
             return
-        at = ranks.index(focus.process) if focus.process in ranks else 0
-        chosen = ranks[(at + by) % len(ranks)]
-        if self.view.process is None and slow is not None and slow.process in ranks:
-            chosen = slow.process
-        self._set_view(replace(self.view, process=chosen))
+        index = ranks.index(representative.process) if representative.process in ranks else 0
+        chosen = ranks[(index + direction) % len(ranks)]
+        if self.view.process_index is None and straggler is not None and straggler.process in ranks:
+            chosen = straggler.process
+        self.set_view(replace(self.view, process_index=chosen))
 
-    def action_time(self, by: int) -> None:
-        """Look back in time, or (`by` 1) go forward again, at last to now; the training and its record go on."""
-        self._show_time(shift_by_parts(self.data_to_draw(), by))
+    def action_time(self, parts: int) -> None:
+        """Look back in time, or (`parts` 1) go forward, up to now; the training and its record continue."""
+        self._show_time(shift_by_parts(self.data_to_draw(), parts))
 
-    def _show_time(self, at_ns: int) -> None:
+    def _show_time(self, time_ns: int) -> None:
         """Show the run as it was at a time (ns since its start)."""
-        facts, process = self.data_to_draw(), self.feed.state.representative
-        present = facts.elapsed_ns if facts.past is None else facts.past.until_ns
+        data, process = self.data_to_draw(), self.live_run.state.representative
+        present_ns = data.elapsed_ns if data.past is None else data.past.until_ns
         if process is None or process.last_step is None:
-            self._show_message("no step has ended yet: there is nothing to look back to")
-        elif at_ns >= present:
-            self._unfreeze()
+            self.show_message("no step has finished yet: there is nothing to look back to")
+        elif time_ns >= present_ns:
+            self.unfreeze()
         else:
-            if self._still is None:
-                self.feed.set_rank_room(FROZEN_RANKS)
-                self._still = self.feed.build_screen_data(self.view)
-            self._set_view(replace(self.view, frozen=True, at_ns=max(at_ns, process.began_ns)))
+            if self._frozen_data is None:
+                self.live_run.set_visible_ranks(FROZEN_RANKS)
+                self._frozen_data = self.live_run.build_screen_data(self.view)
+            self.set_view(replace(self.view, is_frozen=True, shown_ns=max(time_ns, process.began_ns)))
 
-    def action_range(self, by: int) -> None:
+    def action_range(self, offset: int) -> None:
         """Choose a longer or shorter time range."""
-        view = keys.next_time_range(self.view, by)
+        view = keys.next_time_range(self.view, offset)
         self.view = view
-        self._show_message(f"time range: {format_range_length(view.span_s)}")
+        self.show_message(f"time range: {format_range_length(view.range_s)}")
 
-    def action_refresh(self, by: int) -> None:
-        """Draw more or less often."""
-        self.set_refresh_interval(keys.next_refresh_interval(self.period, by))
-        self._show_message(f"the screen is drawn every {self.period:g} s")
+    def action_refresh(self, offset: int) -> None:
+        """Draw less often (`offset` 1), or more often (-1)."""
+        self.set_refresh_interval(keys.next_refresh_interval(self.refresh_interval_s, offset))
+        self.show_message(f"the screen is drawn every {self.refresh_interval_s:g} s")
 
     def action_theme(self) -> None:
         """Choose the next theme."""
-        self.set_style(self.look.next())
-        self._show_message(f"theme {self.look.theme}; DPMON_THEME={self.look.theme} makes it the default")
+        self.set_style(self.style.with_next_theme())
+        self.show_message(f"theme {self.style.theme}; DPMON_THEME={self.style.theme} makes it the default")
 
     def action_next_output(self) -> None:
         """Show the other output file of a headless run."""
-        if len(self.feed.output.tails) < 2:
-            self._show_message("there is only one output file; it includes the errors")
+        if len(self.live_run.output.tails) < 2:
+            self.show_message("there is only one output file; it includes the errors")
             return
-        self.feed.output.next_file()
+        self.live_run.output.next_file()
         self.draw()
 
     # ------------------------------------------------------------------------------------------ finding
 
     def action_find(self) -> None:
-        """Ask for text to find in the output; in panel 2, for a rank."""
+        """Prompt for text to find in the output; in panel 2, for a rank."""
         if keys.slash_finds_rank(self.data_to_draw()):
             note = "the number of a rank, or the name of a node: its slowest rank"
-            self.push_screen(LineInput("Find a rank", note, self.look), self._find_rank)
+            self.push_screen(LineInput("Find a rank", note, self.style), self._find_rank)
             return
 
-        def begin(text: str | None) -> None:
+        def start_search(text: str | None) -> None:
             if text:
                 self.view = replace(self.view, focus="output", zoom=self.view.zoom and "output", search=text)
                 self._search(text, 1)
 
         note = "enter searches from the newest line; case matters only if you type a capital"
-        self.push_screen(LineInput("Find in the output", note, self.look, self.view.search), begin)
+        self.push_screen(LineInput("Find in the output", note, self.style, self.view.search), start_search)
 
     def _find_rank(self, text: str | None) -> None:
         if not text:
             return
-        process = find_rank(self.feed.state, text)
+        process = find_rank(self.live_run.state, text)
         if process is None:
-            self._show_message(f"there is no rank or node {sanitize_line(text, 40)}")
+            self.show_message(f"there is no rank or node {sanitize_line(text, 40)}")
         else:
-            self._set_view(replace(self.view, focus="replicas", process=process))
+            self.set_view(replace(self.view, focus="replicas", process_index=process))
 
-    def _search(self, text: str, by: int) -> None:
-        """Go to the next older (1) or newer (-1) line with `text`."""
+    def _search(self, text: str, direction: int) -> None:
+        """Go to the next older (1) or newer (-1) line that contains `text`."""
         width, height = self._inner_size("output")
-        self._show_message(self.feed.output.find(text, by > 0, height, width))
+        self.show_message(self.live_run.output.find(text, direction > 0, height, width))
 
     # ------------------------------------------------------------------------------------------ dialogs
 
     def action_help(self) -> None:
         """Show the help."""
-        self.push_screen(TextPages("Help", lambda width: help_rows(width, self.look), self.look))
+        self.push_screen(TextPages("Help", lambda width: help_rows(width, self.style), self.style))
 
     def action_palette(self) -> None:
-        """List everything that can be done now."""
+        """List all commands that work now."""
 
-        def do(action: str | None) -> None:
+        def run_chosen(action: str | None) -> None:
             if action:
                 self.call_next(self.run_action, action)
 
-        self.push_screen(CommandPalette(lambda: keys.available_commands(self.data_to_draw()), self.look), do)
+        self.push_screen(CommandPalette(lambda: keys.available_commands(self.data_to_draw()), self.style), run_chosen)
 
     def action_why(self) -> None:
-        """Show what each rank does, and its stack: now (every few seconds), or in the stall of the picture."""
-        facts, directory = self.data_to_draw(), self.feed.directory
-        recorded = (
-            facts.shown_stall.record if facts.shown_stall is not None and (facts.is_over or facts.shows_past) else None
-        )
-        if recorded is None and (facts.is_over or facts.shows_past):
-            self._show_message(f"no stall was recorded {'until this time' if facts.shows_past else 'in this run'}")
+        """Show what each rank is doing, and its stack: now (every few seconds), or in the stall on the screen."""
+        data, directory = self.data_to_draw(), self.live_run.directory
+        stall_record = None
+        if data.is_over or data.shows_past:
+            if data.shown_stall is None:
+                self.show_message(f"no stall was recorded {'until this time' if data.shows_past else 'in this run'}")
+                return
+            stall_record = data.shown_stall.record
+        dialog = WhyDialog(self.data_to_draw, directory, stall_record, self.style)
+        self.push_screen(dialog)
+        if stall_record is not None:
             return
-        pages = WhyDialog(self.data_to_draw, directory, recorded, self.look)
-        self.push_screen(pages)
-        if recorded is None:
-            self._in_thread(pages.request_reply, pages.show)
-            pages.set_interval(
-                1.0, lambda: self._in_thread(pages.request_reply, pages.show) if pages.refresh_age() else None
-            )
+
+        def request() -> None:
+            self._run_in_thread(dialog.request_reply, dialog.show_reply)
+
+        def request_if_due() -> None:
+            if dialog.refresh_age():
+                request()
+
+        request()
+        dialog.set_interval(1.0, request_if_due)
 
     def action_slowest(self) -> None:
         """List the longest steps of the time range; go to the time of the chosen one."""
-        facts = self.data_to_draw()
-        process = facts.process
+        data = self.data_to_draw()
+        process = data.process
         if process is None or process.last_step is None:
-            self._show_message("no step has ended yet")
+            self.show_message("no step has finished yet")
             return
-        steps = StepList(
-            f"The longest steps {self.look.glyphs.middot} {format_time_range(facts.view.span_s)}", self.look
+        dialog = StepList(
+            f"The longest steps {self.style.glyphs.middot} {format_time_range(data.view.range_s)}", self.style
         )
 
         def read() -> str | None:
-            steps.found = self.feed.slow_steps(facts, _SLOWEST)
-            return None if steps.found is not None else "the record cannot be read"
+            dialog.slow_steps = self.live_run.slow_steps(data, _MAX_LISTED_STEPS)
+            return None if dialog.slow_steps is not None else "the record cannot be read"
 
-        def go(end_ns: str | None) -> None:
+        def go_to_step(end_ns: str | None) -> None:
             if end_ns is not None:
                 self._show_time(int(end_ns))
 
-        self.push_screen(steps, go)
-        self._update_dialog_after(steps, read)
+        self.push_screen(dialog, go_to_step)
+        self._update_dialog_after(dialog, read)
 
     def action_warnings(self) -> None:
-        """Show the newest warnings, as many as the state has."""
-        if not self.feed.state.warnings:
-            self._show_message("there are no warnings")
+        """Show the newest warnings, as many as the snapshot has."""
+        if not self.live_run.state.warnings:
+            self.show_message("there are no warnings")
             return
 
-        def rows(width: int) -> list[Row]:
-            found: list[Row] = []
-            for warning in reversed(self.feed.state.warnings):
-                found.append([(f"{format_clock(warning.t_ns)}  ", "dim"), (self._source(warning.process), "bold")])
-                found += [[("  " + line, "")] for line in wrap_text(sanitize_line(warning.text), width - 2)]
-            return found
+        def build_rows(width: int) -> list[Row]:
+            rows: list[Row] = []
+            for warning in reversed(self.live_run.state.warnings):
+                rows.append([(f"{format_clock(warning.t_ns)}  ", "dim"), (self._source(warning.process), "bold")])
+                rows += [[("  " + line, "")] for line in wrap_text(sanitize_line(warning.text), width - 2)]
+            return rows
 
-        self.push_screen(TextPages(f"Warnings ({self.feed.state.warning_count})", rows, self.look))
+        self.push_screen(TextPages(f"Warnings ({self.live_run.state.warning_count})", build_rows, self.style))
 
-    def _source(self, number: int | None) -> str:
-        process = self.feed.state.processes.get(number) if number is not None else None
-        return process.name if process is not None else "dpmon" if number is None else f"process {number}"
+    def _source(self, process_index: int | None) -> str:
+        """Return the name of the process that a warning came from; None is dpmon itself."""
+        if process_index is None:
+            return "dpmon"
+        process = self.live_run.state.processes.get(process_index)
+        return f"process {process_index}" if process is None else process.name
 
     def action_type_line(self) -> None:
         """Type a line for the script's standard input."""
-        facts = self.data_to_draw()
-        if facts.is_over or facts.playing is not None:
-            self._show_message("the run is over: it reads no more input")
+        data = self.data_to_draw()
+        if data.is_over or data.playing is not None:
+            self.show_message("the run has ended: it reads no more input")
             return
-        if facts.ending:
-            self._show_message("the command has ended: it reads no more input")
+        if data.is_ending:
+            self.show_message("the command has ended: it reads no more input")
             return
-        if not self.feed.can_type():
-            self._show_message("dpmon cannot reach the script's input")
+        if not self.live_run.can_type():
+            self.show_message("dpmon cannot reach the script's input")
             return
 
         def send(line: str | None) -> None:
             if line is not None:
-                problem = self.feed.type_line(line)
+                problem = self.live_run.type_line(line)
                 # The output files of a headless run do not contain typed lines, so a message has to confirm the line.
-                apart = len(self.feed.output.tails) > 1
-                sent = f"sent to the script: {sanitize_line(line, 200)}" if apart and not hidden else None
-                self._show_message(sent if problem is None else f"the line was not sent: {problem}")
+                apart = len(self.live_run.output.tails) > 1
+                sent = f"sent to the script: {sanitize_line(line, 200)}" if apart and not hides_input else None
+                self.show_message(sent if problem is None else f"the line was not sent: {problem}")
 
-        hidden = self.feed.hides_input()
+        hides_input = self.live_run.hides_input()
         note = "enter sends the line to the script, esc does not"
-        note += "; the script asked not to show it" if hidden else ""
-        over_note = "the run is over: this line cannot be sent; esc closes"
-        self.push_screen(LineInput("Input", note, self.look, hidden=hidden, over_note=over_note), send)
+        note += "; the script asked not to show it" if hides_input else ""
+        ended_note = "the run has ended: this line cannot be sent; esc closes"
+        self.push_screen(LineInput("Input", note, self.style, hides_text=hides_input, ended_note=ended_note), send)
 
     # ------------------------------------------------------------------------------------------ files
 
     def action_picture(self) -> None:
-        """Save a picture of the current screen (SVG)."""
+        """Save a screenshot (SVG)."""
         from dpmon.ui.svg_export import render_svg
 
         rows = self.painted_rows()
         if isinstance(self.screen, Dialog):
-            rows[self.screen.row : self.screen.row + len(self.screen.rows)] = self.screen.rows
-        text = render_svg(rows, self.look, f"dpmon {self.data_to_draw().title}")
-        directory, name = self.feed.directory, self.feed.file_name()
-        self._in_thread(
-            lambda: f"picture: {background_jobs.save_text(text, name, 'svg', directory)}", self._show_message
+            rows[self.screen.screen_row : self.screen.screen_row + len(self.screen.rows)] = self.screen.rows
+        text = render_svg(rows, self.style, f"dpmon {self.data_to_draw().title}")
+        directory, name = self.live_run.directory, self.live_run.file_name()
+        self._run_in_thread(
+            lambda: f"picture: {background_jobs.save_text(text, name, 'svg', directory)}", self.show_message
         )
 
     def action_export(self) -> None:
         """Export all records in the background, after asking for the format."""
         text = ["Writes all records so far into a new file, in the background."]
-        self.push_screen(Choice("Export", text, _FORMS, self.look), self._export)
+        self.push_screen(Choice("Export", text, _EXPORT_CHOICES, self.style), self._export)
 
-    def _export(self, form: str | None) -> None:
-        if form in background_jobs.ENDINGS:
-            self._show_message("exporting in the background")
-            directory, name = self.feed.directory, self.feed.file_name()
-            self._in_thread(
-                lambda: f"exported: {background_jobs.export_records(directory, name, form)}", self._show_message
+    def _export(self, file_format: str | None) -> None:
+        if file_format in background_jobs.ENDINGS:
+            self.show_message("exporting in the background")
+            directory, name = self.live_run.directory, self.live_run.file_name()
+            self._run_in_thread(
+                lambda: f"exported: {background_jobs.export_records(directory, name, file_format)}", self.show_message
             )
 
     def action_report(self) -> None:
         """Show the report on the run so far."""
-        directory = self.feed.directory
+        directory = self.live_run.directory
         self._show_text(
             "Report", "writing the report ...", lambda width: background_jobs.render_report(directory, width)
         )
 
     def action_compare(self) -> None:
         """Choose runs to compare, and show the comparison."""
-        runs = RunList(self.feed.directory, self.look)
+        dialog = RunList(self.live_run.directory, self.style)
 
         def compare(answer: str | None) -> None:
             if answer is not None:
-                before, after = runs.runs_on_side("A"), runs.runs_on_side("B")
+                before, after = dialog.runs_on_side("A"), dialog.runs_on_side("B")
                 self._show_text(
                     "Comparison",
                     "comparing the runs ...",
                     lambda width: background_jobs.render_comparison(before, after, width),
                 )
 
-        self.push_screen(runs, compare)
-        self._update_dialog_after(runs, runs.read)
-
-    def run_ended(self) -> None:
-        """Show the whole run, and look for what is worth a look in it."""
-        self._set_view(replace(self.view, span_s=0))
-
-        def look() -> str | None:
-            self.feed.findings = background_jobs.read_findings(self.feed.directory)
-            return None
-
-        self._in_thread(look, lambda problem: self.draw())
+        self.push_screen(dialog, compare)
+        self._update_dialog_after(dialog, dialog.read)

@@ -10,14 +10,14 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 MIN_WIDTH, MIN_HEIGHT = 40, 10
-_WIDE, _WIDER = 110, 180
+_TWO_COLUMN_CELLS, _THREE_COLUMN_CELLS = 110, 180
 """Widths (cells) from which there are two columns, and three."""
-_FRAME = 2
-_SMALLEST, _LEAST_PART = 3, 4
+_FRAME_ROWS = 2
+_MIN_OPEN_HEIGHT, _MIN_PARTIAL_HEIGHT = 3, 4
 """Rows of a panel with one row inside its frame; fewest rows in which a panel shows a part of its short form."""
-_TITLE = 26
+_TITLE_CELLS = 26
 """Cells of a folded panel, which shares a row with others."""
-FIRST, _MOST = 40, 50
+MAIN_PANEL_SHARE, _MAX_PANEL_SHARE = 40, 50
 """Shares of the screen (per cent): how far the most important panel grows before the others, and how far any does."""
 
 Tree: TypeAlias = "str | tuple[Tree, ...]"
@@ -25,7 +25,7 @@ Tree: TypeAlias = "str | tuple[Tree, ...]"
 
 
 class Slot(NamedTuple):
-    """A panel's place in cells."""
+    """The place of a panel, in cells."""
 
     x: int
     y: int
@@ -41,173 +41,203 @@ class Slot(NamedTuple):
 class ScenePanel(NamedTuple):
     """A panel of a scene."""
 
-    panel: str
-    least: int
+    name: str
+    min_height: int
     """Rows of its short form, with its frame."""
-    grows: int = 0
+    growth_weight: int = 0
     """Its weight when the rows that no content needs are shared."""
-    titled: bool = True
+    can_fold: bool = True
     """Whether it folds to its title if its short form does not fit. If not, it is left out."""
 
 
 class Arrangement(NamedTuple):
     """The panels of a scene, the most important first, and their places in one, two and three columns."""
 
-    parts: tuple[ScenePanel, ...]
-    one: Tree
-    two: Tree
-    three: Tree
+    members: tuple[ScenePanel, ...]
+    one_column: Tree
+    two_columns: Tree
+    three_columns: Tree
 
     def only(self, panels: Sequence[str]) -> Arrangement:
-        """The arrangement without the other panels."""
-        return self._replace(parts=tuple(part for part in self.parts if part.panel in panels))
+        """Return the arrangement without the panels that are not in `panels`."""
+        return self._replace(members=tuple(member for member in self.members if member.name in panels))
 
     @property
     def panels(self) -> tuple[str, ...]:
         """The panels, the most important first."""
-        return tuple(part.panel for part in self.parts)
+        return tuple(member.name for member in self.members)
 
 
 def is_wide(width: int) -> bool:
-    """Whether panels stand side by side."""
-    return width >= _WIDE
+    """Return whether panels stand side by side."""
+    return width >= _TWO_COLUMN_CELLS
 
 
 def place_panels(
-    width: int, height: int, arrangement: Arrangement, wanted: Mapping[str, int], zoom: str | None = None
+    width: int, height: int, arrangement: Arrangement, wanted_rows: Mapping[str, int], zoomed_panel: str | None = None
 ) -> dict[str, Slot]:
-    """Places of "status", "footer" and the panels, which fill the screen; only "small" if the screen is too small.
+    """Return the places of "status", "footer" and the panels, which fill the screen; only "small" if it is too small.
 
-    `wanted`: rows that the content of each panel needs. Panels without a place are left out.
+    `wanted_rows`: rows that the content of each panel needs. Panels without a place are left out.
     """
     if width < MIN_WIDTH or height < MIN_HEIGHT:
         return {"small": Slot(0, 0, width, height)}
-    head = 2 if is_wide(width) else 3
-    slots = {"status": Slot(0, 0, width, head), "footer": Slot(0, height - 1, width, 1)}
-    body = Slot(0, head, width, height - head - 1)
-    if zoom is not None:
-        return {**slots, zoom: body}
-    tree = arrangement.three if width >= _WIDER else arrangement.two if is_wide(width) else arrangement.one
-    return slots | _PlacementBuilder(arrangement, wanted, body).place_stacked(tree, body)
+    header_rows = 2 if is_wide(width) else 3
+    slots = {"status": Slot(0, 0, width, header_rows), "footer": Slot(0, height - 1, width, 1)}
+    body = Slot(0, header_rows, width, height - header_rows - 1)
+    if zoomed_panel is not None:
+        return {**slots, zoomed_panel: body}
+    if width >= _THREE_COLUMN_CELLS:
+        tree = arrangement.three_columns
+    else:
+        tree = arrangement.two_columns if is_wide(width) else arrangement.one_column
+    return slots | _PlacementBuilder(arrangement, wanted_rows, body).place_stacked(tree, body)
 
 
 class _RowNeed(NamedTuple):
-    """What a part of the screen needs, in rows, and the rank of its most important panel."""
+    """The rows that a part of the screen needs, and the importance of its most important panel."""
 
-    rank: int
-    least: int
-    first: int
+    importance: int
+    min_height: int
+    main_height: int
     """Rows that the content of its most important panel needs."""
-    full: int
-    grows: int
-    titled: bool
-    columns: int
+    full_height: int
+    growth_weight: int
+    can_fold: bool
+    column_count: int
 
 
 class _PlacementBuilder:
-    """Divides the screen between the panels of an arrangement."""
+    """The division of the screen between the panels of an arrangement."""
 
-    def __init__(self, arrangement: Arrangement, wanted: Mapping[str, int], body: Slot) -> None:
-        self._first, self._most = (body.height * share // 100 for share in (FIRST, _MOST))
-        self._sizes = {part.panel: self._of(rank, part, wanted) for rank, part in enumerate(arrangement.parts)}
+    def __init__(self, arrangement: Arrangement, wanted_rows: Mapping[str, int], body: Slot) -> None:
+        self._main_height, self._max_height = (
+            body.height * share // 100 for share in (MAIN_PANEL_SHARE, _MAX_PANEL_SHARE)
+        )
+        self._needs = {
+            member.name: self._row_need(importance, member, wanted_rows)
+            for importance, member in enumerate(arrangement.members)
+        }
 
-    def _of(self, rank: int, part: ScenePanel, wanted: Mapping[str, int]) -> _RowNeed:
-        full = wanted.get(part.panel, part.least - _FRAME) + _FRAME
-        least = min(part.least, max(full, _SMALLEST))
-        full = max(min(full, self._most), least)
-        return _RowNeed(rank, least, min(full, self._first), full, part.grows, part.titled, 1)
-
-    def _size(self, tree: Tree, across: bool) -> _RowNeed:
-        """`across`: whether the members of `tree` stand side by side."""
-        if isinstance(tree, str):
-            return self._sizes[tree]
-        inside = sorted(self._size(each, not across) for each in tree)
-        full, columns = [one.full for one in inside], [one.columns for one in inside]
-        most = max(self._most, inside[0].least)
-        grows = max(one.grows for one in inside)
-        if across:
-            return _RowNeed(
-                inside[0].rank, inside[0].least, inside[0].first, min(max(full), most), grows, False, sum(columns)
-            )
+    def _row_need(self, importance: int, member: ScenePanel, wanted_rows: Mapping[str, int]) -> _RowNeed:
+        full_height = wanted_rows.get(member.name, member.min_height - _FRAME_ROWS) + _FRAME_ROWS
+        min_height = min(member.min_height, max(full_height, _MIN_OPEN_HEIGHT))
+        full_height = max(min(full_height, self._max_height), min_height)
         return _RowNeed(
-            inside[0].rank, inside[0].least, inside[0].first, min(sum(full), most), grows, False, max(columns)
+            importance,
+            min_height,
+            min(full_height, self._main_height),
+            full_height,
+            member.growth_weight,
+            member.can_fold,
+            1,
         )
 
-    def _shown(self, tree: Tree) -> Tree | None:
-        """The tree without panels that the arrangement lacks."""
+    def _combined_need(self, tree: Tree, side_by_side: bool) -> _RowNeed:
+        """Return what all panels of a tree need together. `side_by_side`: whether its members stand side by side."""
         if isinstance(tree, str):
-            return tree if tree in self._sizes else None
-        inside = tuple(found for each in tree if (found := self._shown(each)) is not None)
-        return inside or None
+            return self._needs[tree]
+        needs = [self._combined_need(subtree, not side_by_side) for subtree in tree]
+        most_important = min(needs)
+        full_heights, column_counts = [need.full_height for need in needs], [need.column_count for need in needs]
+        full_height = max(full_heights) if side_by_side else sum(full_heights)
+        return most_important._replace(
+            full_height=min(full_height, max(self._max_height, most_important.min_height)),
+            growth_weight=max(need.growth_weight for need in needs),
+            can_fold=False,
+            column_count=sum(column_counts) if side_by_side else max(column_counts),
+        )
 
-    def place_stacked(self, tree: Tree, room: Slot) -> dict[str, Slot]:
-        """Places one below the other. Folded panels share the row of the first one."""
-        shown = self._shown(tree)
-        if isinstance(shown, str):
-            return {shown: room}
-        trees = shown or ()
-        heights = _divide_rows([self._size(each, across=True) for each in trees], room)
-        titles = [each for each, height in zip(trees, heights, strict=True) if height == 1 and isinstance(each, str)]
+    def _without_missing_panels(self, tree: Tree) -> Tree | None:
+        """Return the tree without the panels that the arrangement lacks; None if nothing is left."""
+        if isinstance(tree, str):
+            return tree if tree in self._needs else None
+        kept = tuple(
+            kept_subtree for subtree in tree if (kept_subtree := self._without_missing_panels(subtree)) is not None
+        )
+        return kept or None
+
+    def place_stacked(self, tree: Tree, area: Slot) -> dict[str, Slot]:
+        """Return places one below the other. Folded panels share the row of the first one."""
+        kept = self._without_missing_panels(tree)
+        if isinstance(kept, str):
+            return {kept: area}
+        trees = kept or ()
+        heights = _divide_rows([self._combined_need(subtree, side_by_side=True) for subtree in trees], area)
+        titles = [
+            subtree for subtree, height in zip(trees, heights, strict=True) if height == 1 and isinstance(subtree, str)
+        ]
         slots: dict[str, Slot] = {}
-        y = room.y
-        for each, height in zip(trees, heights, strict=True):
-            if height == 1 and isinstance(each, str):
+        y = area.y
+        for subtree, height in zip(trees, heights, strict=True):
+            if height == 1 and isinstance(subtree, str):
                 for index, title in enumerate(titles):
-                    begin, end = (room.width * i // len(titles) for i in (index, index + 1))
-                    slots[title] = Slot(room.x + begin, y, end - begin, 1)
+                    start, end = (area.width * i // len(titles) for i in (index, index + 1))
+                    slots[title] = Slot(area.x + start, y, end - start, 1)
                 y += len(titles) > 0
                 titles = []
             elif height:
-                slots |= self._row(each, Slot(room.x, y, room.width, height))
+                slots |= self._place_side_by_side(subtree, Slot(area.x, y, area.width, height))
                 y += height
         return slots
 
-    def _row(self, tree: Tree, room: Slot) -> dict[str, Slot]:
-        """Places side by side. Widths are proportional to the number of columns inside."""
+    def _place_side_by_side(self, tree: Tree, area: Slot) -> dict[str, Slot]:
+        """Return places side by side. Widths are proportional to the number of columns inside."""
         if isinstance(tree, str):
-            return {tree: room}
-        columns = [self._size(each, across=False).columns for each in tree]
+            return {tree: area}
+        columns = [self._combined_need(subtree, side_by_side=False).column_count for subtree in tree]
         slots: dict[str, Slot] = {}
-        for index, each in enumerate(tree):
-            begin, end = (room.width * sum(columns[:i]) // sum(columns) for i in (index, index + 1))
+        for index, subtree in enumerate(tree):
+            start, end = (area.width * sum(columns[:i]) // sum(columns) for i in (index, index + 1))
             slots |= self.place_stacked(
-                each if isinstance(each, tuple) else (each,), Slot(begin + room.x, room.y, end - begin, room.height)
+                subtree if isinstance(subtree, tuple) else (subtree,),
+                Slot(start + area.x, area.y, end - start, area.height),
             )
         return slots
 
 
-def _divide_rows(sizes: Sequence[_RowNeed], room: Slot) -> list[int]:
-    """Rows of parts that stand one below the other. 0: left out; 1: a title in the row that all titles share."""
-    order = sorted(range(len(sizes)), key=lambda index: sizes[index].rank)
-    rows = [0] * len(sizes)
-    left, titles = room.height, max(room.width // _TITLE, 1)
+def _divide_rows(needs: Sequence[_RowNeed], area: Slot) -> list[int]:
+    """Return the rows of parts that stand one below the other.
+
+    0: left out. 1: a title in the row that all titles share.
+    """
+    order = sorted(range(len(needs)), key=lambda index: needs[index].importance)
+    rows = [0] * len(needs)
+    free_rows, max_titles = area.height, max(area.width // _TITLE_CELLS, 1)
     for index in order[:2]:  # the two most important are open on every screen
-        rows[index] = left if len(order) == 1 else _SMALLEST if left >= _SMALLEST else 0
-        left -= rows[index]
+        if len(order) == 1:
+            rows[index] = free_rows
+        elif free_rows >= _MIN_OPEN_HEIGHT:
+            rows[index] = _MIN_OPEN_HEIGHT
+        free_rows -= rows[index]
     fits = True
     for index in order:
-        size = sizes[index]
+        need = needs[index]
         reserved = 0 if index in (order[0], order[-1]) else 1  # for the titles of those that are not open
-        fits = fits and rows[index] + left >= size.least + reserved
+        fits = fits and rows[index] + free_rows >= need.min_height + reserved
         if fits:
-            left -= size.least - rows[index]
-            rows[index] = size.least
-        elif not rows[index] and size.titled and rows.count(1) < titles and (left or 1 in rows):
-            left -= 1 not in rows
+            free_rows -= need.min_height - rows[index]
+            rows[index] = need.min_height
+        elif not rows[index] and need.can_fold and rows.count(1) < max_titles and (free_rows or 1 in rows):
+            free_rows -= 1 not in rows
             rows[index] = 1
-    if (part := next((index for index in order if rows[index] == 1), None)) is not None and left >= _LEAST_PART:
-        rows[part], left = left + (rows.count(1) == 1), 0  # if no other title is left, their row is free
-    open_ones = [index for index in order if rows[index] > 1]
-    grown = min(max(sizes[order[0]].first - rows[order[0]], 0), left)
-    rows[order[0]], left = rows[order[0]] + grown, left - grown
-    while left and (small := [index for index in open_ones if rows[index] < sizes[index].full]):
-        grown = min(small, key=lambda index: rows[index] / sizes[index].full)
-        rows[grown] += 1
-        left -= 1
-    growing = [index for index in open_ones if sizes[index].grows] or open_ones[-1:]
-    shares = sum(max(sizes[index].grows, 1) for index in growing)
-    for index in growing:
-        share = max(sizes[index].grows, 1)
-        extra = left * share // shares
-        rows[index], left, shares = rows[index] + extra, left - extra, shares - share
+    first_title = next((index for index in order if rows[index] == 1), None)
+    if first_title is not None and free_rows >= _MIN_PARTIAL_HEIGHT:
+        is_only_title = rows.count(1) == 1  # without other titles, their common row is free
+        rows[first_title], free_rows = free_rows + is_only_title, 0
+    open_parts = [index for index in order if rows[index] > 1]
+    main_part = order[0]
+    extra = min(max(needs[main_part].main_height - rows[main_part], 0), free_rows)
+    rows[main_part] += extra
+    free_rows -= extra
+    while free_rows and (parts_below_full := [index for index in open_parts if rows[index] < needs[index].full_height]):
+        emptiest = min(parts_below_full, key=lambda index: rows[index] / needs[index].full_height)
+        rows[emptiest] += 1
+        free_rows -= 1
+    growing_parts = [index for index in open_parts if needs[index].growth_weight] or open_parts[-1:]
+    shares = sum(max(needs[index].growth_weight, 1) for index in growing_parts)
+    for index in growing_parts:
+        share = max(needs[index].growth_weight, 1)
+        extra = free_rows * share // shares
+        rows[index], free_rows, shares = rows[index] + extra, free_rows - extra, shares - share
     return rows

@@ -16,18 +16,18 @@ from dpmon.ui.terminal_style import TerminalStyle
 
 
 class PanelView(Widget):
-    """Shows rows exactly as wide as the widget. Compares them with the last ones and redraws the differences."""
+    """A widget that shows rows exactly as wide as itself, and redraws only the rows that changed."""
 
     DEFAULT_CSS = "PanelView { position: absolute; padding: 0; margin: 0; }"
 
-    def __init__(self, panel: str, look: TerminalStyle) -> None:
+    def __init__(self, panel: str, style: TerminalStyle) -> None:
         super().__init__(id=panel)
-        self.look = look
+        self.style = style
         self.rows: list[Row] = []
         """The drawn rows."""
 
     def set_region(self, x: int, y: int, width: int, height: int) -> bool:
-        """Place the widget; returns whether Textual has already laid it out in this place."""
+        """Place the widget. Return whether Textual has already laid it out in this place."""
         styles = self.styles
         if (styles.offset.x.value, styles.offset.y.value) != (x, y):
             styles.offset = (x, y)
@@ -43,43 +43,45 @@ class PanelView(Widget):
         With `changes`, append the changed cells to it, without a refresh by Textual. Pass it only if the terminal shows
         the whole widget, in its place and with the rows of the last call.
         """
-        fresh = [to_ascii_row(row) for row in rows] if self.look.glyphs.ascii else list(rows)
-        before = self.rows
-        changed = [i for i, row in enumerate(fresh) if i >= len(before) or row != before[i]]
-        if not changed and len(fresh) == len(before):
+        new_rows = [to_ascii_row(row) for row in rows] if self.style.glyphs.ascii else list(rows)
+        old_rows = self.rows
+        changed_indices = [
+            index for index, row in enumerate(new_rows) if index >= len(old_rows) or row != old_rows[index]
+        ]
+        if not changed_indices and len(new_rows) == len(old_rows):
             return
-        self.rows = fresh
-        if changes is not None and len(fresh) == len(before):
-            for y in changed:
-                changes += diff_rows(before[y], fresh[y], self.region.x, self.region.y + y)
+        self.rows = new_rows
+        if changes is not None and len(new_rows) == len(old_rows):
+            for y in changed_indices:
+                changes += diff_rows(old_rows[y], new_rows[y], self.region.x, self.region.y + y)
             return
-        width = max(self.size.width, max(map(row_width, fresh), default=0))
-        self.refresh(*(Region(0, y, width, 1) for y in changed or range(len(fresh), len(before))))
+        width = max(self.size.width, max(map(row_width, new_rows), default=0))
+        self.refresh(*(Region(0, y, width, 1) for y in changed_indices or range(len(new_rows), len(old_rows))))
 
-    def set_look(self, look: TerminalStyle) -> None:
-        """Draw everything again, with another look, at the next `show_rows`."""
-        self.look = look
+    def set_style(self, style: TerminalStyle) -> None:
+        """Draw everything again, in another style, at the next `show_rows`."""
+        self.style = style
         self.rows = []
 
     def text(self) -> list[str]:
-        """The rows' text, for tests."""
+        """Return the text of the rows (for tests)."""
         return [plain_text(row) for row in self.rows]
 
     def _strip(self, row: Row) -> Strip:
-        style = self.look.style
+        style = self.style.rich_style
         return Strip([Segment(text, style(name)) for text, name in row if text]).simplify()
 
     def render_lines(self, crop: Region) -> list[Strip]:
-        """The newest rows in `crop`: Textual's own cache lacks the changes that were written past it."""
+        """Return the newest rows in `crop`: Textual's own cache lacks the changes that were written past it."""
         return [self.render_line(y).crop(crop.x, crop.right) for y in crop.line_range]
 
     def render_line(self, y: int) -> Strip:
-        """One row of the picture; blank beyond its end."""
+        """Return one row; blank below the last one."""
         if y < len(self.rows):
-            return self._strip(self.rows[y]).adjust_cell_length(self.size.width, self.look.style(""))
-        return Strip.blank(self.size.width, self.look.style(""))
+            return self._strip(self.rows[y]).adjust_cell_length(self.size.width, self.style.rich_style(""))
+        return Strip.blank(self.size.width, self.style.rich_style(""))
 
 
 def to_ascii_row(row: Row) -> Row:
-    """The row for a terminal that knows only ASCII; as wide as before."""
+    """Return the row for a terminal that knows only ASCII; it is as wide as before."""
     return [(ascii_text(text), style) for text, style in row]

@@ -20,74 +20,78 @@ from dpmon.ui.screen_data import ScreenData
 STARTING, SINGLE, DP, RANKS, MANY, NODES = "starting", "single", "dp", "ranks", "many ranks", "nodes"
 STALLED, ENDED = "stalled", "ended"
 
-_OUTPUT, _BATCH = ScenePanel("output", 4, grows=1), ScenePanel("batch", 9, grows=1)
+_OUTPUT, _BATCH = ScenePanel("output", 4, growth_weight=1), ScenePanel("batch", 9, growth_weight=1)
 """Nine rows have room for the figures of panel 3, a history with its axis, and the last step."""
-_DEVICES, _COMPARE, _PROGRESS = ScenePanel("devices", 4), ScenePanel("compare", 6), ScenePanel("progress", 4, grows=1)
-_REPLICAS, _RANKS, _STANDING = ScenePanel("replicas", 5), ScenePanel("replicas", 7), ScenePanel("replicas", 7)
+_DEVICES, _COMPARE, _PROGRESS = (
+    ScenePanel("devices", 4),
+    ScenePanel("compare", 6),
+    ScenePanel("progress", 4, growth_weight=1),
+)
+_REPLICAS, _RANKS, _STALLED_RANKS = ScenePanel("replicas", 5), ScenePanel("replicas", 7), ScenePanel("replicas", 7)
 _NODES = ScenePanel("replicas", 10)
-_HAPPENED = ScenePanel("progress", 7, grows=1)
+_ENDED_PROGRESS = ScenePanel("progress", 7, growth_weight=1)
 
-_OF_RANKS = Arrangement(
+_RANK_ARRANGEMENT = Arrangement(
     (_RANKS, _OUTPUT, _BATCH, _PROGRESS, _COMPARE, _DEVICES),
-    one=("devices", "compare", "replicas", "progress", "batch", "output"),
-    two=("replicas", "batch", (("devices", "compare", "progress"), "output")),
-    three=((("replicas", "batch", ("devices", "compare")), ("progress", "output")),),
+    one_column=("devices", "compare", "replicas", "progress", "batch", "output"),
+    two_columns=("replicas", "batch", (("devices", "compare", "progress"), "output")),
+    three_columns=((("replicas", "batch", ("devices", "compare")), ("progress", "output")),),
 )
 ARRANGEMENTS: Mapping[str, Arrangement] = {
     STARTING: Arrangement(
-        (_OUTPUT, _PROGRESS._replace(grows=0), _DEVICES),
-        one=("progress", "devices", "output"),
-        two=(("progress", "devices"), "output"),
-        three=(("progress", "devices"), "output"),
+        (_OUTPUT, _PROGRESS._replace(growth_weight=0), _DEVICES),
+        one_column=("progress", "devices", "output"),
+        two_columns=(("progress", "devices"), "output"),
+        three_columns=(("progress", "devices"), "output"),
     ),
     SINGLE: Arrangement(
         (_BATCH, _OUTPUT, _PROGRESS, _DEVICES, _REPLICAS, _COMPARE),
-        one=("devices", "compare", "replicas", "progress", "batch", "output"),
-        two=("replicas", "batch", (("devices", "compare", "progress"), "output")),
-        three=((("replicas", "batch", ("devices", "output")), ("progress", "compare")),),
+        one_column=("devices", "compare", "replicas", "progress", "batch", "output"),
+        two_columns=("replicas", "batch", (("devices", "compare", "progress"), "output")),
+        three_columns=((("replicas", "batch", ("devices", "output")), ("progress", "compare")),),
     ),
     DP: Arrangement(
         (_REPLICAS, _OUTPUT, _BATCH, _PROGRESS, _COMPARE, _DEVICES),
-        one=("devices", "replicas", "progress", "batch", "compare", "output"),
-        two=(("devices", "replicas"), "batch", (("compare", "output"), "progress")),
-        three=(((("devices", "replicas"), "batch", "output"), ("progress", "compare")),),
+        one_column=("devices", "replicas", "progress", "batch", "compare", "output"),
+        two_columns=(("devices", "replicas"), "batch", (("compare", "output"), "progress")),
+        three_columns=(((("devices", "replicas"), "batch", "output"), ("progress", "compare")),),
     ),
-    RANKS: _OF_RANKS,
-    MANY: _OF_RANKS,
+    RANKS: _RANK_ARRANGEMENT,
+    MANY: _RANK_ARRANGEMENT,
     NODES: Arrangement(
         (_NODES, _OUTPUT, _BATCH, _PROGRESS, _COMPARE, _DEVICES),
-        one=("devices", "compare", "replicas", "progress", "batch", "output"),
-        two=("replicas", (("batch", "devices"), ("compare", "progress", "output"))),
-        three=((("replicas", "batch", ("devices", "compare")), ("progress", "output")),),
+        one_column=("devices", "compare", "replicas", "progress", "batch", "output"),
+        two_columns=("replicas", (("batch", "devices"), ("compare", "progress", "output"))),
+        three_columns=((("replicas", "batch", ("devices", "compare")), ("progress", "output")),),
     ),
     STALLED: Arrangement(
-        (_STANDING, _OUTPUT, _BATCH, _PROGRESS, _DEVICES),
-        one=("devices", "replicas", "progress", "batch", "output"),
-        two=("replicas", "batch", (("devices", "progress"), "output")),
-        three=("replicas", "batch", (("devices", "progress"), "output")),
+        (_STALLED_RANKS, _OUTPUT, _BATCH, _PROGRESS, _DEVICES),
+        one_column=("devices", "replicas", "progress", "batch", "output"),
+        two_columns=("replicas", "batch", (("devices", "progress"), "output")),
+        three_columns=("replicas", "batch", (("devices", "progress"), "output")),
     ),
     ENDED: Arrangement(
-        (_HAPPENED, _OUTPUT, _BATCH, _REPLICAS, _COMPARE, _DEVICES),
-        one=("progress", "devices", "compare", "replicas", "batch", "output"),
-        two=(("progress", "output"), "batch", (("devices", "replicas"), "compare")),
-        three=((("progress", ("devices", "replicas"), "batch"), ("compare", "output")),),
+        (_ENDED_PROGRESS, _OUTPUT, _BATCH, _REPLICAS, _COMPARE, _DEVICES),
+        one_column=("progress", "devices", "compare", "replicas", "batch", "output"),
+        two_columns=(("progress", "output"), "batch", (("devices", "replicas"), "compare")),
+        three_columns=((("progress", ("devices", "replicas"), "batch"), ("compare", "output")),),
     ),
 }
 """The panels of each scene. A scene leaves out those that can have no value in a run."""
 
 
 class Scene(NamedTuple):
-    """What the screen shows."""
+    """The panels that the screen shows, and who draws them."""
 
     name: str
     """A key of ARRANGEMENTS."""
     panels: tuple[str, ...]
     """The panels that can have values, the most important first."""
-    second: ModuleType
+    second_panel: ModuleType
     """Draws panel 2: replicas (or stages), ranks, or where each rank stands."""
-    fourth: ModuleType
+    fourth_panel: ModuleType
     """Draws panel 4: the comparison of the modes, or communication."""
-    stale: bool
+    is_stale: bool
     """Whether the figures are from before a stall: then they are dimmed, and there is no advice."""
 
     @property
@@ -96,23 +100,32 @@ class Scene(NamedTuple):
         return ARRANGEMENTS[self.name].only(self.panels)
 
 
-def choose_scene(facts: ScreenData) -> Scene:
-    """What the screen shows. A run that ended in a stall is shown like the stall."""
-    stalled, process = facts.shown_stall is not None, facts.process
-    ranks, modes = panel_ranks.is_shown(facts), panel_compare.is_shown(facts)
-    second = panel_stall if stalled else panel_ranks if ranks else panel_replicas
-    fourth = panel_communication if panel_communication.is_shown(facts) else panel_compare
-    name = (MANY if panel_ranks.shows_map(facts) else RANKS) if ranks else DP if modes else SINGLE
-    if process is None or process.seen_ns < 0:
+def choose_scene(screen: ScreenData) -> Scene:
+    """Return what to show. A run that ended in a stall is shown like the stall."""
+    is_stalled, process = screen.shown_stall is not None, screen.process
+    has_ranks, compares_modes = panel_ranks.is_shown(screen), panel_compare.is_shown(screen)
+    second_panel = panel_ranks if has_ranks else panel_replicas
+    if is_stalled:
+        second_panel = panel_stall
+    fourth_panel = panel_communication if panel_communication.is_shown(screen) else panel_compare
+    if is_stalled:
+        name = STALLED
+    elif screen.is_over:
+        name = ENDED
+    elif screen.state.nodes:
+        name = NODES
+    elif process is None or process.seen_ns < 0:
         name = STARTING
-    name = NODES if facts.state.nodes else name
-    name = STALLED if stalled else ENDED if facts.is_over else name
-    gone = set()
-    if not (stalled or ranks or modes or panel_replicas.has_stages(process)):
-        gone.add("replicas")
-    if fourth is panel_compare and not modes:
-        gone.add("compare")
-    if not panel_progress.is_shown(facts) or (stalled and not facts.is_over):
-        gone.add("progress")
-    panels = tuple(panel for panel in ARRANGEMENTS[name].panels if panel not in gone)
-    return Scene(name, panels, second, fourth, stalled)
+    elif has_ranks:
+        name = MANY if panel_ranks.shows_map(screen) else RANKS
+    else:
+        name = DP if compares_modes else SINGLE
+    empty_panels = set()
+    if not (is_stalled or has_ranks or compares_modes or panel_replicas.has_stages(process)):
+        empty_panels.add("replicas")
+    if fourth_panel is panel_compare and not compares_modes:
+        empty_panels.add("compare")
+    if not panel_progress.is_shown(screen) or (is_stalled and not screen.is_over):
+        empty_panels.add("progress")
+    panels = tuple(panel for panel in ARRANGEMENTS[name].panels if panel not in empty_panels)
+    return Scene(name, panels, second_panel, fourth_panel, is_stalled)

@@ -37,7 +37,7 @@ NAMES = {
     "devices": "1 Devices",
     "replicas": "2 Replicas",
     "batch": "3 Batch",
-    "compare": "4 dp against single",
+    "compare": "4 dp vs. single",
     "output": "5 Output",
     "progress": "6 Progress",
 }
@@ -47,9 +47,11 @@ RANK_NAMES = {"replicas": "2 Ranks", "compare": "4 Communication"}
 RANGES = (30, 120, 600, 0)
 """Time ranges to choose from in seconds; 0 is the whole run."""
 QUIET_SHOWN_NS = 5 * SECOND
+_SHOWN_STATES = {QUIET: "idle"}
+"""The words on the screen for states whose names in files differ."""
 READING = "reading the record"
-BEFORE_STALL = ("before the stall", "wait")
-"""Stands beside figures that cover no time of the stall."""
+BEFORE_STALL = ("values from before the stall", "wait")
+"""Stands next to metrics that cover no time of the stall."""
 
 
 class PlaybackPosition(NamedTuple):
@@ -57,12 +59,12 @@ class PlaybackPosition(NamedTuple):
 
     position_ns: int
     length_ns: int
-    playing: bool
+    is_playing: bool
     speed: float
 
 
 class LookBack(NamedTuple):
-    """The time from which the user looks back (ns since the run's start)."""
+    """The moment from which the user looks back (ns since the run's start)."""
 
     state: RunSnapshot
     """The state when the picture was frozen: the histories go on until then."""
@@ -73,7 +75,7 @@ class LookBack(NamedTuple):
 
 
 class ModeRequest(NamedTuple):
-    """A requested mode: pending, done or refused, and when (ns since the run's start)."""
+    """A requested mode with its status: pending, done or refused, and since when (ns since the run's start)."""
 
     mode: str
     status: str
@@ -88,23 +90,23 @@ class View:
 
     focus: str = "replicas"
     zoom: str | None = None
-    frozen: bool = False
-    at_ns: int | None = None
+    is_frozen: bool = False
+    shown_ns: int | None = None
     """The earlier time that a frozen picture shows (ns since the run's start); None: when it was frozen."""
-    root: int = 0
+    call_choice: int = 0
     """Number of the root, or call of a step, that the replicas panel shows; 0: always the one called last."""
-    span_s: int = 120
+    range_s: int = 120
     """Time range of the histories and their figures, one of RANGES; 0 is the whole run."""
-    scrolled: Mapping[str, int] = field(default_factory=dict)
+    first_rows: Mapping[str, int] = field(default_factory=dict)
     """Per panel, its first visible row; if this is beyond the end, the panel shows its last rows."""
-    process: int | None = None
+    process_index: int | None = None
     """The process, usually a rank, whose time panel 3 shows; None: the one that represents the run."""
-    node: int | None = None
+    node_number: int | None = None
     """The number of the only node on the screen; None for all."""
     search: str = ""
     """The text to find in the output; hits are highlighted."""
     message: str | None = None
-    dialog: tuple[tuple[str, str], ...] = ()
+    dialog_keys: tuple[tuple[str, str], ...] = ()
     """Keys of the open dialog and their effects; no other keys work meanwhile."""
 
 
@@ -114,33 +116,33 @@ class ScreenData:
 
     state: RunSnapshot
     now_ns: int
-    info: RunInfo | None = None
+    run_info: RunInfo | None = None
     """The contents of run.json; None before the run is opened."""
     view: View = field(default_factory=View)
-    stage: tuple[str, int] | None = None
-    reads_since_ns: int | None = None
+    startup_stage: tuple[str, int] | None = None
+    input_wait_since_ns: int | None = None
     """When the command began to wait for a line of input (ns); None if it was not seen waiting."""
     activities: Mapping[int, tuple[str, int]] = field(default_factory=dict)
-    alive: bool | None = None
-    ended: ExitInfo | None = None
-    last_line: str | None = None
+    is_command_alive: bool | None = None
+    exit_info: ExitInfo | None = None
+    exit_cause: str | None = None
     """Why it ended: the last line of the script's traceback, or another cause; None if unknown."""
-    toggle: ModeRequest | None = None
-    pausing: PauseState = field(default_factory=PauseState)
+    mode_request: ModeRequest | None = None
+    pause_state: PauseState = field(default_factory=PauseState)
     can_pause: bool = False
     """Whether the training can be paused or resumed."""
     can_toggle: bool = False
     can_type: bool = False
-    answers: NodeReplies | None = None
+    node_replies: NodeReplies | None = None
     """How the nodes have answered the last request; None on one machine."""
-    outputs: int = 1
+    output_file_count: int = 1
     """Number of output files: two if the script's errors are separate."""
-    scrolled_back: bool = False
+    is_output_scrolled_back: bool = False
     """Whether the output is scrolled away from its end."""
-    stopping: str | None = None
-    ending: bool = False
+    stop_progress: str | None = None
+    is_ending: bool = False
     """Whether the command is gone and its exit is not recorded yet."""
-    reading: bool = False
+    is_reading: bool = False
     """Whether older records are still being read, so that the age of the last step means nothing."""
     playing: PlaybackPosition | None = None
     """The position of the playback; None for a live run."""
@@ -152,11 +154,11 @@ class ScreenData:
 
     @property
     def title(self) -> str:
-        """The name that the user gave the run, else the script without its directories; clean."""
-        if self.info is None:
+        """The name that the user gave the run, else the script without its directories; sanitized."""
+        if self.run_info is None:
             return ""
-        script = sanitize_line(self.info.script, 200)
-        return sanitize_line(self.info.options.get("name") or "", 40) or script.rsplit("/", 1)[-1] or script
+        script = sanitize_line(self.run_info.script, 200)
+        return sanitize_line(self.run_info.options.get("name") or "", 40) or script.rsplit("/", 1)[-1] or script
 
     @property
     def process(self) -> Process | None:
@@ -165,188 +167,201 @@ class ScreenData:
 
     @property
     def input_wait_ns(self) -> int | None:
-        """How long (ns) the command has waited for input; None if it does not, or if the wait is too short to show."""
-        since = self.reads_since_ns
-        if since is None or self.reading or self.now_ns - since <= WAIT_SHOWN_NS:
+        """How long (ns) the command has waited for input; None if it does not wait, or too briefly to show."""
+        since_ns = self.input_wait_since_ns
+        if since_ns is None or self.is_reading or self.now_ns - since_ns <= WAIT_SHOWN_NS:
             return None
-        return None if any(each.seen_ns > since for each in self.state.processes.values()) else self.now_ns - since
+        return (
+            None
+            if any(process.seen_ns > since_ns for process in self.state.processes.values())
+            else self.now_ns - since_ns
+        )
 
     @property
     def run_state(self) -> RunState:
         """The state of the run in a word, and since when (ns since the run's start)."""
-        waited = self.input_wait_ns
-        reads = None if waited is None else self.now_ns - waited
-        now = self.state.state_inputs(self.now_ns, self.activities, self.pausing.since_ns, reads)
-        return decide_state(now._replace(over=self.is_over))
+        wait_ns = self.input_wait_ns
+        input_wait_since = None if wait_ns is None else self.now_ns - wait_ns
+        inputs = self.state.state_inputs(self.now_ns, self.activities, self.pause_state.since_ns, input_wait_since)
+        return decide_state(inputs._replace(over=self.is_over))
 
     @property
     def shown_stall(self) -> RecordedStall | None:
         """The stall that the run is in; once the command has ended, the one in which it ended."""
-        if not (self.is_over or self.ending):
-            return (
-                self.state.current_stall
-                if self.state.current_stall is not None and self.run_state.word == STALLED
-                else None
-            )
-        finished = self.ended is not None and self.ended.status == 0
-        return None if finished else final_stall(self.state.stalls, self.state.newest_ns)
+        if not (self.is_over or self.is_ending):
+            stall = self.state.current_stall
+            return stall if stall is not None and self.run_state.word == STALLED else None
+        has_succeeded = self.exit_info is not None and self.exit_info.status == 0
+        return None if has_succeeded else final_stall(self.state.stalls, self.state.newest_ns)
 
     @property
     def shows_past(self) -> bool:
-        """Whether the picture shows an earlier time, so that nothing can be asked of the training about it."""
+        """Whether the screen shows a past time, in which case no request can be sent to the training."""
         return self.playing is not None or self.past is not None
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more will come."""
-        return self.ended is not None or self.alive is False
+        """Whether the run has ended, so that no more records will come."""
+        return self.exit_info is not None or self.is_command_alive is False
 
     @property
     def is_live(self) -> bool:
-        """Whether the figures of the last steps hold now: the run is neither stalled nor at its end."""
-        if self.is_over or self.ending or self.shown_stall is not None:
+        """Whether the metrics of the last steps still hold: the run has neither stalled nor ended."""
+        if self.is_over or self.is_ending or self.shown_stall is not None:
             return False
         return not all_finished(self.state, self.activities)
 
     @property
     def current_straggler(self) -> Straggler | None:
-        """The ranks that the others wait for now; None if no rank stands out, or if the run does not go on."""
+        """The ranks that the others wait for now; None if no rank stands out, or if the run is not live."""
         return self.state.straggler if self.is_live else None
 
-    def empty_reason(self, over: str, yet: str) -> str:
-        """Why there is nothing to show: `over` after the end, READING while older records are read, else `yet`."""
-        calls = self.state.open_calls
-        if calls and not self.is_over:
-            return format_calls_so_far(calls)
-        return over if self.is_over else READING if self.reading else yet
+    def empty_reason(self, ended_reason: str, pending_reason: str) -> str:
+        """Return why there is nothing to show yet: the calls so far, READING while older records are read, or one of
+        the reasons for a run that has ended and for a live one.
+        """
+        if self.is_over:
+            return ended_reason
+        if self.state.open_calls:
+            return format_calls_so_far(self.state.open_calls)
+        return READING if self.is_reading else pending_reason
 
     @property
     def elapsed_ns(self) -> int:
         """The run's duration until now or its end (ns); in a playback, until its position."""
         if self.playing is not None:
             return self.playing.position_ns
-        return self.now_ns if self.ended is None else int(self.ended.seconds * 1e9)
+        return self.now_ns if self.exit_info is None else int(self.exit_info.seconds * 1e9)
 
 
 def all_finished(state: RunSnapshot, activities: Mapping[int, tuple[str, int]]) -> bool:
-    """Whether every process that has trained reports that it is finished."""
-    trained = False
-    for number, each in state.processes.items():  # most often, the first one goes on
-        if each.seen_ns >= 0:
-            trained = True
-            if activities.get(number, ("", 0))[0] != "ended":
+    """Return whether every process that has trained reports that it is finished."""
+    has_trained = False
+    for process_index, process in state.processes.items():  # most often, the first one goes on
+        if process.seen_ns >= 0:
+            has_trained = True
+            activity, _ = activities.get(process_index, ("", 0))
+            if activity != "ended":
                 return False
-    return trained
+    return has_trained
 
 
 class ActivityText(NamedTuple):
-    """The run's activity in words, with a style and a detail."""
+    """The activity of a run in words, with a style and a detail."""
 
     word: str
     style: str
     detail: str = ""
 
 
-def describe_activity(facts: ScreenData) -> ActivityText:
-    """The run's current activity in everyday words."""
-    if facts.ended is not None:
-        return _describe_outcome(facts.ended)
-    if facts.alive is False:
+def shown_state(run_state: RunState) -> str:
+    """Return the state of a run in the word that the screen shows."""
+    return _SHOWN_STATES.get(run_state.word, run_state.word)
+
+
+def describe_activity(screen: ScreenData) -> ActivityText:
+    """Return what the run is doing, in everyday words."""
+    if screen.exit_info is not None:
+        return _describe_outcome(screen.exit_info)
+    if screen.is_command_alive is False:
         return ActivityText("ended", "bad", "status unknown")
-    process = facts.process
-    activity = facts.activities.get(process.process) if process is not None else None
-    if facts.ending:
+    process = screen.process
+    activity = screen.activities.get(process.process) if process is not None else None
+    if screen.is_ending:
         return ActivityText("ending", "wait", "the command has ended")
-    doing, since = activity if activity is not None else ("", 0)
-    spent = facts.now_ns - since if since > 0 else 0
-    found = facts.run_state
-    lasted = "" if found.since_ns is None else f"{(facts.now_ns - found.since_ns) / 1e9:.0f} s"
-    if found.word == PAUSED:
-        return ActivityText(PAUSED, "wait", lasted)
-    if facts.reading:
-        newest = facts.state.newest_ns
-        return ActivityText(
-            READING, "wait", f"{format_clock(newest)} of {format_clock(facts.now_ns)}" if newest >= 0 else ""
-        )
-    if found.word == WAITING_FOR_INPUT:
-        return ActivityText(WAITING_FOR_INPUT, "wait", f"{lasted}{': press i' if facts.can_type else ''}")
-    if found.word == STALLED:
-        return ActivityText(STALLED.upper(), "bad", lasted)
+    doing, since_ns = activity if activity is not None else ("", 0)
+    activity_ns = screen.now_ns - since_ns if since_ns > 0 else 0
+    run_state = screen.run_state
+    state_age = "" if run_state.since_ns is None else f"{(screen.now_ns - run_state.since_ns) / 1e9:.0f} s"
+    if run_state.word == PAUSED:
+        return ActivityText(PAUSED, "wait", state_age)
+    if screen.is_reading:
+        newest_ns = screen.state.newest_ns
+        progress = f"{format_clock(newest_ns)} of {format_clock(screen.now_ns)}" if newest_ns >= 0 else ""
+        return ActivityText(READING, "wait", progress)
+    if run_state.word == WAITING_FOR_INPUT:
+        return ActivityText(WAITING_FOR_INPUT, "wait", f"{state_age}{': press i' if screen.can_type else ''}")
+    if run_state.word == STALLED:
+        return ActivityText(STALLED.upper(), "bad", state_age)
     if process is None or process.seen_ns < 0:
-        return _before_first_batch(facts, doing, spent)
+        return _before_first_batch(screen, doing, activity_ns)
     # An evaluation that has ended while the training waits for it does not count as an end.
-    if doing == "ended" and all_finished(facts.state, facts.activities):
+    if doing == "ended" and all_finished(screen.state, screen.activities):
         # Another training is starting, and none of its steps was seen yet.
-        if facts.stage is not None and facts.stage[1] > max(facts.state.newest_ns, process.seen_ns):
-            return _before_first_batch(facts, "", 0)
+        _, stage_start_ns = screen.startup_stage or ("", 0)
+        if stage_start_ns > max(screen.state.newest_ns, process.seen_ns):
+            return _before_first_batch(screen, "", 0)
         return ActivityText("ending", "wait", "the training process is exiting")
-    if found.word in (WAITING_FOR_DATA, QUIET):
-        return ActivityText(found.word, "wait", lasted)
+    if run_state.word in (WAITING_FOR_DATA, QUIET):
+        return ActivityText(shown_state(run_state), "wait", state_age)
     # The record may be behind on an overloaded machine, but not what the process does now.
-    long = facts.now_ns - max(process.seen_ns, since) > QUIET_SHOWN_NS and doing in SPAN_PHASES
-    where = f"in {doing} {spent / 1e9:.0f} s"
-    if len(facts.state.training_processes) > 1:  # where this rank is may only be where it waits for another one
-        where = f"no step for {(facts.now_ns - process.seen_ns) / 1e9:.0f} s"
-    return ActivityText(found.word, "good", where if long else "")
+    is_long = screen.now_ns - max(process.seen_ns, since_ns) > QUIET_SHOWN_NS and doing in SPAN_PHASES
+    detail = f"in {doing} {activity_ns / 1e9:.0f} s"
+    if len(screen.state.training_processes) > 1:  # where this rank is may only be where it waits for another one
+        detail = f"no step for {(screen.now_ns - process.seen_ns) / 1e9:.0f} s"
+    return ActivityText(run_state.word, "good", detail if is_long else "")
 
 
-def no_progress_text(facts: ScreenData) -> str | None:
-    """Why a run that is not stalled makes no progress; None if it makes some."""
-    found = describe_activity(facts)
-    return None if found.style == "good" else f"{found.word}: {found.detail}".rstrip(": ")
+def no_progress_text(screen: ScreenData) -> str | None:
+    """Return why a run that is not stalled makes no progress; None if it makes some."""
+    activity = describe_activity(screen)
+    return None if activity.style == "good" else f"{activity.word}: {activity.detail}".rstrip(": ")
 
 
-def _before_first_batch(facts: ScreenData, doing: str, spent: int) -> ActivityText:
-    if doing == "data" and spent > WAIT_SHOWN_NS:
-        return ActivityText(WAITING_FOR_DATA, "wait", f"first batch, {spent / 1e9:.0f} s")
-    if facts.state.open_calls:
-        return ActivityText(facts.run_state.word, "wait", format_calls_so_far(facts.state.open_calls))
+def _before_first_batch(screen: ScreenData, doing: str, activity_ns: int) -> ActivityText:
+    if doing == "data" and activity_ns > WAIT_SHOWN_NS:
+        return ActivityText(WAITING_FOR_DATA, "wait", f"first batch, {activity_ns / 1e9:.0f} s")
+    if screen.state.open_calls:
+        return ActivityText(screen.run_state.word, "wait", format_calls_so_far(screen.state.open_calls))
     if doing:  # a script without a loader has no visible first batch
-        where = "the script" if doing == "other" else sanitize_line(doing, 20)
-        first = "first batch" if doing == "data" else "first step"
-        return ActivityText(STARTING, "wait", f"{first} in {where}, {spent / 1e9:.0f} s" if spent >= SECOND else first)
-    why = sanitize_line(startup_wait_reason(facts.stage, facts.now_ns), 200)
-    lasted = f"{max(facts.now_ns - (0 if facts.stage is None else facts.stage[1]), 0) / 1e9:.0f} s"
-    return ActivityText(STARTING, "wait", f"{why}, {lasted}" if why else lasted)
+        activity = "the script" if doing == "other" else sanitize_line(doing, 20)
+        first_item = "first batch" if doing == "data" else "first step"
+        if activity_ns < SECOND:
+            return ActivityText(STARTING, "wait", first_item)
+        return ActivityText(STARTING, "wait", f"{first_item} in {activity}, {activity_ns / 1e9:.0f} s")
+    reason = sanitize_line(startup_wait_reason(screen.startup_stage, screen.now_ns), 200)
+    _, stage_start_ns = screen.startup_stage or ("", 0)
+    stage_age = f"{max(screen.now_ns - stage_start_ns, 0) / 1e9:.0f} s"
+    return ActivityText(STARTING, "wait", f"{reason}, {stage_age}" if reason else stage_age)
 
 
-def _describe_outcome(ended: ExitInfo) -> ActivityText:
-    if ended.stopped:
-        return ActivityText("stopped", "wait", "by you" + (f", status {ended.status}" if ended.status else ""))
-    if ended.signal == "SIGINT":
+def _describe_outcome(exit_info: ExitInfo) -> ActivityText:
+    if exit_info.stopped:
+        return ActivityText("stopped", "wait", "by you" + (f", status {exit_info.status}" if exit_info.status else ""))
+    if exit_info.signal == "SIGINT":
         return ActivityText("interrupted", "wait", "SIGINT")
-    if ended.status is None:
+    if exit_info.status is None:
         return ActivityText("ended", "bad", "status unknown")
-    if ended.signal is not None:
-        perhaps = "perhaps out of memory" if ended.signal == "SIGKILL" else ""
-        return ActivityText(f"killed by {sanitize_line(ended.signal, 12)}", "bad", perhaps)
-    if ended.status == 0:
+    if exit_info.signal is not None:
+        likely_cause = "possibly out of memory" if exit_info.signal == "SIGKILL" else ""
+        return ActivityText(f"killed by {sanitize_line(exit_info.signal, 12)}", "bad", likely_cause)
+    if exit_info.status == 0:
         return ActivityText("finished", "good", "status 0")
-    return ActivityText("failed", "bad", f"status {ended.status}")
+    return ActivityText("failed", "bad", f"status {exit_info.status}")
 
 
 def format_devices(devices: tuple[str, ...]) -> str:
-    """("cuda:0", "cuda:1", "cuda:3") -> "cuda:0-1,3"; clean."""
+    """Return device names in short, sanitized: ("cuda:0", "cuda:1", "cuda:3") -> "cuda:0-1,3"."""
     parts = []
-    for kind, same in groupby(
+    for device_type, devices_of_type in groupby(
         (sanitize_line(device, 40).partition(":") for device in devices), key=lambda part: part[0]
     ):
-        indices = [index for *_, index in same]
-        numbered = all(index.isdecimal() for index in indices)
-        listed = format_ranges(map(int, indices), ",", 2) if numbered else ",".join(indices)
-        parts.append(f"{kind}:{listed}" if any(indices) else kind)
+        indices = [index for *_, index in devices_of_type]
+        is_numbered = all(index.isdecimal() for index in indices)
+        index_text = format_ranges(map(int, indices), ",", 2) if is_numbered else ",".join(indices)
+        parts.append(f"{device_type}:{index_text}" if any(indices) else device_type)
     return " ".join(parts)
 
 
-def format_mode_and_devices(process: Process | None, times: str) -> tuple[str, str]:
-    """The current mode ("dp ×4", "single", "ddp ×2") and its devices ("cuda:0-3", "cpu:0-1 virtual")."""
+def format_mode_and_devices(process: Process | None, times_sign: str) -> tuple[str, str]:
+    """Return the current mode ("dp ×4", "single", "ddp ×2") and its devices ("cuda:0-3", "cpu:0-1 virtual")."""
     if process is None or not process.mode:
         return UNKNOWN, ""
-    where = format_devices(process.devices)
-    by = process.distributed
-    if by is not None:
+    device_text = format_devices(process.devices)
+    method = process.distributed
+    if method is not None:
         ranks = process.info.world
-        return (f"{RANK_MODES[by]} {times}{ranks}" if ranks else RANK_MODES[by]), where
+        return (f"{RANK_MODES[method]} {times_sign}{ranks}" if ranks else RANK_MODES[method]), device_text
     if process.mode != "dp":
-        return process.mode, where.split(",")[0].split("-")[0]
-    return f"dp {times}{len(process.devices)}", where + (" virtual" if process.virtual else "")
+        return process.mode, device_text.split(",")[0].split("-")[0]
+    return f"dp {times_sign}{len(process.devices)}", device_text + (" virtual" if process.virtual else "")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import product
+from typing import NamedTuple
 
 from dpmon.model.run_snapshot import Process
 from dpmon.model.step_timeline import Lane, Piece, StepTimeline, last_step_timeline
@@ -19,15 +20,15 @@ from dpmon.text.cells import align_right, span_width, truncate
 from dpmon.text.formatting import format_count, format_count_with_noun, format_duration
 from dpmon.ui.chart import busy_signs, round_up_nice
 from dpmon.ui.styled_rows import Row, Span, fit_row, merge_spans, row_width
-from dpmon.ui.terminal_style import LETTERS, Glyphs, TerminalStyle, letter_in
+from dpmon.ui.terminal_style import LETTERS, Glyphs, TerminalStyle, letter_position
 
-REST = ("forward rest", "fwd rest", "fwd")
+OTHER_FORWARD_NAMES = ("other forward", "other fwd", "fwd")
 """Names, from long to short, for the rest of the forward when the call's phases are shown separately."""
-_LEFT = " ▏▎▍▌▋▊▉█"
-_TOOK = 9
-_SCALED = 3
+_LEFT_BLOCKS = " ▏▎▍▌▋▊▉█"
+_DURATION_CELLS = 9
+_MIN_SCALE_ROWS = 3
 """From this height on, the first row is the scale; with ranks, one row more; one fewer if there is only one row."""
-_TICK = 16
+_MIN_TICK_CELLS = 16
 """Cells from one tick of the scale to the next, at least."""
 
 
@@ -35,313 +36,424 @@ def render_waterfall(
     process: Process,
     width: int,
     height: int,
-    look: TerminalStyle,
+    style: TerminalStyle,
     ranks: Sequence[Process] = (),
     sample: LastSample | None = None,
 ) -> list[Row]:
-    """At most `height` rows of `width` cells: the scale, then the last step of `process` with a lane a replica.
+    """Return the scale, then the last step of `process` with a lane per replica, in at most `height` rows.
 
-    `ranks`: all ranks with a step, in the order of their rows, if there are several; they replace the lanes.
-    `sample`: the newest step with known collectives. The longest step fills the width.
+    `ranks`: all ranks with a step, in the order of their rows, if there are several; they replace the lanes. `sample`:
+    the newest step with known collectives. The longest step fills the width.
     """
-    own = last_step_timeline(process)
-    if own is None or height <= 0:
+    own_timeline = last_step_timeline(process)
+    if own_timeline is None or height <= 0:
         return []
     ranks = ranks if height > 1 else ()
-    with_scale = height >= _SCALED + bool(ranks) - (not visible_lanes(own) and not own.step.buckets)
+    with_scale = height >= _MIN_SCALE_ROWS + bool(ranks) - (
+        not visible_lanes(own_timeline) and not own_timeline.step.buckets
+    )
     height -= with_scale
-    first = "" if with_scale else "last step, "
-    names = [f"{'' if at else first}rank {one.rank}" for at, one in enumerate(ranks or (process,))]
+    first_prefix = "" if with_scale else "last step, "
+    names = [
+        f"{'' if index else first_prefix}rank {rank_process.rank}"
+        for index, rank_process in enumerate(ranks or (process,))
+    ]
     if process.rank is None:
         names = ["main" if with_scale else "last step"]
-    label = max(10, len(names[0]) + 1)
+    label_cells = max(10, len(names[0]) + 1)
     if not ranks:
-        label = min(max(label, *(5 + span_width(sanitize_line(lane.device, 12)) for lane in visible_lanes(own)), 0), 18)
-    room = width - label - _TOOK
-    if room < 8:
+        label_cells = min(
+            max(
+                label_cells,
+                *(5 + span_width(sanitize_line(lane.device, 12)) for lane in visible_lanes(own_timeline)),
+                0,
+            ),
+            18,
+        )
+    chart_cells = width - label_cells - _DURATION_CELLS
+    if chart_cells < 8:
         return []
-    least = min(max(len(ranks), 1), 3)
-    with_buckets = bool(own.step.buckets) and height > least
-    with_sample = bool(ranks) and sample is not None and height - with_buckets > least
+    min_rank_rows = min(max(len(ranks), 1), 3)
+    with_buckets = bool(own_timeline.step.buckets) and height > min_rank_rows
+    with_sample = bool(ranks) and sample is not None and height - with_buckets > min_rank_rows
     height -= with_buckets + with_sample
-    drawn = ranks if len(ranks) <= height else ranks[: max(height - 1, 1)]
-    shown = [(one, found) for one in drawn or [process] if (found := last_step_timeline(one)) is not None]
-    begins = _align_sync_ends([timeline for _, timeline in shown])
-    top = max(begin + timeline.step.wall_ns for begin, (_, timeline) in zip(begins, shown, strict=True))
-    rows = [_scale([timeline for _, timeline in shown], label, room, top, look)] if with_scale else []
-    for name, (one, timeline), begin in zip(names, shown, begins, strict=False):
+    drawn_ranks = ranks if len(ranks) <= height else ranks[: max(height - 1, 1)]
+    shown_timelines = [
+        (rank_process, rank_timeline)
+        for rank_process in drawn_ranks or [process]
+        if (rank_timeline := last_step_timeline(rank_process)) is not None
+    ]
+    start_offsets = _align_sync_ends([timeline for _, timeline in shown_timelines])
+    scale_ns = max(
+        start_offset + timeline.step.wall_ns
+        for start_offset, (_, timeline) in zip(start_offsets, shown_timelines, strict=True)
+    )
+    rows = (
+        [_scale_row([timeline for _, timeline in shown_timelines], label_cells, chart_cells, scale_ns, style)]
+        if with_scale
+        else []
+    )
+    for name, (rank_process, timeline), start_offset in zip(names, shown_timelines, start_offsets, strict=False):
         rows.append(
             _main_thread_row(
-                name.rjust(label - 1) if ranks and not with_scale else name, timeline, label, room, top, look, begin
+                name.rjust(label_cells - 1) if ranks and not with_scale else name,
+                timeline,
+                label_cells,
+                chart_cells,
+                scale_ns,
+                style,
+                start_offset,
             )
         )
-        if one is process and with_buckets:
-            rows.append(bucket_row(timeline, label, room, top, look, begin))
-        if one is process and sample is not None and with_sample:
-            rows.append(sample_row(sample, label, room, top, look))
+        if rank_process is process and with_buckets:
+            rows.append(bucket_row(timeline, label_cells, chart_cells, scale_ns, style, start_offset))
+        if rank_process is process and sample is not None and with_sample:
+            rows.append(sample_row(sample, label_cells, chart_cells, scale_ns, style))
     if ranks:
-        left = ranks[len(drawn) :]
-        times, idle = [one.last_step.wall_ns for one in left if one.last_step is not None], 0
-        hidden = height > 1
+        hidden_ranks = ranks[len(drawn_ranks) :]
+        hidden_times_ns, idle_count = (
+            [rank_process.last_step.wall_ns for rank_process in hidden_ranks if rank_process.last_step is not None],
+            0,
+        )
+        has_row_for_hidden = height > 1
     else:
-        lanes, unseen = _choose_lanes(visible_lanes(own), height - 1)
-        rows += [_lane(lane, own, label, room, top, look) for lane in lanes]
-        times = [lane.took_ns for lane in unseen if lane.pieces]
-        idle, hidden = len(unseen) - len(times), True
-    return [*rows, _summary_lane(times, idle, label, width, look)] if (hidden and times) or idle else rows
+        lanes, hidden_lanes = _choose_lanes(visible_lanes(own_timeline), height - 1)
+        rows += [_replica_row(lane, own_timeline, label_cells, chart_cells, scale_ns, style) for lane in lanes]
+        hidden_times_ns = [lane.took_ns for lane in hidden_lanes if lane.pieces]
+        idle_count, has_row_for_hidden = len(hidden_lanes) - len(hidden_times_ns), True
+    return (
+        [*rows, _summary_lane(hidden_times_ns, idle_count, label_cells, width, style)]
+        if (has_row_for_hidden and hidden_times_ns) or idle_count
+        else rows
+    )
 
 
 def visible_lanes(timeline: StepTimeline) -> Sequence[Lane]:
-    """The lanes worth a row: a single one would repeat the forward."""
+    """Return the lanes worth a row: a single one would repeat the forward."""
     return timeline.lanes if len(timeline.lanes) > 1 else ()
 
 
 def _align_sync_ends(timelines: Sequence[StepTimeline]) -> list[int]:
-    """Where each step begins (ns) on an axis on which all ranks leave their last synchronized pass together.
+    """Return where each step starts (ns) on an axis on which all ranks leave their last sync pass together.
 
-    This needs no common clock. A step without a synchronized pass begins at 0.
+    This needs no common clock. A step without a sync pass starts at 0.
     """
-    synced = [max((piece.end_ns for piece in each.main if piece.phase == "sync"), default=None) for each in timelines]
-    last = max((end for end in synced if end is not None), default=0)
-    return [0 if end is None else last - end for end in synced]
+    sync_ends = [
+        max((piece.end_ns for piece in timeline.main if piece.phase == "sync"), default=None) for timeline in timelines
+    ]
+    last_end = max((end for end in sync_ends if end is not None), default=0)
+    return [0 if end is None else last_end - end for end in sync_ends]
 
 
-def _scale(timelines: Iterable[StepTimeline], label: int, room: int, top: float, look: TerminalStyle) -> Row:
-    """The scale of the rows below, with a tick at round times; at its end, what a dotted row means."""
-    step = max(round_up_nice(top * _TICK / room), 1.0)
-    tick, line = look.glyphs.tick, look.glyphs.span[1]
-    cells = [line] * room
-    for number in range(int(top / step) + 1):
-        value, unit = format_duration(number * step).split()
-        text = f"{tick}{float(value):g} {unit} " if number else f"{tick}0 "
-        at = int(number * step / top * room)
-        if at + len(text) <= room:
-            cells[at : at + len(text)] = text
-    rest = any(each.idle_ns for each in timelines)
-    legend = align_right(f"{_dot(look.glyphs)} script", _TOOK) if rest else " " * _TOOK
-    return [*fit_row([("last step", "dim")], label, look.glyphs.more), ("".join(cells), "dim"), (legend, "dim")]
+def _scale_row(
+    timelines: Iterable[StepTimeline], label_cells: int, chart_cells: int, scale_ns: float, style: TerminalStyle
+) -> Row:
+    """Return the scale of the rows below, with a tick at round times, and at its end the meaning of a dotted row."""
+    tick_ns = max(round_up_nice(scale_ns * _MIN_TICK_CELLS / chart_cells), 1.0)
+    tick, line_sign = style.glyphs.tick, style.glyphs.span[1]
+    cells = [line_sign] * chart_cells
+    for tick_number in range(int(scale_ns / tick_ns) + 1):
+        value, unit = format_duration(tick_number * tick_ns).split()
+        text = f"{tick}{float(value):g} {unit} " if tick_number else f"{tick}0 "
+        column = int(tick_number * tick_ns / scale_ns * chart_cells)
+        if column + len(text) <= chart_cells:
+            cells[column : column + len(text)] = text
+    has_script_time = any(timeline.idle_ns for timeline in timelines)
+    legend = (
+        align_right(f"{_script_dot(style.glyphs)} script", _DURATION_CELLS)
+        if has_script_time
+        else " " * _DURATION_CELLS
+    )
+    return [*fit_row([("last step", "dim")], label_cells, style.glyphs.more), ("".join(cells), "dim"), (legend, "dim")]
 
 
 def _main_thread_row(
-    name: str, timeline: StepTimeline, label: int, room: int, top: float, look: TerminalStyle, begin: int
+    name: str,
+    timeline: StepTimeline,
+    label_cells: int,
+    chart_cells: int,
+    scale_ns: float,
+    style: TerminalStyle,
+    start_ns: int,
 ) -> Row:
-    """The row of a main thread. Its step begins `begin` ns after the start of the scale."""
+    """Return the row of a main thread. Its step starts `start_ns` ns after the start of the scale."""
     return [
-        *fit_row([(name, "dim")], label, look.glyphs.more),
-        *main_row(_shift_pieces(timeline.main, begin), room, top, look, (begin, begin + timeline.step.wall_ns)),
-        (align_right(format_duration(timeline.step.wall_ns), _TOOK), "bold"),
+        *fit_row([(name, "dim")], label_cells, style.glyphs.more),
+        *main_row(
+            _shift_pieces(timeline.main, start_ns),
+            chart_cells,
+            scale_ns,
+            style,
+            (start_ns, start_ns + timeline.step.wall_ns),
+        ),
+        (align_right(format_duration(timeline.step.wall_ns), _DURATION_CELLS), "bold"),
     ]
 
 
-def _shift_pieces(pieces: Iterable[Piece], begin: int) -> list[Piece]:
-    return [piece._replace(start_ns=piece.start_ns + begin, end_ns=piece.end_ns + begin) for piece in pieces]
+def _shift_pieces(pieces: Iterable[Piece], offset_ns: int) -> list[Piece]:
+    return [piece._replace(start_ns=piece.start_ns + offset_ns, end_ns=piece.end_ns + offset_ns) for piece in pieces]
 
 
 def bucket_row(
-    timeline: StepTimeline, label: int, room: int, top: float, look: TerminalStyle, step_begin: int = 0
+    timeline: StepTimeline,
+    label_cells: int,
+    chart_cells: int,
+    scale_ns: float,
+    style: TerminalStyle,
+    step_start_ns: int = 0,
 ) -> Row:
-    """When each bucket of gradients was ready, and how long the averaging lasted after the last one.
+    """Return when each bucket of gradients was ready, and how long the averaging lasted after the last one.
 
     A digit counts several buckets in one cell. Exposed communication lies at the end of a wait.
     """
-    scale = room / top
-    buckets = [at + step_begin for at in timeline.step.buckets]
-    marks = Counter(min(int(at * scale), room - 1) for at in buckets)
-    cells: list[Span] = [(" ", "")] * room
-    syncs = [piece for piece in _shift_pieces(timeline.main, step_begin) if piece.phase == "sync"]
-    left = timeline.step.exposed_ns or 0
-    (_, exposed, wait) = busy_signs(look.glyphs)
+    cells_per_ns = chart_cells / scale_ns
+    buckets = [ready_ns + step_start_ns for ready_ns in timeline.step.buckets]
+    marks = Counter(min(int(ready_ns * cells_per_ns), chart_cells - 1) for ready_ns in buckets)
+    cells: list[Span] = [(" ", "")] * chart_cells
+    syncs = [piece for piece in _shift_pieces(timeline.main, step_start_ns) if piece.phase == "sync"]
+    exposed_left_ns = timeline.step.exposed_ns or 0
+    (_, exposed, wait) = busy_signs(style.glyphs)
     if timeline.step.exposed_ns is None:
-        wait = (look.glyphs.bar[1], "dim")  # unknown split between wait and exposed communication
+        _, thin_line = style.glyphs.bar
+        wait = (thin_line, "dim")  # unknown split between wait and exposed communication
     for piece in reversed(syncs):
-        took = min(left, piece.end_ns - piece.start_ns)
-        left -= took
-        for begin, end, sign in (
-            (piece.start_ns, piece.end_ns - took, wait),
-            (piece.end_ns - took, piece.end_ns, exposed),
+        exposed_ns = min(exposed_left_ns, piece.end_ns - piece.start_ns)
+        exposed_left_ns -= exposed_ns
+        for start_ns, end_ns, sign in (
+            (piece.start_ns, piece.end_ns - exposed_ns, wait),
+            (piece.end_ns - exposed_ns, piece.end_ns, exposed),
         ):
-            first = round(begin * scale)
-            cells[first : round(end * scale)] = [sign] * (min(round(end * scale), room) - first)
-    for at, count in marks.items():
-        cells[at] = (look.glyphs.down if count == 1 else str(min(count, 9)), "bold")
-    waited = sum(piece.end_ns - piece.start_ns for piece in syncs) - (timeline.step.exposed_ns or 0)
-    legend = [(f"{format_count_with_noun(len(buckets), 'bucket')} ready ", "dim"), (look.glyphs.down, "bold")]
+            first_cell, end_cell = round(start_ns * cells_per_ns), round(end_ns * cells_per_ns)
+            cells[first_cell:end_cell] = [sign] * (min(end_cell, chart_cells) - first_cell)
+    for cell, count in marks.items():
+        cells[cell] = (style.glyphs.down if count == 1 else str(min(count, 9)), "bold")
+    wait_ns = sum(piece.end_ns - piece.start_ns for piece in syncs) - (timeline.step.exposed_ns or 0)
+    legend = [(f"{format_count_with_noun(len(buckets), 'bucket')} ready ", "dim"), (style.glyphs.down, "bold")]
     if timeline.step.exposed_ns is not None:
-        legend += [("  wait ", "dim"), wait, (f" {format_duration(waited)}  exposed ", "dim"), exposed]
+        legend += [("  wait ", "dim"), wait, (f" {format_duration(wait_ns)}  exposed ", "dim"), exposed]
         legend.append((f" {format_duration(timeline.step.exposed_ns)}", "dim"))
-    before = min(marks, default=0)
+    first_mark = min(marks, default=0)
     for text in (legend, legend[:2]):
-        if row_width(text) < before:
+        if row_width(text) < first_mark:
             cells[: row_width(text)] = text
             break
-    return [*fit_row([("buckets", "dim")], label, look.glyphs.more), *merge_spans(cells[:room]), (" " * _TOOK, "")]
+    return [
+        *fit_row([("buckets", "dim")], label_cells, style.glyphs.more),
+        *merge_spans(cells[:chart_cells]),
+        (" " * _DURATION_CELLS, ""),
+    ]
 
 
-def sample_row(sample: LastSample, label: int, room: int, top: float, look: TerminalStyle) -> Row:
-    """The collectives of a sampled step, each from the first moment it could start until it was complete.
+def sample_row(sample: LastSample, label_cells: int, chart_cells: int, scale_ns: float, style: TerminalStyle) -> Row:
+    """Return the collectives of a sampled step, each from the first moment it could start until it was complete.
 
     An arrow is the launch of a collective without a known end.
     """
-    ran, launched = [], []
-    for one in sample.collectives:
-        begin = one.start_ns - sample.start_ns
-        if one.host_ns is None:
-            launched.append(begin)
+    pieces, launches_ns = [], []
+    for collective in sample.collectives:
+        start_ns = collective.start_ns - sample.start_ns
+        if collective.host_ns is None:
+            launches_ns.append(start_ns)
         else:
-            ran.append(Piece(one.operation, begin + (one.queue_ns or 0), begin + one.host_ns))
-    (line, style) = lane_row(ran, room, top, look)[0]
-    cells: list[Span] = [(cell, style) for cell in line]
-    for begin in launched:
-        cells[min(int(begin * room / top), room - 1)] = (look.glyphs.down, "bold")
-    counts = Counter((one.operation, one.group_size) for one in sample.collectives).most_common(2)
+            pieces.append(
+                Piece(collective.operation, start_ns + (collective.queue_ns or 0), start_ns + collective.host_ns)
+            )
+    (line, line_style) = lane_row(pieces, chart_cells, scale_ns, style)[0]
+    cells: list[Span] = [(cell, line_style) for cell in line]
+    for start_ns in launches_ns:
+        cells[min(int(start_ns * chart_cells / scale_ns), chart_cells - 1)] = (style.glyphs.down, "bold")
+    counts = Counter((collective.operation, collective.group_size) for collective in sample.collectives).most_common(2)
     step = "" if sample.step is None else f"step {format_count(sample.step)}: "
-    whole = step + ", ".join(
+    full_text = step + ", ".join(
         f"{count} {name} of {format_count_with_noun(size, 'rank')}" for (name, size), count in counts
     )
-    short = step + ", ".join(f"{count} {name}" for (name, _), count in counts)
-    drawn = [at for at, (cell, _) in enumerate(cells) if cell != " "]
-    first, last = (drawn[0], drawn[-1]) if drawn else (room, room)
-    for text, at in product((whole, short), (0, last + 2)):
-        if at + len(text) < (first if at == 0 else room + 1):
-            cells[at : at + len(text)] = [(text, "dim")]
+    short_text = step + ", ".join(f"{count} {name}" for (name, _), count in counts)
+    used_columns = [column for column, (cell, _) in enumerate(cells) if cell != " "]
+    first_used, last_used = (used_columns[0], used_columns[-1]) if used_columns else (chart_cells, chart_cells)
+    for text, column in product((full_text, short_text), (0, last_used + 2)):
+        if column + len(text) < (first_used if column == 0 else chart_cells + 1):
+            cells[column : column + len(text)] = [(text, "dim")]
             break
-    took = align_right(format_duration(sample.wall_ns), _TOOK)
-    return [*fit_row([("sampled", "dim")], label, look.glyphs.more), *merge_spans(cells), (took, "dim")]
+    duration = align_right(format_duration(sample.wall_ns), _DURATION_CELLS)
+    return [*fit_row([("sampled", "dim")], label_cells, style.glyphs.more), *merge_spans(cells), (duration, "dim")]
 
 
-def _choose_lanes(lanes: Sequence[Lane], room: int) -> tuple[list[Lane], list[Lane]]:
-    """The lanes to draw and the lanes without a row. If not all fit: the first lane and the slowest of the others."""
-    if len(lanes) <= room or room <= 0:
-        return list(lanes[:room]) if room > 0 else [], []
-    if room == 1:
+def _choose_lanes(lanes: Sequence[Lane], max_rows: int) -> tuple[list[Lane], list[Lane]]:
+    """Return the lanes to draw and the lanes without a row.
+
+    If not all fit, draw the first lane and the slowest others.
+    """
+    if max_rows <= 0:
+        return [], []
+    if len(lanes) <= max_rows:
+        return list(lanes), []
+    if max_rows == 1:
         return [], list(lanes)
-    slowest = sorted(lanes[1:], key=lambda lane: (-lane.took_ns, lane.number))[: room - 2]
+    slowest = sorted(lanes[1:], key=lambda lane: (-lane.took_ns, lane.number))[: max_rows - 2]
     numbers = {lanes[0].number, *(lane.number for lane in slowest)}
     return [lane for lane in lanes if lane.number in numbers], [lane for lane in lanes if lane.number not in numbers]
 
 
-def _lane(lane: Lane, timeline: StepTimeline, label: int, room: int, top: float, look: TerminalStyle) -> Row:
-    word = f"{'s' if timeline.staged else 'r'}{lane.number}"
-    head = fit_row([(word.ljust(4), "bold"), (sanitize_line(lane.device, 20), "dim")], label - 1, look.glyphs.more)
+def _replica_row(
+    lane: Lane, timeline: StepTimeline, label_cells: int, chart_cells: int, scale_ns: float, style: TerminalStyle
+) -> Row:
+    lane_name = f"{'s' if timeline.staged else 'r'}{lane.number}"
+    heading = fit_row(
+        [(lane_name.ljust(4), "bold"), (sanitize_line(lane.device, 20), "dim")], label_cells - 1, style.glyphs.more
+    )
     if not lane.pieces:
-        return [*head, (" ", ""), *fit_row([("idle", "wait")], room + _TOOK)]
+        return [*heading, (" ", ""), *fit_row([("idle", "wait")], chart_cells + _DURATION_CELLS)]
     return [
-        *head,
+        *heading,
         (" ", ""),
-        *lane_row(lane.pieces, room, top, look),
-        (align_right(format_duration(lane.took_ns), _TOOK), ""),
+        *lane_row(lane.pieces, chart_cells, scale_ns, style),
+        (align_right(format_duration(lane.took_ns), _DURATION_CELLS), ""),
     ]
 
 
-def _summary_lane(times: Sequence[int], idle: int, label: int, width: int, look: TerminalStyle) -> Row:
-    """One row for the lanes without a row of their own: their number, and the range of their times (ns)."""
-    text = f"{format_count(len(times) + idle)} more {look.glyphs.down}"
-    if times:
-        text += f"  {format_duration(min(times))} to {format_duration(max(times))}"
-    if idle:
-        text += f"  {idle} idle"
-    return [(" " * label, ""), (truncate(text, width - label, look.glyphs.more), "dim")]
+def _summary_lane(times_ns: Sequence[int], idle_count: int, label_cells: int, width: int, style: TerminalStyle) -> Row:
+    """Return one row for the lanes without a row of their own: their number, and the range of their times (ns)."""
+    text = f"{format_count(len(times_ns) + idle_count)} more {style.glyphs.down}"
+    if times_ns:
+        text += f"  {format_duration(min(times_ns))} to {format_duration(max(times_ns))}"
+    if idle_count:
+        text += f"  {idle_count} idle"
+    return [(" " * label_cells, ""), (truncate(text, width - label_cells, style.glyphs.more), "dim")]
 
 
-def main_row(pieces: Sequence[Piece], width: int, top: float, look: TerminalStyle, step: tuple[int, int]) -> Row:
-    """Pieces (in order, not overlapping) on `width` cells that stand for `top` ns, with their names.
+def main_row(pieces: Sequence[Piece], width: int, scale_ns: float, style: TerminalStyle, step: tuple[int, int]) -> Row:
+    """Return pieces (in order, not overlapping) on `width` cells that stand for `scale_ns` ns, with their names.
 
-    Uncovered time between the begin and the end of `step` is dotted: the script did something else.
+    `step`: start and end of the step. Its uncovered time is dotted: the script did something else.
     """
-    color, glyphs = look.color, look.glyphs
-    scale = width / top
-    blocks = color and not glyphs.ascii
+    has_color, glyphs = style.has_color, style.glyphs
+    cells_per_ns = width / scale_ns
+    uses_blocks = has_color and not glyphs.ascii
     cells: list[Span] = []
-    first = 0
+    first_piece = 0
     for index in range(width):
-        low, high = index / scale, (index + 1) / scale
-        while first < len(pieces) and pieces[first].end_ns <= low:
-            first += 1
-        last = first
-        while last < len(pieces) and pieces[last].start_ns < high:
-            last += 1
-        cells.append(_cell(pieces[first:last], low, high, blocks, color, glyphs) if last > first else (" ", ""))
-    begin, end = (min(round(at * scale), width) for at in step)
-    cells[begin:end] = [(_dot(glyphs), "dim") if cell[0] == " " else cell for cell in cells[begin:end]]
-    _name(cells, blocks, color)
+        cell_start_ns, cell_end_ns = index / cells_per_ns, (index + 1) / cells_per_ns
+        while first_piece < len(pieces) and pieces[first_piece].end_ns <= cell_start_ns:
+            first_piece += 1
+        end_piece = first_piece
+        while end_piece < len(pieces) and pieces[end_piece].start_ns < cell_end_ns:
+            end_piece += 1
+        inside = pieces[first_piece:end_piece]
+        cells.append(_piece_cell(inside, cell_start_ns, cell_end_ns, uses_blocks, has_color, glyphs))
+    start, end = (min(round(time_ns * cells_per_ns), width) for time_ns in step)
+    cells[start:end] = [
+        (_script_dot(glyphs), "dim") if sign == " " else (sign, cell_style) for sign, cell_style in cells[start:end]
+    ]
+    _write_phase_names(cells, uses_blocks, has_color)
     return merge_spans(cells)
 
 
-def _dot(glyphs: Glyphs) -> str:
+def _script_dot(glyphs: Glyphs) -> str:
     return "." if glyphs.ascii else glyphs.middot  # a dash would look like part of a phase's name
 
 
-def lane_row(pieces: Sequence[Piece], width: int, top: float, look: TerminalStyle) -> Row:
-    """Pieces on `width` cells that stand for `top` ns, as lines that end on half cells: blocks would run together."""
+def lane_row(pieces: Sequence[Piece], width: int, scale_ns: float, style: TerminalStyle) -> Row:
+    """Return pieces on `width` cells that stand for `scale_ns` ns, as lines that end on half cells.
+
+    Blocks would run together.
+    """
     halves = [False] * (2 * width)
-    scale = 2 * width / top
+    halves_per_ns = 2 * width / scale_ns
     for piece in pieces:
-        first = min(max(round(piece.start_ns * scale), 0), 2 * width - 1)
-        for index in range(first, min(max(round(piece.end_ns * scale), first + 1), 2 * width)):
+        first_half = min(max(round(piece.start_ns * halves_per_ns), 0), 2 * width - 1)
+        for index in range(first_half, min(max(round(piece.end_ns * halves_per_ns), first_half + 1), 2 * width)):
             halves[index] = True
-    line = look.glyphs.bar[0]
+    line, _ = style.glyphs.bar
     signs = {(True, True): line, (True, False): "╸", (False, True): "╺", (False, False): " "}
-    if look.glyphs.ascii:
+    if style.glyphs.ascii:
         signs[True, False] = signs[False, True] = line
     text = "".join(signs[halves[i], halves[i + 1]] for i in range(0, 2 * width, 2))
     return [(text, "phase.apply")]
 
 
-def _cell(pieces: Sequence[Piece], low: float, high: float, blocks: bool, color: bool, glyphs: Glyphs) -> Span:
-    """One cell: the two largest pieces in it, and the edge between them."""
-    if blocks and len(pieces) == 1 and pieces[0].start_ns <= low and pieces[0].end_ns >= high:
-        return ("█", f"phase.{pieces[0].phase}")
-    found: list[tuple[float, float, str]] = []
-    at = low
+class _CellInterval(NamedTuple):
+    """A part of a cell, in time, with the phase that it belongs to; "" if none does."""
+
+    start_ns: float
+    end_ns: float
+    phase: str
+
+    @property
+    def duration_ns(self) -> float:
+        """Length of the part."""
+        return self.end_ns - self.start_ns
+
+
+def _divide_cell(pieces: Sequence[Piece], cell_start_ns: float, cell_end_ns: float) -> list[_CellInterval]:
+    """Return the parts of a cell in order, without a gap; none if no piece lies in it."""
+    parts: list[_CellInterval] = []
+    time_ns = cell_start_ns
     for piece in pieces:
-        start, end = max(piece.start_ns, low), min(piece.end_ns, high)
-        if end > start:
-            if start > at:
-                found.append((at, start, ""))
-            found.append((start, end, piece.phase))
-            at = end
-    if not found:
+        start_ns, end_ns = max(piece.start_ns, cell_start_ns), min(piece.end_ns, cell_end_ns)
+        if end_ns > start_ns:
+            if start_ns > time_ns:
+                parts.append(_CellInterval(time_ns, start_ns, ""))
+            parts.append(_CellInterval(start_ns, end_ns, piece.phase))
+            time_ns = end_ns
+    if parts and time_ns < cell_end_ns:
+        parts.append(_CellInterval(time_ns, cell_end_ns, ""))
+    return parts
+
+
+def _piece_cell(
+    pieces: Sequence[Piece],
+    cell_start_ns: float,
+    cell_end_ns: float,
+    uses_blocks: bool,
+    has_color: bool,
+    glyphs: Glyphs,
+) -> Span:
+    """Return one cell: the two largest parts of it, and the edge between them."""
+    parts = _divide_cell(pieces, cell_start_ns, cell_end_ns)
+    if not parts:
         return (" ", "")
-    if at < high:
-        found.append((at, high, ""))
-    if not blocks:
-        largest = max(found, key=lambda part: part[1] - part[0])
-        if not largest[2] and (found[0][2] or largest[1] - largest[0] > 0.75 * (high - low)):
+    if not uses_blocks:
+        largest = max(parts, key=lambda part: part.duration_ns)
+        is_mostly_empty = largest.duration_ns > 0.75 * (cell_end_ns - cell_start_ns)
+        if not largest.phase and (parts[0].phase or is_mostly_empty):
             return (" ", "")
-        phase = largest[2] or next(part[2] for part in found if part[2])
-        return ("#" if glyphs.ascii else "█", f"chip.{phase}" if color else f"phase.{phase}")
-    two = sorted(sorted(found, key=lambda part: part[0] - part[1])[:2])
-    first, second = two[0][2], two[-1][2]
-    if len(two) == 1 or first == second:
-        return ("█", f"phase.{first}") if first else (" ", "")
-    sizes = [part[1] - part[0] for part in two]
-    eighths = min(max(round(8 * sizes[0] / sum(sizes)), 1), 7)
-    if not second:
-        return (_LEFT[eighths], f"phase.{first}")
-    return (_LEFT[eighths], f"chip.{second}" if not first else f"phase.{first}/{second}")
+        phase = largest.phase or next(part.phase for part in parts if part.phase)
+        return ("#" if glyphs.ascii else "█", f"chip.{phase}" if has_color else f"phase.{phase}")
+    largest_two = sorted(sorted(parts, key=lambda part: -part.duration_ns)[:2])
+    left, right = largest_two[0], largest_two[-1]
+    if left.phase == right.phase:
+        return ("█", f"phase.{left.phase}") if left.phase else (" ", "")
+    left_eighths = min(max(round(8 * left.duration_ns / (left.duration_ns + right.duration_ns)), 1), 7)
+    if not right.phase:
+        return (_LEFT_BLOCKS[left_eighths], f"phase.{left.phase}")
+    if not left.phase:
+        return (_LEFT_BLOCKS[left_eighths], f"chip.{right.phase}")
+    return (_LEFT_BLOCKS[left_eighths], f"phase.{left.phase}/{right.phase}")
 
 
-def _name(cells: list[Span], blocks: bool, color: bool) -> None:
+def _write_phase_names(cells: list[Span], uses_blocks: bool, has_color: bool) -> None:
     """Write names over runs of whole cells, as far as they fit; without blocks, dashes fill the rest of a run."""
     start = 0
     while start < len(cells):
-        style = cells[start][1]
+        sign, style = cells[start]
         end = start + 1
         while end < len(cells) and cells[end] == cells[start]:
             end += 1
-        kind, _, phase = style.partition(".")
-        if kind in ("phase", "chip") and "/" not in style and cells[start][0] in "█#":
-            text = _text(phase, end - start, blocks)
-            chip = f"chip.{phase}" if color else f"phase.{phase}"
+        style_kind, _, phase = style.partition(".")
+        if style_kind in ("phase", "chip") and "/" not in style and sign in "█#":
+            text = _phase_name_in_cells(phase, end - start, uses_blocks)
+            chip = f"chip.{phase}" if has_color else f"phase.{phase}"
             cells[start:end] = [(char, chip) for char in text]
         start = end
 
 
-def _text(phase: str, room: int, blocks: bool) -> str:
+def _phase_name_in_cells(phase: str, cell_count: int, uses_blocks: bool) -> str:
     letter = LETTERS[phase]
     for word in (phase, phase_by_display_name(phase).short_display_name):
-        if len(word) + (1 if blocks else 0) <= room:
-            at = letter_in(phase, word)
-            named = word if letter == "." else word[:at] + letter + word[at + 1 :]
-            return (" " + named if blocks and room > len(word) else named).ljust(room, " " if blocks else "-")
-    return letter.ljust(room, " " if blocks else "-")
+        if len(word) + (1 if uses_blocks else 0) <= cell_count:
+            letter_index = letter_position(phase, word)
+            marked_name = word if letter == "." else word[:letter_index] + letter + word[letter_index + 1 :]
+            return (" " + marked_name if uses_blocks and cell_count > len(word) else marked_name).ljust(
+                cell_count, " " if uses_blocks else "-"
+            )
+    return letter.ljust(cell_count, " " if uses_blocks else "-")

@@ -28,22 +28,22 @@ from textual.drivers.linux_driver import LinuxDriver
 from textual.events import Key, MouseMove
 from textual.message import Message
 
-_LOOK_S = 0.05
-_ESCAPE_LOOKS = 2
+_POLL_INTERVAL_S = 0.05
+_ESCAPE_POLLS = 2
 """After this many looks without input, an escape is the key, and an interrupt at the end of an open paste is a key."""
-_CUT_LOOKS = 20
+_UNFINISHED_POLLS = 20
 """After this many looks without input, an open sequence is dropped, and an open paste counts as finished."""
-_LONGEST = 256
+_MAX_SEQUENCE_BYTES = 256
 """Most bytes that are kept of an open sequence."""
-_PASTE_MOST = 1 << 16
+_MAX_PASTE_BYTES = 1 << 16
 """Most bytes of a paste; the rest is dropped."""
-_KEYS_MOST = 32
+_MAX_QUEUED_MESSAGES = 32
 """If more messages wait for the application, keys are dropped, so that it answers ctrl+c soon."""
-_PASTE, _PASTE_END = "\x1b[200~", "\x1b[201~"
+_PASTE_START, _PASTE_END = "\x1b[200~", "\x1b[201~"
 _INTERRUPTS = (b"\x03", b"\x1a")
 """ctrl+c and ctrl+z. They end a paste, because the user may press them if its end never comes."""
-_NEVER_LATE = ("ctrl+c", "ctrl+z")
-_TO_THE_TRAINING = "dpx"
+_URGENT_KEYS = ("ctrl+c", "ctrl+z")
+_TRAINING_KEYS = "dpx"
 """Keys that switch, pause or stop the training. Together with alt they do nothing."""
 # OSC, DCS, APC, PM and SOS with their text; an X10 mouse report; CSI, which begins F1 to F5 of the Linux console with
 # two brackets; SS3; ST.
@@ -51,88 +51,88 @@ _STRING = rb"[\]P_^X][^\x03\x07\x1a\x1b]*"
 _SEQUENCE = re.compile(
     rb"\x1b(?:" + _STRING + rb"(?:\x07|\x1b\\)?|\[(?:M[ -\xff]{3}|\[?[0-?]*[ -/]*[@-Z\\-~]?)|O[ -~]?|\\|[dpx])?"
 )
-_OPEN = re.compile(rb"\x1b(?:" + _STRING + rb"\x1b?|\[(?:M[ -\xff]{0,2}|\[?[0-?]*[ -/]*)|O)?\Z")
+_UNFINISHED_SEQUENCE = re.compile(rb"\x1b(?:" + _STRING + rb"\x1b?|\[(?:M[ -\xff]{0,2}|\[?[0-?]*[ -/]*)|O)?\Z")
 # Beside the keys of Textual's table: mouse, focus, paste, and whether the terminal draws at once.
-_KNOWN = re.compile(r"\x1b\[(?:<\d{1,4};\d{1,5};\d{1,5}[Mm]|[IO]|20[01]~|\?2026;\d\$y)")
+_KNOWN_SEQUENCE = re.compile(r"\x1b\[(?:<\d{1,4};\d{1,5};\d{1,5}[Mm]|[IO]|20[01]~|\?2026;\d\$y)")
 # ctrl with a letter, and escape, of kitty's protocol and xterm's modifyOtherKeys, which a program may have left on.
-_CODED = re.compile(r"\x1b\[(?:27;(\d{1,3});(\d{1,3})~|(\d{1,3})(?:;(\d{1,3}))?u)")
+_CODED_KEY = re.compile(r"\x1b\[(?:27;(\d{1,3});(\d{1,3})~|(\d{1,3})(?:;(\d{1,3}))?u)")
 
 
 class _InputParser:
-    """Takes bytes in pieces of any size, and returns Textual's messages.
+    """A parser that takes bytes in pieces of any size, and returns Textual's messages.
 
     Textual's parser gets only text and complete sequences that it knows, because it takes all others for keys.
     """
 
     def __init__(self) -> None:
         self._parser, self._decoder = XTermParser(), getincrementaldecoder("utf-8")("ignore")
-        self._open = self._last = b""
+        self._unfinished = self._last_byte = b""
         """The bytes of a sequence without its end, and the last byte of all."""
-        self._room: int | None = None
+        self._paste_room_bytes: int | None = None
         """How many bytes an open paste still takes; None without one."""
-        self._quiet = 0
+        self._quiet_polls = 0
 
     def feed(self, data: bytes) -> Iterator[Message]:
-        """Return the messages of these bytes; call it with none at every look without input."""
-        self._quiet = 0 if data else self._quiet + 1
-        if self._quiet == _ESCAPE_LOOKS and self._open == b"\x1b":
-            self._open = b""
-            yield from self._sequence("\x1b")
-        if self._quiet == _CUT_LOOKS:
-            self._open = b""
-        interrupted = self._quiet == _ESCAPE_LOOKS and self._last in _INTERRUPTS
-        if self._room is not None and (interrupted or self._quiet == _CUT_LOOKS):
-            yield from self._sequence(_PASTE_END)
-            yield from self._text(self._last if interrupted else b"")
+        """Yield the messages of these bytes. Call it with no bytes at every poll without input."""
+        self._quiet_polls = 0 if data else self._quiet_polls + 1
+        if self._quiet_polls == _ESCAPE_POLLS and self._unfinished == b"\x1b":
+            self._unfinished = b""
+            yield from self._sequence_messages("\x1b")
+        if self._quiet_polls == _UNFINISHED_POLLS:
+            self._unfinished = b""
+        is_interrupted = self._quiet_polls == _ESCAPE_POLLS and self._last_byte in _INTERRUPTS
+        if self._paste_room_bytes is not None and (is_interrupted or self._quiet_polls == _UNFINISHED_POLLS):
+            yield from self._sequence_messages(_PASTE_END)
+            yield from self._text_messages(self._last_byte if is_interrupted else b"")
         if data:
-            self._last = data[-1:]
-            data = self._open + data
-            cut = _OPEN.search(data)
-            self._open = cut[0] if cut else b""
-            data = data[: len(data) - len(self._open)]
-            if len(self._open) > _LONGEST:
-                self._open = self._open[: _LONGEST - 1] + self._open[-1:]
+            self._last_byte = data[-1:]
+            data = self._unfinished + data
+            unfinished = _UNFINISHED_SEQUENCE.search(data)
+            self._unfinished = unfinished[0] if unfinished else b""
+            data = data[: len(data) - len(self._unfinished)]
+            if len(self._unfinished) > _MAX_SEQUENCE_BYTES:
+                self._unfinished = self._unfinished[: _MAX_SEQUENCE_BYTES - 1] + self._unfinished[-1:]
             start = 0
             for match in _SEQUENCE.finditer(data):
-                yield from self._text(data[start : match.start()])
-                yield from self._sequence(match[0].decode("latin-1"))
+                yield from self._text_messages(data[start : match.start()])
+                yield from self._sequence_messages(match[0].decode("latin-1"))
                 start = match.end()
-            yield from self._text(data[start:])
+            yield from self._text_messages(data[start:])
 
-    def _text(self, data: bytes) -> Iterable[Message]:
-        if self._room is not None:
-            data = data[: self._room]
-            self._room -= len(data)
+    def _text_messages(self, data: bytes) -> Iterable[Message]:
+        if self._paste_room_bytes is not None:
+            data = data[: self._paste_room_bytes]
+            self._paste_room_bytes -= len(data)
         text = self._decoder.decode(data)
         return self._parser.feed(text) if text else ()
 
-    def _sequence(self, sequence: str) -> Iterable[Message]:
-        if self._room is not None and sequence != _PASTE_END:
+    def _sequence_messages(self, sequence: str) -> Iterable[Message]:
+        if self._paste_room_bytes is not None and sequence != _PASTE_END:
             return ()
         if sequence == "\x1b":
             return (Key("escape", sequence),)
-        if sequence[1] in _TO_THE_TRAINING:
+        if sequence[1] in _TRAINING_KEYS:
             return (Key(f"alt+{sequence[1]}", sequence[1]),)
-        if match := _CODED.fullmatch(sequence):
-            code, held = int(match[2] or match[3]), (int(match[1] or match[4] or 1) - 1) & 63  # without the locks
-            if code == 27 and not held:
-                return self._sequence("\x1b")
-            return self._text(bytes([code & 31])) if held == 4 and 97 <= code <= 122 else ()
-        if sequence not in ANSI_SEQUENCES_KEYS and not _KNOWN.fullmatch(sequence):
+        if match := _CODED_KEY.fullmatch(sequence):
+            code, modifiers = int(match[2] or match[3]), (int(match[1] or match[4] or 1) - 1) & 63  # without the locks
+            if code == 27 and not modifiers:
+                return self._sequence_messages("\x1b")
+            return self._text_messages(bytes([code & 31])) if modifiers == 4 and 97 <= code <= 122 else ()
+        if sequence not in ANSI_SEQUENCES_KEYS and not _KNOWN_SEQUENCE.fullmatch(sequence):
             return ()
-        if sequence in (_PASTE, _PASTE_END):
-            self._room = _PASTE_MOST if sequence == _PASTE else None
+        if sequence in (_PASTE_START, _PASTE_END):
+            self._paste_room_bytes = _MAX_PASTE_BYTES if sequence == _PASTE_START else None
         return self._parser.feed(sequence)
 
 
 class TerminalDriver(LinuxDriver):
-    """Reads keys until the terminal vanishes; stops and continues as a shell asks."""
+    """A driver that reads keys until the terminal vanishes, and stops and continues as a shell asks."""
 
     def __init__(self, app: Any, **more: Any) -> None:
-        """`app`: the application; it gets this driver as its `terminal`."""
+        """Become the `terminal` of the application `app`."""
         super().__init__(app, **more)
-        self._drawing = app
-        self._left = False
+        self._monitor = app
+        self._is_restored = False
         """Whether the terminal is restored for good."""
         app.terminal = self
         # On the loop, because a signal may interrupt code that holds the lock of the queue of writes.
@@ -140,40 +140,42 @@ class TerminalDriver(LinuxDriver):
         get_running_loop().add_signal_handler(signal.SIGCONT, self._resume)
 
     def is_writable(self) -> bool:
-        """Whether the terminal takes output now."""
+        """Return whether the terminal accepts output now."""
         return sys.__stderr__ is None or bool(select.select([], [sys.__stderr__], [], 0)[1])
 
     def run_input_thread(self) -> None:
         """Read keys and send them to the application, until asked to end."""
-        keys = _InputParser()
+        parser = _InputParser()
         while not self.exit_event.is_set():
             data = b""
-            if select.select([self.fileno], [], [], _LOOK_S)[0]:
+            if select.select([self.fileno], [], [], _POLL_INTERVAL_S)[0]:
                 with contextlib.suppress(OSError):
                     data = os.read(self.fileno, 4096)
                 if not data:
-                    self._drawing.call_on_ui_thread(self._drawing.exit_if_terminal_gone)
-                    self.exit_event.wait(_LOOK_S)
+                    self._monitor.call_on_ui_thread(self._monitor.exit_if_terminal_gone)
+                    self.exit_event.wait(_POLL_INTERVAL_S)
             try:
-                messages = list(keys.feed(data))
+                messages = list(parser.feed(data))
             except Exception:  # noqa: BLE001 - no input may stop the next key from working
-                keys, messages = _InputParser(), []
+                parser, messages = _InputParser(), []
             for message in messages:
                 self.process_message(message)
 
     def process_message(self, message: Message) -> None:
-        """Send a message to the application, but no moves of the mouse, and no keys that come faster than it acts."""
-        late = isinstance(message, Key) and message.key not in _NEVER_LATE
-        if not isinstance(message, MouseMove) and not (late and self._drawing.message_queue_size > _KEYS_MOST):
+        """Send a message to the application, except mouse moves, and keys that come faster than it can handle."""
+        may_drop = isinstance(message, Key) and message.key not in _URGENT_KEYS
+        if not isinstance(message, MouseMove) and not (
+            may_drop and self._monitor.message_queue_size > _MAX_QUEUED_MESSAGES
+        ):
             super().process_message(message)
 
     def _query_in_band_window_resize(self) -> None:
-        """Ask for no reports of the size: SIGWINCH tells it, and Textual would also switch the mouse to pixels."""
+        """Request no reports of the size: SIGWINCH announces it, and Textual would also switch the mouse to pixels."""
 
     # ------------------------------------------------------------------------------------------ stopping
 
     @property
-    def _set_up(self) -> bool:
+    def _is_set_up(self) -> bool:
         """Whether the terminal is set up for the screen.
 
         If it is not, no writer thread runs, and output would wait in its queue forever.
@@ -182,44 +184,44 @@ class TerminalDriver(LinuxDriver):
 
     def stop_application_mode(self) -> None:
         """Restore the terminal. From now on, no signal sets it up again."""
-        self._left = True
-        if self._set_up:
+        self._is_restored = True
+        if self._is_set_up:
             super().stop_application_mode()
 
     def suspend_application_mode(self) -> None:
         """Restore the terminal until the process is continued."""
         super().suspend_application_mode()
-        self._left = False
+        self._is_restored = False
 
     def _stop(self) -> None:
-        if not self._left:
-            if self._set_up:  # not at a second stop in a row, which discarded the SIGCONT before it
+        if not self._is_restored:
+            if self._is_set_up:  # not at a second stop in a row, which discarded the SIGCONT before it
                 self.suspend_application_mode()
             os.kill(os.getpid(), signal.SIGSTOP)
 
     def _resume(self) -> None:
-        if self._left:  # the loop may have begun to handle the signal before that
+        if self._is_restored:  # the loop may have begun to handle the signal before that
             return
-        if self._set_up:  # it was stopped by a SIGSTOP, and a shell may have changed the modes
+        if self._is_set_up:  # it was stopped by a SIGSTOP, and a shell may have changed the modes
             self.suspend_application_mode()
         self.resume_application_mode()
         self.send_message(self.SignalResume())
 
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-_SIGNAL_PATIENCE_S = 1.0
-_LEAVE_PATIENCE_S = 5.0
-_PARTS = 10
+_MAX_SIGNAL_EXIT_S = 1.0
+_MAX_LEAVE_S = 5.0
+_DEADLINE_PARTS = 10
 """A deadline passes in this many parts. A stop of the process uses up at most one of them."""
-_RETRIES, _RETRY_S = 10, 0.05
-_RESTORE = (
+_MAX_WRITES, _WRITE_INTERVAL_S = 10, 0.05
+_RESTORE_SEQUENCE = (
     b"\x1b[?2026l\x1b[?1000l\x1b[?1002l\x1b[?1003l\x1b[?1006l\x1b[?1015l\x1b[?1004l\x1b[?2004l\x1b[<u"
     b"\x1b[m\x1b[?1049l\x1b[?25h"
 )
 
 
 class ExitHandlers:
-    """Signal handlers, from `begin` to `end`, that restore the terminal.
+    """Signal handlers that restore the terminal, from `install` to `uninstall`.
 
     Textual restores it when the application exits, but not on SIGTERM, SIGHUP or SIGQUIT, and it spins when the
     terminal has gone. A SIGINT can end it in the middle of its exit: ctrl+c is a key at first, and a signal as soon as
@@ -228,88 +230,90 @@ class ExitHandlers:
     forever.
     """
 
-    def __init__(self, ask: Callable[[int], bool]) -> None:
-        """`ask` makes the application exit with a status, if it runs, and returns whether it does.
+    def __init__(self, ask_app_to_exit: Callable[[int], bool]) -> None:
+        """Use `ask_app_to_exit` to make the application exit with a status; it returns whether the application runs.
 
         A signal handler calls it.
         """
-        self._ask = ask
-        self._before: dict[int, Any] = {}
-        self._modes: list[Any] | None = None
-        self._canceled: threading.Event | None = None
+        self._ask_app_to_exit = ask_app_to_exit
+        self._old_handlers: dict[int, Any] = {}
+        self._terminal_modes: list[Any] | None = None
+        self._deadline_canceled: threading.Event | None = None
         """Cancels the deadline when it is set; None before the first deadline."""
-        self._begun = False
+        self._is_active = False
         self.status = 0
         """128+N after a signal; 0 without one."""
 
-    def begin(self) -> None:
+    def install(self) -> None:
         """Remember the terminal's modes and install the handlers; call it before anything changes the terminal."""
-        self._begun = True
+        self._is_active = True
         with contextlib.suppress(termios.error, OSError, ValueError):
-            self._modes = termios.tcgetattr(sys.__stdin__.fileno()) if sys.__stdin__ else None
-        for number in SIGNALS:
+            self._terminal_modes = termios.tcgetattr(sys.__stdin__.fileno()) if sys.__stdin__ else None
+        for signal_number in SIGNALS:
             # An ignored hang-up (nohup) stays ignored; polling detects the vanished terminal.
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                self._before[number] = signal.signal(number, self._on_signal)
+            if signal.getsignal(signal_number) is not signal.SIG_IGN:
+                self._old_handlers[signal_number] = signal.signal(signal_number, self._on_signal)
 
-    def end(self) -> None:
+    def uninstall(self) -> None:
         """Restore the handlers and cancel the deadline."""
-        self._begun = False
-        if self._canceled is not None:
-            self._canceled.set()
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._before.clear()
+        self._is_active = False
+        if self._deadline_canceled is not None:
+            self._deadline_canceled.set()
+        for signal_number, handler in self._old_handlers.items():
+            signal.signal(signal_number, handler)
+        self._old_handlers.clear()
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if number != signal.SIGINT:
-            self.exit_with_status(128 + number)
-        elif self._canceled is None and not self.exit_with_status(128 + number):
-            self.end()
+    def _on_signal(self, signal_number: int, frame: FrameType | None) -> None:
+        if signal_number != signal.SIGINT:
+            self.exit_with_status(128 + signal_number)
+        elif self._deadline_canceled is None and not self.exit_with_status(128 + signal_number):
+            self.uninstall()
             raise KeyboardInterrupt  # no application is there yet: end its start
         # Else ctrl+c was pressed again, and the application exits already.
 
     def exit_with_status(self, status: int) -> bool:
-        """Exit with `status`: ask first, and end the process a second later if it still runs.
+        """Exit with `status`: ask the application first, and end the process a second later if it still runs.
 
-        Returns whether the application could be asked.
+        Return whether the application could be asked.
         """
         if not self.status:
             self.status = status
-            self._force_exit_after(_SIGNAL_PATIENCE_S, status)
-        return self._ask(status)
+            self._force_exit_after(_MAX_SIGNAL_EXIT_S, status)
+        return self._ask_app_to_exit(status)
 
     def start_deadline(self, status: int) -> None:
-        """The user leaves: if the application has not ended after a few seconds, end the process with `status`."""
-        if self._begun and self._canceled is None:
-            self._force_exit_after(_LEAVE_PATIENCE_S, status)
+        """End the process with `status` if the application has not ended after a few seconds; for a user who leaves."""
+        if self._is_active and self._deadline_canceled is None:
+            self._force_exit_after(_MAX_LEAVE_S, status)
 
     def _force_exit_after(self, seconds: float, status: int) -> None:
-        if self._canceled is not None:
-            self._canceled.set()
-        self._canceled = threading.Event()
-        threading.Thread(target=self._wait, args=(self._canceled, seconds, status), daemon=True).start()
+        if self._deadline_canceled is not None:
+            self._deadline_canceled.set()
+        self._deadline_canceled = threading.Event()
+        threading.Thread(
+            target=self._wait_for_deadline, args=(self._deadline_canceled, seconds, status), daemon=True
+        ).start()
 
-    def _wait(self, canceled: threading.Event, seconds: float, status: int) -> None:
-        if not any(canceled.wait(seconds / _PARTS) for _ in range(_PARTS)):
-            self._force(status)
+    def _wait_for_deadline(self, canceled: threading.Event, seconds: float, status: int) -> None:
+        if not any(canceled.wait(seconds / _DEADLINE_PARTS) for _ in range(_DEADLINE_PARTS)):
+            self._force_exit(status)
 
-    def _force(self, status: int) -> None:
+    def _force_exit(self, status: int) -> None:
         with contextlib.suppress(Exception):
             if sys.__stderr__ is not None:
                 terminal = _redirect_to_null(sys.__stderr__.fileno())
                 os.set_blocking(terminal, False)
                 with contextlib.suppress(OSError):
-                    _write(terminal, _RESTORE)
+                    _write(terminal, _RESTORE_SEQUENCE)
                 os.set_blocking(terminal, True)
         with contextlib.suppress(Exception):
-            if self._modes is not None and sys.__stdin__ is not None:
-                termios.tcsetattr(_redirect_to_null(sys.__stdin__.fileno()), termios.TCSANOW, self._modes)
+            if self._terminal_modes is not None and sys.__stdin__ is not None:
+                termios.tcsetattr(_redirect_to_null(sys.__stdin__.fileno()), termios.TCSANOW, self._terminal_modes)
         os._exit(status)
 
 
 def _redirect_to_null(descriptor: int) -> int:
-    """Return a copy of a descriptor, and let the descriptor itself lead to /dev/null.
+    """Duplicate a descriptor and redirect the original to /dev/null. Return the duplicate.
 
     If the process was stopped until its deadline had passed, another thread may be setting up the terminal again.
     """
@@ -320,16 +324,16 @@ def _redirect_to_null(descriptor: int) -> int:
 
 def _write(descriptor: int, data: bytes) -> None:
     """Write to a terminal; try for half a second, because it accepts no output while another thread writes to it."""
-    for _ in range(_RETRIES):
+    for _ in range(_MAX_WRITES):
         with contextlib.suppress(BlockingIOError):
             data = data[os.write(descriptor, data) :]
         if not data:
             break
-        time.sleep(_RETRY_S)
+        time.sleep(_WRITE_INTERVAL_S)
 
 
 def is_terminal_gone() -> bool:
-    """Whether the terminal of standard input has hung up."""
+    """Return whether the terminal of standard input has hung up."""
     if sys.__stdin__ is None:
         return False
     try:

@@ -3,7 +3,7 @@
 This is a state machine over characters. It takes its input in pieces; the result does not depend on where they are
 cut. It handles CR, LF, BS, TAB, erase in line and below, cursor up, down, left, right and to a column, and colors
 (SGR). It drops every other control and every other whole sequence (OSC, DCS, CSI and so on). Lines do not wrap, and
-the cursor moves no further up than on a terminal of HEIGHT rows.
+the cursor moves no further up than on a terminal of MAX_CHANGING_ROWS rows.
 
 Existing libraries do not fit: pyte handles 2,200 lines a second and takes 356 MB for 20,000 lines, and bittty cannot
 show earlier rows (measured).
@@ -22,14 +22,14 @@ from rich.style import Style
 
 from dpmon.sanitize import displayable_char
 from dpmon.text.cells import char_width
-from dpmon.ui.styled_rows import Row, merge_spans, plain_text
+from dpmon.ui.styled_rows import Row, Span, merge_spans, plain_text
 from dpmon.ui.terminal_style import ATTRIBUTES
 
-COLUMNS = 4000
+MAX_LINE_CELLS = 4000
 """Most cells of a line; the rest is dropped and marked."""
-HEIGHT = 100
+MAX_CHANGING_ROWS = 100
 """Rows that can still change."""
-_MARKS = 2
+_MAX_MARKS = 2
 _TOKEN = re.compile(
     r"(?P<text>[^\x00-\x1f\x7f-\x9f]+)"
     r"|(?P<csi>(?:\x1b\[|\x9b)(?P<args>[0-?]{0,64})(?P<between>[ -/]{0,8})(?P<end>[@-~]))"
@@ -41,8 +41,8 @@ _TOKEN = re.compile(
     r"|(?P<control>[\x00-\x1f\x7f-\x9f])"
 )
 _STRING_END = re.compile(r"\x1b\\|[\x07\x9c]|(?=[\n\x1b])")
-_UNFINISHED = re.compile(r"(?:\x1b[ -/]{0,8}|(?:\x1b\[|\x9b)[0-?]{0,64}[ -/]{0,8})\Z")
-_UNFINISHED_LENGTH = 80
+_UNFINISHED_SEQUENCE = re.compile(r"(?:\x1b[ -/]{0,8}|(?:\x1b\[|\x9b)[0-?]{0,64}[ -/]{0,8})\Z")
+_MAX_UNFINISHED_CHARS = 80
 
 
 class TerminalLine:
@@ -51,202 +51,216 @@ class TerminalLine:
     A row has no cells until something changes it.
     """
 
-    __slots__ = ("_cells", "_row", "cut")
+    __slots__ = ("_cells", "_row", "is_truncated")
 
     def __init__(self, text: str = "") -> None:
-        """`text`: plain ASCII."""
+        """Start with `text`, which is plain ASCII."""
         self._cells: Row = []
         self._row: Row | None = [(text, "")] if text else None
-        self.cut = False
+        self.is_truncated = False
 
     def __bool__(self) -> bool:
         return bool(self._cells or self._row)
 
-    def _open(self) -> Row:
-        """The cells, which are about to change."""
+    def _cells_to_change(self) -> Row:
+        """Return the cells, to change them."""
         if self._row is not None and not self._cells:
             self._cells = [(char, "") for char in plain_text(self._row)]
         self._row = None
         return self._cells
 
-    def put(self, at: int, chars: Sequence[str], style: str) -> None:
-        """Write characters from column `at` on; cut halves of wide characters become blanks."""
-        cells = self._open()
-        cells += [(" ", "")] * (at - len(cells))
-        end = at + len(chars)
-        if at < len(cells) and not cells[at][0] and at:
-            cells[at - 1] = (" ", cells[at - 1][1])
-        if end < len(cells) and not cells[end][0]:
-            cells[end] = (" ", cells[end][1])
-        shared = {char: (char, style) for char in chars}  # a page of long rows has a million cells
-        cells[at:end] = [shared[char] for char in chars]
+    def put(self, column: int, chars: Sequence[str], style: str) -> None:
+        """Write characters from `column` on; cut halves of wide characters become blanks."""
+        cells = self._cells_to_change()
+        cells += [(" ", "")] * (column - len(cells))
+        end = column + len(chars)
+        if 0 < column < len(cells) and _is_right_half(cells[column]):
+            _, left_style = cells[column - 1]
+            cells[column - 1] = (" ", left_style)
+        if end < len(cells) and _is_right_half(cells[end]):
+            _, right_style = cells[end]
+            cells[end] = (" ", right_style)
+        styled_chars = {char: (char, style) for char in chars}  # a page of long rows has a million cells
+        cells[column:end] = [styled_chars[char] for char in chars]
 
-    def add_combining_mark(self, at: int, mark: str) -> None:
-        """Add a combining mark to the character before column `at`, if it fits."""
-        cells = self._open()
-        if not 0 < at <= len(cells):
+    def add_combining_mark(self, column: int, mark: str) -> None:
+        """Add a combining mark to the character before `column`, if it fits."""
+        cells = self._cells_to_change()
+        if not 0 < column <= len(cells):
             return
-        at -= 1 if cells[at - 1][0] or at < 2 else 2
-        char, style = cells[at]
-        if char and len(char) <= _MARKS:
-            cells[at] = (char + mark, style)
+        column -= 2 if _is_right_half(cells[column - 1]) and column > 1 else 1
+        char, style = cells[column]
+        if char and len(char) <= _MAX_MARKS:
+            cells[column] = (char + mark, style)
 
-    def erase(self, what: int, at: int) -> None:
+    def erase(self, erase_code: int, column: int) -> None:
         """Erase to the end (0), from the beginning (1), or the whole line (2)."""
-        length = len(self._open())
-        if what in (1, 2):
-            self.put(0, " " * min(at + 1, length), "")
-        if what in (0, 2) and length > at:
-            self.put(at, "", "")
-            del self._cells[at:]
+        length = len(self._cells_to_change())
+        if erase_code in (1, 2):
+            self.put(0, " " * min(column + 1, length), "")
+        if erase_code in (0, 2) and length > column:
+            self.put(column, "", "")
+            del self._cells[column:]
 
     def row(self) -> Row:
-        """The row without blanks at its end."""
+        """Return the row without blanks at its end."""
         if self._row is None:
             row = merge_spans(self._cells)
-            if row and not row[-1][1]:
-                row[-1] = (row[-1][0].rstrip(" "), "")
-            if self.cut and row and row[-1][0]:
-                row[-1] = (row[-1][0][:-1] + "…", row[-1][1])
+            if row:
+                last_text, last_style = row.pop()
+                if not last_style:
+                    last_text = last_text.rstrip(" ")
+                if self.is_truncated and last_text:
+                    last_text = last_text[:-1] + "…"
+                row.append((last_text, last_style))
             self._row = row
         return self._row
 
 
+def _is_right_half(cell: Span) -> bool:
+    """Return whether a cell is the right half of a wide character."""
+    char, _ = cell
+    return not char
+
+
 class TerminalPage:
-    """Rows with a cursor. The caller may remove lines at the start of `lines`, except for the last HEIGHT."""
+    """Rows with a cursor.
+
+    The caller may remove lines at the start of `lines`, except for the last MAX_CHANGING_ROWS.
+    """
 
     def __init__(self) -> None:
         self.lines = [TerminalLine()]
-        self.line = 0
-        self.at = 0
+        self.cursor_row = 0
+        self.cursor_column = 0
         self._colors = Style.null()
         self._style = ""
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._rest = ""
+        self._unfinished = ""
         self._in_string = False
 
     def feed(self, data: bytes) -> None:
         """Interpret more bytes."""
-        text = self._rest + self._decoder.decode(data)
-        self._rest = ""
-        unfinished = _UNFINISHED.search(text, max(len(text) - _UNFINISHED_LENGTH, 0))
+        text = self._unfinished + self._decoder.decode(data)
+        self._unfinished = ""
+        unfinished = _UNFINISHED_SEQUENCE.search(text, max(len(text) - _MAX_UNFINISHED_CHARS, 0))
         if unfinished is not None:
-            self._rest = unfinished[0]
+            self._unfinished = unfinished[0]
             text = text[: unfinished.start()]
-        at = 0
-        while at < len(text):
-            at = self._string(text, at) if self._in_string else self._interpret(text, at)
+        index = 0
+        while index < len(text):
+            index = self._skip_string(text, index) if self._in_string else self._interpret(text, index)
 
-    def _string(self, text: str, at: int) -> int:
-        """Skip a terminal's string; the end of a line, or another sequence, ends it too."""
-        end = _STRING_END.search(text, at)
+    def _skip_string(self, text: str, index: int) -> int:
+        """Skip a terminal's string and return where it ended; the end of a line, or another sequence, ends it too."""
+        end = _STRING_END.search(text, index)
         if end is None:
             return len(text)
         self._in_string = False
         return end.end()
 
-    def _interpret(self, text: str, at: int) -> int:
-        """Interpret text from `at` up to the end of a line or the start of a string; returns where it stopped."""
+    def _interpret(self, text: str, index: int) -> int:
+        """Interpret text from `index` up to the end of a line or the start of a string. Return where it stopped."""
         # Fast path for the usual line: no controls, and nothing in its row yet.
-        if not self.at and not self._style and self.line == len(self.lines) - 1 and not self.lines[-1]:
-            end = text.find("\n", at)
-            whole = text[at:end]
-            if 0 <= end - at <= COLUMNS and whole.isascii() and whole.isprintable():
-                self.lines[-1] = TerminalLine(whole)
-                self._down()
+        if not self.cursor_column and not self._style and self.cursor_row == len(self.lines) - 1 and not self.lines[-1]:
+            end = text.find("\n", index)
+            line_text = text[index:end]
+            if 0 <= end - index <= MAX_LINE_CELLS and line_text.isascii() and line_text.isprintable():
+                self.lines[-1] = TerminalLine(line_text)
+                self._line_feed()
                 return end + 1
-        for token in _TOKEN.finditer(text, at):
-            kind = token.lastgroup
+        for token in _TOKEN.finditer(text, index):
+            token_kind = token.lastgroup
             if token["text"] is not None:
-                self._put(token["text"])
+                self._put_text(token["text"])
             elif token["csi"] is not None:
                 if not token["between"]:
-                    self._sequence(token["args"], token["end"])
-            elif kind == "string":
+                    self._handle_sequence(token["args"], token["end"])
+            elif token_kind == "string":
                 self._in_string = True
                 return token.end()
             elif token["control"] == "\n":
-                self._down()
+                self._line_feed()
                 return token.end()
-            elif kind == "control":
-                self._control(token["control"])
+            elif token_kind == "control":
+                self._handle_control(token["control"])
         return len(text)
 
-    def _put(self, text: str) -> None:
-        line = self.lines[self.line]
-        cells = list(text) if text.isascii() else self._cells(text, line)
-        room = COLUMNS - self.at
-        if len(cells) > room:
-            line.cut = True
-            del cells[max(room, 0) :]
+    def _put_text(self, text: str) -> None:
+        line = self.lines[self.cursor_row]
+        cells = list(text) if text.isascii() else self._text_cells(text, line)
+        free_cells = MAX_LINE_CELLS - self.cursor_column
+        if len(cells) > free_cells:
+            line.is_truncated = True
+            del cells[max(free_cells, 0) :]
         if cells:
-            line.put(self.at, cells, self._style)
-            self.at += len(cells)
+            line.put(self.cursor_column, cells, self._style)
+            self.cursor_column += len(cells)
 
-    def _cells(self, text: str, line: TerminalLine) -> list[str]:
+    def _text_cells(self, text: str, line: TerminalLine) -> list[str]:
         cells: list[str] = []
         for char in text:
-            shown = displayable_char(char)
-            if not shown:
+            display_char = displayable_char(char)
+            if not display_char:
                 continue
-            size = char_width(shown)
-            if size and not unicodedata.combining(shown):
-                cells += [shown, ""] if size == 2 else [shown]
+            cell_count = char_width(display_char)
+            if cell_count and not unicodedata.combining(display_char):
+                cells += [display_char, ""] if cell_count == 2 else [display_char]
             elif cells:
-                last = -1 if cells[-1] or len(cells) < 2 else -2
-                cells[last] += shown if len(cells[last]) <= _MARKS else ""
+                last_index = -1 if cells[-1] or len(cells) < 2 else -2
+                cells[last_index] += display_char if len(cells[last_index]) <= _MAX_MARKS else ""
             else:
-                line.add_combining_mark(self.at, shown)
+                line.add_combining_mark(self.cursor_column, display_char)
         return cells
 
-    def _down(self) -> None:
-        self.line += 1
-        self.at = 0
-        if self.line == len(self.lines):
+    def _line_feed(self) -> None:
+        self.cursor_row += 1
+        self.cursor_column = 0
+        if self.cursor_row == len(self.lines):
             self.lines.append(TerminalLine())
 
-    def _control(self, char: str) -> None:
+    def _handle_control(self, char: str) -> None:
         if char == "\r":
-            self.at = 0
+            self.cursor_column = 0
         elif char == "\b":
-            self.at = max(self.at - 1, 0)
+            self.cursor_column = max(self.cursor_column - 1, 0)
         elif char == "\t":
-            self.at = min((self.at // 8 + 1) * 8, COLUMNS)
+            self.cursor_column = min((self.cursor_column // 8 + 1) * 8, MAX_LINE_CELLS)
 
-    def _sequence(self, args: str, end: str) -> None:
-        if args[:1] in ("<", "=", ">", "?"):  # a private sequence
+    def _handle_sequence(self, arguments: str, final_byte: str) -> None:
+        if arguments[:1] in ("<", "=", ">", "?"):  # a private sequence
             return
-        if end == "m":
-            self._colors = _apply_sgr(self._colors, args)
+        if final_byte == "m":
+            self._colors = _apply_sgr(self._colors, arguments)
             self._style = _style_name(self._colors)
             return
-        number = int(args[:5]) if args.isdecimal() else 0
-        by = max(number, 1)
-        last = len(self.lines) - 1
-        if end == "K":
-            self.lines[self.line].erase(number, self.at)
-        elif end == "J" and number == 0:
-            self.lines[self.line].erase(0, self.at)
-            for line in self.lines[self.line + 1 :]:
+        argument = int(arguments[:5]) if arguments.isdecimal() else 0
+        distance = max(argument, 1)
+        last_row = len(self.lines) - 1
+        if final_byte == "K":
+            self.lines[self.cursor_row].erase(argument, self.cursor_column)
+        elif final_byte == "J" and argument == 0:
+            self.lines[self.cursor_row].erase(0, self.cursor_column)
+            for line in self.lines[self.cursor_row + 1 :]:
                 line.erase(2, 0)
-        elif end == "C":
-            self.at = min(self.at + by, COLUMNS)
-        elif end == "D":
-            self.at = max(self.at - by, 0)
-        elif end in "G`":
-            self.at = min(by - 1, COLUMNS)
-        elif end in "AF":
-            self.line = max(self.line - by, last - HEIGHT + 1, 0)
-        elif end in "BE":
+        elif final_byte == "C":
+            self.cursor_column = min(self.cursor_column + distance, MAX_LINE_CELLS)
+        elif final_byte == "D":
+            self.cursor_column = max(self.cursor_column - distance, 0)
+        elif final_byte in "G`":
+            self.cursor_column = min(distance - 1, MAX_LINE_CELLS)
+        elif final_byte in "AF":
+            self.cursor_row = max(self.cursor_row - distance, last_row - MAX_CHANGING_ROWS + 1, 0)
+        elif final_byte in "BE":
             # Moving down never adds lines, as at the bottom of a terminal.
-            self.line = min(self.line + by, last)
-        if end in "EF":
-            self.at = 0
+            self.cursor_row = min(self.cursor_row + distance, last_row)
+        if final_byte in "EF":
+            self.cursor_column = 0
 
 
 @lru_cache(maxsize=256)
 def _apply_sgr(style: Style, args: str) -> Style:
-    """The style after one sequence of colors (SGR)."""
+    """Return the style after one sequence of colors (SGR)."""
     decoder = AnsiDecoder()
     decoder.style = style
     decoder.decode_line(f"\x1b[{args.replace(':', ';')}m")
@@ -255,7 +269,9 @@ def _apply_sgr(style: Style, args: str) -> Style:
 
 @lru_cache(maxsize=256)
 def _style_name(style: Style) -> str:
-    """The name "sgr:<fg>:<bg>:<attributes>" of a style (colors as Rich names them); "" if it changes nothing."""
-    front, back = ("" if each is None or each.is_default else each.name for each in (style.color, style.bgcolor))
+    """Return the name "sgr:<fg>:<bg>:<attributes>" of a style (colors as Rich names them); "" if it changes nothing."""
+    foreground, background = (
+        "" if color is None or color.is_default else color.name for color in (style.color, style.bgcolor)
+    )
     attributes = "".join(letter for letter, word in sorted(ATTRIBUTES.items()) if getattr(style, word))
-    return f"sgr:{front}:{back}:{attributes}" if front or back or attributes else ""
+    return f"sgr:{foreground}:{background}:{attributes}" if foreground or background or attributes else ""

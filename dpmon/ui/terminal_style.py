@@ -18,15 +18,15 @@ LETTERS: Mapping[str, str] = {phase.display_name: phase.letter for phase in PHAS
 """The letter of each phase; "other" has a dot."""
 
 
-def letter_in(phase: str, word: str) -> int:
-    """The position of the phase's letter in one of its names; 0 if it is not there."""
+def letter_position(phase: str, word: str) -> int:
+    """Return the position of the phase's letter in one of its names; 0 if it is not there."""
     return max(word.upper().find(LETTERS[phase]), 0)
 
 
-def styles_of(palette: Palette, *, filled: bool = True) -> dict[str, Style]:
-    """The styles by name, each with a background, so that the terminal's own colors are never seen.
+def build_styles(palette: Palette, *, fills_chips: bool = True) -> dict[str, Style]:
+    """Return the styles by name, each with a background, so that the terminal's own colors are never seen.
 
-    `filled`: whether a phase's letters stand on its color; if not, they have it.
+    `fills_chips`: put a phase's letters on its color; if False, write them in it.
     """
 
     def on(color: str, bold: bool = False) -> Style:
@@ -52,12 +52,12 @@ def styles_of(palette: Palette, *, filled: bool = True) -> dict[str, Style]:
     for name, color in palette.by_phase.items():
         styles[f"phase.{name}"] = on(color)
         chip = Style(color=palette.background, bgcolor=color, bold=True)
-        styles[f"chip.{name}"] = chip if filled else on(color, bold=True)
+        styles[f"chip.{name}"] = chip if fills_chips else on(color, bold=True)
     return styles
 
 
 def _mono_styles() -> dict[str, Style]:
-    styles = {name: Style() for name in styles_of(palette_of("dark"))}
+    styles = {name: Style() for name in build_styles(palette_of("dark"))}
     for name in ("bold", "title", "key", "mode.dp", "mode.single", "good"):
         styles[name] = Style(bold=True)
     styles["wait"] = Style(underline=True)
@@ -73,20 +73,20 @@ ATTRIBUTES = {"b": "bold", "d": "dim", "i": "italic", "u": "underline", "r": "re
 
 
 @lru_cache(maxsize=1024)
-def parse_composed_style(name: str, theme: str | None, few: bool = False) -> Style:
-    """The style of a composed name: "sgr:<fg>:<bg>:<attributes>" or "phase.a/b"; `theme` None: mono."""
-    palette = palette_of(theme, few) if theme is not None else None
+def parse_composed_style(name: str, theme: str | None, has_few_colors: bool = False) -> Style:
+    """Return the style of a composed name: "sgr:<fg>:<bg>:<attributes>" or "phase.a/b". `theme` None: mono."""
+    palette = palette_of(theme, has_few_colors) if theme is not None else None
     if name.startswith("sgr:"):
-        front, back, attributes = name[4:].rsplit(":", 2)
+        foreground_name, background_name, attributes = name[4:].rsplit(":", 2)
         if palette is None:
             return Style.parse(" ".join(ATTRIBUTES[a] for a in attributes if a in ATTRIBUTES))
-        bg = _rgb(back, palette) if back else palette.background
-        fg = _rgb(front, palette) if front else palette.text
-        if not back:  # the script did not know this background when it chose its color
-            fg = _ensure_contrast(fg, bg, palette)
+        background = _rgb(background_name, palette) if background_name else palette.background
+        foreground = _rgb(foreground_name, palette) if foreground_name else palette.text
+        if not background_name:  # the script did not know this background when it chose its color
+            foreground = _ensure_contrast(foreground, background, palette)
         if "d" in attributes:
-            fg = _blend(fg, bg)
-        base = Style(color=fg, bgcolor=bg)
+            foreground = _blend(foreground, background)
+        base = Style(color=foreground, bgcolor=background)
         return base + Style.parse(" ".join(ATTRIBUTES[a] for a in attributes if a in ATTRIBUTES and a != "d"))
     lower, _, upper = name.partition("/")
     if palette is not None and lower.startswith("phase.") and lower[6:] in LETTERS and upper in LETTERS:
@@ -95,30 +95,30 @@ def parse_composed_style(name: str, theme: str | None, few: bool = False) -> Sty
 
 
 def _rgb(name: str, palette: Palette) -> str:
-    """The color as "#rrggbb": one of the first sixteen is looked up in the palette."""
+    """Return the color as "#rrggbb"; the first sixteen colors are looked up in the palette."""
     color = Color.parse(name)
     if color.type is ColorType.STANDARD and color.number is not None:
         return (*palette.ansi, *palette.bright)[color.number]
     return color.get_truecolor().hex
 
 
-def _blend(front: str, back: str) -> str:
-    """Two thirds of `front` and one third of `back`; for dim text, it replaces the terminal's own attribute."""
-    pairs = zip(parse_rgb_hex(front[1:]), parse_rgb_hex(back[1:]), strict=True)
+def _blend(foreground: str, background: str) -> str:
+    """Return a mix of two thirds of `foreground` and one third of `background`: the color of dim text."""
+    pairs = zip(parse_rgb_hex(foreground[1:]), parse_rgb_hex(background[1:]), strict=True)
     return "#" + "".join(f"{(a * 2 + b) // 3:02x}" for a, b in pairs)
 
 
-def _ensure_contrast(front: str, back: str, palette: Palette) -> str:
-    """`front` if it stands out from `back`; else a mix with the theme's text color."""
+def _ensure_contrast(foreground: str, background: str, palette: Palette) -> str:
+    """Return `foreground` if it stands out from `background`, else a mix with the theme's text color."""
     for _ in range(3):
-        if abs(_brightness(front) - _brightness(back)) >= 70:
+        if abs(_brightness(foreground) - _brightness(background)) >= 70:
             break
-        front = _blend(front, palette.text)
-    return front
+        foreground = _blend(foreground, palette.text)
+    return foreground
 
 
 def _brightness(color: str) -> float:
-    """The brightness of a color, 0 to 255 (the weights of ITU-R BT.601)."""
+    """Return the brightness of a color, 0 to 255 (the weights of ITU-R BT.601)."""
     red, green, blue = parse_rgb_hex(color[1:])
     return 0.299 * red + 0.587 * green + 0.114 * blue
 
@@ -199,7 +199,7 @@ ASCII = Glyphs(
 )
 
 
-COLOR = styles_of(palette_of("dark"))
+COLOR = build_styles(palette_of("dark"))
 MONO = _mono_styles()
 
 
@@ -209,61 +209,70 @@ class TerminalStyle:
 
     glyphs: Glyphs
     styles: Mapping[str, Style]
-    color: bool
+    has_color: bool
     theme: str = "dark"
     """One of `dpmon.config.THEMES`."""
     only_ascii: bool = False
     """Whether the terminal shows only ASCII."""
     only_mono: bool = False
     """Whether the terminal has no colors."""
-    few: bool = False
+    has_few_colors: bool = False
     """Whether the terminal has sixteen colors."""
 
-    def style(self, name: str) -> Style:
-        """The style of that name; "phase.a/b" is the color of phase a on a background in the color of phase b."""
-        found = self.styles.get(name)
-        return found if found is not None else parse_composed_style(name, self.theme if self.color else None, self.few)
+    def rich_style(self, name: str) -> Style:
+        """Return the style of that name. "phase.a/b": the color of phase a on the color of phase b."""
+        style = self.styles.get(name)
+        if style is not None:
+            return style
+        return parse_composed_style(name, self.theme if self.has_color else None, self.has_few_colors)
 
     @property
     def background(self) -> str:
         """The color behind everything; meaningless in mono."""
         return palette_of(self.theme).background
 
-    def next(self) -> TerminalStyle:
-        """The next theme that this terminal can show."""
-        rest = THEMES[THEMES.index(self.theme) + 1 :] + THEMES
-        possible = (
+    def with_next_theme(self) -> TerminalStyle:
+        """Return the style of the next theme that this terminal can show."""
+        later_themes = THEMES[THEMES.index(self.theme) + 1 :] + THEMES
+        possible_themes = (
             theme
-            for theme in rest
+            for theme in later_themes
             if not (self.only_mono and theme in PALETTES) and not (self.only_ascii and theme == "ascii")
         )
-        return make_style(next(possible), only_ascii=self.only_ascii, only_mono=self.only_mono, few=self.few)
+        return make_style(
+            next(possible_themes),
+            only_ascii=self.only_ascii,
+            only_mono=self.only_mono,
+            has_few_colors=self.has_few_colors,
+        )
 
 
-def make_style(theme: str, *, only_ascii: bool = False, only_mono: bool = False, few: bool = False) -> TerminalStyle:
-    """The look of a theme on a terminal, which may have only ASCII, no colors or only sixteen (`few`)."""
-    mono = theme == "mono" or only_mono
+def make_style(
+    theme: str, *, only_ascii: bool = False, only_mono: bool = False, has_few_colors: bool = False
+) -> TerminalStyle:
+    """Return the style of a theme on a terminal, which may have only ASCII, no colors or only sixteen."""
+    is_mono = theme == "mono" or only_mono
     glyphs = ASCII if only_ascii or theme == "ascii" else UNICODE
-    styles = MONO if mono else styles_of(palette_of(theme, few), filled=not glyphs.ascii)
-    return TerminalStyle(glyphs, styles, not mono, theme, only_ascii, only_mono, few)
+    styles = MONO if is_mono else build_styles(palette_of(theme, has_few_colors), fills_chips=not glyphs.ascii)
+    return TerminalStyle(glyphs, styles, not is_mono, theme, only_ascii, only_mono, has_few_colors)
 
 
 def choose_style(environ: Mapping[str, str], encoding: str | None, theme: str | None = None) -> TerminalStyle:
-    """The look for a terminal, from its environment and the encoding of the output stream.
+    """Return the style for a terminal, from its environment and the encoding of the output stream.
 
-    `theme`: the user's setting, if any. It overrides NO_COLOR (https://no-color.org), which is for programs without
-    a setting of their own.
+    `theme`: the user's setting, if any. It overrides NO_COLOR (https://no-color.org), which is for programs without a
+    setting of their own.
     """
     terminal = environ.get("TERM", "")
     only_ascii = needs_ascii(environ, encoding)
     only_mono = terminal.startswith(("vt1", "vt2", "dumb"))
     if theme is None:
         theme = "mono" if environ.get("NO_COLOR") or only_mono else "dark"
-    return make_style(theme, only_ascii=only_ascii, only_mono=only_mono, few=_has_sixteen_colors(environ))
+    return make_style(theme, only_ascii=only_ascii, only_mono=only_mono, has_few_colors=_has_sixteen_colors(environ))
 
 
 def _has_sixteen_colors(environ: Mapping[str, str]) -> bool:
-    """Whether the terminal will get at most sixteen colors, as Rich and Textual 8 decide it."""
+    """Return whether the terminal will get at most sixteen colors, as Rich and Textual 8 decide it."""
     system = environ.get("TEXTUAL_COLOR_SYSTEM", "auto")
     if system in ("standard", "256", "truecolor"):
         return system == "standard"

@@ -19,21 +19,21 @@ from dpmon.ui.screen_data import ScreenData
 from dpmon.ui.styled_rows import Row, merge_spans, row_width
 from dpmon.ui.terminal_style import TerminalStyle
 
-_LEAST_S = 16
+_MIN_AXIS_S = 16
 """A growing axis is at least this long."""
-_GROWS = 4
+_GROWTH_DIVISOR = 4
 """A growing axis becomes longer by up to a fourth at once, because each time the whole history is drawn again."""
-_STEPS = 60
-_SHORT = {"evaluation": "eval"}
-_STYLES = {EPOCH: "bold", PAUSED: "wait"}
-_PAGE = 10
+_LOOK_BACK_PARTS = 60
+_SHORT_WORDS = {"evaluation": "eval"}
+_MARK_STYLES = {EPOCH: "bold", PAUSED: "wait"}
+_RANGE_DIVISOR = 10
 """When the range is full, its oldest tenth goes at once, so that columns do not move with every new one."""
 
 
 class TimeAxis(NamedTuple):
-    """The time that all histories of a picture cover, in seconds since the run's start."""
+    """The time range that all histories of a frame cover, in seconds since the run's start."""
 
-    begin_s: int
+    start_s: int
     end_s: int
     """The first second after it."""
     now_s: int
@@ -41,116 +41,122 @@ class TimeAxis(NamedTuple):
     column_s: int = 1
     """Seconds of a column of the history."""
 
-    def part_count(self, most: int) -> int:
-        """The number of equal parts in which the axis is drawn, at most `most`."""
-        return max(min(most, (self.end_s - self.begin_s) // self.column_s), 1)
+    def part_count(self, limit: int) -> int:
+        """Return the number of equal parts in which the axis is drawn, at most `limit`."""
+        return max(min(limit, (self.end_s - self.start_s) // self.column_s), 1)
 
-    def part_at(self, second: int, places: int) -> int:
-        """The part of `places` parts in which a second lies; negative or too large outside the axis."""
-        return (second - self.begin_s) // self.column_s * places // ((self.end_s - self.begin_s) // self.column_s)
+    def part_at(self, second: int, part_count: int) -> int:
+        """Return the part, of `part_count`, in which a second lies; negative or too large outside the axis."""
+        return (second - self.start_s) // self.column_s * part_count // ((self.end_s - self.start_s) // self.column_s)
 
-    def begin_of(self, place: int, places: int) -> int:
-        """The first second of a part."""
-        columns = (self.end_s - self.begin_s) // self.column_s
-        return self.begin_s + -(-place * columns // places) * self.column_s
+    def start_of_part(self, part: int, part_count: int) -> int:
+        """Return the first second of a part."""
+        columns = (self.end_s - self.start_s) // self.column_s
+        return self.start_s + -(-part * columns // part_count) * self.column_s
 
-    def cell(self, second: int, width: int) -> int:
-        """The first of the cells (`width` in all) of the part in which a second lies."""
-        places = self.part_count(width)
-        return self.part_at(second, places) * width // places
+    def cell_at(self, second: int, width: int) -> int:
+        """Return the first cell, of `width`, of the part in which a second lies."""
+        part_count = self.part_count(width)
+        return self.part_at(second, part_count) * width // part_count
 
 
-def make_time_axis(facts: ScreenData, least_s: int = 1) -> TimeAxis:
-    """The axis of a picture: from the first step, or without one the run's start, until now or the run's end.
+def make_time_axis(screen: ScreenData, min_column_s: int = 1) -> TimeAxis:
+    """Return the axis of a frame: from the first step, or without one the run's start, until now or the run's end.
 
-    In a longer run, it covers only the chosen range. `least_s`: fewest seconds of a column.
+    In a longer run, it covers only the chosen range. `min_column_s`: the smallest number of seconds per column.
     """
-    process, (state, until_ns) = facts.process, _history_end(facts)
-    began_s = process.began_ns // SECOND if process is not None and process.began_ns >= 0 else 0
+    process, (state, until_ns) = screen.process, _history_end(screen)
+    start_s = process.began_ns // SECOND if process is not None and process.began_ns >= 0 else 0
     now_ns = max(until_ns, state.newest_ns)
-    if facts.is_over and state.newest_ns >= 0:
-        now_ns = max(state.newest_ns, *(end for _, end in stall_intervals(facts)), 0)
-    column_s = max(process.column_s if process is not None else 1, least_s)
-    return fit_axis(began_s, now_ns // SECOND, facts.view.span_s, column_s, facts.is_over)
+    if screen.is_over and state.newest_ns >= 0:
+        now_ns = max(state.newest_ns, *(end for _, end in stall_intervals(screen)), 0)
+    column_s = max(process.column_s if process is not None else 1, min_column_s)
+    return fit_axis(start_s, now_ns // SECOND, screen.view.range_s, column_s, screen.is_over)
 
 
-def fit_axis(began_s: int, now_s: int, span_s: int, column_s: int = 1, over: bool = False) -> TimeAxis:
-    """The axis from `began_s` to `now_s`, or of the newest `span_s` seconds (0: of all). `over`: no more will come."""
-    begin_s = began_s - began_s % column_s
-    columns = max((now_s - begin_s) // column_s, 0) + 1
-    most = span_s // column_s
-    if most and columns > most:
-        page = 1 if over else max(most // _PAGE, 1)
-        begin_s += -(-(columns - most) // page) * page * column_s
-        columns = most
-    elif not over:
-        columns = max(columns, _LEAST_S // column_s)
-        step = 1 << max((columns // _GROWS).bit_length() - 1, 0)
-        columns = -(-columns // step) * step
-        columns = min(columns, most) if most else columns
-    return TimeAxis(begin_s, begin_s + columns * column_s, now_s, column_s)
+def fit_axis(run_start_s: int, now_s: int, range_s: int, column_s: int = 1, is_over: bool = False) -> TimeAxis:
+    """Return the axis from `run_start_s` to `now_s`, or that of the newest `range_s` seconds (0: of all).
+
+    `is_over`: the run has ended, so the axis needs no free columns at its end.
+    """
+    start_s = run_start_s - run_start_s % column_s
+    column_count = max((now_s - start_s) // column_s, 0) + 1
+    max_columns = range_s // column_s
+    if max_columns and column_count > max_columns:
+        page_columns = 1 if is_over else max(max_columns // _RANGE_DIVISOR, 1)
+        start_s += -(-(column_count - max_columns) // page_columns) * page_columns * column_s
+        column_count = max_columns
+    elif not is_over:
+        column_count = max(column_count, _MIN_AXIS_S // column_s)
+        growth = 1 << max((column_count // _GROWTH_DIVISOR).bit_length() - 1, 0)
+        column_count = -(-column_count // growth) * growth
+        column_count = min(column_count, max_columns) if max_columns else column_count
+    return TimeAxis(start_s, start_s + column_count * column_s, now_s, column_s)
 
 
-def device_axis(facts: ScreenData) -> TimeAxis:
-    """The axis of the devices: that of the picture, or in a longer run the last HISTORY_S, which have samples."""
-    axis = make_time_axis(facts)
-    return axis if axis.now_s - axis.begin_s < HISTORY_S else fit_axis(0, axis.now_s, HISTORY_S, 1, facts.is_over)
+def make_device_axis(screen: ScreenData) -> TimeAxis:
+    """Return the axis of the devices: that of the frame, or in a longer run the last HISTORY_S, which have samples."""
+    axis = make_time_axis(screen)
+    return axis if axis.now_s - axis.start_s < HISTORY_S else fit_axis(0, axis.now_s, HISTORY_S, 1, screen.is_over)
 
 
-def shift_by_parts(facts: ScreenData, by: int) -> int:
-    """The time (ns) `by` parts of the axis later than that of the picture: a part is a sixtieth, at least a second."""
-    axis = make_time_axis(facts)
-    return facts.elapsed_ns + by * max((axis.end_s - axis.begin_s) // _STEPS, 1) * SECOND
+def shift_by_parts(screen: ScreenData, parts: int) -> int:
+    """Return the time (ns) that lies `parts` parts of the axis after that of the screen.
+
+    A part is a sixtieth of the axis, but at least a second. Negative: before it.
+    """
+    axis = make_time_axis(screen)
+    return screen.elapsed_ns + parts * max((axis.end_s - axis.start_s) // _LOOK_BACK_PARTS, 1) * SECOND
 
 
-def _history_end(facts: ScreenData) -> tuple[RunSnapshot, int]:
-    """The state and the time (ns) until which the histories go."""
-    return (facts.state, facts.elapsed_ns) if facts.past is None else (facts.past.state, facts.past.until_ns)
+def _history_end(screen: ScreenData) -> tuple[RunSnapshot, int]:
+    """Return the snapshot and the time (ns) until which the histories go."""
+    return (screen.state, screen.elapsed_ns) if screen.past is None else (screen.past.state, screen.past.until_ns)
 
 
-def stall_intervals(facts: ScreenData) -> list[tuple[int, int]]:
-    """Start and end of each stall (ns). A stall that goes on ends now."""
-    state, now = _history_end(facts)
+def stall_intervals(screen: ScreenData) -> list[tuple[int, int]]:
+    """Return start and end of each stall (ns). A stall that is not over ends now."""
+    state, now = _history_end(screen)
     return stall_spans(state.stalls, now)
 
 
-def choose_marks(facts: ScreenData, axis: TimeAxis, width: int) -> list[TimeMark]:
-    """The pauses, and as many starts of epochs as have room on an axis of `width` cells."""
-    state, now = _history_end(facts)
-    process = state.processes.get(facts.process.process) if facts.process is not None else None
+def choose_marks(screen: ScreenData, axis: TimeAxis, width: int) -> list[TimeMark]:
+    """Return the pauses, and as many starts of epochs as have room on an axis of `width` cells."""
+    state, now = _history_end(screen)
+    process = state.processes.get(screen.process.process) if screen.process is not None else None
     if process is None:
         return []
-    own = (change for change in state.pauses if change.process == process.process)
-    pauses = build_pauses(own, lambda _process, _at: None)
-    found = pause_marks(pauses, None if process.paused_since_ns is None else now)
-    return found + epoch_marks(process.progress.epochs, lambda at: axis.cell(at // SECOND, width))
+    changes = (change for change in state.pauses if change.process == process.process)
+    pauses = build_pauses(changes, lambda _process, _time: None)
+    marks = pause_marks(pauses, None if process.paused_since_ns is None else now)
+    return marks + epoch_marks(process.progress.epochs, lambda time_ns: axis.cell_at(time_ns // SECOND, width))
 
 
 # ------------------------------------------------------------------------------------------------ samples
 
 
 def resample(values: Sequence[float | None], second: int, axis: TimeAxis, width: int) -> list[float | None]:
-    """For each cell of the axis until now (of `width`), the mean of the known values in its part; None without one.
+    """Return the mean of the known values in the part of each cell (of `width`) until now; None for a part without one.
 
-    `values`: one a second; the last one is that of `second`.
+    `values`: one per second; the last one is that of `second`.
     """
     if width <= 0:
         return []
-    places = axis.part_count(width)
-    sums, counts = [0.0] * places, [0] * places
-    first = second + 1 - len(values)
-    for at in range(max(axis.begin_s, first), min(axis.end_s, second + 1)):
-        value = values[at - first]
+    part_count = axis.part_count(width)
+    sums, counts = [0.0] * part_count, [0] * part_count
+    first_second = second + 1 - len(values)
+    for time_s in range(max(axis.start_s, first_second), min(axis.end_s, second + 1)):
+        value = values[time_s - first_second]
         if value is not None:
-            place = axis.part_at(at, places)
-            sums[place] += value
-            counts[place] += 1
-    last = axis.part_at(min(max(axis.now_s, second), axis.end_s - 1), places)
+            part = axis.part_at(time_s, part_count)
+            sums[part] += value
+            counts[part] += 1
+    last_part = axis.part_at(min(max(axis.now_s, second), axis.end_s - 1), part_count)
     means = [total / count if count else None for total, count in zip(sums, counts, strict=True)]
     return [
-        means[place]
-        for place in range(last + 1)
-        for _ in range((place + 1) * width // places - place * width // places)
+        means[part]
+        for part in range(last_part + 1)
+        for _ in range((part + 1) * width // part_count - part * width // part_count)
     ]
 
 
@@ -160,73 +166,75 @@ def resample(values: Sequence[float | None], second: int, axis: TimeAxis, width:
 class ChartColumns(NamedTuple):
     """A history as the screen draws it: a column for each equal part of the axis until now, oldest first.
 
-    Each column has one mode. During a column without steps (count 0), no step ended or was under way.
+    Each column has one mode. During a column without steps (count 0), no step ended or was running.
     """
 
     columns: Sequence[Column]
-    places: int
+    part_count: int
     """Number of columns of the whole axis."""
 
 
 def build_chart_columns(
     process: Process, axis: TimeAxis, width: int, stalls: Sequence[tuple[int, int]] = ()
 ) -> ChartColumns:
-    """The steps of a process on an axis of `width` cells. `stalls`: start and end of each stall (ns).
+    """Return the steps of a process on an axis of `width` cells. `stalls`: start and end of each stall (ns).
 
-    If a part has training steps and evaluations of a mode, the column shows the training steps, as the figures do. If
-    a part has steps of several modes, the column shows a mode other than that of the previous column, so that every
-    change of mode stays visible.
+    If a part has training steps and evaluations of a mode, the column shows the training steps, as the metrics do. If a
+    part has steps of several modes, the column shows a mode other than that of the previous column, so that every mode
+    switch stays visible.
     """
-    places = axis.part_count(width)
+    part_count = axis.part_count(width)
     if width <= 0 or not process.columns:
-        return ChartColumns((), places)
-    parts: dict[int, dict[str, Column]] = {}
+        return ChartColumns((), part_count)
+    columns_by_part: dict[int, dict[str, Column]] = {}
     for column in process.columns:
-        place = axis.part_at(column.second, places)
-        if 0 <= place < places:
-            modes = parts.setdefault(place, {})
-            known = modes.get(column.mode)
-            if known is not None and known.evaluation == column.evaluation:
-                modes[column.mode] = _merge_columns(known, column)
-            elif known is None or known.evaluation:
-                modes[column.mode] = column
-    found: list[Column] = []
+        part = axis.part_at(column.second, part_count)
+        if 0 <= part < part_count:
+            column_by_mode = columns_by_part.setdefault(part, {})
+            existing = column_by_mode.get(column.mode)
+            if existing is not None and existing.evaluation == column.evaluation:
+                column_by_mode[column.mode] = _merge_columns(existing, column)
+            elif existing is None or existing.evaluation:
+                column_by_mode[column.mode] = column
+    columns: list[Column] = []
 
-    def fill(until: int, drawn: Column | None) -> None:
-        """Add columns in which no step ended. The first step of the next column (`drawn`) may be under way in them."""
-        while len(found) < until:
-            second = axis.begin_of(len(found), places)
-            begin, end = second * SECOND, axis.begin_of(len(found) + 1, places) * SECOND
-            stalled = any(begin < until_ns and end > since for since, until_ns in stalls)
-            if drawn is not None and not stalled and end > drawn.begin_ns:
-                found.append(replace(drawn, second=second))
+    def fill(end_part: int, next_column: Column | None) -> None:
+        """Add columns in which no step ended; the first step of the next column may be running in them."""
+        while len(columns) < end_part:
+            second = axis.start_of_part(len(columns), part_count)
+            start, end = second * SECOND, axis.start_of_part(len(columns) + 1, part_count) * SECOND
+            is_stalled = any(start < stall_end and end > stall_start for stall_start, stall_end in stalls)
+            if next_column is not None and not is_stalled and end > next_column.begin_ns:
+                columns.append(replace(next_column, second=second))
             else:  # an empty column continues what was before it
-                before = found[-1] if found else drawn or process.columns[-1]
-                found.append(Column(second, before.mode, evaluation=before.evaluation, stalled=stalled))
+                previous = columns[-1] if columns else next_column or process.columns[-1]
+                columns.append(Column(second, previous.mode, evaluation=previous.evaluation, stalled=is_stalled))
 
-    for place in sorted(parts):
-        drawn = _column_of_part(parts[place], found[-1].mode if found else "")
-        fill(place, drawn)
-        second = axis.begin_of(place, places)
-        found.append(drawn if drawn.second == second else replace(drawn, second=second))
-    fill(min(axis.part_at(axis.now_s, places), places), None)
-    return ChartColumns(found, places)
+    for part in sorted(columns_by_part):
+        chosen = _column_of_part(columns_by_part[part], columns[-1].mode if columns else "")
+        fill(part, chosen)
+        second = axis.start_of_part(part, part_count)
+        columns.append(chosen if chosen.second == second else replace(chosen, second=second))
+    fill(min(axis.part_at(axis.now_s, part_count), part_count), None)
+    return ChartColumns(columns, part_count)
 
 
-def _merge_columns(one: Column, other: Column) -> Column:
+def _merge_columns(first: Column, second: Column) -> Column:
     return replace(
-        one,
-        count=one.count + other.count,
-        wall_ns=one.wall_ns + other.wall_ns,
-        begin_ns=min(one.begin_ns, other.begin_ns),
-        phases=tuple(a + b for a, b in zip(one.phases, other.phases, strict=True)),
+        first,
+        count=first.count + second.count,
+        wall_ns=first.wall_ns + second.wall_ns,
+        begin_ns=min(first.begin_ns, second.begin_ns),
+        phases=tuple(a + b for a, b in zip(first.phases, second.phases, strict=True)),
     )
 
 
-def _column_of_part(modes: Mapping[str, Column], before: str) -> Column:
-    """The column of a part, if possible of another mode than the column before."""
-    others = sorted((column for mode, column in modes.items() if mode != before), key=lambda column: column.begin_ns)
-    return others[0] if others else modes[before]
+def _column_of_part(column_by_mode: Mapping[str, Column], previous_mode: str) -> Column:
+    """Return the column of a part, if possible of another mode than the column before."""
+    others = [column for mode, column in column_by_mode.items() if mode != previous_mode]
+    if not others:
+        return column_by_mode[previous_mode]
+    return min(others, key=lambda column: column.begin_ns)
 
 
 # ------------------------------------------------------------------------------------------------ the row below
@@ -235,136 +243,169 @@ def _column_of_part(modes: Mapping[str, Column], before: str) -> Column:
 class _AxisCells:
     """The cells of the row below a chart while words are put on it."""
 
-    def __init__(self, kinds: Sequence[tuple[str, str]], line: str, change: str) -> None:
-        self.line, self.change = line, change
-        self.cells = [(line if name else " ", style) for name, style in kinds]
+    def __init__(self, named_cells: Sequence[tuple[str, str]], line_sign: str, change_sign: str) -> None:
+        self.line_sign, self.change_sign = line_sign, change_sign
+        self.cells = [(line_sign if name else " ", style) for name, style in named_cells]
 
-    def free(self, at: int, count: int) -> bool:
-        """Whether cells have no word, mark or gap yet."""
-        return at >= 0 and [sign for sign, _ in self.cells[at : at + count]] == [self.line] * count
+    def _sign(self, index: int) -> str:
+        sign, _ = self.cells[index]
+        return sign
 
-    def has_space_around(self, at: int, count: int) -> bool:
-        """Whether a word in these cells would touch no other word."""
-        beside = self.cells[max(at - 1, 0) : at] + self.cells[at + count : at + count + 1]
-        return all(sign in (self.line, " ", self.change) for sign, _ in beside)
+    def is_free(self, index: int, count: int) -> bool:
+        """Return whether cells have no word, mark or gap yet."""
+        return index >= 0 and [sign for sign, _ in self.cells[index : index + count]] == [self.line_sign] * count
 
-    def put_over(self, text: str, at: int, style: str) -> None:
-        """Put a text over others. Words that it cuts or touches go."""
-        end, free = at + len(text), (self.line, " ", self.change)
-        separate = text[0] == " " and (at >= len(self.cells) or self.cells[at][0] in free)
-        left = [] if separate or at > len(self.cells) else [*reversed(self.cells[:at])]
-        for step, beside in ((-1, left), (1, self.cells[end:])):
-            word = list(takewhile(lambda cell: cell[0] not in free, beside))
-            for index, (_, kept) in enumerate(word):
-                self.cells[(at - 1 if step < 0 else end) + step * index] = (self.line, kept)
-        self.put(text, at, style)
+    def has_space_around(self, index: int, count: int) -> bool:
+        """Return whether a word in these cells would touch no other word."""
+        neighbors = self.cells[max(index - 1, 0) : index] + self.cells[index + count : index + count + 1]
+        return all(sign in (self.line_sign, " ", self.change_sign) for sign, _ in neighbors)
 
-    def put(self, text: str, at: int, style: str) -> None:
+    def replace_with_text(self, text: str, index: int, style: str) -> None:
+        """Put a text over others, and remove the words that it cuts or touches."""
+        end, separators = index + len(text), (self.line_sign, " ", self.change_sign)
+        is_separate = text.startswith(" ") and (index >= len(self.cells) or self._sign(index) in separators)
+        cells_to_left = [] if is_separate or index > len(self.cells) else [*reversed(self.cells[:index])]
+        for step, side_cells in ((-1, cells_to_left), (1, self.cells[end:])):
+            word = list(takewhile(lambda cell: cell[0] not in separators, side_cells))
+            for word_index, (_, cell_style) in enumerate(word):
+                self.cells[(index - 1 if step < 0 else end) + step * word_index] = (self.line_sign, cell_style)
+        self.put_text(text, index, style)
+
+    def put_text(self, text: str, index: int, style: str) -> None:
         """Put a text on the line; the line becomes longer if necessary."""
-        self.cells += [(" ", "")] * (at + len(text) - len(self.cells))
-        self.cells[at : at + len(text)] = [(sign, style) for sign in text]
+        self.cells += [(" ", "")] * (index + len(text) - len(self.cells))
+        self.cells[index : index + len(text)] = [(sign, style) for sign in text]
 
-    def name(self, begin: int, end: int, name: str, style: str) -> None:
-        """Mark the change at `begin`, and put the name of the cells from `begin` to `end` where there is room."""
-        inner, short = begin + (begin > 0), _SHORT.get(name, name)
-        name = short if len(short) <= end - inner < len(name) else name
-        left = end - len(name) - 1
-        if begin and self.free(begin, 1):
-            self.put(self.change, begin, style)
-        for at in range(inner, end - len(name) + 1):
-            known = at == inner or self.cells[at - 1][0] in (self.line, " ")
-            if known and self.free(at, len(name)) and self.has_space_around(at, len(name)):
-                ends = at + len(name) < end and self.free(at + len(name), 1)
-                self.put(f"{name} " if ends else name, at, style)
+    def put_name(self, start: int, end: int, name: str, style: str) -> None:
+        """Mark the change at `start`, and put the name of the cells from `start` to `end` where there is room."""
+        inner_start, short_name = start + (start > 0), _SHORT_WORDS.get(name, name)
+        name = short_name if len(short_name) <= end - inner_start < len(name) else name
+        left_start = end - len(name) - 1
+        if start and self.is_free(start, 1):
+            self.put_text(self.change_sign, start, style)
+        for index in range(inner_start, end - len(name) + 1):
+            begins_word = index == inner_start or self._sign(index - 1) in (self.line_sign, " ")
+            if begins_word and self.is_free(index, len(name)) and self.has_space_around(index, len(name)):
+                needs_gap = index + len(name) < end and self.is_free(index + len(name), 1)
+                self.put_text(f"{name} " if needs_gap else name, index, style)
                 return
-        if not style.startswith("mode.") and self.free(left - 1, begin - left + 1) and self.free(inner, end - inner):
-            if self.has_space_around(left, end - left):
-                self.put(self.change + name, left, style)  # the name ends below its columns
-        elif inner < end and self.free(inner, 1):
-            short = name[: end - inner] if self.free(inner, end - inner) else name[0]
-            if self.has_space_around(inner, len(short)):
-                self.put(short, inner, style)
+        if (
+            not style.startswith("mode.")
+            and self.is_free(left_start - 1, start - left_start + 1)
+            and self.is_free(inner_start, end - inner_start)
+        ):
+            if self.has_space_around(left_start, end - left_start):
+                self.put_text(self.change_sign + name, left_start, style)  # the name ends below its columns
+        elif inner_start < end and self.is_free(inner_start, 1):
+            short_name = name[: end - inner_start] if self.is_free(inner_start, end - inner_start) else name[:1]
+            if self.has_space_around(inner_start, len(short_name)):
+                self.put_text(short_name, inner_start, style)
+
+
+def _name_of_column(column: Column, ranks: str | None) -> tuple[str, str]:
+    """Return the word below a column and its style; ("", "") if no step ended in it."""
+    if column.stalled:
+        return "stalled", "bad"
+    if not column.count:
+        return "", ""
+    if column.evaluation:
+        return "evaluation", "wait"
+    return RANK_MODES[ranks] if ranks else column.mode, f"mode.{column.mode}"
 
 
 def axis_row(
     axis: TimeAxis,
     picture: ChartColumns,
     width: int,
-    look: TerminalStyle,
+    style: TerminalStyle,
     *,
     ranks: str | None,
     word: str,
     marks: Iterable[TimeMark] = (),
     cursor_ns: int | None = None,
 ) -> Row:
-    """The row below a chart: each column's mode by word and color, and the time at the newest one, after `word`.
+    """Return the row below a chart: the mode of each column by word and color, and the newest time, after `word`.
 
     A line marks each change. Columns of evaluations have the word "evaluation", and those of a stall "stalled". The
-    line has a gap where no step was under way. Each of `marks` has its own word. `ranks`: how ranks train together.
-    `cursor_ns`: the time that the picture shows, if it is not the newest one.
+    line has a gap where no step was running. Each of `marks` has its own word. `ranks`: how ranks train together.
+    `cursor_ns`: the time that the screen shows, if it is not the newest one.
     """
-    kinds: list[tuple[str, str]] = []
+    named_cells: list[tuple[str, str]] = []
     for index, column in enumerate(picture.columns):
-        first, end = index * width // picture.places, (index + 1) * width // picture.places
-        kind = (RANK_MODES[ranks] if ranks else column.mode, f"mode.{column.mode}")
-        kind = ("", "") if not column.count else ("evaluation", "wait") if column.evaluation else kind
-        kinds += [("stalled", "bad") if column.stalled else kind] * (end - first)
+        start, end = index * width // picture.part_count, (index + 1) * width // picture.part_count
+        named_cells += [_name_of_column(column, ranks)] * (end - start)
     events: list[tuple[int, TimeMark]] = []
     for mark in marks:
-        first = axis.cell(mark.begin_ns // SECOND, width)
+        start = axis.cell_at(mark.begin_ns // SECOND, width)
         if mark.end_ns is None:
-            events.append((first, mark))
+            events.append((start, mark))
             continue
-        for cell in range(max(first, 0), min(max(axis.cell(mark.end_ns // SECOND, width), first + 1), len(kinds))):
-            kinds[cell] = (mark.word, _STYLES[mark.kind])
-    line = _AxisCells(kinds, look.glyphs.frame[4], look.glyphs.frame[5])
-    for at, mark in events:
-        if line.free(at, len(mark.word)) and line.has_space_around(at, len(mark.word)):
-            text = f"{mark.word} " if line.free(at, len(mark.word) + 1) else mark.word
-            line.put(text, at, _STYLES[mark.kind])
+        end = max(axis.cell_at(mark.end_ns // SECOND, width), start + 1)
+        for cell in range(max(start, 0), min(end, len(named_cells))):
+            named_cells[cell] = (mark.word, _MARK_STYLES[mark.kind])
+    *_, horizontal, vertical = style.glyphs.frame
+    line = _AxisCells(named_cells, horizontal, vertical)
+    for cell, mark in events:
+        if line.is_free(cell, len(mark.word)) and line.has_space_around(cell, len(mark.word)):
+            text = f"{mark.word} " if line.is_free(cell, len(mark.word) + 1) else mark.word
+            line.put_text(text, cell, _MARK_STYLES[mark.kind])
     if cursor_ns is not None:
-        at = min(max(axis.cell(cursor_ns // SECOND, width), 0), width - 1)
-        text, pointer = short_clock(cursor_ns), look.glyphs.cut_top
-        fits = at + len(text) < width
-        line.put_over(pointer + text if fits else text + pointer, at if fits else at - len(text), "found")
-    last = len(kinds) - next((sum(1 for _ in run) for _, run in groupby(reversed(kinds))), 0)
-    room = len(kinds) - last - len(kinds[-1][0]) - 2 if kinds else 0
-    _put_end(line, axis, picture.places, width, word, len(kinds), room)
-    end, before = 0, ""
-    for (name, style), run in groupby(kinds):
-        begin, end = end, end + sum(1 for _ in run)
-        if name not in ("", before):
-            line.name(begin, end, name, style)
-        before = name or before
+        cell = min(max(axis.cell_at(cursor_ns // SECOND, width), 0), width - 1)
+        text, pointer = short_clock(cursor_ns), style.glyphs.cut_top
+        if cell + len(text) < width:
+            line.replace_with_text(pointer + text, cell, "found")
+        else:
+            line.replace_with_text(text + pointer, cell - len(text), "found")
+    runs = [(name, cell_style, sum(1 for _ in run)) for (name, cell_style), run in groupby(named_cells)]
+    free_cells = 0
+    if runs:
+        last_name, _, last_length = runs[-1]
+        free_cells = last_length - len(last_name) - 2
+    _put_end_time(line, axis, picture.part_count, width, word, len(named_cells), free_cells)
+    end, previous_name = 0, ""
+    for name, cell_style, length in runs:
+        start, end = end, end + length
+        if name not in ("", previous_name):
+            line.put_name(start, end, name, cell_style)
+        previous_name = name or previous_name
     row = merge_spans(line.cells)
     return [*row, (" " * (width - row_width(row)), "")]
 
 
 def axis_below_chart(
-    facts: ScreenData, axis: TimeAxis, picture: ChartColumns, gutter: int, room: int, look: TerminalStyle
+    screen: ScreenData, axis: TimeAxis, picture: ChartColumns, gutter: int, width: int, style: TerminalStyle
 ) -> Row:
-    """The axis below a chart of `room` cells; the begin of the time stands in the `gutter` cells before it."""
-    process, word, marks = facts.process, "end " if facts.is_over else "now ", choose_marks(facts, axis, room)
-    ranks = None if process is None else process.distributed
-    cursor = None if facts.past is None else facts.now_ns
-    row = axis_row(axis, picture, room, look, ranks=ranks, word=word, marks=marks, cursor_ns=cursor)
-    return [(align_right(short_clock(axis.begin_s * SECOND), gutter - 1) + " ", "dim"), *row]
+    """Return the axis below a chart of `width` cells; the start time stands in the `gutter` cells before it."""
+    ranks = None if screen.process is None else screen.process.distributed
+    word = "end " if screen.is_over else "now "
+    marks = choose_marks(screen, axis, width)
+    cursor_ns = None if screen.past is None else screen.now_ns
+    row = axis_row(axis, picture, width, style, ranks=ranks, word=word, marks=marks, cursor_ns=cursor_ns)
+    return [(align_right(short_clock(axis.start_s * SECOND), gutter - 1) + " ", "dim"), *row]
 
 
-def _put_end(line: _AxisCells, axis: TimeAxis, places: int, width: int, word: str, drawn: int, room: int) -> None:
-    """Put the time of the newest column below this column, which ends at the cell `drawn`, if `room` cells are enough.
+def _put_end_time(
+    line: _AxisCells, axis: TimeAxis, part_count: int, width: int, word: str, drawn_cells: int, free_cells: int
+) -> None:
+    """Put the time of the newest column below this column if that is possible, else next to it.
 
-    Otherwise the time stands beside the column. It replaces other words, except the cursor's.
+    The column ends at the cell `drawn_cells`; below it, `free_cells` cells are free. Next to the column, the time
+    replaces other words, except the cursor's.
     """
-    each = (axis.end_s - axis.begin_s) / places
-    short = short_clock(axis.now_s * SECOND)
-    texts = [f"{format_duration(each * SECOND)} a column  {word}{short}"] if each >= 2 else []
-    for text in (*texts, word + short, short):
-        at = drawn - len(text) - 1
-        if len(text) < room and at >= 0 and {sign for sign, _ in line.cells[at:]} <= {line.line, " "}:
-            line.put(f" {text}", at, "dim")
+    part_s = (axis.end_s - axis.start_s) / part_count
+    short_time = short_clock(axis.now_s * SECOND)
+    texts = [word + short_time, short_time]
+    if part_s >= 2:
+        texts.insert(0, f"{format_duration(part_s * SECOND)} per column  {word}{short_time}")
+    for text in texts:
+        index = drawn_cells - len(text) - 1
+        is_blank = {sign for sign, _ in line.cells[index:]} <= {line.line_sign, " "}
+        if len(text) < free_cells and index >= 0 and is_blank:
+            line.put_text(f" {text}", index, "dim")
             return
-    text = next((text for text in (f" {word}{short}", f" {short}") if drawn + len(text) <= width), f" {short}")
-    at = min(drawn, width - len(text))
-    if not any(style == "found" for _, style in line.cells[max(at, 0) :]):
-        line.put_over(text, at, "dim")
+    text = f" {word}{short_time}"
+    if drawn_cells + len(text) > width:
+        text = f" {short_time}"
+    index = min(drawn_cells, width - len(text))
+    if not any(style == "found" for _, style in line.cells[max(index, 0) :]):
+        line.replace_with_text(text, index, "dim")

@@ -12,59 +12,67 @@ from dpmon.stalls.why_text import format_reply
 from dpmon.text.cells import truncate, wrap_text
 from dpmon.text.formatting import format_clock
 from dpmon.ui.dialogs import TextPages
-from dpmon.ui.screen_data import ScreenData, no_progress_text
+from dpmon.ui.screen_data import ScreenData, no_progress_text, shown_state
 from dpmon.ui.styled_rows import Row
 from dpmon.ui.terminal_style import TerminalStyle
 
-_ASKS_AGAIN_S = 5.0
+_REQUEST_INTERVAL_S = 5.0
 
 
 class WhyDialog(TextPages):
-    """The ranks by where they stand, and their stacks."""
+    """The location of each rank, and its stack."""
 
     def __init__(
-        self, facts: Callable[[], ScreenData], directory: Path, recorded: Mapping[str, Any] | None, look: TerminalStyle
+        self,
+        screen_data: Callable[[], ScreenData],
+        directory: Path,
+        stall_record: Mapping[str, Any] | None,
+        style: TerminalStyle,
     ) -> None:
-        """`recorded`: the record of a stall to show, instead of the present."""
-        stall = facts().shown_stall
-        noticed = "" if recorded is None or stall is None else f", as noticed at {format_clock(stall.noticed_ns)}"
-        super().__init__(f"Why{noticed}", self._rows_of, look)
-        self._facts, self._directory, self._recorded = facts, directory, recorded
-        self._asking, self._last = recorded is None, time.monotonic()
-        self._found: Mapping[str, Any] | str = recorded or "asking the training processes ..."
+        """Show the present, or the recorded stall `stall_record`."""
+        stall = screen_data().shown_stall
+        title_suffix = (
+            "" if stall_record is None or stall is None else f", as detected at {format_clock(stall.noticed_ns)}"
+        )
+        super().__init__(f"Why{title_suffix}", self._reply_rows, style)
+        self._screen_data, self._directory, self._recorded = screen_data, directory, stall_record
+        self._is_requesting, self._reply_monotonic_s = stall_record is None, time.monotonic()
+        self._reply: Mapping[str, Any] | str = stall_record or "asking the training processes ..."
 
-    def _rows_of(self, width: int) -> list[Row]:
-        found = self._found
-        if isinstance(found, str):
-            return [[(found, "dim")]]
-        now = self._facts()
-        alike = self._recorded is None and now.shown_stall is not None and found.get("text") is not None
+    def _reply_rows(self, width: int) -> list[Row]:
+        reply = self._reply
+        if isinstance(reply, str):
+            return [[(reply, "dim")]]
+        screen = self._screen_data()
+        is_same_stall = self._recorded is None and screen.shown_stall is not None and reply.get("text") is not None
         # The time in the first line goes on, as on the screen, while the answer grows old.
-        (first, style), *rest = format_reply({**found, "t_s": now.now_ns / 1e9} if alike else found, width=width)
-        if found.get("text") is None and self._recorded is None:
-            first = no_progress_text(now) or f"{first}: {now.run_state.word}"
+        (first_line, style), *other_lines = format_reply(
+            {**reply, "t_s": screen.now_ns / 1e9} if is_same_stall else reply, width=width
+        )
+        if reply.get("text") is None and self._recorded is None:
+            first_line = no_progress_text(screen) or f"{first_line}: {shown_state(screen.run_state)}"
         return [
-            *([(line, style)] for line in wrap_text(first, width)),
-            *([(truncate(text, width), s)] for text, s in rest),
+            *([(line, style)] for line in wrap_text(first_line, width)),
+            *([(truncate(text, width), line_style)] for text, line_style in other_lines),
         ]
 
     def request_reply(self) -> str | None:
-        """Ask the training processes; may take seconds."""
-        self._found = request_and_wait(self._directory) or "the supervisor does not answer"
+        """Request a reply from the training processes; may take seconds."""
+        self._reply = request_and_wait(self._directory) or "the supervisor does not answer"
         return None
 
-    def show(self, problem: str | None) -> None:
-        """Show the answer, or why there is none."""
-        self._asking, self._last = False, time.monotonic()
-        self._found = self._found if problem is None else problem
-        if not self.answered:
+    def show_reply(self, problem: str | None) -> None:
+        """Show the reply, or why there is none."""
+        self._is_requesting, self._reply_monotonic_s = False, time.monotonic()
+        self._reply = self._reply if problem is None else problem
+        if not self.is_closed:
             self.draw()
 
     def refresh_age(self) -> bool:
-        """Draw the age of the answer; return whether it is time to ask again."""
-        age_s = time.monotonic() - self._last
+        """Draw the age of the reply. Return whether it is time for a new request."""
+        age_s = time.monotonic() - self._reply_monotonic_s
         self.title_text = f"Why (as of {age_s:.0f} s ago)"
         self.draw()
-        due = not self._asking and age_s >= _ASKS_AGAIN_S and not self._facts().is_over
-        self._asking = self._asking or due
-        return due
+        is_due = not self._is_requesting and age_s >= _REQUEST_INTERVAL_S and not self._screen_data().is_over
+        self._is_requesting = self._is_requesting or is_due
+        return is_due

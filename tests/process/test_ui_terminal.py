@@ -21,7 +21,7 @@ from support.run_harness import Dpmon, Terminal, wait_for
 from support.screen_harness import HEIGHT, SHOW_RUN, WIDTH, StartTerminal, TerminalRun
 
 _BREAK = """
-import dpmon.ui.screen_app as monitor
+import dpmon.ui.monitor as monitor
 real = monitor.paint_panels
 def paint(*args, **named):
     if Path(sys.argv[1], "break").exists():
@@ -216,11 +216,11 @@ def test_a_screen_that_continues_after_its_deadline_leaves_the_terminal_restored
         """
 import os, signal, time
 from dpmon.ui import terminal_driver, monitor
-terminal_driver._LEAVE_PATIENCE_S = 0.01
+terminal_driver._MAX_LEAVE_S = 0.01
 exit, end, again = monitor.Monitor.exit, os._exit, terminal_driver.TerminalDriver.start_application_mode
 def exit_and_stop(self, *args, **more):
     terminal_driver.TerminalDriver.start_application_mode = set_up
-    self.leaving.start_deadline(0)
+    self.exit_handlers.start_deadline(0)
     os.kill(os.getpid(), signal.SIGSTOP)
     self.call_later(exit, self, *args, **more)
 def set_up(self):

@@ -164,7 +164,7 @@ async def open_screen(
         await on.until(lambda: reader.looks > 1, "the first looks")
         await on.until(lambda: is_laid_out(app) and (not steps or "batch" in app.slots), "the panels of the scene")
         yield on
-    app.feed.close()
+    app.live_run.close()
     assert reader.closed
 
 
@@ -254,7 +254,7 @@ async def open_playback(
     async with app.run_test(size=size) as pilot:
         await pilot.pause()
         yield app, pilot
-        app.feed.close()
+        app.live_run.close()
 
 
 def shows_text(app: Playback, text: str) -> bool:

@@ -54,7 +54,9 @@ def screen_data_of(
 ) -> ScreenData:
     payloads = [*training.begin(), *training.run(steps), *[host_event(float(i)) for i in range(30)], *more]
     state = snapshot_of_records(payloads)
-    facts = ScreenData(state, training.now + SECOND // 10, RUN_INFO, alive=True, can_toggle=True, can_type=True)
+    facts = ScreenData(
+        state, training.now + SECOND // 10, RUN_INFO, is_command_alive=True, can_toggle=True, can_type=True
+    )
     return replace(facts, **changes)
 
 
@@ -63,7 +65,7 @@ def gpu_screen_data(count: int, **more: Any) -> ScreenData:
     payloads = [*training.begin(), *training.run(20)]
     for index in range(count):
         payloads += [whole_device_event(float(t), index, util_pct=10 * index % 101, **more) for t in range(20)]
-    return ScreenData(snapshot_of_records(payloads), training.now, RUN_INFO, alive=True)
+    return ScreenData(snapshot_of_records(payloads), training.now, RUN_INFO, is_command_alive=True)
 
 
 def shown_process(facts: ScreenData) -> Process:
@@ -105,31 +107,42 @@ def situations() -> dict[str, ScreenData]:
     zoomed = {
         "gpu memory": screen_data_of(Training(), 5, [held, *(device_event(2.0, index) for index in range(8))]),
         "memory": screen_data_of(Training(), 5, [held]),
-        "device times": ScreenData(snapshot_of_records(timed_training(40)), 3 * SECOND, RUN_INFO, alive=True),
-        "stages": ScreenData(snapshot_of_records(staged_calls(9, None)), SECOND, RUN_INFO, alive=True),
+        "device times": ScreenData(
+            snapshot_of_records(timed_training(40)), 3 * SECOND, RUN_INFO, is_command_alive=True
+        ),
+        "stages": ScreenData(snapshot_of_records(staged_calls(9, None)), SECOND, RUN_INFO, is_command_alive=True),
     }
     for count in (2, 64):
         run, now = record_ddp_ranks(count, slow=1, steps=20)
-        zoomed[f"{count} ranks"] = ScreenData(run.state(), now, RUN_INFO, alive=True)
+        zoomed[f"{count} ranks"] = ScreenData(run.state(), now, RUN_INFO, is_command_alive=True)
     return {
         "nothing": ScreenData(RunSnapshot(), 0),
-        "importing": ScreenData(RunSnapshot(), 3 * SECOND, RUN_INFO, stage=("importing torch", SECOND), alive=True),
+        "importing": ScreenData(
+            RunSnapshot(), 3 * SECOND, RUN_INFO, startup_stage=("importing torch", SECOND), is_command_alive=True
+        ),
         "dp": dp,
         "gpus": gpus,
         "many replicas": screen_data_of(Training(devices=[f"cuda:{i}" for i in range(64)], batch=48, virtual=False)),
-        "both modes": ScreenData(snapshot_of_records(both), single.now, RUN_INFO, alive=True, can_toggle=True),
-        "pending": replace(dp, toggle=ModeRequest("single", "pending", dp.now_ns - SECOND)),
-        "refused": replace(dp, toggle=ModeRequest("single", "refused", dp.now_ns, reason="spread over devices " * 20)),
-        "frozen": replace(dp, view=View(frozen=True)),
-        "failed": replace(
-            dp, ended=exit_info_of(1, None, dp.now_ns), last_line="RuntimeError: " + "no " * 100, can_toggle=False
+        "both modes": ScreenData(
+            snapshot_of_records(both), single.now, RUN_INFO, is_command_alive=True, can_toggle=True
         ),
-        "killed": replace(dp, ended=exit_info_of(137, "SIGKILL", dp.now_ns), can_toggle=False),
+        "pending": replace(dp, mode_request=ModeRequest("single", "pending", dp.now_ns - SECOND)),
+        "refused": replace(
+            dp, mode_request=ModeRequest("single", "refused", dp.now_ns, reason="spread over devices " * 20)
+        ),
+        "frozen": replace(dp, view=View(is_frozen=True)),
+        "failed": replace(
+            dp, exit_info=exit_info_of(1, None, dp.now_ns), exit_cause="RuntimeError: " + "no " * 100, can_toggle=False
+        ),
+        "killed": replace(dp, exit_info=exit_info_of(137, "SIGKILL", dp.now_ns), can_toggle=False),
         "16 GPUs": gpu_screen_data(16, throttle=["power cap\x1b[2J", "too hot"]),
         "zoom 8 GPUs": replace(gpu_screen_data(8, name="漢字" * 30 + "\x07"), view=View("devices", "devices")),
-        "hostile": screen_data_of(hostile, 20, info=replace(RUN_INFO, script="a\x1b[31m/" + "漢" * 100)),
+        "hostile": screen_data_of(hostile, 20, run_info=replace(RUN_INFO, script="a\x1b[31m/" + "漢" * 100)),
         "failed call": ScreenData(
-            snapshot_of_records([*failed.begin(), *failed.step(failed=True)]), failed.now, RUN_INFO, alive=True
+            snapshot_of_records([*failed.begin(), *failed.step(failed=True)]),
+            failed.now,
+            RUN_INFO,
+            is_command_alive=True,
         ),
         **{
             f"zoom {name}": replace(dp, view=View(name, name))
@@ -206,7 +219,13 @@ def screen_in_stall(count: int, **changes: Any) -> ScreenData:
     """Return the live facts of a stall of 27 s."""
     run, end = stalled_run(count)
     return ScreenData(
-        **{"state": run.state(), "now_ns": end + NOW_S * SECOND, "info": RUN_INFO, "alive": True, **changes}
+        **{
+            "state": run.state(),
+            "now_ns": end + NOW_S * SECOND,
+            "run_info": RUN_INFO,
+            "is_command_alive": True,
+            **changes,
+        }
     )
 
 
@@ -215,7 +234,7 @@ def screen_in_stall_playback(count: int) -> ScreenData:
     run, end = stalled_run(count, over=True)
     now = end + NOW_S * SECOND
     playing = PlaybackPosition(now, end + 60 * SECOND, False, 1.0)
-    return ScreenData(run.state(now), now, RUN_INFO, alive=True, playing=playing)
+    return ScreenData(run.state(now), now, RUN_INFO, is_command_alive=True, playing=playing)
 
 
 def screen_ended_in_stall(count: int) -> ScreenData:
@@ -223,7 +242,11 @@ def screen_ended_in_stall(count: int) -> ScreenData:
     run, end = stalled_run(count)
     at = end + LASTED_S * SECOND
     return ScreenData(
-        run.state(over=True), at, RUN_INFO, alive=False, ended=exit_info_of(130, "SIGINT", at, stopped=True)
+        run.state(over=True),
+        at,
+        RUN_INFO,
+        is_command_alive=False,
+        exit_info=exit_info_of(130, "SIGINT", at, stopped=True),
     )
 
 
@@ -237,7 +260,7 @@ def screen_after_stall() -> ScreenData:
     since_s = begin / SECOND
     over = {"t_s": since_s + LASTED_S, "since_s": since_s, "lasted_s": LASTED_S}
     run.add([stall_record(1, begin, 1000), Event("stall", over)], SUPERVISOR)
-    return ScreenData(run.state(), training.now, RUN_INFO, alive=True)
+    return ScreenData(run.state(), training.now, RUN_INFO, is_command_alive=True)
 
 
 _EPOCHS = (

@@ -434,8 +434,8 @@ def test_the_list_of_runs_to_compare() -> None:
     began = time.mktime((2026, 11, 26, 4, 17, 0, 0, 0, -1))
     runs = RunList(Path("new"), TerminalStyle(UNICODE, COLOR, True))
     found = (("new", "train-93a1", "running", "train.py --lr 0.1"), ("old", "before-41c0", "finished", "train.py"))
-    runs.found = [RunEntry(Path(place), name, state, began, command) for place, name, state, command in found]
-    runs.at, runs.sides[Path("old")] = 1, "A"
+    runs.entries = [RunEntry(Path(place), name, state, began, command) for place, name, state, command in found]
+    runs.chosen_index, runs.sides[Path("old")] = 1, "A"
     assert rows_text(runs.build_rows(60, 20)) == [
         "    name         state     started      command",
         "  B train-93a1   running   11-26 04:17  train.py --lr 0.1",

@@ -101,7 +101,7 @@ def test_a_history_is_read_up_to_damaged_device_times(state: Path, damage: objec
 
 
 def test_the_screen_shows_host_and_device_side_by_side() -> None:
-    facts = ScreenData(snapshot_of_records(even(40)), 3 * SECOND, RUN_INFO, alive=True)
+    facts = ScreenData(snapshot_of_records(even(40)), 3 * SECOND, RUN_INFO, is_command_alive=True)
     head, first, second, *_ = (plain_text(row) for row in panel_replicas.render_panel(facts, 100, 10, STYLE))
     assert "host time on device" in head
     assert "1.50 ms" in first

@@ -12,7 +12,7 @@ import pytest
 
 from dpmon.cli import options
 from dpmon.config import SETTINGS, THEMES
-from dpmon.ui.keys import ACTIONS, COMMANDS, PLAYED
+from dpmon.ui.keys import ACTIONS, COMMANDS, PLAYBACK_COMMANDS
 from dpmon.ui.panel_layout import MIN_HEIGHT, MIN_WIDTH, is_wide, place_panels
 from dpmon.ui.scenes import ARRANGEMENTS, DP
 from dpmon.ui.screen_data import NAMES as PANEL_NAMES
@@ -141,9 +141,9 @@ def keys_in(cell: str) -> set[str]:
 
 def test_the_keys_are_those_of_the_screen() -> None:
     assert len(KEYS) > 40
-    shown = {key for command in (*COMMANDS, *PLAYED) if command.action for key in written(command.key)}
+    shown = {key for command in (*COMMANDS, *PLAYBACK_COMMANDS) if command.action for key in written(command.key)}
     assert len(shown) > 25
-    assert shown - {command.key for command in PLAYED} <= KEYS
+    assert shown - {command.key for command in PLAYBACK_COMMANDS} <= KEYS
 
 
 def test_every_key_is_named() -> None:
@@ -155,14 +155,14 @@ def test_every_key_is_named() -> None:
         if not there & set(names) and not any(name in WORDS and WORDS[name] in text.lower() for name in names)
     ]
     assert not missing
-    assert not {command.key for command in PLAYED} - there
+    assert not {command.key for command in PLAYBACK_COMMANDS} - there
 
 
 def test_every_key_in_a_table_exists() -> None:
     rows = [row for head, rows in tables(SCREEN) if "key" in head[0].lower() for row in rows]
     found = {key for row in rows for key in keys_in(row[0])}
     assert len(found) > 20
-    assert not found - KEYS - {command.key for command in PLAYED}
+    assert not found - KEYS - {command.key for command in PLAYBACK_COMMANDS}
 
 
 def text_of(name: str) -> str:

@@ -200,7 +200,7 @@ def in_metrics(directory: Path) -> Shown:
 
 def on_screen(directory: Path, feed: LiveRun) -> tuple[Shown, str]:
     """Return panel 3 for all of the run, and the first rows with panel 4."""
-    view = View(zoom="batch", span_s=0)
+    view = View(zoom="batch", range_s=0)
     feed.start()
     for _ in range(2):
         feed.build_screen_data(view)
@@ -319,7 +319,7 @@ def test_the_times_of_ranks_are_those_of_one_rank_everywhere(monkeypatch: pytest
     feed = LiveRun(directory, lambda: RunReader(directory))
     feed.start()
     feed.refresh()
-    facts = feed.build_screen_data(View(zoom="batch", span_s=0))
+    facts = feed.build_screen_data(View(zoom="batch", range_s=0))
     numbers = panel_batch.shown_stats(facts)
     assert "rank 0" in plain_text(panel_batch.panel_title(facts, STYLE, 120)[0])
     assert numbers.phases[0].median_ns == median
@@ -359,7 +359,7 @@ def test_evaluations_are_counted_separately_everywhere(run: Path) -> None:
     feed = LiveRun(run, lambda: RunReader(run))
     feed.start()
     feed.refresh()
-    facts = feed.build_screen_data(View(zoom="batch", span_s=0))
+    facts = feed.build_screen_data(View(zoom="batch", range_s=0))
     assert facts.process is not None
     columns = facts.process.columns
     with open_store(run) as store:
@@ -444,7 +444,7 @@ def test_a_run_that_has_ended_and_its_playback_are_judged_as_in_the_report(long:
     for feed in (LiveRun(long, lambda: RunReader(long)), _PlaybackRun(long, lambda: Player(long))):
         feed.start()
         feed.refresh()
-        assert feed.ended is not None
+        assert feed.exit_info is not None
         found, text = judged(feed)
         assert (found.devices, found.virtual) == (("cpu:0", "cpu:1"), True), "though the last calls are all single"
         assert verdict_sentence(found) == verdict_sentence(said)

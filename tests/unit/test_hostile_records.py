@@ -61,6 +61,6 @@ def test_every_reader_survives(
     for over in (False, True):
         shown = snapshot_of_directory(directory, over=over)
         assert shown.representative is not None
-        facts = ScreenData(shown, shown.newest_ns, alive=not over)
+        facts = ScreenData(shown, shown.newest_ns, is_command_alive=not over)
         for zoom in (None, *PANELS):
             assert not CONTROLS.search(screen_text(replace(facts, view=View(zoom=zoom)), 120, 40)), zoom

@@ -23,14 +23,14 @@ FILES = (
 async def looked_at(app: Monitor) -> None:
     """Show every panel."""
     async with app.run_test(size=(120, 40)) as pilot:
-        await wait_until(lambda: not app.feed.build_screen_data(app.view).reading, "all that is in the record")
+        await wait_until(lambda: not app.live_run.build_screen_data(app.view).is_reading, "all that is in the record")
         for key in "1122334455wn":
             await pilot.press(key, "escape")
             text = "\n".join(app.text())
             assert text.strip()
             assert "\x1b" not in text
-    app.feed.close()
-    assert app.problem is None
+    app.live_run.close()
+    assert app.open_error is None
     assert not app.return_code
 
 

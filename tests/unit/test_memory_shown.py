@@ -90,7 +90,7 @@ def facts_of(*devices: dict[str, Any], gpus: int = 0) -> ScreenData:
     training = Training()
     payloads = [*training.begin(), *training.run(5), Event("memory", record(0, *devices))]
     payloads += [device_event(2.0, index) for index in range(gpus)] or [host_event(2.0)]
-    return ScreenData(snapshot_of_records(payloads), 3 * SECOND, alive=True)
+    return ScreenData(snapshot_of_records(payloads), 3 * SECOND, is_command_alive=True)
 
 
 def test_on_the_cpu_the_rest_is_a_dash_with_its_reason() -> None:

@@ -49,15 +49,15 @@ def axis_for(process: Process, span_s: int, over: bool = False) -> TimeAxis:
 def test_a_picture_has_room_and_loses_no_step_of_its_range(span: int) -> None:
     process = process_of([2_000_000] * 3000, span, SECOND // 2)
     axis = axis_for(process, span)
-    shown = [column for column in process.columns if column.second >= axis.begin_s]
+    shown = [column for column in process.columns if column.second >= axis.start_s]
     for width in (1, 7, 60, 108, 188):
         picture = build_chart_columns(process, axis, width)
-        assert 0 < len(picture.columns) <= picture.places <= width
+        assert 0 < len(picture.columns) <= picture.part_count <= width
         assert sum(column.count for column in picture.columns) == sum(column.count for column in shown)
-        assert span == 0 or axis.end_s - axis.begin_s == span
-        assert sum(column.count for column in shown) == 3000 or axis.now_s - axis.begin_s >= span * 0.9 - 1
+        assert span == 0 or axis.end_s - axis.start_s == span
+        assert sum(column.count for column in shown) == 3000 or axis.now_s - axis.start_s >= span * 0.9 - 1
         assert [column.second for column in picture.columns] == sorted({column.second for column in picture.columns})
-        newest = axis.part_at(process.columns[-1].second, picture.places)
+        newest = axis.part_at(process.columns[-1].second, picture.part_count)
         assert len(picture.columns) == newest + 1, "the newest is there"
 
 
@@ -69,20 +69,20 @@ def test_a_run_that_is_shorter_than_its_range_fills_the_chart(span: int) -> None
             live, over = (
                 build_chart_columns(process, axis_for(process, span, ended), width) for ended in (False, True)
             )
-            assert live.places * 4 // 5 <= len(live.columns) <= live.places, "a fifth is free at most"
-            assert len(over.columns) == over.places
+            assert live.part_count * 4 // 5 <= len(live.columns) <= live.part_count, "a fifth is free at most"
+            assert len(over.columns) == over.part_count
 
 
 def test_an_axis_grows_in_steps_and_then_moves_by_pages() -> None:
     axes = [fit_axis(7, now, 120) for now in range(7, 500)]
     for before, after in pairwise(axes):
         assert before.end_s <= after.end_s, "it never shrinks"
-        assert before.begin_s <= after.begin_s <= after.now_s < after.end_s
-    grown = {axis.end_s for axis in axes if axis.begin_s == 7}
+        assert before.start_s <= after.start_s <= after.now_s < after.end_s
+    grown = {axis.end_s for axis in axes if axis.start_s == 7}
     assert max(grown) == 127
     assert len(grown) < 15
     assert min(grown) == 7 + 16
-    assert {axis.begin_s for axis in axes} == set(range(7, 403, 12))
+    assert {axis.start_s for axis in axes} == set(range(7, 403, 12))
 
 
 def test_samples_and_steps_of_one_time_stand_under_each_other() -> None:
@@ -93,10 +93,10 @@ def test_samples_and_steps_of_one_time_stand_under_each_other() -> None:
         for width in (17, 60, 109, 188):
             picture = build_chart_columns(process, axis, width)
             slow = [at for at, one in enumerate(picture.columns) if one.count and one.wall_ns / one.count > 2 * 10**8]
-            cells = {axis.cell(axis.begin_of(at, picture.places), width) for at in slow}
+            cells = {axis.cell_at(axis.start_of_part(at, picture.part_count), width) for at in slow}
             values = [float(30 < second <= 33) for second in range(10, 53)]
             busy = {at for at, value in enumerate(resample(values, 52, axis, width)) if value}
-            assert cells <= busy if axis.begin_s < 31 else not cells
+            assert cells <= busy if axis.start_s < 31 else not cells
     assert resample([1.0] * 5, 4, TimeAxis(0, 10, 4), 10) == [1.0] * 5
     assert resample([1.0, None, 3.0], 4, TimeAxis(0, 10, 4), 5) == [None, 1.0, 3.0]
     assert resample([1.0], 4, TimeAxis(3, 5, 4), 6) == [None] * 3 + [1.0] * 3

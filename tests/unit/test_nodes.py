@@ -33,7 +33,7 @@ from dpmon.ui.panels import panel_batch, panel_ranks
 from dpmon.ui.panels.rank_map import rows_by_rank
 from dpmon.ui.scenes import NODES, RANKS, choose_scene
 from dpmon.ui.screen_data import ModeRequest, ScreenData, View
-from dpmon.ui.screen_painter import TALL
+from dpmon.ui.screen_painter import TALL_SCREEN_ROWS
 from dpmon.ui.styled_rows import plain_text
 from support.format_readers import documented_json_paths
 from support.history_builders import make_run_info
@@ -51,7 +51,9 @@ def run_of(count: int, each: int = 8) -> ManyNodes:
 
 
 def facts_of(run: ManyNodes, now_s: int = 12, view: View | None = None, **wanted: int) -> ScreenData:
-    return ScreenData(run.state(**wanted), now_s * SECOND + SECOND // 4, RUN_INFO, view or View(), alive=True)
+    return ScreenData(
+        run.state(**wanted), now_s * SECOND + SECOND // 4, RUN_INFO, view or View(), is_command_alive=True
+    )
 
 
 @pytest.mark.parametrize(
@@ -177,7 +179,7 @@ def test_a_node_that_never_answered_has_its_row() -> None:
     run = ManyNodes(2)
     run.node(0, "connecting")
     run.node(1, "refused", "\x1b]0;x\x07it has no dpmon")
-    text = screen_text(ScreenData(run.state(), 4 * SECOND, RUN_INFO, alive=True), 120, 40, look=STYLE)
+    text = screen_text(ScreenData(run.state(), 4 * SECOND, RUN_INFO, is_command_alive=True), 120, 40, look=STYLE)
     assert "gpu-0 ????????  0-7  connecting for 4 s" in text
     assert "gpu-1 ????????  8-15  given up: " in text
     assert "it has no dpmon" in text
@@ -216,7 +218,7 @@ def test_report_and_status_name_the_nodes(state: Path, capsys: pytest.CaptureFix
 
 async def test_a_rank_is_found_and_its_node_shown_alone_and_all_again(tmp_path: Path) -> None:
     async with open_screen(tmp_path, steps=0) as on:
-        on.app.feed._open_given = lambda: nullcontext(run_of(4).store())
+        on.app.live_run._open_store = lambda: nullcontext(run_of(4).store())
         await on.shows("2 Ranks on 4 nodes")
         assert "/ find rank" in on.text()
         await on.press("slash", *"21", "enter")
@@ -251,22 +253,24 @@ def test_what_is_kept_between_pictures_is_what_a_first_picture_reads() -> None:
 
 
 def test_a_pending_request_says_how_many_nodes_have_answered() -> None:
-    facts = replace(facts_of(run_of(4)), answers=NodeReplies(3, 4), toggle=ModeRequest("dp", "pending", 11 * SECOND))
+    facts = replace(
+        facts_of(run_of(4)), node_replies=NodeReplies(3, 4), mode_request=ModeRequest("dp", "pending", 11 * SECOND)
+    )
     assert "pending 1 s: the training answers at its next call; 3 of 4 nodes answered" in screen_text(facts, 120, 40)
-    pausing = replace(facts, toggle=None, pausing=PauseState(is_requested=True, is_pending=True))
+    pausing = replace(facts, mode_request=None, pause_state=PauseState(is_requested=True, is_pending=True))
     assert "the training pauses after the step it is in; 3 of 4 nodes answered" in screen_text(pausing, 120, 40)
 
 
 def test_a_node_that_did_not_do_what_it_was_asked_for_says_why() -> None:
     answers = NodeReplies(4, 4, {"gpu-2": "no training process is running"})
     assert "gpu-2: no training process is running" in screen_text(
-        replace(facts_of(run_of(4)), answers=answers), 120, 40
+        replace(facts_of(run_of(4)), node_replies=answers), 120, 40
     )
 
 
 @pytest.mark.parametrize(("node", "verdict"), [(0, "others wait for rank 11 (gpu-1)"), (1, "rank 11 (gpu-1)")])
 def test_a_node_alone_speaks_of_its_own_ranks_and_counts_no_others(node: int, verdict: str) -> None:
-    facts = facts_of(run_of(4), node=node, view=View(node=node))
+    facts = facts_of(run_of(4), node=node, view=View(node_number=node))
     text = screen_text(facts, 120, 40)
     assert verdict in text
     assert "ranks train in this run" not in text
@@ -334,7 +338,7 @@ def test_few_known_waits_are_looked_at_over_more_seconds_also_at_an_earlier_time
 def test_ranks_of_nodes_are_shown_over_time_but_only_the_slow_one_of_many(nodes: int, each: int, shown: str) -> None:
     slow = min(11, nodes * each - 1)
     facts = facts_of(ManyNodes(nodes, each, slow=slow).run(0, 24), waits=True, worst=MAX_LEAST_WAITING)
-    height = 40 if nodes < 100 else TALL
+    height = 40 if nodes < 100 else TALL_SCREEN_ROWS
     rows = [row for row in screen_text(facts, 120, height).splitlines() if row.startswith("│") and row.endswith("% │")]
     assert [row[3:10].strip() for row in rows] == (list(shown) if nodes == 2 else [shown])
     (row,) = [row for row in rows if row[2] == "▸"]
@@ -395,16 +399,18 @@ def test_after_a_stall_all_machines_are_compared_by_the_steps_after_it() -> None
 
     run = ManyNodes(2, slow=-1).run(0, 20)
     lengthen(run, ((1, 17), (10, 10)), range(8), 6 * SECOND)
-    facts = ScreenData(SnapshotBuilder().build(run.store(), SnapshotRequest()), 20 * SECOND, RUN_INFO, alive=True)
+    facts = ScreenData(
+        SnapshotBuilder().build(run.store(), SnapshotRequest()), 20 * SECOND, RUN_INFO, is_command_alive=True
+    )
     assert len(means(facts)) == 2
     run._event(Event("stall", {"t_s": 15.0, "since_s": 11.0, "ranks": [], "text": "rank 9"}), None)
     run._event(Event("stall", {"t_s": 17.5, "since_s": 11.0, "lasted_s": 6.5, "text": "rank 9"}), None)
     for process, told in ((0, True), (9, False)):
         state = SnapshotBuilder().build(run.store(), SnapshotRequest(process=process))
-        facts = ScreenData(state, 20 * SECOND, RUN_INFO, View(process=process), alive=True)
+        facts = ScreenData(state, 20 * SECOND, RUN_INFO, View(process_index=process), is_command_alive=True)
         assert len(means(facts)) == 1
         assert facts.state.ranks[0].steps == 5 * 57, "as many seconds as without the stall"
-        assert ("the mean includes a stall of 6 s" in screen_text(facts, 160, TALL)) is told
+        assert ("the mean includes a stall of 6 s" in screen_text(facts, 160, TALL_SCREEN_ROWS)) is told
 
 
 def test_a_picture_of_very_many_ranks_has_their_newest_waits_and_the_newest_facts_of_those_it_shows() -> None:

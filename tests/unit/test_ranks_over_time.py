@@ -75,7 +75,7 @@ def test_the_median_without_one() -> None:
 @pytest.mark.parametrize("width", [60, 116])
 def test_the_zoomed_panel_has_a_row_for_each_rank_on_the_time_axis(look: TerminalStyle, width: int) -> None:
     run, end = changing(steps=1300)
-    facts = ScreenData(run.state(waits=True), end, RUN_INFO, View("replicas", "replicas"), alive=True)
+    facts = ScreenData(run.state(waits=True), end, RUN_INFO, View("replicas", "replicas"), is_command_alive=True)
     text = rows_text(render_full_screen(facts, width, 40, look))
     first = next(at for at, row in enumerate(text) if row.startswith("over time"))
     rows = {row[1:9].strip(): row for row in text[first + 1 : first + 5]}
@@ -90,7 +90,10 @@ def test_the_zoomed_panel_has_a_row_for_each_rank_on_the_time_axis(look: Termina
     assert set(cells["3"][half + 20 :].strip()) == {"3"}
     assert "17%" in rows["1"]
     assert "now" in text[first + 5]
-    assert rows_text(render_full_screen(ScreenData(run.state(), end, RUN_INFO, alive=True), width, 40, look)) != text
+    assert (
+        rows_text(render_full_screen(ScreenData(run.state(), end, RUN_INFO, is_command_alive=True), width, 40, look))
+        != text
+    )
 
 
 def test_it_is_read_only_if_the_picture_shows_it() -> None:

@@ -437,7 +437,7 @@ def test_time_without_steps_is_a_gap_and_a_long_step_is_none(state: Path) -> Non
     places = [(begin, end) for begin, end, _ in step_time.series[0].points]
     assert sum(begin > end for (_, end), (begin, _) in pairwise(places)) == 1
     process = snapshot_of_directory(directory, over=True).processes[0]
-    shown = build_chart_columns(process, fit_axis(2, training.now // SECOND, 120, over=True), 120)
+    shown = build_chart_columns(process, fit_axis(2, training.now // SECOND, 120, is_over=True), 120)
     assert [column.second for column in shown.columns] == list(range(2, training.now // SECOND + 1))
     empty = [column.second for column in shown.columns if not column.count]
     assert len(empty) in (9, 10), "the chart of the screen has the same gap"

@@ -70,7 +70,9 @@ def test_a_process_that_has_gone_counts_only_if_all_have() -> None:
     ],
 )
 def test_the_screen_says_what_is_under_way_before_the_first_step(stage: str, detail: str) -> None:
-    assert describe_activity(ScreenData(RunSnapshot(), NOW, stage=(stage, 66 * SECOND), alive=True)) == (
+    assert describe_activity(
+        ScreenData(RunSnapshot(), NOW, startup_stage=(stage, 66 * SECOND), is_command_alive=True)
+    ) == (
         "starting",
         "wait",
         detail,

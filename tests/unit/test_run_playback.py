@@ -38,7 +38,7 @@ def last_step(state: RunSnapshot) -> int:
 
 
 def test_a_playback_opens_at_the_end(player: Player) -> None:
-    assert not player.playing
+    assert not player.is_playing
     assert player.position_ns == player.length_ns == 301 * SECOND
     assert last_step(shown(player)) == PLAYBACK_STEPS
     how = player.exit_info()
@@ -63,7 +63,7 @@ def test_from_the_beginning_in_real_time(player: Player, clock: ManualClock) -> 
         assert player.position_ns == min(second, 301) * SECOND
         if second % 40 == 0:
             assert last_step(shown(player)) == min(2 * second, PLAYBACK_STEPS)
-    assert not player.playing
+    assert not player.is_playing
     assert player.exit_info() is not None
 
 

@@ -118,14 +118,16 @@ def test_the_rows_fit_and_say_when_how_long_and_what(width: int) -> None:
 async def test_a_step_is_chosen_and_the_picture_goes_there(tmp_path: Path) -> None:
     async with open_screen(tmp_path) as on:
         await on.shows("step 200")
-        end_ns = on.app.feed.state.newest_ns
-        on.app.feed._clock = lambda: end_ns + 18 * SECOND // 10
+        end_ns = on.app.live_run.state.newest_ns
+        on.app.live_run._clock = lambda: end_ns + 18 * SECOND // 10
         await on.press("l")
-        await on.until(lambda: isinstance(on.app.screen, StepList) and on.app.screen.found is not None, "the steps")
+        await on.until(
+            lambda: isinstance(on.app.screen, StepList) and on.app.screen.slow_steps is not None, "the steps"
+        )
         listed = on.app.screen
         assert isinstance(listed, StepList)
-        assert listed.found is not None
-        second = listed.found.steps[1]
+        assert listed.slow_steps is not None
+        second = listed.slow_steps.steps[1]
         await on.press("down", "enter")
         await on.shows(" ago")
         process = on.app.data_to_draw().process

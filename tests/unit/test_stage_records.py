@@ -65,7 +65,7 @@ def test_a_call_with_stages_has_what_its_row_says() -> None:
 
 
 def staged(*rows: Row) -> ScreenData:
-    return ScreenData(snapshot_of_records([*DEFINITIONS, *rows]), SECOND, RUN_INFO, alive=True)
+    return ScreenData(snapshot_of_records([*DEFINITIONS, *rows]), SECOND, RUN_INFO, is_command_alive=True)
 
 
 def test_the_screen_has_a_row_a_stage_and_what_could_not_be_measured() -> None:

@@ -64,7 +64,7 @@ def test_the_cursor_points_to_its_column(width: int) -> None:
     columns = [column(second) for second in range(10, 66)]
     for second in (10, 31, 63, 65):
         text = drawn(columns, width=width, cursor_s=second)
-        at = AXIS.cell(second, width)
+        at = AXIS.cell_at(second, width)
         assert text[at] == "▲"
         assert f"{second // 60:02d}:{second % 60:02d}" in text
     assert "▲" not in drawn(columns, width=width)
@@ -95,13 +95,15 @@ def test_a_pause_is_marked_from_its_record_until_the_training_goes_on() -> None:
     payloads = [*training.begin(), *training.run(50)]
     begin = training.now
     payloads.append(pause_event(begin / SECOND, 50))
-    paused = ScreenData(snapshot_of_records(payloads), begin + 9 * SECOND, RUN_INFO, alive=True)
+    paused = ScreenData(snapshot_of_records(payloads), begin + 9 * SECOND, RUN_INFO, is_command_alive=True)
     assert [(m.word, m.end_ns) for m in choose_marks(paused, make_time_axis(paused), 100)] == [
         ("paused", paused.now_ns)
     ]
     payloads.append(pause_event(begin / SECOND + 3, 50, 3.0))
     training.now += 3 * SECOND
-    later = ScreenData(snapshot_of_records([*payloads, *training.run(5)]), training.now, RUN_INFO, alive=True)
+    later = ScreenData(
+        snapshot_of_records([*payloads, *training.run(5)]), training.now, RUN_INFO, is_command_alive=True
+    )
     (mark,) = choose_marks(later, make_time_axis(later), 100)
     assert mark.end_ns is not None
     assert mark.end_ns - mark.begin_ns == pytest.approx(3 * SECOND, abs=1000)
@@ -117,7 +119,7 @@ def test_the_histories_of_an_earlier_time_are_those_of_the_present() -> None:
     assert shown_process(looked).columns == shown_process(now).columns
     assert shown_process(looked).last_step == shown_process(then).last_step
     assert shift_by_parts(looked, 1) == looked.now_ns + SECOND
-    assert RUN_INFO is looked.info
+    assert RUN_INFO is looked.run_info
 
 
 WORDS = {"single", "evaluation", "eval", "dp", "stalled", "paused", "now", "01:05"}

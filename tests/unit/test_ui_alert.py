@@ -9,7 +9,7 @@ import pytest
 from dpmon.config import ALERTS
 from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Event
-from dpmon.ui.alert import _FORMS, Alert
+from dpmon.ui.alert import _SEQUENCES, Alert
 from dpmon.ui.screen_data import ScreenData
 from support.history_builders import snapshot_of_records
 from support.record_builders import SECOND, Training
@@ -25,12 +25,12 @@ def scenes() -> dict[str, ScreenData]:
     stall = Event("stall", {"t_s": at_s, "since_s": at_s, "text": f"in {name}", "ranks": []})
     info = replace(RUN_INFO, script=f"{name}.py", options={})
     doing = {0: ("forward", training.now)}
-    goes_on = ScreenData(snapshot_of_records(rows), training.now, info, alive=True, activities=doing)
+    goes_on = ScreenData(snapshot_of_records(rows), training.now, info, is_command_alive=True, activities=doing)
     return {
         "training": goes_on,
-        "reading": replace(goes_on, reading=True),
+        "reading": replace(goes_on, is_reading=True),
         "stalled": replace(goes_on, state=snapshot_of_records({0: rows, -1: list[Row]([stall])})),
-        "ended": replace(goes_on, ended=exit_info_of(0)),
+        "ended": replace(goes_on, exit_info=exit_info_of(0)),
     }
 
 
@@ -67,4 +67,4 @@ def test_a_notification_says_what_happened_and_nothing_in_it_ends_it(form: str, 
 
 
 def test_each_value_of_the_setting_has_a_form() -> None:
-    assert set(_FORMS) == set(ALERTS)
+    assert set(_SEQUENCES) == set(ALERTS)

@@ -31,7 +31,7 @@ from support.screen_states import rows_text as texts
 @lru_cache(maxsize=16)
 def _facts(count: int, **how: Any) -> ScreenData:
     run, now = record_ddp_ranks(count, **how)
-    return ScreenData(run.state(), now, RUN_INFO, alive=True)
+    return ScreenData(run.state(), now, RUN_INFO, is_command_alive=True)
 
 
 def facts_of(count: int, slow: int | tuple[int, ...] | None = None, **how: Any) -> ScreenData:
@@ -39,7 +39,7 @@ def facts_of(count: int, slow: int | tuple[int, ...] | None = None, **how: Any) 
     if wrapper is None:
         return _facts(count, slow=slow, steps=120, **how)
     run, now = record_ddp_ranks(count, slow=slow, steps=120, wrapper=wrapper, **how)
-    return ScreenData(run.state(), now, RUN_INFO, alive=True)
+    return ScreenData(run.state(), now, RUN_INFO, is_command_alive=True)
 
 
 def full(facts: ScreenData) -> ScreenData:
@@ -98,8 +98,8 @@ def test_a_request_during_a_stall_says_what_it_waits_for(key: str, what: str) ->
     since = now - 27 * SECOND
     doing = {0: ("backward", since + SECOND), 1: ("other", since), 2: ("backward", since + SECOND)}
     facts = stalled(replace(facts, now_ns=now, activities=doing), since)
-    asked: dict[str, Any] = {"toggle": ModeRequest("dp", "pending", since)} if key == "d" else {}
-    asked |= {"pausing": PauseState(is_requested=True, is_pending=True)} if key == "p" else {}
+    asked: dict[str, Any] = {"mode_request": ModeRequest("dp", "pending", since)} if key == "d" else {}
+    asked |= {"pause_state": PauseState(is_requested=True, is_pending=True)} if key == "p" else {}
     said = f"rank 1 has been in the script's own work for 27 s: it will {what} when it comes back"
     assert plain_text(reply_message(replace(facts, **asked), STYLE)) == said
     assert reply_message(facts, STYLE) == []
@@ -111,7 +111,7 @@ def test_panel_and_status_of_a_hanging_run_say_where_its_ranks_are() -> None:
     facts = stalled(replace(facts, now_ns=facts.now_ns + 34 * SECOND), facts.now_ns)
     assert " ".join(texts(panel_stall.render_panel(full(facts), 76, 12, STYLE))) == STALL
     assert STALL in plain_text(render_panel(facts, 120, 2, STYLE)[1])
-    pending = replace(facts, toggle=ModeRequest("dp", "pending", facts.now_ns - SECOND))
+    pending = replace(facts, mode_request=ModeRequest("dp", "pending", facts.now_ns - SECOND))
     assert STALL in plain_text(render_panel(pending, 120, 2, STYLE)[1]), "nobody answers while it hangs"
     assert describe_activity(facts) == ("STALLED", "bad", "34 s")
 

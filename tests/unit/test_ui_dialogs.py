@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from dpmon.ui.dialogs import Choice, CommandPalette, Dialog, LineInput, TextPages
+from dpmon.ui.keys import PaletteCommand
 from support.screen_harness import ScreenHarness, open_screen
 
 OPENERS = {
@@ -80,7 +81,7 @@ async def test_dialogs_that_need_a_live_run_close_when_it_ends(
         else:
             on.end(3)
         await on.until(lambda: len(on.app.screen_stack) == 1, "the dialog to close")
-        await on.shows("the run is over: there is nothing left to stop")
+        await on.shows("the run has ended: there is nothing left to stop")
         await on.shows("status unknown" if unsupervised else "failed status 3")
         await on.shows("q close")
         await on.press("q")
@@ -111,14 +112,14 @@ async def test_the_list_of_commands_changes_at_the_end(directory: Path) -> None:
         await on.press("colon")
         dialog = on.app.screen
         assert isinstance(dialog, CommandPalette)
-        assert "stop" in {action for _, _, action in dialog.matching()}
-        await on.press(*("down",) * (1 + [action for _, _, action in dialog.matching()].index("report") - 1))
+        assert "stop" in {action for _, _, action in dialog.matching_commands()}
+        await on.press(*("down",) * (1 + [action for _, _, action in dialog.matching_commands()].index("report") - 1))
         on.end(0)
-        await on.until(lambda: "stop" not in {action for _, _, action in dialog.listed}, "the new list")
-        assert {action for _, _, action in dialog.matching()}.isdisjoint(
+        await on.until(lambda: "stop" not in {action for _, _, action in dialog.shown_commands}, "the new list")
+        assert {action for _, _, action in dialog.matching_commands()}.isdisjoint(
             {"toggle_mode", "pause", "freeze", "type_line"}
         )
-        assert dialog.listed[dialog._chosen_index()][2] == "report"
+        assert dialog.shown_commands[dialog._chosen_index()][2] == "report"
 
 
 @pytest.mark.parametrize("chosen", [0, 1])
@@ -127,12 +128,12 @@ async def test_enter_does_the_marked_command_or_none(tmp_path: Path, chosen: int
     """The possible commands change without a new picture of the list."""
     answers: list[str | None] = []
 
-    def commands(keys: list[str]) -> list[tuple[str, str, str]]:
-        return [(key, f"do {key}", f"action_{key}") for key in keys]
+    def commands(keys: list[str]) -> list[PaletteCommand]:
+        return [PaletteCommand(key, f"do {key}", f"action_{key}") for key in keys]
 
     async with open_screen(tmp_path) as on:
         possible = commands(["a", "b"])
-        dialog = CommandPalette(lambda: possible, on.app.look)
+        dialog = CommandPalette(lambda: possible, on.app.style)
         on.app.push_screen(dialog, answers.append)
         await on.until(lambda: any("do b" in row for row in dialog.box.text()), "the list")
         await on.press(*("down",) * chosen)
@@ -148,7 +149,7 @@ async def test_enter_does_the_marked_command_or_none(tmp_path: Path, chosen: int
 @pytest.mark.parametrize("opener", ["e", "slash", "question_mark", "r"])
 async def test_dialogs_that_are_useful_after_the_end_stay_open(directory: Path, opener: str) -> None:
     async with open_screen(directory) as on:
-        await on.shows("○ quiet")
+        await on.shows("○ idle")
         await on.press(opener)
         await on.until(lambda: isinstance(on.app.screen, Dialog), "the dialog")
         on.end(0)
@@ -188,4 +189,4 @@ async def test_the_runs_directory_vanishes_under_a_dialog(directory: Path, opene
         for key in ("s", "i", "W", "r"):
             await on.press(key)
         await on.press("escape")
-        await on.shows("○ quiet")
+        await on.shows("○ idle")

@@ -11,10 +11,10 @@ from textual import events
 from textual.message import Message
 
 from dpmon.ui import terminal_driver as module
-from dpmon.ui.terminal_driver import _CUT_LOOKS, _ESCAPE_LOOKS, ExitHandlers, TerminalDriver, _InputParser
+from dpmon.ui.terminal_driver import _ESCAPE_POLLS, _UNFINISHED_POLLS, ExitHandlers, TerminalDriver, _InputParser
 from support.run_harness import scaled_size
 
-SOON, LATER, END = [b""] * (_ESCAPE_LOOKS - 1), [b""] * (_ESCAPE_LOOKS + 1), [b""] * _CUT_LOOKS
+SOON, LATER, END = [b""] * (_ESCAPE_POLLS - 1), [b""] * (_ESCAPE_POLLS + 1), [b""] * _UNFINISHED_POLLS
 """Looks without input: before an escape is a key, after that, and until an open sequence is dropped."""
 PASTE = b"\x1b[200~"
 
@@ -131,7 +131,7 @@ class Busy:
 
 def test_keys_typed_ahead_are_bounded_but_an_interrupt_comes_through(monkeypatch: pytest.MonkeyPatch) -> None:
     busy, driver = Busy(), TerminalDriver.__new__(TerminalDriver)
-    driver._drawing = busy
+    driver._monitor = busy
     monkeypatch.setattr(
         "textual.drivers.linux_driver.LinuxDriver.process_message", lambda _, key: busy.waiting.append(key)
     )
@@ -165,8 +165,8 @@ def test_a_stop_of_the_screen_uses_up_only_a_part_of_its_deadline(
     monkeypatch: pytest.MonkeyPatch, looks: int, forced: list[int]
 ) -> None:
     leaving, over, found = ExitHandlers(lambda _: True), Stopped(looks), list[int]()
-    monkeypatch.setattr(leaving, "_force", found.append)
-    leaving._wait(over, 5.0, 7)  # type: ignore[arg-type]
+    monkeypatch.setattr(leaving, "_force_exit", found.append)
+    leaving._wait_for_deadline(over, 5.0, 7)  # type: ignore[arg-type]
     assert found == forced
     assert max(over.waited_s) <= 0.5
     assert not forced or sum(over.waited_s) == pytest.approx(5.0)
@@ -178,7 +178,7 @@ def test_a_terminal_that_takes_no_output_for_a_moment_is_restored(monkeypatch: p
     os.set_blocking(writing, False)
     os.write(writing, bytes(1 << 20))
     monkeypatch.setattr(time, "sleep", lambda _: os.read(reading, 1 << 20))
-    module._write(writing, module._RESTORE)
-    assert os.read(reading, 1 << 20) == module._RESTORE
+    module._write(writing, module._RESTORE_SEQUENCE)
+    assert os.read(reading, 1 << 20) == module._RESTORE_SEQUENCE
     os.close(reading)
     os.close(writing)

@@ -29,7 +29,7 @@ from support.screen_states import STYLE
 @pytest.fixture(autouse=True)
 def _without_rests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no slow read postpone the next one: on a busy machine, every read may be slow."""
-    monkeypatch.setattr("dpmon.ui.live_run._SLOW_S", 600.0)
+    monkeypatch.setattr("dpmon.ui.live_run._SLOW_READ_S", 600.0)
 
 
 def feed_of(directory: Path, reader: FakeReader, clock: Callable[[], int] = time.monotonic_ns) -> LiveRun:
@@ -49,8 +49,8 @@ def test_the_last_picture_has_all_that_was_recorded_and_how_it_ended(tmp_path: P
     assert process is not None
     assert process.last_step is not None
     assert (process.last_step.step, process.whole.steps, feed.state.over) == (400, 400, True)
-    assert feed.ended is not None
-    assert (feed.ended.status, feed.build_screen_data(View()).last_line) == (3, cause)
+    assert feed.exit_info is not None
+    assert (feed.exit_info.status, feed.build_screen_data(View()).exit_cause) == (3, cause)
 
 
 def test_a_history_that_cannot_be_read_leaves_the_picture_as_it_was(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_a_history_that_cannot_be_read_leaves_the_picture_as_it_was(tmp_path: Pa
         raise HistoryError("damaged")
         yield
 
-    feed._open_given = damaged
+    feed._open_store = damaged
     feed.refresh()
     assert feed.state == before
     assert before.newest_ns > 0
@@ -74,7 +74,7 @@ def test_a_history_that_cannot_be_read_leaves_the_picture_as_it_was(tmp_path: Pa
 
 # ------------------------------------------------------------------------------------------------ a late attach
 
-SILENT = re.compile(r"quiet|no step has (?:ended|finished)|first batch|first call|no call yet|waiting")
+SILENT = re.compile(r"idle|no step has (?:ended|finished)|first batch|first call|no call yet|waiting")
 
 
 def drawn(feed: LiveRun, width: int, height: int) -> str:
@@ -96,8 +96,8 @@ def test_unread_records_do_not_count_as_silence(tmp_path: Path, size: tuple[int,
     assert not SILENT.search(text), text
     feed.start()
     feed.refresh()
-    assert describe_activity(feed.build_screen_data(View())) == ("quiet", "wait", "67 s"), "all is read: now it is true"
-    assert "quiet 67 s" in drawn(feed, *size)
+    assert describe_activity(feed.build_screen_data(View())) == ("idle", "wait", "67 s"), "all is read: now it is true"
+    assert "idle 67 s" in drawn(feed, *size)
 
 
 @pytest.mark.parametrize(("name", "title"), [(None, "torchrun"), ("slow", "slow")])
@@ -125,14 +125,14 @@ def test_a_new_time_range_is_read_immediately(tmp_path: Path) -> None:
         assert facts.process is not None
         return facts.process.ranged.steps
 
-    assert 29 <= steps(feed.build_screen_data(View(span_s=30))) <= 32
-    assert steps(feed.build_screen_data(View(span_s=0))) == 100
-    frozen = feed.build_screen_data(View(span_s=0))
+    assert 29 <= steps(feed.build_screen_data(View(range_s=30))) <= 32
+    assert steps(feed.build_screen_data(View(range_s=0))) == 100
+    frozen = feed.build_screen_data(View(range_s=0))
     training.defined.clear()
     reader.new = records_of_rows(training.run(50))
     feed.refresh()
-    assert steps(feed.build_screen_data(View(span_s=0))) == 150
-    still = feed.with_view(replace(frozen, now_ns=training.now - 48 * SECOND), View(span_s=30))
+    assert steps(feed.build_screen_data(View(range_s=0))) == 150
+    still = feed.with_view(replace(frozen, now_ns=training.now - 48 * SECOND), View(range_s=30))
     assert 28 <= steps(still) <= 32
     assert still.process is not None
     assert still.process.last_step is not None
@@ -190,8 +190,8 @@ def test_the_state_of_very_many_ranks_is_read_in_every_other_second(
             feed.refresh()
             now[0] += 1.0
         assert reads == times
-    feed.refresh(at_once=True)
-    feed.refresh(at_once=True)
+    feed.refresh(immediately=True)
+    feed.refresh(immediately=True)
     assert len(reads) == 5
 
 
@@ -209,7 +209,7 @@ def test_activities_of_very_many_ranks_are_read_with_their_state_and_of_few_each
         found = []
         for _ in range(4):
             reader.doing = {0: ("backward", reader.info.start_ns + round(now[0]))}
-            feed._rests_until = max(feed._rests_until, now[0] + 0.5 * (count == 1))
+            feed._rest_end_s = max(feed._rest_end_s, now[0] + 0.5 * (count == 1))
             feed.refresh()
             found.append(feed.build_screen_data(View()).activities[0][1])
             now[0] += 1.0

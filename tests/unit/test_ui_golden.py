@@ -25,7 +25,7 @@ from dpmon.record.record_types import Call, Event, Record
 from dpmon.ui.panel_view import to_ascii_row
 from dpmon.ui.panels.panel_output import OutputView
 from dpmon.ui.screen_data import LookBack, PlaybackPosition, ScreenData, View
-from dpmon.ui.screen_painter import paint_panels, places
+from dpmon.ui.screen_painter import paint_panels, panel_slots
 from dpmon.ui.styled_rows import Row, plain_text
 from dpmon.ui.terminal_style import TerminalStyle
 from support.history_builders import read_linear_run, snapshot_of_records
@@ -58,7 +58,11 @@ def memory(training: Training, peaks: list[dict[str, Any]]) -> Event:
 def starting() -> ScreenData:
     info = replace(RUN_INFO, options={"mode": "auto", "replicas": 2})
     return ScreenData(
-        snapshot_of_records([host_event(1.0)]), 3 * SECOND, info, stage=("importing torch", SECOND), alive=True
+        snapshot_of_records([host_event(1.0)]),
+        3 * SECOND,
+        info,
+        startup_stage=("importing torch", SECOND),
+        is_command_alive=True,
     )
 
 
@@ -80,7 +84,9 @@ def gpus(count: int, *, both: bool = False, replicas: int | None = None, batch: 
         peaks = [*peaks, *({"device": d, "peak_bytes": 1 << 30, "peak_after_step": 2100} for d in devices[1:])]
         payloads.append(memory(training, peaks))
     payloads += samples(count, len(devices))
-    return ScreenData(snapshot_of_records(payloads, slowest=8), training.now, RUN_INFO, alive=True, can_toggle=True)
+    return ScreenData(
+        snapshot_of_records(payloads, slowest=8), training.now, RUN_INFO, is_command_alive=True, can_toggle=True
+    )
 
 
 def samples(count: int, ours: int, least_gib: int = 20) -> list[RecordedRow]:
@@ -105,7 +111,7 @@ def samples(count: int, ours: int, least_gib: int = 20) -> list[RecordedRow]:
 def ranks(count: int) -> ScreenData:
     """Return ranks, one of them with long data waits."""
     recording, now = record_ddp_ranks(count, slow=min(5, count - 1), phase="data", steps=160)
-    return ScreenData(recording.state(), now, RUN_INFO, alive=True)
+    return ScreenData(recording.state(), now, RUN_INFO, is_command_alive=True)
 
 
 @lru_cache(maxsize=4)
@@ -119,7 +125,7 @@ def nodes(count: int, *, trouble: bool = True) -> ScreenData:
         run.node(3, "connected", heard_ns=37 * SECOND)
         run.node(5, "refused", "it has no dpmon", 1.0)
     now_ns = (42 if trouble else 30) * SECOND + SECOND // 4
-    return ScreenData(run.state(waits=True, worst=MAX_LEAST_WAITING), now_ns, RUN_INFO, alive=True)
+    return ScreenData(run.state(waits=True, worst=MAX_LEAST_WAITING), now_ns, RUN_INFO, is_command_alive=True)
 
 
 def looked_back() -> ScreenData:
@@ -127,14 +133,14 @@ def looked_back() -> ScreenData:
     now, then = recorded(1.0), recorded(0.8)
     past = LookBack(now.state, now.now_ns, now.now_ns + 3 * SECOND)
     state = then.state.with_histories(now.state)
-    return replace(then, state=state, past=past, view=View(frozen=True, at_ns=then.now_ns))
+    return replace(then, state=state, past=past, view=View(is_frozen=True, shown_ns=then.now_ns))
 
 
 def changing_ranks() -> ScreenData:
     """Return eight ranks on the full screen; another one becomes the slowest after half of the time."""
     recording, now = record_ddp_ranks(8, slow=2, steps=1000, then=(500, 5))
     state = recording.state(waits=True)
-    return ScreenData(state, now, RUN_INFO, View("replicas", "replicas"), alive=True)
+    return ScreenData(state, now, RUN_INFO, View("replicas", "replicas"), is_command_alive=True)
 
 
 @lru_cache(maxsize=1)
@@ -148,7 +154,7 @@ def recorded(part: float, span_s: int = 120) -> ScreenData:
     records = _linear()
     shown = records[: int(len(records) * part)]
     state = snapshot_of_records(shown, span_s=span_s)
-    return ScreenData(state, state.newest_ns, RUN_INFO, alive=True, can_toggle=True)
+    return ScreenData(state, state.newest_ns, RUN_INFO, is_command_alive=True, can_toggle=True)
 
 
 def one_device() -> ScreenData:
@@ -156,7 +162,10 @@ def one_device() -> ScreenData:
     training = Training(mode="single", devices=("cpu:0",), via=None)
     samples = [host_event(float(t), cpu_pct=40.0 + t * 7 % 50) for t in range(10)]
     return ScreenData(
-        snapshot_of_records([*training.begin(), *training.run(3000), *samples]), training.now, RUN_INFO, alive=True
+        snapshot_of_records([*training.begin(), *training.run(3000), *samples]),
+        training.now,
+        RUN_INFO,
+        is_command_alive=True,
     )
 
 
@@ -170,7 +179,11 @@ def changed_often() -> ScreenData:
         training.step_ns = 16_000_000
         payloads += [*training.switch("single"), *training.run(150)]
     return ScreenData(
-        snapshot_of_records(payloads, changes=True), training.now, RUN_INFO, View("compare", "compare"), alive=True
+        snapshot_of_records(payloads, changes=True),
+        training.now,
+        RUN_INFO,
+        View("compare", "compare"),
+        is_command_alive=True,
     )
 
 
@@ -183,7 +196,7 @@ def evaluated() -> ScreenData:
     records = records_of_rows([*payloads, *training.run(20)])
     seen = [replace(one, training=False, grad=False) if index >= first and isinstance(one, Call) else one
             for index, one in enumerate(records)]  # fmt: skip
-    return ScreenData(snapshot_of_records(seen), training.now, RUN_INFO, alive=True, can_toggle=True)
+    return ScreenData(snapshot_of_records(seen), training.now, RUN_INFO, is_command_alive=True, can_toggle=True)
 
 
 def learning(progress: Progress | None = None, **changes: Any) -> ScreenData:
@@ -204,7 +217,7 @@ def one_gpu() -> ScreenData:
     """Return a script that trains on one GPU, whose memory is almost full."""
     training = Training(mode="single", devices=("cuda:0",), via=None, virtual=False, step_ns=16_000_000)
     records = [*training.begin(), *training.run(4000), *samples(1, 1, 102)]
-    return learned(ScreenData(snapshot_of_records(records, slowest=8), training.now, RUN_INFO, alive=True))
+    return learned(ScreenData(snapshot_of_records(records, slowest=8), training.now, RUN_INFO, is_command_alive=True))
 
 
 @lru_cache(maxsize=2)
@@ -212,7 +225,7 @@ def ranks_on_gpus(count: int) -> ScreenData:
     """Return ranks on eight GPUs, after 26 s; another one becomes the slowest after half of the time."""
     recording, now = record_ddp_ranks(count, slow=2, phase="data", steps=12_000 // count, then=(6000 // count, 5))
     state = replace(recording.state(waits=True, slowest=8), devices=gpus(8).state.devices)
-    return learned(ScreenData(state, now, RUN_INFO, alive=True))
+    return learned(ScreenData(state, now, RUN_INFO, is_command_alive=True))
 
 
 def stalled_on_gpus() -> ScreenData:
@@ -224,7 +237,9 @@ def stalled_on_gpus() -> ScreenData:
 def played_back() -> ScreenData:
     """Return the recorded run in a playback."""
     facts = learning()
-    return replace(facts, alive=None, can_toggle=False, playing=PlaybackPosition(facts.now_ns, 285 * SECOND, True, 4.0))
+    return replace(
+        facts, is_command_alive=None, can_toggle=False, playing=PlaybackPosition(facts.now_ns, 285 * SECOND, True, 4.0)
+    )
 
 
 def happened() -> ScreenData:
@@ -232,7 +247,13 @@ def happened() -> ScreenData:
     over = exit_info_of(1, None, 107 * SECOND)
     why = "RuntimeError: no such token: 17 (train.py:88)"
     failed = Finding("failed", f"An exception ended the run: {why}.", "", "read the traceback at the end", 1.0)
-    ended = {"ended": over, "alive": False, "can_toggle": False, "last_line": why, "findings": (failed, *TWO_FINDINGS)}
+    ended = {
+        "exit_info": over,
+        "is_command_alive": False,
+        "can_toggle": False,
+        "exit_cause": why,
+        "findings": (failed, *TWO_FINDINGS),
+    }
     return learning(progress_in_epochs(left_ns=None, error_ns=None), **ended)
 
 
@@ -265,9 +286,9 @@ SITUATIONS: dict[str, tuple[Callable[[], ScreenData], int, int, TerminalStyle]] 
     "no GPU 120x40": (lambda: recorded(1.0), 120, 40, STYLE),
     "no GPU 80x24": (lambda: recorded(1.0), 80, 24, STYLE),
     "no GPU 120x40 ascii": (lambda: recorded(1.0), 120, 40, MONO_ASCII),
-    "batch zoomed 120x40": (lambda: replace(recorded(1.0, 0), view=View("batch", "batch", span_s=0)), 120, 40, STYLE),
+    "batch zoomed 120x40": (lambda: replace(recorded(1.0, 0), view=View("batch", "batch", range_s=0)), 120, 40, STYLE),
     "failed 120x40": (
-        lambda: replace(recorded(0.3), ended=exit_info_of(1, None, 9 * SECOND), can_toggle=False),
+        lambda: replace(recorded(0.3), exit_info=exit_info_of(1, None, 9 * SECOND), can_toggle=False),
         120, 40, STYLE,
     ),
     "16 GPUs 120x40": (lambda: gpus(16, replicas=8), 120, 40, STYLE),
@@ -318,7 +339,7 @@ def picture(name: str) -> str:
     make, width, height, look = SITUATIONS[name]
     facts = make()
     panels = (*PANELS, "status") if name.startswith((*SCENES, "stall", "progress", "nodes")) else PANELS
-    slots = {panel: slot for panel, slot in places(facts, width, height).items() if panel in panels}
+    slots = {panel: slot for panel, slot in panel_slots(facts, width, height).items() if panel in panels}
     painted = paint_panels(facts, OutputView(), slots, look)
     legend: dict[str, str] = {}
     lines: list[str] = []

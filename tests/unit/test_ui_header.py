@@ -36,7 +36,7 @@ def head(facts: ScreenData, width: int = 120, height: int = 2) -> list[str]:
 
 def ranks(**changes: Any) -> ScreenData:
     recording, now = record_ddp_ranks(4, slow=1, phase="data", steps=160)
-    return replace(ScreenData(recording.state(), now, RUN_INFO, alive=True), **changes)
+    return replace(ScreenData(recording.state(), now, RUN_INFO, is_command_alive=True), **changes)
 
 
 def slow_loader(share: int, steps: int = 400) -> ScreenData:
@@ -53,7 +53,7 @@ def test_a_slow_loader_is_named_while_the_training_goes_on() -> None:
     assert any(row.startswith("▸ waits for data: 85%") for row in head(facts, 80, 3))
     for other in (slow_loader(10), slow_loader(86, 20)):
         assert "waits for data" not in "".join(head(other)), "less than a fifth, or too few steps"
-    over = replace(facts, ended=exit_info_of(0, None, facts.now_ns), alive=False)
+    over = replace(facts, exit_info=exit_info_of(0, None, facts.now_ns), is_command_alive=False)
     assert "waits for data" not in "".join(head(over))
 
 
@@ -65,7 +65,7 @@ def test_a_straggler_is_named_before_the_loader() -> None:
     assert head(replace(facts, state=replace(facts.state, communication=None)))[1].startswith("▸ rank 0 waits for data")
 
 
-@pytest.mark.parametrize("changes", [{"ending": True}, {"activities": dict.fromkeys(range(4), ("ended", 0))}])
+@pytest.mark.parametrize("changes", [{"is_ending": True}, {"activities": dict.fromkeys(range(4), ("ended", 0))}])
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
 def test_at_the_end_no_time_is_left_and_no_rank_is_waited_for(changes: dict[str, Any], size: tuple[int, int]) -> None:
     running = with_process(ranks(), progress=progress_in_epochs())
@@ -110,7 +110,7 @@ def test_an_evaluation_shows_its_own_batches_and_no_rate_of_the_training() -> No
         )[0]
     )
     rows += [*training.step(evaluates=True), *training.step(evaluates=True)]
-    facts = ScreenData(snapshot_of_records(rows), training.now, RUN_INFO, alive=True)
+    facts = ScreenData(snapshot_of_records(rows), training.now, RUN_INFO, is_command_alive=True)
     facts = with_process(facts, progress=progress_in_epochs(evaluated=12, evaluated_of=40))
     assert "evaluating 12/40" in head(facts)[0]
     for gone in ("samples/s", "412/1,563", "took", "left"):
@@ -122,7 +122,7 @@ def test_an_evaluation_shows_its_own_batches_and_no_rate_of_the_training() -> No
 def test_a_look_back_at_a_run_that_is_over_offers_no_stop_and_counts_no_time() -> None:
     facts = slow_loader(10)
     past = LookBack(facts.state, facts.now_ns, None)
-    facts = replace(facts, past=past, view=View(frozen=True, at_ns=facts.now_ns))
+    facts = replace(facts, past=past, view=View(is_frozen=True, shown_ns=facts.now_ns))
     assert "ago" not in head(facts)[0]
     assert "at 00:00:" in head(facts)[0]
     words = {hint.key: hint.word for hint in current_key_hints(facts)}

@@ -18,7 +18,7 @@ from textual import events
 from dpmon.record.record_types import Event
 from dpmon.report.report_data import collect_report_data
 from dpmon.ui import background_jobs
-from dpmon.ui.dialogs import LINE_MOST, Choice, CommandPalette, TextPages
+from dpmon.ui.dialogs import MAX_LINE_BYTES, Choice, CommandPalette, TextPages
 from dpmon.ui.help_text import help_rows
 from dpmon.ui.keys import ACTIONS, COMMANDS, focus_neighbor
 from dpmon.ui.panel_layout import place_panels
@@ -58,7 +58,7 @@ async def test_the_time_range_and_the_refresh_change_and_say_so(tmp_path: Path) 
     async with open_screen(tmp_path) as on:
         await on.press("right_square_bracket")
         await on.shows("time range: 10 min")
-        assert on.app.view.span_s == 600
+        assert on.app.view.range_s == 600
         await on.press("right_square_bracket")
         await on.shows("time range: whole run")
         await on.press(*["left_square_bracket"] * 5)
@@ -90,22 +90,22 @@ async def test_a_key_goes_through_all_themes(tmp_path: Path) -> None:
 
 async def test_a_picture_is_saved_and_never_overwrites(tmp_path: Path) -> None:
     async with open_screen(tmp_path) as on:
-        await on.shows("○ quiet")
+        await on.shows("○ idle")
         await on.press("s")
         await on.shows("picture: dpmon-")
         await on.press("s")
         await on.until(lambda: len(list(Path.cwd().glob("*.svg"))) == 2, "two files")
         for path in Path.cwd().glob("*.svg"):
             words = " ".join(ElementTree.fromstring(path.read_text()).itertext())
-            for part in ("linear.py", "2 Replicas", "[15, 5]", "○ quiet", "4 dp against single"):
+            for part in ("linear.py", "2 Replicas", "[15, 5]", "○ idle", "4 dp vs. single"):
                 assert part in words
             assert not re.search(r"(href|src|url\()", path.read_text()), "it asks for nothing from anywhere"
 
 
 async def test_a_picture_of_a_dialog_has_the_dialog(tmp_path: Path) -> None:
     async with open_screen(tmp_path) as on:
-        await on.shows("○ quiet")
-        openers = {"question_mark": ("s", "Help"), "x": ("s", "Stop the training?"), "colon": ("ctrl+s", "What can be")}
+        await on.shows("○ idle")
+        openers = {"question_mark": ("s", "Help"), "x": ("s", "Stop the training?"), "colon": ("ctrl+s", "Commands")}
         for number, (opener, (key, word)) in enumerate(openers.items(), 1):
             before = set(Path.cwd().glob("*.svg"))
             await on.press(opener, key)
@@ -129,7 +129,7 @@ async def test_a_dialog_that_covers_the_message_says_itself_where_the_picture_is
         dialog = on.app.screen
         assert isinstance(dialog, TextPages)
         assert "s picture" in dialog.box.text()[0]
-        covers = dialog.row < 2
+        covers = dialog.screen_row < 2
         assert covers == (size != (200, 120))
         await on.press("s")
         await on.shows("picture: dpmon-")
@@ -275,11 +275,11 @@ async def typed_ahead(on: ScreenHarness, typed: Callable[[], bytes]) -> None:
         on.app.post_message(events.Key(key, key if len(key) == 1 else "\r"))
     await on.until(lambda: typed() == b"hello\nyou\n", "both lines, sent")
     await on.until(lambda: on.app.view.focus == "batch", "what was typed after them")
-    assert on.app.look.theme == "light"
+    assert on.app.style.theme == "light"
     assert on.app.view.zoom is None, "it was zoomed, and back"
     for key in (":", *"freeze"):
         on.app.post_message(events.Key("colon" if key == ":" else key, key))
-    await on.until(lambda: getattr(on.app.screen, "typed", "") == "freeze", "the search")
+    await on.until(lambda: getattr(on.app.screen, "typed_text", "") == "freeze", "the search")
 
 
 async def test_a_line_is_as_long_as_a_terminal_takes_and_has_no_controls(tmp_path: Path) -> None:
@@ -292,7 +292,7 @@ async def test_a_line_is_as_long_as_a_terminal_takes_and_has_no_controls(tmp_pat
             await on.until(lambda: typed().endswith(b"\n"), "the line")
             line = typed().decode()
             assert line.startswith("a\ufffd[2J\ufffd\ufffd\ufffdb c漢字漢字")
-            assert 3990 < len(line.encode()) <= LINE_MOST + 1
+            assert 3990 < len(line.encode()) <= MAX_LINE_BYTES + 1
             assert "more" not in line
 
 
@@ -305,8 +305,8 @@ async def test_a_message_confirms_a_line_sent_to_a_headless_run(
         (tmp_path / name).write_text("")
     with the_script_reads(tmp_path) as typed:
         async with open_screen(tmp_path) as on:
-            on.app.feed.output.tails = [LogTail(tmp_path / name) for name in ("stdout.log", "stderr.log")]
-            monkeypatch.setattr(on.app.feed, "hides_input", lambda: hidden)
+            on.app.live_run.output.tails = [LogTail(tmp_path / name) for name in ("stdout.log", "stderr.log")]
+            monkeypatch.setattr(on.app.live_run, "hides_input", lambda: hidden)
             await on.press("i", "y", "e", "s", "enter")
             await on.until(lambda: typed() == b"yes\n", "the line")
             if hidden:
@@ -351,7 +351,7 @@ async def test_stop_asks_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 async def test_keys_that_come_faster_than_a_dialog_closes_do_no_harm(tmp_path: Path) -> None:
     """All keys are in the queue before the first one is handled, as with a key held down."""
     async with open_screen(tmp_path) as on:
-        await on.shows("○ quiet")
+        await on.shows("○ idle")
         for opener in ("question_mark", "x", "q", "e", "slash", "colon"):
             await on.press("5", opener)
             dialog = on.app.screen
@@ -379,12 +379,12 @@ async def test_the_palette_lists_what_is_possible_and_does_it(tmp_path: Path) ->
         await on.press("ctrl+p")
         palette = on.app.screen
         assert isinstance(palette, CommandPalette)
-        offered = [key for key, _, _ in palette.matching()]
+        offered = [key for key, _, _ in palette.matching_commands()]
         assert "d" in offered
         assert "W" not in offered, "there are no warnings"
         assert "i" not in offered, "nobody reads input"
         await on.press(*"batch")
-        assert [key for key, _, _ in palette.matching()] == ["d", "3"]
+        assert [key for key, _, _ in palette.matching_commands()] == ["d", "3"]
         await on.press("down", "enter")
         await on.until(lambda: on.app.view.focus == "batch", "the panel")
         await on.press("colon", *"no such thing")
@@ -400,7 +400,7 @@ async def test_a_key_typed_into_the_list_of_commands_is_chosen_before_words(tmp_
             await on.press("colon", key)
             palette = on.app.screen
             assert isinstance(palette, CommandPalette)
-            found = palette.matching()
+            found = palette.matching_commands()
             assert found[0][::2] == (key, action), "without the rule, a command with the letter in its words is first"
             assert palette._chosen_index() == 0
             assert len(found) > 1, "the words still count"
@@ -426,7 +426,7 @@ async def test_the_training_is_paused_and_resumed(tmp_path: Path) -> None:
         assert on.reader.pause.is_requested
         await on.shows("pause pending: the training pauses after the step it is in")
         await on.shows("p resume")
-        on.reader.pause.is_pending, on.reader.pause.since_ns = False, on.app.feed.now_ns() + SECOND - 65 * SECOND
+        on.reader.pause.is_pending, on.reader.pause.since_ns = False, on.app.live_run.now_ns() + SECOND - 65 * SECOND
         await on.until(lambda: re.search(r"○ paused (6\d s|[1-9]\d* min)", on.text()) is not None, "paused, since when")
         assert "pending" not in on.text()
         await on.press("p")
@@ -435,7 +435,7 @@ async def test_the_training_is_paused_and_resumed(tmp_path: Path) -> None:
         on.reader.pause.is_pending, on.reader.pause.since_ns = False, None
         await on.until(lambda: "paused" not in on.text(), "running again")
         assert "p pause" in on.text()
-        now = on.app.feed.now_ns() / SECOND
+        now = on.app.live_run.now_ns() / SECOND
         event = {"process": 0, "step": 3, "paused": False, "t_s": now, "reason": "the supervisor is gone"}
         on.reader.new = [Event("pause", event)]
         await on.shows("the pause is over: the supervisor is gone")
@@ -458,7 +458,7 @@ async def test_between_two_trainings_no_mode_is_requested_and_a_pause_can_be_can
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "dpmon.ui.live_run._GRACE_NS", 10**15
+        "dpmon.ui.live_run._MAX_EXIT_RECORD_WAIT_NS", 10**15
     )  # the command has ended, but its status is never recorded
     async with open_screen(tmp_path) as on:
         await on.shows("p pause")

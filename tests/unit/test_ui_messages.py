@@ -19,7 +19,7 @@ from dpmon.model.throughput import throughput_of
 from dpmon.record.record_types import Step
 from dpmon.run.run_directory import load_exit
 from dpmon.ui.dialogs import CommandPalette, TextPages
-from dpmon.ui.keys import COMMANDS, PLAYED, available_commands
+from dpmon.ui.keys import COMMANDS, PLAYBACK_COMMANDS, available_commands
 from dpmon.ui.panels.panel_compare import render_panel as compare_rows
 from dpmon.ui.panels.panel_output import LogTail, OutputView, shorten_traceback_path
 from dpmon.ui.panels.panel_output import panel_title as output_title
@@ -35,7 +35,7 @@ from support.screen_states import RUN_INFO, STYLE, exit_info_of, shown_process, 
 def trained(steps: int = 200, *, over: bool = False, **options: Any) -> ScreenData:
     training = Training(**options)
     state = snapshot_of_records([*training.begin(), *training.run(steps)], over=over)
-    return ScreenData(state, training.now, RUN_INFO, alive=True, can_toggle=True)
+    return ScreenData(state, training.now, RUN_INFO, is_command_alive=True, can_toggle=True)
 
 
 def screen(facts: ScreenData, width: int = 80, height: int = 24) -> list[str]:
@@ -76,11 +76,13 @@ def test_a_part_without_room_in_the_header_is_left_out_entirely() -> None:
         rows = screen(closing_down, width)[:3]
         assert any("the training process is exiting" in row for row in rows)
         assert not any("…" in row for row in rows)
-        asking = replace(closing_down, can_type=True, now_ns=facts.now_ns + 9 * SECOND, reads_since_ns=facts.now_ns)
+        asking = replace(
+            closing_down, can_type=True, now_ns=facts.now_ns + 9 * SECOND, input_wait_since_ns=facts.now_ns
+        )
         rows = screen(asking, width)
         assert any("press i" in row for row in rows[:3])
         assert "i input" in rows[-1], "the command that started the training reads a line"
-        assert "i input" not in screen(replace(asking, ending=True), width)[-1]
+        assert "i input" not in screen(replace(asking, is_ending=True), width)[-1]
 
 
 # ------------------------------------------------------------------------------------------------ keys
@@ -88,7 +90,7 @@ def test_a_part_without_room_in_the_header_is_left_out_entirely() -> None:
 
 async def test_a_key_that_does_nothing_says_so_and_not_for_ever(tmp_path: Path) -> None:
     async with open_screen(tmp_path) as on:
-        await on.shows("○ quiet")
+        await on.shows("○ idle")
         for key, words in (
             ("z", "z does nothing here: ? shows the keys"),
             ("f5", "f5 does nothing here"),
@@ -99,7 +101,7 @@ async def test_a_key_that_does_nothing_says_so_and_not_for_ever(tmp_path: Path) 
         ):
             await on.press(key)
             await on.shows(words)
-        on.app.said_s = 0.01
+        on.app.message_s = 0.01
         await on.press("z")
         await on.until(lambda: "z does nothing" not in on.text(), "silence")
 
@@ -109,8 +111,8 @@ async def test_in_a_playback_each_key_of_a_live_run_says_why_not(state: Path) ->
         await pilot.press("g")
         for key, words in (
             ("p", "no pause: this is a playback"),
-            ("x", "there is nothing to stop: the run is over"),
-            ("i", "the run is over: it reads no more input"),
+            ("x", "there is nothing to stop: the run has ended"),
+            ("i", "the run has ended: it reads no more input"),
             ("d", "the mode cannot be switched: this is a playback"),
             ("Z", "Z does nothing here"),
         ):
@@ -119,7 +121,7 @@ async def test_in_a_playback_each_key_of_a_live_run_says_why_not(state: Path) ->
         await pilot.press("f")
         assert not shows_text(app, "does nothing here"), "what was said is of another time"
         offered = [key for key, _, _ in available_commands(app.data_to_draw())]
-        assert {command.key for command in PLAYED} <= set(offered)
+        assert {command.key for command in PLAYBACK_COMMANDS} <= set(offered)
         assert "d" not in offered
         assert ("q", "close this screen", "leave") in available_commands(app.data_to_draw())
 
@@ -150,7 +152,9 @@ def test_the_output_of_a_playback_is_not_called_following(tmp_path: Path) -> Non
     output.refresh()
     live = trained(3)
     assert plain_text(output_title(output, live, 60, STYLE)[1]) == "following"
-    assert plain_text(output_title(output, replace(live, ended=exit_info_of(0, None, 1)), 60, STYLE)[1]) == "the end"
+    assert (
+        plain_text(output_title(output, replace(live, exit_info=exit_info_of(0, None, 1)), 60, STYLE)[1]) == "the end"
+    )
     played = replace(live, playing=PlaybackPosition(1, 9, False, 1.0))
     assert plain_text(output_title(output, played, 80, STYLE)[1]) == "of the whole run, not only up to this time"
     assert plain_text(output_title(output, played, 50, STYLE)[1]) == "of the whole run"
@@ -161,7 +165,7 @@ def test_the_output_of_a_playback_is_not_called_following(tmp_path: Path) -> Non
 
 async def test_beside_a_dialog_the_screen_is_blank_and_a_long_list_says_that_more_follows(tmp_path: Path) -> None:
     async with open_screen(tmp_path, (80, 16)) as on:
-        await on.shows("○ quiet")
+        await on.shows("○ idle")
         await on.press("colon")
         assert isinstance(on.app.screen, CommandPalette)
         assert on.app.screen.box.region.width == 80
@@ -191,7 +195,7 @@ def test_a_panel_has_one_name() -> None:
         assert f"go to panel {name}" in descriptions
         shown = replace(facts, view=View("progress", "progress")) if name == NAMES["progress"] else facts
         assert any(name in row for row in screen(shown, 120, 40))
-    assert "4 dp against single" in "\n".join(screen(facts)), "folded, too"
+    assert "4 dp vs. single" in "\n".join(screen(facts)), "folded, too"
     assert not any("panel compare" in command.description for command in COMMANDS)
 
 
@@ -228,7 +232,7 @@ def test_a_run_that_is_over_shows_its_mean_speed() -> None:
     walls = 400 * process.whole.mean_ns / 1e9
     assert mean.steps_per_s == pytest.approx(400 / walls)
     assert mean.samples_per_s == pytest.approx(400 * 30 / walls)
-    over = replace(over, ended=exit_info_of(0, None, facts.now_ns), can_toggle=False)
+    over = replace(over, exit_info=exit_info_of(0, None, facts.now_ns), can_toggle=False)
     for width, height in ((80, 24), (120, 40)):
         assert "mean" in " ".join(screen(over, width, height)[:2])
         assert "mean" not in " ".join(screen(facts, width, height)[:2])
@@ -237,7 +241,7 @@ def test_a_run_that_is_over_shows_its_mean_speed() -> None:
 def test_no_figure_of_the_header_is_cut() -> None:
     """A part without room is left out, the least important first: the others are in full."""
     over = trained(400, step_ns=1_000_000_000, over=True)
-    over = replace(over, ended=exit_info_of(0, None, 400 * SECOND), can_toggle=False)
+    over = replace(over, exit_info=exit_info_of(0, None, 400 * SECOND), can_toggle=False)
     for width in range(40, 110):
         row = screen(over, width)[1].rstrip()
         assert "…" not in row, row

@@ -22,7 +22,7 @@ from support.screen_states import STYLE, exit_info_of
 
 
 def last_step(on: ScreenHarness) -> int | None:
-    process = on.app.feed.state.representative
+    process = on.app.live_run.state.representative
     return None if process is None or process.last_step is None else process.last_step.step
 
 
@@ -35,7 +35,7 @@ def placed(on: ScreenHarness) -> bool:
 
 async def test_it_draws_the_run_at_every_size(tmp_path: Path) -> None:
     async with open_screen(tmp_path) as on:
-        await on.shows("○ quiet")
+        await on.shows("○ idle")
         for width, height in ((80, 24), (200, 60), (45, 12), (20, 5), (160, 50), (120, 40)):
             await on.pilot.resize_terminal(width, height)
             await on.until(lambda h=height: len(on.app.text()) == h, "the new size")
@@ -44,7 +44,7 @@ async def test_it_draws_the_run_at_every_size(tmp_path: Path) -> None:
             if width >= 80:
                 for word in ("linear.py", "dp ×2", "2 Replicas", "3 Batch", "5 Output", "[15, 5]", "? help", "q leave"):
                     await on.shows(word)
-        await on.shows("4 dp against single")
+        await on.shows("4 dp vs. single")
 
 
 async def test_it_draws_before_anything_is_read(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ async def test_a_toggle_is_pending_immediately_and_done_when_answered(tmp_path: 
         await on.shows("single pending")
         on.training.defined.clear()
         on.reader.new = records_of_rows([*on.training.switch("single"), *on.training.run(20)], origin_ns=SECOND)
-        await on.until(lambda: on.app.feed.state.mode_change_count == 2, "the mode event")
+        await on.until(lambda: on.app.live_run.state.mode_change_count == 2, "the mode event")
         assert "single pending" in on.text(), "the event alone is no acknowledgement by every process"
         on.reader.unanswered = False
         await on.shows("single from step 201 on")
@@ -81,7 +81,7 @@ async def test_a_toggle_is_pending_immediately_and_done_when_answered(tmp_path: 
 
 async def test_no_toggle_where_nothing_may_be_changed(tmp_path: Path) -> None:
     async with open_screen(tmp_path, mode_option="script") as on:
-        await on.shows("○ quiet")
+        await on.shows("○ idle")
         await on.press("d")
         await on.shows("the mode cannot be switched: --mode script leaves the computation as written")
         assert on.reader.asked == []
@@ -90,11 +90,11 @@ async def test_no_toggle_where_nothing_may_be_changed(tmp_path: Path) -> None:
 
 async def test_a_toggle_that_ranks_do_not_allow_is_refused_with_a_reason(tmp_path: Path) -> None:
     async with open_screen(tmp_path) as on:
-        await on.shows("○ quiet")
+        await on.shows("○ idle")
         on.training.defined.clear()
         on.training.via = "DistributedDataParallel"
         on.reader.new = records_of_rows([*on.training.switch("single"), *on.training.run(2)], origin_ns=SECOND)
-        await on.until(lambda: on.app.feed.toggle_refusal() is not None, "the ranks")
+        await on.until(lambda: on.app.live_run.toggle_refusal() is not None, "the ranks")
         await on.press("d")
         await on.shows("the mode cannot be switched: the ranks train by DistributedDataParallel")
         on.reader.no_pause = "the ranks wait for each other"
@@ -248,7 +248,7 @@ async def test_panels_are_reached_by_number_tab_enter_and_arrows(tmp_path: Path)
         await on.press("down", "down", "down")
         assert on.app.view.focus == "output"
         await on.press("up")
-        await on.until(lambda: on.app.feed.output.top is not None, "scrolling")
+        await on.until(lambda: on.app.live_run.output.top is not None, "scrolling")
 
 
 async def test_the_output_scrolls_sideways_up_to_its_first_column(tmp_path: Path) -> None:
@@ -259,7 +259,7 @@ async def test_the_output_scrolls_sideways_up_to_its_first_column(tmp_path: Path
         await on.shows("3 Batch")
         await on.shows("the output")
         await on.press("5", "right", "right")
-        assert on.app.feed.output.left == 16
+        assert on.app.live_run.output.left == 16
         await on.shows("column 17")
         await on.press("left", "left", "left")
         assert on.app.view.focus == "devices", "beyond the first column there is the next panel"
@@ -278,7 +278,7 @@ async def test_a_folded_panel_opens_with_its_number(tmp_path: Path) -> None:
 async def test_a_double_click_zooms_as_enter_does(tmp_path: Path) -> None:
     """With any focus; and back, although the second click may be on another panel."""
     async with open_screen(tmp_path, (80, 24)) as on:
-        await on.shows("○ quiet")
+        await on.shows("○ idle")
         for panel in ("batch", "batch", "output", "devices"):  # devices is folded
             await on.pilot.double_click(f"#{panel}", offset=(5, 0))
             assert (on.app.view.focus, on.app.view.zoom) == (panel, panel)
@@ -299,7 +299,7 @@ async def test_the_output_scrolls_back_and_follows_again(tmp_path: Path) -> None
         assert on.app.view.focus == "batch"
         slot, panel = on.app.slots["output"], on.app.query_one("#output")
         panel.post_message(MouseScrollUp(panel, 1, 1, 0, 0, 0, False, False, False, slot.x + 1, slot.y + 1))
-        await on.until(lambda: on.app.feed.output.top is not None, "scrolling")
+        await on.until(lambda: on.app.live_run.output.top is not None, "scrolling")
         await on.press("5", "end", "pageup")
         await on.shows("of 100")
         assert "line 99" not in on.text()
@@ -329,7 +329,7 @@ async def test_help_and_warnings_have_pages(tmp_path: Path) -> None:
         assert len(on.app.screen_stack) == 1, "no warnings, no page"
         await on.shows("there are no warnings")
         on.reader.new = [Event("warning", {"process": 0, "t_s": 3.0, "text": "a hook took itself out\x1b[2J"})]
-        await on.until(lambda: bool(on.app.feed.state.warnings), "the warning")
+        await on.until(lambda: bool(on.app.live_run.state.warnings), "the warning")
         await on.press("W")
         assert isinstance(on.app.screen, TextPages)
         assert any("a hook took itself out\ufffd[2J" in row for row in on.app.screen.box.text())
@@ -369,16 +369,16 @@ async def test_a_fault_in_the_reader_ends_the_screen_with_an_error(tmp_path: Pat
 
     app = Monitor(tmp_path, STYLE, refresh=0.1, open_reader=broken)
     async with app.run_test(size=(80, 24)):
-        await wait_until(lambda: app.problem, "the error")
-    assert isinstance(app.problem, OSError)
+        await wait_until(lambda: app.open_error, "the error")
+    assert isinstance(app.open_error, OSError)
     assert app.return_code == 2
 
 
 async def test_the_cursor_shows_an_earlier_time_while_the_record_goes_on(tmp_path: Path) -> None:
     async with open_screen(tmp_path) as on:
         await on.shows("step 200 ")
-        end_ns = on.app.feed.state.newest_ns
-        on.app.feed._clock = lambda: end_ns + 18 * SECOND // 10
+        end_ns = on.app.live_run.state.newest_ns
+        on.app.live_run._clock = lambda: end_ns + 18 * SECOND // 10
         await on.press("less_than_sign")
         await on.shows(" ago")
         facts = on.app.data_to_draw()
@@ -387,7 +387,7 @@ async def test_the_cursor_shows_an_earlier_time_while_the_record_goes_on(tmp_pat
         assert process.last_step is not None
         assert process.last_step.step < 200
         assert process.seen_ns <= facts.now_ns < end_ns
-        assert process.columns == on.app.feed.state.processes[0].columns, "the histories stay"
+        assert process.columns == on.app.live_run.state.processes[0].columns, "the histories stay"
         await on.shows("▲")
         await on.shows("esc now")
         on.training.defined.clear()
@@ -405,8 +405,8 @@ async def test_the_cursor_shows_an_earlier_time_while_the_record_goes_on(tmp_pat
 async def test_an_ended_run_is_looked_back_to_as_it_was(tmp_path: Path) -> None:
     async with open_screen(tmp_path) as on:
         await on.shows("step 200 ")
-        end_ns = on.app.feed.state.newest_ns
-        on.app.feed._clock = lambda: end_ns + 18 * SECOND // 10
+        end_ns = on.app.live_run.state.newest_ns
+        on.app.live_run._clock = lambda: end_ns + 18 * SECOND // 10
         on.reader.ended = exit_info_of(1, None, end_ns + SECOND)
         await on.shows("failed")
         await on.press("less_than_sign")

@@ -16,7 +16,7 @@ from dpmon.ui.chart import stacked_columns
 from dpmon.ui.panels import panel_batch
 from dpmon.ui.panels.panel_batch import missing_phase_notes
 from dpmon.ui.screen_data import ScreenData, View
-from dpmon.ui.screen_painter import places
+from dpmon.ui.screen_painter import panel_slots
 from dpmon.ui.styled_rows import plain_text
 from dpmon.ui.terminal_style import MONO as MONO_STYLES
 from dpmon.ui.terminal_style import UNICODE, TerminalStyle
@@ -47,15 +47,15 @@ def alternating(long_ns: int = 40_000_000, every: int = 4, steps: int = 400) -> 
     for index in range(steps):
         shares["data"] = long_ns // 10_000 if index % every == 0 else 3
         payloads += training.step()
-    return ScreenData(snapshot_of_records(payloads), training.now, RUN_INFO, alive=True)
+    return ScreenData(snapshot_of_records(payloads), training.now, RUN_INFO, is_command_alive=True)
 
 
 def test_panel_3_keeps_its_steps_until_the_first_of_another_mode() -> None:
     """For example after a toggle, or when a call that cannot be split runs on one device and also fails there."""
     training = Training()
     payloads = [*training.begin(), *training.run(100), *training.switch("single")]
-    facts = ScreenData(snapshot_of_records(payloads), training.now, RUN_INFO, alive=True)
-    for seen in (facts, replace(facts, ended=exit_info_of(1, None, training.now))):
+    facts = ScreenData(snapshot_of_records(payloads), training.now, RUN_INFO, is_command_alive=True)
+    for seen in (facts, replace(facts, exit_info=exit_info_of(1, None, training.now))):
         text = screen_text(seen, 120, 40)
         assert "3 Batch · dp ×2 · last 2 min" in text
         assert "no step" not in text
@@ -89,8 +89,8 @@ def test_even_steps_have_no_such_word() -> None:
 def test_after_a_change_to_single_panel_3_has_no_columns_of_dp(size: tuple[int, int]) -> None:
     training = Training(devices=("cpu",), virtual=False)
     payloads = [*training.begin(), *training.run(20), *training.switch("single"), *training.run(100)]
-    facts = ScreenData(snapshot_of_records(payloads), training.now, RUN_INFO, alive=True)
-    slot = places(facts, *size)["batch"]
+    facts = ScreenData(snapshot_of_records(payloads), training.now, RUN_INFO, is_command_alive=True)
+    slot = panel_slots(facts, *size)["batch"]
     rows = [row[slot.x : slot.x + slot.width] for row in screen_text(facts, *size).splitlines()]
     lines = rows[slot.y : slot.y + slot.height]
     assert "orward" in lines[1] or "Forw" in lines[1]
@@ -111,7 +111,7 @@ def test_panel_3_says_of_how_many_steps_the_devices_times_are(size: tuple[int, i
     for index in range(64):
         known = (1.0, 1.5, 0.7, 0.1) if index % 8 == 3 else (None,) * 4
         payloads += with_device_times(training.run(1), of_step=known, why=Untimed.SAMPLED)
-    facts = ScreenData(snapshot_of_records(payloads), training.now, RUN_INFO, alive=True)
+    facts = ScreenData(snapshot_of_records(payloads), training.now, RUN_INFO, is_command_alive=True)
     assert "for 8 of the 64 steps (1 in 8)" in screen_text(facts, *size)
 
 
@@ -210,7 +210,11 @@ def ranged(seconds: int, span_s: int, *, over: bool) -> ScreenData:
     training = Training(step_ns=SECOND)
     state = snapshot_of_records([*training.begin(), *training.run(seconds)], span_s=span_s)
     return ScreenData(
-        state, training.now, RUN_INFO, View(span_s=span_s), ended=exit_info_of(0, None, training.now) if over else None
+        state,
+        training.now,
+        RUN_INFO,
+        View(range_s=span_s),
+        exit_info=exit_info_of(0, None, training.now) if over else None,
     )
 
 
@@ -240,7 +244,7 @@ def test_a_mode_that_has_just_begun_leaves_the_end_on_the_axis() -> None:
     training = Training(step_ns=1_000_000_000)
     payloads = [*training.begin(), *training.run(20), *training.switch("single"), *training.run(3)]
     state = snapshot_of_records(payloads, span_s=120)
-    facts = ScreenData(state, training.now, RUN_INFO, View(span_s=120))
+    facts = ScreenData(state, training.now, RUN_INFO, View(range_s=120))
     rows = rows_text(panel_batch.render_panel(facts, 116, 14, STYLE))
     (axis,) = [row for row in rows if "dp ─" in row]
     assert re.search(r"│single ─* (now )?\d\d:\d\d *$", axis), axis
@@ -254,7 +258,7 @@ def test_columns_stay_in_place_until_a_tenth_has_to_go() -> None:
         state = run.add(training.step()).state()
         process = state.representative
         assert process is not None
-        axis = make_time_axis(ScreenData(state, training.now, RUN_INFO, View(span_s=40), alive=True))
+        axis = make_time_axis(ScreenData(state, training.now, RUN_INFO, View(range_s=40), is_command_alive=True))
         shown = [c.second for c in build_chart_columns(process, axis, 40).columns]
         assert shown[-1] == process.columns[-1].second, "the newest is always there"
         assert shown == list(range(shown[0], shown[-1] + 1))
@@ -268,13 +272,13 @@ def test_columns_stay_in_place_until_a_tenth_has_to_go() -> None:
 def test_the_longest_step_is_named_with_its_time_if_it_stands_out() -> None:
     training = Training(mode="single", devices=("cpu",), virtual=False, step_ns=16_000_000)
     payloads = [*training.begin(), *training.run(300)]
-    even = ScreenData(snapshot_of_records(payloads, slowest=8), training.now, RUN_INFO, alive=True)
+    even = ScreenData(snapshot_of_records(payloads, slowest=8), training.now, RUN_INFO, is_command_alive=True)
     assert "longest step" not in screen_text(even, 120, 40)
     training.step_ns = 900_000_000
     payloads += training.run(1)
     training.step_ns = 16_000_000
     payloads += training.run(300)
-    facts = ScreenData(snapshot_of_records(payloads, slowest=8), training.now, RUN_INFO, alive=True)
+    facts = ScreenData(snapshot_of_records(payloads, slowest=8), training.now, RUN_INFO, is_command_alive=True)
     for size in ((80, 24), (120, 40), (200, 60)):
         words = r"longest step: (9\d\d m|1\.\d\d )s at 00:0[67], \d{3} ms more than usual in (for|back)ward"
         assert re.search(words, screen_text(facts, *size))

@@ -10,7 +10,7 @@ import pytest
 from dpmon.ui.panels import panel_devices
 from dpmon.ui.screen_data import ScreenData
 from dpmon.ui.styled_rows import plain_text, row_width
-from dpmon.ui.time_axis import device_axis, make_time_axis
+from dpmon.ui.time_axis import make_device_axis, make_time_axis
 from support.history_builders import snapshot_of_records
 from support.record_builders import SECOND, Training, device_event, host_event
 from support.screen_states import RUN_INFO, STYLE, gpu_screen_data, rows_text, screen_data_of
@@ -95,7 +95,7 @@ def test_a_sample_with_members_of_other_types_is_shown(width: int) -> None:
     rows = rows_text(panel_devices.render_panel(facts, width, 12, STYLE))
     assert any(row.startswith("clocks held down 3:  0  1; 4:") for row in rows)
     text = "\n".join(rows_text(panel_devices.render_full_screen(facts, width, 60, STYLE)))
-    assert re.search("held down by +3, 4", text)
+    assert re.search("throttled by +3, 4", text)
     assert "processes" in text
 
 
@@ -131,7 +131,7 @@ def test_the_history_of_a_run_that_is_shorter_than_the_range_fills_the_chart() -
     facts = screen_data_of(Training(), more=[host_event(float(second), cpu_pct=50.0) for second in range(90)])
 
     def cells(span_s: int, now_s: int = 89) -> str:
-        shown = replace(facts, now_ns=now_s * SECOND, view=replace(facts.view, span_s=span_s))
+        shown = replace(facts, now_ns=now_s * SECOND, view=replace(facts.view, range_s=span_s))
         (row,) = [
             row for row in rows_text(panel_devices.render_panel(shown, 60, 8, STYLE)) if row.startswith("host cpu")
         ]
@@ -148,8 +148,8 @@ def test_the_histories_of_devices_and_steps_have_one_axis() -> None:
     """A slow second of the run stands under the same cell of the device's history, in charts of one width."""
     facts = screen_data_of(Training(), more=[host_event(float(second), cpu_pct=50.0) for second in range(90)])
     for span_s in (30, 120, 0):
-        shown = replace(facts, now_ns=600 * SECOND, view=replace(facts.view, span_s=span_s))
-        assert device_axis(shown) == make_time_axis(shown)
-    long = replace(facts, now_ns=9000 * SECOND, view=replace(facts.view, span_s=0))
-    assert make_time_axis(long).begin_s < 60
-    assert device_axis(long).begin_s > 8300, "there are no older samples"
+        shown = replace(facts, now_ns=600 * SECOND, view=replace(facts.view, range_s=span_s))
+        assert make_device_axis(shown) == make_time_axis(shown)
+    long = replace(facts, now_ns=9000 * SECOND, view=replace(facts.view, range_s=0))
+    assert make_time_axis(long).start_s < 60
+    assert make_device_axis(long).start_s > 8300, "there are no older samples"

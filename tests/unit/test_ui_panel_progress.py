@@ -126,7 +126,7 @@ def test_a_loss_that_is_no_number_stands_out(value: float, text: str) -> None:
     header = [plain_text(row) for row in render_panel(found, 120, 2, STYLE)]
     assert f"loss {text}" in header[0]
     assert "first seen in step 212 (train.py:88)" in header[1]
-    over = replace(found, ended=exit_info_of(0, None, 40 * SECOND), alive=False)
+    over = replace(found, exit_info=exit_info_of(0, None, 40 * SECOND), is_command_alive=False)
     assert "first seen in step 212" in plain_text(render_panel(over, 120, 2, STYLE)[1]), "no less after the end"
 
 
@@ -194,20 +194,24 @@ def test_an_epoch_that_has_used_all_batches_tells_how_long_it_took() -> None:
 
 def test_before_the_first_step_it_tells_what_dpmon_will_do() -> None:
     info = replace(RUN_INFO, options={"mode": "dp", "replicas": 4})
-    found = ScreenData(RunSnapshot(), SECOND, info, alive=True)
+    found = ScreenData(RunSnapshot(), SECOND, info, is_command_alive=True)
     assert panel_progress.is_shown(found)
     assert drawn(found) == [
         "mode     dp: replicas on several devices",
         "replicas 4",
     ]
     assert panel_progress.preferred_height(found) == 2
-    assert not panel_progress.is_shown(replace(found, alive=False, ended=exit_info_of(1)))
+    assert not panel_progress.is_shown(replace(found, is_command_alive=False, exit_info=exit_info_of(1)))
     assert drawn(ScreenData(RunSnapshot(), 0)) == []
 
 
 def test_after_the_end_the_findings_come_first_each_with_its_advice() -> None:
     found = facts(
-        progress_in_epochs(left_ns=None), loss_curve(), ended=exit_info_of(1), alive=False, findings=TWO_FINDINGS
+        progress_in_epochs(left_ns=None),
+        loss_curve(),
+        exit_info=exit_info_of(1),
+        is_command_alive=False,
+        findings=TWO_FINDINGS,
     )
     assert [plain_text(row) for row in panel_progress.panel_title(found, STYLE, False)] == [
         "6 What happened",
@@ -232,7 +236,13 @@ def test_no_row_is_too_wide(look: Any) -> None:
     cases = [
         facts(progress_in_epochs(), loss_curve(), hostile),
         facts(progress_in_epochs(batches=None, absent={"batches": "why " * 50})),
-        facts(progress_in_epochs(), loss_curve(bad=3), ended=exit_info_of(1), alive=False, findings=TWO_FINDINGS),
+        facts(
+            progress_in_epochs(),
+            loss_curve(bad=3),
+            exit_info=exit_info_of(1),
+            is_command_alive=False,
+            findings=TWO_FINDINGS,
+        ),
     ]
     for found in cases:
         for width in (20, 36, 56, 116):

@@ -10,7 +10,7 @@ from dpmon.record.record_types import Call, Event, Record, Size, Step
 from dpmon.text.formatting import format_duration
 from dpmon.ui.panels import panel_replicas
 from dpmon.ui.screen_data import ScreenData, View
-from dpmon.ui.screen_painter import max_scroll, places
+from dpmon.ui.screen_painter import max_scroll, panel_slots
 from dpmon.ui.styled_rows import plain_text
 from support.history_builders import snapshot_of_records
 from support.record_builders import Training, records_of_rows
@@ -29,7 +29,7 @@ from support.screen_states import (
 def test_idle_devices_are_shown_idle_with_the_reason() -> None:
     training = Training(devices=[f"cpu:{i}" for i in range(8)])
     facts = ScreenData(
-        snapshot_of_records([*training.begin(), *training.step(rows=10)]), training.now, RUN_INFO, alive=True
+        snapshot_of_records([*training.begin(), *training.step(rows=10)]), training.now, RUN_INFO, is_command_alive=True
     )
     rows = rows_text(panel_replicas.render_panel(facts, 70, 12, STYLE))
     assert rows[6:9] == [f" {i} cpu:{i}  idle: a batch of 10 makes 5 chunks" for i in (5, 6, 7)]
@@ -66,18 +66,18 @@ def test_several_inputs_are_counted_and_listed_when_zoomed() -> None:
 def test_more_replicas_than_rows_are_announced_and_can_be_scrolled() -> None:
     facts = situations()["many replicas"]
     assert "61 more ↓" in screen_text(facts, 80, 24)
-    slot = places(facts, 80, 24)["replicas"]
+    slot = panel_slots(facts, 80, 24)["replicas"]
     room = max_scroll("replicas", facts, slot, STYLE)
     assert room == 61
-    scrolled = replace(facts, view=View(scrolled={"replicas": 20}))
+    scrolled = replace(facts, view=View(first_rows={"replicas": 20}))
     text = screen_text(scrolled, 80, 24)
     assert "20 above, 41 more ↓" in text
     assert "# device" in text, "the names of the columns stay"
     assert " 20 cuda:20 " in text
-    end = screen_text(replace(facts, view=View(scrolled={"replicas": 10_000})), 80, 24)
+    end = screen_text(replace(facts, view=View(first_rows={"replicas": 10_000})), 80, 24)
     assert "61 above" in end
     assert "63 cuda:63  idle" in end
-    assert max_scroll("devices", facts, places(facts, 80, 24)["devices"], STYLE) == 0
+    assert max_scroll("devices", facts, panel_slots(facts, 80, 24)["devices"], STYLE) == 0
 
 
 def scaled(header: str) -> bool:
@@ -126,7 +126,7 @@ def several_calls(more: Sequence[Record] = ()) -> ScreenData:
         calls = [next(r for r in stream if isinstance(r, Call) and r.step == number + 1) for stream in streams]
         by_step += [replace(call, call=3 * number + place) for place, call in enumerate(calls, start=1)]
         by_step.append(next(r for r in streams[0] if not isinstance(r, (Call, Event)) and r.step == number + 1))
-    return ScreenData(snapshot_of_records([*records[0], *by_step, *more]), real.now, RUN_INFO, alive=True)
+    return ScreenData(snapshot_of_records([*records[0], *by_step, *more]), real.now, RUN_INFO, is_command_alive=True)
 
 
 def test_several_calls_of_a_step_and_several_roots_can_be_chosen() -> None:
@@ -139,7 +139,7 @@ def test_several_calls_of_a_step_and_several_roots_can_be_chosen() -> None:
     ]
     titles = []
     for root in range(4):
-        shown = replace(facts, view=View(root=root))
+        shown = replace(facts, view=View(call_choice=root))
         titles.append(plain_text(panel_replicas.panel_title(shown, STYLE)[0]))
         rows = rows_text(panel_replicas.render_panel(shown, 70, 9, STYLE))
         assert rows[1].split()[6] == {0: "32", 1: "15", 2: "6", 3: "32"}[root]

@@ -29,7 +29,7 @@ from support.screen_states import MONO_ASCII, STYLE, exit_info_of
 def some_facts() -> ScreenData:
     training = Training()
     state = snapshot_of_records([*training.begin(), *training.run(20)])
-    return ScreenData(state, training.now, alive=True, can_toggle=True, can_type=True)
+    return ScreenData(state, training.now, is_command_alive=True, can_toggle=True, can_type=True)
 
 
 def test_the_footer_offers_only_what_works() -> None:
@@ -40,7 +40,7 @@ def test_the_footer_offers_only_what_works() -> None:
         " ".join(plain_text(render_footer(facts, 200, STYLE)[0]).split())
         == said + " t theme + - refresh : list ? help q leave"
     )
-    nothing = replace(facts, can_toggle=False, can_type=False, ended=exit_info_of(0, None, 1))
+    nothing = replace(facts, can_toggle=False, can_type=False, exit_info=exit_info_of(0, None, 1))
     said = f"1-6 panel enter zoom {view} C compare t theme + - refresh : list ? help q close"
     assert " ".join(plain_text(render_footer(nothing, 200, STYLE)[0]).split()) == said
 
@@ -49,7 +49,7 @@ def test_the_footer_offers_only_what_works() -> None:
 def test_the_footer_leaves_out_what_matters_least_and_says_so(over: bool) -> None:
     facts = replace(some_facts(), can_pause=True)
     if over:
-        facts = replace(some_facts(), can_toggle=False, can_type=False, ended=exit_info_of(1, None, 1))
+        facts = replace(some_facts(), can_toggle=False, can_type=False, exit_info=exit_info_of(1, None, 1))
     everything = {f"{key} {word}" for key, word in [hint[:2] for hint in current_key_hints(facts)]}
     least = len(everything)
     for width in range(200, 39, -1):
@@ -70,7 +70,7 @@ def test_the_footer_leaves_out_what_matters_least_and_says_so(over: bool) -> Non
 
 
 def test_the_narrowest_footer_keeps_the_keys_that_resume() -> None:
-    facts = replace(some_facts(), can_pause=True, pausing=PauseState(is_requested=True), view=View(frozen=True))
+    facts = replace(some_facts(), can_pause=True, pause_state=PauseState(is_requested=True), view=View(is_frozen=True))
     assert "p resume" in plain_text(render_footer(facts, 40, STYLE)[0])
     assert "space go on" in plain_text(render_footer(replace(facts, can_pause=False), 42, STYLE)[0])
 
@@ -144,17 +144,17 @@ def test_the_look_follows_the_terminal() -> None:
     assert choose_style({"TERM": "xterm"}, "ANSI_X3.4-1968").glyphs is ASCII
     assert choose_style({"TERM": "linux"}, "utf-8").glyphs is ASCII
     plain_one = choose_style({"TERM": "vt100"}, "utf-8")
-    assert (plain_one.glyphs, plain_one.styles, plain_one.color) == (ASCII, MONO, False)
+    assert (plain_one.glyphs, plain_one.styles, plain_one.has_color) == (ASCII, MONO, False)
     assert choose_style({}, None).glyphs is ASCII
 
 
 def test_a_requested_theme_takes_precedence_over_no_color() -> None:
     light = choose_style({"TERM": "xterm", "NO_COLOR": "1"}, "utf-8", "light")
-    assert light.color
-    assert light.style("").bgcolor == Color.parse(PALETTES["light"].background)
-    assert not choose_style({"TERM": "vt100"}, "utf-8", "light").color, "what the terminal cannot show stays so"
+    assert light.has_color
+    assert light.rich_style("").bgcolor == Color.parse(PALETTES["light"].background)
+    assert not choose_style({"TERM": "vt100"}, "utf-8", "light").has_color, "what the terminal cannot show stays so"
     assert choose_style({"TERM": "xterm"}, "utf-8", "ascii").glyphs is ASCII
-    assert not choose_style({"TERM": "xterm"}, "utf-8", "mono").color
+    assert not choose_style({"TERM": "xterm"}, "utf-8", "mono").has_color
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_a_requested_theme_takes_precedence_over_no_color() -> None:
 def test_the_next_theme_is_one_that_the_terminal_can_show(terminal: str, encoding: str, themes: list[str]) -> None:
     look = choose_style({"TERM": terminal}, encoding)
     for theme in themes:
-        look = look.next()
+        look = look.with_next_theme()
         assert look.theme == theme
 
 
@@ -178,19 +178,19 @@ def test_phases_stay_apart_on_a_terminal_of_sixteen_colors(theme: str) -> None:
     look = choose_style({"TERM": "screen"}, "utf-8", theme)
 
     def sent(name: str) -> Color:
-        style = look.style(name)
+        style = look.rich_style(name)
         assert style.color is not None
         return style.color.downgrade(ColorSystem.STANDARD)
 
-    back = look.style("").bgcolor
+    back = look.rich_style("").bgcolor
     assert back is not None
     seen = [sent(f"phase.{phase}") for phase in LETTERS]
     assert len({*seen, back.downgrade(ColorSystem.STANDARD)}) == len(LETTERS) + 1
     assert sent("mode.dp") != sent("mode.single")
-    between = look.style("phase.data/other")
+    between = look.rich_style("phase.data/other")
     assert between.color is not None
     assert between.color.downgrade(ColorSystem.STANDARD) == sent("phase.data"), "in one cell of two colors, too"
-    assert look.next().few, "in the next theme, too"
+    assert look.with_next_theme().has_few_colors, "in the next theme, too"
 
 
 @pytest.mark.parametrize("term", ["xterm", "screen", "linux", "xterm-16color", "tmux-256color", "xterm-kitty", ""])
@@ -198,9 +198,9 @@ def test_phases_stay_apart_on_a_terminal_of_sixteen_colors(theme: str) -> None:
 def test_the_number_of_colors_is_the_one_that_rich_finds(term: str, more: dict[str, str]) -> None:
     environ = {"TERM": term, **more}
     rich = Console(force_terminal=True, _environ=environ).color_system
-    assert choose_style(environ, "utf-8", "dark").few == (rich == "standard")
+    assert choose_style(environ, "utf-8", "dark").has_few_colors == (rich == "standard")
     for told in ("standard", "256", "truecolor"):
-        assert choose_style({**environ, "TEXTUAL_COLOR_SYSTEM": told}, "utf-8").few == (told == "standard")
+        assert choose_style({**environ, "TEXTUAL_COLOR_SYSTEM": told}, "utf-8").has_few_colors == (told == "standard")
 
 
 @pytest.mark.parametrize("palette", FEW.values(), ids=lambda p: p.name)
@@ -235,12 +235,12 @@ def test_everything_stands_out_from_its_background(palette: Palette) -> None:
 def test_a_scripts_colors_stay_legible_on_a_light_background() -> None:
     for theme in ("light", "dark"):
         for color in ("color(231)", "color(16)", "#ffff00", "#000010"):
-            style = choose_style({"TERM": "xterm"}, "utf-8", theme).style(f"sgr:{color}::")
+            style = choose_style({"TERM": "xterm"}, "utf-8", theme).rich_style(f"sgr:{color}::")
             assert style.color is not None
             assert style.color.triplet is not None
             light = 0.299 * style.color.triplet[0] + 0.587 * style.color.triplet[1] + 0.114 * style.color.triplet[2]
             assert (light < 190) if theme == "light" else (light > 80), (theme, color)
-    both = choose_style({"TERM": "xterm"}, "utf-8", "light").style("sgr:#ffffff:#000000:")
+    both = choose_style({"TERM": "xterm"}, "utf-8", "light").rich_style("sgr:#ffffff:#000000:")
     assert both.color == Color.parse("#ffffff"), "with a background of its own it stays"
 
 
@@ -289,8 +289,8 @@ def test_a_piece_too_short_for_a_cell_is_not_lost_in_a_lane() -> None:
 
 
 def test_a_hidden_line_is_typed_without_echo() -> None:
-    line = LineInput("Input", "", STYLE, hidden=True)
-    line.typed = "hunter2"
+    line = LineInput("Input", "", STYLE, hides_text=True)
+    line.typed_text = "hunter2"
     text = "".join(part for row in line.build_rows(40, 5) for part, _ in row)
     assert "hunter2" not in text
     assert "*" * 7 in text

@@ -14,7 +14,7 @@ from dpmon.ui.footer import current_key_hints
 from dpmon.ui.panels.panel_output import LogTail, OutputView
 from dpmon.ui.panels.panel_status import render_panel
 from dpmon.ui.screen_data import ModeRequest, ScreenData, View, describe_activity, format_devices
-from dpmon.ui.screen_painter import join_panels, paint_panels, paint_screen, places
+from dpmon.ui.screen_painter import join_panels, paint_panels, paint_screen, panel_slots
 from dpmon.ui.styled_rows import crop_row, plain_text, row_width
 from dpmon.ui.terminal_style import TerminalStyle
 from support.history_builders import snapshot_of_records
@@ -73,15 +73,15 @@ def test_every_row_is_exactly_as_wide_as_the_screen(name: str, look: TerminalSty
 def test_the_first_seconds_tell_what_happens() -> None:
     before = ScreenData(RunSnapshot(), 2 * SECOND, RUN_INFO)
     assert describe_activity(before) == ("starting", "wait", "2 s")
-    assert describe_activity(replace(before, alive=True)) == ("starting", "wait", "2 s")
-    assert describe_activity(replace(before, alive=True, now_ns=75 * SECOND)) == (
+    assert describe_activity(replace(before, is_command_alive=True)) == ("starting", "wait", "2 s")
+    assert describe_activity(replace(before, is_command_alive=True, now_ns=75 * SECOND)) == (
         "starting",
         "wait",
         "no PyTorch seen yet, 75 s",
     )
-    importing = replace(before, alive=True, stage=("importing torch", SECOND))
+    importing = replace(before, is_command_alive=True, startup_stage=("importing torch", SECOND))
     assert describe_activity(importing) == ("starting", "wait", "importing torch, 1 s")
-    imported = replace(before, alive=True, stage=("torch imported", SECOND))
+    imported = replace(before, is_command_alive=True, startup_stage=("torch imported", SECOND))
     assert describe_activity(imported) == ("starting", "wait", "waiting for the first step, 1 s")
     assert "starting: importing torch, 1 s" in screen_text(importing, 80, 24)
     # A script without a loader also has steps.
@@ -110,25 +110,30 @@ def test_the_first_seconds_tell_what_happens() -> None:
 def test_between_two_trainings_the_next_one_is_on_its_way() -> None:
     facts = screen_data_of(Training())
     ended = replace(facts, now_ns=facts.now_ns + 9 * SECOND, activities={0: ("ended", facts.now_ns)})
-    assert describe_activity(replace(ended, stage=("torch imported", SECOND))).word == "ending", (
+    assert describe_activity(replace(ended, startup_stage=("torch imported", SECOND))).word == "ending", (
         "its own start was before its end"
     )
-    next_one = replace(ended, stage=("importing torch", facts.now_ns + 7 * SECOND))
+    next_one = replace(ended, startup_stage=("importing torch", facts.now_ns + 7 * SECOND))
     assert describe_activity(next_one) == ("starting", "wait", "importing torch, 2 s")
-    assert describe_activity(replace(next_one, ending=True)).word == "ending"
+    assert describe_activity(replace(next_one, is_ending=True)).word == "ending"
 
 
 def test_a_waiting_script_is_shown_with_the_key_to_type_a_line() -> None:
     before = ScreenData(
-        RunSnapshot(), 5 * SECOND, RUN_INFO, alive=True, stage=("torch imported", SECOND), reads_since_ns=2 * SECOND
+        RunSnapshot(),
+        5 * SECOND,
+        RUN_INFO,
+        is_command_alive=True,
+        startup_stage=("torch imported", SECOND),
+        input_wait_since_ns=2 * SECOND,
     )
     assert describe_activity(before) == ("waiting for input", "wait", "3 s")
     assert describe_activity(replace(before, can_type=True)).detail == "3 s: press i"
     worked = screen_data_of(Training())
-    training = replace(worked, now_ns=worked.now_ns + 3 * SECOND, reads_since_ns=worked.now_ns)
+    training = replace(worked, now_ns=worked.now_ns + 3 * SECOND, input_wait_since_ns=worked.now_ns)
     assert describe_activity(training).word == "waiting for input"
     assert "i input" in screen_text(training, 80, 24).splitlines()[-1]
-    assert describe_activity(replace(training, reads_since_ns=None)).word == "training"
+    assert describe_activity(replace(training, input_wait_since_ns=None)).word == "training"
 
 
 def test_a_wait_for_input_is_shown_after_a_second_and_until_the_next_step_ends() -> None:
@@ -136,7 +141,7 @@ def test_a_wait_for_input_is_shown_after_a_second_and_until_the_next_step_ends()
     training = screen_data_of(Training())
     later = replace(training, now_ns=training.now_ns + 3 * SECOND)
     for facts, since in ((training, training.now_ns - SECOND // 2), (later, SECOND), (later, later.now_ns + SECOND)):
-        seen = replace(facts, reads_since_ns=since)
+        seen = replace(facts, input_wait_since_ns=since)
         assert describe_activity(seen).word == "training"
         assert seen.input_wait_ns is None
 
@@ -155,7 +160,7 @@ def test_waiting_for_data_is_shown_only_after_a_second() -> None:
     [
         (exit_info_of(0, None, 9), "finished status 0"),
         (exit_info_of(3, None, 9), "failed status 3"),
-        (exit_info_of(137, "SIGKILL", 9), "killed by SIGKILL perhaps out of memory"),
+        (exit_info_of(137, "SIGKILL", 9), "killed by SIGKILL possibly out of memory"),
         (exit_info_of(139, "SIGSEGV", 9), "killed by SIGSEGV"),
         (exit_info_of(130, "SIGINT", 9), "interrupted SIGINT"),
         (exit_info_of(130, "SIGINT", 9, stopped=True), "stopped by you"),
@@ -164,7 +169,7 @@ def test_waiting_for_data_is_shown_only_after_a_second() -> None:
     ],
 )
 def test_the_end_stays_with_its_outcome(ended: ExitInfo, said: str) -> None:
-    facts = replace(screen_data_of(Training()), ended=ended, can_toggle=False)
+    facts = replace(screen_data_of(Training()), exit_info=ended, can_toggle=False)
     text = screen_text(facts, 160, 50)
     assert said in text
     assert "q close" in text
@@ -175,16 +180,16 @@ def test_the_end_stays_with_its_outcome(ended: ExitInfo, said: str) -> None:
 def test_the_host_panel_of_a_finished_run_has_no_dashes() -> None:
     facts = screen_data_of(Training(), more=[host_event(31.0, run_cpu_pct=None, run_mem_bytes=None)])
     assert "has ended" not in screen_text(facts, 160, 40)
-    assert "this run has ended" in screen_text(replace(facts, ended=exit_info_of(0, None, 5)), 160, 40)
+    assert "this run has ended" in screen_text(replace(facts, exit_info=exit_info_of(0, None, 5)), 160, 40)
 
 
 def test_a_failure_shows_the_last_line_of_the_traceback() -> None:
-    facts = replace(screen_data_of(Training()), ended=exit_info_of(1), last_line="RuntimeError: no")
+    facts = replace(screen_data_of(Training()), exit_info=exit_info_of(1), exit_cause="RuntimeError: no")
     assert "RuntimeError: no" in screen_text(facts, 80, 24)
 
 
 def test_a_vanished_run_is_shown_without_an_invented_status() -> None:
-    text = screen_text(replace(screen_data_of(Training()), alive=False), 160, 50)
+    text = screen_text(replace(screen_data_of(Training()), is_command_alive=False), 160, 50)
     assert "its exit status was not recorded" in text
     assert "ended status unknown" in text
     assert "status 0" not in text
@@ -192,13 +197,13 @@ def test_a_vanished_run_is_shown_without_an_invented_status() -> None:
 
 def test_a_toggle_is_pending_then_done_or_refused() -> None:
     facts = screen_data_of(Training())
-    pending = replace(facts, toggle=ModeRequest("single", "pending", facts.now_ns - 2 * SECOND))
+    pending = replace(facts, mode_request=ModeRequest("single", "pending", facts.now_ns - 2 * SECOND))
     assert "→ single pending 2 s: the training answers at its next call" in screen_text(pending, 80, 24)
-    paused = replace(pending, pausing=PauseState(is_requested=True, since_ns=facts.now_ns - SECOND))
+    paused = replace(pending, pause_state=PauseState(is_requested=True, since_ns=facts.now_ns - SECOND))
     assert "→ single pending 2 s: the training answers once it goes on (p)" in screen_text(paused, 80, 24)
-    done = replace(facts, toggle=ModeRequest("single", "done", facts.now_ns, step=12_340))
+    done = replace(facts, mode_request=ModeRequest("single", "done", facts.now_ns, step=12_340))
     assert "single from step 12,340 on" in screen_text(done, 80, 24)
-    refused = replace(facts, toggle=ModeRequest("single", "refused", facts.now_ns, reason="it is DDP"))
+    refused = replace(facts, mode_request=ModeRequest("single", "refused", facts.now_ns, reason="it is DDP"))
     assert "single refused: it is DDP" in screen_text(refused, 80, 24)
 
 
@@ -265,7 +270,7 @@ def test_a_refusal_that_has_no_room_in_its_row_stands_in_full_above_the_footer(
     facts = screen_data_of(Training())
     plain_rows = paint_screen(facts, OutputView(), *size, STYLE)
     if which == "toggle":
-        facts = replace(facts, toggle=ModeRequest("single", "refused", facts.now_ns, None, LONG))
+        facts = replace(facts, mode_request=ModeRequest("single", "refused", facts.now_ns, None, LONG))
     elif which == "pause":
         pause = PauseChange(0, facts.now_ns, None, False, None, None, LONG)
         facts = replace(facts, state=replace(facts.state, pauses=(pause,)))
@@ -277,8 +282,8 @@ def test_a_refusal_that_has_no_room_in_its_row_stands_in_full_above_the_footer(
     note = [plain_text(row).split("│")[1].strip() for row in rows[at + 1 : at + 10] if "│" in plain_text(row)]
     assert LONG in " ".join(note)
     assert plain_text(rows[-1]) == plain_text(plain_rows[-1])
-    slots = places(facts, *size)
-    below = join_panels(slots, paint_panels(facts, OutputView(), slots, STYLE, noted=False))
+    slots = panel_slots(facts, *size)
+    below = join_panels(slots, paint_panels(facts, OutputView(), slots, STYLE, with_popup=False))
     assert "in full" not in "".join(map(plain_text, below)), "a dialog is over it"
     later = replace(facts, now_ns=facts.now_ns + 20 * SECOND, view=View())
     assert "in full" not in "".join(plain_text(row) for row in paint_screen(later, OutputView(), *size, STYLE))
@@ -292,11 +297,11 @@ def test_the_refusals_of_ranks_fit_in_the_row_of_answers() -> None:
 
 
 def test_a_note_too_long_for_the_screen_says_so_and_a_short_answer_makes_none() -> None:
-    facts = screen_data_of(Training(), toggle=ModeRequest("single", "refused", 0, None, LONG), now_ns=SECOND)
+    facts = screen_data_of(Training(), mode_request=ModeRequest("single", "refused", 0, None, LONG), now_ns=SECOND)
     text = screen_text(facts, 40, 10)
     assert "in full" in text
     assert "…" in text.split("in full")[1]
-    short = replace(facts, toggle=ModeRequest("single", "refused", 0, None, "no"))
+    short = replace(facts, mode_request=ModeRequest("single", "refused", 0, None, "no"))
     assert "in full" not in screen_text(short, 80, 24)
 
 
@@ -315,7 +320,7 @@ def test_a_warning_stands_beside_the_state_that_had_no_room_above(width: int, mi
     facts = missing(warned(screen_data_of(Training()), LONG), missed)
     for later, doing, word, detail in (
         (facts.now_ns + 15 * SECOND, {0: ("data", facts.now_ns)}, "waiting for data", "15 s"),
-        (facts.now_ns + 12 * SECOND, {}, "quiet", "12 s"),
+        (facts.now_ns + 12 * SECOND, {}, "idle", "12 s"),
     ):
         rows = screen_text(replace(facts, now_ns=later, activities=doing), width, 24).splitlines()
         row = rows[1 if width >= 120 else 2]

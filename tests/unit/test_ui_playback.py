@@ -19,7 +19,7 @@ async def test_keys_play_stop_step_and_seek(state: Path) -> None:
     clock = ManualClock()
     async with open_playback(write_playback_run(), clock) as (app, pilot):
         assert shows_text(app, "finished")
-        assert "stopped" in app.text()[-1]
+        assert "paused" in app.text()[-1]
         assert app.text()[-1].count("00:05:01") == 2
         await pilot.press("g")
         assert "00:00:00 ●" in app.text()[-1]
@@ -30,13 +30,13 @@ async def test_keys_play_stop_step_and_seek(state: Path) -> None:
         clock.pass_s(5)
         app._control_player(lambda player: None)
         assert "00:00:10" in app.text()[-1]
-        assert app.feed.state.newest_ns == 10 * SECOND
+        assert app.live_run.state.newest_ns == 10 * SECOND
         await pilot.press("space")
         clock.pass_s(50)
         await pilot.press("full_stop")
-        assert app.feed.state.newest_ns == 21 * SECOND // 2
+        assert app.live_run.state.newest_ns == 21 * SECOND // 2
         await pilot.press("comma", "comma")
-        assert app.feed.state.newest_ns == 19 * SECOND // 2
+        assert app.live_run.state.newest_ns == 19 * SECOND // 2
         await pilot.press("F", "f", "b", "b")
         assert "00:00:59" in app.text()[-1]
         await pilot.press("greater_than_sign", "less_than_sign", "less_than_sign")

@@ -17,7 +17,7 @@ from dpmon.ui.panels import panel_ranks
 from dpmon.ui.panels.panel_output import OutputView
 from dpmon.ui.panels.panel_status import render_panel
 from dpmon.ui.screen_data import ScreenData, View, format_mode_and_devices
-from dpmon.ui.screen_painter import max_visible_ranks, paint_screen, places
+from dpmon.ui.screen_painter import max_visible_ranks, paint_screen, panel_slots
 from dpmon.ui.styled_rows import plain_text, row_width
 from support.history_builders import Recording
 from support.rank_builders import record_ddp_ranks, with_world_size
@@ -47,7 +47,7 @@ def recorded(
         begin = [with_world_size(row, ranks if world is None else world) for row in one.begin()]
         run.add([*begin, *one.run(steps)], rank + 1, rank)
         now = max(now, one.now)
-    return run, ScreenData(run.state(), now + SECOND // 10, RUN_INFO, alive=True, can_toggle=True)
+    return run, ScreenData(run.state(), now + SECOND // 10, RUN_INFO, is_command_alive=True, can_toggle=True)
 
 
 def test_ranks_are_not_switched_and_their_mode_is_their_own() -> None:
@@ -104,7 +104,7 @@ def seventy(slow: int | None) -> tuple[Recording, ScreenData]:
     if slow is None:
         return recorded(70, steps=12)
     run, now = record_ddp_ranks(70, slow=slow, steps=40)
-    return run, ScreenData(run.state(), now, RUN_INFO, alive=True)
+    return run, ScreenData(run.state(), now, RUN_INFO, is_command_alive=True)
 
 
 @pytest.mark.parametrize("zoom", [None, "replicas", "batch"])
@@ -113,7 +113,7 @@ def seventy(slow: int | None) -> tuple[Recording, ScreenData]:
 def test_ranks_without_room_need_not_be_read(size: tuple[int, int], zoom: str | None, slow: int | None) -> None:
     run, facts = seventy(slow)
     facts = replace(facts, view=View(zoom=zoom))
-    room = max_visible_ranks(facts, places(facts, *size))
+    room = max_visible_ranks(facts, panel_slots(facts, *size))
     assert room <= size[1]
     few = replace(facts, state=run.state(ranks=room))
     assert sum(bool(process.calls) for process in few.state.processes.values()) == min(room, MAX_RANKS)

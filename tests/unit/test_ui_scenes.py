@@ -34,7 +34,7 @@ from support.screen_states import (
 
 def of_ranks(count: int = 2) -> ScreenData:
     run, now = record_ddp_ranks(count, slow=1, steps=20)
-    return ScreenData(run.state(), now, RUN_INFO, alive=True)
+    return ScreenData(run.state(), now, RUN_INFO, is_command_alive=True)
 
 
 def single() -> ScreenData:
@@ -42,7 +42,7 @@ def single() -> ScreenData:
 
 
 def asked() -> ScreenData:
-    return ScreenData(RunSnapshot(), SECOND, replace(RUN_INFO, options={"mode": "dp"}), alive=True)
+    return ScreenData(RunSnapshot(), SECOND, replace(RUN_INFO, options={"mode": "dp"}), is_command_alive=True)
 
 
 def learning() -> ScreenData:
@@ -54,7 +54,7 @@ def toggled(first: str) -> ScreenData:
     training = Training(mode=first)
     other = {"dp": "single", "single": "dp"}[first]
     payloads = [*training.begin(), *training.run(5), *training.switch(other), *training.run(5)]
-    return ScreenData(snapshot_of_records(payloads), training.now, RUN_INFO, alive=True, can_toggle=True)
+    return ScreenData(snapshot_of_records(payloads), training.now, RUN_INFO, is_command_alive=True, can_toggle=True)
 
 
 def played(facts: ScreenData) -> ScreenData:
@@ -62,7 +62,7 @@ def played(facts: ScreenData) -> ScreenData:
 
 
 def over(facts: ScreenData) -> ScreenData:
-    return replace(facts, ended=exit_info_of(0), alive=False)
+    return replace(facts, exit_info=exit_info_of(0), is_command_alive=False)
 
 
 ALL = ("batch", "compare", "devices", "output", "replicas")
@@ -89,7 +89,7 @@ TABLE: dict[str, tuple[Callable[[], ScreenData], str, tuple[str, ...], ModuleTyp
     "end in a stall": (lambda: screen_ended_in_stall(2), STALLED, (*ONE_DEVICE, "replicas"), STANDING, TALK),
     # A pause is more than a stall.
     "pause in a stall": (
-        lambda: screen_in_stall(2, pausing=PauseState(is_requested=True, since_ns=SECOND)),
+        lambda: screen_in_stall(2, pause_state=PauseState(is_requested=True, since_ns=SECOND)),
         *(RANKS, ALL, RANK_TABLE, TALK),
     ),
     "end of one device": (lambda: over(single()), ENDED, ONE_DEVICE, REPLICAS, MODES),
@@ -116,7 +116,7 @@ def panels_in(tree: Tree) -> list[str]:
 @pytest.mark.parametrize("name", list(ARRANGEMENTS))
 def test_every_panel_of_a_scene_has_one_place_in_each_number_of_columns(name: str) -> None:
     arrangement = ARRANGEMENTS[name]
-    for tree in (arrangement.one, arrangement.two, arrangement.three):
+    for tree in (arrangement.one_column, arrangement.two_columns, arrangement.three_columns):
         assert sorted(panels_in(tree)) == sorted(arrangement.panels)
     assert set(arrangement.panels) <= set(PANELS)
 
@@ -149,9 +149,9 @@ def test_the_most_important_panel_has_its_short_form_on_every_usual_screen_and_t
     for width in (60, 80, 120, 200):
         for height in range(24, 71):
             slots = place_panels(width, height, arrangement, dict.fromkeys(arrangement.panels, 64))
-            first, second = arrangement.parts[:2]
-            assert slots[first.panel].height >= first.least, f"{width}x{height}"
-            assert slots[second.panel].height >= 3, f"{width}x{height}"
+            first, second = arrangement.members[:2]
+            assert slots[first.name].height >= first.min_height, f"{width}x{height}"
+            assert slots[second.name].height >= 3, f"{width}x{height}"
 
 
 @pytest.mark.parametrize("size", [(40, 10), (60, 20), (80, 24), (110, 24), (120, 40), (200, 60)])
@@ -166,7 +166,7 @@ def test_the_rank_that_the_others_wait_for_has_its_row_in_a_stall_on_every_scree
 @pytest.mark.parametrize("count", [2, 16, 64])
 def test_the_straggler_has_its_row_on_every_screen(count: int) -> None:
     run, now = record_ddp_ranks(count, slow=1, phase="data", steps=120)
-    facts = ScreenData(run.state(), now, RUN_INFO, alive=True)
+    facts = ScreenData(run.state(), now, RUN_INFO, is_command_alive=True)
     for size in ((60, 20), (80, 24), (110, 24), (120, 40), (200, 60)):
         rows = screen_text(facts, *size).splitlines()
         assert any(line.startswith("│ ▸   1 ") for line in rows), rows

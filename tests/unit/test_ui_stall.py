@@ -72,7 +72,7 @@ def test_rank_and_line_stand_on_every_screen_and_no_advice(
         assert word not in text
     if size[1] >= 24:
         assert "stalled at step 160" in text
-        assert "before the stall" in text
+        assert "values from before the stall" in text
         assert "╱╱╱" in text
     if make is screen_ended_in_stall and size[0] >= 60:
         assert "the run ended in a stall of 35 s: rank 1" in head
@@ -158,7 +158,7 @@ def test_the_stacks_stand_on_the_full_screen() -> None:
 # ------------------------------------------------------------------------------------------------ over time
 
 
-@pytest.mark.parametrize(("at_s", "word"), [(9, "quiet"), (11, "STALLED"), (34, "STALLED"), (36, "quiet")])
+@pytest.mark.parametrize(("at_s", "word"), [(9, "idle"), (11, "STALLED"), (34, "STALLED"), (36, "idle")])
 def test_a_playback_shows_a_stall_as_it_was_seen(at_s: int, word: str) -> None:
     run, end = stalled_run(2, over=True)
     now = end + at_s * SECOND
@@ -169,11 +169,11 @@ def test_a_playback_shows_a_stall_as_it_was_seen(at_s: int, word: str) -> None:
 def test_a_run_that_was_interrupted_ended_in_its_stall_also_if_the_stall_ended_first() -> None:
     run, end = stalled_run(2, over=True)
     at = end + 36 * SECOND
-    facts = ScreenData(run.state(over=True), at, RUN_INFO, alive=False)
-    assert replace(facts, ended=exit_info_of(137, "SIGKILL", at)).shown_stall is not None
-    assert replace(facts, ended=exit_info_of(0, None, at)).shown_stall is None, "it went on and finished"
+    facts = ScreenData(run.state(over=True), at, RUN_INFO, is_command_alive=False)
+    assert replace(facts, exit_info=exit_info_of(137, "SIGKILL", at)).shown_stall is not None
+    assert replace(facts, exit_info=exit_info_of(0, None, at)).shown_stall is None, "it went on and finished"
     later = screen_after_stall()
-    assert replace(later, ended=exit_info_of(1, None, later.now_ns)).shown_stall is None, "steps followed"
+    assert replace(later, exit_info=exit_info_of(1, None, later.now_ns)).shown_stall is None, "steps followed"
 
 
 def test_the_gap_stays_in_the_history() -> None:
@@ -184,7 +184,7 @@ def test_the_gap_stays_in_the_history() -> None:
     assert process is not None
     for span_s in (120, 600, 0):
         columns = build_chart_columns(
-            process, make_time_axis(replace(facts, view=View(span_s=span_s))), 110, stall_intervals(facts)
+            process, make_time_axis(replace(facts, view=View(range_s=span_s))), 110, stall_intervals(facts)
         ).columns
         hatched = [column for column in columns if column.stalled]
         assert LASTED_S - 2 <= len(hatched) * (2 if span_s == 600 and len(columns) < 50 else 1) <= LASTED_S + 1
@@ -203,7 +203,7 @@ def test_a_long_stall_fills_the_time_range_and_costs_no_more_columns() -> None:
         process = facts.process
         assert process is not None
         columns = build_chart_columns(
-            process, make_time_axis(replace(facts, view=View(span_s=span_s))), 100, [(4 * SECOND, facts.now_ns)]
+            process, make_time_axis(replace(facts, view=View(range_s=span_s))), 100, [(4 * SECOND, facts.now_ns)]
         ).columns
         assert len(columns) <= 100
         assert columns[-1].stalled
@@ -279,8 +279,10 @@ def test_a_damaged_record_never_breaks_the_screen(changes: dict[str, Any]) -> No
     run = Recording().add([*training.begin(), *training.run(20)])
     run.add([Event("stall", {**stall_record(2, training.now, 20).data, **changes})], SUPERVISOR)
     now = training.now + 20 * SECOND
-    live = ScreenData(run.state(), now, RUN_INFO, alive=True)
-    over = replace(live, state=run.state(over=True), alive=False, ended=exit_info_of(137, "SIGKILL", now))
+    live = ScreenData(run.state(), now, RUN_INFO, is_command_alive=True)
+    over = replace(
+        live, state=run.state(over=True), is_command_alive=False, exit_info=exit_info_of(137, "SIGKILL", now)
+    )
     for facts in (live, over, replace(live, view=View(zoom="replicas")), replace(live, view=View(zoom="batch"))):
         assert facts.shown_stall is not None
         for look in (STYLE, MONO_ASCII):
@@ -302,7 +304,7 @@ async def test_the_dialog_says_why_and_asks_again(tmp_path: Path, monkeypatch: p
         return {**stall_record(2, SECOND, 160).data, "asked": 1}
 
     monkeypatch.setattr("dpmon.ui.why_dialog.request_and_wait", answer)
-    monkeypatch.setattr("dpmon.ui.why_dialog._ASKS_AGAIN_S", 0.0)
+    monkeypatch.setattr("dpmon.ui.why_dialog._REQUEST_INTERVAL_S", 0.0)
     async with open_screen(tmp_path, (80, 24)) as on:
         await on.press("w")
         await on.until(lambda: asked and "RANK" in dialog(on.app), "the answer")
@@ -353,9 +355,9 @@ def test_the_full_screen_says_when_the_stacks_were_recorded() -> None:
 
 
 def test_figures_stay_dimmed_while_the_command_that_ended_in_a_stall_has_no_exit_yet() -> None:
-    facts = replace(screen_in_stall(2), ending=True)
+    facts = replace(screen_in_stall(2), is_ending=True)
     text = screen_text(facts, 120, 40)
     assert "ending" in text
-    assert "before the stall" in text
+    assert "values from before the stall" in text
     assert "stalled at step 160" in text
     assert "try:" not in text

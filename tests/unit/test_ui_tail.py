@@ -100,7 +100,7 @@ def test_an_existing_log_is_read_from_near_its_end(tmp_path: Path) -> None:
     log.output.refresh()
     assert log.shown()[-1] == "line 499999"
     log.output.scroll(-1_000_000, 1)
-    assert log.shown(1) == [f"line {500_000 - ROWS - log.tail._page.line}"]
+    assert log.shown(1) == [f"line {500_000 - ROWS - log.tail._page.cursor_row}"]
 
 
 def test_a_truncated_file_begins_again(log: Log) -> None:

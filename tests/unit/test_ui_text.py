@@ -14,7 +14,7 @@ from rich.cells import cell_len
 from dpmon.sanitize import MAX_LINE_CHARS, sanitize_line, strip_control_chars
 from dpmon.text.cells import ascii_text
 from dpmon.ui.styled_rows import Row, plain_text
-from dpmon.ui.terminal_emulator import COLUMNS, HEIGHT, TerminalPage
+from dpmon.ui.terminal_emulator import MAX_CHANGING_ROWS, MAX_LINE_CELLS, TerminalPage
 
 STEERING = [
     *("\x1b]52;c;ZXZpbA==\x07", "\x1bc", "\x1b[6n", "\x1b[2J\x1b[H", "\x1b]0;title\x1b\\", "\x1bP+q544e\x1b\\"),
@@ -126,21 +126,21 @@ def test_colors_reach_the_picture_as_styles() -> None:
 
 
 def test_long_rows_that_can_still_change_need_little_memory() -> None:
-    page, row = TerminalPage(), b"\x1b[32m" + b"loss 0.12 " * (COLUMNS // 10) + b"\x1b[0m\n"
+    page, row = TerminalPage(), b"\x1b[32m" + b"loss 0.12 " * (MAX_LINE_CELLS // 10) + b"\x1b[0m\n"
     tracemalloc.start()
     try:
-        page.feed(row * HEIGHT)
+        page.feed(row * MAX_CHANGING_ROWS)
         taken, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert taken < 16 * COLUMNS * HEIGHT, "less than 16 bytes a cell"
+    assert taken < 16 * MAX_LINE_CELLS * MAX_CHANGING_ROWS, "less than 16 bytes a cell"
 
 
 def test_a_line_of_a_megabyte_is_bounded() -> None:
     (row,) = interpret([b"x" * 1_000_000])
-    assert len(plain_text(row)) == COLUMNS
+    assert len(plain_text(row)) == MAX_LINE_CELLS
     (row,) = interpret([b"\x1b[99999C" * 1000 + b"end" + b"\x1b[31mx" * 10_000])
-    assert len(plain_text(row)) <= COLUMNS
+    assert len(plain_text(row)) <= MAX_LINE_CELLS
 
 
 # ------------------------------------------------------------------------------------------------ growing output
@@ -185,8 +185,10 @@ def test_a_growing_log_agrees_with_a_terminal_emulator() -> None:
     moves += ["\b", "\t", "\x1b[1K", "\x1b[2K", "\x1b[3D", "\x1b[1m", "\x1b[0m", "12345"]
     for _ in range(8):
         # At the bottom from the beginning: a log has no rows below its last one.
-        raw = "\n" * HEIGHT + "".join(chance.choice([*moves, "word", "x"]) for _ in range(chance.randint(200, 900)))
-        screen = pyte.HistoryScreen(80, HEIGHT, history=10_000)
+        raw = "\n" * MAX_CHANGING_ROWS + "".join(
+            chance.choice([*moves, "word", "x"]) for _ in range(chance.randint(200, 900))
+        )
+        screen = pyte.HistoryScreen(80, MAX_CHANGING_ROWS, history=10_000)
         screen.set_mode(pyte.modes.LNM)
         pyte.Stream(screen).feed(raw)
         history = ["".join(line[x].data for x in range(80)).rstrip() for line in screen.history.top]
@@ -215,10 +217,10 @@ def test_private_sequences_and_those_with_more_in_them_change_nothing() -> None:
 
 
 def test_text_beyond_the_last_column_leaves_a_mark() -> None:
-    for text in ("x" * (COLUMNS + 10), "é" * (COLUMNS + 10)):
+    for text in ("x" * (MAX_LINE_CELLS + 10), "é" * (MAX_LINE_CELLS + 10)):
         (row,) = interpret([text.encode()])
         assert plain_text(row).endswith("…")
-        assert len(plain_text(row)) == COLUMNS
+        assert len(plain_text(row)) == MAX_LINE_CELLS
 
 
 def test_a_color_that_is_left_on_goes_on_in_the_next_line() -> None:

@@ -21,7 +21,7 @@ WORDS = ["abc", "漢字", " ", "━━━", "▁▂▃", "é", "12 340", "─", 
 def sgr(style: str) -> str:
     """Return the SGR codes of a style, as the screen does."""
     return (
-        Strip([Segment("x", STYLE.style(style))])
+        Strip([Segment("x", STYLE.rich_style(style))])
         .render(CONSOLE)
         .partition("x")[0]
         .removeprefix("\x1b[")
@@ -32,7 +32,7 @@ def sgr(style: str) -> str:
 def whole(screen: pyte.Screen, rows: list[Row], x: int = 2) -> None:
     """Write rows from column `x` on."""
     for y, row in enumerate(rows):
-        strip = Strip([Segment(text, STYLE.style(name)) for text, name in row])
+        strip = Strip([Segment(text, STYLE.rich_style(name)) for text, name in row])
         pyte.Stream(screen).feed(f"\x1b[{y + 1};{x + 1}H{strip.render(CONSOLE)}")
 
 

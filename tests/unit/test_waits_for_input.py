@@ -55,7 +55,7 @@ def recorded(payloads: Sequence[Row], waits: Sequence[Wait], pid: int = PID, spa
 
 
 def drawn(state: RunSnapshot) -> str:
-    return " ".join(screen_text(ScreenData(state, state.newest_ns, alive=True), 120, 60).split())
+    return " ".join(screen_text(ScreenData(state, state.newest_ns, is_command_alive=True), 120, 60).split())
 
 
 def test_the_batch_panel_names_a_wait_and_not_the_phase_it_fell_into() -> None:

@@ -25,9 +25,9 @@ from dpmon.text.formatting import (
 from dpmon.ui.chart import scale_top, stacked_columns
 from dpmon.ui.panels.panel_replicas import size_text
 from dpmon.ui.screen_data import BEFORE_STALL, NAMES, ScreenData, format_mode_and_devices
-from dpmon.ui.step_waterfall import REST, render_waterfall, visible_lanes
+from dpmon.ui.step_waterfall import OTHER_FORWARD_NAMES, render_waterfall, visible_lanes
 from dpmon.ui.styled_rows import Row, dim_row, row_width, wrap_to_rows
-from dpmon.ui.terminal_style import LETTERS, TerminalStyle, letter_in
+from dpmon.ui.terminal_style import LETTERS, TerminalStyle, letter_position
 from dpmon.ui.time_axis import axis_below_chart, build_chart_columns, make_time_axis, stall_intervals
 
 WITHOUT_RANKS = 8
@@ -71,7 +71,7 @@ def panel_title(facts: ScreenData, look: TerminalStyle, width: int) -> tuple[Row
     process, numbers = facts.process, shown_stats(facts)
     if not numbers.steps or process is None:
         return [(NAMES["batch"], "title")], []
-    span = format_time_range(facts.view.span_s)
+    span = format_time_range(facts.view.range_s)
     dot = f" {look.glyphs.middot} "
     mode = numbers.mode
     word = format_mode_and_devices(process, look.glyphs.times)[0]
@@ -165,7 +165,7 @@ def _ranks(facts: ScreenData) -> list[Process]:
 def _step_count(numbers: StepStats, width: int, look: TerminalStyle) -> Row:
     """The number of steps behind the figures."""
     text = f"{format_count(numbers.steps)} steps"
-    if not look.color or look.glyphs.ascii:
+    if not look.has_color or look.glyphs.ascii:
         text += "; a small letter: too short for a cell"
     return [(truncate(text, width, look.glyphs.more), "dim")]
 
@@ -176,12 +176,12 @@ def _name(phase: str, room: int, look: TerminalStyle, *, rest: bool) -> Row:
     `rest`: the call's phases are shown separately, so forward is only the rest.
     """
     if rest and phase == "forward":
-        text = next((word for word in REST if len(word) < room), REST[-1])[: room - 1]
+        text = next((word for word in OTHER_FORWARD_NAMES if len(word) < room), OTHER_FORWARD_NAMES[-1])[: room - 1]
         return [(text[0].upper(), f"chip.{phase}"), (text[1:], "")]
     text = phase if len(phase) < room else phase_by_display_name(phase).short_display_name[: room - 1]
-    letter, at = LETTERS[phase], letter_in(phase, text)
+    letter, at = LETTERS[phase], letter_position(phase, text)
     if letter == ".":
-        return [("." if not look.color or look.glyphs.ascii else " ", f"chip.{phase}"), (text, "")]
+        return [("." if not look.has_color or look.glyphs.ascii else " ", f"chip.{phase}"), (text, "")]
     return [*([(text[:at], "")] if at else []), (letter, f"chip.{phase}"), (text[at + 1 :], "")]
 
 
@@ -243,14 +243,14 @@ def history_rows(
 ) -> list[Row]:
     """The columns with their scale at the left, and a row below with the axis; `by_mode`: without their phases."""
     axis = make_time_axis(facts)
-    gutter = max(len(short_clock(axis.begin_s * SECOND)) + 1, 8)
+    gutter = max(len(short_clock(axis.start_s * SECOND)) + 1, 8)
     room = width - gutter
     picture = build_chart_columns(process, axis, room, stall_intervals(facts))
     labeled = height >= 3
     bars = height - 1 if labeled else height
     top = scale_top(picture.columns)
     known = any(column.count for column in picture.columns)
-    rows = stacked_columns(picture.columns, room, bars, top, look, picture.places, by_mode=by_mode)
+    rows = stacked_columns(picture.columns, room, bars, top, look, picture.part_count, by_mode=by_mode)
     out: list[Row] = []
     for index, row in enumerate(rows):
         scale = (
@@ -288,7 +288,7 @@ def notes(
     if not texts or not most:
         return []
     text = f" {look.glyphs.middot} ".join(texts)
-    return wrap_to_rows(text, width, most=most, more=look.glyphs.more)
+    return wrap_to_rows(text, width, max_rows=most, more=look.glyphs.more)
 
 
 def _between_steps_note(numbers: StepStats) -> list[str]:

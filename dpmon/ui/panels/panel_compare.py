@@ -123,7 +123,7 @@ def _over_time(facts: ScreenData, width: int, height: int, look: TerminalStyle) 
     if facts.process is None or facts.view.zoom != "compare" or height < _LEAST_CHART:
         return []
     drawn = history_rows(facts, facts.process, width, min(height, _MOST_CHART), look, by_mode=True)
-    return [[], [(f"mean step, {format_time_range(facts.view.span_s)}", "bold")], *drawn]
+    return [[], [(f"mean step, {format_time_range(facts.view.range_s)}", "bold")], *drawn]
 
 
 def _changes(changes: Sequence[ModeSpeedup], width: int, look: TerminalStyle) -> list[Row]:

@@ -23,14 +23,14 @@ from dpmon.ui.device_details import (
     device_name,
     format_rounded,
     gpu_label,
-    host_plots,
+    host_charts,
     may_belong_to_run,
     missing_value_reasons,
 )
 from dpmon.ui.screen_data import NAMES, ScreenData
 from dpmon.ui.styled_rows import Row, fit_row, row_width, wrap_to_rows
 from dpmon.ui.terminal_style import TerminalStyle
-from dpmon.ui.time_axis import TimeAxis, device_axis, resample
+from dpmon.ui.time_axis import TimeAxis, make_device_axis, resample
 
 _SHOWN = ("util_pct", "mem_used_bytes", "mem_total_bytes", "temperature_c", "power_w", "sm_clock_mhz", "of_run")
 """The GPU fields of the small panel, which gives the reason if one is missing."""
@@ -99,7 +99,7 @@ def panel_title(facts: ScreenData, look: TerminalStyle, folded: bool = False) ->
 
 def _node_shown(facts: ScreenData) -> str:
     """The node whose samples the panel shows; nothing on one machine."""
-    nodes, number = facts.state.nodes, facts.view.node
+    nodes, number = facts.state.nodes, facts.view.node_number
     number = node_of(nodes, facts.state.representative) if number is None else number
     return next((f" on {one.name}" for one in nodes if one.number == number), "")
 
@@ -146,7 +146,7 @@ def render_panel(facts: ScreenData, width: int, height: int, look: TerminalStyle
 def render_full_screen(facts: ScreenData, width: int, height: int, look: TerminalStyle) -> list[Row]:
     """The panel at full size: memory by holder, the charts of all devices, then everything that is known of each."""
     tracks = _sorted_gpus(facts)
-    axis = device_axis(facts)
+    axis = make_device_axis(facts)
     more = _memory_rows(facts, width)
     if not tracks:
         return [*render_host(facts, width, max(height - len(more), 3), look, tall=True), *more]
@@ -201,7 +201,7 @@ class _DeviceTable:
     def __init__(
         self, tracks: Sequence[tuple[int, DeviceHistory]], width: int, each: int, facts: ScreenData, look: TerminalStyle
     ) -> None:
-        self.width, self.each, self.look, self.axis = width, each, look, device_axis(facts)
+        self.width, self.each, self.look, self.axis = width, each, look, make_device_axis(facts)
         names = [] if _one_name(tracks) else [device_name(track.data) for _, track in tracks]
         self.head = max(3, *(span_width(gpu_label(index, track.data)) for index, track in tracks)) + 1
         self.name = min(max(map(span_width, names), default=0), 20 if width >= 90 else 10)
@@ -310,7 +310,7 @@ def _grid(tracks: Sequence[tuple[int, DeviceHistory]], width: int, facts: Screen
     graph = max(min(cell - head - 6 - 1 - 5 - 5, 24), 3)
     space = max(cell - head - graph - 6 - 1 - 5, 0)
     half = -(-len(tracks) // 2)
-    axis = device_axis(facts)
+    axis = make_device_axis(facts)
 
     def one(index: int, track: DeviceHistory) -> Row:
         style = "" if may_belong_to_run(track.data) else "dim"
@@ -376,11 +376,11 @@ def render_host(facts: ScreenData, width: int, height: int, look: TerminalStyle,
     whole = [*load, ("  ", ""), *of_run]
     rows = [] if tall or width >= row_width(whole) + 9 + _LEAST_GRAPH else [of_run]
     whole = load if rows else whole
-    axis = device_axis(facts)
+    axis = make_device_axis(facts)
     load_so_far = _history(track, track.util, axis, max(min(width - 9 - row_width(whole), 60), 6), look)
     rows = [[("host cpu ", "dim"), (load_so_far, "bar"), *whole], *rows]
     why = _why_no_gpu(data, width, look) if tall else []
-    drawn = host_plots(track, width, min(height - len(rows) - len(why), _TALLEST), axis, look)
+    drawn = host_charts(track, width, min(height - len(rows) - len(why), _TALLEST), axis, look)
     return [*rows, *drawn, *why]
 
 
@@ -389,4 +389,4 @@ def _why_no_gpu(data: Mapping[str, Any], width: int, look: TerminalStyle) -> lis
     if isinstance(reason, str):
         absent = reason if reason.lower().startswith("no gpu") else f"no GPU: {reason}"
         text = f"{absent}; {text}" if text else absent
-    return wrap_to_rows(sanitize_line(text, 600), width, most=_MOST_REASONS, more=look.glyphs.more)
+    return wrap_to_rows(sanitize_line(text, 600), width, max_rows=_MOST_REASONS, more=look.glyphs.more)

@@ -15,7 +15,7 @@ from dpmon.text.cells import span_width
 from dpmon.text.formatting import format_count
 from dpmon.ui.screen_data import NAMES, ScreenData
 from dpmon.ui.styled_rows import Row, crop_row, merge_spans, plain_text, row_width
-from dpmon.ui.terminal_emulator import HEIGHT, TerminalPage
+from dpmon.ui.terminal_emulator import MAX_CHANGING_ROWS, TerminalPage
 from dpmon.ui.terminal_style import TerminalStyle
 
 ROWS = 5000
@@ -26,7 +26,7 @@ _BEGIN = 1 << 18
 _BEHIND = 1 << 19
 """If more bytes than this are unread, continue near the end: nobody has seen the rows in between."""
 _PIECE = 1 << 16
-_SETTLE = HEIGHT + 400
+_SETTLE = MAX_CHANGING_ROWS + 400
 
 
 class LogTail:
@@ -90,12 +90,12 @@ class LogTail:
         """Freeze the rows that can no longer change, and drop the oldest ones if there are too many."""
         page = self._page
         if len(page.lines) > _SETTLE:
-            count = min(len(page.lines) - HEIGHT, page.line)
+            count = min(len(page.lines) - MAX_CHANGING_ROWS, page.cursor_row)
             settled = [line.row() for line in page.lines[:count]]
             self._settled += settled
             self._characters += sum(map(_length, settled))
             del page.lines[:count]
-            page.line -= count
+            page.cursor_row -= count
         while self._settled and (len(self._settled) > ROWS or self._characters > _CHARACTERS):
             self._characters -= _length(self._settled.popleft())
             self.first += 1

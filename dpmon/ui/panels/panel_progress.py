@@ -137,9 +137,9 @@ def loss_span(value: float | None, width: int) -> tuple[str, str]:
 
 def _startup_plan_rows(facts: ScreenData) -> list[tuple[str, str]]:
     """What dpmon will do with the run, as far as it is known before the first step."""
-    if facts.info is None:
+    if facts.run_info is None:
         return []
-    options = facts.info.options
+    options = facts.run_info.options
     asked = [str(options[name]) for name in ("devices", "replicas") if options.get(name)]
     names = {str(track.data.get("name") or "GPU") for track in facts.state.devices.values()}
     rows = [("mode", _MODES.get(str(options.get("mode")), "")), ("replicas", ", ".join(asked))]
@@ -229,14 +229,14 @@ def _loss(facts: ScreenData, one: LossCurve, several: bool, width: int, height: 
     if room < _BAR:
         return [head]
     axis, known = make_time_axis(facts), [(point.second, point.mean) for point in one.points if point.mean is not None]
-    length = max(axis.end_s - axis.begin_s, 1)
-    places = [((second - axis.begin_s + 0.5) / length, mean) for second, mean in known if second >= axis.begin_s]
+    length = max(axis.end_s - axis.start_s, 1)
+    places = [((second - axis.start_s + 0.5) / length, mean) for second, mean in known if second >= axis.start_s]
     if not places:
         return [head]
     values = sorted(mean for _, mean in places)
     low, top = values[0], values[len(values) - 1 - len(values) // 50]  # a few high ones are cut
     unfit = [
-        (point.second - axis.begin_s) / length for point in one.points if point.unfit and point.second >= axis.begin_s
+        (point.second - axis.start_s) / length for point in one.points if point.unfit and point.second >= axis.start_s
     ]
     both = ((places, "dim"), (_running_means(places), "bar"))
     drawn = line_chart(both[beside:], unfit, room, 1 if beside else height, low, top, look.glyphs)
@@ -246,7 +246,7 @@ def _loss(facts: ScreenData, one: LossCurve, several: bool, width: int, height: 
     rows: list[Row] = [
         [(align_right(marks.get(index, ""), _GUTTER - 1) + " ", "dim"), *row] for index, row in enumerate(drawn)
     ]
-    since = f"since {format_clock(axis.begin_s * SECOND)}"
+    since = f"since {format_clock(axis.start_s * SECOND)}"
     return [
         join_left_right(
             head, [(since, "dim")] if row_width(head) + len(since) < width else [], width, look.glyphs.more

@@ -129,7 +129,7 @@ def panel_title(facts: ScreenData, look: TerminalStyle) -> tuple[Row, Row]:
         what = [*evaluation_mark(track.last, look), (name_of(track.last, f" {look.glyphs.middot} "), "")]
     corner: Row = [("step", "dim"), (align_right(format_count(facts.state.step), 9), "")]
     where = f" on {format_count_with_noun(len(facts.state.nodes), 'node')}" if facts.state.nodes else ""
-    where = f" on {processes[0].node}" if facts.view.node is not None and processes else where
+    where = f" on {processes[0].node}" if facts.view.node_number is not None and processes else where
     return [(RANK_NAMES["replicas"] + where, "title"), *what], corner
 
 
@@ -197,7 +197,7 @@ def _notes(
             width,
         )
     else:
-        where = f" of {facts.state.training_processes[0].node}" if facts.view.node is not None else ""
+        where = f" of {facts.state.training_processes[0].node}" if facts.view.node_number is not None else ""
         rows += wrap_to_rows(
             f"no rank{where} holds the others up (last {format_count_with_noun(found.step_count_with_waits, 'step')})",
             width,
@@ -210,7 +210,7 @@ def _notes(
 def _ranks(facts: ScreenData, found: Communication) -> list[_Rank]:
     """The ranks of the table by number; if there are many, only the slowest ranks, the slowest first."""
     times: Iterable[RankTimes] = found.ranks
-    slow, chosen = facts.state.straggler, facts.view.process
+    slow, chosen = facts.state.straggler, facts.view.process_index
     if _shows_slowest_only(facts):
         named = {chosen, *(slow.processes if slow is not None else ())}
         first = [one for one in found.ranks_by_wait if one.process in named]
@@ -273,7 +273,7 @@ def _is_slow(slow: Straggler | None, one: _Rank) -> bool:
 
 def _mark(one: _Rank, marked: bool, facts: ScreenData, look: TerminalStyle) -> Row:
     number = align_right(str(one.process.number), _LABEL - 2) + "  "
-    sign = look.glyphs.focus if marked else look.glyphs.ring if one.process.process == facts.view.process else " "
+    sign = look.glyphs.focus if marked else look.glyphs.ring if one.process.process == facts.view.process_index else " "
     return [(sign, "wait"), (number, "wait" if marked else "bold")]
 
 
@@ -313,7 +313,7 @@ def _device(one: _Rank) -> str:
 def _sizes_table(facts: ScreenData, width: int, height: int, look: TerminalStyle) -> list[Row]:
     """A header, one row per rank with its sizes and medians, and why the waits are unknown."""
     count = len(facts.state.training_processes)
-    rows = _rows(facts, max(height, 2) + 1 + facts.view.scrolled.get("replicas", 0))
+    rows = _rows(facts, max(height, 2) + 1 + facts.view.first_rows.get("replicas", 0))
     ins = [size_text(track.last.inputs) if track else UNKNOWN for _, track in rows]
     outs = [size_text(track.last.outputs) if track else UNKNOWN for _, track in rows]
     device = min(max([span_width(_call_medians(track)) for _, track in rows] + [6]), 10)
@@ -353,7 +353,7 @@ def _missing_ranks_row(facts: ScreenData) -> list[Row]:
     """A row with the number of ranks, if fewer train than expected; of one node alone, the others are not counted."""
     count, first = len(facts.state.training_processes), facts.state.training_processes[:MAX_LISTED_RANKS]
     wanted = max((ranks for process in first if (ranks := process.info.world) is not None), default=count)
-    if facts.view.node is not None or wanted <= count or any(process.rank is None for process in first):
+    if facts.view.node_number is not None or wanted <= count or any(process.rank is None for process in first):
         return []
     return [[(f"{count} of {wanted} ranks train in this run", "wait")]]
 
@@ -373,7 +373,7 @@ def render_full_screen(facts: ScreenData, width: int, height: int, look: Termina
     drawn = [*render_panel(facts, width, height, look), []]
     if times := over_time(facts, width, len(facts.state.training_processes) + 2, look):
         drawn += [*times, []]
-    for process, track in _rows(facts, height + facts.view.scrolled.get("replicas", 0)):
+    for process, track in _rows(facts, height + facts.view.first_rows.get("replicas", 0)):
         pid, ranks = process.info.pid, process.info.world or UNKNOWN
         who = f"process {process.process}" if process.rank is None else f"rank {process.rank} of {ranks}"
         who += node_suffix(process.node)

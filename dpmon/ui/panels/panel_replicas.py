@@ -48,8 +48,8 @@ def current_choice(facts: ScreenData) -> tuple[CallChoice | None, int, int]:
         return None, 0, 0
     all_of_them = choices(process)
     count = len(all_of_them)
-    if facts.view.root and count > 1:
-        index = (facts.view.root - 1) % count
+    if facts.view.call_choice and count > 1:
+        index = (facts.view.call_choice - 1) % count
         return all_of_them[index], index + 1, count
     return CallChoice(process.last_called_root, 1, 1), 0, count
 
@@ -124,7 +124,7 @@ def render_panel(facts: ScreenData, width: int, height: int, look: TerminalStyle
     if call.failed:
         rows.append([("the forward raised an exception", "bad")])
     for reason in call.absent.values():
-        rows += wrap_to_rows(sanitize_line(reason, 300), width, most=None if staged else 1, more=look.glyphs.more)
+        rows += wrap_to_rows(sanitize_line(reason, 300), width, max_rows=None if staged else 1, more=look.glyphs.more)
     process = facts.process
     if process is not None and call.virtual and len(rows) < height:
         shared = "one GPU" if any(device.startswith("cuda") for device in call.devices) else "this machine's processor"

@@ -164,9 +164,9 @@ def _waiting_ranks_row(ranks: Sequence[_StalledRank], facts: ScreenData, look: T
 
 def _keys(facts: ScreenData) -> Row:
     """The keys that help now."""
-    live = not (facts.is_over or facts.ending or facts.shows_past)
+    live = not (facts.is_over or facts.is_ending or facts.shows_past)
     here = facts.view.focus == "replicas" and facts.view.zoom is None
-    works = (here, live, live and facts.stopping is None)
+    works = (here, live, live and facts.stop_progress is None)
     row: Row = []
     for key, word in (one for one, now in zip(_KEYS, works, strict=True) if now):
         row += [("  " if row else "", ""), (key, "key"), (f" {word}", "dim")]

@@ -68,7 +68,7 @@ def render_panel(facts: ScreenData, width: int, height: int, look: TerminalStyle
         rows = [first]
     told = reply_message(facts, look)
     before: Row = []
-    if alive.detail not in plain_text(first) and facts.stopping is None and not told:
+    if alive.detail not in plain_text(first) and facts.stop_progress is None and not told:
         before = [(f"{alive.word}: ", alive.style), (alive.detail, ""), ("  ", "")]
     room = width - 2 - row_width(before)
     message = _message(facts, look, room, left_out)
@@ -115,7 +115,7 @@ def _first(
 ) -> tuple[Row, list[_Part]]:
     """The first row: name and state at the left, these parts at the right; and the parts without room."""
     brand = " dpmon  " if width >= _BRANDED else " "
-    head: Row = [("FROZEN ", "wait")] if facts.view.frozen else []
+    head: Row = [("FROZEN ", "wait")] if facts.view.is_frozen else []
     if facts.past is not None:
         ago = ""
         if facts.past.now_ns is not None:
@@ -142,7 +142,7 @@ def _first(
 
 def _speed(facts: ScreenData) -> Throughput:
     process = facts.process
-    if facts.reading and not facts.is_over:  # the newest steps read so far are old ones
+    if facts.is_reading and not facts.is_over:  # the newest steps read so far are old ones
         return Throughput(None, READING)
     if process is None:
         return Throughput(None, "no training process yet")
@@ -153,7 +153,7 @@ def _mode(facts: ScreenData, look: TerminalStyle) -> list[_Part]:
     process = facts.process
     mode, where = format_mode_and_devices(process, look.glyphs.times)
     where = format_count_with_noun(len(facts.state.nodes), "node") if facts.state.nodes else where
-    where = process.node or where if process is not None and facts.view.node is not None else where
+    where = process.node or where if process is not None and facts.view.node_number is not None else where
     if process is None or not process.mode:
         return []
     return [_Part([(mode, f"mode.{process.mode}")], 5), *([_Part([(where, "")], 8)] if where else [])]
@@ -213,14 +213,14 @@ def _lost_records_part(facts: ScreenData) -> Row:
 def reports_straggler(facts: ScreenData, look: TerminalStyle) -> bool:
     """Whether the message is about a straggler, so that no panel has to repeat it."""
     first = _problem_nodes(facts) or _warning(facts) or facts.state.unfit
-    other = facts.stopping is not None or reply_message(facts, look) or first
+    other = facts.stop_progress is not None or reply_message(facts, look) or first
     return not other and facts.current_straggler is not None
 
 
 def _message(facts: ScreenData, look: TerminalStyle, width: int, left_out: Sequence[_Part]) -> Row:
     """The most important event now: the end, an answer, a warning; else the figures left out above, and plain facts."""
-    if facts.stopping is not None:  # also after the command has ended, while it has processes left
-        return [("stopping: ", "wait"), (sanitize_line(facts.stopping, 200), "")]
+    if facts.stop_progress is not None:  # also after the command has ended, while it has processes left
+        return [("stopping: ", "wait"), (sanitize_line(facts.stop_progress, 200), "")]
     reply = reply_message(facts, look)
     if reply:
         return reply
@@ -252,14 +252,14 @@ def _stall_message(facts: ScreenData, look: TerminalStyle) -> Row:
     text = "" if facts.shown_stall is None else sanitize_line(facts.shown_stall.text, 400)
     if facts.shown_stall is not None and facts.is_over:
         seconds = facts.shown_stall.duration_ns(facts.elapsed_ns) / SECOND
-        last = f"; {facts.last_line}" if facts.last_line else ""
+        last = f"; {facts.exit_cause}" if facts.exit_cause else ""
         text = f"the run ended in a stall of {seconds:,.0f} s: {text}{last}"
     return [(f"{look.glyphs.focus} ", "bad"), (text, "bad")]
 
 
 def is_reply_cut(facts: ScreenData, width: int, look: TerminalStyle) -> bool:
     """Whether an answer does not fit in its row."""
-    if facts.stopping is not None and not facts.is_over:
+    if facts.stop_progress is not None and not facts.is_over:
         return False
     return 1 + row_width(reply_message(facts, look)) > width - row_width(_lost_records_part(facts))
 
@@ -301,9 +301,9 @@ def _invalid_loss_message(facts: ScreenData) -> Row:
 
 
 def _after_end_message(facts: ScreenData) -> Row:
-    if facts.last_line:
-        return [(facts.last_line, "bad")]
-    if facts.ended is None:
+    if facts.exit_cause:
+        return [(facts.exit_cause, "bad")]
+    if facts.exit_info is None:
         return [("the command is gone; its exit status was not recorded", "wait")]
     return _invalid_loss_message(facts) or [
         ("the run is over" if facts.playing is not None else "the run is over; this picture stays", "dim")
@@ -312,9 +312,9 @@ def _after_end_message(facts: ScreenData) -> Row:
 
 def _next_command_hint(facts: ScreenData, room: int, look: TerminalStyle) -> Row:
     """The next command to try after the end, if it fits in full."""
-    if facts.info is None or not facts.is_over:
+    if facts.run_info is None or not facts.is_over:
         return []
-    hint = f"{look.glyphs.middot} dpmon export {sanitize_line(facts.info.id, 120)} writes the records "
+    hint = f"{look.glyphs.middot} dpmon export {sanitize_line(facts.run_info.id, 120)} writes the records "
     return [("  " + hint, "dim")] if len(hint) + 4 <= room else []
 
 
@@ -336,9 +336,9 @@ def _facts(facts: ScreenData, look: TerminalStyle, width: int, left_out: Sequenc
         for key, value in (("python", process.info.python), ("torch", process.info.torch)):
             if value is not None:
                 parts.append(f"{key} {sanitize_line(value, 30)}")
-    elif facts.info is not None and facts.info.python:
-        parts.append(f"Python: {sanitize_line(facts.info.python, 200)}")
-    if facts.info is not None and facts.info.options.get("mode") == "script":
+    elif facts.run_info is not None and facts.run_info.python:
+        parts.append(f"Python: {sanitize_line(facts.run_info.python, 200)}")
+    if facts.run_info is not None and facts.run_info.options.get("mode") == "script":
         parts.append("mode script: observed only")
     dot = f" {look.glyphs.middot} "
     while len(parts) > 1 and span_width(dot.join(parts)) > width:
@@ -364,14 +364,14 @@ def reply_message(facts: ScreenData, look: TerminalStyle) -> Row:
 
 def _pending_request_reason(facts: ScreenData) -> Row:
     """What a pending request waits for while the training makes no progress; empty without a request."""
-    toggle = facts.toggle if facts.toggle is not None and facts.toggle.status == "pending" else None
+    toggle = facts.mode_request if facts.mode_request is not None and facts.mode_request.status == "pending" else None
     busy = [(since, process) for process, (doing, since) in facts.activities.items() if since > 0 and doing != "ended"]
-    if not busy or not (toggle or facts.pausing.is_pending):
+    if not busy or not (toggle or facts.pause_state.is_pending):
         return []
     since, number = min(busy)
     process = facts.state.processes.get(number)
     who = "the training" if process is None or process.rank is None else process.name
-    what = f"switch to {toggle.mode}" if toggle else "pause" if facts.pausing.is_requested else "go on"
+    what = f"switch to {toggle.mode}" if toggle else "pause" if facts.pause_state.is_requested else "go on"
     doing, waited = facts.activities[number][0], (facts.now_ns - since) / 1e9
     place = f"in {doing}" if doing in SPAN_PHASES else "in the script's own work"
     return [(f"{who} has been {place} for {waited:.0f} s: ", "wait"), (f"it will {what} when it comes back", "")]
@@ -379,7 +379,7 @@ def _pending_request_reason(facts: ScreenData) -> Row:
 
 def _reply_count(facts: ScreenData) -> str:
     """How many nodes have answered a pending request; empty on one machine."""
-    found = facts.answers
+    found = facts.node_replies
     return (
         ""
         if found is None
@@ -389,13 +389,13 @@ def _reply_count(facts: ScreenData) -> str:
 
 def _failed_nodes_message(facts: ScreenData) -> Row:
     """The nodes that did not do what the user asked for, and why."""
-    failed = {} if facts.answers is None else facts.answers.failures
+    failed = {} if facts.node_replies is None else facts.node_replies.failures
     return [part for name, text in failed.items() for part in ((f"{name}: ", "bad"), (f"{text}  ", ""))]
 
 
 def _pause_message(facts: ScreenData) -> Row:
     """A pause or its end, requested but not yet in force; or why it was refused."""
-    pausing = facts.pausing
+    pausing = facts.pause_state
     if pausing.is_pending:
         what, when = ("pause", "after the step it is in") if pausing.is_requested else ("resume", "in a moment")
         return [(what, ""), (" pending", "wait"), (f": the training {what}s {when}{_reply_count(facts)}", "dim")]
@@ -410,16 +410,16 @@ def _pause_message(facts: ScreenData) -> Row:
 
 
 def _answer(facts: ScreenData, look: TerminalStyle) -> Row:
-    toggle = facts.toggle
+    toggle = facts.mode_request
     if toggle is None:
         return []
     style = f"mode.{toggle.mode}"
     if toggle.status == "pending":
         waited = max(facts.now_ns - toggle.since_ns, 0) / 1e9
         note = "the training answers at its next call"
-        if not facts.reading and (facts.process is None or facts.process.seen_ns < 0):
+        if not facts.is_reading and (facts.process is None or facts.process.seen_ns < 0):
             note = "the training answers at its first call"
-        elif facts.pausing.since_ns is not None:
+        elif facts.pause_state.since_ns is not None:
             note = "the training answers once it goes on (p)"
         return [
             (f"{look.glyphs.arrow} ", ""),

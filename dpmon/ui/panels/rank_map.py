@@ -48,7 +48,7 @@ def rank_map(
     else:
         rows = rows_by_rank(ranks, facts.state.straggler, width, look)
     legend: Row = [("1-9", "bold"), (f" {DELAY}", "dim")]
-    if facts.view.process is not None and facts.state.nodes:
+    if facts.view.process_index is not None and facts.state.nodes:
         legend = [(look.glyphs.ring, "key"), (" chosen  ", "dim"), *legend]
     if facts.state.straggler is not None:
         legend = [(look.glyphs.focus, "found"), (" slowest  ", "dim"), *legend]
@@ -109,7 +109,7 @@ def _rows_by_node(
     facts: ScreenData, ranks: Sequence[RankTimes], width: int, room: tuple[int, int], look: TerminalStyle
 ) -> list[Row]:
     nodes, now_ns = facts.state.nodes, facts.elapsed_ns
-    traffic, chosen = facts.state.communication, facts.view.process
+    traffic, chosen = facts.state.communication, facts.view.process_index
     signs = _rank_cells(ranks, {} if traffic is None else traffic.delays, facts.state.straggler, look)
     if chosen is not None:
         signs[chosen] = (signs[chosen][0] if _is_slow(chosen, facts) else look.glyphs.ring, "key")

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from dpmon.model.nodes import NodeStatus
 from dpmon.ui.panel_layout import Slot
 from dpmon.ui.panels import panel_communication, panel_ranks
-from dpmon.ui.panels.panel_replicas import choices
+from dpmon.ui.panels.panel_replicas import list_choices
 from dpmon.ui.screen_data import NAMES, PANELS, RANGES, RANK_NAMES, ScreenData, View
 
 FAR = 1_000_000_000
@@ -74,7 +74,7 @@ def _why_label(facts: ScreenData) -> str | None:
 
 
 def _several_roots(facts: ScreenData) -> bool:
-    return facts.view.focus == "replicas" and len(choices(facts.process)) > 1
+    return facts.view.focus == "replicas" and len(list_choices(facts.process)) > 1
 
 
 def _look_back_label(facts: ScreenData) -> str | None:

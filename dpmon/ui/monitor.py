@@ -19,7 +19,7 @@ from dpmon.ui.footer import key_at
 from dpmon.ui.help_text import help_rows
 from dpmon.ui.list_dialogs import RunList, StepList
 from dpmon.ui.live_run import FROZEN_RANKS
-from dpmon.ui.panels.panel_replicas import choices
+from dpmon.ui.panels.panel_replicas import list_choices
 from dpmon.ui.screen_control import ScreenControl
 from dpmon.ui.screen_data import PANELS, View
 from dpmon.ui.styled_rows import Row
@@ -203,7 +203,7 @@ class Monitor(ScreenControl):
         if self.view.search and self.view.focus == "output":
             self._search(self.view.search, by)
             return
-        count = len(choices(self.feed.state.representative))
+        count = len(list_choices(self.feed.state.representative))
         if by > 0 and count > 1:
             self._set_view(replace(self.view, root=(self.view.root + 1) % (count + 1)))
         elif by > 0:

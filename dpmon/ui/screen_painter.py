@@ -95,7 +95,7 @@ def _paint_panel(panel: str, facts: ScreenData, output: OutputView, slot: Slot, 
 def max_visible_ranks(facts: ScreenData, slots: Mapping[str, Slot]) -> int:
     """The largest number of ranks that a picture can show in these slots."""
     table = slots["replicas"].height if "replicas" in slots and panel_ranks.is_shown(facts) else 0
-    last_step = slots["batch"].height - panel_batch.WITHOUT_RANKS if "batch" in slots else 0
+    last_step = slots["batch"].height - panel_batch.ROWS_WITHOUT_RANKS if "batch" in slots else 0
     return min(max(table, last_step), MOST_RANKS)
 
 
@@ -141,7 +141,7 @@ def _content(
     title, corner = panel_output.panel_title(output, facts, slot.width, look)
     search = facts.view.search
     more = look.glyphs.more
-    lines = output.visible(height)
+    lines = output.visible_rows(height)
     if search:
         title = [*title, (f" {look.glyphs.middot} find ", "dim"), (search, "wait")]
         lines = [highlight_matches(line, search) for line in lines]

@@ -46,7 +46,12 @@ def test_whether_losses_are_read_is_a_switch(tmp_path: Path, text: str, found: b
 def test_the_file_and_the_variables_before_it(tmp_path: Path) -> None:
     environ = written(tmp_path, 'theme = "light"\nrefresh = 0.5\nkeep_runs = 20\nkeep_bytes = "1.5 GiB"\n')
     assert load_settings(environ) == Settings("light", 0.5, 20, 3 << 29)
-    environ |= {"DPMON_THEME": "colour-blind", "DPMON_REFRESH": "2", "DPMON_KEEP_RUNS": "0", "DPMON_KEEP_BYTES": "500MB"}
+    environ |= {
+        "DPMON_THEME": "colour-blind",
+        "DPMON_REFRESH": "2",
+        "DPMON_KEEP_RUNS": "0",
+        "DPMON_KEEP_BYTES": "500MB",
+    }
     assert load_settings(environ) == Settings("color-blind", 2.0, 0, 500_000_000)
     assert load_settings({**environ, "DPMON_THEME": ""}).theme == "light", "empty is not set"
 

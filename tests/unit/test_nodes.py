@@ -253,7 +253,7 @@ def test_what_is_kept_between_pictures_is_what_a_first_picture_reads() -> None:
 
 def test_a_pending_request_says_how_many_nodes_have_answered() -> None:
     facts = replace(facts_of(run_of(4)), answers=NodeReplies(3, 4), toggle=ModeRequest("dp", "pending", 11 * SECOND))
-    assert "pending 1 s: the training answers at its next call; 3 of 4 nodes answered" in text_of(facts, 120, 40)
+    assert "pending 1 s: takes effect at the next call; 3 of 4 nodes answered" in text_of(facts, 120, 40)
     pausing = replace(facts, toggle=None, pausing=PauseState(wanted=True, pending=True))
     assert "the training pauses after the step it is in; 3 of 4 nodes answered" in text_of(pausing, 120, 40)
 
@@ -448,10 +448,10 @@ def test_the_next_picture_of_very_many_ranks_has_new_facts_of_nodes_and_wrappers
 def test_the_batch_of_a_slow_rank_is_shown_beside_those_of_the_first_ranks() -> None:
     run = ManyNodes(20, slow=150).run(0, 24)
     facts = facts_of(run, worst=WORST)
-    ranks = [one.rank for one in panel_batch._ranks(facts)]
+    ranks = [one.rank for one in panel_batch._ranks_with_steps(facts)]
     assert ranks[0] == 150
     assert set(range(1, 9)) <= set(ranks)
-    assert all(one.last_step is not None and one.last_step.runs for one in panel_batch._ranks(facts))
+    assert all(one.last_step is not None and one.last_step.runs for one in panel_batch._ranks_with_steps(facts))
 
 
 @pytest.mark.parametrize(("groups", "forward"), [(2, False), (1, True), (2, True)])
@@ -522,7 +522,7 @@ def test_unknown_waits_are_shown_with_the_nodes_that_send_nothing(away: tuple[in
     state = replace(facts.state, communication=found, nodes=tuple(nodes))
     rows = panel_ranks.render_panel(replace(facts, state=state), 200, 60, LOOK)
     text = "no step is recorded yet in which all ranks averaged their gradients"
-    assert plain_text(rows[-1]) == f"{text} (no records come from {who})"
+    assert plain_text(rows[-1]) == f"{text} (no records arrive from {who})"
     later = [node._replace(since_ns=facts.elapsed_ns + SECOND, heard_ns=None) for node in nodes]
     before = replace(facts, state=replace(state, nodes=tuple(later)))
     assert plain_text(panel_ranks.render_panel(before, 200, 60, LOOK)[-1]) == text, "in a playback of the time before"

@@ -345,7 +345,7 @@ def test_the_recorded_stall_is_noticed_after_ten_seconds() -> None:
 
 def test_the_full_screen_says_when_the_stacks_were_recorded() -> None:
     rows = rows_text(panel_stall.render_full_screen(stalled(2), 100, 30, LOOK))
-    assert rows[rows.index("as noticed at 00:00:14") + 1] == "rank 1:"
+    assert rows[rows.index("as detected at 00:00:14") + 1] == "rank 1:"
 
 
 def test_figures_stay_dimmed_while_the_command_that_ended_in_a_stall_has_no_exit_yet() -> None:

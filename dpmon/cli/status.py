@@ -64,7 +64,7 @@ def status(options: argparse.Namespace) -> int:
         if options.json
         else encode_for_stream("\n".join(_lines(now, members)), sys.stdout)
     )
-    return now.status if reached is None else reached
+    return now.exit_status if reached is None else reached
 
 
 def _print_all_runs(as_json: bool) -> int:
@@ -85,7 +85,7 @@ def _wait(directory: Path, wanted: str, timeout: float | None) -> int | None:
     end = None if timeout is None else time.monotonic() + timeout
     while True:
         now = read_health(directory)
-        if wanted in (now.state, now.end) or (wanted == "fine" and now.status == 0):
+        if wanted in (now.state, now.end) or (wanted == "fine" and now.exit_status == 0):
             return 0
         if now.end is not None:
             return None

@@ -83,7 +83,7 @@ class _SummaryLines:
         facts = self._facts
         damaged = [] if facts.store.damaged is None else [facts.store.damaged]
         warnings = [*damaged, *(warning.text for warning in facts.announced.warnings)]
-        stalled = stall_sentences(facts, self._how, over=self._how is not None)
+        stalled = stall_sentences(facts, self._how, has_ended=self._how is not None)
         lines = [*stalled, *self._time_lines(), *self._gap_lines(warnings)]
         kinds = facts.store.kinds() | facts.layouts.modes_and_kinds()
         if facts.open_calls:
@@ -122,7 +122,7 @@ class _SummaryLines:
         whole = sum(parts.values())
         if (parts["training"] or parts["evaluation"]) >= (1 - _NOT_TRAINING) * whole:
             return []
-        return time_by_activity_sentences(self._facts, parts, over=self._how is not None)
+        return time_by_activity_sentences(self._facts, parts, has_ended=self._how is not None)
 
     def _mode_lines(self, mode: str, evaluation: bool) -> list[str]:
         found = self._facts.mode(mode, evaluation)

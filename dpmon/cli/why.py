@@ -99,5 +99,5 @@ def _read_recorded_stalls(
     """The stalls in the history, oldest first, and the sentences about the newest ones."""
     with suppress(HistoryError, RunError), open_store(directory) as store:
         facts = analyze_run(store, directory, how)
-        return facts.announced.stalls, stall_sentences(facts, how, over=over)
+        return facts.announced.stalls, stall_sentences(facts, how, has_ended=over)
     return (), []

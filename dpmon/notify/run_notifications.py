@@ -70,7 +70,7 @@ class NotificationFinder:
                 kind = "dpmon.run.slowed" if finding.kind == "drift" else "dpmon.finding"
                 yield Notification(kind, finding.kind, finding._asdict())
         if now.end is not None:
-            kind = "dpmon.run.failed" if now.status == HAS_FAILED else "dpmon.run.ended"
+            kind = "dpmon.run.failed" if now.exit_status == HAS_FAILED else "dpmon.run.ended"
             text = now.sentence(elapsed_s)
             text += f"; in a stall: {last.text}" if last is not None else ""
             yield Notification(kind, "", {"end": now.end, "text": text}, now.since_s)

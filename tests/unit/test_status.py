@@ -65,7 +65,7 @@ def live(*own: Event, **about: Any) -> Path:
 )
 def test_each_state_has_an_exit_status(now: Health, expected: int) -> None:
     assert now.state in STATES
-    assert now.status == expected
+    assert now.exit_status == expected
     assert now.fields()["fine"] == (expected == 0)
 
 
@@ -78,8 +78,8 @@ def test_each_state_has_an_exit_status(now: Health, expected: int) -> None:
         (Health("waiting for data", 59.5), "waiting for data"),
         (Health("ended", 60.0, None, None, "finished"), "finished after 1 min 00 s"),
         (Health("ended", 5.0, "SIGKILL", None, "killed"), "killed after 5.00 s: SIGKILL"),
-        (Health("ended", None, "it ended without a record of its end", None, "lost"),
-         "lost: it ended without a record of its end"),
+        (Health("ended", None, "its end was not recorded", None, "lost"),
+         "lost: its end was not recorded"),
     ],
 )  # fmt: skip
 def test_the_health_of_a_run_in_words(now: Health, expected: str) -> None:
@@ -92,7 +92,7 @@ def test_the_health_of_a_run_in_words(now: Health, expected: str) -> None:
         ((), {}, 3, "finished after 1 min 00 s"),
         ((), {"status": 7}, 6, "failed after 1 min 00 s: exit status 7"),
         ((STALL,), {"status": 1}, 6, "failed after 1 min 00 s: exit status 1"),
-        ((), {"status": None, "started_unix": 1.0}, 6, "lost: it ended without a record of its end"),
+        ((), {"status": None, "started_unix": 1.0}, 6, "lost: its end was not recorded"),
     ],
 )
 def test_the_status_of_a_run_that_is_over(
@@ -289,7 +289,7 @@ def test_the_time_of_a_run_elsewhere_is_that_of_its_record(state: Path, capsys: 
         directory, replace(load_info(directory), boot_id="another", host="box7", start_ns=time.monotonic_ns() * 2)
     )
     now, members = status.read_run_status(directory)
-    assert (now.state, now.reason, now.status) == ("elsewhere", "it runs on box7", 3)
+    assert (now.state, now.reason, now.exit_status) == ("elsewhere", "it runs on box7", 3)
     assert 0 < members["t_s"] < 60
     assert main(["ls"]) == 0
     assert " elsewhere " in capsys.readouterr().out
@@ -352,11 +352,11 @@ def test_a_quiet_run_says_why(state: Path, capsys: pytest.CaptureFixture[str]) -
     directory = live()
     assert main(["status"]) == 3
     first, remedy, *rest = capsys.readouterr().out.splitlines()
-    assert re.search(r"  quiet for \d\d\.\d s: no call since step 40; the script does something else$", first)
+    assert re.search(r"  idle for \d\d\.\d s: no call since step 40; the script does something else$", first)
     assert remedy == f"  try: dpmon why linear-{directory.name[-4:]} shows where it is"
     assert not any("o step has ended" in line for line in rest), "the first line says it"
     begun = health.read_health(directory)
-    assert health._quiet_reason(RunSnapshot(), "ended") == "no call for so long; the training process has ended"
+    assert health._quiet_reason(RunSnapshot(), "ended") == "no recent call; the training process has ended"
     assert begun.fields()["reason"] == "no call since step 40; the script does something else"
 
 
@@ -396,8 +396,8 @@ def test_without_its_mirror_nothing_is_known_of_a_run_on_several_machines(
     write_info(directory, replace(load_info(directory), supervisor_pid=None, command_pid=None))
     assert main(["status", directory.name]) == 3
     said = capsys.readouterr().out
-    assert "quiet: its mirror has gone: what its machines do is not known here, but they record it" in said
+    assert "idle: its mirror has exited: what its nodes do is not known here, but they keep recording" in said
     assert "starts the mirror again" in said
     assert "supervisor" not in said
     assert main(["report", directory.name]) == 0
-    assert "not known here, because its mirror has gone" in capsys.readouterr().out
+    assert "not known here, because its mirror has exited" in capsys.readouterr().out

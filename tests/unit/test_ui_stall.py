@@ -219,7 +219,7 @@ def test_report_and_summary_say_that_the_run_ended_in_its_stall() -> None:
         facts: Any = types.SimpleNamespace(
             announced=RunEvents(stalls=(stall,)), last_step_ns=last_s * SECOND, until_ns=140 * SECOND
         )
-        assert stall_sentences(facts, how, over=how is not None) == [f"stalled at 00:01:40 {expected}: {SENTENCE}"]
+        assert stall_sentences(facts, how, has_ended=how is not None) == [f"stalled at 00:01:40 {expected}: {SENTENCE}"]
 
 
 def test_dpmon_why_shows_the_stacks_of_a_run_that_ended_in_a_stall(
@@ -241,9 +241,9 @@ def test_the_plots_of_the_report_mark_a_stall(state: Path) -> None:
     over = Event("stall", {"t_s": at / SECOND + LASTED_S, "since_s": at / SECOND, "lasted_s": LASTED_S})
     directory = keep({0: [*rows, *training.run(60), stall_record(1, at, 60), over]})
     story = collect_report_data(directory)
-    (plot,) = (plot for plot in build_plots(story.facts) if plot.name == "step-time")
-    assert plot.time is not None
-    assert plot.time.marks == [(round(at / SECOND, 3), round(at / SECOND + LASTED_S, 3), "stalled")]
+    (plot,) = (plot for plot in build_plots(story.run) if plot.name == "step-time")
+    assert plot.time_span is not None
+    assert plot.time_span.marks == [(round(at / SECOND, 3), round(at / SECOND + LASTED_S, 3), "stalled")]
     html = render_page(build_document(story))
     assert "<title>stalled</title>" in html
     assert "for 35.0 s: in checkpoint (train.py:12)" in html

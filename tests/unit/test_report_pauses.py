@@ -237,7 +237,7 @@ def test_the_summary_of_a_run_that_was_killed_in_a_pause_says_so(state: Path) ->
     payloads = [*training.begin(), *training.run(40), pause_event(10.0, 40)]
     directory = keep({0: payloads}, seconds=70.0)
     said = summary_lines(directory, load_exit(directory))
-    assert "paused once, for 60.0 s, and was paused when it ended: that time is in no step and no phase" in said
+    assert "paused once, for 60.0 s, and was paused when it ended: not counted in any step or phase" in said
     goes_on = keep({0: payloads}, status=None, command_pid=None, started_unix=time.time())
     assert "  paused once, and is paused now: not counted" in "\n".join(report_text(goes_on, 120))
 

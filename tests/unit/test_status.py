@@ -120,21 +120,21 @@ def test_the_status_of_a_run_that_is_over(
 def test_ranks_are_counted(state: Path) -> None:
     ranked, seconds = joined_rows(3, slow=1, phase="data", steps=100)
     now, members = status.read_run_status(keep(ranked, seconds=seconds / 1e9))
-    lines = status._lines(now, members)
+    lines = status._status_lines(now, members)
     assert lines[1].startswith("  step 100  3 processes  ")
     assert lines[-1].startswith("  Rank 1 holds the others up by ")
-    assert status._lines(now, {**members, "findings": []})[-1].startswith("  rank 1 holds the others up by ")
+    assert status._status_lines(now, {**members, "findings": []})[-1].startswith("  rank 1 holds the others up by ")
     ranks = [{**rank, "node": f"gpu-{rank['rank']}"} for rank in members["ranks"]]
     many = [{"index": index, "util_pct": 40 + index} for index in range(3)]
     told = {**members, "ranks": ranks, "devices": many, "nodes": []}
-    assert status._lines(now, told)[-1] == "  3 GPUs of gpu-0: 40 to 42% used"
+    assert status._status_lines(now, told)[-1] == "  3 GPUs of gpu-0: 40 to 42% used"
 
 
 def test_what_is_unknown_about_a_device_is_a_dash(state: Path) -> None:
     now, members = status.read_run_status(a_run(device_event(1.0, 0)))
-    assert status._lines(now, {**members, "devices": [{"index": 0}]})[-1] == "  GPU 0: – used, memory – / –"
+    assert status._status_lines(now, {**members, "devices": [{"index": 0}]})[-1] == "  GPU 0: – used, memory – / –"
     many = [{"index": index, "util_pct": use} for index, use in enumerate((40, None, 98))]
-    assert status._lines(now, {**members, "devices": many})[-1] == "  3 GPUs: 40 to 98% used"
+    assert status._status_lines(now, {**members, "devices": many})[-1] == "  3 GPUs: 40 to 98% used"
 
 
 def test_a_stalled_run_says_which_rank_stands_where(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -188,7 +188,7 @@ def test_why_looks_at_no_process_of_this_machine_for_a_mirror(
     monkeypatch.setattr("dpmon.cli.why.ensure_supervisor", lambda _: None)
     monkeypatch.setattr("dpmon.cli.why.request_and_wait", lambda *_, **__: None)
     assert main(["why", directory.name]) == 0
-    assert capsys.readouterr() == ("no stall was recorded\n", "dpmon: the mirror does not answer\n")
+    assert capsys.readouterr() == ("no stall was recorded\n", "dpmon: the mirror does not reply\n")
 
 
 @pytest.mark.parametrize(("own", "lasted"), [((STALL,), "20.0 s"), ((STALL, STALL_ENDED), "15.0 s")])
@@ -253,7 +253,7 @@ def test_a_wait_ends_when_the_state_is_reached_or_the_time_is_over(
 
     monkeypatch.setattr(status.time, "sleep", nap)
     assert main(["status", directory.name, "--wait", "finished", "--timeout", "60"]) == 0
-    assert naps == [status.EVERY_S]
+    assert naps == [status.POLL_S]
 
 
 @pytest.mark.parametrize(
@@ -292,14 +292,14 @@ def test_the_time_of_a_run_elsewhere_is_that_of_its_record(state: Path, capsys: 
     assert (now.state, now.reason, now.exit_status) == ("elsewhere", "it runs on box7", 3)
     assert 0 < members["t_s"] < 60
     assert main(["ls"]) == 0
-    assert " elsewhere " in capsys.readouterr().out
+    assert " on another node " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("about", "sentence"),
     [
-        ({"host": "box7"}, "runs on another machine (box7): ask there"),
-        ({"host": proc.host_name(), "supervisor_pid": 1, "command_pid": 1}, "is over (lost)"),
+        ({"host": "box7"}, "runs on another node (box7): run this command there"),
+        ({"host": proc.host_name(), "supervisor_pid": 1, "command_pid": 1}, "has ended (lost)"),
     ],
     ids=["elsewhere", "lost"],
 )
@@ -375,7 +375,7 @@ def test_in_a_stall_no_time_is_left_and_no_rank_holds_the_others_up(state: Path,
     slow, found = members["communication"]["straggler"], members["progress"]
     finding = {"kind": "straggler", "text": "Rank 1 holds the others up by 6 ms a step"}
     members |= {"name": "linear", "stall": {"lasted_s": 9.0} if stands else None, "findings": [finding], "exit": None}
-    text = "\n".join(status._lines(now, members))
+    text = "\n".join(status._status_lines(now, members))
     if stands:
         assert (slow, members["absent"]["straggler"]) == (None, "the run is stalled")
         assert (found["left_s"], found["absent"]["left_s"]) == (None, "the run is stalled")

@@ -16,7 +16,7 @@ import shtab
 from argparse_manpage.manpage import Manpage
 
 import dpmon
-from dpmon.cli.options import COMMANDS, command_parser, options_with_value, run_parser, usage
+from dpmon.cli.options import COMMANDS, command_parser, options_with_value, run_parser, usage_lines
 
 __all__ = ["PLACE", "generated"]
 
@@ -193,7 +193,7 @@ def _all_commands() -> argparse.ArgumentParser:
 
     # argparse accepts any callable as `parser_class`; only its type hints require a class.
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", prog="dpmon", parser_class=made)  # type: ignore[call-overload]
-    for form, description in usage():
+    for form, description in usage_lines():
         command = form.split()[1]
         if command in COMMANDS:
             commands.add_parser(command, help=description).usage = form
@@ -218,7 +218,7 @@ def _completed(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 def _completion(shell: str) -> str:
     parser = _all_commands()
-    commands = [form.split()[1] for form, _ in usage() if form.split()[1].isalpha()]
+    commands = [form.split()[1] for form, _ in usage_lines() if form.split()[1].isalpha()]
     names = {"commands": " | ".join(commands), "valued": " | ".join(sorted(options_with_value(parser)))}
     before = {"zsh": _ZSH, "fish": _FISH}.get(shell, Template("")).substitute(names)
     after = {"bash": _BASH.substitute(names), "fish": _FISH_END}.get(shell, "")
@@ -245,7 +245,7 @@ def _man_page() -> str:
         },
         format="single-commands-section",
     )
-    forms = "\n.br\n".join(f".B {form}".replace("-", r"\-") for form, _ in usage())
+    forms = "\n.br\n".join(f".B {form}".replace("-", r"\-") for form, _ in usage_lines())
     page.add_section("synopsis", "=", forms)
     for heading, text in _SECTIONS.items():
         page.add_section(heading, "=", text)

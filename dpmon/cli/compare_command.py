@@ -1,4 +1,4 @@
-"""The command `compare`: what differs between runs, how their figures changed, and a gate for CI."""
+"""The command `compare`: what differs between runs, how their metrics changed, and a gate for CI."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from dpmon.sanitize import to_safe_json
 
 
 def compare(options: argparse.Namespace) -> int:
-    """Compare runs; the exit status is that of the thresholds, 0 without any."""
+    """Compare runs; return the exit status of the thresholds, 0 without any."""
     thresholds = []
     if options.fail_if_slower is not None:
         thresholds += [Threshold(phase, options.fail_if_slower) for phase in options.phase or ("step",)]
     if options.memory is not None:
         thresholds.append(Threshold("memory", options.memory))
     directories = [[find_run(name, unique=True) for name in names] for names in (options.before, options.after)]
-    again = [one.name for one, count in Counter(chain.from_iterable(directories)).items() if count > 1]
-    if again:
-        raise RunError(f"{again[0]} is given twice: a run counts once, on one side")
-    found = read_and_compare(*directories)
-    judgments = [judge_threshold(found, threshold, anyway=options.anyway) for threshold in thresholds]
+    for directory, count in Counter(chain.from_iterable(directories)).items():
+        if count > 1:
+            raise RunError(f"{directory.name} is given twice: a run can be on one side only, once")
+    comparison = read_and_compare(*directories)
+    judgments = [judge_threshold(comparison, threshold, anyway=options.anyway) for threshold in thresholds]
     if options.html:
-        output = options.output or "-".join(side[0].name for side in found.sides) + ".html"
-        write_output(render_page(build_document(found, judgments)), output, say=True)
+        output = options.output or "-".join(side[0].name for side in comparison.sides) + ".html"
+        write_output(render_page(build_document(comparison, judgments)), output, print_path=True)
     elif options.json:
-        write_output(to_safe_json(comparison_as_json(found, judgments), indent=1) + "\n", options.output)
+        write_output(to_safe_json(comparison_as_json(comparison, judgments), indent=1) + "\n", options.output)
     else:
-        write_output(render_document(build_document(found, judgments), options.output), options.output)
+        write_output(render_document(build_document(comparison, judgments), options.output), options.output)
     return exit_status_of(judgments)

@@ -37,13 +37,13 @@ if TYPE_CHECKING:
 
 
 REFRESH_S = 1.0
-_LAST_EVENT_S = 10.0
-_START_S = 30.0
-"""Most seconds that `--detach` waits for the start of the command, even on a slow disk."""
+_MAX_EVENT_WAIT_S = 10.0
+_MAX_START_S = 30.0
+"""How long `--detach` waits for the start of the command, even on a slow disk."""
 
 
 def has_screen() -> bool:
-    """Whether a terminal can provide keys and show a screen (Textual draws on stderr)."""
+    """Return whether a terminal can provide keys and show a screen (Textual draws on stderr)."""
     if os.environ.get("TERM", "dumb") in ("", "dumb"):
         return False
     return all(os.isatty(fd) for fd in (0, 1, 2))
@@ -55,53 +55,60 @@ def run(options: argparse.Namespace) -> int:
     command = resolve(options.words, options.module, options.python, os.environ)
     _check_devices(options.devices)
     headless = not options.detach and (options.headless or options.json is not None or not has_screen())
-    lines = open_json_target(options.json)
+    json_target = open_json_target(options.json)
     # If stdin is a terminal, dpmon or the shell reads it, so the command gets a terminal of its own.
-    inherit = (headless or options.detach) and not os.isatty(0)
-    tells, problem = _event_command(options.on_event or options.settings.on_event)
-    early: list[int] = []
+    inherits_stdin = (headless or options.detach) and not os.isatty(0)
+    event_command, problem = _event_command(options.on_event or options.settings.on_event)
+    early_signals: list[int] = []
     if headless:
-        remember_signals(early)  # an interrupt must not leave a run without a command
-    metrics = resolve_metrics_path(options.metrics or os.environ.get("DPMON_METRICS"))
+        remember_signals(early_signals)  # an interrupt must not leave a run without a command
+    metrics_path = resolve_metrics_path(options.metrics or os.environ.get("DPMON_METRICS"))
     # Every supervisor that this process starts for the run reads these variables.
-    if tells is not None:
-        os.environ["DPMON_ON_EVENT"] = shlex.join(tells)
-    if metrics is not None:
-        os.environ["DPMON_METRICS"] = metrics
-    draft = _draft_run_info(options, command, headless, inherit, metrics, on_event=tells is not None)
-    directory, info = create_run(draft)
+    if event_command is not None:
+        os.environ["DPMON_ON_EVENT"] = shlex.join(event_command)
+    if metrics_path is not None:
+        os.environ["DPMON_METRICS"] = metrics_path
+    run_info_draft = _draft_run_info(
+        options, command, headless, inherits_stdin, metrics_path, has_event_command=event_command is not None
+    )
+    directory, run_info = create_run(run_info_draft)
     if problem is not None:
         print_message(problem)
         add_note(directory, problem)
-    if "elsewhere" in info.options:
-        print_message(info.options["elsewhere"])
-    state = os.environ.get("XDG_STATE_HOME", "")
-    if state.strip() and not os.path.isabs(state):
+    if "elsewhere" in run_info.options:
+        print_message(run_info.options["elsewhere"])
+    state_home = os.environ.get("XDG_STATE_HOME", "")
+    if state_home.strip() and not os.path.isabs(state_home):
         print_message(
-            f"XDG_STATE_HOME={state} is not an absolute path and is ignored; this run is kept in {directory.parent}"
+            f"XDG_STATE_HOME={state_home} is ignored because it is not an absolute path;"
+            f" this run is kept in {directory.parent}"
         )
     keep_child_statuses()
     if not options.detach:
         become_reaper()
-    # Before the command starts: from then on the user may delete its record at any moment.
+    # Before the command starts, because the user may delete its record at any time after that.
     reader = RunReader(directory)
     if headless:
         _make_logs(reader)
-    follower = HeadlessRun(reader, lines=lines) if headless else None
-    secrets = {f"{SECRET_PREFIX}{at}": word for at, word in enumerate(command.argv) if word != info.command[at]}
+    headless_run = HeadlessRun(reader, json_target=json_target) if headless else None
+    secrets = {
+        f"{SECRET_PREFIX}{index}": word for index, word in enumerate(command.argv) if word != run_info.command[index]
+    }
     try:
-        supervisor = start_supervisor(directory, stdin=inherit, secrets=secrets)
+        supervisor = start_supervisor(directory, stdin=inherits_stdin, secrets=secrets)
     except OSError as error:
         raise RunError(f"the supervisor cannot be started: {error.strerror or error}") from None
     if options.detach:
-        return _wait_for_detached_start(directory, info, supervisor)
+        return _wait_for_detached_start(directory, run_info, supervisor)
     guard = SupervisorGuard(reader, supervisor)
-    if follower is not None:
-        how = follower.run_until_end(guard, early)
-        status = print_closing_summary(directory, how, None if lines == "stderr" else follower.print_message)
-        _wait_for_events(directory, info)
+    if headless_run is not None:
+        exit_info = headless_run.run_until_end(guard, early_signals)
+        status = print_closing_summary(
+            directory, exit_info, None if json_target == "stderr" else headless_run.print_message
+        )
+        _wait_for_events(directory, run_info)
         return status
-    return _show_screen(guard, directory, info.refresh, options.settings)
+    return _show_screen(guard, directory, run_info.refresh, options.settings)
 
 
 def _make_logs(reader: RunReader) -> None:
@@ -112,14 +119,14 @@ def _make_logs(reader: RunReader) -> None:
 
 
 def _check_devices(names: str | None) -> None:
-    """Raise RunError if --devices names a missing GPU. The driver is asked only if --devices names a GPU at all."""
+    """Raise RunError if --devices names a missing GPU. Without a GPU in --devices, the driver is not queried."""
     if names is None or "cuda" not in names:
         return
     from dpmon.gpu.nvml import missing_device_reason
 
-    why = missing_device_reason(names)
-    if why is not None:
-        raise RunError(f"--devices {names}: {why}")
+    reason = missing_device_reason(names)
+    if reason is not None:
+        raise RunError(f"--devices {names}: {reason}")
 
 
 def _open_standard_descriptors() -> None:
@@ -135,11 +142,12 @@ def _draft_run_info(
     options: argparse.Namespace,
     command: ResolvedCommand,
     headless: bool,
-    inherit: bool,
-    metrics: str | None,
+    inherits_stdin: bool,
+    metrics_path: str | None,
     *,
-    on_event: bool,
+    has_event_command: bool,
 ) -> RunInfo:
+    """Return the RunInfo of a run that has no directory yet."""
     size = shutil.get_terminal_size((80, 24))
     try:
         cwd = os.getcwd()
@@ -164,10 +172,10 @@ def _draft_run_info(
             "replay": options.replay,
             "batch_dim": options.settings.batch_dim if options.batch_dim is None else options.batch_dim,
             "loss": options.loss and options.settings.loss is not False,
-            "stdin": "inherit" if inherit else "terminal",
+            "stdin": "inherit" if inherits_stdin else "terminal",
             "window": [size.lines, size.columns],
-            "metrics": metrics,
-            "on_event": on_event,
+            "metrics": metrics_path,
+            "on_event": has_event_command,
             "alive_minutes": options.settings.alive_minutes,
         },
         refresh=options.refresh or options.settings.refresh or REFRESH_S,
@@ -176,19 +184,20 @@ def _draft_run_info(
 
 
 def _event_command(command: tuple[str, ...] | None) -> tuple[tuple[str, ...] | None, str | None]:
-    """The command for events, with the full path of its program; and the reason if it cannot be started."""
+    """Return the command for events with the full path of its program, and the reason if it cannot be started."""
     if command is None:
         return None, None
-    program = shutil.which(command[0])
+    name, *arguments = command
+    program = shutil.which(name)
     if program is None:
-        return None, f"no event is told: {command[0]} was not found, or is not executable"
-    return (os.path.abspath(program), *command[1:]), None
+        return None, f"event command disabled: {name} was not found or is not executable"
+    return (os.path.abspath(program), *arguments), None
 
 
-def _wait_for_events(directory: Path, info: RunInfo) -> None:
-    """Wait a little for the last event: in a container or a batch job, all processes end with this one."""
-    until = time.monotonic() + _LAST_EVENT_S
-    while info.options.get("on_event") and time.monotonic() < until and directory.exists():
+def _wait_for_events(directory: Path, run_info: RunInfo) -> None:
+    """Wait briefly for the last event: in a container or a batch job, all processes end with this one."""
+    deadline = time.monotonic() + _MAX_EVENT_WAIT_S
+    while run_info.options.get("on_event") and time.monotonic() < deadline and directory.exists():
         lock = take_lock(directory, EVENTS_FILE)
         if lock is not None:
             if lock >= 0:
@@ -197,45 +206,47 @@ def _wait_for_events(directory: Path, info: RunInfo) -> None:
         time.sleep(0.02)
 
 
-def _wait_for_detached_start(directory: Path, info: RunInfo, supervisor: subprocess.Popen[bytes]) -> int:
-    """Wait for the start of the command and print how to return to the run; RunError if it could not start."""
-    until = time.monotonic() + _START_S
-    while load_info(directory).command_pid is None and time.monotonic() < until:
-        gone = supervisor.poll() is not None  # first: it may write the end and leave between the two lines
-        how = load_exit(directory)
-        if how is not None and how.error is not None:
-            raise RunError(how.error)
-        if how is not None or gone:
+def _wait_for_detached_start(directory: Path, run_info: RunInfo, supervisor: subprocess.Popen[bytes]) -> int:
+    """Wait for the start of the command and print how to reattach; RunError if it could not start."""
+    deadline = time.monotonic() + _MAX_START_S
+    while load_info(directory).command_pid is None and time.monotonic() < deadline:
+        has_supervisor_exited = (
+            supervisor.poll() is not None
+        )  # first, because it may write the end and exit between the two lines
+        exit_info = load_exit(directory)
+        if exit_info is not None and exit_info.error is not None:
+            raise RunError(exit_info.error)
+        if exit_info is not None or has_supervisor_exited:
             break
         time.sleep(0.01)
-    name = short_name(info)
+    name = short_name(run_info)
     print(name, flush=True)  # nothing else on stdout, for `run=$(dpmon --detach ...)`
     print_message(f"attach: dpmon attach {name}   stop: dpmon stop {name}   output: {directory}/output.log")
     return 0
 
 
-def open_json_target(asked: str | None) -> NonBlockingLineFile | Literal["stderr"] | None:
-    """The opened target of the JSON lines; RunError if it cannot be written."""
-    if asked is None:
+def open_json_target(target: str | None) -> NonBlockingLineFile | Literal["stderr"] | None:
+    """Return the opened target of the JSON lines; RunError if it cannot be written."""
+    if target is None:
         return None
     from dpmon.cli.status_stream import NonBlockingLineFile
 
-    return "stderr" if asked == "-" else NonBlockingLineFile(asked)
+    return "stderr" if target == "-" else NonBlockingLineFile(target)
 
 
-def resolve_metrics_path(asked: str | None) -> str | None:
-    """The absolute path of the metrics; RunError if its directory does not exist or is not writable."""
-    if not asked:
+def resolve_metrics_path(target: str | None) -> str | None:
+    """Return the absolute path of the metrics; RunError if its directory does not exist or is not writable."""
+    if not target:
         return None
-    path = os.path.abspath(asked)
-    place = path if os.path.isdir(path) else os.path.dirname(path)
-    if not os.access(place, os.W_OK | os.X_OK):
-        raise RunError(f"metrics cannot be written to {asked}: {place} is not a writable directory")
+    path = os.path.abspath(target)
+    directory = path if os.path.isdir(path) else os.path.dirname(path)
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise RunError(f"metrics cannot be written to {target}: {directory} is not a writable directory")
     if not os.path.isdir(path):
         try:
             check_replaceable(Path(path))
         except OSError as error:
-            raise RunError(f"metrics cannot be written to {asked}: {error.strerror}") from None
+            raise RunError(f"metrics cannot be written to {target}: {error.strerror}") from None
     return path
 
 
@@ -255,18 +266,18 @@ def _show_screen(guard: SupervisorGuard, directory: Path, refresh: float, settin
         except KeyboardInterrupt:  # pressed before the screen could read the keyboard
             result = "left"
         if result == "left":
-            print_message(f"the training goes on; back to it: dpmon attach {short_name(guard.info)}")
+            print_message(f"training continues; reattach with: dpmon attach {short_name(guard.info)}")
             return 0
-        how = _wait_for_exit_record(guard)
-    return print_closing_summary(directory, how, print_message)
+        exit_info = _wait_for_exit_record(guard)
+    return print_closing_summary(directory, exit_info, print_message)
 
 
 def _wait_for_exit_record(guard: SupervisorGuard) -> ExitInfo | None:
-    """How the run ended; None if no record of it appears within ten seconds after the screen saw the end."""
-    until = time.monotonic() + 10.0
-    while (how := guard.exit_info()) is None and time.monotonic() < until:
+    """Return how the run ended; None if it is not recorded within ten seconds after the screen saw the end."""
+    deadline = time.monotonic() + 10.0
+    while (exit_info := guard.exit_info()) is None and time.monotonic() < deadline:
         time.sleep(0.02)
-    return how
+    return exit_info
 
 
 if sys.platform != "linux":  # dpmon relies on /proc, pidfd and prctl

@@ -1,4 +1,4 @@
-"""The entry point: passes each command to its module, which does the expensive imports."""
+"""The entry point: dispatches each command to its module, which does the expensive imports."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 def main(words: Sequence[str]) -> int:
     """Run the command line and return its exit status; 2, with one sentence on stderr, if it cannot run."""
-    from dpmon.cli.options import SEVERAL, UsageError, names_remote_hosts, parse, suggest_command
+    from dpmon.cli.options import MULTI_NODE_COMMANDS, UsageError, names_remote_hosts, parse, suggest_command
     from dpmon.config import Settings, load_settings
     from dpmon.errors import DpmonError
 
@@ -18,7 +18,7 @@ def main(words: Sequence[str]) -> int:
         command, options = parse(words)
         if command == "help":
             return 2
-        # A wrong theme must not keep anyone from listing or stopping runs.
+        # An invalid theme must not prevent listing or stopping runs.
         options.settings = load_settings(os.environ) if command in ("run", "attach") else Settings()
         if command == "run":
             from dpmon.cli.launch import run
@@ -44,7 +44,7 @@ def main(words: Sequence[str]) -> int:
             from dpmon.cli.status import status
 
             return status(options)
-        if command in SEVERAL and names_remote_hosts(options):
+        if command in MULTI_NODE_COMMANDS and names_remote_hosts(options):
             from dpmon.cli import multi_node
 
             return int(getattr(multi_node, command)(options))
@@ -59,22 +59,23 @@ def main(words: Sequence[str]) -> int:
         hint = ""
         if isinstance(error, UsageError):
             hint = "; dpmon --help lists commands and options"
-        elif isinstance(error, NotFoundError) and (near := suggest_command(error.word)) is not None:
-            hint = f" (did you mean {near}?)"
-        print_message(f"{hide_secrets([str(error)])[0]}{hint}")
+        elif isinstance(error, NotFoundError) and (suggestion := suggest_command(error.word)) is not None:
+            hint = f" (did you mean {suggestion}?)"
+        (text,) = hide_secrets([str(error)])
+        print_message(f"{text}{hint}")
         return 2
 
 
 def entry() -> None:
-    """The console script."""
+    """Run the console script."""
     try:
         status = main(sys.argv[1:])
         if sys.stdout is not None:
-            sys.stdout.flush()  # here a full disk can still be reported
+            sys.stdout.flush()  # now, when a full disk can still be reported
     except KeyboardInterrupt:
         status = 130
     except BrokenPipeError:
-        # The reader of our output has gone; there is nothing to report, and nothing to flush at exit.
+        # The reader of our output has exited: there is nothing to report, and nothing to flush at exit.
         sys.stdout = sys.stderr = None
         status = 0
     except OSError as error:

@@ -1,4 +1,4 @@
-"""dpmon's own messages: on stderr, one line each; a missing reader causes no error."""
+"""dpmon's own messages: on stderr, one line each; a closed stderr is no error."""
 
 from __future__ import annotations
 
@@ -13,59 +13,59 @@ from dpmon.sanitize import sanitize_line
 from dpmon.text.cells import encode_for_stream
 
 UNKNOWN_STATUS = 2
-_HEAD = "dpmon: "
-_PROMPTS = 3
+_PREFIX = "dpmon: "
+_PROMPT_ROWS = 3
 """Rows to leave free: one for the typed command, two for the next prompt."""
 
 
 def print_message(text: str) -> None:
     """Print a message of dpmon to stderr in one line, without control characters; ignore a closed stderr."""
     with contextlib.suppress(OSError, ValueError):
-        print(encode_for_stream(f"{_HEAD}{sanitize_line(text)}", sys.stderr), file=sys.stderr, flush=True)
+        print(encode_for_stream(f"{_PREFIX}{sanitize_line(text)}", sys.stderr), file=sys.stderr, flush=True)
 
 
 def format_error(error: Exception) -> str:
-    """The text of an error; an unexpected one starts with its type."""
+    """Return the text of an error; an unexpected error starts with its type."""
     return str(error) if isinstance(error, (RunError, OSError)) else f"{type(error).__name__}: {error}"
 
 
 def print_closing_summary(
-    directory: Path, how: ExitInfo | None, say: Callable[[str], None] | None, *, brief: bool = False
+    directory: Path, exit_info: ExitInfo | None, print_line: Callable[[str], None] | None, *, brief: bool = False
 ) -> int:
-    """Print the run's summary with `say` (None: nothing); return the command's status, or 2 if it is unknown.
+    """Print the run's summary with `print_line`, if given; return the command's status, or 2 if it is unknown.
 
-    `brief`: print only how the run ended, because it was over before the user looked.
+    `brief`: print only how the run ended, because it had ended before the user attached.
     """
-    if say is not None:
-        _print_summary(directory, how, say, brief)
-    return UNKNOWN_STATUS if how is None or how.status is None else how.status
+    if print_line is not None:
+        _print_summary(directory, exit_info, print_line, brief)
+    return UNKNOWN_STATUS if exit_info is None or exit_info.status is None else exit_info.status
 
 
 def _message_area() -> tuple[int, int] | None:
-    """Rows and columns for messages on stderr's terminal, without the rows of the prompts; None without a terminal."""
+    """Return rows and columns for messages on stderr's terminal, without the prompts' rows; None without a terminal."""
     try:
         columns, rows = os.get_terminal_size(sys.stderr.fileno())
     except (OSError, ValueError, AttributeError):
         return None
-    return (max(rows - _PROMPTS, 4), max(columns - len(_HEAD), 20)) if rows and columns else None
+    return (max(rows - _PROMPT_ROWS, 4), max(columns - len(_PREFIX), 20)) if rows and columns else None
 
 
-def _print_summary(directory: Path, how: ExitInfo | None, say: Callable[[str], None], brief: bool) -> None:
+def _print_summary(directory: Path, exit_info: ExitInfo | None, print_line: Callable[[str], None], brief: bool) -> None:
     from dpmon.cli.summary import WIDTH, ending_line, fit_lines, summary_lines
     from dpmon.run.run_directory import load_info
     from dpmon.run.run_registry import short_name
 
     try:
-        room = _message_area() if say is print_message else None
-        width = WIDTH if room is None else room[1]
-        lines = [ending_line(directory, how)] if brief else summary_lines(directory, how, width)
-        if room is not None:
-            lines = fit_lines(lines, *room, f"dpmon report {short_name(load_info(directory))}")
+        area = _message_area() if print_line is print_message else None
+        _, width = (None, WIDTH) if area is None else area
+        lines = [ending_line(directory, exit_info)] if brief else summary_lines(directory, exit_info, width)
+        if area is not None:
+            lines = fit_lines(lines, *area, f"dpmon report {short_name(load_info(directory))}")
         for line in lines:
-            say(line)
+            print_line(line)
     except Exception as error:  # noqa: BLE001 - the summary may be missing, the command's status never is
         if directory.exists():
-            say(f"no summary: {format_error(error)}")
+            print_line(f"no summary: {format_error(error)}")
         else:
-            status = "unknown" if how is None or how.status is None else how.status
-            say(f"no summary: the record {directory} was deleted (exit status {status})")
+            status = "unknown" if exit_info is None or exit_info.status is None else exit_info.status
+            print_line(f"no summary: the record {directory} was deleted (exit status {status})")

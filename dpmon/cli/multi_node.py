@@ -1,4 +1,4 @@
-"""The commands that look at several machines: which of their runs belong together, and the mirror of such a job."""
+"""The commands for several hosts: which of their runs belong to one job, and the mirror of such a job."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from types import NoneType
 from typing import NamedTuple
 
-from dpmon.cli.commands import HEAD, ListedRun, attach_to_directory, print_table
+from dpmon.cli.commands import LIST_HEADERS, ListedRun, attach_to_directory, print_table
 from dpmon.cli.launch import resolve_metrics_path
 from dpmon.cli.messages import print_message
 from dpmon.cli.options import UsageError
@@ -34,17 +34,17 @@ from dpmon.supervise.start_supervisor import ensure_supervisor, keep_child_statu
 from dpmon.text.cells import truncate
 from dpmon.text.formatting import format_count_with_noun
 
-_OVER = ("lost", "elsewhere")
+_ENDED_STATES = ("lost", "elsewhere")
 _JOB_CELLS = 24
-_JOB_S, _ASK_AGAIN_S = 60.0, 5.0
-"""Longest wait until the ranks of a job that starts have said which job it is, and the time between two questions."""
-_START_S = 30.0
-"""Longest wait, even on a busy machine, for the process that mirrors the runs; then a second one is started."""
-_TOGETHER_S = 30.0
-"""Ranks that Slurm starts together begin within this time."""
-_STAMP, _DIGITS = len("20260101-000000-"), len("-0123")
+_MAX_JOB_WAIT_S, _RETRY_S = 60.0, 5.0
+"""Longest wait until the ranks of a starting job have reported which job it is, and the interval of requests."""
+_MAX_START_S = 30.0
+"""Longest wait for the mirror process, even on a busy machine; then a second one is started."""
+_SAME_START_S = 30.0
+"""Ranks that Slurm starts together all start within this time."""
+_STAMP_CHARS, _DIGIT_CHARS = len("20260101-000000-"), len("-0123")
 """Length of the time before the name in a run's id, and of the digits after it."""
-_MOST_S = 1e10
+_MAX_S = 1e10
 _TYPES = {
     "str": str,
     "bool": bool,
@@ -58,72 +58,74 @@ _TYPES = {
 
 
 class RemoteRun(NamedTuple):
-    """A run and the machine that listed it."""
+    """A run and the host that listed it."""
 
-    machine: RemoteHost
+    host: RemoteHost
     run: ListedRun
 
     @property
     def job(self) -> str:
-        """The job of the run, equal on all its machines; empty while it is unknown."""
+        """The job of the run, equal on all its nodes; empty while it is unknown."""
         return "" if self.run.job is None else f"{self.run.job.get('by')} {self.run.job.get('id')}"
 
     @property
     def name(self) -> str:
-        """The name of the run without its digits, from its id: a checked text."""
-        return self.run.id[_STAMP:-_DIGITS]
+        """The name of the run without its digits, from its id, which was validated."""
+        return self.run.id[_STAMP_CHARS:-_DIGIT_CHARS]
 
     @property
     def is_live(self) -> bool:
-        """Whether its command runs, as far as its machine knows."""
-        return self.run.status is None and self.run.unknown is None and self.run.state not in _OVER
+        """Whether its command runs, as far as its host knows."""
+        return self.run.status is None and self.run.unknown is None and self.run.state not in _ENDED_STATES
 
 
 def hosts_from_options(options: argparse.Namespace) -> list[RemoteHost]:
-    """The machines that the options name, each once; none if they name none. Raises UsageError and HostError."""
+    """Return the hosts that the options name, each once. Raises UsageError and HostError."""
     keep_child_statuses()
     names = list(options.host or ())
     if options.hosts is not None:
         names += expand_hostlist(options.hosts)
     if options.hostfile is not None:
         names += read_hostfile(options.hostfile)
-    found = resolve_hosts(names, via=options.via)
+    hosts = resolve_hosts(names, via=options.via)
     if options.slurm is not None:
-        of_job = slurm_hosts(options.slurm)
-        found += of_job if options.via is None else resolve_hosts([machine.name for machine in of_job], via=options.via)
+        job_hosts = slurm_hosts(options.slurm)
+        hosts += job_hosts if options.via is None else resolve_hosts([host.name for host in job_hosts], via=options.via)
     elif options.via is not None and not names:
-        raise UsageError("--via is a way to machines: name them with --host, --hosts or --hostfile")
-    return list({machine.name: machine for machine in found}.values())
+        raise UsageError("--via needs hosts: name them with --host, --hosts or --hostfile")
+    return list({host.name: host for host in hosts}.values())
 
 
-def list_remote_runs(asked: Sequence[RemoteHost]) -> tuple[list[RemoteRun], dict[str, HostOutput]]:
-    """The runs of all machines by their start, each on one machine; and by machine, the answers that list no run."""
-    found, answers = run_dpmon_on_hosts(asked, ("ls", "--json"))
-    listed: dict[str, list[RemoteRun]] = {}
+def list_remote_runs(requested_hosts: Sequence[RemoteHost]) -> tuple[list[RemoteRun], dict[str, HostOutput]]:
+    """Return the runs of all hosts by their start, each on one host; and by host, the outputs that list no run."""
+    hosts, outputs = run_dpmon_on_hosts(requested_hosts, ("ls", "--json"))
+    runs_by_id: dict[str, list[RemoteRun]] = {}
     failed = {}
-    for machine, answer in zip(found, answers, strict=True):
-        lines = answer.lines
+    for host, output in zip(hosts, outputs, strict=True):
+        lines = output.lines
         runs = [run for run in map(_parse_listed_run, lines) if run is not None]
         for run in runs:
-            if not run.machines:  # a mirror there has nothing of its own
-                listed.setdefault(run.id, []).append(RemoteRun(machine, run))
-        if answer.why:
-            failed[machine.name] = answer
+            if not run.machines:  # a mirror has no processes of its own
+                runs_by_id.setdefault(run.id, []).append(RemoteRun(host, run))
+        if output.why:
+            failed[host.name] = output
         elif lines and not runs:
-            last = sanitize_line(lines[-1].decode("utf-8", "replace"), 200)
-            failed[machine.name] = HostOutput([], f"it lists no run that this dpmon can read, but prints: {last}", True)
-    # Machines with a common home list each other's runs.
-    count = dict.fromkeys((machine.name for machine in found), 0)
-    runs_there = []
-    for same in sorted(listed.values(), key=lambda same: same[0].run.started_unix):
-        here = min(same, key=lambda there: (there.run.state == "elsewhere", count[there.machine.name]))
-        count[here.machine.name] += 1
-        runs_there.append(here)
-    return runs_there, failed
+            last_line = sanitize_line(lines[-1].decode("utf-8", "replace"), 200)
+            failed[host.name] = HostOutput(
+                [], f"it lists no run that this dpmon can read, but prints: {last_line}", True
+            )
+    # Hosts with a shared home directory list each other's runs.
+    runs_by_host = dict.fromkeys((host.name for host in hosts), 0)
+    remote_runs = []
+    for copies in sorted(runs_by_id.values(), key=lambda copies: copies[0].run.started_unix):
+        owner = min(copies, key=lambda copy: (copy.run.state == "elsewhere", runs_by_host[copy.host.name]))
+        runs_by_host[owner.host.name] += 1
+        remote_runs.append(owner)
+    return remote_runs, failed
 
 
 def _parse_listed_run(line: bytes) -> ListedRun | None:
-    """A line of `dpmon ls --json`; None for anything else, such as a banner."""
+    """Parse a line of `dpmon ls --json`. Return None for anything else, such as a banner."""
     try:
         data = load_json(line)
     except ValueError:
@@ -136,7 +138,7 @@ def _parse_listed_run(line: bytes) -> ListedRun | None:
     texts = (*run.command, *run.machines, *(run.job or {}).values())
     if not ID.fullmatch(run.id) or not all(isinstance(text, str) for text in texts):
         return None
-    if run.name != run.id[_STAMP:] or not all(0 <= at < _MOST_S for at in (run.started_unix, run.seconds)):
+    if run.name != run.id[_STAMP_CHARS:] or not all(0 <= time_s < _MAX_S for time_s in (run.started_unix, run.seconds)):
         return None
     return run._replace(
         state=sanitize_line(run.state, 20), job=run.job and {key: sanitize_line(run.job[key], 200) for key in run.job}
@@ -144,146 +146,154 @@ def _parse_listed_run(line: bytes) -> ListedRun | None:
 
 
 def group_by_job(runs: Sequence[RemoteRun]) -> list[list[RemoteRun]]:
-    """The runs of each job, or a single run whose job is unknown; the job with the newest run is the last."""
+    """Return the runs of each job, or a single run whose job is unknown; the job with the newest run is the last."""
     groups: dict[str, list[RemoteRun]] = {}
-    for there in runs:
-        groups.setdefault(there.job or there.run.id, []).append(there)
+    for remote_run in runs:
+        groups.setdefault(remote_run.job or remote_run.run.id, []).append(remote_run)
     return sorted(groups.values(), key=lambda group: group[-1].run.started_unix)
 
 
 def choose_job_runs(
-    runs: Sequence[RemoteRun], what: str | None, slurm: str | None = None
+    runs: Sequence[RemoteRun], job_name: str | None, slurm: str | None = None
 ) -> dict[str, list[RemoteRun]]:
-    """The runs of the job `what`, else of the newest live job, else of the newest one, by machine.
+    """Return the runs of the job `job_name`, else of the newest live job, else of the newest job, by host.
 
-    `what`: a job's id, or the name or id of one of its runs. While no job is known, the runs of that name belong
-    together. RunError if there is none. None are chosen while no live run has said which job it belongs to.
+    `job_name`: a job's id, or the name or id of one of its runs. While no job is known, the runs of that name belong
+    together. RunError if there is none. Empty while no live run has reported which job it belongs to.
 
-    A machine can have several runs of a job: one for each rank (`srun dpmon ...`), or one for each start of the job.
-    Those of its last start are chosen, by their number in the job: its live ones, else those that started with its
-    newest one.
+    A host can have several runs of a job: one per rank (`srun dpmon ...`), or one per start of the job. Those of its
+    last start are chosen, by their number in the job: its live ones, else those that started with its newest one.
     """
     groups = group_by_job(runs)
     if slurm is not None:
-        groups = [group for group in groups if f"{group[0].job}.".startswith(f"slurm {slurm.partition('.')[0]}.")]
-        if not groups and any(there.is_live and not there.job for there in runs):
+        job_id, _, _ = slurm.partition(".")
+        groups = [group for group in groups if f"{group[0].job}.".startswith(f"slurm {job_id}.")]
+        if not groups and any(remote_run.is_live and not remote_run.job for remote_run in runs):
             return {}
-    if what is not None:
-        groups = [group for group in groups if any(_matches(there, what) for there in group)]
+    if job_name is not None:
+        groups = [group for group in groups if any(_matches(remote_run, job_name) for remote_run in group)]
         if groups and not groups[-1][0].job:
-            groups = [[there for group in groups for there in group if not there.job]]
+            groups = [[remote_run for group in groups for remote_run in group if not remote_run.job]]
     if not groups:
         raise RunError(
-            f"no machine that answered has a run {what or f'of job {slurm}'}: `dpmon ls` with the same machines lists"
+            f"no host that replied has a run {job_name or f'of job {slurm}'}: `dpmon ls` with the same hosts lists"
             " their runs and jobs (a job is known once its ranks train)"
         )
-    live = [group for group in groups if any(there.is_live for there in group)]
-    known = [group for group in live if group[0].job]
-    if what is None and not known and len({there.machine.name for group in live for there in group}) > 1:
+    live_groups = [group for group in groups if any(remote_run.is_live for remote_run in group)]
+    known_groups = [group for group in live_groups if group[0].job]
+    live_hosts = {remote_run.host.name for group in live_groups for remote_run in group}
+    if job_name is None and not known_groups and len(live_hosts) > 1:
         return {}
-    by_machine: dict[str, list[RemoteRun]] = {}
-    for there in (known or live or groups)[-1]:
-        by_machine.setdefault(there.machine.name, []).append(there)
-    return {name: _newest_start(same) for name, same in by_machine.items()}
+    runs_by_host: dict[str, list[RemoteRun]] = {}
+    for remote_run in (known_groups or live_groups or groups)[-1]:
+        runs_by_host.setdefault(remote_run.host.name, []).append(remote_run)
+    return {name: _newest_start(host_runs) for name, host_runs in runs_by_host.items()}
 
 
 def _newest_start(runs: Sequence[RemoteRun]) -> list[RemoteRun]:
-    newest = runs[-1].run.started_unix
-    live = [one for one in runs if one.is_live]
-    last = live or [one for one in runs if one.run.started_unix > newest - _TOGETHER_S]
-    return sorted(last, key=lambda one: one.run.node or 0)
+    newest_unix = runs[-1].run.started_unix
+    live_runs = [remote_run for remote_run in runs if remote_run.is_live]
+    last_runs = live_runs or [r for r in runs if r.run.started_unix > newest_unix - _SAME_START_S]
+    return sorted(last_runs, key=lambda remote_run: remote_run.run.node or 0)
 
 
-def _matches(there: RemoteRun, what: str) -> bool:
-    run = there.run
-    return what in (run.id, run.name, there.name, there.job, there.job.partition(" ")[2])
+def _matches(remote_run: RemoteRun, name: str) -> bool:
+    run = remote_run.run
+    _, _, job_id = remote_run.job.partition(" ")
+    return name in (run.id, run.name, remote_run.name, remote_run.job, job_id)
 
 
 def attach(options: argparse.Namespace) -> int:
-    """Show the runs of one job on several machines as one run."""
-    metrics = resolve_metrics_path(options.metrics)
-    directory, commands = _find_or_create_mirror(options, hosts_from_options(options), metrics)
-    os.environ["DPMON_METRICS"] = metrics or ""
-    mirror, until = ensure_supervisor(directory, commands), time.monotonic() + _START_S
-    # Once it is named in run.json, what looks after it knows it, and replaces it if it is killed.
-    while mirror.is_running and not has_live_supervisor(load_info(directory)) and time.monotonic() < until:
+    """Show the runs of one job on several hosts as one run."""
+    metrics_path = resolve_metrics_path(options.metrics)
+    directory, commands = _find_or_create_mirror(options, hosts_from_options(options), metrics_path)
+    os.environ["DPMON_METRICS"] = metrics_path or ""
+    mirror, deadline = ensure_supervisor(directory, commands), time.monotonic() + _MAX_START_S
+    # Once run.json names it, it is replaced if it is killed.
+    while mirror.is_running and not has_live_supervisor(load_info(directory)) and time.monotonic() < deadline:
         time.sleep(0.02)
     return attach_to_directory(directory, options, commands)
 
 
 def _find_or_create_mirror(
-    options: argparse.Namespace, asked: Sequence[RemoteHost], metrics: str | None
+    options: argparse.Namespace, requested_hosts: Sequence[RemoteHost], metrics_path: str | None
 ) -> tuple[Path, list[list[str]]]:
-    """The local run that mirrors the chosen job, which is made unless there is one, and the commands of its machines.
+    """Return the local run that mirrors the chosen job, created if necessary, and the commands of its nodes.
 
-    RunError if no machine has a run.
+    RunError if no host has a run.
     """
-    until = time.monotonic() + _JOB_S
-    on_machine: dict[str, list[RemoteRun]] = {}
-    while not on_machine:
-        runs, failed = list_remote_runs(asked)
-        for name, answer in failed.items():
-            print_message(f"{name}: {answer.why}")
+    deadline = time.monotonic() + _MAX_JOB_WAIT_S
+    runs_by_host: dict[str, list[RemoteRun]] = {}
+    while not runs_by_host:
+        runs, failed = list_remote_runs(requested_hosts)
+        for name, output in failed.items():
+            print_message(f"{name}: {output.why}")
         if not runs:
-            raise RunError(_no_run_error(len(asked) - len(failed)))
-        on_machine = choose_job_runs(runs, options.run, options.slurm)
-        if not on_machine and time.monotonic() > until:
-            raise RunError(f"no run has said yet which job it belongs to: give its name, such as {runs[-1].run.name}")
-        if not on_machine:
+            raise RunError(_no_run_error(len(requested_hosts) - len(failed)))
+        runs_by_host = choose_job_runs(runs, options.run, options.slurm)
+        if not runs_by_host and time.monotonic() > deadline:
+            name = runs[-1].run.name
+            raise RunError(f"no run has reported yet which job it belongs to: give its name, such as {name}")
+        if not runs_by_host:
             print_message(
-                "no run has said yet which job it belongs to: waiting until one trains (or give the name of a run)"
+                "no run has reported yet which job it belongs to: waiting until one trains (or give the name of a run)"
             )
-            time.sleep(_ASK_AGAIN_S)
-    chosen_runs = [there for same in on_machine.values() for there in same]
-    # Look for dpmon where it is on another machine that is reached in the same way.
-    place = next((there.machine.dpmon for there in chosen_runs if there.machine.connection_words), ("dpmon",))
+            time.sleep(_RETRY_S)
+    chosen_runs = [remote_run for host_runs in runs_by_host.values() for remote_run in host_runs]
+    # Assume the path that dpmon has on another host that is reached in the same way.
+    dpmon_command = next(
+        (remote_run.host.dpmon for remote_run in chosen_runs if remote_run.host.connection_words), ("dpmon",)
+    )
     job = JOB + chosen_runs[0].job.replace(" ", ":", 1)
-    ways: list[list[str]] = []
-    for machine in asked:
-        name = machine.name
-        for number, there in enumerate(on_machine.get(name, ()), 1):
-            ways.append([name if number == 1 else f"{name}:{number}", there.run.id, *there.machine.command_prefix])
+    node_commands: list[list[str]] = []
+    for host in requested_hosts:
+        name = host.name
+        for number, remote_run in enumerate(runs_by_host.get(name, ()), 1):
+            node_name = name if number == 1 else f"{name}:{number}"
+            node_commands.append([node_name, remote_run.run.id, *remote_run.host.command_prefix])
         if name in failed and not failed[name].for_good:
-            if job != JOB and PLAIN_WORD.fullmatch(job) and len(chosen_runs) == len(on_machine):
-                ways.append([name, job, *machine._replace(dpmon=place).command_prefix])
-                print_message(f"{name}: dpmon tries again, and shows it when it answers")
+            if job != JOB and PLAIN_WORD.fullmatch(job) and len(chosen_runs) == len(runs_by_host):
+                node_commands.append([name, job, *host._replace(dpmon=dpmon_command).command_prefix])
+                print_message(f"{name}: dpmon keeps trying, and shows it when it replies")
             else:
                 print_message(
-                    f"{name}: it is unknown which of its runs belongs to this job: attach again when it answers"
+                    f"{name}: it is unknown which of its runs belongs to this job: attach again when it replies"
                 )
-        elif name not in on_machine and name not in failed:
+        elif name not in runs_by_host and name not in failed:
             print_message(f"{name}: it has no run of this job, so it is not shown")
-    age_s = max(there.run.seconds for there in chosen_runs)
-    return find_or_create_mirror(chosen_runs[0].name, ways, max(age_s, 0.0), metrics), ways
+    age_s = max(remote_run.run.seconds for remote_run in chosen_runs)
+    return find_or_create_mirror(chosen_runs[0].name, node_commands, max(age_s, 0.0), metrics_path), node_commands
 
 
-def _no_run_error(answered: int) -> str:
-    return (
-        f"no run on {format_count_with_noun(answered, 'machine')} that answered" if answered else "no machine answered"
-    )
+def _no_run_error(reply_count: int) -> str:
+    if not reply_count:
+        return "no host replied"
+    return f"no run on {format_count_with_noun(reply_count, 'host')} that replied"
 
 
 def ls(options: argparse.Namespace) -> int:
-    """List the runs of all machines, those of a job together; return 1 if a machine did not answer, else 0."""
+    """List the runs of all hosts, those of a job together; return 1 if a host did not reply, else 0."""
     if options.script is not None:
         raise UsageError("--script shows the runs of this machine only")
-    asked = hosts_from_options(options)
-    runs, failed = list_remote_runs(asked)
-    ordered = [there for group in group_by_job(runs) for there in group]
+    requested_hosts = hosts_from_options(options)
+    runs, failed = list_remote_runs(requested_hosts)
+    ordered = [remote_run for group in group_by_job(runs) for remote_run in group]
     if options.json:
-        for there in ordered:
-            print(to_safe_json({"machine": there.machine.name, **there.run._asdict()}))
-        for name, answer in failed.items():
-            print(to_safe_json({"machine": name, "why": answer.why}))
+        for remote_run in ordered:
+            print(to_safe_json({"machine": remote_run.host.name, **remote_run.run._asdict()}))
+        for name, output in failed.items():
+            print(to_safe_json({"machine": name, "why": output.why}))
         return int(bool(failed))
-    rows = [
-        (truncate(sanitize_line(there.job) or "-", _JOB_CELLS), there.machine.name, *there.run.table_cells())
-        for there in ordered
-    ]
+    rows = []
+    for remote_run in ordered:
+        job = truncate(sanitize_line(remote_run.job) or "-", _JOB_CELLS)
+        rows.append((job, remote_run.host.name, *remote_run.run.table_cells()))
     if rows:
-        print_table([("JOB", "MACHINE", *HEAD), *rows], [[], *(there.run.detail_lines() for there in ordered)])
-    for name, answer in failed.items():
-        print_message(f"{name}: {answer.why}")
-    if not rows and len(asked) > len(failed):
-        print_message(_no_run_error(len(asked) - len(failed)))
+        print_table(
+            [("JOB", "NODE", *LIST_HEADERS), *rows], [[], *(remote_run.run.detail_lines() for remote_run in ordered)]
+        )
+    for name, output in failed.items():
+        print_message(f"{name}: {output.why}")
+    if not rows and len(requested_hosts) > len(failed):
+        print_message(_no_run_error(len(requested_hosts) - len(failed)))
     return int(bool(failed))

@@ -1,4 +1,4 @@
-"""The command `status`: is my training fine?"""
+"""The command `status`: the health of a run."""
 
 from __future__ import annotations
 
@@ -41,30 +41,31 @@ from dpmon.text.formatting import (
 
 SCHEMA = 1
 """The version of the object of `--json`."""
-EVERY_S = 1.0
-MOST_FINDINGS = 3
-MOST_PHASES = 5
-MOST_DEVICES = 2
-"""Of more devices only a summary is shown to people."""
+POLL_S = 1.0
+MAX_FINDINGS = 3
+MAX_PHASES = 5
+MAX_DEVICES = 2
+"""With more devices, people get only a summary."""
 
 
 def status(options: argparse.Namespace) -> int:
-    """Print how a run does. Return 0 (fine), 3 (not training), 4 (no such run), 5 (stalled), 6 (failed) or 124."""
+    """Print the health of a run. Return 0 (fine), 3 (not training), 4 (no such run), 5 (stalled), 6 (failed) or 124."""
     if options.all:
         return _print_all_runs(options.json)
     try:
         directory = newest_run(is_live) if options.run is None else find_run(options.run, is_live=is_live)
-        reached = _wait(directory, options.wait, options.timeout) if options.wait is not None else None
-        now, members = read_run_status(directory)
+        wait_status = None
+        if options.wait is not None:
+            wait_status = _wait_for_state(directory, options.wait, options.timeout)
+        health, members = read_run_status(directory)
     except RunError as error:
         print_message(str(error))
         return NO_RUN
-    print(
-        to_safe_json(members, indent=1)
-        if options.json
-        else encode_for_stream("\n".join(_lines(now, members)), sys.stdout)
-    )
-    return now.status if reached is None else reached
+    if options.json:
+        print(to_safe_json(members, indent=1))
+    else:
+        print(encode_for_stream("\n".join(_status_lines(health, members)), sys.stdout))
+    return health.exit_status if wait_status is None else wait_status
 
 
 def _print_all_runs(as_json: bool) -> int:
@@ -75,103 +76,115 @@ def _print_all_runs(as_json: bool) -> int:
     if as_json:
         print(to_safe_json({"schema": SCHEMA, "runs": [members for _, members in runs]}, indent=1))
     else:
-        lines = [_headline(now, members) for now, members in runs] or ["there are no runs"]
+        lines = [_headline(health, members) for health, members in runs] or ["there are no runs"]
         print(encode_for_stream("\n".join(lines), sys.stdout))
     return 0
 
 
-def _wait(directory: Path, wanted: str, timeout: float | None) -> int | None:
-    """Wait until the run is in the wanted state: 0. 124 after the timeout; None if the run ended in another way."""
-    end = None if timeout is None else time.monotonic() + timeout
+def _wait_for_state(directory: Path, wanted_state: str, timeout: float | None) -> int | None:
+    """Wait for a state. Return 0 when it is reached, 124 after the timeout, None if the run ended in another way."""
+    deadline = None if timeout is None else time.monotonic() + timeout
     while True:
-        now = read_health(directory)
-        if wanted in (now.state, now.end) or (wanted == "fine" and now.status == 0):
+        health = read_health(directory)
+        if wanted_state in (health.state, health.end) or (wanted_state == "fine" and health.exit_status == 0):
             return 0
-        if now.end is not None:
+        if health.end is not None:
             return None
-        if end is not None and time.monotonic() >= end:
+        if deadline is not None and time.monotonic() >= deadline:
             return TIMED_OUT
-        time.sleep(EVERY_S)
+        time.sleep(POLL_S)
 
 
 def read_run_status(directory: Path) -> tuple[Health, dict[str, Any]]:
-    """How a run does, and all that `status --json` says about it. RunError if it is not a run."""
+    """Return the health of a run and the members of `status --json`. RunError if it is not a run."""
     with closing(RunReader(directory)) as reader:
-        word, how = run_state(directory, reader.info)
-        state, listed, over = RunSnapshot(), [], how is not None or word == LOST
+        word, exit_info = run_state(directory, reader.info)
+        snapshot, findings, has_ended = RunSnapshot(), [], exit_info is not None or word == LOST
         with suppress(HistoryError, RunError), open_store(directory) as store:
-            wanted = SnapshotRequest(span_s=0, over=True) if over else SnapshotRequest()
-            state = SnapshotBuilder().build(store, wanted, ended_processes(reader.activities()))
-            facts = analyze_run(store, directory, how)
-            facts.query_everything()
-            listed = [each._asdict() for each in find_all(facts)[:MOST_FINDINGS]]
-        now = assess_health(reader, state)
-        here = not over and word != ELSEWHERE  # another machine has another monotonic clock
-        now_ns = time.monotonic_ns() - reader.info.start_ns if here else max(state.newest_ns, 0)
-        now_ns = now_ns if how is None else int(how.seconds * 1e9)
-        finished = how is not None and how.status == 0
-        stall = state.current_stall if not over else None if finished else final_stall(state.stalls, state.newest_ns)
-        lasted_s = None if stall is None else stall.duration_ns(now_ns) / 1e9
+            request = SnapshotRequest(span_s=0, over=True) if has_ended else SnapshotRequest()
+            snapshot = SnapshotBuilder().build(store, request, ended_processes(reader.activities()))
+            run = analyze_run(store, directory, exit_info)
+            run.query_everything()
+            findings = [finding._asdict() for finding in find_all(run)[:MAX_FINDINGS]]
+        health = assess_health(reader, snapshot)
+        is_local = not has_ended and word != ELSEWHERE  # another machine has another monotonic clock
+        now_ns = time.monotonic_ns() - reader.info.start_ns if is_local else max(snapshot.newest_ns, 0)
+        if exit_info is not None:
+            now_ns = int(exit_info.seconds * 1e9)
+        stall = None
+        if not has_ended:
+            stall = snapshot.current_stall
+        elif exit_info is None or exit_info.status != 0:
+            stall = final_stall(snapshot.stalls, snapshot.newest_ns)
+        stall_members = None
+        if stall is not None:
+            stall_members = fields_of(stall, "since_ns", "text", "ranks")
+            stall_members["lasted_s"] = stall.duration_ns(now_ns) / 1e9
         members = {
             "schema": SCHEMA,
             "name": short_name(reader.info),
-            **status_members(reader, state, now, now_ns),
-            "stall": None if stall is None else {**fields_of(stall, "since_ns", "text", "ranks"), "lasted_s": lasted_s},
-            "findings": listed,
-            "exit": None if how is None else fields_of(how, "status", "signal", "seconds"),
+            **status_members(reader, snapshot, health, now_ns),
+            "stall": stall_members,
+            "findings": findings,
+            "exit": None if exit_info is None else fields_of(exit_info, "status", "signal", "seconds"),
         }
-    return now, {name: replace_nonfinite(value) for name, value in members.items()}
+    return health, {name: replace_nonfinite(value) for name, value in members.items()}
 
 
-def _headline(now: Health, found: dict[str, Any]) -> str:
-    return sanitize_line(f"{found['name']}  {now.sentence(found['t_s'])}")
+def _headline(health: Health, members: dict[str, Any]) -> str:
+    return sanitize_line(f"{members['name']}  {health.sentence(members['t_s'])}")
 
 
-def _lines(now: Health, found: dict[str, Any]) -> list[str]:
-    """About ten lines for people."""
-    lines = [_headline(now, found)]
-    standing = found["stall"] is not None or now.state == QUIET  # then the first line says how long
-    past = {"quiet"} if standing else set()
-    past |= {"straggler"} if now.end is None and now.state in (STALLED, ENDED) else set()
-    if now.remedy:
-        lines.append(f"try: {now.remedy}")
-    if now.end is not None and found["stall"] is not None:
-        stall = found["stall"]
+def _status_lines(health: Health, members: dict[str, Any]) -> list[str]:
+    """Return about ten lines for people."""
+    lines = [_headline(health, members)]
+    is_halted = members["stall"] is not None or health.state == QUIET  # then the first line gives the duration
+    hidden_kinds = {"quiet"} if is_halted else set()
+    if health.end is None and health.state in (STALLED, ENDED):
+        hidden_kinds.add("straggler")
+    if health.remedy:
+        lines.append(f"try: {health.remedy}")
+    if health.end is not None and members["stall"] is not None:
+        stall = members["stall"]
         lines.append(f"ended in a stall of {format_duration(stall['lasted_s'] * 1e9)}: {stall['text']}")
-    if found["step"] is not None:
-        rates = [f"{format_compact(found[name])} {unit}" for name, unit in _RATES if found[name] is not None]
-        mode = f"{found['mode'] or ''}{' (virtual)' if found['virtual'] else ''}"
-        if found["processes"] > 1:
-            mode = f"{found['processes']} processes"
-            mode += f" on {format_count_with_noun(len(found['nodes']), 'node')}" if "nodes" in found else ""
-        why = "" if standing else found["absent"].get("steps_per_s") or ""
-        step = f"step {format_count(found['step'])}"
-        lines.append("  ".join(word for word in (step, found["progress"]["text"], mode, *(rates or [why])) if word))
-    told = [f"{one['name']} {one['trouble']}" for one in found.get("nodes", ()) if one["trouble"]]
-    lines += [*told[:MOST_FINDINGS], *([f"{len(told) - MOST_FINDINGS} other nodes too"] * (len(told) > MOST_FINDINGS))]
-    if found["step_ms"]:
-        shares = sorted(((each["share"] or 0, name) for name, each in found["phases"].items()), reverse=True)
-        parts = ", ".join(f"{name} {format_percent(share)}" for share, name in shares[:MOST_PHASES] if share)
-        lines.append(f"step median {format_duration(found['step_ms']['median_ms'] * 1e6)}: {parts}")
-    straggler = (found.get("communication") or {}).get("straggler")
-    if straggler and not any(each["kind"] == "straggler" for each in found["findings"]):
+    if members["step"] is not None:
+        rates = [f"{format_compact(members[name])} {unit}" for name, unit in _RATES if members[name] is not None]
+        mode = f"{members['mode'] or ''}{' (virtual)' if members['virtual'] else ''}"
+        if members["processes"] > 1:
+            mode = f"{members['processes']} processes"
+            mode += f" on {format_count_with_noun(len(members['nodes']), 'node')}" if "nodes" in members else ""
+        reason = "" if is_halted else members["absent"].get("steps_per_s") or ""
+        step = f"step {format_count(members['step'])}"
+        texts = (step, members["progress"]["text"], mode, *(rates or [reason]))
+        lines.append("  ".join(text for text in texts if text))
+    troubled = [node for node in members.get("nodes", ()) if node["trouble"]]
+    lines += [f"{node['name']} {node['trouble']}" for node in troubled[:MAX_FINDINGS]]
+    if len(troubled) > MAX_FINDINGS:
+        lines.append(f"{len(troubled) - MAX_FINDINGS} other nodes too")
+    if members["step_ms"]:
+        shares = sorted(((phase["share"] or 0, name) for name, phase in members["phases"].items()), reverse=True)
+        parts = ", ".join(f"{name} {format_percent(share)}" for share, name in shares[:MAX_PHASES] if share)
+        lines.append(f"step median {format_duration(members['step_ms']['median_ms'] * 1e6)}: {parts}")
+    straggler = (members.get("communication") or {}).get("straggler")
+    if straggler and not any(finding["kind"] == "straggler" for finding in members["findings"]):
         lines.append(straggler["sentence"])
-    lines += [each["text"] for each in found["findings"] if each["kind"] not in past]
-    devices, node = found["devices"], _node_of(found)
-    for device in devices if len(devices) <= MOST_DEVICES else ():
+    lines += [finding["text"] for finding in members["findings"] if finding["kind"] not in hidden_kinds]
+    devices, node_text = members["devices"], _node_suffix(members)
+    for device in devices if len(devices) <= MAX_DEVICES else ():
         use = UNKNOWN if device.get("util_pct") is None else f"{device['util_pct']}%"
         memory = format_bytes_of_total(device.get("mem_used_bytes"), device.get("mem_total_bytes"))
-        lines.append(f"GPU {device.get('index')}{node}: {use} used, memory {memory}")
-    uses = [device["util_pct"] for device in devices if device.get("util_pct") is not None]
-    if len(devices) > MOST_DEVICES and uses:
-        lines.append(f"{len(devices)} GPUs{node}: {min(uses)} to {max(uses)}% used")
-    return [lines[0], *(f"  {sanitize_line(line)}" for line in lines[1:])]
+        lines.append(f"GPU {device.get('index')}{node_text}: {use} used, memory {memory}")
+    utilizations = [device["util_pct"] for device in devices if device.get("util_pct") is not None]
+    if len(devices) > MAX_DEVICES and utilizations:
+        lines.append(f"{len(devices)} GPUs{node_text}: {min(utilizations)} to {max(utilizations)}% used")
+    headline, *details = lines
+    return [headline, *(f"  {sanitize_line(line)}" for line in details)]
 
 
-def _node_of(found: dict[str, Any]) -> str:
+def _node_suffix(members: dict[str, Any]) -> str:
     """Return " of gpu-1", the node of the shown process and GPUs, if the run has several nodes; else an empty text."""
-    ranks = found.get("ranks", ()) if "nodes" in found else ()
-    return next((f" of {one['node']}" for one in ranks if one["process"] == found["process"] and one["node"]), "")
+    ranks = members.get("ranks", ()) if "nodes" in members else ()
+    return next((f" of {rank['node']}" for rank in ranks if rank["process"] == members["process"] and rank["node"]), "")
 
 
 _RATES = (("steps_per_s", "steps/s"), ("samples_per_s", "samples/s"))

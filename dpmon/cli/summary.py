@@ -1,4 +1,4 @@
-"""The summary at the end of a run: how it ended, each mode's speed and phases, and some tables of the report."""
+"""The summary at the end of a run: how it ended, the rates and phases of each mode, and some tables of the report."""
 
 from __future__ import annotations
 
@@ -43,116 +43,125 @@ from dpmon.text.formatting import (
 WIDTH = 113
 """Cells of a table without a terminal."""
 _MAX_WARNINGS = 5
-_NOT_TRAINING = 0.05
-"""The parts of the elapsed time are shown if more than this share of it was not training."""
+_MIN_OTHER_SHARE = 0.05
+"""Time by activity is shown if more than this share of it was not training."""
 
 
-def summary_lines(directory: Path, how: ExitInfo | None, width: int = WIDTH) -> list[str]:
-    """The summary of the run in `directory`, one text per line, safe for a terminal. RunError if it is not a run.
+def summary_lines(directory: Path, exit_info: ExitInfo | None, width: int = WIDTH) -> list[str]:
+    """Return the lines of the summary of the run in `directory`, safe for a terminal. RunError if it is not a run.
 
     Its tables are those of the report, in at most `width` cells.
 
-    Medians and p95 (the smallest value that 95% do not exceed) cover every step of the process that the screen shows,
-    and are at most 0.4% off.
+    Medians and p95 (the smallest value that 95% do not exceed) cover every step of the process that the screen shows.
+    Their error is at most 0.4%.
     """
-    info = load_info(directory)
-    lines = [_outcome(info, how), *_exception_line(directory, info, how)]
+    run_info = load_info(directory)
+    lines = [_outcome_line(run_info, exit_info), *_exception_line(directory, run_info, exit_info)]
     try:
         with open_store(directory) as store:
-            lines += _SummaryLines(analyze_run(store, directory, how), info, how).lines(directory, width)
+            lines += _SummaryLines(analyze_run(store, directory, exit_info), run_info, exit_info).lines(
+                directory, width
+            )
     except HistoryError as error:
         texts = [f"the history cannot be read: {error}"]
-        lines += [*_warnings(texts, short_name(info)), _untraced_summary(directory, info, how, texts)]
-    lines.append(f"record: {directory}  (dpmon export {short_name(info)})")
+        lines += [
+            *_warning_lines(texts, short_name(run_info)),
+            _untraced_summary(directory, run_info, exit_info, texts),
+        ]
+    lines.append(f"record: {directory}  (dpmon export {short_name(run_info)})")
     return [sanitize_line(text) for text in lines]
 
 
-def _untraced_summary(directory: Path, info: RunInfo, how: ExitInfo | None, reasons: Iterable[str]) -> str:
-    why = nothing_traced_reason(directory, info, how, reasons)
-    return f"nothing was traced: {why}" if why else "nothing was traced"
+def _untraced_summary(directory: Path, run_info: RunInfo, exit_info: ExitInfo | None, reasons: Iterable[str]) -> str:
+    reason = nothing_traced_reason(directory, run_info, exit_info, reasons)
+    return f"nothing was traced: {reason}" if reason else "nothing was traced"
 
 
 class _SummaryLines:
-    """The lines from the store of a run."""
+    """The summary lines that come from the store of a run."""
 
-    def __init__(self, facts: RunAnalysis, info: RunInfo, how: ExitInfo | None) -> None:
-        self._facts, self._info, self._how = facts, info, how
+    def __init__(self, run: RunAnalysis, run_info: RunInfo, exit_info: ExitInfo | None) -> None:
+        self._run, self._run_info, self._exit_info = run, run_info, exit_info
 
     def lines(self, directory: Path, width: int) -> list[str]:
-        """All lines except how it ended and where the record is, the most important first."""
-        facts = self._facts
-        damaged = [] if facts.store.damaged is None else [facts.store.damaged]
-        warnings = [*damaged, *(warning.text for warning in facts.announced.warnings)]
-        stalled = stall_sentences(facts, self._how, over=self._how is not None)
-        lines = [*stalled, *self._time_lines(), *self._gap_lines(warnings)]
-        kinds = facts.store.step_kinds() | facts.layouts.modes_and_kinds()
-        if facts.open_calls:
-            lines.append(format_calls_so_far(facts.open_calls))
+        """Return all lines except how the run ended and where the record is, the most important first."""
+        run = self._run
+        damage = [] if run.store.damaged is None else [run.store.damaged]
+        warnings = [*damage, *(warning.text for warning in run.announced.warnings)]
+        stall_lines = stall_sentences(run, self._exit_info, has_ended=self._exit_info is not None)
+        lines = [*stall_lines, *self._time_lines(), *self._gap_lines(warnings)]
+        kinds = run.store.step_kinds() | run.layouts.modes_and_kinds()
+        if run.open_calls:
+            lines.append(format_calls_so_far(run.open_calls))
         elif not kinds:
-            lines.append(_untraced_summary(directory, self._info, self._how, [*damaged, *facts.announced.reasons]))
+            lines.append(
+                _untraced_summary(directory, self._run_info, self._exit_info, [*damage, *run.announced.reasons])
+            )
         for mode in sorted({mode for mode, _ in kinds}):
             lines += self._mode_lines(mode, False)
-            if facts.window.ever_trains(mode) and any(kind & EVALUATION for name, kind in kinds if name == mode):
+            if run.window.ever_trains(mode) and any(kind & EVALUATION for name, kind in kinds if name == mode):
                 lines += self._mode_lines(mode, True)
-        slow = None if facts.communication is None else facts.communication.straggler
-        lines += [] if slow is None else [f"  {straggler_sentence(slow, lately=False)}"]
-        return lines + [line for section in detail_sections(facts) for line in section_lines(section, width)]
+        straggler = None if run.communication is None else run.communication.straggler
+        lines += [] if straggler is None else [f"  {straggler_sentence(straggler, lately=False)}"]
+        return lines + [line for section in detail_sections(run) for line in section_lines(section, width)]
 
     def _gap_lines(self, warnings: Iterable[str]) -> list[str]:
-        """The gaps in the figures, and warnings."""
-        facts = self._facts
-        paused = facts.pause_totals
-        lacks = slow_first_step_note(facts)
-        if paused.times:
-            lacks.append(f"{pause_count_text(paused, self._how is not None)}: that time is in no step and no phase")
-        if facts.announced.inputs:
-            lacks.append(input_wait_sentence(facts.announced.inputs))
-        if dropped := facts.store.dropped:
-            lacks.append(f"{format_count(dropped)} records were lost; the figures cover the rest")
-        return [*lacks, *_warnings(warnings, short_name(self._info))]
+        """Return what the statistics omit, and warnings."""
+        run = self._run
+        pauses = run.pause_totals
+        gaps = slow_first_step_note(run)
+        if pauses.times:
+            gaps.append(f"{pause_count_text(pauses, self._exit_info is not None)}: not counted in any step or phase")
+        if run.announced.inputs:
+            gaps.append(input_wait_sentence(run.announced.inputs))
+        if lost_count := run.store.dropped:
+            gaps.append(f"{format_count(lost_count)} records were lost; statistics cover the rest")
+        return [*gaps, *_warning_lines(warnings, short_name(self._run_info))]
 
     # ------------------------------------------------------------------------------------------ time and modes
 
     def _time_lines(self) -> list[str]:
-        """The parts of the elapsed time, if more than _NOT_TRAINING of it was not training."""
-        last_ns = self._facts.last_step_ns
+        """Return the time by activity, if more than _MIN_OTHER_SHARE of it was not training."""
+        last_ns = self._run.last_step_ns
         if last_ns is None:
             return []
-        parts = self._facts.spent_until(last_ns if self._how is None else int(self._how.seconds * 1e9))
-        whole = sum(parts.values())
-        if (parts["training"] or parts["evaluation"]) >= (1 - _NOT_TRAINING) * whole:
+        parts = self._run.spent_until(last_ns if self._exit_info is None else int(self._exit_info.seconds * 1e9))
+        total_ns = sum(parts.values())
+        if (parts["training"] or parts["evaluation"]) >= (1 - _MIN_OTHER_SHARE) * total_ns:
             return []
-        return time_by_activity_sentences(self._facts, parts, over=self._how is not None)
+        return time_by_activity_sentences(self._run, parts, has_ended=self._exit_info is not None)
 
     def _mode_lines(self, mode: str, evaluation: bool) -> list[str]:
-        found = self._facts.mode(mode, evaluation)
-        title, speed = mode_title(found) + (", evaluation" if evaluation else ""), format_rate(found.rate)
-        head = f"{title}: {self._steps(mode, evaluation)}"
-        return [f"{head}, {speed}" if speed else head, *_phase_lines(found)]
+        stats = self._run.mode(mode, evaluation)
+        title, rate_text = mode_title(stats) + (", evaluation" if evaluation else ""), format_rate(stats.rate)
+        heading = f"{title}: {self._counts_text(mode, evaluation)}"
+        return [f"{heading}, {rate_text}" if rate_text else heading, *_phase_lines(stats)]
 
-    def _steps(self, mode: str, evaluation: bool) -> str:
-        """Steps, calls and processes. Ranks step together; other processes step independently."""
-        facts = self._facts
-        tallies = [facts.window.tally(mode, evaluation, process) for process in facts.store.processes]
+    def _counts_text(self, mode: str, evaluation: bool) -> str:
+        """Return the counts of steps, calls and processes. Ranks step together; other processes step independently."""
+        run = self._run
+        tallies = [run.window.tally(mode, evaluation, process) for process in run.store.processes]
         counts = [tally.steps for tally in tallies if tally.steps]
-        calls = format_count_with_noun(facts.layouts.calls(mode, evaluation, facts.window.ever_trains(mode)), "call")
+        calls = format_count_with_noun(run.layouts.calls(mode, evaluation, run.window.ever_trains(mode)), "call")
         if len(counts) < 2:
             return f"{format_count_with_noun(sum(counts), 'step')}, {calls}"
-        ranks = any(facts.rank(process) is not None for process in facts.processes)
-        if ranks and len(set(counts)) == 1:
-            return f"{format_count_with_noun(counts[0], 'step')} of each of {len(counts)} ranks, {calls} in all"
-        who = "ranks" if ranks else "processes"
-        return f"{format_count_with_noun(sum(counts), 'step')} of {len(counts)} {who} in all, {calls}"
+        has_ranks = any(run.rank(process) is not None for process in run.processes)
+        if has_ranks and len(set(counts)) == 1:
+            return f"{format_count_with_noun(max(counts), 'step')} of each of {len(counts)} ranks, {calls} total"
+        noun = "ranks" if has_ranks else "processes"
+        return f"{format_count_with_noun(sum(counts), 'step')} of {len(counts)} {noun} total, {calls}"
 
 
-def _phase_lines(found: ModeStats) -> list[str]:
-    """The times of steps and of each phase that ran (the phases of calls below forward), then the quantities."""
-    if not found.steps:
+def _phase_lines(stats: ModeStats) -> list[str]:
+    """Return the times of steps and of each phase that ran (the phases of calls below forward), then the quantities."""
+    if not stats.steps:
         return []
-    whole = PhaseStats(STEP, found.steps, found.median_ns, found.p95_ns, found.mean_ns, 1.0)
-    lines = [_phase_line("step" if found.who is None else f"step of {found.who}", whole)]
-    lines += [_phase_line(f"  {'  ' * depth}{phase.name}", phase) for depth, phase in found.nested_phases()]
-    return lines + [f"  {format_quantity(*each, found.steps)}" for each in found.known_quantities]
+    step = PhaseStats(STEP, stats.steps, stats.median_ns, stats.p95_ns, stats.mean_ns, 1.0)
+    lines = [_phase_line("step" if stats.who is None else f"step of {stats.who}", step)]
+    lines += [_phase_line(f"  {'  ' * depth}{phase.name}", phase) for depth, phase in stats.nested_phases()]
+    for quantity, quantity_sum in stats.known_quantities:
+        lines.append(f"  {format_quantity(quantity, quantity_sum, stats.steps)}")
+    return lines
 
 
 def _phase_line(label: str, phase: PhaseStats) -> str:
@@ -160,53 +169,62 @@ def _phase_line(label: str, phase: PhaseStats) -> str:
     return text if phase.device_ns is None else f"{text}   on device {format_duration(phase.device_ns):>8}"
 
 
-def _warnings(warnings: Iterable[str], name: str) -> list[str]:
-    """The first few warnings, then the number of others and the command that lists them."""
+def _warning_lines(warnings: Iterable[str], name: str) -> list[str]:
+    """Return the first few warnings, then the number of others and the command that lists them."""
     texts = list(dict.fromkeys(warnings))
     lines = [f"warning: {text}" for text in texts[:_MAX_WARNINGS]]
-    if more := len(texts) - len(lines):
-        lines.append(
-            f"{format_count_with_noun(more, 'more warning')}: dpmon export {name} --kind warning lists all {len(texts)}"
-        )
+    if omitted_count := len(texts) - len(lines):
+        count_text = format_count_with_noun(omitted_count, "more warning")
+        lines.append(f"{count_text}: dpmon export {name} --kind warning lists all {len(texts)}")
     return lines
 
 
-def fit_lines(lines: list[str], rows: int, columns: int, more: str) -> list[str]:
-    """The lines, if they fit in `rows`; else the first ones, the number of the others, and the last line.
+def fit_lines(lines: list[str], rows: int, columns: int, command: str) -> list[str]:
+    """Return the lines, if they fit in `rows`; else the first ones, how many are omitted, and the last line.
 
-    `more`: the command that prints all.
+    `command`: prints all of them.
     """
 
-    def size(text: str) -> int:
+    def row_count(text: str) -> int:
         return max(-(-span_width(text) // columns), 1)
 
-    if len(lines) < 3 or sum(map(size, lines)) <= rows:
+    if len(lines) < 3 or sum(map(row_count, lines)) <= rows:
         return lines
-    shown, room = 0, rows - size(lines[-1]) - size(f"{len(lines)} more lines: {more}")
-    while (room := room - size(lines[shown])) >= 0:
-        shown += 1
-    shown = max(shown, 1)  # how the run ended
-    return [*lines[:shown], f"{format_count_with_noun(len(lines) - shown - 1, 'more line')}: {more}", lines[-1]]
+    shown_count, free_rows = 0, rows - row_count(lines[-1]) - row_count(f"{len(lines)} more lines: {command}")
+    while (free_rows := free_rows - row_count(lines[shown_count])) >= 0:
+        shown_count += 1
+    shown_count = max(shown_count, 1)  # how the run ended
+    omitted_text = format_count_with_noun(len(lines) - shown_count - 1, "more line")
+    return [*lines[:shown_count], f"{omitted_text}: {command}", lines[-1]]
 
 
-def ending_line(directory: Path, how: ExitInfo | None) -> str:
-    """How the run in `directory` ended, and the command for more; safe for a terminal. RunError if it is not a run."""
-    info = load_info(directory)
-    return sanitize_line(f"{_outcome(info, how)}  (dpmon report {short_name(info)})")
+def ending_line(directory: Path, exit_info: ExitInfo | None) -> str:
+    """Return how the run in `directory` ended, and the command for more. RunError if it is not a run."""
+    run_info = load_info(directory)
+    return sanitize_line(f"{_outcome_line(run_info, exit_info)}  (dpmon report {short_name(run_info)})")
 
 
-def _outcome(info: RunInfo, how: ExitInfo | None) -> str:
-    name = f"{info.script} ({short_name(info)})"
-    if how is None:
+def _outcome_line(run_info: RunInfo, exit_info: ExitInfo | None) -> str:
+    name = f"{run_info.script} ({short_name(run_info)})"
+    if exit_info is None:
         return f"{name}: how it ended is unknown"
-    why = "" if not how.cause else f" ({how.cause})" if how.signal is not None else f": {how.cause}"
-    return f"{name}: {exit_sentence(how, why)}" + (f", exit status {how.status}" if how.stopped and how.status else "")
+    cause_text = ""
+    if exit_info.cause:
+        cause_text = f": {exit_info.cause}" if exit_info.signal is None else f" ({exit_info.cause})"
+    status_text = f", exit status {exit_info.status}" if exit_info.stopped and exit_info.status else ""
+    return f"{name}: {exit_sentence(exit_info, cause_text)}{status_text}"
 
 
-def _exception_line(directory: Path, info: RunInfo, how: ExitInfo | None) -> list[str]:
-    """The exception that ended a script under a screen, because the script's output disappeared with the screen."""
+def _exception_line(directory: Path, run_info: RunInfo, exit_info: ExitInfo | None) -> list[str]:
+    """Return the exception that ended a script under a screen, whose output disappeared with the screen."""
     reader = RunReader(directory)
-    if how is None or not how.status or how.stopped or how.cause or len(reader.output_paths) > 1:
+    if (
+        exit_info is None
+        or not exit_info.status
+        or exit_info.stopped
+        or exit_info.cause
+        or len(reader.output_paths) > 1
+    ):
         return []
-    last = clean_traceback_line(read_output_tail(reader))
-    return [] if last is None else [f"exception: {last}  (dpmon report {short_name(info)})"]
+    exception_line = clean_traceback_line(read_output_tail(reader))
+    return [] if exception_line is None else [f"exception: {exception_line}  (dpmon report {short_name(run_info)})"]

@@ -1,4 +1,4 @@
-"""The command `why`: which rank stands where, and what the others wait for."""
+"""The command `why`: where each rank is and what the others wait for."""
 
 from __future__ import annotations
 
@@ -26,78 +26,85 @@ from dpmon.store.store_opening import open_store
 from dpmon.supervise.start_supervisor import ensure_supervisor
 from dpmon.text.formatting import format_clock
 
-_ALLOWED_S = 0.5
-"""After this time, the training processes have let this one look into them: they look four times a second."""
+_PTRACE_WAIT_S = 0.5
+"""After this time, the training processes have allowed this one to inspect them: they poll four times per second."""
 
 
 def why(options: argparse.Namespace) -> int:
-    """Print what each rank of a live run does now, or the stalls of a finished run. Return 0, or 4: no such run."""
+    """Print what each rank of a live run is doing, or the stalls of an ended run. Return 0, or 4 without such a run."""
     try:
         directory = newest_run(is_live) if options.run is None else find_run(options.run, is_live=is_live)
-        info = load_info(directory)
+        run_info = load_info(directory)
     except RunError as error:
         print_message(str(error))
         return NO_RUN
-    state, how = run_state(directory, info)
-    over = how is not None or state == LOST
-    # Elsewhere, and after its end, other processes may have the numbers of the run's.
-    found = None if over or state == ELSEWHERE else _request_why_reply(directory, info, native=options.native)
-    seen, sentences = _read_recorded_stalls(directory, how, over)
+    state, exit_info = run_state(directory, run_info)
+    has_ended = exit_info is not None or state == LOST
+    # On another machine, and after its end, other processes may have the run's process ids.
+    reply = None if has_ended or state == ELSEWHERE else _request_why_reply(directory, run_info, native=options.native)
+    stalls, sentences = _read_recorded_stalls(directory, exit_info, has_ended)
     if options.json:
-        members = [{**fields_of(one, "since_ns", "end_ns", "text"), "ranks": one.ranks} for one in seen]
-        print(to_safe_json({"run": info.id, "state": state, "now": found, "stalls": members}, indent=1))
+        members = [{**fields_of(stall, "since_ns", "end_ns", "text"), "ranks": stall.ranks} for stall in stalls]
+        print(to_safe_json({"run": run_info.id, "state": state, "now": reply, "stalls": members}, indent=1))
         return 0
-    if found is not None:
-        first, *lines = [text for text, _ in format_reply(found, all_threads=options.all)]
+    if reply is not None:
+        first, *lines = [text for text, _ in format_reply(reply, all_threads=options.all)]
         if first == NOT_STALLED:
-            first += f": {read_health(directory).sentence(found['t_s'])}"
+            first += f": {read_health(directory).sentence(reply['t_s'])}"
         print("\n".join((sanitize_line(first), *lines)))
     elif state == ELSEWHERE:
-        print(f"{info.id} runs on another machine ({sanitize_line(info.host)}): ask there")
-    elif over:
-        print(f"{info.id} is over ({state})")
-    for one, sentence in zip(seen[-len(sentences) :], sentences, strict=False):
-        if over or one.end_ns is not None:
+        print(f"{run_info.id} runs on another node ({sanitize_line(run_info.host)}): run this command there")
+    elif has_ended:
+        print(f"{run_info.id} has ended ({state})")
+    for stall, sentence in zip(stalls[-len(sentences) :], sentences, strict=False):
+        if has_ended or stall.end_ns is not None:
             print(sanitize_line(sentence))
-        if over:
-            print(f"what each rank did when dpmon noticed it, at {format_clock(one.noticed_ns)}:")
-            print("\n".join(text for text, _ in format_reply(one.record, all_threads=options.all)[2:]))
-    if found is None and not seen:
+        if has_ended:
+            print(f"what each rank was doing when dpmon detected it, at {format_clock(stall.noticed_ns)}:")
+            print("\n".join(text for text, _ in format_reply(stall.record, all_threads=options.all)[2:]))
+    if reply is None and not stalls:
         print("no stall was recorded")
     return 0
 
 
-def _request_why_reply(directory: Path, info: RunInfo, *, native: bool) -> dict[str, Any] | None:
-    """Return the supervisor's answer. Without one, look at the ranks from this process.
+def _request_why_reply(directory: Path, run_info: RunInfo, *, native: bool) -> dict[str, Any] | None:
+    """Return the supervisor's reply. Without one, inspect the ranks from this process.
 
-    None for a mirror that does not answer: its ranks run on other machines.
+    None for a mirror that does not reply: its ranks run on other nodes.
     """
     try:
         ensure_supervisor(directory)
-        found = request_and_wait(directory, native=native)
-        if found is not None:
-            return found
-        trouble = "does not answer"
+        reply = request_and_wait(directory, native=native)
+        if reply is not None:
+            return reply
+        problem = "does not reply"
     except (OSError, RunError) as error:
-        trouble = f"cannot be asked: {error}"
-    if info.nodes:
-        print_message(f"the mirror {trouble}")
+        problem = f"cannot be reached: {error}"
+    if run_info.nodes:
+        print_message(f"the mirror {problem}")
         return None
-    print_message(f"the supervisor {trouble}; the stacks are taken from here")
-    with closing(RankInspector(directory, info.cwd, adopted=True)) as look:
-        look.inspect_ranks({}, time.monotonic_ns())
-        time.sleep(_ALLOWED_S)
-        dumps = look.take_stacks(native=native)
-        look.query_nccl()
-        now = time.monotonic_ns()
-        return build_reply(look.with_exceptions(look.inspect_ranks({}, now)), dumps, None, now, info, nccl=look.nccl)
+    print_message(f"the supervisor {problem}; this process takes the stacks instead")
+    with closing(RankInspector(directory, run_info.cwd, adopted=True)) as inspector:
+        inspector.inspect_ranks({}, time.monotonic_ns())
+        time.sleep(_PTRACE_WAIT_S)
+        dumps = inspector.take_stacks(native=native)
+        inspector.query_nccl()
+        now_ns = time.monotonic_ns()
+        return build_reply(
+            inspector.with_exceptions(inspector.inspect_ranks({}, now_ns)),
+            dumps,
+            None,
+            now_ns,
+            run_info,
+            nccl=inspector.nccl,
+        )
 
 
 def _read_recorded_stalls(
-    directory: Path, how: ExitInfo | None, over: bool
+    directory: Path, exit_info: ExitInfo | None, has_ended: bool
 ) -> tuple[tuple[RecordedStall, ...], list[str]]:
-    """The stalls in the history, oldest first, and the sentences about the newest ones."""
+    """Return the stalls in the history, oldest first, and sentences on the newest ones."""
     with suppress(HistoryError, RunError), open_store(directory) as store:
-        facts = analyze_run(store, directory, how)
-        return facts.announced.stalls, stall_sentences(facts, how, over=over)
+        run = analyze_run(store, directory, exit_info)
+        return run.announced.stalls, stall_sentences(run, exit_info, has_ended=has_ended)
     return (), []

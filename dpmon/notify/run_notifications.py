@@ -75,7 +75,7 @@ class NotificationFinder:
                 event_type = "dpmon.run.slowed" if finding.kind == "drift" else "dpmon.finding"
                 yield Notification(event_type, finding.kind, finding._asdict())
         if health.end is not None:
-            event_type = "dpmon.run.failed" if health.status == HAS_FAILED else "dpmon.run.ended"
+            event_type = "dpmon.run.failed" if health.exit_status == HAS_FAILED else "dpmon.run.ended"
             text = health.sentence(elapsed_s)
             if last_stall is not None:
                 text += f"; in a stall: {last_stall.text}"

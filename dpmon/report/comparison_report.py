@@ -1,4 +1,4 @@
-"""Reads the runs of `dpmon compare`, and makes its document and its JSON."""
+"""Reads the runs of `dpmon compare`, and builds its document and its JSON."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dpmon.model.run_comparison import (
     step_time_text,
 )
 from dpmon.record.schema import STEP
-from dpmon.report.document import Document, Paragraph, Section, Table
+from dpmon.report.document import Document, Paragraph, Part, Section, Table
 from dpmon.report.plain_text import text_lines
 from dpmon.report.plots import plots_of_runs
 from dpmon.report.report_data import analyze_run
@@ -34,150 +34,161 @@ from dpmon.text.formatting import UNKNOWN, format_count, format_count_with_noun
 
 SCHEMA = 1
 """Version of the JSON."""
-_NAMED = 4
-"""Most machines of a run that are named."""
+_MAX_NODES = 4
+"""Most nodes of a run to name."""
 
 
 def read_compared_run(directory: Path) -> ComparedRun:
     """Read one run. Raises RunError if it is not a run, HistoryError if its history is damaged."""
-    info = load_info(directory)
-    state, how = run_state(directory, info)
-    more = f" and {len(info.nodes) - _NAMED} more" if len(info.nodes) > _NAMED else ""
-    given = {
-        "script": info.script,
-        "arguments": " ".join(info.arguments) or "none",
-        "directory": info.cwd,
-        "machine": ", ".join(info.nodes[:_NAMED]) + more or info.host or None,
-        "dpmon": info.versions.get("dpmon"),
+    run_info = load_info(directory)
+    state, exit_info = run_state(directory, run_info)
+    more_text = f" and {len(run_info.nodes) - _MAX_NODES} more" if len(run_info.nodes) > _MAX_NODES else ""
+    set_up = {
+        "script": run_info.script,
+        "arguments": " ".join(run_info.arguments) or "none",
+        "directory": run_info.cwd,
+        "machine": ", ".join(run_info.nodes[:_MAX_NODES]) + more_text or run_info.host or None,
+        "dpmon": run_info.versions.get("dpmon"),
         "state": state,
     }
     with open_store(directory) as store:
         return build_compared_run(
-            analyze_run(store, directory, how),
-            given,
-            id=info.id,
-            name=short_name(info),
+            analyze_run(store, directory, exit_info),
+            set_up,
+            id=run_info.id,
+            name=short_name(run_info),
             directory=str(directory),
-            started_unix=info.started_unix,
+            started_unix=run_info.started_unix,
         )
 
 
 def read_and_compare(before: Iterable[Path], after: Iterable[Path]) -> RunComparison:
     """Compare the runs in these directories. Raises as `read_compared_run` does."""
-    return compare_runs(*([read_compared_run(one) for one in side] for side in (before, after)))
+    return compare_runs(*([read_compared_run(directory) for directory in side] for side in (before, after)))
 
 
 # ------------------------------------------------------------------------------------------------ document
 
 
 def comparison_text(before: Iterable[Path], after: Iterable[Path], width: int) -> list[str]:
-    """The comparison of these runs, in lines of at most `width` cells. Headings do not begin with a space."""
+    """Return the comparison of these runs in lines of at most `width` cells. Headings do not begin with a space."""
     return text_lines(build_document(read_and_compare(before, after)), width)
 
 
-def build_document(found: RunComparison, judgments: Sequence[Judgment] = ()) -> Document:
-    """The comparison as a document, for text and page."""
-    sides = list(zip(SIDES, found.sides, strict=True))
-    scripts = dict.fromkeys(one.set_up["script"] or UNKNOWN for _, side in sides for one in side)
-    names = [f"{name}: {', '.join(one.name for one in side)}" for name, side in sides]
-    differ = [Table(("", *SIDES), found.differences, flows=True)] if found.differences else []
-    drawn = [(f"{name} {one.name}", SIDES.index(name), one.bins) for name, side in sides for one in side]
+def build_document(comparison: RunComparison, judgments: Sequence[Judgment] = ()) -> Document:
+    """Build the document of a comparison, for text and page."""
+    sides = list(zip(SIDES, comparison.sides, strict=True))
+    scripts = dict.fromkeys(run.set_up["script"] or UNKNOWN for _, side in sides for run in side)
+    names = [f"{name}: {', '.join(run.name for run in side)}" for name, side in sides]
+    differences: list[Part] = [Paragraph("nothing that dpmon knows")]
+    if comparison.differences:
+        differences = [Table(("", *SIDES), comparison.differences, has_text_columns=True)]
+    run_bins = [(f"{name} {run.name}", SIDES.index(name), run.bins) for name, side in sides for run in side]
     sections = (
-        Section("What differs", differ or [Paragraph("nothing that dpmon knows")]),
-        Section("Time of a step", [*_table(found, STEP_METRICS), *plots_of_runs(drawn)], ", medians"),
-        Section("The runs", _table(found, RUN_METRICS)),
-        Section("Ranks", _stragglers(found)),
+        Section("What differs", differences),
+        Section("Step time", [*_metric_table(comparison, STEP_METRICS), *plots_of_runs(run_bins)], ", medians"),
+        Section("The runs", _metric_table(comparison, RUN_METRICS)),
+        Section("Ranks", _straggler_paragraphs(comparison)),
     )
-    # The judgments are the verdict, so the times come without another one.
-    times = step_time_text(found) if judgments else ""
-    facts = [*([f"Time: {times}"] if times else []), *scope_notes(found), *_notes(found)]
-    there = [section for section in sections if section.parts]
-    title, told = " against ".join(scripts), outcome_sentence(found, judgments)
-    return Document(title, "; ".join(names), "compared", told, facts, there)
+    # The judgments are the verdict, so the times are given without one.
+    times = step_time_text(comparison) if judgments else ""
+    facts = [*([f"Time: {times}"] if times else []), *scope_notes(comparison), *_fact_sentences(comparison)]
+    non_empty = [section for section in sections if section.parts]
+    title, outcome = " vs. ".join(scripts), outcome_sentence(comparison, judgments)
+    return Document(title, "; ".join(names), "compared", outcome, facts, non_empty)
 
 
-def _notes(found: RunComparison) -> list[str]:
-    before, after = found.sides
-    counts = [format_count(sum(_steps(one, found) for one in side)) for side in found.sides]
-    texts = [f"Compared steps: {counts[0]} in A, {counts[1]} in B."]
-    interrupted = sum(one.interrupted_steps for one in (*before, *after))
+def _fact_sentences(comparison: RunComparison) -> list[str]:
+    """Return sentences about how many steps are compared, and what may distort the comparison."""
+    before, after = comparison.sides
+    steps_before, steps_after = (
+        format_count(sum(_compared_steps(run, comparison) for run in side)) for side in comparison.sides
+    )
+    texts = [f"Compared steps: {steps_before} in A, {steps_after} in B."]
+    interrupted = sum(run.interrupted_steps for run in (*before, *after))
     if interrupted:
-        texts.append(f"{format_count_with_noun(interrupted, 'step')} near a pause or a stall are left out.")
-    times = [[one.started_unix for one in side] for side in found.sides]
-    apart = max(times[0]) < min(times[1]) or max(times[1]) < min(times[0])
-    if apart and not found.is_pair:
+        texts.append(f"{format_count_with_noun(interrupted, 'step')} near a pause or a stall excluded.")
+    starts_before, starts_after = ([run.started_unix for run in side] for side in comparison.sides)
+    is_one_side_first = max(starts_before) < min(starts_after) or max(starts_after) < min(starts_before)
+    if is_one_side_first and not comparison.is_pair:
         texts.append(
-            "All runs of one side came before those of the other, so a change of the machine's load in between looks"
-            " like a difference: run them in turn (A B A B)."
+            "All runs of one side came before those of the other, so a change of the machine's load in between would"
+            " look like a difference: alternate them (A B A B)."
         )
     return texts
 
 
-def _steps(one: ComparedRun, found: RunComparison) -> int:
-    return 0 if found.kind is None else one.kinds[found.kind]
+def _compared_steps(run: ComparedRun, comparison: RunComparison) -> int:
+    return 0 if comparison.kind is None else run.kinds[comparison.kind]
 
 
-def _table(found: RunComparison, figures: Sequence[Metric]) -> list[Table]:
-    rows = [_row(found.compared[figure.name]) for figure in figures if figure.name in found.compared]
+def _metric_table(comparison: RunComparison, metrics: Sequence[Metric]) -> list[Table]:
+    rows = [_metric_row(comparison.compared[metric.name]) for metric in metrics if metric.name in comparison.compared]
     return [Table(("", *SIDES, "change", "interval"), rows)] if rows else []
 
 
-def _row(row: ComparedMetric) -> tuple[str, ...]:
+def _metric_row(row: ComparedMetric) -> tuple[str, ...]:
     values = (row.figure.format(row.typical_value(side)) for side in (0, 1))
-    told = row.change
-    if told is None:
+    change = row.change
+    if change is None:
         return (row.figure.label, *values, UNKNOWN, row.missing or "")
     # As in benchstat, a tilde stands for a change that may be none.
-    shown = format_change(told.ratio) if told.sign or told.interval is None else "~"
-    return (row.figure.label, *values, shown, format_interval(told))
+    change_text = format_change(change.ratio) if change.sign or change.interval is None else "~"
+    return (row.figure.label, *values, change_text, format_interval(change))
 
 
-def _stragglers(found: RunComparison) -> list[Paragraph]:
-    runs = [(name, one) for name, side in zip(SIDES, found.sides, strict=True) for one in side]
-    if not any(one.straggler for _, one in runs):
+def _straggler_paragraphs(comparison: RunComparison) -> list[Paragraph]:
+    runs = [(name, run) for name, side in zip(SIDES, comparison.sides, strict=True) for run in side]
+    if not any(run.straggler for _, run in runs):
         return []
     return [
-        Paragraph(f"{name} {one.name}: {one.straggler or 'no rank stands out'}{_ranks_seen_note(one)}")
-        for name, one in runs
+        Paragraph(f"{name} {run.name}: {run.straggler or 'no straggler'}{_ranks_seen_note(run)}") for name, run in runs
     ]
 
 
-def _ranks_seen_note(one: ComparedRun) -> str:
-    return f" ({one.ranks_seen} ranks were seen)" if one.ranks_seen else ""
+def _ranks_seen_note(run: ComparedRun) -> str:
+    return f" ({run.ranks_seen} ranks were seen)" if run.ranks_seen else ""
 
 
 # ------------------------------------------------------------------------------------------------ JSON
 
 
-def comparison_as_json(found: RunComparison, judgments: Sequence[Judgment] = ()) -> dict[str, object]:
-    """The comparison as an object; docs/json.md describes its members."""
-    step, told = found.compared.get(STEP), found.reason
+def comparison_as_json(comparison: RunComparison, judgments: Sequence[Judgment] = ()) -> dict[str, object]:
+    """Return the comparison as a JSON object; docs/json.md describes its members."""
+    step, most_changed = comparison.compared.get(STEP), None
+    if comparison.reason is not None:
+        phase, before_ns, after_ns = comparison.reason
+        most_changed = {"phase": phase, "a": ms(before_ns), "b": ms(after_ns)}
     return {
         "schema": SCHEMA,
-        "outcome": outcome_sentence(found, judgments),
+        "outcome": outcome_sentence(comparison, judgments),
         "status": exit_status_of(judgments),
-        "pair": found.is_pair,
-        "missing": found.missing if found.missing or step is None else step.missing,
+        "pair": comparison.is_pair,
+        "missing": comparison.missing if comparison.missing or step is None else step.missing,
         "sides": [
             {
                 "side": name,
-                "spread": found.run_to_run_spread(side),
-                "runs": [_run(one, found) for one in found.sides[side]],
+                "spread": comparison.run_to_run_spread(side),
+                "runs": [_run_members(run, comparison) for run in comparison.sides[side]],
             }
             for side, name in enumerate(SIDES)
         ],
-        "differences": [{"what": what, "a": a, "b": b} for what, a, b in found.differences],
-        "most_changed": None if told is None else {"phase": told[0], "a": ms(told[1]), "b": ms(told[2])},
-        "figures": {name: _figure(row) for name, row in found.compared.items()},
-        "gate": [{**one.threshold._asdict(), "outcome": one.outcome, "text": one.text} for one in judgments],
+        "differences": [{"what": field, "a": a, "b": b} for field, a, b in comparison.differences],
+        "most_changed": most_changed,
+        "figures": {name: _metric_members(row) for name, row in comparison.compared.items()},
+        "gate": [
+            {**judgment.threshold._asdict(), "outcome": judgment.outcome, "text": judgment.text}
+            for judgment in judgments
+        ],
     }
 
 
-def _run(one: ComparedRun, found: RunComparison) -> dict[str, object]:
-    own = fields_of(one, "id", "name", "directory", "interrupted_steps", "straggler")
-    return {**own, "steps": _steps(one, found)}
+def _run_members(run: ComparedRun, comparison: RunComparison) -> dict[str, object]:
+    members = fields_of(run, "id", "name", "directory", "interrupted_steps", "straggler")
+    return {**members, "steps": _compared_steps(run, comparison)}
 
 
-def _figure(row: ComparedMetric) -> dict[str, object]:
+def _metric_members(row: ComparedMetric) -> dict[str, object]:
     bounds = {name: getattr(row.change, name, None) for name in Change._fields}
-    return {**row.figure.as_fields(a=row.values[0], b=row.values[1]), **bounds, "missing": row.missing}
+    before, after = row.values
+    return {**row.figure.as_fields(a=before, b=after), **bounds, "missing": row.missing}

@@ -1,7 +1,7 @@
 """A report as a document: sections of paragraphs, tables, findings and plots, as plain data.
 
-`dpmon.report.sections` makes it, `plain_text` and `html_page` draw it. The text of its parts may come from the script:
-whoever draws it has to make it harmless.
+`dpmon.report.sections` builds it, `plain_text` and `html_page` render it. The text of its parts may come from the
+script: renderers have to sanitize it.
 """
 
 from __future__ import annotations
@@ -14,33 +14,33 @@ from dpmon.model.step_history import Bin
 
 
 class Paragraph(NamedTuple):
-    """One text; `soft`: a note about other parts."""
+    """One paragraph of text; `is_note`: a note about other parts."""
 
     text: str
-    soft: bool = False
+    is_note: bool = False
 
 
 class Table(NamedTuple):
-    """Rows of cells below a row of names. The first column is text, the others are numbers.
+    """Rows of cells below a header. The first column is text, the others are numbers.
 
-    If it `flows`, the second and the last column are text, too, and the last may be long.
+    With `has_text_columns`, the second and the last column are text as well, and the last may be long.
     """
 
-    head: Sequence[str]
+    headers: Sequence[str]
     rows: Sequence[Sequence[str]]
-    flows: bool = False
+    has_text_columns: bool = False
 
 
 class LabeledSentences(NamedTuple):
     """A list of rows in which the last cell is a sentence, after its labels."""
 
     rows: Sequence[Sequence[str]]
-    most: int
+    max_rows: int
     """Most rows in text."""
     indent: int = 4
-    """Column at which further lines of a row begin in text; a single label is padded up to it."""
-    head: Sequence[str] = ()
-    """The names of the columns, if the rows become a table."""
+    """Column at which continuation lines begin in text; a single label is padded up to it."""
+    headers: Sequence[str] = ()
+    """Column titles, if the page shows a table."""
 
 
 class Findings(NamedTuple):
@@ -56,38 +56,38 @@ class OutputLines(NamedTuple):
 
 
 class TextHistogram(NamedTuple):
-    """The mean time of a step over the run as a row of bars, for text only; a page has plots."""
+    """The mean step time over the run as a row of bars, for text only; a page has plots."""
 
     bins: Sequence[Bin]
     bin_ns: int
-    whose: str
+    rank_suffix: str
     """The words " of rank 0" if the run has several processes."""
 
 
 class PlotSeries(NamedTuple):
-    """The values of one color: begin, end and value of each. Bars in rows begin and end at their row.
+    """The values of one color, each with start, end and value. Bars in rows start and end at their row.
 
-    `cells` are a row of their own over time, whose color is stronger for a larger value, from 0 to 1.
+    `cells` are a row over time whose color is stronger for a larger value, from 0 to 1.
     """
 
     name: str
     color: str
     points: Sequence[tuple[float, float, float]]
     kind: Literal["line", "steps", "dots", "bars", "whisker", "cells"]
-    """`line` joins all values. `steps` has gaps where values are missing. `bars` stand on those of earlier series."""
+    """`line` joins all values. `steps` has gaps where values are missing. `bars` are stacked on earlier series."""
 
 
-Marked = tuple[float, float | None, str]
-"""Begin and end (s) and what was then: "paused", "stalled", "evaluation". None: an event, such as another mode."""
+PlotMark = tuple[float, float | None, str]
+"""Start and end (s) and the label: "paused", "stalled", "evaluation". End None: an event, such as a mode switch."""
 
 
 class TimeSpan(NamedTuple):
-    """The time axis that all plots of a run have, in seconds since its start."""
+    """The time axis shared by all plots of a run, in seconds since its start."""
 
-    begin: float
-    end: float
-    marks: Sequence[Marked] = ()
-    """The most important first: there may not be room for the words of all."""
+    start_s: float
+    end_s: float
+    marks: Sequence[PlotMark] = ()
+    """The most important first: there may not be room for all labels."""
 
 
 class Plot(NamedTuple):
@@ -99,26 +99,26 @@ class Plot(NamedTuple):
     series: Sequence[PlotSeries]
     unit: str
     rows: Sequence[str] = ()
-    """The names of the rows, if it has rows."""
-    time: TimeSpan | None = None
-    """The time axis; None: from the values."""
-    top: float | None = None
-    """The end of the axis; None: from the values."""
+    """The names of the rows, if the plot has rows."""
+    time_span: TimeSpan | None = None
+    """The time axis; None: derived from the values."""
+    axis_end: float | None = None
+    """The end of the value axis; None: derived from the values."""
 
 
 Part = Paragraph | Table | LabeledSentences | Findings | OutputLines | TextHistogram | Plot
 
 
 class Section(NamedTuple):
-    """Parts below a title; `about` continues the title."""
+    """Parts below a title, which `subtitle` continues."""
 
     title: str
     parts: Sequence[Part]
-    about: str = ""
+    subtitle: str = ""
 
 
 class Document(NamedTuple):
-    """A report on one run: the script, the run's name, its state in a word and in a sentence, basic facts, sections."""
+    """A report on one run: script, run name, state in a word and in a sentence, basic facts, sections."""
 
     script: str
     run: str

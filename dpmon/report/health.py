@@ -1,4 +1,4 @@
-"""How a run does, in one word, with the reason and a remedy: for `status`, `ls` and the lines of `--json`."""
+"""The health of a run: a state with a reason and a remedy, for `status`, `ls` and the lines of `--json`."""
 
 from __future__ import annotations
 
@@ -41,129 +41,138 @@ FINE = (TRAINING, EVALUATING, WAITING_FOR_DATA)
 IS_FINE, NOT_TRAINING, NO_RUN, IS_STALLED, HAS_FAILED, TIMED_OUT = 0, 3, 4, 5, 6, 124
 """Exit statuses of `dpmon status`."""
 LOST = "lost"
-_FAILED = ("failed", "killed", LOST, "ended")
-"""Ends that are not as wanted; of a run that is lost or has ended, it is unknown how."""
-_AFTER_A_MOMENT_S = 1.0
+_FAILED_ENDS = ("failed", "killed", LOST, "ended")
+"""Ends that count as failures; it is unknown how a run that is lost or ended came to its end."""
+_MIN_SHOWN_S = 1.0
+STATE_WORDS = {QUIET: "idle", ELSEWHERE: "on another node"}
+"""What people read, for states whose value in JSON is another word."""
 
 
 class Health(NamedTuple):
-    """How a run does."""
+    """The health of a run."""
 
     state: str
-    """One of dpmon.stalls.run_state.STATES; "elsewhere" for a run of another machine."""
+    """One of dpmon.stalls.run_state.STATES; "elsewhere" for a run on another machine."""
     since_s: float | None
     """Since when, in seconds since the run's start; None if unknown."""
     reason: str | None = None
     remedy: str | None = None
     end: str | None = None
-    """How it ended: finished, stopped, interrupted, failed, killed, lost, ended (unknown); None while it goes on."""
+    """How it ended: finished, stopped, interrupted, failed, killed, lost, ended (unknown); None while it runs."""
 
     @property
-    def status(self) -> int:
+    def exit_status(self) -> int:
         """The exit status of `dpmon status`."""
         if self.state in FINE:
             return IS_FINE
         if self.state == STALLED:
             return IS_STALLED
-        return HAS_FAILED if self.end in _FAILED else NOT_TRAINING
+        return HAS_FAILED if self.end in _FAILED_ENDS else NOT_TRAINING
 
     def fields(self) -> dict[str, object]:
-        """The members of `assess_health`."""
-        return {**self._asdict(), "fine": self.status == IS_FINE}
+        """Return the members of the JSON object."""
+        return {**self._asdict(), "fine": self.exit_status == IS_FINE}
 
     def sentence(self, t_s: float) -> str:
-        """State, duration and reason in a sentence. `t_s`: now, in seconds since the run's start."""
-        took = ""
+        """Return state, duration and reason in a sentence. `t_s`: now, in seconds since the run's start."""
+        duration_text = ""
         if self.since_s is not None and self.end is not None:
-            took = f" after {format_run_time(self.since_s)}"
-        elif self.since_s is not None and t_s - self.since_s >= _AFTER_A_MOMENT_S:
-            took = f" for {format_long_duration((t_s - self.since_s) * SECOND)}"
-        word = STOPPED_BY_YOU if self.end == "stopped" else self.end or self.state
-        return f"{word}{took}" + (f": {self.reason}" if self.reason else "")
+            duration_text = f" after {format_run_time(self.since_s)}"
+        elif self.since_s is not None and t_s - self.since_s >= _MIN_SHOWN_S:
+            duration_text = f" for {format_long_duration((t_s - self.since_s) * SECOND)}"
+        word = self.end or STATE_WORDS.get(self.state, self.state)
+        if self.end == "stopped":
+            word = STOPPED_BY_YOU
+        return f"{word}{duration_text}" + (f": {self.reason}" if self.reason else "")
 
 
 def read_health(directory: Path) -> Health:
-    """How the run in `directory` does now."""
-    if load_exit(directory) is None:  # else nothing in the history changes the answer
+    """Return the health of the run in `directory` now."""
+    if load_exit(directory) is None:  # else the history cannot change the result
         with suppress(HistoryError, RunError), open_store(directory) as store:
             return health_from_store(directory, store)
     return health_from_store(directory, None)
 
 
 def health_from_store(directory: Path, store: Store | None) -> Health:
-    """How the run in `directory` does now. `store`: its history; None if it cannot be read."""
+    """Return the health of the run in `directory` now. `store`: its history; None if it cannot be read."""
     with closing(RunReader(directory)) as reader:
-        state = (
-            RunSnapshot()
-            if store is None
-            else SnapshotBuilder().build(store, ended=ended_processes(reader.activities()))
-        )
-        return assess_health(reader, state)
+        snapshot = RunSnapshot()
+        if store is not None:
+            snapshot = SnapshotBuilder().build(store, ended=ended_processes(reader.activities()))
+        return assess_health(reader, snapshot)
 
 
-def assess_health(reader: RunReader, state: RunSnapshot) -> Health:
-    """How a run does; `state`: what its history says."""
-    directory, info = reader.directory, reader.info
-    word, how = run_state(directory, info)
-    if how is not None or word == LOST:
-        return Health(ENDED, None if how is None else how.seconds, _end_reason(how), None, word)
+def assess_health(reader: RunReader, snapshot: RunSnapshot) -> Health:
+    """Return the health of a run; `snapshot`: its state according to its history."""
+    directory, run_info = reader.directory, reader.info
+    word, exit_info = run_state(directory, run_info)
+    if exit_info is not None or word == LOST:
+        return Health(ENDED, None if exit_info is None else exit_info.seconds, _end_reason(exit_info), None, word)
     if word == "ending":
         return Health(ENDED, None, "its record is being completed")
     if word == ELSEWHERE:
-        return Health(ELSEWHERE, None, f"it runs on {info.host}", "ask there")
-    if word == "unsupervised" and info.nodes:
-        reason = "its mirror has gone: what its machines do is not known here, but they record it"
-        return Health(QUIET, None, reason, f"dpmon attach {short_name(info)} starts the mirror again")
-    now = assess_live_run(reader, state, time.monotonic_ns() - info.start_ns)
-    if word == "unsupervised" and now.remedy is None:
-        remedy = f"dpmon attach {short_name(info)} starts another one"
-        return now._replace(reason="its supervisor was killed: nothing is recorded", remedy=remedy)
-    return now
+        return Health(ELSEWHERE, None, f"it runs on {run_info.host}", "run this command there")
+    if word == "unsupervised" and run_info.nodes:
+        reason = "its mirror has exited: what its nodes do is not known here, but they keep recording"
+        return Health(QUIET, None, reason, f"dpmon attach {short_name(run_info)} starts the mirror again")
+    health = assess_live_run(reader, snapshot, time.monotonic_ns() - run_info.start_ns)
+    if word == "unsupervised" and health.remedy is None:
+        remedy = f"dpmon attach {short_name(run_info)} starts another one"
+        return health._replace(reason="its supervisor was killed: nothing is recorded", remedy=remedy)
+    return health
 
 
-def assess_live_run(reader: RunReader, state: RunSnapshot, now_ns: int) -> Health:
-    """How a run does that goes on here; `now_ns`: the time since its start."""
-    start, name = reader.info.start_ns, short_name(reader.info)
-    since = {number: (what, at - start if at else 0) for number, (what, at) in reader.activities().items()}
-    paused, reads = reader.pause_state().since_ns, reader.input_wait_start_ns()
-    doing, began_ns = since.get(-1 if state.representative is None else state.representative.process, ("", 0))
-    found = decide_state(
-        state.state_inputs(now_ns, since, _seconds_since_start(paused, start), _seconds_since_start(reads, start))
-    )
+def assess_live_run(reader: RunReader, snapshot: RunSnapshot, now_ns: int) -> Health:
+    """Return the health of a live run on this machine; `now_ns`: the time since its start."""
+    start_ns, name = reader.info.start_ns, short_name(reader.info)
+    activities = {
+        process_index: (activity, since_ns - start_ns if since_ns else 0)
+        for process_index, (activity, since_ns) in reader.activities().items()
+    }
+    paused_ns = _ns_since_start(reader.pause_state().since_ns, start_ns)
+    input_wait_ns = _ns_since_start(reader.input_wait_start_ns(), start_ns)
+    process = snapshot.representative
+    activity, since_ns = activities.get(-1 if process is None else process.process, ("", 0))
+    run_state = decide_state(snapshot.state_inputs(now_ns, activities, paused_ns, input_wait_ns))
     stage, reason, remedy = reader.startup_stage(), None, None
-    over = doing == "ended" and found.word in (QUIET, *FINE)
-    if over and stage is not None and stage[1] - start > state.newest_ns:
-        found = RunState(STARTING)  # the command starts another training
-    if found.word == STALLED and state.current_stall is not None:
-        reason, remedy = state.current_stall.text, f"dpmon why {name} shows the stacks"
-    elif found.word == STARTING:
+    if stage is not None and activity == "ended" and run_state.word in (QUIET, *FINE):
+        _, stage_ns = stage
+        if stage_ns - start_ns > snapshot.newest_ns:
+            run_state = RunState(STARTING)  # the command starts another training
+    if run_state.word == STALLED and snapshot.current_stall is not None:
+        reason, remedy = snapshot.current_stall.text, f"dpmon why {name} shows the stacks"
+    elif run_state.word == STARTING:
         reason = startup_wait_reason(stage, now_ns) or None
-    elif found.word == PAUSED:
+    elif run_state.word == PAUSED:
         remedy = f"dpmon attach {name}, then p"
-    elif found.word == QUIET:
-        reason, remedy = _quiet_reason(state, doing), f"dpmon why {name} shows where it is"
-    elif found.word == WAITING_FOR_INPUT:
+    elif run_state.word == QUIET:
+        reason, remedy = _quiet_reason(snapshot, activity), f"dpmon why {name} shows where it is"
+    elif run_state.word == WAITING_FOR_INPUT:
         remedy = f"dpmon attach {name}, then i"
-    elif found.word in FINE[:2] and doing not in ("", "other", "ended") and now_ns - began_ns > QUIET_NS:
-        reason = f"in {doing} for {format_long_duration(now_ns - began_ns)}"
-    if state.open_calls and reason is None:
-        reason = format_calls_so_far(state.open_calls)
-    return Health(found.word, None if found.since_ns is None else found.since_ns / SECOND, reason, remedy)
+    elif run_state.word in FINE[:2] and activity not in ("", "other", "ended") and now_ns - since_ns > QUIET_NS:
+        reason = f"in {activity} for {format_long_duration(now_ns - since_ns)}"
+    if snapshot.open_calls and reason is None:
+        reason = format_calls_so_far(snapshot.open_calls)
+    return Health(run_state.word, None if run_state.since_ns is None else run_state.since_ns / SECOND, reason, remedy)
 
 
-def _quiet_reason(state: RunSnapshot, doing: str) -> str:
-    """Why nothing is called any more. `doing`: what the process that represents the run does."""
-    step = None if state.representative is None else state.representative.last_step
-    since = "no call for so long" if step is None else f"no call since step {format_count(step.step)}"
-    return f"{since}; {'the training process has ended' if doing == 'ended' else 'the script does something else'}"
+def _quiet_reason(snapshot: RunSnapshot, activity: str) -> str:
+    """Return why no model is called any more. `activity`: that of the process that represents the run."""
+    step = None if snapshot.representative is None else snapshot.representative.last_step
+    call_text = "no recent call" if step is None else f"no call since step {format_count(step.step)}"
+    text = "the training process has ended" if activity == "ended" else "the script does something else"
+    return f"{call_text}; {text}"
 
 
-def _seconds_since_start(at_ns: int | None, start_ns: int) -> int | None:
-    return None if at_ns is None else max(at_ns - start_ns, 0)
+def _ns_since_start(time_ns: int | None, start_ns: int) -> int | None:
+    return None if time_ns is None else max(time_ns - start_ns, 0)
 
 
-def _end_reason(how: ExitInfo | None) -> str | None:
-    if how is None:
-        return "it ended without a record of its end"
-    status = how.signal or (f"exit status {how.status}" if how.status else None)
-    return how.error or (None if how.stopped else how.cause or how.unknown or status)
+def _end_reason(exit_info: ExitInfo | None) -> str | None:
+    if exit_info is None:
+        return "its end was not recorded"
+    status = exit_info.signal or (f"exit status {exit_info.status}" if exit_info.status else None)
+    if exit_info.error or exit_info.stopped:
+        return exit_info.error or None
+    return exit_info.cause or exit_info.unknown or status

@@ -1,7 +1,7 @@
-"""Draws a report as one self-contained page with tables, and plots as SVG, in which each value is a tooltip.
+"""Renders a report as one self-contained page with tables, and plots as SVG in which each value has a tooltip.
 
-The page's own policy (Content-Security-Policy) forbids every connection and every script. So a hostile name in the
-record does no harm, even if its escaping is forgotten here.
+The page's Content-Security-Policy forbids every connection and every script, so a hostile name in the record does no
+harm even if escaping it is forgotten here.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
 from dpmon.record.schema import SECOND
 from dpmon.report.document import (
@@ -28,21 +29,21 @@ from dpmon.sanitize import sanitize_line
 from dpmon.text.formatting import format_clock, format_percent, format_three_digits, short_clock
 
 WIDTH, HEIGHT, ROW = 960.0, 300.0, 34.0
-_LEFT, _RIGHT, _TOP, _BOTTOM = 70.0, 14.0, 16.0, 42.0
-_CELLS, _MARKS, _MEAN, _LETTER = 16.0, 16.0, 46.0, 6.5
-_PALEST = 0.2
-_HOVERED = 2000
-"""Most values of lines with a tooltip in a plot: of more, only every second one has it, or every third, ..."""
-"""The height of a row of cells and of the words of marks, the width of a row's mean, and about that of a letter."""
-_USUAL, _CUT, _FEWEST, _FEWEST_ROWS = 0.95, 4.0, 4, 10
-"""An axis ends at 1.5 times the quantile _USUAL of its values if the largest value is more than _CUT times this
-quantile: one long step, such as an interrupted one, must not flatten the rest. This needs _FEWEST values (the mean and
-the longest step of two stretches). A plot with rows needs _FEWEST_ROWS, because it must show one slow rank among a
-few."""
-_TICKS = 6
-_TIME = "time since the run's start"
-_TIMES = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14_400, 21_600, 43_200, 86_400)
-"""Seconds between two times on an axis; of a longer run, some days."""
+_LEFT_MARGIN, _RIGHT_MARGIN, _TOP_MARGIN, _BOTTOM_MARGIN = 70.0, 14.0, 16.0, 42.0
+_CELL_ROW, _MARK_ROW, _MEAN_WIDTH, _LETTER_WIDTH = 16.0, 16.0, 46.0, 6.5
+"""The height of a row of cells and of the labels of marks, the width of a row's mean, and about that of a letter."""
+_MIN_OPACITY = 0.2
+_MAX_TOOLTIPS = 2000
+"""Most tooltips on the lines of a plot: with more values, only every second, third, ... value has one."""
+_TYPICAL_QUANTILE, _CUT_RATIO, _MIN_VALUES, _MIN_ROW_VALUES = 0.95, 4.0, 4, 10
+"""An axis ends at 1.5 times the quantile _TYPICAL_QUANTILE of its values if the largest value is more than _CUT_RATIO
+times this quantile: one long step, such as an interrupted one, must not flatten the rest. This needs _MIN_VALUES values
+(the mean and the longest step of two time buckets). A plot with rows needs _MIN_ROW_VALUES, because it must show one
+slow rank among a few."""
+_MAX_TICKS = 6
+_TIME_TITLE = "time since the run's start"
+_TICK_STEPS_S = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14_400, 21_600, 43_200, 86_400)
+"""Seconds between two times on an axis; whole days for a longer run."""
 _STYLE = """
 :root { color-scheme: light; }
 body { font: 15px/1.5 system-ui, sans-serif; color: #1b1f24; background: #fff; margin: 0 auto; max-width: 1100px;
@@ -74,12 +75,12 @@ svg .strong { font-weight: 600; fill: #24292f; }
 """
 
 
-def render_page(report: Document) -> str:
-    """The page of a report."""
+def render_page(document: Document) -> str:
+    """Return the page of a report."""
     policy = "default-src 'none'; base-uri 'none'; form-action 'none'; style-src 'unsafe-inline'; img-src data:"
-    script, run = escape_html(report.script), escape_html(report.run)
-    names = [escape_html(section.title + section.about) for section in report.sections]
-    links = " · ".join(f'<a href="#part-{number}">{name}</a>' for number, name in enumerate(names))
+    script, run = escape_html(document.script), escape_html(document.run)
+    titles = [escape_html(section.title + section.subtitle) for section in document.sections]
+    links = " · ".join(f'<a href="#part-{number}">{name}</a>' for number, name in enumerate(titles))
     return "".join(
         (
             '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n',
@@ -88,32 +89,31 @@ def render_page(report: Document) -> str:
             '<link rel="icon" href="data:,">\n',
             f"<title>{script}: dpmon report</title>\n<style>{_STYLE}</style></head>\n<body>\n",
             f"<h1>{script} <span class=soft>{run}</span></h1>\n",
-            f'<p class="outcome {escape_html(report.state)}">{escape_html(report.outcome)}</p>\n',
-            *(_paragraph(fact, soft=True) for fact in report.facts),
+            f'<p class="outcome {escape_html(document.state)}">{escape_html(document.outcome)}</p>\n',
+            *(_render_paragraph(fact, soft=True) for fact in document.facts),
             f"<nav>{links}</nav>\n",
-            *(_section(section, number) for number, section in enumerate(report.sections)),
+            *(_render_section(section, number) for number, section in enumerate(document.sections)),
             "</body></html>\n",
         )
     )
 
 
-def _section(section: Section, number: int) -> str:
-    return f'<h2 id="part-{number}">{escape_html(section.title + section.about)}</h2>\n' + "".join(
-        map(_part, section.parts)
-    )
+def _render_section(section: Section, number: int) -> str:
+    title = escape_html(section.title + section.subtitle)
+    return f'<h2 id="part-{number}">{title}</h2>\n' + "".join(map(_render_part, section.parts))
 
 
-def _part(part: Part) -> str:
+def _render_part(part: Part) -> str:
     if isinstance(part, Paragraph):
-        return _paragraph(part.text, soft=part.soft)
+        return _render_paragraph(part.text, soft=part.is_note)
     if isinstance(part, Table):
-        return _table(part.head, part.rows, (1, len(part.head) - 1) if part.flows else ())
+        return _render_table(part.headers, part.rows, (1, len(part.headers) - 1) if part.has_text_columns else ())
     if isinstance(part, LabeledSentences):
-        if part.head:
-            return _table(part.head, part.rows, range(1, len(part.head)))
-        return "".join(_paragraph(" ".join(row)) for row in part.rows[:MAX_ROWS])
+        if part.headers:
+            return _render_table(part.headers, part.rows, range(1, len(part.headers)))
+        return "".join(_render_paragraph(" ".join(row)) for row in part.rows[:MAX_ROWS])
     if isinstance(part, Findings):
-        return "".join(_findings(part))
+        return "".join(_render_findings(part))
     if isinstance(part, OutputLines):
         return "<pre>" + "\n".join(map(escape_html, part.lines)) + "</pre>\n"
     if isinstance(part, Plot):
@@ -121,33 +121,34 @@ def _part(part: Part) -> str:
     return ""
 
 
-def _paragraph(text: str, *, soft: bool = False) -> str:
+def _render_paragraph(text: str, *, soft: bool = False) -> str:
     return f"<p{' class=soft' * soft}>{escape_html(text)}</p>\n"
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]], text_columns: Sequence[int]) -> str:
-    """The first rows of a table with text in its first column and in `text_columns`, and the number of the others."""
-    marks = [" class=text" * (column in text_columns) for column in range(len(head))]
-    names = "".join(f"<th{mark}>{escape_html(cell)}</th>" for cell, mark in zip(head, marks, strict=True))
-    lines = [f"<div class=scroll><table><thead><tr>{names}</tr></thead><tbody>\n"]
+def _render_table(headers: Sequence[str], rows: Sequence[Sequence[str]], text_columns: Sequence[int]) -> str:
+    """Return the first rows of a table whose first column and `text_columns` are text, and how many are omitted."""
+    classes = [" class=text" * (column in text_columns) for column in range(len(headers))]
+    header_cells = "".join(f"<th{mark}>{escape_html(cell)}</th>" for cell, mark in zip(headers, classes, strict=True))
+    lines = [f"<div class=scroll><table><thead><tr>{header_cells}</tr></thead><tbody>\n"]
     for row in rows[:MAX_ROWS]:
-        inner = " class=inner" if row[0].startswith("  ") else marks[0]
-        cells = (
-            f"<td{mark}>{escape_html(cell.strip())}</td>" for cell, mark in zip(row, (inner, *marks[1:]), strict=True)
-        )
+        cells = []
+        for column, (cell, mark) in enumerate(zip(row, classes, strict=True)):
+            is_inner = column == 0 and cell.startswith("  ")
+            cells.append(f"<td{' class=inner' if is_inner else mark}>{escape_html(cell.strip())}</td>")
         lines.append(f"<tr>{''.join(cells)}</tr>\n")
     lines.append("</tbody></table></div>\n")
     if len(rows) > MAX_ROWS:
-        lines.append(_paragraph(f"and {len(rows) - MAX_ROWS:,} more; --json has them all", soft=True))
+        lines.append(_render_paragraph(f"and {len(rows) - MAX_ROWS:,} more; --json has them all", soft=True))
     return "".join(lines)
 
 
-def _findings(part: Findings) -> Iterable[str]:
+def _render_findings(findings: Findings) -> Iterable[str]:
     yield "<ol>\n"
-    for finding in part.findings:
+    for finding in findings.findings:
         yield f"<li><b>{escape_html(finding.text)}</b><br>"
         yield f"<span class=soft>Evidence: {escape_html(finding.ground)}.</span><br>"
-        yield f"{escape_html(finding.advice_text[0].upper() + finding.advice_text[1:])}.</li>\n"
+        advice = finding.advice_text
+        yield f"{escape_html(advice[:1].upper() + advice[1:])}.</li>\n"
     yield "</ol>\n"
 
 
@@ -155,226 +156,238 @@ def _findings(part: Findings) -> Iterable[str]:
 
 
 def render_plot(plot: Plot) -> str:
-    """The legend and the drawing of a plot, as HTML."""
+    """Return the legend and the drawing of a plot as HTML."""
     legend = "".join(
-        f'<span><i style="background:{one.color}"></i>{escape_html(one.name)}</span>'
-        for one in plot.series
-        if one.name and one.kind != "cells"
+        f'<span><i style="background:{series.color}"></i>{escape_html(series.name)}</span>'
+        for series in plot.series
+        if series.name and series.kind != "cells"
     )
-    return f"<p class=legend>{legend}</p>\n{_Canvas(plot).text()}\n"
+    return f"<p class=legend>{legend}</p>\n{_Canvas(plot).render()}\n"
 
 
 def escape_html(text: str) -> str:
-    """`text`, which may come from the script, as harmless HTML."""
+    """Return text, which may come from the script, as harmless HTML."""
     return html.escape(sanitize_line(text))
 
 
 class _Canvas:
+    """The drawing of one plot."""
+
     def __init__(self, plot: Plot) -> None:
         self.plot = plot
-        self.cells = any(one.kind == "cells" for one in plot.series)
-        self.across = bool(plot.rows) and not self.cells
-        self.marks = () if plot.time is None else plot.time.marks
-        self.above = _TOP + (_MARKS if self.marks else 0.0)
-        self.left = min(_LEFT + _LETTER * max(map(len, plot.rows)), WIDTH / 3) if self.across else _LEFT
-        rows = (_CELLS if self.cells else ROW) * len(plot.rows)
-        self.height = self.above + _BOTTOM + rows if plot.rows else HEIGHT
-        self.room = WIDTH - self.left - (_MEAN if self.cells else _RIGHT)
+        self.has_cells = any(series.kind == "cells" for series in plot.series)
+        self.is_horizontal = bool(plot.rows) and not self.has_cells
+        self.marks = () if plot.time_span is None else plot.time_span.marks
+        self.top = _TOP_MARGIN + (_MARK_ROW if self.marks else 0.0)
+        self.left = _LEFT_MARGIN
+        if self.is_horizontal:
+            self.left = min(_LEFT_MARGIN + _LETTER_WIDTH * max(map(len, plot.rows)), WIDTH / 3)
+        rows = (_CELL_ROW if self.has_cells else ROW) * len(plot.rows)
+        self.height = self.top + _BOTTOM_MARGIN + rows if plot.rows else HEIGHT
+        self.width = WIDTH - self.left - (_MEAN_WIDTH if self.has_cells else _RIGHT_MARGIN)
         values = list(_values_to_cover(plot))
         self.largest = max(values, default=0.0)
-        usual = sorted(values)[int(_USUAL * (len(values) - 1))] if values else 0.0
-        many = len(values) >= (_FEWEST_ROWS if plot.rows else _FEWEST)
-        self.cut = plot.top is None and many and usual > 0 and self.largest > _CUT * usual
+        typical = sorted(values)[int(_TYPICAL_QUANTILE * (len(values) - 1))] if values else 0.0
+        has_enough_values = len(values) >= (_MIN_ROW_VALUES if plot.rows else _MIN_VALUES)
+        has_outlier = typical > 0 and self.largest > _CUT_RATIO * typical
+        self.is_cut = plot.axis_end is None and has_enough_values and has_outlier
         lowest = min([0.0, *values])
-        self.step, self.top = _scale(plot.top or max(1.5 * usual if self.cut else self.largest, -lowest))
-        self.low = math.floor(lowest / self.step) * self.step
-        xs = [x for one in plot.series for begin, end, _ in one.points for x in (begin, end)]
-        self.begin, self.end = (min(xs), max(xs)) if xs and not plot.rows else (0.0, 1.0)
-        if plot.time is not None and plot.time.begin < plot.time.end:
-            self.begin, self.end = plot.time.begin, plot.time.end
+        highest = 1.5 * typical if self.is_cut else self.largest
+        self.tick_step, self.axis_top = _choose_scale(plot.axis_end or max(highest, -lowest))
+        self.axis_low = math.floor(lowest / self.tick_step) * self.tick_step
+        xs = [x for series in plot.series for start, end, _ in series.points for x in (start, end)]
+        self.start_s, self.end_s = (min(xs), max(xs)) if xs and not plot.rows else (0.0, 1.0)
+        if plot.time_span is not None and plot.time_span.start_s < plot.time_span.end_s:
+            self.start_s, self.end_s = plot.time_span.start_s, plot.time_span.end_s
 
-    def text(self) -> str:
-        """The SVG element."""
+    def render(self) -> str:
+        """Return the SVG element."""
         size = f'viewBox="0 0 {WIDTH:g} {self.height:g}" width="100%" role="img"'
-        area = f'x="{self.left:g}" y="{self.above:g}" width="{self.room:g}" height="{self._tall:g}"'
+        area = f'x="{self.left:g}" y="{self.top:g}" width="{self.width:g}" height="{self._plot_height:g}"'
         name = f"area-{self.plot.name}"
-        rows = (
-            self._rows_of_cells() if self.cells else self._horizontal_bars() if self.across else self._vertical_series()
-        )
-        axes = self._axis_across() if self.across else (*self._axis_up(), *self._time_axis())
-        marks, words = ("", "") if self.across else map("".join, zip(("", ""), *self._marks(), strict=True))
+        marks = labels = ""
+        if self.is_horizontal:
+            rows, axes = self._horizontal_bars(), self._horizontal_axis()
+        else:
+            rows = self._rows_of_cells() if self.has_cells else self._vertical_series()
+            axes = chain(self._value_axis(), self._time_axis())
+            marks, labels = map("".join, zip(("", ""), *self._render_marks(), strict=True))
         return (
             f'<svg {size} aria-label="{escape_html(self.plot.title)}"><clipPath id="{name}"><rect {area}/></clipPath>'
-            f'{"".join(axes)}<g clip-path="url(#{name})">{"".join(rows)}{marks}</g>{words}{self._cut_note()}</svg>'
+            f'{"".join(axes)}<g clip-path="url(#{name})">{"".join(rows)}{marks}</g>{labels}{self._cut_note()}</svg>'
         )
 
     @property
-    def _tall(self) -> float:
-        return self.height - self.above - _BOTTOM
+    def _plot_height(self) -> float:
+        return self.height - self.top - _BOTTOM_MARGIN
 
     def _cut_note(self) -> str:
-        if not self.cut:
+        if not self.is_cut:
             return ""
-        count = sum(value > self.top for value in _values_to_cover(self.plot))
+        count = sum(value > self.axis_top for value in _values_to_cover(self.plot))
         text = f"{count} higher, up to {format_three_digits(self.largest)}: cut"
-        return f'<text x="{WIDTH - _RIGHT:g}" y="12" text-anchor="end">{escape_html(text)}</text>'
+        return f'<text x="{WIDTH - _RIGHT_MARGIN:g}" y="12" text-anchor="end">{escape_html(text)}</text>'
 
-    def _x(self, x: float) -> float:
-        span = self.end - self.begin
-        return self.left + (x - self.begin) / span * self.room if span else self.left
+    def _to_x(self, x: float) -> float:
+        span = self.end_s - self.start_s
+        return self.left + (x - self.start_s) / span * self.width if span else self.left
 
-    def _y(self, y: float) -> float:
-        part = (y - self.low) / (self.top - self.low)
-        return self.height - _BOTTOM - part * self._tall
+    def _to_y(self, y: float) -> float:
+        part = (y - self.axis_low) / (self.axis_top - self.axis_low)
+        return self.height - _BOTTOM_MARGIN - part * self._plot_height
 
-    def _ticks(self) -> list[float]:
-        return [number * self.step for number in range(round(self.low / self.step), round(self.top / self.step) + 1)]
+    def _tick_values(self) -> list[float]:
+        first, last = round(self.axis_low / self.tick_step), round(self.axis_top / self.tick_step)
+        return [number * self.tick_step for number in range(first, last + 1)]
 
-    def _names(self, tall: float) -> Iterator[str]:
-        """The names of the rows."""
+    def _row_names(self, row_height: float) -> Iterator[str]:
+        """Yield the names of the rows."""
         for row, name in enumerate(self.plot.rows):
-            place = f'x="{self.left - 6:g}" y="{self.above + (row + 0.5) * tall + 4:g}" text-anchor="end"'
-            yield f"<text {place}>{escape_html(name)}</text>"
+            position = f'x="{self.left - 6:g}" y="{self.top + (row + 0.5) * row_height + 4:g}" text-anchor="end"'
+            yield f"<text {position}>{escape_html(name)}</text>"
 
-    def _axis_across(self) -> Iterator[str]:
-        bottom = self.height - _BOTTOM
-        for value in self._ticks():
-            x = self.left + value / self.top * self.room
-            yield f'<path class=grid d="M{x:.1f} {self.above}V{bottom}"/>'
-            yield f'<text x="{x:.1f}" y="{bottom + 15:g}" text-anchor="middle">{format_three_digits(value)}</text>'
+    def _horizontal_axis(self) -> Iterator[str]:
+        bottom = self.height - _BOTTOM_MARGIN
+        for value in self._tick_values():
+            x_px = self.left + value / self.axis_top * self.width
+            yield f'<path class=grid d="M{x_px:.1f} {self.top}V{bottom}"/>'
+            yield f'<text x="{x_px:.1f}" y="{bottom + 15:g}" text-anchor="middle">{format_three_digits(value)}</text>'
         yield f'<text x="{self.left:g}" y="{self.height - 6:g}">{escape_html(self.plot.unit)}</text>'
-        yield from self._names(ROW)
+        yield from self._row_names(ROW)
 
-    def _axis_up(self) -> Iterator[str]:
-        if self.cells:
-            yield from self._names(_CELLS)
-            for row, one in enumerate(self.plot.series):
-                length = sum(end - begin for begin, end, _ in one.points)
-                mean = sum((end - begin) * share for begin, end, share in one.points) / length if length else 0.0
-                place = f'x="{WIDTH}" y="{self.above + (row + 0.5) * _CELLS + 4:g}" text-anchor="end"'
-                yield f"<text {place}>{format_percent(mean)}</text>"
+    def _value_axis(self) -> Iterator[str]:
+        if self.has_cells:
+            yield from self._row_names(_CELL_ROW)
+            for row, series in enumerate(self.plot.series):
+                length = sum(end - start for start, end, _ in series.points)
+                mean = sum((end - start) * share for start, end, share in series.points) / length if length else 0.0
+                position = f'x="{WIDTH}" y="{self.top + (row + 0.5) * _CELL_ROW + 4:g}" text-anchor="end"'
+                yield f"<text {position}>{format_percent(mean)}</text>"
             return
-        for value in self._ticks():
-            y = self._y(value)
-            yield f'<path class=grid d="M{self.left} {y:.1f}H{WIDTH - _RIGHT}"/>'
-            yield f'<text x="{self.left - 6:g}" y="{y + 4:.1f}" text-anchor="end">{format_three_digits(value)}</text>'
-        middle = (self.height - _BOTTOM + self.above) / 2
+        for value in self._tick_values():
+            y_px = self._to_y(value)
+            yield f'<path class=grid d="M{self.left} {y_px:.1f}H{WIDTH - _RIGHT_MARGIN}"/>'
+            text = format_three_digits(value)
+            yield f'<text x="{self.left - 6:g}" y="{y_px + 4:.1f}" text-anchor="end">{text}</text>'
+        middle = (self.height - _BOTTOM_MARGIN + self.top) / 2
         unit = escape_html(self.plot.unit)
         yield f'<text transform="translate(12 {middle:g}) rotate(-90)" text-anchor="middle">{unit}</text>'
 
     def _time_axis(self) -> Iterator[str]:
-        bottom, span = self.height - _BOTTOM, self.end - self.begin
-        yield f'<text x="{self.left + self.room / 2:g}" y="{self.height - 6:g}" text-anchor="middle">{_TIME}</text>'
-        days = math.ceil(span / _TICKS / _TIMES[-1]) * _TIMES[-1]
-        step = next((step for step in _TIMES if step * _TICKS >= span), days)
-        for number in range(math.ceil(self.begin / step), math.floor(self.end / step) + 1):
-            x = self._x(number * step)
-            yield f'<path class=grid d="M{x:.1f} {bottom}v4"/>'
-            at = short_clock(number * step * SECOND)
-            yield f'<text x="{x:.1f}" y="{bottom + 15:g}" text-anchor="middle">{at}</text>'
+        bottom, range_s = self.height - _BOTTOM_MARGIN, self.end_s - self.start_s
+        position = f'x="{self.left + self.width / 2:g}" y="{self.height - 6:g}"'
+        yield f'<text {position} text-anchor="middle">{_TIME_TITLE}</text>'
+        days = math.ceil(range_s / _MAX_TICKS / _TICK_STEPS_S[-1]) * _TICK_STEPS_S[-1]
+        step = next((step for step in _TICK_STEPS_S if step * _MAX_TICKS >= range_s), days)
+        for number in range(math.ceil(self.start_s / step), math.floor(self.end_s / step) + 1):
+            x_px = self._to_x(number * step)
+            yield f'<path class=grid d="M{x_px:.1f} {bottom}v4"/>'
+            time_text = short_clock(number * step * SECOND)
+            yield f'<text x="{x_px:.1f}" y="{bottom + 15:g}" text-anchor="middle">{time_text}</text>'
 
-    def _marks(self) -> Iterator[tuple[str, str]]:
-        """Each mark of the time, and its word above the plot, where no other word is."""
-        bottom, used = self.height - _BOTTOM, [(-math.inf, self.left - 5)]
+    def _render_marks(self) -> Iterator[tuple[str, str]]:
+        """Yield each mark on the time axis, and its label above the plot unless it would overlap another one."""
+        bottom, used_ranges = self.height - _BOTTOM_MARGIN, [(-math.inf, self.left - 5)]
 
-        def word(x: float, text: str) -> str:
-            end = x + len(text) * _LETTER
-            if end > WIDTH or any(begin < end + 4 and x < until + 4 for begin, until in used):
+        def label(x: float, text: str) -> str:
+            end = x + len(text) * _LETTER_WIDTH
+            if end > WIDTH or any(used_start < end + 4 and x < used_end + 4 for used_start, used_end in used_ranges):
                 return ""
-            used.append((x, end))
-            return f'<text class=strong x="{x:.1f}" y="{self.above - 4:g}">{escape_html(text)}</text>'
+            used_ranges.append((x, end))
+            return f'<text class=strong x="{x:.1f}" y="{self.top - 4:g}">{escape_html(text)}</text>'
 
-        for since, until, what in self.marks:
-            x = self._x(since)
-            if until is None:
-                title = f"<title>{escape_html(what)}</title>"
-                line = f'<path class=event d="M{x:.1f} {self.above:g}V{bottom:g}">{title}</path>'
+        for start, end, text in self.marks:
+            x_px = self._to_x(start)
+            if end is None:
+                title = f"<title>{escape_html(text)}</title>"
+                line = f'<path class=event d="M{x_px:.1f} {self.top:g}V{bottom:g}">{title}</path>'
             else:
-                size = f'width="{self._x(until) - x:.1f}" height="{self._tall:g}"'
-                place = f'x="{x:.1f}" y="{self.above:g}" {size}'
-                line = f"<rect class={what} {place}><title>{what}</title></rect>"
-            yield line, word(x, what)
+                size = f'width="{self._to_x(end) - x_px:.1f}" height="{self._plot_height:g}"'
+                position = f'x="{x_px:.1f}" y="{self.top:g}" {size}'
+                line = f"<rect class={text} {position}><title>{text}</title></rect>"
+            yield line, label(x_px, text)
 
     def _rows_of_cells(self) -> Iterator[str]:
-        """A row for each series."""
-        for row, one in enumerate(self.plot.series):
-            yield f'<g fill="{one.color}" transform="translate(0 {self.above + row * _CELLS + 1:g})">'
-            for begin, end, share in one.points:
-                x, wide = self._x(begin), self._x(end) - self._x(begin)
-                color = f'fill-opacity="{min(share + _PALEST, 1):.1f}"' if share else 'class="none"'
+        """Yield a row for each series."""
+        for row, series in enumerate(self.plot.series):
+            yield f'<g fill="{series.color}" transform="translate(0 {self.top + row * _CELL_ROW + 1:g})">'
+            for start, end, share in series.points:
+                x, width = self._to_x(start), self._to_x(end) - self._to_x(start)
+                color = f'fill-opacity="{min(share + _MIN_OPACITY, 1):.1f}"' if share else 'class="none"'
                 text = f"{100 * share:.0f}% until {format_clock(int(end * SECOND))}"
-                place = f'x="{x:.1f}" width="{wide:.1f}" height="{_CELLS - 2:g}"'
-                yield f"<rect {place} {color}><title>{text}</title></rect>"
+                position = f'x="{x:.1f}" width="{width:.1f}" height="{_CELL_ROW - 2:g}"'
+                yield f"<rect {position} {color}><title>{text}</title></rect>"
             yield "</g>"
 
     def _vertical_series(self) -> Iterator[str]:
-        """Lines, dots, and bars over a stretch each, stacked in the order of the series."""
-        below: dict[float, float] = {}
-        each = sum(len(one.points) for one in self.plot.series if one.kind != "bars") // _HOVERED + 1
-        for one in self.plot.series:
-            if one.kind == "bars":
-                for begin, end, y in one.points:
-                    below[begin] = below.get(begin, 0.0) + y
-                    tall = y / self.top * self._tall
-                    yield self._bar(self._x(begin), self._y(below[begin]), self._x(end) - self._x(begin), tall, one, y)
+        """Yield lines, dots, and bars that are stacked in the order of the series."""
+        stack_tops: dict[float, float] = {}
+        point_count = sum(len(series.points) for series in self.plot.series if series.kind != "bars")
+        hover_stride = point_count // _MAX_TOOLTIPS + 1
+        for series in self.plot.series:
+            if series.kind == "bars":
+                for start, end, y in series.points:
+                    stack_tops[start] = stack_tops.get(start, 0.0) + y
+                    x, bar_height = self._to_x(start), y / self.axis_top * self._plot_height
+                    yield self._bar_rect(x, self._to_y(stack_tops[start]), self._to_x(end) - x, bar_height, series, y)
                 continue
-            dots = one.kind == "dots"
-            if not dots:
-                yield f'<path class=line stroke="{one.color}" d="{self._line(one)}"/>'
-            for x, _, y in one.points if dots else one.points[::each]:
-                look = f'cx="{self._x(x):.1f}" cy="{self._y(y):.1f}" r="{2 if dots else 3}" fill="{one.color}"'
-                faint = ' opacity=".4"' if dots else ' opacity="0"'
-                title = f"{escape_html(one.name)}: {format_three_digits(y)} at {x:g} s"
-                yield f"<circle {look}{faint}><title>{title}</title></circle>"
+            is_dots = series.kind == "dots"
+            if not is_dots:
+                yield f'<path class=line stroke="{series.color}" d="{self._line_path(series)}"/>'
+            for x, _, y in series.points if is_dots else series.points[::hover_stride]:
+                position = f'cx="{self._to_x(x):.1f}" cy="{self._to_y(y):.1f}"'
+                attributes = 'r="2" opacity=".4"' if is_dots else 'r="3" opacity="0"'
+                title = f"{escape_html(series.name)}: {format_three_digits(y)} at {x:g} s"
+                yield f'<circle {position} fill="{series.color}" {attributes}><title>{title}</title></circle>'
 
     def _horizontal_bars(self) -> Iterator[str]:
-        """A row of stacked bars for each name; a whisker begins at the axis."""
+        """Yield a row of stacked bars for each name; a whisker begins at the axis."""
         ends: dict[float, float] = {}
-        for one in self.plot.series:
-            for row, _, y in one.points:
-                top, wide = _TOP + row * ROW + 5, y / self.top * self.room
-                if one.kind == "whisker":
-                    yield f'<path class=grid d="M{self.left:.1f} {top + 12:.1f}H{self.left + wide:.1f}"/>'
+        for series in self.plot.series:
+            for row, _, y in series.points:
+                top, bar_width = _TOP_MARGIN + row * ROW + 5, y / self.axis_top * self.width
+                if series.kind == "whisker":
+                    yield f'<path class=grid d="M{self.left:.1f} {top + 12:.1f}H{self.left + bar_width:.1f}"/>'
                 else:
-                    x = self.left + ends.get(row, 0.0) / self.top * self.room
-                    yield self._bar(x, top, wide, ROW - 10, one, y)
+                    x = self.left + ends.get(row, 0.0) / self.axis_top * self.width
+                    yield self._bar_rect(x, top, bar_width, ROW - 10, series, y)
                     ends[row] = ends.get(row, 0.0) + y
 
-    def _bar(self, x: float, y: float, wide: float, tall: float, one: PlotSeries, value: float) -> str:
+    def _bar_rect(self, x: float, y: float, width: float, height: float, series: PlotSeries, value: float) -> str:
         if not value:
             return ""
-        place = f'x="{x:.1f}" y="{y:.1f}" width="{max(wide, 0.5):.1f}" height="{tall:.1f}" fill="{one.color}"'
-        title = f"{escape_html(one.name)}: {format_three_digits(value)} {escape_html(self.plot.unit)}"
-        return f"<rect {place}><title>{title}</title></rect>"
+        position = f'x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.5):.1f}" height="{height:.1f}" fill="{series.color}"'
+        title = f"{escape_html(series.name)}: {format_three_digits(value)} {escape_html(self.plot.unit)}"
+        return f"<rect {position}><title>{title}</title></rect>"
 
-    def _line(self, one: PlotSeries) -> str:
-        """The path of a line. In a series of steps, there may be gaps."""
-        path, before = [], None
-        for begin, end, y in one.points:
-            joined = before is not None and (one.kind == "line" or before >= begin)
-            path.append(f"{'L' if joined else 'M'}{self._x(begin):.1f} {self._y(y):.1f}")
-            if end > begin:
-                path.append(f"H{self._x(end):.1f}")
-            before = end
+    def _line_path(self, series: PlotSeries) -> str:
+        """Return the path of a line. A series of steps may have gaps."""
+        path, previous_end = [], None
+        for start, end, y in series.points:
+            is_joined = previous_end is not None and (series.kind == "line" or previous_end >= start)
+            path.append(f"{'L' if is_joined else 'M'}{self._to_x(start):.1f} {self._to_y(y):.1f}")
+            if end > start:
+                path.append(f"H{self._to_x(end):.1f}")
+            previous_end = end
         return "".join(path)
 
 
 def _values_to_cover(plot: Plot) -> Iterator[float]:
-    """The values that the value axis has to cover."""
+    """Yield the values that the value axis has to cover."""
     stacks: dict[float, float] = {}
-    for one in plot.series:
-        for x, _, y in one.points:
-            if one.kind == "bars":
+    for series in plot.series:
+        for x, _, y in series.points:
+            if series.kind == "bars":
                 stacks[x] = stacks.get(x, 0.0) + y
             else:
                 yield y
     yield from stacks.values()
 
 
-def _scale(top: float) -> tuple[float, float]:
-    """A round step between ticks, and the round end of an axis from 0 that has to reach `top`."""
+def _choose_scale(top: float) -> tuple[float, float]:
+    """Return a round step between ticks, and the round end of an axis from 0 that has to reach `top`."""
     if not top > 0:
         return 1.0, 1.0
-    power = 10.0 ** math.floor(math.log10(top / _TICKS))
-    step = next(nice * power for nice in (1, 2, 5, 10) if nice * power * _TICKS >= top)
+    power = 10.0 ** math.floor(math.log10(top / _MAX_TICKS))
+    step = next(multiple * power for multiple in (1, 2, 5, 10) if multiple * power * _MAX_TICKS >= top)
     return step, math.ceil(top / step - 1e-9) * step

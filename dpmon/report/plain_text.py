@@ -1,4 +1,4 @@
-"""Draws a report as lines of plain text, without colors or control characters."""
+"""Renders a report as lines of plain text, without colors or control characters."""
 
 from __future__ import annotations
 
@@ -24,132 +24,138 @@ from dpmon.sanitize import sanitize_line
 from dpmon.text.cells import truncate
 from dpmon.text.formatting import format_clock, format_duration
 
-NARROWEST = 40
-BARS = "▁▂▃▄▅▆▇█"
-_KEPT = "\N{NO-BREAK SPACE}"
-_UNIT = re.compile(r"(?<=\d) (?=(?:%|[nµm]?s|[KMGT]iB)(?!\w))")
-"""The space between a number and its unit, at which no line is broken."""
+MIN_WIDTH = 40
+BAR_CHARS = "▁▂▃▄▅▆▇█"
+_NO_BREAK = "\N{NO-BREAK SPACE}"
+_UNIT_SPACE = re.compile(r"(?<=\d) (?=(?:%|[nµm]?s|[KMGT]iB)(?!\w))")
+"""The space between a number and its unit, at which lines are not broken."""
 
 
 def report_text(directory: Path, width: int = 80) -> list[str]:
-    """The report of the run in `directory`, in lines of at most `width` cells. Raises RunError if it is not a run.
+    """Return the report of the run in `directory` in lines of at most `width` cells. Raises RunError if it is no run.
 
     Headings do not begin with a space.
     """
     return text_lines(build_document(collect_report_data(directory)), width)
 
 
-def text_lines(report: Document, width: int = 80) -> list[str]:
-    """The report in at most `width` cells (NARROWEST at least)."""
-    width = max(width, NARROWEST)
-    lines = _wrap(f"{report.script} ({report.run}): {report.outcome}", width, "", "  ")
-    for fact in report.facts:
-        lines += _wrap(fact, width)
-    for section in report.sections:
+def text_lines(document: Document, width: int = 80) -> list[str]:
+    """Return a report in lines of at most `width` cells, but at least MIN_WIDTH."""
+    width = max(width, MIN_WIDTH)
+    lines = _wrap_lines(f"{document.script} ({document.run}): {document.outcome}", width, "", "  ")
+    for fact in document.facts:
+        lines += _wrap_lines(fact, width)
+    for section in document.sections:
         lines += ["", *section_lines(section, width)]
     return lines
 
 
 def section_lines(section: Section, width: int) -> list[str]:
-    """The title of a section and its parts."""
+    """Return the lines of a section: its title and its parts."""
     return [
-        sanitize_line(section.title.upper() + section.about),
-        *(line for part in section.parts for line in _part(part, width)),
+        sanitize_line(section.title.upper() + section.subtitle),
+        *(line for part in section.parts for line in _render_part(part, width)),
     ]
 
 
-def _part(part: Part, width: int) -> Iterable[str]:
+def _render_part(part: Part, width: int) -> Iterable[str]:
     if isinstance(part, Paragraph):
-        return _wrap(part.text, width)
+        return _wrap_lines(part.text, width)
     if isinstance(part, Table):
-        return _table(part, width)
+        return _render_table(part, width)
     if isinstance(part, LabeledSentences):
-        return _entries(part, width)
+        return _render_labeled_sentences(part, width)
     if isinstance(part, Findings):
-        return _findings(part, width)
+        return _render_findings(part, width)
     if isinstance(part, OutputLines):
         return [truncate(f"  {sanitize_line(line)}", width) for line in part.lines]
-    return _bars(part, width) if isinstance(part, TextHistogram) else ()
+    return _render_histogram(part, width) if isinstance(part, TextHistogram) else ()
 
 
-def _wrap(text: str, width: int, first: str = "  ", rest: str | None = None) -> list[str]:
-    rest = first if rest is None else rest
-    kept = _UNIT.sub(_KEPT, sanitize_line(text))
-    lines = textwrap.wrap(kept, width, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False)
-    return [line.replace(_KEPT, " ") for line in lines] or [first.rstrip()]
+def _wrap_lines(text: str, width: int, first_indent: str = "  ", indent: str | None = None) -> list[str]:
+    indent = first_indent if indent is None else indent
+    text = _UNIT_SPACE.sub(_NO_BREAK, sanitize_line(text))
+    lines = textwrap.wrap(text, width, initial_indent=first_indent, subsequent_indent=indent, break_on_hyphens=False)
+    return [line.replace(_NO_BREAK, " ") for line in lines] or [first_indent.rstrip()]
 
 
-def _omitted_rows_line(rows: Sequence[object], shown: int) -> list[str]:
-    return [f"  and {len(rows) - shown:,} more; --json has them all"] if len(rows) > shown else []
+def _omitted_rows_line(rows: Sequence[object], shown_count: int) -> list[str]:
+    return [f"  and {len(rows) - shown_count:,} more; --json has them all"] if len(rows) > shown_count else []
 
 
-def _align_columns(rows: Sequence[Sequence[str]], width: int, left: int) -> list[str]:
-    """Columns as wide as their content, `left` of them left-aligned; whatever exceeds `width` is cut."""
+def _align_columns(rows: Sequence[Sequence[str]], width: int, left_aligned: int) -> list[str]:
+    """Return lines with columns as wide as their content, `left_aligned` of them left-aligned, truncated to `width`."""
     rows = [[sanitize_line(cell) for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for row in rows:
         cells = [
-            cell.ljust(size) if column < left else cell.rjust(size)
+            cell.ljust(size) if column < left_aligned else cell.rjust(size)
             for column, (cell, size) in enumerate(zip(row, widths, strict=True))
         ]
         lines.append(truncate("  " + "  ".join(cells).rstrip(), width))
     return lines
 
 
-def _table(table: Table, width: int) -> list[str]:
-    """The last column of a table that flows goes to lines of its own if it does not fit."""
-    rows = [table.head, *table.rows[:MAX_ROWS]]
-    more = _omitted_rows_line(table.rows, MAX_ROWS)
-    if not table.flows:
-        return [*_align_columns(rows, width, left=1), *more]
-    narrow = _align_columns([row[:-1] for row in rows], width, left=2)
-    widest = max(map(len, narrow))
-    if max(len(sanitize_line(row[-1])) for row in rows) <= width - widest - 2:
-        return [
-            *(f"{line.ljust(widest)}  {sanitize_line(row[-1])}" for line, row in zip(narrow, rows, strict=True)),
-            *more,
+def _render_table(table: Table, width: int) -> list[str]:
+    """Return the lines of a table. A last column of text goes to lines of its own if it does not fit."""
+    rows = [table.headers, *table.rows[:MAX_ROWS]]
+    omitted_line = _omitted_rows_line(table.rows, MAX_ROWS)
+    if not table.has_text_columns:
+        return [*_align_columns(rows, width, left_aligned=1), *omitted_line]
+    short_lines = _align_columns([row[:-1] for row in rows], width, left_aligned=2)
+    max_width = max(map(len, short_lines))
+    if max(len(sanitize_line(row[-1])) for row in rows) <= width - max_width - 2:
+        lines = [
+            f"{line.ljust(max_width)}  {sanitize_line(row[-1])}" for line, row in zip(short_lines, rows, strict=True)
         ]
-    short = f"{table.head[-1]}: " if len(table.head[-1]) == 1 else ""
-    lines = narrow[:1]
-    for line, row in zip(narrow[1:], rows[1:], strict=True):
-        lines += [line, *_wrap(f"{short}{row[-1]}", width, "      ")]
-    return [*lines, *more]
+        return [*lines, *omitted_line]
+    label = f"{table.headers[-1]}: " if len(table.headers[-1]) == 1 else ""
+    lines = short_lines[:1]
+    for line, row in zip(short_lines[1:], rows[1:], strict=True):
+        lines += [line, *_wrap_lines(f"{label}{row[-1]}", width, "      ")]
+    return [*lines, *omitted_line]
 
 
-def _entries(entries: LabeledSentences, width: int) -> list[str]:
+def _render_labeled_sentences(part: LabeledSentences, width: int) -> list[str]:
     lines = []
-    for row in entries.rows[: entries.most]:
-        label, text = (
-            ("", "  ".join(row)) if len(row) != 2 else (sanitize_line(row[0]).ljust(entries.indent - 2), row[1])
-        )
-        lines += _wrap(text, width, f"  {label}", " " * entries.indent)
-    return [*lines, *_omitted_rows_line(entries.rows, entries.most)]
+    for row in part.rows[: part.max_rows]:
+        label, text = "", "  ".join(row)
+        if len(row) == 2:
+            label, text = row
+            label = sanitize_line(label).ljust(part.indent - 2)
+        lines += _wrap_lines(text, width, f"  {label}", " " * part.indent)
+    return [*lines, *_omitted_rows_line(part.rows, part.max_rows)]
 
 
-def _findings(part: Findings, width: int) -> list[str]:
+def _render_findings(findings: Findings, width: int) -> list[str]:
     lines = []
-    for number, finding in enumerate(part.findings, start=1):
-        lines += _wrap(finding.text, width, f"{number:>3} ", "    ")
-        lines += _wrap(f"evidence: {finding.ground}", width, "    ", "      ")
-        lines += _wrap(finding.advice_text, width, "    ", "      ")
+    for number, finding in enumerate(findings.findings, start=1):
+        lines += _wrap_lines(finding.text, width, f"{number:>3} ", "    ")
+        lines += _wrap_lines(f"evidence: {finding.ground}", width, "    ", "      ")
+        lines += _wrap_lines(finding.advice_text, width, "    ", "      ")
     return lines
 
 
-def _bars(part: TextHistogram, width: int) -> list[str]:
-    bins = part.bins
-    first, last = bins[0].start_ns, max(one.end_ns for one in bins)
-    cells = max(min(width - 4, 120, (last - first) // part.bin_ns), 1)  # the last stretch may be shorter than others
-    sums = [[0, 0] for _ in range(cells)]
-    for one in bins:
-        begin, end = ((at - first) * cells for at in (one.start_ns, one.end_ns))
-        for at in range(begin // (last - first), max(-(-end // (last - first)), begin // (last - first) + 1)):
-            sums[at][0] += one.wall_ns
-            sums[at][1] += one.steps
-    means = [wall / steps if steps else None for wall, steps in sums]
-    top = max(mean for mean in means if mean is not None)
-    bars = "".join(" " if mean is None else BARS[min(int(mean / top * 8), 7)] for mean in means)
-    scale = f"time of a step{part.whose}, mean over each {format_duration((last - first) / cells)}"
-    scale += f"; the highest bar is {format_duration(top)}" + ("; no bar where no step ran" if None in means else "")
-    ends = format_clock(first) + format_clock(last).rjust(max(cells - 8, 9))
-    return [*_wrap(scale, width), "  " + bars, "  " + ends]
+def _render_histogram(histogram: TextHistogram, width: int) -> list[str]:
+    """Return a caption, a row of bars with the mean step time, and the times at its edges."""
+    bins = histogram.bins
+    start_ns, end_ns = bins[0].start_ns, max(time_bin.end_ns for time_bin in bins)
+    length_ns = end_ns - start_ns
+    cell_count = max(min(width - 4, 120, length_ns // histogram.bin_ns), 1)  # the last bin may be shorter
+    wall_ns, steps = [0] * cell_count, [0] * cell_count
+    for time_bin in bins:
+        first = (time_bin.start_ns - start_ns) * cell_count // length_ns
+        last = -(-(time_bin.end_ns - start_ns) * cell_count // length_ns) - 1
+        for index in range(first, max(last, first) + 1):
+            wall_ns[index] += time_bin.wall_ns
+            steps[index] += time_bin.steps
+    means = [total / count if count else None for total, count in zip(wall_ns, steps, strict=True)]
+    highest = max(mean for mean in means if mean is not None)
+    bars = "".join(" " if mean is None else BAR_CHARS[min(int(mean / highest * 8), 7)] for mean in means)
+    caption = f"step time{histogram.rank_suffix}, mean over each {format_duration(length_ns / cell_count)}"
+    caption += f"; the highest bar is {format_duration(highest)}"
+    if None in means:
+        caption += "; no bar where no step ran"
+    axis = format_clock(start_ns) + format_clock(end_ns).rjust(max(cell_count - 8, 9))
+    return [*_wrap_lines(caption, width), "  " + bars, "  " + axis]

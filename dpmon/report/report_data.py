@@ -1,4 +1,4 @@
-"""Reads a run's directory into a ReportData. Every figure comes from a query of the run's store."""
+"""Reads a run's directory into a ReportData. Every metric comes from a query of the run's store."""
 
 from __future__ import annotations
 
@@ -21,85 +21,103 @@ from dpmon.run.safe_files import read_tail
 from dpmon.store.store_opening import open_store
 from dpmon.store.store_queries import Store
 
-LINES_KEPT = 12
+MAX_OUTPUT_LINES = 12
 _TAIL_BYTES = 16384
 
 
 @dataclass(frozen=True)
 class ReportData:
-    """A report on one run: its facts, and what its directory says about it."""
+    """The data of a report: the analysis of a run, and what its directory says about it."""
 
     directory: str
-    info: RunInfo
-    exit: ExitInfo | None
+    run_info: RunInfo
+    exit_info: ExitInfo | None
     state: str
     """A state of `dpmon.run.lifecycle.run_state`."""
-    facts: RunAnalysis
+    run: RunAnalysis
     findings: Sequence[Finding]
     warnings: Sequence[str]
-    nothing: str | None
+    untraced_reason: str | None
     """Why there is no step and no call."""
     last_output: Sequence[str]
     """The last lines of the script's output (of its stderr in a headless run), if it failed."""
-    raised: str | None
+    exception_line: str | None
     """The line that names the exception in the last traceback; None if the script did not fail with one."""
 
 
 def collect_report_data(directory: Path) -> ReportData:
-    """The story of the run in `directory`, up to now. Raises RunError if it is not a run, HistoryError if damaged."""
-    info = load_info(directory)
-    state, how = run_state(directory, info)
-    asked = stop_requested_unix(directory)
-    failed = how is not None and how.status and how.signal is None and not how.stopped
-    why = find_first_failure(directory, info, how.status) if how is not None and failed else None
+    """Return the data of the run in `directory`, so far. Raises RunError if it is no run, HistoryError if damaged."""
+    run_info = load_info(directory)
+    state, exit_info = run_state(directory, run_info)
+    stop_requested = stop_requested_unix(directory)
+    failure = None
+    if exit_info is not None and exit_info.status and exit_info.signal is None and not exit_info.stopped:
+        failure = find_first_failure(directory, run_info, exit_info.status)
     with open_store(directory) as store:
-        facts = analyze_run(
+        run = analyze_run(
             store,
             directory,
-            how,
-            stop_asked_ns=None if asked is None else int((asked - info.started_unix) * 1e9),
-            death=None if why is None or why.rank_exit is None else why.rank_exit.text,
-            raised=None if why is None or why.exception is None else why.exception.sentence(info.cwd),
+            exit_info,
+            stop_requested_ns=None if stop_requested is None else int((stop_requested - run_info.started_unix) * 1e9),
+            death=None if failure is None or failure.rank_exit is None else failure.rank_exit.text,
+            raised=None if failure is None or failure.exception is None else failure.exception.sentence(run_info.cwd),
         )
-        facts.query_everything()
-    damaged, nothing = [] if store.damaged is None else [store.damaged], None
-    warnings = list(dict.fromkeys([*damaged, *(one.text for one in facts.announced.warnings)]))
-    if not facts.steps and not facts.calls:
-        nothing = nothing_traced_reason(directory, info, how, [*damaged, *facts.announced.reasons])
-        nothing = nothing or f"the command {'has not started yet' if how is None else 'was not started'}"
+        run.query_everything()
+    damage, untraced_reason = [] if store.damaged is None else [store.damaged], None
+    warnings = list(dict.fromkeys([*damage, *(warning.text for warning in run.announced.warnings)]))
+    if not run.steps and not run.calls:
+        untraced_reason = nothing_traced_reason(directory, run_info, exit_info, [*damage, *run.announced.reasons])
+        if not untraced_reason:
+            untraced_reason = f"the command {'has not started yet' if exit_info is None else 'was not started'}"
     reader = RunReader(directory)
-    end = read_output_tail(reader) if how is not None and how.status else b""
-    last = _last_output_lines(end, None if why is None else why.exception, reader.info.command_pid)
-    raised = clean_traceback_line(end)
-    return ReportData(str(directory), info, how, state, facts, find_all(facts), warnings, nothing, last, raised)
+    output_tail = read_output_tail(reader) if exit_info is not None and exit_info.status else b""
+    last_lines = _last_output_lines(
+        output_tail, None if failure is None else failure.exception, reader.info.command_pid
+    )
+    exception_line = clean_traceback_line(output_tail)
+    return ReportData(
+        str(directory),
+        run_info,
+        exit_info,
+        state,
+        run,
+        find_all(run),
+        warnings,
+        untraced_reason,
+        last_lines,
+        exception_line,
+    )
 
 
 def analyze_run(
     store: Store,
     directory: Path,
-    how: ExitInfo | None,
-    stop_asked_ns: int | None = None,
+    exit_info: ExitInfo | None,
+    stop_requested_ns: int | None = None,
     death: str | None = None,
     raised: str | None = None,
 ) -> RunAnalysis:
-    """The facts of the run in `directory`. `how`: how it ended; None while it runs, or if unknown."""
+    """Return the analysis of the run in `directory`. `exit_info`: how it ended; None while it runs, or if unknown."""
     with closing(RunReader(directory)) as reader:
         ended = ended_processes(reader.activities())
-    end_ns = None if how is None or how.by != "supervisor" else int(how.seconds * 1e9)
-    return RunAnalysis(store, ended, end_ns, stop_asked_ns=stop_asked_ns, death=death, raised=raised)
+    end_ns = None if exit_info is None or exit_info.by != "supervisor" else int(exit_info.seconds * 1e9)
+    return RunAnalysis(store, ended, end_ns, stop_asked_ns=stop_requested_ns, death=death, raised=raised)
 
 
 def read_output_tail(reader: RunReader) -> bytes:
-    """The end of the script's output (of its stderr, if that has a file); empty if it cannot be read."""
+    """Return the end of the script's output (of its stderr, if that has a file); empty if it cannot be read."""
     try:
         return read_tail(reader.output_paths[-1], READ_BYTES)
     except OSError:
         return b""
 
 
-def _last_output_lines(end: bytes, raised: UncaughtException | None, command: int | None) -> tuple[str, ...]:
-    """The last lines of the script's output. `end`: its last bytes. `command`: the process id of the command."""
-    lines = end[-_TAIL_BYTES:].decode("utf-8", "replace").split("\n")
-    # A carriage return starts the line again, so only the last state of a progress bar is shown.
-    shown = [line.rstrip("\r").rpartition("\r")[2] for line in lines]
-    return tuple([line for line in trim_launcher_lines(shown, raised, command) if line.strip()][-LINES_KEPT:])
+def _last_output_lines(
+    output_tail: bytes, exception: UncaughtException | None, command_pid: int | None
+) -> tuple[str, ...]:
+    """Return the last lines of `output_tail`, the end of the script's output, without lines of launchers."""
+    lines = output_tail[-_TAIL_BYTES:].decode("utf-8", "replace").split("\n")
+    # A carriage return restarts the line, so only the last state of a progress bar is shown.
+    visible_lines = [line.rstrip("\r").split("\r")[-1] for line in lines]
+    kept_lines = [line for line in trim_launcher_lines(visible_lines, exception, command_pid) if line.strip()]
+    return tuple(kept_lines[-MAX_OUTPUT_LINES:])

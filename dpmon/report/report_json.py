@@ -1,4 +1,4 @@
-"""A report as one JSON object, for programs: the fields of its facts. docs/json.md describes every member."""
+"""A report as one JSON object, for programs. docs/json.md describes every member."""
 
 from __future__ import annotations
 
@@ -25,38 +25,40 @@ from dpmon.store.query_results import LossBin
 from dpmon.store.step_stats import quantities_to_json, rate_to_json
 from dpmon.store.tally import SeriesStats
 
-_GAPS = 100
-_PARTS = ("model_bytes", "gradients_bytes", "optimizer_bytes", "rest_bytes")
-_DEVICE = (
+_MAX_GAPS = 100
+_MEMORY_PARTS = ("model_bytes", "gradients_bytes", "optimizer_bytes", "rest_bytes")
+_DEVICE_FIELDS = (
     *("index", "name", "uuid", "called", "of_run", "samples", "util_median", "mem_used_max", "mem_run_max"),
     *("mem_total", "temperature_max", "power_max", "throttled"),
 )
 
 
-def report_as_json(story: ReportData) -> dict[str, object]:
-    """The report of `story` as an object with these members."""
-    facts = story.facts
+def report_as_json(report: ReportData) -> dict[str, object]:
+    """Return a report as a JSON object."""
+    run = report.run
     return {
         "run": {
-            **fields_of(story.info, "id", "name", "script", "cwd", "python", "started_unix", "command", "versions"),
-            "directory": story.directory,
+            **fields_of(
+                report.run_info, "id", "name", "script", "cwd", "python", "started_unix", "command", "versions"
+            ),
+            "directory": report.directory,
         },
         "end": {
-            "state": story.state,
-            **{name: getattr(story.exit, name, None) for name in ("status", "signal", "error", "seconds")},
+            "state": report.state,
+            **{name: getattr(report.exit_info, name, None) for name in ("status", "signal", "error", "seconds")},
         },
-        "processes": [one._asdict() for one in facts.announced.info.values()],
-        **fields_of(facts, "steps", "calls", "open_calls"),
-        **fields_of(facts.store, "dropped", "pruned"),
-        "nothing": story.nothing,
-        "stalls": [fields_of(stall, "since_ns", "end_ns", "text") for stall in facts.announced.stalls],
-        "gpu_absent": facts.samples.gpu_absent,
-        "modes": [_mode(facts, mode) for mode in facts.modes],
-        "evaluations": [_mode(facts, mode) for mode in facts.evaluations],
-        "elapsed": _elapsed(facts),
-        "progress": progress_fields(facts.progress),
-        "epochs": [{**fields_of(one, *Epoch._fields), "seconds": one.took_ns / 1e9} for one in facts.progress.epochs],
-        "findings": [finding._asdict() for finding in story.findings],
+        "processes": [one._asdict() for one in run.announced.info.values()],
+        **fields_of(run, "steps", "calls", "open_calls"),
+        **fields_of(run.store, "dropped", "pruned"),
+        "nothing": report.untraced_reason,
+        "stalls": [fields_of(stall, "since_ns", "end_ns", "text") for stall in run.announced.stalls],
+        "gpu_absent": run.samples.gpu_absent,
+        "modes": [_mode_members(run, mode) for mode in run.modes],
+        "evaluations": [_mode_members(run, mode) for mode in run.evaluations],
+        "elapsed": _elapsed_members(run),
+        "progress": progress_fields(run.progress),
+        "epochs": [{**fields_of(one, *Epoch._fields), "seconds": one.took_ns / 1e9} for one in run.progress.epochs],
+        "findings": [finding._asdict() for finding in report.findings],
         "replicas": [
             {
                 **fields_of(one, "mode", "root", "replica", "device", "virtual", "calls", "rows"),
@@ -64,11 +66,11 @@ def report_as_json(story: ReportData) -> dict[str, object]:
                 "p95_ms": ms(one.time.quantile(0.95)),
                 **_device_time_members(one.on_device, one.untimed),
             }
-            for one in facts.replicas
+            for one in run.replicas
         ],
-        "sizes": [line._asdict() for line in facts.sizes],
-        "ranks": _ranks(facts),
-        "communication": communication_fields(facts.communication),
+        "sizes": [line._asdict() for line in run.sizes],
+        "ranks": _rank_members(run),
+        "communication": communication_fields(run.communication),
         "losses": [
             {
                 **loss_fields(curve),
@@ -76,7 +78,7 @@ def report_as_json(story: ReportData) -> dict[str, object]:
                 "width_s": curve.point_s,
                 "points": [{"t_s": one.second, **fields_of(one, *LossBin._fields[1:])} for one in curve.points],
             }
-            for curve in facts.losses
+            for curve in run.losses
         ],
         "stages": [
             {
@@ -84,48 +86,53 @@ def report_as_json(story: ReportData) -> dict[str, object]:
                 "median_ms": ms(line.time.median),
                 **_device_time_members(line.on_device, line.untimed),
             }
-            for line in facts.stages
+            for line in run.stages
         ],
-        "devices": [fields_of(device, *_DEVICE) for device in facts.devices],
-        "host": _host(facts.samples.hosts, facts.host),
+        "devices": [fields_of(device, *_DEVICE_FIELDS) for device in run.devices],
+        "host": _host_members(run.samples.hosts, run.host),
         "memory": [
             {
                 **fields_of(row, "device", "model", "gradients", "optimizer", "rest", "peak", "processes"),
-                "known": dict(zip(_PARTS, row.known, strict=True)),
+                "known": dict(zip(_MEMORY_PARTS, row.known, strict=True)),
                 "shared_bytes": sum(row.shared.values()),
-                "absent": {name: why for name, why in row.absent.items() if getattr(row, name[:-6], None) is None},
+                "absent": {
+                    name: reason for name, reason in row.absent.items() if getattr(row, name[:-6], None) is None
+                },
             }
-            for row in facts.memory
+            for row in run.memory
         ],
-        "compared": _mode_comparison_members(facts),
+        "compared": _mode_comparison_members(run),
         "mode_changes": [
             {
                 **fields_of(change, *change._fields),
                 **{name: getattr(change, name) or None for name in ("root", "mode", "requested_by")},
             }
-            for change in facts.announced.changes
+            for change in run.announced.changes
         ],
-        "paused": {**fields_of(facts.pause_totals, *PauseTotals._fields), "alone_s": facts.paused_alone_ns / 1e9},
+        "paused": {**fields_of(run.pause_totals, *PauseTotals._fields), "alone_s": run.paused_alone_ns / 1e9},
         "pauses": [
             {
                 **fields_of(pause, "process", "step", "took_ns", "on", "reason", "refused"),
                 "t_s": pause.start_ns / 1e9,
             }
-            for pause in facts.pauses
+            for pause in run.pauses
         ],
         "inputs": [
-            {"process": process, "t_s": begin / 1e9, "seconds": (end - begin) / 1e9}
-            for process, begin, end in facts.announced.inputs
+            {"process": process, "t_s": start_ns / 1e9, "seconds": (end_ns - start_ns) / 1e9}
+            for process, start_ns, end_ns in run.announced.inputs
         ],
-        "warnings": list(story.warnings),
-        "time": {"width_s": facts.stretches.width_ns / 1e9, "stretches": [_bin(one) for one in facts.stretches.bins]},
+        "warnings": list(report.warnings),
+        "time": {
+            "width_s": run.stretches.width_ns / 1e9,
+            "stretches": [_bin_members(one) for one in run.stretches.bins],
+        },
     }
 
 
-def _mode(facts: RunAnalysis, mode: ModeStats) -> dict[str, object]:
+def _mode_members(run: RunAnalysis, mode: ModeStats) -> dict[str, object]:
     return {
         **fields_of(mode, "virtual", "process"),
-        "rank": facts.rank(mode.process),
+        "rank": run.rank(mode.process),
         **fields_of(mode, "median_ns", "p95_ns"),
         "mode": mode.mode or None,
         "steps": mode.all_steps,
@@ -143,11 +150,11 @@ def _mode(facts: RunAnalysis, mode: ModeStats) -> dict[str, object]:
     }
 
 
-def _elapsed(facts: RunAnalysis) -> dict[str, object]:
-    if not facts.time_by_activity:
+def _elapsed_members(run: RunAnalysis) -> dict[str, object]:
+    if not run.time_by_activity:
         return {}
-    gaps = [fields_of(gap, "process", "after_step", "begin_ns", "ns") for gap in facts.gaps[:_GAPS]]
-    return {**{f"{activity}_s": ns / 1e9 for activity, ns in facts.time_by_activity.items()}, "gaps": gaps}
+    gaps = [fields_of(gap, "process", "after_step", "begin_ns", "ns") for gap in run.gaps[:_MAX_GAPS]]
+    return {**{f"{activity}_s": ns / 1e9 for activity, ns in run.time_by_activity.items()}, "gaps": gaps}
 
 
 def _device_time_members(times: SeriesStats, untimed: str | None) -> dict[str, object]:
@@ -155,22 +162,22 @@ def _device_time_members(times: SeriesStats, untimed: str | None) -> dict[str, o
     return {"device_median_ms": ms(times.median), "device_calls": times.count, "absent": absent}
 
 
-def _ranks(facts: RunAnalysis) -> list[dict[str, object]]:
-    name = "forward_device_median_ms"
+def _rank_members(run: RunAnalysis) -> list[dict[str, object]]:
+    device_median = "forward_device_median_ms"
     return [
         {
             **fields_of(line, "process", "rank", "node", "world", "device", "inputs", "outputs"),
             **fields_of(line, "calls", "steps", "median_ns"),
             **rate_to_json(line.rate),
-            name: ms(line.forward_ns),
-            "absent": {} if line.untimed is None else {name: line.untimed},
+            device_median: ms(line.forward_ns),
+            "absent": {} if line.untimed is None else {device_median: line.untimed},
             **rank_fields(line.times),
         }
-        for line in facts.ranks
+        for line in run.ranks
     ]
 
 
-def _host(hosts: Sequence[DeviceUsage], processors: HostUsage | None) -> dict[str, object] | None:
+def _host_members(hosts: Sequence[DeviceUsage], host_usage: HostUsage | None) -> dict[str, object] | None:
     if len(hosts) != 1:
         return None
     (host,) = hosts
@@ -178,26 +185,26 @@ def _host(hosts: Sequence[DeviceUsage], processors: HostUsage | None) -> dict[st
     return {
         **fields_of(host, "samples", "mem_used_max", "mem_total"),
         "cpu_median_pct": host.util_median,
-        **{member: getattr(processors, name, None) for member, name in names.items()},
+        **{member: getattr(host_usage, name, None) for member, name in names.items()},
     }
 
 
-def _mode_comparison_members(facts: RunAnalysis) -> dict[str, object] | None:
-    compared = facts.mode_comparison
-    if compared is None:
+def _mode_comparison_members(run: RunAnalysis) -> dict[str, object] | None:
+    comparison = run.mode_comparison
+    if comparison is None:
         return None
     return {
-        "sentence": verdict_sentence(compared),
-        **fields_of(compared, "missing", "efficiency", "outcome", "by_mean"),
-        **dict(zip(("speedup", "low", "high"), compared.speedup or (None, None, None), strict=True)),
-        "steps": {mode: side.steps for mode, side in compared.sides.items()},
+        "sentence": verdict_sentence(comparison),
+        **fields_of(comparison, "missing", "efficiency", "outcome", "by_mean"),
+        **dict(zip(("speedup", "low", "high"), comparison.speedup or (None, None, None), strict=True)),
+        "steps": {mode: side.steps for mode, side in comparison.sides.items()},
     }
 
 
-def _bin(one: Bin) -> dict[str, object]:
+def _bin_members(time_bin: Bin) -> dict[str, object]:
     return {
-        **fields_of(one, "start_ns", "end_ns", "evaluation", "steps", "elapsed_ns", "longest_ns", "samples"),
-        "mode": one.mode or None,
-        "mean_ms": one.wall_ns / one.steps / 1e6,
-        "parts_ms": {name: took / 1e6 for name, took in zip(PARTS, one.parts, strict=True)},
+        **fields_of(time_bin, "start_ns", "end_ns", "evaluation", "steps", "elapsed_ns", "longest_ns", "samples"),
+        "mode": time_bin.mode or None,
+        "mean_ms": time_bin.wall_ns / time_bin.steps / 1e6,
+        "parts_ms": {name: part_ns / 1e6 for name, part_ns in zip(PARTS, time_bin.parts, strict=True)},
     }

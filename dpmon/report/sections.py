@@ -1,4 +1,4 @@
-"""Makes the document of a run from its story: every table, sentence and plot, once for all renderers."""
+"""Builds the document of a run: every table, sentence and plot, once for all renderers."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ _MAX_WARNINGS = 8
 _MAX_HOSTS = 16
 _MAX_CHANGES = 12
 _ON_DEVICE = "on device"
-_FLOW = "received -> returned"
+_FLOW_TITLE = "received -> returned"
 
 
-def build_document(story: ReportData) -> Document:
-    """The report on the run of `story`; parts without data are omitted."""
-    drawn = {plot.name: plot for plot in build_plots(story.facts)}
+def build_document(report: ReportData) -> Document:
+    """Build the document of a report, without empty sections."""
+    plots_by_name = {plot.name: plot for plot in build_plots(report.run)}
     step_plots, loss_plots, replica_plots, rank_plots, device_plots = (
-        [drawn[name] for name in names if name in drawn]
+        [plots_by_name[name] for name in names if name in plots_by_name]
         for names in (
             ("step-time", "speed", "phases", "modes"),
             ("loss",),
@@ -70,227 +70,231 @@ def build_document(story: ReportData) -> Document:
             ("use", "memory"),
         )
     )
-    info, compared, name = story.info, story.facts.mode_comparison, short_name(story.info)
+    run_info, comparison, name = report.run_info, report.run.mode_comparison, short_name(report.run_info)
     ranks = (
-        Section("Ranks", [*_ranks(story.facts), *rank_plots]),
-        Section("Ranks", _rank_times(story.facts), ": where a step goes"),
-        Section("Communication", _communication(story.facts)),
+        Section("Ranks", [*_rank_tables(report.run), *rank_plots]),
+        Section("Ranks", _rank_time_tables(report.run), ": where step time goes"),
+        Section("Communication", _communication_rows(report.run)),
     )
-    split = any(line.mode == "dp" for line in story.facts.sizes)
+    time_sentences = sentences.time_by_activity_sentences(
+        report.run, report.run.time_by_activity, has_ended=sentences.is_over(report)
+    )
+    comparison_sentences = [] if comparison is None else sentences.mode_comparison_sentences(comparison)
+    has_replicas = any(size_row.mode == "dp" for size_row in report.run.sizes)
     sections = (
-        Section("Findings", _findings(story)),
-        Section(
-            "Time",
-            _paragraphs(
-                sentences.time_by_activity_sentences(
-                    story.facts, story.facts.time_by_activity, over=sentences.is_over(story)
-                )
-            ),
-        ),
-        Section("Epochs", _epochs(story.facts)),
-        Section("Loss", [*_losses(story.facts), *loss_plots]),
+        Section("Findings", _finding_parts(report)),
+        Section("Time", _make_paragraphs(time_sentences)),
+        Section("Epochs", _epoch_parts(report.run)),
+        Section("Loss", [*_loss_parts(report.run), *loss_plots]),
         *ranks,
-        Section("Steps", [*_steps(story.facts), *step_plots]),
+        Section("Steps", [*_step_parts(report.run), *step_plots]),
         *(
-            Section("Phases", _phases(mode), f" of a step, {title}{'' if mode.who is None else f', {mode.who}'}")
-            for title, mode in _step_rows(story.facts)
+            Section("Phases", _phase_parts(mode), f" of a step, {title}{'' if mode.who is None else f', {mode.who}'}")
+            for title, mode in _titled_modes(report.run)
         ),
-        Section(
-            "dp against single",
-            _paragraphs(sentences.mode_comparison_sentences(compared)) if compared is not None else (),
-        ),
-        Section("Replicas" if split else "Calls", [*_replicas(story.facts), *replica_plots]),
-        Section("Stages", _stages(story.facts), " (parts of the model on several devices)"),
-        Section("Devices", [*_devices(story.facts), *device_plots]),
-        Section("Memory", _memory(story.facts), " as torch holds it"),
-        Section("Mode changes", _changes(story.facts)),
-        Section("Pauses", _pauses(story)),
-        Section("Warnings", _entries([(text,) for text in story.warnings], _MAX_WARNINGS, 4)),
-        Section("Last output", [OutputLines(story.last_output)] if story.last_output else ()),
-        Section("Record", _paragraphs((story.directory, f"dpmon attach {name}   dpmon export {name}"))),
+        Section("dp vs. single", _make_paragraphs(comparison_sentences)),
+        Section("Replicas" if has_replicas else "Calls", [*_replica_tables(report.run), *replica_plots]),
+        Section("Stages", _stage_parts(report.run), " (parts of the model on several devices)"),
+        Section("Devices", [*_device_parts(report.run), *device_plots]),
+        Section("Memory", _memory_parts(report.run), " as torch counts it"),
+        Section("Mode switches", _mode_change_rows(report.run)),
+        Section("Pauses", _pause_rows(report)),
+        Section("Warnings", _labeled_sentences([(text,) for text in report.warnings], _MAX_WARNINGS, 4)),
+        Section("Last output", [OutputLines(report.last_output)] if report.last_output else ()),
+        Section("Record", _make_paragraphs((report.directory, f"dpmon attach {name}   dpmon export {name}"))),
     )
-    there = [section for section in sections if section.parts]
-    return Document(
-        info.script, name, story.state, sentences.run_end_sentence(story), sentences.basic_facts(story), there
-    )
+    non_empty = [section for section in sections if section.parts]
+    outcome, facts = sentences.run_end_sentence(report), sentences.basic_facts(report)
+    return Document(run_info.script, name, report.state, outcome, facts, non_empty)
 
 
-def detail_sections(facts: RunAnalysis) -> list[Section]:
-    """The sections of the report about ranks, replicas, stages and memory, without plots."""
+def detail_sections(run: RunAnalysis) -> list[Section]:
+    """Return the sections of the report on ranks, replicas, stages and memory, without plots."""
     sections = (
-        Section("Ranks", _ranks(facts)),
-        Section("Ranks", _rank_times(facts), ": where a step goes"),
-        Section("Replicas" if any(line.mode == "dp" for line in facts.sizes) else "Calls", _replicas(facts)),
-        Section("Stages", _stages(facts), " (parts of the model on several devices)"),
-        Section("Memory", _memory(facts), " as torch holds it"),
+        Section("Ranks", _rank_tables(run)),
+        Section("Ranks", _rank_time_tables(run), ": where step time goes"),
+        Section("Replicas" if any(size_row.mode == "dp" for size_row in run.sizes) else "Calls", _replica_tables(run)),
+        Section("Stages", _stage_parts(run), " (parts of the model on several devices)"),
+        Section("Memory", _memory_parts(run), " as torch counts it"),
     )
     return [section for section in sections if section.parts]
 
 
-def _paragraphs(texts: Iterable[str], soft: bool = False) -> list[Paragraph]:
-    return [Paragraph(text, soft) for text in texts]
+def _make_paragraphs(texts: Iterable[str], is_note: bool = False) -> list[Paragraph]:
+    return [Paragraph(text, is_note) for text in texts]
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]], flows: bool = False) -> list[Table]:
-    """The table of `rows`, if there are any. A column of device times is omitted if no row has one."""
+def _make_table(headers: Sequence[str], rows: Iterable[Sequence[str]], has_text_columns: bool = False) -> list[Table]:
+    """Return a table of `rows`, if there are any. A column of device times is omitted if no row has one."""
     rows = list(rows)
     if not rows:
         return []
-    kept = [n for n, name in enumerate(head) if not name.endswith(_ON_DEVICE) or any(row[n] != UNKNOWN for row in rows)]
-    return [Table([head[n] for n in kept], [[row[n] for n in kept] for row in rows], flows)]
+    kept_columns = [
+        column
+        for column, name in enumerate(headers)
+        if not name.endswith(_ON_DEVICE) or any(row[column] != UNKNOWN for row in rows)
+    ]
+    return [
+        Table(
+            [headers[column] for column in kept_columns],
+            [[row[column] for column in kept_columns] for row in rows],
+            has_text_columns,
+        )
+    ]
 
 
-def _entries(rows: Sequence[Sequence[str]], most: int, indent: int, head: Sequence[str] = ()) -> list[LabeledSentences]:
-    return [LabeledSentences(rows, most, indent, head)] if rows else []
+def _labeled_sentences(
+    rows: Sequence[Sequence[str]], max_rows: int, indent: int, headers: Sequence[str] = ()
+) -> list[LabeledSentences]:
+    return [LabeledSentences(rows, max_rows, indent, headers)] if rows else []
 
 
 # ------------------------------------------------------------------------------------------------ steps
 
 
-def _findings(story: ReportData) -> list[Part]:
-    if story.findings:
-        saves = combined_savings(story.findings, story.facts)
-        more = [] if saves is None else [Paragraph(f"all of it together: the run {format_gain_limit(saves)}")]
-        return [Findings(story.findings), *more]
-    few = f"too few steps for findings ({MIN_STEPS} in one mode are needed)"
-    usual = story.state in ("finished", "running") and not story.facts.announced.stalls
-    nothing = "nothing stands out" if usual else "nothing else stands out"
-    return [Paragraph(nothing if any(measured_modes(story.facts)) else few)]
+def _finding_parts(report: ReportData) -> list[Part]:
+    if report.findings:
+        savings = combined_savings(report.findings, report.run)
+        total_note = [] if savings is None else [Paragraph(f"all combined: the run {format_gain_limit(savings)}")]
+        return [Findings(report.findings), *total_note]
+    too_few_text = f"too few steps for findings ({MIN_STEPS} in one mode are needed)"
+    has_no_problem = report.state in ("finished", "running") and not report.run.announced.stalls
+    no_findings_text = "no findings" if has_no_problem else "no other findings"
+    return [Paragraph(no_findings_text if any(measured_modes(report.run)) else too_few_text)]
 
 
-def _step_rows(facts: RunAnalysis) -> list[tuple[str, ModeStats]]:
-    """The figures of each mode with a label: first without evaluations, then the evaluations."""
-    rows = [(sentences.mode_title(mode), mode) for mode in facts.modes if mode.steps]
-    return [*rows, *((f"{sentences.mode_title(mode)}, evaluation", mode) for mode in facts.evaluations)]
+def _titled_modes(run: RunAnalysis) -> list[tuple[str, ModeStats]]:
+    """Return the stats of each mode with a title: first those of training, then those of evaluations."""
+    rows = [(sentences.mode_title(mode), mode) for mode in run.modes if mode.steps]
+    return [*rows, *((f"{sentences.mode_title(mode)}, evaluation", mode) for mode in run.evaluations)]
 
 
-def _steps(facts: RunAnalysis) -> list[Part]:
-    """If there are several processes, the times are those of one, and the other columns cover all."""
-    modes = _step_rows(facts)
-    named = any(mode.who is not None for _, mode in modes)
+def _step_parts(run: RunAnalysis) -> list[Part]:
+    """Return the table of steps by mode. With several processes, its times are those of one; the rest covers all."""
+    modes = _titled_modes(run)
+    has_names = any(mode.who is not None for _, mode in modes)
     rows = []
     for title, mode in modes:
-        who = (mode.who or "",) if named else ()
+        name_cells = (mode.who or "",) if has_names else ()
         times = format_duration(mode.median_ns), format_duration(mode.p95_ns)
-        rows.append((title, f"{mode.all_steps:,}", *who, *times, format_samples_per_s(mode.rate)))
-    head = ("mode", "steps", *(("times of",) if named else ()), "median", "p95", "samples/s")
-    bins = [one for one in facts.stretches.bins if not one.evaluation]
-    bars = (
-        [TextHistogram(bins, facts.stretches.width_ns, sentences.rank_suffix_of_run(facts))]
-        if rows and len(bins) > 1
-        else []
-    )
-    return [*_table(head, rows), *bars]
+        rows.append((title, f"{mode.all_steps:,}", *name_cells, *times, format_samples_per_s(mode.rate)))
+    headers = ("mode", "steps", *(("times of",) if has_names else ()), "median", "p95", "samples/s")
+    bins = [time_bin for time_bin in run.stretches.bins if not time_bin.evaluation]
+    parts: list[Part] = [*_make_table(headers, rows)]
+    if rows and len(bins) > 1:
+        parts.append(TextHistogram(bins, run.stretches.width_ns, sentences.rank_suffix_of_run(run)))
+    return parts
 
 
-def _epochs(facts: RunAnalysis) -> list[Part]:
-    """One row per epoch of the process that represents the run; in the middle of many, rows are left out."""
+def _epoch_parts(run: RunAnalysis) -> list[Part]:
+    """Return a table with a row per epoch of the process that represents the run, without the middle ones of many."""
     rows: list[Sequence[str]] = []
-    for one in facts.progress.epochs:
-        batches = (
-            format_count(one.batches)
-            if one.length in (None, one.batches)
-            else f"{format_count(one.batches)}/{format_count(one.length)}"
-        )
+    for epoch in run.progress.epochs:
+        batches = format_count(epoch.batches)
+        if epoch.length not in (None, epoch.batches):
+            batches += f"/{format_count(epoch.length)}"
         times = (
-            format_long_duration(one.took_ns),
-            format_long_duration(one.evaluation_ns or None),
-            format_long_duration(one.pause_ns),
+            format_long_duration(epoch.took_ns),
+            format_long_duration(epoch.evaluation_ns or None),
+            format_long_duration(epoch.pause_ns),
         )
-        rows.append((format_count(one.epoch), format_clock(one.begin_ns), batches, *times))
+        rows.append((format_count(epoch.epoch), format_clock(epoch.begin_ns), batches, *times))
     if not rows:
         return []
-    left_out = len(rows) - MAX_EPOCHS
-    if left_out > 0:
+    omitted_count = len(rows) - MAX_EPOCHS
+    if omitted_count > 0:
         rows[MAX_EPOCHS // 2 : -MAX_EPOCHS // 2] = [("…", *[""] * 5)]
-    head = ("epoch", "from", "batches", "took", "evaluation", "pause before")
-    notes = [f"{format_count(left_out)} epochs are left out; --json has them"] if left_out > 0 else []
-    return [*_table(head, rows), *_paragraphs(notes, soft=True)]
+    headers = ("epoch", "from", "batches", "took", "evaluation", "pause before")
+    notes = [f"{format_count(omitted_count)} epochs omitted; --json has them all"] if omitted_count > 0 else []
+    return [*_make_table(headers, rows), *_make_paragraphs(notes, is_note=True)]
 
 
-def _losses(facts: RunAnalysis) -> list[Part]:
-    """One row for each line that calls backward: its first, lowest and newest loss."""
+def _loss_parts(run: RunAnalysis) -> list[Part]:
+    """Return a table with a row for each line that calls backward: its first, lowest and newest loss."""
     rows = []
-    for curve in facts.losses:
+    for curve in run.losses:
         first = next((point.mean for point in curve.points if point.mean is not None), None)
         lowest = min((point.low for point in curve.points if point.low is not None), default=None)
         values = map(format_loss, (first, lowest, curve.last, curve.smoothed))
         rows.append((curve.place, *values, format_count(curve.step)))
-    whys = [f"{curve.place}: {curve.why}" for curve in facts.losses if curve.why is not None]
-    head = ("backward called at", "first", "lowest", "last", "smoothed", "at step")
-    return [*_table(head, rows), *_paragraphs(whys, soft=True)]
+    reasons = [f"{curve.place}: {curve.why}" for curve in run.losses if curve.why is not None]
+    headers = ("backward called at", "first", "lowest", "last", "smoothed", "at step")
+    return [*_make_table(headers, rows), *_make_paragraphs(reasons, is_note=True)]
 
 
-def _phases(mode: ModeStats) -> list[Part]:
-    """One row per phase with its host time, and its device time if any is known; then notes."""
-    rows = [
-        (
-            "  " * depth + one.name,
-            format_percent(one.share),
-            *map(format_duration, (one.median_ns, one.p95_ns, one.device_ns)),
-        )
-        for depth, one in mode.nested_phases()
-    ]
-    head = ("phase", "share", "median", "p95", _ON_DEVICE)
-    return [*_table(head, rows), *_paragraphs(sentences.phase_notes(mode), soft=True)]
+def _phase_parts(mode: ModeStats) -> list[Part]:
+    """Return a table with a row per phase: its host time, and its device time if any is known; then notes."""
+    rows = []
+    for depth, phase in mode.nested_phases():
+        times = map(format_duration, (phase.median_ns, phase.p95_ns, phase.device_ns))
+        rows.append(("  " * depth + phase.name, format_percent(phase.share), *times))
+    headers = ("phase", "share", "median", "p95", _ON_DEVICE)
+    return [*_make_table(headers, rows), *_make_paragraphs(sentences.phase_notes(mode), is_note=True)]
 
 
 # ------------------------------------------------------------------------------------------------ replicas and ranks
 
 
-def _replicas(facts: RunAnalysis) -> list[Table]:
-    """One row per replica and mode: its most frequent sizes, and the number of others."""
+def _replica_tables(run: RunAnalysis) -> list[Table]:
+    """Return a table with a row per replica and mode: its most frequent sizes, and the number of others."""
     groups: dict[tuple[str, str, int, str], list[tuple[int, str]]] = {}
-    evaluated: Counter[tuple[str, str, int, str]] = Counter()
-    for line in facts.sizes:
-        key = (line.mode, line.root, line.replica, line.device)
-        groups.setdefault(key, []).append((line.calls - line.evaluations, format_sizes(line.inputs, line.outputs)))
-        evaluated[key] += line.evaluations == line.calls
-    timed = {(fact.mode, fact.root, fact.replica, fact.device): fact for fact in facts.replicas}
+    evaluation_only: Counter[tuple[str, str, int, str]] = Counter()
+    for size_row in run.sizes:
+        key = (size_row.mode, size_row.root, size_row.replica, size_row.device)
+        groups.setdefault(key, []).append(
+            (size_row.calls - size_row.evaluations, format_sizes(size_row.inputs, size_row.outputs))
+        )
+        evaluation_only[key] += size_row.evaluations == size_row.calls
+    replica_times = {(stats.mode, stats.root, stats.replica, stats.device): stats for stats in run.replicas}
     rows = []
     for key, sizes in groups.items():
         mode, root, replica, device = key
-        fact = timed.get(key)
+        stats = replica_times.get(key)
         label = f"{root} {replica}" if mode == "dp" else f"{root} {mode or '?'}"
-        calls = sum(calls for calls, _ in sizes) if fact is None else fact.calls
-        times = (None,) * 3 if fact is None else (fact.time.median, fact.time.quantile(0.95), fact.on_device.median)
-        rows.append((label, device, f"{calls:,}", *map(format_duration, times), most_frequent(sizes, evaluated[key])))
-    return _table(("", "device", "calls", "median", "p95", _ON_DEVICE, _FLOW), rows, flows=True)
+        calls = sum(calls for calls, _ in sizes) if stats is None else stats.calls
+        times = (None,) * 3 if stats is None else (stats.time.median, stats.time.quantile(0.95), stats.on_device.median)
+        rows.append(
+            (label, device, f"{calls:,}", *map(format_duration, times), most_frequent(sizes, evaluation_only[key]))
+        )
+    return _make_table(("", "device", "calls", "median", "p95", _ON_DEVICE, _FLOW_TITLE), rows, has_text_columns=True)
 
 
-def most_frequent(sizes: Iterable[tuple[int, str]], evaluated: int) -> str:
-    """The most frequent size, and the number of others. `evaluated`: the number of sizes only in evaluations."""
-    ordered = sorted(sizes, key=lambda one: -one[0])
-    others = max(len(ordered) - evaluated, 1) - 1
-    more = [f"+{others} other size{'s' if others > 1 else ''}"] if others else []
-    more += [f"+{evaluated} in evaluation"] if 0 < evaluated < len(ordered) else []
-    return ordered[0][1] + (f" ({', '.join(more)})" if more else "")
+def most_frequent(sizes: Iterable[tuple[int, str]], evaluation_only: int) -> str:
+    """Return the most frequent size and the number of others. `evaluation_only`: how many occur only in evaluations."""
+    by_count = sorted(sizes, key=lambda size: -size[0])
+    ordered = [text for _, text in by_count]
+    other_count = max(len(ordered) - evaluation_only, 1) - 1
+    notes = []
+    if other_count:
+        notes.append(f"+{other_count} other size{'s' if other_count > 1 else ''}")
+    notes += [f"+{evaluation_only} in evaluation"] if 0 < evaluation_only < len(ordered) else []
+    return ordered[0] + (f" ({', '.join(notes)})" if notes else "")
 
 
-def _ranks(facts: RunAnalysis) -> list[Table]:
-    """One row per process, if several have trained."""
+def _rank_tables(run: RunAnalysis) -> list[Table]:
+    """Return a table with a row per process, if several have trained."""
     rows = [
         (
-            line.label,
-            line.device,
-            f"{line.steps:,}",
-            f"{line.calls:,}",
-            format_duration(line.median_ns),
-            format_samples_per_s(line.rate),
-            format_duration(line.forward_ns),
-            format_sizes(line.inputs, line.outputs),
+            rank_row.label,
+            rank_row.device,
+            f"{rank_row.steps:,}",
+            f"{rank_row.calls:,}",
+            format_duration(rank_row.median_ns),
+            format_samples_per_s(rank_row.rate),
+            format_duration(rank_row.forward_ns),
+            format_sizes(rank_row.inputs, rank_row.outputs),
         )
-        for line in slowest_first(facts.ranks, MAX_ROWS)
+        for rank_row in slowest_first(run.ranks, MAX_ROWS)
     ]
-    head = ("", "device", "steps", "calls", "step", "samples/s", f"forward {_ON_DEVICE}", _FLOW)
-    return _table(head, rows, flows=True)
+    headers = ("", "device", "steps", "calls", "step", "samples/s", f"forward {_ON_DEVICE}", _FLOW_TITLE)
+    return _make_table(headers, rows, has_text_columns=True)
 
 
-def _rank_times(facts: RunAnalysis) -> list[Table]:
-    """The parts of each rank's mean step, if any rank's wait is known."""
+def _rank_time_tables(run: RunAnalysis) -> list[Table]:
+    """Return a table of the parts of each rank's mean step, if any rank's wait is known."""
     rows = []
-    for line in slowest_first(facts.ranks, MAX_ROWS):
-        times = line.times
+    for rank_row in slowest_first(run.ranks, MAX_ROWS):
+        times = rank_row.times
         if times is None or not times.joined:
             continue
         phases = (format_duration(times.phases.get(name)) for name in ("data", "forward", "backward"))
@@ -299,65 +303,63 @@ def _rank_times(facts: RunAnalysis) -> list[Table]:
             format_duration(times.wait_ns),
             format_percent(times.slowest / times.joined),
         )
-        rows.append((line.label, *phases, *waits))
-    return _table(("mean of a step", "data", "forward", "backward", EXPOSED, WAIT, "slowest in"), rows)
+        rows.append((rank_row.label, *phases, *waits))
+    return _make_table(("mean per step", "data", "forward", "backward", EXPOSED, WAIT, "slowest in"), rows)
 
 
-def _communication(facts: RunAnalysis) -> list[LabeledSentences]:
-    """The communication of the ranks, and the rank that the others wait for."""
-    communication = facts.communication
+def _communication_rows(run: RunAnalysis) -> list[LabeledSentences]:
+    """Return the communication of the ranks, and the straggler."""
+    communication = run.communication
     if communication is None:
         return []
-    slow = communication.straggler
-    straggler = [] if slow is None else [("straggler", straggler_sentence(slow, lately=False))]
-    rows = [*communication.labeled_texts, *straggler, *(("note", note) for note in communication.other_waits())]
-    return _entries(rows, MAX_ROWS, 12, ("", ""))
+    straggler = communication.straggler
+    straggler_rows = [] if straggler is None else [("straggler", straggler_sentence(straggler, lately=False))]
+    rows = [*communication.labeled_texts, *straggler_rows, *(("note", note) for note in communication.other_waits())]
+    return _labeled_sentences(rows, MAX_ROWS, 12, ("", ""))
 
 
-def _stages(facts: RunAnalysis) -> list[Part]:
-    """One row per stage of a model on several devices; only the first stages if the model alternates between them."""
+def _stage_parts(run: RunAnalysis) -> list[Part]:
+    """Return a table with a row per stage of a model on several devices, at most _MAX_STAGES."""
     rows = []
-    for line in (line for line in facts.stages if line.stage < _MAX_STAGES):
-        sizes = f"{line.named_parts}: {format_sizes(line.inputs, line.outputs, 'not finished')}"
-        times = format_duration(line.time.median), format_duration(line.on_device.median)
-        rows.append((f"{line.root} {line.stage}", line.device, f"{line.calls:,}", *times, sizes))
-    more = len(facts.stages) - len(rows)
-    notes = [f"{more} further stages are left out; --json has them"] if more else []
-    head = ("", "device", "calls", "host time", _ON_DEVICE, f"parts: {_FLOW}")
-    return [*_table(head, rows, flows=True), *_paragraphs(notes, soft=True)]
+    for stage_row in (stage_row for stage_row in run.stages if stage_row.stage < _MAX_STAGES):
+        sizes = f"{stage_row.named_parts}: {format_sizes(stage_row.inputs, stage_row.outputs, 'not finished')}"
+        times = format_duration(stage_row.time.median), format_duration(stage_row.on_device.median)
+        rows.append((f"{stage_row.root} {stage_row.stage}", stage_row.device, f"{stage_row.calls:,}", *times, sizes))
+    omitted_count = len(run.stages) - len(rows)
+    notes = [f"{omitted_count} further stages omitted; --json has them all"] if omitted_count else []
+    headers = ("", "device", "calls", "host time", _ON_DEVICE, f"parts: {_FLOW_TITLE}")
+    return [*_make_table(headers, rows, has_text_columns=True), *_make_paragraphs(notes, is_note=True)]
 
 
 # ------------------------------------------------------------------------------------------------ devices, events
 
 
-def _devices(facts: RunAnalysis) -> list[Part]:
+def _device_parts(run: RunAnalysis) -> list[Part]:
     parts: list[Part] = []
-    if facts.devices:
-        head = ("", "use", "memory at most", "this run", "°C", "W", "")
-        left = " that are left" if facts.store.pruned else ""
-        left += ", without samples during pauses" if facts.paused else ""
-        use = f"use (share of time in which a kernel ran): median of the samples{left}"
-        parts = [*_table(head, map(partial(_device, facts.nodes), facts.devices))]
-        parts.append(Paragraph(f"{use}; memory, °C and W: the highest", soft=True))
+    if run.devices:
+        headers = ("", "use", "max. memory", "this run", "°C", "W", "")
+        sample_note = " that are left" if run.store.pruned else ""
+        sample_note += ", without samples during pauses" if run.paused else ""
+        use_text = f"use (share of time in which a kernel ran): median of the samples{sample_note}"
+        parts = [*_make_table(headers, map(partial(_device_row, run.nodes), run.devices))]
+        parts.append(Paragraph(f"{use_text}; memory, °C and W: the highest", is_note=True))
     else:
-        parts.append(
-            Paragraph(f"no GPU: {facts.samples.gpu_absent}" if facts.samples.gpu_absent else "no GPU was seen")
-        )
+        parts.append(Paragraph(f"no GPU: {run.samples.gpu_absent}" if run.samples.gpu_absent else "no GPU was seen"))
     rows = []
-    for host in facts.samples.hosts:
-        use = UNKNOWN if host.util_median is None else f"{host.util_median:.0f}%"
-        many = "one sample" if host.samples == 1 else f"{host.samples:,} samples"
-        most = format_bytes_of_total(host.mem_used_max, host.mem_total)
-        name = gpu_name(host.index, facts.nodes)
-        rows.append((f"{name}: processors {use} (median of {many}), memory {most} at most",))
-    return [*parts, *_entries(rows, _MAX_HOSTS, 2)]
+    for host in run.samples.hosts:
+        use_text = UNKNOWN if host.util_median is None else f"{host.util_median:.0f}%"
+        sample_text = "one sample" if host.samples == 1 else f"{host.samples:,} samples"
+        memory_text = format_bytes_of_total(host.mem_used_max, host.mem_total)
+        name = gpu_name(host.index, run.nodes)
+        rows.append((f"{name}: CPU {use_text} (median of {sample_text}), max. memory {memory_text}",))
+    return [*parts, *_labeled_sentences(rows, _MAX_HOSTS, 2)]
 
 
-def _device(nodes: Sequence[NodeStatus], device: DeviceUsage) -> tuple[str, ...]:
-    called = f" ({device.called})" if device.called else ""  # as the run's processes call it
-    number = gpu_name(device.index, nodes) + called
+def _device_row(nodes: Sequence[NodeStatus], device: DeviceUsage) -> tuple[str, ...]:
+    alias = f" ({device.called})" if device.called else ""  # as the run's processes call it
+    label = gpu_name(device.index, nodes) + alias
     return (
-        f"{number} {device.name}" if device.name else number,
+        f"{label} {device.name}" if device.name else label,
         format_percent(None if device.util_median is None else device.util_median / 100),
         format_bytes_of_total(device.mem_used_max, device.mem_total),
         format_bytes(device.mem_run_max),
@@ -367,46 +369,47 @@ def _device(nodes: Sequence[NodeStatus], device: DeviceUsage) -> tuple[str, ...]
     )
 
 
-def _memory(facts: RunAnalysis) -> list[Part]:
-    """The memory of each device by holder, and the reasons for unknown values."""
-    held = facts.memory[:MAX_ROWS]
-    rows = [(one.device, *(format_bytes(part) for part in one[1:6])) for one in held]
-    notes = (f"{names} of {one.device}: {reason}" for one in held for names, reason in missing_value_reasons(one))
-    return [*_table(("", "model", "gradients", "optimizer", "rest", "peak"), rows), *_paragraphs(notes, soft=True)]
+def _memory_parts(run: RunAnalysis) -> list[Part]:
+    """Return a table of the memory of each device by owner, and the reasons for unknown values."""
+    rows, notes = [], []
+    for memory in run.memory[:MAX_ROWS]:
+        parts = (memory.model, memory.gradients, memory.optimizer, memory.rest, memory.peak)
+        rows.append((memory.device, *map(format_bytes, parts)))
+        notes += [f"{names} of {memory.device}: {reason}" for names, reason in missing_value_reasons(memory)]
+    headers = ("", "model", "gradients", "optimizer", "rest", "peak")
+    return [*_make_table(headers, rows), *_make_paragraphs(notes, is_note=True)]
 
 
-def _changes(facts: RunAnalysis) -> list[LabeledSentences]:
-    """Requested changes of mode; the facts of the report name the initial mode."""
+def _mode_change_rows(run: RunAnalysis) -> list[LabeledSentences]:
+    """Return the requested mode switches; the facts of the report name the initial mode."""
     rows = []
-    several = len({change.root for change in facts.announced.changes}) > 1
-    for change in facts.announced.changes:
+    has_several_roots = len({change.root for change in run.announced.changes}) > 1
+    for change in run.announced.changes:
         if change.requested_by != "start":
             step = UNKNOWN if change.step is None else f"{change.step:,}"
-            what = f"to {change.mode}" if change.refused is None else f"refused: {change.refused}"
-            what = f"{sanitize_line(change.root, 60)}: {what}" if several else what
-            rows.append((format_clock(change.t_ns), f"step {step}{process_suffix(change.process, facts)}", what))
-    return _entries(rows, _MAX_CHANGES, 6, ("time", "where", "what"))
+            change_text = f"to {change.mode}" if change.refused is None else f"refused: {change.refused}"
+            change_text = f"{sanitize_line(change.root, 60)}: {change_text}" if has_several_roots else change_text
+            rows.append((format_clock(change.t_ns), f"step {step}{process_suffix(change.process, run)}", change_text))
+    return _labeled_sentences(rows, _MAX_CHANGES, 6, ("time", "where", "what"))
 
 
-def _pauses(story: ReportData) -> list[LabeledSentences]:
-    """Time, step before it and duration of each pause; with the process if there are several."""
+def _pause_rows(report: ReportData) -> list[LabeledSentences]:
+    """Return time, previous step and duration of each pause; with the process if there are several."""
     rows = []
-    for pause in story.facts.pauses:
+    for pause in report.run.pauses:
         step = UNKNOWN if pause.step is None else f"{pause.step:,}"
-        after = f"after step {step}{process_suffix(pause.process, story.facts)}"
-        rows.append((format_clock(pause.start_ns), after, _pause_duration_text(story, pause)))
-    return _entries(rows, _MAX_CHANGES, 6, ("time", "where", "how long"))
+        place_text = f"after step {step}{process_suffix(pause.process, report.run)}"
+        rows.append((format_clock(pause.start_ns), place_text, _pause_duration_text(report, pause)))
+    return _labeled_sentences(rows, _MAX_CHANGES, 6, ("time", "where", "duration"))
 
 
-def _pause_duration_text(story: ReportData, pause: Pause) -> str:
+def _pause_duration_text(report: ReportData, pause: Pause) -> str:
     if pause.refused is not None:
         return f"refused: {pause.refused}"
     if pause.on:
-        return "the run ended in it" if sentences.is_over(story) else "paused now"
+        return "the run ended during it" if sentences.is_over(report) else "paused now"
     if pause.took_ns is None:
-        return "its end was not recorded" + (
-            f"; a step began at {format_clock(pause.end_ns)}" if pause.end_ns is not None else ""
-        )
-    return f"for {format_long_duration(pause.took_ns)}" + (
-        f", went on by itself: {pause.reason}" if pause.reason else ""
-    )
+        step_text = "" if pause.end_ns is None else f"; a step began at {format_clock(pause.end_ns)}"
+        return f"its end was not recorded{step_text}"
+    reason_text = f", resumed automatically: {pause.reason}" if pause.reason else ""
+    return f"for {format_long_duration(pause.took_ns)}{reason_text}"

@@ -1,4 +1,4 @@
-"""Sentences that the text, the page and the summary share."""
+"""Sentences shared by the text, the page and the summary."""
 
 from __future__ import annotations
 
@@ -29,133 +29,136 @@ from dpmon.text.formatting import (
     format_run_time,
 )
 
-_GAPS_NAMED = 3
-_LEAST_SHOWN_NS = 5_000_000
+_MAX_GAPS = 3
+_MIN_SHOWN_NS = 5_000_000
 """Shorter times would read "0.00 s"."""
-_ROOTS_NAMED = 8
-_STARTS_NAMED = 4
-_NO_END = "without an end in the record"
+_MAX_ROOTS = 8
+_MAX_START_MODES = 4
+_NO_END = "without a recorded end"
 
-MOST_STALLS = 5
-"""Most stalls in the report, the newest ones."""
-_NOT_OVER = {
+MAX_STALLS = 5
+"""How many of the newest stalls the report shows."""
+_LIVE_STATES = {
     "running": "still running",
     "unsupervised": "still running, without a supervisor",
     "starting": "not started yet",
     "ending": "ending",
-    "elsewhere": "on another machine; whether it still runs is unknown here",
+    "elsewhere": "on another machine; whether it still runs is not known here",
 }
 
 
-def run_end_sentence(story: ReportData) -> str:
-    """How the run ended, or its state while it runs."""
-    how = story.exit
-    if how is None and story.state == "unsupervised" and story.info.nodes:
-        return "not known here, because its mirror has gone"
-    if how is None:
-        return _NOT_OVER.get(story.state, "how it ended is unknown")
-    cause = how.cause or (story.raised if how.signal is None else None)
-    return exit_sentence(how, f": {cause}" if cause else "")
+def run_end_sentence(report: ReportData) -> str:
+    """Return how the run ended, or its state while it runs."""
+    exit_info = report.exit_info
+    if exit_info is None and report.state == "unsupervised" and report.run_info.nodes:
+        return "not known here, because its mirror has exited"
+    if exit_info is None:
+        return _LIVE_STATES.get(report.state, "how it ended is unknown")
+    cause = exit_info.cause or (report.exception_line if exit_info.signal is None else None)
+    return exit_sentence(exit_info, f": {cause}" if cause else "")
 
 
-def exit_sentence(how: ExitInfo, why: str) -> str:
-    """How a run ended, and how long it took; `why` follows a failure."""
-    if how.error is not None:
-        return how.error
-    took = format_run_time(how.seconds)
-    if how.stopped:
-        return f"{STOPPED_BY_YOU} after {took}"
-    if how.status is None:
-        return f"ended after {took}, status unknown: {how.unknown or 'nobody recorded it'}"
-    if how.signal is not None:
-        return f"killed by {how.signal} after {took}{why}"
-    return f"finished in {took}" if how.status == 0 else f"failed with exit status {how.status} after {took}{why}"
+def exit_sentence(exit_info: ExitInfo, cause_text: str) -> str:
+    """Return how a run ended and how long it took; `cause_text` follows a failure."""
+    if exit_info.error is not None:
+        return exit_info.error
+    duration_text = format_run_time(exit_info.seconds)
+    if exit_info.stopped:
+        return f"{STOPPED_BY_YOU} after {duration_text}"
+    if exit_info.status is None:
+        return f"ended after {duration_text}, status unknown: {exit_info.unknown or 'it was not recorded'}"
+    if exit_info.signal is not None:
+        return f"killed by {exit_info.signal} after {duration_text}{cause_text}"
+    if exit_info.status == 0:
+        return f"finished in {duration_text}"
+    return f"failed with exit status {exit_info.status} after {duration_text}{cause_text}"
 
 
-def is_over(story: ReportData) -> bool:
-    """Whether the run is over."""
-    return story.exit is not None or story.state not in _NOT_OVER
+def is_over(report: ReportData) -> bool:
+    """Return whether the run has ended."""
+    return report.exit_info is not None or report.state not in _LIVE_STATES
 
 
-def basic_facts(story: ReportData) -> list[str]:
-    """The basic facts: times and programs, and what is missing from the record."""
-    facts, info = story.facts, story.info
-    began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(info.started_unix))
-    process = next(iter(facts.announced.info.values()), ProcessInfo(0))
+def basic_facts(report: ReportData) -> list[str]:
+    """Return the basic facts: times and versions, and what is missing from the record."""
+    run, run_info = report.run, report.run_info
+    start_text = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run_info.started_unix))
+    process = next(iter(run.announced.info.values()), ProcessInfo(0))
     texts = [
-        f"began {began} in {info.cwd or 'a directory that is gone'}",
-        what_ran(story.facts),
+        f"started {start_text} in {run_info.cwd or 'a deleted directory'}",
+        processes_and_modes(report.run),
         f"Python {process.python or 'unknown'}, torch {process.torch or 'unknown'},"
-        f" dpmon {info.versions.get('dpmon', '?')}",
+        f" dpmon {run_info.versions.get('dpmon', '?')}",
     ]
-    if facts.open_calls:
-        texts.append(format_calls_so_far(facts.open_calls))
-    if story.nothing is not None:
-        texts.append(f"nothing was traced: {story.nothing}")
-    texts += [*slow_first_step_note(facts), *stall_sentences(facts, story.exit, over=is_over(story))]
-    pauses = pause_sentence(story)
+    if run.open_calls:
+        texts.append(format_calls_so_far(run.open_calls))
+    if report.untraced_reason is not None:
+        texts.append(f"nothing was traced: {report.untraced_reason}")
+    texts += [*slow_first_step_note(run), *stall_sentences(run, report.exit_info, has_ended=is_over(report))]
+    pauses = pause_sentence(report)
     if pauses is not None:
         texts.append(pauses)
-    if facts.announced.inputs:
-        texts.append(input_wait_sentence(facts.announced.inputs))
-    if facts.store.pruned:
+    if run.announced.inputs:
+        texts.append(input_wait_sentence(run.announced.inputs))
+    if run.store.pruned:
         texts.append(
-            f"{facts.store.pruned:,} older records were deleted to bound the history: the figures cover all steps, but"
-            " single steps and samples of that time are gone"
+            f"{run.store.pruned:,} older records were deleted to bound the history: statistics cover all steps, but"
+            " single steps and samples of that time are deleted"
         )
-    if facts.store.dropped:
-        texts.append(f"{facts.store.dropped:,} records were lost; the figures cover the rest")
+    if run.store.dropped:
+        texts.append(f"{run.store.dropped:,} records were lost; statistics cover the rest")
     return texts
 
 
-def slow_first_step_note(facts: RunAnalysis) -> list[str]:
-    """That the first step is in no figure, because it waited long; empty if it is."""
-    took = facts.slow_start_ns
-    return (
-        [f"the first step took {format_long_duration(took)}: it counts as start-up, and no figure has it"]
-        if took
-        else []
-    )
+def slow_first_step_note(run: RunAnalysis) -> list[str]:
+    """Return a note that the first step is excluded because it waited long; empty if it is not."""
+    duration_ns = run.slow_start_ns
+    if not duration_ns:
+        return []
+    return [f"the first step took {format_long_duration(duration_ns)}: it counts as start-up, not as a step"]
 
 
-def stall_sentences(facts: RunAnalysis, how: ExitInfo | None, *, over: bool) -> list[str]:
-    """When the run stalled, for how long, and which rank stood where: the newest stalls."""
-    found = facts.announced.stalls
-    last = None if how is None or how.status == 0 else final_stall(found, facts.last_step_ns or 0)
+def stall_sentences(run: RunAnalysis, exit_info: ExitInfo | None, *, has_ended: bool) -> list[str]:
+    """Return sentences on the newest stalls: when, for how long, and where each rank was."""
+    stalls = run.announced.stalls
+    last_stall = None if exit_info is None or exit_info.status == 0 else final_stall(stalls, run.last_step_ns or 0)
     texts = []
-    for stall in found[-MOST_STALLS:]:
-        lasts = stall.end_ns is None or stall is last
-        until = "" if not lasts else ", until its end" if over else " until now"
-        lasted = format_long_duration(stall.duration_ns(facts.until_ns))
-        texts.append(f"stalled at {format_clock(stall.since_ns)} for {lasted}{until}: {stall.text}")
+    for stall in stalls[-MAX_STALLS:]:
+        until_text = ""
+        if stall.end_ns is None or stall is last_stall:
+            until_text = ", until its end" if has_ended else " until now"
+        duration_text = format_long_duration(stall.duration_ns(run.until_ns))
+        texts.append(f"stalled at {format_clock(stall.since_ns)} for {duration_text}{until_text}: {stall.text}")
     return texts
 
 
-def what_ran(facts: RunAnalysis) -> str:
-    """Processes, steps by mode if there were several, and the initial mode with its reason."""
-    count = len(facts.processes) or (len(facts.announced.info) if facts.open_calls else 0)
+def processes_and_modes(run: RunAnalysis) -> str:
+    """Return the number of processes, steps and calls, steps by mode, and the initial mode with its reason."""
+    process_count = len(run.processes) or (len(run.announced.info) if run.open_calls else 0)
     modes: Counter[str] = Counter()
-    for mode in (*facts.modes, *facts.evaluations):
+    for mode in (*run.modes, *run.evaluations):
         modes[RANK_MODES[mode.distributed] if mode.distributed else mode.mode] += mode.all_steps
     several_modes = len(+modes) > 1
-    counted = f"{format_count_with_noun(facts.steps, 'step')}, {format_count_with_noun(facts.calls, 'call')}"
-    counted += " in all" if count > 1 else ""
-    if evaluations := sum(mode.all_steps for mode in facts.evaluations):
-        counted += f", {facts.steps - evaluations:,} training and {evaluations:,} evaluation steps"
+    counts_text = f"{format_count_with_noun(run.steps, 'step')}, {format_count_with_noun(run.calls, 'call')}"
+    counts_text += " total" if process_count > 1 else ""
+    if evaluations := sum(mode.all_steps for mode in run.evaluations):
+        counts_text += f", {run.steps - evaluations:,} training and {evaluations:,} evaluation steps"
     if several_modes:
-        counted += f" ({', '.join(f'{steps:,} in {name}' for name, steps in modes.items() if steps)})"
-    who = f"{count} training processes" if count > 1 else "one training process" if count else "no training process"
+        counts_text += f" ({', '.join(f'{steps:,} in {name}' for name, steps in modes.items() if steps)})"
+    processes_text = f"{process_count} training processes"
+    if process_count <= 1:
+        processes_text = "one training process" if process_count else "no training process"
     groups: dict[str, list[str]] = {}
-    for change in facts.announced.changes:
+    for change in run.announced.changes:
         if change.requested_by == "start" and change.refused is None and change.mode:
-            groups.setdefault(_initial_mode_text(change, facts.layouts.distributed), []).append(change.root or "?")
-    several = len(groups) > 1
-    began = "began as " if several_modes else ""
+            groups.setdefault(_initial_mode_text(change, run.layouts.distributed), []).append(change.root or "?")
+    has_several_groups = len(groups) > 1
+    prefix = "started as " if several_modes else ""
     texts = [
-        f"{began}{text}: {', '.join(dict.fromkeys(roots[:_ROOTS_NAMED]))}" if several else f"{began}{text}"
-        for text, roots in list(groups.items())[:_STARTS_NAMED]
+        f"{prefix}{text}: {', '.join(dict.fromkeys(roots[:_MAX_ROOTS]))}" if has_several_groups else f"{prefix}{text}"
+        for text, roots in list(groups.items())[:_MAX_START_MODES]
     ]
-    return "; ".join([f"{who}, {counted}", *texts])
+    return "; ".join([f"{processes_text}, {counts_text}", *texts])
 
 
 def _initial_mode_text(change: ModeChange, distributed: str | None) -> str:
@@ -167,40 +170,42 @@ def _initial_mode_text(change: ModeChange, distributed: str | None) -> str:
 
 
 def input_wait_sentence(inputs: Sequence[tuple[int | None, int, int]]) -> str:
-    """The number and time of waits for a line of input, and where that time counts."""
-    times = "once" if len(inputs) == 1 else f"{len(inputs):,} times"
-    in_all = sum(end - begin for _, begin, end in inputs)
-    where = ""
-    if any(who is not None for who, _, _ in inputs):
-        where = ": step times include that time, rates do not"
-    total = f"{format_long_duration(in_all)}{' in all' if len(inputs) > 1 else ''}"
-    return f"waited for a line of input {times}, for {total}{where}"
+    """Return the number and total time of waits for a line of input, and where that time counts."""
+    count_text = "once" if len(inputs) == 1 else f"{len(inputs):,} times"
+    total_ns = sum(end_ns - start_ns for _, start_ns, end_ns in inputs)
+    where_text = ""
+    if any(process is not None for process, _, _ in inputs):
+        where_text = ": step times include that time, rates do not"
+    total_text = f"{format_long_duration(total_ns)}{' total' if len(inputs) > 1 else ''}"
+    return f"waited for a line of input {count_text}, for {total_text}{where_text}"
 
 
-def pause_sentence(story: ReportData) -> str | None:
-    """The number and time of pauses in a sentence, and where that time counts; None without pauses."""
-    total = story.facts.pause_totals
-    if not total.times:
+def pause_sentence(report: ReportData) -> str | None:
+    """Return the number and time of pauses, and where that time counts; None without pauses."""
+    totals = report.run.pause_totals
+    if not totals.times:
         return None
-    nowhere = "that time is in no step, no phase and no figure"
-    if story.facts.paused_alone_ns:
-        nowhere = (
-            f"that time is in no step and no phase; for {format_long_duration(story.facts.paused_alone_ns)} of it"
-            " another process was not paused, and the figures of devices include that part"
+    accounting_text = "not counted in any step, phase or metric"
+    if report.run.paused_alone_ns:
+        accounting_text = (
+            f"not counted in any step or phase; for {format_long_duration(report.run.paused_alone_ns)} of it"
+            " another process was not paused, and device metrics include that part"
         )
-    return f"{pause_count_text(total, is_over(story))}: {nowhere}"
+    return f"{pause_count_text(totals, is_over(report))}: {accounting_text}"
 
 
-def pause_count_text(total: PauseTotals, over: bool) -> str:
-    """The number and time of pauses. `over`: whether the run is over."""
-    times = "once" if total.times == 1 else f"{total.times:,} times"
-    several = total.times > 1
-    parts = [f"for {format_long_duration(total.ns)}{' in all' if several else ''}"] if total.ns else []
-    if total.unended:
-        parts.append(f"{total.unended:,} of them without an end in the record" if several else _NO_END)
-    if total.on:
-        parts.append("and was paused when it ended" if over else "and is paused now")
-    return f"paused {', '.join([times, *parts])}"
+def pause_count_text(totals: PauseTotals, has_ended: bool) -> str:
+    """Return the number and time of pauses. `has_ended`: whether the run has ended."""
+    count_text = "once" if totals.times == 1 else f"{totals.times:,} times"
+    has_several = totals.times > 1
+    parts = []
+    if totals.ns:
+        parts.append(f"for {format_long_duration(totals.ns)}{' total' if has_several else ''}")
+    if totals.unended:
+        parts.append(f"{totals.unended:,} of them without a recorded end" if has_several else _NO_END)
+    if totals.on:
+        parts.append("and was paused when it ended" if has_ended else "and is paused now")
+    return f"paused {', '.join([count_text, *parts])}"
 
 
 ACTIVITY_NAMES = {
@@ -214,63 +219,63 @@ ACTIVITY_NAMES = {
 """Words for the activities of dpmon.store.time_accounting."""
 
 
-def time_by_activity_sentences(facts: RunAnalysis, spent: Mapping[str, int], *, over: bool) -> list[str]:
-    """The run's time by activity (`spent`) and its longest gaps between steps, in sentences; empty without steps."""
-    names = ACTIVITY_NAMES if over else {**ACTIVITY_NAMES, "ending": "since the last step"}
-    parts = [f"{names[name]} {format_long_duration(ns)}" for name, ns in spent.items() if ns >= _LEAST_SHOWN_NS]
+def time_by_activity_sentences(run: RunAnalysis, ns_by_activity: Mapping[str, int], *, has_ended: bool) -> list[str]:
+    """Return sentences on the run's time by activity and its longest gaps between steps; empty without steps."""
+    names = ACTIVITY_NAMES if has_ended else {**ACTIVITY_NAMES, "ending": "since the last step"}
+    parts = [f"{names[name]} {format_long_duration(ns)}" for name, ns in ns_by_activity.items() if ns >= _MIN_SHOWN_NS]
     if not parts:
         return []
-    lines = [f"elapsed {format_long_duration(sum(spent.values()))}: {', '.join(parts)}"]
-    gaps = facts.gaps[:_GAPS_NAMED]
-    if gaps and spent["between"] >= _LEAST_SHOWN_NS:
-        named = [
-            f"{format_long_duration(gap.ns)} after step {gap.after_step:,}{process_suffix(gap.process, facts)}"
+    lines = [f"elapsed {format_long_duration(sum(ns_by_activity.values()))}: {', '.join(parts)}"]
+    gaps = run.gaps[:_MAX_GAPS]
+    if gaps and ns_by_activity["between"] >= _MIN_SHOWN_NS:
+        gap_texts = [
+            f"{format_long_duration(gap.ns)} after step {gap.after_step:,}{process_suffix(gap.process, run)}"
             f" ({format_clock(gap.begin_ns)})"
             for gap in gaps
         ]
-        lines.append(f"the longest gaps between steps: {', '.join(named)}")
+        lines.append(f"the longest gaps between steps: {', '.join(gap_texts)}")
     return lines
 
 
 def phase_notes(mode: ModeStats) -> list[str]:
-    """Notes below the table of phases: about their times, and the quantities of the steps."""
-    lines = (
-        []
-        if mode.who is None
-        else [f"{format_count_with_noun(mode.steps, 'step')} of {mode.who}; the others have rows below"]
-    )
+    """Return notes below the table of phases: on their times, and the quantities of the steps."""
+    lines = []
+    if mode.who is not None:
+        lines.append(f"{format_count_with_noun(mode.steps, 'step')} of {mode.who}; the others have rows below")
     lines += [*host_waits(mode.phases), *timed_steps_note(mode.phases)]
     if mode.calls >= 2 * mode.steps and mode.phase("data") is None and mode.phase("backward") is not None:
         lines.append(
-            "samples of a step: the rows of all micro-batches, if the same models are called before each backward pass"
+            "samples per step: the rows of all micro-batches, if the same models are called before each backward pass"
             " and no optimizer steps in between; else, as in a GAN, the rows of its largest call"
         )
-    return lines + [format_quantity(*each, mode.steps) for each in mode.known_quantities]
+    return lines + [
+        format_quantity(quantity, quantity_sum, mode.steps) for quantity, quantity_sum in mode.known_quantities
+    ]
 
 
 def mode_title(mode: ModeStats) -> str:
-    """A mode's name, with a note for virtual replicas; "ddp" or "fsdp" for ranks, as on the screen."""
+    """Return the name of a mode, with a note for virtual replicas; "ddp" or "fsdp" for ranks, as on the screen."""
     if mode.distributed:
         return RANK_MODES[mode.distributed]
     return f"{mode.mode} (virtual)" if mode.virtual else mode.mode or "mode unknown"
 
 
-def rank_suffix_of_run(facts: RunAnalysis) -> str:
-    """The words " of rank 0" for times over the run, if the run has several processes; else empty."""
-    names = dict.fromkeys(mode.who for mode in facts.modes if mode.who is not None)
+def rank_suffix_of_run(run: RunAnalysis) -> str:
+    """Return " of rank 0" for times over the run if it has several processes, else an empty text."""
+    names = dict.fromkeys(mode.who for mode in run.modes if mode.who is not None)
     return f" of {' and '.join(names)}" if names else ""
 
 
-def mode_comparison_sentences(compared: Comparison) -> list[str]:
-    """dp against single in sentences."""
-    if compared.speedup is None:
-        return [compared.missing or "no verdict"]
-    value, low, high = compared.speedup
+def mode_comparison_sentences(comparison: Comparison) -> list[str]:
+    """Return sentences that compare dp with single."""
+    if comparison.speedup is None:
+        return [comparison.missing or "no verdict"]
+    value, low, high = comparison.speedup
     text = f"speed-up {value:.2f} (95%: {low:.2f} to {high:.2f})"
-    if compared.efficiency is not None:
-        text += f", {format_percent(compared.efficiency)} per device"
+    if comparison.efficiency is not None:
+        text += f", {format_percent(comparison.efficiency)} per device"
     steps = " and ".join(
-        f"{format_count_with_noun(side.steps, 'step')} in {mode}" for mode, side in compared.sides.items()
+        f"{format_count_with_noun(side.steps, 'step')} in {mode}" for mode, side in comparison.sides.items()
     )
-    without = "not counting the first steps after a change of mode, and steps of another batch size or kind"
-    return [verdict_sentence(compared) or "", f"{text}; from {steps}, {without}"]
+    excluded_text = "without the first steps after a mode switch, and steps of another batch size or kind"
+    return [verdict_sentence(comparison) or "", f"{text}; from {steps}, {excluded_text}"]

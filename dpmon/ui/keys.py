@@ -12,7 +12,7 @@ from typing import NamedTuple
 from dpmon.model.nodes import NodeStatus
 from dpmon.ui.panel_layout import Slot
 from dpmon.ui.panels import panel_communication, panel_ranks
-from dpmon.ui.panels.panel_replicas import choices
+from dpmon.ui.panels.panel_replicas import list_choices
 from dpmon.ui.screen_data import NAMES, PANELS, RANGES, RANK_NAMES, ScreenData, View
 
 FAR_ROWS = 1_000_000_000
@@ -74,7 +74,7 @@ def _why_label(screen: ScreenData) -> str | None:
 
 
 def _has_several_calls(screen: ScreenData) -> bool:
-    return screen.view.focus == "replicas" and len(choices(screen.process)) > 1
+    return screen.view.focus == "replicas" and len(list_choices(screen.process)) > 1
 
 
 def _look_back_label(screen: ScreenData) -> str | None:

@@ -33,7 +33,7 @@ from dpmon.ui.list_dialogs import RunList, StepList
 from dpmon.ui.live_run import FROZEN_RANKS, LiveRun, OpenStore
 from dpmon.ui.panel_drawer import PanelDrawer
 from dpmon.ui.panel_layout import Slot
-from dpmon.ui.panels.panel_replicas import choices
+from dpmon.ui.panels.panel_replicas import list_choices
 from dpmon.ui.run_stopper import RunStopper
 from dpmon.ui.scenes import choose_scene
 from dpmon.ui.screen_data import PANELS, ScreenData, View
@@ -575,7 +575,7 @@ class Monitor(App[str]):
         if self.view.search and self.view.focus == "output":
             self._search(self.view.search, direction)
             return
-        count = len(choices(self.live_run.state.representative))
+        count = len(list_choices(self.live_run.state.representative))
         if direction > 0 and count > 1:
             self.set_view(replace(self.view, call_choice=(self.view.call_choice + 1) % (count + 1)))
         elif direction > 0:

@@ -102,7 +102,7 @@ def _paint_panel(panel: str, screen: ScreenData, output: OutputView, slot: Slot,
 def max_visible_ranks(screen: ScreenData, slots: Mapping[str, Slot]) -> int:
     """Return the largest number of ranks that a frame can show in these slots."""
     table_rows = slots["replicas"].height if "replicas" in slots and panel_ranks.is_shown(screen) else 0
-    last_step_rows = slots["batch"].height - panel_batch.WITHOUT_RANKS if "batch" in slots else 0
+    last_step_rows = slots["batch"].height - panel_batch.ROWS_WITHOUT_RANKS if "batch" in slots else 0
     return min(max(table_rows, last_step_rows), MAX_RANKS)
 
 
@@ -149,7 +149,7 @@ def _panel_content(
     title, corner = panel_output.panel_title(output, screen, slot.width, style)
     search = screen.view.search
     ellipsis = style.glyphs.more
-    lines = output.visible(height)
+    lines = output.visible_rows(height)
     if search:
         title = [*title, (f" {style.glyphs.middot} find ", "dim"), (search, "wait")]
         lines = [highlight_matches(line, search) for line in lines]

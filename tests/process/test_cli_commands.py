@@ -140,7 +140,7 @@ def test_attach_without_a_screen_speaks_before_the_script_does(dpmon: Dpmon) -> 
     dpmon.script("import time; time.sleep(300)")
     dpmon.run("--detach", "script.py")
     terminal = Terminal(dpmon, "attach", TERM="dumb", LC_ALL="POSIX")
-    terminal.writes("dpmon: the output of the run follows; Ctrl-C leaves, and the training goes on")
+    terminal.writes("dpmon: the output of the run follows; Ctrl-C detaches, and training continues")
     terminal.type("\x03")
     terminal.wait()
     assert dpmon.run("ls").text.splitlines()[1].split()[1] == "starting"
@@ -252,7 +252,7 @@ def test_leaving_the_screen_leaves_the_training_and_attach_opens_it_again(dpmon:
         terminal.shows("leave it running")
         terminal.type("l")
         assert terminal.wait() == 0
-        assert b"the training goes on; back to it: dpmon attach script-" in terminal.raw
+        assert b"training continues; reattach with: dpmon attach script-" in terminal.raw
         info = dpmon.info()
         assert proc.is_alive(info["command_pid"], info["command_started"])
     dpmon.go()

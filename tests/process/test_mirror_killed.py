@@ -156,7 +156,7 @@ def test_what_is_killed_goes_on_without_a_lost_or_doubled_step(two: Two, kill: s
         assert run_state(directory, load_info(directory))[0] == "unsupervised"
         assert ensure_supervisor(directory).pid is None, "run.json names the machines, and proves nothing"
         refused = two.here.run("attach", "--headless", "mirrored")
-        assert (refused.status, "name its machines again" in refused.errors) == (2, True)
+        assert (refused.status, "name its nodes again" in refused.errors) == (2, True)
         ensure_supervisor(directory, two.machines)
     elif kill == "exporter":
         for pid in exporters(directory):

@@ -37,7 +37,10 @@ def test_a_relative_state_directory_is_ignored(dpmon: Dpmon, tmp_path: Path, val
     said = check_run(dpmon, tmp_path / ".local" / "state", {"XDG_STATE_HOME": value, "HOME": str(tmp_path)})
     (line,) = [line for line in said.splitlines() if "XDG_STATE_HOME" in line]
     kept = tmp_path / ".local" / "state" / "dpmon" / "runs"
-    assert line == f"dpmon: XDG_STATE_HOME={value} is not an absolute path and is ignored; this run is kept in {kept}"
+    assert (
+        line
+        == f"dpmon: XDG_STATE_HOME={value} is ignored because it is not an absolute path; this run is kept in {kept}"
+    )
 
 
 @pytest.mark.parametrize("value", ["", "relative"])

@@ -427,7 +427,7 @@ def rest_of(process: subprocess.Popen[bytes]) -> tuple[int, str]:
     assert process.stderr is not None
     err = process.stderr.read().decode()
     passed = len(process.stdout.read())
-    (told,) = re.findall(r"dpmon: ([\d,]+) bytes of the script's output were not passed on", err)
+    (told,) = re.findall(r"dpmon: ([\d,]+) bytes of the script's output were not copied", err)
     assert passed + int(told.replace(",", "")) == 64 * 65536
     return status, err
 

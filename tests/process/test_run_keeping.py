@@ -42,7 +42,7 @@ def test_old_runs_are_deleted_except_kept_and_live_ones(dpmon: Dpmon) -> None:
     refused = dpmon.run("rm", "c", "kept")
     assert (refused.status, refused.out) == (2, b"")
     kept = listed(dpmon)[1]["id"]
-    assert refused.errors == f"dpmon: {kept} is kept: run `dpmon keep --not {kept}` first\n"
+    assert refused.errors == f"dpmon: {kept} is protected: run `dpmon keep --not {kept}` first\n"
     assert len(listed(dpmon)) == 3
     assert dpmon.run("keep", "--not", kept).status == 0
     assert dpmon.run("rm", "kept", "c").status == 0

@@ -107,7 +107,7 @@ def test_stopped_and_continued_it_draws_everything_again(run: TerminalRun, termi
     run.train(50)
     seen = terminal()
     seen.shows("linear.py")
-    seen.shows("virtual: the replicas share this machine's processor")
+    seen.shows("virtual: the replicas share this machine's CPU")
     before = seen.picture().splitlines()[2:6]
     seen.type("\x1a")
     seen.until(lambda: b"\x1b[?1049l" in seen.raw, "the terminal to be given back")

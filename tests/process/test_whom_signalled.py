@@ -49,7 +49,7 @@ def test_process_ids_of_a_finished_run_are_not_used(
     ended_run(dpmon, recorded=True, command_pid=stranger.pid, command_started=since)
     result = dpmon.run("stop", "old")
     assert result.status == 0, result.errors
-    assert "is over (exit status 0)" in result.text
+    assert "has ended (exit status 0)" in result.text
     assert stranger.poll() is None
 
 

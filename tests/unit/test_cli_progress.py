@@ -176,7 +176,7 @@ def test_the_line_after_the_last_step_does_not_wait_for_a_first_step(state: Path
     reader.startup_stage = lambda: ("torch imported", now - 60 * 10**9)
     progress = ProgressReporter(reader)
     assert progress.line().startswith("step 96")
-    assert progress.line() == "quiet for 6.00 s: no call since step 96; the training process has ended"
+    assert progress.line() == "idle for 6.00 s: no call since step 96; the training process has ended"
     reader.startup_stage = lambda: ("importing torch", now)  # the next training of the same command
     assert progress.line() == "starting: importing torch"
 

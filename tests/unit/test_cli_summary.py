@@ -169,9 +169,9 @@ def test_further_warnings_are_counted_and_the_command_that_lists_them_is_named(s
 @pytest.mark.parametrize(
     ("ranks", "steps", "said"),
     [
-        ((None, None), (32, 32), "64 steps of 2 processes in all, 64 calls"),
-        ((0, 1), (32, 32), "32 steps of each of 2 ranks, 64 calls in all"),
-        ((0, 1), (32, 30), "62 steps of 2 ranks in all, 62 calls"),
+        ((None, None), (32, 32), "64 steps of 2 processes total, 64 calls"),
+        ((0, 1), (32, 32), "32 steps of each of 2 ranks, 64 calls total"),
+        ((0, 1), (32, 30), "62 steps of 2 ranks total, 62 calls"),
         ((None,), (32,), "32 steps, 32 calls"),
     ],
 )

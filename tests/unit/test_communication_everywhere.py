@@ -63,13 +63,13 @@ def test_text_page_and_json_of_the_report_have_the_communication(state: Path) ->
     assert f"  straggler {HELD_UP}; slowest in {KNOWN} of {KNOWN} steps" in text
     assert f"  exposed   2.10 ms per step, 12% of it; {KNOWN} steps" in text
     assert "  buckets   6: 1.00 MiB, 25.0 MiB ×5" in text
-    at = text.index("RANKS: where a step goes")
+    at = text.index("RANKS: where step time goes")
     head, *rows = (" ".join(line.split()) for line in text[at + 1 : at + 4])
-    assert head == "mean of a step data forward backward exposed wait slowest in"
+    assert head == "mean per step data forward backward exposed wait slowest in"
     assert rows[0] == "rank 0 of 3 400 µs 3.10 ms 5.00 ms 2.10 ms 6.00 ms 0%"
     assert rows[1] == "rank 1 of 3 6.40 ms 3.10 ms 5.00 ms 2.10 ms 0.00 µs 100%"
     made = render_page(build_document(story))
-    for said in ("Communication", "Where a step of each rank goes", HELD_UP, "6: 1.00 MiB, 25.0 MiB ×5"):
+    for said in ("Communication", "Where step time of each rank goes", HELD_UP, "6: 1.00 MiB, 25.0 MiB ×5"):
         assert said in made
     found = json.loads(json.dumps(report_json_of(story)))
     told = found["communication"]
@@ -89,8 +89,8 @@ def test_text_page_and_json_of_the_report_have_the_communication(state: Path) ->
 def test_data_of_a_slow_rank_is_one_finding(state: Path) -> None:
     """The slow rank waits for data most of its time, but the finding about the slow rank says so already."""
     slow = collect_report_data(a_run(extra_ms=60.0))
-    assert [one.who for one in (*slow.facts.modes, *slow.facts.other_process_modes)] == ["rank 0", "rank 1", "rank 2"]
-    assert slow.facts.other_process_modes[0].phase_share("data") > 0.2
+    assert [one.who for one in (*slow.run.modes, *slow.run.other_process_modes)] == ["rank 0", "rank 1", "rank 2"]
+    assert slow.run.other_process_modes[0].phase_share("data") > 0.2
     kinds = [finding.kind for finding in slow.findings]
     assert "straggler" in kinds
     assert "data" not in kinds
@@ -110,7 +110,7 @@ def test_steps_without_a_pass_count_as_none_of_it(state: Path) -> None:
 def test_the_report_says_why_waits_are_unknown(state: Path) -> None:
     text = text_lines(build_document(collect_report_data(a_run(world=8))), 200)
     assert any("3 of 8 ranks are in this record" in line for line in text)
-    assert "RANKS: where a step goes" not in text
+    assert "RANKS: where step time goes" not in text
 
 
 def test_restarted_ranks_are_reported_together(state: Path) -> None:

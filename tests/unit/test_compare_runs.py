@@ -183,7 +183,7 @@ def test_several_runs_a_side_tell_how_much_equal_runs_differ(state: Path) -> Non
     assert "pair only" not in text
     assert "in turn" not in text
     later = compared(a[:3], [a_run(9, started_unix=1.8e9)])
-    assert "run them in turn" in " ".join(" ".join(text_lines(build_document(*later))).split())
+    assert "alternate them" in " ".join(" ".join(text_lines(build_document(*later))).split())
     assert later.outcome.startswith("inconclusive: too few runs (3 vs. 1)")
     equal = compared(a[::2], b[:0] + a[1::2])
     assert equal.outcome.startswith("inconclusive: too few runs (3 vs. 2): 1 ordering in 10 separates")
@@ -208,7 +208,7 @@ def test_settling_steps_and_those_near_a_pause_or_a_stall_are_left_out(state: Pa
     left = sum(disturbed.kinds.values())
     assert 60 <= disturbed.interrupted_steps <= 120  # 4 to 5 seconds with 20 steps
     assert left + disturbed.interrupted_steps == 400 - 5
-    assert "steps near a pause or a stall are left out" in "\n".join(
+    assert "steps near a pause or a stall excluded" in "\n".join(
         text_lines(build_document(compare_runs([quiet], [disturbed])), 100)
     )
 
@@ -227,7 +227,7 @@ def test_differences_come_first(state: Path) -> None:
         ("throttled", "0%", "100%"),
     ]
     text = text_of(found)
-    assert text.index("WHAT DIFFERS") < text.index("TIME OF A STEP")
+    assert text.index("WHAT DIFFERS") < text.index("STEP TIME")
 
 
 def test_other_batches_are_not_compared_by_their_steps(state: Path) -> None:
@@ -247,7 +247,7 @@ def test_ranks_tell_their_communication_and_whom_they_wait_for(state: Path) -> N
     assert "most of the change is in sync" in found.outcome
     assert {"exposed", "wait"} <= found.found.compared.keys()
     text = text_of(found, 200)
-    assert ": no rank stands out\n" in text
+    assert ": no straggler\n" in text
     assert ": rank 1 delays the others by " in text
 
 
@@ -263,7 +263,7 @@ def test_runs_that_have_not_the_same_ranks_say_so(state: Path) -> None:
     row = found.found.compared["samples_per_s"]
     assert (row.change, row.missing) == (None, "a sum over the ranks seen, which differ")
     text = text_of(found)
-    assert ": no rank stands out (2 of 4 ranks were seen)\n" in text
+    assert ": no straggler (2 of 4 ranks were seen)\n" in text
     assert "\n      B: first.of.the.cluster, gpu-2\n" in text_of(found, 40)
     assert compared([some], [some]).found.compared["samples_per_s"].change is not None
     assert compared(
@@ -523,7 +523,7 @@ def test_the_figures_of_a_script_over_its_runs(state: Path, capsys: pytest.Captu
     assert main(["ls", "--script", "linear.py"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("linear.py (4 runs): 2023-11-1")
-    left = " ".join(re.findall(r"left out: (.*?)\n\n", out, re.S)[0].split())
+    left = " ".join(re.findall(r"excluded: (.*?)\n\n", out, re.S)[0].split())
     assert sorted(left.split(", ")) == ["1 unreadable", "1 with fewer than 20 steps", "1 with other arguments"]
     (row,) = re.findall(r"^  step  .*$", out, re.M)
     assert re.fullmatch(r"  step +5\d\.\d ms  5\d\.\d ms  6\d\.\d ms +\+(29|30|31)% +▁▃▆█", row)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from dpmon.cli.status_stream import StatusStream, _progress
+from dpmon.cli.status_stream import StatusStream, _progress_members
 from dpmon.cli.summary import summary_lines
 from dpmon.export import iter_records
 from dpmon.export.csv_tables import CsvTables
@@ -159,7 +159,7 @@ def test_calls_of_evaluations_are_in_neither_median(state: Path) -> None:
 
 def test_a_page_has_the_column_and_the_bars(state: Path) -> None:
     story = collect_report_data(write_run_directory({0: timed_training()}))
-    (plot,) = [plot for plot in build_plots(story.facts) if plot.name == "replicas"]
+    (plot,) = [plot for plot in build_plots(story.run) if plot.name == "replicas"]
     (device,) = plot.series
     assert (device.name, plot.unit) == ("on device", "ms")
     assert [y for _, _, y in device.points] == NEAR([5.0, 10.0])
@@ -221,9 +221,9 @@ def test_the_share_of_device_waits_is_extrapolated_to_all_steps(state: Path) -> 
     payloads = with_device_times(made.run(40), of_step=(1.0, 1.5, 0.7, 0.1))
     payloads += with_device_times(made.run(40), of_step=(None, 1.5, 0.7, 0.1), why=Untimed.LATE)
     story = collect_report_data(write_run_directory({0: payloads}))
-    figures = story.facts.modes[0].phase("data")
+    figures = story.run.modes[0].phase("data")
     assert figures is not None
-    walls = sum(one.wall_ns for one in story.facts.stretches.bins)
+    walls = sum(one.wall_ns for one in story.run.stretches.bins)
     assert (figures.device_count, figures.ran) == (40, 80)
     assert figures.device_share == pytest.approx(80e6 / walls)
     (finding,) = [finding for finding in story.findings if finding.kind == "data"]
@@ -240,7 +240,7 @@ def test_without_device_times_the_report_does_not_mention_them(state: Path) -> N
     assert {line["device_median_ms"] for line in said["replicas"]} == {None}
     assert {line["forward_device_median_ms"] for line in said["ranks"]} == {None}
     assert "on device" not in "\n".join(report_text(directory, 200))
-    (plot,) = [plot for plot in build_plots(story.facts) if plot.name == "replicas"]
+    (plot,) = [plot for plot in build_plots(story.run) if plot.name == "replicas"]
     assert [one.name for one in plot.series if one.kind == "bars"] == ["on the host"]
     assert plot.note == "median of host times, with a whisker up to the 95th percentile"
     assert json.loads(json.dumps(said)) == said
@@ -279,6 +279,6 @@ def test_a_line_without_device_times_says_why(state: Path, took: Any, reason: st
 
 
 def test_the_reasons_for_nulls_are_returned_separately() -> None:
-    progress, absent = _progress(None, RunSnapshot(), 0, 0)
+    progress, absent = _progress_members(None, RunSnapshot(), 0, 0)
     assert progress.keys() == absent.keys()
     assert set(absent.values()) == {"no step has finished yet"}

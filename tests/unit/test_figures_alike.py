@@ -307,7 +307,7 @@ def test_the_times_of_ranks_are_those_of_one_rank_everywhere(monkeypatch: pytest
     assert format_duration(median) in text[at + 2]
     (row,) = (line.split() for line in text if line.startswith("  ddp"))
     assert row[:4] == ["ddp", str(2 * steps), "rank", "0"]
-    assert any(line.startswith("  time of a step of rank 0, mean over each") for line in text)
+    assert any(line.startswith("  step time of rank 0, mean over each") for line in text)
     said = report_json_of(collect_report_data(directory))
     (mode,) = said["modes"]
     assert (mode["steps"], mode["process"], mode["rank"], mode["process_steps"]) == (2 * steps, 0, 0, steps)
@@ -434,7 +434,7 @@ def judged(feed: LiveRun) -> tuple[Comparison, str]:
 
 
 def test_a_run_that_has_ended_and_its_playback_are_judged_as_in_the_report(long: Path) -> None:
-    said = collect_report_data(long).facts.mode_comparison
+    said = collect_report_data(long).run.mode_comparison
     assert said is not None
     assert said.speedup is not None
     assert {mode: side.steps for mode, side in said.sides.items()} == {

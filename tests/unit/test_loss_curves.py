@@ -221,7 +221,7 @@ def test_the_report_has_a_row_and_a_curve_for_each_line(state: Path) -> None:
     (at,) = [number for number, line in enumerate(text) if "backward called at" in line]
     assert text[at + 1].split() == ["train.py:88", "3", "-0.5", "NaN", "1.141", "3"]
     assert text[at + 2].split() == ["train.py:91", "1.1", "1.1", "1.2", "1.153", "3"]
-    (plot,) = [plot for plot in build_plots(story.facts) if plot.name == "loss"]
+    (plot,) = [plot for plot in build_plots(story.run) if plot.name == "loss"]
     assert [[y for _, _, y in one.points] for one in plot.series] == [[3.0, -0.5], [1.1, 1.2]]
     heights = [float(y) for y in re.findall(r'cy="([-0-9.]+)"', render_plot(plot))]
     assert len(heights) == 4

@@ -169,7 +169,7 @@ def test_runs_of_several_machines_are_listed_by_job(
     assert main(["ls", "--hosts", "a,b,c", "--via", via]) == 0
     said = capsys.readouterr()
     rows = [line.split() for line in said.out.splitlines()]
-    assert rows[0][:4] == ["JOB", "MACHINE", "NAME", "STATE"]
+    assert rows[0][:4] == ["JOB", "NODE", "NAME", "STATE"]
     before = [" ".join(row[: row.index("finished") - 1]) for row in rows[1:]]
     assert before == ["- a", "torchelastic abc a", "torchelastic abc b"]
     assert said.err == ""
@@ -256,9 +256,7 @@ def test_why_a_machine_fails_is_known_also_if_dpmon_was_started_with_sigchld_ign
     assert capsys.readouterr().err == f"dpmon: missing: {SAID['missing']}\n"
 
 
-@pytest.mark.parametrize(
-    ("name", "said"), [("missing", "no machine answered"), ("a", "no run on 1 machine that answered")]
-)
+@pytest.mark.parametrize(("name", "said"), [("missing", "no host replied"), ("a", "no run on 1 host that replied")])
 def test_machines_without_a_run_are_told_from_those_that_do_not_answer(
     tmp_path: Path, name: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -328,10 +326,10 @@ def test_live_runs_of_unknown_jobs_are_not_mixed() -> None:
     runs = [there("a", 1, None), there("b", 2, None)]
     assert len(group_by_job(runs)) == 2
     assert choose_job_runs(runs, None) == {}
-    with pytest.raises(RunError, match="no machine that answered has a run other: `dpmon ls` with the same"):
+    with pytest.raises(RunError, match="no host that replied has a run other: `dpmon ls` with the same"):
         choose_job_runs(runs, "other")
     assert choose_job_runs(runs, None, "7") == {}
-    with pytest.raises(RunError, match="no machine that answered has a run of job 7"):
+    with pytest.raises(RunError, match="no host that replied has a run of job 7"):
         choose_job_runs([there("a", 1)], None, "7")
 
 
@@ -339,21 +337,21 @@ def test_a_job_that_starts_is_waited_for_but_not_for_ever(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     starts, trains = [there("a", 1, None), there("b", 2, None)], [there("a", 1), there("b", 2)]
-    monkeypatch.setattr(module, "_ASK_AGAIN_S", 0.0)
+    monkeypatch.setattr(module, "_RETRY_S", 0.0)
     trains[0] = there("a", 1, name="../../etc/x")  # a machine may say anything
     answers = iter([starts, starts, trains])
     monkeypatch.setattr(module, "list_remote_runs", lambda asked: (next(answers), {}))
     made = []
     monkeypatch.setattr(module, "find_or_create_mirror", lambda *about: made.append(about))
     options = Namespace(run=None, slurm=None, metrics=None)
-    module._find_or_create_mirror(options, [one.machine for one in starts], None)
+    module._find_or_create_mirror(options, [one.host for one in starts], None)
     assert [machine for machine, _, _ in made[0][1]] == ["a", "b"]
     assert made[0][0] == "train"
     assert capsys.readouterr().err.count("waiting until one trains") == 2
-    monkeypatch.setattr(module, "_JOB_S", 0.0)
+    monkeypatch.setattr(module, "_MAX_JOB_WAIT_S", 0.0)
     answers = iter([starts, starts])
     with pytest.raises(RunError, match="which job it belongs to: give its name, such as train-0002"):
-        module._find_or_create_mirror(options, [one.machine for one in starts], None)
+        module._find_or_create_mirror(options, [one.host for one in starts], None)
 
 
 def test_a_run_that_machines_with_a_common_home_list_is_one(
@@ -437,13 +435,13 @@ def test_doctor_says_of_each_machine_what_is_missing(
     assert [check["found"] for check in found["closed"]] == ["the command ended with status 1: no entry"]
     assert [check["found"] for check in found["silly"]] == ["it does not print the version of dpmon, but: hi"]
     assert [check["found"] for check in found["noisy"]] == [
-        f"{__version__}, as here",
+        f"{__version__}, the same as here",
         "the command ended with status 3: Good morning",
-        "its doctor does not answer: the command ended with status 3: Good morning",
+        "its doctor does not reply: the command ended with status 3: Good morning",
     ]
     assert main(["doctor", "--hosts", "a,key", "--via", via]) == 1
     said = capsys.readouterr()
-    assert said.err.startswith("dpmon: 2 machines: dpmon doctor runs there"), "it takes long"
+    assert said.err.startswith("dpmon: 2 hosts: dpmon doctor runs there"), "it takes long"
     text = said.out.splitlines()
     assert text[0] == "a"
     assert text[-1] == "2 warnings and 2 problems; all other possible checks passed"
@@ -455,12 +453,12 @@ def test_doctor_says_of_each_machine_what_is_missing(
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["ls", "--via", "x {}"], "--via is a way to machines"),
+        (["ls", "--via", "x {}"], "--via needs hosts"),
         (["ls", "--host", "a", "--script", "x.py"], "--script shows the runs of this machine only"),
         (["ls", "--host", "-x"], "--host: expected one argument"),
         (["ls", "--host=-x"], "'-x' is not a valid node name"),
         (["ls", "--hosts", "a[1-"], "is not a list of nodes"),
-        (["report", "--host", "a"], "--host is an option of attach, ls and doctor"),
+        (["report", "--host", "a"], "--host works with attach, ls and doctor only"),
     ],
 )
 def test_a_wrong_command_line_has_a_sentence(
@@ -476,11 +474,11 @@ UNREACHED = HostOutput([], "it cannot be reached", False)
 @pytest.mark.parametrize(
     ("runs", "answer", "followed", "said"),
     [
-        ([there("a", 1)], UNREACHED, ["a", "b"], "b: dpmon tries again, and shows it when it answers"),
+        ([there("a", 1)], UNREACHED, ["a", "b"], "b: dpmon keeps trying, and shows it when it replies"),
         ([there("a", 1)], UNREACHED._replace(for_good=True), ["a"], "b: it cannot be reached"),
-        ([there("a", 1), there("a", 2)], UNREACHED, ["a", "a:2"], "attach again when it answers"),
-        ([there("a", 1, None)], UNREACHED, ["a"], "attach again when it answers"),
-        ([there("a", 1, slurm("1; rm"))], UNREACHED, ["a"], "attach again when it answers"),
+        ([there("a", 1), there("a", 2)], UNREACHED, ["a", "a:2"], "attach again when it replies"),
+        ([there("a", 1, None)], UNREACHED, ["a"], "attach again when it replies"),
+        ([there("a", 1, slurm("1; rm"))], UNREACHED, ["a"], "attach again when it replies"),
     ],
 )
 def test_a_machine_that_cannot_be_reached_is_sought_by_the_job(

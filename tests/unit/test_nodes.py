@@ -197,7 +197,7 @@ def test_report_and_status_name_the_nodes(state: Path, capsys: pytest.CaptureFix
     assert "rank 11 of 16 (gpu-1)" in report
     assert "GPU 3 (gpu-1)" in report
     for name in ("gpu-0", "gpu-1"):
-        assert f"  host ({name}): processors 40% (median of 12 samples), memory " in report
+        assert f"  host ({name}): CPU 40% (median of 12 samples), max. memory " in report
     main(["report", "last", "--json"])
     assert json.loads(capsys.readouterr().out)["host"] is None, "it would be one machine's"
     main(["status", "last"])
@@ -256,7 +256,7 @@ def test_a_pending_request_says_how_many_nodes_have_answered() -> None:
     facts = replace(
         facts_of(run_of(4)), node_replies=NodeReplies(3, 4), mode_request=ModeRequest("dp", "pending", 11 * SECOND)
     )
-    assert "pending 1 s: the training answers at its next call; 3 of 4 nodes answered" in screen_text(facts, 120, 40)
+    assert "pending 1 s: takes effect at the next call; 3 of 4 nodes answered" in screen_text(facts, 120, 40)
     pausing = replace(facts, mode_request=None, pause_state=PauseState(is_requested=True, is_pending=True))
     assert "the training pauses after the step it is in; 3 of 4 nodes answered" in screen_text(pausing, 120, 40)
 
@@ -456,10 +456,10 @@ def test_the_next_picture_of_very_many_ranks_has_new_facts_of_nodes_and_wrappers
 def test_the_batch_of_a_slow_rank_is_shown_beside_those_of_the_first_ranks() -> None:
     run = ManyNodes(20, slow=150).run(0, 24)
     facts = facts_of(run, worst=MAX_LEAST_WAITING)
-    ranks = [one.rank for one in panel_batch._ranks(facts)]
+    ranks = [one.rank for one in panel_batch._ranks_with_steps(facts)]
     assert ranks[0] == 150
     assert set(range(1, 9)) <= set(ranks)
-    assert all(one.last_step is not None and one.last_step.runs for one in panel_batch._ranks(facts))
+    assert all(one.last_step is not None and one.last_step.runs for one in panel_batch._ranks_with_steps(facts))
 
 
 @pytest.mark.parametrize(("groups", "forward"), [(2, False), (1, True), (2, True)])
@@ -530,7 +530,7 @@ def test_unknown_waits_are_shown_with_the_nodes_that_send_nothing(away: tuple[in
     state = replace(facts.state, communication=found, nodes=tuple(nodes))
     rows = panel_ranks.render_panel(replace(facts, state=state), 200, 60, STYLE)
     text = "no step is recorded yet in which all ranks averaged their gradients"
-    assert plain_text(rows[-1]) == f"{text} (no records come from {who})"
+    assert plain_text(rows[-1]) == f"{text} (no records arrive from {who})"
     later = [node._replace(since_ns=facts.elapsed_ns + SECOND, heard_ns=None) for node in nodes]
     before = replace(facts, state=replace(state, nodes=tuple(later)))
     assert plain_text(panel_ranks.render_panel(before, 200, 60, STYLE)[-1]) == text, "in a playback of the time before"

@@ -51,7 +51,7 @@ def test_a_foreground_goes_on_in_a_log_that_somebody_else_cut_off(
         assert stream.gap is None, "the supervisor may be about to count what it deleted"
         monkeypatch.setattr(headless, "SETTLE_S", 0.0)
         stream.copy_chunk()
-        assert stream.gap == "perhaps a part"
+        assert stream.gap == "possibly a part"
         with open(log, "ab") as script:
             script.write(b"second\n")
         assert stream.copy_chunk()

@@ -473,7 +473,7 @@ def test_of_many_epochs_the_report_shows_the_first_and_the_last(
     text = capsys.readouterr().out
     rows = [line.split()[0] for line in text[text.index("EPOCHS") :].splitlines()[2:15]]
     assert rows == ["1", "2", "3", "4", "5", "6", "…", "25", "26", "27", "28", "29", "30"]
-    assert "18 epochs are left out" in text
+    assert "18 epochs omitted" in text
 
 
 def test_a_full_history_keeps_the_newest_loops_of_each_process() -> None:

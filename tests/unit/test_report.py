@@ -70,7 +70,7 @@ def test_a_report_shows_the_command_and_where_the_time_went(both: Path) -> None:
     assert re.fullmatch(r"linear\.py \(linear-[0-9a-f]{4}\): finished in 5\.00 s", lines[0])
     head = " ".join(lines[1:8])
     assert (
-        "180 steps, 180 calls (120 in dp, 60 in single); began as dp on virtual replicas cpu:0 cpu:1 (no GPU"
+        "180 steps, 180 calls (120 in dp, 60 in single); started as dp on virtual replicas cpu:0 cpu:1 (no GPU"
         in re.sub(r"\s+", " ", head)
     )
     steps = lines_of_section(lines, "STEPS")
@@ -84,7 +84,7 @@ def test_a_report_shows_the_command_and_where_the_time_went(both: Path) -> None:
     assert "Model 1" in replicas[2]
     assert "[15, 5] -> [15, 2]" in replicas[2]
     assert "no GPU: NVML library not found" in lines_of_section(lines, "DEVICES")[0]
-    assert lines_of_section(lines, "MODE CHANGES")[0].endswith("to single")
+    assert lines_of_section(lines, "MODE SWITCHES")[0].endswith("to single")
     assert "4.00 KiB" in lines_of_section(lines, "MEMORY")[1]
     said = report_json_of(collect_report_data(both))
     assert [(mode["mode"], mode["virtual"], mode["steps"]) for mode in said["modes"]] == [
@@ -177,14 +177,14 @@ def test_a_step_that_a_stop_cut_off_is_not_called_long(state: Path) -> None:
     training.step_ns *= 200
     made += training.run(1)
     directory = write_run_directory({0: made}, status=130)
-    assert collect_report_data(directory).facts.longest_steps[0].step == 41
+    assert collect_report_data(directory).run.longest_steps[0].step == 41
     record_stop_request(directory)
-    began = load_info(directory).started_unix + collect_report_data(directory).facts.longest_steps[0].start_ns / 1e9
+    began = load_info(directory).started_unix + collect_report_data(directory).run.longest_steps[0].start_ns / 1e9
     os.utime(directory / "stop-asked", (began + 0.01, began + 0.01))
-    assert 41 not in [step.step for step in collect_report_data(directory).facts.longest_steps]
-    assert collect_report_data(directory).facts.longest_steps
+    assert 41 not in [step.step for step in collect_report_data(directory).run.longest_steps]
+    assert collect_report_data(directory).run.longest_steps
     os.utime(directory / "stop-asked", (began - 0.001, began - 0.001))
-    assert collect_report_data(directory).facts.longest_steps[0].step == 41, "it began after the request"
+    assert collect_report_data(directory).run.longest_steps[0].step == 41, "it began after the request"
 
 
 def test_devices_are_reported_with_maximum_and_median(state: Path) -> None:
@@ -194,13 +194,13 @@ def test_devices_are_reported_with_maximum_and_median(state: Path) -> None:
             for t in range(20)]  # fmt: skip
     directory = write_run_directory({0: Training(devices=("cuda:0", "cuda:1"), virtual=False).run(40), -1: own})
     story = collect_report_data(directory)
-    first, second = story.facts.devices
+    first, second = story.run.devices
     assert (first.util_median, len(first.util), first.samples) == (97, 40, 41)
     assert first.mem_run_max == 99 << 30
     assert (second.throttled, second.throttle_samples, second.called) == ({"power limit": 10}, 20, "cuda:0")
     assert "throttled" in {finding.kind for finding in story.findings}
     assert "GPU 1 (cuda:0) NVIDIA H200" in "\n".join(report_text(directory, 80))
-    assert {plot.name for plot in build_plots(story.facts)} >= {"use", "memory", "replicas"}
+    assert {plot.name for plot in build_plots(story.run)} >= {"use", "memory", "replicas"}
 
 
 def test_maxima_and_means_of_deleted_samples_remain(state: Path) -> None:
@@ -211,11 +211,11 @@ def test_maxima_and_means_of_deleted_samples_remain(state: Path) -> None:
         write_run_directory(payloads, limit_bytes=1 << 18),
     )
     story = collect_report_data(directory)
-    assert story.facts.store.pruned > 0
-    (device,) = story.facts.devices
+    assert story.run.store.pruned > 0
+    (device,) = story.run.devices
     assert device.samples < 2400
     assert device.temperature_max == 80
-    points, every = (one.facts.devices[0].points() for one in (story, whole))
+    points, every = (one.run.devices[0].points() for one in (story, whole))
     assert {util for _, util, _ in points} == {50.0}
     assert points[0][0] < 120 * SECOND
     assert every[-1][0] - points[-1][0] < 60 * SECOND
@@ -283,12 +283,12 @@ def test_all_plots_over_time_have_one_axis_with_the_marks_of_the_run(state: Path
     dp = training.now
     rows += [*training.switch("dp"), *training.run(200)]
     own = [host_event(float(t)) for t in range(1, 80)]
-    made = build_plots(collect_report_data(write_run_directory({0: rows, -1: own}, seconds=200.0)).facts)
-    timed = [plot for plot in made if plot.time is not None]
+    made = build_plots(collect_report_data(write_run_directory({0: rows, -1: own}, seconds=200.0)).run)
+    timed = [plot for plot in made if plot.time_span is not None]
     assert [plot.name for plot in timed] == ["step-time", "speed", "phases", "use", "memory"]
-    (time_of,) = {id(plot.time): plot.time for plot in timed}.values()
+    (time_of,) = {id(plot.time_span): plot.time_span for plot in timed}.values()
     assert time_of is not None
-    assert (time_of.begin, time_of.end) == (2.0, pytest.approx(training.now / SECOND, abs=0.01))
+    assert (time_of.start_s, time_of.end_s) == (2.0, pytest.approx(training.now / SECOND, abs=0.01))
     single_mark, dp_mark, evaluation = time_of.marks
     assert single_mark == (pytest.approx(single / SECOND, abs=0.01), None, "single")
     assert dp_mark == (pytest.approx(dp / SECOND, abs=0.01), None, "dp")
@@ -306,9 +306,7 @@ def test_all_plots_over_time_have_one_axis_with_the_marks_of_the_run(state: Path
 
 def test_the_page_shows_when_which_rank_was_the_slowest(state: Path) -> None:
     made, end = ddp_rank_rows(3, slow=1, phase="data", steps=2000, then=(1000, 2))
-    (plot,) = [
-        plot for plot in build_plots(collect_report_data(write_run_directory(made)).facts) if plot.name == "waits"
-    ]
+    (plot,) = [plot for plot in build_plots(collect_report_data(write_run_directory(made)).run) if plot.name == "waits"]
     assert plot.rows == ["rank 0", "rank 1", "rank 2"]
     half = end / SECOND / 2
     for rank, one in enumerate(plot.series):
@@ -321,18 +319,18 @@ def test_the_page_shows_when_which_rank_was_the_slowest(state: Path) -> None:
     assert all(0 <= float(cell.attrib["x"]) <= WIDTH for cell in cells)
     even, _ = ddp_rank_rows(3, steps=300, noise=0.0)
     assert not [
-        plot for plot in build_plots(collect_report_data(write_run_directory(even)).facts) if plot.name == "waits"
+        plot for plot in build_plots(collect_report_data(write_run_directory(even)).run) if plot.name == "waits"
     ], "nobody waited"
 
 
 def test_the_slowest_of_many_ranks_is_shown(state: Path) -> None:
     made, _ = ddp_rank_rows(70, slow=68, phase="data", steps=60)
     story = collect_report_data(write_run_directory(made))
-    drawn_plots = [plot for plot in build_plots(story.facts) if plot.name in ("waits", "ranks")]
+    drawn_plots = [plot for plot in build_plots(story.run) if plot.name in ("waits", "ranks")]
     assert len(drawn_plots) == 2
     for plot in drawn_plots:
         assert plot.rows == [f"rank {rank}" for rank in (*range(63), 68)], plot.name
-        assert plot.note.endswith("; ranks left out: 6")
+        assert plot.note.endswith("; 6 ranks omitted")
     tables = [part for section in build_document(story).sections for part in section.parts if isinstance(part, Table)]
     shown = [[row[0] for row in table.rows[:MAX_ROWS]] for table in tables if len(table.rows) == 70]
     assert shown == [[f"rank {rank} of 70" for rank in (*range(39), 68)]] * 2
@@ -342,10 +340,10 @@ def test_a_rank_that_started_again_is_one_rank_in_plots(state: Path) -> None:
     made, _ = ddp_rank_rows(40, slow=3, phase="data", steps=60)
     tries = [Training(process=100 + rank, rank=rank) for rank in range(40)]
     made |= {one.process: [*one.begin(), *one.run(3)] for one in tries}
-    found = {plot.name: plot for plot in build_plots(collect_report_data(write_run_directory(made)).facts)}
+    found = {plot.name: plot for plot in build_plots(collect_report_data(write_run_directory(made)).run)}
     for name in ("waits", "ranks"):
         assert sorted(found[name].rows) == sorted(f"rank {rank}" for rank in range(40)), name
-        assert "left out" not in found[name].note, name
+        assert "omitted" not in found[name].note, name
 
 
 def test_the_page_of_a_day_is_small(state: Path) -> None:
@@ -368,11 +366,11 @@ def test_the_page_of_a_day_is_small(state: Path) -> None:
 
 def test_text_and_page_have_the_same_sections_and_cells(both: Path) -> None:
     made = build_document(collect_report_data(both))
-    names = [section.title + section.about for section in made.sections]
+    names = [section.title + section.subtitle for section in made.sections]
     drawn, lines = render_page(made), text_lines(made, 200)
     assert re.findall(r'<h2 id="part-\d+">(.*?)</h2>', drawn) == names
     assert [line for line in lines[1:] if line and line[0] != " "] == [
-        section.title.upper() + section.about for section in made.sections
+        section.title.upper() + section.subtitle for section in made.sections
     ]
     tables = [part for section in made.sections for part in section.parts if isinstance(part, Table)]
     assert len(tables) == 5
@@ -389,7 +387,7 @@ def test_the_number_of_stretches_is_bounded_and_no_step_is_lost(state: Path) -> 
     for number in range(1, 3001):
         at += 900_000_000 if number == 1500 else 300_000_000
         payloads.append(step_row("single" if number % 7 else "dp", number, at, 250_000_000, 4, (1000, 2000, 3000, -1)))
-    bins = collect_report_data(write_run_directory({0: payloads}, seconds=1000.0)).facts.stretches.bins
+    bins = collect_report_data(write_run_directory({0: payloads}, seconds=1000.0)).run.stretches.bins
     assert len({one.end_ns for one in bins}) <= BINS
     assert sum(one.steps for one in bins) == 3000
     assert sum(one.samples or 0 for one in bins) == 12_000
@@ -400,24 +398,24 @@ def test_the_number_of_stretches_is_bounded_and_no_step_is_lost(state: Path) -> 
 def test_changes_name_the_model_if_there_are_several(both: Path) -> None:
     story = collect_report_data(both)
     changes = tuple(
-        change._replace(root=root) for change in story.facts.announced.changes for root in ("Maker", "Critic")
+        change._replace(root=root) for change in story.run.announced.changes for root in ("Maker", "Critic")
     )
-    facts = with_changes(story.facts, announced=replace(story.facts.announced, changes=changes))
-    rows = lines_of_section(text_lines(build_document(replace(story, facts=facts)), 100), "MODE CHANGES")
+    facts = with_changes(story.run, announced=replace(story.run.announced, changes=changes))
+    rows = lines_of_section(text_lines(build_document(replace(story, run=facts)), 100), "MODE SWITCHES")
     assert [row.split("  ")[-1] for row in rows[:2]] == ["Maker: to single", "Critic: to single"]
 
 
-@pytest.mark.parametrize(("state_word", "text"), [("finished", "nothing stands"), ("failed", "nothing else stands")])
+@pytest.mark.parametrize(("state_word", "text"), [("finished", "no findings"), ("failed", "no other findings")])
 def test_a_failed_run_has_no_report_in_which_nothing_stands_out(both: Path, state_word: str, text: str) -> None:
     story = replace(collect_report_data(both), findings=[], state=state_word)
-    assert lines_of_section(text_lines(build_document(story), 100), "FINDINGS")[0].strip() == f"{text} out"
+    assert lines_of_section(text_lines(build_document(story), 100), "FINDINGS")[0].strip() == text
 
 
 def test_two_modes_within_one_stretch_that_is_cut_short_are_one_bar(both: Path) -> None:
     story = collect_report_data(both)
-    facts = with_changes(story.facts, stretches=story.facts.stretches._replace(width_ns=3600 * SECOND))
-    story = replace(story, facts=facts)
-    assert {one.mode for one in story.facts.stretches.bins} == {"dp", "single"}
+    facts = with_changes(story.run, stretches=story.run.stretches._replace(width_ns=3600 * SECOND))
+    story = replace(story, run=facts)
+    assert {one.mode for one in story.run.stretches.bins} == {"dp", "single"}
     assert "  █" in text_lines(build_document(story), 100)
 
 
@@ -430,10 +428,10 @@ def test_time_without_steps_is_a_gap_and_a_long_step_is_none(state: Path) -> Non
     payloads += training.run(1)
     directory = write_run_directory({0: payloads}, seconds=training.now / SECOND)
     story = collect_report_data(directory)
-    gaps = [(b.start_ns - a.end_ns) / SECOND for a, b in pairwise(story.facts.stretches.bins)]
+    gaps = [(b.start_ns - a.end_ns) / SECOND for a, b in pairwise(story.run.stretches.bins)]
     assert [gap for gap in gaps if gap] == [pytest.approx(9, abs=1)]
-    assert (story.facts.stretches.bins[-1].end_ns - story.facts.stretches.bins[-1].start_ns) / SECOND in (5, 6, 7)
-    (step_time,) = (plot for plot in build_plots(story.facts) if plot.name == "step-time")
+    assert (story.run.stretches.bins[-1].end_ns - story.run.stretches.bins[-1].start_ns) / SECOND in (5, 6, 7)
+    (step_time,) = (plot for plot in build_plots(story.run) if plot.name == "step-time")
     places = [(begin, end) for begin, end, _ in step_time.series[0].points]
     assert sum(begin > end for (_, end), (begin, _) in pairwise(places)) == 1
     process = snapshot_of_directory(directory, over=True).processes[0]
@@ -520,7 +518,7 @@ def test_deleted_rows_change_no_figure(state: Path) -> None:
     assert {name: said[name] for name in same} == {name: whole[name] for name in same}
     assert sum(one["steps"] for one in said["time"]["stretches"]) == 6000
     text = " ".join(" ".join(report_text(directory, 100)).split())
-    assert "older records were deleted to bound the history: the figures cover all steps" in text
+    assert "older records were deleted to bound the history: statistics cover all steps" in text
     (line,) = (line for line in summary_lines(directory, load_exit(directory)) if line.startswith("single: "))
     assert line.startswith("single: 1,500 steps, 1,500 calls, ")
 
@@ -586,7 +584,7 @@ def test_memory_in_json_counts_the_processes_that_know_it(state: Path) -> None:
 
 def test_stretches_of_a_report_have_the_gap_as_a_gap_or_in_their_time(state: Path) -> None:
     payloads, end = epochs(2.0)
-    width_ns, bins = collect_report_data(write_run_directory({0: payloads}, seconds=end)).facts.stretches
+    width_ns, bins = collect_report_data(write_run_directory({0: payloads}, seconds=end)).run.stretches
     assert width_ns < 2 * SECOND
     within = sum(one.wall_ns for one in bins)
     assert within <= sum(one.elapsed_ns for one in bins) < within + 6 * SECOND, "between the stretches"
@@ -599,7 +597,7 @@ def test_a_stretch_that_has_grown_over_gaps_has_them_in_its_time(state: Path) ->
     for _ in range(1000):
         payloads += training.run(1)
         training.now += 2 * SECOND
-    width_ns, bins = collect_report_data(write_run_directory({0: payloads}, seconds=training.now / 1e9)).facts.stretches
+    width_ns, bins = collect_report_data(write_run_directory({0: payloads}, seconds=training.now / 1e9)).run.stretches
     assert width_ns > 6 * SECOND
     assert len(bins) <= BINS
     assert sum(one.elapsed_ns for one in bins) == pytest.approx(training.now - 2 * SECOND, rel=0.01)
@@ -635,16 +633,16 @@ def test_workers_that_start_in_every_epoch_are_named(state: Path, workers: int, 
     assert found.advice.startswith("DataLoader(persistent_workers=True)") == named
 
 
-# ------------------------------------------------------------------------------------------------ dp against single
+# ------------------------------------------------------------------------------------------------ dp vs. single
 
 
 def test_a_verdict_stands_in_the_report_with_its_uncertainty(both: Path) -> None:
-    found = collect_report_data(both).facts.mode_comparison
+    found = collect_report_data(both).run.mode_comparison
     assert found is not None
     assert found.speedup is not None
     assert found.speedup.low < found.speedup.value < found.speedup.high
     assert found.sides.keys() == {"dp", "single"}
-    lines = lines_of_section(report_text(both, 80), "DP AGAINST SINGLE")
+    lines = lines_of_section(report_text(both, 80), "DP VS. SINGLE")
     assert lines[0].startswith("  DataParallel over 2 virtual replicas")
     assert f"speed-up {found.speedup.value:.2f}" in " ".join(lines)
     assert report_json_of(collect_report_data(both))["compared"]["outcome"] in ("faster", "slower", "even")
@@ -692,7 +690,7 @@ def long_training(slow: int, steps: int = 6000, evaluations: bool = False) -> li
 
 def test_stalls_are_found_among_the_steps_that_still_have_a_row(state: Path) -> None:
     story = collect_report_data(write_run_directory({0: long_training(slow=5900)}, limit_bytes=1 << 18))
-    assert story.facts.store.pruned > 0
+    assert story.run.store.pruned > 0
     (found,) = (finding for finding in story.findings if finding.kind == "stall")
     assert found.text.startswith("At least one step took 10.0 s")
     assert found.ground.startswith("the longest: step 5900 at ")
@@ -702,10 +700,10 @@ def test_stalls_are_found_among_the_steps_that_still_have_a_row(state: Path) -> 
 
 def test_stretches_separate_modes_and_evaluations(state: Path) -> None:
     story = collect_report_data(write_run_directory({0: long_training(slow=0, evaluations=True)}, limit_bytes=1 << 18))
-    assert {(one.mode, one.evaluation) for one in story.facts.stretches.bins} == {
+    assert {(one.mode, one.evaluation) for one in story.run.stretches.bins} == {
         (mode, evaluation) for mode in ("single", "dp") for evaluation in (False, True)
     }
-    drawn = {plot.name: plot for plot in build_plots(story.facts)}
+    drawn = {plot.name: plot for plot in build_plots(story.run)}
     names = [one.name for one in drawn["step-time"].series]
     assert [name for name in names if "mean" in name] == [
         "dp: mean", "single: mean", "dp, evaluation: mean", "single, evaluation: mean"
@@ -753,7 +751,7 @@ def test_odd_values_are_drawn_inside(values: tuple[float | None, ...]) -> None:
 def test_ranks_are_drawn_and_the_straggler_waits_for_nobody(state: Path) -> None:
     made, _ = ddp_rank_rows(3, slow=1, phase="data", steps=100, noise=0.0)
     story = collect_report_data(write_run_directory(made))
-    (plot,) = [plot for plot in build_plots(story.facts) if plot.name == "ranks"]
+    (plot,) = [plot for plot in build_plots(story.run) if plot.name == "ranks"]
     assert plot.rows == ["rank 0", "rank 1", "rank 2"]
     by_name = {one.name: [y for _, _, y in one.points] for one in plot.series}
     assert by_name["data"] == [pytest.approx(ms) for ms in (0.4, 6.4, 0.4)]

@@ -55,7 +55,7 @@ def paused_run(took_s: float = 600.0, at_the_end_s: float = 0.0) -> Path:
 def test_pauses_are_reported_and_are_in_no_figure_of_steps(state: Path) -> None:
     directory = paused_run(at_the_end_s=120.0)
     story = collect_report_data(directory)
-    assert [(pause.step, round((pause.took_ns or 0) / SECOND)) for pause in story.facts.pauses] == [
+    assert [(pause.step, round((pause.took_ns or 0) / SECOND)) for pause in story.run.pauses] == [
         (100, 600),
         (200, 120),
     ]
@@ -69,16 +69,16 @@ def test_pauses_are_reported_and_are_in_no_figure_of_steps(state: Path) -> None:
     assert said["findings"] == [], "neither a stall, nor silence at the end, nor a GPU without work"
     assert said["devices"][0]["util_median_pct"] == 80.0
     lines = report_text(directory, 100)
-    assert "  paused 2 times, for 12 min 00 s in all: that time is in no step, no phase and no figure" in lines
+    assert "  paused 2 times, for 12 min 00 s total: not counted in any step, phase or metric" in lines
     assert lines_of_section(lines, "PAUSES")[0].endswith("after step 100  for 10 min 00 s")
     assert len(lines_of_section(lines, "PAUSES")) == 2
     html_page = render_page(build_document(story))
     assert "Pauses</h2>" in html_page
     assert "for 10 min 00 s" in html_page
-    for plot in build_plots(story.facts):
+    for plot in build_plots(story.run):
         if plot.name in ("step-time", "speed", "phases", "use", "memory"):
-            assert plot.time is not None
-            begin, end, word = plot.time.marks[0]
+            assert plot.time_span is not None
+            begin, end, word = plot.time_span.marks[0]
             assert word == "paused"
             assert end is not None
             assert end - begin == pytest.approx(600.0, abs=0.01), plot.name
@@ -100,12 +100,12 @@ def test_a_pause_without_an_end_and_one_that_was_refused(state: Path) -> None:
     payloads = [*training.begin(), *training.run(40), pause_event(training.now / SECOND, 40)]
     training.now += 60 * SECOND
     lost = [*payloads, *training.run(40)]
-    (pause,) = collect_report_data(write_run_directory({0: lost})).facts.pauses
+    (pause,) = collect_report_data(write_run_directory({0: lost})).run.pauses
     assert (pause.took_ns, pause.on) == (None, False)
     assert (pause.end_ns or 0) - (pause.start_ns or 0) == pytest.approx(60 * SECOND, rel=0.01)
     killed = write_run_directory({0: payloads}, seconds=training.now / SECOND)
     (line,) = lines_of_section(report_text(killed, 80), "PAUSES")
-    assert line.endswith("after step 40  the run ended in it")
+    assert line.endswith("after step 40  the run ended during it")
     assert collect_report_data(killed).findings == [], "a run that is killed in a pause was not silent"
     refused = pause_event(1.0, 3, 0.0, refused="ranks wait for each other")
     lines = report_text(write_run_directory({0: [*training.begin(), *training.run(5), refused]}), 80)
@@ -197,7 +197,7 @@ def test_refusals_are_no_pauses_however_many_there_were(state: Path) -> None:
     payloads += [pause_event(5.0, 5, 0.0, refused="ranks wait") for _ in range(1004)]
     directory = write_run_directory({0: payloads})
     lines = report_text(directory, 120)
-    assert "  paused once, for 1.00 s: that time is in no step, no phase and no figure" in lines
+    assert "  paused once, for 1.00 s: not counted in any step, phase or metric" in lines
     assert lines_of_section(lines, "PAUSES")[-1] == "  and 993 more; --json has them all"
     said = report_json_of(collect_report_data(directory))
     assert len(said["pauses"]) == 1005
@@ -225,9 +225,9 @@ def two_trainings() -> tuple[Path, str]:
 def test_the_report_says_that_figures_include_a_pause_during_another_training(state: Path) -> None:
     directory, text = two_trainings()
     story = collect_report_data(directory)
-    assert story.facts.paused == []
-    assert "no figure" not in text
-    assert re.search(r"for \d+ min \d\d s of it another process was not paused, and the figures", text)
+    assert story.run.paused == []
+    assert "step, phase or metric" not in text
+    assert re.search(r"for \d+ min \d\d s of it another process was not paused, and device metrics", text)
     assert report_json_of(story)["paused"]["alone_s"] == pytest.approx(600, rel=0.01)
 
 
@@ -236,9 +236,9 @@ def test_the_summary_of_a_run_that_was_killed_in_a_pause_says_so(state: Path) ->
     payloads = [*training.begin(), *training.run(40), pause_event(10.0, 40)]
     directory = write_run_directory({0: payloads}, seconds=70.0)
     said = summary_lines(directory, load_exit(directory))
-    assert "paused once, for 60.0 s, and was paused when it ended: that time is in no step and no phase" in said
+    assert "paused once, for 60.0 s, and was paused when it ended: not counted in any step or phase" in said
     goes_on = write_run_directory({0: payloads}, status=None, command_pid=None, started_unix=time.time())
-    assert "  paused once, and is paused now: that time" in "\n".join(report_text(goes_on, 120))
+    assert "  paused once, and is paused now: not counted" in "\n".join(report_text(goes_on, 120))
 
 
 def test_a_gpu_sampled_only_in_pauses_has_no_utilization() -> None:

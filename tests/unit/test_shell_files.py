@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from dpmon.cli.options import COMMANDS, usage
+from dpmon.cli.options import COMMANDS, usage_lines
 
 ROOT = Path(__file__).parents[2]
 SHELL = ROOT / "docs" / "shell"
@@ -51,7 +51,7 @@ def test_the_files_are_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_usage_names_every_command() -> None:
-    assert {form.split()[1] for form, _ in usage()} >= {*COMMANDS} - {"run"}
+    assert {form.split()[1] for form, _ in usage_lines()} >= {*COMMANDS} - {"run"}
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -69,7 +69,7 @@ def live(*own: Event, **about: Any) -> Path:
 )
 def test_each_state_has_an_exit_status(now: Health, expected: int) -> None:
     assert now.state in STATES
-    assert now.status == expected
+    assert now.exit_status == expected
     assert now.fields()["fine"] == (expected == 0)
 
 
@@ -82,8 +82,8 @@ def test_each_state_has_an_exit_status(now: Health, expected: int) -> None:
         (Health("waiting for data", 59.5), "waiting for data"),
         (Health("ended", 60.0, None, None, "finished"), "finished after 1 min 00 s"),
         (Health("ended", 5.0, "SIGKILL", None, "killed"), "killed after 5.00 s: SIGKILL"),
-        (Health("ended", None, "it ended without a record of its end", None, "lost"),
-         "lost: it ended without a record of its end"),
+        (Health("ended", None, "its end was not recorded", None, "lost"),
+         "lost: its end was not recorded"),
     ],
 )  # fmt: skip
 def test_the_health_of_a_run_in_words(now: Health, expected: str) -> None:
@@ -96,7 +96,7 @@ def test_the_health_of_a_run_in_words(now: Health, expected: str) -> None:
         ((), {}, 3, "finished after 1 min 00 s"),
         ((), {"status": 7}, 6, "failed after 1 min 00 s: exit status 7"),
         ((STALL,), {"status": 1}, 6, "failed after 1 min 00 s: exit status 1"),
-        ((), {"status": None, "started_unix": 1.0}, 6, "lost: it ended without a record of its end"),
+        ((), {"status": None, "started_unix": 1.0}, 6, "lost: its end was not recorded"),
     ],
 )
 def test_the_status_of_a_run_that_is_over(
@@ -124,21 +124,21 @@ def test_the_status_of_a_run_that_is_over(
 def test_ranks_are_counted(state: Path) -> None:
     ranked, seconds = ddp_rank_rows(3, slow=1, phase="data", steps=100)
     now, members = status.read_run_status(write_run_directory(ranked, seconds=seconds / 1e9))
-    lines = status._lines(now, members)
+    lines = status._status_lines(now, members)
     assert lines[1].startswith("  step 100  3 processes  ")
     assert lines[-1].startswith("  Rank 1 delays the others by ")
-    assert status._lines(now, {**members, "findings": []})[-1].startswith("  rank 1 delays the others by ")
+    assert status._status_lines(now, {**members, "findings": []})[-1].startswith("  rank 1 delays the others by ")
     ranks = [{**rank, "node": f"gpu-{rank['rank']}"} for rank in members["ranks"]]
     many = [{"index": index, "util_pct": 40 + index} for index in range(3)]
     told = {**members, "ranks": ranks, "devices": many, "nodes": []}
-    assert status._lines(now, told)[-1] == "  3 GPUs of gpu-0: 40 to 42% used"
+    assert status._status_lines(now, told)[-1] == "  3 GPUs of gpu-0: 40 to 42% used"
 
 
 def test_what_is_unknown_about_a_device_is_a_dash(state: Path) -> None:
     now, members = status.read_run_status(a_run(device_event(1.0, 0)))
-    assert status._lines(now, {**members, "devices": [{"index": 0}]})[-1] == "  GPU 0: – used, memory – / –"
+    assert status._status_lines(now, {**members, "devices": [{"index": 0}]})[-1] == "  GPU 0: – used, memory – / –"
     many = [{"index": index, "util_pct": use} for index, use in enumerate((40, None, 98))]
-    assert status._lines(now, {**members, "devices": many})[-1] == "  3 GPUs: 40 to 98% used"
+    assert status._status_lines(now, {**members, "devices": many})[-1] == "  3 GPUs: 40 to 98% used"
 
 
 def test_a_stalled_run_says_which_rank_stands_where(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -192,7 +192,7 @@ def test_why_looks_at_no_process_of_this_machine_for_a_mirror(
     monkeypatch.setattr("dpmon.cli.why.ensure_supervisor", lambda _: None)
     monkeypatch.setattr("dpmon.cli.why.request_and_wait", lambda *_, **__: None)
     assert main(["why", directory.name]) == 0
-    assert capsys.readouterr() == ("no stall was recorded\n", "dpmon: the mirror does not answer\n")
+    assert capsys.readouterr() == ("no stall was recorded\n", "dpmon: the mirror does not reply\n")
 
 
 @pytest.mark.parametrize(("own", "lasted"), [((STALL,), "20.0 s"), ((STALL, STALL_ENDED), "15.0 s")])
@@ -257,7 +257,7 @@ def test_a_wait_ends_when_the_state_is_reached_or_the_time_is_over(
 
     monkeypatch.setattr(time, "sleep", nap)
     assert main(["status", directory.name, "--wait", "finished", "--timeout", "60"]) == 0
-    assert naps == [status.EVERY_S]
+    assert naps == [status.POLL_S]
 
 
 @pytest.mark.parametrize(
@@ -293,17 +293,17 @@ def test_the_time_of_a_run_elsewhere_is_that_of_its_record(state: Path, capsys: 
         directory, replace(load_info(directory), boot_id="another", host="box7", start_ns=time.monotonic_ns() * 2)
     )
     now, members = status.read_run_status(directory)
-    assert (now.state, now.reason, now.status) == ("elsewhere", "it runs on box7", 3)
+    assert (now.state, now.reason, now.exit_status) == ("elsewhere", "it runs on box7", 3)
     assert 0 < members["t_s"] < 60
     assert main(["ls"]) == 0
-    assert " elsewhere " in capsys.readouterr().out
+    assert " on another node " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("about", "sentence"),
     [
-        ({"host": "box7"}, "runs on another machine (box7): ask there"),
-        ({"host": proc.host_name(), "supervisor_pid": 1, "command_pid": 1}, "is over (lost)"),
+        ({"host": "box7"}, "runs on another node (box7): run this command there"),
+        ({"host": proc.host_name(), "supervisor_pid": 1, "command_pid": 1}, "has ended (lost)"),
     ],
     ids=["elsewhere", "lost"],
 )
@@ -356,11 +356,11 @@ def test_a_quiet_run_says_why(state: Path, capsys: pytest.CaptureFixture[str]) -
     directory = live()
     assert main(["status"]) == 3
     first, remedy, *rest = capsys.readouterr().out.splitlines()
-    assert re.search(r"  quiet for \d\d\.\d s: no call since step 40; the script does something else$", first)
+    assert re.search(r"  idle for \d\d\.\d s: no call since step 40; the script does something else$", first)
     assert remedy == f"  try: dpmon why linear-{directory.name[-4:]} shows where it is"
     assert not any("o step has ended" in line for line in rest), "the first line says it"
     begun = health.read_health(directory)
-    assert health._quiet_reason(RunSnapshot(), "ended") == "no call for so long; the training process has ended"
+    assert health._quiet_reason(RunSnapshot(), "ended") == "no recent call; the training process has ended"
     assert begun.fields()["reason"] == "no call since step 40; the script does something else"
 
 
@@ -379,7 +379,7 @@ def test_in_a_stall_no_time_is_left_and_no_rank_holds_the_others_up(state: Path,
     slow, found = members["communication"]["straggler"], members["progress"]
     finding = {"kind": "straggler", "text": "Rank 1 delays the others by 6 ms per step"}
     members |= {"name": "linear", "stall": {"lasted_s": 9.0} if stands else None, "findings": [finding], "exit": None}
-    text = "\n".join(status._lines(now, members))
+    text = "\n".join(status._status_lines(now, members))
     if stands:
         assert (slow, members["absent"]["straggler"]) == (None, "the run is stalled")
         assert (found["left_s"], found["absent"]["left_s"]) == (None, "the run is stalled")
@@ -400,8 +400,8 @@ def test_without_its_mirror_nothing_is_known_of_a_run_on_several_machines(
     write_info(directory, replace(load_info(directory), supervisor_pid=None, command_pid=None))
     assert main(["status", directory.name]) == 3
     said = capsys.readouterr().out
-    assert "quiet: its mirror has gone: what its machines do is not known here, but they record it" in said
+    assert "idle: its mirror has exited: what its nodes do is not known here, but they keep recording" in said
     assert "starts the mirror again" in said
     assert "supervisor" not in said
     assert main(["report", directory.name]) == 0
-    assert "not known here, because its mirror has gone" in capsys.readouterr().out
+    assert "not known here, because its mirror has exited" in capsys.readouterr().out

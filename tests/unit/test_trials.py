@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from dpmon.cli.options import UsageError, parse
-from dpmon.cli.trials import REPLAYED, Trial, TrialResult, _document, _with_one_rank, plan_trials
+from dpmon.cli.trials import CACHED_BATCHES, Trial, TrialResult, _build_document, _with_one_rank, plan_trials
 from dpmon.model.compared_run import STEP_METRICS
 from dpmon.model.comparison_stats import Change
 from dpmon.model.run_analysis import RunAnalysis
@@ -30,8 +30,8 @@ def test_a_run_under_dp_is_tried_with_cached_batches_and_on_one_device(monkeypat
     facts = RunAnalysis(open_store_with([*training.begin(), *training.run(60)]))
     trials, absent = plan_trials(facts, ("train.py",), "8")
     assert names(trials) == ["cached-batches", "single", "threads-1"], "8 threads are what it has"
-    assert trials[0].own == ("--replay", str(REPLAYED))
-    assert trials[0].saves == pytest.approx(facts.modes[0].settled_stats.phase_share("data"))
+    assert trials[0].options == ("--replay", str(CACHED_BATCHES))
+    assert trials[0].max_saving == pytest.approx(facts.modes[0].settled_stats.phase_share("data"))
     assert absent == {
         "one-rank": "no torchrun with --nproc-per-node and several ranks",
         "threads-8": "OMP_NUM_THREADS is 8",
@@ -45,8 +45,8 @@ def test_ranks_are_tried_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = RunAnalysis(run.store())
     trials, absent = plan_trials(facts, ("torchrun", "--nproc-per-node", "4", "train.py"), None)
     assert names(trials) == ["cached-batches", "one-rank", "threads-1", "threads-2"]
-    assert trials[1].words == ("torchrun", "--nproc-per-node=1", "train.py")
-    assert trials[0].saves == facts.longest_fetches["single"]
+    assert trials[1].command == ("torchrun", "--nproc-per-node=1", "train.py")
+    assert trials[0].max_saving == facts.longest_fetches["single"]
     assert set(absent) == {"single"}
 
 
@@ -65,8 +65,8 @@ def test_the_number_of_ranks_is_replaced(words: str, expected: str | None) -> No
 def test_a_result_says_what_came_and_what_was_promised() -> None:
     figure = next(figure for figure in STEP_METRICS if figure.name == "step")
     row = ComparedMetric(figure, ([10 * MS, 12 * MS], [5 * MS, 6 * MS]), Change(0.5))
-    assert TrialResult(Trial("cached-batches", "the data", saves=0.4), row).table_cells == (
-        "cached-batches", "step", "11.0 ms", "5.50 ms", "-50%", "at most -40%",
+    assert TrialResult(Trial("cached-batches", "the data", max_saving=0.4), row).table_cells == (
+        "cached-batches", "step", "11.0 ms", "5.50 ms", "-50%", "-40%",
     )  # fmt: skip
     slower = TrialResult(
         Trial("threads-1", "OMP_NUM_THREADS"), row._replace(change=Change(1.25, None, None, 1.19, 1.31))
@@ -76,14 +76,14 @@ def test_a_result_says_what_came_and_what_was_promised() -> None:
     assert TrialResult(Trial("single", "the devices"), None).table_cells == ("single", "–", "–", "–", "–", "")
     base = [SimpleNamespace(name="try-1-as-is-1", set_up={"script": "train.py", "ranks": None})]
     options = SimpleNamespace(rounds=2, steps=200)
-    lines = text_lines(_document([slower], {"as-is": base}, {}, options))  # type: ignore[dict-item, arg-type]
+    lines = text_lines(_build_document([slower], {"as-is": base}, {}, options))  # type: ignore[dict-item, arg-type]
     assert " ".join(" ".join(lines[:2]).split()).startswith(
-        "trials of train.py (2 runs of up to 200 steps for each, in turn): dpmon ls lists them"
+        "trials of train.py (2 runs of up to 200 steps each, alternating): dpmon ls lists them"
     )
-    assert "promised:" not in "\n".join(lines), "nothing is promised"
-    told = TrialResult(Trial("cached-batches", "the data", saves=0.4), row)
-    lines = text_lines(_document([told], {"as-is": base}, {}, options))  # type: ignore[dict-item, arg-type]
-    assert "promised: the largest part of a step's time" in "\n".join(lines)
+    assert "max. gain:" not in "\n".join(lines), "nothing is promised"
+    told = TrialResult(Trial("cached-batches", "the data", max_saving=0.4), row)
+    lines = text_lines(_build_document([told], {"as-is": base}, {}, options))  # type: ignore[dict-item, arg-type]
+    assert "max. gain: the largest share of step time" in "\n".join(lines)
 
 
 def test_the_words_after_the_script_are_the_scripts() -> None:

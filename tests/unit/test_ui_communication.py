@@ -67,7 +67,7 @@ def test_the_cause_is_named_in_panel_and_status(phase: str) -> None:
 def test_no_rank_is_named_if_all_are_equal() -> None:
     facts = facts_of(4)
     said = texts(panel_ranks.render_panel(facts, 76, 12, STYLE))
-    assert said[-1] == "no rank holds the others up (last 115 steps)"
+    assert said[-1] == "no straggler (last 115 steps)"
     assert not any("▸" in line for line in said)
     assert "others wait" not in plain_text(render_panel(facts, 120, 2, STYLE)[1])
 
@@ -79,7 +79,7 @@ def test_nothing_is_said_of_slow_ranks_before_enough_waits_are_known() -> None:
     ranks = tuple(one._replace(joined=5) for one in communication.ranks)
     facts = replace(facts, state=replace(facts.state, communication=replace(communication, ranks=ranks)))
     said = texts(panel_ranks.render_panel(facts, 76, 12, STYLE))
-    assert said[-1] == "a slow rank is named after 20 steps with known waits: 5 so far"
+    assert said[-1] == "a straggler is reported after 20 steps with known waits: 5 so far"
 
 
 STALL = "rank 1 in checkpoint (train.py:12); ranks 0, 2 wait in backward (train.py:90)"
@@ -100,7 +100,7 @@ def test_a_request_during_a_stall_says_what_it_waits_for(key: str, what: str) ->
     facts = stalled(replace(facts, now_ns=now, activities=doing), since)
     asked: dict[str, Any] = {"mode_request": ModeRequest("dp", "pending", since)} if key == "d" else {}
     asked |= {"pause_state": PauseState(is_requested=True, is_pending=True)} if key == "p" else {}
-    said = f"rank 1 has been in the script's own work for 27 s: it will {what} when it comes back"
+    said = f"rank 1 has been in the script's own code for 27 s: it will {what} as soon as it can"
     assert plain_text(reply_message(replace(facts, **asked), STYLE)) == said
     assert reply_message(facts, STYLE) == []
 
@@ -150,7 +150,7 @@ def test_sizes_stand_in_the_table_where_there_is_room_and_in_full_screen() -> No
     full = texts(panel_ranks.render_full_screen(facts, 76, 30, STYLE))
     assert sum("[30, 5] float32" in line for line in full) == 2
     wide = texts(panel_ranks.render_panel(facts, 136, 12, STYLE))
-    assert "others wait" in wide[2]
+    assert "delays others" in wide[2]
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])

@@ -49,7 +49,7 @@ def slow_loader(share: int, steps: int = 400) -> ScreenData:
 def test_a_slow_loader_is_named_while_the_training_goes_on() -> None:
     facts = slow_loader(86)
     assert shown_process(facts).settled.steps > 100
-    assert head(facts)[1].startswith("▸ waits for data: 85% of the time of its steps")
+    assert head(facts)[1].startswith("▸ waits for data: 85% of its step time")
     assert any(row.startswith("▸ waits for data: 85%") for row in head(facts, 80, 3))
     for other in (slow_loader(10), slow_loader(86, 20)):
         assert "waits for data" not in "".join(head(other)), "less than a fifth, or too few steps"

@@ -342,7 +342,7 @@ async def test_stop_asks_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         await on.press("x", "y")
         await on.shows("by you, status 130")
         assert stopped == [tmp_path]
-        await on.shows("this picture stays")
+        await on.shows("this screen stays")
         assert on.app.return_value is None
         await on.press("q")
         await on.until(lambda: on.app.return_value == "ended", "the end of the screen")
@@ -438,7 +438,7 @@ async def test_the_training_is_paused_and_resumed(tmp_path: Path) -> None:
         now = on.app.live_run.now_ns() / SECOND
         event = {"process": 0, "step": 3, "paused": False, "t_s": now, "reason": "the supervisor is gone"}
         on.reader.new = [Event("pause", event)]
-        await on.shows("the pause is over: the supervisor is gone")
+        await on.shows("the pause has ended: the supervisor is gone")
         on.reader.new = [Event("pause", {**event, "refused": "not\x1b[2J here"})]
         await on.shows("pause refused: not\ufffd[2J here")
 

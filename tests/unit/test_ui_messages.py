@@ -217,7 +217,7 @@ def test_steps_left_out_of_a_comparison_are_listed_by_kind() -> None:
     assert (verdict_sentence(found) or "").startswith("DataParallel is 0.50× as fast as one device")
     rows = [plain_text(row).strip() for row in compare_rows(with_process(trained(3), compared=found), 60, 12, STYLE)]
     text = " ".join(rows)
-    assert "left out: 1 step of another batch size; left out: 1 step without a backward pass" in text
+    assert "excluded: 1 step of another batch size; excluded: 1 step without a backward pass" in text
     assert "drawn" not in text, "the medians are of all steps"
 
 

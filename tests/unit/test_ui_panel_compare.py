@@ -39,7 +39,7 @@ def test_steps_of_another_batch_are_left_out_and_counted() -> None:
     training.batch = 30
     payloads += [*training.switch("single"), *training.run(405)]
     facts = ScreenData(snapshot_of_records(payloads), training.now, RUN_INFO, is_command_alive=True, can_toggle=True)
-    assert compare_text(facts, 60, 14)[-1] == "left out: 130 steps of another batch size"
+    assert compare_text(facts, 60, 14)[-1] == "excluded: 130 steps of another batch size"
 
 
 def test_a_comparison_says_what_it_lacks() -> None:
@@ -183,7 +183,7 @@ def test_a_mode_without_samples_has_no_memory(kind: str, name: str) -> None:
     assert "single" not in found
     for view in (View(), View(zoom="compare")):
         text = " ".join(compare_text(replace(facts, view=view), 60, 20))
-        assert "single: no sample of its memory was read" in text
+        assert "single: no memory sample was read" in text
 
 
 def test_the_full_screen_shows_the_mean_step_over_time_in_the_colors_of_the_modes() -> None:

@@ -80,7 +80,7 @@ def test_the_gpus_of_the_run_come_first_and_others_are_dim() -> None:
 def test_a_throttle_reason_names_its_gpu() -> None:
     facts = gpu_screen_data(2, throttle=["power cap", "too\x1b hot"])
     rows = rows_text(panel_devices.render_panel(facts, 76, 9, STYLE))
-    assert any(row.startswith("clocks held down power cap:  0  1; too") for row in rows)
+    assert any(row.startswith("throttled power cap:  0  1; too") for row in rows)
     assert "\x1b" not in "".join(rows)
 
 
@@ -93,7 +93,7 @@ def test_a_gpu_is_called_what_the_run_calls_it_where_that_differs() -> None:
 def test_a_sample_with_members_of_other_types_is_shown(width: int) -> None:
     facts = gpu_screen_data(2, processes=[5], absent=[1], ordinals=[7], throttle=[3, 4])
     rows = rows_text(panel_devices.render_panel(facts, width, 12, STYLE))
-    assert any(row.startswith("clocks held down 3:  0  1; 4:") for row in rows)
+    assert any(row.startswith("throttled 3:  0  1; 4:") for row in rows)
     text = "\n".join(rows_text(panel_devices.render_full_screen(facts, width, 60, STYLE)))
     assert re.search("throttled by +3, 4", text)
     assert "processes" in text

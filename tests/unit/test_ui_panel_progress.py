@@ -224,7 +224,7 @@ def test_after_the_end_the_findings_come_first_each_with_its_advice() -> None:
     assert any(row.startswith("loss 0.412") for row in rows)
     assert panel_progress.is_shown(replace(found, state=replace(found.state, losses=())))
     nothing = replace(found, findings=())
-    assert drawn(nothing)[0] == "nothing stands out"
+    assert drawn(nothing)[0] == "no findings"
     assert plain_text(panel_progress.panel_title(replace(found, findings=None), STYLE, False)[0]).startswith(
         "6 Progress"
     )

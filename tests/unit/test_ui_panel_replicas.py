@@ -36,7 +36,7 @@ def test_idle_devices_are_shown_idle_with_the_reason() -> None:
 
 
 def test_virtual_replicas_name_what_they_share() -> None:
-    for devices, shared in ((("cpu:0", "cpu:1"), "this machine's processor"), (("cuda:0/0", "cuda:0/1"), "one GPU")):
+    for devices, shared in ((("cpu:0", "cpu:1"), "this machine's CPU"), (("cuda:0/0", "cuda:0/1"), "one GPU")):
         facts = screen_data_of(Training(devices=devices, virtual=True), 1)
         rows = rows_text(panel_replicas.render_panel(facts, 70, 9, STYLE))
         assert rows[3].rstrip() == f"virtual: the replicas share {shared}"
@@ -131,8 +131,8 @@ def several_calls(more: Sequence[Record] = ()) -> ScreenData:
 
 def test_several_calls_of_a_step_and_several_roots_can_be_chosen() -> None:
     facts = several_calls()
-    picked = panel_replicas.choices(facts.process)
-    assert [(c.track.last.root, c.nth, c.of, c.track.last.rows) for c in picked] == [
+    picked = panel_replicas.list_choices(facts.process)
+    assert [(c.track.last.root, c.nth, c.per_step, c.track.last.rows) for c in picked] == [
         ("Critic", 1, 2, 30),
         ("Critic", 2, 2, 12),
         ("Generator", 1, 1, 64),
@@ -144,13 +144,13 @@ def test_several_calls_of_a_step_and_several_roots_can_be_chosen() -> None:
         rows = rows_text(panel_replicas.render_panel(shown, 70, 9, STYLE))
         assert rows[1].split()[6] == {0: "32", 1: "15", 2: "6", 3: "32"}[root]
     assert titles[0] == "2 Replicas · newest of 3 · Generator · DataParallel"
-    assert titles[2] == "2 Replicas · 2 of 3 · call 2 of 2 a step · Critic · DataParallel"
+    assert titles[2] == "2 Replicas · 2 of 3 · call 2 of 2 per step · Critic · DataParallel"
 
 
 def test_a_call_that_steps_no_longer_make_cannot_be_chosen_any_more() -> None:
     last = next(call for call in reversed(shown_process(several_calls()).last_calls) if call.root == "Critic")
     more = [replace(last, step=100 + number, call=1000 + number) for number in range(100)]
-    assert [c.of for c in panel_replicas.choices(several_calls(more).process)] == [1, 1]
+    assert [c.per_step for c in panel_replicas.list_choices(several_calls(more).process)] == [1, 1]
 
 
 def test_a_call_with_no_replicas_says_so() -> None:

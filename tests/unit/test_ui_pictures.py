@@ -198,9 +198,9 @@ def test_a_vanished_run_is_shown_without_an_invented_status() -> None:
 def test_a_toggle_is_pending_then_done_or_refused() -> None:
     facts = screen_data_of(Training())
     pending = replace(facts, mode_request=ModeRequest("single", "pending", facts.now_ns - 2 * SECOND))
-    assert "→ single pending 2 s: the training answers at its next call" in screen_text(pending, 80, 24)
+    assert "→ single pending 2 s: takes effect at the next call" in screen_text(pending, 80, 24)
     paused = replace(pending, pause_state=PauseState(is_requested=True, since_ns=facts.now_ns - SECOND))
-    assert "→ single pending 2 s: the training answers once it goes on (p)" in screen_text(paused, 80, 24)
+    assert "→ single pending 2 s: takes effect once training resumes (p)" in screen_text(paused, 80, 24)
     done = replace(facts, mode_request=ModeRequest("single", "done", facts.now_ns, step=12_340))
     assert "single from step 12,340 on" in screen_text(done, 80, 24)
     refused = replace(facts, mode_request=ModeRequest("single", "refused", facts.now_ns, reason="it is DDP"))
@@ -222,7 +222,7 @@ def test_the_status_row_is_not_cut(width: int) -> None:
 
 
 def test_dropped_records_are_counted_on_the_screen() -> None:
-    assert "1,234 records dropped" in screen_text(missing(screen_data_of(Training()), 1234), 80, 24)
+    assert "1,234 records lost" in screen_text(missing(screen_data_of(Training()), 1234), 80, 24)
     assert "dropped" not in screen_text(screen_data_of(Training()), 80, 24)
 
 
@@ -309,7 +309,7 @@ def test_a_warning_that_is_cut_says_where_all_of_it_is() -> None:
     facts = warned(screen_data_of(Training()), LONG)
     for size in ((80, 24), (120, 40)):
         row = next(line for line in screen_text(facts, *size).splitlines() if "warning:" in line)
-        assert row.rstrip().endswith("W: all of it")
+        assert row.rstrip().endswith("W: full text")
         assert "…" in row
     assert "all of it" not in screen_text(facts, 250, 70)
 
@@ -328,8 +328,8 @@ def test_a_warning_stands_beside_the_state_that_had_no_room_above(width: int, mi
             assert f"{word} {detail}  " in rows[0] or row.startswith(f" {word}: {detail}  warning: "), rows[:3]
         assert "warning: t" in row, row
         assert "…" in row
-        assert "W: all of it" in row
-        assert ("7 records dropped" in row) == bool(missed)
+        assert "W: full text" in row
+        assert ("7 records lost" in row) == bool(missed)
 
 
 def test_a_row_is_cropped_by_cells() -> None:

@@ -223,7 +223,7 @@ def test_report_and_summary_say_that_the_run_ended_in_its_stall() -> None:
         facts: Any = types.SimpleNamespace(
             announced=RunEvents(stalls=(stall,)), last_step_ns=last_s * SECOND, until_ns=140 * SECOND
         )
-        assert stall_sentences(facts, how, over=how is not None) == [f"stalled at 00:01:40 {expected}: {SENTENCE}"]
+        assert stall_sentences(facts, how, has_ended=how is not None) == [f"stalled at 00:01:40 {expected}: {SENTENCE}"]
 
 
 def test_dpmon_why_shows_the_stacks_of_a_run_that_ended_in_a_stall(
@@ -233,7 +233,7 @@ def test_dpmon_why_shows_the_stacks_of_a_run_that_ended_in_a_stall(
     why(argparse.Namespace(run=directory.name, json=False, native=False, all=False))
     said = capsys.readouterr().out
     assert "stalled at 00:00:04 for 56.0 s, until its end: rank 1 in checkpoint (train.py:12); rank 0 waits" in said
-    assert "\nwhat each rank did when dpmon noticed it, at 00:00:14:\n   RANK  STEP  FOR" in said
+    assert "\nwhat each rank was doing when dpmon detected it, at 00:00:14:\n   RANK  STEP  FOR" in said
     assert "rank 1:\n  checkpoint (/job/train.py:12)\n" in said
 
 
@@ -245,9 +245,9 @@ def test_the_plots_of_the_report_mark_a_stall(state: Path) -> None:
     over = Event("stall", {"t_s": at / SECOND + LASTED_S, "since_s": at / SECOND, "lasted_s": LASTED_S})
     directory = write_run_directory({0: [*rows, *training.run(60), stall_record(1, at, 60), over]})
     story = collect_report_data(directory)
-    (plot,) = (plot for plot in build_plots(story.facts) if plot.name == "step-time")
-    assert plot.time is not None
-    assert plot.time.marks == [(round(at / SECOND, 3), round(at / SECOND + LASTED_S, 3), "stalled")]
+    (plot,) = (plot for plot in build_plots(story.run) if plot.name == "step-time")
+    assert plot.time_span is not None
+    assert plot.time_span.marks == [(round(at / SECOND, 3), round(at / SECOND + LASTED_S, 3), "stalled")]
     html = render_page(build_document(story))
     assert "<title>stalled</title>" in html
     assert "for 35.0 s: in checkpoint (train.py:12)" in html
@@ -351,7 +351,7 @@ def test_the_recorded_stall_is_noticed_after_ten_seconds() -> None:
 
 def test_the_full_screen_says_when_the_stacks_were_recorded() -> None:
     rows = rows_text(panel_stall.render_full_screen(screen_in_stall(2), 100, 30, STYLE))
-    assert rows[rows.index("as noticed at 00:00:14") + 1] == "rank 1:"
+    assert rows[rows.index("as detected at 00:00:14") + 1] == "rank 1:"
 
 
 def test_figures_stay_dimmed_while_the_command_that_ended_in_a_stall_has_no_exit_yet() -> None:

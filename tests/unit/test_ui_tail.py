@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dpmon.model.run_snapshot import RunSnapshot
-from dpmon.ui.panels.panel_output import ROWS, LogTail, OutputView, find_matches, highlight_matches, panel_title
+from dpmon.ui.panels.panel_output import MAX_ROWS, LogTail, OutputView, find_matches, highlight_matches, panel_title
 from dpmon.ui.screen_data import ScreenData
 from dpmon.ui.styled_rows import plain_text
 from support.screen_states import STYLE
@@ -28,7 +28,7 @@ class Log:
         self.output.refresh()
 
     def shown(self, height: int = 10) -> list[str]:
-        return [plain_text(row) for row in self.output.visible(height)]
+        return [plain_text(row) for row in self.output.visible_rows(height)]
 
     def place(self) -> str:
         return "".join(text for text, _ in panel_title(self.output, ScreenData(RunSnapshot(), 0), 80, STYLE)[1])
@@ -100,7 +100,7 @@ def test_an_existing_log_is_read_from_near_its_end(tmp_path: Path) -> None:
     log.output.refresh()
     assert log.shown()[-1] == "line 499999"
     log.output.scroll(-1_000_000, 1)
-    assert log.shown(1) == [f"line {500_000 - ROWS - log.tail._page.cursor_row}"]
+    assert log.shown(1) == [f"line {500_000 - MAX_ROWS - log.tail._page.cursor_row}"]
 
 
 def test_a_truncated_file_begins_again(log: Log) -> None:
@@ -114,7 +114,7 @@ def test_a_truncated_file_begins_again(log: Log) -> None:
 def test_a_file_that_is_not_there_is_empty(tmp_path: Path) -> None:
     output = OutputView([LogTail(tmp_path / "none.log")])
     output.refresh()
-    assert output.visible(5) == []
+    assert output.visible_rows(5) == []
     assert output.find("x", True, 5, 80) == "no older line with 'x'"
 
 
@@ -123,7 +123,7 @@ def test_a_link_is_refused(tmp_path: Path) -> None:
     os.symlink(tmp_path / "secret", tmp_path / "log")
     output = OutputView([LogTail(tmp_path / "log")])
     output.refresh()
-    assert output.visible(5) == []
+    assert output.visible_rows(5) == []
 
 
 def test_an_unfinished_line_is_shown(log: Log) -> None:
@@ -142,7 +142,7 @@ def test_a_long_line_is_cut_and_a_long_bar_shows_its_end(log: Log) -> None:
 def test_memory_is_bounded(log: Log) -> None:
     for start in range(0, 40_000, 2000):
         log.add(numbered(start, start + 2000))
-        assert len(log.tail._settled) <= ROWS
+        assert len(log.tail._frozen_rows) <= MAX_ROWS
         assert len(log.tail._page.lines) <= 600
     for _ in range(60):
         log.add((b"w" * 3000 + b"\n") * 100)

@@ -108,8 +108,8 @@ def test_a_verdict_by_the_mean_step_says_why_it_is_another(state: Path) -> None:
     story = collect_report_data(
         write_run_directory({0: payloads, -1: wait_events(waits)}, seconds=training.now / SECOND)
     )
-    assert story.facts.mode_comparison is not None
-    assert "(waiting for input)" in (verdict_sentence(story.facts.mode_comparison) or "")
+    assert story.run.mode_comparison is not None
+    assert "(waiting for input)" in (verdict_sentence(story.run.mode_comparison) or "")
 
 
 def test_a_report_blames_nobody_for_a_wait(state: Path) -> None:
@@ -127,7 +127,7 @@ def test_a_report_blames_nobody_for_a_wait(state: Path) -> None:
     ]
     words = "waited for a line of input 2 times, for"
     assert words in " ".join(" ".join(report_text(directory, 100)).split())
-    assert any(line.startswith(words) for line in summary_lines(directory, story.exit))
+    assert any(line.startswith(words) for line in summary_lines(directory, story.exit_info))
 
 
 def test_a_stall_beside_a_wait_is_still_found(state: Path) -> None:
@@ -156,7 +156,7 @@ def test_a_script_that_waits_at_its_end_was_not_silent(state: Path) -> None:
 def test_a_launcher_waits_in_no_step(state: Path) -> None:
     training, payloads, waits = with_waits(12.0)
     directory = write_run_directory({0: payloads, -1: wait_events(waits, PID + 1)}, seconds=training.now / SECOND)
-    assert collect_report_data(directory).facts.announced.inputs[0][0] is None
+    assert collect_report_data(directory).run.announced.inputs[0][0] is None
     (line,) = [line for line in summary_lines(directory, None) if line.startswith("waited")]
     assert "steps" not in line
 

@@ -1,4 +1,4 @@
-"""`dpmon doctor`: checks whether dpmon works here, and prints the reason and the remedy of each fault."""
+"""`dpmon doctor`: checks whether dpmon works here, and prints the reason and the remedy of each problem."""
 
 from __future__ import annotations
 
@@ -20,34 +20,38 @@ from dpmon.text.cells import encode_for_stream, supports_color
 from dpmon.text.formatting import format_count_with_noun
 
 WIDTH = 80
-_NAME = 13
-_STATE = max(map(len, STATES)) + 2
+_NAME_CELLS = 13
+_STATE_CELLS = max(map(len, STATES)) + 2
 _COLORS = {"ok": "32", "warning": "33", "problem": "31"}
 
 
 def doctor(options: argparse.Namespace) -> int:
     """Run all checks, here or on other machines, and print them; return 1 if there is a problem, else 0."""
-    found: list[tuple[str, list[Check]]] = []
-    for name, checks in (
-        _run_remote_checks(options) if names_remote_hosts(options) else [("", _run_local_checks(options.python))]
-    ):
-        found.append((name, []))
+    checks_by_host: list[tuple[str, list[Check]]] = []
+    hosts: Iterable[tuple[str, Iterable[Check]]] = [("", _run_local_checks(options.python))]
+    if names_remote_hosts(options):
+        hosts = _run_remote_checks(options)
+    for name, running_checks in hosts:
+        checks: list[Check] = []
+        checks_by_host.append((name, checks))
         if name and not options.json:
             print(name)
-        for check in checks:
-            found[-1][1].append(check)
+        for check in running_checks:
+            checks.append(check)
             if not options.json:
-                _print(check)
-    every = [check for _, checks in found for check in checks]
+                _print_check(check)
+    all_checks = [check for _, checks in checks_by_host for check in checks]
     if not options.json:
-        print(_summary_line(every))
+        print(_summary_line(all_checks))
     elif names_remote_hosts(options):
-        listed = [{"machine": name, "checks": [check._asdict() for check in checks]} for name, checks in found]
-        print(json.dumps(listed, indent=1))
+        host_members = [
+            {"machine": name, "checks": [check._asdict() for check in checks]} for name, checks in checks_by_host
+        ]
+        print(json.dumps(host_members, indent=1))
     else:
-        worst = STATES[max((STATES.index(check.state) for check in every), default=0)]
-        print(json.dumps({"state": worst, "checks": [check._asdict() for check in every]}, indent=1))
-    return int(any(check.state == PROBLEM for check in every))
+        worst = STATES[max((STATES.index(check.state) for check in all_checks), default=0)]
+        print(json.dumps({"state": worst, "checks": [check._asdict() for check in all_checks]}, indent=1))
+    return int(any(check.state == PROBLEM for check in all_checks))
 
 
 def _run_local_checks(python: str | None) -> Iterator[Check]:
@@ -64,30 +68,33 @@ def _run_remote_checks(options: argparse.Namespace) -> Iterator[tuple[str, Itera
     from dpmon.cli.doctor.remote_checks import check_remote_hosts
     from dpmon.cli.multi_node import hosts_from_options
 
-    asked = hosts_from_options(options)
+    hosts = hosts_from_options(options)
     print_message(
-        f"{format_count_with_noun(len(asked), 'machine')}: dpmon doctor runs there and imports torch,"
-        " for up to two minutes"
+        f"{format_count_with_noun(len(hosts), 'host')}: dpmon doctor runs there and imports torch,"
+        " which takes up to two minutes"
     )
-    yield from check_remote_hosts(asked, options.python)
+    yield from check_remote_hosts(hosts, options.python)
 
 
-def _print(check: Check) -> None:
-    lines = _lines(check, colored=supports_color(sys.stdout, os.environ))
+def _print_check(check: Check) -> None:
+    lines = _check_lines(check, with_color=supports_color(sys.stdout, os.environ))
     print(encode_for_stream("\n".join(lines), sys.stdout), flush=True)
 
 
-def _lines(check: Check, *, colored: bool) -> list[str]:
-    """The check in lines of at most WIDTH cells: state, name and result, then the remedy."""
-    state = check.state.ljust(_STATE)
-    if colored:
+def _check_lines(check: Check, *, with_color: bool) -> list[str]:
+    """Return the check in lines of at most WIDTH cells: state, name and result, then the remedy."""
+    state = check.state.ljust(_STATE_CELLS)
+    if with_color:
         state = f"\x1b[{_COLORS[check.state]}m{state}\x1b[0m"
-    room = WIDTH - _STATE - _NAME
-    wrap = {"width": room, "break_on_hyphens": False}
-    first, *rest = textwrap.wrap(sanitize_line(check.found), **wrap) or [""]  # type: ignore[arg-type]
+    text_width = WIDTH - _STATE_CELLS - _NAME_CELLS
+    wrap = {"width": text_width, "break_on_hyphens": False}
+    first, *more_lines = textwrap.wrap(sanitize_line(check.found), **wrap) or [""]  # type: ignore[arg-type]
     if check.remedy is not None:
-        rest += textwrap.wrap(sanitize_line(f"-> {check.remedy}"), subsequent_indent="   ", **wrap)  # type: ignore[arg-type]
-    return [f"{state}{check.name:<{_NAME}}{first}", *(" " * (_STATE + _NAME) + line for line in rest)]
+        more_lines += textwrap.wrap(sanitize_line(f"-> {check.remedy}"), subsequent_indent="   ", **wrap)  # type: ignore[arg-type]
+    return [
+        f"{state}{check.name:<{_NAME_CELLS}}{first}",
+        *(" " * (_STATE_CELLS + _NAME_CELLS) + line for line in more_lines),
+    ]
 
 
 def _summary_line(checks: list[Check]) -> str:

@@ -17,18 +17,18 @@ from dpmon.run.run_directory import RunError
 from dpmon.run.run_registry import check_place, fallback_directories, network_file_system, runs_directory
 from dpmon.text.formatting import format_bytes
 
-FULL_SIZE = (80, 24)
-"""Columns and rows for which the screen is made. A smaller terminal cuts or hides panels."""
-LITTLE_SPACE = 300 << 20
+MIN_COLUMNS, MIN_ROWS = 80, 24
+"""The size for which the screen is designed. A smaller terminal truncates or hides panels."""
+MIN_SPACE_BYTES = 300 << 20
 """With less free space than this, the history of one run (256 MiB at most) may not fit."""
-SOME_SPACE = 2 << 30
-LITTLE_SHM = 1 << 30
+ENOUGH_SPACE_BYTES = 2 << 30
+MIN_SHM_BYTES = 1 << 30
 """DataLoader workers pass batches through /dev/shm; a container has 64 MB of it by default."""
-_ASK_S = 5.0
+_COMMAND_TIMEOUT_S = 5.0
 OK, WARNING, PROBLEM = STATES = ("ok", "warning", "problem")
-"""ok: no fault; warning: dpmon works, with limits; problem: dpmon does not work."""
+"""ok: no problem; warning: dpmon works, with limits; problem: dpmon does not work."""
 CONNECTION = "connection"
-"""The only check of a machine that cannot be reached."""
+"""The only check of a host that cannot be reached."""
 
 
 class Check(NamedTuple):
@@ -41,17 +41,17 @@ class Check(NamedTuple):
 
 
 def passed_check(name: str, found: str) -> Check:
-    """A check without a fault."""
+    """Return a passed check."""
     return Check(name, OK, found)
 
 
 def warning_check(name: str, found: str, remedy: str) -> Check:
-    """A fault that limits dpmon."""
+    """Return a check for a problem that limits dpmon."""
     return Check(name, WARNING, found, remedy)
 
 
 def failed_check(name: str, found: str, remedy: str) -> Check:
-    """A fault that stops dpmon."""
+    """Return a check for a problem that stops dpmon."""
     return Check(name, PROBLEM, found, remedy)
 
 
@@ -59,7 +59,7 @@ def failed_check(name: str, found: str, remedy: str) -> Check:
 
 
 def check_terminal(environ: Mapping[str, str]) -> Iterator[Check]:
-    """Size, colors and characters."""
+    """Check size, colors and encoding of the terminal."""
     missing = [name for fd, name in enumerate(("stdin", "stdout", "stderr")) if not os.isatty(fd)]
     if missing:
         yield passed_check("terminal", f"none at {', '.join(missing)}: dpmon runs without a screen (headless)")
@@ -76,9 +76,9 @@ def check_terminal(environ: Mapping[str, str]) -> Iterator[Check]:
 def _check_size() -> Check:
     size = shutil.get_terminal_size((0, 0))
     found = f"{size.columns}x{size.lines}"
-    if size.columns < FULL_SIZE[0] or size.lines < FULL_SIZE[1]:
+    if size.columns < MIN_COLUMNS or size.lines < MIN_ROWS:
         return warning_check(
-            "terminal", f"{found} is small: panels are cut or hidden", "use 80x24 or more, best 110x27"
+            "terminal", f"{found} is small: panels are truncated or hidden", "use 80x24 or more, ideally 110x27"
         )
     return passed_check("terminal", found)
 
@@ -111,53 +111,55 @@ def _check_encoding() -> Check:
 
 
 def check_state_directory() -> Iterator[Check]:
-    """Whether runs can be stored: the directory exists, is writable, private, and has space."""
+    """Check whether runs can be stored: the directory exists, is writable, private, and has space."""
     try:
-        usual = runs_directory()
+        default_directory = runs_directory()
     except RunError as error:
         yield failed_check("state", str(error), "set XDG_STATE_HOME, or HOME, to an absolute path")
         return
-    elsewhere = "set XDG_STATE_HOME to a directory of yours on a local disk"
-    runs, *others = [place for place in (usual, *fallback_directories()) if network_file_system(place) is None] or [
-        usual
-    ]
-    if (kind := network_file_system(usual)) is not None:
-        found = f"{usual} is on a network file system ({kind})"
-        if runs == usual:
-            yield failed_check("state", f"{found}, and so are /var/tmp, $TMPDIR and /dev/shm", elsewhere)
+    remedy = "set XDG_STATE_HOME to a directory of yours on a local disk"
+    runs, *fallbacks = [
+        directory
+        for directory in (default_directory, *fallback_directories())
+        if network_file_system(directory) is None
+    ] or [default_directory]
+    if (file_system := network_file_system(default_directory)) is not None:
+        found = f"{default_directory} is on a network file system ({file_system})"
+        if runs == default_directory:
+            yield failed_check("state", f"{found}, and so are /var/tmp, $TMPDIR and /dev/shm", remedy)
             return
-        yield warning_check("state", f"{found}: runs are kept in {runs}", elsewhere)
-    place = next(path for path in (runs, *runs.parents) if path.exists())
+        yield warning_check("state", f"{found}: runs are kept in {runs}", remedy)
+    directory = next(path for path in (runs, *runs.parents) if path.exists())
     try:
         check_place(runs)
-        info = os.stat(place)
-        if place == runs and info.st_uid != os.getuid():
-            yield failed_check("state", f"{runs} belongs to another user", elsewhere)
+        directory_stat = os.stat(directory)
+        if directory == runs and directory_stat.st_uid != os.getuid():
+            yield failed_check("state", f"{runs} belongs to another user", remedy)
             return
-        with tempfile.NamedTemporaryFile(dir=place, prefix=".dpmon-doctor-") as file:
+        with tempfile.NamedTemporaryFile(dir=directory, prefix=".dpmon-doctor-") as file:
             os.posix_fallocate(file.fileno(), 0, 1 << 16)
     except (OSError, RunError) as error:
-        why = f"{place} cannot be used: {getattr(error, 'strerror', None) or error}".partition(";")[0]
-        if others:
-            yield warning_check("state", f"{why}; runs are kept in {others[0]}, which may be temporary", elsewhere)
+        problem = f"{directory} cannot be used: {getattr(error, 'strerror', None) or error}".partition(";")[0]
+        if fallbacks:
+            yield warning_check("state", f"{problem}; runs are kept in {fallbacks[0]}, which may be temporary", remedy)
         else:
-            yield failed_check("state", why, elsewhere)
+            yield failed_check("state", problem, remedy)
         return
-    if place == runs and info.st_mode & 0o077:
-        found = f"{runs} is open to others ({stat.filemode(info.st_mode)})"
+    if directory == runs and directory_stat.st_mode & 0o077:
+        found = f"{runs} is open to others ({stat.filemode(directory_stat.st_mode)})"
         yield warning_check("state", found, "the next run makes it private; or chmod 700")
     else:
-        yield passed_check("state", str(runs) if place == runs else f"{runs} (the first run creates it)")
-    yield _check_free_space(place, elsewhere)
+        yield passed_check("state", str(runs) if directory == runs else f"{runs} (the first run creates it)")
+    yield _check_free_space(directory, remedy)
 
 
-def _check_free_space(place: Path, elsewhere: str) -> Check:
-    free = shutil.disk_usage(place).free
-    if free < LITTLE_SPACE:
+def _check_free_space(directory: Path, remedy: str) -> Check:
+    free = shutil.disk_usage(directory).free
+    if free < MIN_SPACE_BYTES:
         return failed_check(
-            "disk", f"{format_bytes(free)} free: a run's record may not fit", f"free some space, or {elsewhere}"
+            "disk", f"{format_bytes(free)} free: a run's record may not fit", f"free some space, or {remedy}"
         )
-    if free < SOME_SPACE:
+    if free < ENOUGH_SPACE_BYTES:
         return warning_check(
             "disk", f"{format_bytes(free)} free: room for a few runs (256 MiB each at most)", "free some space"
         )
@@ -167,15 +169,15 @@ def _check_free_space(place: Path, elsewhere: str) -> Check:
 # ------------------------------------------------------------------------------------------------ shared memory
 
 
-def check_shared_memory(place: Path = Path("/dev/shm")) -> Check:
-    """Whether DataLoader workers have room for their batches."""
+def check_shared_memory(directory: Path = Path("/dev/shm")) -> Check:
+    """Check whether DataLoader workers have room for their batches."""
     try:
-        usage = shutil.disk_usage(place)
+        usage = shutil.disk_usage(directory)
     except OSError as error:
         remedy = "DataLoader workers need it: mount a tmpfs there"
         return warning_check("/dev/shm", f"cannot be used: {error.strerror}", remedy)
     found = f"{format_bytes(usage.free)} of {format_bytes(usage.total)} free"
-    if usage.free < LITTLE_SHM:
+    if usage.free < MIN_SHM_BYTES:
         remedy = "DataLoader workers pass batches through it: docker run --shm-size=8g, or --ipc=host"
         return warning_check("/dev/shm", found, remedy)
     return passed_check("/dev/shm", found)
@@ -185,12 +187,12 @@ def check_shared_memory(place: Path = Path("/dev/shm")) -> Check:
 
 
 def check_logout() -> Check:
-    """Whether systemd's logind ends a user's processes when the last session closes."""
-    kills = _kill_user_processes()
-    if kills is None:
-        return passed_check("logging out", "no systemd-logind here that could end processes")
-    if not kills:
-        return passed_check("logging out", "processes go on when you log out")
+    """Check whether systemd's logind ends a user's processes when the last session closes."""
+    ends_processes = _kill_user_processes()
+    if ends_processes is None:
+        return passed_check("logging out", "no systemd-logind that could end processes")
+    if not ends_processes:
+        return passed_check("logging out", "processes keep running when you log out")
     return warning_check(
         "logging out",
         "systemd-logind ends your processes when you log out (KillUserProcesses=yes)",
@@ -199,7 +201,7 @@ def check_logout() -> Check:
 
 
 def _kill_user_processes() -> bool | None:
-    """The setting of the running logind; None without logind."""
+    """Return the setting of the running logind; None without logind."""
     reply = _command_output(
         "busctl", "get-property", "org.freedesktop.login1", "/org/freedesktop/login1",
         "org.freedesktop.login1.Manager", "KillUserProcesses",
@@ -209,7 +211,7 @@ def _kill_user_processes() -> bool | None:
 
 def _command_output(*command: str) -> str | None:
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_ASK_S)
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_COMMAND_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.decode("utf-8", "replace").strip() if done.returncode == 0 else None

@@ -1,4 +1,4 @@
-"""Tries Python, torch, the tracer and NVML as a run uses them: traces a child process and samples the devices.
+"""Tests Python, torch, the tracer and NVML as a run uses them: traces a child process and samples the devices.
 
 The child runs in a temporary directory, with the environment of a run. It imports torch and calls a model twice. The
 check passes if both calls are in the record, with the right sizes.
@@ -29,13 +29,13 @@ from dpmon.store.store_opening import open_store
 from dpmon.supervise.command_process import command_environment
 from dpmon.supervise.command_resolver import CommandError, choose_python
 
-CHILD_S = 120.0
+CHILD_TIMEOUT_S = 120.0
 """Time limit of the child in seconds: importing torch from a cold network file system is slow."""
-NVML_S = 10.0
+NVML_TIMEOUT_S = 10.0
 _MAX_CALLS = 100
-"""Most calls to read; the child makes only two."""
-_OLDEST_TORCH = (2, 4)
-_NOT_YET = "NVML has not answered yet"
+"""Most calls to read, although the child makes only two."""
+_MIN_TORCH = (2, 4)
+_NO_REPLY_YET = "NVML has not answered yet"
 _CHILD = """\
 import json, sys, torch
 facts = {"python": sys.version.split()[0], "torch": torch.__version__, "cuda": torch.version.cuda,
@@ -68,10 +68,10 @@ class _SelfTestResults:
     stage: str | None = None
     warnings: list[str] = field(default_factory=list)
     devices: dict[int, str] = field(default_factory=dict)
-    absent: str | None = _NOT_YET
+    absent: str | None = _NO_REPLY_YET
 
     def add_sample(self, kind: str, data: Mapping[str, Any]) -> None:
-        """Take a sample of the host or a GPU, on a thread of the sampler."""
+        """Add a sample of the host or a GPU; called on a thread of the sampler."""
         if kind == "device":
             self.devices[data["index"]] = data["name"] or "GPU without a name"
         elif kind == "host":
@@ -79,113 +79,113 @@ class _SelfTestResults:
 
 
 def run_self_test(python: str | None, environ: Mapping[str, str]) -> Iterator[Check]:
-    """Run the trial with the Python that would run a script (`python`: the value of --python)."""
+    """Run the test with the Python that would run a script (`python`: the value of --python), and yield its checks."""
     try:
-        chosen: str | None = choose_python(python, environ)
+        python_path: str | None = choose_python(python, environ)
     except CommandError as error:
-        chosen = None
-        found, _, remedy = str(error).partition(": ")
-        yield failed_check("Python", found, remedy or "choose another with --python")
+        python_path = None
+        problem, _, remedy = str(error).partition(": ")
+        yield failed_check("Python", problem, remedy or "choose another with --python")
     try:
         with tempfile.TemporaryDirectory(prefix="dpmon-doctor-") as name:
-            seen = _run_in_directory(Path(name), chosen, environ)
+            results = _run_in_directory(Path(name), python_path, environ)
     except (OSError, RunError) as error:
-        yield failed_check(
-            "trial", f"no directory for the trial: {error}", "free some space in the directory of TMPDIR"
-        )
+        yield failed_check("self-test", f"no directory for it: {error}", "free some space in the directory of TMPDIR")
         return
-    if chosen is not None:
-        yield from _check_python(chosen, seen)
-    yield _check_nvml(seen)
-    if seen.facts:
-        yield from _check_cuda(seen)
+    if python_path is not None:
+        yield from _check_python(python_path, results)
+    yield _check_nvml(results)
+    if results.facts:
+        yield from _check_cuda(results)
 
 
 def _run_in_directory(directory: Path, python: str | None, environ: Mapping[str, str]) -> _SelfTestResults:
-    info = RunInfo(
+    run_info = RunInfo(
         id=directory.name, name="doctor", command=(python or "",), script="doctor", cwd="/", python=python,
         started_unix=time.time(), start_ns=time.monotonic_ns(), boot_id=proc.boot_id(), headless=True,
         options={"mode": "script"},
     )  # fmt: skip
-    write_info(directory, info)
+    write_info(directory, run_info)
     from dpmon.gpu.device_sampler import DeviceSampler
 
-    seen = _SelfTestResults()
-    sampler = DeviceSampler(seen.add_sample, lambda: None)
+    results = _SelfTestResults()
+    sampler = DeviceSampler(results.add_sample, lambda: None)
     sampler.start()
-    until = time.monotonic() + NVML_S
+    deadline = time.monotonic() + NVML_TIMEOUT_S
     try:
         if python is not None:
-            _run_child(seen, python, directory, info, environ)
-        while not seen.devices and seen.absent == _NOT_YET and time.monotonic() < until:
+            _run_child(results, python, directory, run_info, environ)
+        while not results.devices and results.absent == _NO_REPLY_YET and time.monotonic() < deadline:
             time.sleep(0.05)
     finally:
         sampler.stop()
-    _read_record(seen, directory)
-    seen.warnings += WarningsLog(directory).read_new()
-    stage = RunReader(directory).startup_stage()
-    seen.stage = None if stage is None else stage[0]
-    return seen
+    _read_record(results, directory)
+    results.warnings += WarningsLog(directory).read_new()
+    results.stage, _ = RunReader(directory).startup_stage() or (None, 0)
+    return results
 
 
-def _run_child(seen: _SelfTestResults, python: str, directory: Path, info: RunInfo, environ: Mapping[str, str]) -> None:
+def _run_child(
+    results: _SelfTestResults, python: str, directory: Path, run_info: RunInfo, environ: Mapping[str, str]
+) -> None:
     script = directory / "child.py"
     script.write_text(_CHILD)
-    began = time.monotonic()
+    start_s = time.monotonic()
     try:
         done = subprocess.run(
             [python, str(script)],
             cwd=directory,
-            env=command_environment(info, directory, environ),
+            env=command_environment(run_info, directory, environ),
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            timeout=CHILD_S,
+            timeout=CHILD_TIMEOUT_S,
         )
     except subprocess.TimeoutExpired:
-        seen.failure = f"no answer within {CHILD_S:.0f} s"
+        results.failure = f"no answer within {CHILD_TIMEOUT_S:.0f} s"
         return
     except OSError as error:
-        seen.failure = error.strerror or str(error)
+        results.failure = error.strerror or str(error)
         return
-    seen.seconds = time.monotonic() - began
+    results.seconds = time.monotonic() - start_s
     if done.returncode:
         lines = done.stderr.decode("utf-8", "replace").strip().split("\n")
-        seen.failure = f"it ended with status {done.returncode}: {lines[-1][:200]}"
+        results.failure = f"it exited with status {done.returncode}: {lines[-1][:200]}"
         return
     try:
-        seen.facts = json.loads(done.stdout.decode().strip().split("\n")[-1])
+        results.facts = json.loads(done.stdout.decode().strip().split("\n")[-1])
     except (ValueError, UnicodeDecodeError):
-        seen.failure = "its output contains other text: something in this Python prints at startup"
+        results.failure = "its output contains other text: this Python prints something at startup"
 
 
-def _read_record(seen: _SelfTestResults, directory: Path) -> None:
+def _read_record(results: _SelfTestResults, directory: Path) -> None:
     with suppress(HistoryError), open_store(directory) as store:
         processes = {ring.process for ring in store.rings.values() if ring.process >= 0}
-        seen.calls = [call for process in processes for call in store.calls(_MAX_CALLS, process)]
-        seen.warnings = [str(event.data.get("text")) for event in store.events("warning")]
+        results.calls = [call for process in processes for call in store.calls(_MAX_CALLS, process)]
+        results.warnings = [str(event.data.get("text")) for event in store.events("warning")]
 
 
 # ------------------------------------------------------------------------------------------------ results
 
 
-def _check_python(chosen: str, seen: _SelfTestResults) -> Iterator[Check]:
-    if seen.failure:
-        yield failed_check("Python", f"{chosen}: {seen.failure}", "try it by hand: PYTHON -c 'import torch'")
+def _check_python(python_path: str, results: _SelfTestResults) -> Iterator[Check]:
+    if results.failure:
+        yield failed_check("Python", f"{python_path}: {results.failure}", "try PYTHON -c 'import torch'")
         return
-    facts = seen.facts
-    yield passed_check("Python", f"{facts.get('python')} ({chosen})")
+    facts = results.facts
+    yield passed_check("Python", f"{facts.get('python')} ({python_path})")
     version = str(facts.get("torch"))
-    if _version_tuple(version) < _OLDEST_TORCH:
+    if _version_tuple(version) < _MIN_TORCH:
         yield warning_check("torch", f"{version} is older than 2.4: tracing may fail", "install a newer torch")
     else:
         yield passed_check("torch", version)
-    if [(call.root, call.rows) for call in seen.calls] == [("Linear", 3)] * 2:
+    if [(call.root, call.rows) for call in results.calls] == [("Linear", 3)] * 2:
         yield passed_check(
-            "tracing", f"a child's calls are in its record ({seen.seconds:.1f} s, with the import of torch)"
+            "tracing", f"a child's calls are in its record ({results.seconds:.1f} s, with the import of torch)"
         )
-    elif seen.warnings:
-        yield failed_check("tracing", seen.warnings[0], "install a version of dpmon that supports this torch")
-    elif seen.stage is None:
+    elif results.warnings:
+        first_warning, *_ = results.warnings
+        yield failed_check("tracing", first_warning, "install a version of dpmon that supports this torch")
+    elif results.stage is None:
         yield failed_check(
             "tracing",
             "dpmon's sitecustomize did not run in the child",
@@ -194,41 +194,42 @@ def _check_python(chosen: str, seen: _SelfTestResults) -> Iterator[Check]:
     else:
         yield failed_check(
             "tracing",
-            f"the child ran ({seen.stage}), but its calls are not in the record",
+            f"the child ran ({results.stage}), but its calls are not in the record",
             "report this as a bug, with the output of `pip list`",
         )
 
 
 def _version_tuple(version: str) -> tuple[int, ...]:
-    numbers = version.split("+")[0].split(".")[:2]
-    return tuple(int(part) for part in numbers if part.isdecimal())
+    release, _, _ = version.partition("+")
+    parts = release.split(".")[:2]
+    return tuple(int(part) for part in parts if part.isdecimal())
 
 
-def _check_nvml(seen: _SelfTestResults) -> Check:
-    if seen.devices:
-        names = ", ".join(f"{index}: {name}" for index, name in sorted(seen.devices.items())[:8])
-        more = f" and {len(seen.devices) - 8} more" if len(seen.devices) > 8 else ""
-        return passed_check("NVML", f"{names}{more}")
-    reason = seen.absent or "NVML lists no GPU"
-    if reason == _NOT_YET:
-        reason = f"NVML did not answer within {NVML_S:.0f} s"
+def _check_nvml(results: _SelfTestResults) -> Check:
+    if results.devices:
+        names = ", ".join(f"{index}: {name}" for index, name in sorted(results.devices.items())[:8])
+        more_text = f" and {len(results.devices) - 8} more" if len(results.devices) > 8 else ""
+        return passed_check("NVML", f"{names}{more_text}")
+    reason = results.absent or "NVML lists no GPU"
+    if reason == _NO_REPLY_YET:
+        reason = f"NVML did not answer within {NVML_TIMEOUT_S:.0f} s"
     remedy = next((text for words, text in _REMEDIES if words in reason), "nvidia-smi may show details")
     return warning_check("NVML", f"no GPU to watch: {reason}", remedy)
 
 
-def _check_cuda(seen: _SelfTestResults) -> Iterator[Check]:
-    facts = seen.facts
+def _check_cuda(results: _SelfTestResults) -> Iterator[Check]:
+    facts = results.facts
     count = facts.get("count") or 0
     if count:
         yield passed_check("CUDA", f"torch sees {count} GPU{'s' if count != 1 else ''}")
-    elif seen.devices and not facts.get("cuda") and not facts.get("hip"):
+    elif results.devices and not facts.get("cuda") and not facts.get("hip"):
         yield warning_check("CUDA", "there are GPUs, but this torch is built for CPUs only", "install torch with CUDA")
-    elif seen.devices:
+    elif results.devices:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        visible_words = f" (CUDA_VISIBLE_DEVICES is {visible!r})" if visible is not None else ""
+        visible_text = f" (CUDA_VISIBLE_DEVICES is {visible!r})" if visible is not None else ""
         yield warning_check(
             "CUDA",
-            f"there are GPUs, but torch sees none{visible_words}",
+            f"there are GPUs, but torch sees none{visible_text}",
             "python -c 'import torch as t; t.cuda.init()' prints why",
         )
     elif shutil.which("rocm-smi") and facts.get("hip"):

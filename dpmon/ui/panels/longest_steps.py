@@ -1,4 +1,4 @@
-"""The longest steps of the time range as rows."""
+"""A table of the longest steps in the time range."""
 
 from __future__ import annotations
 
@@ -9,45 +9,48 @@ from dpmon.ui.chart import bar
 from dpmon.ui.styled_rows import Row, row_width
 from dpmon.ui.terminal_style import TerminalStyle
 
-_LEAST_BAR = 8
+_MIN_BAR_CELLS = 8
 
 
-def _place(step: SlowStep) -> str:
-    """Epoch and batch of a step in short: "e2 1/200"; empty if unknown."""
+def _epoch_position(step: SlowStep) -> str:
+    """Return the epoch and batch of a step: "e2 1/200"; empty if unknown."""
     if step.epoch is None or step.batch is None:
         return ""
-    whole = "" if step.batches is None else f"/{format_count(step.batches)}"
-    return f"e{step.epoch} {format_count(step.batch)}{whole}"
+    total_text = "" if step.batches is None else f"/{format_count(step.batches)}"
+    return f"e{step.epoch} {format_count(step.batch)}{total_text}"
 
 
-def step_rows(found: SlowSteps, width: int, look: TerminalStyle) -> list[Row]:
-    """A heading, and a row of `width` cells for each step: when, how long, and which phase was how much longer."""
-    ranks = any(step.rank is not None for step in found.steps)
-    places = [_place(step) for step in found.steps]
-    size = max(map(len, places), default=0)
-    size = size if 49 + 7 * ranks + 2 + size <= width else 0
-    head: Row = [("    step     when   length  longer than usual in".ljust(49), "dim"), ("   rank" * ranks, "dim")]
-    head += [("  " + ("epoch, batch" if size >= 12 else "batch").ljust(size), "dim")] if size else []
-    rows: list[Row] = [head]
-    longest = max((step.wall_ns for step in found.steps), default=1)
-    for step, place in zip(found.steps, places, strict=True):
-        word = WAITING_TEXT if step.phase == INPUT else step.phase or "no single phase"
-        more = f" +{format_duration(step.excess_ns)}" if step.phase is not None else ""
+def step_rows(slow_steps: SlowSteps, width: int, style: TerminalStyle) -> list[Row]:
+    """Return a header and one row of `width` cells per step: when, how long, and which phase was slow by how much."""
+    has_ranks = any(step.rank is not None for step in slow_steps.steps)
+    places = [_epoch_position(step) for step in slow_steps.steps]
+    place_width = max(map(len, places), default=0)
+    if 49 + 7 * has_ranks + 2 + place_width > width:
+        place_width = 0
+    header: Row = [("    step     when   length  slow phase".ljust(49), "dim"), ("   rank" * has_ranks, "dim")]
+    if place_width:
+        header.append(("  " + ("epoch, batch" if place_width >= 12 else "batch").ljust(place_width), "dim"))
+    rows: list[Row] = [header]
+    longest = max((step.wall_ns for step in slow_steps.steps), default=1)
+    for step, place in zip(slow_steps.steps, places, strict=True):
+        cause = WAITING_TEXT if step.phase == INPUT else step.phase or "no single phase"
+        excess_text = f" +{format_duration(step.excess_ns)}" if step.phase is not None else ""
         row: Row = [
             (align_right(format_count(step.step), 8), "bold"),
             (align_right(short_clock(step.start_ns), 9), ""),
             (align_right(format_duration(step.wall_ns), 9), "bold"),
-            ("  " + truncate(word + more, 21).ljust(21), "" if step.phase is None else "wait"),
+            ("  " + truncate(cause + excess_text, 21).ljust(21), "" if step.phase is None else "wait"),
         ]
-        if ranks:
+        if has_ranks:
             row.append((align_right("" if step.rank is None else str(step.rank), 7), ""))
-        if size:
-            row.append(("  " + place.ljust(size), "dim"))
-        room = width - row_width(row) - 2
-        if room >= _LEAST_BAR:
-            part = step.excess_ns / longest
-            style = f"phase.{step.phase}" if step.phase not in (None, INPUT) else "wait"
-            signs = (look.glyphs.bar[1], "dim"), (look.glyphs.bar[0], style)
-            row += [("  ", ""), *bar((step.wall_ns / longest - part, part), signs, room, (" ", ""))]
+        if place_width:
+            row.append(("  " + place.ljust(place_width), "dim"))
+        bar_width = width - row_width(row) - 2
+        if bar_width >= _MIN_BAR_CELLS:
+            excess_share = step.excess_ns / longest
+            text_style = f"phase.{step.phase}" if step.phase not in (None, INPUT) else "wait"
+            full, empty = style.glyphs.bar
+            shares = (step.wall_ns / longest - excess_share, excess_share)
+            row += [("  ", ""), *bar(shares, ((empty, "dim"), (full, text_style)), bar_width, (" ", ""))]
         rows.append(row)
     return rows

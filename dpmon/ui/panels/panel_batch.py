@@ -1,4 +1,4 @@
-"""Panel 3, where the time of a batch goes: share, median and p95 of each phase, their history, and the last step."""
+"""Panel 3, where step time goes: share, median and p95 of each phase, their history, and the last step."""
 
 from __future__ import annotations
 
@@ -30,348 +30,371 @@ from dpmon.ui.styled_rows import Row, dim_row, row_width, wrap_to_rows
 from dpmon.ui.terminal_style import LETTERS, TerminalStyle, letter_position
 from dpmon.ui.time_axis import axis_below_chart, build_chart_columns, make_time_axis, stall_intervals
 
-WITHOUT_RANKS = 8
+ROWS_WITHOUT_RANKS = 8
 """Rows of the panel that never show a rank: its frame, its table and its history."""
-_RANKS_DRAWN = 64
-_STANDS_OUT = 3
+_MAX_RANKS = 64
+_OUTLIER_RATIO = 3
 """The longest step is mentioned if it takes at least this many times the median."""
-_LEAST = 4
+_NO_NOTES_HEIGHT = 4
 """Up to this height, notes have no row."""
-_TALL = 9
+_TALL_HEIGHT = 9
 """From this height on, notes have two rows. Without the notes, quantities need this many rows, and p95 one fewer."""
 
 
-def preferred_height(facts: ScreenData) -> int:
-    """Rows that the whole content needs: figures, a history, the last step."""
-    timeline = _timeline(facts)
+def preferred_height(screen: ScreenData) -> int:
+    """Return the number of rows of the whole content: the table of phases, a history, the last step."""
+    timeline = _last_timeline(screen)
     if timeline is None:
         return 4 + 5 + 3
-    lanes = len(_ranks(facts)) or 1 + len(visible_lanes(timeline))
-    sampled = facts.state.last_sample is not None
-    return 4 + bool(_quantity_texts(shown_stats(facts))) + 5 + 1 + bool(timeline.step.buckets) + sampled + min(lanes, 9)
+    lane_count = len(_ranks_with_steps(screen)) or 1 + len(visible_lanes(timeline))
+    has_sample = screen.state.last_sample is not None
+    table_height = 4 + bool(_quantity_texts(shown_stats(screen)))
+    return table_height + 5 + 1 + bool(timeline.step.buckets) + has_sample + min(lane_count, 9)
 
 
-def _timeline(facts: ScreenData) -> StepTimeline | None:
-    """The last step; None in a stall, in which it would look like the present."""
-    process = facts.process
-    return None if process is None or facts.shown_stall is not None else last_step_timeline(process)
+def _last_timeline(screen: ScreenData) -> StepTimeline | None:
+    """Return the timeline of the last step; None during a stall, when it would look like the present."""
+    process = screen.process
+    return None if process is None or screen.shown_stall is not None else last_step_timeline(process)
 
 
-def shown_stats(facts: ScreenData) -> StepStats:
-    """Figures of the current mode in the time range; of the previous mode until the current one has a step there."""
-    process = facts.process
+def shown_stats(screen: ScreenData) -> StepStats:
+    """Return the stats of the current mode in the time range, at first those of the previous mode."""
+    process = screen.process
     return NO_STEPS if process is None else process.ranged
 
 
-def panel_title(facts: ScreenData, look: TerminalStyle, width: int) -> tuple[Row, Row]:
-    """The panel's title with the time range, and the main numbers of that range, for a frame of `width` cells.
+def panel_title(screen: ScreenData, style: TerminalStyle, width: int) -> tuple[Row, Row]:
+    """Return the title with the time range, and the main numbers of that range, for a frame of `width` cells.
 
-    In a narrow frame the last numbers give way to the mode or rank, then the time range does.
+    A narrow frame omits the last numbers in favor of the mode or rank, then the time range.
     """
-    process, numbers = facts.process, shown_stats(facts)
-    if not numbers.steps or process is None:
+    process, stats = screen.process, shown_stats(screen)
+    if not stats.steps or process is None:
         return [(NAMES["batch"], "title")], []
-    span = format_time_range(facts.view.range_s)
-    dot = f" {look.glyphs.middot} "
-    mode = numbers.mode
-    word = format_mode_and_devices(process, look.glyphs.times)[0]
+    range_text = format_time_range(screen.view.range_s)
+    dot = f" {style.glyphs.middot} "
+    mode = stats.mode
+    mode_text, _ = format_mode_and_devices(process, style.glyphs.times)
     if mode != process.mode:
         devices = () if process.compared is None else process.compared.devices
-        word = f"dp {look.glyphs.times}{len(devices)}" if mode == "dp" else mode
-    if process.rank is not None and len(facts.state.training_processes) > 1:
-        word = process.name  # the other ranks are not in these figures
+        mode_text = f"dp {style.glyphs.times}{len(devices)}" if mode == "dp" else mode
+    if process.rank is not None and len(screen.state.training_processes) > 1:
+        mode_text = process.name  # these stats are of one rank only
     corner: Row = [("step", "dim")]
-    for name, value, style in (
-        ("mean", numbers.mean_ns, "bold"),
-        ("median", numbers.median_ns, "bold"),
-        ("p95", numbers.p95_ns, ""),
+    for name, value, text_style in (
+        ("mean", stats.mean_ns, "bold"),
+        ("median", stats.median_ns, "bold"),
+        ("p95", stats.p95_ns, ""),
     ):
-        corner += [(f" {name}", "dim"), (align_right(format_duration(value), 8), style)]
-    kind: Row = [(dot, "dim"), ("evaluation", "wait")] if numbers.evaluation else []
-    head: Row = [(NAMES["batch"], "title"), (dot, "dim"), (word, f"mode.{mode}"), *kind]
-    if facts.shown_stall is not None:
-        return [*head, (dot + span, "dim")], [BEFORE_STALL]
-    sizes = _size_text(process, dot, look)
+        corner += [(f" {name}", "dim"), (align_right(format_duration(value), 8), text_style)]
+    evaluation: Row = [(dot, "dim"), ("evaluation", "wait")] if stats.evaluation else []
+    head: Row = [(NAMES["batch"], "title"), (dot, "dim"), (mode_text, f"mode.{mode}"), *evaluation]
+    if screen.shown_stall is not None:
+        return [*head, (dot + range_text, "dim")], [BEFORE_STALL]
+    sizes = _size_spans(process, dot, style)
     if row_width(head) + row_width(sizes) + row_width(corner[:-2]) + 7 <= width:
         head += sizes
-    room = width - row_width(head) - 7
-    while len(corner) > 3 and row_width(corner) > room:
+    free_cells = width - row_width(head) - 7
+    while len(corner) > 3 and row_width(corner) > free_cells:
         del corner[-2:]
-    return [*head, (dot + span, "dim")] if row_width(corner) + row_width([(dot + span, "")]) <= room else head, corner
+    range_span = (dot + range_text, "dim")
+    if row_width(corner) + row_width([range_span]) <= free_cells:
+        head.append(range_span)
+    return head, corner
 
 
-def _size_text(process: Process, dot: str, look: TerminalStyle) -> Row:
-    """The sizes that the last forward received and returned, of a process without a table of them in panel 2."""
+def _size_spans(process: Process, dot: str, style: TerminalStyle) -> Row:
+    """Return the input and output sizes of the last forward, unless panel 2 has a table of them."""
     if process.has_used_dp or process.distributed is not None or process.last_called_root is None:
         return []
     call = process.last_called_root.last
-    return [(f"{dot}{size_text(call.inputs)} {look.glyphs.arrow} {size_text(call.outputs)}", "")]
+    return [(f"{dot}{size_text(call.inputs)} {style.glyphs.arrow} {size_text(call.outputs)}", "")]
 
 
-def render_panel(facts: ScreenData, width: int, height: int, look: TerminalStyle) -> list[Row]:
-    """The panel's rows, inside its frame: figures, history, the last step, and notes at the end."""
-    process, numbers = facts.process, shown_stats(facts)
-    if process is None or not numbers.steps:
-        return [[(facts.empty_reason("no step was traced", "no step has ended yet"), "dim")]]
+def render_panel(screen: ScreenData, width: int, height: int, style: TerminalStyle) -> list[Row]:
+    """Return the rows inside the frame: the table of phases, a history, the last step, and notes at the end."""
+    process, stats = screen.process, shown_stats(screen)
+    if process is None or not stats.steps:
+        return [[(screen.empty_reason("no step was traced", "no step has finished yet"), "dim")]]
     # If not all fit, the order of importance is: shares, medians, a row of notes, then the last step and the history.
-    timeline = _timeline(facts)
-    most = 0 if height <= _LEAST else 1 if height < _TALL else 2
-    remarks = notes(facts, process, numbers, timeline, width, most, look)
-    height -= len(remarks)
-    # Every phase that ran has a column, and the usual phases of this mode.
-    columns = [
-        phase for phase in numbers.disjoint_phases if phase.ran or is_expected_phase(process, numbers, phase.name)
-    ]
-    table = _table(columns, numbers, width, look, height)
-    if (counted := _quantity_texts(numbers)) and height >= _TALL:
-        table.append([(truncate(f" {look.glyphs.middot} ".join(counted), width, look.glyphs.more), "")])
-    if facts.view.zoom == "batch":
-        table.append(_step_count(numbers, width, look))
-    if facts.shown_stall is not None:
+    timeline = _last_timeline(screen)
+    max_notes = 1 if height < _TALL_HEIGHT else 2
+    if height <= _NO_NOTES_HEIGHT:
+        max_notes = 0
+    note_rows = render_notes(screen, process, stats, timeline, width, max_notes, style)
+    height -= len(note_rows)
+    # Every phase that ran and every expected phase of this mode has a column.
+    columns = [phase for phase in stats.disjoint_phases if phase.ran or is_expected_phase(process, stats, phase.name)]
+    table = _phase_table(columns, stats, width, style, height)
+    if (quantity_texts := _quantity_texts(stats)) and height >= _TALL_HEIGHT:
+        table.append([(truncate(f" {style.glyphs.middot} ".join(quantity_texts), width, style.glyphs.more), "")])
+    if screen.view.zoom == "batch":
+        table.append(_step_count_row(stats, width, style))
+    if screen.shown_stall is not None:
         table = list(map(dim_row, table))
-    room = height - len(table)
-    below: list[Row] = []
-    if timeline is not None and room >= 1 and room != 2:
-        ranks = _ranks(facts)
-        most = 1 if room < 6 else max(room // 2, room - 4 if facts.view.zoom is None else 0)
-        sample = facts.state.last_sample
-        lanes = len(ranks) or 1 + len(visible_lanes(timeline))
-        wanted = min(1 + bool(timeline.step.buckets) + (sample is not None) + lanes, most)
-        below = render_waterfall(process, width, wanted, look, ranks, sample)
-    above = room - len(below)
-    history = history_rows(facts, process, width, above, look) if above >= 2 else []
-    blank: list[Row] = [[]] * (height - len(table) - len(history) - len(below)) if remarks else []
-    return [*table, *history, *below, *blank, *remarks]
+    free_rows = height - len(table)
+    last_step_rows: list[Row] = []
+    if timeline is not None and free_rows >= 1 and free_rows != 2:
+        ranks = _ranks_with_steps(screen)
+        max_height = max(free_rows // 2, free_rows - 4) if screen.view.zoom is None else free_rows // 2
+        if free_rows < 6:
+            max_height = 1
+        sample = screen.state.last_sample
+        lane_count = len(ranks) or 1 + len(visible_lanes(timeline))
+        waterfall_height = min(1 + bool(timeline.step.buckets) + (sample is not None) + lane_count, max_height)
+        last_step_rows = render_waterfall(process, width, waterfall_height, style, ranks, sample)
+    chart_height = free_rows - len(last_step_rows)
+    chart = history_rows(screen, process, width, chart_height, style) if chart_height >= 2 else []
+    blank_rows: list[Row] = [[]] * (height - len(table) - len(chart) - len(last_step_rows)) if note_rows else []
+    return [*table, *chart, *last_step_rows, *blank_rows, *note_rows]
 
 
-def _quantity_texts(numbers: StepStats) -> list[str]:
-    """What the steps counted, except where it is one in each step."""
+def _quantity_texts(stats: StepStats) -> list[str]:
+    """Return a text per quantity, except those that are 1 in every step."""
     return [
-        format_quantity(*each, numbers.steps) for each in numbers.known_quantities if each[1].total != numbers.steps
+        format_quantity(quantity, quantity_sum, stats.steps)
+        for quantity, quantity_sum in stats.known_quantities
+        if quantity_sum.total != stats.steps
     ]
 
 
-def _ranks(facts: ScreenData) -> list[Process]:
-    """All ranks with a step: the straggler, the rank that panel 3 shows, the others; empty if there is one process."""
-    found, state = facts.state.straggler, facts.state
-    slow = found.processes if found is not None else ()
-    first = [one.process for one in state.training_processes[:_RANKS_DRAWN]]
-    known = [state.processes[each] for each in dict.fromkeys((*slow, *first)) if each in state.processes]
-    ranks = [one for one in known if one.rank is not None and one.last_step is not None and one.last_step.phases]
-    ranks.sort(key=lambda one: (one.process not in slow, one is not facts.process, one.rank))
-    return ranks[:_RANKS_DRAWN] if len(ranks) > 1 else []
+def _ranks_with_steps(screen: ScreenData) -> list[Process]:
+    """Return the ranks with a step: the straggler, the rank of panel 3, then the others; empty if there is only one."""
+    straggler, state = screen.state.straggler, screen.state
+    slow_processes = straggler.processes if straggler is not None else ()
+    first_processes = [process.process for process in state.training_processes[:_MAX_RANKS]]
+    indices = dict.fromkeys((*slow_processes, *first_processes))
+    ranks = [
+        process
+        for process in (state.processes[index] for index in indices if index in state.processes)
+        if process.rank is not None and process.last_step is not None and process.last_step.phases
+    ]
+    ranks.sort(key=lambda rank: (rank.process not in slow_processes, rank is not screen.process, rank.rank))
+    return ranks[:_MAX_RANKS] if len(ranks) > 1 else []
 
 
-def _step_count(numbers: StepStats, width: int, look: TerminalStyle) -> Row:
-    """The number of steps behind the figures."""
-    text = f"{format_count(numbers.steps)} steps"
-    if not look.has_color or look.glyphs.ascii:
+def _step_count_row(stats: StepStats, width: int, style: TerminalStyle) -> Row:
+    """Return a row with the number of steps that the stats cover."""
+    text = f"{format_count(stats.steps)} steps"
+    if not style.has_color or style.glyphs.ascii:
         text += "; a small letter: too short for a cell"
-    return [(truncate(text, width, look.glyphs.more), "dim")]
+    return [(truncate(text, width, style.glyphs.more), "dim")]
 
 
-def _name(phase: str, room: int, look: TerminalStyle, *, rest: bool) -> Row:
-    """The phase's name, with its letter marked in the phase's style.
+def _phase_title(phase: str, max_cells: int, style: TerminalStyle, *, other_forward: bool) -> Row:
+    """Return the phase's name, with its letter marked in the phase's style.
 
-    `rest`: the call's phases are shown separately, so forward is only the rest.
+    `other_forward`: the call's phases have columns of their own, so forward is only the remaining part.
     """
-    if rest and phase == "forward":
-        text = next((word for word in OTHER_FORWARD_NAMES if len(word) < room), OTHER_FORWARD_NAMES[-1])[: room - 1]
+    if other_forward and phase == "forward":
+        text = next(
+            (short_name for short_name in OTHER_FORWARD_NAMES if len(short_name) < max_cells), OTHER_FORWARD_NAMES[-1]
+        )[: max_cells - 1]
         return [(text[0].upper(), f"chip.{phase}"), (text[1:], "")]
-    text = phase if len(phase) < room else phase_by_display_name(phase).short_display_name[: room - 1]
-    letter, at = LETTERS[phase], letter_position(phase, text)
+    text = phase if len(phase) < max_cells else phase_by_display_name(phase).short_display_name[: max_cells - 1]
+    letter, letter_index = LETTERS[phase], letter_position(phase, text)
     if letter == ".":
-        return [("." if not look.has_color or look.glyphs.ascii else " ", f"chip.{phase}"), (text, "")]
-    return [*([(text[:at], "")] if at else []), (letter, f"chip.{phase}"), (text[at + 1 :], "")]
+        return [("." if not style.has_color or style.glyphs.ascii else " ", f"chip.{phase}"), (text, "")]
+    marked: Row = [(letter, f"chip.{phase}"), (text[letter_index + 1 :], "")]
+    return [(text[:letter_index], ""), *marked] if letter_index else marked
 
 
-def _table(
-    columns: Sequence[PhaseStats], numbers: StepStats, width: int, look: TerminalStyle, height: int
+def _phase_table(
+    columns: Sequence[PhaseStats], stats: StepStats, width: int, style: TerminalStyle, height: int
 ) -> list[Row]:
-    label, cell = _widths(width, len(columns))
-    whole = _has_step(width, len(columns))
-    rest = any(phase.ran for phase in columns if phase_by_display_name(phase.name).of_call)
+    """Return the header and the rows of shares, medians, device times and p95, as far as `height` has room."""
+    label_width, cell_width = _column_widths(width, len(columns))
+    has_step_column = _has_step(width, len(columns))
+    other_forward = any(phase.ran for phase in columns if phase_by_display_name(phase.name).of_call)
 
-    def head(phase: str) -> Row:
-        name = _name(phase, cell, look, rest=rest)
-        return [(" " * (cell - row_width(name)), ""), *name]
+    def phase_header(phase: str) -> Row:
+        name = _phase_title(phase, cell_width, style, other_forward=other_forward)
+        return [(" " * (cell_width - row_width(name)), ""), *name]
 
-    def time(ns: float | None) -> str:
-        return format_duration(ns) if cell > 8 else format_duration(ns, "")
+    def format_time(ns: float | None) -> str:
+        return format_duration(ns) if cell_width > 8 else format_duration(ns, "")
 
-    def line(word: str, last: str, values: Sequence[str], style: str) -> Row:
-        row: Row = [(word.ljust(label)[:label], "dim")]
+    def make_row(label: str, step_text: str, values: Sequence[str], text_style: str) -> Row:
+        row: Row = [(label.ljust(label_width)[:label_width], "dim")]
         for phase, value in zip(columns, values, strict=True):
-            row.append((align_right(value, cell), style if phase.ran else "dim"))
-        if whole:
-            row.append((align_right(last, cell), style))
+            row.append((align_right(value, cell_width), text_style if phase.ran else "dim"))
+        if has_step_column:
+            row.append((align_right(step_text, cell_width), text_style))
         return row
 
-    header: Row = [(" " * label, "")]
+    header: Row = [(" " * label_width, "")]
     for phase in columns:
-        header += head(phase.name)
-    if whole:
-        header.append((align_right("step", cell), "dim"))
-    shares = [
-        format_percent(phase.share) if cell > 5 else format_percent(phase.share).replace(" ", "") for phase in columns
-    ]
-    rows = [header, line("share", "", shares, "bold")]
+        header += phase_header(phase.name)
+    if has_step_column:
+        header.append((align_right("step", cell_width), "dim"))
+    rows = [header, make_row("share", "", [format_percent(phase.share) for phase in columns], "bold")]
     if height >= 3:
-        rows.append(line("median", time(numbers.median_ns), [time(phase.median_ns) for phase in columns], ""))
-    if label and height >= 6 and any(phase.device_count for phase in numbers.disjoint_phases):
-        # On the slowest device; of data, on the device that waits least. Medians over the steps with known times.
-        rows.append(line("device", "", [time(phase.device_ns) for phase in columns], ""))
-    if height >= _TALL - 1:
-        rows.append(line("p95", time(numbers.p95_ns), [time(phase.p95_ns) for phase in columns], "dim"))
+        medians = [format_time(phase.median_ns) for phase in columns]
+        rows.append(make_row("median", format_time(stats.median_ns), medians, ""))
+    if label_width and height >= 6 and any(phase.device_count for phase in stats.disjoint_phases):
+        # Times of the slowest device; for data, of the device that waits least. Medians of steps with known times.
+        rows.append(make_row("device", "", [format_time(phase.device_ns) for phase in columns], ""))
+    if height >= _TALL_HEIGHT - 1:
+        p95s = [format_time(phase.p95_ns) for phase in columns]
+        rows.append(make_row("p95", format_time(stats.p95_ns), p95s, "dim"))
     return rows
 
 
-def _widths(width: int, columns: int) -> tuple[int, int]:
-    """The widths of the label and of each column; the step has a column too, if it fits."""
-    label = 7 if width >= 100 else 6 if width >= 70 else 0
-    return label, min(max((width - label) // (columns + _has_step(width, columns)), 4), 12)
+def _column_widths(width: int, columns: int) -> tuple[int, int]:
+    """Return the widths of the label and of each column; the step has a column too, if it fits."""
+    label_width = 0 if width < 70 else 6
+    if width >= 100:
+        label_width = 7
+    return label_width, min(max((width - label_width) // (columns + _has_step(width, columns)), 4), 12)
 
 
 def _has_step(width: int, columns: int) -> bool:
-    """Whether the step has a column. If it does not fit, its times are in the title."""
-    label = 6 if width >= 70 else 0
-    return (width - label) // (columns + 1) >= 7 or (width - label) // columns < 7
+    """Return whether the step has a column. If it does not fit, its times are in the title."""
+    label_width = 6 if width >= 70 else 0
+    return (width - label_width) // (columns + 1) >= 7 or (width - label_width) // columns < 7
 
 
 def history_rows(
-    facts: ScreenData, process: Process, width: int, height: int, look: TerminalStyle, *, by_mode: bool = False
+    screen: ScreenData, process: Process, width: int, height: int, style: TerminalStyle, *, by_mode: bool = False
 ) -> list[Row]:
-    """The columns with their scale at the left, and a row below with the axis; `by_mode`: without their phases."""
-    axis = make_time_axis(facts)
+    """Return a chart with its scale at the left and its time axis below; `by_mode`: columns without their phases."""
+    axis = make_time_axis(screen)
     gutter = max(len(short_clock(axis.start_s * SECOND)) + 1, 8)
-    room = width - gutter
-    picture = build_chart_columns(process, axis, room, stall_intervals(facts))
-    labeled = height >= 3
-    bars = height - 1 if labeled else height
-    top = scale_top(picture.columns)
-    known = any(column.count for column in picture.columns)
-    rows = stacked_columns(picture.columns, room, bars, top, look, picture.part_count, by_mode=by_mode)
-    out: list[Row] = []
+    chart_width = width - gutter
+    chart = build_chart_columns(process, axis, chart_width, stall_intervals(screen))
+    has_axis = height >= 3
+    bar_height = height - 1 if has_axis else height
+    top = scale_top(chart.columns)
+    has_values = any(column.count for column in chart.columns)
+    rows = stacked_columns(chart.columns, chart_width, bar_height, top, style, chart.part_count, by_mode=by_mode)
+    labeled_rows: list[Row] = []
     for index, row in enumerate(rows):
-        scale = (
-            "" if not known else format_duration(top) if index == 0 else "0" if index == bars - 1 and bars > 1 else ""
-        )
-        out.append([(align_right(scale, gutter - 1) + " ", "dim"), *row])
-    if labeled:
-        out.append(axis_below_chart(facts, axis, picture, gutter, room, look))
-    return out
+        scale_label = ""
+        if has_values and index == 0:
+            scale_label = format_duration(top)
+        elif has_values and index == bar_height - 1:
+            scale_label = "0"
+        labeled_rows.append([(align_right(scale_label, gutter - 1) + " ", "dim"), *row])
+    if has_axis:
+        labeled_rows.append(axis_below_chart(screen, axis, chart, gutter, chart_width, style))
+    return labeled_rows
 
 
 # ------------------------------------------------------------------------------------------------ notes
 
 
-def notes(
-    facts: ScreenData,
+def render_notes(
+    screen: ScreenData,
     process: Process,
-    numbers: StepStats,
+    stats: StepStats,
     timeline: StepTimeline | None,
     width: int,
-    most: int,
-    look: TerminalStyle,
+    max_rows: int,
+    style: TerminalStyle,
 ) -> list[Row]:
-    """At most `most` rows of notes on the figures and the last step."""
-    long = _stalls(facts, numbers) or unevenness(process) or _longest_step_note(facts, numbers)
-    usual = [*_between_steps_note(numbers), *long, *host_waits(numbers.disjoint_phases)]
+    """Return at most `max_rows` rows of notes on the stats and the last step."""
+    slow_notes = _stall_note(screen, stats) or uneven_steps_note(process) or _longest_step_note(screen, stats)
+    speed_notes = [*_between_steps_note(stats), *slow_notes, *host_waits(stats.disjoint_phases)]
     texts = [
-        *(usual if facts.shown_stall is None else []),
-        *timed_steps_note(numbers.disjoint_phases),
-        *missing_phase_notes(process, numbers),
+        *(speed_notes if screen.shown_stall is None else []),
+        *timed_steps_note(stats.disjoint_phases),
+        *missing_phase_notes(process, stats),
     ]
     if timeline is not None and timeline.step.missing_spans:
-        more = f"{format_count(timeline.step.missing_spans)} spans of the last step are not drawn"
-        texts.append(f"{more}: only the first {MAX_SPANS} of a step are recorded")
-    if not texts or not most:
+        undrawn_text = f"{format_count(timeline.step.missing_spans)} spans of the last step are not drawn"
+        texts.append(f"{undrawn_text}: only the first {MAX_SPANS} of a step are recorded")
+    if not texts or not max_rows:
         return []
-    text = f" {look.glyphs.middot} ".join(texts)
-    return wrap_to_rows(text, width, max_rows=most, more=look.glyphs.more)
+    text = f" {style.glyphs.middot} ".join(texts)
+    return wrap_to_rows(text, width, max_rows=max_rows, more=style.glyphs.more)
 
 
-def _between_steps_note(numbers: StepStats) -> list[str]:
-    """The share of training time between steps, if it is large enough to matter."""
-    rate = numbers.rate
+def _between_steps_note(stats: StepStats) -> list[str]:
+    """Return a note on the share of training time between steps, if it is large enough to matter."""
+    rate = stats.rate
     if rate is None or not rate.differs_within_steps or rate.steps_per_s_within <= rate.steps_per_s:
         return []
     share = format_percent(1 - rate.steps_per_s / rate.steps_per_s_within)
     return [f"{share} of the time is between steps: {format_rate(rate)}"]
 
 
-def _stalls(facts: ScreenData, numbers: StepStats) -> list[str]:
-    """A note that the mean includes a stall on another machine, which the process's own machine did not know of."""
-    own, known = numbers.tally, any(each.node is not None for each in facts.state.training_processes)
-    for one in facts.state.stalls if known else ():
-        if one.end_ns is not None and one.end_ns > (own.first_ns or 0) and (own.high_ns or 0) > one.duration_ns(0) / 2:
-            return [f"the mean includes a stall of {one.duration_ns(0) / SECOND:,.0f} s"]
+def _stall_note(screen: ScreenData, stats: StepStats) -> list[str]:
+    """Return a note that the mean includes a stall on another node, which the process's own node did not detect."""
+    tally, has_nodes = stats.tally, any(process.node is not None for process in screen.state.training_processes)
+    for stall in screen.state.stalls if has_nodes else ():
+        if stall.end_ns is None or stall.end_ns <= (tally.first_ns or 0):
+            continue
+        if (tally.high_ns or 0) > stall.duration_ns(0) / 2:
+            return [f"the mean includes a stall of {stall.duration_ns(0) / SECOND:,.0f} s"]
     return []
 
 
-def unevenness(process: Process) -> list[str]:
-    """A note that a few steps take most of the time, with the phase that makes them longer; empty for even steps."""
-    found = process.uneven
-    if found is None:
+def uneven_steps_note(process: Process) -> list[str]:
+    """Return a note that a few steps take most of the time, and which phase slows them; empty for even steps."""
+    uneven = process.uneven
+    if uneven is None:
         return []
-    if found.phase == INPUT:
-        return [f"{WAITING_TEXT} took {format_percent(found.time)} of the time: the mean includes it"]
-    by = f", slower in {found.phase}" if found.phase is not None else ""
-    return [f"uneven steps: about {format_percent(found.steps)} take {format_percent(found.time)} of the time{by}"]
+    if uneven.phase == INPUT:
+        return [f"{WAITING_TEXT} took {format_percent(uneven.time)} of the time: the mean includes it"]
+    phase_text = f", slower in {uneven.phase}" if uneven.phase is not None else ""
+    steps, time = format_percent(uneven.steps), format_percent(uneven.time)
+    return [f"uneven steps: about {steps} take {time} of the time{phase_text}"]
 
 
-def _longest_step_note(facts: ScreenData, numbers: StepStats) -> list[str]:
-    """The longest step of the time range, if it stands out."""
-    one = next(iter(facts.state.slowest.steps), None)
-    if one is None or one.wall_ns < _STANDS_OUT * (numbers.median_ns or one.wall_ns):
+def _longest_step_note(screen: ScreenData, stats: StepStats) -> list[str]:
+    """Return a note on the longest step of the time range, if it is an outlier."""
+    longest = next(iter(screen.state.slowest.steps), None)
+    if longest is None or longest.wall_ns < _OUTLIER_RATIO * (stats.median_ns or longest.wall_ns):
         return []
-    of = "" if one.rank is None else f" of rank {one.rank}"
-    phase = WAITING_TEXT if one.phase == INPUT else one.phase
-    why = "" if phase is None else f", {format_duration(one.excess_ns)} more than usual in {phase}"
-    return [f"longest step{of}: {format_duration(one.wall_ns)} at {short_clock(one.start_ns)}{why}"]
+    rank_text = "" if longest.rank is None else f" of rank {longest.rank}"
+    phase = WAITING_TEXT if longest.phase == INPUT else longest.phase
+    excess_text = "" if phase is None else f", {format_duration(longest.excess_ns)} more than usual in {phase}"
+    duration, time = format_duration(longest.wall_ns), short_clock(longest.start_ns)
+    return [f"longest step{rank_text}: {duration} at {time}{excess_text}"]
 
 
-def is_expected_phase(process: Process, numbers: StepStats, phase: str) -> bool:
-    """Whether `phase` is expected in these figures, so that a step without it needs a reason.
+def is_expected_phase(process: Process, stats: StepStats, phase: str) -> bool:
+    """Return whether `phase` is expected in these stats, so that its absence needs a reason.
 
     The phases of a DataParallel call are expected only in dp.
     """
-    known = phase_by_display_name(phase)
-    dp = process.distributed is None and numbers.mode == "dp"
-    return not known.optional and (dp or not known.of_call)
+    definition = phase_by_display_name(phase)
+    is_dp = process.distributed is None and stats.mode == "dp"
+    return not definition.optional and (is_dp or not definition.of_call)
 
 
-def missing_phase_notes(process: Process, numbers: StepStats) -> list[str]:
-    """A note for each reason why phases are missing: the names of these phases, then the reason."""
+def missing_phase_notes(process: Process, stats: StepStats) -> list[str]:
+    """Return a note for each reason why phases are missing: the names of these phases, then the reason."""
     call = process.last_called_root.last if process.last_called_root is not None else None
     reasons: dict[str, list[str]] = {}
-    for phase in numbers.disjoint_phases:
-        if not phase.ran and is_expected_phase(process, numbers, phase.name):
+    for phase in stats.disjoint_phases:
+        if not phase.ran and is_expected_phase(process, stats, phase.name):
             reasons.setdefault(_missing_phase_reason(process, call, phase.name), []).append(phase.name)
     return [f"no {_join_phase_names(names)}: {reason}" for reason, names in reasons.items()]
 
 
 def _join_phase_names(names: Sequence[str]) -> str:
     """Join names: "data, gather"; three or more adjacent ones as "scatter to gather"."""
-    first = PHASES.index(names[0])
-    if len(names) > 2 and PHASES[first : first + len(names)] == tuple(names):
+    start = PHASES.index(names[0])
+    if len(names) > 2 and PHASES[start : start + len(names)] == tuple(names):
         return f"{names[0]} to {names[-1]}"
     return ", ".join(names)
 
 
 def _missing_phase_reason(process: Process, call: Call | None, phase: str) -> str:
-    known = phase_by_display_name(phase)
-    own = known.name
-    if not known.of_call:
-        return known.absent
+    definition = phase_by_display_name(phase)
+    phase_name = definition.name
+    if not definition.of_call:
+        return definition.absent
     if call is None:
         return "no call was seen"
-    if own in call.absent:
-        return sanitize_line(call.absent[own], 200)
+    if phase_name in call.absent:
+        return sanitize_line(call.absent[phase_name], 200)
     if call.stages:
         return "the model is split into stages, not copied"
     if call.mode != "dp" or len(call.devices) < 2:
         return "one device"
-    if own in call.phases:
+    if phase_name in call.phases:
         return "part of it ran during backward and cannot be separated from it"
-    return known.absent
+    return definition.absent

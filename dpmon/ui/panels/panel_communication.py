@@ -1,4 +1,4 @@
-"""Panel 4 of ranks, which have no mode to compare: the time of their communication, and what to try."""
+"""Panel 4 for ranks, which have no modes to compare: their communication time, and what to try."""
 
 from __future__ import annotations
 
@@ -12,71 +12,75 @@ from dpmon.ui.screen_data import RANK_NAMES, ScreenData
 from dpmon.ui.styled_rows import Row, wrap_to_rows
 from dpmon.ui.terminal_style import TerminalStyle
 
-_LABEL = 9
-_NOTHING = "no rank has reported yet how it averages its gradients"
+_LABEL_CELLS = 9
+_NO_RANK_TEXT = "no rank has reported yet how it averages gradients"
 
 
-def is_shown(facts: ScreenData) -> bool:
-    """Whether the training process is a rank, alone or beside others."""
-    process = facts.process
+def is_shown(screen: ScreenData) -> bool:
+    """Return whether the training process is a rank, alone or with others."""
+    process = screen.process
     if process is None:
         return False
-    return process.distributed is not None or (process.rank is not None and panel_ranks.is_shown(facts))
+    return process.distributed is not None or (process.rank is not None and panel_ranks.is_shown(screen))
 
 
-def preferred_height(facts: ScreenData) -> int:
-    """Rows that the whole content needs, with two rows of advice."""
-    found = facts.state.communication
-    return 1 if found is None else len(found.labeled_texts) + 2
+def preferred_height(screen: ScreenData) -> int:
+    """Return the number of rows of the whole content, with two rows of advice."""
+    communication = screen.state.communication
+    return 1 if communication is None else len(communication.labeled_texts) + 2
 
 
-def panel_title(facts: ScreenData, look: TerminalStyle, folded: bool) -> tuple[Row, Row]:
-    """The panel's title, and its main number."""
-    found = facts.state.communication
+def panel_title(screen: ScreenData, style: TerminalStyle, folded: bool) -> tuple[Row, Row]:
+    """Return the title and the main number."""
+    communication = screen.state.communication
     corner: Row = []
-    if found is not None and found.exposed_ns is not None:
-        corner = [("exposed", "dim"), (align_right(format_duration(found.exposed_ns), 8), "bold")]
-        corner += (
-            [] if folded else [(align_right(format_percent(found.exposed_share), 6), "bold"), (" of the step", "dim")]
-        )
+    if communication is not None and communication.exposed_ns is not None:
+        corner = [("exposed", "dim"), (align_right(format_duration(communication.exposed_ns), 8), "bold")]
+        if not folded:
+            share = format_percent(communication.exposed_share)
+            corner += [(align_right(share, 6), "bold"), (" of the step", "dim")]
     return [(RANK_NAMES["compare"], "title")], corner
 
 
-def render_panel(facts: ScreenData, width: int, height: int, look: TerminalStyle, *, advice: bool = True) -> list[Row]:
-    """The panel's rows, inside its frame: figures, facts, and below them what to try (`advice`)."""
-    found = facts.state.communication
-    if found is None:
-        return wrap_to_rows(facts.empty_reason(_NOTHING, _NOTHING), width)
-    zoomed = facts.view.zoom == "compare"
-    above = _facts(found, width, look)
-    room = max(height - len(above), 2)
-    below = _advice(found, width, None if zoomed else room, look) if advice else []
-    if not zoomed and len(above) + len(below) > height:
-        above = above[: max(height - len(below), 1)]
-    return [*above, *below]
+def render_panel(
+    screen: ScreenData, width: int, height: int, style: TerminalStyle, *, advice: bool = True
+) -> list[Row]:
+    """Return the rows inside the frame: metrics, facts and, with `advice`, what to try."""
+    communication = screen.state.communication
+    if communication is None:
+        return wrap_to_rows(screen.empty_reason(_NO_RANK_TEXT, _NO_RANK_TEXT), width)
+    is_full_screen = screen.view.zoom == "compare"
+    fact_rows = _fact_rows(communication, width, style)
+    max_rows = max(height - len(fact_rows), 2)
+    advice_rows: list[Row] = []
+    if advice:
+        advice_rows = _advice_rows(communication, width, None if is_full_screen else max_rows, style)
+    if not is_full_screen and len(fact_rows) + len(advice_rows) > height:
+        fact_rows = fact_rows[: max(height - len(advice_rows), 1)]
+    return [*fact_rows, *advice_rows]
 
 
-def _facts(found: Communication, width: int, look: TerminalStyle) -> list[Row]:
+def _fact_rows(communication: Communication, width: int, style: TerminalStyle) -> list[Row]:
     rows: list[Row] = []
-    for label, text in found.labeled_texts:
+    for label, text in communication.labeled_texts:
         label = sanitize_line(label, 40)
-        indent = _LABEL if len(label) < _LABEL else len(label) + 1
+        indent = _LABEL_CELLS if len(label) < _LABEL_CELLS else len(label) + 1
         lines = wrap_text(sanitize_line(text, 400), max(width - indent, 10))
         for index, line in enumerate(lines):
-            head = label.ljust(indent) if index == 0 else " " * indent
-            rows.append([(head, "dim"), (line, "bold" if label == "exposed" else "")])
+            label_text = label.ljust(indent) if index == 0 else " " * indent
+            rows.append([(label_text, "dim"), (line, "bold" if label == "exposed" else "")])
     return rows
 
 
-def _advice(found: Communication, width: int, most: int | None, look: TerminalStyle) -> list[Row]:
-    """The findings, the most important first, each with what to try; only the first one if space is short."""
+def _advice_rows(communication: Communication, width: int, max_rows: int | None, style: TerminalStyle) -> list[Row]:
+    """Return the findings by weight, each with what to try; only the first one's advice if space is short."""
     rows: list[Row] = []
-    for finding in sorted(find_rank_problems(found), key=lambda one: -one.weight):
+    for finding in sorted(find_rank_problems(communication), key=lambda finding: -finding.weight):
         # The first rows of the screen and panel 2 name the straggler.
         text = "" if finding.kind == "straggler" else sanitize_line(finding.text, 400)
         advice = sanitize_line(finding.advice_text, 400)
-        own = [*wrap_to_rows(text, width, "wait"), *wrap_to_rows(advice, width, "")]
-        if most is not None and len(rows) + len(own) > most:
-            return rows or wrap_to_rows(advice, width, "", most, look.glyphs.more)
-        rows += own
+        finding_rows = [*wrap_to_rows(text, width, "wait"), *wrap_to_rows(advice, width, "")]
+        if max_rows is not None and len(rows) + len(finding_rows) > max_rows:
+            return rows or wrap_to_rows(advice, width, "", max_rows, style.glyphs.more)
+        rows += finding_rows
     return rows

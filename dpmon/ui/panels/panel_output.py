@@ -1,4 +1,4 @@
-"""Panel 5: the script's output, as a terminal would finally show it."""
+"""Panel 5: the script's output, as it would look on a terminal."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from dpmon.ui.styled_rows import Row, crop_row, merge_spans, plain_text, row_wid
 from dpmon.ui.terminal_emulator import MAX_CHANGING_ROWS, TerminalPage
 from dpmon.ui.terminal_style import TerminalStyle
 
-ROWS = 5000
-_CHARACTERS = 4_000_000
+MAX_ROWS = 5000
+_MAX_CHARS = 4_000_000
 """Most rows to store, and most characters in them."""
-_BEGIN = 1 << 18
+_TAIL_BYTES = 1 << 18
 """Number of bytes to read from the end of an existing log."""
-_BEHIND = 1 << 19
-"""If more bytes than this are unread, continue near the end: nobody has seen the rows in between."""
-_PIECE = 1 << 16
-_SETTLE = MAX_CHANGING_ROWS + 400
+_MAX_UNREAD_BYTES = 1 << 19
+"""If more bytes than this are unread, skip to near the end: no one has seen the skipped rows."""
+_CHUNK_BYTES = 1 << 16
+_FREEZE_ROWS = MAX_CHANGING_ROWS + 400
 
 
 class LogTail:
-    """Follows one log file that others append to. No thread, no lock; a missing file counts as empty."""
+    """A reader that follows one growing log file, without threads or locks; a missing file counts as empty."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.size = 0
         """Size of the file in bytes at the last refresh."""
         self._fd = -1
-        self._begin(0, 0)
+        self._restart_at(0, 0)
 
-    def _begin(self, offset: int, first: int) -> None:
+    def _restart_at(self, offset: int, first_serial: int) -> None:
         self._offset = offset
         self._page = TerminalPage()
-        self._settled: deque[Row] = deque()
+        self._frozen_rows: deque[Row] = deque()
         self._characters = 0
-        self.first = first
+        self.first = first_serial
         """Serial number of the first stored row."""
         self.whole = not offset
         """Whether the stored rows begin with the first line of the file."""
@@ -56,7 +56,7 @@ class LogTail:
             self._fd = -1
 
     def refresh(self) -> None:
-        """Read and interpret whatever was appended to the file since the last call."""
+        """Read and interpret the bytes appended to the file since the last call."""
         try:
             if self._fd < 0:
                 self._fd = open_file(self.path)
@@ -64,12 +64,12 @@ class LogTail:
         except OSError:
             return
         if self.size < self._offset:  # the file was truncated
-            self._begin(0, self.end)
-        if self.size - self._offset > (_BEHIND if self._offset else _BEGIN):
-            offset = self.size - _BEGIN
-            self._begin(offset + self._read(offset, _PIECE).find(b"\n") + 1, self.end)
+            self._restart_at(0, self.end)
+        if self.size - self._offset > (_MAX_UNREAD_BYTES if self._offset else _TAIL_BYTES):
+            offset = self.size - _TAIL_BYTES
+            self._restart_at(offset + self._read(offset, _CHUNK_BYTES).find(b"\n") + 1, self.end)
         while self._offset < self.size:
-            data = self._read(self._offset, min(_PIECE, self.size - self._offset))
+            data = self._read(self._offset, min(_CHUNK_BYTES, self.size - self._offset))
             if not data:
                 break
             self._page.feed(data)
@@ -83,21 +83,21 @@ class LogTail:
             return b""
 
     def last_bytes(self) -> bytes:
-        """The last bytes of the file, enough for a long traceback."""
+        """Return the last bytes of the file, enough for a long traceback."""
         return self._read(max(self.size - READ_BYTES, 0), READ_BYTES)
 
     def _freeze_old_rows(self) -> None:
         """Freeze the rows that can no longer change, and drop the oldest ones if there are too many."""
         page = self._page
-        if len(page.lines) > _SETTLE:
+        if len(page.lines) > _FREEZE_ROWS:
             count = min(len(page.lines) - MAX_CHANGING_ROWS, page.cursor_row)
-            settled = [line.row() for line in page.lines[:count]]
-            self._settled += settled
-            self._characters += sum(map(_length, settled))
+            frozen_rows = [line.row() for line in page.lines[:count]]
+            self._frozen_rows += frozen_rows
+            self._characters += sum(map(_char_count, frozen_rows))
             del page.lines[:count]
             page.cursor_row -= count
-        while self._settled and (len(self._settled) > ROWS or self._characters > _CHARACTERS):
-            self._characters -= _length(self._settled.popleft())
+        while self._frozen_rows and (len(self._frozen_rows) > MAX_ROWS or self._characters > _MAX_CHARS):
+            self._characters -= _char_count(self._frozen_rows.popleft())
             self.first += 1
             self.whole = False
 
@@ -105,30 +105,32 @@ class LogTail:
     def end(self) -> int:
         """Serial number after the last row; an empty last row does not count."""
         lines = self._page.lines
-        return self.first + len(self._settled) + len(lines) - (not lines[-1])
+        return self.first + len(self._frozen_rows) + len(lines) - (not lines[-1])
 
     def rows(self, start: int, count: int) -> list[Row]:
-        """Up to `count` of the stored rows from serial number `start` on."""
-        settled, first = self._settled, self.first
-        serials = range(max(start, first), min(start + count, self.end))
-        at = first + len(settled)
-        return [settled[n - first] if n < at else self._page.lines[n - at].row() for n in serials]
+        """Return up to `count` of the stored rows, from serial number `start`."""
+        frozen_rows, first_serial = self._frozen_rows, self.first
+        serials = range(max(start, first_serial), min(start + count, self.end))
+        page_start = first_serial + len(frozen_rows)
+        return [
+            frozen_rows[n - first_serial] if n < page_start else self._page.lines[n - page_start].row() for n in serials
+        ]
 
 
-def _length(row: Row) -> int:
+def _char_count(row: Row) -> int:
     return sum(len(text) for text, _ in row)
 
 
 @dataclass
 class OutputView:
-    """The output files and the view of them; `top`: serial number of the first visible row, None to follow the end."""
+    """The output files and the visible part; `top`: serial number of the first visible row, None to follow the end."""
 
     tails: list[LogTail] = field(default_factory=list)
     which: int = 0
     top: int | None = None
     left: int = 0
     hit: int | None = None
-    """The row of the last hit."""
+    """Serial number of the row with the last match."""
 
     @property
     def tail(self) -> LogTail | None:
@@ -136,7 +138,7 @@ class OutputView:
         return self.tails[self.which % len(self.tails)] if self.tails else None
 
     def refresh(self) -> None:
-        """Look at the files again."""
+        """Read what was appended to the files."""
         for tail in self.tails:
             tail.refresh()
         if self.top is not None and self.tail is not None:
@@ -148,27 +150,27 @@ class OutputView:
             self.which, self.top, self.hit = (self.which + 1) % len(self.tails), None, None
 
     def scroll(self, by: int, height: int) -> None:
-        """Scroll by lines (up is negative); follow again at the end."""
+        """Scroll by `by` rows (up is negative); follow the file again at its end."""
         if self.tail is not None:
-            self._go_to(self.tail, self._top(self.tail, height) + by, height)
+            self._scroll_to(self.tail, self._top_serial(self.tail, height) + by, height)
 
-    def _go_to(self, tail: LogTail, top: int, height: int) -> None:
+    def _scroll_to(self, tail: LogTail, top: int, height: int) -> None:
         top = max(top, tail.first)
         self.top = None if top >= max(tail.end - height, tail.first) else top
 
-    def _top(self, tail: LogTail, height: int) -> int:
+    def _top_serial(self, tail: LogTail, height: int) -> int:
         return max(tail.end - height, tail.first) if self.top is None else self.top
 
-    def visible(self, height: int) -> list[Row]:
-        """The visible rows, as a terminal would show them."""
-        return [] if self.tail is None else self.tail.rows(self._top(self.tail, height), max(height, 0))
+    def visible_rows(self, height: int) -> list[Row]:
+        """Return the visible rows, as a terminal would show them."""
+        return [] if self.tail is None else self.tail.rows(self._top_serial(self.tail, height), max(height, 0))
 
-    def find(self, needle: str, older: bool, height: int, width: int) -> str:
-        """Go to the next older or newer row with the text, and return the message for the user."""
+    def find(self, search_text: str, older: bool, height: int, width: int) -> str:
+        """Scroll to the next older or newer row with this text, and return the message for the user."""
         tail = self.tail
         if tail is None:
             return "there is no output"
-        top = self._top(tail, height)
+        top = self._top_serial(tail, height)
         if self.hit is not None and top <= self.hit < top + height:
             start = self.hit
         else:
@@ -176,85 +178,86 @@ class OutputView:
         serials = range(min(start, tail.end) - 1, tail.first - 1, -1) if older else range(start + 1, tail.end)
         for serial in serials:
             (row,) = tail.rows(serial, 1)
-            found = find_matches(plain_text(row), needle)
-            if found:
+            matches = find_matches(plain_text(row), search_text)
+            if matches:
                 break
         else:
-            within = "" if tail.whole else f" in the last {format_count(tail.end - tail.first)} lines"
-            return f"no {'older' if older else 'newer'} line with {needle!r}{within}"
+            scope_text = "" if tail.whole else f" in the last {format_count(tail.end - tail.first)} lines"
+            return f"no {'older' if older else 'newer'} line with {search_text!r}{scope_text}"
         self.hit = serial
-        self._go_to(tail, top if top <= serial < top + height else serial - height // 2, height)
-        column, last = span_width(plain_text(row)[: found[0][0]]), width - len(needle) - 1
-        if not self.left <= column < self.left + last:
-            self.left = max(column - width // 2, 0) if column > last - 1 else 0
+        self._scroll_to(tail, top if top <= serial < top + height else serial - height // 2, height)
+        first_match, *_ = matches
+        column, last_column = span_width(plain_text(row)[: first_match[0]]), width - len(search_text) - 1
+        if not self.left <= column < self.left + last_column:
+            self.left = max(column - width // 2, 0) if column > last_column - 1 else 0
         return line_position(tail, serial)
 
 
 def line_position(tail: LogTail, serial: int) -> str:
-    """The place of a row among those that can be shown."""
+    """Return the position of a row among the stored rows: "line 3 of 120"."""
     total = ("" if tail.whole else "the last ") + format_count(tail.end - tail.first)
     return f"line {format_count(serial - tail.first + 1)} of {total}"
 
 
-def find_matches(text: str, needle: str) -> list[tuple[int, int]]:
-    """Where `needle` stands in a visible line: begin and end; case matters only if it has capitals."""
-    flags = 0 if any(char.isupper() for char in needle) else re.IGNORECASE
-    return [found.span() for found in re.finditer(re.escape(needle), text, flags)] if needle else []
+def find_matches(text: str, search_text: str) -> list[tuple[int, int]]:
+    """Return the (start, end) of each match in a visible line; case matters only if `search_text` has capitals."""
+    flags = 0 if any(char.isupper() for char in search_text) else re.IGNORECASE
+    return [match.span() for match in re.finditer(re.escape(search_text), text, flags)] if search_text else []
 
 
-def highlight_matches(row: Row, needle: str) -> Row:
-    """The row with all hits in the style "found"."""
-    cells = [(char, style) for part, style in row for char in part]
-    for start, end in find_matches(plain_text(row), needle):
+def highlight_matches(row: Row, search_text: str) -> Row:
+    """Return the row with all matches in the style "found"."""
+    cells = [(char, text_style) for part, text_style in row for char in part]
+    for start, end in find_matches(plain_text(row), search_text):
         cells[start:end] = [(char, "found") for char, _ in cells[start:end]]
     return merge_spans(cells)
 
 
-def panel_title(output: OutputView, facts: ScreenData, width: int, look: TerminalStyle) -> tuple[Row, Row]:
-    """The panel's title and the position in the file, for a frame of `width` cells."""
+def panel_title(output: OutputView, screen: ScreenData, width: int, style: TerminalStyle) -> tuple[Row, Row]:
+    """Return the title and the position in the file, for a frame of `width` cells."""
     tail = output.tail
-    name: Row = [(NAMES["output"], "title")]
+    title: Row = [(NAMES["output"], "title")]
     if len(output.tails) > 1 and tail is not None:
-        name.append((f" {look.glyphs.middot} {tail.path.name}", "dim"))
+        title.append((f" {style.glyphs.middot} {tail.path.name}", "dim"))
     if tail is None or not tail.size:
-        return name, []
-    shift: Row = [(f"column {output.left + 1}  ", "wait")] if output.left else []
+        return title, []
+    column_note: Row = [(f"column {output.left + 1}  ", "wait")] if output.left else []
     if output.top is None:
-        if facts.shows_past and not facts.is_over:  # the output's lines have no times
-            words = "of the whole run, not only up to this time"
-            return name, [*shift, (words if width >= len(words) + 28 else "of the whole run", "wait")]
-        return name, [*shift, ("the end" if facts.is_over else "following", "dim")]
-    return name, [*shift, (line_position(tail, output.top), "wait")]
+        if screen.shows_past and not screen.is_over:  # the output's lines have no times
+            scope_text = "of the whole run, not only up to this time"
+            return title, [*column_note, (scope_text if width >= len(scope_text) + 28 else "of the whole run", "wait")]
+        return title, [*column_note, ("the end" if screen.is_over else "following", "dim")]
+    return title, [*column_note, (line_position(tail, output.top), "wait")]
 
 
-_FRAME = re.compile(r'^\s*File "(?P<path>[^"]*/)[^"/]+", line \d+')
+_TRACEBACK_LINE = re.compile(r'^\s*File "(?P<path>[^"]*/)[^"/]+", line \d+')
 
 
 def shorten_traceback_path(row: Row, width: int, more: str = "…") -> Row:
-    """The row; if it belongs to a traceback and exceeds `width` cells, without a part of the file's directory.
+    """Return the row; a traceback line of more than `width` cells loses a part of the file's directory.
 
-    A row stays as it is if that would hide a hit of the search.
+    The row is unchanged if this would hide a match of the search.
     """
     text = plain_text(row)
-    over = row_width(row) - width
-    found = _FRAME.match(text) if over > 0 else None
-    if found is None:
+    excess_cells = row_width(row) - width
+    match = _TRACEBACK_LINE.match(text) if excess_cells > 0 else None
+    if match is None:
         return row
-    start, end = (span_width(text[:at]) for at in found.span("path"))
-    (_, style), *_ = crop_row(row, start, end)
-    rest = crop_row(row, min(start + over + len(more), end), row_width(row))
-    less: Row = [*crop_row(row, 0, start), (more, style), *rest]
-    return less if _count_highlighted(less) == _count_highlighted(row) else row
+    start, end = (span_width(text[:at]) for at in match.span("path"))
+    (_, text_style), *_ = crop_row(row, start, end)
+    remaining_row = crop_row(row, min(start + excess_cells + len(more), end), row_width(row))
+    short_row: Row = [*crop_row(row, 0, start), (more, text_style), *remaining_row]
+    return short_row if _count_highlighted(short_row) == _count_highlighted(row) else row
 
 
 def _count_highlighted(row: Row) -> int:
-    """Number of highlighted characters in a row."""
-    return sum(len(text) for text, style in row if style == "found")
+    """Return the number of highlighted characters in a row."""
+    return sum(len(text) for text, text_style in row if text_style == "found")
 
 
 def scroll_sideways(rows: Sequence[Row], left: int, more: str = "…") -> list[Row]:
-    """The rows without their first `left` cells; a sign marks hidden text there."""
+    """Return the rows without their first `left` cells; `more` marks hidden text."""
     if left <= 0:
         return list(rows)
-    first = left + span_width(more)
-    return [[(more, "dim"), *crop_row(row, first, width)] if (width := row_width(row)) else [] for row in rows]
+    first_cell = left + span_width(more)
+    return [[(more, "dim"), *crop_row(row, first_cell, width)] if (width := row_width(row)) else [] for row in rows]

@@ -1,4 +1,4 @@
-"""Panel 6: the progress and the losses; before the first step what dpmon will do, after the end the findings too."""
+"""Panel 6: progress and losses; before the first step, what dpmon will do; after the end, also the findings."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from dpmon.ui.styled_rows import Row, TableColumn, join_left_right, row_width, t
 from dpmon.ui.terminal_style import TerminalStyle
 from dpmon.ui.time_axis import make_time_axis
 
-_GUTTER = 8
-_BAR = 10
+_GUTTER_CELLS = 8
+_MIN_BAR_CELLS = 10
 """Fewest cells for a bar."""
-_EPOCHS, _CURVE = 4, 5
-"""Rows that the panel asks for: for past epochs with their header, and for the chart of a loss."""
-_LOWEST = 3
-"""Rows that past epochs leave for each loss."""
-_STEPS, _TALL = 6, 18
+_EPOCH_ROWS, _CURVE_ROWS = 4, 5
+"""Preferred rows: of past epochs with their header, and of the chart of a loss."""
+_MIN_LOSS_ROWS = 3
+"""Fewest rows for each loss next to past epochs."""
+_SLOW_STEPS, _TALL_HEIGHT = 6, 18
 """Number of longest steps in the panel, and the fewest rows of a panel that shows them."""
-_MODES = {
+_MODE_TEXTS = {
     "auto": "auto: follows the script and the options",
     "dp": "dp: replicas on several devices",
     "single": "single: one device",
@@ -42,224 +42,235 @@ _MODES = {
 }
 
 
-def _has_not_started(facts: ScreenData) -> bool:
-    """Whether no training process has made a step or a call yet."""
-    return facts.process is None or facts.process.seen_ns < 0
+def _has_not_started(screen: ScreenData) -> bool:
+    """Return whether no training process has made a step or a call yet."""
+    return screen.process is None or screen.process.seen_ns < 0
 
 
-def progress_in(facts: ScreenData) -> Progress:
-    """The progress of the process that represents the run, without the time left if the training does not go on."""
-    found = Progress() if facts.process is None else facts.process.progress
-    return found if facts.is_live else without_time(found, "")
+def shown_progress(screen: ScreenData) -> Progress:
+    """Return the progress of the process that represents the run; without the time left if the run is not live."""
+    progress = Progress() if screen.process is None else screen.process.progress
+    return progress if screen.is_live else without_time(progress, "")
 
 
-def losses_in(facts: ScreenData) -> list[LossCurve]:
-    """The curves with values."""
-    return [one for one in facts.state.losses if one.last is not None]
+def shown_losses(screen: ScreenData) -> list[LossCurve]:
+    """Return the loss curves that have values."""
+    return [curve for curve in screen.state.losses if curve.last is not None]
 
 
-def is_shown(facts: ScreenData) -> bool:
-    """Whether there is content: findings of a finished run, epochs, losses, or a plan before the first step."""
-    if facts.is_over and facts.findings is not None:
+def is_shown(screen: ScreenData) -> bool:
+    """Return whether there are findings of an ended run, epochs, losses, or a plan before the first step."""
+    if screen.is_over and screen.findings is not None:
         return True
-    if _has_not_started(facts):
-        return not facts.is_over and bool(_startup_plan_rows(facts))
-    return bool(progress_in(facts).epochs or losses_in(facts))
+    if _has_not_started(screen):
+        return not screen.is_over and bool(_startup_plan_rows(screen))
+    return bool(shown_progress(screen).epochs or shown_losses(screen))
 
 
-def preferred_height(facts: ScreenData, tall: bool = False) -> int:
-    """Rows that the whole content needs; `tall`: on a screen with room for the longest steps."""
-    if _has_not_started(facts):
-        return len(_startup_plan_rows(facts))
-    slow = _STEPS + 3 if tall and facts.process is not None and facts.process.last_step is not None else 0
-    past = progress_in(facts).epochs[:-1]
-    below = 1 + min(len(past) + 1, _EPOCHS) * bool(past) + (1 + _CURVE) * min(len(losses_in(facts)), 2)
-    return slow + below + 4 * min(len(facts.findings or ()) if facts.is_over else 0, 3)
+def preferred_height(screen: ScreenData, has_slow_steps: bool = False) -> int:
+    """Return the number of rows of the whole content; `has_slow_steps`: with the table of the longest steps."""
+    if _has_not_started(screen):
+        return len(_startup_plan_rows(screen))
+    rows = 1 + (1 + _CURVE_ROWS) * min(len(shown_losses(screen)), 2)
+    past_epochs = shown_progress(screen).epochs[:-1]
+    if past_epochs:
+        rows += min(len(past_epochs) + 1, _EPOCH_ROWS)
+    if has_slow_steps and screen.process is not None and screen.process.last_step is not None:
+        rows += _SLOW_STEPS + 3
+    if screen.is_over:
+        rows += 4 * min(len(screen.findings or ()), 3)
+    return rows
 
 
-def panel_title(facts: ScreenData, look: TerminalStyle, folded: bool) -> tuple[Row, Row]:
-    """The panel's title, and its main number."""
-    name: Row = [(NAMES["progress"], "title")]
-    found, dot = progress_in(facts), f" {look.glyphs.middot} "
-    if facts.is_over and facts.findings is not None:
-        count = len(facts.findings)
+def panel_title(screen: ScreenData, style: TerminalStyle, folded: bool) -> tuple[Row, Row]:
+    """Return the title and the main number."""
+    title: Row = [(NAMES["progress"], "title")]
+    progress, dot = shown_progress(screen), f" {style.glyphs.middot} "
+    if screen.is_over and screen.findings is not None:
+        count = len(screen.findings)
         corner: Row = [(format_count_with_noun(count, "finding"), "wait")] if count else []
         return [(NAMES["progress"][:2] + "What happened", "title")], corner
-    if found.epoch is None:
-        return name, [part for one in losses_in(facts)[:1] for part in (("loss ", "dim"), loss_span(one.last, 7))]
+    if progress.epoch is None:
+        losses = [loss_span(curve.last, 7) for curve in shown_losses(screen)[:1]]
+        return title, [("loss ", "dim"), *losses] if losses else []
     if folded:
-        return name, [(format_batch_of_total(found).strip(), "bold")]
-    return [*name, (f"{dot}epoch {format_count(found.epoch)}", "dim")], [(format_batch_of_total(found), "bold")]
+        return title, [(format_batch_of_total(progress).strip(), "bold")]
+    return [*title, (f"{dot}epoch {format_count(progress.epoch)}", "dim")], [(format_batch_of_total(progress), "bold")]
 
 
-def render_panel(facts: ScreenData, width: int, height: int, look: TerminalStyle) -> list[Row]:
-    """The panel's rows, inside its frame. A tall panel ends with the longest steps."""
-    slow = step_rows(facts.state.slowest, width, look) if height >= _TALL and facts.state.slowest.steps else []
-    if not slow:
-        return _main_rows(facts, width, height, look)
-    slow = [[("longest steps", "title")], *slow[: _STEPS + 1]]
-    rows = _main_rows(facts, width, height - len(slow) - 1, look)
-    return [*rows, *[[]] * (height - len(rows) - len(slow)), *slow]
+def render_panel(screen: ScreenData, width: int, height: int, style: TerminalStyle) -> list[Row]:
+    """Return the rows inside the frame. A tall panel ends with the longest steps."""
+    slowest = screen.state.slowest
+    if height < _TALL_HEIGHT or not slowest.steps:
+        return _main_rows(screen, width, height, style)
+    slow_rows: list[Row] = [[("longest steps", "title")], *step_rows(slowest, width, style)[: _SLOW_STEPS + 1]]
+    rows = _main_rows(screen, width, height - len(slow_rows) - 1, style)
+    return [*rows, *[[]] * (height - len(rows) - len(slow_rows)), *slow_rows]
 
 
-def _main_rows(facts: ScreenData, width: int, height: int, look: TerminalStyle) -> list[Row]:
-    """Findings, progress, losses."""
-    if _has_not_started(facts):
-        return [row for label, text in _startup_plan_rows(facts) for row in _labeled(label, text, width)]
-    rows = _findings(facts, width) if facts.is_over else []
+def _main_rows(screen: ScreenData, width: int, height: int, style: TerminalStyle) -> list[Row]:
+    """Return the rows of findings, progress and losses, or of the plan before the first step."""
+    if _has_not_started(screen):
+        return [row for label, text in _startup_plan_rows(screen) for row in _labeled_rows(label, text, width)]
+    rows = _finding_rows(screen, width) if screen.is_over else []
     if rows and height - len(rows) > 1:
         rows.append([])
-    room = height - len(rows)
-    return [*rows, *_progress(facts, width, max(room, 2), look)] if room > 0 else rows
+    free_rows = height - len(rows)
+    return [*rows, *_progress_rows(screen, width, max(free_rows, 2), style)] if free_rows > 0 else rows
 
 
-def format_batch_of_total(found: Progress) -> str:
-    """Batch n of N, in a constant width while n grows: "  412/1,563", "batch 412"."""
-    if found.batch is None:
+def format_batch_of_total(progress: Progress) -> str:
+    """Format batch n of N, in a constant width while n grows: "  412/1,563", "batch 412"."""
+    if progress.batch is None:
         return ""
-    if found.batches is None:
-        return f"batch {format_count(found.batch)}"
-    whole = format_count(found.batches)
-    return f"{align_right(format_count(found.batch), len(whole))}/{whole}"
+    if progress.batches is None:
+        return f"batch {format_count(progress.batch)}"
+    total_text = format_count(progress.batches)
+    return f"{align_right(format_count(progress.batch), len(total_text))}/{total_text}"
 
 
 def loss_span(value: float | None, width: int) -> tuple[str, str]:
-    """A loss, left-aligned. NaN and infinite values stand out."""
+    """Return a loss, left-aligned; NaN and infinite values have the style "bad"."""
     if value is None or not isfinite(value):
         return ("–" if value is None else str(value).replace("nan", "NaN")).ljust(width), "bad"
-    size = abs(value)
-    form = ".1e" if size >= 99_999.5 or 0 < size < 0.0005 else ".3f" if size < 10 else ".2f" if size < 100 else ".1f"
-    return f"{value:{form}}".ljust(width), "bold"
+    magnitude = abs(value)
+    if magnitude >= 99_999.5 or 0 < magnitude < 0.0005:
+        text = f"{value:.1e}"
+    elif magnitude < 10:
+        text = f"{value:.3f}"
+    else:
+        text = f"{value:.2f}" if magnitude < 100 else f"{value:.1f}"
+    return text.ljust(width), "bold"
 
 
 # ------------------------------------------------------------------------------------------------ before and after
 
 
-def _startup_plan_rows(facts: ScreenData) -> list[tuple[str, str]]:
-    """What dpmon will do with the run, as far as it is known before the first step."""
-    if facts.run_info is None:
+def _startup_plan_rows(screen: ScreenData) -> list[tuple[str, str]]:
+    """Return (label, text) of what dpmon will do with the run, as far as it is known before the first step."""
+    if screen.run_info is None:
         return []
-    options = facts.run_info.options
-    asked = [str(options[name]) for name in ("devices", "replicas") if options.get(name)]
-    names = {str(track.data.get("name") or "GPU") for track in facts.state.devices.values()}
-    rows = [("mode", _MODES.get(str(options.get("mode")), "")), ("replicas", ", ".join(asked))]
-    rows += [("GPUs", f"{len(facts.state.devices)} × {', '.join(sorted(names))}" if names else "")]
+    options = screen.run_info.options
+    requested = [str(options[name]) for name in ("devices", "replicas") if options.get(name)]
+    names = {str(track.data.get("name") or "GPU") for track in screen.state.devices.values()}
+    rows = [("mode", _MODE_TEXTS.get(str(options.get("mode")), "")), ("replicas", ", ".join(requested))]
+    rows += [("GPUs", f"{len(screen.state.devices)} × {', '.join(sorted(names))}" if names else "")]
     return [(label, sanitize_line(text, 200)) for label, text in rows if text]
 
 
-def _labeled(label: str, text: str, width: int) -> list[Row]:
+def _labeled_rows(label: str, text: str, width: int) -> list[Row]:
+    """Return the wrapped text, with its label before the first row."""
     return [
         [((label if index == 0 else "").ljust(9), "dim"), *row]
         for index, row in enumerate(wrap_to_rows(text, width - 9, ""))
     ]
 
 
-def _findings(facts: ScreenData, width: int) -> list[Row]:
-    """The findings, the most important first, each with its advice."""
-    rows: list[Row] = [] if facts.findings is None or facts.findings else [[("nothing stands out", "dim")]]
-    for number, found in enumerate(facts.findings or (), start=1):
-        style = "bad" if found.kind == "failed" else "wait"
-        for index, row in enumerate(wrap_to_rows(sanitize_line(found.text, 400), width - 2, style)):
+def _finding_rows(screen: ScreenData, width: int) -> list[Row]:
+    """Return the findings, the most important first, each with its advice."""
+    rows: list[Row] = [] if screen.findings is None or screen.findings else [[("no findings", "dim")]]
+    for number, finding in enumerate(screen.findings or (), start=1):
+        text_style = "bad" if finding.kind == "failed" else "wait"
+        for index, row in enumerate(wrap_to_rows(sanitize_line(finding.text, 400), width - 2, text_style)):
             rows.append([(f"{number} " if index == 0 else "  ", "dim"), *row])
-        rows += [[("  ", ""), *row] for row in wrap_to_rows(sanitize_line(found.advice_text, 400), width - 2, "")]
+        rows += [[("  ", ""), *row] for row in wrap_to_rows(sanitize_line(finding.advice_text, 400), width - 2, "")]
     return rows
 
 
 # ------------------------------------------------------------------------------------------------ epochs and losses
 
 
-def _progress(facts: ScreenData, width: int, height: int, look: TerminalStyle) -> list[Row]:
-    """The bar of the epoch, each loss with a chart, and as many past epochs as have room."""
-    found, curves = progress_in(facts), losses_in(facts)[: max((height - 1) // 2, 1)]
-    rows = [] if facts.is_over else _bar(found, width, look)
-    room = height - len(rows) - len(curves)
-    past = found.epochs[:-1]
-    listed = min(len(past) + 1, max(_EPOCHS, room // 3), room - _LOWEST * len(curves)) if past else 0
-    listed = listed if listed > 1 else 0
-    each = max(room - listed, 0) // max(len(curves), 1)
-    for one in curves:
-        rows += _loss(facts, one, len(curves) > 1, width, each, look)
-    return [*rows, *_epochs(past, listed, look)] if listed else rows
+def _progress_rows(screen: ScreenData, width: int, height: int, style: TerminalStyle) -> list[Row]:
+    """Return the bar of the epoch, each loss with a chart, and as many past epochs as fit."""
+    progress, curves = shown_progress(screen), shown_losses(screen)[: max((height - 1) // 2, 1)]
+    rows = [] if screen.is_over else _epoch_bar(progress, width, style)
+    free_rows = height - len(rows) - len(curves)
+    past_epochs = progress.epochs[:-1]
+    max_epoch_rows = min(max(_EPOCH_ROWS, free_rows // 3), free_rows - _MIN_LOSS_ROWS * len(curves))
+    epoch_rows = min(len(past_epochs) + 1, max_epoch_rows)
+    if epoch_rows <= 1:  # only the header
+        epoch_rows = 0
+    rows_per_loss = max(free_rows - epoch_rows, 0) // max(len(curves), 1)
+    for curve in curves:
+        rows += _loss_rows(screen, curve, len(curves) > 1, width, rows_per_loss, style)
+    return [*rows, *_epoch_table(past_epochs, epoch_rows, style)] if epoch_rows else rows
 
 
-def _bar(found: Progress, width: int, look: TerminalStyle) -> list[Row]:
-    """How much of the epoch is done, and the time left; or why this is unknown."""
-    if found.epoch is None or found.batch is None or not found.batches:
-        name = "epoch" if found.epoch is None else "batch" if found.batch is None else "batches"
-        why = sanitize_line(found.absent.get(name, ""), 200)
-        return (
-            [[(truncate(f"no length: {why}" if name == "batches" else why, width, look.glyphs.more), "dim")]]
-            if why
-            else []
-        )
-    done = found.batch / found.batches
-    share: Row = [(align_right(format_percent(done), 6), "bold")]
-    left: Row = (
-        [("  ", ""), (f"{format_time_left(found.left_ns, found.error_ns)} left".rjust(16), "")]
-        if found.left_ns is not None
-        else []
-    )
-    if width - row_width(share) - row_width(left) < _BAR:
-        left = []
-    bar = filled_bar((min(done, 1.0),), width - row_width(share) - row_width(left), look.glyphs)
-    return [[*bar, *share, *left]]
+def _epoch_bar(progress: Progress, width: int, style: TerminalStyle) -> list[Row]:
+    """Return a row with the done part of the epoch and the time left, or why they are unknown."""
+    if progress.epoch is None or progress.batch is None or not progress.batches:
+        values = {"epoch": progress.epoch, "batch": progress.batch}
+        name = next((name for name, value in values.items() if value is None), "batches")
+        reason = sanitize_line(progress.absent.get(name, ""), 200)
+        text = f"no length: {reason}" if name == "batches" else reason
+        return [[(truncate(text, width, style.glyphs.more), "dim")]] if reason else []
+    done_share = progress.batch / progress.batches
+    percentage: Row = [(align_right(format_percent(done_share), 6), "bold")]
+    time_left: Row = []
+    if progress.left_ns is not None:
+        time_left = [("  ", ""), (f"{format_time_left(progress.left_ns, progress.error_ns)} left".rjust(16), "")]
+    if width - row_width(percentage) - row_width(time_left) < _MIN_BAR_CELLS:
+        time_left = []
+    bar = filled_bar((min(done_share, 1.0),), width - row_width(percentage) - row_width(time_left), style.glyphs)
+    return [[*bar, *percentage, *time_left]]
 
 
-def _epochs(past: Sequence[Epoch], height: int, look: TerminalStyle) -> list[Row]:
-    """The past epochs, the newest first, as many as have room. A column without a value is left out."""
-    shown = [*reversed(past)][: height - 1]
+def _epoch_table(past_epochs: Sequence[Epoch], height: int, style: TerminalStyle) -> list[Row]:
+    """Return a table of past epochs, the newest first, as many as fit, without empty columns."""
+    epochs = [*reversed(past_epochs)][: height - 1]
     parts = [
-        ("epoch", 5, [format_count(one.epoch) for one in shown]),
-        ("time", 12, [format_long_duration(one.took_ns) for one in shown]),
-        ("evaluation", 12, [format_long_duration(one.evaluation_ns) if one.evaluation_ns else "" for one in shown]),
-        ("between", 12, [format_long_duration(one.pause_ns) if one.pause_ns is not None else "" for one in shown]),
+        ("epoch", 5, [format_count(epoch.epoch) for epoch in epochs]),
+        ("time", 12, [format_long_duration(epoch.took_ns) for epoch in epochs]),
+        ("evaluation", 12, [format_long_duration(e.evaluation_ns) if e.evaluation_ns else "" for e in epochs]),
+        ("between", 12, [format_long_duration(e.pause_ns) if e.pause_ns is not None else "" for e in epochs]),
     ]
-    return table_rows([TableColumn(head, size, cells) for head, size, cells in parts if any(cells)], look.glyphs.more)
+    columns = [TableColumn(title, cell_width, cells) for title, cell_width, cells in parts if any(cells)]
+    return table_rows(columns, style.glyphs.more)
 
 
-def _loss(facts: ScreenData, one: LossCurve, several: bool, width: int, height: int, look: TerminalStyle) -> list[Row]:
-    """The newest and the smoothed loss, and their curves: in `height` rows below, or in the same row."""
-    head: Row = [("loss ", "dim"), loss_span(one.last, 8)]
-    if one.smoothed is not None:
-        head += [("smoothed ", "bar"), loss_span(one.smoothed, 8)]
-    if several:
-        head.append((truncate(sanitize_line(one.place, 200), 24, look.glyphs.more) + " ", "dim"))
-    beside = height < 2
-    room = width - (row_width(head) if beside else _GUTTER)
-    if room < _BAR:
-        return [head]
-    axis, known = make_time_axis(facts), [(point.second, point.mean) for point in one.points if point.mean is not None]
-    length = max(axis.end_s - axis.start_s, 1)
-    places = [((second - axis.start_s + 0.5) / length, mean) for second, mean in known if second >= axis.start_s]
-    if not places:
-        return [head]
-    values = sorted(mean for _, mean in places)
-    low, top = values[0], values[len(values) - 1 - len(values) // 50]  # a few high ones are cut
-    unfit = [
-        (point.second - axis.start_s) / length for point in one.points if point.unfit and point.second >= axis.start_s
-    ]
-    both = ((places, "dim"), (_running_means(places), "bar"))
-    drawn = line_chart(both[beside:], unfit, room, 1 if beside else height, low, top, look.glyphs)
-    if beside:
-        return [[*head, *drawn[0]]]
-    marks = {0: loss_span(top, 0)[0] if top > low else "", len(drawn) - 1: loss_span(low, 0)[0]}
+def _loss_rows(
+    screen: ScreenData, curve: LossCurve, has_several: bool, width: int, height: int, style: TerminalStyle
+) -> list[Row]:
+    """Return the newest and the smoothed loss with their curves: in `height` rows below, or in the same row."""
+    header: Row = [("loss ", "dim"), loss_span(curve.last, 8)]
+    if curve.smoothed is not None:
+        header += [("smoothed ", "bar"), loss_span(curve.smoothed, 8)]
+    if has_several:
+        header.append((truncate(sanitize_line(curve.place, 200), 24, style.glyphs.more) + " ", "dim"))
+    in_header = height < 2
+    chart_width = width - (row_width(header) if in_header else _GUTTER_CELLS)
+    if chart_width < _MIN_BAR_CELLS:
+        return [header]
+    axis = make_time_axis(screen)
+    axis_s = max(axis.end_s - axis.start_s, 1)
+    visible = [point for point in curve.points if point.second >= axis.start_s]
+    points = [((p.second - axis.start_s + 0.5) / axis_s, p.mean) for p in visible if p.mean is not None]
+    if not points:
+        return [header]
+    values = sorted(mean for _, mean in points)
+    low, top = values[0], values[len(values) - 1 - len(values) // 50]  # the highest 2% are cut
+    invalid_places = [(point.second - axis.start_s) / axis_s for point in visible if point.unfit]
+    lines = ((points, "dim"), (_running_means(points), "bar"))
+    if in_header:
+        (row,) = line_chart(lines[1:], invalid_places, chart_width, 1, low, top, style.glyphs)
+        return [[*header, *row]]
+    chart = line_chart(lines, invalid_places, chart_width, height, low, top, style.glyphs)
+    (top_text, _), (low_text, _) = loss_span(top, 0), loss_span(low, 0)
+    scale_labels = {0: top_text if top > low else "", len(chart) - 1: low_text}
     rows: list[Row] = [
-        [(align_right(marks.get(index, ""), _GUTTER - 1) + " ", "dim"), *row] for index, row in enumerate(drawn)
+        [(align_right(scale_labels.get(index, ""), _GUTTER_CELLS - 1) + " ", "dim"), *row]
+        for index, row in enumerate(chart)
     ]
-    since = f"since {format_clock(axis.start_s * SECOND)}"
-    return [
-        join_left_right(
-            head, [(since, "dim")] if row_width(head) + len(since) < width else [], width, look.glyphs.more
-        ),
-        *rows,
-    ]
+    start_text = f"since {format_clock(axis.start_s * SECOND)}"
+    right: Row = [(start_text, "dim")] if row_width(header) + len(start_text) < width else []
+    return [join_left_right(header, right, width, style.glyphs.more), *rows]
 
 
 def _running_means(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The same places, each with a mean of the values up to it. Newer values weigh more."""
-    found: list[tuple[float, float]] = []
+    """Return each place with the mean of the values up to it, in which newer values weigh more."""
+    means: list[tuple[float, float]] = []
     weights = total = 0.0
-    for at, value in points:
+    for place, value in points:
         weights, total = weights * exp(-1 / LOSS_SMOOTHING) + 1, total * exp(-1 / LOSS_SMOOTHING) + value
-        found.append((at, total / weights))
-    return found
+        means.append((place, total / weights))
+    return means

@@ -1,4 +1,4 @@
-"""Panel 2 of a run of several processes: one row per rank with the parts of its step, and who delays the others.
+"""Panel 2 of a run with several processes: one row per rank with the parts of its step, and the straggler.
 
 Many ranks, or ranks on several nodes, are drawn as a map with a cell per rank, and the slowest ranks below it.
 """
@@ -18,365 +18,378 @@ from dpmon.sanitize import sanitize_line
 from dpmon.text.cells import align_right, span_width
 from dpmon.text.formatting import UNKNOWN, format_count, format_count_with_noun, format_duration
 from dpmon.ui.chart import busy_bar, busy_legend
-from dpmon.ui.panels.panel_replicas import evaluation_mark, every_size, name_of, shown_call, size_text
+from dpmon.ui.panels.panel_replicas import all_size_rows, call_name, evaluation_mark, shown_call, size_text
 from dpmon.ui.panels.panel_status import reports_straggler
 from dpmon.ui.panels.rank_map import rank_map
-from dpmon.ui.panels.ranks_over_time import over_time, slow_rows
+from dpmon.ui.panels.ranks_over_time import over_time_height, render_over_time
 from dpmon.ui.screen_data import RANK_NAMES, ScreenData, format_devices
 from dpmon.ui.styled_rows import Row, TableColumn, row_width, table_rows, wrap_to_rows
 from dpmon.ui.terminal_style import TerminalStyle
 
-_LABEL = 6
+_LABEL_CELLS = 6
 """Cells of the mark and the rank."""
-_LEAST_BAR, _MOST_BAR = 6, 24
-_SIZES = "  received returned rows"
-_NAMES = ("data", "forward", "backward", "exposed", "wait")
-_SHORT = ("data", "forw", "back", "expos", "wait")
-_NODE, _EACH = 12, 16
-"""About the most cells beside the nodes of a map; and ranks in a row of a map without nodes."""
-_FEW_ROWS = 15
-"""Few ranks of several nodes are shown over time on any screen: their panel needs at most this many rows."""
-_MOST_NODE = 12
-"""Most cells of the name of a node in the table."""
-_LEAST_WORST, _LEAST_TABLE, _TIME = 2, 5, 2
+_MIN_BAR_CELLS, _MAX_BAR_CELLS = 6, 24
+_WAIT_TEXT = "  delays others"
+_SIZES_TITLE = "  received returned rows"
+_TIME_NAMES = ("data", "forward", "backward", "exposed", "wait")
+_SHORT_TIME_NAMES = ("data", "forw", "back", "expos", "wait")
+_NODE_CELLS, _RANKS_PER_ROW = 12, 16
+"""About the most cells next to the nodes of a map; and ranks per row of a map without nodes."""
+_MAX_SMALL_ROWS = 15
+"""Panels of up to this many rows show the ranks of several nodes over time on any screen."""
+_MAX_NODE_CELLS = 12
+"""Most cells for the name of a node in the table."""
+_MIN_SLOWEST_ROWS, _MIN_TABLE_ROWS, _MIN_OVER_TIME_ROWS = 2, 5, 2
 """Fewest rows of the table below a map of nodes, and above ranks over time; rows of one rank over time and the axis."""
 
 
-class _Rank(NamedTuple):
-    """A rank with its chosen or newest call and its times."""
+class _RankRow(NamedTuple):
+    """A table row: a rank with its chosen or newest call and its times."""
 
     process: Process
     track: CallTimings | None
     times: RankTimes
 
 
-def is_shown(facts: ScreenData) -> bool:
-    """Whether several processes train side by side, none of them over replicas of its own; or on several nodes."""
-    processes = facts.state.training_processes
-    if facts.state.nodes or len(processes) < 2:
-        return bool(facts.state.nodes)
-    track = shown_call(facts)
+def is_shown(screen: ScreenData) -> bool:
+    """Return whether the run has several nodes, or several training processes without replicas of their own."""
+    processes = screen.state.training_processes
+    if screen.state.nodes or len(processes) < 2:
+        return bool(screen.state.nodes)
+    track = shown_call(screen)
     return track is None or len(track.last.replicas) <= 1
 
 
-def _rows(facts: ScreenData, room: int) -> list[tuple[Process, CallTimings | None]]:
-    """At most `room` processes, each with its chosen or newest call."""
-    return _with_calls(facts, facts.state.training_processes[: max(room, 1)])
+def _process_calls(screen: ScreenData, max_rows: int) -> list[tuple[Process, CallTimings | None]]:
+    """Return at most `max_rows` processes, each with its chosen or newest call."""
+    return _pair_with_calls(screen, screen.state.training_processes[: max(max_rows, 1)])
 
 
-def _with_calls(facts: ScreenData, processes: Iterable[Process]) -> list[tuple[Process, CallTimings | None]]:
-    track = shown_call(facts)
+def _pair_with_calls(screen: ScreenData, processes: Iterable[Process]) -> list[tuple[Process, CallTimings | None]]:
+    track = shown_call(screen)
     key = (track.last.root, track.last.via) if track is not None else ("", None)
     return [(process, process.calls.get(key, process.last_called_root)) for process in processes]
 
 
-def _known_communication(facts: ScreenData) -> Communication | None:
-    """The communication of the ranks, if their waits are known."""
-    found = facts.state.communication
-    return found if found is not None and found.ranks_with_waits else None
+def _known_communication(screen: ScreenData) -> Communication | None:
+    """Return the communication of the ranks; None unless their waits are known."""
+    communication = screen.state.communication
+    return communication if communication is not None and communication.ranks_with_waits else None
 
 
-def shows_map(facts: ScreenData) -> bool:
-    """Whether a map is drawn: of nodes, or of ranks that are too many for one row each."""
-    return bool(facts.state.nodes) or (
-        is_shown(facts) and _known_communication(facts) is not None and _shows_slowest_only(facts)
+def shows_map(screen: ScreenData) -> bool:
+    """Return whether a map is drawn: of nodes, or of too many ranks for one row each."""
+    return bool(screen.state.nodes) or (
+        is_shown(screen) and _known_communication(screen) is not None and _shows_slowest_only(screen)
     )
 
 
-def _shows_slowest_only(facts: ScreenData) -> bool:
-    """Whether the table has only the slowest ranks."""
-    return bool(facts.state.nodes) or len(facts.state.training_processes) > MAX_LISTED_RANKS
+def _shows_slowest_only(screen: ScreenData) -> bool:
+    """Return whether the table has only the slowest ranks."""
+    return bool(screen.state.nodes) or len(screen.state.training_processes) > MAX_LISTED_RANKS
 
 
-def preferred_height(facts: ScreenData, room: int = 0) -> int:
-    """Rows that the whole content needs; with the ranks over time, if that is at most `room`."""
-    count = len(facts.state.training_processes)
-    found = _known_communication(facts)
-    nodes = len(facts.state.nodes)
-    room = max(room, _FEW_ROWS) if nodes else room
-    if found is None:
-        return nodes + count + 3
+def preferred_height(screen: ScreenData, max_rows: int = 0) -> int:
+    """Return the number of rows of the whole content; with the ranks over time if that fits in `max_rows`."""
+    count = len(screen.state.training_processes)
+    communication = _known_communication(screen)
+    node_count = len(screen.state.nodes)
+    max_rows = max(max_rows, _MAX_SMALL_ROWS) if node_count else max_rows
+    if communication is None:
+        return node_count + count + 3
     note_rows = 1  # always reserved, so that the panels keep their places
-    if _shows_slowest_only(facts):
-        rows = _max_table_rows(facts) + 2 + (nodes or 2) + note_rows
-        over = count + 1 if count <= MAX_LISTED_RANKS else 2
+    if _shows_slowest_only(screen):
+        rows = _max_table_rows(screen) + 2 + (node_count or 2) + note_rows
+        over_time_rows = count + 1 if count <= MAX_LISTED_RANKS else 2
     else:
-        rows, over = count + note_rows, count + 2
-    return rows + over if rows + over <= room else rows
+        rows, over_time_rows = count + note_rows, count + 2
+    return rows + over_time_rows if rows + over_time_rows <= max_rows else rows
 
 
-def _max_table_rows(facts: ScreenData) -> int:
-    """Most rows of the table: all ranks if they are few, else the slowest ones."""
-    count = len(facts.state.training_processes)
+def _max_table_rows(screen: ScreenData) -> int:
+    """Return the number of rows of the table: all ranks if they are few, else the slowest ones."""
+    count = len(screen.state.training_processes)
     return count if count <= MAX_LISTED_RANKS else MAX_LEAST_WAITING
 
 
-def shows_time(facts: ScreenData, width: int, height: int) -> bool:
-    """Whether a map leaves room in the panel for the slow ranks over time, with their axis."""
-    if not shows_map(facts) or _known_communication(facts) is None:
+def shows_time(screen: ScreenData, width: int, height: int) -> bool:
+    """Return whether there is room below a map for the slow ranks over time, with their axis."""
+    if not shows_map(screen) or _known_communication(screen) is None:
         return False
-    nodes, each = len(facts.state.nodes), max(len(facts.state.training_processes) // max(len(facts.state.nodes), 1), 1)
-    rows = -(-nodes // max((width - _NODE) // (each + 1), 1)) or len(facts.state.training_processes) // _EACH + 1
-    return height >= rows + 2 + _LEAST_TABLE + _TIME
+    node_count, rank_count = len(screen.state.nodes), len(screen.state.training_processes)
+    map_rows = rank_count // _RANKS_PER_ROW + 1
+    if node_count:
+        ranks_per_node = max(rank_count // node_count, 1)
+        map_rows = -(-node_count // max((width - _NODE_CELLS) // (ranks_per_node + 1), 1))
+    return height >= map_rows + 2 + _MIN_TABLE_ROWS + _MIN_OVER_TIME_ROWS
 
 
-def panel_title(facts: ScreenData, look: TerminalStyle) -> tuple[Row, Row]:
-    """The panel's title, and its main number."""
-    processes = facts.state.training_processes
-    track = shown_call(facts)
-    what: Row = []
+def panel_title(screen: ScreenData, style: TerminalStyle) -> tuple[Row, Row]:
+    """Return the title and the main number."""
+    processes = screen.state.training_processes
+    track = shown_call(screen)
+    call_row: Row = []
     if track is not None:
-        what = [*evaluation_mark(track.last, look), (name_of(track.last, f" {look.glyphs.middot} "), "")]
-    corner: Row = [("step", "dim"), (align_right(format_count(facts.state.step), 9), "")]
-    where = f" on {format_count_with_noun(len(facts.state.nodes), 'node')}" if facts.state.nodes else ""
-    where = f" on {processes[0].node}" if facts.view.node_number is not None and processes else where
-    return [(RANK_NAMES["replicas"] + where, "title"), *what], corner
+        call_row = [*evaluation_mark(track.last, style), (call_name(track.last, f" {style.glyphs.middot} "), "")]
+    corner: Row = [("step", "dim"), (align_right(format_count(screen.state.step), 9), "")]
+    node_text = f" on {format_count_with_noun(len(screen.state.nodes), 'node')}" if screen.state.nodes else ""
+    node_text = f" on {processes[0].node}" if screen.view.node_number is not None and processes else node_text
+    return [(RANK_NAMES["replicas"] + node_text, "title"), *call_row], corner
 
 
-def render_panel(facts: ScreenData, width: int, height: int, look: TerminalStyle) -> list[Row]:
-    """The panel's rows, inside its frame.
+def render_panel(screen: ScreenData, width: int, height: int, style: TerminalStyle) -> list[Row]:
+    """Return the rows inside the frame.
 
-    Rows that do not fit come last, below the lines about all ranks. A tall panel ends with the ranks over time.
+    Rows that do not fit come last, below the notes on all ranks. A tall panel ends with the ranks over time.
     """
-    found, above = _known_communication(facts), list[Row]()
-    timed = facts.view.zoom is None and shows_time(facts, width, height)
-    room = height - slow_rows(facts) if timed else height
-    if shows_map(facts):
-        most, left = _max_table_rows(facts), room - 3  # without the heads, and a line about all ranks
-        above = rank_map(facts, facts.state.ranks, width, (left - most, left - min(_LEAST_WORST, most)), look)
-        if facts.view.zoom is None:  # the slowest rank's row is more important than the whole map
-            del above[max(height - 2, 1) :]
-    if found is None:
-        return [*above, *_sizes_table(facts, width, height - len(above), look)]
-    head, *rows = _times_table(facts, found, width, height, look)
-    room = max(room - len(above) - 1, 1)
-    remarks = _notes(facts, found, width, room, len(rows), look)
-    room = max(room - len(remarks), 1)
-    slow = facts.state.straggler
-    if not _shows_slowest_only(facts) and slow is not None:
-        rows = [rows[index] for index in _slow_in_room(_ranks(facts, found), slow, room)]
-    drawn, below = [*above, head, *rows[:room], *remarks], rows[room:]
-    if facts.view.zoom is not None:
-        return [*drawn, *below]
-    times = over_time(facts, width, height - len(drawn), look, headed=not above)
-    return [*drawn, *[[]] * (height - len(drawn) - len(times)), *times, *below] if times else [*drawn, *below]
+    communication, map_rows = _known_communication(screen), list[Row]()
+    with_over_time = screen.view.zoom is None and shows_time(screen, width, height)
+    max_rows = height - over_time_height(screen) if with_over_time else height
+    if shows_map(screen):
+        max_table_rows = _max_table_rows(screen)
+        free_rows = max_rows - 3  # without the legend, the header, and a note on all ranks
+        row_limits = (free_rows - max_table_rows, free_rows - min(_MIN_SLOWEST_ROWS, max_table_rows))
+        map_rows = rank_map(screen, screen.state.ranks, width, row_limits, style)
+        if screen.view.zoom is None:  # the slowest rank's row is more important than the whole map
+            del map_rows[max(height - 2, 1) :]
+    if communication is None:
+        return [*map_rows, *_sizes_table(screen, width, height - len(map_rows), style)]
+    header, *rows = _times_table(screen, communication, width, height, style)
+    max_rows = max(max_rows - len(map_rows) - 1, 1)
+    note_rows = _note_rows(screen, communication, width, max_rows, len(rows), style)
+    max_rows = max(max_rows - len(note_rows), 1)
+    straggler = screen.state.straggler
+    if not _shows_slowest_only(screen) and straggler is not None:
+        order = _order_by_visibility(_table_ranks(screen, communication), straggler, max_rows)
+        rows = [rows[index] for index in order]
+    main_rows, remaining_rows = [*map_rows, header, *rows[:max_rows], *note_rows], rows[max_rows:]
+    if screen.view.zoom is not None:
+        return [*main_rows, *remaining_rows]
+    over_time_rows = render_over_time(screen, width, height - len(main_rows), style, with_heading=not map_rows)
+    if over_time_rows:
+        main_rows += [[]] * (height - len(main_rows) - len(over_time_rows))
+    return [*main_rows, *over_time_rows, *remaining_rows]
 
 
-def _slow_in_room(ranks: Sequence[_Rank], slow: Straggler, room: int) -> list[int]:
-    """The order of the rows, with the slow ranks among the first `room` rows."""
-    marked = [index for index, one in enumerate(ranks) if _is_slow(slow, one)]
-    marked.sort(key=lambda index: ranks[index].process.process != slow.process)
-    marked = marked[:room]
-    others = [index for index in range(len(ranks)) if index not in marked]
-    first = sorted([*marked, *others[: room - len(marked)]])
-    return [*first, *others[room - len(marked) :]]
+def _order_by_visibility(ranks: Sequence[_RankRow], straggler: Straggler, max_rows: int) -> list[int]:
+    """Return row indices in an order with the slow ranks among the first `max_rows`."""
+    slow_indices = [index for index, rank in enumerate(ranks) if _is_slow(straggler, rank)]
+    slow_indices.sort(key=lambda index: ranks[index].process.process != straggler.process)
+    slow_indices = slow_indices[:max_rows]
+    others = [index for index in range(len(ranks)) if index not in slow_indices]
+    shown_indices = sorted([*slow_indices, *others[: max_rows - len(slow_indices)]])
+    return [*shown_indices, *others[max_rows - len(slow_indices) :]]
 
 
 # ------------------------------------------------------------------------------------------------ who waits
 
 
-def _notes(
-    facts: ScreenData, found: Communication, width: int, room: int, ranks: int, look: TerminalStyle
+def _note_rows(
+    screen: ScreenData, communication: Communication, width: int, max_rows: int, rank_count: int, style: TerminalStyle
 ) -> list[Row]:
-    """The lines below the ranks: who delays the others, then notes. One row of `room` is left for a rank.
+    """Return the rows below the ranks: the straggler, then notes. One row of `max_rows` is left for a rank.
 
-    The sentence about a slow rank is short if the full one does not fit below all ranks.
+    The sentence on the straggler is short if the full one does not fit below all ranks.
     """
-    slow = facts.current_straggler
-    most = max(room - 1, 0)
+    straggler = screen.current_straggler
+    max_note_rows = max(max_rows - 1, 0)
     rows: list[Row] = []
-    if not facts.is_live or (reports_straggler(facts, look) and facts.view.zoom != "replicas"):
+    if not screen.is_live or (reports_straggler(screen, style) and screen.view.zoom != "replicas"):
         pass
-    elif slow is not None:
-        whole = wrap_to_rows(straggler_sentence(slow, lately=True), width, "wait")
-        fits = len(whole) + ranks <= room
-        rows += whole if fits else wrap_to_rows(short_sentence(slow), width, "wait", max(most, 1), look.glyphs.more)
-    elif found.step_count_with_waits < MIN_STEPS:
-        rows += wrap_to_rows(
-            f"a slow rank is named after {MIN_STEPS} steps with known waits: {found.step_count_with_waits} so far",
-            width,
-        )
+    elif straggler is not None:
+        rows = wrap_to_rows(straggler_sentence(straggler, lately=True), width, "wait")
+        if len(rows) + rank_count > max_rows:
+            rows = wrap_to_rows(short_sentence(straggler), width, "wait", max(max_note_rows, 1), style.glyphs.more)
+    elif (count := communication.step_count_with_waits) < MIN_STEPS:
+        text = f"a straggler is reported after {MIN_STEPS} steps with known waits: {count} so far"
+        rows = wrap_to_rows(text, width)
     else:
-        where = f" of {facts.state.training_processes[0].node}" if facts.view.node_number is not None else ""
-        rows += wrap_to_rows(
-            f"no rank{where} holds the others up (last {format_count_with_noun(found.step_count_with_waits, 'step')})",
-            width,
-        )
-    for note in found.other_waits():
+        node_text = f" on {screen.state.training_processes[0].node}" if screen.view.node_number is not None else ""
+        rows = wrap_to_rows(f"no straggler{node_text} (last {format_count_with_noun(count, 'step')})", width)
+    for note in communication.other_waits():
         rows += wrap_to_rows(note, width)
-    return [*rows, *_missing_ranks_row(facts)][:most]
+    return [*rows, *_missing_ranks_row(screen)][:max_note_rows]
 
 
-def _ranks(facts: ScreenData, found: Communication) -> list[_Rank]:
-    """The ranks of the table by number; if there are many, only the slowest ranks, the slowest first."""
-    times: Iterable[RankTimes] = found.ranks
-    slow, chosen = facts.state.straggler, facts.view.process_index
-    if _shows_slowest_only(facts):
-        named = {chosen, *(slow.processes if slow is not None else ())}
-        first = [one for one in found.ranks_by_wait if one.process in named]
-        first.sort(key=lambda one: one.process != chosen)
-        times = islice(
-            chain(first, (one for one in found.ranks_by_wait if one.process not in named)), _max_table_rows(facts)
-        )
-    there = [one for one in times if one.process in facts.state.processes]
-    rows = _with_calls(facts, (facts.state.processes[one.process] for one in there))
-    return [_Rank(process, track, one) for (process, track), one in zip(rows, there, strict=True)]
+def _table_ranks(screen: ScreenData, communication: Communication) -> list[_RankRow]:
+    """Return the ranks of the table by number; of many ranks, only the slowest, the slowest first."""
+    times: Iterable[RankTimes] = communication.ranks
+    straggler, chosen_process = screen.state.straggler, screen.view.process_index
+    if _shows_slowest_only(screen):
+        first_processes = {chosen_process, *(straggler.processes if straggler is not None else ())}
+        first_ranks = [rank for rank in communication.ranks_by_wait if rank.process in first_processes]
+        first_ranks.sort(key=lambda rank: rank.process != chosen_process)
+        other_ranks = (rank for rank in communication.ranks_by_wait if rank.process not in first_processes)
+        times = islice(chain(first_ranks, other_ranks), _max_table_rows(screen))
+    shown_times = [rank for rank in times if rank.process in screen.state.processes]
+    rows = _pair_with_calls(screen, (screen.state.processes[rank.process] for rank in shown_times))
+    return [_RankRow(process, track, rank) for (process, track), rank in zip(rows, shown_times, strict=True)]
 
 
-def _times_table(facts: ScreenData, found: Communication, width: int, height: int, look: TerminalStyle) -> list[Row]:
-    """A header and one row per rank: mean times, and a bar of its step."""
-    ranks = _ranks(facts, found)
-    slow = facts.state.straggler
-    device = min(max([span_width(_device(one)) for one in ranks] + [6]), 10)
-    node = max((span_width(one.process.node or "") for one in ranks), default=0)
-    node = min(max(node, 4), _MOST_NODE) + 1 if facts.state.nodes else 0
-    fixed = _LABEL + device + 1 + node
-    cell, gap = (9, " ") if width >= fixed + 9 * len(_NAMES) + _LEAST_BAR + 1 else (7, "")
-    left = width - fixed - cell * len(_NAMES) - 1
-    sizes = _size_cells(ranks, height, left - _LEAST_BAR)
-    needed = max([row_width(row) for row in sizes] + [len(_SIZES)]) if sizes else 0
-    bar = min(max(left - needed, 0), _MOST_BAR)
-    bar = bar if bar >= _LEAST_BAR else 0
-    waits = "  others wait" if left - needed - bar >= len("  others wait") else ""
-    top = max((one.times.step_ns or 0.0 for one in ranks), default=0.0)
-    slowest = [_is_slow(slow, one) for one in ranks]
+def _times_table(
+    screen: ScreenData, communication: Communication, width: int, height: int, style: TerminalStyle
+) -> list[Row]:
+    """Return a header and one row per rank: mean times, and a bar of its step."""
+    ranks = _table_ranks(screen, communication)
+    straggler = screen.state.straggler
+    device_width = min(max([span_width(_device_text(rank)) for rank in ranks] + [6]), 10)
+    node_width = max((span_width(rank.process.node or "") for rank in ranks), default=0)
+    node_width = min(max(node_width, 4), _MAX_NODE_CELLS) + 1 if screen.state.nodes else 0
+    fixed_width = _LABEL_CELLS + device_width + 1 + node_width
+    cell_width, gap = (9, " ") if width >= fixed_width + 9 * len(_TIME_NAMES) + _MIN_BAR_CELLS + 1 else (7, "")
+    free_cells = width - fixed_width - cell_width * len(_TIME_NAMES) - 1
+    size_cells = _size_cells(ranks, height, free_cells - _MIN_BAR_CELLS)
+    sizes_width = max([row_width(row) for row in size_cells] + [len(_SIZES_TITLE)]) if size_cells else 0
+    bar_width = min(max(free_cells - sizes_width, 0), _MAX_BAR_CELLS)
+    if bar_width < _MIN_BAR_CELLS:
+        bar_width = 0
+    wait_text = _WAIT_TEXT if free_cells - sizes_width - bar_width >= len(_WAIT_TEXT) else ""
+    top = max((rank.times.step_ns or 0.0 for rank in ranks), default=0.0)
+    is_slow = [_is_slow(straggler, rank) for rank in ranks]
+    labels = [_rank_mark(rank, slow, screen, style) for rank, slow in zip(ranks, is_slow, strict=True)]
     columns = [
-        TableColumn(
-            "rank ", _LABEL + 1, [_mark(one, marked, facts, look) for one, marked in zip(ranks, slowest, strict=True)]
-        ),
-        TableColumn("device", device, [_device(one) for one in ranks], left=True),
+        TableColumn("rank ", _LABEL_CELLS + 1, labels),
+        TableColumn("device", device_width, [_device_text(rank) for rank in ranks], left=True),
     ]
-    if node:
-        columns.insert(1, TableColumn("node", node - 1, [one.process.node or "" for one in ranks], left=True, gap=1))
-    for name, word in zip(_NAMES, _NAMES if cell > 8 else _SHORT, strict=True):
-        times = [align_right(_time(one.times, name, gap), cell) for one in ranks]
-        usual = "bold" if name == "wait" else ""
-        cause = slow.phase if slow is not None else None
-        styles = ["wait" if marked and name == cause else usual for marked in slowest]
-        columns.append(TableColumn(word, cell, [[span] for span in zip(times, styles, strict=True)]))
-    if bar:
-        bars: list[Row] = [[(" ", ""), *_bar(one.times, top, bar, look)] for one in ranks]
-        columns.append(TableColumn([(" ", ""), *busy_legend(bar, look.glyphs)], bar + 1, bars))
-    if waits:
-        blank = " " * len(waits)
-        marks: list[Row] = [[(waits if marked else blank, "wait")] if marked or needed else [] for marked in slowest]
-        columns.append(TableColumn([(blank if needed else "", "")], len(waits), marks))
-    if needed:
-        filled: list[Row] = [[(" " * (needed - row_width(row)), ""), *row] for row in sizes]
-        columns.append(TableColumn(_SIZES, needed, [*filled, *[[]] * (len(ranks) - len(sizes))]))
-    return table_rows(columns, look.glyphs.more)
+    if node_width:
+        nodes = [rank.process.node or "" for rank in ranks]
+        columns.insert(1, TableColumn("node", node_width - 1, nodes, left=True, gap=1))
+    for name, title in zip(_TIME_NAMES, _TIME_NAMES if cell_width > 8 else _SHORT_TIME_NAMES, strict=True):
+        times = [align_right(_format_rank_time(rank.times, name, gap), cell_width) for rank in ranks]
+        default_style = "bold" if name == "wait" else ""
+        slow_phase = straggler.phase if straggler is not None else None
+        styles = ["wait" if slow and name == slow_phase else default_style for slow in is_slow]
+        columns.append(TableColumn(title, cell_width, [[span] for span in zip(times, styles, strict=True)]))
+    if bar_width:
+        bars: list[Row] = [[(" ", ""), *_step_bar(rank.times, top, bar_width, style)] for rank in ranks]
+        columns.append(TableColumn([(" ", ""), *busy_legend(bar_width, style.glyphs)], bar_width + 1, bars))
+    if wait_text:
+        blank = " " * len(wait_text)
+        other_mark: Row = [(blank, "wait")] if sizes_width else []
+        marks: list[Row] = [[(wait_text, "wait")] if slow else other_mark for slow in is_slow]
+        columns.append(TableColumn([(blank if sizes_width else "", "")], len(wait_text), marks))
+    if sizes_width:
+        size_column: list[Row] = [[(" " * (sizes_width - row_width(row)), ""), *row] for row in size_cells]
+        columns.append(TableColumn(_SIZES_TITLE, sizes_width, [*size_column, *[[]] * (len(ranks) - len(size_cells))]))
+    return table_rows(columns, style.glyphs.more)
 
 
-def _is_slow(slow: Straggler | None, one: _Rank) -> bool:
-    return slow is not None and one.process.process in slow.processes
+def _is_slow(straggler: Straggler | None, rank: _RankRow) -> bool:
+    return straggler is not None and rank.process.process in straggler.processes
 
 
-def _mark(one: _Rank, marked: bool, facts: ScreenData, look: TerminalStyle) -> Row:
-    number = align_right(str(one.process.number), _LABEL - 2) + "  "
-    sign = look.glyphs.focus if marked else look.glyphs.ring if one.process.process == facts.view.process_index else " "
-    return [(sign, "wait"), (number, "wait" if marked else "bold")]
+def _rank_mark(rank: _RankRow, is_slow: bool, screen: ScreenData, style: TerminalStyle) -> Row:
+    number = align_right(str(rank.process.number), _LABEL_CELLS - 2) + "  "
+    mark = style.glyphs.ring if rank.process.process == screen.view.process_index else " "
+    if is_slow:
+        mark = style.glyphs.focus
+    return [(mark, "wait"), (number, "wait" if is_slow else "bold")]
 
 
-def _bar(times: RankTimes, top: float, width: int, look: TerminalStyle) -> Row:
+def _step_bar(times: RankTimes, top: float, width: int, style: TerminalStyle) -> Row:
     exposed, wait = times.exposed_ns or 0.0, times.wait_ns or 0.0
-    return busy_bar((max((times.step_ns or 0.0) - exposed - wait, 0.0), exposed, wait), top, width, look.glyphs)
+    return busy_bar((max((times.step_ns or 0.0) - exposed - wait, 0.0), exposed, wait), top, width, style.glyphs)
 
 
-def _time(times: RankTimes, name: str, gap: str) -> str:
-    """A time of a rank; exactly 0 is "0", without a unit."""
-    own = {"exposed": times.exposed_ns, "wait": times.wait_ns}
-    ns = own[name] if name in own else times.phases.get(name)
+def _format_rank_time(times: RankTimes, name: str, gap: str) -> str:
+    """Format a time of a rank; exactly 0 is "0", without a unit."""
+    rank_times = {"exposed": times.exposed_ns, "wait": times.wait_ns}
+    ns = rank_times[name] if name in rank_times else times.phases.get(name)
     return "0" if ns == 0 else format_duration(ns, gap)
 
 
-def _size_cells(ranks: Sequence[_Rank], height: int, room: int) -> list[Row]:
-    """The sizes that each rank received and returned, and its rows, if they fit."""
+def _size_cells(ranks: Sequence[_RankRow], height: int, max_cells: int) -> list[Row]:
+    """Return the sizes that each rank received and returned, and its rows; empty if they do not fit."""
     cells: list[Row] = []
-    for one in ranks[: max(height, 1)]:
-        if one.track is None:
+    for rank in ranks[: max(height, 1)]:
+        if rank.track is None:
             return []
-        call = one.track.last
+        call = rank.track.last
         rows = call.rows
-        count = UNKNOWN if rows is None else str(rows)
-        cells.append([(f"  {size_text(call.inputs)}  {size_text(call.outputs)}{align_right(count, 6)}", "dim")])
-    return cells if max(len(_SIZES), *map(row_width, cells)) <= room else []
+        count_text = UNKNOWN if rows is None else str(rows)
+        cells.append([(f"  {size_text(call.inputs)}  {size_text(call.outputs)}{align_right(count_text, 6)}", "dim")])
+    return cells if max(len(_SIZES_TITLE), *map(row_width, cells)) <= max_cells else []
 
 
-def _device(one: _Rank) -> str:
-    named = _call_medians(one.track)
-    return named if named != UNKNOWN else format_devices(one.process.devices) or UNKNOWN
+def _device_text(rank: _RankRow) -> str:
+    call_device = _first_device(rank.track)
+    return call_device if call_device != UNKNOWN else format_devices(rank.process.devices) or UNKNOWN
 
 
 # ------------------------------------------------------------------------------------------------ sizes
 
 
-def _sizes_table(facts: ScreenData, width: int, height: int, look: TerminalStyle) -> list[Row]:
-    """A header, one row per rank with its sizes and medians, and why the waits are unknown."""
-    count = len(facts.state.training_processes)
-    rows = _rows(facts, max(height, 2) + 1 + facts.view.first_rows.get("replicas", 0))
+def _sizes_table(screen: ScreenData, width: int, height: int, style: TerminalStyle) -> list[Row]:
+    """Return a header, one row per rank with its sizes and medians, and why the waits are unknown."""
+    count = len(screen.state.training_processes)
+    rows = _process_calls(screen, max(height, 2) + 1 + screen.view.first_rows.get("replicas", 0))
     ins = [size_text(track.last.inputs) if track else UNKNOWN for _, track in rows]
     outs = [size_text(track.last.outputs) if track else UNKNOWN for _, track in rows]
-    device = min(max([span_width(_call_medians(track)) for _, track in rows] + [6]), 10)
-    cell = 9 if width >= 5 + device + 2 + 6 + 9 * 3 + 18 else 8
-    count_room = 6 if cell == 9 else 5
+    device_width = min(max([span_width(_first_device(track)) for _, track in rows] + [6]), 10)
+    cell_width = 9 if width >= 5 + device_width + 2 + 6 + 9 * 3 + 18 else 8
+    count_width = 6 if cell_width == 9 else 5
     # Times are never cut. Sizes share the remaining width, and a sign marks each cut.
-    room = max(width - 5 - device - 1 - 1 - count_room - cell * 3, 4)
-    needs = [max(map(span_width, [*texts, word])) for texts, word in ((ins, "input"), (outs, "output"))]
-    given = min(needs[0], max(room * 3 // 5, room - needs[1]))
-    gave = min(needs[1], room - given)
-    who = "rank" if rows and rows[0][0].rank is not None else "proc"
+    sizes_width = max(width - 5 - device_width - 1 - 1 - count_width - cell_width * 3, 4)
+    max_input_width = max(map(span_width, [*ins, "input"]))
+    max_output_width = max(map(span_width, [*outs, "output"]))
+    input_width = min(max_input_width, max(sizes_width * 3 // 5, sizes_width - max_output_width))
+    output_width = min(max_output_width, sizes_width - input_width)
+    has_rank = any(process.rank is not None for process, _ in rows[:1])
     batches = [track.last.rows if track else None for _, track in rows]
+    backward = [_phase_median(process, "backward") for process, _ in rows]
     columns = [
-        TableColumn(who, 4, [str(process.number) for process, _ in rows], "bold", gap=1),
-        TableColumn("device", device, [_call_medians(track) for _, track in rows], left=True, gap=1),
-        TableColumn("input", given, ins, left=True, gap=1),
-        TableColumn("output", gave, outs, left=True),
-        TableColumn("rows", count_room, [UNKNOWN if batch is None else str(batch) for batch in batches]),
-        TableColumn("forward", cell, [_median(process, "forward") for process, _ in rows]),
-        TableColumn("backward" if cell == 9 else "backwd", cell, [_median(process, "backward") for process, _ in rows]),
-        TableColumn("step", cell, [format_duration(process.figures.median_ns) for process, _ in rows], "bold"),
+        TableColumn("rank" if has_rank else "proc", 4, [str(process.number) for process, _ in rows], "bold", gap=1),
+        TableColumn("device", device_width, [_first_device(track) for _, track in rows], left=True, gap=1),
+        TableColumn("input", input_width, ins, left=True, gap=1),
+        TableColumn("output", output_width, outs, left=True),
+        TableColumn("rows", count_width, [UNKNOWN if batch is None else str(batch) for batch in batches]),
+        TableColumn("forward", cell_width, [_phase_median(process, "forward") for process, _ in rows]),
+        TableColumn("backward" if cell_width == 9 else "backwd", cell_width, backward),
+        TableColumn("step", cell_width, [format_duration(process.figures.median_ns) for process, _ in rows], "bold"),
     ]
-    drawn = table_rows(columns, look.glyphs.more)
-    drawn += [[] for _ in range(count - len(rows))]  # not drawn, but counted by the frame
-    found = facts.state.communication
-    why = None if found is None else found.missing
-    drawn += [] if why is not None and why.startswith(f"{count} of ") else _missing_ranks_row(facts)
-    troubles = ((node.name, node.problem_at(facts.elapsed_ns)) for node in facts.state.nodes)
-    away = [name for name, trouble in troubles if trouble is not None and trouble.word in SILENT]
-    if why is not None and away:
-        others = f" and {format_count_with_noun(len(away) - 1, 'other')}" if away[1:] else ""
-        why += f" (no records come from {away[0]}{others})"
-    return [*drawn, *wrap_to_rows(why or "", width)]
+    table = table_rows(columns, style.glyphs.more)
+    table += [[] for _ in range(count - len(rows))]  # not drawn, but counted by the frame
+    communication = screen.state.communication
+    reason = None if communication is None else communication.missing
+    table += [] if reason is not None and reason.startswith(f"{count} of ") else _missing_ranks_row(screen)
+    problems = ((node.name, node.problem_at(screen.elapsed_ns)) for node in screen.state.nodes)
+    silent_nodes = [name for name, problem in problems if problem is not None and problem.word in SILENT]
+    if reason is not None and silent_nodes:
+        silent_node, *others = silent_nodes
+        others_text = f" and {format_count_with_noun(len(others), 'other')}" if others else ""
+        reason += f" (no records arrive from {silent_node}{others_text})"
+    return [*table, *wrap_to_rows(reason or "", width)]
 
 
-def _missing_ranks_row(facts: ScreenData) -> list[Row]:
-    """A row with the number of ranks, if fewer train than expected; of one node alone, the others are not counted."""
-    count, first = len(facts.state.training_processes), facts.state.training_processes[:MAX_LISTED_RANKS]
-    wanted = max((ranks for process in first if (ranks := process.info.world) is not None), default=count)
-    if facts.view.node_number is not None or wanted <= count or any(process.rank is None for process in first):
+def _missing_ranks_row(screen: ScreenData) -> list[Row]:
+    """Return a row with the number of ranks if fewer train than expected; empty if only one node is shown."""
+    count, sample = len(screen.state.training_processes), screen.state.training_processes[:MAX_LISTED_RANKS]
+    expected = max((ranks for process in sample if (ranks := process.info.world) is not None), default=count)
+    if screen.view.node_number is not None or expected <= count or any(process.rank is None for process in sample):
         return []
-    return [[(f"{count} of {wanted} ranks train in this run", "wait")]]
+    return [[(f"{count} of {expected} ranks train in this run", "wait")]]
 
 
-def _median(process: Process, phase: str) -> str:
-    found = process.figures.phase(phase)
-    return format_duration(None if found is None else found.median_ns)
+def _phase_median(process: Process, phase: str) -> str:
+    stats = process.figures.phase(phase)
+    return format_duration(None if stats is None else stats.median_ns)
 
 
-def _call_medians(track: CallTimings | None) -> str:
+def _first_device(track: CallTimings | None) -> str:
+    """Return the first device of the newest call."""
     devices = track.last.devices if track is not None else ()
     return sanitize_line(devices[0], 20) if devices else UNKNOWN
 
 
-def render_full_screen(facts: ScreenData, width: int, height: int, look: TerminalStyle) -> list[Row]:
-    """The panel at full size: the table, the ranks over time, then every size of every rank by its path."""
-    drawn = [*render_panel(facts, width, height, look), []]
-    if times := over_time(facts, width, len(facts.state.training_processes) + 2, look):
-        drawn += [*times, []]
-    for process, track in _rows(facts, height + facts.view.first_rows.get("replicas", 0)):
-        pid, ranks = process.info.pid, process.info.world or UNKNOWN
-        who = f"process {process.process}" if process.rank is None else f"rank {process.rank} of {ranks}"
-        who += node_suffix(process.node)
-        drawn.append([(f"{who}  {_call_medians(track)}", "bold"), (f"  pid {UNKNOWN if pid is None else pid}", "dim")])
-        drawn += every_size(track.last.inputs, track.last.outputs, width, look) if track is not None else []
-    return drawn
+def render_full_screen(screen: ScreenData, width: int, height: int, style: TerminalStyle) -> list[Row]:
+    """Return the rows on the full screen: the table, the ranks over time, then every size of every rank by its path."""
+    rows = [*render_panel(screen, width, height, style), []]
+    if over_time_rows := render_over_time(screen, width, len(screen.state.training_processes) + 2, style):
+        rows += [*over_time_rows, []]
+    for process, track in _process_calls(screen, height + screen.view.first_rows.get("replicas", 0)):
+        pid, rank_count = process.info.pid, process.info.world or UNKNOWN
+        name = f"process {process.process}" if process.rank is None else f"rank {process.rank} of {rank_count}"
+        name += node_suffix(process.node)
+        rows.append([(f"{name}  {_first_device(track)}", "bold"), (f"  pid {UNKNOWN if pid is None else pid}", "dim")])
+        rows += all_size_rows(track.last.inputs, track.last.outputs, width, style) if track is not None else []
+    return rows

@@ -1,4 +1,4 @@
-"""Panel 2 of a stall: where each rank stands, those that the others wait for first, the waiting ones folded."""
+"""Panel 2 during a stall: where each rank is, the blamed ranks first, the waiting ones grouped."""
 
 from __future__ import annotations
 
@@ -18,156 +18,165 @@ from dpmon.ui.screen_data import NAMES, RANK_NAMES, ScreenData, format_devices
 from dpmon.ui.styled_rows import Row, row_width, wrap_to_rows
 from dpmon.ui.terminal_style import TerminalStyle
 
-_KEYS = (("enter", "stacks"), ("w", "stacks now"), ("x", "stop"))
-_MOST_CORES = 10_000
-_NUMBERS_SHOWN = 40
-"""Most cells of the numbers of ranks that are folded into a row."""
+_KEY_HINTS = (("enter", "stacks"), ("w", "stacks now"), ("x", "stop"))
+_MAX_CORES = 10_000
+_MAX_RANKS_CELLS = 40
+"""Most cells for the numbers of ranks that share a row."""
 
 
 class _StalledRank(NamedTuple):
-    """What a rank did when the stall was recorded; unknown values are None."""
+    """The activity of a rank when the stall was recorded; unknown values are None."""
 
     number: int | None
     """Its rank; None for a process without one."""
     device: str
-    words: str
+    location: str
     step: int | None
     since_ns: int | None
     """Since when, in ns since the run's start."""
     state: str
-    cpu: float | None
-    waits: bool
+    cpu_share: float | None
+    is_waiting: bool
 
     @property
     def details(self) -> str:
-        """Its step, state and CPU."""
+        """The step, state and CPU use of the rank, separated by commas."""
         since = "no step yet" if self.step is None else f"since step {format_count(self.step)}"
-        cpu = f"{format_percent(self.cpu)} CPU" if self.cpu is not None and 0 <= self.cpu < _MOST_CORES else ""
+        cpu = ""
+        if self.cpu_share is not None and 0 <= self.cpu_share < _MAX_CORES:
+            cpu = f"{format_percent(self.cpu_share)} CPU"
         return ", ".join(part for part in (since, self.state, cpu) if part)
 
 
-def _parse_stalled_rank(one: Mapping[str, Any], noticed_ns: int, state: RunSnapshot) -> _StalledRank:
-    process = state.processes.get(int_member(one, "process") or 0)
-    waited = ns_member(one, "for_s")
+def _parse_stalled_rank(record: Mapping[str, Any], detected_ns: int, state: RunSnapshot) -> _StalledRank:
+    process = state.processes.get(int_member(record, "process") or 0)
+    waited_ns = ns_member(record, "for_s")
     return _StalledRank(
-        int_member(one, "rank"),
+        int_member(record, "rank"),
         "" if process is None else f"{format_devices(process.devices)}{node_suffix(process.node)}".strip(),
-        sanitize_line(text_member(one, "words") or UNKNOWN, 300),
-        int_member(one, "step"),
-        None if waited is None else noticed_ns - waited,
-        sanitize_line(text_member(one, "state") or "", 20),
-        number_member(one, "cpu"),
-        one.get("waits") is True,
+        sanitize_line(text_member(record, "words") or UNKNOWN, 300),
+        int_member(record, "step"),
+        None if waited_ns is None else detected_ns - waited_ns,
+        sanitize_line(text_member(record, "state") or "", 20),
+        number_member(record, "cpu"),
+        record.get("waits") is True,
     )
 
 
-def _stalled_ranks(facts: ScreenData) -> list[_StalledRank]:
-    stall = facts.shown_stall
+def _stalled_ranks(screen: ScreenData) -> list[_StalledRank]:
+    stall = screen.shown_stall
     if stall is None:
         return []
-    noticed_ns = ns_member(stall.record, "t_s") or stall.noticed_ns
-    return [_parse_stalled_rank(one, noticed_ns, facts.state) for one in stall.ranks if one.get("apart") is not True]
+    detected_ns = ns_member(stall.record, "t_s") or stall.noticed_ns
+    records = [record for record in stall.ranks if record.get("apart") is not True]
+    return [_parse_stalled_rank(record, detected_ns, screen.state) for record in records]
 
 
-def preferred_height(facts: ScreenData, _: int = 0) -> int:
-    """Rows that the whole content needs, without the two that the layout reserves for others' headings."""
-    ranks = _stalled_ranks(facts)
-    waiting = len({one.words for one in ranks if one.waits})
-    return max(2 * sum(not one.waits for one in ranks) + waiting, 2)
+def preferred_height(screen: ScreenData, _: int = 0) -> int:
+    """Return the number of rows of the whole content, without the two that the layout reserves for headings."""
+    ranks = _stalled_ranks(screen)
+    waiting_places = len({rank.location for rank in ranks if rank.is_waiting})
+    return max(2 * sum(not rank.is_waiting for rank in ranks) + waiting_places, 2)
 
 
-def panel_title(facts: ScreenData, look: TerminalStyle) -> tuple[Row, Row]:
-    """The panel's title, and the step in which the run stalled."""
-    ranks = _stalled_ranks(facts)
-    guilty = [one for one in ranks if not one.waits] or ranks
-    steps = [one.step for one in guilty if one.step is not None]
-    word = f"stalled at step {format_count(min(steps))}" if steps else "stalled"
-    ranked = any(one.number is not None for one in ranks)
-    return [((RANK_NAMES if ranked else NAMES)["replicas"], "title")], [(word, "bad")]
+def panel_title(screen: ScreenData, style: TerminalStyle) -> tuple[Row, Row]:
+    """Return the title and the step in which the run stalled."""
+    ranks = _stalled_ranks(screen)
+    blamed = [rank for rank in ranks if not rank.is_waiting] or ranks
+    steps = [rank.step for rank in blamed if rank.step is not None]
+    corner_text = f"stalled at step {format_count(min(steps))}" if steps else "stalled"
+    has_ranks = any(rank.number is not None for rank in ranks)
+    return [((RANK_NAMES if has_ranks else NAMES)["replicas"], "title")], [(corner_text, "bad")]
 
 
-def render_panel(facts: ScreenData, width: int, height: int, look: TerminalStyle) -> list[Row]:
-    """The panel's rows, inside its frame. What gives way first: the keys, then step, state and CPU of each rank."""
-    ranks = _stalled_ranks(facts)
+def render_panel(screen: ScreenData, width: int, height: int, style: TerminalStyle) -> list[Row]:
+    """Return the rows inside the frame. A short panel omits the keys, then step, state and CPU of each rank."""
+    ranks = _stalled_ranks(screen)
     if not ranks:
-        text = "" if facts.shown_stall is None else sanitize_line(facts.shown_stall.text, 400)
-        return wrap_to_rows(text or "the record of the stall is damaged", width, "bad", height, look.glyphs.more)
-    guilty, waiting = ([one for one in ranks if one.waits is waits] for waits in (False, True))
-    below = _waiting_ranks_row(waiting, facts, look)
-    detailed, brief = (_blamed_rank_rows(guilty, facts, width, look, details=details) for details in (True, False))
-    rows = next((above for above in (detailed, brief) if len(above) + len(below) <= height), None)
-    rows = [*(rows if rows is not None else _waiting_ranks_row(guilty, facts, look)), *below]
-    keys = _keys(facts)
+        text = "" if screen.shown_stall is None else sanitize_line(screen.shown_stall.text, 400)
+        return wrap_to_rows(text or "the record of the stall is damaged", width, "bad", height, style.glyphs.more)
+    blamed, waiting = ([rank for rank in ranks if rank.is_waiting is waits] for waits in (False, True))
+    waiting_rows = _waiting_ranks_row(waiting, screen, style)
+    detailed, brief = (_blamed_rank_rows(blamed, screen, width, style, details=details) for details in (True, False))
+    grouped = _waiting_ranks_row(blamed, screen, style)
+    max_rows = height - len(waiting_rows)
+    blamed_rows = next((rows for rows in (detailed, brief) if len(rows) <= max_rows), grouped)
+    rows = [*blamed_rows, *waiting_rows]
+    keys = _key_row(screen)
     if not keys or len(rows) >= height:
         return rows
     return [*rows, [], keys] if len(rows) + 2 <= height else [*rows, keys]
 
 
-def render_full_screen(facts: ScreenData, width: int, height: int, look: TerminalStyle) -> list[Row]:
-    """The panel at full size: the table, then the stacks of the recorded stall."""
-    stall = facts.shown_stall
-    found = [] if stall is None else format_reply(stall.record, width=width)
-    begin = next((index for index, (text, _) in enumerate(found) if index > 1 and not text), len(found))
-    noticed: list[Row] = [] if stall is None else [[(f"as noticed at {format_clock(stall.noticed_ns)}", "dim")]]
-    return [
-        *render_panel(facts, width, height, look),
-        [],
-        *noticed,
-        *([(text, style)] for text, style in found[begin + 1 :]),
-    ]
+def render_full_screen(screen: ScreenData, width: int, height: int, style: TerminalStyle) -> list[Row]:
+    """Return the rows on the full screen: the table, then the stacks of the recorded stall."""
+    stall = screen.shown_stall
+    reply_lines = [] if stall is None else format_reply(stall.record, width=width)
+    blank_lines = (index for index, (text, _) in enumerate(reply_lines) if index > 1 and not text)
+    stack_lines = reply_lines[next(blank_lines, len(reply_lines)) + 1 :]
+    rows = [*render_panel(screen, width, height, style), []]
+    if stall is not None:
+        rows.append([(f"as detected at {format_clock(stall.noticed_ns)}", "dim")])
+    return [*rows, *([(text, text_style)] for text, text_style in stack_lines)]
 
 
-def _seconds(since_ns: int | None, facts: ScreenData) -> str:
-    return UNKNOWN if since_ns is None else f"{max(facts.elapsed_ns - since_ns, 0) / SECOND:,.0f} s"
+def _seconds_since(since_ns: int | None, screen: ScreenData) -> str:
+    return UNKNOWN if since_ns is None else f"{max(screen.elapsed_ns - since_ns, 0) / SECOND:,.0f} s"
 
 
 def _blamed_rank_rows(
-    ranks: Sequence[_StalledRank], facts: ScreenData, width: int, look: TerminalStyle, *, details: bool
+    ranks: Sequence[_StalledRank], screen: ScreenData, width: int, style: TerminalStyle, *, details: bool
 ) -> list[Row]:
-    """The rows of the ranks that the others wait for; `details`: also step, state and CPU of each."""
-    numbers = ["" if one.number is None else str(one.number) for one in ranks]
-    number, device = (max(map(len, texts), default=0) for texts in (numbers, [one.device for one in ranks]))
+    """Return the rows of the blamed ranks; `details`: also step, state and CPU of each."""
+    numbers = ["" if rank.number is None else str(rank.number) for rank in ranks]
+    number_width = max(map(len, numbers), default=0)
+    device_width = max((len(rank.device) for rank in ranks), default=0)
     rows: list[Row] = []
-    for one, text in zip(ranks, numbers, strict=True):
-        head: Row = [(f"{look.glyphs.focus} ", "bad"), (text.rjust(number) + " " * bool(number), "bad")]
-        head += [(one.device.ljust(device) + "  ", "")] if device else []
-        head.append((_seconds(one.since_ns, facts).rjust(6) + "  ", "bold"))
-        indent = row_width(head)
-        room = max(width - indent, 10)
-        if details and len(one.words) + 2 + len(one.details) <= room:
-            rows.append([*head, (one.words, "bad"), (f"  {one.details}", "dim")])
+    for rank, text in zip(ranks, numbers, strict=True):
+        lead: Row = [(f"{style.glyphs.focus} ", "bad"), (text.rjust(number_width) + " " * bool(number_width), "bad")]
+        lead += [(rank.device.ljust(device_width) + "  ", "")] if device_width else []
+        lead.append((_seconds_since(rank.since_ns, screen).rjust(6) + "  ", "bold"))
+        indent = row_width(lead)
+        text_width = max(width - indent, 10)
+        if details and len(rank.location) + 2 + len(rank.details) <= text_width:
+            rows.append([*lead, (rank.location, "bad"), (f"  {rank.details}", "dim")])
             continue
-        below = [(line, "bad") for line in wrap_text(one.words, room, 2 if details else 1, look.glyphs.more)]
-        below += [(line, "dim") for line in wrap_text(one.details, room, 1, look.glyphs.more) if details]
-        rows += [[*([(" " * indent, "")] if index else head), span] for index, span in enumerate(below)]
+        lines = [(line, "bad") for line in wrap_text(rank.location, text_width, 2 if details else 1, style.glyphs.more)]
+        lines += [(line, "dim") for line in wrap_text(rank.details, text_width, 1, style.glyphs.more) if details]
+        rows += [[*([(" " * indent, "")] if index else lead), span] for index, span in enumerate(lines)]
     return rows
 
 
-def _waiting_ranks_row(ranks: Sequence[_StalledRank], facts: ScreenData, look: TerminalStyle) -> list[Row]:
-    """A row for all ranks that stand in the same place, with the time since the last one came."""
+def _waiting_ranks_row(ranks: Sequence[_StalledRank], screen: ScreenData, style: TerminalStyle) -> list[Row]:
+    """Return a row for all ranks at the same location, with the time since the last one arrived there."""
     groups: dict[str, list[_StalledRank]] = {}
-    for one in ranks:
-        groups.setdefault(one.words, []).append(one)
+    for rank in ranks:
+        groups.setdefault(rank.location, []).append(rank)
     rows: list[Row] = []
-    for words, own in groups.items():
-        numbers = sorted(one.number for one in own if one.number is not None)
-        named = format_ranges(numbers, min_length=2)
-        if len(numbers) < len(own):
-            named = "1 process" if len(own) == 1 else f"{format_count(len(own))} processes"
-        named = named if len(named) <= _NUMBERS_SHOWN else format_count_with_noun(len(own), "rank")
-        since = max((one.since_ns for one in own if one.since_ns is not None), default=None)
-        text = f"{'waits' if len(own) == 1 else 'wait'} {words}" if own[0].waits else words
-        mark, style = ("  ", "") if own[0].waits else (f"{look.glyphs.focus} ", "bad")
-        rows.append([(mark, style), (named, style), (f" {text}  {_seconds(since, facts)}", "dim")])
+    for words, members in groups.items():
+        numbers = sorted(rank.number for rank in members if rank.number is not None)
+        ranks_text = format_ranges(numbers, min_length=2)
+        if len(numbers) < len(members):
+            ranks_text = "1 process" if len(members) == 1 else f"{format_count(len(members))} processes"
+        ranks_text = ranks_text if len(ranks_text) <= _MAX_RANKS_CELLS else format_count_with_noun(len(members), "rank")
+        since_ns = max((rank.since_ns for rank in members if rank.since_ns is not None), default=None)
+        mark, text_style = f"{style.glyphs.focus} ", "bad"
+        if any(rank.is_waiting for rank in members):  # then all of them wait
+            mark, text_style = "  ", ""
+            words = f"{'waits' if len(members) == 1 else 'wait'} {words}"
+        details = (f" {words}  {_seconds_since(since_ns, screen)}", "dim")
+        rows.append([(mark, text_style), (ranks_text, text_style), details])
     return rows
 
 
-def _keys(facts: ScreenData) -> Row:
-    """The keys that help now."""
-    live = not (facts.is_over or facts.is_ending or facts.shows_past)
-    here = facts.view.focus == "replicas" and facts.view.zoom is None
-    works = (here, live, live and facts.stop_progress is None)
+def _key_row(screen: ScreenData) -> Row:
+    """Return the keys that can help now."""
+    is_live = not (screen.is_over or screen.is_ending or screen.shows_past)
+    is_focused = screen.view.focus == "replicas" and screen.view.zoom is None
+    usable = (is_focused, is_live, is_live and screen.stop_progress is None)
     row: Row = []
-    for key, word in (one for one, now in zip(_KEYS, works, strict=True) if now):
+    for (key, word), is_usable in zip(_KEY_HINTS, usable, strict=True):
+        if not is_usable:
+            continue
         row += [("  " if row else "", ""), (key, "key"), (f" {word}", "dim")]
     return row

@@ -1,4 +1,4 @@
-"""The first rows: the run, its state, how far it is and how fast; below them the most important message now."""
+"""The first rows: the run, its state, progress and rates; below them the most important message."""
 
 from __future__ import annotations
 
@@ -26,411 +26,437 @@ from dpmon.text.formatting import (
     format_percent,
     format_rate_within_steps,
 )
-from dpmon.ui.panels.panel_progress import format_batch_of_total, loss_span, losses_in, progress_in
-from dpmon.ui.panels.rank_map import STYLES
+from dpmon.ui.panels.panel_progress import format_batch_of_total, loss_span, shown_losses, shown_progress
+from dpmon.ui.panels.rank_map import PROBLEM_STYLES
 from dpmon.ui.screen_data import READING, ActivityText, ScreenData, describe_activity, format_mode_and_devices
 from dpmon.ui.styled_rows import Row, fit_row, join_left_right, plain_text, row_width
 from dpmon.ui.terminal_style import TerminalStyle
 
 WARNING_SHOWN_NS = 60 * SECOND
 DONE_SHOWN_NS = 15 * SECOND
-_ALL_OF_IT = "  W: all of it "
-_NAME, _STATE = 10, len(WAITING_FOR_DATA) + 2
-"""Fewest cells for the run's name and for its state, whatever they are, so that the figures beside them stand still."""
-_LEFT = len(" · took 9.99 s")
+_ALL_WARNINGS_HINT = "  W: full text "
+_MIN_NAME_CELLS, _MIN_STATE_CELLS = 10, len(WAITING_FOR_DATA) + 2
+"""Fewest cells for the run's name and its state, whatever they are, so that the metrics next to them do not move."""
+_MIN_TIME_LEFT_CELLS = len(" · took 9.99 s")
 """Fewest cells for the time left."""
-_BRANDED = 140
-"""Width (cells) from which the first row begins with the word dpmon."""
-_BEGINNING = 16
-"""Fewest cells for a message beside the state."""
+_MIN_BRAND_CELLS = 140
+"""Fewest cells of a first row that begins with the word dpmon."""
+_MIN_MESSAGE_CELLS = 16
+"""Fewest cells for a message next to the state."""
 
 
-class _Part(NamedTuple):
-    """Figures in a fixed width, never cut."""
+class _StatusPart(NamedTuple):
+    """A part of the first rows with a fixed width, shown in full or not at all."""
 
     row: Row
     rank: int
     """Parts with a higher rank are left out first."""
     short: Row | None = None
-    """The form for less room."""
+    """A shorter form."""
 
 
-def render_panel(facts: ScreenData, width: int, height: int, look: TerminalStyle) -> list[Row]:
-    """`height` rows of `width` cells: two where panels stand side by side, three on a narrow screen."""
-    alive, more = describe_activity(facts), look.glyphs.more
-    figures, about = _figures(facts, look), [_Part([(format_clock(facts.elapsed_ns), "")], 1), *_mode(facts, look)]
+def render_panel(screen: ScreenData, width: int, height: int, style: TerminalStyle) -> list[Row]:
+    """Return `height` rows of `width` cells: two if panels are side by side, three on a narrow screen."""
+    activity, ellipsis = describe_activity(screen), style.glyphs.more
+    metrics, modes = _metric_parts(screen, style), _mode_parts(screen, style)
+    clock = _StatusPart([(format_clock(screen.elapsed_ns), "")], 1)
     if height >= 3:
-        first, _ = _first(facts, alive, about, width, look)
-        second, left_out = _choose_fitting_parts(figures, width - 2)
+        first, _ = _first_row(screen, activity, [clock, *modes], width, style)
+        second, omitted = _choose_fitting_parts(metrics, width - 2)
         rows: list[Row] = [first, [(" ", ""), *second]]
     else:
-        first, left_out = _first(facts, alive, [about[0], *figures, *about[1:]], width, look)
+        first, omitted = _first_row(screen, activity, [clock, *metrics, *modes], width, style)
         rows = [first]
-    told = reply_message(facts, look)
-    before: Row = []
-    if alive.detail not in plain_text(first) and facts.stop_progress is None and not told:
-        before = [(f"{alive.word}: ", alive.style), (alive.detail, ""), ("  ", "")]
-    room = width - 2 - row_width(before)
-    message = _message(facts, look, room, left_out)
-    if height >= 3 and facts.shown_stall is not None:  # the sentence needs more room than the rates, which are unknown
-        sentence, *rest = wrap_text(plain_text(_stall_message(facts, look)), width - 2, 2, more)
+    reply = reply_message(screen, style)
+    detail_row: Row = []
+    if activity.detail not in plain_text(first) and screen.stop_progress is None and not reply:
+        detail_row = [(f"{activity.word}: ", activity.style), (activity.detail, ""), ("  ", "")]
+    max_cells = width - 2 - row_width(detail_row)
+    message = _message_row(screen, style, max_cells, omitted)
+    if height >= 3 and screen.shown_stall is not None:  # the sentence needs more room than the rates, which are unknown
+        sentence, *continuation = wrap_text(plain_text(_stall_message(screen, style)), width - 2, 2, ellipsis)
         rows[1] = [(" ", ""), (sentence, "bad")]
-        if message == _stall_message(facts, look):
-            known = second if progress_in(facts).epoch is not None and not facts.is_over else []
-            message = [(rest[0], "bad")] if rest else _warning(facts) or known
-    corner = _lost_records_part(facts)
-    warned = bool(message) and message == _warning(facts)
-    if warned and 1 + row_width(before) + row_width(message) + row_width(corner) > width:
-        corner = [(_ALL_OF_IT, "dim"), *corner]
-    if before and row_width(message) > room - row_width(corner):
-        if not message or message[0][1] == "dim":
+        if message == _stall_message(screen, style):
+            progress_row = second if shown_progress(screen).epoch is not None and not screen.is_over else []
+            message = [(line, "bad") for line in continuation] or _recent_warning(screen) or progress_row
+    corner = _lost_records_part(screen)
+    is_warning = bool(message) and message == _recent_warning(screen)
+    if is_warning and 1 + row_width(detail_row) + row_width(message) + row_width(corner) > width:
+        corner = [(_ALL_WARNINGS_HINT, "dim"), *corner]
+    if detail_row and row_width(message) > max_cells - row_width(corner):
+        first_style = next((text_style for _, text_style in message), "dim")
+        if first_style == "dim":
             message = []
-        elif room - row_width(corner) < _BEGINNING:
-            before = []
-    message = [(" ", ""), *before, *message]
-    rows.append(
-        join_left_right(message, corner or _next_command_hint(facts, width - row_width(message), look), width, more)
-    )
-    blank: Row = [(" " * width, "")]
-    return [*(fit_row(row, width, more) for row in rows), *[blank] * height][:height]
+        elif max_cells - row_width(corner) < _MIN_MESSAGE_CELLS:
+            detail_row = []
+    message = [(" ", ""), *detail_row, *message]
+    corner = corner or _next_command_hint(screen, width - row_width(message), style)
+    rows.append(join_left_right(message, corner, width, ellipsis))
+    blank_row: Row = [(" " * width, "")]
+    return [*(fit_row(row, width, ellipsis) for row in rows), *[blank_row] * height][:height]
 
 
-def _choose_fitting_parts(parts: Sequence[_Part], room: int) -> tuple[Row, list[_Part]]:
-    """The parts that fit in `room` cells, two cells apart, in their order; and the others."""
-    shown: dict[int, Row] = {}
-    for index in sorted(range(len(parts)), key=lambda at: parts[at].rank):
+def _choose_fitting_parts(parts: Sequence[_StatusPart], free_cells: int) -> tuple[Row, list[_StatusPart]]:
+    """Return the parts that fit in `free_cells` cells, two cells apart, in their order; and the other parts."""
+    rows_by_index: dict[int, Row] = {}
+    for index in sorted(range(len(parts)), key=lambda index: parts[index].rank):
         for form in (parts[index].row, parts[index].short):
-            if form is not None and row_width(form) + 2 * bool(shown) <= room:
-                room -= row_width(form) + 2 * bool(shown)
-                shown[index] = form
+            if form is not None and row_width(form) + 2 * bool(rows_by_index) <= free_cells:
+                free_cells -= row_width(form) + 2 * bool(rows_by_index)
+                rows_by_index[index] = form
                 break
     row: Row = []
-    for index in sorted(shown):
-        row += [*([("  ", "")] if row else []), *shown[index]]
-    return row, [part for index, part in enumerate(parts) if index not in shown]
+    for index in sorted(rows_by_index):
+        row += [*([("  ", "")] if row else []), *rows_by_index[index]]
+    return row, [part for index, part in enumerate(parts) if index not in rows_by_index]
 
 
-def _first(
-    facts: ScreenData, alive: ActivityText, parts: Sequence[_Part], width: int, look: TerminalStyle
-) -> tuple[Row, list[_Part]]:
-    """The first row: name and state at the left, these parts at the right; and the parts without room."""
-    brand = " dpmon  " if width >= _BRANDED else " "
-    head: Row = [("FROZEN ", "wait")] if facts.view.is_frozen else []
-    if facts.past is not None:
-        ago = ""
-        if facts.past.now_ns is not None:
-            since = max(facts.past.now_ns - facts.now_ns, 0) / SECOND
-            ago = f", {since:.0f} s ago" if since < 59.5 else f", {format_minutes(since)} ago"
-        head = [(f"at {format_clock(facts.now_ns)}{ago} ", "wait")]
-    sign = {"good": look.glyphs.dot, "bad": look.glyphs.cross}.get(alive.style, look.glyphs.ring)
-    sign = look.glyphs.square if alive.word == STALLED.upper() else sign
-    state: Row = [*head, (f"{sign} {alive.word}", alive.style)]
-    colon = ":" if alive.word in (STARTING, "ending") else ""
-    detail: Row = [(f"{colon} {alive.detail}", "dim")] if alive.detail else []
-    if facts.shown_stall is not None:
+def _first_row(
+    screen: ScreenData, activity: ActivityText, parts: Sequence[_StatusPart], width: int, style: TerminalStyle
+) -> tuple[Row, list[_StatusPart]]:
+    """Return the first row, with name and state at the left and these parts at the right; and the omitted parts."""
+    brand = " dpmon  " if width >= _MIN_BRAND_CELLS else " "
+    prefix: Row = [("FROZEN ", "wait")] if screen.view.is_frozen else []
+    if screen.past is not None:
+        ago_text = ""
+        if screen.past.now_ns is not None:
+            age_s = max(screen.past.now_ns - screen.now_ns, 0) / SECOND
+            ago_text = f", {age_s:.0f} s ago" if age_s < 59.5 else f", {format_minutes(age_s)} ago"
+        prefix = [(f"at {format_clock(screen.now_ns)}{ago_text} ", "wait")]
+    mark = {"good": style.glyphs.dot, "bad": style.glyphs.cross}.get(activity.style, style.glyphs.ring)
+    if activity.word == STALLED.upper():
+        mark = style.glyphs.square
+    state: Row = [*prefix, (f"{mark} {activity.word}", activity.style)]
+    colon = ":" if activity.word in (STARTING, "ending") else ""
+    detail: Row = [(f"{colon} {activity.detail}", "dim")] if activity.detail else []
+    if screen.shown_stall is not None:
         state, detail = [*state, *detail], []
-    room = width - len(brand) - min(span_width(facts.title), _NAME) - 4
-    figures, left_out = _choose_fitting_parts(parts, room - max(row_width(state), min(_STATE, room // 3)))
-    room = width - len(brand) - row_width(figures) - 4
-    name = truncate(facts.title, max(room - row_width(state), _NAME), look.glyphs.more)
+    free_cells = width - len(brand) - min(span_width(screen.title), _MIN_NAME_CELLS) - 4
+    state_width = max(row_width(state), min(_MIN_STATE_CELLS, free_cells // 3))
+    metrics, omitted = _choose_fitting_parts(parts, free_cells - state_width)
+    free_cells = width - len(brand) - row_width(metrics) - 4
+    name = truncate(screen.title, max(free_cells - row_width(state), _MIN_NAME_CELLS), style.glyphs.more)
     # Show the detail in full or not at all: if it does not fit here, the row below shows it.
-    if span_width(name) + row_width(state) + row_width(detail) <= room:
+    if span_width(name) + row_width(state) + row_width(detail) <= free_cells:
         state += detail
     left: Row = [(brand, "dim"), (name + "  ", "title"), *state]
-    return join_left_right(left, [*figures, (" ", "")] if figures else [], width, look.glyphs.more), left_out
+    return join_left_right(left, [*metrics, (" ", "")] if metrics else [], width, style.glyphs.more), omitted
 
 
-def _speed(facts: ScreenData) -> Throughput:
-    process = facts.process
-    if facts.is_reading and not facts.is_over:  # the newest steps read so far are old ones
+def _current_throughput(screen: ScreenData) -> Throughput:
+    process = screen.process
+    if screen.is_reading and not screen.is_over:  # the newest steps read so far are old ones
         return Throughput(None, READING)
     if process is None:
         return Throughput(None, "no training process yet")
-    return throughput_of(process, facts.state, facts.now_ns, facts.activities.get(process.process, ("", 0))[1])
+    _, since_ns = screen.activities.get(process.process, ("", 0))
+    return throughput_of(process, screen.state, screen.now_ns, since_ns)
 
 
-def _mode(facts: ScreenData, look: TerminalStyle) -> list[_Part]:
-    process = facts.process
-    mode, where = format_mode_and_devices(process, look.glyphs.times)
-    where = format_count_with_noun(len(facts.state.nodes), "node") if facts.state.nodes else where
-    where = process.node or where if process is not None and facts.view.node_number is not None else where
+def _mode_parts(screen: ScreenData, style: TerminalStyle) -> list[_StatusPart]:
+    process = screen.process
+    mode, devices = format_mode_and_devices(process, style.glyphs.times)
     if process is None or not process.mode:
         return []
-    return [_Part([(mode, f"mode.{process.mode}")], 5), *([_Part([(where, "")], 8)] if where else [])]
+    if screen.state.nodes:
+        devices = format_count_with_noun(len(screen.state.nodes), "node")
+    if screen.view.node_number is not None:
+        devices = process.node or devices
+    parts = [_StatusPart([(mode, f"mode.{process.mode}")], 5)]
+    return [*parts, _StatusPart([(devices, "")], 8)] if devices else parts
 
 
-def _figures(facts: ScreenData, look: TerminalStyle) -> list[_Part]:
-    """How far the training is, and how fast; after the end, the means. Nothing before the first step."""
-    process, rates = facts.process, _speed(facts)
+def _metric_parts(screen: ScreenData, style: TerminalStyle) -> list[_StatusPart]:
+    """Return progress and rates; after the end, the means. Empty before the first step."""
+    process, rates = screen.process, _current_throughput(screen)
     if process is None or process.last_step is None:
         return []
-    step = _Part([("step ", "dim"), (format_count(process.last_step.step).ljust(7), "bold")], 2)
-    found = progress_in(facts)
+    step = _StatusPart([("step ", "dim"), (format_count(process.last_step.step).ljust(7), "bold")], 2)
+    progress = shown_progress(screen)
     parts = [step]
-    if found.epoch is not None:
-        epoch: Row = [(f"epoch {format_count(found.epoch)}", ""), (f" {look.glyphs.middot} ", "dim")]
-        batches = [*epoch, (done, "bold")] if (done := format_batch_of_total(found)) else epoch[:1]
-        left = "" if found.left_ns is None else f" {look.glyphs.middot} {format_time_left(found.left_ns, None)} left"
-        if found.batch is not None and found.batch == found.batches:
-            left = f" {look.glyphs.middot} took {format_long_duration(found.epochs[-1].took_ns)}"
-        timed = found.batches is not None and facts.shown_stall is None
-        parts = [_Part([*batches, (left.ljust(_room_for_left(found)), "")] if timed else batches, 2, batches)]
-    if found.epoch is not None and facts.is_live and facts.run_state.word == EVALUATING:  # the rates are of training
-        own = replace(found, batch=found.evaluated, batches=found.evaluated_of)
-        return [_Part([*epoch, ("evaluating ", ""), (format_batch_of_total(own), "bold")], 2)]
-    if facts.shown_stall is not None and not facts.is_over:  # the rates are of the time before the stall
+    if progress.epoch is not None:
+        epoch: Row = [(f"epoch {format_count(progress.epoch)}", ""), (f" {style.glyphs.middot} ", "dim")]
+        batches = [*epoch, (done, "bold")] if (done := format_batch_of_total(progress)) else epoch[:1]
+        time_text = ""
+        if progress.left_ns is not None:
+            time_text = f" {style.glyphs.middot} {format_time_left(progress.left_ns, None)} left"
+        if progress.batch is not None and progress.batch == progress.batches:
+            time_text = f" {style.glyphs.middot} took {format_long_duration(progress.epochs[-1].took_ns)}"
+        row = batches
+        if progress.batches is not None and screen.shown_stall is None:
+            row = [*batches, (time_text.ljust(_time_left_cells(progress)), "")]
+        parts = [_StatusPart(row, 2, batches)]
+        if screen.is_live and screen.run_state.word == EVALUATING:  # the rates are those of training
+            evaluation = replace(progress, batch=progress.evaluated, batches=progress.evaluated_of)
+            return [_StatusPart([*epoch, ("evaluating ", ""), (format_batch_of_total(evaluation), "bold")], 2)]
+    if screen.shown_stall is not None and not screen.is_over:  # the rates are from before the stall
         return parts
     rates_shown = [(rates.samples_per_s, " samples/s", 4), (rates.steps_per_s, " steps/s", 9)]
     if rates.rate is not None and rates.samples_per_s is None:
         rates_shown = [(rates.steps_per_s, " steps/s", 4)]
-    for number, unit, rank in rates_shown:
-        mean, text = "mean " if facts.is_over and len(parts) == 1 else "", format_compact(number)
-        parts.append(
-            _Part([(mean, "dim"), (text if facts.is_over else align_right(text, 5), "bold"), (unit, "dim")], rank)
-        )
-    values = [loss_span(one.last, 7) for one in losses_in(facts)[:2]]
+    for rate, unit, rank in rates_shown:
+        prefix, text = "mean " if screen.is_over and len(parts) == 1 else "", format_compact(rate)
+        text = text if screen.is_over else align_right(text, 5)
+        parts.append(_StatusPart([(prefix, "dim"), (text, "bold"), (unit, "dim")], rank))
+    values = [loss_span(curve.last, 7) for curve in shown_losses(screen)[:2]]
     if values:
-        parts.insert(2, _Part([("loss ", "dim"), *values], 6))
-    within = format_rate_within_steps(rates.rate).strip()
-    parts += [step._replace(rank=10)] if found.epoch is not None else []
-    return [*parts[:2], _Part([(within, "dim")], 11), *parts[2:]] if within else parts
+        parts.insert(2, _StatusPart([("loss ", "dim"), *values], 6))
+    within_text = format_rate_within_steps(rates.rate).strip()
+    parts += [step._replace(rank=10)] if progress.epoch is not None else []
+    return [*parts[:2], _StatusPart([(within_text, "dim")], 11), *parts[2:]] if within_text else parts
 
 
-def _room_for_left(found: Progress) -> int:
-    """Cells for the time left at the beginning of the epoch, so that what follows stands still."""
-    begun_ns = found.epochs[-1].begin_ns if found.epochs else found.at_ns
-    return max(len(f" · {format_time_left(found.at_ns - begun_ns + (found.left_ns or 0), None)} left"), _LEFT)
+def _time_left_cells(progress: Progress) -> int:
+    """Return the cells of the time left at the start of the epoch: with them, later metrics do not move."""
+    start_ns = progress.epochs[-1].begin_ns if progress.epochs else progress.at_ns
+    first_text = format_time_left(progress.at_ns - start_ns + (progress.left_ns or 0), None)
+    return max(len(f" · {first_text} left"), _MIN_TIME_LEFT_CELLS)
 
 
-def _lost_records_part(facts: ScreenData) -> Row:
-    """The number of records that are missing from the screen, if any."""
-    lost = facts.state.missed
-    if not lost:
+def _lost_records_part(screen: ScreenData) -> Row:
+    """Return the number of lost records; empty if there are none."""
+    lost_count = screen.state.missed
+    if not lost_count:
         return []
-    return [(f"  {format_count(lost)} records dropped ", "wait")]
+    return [(f"  {format_count(lost_count)} records lost ", "wait")]
 
 
-def reports_straggler(facts: ScreenData, look: TerminalStyle) -> bool:
-    """Whether the message is about a straggler, so that no panel has to repeat it."""
-    first = _problem_nodes(facts) or _warning(facts) or facts.state.unfit
-    other = facts.stop_progress is not None or reply_message(facts, look) or first
-    return not other and facts.current_straggler is not None
+def reports_straggler(screen: ScreenData, style: TerminalStyle) -> bool:
+    """Return whether the message is about a straggler, so that no panel has to repeat it."""
+    higher_message = _problem_nodes(screen) or _recent_warning(screen) or screen.state.unfit
+    has_other_message = screen.stop_progress is not None or reply_message(screen, style) or higher_message
+    return not has_other_message and screen.current_straggler is not None
 
 
-def _message(facts: ScreenData, look: TerminalStyle, width: int, left_out: Sequence[_Part]) -> Row:
-    """The most important event now: the end, an answer, a warning; else the figures left out above, and plain facts."""
-    if facts.stop_progress is not None:  # also after the command has ended, while it has processes left
-        return [("stopping: ", "wait"), (sanitize_line(facts.stop_progress, 200), "")]
-    reply = reply_message(facts, look)
+def _message_row(screen: ScreenData, style: TerminalStyle, width: int, omitted: Sequence[_StatusPart]) -> Row:
+    """Return the most important message: the end, a reply, a warning; else the omitted metrics and basic facts."""
+    if screen.stop_progress is not None:  # also after the command has ended, while it has processes left
+        return [("stopping: ", "wait"), (sanitize_line(screen.stop_progress, 200), "")]
+    reply = reply_message(screen, style)
     if reply:
         return reply
-    if facts.shown_stall is not None:
-        return _stall_message(facts, look)
-    if facts.is_over:
-        return _after_end_message(facts)
-    warned = _problem_nodes(facts) or _warning(facts)
-    if warned:
-        return warned
-    if facts.state.unfit is not None:
-        return _invalid_loss_message(facts)
-    if facts.current_straggler is not None:  # see reports_straggler
-        return [(f"{look.glyphs.focus} ", "wait"), (short_sentence(facts.current_straggler), "")]
-    process = facts.process
-    if facts.is_live and process is not None and process.settled.steps >= MIN_STEPS:
-        share, who = data_share(process.settled), "" if process.rank is None else f"{process.name} "
+    if screen.shown_stall is not None:
+        return _stall_message(screen, style)
+    if screen.is_over:
+        return _after_end_message(screen)
+    warning = _problem_nodes(screen) or _recent_warning(screen)
+    if warning:
+        return warning
+    if screen.state.unfit is not None:
+        return _invalid_loss_message(screen)
+    if screen.current_straggler is not None:  # see reports_straggler
+        return [(f"{style.glyphs.focus} ", "wait"), (short_sentence(screen.current_straggler), "")]
+    process = screen.process
+    if screen.is_live and process is not None and process.settled.steps >= MIN_STEPS:
+        share, rank_text = data_share(process.settled), "" if process.rank is None else f"{process.name} "
         if share >= MIN_DATA_SHARE:
-            words = f"{who}waits for data: {format_percent(share)} of the time of its steps"
-            return [(f"{look.glyphs.focus} ", "wait"), (words, "")]
-    rates = _speed(facts)
+            text = f"{rank_text}waits for data: {format_percent(share)} of its step time"
+            return [(f"{style.glyphs.focus} ", "wait"), (text, "")]
+    rates = _current_throughput(screen)
     if rates.reason not in (None, READING) and process is not None and process.last_step is not None:
         return [(rates.reason, "dim")]
-    return _facts(facts, look, width, left_out)
+    return _fact_row(screen, style, width, omitted)
 
 
-def _stall_message(facts: ScreenData, look: TerminalStyle) -> Row:
-    """Which rank stands where; at the end of the run, also its outcome."""
-    text = "" if facts.shown_stall is None else sanitize_line(facts.shown_stall.text, 400)
-    if facts.shown_stall is not None and facts.is_over:
-        seconds = facts.shown_stall.duration_ns(facts.elapsed_ns) / SECOND
-        last = f"; {facts.exit_cause}" if facts.exit_cause else ""
-        text = f"the run ended in a stall of {seconds:,.0f} s: {text}{last}"
-    return [(f"{look.glyphs.focus} ", "bad"), (text, "bad")]
+def _stall_message(screen: ScreenData, style: TerminalStyle) -> Row:
+    """Return where each rank is; after the end of the run, also its outcome."""
+    text = "" if screen.shown_stall is None else sanitize_line(screen.shown_stall.text, 400)
+    if screen.shown_stall is not None and screen.is_over:
+        seconds = screen.shown_stall.duration_ns(screen.elapsed_ns) / SECOND
+        outcome = f"; {screen.exit_cause}" if screen.exit_cause else ""
+        text = f"the run ended in a stall of {seconds:,.0f} s: {text}{outcome}"
+    return [(f"{style.glyphs.focus} ", "bad"), (text, "bad")]
 
 
-def is_reply_cut(facts: ScreenData, width: int, look: TerminalStyle) -> bool:
-    """Whether an answer does not fit in its row."""
-    if facts.stop_progress is not None and not facts.is_over:
+def is_reply_cut(screen: ScreenData, width: int, style: TerminalStyle) -> bool:
+    """Return whether a reply does not fit in its row."""
+    if screen.stop_progress is not None and not screen.is_over:
         return False
-    return 1 + row_width(reply_message(facts, look)) > width - row_width(_lost_records_part(facts))
+    return 1 + row_width(reply_message(screen, style)) > width - row_width(_lost_records_part(screen))
 
 
-def _warning(facts: ScreenData) -> Row:
-    warning = facts.state.warnings[-1] if facts.state.warnings else None
-    if warning is None or facts.now_ns - (warning.t_ns or 0) >= WARNING_SHOWN_NS:
+def _recent_warning(screen: ScreenData) -> Row:
+    warning = screen.state.warnings[-1] if screen.state.warnings else None
+    if warning is None or screen.now_ns - (warning.t_ns or 0) >= WARNING_SHOWN_NS:
         return []
     return [("warning: ", "wait"), (sanitize_line(warning.text, 300), "")]
 
 
-def _problem_nodes(facts: ScreenData) -> Row:
-    """The nodes whose records do not arrive as usual, by what is wrong."""
-    now_ns, found = facts.elapsed_ns, dict[str, list[str]]()
-    for one in facts.state.nodes:
-        trouble = one.problem_at(now_ns)
-        if trouble is not None and trouble.word not in ("ended", "stopped"):
-            known = found.setdefault(trouble.word, [])
-            known.append(one.name if known else f"{one.name} {trouble.words(now_ns)}")
+def _problem_nodes(screen: ScreenData) -> Row:
+    """Return the nodes whose records do not arrive as usual, grouped by problem."""
+    now_ns, texts_by_word = screen.elapsed_ns, dict[str, list[str]]()
+    for node in screen.state.nodes:
+        problem = node.problem_at(now_ns)
+        if problem is not None and problem.word not in ("ended", "stopped"):
+            texts = texts_by_word.setdefault(problem.word, [])
+            texts.append(node.name if texts else f"{node.name} {problem.words(now_ns)}")
     row: Row = []
-    for word, (first, *others) in sorted(found.items(), key=lambda each: each[0] in STYLES):
-        count = len(others) + 1
-        text = first if not others else f"{count} nodes {word} ({first.partition(' ')[0]}, {others[0]}"
-        text += (")" if count == 2 else ", ...)") if others else ""
-        row += [("; " if row else "", ""), (text, STYLES.get(word, "bad"))]
+    for word in sorted(texts_by_word, key=lambda word: word in PROBLEM_STYLES):
+        text, *others = texts_by_word[word]
+        if others:
+            first_name, _, _ = text.partition(" ")
+            second_name, *more_names = others
+            text = f"{len(others) + 1} nodes {word} ({first_name}, {second_name}{', ...' if more_names else ''})"
+        row += [("; " if row else "", ""), (text, PROBLEM_STYLES.get(word, "bad"))]
     return row
 
 
-def _invalid_loss_message(facts: ScreenData) -> Row:
-    """The first loss that was no finite number, as far as losses were read: about one in a second."""
-    unfit = facts.state.unfit
-    if unfit is None:
+def _invalid_loss_message(screen: ScreenData) -> Row:
+    """Return the first loss that was not finite, among those read: about one per second."""
+    invalid = screen.state.unfit
+    if invalid is None:
         return []
-    when = "" if unfit.step is None else f", first seen in step {format_count(unfit.step)}"
-    process = facts.state.processes.get(unfit.process)
-    who = "" if process is None or process.rank is None else f" of {process.name}"
-    loss = INVALID_LOSS_TEXTS[repr(unfit.loss)]
-    return [(f"the loss{who} was {loss}{when} ({sanitize_line(unfit.place, 80)})", "bad")]
+    step_text = "" if invalid.step is None else f", first seen in step {format_count(invalid.step)}"
+    process = screen.state.processes.get(invalid.process)
+    rank_text = "" if process is None or process.rank is None else f" of {process.name}"
+    value, place = INVALID_LOSS_TEXTS[repr(invalid.loss)], sanitize_line(invalid.place, 80)
+    return [(f"the loss{rank_text} was {value}{step_text} ({place})", "bad")]
 
 
-def _after_end_message(facts: ScreenData) -> Row:
-    if facts.exit_cause:
-        return [(facts.exit_cause, "bad")]
-    if facts.exit_info is None:
-        return [("the command is gone; its exit status was not recorded", "wait")]
-    return _invalid_loss_message(facts) or [
-        ("the run is over" if facts.playing is not None else "the run is over; this picture stays", "dim")
-    ]
+def _after_end_message(screen: ScreenData) -> Row:
+    if screen.exit_cause:
+        return [(screen.exit_cause, "bad")]
+    if screen.exit_info is None:
+        return [("the command has exited; its exit status was not recorded", "wait")]
+    text = "the run has ended" if screen.playing is not None else "the run has ended; this screen stays"
+    return _invalid_loss_message(screen) or [(text, "dim")]
 
 
-def _next_command_hint(facts: ScreenData, room: int, look: TerminalStyle) -> Row:
-    """The next command to try after the end, if it fits in full."""
-    if facts.run_info is None or not facts.is_over:
+def _next_command_hint(screen: ScreenData, max_cells: int, style: TerminalStyle) -> Row:
+    """Return the next command to try after the end; empty if it does not fit in full."""
+    if screen.run_info is None or not screen.is_over:
         return []
-    hint = f"{look.glyphs.middot} dpmon export {sanitize_line(facts.run_info.id, 120)} writes the records "
-    return [("  " + hint, "dim")] if len(hint) + 4 <= room else []
+    hint = f"{style.glyphs.middot} dpmon export {sanitize_line(screen.run_info.id, 120)} writes the records "
+    return [("  " + hint, "dim")] if len(hint) + 4 <= max_cells else []
 
 
-def _facts(facts: ScreenData, look: TerminalStyle, width: int, left_out: Sequence[_Part]) -> Row:
-    """The figures without room above, then facts that do not change; each in full, or not at all except the first."""
-    process = facts.process
-    parts: list[str] = [plain_text(part.row).strip(" ()") for part in left_out]
+def _fact_row(screen: ScreenData, style: TerminalStyle, width: int, omitted: Sequence[_StatusPart]) -> Row:
+    """Return the omitted metrics, then constant facts. Only the first one may be truncated."""
+    process = screen.process
+    parts: list[str] = [plain_text(part.row).strip(" ()") for part in omitted]
     if process is not None:
         if process.virtual and process.mode == "dp":
             parts.append("virtual replicas: " + sanitize_line(process.mode_reason or "devices are shared", 200))
-        if len(facts.state.processes) > 1:
-            many = process.info.world or len(facts.state.processes)
+        if len(screen.state.processes) > 1:
+            process_count = process.info.world or len(screen.state.processes)
             # Processes are numbered from 0 like ranks, but "process 1 of 2" would suggest numbers from 1.
-            one = f"process {process.process}, one of {many}"
-            one = one if process.rank is None else f"rank {process.rank} of {many}"
-            nodes = format_count_with_noun(len(facts.state.nodes), "node")
-            nodes += f", {format_count_with_noun(len(facts.state.training_processes), 'rank')}"
-            parts.append(nodes if facts.state.nodes else one + node_suffix(process.node))
+            process_text = f"process {process.process}, one of {process_count}"
+            process_text = process_text if process.rank is None else f"rank {process.rank} of {process_count}"
+            nodes_text = format_count_with_noun(len(screen.state.nodes), "node")
+            nodes_text += f", {format_count_with_noun(len(screen.state.training_processes), 'rank')}"
+            parts.append(nodes_text if screen.state.nodes else process_text + node_suffix(process.node))
         for key, value in (("python", process.info.python), ("torch", process.info.torch)):
             if value is not None:
                 parts.append(f"{key} {sanitize_line(value, 30)}")
-    elif facts.run_info is not None and facts.run_info.python:
-        parts.append(f"Python: {sanitize_line(facts.run_info.python, 200)}")
-    if facts.run_info is not None and facts.run_info.options.get("mode") == "script":
+    elif screen.run_info is not None and screen.run_info.python:
+        parts.append(f"Python: {sanitize_line(screen.run_info.python, 200)}")
+    if screen.run_info is not None and screen.run_info.options.get("mode") == "script":
         parts.append("mode script: observed only")
-    dot = f" {look.glyphs.middot} "
+    dot = f" {style.glyphs.middot} "
     while len(parts) > 1 and span_width(dot.join(parts)) > width:
         parts.pop()
     return [(dot.join(parts), "dim")]
 
 
-# ------------------------------------------------------------------------------------------------ answers
+# ------------------------------------------------------------------------------------------------ replies
 
 
-def reply_message(facts: ScreenData, look: TerminalStyle) -> Row:
-    """The answer to the user's last request, if it is recent: a key, a pause, a mode."""
-    if facts.view.message is not None:
-        return [(facts.view.message, "wait")]
-    if facts.is_over:
+def reply_message(screen: ScreenData, style: TerminalStyle) -> Row:
+    """Return the reply to the user's last request, if it is recent: a key, a pause, a mode."""
+    if screen.view.message is not None:
+        return [(screen.view.message, "wait")]
+    if screen.is_over:
         return []
-    return _failed_nodes_message(facts) or (
-        _pending_request_reason(facts)
-        if facts.shown_stall is not None
-        else _pause_message(facts) or _answer(facts, look)
-    )
+    failed = _failed_nodes_message(screen)
+    if failed or screen.shown_stall is not None:
+        return failed or _pending_request_reason(screen)
+    return _pause_message(screen) or _mode_reply(screen, style)
 
 
-def _pending_request_reason(facts: ScreenData) -> Row:
-    """What a pending request waits for while the training makes no progress; empty without a request."""
-    toggle = facts.mode_request if facts.mode_request is not None and facts.mode_request.status == "pending" else None
-    busy = [(since, process) for process, (doing, since) in facts.activities.items() if since > 0 and doing != "ended"]
-    if not busy or not (toggle or facts.pause_state.is_pending):
+def _pending_request_reason(screen: ScreenData) -> Row:
+    """Return what a pending request waits for while the training makes no progress; empty without a request."""
+    toggle = screen.mode_request
+    if toggle is not None and toggle.status != "pending":
+        toggle = None
+    busy = [
+        (since_ns, process_index, activity)
+        for process_index, (activity, since_ns) in screen.activities.items()
+        if since_ns > 0 and activity != "ended"
+    ]
+    if not busy or not (toggle or screen.pause_state.is_pending):
         return []
-    since, number = min(busy)
-    process = facts.state.processes.get(number)
-    who = "the training" if process is None or process.rank is None else process.name
-    what = f"switch to {toggle.mode}" if toggle else "pause" if facts.pause_state.is_requested else "go on"
-    doing, waited = facts.activities[number][0], (facts.now_ns - since) / 1e9
-    place = f"in {doing}" if doing in SPAN_PHASES else "in the script's own work"
-    return [(f"{who} has been {place} for {waited:.0f} s: ", "wait"), (f"it will {what} when it comes back", "")]
+    since_ns, process_index, activity = min(busy)
+    process = screen.state.processes.get(process_index)
+    name = "the training" if process is None or process.rank is None else process.name
+    request_text = "pause" if screen.pause_state.is_requested else "resume"
+    if toggle:
+        request_text = f"switch to {toggle.mode}"
+    waited_s = (screen.now_ns - since_ns) / 1e9
+    place = f"in {activity}" if activity in SPAN_PHASES else "in the script's own code"
+    return [
+        (f"{name} has been {place} for {waited_s:.0f} s: ", "wait"),
+        (f"it will {request_text} as soon as it can", ""),
+    ]
 
 
-def _reply_count(facts: ScreenData) -> str:
-    """How many nodes have answered a pending request; empty on one machine."""
-    found = facts.node_replies
-    return (
-        ""
-        if found is None
-        else f"; {found.reply_count} of {format_count_with_noun(found.request_count, 'node')} answered"
-    )
+def _reply_count(screen: ScreenData) -> str:
+    """Return how many nodes have answered a pending request; empty for a run on one node."""
+    replies = screen.node_replies
+    if replies is None:
+        return ""
+    return f"; {replies.reply_count} of {format_count_with_noun(replies.request_count, 'node')} answered"
 
 
-def _failed_nodes_message(facts: ScreenData) -> Row:
-    """The nodes that did not do what the user asked for, and why."""
-    failed = {} if facts.node_replies is None else facts.node_replies.failures
+def _failed_nodes_message(screen: ScreenData) -> Row:
+    """Return the nodes that failed to do what the user requested, and why."""
+    failed = {} if screen.node_replies is None else screen.node_replies.failures
     return [part for name, text in failed.items() for part in ((f"{name}: ", "bad"), (f"{text}  ", ""))]
 
 
-def _pause_message(facts: ScreenData) -> Row:
-    """A pause or its end, requested but not yet in force; or why it was refused."""
-    pausing = facts.pause_state
+def _pause_message(screen: ScreenData) -> Row:
+    """Return a requested pause or resume that has not taken effect, or why it was refused."""
+    pausing = screen.pause_state
     if pausing.is_pending:
-        what, when = ("pause", "after the step it is in") if pausing.is_requested else ("resume", "in a moment")
-        return [(what, ""), (" pending", "wait"), (f": the training {what}s {when}{_reply_count(facts)}", "dim")]
-    last = facts.state.pauses[-1] if facts.state.pauses else None
-    if last is None or last.t_ns is None or facts.now_ns - last.t_ns > DONE_SHOWN_NS:
+        request_text, time_text = "resume", "in a moment"
+        if pausing.is_requested:
+            request_text, time_text = "pause", "after the step it is in"
+        return [
+            (request_text, ""),
+            (" pending", "wait"),
+            (f": the training {request_text}s {time_text}{_reply_count(screen)}", "dim"),
+        ]
+    last = screen.state.pauses[-1] if screen.state.pauses else None
+    if last is None or last.t_ns is None or screen.now_ns - last.t_ns > DONE_SHOWN_NS:
         return []
     if last.refused is not None:
         return [("pause", ""), (" refused: ", "bad"), (sanitize_line(last.refused, 300), "")]
     if last.reason is not None and not last.paused:
-        return [("the pause is over: ", "wait"), (sanitize_line(last.reason, 300), "")]
+        return [("the pause has ended: ", "wait"), (sanitize_line(last.reason, 300), "")]
     return []
 
 
-def _answer(facts: ScreenData, look: TerminalStyle) -> Row:
-    toggle = facts.mode_request
+def _mode_reply(screen: ScreenData, style: TerminalStyle) -> Row:
+    toggle = screen.mode_request
     if toggle is None:
         return []
-    style = f"mode.{toggle.mode}"
+    text_style = f"mode.{toggle.mode}"
     if toggle.status == "pending":
-        waited = max(facts.now_ns - toggle.since_ns, 0) / 1e9
-        note = "the training answers at its next call"
-        if not facts.is_reading and (facts.process is None or facts.process.seen_ns < 0):
-            note = "the training answers at its first call"
-        elif facts.pause_state.since_ns is not None:
-            note = "the training answers once it goes on (p)"
+        waited_s = max(screen.now_ns - toggle.since_ns, 0) / 1e9
+        note = "takes effect at the next call"
+        if not screen.is_reading and (screen.process is None or screen.process.seen_ns < 0):
+            note = "takes effect at the first call"
+        elif screen.pause_state.since_ns is not None:
+            note = "takes effect once training resumes (p)"
         return [
-            (f"{look.glyphs.arrow} ", ""),
-            (toggle.mode, style),
+            (f"{style.glyphs.arrow} ", ""),
+            (toggle.mode, text_style),
             (" pending ", "wait"),
-            (f"{waited:.0f} s: {note}{_reply_count(facts)}", "dim"),
+            (f"{waited_s:.0f} s: {note}{_reply_count(screen)}", "dim"),
         ]
-    if facts.now_ns - toggle.since_ns > DONE_SHOWN_NS:
+    if screen.now_ns - toggle.since_ns > DONE_SHOWN_NS:
         return []
     if toggle.status == "refused":
-        why = sanitize_line(toggle.reason, 300) if toggle.reason else "no reason was given"
-        return [(toggle.mode, style), (" refused: ", "bad"), (why, "")]
-    at = " done" if toggle.step is None else f" from step {format_count(toggle.step)} on"
-    return [(toggle.mode, style), (at, "good")]
+        reason = sanitize_line(toggle.reason, 300) if toggle.reason else "no reason was given"
+        return [(toggle.mode, text_style), (" refused: ", "bad"), (reason, "")]
+    effect_text = " done" if toggle.step is None else f" from step {format_count(toggle.step)} on"
+    return [(toggle.mode, text_style), (effect_text, "good")]

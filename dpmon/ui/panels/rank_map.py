@@ -1,6 +1,6 @@
-"""A map of many ranks, in rows of nodes or of numbers: a cell per rank shows how long the others waited for it.
+"""A map of many ranks, in rows by node or by rank: the cell of a rank shows how long the others waited for it.
 
-Several nodes share a row where there is no room for one each. Where even that is too much, a cell stands for a node.
+Several nodes share a row if there is no room for a row each. If even that does not fit, each cell is a node.
 """
 
 from __future__ import annotations
@@ -18,87 +18,93 @@ from dpmon.ui.screen_data import ScreenData
 from dpmon.ui.styled_rows import Row, Span, fit_row, merge_spans, plain_text
 from dpmon.ui.terminal_style import TerminalStyle
 
-MOST_ROWS = 64
-_BLOCK = 8
+MAX_ROWS = 64
+_BLOCK_CELLS = 8
 """Cells between two gaps."""
-_NUMBER, _NAME = 4, 16
+_NUMBER_CELLS, _MAX_NAME_CELLS = 4, 16
 """Cells for the number of a row's first rank, and most cells for the name of a node."""
-_LITTLE, _MUCH = 0.1, 0.3
-"""Parts of a step: below the first, the others hardly wait; above the second, the cell is highlighted."""
-STYLES = {"slow": "wait", "connecting": "wait", "ended": "dim", "stopped": "dim"}
-"""The styles of nodes in trouble, by the word for it; else bad."""
-DELAY = "tenths of a step that the others waited for it"
+_LOW_SHARE, _HIGH_SHARE = 0.1, 0.3
+"""Shares of a step: below the first, the others hardly wait; from the second on, the cell is highlighted."""
+PROBLEM_STYLES = {"slow": "wait", "connecting": "wait", "ended": "dim", "stopped": "dim"}
+"""The style of a node by its problem; "bad" for other problems."""
+DELAY_TEXT = "tenths of a step that the others waited for it"
 
 
-def delay_sign(share: float | None, look: TerminalStyle) -> Span:
-    """How long the others waited for a rank, as a share of its step: tenths, or a dot for 0; "?" if unknown."""
+def delay_sign(share: float | None, style: TerminalStyle) -> Span:
+    """Return a cell for the share of a step that the others waited for a rank: tenths, a dot for 0, "?" if unknown."""
     if share is None:
         return ("?", "dim")
     tenths = min(round(share * 10), 9)
-    style = "dim" if share < _LITTLE else "wait" if share < _MUCH else "bad"
-    return (str(tenths), style) if tenths else ("." if look.glyphs.ascii else look.glyphs.middot, "dim")
+    if not tenths:
+        return ("." if style.glyphs.ascii else style.glyphs.middot, "dim")
+    if share < _LOW_SHARE:
+        return (str(tenths), "dim")
+    return (str(tenths), "wait" if share < _HIGH_SHARE else "bad")
 
 
 def rank_map(
-    facts: ScreenData, ranks: Sequence[RankTimes], width: int, room: tuple[int, int], look: TerminalStyle
+    screen: ScreenData, ranks: Sequence[RankTimes], width: int, row_limits: tuple[int, int], style: TerminalStyle
 ) -> list[Row]:
-    """The map, and a row that explains it. `room`: usual rows if nodes share rows, and most rows."""
-    if facts.state.nodes:
-        rows = _rows_by_node(facts, ranks, width, room, look)
+    """Return the map and a legend. `row_limits`: usual rows if nodes share rows, and most rows."""
+    if screen.state.nodes:
+        rows = _rows_by_node(screen, ranks, width, row_limits, style)
     else:
-        rows = rows_by_rank(ranks, facts.state.straggler, width, look)
-    legend: Row = [("1-9", "bold"), (f" {DELAY}", "dim")]
-    if facts.view.process_index is not None and facts.state.nodes:
-        legend = [(look.glyphs.ring, "key"), (" chosen  ", "dim"), *legend]
-    if facts.state.straggler is not None:
-        legend = [(look.glyphs.focus, "found"), (" slowest  ", "dim"), *legend]
-    return [*rows, fit_row(legend, width, look.glyphs.more)]
+        rows = rows_by_rank(ranks, screen.state.straggler, width, style)
+    legend: Row = [("1-9", "bold"), (f" {DELAY_TEXT}", "dim")]
+    if screen.view.process_index is not None and screen.state.nodes:
+        legend = [(style.glyphs.ring, "key"), (" chosen  ", "dim"), *legend]
+    if screen.state.straggler is not None:
+        legend = [(style.glyphs.focus, "found"), (" slowest  ", "dim"), *legend]
+    return [*rows, fit_row(legend, width, style.glyphs.more)]
 
 
 def _rank_cells(
-    ranks: Sequence[RankTimes], shares: Mapping[int, float], slow: Straggler | None, look: TerminalStyle
+    ranks: Sequence[RankTimes], shares: Mapping[int, float], straggler: Straggler | None, style: TerminalStyle
 ) -> dict[int, Span]:
-    """The cells by process."""
-    usual, unknown = delay_sign(0.0, look), delay_sign(None, look)
-    signs = {one.process: usual if one.wait_ns is not None and one.step_ns else unknown for one in ranks}
-    signs |= {process: delay_sign(share, look) for process, share in shares.items()}
-    return signs | dict.fromkeys(slow.processes if slow is not None else (), (look.glyphs.focus, "found"))
+    """Return the cell of each rank by its process index."""
+    no_delay, unknown = delay_sign(0.0, style), delay_sign(None, style)
+    cells = {rank.process: no_delay if rank.wait_ns is not None and rank.step_ns else unknown for rank in ranks}
+    cells |= {process: delay_sign(share, style) for process, share in shares.items()}
+    return cells | dict.fromkeys(straggler.processes if straggler is not None else (), (style.glyphs.focus, "found"))
 
 
-def rows_by_rank(ranks: Sequence[RankTimes], slow: Straggler | None, width: int, look: TerminalStyle) -> list[Row]:
-    """Rows of 32 ranks, or 16 if 32 do not fit; each starts with the number of its first rank.
+def rows_by_rank(
+    ranks: Sequence[RankTimes], straggler: Straggler | None, width: int, style: TerminalStyle
+) -> list[Row]:
+    """Return rows of 32 ranks, or 16 if 32 do not fit; each starts with the number of its first rank.
 
-    A rank without records is blank, and a row without any rank is omitted. Beyond MOST_ROWS rows, the last row
+    A rank without records is blank, and a row without any rank is omitted. Beyond MAX_ROWS rows, the last row
     counts the ranks that are not drawn.
     """
-    each = 32 if width >= _NUMBER + 1 + 32 + 3 else 16
-    signs = _rank_cells(ranks, delay_shares(ranks), slow, look)
-    by_rank = {one.process if one.rank is None else one.rank: signs[one.process] for one in ranks}
-    begins = sorted({rank // each * each for rank in by_rank})
-    drawn = begins if len(begins) <= MOST_ROWS else begins[: MOST_ROWS - 1]
+    ranks_per_row = 32 if width >= _NUMBER_CELLS + 1 + 32 + 3 else 16
+    cells = _rank_cells(ranks, delay_shares(ranks), straggler, style)
+    by_rank = {times.process if times.rank is None else times.rank: cells[times.process] for times in ranks}
+    first_ranks = sorted({rank // ranks_per_row * ranks_per_row for rank in by_rank})
+    shown_ranks = first_ranks if len(first_ranks) <= MAX_ROWS else first_ranks[: MAX_ROWS - 1]
     rows: list[Row] = []
-    for first in drawn:
-        blocks = _blocks([by_rank.get(rank, (" ", "")) for rank in range(first, first + each)])
-        rows += _rows([align_right(str(first), _NUMBER)], blocks, len(blocks))
-    left_out = sum(rank >= drawn[-1] + each for rank in by_rank) if drawn else 0
-    return [*rows, [(f"and {format_count_with_noun(left_out, 'rank')} more", "dim")]] if left_out else rows
+    for first in shown_ranks:
+        blocks = _split_into_blocks([by_rank.get(rank, (" ", "")) for rank in range(first, first + ranks_per_row)])
+        rows += _labeled_rows([align_right(str(first), _NUMBER_CELLS)], blocks, len(blocks))
+    omitted_count = sum(rank >= shown_ranks[-1] + ranks_per_row for rank in by_rank) if shown_ranks else 0
+    return [*rows, [(f"and {format_count_with_noun(omitted_count, 'rank')} more", "dim")]] if omitted_count else rows
 
 
-def _blocks(cells: Row) -> list[Row]:
-    return [merge_spans(cells[at : at + _BLOCK]) for at in range(0, len(cells), _BLOCK)]
+def _split_into_blocks(cells: Row) -> list[Row]:
+    return [merge_spans(cells[start : start + _BLOCK_CELLS]) for start in range(0, len(cells), _BLOCK_CELLS)]
 
 
-def _rows(labels: Sequence[str], blocks: Sequence[Row], each: int) -> list[Row]:
-    """Rows of `each` blocks; each row begins with its label."""
-    return [
-        [(label, "dim"), *chain.from_iterable(((" ", ""), *block) for block in blocks[at * each : (at + 1) * each])]
-        for at, label in enumerate(labels)
-    ]
+def _labeled_rows(labels: Sequence[str], blocks: Sequence[Row], blocks_per_row: int) -> list[Row]:
+    """Return rows of `blocks_per_row` blocks; each row begins with its label."""
+    rows: list[Row] = []
+    for index, label in enumerate(labels):
+        row_blocks = blocks[index * blocks_per_row : (index + 1) * blocks_per_row]
+        rows.append([(label, "dim"), *chain.from_iterable(((" ", ""), *block) for block in row_blocks)])
+    return rows
 
 
 @lru_cache(4096)
-def _block(cells: tuple[Span, ...], width: int) -> Row:
-    """Cells as a part of a row; cached, because most ranks look alike and seldom change."""
+def _fit_block(cells: tuple[Span, ...], width: int) -> Row:
+    """Return cells fitted to `width`; cached, because most ranks look alike and rarely change."""
     return merge_spans(fit_row(cells, width))
 
 
@@ -106,58 +112,63 @@ def _block(cells: tuple[Span, ...], width: int) -> Row:
 
 
 def _rows_by_node(
-    facts: ScreenData, ranks: Sequence[RankTimes], width: int, room: tuple[int, int], look: TerminalStyle
+    screen: ScreenData, ranks: Sequence[RankTimes], width: int, row_limits: tuple[int, int], style: TerminalStyle
 ) -> list[Row]:
-    nodes, now_ns = facts.state.nodes, facts.elapsed_ns
-    traffic, chosen = facts.state.communication, facts.view.process_index
-    signs = _rank_cells(ranks, {} if traffic is None else traffic.delays, facts.state.straggler, look)
-    if chosen is not None:
-        signs[chosen] = (signs[chosen][0] if _is_slow(chosen, facts) else look.glyphs.ring, "key")
-    members = facts.state.processes_by_node
-    label = min(max(span_width(node.name) for node in nodes), _NAME)
-    size = max(max(map(len, members)), 1)
-    usual, most = (max(rows, 1) for rows in room)
-    fitting = max((width - label) // (size + 1), 1)
-    each = 1 if len(nodes) <= most else min(-(-len(nodes) // usual), fitting)
-    each = -(-len(nodes) // -(-len(nodes) // each))  # rows of equal length
-    if -(-len(nodes) // each) > most and facts.view.zoom is None:
-        cells = [_node_cell(node, own, signs, now_ns) for node, own in zip(nodes, members, strict=True)]
-        each = max((width - label) // (_BLOCK + 1), 1)
-        return _rows(_labels(nodes[:: _BLOCK * each], label, look), _blocks(cells), each)
-    blocks, unknown = list[Row](), delay_sign(None, look)
-    for node, own in zip(nodes, members, strict=True):
-        trouble = node.problem_at(now_ns)
-        cells = [signs.get(process, unknown) for process in own.values()]
-        if trouble is not None and trouble.word in SILENT:
-            cells = [cell if cell[1] in ("found", "key") else unknown for cell in cells]
-        if each > 1 and trouble is not None and trouble.word != "ended":
-            cells = [(trouble.brief(now_ns, size), STYLES.get(trouble.word, "bad"))]
-        blocks.append(_block(tuple(cells), size))
-    rows = _rows(_labels(nodes[::each], label, look), blocks, each)
-    for row, node, own in zip(rows, nodes, members, strict=True) if each == 1 else ():
-        row.append((f"  {format_ranges(own, ',', 2)}", "dim"))
-        if (trouble := node.problem_at(now_ns)) is not None:
-            row.append((f"  {trouble.words(now_ns)}", STYLES.get(trouble.word, "bad")))
+    nodes, now_ns = screen.state.nodes, screen.elapsed_ns
+    communication, chosen_process = screen.state.communication, screen.view.process_index
+    delays = {} if communication is None else communication.delays
+    rank_cells = _rank_cells(ranks, delays, screen.state.straggler, style)
+    if chosen_process is not None:
+        mark = style.glyphs.focus if _is_slow(chosen_process, screen) else style.glyphs.ring
+        rank_cells[chosen_process] = (mark, "key")
+    ranks_by_node = screen.state.processes_by_node
+    label_width = min(max(span_width(node.name) for node in nodes), _MAX_NAME_CELLS)
+    node_width = max(max(map(len, ranks_by_node)), 1)
+    usual_rows, max_rows = (max(rows, 1) for rows in row_limits)
+    max_per_row = max((width - label_width) // (node_width + 1), 1)
+    nodes_per_row = 1 if len(nodes) <= max_rows else min(-(-len(nodes) // usual_rows), max_per_row)
+    nodes_per_row = -(-len(nodes) // -(-len(nodes) // nodes_per_row))  # rows of equal length
+    if -(-len(nodes) // nodes_per_row) > max_rows and screen.view.zoom is None:
+        nodes_and_ranks = zip(nodes, ranks_by_node, strict=True)
+        cells = [_node_cell(node, node_ranks, rank_cells, now_ns) for node, node_ranks in nodes_and_ranks]
+        nodes_per_row = max((width - label_width) // (_BLOCK_CELLS + 1), 1)
+        labels = _node_labels(nodes[:: _BLOCK_CELLS * nodes_per_row], label_width, style)
+        return _labeled_rows(labels, _split_into_blocks(cells), nodes_per_row)
+    blocks, unknown = list[Row](), delay_sign(None, style)
+    for node, node_ranks in zip(nodes, ranks_by_node, strict=True):
+        problem = node.problem_at(now_ns)
+        cells = [rank_cells.get(process, unknown) for process in node_ranks.values()]
+        if problem is not None and problem.word in SILENT:
+            cells = [(text, cell_style) if cell_style in ("found", "key") else unknown for text, cell_style in cells]
+        if nodes_per_row > 1 and problem is not None and problem.word != "ended":
+            cells = [(problem.brief(now_ns, node_width), PROBLEM_STYLES.get(problem.word, "bad"))]
+        blocks.append(_fit_block(tuple(cells), node_width))
+    rows = _labeled_rows(_node_labels(nodes[::nodes_per_row], label_width, style), blocks, nodes_per_row)
+    for row, node, node_ranks in zip(rows, nodes, ranks_by_node, strict=True) if nodes_per_row == 1 else ():
+        row.append((f"  {format_ranges(node_ranks, ',', 2)}", "dim"))
+        if (problem := node.problem_at(now_ns)) is not None:
+            row.append((f"  {problem.words(now_ns)}", PROBLEM_STYLES.get(problem.word, "bad")))
     return rows
 
 
-def _labels(nodes: Sequence[NodeStatus], width: int, look: TerminalStyle) -> list[str]:
-    return [plain_text(fit_row([(node.name, "")], width, look.glyphs.more)) for node in nodes]
+def _node_labels(nodes: Sequence[NodeStatus], width: int, style: TerminalStyle) -> list[str]:
+    return [plain_text(fit_row([(node.name, "")], width, style.glyphs.more)) for node in nodes]
 
 
-def _node_cell(node: NodeStatus, own: Mapping[int, int], signs: Mapping[int, Span], now_ns: int) -> Span:
-    """A cell for a whole node: that of the rank that the others waited for longest, or the letter of its trouble."""
-    trouble = node.problem_at(now_ns)
-    if trouble is not None:
-        return (trouble.word[0], STYLES.get(trouble.word, "bad"))
-    return max((signs[each] for each in own.values() if each in signs), key=_importance, default=("?", "dim"))
+def _node_cell(node: NodeStatus, ranks: Mapping[int, int], rank_cells: Mapping[int, Span], now_ns: int) -> Span:
+    """Return a cell for a node: that of the rank that the others waited for longest, or the letter of its problem."""
+    problem = node.problem_at(now_ns)
+    if problem is not None:
+        return (problem.word[:1], PROBLEM_STYLES.get(problem.word, "bad"))
+    cells = (rank_cells[process] for process in ranks.values() if process in rank_cells)
+    return max(cells, key=_importance, default=("?", "dim"))
 
 
-def _is_slow(process: int, facts: ScreenData) -> bool:
-    return facts.state.straggler is not None and process in facts.state.straggler.processes
+def _is_slow(process: int, screen: ScreenData) -> bool:
+    return screen.state.straggler is not None and process in screen.state.straggler.processes
 
 
-def _importance(sign: Span) -> tuple[bool, bool, str]:
-    """Signs of slow or chosen ranks come last, after digits."""
-    text, style = sign
-    return style in ("found", "key"), text.isdigit(), text
+def _importance(cell: Span) -> tuple[bool, bool, str]:
+    """Return a sort key: slow or chosen ranks come last, after digits."""
+    text, text_style = cell
+    return text_style in ("found", "key"), text.isdigit(), text

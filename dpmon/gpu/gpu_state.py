@@ -28,7 +28,7 @@ _MAX_AGE_PERIODS = 4
 earlier while NVML gives no answer at all: see MAX_SILENCE_S."""
 
 
-class _Answer(NamedTuple):
+class _QueryReply(NamedTuple):
     """The last answer to a query: a value or `MissingValue` for each field, and when it was read (s; None: not yet)."""
 
     values: tuple[Any, ...]
@@ -39,7 +39,7 @@ class _Answer(NamedTuple):
 class _QueryState:
     """The state of one query: its last answer, when it is due, and which of its getters is in use."""
 
-    answer: _Answer
+    reply: _QueryReply
     due_s: float
     getter_index: int = 0
     memo: dict[str, Any] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class GpuState:
     def attach_handle(self, handle: Any, now_s: float) -> None:
         """Use a new handle. Answers, events and buffers of an earlier one become void."""
         self.query_states = {
-            query: _QueryState(_Answer((NOT_QUERIED,) * len(query.fields), None), now_s) for query in self._queries
+            query: _QueryState(_QueryReply((NOT_QUERIED,) * len(query.fields), None), now_s) for query in self._queries
         }
         self.handle, self.lost_reason = handle, ""
 
@@ -90,7 +90,7 @@ class GpuState:
         if replaced is None:
             return True
         field_name, *_ = query.fields
-        value = self.query_states[replaced].answer.values[replaced.fields.index(field_name)]
+        value = self.query_states[replaced].reply.values[replaced.fields.index(field_name)]
         return isinstance(value, MissingValue) and value not in (NOT_QUERIED, NEEDS_TWO_READINGS)
 
     # ---------------------------------------------------------------- samples
@@ -113,14 +113,14 @@ class GpuState:
         """Return the last answer for a field, however old."""
         for query, query_state in self.query_states.items():
             if name in query.fields:
-                return query_state.answer.values[query.fields.index(name)]
+                return query_state.reply.values[query.fields.index(name)]
         return None
 
     def sample(self, run_context: RunContext, now_s: float) -> dict[str, Any]:
         """Return the fields of the `device` record except `t_s`, from the values known now."""
         values_by_name: dict[str, Any] = {}
         for query, state in self.query_states.items():
-            values, time_s = state.answer
+            values, time_s = state.reply
             stale_reason = self._stale_reason(query, time_s, now_s)
             for name, value in zip(query.fields, values, strict=True):
                 if stale_reason and (value is NOT_QUERIED or not isinstance(value, MissingValue)):
@@ -203,7 +203,7 @@ class GpuPoller:
                 if not failure.is_permanent:
                     break
                 query_state.getter_index += 1
-        query_state.answer = _Answer(values, self._clock())
+        query_state.reply = _QueryReply(values, self._clock())
 
     def _call_nvml(self, read: Callable[[], Any], query: NvmlQuery | None = None) -> Any:
         self.current_query, self._call_start_s = query, self._clock()

@@ -393,7 +393,8 @@ class Mirror(StallRecorder):
         pause_starts = [time_ns for *_, time_ns in pauses if type(time_ns) is int]
         input_starts = [time_ns for peer in live if (time_ns := int_member(peer.beat, "input_ns")) is not None]
         refusals = [text for peer in live if (text := text_member(peer.beat, "refusal")) is not None]
-        stages = [stage for peer in live if isinstance(stage := peer.beat.get("stage"), list)]
+        stages = [stage for peer in live if isinstance(stage := peer.beat.get("stage"), list) and len(stage) == 2]
+        stage_name, stage_start_ns = stages[0] if stages else (None, None)
         state = {
             "doing": activities_by_word(activities),
             "connected": [peer.node.number for peer in self.peers if peer.node.state == "connected"],
@@ -405,8 +406,8 @@ class Mirror(StallRecorder):
             "pending": any(peer.beat.get("pending") is True for peer in live),
             "refusal": min(map(sanitize_line, refusals)) if len(refusals) == len(live) > 0 else None,
             "input_ns": min(input_starts, default=None),
-            "stage": next((sanitize_line(str(stage[0]))[:200] for stage in stages[:1]), None),
-            "stage_ns": next((stage[1] for stage in stages[:1] if len(stage) > 1 and type(stage[1]) is int), None),
+            "stage": None if stage_name is None else sanitize_line(str(stage_name))[:200],
+            "stage_ns": stage_start_ns if type(stage_start_ns) is int else None,
             **self._requests.state,
         }
         with contextlib.suppress(OSError):

@@ -347,14 +347,16 @@ class LiveRun:
             self._refresh_snapshot(reader)
         start = reader.info.start_ns
         pause_state = self.pause_state()
-        stage = reader.startup_stage() if self.exit_info is None else None
+        startup_stage = reader.startup_stage() if self.exit_info is None else None
+        if startup_stage is not None:
+            startup_stage = startup_stage._replace(start_ns=max(startup_stage.start_ns - start, 0))
         input_wait_since = reader.input_wait_start_ns() if self.exit_info is None else None
         return ScreenData(
             self.state,
             self.now_ns(),
             reader.info,
             view,
-            startup_stage=None if stage is None else (stage[0], max(stage[1] - start, 0)),
+            startup_stage=startup_stage,
             input_wait_since_ns=None if input_wait_since is None else max(input_wait_since - start, 0),
             activities=self._activities_of_run,
             is_command_alive=self._is_command_alive,

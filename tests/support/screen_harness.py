@@ -72,7 +72,7 @@ class FakeReader:
     def activities(self) -> dict[int, tuple[str, int]]:
         return self.doing
 
-    def build_exit_info(self) -> Any:
+    def exit_info(self) -> Any:
         return self.ended
 
     def is_command_alive(self) -> bool | None:

@@ -148,7 +148,7 @@ def test_the_terminal_of_the_screen_is_told_only_if_wanted(dpmon: Dpmon, setting
     terminal.shows("5 Output")
     dpmon.begun()
     dpmon.go()
-    terminal.shows("finished")
+    terminal.shows("finished status")
     terminal.writes(sent)
     terminal.type("q")
     terminal.wait()

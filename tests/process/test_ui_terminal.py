@@ -362,7 +362,7 @@ def test_direct_drawing_shows_the_same_as_textual(run: TerminalRun, terminal: St
     after = len(fast.raw), len(slow.raw)
     run.end(0)  # another scene: both draw everything
     for seen in (fast, slow):
-        seen.shows("finished")
+        seen.shows("finished status")
         seen.until(lambda s=seen: f"STEP {number}" in s.picture(), "the last line")
     fast.until(lambda: slow.take() and cells(fast.screen) == cells(slow.screen), "the same picture")
     assert after[0] - before[0] < (after[1] - before[1]) / 2
@@ -373,7 +373,7 @@ def test_little_is_written_and_nothing_when_nothing_changes(run: TerminalRun, te
     seen = terminal()
     seen.shows("linear.py")
     run.end(0)
-    seen.shows("finished")
+    seen.shows("finished status")
     written, since = len(seen.raw), time.monotonic()
 
     def quiet() -> bool:

@@ -16,6 +16,7 @@ from textual.geometry import Region
 from textual.pilot import Pilot
 
 from dpmon.record.record_types import Event, Record
+from dpmon.run.activities import StartupStage
 from dpmon.run.lifecycle import build_exit_info
 from dpmon.run.run_directory import ExitInfo, write_info
 from dpmon.span_ring import HeaderWord, SpanRing
@@ -63,7 +64,7 @@ class FakeReader:
             self.recording.add(records, process)
         yield self.recording.store()
 
-    def startup_stage(self) -> tuple[str, int] | None:
+    def startup_stage(self) -> StartupStage | None:
         return None
 
     def input_wait_start_ns(self) -> int | None:

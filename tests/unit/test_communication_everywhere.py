@@ -109,7 +109,7 @@ def test_steps_without_a_pass_count_as_none_of_it(state: Path) -> None:
 
 def test_the_report_says_why_waits_are_unknown(state: Path) -> None:
     text = text_lines(build_document(collect_report_data(a_run(world=8))), 200)
-    assert any("3 of 8 ranks are in this record" in line for line in text)
+    assert any("3 of 8 ranks are recorded" in line for line in text)
     assert "RANKS: where step time goes" not in text
 
 

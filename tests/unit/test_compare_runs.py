@@ -486,7 +486,7 @@ def test_the_command_line(state: Path, capsys: pytest.CaptureFixture[str], tmp_p
     html = (tmp_path / "both.html").read_text()
     assert html.count('<path class=line stroke="') == 2
     for words, why in (
-        ([*before], "compare takes two runs, or several on each side of --"),
+        ([*before], "compare needs two runs, or several on each side of --"),
         ([before[0], before[0]], "is given twice"),
         ([*before[:2], "--phase", "data"], "--phase needs --fail-if-slower"),
         ([*before[:2], "--fail-if-slower", "0.05"], "expected a percentage such as 5%"),

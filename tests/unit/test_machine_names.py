@@ -380,7 +380,7 @@ def test_a_mirror_on_one_of_the_machines_is_no_run_of_the_job(
     assert found[0]["id"] != mirror.name
     assert main(["ls"]) == 0
     own, other = capsys.readouterr().out.splitlines()[1:]
-    assert ("2 machines: " in own, "2 machines: " in other) == (mirror.name[16:] in own, mirror.name[16:] in other)
+    assert ("2 nodes: " in own, "2 nodes: " in other) == (mirror.name[16:] in own, mirror.name[16:] in other)
 
 
 def test_what_a_machine_lists_is_checked(tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from dpmon.errors import HistoryError
 from dpmon.model.run_snapshot import MAX_FULLY_READ, Process, RunSnapshot
+from dpmon.run.activities import StartupStage
 from dpmon.run.run_directory import ExitInfo
 from dpmon.store.store_queries import Store
 from dpmon.ui.live_run import LiveRun
@@ -158,7 +159,7 @@ def test_a_slow_training_after_another_one_is_not_waited_for_once_it_steps(tmp_p
     feed = feed_of(tmp_path, reader, lambda: now)
     feed.start()
     reader.doing = {0: ("ended", 0)}
-    reader.startup_stage = lambda: ("torch imported", reader.info.start_ns + first.now + 8 * SECOND)  # type: ignore[method-assign]
+    reader.startup_stage = lambda: StartupStage("torch imported", reader.info.start_ns + first.now + 8 * SECOND)  # type: ignore[method-assign]
     feed.refresh()
     assert describe_activity(feed.build_screen_data(View())).detail == "waiting for the first step, 1 s"
     reader.new = records_of_rows([*second.begin(), *second.run(1)], 1)

@@ -449,7 +449,7 @@ async def test_a_sample_is_requested_and_a_run_without_ranks_is_told(tmp_path: P
         await on.press("c")
         await on.shows("this run has no ranks: only collectives that the script calls itself will be recorded")
         on.end(0)
-        await on.shows("finished")
+        await on.shows("finished status")
         await on.press("c")
         await on.shows("no training process is running")
 
@@ -526,7 +526,7 @@ async def test_after_a_search_the_footer_says_how_to_follow_again(tmp_path: Path
         assert " end follow" not in on.app.text()[-1]
         await on.press("space", "home")
         on.end(0)
-        await on.shows("finished")
+        await on.shows("finished status")
         assert f" end {'last' if width == 80 else 'to the end'}" in on.app.text()[-1]
 
 

@@ -30,11 +30,12 @@ _READ_AS = {
 }
 """Expressions for columns whose type differs from that of an equally named column (see `CheckedConnection`)."""
 INITIAL_ROWS_S = 600
-"""At its first connection, a reader gets steps and samples of this time. Of earlier time, only tallies and sums."""
+"""At its first connection, a reader gets all rows of this time. Of earlier time, it gets tallies, sums,
+losses and lasting events."""
 INITIAL_TALLIES_S = {1: 120, 10: 1200, 60: 3 * 3600, 600: 86_400}
 """The same for tallies, by width (s)."""
 RECONNECT_FACTOR = 30
-"""After a reconnection, a reader gets the rows of this many times that time."""
+"""After a reconnection, a reader gets tallies of this many times INITIAL_TALLIES_S."""
 LATE_S = 12
 """How many seconds are compared again with what was sent: a few more than in dpmon.store.tally_writer."""
 RARE_CHUNKS, MINUTE_CHUNKS = 5, 30

@@ -20,11 +20,10 @@ from dpmon.store.sync_passes import RankStepWait, SyncPassMatcher, SyncStep, syn
 from dpmon.store.tally import WIDTHS, SeriesNames, TallyKey
 from dpmon.store.tally_encoding import encode_entry, merge_sketches
 
-_MAX_DELAY_S, _MAX_PENDING = 5, 1 << 16
-"""Waits that become known later than this are added to the stored tally of their second, others to the next tally.
-
-The second number is the limit of tallies with pending waits.
-"""
+_MAX_DELAY_S = 5
+"""Waits that become known later than this are added to the stored tally of their second, others to the next tally."""
+_MAX_PENDING = 1 << 16
+"""Maximum number of tallies with pending waits."""
 _COLUMN_POSITIONS = {name: at for at, name in enumerate(STEP_COLUMNS)}
 _synced_of = itemgetter(
     *(

@@ -393,8 +393,8 @@ class Mirror(StallRecorder):
         pause_starts = [time_ns for *_, time_ns in pauses if type(time_ns) is int]
         input_starts = [time_ns for peer in live if (time_ns := int_member(peer.beat, "input_ns")) is not None]
         refusals = [text for peer in live if (text := text_member(peer.beat, "refusal")) is not None]
-        stages = [stage for peer in live if isinstance(stage := peer.beat.get("stage"), list) and len(stage) == 2]
-        stage_name, stage_start_ns = stages[0] if stages else (None, None)
+        stages = [stage for peer in live if isinstance(stage := peer.beat.get("stage"), list) and len(stage) >= 2]
+        stage_name, stage_start_ns = stages[0][:2] if stages else (None, None)
         state = {
             "doing": activities_by_word(activities),
             "connected": [peer.node.number for peer in self.peers if peer.node.state == "connected"],
@@ -416,7 +416,8 @@ class Mirror(StallRecorder):
     def _record_run_exit(self) -> None:
         """Record how the run ended.
 
-        Like the first node that failed, else one that was stopped, else one with an unknown end, else the first node.
+        It ends like the first of its nodes that failed; if there is none, like one that was stopped, like one with an
+        unknown end, or like the first node.
         """
         for peer in self.peers:
             if peer.node.state == "connecting":

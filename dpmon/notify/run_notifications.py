@@ -66,7 +66,7 @@ class NotificationFinder:
             yield Notification("dpmon.run.stalled", key, {**data, "ranks": stall.ranks}, stall.noticed_ns / SECOND)
             if stall.end_ns is not None and (health.end is None or stall is not last_stall):
                 lasted_ns = stall.duration_ns(stall.end_ns)
-                data |= {"lasted_s": lasted_ns / SECOND, "text": f"continues after {format_long_duration(lasted_ns)}"}
+                data |= {"lasted_s": lasted_ns / SECOND, "text": f"resumed after {format_long_duration(lasted_ns)}"}
                 yield Notification("dpmon.run.resumed", key, data, stall.end_ns / SECOND)
         self._find_straggler_change(snapshot, elapsed_s)
         yield from self._straggler_changes

@@ -30,9 +30,10 @@ sign of life. They are known after the second time."""
 MIN_BUSY_CPU = 0.05
 """Minimum CPU use of the process and its children (share of a core) that is a sign of life."""
 MIN_BUSY_WAKES_PER_S = 20.0
-"""Minimum wake-ups per second of the training thread that are one. A loader that waits for a dead worker has 0.2."""
+"""Minimum wake-ups per second of the training thread that are a sign of life. A loader that waits for a dead worker has
+0.2."""
 MIN_BUSY_BYTES_PER_S = 64 << 10
-"""Minimum bytes read and written per second, by the process and its children, that are one."""
+"""Minimum bytes read and written per second, by the process and its children, that are a sign of life."""
 MAX_NOTE_WAIT_S = 0.6
 """Maximum wait for a process to note its stacks. It checks for requests four times per second."""
 MAX_WORKERS = 32
@@ -62,12 +63,15 @@ class Counters(NamedTuple):
 
 
 class LastActivity(NamedTuple):
-    """A process at its last inspection (at `at_ns`): its activity, the start of its last span, and its activity's."""
+    """What a process was doing at its last inspection. Times are monotonic."""
 
     doing: str
     span_ns: int
+    """Start of its last span."""
     since_ns: int
+    """Start of its activity."""
     at_ns: int
+    """Time of the inspection."""
 
 
 class _LoopEnd(NamedTuple):

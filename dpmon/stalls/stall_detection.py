@@ -12,14 +12,15 @@ from dpmon.stalls.stacks import Stack
 MIN_STALL_NS = 10 * SECOND
 """A lack of progress is never called a stall before this time."""
 MAX_BUSY_NS = 1200 * SECOND
-"""The same for a process with a sign of life at a location where it was not seen before, before its first step, and
-after a loop: a compilation, checkpoint, download or evaluation may take this long."""
+"""A process that shows a sign of life is not called stalled before this time at a new location, before its first step,
+or after a loop: a compilation, checkpoint, download or evaluation may take this long."""
 MAX_BUSY_DATA_NS = 180 * SECOND
-"""The same for a process with a sign of life that waits for data."""
+"""A process that shows a sign of life and waits for data is not called stalled before this time."""
 MAX_SAVE_NS = 60 * SECOND
-"""The same for a process that saves without a sign of life. If it waits for a disk, it has MAX_BUSY_NS."""
+"""A process that saves without a sign of life is not called stalled before this time. If it waits for a disk, it has
+MAX_BUSY_NS."""
 LEARNED_RATIO = 3
-"""A rank may stay at a location this many times as long as the longest time before."""
+"""A rank may stay at a location for this many times its longest earlier stay."""
 
 
 LEARNED_PHASES = ("data", "copy", "forward", "backward", "optimizer")

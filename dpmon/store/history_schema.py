@@ -40,7 +40,7 @@
     gaps         id, process, after_step, mode, begin_ns, end_ns, ns: the longer times between two steps
     shapes       number of calls by process, mode, kind, layout, virtual, sizes (JSON: the definitions of inputs and
                  outputs of the call, then of each replica, or stage and sizes of each stage) and untimed (why a device
-                 time is missing: dpmon.record.history_rows.UNTIMED); sizes beyond the limit per process are 0 (unknown)
+                 time is missing: dpmon.record.record_types.UNTIMED); sizes beyond the limit per process are 0 (unknown)
     device_rollups  start_s (one minute; -1: see below), device (index; -1: the host), name, count, total, high
 
 A tally of 10 s or more is made when its time is over: meta's `whole_10`, `whole_60`, and so on, give the second up to
@@ -48,8 +48,8 @@ which they exist. Deleted tallies began before meta's `pruned_1`, `pruned_10`, a
 deleted. Late records are added to all existing tallies that cover their time.
 
 When the database reaches its size limit, the oldest rows are deleted: calls, steps, collectives and events first,
-except events of LASTING_KINDS; of a mirror, those of a machine with an eighth of it in one table before all. Tallies
-stay longer: each width has its share. The oldest rows of device_rollups and collective_sums are merged into rows that
+except events of LASTING_KINDS. In a mirror, a node that fills an eighth of the limit in one table loses rows there
+first. Tallies stay longer: each width has its share. The oldest rows of device_rollups and collective_sums are merged into rows that
 start at -1. Losses are only thinned, to some thousand for each line that calls backward.
 
 Times are ns since the run's start. Ids come from one counter, so they give the order across the tables. A ring's

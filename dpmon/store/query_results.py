@@ -180,7 +180,7 @@ class Shape(NamedTuple):
     stages: tuple[tuple[int, int, int], ...]
     """Definition, inputs and outputs (0: it did not finish) of each stage."""
     untimed: int
-    """The reason for a missing device time, an index of dpmon.record.history_rows.UNTIMED; 0 if none is missing."""
+    """The reason for a missing device time, an index of dpmon.record.record_types.UNTIMED; 0 if none is missing."""
     calls: int
     """Number of these calls."""
 

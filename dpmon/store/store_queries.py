@@ -173,7 +173,7 @@ _MAX_SMOOTHED = 200
 class Store:
     """The tables of one history, as of one instant. If the database is damaged, results cover its readable part.
 
-    `as_of` returns the store as it was at an earlier time, without later records.
+    After `as_of`, methods that return the newest rows leave out later ones.
     """
 
     def __init__(self, connection: CheckedConnection, damaged: str | None = None) -> None:
@@ -722,7 +722,7 @@ class Store:
         return None
 
     def _last_id(self, table: str, process: int) -> int:
-        """Return an id that is at least that of a process's newest row in a table, and below that of its later rows."""
+        """Return an upper bound for the ids of a process's rows up to this store's time; later rows have higher ids."""
         key = table, process
         last_id = self._last_ids.get(key)
         if last_id is None:
@@ -916,7 +916,8 @@ class Store:
     def job(self) -> tuple[dict[str, str] | None, int | None]:
         """Return the job of the run's ranks (`by` and `id`, the same on all nodes) and the number of this node.
 
-        Both come from the newest training process that reported a job. They are None if no process did.
+        Both come from the newest process event with a job, among the newest _MAX_PROCESS_EVENTS. The job is None if there
+        is none; the number is None if it is unknown.
         """
         for event in reversed(self.events("process", limit=_MAX_PROCESS_EVENTS)):
             job = event.data.get("job")

@@ -291,7 +291,7 @@ def _choose_known(choose: Callable[[int, int], int], one: int | None, other: int
 
 
 class IncrementalTallies:
-    """The merged series of the rows of one question, for the next one: only rows that came, changed or went count."""
+    """A merger of tally rows that keeps its last result, so that it reads only rows that are new, changed or deleted."""
 
     def __init__(self) -> None:
         self._sketches: dict[tuple[int, int, TallyKey], bytes] = {}

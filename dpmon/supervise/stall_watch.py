@@ -167,7 +167,10 @@ class StallWatch:
         return self._inspector.inspect_ranks(self._recorder.last_steps(), now_ns)
 
     def _write_rank_report(self, ranks: list[RankActivity], now_ns: int) -> None:
-        """Write what these ranks do for the mirror, if the job has other ranks. CPU use, which varies, is ignored."""
+        """Write the report on these ranks that a mirror reads; it is empty unless the job has other ranks.
+
+        CPU use, which varies, is not a reason to write it again.
+        """
         if self._spans_nodes or len(ranks) >= max((rank.world for rank in ranks), default=0):
             ranks = []
         ranks = self._inspector.with_exceptions(ranks) if any(rank.is_over for rank in ranks) else ranks

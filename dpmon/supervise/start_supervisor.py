@@ -105,7 +105,7 @@ class NotifierLauncher:
             os.set_inheritable(lock_fd, True)
             self._process = _start(self._directory, str(lock_fd), module=_NOTIFIER)
         except OSError as error:
-            self._warn(f"event command disabled: {error.strerror or error}")
+            self._warn(f"the event command cannot run now: {error.strerror or error}")
         finally:
             if lock_fd >= 0:
                 os.close(lock_fd)

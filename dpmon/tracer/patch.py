@@ -175,8 +175,8 @@ def _wrap_dp_init(original: Function, modes: ModeDecider, call_tracer: CallTrace
     signature = inspect.signature(original)
 
     def on_init(_: object, __: int, wrapper: object, *arguments: Any, **keywords: Any) -> None:
-        bound = signature.bind(wrapper, *arguments, **keywords)
-        modes.note_dim(wrapper, bound.arguments.get("dim", 0))
+        named = {**signature.bind(wrapper, *arguments, **keywords).arguments, **keywords}
+        modes.note_dim(wrapper, named.get("dim", 0))
         if type(wrapper) is not torch.nn.DataParallel:
             call_tracer.trace_subclass(type(wrapper))
 

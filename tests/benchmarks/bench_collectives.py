@@ -65,9 +65,9 @@ def rank(number: int, where: str, forced: bool, options: argparse.Namespace) -> 
         return chosen
 
     collectives._steps_between_samples = distance
-    collectives.APART_NS = 0
+    collectives.MIN_SAMPLE_INTERVAL_NS = 0
     if forced:
-        collectives.FIRST = EVERY
+        collectives.STEPS_BEFORE_FIRST_SAMPLE = EVERY
     distributed.init_process_group("gloo", init_method=f"file://{where}/store", rank=number, world_size=RANKS)
     model = model_of(options.form, options.layers, options.width)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)

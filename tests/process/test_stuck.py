@@ -46,7 +46,7 @@ CAUSES = {
     "disk": r"rank 1 in (Path\.read_text|get_stuck) \(stuck\.py:{here}\); rank 0 waits in backward"
     r" \(stuck\.py:{backward}\)",
     "gil": r"rank 1 in hold_gil \(stuck\.py:{here}\); rank 0 waits in backward \(stuck\.py:{backward}\)",
-    "gone": r"rank 1 is gone; rank 0 waits in backward \(stuck\.py:{backward}\)",
+    "gone": r"rank 1 has exited; rank 0 waits in backward \(stuck\.py:{backward}\)",
     "locks": r"in two_locks \(stuck\.py:{here}\)",
     "iterator": r".*in .*\(stuck\.py:{here}\)",
 }

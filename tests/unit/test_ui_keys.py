@@ -436,9 +436,9 @@ async def test_the_training_is_paused_and_resumed(tmp_path: Path) -> None:
         await on.until(lambda: "paused" not in on.text(), "running again")
         assert "p pause" in on.text()
         now = on.app.live_run.now_ns() / SECOND
-        event = {"process": 0, "step": 3, "paused": False, "t_s": now, "reason": "the supervisor is gone"}
+        event = {"process": 0, "step": 3, "paused": False, "t_s": now, "reason": "the supervisor has exited"}
         on.reader.new = [Event("pause", event)]
-        await on.shows("the pause has ended: the supervisor is gone")
+        await on.shows("the pause has ended: the supervisor has exited")
         on.reader.new = [Event("pause", {**event, "refused": "not\x1b[2J here"})]
         await on.shows("pause refused: not\ufffd[2J here")
 

@@ -104,7 +104,7 @@ class CallTracer:
                     if traced_module is not None and traced_module.may_have_moved:
                         device = traced_module.module_device
                         if device is not None and device.is_stale():
-                            traced_module = None
+                            traced_module = None  # if the new plan fails, the call is not traced
                     if traced_module is None:
                         with torch._C.DisableTorchFunction():  # hides our reads from the script's modes
                             traced_module = None if session.is_off else trace_module(module, thread)

@@ -18,7 +18,7 @@ from dpmon.tracer.modes.call_plans import DP, SINGLE, CallPlan, holds_data_paral
 from dpmon.tracer.modes.mode_decision import ModeDecider
 
 MAX_MODULES = 1024
-_HOST_ONLY = "the devices are CPUs: there is only host time"
+_HOST_ONLY = "the devices are CPUs: host time is all there is"
 _NO_EVENTS = "it was not timed: only calls of the training thread are timed"
 _UNSEPARATED = {
     DDP: {"all_reduce": "the ranks average their gradients within the backward pass; this time is not separated"},

@@ -107,8 +107,8 @@ class TracerErrorGuard:
 
     def __enter__(self) -> None: ...
 
-    def __exit__(self, event_kind: type[BaseException] | None, error: Any, traceback: object) -> bool:
-        if event_kind is None or Exception not in event_kind.__mro__:  # the script may have replaced isinstance
+    def __exit__(self, error_class: type[BaseException] | None, error: Any, traceback: object) -> bool:
+        if error_class is None or Exception not in error_class.__mro__:  # the script may have replaced isinstance
             return False
         self._session.count_error(self._operation, error, self._is_fatal)
         return True
@@ -273,14 +273,14 @@ class Session:
                 self._retry_ns = 0
                 self._append_line(data)
 
-    def record_event(self, event_kind: str, call_reference: str | None = None, **data: object) -> None:
+    def record_event(self, error_class: str, call_reference: str | None = None, **data: object) -> None:
         """Write an event of this process. `data`: its fields.
 
         `call_reference`: the call whose step and call numbers the event gets, "next" or "last"; None for none.
         """
         if self.ring is not None:
             now = monotonic_ns()
-            common: dict[str, object] = {"kind": event_kind, "process": self.process_index, "rank": self.rank}
+            common: dict[str, object] = {"kind": error_class, "process": self.process_index, "rank": self.rank}
             common["t_s"] = (now - self.config.start_ns) / 1e9
             line = {**common, **data, "at": now}
             if call_reference is not None:

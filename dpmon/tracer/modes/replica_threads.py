@@ -48,8 +48,8 @@ class ReplicaThread:
     def start(self) -> None:
         """Start the thread. Raises RuntimeError if no thread can be started."""
         # Only threads of `threading` call the trace functions that debuggers and coverage set for new threads.
-        if threading.gettrace() is None and threading.getprofile() is None and _crew.is_open():
-            _crew.idle_worker().submit(self)
+        if threading.gettrace() is None and threading.getprofile() is None and _worker_pool.is_open():
+            _worker_pool.idle_worker().submit(self)
         else:
             thread = threading.Thread(target=self.run)
             self.join = thread.join
@@ -120,7 +120,7 @@ class _WorkerPool:
             # thread that returns from torch after the interpreter has gone aborts the process.
             try:
                 threading._register_atexit(self._close)  # type: ignore[attr-defined]
-                os.register_at_fork(after_in_child=self._forked)
+                os.register_at_fork(after_in_child=self._reset_after_fork)
                 self._is_usable = True
             except (AttributeError, RuntimeError):  # another Python, or the end has begun
                 self._is_usable = False
@@ -143,7 +143,7 @@ class _WorkerPool:
             worker.submit(barrier)
             barrier.join()
 
-    def _forked(self) -> None:
+    def _reset_after_fork(self) -> None:
         self.generation += 1
         self.idle.clear()
         self._all.clear()
@@ -158,8 +158,8 @@ def _locals_of_thread() -> dict[object, object]:
     # A separate function object, because the script shares the one in `pythonapi`. The result is a borrowed reference,
     # so its type must not be py_object, which would release it.
     function = ctypes.PYFUNCTYPE(ctypes.c_void_p)(("PyThreadState_GetDict", ctypes.pythonapi))
-    setters: dict[object, object] = ctypes.cast(function(), ctypes.py_object).value
-    return setters
+    thread_locals: dict[object, object] = ctypes.cast(function(), ctypes.py_object).value
+    return thread_locals
 
 
 def _report_thread_exception(error: BaseException) -> None:
@@ -174,7 +174,7 @@ def _report_thread_exception(error: BaseException) -> None:
             sys.excepthook(*sys.exc_info())
 
 
-_crew = _WorkerPool()
+_worker_pool = _WorkerPool()
 
 
 # ------------------------------------------------------------------------------------------------ cores

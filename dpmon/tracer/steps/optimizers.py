@@ -15,8 +15,8 @@ import torch
 from dpmon.record.span_format import INSIDE_AT, MAX_SITE, SITE_AT, Kind
 from dpmon.tracer.steps.span_recorder import IDLE_STEPS, MAX_STEPS_WITHOUT_FETCH, SpanRecorder, ThreadState
 
-UNSEEN_STEPS = 3
-"""`on_unseen` is called after this many optimizer steps without any call of a module."""
+STEPS_BEFORE_WARNING = 3
+"""`on_no_call` is called after this many optimizer steps without any call of a module."""
 MAX_CALLS_AFTER_STEP = 4096
 """A step may begin at a call after this many calls without an optimizer step, if an optimizer has stepped before."""
 
@@ -130,7 +130,7 @@ class OptimizerTracer:
         recorder = self._recorder
         if recorder.ring is None:
             self._steps_without_ring += 1
-            if self._steps_without_ring == UNSEEN_STEPS:
+            if self._steps_without_ring == STEPS_BEFORE_WARNING:
                 self.on_no_call()
         if thread.open_kind or thread is not recorder.training_thread:
             return

@@ -175,8 +175,8 @@ def run(rank: int, where: str) -> None:
     ours = sys.modules.get("dpmon.tracer.collectives.collective_sampler")
     if ours is not None:
         ours.SHARE = 1e9  # as often as it may be
-        ours.FIRST = 4
-        ours.APART_NS = 0
+        ours.STEPS_BEFORE_FIRST_SAMPLE = 4
+        ours.MIN_SAMPLE_INTERVAL_NS = 0
     dist.init_process_group("gloo", init_method=f"file://{where}/store", rank=rank, world_size=RANKS)
     found = [train(form, rank) for form in FORMS]
     dist.barrier()

@@ -18,12 +18,12 @@ how = sys.argv[1]
 ours = sys.modules["dpmon.tracer.collectives.collective_sampler"]
 operators = sys.modules["dpmon.tracer.collectives.kernels"]
 if how == "asked":
-    ours.FIRST = ours.MAX_DISTANCE
+    ours.STEPS_BEFORE_FIRST_SAMPLE = ours.MAX_DISTANCE
 elif how == "lacks":
     del torch._C._dispatch_keyset_full_after
 else:
-    ours.SHARE, ours.FIRST, ours.APART_NS = 1e9, 4, 0
-    ours.RETRY_NS, ours.MAX_PUT_OFF = 1_000_000, 20
+    ours.SHARE, ours.STEPS_BEFORE_FIRST_SAMPLE, ours.MIN_SAMPLE_INTERVAL_NS = 1e9, 4, 0
+    ours.RETRY_NS, ours.MAX_FAILED_ATTEMPTS = 1_000_000, 20
 if how != "no group":
     dist.init_process_group("gloo", init_method=f"file://{os.getcwd()}/store", rank=0, world_size=1)
 model = nn.Linear(4, 4)
@@ -138,7 +138,7 @@ elif how == "evaluates":
                 dist.all_reduce(model(batch).sum())
                 dist.all_reduce(x)
 elif how == "evaluates without an optimizer":
-    ours.TIMED_NS = 0
+    ours.FIRST_SAMPLE_DELAY_NS = 0
     for _ in range(6):
         for batch in DataLoader(torch.ones(16, 4), batch_size=None):
             dist.all_reduce(x)
@@ -160,7 +160,7 @@ elif how == "looks ahead":
         next(others)
         step(batch)
 elif how == "apart":
-    ours.APART_NS = 300_000_000
+    ours.MIN_SAMPLE_INTERVAL_NS = 300_000_000
     train(400, lambda: (dist.all_reduce(x), threading.Event().wait(0.004)))
 elif how == "asked":
     print("ready", flush=True)

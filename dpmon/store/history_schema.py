@@ -49,8 +49,8 @@ deleted. Late records are added to all existing tallies that cover their time.
 
 When the database reaches its size limit, the oldest rows are deleted: calls, steps, collectives and events first,
 except events of LASTING_KINDS. In a mirror, a node that fills an eighth of the limit in one table loses rows there
-first. Tallies stay longer: each width has its share. The oldest rows of device_rollups and collective_sums are merged into rows that
-start at -1. Losses are only thinned, to some thousand for each line that calls backward.
+first. Tallies stay longer: each width has its share. The oldest rows of device_rollups and collective_sums are merged
+into rows that start at -1. Losses are only thinned, to some thousand for each line that calls backward.
 
 Times are ns since the run's start. Ids come from one counter, so they give the order across the tables. A ring's
 position is written in the transaction that writes its records, so a reader that continues from there misses and

@@ -110,7 +110,7 @@ class RingDrain:
             self._own_missed += 1
 
     def warn(self, text: str, process: int | None = None) -> None:
-        """Record a warning, perhaps about a process. Do nothing in a reader, which only completes its copy in memory."""
+        """Record a warning, perhaps about a process. Do nothing in a reader, which completes a copy in memory."""
         if not self._in_memory:
             self.emit("warning", {"process": process, "text": text})
 

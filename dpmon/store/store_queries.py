@@ -916,8 +916,8 @@ class Store:
     def job(self) -> tuple[dict[str, str] | None, int | None]:
         """Return the job of the run's ranks (`by` and `id`, the same on all nodes) and the number of this node.
 
-        Both come from the newest process event with a job, among the newest _MAX_PROCESS_EVENTS. The job is None if there
-        is none; the number is None if it is unknown.
+        Both come from the newest process event with a job, among the newest _MAX_PROCESS_EVENTS. The job is None if
+        there is none; the number is None if it is unknown.
         """
         for event in reversed(self.events("process", limit=_MAX_PROCESS_EVENTS)):
             job = event.data.get("job")

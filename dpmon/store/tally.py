@@ -291,7 +291,7 @@ def _choose_known(choose: Callable[[int, int], int], one: int | None, other: int
 
 
 class IncrementalTallies:
-    """A merger of tally rows that keeps its last result, so that it reads only rows that are new, changed or deleted."""
+    """A merger of tally rows that keeps its last result, so that it reads only new, changed or deleted rows."""
 
     def __init__(self) -> None:
         self._sketches: dict[tuple[int, int, TallyKey], bytes] = {}

@@ -49,11 +49,11 @@ class SampledCollectives:
         self._steps: deque[tuple[int, int, int]] = deque(maxlen=MAX_STEPS)
         """The last steps, as (start, end, number)."""
         self._last_step_end = -1
-        self._held_rows: list[CollectiveRow] = []
+        self._rows_before_sample_end: list[CollectiveRow] = []
         """Collectives of the unfinished sample."""
         self._sampled: deque[_Sample] = deque(maxlen=MAX_SAMPLES)
         """The last samples."""
-        self._waiting: list[CollectiveRow | LossRow] = []
+        self._rows_before_step_end: list[CollectiveRow | LossRow] = []
         """Collectives and losses that wait until a step ends after their start."""
         self._recent_by_group: dict[str, list[tuple[int, int]]] = {}
         """By process group: its last collectives, as (start, end)."""
@@ -83,7 +83,7 @@ class SampledCollectives:
         if not span.site:
             discarded, self.skips = span.flags & Flag.FAILED or self.skips, False
             self._sampled.append(_Sample(span.start, span.end, bool(discarded), quantity))
-            held_rows, self._held_rows = self._held_rows, []
+            held_rows, self._rows_before_sample_end = self._rows_before_sample_end, []
             for held_row in held_rows:
                 self._hold(held_row)
         if span.site or not discarded:
@@ -102,9 +102,9 @@ class SampledCollectives:
         """Hold a collective until its sample has ended. If the sample has ended already, place or discard it now."""
         sample = next((sample for sample in self._sampled if row.start < sample.end), None)
         if sample is None:
-            self._held_rows.append(row)
-            if len(self._held_rows) > MAX_WAITING:
-                self._place_row(self._held_rows.pop(0))
+            self._rows_before_sample_end.append(row)
+            if len(self._rows_before_sample_end) > MAX_WAITING:
+                self._place_row(self._rows_before_sample_end.pop(0))
         elif not sample.discarded:
             if row.start < sample.start:  # its own sample is too old to be remembered
                 self._place_row(row)
@@ -128,13 +128,13 @@ class SampledCollectives:
     def _place_row(self, row: CollectiveRow | LossRow) -> None:
         """Give a collective or a loss its step, or let it wait for the end of a step."""
         if self._last_step_end > row.time_of_step:
-            self._ready.append(row._replace(step=self._step_at(row.time_of_step)))
+            self._ready.append(row._replace(step=self._step_number_at(row.time_of_step)))
         else:
-            self._waiting.append(row)
-            if len(self._waiting) > MAX_WAITING:
-                self._ready.append(self._waiting.pop(0))
+            self._rows_before_step_end.append(row)
+            if len(self._rows_before_step_end) > MAX_WAITING:
+                self._ready.append(self._rows_before_step_end.pop(0))
 
-    def _step_at(self, time_ns: int) -> int:
+    def _step_number_at(self, time_ns: int) -> int:
         """Return the number of the step that ran at a time; 0 if there was none."""
         index = bisect_right(self._steps, (time_ns, 1 << 63, 0))
         if index == 0:
@@ -146,18 +146,18 @@ class SampledCollectives:
         """Add a step that has ended, and place the collectives and losses that waited for it."""
         self._steps.append((start, end, number))
         self._last_step_end = end
-        if self._waiting:
-            waiting, self._waiting = self._waiting, []
-            for row in waiting:
+        if self._rows_before_step_end:
+            waiting_rows, self._rows_before_step_end = self._rows_before_step_end, []
+            for row in waiting_rows:
                 self._place_row(row)
 
     def finish(self) -> None:
         """Release all collectives, because no more samples or steps will end."""
-        for row in () if self.skips else self._held_rows:  # the process was killed in a sample
+        for row in () if self.skips else self._rows_before_sample_end:  # the process was killed in a sample
             self._place_row(row)
-        self._ready += self._waiting
-        self._held_rows.clear()
-        self._waiting.clear()
+        self._ready += self._rows_before_step_end
+        self._rows_before_sample_end.clear()
+        self._rows_before_step_end.clear()
 
     def pop_rows(self) -> list[CollectiveRow | LossRow | Definition]:
         """Return the collectives and losses with known steps, each once, with their definitions."""

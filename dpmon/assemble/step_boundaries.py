@@ -55,7 +55,7 @@ class StepBoundaryFinder:
         self._on_recorded = on_recorded
         self.held: list[Item] = []
         """The blocks and events of the open step that are not recorded yet."""
-        self._checkpoint = _Checkpoint(False, 0, 0, -1, ())
+        self._checkpoint = _Checkpoint(is_open=False, start=0, last_end=0, ends=-1, since=())
         self._cycle = OptimizerCycle()
         self.has_trained = False
         """Whether a backward pass or an optimizer step ran on the training thread."""

@@ -25,8 +25,8 @@ from dpmon.run.run_registry import JOB, find_run, list_runs, newest_run, short_n
 from dpmon.sanitize import sanitize_line, to_safe_json
 from dpmon.supervise.foreground_guard import poll_in_background
 from dpmon.supervise.start_supervisor import ensure_supervisor
-from dpmon.text.cells import encode_for_stream, supports_color, truncate
-from dpmon.text.formatting import format_clock, format_compact, format_count_with_noun, node_count_prefix
+from dpmon.text.cells import supports_color, text_for_stream, truncate
+from dpmon.text.formatting import format_compact, format_count_with_noun, format_elapsed, node_count_prefix
 
 if TYPE_CHECKING:
     from dpmon.report.document import Document
@@ -98,7 +98,7 @@ def stop(options: argparse.Namespace) -> int:
     """Stop a run; return 0 when it has ended, 1 if it could not be stopped."""
     from dpmon.run.run_signals import NOTHING_RUNS, STOPPED_BY, stop_run, wait_for_record
 
-    directory = find_run(options.run, is_live=is_live)
+    directory = find_run(options.run, live_test=is_live)
     exit_info = load_exit(directory)
     line = ""
     for line in stop_run(directory):
@@ -198,7 +198,7 @@ def render_document(document: Document, output: str | None) -> str:
     lines = text_lines(document, min(get_terminal_size((WIDTH_NO_TERMINAL, 24)).columns, MAX_WIDTH))
     if supports_color(sys.stdout, os.environ):
         lines = [f"\x1b[1m{line}\x1b[0m" if line and not line.startswith(" ") else line for line in lines]
-    return encode_for_stream("\n".join(lines) + "\n", sys.stdout)
+    return text_for_stream("\n".join(lines) + "\n", sys.stdout)
 
 
 # ------------------------------------------------------------------------------------------------ ls
@@ -241,7 +241,7 @@ def print_table(rows: Sequence[tuple[str, ...]], details: Sequence[Sequence[str]
     for row, detail_lines in zip(rows, details, strict=True):
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
         command = truncate(row[-1], command_width) if sys.stdout.isatty() else row[-1]
-        print("  ".join([*cells, encode_for_stream(command, sys.stdout)]).rstrip())
+        print("  ".join([*cells, text_for_stream(command, sys.stdout)]).rstrip())
         for line in detail_lines:
             print(f"    {sanitize_line(line)}")
 
@@ -288,7 +288,7 @@ class ListedRun(NamedTuple):
             sanitize_line(self.name),
             STATE_WORDS.get(self.state, self.state) + (", kept" if self.kept else ""),
             _format_age(time.time() - self.started_unix),
-            format_clock(int(self.seconds * 1e9)),
+            format_elapsed(int(self.seconds * 1e9)),
             steps_text,
             format_compact(self.samples_per_s),
             "-" if self.status is None else sanitize_line(self.signal or self.status),

@@ -24,7 +24,7 @@ from dpmon.run.safe_files import open_file
 from dpmon.run.stdin_terminal import send_input
 from dpmon.sanitize import sanitize_line
 from dpmon.supervise.foreground_guard import FORWARDED_SIGNALS
-from dpmon.text.cells import encode_for_stream
+from dpmon.text.cells import text_for_stream
 
 if TYPE_CHECKING:
     from dpmon.cli.status_stream import NonBlockingLineFile, ProgressReporter, StatusStream
@@ -306,9 +306,7 @@ class HeadlessRun:
         if self._speaks_json:
             self._write_line(json.dumps({"kind": "message", "text": text}).encode() + b"\n")
         else:
-            self._write_line(
-                encode_for_stream(f"dpmon: {sanitize_line(text)}\n", sys.stderr).encode("utf-8", "replace")
-            )
+            self._write_line(text_for_stream(f"dpmon: {sanitize_line(text)}\n", sys.stderr).encode("utf-8", "replace"))
 
     def _print_once(self, text: str) -> None:
         if text not in self._printed_messages:

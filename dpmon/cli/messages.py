@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dpmon.run.run_directory import ExitInfo, RunError
 from dpmon.sanitize import sanitize_line
-from dpmon.text.cells import encode_for_stream
+from dpmon.text.cells import text_for_stream
 
 UNKNOWN_STATUS = 2
 _PREFIX = "dpmon: "
@@ -21,7 +21,7 @@ _PROMPT_ROWS = 3
 def print_message(text: str) -> None:
     """Print a message of dpmon to stderr in one line, without control characters; ignore a closed stderr."""
     with contextlib.suppress(OSError, ValueError):
-        print(encode_for_stream(f"{_PREFIX}{sanitize_line(text)}", sys.stderr), file=sys.stderr, flush=True)
+        print(text_for_stream(f"{_PREFIX}{sanitize_line(text)}", sys.stderr), file=sys.stderr, flush=True)
 
 
 def format_error(error: Exception) -> str:

@@ -28,7 +28,7 @@ from dpmon.run.run_registry import find_run, list_runs, newest_run, short_name
 from dpmon.sanitize import sanitize_line, to_safe_json
 from dpmon.stalls.run_state import ENDED, QUIET, STALLED
 from dpmon.store.store_opening import open_store
-from dpmon.text.cells import encode_for_stream
+from dpmon.text.cells import text_for_stream
 from dpmon.text.formatting import (
     UNKNOWN,
     format_bytes_of_total,
@@ -53,7 +53,7 @@ def status(options: argparse.Namespace) -> int:
     if options.all:
         return _print_all_runs(options.json)
     try:
-        directory = newest_run(is_live) if options.run is None else find_run(options.run, is_live=is_live)
+        directory = newest_run(is_live) if options.run is None else find_run(options.run, live_test=is_live)
         wait_status = None
         if options.wait is not None:
             wait_status = _wait_for_state(directory, options.wait, options.timeout)
@@ -64,7 +64,7 @@ def status(options: argparse.Namespace) -> int:
     if options.json:
         print(to_safe_json(members, indent=1))
     else:
-        print(encode_for_stream("\n".join(_status_lines(health, members)), sys.stdout))
+        print(text_for_stream("\n".join(_status_lines(health, members)), sys.stdout))
     return health.exit_status if wait_status is None else wait_status
 
 
@@ -77,7 +77,7 @@ def _print_all_runs(as_json: bool) -> int:
         print(to_safe_json({"schema": SCHEMA, "runs": [members for _, members in runs]}, indent=1))
     else:
         lines = [_headline(health, members) for health, members in runs] or ["there are no runs"]
-        print(encode_for_stream("\n".join(lines), sys.stdout))
+        print(text_for_stream("\n".join(lines), sys.stdout))
     return 0
 
 

@@ -96,7 +96,7 @@ class StatusStream:
         self._reader = reader
         self._write = write
         self._state = RunSnapshot()
-        self._snapshots = SnapshotBuilder()
+        self._snapshot_builder = SnapshotBuilder()
         self._due = 0.0
         self._skipped = 0
 
@@ -130,7 +130,7 @@ class StatusStream:
         with suppress(HistoryError, RunError), open_store(self._reader.directory) as store:
             ended = ended_processes(self._reader.activities())
             request = SnapshotRequest(span_s=0, over=True) if has_ended else SnapshotRequest()
-            self._state = self._snapshots.build(store, request, ended)
+            self._state = self._snapshot_builder.build(store, request, ended)
 
     def _write_status(self) -> None:
         now_ns = time.monotonic_ns() - self._reader.refresh().start_ns
@@ -269,7 +269,7 @@ class ProgressReporter:
 
     def __init__(self, reader: RunReader) -> None:
         self._reader = reader
-        self._snapshots = SnapshotBuilder()
+        self._snapshot_builder = SnapshotBuilder()
         self._last_ns = 0
         """End of the newest step (ns since the run's start); 0 before the first step."""
 
@@ -277,7 +277,7 @@ class ProgressReporter:
         """Return the run's progress and rates; without a new step since the last line, the state and its reason."""
         activities, snapshot = self._reader.activities(), RunSnapshot()
         with suppress(HistoryError, RunError), open_store(self._reader.directory) as store:
-            snapshot = self._snapshots.build(store, SnapshotRequest(), ended_processes(activities))
+            snapshot = self._snapshot_builder.build(store, SnapshotRequest(), ended_processes(activities))
         process, now_ns = snapshot.representative, time.monotonic_ns() - self._reader.info.start_ns
         step = None if process is None else process.last_step
         if process is None or step is None or step.start_ns + step.wall_ns <= self._last_ns:

@@ -90,17 +90,17 @@ class _SummaryLines:
         warnings = [*damage, *(warning.text for warning in run.announced.warnings)]
         stall_lines = stall_sentences(run, self._exit_info, has_ended=self._exit_info is not None)
         lines = [*stall_lines, *self._time_lines(), *self._gap_lines(warnings)]
-        kinds = run.store.step_kinds() | run.layouts.modes_and_kinds()
+        mode_kinds = run.store.step_kinds() | run.layouts.modes_and_kinds()
         if run.open_calls:
             lines.append(format_calls_so_far(run.open_calls))
-        elif not kinds:
+        elif not mode_kinds:
             lines.append(
                 _untraced_summary(directory, self._run_info, self._exit_info, [*damage, *run.announced.reasons])
             )
-        for mode in sorted({mode for mode, _ in kinds}):
-            lines += self._mode_lines(mode, False)
-            if run.window.ever_trains(mode) and any(kind & EVALUATION for name, kind in kinds if name == mode):
-                lines += self._mode_lines(mode, True)
+        for mode in sorted({mode for mode, _ in mode_kinds}):
+            lines += self._mode_lines(mode, evaluation=False)
+            if run.window.ever_trains(mode) and any(kind & EVALUATION for name, kind in mode_kinds if name == mode):
+                lines += self._mode_lines(mode, evaluation=True)
         straggler = None if run.communication is None else run.communication.straggler
         lines += [] if straggler is None else [f"  {straggler_sentence(straggler, lately=False)}"]
         return lines + [line for section in detail_sections(run) for line in section_lines(section, width)]
@@ -131,8 +131,8 @@ class _SummaryLines:
             return []
         return time_by_activity_sentences(self._run, parts, has_ended=self._exit_info is not None)
 
-    def _mode_lines(self, mode: str, evaluation: bool) -> list[str]:
-        stats = self._run.mode(mode, evaluation)
+    def _mode_lines(self, mode: str, *, evaluation: bool) -> list[str]:
+        stats = self._run.mode(mode, evaluation=evaluation)
         title, rate_text = mode_title(stats) + (", evaluation" if evaluation else ""), format_rate(stats.rate)
         heading = f"{title}: {self._counts_text(mode, evaluation)}"
         return [f"{heading}, {rate_text}" if rate_text else heading, *_phase_lines(stats)]
@@ -153,11 +153,14 @@ class _SummaryLines:
 
 
 def _phase_lines(stats: ModeStats) -> list[str]:
-    """Return the times of steps and of each phase that ran (the phases of calls below forward), then the quantities."""
+    """Return the times of steps and of each phase that ran (the phases of calls below forward), then the quantities.
+
+    Empty without steps.
+    """
     if not stats.steps:
         return []
     step = PhaseStats(STEP, stats.steps, stats.median_ns, stats.p95_ns, stats.mean_ns, 1.0)
-    lines = [_phase_line("step" if stats.who is None else f"step of {stats.who}", step)]
+    lines = [_phase_line("step" if stats.process_name is None else f"step of {stats.process_name}", step)]
     lines += [_phase_line(f"  {'  ' * depth}{phase.name}", phase) for depth, phase in stats.nested_phases()]
     for quantity, quantity_sum in stats.known_quantities:
         lines.append(f"  {format_quantity(quantity, quantity_sum, stats.steps)}")

@@ -24,7 +24,7 @@ from dpmon.stalls.why_reply import build_reply, request_and_wait
 from dpmon.stalls.why_text import NOT_STALLED, format_reply
 from dpmon.store.store_opening import open_store
 from dpmon.supervise.start_supervisor import ensure_supervisor
-from dpmon.text.formatting import format_clock
+from dpmon.text.formatting import format_elapsed
 
 _PTRACE_WAIT_S = 0.5
 """After this time, the training processes have allowed this one to inspect them: they poll four times per second."""
@@ -33,7 +33,7 @@ _PTRACE_WAIT_S = 0.5
 def why(options: argparse.Namespace) -> int:
     """Print what each rank of a live run is doing, or the stalls of an ended run. Return 0, or 4 without such a run."""
     try:
-        directory = newest_run(is_live) if options.run is None else find_run(options.run, is_live=is_live)
+        directory = newest_run(is_live) if options.run is None else find_run(options.run, live_test=is_live)
         run_info = load_info(directory)
     except RunError as error:
         print_message(str(error))
@@ -60,7 +60,7 @@ def why(options: argparse.Namespace) -> int:
         if has_ended or stall.end_ns is not None:
             print(sanitize_line(sentence))
         if has_ended:
-            print(f"what each rank was doing when dpmon detected it, at {format_clock(stall.noticed_ns)}:")
+            print(f"what each rank was doing when dpmon detected it, at {format_elapsed(stall.noticed_ns)}:")
             print("\n".join(text for text, _ in format_reply(stall.record, all_threads=options.all)[2:]))
     if reply is None and not stalls:
         print("no stall was recorded")

@@ -32,7 +32,7 @@ from dpmon.record.schema import SECOND
 from dpmon.run.lifecycle import has_live_supervisor
 from dpmon.run.mirror_state import activities_by_word
 from dpmon.run.run_directory import load_exit
-from dpmon.run.run_reader import NO_TRAINING, RunReader
+from dpmon.run.run_reader import NO_TRAINING_MESSAGE, RunReader
 from dpmon.run.run_signals import stop_run
 from dpmon.run.safe_files import open_file, read_file
 from dpmon.stalls.why_reply import STANDING_FILE, request_and_wait
@@ -235,7 +235,7 @@ class _RowStream:
         try:
             reply = work()
             if reply.get("count") == 0:
-                reply = {"error": self._reader.pause_refusal() or NO_TRAINING}
+                reply = {"error": self._reader.pause_refusal() or NO_TRAINING_MESSAGE}
             if "why" in reply and reply["why"] is None:
                 reply = {"error": "its supervisor did not answer"}
         except (DpmonError, OSError, ValueError) as error:

@@ -124,12 +124,12 @@ def _processes(answers: Mapping[str, Any], run_context: RunContext, used_by_torc
             "of_run": bool(run_bytes) or used_by_torch,
             "mem_run_bytes": _sum(run_bytes, _NOT_BY_PROCESS),
             "mem_others_bytes": _sum(other_bytes, _NOT_BY_PROCESS),
-            "processes": _process_entries(bytes_by_pid, run_context.pids, False),
+            "processes": _process_entries(bytes_by_pid, run_context.pids, default_of_run=False),
             "process_count": len(bytes_by_pid),
         }
     known_fields: dict[str, Any] = {}
     if bytes_by_pid:
-        known_fields["processes"] = _process_entries(bytes_by_pid, frozenset(), None)
+        known_fields["processes"] = _process_entries(bytes_by_pid, frozenset(), default_of_run=None)
         known_fields["process_count"] = len(bytes_by_pid)
     return {**dict.fromkeys(_PROCESS_FIELDS, _NO_PIDS), **known_fields, **of_run}
 
@@ -140,7 +140,7 @@ def _sum(values: list[int | None], unknown: MissingValue) -> int | MissingValue:
 
 
 def _process_entries(
-    bytes_by_pid: Mapping[int, int | None], pids: Set[int], default_of_run: bool | None
+    bytes_by_pid: Mapping[int, int | None], pids: Set[int], *, default_of_run: bool | None
 ) -> list[dict[str, Any]]:
     rows = [
         {"pid": pid, "mem_bytes": used, "of_run": pid in pids or default_of_run} for pid, used in bytes_by_pid.items()

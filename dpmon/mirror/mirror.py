@@ -183,7 +183,7 @@ class Mirror(StallRecorder):
         node = peer.node
         try:
             if isinstance(report, LinkOpened):
-                self._handle_header(peer, report.marker)
+                self._handle_header(peer, report.header)
             elif isinstance(report, LinkClosed):
                 self._handle_disconnect(peer, report)
             elif peer.receiver is not None:
@@ -196,12 +196,12 @@ class Mirror(StallRecorder):
         except (DpmonError, TypeError, ValueError, LookupError, ArithmeticError) as error:
             self._close_link(peer, f"it sent invalid data: {sanitize_line(str(error))}")
 
-    def _handle_header(self, peer: NodeConnection, marker: Mapping[str, Any]) -> None:
+    def _handle_header(self, peer: NodeConnection, header: Mapping[str, Any]) -> None:
         node = peer.node
-        peer.receiver, peer.clock_replies, peer.offset = ChunkReceiver(), 0, node.received
+        peer.receiver, peer.clock_replies, peer.last_received_id = ChunkReceiver(), 0, node.received
         self._drop_unwritten(peer)  # the node sends them again
         host, run, version, script, cwd = (
-            _text(marker, key) or "" for key in ("host", "run", "version", "script", "cwd")
+            _text(header, key) or "" for key in ("host", "run", "version", "script", "cwd")
         )
         if peer.is_run_unknown and not ID.fullmatch(run):
             raise ProtocolError("it has not named its run")
@@ -209,7 +209,7 @@ class Mirror(StallRecorder):
             text = f"{node.name} has dpmon {version}, this one {dpmon.__version__}: only what both know is read"
             self.emit("warning", {"process": None, "text": text})
         node.host, node.run, node.version, peer.is_run_unknown = host, run, version, False
-        words = marker.get("command")
+        words = header.get("command")
         if not self.info.command and isinstance(words, list):  # the first node describes the run
             command = tuple(sanitize_line(word, _MAX_TEXT_CHARS) for word in words[:100])
             run_info = replace(self.info, command=command, script=script, cwd=cwd, versions={"dpmon": version})
@@ -288,7 +288,8 @@ class Mirror(StallRecorder):
         first_offset, offset, tallied_s = (beat.get(name) for name in ("from", "offset", "tallied_s"))
         if not type(first_offset) is type(offset) is type(tallied_s) is int:
             raise ProtocolError("a beat without its offsets")
-        if not peer.offset == first_offset <= offset < 1 << 53 or tallied_s > self.now_ns() // SECOND + AHEAD_S:
+        is_next = peer.last_received_id == first_offset <= offset < 1 << 53
+        if not is_next or tallied_s > self.now_ns() // SECOND + AHEAD_S:
             raise ProtocolError("records that do not follow those before")
         peer.unwritten_bytes += chunk.size
         if peer.unwritten_bytes > MAX_NODE_BACKLOG_BYTES:
@@ -297,7 +298,7 @@ class Mirror(StallRecorder):
         if peer.rank_report is not None:
             age_ns = int(min(max(number_member(peer.rank_report, "age_s") or 0.0, 0.0), 1e9) * SECOND)
             self.stall_detector.receive_rank_report(node.number, node.name, peer.rank_report["standing"], age_ns)
-        peer.offset, peer.beat, peer.rank_report = offset, beat, None
+        peer.last_received_id, peer.beat, peer.rank_report = offset, beat, None
         self._unchecked.append((peer, chunk))
         self._set_node_state(node, "connected", None)
         if isinstance(output := beat.get("output"), str):

@@ -23,7 +23,7 @@ class NodeConnection:
     """Number of the last clock request, and when it was sent (ns of the run)."""
     clock_replies: int = 0
     """How many clock requests the node has answered on this connection."""
-    offset: int = 0
+    last_received_id: int = 0
     """The last id that the node has sent."""
     unwritten_bytes: int = 0
     """How much the node has sent that is not written yet."""

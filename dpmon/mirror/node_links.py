@@ -28,7 +28,7 @@ from dpmon.store.row_exchange import RECORDS, VERSION
 
 MAX_LINE_BYTES = 1 << 20
 MAX_BANNER_BYTES = 1 << 16
-"""Largest size of what precedes the marker line, and of that line itself."""
+"""Largest size of what precedes the header line, and of that line itself."""
 _MAX_STDERR_BYTES = 4096
 _MAX_UNSENT_BYTES = 1 << 16
 _READ_BYTES = 1 << 16
@@ -37,7 +37,7 @@ _MAX_STARTING = 8
 """How many commands may be connecting at once. sshd refuses more than about 10 at a time (MaxStartups)."""
 _MAX_SILENCE_S = 5.0
 _MAX_CONNECT_S = 15.0
-"""Longest wait for the marker line."""
+"""Longest wait for the header line."""
 _MAX_RETRY_WAIT_S = 30.0
 _MIN_STEADY_S = 10.0
 """After a connection that was open for this long, the next one is tried soon."""
@@ -50,10 +50,10 @@ _MARKER = re.compile(_MARK + rb"(\d{1,9}) (\{.*\})\s*")
 
 
 class LinkOpened(NamedTuple):
-    """A report that a node was reached and its dpmon sends records. `marker`: its first line."""
+    """A report that a node was reached and its dpmon sends records. `header`: its first line."""
 
     node: int
-    marker: Mapping[str, Any]
+    header: Mapping[str, Any]
 
 
 class LineReceived(NamedTuple):
@@ -102,7 +102,7 @@ class _NodeLink:
 class NodeLinks:
     """The commands for `count` nodes. `command(node)` returns the words of a command, and is called for each start.
 
-    With `once`, commands need no marker line and get no input, each runs once, and all output is reported as lines.
+    With `once`, commands need no header line and get no input, each runs once, and all output is reported as lines.
     `silent_s`: how long an open command may send nothing (with `once`: any command).
     """
 
@@ -245,7 +245,7 @@ class NodeLinks:
 
     def _handle_header(self, link: _NodeLink, version: int, text: bytes, reports: list[Report]) -> None:
         try:
-            marker = load_json(text)
+            header = load_json(text)
         except ValueError:
             reports.append(self._close(link, "it does not send the records of dpmon"))
             return
@@ -255,7 +255,7 @@ class NodeLinks:
             return
         link.is_open = link.was_open = True
         link.banner.clear()
-        reports.append(LinkOpened(link.node, marker))
+        reports.append(LinkOpened(link.node, header))
 
     def _overflow_reason(self, link: _NodeLink) -> str:
         if link.is_open or self._once:

@@ -150,12 +150,12 @@ class Communication:
     @cached_property
     def exposed_share(self) -> float | None:
         """`exposed_ns` as a share of the step (0 to 1)."""
-        return _share(self.exposed_ns, self.step_ns)
+        return _ratio(self.exposed_ns, self.step_ns)
 
     @cached_property
     def wait_share(self) -> float | None:
         """`wait_ns` as a share of the step (0 to 1)."""
-        return _share(self.wait_ns, self.step_ns)
+        return _ratio(self.wait_ns, self.step_ns)
 
     @cached_property
     def hidden_share(self) -> float | None:
@@ -166,7 +166,7 @@ class Communication:
         wrapper = self.torch_times
         if wrapper is None or len(wrapper.bucket_bytes) < 2:
             return None
-        return _share(wrapper.overlap_ns, wrapper.comm_ns)
+        return _ratio(wrapper.overlap_ns, wrapper.comm_ns)
 
     @cached_property
     def steps(self) -> int:
@@ -186,13 +186,13 @@ class Communication:
 
     @property
     def synced(self) -> float | None:
-        """Backward passes per step that averaged gradients."""
-        return _share(self.passes.synced, self.passes.steps)
+        """Backward passes per step that averaged gradients; None without steps."""
+        return _ratio(self.passes.synced, self.passes.steps)
 
     @property
     def unsynced(self) -> float | None:
-        """Backward passes per step that averaged nothing (no_sync)."""
-        return _share(self.passes.unsynced, self.passes.steps)
+        """Backward passes per step that averaged nothing (no_sync); None without steps."""
+        return _ratio(self.passes.unsynced, self.passes.steps)
 
     @cached_property
     def delays(self) -> Mapping[int, float]:
@@ -342,11 +342,13 @@ def _torch_times(wrappers: Iterable[Wrapper]) -> Wrapper | None:
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
+    """Return the mean of the known values; None without one."""
     known_values = [value for value in values if value is not None]
     return fmean(known_values) if known_values else None
 
 
-def _share(part: float | None, whole: float | None) -> float | None:
+def _ratio(part: float | None, whole: float | None) -> float | None:
+    """Return part / whole, which may exceed 1; None if one of them is unknown, or `whole` is 0."""
     return None if part is None or not whole else part / whole
 
 

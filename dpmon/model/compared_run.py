@@ -105,7 +105,7 @@ class ComparedRun:
     """The mode with most steps; None without steps."""
     rows: Sequence[tuple[StepKind, Tally]]
     """The tallies of the steps of its representative process, without those left out, in order of time."""
-    kinds: Counter[StepKind]
+    steps_by_kind: Counter[StepKind]
     """Number of these steps by kind."""
     stretch_s: int
     """Width (s) of the tallies in `rows`."""
@@ -134,10 +134,10 @@ class ComparedRun:
         """Return the steps of one kind in order of time: up to _MAX_STRETCHES tallies with about as many steps each."""
         stretches: list[Tally] = []
         for tally in (tally for row_kind, tally in self.rows if row_kind == kind):
-            if not stretches or stretches[-1].steps >= self.kinds[kind] / _MAX_STRETCHES:
+            if not stretches or stretches[-1].steps >= self.steps_by_kind[kind] / _MAX_STRETCHES:
                 stretches.append(Tally())
             stretches[-1].merge(tally)
-        if len(stretches) > 1 and stretches[-1].steps < self.kinds[kind] / _MAX_STRETCHES:
+        if len(stretches) > 1 and stretches[-1].steps < self.steps_by_kind[kind] / _MAX_STRETCHES:
             last = stretches.pop()
             stretches[-1].merge(last)
         return stretches
@@ -149,12 +149,12 @@ def build_compared_run(run: RunAnalysis, given: Mapping[str, str | None], **abou
     `given`: the setup that is not in the store. `about`: the fields of ComparedRun from `id` to `started_unix`.
     """
     modes = [mode for mode, evaluation in run.window.modes if not evaluation]
-    usual = max(modes, key=lambda mode: run.window.tally(mode, without_warmup=True).steps, default=None)
+    main_mode = max(modes, key=lambda mode: run.window.tally(mode, without_warmup=True).steps, default=None)
     rows: list[tuple[StepKind, Tally]] = []
-    kinds: Counter[StepKind] = Counter()
+    steps_by_kind: Counter[StepKind] = Counter()
     trained_steps: Counter[tuple[int, int]] = Counter()
     interrupted = 0
-    if usual is not None:
+    if main_mode is not None:
         until_ns = run.until_ns
         # A step that stalled ends, and counts, up to a second after its stall.
         interruptions = [
@@ -163,11 +163,11 @@ def build_compared_run(run: RunAnalysis, given: Mapping[str, str | None], **abou
         ]
         interruptions += any_paused_intervals(run.pauses, until_ns)
         tally_rows = run.store.tally_rows(
-            process=run.representative_process(usual, False), widest=run.stretch_s, series=_SERIES
+            process=run.representative_process(main_mode, evaluation=False), widest=run.stretch_s, series=_SERIES
         )
         for start_s, width, key, tally in tally_rows:
             kind = comparable_kind(key)
-            if kind is None or key.mode != usual:
+            if kind is None or key.mode != main_mode:
                 continue
             if kind.trains:
                 trained_steps[start_s * SECOND, (start_s + width) * SECOND] += tally.steps
@@ -175,30 +175,34 @@ def build_compared_run(run: RunAnalysis, given: Mapping[str, str | None], **abou
                 interrupted += tally.steps
             else:
                 rows.append((kind, tally))
-                kinds[kind] += tally.steps
+                steps_by_kind[kind] += tally.steps
     straggler = None if run.communication is None else run.communication.straggler
     sentence = None if straggler is None else straggler_sentence(straggler, lately=False)
-    bins = [time_bin for time_bin in run.stretches.bins if time_bin.mode == usual and not time_bin.evaluation]
+    bins = [time_bin for time_bin in run.stretches.bins if time_bin.mode == main_mode and not time_bin.evaluation]
     return ComparedRun(
         **about,
-        set_up={**given, **_setup_labels(run, usual, kinds)},
+        set_up={**given, **_setup_labels(run, main_mode, steps_by_kind)},
         measured=_hardware_conditions(run),
         bins=bins,
-        mode=usual,
+        mode=main_mode,
         rows=rows,
-        kinds=kinds,
+        steps_by_kind=steps_by_kind,
         stretch_s=run.stretch_s,
         interrupted_steps=interrupted,
-        values={**_mean_step(rows, kinds), **_cpu_ns_per_step(run, trained_steps), **_whole_run_values(run, usual)},
+        values={
+            **_mean_step(rows, steps_by_kind),
+            **_cpu_ns_per_step(run, trained_steps),
+            **_whole_run_values(run, main_mode),
+        },
         straggler=sentence,
     )
 
 
-def _mean_step(rows: Sequence[tuple[StepKind, Tally]], kinds: Counter[StepKind]) -> dict[str, float]:
+def _mean_step(rows: Sequence[tuple[StepKind, Tally]], steps_by_kind: Counter[StepKind]) -> dict[str, float]:
     """Return the mean of the most frequent kind of step; empty without steps."""
     merged = Tally()
     for kind, tally in rows:
-        if kind == max(kinds, key=kinds.__getitem__):
+        if kind == max(steps_by_kind, key=steps_by_kind.__getitem__):
             merged.merge(tally)
     mean = merged.stat(STEP).mean
     return {} if mean is None else {"mean_step": mean}
@@ -240,7 +244,7 @@ def _whole_run_values(run: RunAnalysis, mode: str | None) -> dict[str, float]:
     return {name: float(value) for name, value in values.items() if value is not None}
 
 
-def _setup_labels(run: RunAnalysis, mode: str | None, kinds: Counter[StepKind]) -> dict[str, str | None]:
+def _setup_labels(run: RunAnalysis, mode: str | None, steps_by_kind: Counter[StepKind]) -> dict[str, str | None]:
     process, distributed = next(iter(run.announced.info.values()), ProcessInfo(0)), run.layouts.distributed
     seen_ranks, world = len({info.rank for info in run.announced.info.values()}), process.world or 1
     first_change = next(
@@ -248,7 +252,7 @@ def _setup_labels(run: RunAnalysis, mode: str | None, kinds: Counter[StepKind]) 
     )
     gpu_names = [device.name or "GPU" for device in run.devices if device.of_run]
     gpus = [f"{gpu_names.count(name)} × {name}" for name in dict.fromkeys(gpu_names)]
-    batch = max(kinds, key=kinds.__getitem__).batch if kinds else NO_SAMPLES
+    batch = max(steps_by_kind, key=steps_by_kind.__getitem__).batch if steps_by_kind else NO_SAMPLES
     cores_text = None if run.host is None else format_count_with_noun(run.host.cpus, "processor")
     if run.host is not None and run.host.machines > 1:
         cores_text = f"{cores_text} on one of {run.host.machines} machines"

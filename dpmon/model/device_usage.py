@@ -160,9 +160,11 @@ def device_peaks(store: Store, process: int, periods: Sequence[ModePeriod]) -> d
                 continue
             previous = peaks.get(name)
             if is_only_mode or (peak_step is not None and peak_step >= period.step):
-                peaks[name] = Peak(max(peak, previous.bytes if previous is not None and previous.exact else 0), True)
+                peaks[name] = Peak(
+                    max(peak, previous.bytes if previous is not None and previous.exact else 0), exact=True
+                )
             elif previous is None or not previous.exact:
-                peaks[name] = Peak(peak, False)
+                peaks[name] = Peak(peak, exact=False)
     return peaks_by_mode
 
 

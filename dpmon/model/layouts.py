@@ -157,7 +157,7 @@ class CallLayouts:
                 continue
             for index, (inputs, outputs) in enumerate(shape.replicas):
                 device = layout.devices[index] if index < len(layout.devices) else "?"
-                sizes = self._text(shape.process, inputs), self._text(shape.process, outputs)
+                sizes = self._sizes_text(shape.process, inputs), self._sizes_text(shape.process, outputs)
                 key = ReplicaSizes(shape.mode, layout.root, index, device, *sizes, 0)
                 calls_by_sizes[key] += shape.calls
                 if shape.kind & EVALUATION and (shape.process, shape.layout, shape.mode) in self.trained:
@@ -177,9 +177,14 @@ class CallLayouts:
             return "?", None, None, 0
         _, _, number, pairs = max(groups, key=lambda group: groups[group])
         layout = self._definitions[process].layouts.get(number)
-        got, gave = pairs[0] if len(pairs) == 1 else (0, 0)
+        input_number, output_number = pairs[0] if len(pairs) == 1 else (0, 0)
         devices = "?" if layout is None else " ".join(layout.devices)
-        return devices, self._text(process, got), self._text(process, gave), groups.total()
+        return (
+            devices,
+            self._sizes_text(process, input_number),
+            self._sizes_text(process, output_number),
+            groups.total(),
+        )
 
     def stages(self, tallies: Mapping[TallyKey, Tally]) -> list[StageSizes]:
         """Return the inputs and outputs of each stage, by root and stage, then by calls. `tallies`: of each process."""
@@ -194,7 +199,7 @@ class CallLayouts:
             layout, stage = of_process.layouts.get(layout_number), of_process.stages.get(number)
             if layout is None or stage is None:
                 continue
-            key = layout.root, index, *stage, self._text(process, inputs), self._text(process, outputs)
+            key = layout.root, index, *stage, self._sizes_text(process, inputs), self._sizes_text(process, outputs)
             stage_sizes = stages.get(key) or StageSizes(*key, 0, SeriesStats(), SeriesStats(), None)
             series = stage_series(layout_number, index, number, inputs, outputs)
             for of, tally in tallies.items():
@@ -219,12 +224,12 @@ class CallLayouts:
                     reasons[reason] += shape.calls
         return reasons
 
-    def _text(self, process: int, number: int) -> str | None:
+    def _sizes_text(self, process: int, sizes_number: int) -> str | None:
         """Return sizes as text: "[30, 5]" or "x [30, 5], mask [30]"; None if they were not seen.
 
         A DTensor has both shapes: "[15, 5] of [30, 5]".
         """
-        sizes = self._definitions[process].sizes.get(number)
+        sizes = self._definitions[process].sizes.get(sizes_number)
         if sizes is None:
             return None
         texts = [
@@ -287,10 +292,10 @@ def build_replica_stats(layouts: CallLayouts, tallies: Mapping[int, Mapping[Tall
         if shape.kind & EVALUATION and trained:
             continue
         process_tallies = {} if layout_key in timed else tallies.get(shape.process, {})
-        times = merge_mode_tallies(process_tallies, shape.mode, False, trained)
+        times = merge_mode_tallies(process_tallies, shape.mode, evaluation=False, trained=trained)
         timed.add(layout_key)
         reason = why_untimed(layout, shape.untimed)
-        rows = tuple(layouts.rows(shape.process, got, layout) for got, _ in shape.replicas)
+        rows = tuple(layouts.rows(shape.process, input_number, layout) for input_number, _ in shape.replicas)
         splits[shape.mode, layout.root][rows] += shape.calls
         for index, device in enumerate(layout.devices):
             key = shape.mode, layout.root, index, device

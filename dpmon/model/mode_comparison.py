@@ -141,37 +141,38 @@ def compare_modes(
     """
     tallies = {key: tally for key, tally in window.tallies.items() if key.process == process and tally.steps}
     modes = [mode for mode in MODES_COMPARED if any(key.mode == mode for key in tallies)]
-    kinds: dict[str, Counter[StepKind]] = {mode: Counter() for mode in modes}
+    kind_counts: dict[str, Counter[StepKind]] = {mode: Counter() for mode in modes}
     for key, tally in tallies.items():
         step_kind = comparable_kind(key)
-        if key.mode in kinds and step_kind is not None:
-            kinds[key.mode][step_kind] += tally.steps
+        if key.mode in kind_counts and step_kind is not None:
+            kind_counts[key.mode][step_kind] += tally.steps
     has_both = len(modes) == 2
-    kind = common_kind(kinds.values()) if has_both else None
+    kind = common_kind(kind_counts.values()) if has_both else None
     evaluation, batch = (False, None) if kind is None else (not kind.trains, kind.batch)
     compared = {mode: window.tally(mode, evaluation, process, without_warmup=has_both, batch=batch) for mode in modes}
     sides = {
-        mode: compute_step_stats(mode, False, compared[mode], window.rate(mode, process=process)) for mode in modes
+        mode: compute_step_stats(mode, evaluation=False, tally=compared[mode], rate=window.rate(mode, process=process))
+        for mode in modes
     }
     seen = {mode: window.tally(mode, process=process).steps for mode in modes}
     base = Comparison(sides=sides, seen=seen, devices=tuple(devices), virtual=virtual)
     missing_steps = {
-        mode: MIN_STEPS - counts[kind] for mode, counts in kinds.items() if kind and counts[kind] < MIN_STEPS
+        mode: MIN_STEPS - counts[kind] for mode, counts in kind_counts.items() if kind and counts[kind] < MIN_STEPS
     }
     if not has_both or missing_steps:
         return replace(base, missing=_missing_steps_text(modes, missing_steps))
     if kind is None:
-        return replace(base, missing=incomparable_reason(kinds))
+        return replace(base, missing=incomparable_reason(kind_counts))
     other_kind = sum(
         count
-        for counts in kinds.values()
+        for counts in kind_counts.values()
         for counted_kind, count in counts.items()
         if counted_kind.trains != kind.trains
     )
     base = replace(
         base,
         samples=None if kind.batch == NO_SAMPLES else kind.batch,
-        left_out=sum(counts.total() - counts[kind] for counts in kinds.values()),
+        left_out=sum(counts.total() - counts[kind] for counts in kind_counts.values()),
         left_other_kind=other_kind,
         trained=kind.trains,
     )
@@ -245,9 +246,9 @@ def _missing_steps_text(seen: Sequence[str], missing_steps: Mapping[str, int]) -
     return f"no verdict yet: it needs {' and '.join(parts)}"
 
 
-def incomparable_reason(kinds: Mapping[str, Counter[StepKind]]) -> str:
+def incomparable_reason(kind_counts: Mapping[str, Counter[StepKind]]) -> str:
     """Return why no step of one mode can be compared with a step of the other."""
-    most_frequent = {mode: max(counts, key=lambda kind: counts[kind]) for mode, counts in kinds.items()}
+    most_frequent = {mode: max(counts, key=lambda kind: counts[kind]) for mode, counts in kind_counts.items()}
     trains = {mode: kind.trains for mode, kind in most_frequent.items()}
     if len(set(trains.values())) > 1:
         untrained = next(mode for mode, trained in trains.items() if not trained)

@@ -21,7 +21,7 @@ class ModeStats(StepStats):
     distributed: str | None = None
     """How its ranks trained one model together (a key of RANK_MODES); None if they did not."""
     process: int = 0
-    who: str | None = None
+    process_name: str | None = None
     """The name of the process, such as "rank 0"; None if it is the only one."""
     other_steps: int = 0
     """Number of steps of the other processes in this mode."""

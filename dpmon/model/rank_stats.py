@@ -12,7 +12,7 @@ from dpmon.model.communication import Wrapper, groups_of
 from dpmon.model.run_snapshot import MAX_LEAST_WAITING, Process
 from dpmon.model.stragglers import MIN_STEPS, Group, RankTimes, build_rank_times
 from dpmon.model.stragglers import SERIES as STRAGGLER_SERIES
-from dpmon.model.throughput import metrics_end_s, sample_unevenly
+from dpmon.model.throughput import sample_unevenly, stats_until_s
 from dpmon.record.schema import SECOND, STEP
 from dpmon.store.step_stats import compute_step_stats, merge_mode_tallies, split_tallies_by_process, training_modes
 from dpmon.store.tally import Tally, TallyKey
@@ -152,11 +152,14 @@ class RankTimesCache:
         wrappers: Sequence[Wrapper] = (),
         stalled: Seconds = (),
     ) -> tuple[RankTimes, ...]:
-        """Return the times as of the newest step of `focus`, one of the ranks; with several nodes without `stalled`."""
+        """Return the times as of the newest step of `focus`, one of the ranks; empty without a step of it.
+
+        With several nodes, the seconds in `stalled` are left out.
+        """
         if focus.last_step is None:
             return ()
         ranks = sorted((rank for rank in (focus, *others) if rank.rank is not None), key=_RANK)
-        end_s, processes = metrics_end_s(store, focus), tuple(rank.process for rank in ranks)
+        end_s, processes = stats_until_s(store, focus), tuple(rank.process for rank in ranks)
         stalled *= store.is_mirror
         if (processes, stalled) != (self._of, self._stalled):
             self._of, self._stalled, self._width_s = processes, stalled, RANK_S
@@ -253,7 +256,7 @@ def _rank_times(
     The seconds are whole, at least `width_s`, and enough for about RANK_STEPS steps.
     """
     assert focus.last_step is not None
-    end_s = max(metrics_end_s(store, rank) for rank in (focus, *ranks) if rank.last_step is not None)
+    end_s = max(stats_until_s(store, rank) for rank in (focus, *ranks) if rank.last_step is not None)
     step_ns = focus.recent.step_ns or focus.last_step.wall_ns
     width_s = max(-(-RANK_STEPS * step_ns // SECOND), width_s if store.is_mirror else RANK_S)
     numbers, mode = tuple(rank.process for rank in ranks), focus.last_step.mode
@@ -265,7 +268,10 @@ def _rank_times(
                 tallies[key.process].setdefault(key, Tally()).merge(tally)
         trained = mode in training_modes((key.mode, key.kind) for by_key in tallies.values() for key in by_key)
         merged = (
-            (rank, merge_mode_tallies(tallies[rank.process], mode, False, trained, without_warmup=True))
+            (
+                rank,
+                merge_mode_tallies(tallies[rank.process], mode, evaluation=False, trained=trained, without_warmup=True),
+            )
             for rank in ranks
         )
         times = tuple(build_rank_times(rank.process, rank.number, tally, rank.node) for rank, tally in merged)
@@ -280,7 +286,7 @@ def with_recent_stats(store: Store, processes: Iterable[Process]) -> Iterator[Pr
     by_end: dict[int, list[Process]] = {}
     for process in processes:
         if process.last_step is not None:
-            by_end.setdefault(metrics_end_s(store, process), []).append(process)
+            by_end.setdefault(stats_until_s(store, process), []).append(process)
     for end_s, group in by_end.items():
         start_s = max(end_s // _MINUTE_S - 1, 0) * _MINUTE_S  # each minute has its own tally
         numbers = tuple(process.process for process in group)
@@ -288,5 +294,7 @@ def with_recent_stats(store: Store, processes: Iterable[Process]) -> Iterator[Pr
         trained, by_process = training_modes((key.mode, key.kind) for key in tallies), split_tallies_by_process(tallies)
         for process in group:
             mode = process.last_step.mode if process.last_step is not None else ""
-            tally = merge_mode_tallies(by_process.get(process.process, {}), mode, False, mode in trained)
-            yield replace(process, figures=compute_step_stats(mode, False, tally, None))
+            tally = merge_mode_tallies(
+                by_process.get(process.process, {}), mode, evaluation=False, trained=mode in trained
+            )
+            yield replace(process, figures=compute_step_stats(mode, evaluation=False, tally=tally, rate=None))

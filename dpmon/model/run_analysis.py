@@ -212,7 +212,7 @@ class RunAnalysis:
 
     # ------------------------------------------------------------------------------------------ modes
 
-    def representative_process(self, mode: str, evaluation: bool) -> int:
+    def representative_process(self, mode: str, *, evaluation: bool) -> int:
         """Return the process that represents a mode: the one of the run, or else the lowest rank with a step in it."""
         return next(
             (
@@ -227,21 +227,21 @@ class RunAnalysis:
     def _representative_trainer(self) -> int:
         """The process that represents the run; if it only evaluates, the lowest rank that trains."""
         modes = [mode for mode, evaluation in self.window.modes if not evaluation and self.window.ever_trains(mode)]
-        candidates = [self.representative_process(mode, False) for mode in modes]
+        candidates = [self.representative_process(mode, evaluation=False) for mode in modes]
         if self._focus in candidates or not candidates:
             return self._focus
         return candidates[0]
 
-    def mode(self, mode: str, evaluation: bool = False, process: int | None = None) -> ModeStats:
+    def mode(self, mode: str, *, evaluation: bool = False, process: int | None = None) -> ModeStats:
         """Return the metrics of a mode for `process`, by default the representative one; `rate` is of all."""
-        process = self.representative_process(mode, evaluation) if process is None else process
+        process = self.representative_process(mode, evaluation=evaluation) if process is None else process
         whole = self._mode(mode, evaluation, process, self.window.tally(mode, evaluation, process))
         settled = self.window.tally(mode, evaluation, process, without_warmup=True)
         return replace(whole, settled=self._mode(mode, evaluation, process, settled))
 
     def _mode(self, mode: str, evaluation: bool, process: int, tally: Tally) -> ModeStats:
         steps, rate = self.window.steps_and_rate(mode, evaluation)
-        stats = compute_step_stats(mode, evaluation, tally, rate)
+        stats = compute_step_stats(mode, evaluation=evaluation, tally=tally, rate=rate)
         phases = {phase.name: phase for phase in stats.phases if phase.ran}
         ordered = tuple(phases[name] for name in (*STEP_PHASES, *CALL_PHASES) if name in phases)
         return ModeStats(
@@ -249,14 +249,14 @@ class RunAnalysis:
             virtual=self.layouts.virtual and mode == "dp",
             distributed=self.layouts.distributed if mode == "single" else None,
             process=process,
-            who=self.names.get(process),
+            process_name=self.names.get(process),
             other_steps=steps - stats.steps,
         )
 
     @cached_property
     def evaluations(self) -> list[ModeStats]:
         """The evaluation steps of each mode that otherwise trains."""
-        return [self.mode(mode, True) for mode, evaluation in self.window.modes if evaluation]
+        return [self.mode(mode, evaluation=True) for mode, evaluation in self.window.modes if evaluation]
 
     @cached_property
     def modes(self) -> tuple[ModeStats, ...]:
@@ -280,13 +280,13 @@ class RunAnalysis:
     def steps(self) -> int:
         """Number of steps, including deleted ones, and those that the metrics exclude."""
         left_out = sum(tally.steps for tally in self.window.left_out.values())
-        return sum(mode.all_steps for mode in (*self.modes, *self.evaluations)) + left_out
+        return sum(stats.all_steps for stats in (*self.modes, *self.evaluations)) + left_out
 
     @property
     def slow_start_ns(self) -> int:
         """The longest first step of a process that counts as start-up; 0 if none does."""
-        first = [tally for key, tally in self.window.left_out.items() if key.kind & STARTUP]
-        return max((tally.stat(STEP).total for tally in first), default=0)
+        startup_tallies = [tally for key, tally in self.window.left_out.items() if key.kind & STARTUP]
+        return max((tally.stat(STEP).total for tally in startup_tallies), default=0)
 
     @property
     def stalled_steps(self) -> int:
@@ -322,7 +322,7 @@ class RunAnalysis:
 
     @cached_property
     def last_step_ns(self) -> int | None:
-        """The end of the last step."""
+        """The end of the last step; None without steps."""
         return max((last for _, last in self.window.step_intervals.values()), default=None)
 
     @cached_property
@@ -371,9 +371,10 @@ class RunAnalysis:
         """The steps over time, for the representative process of each mode."""
         if self.last_step_ns is None:
             return BinnedSteps()
-        median = max((mode.median_ns for mode in self.modes if mode.median_ns is not None), default=0)
+        median = max((stats.median_ns for stats in self.modes if stats.median_ns is not None), default=0)
         processes = {
-            (mode, evaluation): self.representative_process(mode, evaluation) for mode, evaluation in self.window.modes
+            (mode, evaluation): self.representative_process(mode, evaluation=evaluation)
+            for mode, evaluation in self.window.modes
         }
         return bin_steps(self.store, self.first_step_ns, self.last_step_ns, median, processes)
 

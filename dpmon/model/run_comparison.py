@@ -95,7 +95,7 @@ class RunComparison:
 def compare_runs(before: Sequence[ComparedRun], after: Sequence[ComparedRun]) -> RunComparison:
     """Compare the runs of two sides."""
     runs = (*before, *after)
-    kind = common_kind(run.kinds for run in runs)
+    kind = common_kind(run.steps_by_kind for run in runs)
     missing = _incomparable_reason(runs, kind)
     stretches = [run.stretches(kind) if kind is not None and missing is None else [] for run in runs]
     wholes = [run.steps(None if missing else kind) for run in runs]
@@ -152,16 +152,16 @@ def setup_differences(before: Sequence[ComparedRun], after: Sequence[ComparedRun
 
 
 def _incomparable_reason(runs: Sequence[ComparedRun], kind: StepKind | None) -> str | None:
+    """Return why the steps of the runs cannot be compared; None if they can."""
     for run in runs:
-        if not run.kinds:
+        if not run.steps_by_kind:
             return f"{run.name} has no step to compare"
     if kind is None:
-        return incomparable_reason({run.name: run.kinds for run in runs})
-    few = min(runs, key=lambda run: run.kinds[kind])
-    if few.kinds[kind] < MIN_STEPS:
-        return (
-            f"{few.name} has only {format_count_with_noun(few.kinds[kind], 'step')} to compare, fewer than {MIN_STEPS}"
-        )
+        return incomparable_reason({run.name: run.steps_by_kind for run in runs})
+    few = min(runs, key=lambda run: run.steps_by_kind[kind])
+    steps = few.steps_by_kind[kind]
+    if steps < MIN_STEPS:
+        return f"{few.name} has only {format_count_with_noun(steps, 'step')} to compare, fewer than {MIN_STEPS}"
     return None
 
 
@@ -205,12 +205,19 @@ def _compare_metric(
 def _reason(
     step: ComparedMetric | None, before: Sequence[Tally], after: Sequence[Tally]
 ) -> tuple[str, float | None, float | None] | None:
+    """Return the phase that changed most, with its medians before and after.
+
+    None if the step time has not changed, or no phase has changed in the same direction.
+    """
     if step is None or step.change is None or not step.change.sign:
         return None
     times = []
     for side in (before, after):
         phases_by_run = [
-            phase_values(compute_step_stats("", False, tally, None), lambda phase: phase.median_ns) for tally in side
+            phase_values(
+                compute_step_stats("", evaluation=False, tally=tally, rate=None), lambda phase: phase.median_ns
+            )
+            for tally in side
         ]
         names = {name for phases in phases_by_run for name in phases}
         times.append({name: median(phases.get(name, 0.0) for phases in phases_by_run) for name in names})

@@ -38,7 +38,7 @@ MAX_LISTED_RANKS, MAX_LEAST_WAITING = 16, 10
 """More ranks than the first are drawn as a map, with the second number of ranks that wait least below it."""
 PHASES = tuple(phase.display_name for phase in SCHEMA)
 """Names of the phases on the screen; `forward` is the part outside the phases of its calls."""
-NO_STEPS = compute_step_stats("", False, Tally(), None)
+NO_STEPS = compute_step_stats("", evaluation=False, tally=Tally(), rate=None)
 """The metrics of a time range without steps."""
 
 

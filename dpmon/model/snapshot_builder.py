@@ -42,7 +42,7 @@ from dpmon.model.run_snapshot import (
 from dpmon.model.slow_steps import INPUT, SlowStepCache, SlowSteps, StepUnevenness, overlap_ns, uneven_steps
 from dpmon.model.step_history import COLUMNS, HistoryColumnCache, column_width_s
 from dpmon.model.stragglers import Group, RankTimes
-from dpmon.model.throughput import MAX_RATES, WINDOW_S, metrics_end_s, read_recent_rate, sample_unevenly
+from dpmon.model.throughput import MAX_RATES, WINDOW_S, read_recent_rate, sample_unevenly, stats_until_s
 from dpmon.record.schema import SECOND, STEP, WARM_UP
 from dpmon.store.step_stats import StatsWindow, StepStats, compute_step_stats
 from dpmon.store.tally import IncrementalTallies
@@ -242,7 +242,7 @@ class SnapshotBuilder:
         shown, others = list(rank_of_process), list[int]()
         if len(rank_of_process) > MAX_LISTED_RANKS:
             shown, others = choose_ranks_to_show(snapshot.ranks, snapshot.straggler, request.process)
-        end_s = metrics_end_s(store, focus)
+        end_s = stats_until_s(store, focus)
         start_s = max(end_s - request.span_s, 0) if request.span_s else max(focus.began_ns, 0) // SECOND
         ranks = {process: rank_of_process[process] for process in (*shown, *others)}
         return replace(snapshot, rank_waits=self._waits.read(store, ranks, start_s, end_s, shown))
@@ -260,33 +260,35 @@ class SnapshotBuilder:
         if step is None:
             timings = build_call_timings(CallCache(store, process.process), {}, (), process.mode)
             return _with_devices(replace(process, calls=timings, progress=NO_STEP))
-        end_s = metrics_end_s(store, process)
+        end_s = stats_until_s(store, process)
         start_s = max(end_s - request.span_s, 0) if request.span_s else 0
-        whole = StatsWindow(store, 0, end_s, process.process, self._of_run)
-        ranged = StatsWindow(store, start_s, end_s, process.process, self._of_range) if start_s else whole
-        mode = process.mode if any(key.mode == process.mode for key in ranged.tallies) else step.mode
+        whole_window = StatsWindow(store, 0, end_s, process.process, self._of_run)
+        ranged_window = StatsWindow(store, start_s, end_s, process.process, self._of_range) if start_s else whole_window
+        mode = process.mode if any(key.mode == process.mode for key in ranged_window.tallies) else step.mode
         waits = events.input_waits(process.process)
-        history_s, width = _history_range(process, end_s, request)
-        detailed = _with_calls(store, process, ranged)
-        range_stats = _stats_of_mode(ranged, process.process, mode)
+        history_s, column_s = _history_range(process, end_s, request)
+        detailed = _with_calls(store, process, ranged_window)
+        range_stats = _training_or_evaluation_stats(ranged_window, process.process, mode)
         detailed = replace(
             detailed,
             ranged=range_stats,
-            settled=_settled_stats(ranged, range_stats, process.process),
+            settled=_settled_stats(ranged_window, range_stats, process.process),
             uneven=_uneven(store, range_stats, process.process, waits),
             recent=self._recent_rate(store, process, others, end_s),
             progress=progress_of(store, process.process, step, no_time=OVER if request.over else None),
-            columns=self._columns.read(store, process.process, max(end_s - history_s, 0), end_s, width),
-            column_s=width,
+            columns=self._columns.read(store, process.process, max(end_s - history_s, 0), end_s, column_s),
+            column_s=column_s,
         )
         if request.over:
             detailed = replace(
                 detailed,
-                whole=_stats_of_mode(whole, process.process, mode),
-                mean=(whole if process.rank is None else _whole_run_window(store)).rate(),
+                whole=_training_or_evaluation_stats(whole_window, process.process, mode),
+                mean=(whole_window if process.rank is None else _whole_run_window(store)).rate(),
             )
         if detailed.distributed is None:
-            detailed = replace(detailed, compared=self._comparison(store, whole, detailed, end_s, request, events))
+            detailed = replace(
+                detailed, compared=self._comparison(store, whole_window, detailed, end_s, request, events)
+            )
         return detailed
 
     def _recent_rate(self, store: Store, process: Process, others: Sequence[Process], end_s: int) -> RecentRate:
@@ -297,7 +299,7 @@ class SnapshotBuilder:
         age_s = end_s - last.end_s if last is not None and last.key == key else -1
         if last is None or not 0 <= age_s < min(len(training) // RANKS_A_SECOND, _MAX_RATE_AGE_S):
             sampled = [process, *sample_unevenly(training[1:], MAX_RATES)]
-            until_s = max(metrics_end_s(store, other) for other in sampled)
+            until_s = max(stats_until_s(store, other) for other in sampled)
             numbers = [other.process for other in sampled]
             start_s, scale = max(end_s - WINDOW_S - 2, 0), len(training) / len(sampled)
             found = read_recent_rate(store, numbers, step.mode, start_s, until_s, scale)
@@ -388,11 +390,11 @@ def _with_devices(process: Process) -> Process:
 # ------------------------------------------------------------------------------------------------ metrics
 
 
-def _stats_of_mode(window: StatsWindow, process: int, mode: str) -> StepStats:
-    """Return the metrics of a mode's training steps, or of its evaluation steps if the window has no others."""
+def _training_or_evaluation_stats(window: StatsWindow, process: int, mode: str) -> StepStats:
+    """Return the metrics of a mode's training steps, else of its evaluation steps, else NO_STEPS."""
     stats = window.step_stats(mode, process=process)
     if not stats.steps and window.ever_trains(mode):
-        stats = window.step_stats(mode, True, process)
+        stats = window.step_stats(mode, evaluation=True, process=process)
     return stats if stats.steps else NO_STEPS
 
 
@@ -402,7 +404,12 @@ def _settled_stats(window: StatsWindow, ranged: StepStats, process: int) -> Step
         return NO_STEPS
     if not any(key.kind & WARM_UP for key in window.tallies):
         return ranged
-    return compute_step_stats(ranged.mode, False, window.tally(ranged.mode, process=process, without_warmup=True), None)
+    return compute_step_stats(
+        ranged.mode,
+        evaluation=False,
+        tally=window.tally(ranged.mode, process=process, without_warmup=True),
+        rate=None,
+    )
 
 
 def _uneven(store: Store, stats: StepStats, process: int, waits: Sequence[tuple[int, int]]) -> StepUnevenness | None:
@@ -422,17 +429,17 @@ def _uneven(store: Store, stats: StepStats, process: int, waits: Sequence[tuple[
 def _history_range(process: Process, end_s: int, request: SnapshotRequest) -> tuple[int, int]:
     """Return the length (s) of the history, which ends at `end_s`, and the seconds per column."""
     length_s = end_s - max(process.began_ns, 0) // SECOND
-    width = column_width_s(request.span_s, length_s)
-    return min(2 * request.span_s, COLUMNS) if request.span_s else length_s + width, width
+    column_s = column_width_s(request.span_s, length_s)
+    return min(2 * request.span_s, COLUMNS) if request.span_s else length_s + column_s, column_s
 
 
 def _losses(store: Store, process: Process, request: SnapshotRequest) -> tuple[LossCurve, ...]:
-    """Return the losses of the representative process, in points that match the columns of its history."""
+    """Return the losses of a process, in points that match the columns of its history; empty without steps."""
     if process.last_step is None:
         return ()
-    end_s = metrics_end_s(store, process)
-    history_s, width = _history_range(process, end_s, request)
-    return read_loss_curves(store, process.process, max(end_s - history_s, 0), end_s, width)
+    end_s = stats_until_s(store, process)
+    history_s, column_s = _history_range(process, end_s, request)
+    return read_loss_curves(store, process.process, max(end_s - history_s, 0), end_s, column_s)
 
 
 def _whole_run_window(store: Store) -> StatsWindow:
@@ -490,5 +497,5 @@ def slow_steps_of(
         for process in snapshot.training_processes
         if process.rank is not None and process.last_step is not None
     ]
-    start_ns = max(metrics_end_s(store, focus) - range_s, 0) * SECOND if range_s else 0
+    start_ns = max(stats_until_s(store, focus) - range_s, 0) * SECOND if range_s else 0
     return cache.read(store, ranks or [focus.process], start_ns, focus.ranged, waits, limit)

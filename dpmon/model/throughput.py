@@ -56,7 +56,7 @@ class Throughput(NamedTuple):
         return None if self.rate is None else self.rate.samples_per_s
 
 
-def metrics_end_s(store: Store, process: Process) -> int:
+def stats_until_s(store: Store, process: Process) -> int:
     """Return the second before which the metrics of a process end; they include its newest step.
 
     As of a time in the past, they include only whole seconds, unless the process has none yet.

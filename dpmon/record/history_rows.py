@@ -66,7 +66,7 @@ class CallParts(NamedTuple):
     """For each stage: its definition, then the same as for a replica. The duration is None if it did not end."""
     device_ms: Sequence[float | None] | None = None
     """Device times of CALL_PHASES, then of the replicas or stages; None if the call used no GPU."""
-    why: int = 0
+    untimed_reason: int = 0
     """Why a device time is None: a number of Untimed."""
 
     @property
@@ -129,9 +129,9 @@ class CallRow(NamedTuple):
             numbers |= {stage, inputs, outputs}
         return numbers - {0}
 
-    def with_device_times(self, device_ms: Sequence[float | None], why: int) -> CallRow:
-        """Return the call with these device times. `why`: the number of Untimed that explains each None."""
-        return self._replace(parts=self.parts_or_replica._replace(device_ms=device_ms, why=why))
+    def with_device_times(self, device_ms: Sequence[float | None], untimed_reason: int) -> CallRow:
+        """Return the call with these device times. `untimed_reason`: the number of Untimed that explains each None."""
+        return self._replace(parts=self.parts_or_replica._replace(device_ms=device_ms, untimed_reason=untimed_reason))
 
 
 class CollectiveRow(NamedTuple):
@@ -395,7 +395,7 @@ class Resolver:
             absent = {key: text for key, text in absent.items() if key != "device_ms"}
             timed_parts: tuple[CallPhaseTime | Replica | Stage, ...] = (*phases.values(), *replicas, *stages)
             if any(part.device_ms is None for part in timed_parts):
-                absent["device_ms"] = untimed_text(parts.why)
+                absent["device_ms"] = untimed_text(parts.untimed_reason)
         return Call(
             process=self._process,
             rank=self._rank,

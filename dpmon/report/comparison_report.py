@@ -119,7 +119,8 @@ def _fact_sentences(comparison: RunComparison) -> list[str]:
 
 
 def _compared_steps(run: ComparedRun, comparison: RunComparison) -> int:
-    return 0 if comparison.kind is None else run.kinds[comparison.kind]
+    """Return the number of steps that are compared; 0 if the runs have no common kind."""
+    return 0 if comparison.kind is None else run.steps_by_kind[comparison.kind]
 
 
 def _metric_table(comparison: RunComparison, metrics: Sequence[Metric]) -> list[Table]:

@@ -49,7 +49,7 @@ def read_run_trend(script: str) -> RunTrend:
         run = None
         with suppress(HistoryError, RunError):
             run = read_compared_run(directory)
-        if run is None or max(run.kinds.values(), default=0) < MIN_STEPS:
+        if run is None or max(run.steps_by_kind.values(), default=0) < MIN_STEPS:
             excluded["unreadable" if run is None else f"with fewer than {MIN_STEPS} steps"] += 1
             continue
         newest = runs[0] if runs else run
@@ -60,7 +60,7 @@ def read_run_trend(script: str) -> RunTrend:
         else:
             excluded[f"with other {differing_field}"] += 1
     runs.reverse()
-    kind = common_kind(run.kinds for run in runs) if runs else None
+    kind = common_kind(run.steps_by_kind for run in runs) if runs else None
     metrics = known_metrics(runs, [run.steps(kind) for run in runs])
     return RunTrend(script, runs, list(metrics), +excluded)
 

@@ -26,7 +26,7 @@ from dpmon.report.document import (
 )
 from dpmon.report.sections import MAX_ROWS
 from dpmon.sanitize import sanitize_line
-from dpmon.text.formatting import format_clock, format_percent, format_three_digits, short_clock
+from dpmon.text.formatting import format_elapsed, format_percent, format_short_elapsed, format_three_digits
 
 WIDTH, HEIGHT, ROW = 960.0, 300.0, 34.0
 _LEFT_MARGIN, _RIGHT_MARGIN, _TOP_MARGIN, _BOTTOM_MARGIN = 70.0, 14.0, 16.0, 42.0
@@ -282,7 +282,7 @@ class _Canvas:
         for number in range(math.ceil(self.start_s / step), math.floor(self.end_s / step) + 1):
             x_px = self._to_x(number * step)
             yield f'<path class=grid d="M{x_px:.1f} {bottom}v4"/>'
-            time_text = short_clock(number * step * SECOND)
+            time_text = format_short_elapsed(number * step * SECOND)
             yield f'<text x="{x_px:.1f}" y="{bottom + 15:g}" text-anchor="middle">{time_text}</text>'
 
     def _render_marks(self) -> Iterator[tuple[str, str]]:
@@ -314,7 +314,7 @@ class _Canvas:
             for start, end, share in series.points:
                 x, width = self._to_x(start), self._to_x(end) - self._to_x(start)
                 color = f'fill-opacity="{min(share + _MIN_OPACITY, 1):.1f}"' if share else 'class="none"'
-                text = f"{100 * share:.0f}% until {format_clock(int(end * SECOND))}"
+                text = f"{100 * share:.0f}% until {format_elapsed(int(end * SECOND))}"
                 position = f'x="{x:.1f}" width="{width:.1f}" height="{_CELL_ROW - 2:g}"'
                 yield f"<rect {position} {color}><title>{text}</title></rect>"
             yield "</g>"

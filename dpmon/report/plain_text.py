@@ -22,7 +22,7 @@ from dpmon.report.report_data import collect_report_data
 from dpmon.report.sections import MAX_ROWS, build_document
 from dpmon.sanitize import sanitize_line
 from dpmon.text.cells import truncate
-from dpmon.text.formatting import format_clock, format_duration
+from dpmon.text.formatting import format_duration, format_elapsed
 
 MIN_WIDTH = 40
 BAR_CHARS = "▁▂▃▄▅▆▇█"
@@ -157,5 +157,5 @@ def _render_histogram(histogram: TextHistogram, width: int) -> list[str]:
     caption += f"; the highest bar is {format_duration(highest)}"
     if None in means:
         caption += "; no bar where no step ran"
-    axis = format_clock(start_ns) + format_clock(end_ns).rjust(max(cell_count - 8, 9))
+    axis = format_elapsed(start_ns) + format_elapsed(end_ns).rjust(max(cell_count - 8, 9))
     return [*_wrap_lines(caption, width), "  " + bars, "  " + axis]

@@ -79,7 +79,7 @@ def _is_mode_switch(change: ModeChange) -> bool:
 
 def _bins_by_mode(run: RunAnalysis) -> list[tuple[str, str, list[Bin]]]:
     """Return title, color and bins of each mode; evaluations are separate, in other colors."""
-    titles = {mode.mode: sentences.mode_title(mode) for mode in run.modes}
+    titles = {stats.mode: sentences.mode_title(stats) for stats in run.modes}
     modes = []
     keys = sorted({(time_bin.evaluation, time_bin.mode) for time_bin in run.stretches.bins})
     for index, (evaluation, name) in enumerate(keys):

@@ -53,8 +53,8 @@ def report_as_json(report: ReportData) -> dict[str, object]:
         "nothing": report.untraced_reason,
         "stalls": [fields_of(stall, "since_ns", "end_ns", "text") for stall in run.announced.stalls],
         "gpu_absent": run.samples.gpu_absent,
-        "modes": [_mode_members(run, mode) for mode in run.modes],
-        "evaluations": [_mode_members(run, mode) for mode in run.evaluations],
+        "modes": [_mode_members(run, stats) for stats in run.modes],
+        "evaluations": [_mode_members(run, stats) for stats in run.evaluations],
         "elapsed": _elapsed_members(run),
         "progress": progress_fields(run.progress),
         "epochs": [{**fields_of(one, *Epoch._fields), "seconds": one.took_ns / 1e9} for one in run.progress.epochs],
@@ -129,24 +129,24 @@ def report_as_json(report: ReportData) -> dict[str, object]:
     }
 
 
-def _mode_members(run: RunAnalysis, mode: ModeStats) -> dict[str, object]:
+def _mode_members(run: RunAnalysis, stats: ModeStats) -> dict[str, object]:
     return {
-        **fields_of(mode, "virtual", "process"),
-        "rank": run.rank(mode.process),
-        **fields_of(mode, "median_ns", "p95_ns"),
-        "mode": mode.mode or None,
-        "steps": mode.all_steps,
-        "process_steps": mode.steps,
-        **rate_to_json(mode.rate),
+        **fields_of(stats, "virtual", "process"),
+        "rank": run.rank(stats.process),
+        **fields_of(stats, "median_ns", "p95_ns"),
+        "mode": stats.mode or None,
+        "steps": stats.all_steps,
+        "process_steps": stats.steps,
+        **rate_to_json(stats.rate),
         "phases": {
             phase.name: {
                 **phase_fields(phase),
                 "device_count": phase.device_count,
                 "count": phase.ran,
             }
-            for phase in mode.phases
+            for phase in stats.phases
         },
-        "quantities": quantities_to_json(mode.known_quantities),
+        "quantities": quantities_to_json(stats.known_quantities),
     }
 
 

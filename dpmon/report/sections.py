@@ -38,9 +38,9 @@ from dpmon.text.formatting import (
     UNKNOWN,
     format_bytes,
     format_bytes_of_total,
-    format_clock,
     format_count,
     format_duration,
+    format_elapsed,
     format_long_duration,
     format_loss,
     format_percent,
@@ -89,8 +89,8 @@ def build_document(report: ReportData) -> Document:
         *ranks,
         Section("Steps", [*_step_parts(report.run), *step_plots]),
         *(
-            Section("Phases", _phase_parts(mode), f" of a step, {title}{'' if mode.who is None else f', {mode.who}'}")
-            for title, mode in _titled_modes(report.run)
+            Section("Phases", _phase_parts(stats), f" of a step, {title}{_process_text(stats)}")
+            for title, stats in _titled_mode_stats(report.run)
         ),
         Section("dp vs. single", _make_paragraphs(comparison_sentences)),
         Section("Replicas" if has_replicas else "Calls", [*_replica_tables(report.run), *replica_plots]),
@@ -163,21 +163,21 @@ def _finding_parts(report: ReportData) -> list[Part]:
     return [Paragraph(no_findings_text if any(measured_modes(report.run)) else too_few_text)]
 
 
-def _titled_modes(run: RunAnalysis) -> list[tuple[str, ModeStats]]:
+def _titled_mode_stats(run: RunAnalysis) -> list[tuple[str, ModeStats]]:
     """Return the stats of each mode with a title: first those of training, then those of evaluations."""
-    rows = [(sentences.mode_title(mode), mode) for mode in run.modes if mode.steps]
-    return [*rows, *((f"{sentences.mode_title(mode)}, evaluation", mode) for mode in run.evaluations)]
+    rows = [(sentences.mode_title(stats), stats) for stats in run.modes if stats.steps]
+    return [*rows, *((f"{sentences.mode_title(stats)}, evaluation", stats) for stats in run.evaluations)]
 
 
 def _step_parts(run: RunAnalysis) -> list[Part]:
     """Return the table of steps by mode. With several processes, its times are those of one; the rest covers all."""
-    modes = _titled_modes(run)
-    has_names = any(mode.who is not None for _, mode in modes)
+    titled_stats = _titled_mode_stats(run)
+    has_names = any(stats.process_name is not None for _, stats in titled_stats)
     rows = []
-    for title, mode in modes:
-        name_cells = (mode.who or "",) if has_names else ()
-        times = format_duration(mode.median_ns), format_duration(mode.p95_ns)
-        rows.append((title, f"{mode.all_steps:,}", *name_cells, *times, format_samples_per_s(mode.rate)))
+    for title, stats in titled_stats:
+        name_cells = (stats.process_name or "",) if has_names else ()
+        times = format_duration(stats.median_ns), format_duration(stats.p95_ns)
+        rows.append((title, f"{stats.all_steps:,}", *name_cells, *times, format_samples_per_s(stats.rate)))
     headers = ("mode", "steps", *(("times of",) if has_names else ()), "median", "p95", "samples/s")
     bins = [time_bin for time_bin in run.stretches.bins if not time_bin.evaluation]
     parts: list[Part] = [*_make_table(headers, rows)]
@@ -187,7 +187,10 @@ def _step_parts(run: RunAnalysis) -> list[Part]:
 
 
 def _epoch_parts(run: RunAnalysis) -> list[Part]:
-    """Return a table with a row per epoch of the process that represents the run, without the middle ones of many."""
+    """Return a table with a row per epoch of the representative process, without the middle ones of many.
+
+    Empty without epochs.
+    """
     rows: list[Sequence[str]] = []
     for epoch in run.progress.epochs:
         batches = format_count(epoch.batches)
@@ -198,7 +201,7 @@ def _epoch_parts(run: RunAnalysis) -> list[Part]:
             format_long_duration(epoch.evaluation_ns or None),
             format_long_duration(epoch.pause_ns),
         )
-        rows.append((format_count(epoch.epoch), format_clock(epoch.begin_ns), batches, *times))
+        rows.append((format_count(epoch.epoch), format_elapsed(epoch.begin_ns), batches, *times))
     if not rows:
         return []
     omitted_count = len(rows) - MAX_EPOCHS
@@ -222,14 +225,19 @@ def _loss_parts(run: RunAnalysis) -> list[Part]:
     return [*_make_table(headers, rows), *_make_paragraphs(reasons, is_note=True)]
 
 
-def _phase_parts(mode: ModeStats) -> list[Part]:
+def _process_text(stats: ModeStats) -> str:
+    """Return ", " and the process that the times describe; empty for one process."""
+    return "" if stats.process_name is None else f", {stats.process_name}"
+
+
+def _phase_parts(stats: ModeStats) -> list[Part]:
     """Return a table with a row per phase: its host time, and its device time if any is known; then notes."""
     rows = []
-    for depth, phase in mode.nested_phases():
+    for depth, phase in stats.nested_phases():
         times = map(format_duration, (phase.median_ns, phase.p95_ns, phase.device_ns))
         rows.append(("  " * depth + phase.name, format_percent(phase.share), *times))
     headers = ("phase", "share", "median", "p95", _ON_DEVICE)
-    return [*_make_table(headers, rows), *_make_paragraphs(sentences.phase_notes(mode), is_note=True)]
+    return [*_make_table(headers, rows), *_make_paragraphs(sentences.phase_notes(stats), is_note=True)]
 
 
 # ------------------------------------------------------------------------------------------------ replicas and ranks
@@ -297,13 +305,13 @@ def _rank_time_tables(run: RunAnalysis) -> list[Table]:
         times = rank_row.times
         if times is None or not times.joined:
             continue
-        phases = (format_duration(times.phases.get(name)) for name in ("data", "forward", "backward"))
-        waits = (
+        phase_cells = (format_duration(times.phases.get(name)) for name in ("data", "forward", "backward"))
+        wait_cells = (
             format_duration(times.exposed_ns),
             format_duration(times.wait_ns),
             format_percent(times.slowest / times.joined),
         )
-        rows.append((rank_row.label, *phases, *waits))
+        rows.append((rank_row.label, *phase_cells, *wait_cells))
     return _make_table(("mean per step", "data", "forward", "backward", EXPOSED, WAIT, "slowest in"), rows)
 
 
@@ -389,7 +397,7 @@ def _mode_change_rows(run: RunAnalysis) -> list[LabeledSentences]:
             step = UNKNOWN if change.step is None else f"{change.step:,}"
             change_text = f"to {change.mode}" if change.refused is None else f"refused: {change.refused}"
             change_text = f"{sanitize_line(change.root, 60)}: {change_text}" if has_several_roots else change_text
-            rows.append((format_clock(change.t_ns), f"step {step}{process_suffix(change.process, run)}", change_text))
+            rows.append((format_elapsed(change.t_ns), f"step {step}{process_suffix(change.process, run)}", change_text))
     return _labeled_sentences(rows, _MAX_CHANGES, 6, ("time", "where", "what"))
 
 
@@ -399,7 +407,7 @@ def _pause_rows(report: ReportData) -> list[LabeledSentences]:
     for pause in report.run.pauses:
         step = UNKNOWN if pause.step is None else f"{pause.step:,}"
         place_text = f"after step {step}{process_suffix(pause.process, report.run)}"
-        rows.append((format_clock(pause.start_ns), place_text, _pause_duration_text(report, pause)))
+        rows.append((format_elapsed(pause.start_ns), place_text, _pause_duration_text(report, pause)))
     return _labeled_sentences(rows, _MAX_CHANGES, 6, ("time", "where", "duration"))
 
 
@@ -409,7 +417,7 @@ def _pause_duration_text(report: ReportData, pause: Pause) -> str:
     if pause.on:
         return "the run ended during it" if sentences.is_over(report) else "paused now"
     if pause.took_ns is None:
-        step_text = "" if pause.end_ns is None else f"; a step began at {format_clock(pause.end_ns)}"
+        step_text = "" if pause.end_ns is None else f"; a step began at {format_elapsed(pause.end_ns)}"
         return f"its end was not recorded{step_text}"
     reason_text = f", resumed automatically: {pause.reason}" if pause.reason else ""
     return f"for {format_long_duration(pause.took_ns)}{reason_text}"

@@ -21,8 +21,8 @@ from dpmon.run.run_directory import ExitInfo
 from dpmon.store.time_accounting import ACTIVITIES
 from dpmon.text.formatting import (
     format_calls_so_far,
-    format_clock,
     format_count_with_noun,
+    format_elapsed,
     format_long_duration,
     format_percent,
     format_quantity,
@@ -128,7 +128,7 @@ def stall_sentences(run: RunAnalysis, exit_info: ExitInfo | None, *, has_ended: 
         if stall.end_ns is None or stall is last_stall:
             until_text = ", until its end" if has_ended else " until now"
         duration_text = format_long_duration(stall.duration_ns(run.until_ns))
-        texts.append(f"stalled at {format_clock(stall.since_ns)} for {duration_text}{until_text}: {stall.text}")
+        texts.append(f"stalled at {format_elapsed(stall.since_ns)} for {duration_text}{until_text}: {stall.text}")
     return texts
 
 
@@ -136,12 +136,12 @@ def processes_and_modes(run: RunAnalysis) -> str:
     """Return the number of processes, steps and calls, steps by mode, and the initial mode with its reason."""
     process_count = len(run.processes) or (len(run.announced.info) if run.open_calls else 0)
     modes: Counter[str] = Counter()
-    for mode in (*run.modes, *run.evaluations):
-        modes[RANK_MODES[mode.distributed] if mode.distributed else mode.mode] += mode.all_steps
+    for stats in (*run.modes, *run.evaluations):
+        modes[RANK_MODES[stats.distributed] if stats.distributed else stats.mode] += stats.all_steps
     several_modes = len(+modes) > 1
     counts_text = f"{format_count_with_noun(run.steps, 'step')}, {format_count_with_noun(run.calls, 'call')}"
     counts_text += " total" if process_count > 1 else ""
-    if evaluations := sum(mode.all_steps for mode in run.evaluations):
+    if evaluations := sum(stats.all_steps for stats in run.evaluations):
         counts_text += f", {run.steps - evaluations:,} training and {evaluations:,} evaluation steps"
     if several_modes:
         counts_text += f" ({', '.join(f'{steps:,} in {name}' for name, steps in modes.items() if steps)})"
@@ -230,39 +230,41 @@ def time_by_activity_sentences(run: RunAnalysis, ns_by_activity: Mapping[str, in
     if gaps and ns_by_activity["between"] >= _MIN_SHOWN_NS:
         gap_texts = [
             f"{format_long_duration(gap.ns)} after step {gap.after_step:,}{process_suffix(gap.process, run)}"
-            f" ({format_clock(gap.begin_ns)})"
+            f" ({format_elapsed(gap.begin_ns)})"
             for gap in gaps
         ]
         lines.append(f"the longest gaps between steps: {', '.join(gap_texts)}")
     return lines
 
 
-def phase_notes(mode: ModeStats) -> list[str]:
+def phase_notes(stats: ModeStats) -> list[str]:
     """Return notes below the table of phases: on their times, and the quantities of the steps."""
     lines = []
-    if mode.who is not None:
-        lines.append(f"{format_count_with_noun(mode.steps, 'step')} of {mode.who}; the others have rows below")
-    lines += [*host_waits(mode.phases), *timed_steps_note(mode.phases)]
-    if mode.calls >= 2 * mode.steps and mode.phase("data") is None and mode.phase("backward") is not None:
+    if stats.process_name is not None:
+        lines.append(
+            f"{format_count_with_noun(stats.steps, 'step')} of {stats.process_name}; the others have rows below"
+        )
+    lines += [*host_waits(stats.phases), *timed_steps_note(stats.phases)]
+    if stats.calls >= 2 * stats.steps and stats.phase("data") is None and stats.phase("backward") is not None:
         lines.append(
             "samples per step: the rows of all micro-batches, if the same models are called before each backward pass"
             " and no optimizer steps in between; else, as in a GAN, the rows of its largest call"
         )
     return lines + [
-        format_quantity(quantity, quantity_sum, mode.steps) for quantity, quantity_sum in mode.known_quantities
+        format_quantity(quantity, quantity_sum, stats.steps) for quantity, quantity_sum in stats.known_quantities
     ]
 
 
-def mode_title(mode: ModeStats) -> str:
+def mode_title(stats: ModeStats) -> str:
     """Return the name of a mode, with a note for virtual replicas; "ddp" or "fsdp" for ranks, as on the screen."""
-    if mode.distributed:
-        return RANK_MODES[mode.distributed]
-    return f"{mode.mode} (virtual)" if mode.virtual else mode.mode or "mode unknown"
+    if stats.distributed:
+        return RANK_MODES[stats.distributed]
+    return f"{stats.mode} (virtual)" if stats.virtual else stats.mode or "mode unknown"
 
 
 def rank_suffix_of_run(run: RunAnalysis) -> str:
     """Return " of rank 0" for times over the run if it has several processes, else an empty text."""
-    names = dict.fromkeys(mode.who for mode in run.modes if mode.who is not None)
+    names = dict.fromkeys(stats.process_name for stats in run.modes if stats.process_name is not None)
     return f" of {' and '.join(names)}" if names else ""
 
 

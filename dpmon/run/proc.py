@@ -47,7 +47,7 @@ class ProcessEntry:
 def read_process(pid: int) -> ProcessEntry | None:
     """Return the process with this id, even a zombie; None if it does not exist."""
     try:
-        data = read_proc_file(pid, "stat")
+        data = read_proc_bytes(pid, "stat")
     except (OSError, ValueError):  # ValueError: an id of thousands of digits
         return None
     # The name in parentheses may itself contain blanks and parentheses.
@@ -73,7 +73,7 @@ def voluntary_switches(pid: int, thread: int) -> int | None:
     return None
 
 
-def read_proc_file(pid: int, name: str) -> bytes:
+def read_proc_bytes(pid: int, name: str) -> bytes:
     """Return the first 4096 bytes of /proc/PID/NAME. Raises OSError. Called often, so without Path and file object."""
     fd = os.open(f"/proc/{pid}/{name}", os.O_RDONLY | os.O_CLOEXEC)
     try:

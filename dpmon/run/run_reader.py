@@ -30,7 +30,7 @@ from dpmon.run.stdin_terminal import input_wait_start_ns
 from dpmon.span_reader import SpanReader
 from dpmon.span_ring import RingError, wants_pause
 
-NO_TRAINING = "no training process is running"
+NO_TRAINING_MESSAGE = "no training process is running"
 """Why a request cannot be sent."""
 _ENDED = ("ended", 0)
 _PAUSE_REFUSED = "the ranks wait for each other, so their collectives would time out"
@@ -183,7 +183,7 @@ class RunReader:
             return self._mirror.text_member("refusal")
         rings = self._live_rings(activities)
         if not rings:
-            return NO_TRAINING
+            return NO_TRAINING_MESSAGE
         return _PAUSE_REFUSED if any((ring.world or 1) > 1 for ring in rings) else None
 
     def pause_state(self, activities: Activities | None = None) -> PauseState:

@@ -223,9 +223,9 @@ def short_name(run_info: RunInfo) -> str:
     return f"{run_info.name}-{run_info.id[-4:]}"
 
 
-def newest_run(is_live: Callable[[RunInfo], bool]) -> Path:
-    """Return the newest live run, else the newest run. Raises RunError if there is none."""
-    live_directories = [directory for directory, run_info in reversed(list_runs()) if is_live(run_info)]
+def newest_run(live_test: Callable[[RunInfo], bool]) -> Path:
+    """Return the newest run that passes `live_test`, else the newest run. Raises RunError if there is none."""
+    live_directories = [directory for directory, run_info in reversed(list_runs()) if live_test(run_info)]
     return live_directories[0] if live_directories else find_run()
 
 
@@ -233,11 +233,11 @@ JOB = "job="
 """The prefix of a RUN that means the newest run of a job on this machine: `job=slurm:12.0`."""
 
 
-def find_run(name: str = "last", *, unique: bool = False, is_live: Callable[[RunInfo], bool] | None = None) -> Path:
+def find_run(name: str = "last", *, unique: bool = False, live_test: Callable[[RunInfo], bool] | None = None) -> Path:
     """Return the run named `name`: `last`, an id, a short name, a name (its latest run), or a unique prefix of one.
 
-    Raises RunError if no run or several runs match. `unique`: also if several runs have that name. With `is_live`, a
-    name means its live run; raises RunError if several are live.
+    Raises RunError if no run or several runs match. `unique`: also if several runs have that name. With `live_test`, a
+    name means its run that passes the test; raises RunError if several do.
     """
     runs = list_runs()
     if not runs:
@@ -250,8 +250,8 @@ def find_run(name: str = "last", *, unique: bool = False, is_live: Callable[[Run
         if unique and len(matches) > 1:
             ids = _format_ids([run_info.id for _, run_info in matches])
             raise RunError(f"{name!r} could be any of {len(matches)} runs: {ids}")
-        if is_live is not None and len(matches) > 1:
-            live_matches = [(directory, run_info) for directory, run_info in matches if is_live(run_info)]
+        if live_test is not None and len(matches) > 1:
+            live_matches = [(directory, run_info) for directory, run_info in matches if live_test(run_info)]
             if len(live_matches) > 1:
                 ids = _format_ids([run_info.id for _, run_info in live_matches])
                 raise RunError(f"{name!r} matches {len(live_matches)} live runs: {ids}")

@@ -42,13 +42,15 @@ def open_file(path: Path, flags: int = os.O_RDONLY, *, any_owner: bool = False) 
     """
     with open_directory(path.parent, allow_link=any_owner) as directory_fd:
         try:  # check before opening, because opening some devices has side effects
-            _check_file(path, os.stat(path.name, dir_fd=directory_fd, follow_symlinks=False), flags, any_owner)
+            _check_file(
+                path, os.stat(path.name, dir_fd=directory_fd, follow_symlinks=False), flags, any_owner=any_owner
+            )
         except FileNotFoundError:
             if not flags & os.O_CREAT:
                 raise
         fd = os.open(path.name, flags & ~os.O_TRUNC | _SAFE_FLAGS, 0o600, dir_fd=directory_fd)
     try:
-        _check_file(path, os.fstat(fd), flags, any_owner)
+        _check_file(path, os.fstat(fd), flags, any_owner=any_owner)
         if flags & os.O_TRUNC:
             os.ftruncate(fd, 0)
         os.set_blocking(fd, True)  # a script may get the file as its output, and expects blocking mode, as from a shell
@@ -90,7 +92,7 @@ def write_atomically(path: Path, text: str) -> None:
         raise
 
 
-def _check_file(path: Path, file_stat: os.stat_result, flags: int, any_owner: bool) -> None:
+def _check_file(path: Path, file_stat: os.stat_result, flags: int, *, any_owner: bool) -> None:
     if not stat.S_ISREG(file_stat.st_mode):
         raise not_regular_file_error(path, file_stat.st_mode)
     if any_owner:
@@ -146,6 +148,6 @@ def check_database(path: Path, *, written: bool = False) -> None:
                     raise
                 continue
             # SQLite writes the other files for readers, too.
-            _check_file(file, file_stat, os.O_RDWR if written or suffix else os.O_RDONLY, False)
+            _check_file(file, file_stat, os.O_RDWR if written or suffix else os.O_RDONLY, any_owner=False)
             if written and suffix == "-journal":
                 os.unlink(file.name, dir_fd=directory_fd)

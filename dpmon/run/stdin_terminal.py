@@ -153,7 +153,7 @@ def is_reading_stdin(pid: int) -> bool | None:
     if _READ_CALL is None:
         return None
     try:
-        fields = proc.read_proc_file(pid, "syscall").split()
+        fields = proc.read_proc_bytes(pid, "syscall").split()
     except OSError:
         return None
     return len(fields) > 2 and fields[:2] == [b"%d" % _READ_CALL, b"0x0"]

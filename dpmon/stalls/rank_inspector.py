@@ -208,14 +208,16 @@ class RankInspector:
                     _, span_start_ns = ring.current_span()
                     if now - span_start_ns >= still_ns:
                         rings[ring.pid] = ring
-        threads = {pid: ring.training_tid() for pid, ring in rings.items() if pid in self._members}
+        main_threads_by_pid = {pid: ring.training_tid() for pid, ring in rings.items() if pid in self._members}
         dumps = {
             pid: ProcessStacks(reason="it is not proven to be a process of this run")
-            for pid in rings.keys() - threads.keys()
+            for pid in rings.keys() - main_threads_by_pid.keys()
         }
-        dumps |= dump_stacks(threads, native=native)
+        dumps |= dump_stacks(main_threads_by_pid, native=native)
         if native:  # py-spy cannot read the C frames of a stopped process
-            dumps |= dump_stacks({pid: threads[pid] for pid in threads if dumps[pid].reason is not None})
+            dumps |= dump_stacks(
+                {pid: tid for pid, tid in main_threads_by_pid.items() if dumps[pid].reason is not None}
+            )
         requests = {}
         for pid, dump in dumps.items():
             if dump.reason is not None:

@@ -155,25 +155,25 @@ class ProcessStacks(NamedTuple):
         return next((stack for stack in self.stacks if stack.main), None)
 
 
-def py_spy() -> str | None:
+def find_py_spy() -> str | None:
     """Return the path of py-spy: next to the Python that runs dpmon, or on PATH; None if it is not installed."""
     own_path = os.path.join(os.path.dirname(sys.executable), "py-spy")
     return own_path if os.access(own_path, os.X_OK) else shutil.which("py-spy")
 
 
-def dump_stacks(threads: Mapping[int, int], *, native: bool = False) -> dict[int, ProcessStacks]:
+def dump_stacks(main_threads_by_pid: Mapping[int, int], *, native: bool = False) -> dict[int, ProcessStacks]:
     """Take the stacks of several processes at the same time, within MAX_DUMP_S. Return them by pid.
 
-    `threads`: the kernel's id of the main thread of each process, by pid. `native`: also C frames; py-spy then stops
-    each process for about 50 ms.
+    `main_threads_by_pid`: the kernel's id of the main thread of each process. `native`: also C frames; py-spy then
+    stops each process for about 50 ms.
     """
-    py_spy_path = py_spy()
+    py_spy_path = find_py_spy()
     if py_spy_path is None:
-        return dict.fromkeys(threads, ProcessStacks(reason=f"py-spy is not installed; {_INSTALL_HINT}"))
+        return dict.fromkeys(main_threads_by_pid, ProcessStacks(reason=f"py-spy is not installed; {_INSTALL_HINT}"))
     mode_option = "--native" if native else "--nonblocking"
     processes = {}
     dumps: dict[int, ProcessStacks] = {}
-    for pid in threads:
+    for pid in main_threads_by_pid:
         try:
             command = [py_spy_path, "dump", mode_option, "--json", "--pid", str(pid)]
             pipe = subprocess.PIPE
@@ -194,7 +194,7 @@ def dump_stacks(threads: Mapping[int, int], *, native: bool = False) -> dict[int
             dumps[pid] = ProcessStacks(reason=f"py-spy gave no answer within {MAX_DUMP_S:.0f} s")
             continue
         dumps[pid] = (
-            parse_py_spy_json(output, threads[pid])
+            parse_py_spy_json(output, main_threads_by_pid[pid])
             if process.returncode == 0
             else ProcessStacks(reason=_explain_failure(errors))
         )

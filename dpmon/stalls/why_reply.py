@@ -57,7 +57,7 @@ def build_reply(
                     dumps.get(ranks[index].pid, ProcessStacks()),
                     now_ns,
                     run_info,
-                    stall is not None and index in stall.waiters,
+                    is_waiter=stall is not None and index in stall.waiters,
                 ),
                 "apart": stall is not None and index not in involved,
                 "gpus": _gpu_usage_of(ranks[index], gpus),
@@ -77,7 +77,9 @@ def _gpu_usage_of(rank: RankActivity, gpus: Sequence[Mapping[str, Any]]) -> list
     ]
 
 
-def _rank(rank: RankActivity, dump: ProcessStacks, now_ns: int, run_info: RunInfo, is_waiter: bool) -> dict[str, Any]:
+def _rank(
+    rank: RankActivity, dump: ProcessStacks, now_ns: int, run_info: RunInfo, *, is_waiter: bool
+) -> dict[str, Any]:
     stack = dump.main or rank.stack
     stacks = dump.stacks or (() if stack is None else (stack,))
     if rank.worker is not None and rank.worker.stack is not None:
@@ -118,7 +120,7 @@ def describe_ranks(ranks: Sequence[RankActivity], now_ns: int, run_info: RunInfo
         "t_s": (now_ns - run_info.start_ns) / 1e9,
         "ranks": [
             {
-                **_rank(rank, ProcessStacks(), now_ns, run_info, False),
+                **_rank(rank, ProcessStacks(), now_ns, run_info, is_waiter=False),
                 **{name: getattr(rank, name) for name in (*_BOOL_FIELDS, "world", "job", "raised")},
                 "usual_s": rank.usual_ns / 1e9,
                 "worker": None if rank.worker is None else {"pid": rank.worker.pid, "words": rank.worker.description},

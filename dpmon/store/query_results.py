@@ -320,7 +320,7 @@ _MAX_MS = 1e12
 def _decode_parts(text: str) -> CallParts:
     """Return the parts in a column. Cached, because every frame of the screen shows the newest calls."""
     try:
-        phases, replicas, stages, times, untimed = parse_numbers(text)
+        phases, replicas, stages, device_ms, untimed_reason = parse_numbers(text)
         phase_times: list[tuple[int, int] | None] = []
         for phase in phases:
             if phase is None:
@@ -333,9 +333,9 @@ def _decode_parts(text: str) -> CallParts:
             raise ValueError("a list of another length")
         if {*map(type, chain(*filter(None, phase_times), *replicas, *stages))} - {int, NoneType}:
             raise ValueError("another type")
-        if not all(0 <= ms < _MAX_MS for ms in times or () if ms is not None):
+        if not all(0 <= ms < _MAX_MS for ms in device_ms or () if ms is not None):
             raise ValueError("an impossible time")
-        return CallParts(phase_times, [*map(tuple, replicas)], [*map(tuple, stages)], times, int(untimed))
+        return CallParts(phase_times, [*map(tuple, replicas)], [*map(tuple, stages)], device_ms, int(untimed_reason))
     except (ValueError, TypeError, LookupError) as error:
         raise HistoryError(f"a damaged call: {error}") from None
 

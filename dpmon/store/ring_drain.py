@@ -86,14 +86,14 @@ class RingDrain:
         self._next_id = 1
         self._exited: Collection[str] = ()
         """Names of the rings whose processes had exited at the last check."""
-        self._find_at = self._refused_at = 0.0
-        self._check_at = 0.0
-        self._read_at = 0.0
-        self._commit_at = 0.0
-        self._retry_at = 0.0
+        self._find_at_s = self._refused_at_s = 0.0
+        self._check_at_s = 0.0
+        self._read_at_s = 0.0
+        self._commit_at_s = 0.0
+        self._retry_at_s = 0.0
         self.failure: Exception | None = None
         """Why the history cannot be written now; None if it can."""
-        self._no_warning_until = 0.0
+        self._no_warning_until_s = 0.0
         self._damage_reported = False
         self.on_memory_event: Callable[[Mapping[str, Any], int], None] = lambda data, pid: None
         """Called with the data and the process id of each `memory` event of a training process. It names the GPUs."""
@@ -114,21 +114,21 @@ class RingDrain:
         if not self._in_memory:
             self.emit("warning", {"process": process, "text": text})
 
-    def poll(self, now: float) -> bool:
-        """Read new records, and write if a commit is due. Return whether more records are ready. `now`: monotonic s."""
-        if self._history is None and not self._open(now):
+    def poll(self, now_s: float) -> bool:
+        """Read new records, and write if a commit is due. Return whether more records are ready. `now_s`: monotonic."""
+        if self._history is None and not self._open(now_s):
             return False
         has_more = False
         if self._has_room():
-            if now >= self._find_at:
-                self._find_at = now + FIND_S
-                self._find_rings(now)
-            if now >= min(self._read_at, self._commit_at):
-                has_more = self._read_rings(now)
-                self._read_at = now + TAKE_S if len(self._sources) > MANY_RINGS and not has_more else now
+            if now_s >= self._find_at_s:
+                self._find_at_s = now_s + FIND_S
+                self._find_rings(now_s)
+            if now_s >= min(self._read_at_s, self._commit_at_s):
+                has_more = self._read_rings(now_s)
+                self._read_at_s = now_s + TAKE_S if len(self._sources) > MANY_RINGS and not has_more else now_s
             self._read_own_records()
-        if now >= self._commit_at or self._batch.rows >= COMMIT_ROWS:
-            self._write(now)
+        if now_s >= self._commit_at_s or self._batch.rows >= COMMIT_ROWS:
+            self._write(now_s)
         return has_more and self._has_room()
 
     def _has_room(self) -> bool:
@@ -141,20 +141,20 @@ class RingDrain:
         `command_ended`: also the last records of processes that ended with the command. `is_last`: also the open steps
         of processes that outlive the command, because no supervisor will continue this history.
         """
-        now = time.monotonic()
-        self._find_at = self._refused_at = self._check_at = self._read_at = self._retry_at = 0.0
+        now_s = time.monotonic()
+        self._find_at_s = self._refused_at_s = self._check_at_s = self._read_at_s = self._retry_at_s = 0.0
         for _ in range(64):
-            if not self.poll(now):
+            if not self.poll(now_s):
                 break
         if self._history is None:
             return
-        self._check_at = 0.0  # a process may have ended a moment ago
+        self._check_at_s = 0.0  # a process may have ended a moment ago
         if is_last:
-            self._exited, self._check_at = self._sources.keys(), math.inf
+            self._exited, self._check_at_s = self._sources.keys(), math.inf
         for _ in range(64 * command_ended):
-            if not self._has_room() or not self._read_rings(now):
+            if not self._has_room() or not self._read_rings(now_s):
                 break
-        self._write(now)
+        self._write(now_s)
 
     def warnings_kept(self) -> list[str]:
         """Return the texts of the supervisor's warnings in the history."""
@@ -211,12 +211,12 @@ class RingDrain:
 
     # ------------------------------------------------------------------------------------------ rings
 
-    def _find_rings(self, now: float) -> None:
+    def _find_rings(self, now_s: float) -> None:
         known_names = {*self._sources}
-        if now < self._refused_at:
+        if now_s < self._refused_at_s:
             known_names |= self._refused
         else:  # an incomplete ring may be complete now: its writer was stopped, or its disk is slow
-            self._refused_at = now + RETRY_S
+            self._refused_at_s = now_s + RETRY_S
         for path in ring_paths(self._directory, known_names):
             stored_row = self._stored_rows.get(path.name)
             try:
@@ -229,27 +229,27 @@ class RingDrain:
                 continue
             intake = RingIntake(source.row, self._run_info.start_ns, self._accounts)
             self._sources[path.name] = source, intake
-            self._check_at = 0.0
+            self._check_at_s = 0.0
             if source.resumes and self._history is not None:
                 with suppress(HistoryError):  # damaged; new records can still be recorded
                     intake.resume(self._history)
 
-    def _read_rings(self, now: float) -> bool:
+    def _read_rings(self, now_s: float) -> bool:
         """Read the new rows of all rings. Return whether a ring filled faster than it was read."""
-        if now >= self._check_at:
-            self._check_at = now + GONE_S
+        if now_s >= self._check_at_s:
+            self._check_at_s = now_s + GONE_S
             rows = {name: source.row for name, (source, _) in self._sources.items() if not source.over}
             self._exited = {name for name, row in rows.items() if not is_alive(row.pid, None)}
         has_more = False
         for name, (source, intake) in self._sources.items():
-            has_more = self._read_ring(source, intake, now, name in self._exited) or has_more
+            has_more = self._read_ring(source, intake, now_s, name in self._exited) or has_more
         return has_more
 
-    def _read_ring(self, source: SpanSource, intake: RingIntake, now: float, process_exited: bool) -> bool:
+    def _read_ring(self, source: SpanSource, intake: RingIntake, now_s: float, process_exited: bool) -> bool:
         """Read the new rows of one ring. Return whether it filled faster than it was read."""
         was_finished = source.over
         try:
-            rows, has_more = source.read_rows(int(now * 1e9), process_exited)
+            rows, has_more = source.read_rows(int(now_s * 1e9), process_exited)
         except (RingError, OSError):
             return False
         for row in rows:
@@ -279,13 +279,13 @@ class RingDrain:
         except RecordError:
             return False
         if isinstance(row, Event) and row.kind in _AWAITED:
-            self._commit_at = 0.0
+            self._commit_at_s = 0.0
         return True
 
     # ------------------------------------------------------------------------------------------ history
 
-    def _open(self, now: float) -> bool:
-        if now < self._retry_at:
+    def _open(self, now_s: float) -> bool:
+        if now_s < self._retry_at_s:
             return False
         meta = {"run": self._run_info.id, "start_ns": self._run_info.start_ns}
         try:
@@ -296,9 +296,9 @@ class RingDrain:
                 history.close()
                 raise
         except (HistoryError, OSError) as error:
-            self._handle_write_error(now, error)
+            self._handle_write_error(now_s, error)
             return False
-        self._commit_at = now
+        self._commit_at_s = now_s
         return True
 
     def _resume_history(self, history: HistoryWriter) -> None:
@@ -309,10 +309,10 @@ class RingDrain:
         self._next_id = history.next_id
         self._history = history
 
-    def _write(self, now: float) -> None:
-        if self._history is None or now < self._retry_at:
+    def _write(self, now_s: float) -> None:
+        if self._history is None or now_s < self._retry_at_s:
             return
-        self._commit_at = self._next_commit(now)
+        self._commit_at_s = self._next_commit(now_s)
         for source, _ in self._sources.values():
             source.update_position()
         rows = [source.row for source, _ in self._sources.values()]
@@ -327,7 +327,7 @@ class RingDrain:
         try:
             self._history.write(self._batch)
         except HistoryError as error:
-            self._handle_write_error(now, error)
+            self._handle_write_error(now_s, error)
             return
         self._stored_rows.update((row.name, replace(row)) for row in self._batch.rings)
         self._batch = WriteBatch()
@@ -337,17 +337,17 @@ class RingDrain:
             self._damage_reported = True
             self.warn(f"the history is damaged ({self._history.damage}); some totals omit earlier steps")
 
-    def _next_commit(self, now: float) -> float:
+    def _next_commit(self, now_s: float) -> float:
         if len(self._sources) <= MANY_RINGS:
-            return now + COMMIT_S
-        overdue_s = (now - self._run_info.start_ns / 1e9 - _AFTER_S) % 1.0
-        return now - overdue_s + 1.0
+            return now_s + COMMIT_S
+        overdue_s = (now_s - self._run_info.start_ns / 1e9 - _AFTER_S) % 1.0
+        return now_s - overdue_s + 1.0
 
-    def _handle_write_error(self, now: float, error: Exception) -> None:
+    def _handle_write_error(self, now_s: float, error: Exception) -> None:
         """Warn once that the history cannot be written, and try again later; the run continues without it."""
-        self._retry_at = now + RETRY_S
-        if self.failure is None and now >= self._no_warning_until:
-            self._no_warning_until = now + WARN_AGAIN_S
+        self._retry_at_s = now_s + RETRY_S
+        if self.failure is None and now_s >= self._no_warning_until_s:
+            self._no_warning_until_s = now_s + WARN_AGAIN_S
             self.warn(f"the history cannot be written ({error}); the run continues, but older records may be lost")
         self.failure = error
 

@@ -134,13 +134,14 @@ class RingIntake:
             call_kind = kind if kind is not None else EVALUATION * (call.flags & _LEARNS == 0)
             virtual = int(call.flags & Flag.VIRTUAL > 0)
             parts, sizes = call.parts, _sizes_of(call)
-            untimed = 0 if parts is None or parts.device_ms is None or None not in parts.device_ms else parts.why
-            shape = self.row.process, call.mode, call_kind, call.layout, virtual, sizes, untimed
+            has_missing = parts is not None and parts.device_ms is not None and None in parts.device_ms
+            untimed_reason = parts.untimed_reason if parts is not None and has_missing else 0
+            shape = self.row.process, call.mode, call_kind, call.layout, virtual, sizes, untimed_reason
             if shape not in self._shapes:
                 if len(self._shapes) < SHAPES:
                     self._shapes.add(shape)
                 else:
-                    shape = (*shape[:-2], _without_sizes(sizes), untimed)
+                    shape = (*shape[:-2], _without_sizes(sizes), untimed_reason)
             batch.shapes[shape] += 1
 
     def finish_process(self, batch: WriteBatch) -> None:

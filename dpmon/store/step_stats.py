@@ -134,9 +134,9 @@ def list_modes(kinds: Iterable[tuple[str, int]]) -> list[tuple[str, bool]]:
 def merge_mode_tallies(
     tallies: Mapping[TallyKey, Tally],
     mode: str,
+    *,
     evaluation: bool,
     trained: bool,
-    *,
     without_warmup: bool = False,
     batch: int | None = None,
 ) -> Tally:
@@ -161,7 +161,7 @@ def split_tallies_by_process(tallies: Mapping[TallyKey, Tally]) -> dict[int, dic
     return found
 
 
-def compute_step_stats(mode: str, evaluation: bool, tally: Tally, rate: Rate | None) -> StepStats:
+def compute_step_stats(mode: str, *, evaluation: bool, tally: Tally, rate: Rate | None) -> StepStats:
     """Compute the statistics of a mode's steps from their tally and rate."""
     step = tally.stat(STEP)
     names = [phase.name for phase in PHASES]
@@ -203,7 +203,7 @@ def _phase(name: str, tally: Tally, step_total: int) -> PhaseStats:
 
 
 def elapsed_by_process(
-    rows: Iterable[TimeRow], mode: str, evaluation: bool, trained: bool
+    rows: Iterable[TimeRow], mode: str, *, evaluation: bool, trained: bool
 ) -> dict[int, tuple[int, int]]:
     """Return the time of a mode's steps by process, as (within and between steps, only within steps) in ns."""
     elapsed: dict[int, list[int]] = defaultdict(lambda: [0, 0])
@@ -333,7 +333,10 @@ class StatsWindow:
     def step_stats(self, mode: str, evaluation: bool = False, process: int | None = None) -> StepStats:
         """Return the statistics of a mode's steps, of all processes together or of one process."""
         return compute_step_stats(
-            mode, evaluation, self.tally(mode, evaluation, process), self.rate(mode, evaluation, process)
+            mode,
+            evaluation=evaluation,
+            tally=self.tally(mode, evaluation, process),
+            rate=self.rate(mode, evaluation, process),
         )
 
     def tally(
@@ -348,7 +351,9 @@ class StatsWindow:
         """Return the tally of a mode's steps. Parameters as in `merge_mode_tallies`."""
         tallies = self.tallies if process is None else self.tallies_by_process.get(process, {})
         trained = self.ever_trains(mode)
-        return merge_mode_tallies(tallies, mode, evaluation, trained, without_warmup=without_warmup, batch=batch)
+        return merge_mode_tallies(
+            tallies, mode, evaluation=evaluation, trained=trained, without_warmup=without_warmup, batch=batch
+        )
 
     def steps_and_rate(self, mode: str, evaluation: bool) -> tuple[int, Rate | None]:
         """Return the number of steps of all processes in a mode, and their rate."""
@@ -376,7 +381,7 @@ class StatsWindow:
         """Return the time of a mode's steps by process (see `elapsed_by_process`)."""
         elapsed = self._elapsed_by_mode.get((mode, evaluation))
         if elapsed is None:
-            elapsed = elapsed_by_process(self.times, mode, evaluation, self.ever_trains(mode))
+            elapsed = elapsed_by_process(self.times, mode, evaluation=evaluation, trained=self.ever_trains(mode))
             self._elapsed_by_mode[mode, evaluation] = elapsed
         return elapsed
 
@@ -389,7 +394,9 @@ class StatsWindow:
 
     def evaluation_steps(self, process: int) -> int:
         """Return the number of evaluation steps of a process, in modes that also train."""
-        return sum(self.tally(mode, True, process).steps for mode, evaluation in self.modes if evaluation)
+        return sum(
+            self.tally(mode, evaluation=True, process=process).steps for mode, evaluation in self.modes if evaluation
+        )
 
     @cached_property
     def time_by_activity(self) -> dict[str, int]:

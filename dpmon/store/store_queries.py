@@ -509,7 +509,7 @@ class Store:
         last_id = min(LAST_NS if process is None else self._last_id("steps", process), self._newest_step_id())
         query = (
             f"SELECT {_LONG_COLUMNS} FROM steps WHERE id BETWEEN ? AND ? AND process = ifnull(?, process) AND mode = ?"
-            f" AND {_in_stats_condition(training_only)} ORDER BY wall_ns DESC LIMIT ?"
+            f" AND {_in_stats_condition(training_only=training_only)} ORDER BY wall_ns DESC LIMIT ?"
         )
         rows = self.query(query, (last_id - _NEWEST_IDS_SEARCHED if newest_only else 0, last_id, process, mode, limit))
         return [_long_step_from_row(row) for row in rows]
@@ -551,7 +551,7 @@ class Store:
 
         `training_only`: without evaluation steps. None without steps.
         """
-        condition = f"id > ? AND id <= ? AND mode = ? AND {_in_stats_condition(training_only)}"
+        condition = f"id > ? AND id <= ? AND mode = ? AND {_in_stats_condition(training_only=training_only)}"
         columns = f"max(ifnull({phase}_ns, 0)) * count(*) AS longest, sum(wall_ns) AS wall"
         query = f"SELECT sum(longest), sum(wall) FROM (SELECT {columns} FROM steps WHERE {condition} GROUP BY step)"
         last_id = self._newest_step_id()
@@ -596,13 +596,13 @@ class Store:
         columns = f"id, process, {SYNC_NUMBER}, {EXPOSED}_ns, {WAIT}_ns, (start_ns + wall_ns) / {SECOND} AS end_s"
         query = (
             f"SELECT {columns} FROM steps WHERE id > ? AND {SYNC_NUMBER} > ? AND {WAIT}_ns IS NOT NULL"
-            f" AND {_in_stats_condition(True)} AND start_ns + wall_ns <= ? ORDER BY id"
+            f" AND {_in_stats_condition(training_only=True)} AND start_ns + wall_ns <= ? ORDER BY id"
         )
         return self._iter_query(query, (after_id, after_number, self.until_ns))
 
     def unknown_wait(self, after_id: int, after_number: int) -> int | None:
         """Return the id of the first such step (see `waits`) whose wait is not known; None if there is none."""
-        condition = f"id > ? AND {SYNC_NUMBER} > ? AND {WAIT}_ns IS NULL AND {_in_stats_condition(True)}"
+        condition = f"id > ? AND {SYNC_NUMBER} > ? AND {WAIT}_ns IS NULL AND {_in_stats_condition(training_only=True)}"
         rows = self.query(f"SELECT id FROM steps WHERE {condition} ORDER BY id LIMIT 1", (after_id, after_number))
         return next((step_id for (step_id,) in rows), None)
 
@@ -1129,7 +1129,7 @@ def exclude_flags_condition(flags: int) -> str:
     return f"(kind & {flags} = 0)"
 
 
-def _in_stats_condition(training_only: bool) -> str:
+def _in_stats_condition(*, training_only: bool) -> str:
     """Return the SQL condition for steps that statistics include. `training_only`: without evaluation steps."""
     return exclude_flags_condition(WARM_UP | EXCLUDED | EVALUATION * training_only)
 

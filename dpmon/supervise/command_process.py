@@ -183,10 +183,10 @@ def note_unrecorded(directory: Path, command_pid: int, reasons_by_pid: dict[int,
         if pid in recorded_pids or pid in reasons_by_pid or process.parent in recorded_pids:
             continue
         with contextlib.suppress(OSError, LookupError):  # the process has ended
-            program, _, _ = proc.read_proc_file(pid, "cmdline").partition(b"\0")
+            program, _, _ = proc.read_proc_bytes(pid, "cmdline").partition(b"\0")
             if b"python" not in os.path.basename(program):
                 continue
-            _, _, after_uid = proc.read_proc_file(pid, "status").partition(b"\nUid:")
+            _, _, after_uid = proc.read_proc_bytes(pid, "status").partition(b"\nUid:")
             uid = int(after_uid.split()[1])  # real, effective, saved, of the file system
             root_directory = f"/proc/{pid}/root"
             if uid != os.geteuid():

@@ -320,7 +320,7 @@ class PrometheusFile:
         """Add each process's time by activity, its steps and samples, and its newest step."""
         by_mode = [row for row in self._tallies_by_mode(window, with_evaluations=False) if window.ever_trains(row.mode)]
         modes = {row.mode for row in by_mode}
-        times_by_mode = {mode: elapsed_by_process(window.times, mode, False, True) for mode in modes}
+        times_by_mode = {mode: elapsed_by_process(window.times, mode, evaluation=False, trained=True) for mode in modes}
         for labels, process, mode, tally in by_mode:
             help_text = "Elapsed training time: steps and time between them, without pauses, evaluations, input waits."
             elapsed_ns, _ = times_by_mode[mode].get(process, (0, 0))

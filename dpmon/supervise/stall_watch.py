@@ -128,17 +128,17 @@ class StallWatch:
         if request != self._request_number and not self._is_taking_stacks():
             self._request_number = request
             # This finds processes that were started meanwhile, for example before a takeover.
-            self._inspect_ranks(now_ns)
+            self._read_rank_activities(now_ns)
             self._start_taking_stacks(request)
         if self._requested_stacks is not None:
             (request_number, dumps), self._requested_stacks = self._requested_stacks, None
-            ranks = self._inspector.with_exceptions(self._inspect_ranks(now_ns))
+            ranks = self._inspector.with_exceptions(self._read_rank_activities(now_ns))
             reply = self._build_reply(ranks, dumps, self._reindexed_stall(ranks), now_ns)
             write_reply(self._directory, request_number, reply)
         if now_ns < self._check_at_ns:
             return
         self._check_at_ns = now_ns + CHECK_INTERVAL_NS
-        ranks = self._inspect_ranks(now_ns)
+        ranks = self._read_rank_activities(now_ns)
         self._learn_durations(ranks)
         if self.stall is not None and (self._all_died(ranks) or self._is_stopping(now_ns)):
             return
@@ -163,7 +163,8 @@ class StallWatch:
         if not needs_stacks and not self._may_still_be_stalled(ranks, now_ns):
             self._record_stall_change(stall, ranks, now_ns)
 
-    def _inspect_ranks(self, now_ns: int) -> list[RankActivity]:
+    def _read_rank_activities(self, now_ns: int) -> list[RankActivity]:
+        """Return what each training process does now; empty while no ring can be read."""
         return self._inspector.inspect_ranks(self._recorder.last_steps(), now_ns)
 
     def _write_rank_report(self, ranks: list[RankActivity], now_ns: int) -> None:
@@ -214,7 +215,7 @@ class StallWatch:
             self._thread.join(1.0)
         now_ns = time.monotonic_ns()
         with contextlib.suppress(Exception):  # as in `poll`
-            self._write_rank_report(self._inspect_ranks(now_ns), now_ns)
+            self._write_rank_report(self._read_rank_activities(now_ns), now_ns)
         self._inspector.close()
 
     def _is_taking_stacks(self) -> bool:

@@ -150,7 +150,7 @@ def ascii_text(text: str) -> str:
     return text if text.isascii() else "".join(map(ascii_for, text))
 
 
-def encode_for_stream(text: str, stream: TextIO) -> str:
+def text_for_stream(text: str, stream: TextIO) -> str:
     """Return the text for `stream`: in ASCII if it is a terminal that needs it, unchanged for a file or a pipe."""
     try:
         is_terminal = stream.isatty()

@@ -160,8 +160,11 @@ def format_quantity(quantity: Quantity, total: QuantitySum, steps: int) -> str:
     return f"{quantity.display_name}: {mean_text} per step, {total_text} total{known_text}"
 
 
-def format_clock(ns: int | None) -> str:
-    """Return a time span as hh:mm:ss, with days before it when there are any."""
+def format_elapsed(ns: int | None) -> str:
+    """Return the time since the run's start, or another time span, as hh:mm:ss; UNKNOWN for None.
+
+    From a day on, the days come first: "1d 02:03:04".
+    """
     if ns is None:
         return UNKNOWN
     seconds = max(ns, 0) // 1_000_000_000
@@ -170,9 +173,9 @@ def format_clock(ns: int | None) -> str:
     return f"{days}d {text}" if days else text
 
 
-def short_clock(ns: int) -> str:
-    """Return a time span as mm:ss below an hour, else as hh:mm:ss."""
-    return format_clock(ns).removeprefix("00:")
+def format_short_elapsed(ns: int) -> str:
+    """Return the time since the run's start, or another time span, as mm:ss below an hour, else as hh:mm:ss."""
+    return format_elapsed(ns).removeprefix("00:")
 
 
 def format_run_time(seconds: float) -> str:

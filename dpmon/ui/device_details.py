@@ -11,7 +11,7 @@ from dpmon.record.safe_json import int_member, number_member
 from dpmon.record.schema import SECOND
 from dpmon.sanitize import sanitize_line
 from dpmon.text.cells import align_right, span_width, wrap_text
-from dpmon.text.formatting import UNKNOWN, format_bytes, format_bytes_of_total, format_count, short_clock
+from dpmon.text.formatting import UNKNOWN, format_bytes, format_bytes_of_total, format_count, format_short_elapsed
 from dpmon.ui.chart import filled_area
 from dpmon.ui.styled_rows import Row, fit_row, row_width
 from dpmon.ui.terminal_style import TerminalStyle
@@ -140,7 +140,10 @@ _MIN_PLOT_ROWS = 3
 def side_by_side_charts(
     charts: Sequence[_Chart], second: int, width: int, height: int, axis: TimeAxis, style: TerminalStyle
 ) -> list[Row]:
-    """Return charts side by side in `height` rows, each with its newest value above it, a scale and a time axis."""
+    """Return charts side by side in `height` rows, each with its newest value above it, a scale and a time axis.
+
+    Empty if they do not fit.
+    """
     chart_width = width // len(charts)
     graph_width = chart_width - _GUTTER_CELLS - 1
     if graph_width < _GUTTER_CELLS or height < _MIN_PLOT_ROWS + 2:
@@ -152,7 +155,7 @@ def side_by_side_charts(
             resample(values, second, axis, value_count), graph_width, height - 2, max_value or 1.0, style.glyphs
         )
         scales = [format_rounded(max_value, unit), *[""] * (height - 4), "0"]
-        start, now = (short_clock(second_of_axis * SECOND) for second_of_axis in (axis.start_s, axis.now_s))
+        start, now = (format_short_elapsed(second_of_axis * SECOND) for second_of_axis in (axis.start_s, axis.now_s))
         ends = f"now {now}" if len(start) + len(now) + 6 <= graph_width else now
         rows[0] += fit_row([(" " * _GUTTER_CELLS, ""), (heading, "bold")], chart_width, style.glyphs.more)
         for row, scale, line in zip(rows[1:-1], scales, lines, strict=True):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from dpmon.text.cells import span_width
-from dpmon.text.formatting import format_clock
+from dpmon.text.formatting import format_elapsed
 from dpmon.ui.keys import COMMANDS, KeyCommand
 from dpmon.ui.screen_data import PlaybackPosition, ScreenData
 from dpmon.ui.styled_rows import Row, fit_row, row_width
@@ -126,7 +126,7 @@ def render_timeline(playback: PlaybackPosition, width: int, style: TerminalStyle
     speed = f"{playback.speed:g}{style.glyphs.times}"
     state_word = "playing" if playback.is_playing else "paused"
     left_part: Row = [(f" {state_word} ", "good" if playback.is_playing else "wait"), (f"{speed:>5} ", "bold")]
-    position, length = format_clock(playback.position_ns), format_clock(playback.length_ns)
+    position, length = format_elapsed(playback.position_ns), format_elapsed(playback.length_ns)
     left_part.append((f"{position} ", "bold"))
     end_time: Row = [(f" {length}", "dim")]
     line_cells = width - row_width(left_part) - row_width(end_time) - 1

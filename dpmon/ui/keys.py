@@ -33,6 +33,14 @@ class KeyCommand(NamedTuple):
     textual_names: str = ""
     """Textual's names of the keys, separated by commas, if they differ from `key`."""
 
+    def is_available(self, screen: ScreenData) -> bool:
+        """Return whether the key works now."""
+        return self.footer_word(screen) is not None
+
+    def is_in_footer(self, screen: ScreenData) -> bool:
+        """Return whether the key works now and has a place in the footer."""
+        return bool(self.footer_word(screen))
+
 
 def _always_shown(word: str) -> Callable[[ScreenData], str | None]:
     return lambda screen: word
@@ -292,9 +300,9 @@ def available_commands(screen: ScreenData) -> list[PaletteCommand]:
     """Return every command that works now, for the palette."""
     commands: list[PaletteCommand] = []
     for command in (*PLAYBACK_COMMANDS, *COMMANDS):
-        label = command.footer_word(screen)
-        if command.action not in ("", "palette") and label is not None:
-            description = "close this screen" if label == "close" else command.description
+        if command.action not in ("", "palette") and command.is_available(screen):
+            is_close = command.footer_word(screen) == "close"
+            description = "close this screen" if is_close else command.description
             commands.append(PaletteCommand(command.key, description, command.action))
     for key, _, action, description in _PAIRED_KEYS:
         commands.append(PaletteCommand(key, description, action))

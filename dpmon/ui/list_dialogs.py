@@ -14,7 +14,7 @@ from dpmon.run.lifecycle import run_state
 from dpmon.run.run_registry import list_runs, short_name
 from dpmon.sanitize import sanitize_line
 from dpmon.text.cells import truncate
-from dpmon.text.formatting import format_clock, node_count_prefix
+from dpmon.text.formatting import format_elapsed, node_count_prefix
 from dpmon.ui.dialogs import Dialog
 from dpmon.ui.panels.longest_steps import step_rows
 from dpmon.ui.styled_rows import Row
@@ -81,7 +81,7 @@ class StepList(_List):
         heading, *rows = step_rows(self.slow_steps, width - 2, self.style)
         list_rows = self.build_list_rows(heading, rows, height)
         if self.slow_steps.since_ns is not None:
-            list_rows.append([(f"  the list has no steps before {format_clock(self.slow_steps.since_ns)}", "dim")])
+            list_rows.append([(f"  the list has no steps before {format_elapsed(self.slow_steps.since_ns)}", "dim")])
         return list_rows
 
     def choose_current(self) -> None:

@@ -20,7 +20,7 @@ from dpmon.model.run_snapshot import (
     toggle_refusal,
 )
 from dpmon.run.process_notes import traceback_line
-from dpmon.run.run_reader import NO_TRAINING, PauseState, RunReader
+from dpmon.run.run_reader import NO_TRAINING_MESSAGE, PauseState, RunReader
 from dpmon.sanitize import sanitize_line
 from dpmon.ui.panels.panel_output import LogTail, OutputView
 from dpmon.ui.screen_data import LookBack, ModeRequest, ScreenData, View, all_finished
@@ -56,7 +56,7 @@ _FROZEN = SnapshotRequest(ranks=FROZEN_RANKS, slowest=_LONGEST_STEP_COUNT, worst
 class LiveRun:
     """One live run. `start` calls `open_reader`, so that the first frame waits for no file."""
 
-    _snapshots: SnapshotBuilder
+    _snapshot_builder: SnapshotBuilder
     _still: SnapshotBuilder
     """Takes snapshots for a frozen picture."""
     _earlier: SnapshotBuilder
@@ -109,7 +109,7 @@ class LiveRun:
         """Open the run. Raises the reader's error if the directory is not a run."""
         from dpmon.model.snapshot_builder import SnapshotBuilder
 
-        self._snapshots, self._still, self._earlier = SnapshotBuilder(), SnapshotBuilder(), SnapshotBuilder()
+        self._snapshot_builder, self._still, self._earlier = SnapshotBuilder(), SnapshotBuilder(), SnapshotBuilder()
         self._reader = self._open_reader()
         self.output.tails = [LogTail(path) for path in self._reader.output_paths]
 
@@ -170,7 +170,7 @@ class LiveRun:
         if is_resting or (request == self._request and not self._may_have_changed()):
             return
         self._request = request
-        self.state = self._build_snapshot(self._snapshots, self._request, self._position_ns()) or self.state
+        self.state = self._build_snapshot(self._snapshot_builder, self._request, self._position_ns()) or self.state
         self._is_reading = False
         end_s = time.perf_counter()
         read_s, cpu_s = end_s - start_s, time.thread_time() - cpu_s
@@ -235,12 +235,12 @@ class LiveRun:
     def _request_refusal(self) -> str | None:
         """Return why no request can be sent to the training; None if one can."""
         if self._reader is None or self.is_over:
-            return NO_TRAINING
+            return NO_TRAINING_MESSAGE
         return "the command has ended" if self.is_ending else None
 
     def toggle_refusal(self) -> str | None:
         """Return why no other mode can be requested; None if one can."""
-        refusal = self._request_refusal() or (NO_TRAINING if self._all_finished() else None)
+        refusal = self._request_refusal() or (NO_TRAINING_MESSAGE if self._all_finished() else None)
         if refusal is None and self.info is not None and self.info.options.get("mode") == "script":
             return "--mode script leaves the computation as written"
         return refusal or toggle_refusal(self.state)
@@ -262,7 +262,7 @@ class LiveRun:
         new_mode = "dp" if current_mode == "single" else "single"
         self._changes_at_request = self.state.mode_change_count
         request_count = self._reader.request_mode(new_mode)
-        status, reason = ("pending", None) if request_count else ("refused", NO_TRAINING)
+        status, reason = ("pending", None) if request_count else ("refused", NO_TRAINING_MESSAGE)
         self._mode_request = ModeRequest(new_mode, status, self.now_ns(), reason=reason)
 
     def _update_mode_request(self, reader: RunReader) -> None:
@@ -295,7 +295,7 @@ class LiveRun:
         if refusal is not None or self._reader is None or is_requested:
             return refusal
         if self._all_finished():
-            return NO_TRAINING
+            return NO_TRAINING_MESSAGE
         refusal = self._reader.pause_refusal(self._activities)
         return refusal or (None if self.state.processes else "no training process is known yet")
 

@@ -20,10 +20,10 @@ from textual.geometry import Size
 from textual.timer import Timer
 
 from dpmon.model.nodes import find_rank
-from dpmon.run.run_reader import NO_TRAINING, RunReader
+from dpmon.run.run_reader import NO_TRAINING_MESSAGE, RunReader
 from dpmon.sanitize import sanitize_line
 from dpmon.text.cells import wrap_text
-from dpmon.text.formatting import format_clock, format_range_length, format_time_range
+from dpmon.text.formatting import format_elapsed, format_range_length, format_time_range
 from dpmon.ui import background_jobs, keys
 from dpmon.ui.alert import Alert
 from dpmon.ui.dialogs import Choice, CommandPalette, Dialog, LineInput, TextPages, key_name
@@ -444,7 +444,7 @@ class Monitor(App[str]):
             return
         data = self.data_to_draw()
         action = next(
-            (command.action for command in keys.COMMANDS if command.key == key and command.footer_word(data)), ""
+            (command.action for command in keys.COMMANDS if command.key == key and command.is_in_footer(data)), ""
         )
         if action:
             await self.run_action(action)
@@ -564,7 +564,7 @@ class Monitor(App[str]):
     def action_sample(self) -> None:
         """Have the ranks record the collectives of one of the next steps."""
         if not self.live_run.request_collective_sample():
-            self.show_message(NO_TRAINING)
+            self.show_message(NO_TRAINING_MESSAGE)
         elif any(process.rank is not None for process in self.live_run.state.processes.values()):
             self.show_message("the collectives of one of the next steps will be recorded")
         else:
@@ -740,7 +740,7 @@ class Monitor(App[str]):
         def build_rows(width: int) -> list[Row]:
             rows: list[Row] = []
             for warning in reversed(self.live_run.state.warnings):
-                rows.append([(f"{format_clock(warning.t_ns)}  ", "dim"), (self._source(warning.process), "bold")])
+                rows.append([(f"{format_elapsed(warning.t_ns)}  ", "dim"), (self._source(warning.process), "bold")])
                 rows += [[("  " + line, "")] for line in wrap_text(sanitize_line(warning.text), width - 2)]
             return rows
 

@@ -30,7 +30,7 @@ from dpmon.stalls.run_state import (
     decide_state,
 )
 from dpmon.stalls.stall_detection import format_ranges
-from dpmon.text.formatting import UNKNOWN, format_calls_so_far, format_clock
+from dpmon.text.formatting import UNKNOWN, format_calls_so_far, format_elapsed
 
 PANELS = ("devices", "replicas", "batch", "compare", "output", "progress")
 NAMES = {
@@ -277,7 +277,7 @@ def describe_activity(screen: ScreenData) -> ActivityText:
         return ActivityText(PAUSED, "wait", state_age)
     if screen.is_reading:
         newest_ns = screen.state.newest_ns
-        progress = f"{format_clock(newest_ns)} of {format_clock(screen.now_ns)}" if newest_ns >= 0 else ""
+        progress = f"{format_elapsed(newest_ns)} of {format_elapsed(screen.now_ns)}" if newest_ns >= 0 else ""
         return ActivityText(READING, "wait", progress)
     if run_state.word == WAITING_FOR_INPUT:
         return ActivityText(WAITING_FOR_INPUT, "wait", f"{state_age}{': press i' if screen.can_type else ''}")

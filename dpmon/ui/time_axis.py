@@ -14,7 +14,7 @@ from dpmon.model.time_marks import EPOCH, PAUSED, TimeMark, epoch_marks, pause_m
 from dpmon.record.schema import SECOND
 from dpmon.record.shared_names import RANK_MODES
 from dpmon.text.cells import align_right
-from dpmon.text.formatting import format_duration, short_clock
+from dpmon.text.formatting import format_duration, format_short_elapsed
 from dpmon.ui.screen_data import ScreenData
 from dpmon.ui.styled_rows import Row, merge_spans, row_width
 from dpmon.ui.terminal_style import TerminalStyle
@@ -351,7 +351,7 @@ def axis_row(
             line.put_text(text, cell, _MARK_STYLES[mark.kind])
     if cursor_ns is not None:
         cell = min(max(axis.cell_at(cursor_ns // SECOND, width), 0), width - 1)
-        text, pointer = short_clock(cursor_ns), style.glyphs.cut_top
+        text, pointer = format_short_elapsed(cursor_ns), style.glyphs.cut_top
         if cell + len(text) < width:
             line.replace_with_text(pointer + text, cell, "found")
         else:
@@ -381,7 +381,7 @@ def axis_below_chart(
     marks = choose_marks(screen, axis, width)
     cursor_ns = None if screen.past is None else screen.now_ns
     row = axis_row(axis, picture, width, style, ranks=ranks, word=word, marks=marks, cursor_ns=cursor_ns)
-    return [(align_right(short_clock(axis.start_s * SECOND), gutter - 1) + " ", "dim"), *row]
+    return [(align_right(format_short_elapsed(axis.start_s * SECOND), gutter - 1) + " ", "dim"), *row]
 
 
 def _put_end_time(
@@ -393,7 +393,7 @@ def _put_end_time(
     replaces other words, except the cursor's.
     """
     part_s = (axis.end_s - axis.start_s) / part_count
-    short_time = short_clock(axis.now_s * SECOND)
+    short_time = format_short_elapsed(axis.now_s * SECOND)
     texts = [word + short_time, short_time]
     if part_s >= 2:
         texts.insert(0, f"{format_duration(part_s * SECOND)} per column  {word}{short_time}")

@@ -10,7 +10,7 @@ from typing import Any
 from dpmon.stalls.why_reply import request_and_wait
 from dpmon.stalls.why_text import format_reply
 from dpmon.text.cells import truncate, wrap_text
-from dpmon.text.formatting import format_clock
+from dpmon.text.formatting import format_elapsed
 from dpmon.ui.dialogs import TextPages
 from dpmon.ui.screen_data import ScreenData, no_progress_text, shown_state
 from dpmon.ui.styled_rows import Row
@@ -32,7 +32,7 @@ class WhyDialog(TextPages):
         """Show the present, or the recorded stall `stall_record`."""
         stall = screen_data().shown_stall
         title_suffix = (
-            "" if stall_record is None or stall is None else f", as detected at {format_clock(stall.noticed_ns)}"
+            "" if stall_record is None or stall is None else f", as detected at {format_elapsed(stall.noticed_ns)}"
         )
         super().__init__(f"Why{title_suffix}", self._reply_rows, style)
         self._screen_data, self._directory, self._recorded = screen_data, directory, stall_record

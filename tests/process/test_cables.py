@@ -97,7 +97,7 @@ def test_a_cut_is_noticed_and_no_row_is_lost_or_doubled(
 def follows(pid: int, run: str) -> bool:
     """Return whether a process is the dpmon that prints the rows of a run."""
     with contextlib.suppress(OSError):
-        words = proc.read_proc_file(pid, "cmdline").split(b"\0")
+        words = proc.read_proc_bytes(pid, "cmdline").split(b"\0")
         return {b"--follow", run.encode()} <= set(words) and words[1].endswith(b"dpmon")
     return False
 

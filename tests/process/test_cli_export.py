@@ -86,7 +86,7 @@ def test_a_supervisor_that_an_exporter_starts_does_not_ignore_sigterm(dpmon: Dpm
     before = dpmon.kill_supervisor()["supervisor_pid"]
     process = dpmon.start("export", "last", "--follow", "--rollups", stdin=subprocess.PIPE)
     pid = wait_for(lambda: (now := dpmon.info()["supervisor_pid"]) != before and now, what="the next supervisor")
-    ignored = int(proc.read_proc_file(pid, "status").partition(b"SigIgn:")[2].split()[0], 16)
+    ignored = int(proc.read_proc_bytes(pid, "status").partition(b"SigIgn:")[2].split()[0], 16)
     assert not ignored >> (signal.SIGTERM - 1) & 1
     assert process.stdin is not None
     process.stdin.close()

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from dpmon.record.schema import WARM_UP_STEPS
-from dpmon.stalls.stacks import py_spy
+from dpmon.stalls.stacks import find_py_spy
 from support.run_harness import LIMIT_S, CommandResult, Dpmon
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -113,13 +113,13 @@ def test_the_cause_is_named(runs: dict[str, Dpmon], cause: str) -> None:
     waited = until(dpmon, "stalled")
     assert waited.status == 0, waited.text
     found = stalls(dpmon)
-    causes = CAUSES if py_spy() is not None else {**CAUSES, **WITHOUT_PY_SPY}
+    causes = CAUSES if find_py_spy() is not None else {**CAUSES, **WITHOUT_PY_SPY}
     expected = causes[cause].format(here=LINES.get(cause), backward=BACKWARD, loop=LINES["loop"])
     assert re.fullmatch(expected, found[0]["text"]), found[0]["text"]
     # Counted in samples of the host, one a second, because the supervisor may have got no processor.
     seconds = [one["t_s"] for one in dpmon.records() if one["kind"] == "host"]
     assert sum(found[0]["since_s"] < t_s < found[0]["t_s"] for t_s in seconds) < NOTICED_S
-    if cause == "worker" and py_spy() is not None:
+    if cause == "worker" and find_py_spy() is not None:
         _, _, stack = dpmon.run("why").out.decode().partition("  worker of rank 1 (pid ")
         assert re.search(rf"^  Samples\.__getitem__ \(.*/stuck\.py:{LINES[cause]}\)$", stack, re.M)
         assert "\n  _worker_loop (torch/utils/data/_utils/worker.py:" in stack
@@ -137,7 +137,7 @@ def check_the_rest(dpmon: Dpmon, first: dict[str, Any]) -> None:
     later = json.loads(dpmon.run("why", "--json").out)["now"]  # starts another one
     assert (later["text"], later["since_s"]) == (first["text"], pytest.approx(first["since_s"]))
     assert [rank["waits"] for rank in later["ranks"]] == [False, True]
-    if py_spy() is not None:  # the new supervisor is no ancestor of the ranks, one of which is stopped
+    if find_py_spy() is not None:  # the new supervisor is no ancestor of the ranks, one of which is stopped
         assert all(rank["why_no_stack"] is None and rank["stacks"] for rank in later["ranks"])
     os.kill(now["ranks"][0]["pid"], signal.SIGCONT)
     assert until(dpmon, "training").status == 0

@@ -195,7 +195,7 @@ def test_evaluations_between_epochs(dpmon: Dpmon) -> None:
     found = check(dpmon, told, result.errors)
     assert found["evaluation"] == pytest.approx(told["apart"]["evaluation"], rel=0.3)
     with open_store(dpmon.last()) as store:
-        assert StatsWindow(store).step_stats("single", True).steps == 50
+        assert StatsWindow(store).step_stats("single", evaluation=True).steps == 50
 
 
 def test_toggles_and_a_pause(dpmon: Dpmon) -> None:

@@ -188,8 +188,8 @@ def test_the_stack_of_a_stuck_script(stuck: tuple[str, TracedScript], by: str, m
     if name != "GIL":  # a busy machine needs more time for the answer
         monkeypatch.setattr(rank_inspector, "MAX_NOTE_WAIT_S", 60.0)
     if by == "the process":
-        monkeypatch.setattr(stacks, "py_spy", lambda: None)
-    elif stacks.py_spy() is None:
+        monkeypatch.setattr(stacks, "find_py_spy", lambda: None)
+    elif stacks.find_py_spy() is None:
         pytest.skip("py-spy is not installed")
     found = taken(script)
     if (name, by) == ("GIL", "the process"):

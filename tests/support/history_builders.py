@@ -66,7 +66,7 @@ class Recording:
         self._intakes: dict[int, RingIntake] = {}
         self._makers: dict[int, _RowMaker] = {}
         self._next_id = self._history.next_id
-        self._snapshots = SnapshotBuilder()
+        self._snapshot_builder = SnapshotBuilder()
 
     def add(
         self, records: Iterable[Row | Record], process: int = 0, rank: int | None = None, skip: bool = False
@@ -123,7 +123,7 @@ class Recording:
     def state(self, t_ns: int | None = None, ended: Iterable[int] = (), **wanted: Any) -> RunSnapshot:
         """Return the state at the end, or at time `t_ns`; `wanted`: fields of SnapshotRequest."""
         store = self.store()
-        return self._snapshots.build(store.as_of(t_ns), SnapshotRequest(**wanted), frozenset(ended))
+        return self._snapshot_builder.build(store.as_of(t_ns), SnapshotRequest(**wanted), frozenset(ended))
 
 
 def open_store_with(

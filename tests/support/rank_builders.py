@@ -263,7 +263,7 @@ class ManyNodes:
         """Nodes that send nothing."""
         self.samples = True
         self._id = 1
-        self._snapshots = SnapshotBuilder()
+        self._snapshot_builder = SnapshotBuilder()
         self._wrapper, self._of_group = wrapper, self.ranks // groups
         self._begin(store, rows)
 
@@ -387,7 +387,7 @@ class ManyNodes:
 
     def state(self, **wanted: Any) -> RunSnapshot:
         """Return the state of the screen; `wanted`: fields of SnapshotRequest."""
-        return self._snapshots.build(self.store(), SnapshotRequest(**wanted))
+        return self._snapshot_builder.build(self.store(), SnapshotRequest(**wanted))
 
     def close(self) -> None:
         """Close the history in a directory."""

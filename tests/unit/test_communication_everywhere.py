@@ -89,7 +89,11 @@ def test_text_page_and_json_of_the_report_have_the_communication(state: Path) ->
 def test_data_of_a_slow_rank_is_one_finding(state: Path) -> None:
     """The slow rank waits for data most of its time, but the finding about the slow rank says so already."""
     slow = collect_report_data(a_run(extra_ms=60.0))
-    assert [one.who for one in (*slow.run.modes, *slow.run.other_process_modes)] == ["rank 0", "rank 1", "rank 2"]
+    assert [one.process_name for one in (*slow.run.modes, *slow.run.other_process_modes)] == [
+        "rank 0",
+        "rank 1",
+        "rank 2",
+    ]
     assert slow.run.other_process_modes[0].phase_share("data") > 0.2
     kinds = [finding.kind for finding in slow.findings]
     assert "straggler" in kinds

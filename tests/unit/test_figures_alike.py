@@ -365,7 +365,7 @@ def test_evaluations_are_counted_separately_everywhere(run: Path) -> None:
     with open_store(run) as store:
         window = StatsWindow(store)
         training = sum(window.step_stats(mode).steps for mode in ("dp", "single"))
-        evaluations = sum(window.step_stats(mode, True).steps for mode in ("dp", "single"))
+        evaluations = sum(window.step_stats(mode, evaluation=True).steps for mode in ("dp", "single"))
     assert sum(one.count for one in columns if not one.evaluation) == training
     assert sum(one.count for one in columns if one.evaluation) == evaluations > 0
     drawn = "\n".join(plain_text(row) for row in panel_batch.render_panel(facts, 600, 40, STYLE))

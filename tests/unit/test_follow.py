@@ -19,7 +19,7 @@ from dpmon.export.row_stream import stream_rows
 from dpmon.mirror.mirror_run import find_or_create_mirror
 from dpmon.run import proc
 from dpmon.run.run_directory import load_exit, load_info, stop_requested_unix, write_info
-from dpmon.run.run_reader import NO_TRAINING
+from dpmon.run.run_reader import NO_TRAINING_MESSAGE
 from dpmon.run.run_signals import stop_run
 from support.history_builders import write_run_directory
 from support.record_builders import even_training_rows, sample_events
@@ -75,7 +75,7 @@ def test_machines_that_cannot_be_asked_are_not_called_stopped(state: Path, monke
 def test_a_request_that_no_process_takes_is_answered_with_the_reason(directory: Path, request_: dict[str, Any]) -> None:
     followed = module._RowStream(directory, IncrementalRows(rollups=True))
     followed.handle_request({**request_, "id": 7})
-    assert [json.loads(line) for line in followed.pop_replies()] == [{"answer": 7, "error": NO_TRAINING}]
+    assert [json.loads(line) for line in followed.pop_replies()] == [{"answer": 7, "error": NO_TRAINING_MESSAGE}]
 
 
 def test_output_is_passed_on_in_whole_lines(directory: Path) -> None:

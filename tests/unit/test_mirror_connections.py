@@ -145,7 +145,7 @@ def test_the_bytes_of_all_machines_that_wait_for_a_full_disk_are_bounded_togethe
         for machine in mirror.peers[1:]:
             if machine.node.state == "cut":
                 mirror._handle_report(LinkOpened(machine.node.number, MARKER))
-            for line in ({**event(0), "rows": [row]}, beat(machine.offset, at + 1)):
+            for line in ({**event(0), "rows": [row]}, beat(machine.last_received_id, at + 1)):
                 mirror._handle_report(LineReceived(machine.node.number, json.dumps(line).encode()))
         mirror._commit()
         assert sum(len(row[-1]) for _, chunk in mirror._chunks for row in chunk.rows.get("events", ())) <= most

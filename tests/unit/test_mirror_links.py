@@ -74,7 +74,7 @@ def lines(reports: list[Report]) -> list[bytes]:
     return [one.text for one in reports if isinstance(one, LineReceived)]
 
 
-def test_a_banner_comes_before_the_marker_and_lines_after_it(start: Start) -> None:
+def test_a_banner_comes_before_the_header_and_lines_after_it(start: Start) -> None:
     links = start(shell(f"echo Welcome; printf 'no line end: '; {MARK}; echo one; echo two; exec sleep 100"))
     reports = until(links, lambda reports: len(lines(reports)) == 2)
     assert reports == [LinkOpened(0, {"run": "r", "host": "h"}), LineReceived(0, b"one"), LineReceived(0, b"two")]
@@ -335,7 +335,7 @@ def test_a_command_ends_with_our_decision_and_stays_ended(start: Start) -> None:
     assert not links._idle
 
 
-def test_a_command_that_runs_once_needs_no_marker(start: Start) -> None:
+def test_a_command_that_runs_once_needs_no_header(start: Start) -> None:
     links = start(shell("echo one; echo two >&2; printf half"), shell("sleep 100"), once=True, silent_s=5.0)
     reports = until(links, lambda reports: closed(reports, 0) and closed(reports, 1))
     assert lines(reports) == [b"one", b"half"]

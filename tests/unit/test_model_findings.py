@@ -526,7 +526,7 @@ def test_many_stalls_are_counted_and_the_longest_is_placed() -> None:
 
 def test_the_process_that_waits_most_for_data_is_named() -> None:
     each = [
-        replace(mode_stats(data=share), mean_ns=20.0 * MS, process=number, who=f"rank {number}")
+        replace(mode_stats(data=share), mean_ns=20.0 * MS, process=number, process_name=f"rank {number}")
         for number, share in enumerate((0.05, 0.7, 0.3))
     ]
     (found,) = find_all(
@@ -543,8 +543,8 @@ def test_the_process_that_waits_most_for_data_is_named() -> None:
 
 
 def test_a_stall_is_judged_by_the_median_of_its_own_process() -> None:
-    fast = replace(GOOD_MODE, who="process 0")
-    slow = replace(mode_stats(median_ms=300.0, data=0.05), process=1, who="process 1")
+    fast = replace(GOOD_MODE, process_name="process 0")
+    slow = replace(mode_stats(median_ms=300.0, data=0.05), process=1, process_name="process 1")
     steps = (long_step(1500.0)._replace(process=1),) * 20
     assert not find_all(
         run_analysis_with(

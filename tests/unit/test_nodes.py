@@ -436,7 +436,7 @@ def test_a_picture_of_very_many_ranks_has_their_newest_waits_and_the_newest_fact
         assert kept.representative.recent.rate.samples_per_s == pytest.approx(run.ranks * 30 * 57.0, rel=0.05)
     assert kept.straggler is not None
     assert kept.straggler.ranks == (150,)
-    ended = run._snapshots.build(run.store(), SnapshotRequest(worst=MAX_LEAST_WAITING), frozenset({5}))
+    ended = run._snapshot_builder.build(run.store(), SnapshotRequest(worst=MAX_LEAST_WAITING), frozenset({5}))
     assert 5 not in [one.process for one in ended.training_processes], "what has ended is left out at once"
 
 

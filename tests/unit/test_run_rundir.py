@@ -92,12 +92,12 @@ def test_among_runs_of_one_name_the_live_one_is_chosen(state: Path) -> None:
     runs = [create_run(make_run_info(name="a", started_unix=1000.0 + number)) for number in range(3)]
     going = {runs[0][1].id}
     assert find_run("a") == runs[2][0]
-    assert find_run("a", is_live=lambda info: info.id in going) == runs[0][0]
-    assert find_run("a", is_live=lambda _: False) == runs[2][0]
+    assert find_run("a", live_test=lambda info: info.id in going) == runs[0][0]
+    assert find_run("a", live_test=lambda _: False) == runs[2][0]
     going.add(runs[1][1].id)
     with pytest.raises(RunError, match=f"matches 2 live runs: {runs[1][1].id}, {runs[0][1].id}"):
-        find_run("a", is_live=lambda info: info.id in going)
-    assert find_run(runs[0][1].id, is_live=lambda info: info.id in going) == runs[0][0]
+        find_run("a", live_test=lambda info: info.id in going)
+    assert find_run(runs[0][1].id, live_test=lambda info: info.id in going) == runs[0][0]
 
 
 def test_of_two_runs_of_one_second_the_later_one_is_the_last(state: Path) -> None:

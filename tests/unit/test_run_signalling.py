@@ -190,7 +190,7 @@ def test_the_process_of_another_user_proves_nothing(run: tuple[Path, RunInfo]) -
     process = subprocess.Popen(["/bin/sleep", "600"], env={"DPMON_RUN": str(directory)}, user=65534, cwd="/")
     try:
         wait_for(
-            lambda: proc.read_proc_file(process.pid, "cmdline").startswith(b"/bin/sleep"),
+            lambda: proc.read_proc_bytes(process.pid, "cmdline").startswith(b"/bin/sleep"),
             what="the other user's process",
         )
         assert run_signals.find_members(directory, info, run_ended=False) == {}

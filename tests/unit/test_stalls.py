@@ -487,7 +487,7 @@ def test_what_py_spy_cannot_do_is_a_reason(
     path = tmp_path / "py-spy"
     path.write_text(f"#!/bin/sh\n{program}\n")
     path.chmod(0o700 if program else 0o600)
-    monkeypatch.setattr(stacks, "py_spy", lambda: None if program is None else str(path))
+    monkeypatch.setattr(stacks, "find_py_spy", lambda: None if program is None else str(path))
     monkeypatch.setattr(stacks, "MAX_DUMP_S", 0.05 if "no answer" in expected else 300.0)
     found = stacks.dump_stacks({1: 1, 2: 2})
     assert set(found) == {1, 2}
@@ -617,7 +617,7 @@ def test_a_py_spy_that_cannot_be_killed_is_not_waited_for(monkeypatch: pytest.Mo
             pass
 
     stuck = Stuck()
-    monkeypatch.setattr(stacks, "py_spy", lambda: "/bin/py-spy")
+    monkeypatch.setattr(stacks, "find_py_spy", lambda: "/bin/py-spy")
     monkeypatch.setattr(subprocess, "Popen", lambda *words, **how: stuck)
     assert stacks.dump_stacks({1: 1})[1].reason == "py-spy gave no answer within 5 s"
     assert len(stuck.waits) == 2

@@ -15,10 +15,10 @@ from dpmon.text.cells import char_width, crop_text, span_width, wrap_text
 from dpmon.text.formatting import (
     format_bytes,
     format_bytes_of_total,
-    format_clock,
     format_compact,
     format_count,
     format_duration,
+    format_elapsed,
     format_factor,
     format_free_bytes,
     format_long_duration,
@@ -75,7 +75,7 @@ def test_numbers() -> None:
     assert format_free_bytes((80 << 30) - (871 << 20), 80 << 30) == "0.85 of 80.0 GiB free"
     assert format_free_bytes(None, 80 << 30) == "– of 80.0 GiB free"
     assert format_free_bytes(None, None) == "–"
-    assert [format_clock(n) for n in (None, 0, 221 * SECOND, 90_061 * SECOND)] == [
+    assert [format_elapsed(n) for n in (None, 0, 221 * SECOND, 90_061 * SECOND)] == [
         "–",
         "00:00:00",
         "00:03:41",

@@ -16,7 +16,7 @@ from dpmon.cli.doctor.local_checks import CONNECTION, OK, PROBLEM, STATES, Check
 from dpmon.cli.messages import print_message
 from dpmon.cli.options import names_remote_hosts
 from dpmon.sanitize import sanitize_line
-from dpmon.text.cells import encode_for_stream, supports_color
+from dpmon.text.cells import supports_color, text_for_stream
 from dpmon.text.formatting import format_count_with_noun
 
 WIDTH = 80
@@ -78,7 +78,7 @@ def _run_remote_checks(options: argparse.Namespace) -> Iterator[tuple[str, Itera
 
 def _print_check(check: Check) -> None:
     lines = _check_lines(check, with_color=supports_color(sys.stdout, os.environ))
-    print(encode_for_stream("\n".join(lines), sys.stdout), flush=True)
+    print(text_for_stream("\n".join(lines), sys.stdout), flush=True)
 
 
 def _check_lines(check: Check, *, with_color: bool) -> list[str]:

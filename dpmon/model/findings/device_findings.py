@@ -140,7 +140,7 @@ def find_uneven_memory(run: RunAnalysis) -> Iterator[Finding]:
         return
     (first_name, first_bytes), *others = memory_by_device
     other_name, other_bytes = max(others, key=itemgetter(1))
-    has_dp = any(mode.mode == "dp" for mode in run.modes)
+    has_dp = any(stats.mode == "dp" for stats in run.modes)
     # A model that the script spreads over devices need not fill them alike.
     if (
         (has_dp or run.names)

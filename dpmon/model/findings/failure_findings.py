@@ -9,7 +9,7 @@ from dpmon.model.findings.finding import Finding
 from dpmon.model.findings.finding_evidence import measured_modes, process_suffix
 from dpmon.model.recorded_stalls import final_stall
 from dpmon.model.slow_steps import WAITING_TEXT, overlap_ns
-from dpmon.text.formatting import format_clock, format_long_duration
+from dpmon.text.formatting import format_elapsed, format_long_duration
 
 if TYPE_CHECKING:
     from dpmon.model.run_analysis import RunAnalysis
@@ -35,7 +35,7 @@ def find_quiet_end(run: RunAnalysis) -> Iterator[Finding]:
     quiet_ns = until_ns - run.last_step_ns - paused_ns - waited_ns
     exclusions = f", {format_long_duration(paused_ns)} of it paused" if paused_ns else ""
     exclusions += f", {format_long_duration(waited_ns)} of it {WAITING_TEXT}" if waited_ns else ""
-    last_step_text = f"the last one at {format_clock(run.last_step_ns)}"
+    last_step_text = f"the last one at {format_elapsed(run.last_step_ns)}"
     stall = final_stall(run.announced.stalls, run.last_step_ns)
     if stall is not None and run.end_ns is None and stall.end_ns is not None:
         stall = None
@@ -56,7 +56,7 @@ def find_quiet_end(run: RunAnalysis) -> Iterator[Finding]:
         yield Finding(
             "quiet",
             f"No step finished in the last {format_long_duration(until_ns - run.last_step_ns)} of the run{exclusions}.",
-            f"{last_step_text}, the end at {format_clock(run.end_ns)}{stall_text}",
+            f"{last_step_text}, the end at {format_elapsed(run.end_ns)}{stall_text}",
             "the end of the script's output says whether it saved, evaluated or hung"
             if stall is None
             else "dpmon why shows the stack of each process at that time, the odd one first",
@@ -100,7 +100,7 @@ def find_invalid_losses(run: RunAnalysis) -> Iterator[Finding]:
             "loss",
             f"The loss{process_suffix(first.process, run)} is {INVALID_LOSS_TEXTS[repr(first.loss)]}: seen at {step}"
             f" ({first.place}).",
-            f"at {format_clock(first.t_ns)}; at most one loss per second is read, so an earlier step may be the"
+            f"at {format_elapsed(first.t_ns)}; at most one loss per second is read, so an earlier step may be the"
             f" first{others_text}",
             "look at the last steps before it: the learning rate, a division by zero or log(0), half precision without"
             " a GradScaler; torch.autograd.set_detect_anomaly(True) names the operation",

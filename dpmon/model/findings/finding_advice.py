@@ -28,15 +28,15 @@ RARE_FETCH_RATIO = 3.0
 """Smallest ratio of mean to median fetch at which a few fetches (the first of each epoch) take most of the time."""
 
 
-def data_advice(mode: ModeStats, run: RunAnalysis) -> str:
+def data_advice(stats: ModeStats, run: RunAnalysis) -> str:
     """Return advice for a training that waits for its loader."""
-    fetch = mode.phase("data")
+    fetch = stats.phase("data")
     median = None if fetch is None else fetch.median_ns
-    mean = None if fetch is None or fetch.share is None or mode.mean_ns is None else fetch.share * mode.mean_ns
+    mean = None if fetch is None or fetch.share is None or stats.mean_ns is None else fetch.share * stats.mean_ns
     if median and mean and mean >= RARE_FETCH_RATIO * median:
         times = f"mean {format_long_duration(mean)}, median {format_long_duration(median)}"
         few_fetches = f"a few fetches take most of the time ({times})"
-        if worker_restarts(run, mode.process):
+        if worker_restarts(run, stats.process):
             return (
                 f"{few_fetches}, such as the first of each epoch, for which workers start:"
                 " persistent_workers=True keeps them"
@@ -49,9 +49,9 @@ def data_advice(mode: ModeStats, run: RunAnalysis) -> str:
         )
     host = run.host
     if host is not None and idle_cores(host) < MIN_IDLE_CORES:
-        if host.own < MIN_FETCH_CPU_SHARE * mode.phase_share("data") * max(len(run.processes), 1):
+        if host.own < MIN_FETCH_CPU_SHARE * stats.phase_share("data") * max(len(run.processes), 1):
             return (
-                f"more workers (DataLoader num_workers){_persistent_workers_hint(run, mode.process)} if the fetches"
+                f"more workers (DataLoader num_workers){_persistent_workers_hint(run, stats.process)} if the fetches"
                 " wait for a disk or network; otherwise end other work: the CPU is"
                 f" {format_percent(host.cpu_pct / 100)}"
                 f" in use, but this run uses only {host.own:.1f} of {host.cpus} cores"
@@ -63,7 +63,7 @@ def data_advice(mode: ModeStats, run: RunAnalysis) -> str:
         )
     condition = "" if run.host is not None else ", if CPU cores are idle"
     return (
-        f"more workers (DataLoader num_workers){condition}{_persistent_workers_hint(run, mode.process)};"
+        f"more workers (DataLoader num_workers){condition}{_persistent_workers_hint(run, stats.process)};"
         " less work per sample; data on a faster disk"
     )
 

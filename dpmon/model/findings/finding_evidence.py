@@ -23,41 +23,41 @@ def measured_modes(run: RunAnalysis) -> Iterator[ModeStats]:
 
     The first steps are left out, because loaders start and memory is allocated in them.
     """
-    settled = (mode.settled_stats for mode in (*run.modes, *run.other_process_modes))
-    yield from (mode for mode in settled if mode.steps >= MIN_STEPS)
+    settled = (stats.settled_stats for stats in (*run.modes, *run.other_process_modes))
+    yield from (stats for stats in settled if stats.steps >= MIN_STEPS)
 
 
 def most_affected(run: RunAnalysis, share_of: Callable[[ModeStats], float], min_share: float) -> Iterator[ModeStats]:
     """Yield for each mode the process with the largest share of a kind of time, if that is `min_share` or more."""
     worst_by_mode: dict[str, ModeStats] = {}
-    for mode in measured_modes(run):
-        worst = worst_by_mode.get(mode.mode)
-        if share_of(mode) >= min_share and (worst is None or share_of(mode) > share_of(worst)):
-            worst_by_mode[mode.mode] = mode
+    for stats in measured_modes(run):
+        worst = worst_by_mode.get(stats.mode)
+        if share_of(stats) >= min_share and (worst is None or share_of(stats) > share_of(worst)):
+            worst_by_mode[stats.mode] = stats
     yield from worst_by_mode.values()
 
 
-def rank_suffix(mode: ModeStats) -> str:
+def rank_suffix(stats: ModeStats) -> str:
     """Return " of rank 1" if the run has several processes; else empty."""
-    return "" if mode.who is None else f" of {mode.who}"
+    return "" if stats.process_name is None else f" of {stats.process_name}"
 
 
-def mode_suffix(mode: ModeStats, run: RunAnalysis) -> str:
+def mode_suffix(stats: ModeStats, run: RunAnalysis) -> str:
     """Return " in mode dp" if the run has several modes; else empty."""
-    return f" in mode {mode.mode}" if len(run.modes) > 1 and mode.mode else ""
+    return f" in mode {stats.mode}" if len(run.modes) > 1 and stats.mode else ""
 
 
-def format_phase_times(mode: ModeStats, name: str) -> str:
+def format_phase_times(stats: ModeStats, name: str) -> str:
     """Return the median and p95 of a phase as text."""
-    phase = mode.phase(name)
+    phase = stats.phase(name)
     if phase is None:
         return "did not run"
     return f"median {format_long_duration(phase.median_ns)}, p95 {format_long_duration(phase.p95_ns)}"
 
 
-def format_sample_basis(mode: ModeStats) -> str:
+def format_sample_basis(stats: ModeStats) -> str:
     """Return the median step, to which shares refer, and the number and the process of the steps."""
-    return f"step median {format_long_duration(mode.median_ns)} over {mode.steps:,} steps{rank_suffix(mode)}"
+    return f"step median {format_long_duration(stats.median_ns)} over {stats.steps:,} steps{rank_suffix(stats)}"
 
 
 def process_suffix(process: int, run: RunAnalysis) -> str:
@@ -84,6 +84,6 @@ def data_share(stats: StepStats) -> float:
     return (data.device_share if is_timed(data) else data.share) or 0.0
 
 
-def data_ceiling(mode: ModeStats, run: RunAnalysis) -> float | None:
+def data_ceiling(stats: ModeStats, run: RunAnalysis) -> float | None:
     """Return an upper bound on the share of step time saved if no process waits for data; None if unknown."""
-    return data_share(mode) if mode.who is None else run.longest_fetches.get(mode.mode)
+    return data_share(stats) if stats.process_name is None else run.longest_fetches.get(stats.mode)

@@ -28,7 +28,7 @@ from dpmon.model.run_analysis import MAX_LONG_STEPS, RunAnalysis
 from dpmon.model.slow_steps import overlap_ns
 from dpmon.model.stragglers import Straggler
 from dpmon.record.schema import STEP, STEP_PHASES
-from dpmon.text.formatting import format_clock, format_count_with_noun, format_long_duration, format_percent
+from dpmon.text.formatting import format_count_with_noun, format_elapsed, format_long_duration, format_percent
 
 if TYPE_CHECKING:
     from dpmon.model.mode_stats import ModeStats
@@ -69,11 +69,11 @@ _LONG_STEP_ADVICE = {
 }
 
 
-def _is_only_rank_waiting(straggler: Straggler, mode: ModeStats) -> bool:
+def _is_only_rank_waiting(straggler: Straggler, stats: ModeStats) -> bool:
     """Return whether waits for data make the straggler slow, while the other ranks hardly wait for data."""
-    if straggler.phase != "data" or straggler.others_ns is None or mode.mean_ns is None or straggler.steps < MIN_STEPS:
+    if straggler.phase != "data" or straggler.others_ns is None or stats.mean_ns is None or straggler.steps < MIN_STEPS:
         return False
-    return straggler.others_ns < MIN_DATA_SHARE * mode.mean_ns
+    return straggler.others_ns < MIN_DATA_SHARE * stats.mean_ns
 
 
 def find_data_waits(run: RunAnalysis) -> Iterator[Finding]:
@@ -83,33 +83,34 @@ def find_data_waits(run: RunAnalysis) -> Iterator[Finding]:
     """
     communication = run.communication
     straggler = None if communication is None else communication.straggler
-    for mode in most_affected(run, data_share, MIN_DATA_SHARE):
-        if straggler is not None and _is_only_rank_waiting(straggler, mode):
+    for stats in most_affected(run, data_share, MIN_DATA_SHARE):
+        if straggler is not None and _is_only_rank_waiting(straggler, stats):
             continue  # the finding about the slow ranks names the cause
-        data, share, device_text = mode.phase("data"), data_share(mode), ""
+        data, share, device_text = stats.phase("data"), data_share(stats), ""
         if data is not None and is_timed(data):
             device_text = f", on the device median {format_long_duration(data.device_ns)}"
-            subject = f"The GPU{rank_suffix(mode)}"
+            subject = f"The GPU{rank_suffix(stats)}"
         else:
-            subject = "The training" if mode.who is None else mode.who[:1].upper() + mode.who[1:]
-        saves = data_ceiling(mode, run)
+            name = stats.process_name or "the training"
+            subject = name[:1].upper() + name[1:]
+        saves = data_ceiling(stats, run)
         yield Finding(
             "data",
-            f"{subject} waits for data{mode_suffix(mode, run)}: {format_percent(share)} of step time.",
-            f"data {format_phase_times(mode, 'data')}{device_text};"
-            f" {format_sample_basis(mode)}{_affected_processes_text(mode, run)}",
-            data_advice(mode, run),
+            f"{subject} waits for data{mode_suffix(stats, run)}: {format_percent(share)} of step time.",
+            f"data {format_phase_times(stats, 'data')}{device_text};"
+            f" {format_sample_basis(stats)}{_affected_processes_text(stats, run)}",
+            data_advice(stats, run),
             share,
             saves,
             {} if saves is None else {"data": saves},
         )
 
 
-def _affected_processes_text(mode: ModeStats, run: RunAnalysis) -> str:
+def _affected_processes_text(stats: ModeStats, run: RunAnalysis) -> str:
     """Return in how many processes the wait for data reaches MIN_DATA_SHARE; empty for one process."""
-    if mode.who is None:
+    if stats.process_name is None:
         return ""
-    same_mode = [other.settled_stats for other in (*run.modes, *run.other_process_modes) if other.mode == mode.mode]
+    same_mode = [other.settled_stats for other in (*run.modes, *run.other_process_modes) if other.mode == stats.mode]
     affected = sum(data_share(other) >= MIN_DATA_SHARE for other in same_mode)
     return f"; {format_percent(MIN_DATA_SHARE)} or more in {affected:,} of {len(same_mode):,} processes"
 
@@ -124,16 +125,16 @@ def find_slow_copies(run: RunAnalysis) -> Iterator[Finding]:
         phase = mode.phase("copy")
         return (phase.device_share or 0.0) if phase is not None and is_timed(phase) else 0.0
 
-    for mode in most_affected(run, copy_share, MIN_COPY_SHARE):
-        copy, share = mode.phase("copy"), copy_share(mode)
+    for stats in most_affected(run, copy_share, MIN_COPY_SHARE):
+        copy, share = stats.phase("copy"), copy_share(stats)
         assert copy is not None
         yield Finding(
             "copy",
-            f"Copying to the GPU{rank_suffix(mode)}{mode_suffix(mode, run)} takes {format_percent(share)} of step"
+            f"Copying to the GPU{rank_suffix(stats)}{mode_suffix(stats, run)} takes {format_percent(share)} of step"
             " time.",
             f"copy on the device median {format_long_duration(copy.device_ns)}, on the host"
-            f" {format_phase_times(mode, 'copy')}; {format_sample_basis(mode)}",
-            copy_advice(run, mode.process),
+            f" {format_phase_times(stats, 'copy')}; {format_sample_basis(stats)}",
+            copy_advice(run, stats.process),
             share,
             share,
             {"copy": share},
@@ -156,43 +157,43 @@ def find_slow_dp(run: RunAnalysis) -> Iterator[Finding]:
         "slower",
         verdict_sentence(comparison) or "",
         f"the median step in dp takes {1 / value:.2f}× as long as in single (95%: {1 / high:.2f} to {1 / low:.2f})",
-        _VIRTUAL_ADVICE if any(mode.virtual for mode in run.modes) else advice,
+        _VIRTUAL_ADVICE if any(stats.virtual for stats in run.modes) else advice,
         1 - value,
     )
 
 
 def find_dp_overhead(run: RunAnalysis) -> Iterator[Finding]:
     """Yield findings about the cost of DataParallel itself: replicate; scatter and gather."""
-    for mode in (mode.settled_stats for mode in run.modes):
-        if mode.mode != "dp" or mode.steps < MIN_STEPS:
+    for stats in (stats.settled_stats for stats in run.modes):
+        if stats.mode != "dp" or stats.steps < MIN_STEPS:
             continue
-        share = mode.phase_share("replicate")
-        virtual_note = "  These replicas are virtual: on GPUs the share differs." if mode.virtual else ""
+        share = stats.phase_share("replicate")
+        virtual_note = "  These replicas are virtual: on GPUs the share differs." if stats.virtual else ""
         if share >= MIN_COPY_SHARE:
             yield Finding(
                 "replicate",
                 f"Copying the model to the devices takes {format_percent(share)} of step time.{virtual_note}",
-                f"replicate {format_phase_times(mode, 'replicate')}; {format_sample_basis(mode)}",
+                f"replicate {format_phase_times(stats, 'replicate')}; {format_sample_basis(stats)}",
                 _VIRTUAL_ADVICE
-                if mode.virtual
+                if stats.virtual
                 else "larger batches mean fewer copies, but change the training itself (learning rate);"
                 " DistributedDataParallel copies nothing in a step, and may save more than that: try it",
                 share,
-                None if mode.virtual else share,
+                None if stats.virtual else share,
             )
-        share = mode.phase_share("scatter", "gather")
+        share = stats.phase_share("scatter", "gather")
         if share >= MIN_COPY_SHARE:
             yield Finding(
                 "transfer",
                 f"Scattering inputs and gathering outputs takes {format_percent(share)} of step time.{virtual_note}",
-                f"scatter {format_phase_times(mode, 'scatter')}; gather {format_phase_times(mode, 'gather')};"
-                f" {format_sample_basis(mode)}",
+                f"scatter {format_phase_times(stats, 'scatter')}; gather {format_phase_times(stats, 'gather')};"
+                f" {format_sample_basis(stats)}",
                 _VIRTUAL_ADVICE
-                if mode.virtual
+                if stats.virtual
                 else "compute the loss inside the forward, so that one number is gathered instead of the outputs;"
                 " pinned memory; DistributedDataParallel, which may save more than that",
                 share,
-                None if mode.virtual else share,
+                None if stats.virtual else share,
             )
 
 
@@ -210,15 +211,15 @@ _DRIFT_ADVICE = {
 
 def find_slowdown(run: RunAnalysis) -> Iterator[Finding]:
     """Yield a finding for each mode whose steps slowed down."""
-    for mode in run.modes:
-        if mode.steps < MIN_DRIFT_STEPS or mode.early is None or mode.late is None:
+    for stats in run.modes:
+        if stats.steps < MIN_DRIFT_STEPS or stats.early is None or stats.late is None:
             continue
-        early, late = mode.early.median(STEP), mode.late.median(STEP)
+        early, late = stats.early.median(STEP), stats.late.median(STEP)
         if not early or not late or late < MIN_DRIFT_RATIO * early:
             continue
-        if (mode.late.quantile(STEP, 0.25) or 0) < (mode.early.quantile(STEP, 0.75) or 0):
+        if (stats.late.quantile(STEP, 0.25) or 0) < (stats.early.quantile(STEP, 0.75) or 0):
             continue
-        medians = {name: (mode.early.median(name), mode.late.median(name)) for name in STEP_PHASES}
+        medians = {name: (stats.early.median(name), stats.late.median(name)) for name in STEP_PHASES}
         growth_ns = {name: after - (before or 0) for name, (before, after) in medians.items() if after is not None}
         phase = max(growth_ns, key=lambda name: growth_ns[name], default="")
         phase_text = ""
@@ -227,9 +228,9 @@ def find_slowdown(run: RunAnalysis) -> Iterator[Finding]:
             phase_text = f"; {phase} grew most: {format_long_duration(before)}, then {format_long_duration(after)}"
         yield Finding(
             "drift",
-            f"Steps{rank_suffix(mode)} slowed down{mode_suffix(mode, run)}:"
+            f"Steps{rank_suffix(stats)} slowed down{mode_suffix(stats, run)}:"
             f" {format_ratio(late, early)} the initial time by the end.",
-            f"median {format_long_duration(early)} over the first third of {mode.steps:,} steps,"
+            f"median {format_long_duration(early)} over the first third of {stats.steps:,} steps,"
             f" {format_long_duration(late)} over the last{phase_text}",
             _DRIFT_ADVICE.get(phase, _GROWTH_ADVICE),
             1 - early / late,
@@ -239,11 +240,11 @@ def find_slowdown(run: RunAnalysis) -> Iterator[Finding]:
 def find_long_steps(run: RunAnalysis) -> Iterator[Finding]:
     """Yield a finding if single steps took very long."""
     medians = {
-        (mode.process, mode.mode): mode.median_ns
-        for mode in measured_modes(run)
-        if mode.median_ns and _spread_ratio(mode) < MIN_SPREAD_RATIO
+        (stats.process, stats.mode): stats.median_ns
+        for stats in measured_modes(run)
+        if stats.median_ns and _spread_ratio(stats) < MIN_SPREAD_RATIO
     }
-    typical_ns = sum((mode.median_ns or 0) * mode.steps for mode in (*run.modes, *run.other_process_modes))
+    typical_ns = sum((stats.median_ns or 0) * stats.steps for stats in (*run.modes, *run.other_process_modes))
     longest = [step for step in run.longest_steps[:MAX_LONG_STEPS] if not _waits_for_input(step, run)]
     long_steps = [step for step in longest if _is_long_step(step, medians.get((step.process, step.mode)))]
     long_ns = sum(step.wall_ns for step in long_steps)
@@ -291,7 +292,7 @@ def find_recovered_stalls(run: RunAnalysis) -> Iterator[Finding]:
     yield Finding(
         "stall",
         f"{subject} left out of the metrics: {format_long_duration(longest_total_ns)}.",
-        f"{'the longest ' if len(stalls) > 1 else ''}stall at {format_clock(longest.since_ns)}: {longest.text}",
+        f"{'the longest ' if len(stalls) > 1 else ''}stall at {format_elapsed(longest.since_ns)}: {longest.text}",
         "dpmon why shows the stacks of that time",
         stalled_ns / (stalled_ns + run.time_by_activity.get("training", 0)),
     )
@@ -310,8 +311,10 @@ def _longest_phase(step: LongStepRow) -> str:
 
 def _step_location(step: LongStepRow, run: RunAnalysis) -> str:
     """Return the step, its time, and the phase that took most of it, as text."""
-    process, phase = process_suffix(step.process, run), _longest_phase(step)
-    step_text = f"step {step.step}{process} at {format_clock(step.start_ns)}, {format_long_duration(step.wall_ns)}"
+    process_text, phase = process_suffix(step.process, run), _longest_phase(step)
+    step_text = (
+        f"step {step.step}{process_text} at {format_elapsed(step.start_ns)}, {format_long_duration(step.wall_ns)}"
+    )
     return f"{step_text}, {format_long_duration(step.phases.get(phase, 0))} in {phase}"
 
 
@@ -361,7 +364,7 @@ def find_gaps_between_steps(run: RunAnalysis) -> Iterator[Finding]:
         "between",
         f"{format_percent(between_ns / active_ns)} of the time is spent between steps: {text}.{workers_text}",
         f"training {format_long_duration(run.time_by_activity.get('training', 0))},"
-        f" between steps {format_long_duration(between_ns)}; the longest gap at {format_clock(longest.begin_ns)}",
+        f" between steps {format_long_duration(between_ns)}; the longest gap at {format_elapsed(longest.begin_ns)}",
         advice,
         between_ns / active_ns,
         between_share + fetch_share,
@@ -369,12 +372,12 @@ def find_gaps_between_steps(run: RunAnalysis) -> Iterator[Finding]:
     )
 
 
-def _first_fetches(mode: ModeStats) -> float:
+def _first_fetches(stats: ModeStats) -> float:
     """Return the share of step time (0 to 1) by which fetches exceed the median, such as the first of each epoch."""
-    fetch = mode.phase("data")
+    fetch = stats.phase("data")
     if fetch is None or not fetch.mean_ns or fetch.median_ns is None:
         return 0.0
-    return mode.phase_share("data") * max(1 - fetch.median_ns / fetch.mean_ns, 0.0)
+    return stats.phase_share("data") * max(1 - fetch.median_ns / fetch.mean_ns, 0.0)
 
 
 def find_costly_evaluation(run: RunAnalysis) -> Iterator[Finding]:
@@ -382,7 +385,7 @@ def find_costly_evaluation(run: RunAnalysis) -> Iterator[Finding]:
     evaluation_ns = run.time_by_activity.get("evaluation", 0)
     active_ns = sum(run.time_by_activity.get(name, 0) for name in ("training", "between", "evaluation"))
     if evaluation_ns and evaluation_ns >= MIN_EVALUATION_SHARE * active_ns and list(measured_modes(run)):
-        steps = sum(mode.all_steps for mode in run.evaluations)
+        steps = sum(stats.all_steps for stats in run.evaluations)
         yield Finding(
             "evaluation",
             f"Evaluations take {format_percent(evaluation_ns / active_ns)} of the time.",
@@ -405,23 +408,23 @@ def _most_spent(run: RunAnalysis, *activities: str) -> float:
     return largest
 
 
-def _spread_ratio(mode: ModeStats) -> float:
-    return (mode.p95_ns or 0.0) / mode.median_ns if mode.median_ns else 0.0
+def _spread_ratio(stats: ModeStats) -> float:
+    return (stats.p95_ns or 0.0) / stats.median_ns if stats.median_ns else 0.0
 
 
 def find_uneven_steps(run: RunAnalysis) -> Iterator[Finding]:
     """Yield a finding for each mode whose step times vary widely."""
-    for mode in most_affected(run, _spread_ratio, MIN_SPREAD_RATIO):
+    for stats in most_affected(run, _spread_ratio, MIN_SPREAD_RATIO):
         # If 1 in 20 steps waited for input, that alone explains the p95.
-        is_input_wait = len(run.announced.inputs) >= mode.steps / 20
-        if (mode.p95_ns or 0) >= MIN_SPREAD_P95_NS and not is_input_wait:
-            share, phase = max(((phase.share or 0.0, phase.name) for phase in mode.phases), default=(0.0, "none"))
+        is_input_wait = len(run.announced.inputs) >= stats.steps / 20
+        if (stats.p95_ns or 0) >= MIN_SPREAD_P95_NS and not is_input_wait:
+            share, phase = max(((phase.share or 0.0, phase.name) for phase in stats.phases), default=(0.0, "none"))
             yield Finding(
                 "spread",
-                f"Step times{rank_suffix(mode)} vary widely{mode_suffix(mode, run)}: 1 in 20 steps takes at least"
-                f" {format_ratio(mode.p95_ns, mode.median_ns)} the median.",
-                f"median {format_long_duration(mode.median_ns)}, p95 {format_long_duration(mode.p95_ns)} over"
-                f" {mode.steps:,} steps{rank_suffix(mode)}; {phase} takes most of the time ({format_percent(share)})",
+                f"Step times{rank_suffix(stats)} vary widely{mode_suffix(stats, run)}: 1 in 20 steps takes at least"
+                f" {format_ratio(stats.p95_ns, stats.median_ns)} the median.",
+                f"median {format_long_duration(stats.median_ns)}, p95 {format_long_duration(stats.p95_ns)} over"
+                f" {stats.steps:,} steps{rank_suffix(stats)}; {phase} takes most of the time ({format_percent(share)})",
                 step_variance_advice(run, phase),
                 0.3,
             )

@@ -99,7 +99,7 @@ class CallTracer:
                         recorder.on_call(thread)
                     has_request = outer_kind != Kind.CALL and recorder.words[REQUEST] != modes.request_serial
                     if has_request and modes.apply_new_request():
-                        self.traced_modules.replan_all()
+                        self.traced_modules.forget_plans()
                         traced_module = None
                     if traced_module is not None and traced_module.may_have_moved:
                         device = traced_module.module_device

@@ -206,7 +206,7 @@ class PrimitiveTracer:
             if recorder.recent_calls > recorder.max_recent_calls:
                 recorder.on_call(thread)
             if recorder.words[HeaderWord.REQUEST] != modes.request_serial and modes.apply_new_request():
-                self.traced_modules.replan_all()
+                self.traced_modules.forget_plans()
         elif thread.open_kind == Kind.CALL and thread.root is not None:
             self.traced_modules.note_splits_itself(thread.root)
         if virtual_devices is not None:

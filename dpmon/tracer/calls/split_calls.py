@@ -206,14 +206,14 @@ class SplitRunner:
         try:
             result = original(view, *args, **kwargs)
         except Exception as error:  # noqa: BLE001 - without us this call would not have been data parallel
-            self._fall_back(call, thread, module, error, False)
+            self._fall_back(call, thread, module, error, final=False)
         else:
             self._copy_back_attributes(module, view)
             if "forward" in call.traced_module.overridden_names and not call.phases:
                 # It ran as a whole: the script's forward is not data parallel.
                 call.saved_state = None
                 reason = f"{call.traced_module.via} has its own forward, which uses none of DataParallel's functions"
-                self._fall_back(call, thread, module, reason, True)
+                self._fall_back(call, thread, module, reason, final=True)
             else:
                 self._note_success(call, module)
             return result
@@ -256,18 +256,18 @@ class SplitRunner:
             replica_count = 0 if call.probes is None else call.probes.run_count
             reason = changed_meaning_reason(result, args, kwargs, replica_count)
         except Exception as error:  # noqa: BLE001 - without us this call would not have been data parallel
-            self._fall_back(call, thread, module, error, isinstance(error, ResultsWouldChange))
+            self._fall_back(call, thread, module, error, final=isinstance(error, ResultsWouldChange))
         else:
             if reason is None:
                 self._note_success(call, module)
                 return result
-            self._fall_back(call, thread, module, reason, True)
+            self._fall_back(call, thread, module, reason, final=True)
         return original(module, *args, **kwargs)
 
     # ---------------------------------------------------------------- failures
 
     def _fall_back(
-        self, call: SplitCall, thread: ThreadState, module: Any, error: Exception | str, final: bool
+        self, call: SplitCall, thread: ThreadState, module: Any, error: Exception | str, *, final: bool
     ) -> None:
         """Note why dp failed for this call, and prepare to run the call as without dpmon. Never raises."""
         probes, call.probes, call.lone_run, call.phases = call.probes, None, None, set()

@@ -103,11 +103,11 @@ class TracedModules:
 
     def reset(self) -> None:
         """Set the initial state, also in a forked child."""
-        self.replan_all()
+        self.forget_plans()
         self.model_names = ModelNames()
 
-    def replan_all(self) -> None:
-        """Plan all calls again."""
+    def forget_plans(self) -> None:
+        """Forget all plans. The next call of each module makes a new one."""
         self.modules_by_id.clear()
         self._stand_ins.clear()
 
@@ -189,7 +189,7 @@ class TracedModules:
     def note_splits_itself(self, root: TracedModule) -> None:
         """Note that the forward of a bare root runs a part of it data-parallel, so that the root cannot be split."""
         module = root.module_ref()
-        if module is not None and not self.modes.splits_itself(module, True):
+        if module is not None and not self.modes.splits_itself(module, just_found=True):
             self.modules_by_id.pop(id(module), None)  # its next call is planned again
 
     # ---------------------------------------------------------------- layouts

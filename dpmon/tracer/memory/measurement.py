@@ -152,7 +152,7 @@ class MemoryTracer:
             [model for model in models if model is not None],
             [optimizer for optimizer in optimizers if optimizer is not None],
         )
-        walk.has_stepped = self.recorder.optimizer_steps > 0
+        walk.optimizer_has_stepped = self.recorder.optimizer_steps > 0
         return walk
 
     def _write_cost_span(self, start_ns: int) -> int:
@@ -199,11 +199,11 @@ class MemoryTracer:
             elif names:
                 count, types = sum(names.values()), ", ".join(islice(names, MAX_TYPES))
                 verb = "does not report its size" if count == 1 else "do not report their size"
-                others = f"the others hold {walk.bytes_by_device[device][kind]:,} bytes on this device"
-                absent[part] = f"{count:,} of its tensors {verb} ({types}); {others}"
+                others_text = f"the others hold {walk.bytes_by_device[device][kind]:,} bytes on this device"
+                absent[part] = f"{count:,} of its tensors {verb} ({types}); {others_text}"
         if no_backward and not walk.total(GRADIENTS):
             absent.setdefault(_PARTS[GRADIENTS], _NO_BACKWARD if self.recorder.has_run_backward else _NO_BACKWARD_YET)
-        if not walk.total(STATES) and not (self._optimizers and walk.has_stepped):
+        if not walk.total(STATES) and not (self._optimizers and walk.optimizer_has_stepped):
             reason = "no optimizer had stepped before this measurement"
             absent.setdefault(_PARTS[STATES], reason if self._optimizers else "no torch optimizer was made")
         return absent

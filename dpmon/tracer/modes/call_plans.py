@@ -44,19 +44,25 @@ class CallPlan:
 
 def refused_plan(device: object, reason: str) -> CallPlan:
     """Make the plan for a call that runs on one device although dp was requested."""
-    return CallPlan(SINGLE, (str(device),), None, None, reason, True)
+    return CallPlan(SINGLE, (str(device),), reason=reason, is_refused=True)
 
 
 def single_device_plan(module: Any, devices: tuple[str, ...], reason: str | None = None) -> CallPlan:
     """Make the plan that runs a DataParallel on the first of its devices. `reason`: None if that was requested."""
     unfit = uncopyable_reason(module)
     if unfit is not None:
-        return CallPlan(DP, devices, None, None, unfit, True)
+        return CallPlan(DP, devices, reason=unfit, is_refused=True)
     for name in ("forward", "scatter"):
         if overrides(type(module), name):
             override_reason = f"{class_name(module)} has its own {name}, which may not work on one device"
-            return CallPlan(DP, devices, None, None, override_reason, True)
-    return CallPlan(SINGLE, devices[:1], tuple(module.device_ids[:1]), None, reason, reason is not None)
+            return CallPlan(DP, devices, reason=override_reason, is_refused=True)
+    return CallPlan(
+        SINGLE,
+        devices[:1],
+        device_ids=tuple(module.device_ids[:1]),
+        reason=reason,
+        is_refused=reason is not None,
+    )
 
 
 def overrides(cls: type, name: str) -> bool:

@@ -182,12 +182,19 @@ class ModeDecider:
             refusal = unreplicable_reason(module)
             if refusal is not None or self.requested_mode == SINGLE:
                 lone_device = self._virtual_devices(1, device)
-                return CallPlan(SINGLE, module_devices, (0,), lone_device, refusal, refusal is not None)
+                return CallPlan(
+                    SINGLE,
+                    module_devices,
+                    device_ids=(0,),
+                    virtual_devices=lone_device,
+                    reason=refusal,
+                    is_refused=refusal is not None,
+                )
             if device_ids is None or self.session.config.has_requested_devices:
-                return self._plan_over_devices(device)
+                return self._plan_dp(device)
             return self._plan_virtual_devices(len(device_ids), device, "no GPU: replicas share the CPU")
         if self.session.config.has_requested_devices and self.requested_mode != SINGLE:
-            plan = self._plan_over_devices(device)
+            plan = self._plan_dp(device)
             if plan.virtual_devices is None or unreplicable_reason(module) is None:
                 return plan
         if device_ids is None:
@@ -195,12 +202,12 @@ class ModeDecider:
         indices = tuple(torch._utils._get_device_index(device_id, True) for device_id in device_ids)
         own_devices = tuple(f"cuda:{index}" for index in indices)
         if self.requested_mode == SINGLE and len(own_devices) > 1:
-            return CallPlan(SINGLE, own_devices[:1], indices[:1])
+            return CallPlan(SINGLE, own_devices[:1], device_ids=indices[:1])
         return CallPlan(DP if len(own_devices) > 1 else SINGLE, own_devices)
 
     # ---------------------------------------------------------------- plans
 
-    def splits_itself(self, module: object, just_found: bool = False) -> bool:
+    def splits_itself(self, module: object, *, just_found: bool = False) -> bool:
         """Return whether the forward of a root module has made a data_parallel or similar call before.
 
         `just_found`: whether it has just made such a call; this is remembered.
@@ -215,11 +222,11 @@ class ModeDecider:
         reason = None if virtual_devices is None else "no GPU: replicas share the CPU"
         if self.requested_mode == SINGLE and not self.is_locked:
             reason = "the script composes replicate, scatter, parallel_apply and gather itself"
-            return CallPlan(DP, devices, None, virtual_devices, reason, True)
+            return CallPlan(DP, devices, virtual_devices=virtual_devices, reason=reason, is_refused=True)
         replicas = self.session.config.replicas
         if replicas is not None and replicas != len(devices) and not self.is_locked:
             reason = f"the script itself passes {len(devices)} devices to the primitives; {replicas} were requested"
-        return CallPlan(DP, devices, None, virtual_devices, reason)
+        return CallPlan(DP, devices, virtual_devices=virtual_devices, reason=reason)
 
     def composed_devices(self) -> VirtualDevices | None:
         """Return virtual devices for the script's own calls of primitives without a GPU; None to run as written."""
@@ -257,15 +264,17 @@ class ModeDecider:
             refusal = unreplicable_reason(module.module)
         if refusal is not None:
             device_ids = tuple(module.device_ids[:1]) if own_devices else None
-            return CallPlan(SINGLE, own_devices[:1] or module_devices, device_ids, None, refusal, True)
+            return CallPlan(
+                SINGLE, own_devices[:1] or module_devices, device_ids=device_ids, reason=refusal, is_refused=True
+            )
         runs_as_written = len(own_devices) > 1 or not self.is_user_request
         if own_devices and not self.session.config.has_requested_devices and runs_as_written:
             return CallPlan(DP, own_devices)
         reason = uncopyable_reason(module)
         if reason is not None:
             mode = DP if len(own_devices) > 1 else SINGLE
-            return CallPlan(mode, own_devices or module_devices, None, None, reason, True)
-        plan = self._plan_over_devices(device)
+            return CallPlan(mode, own_devices or module_devices, reason=reason, is_refused=True)
+        plan = self._plan_dp(device)
         if plan.is_refused and len(own_devices) > 1:  # as written, the call would run on all its devices
             return single_device_plan(module, own_devices, plan.reason)
         return plan
@@ -289,39 +298,41 @@ class ModeDecider:
             refusal = "--batch-dim is not 0: dpmon splits a batch along its first dimension only"
         if refusal is not None:
             return refused_plan(device_name, refusal)
-        return self._plan_over_devices(device)
+        return self._plan_dp(device)
 
-    def _plan_over_devices(self, base: torch.device | None) -> CallPlan:
-        """Plan dp over the requested devices, or over all available devices. `base`: the device of the module."""
-        if base is None:
+    def _plan_dp(self, module_device: torch.device | None) -> CallPlan:
+        """Plan dp over the requested devices, or over all available ones. `module_device`: None without parameters."""
+        if module_device is None:
             return refused_plan("cpu", "the module has no parameters")
         config = self.session.config
         devices = [torch.device(name) for name in config.devices]
         if devices:
             if len(set(devices)) == len(devices) and all(device.type != "cpu" for device in devices):
-                return self._plan_real_devices([device.index or 0 for device in devices], base)
+                return self._plan_real_devices([device.index or 0 for device in devices], module_device)
             if len({(device.type, device.index or 0) for device in devices}) > 1:
-                return refused_plan(base, "virtual replicas share one device, but --devices names several")
+                return refused_plan(module_device, "virtual replicas share one device, but --devices names several")
             requested = devices[0]
-            if requested.type != base.type or (base.type == "cuda" and (requested.index or 0) != (base.index or 0)):
-                return refused_plan(base, f"--devices names {requested}, but the module is on {base}")
-            return self._plan_virtual_devices(len(devices), base, "requested by --devices")
-        if base.type == "cuda":
+            is_other_gpu = module_device.type == "cuda" and (requested.index or 0) != (module_device.index or 0)
+            if requested.type != module_device.type or is_other_gpu:
+                return refused_plan(module_device, f"--devices names {requested}, but the module is on {module_device}")
+            return self._plan_virtual_devices(len(devices), module_device, "requested by --devices")
+        if module_device.type == "cuda":
             count = torch.cuda.device_count()
             replicas = config.replicas or count
-            first = base.index or 0
+            first = module_device.index or 0
             if replicas <= count and (replicas > 1 or config.replicas):
                 others = [index for index in range(count) if index != first]
-                return self._plan_real_devices([first, *others][:replicas], base)
+                return self._plan_real_devices([first, *others][:replicas], module_device)
             if config.replicas:
-                return self._plan_virtual_devices(replicas, base, f"{replicas} replicas on {count} GPU(s)")
-            return refused_plan(base, "there is only one GPU; --replicas N makes virtual replicas")
-        if base.type != "cpu":
-            return refused_plan(base, f"DataParallel does not run on {base.type}")
+                return self._plan_virtual_devices(replicas, module_device, f"{replicas} replicas on {count} GPU(s)")
+            return refused_plan(module_device, "there is only one GPU; --replicas N makes virtual replicas")
+        if module_device.type != "cpu":
+            return refused_plan(module_device, f"DataParallel does not run on {module_device.type}")
         if torch.cuda.is_available() and not config.replicas:
-            return refused_plan(base, "the module is on the CPU of a machine with GPUs")
+            return refused_plan(module_device, "the module is on the CPU of a machine with GPUs")
         reason = "no GPU" if not torch.cuda.is_available() else "the module is on the CPU"
-        return self._plan_virtual_devices(config.replicas or DEFAULT_VIRTUAL, base, f"{reason}: replicas share the CPU")
+        count = config.replicas or DEFAULT_VIRTUAL
+        return self._plan_virtual_devices(count, module_device, f"{reason}: replicas share the CPU")
 
     def _plan_real_devices(self, device_ids: list[int], device: torch.device) -> CallPlan:
         """Plan dp over GPUs. `device`: the device of the module, which must be the first of them."""

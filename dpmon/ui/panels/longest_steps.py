@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dpmon.model.slow_steps import INPUT, WAITING_TEXT, SlowStep, SlowSteps
 from dpmon.text.cells import align_right, truncate
-from dpmon.text.formatting import format_count, format_duration, short_clock
+from dpmon.text.formatting import format_count, format_duration, format_short_elapsed
 from dpmon.ui.chart import bar
 from dpmon.ui.styled_rows import Row, row_width
 from dpmon.ui.terminal_style import TerminalStyle
@@ -37,7 +37,7 @@ def step_rows(slow_steps: SlowSteps, width: int, style: TerminalStyle) -> list[R
         excess_text = f" +{format_duration(step.excess_ns)}" if step.phase is not None else ""
         row: Row = [
             (align_right(format_count(step.step), 8), "bold"),
-            (align_right(short_clock(step.start_ns), 9), ""),
+            (align_right(format_short_elapsed(step.start_ns), 9), ""),
             (align_right(format_duration(step.wall_ns), 9), "bold"),
             ("  " + truncate(cause + excess_text, 21).ljust(21), "" if step.phase is None else "wait"),
         ]

@@ -19,8 +19,8 @@ from dpmon.text.formatting import (
     format_percent,
     format_quantity,
     format_rate,
+    format_short_elapsed,
     format_time_range,
-    short_clock,
 )
 from dpmon.ui.chart import scale_top, stacked_columns
 from dpmon.ui.panels.panel_replicas import size_text
@@ -260,7 +260,7 @@ def history_rows(
 ) -> list[Row]:
     """Return a chart with its scale at the left and its time axis below; `by_mode`: columns without their phases."""
     axis = make_time_axis(screen)
-    gutter = max(len(short_clock(axis.start_s * SECOND)) + 1, 8)
+    gutter = max(len(format_short_elapsed(axis.start_s * SECOND)) + 1, 8)
     chart_width = width - gutter
     chart = build_chart_columns(process, axis, chart_width, stall_intervals(screen))
     has_axis = height >= 3
@@ -350,7 +350,7 @@ def _longest_step_note(screen: ScreenData, stats: StepStats) -> list[str]:
     rank_text = "" if longest.rank is None else f" of rank {longest.rank}"
     phase = WAITING_TEXT if longest.phase == INPUT else longest.phase
     excess_text = "" if phase is None else f", {format_duration(longest.excess_ns)} more than usual in {phase}"
-    duration, time = format_duration(longest.wall_ns), short_clock(longest.start_ns)
+    duration, time = format_duration(longest.wall_ns), format_short_elapsed(longest.start_ns)
     return [f"longest step{rank_text}: {duration} at {time}{excess_text}"]
 
 

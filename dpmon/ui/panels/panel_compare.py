@@ -15,11 +15,11 @@ from dpmon.text.cells import align_right, truncate
 from dpmon.text.formatting import (
     UNKNOWN,
     format_bytes,
-    format_clock,
     format_compact,
     format_count,
     format_count_with_noun,
     format_duration,
+    format_elapsed,
     format_factor,
     format_percent,
     format_time_range,
@@ -139,7 +139,7 @@ def _mode_change_rows(changes: Sequence[ModeSpeedup], width: int, style: Termina
         for change in changes
     ]
     columns = [
-        TableColumn("change", 9, [format_clock(change.t_ns) for change in changes]),
+        TableColumn("change", 9, [format_elapsed(change.t_ns) for change in changes]),
         TableColumn("  to", 8, [[("  " + change.to.ljust(6), f"mode.{change.to}")] for change in changes], left=True),
         TableColumn("speed-up (95%)", 23, texts, "bold"),
     ]

@@ -12,9 +12,9 @@ from dpmon.sanitize import sanitize_line
 from dpmon.store.query_results import LOSS_SMOOTHING
 from dpmon.text.cells import align_right, truncate
 from dpmon.text.formatting import (
-    format_clock,
     format_count,
     format_count_with_noun,
+    format_elapsed,
     format_long_duration,
     format_percent,
 )
@@ -261,7 +261,7 @@ def _loss_rows(
         [(align_right(scale_labels.get(index, ""), _GUTTER_CELLS - 1) + " ", "dim"), *row]
         for index, row in enumerate(chart)
     ]
-    start_text = f"since {format_clock(axis.start_s * SECOND)}"
+    start_text = f"since {format_elapsed(axis.start_s * SECOND)}"
     right: Row = [(start_text, "dim")] if row_width(header) + len(start_text) < width else []
     return [join_left_right(header, right, width, style.glyphs.more), *rows]
 

@@ -13,7 +13,7 @@ from dpmon.sanitize import sanitize_line
 from dpmon.stalls.stall_detection import format_ranges
 from dpmon.stalls.why_text import format_reply
 from dpmon.text.cells import wrap_text
-from dpmon.text.formatting import UNKNOWN, format_clock, format_count, format_count_with_noun, format_percent
+from dpmon.text.formatting import UNKNOWN, format_count, format_count_with_noun, format_elapsed, format_percent
 from dpmon.ui.screen_data import NAMES, RANK_NAMES, ScreenData, format_devices
 from dpmon.ui.styled_rows import Row, row_width, wrap_to_rows
 from dpmon.ui.terminal_style import TerminalStyle
@@ -116,7 +116,7 @@ def render_full_screen(screen: ScreenData, width: int, height: int, style: Termi
     stack_lines = reply_lines[next(blank_lines, len(reply_lines)) + 1 :]
     rows = [*render_panel(screen, width, height, style), []]
     if stall is not None:
-        rows.append([(f"as detected at {format_clock(stall.noticed_ns)}", "dim")])
+        rows.append([(f"as detected at {format_elapsed(stall.noticed_ns)}", "dim")])
     return [*rows, *([(text, text_style)] for text, text_style in stack_lines)]
 
 

@@ -17,10 +17,10 @@ from dpmon.sanitize import sanitize_line
 from dpmon.stalls.run_state import EVALUATING, STALLED, STARTING, WAITING_FOR_DATA
 from dpmon.text.cells import align_right, span_width, truncate, wrap_text
 from dpmon.text.formatting import (
-    format_clock,
     format_compact,
     format_count,
     format_count_with_noun,
+    format_elapsed,
     format_long_duration,
     format_minutes,
     format_percent,
@@ -59,7 +59,7 @@ def render_panel(screen: ScreenData, width: int, height: int, style: TerminalSty
     """Return `height` rows of `width` cells: two if panels are side by side, three on a narrow screen."""
     activity, ellipsis = describe_activity(screen), style.glyphs.more
     metrics, modes = _metric_parts(screen, style), _mode_parts(screen, style)
-    clock = _StatusPart([(format_clock(screen.elapsed_ns), "")], 1)
+    clock = _StatusPart([(format_elapsed(screen.elapsed_ns), "")], 1)
     if height >= 3:
         first, _ = _first_row(screen, activity, [clock, *modes], width, style)
         second, omitted = _choose_fitting_parts(metrics, width - 2)
@@ -122,7 +122,7 @@ def _first_row(
         if screen.past.now_ns is not None:
             age_s = max(screen.past.now_ns - screen.now_ns, 0) / SECOND
             ago_text = f", {age_s:.0f} s ago" if age_s < 59.5 else f", {format_minutes(age_s)} ago"
-        prefix = [(f"at {format_clock(screen.now_ns)}{ago_text} ", "wait")]
+        prefix = [(f"at {format_elapsed(screen.now_ns)}{ago_text} ", "wait")]
     mark = {"good": style.glyphs.dot, "bad": style.glyphs.cross}.get(activity.style, style.glyphs.ring)
     if activity.word == STALLED.upper():
         mark = style.glyphs.square

@@ -278,7 +278,7 @@ class ListedRun(NamedTuple):
 
     def table_cells(self) -> tuple[str, ...]:
         """Return the cells of the list."""
-        from dpmon.report.health import STATE_WORDS  # expensive
+        from dpmon.stalls.run_state import format_state  # expensive
 
         evaluations = f" ({self.evaluation_steps} evaluation)" if self.evaluation_steps else ""
         steps_text = "-" if self.steps is None else f"{self.steps}{evaluations}"
@@ -286,7 +286,7 @@ class ListedRun(NamedTuple):
             steps_text = format_count_with_noun(self.open_calls, "call")
         return (
             sanitize_line(self.name),
-            STATE_WORDS.get(self.state, self.state) + (", kept" if self.kept else ""),
+            format_state(self.state) + (", kept" if self.kept else ""),
             _format_age(time.time() - self.started_unix),
             format_elapsed(int(self.seconds * 1e9)),
             steps_text,

@@ -19,9 +19,10 @@ from dpmon.model.recorded_stalls import final_stall
 from dpmon.model.run_snapshot import RunSnapshot, SnapshotRequest
 from dpmon.model.snapshot_builder import SnapshotBuilder
 from dpmon.record.safe_json import replace_nonfinite
+from dpmon.record.shared_names import ELSEWHERE
 from dpmon.report.health import LOST, NO_RUN, TIMED_OUT, Health, assess_health, read_health
 from dpmon.report.report_data import analyze_run
-from dpmon.run.lifecycle import ELSEWHERE, is_live, run_state
+from dpmon.run.lifecycle import is_live, run_state
 from dpmon.run.run_directory import RunError
 from dpmon.run.run_reader import RunReader
 from dpmon.run.run_registry import find_run, list_runs, newest_run, short_name

@@ -277,7 +277,7 @@ class TrialResult(NamedTuple):
     @property
     def table_cells(self) -> tuple[str, ...]:
         """The cells of its table row."""
-        gain_text = "" if self.trial.max_saving is None else format_change(1 - self.trial.max_saving)
+        gain_text = "" if self.trial.max_saving is None else format_percent(self.trial.max_saving)
         row = self.row
         if row is None or row.change is None:
             return (self.trial.name, UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN, gain_text)

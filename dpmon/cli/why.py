@@ -12,10 +12,11 @@ from dpmon.cli.messages import print_message
 from dpmon.errors import HistoryError
 from dpmon.model.json_fields import fields_of
 from dpmon.model.recorded_stalls import RecordedStall
+from dpmon.record.shared_names import ELSEWHERE
 from dpmon.report.health import LOST, NO_RUN, read_health
 from dpmon.report.report_data import analyze_run
 from dpmon.report.sentences import stall_sentences
-from dpmon.run.lifecycle import ELSEWHERE, is_live, run_state
+from dpmon.run.lifecycle import is_live, run_state
 from dpmon.run.run_directory import ExitInfo, RunError, RunInfo, load_info
 from dpmon.run.run_registry import find_run, newest_run
 from dpmon.sanitize import sanitize_line, to_safe_json

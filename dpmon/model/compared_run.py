@@ -255,7 +255,7 @@ def _setup_labels(run: RunAnalysis, mode: str | None, steps_by_kind: Counter[Ste
     batch = max(steps_by_kind, key=steps_by_kind.__getitem__).batch if steps_by_kind else NO_SAMPLES
     cores_text = None if run.host is None else format_count_with_noun(run.host.cpus, "processor")
     if run.host is not None and run.host.machines > 1:
-        cores_text = f"{cores_text} on one of {run.host.machines} machines"
+        cores_text = f"{cores_text} on one of {run.host.machines} nodes"
     return {
         "mode": RANK_MODES[distributed] if distributed and mode == "single" else mode,
         "ranks": str(world) if seen_ranks >= world else f"{seen_ranks} of {world}",

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 EPOCHS = 100
 """Most epochs in a picture."""
-OVER = "the run is over"
+OVER = "the run has ended"
 OTHER_RANK = "only the process that represents the run has it"
 ALONE_STEPS = 8
 """After more training steps than this without a batch of the loader, the training goes on without it."""
@@ -95,7 +95,7 @@ def progress_of(
         return _unknown_progress(process, _no_epoch_reason(last))
     current = loops[-1]
     if not last.is_evaluation and last.loop is None and last.step > current.last_step + ALONE_STEPS:
-        return _unknown_progress(process, "the training goes on without a batch of the loader", _epochs(loops, limit))
+        return _unknown_progress(process, "the training continues without a batch of the loader", _epochs(loops, limit))
     batch, at_ns = current.batches_used, current.end_ns
     if current.end_ns > store.until_ns:
         ends = [(last.batch, last.start_ns + last.wall_ns)] if last.loop == current.loop else []

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 SLOW_NS = 3 * SECOND
 """A connected node sends something once a second. After this silence it is called slow."""
+_SHORT_WORDS = {"disconnected": "lost", "given up": "gone"}
 _LASTING = ("ended", "stopped", "failed", "given up")
 """Problems without a duration."""
 _WORDS = {"connecting": "connecting", "cut": "disconnected", "refused": "given up"}
@@ -40,8 +41,8 @@ class NodeProblem(NamedTuple):
         return f"{self.word}{since}{f': {self.why}' if self.why else ''}"
 
     def brief(self, now_ns: int, width: int) -> str:
-        """Return the word and the time in `width` cells, or less: "dis 12 s", "dis", "d"."""
-        word = "dis" if self.word == "disconnected" else self.word
+        """Return a short word and the time in `width` cells, or less: "lost 12 s", "lost", "lo"."""
+        word = _SHORT_WORDS.get(self.word, self.word)
         full_text = self.word if self.word in _LASTING else f"{word} {format_age(now_ns - self.since_ns)}"
         return full_text if len(full_text) <= width else word[:width]
 

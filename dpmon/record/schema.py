@@ -101,7 +101,7 @@ PHASES = (
         "the forward",
         short="forw",
         absent="no model was called",
-        on_screen="Where scatter to gather are shown separately, this is the rest of the forward.",
+        on_screen="Where scatter to gather are shown separately, this is the other forward time.",
     ),
     Phase(
         "backward",

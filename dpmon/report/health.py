@@ -12,8 +12,9 @@ from dpmon.model.active_processes import ended_processes
 from dpmon.model.run_snapshot import RunSnapshot
 from dpmon.model.snapshot_builder import SnapshotBuilder
 from dpmon.record.schema import SECOND
+from dpmon.record.shared_names import ELSEWHERE
 from dpmon.run.activities import startup_wait_reason
-from dpmon.run.lifecycle import ELSEWHERE, STOPPED_BY_YOU, run_state
+from dpmon.run.lifecycle import STOPPED_BY_YOU, run_state
 from dpmon.run.run_directory import ExitInfo, RunError, load_exit
 from dpmon.run.run_reader import RunReader
 from dpmon.run.run_registry import short_name
@@ -30,6 +31,7 @@ from dpmon.stalls.run_state import (
     WAITING_FOR_INPUT,
     RunState,
     decide_state,
+    format_state,
 )
 from dpmon.store.store_opening import open_store
 from dpmon.text.formatting import format_calls_so_far, format_count, format_long_duration, format_run_time
@@ -44,7 +46,6 @@ LOST = "lost"
 _FAILED_ENDS = ("failed", "killed", LOST, "ended")
 """Ends that count as failures; it is unknown how a run that is lost or ended came to its end."""
 _MIN_SHOWN_S = 1.0
-STATE_WORDS = {QUIET: "idle", ELSEWHERE: "on another node"}
 """What people read, for states whose value in JSON is another word."""
 
 
@@ -80,7 +81,7 @@ class Health(NamedTuple):
             duration_text = f" after {format_run_time(self.since_s)}"
         elif self.since_s is not None and t_s - self.since_s >= _MIN_SHOWN_S:
             duration_text = f" for {format_long_duration((t_s - self.since_s) * SECOND)}"
-        word = self.end or STATE_WORDS.get(self.state, self.state)
+        word = self.end or format_state(self.state)
         if self.end == "stopped":
             word = STOPPED_BY_YOU
         return f"{word}{duration_text}" + (f": {self.reason}" if self.reason else "")

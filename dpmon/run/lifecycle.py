@@ -9,6 +9,7 @@ import signal
 import time
 from pathlib import Path
 
+from dpmon.record.shared_names import ELSEWHERE
 from dpmon.run import proc
 from dpmon.run.run_directory import ExitInfo, RunInfo, load_exit
 from dpmon.run.safe_files import open_file
@@ -16,7 +17,6 @@ from dpmon.run.safe_files import open_file
 _LOCK_FILE = "supervisor.lock"
 EVENTS_FILE = "events.log"
 """The ids of the events that were notified; locked by the notifier (dpmon.notify)."""
-ELSEWHERE = "elsewhere"
 UNSUPPORTED = -1
 SILENT_S = 86400.0
 """A run of another machine that has written nothing for this long has ended: a supervisor writes every second."""

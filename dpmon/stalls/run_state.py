@@ -6,15 +6,23 @@ from typing import NamedTuple
 
 from dpmon.record.record_types import Step
 from dpmon.record.schema import SECOND
+from dpmon.record.shared_names import ELSEWHERE
 
 STARTING, TRAINING, EVALUATING = "starting", "training", "evaluating"
 WAITING_FOR_DATA, WAITING_FOR_INPUT, PAUSED = "waiting for data", "waiting for input", "paused"
 QUIET, STALLED, ENDED = "quiet", "stalled", "ended"
 STATES = (STARTING, TRAINING, EVALUATING, WAITING_FOR_DATA, WAITING_FOR_INPUT, PAUSED, QUIET, STALLED, ENDED)
+_SHOWN_WORDS = {QUIET: "idle", ELSEWHERE: "on another node"}
+"""States whose word for readers differs from the one in JSON."""
 WAIT_SHOWN_NS = SECOND
 """A wait becomes a state of its own after this time."""
 QUIET_NS, QUIET_STEPS = 5 * SECOND, 3
 """A run is quiet after this long without a traced operation, and after the time of this many of its steps."""
+
+
+def format_state(state: str) -> str:
+    """Return a state as the screen, lists and reports show it; JSON has it unchanged."""
+    return _SHOWN_WORDS.get(state, state)
 
 
 class StateInputs(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dpmon.sanitize import sanitize_line
-from dpmon.stalls.run_state import ENDED, STALLED
+from dpmon.stalls.run_state import ENDED, STALLED, format_state
 from dpmon.ui.screen_data import ScreenData
 
 _SEQUENCES = {"bell": "\a", "osc9": "\x1b]9;{}\a", "osc777": "\x1b]777;notify;dpmon;{}\a"}
@@ -33,5 +33,5 @@ class Alert:
         reason = f": {stall.text}" if self._last_state == STALLED and stall is not None else ""
         # The text may have no part that ends the sequence, or begins another field.
         return self._sequence.format(
-            sanitize_line(f"{screen.title} {self._last_state}{reason}", _MAX_CHARS).replace(";", ",")
+            sanitize_line(f"{screen.title} {format_state(self._last_state)}{reason}", _MAX_CHARS).replace(";", ",")
         )

@@ -22,7 +22,7 @@ _KEYS_BY_USE += ("i", "< >", "l", "[ ]", "r", "e", "s", "t", "o")
 """The most useful keys first; the others follow."""
 _KEYS_AFTER_END = ("r", "e")
 """The main keys after the end of a run."""
-_WORDS_OF_RETURN = ("resume", "go on", "now")
+_WORDS_OF_RETURN = ("resume", "now")
 """Words of keys that end a state (a pause, a frozen picture, an earlier time) which no other key ends."""
 _WORD_FOR_ALL = "list"
 """The word of `:` if nothing is left out; as long as "more"."""
@@ -147,7 +147,7 @@ def _timeline_keys(playback: PlaybackPosition, width: int, gap: int) -> Row:
     """Return the keys that fit in `width` cells, each with its word."""
     row: Row = []
     for key, word in _TIMELINE_KEYS:
-        shown_word = "stop" if word == "play" and playback.is_playing else word
+        shown_word = "pause" if word == "play" and playback.is_playing else word
         key_spans: Row = [(" " * gap, ""), (key, "key"), (" " + shown_word, "dim")]
         if row_width(row) + row_width(key_spans) > width:
             break

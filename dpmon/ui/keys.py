@@ -64,7 +64,7 @@ def _pause_label(screen: ScreenData) -> str | None:
 
 def _freeze_label(screen: ScreenData) -> str | None:
     if screen.view.is_frozen:
-        return "go on" if screen.past is None else None
+        return "resume" if screen.past is None else None
     return None if screen.is_over or screen.playing is not None else "freeze"
 
 

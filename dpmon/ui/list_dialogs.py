@@ -13,6 +13,7 @@ from dpmon.model.slow_steps import SlowSteps
 from dpmon.run.lifecycle import run_state
 from dpmon.run.run_registry import list_runs, short_name
 from dpmon.sanitize import sanitize_line
+from dpmon.stalls.run_state import format_state
 from dpmon.text.cells import truncate
 from dpmon.text.formatting import format_elapsed, node_count_prefix
 from dpmon.ui.dialogs import Dialog
@@ -139,11 +140,12 @@ class RunList(_List):
         if self.entries is None:
             return [[("reading the runs ...", "dim")]]
         name_width = max([4, *(len(entry.name) for entry in self.entries)])
-        state_width = max([5, *(len(entry.state) for entry in self.entries)])
+        state_width = max([5, *(len(format_state(entry.state)) for entry in self.entries)])
         rows: list[Row] = []
         for entry in self.entries:
             start_time = time.strftime("%m-%d %H:%M", time.localtime(entry.started_unix))
-            text = f" {entry.name.ljust(name_width)}  {entry.state.ljust(state_width)}  {start_time}  {entry.command}"
+            state = format_state(entry.state).ljust(state_width)
+            text = f" {entry.name.ljust(name_width)}  {state}  {start_time}  {entry.command}"
             rows.append([(self.sides.get(entry.directory, " "), "key"), (truncate(text, width - 3), "")])
         heading = f"  {'name'.ljust(name_width)}  {'state'.ljust(state_width)}  {'started'.ljust(11)}  command"
         return self.build_list_rows([(truncate(heading, width - 2), "dim")], rows, height)

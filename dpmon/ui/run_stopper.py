@@ -30,7 +30,7 @@ class RunStopper:
 
         `interrupt`: the key was ctrl+c; pressed twice, it leaves the training running.
         """
-        app, dialog = self._app, self._app.screen
+        app = self._app
         if app.live_run.is_over:
             if self.progress is not None and not self._leaves_when_stopped:  # some processes may still live
                 self._leaves_when_stopped = True
@@ -38,6 +38,7 @@ class RunStopper:
             else:
                 app.exit("ended")
             return
+        dialog = app.screen
         if isinstance(dialog, Dialog):
             offers_leaving = isinstance(dialog, Choice) and dialog.offers("left")
             dialog.close_once("left" if interrupt and offers_leaving else None)

@@ -28,6 +28,7 @@ from dpmon.stalls.run_state import (
     WAITING_FOR_INPUT,
     RunState,
     decide_state,
+    format_state,
 )
 from dpmon.stalls.stall_detection import format_ranges
 from dpmon.text.formatting import UNKNOWN, format_calls_so_far, format_elapsed
@@ -47,8 +48,6 @@ RANK_NAMES = {"replicas": "2 Ranks", "compare": "4 Communication"}
 RANGES = (30, 120, 600, 0)
 """Time ranges to choose from in seconds; 0 is the whole run."""
 QUIET_SHOWN_NS = 5 * SECOND
-_SHOWN_STATES = {QUIET: "idle"}
-"""The words on the screen for states whose names in files differ."""
 READING = "reading the record"
 BEFORE_STALL = ("values from before the stall", "wait")
 """Stands next to metrics that cover no time of the stall."""
@@ -254,11 +253,6 @@ class ActivityText(NamedTuple):
     detail: str = ""
 
 
-def shown_state(run_state: RunState) -> str:
-    """Return the state of a run in the word that the screen shows."""
-    return _SHOWN_STATES.get(run_state.word, run_state.word)
-
-
 def describe_activity(screen: ScreenData) -> ActivityText:
     """Return what the run is doing, in everyday words."""
     if screen.exit_info is not None:
@@ -293,7 +287,7 @@ def describe_activity(screen: ScreenData) -> ActivityText:
             return _before_first_batch(screen, "", 0)
         return ActivityText("ending", "wait", "the training process is exiting")
     if run_state.word in (WAITING_FOR_DATA, QUIET):
-        return ActivityText(shown_state(run_state), "wait", state_age)
+        return ActivityText(format_state(run_state.word), "wait", state_age)
     # The record may be behind on an overloaded machine, but not what the process does now.
     is_long = screen.now_ns - max(process.seen_ns, since_ns) > QUIET_SHOWN_NS and doing in SPAN_PHASES
     detail = f"in {doing} {activity_ns / 1e9:.0f} s"

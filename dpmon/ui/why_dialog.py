@@ -7,12 +7,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from dpmon.stalls.run_state import format_state
 from dpmon.stalls.why_reply import request_and_wait
 from dpmon.stalls.why_text import format_reply
 from dpmon.text.cells import truncate, wrap_text
 from dpmon.text.formatting import format_elapsed
 from dpmon.ui.dialogs import TextPages
-from dpmon.ui.screen_data import ScreenData, no_progress_text, shown_state
+from dpmon.ui.screen_data import ScreenData, no_progress_text
 from dpmon.ui.styled_rows import Row
 from dpmon.ui.terminal_style import TerminalStyle
 
@@ -50,7 +51,7 @@ class WhyDialog(TextPages):
             {**reply, "t_s": screen.now_ns / 1e9} if is_same_stall else reply, width=width
         )
         if reply.get("text") is None and self._recorded is None:
-            first_line = no_progress_text(screen) or f"{first_line}: {shown_state(screen.run_state)}"
+            first_line = no_progress_text(screen) or f"{first_line}: {format_state(screen.run_state.word)}"
         return [
             *([(line, style)] for line in wrap_text(first_line, width)),
             *([(truncate(text, width), line_style)] for text, line_style in other_lines),

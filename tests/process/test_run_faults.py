@@ -112,7 +112,7 @@ def test_stop_interrupts_then_kills_the_tree_of_processes(dpmon: Dpmon) -> None:
     assert said[-1].startswith("stopped by SIGKILL: stubborn-")
     assert not proc.is_alive(child, None)
     assert process.wait(100) == 128 + signal.SIGTERM
-    assert "is over" in dpmon.run("stop", "stubborn").text
+    assert "has ended" in dpmon.run("stop", "stubborn").text
     (row,) = [line.split() for line in dpmon.run("ls").text.splitlines() if line.startswith("stubborn")]
     assert row[1] == "stopped", "what the user stopped has not failed"
 

@@ -67,7 +67,8 @@ def reaped(info: dict[str, Any]) -> bool:
 
 def listed_state(dpmon: Dpmon) -> str:
     """Return the state of the only run in `dpmon ls`."""
-    return dpmon.run("ls").text.splitlines()[1].split()[1]
+    (listed,) = map(json.loads, dpmon.run("ls", "--json").text.splitlines())
+    return str(listed["state"])
 
 
 def test_attach_starts_a_new_supervisor_and_no_record_is_lost_or_doubled(dpmon: Dpmon) -> None:

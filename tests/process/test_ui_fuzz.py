@@ -79,7 +79,7 @@ def answers_or_has_left(seen: Terminal) -> bool:
         with contextlib.suppress(AssertionError):
             shows_or_has_left(seen, lambda: "? help" in seen.picture().split("\n")[-1], "the footer")
             seen.type("?")
-            shows_or_has_left(seen, lambda: "where a step's time goes" in seen.picture(), "the help")
+            shows_or_has_left(seen, lambda: "where step time goes" in seen.picture(), "the help")
             if seen.status is None:
                 seen.type("\x1b")
                 return True

@@ -155,7 +155,7 @@ def test_a_run_within_a_run_is_left_alone(dpmon: Dpmon) -> None:
     inner = next(directory for directory in dpmon.runs() if "-inner-" in directory.name)
     info = dpmon.info(inner)
     result = dpmon.run("stop", "outer")
-    assert "is over" in result.text, result.text + result.errors
+    assert "has ended" in result.text, result.text + result.errors
     assert proc.is_alive(info["supervisor_pid"], info["supervisor_started"])
     assert proc.is_alive(info["command_pid"], info["command_started"])
     assert dpmon.run("stop", "inner").status == 0

@@ -396,7 +396,7 @@ def test_the_time_left_is_unknown_with_a_reason(run: Run, why: str) -> None:
     found = run.progress()
     assert (found.left_ns, found.error_ns) == (None, None)
     assert found.absent["left_s"] == found.absent["error_s"] == why
-    assert run.progress(over=True).absent["left_s"] == "the run is over"
+    assert run.progress(over=True).absent["left_s"] == "the run has ended"
 
 
 def test_the_reason_for_an_unknown_length_is_that_of_the_loader() -> None:
@@ -410,7 +410,7 @@ def test_a_training_that_goes_on_without_the_loader_has_left_its_epoch() -> None
     run = Run().read(20, 20).steps(ALONE_STEPS, None)
     assert run.progress().epoch == 1
     found = run.steps(1, None).progress()
-    assert found.absent["epoch"] == "the training goes on without a batch of the loader"
+    assert found.absent["epoch"] == "the training continues without a batch of the loader"
     assert [one.epoch for one in found.epochs] == [1]
 
 

@@ -66,7 +66,7 @@ def test_a_result_says_what_came_and_what_was_promised() -> None:
     figure = next(figure for figure in STEP_METRICS if figure.name == "step")
     row = ComparedMetric(figure, ([10 * MS, 12 * MS], [5 * MS, 6 * MS]), Change(0.5))
     assert TrialResult(Trial("cached-batches", "the data", max_saving=0.4), row).table_cells == (
-        "cached-batches", "step", "11.0 ms", "5.50 ms", "-50%", "-40%",
+        "cached-batches", "step", "11.0 ms", "5.50 ms", "-50%", "40%",
     )  # fmt: skip
     slower = TrialResult(
         Trial("threads-1", "OMP_NUM_THREADS"), row._replace(change=Change(1.25, None, None, 1.19, 1.31))

@@ -72,7 +72,7 @@ def test_the_footer_leaves_out_what_matters_least_and_says_so(over: bool) -> Non
 def test_the_narrowest_footer_keeps_the_keys_that_resume() -> None:
     facts = replace(some_facts(), can_pause=True, pause_state=PauseState(is_requested=True), view=View(is_frozen=True))
     assert "p resume" in plain_text(render_footer(facts, 40, STYLE)[0])
-    assert "space go on" in plain_text(render_footer(replace(facts, can_pause=False), 42, STYLE)[0])
+    assert "space resume" in plain_text(render_footer(replace(facts, can_pause=False), 42, STYLE)[0])
 
 
 @pytest.mark.parametrize("width", range(1, 20))

@@ -11,6 +11,7 @@ from dpmon.cli.multi_node import RemoteRun, list_remote_runs
 from dpmon.mirror.remote_hosts import HostOutput, RemoteHost, run_dpmon_on_hosts, run_on_hosts
 from dpmon.record.safe_json import load_json
 from dpmon.sanitize import sanitize_line
+from dpmon.stalls.run_state import format_state
 
 _MAX_SILENCE_S = 120.0
 """Longest silence of a remote doctor, which imports torch."""
@@ -60,7 +61,7 @@ def _check_live_run(runs: Sequence[RemoteRun], reason: str | None, version: str)
         return warning_check("run", "no live run there", "start the command under dpmon, as the user of the connection")
     newest = live_runs[-1]
     job = f"job {newest.job}" if newest.job else "job not known yet"
-    return passed_check("run", f"{newest.run.name} {newest.run.state}, {job}")
+    return passed_check("run", f"{newest.run.name} {format_state(newest.run.state)}, {job}")
 
 
 def _parse_remote_report(output: HostOutput) -> list[Check]:

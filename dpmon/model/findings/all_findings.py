@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from dpmon.model.findings.device_findings import (
-    find_busy_processors,
+    find_busy_cpus,
     find_idle_devices,
     find_low_utilization,
     find_throttling,
@@ -43,7 +43,7 @@ _FINDERS: tuple[Callable[[RunAnalysis], Iterator[Finding]], ...] = (
         find_uneven_memory,
         find_throttling,
         find_low_utilization,
-        find_busy_processors,
+        find_busy_cpus,
     ),
     *(
         find_slowdown,

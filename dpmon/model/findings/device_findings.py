@@ -215,14 +215,14 @@ def find_low_utilization(run: RunAnalysis) -> Iterator[Finding]:
             )
 
 
-def find_busy_processors(run: RunAnalysis) -> Iterator[Finding]:
+def find_busy_cpus(run: RunAnalysis) -> Iterator[Finding]:
     """Yield a finding if the CPU cores are busy with other work, or too few for the run itself."""
     host = run.host
     if host is None or host.samples < MIN_HOST_SAMPLES or host.cpu_pct < MIN_FULL_PCT or not list(measured_modes(run)):
         return
     share = host.others / host.cpus
     if share >= MIN_OTHERS_SHARE:
-        whose = "this machine's" if host.machines == 1 else "the nodes'"
+        whose = "the host's" if host.machines == 1 else "the nodes'"
         yield Finding(
             "busy",
             f"Other processes are using {whose} CPUs: a median"

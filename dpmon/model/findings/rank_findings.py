@@ -46,7 +46,7 @@ _SLOW_PHASE = {
     "copy": "pinned memory (DataLoader pin_memory); check the link of its GPU (nvidia-smi topo -m)",
     "forward": _SLOW_DEVICE,
     "backward": _SLOW_DEVICE,
-    "optimizer": "an optimizer state of the same size on every rank; check whether the processors of its host are busy",
+    "optimizer": "an optimizer state of the same size on every rank; check whether the CPU cores of its host are busy",
     "other": "if only this rank logs, saves checkpoints or evaluates: do this less often, or in a thread",
 }
 _NO_PHASE = "look for a difference on that rank: its GPU, clocks, other processes on its host, its share of the data"

@@ -43,7 +43,7 @@ _LIVE_STATES = {
     "unsupervised": "still running, without a supervisor",
     "starting": "not started yet",
     "ending": "ending",
-    "elsewhere": "on another machine; whether it still runs is not known here",
+    "elsewhere": "on another node; whether it still runs is not known here",
 }
 
 

@@ -120,7 +120,7 @@ def _delete(directory: Path, run_info: RunInfo) -> str | None:
         return f"{directory.name} is running; dpmon stop {run_info.id} ends it"
     state, _ = run_state(directory, run_info)
     if state == "elsewhere":
-        return f"{directory.name} is on another machine, which may still run it"
+        return f"{directory.name} is on another node, which may still run it"
     if state == "starting":
         return f"{directory.name} is being started"
     lock = take_lock(directory)

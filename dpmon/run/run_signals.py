@@ -167,7 +167,7 @@ def stop_run(directory: Path, last_known: RunInfo | None = None, grace_s: float 
         yield from _stop_nodes(directory, run_info)
         return
     if may_be_live_elsewhere(directory, run_info, exit_info):
-        raise RunError(f"{directory.name} is on another machine; stop it there")
+        raise RunError(f"{directory.name} is on another node; stop it there")
     members = find_members(directory, run_info, run_ended=exit_info is not None)
     if not members:
         if exit_info is None and is_command_alive(run_info):

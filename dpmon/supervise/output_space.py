@@ -64,10 +64,9 @@ class OutputSpaceReserver:
             self._total_removed += removed_bytes
             _add_deleted_bytes(path, removed_bytes)
             size = 0
-            while reserved_bytes > 0 and not _reserve(
-                fd, size, reserved_bytes
-            ):  # other data may have taken some of the space
-                reserved_bytes //= 2
+            while reserved_bytes > 0 and not _reserve(fd, size, reserved_bytes):
+                # Other data has taken some of the space. Half as much would only cover the kept output.
+                reserved_bytes -= RESERVED_BYTES // 32
         self._reserved_end[path] = size + reserved_bytes
 
     def close(self, *, nobody_writes: bool) -> None:

@@ -363,11 +363,11 @@ def test_a_run_of_another_machine_is_left_to_it(dpmon: Dpmon) -> None:
     assert listed_state(dpmon) == "elsewhere"
     stopped = dpmon.run("stop", "last")
     assert stopped.status == 2
-    assert "another machine" in stopped.errors
+    assert "another node" in stopped.errors
     attached = dpmon.run("attach")
     assert attached.status == 2
-    assert "another machine" in attached.errors
-    assert "on another machine" in dpmon.run("report").text.splitlines()[0]
+    assert "another node" in attached.errors
+    assert "on another node" in dpmon.run("report").text.splitlines()[0]
     ensure_supervisor(dpmon.last())
     assert not (dpmon.last() / "exit.json").exists()
     assert json.loads((dpmon.last() / "run.json").read_text()) == info

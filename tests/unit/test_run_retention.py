@@ -147,7 +147,7 @@ def test_a_run_of_another_machine_stays() -> None:
     (other / "exit.json").unlink()
     write_info(other, replace(load_info(other), host="elsewhere", boot_id="another", command_pid=1, supervisor_pid=1))
     assert prune_runs(Limits(0, 0), current) == []
-    with pytest.raises(RunError, match="on another machine"):
+    with pytest.raises(RunError, match="on another node"):
         delete_run(other, load_info(other))
     (other / "exit.json").write_text(ended)
     assert prune_runs(Limits(0, 0), current) == [other]

@@ -330,14 +330,14 @@ def _build_document(
 
 
 def _results_as_json(results: Sequence[TrialResult], runs: dict[str, list[ComparedRun]], absent: dict[str, str]) -> str:
-    def row(each: TrialResult) -> dict[str, Any]:
-        told = None if each.row is None else each.row.change
+    def row(result: TrialResult) -> dict[str, Any]:
+        told = None if result.row is None else result.row.change
         return {
-            "trial": each.trial.name,
-            "changes": each.trial.changes,
-            "figure": each.trial.metric,
-            "saves": each.trial.max_saving,
-            "runs": [one.name for one in runs[each.trial.name]],
+            "trial": result.trial.name,
+            "changes": result.trial.changes,
+            "figure": result.trial.metric,
+            "saves": result.trial.max_saving,
+            "runs": [run.name for run in runs[result.trial.name]],
             **{name: getattr(told, name, None) for name in ("ratio", "low", "high", "least", "most")},
         }
 

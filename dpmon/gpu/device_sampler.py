@@ -126,7 +126,7 @@ class DeviceSampler:
         return f"NVML has not answered for {time.monotonic() - opening_s:.0f} s"
 
     def _check_unanswered_calls(self) -> None:
-        """Find calls that do not return: warn, let a second thread ask, and pass on the last answers."""
+        """Handle NVML calls that hang: warn, start a second poller, and keep emitting the last values."""
         now = time.monotonic()
         for gpu in self._gpus:
             gpu.pollers = tuple(poller for poller in gpu.pollers if not poller.has_ended)

@@ -47,7 +47,7 @@ def report_as_json(report: ReportData) -> dict[str, object]:
             "state": report.state,
             **{name: getattr(report.exit_info, name, None) for name in ("status", "signal", "error", "seconds")},
         },
-        "processes": [one._asdict() for one in run.announced.info.values()],
+        "processes": [process_info._asdict() for process_info in run.announced.info.values()],
         **fields_of(run, "steps", "calls", "open_calls"),
         **fields_of(run.store, "dropped", "pruned"),
         "nothing": report.untraced_reason,
@@ -57,7 +57,9 @@ def report_as_json(report: ReportData) -> dict[str, object]:
         "evaluations": [_mode_members(run, stats) for stats in run.evaluations],
         "elapsed": _elapsed_members(run),
         "progress": progress_fields(run.progress),
-        "epochs": [{**fields_of(one, *Epoch._fields), "seconds": one.took_ns / 1e9} for one in run.progress.epochs],
+        "epochs": [
+            {**fields_of(epoch, *Epoch._fields), "seconds": epoch.took_ns / 1e9} for epoch in run.progress.epochs
+        ],
         "findings": [finding._asdict() for finding in report.findings],
         "replicas": [
             {
@@ -76,7 +78,7 @@ def report_as_json(report: ReportData) -> dict[str, object]:
                 **loss_fields(curve),
                 "process": curve.process,
                 "width_s": curve.point_s,
-                "points": [{"t_s": one.second, **fields_of(one, *LossBin._fields[1:])} for one in curve.points],
+                "points": [{"t_s": point.second, **fields_of(point, *LossBin._fields[1:])} for point in curve.points],
             }
             for curve in run.losses
         ],
@@ -124,7 +126,7 @@ def report_as_json(report: ReportData) -> dict[str, object]:
         "warnings": list(report.warnings),
         "time": {
             "width_s": run.stretches.width_ns / 1e9,
-            "stretches": [_bin_members(one) for one in run.stretches.bins],
+            "stretches": [_bin_members(bin_) for bin_ in run.stretches.bins],
         },
     }
 

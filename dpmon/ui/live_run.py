@@ -1,4 +1,4 @@
-"""The screen's state of one run: its records, its processes' activities, and the answers to requests."""
+"""One live run as the screen sees it: its records, activities, and the replies to requests."""
 
 from __future__ import annotations
 

@@ -331,14 +331,14 @@ def _build_document(
 
 def _results_as_json(results: Sequence[TrialResult], runs: dict[str, list[ComparedRun]], absent: dict[str, str]) -> str:
     def row(result: TrialResult) -> dict[str, Any]:
-        told = None if result.row is None else result.row.change
+        change = None if result.row is None else result.row.change
         return {
             "trial": result.trial.name,
             "changes": result.trial.changes,
             "figure": result.trial.metric,
             "saves": result.trial.max_saving,
             "runs": [run.name for run in runs[result.trial.name]],
-            **{name: getattr(told, name, None) for name in ("ratio", "low", "high", "least", "most")},
+            **{name: getattr(change, name, None) for name in ("ratio", "low", "high", "least", "most")},
         }
 
     names = [run.name for run in runs[_BASELINE]]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 SLOW_NS = 3 * SECOND
 """A connected node sends something once a second. After this silence it is called slow."""
-_SHORT_WORDS = {"disconnected": "lost", "given up": "gone"}
+_SHORT_WORDS = {"disconnected": "cut", "given up": "gone"}
 _LASTING = ("ended", "stopped", "failed", "given up")
 """Problems without a duration."""
 _WORDS = {"connecting": "connecting", "cut": "disconnected", "refused": "given up"}
@@ -41,7 +41,7 @@ class NodeProblem(NamedTuple):
         return f"{self.word}{since}{f': {self.why}' if self.why else ''}"
 
     def brief(self, now_ns: int, width: int) -> str:
-        """Return a short word and the time in `width` cells, or less: "lost 12 s", "lost", "lo"."""
+        """Return a short word and the time in `width` cells, or less: "cut 12 s", "cut", "c"."""
         word = _SHORT_WORDS.get(self.word, self.word)
         full_text = self.word if self.word in _LASTING else f"{word} {format_age(now_ns - self.since_ns)}"
         return full_text if len(full_text) <= width else word[:width]

@@ -147,7 +147,7 @@ def _timeline_keys(playback: PlaybackPosition, width: int, gap: int) -> Row:
     """Return the keys that fit in `width` cells, each with its word."""
     row: Row = []
     for key, word in _TIMELINE_KEYS:
-        shown_word = "pause" if word == "play" and playback.is_playing else word
+        shown_word = "stop" if word == "play" and playback.is_playing else word
         key_spans: Row = [(" " * gap, ""), (key, "key"), (" " + shown_word, "dim")]
         if row_width(row) + row_width(key_spans) > width:
             break

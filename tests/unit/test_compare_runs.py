@@ -409,7 +409,7 @@ def test_the_processor_time_of_a_step_is_that_of_all_processes(state: Path) -> N
 def test_processors_and_memory_of_several_machines_are_told_apart(state: Path) -> None:
     other = [host_event(t + 0.5, node=1, cpus=8, run_mem_bytes=9 << 30) for t in range(20)]
     run = read_compared_run(a_run(1, busy={"node": 0, "cpus": 8, "run_mem_bytes": 1 << 30}, events=other))
-    assert run.set_up["hardware"] == "8 processors on one of 2 machines"
+    assert run.set_up["hardware"] == "8 processors on one of 2 nodes"
     assert run.values["host_memory"] == 9 << 30
     assert read_compared_run(a_run(1, busy={"cpus": 8})).set_up["hardware"] == "8 processors"
     found = DeviceUsageBuilder()

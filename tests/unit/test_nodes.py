@@ -61,8 +61,8 @@ def facts_of(run: ManyNodes, now_s: int = 12, view: View | None = None, **wanted
     [
         ({}, None, ""),
         ({"heard_ns": 4 * SECOND}, "slow for 8 s: nothing was heard", "slow 8 s"),
-        ({"state": "cut", "why": "timed out"}, "disconnected for 2 s: timed out", "lost 2 s"),
-        ({"state": "cut", "heard_ns": None}, "disconnected for 11 s", "lost 11 s"),
+        ({"state": "cut", "why": "timed out"}, "disconnected for 2 s: timed out", "cut 2 s"),
+        ({"state": "cut", "heard_ns": None}, "disconnected for 11 s", "cut 11 s"),
         ({"state": "connecting", "heard_ns": None}, "connecting for 11 s", "connect"),
         ({"state": "refused", "why": "it has no dpmon"}, "given up: it has no dpmon", "given up"),
         ({"state": "ended", "status": 0}, "ended", "ended"),
@@ -78,8 +78,8 @@ def test_a_node_in_trouble_is_described_with_the_time(changes: dict[str, Any], w
 
 
 def test_a_word_that_does_not_fit_is_cut() -> None:
-    assert [NodeProblem("disconnected", 0).brief(200 * SECOND, width) for width in (8, 4, 1)] == ["lost", "lost", "l"]
-    assert NodeProblem("disconnected", 0).brief(7300 * SECOND, 8) == "lost 2 h"
+    assert [NodeProblem("disconnected", 0).brief(200 * SECOND, width) for width in (8, 4, 1)] == ["cut", "cut", "c"]
+    assert NodeProblem("disconnected", 0).brief(7300 * SECOND, 8) == "cut 2 h"
 
 
 def test_the_sentence_names_the_node_of_the_slow_rank() -> None:
@@ -159,11 +159,11 @@ def test_nodes_in_trouble_are_told_first_and_keep_their_place() -> None:
     facts = facts_of(run, 28)
     text = screen_text(facts, 120, 40)
     assert "gpu-9 disconnected for 4 s: the connection timed out" in text.splitlines()[1]
-    assert "········ dis 4 s" in text
+    assert "········ cut 4 s" in text
     assert "others wait for rank 11 (gpu-1)" in text, "panel 2 has the sentence that the header has no room for"
     run.node(7, "cut", None, 27.0, heard_ns=25 * SECOND)
     assert "2 nodes disconnected (gpu-7, gpu-9)" in screen_text(facts_of(run, 28), 120, 40)
-    assert "lost 4 s" in screen_text(facts, 80, 24, look=MONO_ASCII)
+    assert "cut 4 s" in screen_text(facts, 80, 24, look=MONO_ASCII)
 
 
 def test_the_ranks_of_a_node_that_is_cut_off_are_unknown_but_the_slow_one_is_named() -> None:

@@ -146,7 +146,7 @@ class FetchTracker:
         self._loader_ended = False
 
     def pop_step_batches(self) -> Batches | None:
-        """Return the batches of the step that ends now, and start anew; None if it used none.
+        """Return the batches of the step that ends now, and start again; None if it used none.
 
         If they come from several loops, return those of the loop that drives the training.
         """

@@ -1,4 +1,4 @@
-"""Reads definitions from the lines beside a ring: sizes, stages, layouts, collectives and losses.
+"""Reads definitions from the lines next to a ring: sizes, stages, layouts, collectives and losses.
 
 The assembler numbers its own definitions from FIRST_OWN_NUMBER on. Such a number is derived from the value, so that a
 successor uses the same number for the same value.

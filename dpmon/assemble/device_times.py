@@ -147,7 +147,7 @@ def _span_numbers(group: _Group) -> Iterator[int]:
 COST_NS = 12_000
 """Cost of one device time: recording, querying and reading two events (tests/benchmarks/bench_inside.py)."""
 MAX_COST_SHARE = 0.01
-"""The share of the step time that device times may cost."""
+"""Maximum share of the step time that device times may cost."""
 MAX_INTERVAL = 1024
 """The training process accepts no larger interval."""
 DECISION_STEPS = 64

@@ -23,7 +23,7 @@ class StepTotals(PhaseSums):
     learns = False
     """Whether a call trains or records gradients."""
     failed = False
-    """Whether its last call, backward pass or optimizer step raised an exception."""
+    """Whether the last call, backward pass or optimizer step raised an exception."""
     backwards = 0
     """Number of backward passes so far."""
     passes = 0

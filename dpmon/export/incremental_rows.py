@@ -33,7 +33,7 @@ INITIAL_ROWS_S = 600
 """At its first connection, a reader gets all rows of this time. Of earlier time, it gets tallies, sums,
 losses and lasting events."""
 INITIAL_TALLIES_S = {1: 120, 10: 1200, 60: 3 * 3600, 600: 86_400}
-"""The same for tallies, by width (s)."""
+"""At its first connection, a reader gets tallies of this many seconds, by their width (s)."""
 RECONNECT_FACTOR = 30
 """After a reconnection, a reader gets tallies of this many times INITIAL_TALLIES_S."""
 LATE_S = 12
@@ -127,12 +127,12 @@ class IncrementalRows:
             self._limit_backlog(store, upto_s)
         end_id = min(newest_id, self.offset + (MAX_IDS if self._rollups else MAX_COMPLETE_IDS))
         tallied_s = self._next_s(upto_s, min(MAX_SECONDS, MAX_RANK_SECONDS // max(len(store.rings), 1) + 1))
-        seldom = self._chunks % RARE_CHUNKS == 0 or is_last
-        if seldom or len(store.rings) > len(self._seen.get("rings", ())):
+        is_rare_chunk_due = self._chunks % RARE_CHUNKS == 0 or is_last
+        if is_rare_chunk_due or len(store.rings) > len(self._seen.get("rings", ())):
             lines += self._lines("rings", self._filter_changed("rings", self._rows(store, "rings", ""), 1))
         lines += self._definitions(store)
         lines += self._new_id_rows(store, end_id, is_last=is_last and end_id == newest_id)
-        lines += self._changed_small_tables(store, upto_s, seldom=seldom, is_last=is_last)
+        lines += self._changed_small_tables(store, upto_s, is_rare_chunk_due=is_rare_chunk_due, is_last=is_last)
         lines += self._gap_rows(store)
         lines += self._tallies(store, max(tallied_s, self._tallied))
         self._chunks += 1
@@ -290,9 +290,9 @@ class IncrementalRows:
             self._defined[ring.process] = max((row[1] for row in rows if row[0] == ring.process), default=last_number)
         return self._lines("definitions", rows)
 
-    def _changed_small_tables(self, store: Store, upto_s: int, *, seldom: bool, is_last: bool) -> list[str]:
+    def _changed_small_tables(self, store: Store, upto_s: int, *, is_rare_chunk_due: bool, is_last: bool) -> list[str]:
         """Return the changed rows of the small tables, and the sums of collectives and devices."""
-        tables = [("series", 1), ("keys", 4), *([("shapes", 7)] if seldom else [])]
+        tables = [("series", 1), ("keys", 4), *([("shapes", 7)] if is_rare_chunk_due else [])]
         lines = []
         for table, keys in tables:
             lines += self._lines(table, self._filter_changed(table, self._rows(store, table, ""), keys))
@@ -300,7 +300,7 @@ class IncrementalRows:
         recent = _MAX_ROWS if self._chunks == 0 else 10
         lines += self._lines("loops", self._filter_changed("loops", self._rows(store, "loops", loops, recent), 2))
         minute = is_last or self._chunks % MINUTE_CHUNKS == 0
-        for table, per, width in _SUM_TABLES[: seldom + (seldom and minute)]:
+        for table, per, width in _SUM_TABLES[: is_rare_chunk_due + (is_rare_chunk_due and minute)]:
             lines += self._lines(table, self._changed_sum_rows(store, table, per, width, upto_s))
         return lines
 

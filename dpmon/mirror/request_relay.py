@@ -58,7 +58,7 @@ class RequestRelay:
         self._subscriptions: dict[tuple[int, float], list[int]] = {}
         """The processes for which a reader wants all records, by pid and start of the reader."""
         self._processes_by_node: dict[int, list[int]] = {}
-        """The same processes by node, with their numbers on the node."""
+        """The subscribed processes by node, with their numbers on the node."""
         self._check_readers_at = 0.0
         self._file_offset = max(_size(self._path) - _MAX_READ_BYTES, 0)
         for request in self._read_new_requests():  # also requests to an earlier mirror process

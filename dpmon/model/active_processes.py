@@ -1,6 +1,6 @@
 """Which processes of a run train now.
 
-Trainings may follow each other. One may start another (an evaluation) and go on after it. A restarted job leaves its
+Trainings may follow each other. One may start another (an evaluation) and continue after it. A restarted job leaves its
 old ranks behind. Processes are compared by the start of their first step or call, the end of their newest one, and
 their own end if a reader knows it.
 """

@@ -69,7 +69,7 @@ class Wrapper(NamedTuple):
 
     @property
     def waits_in_forward(self) -> bool:
-        """Whether its ranks wait for each other in the forward, too."""
+        """Whether ranks wait for each other in the forward, too."""
         return self.sync_batch_norm or self.broadcast_buffers
 
 

@@ -20,10 +20,10 @@ from dpmon.record.shared_names import RANK_MODES
 from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES, Tally
 from dpmon.text.formatting import format_bytes, format_compact, format_count_with_noun, format_duration
 
-_MAX_STRETCHES = 20
-"""Most stretches into which the steps of a run are divided."""
+_MAX_PARTS = 20
+"""Most parts into which the steps of a run are divided."""
 _MIN_SAMPLED_STRETCHES = 3
-"""Fewest stretches for a CPU time, which is sampled once a second."""
+"""Fewest parts for a CPU time, which is sampled once a second."""
 
 
 class Metric(NamedTuple):
@@ -107,10 +107,10 @@ class ComparedRun:
     """The tallies of the steps of its representative process, without those left out, in order of time."""
     steps_by_kind: Counter[StepKind]
     """Number of these steps by kind."""
-    stretch_s: int
+    part_s: int
     """Width (s) of the tallies in `rows`."""
     interrupted_steps: int
-    """Steps left out because of a pause or a stall in the same stretch."""
+    """Steps left out because of a pause or a stall in the same part."""
     values: Mapping[str, float]
     """The known values of RUN_METRICS."""
     straggler: str | None
@@ -130,17 +130,17 @@ class ComparedRun:
                 merged.merge(tally)
         return merged
 
-    def stretches(self, kind: StepKind) -> list[Tally]:
-        """Return the steps of one kind in order of time: up to _MAX_STRETCHES tallies with about as many steps each."""
-        stretches: list[Tally] = []
+    def parts(self, kind: StepKind) -> list[Tally]:
+        """Return the steps of one kind in order of time: up to _MAX_PARTS tallies with about as many steps each."""
+        parts: list[Tally] = []
         for tally in (tally for row_kind, tally in self.rows if row_kind == kind):
-            if not stretches or stretches[-1].steps >= self.steps_by_kind[kind] / _MAX_STRETCHES:
-                stretches.append(Tally())
-            stretches[-1].merge(tally)
-        if len(stretches) > 1 and stretches[-1].steps < self.steps_by_kind[kind] / _MAX_STRETCHES:
-            last = stretches.pop()
-            stretches[-1].merge(last)
-        return stretches
+            if not parts or parts[-1].steps >= self.steps_by_kind[kind] / _MAX_PARTS:
+                parts.append(Tally())
+            parts[-1].merge(tally)
+        if len(parts) > 1 and parts[-1].steps < self.steps_by_kind[kind] / _MAX_PARTS:
+            last = parts.pop()
+            parts[-1].merge(last)
+        return parts
 
 
 def build_compared_run(run: RunAnalysis, given: Mapping[str, str | None], **about: Any) -> ComparedRun:
@@ -163,7 +163,7 @@ def build_compared_run(run: RunAnalysis, given: Mapping[str, str | None], **abou
         ]
         interruptions += any_paused_intervals(run.pauses, until_ns)
         tally_rows = run.store.tally_rows(
-            process=run.representative_process(main_mode, evaluation=False), widest=run.stretch_s, series=_SERIES
+            process=run.representative_process(main_mode, evaluation=False), widest=run.bin_s, series=_SERIES
         )
         for start_s, width, key, tally in tally_rows:
             kind = comparable_kind(key)
@@ -178,7 +178,7 @@ def build_compared_run(run: RunAnalysis, given: Mapping[str, str | None], **abou
                 steps_by_kind[kind] += tally.steps
     straggler = None if run.communication is None else run.communication.straggler
     sentence = None if straggler is None else straggler_sentence(straggler, lately=False)
-    bins = [time_bin for time_bin in run.stretches.bins if time_bin.mode == main_mode and not time_bin.evaluation]
+    bins = [time_bin for time_bin in run.binned_steps.bins if time_bin.mode == main_mode and not time_bin.evaluation]
     return ComparedRun(
         **about,
         set_up={**given, **_setup_labels(run, main_mode, steps_by_kind)},
@@ -187,7 +187,7 @@ def build_compared_run(run: RunAnalysis, given: Mapping[str, str | None], **abou
         mode=main_mode,
         rows=rows,
         steps_by_kind=steps_by_kind,
-        stretch_s=run.stretch_s,
+        part_s=run.bin_s,
         interrupted_steps=interrupted,
         values={
             **_mean_step(rows, steps_by_kind),

@@ -5,7 +5,7 @@ depend on earlier ones, it is widened by the method of batch means: consecutive 
 follows from how much more the share of steps above the median varies between the batches than it would by chance. MOVER
 on the logarithms (Zou and Donner, 2008) combines the intervals of two medians to that of their ratio.
 
-Between two small groups of values (of runs, or of stretches of one run), the ratio is the Hodges-Lehmann estimate: the
+Between two small groups of values (of runs, or of parts of one run), the ratio is the Hodges-Lehmann estimate: the
 median of the ratios of all pairs. Its interval inverts the Mann-Whitney test, which is a permutation test of ranks. It
 is exact if the two distributions differ only by this ratio, and one outlier hardly moves it. Groups of unequal sizes
 that also spread unequally give more false alarms. Stretches of one run are correlated. The interval is widened by the
@@ -29,7 +29,7 @@ from dpmon.store.tally import Tally
 ERROR_CHANCE = 0.05
 """Chance that an interval misses the true ratio: half on each side, or all of it at a one-sided bound."""
 _MAX_CORRELATION = 0.8
-"""Largest correlation of neighbors: the stretches are too few to measure a larger one."""
+"""Largest correlation of neighbors: the parts are too few to measure a larger one."""
 _MIN_BATCHES = 4
 """Fewest batches (groups of tallies) from which the dependence between steps is estimated."""
 _HALF_WIDTH_SIGMAS = 1.96
@@ -73,7 +73,7 @@ class Change(NamedTuple):
 def estimate_change(
     before: Sequence[float], after: Sequence[float], *, in_order: bool = False, is_exact: bool = True
 ) -> Change:
-    """Return how positive values changed. `in_order`: they are stretches of two runs, in order of time.
+    """Return how positive values changed. `in_order`: they are parts of two runs, in order of time.
 
     `is_exact`: they are not from sketches, which cannot distinguish values closer than RELATIVE_WIDTH.
     """

@@ -259,7 +259,7 @@ class DeviceUsage:
     """Number of samples in which the reasons are known."""
     width: float = 1.0
     sums: dict[int, list[float]] = field(default_factory=dict)
-    """By stretch of `width` seconds: sum and number of utilizations, sum and number of memory values (bytes)."""
+    """By interval of `width` seconds: sum and number of utilizations, sum and number of memory values (bytes)."""
 
     @property
     def util_median(self) -> float | None:
@@ -341,9 +341,9 @@ class DeviceUsageBuilder:
         """Why there are no GPUs."""
         self._cpus = 0
         self._use, self._others, self._own, self._load = (array("d") for _ in range(4))
-        """Of the processors, in the samples outside pauses."""
+        """One value per host sample outside pauses."""
         self._at, self._spent = array("q"), array("d")
-        """Times of samples (ns), and the processor time (ns) that the run has spent by then, since the first one."""
+        """Times of samples (ns), and the CPU time (ns) that the run has used by then, since the first one."""
 
     def _track(self, index: int) -> DeviceUsage:
         if index not in self.tracks:

@@ -1,4 +1,4 @@
-"""How far the training of a process is: its epoch, batch n of N, and the time left in the epoch.
+"""The progress of a process's training: its epoch, batch n of N, and the time left in the epoch.
 
 An epoch is a loop over a DataLoader with training steps (dpmon.store.loader_loops). The number of epochs to come is
 unknown.
@@ -25,7 +25,7 @@ EPOCHS = 100
 OVER = "the run has ended"
 OTHER_RANK = "only the process that represents the run has it"
 ALONE_STEPS = 8
-"""After more training steps than this without a batch of the loader, the training goes on without it."""
+"""After more training steps than this without a batch of the loader, the training continues without it."""
 LARGE = 0.1
 """An uncertainty of more than this part of the time left is shown."""
 
@@ -45,17 +45,17 @@ class Epoch(NamedTuple):
     evaluation_ns: int | None
     """Evaluation in it, and after it up to the next epoch; None in playback, while it is unknown."""
     pause_ns: int | None
-    """Time since the end of the epoch before, without evaluation; None for the first."""
+    """Time since the end of the previous epoch, without evaluation; None for the first."""
 
     @property
     def took_ns(self) -> int:
-        """How long it took, with the evaluations in it."""
+        """Duration of the epoch (ns), with its evaluations."""
         return self.end_ns - self.begin_ns
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far the training of a process is. `absent` has the reason for each None, by the name in JSON."""
+    """The progress of a process's training. `absent` has the reason for each None, by the name in JSON."""
 
     process: int = 0
     epoch: int | None = None
@@ -121,7 +121,7 @@ def progress_of(
 
 
 def without_time(progress: Progress, reason: str) -> Progress:
-    """Return the progress without the time left, which is valid only while steps go on; `reason`: the reason."""
+    """Return the progress without the time left, which is valid only while the training runs; `reason`: the reason."""
     if progress.left_ns is None:
         return progress
     absent = {**progress.absent, **dict.fromkeys(("left_s", "error_s"), reason)}

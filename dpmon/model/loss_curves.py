@@ -23,7 +23,7 @@ class LossCurve:
     place: str
     """File and line, such as "train.py:88"."""
     points: tuple[LossBin, ...] = ()
-    """One for each stretch of `point_s` seconds with a value, oldest first."""
+    """One for each interval of `point_s` seconds with a value, oldest first."""
     point_s: int = 1
     """Duration of a point."""
     last: float | None = None

@@ -30,7 +30,7 @@ class ModeStats(StepStats):
     late: Tally | None = None
     """The last third."""
     settled: ModeStats | None = None
-    """The same without warm-up steps; None if it is not separate."""
+    """The metrics without warm-up steps; None if they are not separate."""
 
     @property
     def settled_stats(self) -> ModeStats:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import islice
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -100,7 +99,7 @@ def build_pauses(
             pauses[index] = pauses[index]._replace(took_ns=took_ns, end_ns=start_ns + took_ns, on=False, reason=reason)
     ends = [next_step_ns(pause.process, pause.start_ns) if pause.on else None for pause in pauses]
     newest_ns = max([newest_ns, *(end for end in ends if end is not None)])
-    # A remaining pause goes on, unless another process began a step after its start. Then the paused process may have
+    # A remaining pause continues, unless another process began a step after its start. Then the paused process may have
     # been killed in the pause, at an unknown time.
     return [
         pause._replace(on=False, end_ns=end)
@@ -114,7 +113,7 @@ def build_pauses(
 
 
 def any_paused_intervals(pauses: Iterable[Pause], end_ns: int | None) -> list[Span]:
-    """Return when any process was paused; a pause that has not ended goes on until `end_ns`."""
+    """Return when any process was paused; a pause that has not ended lasts until `end_ns`."""
     return union_of_intervals(span for pause in pauses if (span := pause.interval(end_ns)) is not None)
 
 
@@ -139,7 +138,8 @@ def _subtract_intervals(spans: Sequence[Span], others: Sequence[Span]) -> list[S
     for start, end in spans:
         while index < len(others) and others[index][1] <= start:
             index += 1
-        for other_start, other_end in islice(others, index, None):
+        for other_index in range(index, len(others)):
+            other_start, other_end = others[other_index]
             if other_start >= end:
                 break
             if other_start > start:

@@ -14,36 +14,36 @@ if TYPE_CHECKING:
     from dpmon.store.store_queries import Store
 
 MOST_READ = 4000
-"""Most tallies to read. For more ranks or a longer time, the stretches are wider."""
+"""Most tallies to read. For more ranks or a longer time, the intervals are wider."""
 _SLOW_SHOWN, _OTHERS = 3, 12
 """With many ranks: most slow ranks that are shown, and most others that they are compared with."""
 _SYNC = "sync"
 _OPEN_S = 5
-"""Stretches in the last seconds are read again, because steps may still be added to them."""
+"""Intervals in the last seconds are read again, because steps may still be added to them."""
 
 
 class RankWaits(NamedTuple):
-    """How much longer the others waited than each rank, in each stretch of time: as a share of its step, 0 to 1.
+    """How much longer the others waited than each rank, in each interval: as a share of its step, 0 to 1.
 
     The wait of the others is their median, as for a straggler (dpmon.model.stragglers). With many ranks, it is
     that of only some others. 0: they did not wait for it.
     """
 
     width_s: int = 1
-    """Length of a stretch."""
+    """Length of an interval."""
     shares: Mapping[int, Mapping[int, float]] = {}
-    """By rank and start of the stretch (s). Stretches with unknown waits are left out."""
+    """By rank and start of the interval (s). Intervals with unknown waits are left out."""
 
 
 @dataclass(slots=True)
 class RankWaitCache:
-    """Reads the waits of ranks, and caches the stretches that no longer change."""
+    """Reads the waits of ranks, and caches the intervals that no longer change."""
 
     _of: tuple[object, ...] = ()
     _closed: dict[int, dict[int, float]] = field(default_factory=dict)
     """By start (s) and rank."""
     _until: int = 0
-    """All stretches before this second are complete."""
+    """All intervals before this second are complete."""
 
     def read(
         self, store: Store, ranks: Mapping[int, int], start_s: int, end_s: int, shown: Iterable[int] | None = None
@@ -89,7 +89,7 @@ def choose_ranks_to_show(
 def _wait_shares(
     store: Store, ranks: Mapping[int, int], start_s: int, end_s: int, width: int
 ) -> dict[int, dict[int, float]]:
-    """Return the shares by stretch and rank, of training steps with known waits."""
+    """Return the shares by interval and rank, of training steps with known waits."""
     sums: dict[int, dict[int, list[int]]] = {}
     tally_rows = store.tally_rows(
         start_s, end_s, process=tuple(ranks), sketches=False, widest=width, series=(STEP, _SYNC, WAIT)

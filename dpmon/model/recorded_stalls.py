@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 
 class RecordedStall(NamedTuple):
-    """A stall of the run, as it was recorded."""
+    """A recorded stall of the run."""
 
     since_ns: int
     """When the last progress was made."""
     noticed_ns: int
     end_ns: int | None = None
-    """None if it goes on, or if the run ended in it."""
+    """None if the stall continues, or if the run ended in it."""
     record: Mapping[str, object] = {}
     """The newest `stall` record that describes the ranks."""
 

@@ -268,7 +268,7 @@ class RunAnalysis:
         trained = self.window.ever_trains(stats.mode)
         rows = [
             (start_s, tally)
-            for start_s, _, key, tally in self.store.tally_rows(process=stats.process, widest=self.stretch_s)
+            for start_s, _, key, tally in self.store.tally_rows(process=stats.process, widest=self.bin_s)
             if key.mode == stats.mode and not key.kind & WARM_UP and bool(key.kind & EVALUATION) != trained
         ]
         first, last = first_and_last_third(rows, sum(tally.steps for _, tally in rows))
@@ -326,7 +326,7 @@ class RunAnalysis:
         return max((last for _, last in self.window.step_intervals.values()), default=None)
 
     @cached_property
-    def stretch_s(self) -> int:
+    def bin_s(self) -> int:
         """The widest bucket of tallies (s) that divides the time of the steps into MIN_STRETCHES; at least 1 s."""
         seconds = ((self.last_step_ns or 0) - self.first_step_ns) / SECOND
         return max((width for width in WIDTHS if width * MIN_STRETCHES <= seconds), default=1)
@@ -367,7 +367,7 @@ class RunAnalysis:
         return [start for start in starts if start is not None]
 
     @cached_property
-    def stretches(self) -> BinnedSteps:
+    def binned_steps(self) -> BinnedSteps:
         """The steps over time, for the representative process of each mode."""
         if self.last_step_ns is None:
             return BinnedSteps()

@@ -1,8 +1,8 @@
 """Compares runs: each metric on both sides, how it changed, and which phase explains most of the change.
 
-With one run on each side, stretches of the two runs are compared. The interval is then about these two runs only: it
+With one run on each side, parts of the two runs are compared. The interval is then about these two runs only: it
 does not include how much equal runs differ. With several runs on a side, each run counts as one value, its median. Only
-steps of one kind are compared, as for dp and single. Settling steps, and stretches with a pause or a stall, are left
+steps of one kind are compared, as for dp and single. Settling steps, and parts with a pause or a stall, are left
 out.
 """
 
@@ -97,10 +97,10 @@ def compare_runs(before: Sequence[ComparedRun], after: Sequence[ComparedRun]) ->
     runs = (*before, *after)
     kind = common_kind(run.steps_by_kind for run in runs)
     missing = _incomparable_reason(runs, kind)
-    stretches = [run.stretches(kind) if kind is not None and missing is None else [] for run in runs]
+    parts = [run.parts(kind) if kind is not None and missing is None else [] for run in runs]
     wholes = [run.steps(None if missing else kind) for run in runs]
     is_pair, split = len(runs) == 2, len(before)
-    groups = stretches if is_pair else (wholes[:split], wholes[split:])
+    groups = parts if is_pair else (wholes[:split], wholes[split:])
     compared: dict[str, ComparedMetric] = {}
     for metric, values in known_metrics(runs, wholes):
         quantiles = (
@@ -109,7 +109,7 @@ def compare_runs(before: Sequence[ComparedRun], after: Sequence[ComparedRun]) ->
             else [_quantiles(tallies, metric.series, metric.fraction) for tallies in groups]
         )
         sides = values[:split], values[split:]
-        compared[metric.name] = _compare_metric(metric, sides, quantiles, runs[0].stretch_s if is_pair else None)
+        compared[metric.name] = _compare_metric(metric, sides, quantiles, runs[0].part_s if is_pair else None)
     if (
         len({run.set_up["ranks"] for run in runs}) > 1
         and any(run.ranks_seen for run in runs)
@@ -174,9 +174,9 @@ def _compare_metric(
     metric: Metric,
     values: tuple[Sequence[float | None], Sequence[float | None]],
     quantiles: Sequence[Sequence[float]] | None,
-    stretch_s: int | None,
+    part_s: int | None,
 ) -> ComparedMetric:
-    """Compare one metric. `quantiles`: if it is a quantile, its values over runs or over stretches of `stretch_s`."""
+    """Compare one metric. `quantiles`: if it is a quantile, its values over runs or over parts of `part_s`."""
     for side, side_values in zip(SIDES, values, strict=True):
         unknown = sum(value is None for value in side_values)
         if unknown:
@@ -185,14 +185,14 @@ def _compare_metric(
     before, after = quantiles or [[value or 0.0 for value in side] for side in values]
     if min(*before, *after) <= 0:
         return ComparedMetric(metric, values, None, "there is no ratio to nothing")
-    has_stretches = quantiles is not None and stretch_s is not None
-    change = estimate_change(before, after, in_order=has_stretches, is_exact=quantiles is None)
+    has_parts = quantiles is not None and part_s is not None
+    change = estimate_change(before, after, in_order=has_parts, is_exact=quantiles is None)
     missing = None
     if change.low is None:
-        counts, noun = f"{len(before)} vs. {len(after)}", f"parts of {stretch_s} s" if has_stretches else "runs"
+        counts, noun = f"{len(before)} vs. {len(after)}", f"parts of {part_s} s" if has_parts else "runs"
         if change.least is not None:
             missing = f"{counts} {noun} have no 95% interval"
-        elif has_stretches:
+        elif has_parts:
             missing = f"the runs are too short: {counts} {noun}"
         elif len(before) == len(after) == 1:
             missing = "one value per side has no interval"

@@ -125,7 +125,7 @@ class RunEvents:
         changes = self._mode_changes_by_process.get(process, ())
         newer_modes = {change.root: change.mode for change in changes if (change.t_ns or 0) > end_ns}
         mode = step.mode if step is not None else call_mode
-        if newer_modes:  # a root that cannot be split stays single beside one that is split
+        if newer_modes:  # a root that cannot be split stays single next to one that is split
             mode = "dp" if "dp" in newer_modes.values() else "single"
         granted = [change for change in changes if change.refused is None]
         change = next((change for change in reversed(granted) if change.mode == mode), granted[-1] if granted else None)

@@ -143,7 +143,7 @@ class Column:
     phases: tuple[int, ...] = (0,) * len(PHASES)
     """Sums in the order of PHASES."""
     evaluation: bool = False
-    """Whether its steps are evaluations, in a mode that also trains."""
+    """Whether the steps are evaluations, in a mode that also trains."""
     stalled: bool = False
     """Whether the run was stalled in this bucket, so that no step ended."""
 
@@ -239,7 +239,7 @@ class Process:
     ranged: StepStats = NO_STEPS
     """The steps of the current mode in the time range; of the last step's mode if there are none."""
     settled: StepStats = NO_STEPS
-    """The same without warm-up steps and without a rate; NO_STEPS if these steps are evaluations."""
+    """`ranged` without warm-up steps and without a rate; NO_STEPS if these steps are evaluations."""
     uneven: StepUnevenness | None = None
     """How uneven these steps are, if the median does not represent their speed."""
     whole: StepStats = NO_STEPS

@@ -1,4 +1,4 @@
-"""The steps of a process over time: columns of equal duration for the screen, stretches in a report."""
+"""The steps of a process over time: columns of equal duration for the screen, intervals in a report."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 COLUMNS = 640
 """Most columns to read."""
 _WIDTHS = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800, 3600, 7200, 14400, 28800, 86400)
-"""Possible durations (s) of a column in a picture of the whole run, and of a stretch in a report."""
+"""Possible durations (s) of a column in a picture of the whole run, and of an interval in a report."""
 _OPEN_S = 5
 """The columns of this many seconds before the newest step are read again: steps may still be added to them."""
 _SERIES = tuple(REST if phase.name == "forward" else phase.name for phase in PHASES)
@@ -69,7 +69,7 @@ class HistoryColumnCache:
 def _tallies_by_bin(
     store: Store, process: int, start_s: int, end_s: int, width: int, trained: Collection[str]
 ) -> dict[tuple[int, str, bool], tuple[Tally, int]]:
-    """Return the steps of a process by stretch of `width` seconds: start, mode, and whether they are evaluations.
+    """Return the steps of a process by interval of `width` seconds: start, mode, and whether they are evaluations.
 
     Each with the end of its last tally, in s.
     """
@@ -85,7 +85,7 @@ def _tallies_by_bin(
 
 
 def _widest_fitting_width(width: int) -> int:
-    """Return the widest stored tallies that fit into stretches of `width` seconds."""
+    """Return the widest stored tallies that fit into intervals of `width` seconds."""
     return max(stored for stored in WIDTHS if width % stored == 0)
 
 
@@ -98,16 +98,16 @@ def _column(second: int, mode: str, evaluation: bool, tally: Tally) -> Column:
 # ------------------------------------------------------------------------------------------------ of a whole run
 
 BINS = 400
-"""About the most stretches of a run."""
+"""Approximate maximum number of intervals of a run."""
 PARTS = (*(name for name in STEP_PHASES if name != "forward"), *CALL_PHASES, "forward")
 """The parts of a step's time; here `forward` is the part outside the phases of its calls."""
 
 
 class Bin(NamedTuple):
-    """The steps of one mode that ended within one stretch of time."""
+    """The steps of one mode that ended within one interval."""
 
     start_ns: int
-    """Start of the stretch; earlier if a step that ended in it was already running and no other step ended."""
+    """Start of the interval; earlier if a step that ended in it was already running and no other step ended."""
     end_ns: int
     mode: str
     steps: int
@@ -120,14 +120,14 @@ class Bin(NamedTuple):
     evaluation: bool = False
     """Whether they are evaluations: neither backward pass nor optimizer, in a mode that otherwise trains."""
     elapsed_ns: int = 0
-    """Time (ns) within steps of this kind and between steps, in this stretch."""
+    """Time (ns) within steps of this kind and between steps, in this interval."""
 
 
 class BinnedSteps(NamedTuple):
     """The steps of a run over time."""
 
     width_ns: int = 0
-    """Width of a stretch. A stretch is wider if a step in it takes longer."""
+    """Width of an interval. An interval is wider if a step in it takes longer."""
     bins: tuple[Bin, ...] = ()
     """In order of time."""
 
@@ -135,10 +135,10 @@ class BinnedSteps(NamedTuple):
 def bin_steps(
     store: Store, first_ns: int, last_ns: int, median_ns: float, shown: Mapping[tuple[str, bool], int]
 ) -> BinnedSteps:
-    """Return the stretches with steps.
+    """Return the intervals with steps.
 
-    `shown`: by (mode, evaluation), the process that provides the steps. `median_ns`: the median step; no stretch is
-    narrower. A stretch begins earlier if a step of its kind was already running and no other step of this kind ended.
+    `shown`: by (mode, evaluation), the process that provides the steps. `median_ns`: the median step; no interval is
+    narrower. An interval begins earlier if a step of its kind was already running and no other step of this kind ended.
     All other time without steps is a gap.
     """
     span_ns = max(last_ns - first_ns, 0)
@@ -167,7 +167,7 @@ def bin_steps(
 def _elapsed_by_bin(
     store: Store, process: int, end_s: int, seconds: int, trained: Collection[str]
 ) -> tuple[Counter[tuple[int, str, bool]], Counter[tuple[int, str, bool]]]:
-    """Return the time (ns) of a process within steps, and between them, by stretch as in `_tallies_by_bin`."""
+    """Return the time (ns) of a process within steps, and between them, by interval as in `_tallies_by_bin`."""
     within: Counter[tuple[int, str, bool]] = Counter()
     between: Counter[tuple[int, str, bool]] = Counter()
     width = _widest_fitting_width(seconds)

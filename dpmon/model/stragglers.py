@@ -70,13 +70,13 @@ class RankTimes(NamedTuple):
     group: Group | None = None
     """The ranks with which it averages its gradients; None if unknown."""
     waits_in_forward: bool = False
-    """Whether its model makes ranks wait for each other in the forward, too."""
+    """Whether ranks wait for each other in the forward of the model, too."""
     node: str | None = None
     """Its node; None on one machine."""
 
     @property
     def wait_share(self) -> float | None:
-        """The share of its step time that the rank waited (0 to 1)."""
+        """The share of step time (0 to 1) that the rank waited."""
         return self.wait_ns / self.step_ns if self.wait_ns is not None and self.step_ns else None
 
 

@@ -18,7 +18,7 @@ _APART = 3
 
 
 class TimeMark(NamedTuple):
-    """An event, or a stretch of time if it has an end (`end_ns`). ns since the run's start."""
+    """An event, or an interval if it has an end (`end_ns`). ns since the run's start."""
 
     begin_ns: int
     end_ns: int | None
@@ -27,13 +27,13 @@ class TimeMark(NamedTuple):
 
 
 def pause_marks(pauses: Iterable[Pause], until_ns: int | None) -> list[TimeMark]:
-    """Return the pauses. A pause that goes on ends at `until_ns`; None: it is left out."""
+    """Return the pauses. A pause that has not ended lasts until `until_ns`; None: it is left out."""
     spans = [span for pause in pauses if (span := pause.interval(until_ns)) is not None]
     return [TimeMark(start, end, PAUSED, PAUSED) for start, end in spans if start < end]
 
 
 def stall_spans(stalls: Iterable[RecordedStall], until_ns: int) -> list[Span]:
-    """Return start and end of each stall. A stall that goes on ends at `until_ns`."""
+    """Return start and end of each stall. A stall that has not ended lasts until `until_ns`."""
     return [(stall.since_ns, until_ns if stall.end_ns is None else min(stall.end_ns, until_ns)) for stall in stalls]
 
 

@@ -64,7 +64,7 @@ class Quantity:
     optional: bool = False
     """Whether a record omits it if it is absent."""
     absent_is_zero: bool = False
-    """Whether its absence from a step means zero; else it means unknown."""
+    """Whether a step without it has zero of it; otherwise, the quantity is unknown there."""
     label: str = ""
     """Its name next to its numbers, if `name` does not read well there."""
     in_rates: bool = False

@@ -84,7 +84,7 @@ class Flag:
     """EXHAUSTED: the fetch found the loader at its end. BY_SCRIPT: the script calls this primitive itself. UNTIMED: the
     span is not timed on devices, because sampling skips its step."""
     UNSYNCED = UNENDED = UNTIMED
-    """The same bit in spans that are never written as UNTIMED. UNSYNCED, on a SYNC: the pass averaged nothing.
+    """The bit of UNTIMED, in spans that are never UNTIMED. UNSYNCED, on a SYNC: the pass averaged nothing.
     UNENDED, on a COLLECTIVE: its end is unknown."""
 
 

@@ -135,27 +135,27 @@ def assess_live_run(reader: RunReader, snapshot: RunSnapshot, now_ns: int) -> He
     input_wait_ns = _ns_since_start(reader.input_wait_start_ns(), start_ns)
     process = snapshot.representative
     activity, since_ns = activities.get(-1 if process is None else process.process, ("", 0))
-    run_state = decide_state(snapshot.state_inputs(now_ns, activities, paused_ns, input_wait_ns))
+    state = decide_state(snapshot.state_inputs(now_ns, activities, paused_ns, input_wait_ns))
     stage, reason, remedy = reader.startup_stage(), None, None
-    if stage is not None and activity == "ended" and run_state.word in (QUIET, *FINE):
+    if stage is not None and activity == "ended" and state.word in (QUIET, *FINE):
         _, stage_ns = stage
         if stage_ns - start_ns > snapshot.newest_ns:
-            run_state = RunState(STARTING)  # the command starts another training
-    if run_state.word == STALLED and snapshot.current_stall is not None:
+            state = RunState(STARTING)  # the command starts another training
+    if state.word == STALLED and snapshot.current_stall is not None:
         reason, remedy = snapshot.current_stall.text, f"dpmon why {name} shows the stacks"
-    elif run_state.word == STARTING:
+    elif state.word == STARTING:
         reason = startup_wait_reason(stage, now_ns) or None
-    elif run_state.word == PAUSED:
+    elif state.word == PAUSED:
         remedy = f"dpmon attach {name}, then p"
-    elif run_state.word == QUIET:
+    elif state.word == QUIET:
         reason, remedy = _quiet_reason(snapshot, activity), f"dpmon why {name} shows where it is"
-    elif run_state.word == WAITING_FOR_INPUT:
+    elif state.word == WAITING_FOR_INPUT:
         remedy = f"dpmon attach {name}, then i"
-    elif run_state.word in FINE[:2] and activity not in ("", "other", "ended") and now_ns - since_ns > QUIET_NS:
+    elif state.word in FINE[:2] and activity not in ("", "other", "ended") and now_ns - since_ns > QUIET_NS:
         reason = f"in {activity} for {format_long_duration(now_ns - since_ns)}"
     if snapshot.open_calls and reason is None:
         reason = format_calls_so_far(snapshot.open_calls)
-    return Health(run_state.word, None if run_state.since_ns is None else run_state.since_ns / SECOND, reason, remedy)
+    return Health(state.word, None if state.since_ns is None else state.since_ns / SECOND, reason, remedy)
 
 
 def _quiet_reason(snapshot: RunSnapshot, activity: str) -> str:

@@ -48,7 +48,7 @@ def _time_span(run: RunAnalysis) -> TimeSpan:
     for stall_start_ns, stall_end_ns in stall_spans(run.announced.stalls, until_ns):
         if stall_start_ns < stall_end_ns:
             marks.append(TimeMark(stall_start_ns, stall_end_ns, STALLED, STALLED))
-    start_ns, end_ns, bins = run.first_step_ns, until_ns, run.stretches.bins
+    start_ns, end_ns, bins = run.first_step_ns, until_ns, run.binned_steps.bins
     if last_ns and run.end_ns is not None:
         end_ns = max([last_ns, *(mark.end_ns or 0 for mark in marks)])
     training_ends = {time_bin.end_ns for time_bin in bins if not time_bin.evaluation}
@@ -81,17 +81,17 @@ def _bins_by_mode(run: RunAnalysis) -> list[tuple[str, str, list[Bin]]]:
     """Return title, color and bins of each mode; evaluations are separate, in other colors."""
     titles = {stats.mode: sentences.mode_title(stats) for stats in run.modes}
     modes = []
-    keys = sorted({(time_bin.evaluation, time_bin.mode) for time_bin in run.stretches.bins})
+    keys = sorted({(time_bin.evaluation, time_bin.mode) for time_bin in run.binned_steps.bins})
     for index, (evaluation, name) in enumerate(keys):
         title = titles.get(name, name) + (", evaluation" if evaluation else "")
         mode_color = None if evaluation else _MODE_COLORS.get(name)
-        bins = [b for b in run.stretches.bins if (b.evaluation, b.mode) == (evaluation, name)]
+        bins = [b for b in run.binned_steps.bins if (b.evaluation, b.mode) == (evaluation, name)]
         modes.append((title, mode_color or _LINE_COLORS[index % len(_LINE_COLORS)], bins))
     return modes
 
 
 def _bin_width_text(run: RunAnalysis) -> str:
-    return f"{run.stretches.width_ns / 1e9:g} s"
+    return f"{run.binned_steps.width_ns / 1e9:g} s"
 
 
 def _to_seconds(ns: int) -> float:
@@ -103,7 +103,7 @@ def _points_over_time(bins: Sequence[Bin], value: Callable[[Bin], float]) -> lis
 
 
 def _step_time_plot(run: RunAnalysis) -> Plot | None:
-    if len(run.stretches.bins) < 2:
+    if len(run.binned_steps.bins) < 2:
         return None
     series = []
     for title, color, bins in _bins_by_mode(run):
@@ -130,7 +130,7 @@ def _loss_plot(run: RunAnalysis) -> Plot | None:
 
 
 def _throughput_plot(run: RunAnalysis) -> Plot | None:
-    if len(run.stretches.bins) < 2 or any(time_bin.samples is None for time_bin in run.stretches.bins):
+    if len(run.binned_steps.bins) < 2 or any(time_bin.samples is None for time_bin in run.binned_steps.bins):
         return None
     series = []
     for title, color, bins in _bins_by_mode(run):
@@ -157,7 +157,7 @@ def _part_series(places: Sequence[tuple[float, float]], groups: Sequence[Sequenc
 def _parts_plot(run: RunAnalysis) -> Plot | None:
     # One bar per interval, whatever its modes: two bars would cover each other.
     bins_by_end: dict[int, list[Bin]] = {}
-    for time_bin in run.stretches.bins:
+    for time_bin in run.binned_steps.bins:
         if not time_bin.evaluation:
             bins_by_end.setdefault(time_bin.end_ns, []).append(time_bin)
     if sum(map(len, bins_by_end.values())) < 2:

@@ -125,8 +125,8 @@ def report_as_json(report: ReportData) -> dict[str, object]:
         ],
         "warnings": list(report.warnings),
         "time": {
-            "width_s": run.stretches.width_ns / 1e9,
-            "stretches": [_bin_members(bin_) for bin_ in run.stretches.bins],
+            "width_s": run.binned_steps.width_ns / 1e9,
+            "stretches": [_bin_members(bin_) for bin_ in run.binned_steps.bins],
         },
     }
 

@@ -179,10 +179,10 @@ def _step_parts(run: RunAnalysis) -> list[Part]:
         times = format_duration(stats.median_ns), format_duration(stats.p95_ns)
         rows.append((title, f"{stats.all_steps:,}", *name_cells, *times, format_samples_per_s(stats.rate)))
     headers = ("mode", "steps", *(("times of",) if has_names else ()), "median", "p95", "samples/s")
-    bins = [time_bin for time_bin in run.stretches.bins if not time_bin.evaluation]
+    bins = [time_bin for time_bin in run.binned_steps.bins if not time_bin.evaluation]
     parts: list[Part] = [*_make_table(headers, rows)]
     if rows and len(bins) > 1:
-        parts.append(TextHistogram(bins, run.stretches.width_ns, sentences.rank_suffix_of_run(run)))
+        parts.append(TextHistogram(bins, run.binned_steps.width_ns, sentences.rank_suffix_of_run(run)))
     return parts
 
 

@@ -37,7 +37,7 @@ class RankExit(NamedTuple):
     at_ns: int
     """Time at which the supervisor saw that it had ended (monotonic ns)."""
     status: int
-    """As in subprocess: negative if a signal ended it."""
+    """Exit status; negative if a signal ended the rank, as in subprocess."""
     rank: int
 
     @property

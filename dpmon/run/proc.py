@@ -34,7 +34,7 @@ class ProcessEntry:
     session: int
     start_s: float
     exit_code: int | None
-    """As waitpid would return it. The kernel shows it only to the owner, and only after the process has ended."""
+    """The value that waitpid would return. The kernel shows it only to the owner, after the process has ended."""
     cpu_s: float = 0.0
     """CPU time that it has used."""
 

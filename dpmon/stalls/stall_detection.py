@@ -74,11 +74,11 @@ class RankActivity(NamedTuple):
     busy: bool | None = None
     """Whether it has shown a sign of life in the last seconds (dpmon.stalls.rank_inspector); None: not known yet."""
     between_loops: bool = False
-    """Whether its last loop over a loader has ended and it has started nothing since."""
+    """Whether the last loop over a loader has ended, and nothing has started since."""
     loop_begins: bool = False
     """Whether it has finished at most one step since its last loop over a loader ended."""
     job: int = 0
-    """The same number for all ranks that may wait for each other."""
+    """A number shared by all ranks that may wait for each other."""
     namesake: bool = False
     """Whether a rank of another job has the same number."""
     stack: Stack | None = None

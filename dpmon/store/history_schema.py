@@ -43,8 +43,8 @@
                  time is missing: dpmon.record.record_types.UNTIMED); sizes beyond the limit per process are 0 (unknown)
     device_rollups  start_s (one minute; -1: see below), device (index; -1: the host), name, count, total, high
 
-A tally of 10 s or more is made when its time is over: meta's `whole_10`, `whole_60`, and so on, give the second up to
-which they exist. Deleted tallies began before meta's `pruned_1`, `pruned_10`, and so on; tallies of a day are never
+A tally of 10 s or more is made when its time has passed: meta's `whole_10`, `whole_60`, and so on, give the second up
+to which they exist. Deleted tallies began before meta's `pruned_1`, `pruned_10`, and so on; tallies of a day are never
 deleted. Late records are added to all existing tallies that cover their time.
 
 When the database reaches its size limit, the oldest rows are deleted: calls, steps, collectives and events first,
@@ -250,13 +250,13 @@ class RingRow:
     last_id: int | None = None
     last_call: int | None = None
     lines: int | None = None
-    """Bytes read of the lines beside the ring."""
+    """Bytes read of the lines next to the ring."""
     thread: int | None = None
     """Number of the training thread; -1 while unknown."""
     pending: str = ""
     """Numbers of the events that were read and are not in the history yet."""
     ended: bool = False
-    """Whether its process has ended and the history is complete."""
+    """Whether the process has ended and the history is complete."""
     open_calls: int = 0
     """Calls so far, while no step has ended."""
     node: int | None = None

@@ -51,7 +51,7 @@ _TABLE_SHARES = {
     "times": 3 / 4,
     **dict.fromkeys(("collective_sums", "device_rollups"), 1 / _SUMS_DIVISOR),
 }
-"""The share of the size limit that each of these tables may take before a node loses rows in it."""
+"""Share of the size limit that each of these tables may take before a node loses rows in it."""
 _NODE_DIVISOR, _LAST_DIVISOR, _MIN_NODE_BYTES = 8, 64, 1 << 16
 """A node's rows in a table may take the limit divided by the first. That is halved while the history stays too large;
 below the limit divided by the second, _TABLE_SHARES no longer count. The third: bytes that a node always keeps."""
@@ -152,7 +152,7 @@ class HistoryWriter:
 
     @property
     def damage(self) -> HistoryError | None:
-        """The first damage found in a tally, which was started anew; None if there is none."""
+        """The first damage found in a tally, which was started again; None if there is none."""
         return self._tallies.damage
 
     def rings(self) -> dict[str, RingRow]:

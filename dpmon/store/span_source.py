@@ -21,7 +21,7 @@ _BACKLOG_DIVISOR = 8
 
 
 class SpanSource:
-    """Reads the rows of one training process from its ring and the lines beside it."""
+    """Reads the rows of one training process from its ring and the lines next to it."""
 
     def __init__(self, path: Path, row: RingRow | None) -> None:
         """Continue where `row` left off. Raises RingError or OSError.
@@ -38,7 +38,7 @@ class SpanSource:
         self.unreadable = 0
         """Number of its rows that could not be stored."""
         self.over = False
-        """Whether its process has ended and all its rows were returned."""
+        """Whether the process has ended and all its rows were returned."""
         self._assembler = Assembler()
         self._spans: list[Span] = []
         """Spans that were read but not yet fed to the assembler."""

@@ -1,6 +1,6 @@
-"""Counts, sums and sketches of the steps that ended in one stretch of time.
+"""Counts, sums and sketches of the steps that ended in one time bucket.
 
-A tally covers one process, mode, kind of step and batch size, and a stretch of one of WIDTHS. Tallies of parts
+A tally covers one process, mode, kind of step and batch size, and a time bucket of one of WIDTHS. Tallies of parts
 add up to the tally of the whole, so the figures between two times come from a merged tally.
 """
 
@@ -22,7 +22,7 @@ from dpmon.store.tally_encoding import clamp_to_column, decode_entries, packed_e
 NO_SAMPLES, OTHER_SIZES = -1, -2
 """Batch sizes in a key for an unknown number of samples, and for all sizes beyond BATCH_SIZES of ring_intake."""
 WIDTHS = (1, 10, 60, 600, 3600, 14_400, 86_400)
-"""Possible lengths of a tally's stretch (s)."""
+"""Possible lengths of a tally's time bucket (s)."""
 _TIMED = (*(phase.name for phase in PHASES), REST)
 """The times of a step in a row, which follow its quantities."""
 _MOST_STEPS = 1 << 40
@@ -148,7 +148,7 @@ class SeriesNames:
 
 @dataclass(slots=True)
 class Tally:
-    """Counts, sums and sketches of the steps in one stretch of time."""
+    """Counts, sums and sketches of the steps in one time bucket."""
 
     steps: int = 0
     calls: int = 0

@@ -1,4 +1,4 @@
-"""The packed entries of a tally's row: the series of one stretch of time, each with its number, sum and sketch."""
+"""The packed entries of a tally's row: the series of one time bucket, each with its number, sum and sketch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dpmon.store.quantile_sketch import Counts, Packed
 _ENTRY = struct.Struct("<HIqI")
 """Number of the series, number of values, their sum, bytes of the sketch that follows."""
 _SIZES = struct.Struct("<HI8xI")
-"""The same without the sum."""
+"""An entry without the sum."""
 _NUMBER, _PAIR = struct.Struct("<H"), struct.Struct("<HH")
 _ENTRY_BYTES = _ENTRY.size
 _HIGH_BYTES = bytes(range(quantile_sketch.LAST_BIN >> 8))

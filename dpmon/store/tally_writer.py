@@ -1,4 +1,4 @@
-"""Writes tallies and times: for each second at once, for wider stretches when they are over.
+"""Writes tallies and times: for each second at once, for wider buckets when they have passed.
 
 A step is added to the tally of the second in which it ended. When 10 s are over, their tallies are merged into a tally
 of 10 s; six of these make a tally of 60 s, and so on. Late facts, such as a wait for input or the records of a process
@@ -26,7 +26,7 @@ _LATE_KEPT, _LATE_BYTES = 10_000, 2_000
 """Most late seconds that are kept: the first number, and at the size limit its bytes divided by the second (1%)."""
 _PRUNE_LATE = "DELETE FROM late WHERE rowid <= (SELECT max(rowid) FROM late) - ?"
 _SLACK_S = 2
-"""Delay after the end of a stretch until it is merged, because processes are read one after the other."""
+"""Delay after the end of a bucket until it is merged, because processes are read one after the other."""
 _ROW_BYTES = 200
 """Approximate size of a row of tallies without its sketches, or of a row of times."""
 _KEY = "width = ? AND start_s = ? AND process = ? AND mode = ? AND kind = ? AND batch = ?"
@@ -152,10 +152,10 @@ class TallyWriter:
                 sums[width, second // width * width, process, mode][ACTIVITIES.index(activity)] += ns
         self._db.executemany(_ADD_TIME, [(*key, *values) for key, values in sums.items()])
 
-    # ------------------------------------------------------------------------------------------ wider stretches
+    # ------------------------------------------------------------------------------------------ wider buckets
 
     def _merge_closed_buckets(self, newest_s: int) -> None:
-        """Merge tallies and times into the wider stretches that are over by second `newest_s`."""
+        """Merge tallies and times into the wider buckets that have passed by second `newest_s`."""
         for finer, width in pairwise(WIDTHS):
             begin, end = self._whole[width], (newest_s - _SLACK_S) // width * width
             if end <= begin:
@@ -193,7 +193,7 @@ class TallyWriter:
         """Delete the oldest eighth of the tallies and times of each width that exceed their share of `limit` bytes."""
         run = self._db.execute
         run(_PRUNE_LATE, (limit // _LATE_BYTES,))
-        # Read anew: the wider tallies of a mirror come from other machines.
+        # Read again: the wider tallies of a mirror come from other machines.
         whole = dict(self._connection.rows("SELECT key, value AS number FROM meta WHERE key LIKE 'whole_%'"))
         query = (
             "SELECT count(*), total(size), min(start_s), max(start_s) FROM"

@@ -117,7 +117,7 @@ class StallWatch:
             self._inspect()
         except Exception as error:  # noqa: BLE001 - the run must be recorded further
             self._has_failed = True
-            text = f"stalls are no longer noticed: {type(error).__name__}: {error}"
+            text = f"stalls are no longer detected: {type(error).__name__}: {error}"
             self._recorder.emit("warning", {"process": None, "text": text})
 
     def _inspect(self) -> None:

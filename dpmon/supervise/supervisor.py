@@ -304,7 +304,7 @@ class Supervisor:
         """Return a poller for the wait between two reads of the rings. The command's end or typed input wakes it."""
         poller = select.poll()
         fd = open_pidfd(pid)
-        if fd is not None:  # without a pidfd, the end is noticed a little later
+        if fd is not None:  # without a pidfd, the end is detected a little later
             poller.register(fd, select.POLLIN)
         return poller
 

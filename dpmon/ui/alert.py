@@ -1,4 +1,4 @@
-"""Alerts the user through the terminal when a run stalls, goes on after a stall, or ends; only if asked to."""
+"""Alerts the user through the terminal when a run stalls, resumes or ends; only if asked to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slow jobs beside the screen: saving, exporting, reporting, comparing. This module has no widgets.
+"""Slow jobs of the screen: saving, exporting, reporting, comparing. This module has no widgets.
 
 Files get a free name, so nothing is ever overwritten. They go into the current directory or, if that is not writable,
 into the run's directory.

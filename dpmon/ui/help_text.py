@@ -24,7 +24,7 @@ _PANELS = (
     ),
     ("", "Each column is one second or more (a note says how many)."),
     ("", "In six rows or more, its phases are stacked in the order below."),
-    ("", "Host times: time of the script's thread. A GPU may still be working when the thread goes on."),
+    ("", "Host times: time of the script's thread. A GPU may still be working when the thread continues."),
     ("", "Device: time of the slowest GPU (data: of the one that waits least) between two events of its stream."),
     ("", "It includes the GPU's waits for the host."),
     (

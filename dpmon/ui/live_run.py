@@ -90,9 +90,9 @@ class LiveRun:
         self.is_ending = False
         """Whether the command is gone and its exit is not recorded yet."""
         self._activities: Mapping[int, tuple[str, int]] = {}
-        """Each process's activity at the last look, and its start (monotonic ns)."""
+        """Each process's activity when last polled, and its start (monotonic ns)."""
         self._activities_of_run: Mapping[int, tuple[str, int]] = {}
-        """The same with the start in ns since the run's start."""
+        """`_activities` with the start in ns since the run's start."""
         self._rank_limit = self._request.ranks
         """Number of ranks that fit on the screen."""
         self._is_reading = any(directory.glob("process-*.ring"))

@@ -66,11 +66,11 @@ class LookBack(NamedTuple):
     """The moment from which the user looks back (ns since the run's start)."""
 
     state: RunSnapshot
-    """The state when the picture was frozen: the histories go on until then."""
+    """The state when the screen was frozen: the histories end there."""
     until_ns: int
     """When it was frozen."""
     now_ns: int | None
-    """The present; None if the run is over."""
+    """The present; None if the run has ended."""
 
 
 class ModeRequest(NamedTuple):
@@ -146,10 +146,10 @@ class ScreenData:
     playing: PlaybackPosition | None = None
     """The position of the playback; None for a live run."""
     past: LookBack | None = None
-    """From when the user looks back to `now_ns`; None if the picture shows the present, or was frozen at `now_ns`."""
+    """The present from which the user looks back; None unless the screen shows an earlier time."""
 
     findings: Sequence[Finding] | None = None
-    """What is worth a look in a finished run, the most important first; None while it is not known."""
+    """Findings of a finished run, the most important first; None while they are not known."""
 
     @property
     def title(self) -> str:
@@ -236,7 +236,7 @@ class ScreenData:
 def all_finished(state: RunSnapshot, activities: Mapping[int, tuple[str, int]]) -> bool:
     """Return whether every process that has trained reports that it is finished."""
     has_trained = False
-    for process_index, process in state.processes.items():  # most often, the first one goes on
+    for process_index, process in state.processes.items():  # usually, the first one is active
         if process.seen_ns >= 0:
             has_trained = True
             activity, _ = activities.get(process_index, ("", 0))

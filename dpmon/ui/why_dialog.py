@@ -46,7 +46,7 @@ class WhyDialog(TextPages):
             return [[(reply, "dim")]]
         screen = self._screen_data()
         is_same_stall = self._recorded is None and screen.shown_stall is not None and reply.get("text") is not None
-        # The time in the first line goes on, as on the screen, while the answer grows old.
+        # The time in the first line continues, as on the screen, while the reply ages.
         (first_line, style), *other_lines = format_reply(
             {**reply, "t_s": screen.now_ns / 1e9} if is_same_stall else reply, width=width
         )

@@ -223,7 +223,7 @@ def test_the_share_of_device_waits_is_extrapolated_to_all_steps(state: Path) -> 
     story = collect_report_data(write_run_directory({0: payloads}))
     figures = story.run.modes[0].phase("data")
     assert figures is not None
-    walls = sum(one.wall_ns for one in story.run.stretches.bins)
+    walls = sum(one.wall_ns for one in story.run.binned_steps.bins)
     assert (figures.device_count, figures.ran) == (40, 80)
     assert figures.device_share == pytest.approx(80e6 / walls)
     (finding,) = [finding for finding in story.findings if finding.kind == "data"]

@@ -387,7 +387,7 @@ def test_the_number_of_stretches_is_bounded_and_no_step_is_lost(state: Path) -> 
     for number in range(1, 3001):
         at += 900_000_000 if number == 1500 else 300_000_000
         payloads.append(step_row("single" if number % 7 else "dp", number, at, 250_000_000, 4, (1000, 2000, 3000, -1)))
-    bins = collect_report_data(write_run_directory({0: payloads}, seconds=1000.0)).run.stretches.bins
+    bins = collect_report_data(write_run_directory({0: payloads}, seconds=1000.0)).run.binned_steps.bins
     assert len({one.end_ns for one in bins}) <= BINS
     assert sum(one.steps for one in bins) == 3000
     assert sum(one.samples or 0 for one in bins) == 12_000
@@ -413,9 +413,9 @@ def test_a_failed_run_has_no_report_in_which_nothing_stands_out(both: Path, stat
 
 def test_two_modes_within_one_stretch_that_is_cut_short_are_one_bar(both: Path) -> None:
     story = collect_report_data(both)
-    facts = with_changes(story.run, stretches=story.run.stretches._replace(width_ns=3600 * SECOND))
+    facts = with_changes(story.run, binned_steps=story.run.binned_steps._replace(width_ns=3600 * SECOND))
     story = replace(story, run=facts)
-    assert {one.mode for one in story.run.stretches.bins} == {"dp", "single"}
+    assert {one.mode for one in story.run.binned_steps.bins} == {"dp", "single"}
     assert "  █" in text_lines(build_document(story), 100)
 
 
@@ -428,9 +428,9 @@ def test_time_without_steps_is_a_gap_and_a_long_step_is_none(state: Path) -> Non
     payloads += training.run(1)
     directory = write_run_directory({0: payloads}, seconds=training.now / SECOND)
     story = collect_report_data(directory)
-    gaps = [(b.start_ns - a.end_ns) / SECOND for a, b in pairwise(story.run.stretches.bins)]
+    gaps = [(b.start_ns - a.end_ns) / SECOND for a, b in pairwise(story.run.binned_steps.bins)]
     assert [gap for gap in gaps if gap] == [pytest.approx(9, abs=1)]
-    assert (story.run.stretches.bins[-1].end_ns - story.run.stretches.bins[-1].start_ns) / SECOND in (5, 6, 7)
+    assert (story.run.binned_steps.bins[-1].end_ns - story.run.binned_steps.bins[-1].start_ns) / SECOND in (5, 6, 7)
     (step_time,) = (plot for plot in build_plots(story.run) if plot.name == "step-time")
     places = [(begin, end) for begin, end, _ in step_time.series[0].points]
     assert sum(begin > end for (_, end), (begin, _) in pairwise(places)) == 1
@@ -584,7 +584,7 @@ def test_memory_in_json_counts_the_processes_that_know_it(state: Path) -> None:
 
 def test_stretches_of_a_report_have_the_gap_as_a_gap_or_in_their_time(state: Path) -> None:
     payloads, end = epochs(2.0)
-    width_ns, bins = collect_report_data(write_run_directory({0: payloads}, seconds=end)).run.stretches
+    width_ns, bins = collect_report_data(write_run_directory({0: payloads}, seconds=end)).run.binned_steps
     assert width_ns < 2 * SECOND
     within = sum(one.wall_ns for one in bins)
     assert within <= sum(one.elapsed_ns for one in bins) < within + 6 * SECOND, "between the stretches"
@@ -597,7 +597,9 @@ def test_a_stretch_that_has_grown_over_gaps_has_them_in_its_time(state: Path) ->
     for _ in range(1000):
         payloads += training.run(1)
         training.now += 2 * SECOND
-    width_ns, bins = collect_report_data(write_run_directory({0: payloads}, seconds=training.now / 1e9)).run.stretches
+    width_ns, bins = collect_report_data(
+        write_run_directory({0: payloads}, seconds=training.now / 1e9)
+    ).run.binned_steps
     assert width_ns > 6 * SECOND
     assert len(bins) <= BINS
     assert sum(one.elapsed_ns for one in bins) == pytest.approx(training.now - 2 * SECOND, rel=0.01)
@@ -700,7 +702,7 @@ def test_stalls_are_found_among_the_steps_that_still_have_a_row(state: Path) -> 
 
 def test_stretches_separate_modes_and_evaluations(state: Path) -> None:
     story = collect_report_data(write_run_directory({0: long_training(slow=0, evaluations=True)}, limit_bytes=1 << 18))
-    assert {(one.mode, one.evaluation) for one in story.run.stretches.bins} == {
+    assert {(one.mode, one.evaluation) for one in story.run.binned_steps.bins} == {
         (mode, evaluation) for mode in ("single", "dp") for evaluation in (False, True)
     }
     drawn = {plot.name: plot for plot in build_plots(story.run)}

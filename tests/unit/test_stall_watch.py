@@ -198,7 +198,7 @@ def test_a_fault_of_the_watch_leaves_the_supervisor_alone(tmp_path: Path, monkey
     for at in range(5):
         run.look(at)
     assert [(kind, data["text"]) for kind, data in run.told] == [
-        ("warning", "stalls are no longer noticed: ZeroDivisionError: integer division or modulo by zero")
+        ("warning", "stalls are no longer detected: ZeroDivisionError: integer division or modulo by zero")
     ]
 
 
@@ -210,7 +210,7 @@ def test_a_fault_while_stacks_are_taken_is_reported_once(tmp_path: Path, monkeyp
     run.watch._thread.join()
     for at in range(5):
         run.look(at)
-    assert [data["text"].partition(":")[0] for _, data in run.told] == ["stalls are no longer noticed"]
+    assert [data["text"].partition(":")[0] for _, data in run.told] == ["stalls are no longer detected"]
 
 
 def test_an_answer_names_the_same_processes_after_one_has_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

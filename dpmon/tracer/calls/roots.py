@@ -87,7 +87,7 @@ class RootFinder:
         self.traced_call = call_tracer.wrap_call(self.original_call, self._trace_root, root=True)
         """The traced `__call__` of a root's class."""
         self.watching_call = call_tracer.wrap_call(self.original_call, self._trace_root, root=True)
-        """The same for all modules: Module.__call__ during a watch."""
+        """The traced `__call__` of all modules: Module.__call__ during a watch."""
         self._traced_classes: dict[int, Any] = {}
         """Weak references to the classes of roots, by id.
 

@@ -96,7 +96,7 @@ class PhaseTimer:
         self.step_number = 0
         """Number of steps that had ended when the span was written."""
         self.is_late = False
-        """Whether its times were written as unknown, although its events are not free yet."""
+        """Whether the times were written as unknown, although the events are not free yet."""
 
     def end(self) -> int:
         """End the phase; return the flags for its span's first word."""

@@ -38,8 +38,8 @@ _DAMAGE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, 
 class Predecessor(NamedTuple):
     """The state that an assembler of a killed supervisor left in the history."""
 
-    step: int
-    """Number of its last step; `call`: of its last call."""
+    steps: Mapping[int, int]
+    """By kind: the number of its last step. `call`: of its last call."""
     call: int
     thread: int
     position: int
@@ -89,7 +89,7 @@ class Assembler:
     @property
     def open_calls(self) -> int:
         """The number of calls so far; 0 once a step of the process has ended."""
-        if self._row_builder.number:
+        if any(self._row_builder.numbers.values()):
             return 0
         nested_calls = sum(span.kind in CALLS for spans in self._nested_spans.values() for span in spans)
         return self._boundaries.open_calls + nested_calls
@@ -330,11 +330,8 @@ class Assembler:
         successor._take_lines(lines)
         successor._events.retain(predecessor.pending)
         row_builder = successor._row_builder
-        row_builder.number, row_builder.calls, row_builder.thread = (
-            predecessor.step,
-            predecessor.call,
-            predecessor.thread,
-        )
+        row_builder.numbers |= predecessor.steps
+        row_builder.calls, row_builder.thread = predecessor.call, predecessor.thread
         successor._next_number, successor._first_unread = predecessor.position, predecessor.first_unread
         successor._collectives.skips = predecessor.first_unread > 0
         return successor

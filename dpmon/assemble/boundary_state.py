@@ -5,6 +5,7 @@ from __future__ import annotations
 from dpmon.assemble.nesting import LEARNS
 from dpmon.assemble.step_totals import StepTotals
 from dpmon.record.record_types import Batches
+from dpmon.record.schema import EVALUATION, FORWARD_ONLY, TRAINING
 from dpmon.record.span_format import Span
 
 
@@ -16,6 +17,10 @@ class OpenStep:
     """Whether it has only evaluation calls, which neither train nor record gradients."""
     backward = False
     """Whether a backward pass ran in it."""
+    trains = False
+    """Whether a backward pass or an optimizer step ran in it."""
+    could_train = False
+    """Whether it has a call in training mode with gradients."""
     module = 0
     """Module of its first call."""
     first_call = 0
@@ -32,12 +37,25 @@ class OpenStep:
         if not self.calls:
             self.module, self.first_call = module, call.start
         self.calls += 1
+        self.could_train = self.could_train or kind_of_call(call) == FORWARD_ONLY
         if call.flags & LEARNS:
             self.only_evaluates = False
             return True
         self.last_evaluated = module
         self.evaluated |= {module}
         return False
+
+    @property
+    def kind(self) -> int:
+        """Its kind so far: a key of dpmon.record.schema.STEP_KINDS."""
+        if self.trains:
+            return TRAINING
+        return FORWARD_ONLY if self.could_train else EVALUATION
+
+
+def kind_of_call(call: Span) -> int:
+    """Return the kind of a call, and of a step with such calls that trains nothing."""
+    return FORWARD_ONLY if call.flags & LEARNS == LEARNS else EVALUATION
 
 
 _MAX_OPTIMIZERS = 4096

@@ -4,6 +4,8 @@ With a loader, a step runs from fetch to fetch. Without a loader, it runs from o
 loop without an optimizer, a step begins with the first call after a backward pass. Without backward passes, it begins
 with a call of the module that began the previous step. The rule is unknown at first, so the blocks of the open step are
 held, and are replayed when the rule changes.
+
+A step is one turn of a loop. Calls that train nothing and are not repeated belong to no loop: they get no step number.
 """
 
 from __future__ import annotations
@@ -11,11 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from dpmon.assemble.boundary_state import BoundaryTimeout, OpenStep, OptimizerCycle
+from dpmon.assemble.boundary_state import BoundaryTimeout, OpenStep, OptimizerCycle, kind_of_call
 from dpmon.assemble.definitions import KnownDefinitions
 from dpmon.assemble.event_queue import QueuedEvent
 from dpmon.assemble.nesting import EDGE, LEARNS, PHASE_OF, PRIMITIVES, Block
 from dpmon.assemble.step_row_builder import Item, StepRowBuilder, end_without_overhead
+from dpmon.assemble.step_totals import StepTotals
+from dpmon.record.schema import EVALUATION, TRAINING
 from dpmon.record.span_format import Flag, Kind, Span
 
 STALE_STEPS = 64
@@ -74,6 +78,8 @@ class StepBoundaryFinder:
         self._restarts = 0
         """How many calls of `_start_over` are active. Replayed blocks do not cause another one."""
         self._step = OpenStep()
+        self._previous_kind = TRAINING
+        """Kind of the step before the open one."""
 
     @property
     def open_calls(self) -> int:
@@ -142,12 +148,13 @@ class StepBoundaryFinder:
         The step is dropped if its last call, backward pass or optimizer step raised an exception. `is_cut_off`: also
         drop it if it should learn but has no backward pass and no optimizer step.
         """
-        self._choose_final_rule()
+        # A step that was cut off has no more calls than a complete one; what has more is no training step.
+        if not is_cut_off or self._step.calls > self._timeout.calls:
+            self._choose_final_rule()
         if not self._step.calls:
             self._drop_open_step()
             return
-        items, self.held = self.held, []
-        totals = self._row_builder.record_items(items, self._step.part)
+        totals = self._record_step()
         if not totals.failed and not (is_cut_off and totals.is_missing_update):
             self._row_builder.add_step(totals, self._start, self._last_end)
         self._on_recorded([], True)
@@ -237,7 +244,7 @@ class StepBoundaryFinder:
         if calls and self._add_calls(calls):
             return
         if kind == Kind.BACKWARD or (contents is not None and contents.backward):
-            self._step.backward = self.has_trained = True
+            self._step.backward = self._step.trains = self.has_trained = True
             self._step.only_evaluates = False
             if self._rule == BY_CALL:
                 self._rule = BY_BACKWARD
@@ -282,14 +289,18 @@ class StepBoundaryFinder:
                 return
         block_items = self.held[index:]
         del self.held[index:]
-        self._close_step(self._last_end if starts_training else start)
+        first_call, kind = block.calls[0], step.kind
+        is_repeated = kind_of_call(first_call) == kind and (
+            kind == EVALUATION or self._definitions.module(first_call.site) == step.module
+        )
+        self._close_step(self._last_end if starts_training else start, is_repeated=is_repeated)
         self._is_open, self._start, self._last_end = True, start, start
         self._replay(block_items)
 
     def _handle_optimizer_steps(self, sites: Sequence[int], end: int) -> None:
         """Handle the optimizer steps of a block that ended at `end`."""
         self._step.only_evaluates = False
-        self.has_trained = True
+        self._step.trains = self.has_trained = True
         outcomes = [self._cycle.add_optimizer_step(site) for site in sites]
         cycle_changed = None in outcomes
         ends_step = cycle_changed or True in outcomes
@@ -352,7 +363,7 @@ class StepBoundaryFinder:
             return
         if self._rule == BY_OPTIMIZER and self._cycle.ends < 0:
             self._try_next_rule()
-        if self._rule != BY_CALL and self._step.only_evaluates:  # all its calls are of models that do not learn
+        if self._rule != BY_CALL and not self._step.trains:
             rule, self._rule = self._rule, BY_CALL
             self._start_over()
             self._rule = rule
@@ -371,14 +382,23 @@ class StepBoundaryFinder:
 
     # ------------------------------------------------------------------------------------------ the end of a step
 
-    def _close_step(self, end: int) -> None:
-        items, self.held = self.held, []
-        self._row_builder.add_step(self._row_builder.record_items(items, self._step.part), self._start, end)
+    def _close_step(self, end: int, *, is_repeated: bool = False) -> None:
+        """End the open step at `end`. `is_repeated`: the next block begins another step like it."""
+        items = self.held
+        self._row_builder.add_step(self._record_step(is_repeated=is_repeated), self._start, end)
         self._on_recorded(items, True)
         self._step = OpenStep()
+
+    def _record_step(self, *, is_repeated: bool = False) -> StepTotals:
+        """Record the held items, with which the open step ends. Return its totals."""
+        items, self.held = self.held, []
+        kind, previous_kind = self._step.kind, self._previous_kind
+        self._previous_kind = kind
+        is_turn = kind == TRAINING or self._began_with_fetch or is_repeated or previous_kind == kind
+        return self._row_builder.record_items(items, kind, self._step.part, numbered=is_turn)
 
     def _flush_oversized_step(self) -> None:
         """Record the held items of a step that is too long."""
         items, self.held = self.held, []
-        self._step.part = self._row_builder.record_items(items, self._step.part)
+        self._step.part = self._row_builder.record_items(items, self._step.kind, self._step.part)
         self._on_recorded(items, False)

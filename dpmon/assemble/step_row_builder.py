@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
-from dpmon.assemble.boundary_state import FetchTracker
+from dpmon.assemble.boundary_state import FetchTracker, kind_of_call
 from dpmon.assemble.call_rows import FLAGS, ComposedCallBuilder, mode_of, unnumbered_call
 from dpmon.assemble.definitions import KnownDefinitions
 from dpmon.assemble.device_times import PendingRow, TimingIntervalController, Waiting
 from dpmon.assemble.event_queue import QueuedEvent
-from dpmon.assemble.nesting import COPY, EDGE, LEARNS, PHASE_OF, PRIMITIVES, Block, BlockContents
+from dpmon.assemble.nesting import COPY, EDGE, PHASE_OF, PRIMITIVES, Block, BlockContents
 from dpmon.assemble.sampled_collectives import SampledCollectives
 from dpmon.assemble.step_totals import MAX_TIMED, StepTotals
 from dpmon.record.history_rows import CallRow
 from dpmon.record.record_types import MAX_SPANS
+from dpmon.record.schema import FORWARD_ONLY, STEP_KINDS, TRAINING
 from dpmon.record.shared_names import Untimed
 from dpmon.record.span_format import COUNTED, Flag, Kind, Span
 
@@ -31,8 +32,8 @@ class StepRowBuilder:
     def __init__(self, definitions: KnownDefinitions, collectives: SampledCollectives) -> None:
         self.definitions = definitions
         self._collectives = collectives
-        self.number = 0
-        """Number of steps so far."""
+        self.numbers = dict.fromkeys(STEP_KINDS, 0)
+        """Number of steps so far, by kind."""
         self.calls = 0
         """Number of calls so far."""
         self.unmatched_fetches = 0
@@ -49,29 +50,43 @@ class StepRowBuilder:
         self.sampling = TimingIntervalController()
         self._peak_samples: set[int] = set()
         self._totals = StepTotals()
-        self._call_step = 1
+        self._call_step, self._call_kind = 1, TRAINING
+        """Number and kind of the step of the next call; a call outside the steps has the number 0."""
         self._call_builder = ComposedCallBuilder(definitions, self._record_call)
         self._call_facts: dict[tuple[int, int, int], tuple[bool, int, int, int, int]] = {}
         """By (layout, inputs, outputs) of a call: the result of `_find_call_facts`."""
 
     # ------------------------------------------------------------------------------------------ steps
 
+    @property
+    def number(self) -> int:
+        """Number of training steps so far."""
+        return self.numbers[TRAINING]
+
     def add_step(self, totals: StepTotals, start: int, end: int) -> None:
-        """Record a step."""
-        self.number += 1
-        self.out.append(totals.build_row(self.number, start, max(end - start, 0), self.fetches.pop_step_batches()))
-        self._collectives.close_step(self.number, start, end)
+        """Record the step whose items were recorded last. If it has no number, it only takes time."""
+        number, kind = self._call_step, self._call_kind
+        self.numbers[kind] = max(self.numbers[kind], number)
+        batches = self.fetches.pop_step_batches()
+        self.out.append(totals.build_row(number, kind, start, max(end - start, 0), batches))
+        self._collectives.close_step(number if kind == TRAINING else 0, start, end)
         if totals.timed or totals.skipped:
             self.sampling.count_step(max(end - start, 0), not totals.skipped)
 
-    def record_items(self, items: Iterable[Item], part: StepTotals | None = None) -> StepTotals:
-        """Record items of the open step. Return the totals of these items and of the step's recorded `part`."""
+    def record_items(
+        self, items: Iterable[Item], kind: int, part: StepTotals | None = None, *, numbered: bool = True
+    ) -> StepTotals:
+        """Record items of the open step. Return the totals of these items and of the step's recorded `part`.
+
+        `kind`: the kind of the step. `numbered`: whether the step gets a number.
+        """
         totals = self._totals = part or StepTotals()
-        self._call_step = self.number + 1
+        self._call_step, self._call_kind = self.numbers[kind] + 1 if numbered else 0, kind
+        last_started = self.number + (kind == TRAINING)
         times, spans, thread = totals.times, totals.spans, self.thread
         for item in items:
             if isinstance(item, QueuedEvent):
-                self.place_event(item, self.number + 1)
+                self.place_event(item, last_started)
                 continue
             span, calls, _, contents = item
             kind, flags = span.kind, span.flags
@@ -79,7 +94,7 @@ class StepRowBuilder:
                 if contents is not None:
                     totals.add(contents)
                     for sample in contents.memory_samples:
-                        self.note_memory_sample(sample, self.number + 1)
+                        self.note_memory_sample(sample, last_started)
                 elif (phase := PHASE_OF[kind]) >= 0:
                     previous_ns = times[phase]
                     times[phase] = max(previous_ns, 0) + span.took
@@ -89,7 +104,7 @@ class StepRowBuilder:
                     if flags & _NOT_PLAIN or phase == COPY:
                         totals.note_timing(span, phase)
                 elif kind == Kind.MEMORY:
-                    self.note_memory_sample(span.site, self.number + 1)
+                    self.note_memory_sample(span.site, last_started)
             if calls or kind in PRIMITIVES:
                 self._record_calls(span, calls, (), contents)
             if kind == Kind.BACKWARD or (contents is not None and contents.backward):
@@ -110,7 +125,7 @@ class StepRowBuilder:
         """Record the calls of another thread while no step is open."""
         if not (block.calls or block.span.kind in PRIMITIVES):
             return
-        self._call_step = max(self.number, 1)
+        self._call_step, self._call_kind = 0, max(map(kind_of_call, block.calls), default=FORWARD_ONLY)
         self._record_calls(*block)
         self._call_builder.flush_all()
 
@@ -156,7 +171,10 @@ class StepRowBuilder:
             self._emit_awaiting_events()
         mode = mode_of(flags)
         self.out.append(
-            CallRow(self._call_step, self.calls, mode, flags & FLAGS, site, start, duration_ns, inputs, outputs)
+            CallRow(
+                *(self._call_step, self.calls, mode, flags & FLAGS, site, start, duration_ns, inputs, outputs),
+                kind=self._call_kind,
+            )
         )
 
     def _find_call_facts(self, call: Span) -> tuple[bool, int, int, int, int] | None:
@@ -184,7 +202,7 @@ class StepRowBuilder:
     def _record_call(self, call: PendingRow) -> None:
         self.calls += 1
         assert isinstance(call.row, CallRow)
-        row = call.row._replace(step=self._call_step, call=self.calls)
+        row = call.row._replace(step=self._call_step, call=self.calls, kind=self._call_kind)
         self.out += self.definitions.pop_unwritten_rows(sorted(row.definitions))
         if self.awaiting_events:
             self._emit_awaiting_events()
@@ -212,11 +230,10 @@ class StepRowBuilder:
         if not totals.mode:
             totals.mode = mode_of(flags)
         totals.failed = bool(flags & Flag.FAILED)
-        if not flags & LEARNS:
+        if not flags & Flag.GRAD:  # an evaluation, or a GAN's generator that makes samples for its discriminator
             totals.evaluated_rows = max(totals.evaluated_rows, rows)
             return
-        if flags & Flag.GRAD:  # without gradients, a GAN's generator only makes samples for its discriminator
-            totals.add_training_call(module, rows)
+        totals.add_training_call(module, rows)
         if self.unmatched_fetches and totals.is_micro_batch(module):
             self.unmatched_fetches -= 1
             if rows >= 0:
@@ -237,12 +254,12 @@ class StepRowBuilder:
 
     def _emit_awaiting_events(self) -> None:
         for event in self.awaiting_events:
-            self._emit_event(event, self._call_step, self.calls)
+            self._emit_event(event, self.number + 1, self.calls)
         self.awaiting_events = []
 
     def finish(self) -> None:
         """Queue the waiting events, because no more calls will arrive."""
-        self._call_step, self.calls = self.number + 1, self.calls + 1
+        self.calls += 1
         self._emit_awaiting_events()
 
     def _emit_event(self, event: QueuedEvent, step: int, call: int) -> None:

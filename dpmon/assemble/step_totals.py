@@ -77,7 +77,9 @@ class StepTotals(PhaseSums):
         self.sum_of_rows += self.batch_rows
         self.batch_models, self.batch_rows = frozenset(), 0
 
-    def build_row(self, step: int, start_ns: int, wall_ns: int, batches: Batches | None) -> Step | PendingRow:
+    def build_row(
+        self, step: int, kind: int, start_ns: int, wall_ns: int, batches: Batches | None
+    ) -> Step | PendingRow:
         """Return the row of the step. `batches`: the batches that it fetched."""
         samples = self.learned_rows if self.learned_rows >= 0 else self.evaluated_rows
         # Without a loader, the backward passes divide a step into micro-batches. In a GAN they do not, because passes
@@ -90,7 +92,7 @@ class StepTotals(PhaseSums):
         phases["other"] = max(0, wall_ns - sum(phases.values()))
         known_samples = samples if samples >= 0 else None
         values = known_samples, phases, self.counts, spans, self.missing_spans
-        row = Step(0, None, step, self.mode, start_ns, wall_ns, *values, batches=batches)
+        row = Step(0, None, step, self.mode, start_ns, wall_ns, *values, batches=batches, kind=kind)
         if self.skipped:
             return row.with_device_times([None] * len(SPAN_PHASES), Untimed.SAMPLED)
         return PendingRow(row, *self._device_time_slots(), DATA) if self.timed else row

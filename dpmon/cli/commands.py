@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from dpmon.cli.launch import has_screen, open_json_target
 from dpmon.cli.messages import print_closing_summary, print_message
+from dpmon.record.schema import EVALUATION
 from dpmon.run import proc, retention
 from dpmon.run.lifecycle import is_live, may_be_live_elsewhere, needs_supervisor, run_state
 from dpmon.run.output_target import open_replacement, utf8_stdout
@@ -374,7 +375,10 @@ def _query_step_counts(store: Store) -> _StepCounts:
     window = StatsWindow(store)
     rate = window.rate()
     calls = store.open_calls
-    evaluations, samples = window.evaluation_steps(longest_ring.process), None if rate is None else rate.samples_per_s
+    evaluations, samples = (
+        window.other_steps(longest_ring.process, EVALUATION),
+        None if rate is None else rate.samples_per_s,
+    )
     stalls = parse_stalls(event.data for event in store.events("stall", limit=TEXTS_READ))
     last_ns = max((step.start_ns + step.wall_ns for step in store.steps(1)), default=0)
     stall = final_stall(stalls, last_ns)

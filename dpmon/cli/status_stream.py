@@ -205,9 +205,9 @@ def _progress_members(
     elif throughput.samples_per_s is None:
         absent.update(dict.fromkeys(_RATES[1::2], "the steps have no sample count"))
     range_stats = process.ranged
-    stats = (
-        range_stats if range_stats.steps and range_stats.mode == process.mode and not range_stats.evaluation else None
-    )
+    stats = None
+    if range_stats.steps and range_stats.mode == process.mode and range_stats.kind == snapshot.main_kind:
+        stats = range_stats
     if stats is None:
         absent.update(dict.fromkeys(_STAT_MEMBERS, "no step in this mode yet"))
     elif not any(phase.device_count for phase in stats.phases):
@@ -217,7 +217,8 @@ def _progress_members(
     members: dict[str, object] = {
         "process": process.process,
         "rank": process.rank,
-        "step": process.last_step.step,
+        "step": process.step_number,
+        "step_kind": process.last_step.step_kind,
         **rate_to_json(throughput.rate),
         "mode": process.mode or None,
         "virtual": process.virtual,
@@ -250,7 +251,7 @@ def _node_members(node: NodeStatus, now_ns: int) -> dict[str, object]:
 
 def _rank_members(process: Process) -> dict[str, object]:
     stats = process.figures
-    step = process.last_step.step if process.last_step is not None else None
+    step = process.step_number if process.last_step is not None else None
     return {
         "process": process.process,
         "rank": process.rank,
@@ -283,11 +284,11 @@ class ProgressReporter:
         if process is None or step is None or step.start_ns + step.wall_ns <= self._last_ns:
             return assess_live_run(self._reader, snapshot, now_ns).sentence(now_ns / 1e9)
         self._last_ns = step.start_ns + step.wall_ns
-        return self._format_step_line(snapshot, process, step.step)
+        return self._format_step_line(snapshot, process)
 
-    def _format_step_line(self, snapshot: RunSnapshot, process: Process, step: int) -> str:
+    def _format_step_line(self, snapshot: RunSnapshot, process: Process) -> str:
         progress_text = format_progress(process.progress)
-        parts = [f"step {format_count(step)}", *([progress_text] if progress_text else [])]
+        parts = [f"step {format_count(process.step_number)}", *([progress_text] if progress_text else [])]
         if (count := len(snapshot.training_processes)) > 1:
             parts.append(f"{count} processes")
         now_ns = time.monotonic_ns() - self._reader.info.start_ns

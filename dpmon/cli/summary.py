@@ -9,7 +9,7 @@ from dpmon.errors import HistoryError
 from dpmon.model.mode_stats import ModeStats
 from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.stragglers import straggler_sentence
-from dpmon.record.schema import EVALUATION, STEP
+from dpmon.record.schema import STEP, STEP_KINDS, step_kind
 from dpmon.report.plain_text import section_lines
 from dpmon.report.report_data import analyze_run, read_output_tail
 from dpmon.report.sections import detail_sections
@@ -90,17 +90,15 @@ class _SummaryLines:
         warnings = [*damage, *(warning.text for warning in run.announced.warnings)]
         stall_lines = stall_sentences(run, self._exit_info, has_ended=self._exit_info is not None)
         lines = [*stall_lines, *self._time_lines(), *self._gap_lines(warnings)]
-        mode_kinds = run.store.step_kinds() | run.layouts.modes_and_kinds()
+        mode_kinds = {(mode, step_kind(kind)) for mode, kind in run.store.step_kinds() | run.layouts.modes_and_kinds()}
         if run.open_calls:
             lines.append(format_calls_so_far(run.open_calls))
         elif not mode_kinds:
             lines.append(
                 _untraced_summary(directory, self._run_info, self._exit_info, [*damage, *run.announced.reasons])
             )
-        for mode in sorted({mode for mode, _ in mode_kinds}):
-            lines += self._mode_lines(mode, evaluation=False)
-            if run.window.ever_trains(mode) and any(kind & EVALUATION for name, kind in mode_kinds if name == mode):
-                lines += self._mode_lines(mode, evaluation=True)
+        for mode, kind in sorted(mode_kinds):
+            lines += self._mode_lines(mode, kind)
         straggler = None if run.communication is None else run.communication.straggler
         lines += [] if straggler is None else [f"  {straggler_sentence(straggler, lately=False)}"]
         return lines + [line for section in detail_sections(run) for line in section_lines(section, width)]
@@ -127,24 +125,26 @@ class _SummaryLines:
             return []
         parts = self._run.spent_until(last_ns if self._exit_info is None else int(self._exit_info.seconds * 1e9))
         total_ns = sum(parts.values())
-        if (parts["training"] or parts["evaluation"]) >= (1 - _MIN_OTHER_SHARE) * total_ns:
+        if max(parts[name] for name in STEP_KINDS.values()) >= (1 - _MIN_OTHER_SHARE) * total_ns:
             return []
         return time_by_activity_sentences(self._run, parts, has_ended=self._exit_info is not None)
 
-    def _mode_lines(self, mode: str, *, evaluation: bool) -> list[str]:
-        stats = self._run.mode(mode, evaluation=evaluation)
-        title, rate_text = mode_title(stats) + (", evaluation" if evaluation else ""), format_rate(stats.rate)
-        heading = f"{title}: {self._counts_text(mode, evaluation)}"
+    def _mode_lines(self, mode: str, kind: int) -> list[str]:
+        stats = self._run.mode(mode, kind)
+        title, rate_text = mode_title(stats), format_rate(stats.rate)
+        heading = f"{title}: {self._counts_text(mode, kind)}"
         return [f"{heading}, {rate_text}" if rate_text else heading, *_phase_lines(stats)]
 
-    def _counts_text(self, mode: str, evaluation: bool) -> str:
+    def _counts_text(self, mode: str, kind: int) -> str:
         """Return the counts of steps, calls and processes. Ranks step together; other processes step independently."""
         run = self._run
-        tallies = [run.window.tally(mode, evaluation, process) for process in run.store.processes]
+        tallies = [run.window.tally(mode, kind, process) for process in run.store.processes]
         counts = [tally.steps for tally in tallies if tally.steps]
-        calls = format_count_with_noun(run.layouts.calls(mode, evaluation, run.window.ever_trains(mode)), "call")
-        if len(counts) < 2:
-            return f"{format_count_with_noun(sum(counts), 'step')}, {calls}"
+        calls = format_count_with_noun(run.layouts.calls(mode, kind), "call")
+        if not counts:
+            return calls
+        if len(counts) == 1:
+            return f"{format_count_with_noun(counts[0], 'step')}, {calls}"
         has_ranks = any(run.rank(process) is not None for process in run.processes)
         if has_ranks and len(set(counts)) == 1:
             return f"{format_count_with_noun(max(counts), 'step')} of each of {len(counts)} ranks, {calls} total"

@@ -148,8 +148,7 @@ def build_compared_run(run: RunAnalysis, given: Mapping[str, str | None], **abou
 
     `given`: the setup that is not in the store. `about`: the fields of ComparedRun from `id` to `started_unix`.
     """
-    modes = [mode for mode, evaluation in run.window.modes if not evaluation]
-    main_mode = max(modes, key=lambda mode: run.window.tally(mode, without_warmup=True).steps, default=None)
+    main_mode = max(run.window.modes, key=lambda mode: run.window.tally(mode, without_warmup=True).steps, default=None)
     rows: list[tuple[StepKind, Tally]] = []
     steps_by_kind: Counter[StepKind] = Counter()
     trained_steps: Counter[tuple[int, int]] = Counter()
@@ -163,7 +162,7 @@ def build_compared_run(run: RunAnalysis, given: Mapping[str, str | None], **abou
         ]
         interruptions += any_paused_intervals(run.pauses, until_ns)
         tally_rows = run.store.tally_rows(
-            process=run.representative_process(main_mode, evaluation=False), widest=run.bin_s, series=_SERIES
+            process=run.representative_process(main_mode), widest=run.bin_s, series=_SERIES
         )
         for start_s, width, key, tally in tally_rows:
             kind = comparable_kind(key)
@@ -178,7 +177,7 @@ def build_compared_run(run: RunAnalysis, given: Mapping[str, str | None], **abou
                 steps_by_kind[kind] += tally.steps
     straggler = None if run.communication is None else run.communication.straggler
     sentence = None if straggler is None else straggler_sentence(straggler, lately=False)
-    bins = [time_bin for time_bin in run.binned_steps.bins if time_bin.mode == main_mode and not time_bin.evaluation]
+    bins = [time_bin for time_bin in run.binned_steps.bins if time_bin.mode == main_mode and not time_bin.other_kind]
     return ComparedRun(
         **about,
         set_up={**given, **_setup_labels(run, main_mode, steps_by_kind)},
@@ -229,7 +228,7 @@ def _whole_run_values(run: RunAnalysis, mode: str | None) -> dict[str, float]:
     peaks = [row.peak for row in run.memory if row.peak is not None]
     communication = run.communication
     hosts = [host.mem_run_max for host in run.samples.hosts if host.mem_run_max is not None]
-    steps = [mode_stats.median_ns for mode_stats in run.evaluations if mode_stats.mode == mode]
+    steps = [mode_stats.median_ns for mode_stats in run.other_modes if mode_stats.mode == mode]
     values = {
         "samples_per_s": None if rate is None else rate.samples_per_s,
         "steps_per_s": None if rate is None or rate.samples_per_s is not None else rate.steps_per_s,

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from dpmon.record.history_rows import Definitions, Layout
 from dpmon.record.record_types import UNTIMED, count_rows
-from dpmon.record.schema import EVALUATION, device_series
+from dpmon.record.schema import TRAINING, device_series, step_kind
 from dpmon.record.shared_names import RANK_MODES
 from dpmon.store.query_results import Shape, replica_series, stage_series
 from dpmon.store.step_stats import merge_mode_tallies
@@ -26,7 +26,7 @@ def format_sizes(inputs: str | None, outputs: str | None, unfinished: str = "siz
 
 
 class ReplicaSizes(NamedTuple):
-    """The inputs and outputs of one replica and their number of calls; sizes are None if they were not seen."""
+    """The inputs and outputs of one replica in calls of one kind, and their number; None: they were not seen."""
 
     mode: str
     root: str
@@ -35,8 +35,8 @@ class ReplicaSizes(NamedTuple):
     inputs: str | None
     outputs: str | None
     calls: int
-    evaluations: int = 0
-    """Part of `calls`: those in evaluations, of a model that also trains in this mode."""
+    kind: int = TRAINING
+    """A key of STEP_KINDS."""
 
 
 class StageSizes(NamedTuple):
@@ -77,12 +77,14 @@ class IdleDeviceCounts(NamedTuple):
 
 @dataclass(slots=True)
 class ReplicaStats:
-    """One replica on one device in one mode, over all calls: the host and device times of its forward."""
+    """One replica on one device in one mode, over all calls of one kind: the host and device times of its forward."""
 
     mode: str
     root: str
     replica: int
     device: str
+    kind: int = TRAINING
+    """A key of STEP_KINDS."""
     calls: int = 0
     rows: int | None = None
     """The rows of this replica in the most frequent split."""
@@ -105,8 +107,9 @@ class CallLayouts:
         """`definitions`: those of each process."""
         self._shapes = [(shape, definitions[shape.process].layouts.get(shape.layout)) for shape in shapes]
         self._definitions = definitions
-        self.trained = {(shape.process, shape.layout, shape.mode) for shape in shapes if not shape.kind & EVALUATION}
-        """Process, layout and mode of layouts with calls in training steps."""
+        kinds = [step_kind(shape.kind) for shape in shapes]
+        self.main_kind = TRAINING if TRAINING in kinds else max(kinds, key=kinds.count, default=TRAINING)
+        """The kind of calls that describes the run."""
         self.processes = {shape.process for shape in shapes}
         """Processes with calls."""
         self.virtual = any(shape.virtual and layout is not None for shape, layout in self._shapes)
@@ -125,16 +128,9 @@ class CallLayouts:
         """Return the rows in a definition of sizes: those of the first tensor in the batch dimension of the layout."""
         return count_rows(self._definitions[process].sizes.get(number), layout.dim)
 
-    def calls(self, mode: str, evaluation: bool, trained: bool) -> int:
-        """Return the number of calls of a mode, including those outside steps.
-
-        Parameters are as in step_stats.merge_mode_tallies.
-        """
-        return sum(
-            shape.calls
-            for shape, _ in self._shapes
-            if shape.mode == mode and (not trained or bool(shape.kind & EVALUATION) == evaluation)
-        )
+    def calls(self, mode: str, kind: int) -> int:
+        """Return the number of calls of a mode and kind, including those outside steps."""
+        return sum(shape.calls for shape, _ in self._shapes if (shape.mode, step_kind(shape.kind)) == (mode, kind))
 
     @property
     def all_calls(self) -> int:
@@ -151,20 +147,17 @@ class CallLayouts:
         `has_several_processes`: several processes train; then the layouts of ranks are left out.
         """
         calls_by_sizes: Counter[ReplicaSizes] = Counter()
-        evaluations: Counter[ReplicaSizes] = Counter()
         for shape, layout in self._shapes:
             if layout is None or (has_several_processes and _is_rank_layout(layout)):
                 continue
             for index, (inputs, outputs) in enumerate(shape.replicas):
                 device = layout.devices[index] if index < len(layout.devices) else "?"
                 sizes = self._sizes_text(shape.process, inputs), self._sizes_text(shape.process, outputs)
-                key = ReplicaSizes(shape.mode, layout.root, index, device, *sizes, 0)
+                key = ReplicaSizes(shape.mode, layout.root, index, device, *sizes, 0, step_kind(shape.kind))
                 calls_by_sizes[key] += shape.calls
-                if shape.kind & EVALUATION and (shape.process, shape.layout, shape.mode) in self.trained:
-                    evaluations[key] += shape.calls
         return sorted(
-            (each._replace(calls=calls, evaluations=evaluations[each]) for each, calls in calls_by_sizes.items()),
-            key=lambda sizes: (*sizes[:4], -sizes.calls, sizes.inputs or "", sizes.outputs or ""),
+            (each._replace(calls=calls) for each, calls in calls_by_sizes.items()),
+            key=lambda sizes: (*sizes[:4], sizes.kind, -sizes.calls, sizes.inputs or "", sizes.outputs or ""),
         )
 
     def of_process(self, process: int) -> tuple[str, str | None, str | None, int]:
@@ -279,26 +272,24 @@ def count_idle_devices(layouts: CallLayouts) -> list[IdleDeviceCounts]:
 
 
 def build_replica_stats(layouts: CallLayouts, tallies: Mapping[int, Mapping[TallyKey, Tally]]) -> list[ReplicaStats]:
-    """Return each replica with its rows and times; evaluations count only if no call of the same layout trains.
+    """Return each replica with its rows and times, by kind of its calls.
 
     `tallies`: of each process.
     """
-    lines: dict[tuple[str, str, int, str], ReplicaStats] = {}
-    splits: defaultdict[tuple[str, str], Counter[tuple[int | None, ...]]] = defaultdict(Counter)
-    timed: set[tuple[int, int, str]] = set()
+    lines: dict[tuple[str, str, int, str, int], ReplicaStats] = {}
+    splits: defaultdict[tuple[str, str, int], Counter[tuple[int | None, ...]]] = defaultdict(Counter)
+    timed: set[tuple[int, int, str, int]] = set()
     for shape, layout in layouts.replica_shapes():
-        layout_key = shape.process, shape.layout, shape.mode
-        trained = layout_key in layouts.trained
-        if shape.kind & EVALUATION and trained:
-            continue
+        kind = step_kind(shape.kind)
+        layout_key = shape.process, shape.layout, shape.mode, kind
         process_tallies = {} if layout_key in timed else tallies.get(shape.process, {})
-        times = merge_mode_tallies(process_tallies, shape.mode, evaluation=False, trained=trained)
+        times = merge_mode_tallies(process_tallies, shape.mode, kind)
         timed.add(layout_key)
         reason = why_untimed(layout, shape.untimed)
         rows = tuple(layouts.rows(shape.process, input_number, layout) for input_number, _ in shape.replicas)
-        splits[shape.mode, layout.root][rows] += shape.calls
+        splits[shape.mode, layout.root, kind][rows] += shape.calls
         for index, device in enumerate(layout.devices):
-            key = shape.mode, layout.root, index, device
+            key = shape.mode, layout.root, index, device, kind
             line = lines.setdefault(key, ReplicaStats(*key))
             if index < len(shape.replicas):
                 line.calls += shape.calls
@@ -308,7 +299,7 @@ def build_replica_stats(layouts: CallLayouts, tallies: Mapping[int, Mapping[Tall
             line.time.merge(times.stat(series))
             line.on_device.merge(times.stat(device_series(series)))
     for line in lines.values():
-        counts = splits[line.mode, line.root]
+        counts = splits[line.mode, line.root, line.kind]
         usual_split = max(counts, key=counts.__getitem__)
         line.rows = usual_split[line.replica] if line.replica < len(usual_split) else None
     return [line for _, line in sorted(lines.items()) if line.calls or line.time.count]

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from dpmon.model.comparison_stats import Interval, median_interval, ratio_of_estimates
 from dpmon.model.slow_steps import INPUT, WAITING_TEXT, StepUnevenness, uneven_steps
-from dpmon.record.schema import EVALUATION, REST, SECOND, STEP, WARM_UP
+from dpmon.record.schema import REST, SECOND, STEP, TRAINING, WARM_UP, step_kind
 from dpmon.store.query_results import LongStepRow
 from dpmon.store.step_stats import PhaseStats, StatsWindow, StepStats, compute_step_stats
 from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES, Tally, TallyKey
@@ -113,15 +113,20 @@ class Comparison:
 
 
 class StepKind(NamedTuple):
-    """The steps that can be compared with each other: the same number of samples, all training or all evaluation."""
+    """The steps that can be compared with each other: the same number of samples, and one kind (STEP_KINDS)."""
 
     batch: int
-    trains: bool
+    kind: int
+
+    @property
+    def trains(self) -> bool:
+        """Whether the steps train."""
+        return self.kind == TRAINING
 
 
 def comparable_kind(key: TallyKey) -> StepKind | None:
     """Return the kind of the steps of a tally; None for warm-up steps."""
-    return None if key.kind & WARM_UP else StepKind(key.batch, not key.kind & EVALUATION)
+    return None if key.kind & WARM_UP else StepKind(key.batch, step_kind(key.kind))
 
 
 def compare_modes(
@@ -139,20 +144,23 @@ def compare_modes(
     `devices`: the devices of dp. `longest`: the longest steps, which show why steps are uneven. `waits`: start and end
     (ns) of each wait for input.
     """
-    tallies = {key: tally for key, tally in window.tallies.items() if key.process == process and tally.steps}
+    tallies = {
+        key: tally
+        for key, tally in window.tallies.items()
+        if key.process == process and tally.steps and step_kind(key.kind) == window.main_kind
+    }
     modes = [mode for mode in MODES_COMPARED if any(key.mode == mode for key in tallies)]
     kind_counts: dict[str, Counter[StepKind]] = {mode: Counter() for mode in modes}
     for key, tally in tallies.items():
-        step_kind = comparable_kind(key)
-        if key.mode in kind_counts and step_kind is not None:
-            kind_counts[key.mode][step_kind] += tally.steps
+        comparable = comparable_kind(key)
+        if key.mode in kind_counts and comparable is not None:
+            kind_counts[key.mode][comparable] += tally.steps
     has_both = len(modes) == 2
     kind = common_kind(kind_counts.values()) if has_both else None
-    evaluation, batch = (False, None) if kind is None else (not kind.trains, kind.batch)
-    compared = {mode: window.tally(mode, evaluation, process, without_warmup=has_both, batch=batch) for mode in modes}
+    batch = None if kind is None else kind.batch
+    compared = {mode: window.tally(mode, None, process, without_warmup=has_both, batch=batch) for mode in modes}
     sides = {
-        mode: compute_step_stats(mode, evaluation=False, tally=compared[mode], rate=window.rate(mode, process=process))
-        for mode in modes
+        mode: compute_step_stats(mode, tally=compared[mode], rate=window.rate(mode, process=process)) for mode in modes
     }
     seen = {mode: window.tally(mode, process=process).steps for mode in modes}
     base = Comparison(sides=sides, seen=seen, devices=tuple(devices), virtual=virtual)
@@ -167,7 +175,7 @@ def compare_modes(
         count
         for counts in kind_counts.values()
         for counted_kind, count in counts.items()
-        if counted_kind.trains != kind.trains
+        if counted_kind.kind != kind.kind
     )
     base = replace(
         base,
@@ -185,7 +193,7 @@ def compare_modes(
         rows = window.rows(process, last_s - _SWITCH_RANGE_S, widest=1)
         settled = [(key.mode, tally) for key, tally in rows if comparable_kind(key) == kind]
         base = replace(base, changes=_speedup_per_switch(settled))
-    long_steps = [step for step in longest if step.process == process and bool(step.kind & EVALUATION) == evaluation]
+    long_steps = [step for step in longest if step.process == process and step_kind(step.kind) == window.main_kind]
     return _with_verdict(base, compared, parts, long_steps, waits)
 
 
@@ -212,6 +220,8 @@ def first_with_both(window: StatsWindow) -> int:
     """Return the first process with steps in both modes, or else the first."""
     modes: dict[int, set[str]] = {process: set() for process in window.processes}
     for key in window.tallies:
+        if step_kind(key.kind) != window.main_kind:
+            continue
         modes.setdefault(key.process, set()).add(key.mode)
     with_both = (process for process, modes_of_process in modes.items() if modes_of_process.issuperset(MODES_COMPARED))
     return next(with_both, min(modes, default=0))

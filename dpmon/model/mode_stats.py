@@ -25,6 +25,8 @@ class ModeStats(StepStats):
     """The name of the process, such as "rank 0"; None if it is the only one."""
     other_steps: int = 0
     """Number of steps of the other processes in this mode."""
+    other_kind: str = ""
+    """Word for the kind of its steps if it is not the main kind of the run."""
     early: Tally | None = None
     """The first third of the steps; None with too few steps."""
     late: Tally | None = None

@@ -18,6 +18,7 @@ from dpmon.model.run_snapshot import (
     SnapshotRequest,
 )
 from dpmon.model.stragglers import RankTimes, wait_of
+from dpmon.record.schema import STEP_KINDS
 
 if TYPE_CHECKING:
     from dpmon.store.store_queries import Store
@@ -35,7 +36,14 @@ def read_process_table(store: Store, events: RunEvents, ended: frozenset[int], n
     nodes_of = {number: node_names.get(number) for number in numbers}
     processes = _processes(store, events, nodes_of, plain=len(numbers) > MAX_FULLY_READ)
     newest_ns = max((process.seen_ns for process in processes.values()), default=-1)
-    snapshot = RunSnapshot(processes, nodes if node is None else (), newest_ns=newest_ns, ended=ended)
+    snapshot = RunSnapshot(
+        processes,
+        nodes if node is None else (),
+        newest_ns=newest_ns,
+        main_kind=store.main_kind,
+        kind_words={kind: store.kind_word(kind) for kind in STEP_KINDS},
+        ended=ended,
+    )
     return replace(snapshot, order=tuple(process.process for process in snapshot.training_processes))
 
 
@@ -69,6 +77,7 @@ def _processes(
             began_ns=starts.get(number, -1),
             seen_ns=max(-1 if step is None else step.start_ns + step.wall_ns, called_ns),
             last_step=step,
+            step_number=0 if step is None else store.step_number(step),
             refusals=events.refusals_by_root(number),
             paused_since_ns=events.paused_since(number, None if step is None else step.start_ns),
             memory=event.data if event is not None and isinstance(event.data.get("devices"), list) else {},

@@ -14,7 +14,7 @@ from dpmon.model.stragglers import MIN_STEPS, Group, RankTimes, build_rank_times
 from dpmon.model.stragglers import SERIES as STRAGGLER_SERIES
 from dpmon.model.throughput import sample_unevenly, stats_until_s
 from dpmon.record.schema import SECOND, STEP
-from dpmon.store.step_stats import compute_step_stats, merge_mode_tallies, split_tallies_by_process, training_modes
+from dpmon.store.step_stats import compute_step_stats, merge_mode_tallies, split_tallies_by_process
 from dpmon.store.tally import Tally, TallyKey
 
 if TYPE_CHECKING:
@@ -266,12 +266,8 @@ def _rank_times(
             read = store.tallies(start_s, until_s, process=numbers, sketches=False, series=STRAGGLER_SERIES)
             for key, tally in read.items():
                 tallies[key.process].setdefault(key, Tally()).merge(tally)
-        trained = mode in training_modes((key.mode, key.kind) for by_key in tallies.values() for key in by_key)
         merged = (
-            (
-                rank,
-                merge_mode_tallies(tallies[rank.process], mode, evaluation=False, trained=trained, without_warmup=True),
-            )
+            (rank, merge_mode_tallies(tallies[rank.process], mode, store.main_kind, without_warmup=True))
             for rank in ranks
         )
         times = tuple(build_rank_times(rank.process, rank.number, tally, rank.node) for rank, tally in merged)
@@ -291,10 +287,8 @@ def with_recent_stats(store: Store, processes: Iterable[Process]) -> Iterator[Pr
         start_s = max(end_s // _MINUTE_S - 1, 0) * _MINUTE_S  # each minute has its own tally
         numbers = tuple(process.process for process in group)
         tallies = store.tallies(start_s, end_s, process=numbers, series=_SERIES)
-        trained, by_process = training_modes((key.mode, key.kind) for key in tallies), split_tallies_by_process(tallies)
+        by_process = split_tallies_by_process(tallies)
         for process in group:
             mode = process.last_step.mode if process.last_step is not None else ""
-            tally = merge_mode_tallies(
-                by_process.get(process.process, {}), mode, evaluation=False, trained=mode in trained
-            )
-            yield replace(process, figures=compute_step_stats(mode, evaluation=False, tally=tally, rate=None))
+            tally = merge_mode_tallies(by_process.get(process.process, {}), mode, store.main_kind)
+            yield replace(process, figures=compute_step_stats(mode, tally=tally, rate=None))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from dpmon.model.stragglers import RankTimes, Straggler, median_without
-from dpmon.record.schema import EVALUATION, STEP, WAIT
+from dpmon.record.schema import STEP, TRAINING, WAIT, step_kind
 from dpmon.store.tally import WIDTHS
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def _wait_shares(
     )
     for start, _, key, tally in tally_rows:
         wait = tally.stat(WAIT)
-        if wait.count and not key.kind & EVALUATION:
+        if wait.count and step_kind(key.kind) == TRAINING:
             whole = sums.setdefault(start // width * width, {}).setdefault(ranks[key.process], [0, 0, 0])
             # The waits may be known of some synchronized steps only: for ranks of several machines, of a sample.
             waited = wait.total * max(tally.stat(_SYNC).count, wait.count) // wait.count

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from dpmon.model.run_snapshot import CallTimings, TimePercentiles
 from dpmon.record.history_rows import CallParts, CallRow
 from dpmon.record.record_types import Call
-from dpmon.record.schema import EVALUATION, device_series, is_device_series
+from dpmon.record.schema import device_series, is_device_series, step_kind
 from dpmon.store import quantile_sketch
 from dpmon.store.quantile_sketch import Counts
 from dpmon.store.query_results import replica_series, stage_series
@@ -52,7 +52,6 @@ class CallCache:
 def build_call_timings(
     calls: CallCache,
     tallies: Mapping[TallyKey, Tally],
-    trained: Collection[str],
     mode: str,
     *,
     limit: int = CALLS_READ,
@@ -60,8 +59,8 @@ def build_call_timings(
 ) -> dict[Root, CallTimings]:
     """Return each root's last call with its times, among the `limit` newest calls; the root called last first.
 
-    `tallies`: of the time range. `trained`: the modes with training steps. `mode`: the mode of the last step. If no
-    tally has the times of a call, as in the first step, the newest calls provide them. `timed` False: without times.
+    `tallies`: of the time range. `mode`: the mode of the last step. If no tally has the times of a call, as in the
+    first step, the newest calls provide them. `timed` False: without times.
     """
     recent = calls.rows.call_rows(calls.process, limit)
     roots: dict[int, Root] = {}
@@ -82,7 +81,7 @@ def build_call_timings(
             positions = parts.get(root, ())
             nth = [_timings_from_calls(calls, rows) for rows in positions] if len(positions) > 1 else []
             known = tuple(timing for timing in nth if timing is not None)
-            times, device_ns = _timings_from_tallies(root_rows[0], call, tallies, trained, mode)
+            times, device_ns = _timings_from_tallies(root_rows[0], call, tallies, mode)
             timing = CallTimings(call, times, device_ns) if any(times) else _timings_from_calls(calls, root_rows)
             if timing is not None:
                 timings[root] = replace(timing, parts=known if len(known) > 1 else ())
@@ -120,8 +119,8 @@ def _timings_from_calls(calls: CallCache, recent: Sequence[CallRow]) -> CallTimi
     if last is None:
         return None
     newest = recent[0]
-    signature = newest.layout, newest.mode, newest.is_evaluation
-    similar_rows = [row for row in recent if (row.layout, row.mode, row.is_evaluation) == signature]
+    signature = newest.layout, newest.mode, newest.kind
+    similar_rows = [row for row in recent if (row.layout, row.mode, row.kind) == signature]
     host_ns: dict[int, list[float]] = {}
     device_ns: dict[int, list[float]] = {}
     for row in similar_rows[:_TIMED]:
@@ -158,10 +157,10 @@ def percentiles_of(values: Sequence[float]) -> TimePercentiles | None:
 
 
 def _timings_from_tallies(
-    row: CallRow, call: Call, tallies: Mapping[TallyKey, Tally], trained: Collection[str], mode: str
+    row: CallRow, call: Call, tallies: Mapping[TallyKey, Tally], mode: str
 ) -> tuple[tuple[TimePercentiles | None, ...], dict[int, float]]:
     """Return the times of a call's replicas or stages, and their median device times, in the time range."""
-    matching = _matching_tallies(row, tallies, trained, mode)
+    matching = _matching_tallies(row, tallies, mode)
     series: list[Collection[str]] = []
     if call.replicas:
         names = (replica_series(row.layout, index) for index in range(len(call.replicas)))
@@ -182,16 +181,10 @@ def _timings_from_tallies(
     }
 
 
-def _matching_tallies(
-    row: CallRow, tallies: Mapping[TallyKey, Tally], trained: Collection[str], mode: str
-) -> list[Tally]:
+def _matching_tallies(row: CallRow, tallies: Mapping[TallyKey, Tally], mode: str) -> list[Tally]:
     """Return the tallies of steps that may include such a call: a root that cannot be split also runs in dp steps."""
     for name in (mode, row.mode):
-        matching = [
-            tally
-            for key, tally in tallies.items()
-            if key.mode == name and (name not in trained or bool(key.kind & EVALUATION) == row.is_evaluation)
-        ]
+        matching = [tally for key, tally in tallies.items() if (key.mode, step_kind(key.kind)) == (name, row.kind)]
         if matching:
             return matching
     return []

@@ -44,7 +44,7 @@ from dpmon.model.run_events import LoaderStart, RunEvents, parse_loader_start
 from dpmon.model.run_snapshot import ProcessInfo
 from dpmon.model.step_history import BinnedSteps, bin_steps, column_width_s
 from dpmon.model.stragglers import RankTimes, rank_times_in_window
-from dpmon.record.schema import EVALUATION, SECOND, STALLED, STARTUP, STEP, STEP_PHASES, WARM_UP, device_series
+from dpmon.record.schema import SECOND, STALLED, STARTUP, STEP, STEP_PHASES, WARM_UP, device_series, step_kind
 from dpmon.record.shared_names import CALL_PHASES, node_suffix, rank_name
 from dpmon.store.query_results import InvalidLoss, LongStepRow
 from dpmon.store.step_stats import StatsWindow, account_for_elapsed, compute_step_stats, first_and_last_third
@@ -143,9 +143,14 @@ class RunAnalysis:
         return count_idle_devices(self.layouts)
 
     @cached_property
-    def replicas(self) -> list[ReplicaStats]:
-        """Each replica with its rows and times."""
+    def replicas_by_kind(self) -> list[ReplicaStats]:
+        """Each replica with its rows and times, by kind of its calls."""
         return build_replica_stats(self.layouts, self.window.tallies_by_process)
+
+    @property
+    def replicas(self) -> list[ReplicaStats]:
+        """Each replica with its rows and times in calls of the main kind."""
+        return [replica for replica in self.replicas_by_kind if replica.kind == self.layouts.main_kind]
 
     @cached_property
     def calls(self) -> int:
@@ -212,36 +217,35 @@ class RunAnalysis:
 
     # ------------------------------------------------------------------------------------------ modes
 
-    def representative_process(self, mode: str, *, evaluation: bool) -> int:
+    def representative_process(self, mode: str, kind: int | None = None) -> int:
         """Return the process that represents a mode: the one of the run, or else the lowest rank with a step in it."""
         return next(
-            (
-                process
-                for process in (self._focus, *self.processes)
-                if self.window.tally(mode, evaluation, process).steps
-            ),
+            (process for process in (self._focus, *self.processes) if self.window.tally(mode, kind, process).steps),
             self._focus,
         )
 
     @property
     def _representative_trainer(self) -> int:
         """The process that represents the run; if it only evaluates, the lowest rank that trains."""
-        modes = [mode for mode, evaluation in self.window.modes if not evaluation and self.window.ever_trains(mode)]
-        candidates = [self.representative_process(mode, evaluation=False) for mode in modes]
+        candidates = [self.representative_process(mode) for mode in self.window.modes]
         if self._focus in candidates or not candidates:
             return self._focus
         return candidates[0]
 
-    def mode(self, mode: str, *, evaluation: bool = False, process: int | None = None) -> ModeStats:
-        """Return the metrics of a mode for `process`, by default the representative one; `rate` is of all."""
-        process = self.representative_process(mode, evaluation=evaluation) if process is None else process
-        whole = self._mode(mode, evaluation, process, self.window.tally(mode, evaluation, process))
-        settled = self.window.tally(mode, evaluation, process, without_warmup=True)
-        return replace(whole, settled=self._mode(mode, evaluation, process, settled))
+    def mode(self, mode: str, kind: int | None = None, process: int | None = None) -> ModeStats:
+        """Return the metrics of a mode for `process`, by default the representative one; `rate` is of all.
 
-    def _mode(self, mode: str, evaluation: bool, process: int, tally: Tally) -> ModeStats:
-        steps, rate = self.window.steps_and_rate(mode, evaluation)
-        stats = compute_step_stats(mode, evaluation=evaluation, tally=tally, rate=rate)
+        `kind`: the kind of its steps; None for the main kind.
+        """
+        kind = self.window.main_kind if kind is None else kind
+        process = self.representative_process(mode, kind) if process is None else process
+        whole = self._mode(mode, kind, process, self.window.tally(mode, kind, process))
+        settled = self.window.tally(mode, kind, process, without_warmup=True)
+        return replace(whole, settled=self._mode(mode, kind, process, settled))
+
+    def _mode(self, mode: str, kind: int, process: int, tally: Tally) -> ModeStats:
+        steps, rate = self.window.steps_and_rate(mode, kind)
+        stats = compute_step_stats(mode, tally=tally, rate=rate, kind=kind)
         phases = {phase.name: phase for phase in stats.phases if phase.ran}
         ordered = tuple(phases[name] for name in (*STEP_PHASES, *CALL_PHASES) if name in phases)
         return ModeStats(
@@ -251,25 +255,25 @@ class RunAnalysis:
             process=process,
             process_name=self.names.get(process),
             other_steps=steps - stats.steps,
+            other_kind=self.store.other_kind(kind),
         )
 
     @cached_property
-    def evaluations(self) -> list[ModeStats]:
-        """The evaluation steps of each mode that otherwise trains."""
-        return [self.mode(mode, evaluation=True) for mode, evaluation in self.window.modes if evaluation]
+    def other_modes(self) -> list[ModeStats]:
+        """Each mode with its steps of another kind than the main kind."""
+        return [self.mode(mode, kind) for mode, kind in self.window.other_modes]
 
     @cached_property
     def modes(self) -> tuple[ModeStats, ...]:
-        """Each mode without evaluation steps, with the first and the last third of its steps."""
-        return tuple(self._with_thirds(self.mode(mode)) for mode, evaluation in self.window.modes if not evaluation)
+        """Each mode with its steps of the main kind, and the first and the last third of these."""
+        return tuple(self._with_thirds(self.mode(mode)) for mode in self.window.modes)
 
     def _with_thirds(self, stats: ModeStats) -> ModeStats:
         """Add the first and the last third of the steps, if there are enough steps."""
-        trained = self.window.ever_trains(stats.mode)
         rows = [
             (start_s, tally)
             for start_s, _, key, tally in self.store.tally_rows(process=stats.process, widest=self.bin_s)
-            if key.mode == stats.mode and not key.kind & WARM_UP and bool(key.kind & EVALUATION) != trained
+            if (key.mode, step_kind(key.kind)) == (stats.mode, stats.kind) and not key.kind & WARM_UP
         ]
         first, last = first_and_last_third(rows, sum(tally.steps for _, tally in rows))
         if min(first.steps, last.steps) < _MIN_STEPS_OF_THIRD:
@@ -280,7 +284,7 @@ class RunAnalysis:
     def steps(self) -> int:
         """Number of steps, including deleted ones, and those that the metrics exclude."""
         left_out = sum(tally.steps for tally in self.window.left_out.values())
-        return sum(stats.all_steps for stats in (*self.modes, *self.evaluations)) + left_out
+        return sum(stats.all_steps for stats in (*self.modes, *self.other_modes)) + left_out
 
     @property
     def slow_start_ns(self) -> int:
@@ -372,10 +376,8 @@ class RunAnalysis:
         if self.last_step_ns is None:
             return BinnedSteps()
         median = max((stats.median_ns for stats in self.modes if stats.median_ns is not None), default=0)
-        processes = {
-            (mode, evaluation): self.representative_process(mode, evaluation=evaluation)
-            for mode, evaluation in self.window.modes
-        }
+        shown = [*((mode, self.window.main_kind) for mode in self.window.modes), *self.window.other_modes]
+        processes = {(mode, kind): self.representative_process(mode, kind) for mode, kind in shown}
         return bin_steps(self.store, self.first_step_ns, self.last_step_ns, median, processes)
 
     @cached_property
@@ -439,16 +441,11 @@ class RunAnalysis:
 
     @cached_property
     def longest_steps(self) -> list[LongStepRow]:
-        """The longest steps of all modes that still have a row, without evaluation steps, the longest first.
+        """The longest steps of the main kind that still have a row, the longest first.
 
         A step that was running when the user asked the run to stop lasts until the process ends, so it does not count.
         """
-        modes = [mode for mode, evaluation in self.window.modes if not evaluation]
-        candidates = [
-            step
-            for mode in modes
-            for step in self.store.longest_steps(MAX_LONG_STEPS, mode, training_only=self.window.ever_trains(mode))
-        ]
+        candidates = [step for mode in self.window.modes for step in self.store.longest_steps(MAX_LONG_STEPS, mode)]
         stop_ns = -1 if self._stop_asked_ns is None else self._stop_asked_ns
         steps = (step for step in candidates if not step.start_ns <= stop_ns < step.start_ns + step.wall_ns)
         return sorted(steps, key=lambda step: -step.wall_ns)
@@ -460,7 +457,7 @@ class RunAnalysis:
         In each of the newest steps, the process that waits longest counts.
         """
         share_by_mode = {
-            mode: self.store.worst_rank_share("data", mode, training_only=self.window.ever_trains(mode))
+            mode: self.store.worst_rank_share("data", mode)
             for mode in {stats.mode for stats in self.other_process_modes}
         }
         return {mode: share for mode, share in share_by_mode.items() if share is not None}

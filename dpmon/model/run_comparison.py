@@ -214,9 +214,7 @@ def _reason(
     times = []
     for side in (before, after):
         phases_by_run = [
-            phase_values(
-                compute_step_stats("", evaluation=False, tally=tally, rate=None), lambda phase: phase.median_ns
-            )
+            phase_values(compute_step_stats("", tally=tally, rate=None), lambda phase: phase.median_ns)
             for tally in side
         ]
         names = {name for phases in phases_by_run for name in phases}

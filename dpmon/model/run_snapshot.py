@@ -24,6 +24,7 @@ from dpmon.model.stragglers import RankTimes, Straggler
 from dpmon.record.record_types import Call, Step
 from dpmon.record.safe_json import number_member
 from dpmon.record.schema import PHASES as SCHEMA
+from dpmon.record.schema import TRAINING
 from dpmon.record.shared_names import RANK_MODES, node_suffix, rank_name
 from dpmon.stalls.run_state import StateInputs
 from dpmon.store.query_results import InvalidLoss, LastSample
@@ -38,7 +39,7 @@ MAX_LISTED_RANKS, MAX_LEAST_WAITING = 16, 10
 """More ranks than the first are drawn as a map, with the second number of ranks that wait least below it."""
 PHASES = tuple(phase.display_name for phase in SCHEMA)
 """Names of the phases on the screen; `forward` is the part outside the phases of its calls."""
-NO_STEPS = compute_step_stats("", evaluation=False, tally=Tally(), rate=None)
+NO_STEPS = compute_step_stats("", tally=Tally(), rate=None)
 """The metrics of a time range without steps."""
 
 
@@ -142,8 +143,8 @@ class Column:
     """Start of its first step."""
     phases: tuple[int, ...] = (0,) * len(PHASES)
     """Sums in the order of PHASES."""
-    evaluation: bool = False
-    """Whether the steps are evaluations, in a mode that also trains."""
+    other_kind: str = ""
+    """Word for the kind of the steps if it is not the main kind of the run."""
     stalled: bool = False
     """Whether the run was stalled in this bucket, so that no step ended."""
 
@@ -213,6 +214,9 @@ class Process:
     seen_ns: int = -1
     """End of its newest step or call."""
     last_step: Step | None = None
+    """Its newest step, of any kind."""
+    step_number: int = 0
+    """Number of its newest training step; if the run never trains, of its newest step of the main kind."""
     mode: str = ""
     virtual: bool = False
     devices: tuple[str, ...] = ()
@@ -301,6 +305,10 @@ class RunSnapshot:
     """Calls so far of processes without a step."""
     newest_ns: int = -1
     """End of the newest step or call."""
+    main_kind: int = TRAINING
+    """The kind of steps that describes the run (`Store.main_kind`)."""
+    kind_words: Mapping[int, str] = field(default_factory=dict)
+    """The word for each kind of steps (`Store.kind_word`)."""
     ended: frozenset[int] = frozenset()
     """Processes that have ended, according to a reader of the rings; the history does not have it."""
     over: bool = False
@@ -405,13 +413,14 @@ class RunSnapshot:
             self.newest_ns,
             self.open_calls,
             ("", 0) if focus is None else activities.get(focus.process, ("", 0)),
+            self.kind_words.get(TRAINING if focus is None or focus.last_step is None else focus.last_step.kind, ""),
         )
 
     @cached_property
     def step(self) -> int | None:
         """The number of the newest step of the processes that train now; None before the first."""
         return max(
-            [process.last_step.step for process in self.training_processes if process.last_step is not None],
+            [process.step_number for process in self.training_processes if process.last_step is not None],
             default=None,
         )
 

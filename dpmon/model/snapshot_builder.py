@@ -258,7 +258,7 @@ class SnapshotBuilder:
         """Add metrics and history to the process that represents the run. `others`: the other ranks."""
         step = process.last_step
         if step is None:
-            timings = build_call_timings(CallCache(store, process.process), {}, (), process.mode)
+            timings = build_call_timings(CallCache(store, process.process), {}, process.mode)
             return _with_devices(replace(process, calls=timings, progress=NO_STEP))
         end_s = stats_until_s(store, process)
         start_s = max(end_s - request.span_s, 0) if request.span_s else 0
@@ -268,7 +268,7 @@ class SnapshotBuilder:
         waits = events.input_waits(process.process)
         history_s, column_s = _history_range(process, end_s, request)
         detailed = _with_calls(store, process, ranged_window)
-        range_stats = _training_or_evaluation_stats(ranged_window, process.process, mode)
+        range_stats = _main_or_other_stats(ranged_window, process.process, mode)
         detailed = replace(
             detailed,
             ranged=range_stats,
@@ -282,7 +282,7 @@ class SnapshotBuilder:
         if request.over:
             detailed = replace(
                 detailed,
-                whole=_training_or_evaluation_stats(whole_window, process.process, mode),
+                whole=_main_or_other_stats(whole_window, process.process, mode),
                 mean=(whole_window if process.rank is None else _whole_run_window(store)).rate(),
             )
         if detailed.distributed is None:
@@ -304,7 +304,7 @@ class SnapshotBuilder:
             start_s, scale = max(end_s - WINDOW_S - 2, 0), len(training) / len(sampled)
             found = read_recent_rate(store, numbers, step.mode, start_s, until_s, scale)
             last = self._recent = _ReadRate(key, end_s, found)
-        if step.is_evaluation or last.found.last_ns is None:
+        if step.kind != store.main_kind or last.found.last_ns is None:
             return last.found
         return last.found._replace(last_ns=max(last.found.last_ns, step.start_ns + step.wall_ns))
 
@@ -369,14 +369,13 @@ def _with_calls(
     calls = CallCache(store, process.process)
     mode = process.last_step.mode if process.last_step is not None else process.mode
     if ranged is None:
-        timings = build_call_timings(calls, {}, (), mode, limit=MIN_CALLS_READ, timed=False)
+        timings = build_call_timings(calls, {}, mode, limit=MIN_CALLS_READ, timed=False)
         progress = progress_of(store, process.process, process.last_step, limit=1, no_time=OTHER_RANK)
         process = replace(process, progress=progress)
     else:
-        trained = {key.mode for key in ranged.tallies if ranged.ever_trains(key.mode)}
         # The calls of one rank are interleaved with those of all others.
         limit = max(CALLS_READ * RANKS_A_SECOND // max(len(store.ranks), RANKS_A_SECOND), MIN_CALLS_READ)
-        timings = build_call_timings(calls, ranged.tallies, trained, mode, limit=limit)
+        timings = build_call_timings(calls, ranged.tallies, mode, limit=limit)
     return _with_devices(replace(process, calls=timings, last_calls=calls.last_step_calls()))
 
 
@@ -390,25 +389,24 @@ def _with_devices(process: Process) -> Process:
 # ------------------------------------------------------------------------------------------------ metrics
 
 
-def _training_or_evaluation_stats(window: StatsWindow, process: int, mode: str) -> StepStats:
-    """Return the metrics of a mode's training steps, else of its evaluation steps, else NO_STEPS."""
-    stats = window.step_stats(mode, process=process)
-    if not stats.steps and window.ever_trains(mode):
-        stats = window.step_stats(mode, evaluation=True, process=process)
-    return stats if stats.steps else NO_STEPS
+def _main_or_other_stats(window: StatsWindow, process: int, mode: str) -> StepStats:
+    """Return the metrics of a mode's steps of the main kind, else of another kind, else NO_STEPS."""
+    other_kinds = [kind for other_mode, kind in window.other_modes if other_mode == mode]
+    stats = (window.step_stats(mode, kind, process) for kind in (window.main_kind, *other_kinds))
+    return next((kind_stats for kind_stats in stats if kind_stats.steps), NO_STEPS)
 
 
 def _settled_stats(window: StatsWindow, ranged: StepStats, process: int) -> StepStats:
-    """Return the metrics `ranged` without warm-up steps; NO_STEPS if they are of evaluations."""
-    if ranged.evaluation or not ranged.steps:
+    """Return the metrics `ranged` without warm-up steps; NO_STEPS if they are not of the main kind."""
+    if ranged.kind != window.main_kind or not ranged.steps:
         return NO_STEPS
     if not any(key.kind & WARM_UP for key in window.tallies):
         return ranged
     return compute_step_stats(
         ranged.mode,
-        evaluation=False,
         tally=window.tally(ranged.mode, process=process, without_warmup=True),
         rate=None,
+        kind=ranged.kind,
     )
 
 

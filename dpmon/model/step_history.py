@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from dpmon.model.run_snapshot import Column
-from dpmon.record.schema import EVALUATION, PHASES, REST, SECOND, STEP, STEP_PHASES
+from dpmon.record.schema import PHASES, REST, SECOND, STEP, STEP_KINDS, STEP_PHASES, TRAINING, step_kind
 from dpmon.record.shared_names import CALL_PHASES
-from dpmon.store.step_stats import training_modes
 from dpmon.store.tally import WIDTHS, Tally
 
 if TYPE_CHECKING:
@@ -42,8 +41,8 @@ class HistoryColumnCache:
     _of: tuple[int, int, int] = (-1, 0, 0)
     """Process, width, and the first second."""
     _closed: list[Column] = field(default_factory=list)
-    _trained: frozenset[str] = frozenset()
-    """The modes that trained when the columns were read."""
+    _main_kind: int = TRAINING
+    """The main kind of steps when the columns were read."""
     _until: int = 0
     """All columns before this second are complete."""
 
@@ -51,15 +50,14 @@ class HistoryColumnCache:
         """Return the columns from `start_s` to `end_s` (the second after the newest step), oldest first."""
         start_s -= start_s % width
         kept_process, kept_width, kept_start = self._of
-        trained = frozenset(training_modes(store.step_kinds()))
-        if trained != self._trained:
-            self._trained, kept_process = trained, -1
+        if store.main_kind != self._main_kind:
+            self._main_kind, kept_process = store.main_kind, -1
         if (kept_process, kept_width) != (process, width) or start_s < kept_start or end_s < self._until:
             self._of, self._closed, self._until = (process, width, start_s), [], start_s
         self._of = process, width, start_s
         self._closed = [column for column in self._closed if column.second >= start_s]
-        sums = _tallies_by_bin(store, process, max(self._until, start_s), end_s, width, trained)
-        fresh = [_column(*bin_key, tally) for bin_key, (tally, _) in sorted(sums.items())]
+        sums = _tallies_by_bin(store, process, max(self._until, start_s), end_s, width)
+        fresh = [_column(store, *bin_key, tally) for bin_key, (tally, _) in sorted(sums.items())]
         until = max((end_s - _OPEN_S) // width * width, self._until)
         self._closed += [column for column in fresh if column.second < until]
         self._until = until
@@ -67,17 +65,17 @@ class HistoryColumnCache:
 
 
 def _tallies_by_bin(
-    store: Store, process: int, start_s: int, end_s: int, width: int, trained: Collection[str]
-) -> dict[tuple[int, str, bool], tuple[Tally, int]]:
-    """Return the steps of a process by interval of `width` seconds: start, mode, and whether they are evaluations.
+    store: Store, process: int, start_s: int, end_s: int, width: int
+) -> dict[tuple[int, str, int], tuple[Tally, int]]:
+    """Return the steps of a process by start of the interval of `width` seconds, mode and kind.
 
     Each with the end of its last tally, in s.
     """
-    tallies: dict[tuple[int, str, bool], tuple[Tally, int]] = {}
+    tallies: dict[tuple[int, str, int], tuple[Tally, int]] = {}
     rows = store.tally_rows(start_s, end_s, process=process, sketches=False, widest=_widest_fitting_width(width))
     for start, row_width, key, tally in rows:
         if start >= start_s and tally.steps:
-            bin_key = start // width * width, key.mode, bool(key.kind & EVALUATION) and key.mode in trained
+            bin_key = start // width * width, key.mode, step_kind(key.kind)
             merged, until = tallies.get(bin_key, (Tally(), 0))
             merged.merge(tally)
             tallies[bin_key] = merged, max(until, start + row_width)
@@ -89,10 +87,10 @@ def _widest_fitting_width(width: int) -> int:
     return max(stored for stored in WIDTHS if width % stored == 0)
 
 
-def _column(second: int, mode: str, evaluation: bool, tally: Tally) -> Column:
+def _column(store: Store, second: int, mode: str, kind: int, tally: Tally) -> Column:
     phases = tuple(tally.stat(name).total for name in _SERIES)
     first = second * SECOND if tally.first_ns is None else tally.first_ns
-    return Column(second, mode, tally.steps, tally.stat(STEP).total, first, phases, evaluation)
+    return Column(second, mode, tally.steps, tally.stat(STEP).total, first, phases, other_kind=store.other_kind(kind))
 
 
 # ------------------------------------------------------------------------------------------------ of a whole run
@@ -117,8 +115,10 @@ class Bin(NamedTuple):
     """None if a step has no sample count."""
     parts: tuple[int, ...]
     """Time in each of PARTS, ns."""
-    evaluation: bool = False
-    """Whether they are evaluations: neither backward pass nor optimizer, in a mode that otherwise trains."""
+    kind: int = TRAINING
+    """A key of STEP_KINDS."""
+    other_kind: str = ""
+    """Word for their kind if it is not the main kind."""
     elapsed_ns: int = 0
     """Time (ns) within steps of this kind and between steps, in this interval."""
 
@@ -133,53 +133,54 @@ class BinnedSteps(NamedTuple):
 
 
 def bin_steps(
-    store: Store, first_ns: int, last_ns: int, median_ns: float, shown: Mapping[tuple[str, bool], int]
+    store: Store, first_ns: int, last_ns: int, median_ns: float, shown: Mapping[tuple[str, int], int]
 ) -> BinnedSteps:
     """Return the intervals with steps.
 
-    `shown`: by (mode, evaluation), the process that provides the steps. `median_ns`: the median step; no interval is
+    `shown`: by mode and kind, the process that provides the steps. `median_ns`: the median step; no interval is
     narrower. An interval begins earlier if a step of its kind was already running and no other step of this kind ended.
     All other time without steps is a gap.
     """
     span_ns = max(last_ns - first_ns, 0)
     min_width_s = max(span_ns / BINS, min(median_ns, span_ns)) / SECOND
     width_s = next((width for width in _WIDTHS if width >= min_width_s), _WIDTHS[-1])
-    trained, end_s = training_modes(store.step_kinds()), (last_ns // SECOND // width_s + 1) * width_s
+    end_s = (last_ns // SECOND // width_s + 1) * width_s
     bins = []
     for process in sorted(set(shown.values())):
-        sums = _tallies_by_bin(store, process, 0, end_s, width_s, trained)
-        within, between = _elapsed_by_bin(store, process, end_s, width_s, trained)
-        for (start, mode, evaluation), (tally, until) in sums.items():
-            if shown.get((mode, evaluation)) != process:
+        sums = _tallies_by_bin(store, process, 0, end_s, width_s)
+        within, between = _elapsed_by_bin(store, process, end_s, width_s)
+        for (start, mode, kind), (tally, until) in sums.items():
+            if shown.get((mode, kind)) != process:
                 continue
-            start_s, elapsed = start, within[start, mode, evaluation] + between[start, mode, evaluation]
-            while (previous := (start_s - width_s, mode, evaluation)) not in sums and within[previous] > 0:
+            start_s, elapsed = start, within[start, mode, kind] + between[start, mode, kind]
+            while (previous := (start_s - width_s, mode, kind)) not in sums and within[previous] > 0:
                 start_s -= width_s
                 elapsed += within[previous]
             start_s = max(start_s, first_ns // SECOND)  # a wide tally in place of deleted ones may begin earlier
-            bins.append(_bin(start_s, max(start + width_s, until), mode, evaluation, tally, elapsed))
+            time_bin = _bin(start_s, max(start + width_s, until), mode, tally, elapsed)
+            bins.append(time_bin._replace(kind=kind, other_kind=store.other_kind(kind)))
     return BinnedSteps(
         width_s * SECOND,
-        tuple(sorted(bins, key=lambda time_bin: (time_bin.end_ns, time_bin.mode, time_bin.evaluation))),
+        tuple(sorted(bins, key=lambda time_bin: (time_bin.end_ns, time_bin.mode, time_bin.kind))),
     )
 
 
 def _elapsed_by_bin(
-    store: Store, process: int, end_s: int, seconds: int, trained: Collection[str]
-) -> tuple[Counter[tuple[int, str, bool]], Counter[tuple[int, str, bool]]]:
+    store: Store, process: int, end_s: int, seconds: int
+) -> tuple[Counter[tuple[int, str, int]], Counter[tuple[int, str, int]]]:
     """Return the time (ns) of a process within steps, and between them, by interval as in `_tallies_by_bin`."""
-    within: Counter[tuple[int, str, bool]] = Counter()
-    between: Counter[tuple[int, str, bool]] = Counter()
+    within: Counter[tuple[int, str, int]] = Counter()
+    between: Counter[tuple[int, str, int]] = Counter()
     width = _widest_fitting_width(seconds)
     for row in store.time_rows(0, end_s, widest=width, process=process):
         start = row.start_s // seconds * seconds
-        within[start, row.mode, False] += max(row.spent["training"], 0)
-        between[start, row.mode, False] += max(row.spent["between"], 0)
-        within[start, row.mode, row.mode in trained] += max(row.spent["evaluation"], 0)
+        between[start, row.mode, store.main_kind] += max(row.spent["between"], 0)
+        for kind, name in STEP_KINDS.items():
+            within[start, row.mode, kind] += max(row.spent[name], 0)
     return within, between
 
 
-def _bin(start_s: int, end_s: int, mode: str, evaluation: bool, tally: Tally, elapsed_ns: int) -> Bin:
+def _bin(start_s: int, end_s: int, mode: str, tally: Tally, elapsed_ns: int) -> Bin:
     samples = tally.sum("samples")
     return Bin(
         start_ns=start_s * SECOND,
@@ -190,6 +191,5 @@ def _bin(start_s: int, end_s: int, mode: str, evaluation: bool, tally: Tally, el
         longest_ns=tally.high_ns or 0,
         samples=samples.total if samples.count == tally.steps else None,
         parts=tuple(tally.stat(REST if name == "forward" else name).total for name in PARTS),
-        evaluation=evaluation,
         elapsed_ns=elapsed_ns,
     )

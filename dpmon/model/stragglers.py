@@ -172,9 +172,8 @@ def rank_times_in_window(
             continue
         newest[rank] = process
         tally = tallies.setdefault(rank, Tally())
-        for mode, evaluation in window.modes:
-            if not evaluation:
-                tally.merge(window.tally(mode, process=process, without_warmup=True))
+        for mode in window.modes:
+            tally.merge(window.tally(mode, process=process, without_warmup=True))
     return tuple(
         build_rank_times(newest[rank], rank, tally, nodes.get(newest[rank])) for rank, tally in sorted(tallies.items())
     )

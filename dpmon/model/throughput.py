@@ -8,9 +8,9 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from dpmon.model.run_snapshot import Process, RecentRate, RunSnapshot
-from dpmon.record.schema import EVALUATION, SECOND, STEP
+from dpmon.record.schema import SECOND, STEP, STEP_KINDS, step_kind
 from dpmon.store.query_results import SecondRow
-from dpmon.store.step_stats import Rate, compute_rate, training_modes
+from dpmon.store.step_stats import Rate, compute_rate
 from dpmon.store.tally import WIDTHS, QuantitySum, SeriesStats, Tally
 
 if TYPE_CHECKING:
@@ -89,32 +89,29 @@ def read_recent_rate(
     `processes`: the processes that train together in `mode`; the first one represents them. `start_s`, `until_s`: the
     seconds to read. `scale`: number of processes that train, divided by the number of those that are read.
     """
-    process, mode_trains = processes[0], mode in training_modes(store.step_kinds())
-    training = _last_ten_seconds(store, tuple(processes), start_s, until_s, mode, mode_trains)
+    process = processes[0]
+    training = _last_ten_seconds(store, tuple(processes), start_s, until_s, mode)
     first = training[process]
     if not first.has_enough_steps:
-        training = {number: _last_two_steps(store, number, until_s, mode, mode_trains) for number in processes}
+        training = {number: _last_two_steps(store, number, until_s, mode) for number in processes}
         first = training[process] if training[process].has_enough_steps else first
     last_ns, step_ns = first.tally.last_ns, first.tally.stat(STEP).total // max(first.tally.steps, 1)
-    if last_ns is None and mode_trains:
-        last_ns = store.last_training_ns(process)
+    if last_ns is None and (last_step := store.last_main_step(process)) is not None:
+        _, last_ns = last_step
     return RecentRate(_combined_rate(training, scale) if first.has_enough_steps else None, last_ns, step_ns)
 
 
 def _last_ten_seconds(
-    store: Store, processes: tuple[int, ...], start_s: int, end_s: int, mode: str, mode_trains: bool
+    store: Store, processes: tuple[int, ...], start_s: int, end_s: int, mode: str
 ) -> dict[int, RecentTraining]:
-    """Return the last ten seconds of each process in one mode, since its last mode switch.
-
-    `mode_trains`: whether the mode has training steps; if not, its evaluation steps count.
-    """
+    """Return the last ten seconds of each process in one mode, since its last mode switch."""
     rows: dict[int, list[SecondRow]] = {process: [] for process in processes}
     for row in store.seconds(start_s, end_s, processes):
         if row.mode != mode:
             rows[row.process].clear()
-        elif not (mode_trains and row.kind & EVALUATION):
+        elif step_kind(row.kind) == store.main_kind:
             rows[row.process].append(row)
-    times = _active_time(store, start_s, end_s, processes, mode_trains, widest=1)
+    times = _active_time(store, start_s, end_s, processes, widest=1)
     training = {}
     for process, process_rows in rows.items():
         last = max((row.last_ns for row in process_rows), default=0)
@@ -124,26 +121,24 @@ def _last_ten_seconds(
     return training
 
 
-def _last_two_steps(store: Store, process: int, end_s: int, mode: str, mode_trains: bool) -> RecentTraining:
+def _last_two_steps(store: Store, process: int, end_s: int, mode: str) -> RecentTraining:
     """Return the two newest steps of a process, unless they ran in another mode."""
     newest = store.steps(2, process=process, include_excluded=False)
     rows = [
         SecondRow(process, mode, 0, 1, step.samples, step.start_ns, step.start_ns + step.wall_ns, step.wall_ns)
         for step in newest
-        if step.mode == mode
-        and step.is_evaluation == newest[0].is_evaluation
-        and not (mode_trains and step.is_evaluation)
+        if step.mode == mode and step.kind == store.main_kind
     ]
     start_s = newest[-1].start_ns // SECOND if newest else end_s
-    return _sum_steps(rows[::-1], _active_time(store, start_s, end_s, (process,), mode_trains)[process])
+    return _sum_steps(rows[::-1], _active_time(store, start_s, end_s, (process,))[process])
 
 
 def _active_time(
-    store: Store, start_s: int, end_s: int, processes: tuple[int, ...], mode_trains: bool, *, widest: int = WIDTHS[-1]
+    store: Store, start_s: int, end_s: int, processes: tuple[int, ...], *, widest: int = WIDTHS[-1]
 ) -> dict[int, Counter[tuple[int, int]]]:
-    """Return the time (ns) in training steps and between them by process, then by start and width of the bucket (s)."""
+    """Return the time (ns) in steps of the main kind and between steps, by process, then by start and width (s)."""
     times: dict[int, Counter[tuple[int, int]]] = {process: Counter() for process in processes}
-    activities = ("training", "between") if mode_trains else ("training", "between", "evaluation")
+    activities = STEP_KINDS[store.main_kind], "between"
     for process, start, width, ns in store.activity_time(start_s, end_s, processes, activities, widest=widest):
         times[process][start, width] += ns
     return times

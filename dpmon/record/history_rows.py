@@ -23,6 +23,7 @@ from dpmon.record.record_types import (
     Step,
     untimed_text,
 )
+from dpmon.record.schema import TRAINING
 from dpmon.record.shared_names import CALL_PHASES
 from dpmon.record.span_format import DOING, Flag
 
@@ -97,6 +98,8 @@ class CallRow(NamedTuple):
     outputs: int
     parts: CallParts | None = None
     """None if it has no phases, and a single replica that takes the whole call."""
+    kind: int = TRAINING
+    """Kind of its step (a key of STEP_KINDS), or of the call itself if `step` is 0: it ran outside the steps."""
 
     @property
     def parts_or_replica(self) -> CallParts:
@@ -107,11 +110,6 @@ class CallRow(NamedTuple):
     def end(self) -> int:
         """The time at which it ended."""
         return self.start + self.wall
-
-    @property
-    def is_evaluation(self) -> bool:
-        """Whether it belongs to an evaluation: the module is not in training mode, and gradients are off."""
-        return not self.flags & (Flag.TRAINING | Flag.GRAD)
 
     @property
     def failed(self) -> bool:
@@ -399,7 +397,7 @@ class Resolver:
         return Call(
             process=self._process,
             rank=self._rank,
-            step=row.step,
+            step=row.step or None,
             call=row.call,
             root=layout.root,
             via=layout.via,
@@ -418,6 +416,7 @@ class Resolver:
             outputs=sizes(row.outputs),
             absent=absent,
             stages=stages,
+            kind=row.kind,
         )
 
     def _collective(self, row: CollectiveRow) -> Collective | Sampled:

@@ -120,6 +120,7 @@ def _step_json(step: Step) -> dict[str, object]:
         "process": step.process,
         "rank": step.rank,
         "step": step.step,
+        "step_kind": step.step_kind,
         "mode": step.mode or None,
         "start_s": step.start_ns / 1e9,
         "wall_ms": _ms(step.wall_ns),

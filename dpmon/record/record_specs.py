@@ -24,7 +24,8 @@ RECORDS: Mapping[str, RecordSpec] = {
         parse_record_spec(f"""
             call: one outermost forward of a model
             process rank
-            step, integer: the step of the call
+            step, integer: the step of the call; null if it ran outside the steps
+            step_kind, text: the kind of that step, or of the call itself: training, evaluation or forward_only
             call, integer: the number of the call in the process, from 1
             root, text: the model: its class without wrappers, and a variable or number if several of the class exist
             via, text: the wrapper of the model: DataParallel, DistributedDataParallel ...; fully_shard under FSDP2;
@@ -51,9 +52,11 @@ RECORDS: Mapping[str, RecordSpec] = {
         """),
         parse_record_spec(
             f"""
-            step: one step of the training loop; an evaluation step has neither `backward` nor `optimizer` in `phases`
+            step: one step of a loop
             process rank
-            step, integer: the number of the step in the process, from 1
+            step, integer: the number of the step among those of its kind in the process, from 1
+            step_kind, text: training (a backward pass or an optimizer step ran in it), evaluation (neither, and all
+                its calls were in eval mode or without gradients), or forward_only (neither, in training mode)
             mode start_s wall_ms {" ".join(field.name for field in _QUANTITIES)}
             phases, object, ms: the host time of each phase that ran; these times add up to the step [in CSV:
                 {_HOST_TIMES}]

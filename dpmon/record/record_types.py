@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from dpmon.errors import DpmonError
-from dpmon.record.schema import SPAN_PHASES, SYNC_NUMBER
+from dpmon.record.schema import EVALUATION, SPAN_PHASES, STEP_KINDS, SYNC_NUMBER, TRAINING
 
 UNTIMED = (
     "",
@@ -110,7 +110,8 @@ class Call:
 
     process: int
     rank: int | None
-    step: int
+    step: int | None
+    """Number of its step; None if it ran outside the steps."""
     call: int
     root: str
     via: str | None
@@ -131,11 +132,13 @@ class Call:
     """Stages of a model on several devices; such a call has no replicas."""
     dim: int = 0
     """The batch dimension."""
+    kind: int = TRAINING
+    """Kind of its step, or its own kind outside the steps: a key of STEP_KINDS."""
 
     @property
-    def is_evaluation(self) -> bool:
-        """Whether it belongs to an evaluation. Both flags must be off, because some scripts train in eval mode."""
-        return not (self.training or self.grad)
+    def step_kind(self) -> str:
+        """Name of its kind."""
+        return STEP_KINDS[self.kind]
 
     @property
     def rows(self) -> int | None:
@@ -194,6 +197,8 @@ class Step(NamedTuple):
     """In the history: number of batches of that loop that were used until the step ended; None if unknown."""
     batches: Batches | None = None
     """In the assembler's row: its batches; None if it fetched none."""
+    kind: int = TRAINING
+    """A key of STEP_KINDS. `step` counts the steps of this kind."""
 
     def with_device_times(self, times: Sequence[float | None], why: int) -> Step:
         """Return the step with these device times. `why`: the number of Untimed that explains each None."""
@@ -245,12 +250,14 @@ class Step(NamedTuple):
         return untimed_text(self.why)
 
     @property
-    def is_evaluation(self) -> bool:
-        """Whether it looks like a step of an evaluation: neither backward pass nor optimizer step.
+    def step_kind(self) -> str:
+        """Name of its kind."""
+        return STEP_KINDS[self.kind]
 
-        Meaningful only if other steps of its mode train. A training step that skips its batch looks the same.
-        """
-        return "backward" not in self.phases and "optimizer" not in self.phases
+    @property
+    def is_evaluation(self) -> bool:
+        """Whether it is a step of an evaluation."""
+        return self.kind == EVALUATION
 
 
 @dataclass(frozen=True, slots=True)

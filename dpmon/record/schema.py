@@ -199,10 +199,20 @@ EXPOSED, WAIT, STRAGGLER_DELAY = "exposed", "wait", "held"
 the slowest rank. STRAGGLER_DELAY, on the slowest rank only: how much later it was than the second slowest."""
 
 
-EVALUATION, WARM_UP, STALLED, STARTUP = 1, 2, 4, 8
-"""Flags of a step's kind. EVALUATION: it has neither a backward pass nor an optimizer step. WARM_UP: it is one of the
-first steps after the start or a mode switch, in which caches are filled and algorithms chosen. STALLED: the run stalled
-in it. STARTUP: it is the first step of a process, and waited long for its first batch or for other ranks."""
+TRAINING, EVALUATION, WARM_UP, STALLED, STARTUP, FORWARD_ONLY = 0, 1, 2, 4, 8, 16
+"""Flags of a step. TRAINING: a backward pass or an optimizer step ran in it. EVALUATION: neither ran, and all its calls
+were in eval mode or without gradients. FORWARD_ONLY: neither ran, but a call could have trained. WARM_UP: it is one of
+the first steps after the start or a mode switch, in which caches are filled and algorithms chosen. STALLED: the run
+stalled in it. STARTUP: it is the first step of a process, and waited long for its first batch or for other ranks."""
+STEP_KINDS = {TRAINING: "training", EVALUATION: "evaluation", FORWARD_ONLY: "forward_only"}
+"""The kinds of steps. Steps of each kind are numbered from 1 in their process."""
+
+
+def step_kind(flags: int) -> int:
+    """Return the kind in the flags of a step: a key of STEP_KINDS."""
+    return flags & (EVALUATION | FORWARD_ONLY)
+
+
 EXCLUDED = STALLED | STARTUP
 """Flags of steps that no metric includes."""
 WARM_UP_STEPS = 5

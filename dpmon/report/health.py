@@ -24,6 +24,7 @@ from dpmon.stalls.run_state import (
     PAUSED,
     QUIET,
     QUIET_NS,
+    RUNNING,
     STALLED,
     STARTING,
     TRAINING,
@@ -39,7 +40,7 @@ from dpmon.text.formatting import format_calls_so_far, format_count, format_long
 if TYPE_CHECKING:
     from dpmon.store.store_queries import Store
 
-FINE = (TRAINING, EVALUATING, WAITING_FOR_DATA)
+FINE = (TRAINING, EVALUATING, RUNNING, WAITING_FOR_DATA)
 IS_FINE, NOT_TRAINING, NO_RUN, IS_STALLED, HAS_FAILED, TIMED_OUT = 0, 3, 4, 5, 6, 124
 """Exit statuses of `dpmon status`."""
 LOST = "lost"
@@ -151,7 +152,7 @@ def assess_live_run(reader: RunReader, snapshot: RunSnapshot, now_ns: int) -> He
         reason, remedy = _quiet_reason(snapshot, activity), f"dpmon why {name} shows where it is"
     elif state.word == WAITING_FOR_INPUT:
         remedy = f"dpmon attach {name}, then i"
-    elif state.word in FINE[:2] and activity not in ("", "other", "ended") and now_ns - since_ns > QUIET_NS:
+    elif state.word in FINE[:3] and activity not in ("", "other", "ended") and now_ns - since_ns > QUIET_NS:
         reason = f"in {activity} for {format_long_duration(now_ns - since_ns)}"
     if snapshot.open_calls and reason is None:
         reason = format_calls_so_far(snapshot.open_calls)
@@ -160,8 +161,8 @@ def assess_live_run(reader: RunReader, snapshot: RunSnapshot, now_ns: int) -> He
 
 def _quiet_reason(snapshot: RunSnapshot, activity: str) -> str:
     """Return why no model is called any more. `activity`: that of the process that represents the run."""
-    step = None if snapshot.representative is None else snapshot.representative.last_step
-    call_text = "no recent call" if step is None else f"no call since step {format_count(step.step)}"
+    step = 0 if snapshot.representative is None else snapshot.representative.step_number
+    call_text = f"no call since step {format_count(step)}" if step else "no recent call"
     text = "the training process has ended" if activity == "ended" else "the script does something else"
     return f"{call_text}; {text}"
 

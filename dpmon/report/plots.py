@@ -51,8 +51,8 @@ def _time_span(run: RunAnalysis) -> TimeSpan:
     start_ns, end_ns, bins = run.first_step_ns, until_ns, run.binned_steps.bins
     if last_ns and run.end_ns is not None:
         end_ns = max([last_ns, *(mark.end_ns or 0 for mark in marks)])
-    training_ends = {time_bin.end_ns for time_bin in bins if not time_bin.evaluation}
-    marks += _evaluation_marks([b for b in bins if b.evaluation and b.end_ns not in training_ends])
+    training_ends = {time_bin.end_ns for time_bin in bins if not time_bin.other_kind}
+    marks += _other_kind_marks([b for b in bins if b.other_kind and b.end_ns not in training_ends])
     length_ns, mode_changes = max(end_ns - start_ns, 1), filter(_is_mode_switch, run.announced.changes)
     plot_marks: list[PlotMark] = []
     plot_marks += ((_to_seconds(change.t_ns or 0), None, change.mode) for change in islice(mode_changes, _MAX_MARKS))
@@ -62,14 +62,14 @@ def _time_span(run: RunAnalysis) -> TimeSpan:
     return TimeSpan(_to_seconds(start_ns), _to_seconds(end_ns), plot_marks)
 
 
-def _evaluation_marks(bins: Sequence[Bin]) -> list[TimeMark]:
-    """Return the times of evaluations, in which adjacent bins are merged."""
+def _other_kind_marks(bins: Sequence[Bin]) -> list[TimeMark]:
+    """Return the times of steps of other kinds than the main kind, in which adjacent bins are merged."""
     marks: list[TimeMark] = []
     for time_bin in sorted(bins, key=lambda time_bin: time_bin.start_ns):
         if marks and time_bin.start_ns <= (marks[-1].end_ns or 0):
             marks[-1] = marks[-1]._replace(end_ns=max(marks[-1].end_ns or 0, time_bin.end_ns))
         else:
-            marks.append(TimeMark(time_bin.start_ns, time_bin.end_ns, EVALUATION, EVALUATION))
+            marks.append(TimeMark(time_bin.start_ns, time_bin.end_ns, EVALUATION, time_bin.other_kind))
     return marks[:_MAX_MARKS]
 
 
@@ -78,14 +78,14 @@ def _is_mode_switch(change: ModeChange) -> bool:
 
 
 def _bins_by_mode(run: RunAnalysis) -> list[tuple[str, str, list[Bin]]]:
-    """Return title, color and bins of each mode; evaluations are separate, in other colors."""
+    """Return title, color and bins of each mode; other kinds of steps are separate, in other colors."""
     titles = {stats.mode: sentences.mode_title(stats) for stats in run.modes}
     modes = []
-    keys = sorted({(time_bin.evaluation, time_bin.mode) for time_bin in run.binned_steps.bins})
-    for index, (evaluation, name) in enumerate(keys):
-        title = titles.get(name, name) + (", evaluation" if evaluation else "")
-        mode_color = None if evaluation else _MODE_COLORS.get(name)
-        bins = [b for b in run.binned_steps.bins if (b.evaluation, b.mode) == (evaluation, name)]
+    keys = sorted({(time_bin.other_kind, time_bin.mode) for time_bin in run.binned_steps.bins})
+    for index, (other_kind, name) in enumerate(keys):
+        title = titles.get(name, name) + (f", {other_kind}" if other_kind else "")
+        mode_color = None if other_kind else _MODE_COLORS.get(name)
+        bins = [b for b in run.binned_steps.bins if (b.other_kind, b.mode) == (other_kind, name)]
         modes.append((title, mode_color or _LINE_COLORS[index % len(_LINE_COLORS)], bins))
     return modes
 
@@ -158,7 +158,7 @@ def _parts_plot(run: RunAnalysis) -> Plot | None:
     # One bar per interval, whatever its modes: two bars would cover each other.
     bins_by_end: dict[int, list[Bin]] = {}
     for time_bin in run.binned_steps.bins:
-        if not time_bin.evaluation:
+        if not time_bin.other_kind:
             bins_by_end.setdefault(time_bin.end_ns, []).append(time_bin)
     if sum(map(len, bins_by_end.values())) < 2:
         return None

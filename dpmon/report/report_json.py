@@ -20,6 +20,7 @@ from dpmon.model.mode_stats import ModeStats
 from dpmon.model.pauses import PauseTotals
 from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.step_history import PARTS, Bin
+from dpmon.record.schema import EVALUATION, STEP_KINDS
 from dpmon.report.report_data import ReportData
 from dpmon.store.query_results import LossBin
 from dpmon.store.step_stats import quantities_to_json, rate_to_json
@@ -54,7 +55,7 @@ def report_as_json(report: ReportData) -> dict[str, object]:
         "stalls": [fields_of(stall, "since_ns", "end_ns", "text") for stall in run.announced.stalls],
         "gpu_absent": run.samples.gpu_absent,
         "modes": [_mode_members(run, stats) for stats in run.modes],
-        "evaluations": [_mode_members(run, stats) for stats in run.evaluations],
+        "evaluations": [_mode_members(run, stats) for stats in run.other_modes],
         "elapsed": _elapsed_members(run),
         "progress": progress_fields(run.progress),
         "epochs": [
@@ -70,7 +71,14 @@ def report_as_json(report: ReportData) -> dict[str, object]:
             }
             for one in run.replicas
         ],
-        "sizes": [line._asdict() for line in run.sizes],
+        "sizes": [
+            {
+                **fields_of(line, "mode", "root", "replica", "device", "inputs", "outputs", "calls"),
+                "step_kind": STEP_KINDS[line.kind],
+                "evaluations": line.calls * (line.kind == EVALUATION),
+            }
+            for line in run.sizes
+        ],
         "ranks": _rank_members(run),
         "communication": communication_fields(run.communication),
         "losses": [
@@ -137,6 +145,7 @@ def _mode_members(run: RunAnalysis, stats: ModeStats) -> dict[str, object]:
         "rank": run.rank(stats.process),
         **fields_of(stats, "median_ns", "p95_ns"),
         "mode": stats.mode or None,
+        "step_kind": STEP_KINDS[stats.kind],
         "steps": stats.all_steps,
         "process_steps": stats.steps,
         **rate_to_json(stats.rate),
@@ -205,7 +214,9 @@ def _mode_comparison_members(run: RunAnalysis) -> dict[str, object] | None:
 
 def _bin_members(time_bin: Bin) -> dict[str, object]:
     return {
-        **fields_of(time_bin, "start_ns", "end_ns", "evaluation", "steps", "elapsed_ns", "longest_ns", "samples"),
+        **fields_of(time_bin, "start_ns", "end_ns", "steps", "elapsed_ns", "longest_ns", "samples"),
+        "evaluation": time_bin.kind == EVALUATION,
+        "step_kind": STEP_KINDS[time_bin.kind],
         "mode": time_bin.mode or None,
         "mean_ms": time_bin.wall_ns / time_bin.steps / 1e6,
         "parts_ms": {name: part_ns / 1e6 for name, part_ns in zip(PARTS, time_bin.parts, strict=True)},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import partial
 
@@ -164,9 +163,9 @@ def _finding_parts(report: ReportData) -> list[Part]:
 
 
 def _titled_mode_stats(run: RunAnalysis) -> list[tuple[str, ModeStats]]:
-    """Return the stats of each mode with a title: first those of training, then those of evaluations."""
+    """Return the stats of each mode with a title: first those of the main kind of steps, then those of others."""
     rows = [(sentences.mode_title(stats), stats) for stats in run.modes if stats.steps]
-    return [*rows, *((f"{sentences.mode_title(stats)}, evaluation", stats) for stats in run.evaluations)]
+    return [*rows, *((sentences.mode_title(stats), stats) for stats in run.other_modes)]
 
 
 def _step_parts(run: RunAnalysis) -> list[Part]:
@@ -179,7 +178,7 @@ def _step_parts(run: RunAnalysis) -> list[Part]:
         times = format_duration(stats.median_ns), format_duration(stats.p95_ns)
         rows.append((title, f"{stats.all_steps:,}", *name_cells, *times, format_samples_per_s(stats.rate)))
     headers = ("mode", "steps", *(("times of",) if has_names else ()), "median", "p95", "samples/s")
-    bins = [time_bin for time_bin in run.binned_steps.bins if not time_bin.evaluation]
+    bins = [time_bin for time_bin in run.binned_steps.bins if not time_bin.other_kind]
     parts: list[Part] = [*_make_table(headers, rows)]
     if rows and len(bins) > 1:
         parts.append(TextHistogram(bins, run.binned_steps.width_ns, sentences.rank_suffix_of_run(run)))
@@ -244,39 +243,31 @@ def _phase_parts(stats: ModeStats) -> list[Part]:
 
 
 def _replica_tables(run: RunAnalysis) -> list[Table]:
-    """Return a table with a row per replica and mode: its most frequent sizes, and the number of others."""
-    groups: dict[tuple[str, str, int, str], list[tuple[int, str]]] = {}
-    evaluation_only: Counter[tuple[str, str, int, str]] = Counter()
+    """Return a table with a row per replica, mode and kind of call: its most frequent sizes, and how many others."""
+    groups: dict[tuple[str, str, int, str, int], list[tuple[int, str]]] = {}
     for size_row in run.sizes:
-        key = (size_row.mode, size_row.root, size_row.replica, size_row.device)
-        groups.setdefault(key, []).append(
-            (size_row.calls - size_row.evaluations, format_sizes(size_row.inputs, size_row.outputs))
-        )
-        evaluation_only[key] += size_row.evaluations == size_row.calls
-    replica_times = {(stats.mode, stats.root, stats.replica, stats.device): stats for stats in run.replicas}
+        key = size_row.mode, size_row.root, size_row.replica, size_row.device, size_row.kind
+        groups.setdefault(key, []).append((size_row.calls, format_sizes(size_row.inputs, size_row.outputs)))
+    replica_times = {(row.mode, row.root, row.replica, row.device, row.kind): row for row in run.replicas_by_kind}
     rows = []
     for key, sizes in groups.items():
-        mode, root, replica, device = key
+        mode, root, replica, device, kind = key
         stats = replica_times.get(key)
         label = f"{root} {replica}" if mode == "dp" else f"{root} {mode or '?'}"
+        if kind != run.layouts.main_kind:
+            label += f", {run.store.kind_word(kind)}"
         calls = sum(calls for calls, _ in sizes) if stats is None else stats.calls
         times = (None,) * 3 if stats is None else (stats.time.median, stats.time.quantile(0.95), stats.on_device.median)
-        rows.append(
-            (label, device, f"{calls:,}", *map(format_duration, times), most_frequent(sizes, evaluation_only[key]))
-        )
+        rows.append((label, device, f"{calls:,}", *map(format_duration, times), most_frequent(sizes)))
     return _make_table(("", "device", "calls", "median", "p95", _ON_DEVICE, _FLOW_TITLE), rows, has_text_columns=True)
 
 
-def most_frequent(sizes: Iterable[tuple[int, str]], evaluation_only: int) -> str:
-    """Return the most frequent size and the number of others. `evaluation_only`: how many occur only in evaluations."""
-    by_count = sorted(sizes, key=lambda size: -size[0])
-    ordered = [text for _, text in by_count]
-    other_count = max(len(ordered) - evaluation_only, 1) - 1
-    notes = []
-    if other_count:
-        notes.append(f"+{other_count} other size{'s' if other_count > 1 else ''}")
-    notes += [f"+{evaluation_only} in evaluation"] if 0 < evaluation_only < len(ordered) else []
-    return ordered[0] + (f" ({', '.join(notes)})" if notes else "")
+def most_frequent(sizes: Iterable[tuple[int, str]]) -> str:
+    """Return the most frequent size and the number of others."""
+    (_, text), *others = sorted(sizes, key=lambda size: -size[0])
+    if not others:
+        return text
+    return f"{text} (+{len(others)} other size{'s' if len(others) > 1 else ''})"
 
 
 def _rank_tables(run: RunAnalysis) -> list[Table]:

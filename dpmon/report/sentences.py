@@ -136,13 +136,16 @@ def processes_and_modes(run: RunAnalysis) -> str:
     """Return the number of processes, steps and calls, steps by mode, and the initial mode with its reason."""
     process_count = len(run.processes) or (len(run.announced.info) if run.open_calls else 0)
     modes: Counter[str] = Counter()
-    for stats in (*run.modes, *run.evaluations):
+    for stats in (*run.modes, *run.other_modes):
         modes[RANK_MODES[stats.distributed] if stats.distributed else stats.mode] += stats.all_steps
     several_modes = len(+modes) > 1
-    counts_text = f"{format_count_with_noun(run.steps, 'step')}, {format_count_with_noun(run.calls, 'call')}"
+    steps_by_kind: Counter[str] = Counter()
+    for stats in run.other_modes:
+        steps_by_kind[stats.other_kind] += stats.all_steps
+    steps_text = format_count_with_noun(run.steps - steps_by_kind.total(), "step")
+    kinds = [f"{count:,} {word}" for word, count in steps_by_kind.items()]
+    counts_text = f"{' + '.join([steps_text, *kinds])}, {format_count_with_noun(run.calls, 'call')}"
     counts_text += " total" if process_count > 1 else ""
-    if evaluations := sum(stats.all_steps for stats in run.evaluations):
-        counts_text += f", {run.steps - evaluations:,} training and {evaluations:,} evaluation steps"
     if several_modes:
         counts_text += f" ({', '.join(f'{steps:,} in {name}' for name, steps in modes.items() if steps)})"
     processes_text = f"{process_count} training processes"
@@ -211,6 +214,7 @@ def pause_count_text(totals: PauseTotals, has_ended: bool) -> str:
 ACTIVITY_NAMES = {
     **{name: name for name in ACTIVITIES},
     "startup": "start-up",
+    "forward_only": "forward only",
     "between": "between steps",
     "input": "waiting for input",
     "missed": "not recorded",
@@ -256,10 +260,16 @@ def phase_notes(stats: ModeStats) -> list[str]:
 
 
 def mode_title(stats: ModeStats) -> str:
-    """Return the name of a mode, with a note for virtual replicas; "ddp" or "fsdp" for ranks, as on the screen."""
+    """Return the name of a mode, with a note for virtual replicas; "ddp" or "fsdp" for ranks, as on the screen.
+
+    Steps of another kind than the main kind have its word: "single, evaluation".
+    """
+    title = stats.mode or "mode unknown"
     if stats.distributed:
-        return RANK_MODES[stats.distributed]
-    return f"{stats.mode} (virtual)" if stats.virtual else stats.mode or "mode unknown"
+        title = RANK_MODES[stats.distributed]
+    elif stats.virtual:
+        title = f"{stats.mode} (virtual)"
+    return f"{title}, {stats.other_kind}" if stats.other_kind else title
 
 
 def rank_suffix_of_run(run: RunAnalysis) -> str:

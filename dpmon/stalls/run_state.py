@@ -8,10 +8,12 @@ from dpmon.record.record_types import Step
 from dpmon.record.schema import SECOND
 from dpmon.record.shared_names import ELSEWHERE
 
-STARTING, TRAINING, EVALUATING = "starting", "training", "evaluating"
+STARTING, TRAINING, EVALUATING, RUNNING = "starting", "training", "evaluating", "running"
 WAITING_FOR_DATA, WAITING_FOR_INPUT, PAUSED = "waiting for data", "waiting for input", "paused"
 QUIET, STALLED, ENDED = "quiet", "stalled", "ended"
-STATES = (STARTING, TRAINING, EVALUATING, WAITING_FOR_DATA, WAITING_FOR_INPUT, PAUSED, QUIET, STALLED, ENDED)
+STATES = (STARTING, TRAINING, EVALUATING, RUNNING, WAITING_FOR_DATA, WAITING_FOR_INPUT, PAUSED, QUIET, STALLED, ENDED)
+_WORDS_OF_STEPS = {"evaluation": EVALUATING, "forward only": RUNNING}
+"""State by the word for the kind of the newest step; any other step belongs to a training."""
 _SHOWN_WORDS = {QUIET: "idle", ELSEWHERE: "on another node"}
 """States whose word for readers differs from the one in JSON."""
 WAIT_SHOWN_NS = SECOND
@@ -42,6 +44,8 @@ class StateInputs(NamedTuple):
     """Calls so far in open steps of processes without a finished step."""
     activity: tuple[str, int] = ("", 0)
     """Activity of the process that represents the run (data, forward, other ...), and its start; empty if unknown."""
+    step_word: str = ""
+    """Word for the kind of its last step (`dpmon.store.store_queries.Store.kind_word`)."""
 
 
 class RunState(NamedTuple):
@@ -69,4 +73,4 @@ def decide_state(inputs: StateInputs) -> RunState:
     newest_ns, step_ns = max(inputs.seen_ns, activity_ns, 0), 0 if inputs.step is None else inputs.step.wall_ns
     if activity in ("", "other", "ended") and now_ns - newest_ns > max(QUIET_NS, QUIET_STEPS * step_ns):
         return RunState(QUIET, max(inputs.seen_ns, 0) or activity_ns or None)
-    return RunState(EVALUATING if inputs.step is not None and inputs.step.is_evaluation else TRAINING)
+    return RunState(_WORDS_OF_STEPS.get(inputs.step_word, TRAINING))

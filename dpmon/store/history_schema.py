@@ -3,9 +3,9 @@
     meta         key, value: schema, run, start_ns, limit_bytes, pruned (rows deleted to stay below it)
     rings        one row per ring: the reading position (position, sequence, lines), the counts of missed and other
                  records, the first and the last id of its calls and steps, the id of the first call that waits for its
-                 step, the numbers of its last step and call, its training thread, its events that are not in the
-                 history, whether it has ended, the calls so far while no step has ended, and node (its number in
-                 nodes; NULL: this machine)
+                 step, the numbers of its last step of each kind and of its last call, its training thread, its events
+                 that are not in the history, whether it has ended, the calls so far while no step has ended, and node
+                 (its number in nodes; NULL: this machine)
     nodes        the machines of a mirror, which writes what the supervisors of other machines recorded (dpmon.mirror):
                  number; name (how the user reaches it); host, run (its id there) and version (of dpmon there), NULL
                  until it has answered; state (dpmon.store.query_results.NODE_STATES), why (a sentence, or NULL),
@@ -73,7 +73,7 @@ from zlib import crc32
 
 from dpmon.errors import HistoryError
 from dpmon.record.safe_json import load_json
-from dpmon.record.schema import EXPOSED, PHASES, QUANTITIES, SYNC_NUMBER, WAIT
+from dpmon.record.schema import EVALUATION, EXPOSED, FORWARD_ONLY, PHASES, QUANTITIES, SYNC_NUMBER, TRAINING, WAIT
 from dpmon.record.shared_names import MODES
 from dpmon.store.loader_loops import LOOP_COLUMNS
 from dpmon.store.tally import COLUMNS, PLAIN
@@ -104,6 +104,7 @@ CALL_COLUMNS: Mapping[str, str] = {
     "mode": "TEXT",
     **dict.fromkeys(("flags", "layout", "start_ns", "wall_ns", "inputs", "outputs"), "INTEGER"),
     "parts": "TEXT",
+    "kind": "INTEGER",
 }
 """The columns of calls and their types."""
 CALL_ROW = ", ".join(tuple(CALL_COLUMNS)[2:])
@@ -152,7 +153,8 @@ SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS rings (
     name TEXT PRIMARY KEY, process INTEGER, rank INTEGER, pid INTEGER, position INTEGER, sequence INTEGER,
-    missed INTEGER, calls INTEGER, steps INTEGER, last_step INTEGER,
+    missed INTEGER, calls INTEGER, steps INTEGER, last_step INTEGER, evaluations INTEGER, forward_steps INTEGER,
+    evaluation_phases INTEGER,
     first_id INTEGER, last_id INTEGER, last_call INTEGER, lines INTEGER, thread INTEGER,
     pending TEXT, ended INTEGER, open_calls INTEGER, node INTEGER) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS nodes ({node_columns});
@@ -245,6 +247,13 @@ class RingRow:
     calls: int = 0
     steps: int = 0
     last_step: int | None = None
+    """Number of its last training step."""
+    evaluations: int = 0
+    """Number of its last evaluation step."""
+    forward_steps: int = 0
+    """Number of its last forward-only step."""
+    evaluation_phases: int = 0
+    """Number of evaluations, each of one or several steps."""
     first_id: int | None = None
     """First id of its calls and steps; `last_id` is the last. None if it has none."""
     last_id: int | None = None
@@ -261,6 +270,11 @@ class RingRow:
     """Calls so far, while no step has ended."""
     node: int | None = None
     """Number of its node; None if it ran on this machine."""
+
+    @property
+    def last_steps(self) -> dict[int, int]:
+        """Number of its last step of each kind; 0 if there is none."""
+        return {TRAINING: self.last_step or 0, EVALUATION: self.evaluations, FORWARD_ONLY: self.forward_steps}
 
 
 class CheckedConnection:

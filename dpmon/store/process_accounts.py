@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from dpmon.record.schema import EVALUATION
+from dpmon.record.schema import step_kind
 from dpmon.store.history_schema import LASTING
 from dpmon.store.query_results import event_from_row
 from dpmon.store.sync_passes import SyncPassMatcher
@@ -78,8 +78,9 @@ class ProcessAccounts:
             else:
                 self.handle_event(discarded_batch, process if process >= 0 else None, event.kind, event.data, time_ns)
         for ring in history.rings().values():
-            for step, mode, start_ns, wall_ns, kind in history.last_step(ring):
-                self.get_account(ring.process).resume(step, mode, start_ns, wall_ns, bool(kind & EVALUATION))
+            for _, mode, start_ns, wall_ns, flags in history.last_step(ring):
+                account = self.get_account(ring.process)
+                account.resume(ring.last_steps, step_kind(flags), mode, start_ns, wall_ns)
         for time_ns in end_times:  # the history already has the pauses before the end, even those after the last step
             self.handle_event(discarded_batch, None, "exit", {}, time_ns)
 

@@ -40,6 +40,13 @@ class RingSummary(NamedTuple):
     calls: int
     steps: int
     last_step: int | None
+    """Number of its last training step."""
+    evaluations: int
+    """Number of its last evaluation step."""
+    forward_steps: int
+    """Number of its last forward-only step."""
+    evaluation_phases: int
+    """Number of evaluations, each of one or several steps."""
     first_id: int | None
     """First id of its calls and steps; `last_id` is the last. None if it has none."""
     last_id: int | None

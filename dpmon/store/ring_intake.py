@@ -22,10 +22,13 @@ from dpmon.record.schema import (
     QUANTITIES,
     REST,
     SPAN_PHASES,
+    STEP_KINDS,
     STEP_PHASES,
+    TRAINING,
     WARM_UP,
     WARM_UP_STEPS,
     device_series,
+    step_kind,
 )
 from dpmon.record.shared_names import CALL_PHASES, to_bounded_json
 from dpmon.record.span_format import Flag
@@ -49,7 +52,6 @@ HELD_CALLS = 4096
 """How many calls of a process are held for their step."""
 _MAX_INT = (1 << 63) - 1
 _APPLY = CALL_PHASES.index("parallel_apply")
-_LEARNS = Flag.TRAINING | Flag.GRAD
 _CALL_AT = {name: index for index, name in enumerate(CALL_PHASES)}
 _STEP_AT = {name: index for index, name in enumerate(STEP_PHASES)}
 _COUNTED = tuple(quantity.name for quantity in QUANTITIES if quantity.name != "samples")
@@ -74,6 +76,8 @@ class RingIntake:
         """The calls that wait for their step, by id."""
         self._sizes: set[int] = set()
         """Batch sizes with their own tallies."""
+        self._kind = TRAINING
+        """Kind of the last step."""
         self._mode: str | None = None
         self._steps_in_mode = 0
         self._loops = LoaderLoopTracker(row.process)
@@ -82,17 +86,21 @@ class RingIntake:
         """Continue after the last step of the ring, which another supervisor wrote. Raises HistoryError."""
         for _, mode, _, _, kind in history.last_step(self.row):
             self._mode, self._steps_in_mode = mode, 0 if kind & WARM_UP else WARM_UP_STEPS
+            self._kind = step_kind(kind)
         self._loops.resume(history.loops(self.row.process))
 
     def add(self, batch: WriteBatch, row_id: int, row: Row) -> bool:
-        """Add `row` to `batch` under the id `row_id`. Return False for a definition, which takes no id.
+        """Add `row` to `batch` under the id `row_id`. Return False for a row that takes no id.
 
         Raises RecordError if its numbers are impossible.
         """
         if isinstance(row, CallRow):
             self._call(batch, row_id, row)
-        elif isinstance(row, Step):
+        elif isinstance(row, Step) and row.step:
             self._step(batch, row_id, row)
+        elif isinstance(row, Step):  # its calls are not repeated: it takes time, but is no step of a loop
+            self._add_step_time(batch, row._replace(start_ns=row.start_ns - self._start_ns), 0)
+            return False
         elif isinstance(row, Event):
             try:
                 self._event(batch, row_id, row)
@@ -118,20 +126,29 @@ class RingIntake:
     def _call(self, batch: WriteBatch, row_id: int, row: CallRow) -> None:
         start_ns = row.start - self._start_ns
         _check_ranges(start_ns, row.wall, row.step, row.call)
-        self._calls[row_id] = row
+        if row.step:
+            self._calls[row_id] = row
+        else:
+            self._count(batch, [row], row.kind)
         parts = encode_parts(row.parts)
-        batch.calls.append((row_id, self.row.process, *row[:5], start_ns, *row[6:-1], parts))
+        batch.calls.append(
+            (row_id, self.row.process, *row[:5], start_ns, row.wall, row.inputs, row.outputs, parts, row.kind)
+        )
         batch.characters += len(parts or "")
-        if len(self._calls) > HELD_CALLS:  # a process with calls outside steps
-            self._count(batch, [self._calls.pop(next(iter(self._calls)))], None)
+        if len(self._calls) > HELD_CALLS:  # a step with very many calls
+            held = self._calls.pop(next(iter(self._calls)))
+            self._count(batch, [held], held.kind)
         self._note_id(row_id)
         self.row.calls += 1
         self.row.last_call = row.call
 
-    def _count(self, batch: WriteBatch, calls: Iterable[CallRow], kind: int | None) -> None:
-        """Count the shapes of calls. `kind`: the kind of their step; None if they are in no step."""
+    def _count(self, batch: WriteBatch, calls: Iterable[CallRow], kind: int) -> None:
+        """Count the shapes of calls. `kind`: the flags of their step. In a training step, only calls with gradients
+        train."""
         for call in calls:
-            call_kind = kind if kind is not None else EVALUATION * (call.flags & _LEARNS == 0)
+            call_kind = kind
+            if step_kind(kind) == TRAINING and not call.flags & Flag.GRAD:
+                call_kind |= EVALUATION
             virtual = int(call.flags & Flag.VIRTUAL > 0)
             parts, sizes = call.parts, _sizes_of(call)
             has_missing = parts is not None and parts.device_ms is not None and None in parts.device_ms
@@ -146,33 +163,29 @@ class RingIntake:
 
     def finish_process(self, batch: WriteBatch) -> None:
         """Handle the end of the process: count its last calls, which belong to no finished step."""
-        self._count(batch, self._calls.values(), None)
+        for call in self._calls.values():
+            self._count(batch, [call], call.kind)
         self._calls.clear()
 
     # ------------------------------------------------------------------------------------------ steps
 
     def _step(self, batch: WriteBatch, row_id: int, row: Step) -> None:
-        step, mode, start_ns, wall_ns = row.step, row.mode, row.start_ns - self._start_ns, row.wall_ns
+        row = row._replace(start_ns=row.start_ns - self._start_ns)
+        step, mode, start_ns, wall_ns = row.step, row.mode, row.start_ns, row.wall_ns
         _check_ranges(start_ns, wall_ns, step, row.samples or 0, *row.phases.values(), *row.counts.values())
-        evaluation = row.is_evaluation and not self._is_training_step(step)
         account = self._accounts.get_account(self.row.process)
         waited = row.phases.get("data", 0) + row.phases.get("sync", 0)
         exclusion = account.exclusion_flag(start_ns, start_ns + wall_ns, waited)
-        kind = self._next_step_kind(mode, evaluation) | exclusion
-        calls = self._pop_step_calls(batch, step, kind)
+        kind = row.kind | self._warm_up_flag(mode) | exclusion
+        calls = self._pop_step_calls(batch, row, kind)
         own_phases = [*map(row.phases.get, STEP_PHASES)]
         call_phases, rest_ns = _sum_call_phases(own_phases, calls)
         values = _phases_of((*own_phases, *call_phases))
         quantities = [*map(row.counts.get, _COUNTED)]
         quantities.insert(_SAMPLES_AT, row.samples)
         process = self.row.process
-        intervals, gap = account.add_step(step, mode, start_ns, wall_ns, evaluation, exclusion)
-        batch.add_activity_time(process, intervals)
-        if gap is not None and gap.ns >= GAP_NS:
-            batch.gaps.append(gap)
-        evaluation_ns = 0
-        if evaluation:
-            evaluation_ns = sum(part.end - part.begin for part in intervals if part.activity == "evaluation")
+        evaluation_ns = self._add_step_time(batch, row, exclusion)
+        evaluation = row.kind != TRAINING
         loop = self._loops.add_step(step, row.batches, start_ns, start_ns + wall_ns, evaluation, evaluation_ns)
         if self._loops.changed:
             batch.loops |= {(process, changed.loop): changed for changed in self._loops.changed.values()}
@@ -185,7 +198,7 @@ class RingIntake:
         last_columns = rest_ns, times, spans, row.missing_spans, sync_number, None, None, *loop_columns
         key = TallyKey(process, mode, kind, self._batch_size(row.samples))
         series = [(device_series(name), ns) for name, ns in _device_times(row, calls, call_phases).items()]
-        series += chain.from_iterable(map(_series_of, calls))
+        series += chain.from_iterable(map(_series_of, [call for call in calls if call.flags & Flag.GRAD] or calls))
         batch.add_step(key, start_ns + wall_ns, (*first_columns, *quantities, *values, *last_columns), series)
         batch.characters += len(spans or "") + len(times or "")
         if sync_number is not None:
@@ -197,30 +210,51 @@ class RingIntake:
                 batch.add_waits(self._accounts.sync_passes.add_step(process, sync_step))
         self._note_id(row_id)
         self.row.steps += 1
-        self.row.last_step = step
+        if row.kind == TRAINING:
+            self.row.last_step = step
+        elif row.kind == EVALUATION:
+            self.row.evaluations = step
+        else:
+            self.row.forward_steps = step
 
-    def _is_training_step(self, step: int) -> bool:
-        """Return whether all calls of a step train and none failed: a server (RPC) has no backward pass of its own."""
-        flags = [call.flags & (_LEARNS | Flag.FAILED) for call in self._calls.values() if call.step == step]
-        return set(flags) == {_LEARNS}
+    def _add_step_time(self, batch: WriteBatch, row: Step, exclusion: int) -> int:
+        """Account for the time up to the end of a step. Return the time (ns) outside training and pauses.
 
-    def _pop_step_calls(self, batch: WriteBatch, step: int, kind: int) -> list[CallRow]:
-        """Remove and return the held calls of a step. Calls of earlier steps, which were not recorded, are dropped."""
-        held_calls = self._calls
-        self._calls = {}
-        calls = [call for call in held_calls.values() if call.step == step]
-        self._count(batch, calls, kind)
-        if len(calls) != len(held_calls):
-            self._count(batch, (call for call in held_calls.values() if call.step < step), None)
-            self._calls = {number: call for number, call in held_calls.items() if call.step > step}
+        `exclusion`: see `TimeAccount.exclusion_flag`. `row`: its start counts from the run's start.
+        """
+        self.row.evaluation_phases += row.kind == EVALUATION != self._kind
+        self._kind = row.kind
+        intervals, gap = self._accounts.get_account(self.row.process).add_step(row, exclusion)
+        batch.add_activity_time(self.row.process, intervals)
+        if gap is not None and gap.ns >= GAP_NS:
+            batch.gaps.append(gap)
+        if row.kind == TRAINING:
+            return 0
+        return sum(part.end - part.begin for part in intervals if part.activity == STEP_KINDS[row.kind])
+
+    def _pop_step_calls(self, batch: WriteBatch, step: Step, flags: int) -> list[CallRow]:
+        """Remove and return the held calls of a step. `flags`: of the step.
+
+        Calls of earlier steps, which were not recorded, are dropped.
+        """
+        held_calls, self._calls = self._calls, {}
+        calls = []
+        for row_id, call in held_calls.items():
+            if call.kind == step.kind and call.step == step.step:
+                calls.append(call)
+            elif call.kind == step.kind and call.step > step.step:
+                self._calls[row_id] = call
+            else:
+                self._count(batch, [call], call.kind)
+        self._count(batch, calls, flags)
         return calls
 
-    def _next_step_kind(self, mode: str, evaluation: bool) -> int:
-        """Return the kind of the next step."""
+    def _warm_up_flag(self, mode: str) -> int:
+        """Return WARM_UP if the next step is one of the first in its mode since the last switch; else 0."""
         if mode != self._mode:
             self._mode, self._steps_in_mode = mode, 0
         self._steps_in_mode += 1
-        return EVALUATION * evaluation | WARM_UP * (self._steps_in_mode <= WARM_UP_STEPS)
+        return WARM_UP * (self._steps_in_mode <= WARM_UP_STEPS)
 
     def _batch_size(self, samples: int | None) -> int:
         if samples is None:

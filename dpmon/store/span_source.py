@@ -61,7 +61,7 @@ class SpanSource:
         ring, lines = self._ring, row.lines or 0
         self.over = row.ended
         if not self.over:
-            numbers = row.last_step or 0, row.last_call or 0, -1 if row.thread is None else row.thread
+            numbers = row.last_steps, row.last_call or 0, -1 if row.thread is None else row.thread
             pending = {int(number) for number in row.pending.split() if number.isdecimal()}
             predecessor = Predecessor(*numbers, row.position, row.sequence, pending)
             self._assembler = Assembler.resume_after(self._lines_until(lines), predecessor)

@@ -5,8 +5,9 @@ step to the end of the last one, without pauses, evaluations, stalls and input w
 time between two steps counts, for example to start workers, write a checkpoint or log an epoch. Statistics exclude
 steps in which the run stalled, and a first step that waits long.
 
-Statistics come from tallies (dpmon.store.tally), which the store adds up for any time range. Evaluation steps are
-separate from training steps. A mode that never trains has the statistics of its evaluation steps.
+Statistics come from tallies (dpmon.store.tally), which the store adds up for any time range. Each kind of step
+(dpmon.record.schema.STEP_KINDS) has its own. The main kind of a run is training, or the most frequent kind if it never
+trains.
 
 A `StatsWindow` reads the tallies and times between two seconds once. All statistics of that time range come from it, so
 a number has the same digits everywhere.
@@ -20,7 +21,19 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
-from dpmon.record.schema import EVALUATION, PHASES, QUANTITIES, REST, SECOND, STEP, WARM_UP, Quantity, device_series
+from dpmon.record.schema import (
+    PHASES,
+    QUANTITIES,
+    REST,
+    SECOND,
+    STEP,
+    STEP_KINDS,
+    TRAINING,
+    WARM_UP,
+    Quantity,
+    device_series,
+    step_kind,
+)
 from dpmon.store.query_results import TimeRow
 from dpmon.store.tally import WIDTHS, IncrementalTallies, QuantitySum, Tally, TallyKey
 from dpmon.store.time_accounting import ACTIVITIES, union_of_intervals
@@ -78,10 +91,11 @@ class PhaseStats(NamedTuple):
 
 @dataclass(frozen=True)
 class StepStats:
-    """Statistics of the training steps of one mode, or of its evaluation steps."""
+    """Statistics of the steps of one mode and kind."""
 
     mode: str
-    evaluation: bool
+    kind: int
+    """A key of STEP_KINDS."""
     steps: int
     calls: int
     median_ns: float | None
@@ -119,34 +133,21 @@ def quantities_to_json(counted: Counted) -> dict[str, dict[str, int]]:
     return {quantity.name: {"sum": known.total, "steps": known.count} for quantity, known in counted}
 
 
-def training_modes(kinds: Iterable[tuple[str, int]]) -> set[str]:
-    """Return the modes with training steps. `kinds`: the pairs (mode, kind) of a run's steps."""
-    return {mode for mode, kind in kinds if not kind & EVALUATION}
-
-
-def list_modes(kinds: Iterable[tuple[str, int]]) -> list[tuple[str, bool]]:
-    """Return pairs (mode, evaluation) in display order. Evaluation steps are separate only if the mode also trains."""
-    mode_kinds = set(kinds)
-    training = training_modes(mode_kinds)
-    return sorted({(mode, bool(kind & EVALUATION) and mode in training) for mode, kind in mode_kinds})
-
-
 def merge_mode_tallies(
     tallies: Mapping[TallyKey, Tally],
     mode: str,
+    kind: int,
     *,
-    evaluation: bool,
-    trained: bool,
     without_warmup: bool = False,
     batch: int | None = None,
 ) -> Tally:
-    """Return the tally of one mode: of its evaluation or training steps, or of all steps if it never trains.
+    """Return the tally of the steps of one mode and kind.
 
-    `trained`: whether the mode ever trains. `without_warmup`: without warm-up steps. `batch`: only this batch size.
+    `without_warmup`: without warm-up steps. `batch`: only this batch size.
     """
     merged = Tally()
     for key, tally in tallies.items():
-        if key.mode != mode or (trained and bool(key.kind & EVALUATION) != evaluation):
+        if key.mode != mode or step_kind(key.kind) != kind:
             continue
         if not (without_warmup and key.kind & WARM_UP) and (batch is None or key.batch == batch):
             merged.merge(tally)
@@ -161,14 +162,14 @@ def split_tallies_by_process(tallies: Mapping[TallyKey, Tally]) -> dict[int, dic
     return found
 
 
-def compute_step_stats(mode: str, *, evaluation: bool, tally: Tally, rate: Rate | None) -> StepStats:
-    """Compute the statistics of a mode's steps from their tally and rate."""
+def compute_step_stats(mode: str, *, tally: Tally, rate: Rate | None, kind: int = TRAINING) -> StepStats:
+    """Compute the statistics of the steps of a mode and kind from their tally and rate."""
     step = tally.stat(STEP)
     names = [phase.name for phase in PHASES]
     names.insert(names.index("forward") + 1, REST)
     return StepStats(
         mode,
-        evaluation,
+        kind,
         tally.steps,
         tally.calls,
         tally.median(STEP),
@@ -203,20 +204,18 @@ def _phase(name: str, tally: Tally, step_total: int) -> PhaseStats:
 
 
 def elapsed_by_process(
-    rows: Iterable[TimeRow], mode: str, *, evaluation: bool, trained: bool
+    rows: Iterable[TimeRow], mode: str, kind: int, *, with_between: bool
 ) -> dict[int, tuple[int, int]]:
-    """Return the time of a mode's steps by process, as (within and between steps, only within steps) in ns."""
+    """Return the time of the steps of a mode and kind by process, as (whole, within the steps) in ns.
+
+    `with_between`: whether the whole includes the time between steps; if so, this is the main kind.
+    """
     elapsed: dict[int, list[int]] = defaultdict(lambda: [0, 0])
     for row in rows:
         if row.mode != mode:
             continue
-        ns = row.spent
-        if not trained:
-            within, between = ns["training"] + ns["evaluation"], ns["between"]
-        elif evaluation:
-            within, between = ns["evaluation"], 0
-        else:
-            within, between = ns["training"], ns["between"]
+        within = row.spent[STEP_KINDS[kind]]
+        between = row.spent["between"] if with_between else 0
         elapsed[row.process][0] += within + between
         elapsed[row.process][1] += within
     return {process: (whole, within) for process, (whole, within) in elapsed.items() if whole > 0}
@@ -286,10 +285,11 @@ class StatsWindow:
         self.processes = store.processes if process is None else [process]
         """Processes that have steps, in this window or not."""
         self._begin_s, self._end_s = begin_s, end_s
-        self._step_kinds = store.step_kinds()
-        self._training_modes = training_modes(self._step_kinds)
-        self._elapsed_by_mode: dict[tuple[str, bool], dict[int, tuple[int, int]]] = {}
-        self._totals: dict[tuple[str, bool], tuple[int, Rate | None]] = {}
+        self.main_kind = store.main_kind
+        """The kind of steps that describes the run: see `Store.main_kind`."""
+        self._all_modes = {mode for mode, _ in store.step_kinds()}
+        self._elapsed_by_mode: dict[tuple[str, int], dict[int, tuple[int, int]]] = {}
+        self._totals: dict[tuple[str, int], tuple[int, Rate | None]] = {}
 
     @cached_property
     def tallies(self) -> dict[TallyKey, Tally]:
@@ -320,29 +320,29 @@ class StatsWindow:
             yield key, tally
 
     @cached_property
-    def modes(self) -> list[tuple[str, bool]]:
-        """The modes in this window as (mode, evaluation). A mode that trains has a separate pair for its evaluation."""
-        mode_kinds = {(key.mode, key.kind) for key in self.tallies}
-        present_modes = {(mode, bool(kind & EVALUATION) and mode in self._training_modes) for mode, kind in mode_kinds}
-        return [pair for pair in list_modes(self._step_kinds) if pair in present_modes]
+    def modes(self) -> list[str]:
+        """The modes with steps of the main kind in this window."""
+        return sorted({key.mode for key in self.tallies if step_kind(key.kind) == self.main_kind})
 
-    def ever_trains(self, mode: str) -> bool:
-        """Return whether a mode ever trains in this run. If not, its statistics come from its evaluation steps."""
-        return mode in self._training_modes
+    @cached_property
+    def other_modes(self) -> list[tuple[str, int]]:
+        """Mode and kind of the steps of other kinds in this window."""
+        pairs = {(key.mode, step_kind(key.kind)) for key in self.tallies}
+        return sorted(pair for pair in pairs if pair[1] != self.main_kind)
 
-    def step_stats(self, mode: str, evaluation: bool = False, process: int | None = None) -> StepStats:
-        """Return the statistics of a mode's steps, of all processes together or of one process."""
-        return compute_step_stats(
-            mode,
-            evaluation=evaluation,
-            tally=self.tally(mode, evaluation, process),
-            rate=self.rate(mode, evaluation, process),
-        )
+    def step_stats(self, mode: str, kind: int | None = None, process: int | None = None) -> StepStats:
+        """Return the statistics of a mode's steps, of all processes together or of one process.
+
+        `kind`: a key of STEP_KINDS; None for the main kind, as in the other methods.
+        """
+        kind = self.main_kind if kind is None else kind
+        tally, rate = self.tally(mode, kind, process), self.rate(mode, kind, process)
+        return compute_step_stats(mode, tally=tally, rate=rate, kind=kind)
 
     def tally(
         self,
         mode: str,
-        evaluation: bool = False,
+        kind: int | None = None,
         process: int | None = None,
         *,
         without_warmup: bool = False,
@@ -350,53 +350,51 @@ class StatsWindow:
     ) -> Tally:
         """Return the tally of a mode's steps. Parameters as in `merge_mode_tallies`."""
         tallies = self.tallies if process is None else self.tallies_by_process.get(process, {})
-        trained = self.ever_trains(mode)
-        return merge_mode_tallies(
-            tallies, mode, evaluation=evaluation, trained=trained, without_warmup=without_warmup, batch=batch
-        )
+        kind = self.main_kind if kind is None else kind
+        return merge_mode_tallies(tallies, mode, kind, without_warmup=without_warmup, batch=batch)
 
-    def steps_and_rate(self, mode: str, evaluation: bool) -> tuple[int, Rate | None]:
+    def steps_and_rate(self, mode: str, kind: int) -> tuple[int, Rate | None]:
         """Return the number of steps of all processes in a mode, and their rate."""
-        result = self._totals.get((mode, evaluation))
+        result = self._totals.get((mode, kind))
         if result is None:
-            result = self._totals[mode, evaluation] = self.tally(mode, evaluation).steps, self.rate(mode, evaluation)
+            result = self._totals[mode, kind] = self.tally(mode, kind).steps, self.rate(mode, kind)
         return result
 
-    def rate(self, mode: str | None = None, evaluation: bool = False, process: int | None = None) -> Rate | None:
+    def rate(self, mode: str | None = None, kind: int | None = None, process: int | None = None) -> Rate | None:
         """Return the rate of a mode, or of all modes together if `mode` is None; None if no time has passed."""
+        kind = self.main_kind if kind is None else kind
         processes = self.processes if process is None else [process]
         tallies: dict[int, Tally] = {}
         times = dict.fromkeys(processes, (0, 0))
-        for step_mode in {mode for mode, _ in self._step_kinds} if mode is None else [mode]:
-            elapsed = self._elapsed(step_mode, evaluation)
+        for step_mode in self._all_modes if mode is None else [mode]:
+            elapsed = self._elapsed(step_mode, kind)
             for index in processes:
-                mode_tally = self.tally(step_mode, evaluation, index)
+                mode_tally = self.tally(step_mode, kind, index)
                 if tallies.setdefault(index, mode_tally) is not mode_tally:
                     tallies[index].merge(mode_tally)
                 (whole, within), (more_whole, more_within) = times[index], elapsed.get(index, (0, 0))
                 times[index] = whole + more_whole, within + more_within
         return compute_rate(tallies, times)
 
-    def _elapsed(self, mode: str, evaluation: bool) -> dict[int, tuple[int, int]]:
+    def _elapsed(self, mode: str, kind: int) -> dict[int, tuple[int, int]]:
         """Return the time of a mode's steps by process (see `elapsed_by_process`)."""
-        elapsed = self._elapsed_by_mode.get((mode, evaluation))
+        elapsed = self._elapsed_by_mode.get((mode, kind))
         if elapsed is None:
-            elapsed = elapsed_by_process(self.times, mode, evaluation=evaluation, trained=self.ever_trains(mode))
-            self._elapsed_by_mode[mode, evaluation] = elapsed
+            elapsed = elapsed_by_process(self.times, mode, kind, with_between=kind == self.main_kind)
+            self._elapsed_by_mode[mode, kind] = elapsed
         return elapsed
 
     def process_totals(self, process: int) -> tuple[Tally, Rate | None]:
-        """Return the tally and the rate of a process over all modes, without evaluation steps of modes that train."""
+        """Return the tally and the rate of a process over all modes, without steps of other kinds."""
         merged = Tally()
-        for mode in {mode for mode, _ in self._step_kinds}:
+        for mode in self._all_modes:
             merged.merge(self.tally(mode, process=process))
         return merged, self.rate(process=process)
 
-    def evaluation_steps(self, process: int) -> int:
-        """Return the number of evaluation steps of a process, in modes that also train."""
-        return sum(
-            self.tally(mode, evaluation=True, process=process).steps for mode, evaluation in self.modes if evaluation
-        )
+    def other_steps(self, process: int, kind: int) -> int:
+        """Return the number of steps of a process of a kind other than the main kind."""
+        kinds = [(mode, other_kind) for mode, other_kind in self.other_modes if other_kind == kind]
+        return sum(self.tally(mode, other_kind, process).steps for mode, other_kind in kinds)
 
     @cached_property
     def time_by_activity(self) -> dict[str, int]:

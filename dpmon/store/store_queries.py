@@ -25,14 +25,18 @@ from dpmon.record.schema import (
     EVALUATION,
     EXCLUDED,
     EXPOSED,
+    FORWARD_ONLY,
     PHASES,
     QUANTITIES,
     SECOND,
     STEP,
+    STEP_KINDS,
     STEP_PHASES,
     SYNC_NUMBER,
+    TRAINING,
     WAIT,
     WARM_UP,
+    step_kind,
 )
 from dpmon.store.history_schema import (
     ACTIVITY_COLUMNS,
@@ -98,7 +102,7 @@ _BUCKET_STARTS = (
 LAST_NS = (1 << 63) - 1
 """A number that is at least as large as any time (ns) and any id."""
 _STEP_INDEX = {name: index for index, name in enumerate(STEP_COLUMNS)}
-_BRIEF_COLUMNS = ("process", "step", "mode", "start_ns", "wall_ns", "samples")
+_BRIEF_COLUMNS = ("process", "step", "mode", "start_ns", "wall_ns", "samples", "kind")
 _BRIEF_STEP = ", ".join(_BRIEF_COLUMNS)
 _get_brief = itemgetter(*map(_STEP_INDEX.__getitem__, _BRIEF_COLUMNS))
 _get_phases = itemgetter(*(_STEP_INDEX[f"{name}_ns"] for name in STEP_PHASES))
@@ -130,6 +134,8 @@ _LONG_COLUMNS = ", ".join(
     ("process", "step", "mode", "kind", "start_ns", "wall_ns", *(f"{name}_ns" for name in STEP_PHASES))
 )
 """Columns of a step for a LongStepRow."""
+_MIN_ROLLOUTS, _ROLLOUT_SHARE = 10, 0.8
+"""Evaluations are rollouts if there are at least so many, and so many for each training step."""
 _NEWEST_IDS_SEARCHED = 20_000
 """How many of the newest ids are searched for single steps."""
 _ROWS_PER_SIDE = 2
@@ -201,6 +207,12 @@ class Store:
         """Rank by process, for all processes with records."""
         self.open_calls = sum(ring.open_calls for ring in self.rings.values())
         """Number of calls so far of processes that have not finished a step."""
+        self.main_kind = TRAINING
+        """The kind of steps that describes the run: training, or the most frequent kind if it never trains."""
+        evaluations = sum(ring.evaluations for ring in self.rings.values())
+        forward_steps = sum(ring.forward_steps for ring in self.rings.values())
+        if evaluations + forward_steps and not any(ring.last_step for ring in self.rings.values()):
+            self.main_kind = EVALUATION if evaluations >= forward_steps else FORWARD_ONLY
         self.until_ns = LAST_NS
         """Methods that return the newest rows leave out rows after this time (ns since the run's start)."""
         self._last_ids: dict[tuple[str, int], int] = {}
@@ -450,6 +462,18 @@ class Store:
             return self._series_names
         return {number: name for number, name in self._series_names.items() if name in series}
 
+    def kind_word(self, kind: int) -> str:
+        """Return the word for a kind of steps: evaluations before nearly every update only generate data."""
+        phases = sum(ring.evaluation_phases for ring in self.rings.values())
+        steps = sum(ring.last_step or 0 for ring in self.rings.values())
+        if kind == EVALUATION and phases >= max(_MIN_ROLLOUTS, _ROLLOUT_SHARE * steps) and steps:
+            return "without gradients"
+        return STEP_KINDS[kind].replace("_", " ")
+
+    def other_kind(self, kind: int) -> str:
+        """Return the word for a kind of steps; empty for the main kind."""
+        return "" if kind == self.main_kind else self.kind_word(kind)
+
     def step_kinds(self) -> set[tuple[str, int]]:
         """Return (mode, kind) of all steps so far."""
         return self._mode_kinds
@@ -497,19 +521,17 @@ class Store:
         limit: int,
         mode: str,
         *,
-        training_only: bool = False,
         process: int | None = None,
         newest_only: bool = False,
     ) -> list[LongStepRow]:
-        """Return the longest steps of a mode, the longest first, without steps that statistics exclude.
+        """Return the longest steps of a mode and of the main kind, the longest first, without excluded steps.
 
-        `training_only`: without evaluation steps. `process`: only its steps, up to the time of this store.
-        `newest_only`: only among the newest rows.
+        `process`: only its steps, up to the time of this store. `newest_only`: only among the newest rows.
         """
         last_id = min(LAST_NS if process is None else self._last_id("steps", process), self._newest_step_id())
         query = (
             f"SELECT {_LONG_COLUMNS} FROM steps WHERE id BETWEEN ? AND ? AND process = ifnull(?, process) AND mode = ?"
-            f" AND {_in_stats_condition(training_only=training_only)} ORDER BY wall_ns DESC LIMIT ?"
+            f" AND {_in_stats_condition(self.main_kind)} ORDER BY wall_ns DESC LIMIT ?"
         )
         rows = self.query(query, (last_id - _NEWEST_IDS_SEARCHED if newest_only else 0, last_id, process, mode, limit))
         return [_long_step_from_row(row) for row in rows]
@@ -531,7 +553,8 @@ class Store:
         longest_query = (  # only the columns that decide, because it may read the steps of a thousand ranks
             f"SELECT id, wall_ns AS ns{least_wait} FROM steps WHERE id > ? AND id <= ?{process_condition}"
             " AND mode = ? AND start_ns + wall_ns > ?"
-            f" AND {exclude_flags_condition(WARM_UP | EVALUATION)} {grouping} ORDER BY wall_ns DESC LIMIT ?"
+            f" AND {exclude_flags_condition(WARM_UP | EVALUATION | FORWARD_ONLY)} {grouping}"
+            " ORDER BY wall_ns DESC LIMIT ?"
         )
         query = f"SELECT {_SLOW_COLUMNS} FROM ({longest_query}) CROSS JOIN steps USING (id) ORDER BY ns DESC"
         return [_slow_step_from_row(row) for row in self.query(query, (first_id, last_id, mode, begin_ns, limit))]
@@ -546,12 +569,12 @@ class Store:
         rows = self.query(f"SELECT start_ns FROM steps WHERE {condition} ORDER BY id LIMIT 1", (after_id,))
         return next((start_ns for (start_ns,) in rows), None)
 
-    def worst_rank_share(self, phase: str, mode: str, *, training_only: bool) -> float | None:
+    def worst_rank_share(self, phase: str, mode: str) -> float | None:
         """Return the share (0 to 1) of a phase in the newest steps, each step on the rank where the phase is longest.
 
-        `training_only`: without evaluation steps. None without steps.
+        Only steps of the main kind. None without steps.
         """
-        condition = f"id > ? AND id <= ? AND mode = ? AND {_in_stats_condition(training_only=training_only)}"
+        condition = f"id > ? AND id <= ? AND mode = ? AND {_in_stats_condition(self.main_kind)}"
         columns = f"max(ifnull({phase}_ns, 0)) * count(*) AS longest, sum(wall_ns) AS wall"
         query = f"SELECT sum(longest), sum(wall) FROM (SELECT {columns} FROM steps WHERE {condition} GROUP BY step)"
         last_id = self._newest_step_id()
@@ -572,15 +595,23 @@ class Store:
 
     def _step_from_row(self, row: Sequence[Any]) -> Step:
         """Return the record in a row of STEP_COLUMNS. Raises HistoryError if it is damaged."""
-        process, step, mode, start_ns, wall_ns, samples = _get_brief(row)
+        process, step, mode, start_ns, wall_ns, samples, flags = _get_brief(row)
         phases, quantities = _get_phases(row), _get_quantities(row)
-        spans_text, missing_spans, device_text, *remaining = _get_remaining(row)
+        spans_text, missing_spans, device_text, exposed_ns, wait_ns, loop, batch = _get_remaining(row)
         runs, untimed, times = step_lists(spans_text, device_text)
         return Step(
             *(process, self.ranks.get(process), step, mode, start_ns, wall_ns, samples),
             {name: ns for name, ns in zip(STEP_PHASES, phases, strict=True) if ns is not None},
             {name: value for name, value in zip(_QUANTITY_COLUMNS, quantities, strict=True) if value is not None},
-            *(runs, missing_spans, times, untimed, *remaining),
+            runs,
+            missing_spans,
+            times,
+            untimed,
+            exposed_ns,
+            wait_ns,
+            loop,
+            batch,
+            kind=step_kind(flags),
         )
 
     def _call_from_row(self, row: Sequence[Any]) -> Call:
@@ -596,13 +627,13 @@ class Store:
         columns = f"id, process, {SYNC_NUMBER}, {EXPOSED}_ns, {WAIT}_ns, (start_ns + wall_ns) / {SECOND} AS end_s"
         query = (
             f"SELECT {columns} FROM steps WHERE id > ? AND {SYNC_NUMBER} > ? AND {WAIT}_ns IS NOT NULL"
-            f" AND {_in_stats_condition(training_only=True)} AND start_ns + wall_ns <= ? ORDER BY id"
+            f" AND {_in_stats_condition(TRAINING)} AND start_ns + wall_ns <= ? ORDER BY id"
         )
         return self._iter_query(query, (after_id, after_number, self.until_ns))
 
     def unknown_wait(self, after_id: int, after_number: int) -> int | None:
         """Return the id of the first such step (see `waits`) whose wait is not known; None if there is none."""
-        condition = f"id > ? AND {SYNC_NUMBER} > ? AND {WAIT}_ns IS NULL AND {_in_stats_condition(training_only=True)}"
+        condition = f"id > ? AND {SYNC_NUMBER} > ? AND {WAIT}_ns IS NULL AND {_in_stats_condition(TRAINING)}"
         rows = self.query(f"SELECT id FROM steps WHERE {condition} ORDER BY id LIMIT 1", (after_id, after_number))
         return next((step_id for (step_id,) in rows), None)
 
@@ -629,8 +660,9 @@ class Store:
         return {step.process: step for step in self._newest_rows(decode, "steps", columns, processes)}
 
     def _brief_step_from_row(self, row: tuple[Any, ...]) -> Step:
-        process, step, mode, start_ns, wall_ns, samples = row
-        return Step(process, self.ranks.get(process), step, mode, start_ns, wall_ns, samples, {})
+        process, step, mode, start_ns, wall_ns, samples, flags = row
+        kind = step_kind(flags)
+        return Step(process, self.ranks.get(process), step, mode, start_ns, wall_ns, samples, {}, kind=kind)
 
     def newest_calls(self, processes: Sequence[int]) -> dict[int, tuple[str, int]]:
         """Return the mode and the end (ns) of the newest call of each process that has one."""
@@ -680,15 +712,22 @@ class Store:
         rows = self.query(" UNION ALL ".join(map(query_part.format, tables)), values)
         return next((start_ns for _, start_ns, end_ns in sorted(rows) if end_ns <= self.until_ns), None)
 
-    def last_training_ns(self, process: int) -> int | None:
-        """Return the end (ns) of the last training step among a process's newest steps; None if there is none."""
+    def last_main_step(self, process: int) -> tuple[int, int] | None:
+        """Return number and end (ns) of the last step of the main kind among a process's newest steps; else None."""
         last_id = min(self._last_id("steps", process), self._newest_step_id())
         query = (
-            "SELECT start_ns + wall_ns AS end_ns FROM steps WHERE process = ? AND id BETWEEN ? AND ?"
-            f" AND {exclude_flags_condition(EVALUATION)} ORDER BY id DESC LIMIT 1"
+            "SELECT step, start_ns + wall_ns AS end_ns FROM steps WHERE process = ? AND id BETWEEN ? AND ?"
+            f" AND kind & {EVALUATION | FORWARD_ONLY} = {self.main_kind} ORDER BY id DESC LIMIT 1"
         )
         rows = self.query(query, (process, last_id - _NEWEST_IDS_SEARCHED, last_id))
-        return next((end_ns for (end_ns,) in rows), None)
+        return next(((step, end_ns) for step, end_ns in rows), None)
+
+    def step_number(self, newest: Step) -> int:
+        """Return the number of the newest step of the main kind of a process, given its newest step; 0 if unknown."""
+        if newest.kind == self.main_kind:
+            return newest.step
+        last = self.last_main_step(newest.process)
+        return 0 if last is None else last[0]
 
     def _newest_step_id(self) -> int:
         return next((step_id or 0 for (step_id,) in self.query("SELECT max(id) FROM steps")), 0)
@@ -699,13 +738,14 @@ class Store:
 
     def last_calls(self, process: int, limit: int) -> list[CallRow]:
         """Return up to `limit` of the newest calls in the newest step of a process, the newest first."""
-        query = "SELECT id, step FROM steps WHERE process = ? AND id <= ? ORDER BY id DESC LIMIT 2"
+        query = "SELECT id, step, kind FROM steps WHERE process = ? AND id <= ? ORDER BY id DESC LIMIT 2"
         rows = self.query(query, (process, self._last_id("steps", process)))
         if not rows:
             return []
-        (step_id, step), *earlier = rows
-        earlier_id = next((row_id for row_id, _ in earlier), 0)
-        return [call for call in self._call_rows(process, earlier_id, step_id, limit) if call.step == step]
+        (step_id, step, flags), *earlier = rows
+        earlier_id = next((row_id for row_id, *_ in earlier), 0)
+        calls = self._call_rows(process, earlier_id, step_id, limit)
+        return [call for call in calls if (call.step, call.kind) == (step, step_kind(flags))]
 
     def _call_rows(self, process: int, low_id: int, high_id: int, limit: int) -> list[CallRow]:
         query = f"SELECT {CALL_ROW} FROM calls WHERE process = ? AND id BETWEEN ? AND ? ORDER BY id DESC LIMIT ?"
@@ -1129,9 +1169,9 @@ def exclude_flags_condition(flags: int) -> str:
     return f"(kind & {flags} = 0)"
 
 
-def _in_stats_condition(*, training_only: bool) -> str:
-    """Return the SQL condition for steps that statistics include. `training_only`: without evaluation steps."""
-    return exclude_flags_condition(WARM_UP | EXCLUDED | EVALUATION * training_only)
+def _in_stats_condition(kind: int) -> str:
+    """Return the SQL condition for steps of a kind that statistics include, without warm-up steps."""
+    return f"(kind & {WARM_UP | EXCLUDED | EVALUATION | FORWARD_ONLY} = {kind})"
 
 
 def _long_step_from_row(row: tuple[Any, ...]) -> LongStepRow:

@@ -3,6 +3,7 @@
 startup     before the process's first step, and in that step if it waits long
 training    within training steps
 evaluation  within evaluation steps, and between two of them
+forward_only  within forward-only steps
 between     between two steps that are not both evaluation: starting a loader's workers, a checkpoint, logging
 paused      the user paused the training
 input       the script waited for a line of input
@@ -20,13 +21,14 @@ the activity in which it lies.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from dpmon.record.schema import SECOND, STALLED, STARTUP
+from dpmon.record.record_types import Step
+from dpmon.record.schema import EVALUATION, SECOND, STALLED, STARTUP, STEP_KINDS, TRAINING
 
-ACTIVITIES = ("startup", "training", "evaluation", "between", "paused", "input", "stalled", "missed")
+ACTIVITIES = ("startup", "training", "evaluation", "forward_only", "between", "paused", "input", "stalled", "missed")
 _MAX_RECENT = 1024
 """Number of recent intervals that are remembered. An input wait is reported late, and then corrects them."""
 _MIN_RECENT_NS = 20_000_000
@@ -101,9 +103,11 @@ class TimeAccount:
         self._stalls = stalls
         self._end_ns = start_ns
         """End of the time that is accounted for."""
-        self._last_step: int | None = None
-        self._evaluation = False
-        """Whether the last step was an evaluation step."""
+        self._last_steps: dict[int, int] = {}
+        """By kind: the number of the last step."""
+        self._has_steps = False
+        self._kind = TRAINING
+        """Kind of the last step."""
         self._mode = ""
         self._interruptions: list[tuple[str, int, int]] = []
         """Pauses and input waits that end after `_end_ns`, as (activity, start, end)."""
@@ -111,9 +115,10 @@ class TimeAccount:
         self._recent: deque[ActivityInterval] = deque(maxlen=_MAX_RECENT)
         """The newest long intervals that are neither pauses nor input waits."""
 
-    def resume(self, step: int, mode: str, start_ns: int, wall_ns: int, evaluation: bool) -> None:
-        """Continue after a step that an earlier supervisor accounted for."""
-        self._end_ns, self._last_step, self._evaluation, self._mode = start_ns + wall_ns, step, evaluation, mode
+    def resume(self, steps: Mapping[int, int], kind: int, mode: str, start_ns: int, wall_ns: int) -> None:
+        """Continue after a step that an earlier supervisor accounted for. `steps`: the last number of each kind."""
+        self._end_ns, self._kind, self._mode, self._has_steps = start_ns + wall_ns, kind, mode, True
+        self._last_steps = {kind: number for kind, number in steps.items() if number}
         self._end_pause(start_ns)
         self._drop_old_interruptions()
 
@@ -121,34 +126,36 @@ class TimeAccount:
         kept = ((activity, start, end) for activity, start, end in self._interruptions if end > self._end_ns)
         self._interruptions = list(kept)
 
-    def add_step(
-        self, step: int, mode: str, start_ns: int, wall_ns: int, evaluation: bool, exclusion: int = 0
-    ) -> tuple[list[ActivityInterval], Gap | None]:
+    def add_step(self, step: Step, exclusion: int = 0) -> tuple[list[ActivityInterval], Gap | None]:
         """Add a step. Return the intervals since the previous step, with this step's, and the gap before it or None.
 
         `exclusion`: the result of `exclusion_flag` for the step.
         """
-        end_ns = start_ns + wall_ns
-        previous_step = self._last_step
-        if previous_step is None:
+        if not (step.step or self._has_steps):
+            return [], None  # a call before the first loop: start-up
+        mode, kind, start_ns, end_ns = step.mode, step.kind, step.start_ns, step.start_ns + step.wall_ns
+        if not self._has_steps:
             activity = "startup"
             self._end_ns = min(self._end_ns, start_ns)  # a process reports itself within its first step
-        elif step != previous_step + 1:
+        elif step.step not in (0, self._last_steps.get(kind, 0) + 1):
             activity = "missed"
         elif self.overlaps_stall(self._end_ns, start_ns):
             activity = "stalled"
-        elif evaluation and self._evaluation:
+        elif kind == self._kind == EVALUATION:
             activity = "evaluation"
         else:
             activity = "between"
         self._end_pause(start_ns)
         intervals, gap_ns = self._intervals_until(activity, mode, start_ns)
         gap = None
-        if activity == "between" and gap_ns > 0 and previous_step is not None:
-            gap = Gap(self._process, previous_step, mode, self._end_ns, start_ns, gap_ns)
-        activity = _EXCLUDED_ACTIVITIES.get(exclusion, "evaluation" if evaluation else "training")
+        if activity == "between" and gap_ns > 0:
+            gap = Gap(self._process, self._last_steps.get(TRAINING, 0), mode, self._end_ns, start_ns, gap_ns)
+        activity = _EXCLUDED_ACTIVITIES.get(exclusion, STEP_KINDS[kind])
         intervals += self._step_intervals(activity, mode, max(start_ns, self._end_ns), end_ns)
-        self._end_ns, self._last_step, self._evaluation, self._mode = max(end_ns, self._end_ns), step, evaluation, mode
+        self._end_ns, self._kind, self._mode = max(end_ns, self._end_ns), kind, mode
+        self._has_steps = True
+        if step.step:
+            self._last_steps[kind] = step.step
         if self._interruptions:
             self._drop_old_interruptions()
         return intervals, gap
@@ -160,7 +167,7 @@ class TimeAccount:
         """
         if self.overlaps_stall(start_ns, end_ns):
             return STALLED
-        return STARTUP if self._last_step is None and waited_ns >= _MIN_STARTUP_WAIT_NS else 0
+        return STARTUP if not self._has_steps and waited_ns >= _MIN_STARTUP_WAIT_NS else 0
 
     def overlaps_stall(self, start_ns: int, end_ns: int) -> bool:
         """Return whether a stall was noticed in this time, and more than half of the stall up to then lies in it."""

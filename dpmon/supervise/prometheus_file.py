@@ -20,15 +20,17 @@ from typing import NamedTuple
 from dpmon.errors import HistoryError
 from dpmon.record.record_specs import RECORDS
 from dpmon.record.schema import (
-    EVALUATION,
     EXPOSED,
     PHASES,
     QUANTITIES,
     STEP,
+    STEP_KINDS,
     STRAGGLER_DELAY,
+    TRAINING,
     WAIT,
     Phase,
     device_series,
+    step_kind,
 )
 from dpmon.run.lifecycle import outcome_word
 from dpmon.run.output_target import replace_file
@@ -246,6 +248,7 @@ class PrometheusFile:
             seen_ns=max(ends_ns, default=-1),
             calls=store.open_calls,
             activity=(activity, max(since_ns - start_ns, 0)),
+            step_word="" if step is None else store.kind_word(step.kind),
         )
         return decide_state(inputs).word
 
@@ -318,9 +321,9 @@ class PrometheusFile:
 
     def _add_times(self, metrics: MetricsText, window: StatsWindow) -> None:
         """Add each process's time by activity, its steps and samples, and its newest step."""
-        by_mode = [row for row in self._tallies_by_mode(window, with_evaluations=False) if window.ever_trains(row.mode)]
+        by_mode = self._tallies_by_mode(window, only_training=True)
         modes = {row.mode for row in by_mode}
-        times_by_mode = {mode: elapsed_by_process(window.times, mode, evaluation=False, trained=True) for mode in modes}
+        times_by_mode = {mode: elapsed_by_process(window.times, mode, TRAINING, with_between=True) for mode in modes}
         for labels, process, mode, tally in by_mode:
             help_text = "Elapsed training time: steps and time between them, without pauses, evaluations, input waits."
             elapsed_ns, _ = times_by_mode[mode].get(process, (0, 0))
@@ -341,13 +344,17 @@ class PrometheusFile:
                     metrics.add_counter("time_seconds_total", help_text, labels, ns / 1e9)
         last_steps: dict[int, tuple[int, int]] = {}
         for key, tally in (*window.tallies.items(), *window.left_out.items()):
+            if step_kind(key.kind) != TRAINING:
+                continue
             last_step = tally.last_ns or 0, tally.last_step or 0
             last_steps[key.process] = max(last_steps.get(key.process, (0, 0)), last_step)
         for process, (end_ns, step_number) in sorted(last_steps.items())[:MAX_PROCESSES]:
             labels = self._process_labels(process, with_rank=False)
             end_unix = self._run_info.started_unix + end_ns / 1e9
-            metrics.add_gauge("last_step", "Number of the newest step.", labels, step_number)
-            metrics.add_gauge("last_step_time_seconds", "When the newest step ended, since 1970.", labels, end_unix)
+            metrics.add_gauge("last_step", "Number of the newest training step.", labels, step_number)
+            metrics.add_gauge(
+                "last_step_time_seconds", "When the newest training step ended, since 1970.", labels, end_unix
+            )
 
     def _add_progress(self, metrics: MetricsText, store: Store, *, is_live: bool) -> None:
         """Add the current or last epoch of each process."""
@@ -363,11 +370,11 @@ class PrometheusFile:
             if not isinstance(estimate, str):
                 metrics.add_gauge("epoch_left_seconds", "Time left in this epoch.", labels, estimate.left_ns / 1e9)
 
-    def _tallies_by_mode(self, window: StatsWindow, *, with_evaluations: bool = True) -> list[_ModeTally]:
-        """Return the steps of each process and mode, with or without evaluations, at most 2 * MAX_PROCESSES."""
+    def _tallies_by_mode(self, window: StatsWindow, *, only_training: bool = False) -> list[_ModeTally]:
+        """Return the steps of each process and mode, of all kinds or only training, at most 2 * MAX_PROCESSES."""
         tallies: dict[tuple[int, str], Tally] = {}
         for key, tally in window.tallies.items():
-            if with_evaluations or not key.kind & EVALUATION:
+            if not only_training or step_kind(key.kind) == TRAINING:
                 tallies.setdefault((key.process, key.mode), Tally()).merge(tally)
         rows = []
         for process, mode in sorted(tallies)[: 2 * MAX_PROCESSES]:
@@ -377,11 +384,10 @@ class PrometheusFile:
 
     def _add_stats(self, metrics: MetricsText, window: StatsWindow) -> None:
         """Add the statistics of each mode as in summary and report: the times of each process, and the rate of all."""
-        for mode, evaluation in window.modes:
-            kind = "evaluation" if evaluation or not window.ever_trains(mode) else "training"
-            mode_labels = {"mode": mode or "unknown", "kind": kind}
+        for mode, kind in [*((mode, window.main_kind) for mode in window.modes), *window.other_modes]:
+            mode_labels = {"mode": mode or "unknown", "kind": STEP_KINDS[kind]}
             for process in window.processes[:MAX_PROCESSES]:
-                stats = window.step_stats(mode, evaluation, process)
+                stats = window.step_stats(mode, kind, process)
                 if not stats.steps:
                     continue
                 labels = {**self._process_labels(process), **mode_labels}
@@ -391,7 +397,7 @@ class PrometheusFile:
                         phase_labels = {**labels, "phase": phase.name}
                         subject = "a phase over steps that ran it"
                         _add_duration_metrics(metrics, "phase", subject, phase_labels, phase_stats)
-            if (rate := window.rate(mode, evaluation)) is not None:
+            if (rate := window.rate(mode, kind)) is not None:
                 labels = {**self._run_labels, **mode_labels}
                 help_end = "per second of elapsed training time over the whole run."
                 metrics.add_gauge("steps_per_second", f"Steps {help_end}", labels, rate.steps_per_s)

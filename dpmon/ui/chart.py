@@ -141,14 +141,14 @@ def round_up_nice(value: float) -> float:
 def scale_top(columns: Sequence[Column]) -> float:
     """Return the upper end of a history's scale (ns): a round number above 95% of the columns; higher columns are cut.
 
-    Columns of evaluations count only if there are no others: the metrics next to the history are of training steps. A
-    column after a stall does not count: one of its steps contains the stall.
+    Columns of another kind than the main kind count only if there are no others: the metrics next to the history are of
+    the main kind. A column after a stall does not count: one of its steps contains the stall.
     """
     pairs = zip(columns, (None, *columns), strict=False)
     usable_columns = [
         column for column, previous in pairs if column.count and not (previous is not None and previous.stalled)
     ]
-    totals = sorted(c.wall_ns / c.count for c in [c for c in usable_columns if not c.evaluation] or usable_columns)
+    totals = sorted(c.wall_ns / c.count for c in [c for c in usable_columns if not c.other_kind] or usable_columns)
     return round_up_nice(totals[max(-(-len(totals) * 95 // 100) - 1, 0)]) if totals else 1.0
 
 

@@ -179,7 +179,7 @@ def build_chart_columns(
 ) -> ChartColumns:
     """Return the steps of a process on an axis of `width` cells. `stalls`: start and end of each stall (ns).
 
-    If a part has training steps and evaluations of a mode, the column shows the training steps, as the metrics do. If a
+    If a part has steps of several kinds of a mode, the column shows those of the main kind, as the metrics do. If a
     part has steps of several modes, the column shows a mode other than that of the previous column, so that every mode
     switch stays visible.
     """
@@ -192,9 +192,9 @@ def build_chart_columns(
         if 0 <= part < part_count:
             column_by_mode = columns_by_part.setdefault(part, {})
             existing = column_by_mode.get(column.mode)
-            if existing is not None and existing.evaluation == column.evaluation:
+            if existing is not None and existing.other_kind == column.other_kind:
                 column_by_mode[column.mode] = _merge_columns(existing, column)
-            elif existing is None or existing.evaluation:
+            elif existing is None or existing.other_kind:
                 column_by_mode[column.mode] = column
     columns: list[Column] = []
 
@@ -208,7 +208,7 @@ def build_chart_columns(
                 columns.append(replace(next_column, second=second))
             else:  # an empty column continues what was before it
                 previous = columns[-1] if columns else next_column or process.columns[-1]
-                columns.append(Column(second, previous.mode, evaluation=previous.evaluation, stalled=is_stalled))
+                columns.append(Column(second, previous.mode, other_kind=previous.other_kind, stalled=is_stalled))
 
     for part in sorted(columns_by_part):
         chosen = _column_of_part(columns_by_part[part], columns[-1].mode if columns else "")
@@ -308,8 +308,8 @@ def _name_of_column(column: Column, ranks: str | None) -> tuple[str, str]:
         return "stalled", "bad"
     if not column.count:
         return "", ""
-    if column.evaluation:
-        return "evaluation", "wait"
+    if column.other_kind:
+        return column.other_kind, "wait"
     return RANK_MODES[ranks] if ranks else column.mode, f"mode.{column.mode}"
 
 
@@ -326,7 +326,7 @@ def axis_row(
 ) -> Row:
     """Return the row below a chart: the mode of each column by word and color, and the newest time, after `word`.
 
-    A line marks each change. Columns of evaluations have the word "evaluation", and those of a stall "stalled". The
+    A line marks each change. Columns of another kind of steps have its word, and those of a stall "stalled". The
     line has a gap where no step was running. Each of `marks` has its own word. `ranks`: how ranks train together.
     `cursor_ns`: the time that the screen shows, if it is not the newest one.
     """

@@ -27,7 +27,7 @@ from dpmon.model.mode_comparison import verdict_sentence
 from dpmon.model.run_analysis import MAX_LONG_STEPS, RunAnalysis
 from dpmon.model.slow_steps import overlap_ns
 from dpmon.model.stragglers import Straggler
-from dpmon.record.schema import STEP, STEP_PHASES
+from dpmon.record.schema import EVALUATION, STEP, STEP_PHASES
 from dpmon.text.formatting import format_count_with_noun, format_elapsed, format_long_duration, format_percent
 
 if TYPE_CHECKING:
@@ -384,8 +384,14 @@ def find_costly_evaluation(run: RunAnalysis) -> Iterator[Finding]:
     """Yield a finding if evaluations take much of the time."""
     evaluation_ns = run.time_by_activity.get("evaluation", 0)
     active_ns = sum(run.time_by_activity.get(name, 0) for name in ("training", "between", "evaluation"))
-    if evaluation_ns and evaluation_ns >= MIN_EVALUATION_SHARE * active_ns and list(measured_modes(run)):
-        steps = sum(stats.all_steps for stats in run.evaluations)
+    is_rollout = run.store.kind_word(EVALUATION) != "evaluation"
+    if (
+        evaluation_ns
+        and not is_rollout
+        and evaluation_ns >= MIN_EVALUATION_SHARE * active_ns
+        and list(measured_modes(run))
+    ):
+        steps = sum(stats.all_steps for stats in run.other_modes if stats.kind == EVALUATION)
         yield Finding(
             "evaluation",
             f"Evaluations take {format_percent(evaluation_ns / active_ns)} of the time.",

@@ -9,7 +9,7 @@ from dpmon.model.run_snapshot import NO_STEPS, PHASES, Process
 from dpmon.model.slow_steps import INPUT, WAITING_TEXT
 from dpmon.model.step_timeline import StepTimeline, last_step_timeline
 from dpmon.record.record_types import MAX_SPANS, Call
-from dpmon.record.schema import SECOND, phase_by_display_name
+from dpmon.record.schema import SECOND, TRAINING, phase_by_display_name
 from dpmon.sanitize import sanitize_line
 from dpmon.store.step_stats import PhaseStats, StepStats
 from dpmon.text.cells import align_right, truncate
@@ -88,8 +88,10 @@ def panel_title(screen: ScreenData, style: TerminalStyle, width: int) -> tuple[R
         ("p95", stats.p95_ns, ""),
     ):
         corner += [(f" {name}", "dim"), (align_right(format_duration(value), 8), text_style)]
-    evaluation: Row = [(dot, "dim"), ("evaluation", "wait")] if stats.evaluation else []
-    head: Row = [(NAMES["batch"], "title"), (dot, "dim"), (mode_text, f"mode.{mode}"), *evaluation]
+    kind: Row = []
+    if stats.kind != TRAINING:
+        kind = [(dot, "dim"), (screen.state.kind_words[stats.kind], "wait")]
+    head: Row = [(NAMES["batch"], "title"), (dot, "dim"), (mode_text, f"mode.{mode}"), *kind]
     if screen.shown_stall is not None:
         return [*head, (dot + range_text, "dim")], [BEFORE_STALL]
     sizes = _size_spans(process, dot, style)

@@ -18,7 +18,7 @@ from dpmon.sanitize import sanitize_line
 from dpmon.text.cells import align_right, span_width
 from dpmon.text.formatting import UNKNOWN, format_count, format_count_with_noun, format_duration
 from dpmon.ui.chart import busy_bar, busy_legend
-from dpmon.ui.panels.panel_replicas import all_size_rows, call_name, evaluation_mark, shown_call, size_text
+from dpmon.ui.panels.panel_replicas import all_size_rows, call_name, kind_mark, shown_call, size_text
 from dpmon.ui.panels.panel_status import reports_straggler
 from dpmon.ui.panels.rank_map import rank_map
 from dpmon.ui.panels.ranks_over_time import over_time_height, render_over_time
@@ -130,7 +130,7 @@ def panel_title(screen: ScreenData, style: TerminalStyle) -> tuple[Row, Row]:
     track = shown_call(screen)
     call_row: Row = []
     if track is not None:
-        call_row = [*evaluation_mark(track.last, style), (call_name(track.last, f" {style.glyphs.middot} "), "")]
+        call_row = [*kind_mark(screen, track.last, style), (call_name(track.last, f" {style.glyphs.middot} "), "")]
     corner: Row = [("step", "dim"), (align_right(format_count(screen.state.step), 9), "")]
     node_text = f" on {format_count_with_noun(len(screen.state.nodes), 'node')}" if screen.state.nodes else ""
     node_text = f" on {processes[0].node}" if screen.view.node_number is not None and processes else node_text

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from dpmon.model.run_snapshot import CallTimings, Process
 from dpmon.record.record_types import Call, Size, count_rows
+from dpmon.record.schema import TRAINING
 from dpmon.sanitize import sanitize_line
 from dpmon.text.cells import align_right, span_width, truncate
 from dpmon.text.formatting import UNKNOWN, format_bytes, format_count, format_count_with_noun, format_duration
@@ -41,7 +42,8 @@ def list_choices(process: Process | None) -> list[CallChoice]:
     tracks = process.calls if process else {}
     for key in sorted(tracks, key=sort_key):
         track = tracks[key]
-        recent_parts = [part for part in track.parts if part.last.step >= track.last.step - _MAX_UNSEEN_STEPS]
+        newest_step = track.last.step or 0
+        recent_parts = [part for part in track.parts if (part.last.step or 0) >= newest_step - _MAX_UNSEEN_STEPS]
         if len(recent_parts) > 1:
             call_choices += [CallChoice(part, nth, len(recent_parts)) for nth, part in enumerate(recent_parts, 1)]
         else:
@@ -101,7 +103,7 @@ def panel_title(screen: ScreenData, style: TerminalStyle) -> tuple[Row, Row]:
     corner: Row = [("call", "dim"), (align_right(format_count(call.call), 9), "")]
     title = "2 Stages" if _is_staged(call) else NAMES["replicas"]
     # The names come last, so that they are cut before the number of the choice.
-    mark, name = evaluation_mark(call, style), call_name(call, dot)
+    mark, name = kind_mark(screen, call, style), call_name(call, dot)
     return [(title, "title"), (choice_text + part_text, ""), *mark, (name, "")], corner
 
 
@@ -110,10 +112,10 @@ def call_name(call: Call, dot: str) -> str:
     return f"{dot}{sanitize_line(call.root, 60)}{dot}{sanitize_line(call.via, 40) if call.via else 'bare module'}"
 
 
-def evaluation_mark(call: Call, style: TerminalStyle) -> Row:
-    """Return a mark for a call of an evaluation, without gradients or in eval mode; empty for training."""
-    if call.is_evaluation:
-        mark = "evaluation"
+def kind_mark(screen: ScreenData, call: Call, style: TerminalStyle) -> Row:
+    """Return a mark for a call of another kind than training, without gradients or in eval mode; else empty."""
+    if call.kind != TRAINING:
+        mark = screen.state.kind_words[call.kind]
     elif not call.grad:
         mark = "no gradients"
     elif not call.training:

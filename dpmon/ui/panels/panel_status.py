@@ -171,7 +171,7 @@ def _metric_parts(screen: ScreenData, style: TerminalStyle) -> list[_StatusPart]
     process, rates = screen.process, _current_throughput(screen)
     if process is None or process.last_step is None:
         return []
-    step = _StatusPart([("step ", "dim"), (format_count(process.last_step.step).ljust(7), "bold")], 2)
+    step = _StatusPart([("step ", "dim"), (format_count(process.step_number).ljust(7), "bold")], 2)
     progress = shown_progress(screen)
     parts = [step]
     if progress.epoch is not None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from dpmon.cli.launch import has_screen, open_json_target
 from dpmon.cli.messages import print_closing_summary, print_message
-from dpmon.record.schema import EVALUATION
+from dpmon.record.schema import EVALUATION, TRAINING
 from dpmon.run import proc, retention
 from dpmon.run.lifecycle import is_live, may_be_live_elsewhere, needs_supervisor, run_state
 from dpmon.run.output_target import open_replacement, utf8_stdout
@@ -281,7 +281,7 @@ class ListedRun(NamedTuple):
         """Return the cells of the list."""
         from dpmon.stalls.run_state import format_state  # expensive
 
-        evaluations = f" ({self.evaluation_steps} evaluation)" if self.evaluation_steps else ""
+        evaluations = f" (+{self.evaluation_steps} evaluation)" if self.evaluation_steps else ""
         steps_text = "-" if self.steps is None else f"{self.steps}{evaluations}"
         if self.steps is None and self.open_calls:
             steps_text = format_count_with_noun(self.open_calls, "call")
@@ -383,7 +383,9 @@ def _query_step_counts(store: Store) -> _StepCounts:
     last_ns = max((step.start_ns + step.wall_ns for step in store.steps(1)), default=0)
     stall = final_stall(stalls, last_ns)
     standing = None if stall is None else f"stalled: {stall.text}"
-    return None if calls and not longest_ring.steps else longest_ring.steps, evaluations, calls, samples, standing
+    numbers = {TRAINING: longest_ring.last_step, EVALUATION: longest_ring.evaluations}
+    steps = numbers.get(store.main_kind, longest_ring.forward_steps) or 0
+    return None if calls and not longest_ring.steps else steps, evaluations, calls, samples, standing
 
 
 def _format_age(seconds: float) -> str:

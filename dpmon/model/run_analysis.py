@@ -282,9 +282,10 @@ class RunAnalysis:
 
     @property
     def steps(self) -> int:
-        """Number of steps, including deleted ones, and those that the metrics exclude."""
-        left_out = sum(tally.steps for tally in self.window.left_out.values())
-        return sum(stats.all_steps for stats in (*self.modes, *self.other_modes)) + left_out
+        """Number of steps of the main kind, including deleted ones, and those that the metrics exclude."""
+        left_out = self.window.left_out.items()
+        excluded_steps = sum(tally.steps for key, tally in left_out if step_kind(key.kind) == self.window.main_kind)
+        return sum(stats.all_steps for stats in self.modes) + excluded_steps
 
     @property
     def slow_start_ns(self) -> int:

@@ -142,7 +142,7 @@ def processes_and_modes(run: RunAnalysis) -> str:
     steps_by_kind: Counter[str] = Counter()
     for stats in run.other_modes:
         steps_by_kind[stats.other_kind] += stats.all_steps
-    steps_text = format_count_with_noun(run.steps - steps_by_kind.total(), "step")
+    steps_text = format_count_with_noun(run.steps, "step")
     kinds = [f"{count:,} {word}" for word, count in steps_by_kind.items()]
     counts_text = f"{' + '.join([steps_text, *kinds])}, {format_count_with_noun(run.calls, 'call')}"
     counts_text += " total" if process_count > 1 else ""

@@ -168,9 +168,11 @@ def check(steps: list[Step], calls: list[Call], *, threads: bool = False) -> Non
         assert all(took > 0 for name, took in step.phases.items() if name not in may_be_none)
     for before, after in pairwise(steps):
         assert before.start_ns + before.wall_ns <= after.start_ns
-    by_number = {step.step: step for step in steps}
+    by_number = {(step.kind, step.step): step for step in steps}
     for call in () if threads else calls:
-        around = by_number[call.step]
+        if call.step is None:  # outside the steps
+            continue
+        around = by_number[call.kind, call.step]
         assert around.start_ns <= call.start_ns
         assert call.start_ns + call.wall_ns <= around.start_ns + around.wall_ns
 

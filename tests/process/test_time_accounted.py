@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from dpmon.record.schema import EVALUATION
 from dpmon.store.step_stats import StatsWindow, account_for_elapsed
 from dpmon.store.store_opening import open_store
 from support.run_harness import (
@@ -103,7 +104,7 @@ def check(
     slack += MAX_RATE_ERROR + 0.05 / sum(told["seconds"].values())
     with open_store(dpmon.last()) as store:
         window = StatsWindow(store)
-        assert {mode for mode, evaluation in window.modes if not evaluation} == told["samples"].keys()
+        assert set(window.modes) == told["samples"].keys()
         for mode, samples in told["samples"].items():
             figures = window.step_stats(mode)
             assert figures.steps == samples / ROWS + unfinished
@@ -195,7 +196,7 @@ def test_evaluations_between_epochs(dpmon: Dpmon) -> None:
     found = check(dpmon, told, result.errors)
     assert found["evaluation"] == pytest.approx(told["apart"]["evaluation"], rel=0.3)
     with open_store(dpmon.last()) as store:
-        assert StatsWindow(store).step_stats("single", evaluation=True).steps == 50
+        assert StatsWindow(store).step_stats("single", EVALUATION).steps == 50
 
 
 def test_toggles_and_a_pause(dpmon: Dpmon) -> None:

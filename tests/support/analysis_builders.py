@@ -68,7 +68,7 @@ def _series_stats(ms: float | None, calls: int = 1000) -> SeriesStats:
 
 
 def replica_stats(number: int, rows: int | None = 16, ms: float = 5.0, **more: Any) -> ReplicaStats:
-    found = ReplicaStats("dp", "Model", number, f"cuda:{number}", 1000, rows, time=_series_stats(ms))
+    found = ReplicaStats("dp", "Model", number, f"cuda:{number}", calls=1000, rows=rows, time=_series_stats(ms))
     return replace(found, **more)
 
 

@@ -9,9 +9,10 @@ import sqlite3
 import sys
 import time
 import zlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from dpmon.model.run_snapshot import PHASES, RunSnapshot, SnapshotRequest
 from dpmon.model.snapshot_builder import SnapshotBuilder
 from dpmon.record.history_rows import CallParts, CallRow, Definition, Row
 from dpmon.record.record_types import Call, Event, Record, RecordError, Size, Step
-from dpmon.record.schema import EVALUATION, QUANTITIES, SPAN_PHASES, WARM_UP, device_series
+from dpmon.record.schema import EVALUATION, QUANTITIES, SPAN_PHASES, TRAINING, WARM_UP, device_series
 from dpmon.record.schema import PHASES as SCHEMA
 from dpmon.record.shared_names import CALL_PHASES
 from dpmon.run import proc
@@ -76,8 +77,9 @@ class Recording:
         `skip`: leave out those that are refused, as a supervisor does.
         """
         batch = WriteBatch()
-        for count, record in enumerate(records, start=1):
-            for row in self._makers.setdefault(process, _RowMaker()).rows(record):
+        maker = self._makers.setdefault(process, _RowMaker())
+        for count, record in enumerate(maker.with_kinds(list(records)), start=1):
+            for row in maker.rows(record):
                 intake = self._intake(_source(row, process), rank)
                 with suppress(RecordError) if skip else nullcontext():
                     self._next_id += intake.add(batch, self._next_id, row)
@@ -174,11 +176,45 @@ def rows_of(records: Iterable[Row | Record]) -> list[Row]:
     return [row for record in records for row in maker.rows(record)]
 
 
+def account_step(
+    number: int, mode: str, start_ns: int, wall_ns: int, evaluation: bool = False, exclusion: int = 0
+) -> tuple[Step, int]:
+    """Return the arguments of `TimeAccount.add_step`."""
+    kind = EVALUATION if evaluation else TRAINING
+    return Step(0, None, number, mode, start_ns, wall_ns, None, {}, kind=kind), exclusion
+
+
 class _RowMaker:
     """Makes rows from records of one process."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
+        self._other_steps: Counter[int] = Counter()
+
+    def with_kinds(self, records: Sequence[Row | Record]) -> list[Row | Record]:
+        """Return the records of one sequence of steps with the kind that follows from the phases of each step.
+
+        Its number then counts the steps of its kind. A number that is left out stays left out.
+        """
+        steps: dict[int | None, tuple[int, int]] = {}
+        for record in records:
+            if isinstance(record, Step):
+                trains = {"backward", "optimizer"} & record.phases.keys()
+                kind = record.kind or (TRAINING if trains else EVALUATION)
+                steps[record.step] = kind, record.step - self._other_steps.total()
+                if kind != TRAINING:
+                    self._other_steps[kind] += 1
+                    steps[record.step] = kind, self._other_steps[kind]
+        found: list[Row | Record] = []
+        for record in records:
+            if isinstance(record, Step):
+                kind, number = steps[record.step]
+                record = record._replace(kind=kind, step=number)
+            elif isinstance(record, Call) and record.step in steps:
+                kind, number = steps[record.step]
+                record = replace(record, kind=kind, step=number)
+            found.append(record)
+        return found
 
     def rows(self, record: Row | Record) -> list[Row]:
         """Return new definitions, then the record."""
@@ -227,7 +263,17 @@ class _RowMaker:
         parts = CallParts([phase and (phase.offset_ns, phase.host_ns) for phase in ran], replicas, stages)
         flags = flags_of(call.virtual, call.training, call.grad, call.failed)
         row = CallRow(
-            call.step, call.call, call.mode, flags, number, call.start_ns, call.wall_ns, inputs, outputs, parts
+            call.step or 0,
+            call.call,
+            call.mode,
+            flags,
+            number,
+            call.start_ns,
+            call.wall_ns,
+            inputs,
+            outputs,
+            parts,
+            call.kind,
         )
         times = [phase and phase.device_ms for phase in ran]
         times += [replica.device_ms for replica in call.replicas]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -302,10 +303,8 @@ class DecodedRows(NamedTuple):
 
     def shape(self) -> list[tuple[int | None, str, int]]:
         """Return, per step: samples, first letters of its phases, number of calls."""
-        counted = {step.step: 0 for step in self.steps}
-        for call in self.calls:
-            counted[call.step] = counted.get(call.step, 0) + 1
-        return [(step.samples, phase_letters(step), counted[step.step]) for step in self.steps]
+        counted = Counter((call.kind, call.step) for call in self.calls)
+        return [(step.samples, phase_letters(step), counted[step.kind, step.step]) for step in self.steps]
 
 
 def phase_letters(step: Step) -> str:
@@ -375,8 +374,11 @@ def without_definitions(rows: Sequence[Row]) -> list[Row]:
 
 def make_successor(first: Assembler, lines: list[dict[str, Any]], cut: int, kept: DecodedRows) -> Assembler:
     """The assembler of a new supervisor. `kept`: what is in the history from the first one, which read `cut` spans."""
-    numbers = max((step.step for step in kept.steps), default=0), max((call.call for call in kept.calls), default=0)
-    return Assembler.resume_after(lines, Predecessor(*numbers, first.thread, first.position, cut, first.pending))
+    steps = {step.kind: step.step for step in kept.steps}
+    last_call = max((call.call for call in kept.calls), default=0)
+    return Assembler.resume_after(
+        lines, Predecessor(steps, last_call, first.thread, first.position, cut, first.pending)
+    )
 
 
 def assemble_with_successor(script: Script, cut: int) -> tuple[list[Row], list[Row]]:

@@ -16,7 +16,7 @@ from dpmon.cli.commands import _make_listed_run
 from dpmon.cli.status_stream import ProgressReporter, StatusStream
 from dpmon.cli.summary import summary_lines
 from dpmon.model.mode_comparison import Comparison, verdict_sentence
-from dpmon.record.schema import PHASES, REST, STEP
+from dpmon.record.schema import EVALUATION, PHASES, REST, STEP
 from dpmon.report.plain_text import report_text
 from dpmon.report.report_data import collect_report_data
 from dpmon.report.sections import most_frequent
@@ -365,24 +365,22 @@ def test_evaluations_are_counted_separately_everywhere(run: Path) -> None:
     with open_store(run) as store:
         window = StatsWindow(store)
         training = sum(window.step_stats(mode).steps for mode in ("dp", "single"))
-        evaluations = sum(window.step_stats(mode, evaluation=True).steps for mode in ("dp", "single"))
-    assert sum(one.count for one in columns if not one.evaluation) == training
-    assert sum(one.count for one in columns if one.evaluation) == evaluations > 0
+        evaluations = sum(window.step_stats(mode, EVALUATION).steps for mode in ("dp", "single"))
+    assert sum(one.count for one in columns if not one.other_kind) == training
+    assert sum(one.count for one in columns if one.other_kind) == evaluations > 0
     drawn = "\n".join(plain_text(row) for row in panel_batch.render_panel(facts, 600, 40, STYLE))
     feed.close()
     assert "evaluation \u2500" in drawn
-    assert f"{training} training and {evaluations} evaluation steps" in " ".join(
-        " ".join(report_text(run, 120)).split()
-    )
+    assert f"{training} steps + {evaluations} evaluation" in " ".join(" ".join(report_text(run, 120)).split())
     listed = _make_listed_run(run, load_info(run))
-    assert (listed.steps, listed.evaluation_steps) == (training + evaluations, evaluations)
-    assert f"{training + evaluations} ({evaluations} evaluation)" in listed.table_cells()
+    assert (listed.steps, listed.evaluation_steps) == (training, evaluations)
+    assert f"{training} (+{evaluations} evaluation)" in listed.table_cells()
 
 
-def test_sizes_of_evaluations_do_not_count_as_sizes_of_the_training() -> None:
-    assert most_frequent([(120, "a"), (4, "b"), (0, "c")], 1) == "a (+1 other size, +1 in evaluation)"
-    assert most_frequent([(120, "a"), (4, "b")], 0) == "a (+1 other size)"
-    assert most_frequent([(0, "c")], 1) == "c"
+def test_the_most_frequent_size_comes_with_the_number_of_others() -> None:
+    assert most_frequent([(4, "b"), (120, "a"), (2, "c")]) == "a (+2 other sizes)"
+    assert most_frequent([(120, "a"), (4, "b")]) == "a (+1 other size)"
+    assert most_frequent([(1, "c")]) == "c"
 
 
 def test_a_loop_whose_steps_are_not_known_yet_has_calls_everywhere(state: Path) -> None:

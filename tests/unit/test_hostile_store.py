@@ -51,7 +51,7 @@ def answers(store: Store) -> list[Any]:
         store.time_rows(0, 10),
         store.time_rows(process=1, widest=60),
         store.gaps(10),
-        store.longest_steps(10, "dp", training_only=True),
+        store.longest_steps(10, "dp"),
         store.steps(100, process=0),
         store.steps(100),
         store.next_step_ns(0, 5),
@@ -62,9 +62,9 @@ def answers(store: Store) -> list[Any]:
     ]
     for begin, end in ((0, 1 << 40), (2, 4)):
         window = StatsWindow(store, begin, end)
-        for mode, evaluation in window.modes:
+        for mode, kind in [*((mode, window.main_kind) for mode in window.modes), *window.other_modes]:
             for process in (None, *store.processes):
-                found.append(window.step_stats(mode, evaluation, process))
+                found.append(window.step_stats(mode, kind, process))
         found.append(account_for_elapsed(window.time_by_activity, 10**10, window.alive_intervals))
     return [*found, list(store.records())]
 

@@ -22,6 +22,7 @@ from dpmon.model.mode_stats import ModeStats
 from dpmon.model.recorded_stalls import RecordedStall
 from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.run_events import LoaderStart, RunEvents
+from dpmon.record.schema import EVALUATION
 from dpmon.store.tally import Tally, TallyKey
 from dpmon.store.time_accounting import Gap
 from support.analysis_builders import (
@@ -209,7 +210,7 @@ def test_no_rate_is_promised_if_a_cause_takes_nearly_all_the_time(saves: float, 
 def test_evaluations_that_take_much_of_the_time_are_found() -> None:
     spent = {"training": 60 * SECOND, "evaluation": 30 * SECOND, "between": 10 * SECOND}
     evaluated = with_changes(
-        HEALTHY_RUN, time_by_activity=spent, evaluations=[replace(GOOD_MODE, evaluation=True)], gaps=[]
+        HEALTHY_RUN, time_by_activity=spent, other_modes=[replace(GOOD_MODE, kind=EVALUATION)], gaps=[]
     )
     (found,) = find_all(evaluated)
     assert (found.kind, found.text) == ("evaluation", "Evaluations take 30% of the time.")

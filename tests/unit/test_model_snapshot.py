@@ -245,8 +245,6 @@ def test_refusals_of_roots_that_are_gone_do_not_stay() -> None:
 
 
 def test_times_of_evaluation_and_training_are_separate() -> None:
-    assert not a_call(training=False).is_evaluation, "some scripts train in eval mode"
-
     def part(number: int, took_ns: int, evaluates: bool) -> list[Record]:
         replica = Replica(0, "cuda:0", 0, took_ns, (), ())
         more = {"training": False, "grad": False} if evaluates else {}

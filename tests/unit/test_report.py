@@ -18,7 +18,7 @@ from dpmon.cli.summary import summary_lines
 from dpmon.model.step_history import BINS, PARTS
 from dpmon.record.history_rows import Definition, LossRow, Row
 from dpmon.record.record_types import Event
-from dpmon.record.schema import WARM_UP_STEPS
+from dpmon.record.schema import EVALUATION, TRAINING, WARM_UP_STEPS
 from dpmon.report import collect_report_data, report_text
 from dpmon.report.document import Plot, PlotSeries, Table
 from dpmon.report.health import read_health
@@ -702,8 +702,8 @@ def test_stalls_are_found_among_the_steps_that_still_have_a_row(state: Path) -> 
 
 def test_stretches_separate_modes_and_evaluations(state: Path) -> None:
     story = collect_report_data(write_run_directory({0: long_training(slow=0, evaluations=True)}, limit_bytes=1 << 18))
-    assert {(one.mode, one.evaluation) for one in story.run.binned_steps.bins} == {
-        (mode, evaluation) for mode in ("single", "dp") for evaluation in (False, True)
+    assert {(one.mode, one.kind) for one in story.run.binned_steps.bins} == {
+        (mode, evaluation) for mode in ("single", "dp") for evaluation in (TRAINING, EVALUATION)
     }
     drawn = {plot.name: plot for plot in build_plots(story.run)}
     names = [one.name for one in drawn["step-time"].series]

@@ -15,7 +15,7 @@ from dpmon.record.record_types import Event
 from dpmon.store.step_stats import StatsWindow, account_for_elapsed
 from dpmon.store.store_opening import open_store
 from dpmon.store.time_accounting import ActivityInterval, TimeAccount
-from support.history_builders import write_run_directory
+from support.history_builders import account_step, write_run_directory
 from support.record_builders import Training, step_row
 
 MS = 1_000_000
@@ -42,7 +42,8 @@ class Loop:
         self.account = TimeAccount(self.begin)
         self.truth: list[Stretch] = []
         self.spent: list[ActivityInterval] = []
-        self.number = 0
+        self.numbers = {False: 0, True: 0}
+        """Number of the last step, by whether it is an evaluation."""
         self.evaluation: bool | None = None
         self.mode = "dp"
         self.late: list[tuple[int, int]] = []
@@ -67,7 +68,7 @@ class Loop:
         evaluation = self.chance.random() < 0.4
         mode = "single" if self.chance.random() < 0.1 else self.mode
         missed = self.losses and self.evaluation is not None and self.chance.random() < 0.1
-        self.number += self.chance.randrange(2, 9) if missed else 1
+        self.numbers[evaluation] += self.chance.randrange(2, 9) if missed else 1
         if self.evaluation is None:
             activity = "startup"
         elif missed:
@@ -92,10 +93,12 @@ class Loop:
             self.stretch(inside, mode, self.some())
             if self.chance.random() < 0.15:
                 self.wait(inside, mode)
-        spent, gap = self.account.add_step(self.number, mode, start, self.now - start, evaluation)
+        spent, gap = self.account.add_step(
+            *account_step(self.numbers[evaluation], mode, start, self.now - start, evaluation)
+        )
         self.spent += spent
         if gap is not None:
-            assert (gap.begin_ns, gap.end_ns, gap.after_step) == (begin, start, self.number - 1)
+            assert (gap.begin_ns, gap.end_ns, gap.after_step) == (begin, start, self.numbers[False] - (not evaluation))
             assert activity == "between"
         self.evaluation, self.mode = evaluation, mode
 
@@ -170,7 +173,7 @@ def three_steps(account: TimeAccount, step_ns: int = 100 * MS, gap_ns: int = 50 
     spent = []
     for number in range(1, 4):
         start = SECOND + (number - 1) * (step_ns + gap_ns)
-        spent += account.add_step(number, "dp", start, step_ns, False)[0]
+        spent += account.add_step(*account_step(number, "dp", start, step_ns, False))[0]
     return spent
 
 
@@ -181,7 +184,7 @@ def test_a_wait_across_several_steps(told: int) -> None:
     for number in range(1, 4):
         if told == number - 1:
             spent += account.add_input_wait(*wait)
-        spent += account.add_step(number, "dp", SECOND + (number - 1) * 150 * MS, 100 * MS, False)[0]
+        spent += account.add_step(*account_step(number, "dp", SECOND + (number - 1) * 150 * MS, 100 * MS, False))[0]
     if told == 3:
         spent += account.add_input_wait(*wait)
     assert sums(spent) == {("startup", "dp"): SECOND, ("training", "dp"): 90 * MS, ("input", "dp"): 310 * MS}
@@ -202,7 +205,7 @@ def test_a_wait_is_found_after_many_short_steps() -> None:
     spent = three_steps(account, gap_ns=500 * MS)
     at = SECOND + 1300 * MS
     for number in range(4, 20_000):
-        spent += account.add_step(number, "dp", at + 100_000, 400_000, False)[0]
+        spent += account.add_step(*account_step(number, "dp", at + 100_000, 400_000, False))[0]
         at += 500_000
     spent += account.add_input_wait(SECOND + 150 * MS, SECOND + 450 * MS)
     assert sums(spent)["input", "dp"] == 300 * MS
@@ -217,7 +220,7 @@ def test_after_the_last_step_only_pauses_count() -> None:
 
 def test_a_process_that_began_to_record_within_its_first_step() -> None:
     account = TimeAccount(SECOND + 30 * MS)
-    spent = account.add_step(1, "dp", SECOND, 100 * MS, False)[0] + account.finish(2 * SECOND)
+    spent = account.add_step(*account_step(1, "dp", SECOND, 100 * MS, False))[0] + account.finish(2 * SECOND)
     assert sums(spent) == {("training", "dp"): 100 * MS}
 
 
@@ -244,7 +247,7 @@ def stalled_steps(account: TimeAccount, *steps: tuple[int, int]) -> list[Activit
     spent: list[ActivityInterval] = []
     for number, (start, wall) in enumerate(steps, 1):
         left_out = account.exclusion_flag(start * SECOND, (start + wall) * SECOND, 0)
-        spent += account.add_step(number, "dp", start * SECOND, wall * SECOND, False, left_out)[0]
+        spent += account.add_step(*account_step(number, "dp", start * SECOND, wall * SECOND, False, left_out))[0]
     return spent
 
 
@@ -316,6 +319,6 @@ def test_a_first_step_that_waits_long_is_start_up(state: Path, waits: dict[str, 
 
 def test_steps_that_overlap_count_once() -> None:
     account = TimeAccount()
-    spent = account.add_step(1, "dp", SECOND, SECOND, False)[0]
-    spent += account.add_step(2, "dp", SECOND + 500 * MS, SECOND, False)[0]
+    spent = account.add_step(*account_step(1, "dp", SECOND, SECOND, False))[0]
+    spent += account.add_step(*account_step(2, "dp", SECOND + 500 * MS, SECOND, False))[0]
     assert sums(spent) == {("startup", "dp"): SECOND, ("training", "dp"): 1500 * MS}

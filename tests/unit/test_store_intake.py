@@ -21,6 +21,7 @@ from dpmon.store.process_accounts import ProcessAccounts
 from dpmon.store.ring_intake import BATCH_SIZES, HELD_CALLS, SHAPES, RingIntake
 from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES
 from dpmon.store.write_batch import WriteBatch
+from support.history_builders import account_step
 from support.record_builders import TRAINING_FLAGS, call_row, flags_of, step_row
 
 MS = 1_000_000
@@ -323,7 +324,7 @@ def test_a_pause_before_the_end_of_the_run_counts_once_if_a_process_goes_on(tmp_
     assert sum(ns for (*_, activity), ns in ring.batch.activity_ns.items() if activity == "paused") == 2 * SECOND
     after = ProcessAccounts()
     after.resume(history)
-    spent, _ = after.get_account(0).add_step(2, DP, 10 * SECOND, SECOND, False)
+    spent, _ = after.get_account(0).add_step(*account_step(2, DP, 10 * SECOND, SECOND))
     assert [(one.activity, one.begin, one.end) for one in spent] == [
         ("between", 9 * SECOND, 10 * SECOND),
         ("training", 10 * SECOND, 11 * SECOND),

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from dpmon.errors import HistoryError
-from dpmon.record.schema import EVALUATION, PHASES, QUANTITIES, WARM_UP
+from dpmon.record.schema import PHASES, QUANTITIES, TRAINING, WARM_UP, step_kind
 from dpmon.store.history_schema import HISTORY_FILE, CheckedConnection
 from dpmon.store.history_writer import HistoryWriter
 from dpmon.store.step_stats import StatsWindow
@@ -129,21 +129,20 @@ def test_figures_of_a_window_are_those_of_its_steps(tmp_path: Path, seed: int) -
         for begin, end in ((0, 1 << 40), (17, 9000), (3599, 3601), (600, 1200), (chance.randrange(5000), 8123)):
             window = StatsWindow(store, begin, end)
             within = [step for step in steps if begin <= step.end // SECOND < end]
-            assert window.modes == sorted({(one.key.mode, bool(one.key.kind & EVALUATION)) for one in within})
-            for mode, evaluation in window.modes:
+            pairs = [*((mode, TRAINING) for mode in window.modes), *window.other_modes]
+            assert sorted(pairs) == sorted({(one.key.mode, step_kind(one.key.kind)) for one in within})
+            for mode, kind in pairs:
                 for process in (None, *processes):
-                    check_figures(window, within, mode, evaluation, process)
+                    check_figures(window, within, mode, kind, process)
 
 
-def check_figures(
-    window: StatsWindow, steps: Sequence[StoredStep], mode: str, evaluation: bool, process: int | None
-) -> None:
+def check_figures(window: StatsWindow, steps: Sequence[StoredStep], mode: str, kind: int, process: int | None) -> None:
     mine = [
         step for step in steps
-        if step.key.mode == mode and bool(step.key.kind & EVALUATION) == evaluation
+        if step.key.mode == mode and step_kind(step.key.kind) == kind
         and process in (None, step.key.process)
     ]  # fmt: skip
-    figures = window.step_stats(mode, evaluation, process)
+    figures = window.step_stats(mode, kind, process)
     assert (figures.steps, figures.calls) == (len(mine), sum(step.facts.calls for step in mine))
     if not mine:
         assert (figures.median_ns, figures.mean_ns) == (None, None)
@@ -171,9 +170,9 @@ def check_figures(
         assert found.device_count == len(device)
         if device:
             assert found.device_ns == pytest.approx(statistics.median(device), rel=ERROR)
-    settled = window.tally(mode, evaluation, process, without_warmup=True)
+    settled = window.tally(mode, kind, process, without_warmup=True)
     assert settled.steps == sum(1 for step in mine if not step.key.kind & WARM_UP)
-    eights = window.tally(mode, evaluation, process, batch=8)
+    eights = window.tally(mode, kind, process, batch=8)
     assert eights.steps == sum(1 for step in mine if step.key.batch == 8)
 
 
@@ -197,7 +196,7 @@ def test_rates_and_parts_of_a_window_are_those_of_its_time(tmp_path: Path) -> No
                 elapsed[one.activity][process] += max(inside, 0)
             mine = [
                 step for step in steps
-                if begin <= step.end // SECOND < end and not step.key.kind & EVALUATION
+                if begin <= step.end // SECOND < end and step_kind(step.key.kind) == TRAINING
             ]  # fmt: skip
             rate = window.rate("dp")
             training = sum(elapsed["training"]) + sum(elapsed["between"])

@@ -31,10 +31,10 @@ def figures(directory: Path) -> dict[str, Any]:
     with open_history(directory) as store:
         window = StatsWindow(store)
         found: dict[str, Any] = {"spent": window.time_by_activity, "modes": window.modes, "processes": store.processes}
-        for mode, evaluation in window.modes:
+        for mode, kind in [*((mode, window.main_kind) for mode in window.modes), *window.other_modes]:
             for process in (None, *store.processes):
-                one = window.step_stats(mode, evaluation, process)
-                found[f"{mode} {evaluation} {process}"] = one
+                one = window.step_stats(mode, kind, process)
+                found[f"{mode} {kind} {process}"] = one
         return found
 
 

@@ -148,8 +148,12 @@ class StepBoundaryFinder:
         The step is dropped if its last call, backward pass or optimizer step raised an exception. `is_cut_off`: also
         drop it if it should learn but has no backward pass and no optimizer step.
         """
-        # A step that was cut off has no more calls than a complete one; what has more is no training step.
-        if not is_cut_off or self._step.calls > self._timeout.calls:
+        step = self._step
+        # A step of the training that was cut off has no more calls than the complete ones.
+        has_few_calls = self._began_with_fetch or step.calls <= max(self._timeout.calls, 1)
+        if is_cut_off and self.has_trained and step.could_train and has_few_calls:
+            step.trains = True
+        else:
             self._choose_final_rule()
         if not self._step.calls:
             self._drop_open_step()
@@ -400,5 +404,7 @@ class StepBoundaryFinder:
     def _flush_oversized_step(self) -> None:
         """Record the held items of a step that is too long."""
         items, self.held = self.held, []
-        self._step.part = self._row_builder.record_items(items, self._step.kind, self._step.part)
+        trains = self.has_trained or self._definitions.optimizers  # a backward pass will probably follow
+        kind = TRAINING if trains else self._step.kind
+        self._step.part = self._row_builder.record_items(items, kind, self._step.part)
         self._on_recorded(items, False)

@@ -194,7 +194,7 @@ def _progress_members(
     """Return step, rates and times of the process that represents the run; and the reasons for null values, by name."""
     absent: dict[str, str] = {}
     if process is None or process.last_step is None:
-        names = ("process", "rank", "step", *_RATES, "mode", "virtual", *_STAT_MEMBERS)
+        names = ("process", "rank", "step", "step_kind", *_RATES, "mode", "virtual", *_STAT_MEMBERS)
         open_calls = snapshot.open_calls
         text = format_calls_so_far(open_calls) if open_calls else "no step has finished yet"
         absent.update(dict.fromkeys(names, text))

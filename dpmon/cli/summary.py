@@ -141,10 +141,10 @@ class _SummaryLines:
         tallies = [run.window.tally(mode, kind, process) for process in run.store.processes]
         counts = [tally.steps for tally in tallies if tally.steps]
         calls = format_count_with_noun(run.layouts.calls(mode, kind), "call")
-        if not counts:
+        if not counts and kind != run.window.main_kind:
             return calls
-        if len(counts) == 1:
-            return f"{format_count_with_noun(counts[0], 'step')}, {calls}"
+        if len(counts) < 2:
+            return f"{format_count_with_noun(sum(counts), 'step')}, {calls}"
         has_ranks = any(run.rank(process) is not None for process in run.processes)
         if has_ranks and len(set(counts)) == 1:
             return f"{format_count_with_noun(max(counts), 'step')} of each of {len(counts)} ranks, {calls} total"

@@ -95,9 +95,9 @@ def _group_by_position(
 
     `is_oldest_complete`: the oldest step is complete, so it counts.
     """
-    steps: dict[int, list[CallRow]] = {}
+    steps: dict[tuple[int, int], list[CallRow]] = {}
     for row in reversed(recent):
-        steps.setdefault(row.step, []).append(row)
+        steps.setdefault((row.kind, row.step), []).append(row)
     positions: dict[Root, list[list[CallRow]]] = {}
     for index, step_rows in enumerate(steps.values()):
         if index or is_oldest_complete:

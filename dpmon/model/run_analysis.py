@@ -147,7 +147,7 @@ class RunAnalysis:
         """Each replica with its rows and times, by kind of its calls."""
         return build_replica_stats(self.layouts, self.window.tallies_by_process)
 
-    @property
+    @cached_property
     def replicas(self) -> list[ReplicaStats]:
         """Each replica with its rows and times in calls of the main kind."""
         return [replica for replica in self.replicas_by_kind if replica.kind == self.layouts.main_kind]

@@ -24,7 +24,7 @@ from dpmon.model.run_snapshot import PHASES, RunSnapshot, SnapshotRequest
 from dpmon.model.snapshot_builder import SnapshotBuilder
 from dpmon.record.history_rows import CallParts, CallRow, Definition, Row
 from dpmon.record.record_types import Call, Event, Record, RecordError, Size, Step
-from dpmon.record.schema import EVALUATION, QUANTITIES, SPAN_PHASES, TRAINING, WARM_UP, device_series
+from dpmon.record.schema import EVALUATION, QUANTITIES, SPAN_PHASES, STEP_KINDS, TRAINING, WARM_UP, device_series
 from dpmon.record.schema import PHASES as SCHEMA
 from dpmon.record.shared_names import CALL_PHASES
 from dpmon.run import proc
@@ -213,6 +213,9 @@ class _RowMaker:
             elif isinstance(record, Call) and record.step in steps:
                 kind, number = steps[record.step]
                 record = replace(record, kind=kind, step=number)
+            elif isinstance(record, CallRow) and record.step in steps:
+                kind, number = steps[record.step]
+                record = record._replace(kind=kind, step=number)
             found.append(record)
         return found
 
@@ -543,7 +546,7 @@ def read_linear_run() -> list[Record]:
 
 def _parse_linear_row(kind: str, members: list[Any]) -> Any:
     if kind == "CallRow":
-        return CallRow._make([*members[:-1], CallParts(*members[-1])])
+        return CallRow(*members[:-1], CallParts(*members[-1]))
     if kind == "StepRow":
         step, mode, start, wall, phases, counts, *rest = members
         samples = counts.pop("samples", None)
@@ -575,7 +578,7 @@ _EMPTY_ANALYSIS: dict[str, Any] = {
     **dict.fromkeys(("gaps", "loaders", "paused", "losses", "first_invalid_losses", "nodes"), ()),
     **dict.fromkeys(("host", "mode_comparison", "communication", "last_step_ns", "end_ns", "death", "raised")),
     "time_by_activity": {}, "names": {}, "processes": [], "announced": RunEvents(), "until_ns": 0,
-    "store": SimpleNamespace(pruned=0),
+    "store": SimpleNamespace(pruned=0, kind_word=STEP_KINDS.__getitem__),
 }  # fmt: skip
 
 

@@ -290,7 +290,8 @@ class ManyNodes:
             kind, place = self.rows_of(rank), (self._ring(rank), rank, rank)
             self._db.execute(
                 "INSERT INTO rings (name, process, rank, pid, position, sequence, missed, calls, steps, pending, ended,"
-                " open_calls, node) VALUES (?, ?, ?, 4242, 0, 0, 0, 1, 1, '', 0, 0, ?)",
+                " open_calls, evaluations, forward_steps, evaluation_phases, last_step, node)"
+                " VALUES (?, ?, ?, 4242, 0, 0, 0, 1, 1, '', 0, 0, 0, 0, 0, 1, ?)",
                 (*place, rank // self.each),
             )
             self._db.execute("INSERT INTO keys VALUES (?, ?, ?, ?)", (rank, *kind.key))

@@ -14,6 +14,7 @@ from dpmon.assemble import Assembler
 from dpmon.assemble.assembler import Predecessor
 from dpmon.record.history_rows import CollectiveRow, Definition, LossRow, Row
 from dpmon.record.record_types import Call, Collective, Event, Sampled, Step
+from dpmon.record.schema import STEP_KINDS
 from dpmon.record.span_format import Flag, Kind, Span
 from dpmon.span_ring import SpanRing
 from support.record_builders import RowReader
@@ -302,9 +303,17 @@ class DecodedRows(NamedTuple):
     samples: list[Sampled]
 
     def shape(self) -> list[tuple[int | None, str, int]]:
-        """Return, per step: samples, first letters of its phases, number of calls."""
+        """Return, per numbered step: samples, first letters of its phases, number of calls."""
         counted = Counter((call.kind, call.step) for call in self.calls)
-        return [(step.samples, phase_letters(step), counted[step.kind, step.step]) for step in self.steps]
+        numbered = (step for step in self.steps if step.step)
+        return [(step.samples, phase_letters(step), counted[step.kind, step.step]) for step in numbered]
+
+
+def check_numbers(steps: Sequence[Step]) -> None:
+    """Assert that the steps of each kind are numbered from 1, except those outside a loop."""
+    for kind in STEP_KINDS:
+        numbers = [step.step for step in steps if step.kind == kind and step.step]
+        assert numbers == list(range(1, len(numbers) + 1)), kind
 
 
 def phase_letters(step: Step) -> str:

@@ -360,10 +360,10 @@ def test_numbers_of_events_are_filled_in() -> None:
     data = [event.data for event in assemble_script(script).events]
     assert data == [
         {"step": 1, "call": 1, "reason": "from call 1 of step 1 on", "t_s": 1.5},
-        {"step": 1, "call": 1, "text": 3},
-        {"step": 1},
+        {"step": 0, "call": 1, "text": 3},
+        {"step": 0},
         {"text": "as it {call} is"},
-        {"step": 2, "call": 3},
+        {"step": 1, "call": 3},
     ]
 
 
@@ -376,13 +376,13 @@ def test_a_pause_ends_the_open_step() -> None:
     assert decode_rows(out).events == []
     out += assembler.feed([], [])
     result = decode_rows(out)
-    assert [event.data for event in result.events] == [{"paused": True, "step": 3}]
+    assert [event.data for event in result.events] == [{"paused": True, "step": 2}]
     assert result.steps[-1].start_ns + result.steps[-1].wall_ns == at
     script.play("p=100")
     script.event("pause", "last", paused=False, step=0)
     script.play("l")
     result = assemble_script(script)
-    assert [event.data["step"] for event in result.events] == [3, 3]
+    assert [event.data["step"] for event in result.events] == [2, 2]
     assert max(step.wall_ns for step in result.steps) < 10 * MS
 
 

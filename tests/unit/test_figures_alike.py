@@ -94,9 +94,12 @@ def wanted(directory: Path, place: Place, *, rest: bool) -> Shown:
     found: Shown = {}
     with open_store(directory) as store:
         window = StatsWindow(store)
-        assert tuple(window.modes) == MODES
+        assert {*((mode, False) for mode in window.modes), *((mode, True) for mode, _ in window.other_modes)} == {
+            *MODES
+        }
         for mode, evaluation in place.modes:
-            for series, figure, number in figures_of(window.step_stats(mode, evaluation)):
+            kind = EVALUATION if evaluation else None
+            for series, figure, number in figures_of(window.step_stats(mode, kind)):
                 shown = place.of_step if series == STEP else place.of_phase
                 if figure in shown and series != without:
                     found[mode, evaluation, series, figure] = shown[figure](number)

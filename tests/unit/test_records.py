@@ -162,11 +162,12 @@ def test_rows_are_those_of_the_first_tensor_that_has_any() -> None:
 # ------------------------------------------------------------------------------------------------ JSON
 
 CALL_KEYS = [
-    "kind", "process", "rank", "step", "call", "root", "via", "mode", "virtual", "training", "grad", "start_s",
+    "kind", "process", "rank", "step", "step_kind", "call", "root", "via", "mode", "virtual", "training", "grad",
+    "start_s",
     "devices", "phases", "replicas", "inputs", "outputs",
 ]  # fmt: skip
 """The example of a record, with its duration and the reasons for absent values."""
-STEP_KEYS = ["kind", "process", "rank", "step", "mode", "start_s", "wall_ms", "samples", "phases", "spans"]
+STEP_KEYS = ["kind", "process", "rank", "step", "step_kind", "mode", "start_s", "wall_ms", "samples", "phases", "spans"]
 
 
 def test_the_json_of_a_call() -> None:

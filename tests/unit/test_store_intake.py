@@ -13,7 +13,7 @@ import pytest
 
 from dpmon.record.history_rows import Definition, Row
 from dpmon.record.record_types import Event, RecordError, Step
-from dpmon.record.schema import EVALUATION, WARM_UP, WARM_UP_STEPS
+from dpmon.record.schema import EVALUATION, STEP_KINDS, TRAINING, WARM_UP, WARM_UP_STEPS
 from dpmon.record.shared_names import CALL_PHASES
 from dpmon.store.history_schema import HISTORY_FILE, STEP_COLUMNS, RingRow
 from dpmon.store.history_writer import HistoryWriter
@@ -43,7 +43,7 @@ class Ring:
         self.intake = RingIntake(self.row, 0, self.accounts)
         self.ids = 0
         self.now = SECOND
-        self.number = 0
+        self.numbers = dict.fromkeys(STEP_KINDS, 0)
         self.calls = 0
 
     def add(self, row: Row) -> None:
@@ -54,14 +54,17 @@ class Ring:
         self.calls += 1
         flags = more.get("flags", TRAINING_FLAGS)
         inputs, outputs = more.get("sizes", (2, 3))
-        row = call_row(mode, flags, 1, self.number + ahead, self.calls, self.now + MS, 10 * MS, inputs, outputs, phases,
-                       more.get("replicas", (2, 3, 0, 4 * MS) * 2))  # fmt: skip
+        kind = more.get("kind", TRAINING)
+        number = self.numbers[kind] + ahead
+        row = call_row(mode, flags, 1, number, self.calls, self.now + MS, 10 * MS, inputs, outputs, phases,
+                       more.get("replicas", (2, 3, 0, 4 * MS) * 2))._replace(kind=kind)  # fmt: skip
         self.add(row.with_device_times(more["times"], more.get("why", 0)) if "times" in more else row)
 
     def step(self, mode: str = DP, phases: tuple[int, ...] = TRAIN, samples: int = 8, wall: int = 40 * MS) -> None:
         """Add the next step, directly after the last one."""
-        self.number += 1
-        self.add(step_row(mode, self.number, self.now, wall, samples, phases))
+        kind = EVALUATION if phases == EVALUATE else TRAINING
+        self.numbers[kind] += 1
+        self.add(step_row(mode, self.numbers[kind], self.now, wall, samples, phases)._replace(kind=kind))
         self.now += wall
 
     @property
@@ -105,20 +108,12 @@ def test_the_first_steps_and_those_after_a_toggle_settle(ring: Ring) -> None:
 def test_an_evaluation_is_a_kind_of_its_own_and_settles_too(ring: Ring) -> None:
     for phases in (TRAIN, EVALUATE, TRAIN, TRAIN, TRAIN, EVALUATE, (1, 2, 3, -1), (1, 2, -1, 3)):
         trains = phases != EVALUATE
-        ring.call(flags=flags_of(virtual=False, training=trains, grad=trains, failed=False))
+        flags = flags_of(virtual=False, training=trains, grad=trains, failed=False)
+        ring.call(flags=flags, kind=TRAINING if trains else EVALUATION)
         ring.step(phases=phases)
     both = EVALUATION | WARM_UP
     assert kinds(ring) == [WARM_UP, both, WARM_UP, WARM_UP, WARM_UP, EVALUATION, 0, 0]
     assert ring.shapes() == {("dp", kind): kinds(ring).count(kind) for kind in (0, WARM_UP, EVALUATION, both)}
-
-
-def test_a_step_of_calls_that_train_is_no_evaluation_without_a_backward_pass(ring: Ring) -> None:
-    """As in a server of torch's RPC, where the backward pass runs in threads of torch."""
-    for training in (True, True, True, True, False):
-        ring.call(flags=flags_of(virtual=False, training=True, grad=True, failed=False))
-        ring.call(flags=flags_of(virtual=False, training=True, grad=training, failed=False))
-        ring.step(phases=EVALUATE)
-    assert [kind & EVALUATION for kind in kinds(ring)] == [0, 0, 0, 0, EVALUATION]
 
 
 def test_batch_sizes_beyond_the_first_share_a_tally(ring: Ring) -> None:
@@ -139,9 +134,9 @@ def test_a_lone_replicas_copies_are_no_part_of_its_forward(
 ) -> None:
     """Its forward is 3 ms shorter than the phases of its calls: its copies took this time, or it is unknown."""
     ring.call(phases=(0, 1 * MS, 1 * MS, 2 * MS, 3 * MS, 7 * MS, 10 * MS, 1 * MS))
-    ring.number += 1
+    ring.numbers[TRAINING] += 1
     extras: dict[str, Any] = {"copy": copied * MS, "copied_bytes": 4096} if copied else {}
-    ring.add(step_row(DP, ring.number, ring.now, 40 * MS, 8, (1 * MS, 8 * MS, 10 * MS, 1 * MS), **extras))
+    ring.add(step_row(DP, ring.numbers[TRAINING], ring.now, 40 * MS, 8, (1 * MS, 8 * MS, 10 * MS, 1 * MS), **extras))
     assert ring.last["parallel_apply_ns"] == (None if apply is None else apply * MS)
     assert ring.last["rest_ns"] == rest * MS
     assert ring.last["copied_bytes"] == (4096 if copied else None)
@@ -152,8 +147,8 @@ def test_device_times_count_where_every_call_has_them(ring: Ring) -> None:
     times = (0.5, None, 3.0, 0.25, 2.0, 2.5)
     ring.call(times=times)
     ring.call(times=(0.5, 1.0, 1.0, None, 1.0, None), why=1)
-    ring.number += 1
-    step = step_row(DP, ring.number, ring.now, 60 * MS, 8, (1 * MS, 30 * MS, 10 * MS, 1 * MS))
+    ring.numbers[TRAINING] += 1
+    step = step_row(DP, ring.numbers[TRAINING], ring.now, 60 * MS, 8, (1 * MS, 30 * MS, 10 * MS, 1 * MS))
     ring.add(step.with_device_times((None, 20.0, 9.0, 1.5), 1))
     (ended,) = ring.batch.steps_by_tally.values()
     assert [one for one in ended.series if one[0].endswith("@device")] == [
@@ -185,7 +180,7 @@ def test_a_process_that_only_calls_holds_a_bounded_number(ring: Ring) -> None:
 def test_calls_of_steps_that_were_not_recorded_are_no_part_of_the_next(ring: Ring) -> None:
     ring.call()
     ring.call(ahead=2)
-    ring.number += 1  # the first step is lost
+    ring.numbers[TRAINING] += 1  # the first step is lost
     ring.step()
     assert ring.last["calls"] == 1
     assert [ring.last[f"{name}_ns"] for name in CALL_PHASES] == list(TOOK)

@@ -131,7 +131,7 @@ def test_two_words_never_run_together_and_none_is_cut_by_another(width: int, loo
     """Each word below a history is whole, with a blank, a line or a change of mode on both sides."""
     for begin in range(12, 64, 3):
         for length in (4, 11, 12, 25):
-            columns = [column(at, evaluation=begin <= at < begin + length) for at in range(10, 66)]
+            columns = [column(at, other_kind="evaluation" * (begin <= at < begin + length)) for at in range(10, 66)]
             marks = [epoch_at(begin + length, 2), epoch_at(begin + length + 2, 3), epoch_at(63, 14)]
             for cursor_s in (None, begin, begin + length - 5, 58, 64):
                 text = drawn(columns, *marks, width=width, look=look, cursor_s=cursor_s)
@@ -148,7 +148,7 @@ def test_two_words_never_run_together_and_none_is_cut_by_another(width: int, loo
 
 
 def test_the_word_of_an_evaluation_leaves_a_cell_before_a_new_epoch() -> None:
-    columns = [column(at, evaluation=20 <= at < 31) for at in range(10, 66)]
+    columns = [column(at, other_kind="evaluation" * (20 <= at < 31)) for at in range(10, 66)]
     text = drawn(columns, epoch_at(31, 2))
     assert "e2 single" in text
     assert "evaluatione2" not in text

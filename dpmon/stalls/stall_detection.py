@@ -206,8 +206,9 @@ def _find_job_stall(
         return None
     waiters = [i for i in indices if ranks[i].is_in_collective]
     still = [i for i in indices if not ranks[i].is_in_collective and not ranks[i].is_over]
-    # A rank that is ahead of another one waits for it, or will wait. Without stacks, there is no other sign.
-    ahead = {*_ranks_not_at(ranks, still, min)}
+    # A rank that is ahead of another one waits for it, or will wait, although its stack does not show it.
+    ahead_of_last = _ranks_not_at(ranks, [*still, *waiters], min)
+    ahead = {i for i in still if i in ahead_of_last and ranks[i].state != "stopped"}
     waiters = sorted([*waiters, *ahead])
     still = [i for i in still if i not in ahead]
     overdue = [i for i in still if now_ns - ranks[i].since_ns >= learned.allowed_ns(ranks[i], awaited=bool(waiters))]
@@ -223,7 +224,7 @@ def _find_job_stall(
         return None
     blockers = tuple(i for i in indices if ranks[i].is_over)
     if is_complete:  # otherwise, they may wait for a rank that is not visible here
-        blockers = blockers or _smallest_group(ranks, waiters) or _ranks_not_at(ranks, waiters, max)
+        blockers = blockers or _choose_blockers(ranks, waiters)
     return Stall(since_ns, blockers, tuple(i for i in waiters if i not in blockers))
 
 
@@ -256,20 +257,25 @@ def _ranks_not_at(
     return tuple(i for i in indices if differs(ranks[i]))
 
 
-def _smallest_group(ranks: Sequence[RankActivity], waiters: Sequence[int]) -> tuple[int, ...]:
-    """Return the smallest group at another location, among ranks that wait for each other; empty if all share one."""
-    groups: dict[object, list[int]] = {}  # in the order of the ranks
+def _choose_blockers(ranks: Sequence[RankActivity], waiters: Sequence[int]) -> tuple[int, ...]:
+    """Return the ranks to blame if all ranks wait for each other; empty if unknown.
+
+    They are the fewest ranks at one location; if that does not tell, the ranks that have started fewer collectives;
+    else the ranks that are furthest in the script, because they have skipped something.
+    """
+    groups: dict[tuple[int, object], list[int]] = {}
     for i in waiters:
         stack = ranks[i].stack
-        line = operation = None
-        if stack is not None:
-            operation, frame = stack.library_operation, stack.innermost_script_frame
-            line = None if frame is None else (frame.file, frame.line)
-        groups.setdefault((ranks[i].doing, line, operation), []).append(i)
-    if len(groups) < 2:
-        return ()
-    smallest = min(len(group) for group in groups.values())
-    return tuple(next(group for group in reversed(groups.values()) if len(group) == smallest))
+        operation = None if stack is None else stack.library_operation
+        frame = None if stack is None else stack.innermost_script_frame
+        file, line = ("", 0) if frame is None else (frame.file, frame.line)
+        groups.setdefault((line, (file, operation, ranks[i].doing)), []).append(i)
+    fewest = min(map(len, groups.values()))
+    smallest_groups = {location: group for location, group in groups.items() if len(group) == fewest}
+    behind_first = _ranks_not_at(ranks, waiters, max)
+    if len(groups) == 1 or (behind_first and len(smallest_groups) > 1):
+        return behind_first
+    return tuple(smallest_groups[max(smallest_groups, key=lambda location: location[0])])
 
 
 # ------------------------------------------------------------------------------------------------ words

@@ -30,7 +30,7 @@ from dpmon.stalls.run_state import (
     StateInputs,
     decide_state,
 )
-from dpmon.stalls.stacks import Frame, ProcessStacks, Stack, parse_py_spy_json, parse_threads
+from dpmon.stalls.stacks import WORK_WAIT, Frame, ProcessStacks, Stack, parse_py_spy_json, parse_threads
 from dpmon.stalls.stall_detection import (
     LearnedDurations,
     LoaderWorker,
@@ -156,6 +156,53 @@ def test_no_alarm(ranks: tuple[RankActivity, ...]) -> None:
 
 def test_a_rank_that_spins_in_a_collective_shows_no_sign_of_life() -> None:
     assert told(rank(0, BACKWARD, busy=True), rank(1, BARRIER, busy=True)) is not None
+
+
+def line_of_source(directory: Path, source: str) -> Stack:
+    """The stack, as py-spy reports it, of a process at the only line of a script."""
+    script = directory / "work.py"
+    script.write_text(f"{source}\n")
+    found = parse_py_spy_json(dumped([frame("main", str(script), 1)]), 1).main
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("source", ["work.wait()", "handles[0].wait(timeout)", "[h.wait() for h in handles]"])
+def test_a_wait_in_cpp_code_waits_for_other_ranks(tmp_path: Path, source: str) -> None:
+    """Only the line tells: C++ code has no Python frame."""
+    waits = line_of_source(tmp_path, source)
+    ranks = [rank(0, stack=waits, world=3), rank(1, stack=waits, world=3), rank(2, BARRIER, world=3)]
+    stall = find_stall(ranks, LearnedDurations(), NOW)
+    assert stall is not None
+    assert (stall.blockers, stall.waiters) == ((2,), (0, 1))
+    assert sentence(stall, ranks, str(tmp_path)) == (
+        "rank 2 waits in barrier (train.py:99); ranks 0, 1 wait in Work.wait (work.py:1): different collectives"
+    )
+
+
+@pytest.mark.parametrize("source", ["time.sleep(60)", "os.wait()", "wait(handles)"])
+def test_another_line_is_no_wait_for_ranks(tmp_path: Path, source: str) -> None:
+    assert line_of_source(tmp_path, source).operation_kind == ""
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "blocker"),
+    [
+        # Of two ranks, the one that is further in the script has skipped something.
+        ({"frames": BARRIER}, {"frames": BACKWARD}, 0),
+        ({"frames": BACKWARD}, {"frames": BARRIER}, 1),
+        # What they have started says more.
+        ({"frames": BARRIER, "sequence": 6}, {"frames": BACKWARD}, 1),
+        # Rank 1 has started less than the rank whose frames say nothing.
+        ({"frames": SCRIPT, "sequence": 6}, {"frames": BARRIER}, 1),
+        # A stopped rank does not wait.
+        ({"frames": SCRIPT, "sequence": 6, "state": "stopped"}, {"frames": BARRIER}, 0),
+    ],
+)
+def test_of_two_ranks_one_is_blamed(first: dict[str, Any], second: dict[str, Any], blocker: int) -> None:
+    found = find_stall([rank(0, **first), rank(1, **second)], LearnedDurations(), NOW)
+    assert found is not None
+    assert found.blockers == (blocker,)
 
 
 def test_of_two_ranks_in_backward_the_busy_one_computes() -> None:
@@ -386,6 +433,29 @@ TRAINER = Frame("Trainer.fit", "/env/lib/python3.11/site-packages/lightning/trai
 )  # fmt: skip
 def test_functions_of_torch_have_the_names_that_people_know(frames: tuple[Frame, ...], expected: str | None) -> None:
     assert Stack((*frames, SCRIPT[1])).library_operation == expected
+
+
+DDP = f"{TORCH}/nn/parallel/distributed.py"
+
+
+@pytest.mark.parametrize(
+    ("frames", "kind"),
+    [
+        ((Frame("_sync_buffers", DDP, 1), Frame("_pre_forward", DDP, 2), *FORWARD[1:]), "collective"),
+        ((Frame("_pre_forward", DDP, 2), *FORWARD[1:]), "collective"),  # rebuilds its buckets in C++
+        ((*FORWARD, Frame("_run_ddp_forward", DDP, 3), *FORWARD[1:]), ""),
+        ((Frame("_verify_param_shape_across_processes", f"{TORCH}/distributed/utils.py", 1),), "collective"),
+        ((Frame("_create_c10d_store", f"{TORCH}/distributed/rendezvous.py", 1),), "collective"),
+        ((Frame("_wait_for_unshard", f"{TORCH}/distributed/fsdp/_runtime_utils.py", 1), *FORWARD[1:]), "collective"),
+        ((Frame("_single_tensor_adam", f"{TORCH}/optim/adam.py", 1),
+          Frame("step", f"{TORCH}/distributed/optim/zero_redundancy_optimizer.py", 1)), ""),
+        ((Frame("save", f"{TORCH}/distributed/checkpoint/state_dict_saver.py", 1),), "save"),
+        ((WORK_WAIT, Frame("finish", "/env/lib/python3.11/site-packages/megatron/handles.py", 1)), "collective"),
+        ((TRAINER, Frame("wrapper", f"{TORCH}/distributed/elastic/multiprocessing/errors/__init__.py", 1)), ""),
+    ],
+)  # fmt: skip
+def test_a_rank_waits_for_others_whatever_the_file(frames: tuple[Frame, ...], kind: str) -> None:
+    assert Stack((*frames, SCRIPT[1])).operation_kind == kind
 
 
 def test_a_compiled_model_that_runs_does_not_compile() -> None:

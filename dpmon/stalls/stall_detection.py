@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from dpmon.record.schema import SECOND
 from dpmon.record.shared_names import node_suffix
+from dpmon.run.activities import IDLE
 from dpmon.stalls.stacks import Stack
 
 MIN_STALL_NS = 10 * SECOND
@@ -28,6 +29,10 @@ LEARNED_PHASES = ("data", "copy", "forward", "backward", "optimizer")
 long checkpoint would hide a stall."""
 
 
+NEVER_NS = 1 << 62
+"""Longer than any run."""
+INPUT_WAIT = "input wait"
+"""The state of a process that waits for a line of standard input."""
 FIRST_BATCH = ("first batch", None)
 """The `timing_key` of a wait for the first batch of a loop."""
 
@@ -68,7 +73,7 @@ class RankActivity(NamedTuple):
     """Its last finished step."""
     groups: tuple[ProcessGroupView, ...] = ()
     state: str = "sleeping"
-    """running, sleeping, disk wait, stopped or gone, from /proc."""
+    """running, sleeping, disk wait, stopped, INPUT_WAIT or gone, from /proc."""
     cpu: float | None = None
     """Share of a core used in the last second, including its children."""
     busy: bool | None = None
@@ -115,6 +120,11 @@ class RankActivity(NamedTuple):
         return self.is_over or self.stack is not None or self.why_no_stack is not None
 
     @property
+    def is_starting(self) -> bool:
+        """Whether it has not made its first call, so that `doing` is a stage."""
+        return self.step is None and " " in self.doing
+
+    @property
     def is_over(self) -> bool:
         """Whether it will run no further step, because it has ended."""
         return self.doing in ("ended", "gone") or self.state == "gone"
@@ -152,6 +162,8 @@ class LearnedDurations:
 
     def allowed_ns(self, rank: RankActivity, *, awaited: bool = True) -> int:
         """Return how long (ns) a rank may stay at its location. `awaited`: whether other ranks are waiting for it."""
+        if rank.state == "stopped":
+            return MIN_STALL_NS
         return max(_default_allowed_ns(rank, awaited), self.learned_ns(rank))
 
     def learned_ns(self, rank: RankActivity) -> int:
@@ -161,9 +173,9 @@ class LearnedDurations:
 
 def _default_allowed_ns(rank: RankActivity, awaited: bool) -> int:
     """Return how long (ns) a rank may stay at a location where it was not seen before."""
+    if rank.is_starting and (rank.world < 2 or rank.busy is not False):
+        return NEVER_NS  # it may prepare data for hours, or not train at all
     operation_kind = "" if rank.stack is None else rank.stack.operation_kind
-    if rank.state == "stopped":
-        return MIN_STALL_NS
     if rank.step is None or operation_kind == "compile" or (rank.between_loops and not awaited):
         return MAX_BUSY_NS
     if operation_kind == "save":
@@ -282,7 +294,12 @@ def _choose_blockers(ranks: Sequence[RankActivity], waiters: Sequence[int]) -> t
 
 
 _ACTIVITY_TEXTS = {"data": "waiting for data", "other": "in the script", "sync": "in a collective"}
-_STATE_TEXTS = {"stopped": "is stopped (SIGSTOP)", "disk wait": "waits for a disk", "gone": "has exited"}
+_STATE_TEXTS = {
+    "stopped": "is stopped (SIGSTOP)",
+    "disk wait": "waits for a disk",
+    INPUT_WAIT: "waits for input",
+    "gone": "has exited",
+}
 
 
 def describe_activity(rank: RankActivity, directory: str, *, is_waiter: bool = False) -> str:
@@ -295,12 +312,15 @@ def describe_activity(rank: RankActivity, directory: str, *, is_waiter: bool = F
     frame = None if stack is None else stack.innermost_script_frame
     location_suffix = "" if frame is None else f" ({frame.location(directory)})"
     operation = None if stack is None else stack.library_operation
-    if operation is not None:
+    if rank.is_starting and rank.doing not in IDLE:
+        activity = f"{rank.doing}{location_suffix}"
+    elif operation is not None:
         activity = f"in {operation}{location_suffix}"
     elif frame is not None and not (is_waiter and rank.doing in LEARNED_PHASES):
         activity = frame.description(directory)
     else:
-        activity = f"{_ACTIVITY_TEXTS.get(rank.doing, f'in {rank.doing}')}{location_suffix}"
+        text = rank.doing if rank.is_starting else f"in {rank.doing}"
+        activity = f"{_ACTIVITY_TEXTS.get(rank.doing, text)}{location_suffix}"
     if is_waiter:
         return activity
     state = _STATE_TEXTS.get(rank.state)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +20,7 @@ from dpmon.record.schema import SECOND
 from dpmon.record.shared_names import INNER_FRAMES, OUTER_FRAMES
 from dpmon.run import proc
 from dpmon.run.run_directory import RunInfo
+from dpmon.run.stdin_terminal import is_reading_stdin
 from dpmon.stalls import rank_inspector, stacks
 from dpmon.stalls.run_state import (
     ENDED,
@@ -36,11 +41,13 @@ from dpmon.stalls.stall_detection import (
     LoaderWorker,
     ProcessGroupView,
     RankActivity,
+    describe_activity,
     find_stall,
     sentence,
 )
 from dpmon.stalls.why_reply import build_reply
 from dpmon.stalls.why_text import format_reply
+from support.run_harness import wait_for
 
 NOW = 1000 * SECOND
 TORCH = "/env/lib/python3.11/site-packages/torch"
@@ -371,6 +378,70 @@ def test_the_first_batch_of_a_loop_is_learned_by_itself() -> None:
 
 def test_nothing_is_a_stall_before_the_first_step() -> None:
     assert told(rank(0, SCRIPT, for_s=300, step=None)) is None
+
+
+DDP_INIT = (Frame("DistributedDataParallel.__init__", f"{TORCH}/nn/parallel/distributed.py", 1), SCRIPT[1])
+JOINING = "joining the process group: gloo, rank 1 of 2 at 127.0.0.1:29500"
+
+
+def starting(number: int, frames: tuple[Frame, ...], doing: str = "in the script", **more: Any) -> RankActivity:
+    """A rank that has not made its first call, for 21 minutes."""
+    return rank(number, frames, 1260, step=None, process=None, groups=(), doing=doing, **more)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        (
+            (starting(0, SCRIPT), starting(1, DDP_INIT)),
+            "rank 0 in checkpoint (train.py:12); rank 1 waits in DistributedDataParallel.__init__ (train.py:95)",
+        ),
+        ((starting(0, SCRIPT), starting(1, BARRIER, JOINING)), f"rank 1 waits {JOINING} (train.py:99)"),
+        ((starting(0, SCRIPT), starting(1, (), JOINING, state="stopped")), f"rank 1 is stopped (SIGSTOP), {JOINING}"),
+        # It may prepare its data for hours, or not train at all.
+        ((starting(0, SCRIPT, busy=True), starting(1, DDP_INIT)), None),
+        ((starting(0, SCRIPT, world=1),), None),
+        ((starting(0, SCRIPT, world=1, state="stopped"),), "it is stopped (SIGSTOP), in checkpoint (train.py:12)"),
+    ],
+)
+def test_a_rank_may_be_stuck_before_its_first_call(ranks: tuple[RankActivity, ...], expected: str | None) -> None:
+    words = told(*ranks)
+    assert words == expected or (words is not None and expected in words.split("; "))
+
+
+def test_a_stopped_rank_is_named_wherever_it_was_slow() -> None:
+    usual, stopped = LearnedDurations(), rank(1, SCRIPT, state="stopped")
+    usual.add_duration(stopped.timing_key, 60 * SECOND)
+    assert told(rank(0, BACKWARD, sequence=6), stopped, usual=usual) is not None
+
+
+@pytest.fixture
+def sleeper(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process of the run in `tmp_path`, which has noted a stage ten seconds ago, and waits for a line of input."""
+    command = [sys.executable, "-c", "import time; input(); time.sleep(600)"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, env={"DPMON_RUN": str(tmp_path)}) as process:
+        stages = f"1 5 {JOINING}\n{process.pid} {time.monotonic_ns() - 10 * SECOND} {JOINING}\n"
+        (tmp_path / "stages.log").write_text(stages)
+        yield process
+        process.kill()
+
+
+def test_a_process_before_its_first_call_is_inspected(sleeper: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    def activity() -> RankActivity:
+        (found,) = inspector.inspect_ranks({}, time.monotonic_ns())
+        assert (found.pid, found.rank, found.world, found.doing) == (sleeper.pid, 1, 2, JOINING)
+        return found
+
+    with closing(rank_inspector.RankInspector(tmp_path, "/")) as inspector:
+        if is_reading_stdin(sleeper.pid) is not None:
+            wait_for(lambda: activity().state == "input wait", what="the wait for input")
+            assert describe_activity(activity(), "/") == f"waits for input, {JOINING}"
+        sleeper.send_signal(signal.SIGSTOP)
+        wait_for(lambda: activity().state == "stopped", what="the stop")
+        assert describe_activity(activity(), "/") == f"is stopped (SIGSTOP), {JOINING}"
+        sleeper.kill()
+        sleeper.wait()
+        assert inspector.inspect_ranks({}, time.monotonic_ns()) == []
 
 
 def test_a_place_may_take_as_long_as_before() -> None:

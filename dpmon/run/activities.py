@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
@@ -11,17 +12,21 @@ from typing import NamedTuple
 
 from dpmon.run import proc
 from dpmon.run.lifecycle import is_command_alive, may_be_live_elsewhere
-from dpmon.run.process_notes import read_notes
+from dpmon.run.process_notes import Note, read_notes
 from dpmon.run.run_directory import ExitInfo, RunInfo, ring_paths
 from dpmon.span_reader import SpanReader
 from dpmon.span_ring import RingError
 
 IMPORTING, IMPORTED, IN_SCRIPT = "importing torch", "torch imported", "in the script"
+ONLY_IMPORTS = (IMPORTING, IMPORTED)
+"""Stages of every process that imports torch, such as a launcher or a worker of a loader."""
 IDLE = (IMPORTED, IN_SCRIPT)
 """Stages without a known operation in progress."""
 NO_TORCH, NO_TORCH_NS = "no PyTorch seen yet", 60_000_000_000
 """The text for a run that has not imported torch, and how long after the run's start it is shown."""
-_MAX_BYTES = 1 << 16
+MAX_STAGE_BYTES = 1 << 16
+_RANK_PATTERN = re.compile(r"\brank ([0-9]{1,6}) of ([0-9]{1,6})")
+"""Part of the text of the stage "joining the process group"."""
 
 
 class StartupStage(NamedTuple):
@@ -33,8 +38,14 @@ class StartupStage(NamedTuple):
 
 def read_startup_stages(directory: Path, until_ns: int | None = None) -> dict[int, StartupStage]:
     """Return the last stage that each process noted (up to `until_ns`), by process id."""
-    notes = read_notes(directory / "stages.log", _MAX_BYTES, newest=True)
+    notes = read_notes(directory / "stages.log", MAX_STAGE_BYTES, newest=True)
     return {pid: StartupStage(text, at_ns) for pid, at_ns, text in notes if until_ns is None or at_ns <= until_ns}
+
+
+def read_startup_ranks(notes: Iterable[Note]) -> dict[int, tuple[int, int]]:
+    """Return rank and world size of each process that has noted them in a stage, by process id."""
+    matches = [(note.pid, match) for note in notes if (match := _RANK_PATTERN.search(note.text)) is not None]
+    return {pid: (int(match[1]), int(match[2])) for pid, match in matches}
 
 
 def current_startup_stage(
@@ -46,7 +57,7 @@ def current_startup_stage(
     launcher, a worker) does not count if another process is further.
     """
     living = [stage for pid, stage in stages.items() if is_alive(pid)] or list(stages.values())
-    further = [stage for stage in living if stage.name not in (IMPORTING, IMPORTED)] or living
+    further = [stage for stage in living if stage.name not in ONLY_IMPORTS] or living
     busy = [stage for stage in further if stage.name not in IDLE] or further
     return max(busy, key=lambda stage: stage.start_ns, default=None)
 
@@ -77,7 +88,7 @@ def nothing_traced_reason(
     `warnings`: the warnings of training processes, because warnings of dpmon itself do not explain this.
     """
     # A warning from a process without a ring is only in the log.
-    logged_texts = (note.text for note in read_notes(directory / "warnings.log", _MAX_BYTES) if note.pid)
+    logged_texts = (note.text for note in read_notes(directory / "warnings.log", MAX_STAGE_BYTES) if note.pid)
     if (reason := next(chain(warnings, logged_texts), None)) is not None:
         return reason
     if run_info.command_pid is None:

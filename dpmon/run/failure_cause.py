@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from dpmon.run.activities import iter_ring_activities
+from dpmon.run.activities import iter_ring_activities, read_startup_ranks
 from dpmon.run.lifecycle import signal_name
 from dpmon.run.process_notes import Note, UncaughtException, read_notes, read_uncaught_exceptions
 from dpmon.run.run_directory import RunInfo
@@ -22,8 +22,6 @@ _LAUNCHER_EXCEPTIONS = ("ChildFailedError", "ProcessRaisedException", "ProcessEx
 """Exceptions that torchrun and mp.spawn raise because one of their processes has ended."""
 _POSSIBLE_LAUNCHER_EXCEPTIONS = (*_LAUNCHER_EXCEPTIONS, "CalledProcessError")
 """`accelerate launch` raises CalledProcessError; a script may raise it too."""
-_RANK_PATTERN = re.compile(r"\brank ([0-9]{1,6}) of [0-9]+")
-"""Part of the text of the stage "joining the process group"."""
 _MAX_EXIT_DELAY_NS = 50_000_000
 """How late the supervisor may see the end of a process, if it or the machine is busy. A rank that lost its connection
 notes its exception within milliseconds, so the two times alone do not show which came first."""
@@ -121,7 +119,7 @@ def _read_rank_exits(directory: Path, stages: list[Note]) -> list[RankExit]:
     notes = [note for note in read_notes(directory / STATUSES, _MAX_BYTES) if _STATUS_PATTERN.fullmatch(note.text)]
     if not notes:
         return []
-    ranks = {note.pid: int(match[1]) for note in stages if (match := _RANK_PATTERN.search(note.text)) is not None}
+    ranks = {pid: rank for pid, (rank, _) in read_startup_ranks(stages).items()}
     ranks |= {ring.pid: ring.rank for ring, _, _ in iter_ring_activities(directory) if ring.rank is not None}
     return [RankExit(note.pid, note.at_ns, int(note.text), ranks[note.pid]) for note in notes if note.pid in ranks]
 

@@ -18,7 +18,7 @@ import select
 import struct
 import termios
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from dpmon.run import proc
@@ -156,7 +156,8 @@ def is_reading_stdin(pid: int) -> bool | None:
         fields = proc.read_proc_bytes(pid, "syscall").split()
     except OSError:
         return None
-    return len(fields) > 2 and fields[:2] == [b"%d" % _READ_CALL, b"0x0"]
+    is_in_call = len(fields) > 2 and fields[:2] == [b"%d" % _READ_CALL, b"0x0"]
+    return is_in_call and not proc.is_suspended(pid)
 
 
 def input_wait_start_ns(directory: Path) -> int | None:
@@ -172,14 +173,17 @@ def input_wait_start_ns(directory: Path) -> int | None:
 
 
 class InputWaitWatcher:
-    """A watcher that maintains WAITS_FILE and reports each finished wait of at least a second."""
+    """A watcher that maintains WAITS_FILE and reports each finished wait of at least a second.
+
+    Of several processes that wait at the same time, it watches the first one.
+    """
 
     def __init__(
-        self, directory: Path, pid: int, report_wait: Callable[[int, int], None] = lambda *times: None
+        self, directory: Path, command_pid: int, report_wait: Callable[[int, int, int], None] = lambda *wait: None
     ) -> None:
-        """Watch the process `pid`. `report_wait` receives the start and end (monotonic ns) of a wait."""
+        """Watch the command. `report_wait` receives the process, the start and the end (monotonic ns) of a wait."""
         self._path = directory / WAITS_FILE
-        self._pid = pid
+        self._command_pid = command_pid
         self._report_wait = report_wait
         self._first_seen_ns: int | None = None
         """When a check first saw the current wait; None outside a wait."""
@@ -187,23 +191,24 @@ class InputWaitWatcher:
         """When the process was last seen waiting, and when it was last checked (monotonic ns)."""
         self._start_ns = 0
         """The estimated start of the current wait, between two checks."""
+        self._waiting_pid = command_pid
         self._switches: int | None = None
         self._next_check_s = 0.0
         self.close()  # remove the file of a killed supervisor
 
-    def poll(self, now: float) -> None:
-        """Check whether the process waits, if a check is due, and write the result. `now`: monotonic s."""
+    def poll(self, now: float, rank_pids: Iterable[int] = ()) -> None:
+        """Check whether the command or a rank waits, if a check is due, and write the result. `now`: monotonic s."""
         if now < self._next_check_s:
             return
-        is_waiting = is_reading_stdin(self._pid) is True
-        switches = proc.voluntary_switches(self._pid, self._pid) if is_waiting else None
+        waiting_pid = next((pid for pid in (self._command_pid, *rank_pids) if is_reading_stdin(pid)), None)
+        switches = None if waiting_pid is None else proc.voluntary_switches(waiting_pid, waiting_pid)
         now_ns = time.monotonic_ns()
         last_check_ns, self._last_check_ns = self._last_check_ns or now_ns, now_ns
-        if is_waiting:
-            if self._first_seen_ns is None or switches != self._switches:
+        if waiting_pid is not None:
+            if self._first_seen_ns is None or (waiting_pid, switches) != (self._waiting_pid, self._switches):
                 # If the process was known to wait, it worked in between, so this is a new wait.
                 self._end_wait()
-                self._first_seen_ns, self._switches = now_ns, switches
+                self._first_seen_ns, self._waiting_pid, self._switches = now_ns, waiting_pid, switches
                 self._start_ns = (last_check_ns + now_ns) // 2
             self._last_seen_ns = now_ns
             self._write(self._first_seen_ns, now_ns)
@@ -220,7 +225,7 @@ class InputWaitWatcher:
     def _end_wait(self) -> None:
         if self._first_seen_ns is not None and self._last_seen_ns - self._first_seen_ns >= _MIN_REPORTED_NS:
             end_ns = (self._last_seen_ns + max(self._last_check_ns, self._last_seen_ns)) // 2
-            self._report_wait(self._start_ns, end_ns)
+            self._report_wait(self._waiting_pid, self._start_ns, end_ns)
         self._first_seen_ns = None
 
     def _write(self, start_ns: int, checked_ns: int) -> None:

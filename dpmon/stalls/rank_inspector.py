@@ -12,15 +12,17 @@ from typing import NamedTuple
 from dpmon.record.safe_json import load_json
 from dpmon.record.schema import SECOND
 from dpmon.run import proc
-from dpmon.run.process_notes import read_uncaught_exceptions
+from dpmon.run.activities import MAX_STAGE_BYTES, ONLY_IMPORTS, StartupStage, read_startup_ranks
+from dpmon.run.process_notes import read_notes, read_uncaught_exceptions
 from dpmon.run.run_directory import ring_paths
 from dpmon.run.run_signals import is_member
 from dpmon.run.safe_files import open_file
+from dpmon.run.stdin_terminal import is_reading_stdin
 from dpmon.span_reader import SpanReader
 from dpmon.span_ring import RingError
 from dpmon.stalls.nccl_ras import query_ras_problems
 from dpmon.stalls.stacks import ProcessStacks, Stack, dump_stacks, parse_threads
-from dpmon.stalls.stall_detection import LoaderWorker, ProcessGroupView, RankActivity
+from dpmon.stalls.stall_detection import INPUT_WAIT, LoaderWorker, ProcessGroupView, RankActivity
 
 INSPECT_AFTER_NS = 3 * SECOND
 """A process without progress for this long is inspected in /proc."""
@@ -100,6 +102,8 @@ class RankInspector:
         self._counters: dict[int, list[Counters]] = {}
         self._dumps: dict[int, tuple[int, ProcessStacks]] = {}
         """When the last stacks of each process were requested, and these stacks."""
+        self._starting: dict[int, StartupStage] = {}
+        """The stages of processes that have not made their first call, by their id."""
         self._uses_nccl = False
         self.nccl: tuple[str, ...] = ()
         """NCCL's last report about the ranks."""
@@ -116,11 +120,7 @@ class RankInspector:
         for path in ring_paths(self.directory, self._rings):
             with contextlib.suppress(RingError, OSError):
                 ring = self._rings[path.name] = SpanReader(str(path))
-                process = proc.read_process(ring.pid)
-                self._parents[ring.pid] = 0 if process is None else process.parent
-                self._started[ring.pid] = None if process is None else process.start_s
-                if is_member(ring.pid, self.directory):
-                    self._members.add(ring.pid)
+                self._add_process(ring.pid)
                 if self._adopted:
                     ring.allow_ptrace_by(os.getpid())
         ranks: list[RankActivity] = []
@@ -128,10 +128,42 @@ class RankInspector:
         for ring in self._rings.values():
             with contextlib.suppress(RingError, OSError):
                 ranks.append(self._inspect(ring, steps.get(ring.process), now_ns))
+        self._starting = {}
+        if all(rank.step is None for rank in ranks):
+            ranks += self._inspect_starting({rank.pid for rank in ranks}, now_ns)
         ranks = newest_process_per_rank(ranks)
         self._uses_nccl = any(group.nccl for rank in ranks if rank.pid in self._members for group in rank.groups)
         has_duplicates = any(rank.namesake for rank in ranks)
         return [rank._replace(job=self._job_of(rank, has_duplicates)) for rank in ranks]
+
+    def _add_process(self, pid: int) -> None:
+        """Note the parent and the start of a process, and whether it is proven to be the run's."""
+        process = proc.read_process(pid)
+        self._parents[pid] = 0 if process is None else process.parent
+        self._started[pid] = None if process is None else process.start_s
+        if is_member(pid, self.directory):
+            self._members.add(pid)
+
+    def _inspect_starting(self, ring_pids: set[int], now_ns: int) -> list[RankActivity]:
+        """Return the activity of the processes that have no ring, because they have not made their first call."""
+        notes = read_notes(self.directory / "stages.log", MAX_STAGE_BYTES)
+        stages = {pid: StartupStage(text, at_ns) for pid, at_ns, text in notes if pid not in ring_pids}
+        for pid in stages.keys() - self._parents.keys():
+            self._add_process(pid)
+        living = {
+            pid: stage
+            for pid, stage in stages.items()
+            if pid in self._members and proc.is_running(pid, self._started[pid])
+        }
+        further = {pid: stage for pid, stage in living.items() if stage.name not in ONLY_IMPORTS}
+        self._starting = further if further or ring_pids else living
+        rank_numbers = read_startup_ranks(notes)
+        ranks = []
+        for pid, stage in self._starting.items():
+            number, world = rank_numbers.get(pid, (None, 1))
+            rank = RankActivity(pid, None, number, world, stage.name, stage.start_ns, state="running")
+            ranks.append(self._with_process_state(rank, pid, now_ns))
+        return ranks
 
     def _job_of(self, rank: RankActivity, has_duplicates: bool) -> int:
         """Return a number that ranks share if they may wait for each other."""
@@ -155,6 +187,17 @@ class RankInspector:
         rank = RankActivity(
             pid, ring.process, ring.rank, world, doing, since_ns, step, state="running", loop_begins=loop_begins
         )
+        rank = self._with_process_state(rank, ring.training_tid(), now_ns)
+        if now_ns - since_ns < INSPECT_AFTER_NS:
+            return rank
+        return rank._replace(
+            groups=tuple(ProcessGroupView(*group) for group in ring.groups()),
+            between_loops=doing == "other" and loop_end_ns > span_ns,
+        )
+
+    def _with_process_state(self, rank: RankActivity, tid: int, now_ns: int) -> RankActivity:
+        """Return the rank with the state of its process, if it has made no progress for long. `tid`: its thread."""
+        pid, doing, since_ns = rank.pid, rank.doing, rank.since_ns
         if now_ns - since_ns < INSPECT_AFTER_NS:
             self._counters.pop(pid, None)
             return rank
@@ -167,17 +210,15 @@ class RankInspector:
         counters = self._counters.setdefault(pid, [])
         if not counters or now_ns - counters[-1].at_ns >= SECOND // 2:  # a reply may need an inspection in between
             self._table = self._table or proc.read_process_table()
-            counters.append(_read_counters(pid, ring.training_tid(), self._table, now_ns))
+            counters.append(_read_counters(pid, tid, self._table, now_ns))
         while now_ns - counters[0].at_ns > ACTIVITY_WINDOW_NS and len(counters) > 1:
             del counters[0]
         first, last = counters[0], counters[-1]
         return rank._replace(
-            groups=tuple(ProcessGroupView(*group) for group in ring.groups()),
-            state=_STATES.get(process.state, "sleeping"),
+            state=_STATES.get(process.state) or (INPUT_WAIT if is_reading_stdin(pid) else "sleeping"),
             stack=dump.main,
             why_no_stack=dump.reason if dump.main is None else None,
             worker=self._workers.get(pid) if dump.main is not None else None,
-            between_loops=doing == "other" and loop_end_ns > span_ns,
             cpu=last.cpu_since(counters[-2]) if len(counters) > 1 else None,
             busy=last.busy_since(first) if last.at_ns - first.at_ns >= MIN_ACTIVITY_WINDOW_NS else None,
         )
@@ -209,6 +250,7 @@ class RankInspector:
                     if now - span_start_ns >= still_ns:
                         rings[ring.pid] = ring
         main_threads_by_pid = {pid: ring.training_tid() for pid, ring in rings.items() if pid in self._members}
+        main_threads_by_pid |= {pid: pid for pid in self._starting}
         dumps = {
             pid: ProcessStacks(reason="it is not proven to be a process of this run")
             for pid in rings.keys() - main_threads_by_pid.keys()
@@ -220,7 +262,7 @@ class RankInspector:
             )
         requests = {}
         for pid, dump in dumps.items():
-            if dump.reason is not None:
+            if dump.reason is not None and pid in rings:  # without a ring, a process does not see a request
                 with contextlib.suppress(RingError, OSError):
                     requests[pid] = rings[pid].request_stacks()
         deadline = time.monotonic() + MAX_NOTE_WAIT_S

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import linecache
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -69,6 +71,12 @@ class Frame(NamedTuple):
         return f"at {location}" if self.function == "<module>" else f"in {self.function} ({location})"
 
 
+WORK_WAIT = Frame("Work.wait", "torch/csrc/distributed/c10d/Work.cpp", 0)
+"""The wait for a collective that runs asynchronously. It is C++ code, which only `py-spy dump --native` shows."""
+_WAIT_CALL = re.compile(r"(?<!\bos)\.wait\b")
+"""A method of this name that has no Python frame of its own is torch's: others are written in Python."""
+
+
 class Stack(NamedTuple):
     """The calls of one thread, innermost first."""
 
@@ -110,7 +118,7 @@ class Stack(NamedTuple):
 
     @property
     def operation_kind(self) -> str:
-        """One of collective, backward, data, save, compile, or "" for other work."""
+        """One of collective (or another wait for ranks), backward, data, save, compile, or "" for other work."""
         for frame in self.frames:
             for operation_kind, parts, functions in _OPERATION_KINDS:
                 if any(part in frame.file for part in parts) and (not functions or frame.function in functions):
@@ -130,14 +138,17 @@ _KNOWN_FUNCTIONS = (
     ("torch/distributed/checkpoint/state_dict_saver.py", "torch.distributed.checkpoint.{}"),
     ("torch/distributed/checkpoint/state_dict_loader.py", "torch.distributed.checkpoint.{}"),
     ("torch/distributed/distributed_c10d.py", "{}"),
+    (WORK_WAIT.file, WORK_WAIT.function),
 )
 """Familiar names for functions of torch, by the end of the file's path; {}: the function's own name."""
 _OPERATION_KINDS: Sequence[tuple[str, Sequence[str], Sequence[str]]] = (
     ("compile", ("torch/_dynamo/convert_frame.py", "torch/_inductor/compile_fx.py", "/triton/compiler/"), ()),
-    ("collective", ("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py"), ()),
     ("backward", ("torch/autograd/graph.py",), ("_engine_run_backward",)),
     ("data", ("torch/utils/data/dataloader.py",), ()),
     ("save", ("torch/serialization.py", "torch/distributed/checkpoint/", "/safetensors/"), ()),
+    # They compute when they are the innermost frames of torch, as below the forward of DDP or of a DTensor.
+    ("", ("torch/nn/modules/", "torch/optim/", "torch/distributed/tensor/", "torch/distributed/elastic/"), ()),
+    ("collective", ("torch/distributed/", "torch/csrc/distributed/", "torch/nn/parallel/distributed.py"), ()),
 )
 """Kinds of operations: name, parts of the file's path, and function names (none: all in the file). Inner calls decide
 first."""
@@ -238,12 +249,21 @@ def _stack(thread: Mapping[str, Any], is_main: bool) -> Stack:
     kept = frames if len(frames) <= INNER_FRAMES + OUTER_FRAMES else [*frames[:INNER_FRAMES], *frames[-OUTER_FRAMES:]]
     # A frame with `module` is C code, whose lines py-spy knows only with debug information.
     lines = [0 if frame.get("module") else int(frame["line"]) for frame in kept]
+    named_frames = tuple(
+        Frame(str(frame["name"])[:_MAX_NAME_CHARS], str(frame["filename"])[:_MAX_NAME_CHARS], line)
+        for frame, line in zip(kept, lines, strict=True)
+    )
+    if is_main and _calls_wait(named_frames):
+        named_frames = (WORK_WAIT, *named_frames)
     return Stack(
-        tuple(
-            Frame(str(frame["name"])[:_MAX_NAME_CHARS], str(frame["filename"])[:_MAX_NAME_CHARS], line)
-            for frame, line in zip(kept, lines, strict=True)
-        ),
+        named_frames,
         str(thread["thread_name"] or "")[:_MAX_NAME_CHARS],
         is_main,
         len(frames) - len(kept) + int(thread.get("left_out") or 0),
     )
+
+
+def _calls_wait(frames: tuple[Frame, ...]) -> bool:
+    """Return whether the innermost Python frame is in the C++ function `wait` of an object, by its line of source."""
+    frame = next((frame for frame in frames if frame.line > 0), None)
+    return frame is not None and _WAIT_CALL.search(linecache.getline(frame.file, frame.line)) is not None

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from dpmon.record.schema import SECOND
 from dpmon.record.shared_names import node_suffix
+from dpmon.run.activities import IDLE
 from dpmon.stalls.stacks import Stack
 
 MIN_STALL_NS = 10 * SECOND
@@ -28,6 +29,10 @@ LEARNED_PHASES = ("data", "copy", "forward", "backward", "optimizer")
 long checkpoint would hide a stall."""
 
 
+NEVER_NS = 1 << 62
+"""Longer than any run."""
+INPUT_WAIT = "input wait"
+"""The state of a process that waits for a line of standard input."""
 FIRST_BATCH = ("first batch", None)
 """The `timing_key` of a wait for the first batch of a loop."""
 
@@ -68,7 +73,7 @@ class RankActivity(NamedTuple):
     """Its last finished step."""
     groups: tuple[ProcessGroupView, ...] = ()
     state: str = "sleeping"
-    """running, sleeping, disk wait, stopped or gone, from /proc."""
+    """running, sleeping, disk wait, stopped, INPUT_WAIT or gone, from /proc."""
     cpu: float | None = None
     """Share of a core used in the last second, including its children."""
     busy: bool | None = None
@@ -115,6 +120,11 @@ class RankActivity(NamedTuple):
         return self.is_over or self.stack is not None or self.why_no_stack is not None
 
     @property
+    def is_starting(self) -> bool:
+        """Whether it has not made its first call, so that `doing` is a stage."""
+        return self.step is None and " " in self.doing
+
+    @property
     def is_over(self) -> bool:
         """Whether it will run no further step, because it has ended."""
         return self.doing in ("ended", "gone") or self.state == "gone"
@@ -152,6 +162,8 @@ class LearnedDurations:
 
     def allowed_ns(self, rank: RankActivity, *, awaited: bool = True) -> int:
         """Return how long (ns) a rank may stay at its location. `awaited`: whether other ranks are waiting for it."""
+        if rank.state == "stopped":
+            return MIN_STALL_NS
         return max(_default_allowed_ns(rank, awaited), self.learned_ns(rank))
 
     def learned_ns(self, rank: RankActivity) -> int:
@@ -161,9 +173,9 @@ class LearnedDurations:
 
 def _default_allowed_ns(rank: RankActivity, awaited: bool) -> int:
     """Return how long (ns) a rank may stay at a location where it was not seen before."""
+    if rank.is_starting and (rank.world < 2 or rank.busy is not False):
+        return NEVER_NS  # it may prepare data for hours, or not train at all
     operation_kind = "" if rank.stack is None else rank.stack.operation_kind
-    if rank.state == "stopped":
-        return MIN_STALL_NS
     if rank.step is None or operation_kind == "compile" or (rank.between_loops and not awaited):
         return MAX_BUSY_NS
     if operation_kind == "save":
@@ -206,8 +218,9 @@ def _find_job_stall(
         return None
     waiters = [i for i in indices if ranks[i].is_in_collective]
     still = [i for i in indices if not ranks[i].is_in_collective and not ranks[i].is_over]
-    # A rank that is ahead of another one waits for it, or will wait. Without stacks, there is no other sign.
-    ahead = {*_ranks_not_at(ranks, still, min)}
+    # A rank that is ahead of another one waits for it, or will wait, although its stack does not show it.
+    ahead_of_last = _ranks_not_at(ranks, [*still, *waiters], min)
+    ahead = {i for i in still if i in ahead_of_last and ranks[i].state != "stopped"}
     waiters = sorted([*waiters, *ahead])
     still = [i for i in still if i not in ahead]
     overdue = [i for i in still if now_ns - ranks[i].since_ns >= learned.allowed_ns(ranks[i], awaited=bool(waiters))]
@@ -223,7 +236,7 @@ def _find_job_stall(
         return None
     blockers = tuple(i for i in indices if ranks[i].is_over)
     if is_complete:  # otherwise, they may wait for a rank that is not visible here
-        blockers = blockers or _smallest_group(ranks, waiters) or _ranks_not_at(ranks, waiters, max)
+        blockers = blockers or _choose_blockers(ranks, waiters)
     return Stall(since_ns, blockers, tuple(i for i in waiters if i not in blockers))
 
 
@@ -256,27 +269,37 @@ def _ranks_not_at(
     return tuple(i for i in indices if differs(ranks[i]))
 
 
-def _smallest_group(ranks: Sequence[RankActivity], waiters: Sequence[int]) -> tuple[int, ...]:
-    """Return the smallest group at another location, among ranks that wait for each other; empty if all share one."""
-    groups: dict[object, list[int]] = {}  # in the order of the ranks
+def _choose_blockers(ranks: Sequence[RankActivity], waiters: Sequence[int]) -> tuple[int, ...]:
+    """Return the ranks to blame if all ranks wait for each other; empty if unknown.
+
+    They are the fewest ranks at one location; if that does not tell, the ranks that have started fewer collectives;
+    else the ranks that are furthest in the script, because they have skipped something.
+    """
+    groups: dict[tuple[int, object], list[int]] = {}
     for i in waiters:
         stack = ranks[i].stack
-        line = operation = None
-        if stack is not None:
-            operation, frame = stack.library_operation, stack.innermost_script_frame
-            line = None if frame is None else (frame.file, frame.line)
-        groups.setdefault((ranks[i].doing, line, operation), []).append(i)
-    if len(groups) < 2:
-        return ()
-    smallest = min(len(group) for group in groups.values())
-    return tuple(next(group for group in reversed(groups.values()) if len(group) == smallest))
+        operation = None if stack is None else stack.library_operation
+        frame = None if stack is None else stack.innermost_script_frame
+        file, line = ("", 0) if frame is None else (frame.file, frame.line)
+        groups.setdefault((line, (file, operation, ranks[i].doing)), []).append(i)
+    fewest = min(map(len, groups.values()))
+    smallest_groups = {location: group for location, group in groups.items() if len(group) == fewest}
+    behind_first = _ranks_not_at(ranks, waiters, max)
+    if len(groups) == 1 or (behind_first and len(smallest_groups) > 1):
+        return behind_first
+    return tuple(smallest_groups[max(smallest_groups, key=lambda location: location[0])])
 
 
 # ------------------------------------------------------------------------------------------------ words
 
 
 _ACTIVITY_TEXTS = {"data": "waiting for data", "other": "in the script", "sync": "in a collective"}
-_STATE_TEXTS = {"stopped": "is stopped (SIGSTOP)", "disk wait": "waits for a disk", "gone": "has exited"}
+_STATE_TEXTS = {
+    "stopped": "is stopped (SIGSTOP)",
+    "disk wait": "waits for a disk",
+    INPUT_WAIT: "waits for input",
+    "gone": "has exited",
+}
 
 
 def describe_activity(rank: RankActivity, directory: str, *, is_waiter: bool = False) -> str:
@@ -289,12 +312,15 @@ def describe_activity(rank: RankActivity, directory: str, *, is_waiter: bool = F
     frame = None if stack is None else stack.innermost_script_frame
     location_suffix = "" if frame is None else f" ({frame.location(directory)})"
     operation = None if stack is None else stack.library_operation
-    if operation is not None:
+    if rank.is_starting and rank.doing not in IDLE:
+        activity = f"{rank.doing}{location_suffix}"
+    elif operation is not None:
         activity = f"in {operation}{location_suffix}"
     elif frame is not None and not (is_waiter and rank.doing in LEARNED_PHASES):
         activity = frame.description(directory)
     else:
-        activity = f"{_ACTIVITY_TEXTS.get(rank.doing, f'in {rank.doing}')}{location_suffix}"
+        text = rank.doing if rank.is_starting else f"in {rank.doing}"
+        activity = f"{_ACTIVITY_TEXTS.get(rank.doing, text)}{location_suffix}"
     if is_waiter:
         return activity
     state = _STATE_TEXTS.get(rank.state)

@@ -245,6 +245,10 @@ class ProcessExitWatcher:
             else:
                 self._forget(fd)
 
+    def watched_pids(self) -> list[int]:
+        """Return the ids of the watched processes, which may have ended."""
+        return [pid for pid, _ in self._watched.values()]
+
     def record_exits(self) -> None:
         """Record the exit statuses of the watched processes that have ended, unless they are 0."""
         now_ns = time.monotonic_ns()

@@ -218,9 +218,7 @@ class Supervisor:
             if isinstance(place_warning, str):
                 drain.warn(place_warning)
         poller = self._poller(command.pid)
-        input_waits = InputWaitWatcher(
-            self._directory, command.pid, lambda *wait: self._record_wait(drain, command.pid, *wait)
-        )
+        input_waits = InputWaitWatcher(self._directory, command.pid, lambda *wait: self._record_wait(drain, *wait))
         exit_watcher = ProcessExitWatcher(self._directory, command.pid, poller)
         stall_watch = StallWatch(self._directory, self._run_info, drain, is_takeover=is_takeover)
         drain.on_memory_event = sampler.add_torch_memory
@@ -240,7 +238,7 @@ class Supervisor:
                     search_at = now + SEARCH_INTERVAL_S
                     note_unrecorded(self._directory, command.pid, reasons_by_pid)
             has_more = drain.poll(now)
-            input_waits.poll(now)
+            input_waits.poll(now, exit_watcher.watched_pids())
             stall_watch.poll()
             if metrics is not None:
                 metrics.poll(now)
@@ -268,7 +266,7 @@ class Supervisor:
             sampler.stop()
 
     def _record_wait(self, drain: RingDrain, pid: int, start_ns: int, end_ns: int) -> None:
-        """Record that the command waited for a line of input, so that its step is not reported as slow."""
+        """Record that process `pid` waited for a line of input, so that its step is not reported as slow."""
         start_s = (start_ns - self._run_info.start_ns) / 1e9
         drain.emit("input", {"pid": pid, "t_s": start_s, "waited_s": (end_ns - start_ns) / 1e9})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -40,6 +41,10 @@ def answer(process: subprocess.Popen[bytes]) -> None:
 
 def test_begin_and_end_of_a_read_of_standard_input_are_seen(asking: subprocess.Popen[bytes]) -> None:
     wait_for(lambda: is_reading_stdin(asking.pid), what="the wait for a line")
+    asking.send_signal(signal.SIGSTOP)
+    wait_for(lambda: is_reading_stdin(asking.pid) is False, what="the stop")
+    asking.send_signal(signal.SIGCONT)
+    wait_for(lambda: is_reading_stdin(asking.pid), what="the wait after it")
     answer(asking)
     wait_for(lambda: is_reading_stdin(asking.pid) is False, what="the end of the wait")
     asking.kill()
@@ -67,6 +72,22 @@ def test_the_file_is_there_while_it_waits(asking: subprocess.Popen[bytes], tmp_p
     assert input_wait_start_ns(tmp_path) == since, "not checked again at once"
     watch.poll(103.0)
     assert input_wait_start_ns(tmp_path) is None
+
+
+def test_a_rank_that_waits_is_reported_with_its_id(asking: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    told: list[int] = []
+    watch = InputWaitWatcher(tmp_path, os.getpid(), lambda pid, since, seen: told.append(pid))
+    wait_for(lambda: is_reading_stdin(asking.pid), what="the wait for a line")
+    watch.poll(100.0)
+    assert input_wait_start_ns(tmp_path) is None
+    watch.poll(101.0, [asking.pid])
+    assert input_wait_start_ns(tmp_path) is not None
+    time.sleep(1.1)  # only a wait of at least a second is reported
+    watch.poll(102.0, [asking.pid])
+    answer(asking)
+    wait_for(lambda: is_reading_stdin(asking.pid) is False, what="the end of the wait")
+    watch.poll(104.0, [asking.pid])
+    assert told == [asking.pid]
 
 
 def test_a_new_wait_is_not_taken_for_the_previous_one(tmp_path: Path) -> None:
@@ -109,7 +130,7 @@ def test_a_wait_is_reported_once_at_its_end_unless_it_was_short(
     asking: subprocess.Popen[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[tuple[int, int]] = []
-    watch = InputWaitWatcher(tmp_path, asking.pid, lambda since, seen: told.append((since, seen)))
+    watch = InputWaitWatcher(tmp_path, asking.pid, lambda _, since, seen: told.append((since, seen)))
     wait_for(lambda: is_reading_stdin(asking.pid), what="the wait for a line")
     clock = iter(range(10**9, 10**11, 10**9))
     monkeypatch.setattr("dpmon.run.stdin_terminal.time.monotonic_ns", lambda: next(clock))
@@ -134,7 +155,7 @@ def test_a_short_wait_is_not_reported_but_one_cut_off_by_the_end_is(
     for step, expected in ((10**8, []), (10**9, [(10**9, 2 * 10**9)])):
         clock = iter((10**9, 10**9 + step))
         monkeypatch.setattr("dpmon.run.stdin_terminal.time.monotonic_ns", lambda clock=clock: next(clock))
-        watch = InputWaitWatcher(tmp_path, asking.pid, lambda since, seen: told.append((since, seen)))
+        watch = InputWaitWatcher(tmp_path, asking.pid, lambda _, since, seen: told.append((since, seen)))
         watch.poll(100.0)
         watch.poll(101.0)
         watch.close()

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +20,7 @@ from dpmon.record.schema import SECOND
 from dpmon.record.shared_names import INNER_FRAMES, OUTER_FRAMES
 from dpmon.run import proc
 from dpmon.run.run_directory import RunInfo
+from dpmon.run.stdin_terminal import is_reading_stdin
 from dpmon.stalls import rank_inspector, stacks
 from dpmon.stalls.run_state import (
     ENDED,
@@ -31,17 +36,19 @@ from dpmon.stalls.run_state import (
     StateInputs,
     decide_state,
 )
-from dpmon.stalls.stacks import Frame, ProcessStacks, Stack, parse_py_spy_json, parse_threads
+from dpmon.stalls.stacks import WORK_WAIT, Frame, ProcessStacks, Stack, parse_py_spy_json, parse_threads
 from dpmon.stalls.stall_detection import (
     LearnedDurations,
     LoaderWorker,
     ProcessGroupView,
     RankActivity,
+    describe_activity,
     find_stall,
     sentence,
 )
 from dpmon.stalls.why_reply import build_reply
 from dpmon.stalls.why_text import format_reply
+from support.run_harness import wait_for
 
 NOW = 1000 * SECOND
 TORCH = "/env/lib/python3.11/site-packages/torch"
@@ -157,6 +164,53 @@ def test_no_alarm(ranks: tuple[RankActivity, ...]) -> None:
 
 def test_a_rank_that_spins_in_a_collective_shows_no_sign_of_life() -> None:
     assert told(rank(0, BACKWARD, busy=True), rank(1, BARRIER, busy=True)) is not None
+
+
+def line_of_source(directory: Path, source: str) -> Stack:
+    """The stack, as py-spy reports it, of a process at the only line of a script."""
+    script = directory / "work.py"
+    script.write_text(f"{source}\n")
+    found = parse_py_spy_json(dumped([frame("main", str(script), 1)]), 1).main
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("source", ["work.wait()", "handles[0].wait(timeout)", "[h.wait() for h in handles]"])
+def test_a_wait_in_cpp_code_waits_for_other_ranks(tmp_path: Path, source: str) -> None:
+    """Only the line tells: C++ code has no Python frame."""
+    waits = line_of_source(tmp_path, source)
+    ranks = [rank(0, stack=waits, world=3), rank(1, stack=waits, world=3), rank(2, BARRIER, world=3)]
+    stall = find_stall(ranks, LearnedDurations(), NOW)
+    assert stall is not None
+    assert (stall.blockers, stall.waiters) == ((2,), (0, 1))
+    assert sentence(stall, ranks, str(tmp_path)) == (
+        "rank 2 waits in barrier (train.py:99); ranks 0, 1 wait in Work.wait (work.py:1): different collectives"
+    )
+
+
+@pytest.mark.parametrize("source", ["time.sleep(60)", "os.wait()", "wait(handles)"])
+def test_another_line_is_no_wait_for_ranks(tmp_path: Path, source: str) -> None:
+    assert line_of_source(tmp_path, source).operation_kind == ""
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "blocker"),
+    [
+        # Of two ranks, the one that is further in the script has skipped something.
+        ({"frames": BARRIER}, {"frames": BACKWARD}, 0),
+        ({"frames": BACKWARD}, {"frames": BARRIER}, 1),
+        # What they have started says more.
+        ({"frames": BARRIER, "sequence": 6}, {"frames": BACKWARD}, 1),
+        # Rank 1 has started less than the rank whose frames say nothing.
+        ({"frames": SCRIPT, "sequence": 6}, {"frames": BARRIER}, 1),
+        # A stopped rank does not wait.
+        ({"frames": SCRIPT, "sequence": 6, "state": "stopped"}, {"frames": BARRIER}, 0),
+    ],
+)
+def test_of_two_ranks_one_is_blamed(first: dict[str, Any], second: dict[str, Any], blocker: int) -> None:
+    found = find_stall([rank(0, **first), rank(1, **second)], LearnedDurations(), NOW)
+    assert found is not None
+    assert found.blockers == (blocker,)
 
 
 def test_of_two_ranks_in_backward_the_busy_one_computes() -> None:
@@ -327,6 +381,70 @@ def test_nothing_is_a_stall_before_the_first_step() -> None:
     assert told(rank(0, SCRIPT, for_s=300, step=None)) is None
 
 
+DDP_INIT = (Frame("DistributedDataParallel.__init__", f"{TORCH}/nn/parallel/distributed.py", 1), SCRIPT[1])
+JOINING = "joining the process group: gloo, rank 1 of 2 at 127.0.0.1:29500"
+
+
+def starting(number: int, frames: tuple[Frame, ...], doing: str = "in the script", **more: Any) -> RankActivity:
+    """A rank that has not made its first call, for 21 minutes."""
+    return rank(number, frames, 1260, step=None, process=None, groups=(), doing=doing, **more)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        (
+            (starting(0, SCRIPT), starting(1, DDP_INIT)),
+            "rank 0 in checkpoint (train.py:12); rank 1 waits in DistributedDataParallel.__init__ (train.py:95)",
+        ),
+        ((starting(0, SCRIPT), starting(1, BARRIER, JOINING)), f"rank 1 waits {JOINING} (train.py:99)"),
+        ((starting(0, SCRIPT), starting(1, (), JOINING, state="stopped")), f"rank 1 is stopped (SIGSTOP), {JOINING}"),
+        # It may prepare its data for hours, or not train at all.
+        ((starting(0, SCRIPT, busy=True), starting(1, DDP_INIT)), None),
+        ((starting(0, SCRIPT, world=1),), None),
+        ((starting(0, SCRIPT, world=1, state="stopped"),), "it is stopped (SIGSTOP), in checkpoint (train.py:12)"),
+    ],
+)
+def test_a_rank_may_be_stuck_before_its_first_call(ranks: tuple[RankActivity, ...], expected: str | None) -> None:
+    words = told(*ranks)
+    assert words == expected or (words is not None and expected in words.split("; "))
+
+
+def test_a_stopped_rank_is_named_wherever_it_was_slow() -> None:
+    usual, stopped = LearnedDurations(), rank(1, SCRIPT, state="stopped")
+    usual.add_duration(stopped.timing_key, 60 * SECOND)
+    assert told(rank(0, BACKWARD, sequence=6), stopped, usual=usual) is not None
+
+
+@pytest.fixture
+def sleeper(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process of the run in `tmp_path`, which has noted a stage ten seconds ago, and waits for a line of input."""
+    command = [sys.executable, "-c", "import time; input(); time.sleep(600)"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, env={"DPMON_RUN": str(tmp_path)}) as process:
+        stages = f"1 5 {JOINING}\n{process.pid} {time.monotonic_ns() - 10 * SECOND} {JOINING}\n"
+        (tmp_path / "stages.log").write_text(stages)
+        yield process
+        process.kill()
+
+
+def test_a_process_before_its_first_call_is_inspected(sleeper: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    def activity() -> RankActivity:
+        (found,) = inspector.inspect_ranks({}, time.monotonic_ns())
+        assert (found.pid, found.rank, found.world, found.doing) == (sleeper.pid, 1, 2, JOINING)
+        return found
+
+    with closing(rank_inspector.RankInspector(tmp_path, "/")) as inspector:
+        if is_reading_stdin(sleeper.pid) is not None:
+            wait_for(lambda: activity().state == "input wait", what="the wait for input")
+            assert describe_activity(activity(), "/") == f"waits for input, {JOINING}"
+        sleeper.send_signal(signal.SIGSTOP)
+        wait_for(lambda: activity().state == "stopped", what="the stop")
+        assert describe_activity(activity(), "/") == f"is stopped (SIGSTOP), {JOINING}"
+        sleeper.kill()
+        sleeper.wait()
+        assert inspector.inspect_ranks({}, time.monotonic_ns()) == []
+
+
 def test_a_place_may_take_as_long_as_before() -> None:
     """A checkpoint of 60 s raises no alarm again; the same time elsewhere does."""
     usual, here, there = LearnedDurations(), rank(0, SCRIPT, for_s=100), rank(0, (SCRIPT[1],), for_s=100)
@@ -387,6 +505,29 @@ TRAINER = Frame("Trainer.fit", "/env/lib/python3.11/site-packages/lightning/trai
 )  # fmt: skip
 def test_functions_of_torch_have_the_names_that_people_know(frames: tuple[Frame, ...], expected: str | None) -> None:
     assert Stack((*frames, SCRIPT[1])).library_operation == expected
+
+
+DDP = f"{TORCH}/nn/parallel/distributed.py"
+
+
+@pytest.mark.parametrize(
+    ("frames", "kind"),
+    [
+        ((Frame("_sync_buffers", DDP, 1), Frame("_pre_forward", DDP, 2), *FORWARD[1:]), "collective"),
+        ((Frame("_pre_forward", DDP, 2), *FORWARD[1:]), "collective"),  # rebuilds its buckets in C++
+        ((*FORWARD, Frame("_run_ddp_forward", DDP, 3), *FORWARD[1:]), ""),
+        ((Frame("_verify_param_shape_across_processes", f"{TORCH}/distributed/utils.py", 1),), "collective"),
+        ((Frame("_create_c10d_store", f"{TORCH}/distributed/rendezvous.py", 1),), "collective"),
+        ((Frame("_wait_for_unshard", f"{TORCH}/distributed/fsdp/_runtime_utils.py", 1), *FORWARD[1:]), "collective"),
+        ((Frame("_single_tensor_adam", f"{TORCH}/optim/adam.py", 1),
+          Frame("step", f"{TORCH}/distributed/optim/zero_redundancy_optimizer.py", 1)), ""),
+        ((Frame("save", f"{TORCH}/distributed/checkpoint/state_dict_saver.py", 1),), "save"),
+        ((WORK_WAIT, Frame("finish", "/env/lib/python3.11/site-packages/megatron/handles.py", 1)), "collective"),
+        ((TRAINER, Frame("wrapper", f"{TORCH}/distributed/elastic/multiprocessing/errors/__init__.py", 1)), ""),
+    ],
+)  # fmt: skip
+def test_a_rank_waits_for_others_whatever_the_file(frames: tuple[Frame, ...], kind: str) -> None:
+    assert Stack((*frames, SCRIPT[1])).operation_kind == kind
 
 
 def test_a_compiled_model_that_runs_does_not_compile() -> None:

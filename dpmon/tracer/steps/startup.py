@@ -90,5 +90,15 @@ def _describe_group(args: Any, kwargs: Any) -> str:
         world = os.environ.get("WORLD_SIZE", "")
     details = [str(backend)] if isinstance(backend, str) else []
     if rank != "" and world != "":
-        details.append(f"rank {rank} of {world}")
+        details.append(f"rank {rank} of {world}{_rendezvous_suffix(args, kwargs)}")
     return "joining the process group" + (f": {', '.join(details)}" if details else "")
+
+
+def _rendezvous_suffix(args: Any, kwargs: Any) -> str:
+    """Return the address at which the ranks meet: " at 127.0.0.1:29500"; empty if they meet in a file or a store."""
+    init_method = kwargs.get("init_method", args[1] if len(args) > 1 else None)
+    if kwargs.get("store") is None and init_method in (None, "env://"):
+        address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+        return f" at {address}:{port}" if address and port else ""
+    scheme, _, address = init_method.partition("://") if type(init_method) is str else ("", "", "")
+    return f" at {address}" if scheme == "tcp" else ""

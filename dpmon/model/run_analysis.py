@@ -40,6 +40,7 @@ from dpmon.model.pauses import (
 )
 from dpmon.model.process_selection import read_process_table
 from dpmon.model.rank_waits import RankWaitCache, RankWaits
+from dpmon.model.recorded_stalls import final_stall
 from dpmon.model.run_events import LoaderStart, RunEvents, parse_loader_start
 from dpmon.model.run_snapshot import ProcessInfo
 from dpmon.model.step_history import BinnedSteps, bin_steps, column_width_s
@@ -337,10 +338,16 @@ class RunAnalysis:
         return max(self.last_step_ns or 0, self.samples.last_ns) if self.end_ns is None else self.end_ns
 
     def spent_until(self, until_ns: int) -> Mapping[str, int]:
-        """Return the time of each activity (ns) from the run's start to `until_ns`; empty without steps."""
+        """Return the time of each activity (ns) from the run's start to `until_ns`; empty without steps.
+
+        A stall after the last step is "stalled", not "ending".
+        """
         if not self.window.step_intervals:
             return {}
-        return account_for_elapsed(self.window.time_by_activity, until_ns, self.window.alive_intervals)
+        spent = account_for_elapsed(self.window.time_by_activity, until_ns, self.window.alive_intervals)
+        stall = final_stall(self.announced.stalls, self.last_step_ns or 0)
+        stalled_ns = 0 if stall is None else min(stall.duration_ns(until_ns), spent["ending"])
+        return {**spent, "stalled": spent["stalled"] + stalled_ns, "ending": spent["ending"] - stalled_ns}
 
     @cached_property
     def time_by_activity(self) -> Mapping[str, int]:

@@ -31,6 +31,8 @@ class ModeStats(StepStats):
     """The last third."""
     settled: ModeStats | None = None
     """The same without warm-up steps; None if it is not separate."""
+    warm_up_steps: int = 0
+    """In `settled`: the number of steps that are left out."""
 
     @property
     def settled_stats(self) -> ModeStats:

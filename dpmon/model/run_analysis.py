@@ -59,6 +59,8 @@ MAX_LONG_STEPS = 64
 """Most long steps to read per mode, and to judge in total."""
 MAX_GAPS = 10_000
 MAX_EPOCHS = 10_000
+ACTIVE = ("training", "evaluation", "between")
+"""The activities in which the training goes on."""
 NO_TIME_IN_REPORT = "a report does not estimate it"
 _FOREVER_NS = 1 << 62
 MIN_STRETCHES = 60
@@ -237,8 +239,9 @@ class RunAnalysis:
         """Return the metrics of a mode for `process`, by default the representative one; `rate` is of all."""
         process = self.representative_process(mode, evaluation=evaluation) if process is None else process
         whole = self._mode(mode, evaluation, process, self.window.tally(mode, evaluation, process))
-        settled = self.window.tally(mode, evaluation, process, without_warmup=True)
-        return replace(whole, settled=self._mode(mode, evaluation, process, settled))
+        tally = self.window.tally(mode, evaluation, process, without_warmup=True)
+        settled = replace(self._mode(mode, evaluation, process, tally), warm_up_steps=whole.steps - tally.steps)
+        return replace(whole, settled=settled)
 
     def _mode(self, mode: str, evaluation: bool, process: int, tally: Tally) -> ModeStats:
         steps, rate = self.window.steps_and_rate(mode, evaluation)
@@ -308,6 +311,14 @@ class RunAnalysis:
         )
         return tuple(stats for stats in others if stats.steps)
 
+    @property
+    def steps_of_rank(self) -> int:
+        """The number of steps of the rank with the most, with warm-up steps."""
+        steps = Counter[int | None]()
+        for stats in (*self.modes, *self.other_process_modes):
+            steps[self.rank(stats.process)] += stats.steps
+        return max(steps.values(), default=0)
+
     @cached_property
     def progress(self) -> Progress:
         """The epochs of the process that represents the training, and its current one."""
@@ -353,6 +364,11 @@ class RunAnalysis:
     def time_by_activity(self) -> Mapping[str, int]:
         """The time of each activity (dpmon.store.time_accounting) in the whole run, ns."""
         return self.spent_until(self.until_ns)
+
+    @property
+    def active_ns(self) -> int:
+        """The time of training and evaluation steps, and between them, ns."""
+        return sum(self.time_by_activity.get(name, 0) for name in ACTIVE)
 
     @cached_property
     def spent_by_process(self) -> Mapping[int, Mapping[str, int]]:
@@ -459,18 +475,6 @@ class RunAnalysis:
         stop_ns = -1 if self._stop_asked_ns is None else self._stop_asked_ns
         steps = (step for step in candidates if not step.start_ns <= stop_ns < step.start_ns + step.wall_ns)
         return sorted(steps, key=lambda step: -step.wall_ns)
-
-    @cached_property
-    def longest_fetches(self) -> Mapping[str, float]:
-        """The share of step time (0 to 1) for which the slowest process waits for data, by mode; empty for one process.
-
-        In each of the newest steps, the process that waits longest counts.
-        """
-        share_by_mode = {
-            mode: self.store.worst_rank_share("data", mode, training_only=self.window.ever_trains(mode))
-            for mode in {stats.mode for stats in self.other_process_modes}
-        }
-        return {mode: share for mode, share in share_by_mode.items() if share is not None}
 
     @cached_property
     def mode_comparison(self) -> Comparison | None:

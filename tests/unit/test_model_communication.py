@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,8 +27,10 @@ from dpmon.model.stragglers import (
 from dpmon.store.query_results import CollectiveSums
 from dpmon.store.step_stats import PhaseStats
 from dpmon.store.tally import Tally
+from dpmon.store.time_accounting import Gap
 from support.history_builders import run_analysis_with
 from support.rank_builders import MS, communication_of, ddp_event, ddp_wrapper, rank_times, record_ddp_ranks
+from support.record_builders import SECOND
 
 
 def found_in(ranks: list[RankTimes], *wrappers: Wrapper) -> list[Finding]:
@@ -423,3 +426,24 @@ def test_a_slow_forward_names_nobody_where_ranks_wait_in_it() -> None:
     ranks = [slow, with_phases(1, 20.0, forward=3.0)]
     assert communication_of(ranks, ddp_wrapper(sync_batch_norm=True)).straggler is None
     assert communication_of(ranks, ddp_wrapper()).straggler is not None
+
+
+@pytest.mark.parametrize(("between_s", "kinds"), [(3, {"between"}), (1, {"in turn"})])
+def test_one_wait_has_one_saving(between_s: int, kinds: set[str]) -> None:
+    """In 400 steps of 20 ms, ranks wait 2 s, of which some or all are for checkpoints of rank 0 between its steps."""
+    mode = ModeStats("single", False, 400, 0, 20.0 * MS, 26.0 * MS, 20.0 * MS, None, (), Tally())
+    each = {0: {"training": 20 * SECOND, "between": between_s * SECOND}, 1: {"training": 20 * SECOND}}
+    run = run_analysis_with(
+        modes=(mode,),
+        other_process_modes=(replace(mode, process=1),),
+        names={0: "rank 0", 1: "rank 1"},
+        _ranks={0: 0, 1: 1},
+        communication=communication_of([rank_times(number, 5.0, slowest=100) for number in (0, 1)]),
+        time_by_activity=each[0],
+        spent_by_process=each,
+        gaps=[Gap(0, 100, "single", 0, between_s * SECOND, between_s * SECOND)],
+    )
+    found = {finding.kind: finding for finding in find_all(run)}
+    assert set(found) == kinds
+    if "in turn" in found:
+        assert found["in turn"].saves_s == pytest.approx(400 * 0.005)

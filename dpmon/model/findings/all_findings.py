@@ -14,6 +14,7 @@ from dpmon.model.findings.device_findings import (
 )
 from dpmon.model.findings.failure_findings import find_failure, find_invalid_losses, find_quiet_end
 from dpmon.model.findings.finding import Finding
+from dpmon.model.findings.finding_evidence import measured_modes
 from dpmon.model.findings.rank_findings import find_rank_problems
 from dpmon.model.findings.time_findings import (
     find_costly_evaluation,
@@ -71,10 +72,22 @@ def find_all(run: RunAnalysis) -> list[Finding]:
     findings = [finding._replace(elapsed_s=elapsed_s) for find in _FINDERS for finding in find(run)]
 
     def is_worth_it(finding: Finding) -> bool:
-        return finding.saves_s is None or finding.saves_s >= least_s or finding.kind in _FIRST_KINDS
+        if finding.saves_s is None or finding.kind in _FIRST_KINDS:
+            return True
+        if finding.kind == "in turn" and finding.saves_s <= _excess_between_steps(run):
+            return False  # the finding about the time between steps, or about evaluations, names the cause
+        return finding.saves_s >= least_s
 
     def sort_key(finding: Finding) -> tuple[bool, float]:
         affected_s = finding.weight * run.active_ns / SECOND
         return finding.kind in _FIRST_KINDS, affected_s if finding.saves_s is None else finding.saves_s
 
     return sorted(filter(is_worth_it, findings), key=sort_key, reverse=True)
+
+
+def _excess_between_steps(run: RunAnalysis) -> float:
+    """Return how much longer one process evaluates, or is between steps, than another (s): ranks wait for it."""
+    processes = {stats.process for stats in measured_modes(run)}
+    spent = [run.spent_by_process.get(process, {}) for process in processes]
+    outside_ns = [times.get("between", 0) + times.get("evaluation", 0) for times in spent]
+    return (max(outside_ns) - min(outside_ns)) / SECOND if outside_ns else 0.0

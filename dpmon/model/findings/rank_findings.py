@@ -107,7 +107,7 @@ def _find_alternating_waits(communication: Communication, steps: int | None) -> 
     if share >= MIN_ALTERNATING_WAIT_SHARE:
         yield Finding(
             "in turn",
-            f"The ranks wait for each other for {format_percent(share)} of step time, each time for a different one.",
+            f"The ranks wait for each other for {format_percent(share)} of step time, not always for the same rank.",
             f"wait mean {format_long_duration(share * communication.step_ns)},"
             f" step mean {format_long_duration(communication.step_ns)}"
             f" over {format_count_with_noun(communication.step_count_with_waits, 'step')} of {len(waits)} ranks;"

@@ -21,7 +21,7 @@ from dpmon.model.mode_comparison import Comparison
 from dpmon.model.mode_stats import ModeStats
 from dpmon.model.recorded_stalls import RecordedStall
 from dpmon.model.run_analysis import RunAnalysis
-from dpmon.model.run_events import RunEvents
+from dpmon.model.run_events import LoaderStart, RunEvents
 from dpmon.store.tally import Tally, TallyKey
 from dpmon.store.time_accounting import Gap
 from support.analysis_builders import (
@@ -257,6 +257,23 @@ def test_time_between_steps_is_that_of_the_process_that_has_most() -> None:
     idle = {**each, 2: {"evaluation": SECOND, "between": 90 * SECOND}}
     (found,) = find_all(with_changes(HEALTHY_RUN, gaps=[gap], **{**facts, "spent_by_process": idle}))
     assert found.saves_s == 50.0
+
+
+def test_workers_that_start_again_also_cost_the_first_fetch_of_an_epoch() -> None:
+    """1,000 steps of 20 ms, with fetches of 1 ms in the median and 3 ms in the mean."""
+    fetch = mode_stats(data=0.15)
+    phases = [one._replace(mean_ns=3.0 * MS, median_ns=1.0 * MS) if one.name == "data" else one for one in fetch.phases]
+    starts = [LoaderStart(0, at * SECOND, SECOND, 2, False, start=number) for number, at in ((1, 0), (2, 40))]
+    run = with_changes(
+        HEALTHY_RUN,
+        modes=(replace(fetch, phases=tuple(phases)),),
+        time_by_activity={"training": 80 * SECOND, "between": 20 * SECOND},
+        gaps=[Gap(0, 100, "dp", 38 * SECOND, 58 * SECOND, 20 * SECOND)],
+        loaders=starts,
+    )
+    (found,) = find_all(run)
+    assert (found.kind, found.saves_s) == ("between", pytest.approx(22.0))
+    assert found.ground.startswith("between steps 20.0 s and slow fetches 2.00 s of 1 min 40 s;")
 
 
 def test_a_long_step_is_that_of_a_rank_if_there_are_several_processes() -> None:

@@ -355,16 +355,28 @@ def find_gaps_between_steps(run: RunAnalysis) -> Iterator[Finding]:
         advice = "DataLoader(persistent_workers=True): the workers then start once, not in every epoch"
     elif restarts:
         advice += ", a loader that starts its workers again (persistent_workers=True keeps them)"
+    # Workers that start again also load their first batch, for which a step waits.
+    own_modes = [stats for stats in measured_modes(run) if stats.process == process]
+    fetches_s = sum(map(_slow_fetches_s, own_modes)) if restarts else 0.0
+    fetches_text = f" and slow fetches {format_long_duration(fetches_s * SECOND)}" if fetches_s else ""
     yield Finding(
         "between",
         f"{format_percent(between_ns / active_ns)} of the time{process_suffix(process, run)} is spent between steps:"
         f" {text}.{workers_text}",
-        f"between steps {format_long_duration(between_ns)} of {format_long_duration(active_ns)};"
+        f"between steps {format_long_duration(between_ns)}{fetches_text} of {format_long_duration(active_ns)};"
         f" the longest gap at {format_elapsed(longest.begin_ns)}",
         advice,
         between_ns / active_ns,
-        between_ns / SECOND,
+        between_ns / SECOND + fetches_s,
     )
+
+
+def _slow_fetches_s(stats: ModeStats) -> float:
+    """Return the time (s) by which fetches exceed the median, such as the first of each epoch."""
+    fetch = stats.phase("data")
+    if fetch is None or not fetch.mean_ns or fetch.median_ns is None:
+        return 0.0
+    return time_of_share(stats, stats.phase_share("data") * max(1 - fetch.median_ns / fetch.mean_ns, 0.0))
 
 
 def find_costly_evaluation(run: RunAnalysis) -> Iterator[Finding]:

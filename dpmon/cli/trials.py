@@ -22,7 +22,7 @@ from dpmon.cli.commands import render_document, write_output
 from dpmon.cli.messages import print_message
 from dpmon.errors import HistoryError
 from dpmon.model.compared_run import ComparedRun
-from dpmon.model.findings.finding_evidence import data_ceiling
+from dpmon.model.findings.finding_evidence import data_share
 from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.run_comparison import ComparedMetric, compare_runs, format_change, format_interval
 from dpmon.report.comparison_report import read_compared_run
@@ -235,7 +235,7 @@ def plan_trials(
         absent["cached-batches"] = "no DataLoader was used"
     else:
         changes = f"the data: the first {CACHED_BATCHES} batches of each loader, repeated"
-        saves = data_ceiling(mode.settled_stats, run)
+        saves = data_share(mode.settled_stats) if rank_count == 1 else None
         trials.append(
             Trial("cached-batches", changes, ("--replay", str(CACHED_BATCHES)), metric="mean_step", max_saving=saves)
         )

@@ -372,7 +372,7 @@ def verdict_sentence(comparison: Comparison) -> str | None:
         verdict = f"{name} is {value} as fast as one device"
     mean_text = ""
     if comparison.by_mean is not None:
-        mean_text = f" By the mean step it is {format_factor(comparison.by_mean)}{_why_uneven(comparison)}."
+        mean_text = f" Comparing mean steps, not medians: {format_factor(comparison.by_mean)}{_why_uneven(comparison)}."
     return f"{verdict}: {reason}.{mean_text}" if reason else f"{verdict}.{mean_text}"
 
 
@@ -382,7 +382,7 @@ def _why_uneven(comparison: Comparison) -> str:
     mode, unevenness = comparison.uneven
     cause = f" ({WAITING_TEXT})" if unevenness.phase == INPUT else ""
     steps, time = format_percent(unevenness.steps), format_percent(unevenness.time)
-    return f": of the steps in {mode}, about {steps} take {time} of the time{cause}"
+    return f", because about {steps} of the steps in {mode} take {time} of the time{cause}"
 
 
 def _reason_text(comparison: Comparison) -> str:

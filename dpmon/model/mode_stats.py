@@ -33,6 +33,8 @@ class ModeStats(StepStats):
     """The last third."""
     settled: ModeStats | None = None
     """The metrics without warm-up steps; None if they are not separate."""
+    warm_up_steps: int = 0
+    """In `settled`: the number of steps that are left out."""
 
     @property
     def settled_stats(self) -> ModeStats:

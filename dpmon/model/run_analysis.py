@@ -40,6 +40,7 @@ from dpmon.model.pauses import (
 )
 from dpmon.model.process_selection import read_process_table
 from dpmon.model.rank_waits import RankWaitCache, RankWaits
+from dpmon.model.recorded_stalls import final_stall
 from dpmon.model.run_events import LoaderStart, RunEvents, parse_loader_start
 from dpmon.model.run_snapshot import ProcessInfo
 from dpmon.model.step_history import BinnedSteps, bin_steps, column_width_s
@@ -58,6 +59,8 @@ MAX_LONG_STEPS = 64
 """Most long steps to read per mode, and to judge in total."""
 MAX_GAPS = 10_000
 MAX_EPOCHS = 10_000
+ACTIVE = ("training", "evaluation", "forward_only", "between")
+"""The activities in which the training goes on."""
 NO_TIME_IN_REPORT = "a report does not estimate it"
 _FOREVER_NS = 1 << 62
 MIN_STRETCHES = 60
@@ -240,8 +243,9 @@ class RunAnalysis:
         kind = self.window.main_kind if kind is None else kind
         process = self.representative_process(mode, kind) if process is None else process
         whole = self._mode(mode, kind, process, self.window.tally(mode, kind, process))
-        settled = self.window.tally(mode, kind, process, without_warmup=True)
-        return replace(whole, settled=self._mode(mode, kind, process, settled))
+        tally = self.window.tally(mode, kind, process, without_warmup=True)
+        settled = replace(self._mode(mode, kind, process, tally), warm_up_steps=whole.steps - tally.steps)
+        return replace(whole, settled=settled)
 
     def _mode(self, mode: str, kind: int, process: int, tally: Tally) -> ModeStats:
         steps, rate = self.window.steps_and_rate(mode, kind)
@@ -312,6 +316,14 @@ class RunAnalysis:
         )
         return tuple(stats for stats in others if stats.steps)
 
+    @property
+    def steps_of_rank(self) -> int:
+        """The number of steps of the rank with the most, with warm-up steps."""
+        steps = Counter[int | None]()
+        for stats in (*self.modes, *self.other_process_modes):
+            steps[self.rank(stats.process)] += stats.steps
+        return max(steps.values(), default=0)
+
     @cached_property
     def progress(self) -> Progress:
         """The epochs of the process that represents the training, and its current one."""
@@ -342,15 +354,26 @@ class RunAnalysis:
         return max(self.last_step_ns or 0, self.samples.last_ns) if self.end_ns is None else self.end_ns
 
     def spent_until(self, until_ns: int) -> Mapping[str, int]:
-        """Return the time of each activity (ns) from the run's start to `until_ns`; empty without steps."""
+        """Return the time of each activity (ns) from the run's start to `until_ns`; empty without steps.
+
+        A stall after the last step is "stalled", not "ending".
+        """
         if not self.window.step_intervals:
             return {}
-        return account_for_elapsed(self.window.time_by_activity, until_ns, self.window.alive_intervals)
+        spent = account_for_elapsed(self.window.time_by_activity, until_ns, self.window.alive_intervals)
+        stall = final_stall(self.announced.stalls, self.last_step_ns or 0)
+        stalled_ns = 0 if stall is None else min(stall.duration_ns(until_ns), spent["ending"])
+        return {**spent, "stalled": spent["stalled"] + stalled_ns, "ending": spent["ending"] - stalled_ns}
 
     @cached_property
     def time_by_activity(self) -> Mapping[str, int]:
         """The time of each activity (dpmon.store.time_accounting) in the whole run, ns."""
         return self.spent_until(self.until_ns)
+
+    @property
+    def active_ns(self) -> int:
+        """The time of training and evaluation steps, and between them, ns."""
+        return sum(self.time_by_activity.get(name, 0) for name in ACTIVE)
 
     @cached_property
     def spent_by_process(self) -> Mapping[int, Mapping[str, int]]:
@@ -450,18 +473,6 @@ class RunAnalysis:
         stop_ns = -1 if self._stop_asked_ns is None else self._stop_asked_ns
         steps = (step for step in candidates if not step.start_ns <= stop_ns < step.start_ns + step.wall_ns)
         return sorted(steps, key=lambda step: -step.wall_ns)
-
-    @cached_property
-    def longest_fetches(self) -> Mapping[str, float]:
-        """The share of step time (0 to 1) for which the slowest process waits for data, by mode; empty for one process.
-
-        In each of the newest steps, the process that waits longest counts.
-        """
-        share_by_mode = {
-            mode: self.store.worst_rank_share("data", mode)
-            for mode in {stats.mode for stats in self.other_process_modes}
-        }
-        return {mode: share for mode, share in share_by_mode.items() if share is not None}
 
     @cached_property
     def mode_comparison(self) -> Comparison | None:

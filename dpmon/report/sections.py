@@ -7,8 +7,7 @@ from functools import partial
 
 from dpmon.model.device_memory import missing_value_reasons
 from dpmon.model.device_usage import DeviceUsage
-from dpmon.model.findings.all_findings import combined_savings
-from dpmon.model.findings.finding import format_gain_limit
+from dpmon.model.findings.device_findings import busy_cpus_note
 from dpmon.model.findings.finding_evidence import MIN_STEPS, measured_modes, process_suffix
 from dpmon.model.layouts import format_sizes
 from dpmon.model.mode_stats import ModeStats, slowest_first
@@ -152,14 +151,21 @@ def _labeled_sentences(
 
 
 def _finding_parts(report: ReportData) -> list[Part]:
+    notes = _make_paragraphs(busy_cpus_note(report.run), is_note=True)
     if report.findings:
-        savings = combined_savings(report.findings, report.run)
-        total_note = [] if savings is None else [Paragraph(f"all combined: the run {format_gain_limit(savings)}")]
-        return [Findings(report.findings), *total_note]
-    too_few_text = f"too few steps for findings ({MIN_STEPS} in one mode are needed)"
+        return [Findings(report.findings), *notes]
+    if not any(measured_modes(report.run)):
+        return [Paragraph(_too_few_steps_text(report.run))]
     has_no_problem = report.state in ("finished", "running") and not report.run.announced.stalls
-    no_findings_text = "no findings" if has_no_problem else "no other findings"
-    return [Paragraph(no_findings_text if any(measured_modes(report.run)) else too_few_text)]
+    return [Paragraph("no findings" if has_no_problem else "no other findings"), *notes]
+
+
+def _too_few_steps_text(run: RunAnalysis) -> str:
+    """Return how many steps of the most frequent mode count, how many are needed, and how many are left out."""
+    settled = max((stats.settled_stats for stats in run.modes), key=lambda stats: stats.steps, default=None)
+    count, warm_up = (0, 0) if settled is None else (settled.steps, settled.warm_up_steps)
+    left_out_text = f", {warm_up} left out as warm-up" if warm_up else ""
+    return f"too few steps for findings: {count} counted, {MIN_STEPS} needed{left_out_text}"
 
 
 def _titled_mode_stats(run: RunAnalysis) -> list[tuple[str, ModeStats]]:

@@ -569,18 +569,6 @@ class Store:
         rows = self.query(f"SELECT start_ns FROM steps WHERE {condition} ORDER BY id LIMIT 1", (after_id,))
         return next((start_ns for (start_ns,) in rows), None)
 
-    def worst_rank_share(self, phase: str, mode: str) -> float | None:
-        """Return the share (0 to 1) of a phase in the newest steps, each step on the rank where the phase is longest.
-
-        Only steps of the main kind. None without steps.
-        """
-        condition = f"id > ? AND id <= ? AND mode = ? AND {_in_stats_condition(self.main_kind)}"
-        columns = f"max(ifnull({phase}_ns, 0)) * count(*) AS longest, sum(wall_ns) AS wall"
-        query = f"SELECT sum(longest), sum(wall) FROM (SELECT {columns} FROM steps WHERE {condition} GROUP BY step)"
-        last_id = self._newest_step_id()
-        rows = self.query(query, (last_id - _NEWEST_IDS_SEARCHED, last_id, mode))
-        return next((min(longest_ns / wall_ns, 1.0) for longest_ns, wall_ns in rows if wall_ns), None)
-
     def steps(self, limit: int, *, process: int | None = None, include_excluded: bool = True) -> list[Step]:
         """Return the newest steps, the newest first: of a process, or of all processes as of now.
 

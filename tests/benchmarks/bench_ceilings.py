@@ -3,9 +3,9 @@
     OMP_NUM_THREADS=1 python tests/benchmarks/bench_ceilings.py [--only NAME ...] [--rounds 3] [--steps 120]
 
 Each script runs with its cause and without it, in turn, under dpmon. A finding of the runs with the cause promises how
-much faster the steps, or the run, become at most. What came is the change of the mean step, or of the time from the
-first step to the last one for each step, with its 90% interval: each of its ends holds with 95%. A ceiling is beaten
-if even the lower end is above it. The exit status is 1 if one is beaten, or if a script has not its finding.
+many seconds a run saves at most. What came is the change of the time from the first step to the last one, of the
+process with most, with its 90% interval: each of its ends holds with 95%. A ceiling is beaten if even the lower end is
+above it. The exit status is 1 if one is beaten, or if a script has not its finding.
 
 DataParallel runs over virtual replicas, which share processors: no ceiling is promised for it, and the row says so.
 """
@@ -24,14 +24,12 @@ from typing import NamedTuple
 
 from dpmon.model.comparison_stats import Change, estimate_change
 from dpmon.model.findings.all_findings import find_all
-from dpmon.model.findings.finding import MAX_SAVED_SHARE, OF_RUN, format_gain, format_gain_limit
-from dpmon.report.comparison_report import read_compared_run
 from dpmon.report.report_data import analyze_run
 from dpmon.run.lifecycle import run_state
 from dpmon.run.run_directory import load_info
 from dpmon.run.run_registry import find_run
 from dpmon.store.store_opening import open_store
-from dpmon.text.formatting import format_percent
+from dpmon.text.formatting import format_duration
 
 SCRIPT = """\
 import contextlib
@@ -142,7 +140,7 @@ CASES = (
     Case("evaluation", ("evaluation",)),
     Case("checkpoint", ("between",)),
     Case("workers", ("between", "data")),
-    Case("stall", ("stall",)),
+    Case("stall", ("long steps",)),
     Case("replicate", ("replicate",), promised=False),
 )
 
@@ -150,10 +148,9 @@ CASES = (
 class Seen(NamedTuple):
     """What one run shows."""
 
-    mean_step_ns: float
-    whole_ns: float
-    """The time from the first step to the last one, of the process with most, for each training step."""
-    saves: dict[str, float | None]
+    whole_s: float
+    """The time from the first step to the last one, of the process with most."""
+    saves_s: dict[str, float | None]
     """By kind, what its finding promises."""
 
 
@@ -179,46 +176,45 @@ def run(case: Case, cause: bool, number: int, steps: int, place: Path) -> Seen:
     if done.returncode:
         raise SystemExit(f"{name} failed:\n{done.stderr[-2000:]}")
     directory = find_run(name)
-    mean = read_compared_run(directory).values["mean_step"]
     with open_store(directory) as store:
         facts = analyze_run(store, directory, run_state(directory, load_info(directory))[1])
-        found = {one.kind: one.saves for one in reversed(find_all(facts))}
+        found = {one.kind: one.saves_s for one in reversed(find_all(facts))}
         spent = [
             sum(one.get(name, 0) for name in ("training", "between", "evaluation", "stalled"))
             for one in facts.spent_by_process.values()
         ]
-    return Seen(mean, max(spent) / steps, found)
+    return Seen(max(spent) / 1e9, found)
 
 
 def judge(case: Case, before: list[Seen], after: list[Seen]) -> tuple[bool, str]:
     """Return whether the ceiling holds, and the row of the table."""
-    kind = next((kind for kind in case.kinds if all(kind in one.saves for one in before)), None)
+    kind = next((kind for kind in case.kinds if all(kind in one.saves_s for one in before)), None)
     if kind is None:
         return False, f"{case.name:<13} no finding {' or '.join(case.kinds)} in all runs"
-    whole = kind in OF_RUN
-    values = [[one.whole_ns if whole else one.mean_step_ns for one in side] for side in (before, after)]
-    told = estimate_change(*values)
-    came = f"{words(told.ratio)}, {bounds(told)}"
-    promises = [saves for one in before if (saves := one.saves[kind]) is not None]
+    whole_s = median(one.whole_s for one in before)
+    told = estimate_change(*([one.whole_s for one in side] for side in (before, after)))
+    came = f"{seconds(whole_s, told.ratio)}, {bounds(whole_s, told)}"
+    promises = [saves_s for one in before if (saves_s := one.saves_s[kind]) is not None]
     if not promises:
         verdict = "none is promised" if not case.promised else "NONE IS PROMISED"
-        return not case.promised, f"{case.name:<13} {kind:<13} {verdict:<32} {came}"
-    saves = min(median(promises), MAX_SAVED_SHARE)
-    beaten = told.ratio < 1 - saves if told.most is None else told.most < 1 - saves
-    promised = f"{'run' if whole else 'steps'} {format_gain_limit(saves)}"
-    return not beaten, f"{case.name:<13} {kind:<13} {promised:<32} {came:<60} {'BEATEN' if beaten else 'holds'}"
+        return not case.promised, f"{case.name:<13} {kind:<13} {verdict:<20} {came}"
+    saves_s = median(promises)
+    least_s = whole_s * (1 - (told.ratio if told.most is None else told.most))
+    promised = f"{format_duration(saves_s * 1e9)} of {format_duration(whole_s * 1e9)}"
+    verdict = "BEATEN" if least_s > saves_s else "holds"
+    return least_s <= saves_s, f"{case.name:<13} {kind:<13} {promised:<20} {came:<40} {verdict}"
 
 
-def words(ratio: float) -> str:
-    """A ratio of times, changed to unchanged, as a gain."""
-    return format_gain(1 / ratio) if ratio <= 1 else f"{format_percent(1 - 1 / ratio)} slower"
+def seconds(whole_s: float, ratio: float) -> str:
+    """The seconds that a ratio of times, changed to unchanged, saves of `whole_s`."""
+    return f"{whole_s * (1 - ratio):.2f} s"
 
 
-def bounds(told: Change) -> str:
+def bounds(whole_s: float, told: Change) -> str:
     """The interval of what came."""
     if told.least is None or told.most is None:
         return "no interval: too few rounds"
-    return f"{words(told.most)} to {words(told.least)}"
+    return f"{seconds(whole_s, told.most)} to {seconds(whole_s, told.least)}"
 
 
 def main() -> int:
@@ -232,7 +228,7 @@ def main() -> int:
     start, good = time.monotonic(), True
     with tempfile.TemporaryDirectory() as temporary:
         os.environ["XDG_STATE_HOME"] = temporary
-        print(f"{'script':<13} {'finding':<13} {'promised':<32} {'came, with its 90% interval':<60} ceiling")
+        print(f"{'script':<13} {'finding':<13} {'promised':<20} {'came, with its 90% interval':<40} ceiling")
         for case in CASES:
             if options.only and case.name not in options.only:
                 continue

@@ -30,7 +30,8 @@ def mode_stats(name: str = "dp", steps: int = 1000, median_ms: float = 20.0, **s
         for phase, share in shares.items()
     )
     rate = Rate(1000.0, None, 1000.0, None)
-    return ModeStats(name, False, steps, 0, median_ms * MS, median_ms * 1.3 * MS, None, rate, phases, Tally())
+    times = median_ms * MS, median_ms * 1.3 * MS, median_ms * MS
+    return ModeStats(name, False, steps, 0, *times, rate, phases, Tally())
 
 
 GOOD_MODE = mode_stats(data=0.05, forward=0.4, backward=0.4, optimizer=0.1, replicate=0.1, scatter=0.02, gather=0.02)
@@ -112,7 +113,7 @@ RUNS_BY_FINDING = {
     ),
     "low use": with_changes(HEALTHY_RUN, devices=(device_usage(0, util=array("d", [12.0] * 100)), device_usage(1))),
     "drift": with_changes(HEALTHY_RUN, modes=(slowing_mode(20, 32, 22, 30),)),
-    "stall": with_changes(HEALTHY_RUN, longest_steps=(long_step(9000), long_step(25))),
+    "long steps": with_changes(HEALTHY_RUN, longest_steps=(long_step(9000), long_step(25))),
     "spread": with_changes(HEALTHY_RUN, modes=(replace(GOOD_MODE, p95_ns=300.0 * MS),)),
     "quiet": with_changes(HEALTHY_RUN, end_ns=200 * SECOND),
 }

@@ -546,7 +546,7 @@ def read_linear_run() -> list[Record]:
 
 def _parse_linear_row(kind: str, members: list[Any]) -> Any:
     if kind == "CallRow":
-        return CallRow(*members[:-1], CallParts(*members[-1]))
+        return CallRow._make([*members[:-1], CallParts(*members[-1]), TRAINING])
     if kind == "StepRow":
         step, mode, start, wall, phases, counts, *rest = members
         samples = counts.pop("samples", None)
@@ -578,7 +578,7 @@ _EMPTY_ANALYSIS: dict[str, Any] = {
     **dict.fromkeys(("gaps", "loaders", "paused", "losses", "first_invalid_losses", "nodes"), ()),
     **dict.fromkeys(("host", "mode_comparison", "communication", "last_step_ns", "end_ns", "death", "raised")),
     "time_by_activity": {}, "names": {}, "processes": [], "announced": RunEvents(), "until_ns": 0,
-    "store": SimpleNamespace(pruned=0, kind_word=STEP_KINDS.__getitem__),
+    "store": SimpleNamespace(pruned=0, kind_word=STEP_KINDS.__getitem__), "_ranks": {},
 }  # fmt: skip
 
 

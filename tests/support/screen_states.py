@@ -285,6 +285,6 @@ def loss_curve(place: str = "train.py:88", last: float = 0.4121, bad: int | None
 
 
 TWO_FINDINGS = (
-    Finding("data", "The steps wait for data for 34% of their time.", "34%", "more workers", 0.34, 0.3),
+    Finding("data", "The steps wait for data for 34% of their time.", "34%", "more workers", 0.34, 33.0, 97.0),
     Finding("spread", "Step times vary.", "p95", "batches of one size", 0.1),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,6 @@ from dpmon.model.findings.finding_evidence import MIN_STEPS
 from dpmon.model.findings.rank_findings import find_rank_problems
 from dpmon.model.json_fields import communication_fields
 from dpmon.model.mode_stats import ModeStats
-from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.run_events import RunEvents, newest_wrappers
 from dpmon.model.stragglers import (
     RankTimes,
@@ -27,8 +27,10 @@ from dpmon.model.stragglers import (
 from dpmon.store.query_results import CollectiveSums
 from dpmon.store.step_stats import PhaseStats
 from dpmon.store.tally import Tally
+from dpmon.store.time_accounting import Gap
 from support.history_builders import run_analysis_with
 from support.rank_builders import MS, communication_of, ddp_event, ddp_wrapper, rank_times, record_ddp_ranks
+from support.record_builders import SECOND
 
 
 def found_in(ranks: list[RankTimes], *wrappers: Wrapper) -> list[Finding]:
@@ -343,7 +345,9 @@ def test_several_averages_for_one_step_of_the_optimizer_are_found() -> None:
     assert "no_sync" in found.advice
     waiting = [rank_times(number, 5.0, exposed_ms=2.0, synced=200, optimized=50) for number in range(2)]
     (found,) = [one for one in found_in(waiting) if one.kind == "accumulation"]
-    assert found.saves == pytest.approx((2.0 * 3 / 4 + 5.0) / 20), "all waits may even out over the passes"
+    assert found.saves_s is None, "without the number of steps, as on the screen"
+    (found,) = [one for one in find_rank_problems(communication_of(waiting), 205) if one.kind == "accumulation"]
+    assert found.saves_s == pytest.approx(205 * (2.0 * 3 / 4 + 5.0) / 1000), "all waits may even out over the passes"
     assert found_in(ranks, ddp_wrapper(), ddp_wrapper(wrapper=1)) == [], "two models average twice"
     assert found_in([rank_times(number, 0.1, synced=50, unsynced=150, optimized=50) for number in range(2)]) == []
 
@@ -424,14 +428,22 @@ def test_a_slow_forward_names_nobody_where_ranks_wait_in_it() -> None:
     assert communication_of(ranks, ddp_wrapper()).straggler is not None
 
 
-def test_a_step_waits_for_the_rank_whose_fetch_takes_longest() -> None:
-    run, _ = record_ddp_ranks(4, slow=2, phase="data", steps=60)
-    longest: dict[int, int] = {}
-    walls: list[int] = []
-    for step in run.store().steps(10_000):
-        if step.step > 5:  # the first ones settle
-            longest[step.step] = max(longest.get(step.step, 0), step.phases["data"])
-            walls.append(step.wall_ns)
-    found = RunAnalysis(run.store()).longest_fetches
-    assert set(found) == {"single"}
-    assert found["single"] == pytest.approx(sum(longest.values()) / (sum(walls) / 4))
+@pytest.mark.parametrize(("between_s", "kinds"), [(3, {"between"}), (1, {"in turn"})])
+def test_one_wait_has_one_saving(between_s: int, kinds: set[str]) -> None:
+    """In 400 steps of 20 ms, ranks wait 2 s, of which some or all are for checkpoints of rank 0 between its steps."""
+    mode = ModeStats("single", False, 400, 0, 20.0 * MS, 26.0 * MS, 20.0 * MS, None, (), Tally())
+    each = {0: {"training": 20 * SECOND, "between": between_s * SECOND}, 1: {"training": 20 * SECOND}}
+    run = run_analysis_with(
+        modes=(mode,),
+        other_process_modes=(replace(mode, process=1),),
+        names={0: "rank 0", 1: "rank 1"},
+        _ranks={0: 0, 1: 1},
+        communication=communication_of([rank_times(number, 5.0, slowest=100) for number in (0, 1)]),
+        time_by_activity=each[0],
+        spent_by_process=each,
+        gaps=[Gap(0, 100, "single", 0, between_s * SECOND, between_s * SECOND)],
+    )
+    found = {finding.kind: finding for finding in find_all(run)}
+    assert set(found) == kinds
+    if "in turn" in found:
+        assert found["in turn"].saves_s == pytest.approx(400 * 0.005)

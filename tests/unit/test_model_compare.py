@@ -323,7 +323,7 @@ def test_if_few_steps_take_most_time_the_verdict_also_has_the_means() -> None:
     assert found.by_mean == pytest.approx(1.0, abs=0.02)
     said = verdict_sentence(found)
     assert said is not None
-    ending = r"By the mean step it is 1\.00×: of the steps in dp, about 25% take 4[78]% of the time\.$"
+    ending = r"mean steps, not medians: 1\.00×, because about 25% of the steps in dp take 4[78]% of the time\.$"
     assert re.search(ending, said), said
     even = compare({"single": steps(400), "dp": steps(400, forward=8.0, seed=2)}, devices=TWO)
     assert even.by_mean is None

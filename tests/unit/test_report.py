@@ -107,7 +107,9 @@ def test_a_run_that_goes_on_that_is_lost_and_that_trained_nothing(state: Path) -
     assert "nothing was traced: the command has not started yet" in "\n".join(lines)
     lines = report_text(write_run_directory({0: Training().run(3)}, status=None), 80)
     assert lines[0].endswith("how it ended is unknown")
-    assert lines_of_section(lines, "FINDINGS") == ["  too few steps for findings (30 in one mode are needed)"]
+    assert lines_of_section(lines, "FINDINGS") == [
+        "  too few steps for findings: 0 counted, 30 needed, 3 left out as warm-up"
+    ]
     lines = report_text(write_run_directory({}), 80)
     assert "no Python process of the run imported torch" in "\n".join(lines)
 
@@ -247,12 +249,37 @@ def test_a_stall_is_placed_and_the_first_steps_are_none(state: Path) -> None:
     (found,) = (
         finding
         for finding in collect_report_data(write_run_directory({0: steps(70)})).findings
-        if finding.kind == "stall"
+        if finding.kind == "long steps"
     )
     assert "step 70 at 00:00:00, 8.00 s, 8.00 s in data" in found.ground
     kinds = {finding.kind for finding in collect_report_data(write_run_directory({0: steps(WARM_UP_STEPS)})).findings}
-    assert "stall" not in kinds
+    assert "long steps" not in kinds
     assert "data" in kinds
+
+
+@pytest.mark.parametrize(
+    ("since_s", "lasted_s", "stalled_s"), [(0.0, None, 50.0), (5.0, None, 45.0), (5.0, 30.0, 30.0)]
+)
+def test_a_stall_after_the_last_step_has_its_own_time(
+    state: Path, since_s: float, lasted_s: float | None, stalled_s: float
+) -> None:
+    """The run ends 50 s after its last step, in a stall (lasted_s None) or after it."""
+    training = Training()
+    rows = [*training.begin(), *training.run(40)]
+    end_s = training.now / SECOND
+    data = {"since_s": end_s + since_s, "text": "train.py:6", "ranks": []}
+    events = [Event("stall", {"t_s": end_s + since_s + 10, **data})]
+    if lasted_s is not None:
+        events.append(Event("stall", {"t_s": end_s + since_s + lasted_s, "lasted_s": lasted_s, **data}))
+    directory = write_run_directory({0: rows, -1: events}, status=1, seconds=end_s + 50)
+    story = collect_report_data(directory)
+    elapsed = report_json_of(story)["elapsed"]
+    assert elapsed["stalled_s"] == pytest.approx(stalled_s)
+    assert elapsed["ending_s"] == pytest.approx(50 - stalled_s, abs=1e-6)
+    assert sum(time_s for name, time_s in elapsed.items() if name != "gaps") == pytest.approx(end_s + 50)
+    (line, *_) = [line for line in summary_lines(directory, story.exit_info) if line.startswith("elapsed")]
+    assert f"stalled {stalled_s:.1f} s" in line
+    assert [found.kind for found in story.findings if found.kind in ("quiet", "stall")] == ["quiet"]
 
 
 # ------------------------------------------------------------------------------------------------ how it looks
@@ -693,11 +720,11 @@ def long_training(slow: int, steps: int = 6000, evaluations: bool = False) -> li
 def test_stalls_are_found_among_the_steps_that_still_have_a_row(state: Path) -> None:
     story = collect_report_data(write_run_directory({0: long_training(slow=5900)}, limit_bytes=1 << 18))
     assert story.run.store.pruned > 0
-    (found,) = (finding for finding in story.findings if finding.kind == "stall")
+    (found,) = (finding for finding in story.findings if finding.kind == "long steps")
     assert found.text.startswith("At least one step took 10.0 s")
     assert found.ground.startswith("the longest: step 5900 at ")
     deleted = collect_report_data(write_run_directory({0: long_training(slow=500)}, limit_bytes=1 << 18))
-    assert "stall" not in {one.kind for one in deleted.findings}
+    assert "long steps" not in {one.kind for one in deleted.findings}
 
 
 def test_stretches_separate_modes_and_evaluations(state: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from dpmon.record.record_types import Call
@@ -9,7 +11,7 @@ from dpmon.record.schema import EVALUATION, FORWARD_ONLY, TRAINING
 from support.script_simulator import DecodedRows, Script, assemble_script
 
 T, E, F = TRAINING, EVALUATION, FORWARD_ONLY
-LOOPS: dict[str, tuple[str, list[tuple[int, int]], list[tuple[int, int | None, int]]]] = {
+LOOPS: dict[str, tuple[str, list[tuple[int, int]], Sequence[tuple[int, int | None, int]]]] = {
     "a test pass without eval()": (
         "m " + ("d l " * 2 + "D " + "d f " * 2 + "D ") * 2,
         [(T, 1), (T, 2), (F, 1), (F, 2), (T, 3), (T, 4), (F, 3), (F, 4)],

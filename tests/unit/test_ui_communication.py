@@ -253,7 +253,7 @@ def test_advice_is_below_and_has_room() -> None:
     for height in (5, 9, 11):
         text = texts(panel_communication.render_panel(facts, 56, height, STYLE))
         assert len(text) <= height
-        assert any(line.startswith("try (steps up to") for line in text)
+        assert any(line.startswith("try: ") for line in text), "what it saves is said of the whole run only"
         assert "more loader workers" in " ".join(text)
 
 

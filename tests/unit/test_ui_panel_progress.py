@@ -219,7 +219,7 @@ def test_after_the_end_the_findings_come_first_each_with_its_advice() -> None:
     ]
     rows = drawn(found, 70, 16)
     assert rows[0] == "1 The steps wait for data for 34% of their time."
-    assert rows[1].startswith("  try (steps up to ")
+    assert rows[1].startswith("  try (saves at most 33.0 s of 97.0 s): ")
     assert "2 Step times vary." in rows
     assert any(row.startswith("loss 0.412") for row in rows)
     assert panel_progress.is_shown(replace(found, state=replace(found.state, losses=())))

@@ -116,7 +116,7 @@ def test_a_report_blames_nobody_for_a_wait(state: Path) -> None:
     training, payloads, waits = with_waits(12.0, 8.0)
     seconds = training.now / SECOND
     blamed = collect_report_data(write_run_directory({0: payloads}, seconds=seconds, id="one"))
-    assert [each.kind for each in blamed.findings] == ["stall"]
+    assert [each.kind for each in blamed.findings] == ["long steps"]
     story = collect_report_data(
         directory := write_run_directory({0: payloads, -1: wait_events(waits)}, seconds=seconds)
     )
@@ -136,7 +136,7 @@ def test_a_stall_beside_a_wait_is_still_found(state: Path) -> None:
         write_run_directory({0: payloads, -1: wait_events(waits[:1])}, seconds=training.now / SECOND)
     )
     (found,) = story.findings
-    assert found.kind == "stall"
+    assert found.kind == "long steps"
     assert found.text.startswith("One step took")
 
 

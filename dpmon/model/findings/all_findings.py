@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 from dpmon.model.findings.device_findings import (
-    find_busy_cpus,
+    find_crowded_cpus,
     find_idle_devices,
     find_low_utilization,
     find_throttling,
@@ -13,7 +13,8 @@ from dpmon.model.findings.device_findings import (
     find_uneven_replicas,
 )
 from dpmon.model.findings.failure_findings import find_failure, find_invalid_losses, find_quiet_end
-from dpmon.model.findings.finding import OF_RUN, Finding
+from dpmon.model.findings.finding import Finding
+from dpmon.model.findings.finding_evidence import measured_modes
 from dpmon.model.findings.rank_findings import find_rank_problems
 from dpmon.model.findings.time_findings import (
     find_costly_evaluation,
@@ -28,9 +29,12 @@ from dpmon.model.findings.time_findings import (
     find_uneven_steps,
 )
 from dpmon.model.run_analysis import RunAnalysis
+from dpmon.record.schema import SECOND
 
 MIN_SAVED_SHARE = 0.02
-"""A finding is omitted if its advice saves less than this share of the time."""
+"""A finding is omitted if its advice saves less than this share of the time of steps and between them."""
+_FIRST_KINDS = ("failed", "loss", "quiet", "stall")
+"""Kinds that come before all others: the run failed or stood still."""
 _FINDERS: tuple[Callable[[RunAnalysis], Iterator[Finding]], ...] = (
     *(
         find_failure,
@@ -43,7 +47,7 @@ _FINDERS: tuple[Callable[[RunAnalysis], Iterator[Finding]], ...] = (
         find_uneven_memory,
         find_throttling,
         find_low_utilization,
-        find_busy_cpus,
+        find_crowded_cpus,
     ),
     *(
         find_slowdown,
@@ -55,41 +59,35 @@ _FINDERS: tuple[Callable[[RunAnalysis], Iterator[Finding]], ...] = (
         find_quiet_end,
         find_invalid_losses,
     ),
-    lambda run: find_rank_problems(run.communication),
+    lambda run: find_rank_problems(run.communication, run.steps_of_rank),
 )
 
 
 def find_all(run: RunAnalysis) -> list[Finding]:
-    """Return all findings, the most important first; empty if there are none, or if the run is too short to tell.
+    """Return all findings, a failure or a stall first, then in order of the seconds they could save.
 
-    A finding whose advice saves almost nothing is omitted.
+    Empty if there are none, or if the run is too short to tell. A finding whose advice saves almost nothing is omitted.
     """
-    findings = [finding for find in _FINDERS for finding in find(run)]
-    findings = [finding for finding in findings if finding.saves is None or finding.saves >= MIN_SAVED_SHARE]
-    return sorted(findings, key=_sort_weight, reverse=True)
+    least_s, elapsed_s = MIN_SAVED_SHARE * run.active_ns / SECOND, run.until_ns / SECOND
+    findings = [finding._replace(elapsed_s=elapsed_s) for find in _FINDERS for finding in find(run)]
+
+    def is_worth_it(finding: Finding) -> bool:
+        if finding.saves_s is None or finding.kind in _FIRST_KINDS:
+            return True
+        if finding.kind == "in turn" and finding.saves_s <= _excess_between_steps(run):
+            return False  # the finding about the time between steps, or about evaluations, names the cause
+        return finding.saves_s >= least_s
+
+    def sort_key(finding: Finding) -> tuple[bool, float]:
+        affected_s = finding.weight * run.active_ns / SECOND
+        return finding.kind in _FIRST_KINDS, affected_s if finding.saves_s is None else finding.saves_s
+
+    return sorted(filter(is_worth_it, findings), key=sort_key, reverse=True)
 
 
-def _sort_weight(finding: Finding) -> float:
-    """Return the weight for sorting. "busy" counts half: users can rarely end other work, but can change the script."""
-    weight = finding.weight if finding.saves is None else finding.saves
-    return weight / 2 if finding.kind == "busy" else weight
-
-
-def combined_savings(findings: Iterable[Finding], run: RunAnalysis) -> float | None:
-    """Return an upper bound on the share of run time (0 to 1) saved if every cause is fixed.
-
-    None unless at least two findings save time. Time that several findings share counts once, with the largest saving.
-    """
-    active_ns = sum(run.time_by_activity.get(name, 0) for name in ("training", "between", "evaluation"))
-    training_share = run.time_by_activity.get("training", 0) / active_ns if active_ns else 0.0
-    shared_savings: dict[str, float] = {}
-    unshared_savings, count = 0.0, 0
-    for finding in findings:
-        if finding.saves is None:
-            continue
-        count += 1
-        time_share = 1.0 if finding.kind in OF_RUN else training_share
-        unshared_savings += max(finding.saves - sum(finding.parts.values()), 0.0) * time_share
-        for name, saves in finding.parts.items():
-            shared_savings[name] = max(shared_savings.get(name, 0.0), saves * time_share)
-    return min(unshared_savings + sum(shared_savings.values()), 1.0) if count > 1 else None
+def _excess_between_steps(run: RunAnalysis) -> float:
+    """Return how much longer one process evaluates, or is between steps, than another (s): ranks wait for it."""
+    processes = {stats.process for stats in measured_modes(run)}
+    spent = [run.spent_by_process.get(process, {}) for process in processes]
+    outside_ns = [times.get("between", 0) + times.get("evaluation", 0) for times in spent]
+    return (max(outside_ns) - min(outside_ns)) / SECOND if outside_ns else 0.0

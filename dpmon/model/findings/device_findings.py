@@ -215,23 +215,12 @@ def find_low_utilization(run: RunAnalysis) -> Iterator[Finding]:
             )
 
 
-def find_busy_cpus(run: RunAnalysis) -> Iterator[Finding]:
-    """Yield a finding if the CPU cores are busy with other work, or too few for the run itself."""
-    host = run.host
-    if host is None or host.samples < MIN_HOST_SAMPLES or host.cpu_pct < MIN_FULL_PCT or not list(measured_modes(run)):
+def find_crowded_cpus(run: RunAnalysis) -> Iterator[Finding]:
+    """Yield a finding if the CPU cores are too few for the run itself."""
+    host = _busy_host(run)
+    if host is None or _is_used_by_others(host):
         return
-    share = host.others / host.cpus
-    if share >= MIN_OTHERS_SHARE:
-        whose = "the host's" if host.machines == 1 else "the nodes'"
-        yield Finding(
-            "busy",
-            f"Other processes are using {whose} CPUs: a median"
-            f" of {host.others:.1f} of {_core_count_text(host)}{'' if host.machines == 1 else ' per node'}.",
-            _cpu_evidence(host),
-            "times on a quieter machine will differ; find the other work (top), and end it if you can",
-            share / 2,
-        )
-    elif host.load is not None and host.load >= MIN_LOAD_RATIO * host.cpus:
+    if host.load is not None and host.load >= MIN_LOAD_RATIO * host.cpus:
         yield Finding(
             "crowded",
             f"CPU oversubscribed: a load of {host.load:.0f} on {_core_count_text(host)}.",
@@ -239,6 +228,28 @@ def find_busy_cpus(run: RunAnalysis) -> Iterator[Finding]:
             "fewer threads (torch.set_num_threads, OMP_NUM_THREADS) or loader workers: at most one per core in total",
             0.3,
         )
+
+
+def busy_cpus_note(run: RunAnalysis) -> list[str]:
+    """Return a note that other work uses the CPU cores, which no change to the script removes; else empty."""
+    host = _busy_host(run)
+    if host is None or not _is_used_by_others(host):
+        return []
+    whose = "the host's" if host.machines == 1 else "the nodes'"
+    per_node = "" if host.machines == 1 else " per node"
+    cores = f"a median of {host.others:.1f} of {_core_count_text(host)}{per_node}"
+    return [f"other processes are using {whose} CPUs: {cores}; times on a quieter machine will differ"]
+
+
+def _busy_host(run: RunAnalysis) -> HostUsage | None:
+    """Return the CPU use of a host whose cores are nearly all in use; None for other hosts, or with too few steps."""
+    host = run.host
+    is_busy = host is not None and host.samples >= MIN_HOST_SAMPLES and host.cpu_pct >= MIN_FULL_PCT
+    return host if is_busy and any(measured_modes(run)) else None
+
+
+def _is_used_by_others(host: HostUsage) -> bool:
+    return host.others >= MIN_OTHERS_SHARE * host.cpus
 
 
 def _core_count_text(host: HostUsage) -> str:

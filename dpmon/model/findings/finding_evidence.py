@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from dpmon.record.schema import SECOND
 from dpmon.store.step_stats import PhaseStats, StepStats
 from dpmon.text.formatting import format_long_duration
 
@@ -84,6 +85,9 @@ def data_share(stats: StepStats) -> float:
     return (data.device_share if is_timed(data) else data.share) or 0.0
 
 
-def data_ceiling(stats: ModeStats, run: RunAnalysis) -> float | None:
-    """Return an upper bound on the share of step time saved if no process waits for data; None if unknown."""
-    return data_share(stats) if stats.process_name is None else run.longest_fetches.get(stats.mode)
+def time_of_share(stats: ModeStats, share: float) -> float:
+    """Return the elapsed time (s) of a share of the step (0 to 1), over all steps of the process in this mode.
+
+    Warm-up steps count with the mean of the others.
+    """
+    return share * (stats.mean_ns or 0.0) * (stats.steps + stats.warm_up_steps) / SECOND

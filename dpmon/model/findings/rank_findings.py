@@ -8,6 +8,7 @@ from dpmon.model.communication import Communication
 from dpmon.model.findings.finding import Finding
 from dpmon.model.findings.finding_evidence import MIN_STEPS
 from dpmon.model.stragglers import delay_sentence, slowest_count_text
+from dpmon.record.schema import SECOND
 from dpmon.text.formatting import (
     format_bytes,
     format_count,
@@ -52,38 +53,44 @@ _SLOW_PHASE = {
 _NO_PHASE = "look for a difference on that rank: its GPU, clocks, other processes on its host, its share of the data"
 
 
-def find_rank_problems(communication: Communication | None) -> Iterator[Finding]:
-    """Yield all findings about ranks; none for None."""
+def find_rank_problems(communication: Communication | None, steps: int | None = None) -> Iterator[Finding]:
+    """Yield all findings about ranks; none for None.
+
+    `steps`: the number of steps of a rank in the whole run. Without it, nothing is said about what they save.
+    """
     if communication is not None:
-        yield from _find_straggler(communication)
-        yield from _find_alternating_waits(communication)
+        yield from _find_straggler(communication, steps)
+        yield from _find_alternating_waits(communication, steps)
         yield from _find_script_collectives(communication)
-        yield from _find_exposed_communication(communication)
+        yield from _find_exposed_communication(communication, steps)
         yield from _find_large_last_bucket(communication)
-        yield from _find_unneeded_sync(communication)
+        yield from _find_unneeded_sync(communication, steps)
         yield from _find_needless_unused_search(communication)
 
 
-def _find_straggler(communication: Communication) -> Iterator[Finding]:
+def _saved_s(ns_per_step: float | None, steps: int | None) -> float | None:
+    """Return the elapsed time (s) that `steps` steps save; None if one of them is unknown. Ranks step together."""
+    return None if ns_per_step is None or steps is None else ns_per_step * steps / SECOND
+
+
+def _find_straggler(communication: Communication, steps: int | None) -> Iterator[Finding]:
     straggler = communication.straggler
     # Over the last steps, a straggler always has enough of them.
     if straggler is None or not (communication.lately or straggler.steps >= MIN_STEPS):
         return
     text, count_text = delay_sentence(straggler), slowest_count_text(straggler, lately=communication.lately)
     mean = f"mean step {format_long_duration(communication.step_ns)} on {len(communication.ranks_with_waits)} ranks"
-    saves = min(straggler.share, 1.0)
     yield Finding(
         "straggler",
         f"{text[:1].upper()}{text[1:]}.",
         f"{count_text}; {mean}" if count_text else mean,
         _NO_PHASE if straggler.phase is None else _SLOW_PHASE.get(straggler.phase, _NO_PHASE),
-        saves,
-        saves,
-        {} if straggler.phase is None else {straggler.phase: saves},
+        min(straggler.share, 1.0),
+        _saved_s(straggler.excess_ns, steps),
     )
 
 
-def _find_alternating_waits(communication: Communication) -> Iterator[Finding]:
+def _find_alternating_waits(communication: Communication, steps: int | None) -> Iterator[Finding]:
     """Yield a finding if ranks wait, but for a different rank each time.
 
     With equal work, every rank would take the mean time.
@@ -100,15 +107,14 @@ def _find_alternating_waits(communication: Communication) -> Iterator[Finding]:
     if share >= MIN_ALTERNATING_WAIT_SHARE:
         yield Finding(
             "in turn",
-            f"The ranks wait for each other for {format_percent(share)} of step time, each time for a different one.",
+            f"The ranks wait for each other for {format_percent(share)} of step time, not always for the same rank.",
             f"wait mean {format_long_duration(share * communication.step_ns)},"
             f" step mean {format_long_duration(communication.step_ns)}"
             f" over {format_count_with_noun(communication.step_count_with_waits, 'step')} of {len(waits)} ranks;"
             " no rank is the slowest unusually often",
             "batches of equal work on all ranks: group samples of similar length, or pack them",
             min(share, 1.0),
-            min(share, 1.0),
-            {"wait": min(share, 1.0)},
+            _saved_s(share * communication.step_ns, steps),
         )
 
 
@@ -137,7 +143,7 @@ def _find_script_collectives(communication: Communication) -> Iterator[Finding]:
         )
 
 
-def _find_exposed_communication(communication: Communication) -> Iterator[Finding]:
+def _find_exposed_communication(communication: Communication, steps: int | None) -> Iterator[Finding]:
     share = communication.exposed_share
     if share is None or share < MIN_EXPOSED_SHARE or communication.step_count_with_waits < MIN_STEPS:
         return
@@ -161,8 +167,7 @@ def _find_exposed_communication(communication: Communication) -> Iterator[Findin
         f" of {len(communication.ranks_with_waits)} ranks",
         "; ".join(advice),
         min(share, 1.0),
-        min(share, 1.0),
-        {"exposed": min(share, 1.0)},
+        _saved_s(communication.exposed_ns, steps),
     )
 
 
@@ -201,7 +206,7 @@ def _find_large_last_bucket(communication: Communication) -> Iterator[Finding]:
     )
 
 
-def _find_unneeded_sync(communication: Communication) -> Iterator[Finding]:
+def _find_unneeded_sync(communication: Communication, steps: int | None) -> Iterator[Finding]:
     """Yield a finding if gradients are averaged several times per optimizer step.
 
     Only for a single model, because several models need several passes.
@@ -213,17 +218,16 @@ def _find_unneeded_sync(communication: Communication) -> Iterator[Finding]:
     passes_per_update = synced / optimized
     # A rank that is always slow stays slow; waits for changing ranks may even out over the passes.
     waits = 0.0 if communication.straggler is not None else communication.wait_share or 0.0
-    parts = {"exposed": (communication.exposed_share or 0.0) * (1 - 1 / passes_per_update), "wait": waits}
-    saves = sum(parts.values())
+    share = min((communication.exposed_share or 0.0) * (1 - 1 / passes_per_update) + waits, 1.0)
+    has_times = communication.step_count_with_waits >= MIN_STEPS and communication.step_ns is not None
     yield Finding(
         "accumulation",
         f"Gradients are averaged {passes_per_update:.1f} times per optimizer step.",
         f"{format_count(synced)} backward passes that synced gradients, {format_count(unsynced)} under no_sync,"
         f" {format_count(optimized)} steps with an optimizer step",
         "if gradients accumulate: no_sync() around all backward passes but the last before the optimizer's step",
-        min(max(saves, _UNKNOWN_WEIGHT), 1.0),
-        min(saves, 1.0) if communication.step_count_with_waits >= MIN_STEPS else None,
-        parts if communication.step_count_with_waits >= MIN_STEPS else {},
+        max(share, _UNKNOWN_WEIGHT),
+        _saved_s(share * (communication.step_ns or 0.0), steps) if has_times else None,
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -11,7 +10,6 @@ from dpmon.model.findings.finding_advice import copy_advice, data_advice, step_v
 from dpmon.model.findings.finding_evidence import (
     MIN_DATA_SHARE,
     MIN_STEPS,
-    data_ceiling,
     data_share,
     format_phase_times,
     format_ratio,
@@ -22,12 +20,14 @@ from dpmon.model.findings.finding_evidence import (
     most_affected,
     process_suffix,
     rank_suffix,
+    time_of_share,
 )
 from dpmon.model.mode_comparison import verdict_sentence
-from dpmon.model.run_analysis import MAX_LONG_STEPS, RunAnalysis
+from dpmon.model.recorded_stalls import final_stall
+from dpmon.model.run_analysis import ACTIVE, MAX_LONG_STEPS, RunAnalysis
 from dpmon.model.slow_steps import overlap_ns
 from dpmon.model.stragglers import Straggler
-from dpmon.record.schema import EVALUATION, STEP, STEP_PHASES
+from dpmon.record.schema import EVALUATION, SECOND, STEP, STEP_PHASES
 from dpmon.text.formatting import format_count_with_noun, format_elapsed, format_long_duration, format_percent
 
 if TYPE_CHECKING:
@@ -93,7 +93,6 @@ def find_data_waits(run: RunAnalysis) -> Iterator[Finding]:
         else:
             name = stats.process_name or "the training"
             subject = name[:1].upper() + name[1:]
-        saves = data_ceiling(stats, run)
         yield Finding(
             "data",
             f"{subject} waits for data{mode_suffix(stats, run)}: {format_percent(share)} of step time.",
@@ -101,8 +100,7 @@ def find_data_waits(run: RunAnalysis) -> Iterator[Finding]:
             f" {format_sample_basis(stats)}{_affected_processes_text(stats, run)}",
             data_advice(stats, run),
             share,
-            saves,
-            {} if saves is None else {"data": saves},
+            time_of_share(stats, share),
         )
 
 
@@ -136,8 +134,7 @@ def find_slow_copies(run: RunAnalysis) -> Iterator[Finding]:
             f" {format_phase_times(stats, 'copy')}; {format_sample_basis(stats)}",
             copy_advice(run, stats.process),
             share,
-            share,
-            {"copy": share},
+            time_of_share(stats, share),
         )
 
 
@@ -179,7 +176,7 @@ def find_dp_overhead(run: RunAnalysis) -> Iterator[Finding]:
                 else "larger batches mean fewer copies, but change the training itself (learning rate);"
                 " DistributedDataParallel copies nothing in a step, and may save more than that: try it",
                 share,
-                None if stats.virtual else share,
+                None if stats.virtual else time_of_share(stats, share),
             )
         share = stats.phase_share("scatter", "gather")
         if share >= MIN_COPY_SHARE:
@@ -193,7 +190,7 @@ def find_dp_overhead(run: RunAnalysis) -> Iterator[Finding]:
                 else "compute the loss inside the forward, so that one number is gathered instead of the outputs;"
                 " pinned memory; DistributedDataParallel, which may save more than that",
                 share,
-                None if stats.virtual else share,
+                None if stats.virtual else time_of_share(stats, share),
             )
 
 
@@ -238,48 +235,57 @@ def find_slowdown(run: RunAnalysis) -> Iterator[Finding]:
 
 
 def find_long_steps(run: RunAnalysis) -> Iterator[Finding]:
-    """Yield a finding if single steps took very long."""
-    medians = {
-        (stats.process, stats.mode): stats.median_ns
-        for stats in measured_modes(run)
-        if stats.median_ns and _spread_ratio(stats) < MIN_SPREAD_RATIO
-    }
-    typical_ns = sum((stats.median_ns or 0) * stats.steps for stats in (*run.modes, *run.other_process_modes))
-    longest = [step for step in run.longest_steps[:MAX_LONG_STEPS] if not _waits_for_input(step, run)]
-    long_steps = [step for step in longest if _is_long_step(step, medians.get((step.process, step.mode)))]
-    long_ns = sum(step.wall_ns for step in long_steps)
-    if not long_steps or (long_ns < MIN_LONG_STEPS_SHARE * (typical_ns + long_ns) and long_ns < MIN_LONG_STEPS_NS):
+    """Yield a finding if single steps took very long, for the process that lost most time in them."""
+    by_mode = [(stats, _long_steps(stats, run)) for stats in measured_modes(run)]
+    long_ns_by_mode = [sum(step.wall_ns for step in steps) for _, steps in by_mode]
+    long_ns = max(long_ns_by_mode, default=0)
+    if not long_ns:
         return
-    worst = long_steps[0]
-    median = medians[worst.process, worst.mode]
+    stats, long_steps = by_mode[long_ns_by_mode.index(long_ns)]
+    median_ns = stats.median_ns or 0.0
+    typical_ns = median_ns * stats.steps
+    if long_ns < MIN_LONG_STEPS_SHARE * (typical_ns + long_ns) and long_ns < MIN_LONG_STEPS_NS:
+        return
+    worst, count, total = long_steps[0], len(long_steps), format_long_duration(long_ns)
     # A lower bound if steps were deleted, or if all steps that were read are long.
-    is_lower_bound = len(long_steps) == len(longest) > 1 or run.store.pruned > 0
-    saves = (long_ns - sum(medians[step.process, step.mode] or 0 for step in long_steps)) / (typical_ns + long_ns)
-    phase_ns = Counter[str]()
-    for step in long_steps:
-        phase_ns.update(step.phases)
-    count, total = len(long_steps), format_long_duration(long_ns)
+    is_lower_bound = count == len(_longest_steps(stats, run)) > 1 or run.store.pruned > 0
     if count > 1:
         count_text = f"At least {count}" if is_lower_bound else str(count)
         text = f"{count_text} steps took more than {MIN_LONG_STEP_RATIO}× the median: {total} together."
     else:
         count_text = "At least one" if is_lower_bound else "One"
-        text = f"{count_text} step took {total}, {format_ratio(long_ns, median)} the median."
+        text = f"{count_text} step took {total}, {format_ratio(long_ns, median_ns)} the median."
     yield Finding(
-        "stall",
+        "long steps",
         text,
-        f"the longest: {_step_location(worst, run)}; median {format_long_duration(median)}",
+        f"the longest: {_step_location(worst, run)}; median {format_long_duration(median_ns)}",
         _long_step_advice(worst, run),
         long_ns / (typical_ns + long_ns),
-        None if is_lower_bound else saves,
-        {} if is_lower_bound else {name: saves * took / long_ns for name, took in phase_ns.items()},
+        None if is_lower_bound else (long_ns - count * median_ns) / SECOND,
     )
+
+
+def _longest_steps(stats: ModeStats, run: RunAnalysis) -> list[LongStepRow]:
+    """Return the longest steps of a process in a mode, the longest first, without those that wait for input."""
+    steps = run.longest_steps[:MAX_LONG_STEPS]
+    own_steps = [step for step in steps if (step.process, step.mode) == (stats.process, stats.mode)]
+    return [step for step in own_steps if not _waits_for_input(step, run)]
+
+
+def _long_steps(stats: ModeStats, run: RunAnalysis) -> list[LongStepRow]:
+    """Return those of the longest steps that are far above the median; none if the steps vary widely anyway."""
+    if not stats.median_ns or _spread_ratio(stats) >= MIN_SPREAD_RATIO:
+        return []
+    least_ns = max(MIN_LONG_STEP_RATIO * stats.median_ns, MIN_LONG_STEP_NS)
+    return [step for step in _longest_steps(stats, run) if step.wall_ns >= least_ns]
 
 
 def find_recovered_stalls(run: RunAnalysis) -> Iterator[Finding]:
     """Yield a finding about stalls after which the run continued."""
-    stalled_ns = run.time_by_activity.get("stalled", 0)
-    stalls = [stall for stall in run.announced.stalls if stall.end_ns is not None]
+    last_stall = final_stall(run.announced.stalls, run.last_step_ns or 0)
+    stalls = [stall for stall in run.announced.stalls if stall.end_ns is not None and stall is not last_stall]
+    # The ranks of a node that did not know of the stall count its time as training.
+    stalled_ns = max((spent.get("stalled", 0) for spent in run.spent_by_process.values()), default=0)
     if not stalled_ns or not stalls:
         return
     steps = run.stalled_steps
@@ -287,14 +293,13 @@ def find_recovered_stalls(run: RunAnalysis) -> Iterator[Finding]:
     if steps:
         subject = f"{format_count_with_noun(steps, 'step')} with a stall {'are' if steps > 1 else 'is'}"
     longest = max(stalls, key=lambda stall: (stall.end_ns or 0) - stall.since_ns)
-    # The ranks of a node that did not know of the stall count its time as training, which lowers the mean.
-    longest_total_ns = max(stalled_ns, *(spent.get("stalled", 0) for spent in run.spent_by_process.values()), 0)
     yield Finding(
         "stall",
-        f"{subject} left out of the metrics: {format_long_duration(longest_total_ns)}.",
+        f"{subject} left out of the metrics: {format_long_duration(stalled_ns)}.",
         f"{'the longest ' if len(stalls) > 1 else ''}stall at {format_elapsed(longest.since_ns)}: {longest.text}",
         "dpmon why shows the stacks of that time",
         stalled_ns / (stalled_ns + run.time_by_activity.get("training", 0)),
+        stalled_ns / SECOND,
     )
 
 
@@ -331,28 +336,18 @@ def _long_step_advice(step: LongStepRow, run: RunAnalysis) -> str:
 
 
 def find_gaps_between_steps(run: RunAnalysis) -> Iterator[Finding]:
-    """Yield a finding if much time passes between steps: loaders that start, checkpoints, logging."""
-    between_ns = run.time_by_activity.get("between", 0)
-    active_ns = between_ns + run.time_by_activity.get("training", 0) + run.time_by_activity.get("evaluation", 0)
-    if (
-        not run.gaps
-        or between_ns < MIN_BETWEEN_NS
-        or between_ns < MIN_BETWEEN_SHARE * active_ns
-        or not list(measured_modes(run))
-    ):
+    """Yield a finding if a process spends much time between steps: loaders that start, checkpoints, logging."""
+    process, between_ns, active_ns = _most_spent(run, "between")
+    process_gaps = [gap for gap in run.gaps if gap.process == process]
+    if not process_gaps or between_ns < max(MIN_BETWEEN_NS, MIN_BETWEEN_SHARE * active_ns):
         return
-    longest = run.gaps[0]
-    process_gaps = [gap for gap in run.gaps if gap.process == longest.process]
-    gap_ns = sum(gap.ns for gap in process_gaps)
+    longest, gap_ns = process_gaps[0], sum(gap.ns for gap in process_gaps)
     text = "one gap of" if len(process_gaps) == 1 else f"{len(process_gaps)} gaps, the longest"
     text += f" {format_long_duration(longest.ns)} after step {longest.after_step}"
-    restarts = worker_restarts(run, longest.process)
+    restarts = worker_restarts(run, process)
     restart_intervals = [(start.start_ns, start.start_ns + start.took_ns) for start in restarts]
     restart_ns = sum(overlap_ns(restart_intervals, gap.begin_ns, gap.end_ns) for gap in process_gaps)
     restart_share = restart_ns / gap_ns if gap_ns else 0.0
-    # Workers that start again also end, and load their first batch, which a step waits for.
-    fetch_share = max(map(_first_fetches, measured_modes(run))) if restarts else 0.0
-    between_share = _most_spent(run, "between")
     workers_text = ""
     advice = "look at the script's own work there: a checkpoint, logging"
     if restart_share >= MIN_WORKERS_SHARE:
@@ -360,57 +355,53 @@ def find_gaps_between_steps(run: RunAnalysis) -> Iterator[Finding]:
         advice = "DataLoader(persistent_workers=True): the workers then start once, not in every epoch"
     elif restarts:
         advice += ", a loader that starts its workers again (persistent_workers=True keeps them)"
+    # Workers that start again also load their first batch, for which a step waits.
+    own_modes = [stats for stats in measured_modes(run) if stats.process == process]
+    fetches_s = sum(map(_slow_fetches_s, own_modes)) if restarts else 0.0
+    fetches_text = f" and slow fetches {format_long_duration(fetches_s * SECOND)}" if fetches_s else ""
     yield Finding(
         "between",
-        f"{format_percent(between_ns / active_ns)} of the time is spent between steps: {text}.{workers_text}",
-        f"training {format_long_duration(run.time_by_activity.get('training', 0))},"
-        f" between steps {format_long_duration(between_ns)}; the longest gap at {format_elapsed(longest.begin_ns)}",
+        f"{format_percent(between_ns / active_ns)} of the time{process_suffix(process, run)} is spent between steps:"
+        f" {text}.{workers_text}",
+        f"between steps {format_long_duration(between_ns)}{fetches_text} of {format_long_duration(active_ns)};"
+        f" the longest gap at {format_elapsed(longest.begin_ns)}",
         advice,
         between_ns / active_ns,
-        between_share + fetch_share,
-        {"between": between_share, "data": fetch_share},
+        between_ns / SECOND + fetches_s,
     )
 
 
-def _first_fetches(stats: ModeStats) -> float:
-    """Return the share of step time (0 to 1) by which fetches exceed the median, such as the first of each epoch."""
+def _slow_fetches_s(stats: ModeStats) -> float:
+    """Return the time (s) by which fetches exceed the median, such as the first of each epoch."""
     fetch = stats.phase("data")
     if fetch is None or not fetch.mean_ns or fetch.median_ns is None:
         return 0.0
-    return stats.phase_share("data") * max(1 - fetch.median_ns / fetch.mean_ns, 0.0)
+    return time_of_share(stats, stats.phase_share("data") * max(1 - fetch.median_ns / fetch.mean_ns, 0.0))
 
 
 def find_costly_evaluation(run: RunAnalysis) -> Iterator[Finding]:
-    """Yield a finding if evaluations take much of the time."""
-    evaluation_ns = run.time_by_activity.get("evaluation", 0)
-    active_ns = sum(run.time_by_activity.get(name, 0) for name in ("training", "between", "evaluation"))
+    """Yield a finding if the evaluations of a process take much of its time; others may wait for it."""
+    process, evaluation_ns, active_ns = _most_spent(run, "evaluation")
     is_rollout = run.store.kind_word(EVALUATION) != "evaluation"
-    if (
-        evaluation_ns
-        and not is_rollout
-        and evaluation_ns >= MIN_EVALUATION_SHARE * active_ns
-        and list(measured_modes(run))
-    ):
-        steps = sum(stats.all_steps for stats in run.other_modes if stats.kind == EVALUATION)
+    if evaluation_ns and not is_rollout and evaluation_ns >= MIN_EVALUATION_SHARE * active_ns:
         yield Finding(
             "evaluation",
-            f"Evaluations take {format_percent(evaluation_ns / active_ns)} of the time.",
-            f"training {format_long_duration(run.time_by_activity.get('training', 0))},"
-            f" evaluation {format_long_duration(evaluation_ns)} in {steps:,} steps",
+            f"Evaluations{process_suffix(process, run)} take {format_percent(evaluation_ns / active_ns)} of the time.",
+            f"evaluation {format_long_duration(evaluation_ns)} of {format_long_duration(active_ns)}",
             "evaluate less often or on fewer samples; larger batches: an evaluation keeps no gradients",
             evaluation_ns / active_ns,
-            # The times before and after an evaluation lie between steps.
-            _most_spent(run, "evaluation", "between"),
-            {"between": _most_spent(run, "between")},
+            evaluation_ns / SECOND,
         )
 
 
-def _most_spent(run: RunAnalysis, *activities: str) -> float:
-    """Return the largest share of its time (0 to 1) that any process spent on activities; others may wait for it."""
-    largest = 0.0
-    for spent in run.spent_by_process.values():
-        active_ns = sum(spent.get(name, 0) for name in ("training", "between", "evaluation"))
-        largest = max(largest, sum(spent.get(name, 0) for name in activities) / (active_ns or 1))
+def _most_spent(run: RunAnalysis, activity: str) -> tuple[int, int, int]:
+    """Return the training process that spent most time on an activity, that time (ns), and its active time (ns)."""
+    largest = (0, 0, 0)
+    for process in {stats.process for stats in measured_modes(run)}:
+        spent = run.spent_by_process.get(process, {})
+        if spent.get(activity, 0) > largest[1]:
+            active_ns = sum(spent.get(name, 0) for name in ACTIVE)
+            largest = process, spent[activity], active_ns
     return largest
 
 
@@ -434,7 +425,3 @@ def find_uneven_steps(run: RunAnalysis) -> Iterator[Finding]:
                 step_variance_advice(run, phase),
                 0.3,
             )
-
-
-def _is_long_step(step: LongStepRow, median_ns: float | None) -> bool:
-    return median_ns is not None and step.wall_ns >= max(MIN_LONG_STEP_RATIO * median_ns, MIN_LONG_STEP_NS)

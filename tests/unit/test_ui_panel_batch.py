@@ -174,8 +174,7 @@ def test_a_column_of_short_steps_has_the_lowest_mark_and_one_without_steps_has_n
         assert text[-1][0] not in (" ", lowest), text
         assert text[-1][1:] == f"{lowest}{lowest} {lowest} ", text
         assert all(not row[1:].strip() for row in text[:-1]), text
-        style = "phase.forward" if phases_shown else "bar"
-        assert [style for cell, style in rows[-1] if lowest in cell] == [style] * 2
+        assert [style for cell, style in rows[-1] if lowest in cell] == ["phase.forward"] * 2
 
 
 def test_steps_that_took_no_time_the_clock_can_tell_are_steps() -> None:
@@ -185,7 +184,17 @@ def test_steps_that_took_no_time_the_clock_can_tell_are_steps() -> None:
         assert plain_text(stacked_columns([column], 1, height, 1_000_000, MONO_ASCII)[-1]) == "."
 
 
-@pytest.mark.parametrize("height", range(1, 13))
+@pytest.mark.parametrize("height", range(1, 6))
+def test_a_low_chart_has_the_color_of_the_largest_phase_of_each_column(height: int) -> None:
+    columns = []
+    for second, largest in enumerate(("sync", "data", "forward")):
+        phases = dict.fromkeys(PHASES, 0) | dict.fromkeys(("data", "forward", "sync"), 1_000_000) | {largest: 9_000_000}
+        columns.append(Column(second, "single", 1, 0, 0, tuple(phases.values())))
+    for row in stacked_columns(columns, 3, height, 11_000_000, STYLE):
+        assert [style for _, style in row] == ["phase.sync", "phase.data", "phase.forward"]
+
+
+@pytest.mark.parametrize("height", range(6, 13))
 def test_a_chart_of_phases_shows_true_shares(height: int) -> None:
     draw = random.Random(height)
     for _ in range(400):
@@ -199,10 +208,8 @@ def test_a_chart_of_phases_shows_true_shares(height: int) -> None:
             if style.startswith("phase."):
                 shown[lower] += UNICODE.blocks.index(text)
                 shown[upper or lower] += 8 - UNICODE.blocks.index(text) if upper else 0
-        if any(shown.values()):
-            both = [(a / sum(shown.values()), b / sum(phases)) for a, b in zip(shown.values(), phases, strict=True)]
-            assert max(abs(drawn - share) for drawn, share in both) < 0.15, both
-        assert any(shown.values()) == (height >= 6)
+        both = [(a / sum(shown.values()), b / sum(phases)) for a, b in zip(shown.values(), phases, strict=True)]
+        assert max(abs(drawn - share) for drawn, share in both) < 0.15, both
 
 
 def ranged(seconds: int, span_s: int, *, over: bool) -> ScreenData:

@@ -20,7 +20,7 @@ from dpmon.text.cells import align_right, span_width, truncate
 from dpmon.text.formatting import format_count, format_count_with_noun, format_duration
 from dpmon.ui.chart import busy_signs, round_up_nice
 from dpmon.ui.styled_rows import Row, Span, fit_row, merge_spans, row_width
-from dpmon.ui.terminal_style import LETTERS, Glyphs, TerminalStyle, letter_position
+from dpmon.ui.terminal_style import LETTERS, Glyphs, TerminalStyle
 
 OTHER_FORWARD_NAMES = ("other forward", "other fwd", "fwd")
 """Names, from long to short, for the rest of the forward when the call's phases are shown separately."""
@@ -451,8 +451,7 @@ def _phase_name_in_cells(phase: str, cell_count: int, uses_blocks: bool) -> str:
     letter = LETTERS[phase]
     for word in (phase, phase_by_display_name(phase).short_display_name):
         if len(word) + (1 if uses_blocks else 0) <= cell_count:
-            letter_index = letter_position(phase, word)
-            marked_name = word if letter == "." else word[:letter_index] + letter + word[letter_index + 1 :]
+            marked_name = letter + word[1:] if word.upper().startswith(letter) else word
             return (" " + marked_name if uses_blocks and cell_count > len(word) else marked_name).ljust(
                 cell_count, " " if uses_blocks else "-"
             )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
+from dpmon.model.pauses import Span
 from dpmon.model.run_snapshot import Column
 from dpmon.record.schema import EVALUATION, PHASES, REST, SECOND, STEP, STEP_PHASES
 from dpmon.record.shared_names import CALL_PHASES
@@ -64,6 +67,21 @@ class HistoryColumnCache:
         self._closed += [column for column in fresh if column.second < until]
         self._until = until
         return (*self._closed, *(column for column in fresh if column.second >= until))
+
+
+def subtract_input_waits(columns: Sequence[Column], waits: Iterable[Span], width: int) -> tuple[Column, ...]:
+    """Return the columns without the waits for input in their steps: such a step begins at the end of its wait."""
+    shortened = list(columns)
+    for start_ns, end_ns in waits:
+        index = bisect_right(columns, end_ns // SECOND - width, key=attrgetter("second"))
+        for column in shortened[index : index + 1]:
+            phases, wait_ns = list(column.phases), end_ns - start_ns
+            largest = phases.index(max(phases))
+            if column.begin_ns <= start_ns and phases[largest] >= wait_ns:
+                phases[largest] -= wait_ns
+                wall_ns = column.wall_ns - wait_ns
+                shortened[index] = replace(column, wall_ns=wall_ns, begin_ns=end_ns, phases=tuple(phases))
+    return tuple(shortened)
 
 
 def _tallies_by_bin(

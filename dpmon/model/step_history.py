@@ -73,11 +73,13 @@ def subtract_input_waits(columns: Sequence[Column], waits: Iterable[Span], width
     """Return the columns without the waits for input in their steps: such a step begins at the end of its wait."""
     shortened = list(columns)
     for start_ns, end_ns in waits:
-        index = bisect_right(columns, end_ns // SECOND - width, key=attrgetter("second"))
-        for column in shortened[index : index + 1]:
-            phases, wait_ns = list(column.phases), end_ns - start_ns
-            largest = phases.index(max(phases))
-            if column.begin_ns <= start_ns and phases[largest] >= wait_ns:
+        middle_ns = (start_ns + end_ns) // 2  # the recorded ends are those of a poll, so they may lie in other steps
+        first = bisect_right(columns, middle_ns // SECOND - width, key=attrgetter("second"))
+        for index, column in enumerate(shortened[first : first + 2], first):
+            column_end_ns, phases = column.begin_ns + column.wall_ns, list(column.phases)
+            if column.begin_ns <= middle_ns < column_end_ns:
+                largest = phases.index(max(phases))
+                wait_ns = min(min(end_ns, column_end_ns) - max(start_ns, column.begin_ns), phases[largest])
                 phases[largest] -= wait_ns
                 wall_ns = column.wall_ns - wait_ns
                 shortened[index] = replace(column, wall_ns=wall_ns, begin_ns=end_ns, phases=tuple(phases))

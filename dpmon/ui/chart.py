@@ -258,9 +258,9 @@ def stacked_columns(
 
     The width has room for `column_count` columns, by default one per cell. Each column is the mean step of its time
     range. From `_MIN_PHASE_ROWS` rows on, its phases are stacked from below in the order of PHASES, shown by color, or
-    by letter without color or in ASCII. In fewer rows, it has the color of its largest phase. Steps too short for the scale show the lowest block, or the lower-case letter
-    of their largest phase. Only a column without steps is blank, or hatched if the run was stalled. `by_mode`: draw
-    columns in the colors of their modes, without phases.
+    by letter without color or in ASCII. In fewer rows, it has the color of its largest phase. Steps too short for the
+    scale show the lowest block, or the lower-case letter of their largest phase. Only a column without steps is blank,
+    or hatched if the run was stalled. `by_mode`: draw columns in the colors of their modes, without phases.
     """
     mono = not style.has_color or style.glyphs.ascii
     column_count = max(column_count or width, 1)

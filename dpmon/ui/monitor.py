@@ -363,16 +363,12 @@ class Monitor(App[str]):
         self._update_dialog_after(pages, make)
 
     def _update_dialog_after(self, dialog: Dialog, job: Callable[[], str | None]) -> None:
-        """Draw an open dialog again after `job`, which runs on another thread; close it with a message if it fails."""
+        """Draw an open dialog again after `job`, which runs on another thread, or show why the job failed."""
 
         def show(problem: str | None) -> None:
-            if dialog.is_closed:
-                return
-            if problem is None:
+            if not dialog.is_closed:
+                dialog.problem = problem
                 dialog.draw()
-            else:
-                dialog.close_once(None)
-                self.show_message(problem)
 
         self._run_in_thread(job, show)
 

@@ -195,7 +195,7 @@ class Monitor(App[str]):
 
     def _handle_run_end(self) -> None:
         """Show the whole run, look for findings, and tell the dialogs that it ended."""
-        self.set_view(replace(self.view, range_s=0))
+        self.set_view(replace(self.view, range_s=0, message=None))
 
         def find() -> str | None:
             self.live_run.findings = background_jobs.read_findings(self.live_run.directory)

@@ -452,6 +452,9 @@ async def test_a_sample_is_requested_and_a_run_without_ranks_is_told(tmp_path: P
         await on.shows("this run has no ranks: only collectives that the script calls itself will be recorded")
         on.end(0)
         await on.shows("finished status")
+        await on.until(
+            lambda: "will be recorded" not in on.text(), "the reply to go: nothing will be recorded any more"
+        )
         await on.press("c")
         await on.shows("no training process is running")
 

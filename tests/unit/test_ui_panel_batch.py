@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from dpmon.model.run_snapshot import PHASES, Column
+from dpmon.record.history_rows import Row
 from dpmon.record.schema import SECOND
 from dpmon.record.shared_names import Untimed
 from dpmon.ui.chart import stacked_columns
@@ -245,6 +246,19 @@ def test_a_short_evaluation_has_its_word_in_the_history() -> None:
     facts = screen_data_of(training, 0, payloads)
     rows = rows_text(panel_batch.render_panel(facts, 116, 14, STYLE))
     assert any("│evaluation" in row for row in rows), rows
+
+
+@pytest.mark.parametrize("height", [8, 14, 24])
+def test_an_evaluation_under_the_figures_of_the_training_has_its_word(height: int) -> None:
+    training = Training(mode="single", devices=("cpu:0",))
+    payloads = [*training.begin(), *training.run(60)]
+
+    def labels(more: list[Row]) -> list[str]:
+        rows = rows_text(panel_batch.render_panel(screen_data_of(training, 0, [*payloads, *more]), 116, height, STYLE))
+        return [word for word in ("last step ", "evaluation ") for row in rows if row.startswith(word)]
+
+    assert labels([]) == ["last step "]
+    assert labels(training.step(evaluates=True)) == ["evaluation "]
 
 
 def test_a_mode_that_has_just_begun_leaves_the_end_on_the_axis() -> None:

@@ -73,7 +73,7 @@ class Dialog(ModalScreen[str | None]):
         if self.is_closed:
             self.app.post_message(events.Key(event.key, event.character))
         elif event.key in self.screenshot_keys:
-            self.app.call_later(self.app.run_action, "picture")
+            self.app.call_later(self.app.run_action, "save_screenshot")
         else:
             self.message = ""
             self.respond_to_key(event)
@@ -89,7 +89,7 @@ class Dialog(ModalScreen[str | None]):
 
     def footer_keys(self) -> list[tuple[str, str]]:
         """Return the keys that work now and their effects, for the footer."""
-        return [*self.keys, (self.screenshot_keys[0], "picture")]
+        return [*self.keys, (self.screenshot_keys[0], "screenshot")]
 
     def press(self, key: str) -> None:
         """Act as if a key of `footer_keys` was pressed."""
@@ -219,7 +219,7 @@ class TextPages(Dialog):
     """Rows to read. Arrows and page keys scroll; any other key closes the dialog."""
 
     keys = (("arrows", "scroll"), ("esc", "close"))
-    corner = "arrows scroll  s picture  esc closes"
+    corner = "arrows scroll  s screenshot  esc closes"
     preferred_width = 112
 
     def __init__(self, title: str, make_rows: Callable[[int], list[Row]], style: TerminalStyle) -> None:

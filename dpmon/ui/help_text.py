@@ -52,8 +52,8 @@ _PANELS = (
     ("", "Loss: the value on which backward is called, at most one per second. Smoothed: a mean of the last ones."),
 )
 _MOVES = (
-    ("tab, arrows", "go to the next panel; in the output and in full screen the arrows scroll"),
-    ("page keys", "scroll the panel in full screen, else the output; home and end: to its ends. The wheel scrolls too"),
+    ("tab, arrows", "go to the next panel; in the output and in a zoomed panel the arrows scroll"),
+    ("page keys", "scroll the zoomed panel, else the output; home and end: to its ends. The wheel scrolls too"),
 )
 
 

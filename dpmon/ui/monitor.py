@@ -778,7 +778,7 @@ class Monitor(App[str]):
 
     # ------------------------------------------------------------------------------------------ files
 
-    def action_picture(self) -> None:
+    def action_save_screenshot(self) -> None:
         """Save a screenshot (SVG)."""
         from dpmon.ui.svg_export import render_svg
 
@@ -788,7 +788,7 @@ class Monitor(App[str]):
         text = render_svg(rows, self.style, f"dpmon {self.data_to_draw().title}")
         directory, name = self.live_run.directory, self.live_run.file_name()
         self._run_in_thread(
-            lambda: f"picture: {background_jobs.save_text(text, name, 'svg', directory)}", self.show_message
+            lambda: f"screenshot: {background_jobs.save_text(text, name, 'svg', directory)}", self.show_message
         )
 
     def action_export(self) -> None:

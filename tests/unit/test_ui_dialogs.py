@@ -57,8 +57,8 @@ async def test_a_click_on_the_footer_presses_the_key_of_the_dialog(directory: Pa
     async with open_screen(directory) as on:
         await on.press("q")
         await on.until(lambda: "leave it running" in footer(on), "the dialog's keys")
-        await on.pilot.click(offset=(footer(on).index("s picture"), 39))
-        await on.shows("picture: dpmon-")
+        await on.pilot.click(offset=(footer(on).index("s screenshot"), 39))
+        await on.shows("screenshot: dpmon-")
         assert len(on.app.screen_stack) == 2
         await on.pilot.click(offset=(footer(on).index("stay here"), 39))
         await on.until(lambda: len(on.app.screen_stack) == 1, "the dialog to close")

@@ -92,7 +92,7 @@ async def test_a_picture_is_saved_and_never_overwrites(tmp_path: Path) -> None:
     async with open_screen(tmp_path) as on:
         await on.shows("○ idle")
         await on.press("s")
-        await on.shows("picture: dpmon-")
+        await on.shows("screenshot: dpmon-")
         await on.press("s")
         await on.until(lambda: len(list(Path.cwd().glob("*.svg"))) == 2, "two files")
         for path in Path.cwd().glob("*.svg"):
@@ -114,8 +114,8 @@ async def test_a_picture_of_a_dialog_has_the_dialog(tmp_path: Path) -> None:
             words = " ".join(ElementTree.fromstring(path.read_text()).itertext())
             assert word in words
             assert len(on.app.screen_stack) == 2, "the dialog is still open"
-            assert (key, "picture") in on.app.screen.footer_keys()  # type: ignore[attr-defined]
-            await on.shows(f"picture: {path.name}")
+            assert (key, "screenshot") in on.app.screen.footer_keys()  # type: ignore[attr-defined]
+            await on.shows(f"screenshot: {path.name}")
             await on.press("escape")
             await on.until(lambda: len(on.app.screen_stack) == 1, "the dialog to close")
 
@@ -128,15 +128,15 @@ async def test_a_dialog_that_covers_the_message_says_itself_where_the_picture_is
         await on.press("question_mark")
         dialog = on.app.screen
         assert isinstance(dialog, TextPages)
-        assert "s picture" in dialog.box.text()[0]
+        assert "s screenshot" in dialog.box.text()[0]
         covers = dialog.screen_row < 2
         assert covers == (size != (200, 120))
         await on.press("s")
-        await on.shows("picture: dpmon-")
+        await on.shows("screenshot: dpmon-")
         (path,) = Path.cwd().glob("*.svg")
-        assert (f"picture: {path.name}" in dialog.box.text()[0]) == covers, dialog.box.text()[0]
+        assert (f"screenshot: {path.name}" in dialog.box.text()[0]) == covers, dialog.box.text()[0]
         await on.press("down")
-        assert "s picture" in dialog.box.text()[0]
+        assert "s screenshot" in dialog.box.text()[0]
 
 
 async def test_a_picture_goes_into_the_run_where_the_directory_cannot_be_written(
@@ -146,7 +146,7 @@ async def test_a_picture_goes_into_the_run_where_the_directory_cannot_be_written
     async with open_screen(tmp_path) as on:
         await on.press("s")
         await on.until(lambda: len(list(tmp_path.glob("dpmon-*.svg"))) == 1, "the file in the run")
-        await on.shows(f"picture: {tmp_path}/dpmon-")
+        await on.shows(f"screenshot: {tmp_path}/dpmon-")
 
 
 async def test_an_export_or_a_report_that_fails_gives_its_reason_and_leaves_no_file(tmp_path: Path) -> None:
@@ -398,7 +398,7 @@ async def test_the_palette_lists_what_is_possible_and_does_it(tmp_path: Path) ->
 async def test_a_key_typed_into_the_list_of_commands_is_chosen_before_words(tmp_path: Path) -> None:
     async with open_screen(tmp_path) as on:
         on.app.view = View("output", search="loss")
-        for key, action in (("s", "picture"), ("x", "stop"), ("N", "next(-1)"), ("e", "export")):
+        for key, action in (("s", "save_screenshot"), ("x", "stop"), ("N", "next(-1)"), ("e", "export")):
             await on.press("colon", key)
             palette = on.app.screen
             assert isinstance(palette, CommandPalette)

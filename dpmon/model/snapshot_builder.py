@@ -40,7 +40,7 @@ from dpmon.model.run_snapshot import (
     WarningRecord,
 )
 from dpmon.model.slow_steps import INPUT, SlowStepCache, SlowSteps, StepUnevenness, overlap_ns, uneven_steps
-from dpmon.model.step_history import COLUMNS, HistoryColumnCache, column_width_s
+from dpmon.model.step_history import COLUMNS, HistoryColumnCache, column_width_s, subtract_input_waits
 from dpmon.model.stragglers import Group, RankTimes
 from dpmon.model.throughput import MAX_RATES, WINDOW_S, read_recent_rate, sample_unevenly, stats_until_s
 from dpmon.record.schema import SECOND, STEP, WARM_UP
@@ -267,6 +267,7 @@ class SnapshotBuilder:
         mode = process.mode if any(key.mode == process.mode for key in ranged_window.tallies) else step.mode
         waits = events.input_waits(process.process)
         history_s, column_s = _history_range(process, end_s, request)
+        columns = self._columns.read(store, process.process, max(end_s - history_s, 0), end_s, column_s)
         detailed = _with_calls(store, process, ranged_window)
         range_stats = _main_or_other_stats(ranged_window, process.process, mode)
         detailed = replace(
@@ -276,7 +277,7 @@ class SnapshotBuilder:
             uneven=_uneven(store, range_stats, process.process, waits),
             recent=self._recent_rate(store, process, others, end_s),
             progress=progress_of(store, process.process, step, no_time=OVER if request.over else None),
-            columns=self._columns.read(store, process.process, max(end_s - history_s, 0), end_s, column_s),
+            columns=subtract_input_waits(columns, waits, column_s),
             column_s=column_s,
         )
         if request.over:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
+from dpmon.model.pauses import Span
 from dpmon.model.run_snapshot import Column
 from dpmon.record.schema import PHASES, REST, SECOND, STEP, STEP_KINDS, STEP_PHASES, TRAINING, step_kind
 from dpmon.record.shared_names import CALL_PHASES
@@ -62,6 +65,23 @@ class HistoryColumnCache:
         self._closed += [column for column in fresh if column.second < until]
         self._until = until
         return (*self._closed, *(column for column in fresh if column.second >= until))
+
+
+def subtract_input_waits(columns: Sequence[Column], waits: Iterable[Span], width: int) -> tuple[Column, ...]:
+    """Return the columns without the waits for input in their steps: such a step begins at the end of its wait."""
+    shortened = list(columns)
+    for start_ns, end_ns in waits:
+        middle_ns = (start_ns + end_ns) // 2  # the recorded ends are those of a poll, so they may lie in other steps
+        first = bisect_right(columns, middle_ns // SECOND - width, key=attrgetter("second"))
+        for index, column in enumerate(shortened[first : first + 2], first):
+            column_end_ns, phases = column.begin_ns + column.wall_ns, list(column.phases)
+            if column.begin_ns <= middle_ns < column_end_ns:
+                largest = phases.index(max(phases))
+                wait_ns = min(min(end_ns, column_end_ns) - max(start_ns, column.begin_ns), phases[largest])
+                phases[largest] -= wait_ns
+                wall_ns = column.wall_ns - wait_ns
+                shortened[index] = replace(column, wall_ns=wall_ns, begin_ns=end_ns, phases=tuple(phases))
+    return tuple(shortened)
 
 
 def _tallies_by_bin(

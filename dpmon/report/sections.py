@@ -212,7 +212,7 @@ def _epoch_parts(run: RunAnalysis) -> list[Part]:
     omitted_count = len(rows) - MAX_EPOCHS
     if omitted_count > 0:
         rows[MAX_EPOCHS // 2 : -MAX_EPOCHS // 2] = [("…", *[""] * 5)]
-    headers = ("epoch", "from", "batches", "took", "evaluation", "pause before")
+    headers = ("epoch", "from", "batches", "took", "evaluation", "between")
     notes = [f"{format_count(omitted_count)} epochs omitted; --json has them all"] if omitted_count > 0 else []
     return [*_make_table(headers, rows), *_make_paragraphs(notes, is_note=True)]
 

@@ -40,7 +40,7 @@ class PauseState(NamedTuple):
     """The last pause request, and whether the training is paused."""
 
     is_requested: bool = False
-    """Whether the last request to at least one training process was a pause."""
+    """Whether a pause of at least one training process is pending or goes on."""
     is_pending: bool = False
     """Whether a process has not yet acted on the last request."""
     since_ns: int | None = None
@@ -186,22 +186,24 @@ class RunReader:
             return NO_TRAINING_MESSAGE
         return _PAUSE_REFUSED if any((ring.world or 1) > 1 for ring in rings) else None
 
-    def pause_state(self, activities: Activities | None = None) -> PauseState:
+    def pause_state(self) -> PauseState:
         """Return the last pause request, whether it is in force, and the start of the pause."""
         if self._mirror is not None:
             state = self._mirror.state
             return PauseState(
                 state.get("wanted") is True, state.get("pausing") is True, self._mirror.time_member("paused_ns")
             )
-        activities = self.activities() if activities is None else activities
-        rings = self._live_rings(activities)
+        rings = self._live_rings()
         requests = [ring.pause_requests() for ring in rings]
-        live_activities = [activities[ring.process] for ring in rings]
-        paused = bool(live_activities) and all(activity == "paused" for activity, _ in live_activities)
+        activities = [_activity_of(ring) for ring in rings]  # read last: a process has paused when it acknowledges
+        paused = bool(activities) and all(activity == "paused" for activity, _ in activities)
         return PauseState(
-            is_requested=any(wants_pause(request) for request, _ in requests),
+            is_requested=any(
+                wants_pause(request) and (request != acknowledged or activity == "paused")
+                for (request, acknowledged), (activity, _) in zip(requests, activities, strict=True)
+            ),
             is_pending=any(request != acknowledged for request, acknowledged in requests),
-            since_ns=max(since_ns for _, since_ns in live_activities) if paused else None,
+            since_ns=max(since_ns for _, since_ns in activities) if paused else None,
         )
 
     def _live_rings(self, activities: Activities | None = None) -> list[SpanReader]:

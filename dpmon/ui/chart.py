@@ -210,12 +210,17 @@ def _one_color_column(column: Column, top: float, height: int, glyphs: Glyphs, s
     return tuple((cell, style if cell != " " else "") for cell in cells)
 
 
+def _largest_phase(phases: Sequence[int]) -> str:
+    """Return the phase with the longest time; "other" if none has any."""
+    return PHASES[phases.index(max(phases))] if any(phases) else PHASES[-1]
+
+
 def _tiny_column(phases: tuple[int, ...], mono: bool) -> Span:
     """Return the cell of a column that is too small for one, in the color of its largest phase.
 
     A blank would mean "no steps".
     """
-    name = PHASES[phases.index(max(phases))] if any(phases) else PHASES[-1]
+    name = _largest_phase(phases)
     return (LETTERS[name].lower() if mono else "▁", f"phase.{name}")
 
 
@@ -253,9 +258,9 @@ def stacked_columns(
 
     The width has room for `column_count` columns, by default one per cell. Each column is the mean step of its time
     range. From `_MIN_PHASE_ROWS` rows on, its phases are stacked from below in the order of PHASES, shown by color, or
-    by letter without color or in ASCII. Steps too short for the scale show the lowest block, or the lower-case letter
-    of their largest phase. Only a column without steps is blank, or hatched if the run was stalled. `by_mode`: draw
-    columns in the colors of their modes, without phases.
+    by letter without color or in ASCII. In fewer rows, it has the color of its largest phase. Steps too short for the
+    scale show the lowest block, or the lower-case letter of their largest phase. Only a column without steps is blank,
+    or hatched if the run was stalled. `by_mode`: draw columns in the colors of their modes, without phases.
     """
     mono = not style.has_color or style.glyphs.ascii
     column_count = max(column_count or width, 1)
@@ -263,7 +268,9 @@ def stacked_columns(
     edges = [index * width // column_count for index in range(len(shown_columns) + 1)]
     glyphs = style.glyphs
     if by_mode or height < _MIN_PHASE_ROWS:
-        column_styles = (f"mode.{column.mode}" if by_mode else "bar" for column in shown_columns)
+        column_styles = (
+            f"mode.{column.mode}" if by_mode else f"phase.{_largest_phase(column.phases)}" for column in shown_columns
+        )
         columns_of_cells = [
             _one_color_column(column, top, height, glyphs, cell_style)
             for column, cell_style in zip(shown_columns, column_styles, strict=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 from textual import events
@@ -15,7 +15,7 @@ from dpmon.sanitize import sanitize_line, strip_control_chars
 from dpmon.text.cells import span_width, truncate
 from dpmon.ui.keys import PaletteCommand
 from dpmon.ui.panel_view import PanelView
-from dpmon.ui.styled_rows import Row, draw_frame
+from dpmon.ui.styled_rows import Row, draw_frame, wrap_to_rows
 from dpmon.ui.terminal_style import TerminalStyle
 
 MAX_LINE_BYTES = 4000
@@ -61,6 +61,8 @@ class Dialog(ModalScreen[str | None]):
         self.is_closed = False
         self.message = ""
         """The newest message."""
+        self.problem: str | None = None
+        """Why there are no rows; None if there are."""
         self.rows: list[Row] = []
         self.screen_row = 0
         """The drawn rows, each as wide as the screen, and the screen's row of the first."""
@@ -71,7 +73,7 @@ class Dialog(ModalScreen[str | None]):
         if self.is_closed:
             self.app.post_message(events.Key(event.key, event.character))
         elif event.key in self.screenshot_keys:
-            self.app.call_later(self.app.run_action, "picture")
+            self.app.call_later(self.app.run_action, "save_screenshot")
         else:
             self.message = ""
             self.respond_to_key(event)
@@ -87,7 +89,7 @@ class Dialog(ModalScreen[str | None]):
 
     def footer_keys(self) -> list[tuple[str, str]]:
         """Return the keys that work now and their effects, for the footer."""
-        return [*self.keys, (self.screenshot_keys[0], "picture")]
+        return [*self.keys, (self.screenshot_keys[0], "screenshot")]
 
     def press(self, key: str) -> None:
         """Act as if a key of `footer_keys` was pressed."""
@@ -127,6 +129,8 @@ class Dialog(ModalScreen[str | None]):
         screen_width, screen_height = self.app.size
         width = min(self.preferred_width + 4, screen_width)
         rows = self.build_rows(width - 4, max(screen_height - 2, 1))
+        if self.problem is not None:
+            rows = wrap_to_rows(self.problem, width - 4, "wait")
         height = min(len(rows) + 2, screen_height)
         self.screen_row = (screen_height - height) // 2
         self.box.set_region(0, self.screen_row, screen_width, height)
@@ -164,14 +168,14 @@ class Choice(Dialog):
         text: Sequence[str],
         answers: Sequence[tuple[str, str, str]],
         style: TerminalStyle,
-        on_pointless: Callable[[], None] | None = None,
+        texts_after_end: Mapping[str, str] | None = None,
     ) -> None:
         """Ask `text`. `answers`: key, name and text of each.
 
-        `on_pointless`: tells the user that the dialog closed because the question is pointless after the run's end.
+        `texts_after_end`: the texts of the answers by name once the run has ended, if they differ then.
         """
         super().__init__(title, style)
-        self.on_pointless = on_pointless
+        self.texts_after_end = texts_after_end
         self.lines = text
         self.answers = answers
         self.keys = [(key, re.split("[:;,]", text)[0]) for key, _, text in answers]
@@ -188,10 +192,13 @@ class Choice(Dialog):
         return rows
 
     def run_ended(self) -> None:
-        """Close if the question is now pointless."""
-        if self.on_pointless is not None and not self.is_closed:
-            self.close_once(None)
-            self.on_pointless()
+        """Keep the keys of all answers, with what they do now."""
+        if self.texts_after_end is not None:
+            self.lines = ["The run has ended."]
+            self.answers = [(key, name, self.texts_after_end[name]) for key, name, _ in self.answers]
+            self.keys = [(key, text) for key, _, text in self.answers]
+            self.draw()
+            self.app.post_message(self.Changed())
 
     def offers(self, name: str) -> bool:
         """Return whether `name` is one of the answers."""
@@ -212,7 +219,7 @@ class TextPages(Dialog):
     """Rows to read. Arrows and page keys scroll; any other key closes the dialog."""
 
     keys = (("arrows", "scroll"), ("esc", "close"))
-    corner = "arrows scroll  s picture  esc closes"
+    corner = "arrows scroll  s screenshot  esc closes"
     preferred_width = 112
 
     def __init__(self, title: str, make_rows: Callable[[int], list[Row]], style: TerminalStyle) -> None:

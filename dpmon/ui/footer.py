@@ -17,7 +17,7 @@ from dpmon.ui.terminal_style import TerminalStyle
 
 _KEPT_KEYS = ("?", "q", ":")
 """Keys shown at every width; "more" lists the keys that do not fit."""
-_KEYS_BY_USE: tuple[str, ...] = ("esc", "d", "p", "end", "space", "n", "N", "/", "x", "enter", "1-6", "w")
+_KEYS_BY_USE: tuple[str, ...] = ("esc", "d", "p", "end", "n", "N", "space", "/", "x", "enter", "1-6", "w")
 _KEYS_BY_USE += ("i", "< >", "l", "[ ]", "r", "e", "s", "t", "o")
 """The most useful keys first; the others follow."""
 _KEYS_AFTER_END = ("r", "e")
@@ -27,8 +27,7 @@ _WORDS_OF_RETURN = ("resume", "now")
 _WORD_FOR_ALL = "list"
 """The word of `:` if nothing is left out; as long as "more"."""
 _SHORT_WORDS = {"→ single": "→single", "→ dp": "→dp", "all panels": "back", "to the end": "last", "end search": "end"}
-_SHORT_WORDS |= {"next call": "next", "warnings": "warn", "freeze": "hold", "picture": "svg", "slow steps": "slow"}
-_SHORT_WORDS |= {"refresh": "rate", "output file": "file"}
+_SHORT_WORDS |= {"next call": "next", "warnings": "warn", "slow steps": "slow", "output file": "file"}
 """Short forms of words for a row that is too narrow."""
 _WIDE_CELLS = 100
 """From this many cells on, keys stand two cells apart."""

@@ -52,8 +52,8 @@ _PANELS = (
     ("", "Loss: the value on which backward is called, at most one per second. Smoothed: a mean of the last ones."),
 )
 _MOVES = (
-    ("tab, arrows", "go to the next panel; in the output and in full screen the arrows scroll"),
-    ("page keys", "scroll the panel in full screen, else the output; home and end: to its ends. The wheel scrolls too"),
+    ("tab, arrows", "go to the next panel; in the output and in a zoomed panel the arrows scroll"),
+    ("page keys", "scroll the zoomed panel, else the output; home and end: to its ends. The wheel scrolls too"),
 )
 
 
@@ -78,7 +78,7 @@ def _signs(style: TerminalStyle, uses_letters: bool) -> tuple[str, ...]:
     """Return sentences about the signs in panel 3. `uses_letters`: phases are drawn as letters."""
     low_sign = "a small letter (or a dot)" if uses_letters else "the lowest block"
     return (
-        "A capital letter in a name stands for the phase where there is no room for the name, such as Y for sYnc.",
+        "The marked letter of a name stands for the phase where there is no room for the name, such as Y for sync.",
         f"A column of {low_sign} only: its steps are too short for a full cell. It shows their longest phase.",
         f"{style.glyphs.hatch * 3}: the run was stalled, and no step ended.",
         f"Below the columns: e2 is where epoch 2 begins, {style.glyphs.cut_top} the time that you look back to.",

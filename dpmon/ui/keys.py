@@ -162,13 +162,13 @@ COMMANDS: tuple[KeyCommand, ...] = (
         "1-6",
         "",
         lambda screen: None if screen.view.zoom else "panel",
-        "go to a panel; press again for full screen and back. tab, arrows and the mouse work too",
+        "go to a panel; press again to zoom it, and back (a folded one is zoomed at once). tab, arrows, the mouse: too",
     ),
     KeyCommand(
         "enter",
         "zoom",
         _zoom_label,
-        "show the panel in focus on the full screen, or the node of the chosen rank; a double click does the same",
+        "zoom the panel in focus, or show the node of the chosen rank; a double click does the same",
     ),
     KeyCommand(
         "/",
@@ -206,7 +206,7 @@ COMMANDS: tuple[KeyCommand, ...] = (
     KeyCommand("W", "warnings", _shown_when(lambda s: bool(s.state.warnings), "warnings"), "show the newest warnings"),
     KeyCommand("[ ]", "", _always_shown("range"), "a shorter or longer time range for histories and metrics"),
     KeyCommand("< >", "", _look_back_label, "look back in time, and forward again; all panels show that time"),
-    KeyCommand("s", "picture", _always_shown("picture"), "save a picture of the screen (SVG); ctrl+s while typing"),
+    KeyCommand("s", "save_screenshot", _always_shown("screenshot"), "save a screenshot (SVG); ctrl+s while typing"),
     KeyCommand("e", "export", _always_shown("export"), "export all records: JSON, CSV, Perfetto; in the background"),
     KeyCommand("r", "report", _always_shown("report"), "the report: what happened in the run so far"),
     KeyCommand(

@@ -120,7 +120,7 @@ class RunList(_List):
         return len(self.entries or ())
 
     def read(self) -> None:
-        """Read all runs: the run on the screen first, then the newest."""
+        """Read all runs: the run on the screen first, then the newest, which is chosen."""
         entries: list[RunEntry] = []
         for directory, run_info in reversed(list_runs()):
             script = [Path(run_info.script).name] if run_info.python is not None else []
@@ -130,6 +130,8 @@ class RunList(_List):
                 RunEntry(directory, sanitize_line(short_name(run_info), 60), state, run_info.started_unix, command)
             )
         self.entries = sorted(entries, key=lambda one: one.directory.name != self.own_directory.name)
+        others = (index for index, entry in enumerate(self.entries) if entry.directory not in self.sides)
+        self.chosen_index = next(others, 0)
 
     def runs_on_side(self, side: str) -> list[Path]:
         """Return the directories of the runs on a side, the oldest first."""

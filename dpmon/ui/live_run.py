@@ -285,7 +285,7 @@ class LiveRun:
         """Return the last request for a pause, and since when the training has been paused (ns of the run)."""
         if self._reader is None or self.is_over or not self.state.processes:
             return PauseState()
-        now = self._reader.pause_state(self._activities)
+        now = self._reader.pause_state()
         since = None if now.since_ns is None else max(now.since_ns - self._reader.info.start_ns, 0)
         return PauseState(now.is_requested, now.is_pending, since)
 

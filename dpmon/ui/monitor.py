@@ -195,7 +195,7 @@ class Monitor(App[str]):
 
     def _handle_run_end(self) -> None:
         """Show the whole run, look for findings, and tell the dialogs that it ended."""
-        self.set_view(replace(self.view, range_s=0))
+        self.set_view(replace(self.view, range_s=0, message=None))
 
         def find() -> str | None:
             self.live_run.findings = background_jobs.read_findings(self.live_run.directory)
@@ -363,16 +363,12 @@ class Monitor(App[str]):
         self._update_dialog_after(pages, make)
 
     def _update_dialog_after(self, dialog: Dialog, job: Callable[[], str | None]) -> None:
-        """Draw an open dialog again after `job`, which runs on another thread; close it with a message if it fails."""
+        """Draw an open dialog again after `job`, which runs on another thread, or show why the job failed."""
 
         def show(problem: str | None) -> None:
-            if dialog.is_closed:
-                return
-            if problem is None:
+            if not dialog.is_closed:
+                dialog.problem = problem
                 dialog.draw()
-            else:
-                dialog.close_once(None)
-                self.show_message(problem)
 
         self._run_in_thread(job, show)
 
@@ -782,7 +778,7 @@ class Monitor(App[str]):
 
     # ------------------------------------------------------------------------------------------ files
 
-    def action_picture(self) -> None:
+    def action_save_screenshot(self) -> None:
         """Save a screenshot (SVG)."""
         from dpmon.ui.svg_export import render_svg
 
@@ -792,7 +788,7 @@ class Monitor(App[str]):
         text = render_svg(rows, self.style, f"dpmon {self.data_to_draw().title}")
         directory, name = self.live_run.directory, self.live_run.file_name()
         self._run_in_thread(
-            lambda: f"picture: {background_jobs.save_text(text, name, 'svg', directory)}", self.show_message
+            lambda: f"screenshot: {background_jobs.save_text(text, name, 'svg', directory)}", self.show_message
         )
 
     def action_export(self) -> None:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from dpmon.ui.monitor import Monitor
 
 _STOPS = "stop the training: interrupt, then terminate, then kill"
+_CLOSE_SCREEN, _STAY = "close this screen", "stay here"
 
 
 class RunStopper:
@@ -30,7 +31,11 @@ class RunStopper:
 
         `interrupt`: the key was ctrl+c; pressed twice, it leaves the training running.
         """
-        app = self._app
+        app, dialog = self._app, self._app.screen
+        if isinstance(dialog, Dialog):
+            offers_leaving = isinstance(dialog, Choice) and dialog.offers("left")
+            dialog.close_once("left" if interrupt and offers_leaving else None)
+            return
         if app.live_run.is_over:
             if self.progress is not None and not self._leaves_when_stopped:  # some processes may still live
                 self._leaves_when_stopped = True
@@ -38,20 +43,13 @@ class RunStopper:
             else:
                 app.exit("ended")
             return
-        dialog = app.screen
-        if isinstance(dialog, Dialog):
-            offers_leaving = isinstance(dialog, Choice) and dialog.offers("left")
-            dialog.close_once("left" if interrupt and offers_leaving else None)
-            return
         answers = [("l", "left", "leave it running; this screen closes (ctrl+c too)")]
         if self.progress is None:
-            answers.append(("x", "stop and leave", f"{_STOPS}; close; asks first"))
-        answers.append(("esc", "stay", "stay here"))
+            answers.append(("x", "stop and leave", "stop the training, close this screen; asks first"))
+        answers.append(("esc", "stay", _STAY))
         text = ["The training does not need this screen."]
-        app.push_screen(
-            Choice("Leave this screen?", text, answers, app.style, self._report_nothing_to_stop),
-            self._handle_leave_answer,
-        )
+        after_end = {"left": _CLOSE_SCREEN, "stop and leave": _CLOSE_SCREEN, "stay": _STAY}
+        app.push_screen(Choice("Leave this screen?", text, answers, app.style, after_end), self._handle_leave_answer)
 
     def ask_to_stop(self) -> None:
         """Stop the training after a confirmation."""
@@ -67,17 +65,17 @@ class RunStopper:
         text, run_info = ["Everything computed since the last checkpoint is lost."], self._app.live_run.info
         if run_info is not None and len(run_info.nodes) > 1:
             text.append(f"It stops on all {len(run_info.nodes)} nodes.")
-        then = partial(self._handle_stop_answer, leaves)
+        after_end = {"stop": _CLOSE_SCREEN if leaves else "there is nothing left to stop", "stay": _STAY}
         self._app.push_screen(
-            Choice("Stop the training?", text, answers, self._app.style, self._report_nothing_to_stop), then
+            Choice("Stop the training?", text, answers, self._app.style, after_end),
+            partial(self._handle_stop_answer, leaves),
         )
 
-    def _report_nothing_to_stop(self) -> None:
-        self._app.show_message("the run has ended: there is nothing left to stop; q closes this screen")
-
     def _handle_leave_answer(self, answer: str | None) -> None:
-        if answer == "left":
-            self._app.exit("ended" if self._app.live_run.is_over else "left")
+        if answer in ("left", "stop and leave") and self._app.live_run.is_over:
+            self._app.exit("ended")
+        elif answer == "left":
+            self._app.exit("left")
         elif answer == "stop and leave":
             self._confirm_stop(leaves=True)
 
@@ -85,7 +83,8 @@ class RunStopper:
         if answer != "stop":
             return
         if self._app.live_run.is_over:
-            self._report_nothing_to_stop()
+            if leaves:
+                self._app.exit("ended")
         else:
             self._leaves_when_stopped = leaves
             self._app.unfreeze()

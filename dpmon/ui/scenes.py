@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import NamedTuple
 
-from dpmon.ui.panel_layout import Arrangement, ScenePanel
+from dpmon.ui.panel_layout import Arrangement, ScenePanel, Tree
 from dpmon.ui.panels import (
     panel_communication,
     panel_compare,
@@ -18,7 +18,8 @@ from dpmon.ui.panels import (
 from dpmon.ui.screen_data import ScreenData
 
 STARTING, SINGLE, DP, RANKS, MANY, NODES = "starting", "single", "dp", "ranks", "many ranks", "nodes"
-STALLED, ENDED = "stalled", "ended"
+STALLED, ENDED = "stalled", " ended"
+"""ENDED follows the name of the scene in which the run ended."""
 
 _OUTPUT, _BATCH = ScenePanel("output", 4, growth_weight=1), ScenePanel("batch", 9, growth_weight=1)
 """Nine rows have room for the figures of panel 3, a history with its axis, and the last step."""
@@ -37,7 +38,21 @@ _RANK_ARRANGEMENT = Arrangement(
     two_columns=("replicas", "batch", (("devices", "compare", "progress"), "output")),
     three_columns=((("replicas", "batch", ("devices", "compare")), ("progress", "output")),),
 )
-ARRANGEMENTS: Mapping[str, Arrangement] = {
+
+
+def _put_findings_first(running: Arrangement) -> Arrangement:
+    """Return the arrangement after the end: the findings and losses first, then the others in the same order."""
+
+    def remove_progress(tree: Tree) -> Tree:
+        return tree if isinstance(tree, str) else tuple(remove_progress(part) for part in tree if part != "progress")
+
+    others = [member for member in running.members if member.name not in ("progress", "output")]
+    trees = (running.one_column, running.two_columns, running.three_columns)
+    one_column, two_columns, three_columns = (("progress", *remove_progress(tree)) for tree in trees)
+    return Arrangement((_ENDED_PROGRESS, _OUTPUT, *others), one_column, two_columns, three_columns)
+
+
+_ARRANGEMENTS_WITHOUT_STALL: Mapping[str, Arrangement] = {
     STARTING: Arrangement(
         (_OUTPUT, _PROGRESS._replace(growth_weight=0), _DEVICES),
         one_column=("progress", "devices", "output"),
@@ -64,17 +79,15 @@ ARRANGEMENTS: Mapping[str, Arrangement] = {
         two_columns=("replicas", (("batch", "devices"), ("compare", "progress", "output"))),
         three_columns=((("replicas", "batch", ("devices", "compare")), ("progress", "output")),),
     ),
+}
+ARRANGEMENTS: Mapping[str, Arrangement] = {
+    **_ARRANGEMENTS_WITHOUT_STALL,
+    **{name + ENDED: _put_findings_first(running) for name, running in _ARRANGEMENTS_WITHOUT_STALL.items()},
     STALLED: Arrangement(
         (_STALLED_RANKS, _OUTPUT, _BATCH, _PROGRESS, _DEVICES),
         one_column=("devices", "replicas", "progress", "batch", "output"),
         two_columns=("replicas", "batch", (("devices", "progress"), "output")),
         three_columns=("replicas", "batch", (("devices", "progress"), "output")),
-    ),
-    ENDED: Arrangement(
-        (_ENDED_PROGRESS, _OUTPUT, _BATCH, _REPLICAS, _COMPARE, _DEVICES),
-        one_column=("progress", "devices", "compare", "replicas", "batch", "output"),
-        two_columns=(("progress", "output"), "batch", (("devices", "replicas"), "compare")),
-        three_columns=((("progress", ("devices", "replicas"), "batch"), ("compare", "output")),),
     ),
 }
 """The panels of each scene. A scene leaves out those that can have no value in a run."""
@@ -110,8 +123,6 @@ def choose_scene(screen: ScreenData) -> Scene:
     fourth_panel = panel_communication if panel_communication.is_shown(screen) else panel_compare
     if is_stalled:
         name = STALLED
-    elif screen.is_over:
-        name = ENDED
     elif screen.state.nodes:
         name = NODES
     elif process is None or process.seen_ns < 0:
@@ -120,6 +131,8 @@ def choose_scene(screen: ScreenData) -> Scene:
         name = MANY if panel_ranks.shows_map(screen) else RANKS
     else:
         name = DP if compares_modes else SINGLE
+    if screen.is_over and not is_stalled:
+        name += ENDED
     empty_panels = set()
     if not (is_stalled or has_ranks or compares_modes or panel_replicas.has_stages(process)):
         empty_panels.add("replicas")

@@ -20,7 +20,7 @@ from dpmon.text.cells import align_right, span_width, truncate
 from dpmon.text.formatting import format_count, format_count_with_noun, format_duration
 from dpmon.ui.chart import busy_signs, round_up_nice
 from dpmon.ui.styled_rows import Row, Span, fit_row, merge_spans, row_width
-from dpmon.ui.terminal_style import LETTERS, Glyphs, TerminalStyle, letter_position
+from dpmon.ui.terminal_style import LETTERS, Glyphs, TerminalStyle
 
 OTHER_FORWARD_NAMES = ("other forward", "other fwd", "fwd")
 """Names, from long to short, for the rest of the forward when the call's phases are shown separately."""
@@ -53,14 +53,16 @@ def render_waterfall(
         not visible_lanes(own_timeline) and not own_timeline.step.buckets
     )
     height -= with_scale
-    first_prefix = "" if with_scale else "last step, "
+    is_of_other_kind = own_timeline.step.kind != process.ranged.kind
+    step_word = own_timeline.step.step_kind.replace("_", " ") if is_of_other_kind else "last step"
+    first_prefix = "" if with_scale else f"{step_word}, "
     names = [
         f"{'' if index else first_prefix}rank {rank_process.rank}"
         for index, rank_process in enumerate(ranks or (process,))
     ]
     if process.rank is None:
-        names = ["main" if with_scale else "last step"]
-    label_cells = max(10, len(names[0]) + 1)
+        names = ["main" if with_scale else step_word]
+    label_cells = max(10, len(step_word) + 1, len(names[0]) + 1)
     if not ranks:
         label_cells = min(
             max(
@@ -83,16 +85,10 @@ def render_waterfall(
         for rank_process in drawn_ranks or [process]
         if (rank_timeline := last_step_timeline(rank_process)) is not None
     ]
-    start_offsets = _align_sync_ends([timeline for _, timeline in shown_timelines])
-    scale_ns = max(
-        start_offset + timeline.step.wall_ns
-        for start_offset, (_, timeline) in zip(start_offsets, shown_timelines, strict=True)
-    )
-    rows = (
-        [_scale_row([timeline for _, timeline in shown_timelines], label_cells, chart_cells, scale_ns, style)]
-        if with_scale
-        else []
-    )
+    timelines = [timeline for _, timeline in shown_timelines]
+    start_offsets = _align_sync_ends(timelines)
+    scale_ns = max(start + timeline.step.wall_ns for start, timeline in zip(start_offsets, timelines, strict=True))
+    rows = [_scale_row(step_word, timelines, label_cells, chart_cells, scale_ns, style)] if with_scale else []
     for name, (rank_process, timeline), start_offset in zip(names, shown_timelines, start_offsets, strict=False):
         rows.append(
             _main_thread_row(
@@ -146,7 +142,12 @@ def _align_sync_ends(timelines: Sequence[StepTimeline]) -> list[int]:
 
 
 def _scale_row(
-    timelines: Iterable[StepTimeline], label_cells: int, chart_cells: int, scale_ns: float, style: TerminalStyle
+    step_word: str,
+    timelines: Iterable[StepTimeline],
+    label_cells: int,
+    chart_cells: int,
+    scale_ns: float,
+    style: TerminalStyle,
 ) -> Row:
     """Return the scale of the rows below, with a tick at round times, and at its end the meaning of a dotted row."""
     tick_ns = max(round_up_nice(scale_ns * _MIN_TICK_CELLS / chart_cells), 1.0)
@@ -164,7 +165,7 @@ def _scale_row(
         if has_script_time
         else " " * _DURATION_CELLS
     )
-    return [*fit_row([("last step", "dim")], label_cells, style.glyphs.more), ("".join(cells), "dim"), (legend, "dim")]
+    return [*fit_row([(step_word, "dim")], label_cells, style.glyphs.more), ("".join(cells), "dim"), (legend, "dim")]
 
 
 def _main_thread_row(
@@ -451,8 +452,7 @@ def _phase_name_in_cells(phase: str, cell_count: int, uses_blocks: bool) -> str:
     letter = LETTERS[phase]
     for word in (phase, phase_by_display_name(phase).short_display_name):
         if len(word) + (1 if uses_blocks else 0) <= cell_count:
-            letter_index = letter_position(phase, word)
-            marked_name = word if letter == "." else word[:letter_index] + letter + word[letter_index + 1 :]
+            marked_name = letter + word[1:] if word.upper().startswith(letter) else word
             return (" " + marked_name if uses_blocks and cell_count > len(word) else marked_name).ljust(
                 cell_count, " " if uses_blocks else "-"
             )

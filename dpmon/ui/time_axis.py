@@ -245,7 +245,9 @@ class _AxisCells:
 
     def __init__(self, named_cells: Sequence[tuple[str, str]], line_sign: str, change_sign: str) -> None:
         self.line_sign, self.change_sign = line_sign, change_sign
-        self.cells = [(line_sign if name else " ", style) for name, style in named_cells]
+        self.line_cells = [(line_sign if name else " ", style) for name, style in named_cells]
+        """The cells without words."""
+        self.cells = [*self.line_cells]
 
     def _sign(self, index: int) -> str:
         sign, _ = self.cells[index]
@@ -267,8 +269,9 @@ class _AxisCells:
         cells_to_left = [] if is_separate or index > len(self.cells) else [*reversed(self.cells[:index])]
         for step, side_cells in ((-1, cells_to_left), (1, self.cells[end:])):
             word = list(takewhile(lambda cell: cell[0] not in separators, side_cells))
-            for word_index, (_, cell_style) in enumerate(word):
-                self.cells[(index - 1 if step < 0 else end) + step * word_index] = (self.line_sign, cell_style)
+            for word_index in range(len(word)):
+                cell = (index - 1 if step < 0 else end) + step * word_index
+                self.cells[cell] = self.line_cells[cell] if cell < len(self.line_cells) else (" ", "")
         self.put_text(text, index, style)
 
     def put_text(self, text: str, index: int, style: str) -> None:
@@ -293,13 +296,9 @@ class _AxisCells:
             not style.startswith("mode.")
             and self.is_free(left_start - 1, start - left_start + 1)
             and self.is_free(inner_start, end - inner_start)
+            and self.has_space_around(left_start, end - left_start)
         ):
-            if self.has_space_around(left_start, end - left_start):
-                self.put_text(self.change_sign + name, left_start, style)  # the name ends below its columns
-        elif inner_start < end and self.is_free(inner_start, 1):
-            short_name = name[: end - inner_start] if self.is_free(inner_start, end - inner_start) else name[:1]
-            if self.has_space_around(inner_start, len(short_name)):
-                self.put_text(short_name, inner_start, style)
+            self.put_text(self.change_sign + name, left_start, style)  # the name ends below its columns
 
 
 def _name_of_column(column: Column, ranks: str | None) -> tuple[str, str]:
@@ -326,8 +325,9 @@ def axis_row(
 ) -> Row:
     """Return the row below a chart: the mode of each column by word and color, and the newest time, after `word`.
 
-    A line marks each change. Columns of another kind of steps have its word, and those of a stall "stalled". The
-    line has a gap where no step was running. Each of `marks` has its own word. `ranks`: how ranks train together.
+    A line marks each change. Columns of another kind of steps have its word, and those of a stall "stalled". The line
+    has a gap where no step was running, and in a pause. Each of `marks` has its own word if there is room for all of
+    it. `ranks`: how ranks train together.
     `cursor_ns`: the time that the screen shows, if it is not the newest one.
     """
     named_cells: list[tuple[str, str]] = []
@@ -335,16 +335,20 @@ def axis_row(
         start, end = index * width // picture.part_count, (index + 1) * width // picture.part_count
         named_cells += [_name_of_column(column, ranks)] * (end - start)
     events: list[tuple[int, TimeMark]] = []
+    gaps: list[tuple[int, int, TimeMark]] = []
     for mark in marks:
         start = axis.cell_at(mark.begin_ns // SECOND, width)
         if mark.end_ns is None:
             events.append((start, mark))
             continue
-        end = max(axis.cell_at(mark.end_ns // SECOND, width), start + 1)
-        for cell in range(max(start, 0), min(end, len(named_cells))):
-            named_cells[cell] = (mark.word, _MARK_STYLES[mark.kind])
+        start, end = max(start, 0), min(max(axis.cell_at(mark.end_ns // SECOND, width), start + 1), len(named_cells))
+        named_cells[start:end] = [("", "")] * (end - start)
+        gaps.append((start, end, mark))
     *_, horizontal, vertical = style.glyphs.frame
     line = _AxisCells(named_cells, horizontal, vertical)
+    for start, end, mark in gaps:
+        if end - start >= len(mark.word) + 2:
+            line.put_text(mark.word, start + 1, _MARK_STYLES[mark.kind])
     for cell, mark in events:
         if line.is_free(cell, len(mark.word)) and line.has_space_around(cell, len(mark.word)):
             text = f"{mark.word} " if line.is_free(cell, len(mark.word) + 1) else mark.word

@@ -259,6 +259,7 @@ def test_a_paused_training_goes_on_when_all_of_dpmon_was_killed(dpmon: Dpmon) ->
     process.wait()
     os.kill(info["supervisor_pid"], signal.SIGKILL)
     wait_for(lambda: reader.pause_state().since_ns is None, what="the training to go on")
+    assert not reader.pause_state().is_requested
     (dpmon.cwd / "stop").touch()
     wait_for(lambda: not proc.is_alive(info["command_pid"], info["command_started"]), what="the end")
     dpmon.run("attach")

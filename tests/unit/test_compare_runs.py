@@ -445,6 +445,15 @@ def test_the_list_of_runs_to_compare() -> None:
     assert (runs.runs_on_side("A"), runs.runs_on_side("B")) == ([Path("old")], [Path("new")])
 
 
+def test_the_list_starts_on_a_run_to_compare_with(state: Path) -> None:
+    before, own = a_run(1, name="before", started_unix=1.7e9), a_run(2, name="own", started_unix=1.7e9 + 60)
+    runs = RunList(own, TerminalStyle(UNICODE, COLOR, True))
+    runs.read()
+    assert runs.entries is not None
+    assert [entry.directory for entry in runs.entries] == [own, before]
+    assert runs.chosen_index == 1
+
+
 async def test_runs_are_chosen_and_compared_on_the_screen(state: Path, tmp_path: Path) -> None:
     a_run(1, name="before", started_unix=1.7e9)
     a_run(2, data=25, name="after", started_unix=1.7e9 + 60)

@@ -112,6 +112,19 @@ def test_a_pause_holds_once_all_that_train_have_paused(run: tuple[Path, RunInfo]
     assert reader.pause_state() == PauseState(False, False, None)
 
 
+def test_a_pause_that_ended_by_itself_is_not_requested_any_more(run: tuple[Path, RunInfo], reader: RunReader) -> None:
+    """The next request pauses again: it does not resume a training that goes on."""
+    writer = Process(run[0], 0)
+    reader.request_pause(True)
+    writer.does("paused", 1000)
+    writer.answer(0)
+    assert reader.pause_state() == PauseState(True, False, 1000)
+    writer.does("backward", 2000)
+    assert reader.pause_state() == PauseState(False, False, None)
+    reader.request_pause(True)
+    assert reader.pause_state() == PauseState(True, True, None)
+
+
 def test_ranks_are_not_asked_to_pause(run: tuple[Path, RunInfo], reader: RunReader) -> None:
     rank = Process(run[0], 0, rank=1, world=2)
     assert reader.request_pause(True) == 0

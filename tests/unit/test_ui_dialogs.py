@@ -57,8 +57,8 @@ async def test_a_click_on_the_footer_presses_the_key_of_the_dialog(directory: Pa
     async with open_screen(directory) as on:
         await on.press("q")
         await on.until(lambda: "leave it running" in footer(on), "the dialog's keys")
-        await on.pilot.click(offset=(footer(on).index("s picture"), 39))
-        await on.shows("picture: dpmon-")
+        await on.pilot.click(offset=(footer(on).index("s screenshot"), 39))
+        await on.shows("screenshot: dpmon-")
         assert len(on.app.screen_stack) == 2
         await on.pilot.click(offset=(footer(on).index("stay here"), 39))
         await on.until(lambda: len(on.app.screen_stack) == 1, "the dialog to close")
@@ -69,22 +69,40 @@ async def test_a_click_on_the_footer_presses_the_key_of_the_dialog(directory: Pa
         await on.until(lambda: on.app.return_value == "left", "the end")
 
 
-@pytest.mark.parametrize(("opener", "unsupervised"), [("q", False), ("x", True), ("ctrl+c", False)])
-async def test_dialogs_that_need_a_live_run_close_when_it_ends(
-    directory: Path, opener: str, unsupervised: bool
+@pytest.mark.parametrize(
+    ("openers", "answer", "closes"),
+    [
+        ("q", "l", True),
+        ("q", "x", True),
+        ("q", "ctrl+c", True),
+        ("q", "escape", False),
+        ("x", "y", False),
+        ("x", "escape", False),
+        ("qx", "y", True),
+    ],
+)
+async def test_a_question_stays_until_it_is_answered_also_when_the_run_ends(
+    directory: Path, openers: str, answer: str, closes: bool
 ) -> None:
+    """No key opens a list or a second question because the first one went."""
     async with open_screen(directory) as on:
-        await on.press(opener)
-        assert isinstance(on.app.screen, Choice)
-        if unsupervised:  # the command has ended, and no process records its exit
+        await on.press(*openers)
+        await on.until(lambda: isinstance(on.app.screen, Choice), "the question")
+        dialog = on.app.screen
+        assert isinstance(dialog, Choice)
+        if openers == "x":  # the command has ended, and no process records its exit
             on.reader.is_alive = False
         else:
             on.end(3)
-        await on.until(lambda: len(on.app.screen_stack) == 1, "the dialog to close")
-        await on.shows("the run has ended: there is nothing left to stop")
-        await on.shows("status unknown" if unsupervised else "failed status 3")
-        await on.shows("q close")
-        await on.press("q")
+        await on.until(lambda: any("The run has ended." in row for row in dialog.box.text()), "its new text")
+        assert on.app.screen is dialog
+        assert on.app.return_value is None
+        await on.press(answer)
+        await on.until(lambda: len(on.app.screen_stack) <= 1, "the dialog to close")
+        if not closes:
+            await on.shows("status unknown" if openers == "x" else "failed status 3")
+            assert on.app.return_value is None
+            await on.press("q")
         await on.until(lambda: on.app.return_value == "ended", "the screen to close")
 
 

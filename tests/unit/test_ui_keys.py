@@ -18,7 +18,7 @@ from textual import events
 from dpmon.record.record_types import Event
 from dpmon.report.report_data import collect_report_data
 from dpmon.ui import background_jobs
-from dpmon.ui.dialogs import MAX_LINE_BYTES, Choice, CommandPalette, TextPages
+from dpmon.ui.dialogs import MAX_LINE_BYTES, Choice, CommandPalette, Dialog, TextPages
 from dpmon.ui.help_text import help_rows
 from dpmon.ui.keys import ACTIONS, COMMANDS, focus_neighbor
 from dpmon.ui.panel_layout import place_panels
@@ -92,7 +92,7 @@ async def test_a_picture_is_saved_and_never_overwrites(tmp_path: Path) -> None:
     async with open_screen(tmp_path) as on:
         await on.shows("○ idle")
         await on.press("s")
-        await on.shows("picture: dpmon-")
+        await on.shows("screenshot: dpmon-")
         await on.press("s")
         await on.until(lambda: len(list(Path.cwd().glob("*.svg"))) == 2, "two files")
         for path in Path.cwd().glob("*.svg"):
@@ -114,8 +114,8 @@ async def test_a_picture_of_a_dialog_has_the_dialog(tmp_path: Path) -> None:
             words = " ".join(ElementTree.fromstring(path.read_text()).itertext())
             assert word in words
             assert len(on.app.screen_stack) == 2, "the dialog is still open"
-            assert (key, "picture") in on.app.screen.footer_keys()  # type: ignore[attr-defined]
-            await on.shows(f"picture: {path.name}")
+            assert (key, "screenshot") in on.app.screen.footer_keys()  # type: ignore[attr-defined]
+            await on.shows(f"screenshot: {path.name}")
             await on.press("escape")
             await on.until(lambda: len(on.app.screen_stack) == 1, "the dialog to close")
 
@@ -128,15 +128,15 @@ async def test_a_dialog_that_covers_the_message_says_itself_where_the_picture_is
         await on.press("question_mark")
         dialog = on.app.screen
         assert isinstance(dialog, TextPages)
-        assert "s picture" in dialog.box.text()[0]
+        assert "s screenshot" in dialog.box.text()[0]
         covers = dialog.screen_row < 2
         assert covers == (size != (200, 120))
         await on.press("s")
-        await on.shows("picture: dpmon-")
+        await on.shows("screenshot: dpmon-")
         (path,) = Path.cwd().glob("*.svg")
-        assert (f"picture: {path.name}" in dialog.box.text()[0]) == covers, dialog.box.text()[0]
+        assert (f"screenshot: {path.name}" in dialog.box.text()[0]) == covers, dialog.box.text()[0]
         await on.press("down")
-        assert "s picture" in dialog.box.text()[0]
+        assert "s screenshot" in dialog.box.text()[0]
 
 
 async def test_a_picture_goes_into_the_run_where_the_directory_cannot_be_written(
@@ -146,10 +146,10 @@ async def test_a_picture_goes_into_the_run_where_the_directory_cannot_be_written
     async with open_screen(tmp_path) as on:
         await on.press("s")
         await on.until(lambda: len(list(tmp_path.glob("dpmon-*.svg"))) == 1, "the file in the run")
-        await on.shows(f"picture: {tmp_path}/dpmon-")
+        await on.shows(f"screenshot: {tmp_path}/dpmon-")
 
 
-async def test_an_export_or_a_report_that_fails_gives_a_message_and_leaves_no_file(tmp_path: Path) -> None:
+async def test_an_export_or_a_report_that_fails_gives_its_reason_and_leaves_no_file(tmp_path: Path) -> None:
     async with open_screen(tmp_path) as on:
         for form in "jcp":
             await on.press("e", form)
@@ -158,8 +158,10 @@ async def test_an_export_or_a_report_that_fails_gives_a_message_and_leaves_no_fi
             await on.press("right_square_bracket")
             await on.shows("time range")
         await on.press("r")
-        await on.shows("the report failed: ")
-        assert len(on.app.screen_stack) == 1, "its page is closed"
+        page = on.app.screen
+        assert isinstance(page, Dialog)
+        await on.until(lambda: any("the report failed: " in row for row in page.box.text()), "why there is no report")
+        assert on.app.screen is page, "only a key closes it"
 
 
 def a_run() -> Path:
@@ -396,7 +398,7 @@ async def test_the_palette_lists_what_is_possible_and_does_it(tmp_path: Path) ->
 async def test_a_key_typed_into_the_list_of_commands_is_chosen_before_words(tmp_path: Path) -> None:
     async with open_screen(tmp_path) as on:
         on.app.view = View("output", search="loss")
-        for key, action in (("s", "picture"), ("x", "stop"), ("N", "next(-1)"), ("e", "export")):
+        for key, action in (("s", "save_screenshot"), ("x", "stop"), ("N", "next(-1)"), ("e", "export")):
             await on.press("colon", key)
             palette = on.app.screen
             assert isinstance(palette, CommandPalette)
@@ -450,6 +452,9 @@ async def test_a_sample_is_requested_and_a_run_without_ranks_is_told(tmp_path: P
         await on.shows("this run has no ranks: only collectives that the script calls itself will be recorded")
         on.end(0)
         await on.shows("finished status")
+        await on.until(
+            lambda: "will be recorded" not in on.text(), "the reply to go: nothing will be recorded any more"
+        )
         await on.press("c")
         await on.shows("no training process is running")
 

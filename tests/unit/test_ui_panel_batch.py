@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from dpmon.model.run_snapshot import PHASES, Column
+from dpmon.record.history_rows import Row
 from dpmon.record.schema import SECOND
 from dpmon.record.shared_names import Untimed
 from dpmon.ui.chart import stacked_columns
@@ -174,8 +175,7 @@ def test_a_column_of_short_steps_has_the_lowest_mark_and_one_without_steps_has_n
         assert text[-1][0] not in (" ", lowest), text
         assert text[-1][1:] == f"{lowest}{lowest} {lowest} ", text
         assert all(not row[1:].strip() for row in text[:-1]), text
-        style = "phase.forward" if phases_shown else "bar"
-        assert [style for cell, style in rows[-1] if lowest in cell] == [style] * 2
+        assert [style for cell, style in rows[-1] if lowest in cell] == ["phase.forward"] * 2
 
 
 def test_steps_that_took_no_time_the_clock_can_tell_are_steps() -> None:
@@ -185,7 +185,17 @@ def test_steps_that_took_no_time_the_clock_can_tell_are_steps() -> None:
         assert plain_text(stacked_columns([column], 1, height, 1_000_000, MONO_ASCII)[-1]) == "."
 
 
-@pytest.mark.parametrize("height", range(1, 13))
+@pytest.mark.parametrize("height", range(1, 6))
+def test_a_low_chart_has_the_color_of_the_largest_phase_of_each_column(height: int) -> None:
+    columns = []
+    for second, largest in enumerate(("sync", "data", "forward")):
+        phases = dict.fromkeys(PHASES, 0) | dict.fromkeys(("data", "forward", "sync"), 1_000_000) | {largest: 9_000_000}
+        columns.append(Column(second, "single", 1, 0, 0, tuple(phases.values())))
+    for row in stacked_columns(columns, 3, height, 11_000_000, STYLE):
+        assert [style for _, style in row] == ["phase.sync", "phase.data", "phase.forward"]
+
+
+@pytest.mark.parametrize("height", range(6, 13))
 def test_a_chart_of_phases_shows_true_shares(height: int) -> None:
     draw = random.Random(height)
     for _ in range(400):
@@ -199,10 +209,8 @@ def test_a_chart_of_phases_shows_true_shares(height: int) -> None:
             if style.startswith("phase."):
                 shown[lower] += UNICODE.blocks.index(text)
                 shown[upper or lower] += 8 - UNICODE.blocks.index(text) if upper else 0
-        if any(shown.values()):
-            both = [(a / sum(shown.values()), b / sum(phases)) for a, b in zip(shown.values(), phases, strict=True)]
-            assert max(abs(drawn - share) for drawn, share in both) < 0.15, both
-        assert any(shown.values()) == (height >= 6)
+        both = [(a / sum(shown.values()), b / sum(phases)) for a, b in zip(shown.values(), phases, strict=True)]
+        assert max(abs(drawn - share) for drawn, share in both) < 0.15, both
 
 
 def ranged(seconds: int, span_s: int, *, over: bool) -> ScreenData:
@@ -238,6 +246,19 @@ def test_a_short_evaluation_has_its_word_in_the_history() -> None:
     facts = screen_data_of(training, 0, payloads)
     rows = rows_text(panel_batch.render_panel(facts, 116, 14, STYLE))
     assert any("│evaluation" in row for row in rows), rows
+
+
+@pytest.mark.parametrize("height", [8, 14, 24])
+def test_an_evaluation_under_the_figures_of_the_training_has_its_word(height: int) -> None:
+    training = Training(mode="single", devices=("cpu:0",))
+    payloads = [*training.begin(), *training.run(60)]
+
+    def labels(more: list[Row]) -> list[str]:
+        rows = rows_text(panel_batch.render_panel(screen_data_of(training, 0, [*payloads, *more]), 116, height, STYLE))
+        return [word for word in ("last step ", "evaluation ") for row in rows if row.startswith(word)]
+
+    assert labels([]) == ["last step "]
+    assert labels(training.step(evaluates=True)) == ["evaluation "]
 
 
 def test_a_mode_that_has_just_begun_leaves_the_end_on_the_axis() -> None:

@@ -75,7 +75,7 @@ TABLE: dict[str, tuple[Callable[[], ScreenData], str, tuple[str, ...], ModuleTyp
     "a mode asked for": (asked, STARTING, ("devices", "output", "progress"), REPLICAS, MODES),
     "one device": (single, SINGLE, ONE_DEVICE, REPLICAS, MODES),
     "an epoch": (learning, SINGLE, (*ONE_DEVICE, "progress"), REPLICAS, MODES),
-    "end of an epoch": (lambda: over(learning()), ENDED, (*ONE_DEVICE, "progress"), REPLICAS, MODES),
+    "end of an epoch": (lambda: over(learning()), SINGLE + ENDED, (*ONE_DEVICE, "progress"), REPLICAS, MODES),
     "stages": (lambda: situations()["stages, None"], SINGLE, (*ONE_DEVICE, "replicas"), REPLICAS, MODES),
     "dp": (lambda: screen_data_of(Training(), 5), DP, ALL, REPLICAS, MODES),
     "dp, then single": (lambda: toggled("dp"), DP, ALL, REPLICAS, MODES),
@@ -92,9 +92,9 @@ TABLE: dict[str, tuple[Callable[[], ScreenData], str, tuple[str, ...], ModuleTyp
         lambda: screen_in_stall(2, pause_state=PauseState(is_requested=True, since_ns=SECOND)),
         *(RANKS, ALL, RANK_TABLE, TALK),
     ),
-    "end of one device": (lambda: over(single()), ENDED, ONE_DEVICE, REPLICAS, MODES),
-    "end of dp": (lambda: over(screen_data_of(Training(), 5)), ENDED, ALL, REPLICAS, MODES),
-    "end of ranks": (lambda: over(of_ranks()), ENDED, ALL, RANK_TABLE, TALK),
+    "end of one device": (lambda: over(single()), SINGLE + ENDED, ONE_DEVICE, REPLICAS, MODES),
+    "end of dp": (lambda: over(screen_data_of(Training(), 5)), DP + ENDED, ALL, REPLICAS, MODES),
+    "end of ranks": (lambda: over(of_ranks()), RANKS + ENDED, ALL, RANK_TABLE, TALK),
     "playback of one device": (lambda: played(single()), SINGLE, ONE_DEVICE, REPLICAS, MODES),
     "playback of ranks": (lambda: played(of_ranks()), RANKS, ALL, RANK_TABLE, TALK),
 }  # fmt: skip
@@ -119,6 +119,15 @@ def test_every_panel_of_a_scene_has_one_place_in_each_number_of_columns(name: st
     for tree in (arrangement.one_column, arrangement.two_columns, arrangement.three_columns):
         assert sorted(panels_in(tree)) == sorted(arrangement.panels)
     assert set(arrangement.panels) <= set(PANELS)
+
+
+@pytest.mark.parametrize("name", [name for name in ARRANGEMENTS if name.endswith(ENDED)])
+def test_after_the_end_the_findings_come_first_and_the_other_panels_keep_their_order(name: str) -> None:
+    ended, running = ARRANGEMENTS[name], ARRANGEMENTS[name.removesuffix(ENDED)]
+    for tree_name in ("one_column", "two_columns", "three_columns"):
+        first, *others = panels_in(getattr(ended, tree_name))
+        assert first == "progress"
+        assert others == [panel for panel in panels_in(getattr(running, tree_name)) if panel != "progress"]
 
 
 @pytest.mark.parametrize("rows", [1, 2, 8, 64])

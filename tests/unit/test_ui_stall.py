@@ -71,12 +71,26 @@ def test_rank_and_line_stand_on_every_screen_and_no_advice(
     for word in ("try:", "holds the others up", "others wait for", "uneven", "● training", "last step", "running"):
         assert word not in text
     if size[1] >= 24:
-        assert "stalled at step 160" in text
+        assert "stalled after step 160" in text
         assert "values from before the stall" in text
         assert "╱╱╱" in text
     if make is screen_ended_in_stall and size[0] >= 60:
         assert "the run ended in a stall of 35 s: rank 1" in head
         assert "stopped by you" in head or "stopped: by you" in head
+
+
+@pytest.mark.parametrize("make", WHEN)
+@pytest.mark.parametrize("size", SIZES[2:])
+def test_header_and_panel_give_the_same_step(make: Callable[[int], ScreenData], size: tuple[int, int]) -> None:
+    """The ranks that wait are a step ahead, also the one that represents the run."""
+    facts = make(2)
+    ahead = {
+        number: replace(process, last_step=process.last_step._replace(step=161))
+        for number, process in facts.state.processes.items()
+        if process.last_step is not None
+    }
+    facts = replace(facts, state=replace(facts.state, processes=ahead))
+    assert set(re.findall(r"\bstep (\d+)", screen_text(facts, *size))) == {"160"}
 
 
 def test_the_word_the_seconds_and_the_rank_are_the_last_to_go() -> None:
@@ -94,13 +108,13 @@ def test_the_guilty_stand_first_and_the_waiting_in_one_row(look: TerminalStyle) 
     mark = look.glyphs.focus
     assert rows == [
         f"{mark} 1 cuda:1    27 s  in checkpoint (train.py:12)",
-        " " * 20 + "since step 160, sleeping, 0% CPU",
+        " " * 20 + "after step 160, sleeping, 0% CPU",
         "  0, 2-7 wait in backward (train.py:90)  27 s",
         "enter stacks  w stacks now  x stop",
     ]
     assert rows_text(panel_stall.render_panel(screen_in_stall(8), 76, 2, look)) == [rows[0], rows[2]]
     assert rows_text(panel_stall.render_panel(screen_in_stall(8), 116, 3, look)) == [
-        f"{rows[0]}  since step 160, sleeping, 0% CPU",
+        f"{rows[0]}  after step 160, sleeping, 0% CPU",
         *rows[2:],
     ]
 
@@ -136,7 +150,7 @@ def test_ranks_that_wait_for_each_other_share_a_row() -> None:
     facts = screen_in_stall(2)
     facts = replace(facts, state=replace(facts.state, stalls=(RecordedStall(SECOND, 11 * SECOND, record=data),)))
     assert rows_text(panel_stall.render_panel(facts, 76, 4, STYLE))[0].startswith("  0-1 wait in backward (a.py:1)  ")
-    assert plain_text(panel_stall.panel_title(facts, STYLE)[1]) == "stalled at step 5"
+    assert plain_text(panel_stall.panel_title(facts, STYLE)[1]) == "stalled after step 5"
 
 
 def test_many_guilty_ranks_in_one_place_are_folded_where_rows_are_few() -> None:
@@ -359,5 +373,5 @@ def test_figures_stay_dimmed_while_the_command_that_ended_in_a_stall_has_no_exit
     text = screen_text(facts, 120, 40)
     assert "ending" in text
     assert "values from before the stall" in text
-    assert "stalled at step 160" in text
+    assert "stalled after step 160" in text
     assert "try:" not in text

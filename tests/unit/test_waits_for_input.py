@@ -20,6 +20,7 @@ from dpmon.report import collect_report_data, report_text
 from dpmon.store.history_writer import HistoryWriter
 from dpmon.store.write_batch import WriteBatch
 from dpmon.ui.screen_data import ScreenData
+from dpmon.ui.time_axis import TimeAxis, build_chart_columns
 from support.format_readers import report_json_of
 from support.history_builders import Recording, write_run_directory
 from support.record_builders import SECOND, Training
@@ -65,6 +66,20 @@ def test_the_batch_panel_names_a_wait_and_not_the_phase_it_fell_into() -> None:
     assert "slower in backward" in drawn(recorded(payloads, waits, pid=PID + 1)), "a launcher's own"
     short = [(waits[0][0], 2.0)]
     assert "slower in backward" in drawn(recorded(payloads, short)), "most of it was something else"
+
+
+def test_a_wait_is_a_gap_in_the_history() -> None:
+    _, payloads, waits = with_waits(12.0, 8.0)
+    without, with_gaps = (recorded(payloads, known_waits).processes[0] for known_waits in ([], waits))
+    assert max(column.wall_ns / column.count for column in without.columns) > SECOND // 2
+    assert max(column.wall_ns / column.count for column in with_gaps.columns) < SECOND // 20
+    assert sum(column.count for column in with_gaps.columns) == sum(column.count for column in without.columns)
+    for column in with_gaps.columns:
+        assert sum(column.phases) == column.wall_ns
+    waited_seconds = {second for start, took in waits for second in range(int(start) + 1, int(start + took))}
+    for process, expected_gaps in ((with_gaps, waited_seconds), (without, set())):
+        columns = build_chart_columns(process, TimeAxis(2, 30, 29), 28).columns
+        assert {column.second for column in columns if not column.count} == expected_gaps
 
 
 def test_a_wait_is_named_among_many_short_steps() -> None:

@@ -76,9 +76,9 @@ class Pauser:
                 if not wants_pause(request):
                     reason = None
                     break
-                words[HeaderWord.PAUSED] = request
                 words[thread.start_word] = start_ns
                 self.recorder.open_kinds[thread.number] = Kind.PAUSE
+                words[HeaderWord.PAUSED] = request
                 sleep(POLL_INTERVAL_S)
                 if self.recorder.device_timer is not None:
                     self.recorder.device_timer.write_known_times()

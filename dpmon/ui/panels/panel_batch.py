@@ -198,7 +198,8 @@ def _phase_title(phase: str, max_cells: int, style: TerminalStyle, *, other_forw
     letter, letter_index = LETTERS[phase], letter_position(phase, text)
     if letter == ".":
         return [("." if not style.has_color or style.glyphs.ascii else " ", f"chip.{phase}"), (text, "")]
-    marked: Row = [(letter, f"chip.{phase}"), (text[letter_index + 1 :], "")]
+    shown_letter = letter.lower() if letter_index else letter
+    marked: Row = [(shown_letter, f"chip.{phase}"), (text[letter_index + 1 :], "")]
     return [(text[:letter_index], ""), *marked] if letter_index else marked
 
 

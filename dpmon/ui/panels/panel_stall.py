@@ -41,7 +41,7 @@ class _StalledRank(NamedTuple):
     @property
     def details(self) -> str:
         """The step, state and CPU use of the rank, separated by commas."""
-        since = "no step yet" if self.step is None else f"since step {format_count(self.step)}"
+        since = "no step yet" if self.step is None else f"after step {format_count(self.step)}"
         cpu = ""
         if self.cpu_share is not None and 0 <= self.cpu_share < _MAX_CORES:
             cpu = f"{format_percent(self.cpu_share)} CPU"
@@ -72,6 +72,13 @@ def _stalled_ranks(screen: ScreenData) -> list[_StalledRank]:
     return [_parse_stalled_rank(record, detected_ns, screen.state) for record in records]
 
 
+def stalled_step(screen: ScreenData) -> int | None:
+    """Return the last step of the blamed ranks, the lowest of several; None if it is unknown, or without a stall."""
+    ranks = _stalled_ranks(screen)
+    blamed = [rank for rank in ranks if not rank.is_waiting] or ranks
+    return min((rank.step for rank in blamed if rank.step is not None), default=None)
+
+
 def preferred_height(screen: ScreenData, _: int = 0) -> int:
     """Return the number of rows of the whole content, without the two that the layout reserves for headings."""
     ranks = _stalled_ranks(screen)
@@ -80,11 +87,9 @@ def preferred_height(screen: ScreenData, _: int = 0) -> int:
 
 
 def panel_title(screen: ScreenData, style: TerminalStyle) -> tuple[Row, Row]:
-    """Return the title and the step in which the run stalled."""
-    ranks = _stalled_ranks(screen)
-    blamed = [rank for rank in ranks if not rank.is_waiting] or ranks
-    steps = [rank.step for rank in blamed if rank.step is not None]
-    corner_text = f"stalled at step {format_count(min(steps))}" if steps else "stalled"
+    """Return the title and the last step before the stall."""
+    ranks, step = _stalled_ranks(screen), stalled_step(screen)
+    corner_text = "stalled" if step is None else f"stalled after step {format_count(step)}"
     has_ranks = any(rank.number is not None for rank in ranks)
     return [((RANK_NAMES if has_ranks else NAMES)["replicas"], "title")], [(corner_text, "bad")]
 

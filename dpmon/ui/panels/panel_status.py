@@ -26,6 +26,7 @@ from dpmon.text.formatting import (
     format_percent,
     format_rate_within_steps,
 )
+from dpmon.ui.panels import panel_stall
 from dpmon.ui.panels.panel_progress import format_batch_of_total, loss_span, shown_losses, shown_progress
 from dpmon.ui.panels.rank_map import PROBLEM_STYLES
 from dpmon.ui.screen_data import READING, ActivityText, ScreenData, describe_activity, format_mode_and_devices
@@ -172,6 +173,8 @@ def _metric_parts(screen: ScreenData, style: TerminalStyle) -> list[_StatusPart]
     if process is None or process.last_step is None:
         return []
     step = _StatusPart([("step ", "dim"), (format_count(process.step_number).ljust(7), "bold")], 2)
+    if (stalled_step := panel_stall.stalled_step(screen)) is not None:  # other ranks may be one step ahead
+        step = step._replace(row=[("step ", "dim"), (format_count(stalled_step), "bold")])
     progress = shown_progress(screen)
     parts = [step]
     if progress.epoch is not None:

@@ -5,7 +5,7 @@ Times are ns since the run's start; unknown values are None.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -208,6 +208,8 @@ class Process:
     info: ProcessInfo = field(default_factory=lambda: ProcessInfo(-1))
     node: str | None = None
     """The name of its node; None on one machine."""
+    is_helper: bool = False
+    """Whether it has no rank and trains nothing, in a run with ranks: it only evaluates, for example."""
     began_ns: int = -1
     """Start of its first step or call."""
     seen_ns: int = -1
@@ -225,6 +227,8 @@ class Process:
     """The newest record of the devices' memory."""
     calls: Mapping[tuple[str, str | None], CallTimings] = field(default_factory=dict)
     """By root and its wrapper; the root that was called last comes first."""
+    earlier_wrappers: Set[str] = frozenset()
+    """In an evaluation, which may call the bare model for long: the wrappers through which it has called models."""
     last_calls: tuple[Call, ...] = ()
     """The calls of its last step."""
     figures: StepStats = NO_STEPS
@@ -274,7 +278,8 @@ class Process:
     @property
     def distributed(self) -> str | None:
         """How it trains one model together with other ranks (a key of RANK_MODES); None if it does not."""
-        return next((via for _, via in self.calls if via in RANK_MODES), None)
+        wrappers = {via for _, via in self.calls} | self.earlier_wrappers
+        return next((wrapper for wrapper in RANK_MODES if wrapper in wrappers), None)
 
 
 @dataclass(frozen=True)

@@ -892,6 +892,14 @@ class Store:
         query = "SELECT process, mode, kind, layout, virtual, sizes, untimed, calls FROM shapes"
         return list(self.read(shape_from_row, query))
 
+    def wrapper_types(self, process: int) -> set[str]:
+        """Return the wrappers through which the process has called its models so far (`via` of their calls)."""
+        layouts = [
+            layout for (layout,) in self.query("SELECT DISTINCT layout FROM shapes WHERE process = ?", (process,))
+        ]
+        values = self.definitions(process, layouts).values()
+        return {value["via"] for value in values if isinstance(value, dict) and isinstance(value.get("via"), str)}
+
     # ------------------------------------------------------------------------------------------ events
 
     def events(self, *kinds: str, limit: int | None = None) -> list[Event]:

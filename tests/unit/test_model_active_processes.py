@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import pytest
+
 from dpmon.model.run_snapshot import RunSnapshot
 from dpmon.record.record_types import Call, Record, Step
 from dpmon.record.shared_names import DDP
@@ -11,7 +13,7 @@ from dpmon.ui.panels import panel_communication, panel_ranks
 from dpmon.ui.scenes import RANKS, choose_scene
 from dpmon.ui.screen_data import ScreenData, format_mode_and_devices
 from support.history_builders import Recording
-from support.rank_builders import with_world_size
+from support.rank_builders import record_ddp_ranks, with_world_size
 from support.record_builders import SECOND, Training, records_of_rows
 
 LOOKS = 30
@@ -209,3 +211,18 @@ def test_a_training_without_ranks_takes_over_from_ranks_that_trained_before() ->
     recording.add([*later.begin(), *later.run(100)], 2)
     for ended in ((), (0, 1), (0, 1, 2)):
         assert [each.process for each in recording.state(ended=ended).training_processes] == [2], ended
+
+
+def test_the_communication_of_the_last_training_steps_is_shown_while_a_rank_evaluates() -> None:
+    recording, end = record_ddp_ranks(2, slow=1)
+    while_training = recording.state().communication
+    one = Training(rank=0, mode="single", via=None, devices=("cuda:0",), step_ns=SECOND // 2, start_ns=end)
+    one.steps, one.defined = 400, {str(number): number for number in range(100)}
+    recording.add([row for _ in range(120) for row in one.step(evaluates=True)], 0, 0)
+    for over in (False, True):
+        communication = recording.state(over=over).communication
+        assert while_training is not None
+        assert communication is not None
+        assert communication.missing is None
+        assert communication.exposed_ns == pytest.approx(while_training.exposed_ns, rel=0.1)
+        assert [rank.joined > 0 for rank in communication.ranks] == [True, True]

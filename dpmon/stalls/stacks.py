@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from dpmon.record.shared_names import INNER_FRAMES, MAX_THREADS, OUTER_FRAMES
+from dpmon.record.shared_names import INNER_FRAMES, MAX_THREADS, OUTER_FRAMES, find_program_frame
 from dpmon.run.process_notes import relative_location
 
 _MAX_BYTES = 32 << 20
@@ -23,6 +23,8 @@ MAX_DUMP_S = 5.0
 MAX_KILL_S = 0.5
 """Maximum wait for the end of a killed py-spy."""
 _NOT_SCRIPT = ("/site-packages/", "/dist-packages/", "/lib/python3.", "/lib64/python3.", "/torchinductor_")
+_RUNPY = ("<frozen runpy>", "/runpy.py")
+"""What starts the program of `python -m`."""
 _TRACER_PATH = "/dpmon/tracer/"
 _WRAPPERS = (
     "torch/distributed/c10d_logger.py",
@@ -54,11 +56,6 @@ class Frame(NamedTuple):
     line: int
     """0 in C code."""
 
-    @property
-    def is_script(self) -> bool:
-        """Whether it belongs to the script, not to an installed package, Python's library or C code."""
-        return self.line > 0 and not self.file.startswith("<") and not any(part in self.file for part in _NOT_SCRIPT)
-
     def location(self, directory: str) -> str:
         """Return file and line, as seen from `directory`."""
         return relative_location(directory, self.file, self.line)
@@ -81,8 +78,10 @@ class Stack(NamedTuple):
 
     @property
     def innermost_script_frame(self) -> Frame | None:
-        """The innermost call of the script; None if there is none."""
-        return next((frame for frame in self.frames if frame.is_script), None)
+        """The innermost call of the script, or of the installed package that runs; None if there is none."""
+        files = [frame.file if frame.line > 0 else "<C code>" for frame in self.frames]
+        index = find_program_frame(files, _is_script)
+        return None if index is None else self.frames[index]
 
     @property
     def is_idle_worker(self) -> bool:
@@ -98,9 +97,9 @@ class Stack(NamedTuple):
         """
         if self.operation_kind == "compile":
             return "torch.compile"
-        operation, is_known = None, False
+        operation, is_known, script_frame = None, False, self.innermost_script_frame
         for frame in self.frames:
-            if frame.is_script:
+            if frame is script_frame or frame.file.endswith(_RUNPY):
                 break
             template = next((template for suffix, template in _KNOWN_FUNCTIONS if frame.file.endswith(suffix)), None)
             if template is not None or not (is_known or frame.line == 0 or frame.file.endswith(_WRAPPERS)):
@@ -111,13 +110,19 @@ class Stack(NamedTuple):
     @property
     def operation_kind(self) -> str:
         """One of collective, backward, data, save, compile, or "" for other work."""
+        script_frame = self.innermost_script_frame
         for frame in self.frames:
             for operation_kind, parts, functions in _OPERATION_KINDS:
                 if any(part in frame.file for part in parts) and (not functions or frame.function in functions):
                     return operation_kind
-            if frame.is_script:
+            if frame is script_frame:
                 break
         return ""
+
+
+def _is_script(file: str) -> bool:
+    """Return whether a file belongs to the script, not to an installed package or Python's library."""
+    return not (file.startswith("<") or any(part in file for part in _NOT_SCRIPT))
 
 
 _KNOWN_FUNCTIONS = (

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dpmon.run.process_notes import shorten_installed_path
 from dpmon.sanitize import sanitize_line
 from dpmon.stalls.stall_detection import RankActivity, format_rank_names
 
@@ -17,7 +17,6 @@ _OPTIONAL_COLUMNS = (6, 5, 2)
 _COLLECTIVES_COLUMN = 5
 _IN_COLUMN, _MIN_IN_WIDTH = 4, 36
 """The column IN, and the minimum width to which a narrow table truncates it."""
-_INSTALLED_PREFIX = re.compile(r"\A.*(/(site|dist)-packages/|/lib/python3\.\d+/)")
 
 
 def format_reply(reply: Mapping[str, Any], *, all_threads: bool = False, width: int | None = None) -> list[Line]:
@@ -52,7 +51,7 @@ def _lines(reply: Mapping[str, Any], all_threads: bool, width: int | None) -> li
             if is_worker or (all_threads and stack["thread"]):
                 lines.append((f"  {'' if is_worker else 'thread '}{stack['thread']}:", "bold"))
             for function, file, line in stack["frames"]:
-                path = _shorten_path(file)
+                path = shorten_installed_path(file)
                 location = f"{path}:{line}" if line else path
                 if width is not None and len(function) + len(location) + 5 > width:
                     _, _, location = location.rpartition("/")
@@ -89,11 +88,6 @@ def _table_lines(rows: Sequence[tuple[str, ...]], width: int | None) -> list[Lin
 
 def _wrap_or_cut(text: str, width: int) -> str:
     return text.ljust(width) if len(text) <= width else f"{text[: width - 1]}…"
-
-
-def _shorten_path(file: str) -> str:
-    """Return the path of a file without the directory of installed packages or of Python's own modules."""
-    return _INSTALLED_PREFIX.sub("", file)
 
 
 def _rank_row(rank: Mapping[str, Any], *, stalled: bool) -> tuple[str, ...]:

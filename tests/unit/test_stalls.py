@@ -36,6 +36,7 @@ from dpmon.stalls.stall_detection import (
     LoaderWorker,
     ProcessGroupView,
     RankActivity,
+    describe_activity,
     find_stall,
     sentence,
 )
@@ -386,6 +387,37 @@ TRAINER = Frame("Trainer.fit", "/env/lib/python3.11/site-packages/lightning/trai
 )  # fmt: skip
 def test_functions_of_torch_have_the_names_that_people_know(frames: tuple[Frame, ...], expected: str | None) -> None:
     assert Stack((*frames, SCRIPT[1])).library_operation == expected
+
+
+PACKAGES = "/env/lib/python3.11/site-packages"
+MODULE = (
+    Frame("upload", f"{PACKAGES}/trainer/storage.py", 3),
+    Frame("main", f"{PACKAGES}/trainer/train.py", 8),
+    Frame("<module>", f"{PACKAGES}/trainer/train.py", 9),
+)
+RUNPY = (Frame("_run_code", "<frozen runpy>", 88), Frame("_run_module_as_main", "<frozen runpy>", 198))
+COMMAND = Frame("<module>", "/env/bin/trainer", 8)
+
+
+@pytest.mark.parametrize(
+    ("frames", "activity"),
+    [
+        ((*MODULE, *RUNPY), "in upload (trainer/storage.py:3)"),
+        ((*MODULE[:2], COMMAND), "in upload (trainer/storage.py:3)"),
+        ((Frame("wait", "/usr/lib/python3.11/threading.py", 320), *MODULE, *RUNPY),
+         "in wait (trainer/storage.py:3)"),
+        ((TRAINER, *MODULE, *RUNPY), "in Trainer.fit (trainer/storage.py:3)"),
+        ((*BACKWARD[:2], TRAINER, *MODULE, *RUNPY), "in backward (trainer/storage.py:3)"),
+        ((*SCRIPT, *MODULE, *RUNPY), "in checkpoint (train.py:12)"),
+        ((COMMAND,), "at trainer:8"),
+        ((Frame("poll", f"{PACKAGES}/trainer/fast.so", 0), *FORWARD), "in forward"),
+        (RUNPY, "in the script"),
+    ],
+)  # fmt: skip
+def test_the_place_is_in_the_installed_package_that_runs_if_no_script_is_on_the_stack(
+    frames: tuple[Frame, ...], activity: str
+) -> None:
+    assert describe_activity(rank(0, frames, doing="other"), "/job") == activity
 
 
 def test_a_compiled_model_that_runs_does_not_compile() -> None:

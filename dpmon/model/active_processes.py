@@ -50,7 +50,10 @@ def find_training_processes(snapshot: RunSnapshot) -> list[Process]:
 
 
 def _recently_active(snapshot: RunSnapshot) -> list[Process]:
-    """Return the ranks with a step or call and the other processes with a recent one; no helpers if there are ranks."""
+    """Return the ranks with a step or call, and the other processes with a recent one.
+
+    If there are ranks, a process without a rank counts only if it trains: others, for example, only evaluate.
+    """
     since_ns = max(snapshot.newest_ns - _LATELY_NS, 0)
     active = [
         process
@@ -58,16 +61,15 @@ def _recently_active(snapshot: RunSnapshot) -> list[Process]:
         if process.seen_ns >= (since_ns if process.rank is None else 0)
     ]
     has_ranks = any(process.rank is not None for process in active)
-    return [process for process in active if not (has_ranks and process.is_helper)]
+    return [process for process in active if process.rank is not None or process.has_trained or not has_ranks]
 
 
 def _is_replaced(process: Process, start_ns: int, snapshot: RunSnapshot) -> bool:
     """Return whether `process` is silent or has ended, and another one began after its newest step or call."""
-    if process.process in snapshot.ended:
-        return start_ns > process.seen_ns
+    has_ended = process.process in snapshot.ended
     step_ns = process.last_step.wall_ns if process.last_step is not None else 0
     silence_ns = max(_SILENCE_NS, _SILENCE_STEPS * step_ns)
-    return start_ns > process.seen_ns and snapshot.newest_ns - process.seen_ns >= silence_ns
+    return start_ns > process.seen_ns and (has_ended or snapshot.newest_ns - process.seen_ns >= silence_ns)
 
 
 def _started_again(recent: Sequence[Process]) -> tuple[int, int]:

@@ -57,18 +57,16 @@ def _processes(
     steps, calls = store.newest_steps(numbers, brief=plain), store.newest_calls(numbers)
     memory = store.newest_memory(numbers)
     starts = store.first_activity_ns(sorted({*steps, *calls}))
-    has_ranks = any(rank is not None for rank in store.ranks.values())
     processes = {}
     for number in numbers:
         step, (mode, called_ns) = steps.get(number), calls.get(number, ("", -1))
         event = memory.get(number)
         rank, info = store.ranks.get(number), events.info.get(number) or ProcessInfo(number)
-        rank = rank if rank is not None else info.rank
         processes[number] = Process(
             number,
-            rank,
+            rank if rank is not None else info.rank,
             info,
-            is_helper=rank is None and has_ranks and store.last_training_ns(number) is None,
+            has_trained=number in store.trained_processes,
             began_ns=starts.get(number, -1),
             seen_ns=max(-1 if step is None else step.start_ns + step.wall_ns, called_ns),
             last_step=step,

@@ -208,8 +208,8 @@ class Process:
     info: ProcessInfo = field(default_factory=lambda: ProcessInfo(-1))
     node: str | None = None
     """The name of its node; None on one machine."""
-    is_helper: bool = False
-    """Whether it has no rank and trains nothing, in a run with ranks: it only evaluates, for example."""
+    has_trained: bool = False
+    """Whether it had a training step."""
     began_ns: int = -1
     """Start of its first step or call."""
     seen_ns: int = -1
@@ -377,8 +377,11 @@ class RunSnapshot:
 
     @cached_property
     def device_memory(self) -> list[DeviceMemory]:
-        """The memory of each device, for the processes that trained last."""
-        return memory_of_processes(self.training_processes, self.representative)
+        """The memory of each device, for the processes that trained last; if none did, for those that run."""
+        trained = [process for process in self.training_processes if process.has_trained]
+        trained = trained or [process for process in self.processes.values() if process.has_trained]
+        processes = trained or self.training_processes
+        return memory_of_processes(processes, max(processes, key=lambda process: process.seen_ns, default=None))
 
     @cached_property
     def processes_by_node(self) -> list[dict[int, int]]:

@@ -71,11 +71,10 @@ def find_program_frame(files: Sequence[str], is_script: Callable[[str], bool]) -
     The program is the script. If no file of it is on the stack (`python -m PACKAGE`), or only a command that starts an
     installed package, the program is the outermost package.
     """
-    package_names = [match and match[1] for match in map(_PACKAGE.search, files)]
-    program = next(filter(None, reversed(package_names)), None)
+    packages = [(index, match[1]) for index, file in enumerate(files) if (match := _PACKAGE.search(file))]
+    packaged = [index for index, name in packages if name == packages[-1][1]]
     commands = [index for index, file in enumerate(files) if is_script(file)]
     scripts = [index for index in commands if not _COMMAND.search(files[index])]
-    packaged = [index for index, name in enumerate(package_names) if name is not None and name == program]
     return next(iter(scripts or packaged or commands), None)
 
 

@@ -23,14 +23,14 @@ MAX_DUMP_S = 5.0
 MAX_KILL_S = 0.5
 """Maximum wait for the end of a killed py-spy."""
 _NOT_SCRIPT = ("/site-packages/", "/dist-packages/", "/lib/python3.", "/lib64/python3.", "/torchinductor_")
-_RUNPY = ("<frozen runpy>", "/runpy.py")
-"""What starts the program of `python -m`."""
 _TRACER_PATH = "/dpmon/tracer/"
 _WRAPPERS = (
     "torch/distributed/c10d_logger.py",
     "torch/distributed/checkpoint/logger.py",
     "torch/distributed/checkpoint/utils.py",
     "torch/utils/_contextlib.py",
+    "runpy.py",
+    "<frozen runpy>",
 )
 """Files whose functions only call another one."""
 _INSTALL_HINT = "install it next to dpmon: pip install py-spy"
@@ -99,7 +99,7 @@ class Stack(NamedTuple):
             return "torch.compile"
         operation, is_known, script_frame = None, False, self.innermost_script_frame
         for frame in self.frames:
-            if frame is script_frame or frame.file.endswith(_RUNPY):
+            if frame is script_frame:
                 break
             template = next((template for suffix, template in _KNOWN_FUNCTIONS if frame.file.endswith(suffix)), None)
             if template is not None or not (is_known or frame.line == 0 or frame.file.endswith(_WRAPPERS)):

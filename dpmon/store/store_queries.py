@@ -231,6 +231,12 @@ class Store:
         """The processes with steps."""
         return [process for (process,) in self.query("SELECT DISTINCT process FROM keys ORDER BY process")]
 
+    @cached_property
+    def trained_processes(self) -> set[int]:
+        """The processes with training steps."""
+        condition = exclude_flags_condition(EVALUATION)
+        return {process for (process,) in self.query(f"SELECT DISTINCT process FROM keys WHERE {condition}")}
+
     def query(self, query: str, values: Parameters = ()) -> list[tuple[Any, ...]]:
         """Return all rows of a query. If the database is damaged, return the rows before the damage."""
         return list(self._iter_query(query, values))

@@ -101,12 +101,12 @@ def _rank_row(rank: Mapping[str, Any], *, stalled: bool) -> tuple[str, ...]:
         for gpu in rank.get("gpus", ())
     )
     words = ("waits " if rank["waits"] else "") + str(rank["words"])
-    step = "" if rank["step"] is None else rank["step"]
+    step = "" if rank["step"] is None else f"{rank['step']:,}"
     process = f"{rank['state']}{cpu}{gpus}"
     return (
         ">" if stalled and not (rank["waits"] or rank.get("apart")) else "",
         f"{number}{node}",
-        str(step),
+        step,
         seconds,
         words,
         groups,

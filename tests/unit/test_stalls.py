@@ -609,6 +609,7 @@ def test_a_narrow_answer_keeps_place_and_line() -> None:
     words = "in DataLoader.__next__ (train.py:88); its worker (pid 7) is in Samples.__getitem__ (train.py:31)"
     ranks = [answered_rank(1, words, waits=False), answered_rank(0, "in backward (train.py:90)", waits=True)]
     found = {"text": "rank 1 ...", "t_s": 30.0, "since_s": 3.0, "ranks": ranks}
+    assert "  12,345  " in format_reply({**found, "ranks": [{**ranks[0], "step": 12345}]})[3][0]
     lines = [text for text, _ in format_reply(found, width=76)]
     assert lines[2:5] == [
         "   RANK  STEP  FOR   IN                                          COLLECTIVES",

@@ -27,7 +27,13 @@ from dpmon.sanitize import sanitize_line, to_safe_json
 from dpmon.supervise.foreground_guard import poll_in_background
 from dpmon.supervise.start_supervisor import ensure_supervisor
 from dpmon.text.cells import supports_color, text_for_stream, truncate
-from dpmon.text.formatting import format_compact, format_count_with_noun, format_elapsed, node_count_prefix
+from dpmon.text.formatting import (
+    format_compact,
+    format_count,
+    format_count_with_noun,
+    format_elapsed,
+    node_count_prefix,
+)
 
 if TYPE_CHECKING:
     from dpmon.report.document import Document
@@ -281,8 +287,8 @@ class ListedRun(NamedTuple):
         """Return the cells of the list."""
         from dpmon.stalls.run_state import format_state  # expensive
 
-        evaluations = f" (+{self.evaluation_steps} evaluation)" if self.evaluation_steps else ""
-        steps_text = "-" if self.steps is None else f"{self.steps}{evaluations}"
+        evaluations = f" (+{format_count(self.evaluation_steps)} evaluation)" if self.evaluation_steps else ""
+        steps_text = "-" if self.steps is None else f"{format_count(self.steps)}{evaluations}"
         if self.steps is None and self.open_calls:
             steps_text = format_count_with_noun(self.open_calls, "call")
         return (

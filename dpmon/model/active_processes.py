@@ -27,7 +27,8 @@ def ended_processes(activities: Mapping[int, tuple[str, int]]) -> frozenset[int]
 def find_training_processes(snapshot: RunSnapshot) -> list[Process]:
     """Return the processes that train now: with a step or call in the last half minute, unless another took over.
 
-    A process that has ended counts only if no other one does: it is shown until another resumes.
+    A rank stays one however long it waits or after it has ended, until the job starts again or a process without a
+    rank trains after it. Another process that has ended counts only if no other one does: until another resumes.
     """
     recent = _recently_active(snapshot)
     if len(recent) < 2:
@@ -38,26 +39,37 @@ def find_training_processes(snapshot: RunSnapshot) -> list[Process]:
 
     def gave_way(process: Process) -> bool:
         if process.rank is None:
-            return _is_replaced(process, newest_start_ns, snapshot.newest_ns)
-        replaced = process.began_ns <= replaced_end_ns and _is_replaced(process, restart_ns, snapshot.newest_ns)
-        return replaced or _is_replaced(process, rankless_start_ns, snapshot.newest_ns)
+            return _is_replaced(process, newest_start_ns, snapshot)
+        replaced = process.began_ns <= replaced_end_ns and _is_replaced(process, restart_ns, snapshot)
+        return replaced or _is_replaced(process, rankless_start_ns, snapshot)
 
     has_no_successor = restart_ns < 0 and all(process.rank is not None for process in recent)
     remaining = recent if has_no_successor else [process for process in recent if not gave_way(process)]
-    return [process for process in remaining if process.process not in snapshot.ended] or remaining or recent
+    live = [process for process in remaining if process.rank is not None or process.process not in snapshot.ended]
+    return live or remaining or recent
 
 
 def _recently_active(snapshot: RunSnapshot) -> list[Process]:
-    return [
-        process for process in snapshot.processes.values() if process.seen_ns >= max(snapshot.newest_ns - _LATELY_NS, 0)
+    """Return the ranks with a step or call, and the other processes with a recent one.
+
+    If there are ranks, a process without a rank counts only if it trains: others, for example, only evaluate.
+    """
+    since_ns = max(snapshot.newest_ns - _LATELY_NS, 0)
+    active = [
+        process
+        for process in snapshot.processes.values()
+        if process.seen_ns >= (since_ns if process.rank is None else 0)
     ]
+    has_ranks = any(process.rank is not None for process in active)
+    return [process for process in active if process.rank is not None or process.has_trained or not has_ranks]
 
 
-def _is_replaced(process: Process, start_ns: int, now_ns: int) -> bool:
-    """Return whether `process` is silent, and another one began after its newest step or call."""
+def _is_replaced(process: Process, start_ns: int, snapshot: RunSnapshot) -> bool:
+    """Return whether `process` is silent or has ended, and another one began after its newest step or call."""
+    has_ended = process.process in snapshot.ended
     step_ns = process.last_step.wall_ns if process.last_step is not None else 0
     silence_ns = max(_SILENCE_NS, _SILENCE_STEPS * step_ns)
-    return start_ns > process.seen_ns and now_ns - process.seen_ns >= silence_ns
+    return start_ns > process.seen_ns and (has_ended or snapshot.newest_ns - process.seen_ns >= silence_ns)
 
 
 def _started_again(recent: Sequence[Process]) -> tuple[int, int]:

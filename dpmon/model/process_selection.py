@@ -74,6 +74,7 @@ def _processes(
             number,
             rank if rank is not None else info.rank,
             info,
+            has_trained=number in store.trained_processes,
             began_ns=starts.get(number, -1),
             seen_ns=max(-1 if step is None else step.start_ns + step.wall_ns, called_ns),
             last_step=step,

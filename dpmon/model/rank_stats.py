@@ -257,6 +257,8 @@ def _rank_times(
     """
     assert focus.last_step is not None
     end_s = max(stats_until_s(store, rank) for rank in (focus, *ranks) if rank.last_step is not None)
+    if focus.last_step.is_evaluation and focus.recent.last_ns is not None:
+        end_s = min(end_s, focus.recent.last_ns // SECOND + 1)  # the ranks train together in training steps only
     step_ns = focus.recent.step_ns or focus.last_step.wall_ns
     width_s = max(-(-RANK_STEPS * step_ns // SECOND), width_s if store.is_mirror else RANK_S)
     numbers, mode = tuple(rank.process for rank in ranks), focus.last_step.mode

@@ -5,7 +5,7 @@ Times are ns since the run's start; unknown values are None.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -209,6 +209,8 @@ class Process:
     info: ProcessInfo = field(default_factory=lambda: ProcessInfo(-1))
     node: str | None = None
     """The name of its node; None on one machine."""
+    has_trained: bool = False
+    """Whether it had a training step."""
     began_ns: int = -1
     """Start of its first step or call."""
     seen_ns: int = -1
@@ -229,6 +231,8 @@ class Process:
     """The newest record of the devices' memory."""
     calls: Mapping[tuple[str, str | None], CallTimings] = field(default_factory=dict)
     """By root and its wrapper; the root that was called last comes first."""
+    earlier_wrappers: Set[str] = frozenset()
+    """In an evaluation, which may call the bare model for long: the wrappers through which it has called models."""
     last_calls: tuple[Call, ...] = ()
     """The calls of its last step."""
     figures: StepStats = NO_STEPS
@@ -278,7 +282,8 @@ class Process:
     @property
     def distributed(self) -> str | None:
         """How it trains one model together with other ranks (a key of RANK_MODES); None if it does not."""
-        return next((via for _, via in self.calls if via in RANK_MODES), None)
+        wrappers = {via for _, via in self.calls} | self.earlier_wrappers
+        return next((wrapper for wrapper in RANK_MODES if wrapper in wrappers), None)
 
 
 @dataclass(frozen=True)
@@ -380,8 +385,11 @@ class RunSnapshot:
 
     @cached_property
     def device_memory(self) -> list[DeviceMemory]:
-        """The memory of each device, for the processes that trained last."""
-        return memory_of_processes(self.training_processes, self.representative)
+        """The memory of each device, for the processes that trained last; if none did, for those that run."""
+        trained = [process for process in self.training_processes if process.has_trained]
+        trained = trained or [process for process in self.processes.values() if process.has_trained]
+        processes = trained or self.training_processes
+        return memory_of_processes(processes, max(processes, key=lambda process: process.seen_ns, default=None))
 
     @cached_property
     def processes_by_node(self) -> list[dict[int, int]]:

@@ -43,7 +43,7 @@ from dpmon.model.slow_steps import INPUT, SlowStepCache, SlowSteps, StepUnevenne
 from dpmon.model.step_history import COLUMNS, HistoryColumnCache, column_width_s, subtract_input_waits
 from dpmon.model.stragglers import Group, RankTimes
 from dpmon.model.throughput import MAX_RATES, WINDOW_S, read_recent_rate, sample_unevenly, stats_until_s
-from dpmon.record.schema import SECOND, STEP, WARM_UP
+from dpmon.record.schema import SECOND, STEP, TRAINING, WARM_UP
 from dpmon.store.step_stats import StatsWindow, StepStats, compute_step_stats
 from dpmon.store.tally import IncrementalTallies
 
@@ -365,8 +365,8 @@ def _with_calls(
     `previous`: the process in the previous snapshot, if its calls may be kept.
     """
     if previous is not None:
-        kept = {name: getattr(previous, name) for name in ("calls", "last_calls", "progress", "devices", "virtual")}
-        return replace(process, **kept)
+        kept = ("calls", "earlier_wrappers", "last_calls", "progress", "devices", "virtual")
+        return replace(process, **{name: getattr(previous, name) for name in kept})
     calls = CallCache(store, process.process)
     mode = process.last_step.mode if process.last_step is not None else process.mode
     if ranged is None:
@@ -377,6 +377,8 @@ def _with_calls(
         # The calls of one rank are interleaved with those of all others.
         limit = max(CALLS_READ * RANKS_A_SECOND // max(len(store.ranks), RANKS_A_SECOND), MIN_CALLS_READ)
         timings = build_call_timings(calls, ranged.tallies, mode, limit=limit)
+    if process.last_step is not None and process.last_step.kind != TRAINING:
+        process = replace(process, earlier_wrappers=store.wrapper_types(process.process))
     return _with_devices(replace(process, calls=timings, last_calls=calls.last_step_calls()))
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 MODES = ("", "dp", "single")
@@ -44,6 +44,10 @@ MAX_JSON = 60_000
 """Maximum length (characters) of the JSON of one line or event."""
 _TEXT_LENGTHS = (4096, 1024, 256, 64, 16)
 """Lengths (characters) to which texts are truncated, tried in order until the JSON fits."""
+_PACKAGE = re.compile(r"/(?:site|dist)-packages/(?!torch/|dpmon/)([^/]+)")
+"""The package or module of an installed file; torch runs scripts (in a spawned process), but is no program itself."""
+_COMMAND = re.compile(r"/bin/[^/.]+$")
+"""A command of an installed package, which only calls a function in it."""
 _SECRET_NAME = r"(?i:token|key|secret|password)"
 """The last part of a name whose value is a secret, as in --api-key, HF_TOKEN and PGPASSWORD."""
 _SECRET_OPTION = rf"(?:^|[\s\0])-[^\s\0=]*{_SECRET_NAME}(?:\0|\s+(?!\s))(?!-\D)"
@@ -59,6 +63,19 @@ def rank_name(rank: int, node: str | None = None) -> str:
 def node_suffix(node: str | None) -> str:
     """Return the suffix that names the node of a rank or process: " (gpu-3)"; empty in a run on one machine."""
     return f" ({node})" if node else ""
+
+
+def find_program_frame(files: Sequence[str], is_script: Callable[[str], bool]) -> int | None:
+    """Return the index of the innermost frame of the program, given the files of a stack, innermost first.
+
+    The program is the script. If no file of it is on the stack (`python -m PACKAGE`), or only a command that starts an
+    installed package, the program is the outermost package.
+    """
+    packages = [(index, match[1]) for index, file in enumerate(files) if (match := _PACKAGE.search(file))]
+    packaged = [index for index, name in packages if name == packages[-1][1]]
+    commands = [index for index, file in enumerate(files) if is_script(file)]
+    scripts = [index for index in commands if not _COMMAND.search(files[index])]
+    return next(iter(scripts or packaged or commands), None)
 
 
 def shorten_name(text: str, max_chars: int = MAX_NAME) -> str:

@@ -28,6 +28,8 @@ _MAX_MESSAGE_CHARS = 120
 _PLACE_IN_C = re.compile(r"^\[[^\[\]\s]*:[0-9]+\] ")
 """The prefix of gloo's messages: "[/gloo/transport/tcp/pair.cc:537] "."""
 
+_INSTALLED_PREFIX = re.compile(r"\A.*(/(site|dist)-packages/|/lib/python3\.\d+/)")
+
 
 class Note(NamedTuple):
     """A note of a process. `pid` is 0 for a note of dpmon itself."""
@@ -123,10 +125,20 @@ class UncaughtException(NamedTuple):
 
 
 def relative_location(directory: str, file: str, line: int) -> str:
-    """Return file and line as seen from `directory`: "src/train.py:88"; only the name of a file that is elsewhere."""
+    """Return file and line as seen from `directory`: "src/train.py:88"; only the name of a file that is elsewhere.
+
+    An installed file is named from its package on: "package/train.py:88".
+    """
+    if (installed_path := shorten_installed_path(file)) != file:
+        return f"{installed_path}:{line}"
     if directory and file.startswith(directory.rstrip(os.sep) + os.sep):
         return f"{os.path.relpath(file, directory)}:{line}"
     return f"{os.path.basename(file)}:{line}"
+
+
+def shorten_installed_path(file: str) -> str:
+    """Return the path of a file without the directory of installed packages or of Python's own modules."""
+    return _INSTALLED_PREFIX.sub("", file)
 
 
 def trim_launcher_lines(lines: list[str], exception: UncaughtException | None, command_pid: int | None) -> list[str]:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from dpmon.record.shared_names import INNER_FRAMES, MAX_THREADS, OUTER_FRAMES
+from dpmon.record.shared_names import INNER_FRAMES, MAX_THREADS, OUTER_FRAMES, find_program_frame
 from dpmon.run.process_notes import relative_location
 
 _MAX_BYTES = 32 << 20
@@ -31,6 +31,8 @@ _WRAPPERS = (
     "torch/distributed/checkpoint/logger.py",
     "torch/distributed/checkpoint/utils.py",
     "torch/utils/_contextlib.py",
+    "runpy.py",
+    "<frozen runpy>",
 )
 """Files whose functions only call another one."""
 _INSTALL_HINT = "install it next to dpmon: pip install py-spy"
@@ -55,11 +57,6 @@ class Frame(NamedTuple):
     file: str
     line: int
     """0 in C code."""
-
-    @property
-    def is_script(self) -> bool:
-        """Whether it belongs to the script, not to an installed package, Python's library or C code."""
-        return self.line > 0 and not self.file.startswith("<") and not any(part in self.file for part in _NOT_SCRIPT)
 
     def location(self, directory: str) -> str:
         """Return file and line, as seen from `directory`."""
@@ -89,8 +86,10 @@ class Stack(NamedTuple):
 
     @property
     def innermost_script_frame(self) -> Frame | None:
-        """The innermost call of the script; None if there is none."""
-        return next((frame for frame in self.frames if frame.is_script), None)
+        """The innermost call of the script, or of the installed package that runs; None if there is none."""
+        files = [frame.file if frame.line > 0 else "<C code>" for frame in self.frames]
+        index = find_program_frame(files, _is_script)
+        return None if index is None else self.frames[index]
 
     @property
     def is_idle_worker(self) -> bool:
@@ -106,9 +105,9 @@ class Stack(NamedTuple):
         """
         if self.operation_kind == "compile":
             return "torch.compile"
-        operation, is_known = None, False
+        operation, is_known, script_frame = None, False, self.innermost_script_frame
         for frame in self.frames:
-            if frame.is_script:
+            if frame is script_frame:
                 break
             template = next((template for suffix, template in _KNOWN_FUNCTIONS if frame.file.endswith(suffix)), None)
             if template is not None or not (is_known or frame.line == 0 or frame.file.endswith(_WRAPPERS)):
@@ -119,13 +118,19 @@ class Stack(NamedTuple):
     @property
     def operation_kind(self) -> str:
         """One of collective (or another wait for ranks), backward, data, save, compile, or "" for other work."""
+        script_frame = self.innermost_script_frame
         for frame in self.frames:
             for operation_kind, parts, functions in _OPERATION_KINDS:
                 if any(part in frame.file for part in parts) and (not functions or frame.function in functions):
                     return operation_kind
-            if frame.is_script:
+            if frame is script_frame:
                 break
         return ""
+
+
+def _is_script(file: str) -> bool:
+    """Return whether a file belongs to the script, not to an installed package or Python's library."""
+    return not (file.startswith("<") or any(part in file for part in _NOT_SCRIPT))
 
 
 _KNOWN_FUNCTIONS = (

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dpmon.run.process_notes import shorten_installed_path
 from dpmon.sanitize import sanitize_line
 from dpmon.stalls.stall_detection import RankActivity, format_rank_names
 
@@ -17,7 +17,6 @@ _OPTIONAL_COLUMNS = (6, 5, 2)
 _COLLECTIVES_COLUMN = 5
 _IN_COLUMN, _MIN_IN_WIDTH = 4, 36
 """The column IN, and the minimum width to which a narrow table truncates it."""
-_INSTALLED_PREFIX = re.compile(r"\A.*(/(site|dist)-packages/|/lib/python3\.\d+/)")
 
 
 def format_reply(reply: Mapping[str, Any], *, all_threads: bool = False, width: int | None = None) -> list[Line]:
@@ -52,7 +51,7 @@ def _lines(reply: Mapping[str, Any], all_threads: bool, width: int | None) -> li
             if is_worker or (all_threads and stack["thread"]):
                 lines.append((f"  {'' if is_worker else 'thread '}{stack['thread']}:", "bold"))
             for function, file, line in stack["frames"]:
-                path = _shorten_path(file)
+                path = shorten_installed_path(file)
                 location = f"{path}:{line}" if line else path
                 if width is not None and len(function) + len(location) + 5 > width:
                     _, _, location = location.rpartition("/")
@@ -91,11 +90,6 @@ def _wrap_or_cut(text: str, width: int) -> str:
     return text.ljust(width) if len(text) <= width else f"{text[: width - 1]}…"
 
 
-def _shorten_path(file: str) -> str:
-    """Return the path of a file without the directory of installed packages or of Python's own modules."""
-    return _INSTALLED_PREFIX.sub("", file)
-
-
 def _rank_row(rank: Mapping[str, Any], *, stalled: bool) -> tuple[str, ...]:
     number = f"pid {rank['pid']}" if rank["rank"] is None else rank["rank"]
     node = f" ({rank['node']})" if rank.get("node") else ""
@@ -107,12 +101,12 @@ def _rank_row(rank: Mapping[str, Any], *, stalled: bool) -> tuple[str, ...]:
         for gpu in rank.get("gpus", ())
     )
     words = ("waits " if rank["waits"] else "") + str(rank["words"])
-    step = "" if rank["step"] is None else rank["step"]
+    step = "" if rank["step"] is None else f"{rank['step']:,}"
     process = f"{rank['state']}{cpu}{gpus}"
     return (
         ">" if stalled and not (rank["waits"] or rank.get("apart")) else "",
         f"{number}{node}",
-        str(step),
+        step,
         seconds,
         words,
         groups,

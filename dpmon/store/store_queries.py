@@ -243,6 +243,12 @@ class Store:
         """The processes with steps."""
         return [process for (process,) in self.query("SELECT DISTINCT process FROM keys ORDER BY process")]
 
+    @cached_property
+    def trained_processes(self) -> set[int]:
+        """The processes with training steps."""
+        condition = exclude_flags_condition(EVALUATION)
+        return {process for (process,) in self.query(f"SELECT DISTINCT process FROM keys WHERE {condition}")}
+
     def query(self, query: str, values: Parameters = ()) -> list[tuple[Any, ...]]:
         """Return all rows of a query. If the database is damaged, return the rows before the damage."""
         return list(self._iter_query(query, values))
@@ -919,6 +925,14 @@ class Store:
         """Return the sizes of inputs and outputs of all calls so far, with the number of calls of each."""
         query = "SELECT process, mode, kind, layout, virtual, sizes, untimed, calls FROM shapes"
         return list(self.read(shape_from_row, query))
+
+    def wrapper_types(self, process: int) -> set[str]:
+        """Return the wrappers through which the process has called its models so far (`via` of their calls)."""
+        layouts = [
+            layout for (layout,) in self.query("SELECT DISTINCT layout FROM shapes WHERE process = ?", (process,))
+        ]
+        values = self.definitions(process, layouts).values()
+        return {value["via"] for value in values if isinstance(value, dict) and isinstance(value.get("via"), str)}
 
     # ------------------------------------------------------------------------------------------ events
 

@@ -93,12 +93,13 @@ class RunStopper:
 
     def _stop_run(self) -> None:
         """Stop the whole run and report the progress; runs on a thread of its own."""
-        from dpmon.run.run_signals import stop_run
+        from dpmon.run.run_signals import STOPPED_BY, stop_run
 
         app = self._app
         try:
             for progress in stop_run(app.live_run.directory, app.live_run.info):
-                app.call_on_ui_thread(self._show_progress, sanitize_line(progress, 200))
+                if not progress.startswith(STOPPED_BY):  # the screen shows how the run has ended
+                    app.call_on_ui_thread(self._show_progress, sanitize_line(progress, 200))
             app.call_on_ui_thread(self._note_all_signals_sent)
         except Exception as error:  # noqa: BLE001  whatever went wrong is shown; the screen goes on
             app.call_on_ui_thread(self._report_failure, sanitize_line(f"{type(error).__name__}: {error}", 200))

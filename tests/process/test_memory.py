@@ -70,6 +70,10 @@ def learn(optimizer, loss):
     optimizer.zero_grad()
 """
 WEIGHTS, OTHERS = 4 * (30 * 20 + 20), 4 * (15 * 20 + 20)
+EVERY_STEP = """\
+from dpmon.tracer.memory import measurement
+measurement.MEASURE_INTERVAL_NS = measurement.WAIT_FACTOR = 0
+"""
 CASES: dict[str, tuple[str, dict[str, int | str]]] = {
     "gradients that the script clears before the step ends": (
         """\
@@ -111,6 +115,53 @@ with torch.no_grad():
             "gradients": "no backward pass was seen before this measurement",
             "optimizer": "no optimizer had stepped before this measurement",
         },
+    ),
+    "two batches that are fetched together, and one update after their two passes": (
+        """\
+optimizer = torch.optim.Adam(model.parameters())
+fetched = iter(loader)
+for _ in range(5):
+    for x in [next(fetched), next(fetched)]:
+        model(x).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+""",
+        {"model": WEIGHTS, "gradients": WEIGHTS, "optimizer": 2 * WEIGHTS + 2 * 4},
+    ),
+    "evaluations before, between and after training steps": (
+        EVERY_STEP
+        + """\
+optimizer = torch.optim.Adam(model.parameters())
+def evaluate():
+    with torch.no_grad():
+        for x in loader:
+            model.eval()(x)
+evaluate()
+for _ in range(2):
+    for x in loader:
+        learn(optimizer, model.train()(x))
+    evaluate()
+""",
+        {"model": WEIGHTS, "gradients": WEIGHTS, "optimizer": 2 * WEIGHTS + 2 * 4},
+    ),
+    "a short training without an optimizer after an evaluation": (
+        """\
+with torch.no_grad():
+    for x in loader:
+        model.eval()(x)
+for x in loader:
+    model.train()(x).sum().backward()
+""",
+        {"gradients": WEIGHTS, "optimizer": "no torch optimizer was made"},
+    ),
+    "an optimizer that is not made by its constructor": (
+        """\
+import copy
+optimizer = copy.deepcopy(torch.optim.SGD(model.parameters(), lr=0.1))
+for x in loader:
+    learn(optimizer, model(x))
+""",
+        {"optimizer": "the optimizer that stepped was freed, or was not made by its constructor"},
     ),
     "an optimizer without a state": (
         """\

@@ -114,6 +114,16 @@ def test_the_named_line_is_one_of_the_script(dpmon: Dpmon) -> None:
     assert "(train.py:3)\n" in run.errors
 
 
+def test_the_named_line_of_an_installed_program_is_one_of_its_package(dpmon: Dpmon) -> None:
+    package = dpmon.cwd / "site-packages" / "trainer"
+    package.mkdir(parents=True)
+    (package / "train.py").write_text("import torch\n\ntorch.ones(2) @ torch.ones(3)\n")
+    env = {"PYTHONPATH": str(package.parent)}
+    run = dpmon.run(*dpmon.warm(env), "--headless", "-m", "trainer.train", env=env)
+    assert run.status == 1
+    assert "(trainer/train.py:3)\n" in run.errors
+
+
 def noted(directory: Path, *lines: str) -> None:
     (directory / "endings.log").write_text("".join(f"{line}\n" for line in lines))
 

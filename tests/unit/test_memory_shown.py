@@ -11,7 +11,7 @@ from dpmon.record.record_types import Event
 from dpmon.ui.panels import panel_devices
 from dpmon.ui.screen_data import ScreenData, View
 from dpmon.ui.styled_rows import plain_text
-from support.history_builders import snapshot_of_records
+from support.history_builders import Recording, snapshot_of_records
 from support.record_builders import SECOND, Training, device_event, host_event
 from support.screen_states import STYLE, screen_text
 
@@ -84,6 +84,23 @@ def test_processes_that_follow_one_another_are_not_added_up() -> None:
     assert [memory_of_processes(processes, one)[0].model for one in processes] == [100] * 3
     both = [*processes, Process(3, began_ns=5, seen_ns=15, memory=MEASURED)]
     assert memory_of_processes(both, both[3])[0].model == 300, "it ran beside two of them"
+
+
+def test_the_memory_is_that_of_the_process_that_trained_also_after_its_end() -> None:
+    """A process that only evaluates has neither gradients nor an optimizer, and does not hide them."""
+    none = {"gradients_bytes": "no backward pass", "optimizer_bytes": "no torch optimizer was made"}
+    trains, evaluates = Training(process=0), Training(process=1)
+    recording = Recording()
+    looks = (one("cpu", 10, 10, 20, None, None), one("cpu", 10, None, None, None, None, **none))
+    recording.add([*trains.begin(), *trains.run(20), Event("memory", record(0, looks[0]))], 0)
+    evaluates.now = trains.now + SECOND
+    evaluation = [row for _ in range(200) for row in evaluates.step(evaluates=True)]
+    evaluates.now += 60 * SECOND
+    evaluation += evaluates.step(evaluates=True)
+    recording.add([*evaluates.begin(), *evaluation, Event("memory", record(1, looks[1]))], 1)
+    for ended in ((), (0,), (0, 1)):
+        (row,) = recording.state(ended=ended).device_memory
+        assert (row.model, row.gradients, row.optimizer, row.processes) == (10, 10, 20, 1)
 
 
 def facts_of(*devices: dict[str, Any], gpus: int = 0) -> ScreenData:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import pytest
+
 from dpmon.model.run_snapshot import RunSnapshot
 from dpmon.record.record_types import Call, Record, Step
-from dpmon.ui.panels import panel_ranks
-from dpmon.ui.screen_data import ScreenData
+from dpmon.record.shared_names import DDP
+from dpmon.ui.panels import panel_communication, panel_ranks
+from dpmon.ui.scenes import RANKS, choose_scene
+from dpmon.ui.screen_data import ScreenData, format_mode_and_devices
 from support.history_builders import Recording
+from support.rank_builders import record_ddp_ranks, with_world_size
 from support.record_builders import SECOND, Training, records_of_rows
 
 LOOKS = 30
@@ -156,3 +161,68 @@ def test_ranks_that_all_wait_for_one_stay_ranks() -> None:
     assert later
     for state, at in later:
         assert [each.process for each in state.training_processes] == [3, 4, 5], at
+
+
+# ------------------------------------------------------------------------------------------------ ranks that wait
+
+
+def evaluation_of_rank_0(*, steps: int = 400) -> tuple[Recording, int, int]:
+    """Record two ranks, of which rank 0 then evaluates its bare model for a minute: from when, until when (ns)."""
+    recording = Recording()
+    ranks = [
+        Training(
+            process=rank, rank=rank, mode="single", via=DDP, devices=("cpu",), virtual=False, step_ns=SECOND // 100
+        )
+        for rank in range(2)
+    ]
+    for one in ranks:
+        recording.add([*(with_world_size(row, 2) for row in one.begin()), *one.run(200)], one.process, one.rank)
+    first, start = ranks[0], ranks[0].now
+    first.via, first.step_ns = None, 100 * SECOND // steps
+    recording.add([row for _ in range(steps) for row in first.step(evaluates=True)], 0, 0)
+    return recording, start, first.now
+
+
+def test_a_rank_without_records_for_long_stays_a_rank() -> None:
+    recording, start, end = evaluation_of_rank_0()
+    assert end - start > 45 * SECOND
+    for at in (start, start + 10 * SECOND, start + 31 * SECOND, end):
+        for ended in ((), (1,), (0, 1)):
+            state = recording.state(at, ended)
+            assert [each.rank for each in state.training_processes] == [0, 1], (at, ended)
+            screen = ScreenData(state, at)
+            assert format_mode_and_devices(screen.process, "x") == ("ddp x2", "cpu")
+            scene = choose_scene(screen)
+            assert (scene.name, scene.second_panel, scene.fourth_panel) == (RANKS, panel_ranks, panel_communication)
+
+
+def test_a_process_without_a_rank_that_trains_nothing_is_no_rank_of_the_run() -> None:
+    """An evaluation that a rank starts, or the process that has started the ranks and evaluates after them."""
+    recording, _, end = evaluation_of_rank_0()
+    helper = Training(process=2, mode="single", via=None, devices=("cpu",), step_ns=SECOND // 10, start_ns=end + SECOND)
+    recording.add([*helper.begin(), *(row for _ in range(100) for row in helper.step(evaluates=True))], 2)
+    for ended in ((), (2,), (0, 1), (0, 1, 2)):
+        assert [each.process for each in recording.state(ended=ended).training_processes] == [0, 1], ended
+
+
+def test_a_training_without_ranks_takes_over_from_ranks_that_trained_before() -> None:
+    recording, _, end = evaluation_of_rank_0()
+    later = Training(process=2, mode="single", via=None, devices=("cpu",), step_ns=SECOND // 10, start_ns=end + SECOND)
+    recording.add([*later.begin(), *later.run(100)], 2)
+    for ended in ((), (0, 1), (0, 1, 2)):
+        assert [each.process for each in recording.state(ended=ended).training_processes] == [2], ended
+
+
+def test_the_communication_of_the_last_training_steps_is_shown_while_a_rank_evaluates() -> None:
+    recording, end = record_ddp_ranks(2, slow=1)
+    while_training = recording.state().communication
+    one = Training(rank=0, mode="single", via=None, devices=("cuda:0",), step_ns=SECOND // 2, start_ns=end)
+    one.steps, one.defined = 400, {str(number): number for number in range(100)}
+    recording.add([row for _ in range(120) for row in one.step(evaluates=True)], 0, 0)
+    for over in (False, True):
+        communication = recording.state(over=over).communication
+        assert while_training is not None
+        assert communication is not None
+        assert communication.missing is None
+        assert communication.exposed_ns == pytest.approx(while_training.exposed_ns, rel=0.1)
+        assert [rank.joined > 0 for rank in communication.ranks] == [True, True]

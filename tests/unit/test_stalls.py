@@ -530,6 +530,37 @@ def test_a_rank_waits_for_others_whatever_the_file(frames: tuple[Frame, ...], ki
     assert Stack((*frames, SCRIPT[1])).operation_kind == kind
 
 
+PACKAGES = "/env/lib/python3.11/site-packages"
+MODULE = (
+    Frame("upload", f"{PACKAGES}/trainer/storage.py", 3),
+    Frame("main", f"{PACKAGES}/trainer/train.py", 8),
+    Frame("<module>", f"{PACKAGES}/trainer/train.py", 9),
+)
+RUNPY = (Frame("_run_code", "<frozen runpy>", 88), Frame("_run_module_as_main", "<frozen runpy>", 198))
+COMMAND = Frame("<module>", "/env/bin/trainer", 8)
+
+
+@pytest.mark.parametrize(
+    ("frames", "activity"),
+    [
+        ((*MODULE, *RUNPY), "in upload (trainer/storage.py:3)"),
+        ((*MODULE[:2], COMMAND), "in upload (trainer/storage.py:3)"),
+        ((Frame("wait", "/usr/lib/python3.11/threading.py", 320), *MODULE, *RUNPY),
+         "in wait (trainer/storage.py:3)"),
+        ((TRAINER, *MODULE, *RUNPY), "in Trainer.fit (trainer/storage.py:3)"),
+        ((*BACKWARD[:2], TRAINER, *MODULE, *RUNPY), "in backward (trainer/storage.py:3)"),
+        ((*SCRIPT, *MODULE, *RUNPY), "in checkpoint (train.py:12)"),
+        ((COMMAND,), "at trainer:8"),
+        ((Frame("poll", f"{PACKAGES}/trainer/fast.so", 0), *FORWARD), "in forward"),
+        (RUNPY, "in the script"),
+    ],
+)  # fmt: skip
+def test_the_place_is_in_the_installed_package_that_runs_if_no_script_is_on_the_stack(
+    frames: tuple[Frame, ...], activity: str
+) -> None:
+    assert describe_activity(rank(0, frames, doing="other"), "/job") == activity
+
+
 def test_a_compiled_model_that_runs_does_not_compile() -> None:
     """Else it would have the time of a compilation in each step."""
     call = Frame("_fn", f"{TORCH}/_dynamo/eval_frame.py", 700)
@@ -721,6 +752,7 @@ def test_a_narrow_answer_keeps_place_and_line() -> None:
     words = "in DataLoader.__next__ (train.py:88); its worker (pid 7) is in Samples.__getitem__ (train.py:31)"
     ranks = [answered_rank(1, words, waits=False), answered_rank(0, "in backward (train.py:90)", waits=True)]
     found = {"text": "rank 1 ...", "t_s": 30.0, "since_s": 3.0, "ranks": ranks}
+    assert "  12,345  " in format_reply({**found, "ranks": [{**ranks[0], "step": 12345}]})[3][0]
     lines = [text for text, _ in format_reply(found, width=76)]
     assert lines[2:5] == [
         "   RANK  STEP  FOR   IN                                          COLLECTIVES",

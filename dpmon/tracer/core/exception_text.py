@@ -6,14 +6,15 @@ import json
 import os
 import re
 import sys
+from collections.abc import Sequence
 from types import TracebackType, WrapperDescriptorType
 from typing import Any
 
-from dpmon.record.shared_names import shorten_name
+from dpmon.record.shared_names import find_program_frame, shorten_name
 
 _LIBRARY = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 _DPMON = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
-_PACKAGE_FOLDERS = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+_PACKAGE_FOLDERS = ("/site-packages/", "/dist-packages/")
 
 _SAFE_TYPES = (str, bytes, int, float, bool, type(None))
 # Python's own descriptors: no attribute or metaclass of the script can hide them.
@@ -85,10 +86,10 @@ def _parse_spawn_exception(
         return None
     lines = text.strip().splitlines()
     name, _, message = (lines[-1] if lines else "").partition(": ")
-    locations = [(file, int(line)) for file, line in _TRACEBACK_LINE.findall(text) if _is_script(file)]
+    locations = [(file, int(line)) for file, line in _TRACEBACK_LINE.findall(text)]
     index = getattr(value, "error_index", None)  # set by torch's class
     rank = index if type(index) is int else None
-    location = locations[-1] if locations else None
+    location = _program_location(locations)
     return name.rpartition(".")[-1] or class_name, message[:MAX_CHARACTERS], rank, location
 
 
@@ -127,10 +128,15 @@ def _is_script(file: str) -> bool:
 
 def _script_location(traceback: TracebackType | None) -> tuple[str, int] | None:
     """Return file and line number of the innermost frame of the script itself; None if there is none."""
-    location = None
+    locations = []
     while traceback is not None:
-        file = traceback.tb_frame.f_code.co_filename
-        if _is_script(file):
-            location = os.path.abspath(file), traceback.tb_lineno
+        locations.append((traceback.tb_frame.f_code.co_filename, traceback.tb_lineno))
         traceback = traceback.tb_next
-    return location
+    return _program_location(locations)
+
+
+def _program_location(locations: Sequence[tuple[str, int]]) -> tuple[str, int] | None:
+    """Return the innermost location of the program among those of a traceback; None if there is none."""
+    files, lines = zip(*reversed(locations), strict=True) if locations else ((), ())
+    index = find_program_frame(files, _is_script)
+    return None if index is None else (os.path.abspath(files[index]), lines[index])

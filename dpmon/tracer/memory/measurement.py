@@ -1,11 +1,12 @@
 """Measures the memory of each device: models, their gradients, optimizer states, and the rest.
 
 The first measurement follows the first steps. Later measurements follow every few seconds, or less often if they are
-expensive. Tensors are counted after each backward pass of the measured step, and the count with the most gradients is
-used: many scripts clear the gradients before the step ends. This time is in the step's `other`. The result is recorded
-between two steps. A storage that holds, for example, both a parameter and an optimizer state counts once, for the first
-of them in the order above. The statistics of torch's allocator are read and never reset: the peak is the highest value
-since the start, or since the script reset it.
+expensive; they wait for a step that trains if the process has ever run a backward pass. Tensors are counted after each
+backward pass of the measured step, and the count with the most gradients is used: many scripts clear the gradients
+before the step ends. This time is in the step's `other`. The result is recorded between two steps. A storage that
+holds, for example, both a parameter and an optimizer state counts once, for the first of them in the order above. The
+statistics of torch's allocator are read and never reset: the peak is the highest value since the start, or since the
+script reset it.
 """
 
 from __future__ import annotations
@@ -37,8 +38,7 @@ MAX_TYPES = 4
 """How many types of tensors of unknown size are named."""
 NEVER = 1 << 62
 
-_NO_BACKWARD_YET = "no backward pass was seen before this measurement"
-_NO_BACKWARD = "the measured step had no backward pass, and earlier gradients were freed"
+_NO_BACKWARD = "no backward pass was seen before this measurement"
 _NO_STATISTICS = "torch keeps no statistics of this device's allocator"
 _PARTS = ("model_bytes", "gradients_bytes", "optimizer_bytes")
 _ALLOCATOR = ("allocated_bytes", "rest_bytes", "reserved_bytes", "peak_bytes")
@@ -115,8 +115,11 @@ class MemoryTracer:
         if self._best_walk is None and self.recorder.after_backward is None:
             self.recorder.after_backward, self._has_news = self._count_after_backward, False
             return 0
-        self.recorder.after_backward = None
         walk, self._best_walk = self._best_walk, None
+        if walk is not None:
+            self.recorder.after_backward = None
+        elif self.recorder.has_run_backward:
+            return NEVER  # for example, in an evaluation; the next backward pass schedules the poll
         self._due_ns = now + MEASURE_INTERVAL_NS  # an interrupt may end this measurement
         with self.session.guard("memory of devices", fatal=False):
             self._look_count += 1
@@ -128,7 +131,11 @@ class MemoryTracer:
             self._due_ns = end_ns + wait_ns
             self._spent_ns = 0
             return self._due_ns
-        self._due_ns = NEVER  # after a fault of ours, nothing is measured any more
+        return self._stop()
+
+    def _stop(self) -> int:
+        """Measure nothing any more, after a fault of ours. Return when to poll again."""
+        self._due_ns, self.recorder.after_backward = NEVER, None
         return NEVER
 
     # ---------------------------------------------------------------- the count
@@ -140,8 +147,13 @@ class MemoryTracer:
             if self._spent_ns < MAX_COUNT_NS:
                 walk = self._walk_storages()
                 self._write_cost_span(start_ns)
+                if self._best_walk is None:
+                    self._due_ns = 0
+                    self.recorder.schedule_poll()
                 if self._best_walk is None or walk.total(GRADIENTS) >= self._best_walk.total(GRADIENTS):
                     self._best_walk = walk
+            return
+        self._stop()
 
     def _walk_storages(self) -> StorageWalk:
         """Count the tensors of all called modules and all living optimizers."""
@@ -202,10 +214,14 @@ class MemoryTracer:
                 others_text = f"the others hold {walk.bytes_by_device[device][kind]:,} bytes on this device"
                 absent[part] = f"{count:,} of its tensors {verb} ({types}); {others_text}"
         if no_backward and not walk.total(GRADIENTS):
-            absent.setdefault(_PARTS[GRADIENTS], _NO_BACKWARD if self.recorder.has_run_backward else _NO_BACKWARD_YET)
+            absent.setdefault(_PARTS[GRADIENTS], _NO_BACKWARD)
         if not walk.total(STATES) and not (self._optimizers and walk.optimizer_has_stepped):
             reason = "no optimizer had stepped before this measurement"
-            absent.setdefault(_PARTS[STATES], reason if self._optimizers else "no torch optimizer was made")
+            if walk.optimizer_has_stepped:
+                reason = "the optimizer that stepped was freed, or was not made by its constructor"
+            elif not self._has_optimizer:
+                reason = "no torch optimizer was made"
+            absent.setdefault(_PARTS[STATES], reason)
         return absent
 
     def _device_entry(

@@ -179,7 +179,8 @@ def run(case: Case, cause: bool, number: int, steps: int, place: Path) -> Seen:
     if done.returncode:
         raise SystemExit(f"{name} failed:\n{done.stderr[-2000:]}")
     directory = find_run(name)
-    mean = read_compared_run(directory).values["mean_step"]
+    compared = read_compared_run(directory)
+    mean = compared.steps(compared.main_kind).stat("step").mean or 0.0
     with open_store(directory) as store:
         facts = analyze_run(store, directory, run_state(directory, load_info(directory))[1])
         found = {one.kind: one.saves for one in reversed(find_all(facts))}
@@ -197,7 +198,7 @@ def judge(case: Case, before: list[Seen], after: list[Seen]) -> tuple[bool, str]
         return False, f"{case.name:<13} no finding {' or '.join(case.kinds)} in all runs"
     whole = kind in OF_RUN
     values = [[one.whole_ns if whole else one.mean_step_ns for one in side] for side in (before, after)]
-    told = estimate_change(*values)
+    told = estimate_change(values[0], values[1])
     came = f"{words(told.ratio)}, {bounds(told)}"
     promises = [saves for one in before if (saves := one.saves[kind]) is not None]
     if not promises:

@@ -131,7 +131,6 @@ complete -c dpmon -n '_shtab_dpmon_using compare' -s h -l help -d 'show this hel
 complete -c dpmon -n '_shtab_dpmon_using compare' -l fail-if-slower -x -d 'exit with 4 if step time grew by more than this, such as 5%'
 complete -c dpmon -n '_shtab_dpmon_using compare' -l phase -x -d 'apply --fail-if-slower to this phase instead (repeatable)'
 complete -c dpmon -n '_shtab_dpmon_using compare' -l memory -x -d 'exit with 4 if peak memory grew by more than this'
-complete -c dpmon -n '_shtab_dpmon_using compare' -l anyway -d 'judge runs that differ in arguments, mode, ranks, devices or batch'
 complete -c dpmon -n '_shtab_dpmon_using compare' -l json -d 'one JSON object, for programs'
 complete -c dpmon -n '_shtab_dpmon_using compare' -l html -d 'a self-contained page with plots'
 complete -c dpmon -n '_shtab_dpmon_using compare' -s o -l output -xka "(__fish_complete_path (commandline -ct))" -d 'output file (default: standard output; of --html, RUN.html)'

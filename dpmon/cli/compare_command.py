@@ -27,7 +27,7 @@ def compare(options: argparse.Namespace) -> int:
         if count > 1:
             raise RunError(f"{directory.name} is given twice: a run can be on one side only, once")
     comparison = read_and_compare(*directories)
-    judgments = [judge_threshold(comparison, threshold, anyway=options.anyway) for threshold in thresholds]
+    judgments = [judge_threshold(comparison, threshold) for threshold in thresholds]
     if options.html:
         output = options.output or "-".join(side[0].name for side in comparison.sides) + ".html"
         write_output(render_page(build_document(comparison, judgments)), output, print_path=True)

@@ -292,7 +292,6 @@ def command_parser(command: str) -> argparse.ArgumentParser:
             help="apply --fail-if-slower to this phase instead (repeatable)",
         )
         add("--memory", **percent_options, help="exit with 4 if peak memory grew by more than this")
-        add("--anyway", action="store_true", help="judge runs that differ in arguments, mode, ranks, devices or batch")
     if command in ("report", "compare"):
         output_group = parser.add_mutually_exclusive_group()
         output_group.add_argument("--json", action="store_true", help=_JSON_HELP)

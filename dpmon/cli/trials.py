@@ -236,9 +236,7 @@ def plan_trials(
     else:
         changes = f"the data: the first {CACHED_BATCHES} batches of each loader, repeated"
         saves = data_share(mode.settled_stats) if rank_count == 1 else None
-        trials.append(
-            Trial("cached-batches", changes, ("--replay", str(CACHED_BATCHES)), metric="mean_step", max_saving=saves)
-        )
+        trials.append(Trial("cached-batches", changes, ("--replay", str(CACHED_BATCHES)), max_saving=saves))
     if mode is None or mode.mode != "dp":
         absent["single"] = "the script does not run under DataParallel"
     else:

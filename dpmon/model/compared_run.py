@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -15,34 +17,41 @@ from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.run_snapshot import ProcessInfo
 from dpmon.model.step_history import Bin
 from dpmon.model.stragglers import straggler_sentence as straggler_sentence
-from dpmon.record.schema import PHASES, REST, SECOND, STEP, STEP_PHASES, device_series
+from dpmon.record.schema import PHASES, REST, SECOND, STEP, STEP_PHASES, device_series, step_kind
 from dpmon.record.shared_names import RANK_MODES
-from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES, Tally
+from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES, SeriesStats, Tally, TallyKey
 from dpmon.text.formatting import format_bytes, format_compact, format_count_with_noun, format_duration
 
+BETWEEN = "between"
+"""The series of the time between steps, such as the start of a loader's workers. It is in no tally of the store."""
 _MAX_PARTS = 20
 """Most parts into which the steps of a run are divided."""
-_MIN_SAMPLED_STRETCHES = 3
+_MIN_SAMPLED_PARTS = 3
 """Fewest parts for a CPU time, which is sampled once a second."""
 
 
 class Metric(NamedTuple):
     """A compared value: its name in JSON, its label in a table, its unit (ns, bytes or "/s"), its series in tallies.
 
-    For a series, the quantile at `fraction` is compared.
+    A metric with series is the mean of their sum per step, or the quantile at `fraction` of a single series.
     """
 
     name: str
     label: str
     unit: str = "ns"
-    series: str | None = None
-    fraction: float = 0.5
+    series: tuple[str, ...] = ()
+    fraction: float | None = None
 
     def value_over(self, steps: Tally) -> float | None:
-        """Return its value over steps; None if the steps have none, or if it has no series."""
-        if self.series is None:
+        """Return its value over steps. None if the steps have none, or if it has no series."""
+        stats = [steps.stats[name] for name in self.series if name in steps.stats]
+        if not stats:
             return None
-        return steps.median(self.series) if self.fraction == 0.5 else steps.quantile(self.series, self.fraction)
+        if self.fraction is not None:
+            return steps.quantile(self.series[0], self.fraction)
+        # A phase takes no time in a step without it. A device time may be unknown.
+        count = stats[0].count if self.name.endswith("_device") else steps.steps
+        return sum(stat.total for stat in stats) / count
 
     def as_fields(self, **values: Sequence[float | None]) -> dict[str, object]:
         """Return the unit and lists of values for JSON, with times in ms."""
@@ -58,21 +67,27 @@ class Metric(NamedTuple):
 
 
 def _step_metrics() -> list[Metric]:
-    metrics = [Metric(STEP, STEP, series=STEP)]
+    metrics = [Metric(STEP, STEP, series=(STEP, BETWEEN))]
     for name in STEP_PHASES:
         parts = [phase.name for phase in PHASES if phase.of_call] if name == "forward" else []
         for phase_name in (name, *parts):
             indent = "  " * (1 + (phase_name != name))
-            metrics.append(Metric(phase_name, indent + phase_name, series=phase_name))
-            metrics.append(Metric(f"{phase_name}_device", f"{indent}  on device", series=device_series(phase_name)))
-    return [*metrics, Metric("fast_step", "fast step", series=STEP, fraction=0.05)]
+            metrics.append(Metric(phase_name, indent + phase_name, series=(phase_name,)))
+            metrics.append(Metric(f"{phase_name}_device", f"{indent}  on device", series=(device_series(phase_name),)))
+    return [
+        *metrics,
+        Metric(BETWEEN, "  gaps between steps", series=(BETWEEN,)),
+        Metric("median_step", "median step", series=(STEP,), fraction=0.5),
+        Metric("fast_step", "fast step", series=(STEP,), fraction=0.05),
+        Metric("cpu_step", "CPU time"),
+    ]
 
 
 STEP_METRICS = tuple(_step_metrics())
-"""Medians of times. 1 in 20 steps is faster than the fast step, which other work on the machine disturbs least."""
+"""Times per step or per sample. `step` is the elapsed training time, with the time between steps; it and its phases are
+means. 1 in 20 steps is faster than the fast step, which other work on the machine disturbs least. `cpu_step` has one
+value per run."""
 RUN_METRICS = (
-    Metric("mean_step", "mean step"),
-    Metric("cpu_step", "CPU time per step"),
     Metric("samples_per_s", "samples/s", "/s"),
     Metric("steps_per_s", "steps/s", "/s"),
     Metric("memory", "peak memory of torch", "bytes"),
@@ -84,7 +99,7 @@ RUN_METRICS = (
     Metric("startup", "start-up"),
 )
 """Metrics with one value per run, over all of its steps."""
-_SERIES = (REST, *(figure.series for figure in STEP_METRICS if figure.series is not None))
+_SERIES = (REST, *(name for metric in STEP_METRICS for name in metric.series if name != BETWEEN))
 
 
 @dataclass(frozen=True)
@@ -104,7 +119,7 @@ class ComparedRun:
     mode: str | None
     """The mode with most steps; None without steps."""
     rows: Sequence[tuple[StepKind, Tally]]
-    """The tallies of the steps of its representative process, without those left out, in order of time."""
+    """The tallies of the steps of its slowest rank, without those left out, in order of time; with BETWEEN."""
     steps_by_kind: Counter[StepKind]
     """Number of these steps by kind."""
     part_s: int
@@ -115,6 +130,8 @@ class ComparedRun:
     """The known values of RUN_METRICS."""
     straggler: str | None
     """The rank that the others wait for, in a sentence."""
+    ranks: int = 1
+    """How many ranks share a step, seen or not."""
 
     @property
     def ranks_seen(self) -> str | None:
@@ -122,25 +139,51 @@ class ComparedRun:
         ranks = self.set_up["ranks"]
         return ranks if ranks is not None and " of " in ranks else None
 
+    @property
+    def main_kind(self) -> StepKind | None:
+        """The most frequent kind of its training steps, or of all steps if none trains; None without steps."""
+        counts = self.steps_by_kind
+        return max(counts, key=lambda kind: (kind.trains, counts[kind]), default=None)
+
+    def step_tallies(self, kind: StepKind | None) -> list[Tally]:
+        """Return the tallies of one kind of step, in order of time; for None, of all that train as its main kind."""
+        main = self.main_kind
+        return [
+            tally
+            for row_kind, tally in self.rows
+            if row_kind == kind or (kind is None and main is not None and row_kind.trains == main.trains)
+        ]
+
     def steps(self, kind: StepKind | None) -> Tally:
-        """Return the tally of all steps of one kind; an empty one for None."""
+        """Return one tally of the steps of `step_tallies`."""
         merged = Tally()
-        for row_kind, tally in self.rows:
-            if row_kind == kind:
-                merged.merge(tally)
+        for tally in self.step_tallies(kind):
+            merged.merge(tally)
         return merged
 
-    def parts(self, kind: StepKind) -> list[Tally]:
-        """Return the steps of one kind in order of time: up to _MAX_PARTS tallies with about as many steps each."""
+    def parts(self, kind: StepKind | None) -> list[Tally]:
+        """Return the steps of `step_tallies`: up to _MAX_PARTS tallies with about as many steps each."""
+        tallies = self.step_tallies(kind)
+        min_steps = sum(tally.steps for tally in tallies) / _MAX_PARTS
         parts: list[Tally] = []
-        for tally in (tally for row_kind, tally in self.rows if row_kind == kind):
-            if not parts or parts[-1].steps >= self.steps_by_kind[kind] / _MAX_PARTS:
+        for tally in tallies:
+            if not parts or parts[-1].steps >= min_steps:
                 parts.append(Tally())
             parts[-1].merge(tally)
-        if len(parts) > 1 and parts[-1].steps < self.steps_by_kind[kind] / _MAX_PARTS:
+        if len(parts) > 1 and parts[-1].steps < min_steps:
             last = parts.pop()
             parts[-1].merge(last)
         return parts
+
+    def value(self, metric: Metric, steps: Tally, *, per_sample: bool = False) -> float | None:
+        """Return a metric over steps, or of the whole run if it has no series; None if unknown.
+
+        `per_sample`: divide the times of STEP_METRICS by the samples of a step on all ranks.
+        """
+        value = metric.value_over(steps) if metric.series else self.values.get(metric.name)
+        if value is None or not per_sample or metric not in STEP_METRICS:
+            return value
+        return value * steps.steps / (steps.sum("samples").total * self.ranks)
 
 
 def build_compared_run(run: RunAnalysis, given: Mapping[str, str | None], **about: Any) -> ComparedRun:
@@ -149,33 +192,26 @@ def build_compared_run(run: RunAnalysis, given: Mapping[str, str | None], **abou
     `given`: the setup that is not in the store. `about`: the fields of ComparedRun from `id` to `started_unix`.
     """
     main_mode = max(run.window.modes, key=lambda mode: run.window.tally(mode, without_warmup=True).steps, default=None)
+    straggler = None if run.communication is None else run.communication.straggler
     rows: list[tuple[StepKind, Tally]] = []
     steps_by_kind: Counter[StepKind] = Counter()
     trained_steps: Counter[tuple[int, int]] = Counter()
     interrupted = 0
     if main_mode is not None:
-        until_ns = run.until_ns
-        # A step that stalled ends, and counts, up to a second after its stall.
-        interruptions = [
-            (stall.since_ns, (until_ns if stall.end_ns is None else stall.end_ns) + SECOND)
-            for stall in run.announced.stalls
-        ]
-        interruptions += any_paused_intervals(run.pauses, until_ns)
-        tally_rows = run.store.tally_rows(
-            process=run.representative_process(main_mode), widest=run.bin_s, series=_SERIES
-        )
-        for start_s, width, key, tally in tally_rows:
+        # The others wait for the straggler in sync, so only its own phases show what takes the time.
+        process = run.representative_process(main_mode) if straggler is None else straggler.process
+        interruptions = _interruptions(run)
+        for begin_ns, end_ns, key, tally in _tallies_with_gaps(run, main_mode, process):
             kind = comparable_kind(key)
-            if kind is None or key.mode != main_mode:
+            if kind is None:
                 continue
             if kind.trains:
-                trained_steps[start_s * SECOND, (start_s + width) * SECOND] += tally.steps
-            if any(start < (start_s + width) * SECOND and start_s * SECOND < end for start, end in interruptions):
+                trained_steps[begin_ns, end_ns] += tally.steps
+            if any(start < end_ns and begin_ns < end for start, end in interruptions):
                 interrupted += tally.steps
             else:
                 rows.append((kind, tally))
                 steps_by_kind[kind] += tally.steps
-    straggler = None if run.communication is None else run.communication.straggler
     sentence = None if straggler is None else straggler_sentence(straggler, lately=False)
     bins = [time_bin for time_bin in run.binned_steps.bins if time_bin.mode == main_mode and not time_bin.other_kind]
     return ComparedRun(
@@ -188,23 +224,49 @@ def build_compared_run(run: RunAnalysis, given: Mapping[str, str | None], **abou
         steps_by_kind=steps_by_kind,
         part_s=run.bin_s,
         interrupted_steps=interrupted,
-        values={
-            **_mean_step(rows, steps_by_kind),
-            **_cpu_ns_per_step(run, trained_steps),
-            **_whole_run_values(run, main_mode),
-        },
+        values={**_cpu_ns_per_step(run, trained_steps), **_whole_run_values(run, main_mode)},
         straggler=sentence,
+        ranks=_world_size(run),
     )
 
 
-def _mean_step(rows: Sequence[tuple[StepKind, Tally]], steps_by_kind: Counter[StepKind]) -> dict[str, float]:
-    """Return the mean of the most frequent kind of step; empty without steps."""
-    merged = Tally()
-    for kind, tally in rows:
-        if kind == max(steps_by_kind, key=steps_by_kind.__getitem__):
-            merged.merge(tally)
-    mean = merged.stat(STEP).mean
-    return {} if mean is None else {"mean_step": mean}
+def _interruptions(run: RunAnalysis) -> list[tuple[int, int]]:
+    """Return the pauses and stalls of a run, as (start, end) in ns."""
+    # A step that stalled ends, and counts, up to a second after its stall.
+    stalls = [
+        (stall.since_ns, (run.until_ns if stall.end_ns is None else stall.end_ns) + SECOND)
+        for stall in run.announced.stalls
+    ]
+    return stalls + any_paused_intervals(run.pauses, run.until_ns)
+
+
+def _tallies_with_gaps(run: RunAnalysis, mode: str, process: int) -> Iterator[tuple[int, int, TallyKey, Tally]]:
+    """Yield (start and end in ns, key, tally) of the steps of a process in a mode, in order of time.
+
+    Only steps of the main kind. The time between steps becomes the series BETWEEN of the tallies that begin in or after
+    it.
+    """
+    gaps = [row for row in run.store.time_rows(process=process, widest=run.bin_s) if row.mode == mode]
+    gaps.reverse()
+    tallies = run.store.tally_rows(process=process, widest=run.bin_s, series=_SERIES)
+    gap_ns = 0
+    for (start_s, width_s), bucket in groupby(tallies, key=itemgetter(0, 1)):
+        end_s = start_s + width_s
+        rows = [
+            (key, tally)
+            for _, _, key, tally in bucket
+            if (key.mode, step_kind(key.kind)) == (mode, run.window.main_kind)
+        ]
+        while gaps and gaps[-1].start_s < end_s:
+            gap_ns += gaps.pop().spent[BETWEEN]
+        steps = sum(tally.steps for _, tally in rows)
+        for _, tally in rows if gap_ns > 0 else ():
+            tally.stats[BETWEEN] = SeriesStats()
+            tally.stats[BETWEEN].add_packed(tally.steps, gap_ns * tally.steps // steps, None)
+        if steps:
+            gap_ns = 0
+        for key, tally in rows:
+            yield start_s * SECOND, end_s * SECOND, key, tally
 
 
 def _cpu_ns_per_step(run: RunAnalysis, trained_steps: Mapping[tuple[int, int], int]) -> dict[str, float]:
@@ -218,7 +280,7 @@ def _cpu_ns_per_step(run: RunAnalysis, trained_steps: Mapping[tuple[int, int], i
         if (before := run.samples.cpu_time_until(start)) is not None
         and (after := run.samples.cpu_time_until(end)) is not None
     ]
-    if len(spent) < _MIN_SAMPLED_STRETCHES:
+    if len(spent) < _MIN_SAMPLED_PARTS:
         return {}
     return {"cpu_step": sum(ns for ns, _ in spent) / sum(steps for _, steps in spent)}
 
@@ -243,9 +305,14 @@ def _whole_run_values(run: RunAnalysis, mode: str | None) -> dict[str, float]:
     return {name: float(value) for name, value in values.items() if value is not None}
 
 
+def _world_size(run: RunAnalysis) -> int:
+    """Return the number of ranks of a job, 1 without torch.distributed."""
+    return next(iter(run.announced.info.values()), ProcessInfo(0)).world or 1
+
+
 def _setup_labels(run: RunAnalysis, mode: str | None, steps_by_kind: Counter[StepKind]) -> dict[str, str | None]:
     process, distributed = next(iter(run.announced.info.values()), ProcessInfo(0)), run.layouts.distributed
-    seen_ranks, world = len({info.rank for info in run.announced.info.values()}), process.world or 1
+    seen_ranks, world = len({info.rank for info in run.announced.info.values()}), _world_size(run)
     first_change = next(
         (change for change in run.announced.changes if change.refused is None and change.mode == mode), None
     )

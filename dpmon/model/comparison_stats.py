@@ -5,10 +5,10 @@ depend on earlier ones, it is widened by the method of batch means: consecutive 
 follows from how much more the share of steps above the median varies between the batches than it would by chance. MOVER
 on the logarithms (Zou and Donner, 2008) combines the intervals of two medians to that of their ratio.
 
-Between two small groups of values (of runs, or of parts of one run), the ratio is the Hodges-Lehmann estimate: the
-median of the ratios of all pairs. Its interval inverts the Mann-Whitney test, which is a permutation test of ranks. It
-is exact if the two distributions differ only by this ratio, and one outlier hardly moves it. Groups of unequal sizes
-that also spread unequally give more false alarms. Stretches of one run are correlated. The interval is widened by the
+Between two small groups of values (of runs, or of parts of one run), the interval of the ratio inverts the
+Mann-Whitney test, which is a permutation test of ranks. It is exact if the two distributions differ only by this ratio,
+and one outlier hardly moves it. It is widened to include the ratio itself, so that both agree. Groups of unequal sizes
+that also spread unequally give more false alarms. Parts of one run are correlated. The interval is widened by the
 correlation of neighbors: it makes the variance of a mean of such a series (1 + r) / (1 - r) times as large.
 """
 
@@ -71,29 +71,31 @@ class Change(NamedTuple):
 
 
 def estimate_change(
-    before: Sequence[float], after: Sequence[float], *, in_order: bool = False, is_exact: bool = True
+    before: Sequence[float],
+    after: Sequence[float],
+    ratio: float | None = None,
+    *,
+    in_order: bool = False,
+    is_exact: bool = True,
 ) -> Change:
-    """Return how positive values changed. `in_order`: they are parts of two runs, in order of time.
+    """Return the change by `ratio`, by default that of the medians, with its bounds from positive values.
 
-    `is_exact`: they are not from sketches, which cannot distinguish values closer than RELATIVE_WIDTH.
+    `in_order`: they are parts of two runs, in order of time. `is_exact`: they are not from sketches, which cannot
+    distinguish values closer than RELATIVE_WIDTH.
     """
+    center = median(after) / median(before) if ratio is None else ratio
     before, after = [log(value) for value in before], [log(value) for value in after]
     differences = sorted(b - a for a in before for b in after)
-    median_difference, variance_factor = (
-        median(differences),
-        _autocorrelation_factor(before, after) if in_order else 1.0,
-    )
-    resolution = 0.0 if is_exact else log(1 + RELATIVE_WIDTH)
+    variance_factor = _autocorrelation_factor(before, after) if in_order else 1.0
+    resolution = 1.0 if is_exact else 1 + RELATIVE_WIDTH
 
     def ends(error_chance: float) -> tuple[float | None, float | None]:
         rank = _interval_ranks(len(before), len(after), error_chance, variance_factor)
         if not rank:
             return None, None
-        return exp(min(differences[rank - 1], median_difference - resolution)), exp(
-            max(differences[-rank], median_difference + resolution)
-        )
+        return min(exp(differences[rank - 1]), center / resolution), max(exp(differences[-rank]), center * resolution)
 
-    return Change(exp(median_difference), *ends(ERROR_CHANCE / 2), *ends(ERROR_CHANCE))
+    return Change(center, *ends(ERROR_CHANCE / 2), *ends(ERROR_CHANCE))
 
 
 def _interval_ranks(before: int, after: int, error_chance: float, variance_factor: float) -> int:

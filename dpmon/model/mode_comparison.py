@@ -244,7 +244,7 @@ def common_kind(sides: Iterable[Counter[StepKind]]) -> StepKind | None:
     if all(sides):
         return None
     total = sum(sides, Counter[StepKind]())
-    return max(total, key=lambda kind: total[kind], default=StepKind(NO_SAMPLES, True))
+    return max(total, key=lambda kind: total[kind], default=StepKind(NO_SAMPLES, TRAINING))
 
 
 def _missing_steps_text(seen: Sequence[str], missing_steps: Mapping[str, int]) -> str:

@@ -1,9 +1,12 @@
 """Compares runs: each metric on both sides, how it changed, and which phase explains most of the change.
 
-With one run on each side, parts of the two runs are compared. The interval is then about these two runs only: it
-does not include how much equal runs differ. With several runs on a side, each run counts as one value, its median. Only
-steps of one kind are compared, as for dp and single. Settling steps, and parts with a pause or a stall, are left
-out.
+The value of a run is the mean time per step, with the time between steps: what a user waits for. The value of a side is
+the median of its runs, and a change is the ratio of the values of both sides, so what is shown always agrees. If steps
+are not of the same number of samples and ranks, the time per sample is compared. Settling steps, and parts with a
+pause or a stall, are left out.
+
+With one run on each side, the interval comes from parts of the two runs. It is then about these two runs only: it
+does not include how much equal runs differ.
 """
 
 from __future__ import annotations
@@ -14,27 +17,19 @@ from math import comb
 from statistics import median
 from typing import Literal, NamedTuple
 
-from dpmon.model.compared_run import RUN_METRICS, STEP_METRICS, ComparedRun, Metric
+from dpmon.model.compared_run import BETWEEN, RUN_METRICS, STEP_METRICS, ComparedRun, Metric
 from dpmon.model.comparison_stats import Change, estimate_change
 from dpmon.model.mode_comparison import (
     MAX_UNCERTAINTY,
     MIN_STEPS,
     StepKind,
-    common_kind,
     duration_or_none,
-    incomparable_reason,
-    phase_values,
-    phase_with_largest_change,
 )
-from dpmon.record.schema import STEP
-from dpmon.store.quantile_sketch import fine_quantile
-from dpmon.store.step_stats import compute_step_stats
-from dpmon.store.tally import Tally
+from dpmon.record.schema import STEP, STEP_PHASES
+from dpmon.store.tally import OTHER_SIZES, Tally
 from dpmon.text.formatting import UNKNOWN, format_count_with_noun, format_factor, format_percent
 
 SIDES = ("A", "B")
-NOT_COMPARABLE = ("arguments", "mode", "ranks", "devices", "hardware", "samples a step")
-"""Runs that differ in one of these are not judged by a threshold."""
 SUM_METRIC = "samples_per_s"
 """The metric that is a sum over the ranks."""
 MEASURED_CONDITIONS: Mapping[str, tuple[float, Callable[[float], str]]] = {
@@ -45,7 +40,9 @@ MEASURED_CONDITIONS: Mapping[str, tuple[float, Callable[[float], str]]] = {
 """Measured conditions: the smallest difference to show, and how to format a value."""
 SLOWER, NOT_SLOWER, INCONCLUSIVE = 4, 0, 3
 """Exit statuses of a comparison with thresholds."""
-GATE_METRICS = (*(figure.name for figure in STEP_METRICS if not figure.name.endswith("_device")), "cpu_step")
+GATE_METRICS = tuple(metric.name for metric in STEP_METRICS if not metric.name.endswith("_device"))
+QUIET_METRICS = ("fast_step", "cpu_step")
+"""Metrics that other work on the machine disturbs less than the mean step."""
 Outcome = Literal["slower", "not slower", "inconclusive"]
 _EXIT_STATUSES: dict[Outcome, int] = {"slower": SLOWER, "not slower": NOT_SLOWER, "inconclusive": INCONCLUSIVE}
 
@@ -70,15 +67,22 @@ class RunComparison:
 
     sides: tuple[Sequence[ComparedRun], Sequence[ComparedRun]]
     kind: StepKind | None
-    """The compared steps."""
+    """The kind of the compared steps; None for all training steps."""
+    per_sample: bool
+    """Whether times are per sample, not per step."""
     missing: str | None
     """Why steps are not compared."""
     differences: Sequence[tuple[str, str, str]]
     """What differs, and its value on both sides."""
     compared: Mapping[str, ComparedMetric]
     """By name: the metrics of STEP_METRICS and RUN_METRICS that are known for a run."""
-    reason: tuple[str, float | None, float | None] | None
-    """The phase that changed most in the direction of the step, with its time (ns) on both sides."""
+    reason: ComparedMetric | None
+    """The phase that changed most in the direction of the step."""
+
+    @property
+    def unit(self) -> str:
+        """What a time is divided by: "step" or "sample"."""
+        return "sample" if self.per_sample else "step"
 
     @property
     def is_pair(self) -> bool:
@@ -95,21 +99,24 @@ class RunComparison:
 def compare_runs(before: Sequence[ComparedRun], after: Sequence[ComparedRun]) -> RunComparison:
     """Compare the runs of two sides."""
     runs = (*before, *after)
-    kind = common_kind(run.steps_by_kind for run in runs)
-    missing = _incomparable_reason(runs, kind)
-    parts = [run.parts(kind) if kind is not None and missing is None else [] for run in runs]
-    wholes = [run.steps(None if missing else kind) for run in runs]
-    is_pair, split = len(runs) == 2, len(before)
-    groups = parts if is_pair else (wholes[:split], wholes[split:])
+    kind = _common_kind(runs)
+    wholes = [run.steps(kind) for run in runs]
+    per_sample = kind is None and all(whole.steps == whole.sum("samples").count for whole in wholes)
+    missing = _incomparable_reason(runs, wholes)
+    if missing is not None:
+        wholes, per_sample = [Tally() for _ in runs], False
+    split = len(before)
+    parts_by_run = [run.parts(kind) for run in runs] if len(runs) == 2 and missing is None else None
     compared: dict[str, ComparedMetric] = {}
-    for metric, values in known_metrics(runs, wholes):
-        quantiles = (
-            None
-            if metric.series is None
-            else [_quantiles(tallies, metric.series, metric.fraction) for tallies in groups]
-        )
+    for metric, values in known_metrics(runs, wholes, per_sample=per_sample):
         sides = values[:split], values[split:]
-        compared[metric.name] = _compare_metric(metric, sides, quantiles, runs[0].part_s if is_pair else None)
+        parts = None
+        if parts_by_run is not None and metric.series:
+            parts = [
+                [run.value(metric, part, per_sample=per_sample) or 0.0 for part in run_parts]
+                for run, run_parts in zip(runs, parts_by_run, strict=True)
+            ]
+        compared[metric.name] = _compare_metric(metric, sides, parts, runs[0].part_s)
     if (
         len({run.set_up["ranks"] for run in runs}) > 1
         and any(run.ranks_seen for run in runs)
@@ -118,20 +125,30 @@ def compare_runs(before: Sequence[ComparedRun], after: Sequence[ComparedRun]) ->
         compared[SUM_METRIC] = compared[SUM_METRIC]._replace(
             change=None, missing="a sum over the ranks seen, which differ"
         )
-    reason = _reason(compared.get(STEP), wholes[:split], wholes[split:])
-    return RunComparison((before, after), kind, missing, setup_differences(before, after), compared, reason)
+    differences = setup_differences(before, after)
+    return RunComparison((before, after), kind, per_sample, missing, differences, compared, _main_phase(compared))
+
+
+def _common_kind(runs: Sequence[ComparedRun]) -> StepKind | None:
+    """Return the kind of most steps of each run, if it is the same; None if not, or if their ranks differ."""
+    kind = runs[0].main_kind
+    is_common = kind is not None and all(
+        run.main_kind == kind and run.ranks == runs[0].ranks and run.steps_by_kind[kind] * 2 >= run.steps(None).steps
+        for run in runs
+    )
+    return kind if is_common and kind is not None and kind.batch != OTHER_SIZES else None
 
 
 def known_metrics(
-    runs: Sequence[ComparedRun], wholes: Sequence[Tally]
+    runs: Sequence[ComparedRun], wholes: Sequence[Tally], *, per_sample: bool = False
 ) -> Iterator[tuple[Metric, Sequence[float | None]]]:
-    """Yield each metric that is known for any run, with its value for each run. `wholes`: the steps of each run."""
+    """Yield each metric that is known and not 0 for any run, with its value for each run.
+
+    `wholes`: the steps of each run.
+    """
     for metric in (*STEP_METRICS, *RUN_METRICS):
-        if metric.series is None:
-            values = [run.values.get(metric.name) for run in runs]
-        else:
-            values = [metric.value_over(whole) for whole in wholes]
-        if any(value is not None for value in values):
+        values = [run.value(metric, whole, per_sample=per_sample) for run, whole in zip(runs, wholes, strict=True)]
+        if any(values):
             yield metric, values
 
 
@@ -151,77 +168,71 @@ def setup_differences(before: Sequence[ComparedRun], after: Sequence[ComparedRun
     return differences
 
 
-def _incomparable_reason(runs: Sequence[ComparedRun], kind: StepKind | None) -> str | None:
-    """Return why the steps of the runs cannot be compared; None if they can."""
-    for run in runs:
-        if not run.steps_by_kind:
+def _incomparable_reason(runs: Sequence[ComparedRun], wholes: Sequence[Tally]) -> str | None:
+    """Return why the steps of the runs cannot be compared; None if they can. `wholes`: the steps of each run."""
+    kinds = [run.main_kind for run in runs]
+    for run, kind, whole in zip(runs, kinds, wholes, strict=True):
+        if kind is None:
             return f"{run.name} has no step to compare"
-    if kind is None:
-        return incomparable_reason({run.name: run.steps_by_kind for run in runs})
-    few = min(runs, key=lambda run: run.steps_by_kind[kind])
-    steps = few.steps_by_kind[kind]
-    if steps < MIN_STEPS:
-        return f"{few.name} has only {format_count_with_noun(steps, 'step')} to compare, fewer than {MIN_STEPS}"
+        if not kind.trains and any(other is not None and other.trains for other in kinds):
+            return f"the steps of {run.name} have no backward pass, the others do"
+        if whole.steps < MIN_STEPS:
+            steps = format_count_with_noun(whole.steps, "step")
+            return f"{run.name} has only {steps} to compare, fewer than {MIN_STEPS}"
     return None
-
-
-def _quantiles(tallies: Sequence[Tally], series: str, fraction: float) -> list[float]:
-    values = (fine_quantile(tally.stat(series).counts, fraction) for tally in tallies)
-    return [value for value in values if value is not None]
 
 
 def _compare_metric(
     metric: Metric,
-    values: tuple[Sequence[float | None], Sequence[float | None]],
-    quantiles: Sequence[Sequence[float]] | None,
-    part_s: int | None,
+    sides: tuple[Sequence[float | None], Sequence[float | None]],
+    parts: Sequence[Sequence[float]] | None,
+    part_s: int,
 ) -> ComparedMetric:
-    """Compare one metric. `quantiles`: if it is a quantile, its values over runs or over parts of `part_s`."""
-    for side, side_values in zip(SIDES, values, strict=True):
-        unknown = sum(value is None for value in side_values)
+    """Compare one metric. `parts`: for a pair, its values over the parts of each run, of `part_s` or more."""
+    for side, values in zip(SIDES, sides, strict=True):
+        unknown = sum(value is None for value in values)
         if unknown:
-            runs_text = "" if len(side_values) == 1 else f"{unknown} of {len(side_values)} runs of "
-            return ComparedMetric(metric, values, None, f"none in {runs_text}{side}")
-    before, after = quantiles or [[value or 0.0 for value in side] for side in values]
+            runs_text = "" if len(values) == 1 else f"{unknown} of {len(values)} runs of "
+            return ComparedMetric(metric, sides, None, f"none in {runs_text}{side}")
+    known = [[value or 0.0 for value in values] for values in sides]
+    if min(map(min, known)) <= 0:
+        return ComparedMetric(metric, sides, None, "there is no ratio to nothing")
+    before, after = parts or known
+    ratio = median(known[1]) / median(known[0])
     if min(*before, *after) <= 0:
-        return ComparedMetric(metric, values, None, "there is no ratio to nothing")
-    has_parts = quantiles is not None and part_s is not None
-    change = estimate_change(before, after, in_order=has_parts, is_exact=quantiles is None)
+        return ComparedMetric(metric, sides, Change(ratio), "it is 0 in a part of a run")
+    # Quantiles come from sketches.
+    change = estimate_change(before, after, ratio, in_order=parts is not None, is_exact=metric.fraction is None)
     missing = None
     if change.low is None:
-        counts, noun = f"{len(before)} vs. {len(after)}", f"parts of {part_s} s" if has_parts else "runs"
+        counts, noun = f"{len(before)} vs. {len(after)}", "runs" if parts is None else f"parts of {part_s} s"
         if change.least is not None:
             missing = f"{counts} {noun} have no 95% interval"
-        elif has_parts:
+        elif parts is not None:
             missing = f"the runs are too short: {counts} {noun}"
         elif len(before) == len(after) == 1:
             missing = "one value per side has no interval"
         else:
             orders = comb(len(before) + len(after), len(before))
             missing = f"too few {noun} ({counts}): 1 ordering in {orders} separates the sides by chance"
-    return ComparedMetric(metric, values, change, missing)
+    return ComparedMetric(metric, sides, change, missing)
 
 
-def _reason(
-    step: ComparedMetric | None, before: Sequence[Tally], after: Sequence[Tally]
-) -> tuple[str, float | None, float | None] | None:
-    """Return the phase that changed most, with its medians before and after.
+def _main_phase(compared: Mapping[str, ComparedMetric]) -> ComparedMetric | None:
+    """Return the phase, or the time between steps, that changed most in the direction of the step time; None if none.
 
-    None if the step time has not changed, or no phase has changed in the same direction.
+    None also if the step time has not changed.
     """
+    step = compared.get(STEP)
     if step is None or step.change is None or not step.change.sign:
         return None
-    times = []
-    for side in (before, after):
-        phases_by_run = [
-            phase_values(compute_step_stats("", tally=tally, rate=None), lambda phase: phase.median_ns)
-            for tally in side
-        ]
-        names = {name for phases in phases_by_run for name in phases}
-        times.append({name: median(phases.get(name, 0.0) for phases in phases_by_run) for name in names})
-    name = phase_with_largest_change(*times, slower=step.change.sign > 0)
-    old, new = times
-    return None if name is None else (name, old.get(name), new.get(name))
+    sign = step.change.sign
+
+    def growth(row: ComparedMetric) -> float:
+        return sign * ((row.typical_value(1) or 0.0) - (row.typical_value(0) or 0.0))
+
+    largest = max((compared[name] for name in (*STEP_PHASES, BETWEEN) if name in compared), key=growth, default=None)
+    return None if largest is None or growth(largest) <= 0 else largest
 
 
 # ------------------------------------------------------------------------------------------------ words
@@ -239,17 +250,16 @@ def format_change(ratio: float | None) -> str:
     return f"{change_pct:+.0f}%" if abs(change_pct) >= 9.95 else f"{change_pct:+.1f}%"
 
 
-def format_interval(change: Change) -> str:
-    """Return the interval with its level: "+1.2% to +3.4% (95%)"."""
+def format_interval(change: Change, *, one_sided: bool = False) -> str:
+    """Return the interval with its level: "+1.2% to +3.4% (95%)".
+
+    `one_sided`: the 90% interval between the one-sided bounds, as where there is no 95% interval.
+    """
     if change.interval is None:
         return "no interval"
-    low, high = change.interval
-    return f"{format_change(low)} to {format_change(high)} ({'90' if change.low is None else '95'}%)"
-
-
-def format_bounds(change: Change) -> str:
-    """Return the one-sided bounds: "at least +1.2%, at most +3.4%, 95% each"."""
-    return f"at least {format_change(change.least)}, at most {format_change(change.most)}, 95% each"
+    if one_sided or change.low is None:
+        return f"{format_change(change.least)} to {format_change(change.most)} (90%)"
+    return f"{format_change(change.low)} to {format_change(change.high)} (95%)"
 
 
 def result_sentence(comparison: RunComparison) -> str:
@@ -261,31 +271,42 @@ def result_sentence(comparison: RunComparison) -> str:
     if change is None:
         return f"inconclusive: {step.missing}"
     if change.sign:
-        return f"B is {'slower' if change.sign > 0 else 'faster'}: {step_time_text(comparison)}"
-    if change.low is None or change.high is None:
-        return f"inconclusive: {step.missing}; {step_time_text(comparison)}"
-    is_wide = change.low < 1 / MAX_UNCERTAINTY or change.high > MAX_UNCERTAINTY
-    verdict = "inconclusive, the interval is too wide" if is_wide else "no difference shows"
-    return f"{verdict}: {step_time_text(comparison)}"
+        return f"B is {_direction(change)}: {step_time_text(comparison)}"
+    verdict = f"inconclusive: {step.missing};"
+    if change.low is not None and change.high is not None:
+        if change.low >= 1 / MAX_UNCERTAINTY and change.high <= MAX_UNCERTAINTY:
+            return f"no difference shows: {step_time_text(comparison)}"
+        verdict = "inconclusive, the interval is too wide:"
+    texts = [f"{verdict} {step_time_text(comparison)}"]
+    for name in QUIET_METRICS:
+        row = comparison.compared.get(name)
+        if row is not None and row.change is not None and row.change.sign:
+            texts.append(f"the {row.figure.label} alone is {_direction(row.change)}: {change_text(row)}")
+    return "; ".join(texts)
 
 
-def step_time_text(comparison: RunComparison) -> str:
-    """Return the step time on both sides, its change with the interval, and the phase with most of it, as text."""
+def _direction(change: Change) -> str:
+    return "slower" if change.sign > 0 else "faster"
+
+
+def change_text(row: ComparedMetric, per: str = "", *, one_sided: bool = False) -> str:
+    """Return the values of a metric, its change and its interval. `per`: what follows the values."""
+    if row.change is None:
+        return row.missing or ""
+    before, after = (row.figure.format(row.typical_value(side)) for side in (0, 1))
+    interval_text = format_interval(row.change, one_sided=one_sided)
+    return f"from {before} to {after}{per}, {format_change(row.change.ratio)} [{interval_text}]"
+
+
+def step_time_text(comparison: RunComparison, *, one_sided: bool = False) -> str:
+    """Return the `change_text` of the step time, with the phase that changed most; empty if there is no change."""
     step = comparison.compared.get(STEP)
     if step is None or step.change is None:
         return ""
-    change = step.change
-    before, after = (step.figure.format(step.typical_value(side)) for side in (0, 1))
-    if change.interval is None:
-        bounds_text = "no interval"
-    elif change.low is None:
-        bounds_text = f"one-sided bounds: {format_bounds(change)}"
-    else:
-        bounds_text = f"95% interval {format_change(change.low)} to {format_change(change.high)}"
-    text = f"from {before} to {after} per step, {format_change(change.ratio)} ({bounds_text})"
+    text = change_text(step, f" per {comparison.unit}", one_sided=one_sided)
     if comparison.reason is not None:
-        name, old, new = comparison.reason
-        text += f"; most of the change is in {name}: from {duration_or_none(old)} to {duration_or_none(new)}"
+        old, new = (duration_or_none(comparison.reason.typical_value(side)) for side in (0, 1))
+        text += f"; most of the change is in {comparison.reason.figure.label.strip()}: from {old} to {new}"
     return text
 
 
@@ -298,7 +319,7 @@ def scope_notes(comparison: RunComparison) -> list[str]:
         ]
     spreads = [(side, comparison.run_to_run_spread(place)) for place, side in enumerate(SIDES)]
     texts = [f"{side} by {spread * 100:.{int(spread < 0.1)}f}%" for side, spread in spreads if spread is not None]
-    return [f"Equal runs differ (slowest vs. fastest median step): {', '.join(texts)}."] if texts else []
+    return [f"Equal runs differ (slowest vs. fastest): {', '.join(texts)}."] if texts else []
 
 
 # ------------------------------------------------------------------------------------------------ thresholds
@@ -319,38 +340,41 @@ class Judgment(NamedTuple):
     text: str
 
 
-def judge_threshold(comparison: RunComparison, threshold: Threshold, *, anyway: bool = False) -> Judgment:
-    """Judge one metric. `anyway`: also if the runs are not comparable.
+def judge_threshold(comparison: RunComparison, threshold: Threshold) -> Judgment:
+    """Judge one metric.
 
     Slower: the ratio is above the threshold, and its lower 95% bound is above 1. Not slower: the upper 95% bound of
-    the ratio is below the threshold. Anything else is inconclusive, so a few runs that show nothing do not pass.
+    the ratio is below the threshold. Anything else is inconclusive, so a few runs that show nothing do not pass. If
+    the step time is inconclusive, the text says whether a metric of QUIET_METRICS is not.
     """
     name = threshold.figure
     if name == "memory" and name not in comparison.compared:
         name = "host_memory"
     label = next(metric.label.strip() for metric in (*STEP_METRICS, *RUN_METRICS) if metric.name == name)
+    unit = " per sample" if comparison.per_sample and name in GATE_METRICS else ""
     limit = format_change(1 + threshold.limit)
 
     def judgment(outcome: Outcome, reason: str) -> Judgment:
         word = outcome if name not in ("memory", "host_memory") else outcome.replace("slower", "larger")
-        return Judgment(threshold, outcome, f"{word} ({label}, limit {limit}): {reason}")
+        return Judgment(threshold, outcome, f"{word} ({label}{unit}, limit {limit}): {reason}")
 
-    differences = [f"{aspect} ({a}, {b})" for aspect, a, b in comparison.differences if aspect in NOT_COMPARABLE]
-    if differences and not anyway:
-        return judgment("inconclusive", f"not comparable: {', '.join(differences)}; --anyway compares them")
     row = comparison.compared.get(name)
     if comparison.missing is not None or row is None:
         return judgment("inconclusive", comparison.missing or "it is unknown in these runs")
     change = row.change
-    if change is None or change.least is None or change.most is None:
-        return judgment("inconclusive", row.missing or "it has no interval")
-    bounds_text = f"{format_change(change.ratio)} (one-sided bounds: {format_bounds(change)})"
-    if change.least > 1 and change.ratio > 1 + threshold.limit:
-        return judgment("slower", bounds_text)
-    if change.most < 1 + threshold.limit:
-        return judgment("not slower", bounds_text)
-    hint = "; on a busy machine, --phase fast_step or cpu_step may show more" if name == STEP else ""
-    return judgment("inconclusive", f"{bounds_text}; more or longer runs would narrow this{hint}")
+    if change is None:
+        return judgment("inconclusive", row.missing or "")
+    text = step_time_text(comparison, one_sided=True) if name == STEP else change_text(row, one_sided=True)
+    if change.least is not None and change.least > 1 and change.ratio > 1 + threshold.limit:
+        return judgment("slower", text)
+    if change.most is not None and change.most < 1 + threshold.limit:
+        return judgment("not slower", text)
+    hint = row.missing if change.least is None else "more or longer runs would narrow this"
+    quiet = [judge_threshold(comparison, Threshold(other, threshold.limit)) for other in QUIET_METRICS if name == STEP]
+    deciding = next((other for other in quiet if other.outcome != "inconclusive"), None)
+    if deciding is not None:
+        hint = f"{deciding.text}; --phase {deciding.threshold.figure} makes this the gate"
+    return judgment("inconclusive", f"{text}; {hint}")
 
 
 def exit_status_of(judgments: Sequence[Judgment]) -> int:

@@ -86,12 +86,13 @@ def build_document(comparison: RunComparison, judgments: Sequence[Judgment] = ()
     run_bins = [(f"{name} {run.name}", SIDES.index(name), run.bins) for name, side in sides for run in side]
     sections = (
         Section("What differs", differences),
-        Section("Step time", [*_metric_table(comparison, STEP_METRICS), *plots_of_runs(run_bins)], ", medians"),
+        Section(f"Time per {comparison.unit}", [*_metric_table(comparison, STEP_METRICS), *plots_of_runs(run_bins)]),
         Section("The runs", _metric_table(comparison, RUN_METRICS)),
         Section("Ranks", _straggler_paragraphs(comparison)),
     )
-    # The judgments are the verdict, so the times are given without one.
-    times = step_time_text(comparison) if judgments else ""
+    # The judgments are the verdict. Unless one is about the step time, it is given without a verdict.
+    is_time_needed = judgments and all(judgment.threshold.figure != STEP for judgment in judgments)
+    times = step_time_text(comparison) if is_time_needed else ""
     facts = [*([f"Time: {times}"] if times else []), *scope_notes(comparison), *_fact_sentences(comparison)]
     non_empty = [section for section in sections if section.parts]
     title, outcome = " vs. ".join(scripts), outcome_sentence(comparison, judgments)
@@ -105,6 +106,8 @@ def _fact_sentences(comparison: RunComparison) -> list[str]:
         format_count(sum(_compared_steps(run, comparison) for run in side)) for side in comparison.sides
     )
     texts = [f"Compared steps: {steps_before} in A, {steps_after} in B."]
+    if comparison.per_sample:
+        texts.append("The steps differ in samples or ranks, so the time per sample of all ranks is compared.")
     interrupted = sum(run.interrupted_steps for run in (*before, *after))
     if interrupted:
         texts.append(f"{format_count_with_noun(interrupted, 'step')} near a pause or a stall excluded.")
@@ -119,8 +122,8 @@ def _fact_sentences(comparison: RunComparison) -> list[str]:
 
 
 def _compared_steps(run: ComparedRun, comparison: RunComparison) -> int:
-    """Return the number of steps that are compared; 0 if the runs have no common kind."""
-    return 0 if comparison.kind is None else run.steps_by_kind[comparison.kind]
+    """Return the number of steps that are compared."""
+    return 0 if comparison.missing is not None else run.steps(comparison.kind).steps
 
 
 def _metric_table(comparison: RunComparison, metrics: Sequence[Metric]) -> list[Table]:
@@ -158,13 +161,14 @@ def comparison_as_json(comparison: RunComparison, judgments: Sequence[Judgment] 
     """Return the comparison as a JSON object; docs/json.md describes its members."""
     step, most_changed = comparison.compared.get(STEP), None
     if comparison.reason is not None:
-        phase, before_ns, after_ns = comparison.reason
-        most_changed = {"phase": phase, "a": ms(before_ns), "b": ms(after_ns)}
+        a, b = (ms(comparison.reason.typical_value(side)) for side in (0, 1))
+        most_changed = {"phase": comparison.reason.figure.name, "a": a, "b": b}
     return {
         "schema": SCHEMA,
         "outcome": outcome_sentence(comparison, judgments),
         "status": exit_status_of(judgments),
         "pair": comparison.is_pair,
+        "per": comparison.unit,
         "missing": comparison.missing if comparison.missing or step is None else step.missing,
         "sides": [
             {

@@ -12,8 +12,8 @@ from statistics import median
 
 from dpmon.errors import HistoryError
 from dpmon.model.compared_run import ComparedRun, Metric
-from dpmon.model.mode_comparison import MIN_STEPS, common_kind
-from dpmon.model.run_comparison import NOT_COMPARABLE, format_change, known_metrics
+from dpmon.model.mode_comparison import MIN_STEPS
+from dpmon.model.run_comparison import format_change, known_metrics
 from dpmon.report.comparison_report import SCHEMA, read_compared_run
 from dpmon.report.document import Document, Section, Table
 from dpmon.report.plain_text import BAR_CHARS
@@ -23,6 +23,8 @@ from dpmon.text.formatting import UNKNOWN, format_count_with_noun
 
 MAX_RUNS = 60
 """How many of the newest runs to read."""
+_EQUAL_LABELS = ("arguments", "mode", "ranks", "devices", "hardware", "samples a step")
+"""Setup that is the same in all runs of a trend."""
 _MIN_RANGE = 0.1
 """A row of bars covers at least this part of the median, so that noise does not look like drift."""
 
@@ -53,15 +55,14 @@ def read_run_trend(script: str) -> RunTrend:
             excluded["unreadable" if run is None else f"with fewer than {MIN_STEPS} steps"] += 1
             continue
         newest = runs[0] if runs else run
-        fields = (field for field in NOT_COMPARABLE if run.set_up[field] not in (None, newest.set_up[field]))
+        fields = (field for field in _EQUAL_LABELS if run.set_up[field] not in (None, newest.set_up[field]))
         differing_field = next(fields, None)
         if differing_field is None:
             runs.append(run)
         else:
             excluded[f"with other {differing_field}"] += 1
     runs.reverse()
-    kind = common_kind(run.steps_by_kind for run in runs) if runs else None
-    metrics = known_metrics(runs, [run.steps(kind) for run in runs])
+    metrics = known_metrics(runs, [run.steps(run.main_kind) for run in runs])
     return RunTrend(script, runs, list(metrics), +excluded)
 
 
@@ -78,7 +79,7 @@ def build_document(trend: RunTrend) -> Document:
     outcome = f"{days[0]} to {days[-1]}" if days else "no run has enough steps"
     facts = [f"excluded: {', '.join(f'{count} {reason}' for reason, count in trend.excluded.items())}"]
     headers = ("", "median", "oldest", "newest", "change", "oldest to newest")
-    sections = [Section("Metrics", [Table(headers, rows)], " of each run: medians of steps")] if rows else []
+    sections = [Section("Metrics", [Table(headers, rows)], " of each run")] if rows else []
     runs = format_count_with_noun(len(trend.runs), "run")
     return Document(trend.script, runs, "compared", outcome, facts if trend.excluded else [], sections)
 

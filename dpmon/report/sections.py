@@ -277,9 +277,15 @@ def most_frequent(sizes: Iterable[tuple[int, str]]) -> str:
 
 
 def _rank_tables(run: RunAnalysis) -> list[Table]:
-    """Return a table with a row per process, if several have trained."""
-    rows = [
-        (
+    """Return a table of the processes, if several have trained.
+
+    Ranks with equal counts, devices and sizes share a row, with the times of the first: the next table has those of
+    each rank.
+    """
+    groups: dict[tuple[object, ...], list[tuple[str, ...]]] = {}
+    for rank_row in slowest_first(run.ranks, MAX_ROWS):
+        sizes = format_sizes(rank_row.inputs, rank_row.outputs)
+        cells = (
             rank_row.label,
             rank_row.device,
             f"{rank_row.steps:,}",
@@ -287,10 +293,13 @@ def _rank_tables(run: RunAnalysis) -> list[Table]:
             format_duration(rank_row.median_ns),
             format_samples_per_s(rank_row.rate),
             format_duration(rank_row.forward_ns),
-            format_sizes(rank_row.inputs, rank_row.outputs),
+            sizes,
         )
-        for rank_row in slowest_first(run.ranks, MAX_ROWS)
-    ]
+        own_row = None if rank_row.times is not None and rank_row.times.joined else rank_row.process
+        groups.setdefault((rank_row.device, rank_row.steps, rank_row.calls, sizes, own_row), []).append(cells)
+    rows = []
+    for (label, *texts), *others in groups.values():
+        rows.append((f"{len(others) + 1} equal ranks" if others else label, *texts))
     headers = ("", "device", "steps", "calls", "step", "samples/s", f"forward {_ON_DEVICE}", _FLOW_TITLE)
     return _make_table(headers, rows, has_text_columns=True)
 

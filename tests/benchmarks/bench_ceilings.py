@@ -192,7 +192,7 @@ def judge(case: Case, before: list[Seen], after: list[Seen]) -> tuple[bool, str]
     if kind is None:
         return False, f"{case.name:<13} no finding {' or '.join(case.kinds)} in all runs"
     whole_s = median(one.whole_s for one in before)
-    told = estimate_change(*([one.whole_s for one in side] for side in (before, after)))
+    told = estimate_change([one.whole_s for one in before], [one.whole_s for one in after])
     came = f"{seconds(whole_s, told.ratio)}, {bounds(whole_s, told)}"
     promises = [saves_s for one in before if (saves_s := one.saves_s[kind]) is not None]
     if not promises:

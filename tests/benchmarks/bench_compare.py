@@ -3,7 +3,7 @@
     python tests/benchmarks/bench_compare.py
 
 Steps have a duration with noise of 5%, which depends on the step before (an AR(1) process), and one in fifty is much
-longer. The medians of equal runs differ by a normal distribution. docs/compare.md has the tables.
+longer. The mean steps of equal runs differ by a normal distribution. docs/compare.md has the tables.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections import Counter
 from itertools import product
 from math import exp, sqrt
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 from dpmon.model.compared_run import STEP_METRICS
 from dpmon.model.comparison_stats import estimate_change
@@ -38,9 +38,9 @@ def steps(chance: random.Random, count: int, rho: float, center: float) -> list[
 
 
 def stretches(values: list[float], count: int) -> list[float]:
-    """Return the medians of equal parts."""
+    """Return the means of equal parts."""
     size = len(values) // count
-    return [median(values[at * size : (at + 1) * size]) for at in range(count)]
+    return [fmean(values[at * size : (at + 1) * size]) for at in range(count)]
 
 
 def pair(chance: random.Random, count: int, rho: float, parts: int, factor: float) -> tuple[list[float], list[float]]:
@@ -51,7 +51,7 @@ def pair(chance: random.Random, count: int, rho: float, parts: int, factor: floa
 
 def sign(before: list[float], after: list[float]) -> int:
     """Return 1, -1 or 0: the second run is slower, faster, or neither."""
-    return estimate_change(before, after, in_order=True).sign
+    return estimate_change(before, after, fmean(after) / fmean(before), in_order=True).sign
 
 
 def bootstrapped(chance: random.Random, before: list[float], after: list[float]) -> int:
@@ -68,7 +68,7 @@ def bootstrapped(chance: random.Random, before: list[float], after: list[float])
 
 
 def runs(chance: random.Random, count: int, spread: float, center: float) -> list[float]:
-    """Return the medians of equal runs."""
+    """Return the mean steps of equal runs."""
     return [center * exp(chance.gauss(0, spread)) for _ in range(count)]
 
 
@@ -95,7 +95,7 @@ def of_groups(chance: random.Random, times: int) -> None:
         for _ in range(times):
             told = estimate_change(runs(chance, count, spread, 1.0), runs(chance, count, spread, 1 + slower))
             row = ComparedMetric(STEP_METRICS[0], ([1.0], [1.0]), told)
-            found = RunComparison(([], []), None, None, [], {"step": row}, None)
+            found = RunComparison(([], []), None, False, None, [], {"step": row}, None)
             outcomes[judge_threshold(found, Threshold("step", 0.05)).outcome] += 1
             signs += told.sign != 0
         shares = [f"{outcomes[name] / times:.1%}" for name in ("slower", "not slower", "inconclusive")]

@@ -49,7 +49,7 @@ for step in range(int(os.environ["STEPS"])):
 """
 SIDE = 5
 LIMIT = 0.05
-FIGURES = ("step", "fast_step", "cpu_step")
+FIGURES = ("step", "median_step", "fast_step", "cpu_step")
 NAMES = ("first", "second", "slow")
 Turn = tuple[ComparedRun, ComparedRun, ComparedRun]
 

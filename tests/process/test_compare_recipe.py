@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -23,8 +24,8 @@ for batch in torch.utils.data.DataLoader(torch.randn(640, 4), 8):
     optimizer.zero_grad()
     model(batch).mean().backward()
     optimizer.step()
-    # The end of each step is fixed, so a busy machine does not move the median. Steps do not catch up after a pause.
-    end = max(end + PACE, time.monotonic())
+    # The end of each step is fixed, so a busy machine does not move the mean.
+    end += PACE
     time.sleep(max(end - time.monotonic(), 0))
 """
 
@@ -44,20 +45,24 @@ def test_the_recipe_passes_equal_scripts_and_the_gate_finds_slower_and_other_one
         (dpmon.cwd / name).mkdir()
         (dpmon.cwd / name / "train.py").write_text(SCRIPT.replace("PACE", str(pace)))
     (dpmon.cwd / "speed.sh").write_text(RECIPE)
-    status, out = run("sh speed.sh train.py")
+    # A run that stands still for seconds makes an attempt inconclusive: the next one has other runs.
+    for attempt in range(3):
+        env["XDG_STATE_HOME"] = str(tmp_path / f"state-{attempt}")
+        equal = run("sh speed.sh train.py")
+        made = run("cd slow && for n in 1 2 3; do dpmon --headless --name slow-$n train.py --big || exit; done")
+        slower = run("dpmon compare base-1 base-2 base-3 -- slow-1 slow-2 slow-3 --fail-if-slower 5%")
+        if "inconclusive" not in equal[1] + slower[1]:
+            break
+    assert made[0] == 0, made
+    status, out = equal
     assert status == 0, out
-    assert ": not slower (step, limit +5.0%): " in out
+    assert ": not slower (step, limit +5.0%): from " in out
     assert "::warning::" not in out
     assert "directory" in out, "the only difference that dpmon knows"
-
-    status, out = run("cd slow && for n in 1 2 3; do dpmon --headless --name slow-$n train.py || exit; done")
-    assert status == 0, out
-    status, out = run("dpmon compare base-1 base-2 base-3 -- slow-1 slow-2 slow-3 --fail-if-slower 5%")
+    status, out = slower
     assert status == 4, out
-    assert ": slower (step, limit +5.0%): +" in out
-
-    assert run("cd slow && dpmon --headless --name other train.py --big")[0] == 0
-    status, out = run("dpmon compare base-1 other --fail-if-slower 5%")
-    assert status == 3, out
-    assert "not comparable: arguments (none, --big); --anyway compares them" in out
-    assert "not comparable" not in run("dpmon compare base-1 other --fail-if-slower 5% --anyway")[1]
+    assert ": slower (step, limit +5.0%): from " in out
+    assert re.search(r"arguments none (B: )?--big", out), "other arguments are no reason not to judge"
+    status, out = run("dpmon compare base-1 slow-1 --anyway")
+    assert status == 2
+    assert "unknown option --anyway" in out

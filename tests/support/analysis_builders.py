@@ -10,7 +10,7 @@ from typing import Any
 
 from dpmon.model.comparison_stats import Interval
 from dpmon.model.device_usage import DeviceUsage
-from dpmon.model.layouts import IdleDeviceCounts, ReplicaStats
+from dpmon.model.layouts import CallLayouts, IdleDeviceCounts, ReplicaStats
 from dpmon.model.mode_comparison import Comparison
 from dpmon.model.mode_stats import ModeStats
 from dpmon.store.query_results import LongStepRow
@@ -83,6 +83,7 @@ HEALTHY_RUN = run_analysis_with(
     replicas=(replica_stats(0), replica_stats(1, ms=5.5)),
     devices=(device_usage(0), device_usage(1, mem_run_max=17.0 * GIB)),
     longest_steps=(long_step(26), long_step(25)),
+    layouts=CallLayouts([], {}),
     processes=[0],
     last_step_ns=100 * SECOND,
     end_ns=110 * SECOND,

@@ -16,13 +16,15 @@ from dpmon.model.device_usage import HostUsage
 from dpmon.model.findings.all_findings import find_all
 from dpmon.model.findings.device_findings import busy_cpus_note
 from dpmon.model.findings.finding_evidence import MIN_STEPS
-from dpmon.model.layouts import IdleDeviceCounts, ReplicaStats
+from dpmon.model.layouts import CallLayouts, IdleDeviceCounts, ReplicaStats
 from dpmon.model.mode_comparison import Comparison
 from dpmon.model.mode_stats import ModeStats
 from dpmon.model.recorded_stalls import RecordedStall
 from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.run_events import LoaderStart, RunEvents
+from dpmon.record.history_rows import Definitions
 from dpmon.record.schema import EVALUATION
+from dpmon.store.query_results import Shape
 from dpmon.store.tally import Tally, TallyKey
 from dpmon.store.time_accounting import Gap
 from support.analysis_builders import (
@@ -165,11 +167,26 @@ def test_workers_are_advised_only_where_they_help(
     assert not_said not in advice
 
 
-def test_fewer_threads_are_advised_only_where_processors_are_short() -> None:
-    run = RUNS_BY_FINDING["spread"]
-    for machine, expected in ((host(cpu_pct=97.0, others=1.0), True), (host(cpu_pct=40.0), False), (None, False)):
-        (advice,) = [found.advice for found in find_all(with_changes(run, host=machine)) if found.kind == "spread"]
-        assert ("OMP_NUM_THREADS" in advice) == expected
+def spread_advice(**more: Any) -> str:
+    found = find_all(with_changes(RUNS_BY_FINDING["spread"], **more))
+    (advice,) = [finding.advice for finding in found if finding.kind == "spread"]
+    return advice
+
+
+def test_fewer_threads_are_advised_only_where_the_run_needs_too_many() -> None:
+    assert spread_advice(host=host(others=1.0)).startswith("fewer threads (OMP_NUM_THREADS), so that they fit on 8 CPU")
+    loader = LoaderStart(0, 0, 0, 2, persistent=False)
+    assert "or loader workers, so that" in spread_advice(host=host(others=1.0), loaders=[loader])
+    assert spread_advice(host=host(own=1.0, others=6.5)).startswith("end other work: this run uses only 1.0 of 8 CPU")
+    for machine in (host(cpu_pct=40.0), None):
+        assert "OMP_NUM_THREADS" not in spread_advice(host=machine)
+
+
+@pytest.mark.parametrize(("calls", "is_advised"), [((1000,), False), ((980, 20), False), ((700, 300), True)])
+def test_batches_of_similar_size_are_advised_only_where_sizes_differ(calls: tuple[int, ...], is_advised: bool) -> None:
+    shapes = [Shape(0, "single", 0, 1, False, number, 9, (), (), 0, count) for number, count in enumerate(calls, 1)]
+    layouts = CallLayouts(shapes, {0: Definitions(9)})
+    assert ("batches of similar size" in spread_advice(layouts=layouts)) == is_advised
 
 
 def test_the_advice_for_a_gpu_that_waits_for_data_is_about_the_loader() -> None:

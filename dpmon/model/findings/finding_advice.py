@@ -24,6 +24,8 @@ MIN_IDLE_CORES = 0.5
 MIN_FETCH_CPU_SHARE = 0.5
 """Fetches that compute keep CPU cores busy. If the CPU time of the whole run is less than this share of its time in
 fetches, the fetches mostly wait. More workers can then wait at the same time."""
+SLOW_STEP_SHARE = 0.05
+"""Share of the steps that are at least as long as their 95th percentile. Inputs that are rarer do not explain it."""
 RARE_FETCH_RATIO = 3.0
 """Smallest ratio of mean to median fetch at which a few fetches (the first of each epoch) take most of the time."""
 
@@ -96,15 +98,17 @@ def copy_advice(run: RunAnalysis, process: int) -> str:
     return f"{pinned}.to(..., non_blocking=True); fewer bytes: copy as uint8 or half precision, and convert on the GPU"
 
 
-def step_variance_advice(run: RunAnalysis, phase: str) -> str:
-    """Return advice for step times that vary widely. `phase`: the phase that takes most of the time."""
+def step_variance_advice(run: RunAnalysis, process: int, phase: str) -> str:
+    """Return advice for step times of a process that vary widely. `phase`: the phase that takes most of the time."""
     host = run.host
     if host is not None and idle_cores(host) < MIN_IDLE_CORES:
-        return (
-            f"fewer threads (OMP_NUM_THREADS) or loader workers, so that they fit on {host.cpus} CPU cores, which are"
-            f" {format_percent(host.cpu_pct / 100)} in use"
-        )
-    return f"batches of similar size, if their sizes differ; the longest steps show what {phase} waited for"
+        in_use = f"{host.cpus} CPU cores, which are {format_percent(host.cpu_pct / 100)} in use"
+        if host.others > host.own:
+            return f"end other work: this run uses only {host.own:.1f} of {in_use}"
+        workers = " or loader workers" if any(start.workers for start in run.loaders) else ""
+        return f"fewer threads (OMP_NUM_THREADS){workers}, so that they fit on {in_use}"
+    sizes = "batches of similar size; " if run.layouts.usual_input_share(process) <= 1 - SLOW_STEP_SHARE else ""
+    return f"{sizes}the longest steps show what {phase} waited for"
 
 
 def low_utilization_advice(run: RunAnalysis) -> str:

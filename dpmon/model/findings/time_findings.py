@@ -422,6 +422,6 @@ def find_uneven_steps(run: RunAnalysis) -> Iterator[Finding]:
                 f" {format_ratio(stats.p95_ns, stats.median_ns)} the median.",
                 f"median {format_long_duration(stats.median_ns)}, p95 {format_long_duration(stats.p95_ns)} over"
                 f" {stats.steps:,} steps{rank_suffix(stats)}; {phase} takes most of the time ({format_percent(share)})",
-                step_variance_advice(run, phase),
+                step_variance_advice(run, stats.process, phase),
                 0.3,
             )

@@ -73,8 +73,9 @@ class StepRowBuilder:
             if isinstance(item, QueuedEvent):
                 self.place_event(item, self.number + 1)
                 continue
-            span, calls, _, contents = item
+            span, calls, optimizers, contents = item
             kind, flags = span.kind, span.flags
+            totals.count_optimizer_steps(optimizers)
             if span.thread == thread or kind == Kind.OPTIMIZER_FREED:
                 if contents is not None:
                     totals.add(contents)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+
 from dpmon.assemble.device_times import PendingRow, Slots
 from dpmon.assemble.nesting import BACKWARD, COPY, DATA, OPTIMIZER, PhaseSums
 from dpmon.record.record_types import Batches, Step
@@ -41,6 +44,16 @@ class StepTotals(PhaseSums):
     followed calls of other models or an optimizer step."""
     stepped = False
     """Whether an optimizer has stepped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._steps_by_optimizer: Counter[int] = Counter()
+
+    def count_optimizer_steps(self, optimizers: Sequence[int]) -> None:
+        """Count successful steps of optimizers, given by number. The optimizer that steps most often makes updates."""
+        for number in optimizers:
+            self._steps_by_optimizer[number] += 1
+            self.counts["updates"] = max(self.counts.get("updates", 0), self._steps_by_optimizer[number])
 
     def note_timing(self, span: Span, phase: int) -> None:
         """Note whether a span without inner spans has device times."""

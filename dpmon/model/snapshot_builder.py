@@ -274,6 +274,7 @@ class SnapshotBuilder:
             ranged=range_stats,
             settled=_settled_stats(ranged_window, range_stats, process.process),
             uneven=_uneven(store, range_stats, process.process, waits),
+            trained=whole_window.training_counts,
             recent=self._recent_rate(store, process, others, end_s),
             progress=progress_of(store, process.process, step, no_time=OVER if request.over else None),
             columns=self._columns.read(store, process.process, max(end_s - history_s, 0), end_s, column_s),

@@ -25,6 +25,7 @@ from dpmon.text.formatting import (
     format_minutes,
     format_percent,
     format_rate_within_steps,
+    format_updates,
 )
 from dpmon.ui.panels.panel_progress import format_batch_of_total, loss_span, shown_losses, shown_progress
 from dpmon.ui.panels.rank_map import PROBLEM_STYLES
@@ -171,7 +172,8 @@ def _metric_parts(screen: ScreenData, style: TerminalStyle) -> list[_StatusPart]
     process, rates = screen.process, _current_throughput(screen)
     if process is None or process.last_step is None:
         return []
-    step = _StatusPart([("step ", "dim"), (format_count(process.last_step.step).ljust(7), "bold")], 2)
+    number, updates = format_count(process.last_step.step), format_updates(*process.trained, f" {style.glyphs.middot} ")
+    step = _StatusPart([("step ", "dim"), (number if updates else number.ljust(7), "bold"), (updates, "")], 2)
     progress = shown_progress(screen)
     parts = [step]
     if progress.epoch is not None:

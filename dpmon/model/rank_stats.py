@@ -198,7 +198,7 @@ class RankTimesCache:
             if times is not None:
                 before, known, after = times[:_JOINED], times[_JOINED:_SYNCED], times[_SYNCED:]
             else:  # all leave a synchronized pass together, so they have the same mean step
-                before, after = (process, number, 0, step_ns, {}), (0, 0, 0, group, False, rank.node)
+                before, after = (process, number, 0, step_ns, {}), (0, 0, group, False, rank.node, "step")
             if recent is not None:
                 syncs_per_step /= recent.steps
                 exposed_ns, wait_ns = recent.exposed_ns * syncs_per_step, recent.wait_ns * syncs_per_step

@@ -29,8 +29,8 @@ MIN_LAST_BUCKET_BYTES = 8 << 20
 MIN_LARGE_BYTES = 1 << 20
 """Smallest size (bytes) of all gradients for which half precision, or a copy less, is worth a try."""
 MIN_SYNCS_PER_UPDATE = 1.5
-"""Fewest sync passes per step with an optimizer step. A script that skips some optimizer steps (overflows of
-mixed precision) stays below."""
+"""Fewest sync passes per update. A script that skips some optimizer steps (overflows of mixed precision) stays
+below."""
 MIN_ALL_USED = 3
 """Fewest iterations in which all parameters were used: a single one may be an exception."""
 _UNKNOWN_WEIGHT = 0.05
@@ -70,7 +70,8 @@ def _find_straggler(communication: Communication) -> Iterator[Finding]:
     if straggler is None or not (communication.lately or straggler.steps >= MIN_STEPS):
         return
     text, count_text = delay_sentence(straggler), slowest_count_text(straggler, lately=communication.lately)
-    mean = f"mean step {format_long_duration(communication.step_ns)} on {len(communication.ranks_with_waits)} ranks"
+    mean = f"mean {communication.unit} {format_long_duration(communication.step_ns)}"
+    mean += f" on {len(communication.ranks_with_waits)} ranks"
     saves = min(straggler.share, 1.0)
     yield Finding(
         "straggler",
@@ -102,8 +103,8 @@ def _find_alternating_waits(communication: Communication) -> Iterator[Finding]:
             "in turn",
             f"The ranks wait for each other for {format_percent(share)} of step time, each time for a different one.",
             f"wait mean {format_long_duration(share * communication.step_ns)},"
-            f" step mean {format_long_duration(communication.step_ns)}"
-            f" over {format_count_with_noun(communication.step_count_with_waits, 'step')} of {len(waits)} ranks;"
+            f" {communication.unit} mean {format_long_duration(communication.step_ns)}"
+            f" over {communication.text_of_known_waits} of {len(waits)} ranks;"
             " no rank is the slowest unusually often",
             "batches of equal work on all ranks: group samples of similar length, or pack them",
             min(share, 1.0),
@@ -156,9 +157,8 @@ def _find_exposed_communication(communication: Communication) -> Iterator[Findin
         "exposed",
         f"Exposed communication takes {format_percent(share)} of step time.",
         f"exposed mean {format_long_duration(communication.exposed_ns)},"
-        f" step mean {format_long_duration(communication.step_ns)}"
-        f" over {format_count_with_noun(communication.step_count_with_waits, 'step')}"
-        f" of {len(communication.ranks_with_waits)} ranks",
+        f" {communication.unit} mean {format_long_duration(communication.step_ns)}"
+        f" over {communication.text_of_known_waits} of {len(communication.ranks_with_waits)} ranks",
         "; ".join(advice),
         min(share, 1.0),
         min(share, 1.0),
@@ -202,24 +202,24 @@ def _find_large_last_bucket(communication: Communication) -> Iterator[Finding]:
 
 
 def _find_unneeded_sync(communication: Communication) -> Iterator[Finding]:
-    """Yield a finding if gradients are averaged several times per optimizer step.
+    """Yield a finding if gradients are averaged several times per update.
 
     Only for a single model, because several models need several passes.
     """
-    _, synced, unsynced, optimized = communication.passes
-    updates_per_rank = optimized // max(len(communication.ranks), 1)
-    if len(communication.wrappers) != 1 or updates_per_rank < MIN_STEPS or synced < MIN_SYNCS_PER_UPDATE * optimized:
+    tally = communication.tally
+    synced, unsynced, updates = tally.sum("synced").total, tally.sum("unsynced").total, tally.updates
+    if len(communication.wrappers) != 1 or updates < MIN_STEPS or synced < MIN_SYNCS_PER_UPDATE * updates:
         return
-    passes_per_update = synced / optimized
+    passes_per_update = synced / updates
     # A rank that is always slow stays slow; waits for changing ranks may even out over the passes.
     waits = 0.0 if communication.straggler is not None else communication.wait_share or 0.0
     parts = {"exposed": (communication.exposed_share or 0.0) * (1 - 1 / passes_per_update), "wait": waits}
     saves = sum(parts.values())
     yield Finding(
         "accumulation",
-        f"Gradients are averaged {passes_per_update:.1f} times per optimizer step.",
+        f"Gradients are averaged {passes_per_update:.1f} times per update.",
         f"{format_count(synced)} backward passes that synced gradients, {format_count(unsynced)} under no_sync,"
-        f" {format_count(optimized)} steps with an optimizer step",
+        f" {format_count(updates)} updates of the optimizer",
         "if gradients accumulate: no_sync() around all backward passes but the last before the optimizer's step",
         min(max(saves, _UNKNOWN_WEIGHT), 1.0),
         min(saves, 1.0) if communication.step_count_with_waits >= MIN_STEPS else None,
@@ -228,15 +228,16 @@ def _find_unneeded_sync(communication: Communication) -> Iterator[Finding]:
 
 
 def _find_needless_unused_search(communication: Communication) -> Iterator[Finding]:
+    steps = communication.tally.steps
     for wrapper in communication.wrappers:
-        if wrapper.find_unused_parameters and wrapper.all_used >= MIN_ALL_USED and communication.steps >= MIN_STEPS:
+        if wrapper.find_unused_parameters and wrapper.all_used >= MIN_ALL_USED and steps >= MIN_STEPS:
             root_text = f" of {wrapper.root}" if len(communication.wrappers) > 1 else ""
             yield Finding(
                 "unused",
                 f"find_unused_parameters{root_text} is on, although every parameter is used.",
                 f"0 bytes unused in {format_count_with_noun(wrapper.all_used, 'iteration')} checked by torch,"
                 f" up to iteration {format_count(wrapper.iteration)};"
-                f" {format_count_with_noun(communication.steps, 'step')}",
+                f" {format_count_with_noun(steps, 'step')}",
                 "find_unused_parameters=False, if every step uses them all: it saves a search of the graph in each",
                 _UNKNOWN_WEIGHT,
             )

@@ -75,7 +75,8 @@ class StepRowBuilder:
                 continue
             span, calls, optimizers, contents = item
             kind, flags = span.kind, span.flags
-            totals.count_optimizer_steps(optimizers)
+            if optimizers:
+                totals.optimizer_steps.update(optimizers)
             if span.thread == thread or kind == Kind.OPTIMIZER_FREED:
                 if contents is not None:
                     totals.add(contents)

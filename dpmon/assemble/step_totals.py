@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 
 from dpmon.assemble.device_times import PendingRow, Slots
 from dpmon.assemble.nesting import BACKWARD, COPY, DATA, OPTIMIZER, PhaseSums
@@ -47,13 +46,8 @@ class StepTotals(PhaseSums):
 
     def __init__(self) -> None:
         super().__init__()
-        self._steps_by_optimizer: Counter[int] = Counter()
-
-    def count_optimizer_steps(self, optimizers: Sequence[int]) -> None:
-        """Count successful steps of optimizers, given by number. The optimizer that steps most often makes updates."""
-        for number in optimizers:
-            self._steps_by_optimizer[number] += 1
-            self.counts["updates"] = max(self.counts.get("updates", 0), self._steps_by_optimizer[number])
+        self.optimizer_steps: Counter[int] = Counter()
+        """Successful steps by number of the optimizer. The optimizer that steps most often makes the updates."""
 
     def note_timing(self, span: Span, phase: int) -> None:
         """Note whether a span without inner spans has device times."""
@@ -98,6 +92,8 @@ class StepTotals(PhaseSums):
         if self.times[DATA] < 0 and self.batches > 1 and self.batch_models <= self.first_models and samples >= 0:
             samples = self.sum_of_rows
         spans = [(phase, span_start - start_ns, ns) for phase, span_start, ns in self.spans]
+        if self.optimizer_steps:
+            self.counts["updates"] = max(self.optimizer_steps.values())
         times = self.times
         phases = {name: times[index] for name, index in _IN_ORDER if times[index] >= 0}
         phases["other"] = max(0, wall_ns - sum(phases.values()))

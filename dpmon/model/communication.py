@@ -399,7 +399,7 @@ def format_operations(communication: Communication) -> list[str]:
     if collectives.why is not None and not collectives.samples:
         return [f"collectives: {collectives.why}"]
     lines, group_sizes = [], {wrapper.group_size for wrapper in communication.wrappers}
-    unit, _ = communication.pass_unit  # a sample ends with an optimizer step, if there are any
+    unit, _ = communication.pass_unit  # a sample is of whole steps, and ends with an update
     interval_text = "" if communication.one_in is None else f"; 1 {unit} in {format_count(communication.one_in)}"
     for operation in collectives.operations[:_MAX_OPERATIONS]:
         if collectives.samples:

@@ -76,9 +76,8 @@ class RankTimes(NamedTuple):
 
     def per_update(self, steps: float) -> RankTimes:
         """Return the mean times of an update, which has this many steps; these must be mean times of a step."""
-        step_ns, exposed_ns, wait_ns = (
-            None if ns is None else ns * steps for ns in (self.step_ns, self.exposed_ns, self.wait_ns)
-        )
+        times = (self.step_ns, self.exposed_ns, self.wait_ns)
+        step_ns, exposed_ns, wait_ns = (None if ns is None else ns * steps for ns in times)
         phases = {name: ns * steps for name, ns in self.phases.items()}
         return self._replace(step_ns=step_ns, phases=phases, exposed_ns=exposed_ns, wait_ns=wait_ns, unit="update")
 

@@ -125,11 +125,8 @@ class QuantitySum:
 
 
 def averaging_unit(steps: int, updates: int) -> tuple[str, int]:
-    """Return what averages over steps are of, and how many: updates if there are any, but not one per step; or steps.
-
-    `updates`: the number of optimizer updates in these steps.
-    """
-    return ("step", steps) if updates in (0, steps) else ("update", updates)
+    """Return what averages over steps are of, "update" if an update takes several steps, and how many there are."""
+    return ("update", updates) if 0 < updates < steps else ("step", steps)
 
 
 class SeriesNames:

@@ -147,26 +147,21 @@ def format_free_bytes(used: float | None, total: float | None) -> str:
 
 
 def format_updates(steps: int, updates: int, separator: str = ", ") -> str:
-    """Return the number of optimizer updates after a separator: ", 15 updates"; empty if averages are per step."""
-    unit, total = averaging_unit(steps, updates)
-    return f"{separator}{format_count_with_noun(total, unit)}" if unit == "update" else ""
+    """Return the number of optimizer updates after a separator, ", 15 updates", if it is known and not one per step."""
+    return "" if updates in (0, steps) else f"{separator}{format_count_with_noun(updates, 'update')}"
 
 
 def format_quantities(stats: StepStats) -> list[str]:
     """Return a text per quantity, except those that are 1 in every step or update."""
-    _, total = averaging_unit(stats.steps, stats.tally.updates)
+    counts = stats.steps, stats.tally.updates
+    _, total = averaging_unit(*counts)
     return [
-        format_quantity(quantity, quantity_sum, stats.steps, stats.tally.updates)
-        for quantity, quantity_sum in stats.known_quantities
-        if quantity_sum.total != total
+        format_quantity(quantity, known, *counts) for quantity, known in stats.known_quantities if known.total != total
     ]
 
 
 def format_quantity(quantity: Quantity, total: QuantitySum, steps: int, updates: int = 0) -> str:
-    """Return a quantity that at least one of `steps` steps has: "copied to GPUs: 1.20 MiB per step, 240 MiB total".
-
-    `updates`: the number of optimizer updates in these steps.
-    """
+    """Return a quantity of steps with these updates: "copied to GPUs: 1.20 MiB per step, 240 MiB total"."""
     averaged, number = averaging_unit(total.count, updates if total.count == steps else 0)
     mean = total.total / number
     if quantity.unit == "bytes":

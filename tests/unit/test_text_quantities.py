@@ -118,10 +118,12 @@ def test_quantities_of_steps(unit: str, known: QuantitySum, text: str) -> None:
         (100, 0, "", "2.00 per step"),  # no optimizer step was seen
         (100, 100, "", "2.00 per step"),
         (100, 25, ", 25 updates", "8.00 per update"),
-        (100, 400, ", 400 updates", "0.50 per update"),
+        (100, 400, ", 400 updates", "2.00 per step"),
     ],
 )
-def test_averages_are_per_update_if_there_is_not_one_per_step(steps: int, updates: int, text: str, mean: str) -> None:
+def test_averages_are_per_update_if_an_update_takes_several_steps(
+    steps: int, updates: int, text: str, mean: str
+) -> None:
     quantity = Quantity("copied", "", "", "", "")
     assert format_updates(steps, updates) == text
     assert format_quantity(quantity, QuantitySum(steps, 200), steps, updates) == f"copied: {mean}, 200 total"

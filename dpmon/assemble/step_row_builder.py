@@ -88,8 +88,10 @@ class StepRowBuilder:
             if isinstance(item, QueuedEvent):
                 self.place_event(item, last_started)
                 continue
-            span, calls, _, contents = item
+            span, calls, optimizers, contents = item
             kind, flags = span.kind, span.flags
+            if optimizers:
+                totals.optimizer_steps.update(optimizers)
             if span.thread == thread or kind == Kind.OPTIMIZER_FREED:
                 if contents is not None:
                     totals.add(contents)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from dpmon.assemble.device_times import PendingRow, Slots
 from dpmon.assemble.nesting import BACKWARD, COPY, DATA, OPTIMIZER, PhaseSums
 from dpmon.record.record_types import Batches, Step
@@ -41,6 +43,11 @@ class StepTotals(PhaseSums):
     followed calls of other models or an optimizer step."""
     stepped = False
     """Whether an optimizer has stepped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.optimizer_steps: Counter[int] = Counter()
+        """Successful steps by number of the optimizer. The optimizer that steps most often makes the updates."""
 
     def note_timing(self, span: Span, phase: int) -> None:
         """Note whether a span without inner spans has device times."""
@@ -87,6 +94,8 @@ class StepTotals(PhaseSums):
         if self.times[DATA] < 0 and self.batches > 1 and self.batch_models <= self.first_models and samples >= 0:
             samples = self.sum_of_rows
         spans = [(phase, span_start - start_ns, ns) for phase, span_start, ns in self.spans]
+        if self.optimizer_steps:
+            self.counts["updates"] = max(self.optimizer_steps.values())
         times = self.times
         phases = {name: times[index] for name, index in _IN_ORDER if times[index] >= 0}
         phases["other"] = max(0, wall_ns - sum(phases.values()))

@@ -38,6 +38,7 @@ from dpmon.text.formatting import (
     format_count_with_noun,
     format_duration,
     format_percent,
+    format_updates,
 )
 
 SCHEMA = 1
@@ -155,7 +156,7 @@ def _status_lines(health: Health, members: dict[str, Any]) -> list[str]:
             mode = f"{members['processes']} processes"
             mode += f" on {format_count_with_noun(len(members['nodes']), 'node')}" if "nodes" in members else ""
         reason = "" if is_halted else members["absent"].get("steps_per_s") or ""
-        step = f"step {format_count(members['step'])}"
+        step = f"step {format_count(members['step'])}{format_updates(members['steps'], members['updates'], ' · ')}"
         texts = (step, members["progress"]["text"], mode, *(rates or [reason]))
         lines.append("  ".join(text for text in texts if text))
     troubled = [node for node in members.get("nodes", ()) if node["trouble"]]

@@ -41,7 +41,13 @@ from dpmon.sanitize import to_safe_json
 from dpmon.stalls.run_state import ENDED, STALLED
 from dpmon.store.step_stats import StepStats, quantities_to_json, rate_to_json
 from dpmon.store.store_opening import open_store
-from dpmon.text.formatting import format_calls_so_far, format_compact, format_count, format_rate_within_steps
+from dpmon.text.formatting import (
+    format_calls_so_far,
+    format_compact,
+    format_count,
+    format_rate_within_steps,
+    format_updates,
+)
 
 INTERVAL_S = 1.0
 _RATES = tuple(rate_to_json(None))
@@ -194,7 +200,7 @@ def _progress_members(
     """Return step, rates and times of the process that represents the run; and the reasons for null values, by name."""
     absent: dict[str, str] = {}
     if process is None or process.last_step is None:
-        names = ("process", "rank", "step", "step_kind", *_RATES, "mode", "virtual", *_STAT_MEMBERS)
+        names = ("process", "rank", "step", "step_kind", "steps", "updates", *_RATES, "mode", "virtual", *_STAT_MEMBERS)
         open_calls = snapshot.open_calls
         text = format_calls_so_far(open_calls) if open_calls else "no step has finished yet"
         absent.update(dict.fromkeys(names, text))
@@ -219,6 +225,8 @@ def _progress_members(
         "rank": process.rank,
         "step": process.step_number,
         "step_kind": process.last_step.step_kind,
+        "steps": process.trained[0],
+        "updates": process.trained[1],
         **rate_to_json(throughput.rate),
         "mode": process.mode or None,
         "virtual": process.virtual,
@@ -288,7 +296,8 @@ class ProgressReporter:
 
     def _format_step_line(self, snapshot: RunSnapshot, process: Process) -> str:
         progress_text = format_progress(process.progress)
-        parts = [f"step {format_count(process.step_number)}", *([progress_text] if progress_text else [])]
+        parts = [f"step {format_count(process.step_number)}{format_updates(*process.trained, ' · ')}"]
+        parts += [progress_text] if progress_text else []
         if (count := len(snapshot.training_processes)) > 1:
             parts.append(f"{count} processes")
         now_ns = time.monotonic_ns() - self._reader.info.start_ns

@@ -36,8 +36,9 @@ from dpmon.text.formatting import (
     format_count,
     format_count_with_noun,
     format_duration,
-    format_quantity,
+    format_quantities,
     format_rate,
+    format_updates,
 )
 
 WIDTH = 113
@@ -139,17 +140,20 @@ class _SummaryLines:
         """Return the counts of steps, calls and processes. Ranks step together; other processes step independently."""
         run = self._run
         tallies = [run.window.tally(mode, kind, process) for process in run.store.processes]
-        counts = [tally.steps for tally in tallies if tally.steps]
+        counts = [(tally.steps, tally.updates) for tally in tallies if tally.steps]
         calls = format_count_with_noun(run.layouts.calls(mode, kind), "call")
         if not counts and kind != run.window.main_kind:
             return calls
-        if len(counts) < 2:
-            return f"{format_count_with_noun(sum(counts), 'step')}, {calls}"
         has_ranks = any(run.rank(process) is not None for process in run.processes)
-        if has_ranks and len(set(counts)) == 1:
-            return f"{format_count_with_noun(max(counts), 'step')} of each of {len(counts)} ranks, {calls} total"
+        is_equal = has_ranks and len(set(counts)) == 1
+        steps, updates = counts[0] if is_equal else [sum(column) for column in zip((0, 0), *counts, strict=True)]
+        text = format_count_with_noun(steps, "step") + format_updates(steps, updates)
+        if len(counts) < 2:
+            return f"{text}, {calls}"
+        if is_equal:
+            return f"{text} of each of {len(counts)} ranks, {calls} total"
         noun = "ranks" if has_ranks else "processes"
-        return f"{format_count_with_noun(sum(counts), 'step')} of {len(counts)} {noun} total, {calls}"
+        return f"{text} of {len(counts)} {noun} total, {calls}"
 
 
 def _phase_lines(stats: ModeStats) -> list[str]:
@@ -162,9 +166,7 @@ def _phase_lines(stats: ModeStats) -> list[str]:
     step = PhaseStats(STEP, stats.steps, stats.median_ns, stats.p95_ns, stats.mean_ns, 1.0)
     lines = [_phase_line("step" if stats.process_name is None else f"step of {stats.process_name}", step)]
     lines += [_phase_line(f"  {'  ' * depth}{phase.name}", phase) for depth, phase in stats.nested_phases()]
-    for quantity, quantity_sum in stats.known_quantities:
-        lines.append(f"  {format_quantity(quantity, quantity_sum, stats.steps)}")
-    return lines
+    return lines + [f"  {text}" for text in format_quantities(stats)]
 
 
 def _phase_line(label: str, phase: PhaseStats) -> str:

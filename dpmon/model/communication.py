@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from dpmon.model.stragglers import Group, RankTimes, Straggler, delay_shares, find_straggler, wait_of
 from dpmon.store.query_results import CollectiveSums
+from dpmon.store.tally import Tally, averaging_unit
 from dpmon.text.formatting import (
     format_bytes,
     format_count,
@@ -73,18 +74,9 @@ class Wrapper(NamedTuple):
         return self.sync_batch_norm or self.broadcast_buffers
 
 
-class PassCounts(NamedTuple):
-    """Number of steps, of backward passes that synced gradients or did not, and of steps with an optimizer step."""
-
-    steps: int
-    synced: int
-    unsynced: int
-    optimized: int
-
-
 @dataclass(frozen=True)
 class Communication:
-    """The ranks' communication in a mean step; ns, None if unknown."""
+    """The ranks' communication in a mean step or update; ns, None if unknown."""
 
     ranks: tuple[RankTimes, ...]
     """The ranks, each with its process group if known."""
@@ -96,6 +88,8 @@ class Communication:
     """Whether the times cover only the last steps, not the whole run."""
     missing: str | None
     """Why the waits between ranks are unknown; None if they are known."""
+    tally: Tally
+    """The steps of the process that represents the run."""
     collectives: CollectiveSums = _NO_COLLECTIVES
     """The collectives of sampled steps."""
     sampled_of: int = 0
@@ -104,10 +98,16 @@ class Communication:
     """The ranks of other nodes, if a snapshot covers only one node: its ranks may wait for one of them."""
 
     @cached_property
+    def unit(self) -> str:
+        """What the times are means of: "step" or "update"."""
+        return self.ranks[0].unit if self.ranks else "step"
+
+    @cached_property
     def one_in(self) -> int | None:
-        """Interval of samples: one step in this many; None without samples."""
-        samples = self.collectives.samples
-        return max(round(self.sampled_of / samples), 1) if samples and self.sampled_of else None
+        """Interval of samples: one step or update (`pass_unit`) in this many; None without samples."""
+        _, total = self.pass_unit
+        interval = _ratio(self.sampled_of * total, self.collectives.samples * self.tally.steps)
+        return max(round(interval), 1) if interval else None
 
     @cached_property
     def ranks_with_waits(self) -> tuple[RankTimes, ...]:
@@ -125,13 +125,20 @@ class Communication:
         return min([rank.joined for rank in self.ranks_with_waits], default=0)
 
     @cached_property
+    def text_of_known_waits(self) -> str:
+        """The number of steps or updates with known waits: "99 updates"."""
+        counts = [min(rank.joined, rank.updates) for rank in self.ranks_with_waits if rank.updates]
+        count = min(counts) if counts and self.unit == "update" else self.step_count_with_waits
+        return format_count_with_noun(count, self.unit)
+
+    @cached_property
     def step_ns(self) -> float | None:
-        """The mean step of these ranks."""
+        """The mean step or update of these ranks."""
         return _mean([rank.step_ns for rank in self.ranks_with_waits])
 
     @cached_property
     def exposed_ns(self) -> float | None:
-        """Mean exposed communication per step."""
+        """Mean exposed communication per step or update."""
         return _mean([rank.exposed_ns for rank in self.ranks_with_waits])
 
     @cached_property
@@ -168,31 +175,20 @@ class Communication:
             return None
         return _ratio(wrapper.overlap_ns, wrapper.comm_ns)
 
-    @cached_property
-    def steps(self) -> int:
-        """The largest number of steps of any rank."""
-        return max((rank.steps for rank in self.ranks), default=0)
-
-    @cached_property
-    def passes(self) -> PassCounts:
-        """The passes of all ranks."""
-        ranks = [rank for rank in self.ranks if rank.steps]
-        return PassCounts(
-            sum(rank.steps for rank in ranks),
-            sum(rank.synced for rank in ranks),
-            sum(rank.unsynced for rank in ranks),
-            sum(rank.optimized for rank in ranks),
-        )
+    @property
+    def pass_unit(self) -> tuple[str, int]:
+        """What the numbers of backward passes and collectives are per, "step" or "update", and how many there are."""
+        return averaging_unit(self.tally.steps, self.tally.updates)
 
     @property
     def synced(self) -> float | None:
-        """Backward passes per step that averaged gradients; None without steps."""
-        return _ratio(self.passes.synced, self.passes.steps)
+        """Backward passes per step or update that averaged gradients; None without steps."""
+        return _ratio(self.tally.sum("synced").total, self.pass_unit[1])
 
     @property
     def unsynced(self) -> float | None:
-        """Backward passes per step that averaged nothing (no_sync); None without steps."""
-        return _ratio(self.passes.unsynced, self.passes.steps)
+        """Backward passes per step or update that averaged nothing (no_sync); None without steps."""
+        return _ratio(self.tally.sum("unsynced").total, self.pass_unit[1])
 
     @cached_property
     def delays(self) -> Mapping[int, float]:
@@ -229,9 +225,13 @@ class Communication:
         if not any(rank.joined for rank in ranks):
             missing = _unknown_wait_reason((*ranks, *elsewhere), self.wrappers)
         waits_in_forward = any(wrapper.waits_in_forward for wrapper in wrappers)
+        steps = sum(rank.steps for rank in ranks)
+        unit, total = averaging_unit(steps, sum(rank.updates for rank in ranks))
 
         def with_group(rank: RankTimes) -> RankTimes:
             group = groups[rank.rank]
+            if unit == "update":
+                rank = rank.per_update(steps / total)
             if rank.group == group and rank.waits_in_forward == waits_in_forward:
                 return rank  # as usual; there may be a thousand ranks
             return rank._replace(group=group, waits_in_forward=waits_in_forward)
@@ -265,11 +265,13 @@ def build_communication(
     sampled_of: int = 0,
     elsewhere: Sequence[RankTimes] = (),
     *,
+    tally: Tally,
     lately: bool,
 ) -> Communication | None:
     """Return the communication of these ranks; None for a single process without a DistributedDataParallel.
 
-    `collectives`: the collectives of sampled steps. `sampled_of`: the number of all steps in the same time.
+    `ranks`: with means per step. `tally`: the steps of the process that represents the run. `collectives`: the
+    collectives of sampled steps. `sampled_of`: the number of all steps in the same time.
     `elsewhere`: the ranks of nodes outside the snapshot.
     """
     if len(ranks) < 2 and not wrappers:
@@ -282,7 +284,7 @@ def build_communication(
     ]
     rank_wrappers.sort(key=lambda wrapper: wrapper.number)
     without_times = Communication(
-        (), tuple(rank_wrappers), _torch_times(wrappers), lately, None, collectives, sampled_of
+        (), tuple(rank_wrappers), _torch_times(wrappers), lately, None, tally, collectives, sampled_of
     )
     groups = groups_of([rank.rank for rank in (*ranks, *elsewhere)], wrappers)
     return without_times.with_times(ranks, wrappers, elsewhere, groups)
@@ -358,12 +360,12 @@ def _ratio(part: float | None, whole: float | None) -> float | None:
 def _labeled_texts(communication: Communication) -> list[tuple[str, str]]:
     rows: list[tuple[str, str]] = []
     if communication.exposed_ns is not None:
-        steps = f"{'last ' * communication.lately}{format_count_with_noun(communication.step_count_with_waits, 'step')}"
         rows.append(
             (
                 "exposed",
-                f"{format_duration(communication.exposed_ns)} per step,"
-                f" {format_percent(communication.exposed_share)} of it; {steps}",
+                f"{format_duration(communication.exposed_ns)} per {communication.unit},"
+                f" {format_percent(communication.exposed_share)} of it;"
+                f" {'last ' * communication.lately}{communication.text_of_known_waits}",
             )
         )
         ranks_text = format_count_with_noun(
@@ -386,7 +388,8 @@ def _labeled_texts(communication: Communication) -> list[tuple[str, str]]:
         no_sync_text = (
             f", {format_three_digits(communication.unsynced)} under no_sync" if communication.unsynced else ""
         )
-        rows.append(("passes", f"{format_three_digits(communication.synced)} synced per step{no_sync_text}"))
+        unit, _ = communication.pass_unit
+        rows.append(("passes", f"{format_three_digits(communication.synced)} synced per {unit}{no_sync_text}"))
     return rows
 
 
@@ -396,9 +399,8 @@ def format_operations(communication: Communication) -> list[str]:
     if collectives.why is not None and not collectives.samples:
         return [f"collectives: {collectives.why}"]
     lines, group_sizes = [], {wrapper.group_size for wrapper in communication.wrappers}
-    interval_text = "" if communication.one_in is None else f"; 1 step in {format_count(communication.one_in)}"
-    # A sample ends with an optimizer step, if there are any.
-    unit = "per update" if communication.unsynced else "per step"
+    unit, _ = communication.pass_unit  # a sample is of whole steps, and ends with an update
+    interval_text = "" if communication.one_in is None else f"; 1 {unit} in {format_count(communication.one_in)}"
     for operation in collectives.operations[:_MAX_OPERATIONS]:
         if collectives.samples:
             count = format_three_digits(operation.collectives / collectives.samples)
@@ -411,7 +413,7 @@ def format_operations(communication: Communication) -> list[str]:
         elif operation.no_bandwidth is not None and (operation.bytes or not operation.ended):  # a barrier has none
             speed = f", {operation.no_bandwidth.partition(':')[0]}"
         ranks = "" if operation.size in group_sizes else f" of {format_count_with_noun(operation.size, 'rank')},"
-        lines.append(f"{operation.name}{ranks} {count} {unit}{size}{speed}{interval_text}")
+        lines.append(f"{operation.name}{ranks} {count} per {unit}{size}{speed}{interval_text}")
     return lines
 
 

@@ -198,7 +198,7 @@ class RankTimesCache:
             if times is not None:
                 before, known, after = times[:_JOINED], times[_JOINED:_SYNCED], times[_SYNCED:]
             else:  # all leave a synchronized pass together, so they have the same mean step
-                before, after = (process, number, 0, step_ns, {}), (0, 0, 0, group, False, rank.node)
+                before, after = (process, number, 0, step_ns, {}), (0, 0, group, False, rank.node, "step")
             if recent is not None:
                 syncs_per_step /= recent.steps
                 exposed_ns, wait_ns = recent.exposed_ns * syncs_per_step, recent.wait_ns * syncs_per_step
@@ -257,7 +257,7 @@ def _rank_times(
     """
     assert focus.last_step is not None
     end_s = max(stats_until_s(store, rank) for rank in (focus, *ranks) if rank.last_step is not None)
-    if focus.last_step.is_evaluation and focus.recent.last_ns is not None:
+    if focus.last_step.kind != store.main_kind and focus.recent.last_ns is not None:
         end_s = min(end_s, focus.recent.last_ns // SECOND + 1)  # the ranks train together in training steps only
     step_ns = focus.recent.step_ns or focus.last_step.wall_ns
     width_s = max(-(-RANK_STEPS * step_ns // SECOND), width_s if store.is_mirror else RANK_S)

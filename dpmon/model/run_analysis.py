@@ -172,7 +172,9 @@ class RunAnalysis:
         rank_of_process = {process: info.rank for process, info in self.announced.info.items()}
         ranks = rank_times_in_window(self.window, rank_of_process, self._nodes)
         steps = sum(rank.steps for rank in ranks)
-        return build_communication(ranks, self.announced.wrappers, self.store.collective_sums(), steps, lately=False)
+        tally, _ = self.window.process_totals(self._representative_trainer)
+        collectives = self.store.collective_sums()
+        return build_communication(ranks, self.announced.wrappers, collectives, steps, tally=tally, lately=False)
 
     @cached_property
     def rank_waits(self) -> RankWaits:

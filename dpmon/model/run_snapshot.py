@@ -237,6 +237,8 @@ class Process:
     """The calls of its last step."""
     figures: StepStats = NO_STEPS
     """Its last one to two minutes, if several processes train; only step, forward and backward."""
+    trained: tuple[int, int] = 0, 0
+    """Its numbers of training steps and of optimizer updates so far; only if it represents the run."""
     recent: RecentRate = field(default_factory=RecentRate)
     progress: Progress = NO_STEP
     """Its epoch and batch; with the time left only if it represents the run."""

@@ -223,7 +223,8 @@ class SnapshotBuilder:
         if ranks:
             snapshot = with_ranks(store, snapshot, detailed, ranks, wrappers, times, last, self._times.groups)
             return self._with_waits(store, snapshot, detailed, request) if request.waits else snapshot
-        return replace(snapshot, communication=build_communication((), wrappers, lately=True))
+        communication = build_communication((), wrappers, tally=detailed.ranged.tally, lately=True)
+        return replace(snapshot, communication=communication)
 
     def _read_events(self, store: Store) -> RunEvents:
         """Return the events up to the time of `store`, cached until there are new ones."""
@@ -275,6 +276,7 @@ class SnapshotBuilder:
             ranged=range_stats,
             settled=_settled_stats(ranged_window, range_stats, process.process),
             uneven=_uneven(store, range_stats, process.process, waits),
+            trained=whole_window.training_counts,
             recent=self._recent_rate(store, process, others, end_s),
             progress=progress_of(store, process.process, step, no_time=OVER if request.over else None),
             columns=subtract_input_waits(columns, waits, column_s),
@@ -474,7 +476,9 @@ def with_ranks(
     if collectives.samples:
         sample = store.last_sample(focus.process, start_s * SECOND)
         steps = store.step_count(start_s, end_ns // SECOND + 1, numbers)
-    new_communication = build_communication(shown_times, wrappers, collectives, steps, other_times, lately=True)
+    new_communication = build_communication(
+        shown_times, wrappers, collectives, steps, other_times, tally=focus.ranged.tally, lately=True
+    )
     return replace(snapshot, communication=new_communication, last_sample=sample)
 
 

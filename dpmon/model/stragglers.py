@@ -45,7 +45,7 @@ _MAX_NAMED_RANKS = 3
 
 
 class RankTimes(NamedTuple):
-    """Mean times of the training steps of one rank, in ns; None if unknown."""
+    """Mean times of the training steps or updates of one rank, in ns; None if unknown."""
 
     process: int
     rank: int
@@ -56,23 +56,30 @@ class RankTimes(NamedTuple):
     joined: int = 0
     """Steps with known waits between ranks."""
     exposed_ns: float | None = None
-    """Exposed communication, the same on all ranks. Steps without averaging count as 0."""
+    """Exposed communication, the same on all ranks. Steps or updates without averaging count as 0."""
     wait_ns: float | None = None
-    """Its wait for the slowest rank. Steps without averaging count as 0."""
+    """Its wait for the slowest rank. Steps or updates without averaging count as 0."""
     slowest: int = 0
     """Steps in which the others waited for it."""
     synced: int = 0
     """Backward passes that averaged gradients, in all steps."""
-    unsynced: int = 0
-    """Backward passes that averaged nothing (no_sync)."""
-    optimized: int = 0
-    """Steps in which an optimizer stepped."""
+    updates: int = 0
+    """Optimizer updates in all steps."""
     group: Group | None = None
     """The ranks with which it averages its gradients; None if unknown."""
     waits_in_forward: bool = False
     """Whether ranks wait for each other in the forward of the model, too."""
     node: str | None = None
     """Its node; None on one machine."""
+    unit: str = "step"
+    """What the times are means of: "step" or "update"."""
+
+    def per_update(self, steps: float) -> RankTimes:
+        """Return the mean times of an update, which has this many steps; these must be mean times of a step."""
+        times = (self.step_ns, self.exposed_ns, self.wait_ns)
+        step_ns, exposed_ns, wait_ns = (None if ns is None else ns * steps for ns in times)
+        phases = {name: ns * steps for name, ns in self.phases.items()}
+        return self._replace(step_ns=step_ns, phases=phases, exposed_ns=exposed_ns, wait_ns=wait_ns, unit="update")
 
     @property
     def wait_share(self) -> float | None:
@@ -92,7 +99,7 @@ class Straggler(NamedTuple):
     ranks: tuple[int, ...]
     """All slow ranks."""
     excess_ns: float
-    """Time per step that the others wait for them: the others' median wait minus the slowest rank's wait."""
+    """Time per `unit` that the others wait for them: the others' median wait minus the slowest rank's wait."""
     share: float
     """`excess_ns` as a share of the step (0 to 1)."""
     slowest: int | None
@@ -105,6 +112,8 @@ class Straggler(NamedTuple):
     others_ns: float | None = None
     nodes: tuple[str | None, ...] = ()
     """The node of each rank in `ranks`; None on one machine."""
+    unit: str = "step"
+    """What the times are means of: "step" or "update"."""
 
     @property
     def is_group(self) -> bool:
@@ -151,8 +160,7 @@ def build_rank_times(process: int, rank: int, tally: Tally, node: str | None = N
         mean(WAIT, syncs_per_step),
         tally.stat(STRAGGLER_DELAY).count,
         tally.sum("synced").total,
-        tally.sum("unsynced").total,
-        tally.stat("optimizer").count,
+        tally.updates,
         node=node,
     )
 
@@ -246,6 +254,7 @@ def _find_in_group(members: Sequence[RankTimes]) -> Straggler | None:
         steps,
         None,
         nodes=nodes,
+        unit=slowest.unit,
     )
     if waits_in_forward:
         straggler = _with_cause(straggler._replace(slowest=None), slow, others, (_SYNC, _FORWARD))
@@ -328,7 +337,7 @@ def straggler_sentence(straggler: Straggler, *, lately: bool) -> str:
 def delay_sentence(straggler: Straggler) -> str:
     """Return which ranks the others wait for, how long and why."""
     delays, its = ("delay", "their") if straggler.is_group else ("delays", "its")
-    excess = f"{format_duration(straggler.excess_ns)} per step ({format_percent(straggler.share)})"
+    excess = f"{format_duration(straggler.excess_ns)} per {straggler.unit} ({format_percent(straggler.share)})"
     delay = f"{straggler.name} {delays} the others by {excess}"
     if straggler.phase is None:
         return f"{delay}, in no single phase"

@@ -67,8 +67,8 @@ class Quantity:
     """Whether a step without it has zero of it; otherwise, the quantity is unknown there."""
     label: str = ""
     """Its name next to its numbers, if `name` does not read well there."""
-    in_rates: bool = False
-    """Whether rates show it, so that it is not listed separately."""
+    listed_elsewhere: bool = False
+    """Whether rates or counts of steps show it, so that it is not listed separately."""
 
     @property
     def display_name(self) -> str:
@@ -138,7 +138,17 @@ QUANTITIES = (
         meaning="rows of the batches",
         metric="samples_total",
         absent="no call of this step had a tensor with rows",
-        in_rates=True,
+        listed_elsewhere=True,
+    ),
+    Quantity(
+        "updates",
+        unit="updates",
+        meaning="optimizer updates: the steps of the optimizer that stepped most often",
+        metric="updates_total",
+        absent="no optimizer stepped",
+        optional=True,
+        absent_is_zero=True,
+        listed_elsewhere=True,
     ),
     Quantity(
         "copied_bytes",

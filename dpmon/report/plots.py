@@ -239,7 +239,7 @@ def _rank_plot(run: RunAnalysis) -> Plot | None:
     series.append(_bars_per_row("wait", _WAIT_COLOR, [rank_times.wait_ns for rank_times in times], "bars"))
     labels = [f"rank {rank.rank}" for rank in ranks]
     note = f"mean step of each rank: the others wait for the rank with the shortest wait{omitted_note}"
-    return Plot("ranks", "Where step time of each rank goes", note, series, "ms per step (mean)", labels)
+    return Plot("ranks", "Where step time of each rank goes", note, series, f"ms per {times[0].unit} (mean)", labels)
 
 
 def _rank_wait_plot(run: RunAnalysis) -> Plot | None:

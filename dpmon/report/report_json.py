@@ -50,6 +50,7 @@ def report_as_json(report: ReportData) -> dict[str, object]:
         },
         "processes": [process_info._asdict() for process_info in run.announced.info.values()],
         **fields_of(run, "steps", "calls", "open_calls"),
+        "updates": run.window.training_counts[1],
         **fields_of(run.store, "dropped", "pruned"),
         "nothing": report.untraced_reason,
         "stalls": [fields_of(stall, "since_ns", "end_ns", "text") for stall in run.announced.stalls],
@@ -148,6 +149,7 @@ def _mode_members(run: RunAnalysis, stats: ModeStats) -> dict[str, object]:
         "step_kind": STEP_KINDS[stats.kind],
         "steps": stats.all_steps,
         "process_steps": stats.steps,
+        "process_updates": stats.tally.updates,
         **rate_to_json(stats.rate),
         "phases": {
             phase.name: {

@@ -318,7 +318,8 @@ def _rank_time_tables(run: RunAnalysis) -> list[Table]:
             format_percent(times.slowest / times.joined),
         )
         rows.append((rank_row.label, *phase_cells, *wait_cells))
-    return _make_table(("mean per step", "data", "forward", "backward", EXPOSED, WAIT, "slowest in"), rows)
+    unit = "step" if run.communication is None else run.communication.unit
+    return _make_table((f"mean per {unit}", "data", "forward", "backward", EXPOSED, WAIT, "slowest in"), rows)
 
 
 def _communication_rows(run: RunAnalysis) -> list[LabeledSentences]:

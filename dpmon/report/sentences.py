@@ -25,8 +25,9 @@ from dpmon.text.formatting import (
     format_elapsed,
     format_long_duration,
     format_percent,
-    format_quantity,
+    format_quantities,
     format_run_time,
+    format_updates,
 )
 
 _MAX_GAPS = 3
@@ -142,7 +143,7 @@ def processes_and_modes(run: RunAnalysis) -> str:
     steps_by_kind: Counter[str] = Counter()
     for stats in run.other_modes:
         steps_by_kind[stats.other_kind] += stats.all_steps
-    steps_text = format_count_with_noun(run.steps, "step")
+    steps_text = format_count_with_noun(run.steps, "step") + format_updates(*run.window.training_counts)
     kinds = [f"{count:,} {word}" for word, count in steps_by_kind.items()]
     counts_text = f"{' + '.join([steps_text, *kinds])}, {format_count_with_noun(run.calls, 'call')}"
     counts_text += " total" if process_count > 1 else ""
@@ -245,18 +246,15 @@ def phase_notes(stats: ModeStats) -> list[str]:
     """Return notes below the table of phases: on their times, and the quantities of the steps."""
     lines = []
     if stats.process_name is not None:
-        lines.append(
-            f"{format_count_with_noun(stats.steps, 'step')} of {stats.process_name}; the others have rows below"
-        )
+        counts_text = format_count_with_noun(stats.steps, "step") + format_updates(stats.steps, stats.tally.updates)
+        lines.append(f"{counts_text} of {stats.process_name}; the others have rows below")
     lines += [*host_waits(stats.phases), *timed_steps_note(stats.phases)]
     if stats.calls >= 2 * stats.steps and stats.phase("data") is None and stats.phase("backward") is not None:
         lines.append(
             "samples per step: the rows of all micro-batches, if the same models are called before each backward pass"
             " and no optimizer steps in between; else, as in a GAN, the rows of its largest call"
         )
-    return lines + [
-        format_quantity(quantity, quantity_sum, stats.steps) for quantity, quantity_sum in stats.known_quantities
-    ]
+    return lines + format_quantities(stats)
 
 
 def mode_title(stats: ModeStats) -> str:

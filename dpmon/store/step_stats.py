@@ -115,8 +115,8 @@ class StepStats:
 
     @property
     def known_quantities(self) -> Counted:
-        """The quantities known in at least one step, without those that rates show."""
-        sums = ((quantity, self.tally.sum(quantity.name)) for quantity in QUANTITIES if not quantity.in_rates)
+        """The quantities known in at least one step, without those that are listed elsewhere."""
+        sums = ((quantity, self.tally.sum(quantity.name)) for quantity in QUANTITIES if not quantity.listed_elsewhere)
         return tuple(
             (quantity, QuantitySum(self.steps, known.total) if quantity.absent_is_zero else known)
             for quantity, known in sums
@@ -307,6 +307,13 @@ class StatsWindow:
     def left_out(self) -> dict[TallyKey, Tally]:
         """Tallies of the steps that statistics exclude (dpmon.record.schema.EXCLUDED)."""
         return self._store.tallies(self._begin_s, self._end_s, process=self._process, sketches=False, left_out=True)
+
+    @property
+    def training_counts(self) -> tuple[int, int]:
+        """The numbers of training steps and of optimizer updates, including those in steps that statistics exclude."""
+        tallies = (*self.tallies.items(), *self.left_out.items())
+        training = [tally for key, tally in tallies if step_kind(key.kind) == TRAINING]
+        return sum(tally.steps for tally in training), sum(tally.updates for tally in training)
 
     @cached_property
     def times(self) -> list[TimeRow]:

@@ -124,6 +124,11 @@ class QuantitySum:
         self.total = clamp_to_column(self.total + other.total)
 
 
+def averaging_unit(steps: int, updates: int) -> tuple[str, int]:
+    """Return what averages over steps are of, "update" if an update takes several steps, and how many there are."""
+    return ("update", updates) if 0 < updates < steps else ("step", steps)
+
+
 class SeriesNames:
     """Assigns the numbers under which series are stored. `unwritten`: names that are not written yet."""
 
@@ -171,6 +176,11 @@ class Tally:
     def sum(self, quantity: str) -> QuantitySum:
         """The sum of a quantity; an empty one if no step has a value."""
         return self.sums.get(quantity) or QuantitySum()
+
+    @property
+    def updates(self) -> int:
+        """The number of optimizer updates."""
+        return self.sum("updates").total
 
     def add(self, rows: Sequence[tuple[Any, ...]], series: Iterable[tuple[str, int]] = ()) -> None:
         """Add steps. `rows`: of STEP_COLUMNS. `series`: values of further series, also of steps that were added."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dpmon.record.schema import Quantity
-from dpmon.store.step_stats import Rate
-from dpmon.store.tally import QuantitySum
+from dpmon.store.step_stats import Rate, StepStats
+from dpmon.store.tally import QuantitySum, averaging_unit
 
 UNKNOWN = "–"
 _UNITS = ((1e3, "µs"), (1e6, "ms"), (1e9, "s"))
@@ -146,9 +146,24 @@ def format_free_bytes(used: float | None, total: float | None) -> str:
     return f"{UNKNOWN if used is None else format_three_digits(max(total - used, 0) / scale)} of {total_text} free"
 
 
-def format_quantity(quantity: Quantity, total: QuantitySum, steps: int) -> str:
-    """Return a quantity that at least one of `steps` steps has: "copied to GPUs: 1.20 MiB per step, 240 MiB total"."""
-    mean = total.total / total.count
+def format_updates(steps: int, updates: int, separator: str = ", ") -> str:
+    """Return the number of optimizer updates after a separator, ", 15 updates", if it is known and not one per step."""
+    return "" if updates in (0, steps) else f"{separator}{format_count_with_noun(updates, 'update')}"
+
+
+def format_quantities(stats: StepStats) -> list[str]:
+    """Return a text per quantity, except those that are 1 in every step or update."""
+    counts = stats.steps, stats.tally.updates
+    _, total = averaging_unit(*counts)
+    return [
+        format_quantity(quantity, known, *counts) for quantity, known in stats.known_quantities if known.total != total
+    ]
+
+
+def format_quantity(quantity: Quantity, total: QuantitySum, steps: int, updates: int = 0) -> str:
+    """Return a quantity of steps with these updates: "copied to GPUs: 1.20 MiB per step, 240 MiB total"."""
+    averaged, number = averaging_unit(total.count, updates if total.count == steps else 0)
+    mean = total.total / number
     if quantity.unit == "bytes":
         mean_text, total_text = format_bytes(mean), format_bytes(total.total)
     else:
@@ -157,7 +172,7 @@ def format_quantity(quantity: Quantity, total: QuantitySum, steps: int) -> str:
     known_text = (
         "" if total.count == steps else f" (known in {format_count(total.count)} of {format_count(steps)} steps)"
     )
-    return f"{quantity.display_name}: {mean_text} per step, {total_text} total{known_text}"
+    return f"{quantity.display_name}: {mean_text} per {averaged}, {total_text} total{known_text}"
 
 
 def format_elapsed(ns: int | None) -> str:

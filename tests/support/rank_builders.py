@@ -25,7 +25,7 @@ from dpmon.store.history_schema import CALL_COLUMNS, NODE_COLUMNS, STEP_COLUMNS
 from dpmon.store.history_writer import HistoryWriter
 from dpmon.store.query_results import NODE_DEVICES, NodeRow
 from dpmon.store.store_queries import Store
-from dpmon.store.tally import COLUMNS, TALLY, TALLY_AT, SeriesNames, Tally
+from dpmon.store.tally import COLUMNS, TALLY, TALLY_AT, QuantitySum, SeriesNames, Tally
 from support.history_builders import Recording
 from support.record_builders import SECOND, Training, device_event, host_event, step_row, with_event_data
 
@@ -62,6 +62,7 @@ class _Rank(Training):
             at += whole
         parts = [took[name] for name in names]
         extras = {"sync": sync_ns, "synced": synced, "sync_number": number} if synced else {}
+        extras |= {"updates": 1} if synced else {}
         extras |= {"unsynced": unsynced} if unsynced else {}
         self.now = start + wall
         return [*rows, step_row("single", self.steps, start, wall, self.batch, parts, spans, **extras)]
@@ -407,10 +408,17 @@ def ddp_wrapper(rank: int = 0, **more: Any) -> Wrapper:
 def rank_times(number: int, wait_ms: float, *, steps: int = 200, exposed_ms: float = 1.0, **more: Any) -> RankTimes:
     phases = {"data": 1.0 * MS, "forward": 5.0 * MS, "backward": 10.0 * MS, "sync": (wait_ms + exposed_ms) * MS}
     found = RankTimes(number, number, steps, 20.0 * MS, phases, steps, exposed_ms * MS, wait_ms * MS)
-    return found._replace(synced=steps, optimized=steps)._replace(**more)
+    return found._replace(synced=steps, updates=steps)._replace(**more)
 
 
-def communication_of(ranks: list[RankTimes], *wrappers: Wrapper, lately: bool = False) -> Communication:
-    found = build_communication(ranks, wrappers or [ddp_wrapper(group=list(range(len(ranks))))], lately=lately)
+def communication_of(
+    ranks: list[RankTimes], *wrappers: Wrapper, unsynced: int = 0, lately: bool = False
+) -> Communication:
+    """Return the communication of ranks. `unsynced`: backward passes under no_sync of the first one."""
+    first = ranks[0]
+    sums = {"synced": first.synced, "unsynced": unsynced, "updates": first.updates}
+    tally = Tally(first.steps, sums={name: QuantitySum(first.steps, total) for name, total in sums.items()})
+    wrappers = wrappers or (ddp_wrapper(group=list(range(len(ranks)))),)
+    found = build_communication(ranks, wrappers, tally=tally, lately=lately)
     assert found is not None
     return found

@@ -74,12 +74,13 @@ SINGLE = tuple(replace(mode, mode="single") for mode in HEALTHY_RUN.modes)
 
 def ranks(**about: Any) -> RunAnalysis:
     """Return the evidence of two ranks with much exposed communication and this wrapper."""
-    times = [rank_times(number, 0.1, exposed_ms=5.0, **about.pop("times", {})) for number in (0, 1)]
-    return run_analysis_with(communication=communication_of(times, ddp_wrapper(**{"backend": "nccl", **about})))
+    times, unsynced = [rank_times(number, 0.1, exposed_ms=5.0) for number in (0, 1)], about.pop("unsynced", 0)
+    wrapper = ddp_wrapper(**{"backend": "nccl", **about})
+    return run_analysis_with(communication=communication_of(times, wrapper, unsynced=unsynced))
 
 
-def accumulating(**times: int) -> Communication:
-    return communication_of([rank_times(number, 0.1, **times) for number in (0, 1)])
+def accumulating(unsynced: int = 0, **times: int) -> Communication:
+    return communication_of([rank_times(number, 0.1, **times) for number in (0, 1)], unsynced=unsynced)
 
 
 SPEED = RUNS_BY_FINDING["slower"], RUNS_BY_FINDING["replicate"], RUNS_BY_FINDING["transfer"]
@@ -144,7 +145,7 @@ TABLE: dict[str, tuple[str, list[RunAnalysis], dict[str, RunAnalysis]]] = {
         [ranks()],
         {"gloo": ranks(backend="gloo"), "a hook": ranks(comm_hook="bf16"), "660 bytes": ranks(parameter_bytes=660)},
     ),
-    "no_sync": ("no_sync", [ranks()], {"followed": ranks(times={"unsynced": 600})}),
+    "no_sync": ("no_sync", [ranks()], {"followed": ranks(unsynced=600)}),
     "another cap": (
         " bucket_cap_mb",
         [ranks(bucket_bytes=[1 << 20, 9])],

@@ -172,7 +172,27 @@ def test_phases_are_exclusive() -> None:
     (step,) = of("m d=4( f=2 ) o=3( f=5( c8589934592 ) b=7( c1024 o2=0.5 ) )").steps
     # Each nested phase is followed by 0.1 ms of the outer one.
     assert ns(step) == {"data": 4.1, "copy": 2.0, "forward": 7.1, "backward": 7.2, "optimizer": 3.7}
-    assert step.quantities == {"copied_bytes": (1 << 33) + 1024}
+    assert step.quantities == {"copied_bytes": (1 << 33) + 1024, "updates": 1}
+
+
+UPDATES: dict[str, tuple[str, list[int]]] = {
+    "an optimizer step per batch": ("d l d l d l", [1, 1, 1]),
+    "accumulation": ("d f b d f b o d f b d f b o", [0, 1, 0, 1]),
+    "accumulation without a loader": ("m " + "f b f b o " * 2, [1, 1]),
+    "four optimizer steps per batch": ("d f b o f b o f b o f b o " * 2, [4, 4]),
+    "two optimizers that step once each": ("d f b o1 f b o2 " * 2, [1, 1]),
+    "two optimizers, one of which steps three times": ("d f b o1 f b o1 f b o1 f b o2 " * 2, [3, 3]),
+    "a step that raises": ("d f b o! d l", [0, 1]),
+    "a step that is repeated in its own": ("d o( f b o ) d o( f b f b )", [1, 1]),
+    "an optimizer for each parameter in the pass": ("d f b( o0 o1 o2 ) d f b( o0 o1 o2 )", [1, 1]),
+    "evaluation": ("d l d e", [1, 0]),
+}
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_updates_are_the_steps_of_the_optimizer_that_stepped_most_often(name: str) -> None:
+    loop, updates = UPDATES[name]
+    assert [step.quantity("updates") or 0 for step in of(loop).steps] == updates
 
 
 @pytest.mark.parametrize(

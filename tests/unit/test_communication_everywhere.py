@@ -104,11 +104,15 @@ def test_data_of_a_slow_rank_is_one_finding(state: Path) -> None:
 def test_steps_without_a_pass_count_as_none_of_it(state: Path) -> None:
     story = collect_report_data(a_run(passes=((0, 1), (0, 1), (0, 1), (1, 0))))
     text = " ".join(" ".join(text_lines(build_document(story), 200)).split())
-    assert "passes 0.25 synced per step, 0.75 under no_sync" in text
-    assert "backward passes that synced gradients: 0.25 passes per step, 25 passes total" in text
-    assert "backward passes under no_sync: 0.75 passes per step, 75 passes total" in text
+    assert "300 steps, 75 updates, 300 calls total" in text
+    assert f"exposed 2.10 ms per update, 4% of it; {STEPS // 4 - 1} updates" in text
+    assert "mean per update data" in text
+    assert "passes 1.00 synced per update, 3.00 under no_sync" in text, "as below, where the first steps count, too"
+    assert "100 steps, 25 updates of rank 0" in text
+    assert "backward passes under no_sync: 3.00 passes per update, 75 passes total" in text
     (mode,) = report_json_of(story)["modes"]
     assert mode["quantities"]["synced"] == {"sum": STEPS // 4, "steps": STEPS}
+    assert (mode["process_steps"], mode["process_updates"]) == (STEPS, STEPS // 4)
 
 
 def test_the_report_says_why_waits_are_unknown(state: Path) -> None:

@@ -162,7 +162,9 @@ def test_every_field_of_an_event_is_described() -> None:
     stalls = tuple(
         RecordedStall(SECOND * at, SECOND * (at + 10), end, STALL) for at, end in ((1, 20 * SECOND), (50, None))
     )
-    slow = SimpleNamespace(rank=1, name="rank 1", is_group=False, excess_ns=1, share=1, phase=None, slowest=1, steps=9)
+    slow = SimpleNamespace(
+        rank=1, name="rank 1", is_group=False, excess_ns=1, share=1, phase=None, slowest=1, steps=9, unit="step"
+    )
     found = [Finding("data", "text", "ground", "advice", 0.9)]
     happenings, events = NotificationFinder(60.0), []
     for at_s, now in ((0.0, Health("training", 1.0)), (99.0, Health("ended", 99.0, "why", None, "failed"))):

@@ -41,7 +41,8 @@ EVEN = [rank_times(0, 0.1), rank_times(1, 0.1)]
 
 
 def with_own(ranks: list[RankTimes], *own: str) -> Communication:
-    found = build_communication(ranks, [ddp_wrapper(group=[0, 1])], CollectiveSums(own=own), lately=False)
+    wrappers = [ddp_wrapper(group=[0, 1])]
+    found = build_communication(ranks, wrappers, CollectiveSums(own=own), tally=Tally(), lately=False)
     assert found is not None
     return found
 
@@ -221,8 +222,9 @@ def test_columns_add_up_if_some_steps_do_not_synchronize() -> None:
         2, slow=1, phase="forward", extra_ms=1.0, passes=((0, 1), (0, 1), (0, 1), (1, 0)), noise=0.0
     )
     fast, slow = run.state().ranks
-    assert slow.synced + slow.unsynced == slow.steps
-    assert slow.exposed_ns == pytest.approx(2.1 * MS * slow.synced / slow.steps)
+    assert slow.unit == "update"
+    assert slow.synced == slow.updates
+    assert slow.exposed_ns == pytest.approx(2.1 * MS), "the mean over the steps that averaged"
     assert slow.phases["sync"] == pytest.approx((slow.exposed_ns or 0) + (slow.wait_ns or 0))
     assert fast.wait_share == pytest.approx((fast.wait_ns or 0) / (fast.step_ns or 1))
 
@@ -265,8 +267,8 @@ def test_torchs_own_times_are_taken_from_the_slowest_rank() -> None:
 
 
 def test_one_process_that_averages_nothing_has_no_communication() -> None:
-    assert build_communication([], [], lately=True) is None
-    assert build_communication([rank_times(0, 0)], [], lately=True) is None
+    assert build_communication([], [], tally=Tally(), lately=True) is None
+    assert build_communication([rank_times(0, 0)], [], tally=Tally(), lately=True) is None
     assert list(find_rank_problems(None)) == []
 
 
@@ -335,21 +337,19 @@ def test_a_large_last_bucket_is_found_if_it_is_exposed() -> None:
 
 
 def test_several_averages_for_one_step_of_the_optimizer_are_found() -> None:
-    ranks = [rank_times(number, 0.1, synced=200, optimized=50) for number in range(2)]
+    ranks = [rank_times(number, 0.1, synced=200, updates=50) for number in range(2)]
     (found,) = found_in(ranks)
     assert found.kind == "accumulation"
-    assert found.text == "Gradients are averaged 4.0 times per optimizer step."
-    assert (
-        found.ground == "400 backward passes that synced gradients, 0 under no_sync, 100 steps with an optimizer step"
-    )
+    assert found.text == "Gradients are averaged 4.0 times per update."
+    assert found.ground == "200 backward passes that synced gradients, 0 under no_sync, 50 updates of the optimizer"
     assert "no_sync" in found.advice
-    waiting = [rank_times(number, 5.0, exposed_ms=2.0, synced=200, optimized=50) for number in range(2)]
+    waiting = [rank_times(number, 5.0, exposed_ms=2.0, synced=200, updates=50) for number in range(2)]
     (found,) = [one for one in found_in(waiting) if one.kind == "accumulation"]
     assert found.saves_s is None, "without the number of steps, as on the screen"
     (found,) = [one for one in find_rank_problems(communication_of(waiting), 205) if one.kind == "accumulation"]
     assert found.saves_s == pytest.approx(205 * (2.0 * 3 / 4 + 5.0) / 1000), "all waits may even out over the passes"
     assert found_in(ranks, ddp_wrapper(), ddp_wrapper(wrapper=1)) == [], "two models average twice"
-    assert found_in([rank_times(number, 0.1, synced=50, unsynced=150, optimized=50) for number in range(2)]) == []
+    assert found_in([rank_times(number, 0.1, synced=50, updates=50) for number in range(2)]) == []
 
 
 def searched(
@@ -390,7 +390,7 @@ def test_a_search_for_unused_parameters_that_may_find_some_is_not_found(other: t
     [
         ([rank_times(0, 5.0), rank_times(1, 0.0, slowest=180)], {}),
         ([rank_times(0, 0.1, exposed_ms=5.0), rank_times(1, 0.1, exposed_ms=5.0)], {"bucket_bytes": (1 << 20,)}),
-        ([rank_times(number, 0.1, synced=200, optimized=50) for number in range(2)], {}),
+        ([rank_times(number, 0.1, synced=200, updates=50) for number in range(2)], {}),
         (EVEN, {"find_unused_parameters": True, "all_used": 3}),
     ],
 )
@@ -398,7 +398,7 @@ def test_nothing_is_found_from_too_few_steps(ranks: list[RankTimes], own: dict[s
     few = MIN_STEPS - 1
     short = [
         one._replace(
-            steps=few, joined=few, slowest=min(one.slowest, few), synced=few, optimized=min(one.optimized, few // 4)
+            steps=few, joined=few, slowest=min(one.slowest, few), synced=few, updates=min(one.updates, few // 4)
         )
         for one in ranks
     ]

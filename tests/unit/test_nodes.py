@@ -284,7 +284,7 @@ def test_a_node_alone_names_no_rank_of_its_own_while_the_slow_one_is_elsewhere()
     own[1] = own[1]._replace(wait_ns=3e6, phases={**own[1].phases, "data": 3.4e6})
     wrapper = Wrapper(0, 0, 0, "Model", sync_batch_norm=True)
     for elsewhere, slow in (([], 1), ([eleven], 11)):
-        found = build_communication(own, [wrapper], elsewhere=elsewhere, lately=True)
+        found = build_communication(own, [wrapper], elsewhere=elsewhere, tally=Tally(), lately=True)
         assert found is not None
         assert found.straggler is not None
         assert (found.straggler.rank, len(found.ranks)) == (slow, 8)
@@ -516,7 +516,9 @@ def test_waits_that_are_long_past_are_unknown_also_on_a_node_alone_while_another
 
 def test_a_node_alone_does_not_say_that_the_others_are_missing() -> None:
     ranks = [one._replace(joined=0) for one in run_of(4).state().ranks]
-    found = build_communication(ranks[:8], [Wrapper(0, 0, 0, "Model", group_size=32)], elsewhere=ranks[8:], lately=True)
+    found = build_communication(
+        ranks[:8], [Wrapper(0, 0, 0, "Model", group_size=32)], elsewhere=ranks[8:], tally=Tally(), lately=True
+    )
     assert found is not None
     assert found.missing == "no step is recorded yet in which all ranks averaged their gradients"
 
@@ -526,7 +528,7 @@ def test_unknown_waits_are_shown_with_the_nodes_that_send_nothing(away: tuple[in
     """As after another start of the mirror."""
     facts = facts_of(run_of(4))
     ranks = [one._replace(joined=0) for one in facts.state.ranks]
-    found = build_communication(ranks, [Wrapper(0, 0, 0, "Model", group_size=32)], lately=True)
+    found = build_communication(ranks, [Wrapper(0, 0, 0, "Model", group_size=32)], tally=Tally(), lately=True)
     nodes = [node._replace(state="cut") if node.number in away else node for node in facts.state.nodes]
     state = replace(facts.state, communication=found, nodes=tuple(nodes))
     rows = panel_ranks.render_panel(replace(facts, state=state), 200, 60, STYLE)

@@ -28,6 +28,7 @@ from dpmon.text.formatting import (
     format_rate,
     format_run_time,
     format_samples_per_s,
+    format_updates,
 )
 
 SECOND = 1_000_000_000
@@ -109,6 +110,23 @@ def test_minutes_and_hours() -> None:
 def test_quantities_of_steps(unit: str, known: QuantitySum, text: str) -> None:
     quantity = Quantity("copied_units", unit, "", "", "", label="copied")
     assert format_quantity(quantity, known, 100) == text
+
+
+@pytest.mark.parametrize(
+    ("steps", "updates", "text", "mean"),
+    [
+        (100, 0, "", "2.00 per step"),  # no optimizer step was seen
+        (100, 100, "", "2.00 per step"),
+        (100, 25, ", 25 updates", "8.00 per update"),
+        (100, 400, ", 400 updates", "2.00 per step"),
+    ],
+)
+def test_averages_are_per_update_if_an_update_takes_several_steps(
+    steps: int, updates: int, text: str, mean: str
+) -> None:
+    quantity = Quantity("copied", "", "", "", "")
+    assert format_updates(steps, updates) == text
+    assert format_quantity(quantity, QuantitySum(steps, 200), steps, updates) == f"copied: {mean}, 200 total"
 
 
 def test_ratios() -> None:

@@ -14,6 +14,7 @@ from dpmon.model.step_timeline import last_step_timeline
 from dpmon.record.record_types import BUCKET, Collective, Operation
 from dpmon.run.run_reader import PauseState
 from dpmon.store.query_results import CollectiveSums, LastSample
+from dpmon.store.tally import Tally
 from dpmon.ui.panels import panel_batch, panel_communication, panel_ranks, panel_stall
 from dpmon.ui.panels.panel_output import OutputView
 from dpmon.ui.panels.panel_status import render_panel, reply_message
@@ -240,14 +241,14 @@ def test_the_communication_panel_shows_times_buckets_and_passes() -> None:
     facts = facts_of(4, slow=2, passes=((0, 1), (1, 0)), wrapper={"comm_hook": "bf16_compress_hook"})
     text = texts(panel_communication.render_panel(facts, 116, 30, STYLE))
     found = {line.split()[0]: line for line in text}
-    assert found["exposed"].startswith("exposed  1.06 ms per step, "), "half of the steps average nothing"
+    assert found["exposed"].startswith("exposed  2.10 ms per update, "), "half of the steps average nothing"
     assert found["hidden"] == "hidden   74% of 8.00 ms (torch: iteration 300, rank 0)"
     assert found["buckets"] == "buckets  6: 1.00 MiB, 25.0 MiB ×5"
     assert found["group"] == "group    4 ranks, nccl, communication hook bf16_compress_hook"
-    assert found["passes"] == "passes   0.50 synced per step, 0.50 under no_sync"
+    assert found["passes"] == "passes   1.00 synced per update, 1.00 under no_sync"
     title, corner = panel_communication.panel_title(facts, STYLE, False)
     assert plain_text(title) == "4 Communication"
-    assert plain_text(corner).startswith("exposed 1.06 ms")
+    assert plain_text(corner).startswith("exposed 2.10 ms")
 
 
 def test_advice_is_below_and_has_room() -> None:
@@ -333,7 +334,8 @@ def test_the_collectives_of_a_sampled_step_are_drawn_from_when_they_could_begin(
 
 def test_the_ranks_of_a_collective_are_named_where_no_row_says_it() -> None:
     sums = (Operation("all_reduce", 8, 6, 0, 0, 0, 0), Operation("all_gather", 4, 2, 0, 0, 0, 0))
-    found = build_communication((), [Wrapper(0, 0, 0, "Model", group_size=8)], CollectiveSums(sums, 2), 4, lately=True)
+    wrapper = Wrapper(0, 0, 0, "Model", group_size=8)
+    found = build_communication((), [wrapper], CollectiveSums(sums, 2), 4, tally=Tally(), lately=True)
     assert found is not None
     assert [line.partition(",")[0].split(" per step")[0] for line in format_operations(found)] == [
         "all_reduce 3.00",

@@ -57,6 +57,15 @@ def test_a_slow_loader_is_named_while_the_training_goes_on() -> None:
     assert "waits for data" not in "".join(head(over))
 
 
+@pytest.mark.parametrize(
+    ("passes", "text"), [(((1, 0),), "step 160  "), (((0, 1), (0, 1), (0, 1), (1, 0)), "step 160 · 40 updates  ")]
+)
+def test_updates_follow_the_step_where_they_differ(passes: Any, text: str) -> None:
+    recording, now = record_ddp_ranks(2, steps=160, passes=passes)
+    facts = ScreenData(recording.state(span_s=2), now, RUN_INFO, is_command_alive=True)
+    assert text in head(facts, 160)[0], "of the whole run, whatever time range is shown"
+
+
 def test_a_straggler_is_named_before_the_loader() -> None:
     facts = ranks()
     data = slow_loader(86)

@@ -30,8 +30,8 @@ MIN_LAST_BUCKET_BYTES = 8 << 20
 MIN_LARGE_BYTES = 1 << 20
 """Smallest size (bytes) of all gradients for which half precision, or a copy less, is worth a try."""
 MIN_SYNCS_PER_UPDATE = 1.5
-"""Fewest sync passes per step with an optimizer step. A script that skips some optimizer steps (overflows of
-mixed precision) stays below."""
+"""Fewest sync passes per update. A script that skips some optimizer steps (overflows of mixed precision) stays
+below."""
 MIN_ALL_USED = 3
 """Fewest iterations in which all parameters were used: a single one may be an exception."""
 _UNKNOWN_WEIGHT = 0.05
@@ -59,6 +59,8 @@ def find_rank_problems(communication: Communication | None, steps: int | None = 
     `steps`: the number of steps of a rank in the whole run. Without it, nothing is said about what they save.
     """
     if communication is not None:
+        if steps is not None and communication.unit == "update":  # the means are per update
+            steps = steps * communication.tally.updates // communication.tally.steps
         yield from _find_straggler(communication, steps)
         yield from _find_alternating_waits(communication, steps)
         yield from _find_script_collectives(communication)
@@ -79,7 +81,8 @@ def _find_straggler(communication: Communication, steps: int | None) -> Iterator
     if straggler is None or not (communication.lately or straggler.steps >= MIN_STEPS):
         return
     text, count_text = delay_sentence(straggler), slowest_count_text(straggler, lately=communication.lately)
-    mean = f"mean step {format_long_duration(communication.step_ns)} on {len(communication.ranks_with_waits)} ranks"
+    mean = f"mean {communication.unit} {format_long_duration(communication.step_ns)}"
+    mean += f" on {len(communication.ranks_with_waits)} ranks"
     yield Finding(
         "straggler",
         f"{text[:1].upper()}{text[1:]}.",
@@ -109,8 +112,8 @@ def _find_alternating_waits(communication: Communication, steps: int | None) -> 
             "in turn",
             f"The ranks wait for each other for {format_percent(share)} of step time, not always for the same rank.",
             f"wait mean {format_long_duration(share * communication.step_ns)},"
-            f" step mean {format_long_duration(communication.step_ns)}"
-            f" over {format_count_with_noun(communication.step_count_with_waits, 'step')} of {len(waits)} ranks;"
+            f" {communication.unit} mean {format_long_duration(communication.step_ns)}"
+            f" over {communication.text_of_known_waits} of {len(waits)} ranks;"
             " no rank is the slowest unusually often",
             "batches of equal work on all ranks: group samples of similar length, or pack them",
             min(share, 1.0),
@@ -162,9 +165,8 @@ def _find_exposed_communication(communication: Communication, steps: int | None)
         "exposed",
         f"Exposed communication takes {format_percent(share)} of step time.",
         f"exposed mean {format_long_duration(communication.exposed_ns)},"
-        f" step mean {format_long_duration(communication.step_ns)}"
-        f" over {format_count_with_noun(communication.step_count_with_waits, 'step')}"
-        f" of {len(communication.ranks_with_waits)} ranks",
+        f" {communication.unit} mean {format_long_duration(communication.step_ns)}"
+        f" over {communication.text_of_known_waits} of {len(communication.ranks_with_waits)} ranks",
         "; ".join(advice),
         min(share, 1.0),
         _saved_s(communication.exposed_ns, steps),
@@ -207,24 +209,24 @@ def _find_large_last_bucket(communication: Communication) -> Iterator[Finding]:
 
 
 def _find_unneeded_sync(communication: Communication, steps: int | None) -> Iterator[Finding]:
-    """Yield a finding if gradients are averaged several times per optimizer step.
+    """Yield a finding if gradients are averaged several times per update.
 
     Only for a single model, because several models need several passes.
     """
-    _, synced, unsynced, optimized = communication.passes
-    updates_per_rank = optimized // max(len(communication.ranks), 1)
-    if len(communication.wrappers) != 1 or updates_per_rank < MIN_STEPS or synced < MIN_SYNCS_PER_UPDATE * optimized:
+    tally = communication.tally
+    synced, unsynced, updates = tally.sum("synced").total, tally.sum("unsynced").total, tally.updates
+    if len(communication.wrappers) != 1 or updates < MIN_STEPS or synced < MIN_SYNCS_PER_UPDATE * updates:
         return
-    passes_per_update = synced / optimized
+    passes_per_update = synced / updates
     # A rank that is always slow stays slow; waits for changing ranks may even out over the passes.
     waits = 0.0 if communication.straggler is not None else communication.wait_share or 0.0
     share = min((communication.exposed_share or 0.0) * (1 - 1 / passes_per_update) + waits, 1.0)
     has_times = communication.step_count_with_waits >= MIN_STEPS and communication.step_ns is not None
     yield Finding(
         "accumulation",
-        f"Gradients are averaged {passes_per_update:.1f} times per optimizer step.",
+        f"Gradients are averaged {passes_per_update:.1f} times per update.",
         f"{format_count(synced)} backward passes that synced gradients, {format_count(unsynced)} under no_sync,"
-        f" {format_count(optimized)} steps with an optimizer step",
+        f" {format_count(updates)} updates of the optimizer",
         "if gradients accumulate: no_sync() around all backward passes but the last before the optimizer's step",
         max(share, _UNKNOWN_WEIGHT),
         _saved_s(share * (communication.step_ns or 0.0), steps) if has_times else None,
@@ -232,15 +234,16 @@ def _find_unneeded_sync(communication: Communication, steps: int | None) -> Iter
 
 
 def _find_needless_unused_search(communication: Communication) -> Iterator[Finding]:
+    steps = communication.tally.steps
     for wrapper in communication.wrappers:
-        if wrapper.find_unused_parameters and wrapper.all_used >= MIN_ALL_USED and communication.steps >= MIN_STEPS:
+        if wrapper.find_unused_parameters and wrapper.all_used >= MIN_ALL_USED and steps >= MIN_STEPS:
             root_text = f" of {wrapper.root}" if len(communication.wrappers) > 1 else ""
             yield Finding(
                 "unused",
                 f"find_unused_parameters{root_text} is on, although every parameter is used.",
                 f"0 bytes unused in {format_count_with_noun(wrapper.all_used, 'iteration')} checked by torch,"
                 f" up to iteration {format_count(wrapper.iteration)};"
-                f" {format_count_with_noun(communication.steps, 'step')}",
+                f" {format_count_with_noun(steps, 'step')}",
                 "find_unused_parameters=False, if every step uses them all: it saves a search of the graph in each",
                 _UNKNOWN_WEIGHT,
             )

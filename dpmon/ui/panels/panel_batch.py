@@ -17,7 +17,7 @@ from dpmon.text.formatting import (
     format_count,
     format_duration,
     format_percent,
-    format_quantity,
+    format_quantities,
     format_rate,
     format_short_elapsed,
     format_time_range,
@@ -48,7 +48,7 @@ def preferred_height(screen: ScreenData) -> int:
         return 4 + 5 + 3
     lane_count = len(_ranks_with_steps(screen)) or 1 + len(visible_lanes(timeline))
     has_sample = screen.state.last_sample is not None
-    table_height = 4 + bool(_quantity_texts(shown_stats(screen)))
+    table_height = 4 + bool(format_quantities(shown_stats(screen)))
     return table_height + 5 + 1 + bool(timeline.step.buckets) + has_sample + min(lane_count, 9)
 
 
@@ -129,7 +129,7 @@ def render_panel(screen: ScreenData, width: int, height: int, style: TerminalSty
     # Every phase that ran and every expected phase of this mode has a column.
     columns = [phase for phase in stats.disjoint_phases if phase.ran or is_expected_phase(process, stats, phase.name)]
     table = _phase_table(columns, stats, width, style, height)
-    if (quantity_texts := _quantity_texts(stats)) and height >= _TALL_HEIGHT:
+    if (quantity_texts := format_quantities(stats)) and height >= _TALL_HEIGHT:
         table.append([(truncate(f" {style.glyphs.middot} ".join(quantity_texts), width, style.glyphs.more), "")])
     if screen.view.zoom == "batch":
         table.append(_step_count_row(stats, width, style))
@@ -150,15 +150,6 @@ def render_panel(screen: ScreenData, width: int, height: int, style: TerminalSty
     chart = history_rows(screen, process, width, chart_height, style) if chart_height >= 2 else []
     blank_rows: list[Row] = [[]] * (height - len(table) - len(chart) - len(last_step_rows)) if note_rows else []
     return [*table, *chart, *last_step_rows, *blank_rows, *note_rows]
-
-
-def _quantity_texts(stats: StepStats) -> list[str]:
-    """Return a text per quantity, except those that are 1 in every step."""
-    return [
-        format_quantity(quantity, quantity_sum, stats.steps)
-        for quantity, quantity_sum in stats.known_quantities
-        if quantity_sum.total != stats.steps
-    ]
 
 
 def _ranks_with_steps(screen: ScreenData) -> list[Process]:

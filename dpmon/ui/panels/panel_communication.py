@@ -38,7 +38,7 @@ def panel_title(screen: ScreenData, style: TerminalStyle, folded: bool) -> tuple
         corner = [("exposed", "dim"), (align_right(format_duration(communication.exposed_ns), 8), "bold")]
         if not folded:
             share = format_percent(communication.exposed_share)
-            corner += [(align_right(share, 6), "bold"), (" of the step", "dim")]
+            corner += [(align_right(share, 6), "bold"), (f" of the {communication.unit}", "dim")]
     return [(RANK_NAMES["compare"], "title")], corner
 
 

@@ -205,7 +205,7 @@ def _note_rows(
         rows = wrap_to_rows(text, width)
     else:
         node_text = f" on {screen.state.training_processes[0].node}" if screen.view.node_number is not None else ""
-        rows = wrap_to_rows(f"no straggler{node_text} (last {format_count_with_noun(count, 'step')})", width)
+        rows = wrap_to_rows(f"no straggler{node_text} (last {communication.text_of_known_waits})", width)
     for note in communication.other_waits():
         rows += wrap_to_rows(note, width)
     return [*rows, *_missing_ranks_row(screen)][:max_note_rows]

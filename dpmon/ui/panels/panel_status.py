@@ -25,6 +25,7 @@ from dpmon.text.formatting import (
     format_minutes,
     format_percent,
     format_rate_within_steps,
+    format_updates,
 )
 from dpmon.ui.panels import panel_stall
 from dpmon.ui.panels.panel_progress import format_batch_of_total, loss_span, shown_losses, shown_progress
@@ -172,7 +173,8 @@ def _metric_parts(screen: ScreenData, style: TerminalStyle) -> list[_StatusPart]
     process, rates = screen.process, _current_throughput(screen)
     if process is None or process.last_step is None:
         return []
-    step = _StatusPart([("step ", "dim"), (format_count(process.step_number).ljust(7), "bold")], 2)
+    number, updates = format_count(process.step_number), format_updates(*process.trained, f" {style.glyphs.middot} ")
+    step = _StatusPart([("step ", "dim"), (number if updates else number.ljust(7), "bold"), (updates, "")], 2)
     if (stalled_step := panel_stall.stalled_step(screen)) is not None:  # other ranks may be one step ahead
         step = step._replace(row=[("step ", "dim"), (format_count(stalled_step), "bold")])
     progress = shown_progress(screen)

@@ -1,0 +1,51 @@
+"""Recorded optimizer updates agree with those that the script counts itself, and averages are per update."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+from dpmon.record.schema import WARM_UP_STEPS
+from support.baseline_comparison import records_of_kind, run_unless_aborted
+from support.run_harness import Dpmon
+from support.tracer_harness import run_traced, traced_script_text
+
+TEXT = traced_script_text("updating")
+RANKS = Path(__file__).resolve().parent / "scripts" / "accumulates.py"
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+@pytest.mark.parametrize("form", ["accumulating", "scaled", "repeating", "searching"])
+def test_the_updates_of_each_step_equal_those_counted_by_the_script(tmp_path: Path, form: str) -> None:
+    found = run_traced(tmp_path, TEXT, form)
+    assert not found.complaints
+    assert [step.quantity("updates") or 0 for step in found.steps()] == found.printed
+
+
+@pytest.mark.slow
+def test_averages_of_ranks_that_accumulate_are_per_update(dpmon: Dpmon) -> None:
+    result = run_unless_aborted(lambda _: dpmon.run("--headless", *TORCHRUN, RANKS), lambda ended: ended.errors)
+    assert result.status == 0, result.errors
+    first, second = [json.loads(line) for line in result.text.splitlines() if line.startswith("{")]
+    assert first == second == {"steps": 80, "updates": 20, "all_reduce": 20}
+    assert "80 steps, 20 updates of each of 2 ranks" in result.errors
+    steps = records_of_kind(dpmon.records(), "step")
+    assert sum(step.get("updates", 0) for step in steps) == 2 * first["updates"]
+
+    status, report = (json.loads(dpmon.run(*words, "--json").text) for words in (("status",), ("report",)))
+    assert (status["steps"], status["updates"]) == (80, 20)
+    assert "step 80 · 20 updates" in dpmon.run("status").text
+    assert (report["steps"], report["updates"]) == (160, 40)
+    communication = report["communication"]
+    assert (communication["synced"], communication["unsynced"]) == (first["all_reduce"] / first["updates"], 3.0)
+    for operation in communication["sampled"]["operations"]:
+        assert operation["collectives"] == communication["sampled"]["samples"]
+    averaged = [step for step in steps if step.get("synced") and step["step"] > WARM_UP_STEPS]
+    assert communication["exposed_ms"] == pytest.approx(fmean(step["exposed_ms"] for step in averaged))
+    text = " ".join(dpmon.run("report").text.split())
+    assert "passes 1.00 synced per update, 3.00 under no_sync" in text
+    assert "backward passes under no_sync: 3.00 passes per update, 60 passes total" in text
+    assert "of it; 19 updates" in text

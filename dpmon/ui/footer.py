@@ -17,7 +17,7 @@ from dpmon.ui.terminal_style import TerminalStyle
 
 _KEPT_KEYS = ("?", "q", ":")
 """Keys shown at every width; "more" lists the keys that do not fit."""
-_KEYS_BY_USE: tuple[str, ...] = ("esc", "d", "p", "end", "n", "N", "space", "/", "x", "enter", "1-6", "w")
+_KEYS_BY_USE: tuple[str, ...] = ("esc", "d", "p", "end", "n", "N", "space", "/", "x", "1-6", "enter", "w")
 _KEYS_BY_USE += ("i", "< >", "l", "[ ]", "r", "e", "s", "t", "o")
 """The most useful keys first; the others follow."""
 _KEYS_AFTER_END = ("r", "e")

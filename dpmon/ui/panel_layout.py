@@ -222,11 +222,12 @@ def _divide_rows(needs: Sequence[_RowNeed], area: Slot) -> list[int]:
             free_rows -= 1 not in rows
             rows[index] = 1
     first_title = next((index for index in order if rows[index] == 1), None)
-    if first_title is not None and free_rows >= _MIN_PARTIAL_HEIGHT:
+    main_part = order[0]
+    main_is_complete = rows[main_part] >= needs[main_part].min_height  # else the free rows are for its values
+    if first_title is not None and free_rows >= _MIN_PARTIAL_HEIGHT and main_is_complete:
         is_only_title = rows.count(1) == 1  # without other titles, their common row is free
         rows[first_title], free_rows = free_rows + is_only_title, 0
     open_parts = [index for index in order if rows[index] > 1]
-    main_part = order[0]
     extra = min(max(needs[main_part].main_height - rows[main_part], 0), free_rows)
     rows[main_part] += extra
     free_rows -= extra

@@ -59,10 +59,8 @@ _ARRANGEMENTS_WITHOUT_STALL: Mapping[str, Arrangement] = {
         two_columns=(("progress", "devices"), "output"),
         three_columns=(("progress", "devices"), "output"),
     ),
-    SINGLE: Arrangement(
-        (_BATCH, _OUTPUT, _PROGRESS, _DEVICES, _REPLICAS, _COMPARE),
-        one_column=("devices", "compare", "replicas", "progress", "batch", "output"),
-        two_columns=("replicas", "batch", (("devices", "compare", "progress"), "output")),
+    SINGLE: _RANK_ARRANGEMENT._replace(
+        members=(_BATCH, _OUTPUT, _PROGRESS, _DEVICES, _REPLICAS, _COMPARE),
         three_columns=((("replicas", "batch", ("devices", "output")), ("progress", "compare")),),
     ),
     DP: Arrangement(
@@ -73,11 +71,9 @@ _ARRANGEMENTS_WITHOUT_STALL: Mapping[str, Arrangement] = {
     ),
     RANKS: _RANK_ARRANGEMENT,
     MANY: _RANK_ARRANGEMENT,
-    NODES: Arrangement(
-        (_NODES, _OUTPUT, _BATCH, _PROGRESS, _COMPARE, _DEVICES),
-        one_column=("devices", "compare", "replicas", "progress", "batch", "output"),
+    NODES: _RANK_ARRANGEMENT._replace(
+        members=(_NODES, _OUTPUT, _BATCH, _PROGRESS, _COMPARE, _DEVICES),
         two_columns=("replicas", (("batch", "devices"), ("compare", "progress", "output"))),
-        three_columns=((("replicas", "batch", ("devices", "compare")), ("progress", "output")),),
     ),
 }
 ARRANGEMENTS: Mapping[str, Arrangement] = {

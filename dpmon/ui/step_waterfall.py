@@ -64,14 +64,8 @@ def render_waterfall(
         names = ["main" if with_scale else step_word]
     label_cells = max(10, len(step_word) + 1, len(names[0]) + 1)
     if not ranks:
-        label_cells = min(
-            max(
-                label_cells,
-                *(5 + span_width(sanitize_line(lane.device, 12)) for lane in visible_lanes(own_timeline)),
-                0,
-            ),
-            18,
-        )
+        lane_cells = [5 + span_width(sanitize_line(lane.device, 12)) for lane in visible_lanes(own_timeline)]
+        label_cells = min(max([label_cells, *lane_cells]), 20)
     chart_cells = width - label_cells - _DURATION_CELLS
     if chart_cells < 8:
         return []
@@ -90,38 +84,24 @@ def render_waterfall(
     scale_ns = max(start + timeline.step.wall_ns for start, timeline in zip(start_offsets, timelines, strict=True))
     rows = [_scale_row(step_word, timelines, label_cells, chart_cells, scale_ns, style)] if with_scale else []
     for name, (rank_process, timeline), start_offset in zip(names, shown_timelines, start_offsets, strict=False):
-        rows.append(
-            _main_thread_row(
-                name.rjust(label_cells - 1) if ranks and not with_scale else name,
-                timeline,
-                label_cells,
-                chart_cells,
-                scale_ns,
-                style,
-                start_offset,
-            )
-        )
+        label = name.rjust(label_cells - 1) if ranks and not with_scale else name
+        rows.append(_main_thread_row(label, timeline, label_cells, chart_cells, scale_ns, style, start_offset))
         if rank_process is process and with_buckets:
             rows.append(bucket_row(timeline, label_cells, chart_cells, scale_ns, style, start_offset))
         if rank_process is process and sample is not None and with_sample:
             rows.append(sample_row(sample, label_cells, chart_cells, scale_ns, style))
     if ranks:
-        hidden_ranks = ranks[len(drawn_ranks) :]
-        hidden_times_ns, idle_count = (
-            [rank_process.last_step.wall_ns for rank_process in hidden_ranks if rank_process.last_step is not None],
-            0,
-        )
-        has_row_for_hidden = height > 1
+        hidden_steps = [rank_process.last_step for rank_process in ranks[len(drawn_ranks) :]]
+        hidden_times_ns = [step.wall_ns for step in hidden_steps if step is not None]
+        idle_count, has_row_for_hidden = 0, height > 1
     else:
         lanes, hidden_lanes = _choose_lanes(visible_lanes(own_timeline), height - 1)
         rows += [_replica_row(lane, own_timeline, label_cells, chart_cells, scale_ns, style) for lane in lanes]
         hidden_times_ns = [lane.took_ns for lane in hidden_lanes if lane.pieces]
         idle_count, has_row_for_hidden = len(hidden_lanes) - len(hidden_times_ns), True
-    return (
-        [*rows, _summary_lane(hidden_times_ns, idle_count, label_cells, width, style)]
-        if (has_row_for_hidden and hidden_times_ns) or idle_count
-        else rows
-    )
+    if (has_row_for_hidden and hidden_times_ns) or idle_count:
+        rows.append(_summary_lane(hidden_times_ns, idle_count, label_cells, width, style))
+    return rows
 
 
 def visible_lanes(timeline: StepTimeline) -> Sequence[Lane]:

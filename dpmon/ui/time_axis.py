@@ -287,8 +287,7 @@ class _AxisCells:
         if start and self.is_free(start, 1):
             self.put_text(self.change_sign, start, style)
         for index in range(inner_start, end - len(name) + 1):
-            begins_word = index == inner_start or self._sign(index - 1) in (self.line_sign, " ")
-            if begins_word and self.is_free(index, len(name)) and self.has_space_around(index, len(name)):
+            if self.is_free(index, len(name)) and self.has_space_around(index, len(name)):
                 needs_gap = index + len(name) < end and self.is_free(index + len(name), 1)
                 self.put_text(f"{name} " if needs_gap else name, index, style)
                 return

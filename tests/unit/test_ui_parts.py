@@ -34,7 +34,7 @@ def some_facts() -> ScreenData:
 
 def test_the_footer_offers_only_what_works() -> None:
     facts = some_facts()
-    view = "l slow steps [ ] range < > time s picture e export r report"
+    view = "l slow steps [ ] range < > time s screenshot e export r report"
     said = f"d → single space freeze 1-6 panel enter zoom i input w why {view} x stop"
     assert (
         " ".join(plain_text(render_footer(facts, 200, STYLE)[0]).split())
@@ -65,7 +65,7 @@ def test_the_footer_leaves_out_what_matters_least_and_says_so(over: bool) -> Non
         for key in named:
             assert key_at(row, text.index(f" {key} ") + 1) == key
     assert least >= 4
-    wanted = "r report e export" if over else "d →single p pause space hold 1-6 panel enter zoom x stop"
+    wanted = "r report e export" if over else "d → single p pause space freeze 1-6 panel x stop"
     assert set(wanted.split()) <= set(plain_text(render_footer(facts, 80, STYLE)[0]).split())
 
 

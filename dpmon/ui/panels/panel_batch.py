@@ -35,8 +35,8 @@ ROWS_WITHOUT_RANKS = 8
 _MAX_RANKS = 64
 _OUTLIER_RATIO = 3
 """The longest step is mentioned if it takes at least this many times the median."""
-_NO_NOTES_HEIGHT = 4
-"""Up to this height, notes have no row."""
+_NO_NOTES_HEIGHT = 6
+"""Up to this height, notes have no row: the rows are for shares, medians, a history and the last step."""
 _TALL_HEIGHT = 9
 """From this height on, notes have two rows. Without the notes, quantities need this many rows, and p95 one fewer."""
 

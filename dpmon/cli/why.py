@@ -16,13 +16,14 @@ from dpmon.record.shared_names import ELSEWHERE
 from dpmon.report.health import LOST, NO_RUN, read_health
 from dpmon.report.report_data import analyze_run
 from dpmon.report.sentences import stall_sentences
-from dpmon.run.lifecycle import is_live, run_state
+from dpmon.run.failure_cause import find_first_failure
+from dpmon.run.lifecycle import is_command_alive, is_live, run_state
 from dpmon.run.run_directory import ExitInfo, RunError, RunInfo, load_info
 from dpmon.run.run_registry import find_run, newest_run
 from dpmon.sanitize import sanitize_line, to_safe_json
 from dpmon.stalls.rank_inspector import RankInspector
 from dpmon.stalls.why_reply import build_reply, request_and_wait
-from dpmon.stalls.why_text import NOT_STALLED, format_reply
+from dpmon.stalls.why_text import NOT_STALLED, format_frames, format_reply
 from dpmon.store.store_opening import open_store
 from dpmon.supervise.start_supervisor import ensure_supervisor
 from dpmon.text.formatting import format_elapsed
@@ -39,14 +40,18 @@ def why(options: argparse.Namespace) -> int:
     except RunError as error:
         print_message(str(error))
         return NO_RUN
+    state, _ = run_state(directory, run_info)
+    # On another machine, and after its end, other processes may have the run's process ids.
+    is_alive = state in ("starting", "running", "unsupervised")
+    reply = _request_why_reply(directory, run_info, native=options.native) if is_alive else None
     state, exit_info = run_state(directory, run_info)
     has_ended = exit_info is not None or state == LOST
-    # On another machine, and after its end, other processes may have the run's process ids.
-    reply = None if has_ended or state == ELSEWHERE else _request_why_reply(directory, run_info, native=options.native)
+    frames = () if exit_info is None else _read_traceback(directory, run_info, exit_info)
     stalls, sentences = _read_recorded_stalls(directory, exit_info, has_ended)
     if options.json:
         members = [{**fields_of(stall, "since_ns", "end_ns", "text"), "ranks": stall.ranks} for stall in stalls]
-        print(to_safe_json({"run": run_info.id, "state": state, "now": reply, "stalls": members}, indent=1))
+        ending = {"cause": exit_info and exit_info.cause, "frames": frames}
+        print(to_safe_json({"run": run_info.id, "state": state, **ending, "now": reply, "stalls": members}, indent=1))
         return 0
     if reply is not None:
         first, *lines = [text for text, _ in format_reply(reply, all_threads=options.all)]
@@ -56,7 +61,12 @@ def why(options: argparse.Namespace) -> int:
     elif state == ELSEWHERE:
         print(f"{run_info.id} runs on another node ({sanitize_line(run_info.host)}): run this command there")
     elif has_ended:
-        print(f"{run_info.id} has ended ({state})")
+        print(sanitize_line(f"{run_info.id} has ended: {read_health(directory).sentence(0)}"))
+    elif state == "ending":
+        print(f"{run_info.id} has ended; its record is being completed")
+    if frames:
+        print("traceback, innermost call first:")
+        print("\n".join(sanitize_line(text) for text, _ in format_frames(frames)))
     for stall, sentence in zip(stalls[-len(sentences) :], sentences, strict=False):
         if has_ended or stall.end_ns is not None:
             print(sanitize_line(sentence))
@@ -76,7 +86,7 @@ def _request_why_reply(directory: Path, run_info: RunInfo, *, native: bool) -> d
     try:
         ensure_supervisor(directory)
         reply = request_and_wait(directory, native=native)
-        if reply is not None:
+        if reply is not None or not is_command_alive(load_info(directory)):
             return reply
         problem = "does not reply"
     except (OSError, RunError) as error:
@@ -99,6 +109,12 @@ def _request_why_reply(directory: Path, run_info: RunInfo, *, native: bool) -> d
             run_info,
             nccl=inspector.nccl,
         )
+
+
+def _read_traceback(directory: Path, run_info: RunInfo, exit_info: ExitInfo) -> tuple[tuple[str, str, int], ...]:
+    """Return function, file and line of the calls in which the run failed, innermost first; empty if not recorded."""
+    failure = None if exit_info.stopped else find_first_failure(directory, run_info, exit_info.status)
+    return () if failure is None or failure.exception is None else failure.exception.frames
 
 
 def _read_recorded_stalls(

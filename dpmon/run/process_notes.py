@@ -105,6 +105,8 @@ class UncaughtException(NamedTuple):
     file: str | None = None
     """`file` and `line`: where the script raised it, or called the code that raised it."""
     line: int | None = None
+    frames: tuple[tuple[str, str, int], ...] = ()
+    """Function, file and line of the innermost calls of its traceback, innermost first."""
 
     @property
     def text(self) -> str:
@@ -164,10 +166,9 @@ def read_uncaught_exceptions(directory: Path) -> list[UncaughtException]:
 def _parse_uncaught(pid: int, at_ns: int, class_name: str, details: str) -> UncaughtException:
     try:
         members = load_json(details)
-    except ValueError:
-        members = {}
-    if not isinstance(members, dict):
-        members = {}
+        frames = tuple((str(function), str(file), int(line)) for function, file, line in members.get("frames", ()))
+    except (ValueError, TypeError, AttributeError):  # damaged
+        members, frames = {}, ()
     message, rank, file, line = (members.get(name) for name in ("message", "rank", "file", "line"))
     return UncaughtException(
         pid,
@@ -177,6 +178,7 @@ def _parse_uncaught(pid: int, at_ns: int, class_name: str, details: str) -> Unca
         rank if type(rank) is int else None,
         file if isinstance(file, str) and type(line) is int else None,
         line if type(line) is int else None,
+        frames,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dpmon.run.process_notes import shorten_installed_path
@@ -50,17 +50,24 @@ def _lines(reply: Mapping[str, Any], all_threads: bool, width: int | None) -> li
                 continue
             if is_worker or (all_threads and stack["thread"]):
                 lines.append((f"  {'' if is_worker else 'thread '}{stack['thread']}:", "bold"))
-            for function, file, line in stack["frames"]:
-                path = shorten_installed_path(file)
-                location = f"{path}:{line}" if line else path
-                if width is not None and len(function) + len(location) + 5 > width:
-                    _, _, location = location.rpartition("/")
-                lines.append((f"  {function} ({location})", "" if path == file else "dim"))
+            lines += format_frames(stack["frames"], width)
             if stack["left_out"]:
                 lines.append((f"  {stack['left_out']:,} more between them", "dim"))
     for title, member in (("NCCL reports", "nccl"), ("no stacks from", "without")):
         if reply.get(member):
             lines += [("", ""), (f"{title}:", "bold"), *((f"  {text}", "") for text in reply[member])]
+    return lines
+
+
+def format_frames(frames: Iterable[Sequence[Any]], width: int | None = None) -> list[Line]:
+    """Return a line for each function, file and line. Installed files are dim, and have no directory."""
+    lines: list[Line] = []
+    for function, file, line in frames:
+        path = shorten_installed_path(file)
+        location = f"{path}:{line}" if line else path
+        if width is not None and len(function) + len(location) + 5 > width:
+            _, _, location = location.rpartition("/")
+        lines.append((f"  {function} ({location})", "" if path == file else "dim"))
     return lines
 
 

@@ -68,6 +68,10 @@ def test_a_rank_that_raises_under_torchrun(dpmon: Dpmon) -> None:
     assert "RuntimeError: rank 1 broke on purpose\n" in text, "the last line of the output"
     assert SENTENCE in " ".join(text.split())
     assert "ChildFailedError" not in text
+    first_line, _, lines = dpmon.run("why").out.decode().partition("\n")
+    assert first_line.endswith(f": {SENTENCE}")
+    assert f"traceback, innermost call first:\n  <module> ({script}:10)\n" in lines
+    assert json.loads(dpmon.run("why", "--json").out)["frames"] == [["<module>", str(script), 10]]
 
 
 ABORTED = """\
@@ -144,6 +148,8 @@ def of(rank: int, message: str = "") -> str:
         (("7 9 CalledProcessError {}",), "CalledProcessError"),
         (("7 9 ChildFailedError {}", "8 3 KeyboardInterrupt {}"), "ChildFailedError"),
         (("nonsense", "8 x Error", "8 5 Error [", "8 5", ""), "Error"),
+        (('7 1 Error {"frames": 3}',), "Error"),
+        (('7 1 Error {"frames": [["f", "a.py", "x"]]}',), "Error"),
     ],
 )  # fmt: skip
 def test_which_exception_ended_the_run(tmp_path: Path, lines: tuple[str, ...], sentence: str | None) -> None:
@@ -288,6 +294,7 @@ def test_a_rank_of_mp_spawn_that_raises(dpmon: Dpmon) -> None:
     run = dpmon.run(*dpmon.warm(), "--headless", script)
     assert run.status == 1
     assert dpmon.exit()["cause"] == "rank 1: ValueError: no data (train.py:6)"
+    assert f"innermost call first:\n  train ({script}:6)\n" in dpmon.run("why").text
 
 
 def test_the_output_ends_with_the_exception() -> None:

@@ -127,7 +127,8 @@ def test_every_field_of_why_is_described(
     rank = RankActivity(7, 0, 1, since_ns=1, step=3, groups=(ProcessGroupView(1, 2, 5),), stack=stack)
     gpu = {"util_pct": 3.0, "power_w": 60.0, "ordinals": [{"process": 0, "device": "cuda:0"}]}
     now = build_reply([rank], {}, Stall(1, (0,), ()), 2, load_info(directory), gpus=[gpu], nccl=["DEAD"])
-    monkeypatch.setattr("dpmon.cli.why.run_state", lambda *_: ("running", None))
+    monkeypatch.setattr("dpmon.cli.why.run_state", lambda *_: ("running", load_exit(directory)))
+    monkeypatch.setattr("dpmon.cli.why._read_traceback", lambda *_: (("main", "/job/train.py", 3),))
     mirrored = {**now, "without": ["gpu-2: it did not answer in time"]}
     monkeypatch.setattr("dpmon.cli.why._request_why_reply", lambda *_, **how: mirrored)
     assert main(["why", directory.name, "--json"]) == 0

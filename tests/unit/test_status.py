@@ -303,7 +303,10 @@ def test_the_time_of_a_run_elsewhere_is_that_of_its_record(state: Path, capsys: 
     ("about", "sentence"),
     [
         ({"host": "box7"}, "runs on another node (box7): run this command there"),
-        ({"host": proc.host_name(), "supervisor_pid": 1, "command_pid": 1}, "has ended (lost)"),
+        (
+            {"host": proc.host_name(), "supervisor_pid": 1, "command_pid": 1},
+            "has ended: lost: its end was not recorded",
+        ),
     ],
     ids=["elsewhere", "lost"],
 )
@@ -321,6 +324,22 @@ def test_why_looks_at_no_process_that_has_only_the_number_of_the_runs(
     said = capsys.readouterr().out
     assert said.startswith(f"{directory.name} {sentence}\n")
     assert ("s, until its end: rank 1 in save" in said) == ("lost" in sentence)
+
+
+def test_why_asks_no_supervisor_of_a_run_that_is_ending(
+    state: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also if the command ends while `why` waits for the reply."""
+    directory = a_run(status=None)
+    monkeypatch.setattr("dpmon.cli.why.ensure_supervisor", lambda *_: None)
+    monkeypatch.setattr("dpmon.cli.why.request_and_wait", lambda *_, **how: None)
+    monkeypatch.setattr("dpmon.cli.why.is_command_alive", lambda *_: False)
+    for words in (["ending", "ending"], ["running", "ending"]):
+        monkeypatch.setattr("dpmon.cli.why.run_state", lambda *_, words=words: (words.pop(0), None))
+        assert main(["why", directory.name]) == 0
+        said = capsys.readouterr()
+        assert said.out.startswith(f"{directory.name} has ended; its record is being completed\n")
+        assert "supervisor" not in said.out + said.err
 
 
 @pytest.mark.parametrize(("own", "lasted"), [((STALL,), "20.0 s"), ((STALL, STALL_ENDED), "15.0 s")])

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import sys
-from collections.abc import Sequence
 from types import TracebackType, WrapperDescriptorType
 from typing import Any
 
@@ -16,6 +15,8 @@ _LIBRARY = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 _DPMON = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 _PACKAGE_FOLDERS = ("/site-packages/", "/dist-packages/")
 
+_Frame = tuple[str, str, int]
+"""Function, file and line of a call in a traceback."""
 _SAFE_TYPES = (str, bytes, int, float, bool, type(None))
 # Python's own descriptors: no attribute or metaclass of the script can hide them.
 _ARGS: Any = BaseException.__dict__["args"]
@@ -24,10 +25,12 @@ _CLASS_NAME: Any = type.__dict__["__name__"]
 _MRO: Any = type.__dict__["__mro__"]
 _CLASS_MEMBERS: Any = type.__dict__["__dict__"]
 
-_TRACEBACK_LINE = re.compile(r'^ *File "([^"\n]+)", line (\d{1,9})', re.MULTILINE)
+_TRACEBACK_LINE = re.compile(r'^ *File "([^"\n]+)", line (\d{1,9})(?:, in (.+))?', re.MULTILINE)
 MAX_CHARACTERS = 300
 MAX_PATH = 1000
-"""Maximum length of a file name in a note, because notes are truncated."""
+"""Maximum length of a file name in a note."""
+MAX_NOTE_CHARS, MAX_FRAMES = 4000, 12
+"""Maximum length of a note, because a longer one would be truncated, and of a traceback in it."""
 _STOP_ITERATION_ADVICE = (
     "(next() found nothing: a replica has no parameters, so take device and dtype from an input,"
     " not from next(self.parameters()))"
@@ -62,22 +65,24 @@ def describe_uncaught(rank: int | None) -> str | None:
         return None
     value = getattr(sys, "last_value", None)
     name, message = _CLASS_NAME.__get__(exception_class), _message(value)
-    location = _script_location(getattr(sys, "last_traceback", None))
+    frames = _traceback_frames(getattr(sys, "last_traceback", None))
     spawned = _parse_spawn_exception(name, value)
     if spawned is not None:
-        name, message, rank, location = spawned
+        name, message, rank, frames = spawned
     details: dict[str, object] = {"message": message, "rank": rank}
-    if location is not None:
-        file, line = location
+    index = find_program_frame([file for _, file, _ in frames], _is_script)
+    if index is not None:
+        _, file, line = frames[index]
         if len(file) <= MAX_PATH:
-            details["file"], details["line"] = file, line
-    return f"{shorten_name(''.join(name.split()))} {json.dumps(details)}"
+            details["file"], details["line"] = os.path.abspath(file), line
+    shown_frames = frames[:MAX_FRAMES]
+    while len(text := json.dumps({**details, "frames": shown_frames})) > MAX_NOTE_CHARS and shown_frames:
+        shown_frames.pop()
+    return f"{shorten_name(''.join(name.split()))} {text}"
 
 
-def _parse_spawn_exception(
-    class_name: str, value: object
-) -> tuple[str, str, int | None, tuple[str, int] | None] | None:
-    """Return class, message, rank and location of an exception that torch's spawn repeats as text; None for others."""
+def _parse_spawn_exception(class_name: str, value: object) -> tuple[str, str, int | None, list[_Frame]] | None:
+    """Return class, message, rank and frames of an exception that torch's spawn repeats as text; None for others."""
     if class_name != "ProcessRaisedException" or not isinstance(value, Exception):
         return None
     arguments = _ARGS.__get__(value)
@@ -86,11 +91,10 @@ def _parse_spawn_exception(
         return None
     lines = text.strip().splitlines()
     name, _, message = (lines[-1] if lines else "").partition(": ")
-    locations = [(file, int(line)) for file, line in _TRACEBACK_LINE.findall(text)]
+    frames = [(function, file, int(line)) for file, line, function in reversed(_TRACEBACK_LINE.findall(text))]
     index = getattr(value, "error_index", None)  # set by torch's class
     rank = index if type(index) is int else None
-    location = _program_location(locations)
-    return name.rpartition(".")[-1] or class_name, message[:MAX_CHARACTERS], rank, location
+    return name.rpartition(".")[-1] or class_name, message[:MAX_CHARACTERS], rank, frames
 
 
 def _message(error: BaseException | None) -> str:
@@ -126,17 +130,11 @@ def _is_script(file: str) -> bool:
     return not (file.startswith((_LIBRARY, _DPMON, "<")) or any(folder in file for folder in _PACKAGE_FOLDERS))
 
 
-def _script_location(traceback: TracebackType | None) -> tuple[str, int] | None:
-    """Return file and line number of the innermost frame of the script itself; None if there is none."""
-    locations = []
+def _traceback_frames(traceback: TracebackType | None) -> list[_Frame]:
+    """Return the calls in a traceback, innermost first."""
+    frames = []
     while traceback is not None:
-        locations.append((traceback.tb_frame.f_code.co_filename, traceback.tb_lineno))
+        code = traceback.tb_frame.f_code
+        frames.append((code.co_name, code.co_filename, traceback.tb_lineno))
         traceback = traceback.tb_next
-    return _program_location(locations)
-
-
-def _program_location(locations: Sequence[tuple[str, int]]) -> tuple[str, int] | None:
-    """Return the innermost location of the program among those of a traceback; None if there is none."""
-    files, lines = zip(*reversed(locations), strict=True) if locations else ((), ())
-    index = find_program_frame(files, _is_script)
-    return None if index is None else (os.path.abspath(files[index]), lines[index])
+    return frames[::-1]

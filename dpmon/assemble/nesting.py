@@ -51,8 +51,8 @@ class PhaseSums:
         self.counts: dict[str, int] = {}
         """The quantities that spans count, and the highest number of a sync pass."""
         self.spans: list[tuple[int, int, int]] = []
-        """Phase, start and duration of each occurrence of a phase, in order of start, outer before nested ones. The code
-        of a closure divides an occurrence in two."""
+        """Phase, start and duration of each occurrence of a phase, in order of start, outer before nested ones. A
+        closure divides the optimizer's occurrence in two."""
         self.timed: list[tuple[int, int, int]] = []
         """Spans with device times, as (number, phase, phase of the enclosing timed span), with -1 for no phase."""
 

@@ -156,8 +156,8 @@ class RingIntake:
         _check_ranges(start_ns, wall_ns, step, row.samples or 0, *row.phases.values(), *row.counts.values())
         evaluation = row.is_evaluation and not self._is_training_step(step)
         account = self._accounts.get_account(self.row.process)
-        waited = row.phases.get("data", 0) + row.phases.get("sync", 0)
-        exclusion = account.exclusion_flag(start_ns, start_ns + wall_ns, waited)
+        data_ns = row.phases.get("data", 0)
+        exclusion = account.exclusion_flag(start_ns, start_ns + wall_ns, data_ns + row.phases.get("sync", 0))
         kind = self._next_step_kind(mode, evaluation) | exclusion
         calls = self._pop_step_calls(batch, step, kind)
         own_phases = [*map(row.phases.get, STEP_PHASES)]
@@ -166,13 +166,14 @@ class RingIntake:
         quantities = [*map(row.counts.get, _COUNTED)]
         quantities.insert(_SAMPLES_AT, row.samples)
         process = self.row.process
-        intervals, gap = account.add_step(step, mode, start_ns, wall_ns, evaluation, exclusion)
+        intervals, gap = account.add_step(step, mode, start_ns, wall_ns, evaluation, exclusion, data_ns)
         batch.add_activity_time(process, intervals)
         if gap is not None and gap.ns >= GAP_NS:
             batch.gaps.append(gap)
         evaluation_ns = 0
         if evaluation:
-            evaluation_ns = sum(part.end - part.begin for part in intervals if part.activity == "evaluation")
+            parts = (part for part in intervals if part.activity == "evaluation")
+            evaluation_ns = sum(part.sign * (part.end - part.begin) for part in parts)
         loop = self._loops.add_step(step, row.batches, start_ns, start_ns + wall_ns, evaluation, evaluation_ns)
         if self._loops.changed:
             batch.loops |= {(process, changed.loop): changed for changed in self._loops.changed.values()}

@@ -223,7 +223,7 @@ class Script:
         d: fetch, D: fetch that finds the end, f: call, n: call without gradients, e: evaluation, b: backward pass, o:
         optimizer step, l: f b o, c: copy, m: an optimizer is made, g: it is gone, p: pause, r: measurement of memory,
         w: wait, @: go on in another thread. `fA10=2!`: a call of model A with 10 rows that takes 2 ms and fails. `o(`
-        has the words up to `)` nested in it, `k(` is the closure of an optimizer step. W is the DataParallel wrapper of V.
+        has the words up to `)` nested in it, `k(` is a closure. W is the DataParallel wrapper of V.
         """
         nested = [ExitStack()]
         for word in loop.split():

@@ -51,7 +51,7 @@ class OptimizerTracer:
         self._sole_number = 0
         """Number of the optimizer that ends every step, if it is the only optimizer of the loop; else 0."""
 
-    def hooks(self) -> tuple[Callable[..., object], Callable[..., None]]:
+    def hooks(self) -> tuple[Callable[..., Any], Callable[..., None]]:
         """Return the hooks that torch calls before and after every optimizer step.
 
         The first one may return other arguments for the step, in which the closure is traced.

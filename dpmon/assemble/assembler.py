@@ -165,7 +165,7 @@ class Assembler:
         for spans in nested_by_thread.values():
             inner: list[Span] = []
             for span in spans:
-                if span.inside == Kind.OPTIMIZER and span.kind not in _NESTED_KINDS:
+                if span.inside in (Kind.OPTIMIZER, Kind.CLOSURE) and span.kind not in _NESTED_KINDS:
                     self._route_block(
                         make_block(span, [inner_span for inner_span in inner if inner_span.start >= span.start])
                     )

@@ -51,9 +51,10 @@ class PhaseSums:
         self.counts: dict[str, int] = {}
         """The quantities that spans count, and the highest number of a sync pass."""
         self.spans: list[tuple[int, int, int]] = []
-        """Phase, start and duration of each occurrence of a phase, in order of start, outer before nested ones."""
+        """Phase, start and duration of each occurrence of a phase, in order of start, outer before nested ones. A
+        closure divides the optimizer's occurrence in two."""
         self.timed: list[tuple[int, int, int]] = []
-        """Spans with device times, as (number, phase, phase of the enclosing timed span or -1)."""
+        """Spans with device times, as (number, phase, phase of the enclosing timed span), with -1 for no phase."""
 
     def add_count(self, quantity: str, value: int) -> None:
         """Add a value to a quantity. For the number of a sync pass, keep the highest value."""
@@ -191,22 +192,25 @@ class BlockContents(PhaseSums):
 
     def _add_exclusive_time(self, span: Span) -> None:
         """Add the exclusive time of a span to its phase."""
-        start_ns, exclusive_ns, phase = span.start, span.took, PHASE_OF[span.kind]
+        start_ns, end_ns, exclusive_ns, phase = span.start, span.end, span.took, PHASE_OF[span.kind]
         stack = self._within
         is_timed = bool(span.flags & Flag.TIMED)
         if span.flags & Flag.UNTIMED:
             self.skipped = True
         while stack and stack[-1][0] >= start_ns:
-            _, inner_ns, inner_phase, number = stack.pop()
+            inner_start_ns, inner_ns, inner_phase, number = stack.pop()
             exclusive_ns -= inner_ns
+            if phase == OPTIMIZER and inner_phase < 0:  # a closure
+                self.spans.append((phase, inner_start_ns + inner_ns, end_ns - inner_start_ns - inner_ns))
+                end_ns = inner_start_ns
             if number >= 0:
                 self.timed.append((number, inner_phase, phase if is_timed else -1))
             elif inner_phase == COPY:
                 self.mixed |= {COPY, phase}
-        stack.append((start_ns, span.took, phase, span.number if is_timed and phase >= 0 else -1))
+        stack.append((start_ns, span.took, phase, span.number if is_timed else -1))
         if phase >= 0:
             self.times[phase] = max(self.times[phase], 0) + max(exclusive_ns, 0)
-            self.spans.append((phase, start_ns, span.took))
+            self.spans.append((phase, start_ns, end_ns - start_ns))
 
 
 def make_block(span: Span, inner: Sequence[Span]) -> Block:

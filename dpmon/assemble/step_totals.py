@@ -112,7 +112,7 @@ class StepTotals(PhaseSums):
         if len(self.timed) > MAX_TIMED:
             return slots, Untimed.TOO_MANY
         for number, phase, enclosing_phase in self.timed:
-            if phase < len(slots):
+            if 0 <= phase < len(slots):
                 slots[phase].append((number, 1))
             if 0 <= enclosing_phase < len(slots):
                 slots[enclosing_phase].append((number, -1))

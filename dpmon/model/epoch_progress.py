@@ -11,8 +11,9 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
+from dpmon.model.slow_steps import overlap_ns
 from dpmon.record.record_types import Step
-from dpmon.record.safe_json import text_member
+from dpmon.record.safe_json import ns_member, text_member
 from dpmon.record.schema import SECOND
 from dpmon.store.loader_loops import LoaderLoop, estimate_epoch_time_left
 from dpmon.text.formatting import format_count, format_minutes
@@ -26,6 +27,8 @@ OVER = "the run has ended"
 OTHER_RANK = "only the process that represents the run has it"
 ALONE_STEPS = 8
 """After more training steps than this without a batch of the loader, the training continues without it."""
+Spans = Sequence[tuple[int, int]]
+"""Starts and ends in ns since the run's start."""
 LARGE = 0.1
 """An uncertainty of more than this part of the time left is shown."""
 
@@ -45,12 +48,9 @@ class Epoch(NamedTuple):
     evaluation_ns: int | None
     """Evaluation in it, and after it up to the next epoch; None in playback, while it is unknown."""
     pause_ns: int | None
-    """Time since the end of the previous epoch, without evaluation; None for the first."""
-
-    @property
-    def took_ns(self) -> int:
-        """Duration of the epoch (ns), with its evaluations."""
-        return self.end_ns - self.begin_ns
+    """Time since the end of the previous epoch, without evaluation and pauses of the user; None for the first."""
+    took_ns: int
+    """How long it took, with the evaluations in it, without pauses of the user."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +93,10 @@ def progress_of(
     loops = store.epochs(process, limit + 1)
     if not loops:
         return _unknown_progress(process, _no_epoch_reason(last))
-    current = loops[-1]
+    current, pauses = loops[-1], _read_pauses(store, process)
     if not last.is_evaluation and last.loop is None and last.step > current.last_step + ALONE_STEPS:
-        return _unknown_progress(process, "the training continues without a batch of the loader", _epochs(loops, limit))
+        epochs = _epochs(loops, limit, pauses)
+        return _unknown_progress(process, "the training continues without a batch of the loader", epochs)
     batch, at_ns = current.batches_used, current.end_ns
     if current.end_ns > store.until_ns:
         ends = [(last.batch, last.start_ns + last.wall_ns)] if last.loop == current.loop else []
@@ -112,7 +113,7 @@ def progress_of(
         absent |= dict.fromkeys(("left_s", "error_s"), time_left)
     else:
         times = time_left
-    epochs = _epochs(loops, limit, at_ns, batch)
+    epochs = _epochs(loops, limit, pauses, at_ns, batch)
     evaluated: tuple[int | None, int | None] = (None, None)
     if last.is_evaluation and last.loop is not None:
         _, length = store.epoch_of(process, last.loop)
@@ -155,19 +156,31 @@ def _unknown_length_reason(store: Store, loop: LoaderLoop) -> str:
 
 
 def _epochs(
-    loops: Sequence[LoaderLoop], limit: int, at_ns: int | None = None, batch: int | None = None
+    loops: Sequence[LoaderLoop], limit: int, pauses: Spans, at_ns: int | None = None, batch: int | None = None
 ) -> tuple[Epoch, ...]:
     """Return the newest epochs, at most `limit`. `at_ns`: end of the last one's `batch`."""
     epochs = []
     for previous, loop in pairwise((None, *loops)):
         assert loop is not None
-        pause_ns = None if previous is None else max(loop.begin_ns - previous.end_ns - previous.after_ns, 0)
+        pause_ns = None
+        if previous is not None:
+            paused_ns = overlap_ns(pauses, previous.end_ns, loop.begin_ns)
+            pause_ns = max(loop.begin_ns - previous.end_ns - previous.after_ns - paused_ns, 0)
         evaluation_ns: int | None = loop.evaluation_ns + loop.after_ns
         end_ns, batches = loop.end_ns, loop.batches_used
         if loop is loops[-1] and at_ns is not None and at_ns < end_ns:
             end_ns, batches, evaluation_ns = at_ns, batch, None
-        epochs.append(Epoch(loop.epoch or 0, loop.begin_ns, end_ns, batches, loop.length, evaluation_ns, pause_ns))
+        took_ns = end_ns - loop.begin_ns - overlap_ns(pauses, loop.begin_ns, end_ns)
+        values = loop.epoch or 0, loop.begin_ns, end_ns, batches, loop.length, evaluation_ns, pause_ns, took_ns
+        epochs.append(Epoch(*values))
     return tuple(epochs[-limit:])
+
+
+def _read_pauses(store: Store, process: int) -> Spans:
+    """Return start and end of the pauses of a process that the user has ended."""
+    ends = [event.data for event in store.events("pause") if event.data.get("process") == process]
+    pauses = [(ns_member(end, "t_s"), ns_member(end, "paused_s")) for end in ends]
+    return [(end_ns - paused_ns, end_ns) for end_ns, paused_ns in pauses if end_ns and paused_ns]
 
 
 # ------------------------------------------------------------------------------------------------ words

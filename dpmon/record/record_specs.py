@@ -63,8 +63,8 @@ RECORDS: Mapping[str, RecordSpec] = {
             device_ms, object: the time of each phase on the slowest device (for data: on the device that waits least);
                 missing if the step used no GPU [in CSV: {_DEVICE_TIMES}]
             spans, list, ms: the first {MAX_SPANS} spans: phase, start_ms (after the step's start), ms (including nested
-                spans: a backward includes its sync). Each span is a phase on the training thread. They are in order of
-                start, outer spans before nested ones
+                spans: a backward includes its sync; an optimizer excludes its closure). Each span is a phase on the
+                training thread. They are in order of start, outer spans before nested ones
             missing_spans, integer: number of spans after the first {MAX_SPANS}; missing if there are none
             buckets_ms, list: time from the step's start until each bucket of gradients was ready, in order of time;
                 missing if unknown

@@ -47,6 +47,8 @@ class Kind:
     COLLECTIVE = 20
     LOSS = 21
     """The value from which a backward pass started: a 64-bit float in place of sizes. Its start is that of the pass."""
+    CLOSURE = 22
+    """The closure of an optimizer step: code of the script, which is no part of the optimizer phase."""
 
 
 DOING = {
@@ -71,6 +73,7 @@ DOING = {
     Kind.BUCKETS: "other",
     Kind.COLLECTIVE: "other",
     Kind.LOSS: "other",
+    Kind.CLOSURE: "other",
 }
 """Activity of a process during a span, by kind. Phases of a step have the same names as in records."""
 COUNTED = {Kind.COPY: "copied_bytes"}

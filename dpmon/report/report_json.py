@@ -59,9 +59,7 @@ def report_as_json(report: ReportData) -> dict[str, object]:
         "evaluations": [_mode_members(run, stats) for stats in run.other_modes],
         "elapsed": _elapsed_members(run),
         "progress": progress_fields(run.progress),
-        "epochs": [
-            {**fields_of(epoch, *Epoch._fields), "seconds": epoch.took_ns / 1e9} for epoch in run.progress.epochs
-        ],
+        "epochs": [fields_of(epoch, *Epoch._fields) for epoch in run.progress.epochs],
         "findings": [finding._asdict() for finding in report.findings],
         "replicas": [
             {

@@ -121,10 +121,11 @@ class LoaderLoopTracker:
     ) -> LoaderLoop | None:
         """Add a step. Return its loop, or None if it used no batch.
 
-        `evaluation_ns`: time of evaluation since the previous step, if this is an evaluation step; else 0.
+        `evaluation_ns`: time of evaluation since the previous step, if this is an evaluation step; else 0. A
+        correction is negative.
         """
         if evaluation_ns and self._epoch is not None:
-            self._epoch.after_ns += evaluation_ns
+            self._epoch.after_ns = max(self._epoch.after_ns + evaluation_ns, 0)
             self.changed[self._epoch.loop] = self._epoch
         loop = None if batches is None else self._find_or_start_loop(batches, start_ns, evaluation)
         if loop is None:

@@ -174,8 +174,8 @@ class RingIntake:
         step, mode, start_ns, wall_ns = row.step, row.mode, row.start_ns, row.wall_ns
         _check_ranges(start_ns, wall_ns, step, row.samples or 0, *row.phases.values(), *row.counts.values())
         account = self._accounts.get_account(self.row.process)
-        waited = row.phases.get("data", 0) + row.phases.get("sync", 0)
-        exclusion = account.exclusion_flag(start_ns, start_ns + wall_ns, waited)
+        waited_ns = row.phases.get("data", 0) + row.phases.get("sync", 0)
+        exclusion = account.exclusion_flag(start_ns, start_ns + wall_ns, waited_ns)
         kind = row.kind | self._warm_up_flag(mode) | exclusion
         calls = self._pop_step_calls(batch, row, kind)
         own_phases = [*map(row.phases.get, STEP_PHASES)]
@@ -230,7 +230,8 @@ class RingIntake:
             batch.gaps.append(gap)
         if row.kind == TRAINING:
             return 0
-        return sum(part.end - part.begin for part in intervals if part.activity == STEP_KINDS[row.kind])
+        parts = (part for part in intervals if part.activity == STEP_KINDS[row.kind])
+        return sum(part.sign * (part.end - part.begin) for part in parts)
 
     def _pop_step_calls(self, batch: WriteBatch, step: Step, flags: int) -> list[CallRow]:
         """Remove and return the held calls of a step. `flags`: of the step.

@@ -413,7 +413,8 @@ class StatsWindow:
         """The times in which at least one process lived, from start-up to its last step, as (start, end) in ns."""
         startup_ns: Counter[int] = Counter()
         for row in self.times:
-            startup_ns[row.process] += row.spent["startup"]
+            first_ns, _ = self.step_intervals.get(row.process, (0, 0))
+            startup_ns[row.process] += max(min(row.spent["startup"], first_ns - row.start_s * SECOND), 0)
         steps = self.step_intervals.items()
         return union_of_intervals((start - startup_ns[process], end) for process, (start, end) in steps)
 

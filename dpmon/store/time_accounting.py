@@ -1,8 +1,9 @@
 """Divides the time of a process into activities. Each moment up to its last step belongs to one activity.
 
-startup     before the process's first step, and in that step if it waits long
+startup     before the process's first step, in that step if it waits long, and what the first steps of a kind take too
+            long (see `_excess_of_first_steps`)
 training    within training steps
-evaluation  within evaluation steps, and between two of them
+evaluation  within evaluation steps, between two of them, and before the first one since its loader started
 forward_only  within forward-only steps
 between     between two steps that are not both evaluation: starting a loader's workers, a checkpoint, logging
 paused      the user paused the training
@@ -20,13 +21,13 @@ the activity in which it lies.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 from dpmon.record.record_types import Step
-from dpmon.record.schema import EVALUATION, SECOND, STALLED, STARTUP, STEP_KINDS, TRAINING
+from dpmon.record.schema import EVALUATION, SECOND, STALLED, STARTUP, STEP_KINDS, TRAINING, WARM_UP_STEPS
 
 ACTIVITIES = ("startup", "training", "evaluation", "forward_only", "between", "paused", "input", "stalled", "missed")
 _MAX_RECENT = 1024
@@ -38,6 +39,8 @@ _LONG_NS = 600 * SECOND
 """An interval of at least this length is split into _LONG_WIDTHS where possible, not into seconds."""
 _MIN_STARTUP_WAIT_NS = 10 * SECOND
 """A process's first step is start-up if it waits at least this long for its first batch or for other ranks."""
+_SLOW_RATIO = 4
+"""One of the first steps of a kind is slow if it takes at least this many times as long as a later one of them."""
 _EXCLUDED_ACTIVITIES = {STALLED: "stalled", STARTUP: "startup"}
 """The activity of a step that statistics exclude, by the step's flag."""
 LATEST_NS = 10 * 365 * 86_400 * SECOND
@@ -114,6 +117,10 @@ class TimeAccount:
         self._paused_since: int | None = None
         self._recent: deque[ActivityInterval] = deque(maxlen=_MAX_RECENT)
         """The newest long intervals that are neither pauses nor input waits."""
+        self._first_steps: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+        """End of the first WARM_UP_STEPS steps, and their time without the wait for data, by kind."""
+        self.loader_start_ns = 0
+        """When the script last began to iterate over a loader."""
 
     def resume(self, steps: Mapping[int, int], kind: int, mode: str, start_ns: int, wall_ns: int) -> None:
         """Continue after a step that an earlier supervisor accounted for. `steps`: the last number of each kind."""
@@ -146,12 +153,20 @@ class TimeAccount:
         else:
             activity = "between"
         self._end_pause(start_ns)
-        intervals, gap_ns = self._intervals_until(activity, mode, start_ns)
+        gap_end_ns = start_ns
+        if activity == "between" and kind != TRAINING and self._end_ns <= self.loader_start_ns < start_ns:
+            gap_end_ns = self.loader_start_ns
+        intervals, gap_ns = self._intervals_until(activity, mode, gap_end_ns)
         gap = None
         if activity == "between" and gap_ns > 0:
-            gap = Gap(self._process, self._last_steps.get(TRAINING, 0), mode, self._end_ns, start_ns, gap_ns)
+            gap = Gap(self._process, self._last_steps.get(TRAINING, 0), mode, self._end_ns, gap_end_ns, gap_ns)
+        if gap_end_ns < start_ns:
+            self._end_ns = gap_end_ns
+            intervals += self._intervals_until(STEP_KINDS[kind], mode, start_ns)[0]
         activity = _EXCLUDED_ACTIVITIES.get(exclusion, STEP_KINDS[kind])
         intervals += self._step_intervals(activity, mode, max(start_ns, self._end_ns), end_ns)
+        if not exclusion and len(self._first_steps[kind]) < WARM_UP_STEPS:
+            intervals += self._excess_of_first_steps(kind, end_ns, step.wall_ns - step.phases.get("data", 0))
         self._end_ns, self._kind, self._mode = max(end_ns, self._end_ns), kind, mode
         self._has_steps = True
         if step.step:
@@ -159,6 +174,19 @@ class TimeAccount:
         if self._interruptions:
             self._drop_old_interruptions()
         return intervals, gap
+
+    def _excess_of_first_steps(self, kind: int, end_ns: int, busy_ns: int) -> list[ActivityInterval]:
+        """Add one of the first steps of a kind. Return corrections: what slow earlier ones took longer is start-up.
+
+        Compilers, caches and devices start in the first steps. `busy_ns`: its time without the wait for data, which
+        may be long at the start of each epoch.
+        """
+        corrections: list[ActivityInterval] = []
+        for slow_end_ns, slow_ns in self._first_steps[kind]:
+            if slow_ns >= _SLOW_RATIO * busy_ns:
+                corrections += self._reassign("startup", slow_end_ns - slow_ns + busy_ns, slow_end_ns)
+        self._first_steps[kind].append((end_ns, busy_ns))
+        return corrections
 
     def exclusion_flag(self, start_ns: int, end_ns: int, waited_ns: int) -> int:
         """Return the flag of a step that statistics exclude; 0 for other steps.
@@ -195,21 +223,26 @@ class TimeAccount:
 
     def add_input_wait(self, start_ns: int, end_ns: int) -> list[ActivityInterval]:
         """Note an input wait. Return the corrections to the time that was accounted for earlier."""
+        corrections = self._reassign("input", start_ns, end_ns)
+        if end_ns > self._end_ns:
+            self._interruptions.append(("input", start_ns, end_ns))
+        return corrections
+
+    def _reassign(self, activity: str, start_ns: int, end_ns: int) -> list[ActivityInterval]:
+        """Return the corrections that assign this time to another activity, if it lies in recent intervals."""
         corrections: list[ActivityInterval] = []
         recent: list[ActivityInterval] = []
         for interval in self._recent:
             part_start, part_end = max(start_ns, interval.begin), min(end_ns, interval.end)
-            if part_end <= part_start or interval.activity in ("paused", "input"):
+            if part_end <= part_start or interval.activity in ("paused", "input", activity):
                 recent.append(interval)
                 continue
-            input_wait = ActivityInterval("input", interval.mode, part_start, part_end)
-            corrections += (ActivityInterval(interval.activity, interval.mode, part_start, part_end, -1), input_wait)
-            parts = interval._replace(end=part_start), input_wait, interval._replace(begin=part_end)
+            reassigned = ActivityInterval(activity, interval.mode, part_start, part_end)
+            corrections += (ActivityInterval(interval.activity, interval.mode, part_start, part_end, -1), reassigned)
+            parts = interval._replace(end=part_start), reassigned, interval._replace(begin=part_end)
             recent += [part for part in parts if part.end > part.begin]
         if corrections:
             self._recent = deque(recent, _MAX_RECENT)
-        if end_ns > self._end_ns:
-            self._interruptions.append(("input", start_ns, end_ns))
         return corrections
 
     def finish(self, end_ns: int) -> list[ActivityInterval]:

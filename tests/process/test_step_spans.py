@@ -94,21 +94,26 @@ print(json.dumps(noted))
 CLOSURE = (
     NOTES
     + """
-optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
+class Search(torch.optim.Optimizer):
+    def step(self, closure):
+        for _ in range(2):
+            time.sleep(0.002)
+            closure()
+        time.sleep(0.001)
 
 
 def closure():
-    optimizer.zero_grad()
+    with noting("other"):
+        time.sleep(0.005)
     with noting("forward"):
         loss = (model(torch.ones(3, 4)) ** 2).sum()
     with noting("backward"):
         loss.backward()
-    return loss
 
 
+optimizer = Search(model.parameters(), {})
 for _ in range(6):
-    with noting("optimizer"):
-        optimizer.step(closure)
+    optimizer.step(closure)
     over()
 print(json.dumps(noted))
 """
@@ -192,23 +197,106 @@ def test_a_usual_run(dpmon: Dpmon) -> None:
                 assert took <= ran + 1e-6, "a look at memory within it is not its time"
 
 
-@pytest.mark.parametrize(
-    ("text", "phases"),
-    [
-        pytest.param(CLOSURE, ["optimizer", *4 * ["forward", "backward"]], id="closure"),
-        pytest.param(WITHIN, ["forward", "backward", "backward", "optimizer"], id="gradient in a forward"),
-    ],
-)
-def test_phases_within_phases(tmp_path: Path, text: str, phases: list[str]) -> None:
-    script = TracedScript(tmp_path, text)
+def test_a_phase_within_a_phase(tmp_path: Path) -> None:
+    script = TracedScript(tmp_path, WITHIN)
     run = script.end()
     noted = run.printed
-    assert [phase for phase, _, _ in noted[-1]] == phases
+    assert [phase for phase, _, _ in noted[-1]] == ["forward", "backward", "backward", "optimizer"]
     steps = [as_json(step) for step in run.steps()]
     check(noted, steps, script.start_ns)
     for step in steps:
-        outer, *rest = step["spans"]
-        within = rest[: 1 if outer["phase"] == "forward" else None]
-        assert all(one["start_ms"] + one["ms"] <= outer["start_ms"] + outer["ms"] + 1e-6 for one in within)
-        own = outer["ms"] - sum(one["ms"] for one in within)
-        assert step["phases"][outer["phase"]] <= own + 1e-6, "a look at memory within it is not its time"
+        outer, within, *_ = step["spans"]
+        assert within["start_ms"] + within["ms"] <= outer["start_ms"] + outer["ms"] + 1e-6
+        own = outer["ms"] - within["ms"]
+        assert step["phases"]["forward"] <= own + 1e-6, "a look at memory within it is not its time"
+
+
+def test_the_code_of_a_closure_is_not_the_optimizer(tmp_path: Path) -> None:
+    script = TracedScript(tmp_path, CLOSURE)
+    run = script.end()
+    noted = run.printed
+    steps = [as_json(step) for step in run.steps()]
+    for mine, step in zip(noted, steps, strict=True):
+        assert [span["phase"] for span in step["spans"]] == [*2 * ["optimizer", "forward", "backward"], "optimizer"]
+        others = [(before, after) for phase, before, after in mine if phase == "other"]
+        for span in step["spans"]:
+            start, end = begun(step, span, script.start_ns)
+            assert all(end <= before or after <= start for before, after in others), "no phase holds the script's code"
+        assert step["phases"]["optimizer"] >= 5
+        assert step["phases"]["other"] >= sum(after - before for before, after in others) / 1e6
+        assert sum(step["phases"].values()) == pytest.approx(step["wall_ms"])
+
+
+CLOSURES = """
+import functools, json, pickle, traceback
+import torch
+
+model = torch.nn.Linear(4, 2)
+plain = torch.optim.SGD(model.parameters(), lr=0.1)
+seen = []
+
+
+def closure(factor=1.0):
+    plain.zero_grad()
+    loss = factor * model(torch.ones(3, 4)).pow(2).mean()
+    loss.backward()
+    return loss
+
+
+class Method:
+    def closure(self):
+        return closure()
+
+
+class Object:
+    limit = 3
+
+    def __call__(self):
+        return closure()
+
+
+class Reads(torch.optim.SGD):
+    def step(self, closure=None):
+        seen.append(getattr(closure, "limit", None) or closure.__name__)
+        return super().step(closure)
+
+
+def fails():
+    closure()
+    raise ArithmeticError("in a closure")
+
+
+for optimizer, given, keyword in (
+    (plain, closure, False),
+    (plain, closure, True),
+    (plain, functools.partial(closure, factor=2.0), False),
+    (plain, Method().closure, True),
+    (Reads(model.parameters(), lr=0.1), closure, False),
+    (Reads(model.parameters(), lr=0.1), Object(), False),
+    (torch.optim.LBFGS(model.parameters(), max_iter=3), closure, False),
+):
+    loss = optimizer.step(closure=given) if keyword else optimizer.step(given)
+    assert loss.requires_grad
+try:
+    plain.step(fails)
+except ArithmeticError as error:
+    names = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+    seen.append([names[0], names[-1], [name for name in names if "closure" in name]])
+closure()
+plain.step()
+plain.step(closure=None)
+pickle.loads(pickle.dumps(plain))
+closure()
+plain.step()
+print(json.dumps(seen))
+"""
+
+
+def test_closures_of_all_kinds_run_as_without_dpmon(tmp_path: Path) -> None:
+    traced, alone = (TracedScript(tmp_path, CLOSURES, run=run).end() for run in (True, False))
+    assert (traced.status, alone.status) == (0, 0), traced.err + alone.err
+    assert traced.printed == alone.printed == ["closure", 3, ["<module>", "fails", []]]
+    assert traced.complaints == []
+    steps = traced.steps()
+    assert all({"forward", "backward", "optimizer"} <= step.phases.keys() for step in steps)
+    assert all(sum(step.phases.values()) == step.wall_ns for step in steps)

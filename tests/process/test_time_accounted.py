@@ -273,3 +273,64 @@ def test_a_script_that_ends_in_the_middle_of_a_step(dpmon: Dpmon, way: str) -> N
     told = json.loads(result.text.splitlines()[0])
     found = check(dpmon, told, result.errors, unfinished=1)  # its optimizer has stepped
     assert found["between"] >= 0.4
+
+
+EVALUATES = """
+import json, time
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+told = {"first call": 0.0, "total": 0.0}
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 2)
+        self.compiled = False
+
+    def forward(self, x):
+        if not self.compiled:
+            begin = time.monotonic()
+            time.sleep(2)
+            told["first call"] = time.monotonic() - begin
+        self.compiled = True
+        return self.layer(x)
+
+
+class Slow(DataLoader):
+    def _get_iterator(self):
+        time.sleep(0.5)  # as many workers take
+        return super()._get_iterator()
+
+
+train, test = DataLoader(TensorDataset(torch.randn(64, 8)), 8), Slow(TensorDataset(torch.randn(64, 8)), 16)
+net = Net()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+begin = time.monotonic()
+for epoch in range(3):
+    net.eval()
+    with torch.no_grad():
+        for (x,) in test:
+            net(x)
+    net.train()
+    for (x,) in train:
+        time.sleep(0.01)
+        optimizer.zero_grad()
+        net(x).sum().backward()
+        optimizer.step()
+    time.sleep(1)  # a checkpoint
+told["total"] = time.monotonic() - begin
+print(json.dumps(told))
+"""
+
+
+def test_a_slow_first_evaluation_and_the_start_of_workers(dpmon: Dpmon) -> None:
+    """The first start of workers comes before the first step, so that it is start-up."""
+    result = dpmon.run(*dpmon.warm(), "--headless", dpmon.script(EVALUATES))
+    told = json.loads(result.text.splitlines()[-1])
+    parts = stored_parts(dpmon)
+    assert parts["startup"] > told["first call"]
+    assert parts["evaluation"] >= 2 * 0.5
+    assert parts["between"] >= 2 * 1.0
+    assert parts["evaluation"] + parts["between"] + parts["training"] < told["total"] - told["first call"]

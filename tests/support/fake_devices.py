@@ -377,15 +377,18 @@ class DeviceClock:
         return float(last["at"] - first["at"])
 
 
-def _make_optimizer(recorder: SpanRecorder) -> Any:
-    """Return an optimizer with a step that calls the closure."""
+def _make_optimizer(recorder: SpanRecorder, device: DeviceClock) -> Any:
+    """Return an optimizer with a step that takes `ms` on the device, then calls the closure."""
     import torch
 
     from dpmon.tracer.steps.optimizers import OptimizerTracer
 
     class ClosureOptimizer(torch.optim.Optimizer):
+        ms = 1.0
+
         def step(self, closure: Any = None) -> Any:
-            return closure()
+            device.now += self.ms
+            return None if closure is None else closure()
 
     optimizer = ClosureOptimizer([torch.zeros(1)], {})
     before, after = OptimizerTracer(recorder).hooks()
@@ -415,7 +418,7 @@ class SimulatedProcess:
         self.recorder.training_thread = self.me
         device: Any = self.device
         self.timing = self.recorder.device_timer = DeviceTimer(self.recorder, device)
-        self._optimizer = _make_optimizer(self.recorder)
+        self._optimizer = _make_optimizer(self.recorder, self.device)
         self._assembler = Assembler()
         self._layout: Any = {"define": _LAYOUT, "value": {"root": "Net", "via": None, "module": 1, "absent": {}}}
         self._heard = False
@@ -439,7 +442,8 @@ class SimulatedProcess:
                 work()
 
         if kind == Kind.OPTIMIZER:
-            self._optimizer.step(original)
+            self._optimizer.ms = ms
+            self._optimizer.step(work)
         else:
             self.recorder.wrap_phase(kind, original)(self)
 

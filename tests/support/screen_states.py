@@ -264,9 +264,9 @@ def screen_after_stall() -> ScreenData:
 
 
 _EPOCHS = (
-    Epoch(1, 0, 175 * SECOND, 1563, 1563, 12 * SECOND, None),
-    Epoch(2, 187 * SECOND, 358 * SECOND, 1563, 1563, 12 * SECOND, SECOND // 2),
-    Epoch(3, 371 * SECOND, 420 * SECOND, 412, 1563, 0, SECOND // 2),
+    Epoch(1, 0, 175 * SECOND, 1563, 1563, 12 * SECOND, None, 175 * SECOND),
+    Epoch(2, 187 * SECOND, 358 * SECOND, 1563, 1563, 12 * SECOND, SECOND // 2, 171 * SECOND),
+    Epoch(3, 371 * SECOND, 420 * SECOND, 412, 1563, 0, SECOND // 2, 49 * SECOND),
 )
 
 

@@ -32,12 +32,13 @@ SPAN_KINDS = {
     "gather": Kind.GATHER,
     "backward": Kind.BACKWARD,
     "optimizer": Kind.OPTIMIZER,
+    "closure": Kind.CLOSURE,
     "copy": Kind.COPY,
     "pause": Kind.PAUSE,
     "memory": Kind.MEMORY,
 }
 _WORD = re.compile(r"([a-zD@)])([A-Z]?)(\d*)(?:=([\d.]+))?(!?)(\(?)")
-_NESTING = {"d": "fetch", "f": "call", "b": "backward", "o": "optimizer"}
+_NESTING = {"d": "fetch", "f": "call", "b": "backward", "o": "optimizer", "k": "closure"}
 
 
 class Script:
@@ -224,7 +225,7 @@ class Script:
         d: fetch, D: fetch that finds the end, f: call, n: call without gradients, e: evaluation, b: backward pass, o:
         optimizer step, l: f b o, c: copy, m: an optimizer is made, g: it is gone, p: pause, r: measurement of memory,
         w: wait, @: go on in another thread. `fA10=2!`: a call of model A with 10 rows that takes 2 ms and fails. `o(`
-        has the words up to `)` nested in it. W is the DataParallel wrapper of V.
+        has the words up to `)` nested in it, `k(` is a closure. W is the DataParallel wrapper of V.
         """
         nested = [ExitStack()]
         for word in loop.split():
@@ -239,7 +240,7 @@ class Script:
                 nested.append(ExitStack())
                 if what == "f":
                     nested[-1].callback(self._sized, 8, False)
-                nested[-1].enter_context(self.phase(_NESTING[what], ms, flags, 0 if what in "db" else site))
+                nested[-1].enter_context(self.phase(_NESTING[what], ms, flags, 0 if what in "dbk" else site))
             elif what in "fnel":
                 rows = int(digits or 8)
                 self.call(self._model(name), what != "e", rows, ms, what in "fl", failed)

@@ -35,16 +35,26 @@ def test_a_usual_step() -> None:
     [
         ("f b f b c o", "f 0 1 b 1.1 2.1 f 2.2 3.2 b 3.3 4.3 c 4.4 5.4 o 5.5 6.5"),
         ("o( f( c b ) b )", "o 0 5.4 f 0.5 3.7 c 1 2 b 2.1 3.1 b 3.8 4.8"),
+        ("o( k( f b ) k( f ) )", "o 0 0.5 f 1 2 b 2.1 3.1 o 3.7 3.8 f 4.3 5.3 o 5.9 6.5"),
         ("d f( @2 c @0 ) @2 eB @0 b o", "d 0 1 f 1.1 3.2 b 4.4 5.4 o 5.5 6.5"),
         ("d=7000.123456 f=5000 b=0 o", "d 0 7000.123456 f 7000.223456 12000.223456 b 12000.323456 12000.323456 o {o}"),
     ],
-    ids=["several", "nested", "of other threads", "longer than 32 bits"],
+    ids=["several", "nested", "in a closure", "of other threads", "longer than 32 bits"],
 )
 def test_spans_follow_each_other_or_are_nested(loop: str, expected: str) -> None:
     step = assemble_script(Script().play(loop)).steps[0]
     spans = [f"{name[0]} {begin:.11g} {end:.11g}" for name, begin, end in ran(step)]
     assert " ".join(spans) == expected.format(o="12000.423456 12001.423456")
     check_spans_of_step(step)
+
+
+def test_the_code_of_a_closure_is_not_the_optimizer() -> None:
+    """The closures take 2 and 5 ms beside their forward and backward."""
+    step = only(Script().play("m o( k=2( f b ) k=5( f=3 b=4 ) ) "))
+    phases = {name: took / MS for name, took in step.phases.items()}
+    between = 0.1  # after each span
+    assert phases == {"forward": 4, "backward": 5, "optimizer": 1 + 2 * between, "other": 2 + 5 + 4 * between}
+    assert sum(step.phases.values()) == step.wall_ns
 
 
 def test_the_outer_of_two_spans_with_equal_times_comes_first() -> None:

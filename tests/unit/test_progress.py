@@ -23,7 +23,7 @@ from dpmon.store.query_results import LoopStep
 from dpmon.store.write_batch import WriteBatch
 from dpmon.supervise.prometheus_file import PrometheusFile
 from support.history_builders import Recording, snapshot_of_records, write_run_directory
-from support.record_builders import Training
+from support.record_builders import Training, pause_event
 
 SECOND = 1_000_000_000
 MINUTE = 60 * SECOND
@@ -359,7 +359,7 @@ def test_the_progress_of_an_epoch_now_and_at_a_time() -> None:
     assert abs(found.left_ns - 8 * SECOND) < SECOND
     assert 0 < found.error_ns < SECOND
     first, second = found.epochs
-    assert first == Epoch(1, 2 * SECOND, end, 20, 20, first.evaluation_ns, None)
+    assert first == Epoch(1, 2 * SECOND, end, 20, 20, first.evaluation_ns, None, end - 2 * SECOND)
     assert (second.epoch, second.batches, second.pause_ns) == (2, 12, 0)
     assert first.evaluation_ns is not None
     assert first.evaluation_ns == pytest.approx(second.begin_ns - end, rel=0.01)
@@ -368,8 +368,28 @@ def test_the_progress_of_an_epoch_now_and_at_a_time() -> None:
     assert before.batch is not None
     assert 8 <= before.batch <= 12
     assert before.left_ns == pytest.approx((20 - before.batch) * SECOND, rel=0.1)
-    assert before.epochs == (first._replace(end_ns=before.at_ns, batches=before.batch, evaluation_ns=None),)
+    assert before.epochs == (
+        first._replace(
+            end_ns=before.at_ns, batches=before.batch, evaluation_ns=None, took_ns=before.at_ns - 2 * SECOND
+        ),
+    )
     assert run.progress(end + SECOND).absent["left_s"] == "the epoch has used all batches"
+
+
+def test_a_pause_of_the_user_is_in_no_epochs_time() -> None:
+    """One pause lies in the first epoch, one between the two; another process pauses, too."""
+    run = Run().read(4, 10)
+    for loop, steps in ((1, 6), (2, 10)):
+        start_s = run.now / SECOND
+        run.rows += [pause_event(start_s, 1), pause_event(start_s + 600, 1, 600.0)]
+        run.rows += [pause_event(start_s, 1, process=5), pause_event(start_s + 7, 1, 7.0, process=5)]
+        run.training.now += 600 * SECOND
+        run.steps(steps, Batches(loop, 1, 10, 1))
+    first, second = run.progress().epochs
+    assert first.end_ns - first.begin_ns == pytest.approx(610 * SECOND, rel=0.01)
+    assert [first.took_ns, second.took_ns] == [pytest.approx(10 * SECOND, rel=0.05)] * 2
+    assert second.pause_ns is not None
+    assert second.pause_ns < SECOND / 2
 
 
 def test_the_progress_in_an_evaluation_is_that_of_the_epoch() -> None:

@@ -12,6 +12,8 @@ import pytest
 
 from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Event
+from dpmon.record.schema import EVALUATION, TRAINING
+from dpmon.store import time_accounting
 from dpmon.store.step_stats import StatsWindow, account_for_elapsed
 from dpmon.store.store_opening import open_store
 from dpmon.store.time_accounting import ActivityInterval, TimeAccount
@@ -135,7 +137,8 @@ def sums(spent: Iterable[ActivityInterval]) -> Counter[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_random_loops_are_accounted_for(seed: int) -> None:
+def test_random_loops_are_accounted_for(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time_accounting, "_SLOW_RATIO", 1 << 62)
     loop = Loop(seed)
     loop.run(40)
     truth: Counter[tuple[str, str]] = Counter()
@@ -322,3 +325,72 @@ def test_steps_that_overlap_count_once() -> None:
     spent = account.add_step(*account_step(1, "dp", SECOND, SECOND, False))[0]
     spent += account.add_step(*account_step(2, "dp", SECOND + 500 * MS, SECOND, False))[0]
     assert sums(spent) == {("startup", "dp"): SECOND, ("training", "dp"): 1500 * MS}
+
+
+def spent_on(account: TimeAccount, evaluation: bool, *walls: int, begin: int, data_ns: int = 0) -> Counter[str]:
+    """Add steps that follow each other from `begin` on (ms); return the ms of each activity."""
+    found: Counter[str] = Counter()
+    for wall in walls:
+        number = account._last_steps.get(EVALUATION if evaluation else TRAINING, 0) + 1
+        step, exclusion = account_step(number, "dp", begin * MS, wall * MS, evaluation)
+        intervals, _ = account.add_step(step._replace(phases={"data": data_ns}), exclusion)
+        for interval in intervals:
+            found[interval.activity] += interval.sign * (interval.end - interval.begin) // MS
+        begin, data_ns = begin + wall, 0
+    return +found
+
+
+def test_what_the_first_steps_of_a_kind_take_longer_is_start_up() -> None:
+    """A first compilation of 3 s, another one of 2 s for another shape, then a slow step later."""
+    account = TimeAccount()
+    training = spent_on(account, False, 3000, 2000, 50, 50, 60, 5000, begin=1000)
+    assert training == {"startup": 1000 + 2950 + 1950, "training": 4 * 50 + 60 + 5000}
+    evaluation = spent_on(account, True, 4000, 500, 500, 400, 500, 5000, begin=11_160)
+    assert evaluation == {"startup": 3600, "evaluation": 4000 - 3600 + 1900 + 5000}
+
+
+def test_steps_that_vary_or_wait_for_their_first_batch_are_no_start_up() -> None:
+    account = TimeAccount()
+    assert spent_on(account, False, 70, 50, 20, 30, begin=0) == {"training": 170}
+    assert spent_on(account, True, 900, 30, 30, begin=170, data_ns=870 * MS) == {"evaluation": 960}
+
+
+def test_input_in_a_slow_first_step_is_no_start_up() -> None:
+    account = TimeAccount()
+    spent = (
+        account.add_step(*account_step(1, "dp", 0, SECOND, True))[0]
+        + account.add_step(*account_step(2, "dp", SECOND, 100 * MS, True))[0]
+    )
+    spent += account.add_input_wait(200 * MS, 800 * MS)
+    assert sums(spent) == {("startup", "dp"): 300 * MS, ("input", "dp"): 600 * MS, ("evaluation", "dp"): 200 * MS}
+
+
+def test_an_evaluation_begins_when_its_loader_starts() -> None:
+    """After a checkpoint. The gap before the next training step has no evaluation."""
+    account = TimeAccount()
+    account.loader_start_ns = 5
+    account.add_step(*account_step(1, "dp", 0, 100 * MS, False))
+    account.loader_start_ns = 400 * MS
+    spent, gap = account.add_step(*account_step(1, "dp", SECOND, 10 * MS, True))
+    assert sums(spent) == {("between", "dp"): 300 * MS, ("evaluation", "dp"): 610 * MS}
+    assert gap == (0, 1, "dp", 100 * MS, 400 * MS, 300 * MS)
+    account.loader_start_ns = SECOND + 100 * MS
+    spent, _ = account.add_step(*account_step(2, "dp", 2 * SECOND, 100 * MS, False))
+    assert sums(spent) == {("between", "dp"): 990 * MS, ("training", "dp"): 100 * MS}
+
+
+def test_a_slow_first_evaluation_leaves_the_time_before_the_process_to_start_up(state: Path) -> None:
+    """It begins to record at 5 s, evaluates from 7 s on, for 3 s at first, and trains until 11 s."""
+    walls = [3000, 20, 20, *[24] * 40]
+    starts = [7000 + sum(walls[:number]) for number in range(len(walls))]
+    rows: list[Row] = [Event("process", {"pid": 4, "t_s": 5.0})]
+    for number, (start, wall) in enumerate(zip(starts, walls, strict=True), 1):
+        phases = (-1, wall * MS, *((-1, -1) if number < 4 else (MS, MS)))
+        rows.append(step_row("dp", number, start * MS, wall * MS, 8, phases))
+    with open_store(write_run_directory({0: rows})) as store:
+        window = StatsWindow(store)
+        spent = account_for_elapsed(window.time_by_activity, 12 * SECOND, window.alive_intervals)
+    assert spent["evaluation"] == 60 * MS
+    assert spent["training"] == 960 * MS
+    assert spent["startup"] == pytest.approx((7 + 2.98) * SECOND, abs=MS)
+    assert spent["ending"] == pytest.approx(SECOND, abs=MS)

@@ -89,7 +89,9 @@ def test_every_change_of_mode_is_marked_even_in_one_column() -> None:
 
 
 def with_epochs(facts: ScreenData, seconds: list[int]) -> ScreenData:
-    epochs = (Epoch(n, at * SECOND, (at + 1) * SECOND, 1, 1, None, None) for n, at in enumerate(seconds, start=1))
+    epochs = (
+        Epoch(n, at * SECOND, (at + 1) * SECOND, 1, 1, None, None, SECOND) for n, at in enumerate(seconds, start=1)
+    )
     return with_process(facts, progress=Progress(epochs=tuple(epochs)))
 
 

@@ -235,3 +235,20 @@ def test_copies_parts_and_phases_that_raise_are_left_out_too() -> None:
         mark.set_span_number(3)
     assert len(process.device.recorded) == 6
     assert times(process) == []
+
+
+def test_the_code_of_a_closure_is_not_timed_as_the_optimizer() -> None:
+    process = SimulatedProcess()
+
+    def closure() -> None:
+        process.device.now += 5.0
+        with process.call(0, ms=2.0):
+            pass
+        process.phase(Kind.BACKWARD, 3.0)
+
+    for _ in range(3):
+        process.phase(Kind.FETCH, 0.5)
+        process.phase(Kind.OPTIMIZER, 1.0, closure)
+    _, *steps = process.records().steps
+    assert [step.device_ms for step in steps] == [WHOLE] * 2
+    assert process.faults == []

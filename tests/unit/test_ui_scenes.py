@@ -48,7 +48,7 @@ def asked() -> ScreenData:
 
 def learning() -> ScreenData:
     facts = single()
-    return with_process(facts, progress=Progress(0, 1, epochs=(Epoch(1, 0, SECOND, 5, 9, 0, None),)))
+    return with_process(facts, progress=Progress(0, 1, epochs=(Epoch(1, 0, SECOND, 5, 9, 0, None, SECOND),)))
 
 
 def toggled(first: str) -> ScreenData:

@@ -28,7 +28,7 @@ from dpmon.tracer.steps.span_recorder import SpanRecorder, ThreadState
 
 REQUEST = HeaderWord.REQUEST
 _LEARNING_FLAGS = (Flag.TRAINING | Flag.GRAD) << FLAGS_AT
-HIDING_KINDS = frozenset(kind for kind in range(32) if kind not in (0, Kind.FETCH, Kind.OPTIMIZER, Kind.COPY))
+HIDING_KINDS = frozenset(range(32)) - {0, Kind.FETCH, Kind.OPTIMIZER, Kind.CLOSURE, Kind.COPY}
 """Kinds of spans in which a call of a module is not recorded as a call."""
 
 

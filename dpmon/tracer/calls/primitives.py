@@ -49,7 +49,7 @@ _DEVICE_ARGUMENTS = {
 }
 """Position and name of the argument with the devices, by index in `TorchOriginals.all`."""
 _UNKNOWN = "unknown"
-_SCRIPT_KINDS = frozenset((0, Kind.FETCH, Kind.CALL, Kind.OPTIMIZER, Kind.COPY))
+_SCRIPT_KINDS = frozenset((0, Kind.FETCH, Kind.CALL, Kind.OPTIMIZER, Kind.CLOSURE, Kind.COPY))
 """Spans in which the script's own code runs."""
 
 

@@ -34,7 +34,7 @@ MAX_WAIT_STEPS = 64
 MAX_TIMED_COPIES = 16
 """How many copies are timed in one step, so that enough events are left for the phases."""
 _TIMED, _UNTIMED = Flag.TIMED << FLAGS_AT, Flag.UNTIMED << FLAGS_AT
-_TIMED_IF_RAISED = frozenset((Kind.FETCH, Kind.CALL, Kind.WRAPPED, Kind.BACKWARD, Kind.COPY))
+_TIMED_IF_RAISED = frozenset((Kind.FETCH, Kind.CALL, Kind.WRAPPED, Kind.BACKWARD, Kind.CLOSURE, Kind.COPY))
 """Phases that keep their device times even if they raise."""
 _PRIMITIVES = frozenset((Kind.SCATTER, Kind.REPLICATE, Kind.PARALLEL_APPLY, Kind.GATHER))
 

@@ -5,20 +5,25 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial, update_wrapper
 from itertools import count
 from threading import get_ident
 from time import monotonic_ns
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 
 from dpmon.record.span_format import INSIDE_AT, MAX_SITE, SITE_AT, Kind
+from dpmon.tracer.core.hidden_frames import Function, drop_frames, uncounted
 from dpmon.tracer.steps.span_recorder import IDLE_STEPS, MAX_STEPS_WITHOUT_FETCH, SpanRecorder, ThreadState
 
 STEPS_BEFORE_WARNING = 3
 """`on_no_call` is called after this many optimizer steps without any call of a module."""
 MAX_CALLS_AFTER_STEP = 4096
 """A step may begin at a call after this many calls without an optimizer step, if an optimizer has stepped before."""
+_CLOSURE_TYPES = (FunctionType, MethodType, partial)
+"""Types of the closures that are traced. An object of another type may have attributes that an optimizer reads."""
 
 
 class OptimizerTracer:
@@ -46,9 +51,10 @@ class OptimizerTracer:
         self._sole_number = 0
         """Number of the optimizer that ends every step, if it is the only optimizer of the loop; else 0."""
 
-    def hooks(self) -> tuple[Callable[..., None], Callable[..., None]]:
+    def hooks(self) -> tuple[Callable[..., Any], Callable[..., None]]:
         """Return the hooks that torch calls before and after every optimizer step.
 
+        The first one may return other arguments for the step, in which the closure is traced.
         If a step raises, torch does not call the second hook; `current_open_kind` detects that. (A wrapper would see
         the exception, but torch.compile would compile it with the step.)
         """
@@ -57,9 +63,12 @@ class OptimizerTracer:
         is_compiling, clock = torch.compiler.is_dynamo_compiling, monotonic_ns
         count_error, unknown = recorder.session.count_error, (weakref.ref(OptimizerTracer), 0)
 
-        def before(optimizer: object, args: object, kwargs: object) -> None:
+        def wrap_closure(closure: Function) -> Function:
+            return update_wrapper(partial(self._run_closure, closure), closure)
+
+        def before(optimizer: object, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
             if is_compiling():
-                return
+                return None
             try:
                 thread = threads.get(get_ident()) or make_thread_state()
                 if thread.open_steps:
@@ -76,8 +85,13 @@ class OptimizerTracer:
                 recorder.open_kinds[thread.number] = Kind.OPTIMIZER
                 thread.open_steps.append((outer_kind, first_word, start_ns, phase_timer, number))
                 thread.open_kind = Kind.OPTIMIZER
+                if len(args) > 1 and isinstance(args[1], _CLOSURE_TYPES):
+                    return (args[0], wrap_closure(args[1]), *args[2:]), kwargs
+                if kwargs and isinstance(closure := kwargs.get("closure"), _CLOSURE_TYPES):
+                    return args, {**kwargs, "closure": wrap_closure(closure)}
             except Exception as error:  # noqa: BLE001 - our fault must not reach the script
                 count_error("step of an optimizer", error)
+            return None
 
         def after(optimizer: object, args: object, kwargs: object) -> None:
             if is_compiling():
@@ -108,6 +122,23 @@ class OptimizerTracer:
                 count_error("step of an optimizer", error)
 
         return before, after
+
+    @uncounted
+    def _run_closure(self, closure: Function, /, *args: object, **kwargs: object) -> object:
+        """Call a closure within a span of its own: the script's code in it is no part of the optimizer phase."""
+        recorder = self._recorder
+        thread, timer = recorder.current_thread_state(), recorder.device_timer
+        if thread.open_kind != Kind.OPTIMIZER:  # another thread, or the closure is traced twice
+            return closure(*args, **kwargs)
+        try:
+            phase_timer = None if timer is None else timer.begin(thread, Kind.CLOSURE)
+            first_word = Kind.CLOSURE | Kind.OPTIMIZER << INSIDE_AT | thread.thread_bits
+            return recorder.run_in_span(thread, first_word, phase_timer, None, closure, args, kwargs)
+        except BaseException as error:
+            thread.open_kind = Kind.OPTIMIZER  # an interrupt may have come between any two lines
+            drop_frames(error)
+            closure, args, kwargs = id, (), {}
+            raise
 
     def _assign_number(self, optimizer: object) -> int:
         """Give an optimizer a number for its lifetime, and return the number."""

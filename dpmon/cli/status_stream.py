@@ -41,7 +41,7 @@ from dpmon.sanitize import to_safe_json
 from dpmon.stalls.run_state import ENDED, STALLED
 from dpmon.store.step_stats import StepStats, quantities_to_json, rate_to_json
 from dpmon.store.store_opening import open_store
-from dpmon.text.formatting import format_calls_so_far, format_compact, format_count, format_rate_within_steps
+from dpmon.text.formatting import format_calls_so_far, format_compact, format_count, format_rate_note
 
 INTERVAL_S = 1.0
 _RATES = tuple(rate_to_json(None))
@@ -298,7 +298,7 @@ class ProgressReporter:
             parts.append(f"{format_compact(throughput.rate.steps_per_s)} steps/s")
             if throughput.rate.samples_per_s is not None:
                 parts.append(f"{format_compact(throughput.rate.samples_per_s)} samples/s")
-            parts[-1] += format_rate_within_steps(throughput.rate)
+            parts[-1] += format_rate_note(throughput.rate)
         has_ranks = (process.info.world or 0) > 1
         if process.mode and not (has_ranks and process.mode == "single"):
             parts.append(process.mode + (" (virtual)" if process.virtual and process.mode == "dp" else ""))

@@ -24,7 +24,7 @@ from dpmon.text.formatting import (
     format_long_duration,
     format_minutes,
     format_percent,
-    format_rate_within_steps,
+    format_rate_note,
 )
 from dpmon.ui.panels.panel_progress import format_batch_of_total, loss_span, shown_losses, shown_progress
 from dpmon.ui.panels.rank_map import PROBLEM_STYLES
@@ -201,7 +201,7 @@ def _metric_parts(screen: ScreenData, style: TerminalStyle) -> list[_StatusPart]
     values = [loss_span(curve.last, 7) for curve in shown_losses(screen)[:2]]
     if values:
         parts.insert(2, _StatusPart([("loss ", "dim"), *values], 6))
-    within_text = format_rate_within_steps(rates.rate).strip()
+    within_text = format_rate_note(rates.rate).strip()
     parts += [step._replace(rank=10)] if progress.epoch is not None else []
     return [*parts[:2], _StatusPart([(within_text, "dim")], 11), *parts[2:]] if within_text else parts
 

@@ -45,7 +45,7 @@ from dpmon.text.formatting import (
     format_calls_so_far,
     format_compact,
     format_count,
-    format_rate_within_steps,
+    format_rate_note,
     format_updates,
 )
 
@@ -308,7 +308,7 @@ class ProgressReporter:
             parts.append(f"{format_compact(throughput.rate.steps_per_s)} steps/s")
             if throughput.rate.samples_per_s is not None:
                 parts.append(f"{format_compact(throughput.rate.samples_per_s)} samples/s")
-            parts[-1] += format_rate_within_steps(throughput.rate)
+            parts[-1] += format_rate_note(throughput.rate)
         has_ranks = (process.info.world or 0) > 1
         if process.mode and not (has_ranks and process.mode == "single"):
             parts.append(process.mode + (" (virtual)" if process.virtual and process.mode == "dp" else ""))

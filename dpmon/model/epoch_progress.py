@@ -37,7 +37,7 @@ class Epoch(NamedTuple):
     """A loop over a loader with training steps; ns since the run's start."""
 
     epoch: int
-    """Its number, from 1, among the epochs over the same dataset."""
+    """Its number, from 1 (dpmon.store.loader_loops)."""
     begin_ns: int
     end_ns: int
     """End of its last batch so far."""

@@ -125,7 +125,10 @@ def _last_two_steps(store: Store, process: int, end_s: int, mode: str) -> Recent
     """Return the two newest steps of a process, unless they ran in another mode."""
     newest = store.steps(2, process=process, include_excluded=False)
     rows = [
-        SecondRow(process, mode, 0, 1, step.samples, step.start_ns, step.start_ns + step.wall_ns, step.wall_ns)
+        SecondRow(
+            *(process, mode, 0, 1, step.samples or 0, step.samples is not None),
+            *(step.start_ns, step.start_ns + step.wall_ns, step.wall_ns),
+        )
         for step in newest
         if step.mode == mode and step.kind == store.main_kind
     ]
@@ -153,9 +156,7 @@ def _sum_steps(rows: Sequence[SecondRow], times: Mapping[tuple[int, int], int]) 
     tally.first_ns, tally.last_ns = min(row.first_ns for row in rows), max(row.last_ns for row in rows)
     step = tally.stats[STEP] = SeriesStats()
     step.count, step.total = tally.steps, sum(row.step_ns for row in rows)
-    samples = [row.samples for row in rows if row.samples is not None]
-    if len(samples) == len(rows):
-        tally.sums["samples"] = QuantitySum(tally.steps, sum(samples))
+    tally.sums["samples"] = QuantitySum(sum(row.counted_steps for row in rows), sum(row.samples for row in rows))
     elapsed_ns = _counted_ns(times, tally.first_ns, tally.last_ns)
     return RecentTraining(tally, elapsed_ns, min(step.total, elapsed_ns))
 

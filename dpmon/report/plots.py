@@ -130,11 +130,11 @@ def _loss_plot(run: RunAnalysis) -> Plot | None:
 
 
 def _throughput_plot(run: RunAnalysis) -> Plot | None:
-    if len(run.binned_steps.bins) < 2 or any(time_bin.samples is None for time_bin in run.binned_steps.bins):
+    if sum(time_bin.samples is not None for time_bin in run.binned_steps.bins) < 2:
         return None
     series = []
     for title, color, bins in _bins_by_mode(run):
-        timed_bins = [time_bin for time_bin in bins if time_bin.elapsed_ns]
+        timed_bins = [time_bin for time_bin in bins if time_bin.elapsed_ns and time_bin.samples is not None]
         speeds = _points_over_time(timed_bins, lambda time_bin: (time_bin.samples or 0) / time_bin.elapsed_ns * 1e9)
         series.append(PlotSeries(title, color, speeds, "steps"))
     note = f"samples per second of elapsed training time{sentences.rank_suffix_of_run(run)}"

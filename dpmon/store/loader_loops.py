@@ -1,8 +1,8 @@
 """Tracks the loader loops of one process, finds its epochs, and estimates the time left in an epoch. Pure.
 
-A loader loop is one iteration over a DataLoader. An epoch is a loop with training steps; its number counts the epochs
-over the same dataset. A loop is not an epoch if the script reads it in turn with the loop of the current epoch, or
-leaves it after a single batch.
+A loader loop is one iteration over a DataLoader. An epoch is a loop with training steps. A loop is not an epoch if the
+script reads it in turn with the loop of the current epoch, or leaves it after a single batch. The number of an epoch
+counts the epochs over the same dataset; or all epochs, while each has a dataset of its own.
 
 The time left follows from the mean time of the recent batches. The time of a batch runs from the end of the previous
 batch to its own end, so it includes waits for data, logging and the like. These times are divided into up to MAX_BLOCKS
@@ -95,8 +95,10 @@ class LoaderLoopTracker:
     def __init__(self, process: int) -> None:
         self._process = process
         self._recent: dict[int, LoaderLoop] = {}
-        self._epochs: dict[int, int] = {}
-        """By number of a dataset: the last epoch over it."""
+        self._epochs: dict[int, LoaderLoop] = {}
+        """By number of a dataset: the last epoch over it; without the current epoch."""
+        self._datasets_return = False
+        """Whether a dataset has had two epochs."""
         self._epoch: LoaderLoop | None = None
         """The loop of the current epoch, or of the last one."""
         self._may_prefetch = True
@@ -113,7 +115,9 @@ class LoaderLoopTracker:
         for loop in loops:
             self._remember_loop(loop)
             if loop.epoch is not None:
-                _remember(self._epochs, loop.dataset, loop.epoch)
+                if self._epoch is not None:
+                    _remember(self._epochs, self._epoch.dataset, self._epoch)
+                self._datasets_return |= loop.dataset in self._epochs
                 self._epoch = loop
 
     def add_step(
@@ -196,16 +200,23 @@ class LoaderLoopTracker:
             if previous.last_step > loop.first_step:
                 return  # the script reads both in turn, and the earlier loop drives the training
             if previous.fetched == 1 and not previous.is_exhausted:
-                self._epochs[previous.dataset] -= 1
                 previous.epoch, self._epoch, self._left_after_one_batch = None, None, True
                 self.changed[previous.loop] = previous
             elif not (has_several_batches or previous.is_exhausted or previous.dataset == loop.dataset):
                 return  # the earlier loop may continue
+            else:
+                _remember(self._epochs, previous.dataset, previous)
         if self._left_after_one_batch and not has_several_batches:
             return
         self._left_after_one_batch = False
-        loop.epoch = self._epochs.get(loop.dataset, 0) + 1
-        _remember(self._epochs, loop.dataset, loop.epoch)
+        if loop.dataset in self._epochs and not self._datasets_return:
+            self._datasets_return = True
+            for epoch in self._epochs.values():
+                epoch.epoch = 1
+                self.changed[epoch.loop] = epoch
+        newest = next(reversed(self._epochs.values()), None)
+        last = self._epochs.get(loop.dataset) if self._datasets_return else newest
+        loop.epoch = 1 if last is None else (last.epoch or 0) + 1
         self._epoch = loop
 
 

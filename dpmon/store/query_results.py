@@ -63,8 +63,10 @@ class SecondRow(NamedTuple):
     mode: str
     kind: int
     steps: int
-    samples: int | None
-    """Number of samples; None if a step has no sample count."""
+    samples: int
+    """Number of samples in the steps that have a sample count."""
+    counted_steps: int
+    """Number of these steps."""
     first_ns: int
     """Start of the first step."""
     last_ns: int

@@ -50,13 +50,15 @@ Counted = tuple[tuple[Quantity, QuantitySum], ...]
 class Rate(NamedTuple):
     """Steps and samples per second of elapsed training time, and per second within steps.
 
-    The rates of samples are None if a step has no sample count.
+    The rates of samples are estimates if some steps have no sample count, and None if most have none.
     """
 
     steps_per_s: float
     samples_per_s: float | None
     steps_per_s_within: float
     samples_per_s_within: float | None
+    uncounted_steps: int = 0
+    """Number of steps without a sample count."""
 
     @property
     def differs_within_steps(self) -> bool:
@@ -66,7 +68,8 @@ class Rate(NamedTuple):
 
 def rate_to_json(rate: Rate | None) -> dict[str, float | None]:
     """Return the members of a rate for JSON, by name. Without a rate, all values are None."""
-    names = ("steps_per_s", "samples_per_s", "steps_per_s_within_steps", "samples_per_s_within_steps")
+    rates = "steps_per_s", "samples_per_s", "steps_per_s_within_steps", "samples_per_s_within_steps"
+    names = (*rates, "uncounted_steps")
     return dict(zip(names, rate or (None,) * len(names), strict=True))
 
 
@@ -244,12 +247,13 @@ def compute_rate(
     steps = sum(tally.steps for tally in active)
     steps_per_s, steps_per_s_within = steps * 1e9 / whole, steps * 1e9 / within
     sample_sums = [tally.sum("samples") for tally in active]
-    if sum(quantity.count for quantity in sample_sums) != steps:
-        return Rate(steps_per_s, None, steps_per_s_within, None)
-    samples = sum(quantity.total for quantity in sample_sums)
+    counted_steps = sum(quantity.count for quantity in sample_sums)
+    if counted_steps <= steps / 2:
+        return Rate(steps_per_s, None, steps_per_s_within, None, steps - counted_steps)
     concurrency = len(active) * together if together else _mean_concurrency(active)
-    samples_per_s, samples_per_s_within = samples * 1e9 / whole * concurrency, samples * 1e9 / within * concurrency
-    return Rate(steps_per_s, samples_per_s, steps_per_s_within, samples_per_s_within)
+    samples = sum(quantity.total for quantity in sample_sums) / counted_steps * concurrency  # per step of each process
+    rates = steps_per_s, samples * steps_per_s, steps_per_s_within, samples * steps_per_s_within
+    return Rate(*rates, steps - counted_steps)
 
 
 def _mean_concurrency(tallies: Sequence[Tally]) -> float:

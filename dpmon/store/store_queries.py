@@ -443,11 +443,11 @@ class Store:
         step_series = next((number for number, name in self._series_names.items() if name == STEP), -1)
         rows = self._rows_between("tallies", _SECOND_COLUMNS, begin_s, end_s, processes, 1)
         with self.until_damage():
-            for _, (process, mode, kind, steps, samples, known_count, first_ns, last_ns, sketches) in rows:
+            for _, (process, mode, kind, steps, samples, counted_steps, first_ns, last_ns, sketches) in rows:
                 if steps and first_ns is not None and last_ns is not None:
-                    known_samples = samples if known_count == steps else None
+                    counted = samples or 0, counted_steps
                     step_ns = series_total(sketches, step_series)
-                    yield SecondRow(process, mode, kind, steps, known_samples, first_ns, last_ns, step_ns)
+                    yield SecondRow(process, mode, kind, steps, *counted, first_ns, last_ns, step_ns)
 
     def step_count(self, begin_s: int, end_s: int, processes: Collection[int]) -> int:
         """Return the number of steps of some processes between two seconds."""

@@ -330,8 +330,8 @@ class PrometheusFile:
             metrics.add_counter("training_seconds_total", help_text, labels, elapsed_ns / 1e9)
             metrics.add_counter("training_steps_total", "Steps in training time.", labels, tally.steps)
             samples = tally.sum("samples")
-            if samples.count == tally.steps:
-                help_text = "Samples of these steps, if each step has a sample count."
+            if samples.count:
+                help_text = "Samples of these steps, without steps that have no sample count."
                 metrics.add_counter("training_samples_total", help_text, labels, samples.total)
         spent_ns: dict[int, Counter[str]] = {}
         for row in window.times:

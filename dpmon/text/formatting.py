@@ -93,19 +93,22 @@ def format_compact(number: float | None) -> str:
     return format_three_digits(number)
 
 
-def format_rate_within_steps(rate: Rate | None) -> str:
-    """Return the rate within steps, as " (332 within steps)", if it differs from the overall rate; else ""."""
-    if rate is None or not rate.differs_within_steps:
-        return ""
-    within = rate.steps_per_s_within if rate.samples_per_s_within is None else rate.samples_per_s_within
-    return f" ({format_compact(within)} within steps)"
+def format_rate_note(rate: Rate | None) -> str:
+    """Return " (332 within steps, 1 step not counted)" after a rate; each part only if it matters, or ""."""
+    notes = []
+    if rate is not None and rate.differs_within_steps:
+        within = rate.steps_per_s_within if rate.samples_per_s_within is None else rate.samples_per_s_within
+        notes.append(f"{format_compact(within)} within steps")
+    if rate is not None and rate.samples_per_s is not None and rate.uncounted_steps:
+        notes.append(f"{format_count_with_noun(rate.uncounted_steps, 'step')} not counted")
+    return f" ({', '.join(notes)})" if notes else ""
 
 
 def format_samples_per_s(rate: Rate | None) -> str:
     """Return samples per second without the unit, for a table: "35.7" or "35.7 (332 within steps)"."""
     if rate is None or rate.samples_per_s is None:
         return UNKNOWN
-    return format_compact(rate.samples_per_s) + format_rate_within_steps(rate)
+    return format_compact(rate.samples_per_s) + format_rate_note(rate)
 
 
 def format_rate(rate: Rate | None) -> str:
@@ -116,7 +119,7 @@ def format_rate(rate: Rate | None) -> str:
         text = f"{format_compact(rate.steps_per_s)} steps/s"
     else:
         text = f"{format_compact(rate.samples_per_s)} samples/s"
-    return text + format_rate_within_steps(rate)
+    return text + format_rate_note(rate)
 
 
 _BYTES = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B"))

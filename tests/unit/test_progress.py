@@ -61,6 +61,13 @@ class Process:
         loop = self.start(length, dataset)
         return [self.step(loop, evaluation=evaluation) for _ in range(length)]
 
+    def resumed(self) -> Process:
+        """Return the process with the loops of another supervisor, which goes on."""
+        after = Process(LoaderLoopTracker(0))
+        after.loops.resume(self.rows.values())
+        after.rows, after.number, after.loop = self.rows, self.number, self.loop
+        return after
+
     @property
     def epochs(self) -> list[tuple[int, int]]:
         """Loop and number of each epoch."""
@@ -91,10 +98,7 @@ def test_an_epoch_goes_on_however_many_evaluations_it_has(loaders: int) -> None:
         assert [process.step(train) for _ in range(3)] == [3 * evaluations + number for number in (1, 2, 3)]
         for _ in range(loaders):
             process.read(2, 2, evaluation=True)
-        after = Process(LoaderLoopTracker(0))  # another supervisor goes on
-        after.loops.resume(process.rows.values())
-        after.rows, after.number, after.loop = process.rows, process.number, process.loop
-        process = after
+        process = process.resumed()
     assert process.step(train) == 37
     assert process.epochs == [(1, 1)]
 
@@ -134,6 +138,35 @@ def test_a_loader_made_anew_for_each_epoch_goes_on_and_another_dataset_begins_at
     assert process.epochs == [(1, 1), (2, 2), (3, 1), (4, 2), (5, 3)]
 
 
+@pytest.mark.parametrize("begun", [False, True], ids=["one supervisor", "another supervisor goes on"])
+def test_epochs_over_a_new_dataset_each_have_one_sequence(begun: bool) -> None:
+    process = Process()
+    for dataset, length in ((1, 4), (3, 6), (5, 2), (7, 8)):
+        process.read(length, dataset)
+        process.read(2, 2, evaluation=True)
+        if begun:
+            process = process.resumed()
+    assert [epoch for _, epoch in process.epochs] == [1, 2, 3, 4]
+
+
+def test_epochs_over_lasting_datasets_are_counted_for_each() -> None:
+    process = Process()
+    for dataset in (1, 2, 3):  # three tasks or shards in turn; after these, they could still be new each time
+        process.read(2, dataset)
+    for dataset in (1, 2, 3, 1, 4):
+        process = process.resumed()
+        process.read(2, dataset)
+    assert [epoch for _, epoch in process.epochs] == [1, 1, 1, 2, 2, 2, 3, 1]
+
+
+def test_a_first_batch_taken_apart_is_no_epoch_of_a_new_dataset() -> None:
+    process = Process()
+    for dataset in (1, 2, 3):
+        process.step(process.start(4, dataset))
+        process.read(4, dataset)
+    assert [epoch for _, epoch in process.epochs] == [1, 2, 3]
+
+
 def test_two_loaders_read_in_turn_are_one_epoch() -> None:
     process = Process()
     for _ in range(3):
@@ -167,7 +200,7 @@ def test_a_script_that_makes_a_dataset_for_each_epoch_does_not_fill_the_memory()
         loop = process.start(9, dataset)
         for fetched in (2, 1, 1):  # reads a batch ahead
             process.step(loop, fetched)
-    assert process.epochs[-1] == (399, 1)
+    assert process.epochs[-1] == (399, 399)
     assert len(process.loops._epochs) == len(process.loops._first_fetches) == MAX_DATASETS
 
 

@@ -272,3 +272,25 @@ def test_a_pause_and_a_wait_for_input_are_in_no_rate(state: Path) -> None:
         assert (rate.samples_per_s, rate.samples_per_s_within) == pytest.approx((true, true), rel=0.001)
     assert throughput_of(process, live, process.seen_ns).samples_per_s == pytest.approx(true, rel=0.1)
     assert [one["seconds"] for one in report_json_of(collect_report_data(directory))["inputs"]] == [5.0]
+
+
+@pytest.mark.parametrize(("uncounted", "is_known"), [({1, 55}, True), (set(range(1, 41)), False)])
+def test_a_few_steps_without_a_sample_count_do_not_hide_the_rate(
+    state: Path, uncounted: set[int], is_known: bool
+) -> None:
+    training = Training(mode="single", step_ns=SECOND // 10)
+    payloads = [
+        row._replace(samples=None) if isinstance(row, Step) and row.step in uncounted else row
+        for row in (*training.begin(), *training.run(60))
+    ]
+    steps = [record for record in records_of_rows(payloads) if isinstance(record, Step)]
+    true = 30 * len(steps) * 1e9 / sum(step.wall_ns for step in steps)
+    directory = write_run_directory({0: payloads}, seconds=training.now / 1e9)
+    (mode,) = report_json_of(collect_report_data(directory))["modes"]
+    assert mode["samples_per_s"] == (pytest.approx(true, rel=0.001) if is_known else None)
+    assert mode["uncounted_steps"] == len(uncounted)
+    said = " ".join(summary_lines(directory, load_exit(directory)))
+    assert ("samples/s (2 steps not counted)" in said) == is_known
+    live = snapshot_of_directory(directory, span_s=0)
+    throughput = throughput_of(live.processes[0], live, live.processes[0].seen_ns)
+    assert throughput.samples_per_s == (pytest.approx(true, rel=0.1) if is_known else None)

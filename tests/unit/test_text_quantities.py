@@ -140,6 +140,7 @@ def test_texts_show_both_rates_only_if_they_differ() -> None:
     assert format_rate(apart) == "10.0 samples/s (40.0 within steps)"
     assert format_samples_per_s(apart) == "10.0 (40.0 within steps)"
     assert format_rate(Rate(2.5, None, 10, None)) == "2.50 steps/s (10.0 within steps)"
+    assert format_rate(Rate(2.5, 10, 10, 40, 1)) == "10.0 samples/s (40.0 within steps, 1 step not counted)"
     assert (format_rate(None), format_samples_per_s(None)) == ("", "–")
 
 

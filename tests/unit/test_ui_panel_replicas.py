@@ -35,6 +35,16 @@ def test_idle_devices_are_shown_idle_with_the_reason() -> None:
     assert rows[6:9] == [f" {i} cpu:{i}  idle: a batch of 10 makes 5 chunks" for i in (5, 6, 7)]
 
 
+def test_a_call_that_was_interrupted_says_nothing_about_idle_devices() -> None:
+    facts = screen_data_of(Training(devices=("cpu:0", "cpu:1")), 1)
+    (track,) = shown_process(facts).calls.values()
+    idle = rows_text(panel_replicas.render_panel(with_call(facts, replicas=track.last.replicas[:1]), 70, 9, STYLE))
+    assert idle[2].split(maxsplit=2) == ["1", "cpu:1", "idle: a batch of 30 makes 1 chunk"]
+    facts = with_call(facts, replicas=track.last.replicas[:1], failed=True)
+    rows = rows_text(panel_replicas.render_panel(facts, 70, 9, STYLE))
+    assert rows[2].split(maxsplit=2) == ["1", "cpu:1", "no output: an exception ended the call"]
+
+
 def test_virtual_replicas_name_what_they_share() -> None:
     for devices, shared in ((("cpu:0", "cpu:1"), "this machine's CPU"), (("cuda:0/0", "cuda:0/1"), "one GPU")):
         facts = screen_data_of(Training(devices=devices, virtual=True), 1)

@@ -303,10 +303,9 @@ def _idle_device_rows(call: Call, style: TerminalStyle) -> list[Row]:
     if call.mode != "dp":
         return []
     chunk_count = len(call.replicas)
-    rows = call.rows
-    reason = (
-        f"idle: a batch of {rows} makes {chunk_count} chunks" if rows is not None else f"idle: {chunk_count} chunks"
-    )
+    reason = f"idle: a batch of {format_count(call.rows)} makes {format_count_with_noun(chunk_count, 'chunk')}"
+    if call.failed:
+        reason = "no output: an exception ended the call"
     return [
         [(align_right(str(i), 2) + " ", "dim"), (sanitize_line(device, 20) + "  ", "dim"), (reason, "wait")]
         for i, device in enumerate(call.devices[chunk_count:], chunk_count)

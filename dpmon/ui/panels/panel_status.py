@@ -24,7 +24,7 @@ from dpmon.text.formatting import (
     format_long_duration,
     format_minutes,
     format_percent,
-    format_rate_within_steps,
+    format_rate_note,
     format_updates,
 )
 from dpmon.ui.panels import panel_stall
@@ -206,7 +206,7 @@ def _metric_parts(screen: ScreenData, style: TerminalStyle) -> list[_StatusPart]
     values = [loss_span(curve.last, 7) for curve in shown_losses(screen)[:2]]
     if values:
         parts.insert(2, _StatusPart([("loss ", "dim"), *values], 6))
-    within_text = format_rate_within_steps(rates.rate).strip()
+    within_text = format_rate_note(rates.rate).strip()
     parts += [step._replace(rank=10)] if progress.epoch is not None else []
     return [*parts[:2], _StatusPart([(within_text, "dim")], 11), *parts[2:]] if within_text else parts
 

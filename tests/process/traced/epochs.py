@@ -286,6 +286,48 @@ def made_anew():
 
 
 @loop
+def a_new_dataset_each_epoch():
+    found = Training()
+    for epoch in range(1, 5):
+        for number, batch in enumerate(DataLoader(rows(4 * epoch), batch_size=4, shuffle=True), 1):
+            found.learn(batch, epoch, number)
+    return found.said
+
+
+@loop
+def a_new_dataset_held_until_the_next_batch():
+    """As Keras, which starts the next loop while it still holds the last one."""
+    found, batches = Training(), None
+    for epoch in range(1, 4):
+        batches = iter(DataLoader(rows(12), batch_size=4))
+        for number, batch in enumerate(batches, 1):
+            found.learn(batch, epoch, number)
+    return found.said
+
+
+@loop
+def tasks_in_turn():
+    loaders, found = [DataLoader(rows(count), batch_size=4) for count in (20, 12)], Training()
+    for epoch in range(1, 4):
+        for loader in loaders:
+            for number, batch in enumerate(loader, 1):
+                found.learn(batch, epoch, number)
+    return found.said
+
+
+@loop
+def folds():
+    """A new dataset and several epochs for each fold."""
+    found = Training()
+    for _ in range(3):
+        loader = DataLoader(rows(12), batch_size=4)
+        for epoch in range(1, 3):
+            for number, batch in enumerate(loader, 1):
+                found.learn(batch, epoch, number)
+    return found.said
+
+
+@loop
 def a_batch_a_start():
     loader, found = DataLoader(rows(20), batch_size=4), Training()
     for _ in range(8):

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from dpmon.record.safe_json import load_json
-from dpmon.record.schema import SECOND
+from dpmon.record.schema import SECOND, step_kind
 from dpmon.store.history_schema import BEFORE_S, COLLECTIVE_SUMS, LASTING
 from dpmon.store.row_exchange import NUMBERED, TIMES, columns_sent, encode_rows
 from dpmon.store.store_queries import Store
@@ -233,14 +233,14 @@ class IncrementalRows:
         lines += self._lines(
             "collectives", self._rows(store, "collectives", f"{id_range} AND {complete_processes}", self.offset, end_id)
         )
-        steps: dict[tuple[int, bool], list[tuple[int, int, int]]] = defaultdict(list)
-        """By process, and by whether they averaged gradients: with accumulation, only some steps do."""
-        step_keys: dict[int, tuple[int, int]] = {}
-        query = f"SELECT id, process, step, sync_number, start_ns + wall_ns FROM steps {id_range}"
-        for row_id, process, step, sync_number, end_ns in store.query(query, (self.offset, end_id)):
-            averaged = sync_number is not None
-            steps[process, averaged].append((row_id, sync_number if averaged else step, end_ns))
-            step_keys[row_id] = process, step
+        steps: dict[tuple[int, tuple[bool, int]], list[tuple[int, int, int]]] = defaultdict(list)
+        """By process, by whether they averaged gradients (with accumulation, only some steps do) and by kind."""
+        step_keys: dict[int, tuple[int, int, int]] = {}
+        query = f"SELECT id, process, step, kind, sync_number, start_ns + wall_ns FROM steps {id_range}"
+        for row_id, process, step, flags, sync_number, end_ns in store.query(query, (self.offset, end_id)):
+            averaged, kind = sync_number is not None, step_kind(flags)
+            steps[process, (averaged, kind)].append((row_id, sync_number if averaged else step, end_ns))
+            step_keys[row_id] = process, kind, step
         divisor = 1 + self._sparse
         chosen_ids: set[int] = set()
         for (process, _), process_steps in steps.items():
@@ -249,11 +249,11 @@ class IncrementalRows:
             else:
                 chosen_ids.update(choose_step_ids(process_steps, divisor))
         self._last_steps |= {step_keys[row_id][0]: row_id for row_id in sorted(chosen_ids)}
-        newest = f"SELECT max(id), process, step FROM steps {id_range} GROUP BY process"
-        for row_id, process, step in store.query(newest, (self._begun, end_id)) if is_last else ():
+        newest = f"SELECT max(id), process, step, kind FROM steps {id_range} GROUP BY process"
+        for row_id, process, step, flags in store.query(newest, (self._begun, end_id)) if is_last else ():
             if row_id > self._last_steps.get(process, 0):  # otherwise, readers would show an earlier step
                 chosen_ids.add(row_id)
-                self._last_steps[process], step_keys[row_id] = row_id, (process, step)
+                self._last_steps[process], step_keys[row_id] = row_id, (process, step_kind(flags), step)
         detailed_ids = chosen_ids
         if self._sparse:
             sparse_ids = {row_id for rows in steps.values() for row_id in choose_step_ids(rows, SPARSE_STEPS)}
@@ -262,12 +262,14 @@ class IncrementalRows:
         detailed_steps = {step_keys[row_id] for row_id in detailed_ids}
         training_processes = {process for process, _ in steps}
         calls: dict[tuple[int, ...], int] = {}
-        query = f"SELECT id, process, step, layout FROM calls {id_range}"
-        for row_id, process, step, layout in store.query(query, (self.offset, end_id)):
+        query = f"SELECT id, process, step, kind, layout FROM calls {id_range}"
+        for row_id, process, step, kind, layout in store.query(query, (self.offset, end_id)):
             if process in self.whole:
                 calls[process, row_id] = row_id
-            elif (process, step) in detailed_steps or process not in training_processes:
-                calls[process, step * (process in training_processes), layout] = row_id  # the last one of a module
+            elif (process, kind, step) in detailed_steps or process not in training_processes:
+                calls[process, kind, step * (process in training_processes), layout] = (
+                    row_id  # the last one of a module
+                )
         lines += self._lines("calls", self._rows_by_id(store, "calls", sorted(calls.values())))
         spans = list(columns_sent("steps")).index("spans")
         rows = [

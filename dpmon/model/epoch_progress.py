@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from dpmon.model.slow_steps import overlap_ns
 from dpmon.record.record_types import Step
 from dpmon.record.safe_json import ns_member, text_member
-from dpmon.record.schema import SECOND
+from dpmon.record.schema import SECOND, TRAINING
 from dpmon.store.loader_loops import LoaderLoop, estimate_epoch_time_left
 from dpmon.text.formatting import format_count, format_minutes
 
@@ -94,7 +94,7 @@ def progress_of(
     if not loops:
         return _unknown_progress(process, _no_epoch_reason(last))
     current, pauses = loops[-1], _read_pauses(store, process)
-    if not last.is_evaluation and last.loop is None and last.step > current.last_step + ALONE_STEPS:
+    if last.kind == TRAINING and last.loop is None and last.step > current.last_step + ALONE_STEPS:
         epochs = _epochs(loops, limit, pauses)
         return _unknown_progress(process, "the training continues without a batch of the loader", epochs)
     batch, at_ns = current.batches_used, current.end_ns
@@ -115,7 +115,7 @@ def progress_of(
         times = time_left
     epochs = _epochs(loops, limit, pauses, at_ns, batch)
     evaluated: tuple[int | None, int | None] = (None, None)
-    if last.is_evaluation and last.loop is not None:
+    if last.kind != TRAINING and last.loop is not None:
         _, length = store.epoch_of(process, last.loop)
         evaluated = last.batch, length
     return Progress(process, current.epoch, batch, current.length, *times, at_ns, epochs, *evaluated, absent)
@@ -139,7 +139,7 @@ NO_STEP = _unknown_progress(0, "no step has finished yet")
 def _no_epoch_reason(last: Step) -> str:
     if last.loop is None:
         return "the newest step took no batch from a DataLoader on the training thread"
-    if last.is_evaluation:
+    if last.kind != TRAINING:
         return "no step with a batch of a DataLoader has trained yet"
     return "the script takes only one batch from each start of its DataLoader"
 

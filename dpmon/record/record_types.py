@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from dpmon.errors import DpmonError
-from dpmon.record.schema import EVALUATION, SPAN_PHASES, STEP_KINDS, SYNC_NUMBER, TRAINING
+from dpmon.record.schema import SPAN_PHASES, STEP_KINDS, SYNC_NUMBER, TRAINING
 
 UNTIMED = (
     "",
@@ -253,11 +253,6 @@ class Step(NamedTuple):
     def step_kind(self) -> str:
         """Name of its kind."""
         return STEP_KINDS[self.kind]
-
-    @property
-    def is_evaluation(self) -> bool:
-        """Whether it is a step of an evaluation."""
-        return self.kind == EVALUATION
 
 
 @dataclass(frozen=True, slots=True)

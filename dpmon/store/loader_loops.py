@@ -60,8 +60,8 @@ class LoaderLoop:
     """Start of its first step."""
     end_ns: int = 0
     """End of its last step."""
-    first_step: int = 0
     last_step: int = 0
+    """Number of its last training step."""
     fetched: int = 0
     ahead: int | None = None
     """Number of fetched batches that no step has used yet; None until its second step."""
@@ -148,11 +148,11 @@ class LoaderLoopTracker:
             batches_ahead = first_fetched - batches.fetched
             loop.ahead = batches_ahead if self._may_prefetch and 0 < batches_ahead <= MAX_AHEAD else 0
             _remember(self._first_fetches, loop.dataset, (first_fetched, loop.ahead))
-        loop.first_step = loop.first_step or step
-        loop.last_step, loop.end_ns = step, end_ns
+        loop.end_ns = end_ns
         self.changed[loop.loop] = loop
         if not evaluation:
             loop.trained += 1
+            loop.last_step = step
             if loop is self._epoch:
                 loop.evaluation_ns += loop.after_ns
                 loop.after_ns = 0
@@ -189,7 +189,7 @@ class LoaderLoopTracker:
         """Remember a loop and evict the least recently used one: an epoch may contain many evaluation loops."""
         if len(self._recent) >= _MAX_RECENT:
             evictable = (other for other in self._recent.values() if other is not self._epoch)
-            del self._recent[min(evictable, key=attrgetter("last_step")).loop]
+            del self._recent[min(evictable, key=attrgetter("end_ns")).loop]
         self._recent[loop.loop] = loop
 
     def _promote_to_epoch(self, loop: LoaderLoop) -> None:
@@ -197,7 +197,7 @@ class LoaderLoopTracker:
         previous = self._epoch
         has_several_batches = loop.fetched > 1 or loop.is_exhausted
         if previous is not None:
-            if previous.last_step > loop.first_step:
+            if previous.end_ns > loop.begin_ns:
                 return  # the script reads both in turn, and the earlier loop drives the training
             if previous.fetched == 1 and not previous.is_exhausted:
                 previous.epoch, self._epoch, self._left_after_one_batch = None, None, True

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from dpmon.record.schema import TRAINING
 from dpmon.store.loader_loops import LoaderLoop, LoaderLoopTracker
 from support.tracer_harness import TRACED_SCRIPTS_PATH, TracedRun, run_traced, traced_script_text
 
@@ -27,7 +28,7 @@ def followed(run: TracedRun, process: int) -> tuple[list[tuple[LoaderLoop | None
     loops, steps, found = LoaderLoopTracker(process), [], {}
     for step in run.steps(process):
         end = step.start_ns + step.wall_ns
-        evaluation = step.is_evaluation
+        evaluation = step.kind != TRAINING
         loop = loops.add_step(step.step, step.batches, step.start_ns, end, evaluation, step.wall_ns * evaluation)
         found.update(loops.changed)
         if not evaluation:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from dpmon.record.record_types import Call, Step
+from dpmon.record.schema import TRAINING
 from dpmon.tracer.memory.measurement import EARLY_MEASUREMENTS
 from support.baseline_comparison import closest_baseline
 from support.tracer_harness import TRACED_SCRIPTS_PATH, TracedRun, TracedScript, run_traced, traced_script_text
@@ -204,7 +205,7 @@ def test_the_record_of_a_loop_is_what_the_loop_counted(runs: Runs, name: str) ->
         assert (loop.calls == []) == (name in UNSEEN)
     if name not in (*UNCOUNTED, *UNSEEN):  # the summary and the report rely on this
         trains = [bool({"backward", "optimizer"} & set(phases)) for _, phases, _ in loop.steps]
-        assert [not step.is_evaluation for step in steps] == trains
+        assert [step.kind == TRAINING for step in steps] == trains
     check(steps, calls, threads=name in SEVERAL_THREADS)
     for step in steps:
         mine = [call for call in calls if call.step == step.step]
@@ -285,7 +286,7 @@ def test_an_evaluation_ends_with_its_last_call(runs: Runs) -> None:
     gaps = [
         after.start_ns - before.start_ns - before.wall_ns
         for before, after in pairwise(steps)
-        if before.is_evaluation != after.is_evaluation
+        if before.kind != after.kind
     ]
     assert [gap >= ONE_S for gap in gaps[:2]] == [True] * 2
     assert len(gaps) == 3

@@ -99,7 +99,7 @@ complete -c dpmon -n '_shtab_dpmon_using; and test $_shtab_dpmon_npos -eq 0' -a 
 complete -c dpmon -n '_shtab_dpmon_using status' -s h -l help -d 'show this help message and exit'
 complete -c dpmon -n '_shtab_dpmon_using status' -l json -d 'one JSON object, for programs'
 complete -c dpmon -n '_shtab_dpmon_using status' -l all -d 'all runs'
-complete -c dpmon -n '_shtab_dpmon_using status' -l wait -xka "fine starting training evaluating 'waiting for data' 'waiting for input' paused quiet stalled ended finished stopped interrupted failed killed" -d 'wait for a state: fine, starting, training, evaluating, waiting for data, waiting for input, paused, quiet, stalled, ended, finished, stopped, interrupted, failed, killed'
+complete -c dpmon -n '_shtab_dpmon_using status' -l wait -xka "fine starting training evaluating running 'waiting for data' 'waiting for input' paused quiet stalled ended finished stopped interrupted failed killed" -d 'wait for a state: fine, starting, training, evaluating, running, waiting for data, waiting for input, paused, quiet, stalled, ended, finished, stopped, interrupted, failed, killed'
 complete -c dpmon -n '_shtab_dpmon_using status' -l timeout -x -d 'longest wait; then the exit status is 124'
 complete -c dpmon -n '_shtab_dpmon_using status; and test $_shtab_dpmon_npos -eq 0' -ka "(_dpmon_runs)" -d 'a name, an id, the unique start of either, or `last`'
 complete -c dpmon -n '_shtab_dpmon_using; and test $_shtab_dpmon_npos -eq 0' -a why -d 'Show where each rank is and what the others wait for. Without RUN: the newest live run. Exit status: 0, or 4 if there is no such run.'

@@ -11,13 +11,13 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from dpmon.model.json_fields import ms
-from dpmon.model.mode_comparison import StepKind, comparable_kind
+from dpmon.model.mode_comparison import is_compared
 from dpmon.model.pauses import any_paused_intervals
 from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.run_snapshot import ProcessInfo
 from dpmon.model.step_history import Bin
 from dpmon.model.stragglers import straggler_sentence as straggler_sentence
-from dpmon.record.schema import PHASES, REST, SECOND, STEP, STEP_PHASES, device_series, step_kind
+from dpmon.record.schema import PHASES, REST, SECOND, STEP, STEP_PHASES, TRAINING, device_series, step_kind
 from dpmon.record.shared_names import RANK_MODES
 from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES, SeriesStats, Tally, TallyKey
 from dpmon.text.formatting import format_bytes, format_compact, format_count_with_noun, format_duration
@@ -118,10 +118,10 @@ class ComparedRun:
     """Its steps over time."""
     mode: str | None
     """The mode with most steps; None without steps."""
-    rows: Sequence[tuple[StepKind, Tally]]
+    rows: Sequence[tuple[int, Tally]]
     """The tallies of the steps of its slowest rank, without those left out, in order of time; with BETWEEN."""
-    steps_by_kind: Counter[StepKind]
-    """Number of these steps by kind."""
+    steps_by_batch: Counter[int]
+    """Number of these steps by their samples."""
     part_s: int
     """Width (s) of the tallies in `rows`."""
     interrupted_steps: int
@@ -132,6 +132,8 @@ class ComparedRun:
     """The rank that the others wait for, in a sentence."""
     ranks: int = 1
     """How many ranks share a step, seen or not."""
+    trains: bool = True
+    """Whether its steps train; if it never trains, they are its most frequent kind of steps."""
 
     @property
     def ranks_seen(self) -> str | None:
@@ -140,30 +142,24 @@ class ComparedRun:
         return ranks if ranks is not None and " of " in ranks else None
 
     @property
-    def main_kind(self) -> StepKind | None:
-        """The most frequent kind of its training steps, or of all steps if none trains; None without steps."""
-        counts = self.steps_by_kind
-        return max(counts, key=lambda kind: (kind.trains, counts[kind]), default=None)
+    def main_batch(self) -> int | None:
+        """The most frequent number of samples of its steps; None without steps."""
+        return max(self.steps_by_batch, key=self.steps_by_batch.__getitem__, default=None)
 
-    def step_tallies(self, kind: StepKind | None) -> list[Tally]:
-        """Return the tallies of one kind of step, in order of time; for None, of all that train as its main kind."""
-        main = self.main_kind
-        return [
-            tally
-            for row_kind, tally in self.rows
-            if row_kind == kind or (kind is None and main is not None and row_kind.trains == main.trains)
-        ]
+    def step_tallies(self, batch: int | None) -> list[Tally]:
+        """Return the tallies of the steps with this number of samples, in order of time; for None, of all steps."""
+        return [tally for row_batch, tally in self.rows if batch in (None, row_batch)]
 
-    def steps(self, kind: StepKind | None) -> Tally:
+    def steps(self, batch: int | None) -> Tally:
         """Return one tally of the steps of `step_tallies`."""
         merged = Tally()
-        for tally in self.step_tallies(kind):
+        for tally in self.step_tallies(batch):
             merged.merge(tally)
         return merged
 
-    def parts(self, kind: StepKind | None) -> list[Tally]:
+    def parts(self, batch: int | None) -> list[Tally]:
         """Return the steps of `step_tallies`: up to _MAX_PARTS tallies with about as many steps each."""
-        tallies = self.step_tallies(kind)
+        tallies = self.step_tallies(batch)
         min_steps = sum(tally.steps for tally in tallies) / _MAX_PARTS
         parts: list[Tally] = []
         for tally in tallies:
@@ -193,8 +189,8 @@ def build_compared_run(run: RunAnalysis, given: Mapping[str, str | None], **abou
     """
     main_mode = max(run.window.modes, key=lambda mode: run.window.tally(mode, without_warmup=True).steps, default=None)
     straggler = None if run.communication is None else run.communication.straggler
-    rows: list[tuple[StepKind, Tally]] = []
-    steps_by_kind: Counter[StepKind] = Counter()
+    rows: list[tuple[int, Tally]] = []
+    steps_by_batch: Counter[int] = Counter()
     trained_steps: Counter[tuple[int, int]] = Counter()
     interrupted = 0
     if main_mode is not None:
@@ -202,31 +198,30 @@ def build_compared_run(run: RunAnalysis, given: Mapping[str, str | None], **abou
         process = run.representative_process(main_mode) if straggler is None else straggler.process
         interruptions = _interruptions(run)
         for begin_ns, end_ns, key, tally in _tallies_with_gaps(run, main_mode, process):
-            kind = comparable_kind(key)
-            if kind is None:
+            if not is_compared(key, run.window.main_kind):
                 continue
-            if kind.trains:
-                trained_steps[begin_ns, end_ns] += tally.steps
+            trained_steps[begin_ns, end_ns] += tally.steps
             if any(start < end_ns and begin_ns < end for start, end in interruptions):
                 interrupted += tally.steps
             else:
-                rows.append((kind, tally))
-                steps_by_kind[kind] += tally.steps
+                rows.append((key.batch, tally))
+                steps_by_batch[key.batch] += tally.steps
     sentence = None if straggler is None else straggler_sentence(straggler, lately=False)
     bins = [time_bin for time_bin in run.binned_steps.bins if time_bin.mode == main_mode and not time_bin.other_kind]
     return ComparedRun(
         **about,
-        set_up={**given, **_setup_labels(run, main_mode, steps_by_kind)},
+        set_up={**given, **_setup_labels(run, main_mode, steps_by_batch)},
         measured=_hardware_conditions(run),
         bins=bins,
         mode=main_mode,
         rows=rows,
-        steps_by_kind=steps_by_kind,
+        steps_by_batch=steps_by_batch,
         part_s=run.bin_s,
         interrupted_steps=interrupted,
         values={**_cpu_ns_per_step(run, trained_steps), **_whole_run_values(run, main_mode)},
         straggler=sentence,
         ranks=_world_size(run),
+        trains=run.window.main_kind == TRAINING,
     )
 
 
@@ -310,7 +305,7 @@ def _world_size(run: RunAnalysis) -> int:
     return next(iter(run.announced.info.values()), ProcessInfo(0)).world or 1
 
 
-def _setup_labels(run: RunAnalysis, mode: str | None, steps_by_kind: Counter[StepKind]) -> dict[str, str | None]:
+def _setup_labels(run: RunAnalysis, mode: str | None, steps_by_batch: Counter[int]) -> dict[str, str | None]:
     process, distributed = next(iter(run.announced.info.values()), ProcessInfo(0)), run.layouts.distributed
     seen_ranks, world = len({info.rank for info in run.announced.info.values()}), _world_size(run)
     first_change = next(
@@ -318,7 +313,7 @@ def _setup_labels(run: RunAnalysis, mode: str | None, steps_by_kind: Counter[Ste
     )
     gpu_names = [device.name or "GPU" for device in run.devices if device.of_run]
     gpus = [f"{gpu_names.count(name)} × {name}" for name in dict.fromkeys(gpu_names)]
-    batch = max(steps_by_kind, key=steps_by_kind.__getitem__).batch if steps_by_kind else NO_SAMPLES
+    batch = max(steps_by_batch, key=steps_by_batch.__getitem__, default=NO_SAMPLES)
     cores_text = None if run.host is None else format_count_with_noun(run.host.cpus, "processor")
     if run.host is not None and run.host.machines > 1:
         cores_text = f"{cores_text} on one of {run.host.machines} nodes"

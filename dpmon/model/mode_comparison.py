@@ -1,6 +1,6 @@
 """Compares dp with single: the speed-up with its interval and its main reason, or what is missing for a verdict.
 
-Only steps of one kind are compared: the same number of samples, and all training or all evaluation. The first steps
+Only steps of the main kind with the same number of samples are compared. The first steps
 after a change of mode are left out (caches fill, algorithms are chosen). The speed-up is the ratio of the median step
 times, with its interval (dpmon.model.comparison_stats).
 """
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from dpmon.model.comparison_stats import Interval, median_interval, ratio_of_estimates
 from dpmon.model.slow_steps import INPUT, WAITING_TEXT, StepUnevenness, uneven_steps
-from dpmon.record.schema import REST, SECOND, STEP, TRAINING, WARM_UP, step_kind
+from dpmon.record.schema import REST, SECOND, STEP, WARM_UP, step_kind
 from dpmon.store.query_results import LongStepRow
 from dpmon.store.step_stats import PhaseStats, StatsWindow, StepStats, compute_step_stats
 from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES, Tally, TallyKey
@@ -71,7 +71,7 @@ class Comparison:
     sides: Mapping[str, StepStats] = field(default_factory=dict)
     """The metrics of each mode over the compared steps; the rate is over all steps of the mode."""
     seen: Mapping[str, int] = field(default_factory=dict)
-    """All steps of each mode, without evaluations if the mode trains."""
+    """All steps of the main kind of each mode."""
     memory: Mapping[str, Mapping[str, Peak]] = field(default_factory=dict)
     """Peak of allocated memory by mode and device."""
     devices: tuple[str, ...] = ()
@@ -80,11 +80,7 @@ class Comparison:
     samples: int | None = None
     """Samples in each compared step; None if unknown, or if nothing is compared."""
     left_out: int = 0
-    """Omitted steps: another number of samples, or evaluation instead of training (or the reverse)."""
-    left_other_kind: int = 0
-    """Part of `left_out`: evaluation instead of training, or the reverse."""
-    trained: bool = True
-    """Whether the compared steps train."""
+    """Omitted steps, which have another number of samples."""
     speedup: Interval | None = None
     efficiency: float | None = None
     """Speed-up per device; None for virtual replicas, which share devices."""
@@ -112,21 +108,9 @@ class Comparison:
 # ------------------------------------------------------------------------------------------------ comparing
 
 
-class StepKind(NamedTuple):
-    """The steps that can be compared with each other: the same number of samples, and one kind (STEP_KINDS)."""
-
-    batch: int
-    kind: int
-
-    @property
-    def trains(self) -> bool:
-        """Whether the steps train."""
-        return self.kind == TRAINING
-
-
-def comparable_kind(key: TallyKey) -> StepKind | None:
-    """Return the kind of the steps of a tally; None for warm-up steps."""
-    return None if key.kind & WARM_UP else StepKind(key.batch, step_kind(key.kind))
+def is_compared(key: TallyKey, main_kind: int) -> bool:
+    """Return whether the steps of a tally are compared: those of the main kind, without warm-up steps."""
+    return not key.kind & WARM_UP and step_kind(key.kind) == main_kind
 
 
 def compare_modes(
@@ -144,54 +128,44 @@ def compare_modes(
     `devices`: the devices of dp. `longest`: the longest steps, which show why steps are uneven. `waits`: start and end
     (ns) of each wait for input.
     """
-    tallies = {
-        key: tally
-        for key, tally in window.tallies.items()
-        if key.process == process and tally.steps and step_kind(key.kind) == window.main_kind
-    }
-    modes = [mode for mode in MODES_COMPARED if any(key.mode == mode for key in tallies)]
-    kind_counts: dict[str, Counter[StepKind]] = {mode: Counter() for mode in modes}
-    for key, tally in tallies.items():
-        comparable = comparable_kind(key)
-        if key.mode in kind_counts and comparable is not None:
-            kind_counts[key.mode][comparable] += tally.steps
+    seen = {mode: window.tally(mode, process=process).steps for mode in MODES_COMPARED}
+    modes = [mode for mode in MODES_COMPARED if seen[mode]]
+    steps_by_batch: dict[str, Counter[int]] = {mode: Counter() for mode in modes}
+    for key, tally in window.tallies.items():
+        if key.process == process and key.mode in steps_by_batch and is_compared(key, window.main_kind):
+            steps_by_batch[key.mode][key.batch] += tally.steps
     has_both = len(modes) == 2
-    kind = common_kind(kind_counts.values()) if has_both else None
-    batch = None if kind is None else kind.batch
+    batch = common_batch(steps_by_batch.values()) if has_both else None
     compared = {mode: window.tally(mode, None, process, without_warmup=has_both, batch=batch) for mode in modes}
     sides = {
         mode: compute_step_stats(mode, tally=compared[mode], rate=window.rate(mode, process=process)) for mode in modes
     }
-    seen = {mode: window.tally(mode, process=process).steps for mode in modes}
+    seen = {mode: seen[mode] for mode in modes}
     base = Comparison(sides=sides, seen=seen, devices=tuple(devices), virtual=virtual)
     missing_steps = {
-        mode: MIN_STEPS - counts[kind] for mode, counts in kind_counts.items() if kind and counts[kind] < MIN_STEPS
+        mode: MIN_STEPS - counts[batch]
+        for mode, counts in steps_by_batch.items()
+        if batch is not None and counts[batch] < MIN_STEPS
     }
     if not has_both or missing_steps:
         return replace(base, missing=_missing_steps_text(modes, missing_steps))
-    if kind is None:
-        return replace(base, missing=incomparable_reason(kind_counts))
-    other_kind = sum(
-        count
-        for counts in kind_counts.values()
-        for counted_kind, count in counts.items()
-        if counted_kind.kind != kind.kind
-    )
+    if batch is None:
+        return replace(base, missing=incomparable_reason(steps_by_batch))
     base = replace(
         base,
-        samples=None if kind.batch == NO_SAMPLES else kind.batch,
-        left_out=sum(counts.total() - counts[kind] for counts in kind_counts.values()),
-        left_other_kind=other_kind,
-        trained=kind.trains,
+        samples=None if batch == NO_SAMPLES else batch,
+        left_out=sum(counts.total() - counts[batch] for counts in steps_by_batch.values()),
     )
     parts: dict[str, list[Tally]] = {mode: [] for mode in modes}
     for key, tally in window.rows(process):
-        if key.mode in parts and comparable_kind(key) == kind:
+        if key.mode in parts and key.batch == batch and is_compared(key, window.main_kind):
             parts[key.mode].append(tally)
     if changes:
         last_s = max(tally.last_ns or 0 for tally in compared.values()) // SECOND
         rows = window.rows(process, last_s - _SWITCH_RANGE_S, widest=1)
-        settled = [(key.mode, tally) for key, tally in rows if comparable_kind(key) == kind]
+        settled = [
+            (key.mode, tally) for key, tally in rows if key.batch == batch and is_compared(key, window.main_kind)
+        ]
         base = replace(base, changes=_speedup_per_switch(settled))
     long_steps = [step for step in longest if step.process == process and step_kind(step.kind) == window.main_kind]
     return _with_verdict(base, compared, parts, long_steps, waits)
@@ -227,24 +201,24 @@ def first_with_both(window: StatsWindow) -> int:
     return next(with_both, min(modes, default=0))
 
 
-def common_kind(sides: Iterable[Counter[StepKind]]) -> StepKind | None:
-    """Return the kind of step to compare; None if the sides share none.
+def common_batch(sides: Iterable[Counter[int]]) -> int | None:
+    """Return the number of samples of the steps to compare; None if the sides share none.
 
-    `sides`: number of steps by kind, without warm-up steps. A kind with enough steps on all sides comes first, then
-    training, then the most frequent kind. If a side has no such steps yet, it is the most frequent kind of the others.
+    `sides`: number of steps by their number of samples, without warm-up steps. The most frequent number on all sides
+    comes first. If a side has no such steps yet, it is the most frequent number of the others.
     """
     sides = list(sides)
     shared = {
-        kind: min(side[kind] for side in sides)
-        for kind in sides[0]
-        if kind.batch != OTHER_SIZES and all(side[kind] for side in sides)
+        batch: min(side[batch] for side in sides)
+        for batch in sides[0]
+        if batch != OTHER_SIZES and all(side[batch] for side in sides)
     }
     if shared:
-        return max(shared, key=lambda kind: (shared[kind] >= MIN_STEPS, kind.trains, shared[kind], kind.batch))
+        return max(shared, key=lambda batch: (shared[batch], batch))
     if all(sides):
         return None
-    total = sum(sides, Counter[StepKind]())
-    return max(total, key=lambda kind: total[kind], default=StepKind(NO_SAMPLES, TRAINING))
+    total = sum(sides, Counter[int]())
+    return max(total, key=lambda batch: total[batch], default=NO_SAMPLES)
 
 
 def _missing_steps_text(seen: Sequence[str], missing_steps: Mapping[str, int]) -> str:
@@ -256,17 +230,11 @@ def _missing_steps_text(seen: Sequence[str], missing_steps: Mapping[str, int]) -
     return f"no verdict yet: it needs {' and '.join(parts)}"
 
 
-def incomparable_reason(kind_counts: Mapping[str, Counter[StepKind]]) -> str:
+def incomparable_reason(steps_by_batch: Mapping[str, Counter[int]]) -> str:
     """Return why no step of one mode can be compared with a step of the other."""
-    most_frequent = {mode: max(counts, key=lambda kind: counts[kind]) for mode, counts in kind_counts.items()}
-    trains = {mode: kind.trains for mode, kind in most_frequent.items()}
-    if len(set(trains.values())) > 1:
-        untrained = next(mode for mode, trained in trains.items() if not trained)
-        return f"no verdict: the steps in {untrained} have no backward pass, the others do"
+    most_frequent = {mode: max(counts, key=lambda batch: counts[batch]) for mode, counts in steps_by_batch.items()}
     names = {NO_SAMPLES: "an unknown number of", OTHER_SIZES: "changing numbers of"}
-    sizes = ", ".join(
-        f"{names.get(kind.batch, kind.batch)} samples per step in {mode}" for mode, kind in most_frequent.items()
-    )
+    sizes = ", ".join(f"{names.get(batch, batch)} samples per step in {mode}" for mode, batch in most_frequent.items())
     return f"no verdict: the batches are not of the same size ({sizes})"
 
 

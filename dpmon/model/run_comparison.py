@@ -22,7 +22,6 @@ from dpmon.model.comparison_stats import Change, estimate_change
 from dpmon.model.mode_comparison import (
     MAX_UNCERTAINTY,
     MIN_STEPS,
-    StepKind,
     duration_or_none,
 )
 from dpmon.record.schema import STEP, STEP_PHASES
@@ -66,8 +65,8 @@ class RunComparison:
     """Runs side by side: "A" before, "B" after."""
 
     sides: tuple[Sequence[ComparedRun], Sequence[ComparedRun]]
-    kind: StepKind | None
-    """The kind of the compared steps; None for all training steps."""
+    batch: int | None
+    """Number of samples of the compared steps; None for all steps."""
     per_sample: bool
     """Whether times are per sample, not per step."""
     missing: str | None
@@ -99,14 +98,14 @@ class RunComparison:
 def compare_runs(before: Sequence[ComparedRun], after: Sequence[ComparedRun]) -> RunComparison:
     """Compare the runs of two sides."""
     runs = (*before, *after)
-    kind = _common_kind(runs)
-    wholes = [run.steps(kind) for run in runs]
-    per_sample = kind is None and all(whole.steps == whole.sum("samples").count for whole in wholes)
+    batch = _common_batch(runs)
+    wholes = [run.steps(batch) for run in runs]
+    per_sample = batch is None and all(whole.steps == whole.sum("samples").count for whole in wholes)
     missing = _incomparable_reason(runs, wholes)
     if missing is not None:
         wholes, per_sample = [Tally() for _ in runs], False
     split = len(before)
-    parts_by_run = [run.parts(kind) for run in runs] if len(runs) == 2 and missing is None else None
+    parts_by_run = [run.parts(batch) for run in runs] if len(runs) == 2 and missing is None else None
     compared: dict[str, ComparedMetric] = {}
     for metric, values in known_metrics(runs, wholes, per_sample=per_sample):
         sides = values[:split], values[split:]
@@ -126,17 +125,21 @@ def compare_runs(before: Sequence[ComparedRun], after: Sequence[ComparedRun]) ->
             change=None, missing="a sum over the ranks seen, which differ"
         )
     differences = setup_differences(before, after)
-    return RunComparison((before, after), kind, per_sample, missing, differences, compared, _main_phase(compared))
+    return RunComparison((before, after), batch, per_sample, missing, differences, compared, _main_phase(compared))
 
 
-def _common_kind(runs: Sequence[ComparedRun]) -> StepKind | None:
-    """Return the kind of most steps of each run, if it is the same; None if not, or if their ranks differ."""
-    kind = runs[0].main_kind
-    is_common = kind is not None and all(
-        run.main_kind == kind and run.ranks == runs[0].ranks and run.steps_by_kind[kind] * 2 >= run.steps(None).steps
+def _common_batch(runs: Sequence[ComparedRun]) -> int | None:
+    """Return the samples of most steps of each run, if they are equal; None if not, or if their ranks differ."""
+    batch = runs[0].main_batch
+    if batch is None or batch == OTHER_SIZES:
+        return None
+    is_common = all(
+        run.main_batch == batch
+        and run.ranks == runs[0].ranks
+        and run.steps_by_batch[batch] * 2 >= run.steps(None).steps
         for run in runs
     )
-    return kind if is_common and kind is not None and kind.batch != OTHER_SIZES else None
+    return batch if is_common else None
 
 
 def known_metrics(
@@ -170,11 +173,10 @@ def setup_differences(before: Sequence[ComparedRun], after: Sequence[ComparedRun
 
 def _incomparable_reason(runs: Sequence[ComparedRun], wholes: Sequence[Tally]) -> str | None:
     """Return why the steps of the runs cannot be compared; None if they can. `wholes`: the steps of each run."""
-    kinds = [run.main_kind for run in runs]
-    for run, kind, whole in zip(runs, kinds, wholes, strict=True):
-        if kind is None:
+    for run, whole in zip(runs, wholes, strict=True):
+        if run.main_batch is None:
             return f"{run.name} has no step to compare"
-        if not kind.trains and any(other is not None and other.trains for other in kinds):
+        if not run.trains and any(other.trains for other in runs):
             return f"the steps of {run.name} have no backward pass, the others do"
         if whole.steps < MIN_STEPS:
             steps = format_count_with_noun(whole.steps, "step")

@@ -123,7 +123,7 @@ def _fact_sentences(comparison: RunComparison) -> list[str]:
 
 def _compared_steps(run: ComparedRun, comparison: RunComparison) -> int:
     """Return the number of steps that are compared."""
-    return 0 if comparison.missing is not None else run.steps(comparison.kind).steps
+    return 0 if comparison.missing is not None else run.steps(comparison.batch).steps
 
 
 def _metric_table(comparison: RunComparison, metrics: Sequence[Metric]) -> list[Table]:

@@ -51,7 +51,7 @@ def read_run_trend(script: str) -> RunTrend:
         run = None
         with suppress(HistoryError, RunError):
             run = read_compared_run(directory)
-        if run is None or max(run.steps_by_kind.values(), default=0) < MIN_STEPS:
+        if run is None or max(run.steps_by_batch.values(), default=0) < MIN_STEPS:
             excluded["unreadable" if run is None else f"with fewer than {MIN_STEPS} steps"] += 1
             continue
         newest = runs[0] if runs else run
@@ -62,7 +62,7 @@ def read_run_trend(script: str) -> RunTrend:
         else:
             excluded[f"with other {differing_field}"] += 1
     runs.reverse()
-    metrics = known_metrics(runs, [run.steps(run.main_kind) for run in runs])
+    metrics = known_metrics(runs, [run.steps(run.main_batch) for run in runs])
     return RunTrend(script, runs, list(metrics), +excluded)
 
 

@@ -204,8 +204,8 @@ def test_settling_steps_and_those_near_a_pause_or_a_stall_are_left_out(state: Pa
         read_compared_run(a_run(1, events=[Event("stall", stall), pause_event(5.2, 60), pause_event(5.8, 60, 0.6)])),
     )
     assert quiet.interrupted_steps == 0
-    assert sum(quiet.steps_by_kind.values()) == 400 - 5
-    left = sum(disturbed.steps_by_kind.values())
+    assert sum(quiet.steps_by_batch.values()) == 400 - 5
+    left = sum(disturbed.steps_by_batch.values())
     assert 60 <= disturbed.interrupted_steps <= 120  # 4 to 5 seconds with 20 steps
     assert left + disturbed.interrupted_steps == 400 - 5
     assert "steps near a pause or a stall excluded" in "\n".join(

@@ -357,10 +357,9 @@ def _missing_memory_note(comparison: Comparison) -> list[str]:
 
 def _incomparable_steps_note(comparison: Comparison) -> list[str]:
     """Return which steps are not compared, and why."""
-    other_kind_count, other_size_count = comparison.left_other_kind, comparison.left_out - comparison.left_other_kind
-    preposition = "without" if comparison.trained else "with"
-    parts = [(other_size_count, "of another batch size"), (other_kind_count, f"{preposition} a backward pass")]
-    return [f"excluded: {format_count_with_noun(number, 'step')} {what}" for number, what in parts if number]
+    if not comparison.left_out:
+        return []
+    return [f"excluded: {format_count_with_noun(comparison.left_out, 'step')} of another batch size"]
 
 
 def _excluded_steps_note(comparison: Comparison) -> str:

@@ -127,8 +127,8 @@ class OptimizerTracer:
     def _run_closure(self, closure: Function, /, *args: object, **kwargs: object) -> object:
         """Call a closure within a span of its own: the script's code in it is no part of the optimizer phase."""
         recorder = self._recorder
-        thread, timer = recorder.current_thread_state(), recorder.device_timer
-        if thread.open_kind != Kind.OPTIMIZER:  # another thread, or the closure is traced twice
+        thread, timer = recorder.threads.get(get_ident()), recorder.device_timer
+        if thread is None or thread.open_kind != Kind.OPTIMIZER:  # another thread, or the closure is traced twice
             return closure(*args, **kwargs)
         try:
             phase_timer = None if timer is None else timer.begin(thread, Kind.CLOSURE)

@@ -94,7 +94,15 @@ def test_alive_is_told_once_in_its_time_and_not_after_the_end() -> None:
 
 def slow(rank: int) -> object:
     return SimpleNamespace(
-        rank=rank, name=f"rank {rank}", is_group=False, excess_ns=5e6, share=0.3, phase=None, slowest=None, steps=50
+        rank=rank,
+        name=f"rank {rank}",
+        is_group=False,
+        excess_ns=5e6,
+        share=0.3,
+        phase=None,
+        slowest=None,
+        steps=50,
+        unit="step",
     )
 
 

@@ -109,7 +109,7 @@ def test_the_weights_of_a_quantized_module_have_an_unknown_size() -> None:
 def test_an_interrupt_ends_one_measurement_and_a_fault_ends_all(error: type[BaseException], due: int) -> None:
     session = SimpleNamespace(ring=object(), count_error=lambda *_: None)
     session.guard = lambda where, fatal: TracerErrorGuard(session, where, fatal)  # type: ignore[arg-type]
-    recorder = SimpleNamespace(has_run_backward=True, optimizer_steps=1, after_backward=None)
+    recorder = SimpleNamespace(has_run_backward=False, optimizer_steps=1, after_backward=None)
     memory: Any = MemoryTracer(session, recorder, SimpleNamespace())  # type: ignore[arg-type]
 
     def raises(*_: object) -> None:

@@ -191,7 +191,7 @@ def test_a_rank_without_a_step_leaves_the_rate_of_the_others() -> None:
     assert shown.samples_per_s
 
 
-def test_the_samples_of_ranks_are_unknown_while_a_step_of_one_has_no_count() -> None:
+def test_the_samples_of_ranks_are_of_the_steps_with_a_count() -> None:
     """The report and the summary say so, too."""
     run = Recording()
     for rank in range(2):
@@ -204,10 +204,10 @@ def test_the_samples_of_ranks_are_unknown_while_a_step_of_one_has_no_count() -> 
     state = run.state()
     rate = throughput_of(state.training_processes[0], state, state.newest_ns).rate
     assert rate is not None
-    assert rate.samples_per_s is None
+    assert (rate.samples_per_s is None, rate.uncounted_steps) == (False, 1)
     whole = StatsWindow(run.store()).rate("single")
     assert whole is not None
-    assert whole.samples_per_s is None
+    assert (whole.samples_per_s, whole.uncounted_steps) == (pytest.approx(60 * whole.steps_per_s, rel=0.05), 1)
 
 
 def test_ranks_on_other_machines_are_missed_with_a_word() -> None:

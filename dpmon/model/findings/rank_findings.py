@@ -53,14 +53,14 @@ _SLOW_PHASE = {
 _NO_PHASE = "look for a difference on that rank: its GPU, clocks, other processes on its host, its share of the data"
 
 
-def find_rank_problems(communication: Communication | None, steps: int | None = None) -> Iterator[Finding]:
+def find_rank_problems(communication: Communication | None, steps: float | None = None) -> Iterator[Finding]:
     """Yield all findings about ranks; none for None.
 
     `steps`: the number of steps of a rank in the whole run. Without it, nothing is said about what they save.
     """
     if communication is not None:
         if steps is not None and communication.unit == "update":  # the means are per update
-            steps = steps * communication.tally.updates // communication.tally.steps
+            steps *= communication.tally.updates / communication.tally.steps
         yield from _find_straggler(communication, steps)
         yield from _find_alternating_waits(communication, steps)
         yield from _find_script_collectives(communication)
@@ -70,12 +70,12 @@ def find_rank_problems(communication: Communication | None, steps: int | None = 
         yield from _find_needless_unused_search(communication)
 
 
-def _saved_s(ns_per_step: float | None, steps: int | None) -> float | None:
+def _saved_s(ns_per_step: float | None, steps: float | None) -> float | None:
     """Return the elapsed time (s) that `steps` steps save; None if one of them is unknown. Ranks step together."""
     return None if ns_per_step is None or steps is None else ns_per_step * steps / SECOND
 
 
-def _find_straggler(communication: Communication, steps: int | None) -> Iterator[Finding]:
+def _find_straggler(communication: Communication, steps: float | None) -> Iterator[Finding]:
     straggler = communication.straggler
     # Over the last steps, a straggler always has enough of them.
     if straggler is None or not (communication.lately or straggler.steps >= MIN_STEPS):
@@ -93,7 +93,7 @@ def _find_straggler(communication: Communication, steps: int | None) -> Iterator
     )
 
 
-def _find_alternating_waits(communication: Communication, steps: int | None) -> Iterator[Finding]:
+def _find_alternating_waits(communication: Communication, steps: float | None) -> Iterator[Finding]:
     """Yield a finding if ranks wait, but for a different rank each time.
 
     With equal work, every rank would take the mean time.
@@ -146,7 +146,7 @@ def _find_script_collectives(communication: Communication) -> Iterator[Finding]:
         )
 
 
-def _find_exposed_communication(communication: Communication, steps: int | None) -> Iterator[Finding]:
+def _find_exposed_communication(communication: Communication, steps: float | None) -> Iterator[Finding]:
     share = communication.exposed_share
     if share is None or share < MIN_EXPOSED_SHARE or communication.step_count_with_waits < MIN_STEPS:
         return
@@ -208,7 +208,7 @@ def _find_large_last_bucket(communication: Communication) -> Iterator[Finding]:
     )
 
 
-def _find_unneeded_sync(communication: Communication, steps: int | None) -> Iterator[Finding]:
+def _find_unneeded_sync(communication: Communication, steps: float | None) -> Iterator[Finding]:
     """Yield a finding if gradients are averaged several times per update.
 
     Only for a single model, because several models need several passes.

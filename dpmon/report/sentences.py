@@ -14,6 +14,7 @@ from dpmon.model.pauses import PauseTotals
 from dpmon.model.recorded_stalls import final_stall
 from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.run_snapshot import ModeChange, ProcessInfo
+from dpmon.record.schema import EVALUATION
 from dpmon.record.shared_names import RANK_MODES
 from dpmon.report.report_data import ReportData
 from dpmon.run.lifecycle import STOPPED_BY_YOU
@@ -226,7 +227,9 @@ ACTIVITY_NAMES = {
 
 def time_by_activity_sentences(run: RunAnalysis, ns_by_activity: Mapping[str, int], *, has_ended: bool) -> list[str]:
     """Return sentences on the run's time by activity and its longest gaps between steps; empty without steps."""
-    names = ACTIVITY_NAMES if has_ended else {**ACTIVITY_NAMES, "ending": "since the last step"}
+    names = {**ACTIVITY_NAMES, "evaluation": run.store.kind_word(EVALUATION)}
+    if not has_ended:
+        names["ending"] = "since the last step"
     parts = [f"{names[name]} {format_long_duration(ns)}" for name, ns in ns_by_activity.items() if ns >= _MIN_SHOWN_NS]
     if not parts:
         return []

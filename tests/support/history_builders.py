@@ -194,8 +194,11 @@ class _RowMaker:
     def with_kinds(self, records: Sequence[Row | Record]) -> list[Row | Record]:
         """Return the records of one sequence of steps with the kind that follows from the phases of each step.
 
-        Its number then counts the steps of its kind. A number that is left out stays left out.
+        Its number then counts the steps of its kind. A number that is left out stays left out. Records with other
+        kinds than training are as the assembler makes them.
         """
+        if any(isinstance(record, Step) and record.kind != TRAINING for record in records):
+            return list(records)
         steps: dict[int | None, tuple[int, int]] = {}
         for record in records:
             if isinstance(record, Step):

@@ -8,7 +8,12 @@ import pytest
 
 from dpmon.record.record_types import Call
 from dpmon.record.schema import EVALUATION, FORWARD_ONLY, TRAINING
-from support.script_simulator import DecodedRows, Script, assemble_script
+from dpmon.stalls.run_state import RUNNING, decide_state
+from dpmon.stalls.run_state import TRAINING as IS_TRAINING
+from dpmon.store.step_stats import StatsWindow
+from dpmon.store.store_queries import Store
+from support.history_builders import Recording
+from support.script_simulator import DecodedRows, Script, assemble_in_portions, assemble_script
 
 T, E, F = TRAINING, EVALUATION, FORWARD_ONLY
 LOOPS: dict[str, tuple[str, list[tuple[int, int]], Sequence[tuple[int, int | None, int]]]] = {
@@ -84,3 +89,67 @@ def test_kinds_and_numbers(name: str) -> None:
     found = assembled(loop)
     assert [(step.kind, step.step) for step in found.steps if step.step] == steps
     assert calls_by_step(found.calls) == set(calls)
+
+
+def recorded(loop: str) -> Recording:
+    """Return the history of a process with this loop, which ended by itself."""
+    script = Script().play(loop)
+    script.line(end=True, uncaught=False)
+    run = Recording()
+    run.add(assemble_in_portions(script, []))
+    run.end()
+    return run
+
+
+def steps_by_mode(store: Store) -> dict[tuple[str, str], int]:
+    """Return the number of steps by mode and the word for their kind."""
+    window = StatsWindow(store)
+    pairs = [*((mode, window.main_kind) for mode in window.modes), *window.other_modes]
+    return {(mode, store.kind_word(kind)): window.tally(mode, kind).steps for mode, kind in pairs}
+
+
+def test_training_describes_a_run_whatever_else_it_does() -> None:
+    store = recorded("m " + "lW " * 3 + "eV " * 30).store()
+    assert store.main_kind == TRAINING
+    assert steps_by_mode(store) == {("single", "training"): 3, ("single", "evaluation"): 30}
+
+
+def test_a_run_that_never_trains_is_described_by_its_most_frequent_kind() -> None:
+    run = recorded("f " * 20 + "e e e")
+    store = run.store()
+    assert store.main_kind == FORWARD_ONLY
+    assert steps_by_mode(store) == {("single", "forward only"): 20, ("single", "evaluation"): 3}
+
+
+@pytest.mark.parametrize(("loop", "word"), [("f " * 20, RUNNING), ("m " + "l " * 20, IS_TRAINING)])
+def test_the_state_of_a_run_that_only_calls_its_model_is_running(loop: str, word: str) -> None:
+    snapshot = recorded(loop).state()
+    inputs = snapshot.state_inputs(snapshot.newest_ns, {}, None, None)
+    assert decide_state(inputs).word == word
+
+
+def test_evaluations_before_nearly_every_update_generate_data() -> None:
+    rollouts = recorded("m " + ("e e e l ") * 20).store()
+    assert steps_by_mode(rollouts) == {("single", "training"): 20, ("single", "without gradients"): 60}
+    validated = recorded("m " + ("l " * 10 + "e e e ") * 20).store()
+    assert steps_by_mode(validated) == {("single", "training"): 200, ("single", "evaluation"): 60}
+
+
+def test_a_call_outside_the_loop_takes_time_and_is_no_step() -> None:
+    """The last call evaluates 40 rows once, after the training."""
+    store = recorded("m " + "l " * 10 + "e40=500").store()
+    assert steps_by_mode(store) == {("single", "training"): 10}
+    assert StatsWindow(store).time_by_activity["evaluation"] == pytest.approx(500e6, rel=0.01)
+    calls = {(shape.kind & ~2, shape.calls) for shape in store.shapes()}
+    assert (EVALUATION, 1) in calls
+
+
+def test_calls_without_gradients_in_a_training_step_do_not_train() -> None:
+    """They have no part in the sizes and samples of the training."""
+    store = recorded("m " + "d n99 f8 b o " * 20).store()
+    window = StatsWindow(store)
+    assert window.tally("single").sum("samples").total == 20 * 8
+    counts = {TRAINING: 0, EVALUATION: 0}
+    for shape in store.shapes():
+        counts[shape.kind & EVALUATION] += shape.calls
+    assert counts == {TRAINING: 20, EVALUATION: 20}

@@ -522,6 +522,8 @@ DDP = f"{TORCH}/nn/parallel/distributed.py"
           Frame("step", f"{TORCH}/distributed/optim/zero_redundancy_optimizer.py", 1)), ""),
         ((Frame("save", f"{TORCH}/distributed/checkpoint/state_dict_saver.py", 1),), "save"),
         ((WORK_WAIT, Frame("finish", "/env/lib/python3.11/site-packages/megatron/handles.py", 1)), "collective"),
+        ((Frame("<module>", f"{TORCH}/_dynamo/convert_frame.py", 1), Frame("_compile", f"{TORCH}/_compile.py", 1),
+          Frame("DistributedDataParallel.__init__", DDP, 1)), ""),  # an import
         ((TRAINER, Frame("wrapper", f"{TORCH}/distributed/elastic/multiprocessing/errors/__init__.py", 1)), ""),
     ],
 )  # fmt: skip

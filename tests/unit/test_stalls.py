@@ -195,10 +195,10 @@ def test_another_line_is_no_wait_for_ranks(tmp_path: Path, source: str) -> None:
 @pytest.mark.parametrize(
     ("first", "second", "blocker"),
     [
-        # Of two ranks, the one that is further in the script has skipped something.
-        ({"frames": BARRIER}, {"frames": BACKWARD}, 0),
+        # Nothing tells which one has skipped a collective, or has started one too many.
         ({"frames": BACKWARD}, {"frames": BARRIER}, 1),
-        # What they have started says more.
+        # One has started more collectives.
+        ({"frames": BACKWARD}, {"frames": BARRIER, "sequence": 6}, 0),
         ({"frames": BARRIER, "sequence": 6}, {"frames": BACKWARD}, 1),
         # Rank 1 has started less than the rank whose frames say nothing.
         ({"frames": SCRIPT, "sequence": 6}, {"frames": BARRIER}, 1),

@@ -120,6 +120,8 @@ class Stack(NamedTuple):
         """One of collective (or another wait for ranks), backward, data, save, compile, or "" for other work."""
         script_frame = self.innermost_script_frame
         for frame in self.frames:
+            if frame.function == "<module>":  # an import, or the script
+                break
             for operation_kind, parts, functions in _OPERATION_KINDS:
                 if any(part in frame.file for part in parts) and (not functions or frame.function in functions):
                     return operation_kind

@@ -272,22 +272,23 @@ def _ranks_not_at(
 def _choose_blockers(ranks: Sequence[RankActivity], waiters: Sequence[int]) -> tuple[int, ...]:
     """Return the ranks to blame if all ranks wait for each other; empty if unknown.
 
-    They are the fewest ranks at one location; if that does not tell, the ranks that have started fewer collectives;
-    else the ranks that are furthest in the script, because they have skipped something.
+    They are the fewest ranks at one location; if that does not tell, the ranks that have started fewer collectives. If
+    nothing tells, of several groups of the same size the last one is chosen.
     """
-    groups: dict[tuple[int, object], list[int]] = {}
+    groups: dict[object, list[int]] = {}  # in the order of the ranks
     for i in waiters:
         stack = ranks[i].stack
-        operation = None if stack is None else stack.library_operation
-        frame = None if stack is None else stack.innermost_script_frame
-        file, line = ("", 0) if frame is None else (frame.file, frame.line)
-        groups.setdefault((line, (file, operation, ranks[i].doing)), []).append(i)
+        line = operation = None
+        if stack is not None:
+            operation, frame = stack.library_operation, stack.innermost_script_frame
+            line = None if frame is None else (frame.file, frame.line)
+        groups.setdefault((ranks[i].doing, line, operation), []).append(i)
     fewest = min(map(len, groups.values()))
-    smallest_groups = {location: group for location, group in groups.items() if len(group) == fewest}
+    smallest_groups = [group for group in groups.values() if len(group) == fewest]
     behind_first = _ranks_not_at(ranks, waiters, max)
     if len(groups) == 1 or (behind_first and len(smallest_groups) > 1):
         return behind_first
-    return tuple(smallest_groups[max(smallest_groups, key=lambda location: location[0])])
+    return tuple(smallest_groups[-1])
 
 
 # ------------------------------------------------------------------------------------------------ words

@@ -196,10 +196,10 @@ def test_another_line_is_no_wait_for_ranks(tmp_path: Path, source: str) -> None:
 @pytest.mark.parametrize(
     ("first", "second", "blocker"),
     [
-        # Of two ranks, the one that is further in the script has skipped something.
-        ({"frames": BARRIER}, {"frames": BACKWARD}, 0),
+        # Nothing tells which one has skipped a collective, or has started one too many.
         ({"frames": BACKWARD}, {"frames": BARRIER}, 1),
-        # What they have started says more.
+        # One has started more collectives.
+        ({"frames": BACKWARD}, {"frames": BARRIER, "sequence": 6}, 0),
         ({"frames": BARRIER, "sequence": 6}, {"frames": BACKWARD}, 1),
         # Rank 1 has started less than the rank whose frames say nothing.
         ({"frames": SCRIPT, "sequence": 6}, {"frames": BARRIER}, 1),
@@ -523,6 +523,8 @@ DDP = f"{TORCH}/nn/parallel/distributed.py"
           Frame("step", f"{TORCH}/distributed/optim/zero_redundancy_optimizer.py", 1)), ""),
         ((Frame("save", f"{TORCH}/distributed/checkpoint/state_dict_saver.py", 1),), "save"),
         ((WORK_WAIT, Frame("finish", "/env/lib/python3.11/site-packages/megatron/handles.py", 1)), "collective"),
+        ((Frame("<module>", f"{TORCH}/_dynamo/convert_frame.py", 1), Frame("_compile", f"{TORCH}/_compile.py", 1),
+          Frame("DistributedDataParallel.__init__", DDP, 1)), ""),  # an import
         ((TRAINER, Frame("wrapper", f"{TORCH}/distributed/elastic/multiprocessing/errors/__init__.py", 1)), ""),
     ],
 )  # fmt: skip

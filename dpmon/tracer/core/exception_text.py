@@ -137,4 +137,4 @@ def _traceback_frames(traceback: TracebackType | None) -> list[_Frame]:
         code = traceback.tb_frame.f_code
         frames.append((code.co_name, code.co_filename, traceback.tb_lineno))
         traceback = traceback.tb_next
-    return frames[::-1]
+    return [frame for frame in reversed(frames) if not frame[1].startswith(_DPMON)]

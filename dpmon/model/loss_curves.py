@@ -1,7 +1,8 @@
 """The losses of a process over time: one curve for each line of the script that calls backward.
 
 A GAN has a curve for its discriminator and one for its generator. With a library (transformers, Lightning), the line is
-in the library. A curve has at most one value a second, so many steps have no value.
+in the library. A curve has at most one value a second and the last one, so many steps have no value. A value is the sum
+over the backward passes of one update (dpmon.tracer.steps.losses).
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ class LossCurve:
     """The step of the newest value; None if unknown."""
     t_ns: int | None = None
     """The time of the newest value."""
+    first: float | None = None
+    """The first value of the run."""
     why: str | None = None
     """Why there are no values."""
 
@@ -55,5 +58,6 @@ def read_loss_curves(store: Store, process: int, start_s: int, end_s: int, width
         if newest is not None:
             points = tuple(store.loss_bins(process, place_index, start_s, end_s, width_s))
             last = newest.loss, smoothed, newest.step or None, newest.start
-            curves.append(LossCurve(process, place, points, width_s, *last))
+            first = store.first_loss(process, place_index)
+            curves.append(LossCurve(process, place, points, width_s, *last, first))
     return tuple(curves)

@@ -113,10 +113,10 @@ RECORDS: Mapping[str, RecordSpec] = {
             absent
         """),
         parse_record_spec("""
-            loss: the value from which a backward pass started, at most once per second for each line that calls
-                backward
+            loss: the value from which a backward pass started, added up over the passes of an update; for each line
+                that calls backward, at most once per second, and the last one
             process rank
-            step, integer: the step of the pass
+            step, integer: the step of the last pass
             t_s
             place, text: file and line of the call, the innermost one outside torch
             loss, number: the value, before a GradScaler multiplied it -> loss

@@ -221,11 +221,13 @@ def _loss_parts(run: RunAnalysis) -> list[Part]:
     """Return a table with a row for each line that calls backward: its first, lowest and newest loss."""
     rows = []
     for curve in run.losses:
-        first = next((point.mean for point in curve.points if point.mean is not None), None)
         lowest = min((point.low for point in curve.points if point.low is not None), default=None)
-        values = map(format_loss, (first, lowest, curve.last, curve.smoothed))
+        values = map(format_loss, (curve.first, lowest, curve.last, curve.smoothed))
         rows.append((curve.place, *values, format_count(curve.step)))
     reasons = [f"{curve.place}: {curve.why}" for curve in run.losses if curve.why is not None]
+    if rows:
+        sampling = "sampled: at most one loss per second, and the last; the backward passes of an update are added up"
+        reasons.insert(0, sampling)
     headers = ("backward called at", "first", "lowest", "last", "smoothed", "at step")
     return [*_make_table(headers, rows), *_make_paragraphs(reasons, is_note=True)]
 

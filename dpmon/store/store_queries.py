@@ -168,10 +168,7 @@ MAX_DRAWN_COLLECTIVES = 128
 MAX_OWN_COLLECTIVES = 100
 """How many of the newest collectives that the script itself launched are read."""
 _SUMS = ", ".join(f"sum({name}) AS {name}" for name in COLLECTIVE_SUMS)
-_NEWEST_LOSSES = (
-    "SELECT definition, step, t_ns, loss FROM losses WHERE process = ? AND definition = ? AND t_ns <= ?"
-    " ORDER BY t_ns DESC LIMIT ?"
-)
+_LOSSES = "SELECT definition, step, t_ns, loss FROM losses WHERE process = ? AND definition = ? AND t_ns <= ?"
 _MAX_SMOOTHED = 200
 """How many losses are smoothed. Older ones would weigh less than 1 in 20,000."""
 
@@ -1086,6 +1083,11 @@ class Store:
         values = {"process": process, "line": definition, "begin": start_ns, "end": end_ns, "width": width_s * SECOND}
         return [LossBin(bin_index * width_s, *statistics) for bin_index, *statistics in self.query(query, values)]
 
+    def first_loss(self, process: int, definition: int) -> float | None:
+        """Return the first loss of a script line, which may be NaN; None if there is none."""
+        rows = self.query(f"{_LOSSES} ORDER BY t_ns LIMIT 1", (process, definition, self.until_ns))
+        return next((loss_from_columns(row).loss for row in rows), None)
+
     def newest_losses(self, process: int, definition: int) -> tuple[LossRow | None, float | None]:
         """Return the newest loss of a script line, and its smoothed loss: a weighted mean of the last finite values.
 
@@ -1093,7 +1095,7 @@ class Store:
         second apart. Both results are None if there is no such value.
         """
         values = process, definition, self.until_ns, _MAX_SMOOTHED
-        rows = [loss_from_columns(row) for row in self.query(_NEWEST_LOSSES, values)]
+        rows = [loss_from_columns(row) for row in self.query(f"{_LOSSES} ORDER BY t_ns DESC LIMIT ?", values)]
         weights = [(exp(-index / LOSS_SMOOTHING), row.loss) for index, row in enumerate(rows) if isfinite(row.loss)]
         total_weight = sum(weight for weight, _ in weights)
         smoothed = None

@@ -49,7 +49,7 @@ _PANELS = (
         "an epoch is one loop over a DataLoader that trains; the time left is that of its recent batches.",
     ),
     ("", "Evaluation: in and after an epoch. Between: other time since the previous epoch."),
-    ("", "Loss: the value on which backward is called, at most one per second. Smoothed: a mean of the last ones."),
+    ("", "Loss: the value on which backward is called, sampled once per second; an update's passes are added up."),
 )
 _MOVES = (
     ("tab, arrows", "go to the next panel; in the output and in a zoomed panel the arrows scroll"),

@@ -14,7 +14,16 @@ import torch
 from support.tracer_harness import TracedRun, TracedScript, traced_script_text
 
 READ = (
-    *("plain", "accumulated", "of_a_gan", "scaled", "scaled_and_freed", "scaled_by_a_subclass"),
+    *(
+        "plain",
+        "accumulated",
+        "of_closures",
+        "without_an_optimizer",
+        "of_a_gan",
+        "scaled",
+        "scaled_and_freed",
+        "scaled_by_a_subclass",
+    ),
     *("float64", "float16", "bfloat16", "of_one_element", "a_subclass"),
 )
 STEPS = 6
@@ -82,13 +91,26 @@ def test_modes_do_not_hide_the_losses(tmp_path: Path) -> None:
     assert len(run(tmp_path, "under_modes").events("loss")) == STEPS
 
 
-def test_a_line_is_read_at_most_once_a_second(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["accumulated", "of_a_gan", "scaled"])
+def test_a_line_is_read_at_most_once_a_second_and_at_the_end(tmp_path: Path, way: str) -> None:
     text = (
         traced_script_text("losing").replace("tracer.LOSS_INTERVAL_NS = 0", "pass").replace("STEPS = 6", "STEPS = 60")
     )
-    found = TracedScript(tmp_path, text, "of_a_gan").end()
-    times = defaultdict(list)
+    found = TracedScript(tmp_path, text, way).end()
+    times, values, printed = defaultdict(list), defaultdict(list), defaultdict(list)
     for event in found.events("loss"):
         times[event.data["place"]].append(event.data["t_s"])
-    assert len(times) == 3
-    assert all(after - before >= 1.0 for each in times.values() for before, after in pairwise(each))
+        values[event.data["place"]].append((event.data["step"], event.data["loss"]))
+    for line, loss in found.printed["losses"]:
+        printed[f"script.py:{line}"].append(loss)
+    assert times.keys() == printed.keys()
+    for place, losses in printed.items():
+        assert values[place][0] == (1, losses[0])
+        assert values[place][-1] == (60, losses[-1])
+        assert all(after - before >= 1.0 for before, after in pairwise(times[place][:-1]))
+
+
+def test_a_step_that_a_scaler_skips_is_an_update(tmp_path: Path) -> None:
+    found = run(tmp_path, "of_skipped_steps")
+    losses = [event.data["loss"] for event in found.events("loss")]
+    assert losses == [None, None, *[loss for _, loss in found.printed["losses"][2:]]]

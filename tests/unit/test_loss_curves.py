@@ -137,7 +137,7 @@ def test_the_state_has_a_curve_for_each_line_of_the_process_in_focus() -> None:
     rows = [*LINES, *losses(3.0, 2.0), LossRow(OTHER, 2, 2 * SECOND + 5, 9.0)]
     recording = Recording().add([*steps, *rows])
     first, second = recording.state().losses
-    assert (first.place, first.last, first.step, first.t_ns) == ("train.py:88", 2.0, 2, 2 * SECOND)
+    assert (first.place, first.first, first.last, first.step, first.t_ns) == ("train.py:88", 3.0, 2.0, 2, 2 * SECOND)
     assert (second.place, second.last, second.smoothed) == ("train.py:91", 9.0, 9.0)
     facts = RunAnalysis(recording.store())
     assert [curve.place for curve in facts.losses] == ["train.py:88", "train.py:91"]

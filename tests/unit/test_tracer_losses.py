@@ -59,7 +59,7 @@ def losses(monkeypatch: pytest.MonkeyPatch) -> LossTracer:
 
 def test_losses_of_several_devices_have_events_of_their_own(losses: LossTracer) -> None:
     for device in (0, 1, 1, 0):
-        losses._copy(BackwardCaller("train.py:1"), 0, loss_on(device), None)
+        losses._copy(BackwardCaller("train.py:1"), 0, [loss_on(device)])
         losses._read_copies()
     assert len(losses._free_copies or ()) == 8
 
@@ -74,13 +74,13 @@ def test_a_mode_of_the_script_does_not_see_the_memory_for_copies(losses: LossTra
 
     loss = loss_on(0)
     with torch._C.DisableTorchFunction(), Operators():
-        losses._copy(BackwardCaller("train.py:1"), 0, loss, None)
+        losses._copy(BackwardCaller("train.py:1"), 0, [loss])
     assert seen == []
 
 
 def test_a_forked_child_does_not_return_events_and_memory_of_its_parent(losses: LossTracer) -> None:
     for _ in range(2):
-        losses._copy(BackwardCaller("train.py:1"), 0, loss_on(0), None)
+        losses._copy(BackwardCaller("train.py:1"), 0, [loss_on(0)])
     under_way = [weakref.ref(copy.event) for copy in losses._pending_copies]
     memory = [weakref.ref(copy.cells) for copy in losses._free_copies or ()]
     losses.reset()

@@ -160,7 +160,9 @@ def test_the_header_says_how_far_it_is_and_the_loss() -> None:
     found = facts(progress_in_epochs(), loss_curve())
     wide = plain_text(render_panel(found, 140, 2, STYLE)[0])
     assert "epoch 3 ·   412/1,563 · 2 min 10 s left" in wide
-    assert "samples/s  loss 0.412" in wide
+    assert "samples/s  sampled loss 0.412" in wide
+    over = replace(found, exit_info=exit_info_of(0), is_command_alive=False)
+    assert "last loss 0.412" in plain_text(render_panel(over, 140, 2, STYLE)[0])
     assert "step" not in plain_text(render_panel(found, 120, 2, STYLE)[0])
     assert "step 300" in plain_text(render_panel(found, 120, 2, STYLE)[1]), "what has no room above"
     narrow = [plain_text(row) for row in render_panel(found, 80, 3, STYLE)]

@@ -55,8 +55,6 @@ class MemoryTracer:
         """Called after an optimizer is made."""
         self._optimizers: dict[int, weakref.ref[object]] = {}
         """The living optimizers, by id."""
-        self._has_optimizer = False
-        """Whether an optimizer was made."""
         self.reset()
 
     def reset(self) -> None:
@@ -83,8 +81,8 @@ class MemoryTracer:
         def on_init(_: object, start_ns: int, optimizer: object, *args: object, **kwargs: object) -> None:
             key, optimizers = id(optimizer), self._optimizers
             optimizers[key] = weakref.ref(optimizer, lambda _: optimizers.pop(key, None))
-            if not self._has_optimizer:
-                self._has_optimizer = True
+            if not self.recorder.has_optimizer:
+                self.recorder.has_optimizer = True
                 self.report_optimizers()
             self.on_optimizer()
 
@@ -95,7 +93,7 @@ class MemoryTracer:
 
         Called when the ring opens, and when the first optimizer is made.
         """
-        if self._has_optimizer:
+        if self.recorder.has_optimizer:
             self.session.write_line(optimizer=1)
 
     def measure_soon(self) -> None:

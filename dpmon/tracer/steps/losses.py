@@ -1,12 +1,14 @@
-"""Reads the loss: the single value from which a backward pass begins, at most once per second for each calling line.
+"""Reads the losses: the single values from which backward passes begin, for each line that calls backward.
 
-On the CPU, the value is read from memory after the pass. On a GPU, it is copied to pinned memory after the pass, and a
-later pass reads the copy if its event has completed. Nothing waits for the GPU, and no tensor of the script is kept.
-Dispatch and function modes of the script see neither.
+Gradients add up until an optimizer steps. So the losses of a line's passes are added up, too: the sum is the loss of an
+update. It is written at most once per second, and for the last update before the process ends.
 
-The calling line is the innermost line outside torch. Once per second, dpmon reads the losses of MAX_PASSES passes in a
-row, so that all lines of a step are read together. Under a GradScaler, a pass begins at a scaled loss. So a wrapper of
-`GradScaler.scale` remembers which loss was scaled.
+A detached tensor of each pass lives until the next update, without the graph. If it is due, its value is read from
+memory; on a GPU, it is copied to pinned memory, and a later pass reads the copy if its event has completed. Nothing
+waits for the GPU. Dispatch and function modes of the script see neither.
+
+The calling line is the innermost line outside torch. Under a GradScaler, a pass begins at a scaled loss. So a wrapper
+of `GradScaler.scale` remembers what was scaled.
 """
 
 from __future__ import annotations
@@ -17,7 +19,10 @@ import struct
 import sys
 import weakref
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from math import nan
+from time import sleep
 from typing import Any
 
 import torch
@@ -30,12 +35,14 @@ from dpmon.tracer.devices.cuda_events import TorchEvents
 from dpmon.tracer.steps.span_recorder import SpanRecorder, ThreadState
 
 LOSS_INTERVAL_NS = 1_000_000_000
-MAX_PASSES = 8
+MAX_PASSES = 256
+"""The passes of an update are added up if there are at most this many."""
 MAX_CALLERS = 16
 """How many lines of a process can have losses."""
 MAX_COPIES = 8
 """How many copies from a GPU may be in progress."""
-NEVER = 1 << 62
+MAX_EXIT_POLLS = 100
+"""How many milliseconds the end of a process may wait for copies from a GPU, which may hang."""
 _set_eval_frame: Any = torch._C._dynamo.eval_frame.set_eval_frame
 """Sets how dynamo treats the frames that this thread enters; returns the previous setting."""
 _HIDDEN_DIRECTORIES = tuple(
@@ -47,27 +54,32 @@ _DTYPE_BYTES = {torch.float64: 8, torch.float32: 4, torch.float16: 2, torch.bflo
 class BackwardCaller:
     """A line of the script that calls backward."""
 
-    __slots__ = ("definitions", "location", "next_ns")
+    __slots__ = ("definitions", "location", "losses", "newest", "next_ns", "start_ns", "was_stepping")
 
     def __init__(self, location: str) -> None:
         self.location = location
         self.definitions: dict[bool, int] = {}
         """Number of the definition for its losses (True), and for the first reason why there is no loss (False)."""
         self.next_ns = 0
-        """When the next loss may be read (monotonic ns)."""
+        """When the next loss may be written (monotonic ns)."""
+        self.losses: list[torch.Tensor] = []
+        """The detached losses of the passes since the last update."""
+        self.start_ns, self.was_stepping = 0, False
+        """Start of the last pass, and whether it ran inside an optimizer step."""
+        self.newest: tuple[int, list[torch.Tensor]] | None = None
+        """`start_ns` and `losses` of the last update, if they are not written yet."""
 
 
 class PinnedCopy:
-    """A piece of pinned memory for a loss and its scale, with the event that completes once they are copied there."""
+    """A piece of pinned memory for the losses of an update, with the event that completes once they are there."""
 
-    __slots__ = ("caller", "cells", "device", "event", "start_ns", "tensors")
+    __slots__ = ("caller", "cells", "device", "event", "losses", "start_ns")
 
     def __init__(self, cells: torch.Tensor) -> None:
         self.cells = cells
         self.event: Any = None
         self.device: int | None = None
-        self.tensors: list[torch.Tensor] = []
-        """The loss, and its scale if the loss must be divided by it."""
+        self.losses: list[torch.Tensor] = []
         self.caller: Any = None
         self.start_ns = 0
 
@@ -84,7 +96,7 @@ class LossTracer:
         """None until pinned memory is allocated."""
         self._guard = session.guard("loss", fatal=False)
         self._wrapped_classes: set[type] = set()
-        """Classes with a wrapped `scale`."""
+        """Classes of scalers that were wrapped, with their bases."""
         self._parent_copies: list[object] = []
         """`PinnedCopy` objects of the parent process, which a forked child must keep alive."""
         self.reset()
@@ -92,20 +104,16 @@ class LossTracer:
     def reset(self) -> None:
         """Set the initial state, also in a forked child."""
         self._callers: dict[tuple[str, int], BackwardCaller] = {}
-        self._second_start_ns = -LOSS_INTERVAL_NS
-        """When the first pass of the current second began (monotonic ns)."""
-        self._passes_left = 0
-        """How many more passes may be read in this second."""
         if self._free_copies is not None:  # this process must not return the parent's events and memory to the driver
             self._parent_copies.append((self._free_copies, self._pending_copies))
             self._free_copies, self._pending_copies = None, deque()
-        self._scaled_losses: deque[tuple[Any, Any, Any]] = deque(maxlen=4)
-        """Weak references to the last scaled losses, to the unscaled losses, and to their scalers."""
-        self._recorder.loss_due = 0 if self._session.config.loss else NEVER
-        self._recorder.on_loss = self.on_backward_end
+        self._scaled_losses: deque[tuple[Any, torch.Tensor]] = deque(maxlen=4)
+        """Weak references to the last scaled losses, with the detached unscaled losses."""
+        if self._session.config.loss:
+            self._recorder.on_loss, self._recorder.on_update = self.on_backward_end, self.end_update
 
     def install(self) -> None:
-        """Wrap GradScaler.scale. The `scale` of a subclass (FSDP has one) is wrapped when its first scaler is made."""
+        """Wrap GradScaler.scale and .update, those of a subclass (FSDP has one) when its first scaler is made."""
         if self._session.config.loss:
             cls: Any = torch.amp.GradScaler
             self._wrap_scaler(cls)
@@ -114,42 +122,41 @@ class LossTracer:
             )
 
     def _wrap_scaler(self, scaler_class: type) -> None:
-        """Wrap `scale` of a class of scalers and of its bases."""
+        """Wrap `scale` and `update` (which may follow a skipped step) of a class of scalers and of its bases."""
         classes: Any = scaler_class.__mro__
+        note_scaled = partial(self._run_hidden, self._note_scaled)
         for cls in classes:
-            if "scale" in vars(cls) and cls not in self._wrapped_classes:
+            if cls not in self._wrapped_classes:
                 self._wrapped_classes.add(cls)
-                cls.scale = wrap_rare_function(cls.scale, self._guard, self._note_scaled)
+                for name, after in (("scale", note_scaled), ("update", lambda *_, **__: self.end_update())):
+                    if name in vars(cls):
+                        setattr(cls, name, wrap_rare_function(getattr(cls, name), self._guard, after))
 
-    def _note_scaled(self, result: object, _: int, scaler: object, outputs: object) -> None:
+    def _note_scaled(self, result: object, _: int, scaler: object, outputs: Any) -> None:
         """Remember which loss was scaled, if `scale` was called with a tensor."""
-        if result is not outputs and type(result) is torch.Tensor:
-            self._scaled_losses.append((weakref.ref(result), weakref.ref(outputs), weakref.ref(scaler)))
+        if result is not outputs and type(result) is torch.Tensor and _unreadable_reason(outputs) is None:
+            self._scaled_losses.append((weakref.ref(result), _detach(outputs)))
 
     def on_backward_end(self, thread: ThreadState, start_ns: int, args: Any, kwargs: Any) -> None:
-        """Read the loss of a backward pass that just ended, if it is due. `args`, `kwargs`: of autograd's engine."""
+        """Note the loss of a backward pass that just ended. `args`, `kwargs`: of autograd's engine."""
         recorder = self._recorder
-        if thread is not recorder.training_thread or recorder.ring is None:
-            return
+        if thread is recorder.training_thread and recorder.ring is not None:
+            if self._pending_copies:
+                self._run_hidden(self._read_copies)
+            # Other passes are torch.autograd.grad, or a pass across RPC.
+            if kwargs.get("accumulate_grad") and type(args[0]) is tuple and args[0]:
+                self._run_hidden(self._add_pass, start_ns, args[0], len(thread.open_steps) > 0)
+
+    def _run_hidden(self, method: Callable[..., None], *args: object) -> None:
+        """Call a method of ours so that neither dynamo nor a function mode of the script sees what it does."""
         dynamo_callback = _set_eval_frame(None)  # else dynamo would try to compile functions that are called below
         try:
-            with torch._C.DisableTorchFunction():  # a mode of the script would see our reads
-                self._read_copies()
-                if start_ns - self._second_start_ns >= LOSS_INTERVAL_NS:
-                    self._second_start_ns, self._passes_left = start_ns, MAX_PASSES
-                # Other passes are torch.autograd.grad, or a pass across RPC.
-                if self._passes_left and kwargs.get("accumulate_grad") and type(args[0]) is tuple and args[0]:
-                    self._passes_left -= 1
-                    caller = self._find_caller()
-                    if caller is not None and start_ns >= caller.next_ns:
-                        caller.next_ns = start_ns + LOSS_INTERVAL_NS
-                        self._read_or_copy(caller, start_ns, args[0])
+            with torch._C.DisableTorchFunction():
+                method(*args)
         except Exception as error:  # noqa: BLE001 - a loss is lost, the training is not
-            self._passes_left = 0
             self._session.count_error("loss", error, fatal=False)
         finally:
             _set_eval_frame(dynamo_callback)
-        recorder.loss_due = 0 if self._pending_copies or self._passes_left else self._second_start_ns + LOSS_INTERVAL_NS
 
     def _find_caller(self) -> BackwardCaller | None:
         """Return the line that called backward; None beyond MAX_CALLERS."""
@@ -167,22 +174,42 @@ class LossTracer:
             caller = self._callers[key] = BackwardCaller(shorten_name(location))
         return caller
 
-    def _read_or_copy(self, caller: BackwardCaller, start_ns: int, roots: tuple[Any, ...]) -> None:
-        """Write the loss from which a pass began, or begin to copy it from a GPU. `roots`: where the pass began."""
+    def _add_pass(self, start_ns: int, roots: tuple[Any, ...], is_stepping: bool) -> None:
+        """Add the loss of a pass to its update. `roots`: where the pass began. `is_stepping`: in an optimizer step."""
+        caller = self._find_caller()
+        if caller is None:
+            return
         root, *_ = roots
-        loss, scale = root, None
-        for scaled, source, scaler in self._scaled_losses:
-            if scaled() is root:
-                loss = source()
-                if loss is None:  # the script has freed it already
-                    loss, scale = root, getattr(scaler(), "_scale", None)
-        reason = "the pass begins at several tensors" if len(roots) > 1 else _unreadable_reason(loss)
-        if reason is not None:
-            self._write(caller, start_ns, nan, reason)
-        elif loss.is_cuda:
-            self._copy(caller, start_ns, loss, scale)
+        loss = next((loss for scaled, loss in self._scaled_losses if scaled() is root), root)
+        if len(roots) > 1 or type(loss) is not torch.Tensor or loss.numel() != 1:
+            reason = "the pass begins at several tensors" if len(roots) > 1 else _unreadable_reason(loss)
+            if reason is not None:
+                self._write(caller, start_ns, nan, reason)
+                return
+        if caller.losses and caller.was_stepping and is_stepping:
+            return  # a closure that the optimizer calls again begins with gradients of zero
+        caller.losses.append(_detach(loss))
+        caller.start_ns, caller.was_stepping = start_ns, is_stepping
+        if len(caller.losses) > MAX_PASSES or not self._recorder.has_optimizer:
+            del caller.losses[:-1]
+            self.end_update()
+
+    def end_update(self) -> None:
+        """Write the losses of the passes since the last update, if they are due; keep them until the next update."""
+        for caller in tuple(self._callers.values()):
+            if caller.losses:
+                caller.newest, caller.losses = (caller.start_ns, caller.losses), []
+                if caller.start_ns >= caller.next_ns:
+                    self._run_hidden(self._write_update, caller, *caller.newest)
+
+    def _write_update(self, caller: BackwardCaller, start_ns: int, losses: list[torch.Tensor]) -> None:
+        """Write the loss of a line's last update, or begin to copy it from a GPU."""
+        caller.newest, caller.next_ns = None, start_ns + LOSS_INTERVAL_NS
+        reason = next(filter(None, map(_unreadable_reason, losses)), None)
+        if reason is None and any(loss.is_cuda for loss in losses):
+            self._copy(caller, start_ns, losses)
         else:
-            self._write(caller, start_ns, _value(loss) / (1.0 if scale is None else _value(scale)))
+            self._write(caller, start_ns, nan if reason else sum(map(_value, losses)), reason)
 
     def _write(self, caller: BackwardCaller, start_ns: int, value: float, reason: str | None = None) -> None:
         """Write a loss; or, once for each line, the `reason` why its loss cannot be read."""
@@ -198,25 +225,23 @@ class LossTracer:
 
     # ---------------------------------------------------------------- on a GPU
 
-    def _copy(self, caller: BackwardCaller, start_ns: int, loss: torch.Tensor, scale: torch.Tensor | None) -> None:
-        """Begin to copy a loss, unless a CUDA graph is being captured or too many copies are under way."""
+    def _copy(self, caller: BackwardCaller, start_ns: int, losses: list[torch.Tensor]) -> None:
+        """Begin to copy the losses of an update, unless a CUDA graph is captured or too many copies are under way."""
         events = self._events = self._events or TorchEvents(self._session)
         if events.is_capturing():
             return
         with torch.no_grad(), torch._C._DisableTorchDispatch():
             if self._free_copies is None:
-                memory = torch.empty((MAX_COPIES, 2, 8), dtype=torch.uint8, device="cpu", pin_memory=True)
+                memory = torch.empty((MAX_COPIES, MAX_PASSES, 8), dtype=torch.uint8, device="cpu", pin_memory=True)
                 self._free_copies = list(map(PinnedCopy, memory))
             if not self._free_copies:
                 return
             copy = self._free_copies[-1]
-            copy.caller, copy.start_ns, copy.tensors = caller, start_ns, []
-            for cell, tensor in zip(copy.cells, (loss, scale), strict=True):
-                if tensor is not None:
-                    target = cell[: _DTYPE_BYTES[tensor.dtype]].view(tensor.dtype)
-                    target.copy_(tensor.view(1), non_blocking=True)
-                    copy.tensors.append(target)
-        device = loss.get_device()
+            copy.caller, copy.start_ns, copy.losses = caller, start_ns, []
+            for index, loss in enumerate(losses):
+                copy.losses.append(copy.cells[index, : _DTYPE_BYTES[loss.dtype]].view(loss.dtype))
+                copy.losses[-1].copy_(loss.view(1), non_blocking=True)
+        device = max(loss.get_device() for loss in losses)
         if copy.device != device:  # an event belongs to one device
             copy.event, copy.device = events.create_event(), device
         events.record(copy.event, device)
@@ -227,16 +252,27 @@ class LossTracer:
         pending, events = self._pending_copies, self._events
         while pending and events is not None and not events.is_capturing() and events.is_done(pending[0].event):
             copy = pending.popleft()
-            value, *scales = map(_value, copy.tensors)
-            for scale in scales:  # at most one
-                value /= scale
-            self._write(copy.caller, copy.start_ns, value)
+            self._write(copy.caller, copy.start_ns, sum(map(_value, copy.losses)))
             if self._free_copies is not None:
                 self._free_copies.append(copy)
 
     def at_exit(self) -> None:
-        """Write the losses whose copies have completed, because the process ends."""
-        self._read_copies()
+        """Write the losses of the last update, because the process ends."""
+        for caller in self._callers.values():
+            if caller.newest is not None:
+                self._run_hidden(self._write_update, caller, *caller.newest)
+        for _ in range(MAX_EXIT_POLLS):
+            self._run_hidden(self._read_copies)
+            if self._pending_copies:
+                sleep(0.001)
+
+
+def _detach(loss: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with the value of a loss, without its graph. No dispatch mode sees it."""
+    if not torch._C._len_torch_dispatch_stack():  # the usual case; the block below costs more than the rest
+        return loss.detach()
+    with torch._C._DisableTorchDispatch():
+        return loss.detach()
 
 
 def _unreadable_reason(loss: Any) -> str | None:

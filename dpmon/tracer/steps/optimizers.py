@@ -114,6 +114,7 @@ class OptimizerTracer:
                     phase_timer.set_span_number(span_number)
                 recorder.steps_since_fetch += 1
                 recorder.optimizer_steps += 1
+                recorder.on_update()
                 if recorder.optimizer_steps == recorder.sample_step:
                     recorder.schedule_poll()
                 if recorder.steps_since_fetch > MAX_STEPS_WITHOUT_FETCH or number != self._sole_number:

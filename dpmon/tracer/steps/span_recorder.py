@@ -128,10 +128,12 @@ class SpanRecorder:
         before its own. Arguments: the first word of these spans; start and end of the pass (monotonic ns)."""
         self.before_backward: Callable[[ThreadState, object], None] | None = None
         """Called before each backward pass of the training thread, with the thread and the arguments of the pass."""
-        self.loss_due = 1 << 62
-        """When to call `on_loss` after a backward pass (monotonic ns)."""
         self.on_loss: Callable[[ThreadState, int, Any, Any], None] = lambda thread, start_ns, args, kwargs: None
         """Called at the end of a backward pass, with its thread, start, and arguments."""
+        self.on_update: Callable[[], None] = lambda: None
+        """Called after each optimizer step."""
+        self.has_optimizer = False
+        """Whether an optimizer was made."""
         self._parent_timers: list[object] = []
         """Device timers of the parent process, which a forked child must keep alive."""
         self.reset()
@@ -314,8 +316,7 @@ class SpanRecorder:
             if span_kind == Kind.BACKWARD:
                 if self.write_sync_spans is not None and thread is self.training_thread:
                     self.write_sync_spans(thread.thread_bits | span_kind << INSIDE_AT, start_ns, start_ns + duration_ns)
-                if start_ns >= self.loss_due:
-                    self.on_loss(thread, start_ns, args, kwargs)
+                self.on_loss(thread, start_ns, args, kwargs)
             number = self.put(first_word, start_ns, duration_ns, 0 if sizes is None else sizes(result))
             if phase_timer is not None:
                 phase_timer.set_span_number(number)

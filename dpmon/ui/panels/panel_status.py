@@ -205,7 +205,8 @@ def _metric_parts(screen: ScreenData, style: TerminalStyle) -> list[_StatusPart]
         parts.append(_StatusPart([(prefix, "dim"), (text, "bold"), (unit, "dim")], rank))
     values = [loss_span(curve.last, 7) for curve in shown_losses(screen)[:2]]
     if values:
-        parts.insert(2, _StatusPart([("loss ", "dim"), *values], 6))
+        label = "last loss " if screen.is_over else "sampled loss "
+        parts.insert(2, _StatusPart([(label, "dim"), *values], 6, [("loss ", "dim"), *values]))
     within_text = format_rate_note(rates.rate).strip()
     parts += [step._replace(rank=10)] if progress.epoch is not None else []
     return [*parts[:2], _StatusPart([(within_text, "dim")], 11), *parts[2:]] if within_text else parts

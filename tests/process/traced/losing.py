@@ -25,7 +25,8 @@ mine = []
 torch.manual_seed(3)
 x, y = torch.randn(8, 4), torch.randn(8, 1)
 model, other = nn.Linear(4, 1), nn.Linear(1, 1)
-optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.05)
+parameters = [*model.parameters(), *other.parameters()]
+optimizer = None if "without_an_optimizer" in sys.argv else torch.optim.SGD(parameters, lr=0.05)
 scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
 ways = {}
 turns = count()
@@ -54,10 +55,48 @@ def plain():
 
 @way
 def accumulated():
+    total = 0.0
     for _ in range(3):
         loss = error() / 3
-        note(loss)
+        total += loss.item()
+        line = sys._getframe().f_lineno + 1
         loss.backward()
+    mine.append([line, total])
+
+
+@way
+def of_skipped_steps():
+    loss = error() * (float("inf") if len(mine) < 2 else 1.0)
+    note(loss)
+    scaler.scale(loss).backward()
+    end_scaled()
+
+
+@way
+def of_closures():
+    """Each step of the optimizer runs two passes; the first one is the loss that `step` returns."""
+    losses = []
+
+    def closure():
+        optimizer.zero_grad()
+        loss = error()
+        losses.append([sys._getframe().f_lineno + 1, loss.item()])
+        loss.backward()
+        return loss
+
+    optimizer.step(lambda: closure() * 0 + closure())
+    mine.append(losses[0])
+
+
+@way
+def without_an_optimizer():
+    loss = error()
+    note(loss)
+    loss.backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= 0.05 * parameter.grad
+            parameter.grad = None
 
 
 @way
@@ -209,11 +248,15 @@ def under_modes():
 
 def main():
     for _ in range(STEPS):
+        if optimizer is None:
+            ways[sys.argv[1]]()
+            continue
         optimizer.zero_grad()
         ways[sys.argv[1]]()
-        optimizer.step()
+        if sys.argv[1] != "of_skipped_steps":
+            optimizer.step()
     saved = io.BytesIO()
-    parts = (model, other, optimizer, scaler)
+    parts = [part for part in (model, other, optimizer, scaler) if part is not None]
     torch.save([part.state_dict() for part in parts], saved)
     state = hashlib.sha256(saved.getvalue()).hexdigest(), hashlib.sha256(torch.get_rng_state().numpy()).hexdigest()
     print(json.dumps({"losses": mine, "state": state, "seen": seen}))

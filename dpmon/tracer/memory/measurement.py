@@ -217,7 +217,7 @@ class MemoryTracer:
             reason = "no optimizer had stepped before this measurement"
             if walk.optimizer_has_stepped:
                 reason = "the optimizer that stepped was freed, or was not made by its constructor"
-            elif not self._has_optimizer:
+            elif not self.recorder.has_optimizer:
                 reason = "no torch optimizer was made"
             absent.setdefault(_PARTS[STATES], reason)
         return absent

@@ -39,7 +39,7 @@ _LONG_NS = 600 * SECOND
 """An interval of at least this length is split into _LONG_WIDTHS where possible, not into seconds."""
 _MIN_STARTUP_WAIT_NS = 10 * SECOND
 """A process's first step is start-up if it waits at least this long for its first batch or for other ranks."""
-_SLOW_RATIO = 4
+_SLOW_RATIO, _MIN_EXCESS_NS = 4, SECOND // 2
 """One of the first steps of a kind is slow if it takes at least this many times as long as a later one of them."""
 _EXCLUDED_ACTIVITIES = {STALLED: "stalled", STARTUP: "startup"}
 """The activity of a step that statistics exclude, by the step's flag."""
@@ -183,7 +183,7 @@ class TimeAccount:
         """
         corrections: list[ActivityInterval] = []
         for slow_end_ns, slow_ns in self._first_steps[kind]:
-            if slow_ns >= _SLOW_RATIO * busy_ns:
+            if slow_ns >= max(_SLOW_RATIO * busy_ns, busy_ns + _MIN_EXCESS_NS):
                 corrections += self._reassign("startup", slow_end_ns - slow_ns + busy_ns, slow_end_ns)
         self._first_steps[kind].append((end_ns, busy_ns))
         return corrections

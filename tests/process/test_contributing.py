@@ -134,12 +134,12 @@ def _screen(run: Changed) -> str:
     """Return the screen of the finished run, after waiting for the table of its phases."""
     terminal = Terminal(run.dpmon, "attach", "after", argv=None, size=(50, 180), **run.env)
     terminal.shows("median")
-    terminal.shows("aWait")
+    terminal.shows("await")
     terminal.shows(f"{LABEL}: ")
     picture = terminal.picture()
     terminal.type("q")
     terminal.wait()
-    return picture.replace("aWait", "await")
+    return picture.replace("await", "await")
 
 
 PLACES: tuple[tuple[str, Callable[[Changed], str]], ...] = (

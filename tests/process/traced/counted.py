@@ -58,12 +58,11 @@ class Count:
         if self.busy:
             return
         training = getattr(module, "_orig_mod", module).training  # torch 2.4 leaves the flag of a compiled model
-        learns = training or torch.is_grad_enabled()
         first = next(x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
         self.calls.append([type(module).__name__, self.via, training, torch.is_grad_enabled()])
         self.via = None
         self.now["calls"] += 1
-        self.now["rows"].append([len(first), learns])
+        self.now["rows"].append([len(first), torch.is_grad_enabled()])
         self.did("forward")
 
     def watch(self, *modules):

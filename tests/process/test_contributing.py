@@ -139,7 +139,7 @@ def _screen(run: Changed) -> str:
     picture = terminal.picture()
     terminal.type("q")
     terminal.wait()
-    return picture.replace("await", "await")
+    return picture
 
 
 PLACES: tuple[tuple[str, Callable[[Changed], str]], ...] = (

@@ -10,6 +10,7 @@ import pytest
 
 from dpmon.record.record_types import Call, Record, Step
 from support.record_builders import RowReader
+from support.script_simulator import check_numbers
 from support.tracer_harness import ScriptRing, TracedRun, TracedScript, traced_script_text
 
 pytestmark = pytest.mark.slow
@@ -48,7 +49,7 @@ def test_a_reader_that_reads_along_sees_everything(tailed: tuple[TracedRun, list
     steps = [record for record in found if isinstance(record, Step)]
     assert [call.call for call in calls] == list(range(1, CALLS + 1))
     assert [call.rows for call in calls] == [*range(17_000), *[3] * 40_000]
-    assert [step.step for step in steps] == list(range(1, len(steps) + 1))
+    check_numbers(steps)
     # Nothing ends the last step, so later calls of the script belong to it.
     assert [step.samples for step in steps[: CALLS - 1]] == [call.rows for call in calls[:-1]]
 

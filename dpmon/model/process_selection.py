@@ -18,7 +18,6 @@ from dpmon.model.run_snapshot import (
     SnapshotRequest,
 )
 from dpmon.model.stragglers import RankTimes, wait_of
-from dpmon.record.schema import STEP_KINDS
 
 if TYPE_CHECKING:
     from dpmon.store.store_queries import Store
@@ -41,7 +40,7 @@ def read_process_table(store: Store, events: RunEvents, ended: frozenset[int], n
         nodes if node is None else (),
         newest_ns=newest_ns,
         main_kind=store.main_kind,
-        kind_words={kind: store.kind_word(kind) for kind in STEP_KINDS},
+        kind_words=store.kind_words,
         ended=ended,
     )
     return replace(snapshot, order=tuple(process.process for process in snapshot.training_processes))

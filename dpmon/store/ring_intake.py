@@ -76,8 +76,6 @@ class RingIntake:
         """The calls that wait for their step, by id."""
         self._sizes: set[int] = set()
         """Batch sizes with their own tallies."""
-        self._kind = TRAINING
-        """Kind of the last step."""
         self._mode: str | None = None
         self._steps_in_mode = 0
         self._loops = LoaderLoopTracker(row.process)
@@ -86,7 +84,6 @@ class RingIntake:
         """Continue after the last step of the ring, which another supervisor wrote. Raises HistoryError."""
         for _, mode, _, _, kind in history.last_step(self.row):
             self._mode, self._steps_in_mode = mode, 0 if kind & WARM_UP else WARM_UP_STEPS
-            self._kind = step_kind(kind)
         self._loops.resume(history.loops(self.row.process))
 
     def add(self, batch: WriteBatch, row_id: int, row: Row) -> bool:
@@ -143,8 +140,10 @@ class RingIntake:
         self.row.last_call = row.call
 
     def _count(self, batch: WriteBatch, calls: Iterable[CallRow], kind: int) -> None:
-        """Count the shapes of calls. `kind`: the flags of their step. In a training step, only calls with gradients
-        train."""
+        """Count the shapes of calls. `kind`: the flags of their step.
+
+        In a training step, only calls with gradients train.
+        """
         for call in calls:
             call_kind = kind
             if step_kind(kind) == TRAINING and not call.flags & Flag.GRAD:
@@ -222,9 +221,9 @@ class RingIntake:
 
         `exclusion`: see `TimeAccount.exclusion_flag`. `row`: its start counts from the run's start.
         """
-        self.row.evaluation_phases += row.kind == EVALUATION != self._kind
-        self._kind = row.kind
-        intervals, gap = self._accounts.get_account(self.row.process).add_step(row, exclusion)
+        account = self._accounts.get_account(self.row.process)
+        self.row.evaluation_phases += row.kind == EVALUATION != account.kind
+        intervals, gap = account.add_step(row, exclusion)
         batch.add_activity_time(self.row.process, intervals)
         if gap is not None and gap.ns >= GAP_NS:
             batch.gaps.append(gap)

@@ -210,6 +210,12 @@ class Store:
         forward_steps = sum(ring.forward_steps for ring in self.rings.values())
         if evaluations + forward_steps and not any(ring.last_step for ring in self.rings.values()):
             self.main_kind = EVALUATION if evaluations >= forward_steps else FORWARD_ONLY
+        self.kind_words = {kind: name.replace("_", " ") for kind, name in STEP_KINDS.items()}
+        """The word for each kind of steps. Evaluations before nearly every update only generate data."""
+        phases = sum(ring.evaluation_phases for ring in self.rings.values())
+        training_steps = sum(ring.last_step or 0 for ring in self.rings.values())
+        if training_steps and phases >= max(_MIN_ROLLOUTS, _ROLLOUT_SHARE * training_steps):
+            self.kind_words[EVALUATION] = "without gradients"
         self.until_ns = LAST_NS
         """Methods that return the newest rows leave out rows after this time (ns since the run's start)."""
         self._last_ids: dict[tuple[str, int], int] = {}
@@ -243,8 +249,7 @@ class Store:
     @cached_property
     def trained_processes(self) -> set[int]:
         """The processes with training steps."""
-        condition = exclude_flags_condition(EVALUATION)
-        return {process for (process,) in self.query(f"SELECT DISTINCT process FROM keys WHERE {condition}")}
+        return {process for process, ring in self.rings.items() if ring.last_step}
 
     def query(self, query: str, values: Parameters = ()) -> list[tuple[Any, ...]]:
         """Return all rows of a query. If the database is damaged, return the rows before the damage."""
@@ -466,12 +471,8 @@ class Store:
         return {number: name for number, name in self._series_names.items() if name in series}
 
     def kind_word(self, kind: int) -> str:
-        """Return the word for a kind of steps: evaluations before nearly every update only generate data."""
-        phases = sum(ring.evaluation_phases for ring in self.rings.values())
-        steps = sum(ring.last_step or 0 for ring in self.rings.values())
-        if kind == EVALUATION and phases >= max(_MIN_ROLLOUTS, _ROLLOUT_SHARE * steps) and steps:
-            return "without gradients"
-        return STEP_KINDS[kind].replace("_", " ")
+        """Return the word for a kind of steps."""
+        return self.kind_words[kind]
 
     def other_kind(self, kind: int) -> str:
         """Return the word for a kind of steps; empty for the main kind."""
@@ -556,7 +557,7 @@ class Store:
         longest_query = (  # only the columns that decide, because it may read the steps of a thousand ranks
             f"SELECT id, wall_ns AS ns{least_wait} FROM steps WHERE id > ? AND id <= ?{process_condition}"
             " AND mode = ? AND start_ns + wall_ns > ?"
-            f" AND {exclude_flags_condition(WARM_UP | EVALUATION | FORWARD_ONLY)} {grouping}"
+            f" AND {_kind_condition(TRAINING, WARM_UP)} {grouping}"
             " ORDER BY wall_ns DESC LIMIT ?"
         )
         query = f"SELECT {_SLOW_COLUMNS} FROM ({longest_query}) CROSS JOIN steps USING (id) ORDER BY ns DESC"
@@ -708,7 +709,7 @@ class Store:
         last_id = min(self._last_id("steps", process), self._newest_step_id())
         query = (
             "SELECT step, start_ns + wall_ns AS end_ns FROM steps WHERE process = ? AND id BETWEEN ? AND ?"
-            f" AND kind & {EVALUATION | FORWARD_ONLY} = {self.main_kind} ORDER BY id DESC LIMIT 1"
+            f" AND {_kind_condition(self.main_kind)} ORDER BY id DESC LIMIT 1"
         )
         rows = self.query(query, (process, last_id - _NEWEST_IDS_SEARCHED, last_id))
         return next(((step, end_ns) for step, end_ns in rows), None)
@@ -1175,7 +1176,12 @@ def exclude_flags_condition(flags: int) -> str:
 
 def _in_stats_condition(kind: int) -> str:
     """Return the SQL condition for steps of a kind that statistics include, without warm-up steps."""
-    return f"(kind & {WARM_UP | EXCLUDED | EVALUATION | FORWARD_ONLY} = {kind})"
+    return _kind_condition(kind, WARM_UP | EXCLUDED)
+
+
+def _kind_condition(kind: int, excluded: int = 0) -> str:
+    """Return the SQL condition for steps of a kind that have none of the flags `excluded`."""
+    return f"(kind & {EVALUATION | FORWARD_ONLY | excluded} = {kind})"
 
 
 def _long_step_from_row(row: tuple[Any, ...]) -> LongStepRow:

@@ -109,7 +109,7 @@ class TimeAccount:
         self._last_steps: dict[int, int] = {}
         """By kind: the number of the last step."""
         self._has_steps = False
-        self._kind = TRAINING
+        self.kind = TRAINING
         """Kind of the last step."""
         self._mode = ""
         self._interruptions: list[tuple[str, int, int]] = []
@@ -124,7 +124,7 @@ class TimeAccount:
 
     def resume(self, steps: Mapping[int, int], kind: int, mode: str, start_ns: int, wall_ns: int) -> None:
         """Continue after a step that an earlier supervisor accounted for. `steps`: the last number of each kind."""
-        self._end_ns, self._kind, self._mode, self._has_steps = start_ns + wall_ns, kind, mode, True
+        self._end_ns, self.kind, self._mode, self._has_steps = start_ns + wall_ns, kind, mode, True
         self._last_steps = {kind: number for kind, number in steps.items() if number}
         self._end_pause(start_ns)
         self._drop_old_interruptions()
@@ -148,7 +148,7 @@ class TimeAccount:
             activity = "missed"
         elif self.overlaps_stall(self._end_ns, start_ns):
             activity = "stalled"
-        elif kind == self._kind == EVALUATION:
+        elif kind == self.kind == EVALUATION:
             activity = "evaluation"
         else:
             activity = "between"
@@ -167,7 +167,7 @@ class TimeAccount:
         intervals += self._step_intervals(activity, mode, max(start_ns, self._end_ns), end_ns)
         if not exclusion and len(self._first_steps[kind]) < WARM_UP_STEPS:
             intervals += self._excess_of_first_steps(kind, end_ns, step.wall_ns - step.phases.get("data", 0))
-        self._end_ns, self._kind, self._mode = max(end_ns, self._end_ns), kind, mode
+        self._end_ns, self.kind, self._mode = max(end_ns, self._end_ns), kind, mode
         self._has_steps = True
         if step.step:
             self._last_steps[kind] = step.step

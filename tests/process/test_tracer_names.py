@@ -28,4 +28,4 @@ def test_names_of_a_megabyte_are_shortened(tmp_path: Path) -> None:
     assert process.data["argv"][1].endswith("\u2026")
     assert any(SHORT[:100] in text and "called directly" in text for text in run.complaints)
     assert all(len(text) < 5000 for text in run.complaints)
-    assert (run.directory / "endings.log").stat().st_size < 1000
+    assert (run.directory / "endings.log").stat().st_size < 5000

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from dpmon.record.schema import FORWARD_ONLY
 from support.tracer_harness import run_traced, run_untraced
 
 REPEATED = """\
@@ -105,10 +106,15 @@ for number, x in enumerate(torch.utils.data.DataLoader(torch.randn(20, 4), batch
 
 @pytest.mark.parametrize("form", ["wrapped", "bare"])
 def test_after_a_lone_replica_was_interrupted_every_call_is_recorded(tmp_path: Path, form: str) -> None:
-    """A batch of one row has one replica, which runs on the training thread."""
+    """A batch of one row has one replica, which runs on the training thread.
+
+    The interrupted pass trained nothing: it is forward only, and the steps after it keep their numbers.
+    """
     run = run_traced(tmp_path, LONE, form, replicas=2)
-    assert [call.step for call in run.calls("Lone")] == list(range(1, 21))
-    assert [call.step for call in run.calls("Lone") if call.failed] == [11]
+    calls = run.calls("Lone")
+    assert [call.failed for call in calls] == [index == 10 for index in range(20)]
+    assert [call.step for call in calls if not call.failed] == list(range(1, 20))
+    assert [(call.step, call.kind) for call in calls if call.failed] == [(1, FORWARD_ONLY)]
     assert any(name.endswith(("parallel_apply.py", "data_parallel.py")) for name in run.printed)
     assert [name for name in run.printed if "dpmon" in name.split("/")[-3:]] == []
 

@@ -78,7 +78,7 @@ def test_evaluations_of_one_model_are_not_mixed_with_the_training_of_another(dpm
     result = dpmon.run(*dpmon.warm(), "--headless", "--mode", "script", dpmon.script(START + EVALUATED))
     assert result.status == 0, result.errors
     rows = [line.split() for line in result.errors.splitlines() if "Sequential" in line]
-    assert [(row[1:5], row[5], " ".join(row[-5:])) for row in rows] == [
-        (["Sequential", "judge", "single", "cpu"], "5", "[6, 3] -> [6, 1]"),
-        (["Sequential", "trained", "single", "cpu"], "12", "[4, 3] -> [4, 3]"),
+    assert [(" ".join(row[1 : row.index("cpu") + 2]), " ".join(row[-5:])) for row in rows] == [
+        ("Sequential judge single, evaluation cpu 5", "[6, 3] -> [6, 1]"),
+        ("Sequential trained single cpu 12", "[4, 3] -> [4, 3]"),
     ]

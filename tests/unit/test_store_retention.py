@@ -119,8 +119,8 @@ def test_64_ranks_over_days_stay_below_the_limit(tmp_path: Path) -> None:
     assert gone[1] > DAY / 2
     with open_history(tmp_path) as store:
         window = StatsWindow(store)
-        steps = sum(window.step_stats(*each).steps for each in window.modes)
+        steps = sum(window.step_stats(mode).steps for mode in window.modes)
         assert steps == 64 * len(range(0, int(1.3 * DAY), 180))
         assert len(store.processes) == 64
         recent = StatsWindow(store, int(1.3 * DAY) - 1800)
-        assert sum(recent.step_stats(*each).steps for each in recent.modes) == pytest.approx(640, abs=64)
+        assert sum(recent.step_stats(mode).steps for mode in recent.modes) == pytest.approx(640, abs=64)

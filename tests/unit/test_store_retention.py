@@ -26,12 +26,17 @@ pytestmark = pytest.mark.slow
 DAY = 86_400
 
 
+def modes_and_kinds(window: StatsWindow) -> list[tuple[str, int]]:
+    """Return the modes of a window with the kinds of their steps."""
+    return [*((mode, window.main_kind) for mode in window.modes), *window.other_modes]
+
+
 def figures(directory: Path) -> dict[str, Any]:
     """Return all figures of the run."""
     with open_history(directory) as store:
         window = StatsWindow(store)
         found: dict[str, Any] = {"spent": window.time_by_activity, "modes": window.modes, "processes": store.processes}
-        for mode, kind in [*((mode, window.main_kind) for mode in window.modes), *window.other_modes]:
+        for mode, kind in modes_and_kinds(window):
             for process in (None, *store.processes):
                 one = window.step_stats(mode, kind, process)
                 found[f"{mode} {kind} {process}"] = one
@@ -108,6 +113,11 @@ def test_tallies_of_each_width_can_be_deleted_without_changing_the_totals(tmp_pa
         assert figures(tmp_path) == before, width
 
 
+def steps_of(window: StatsWindow) -> int:
+    """Return the number of steps of all kinds in a window."""
+    return sum(window.step_stats(mode, kind).steps for mode, kind in modes_and_kinds(window))
+
+
 @pytest.mark.slow
 def test_64_ranks_over_days_stay_below_the_limit(tmp_path: Path) -> None:
     """With one step per rank every three minutes, and a limit smaller in proportion."""
@@ -119,8 +129,7 @@ def test_64_ranks_over_days_stay_below_the_limit(tmp_path: Path) -> None:
     assert gone[1] > DAY / 2
     with open_history(tmp_path) as store:
         window = StatsWindow(store)
-        steps = sum(window.step_stats(mode).steps for mode in window.modes)
-        assert steps == 64 * len(range(0, int(1.3 * DAY), 180))
+        assert steps_of(window) == 64 * len(range(0, int(1.3 * DAY), 180))
         assert len(store.processes) == 64
         recent = StatsWindow(store, int(1.3 * DAY) - 1800)
-        assert sum(recent.step_stats(mode).steps for mode in recent.modes) == pytest.approx(640, abs=64)
+        assert steps_of(recent) == pytest.approx(640, abs=64)

@@ -16,7 +16,7 @@ from dpmon.model.pauses import any_paused_intervals
 from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.run_snapshot import ProcessInfo
 from dpmon.model.step_history import Bin
-from dpmon.model.stragglers import straggler_sentence as straggler_sentence
+from dpmon.model.stragglers import straggler_sentence
 from dpmon.record.schema import PHASES, REST, SECOND, STEP, STEP_PHASES, TRAINING, device_series, step_kind
 from dpmon.record.shared_names import RANK_MODES
 from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES, SeriesStats, Tally, TallyKey

@@ -145,13 +145,9 @@ def _straggler_paragraphs(comparison: RunComparison) -> list[Paragraph]:
     runs = [(name, run) for name, side in zip(SIDES, comparison.sides, strict=True) for run in side]
     if not any(run.straggler for _, run in runs):
         return []
-    return [
-        Paragraph(f"{name} {run.name}: {run.straggler or 'no straggler'}{_ranks_seen_note(run)}") for name, run in runs
-    ]
-
-
-def _ranks_seen_note(run: ComparedRun) -> str:
-    return f" ({run.ranks_seen} ranks were seen)" if run.ranks_seen else ""
+    notes = (f" ({run.ranks_seen} ranks were seen)" if run.ranks_seen else "" for _, run in runs)
+    texts = (f"{name} {run.name}: {run.straggler or 'no straggler'}" for name, run in runs)
+    return [Paragraph(text + note) for text, note in zip(texts, notes, strict=True)]
 
 
 # ------------------------------------------------------------------------------------------------ JSON

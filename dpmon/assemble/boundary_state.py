@@ -13,8 +13,8 @@ class OpenStep:
     """A step that has not ended."""
 
     calls = 0
-    only_evaluates = True
-    """Whether it has only evaluation calls, which neither train nor record gradients."""
+    learns = False
+    """Whether one of its calls trains or records gradients."""
     backward = False
     """Whether a backward pass ran in it."""
     trains = False
@@ -39,11 +39,16 @@ class OpenStep:
         self.calls += 1
         self.could_train = self.could_train or kind_of_call(call) == FORWARD_ONLY
         if call.flags & LEARNS:
-            self.only_evaluates = False
+            self.learns = True
             return True
         self.last_evaluated = module
         self.evaluated |= {module}
         return False
+
+    @property
+    def only_evaluates(self) -> bool:
+        """Whether it has only evaluation calls so far, and nothing in it trains."""
+        return not (self.learns or self.trains)
 
     @property
     def kind(self) -> int:

@@ -249,7 +249,6 @@ class StepBoundaryFinder:
             return
         if kind == Kind.BACKWARD or (contents is not None and contents.backward):
             self._step.backward = self._step.trains = self.has_trained = True
-            self._step.only_evaluates = False
             if self._rule == BY_CALL:
                 self._rule = BY_BACKWARD
         elif kind == Kind.OPTIMIZER_FREED:
@@ -303,7 +302,6 @@ class StepBoundaryFinder:
 
     def _handle_optimizer_steps(self, sites: Sequence[int], end: int) -> None:
         """Handle the optimizer steps of a block that ended at `end`."""
-        self._step.only_evaluates = False
         self._step.trains = self.has_trained = True
         outcomes = [self._cycle.add_optimizer_step(site) for site in sites]
         cycle_changed = None in outcomes

@@ -108,7 +108,7 @@ class StepRowBuilder:
                 elif kind == Kind.MEMORY:
                     self.note_memory_sample(span.site, last_started)
             if calls or kind in PRIMITIVES:
-                self._record_calls(span, calls, (), contents)
+                self._record_calls(item)
             if kind == Kind.BACKWARD or (contents is not None and contents.backward):
                 totals.end_micro_batch()
                 totals.failed = flags & Flag.FAILED != 0
@@ -128,12 +128,11 @@ class StepRowBuilder:
         if not (block.calls or block.span.kind in PRIMITIVES):
             return
         self._call_step, self._call_kind = 0, max(map(kind_of_call, block.calls), default=FORWARD_ONLY)
-        self._record_calls(*block)
+        self._record_calls(block)
         self._call_builder.flush_all()
 
-    def _record_calls(
-        self, span: Span, calls: Sequence[Span], _: Sequence[int], contents: BlockContents | None
-    ) -> None:
+    def _record_calls(self, block: Block) -> None:
+        span, calls, _, contents = block
         if contents is None:
             if span.kind in PRIMITIVES:
                 self._record_primitive(span, None)
@@ -185,11 +184,7 @@ class StepRowBuilder:
         The result is (whether a call without parts has exactly one replica, inputs or 0, outputs or 0, module, rows or
         -1), with 0 and -1 for unknown values.
         """
-        site, inputs, outputs = (
-            call.site,
-            self.definitions.sizes_or_zero(call.inputs),
-            self.definitions.sizes_or_zero(call.outputs),
-        )
+        site, inputs, outputs = call.site, *map(self.definitions.sizes_or_zero, (call.inputs, call.outputs))
         layout = self.definitions.layouts.get(site)
         if layout is None:
             return None
@@ -235,7 +230,8 @@ class StepRowBuilder:
         if not flags & Flag.GRAD:  # an evaluation, or a GAN's generator that makes samples for its discriminator
             totals.evaluated_rows = max(totals.evaluated_rows, rows)
             return
-        totals.add_training_call(module, rows)
+        totals.batch_models |= {module}
+        totals.batch_rows = max(totals.batch_rows, rows)
         if self.unmatched_fetches and totals.is_micro_batch(module):
             self.unmatched_fetches -= 1
             if rows >= 0:

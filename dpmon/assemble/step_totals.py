@@ -67,11 +67,6 @@ class StepTotals(PhaseSums):
         """Return whether a call of `module` follows a backward pass without an optimizer step in between."""
         return self.learns and self.module == module and self.passes != self.backwards and self.times[OPTIMIZER] < 0
 
-    def add_training_call(self, module: int, rows: int) -> None:
-        """Add a call that records gradients."""
-        self.batch_models |= {module}
-        self.batch_rows = max(self.batch_rows, rows)
-
     def end_micro_batch(self) -> None:
         """Add a backward pass. It ends a micro-batch if the same models, and no optimizer, ran before each pass."""
         self.backwards += 1

@@ -16,8 +16,8 @@ from dpmon.model.pauses import any_paused_intervals
 from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.run_snapshot import ProcessInfo
 from dpmon.model.step_history import Bin
-from dpmon.model.stragglers import straggler_sentence as straggler_sentence
-from dpmon.record.schema import PHASES, REST, SECOND, STEP, STEP_PHASES, TRAINING, device_series, step_kind
+from dpmon.model.stragglers import straggler_sentence
+from dpmon.record.schema import EVALUATION, PHASES, REST, SECOND, STEP, STEP_PHASES, TRAINING, device_series, step_kind
 from dpmon.record.shared_names import RANK_MODES
 from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES, SeriesStats, Tally, TallyKey
 from dpmon.text.formatting import format_bytes, format_compact, format_count_with_noun, format_duration
@@ -285,7 +285,7 @@ def _whole_run_values(run: RunAnalysis, mode: str | None) -> dict[str, float]:
     peaks = [row.peak for row in run.memory if row.peak is not None]
     communication = run.communication
     hosts = [host.mem_run_max for host in run.samples.hosts if host.mem_run_max is not None]
-    steps = [mode_stats.median_ns for mode_stats in run.other_modes if mode_stats.mode == mode]
+    evaluations = [stats for stats in run.other_modes if (stats.mode, stats.kind) == (mode, EVALUATION)]
     values = {
         "samples_per_s": None if rate is None else rate.samples_per_s,
         "steps_per_s": None if rate is None or rate.samples_per_s is not None else rate.steps_per_s,
@@ -293,7 +293,7 @@ def _whole_run_values(run: RunAnalysis, mode: str | None) -> dict[str, float]:
         "host_memory": max(hosts, default=None),
         "exposed": None if communication is None else communication.exposed_ns,
         "wait": None if communication is None else communication.wait_ns,
-        "evaluation_step": next(iter(steps), None),
+        "evaluation_step": next((stats.median_ns for stats in evaluations), None),
         "evaluation": run.time_by_activity.get("evaluation") or None,
         "startup": run.time_by_activity.get("startup"),
     }

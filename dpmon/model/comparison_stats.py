@@ -151,14 +151,12 @@ def median_interval(tally: Tally, parts: Iterable[Tally] = ()) -> Interval | Non
     count = sum(counts.values())
     if value is None or not count:
         return None
-    half_width = (
-        _HALF_WIDTH_SIGMAS * sqrt(count * _batch_means_factor(counts, [part.stat(STEP).counts for part in parts])) / 2
-    )
+    variance_factor = _batch_means_factor(counts, [part.stat(STEP).counts for part in parts])
+    half_width = _HALF_WIDTH_SIGMAS * sqrt(count * variance_factor) / 2
     rank = max(int((count - 1) / 2 - half_width), 0)
     low, _ = bin_bounds(_bin_at_rank(counts, rank))
     _, high = bin_bounds(_bin_at_rank(counts, count - 1 - rank))
-    low = max(low, tally.low_ns if tally.low_ns is not None else low)
-    high = min(high, tally.high_ns if tally.high_ns is not None else high)
+    low, high = max(low, tally.low_ns or 0), min(high, high if tally.high_ns is None else tally.high_ns)
     return Interval(value, min(low, value), max(high, value))
 
 
@@ -186,16 +184,13 @@ def _batch_means_factor(counts: Counts, parts: Sequence[Counts]) -> float:
         if size >= sqrt(count):
             batches.append((size, above))
             size, above = 0, 0.0
-    if size and batches:
-        last_size, last_above = batches.pop()
-        batches.append((last_size + size, last_above + above))
     if len(batches) < _MIN_BATCHES:
         return 1.0
+    last_size, last_above = batches[-1]
+    batches[-1] = last_size + size, last_above + above
     total = sum(size for size, _ in batches)
     mean = sum(above for _, above in batches) / total
-    median_share = (
-        sum(count_in_bin for bin_index, count_in_bin in counts.items() if bin_middle(bin_index) == center) / count
-    )
+    median_share = sum(in_bin for bin_index, in_bin in counts.items() if bin_middle(bin_index) == center) / count
     variance = mean - median_share / 4 - mean * mean  # of scores 0, 1/2 and 1
     squares = sum((above - size * mean) ** 2 for size, above in batches)
     freedom = 1 - sum((size / total) ** 2 for size, _ in batches)
@@ -204,13 +199,8 @@ def _batch_means_factor(counts: Counts, parts: Sequence[Counts]) -> float:
 
 def _count_above_median(counts: Counts, center: float) -> float:
     """Return the number of values above the median; values in its bin count half."""
-    above = 0.0
-    for bin_index, count in counts.items():
-        if bin_middle(bin_index) > center:
-            above += count
-        elif bin_middle(bin_index) == center:
-            above += count / 2
-    return above
+    middles = ((bin_middle(bin_index), count) for bin_index, count in counts.items())
+    return sum(count / 2 if middle == center else count for middle, count in middles if middle >= center)
 
 
 def ratio_of_estimates(above: Interval, below: Interval) -> Interval | None:

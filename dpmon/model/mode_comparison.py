@@ -1,8 +1,7 @@
 """Compares dp with single: the speed-up with its interval and its main reason, or what is missing for a verdict.
 
-Only steps of the main kind with the same number of samples are compared. The first steps
-after a change of mode are left out (caches fill, algorithms are chosen). The speed-up is the ratio of the median step
-times, with its interval (dpmon.model.comparison_stats).
+Only steps of the main kind with the same number of samples are compared, without warm-up steps. The speed-up is the
+ratio of the median step times, with its interval (dpmon.model.comparison_stats).
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from dpmon.model.slow_steps import INPUT, WAITING_TEXT, StepUnevenness, uneven_s
 from dpmon.record.schema import REST, SECOND, STEP, WARM_UP, step_kind
 from dpmon.store.query_results import LongStepRow
 from dpmon.store.step_stats import PhaseStats, StatsWindow, StepStats, compute_step_stats
-from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES, Tally, TallyKey
-from dpmon.text.formatting import format_duration, format_factor, format_percent
+from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES, WIDTHS, Tally, TallyKey
+from dpmon.text.formatting import format_count_with_noun, format_duration, format_factor, format_percent
 
 MODES_COMPARED = ("single", "dp")
 MIN_STEPS = 20
@@ -128,45 +127,50 @@ def compare_modes(
     `devices`: the devices of dp. `longest`: the longest steps, which show why steps are uneven. `waits`: start and end
     (ns) of each wait for input.
     """
-    seen = {mode: window.tally(mode, process=process).steps for mode in MODES_COMPARED}
-    modes = [mode for mode in MODES_COMPARED if seen[mode]]
-    steps_by_batch: dict[str, Counter[int]] = {mode: Counter() for mode in modes}
+    seen = {mode: steps for mode in MODES_COMPARED if (steps := window.tally(mode, process=process).steps)}
+    steps_by_batch: dict[str, Counter[int]] = {mode: Counter() for mode in seen}
     for key, tally in window.tallies.items():
         if key.process == process and key.mode in steps_by_batch and is_compared(key, window.main_kind):
             steps_by_batch[key.mode][key.batch] += tally.steps
-    has_both = len(modes) == 2
-    batch = common_batch(steps_by_batch.values()) if has_both else None
-    compared = {mode: window.tally(mode, None, process, without_warmup=has_both, batch=batch) for mode in modes}
+    has_both = len(seen) == 2
+    batch = _common_batch(steps_by_batch.values()) if has_both else None
+    compared = {mode: window.tally(mode, None, process, without_warmup=has_both, batch=batch) for mode in seen}
     sides = {
-        mode: compute_step_stats(mode, tally=compared[mode], rate=window.rate(mode, process=process)) for mode in modes
+        mode: compute_step_stats(mode, tally=tally, rate=window.rate(mode, process=process))
+        for mode, tally in compared.items()
     }
-    seen = {mode: seen[mode] for mode in modes}
     base = Comparison(sides=sides, seen=seen, devices=tuple(devices), virtual=virtual)
-    missing_steps = {
-        mode: MIN_STEPS - counts[batch]
-        for mode, counts in steps_by_batch.items()
-        if batch is not None and counts[batch] < MIN_STEPS
-    }
-    if not has_both or missing_steps:
-        return replace(base, missing=_missing_steps_text(modes, missing_steps))
+    if not has_both:
+        unseen = [mode for mode in MODES_COMPARED if mode not in seen]
+        return replace(base, missing=f"{' and '.join(unseen)} not seen yet")
     if batch is None:
-        return replace(base, missing=incomparable_reason(steps_by_batch))
+        return replace(base, missing=_incomparable_reason(steps_by_batch))
+    needed = [
+        f"{format_count_with_noun(MIN_STEPS - counts[batch], 'more step')} in {mode}"
+        for mode, counts in steps_by_batch.items()
+        if counts[batch] < MIN_STEPS
+    ]
+    if needed:
+        return replace(base, missing=f"no verdict yet: it needs {' and '.join(needed)}")
     base = replace(
         base,
         samples=None if batch == NO_SAMPLES else batch,
         left_out=sum(counts.total() - counts[batch] for counts in steps_by_batch.values()),
     )
-    parts: dict[str, list[Tally]] = {mode: [] for mode in modes}
-    for key, tally in window.rows(process):
-        if key.mode in parts and key.batch == batch and is_compared(key, window.main_kind):
-            parts[key.mode].append(tally)
+
+    def compared_rows(begin_s: int = 0, widest: int = WIDTHS[-1]) -> list[tuple[str, Tally]]:
+        return [
+            (key.mode, tally)
+            for key, tally in window.rows(process, begin_s, widest)
+            if key.mode in seen and key.batch == batch and is_compared(key, window.main_kind)
+        ]
+
+    parts: dict[str, list[Tally]] = {mode: [] for mode in seen}
+    for mode, tally in compared_rows():
+        parts[mode].append(tally)
     if changes:
         last_s = max(tally.last_ns or 0 for tally in compared.values()) // SECOND
-        rows = window.rows(process, last_s - _SWITCH_RANGE_S, widest=1)
-        settled = [
-            (key.mode, tally) for key, tally in rows if key.batch == batch and is_compared(key, window.main_kind)
-        ]
-        base = replace(base, changes=_speedup_per_switch(settled))
+        base = replace(base, changes=_speedup_per_switch(compared_rows(last_s - _SWITCH_RANGE_S, 1)))
     long_steps = [step for step in longest if step.process == process and step_kind(step.kind) == window.main_kind]
     return _with_verdict(base, compared, parts, long_steps, waits)
 
@@ -201,7 +205,7 @@ def first_with_both(window: StatsWindow) -> int:
     return next(with_both, min(modes, default=0))
 
 
-def common_batch(sides: Iterable[Counter[int]]) -> int | None:
+def _common_batch(sides: Iterable[Counter[int]]) -> int | None:
     """Return the number of samples of the steps to compare; None if the sides share none.
 
     `sides`: number of steps by their number of samples, without warm-up steps. The most frequent number on all sides
@@ -221,16 +225,7 @@ def common_batch(sides: Iterable[Counter[int]]) -> int | None:
     return max(total, key=lambda batch: total[batch], default=NO_SAMPLES)
 
 
-def _missing_steps_text(seen: Sequence[str], missing_steps: Mapping[str, int]) -> str:
-    """Return which steps are missing for a verdict."""
-    unseen = [mode for mode in MODES_COMPARED if mode not in seen]
-    if unseen:
-        return f"{' and '.join(unseen)} not seen yet"
-    parts = [f"{count} more step{'' if count == 1 else 's'} in {mode}" for mode, count in missing_steps.items()]
-    return f"no verdict yet: it needs {' and '.join(parts)}"
-
-
-def incomparable_reason(steps_by_batch: Mapping[str, Counter[int]]) -> str:
+def _incomparable_reason(steps_by_batch: Mapping[str, Counter[int]]) -> str:
     """Return why no step of one mode can be compared with a step of the other."""
     most_frequent = {mode: max(counts, key=lambda batch: counts[batch]) for mode, counts in steps_by_batch.items()}
     names = {NO_SAMPLES: "an unknown number of", OTHER_SIZES: "changing numbers of"}
@@ -259,8 +254,8 @@ def _with_verdict(
     reason = _main_reason(base.sides, outcome)
     by_mean = _ratio_of_means(speedup, base.sides)
     uneven = _more_uneven_mode(tallies, longest, waits) if by_mean is not None else None
-    base = replace(base, by_mean=by_mean, uneven=uneven)
-    return replace(base, speedup=speedup, efficiency=efficiency, outcome=outcome, reason=reason, cost=cost)
+    base = replace(base, efficiency=efficiency, reason=reason, cost=cost, by_mean=by_mean, uneven=uneven)
+    return replace(base, speedup=speedup, outcome=outcome)
 
 
 def _ratio_of_means(speedup: Interval, sides: Mapping[str, StepStats]) -> float | None:
@@ -294,23 +289,17 @@ def _main_reason(sides: Mapping[str, StepStats], outcome: str) -> Reason | None:
     if outcome == "even":  # the copying, if its share is large enough to mention
         cost = _main_dp_cost(sides["dp"])
         return cost if cost is not None and (cost.share or 0) >= MIN_COST_SHARE else None
-    times = {mode: phase_values(side, lambda phase: phase.median_ns) for mode, side in sides.items()}
-    name = phase_with_largest_change(times["single"], times["dp"], slower=outcome == "slower")
-    if name is None:
+    single, dp = (_phase_values(sides[mode], lambda phase: phase.median_ns) for mode in MODES_COMPARED)
+    sign = 1 if outcome == "slower" else -1
+    changes = {name: sign * (dp.get(name, 0.0) - single.get(name, 0.0)) for name in sorted(dp.keys() | single.keys())}
+    name = max(changes, key=changes.__getitem__, default=None)
+    if name is None or changes[name] <= 0:
         return None
-    shares = phase_values(sides["dp"], lambda phase: phase.share)
-    return Reason(name, shares.get(name), times["dp"].get(name), times["single"].get(name))
+    shares = _phase_values(sides["dp"], lambda phase: phase.share)
+    return Reason(name, shares.get(name), dp.get(name), single.get(name))
 
 
-def phase_with_largest_change(before: Mapping[str, float], after: Mapping[str, float], *, slower: bool) -> str | None:
-    """Return the phase whose time grew most (or, unless `slower`, fell most); None if none did."""
-    sign = 1 if slower else -1
-    changes = {name: sign * (after.get(name, 0.0) - before.get(name, 0.0)) for name in after.keys() | before.keys()}
-    name = max(sorted(changes), key=lambda each: changes[each], default=None)
-    return None if name is None or changes[name] <= 0 else name
-
-
-def phase_values(side: StepStats, metric_of: Callable[[PhaseStats], float | None]) -> dict[str, float]:
+def _phase_values(side: StepStats, metric_of: Callable[[PhaseStats], float | None]) -> dict[str, float]:
     """Return a metric of each phase that ran. `forward` includes the forward of the replicas."""
     values: dict[str, float] = {}
     for phase in side.phases:

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dpmon.model.communication import Wrapper, groups_of
 from dpmon.model.run_snapshot import MAX_LEAST_WAITING, Process
@@ -34,9 +34,6 @@ _LATE_S = 6
 """Waits that become known later than this after their step are left out of a live snapshot."""
 _OLD_STEPS = 4
 """The last known waits of a rank are too old after this many steps, and `_SAMPLED_S`: a node may be disconnected."""
-_JOINED, _SYNCED = map(RankTimes._fields.index, ("joined", "synced"))
-_UNKNOWN: tuple[Any, ...] = (0, None, None, 0)
-"""The members of RankTimes from `joined` to `slowest`, if the waits of a rank are unknown."""
 _SERIES = (STEP, "forward", "backward")
 _MINUTE_S = 60
 _RANK, _STEPS = map(attrgetter, ("rank", "steps"))
@@ -192,18 +189,19 @@ class RankTimesCache:
         }
         times_of_ranks = []
         for rank in ranks:
-            process, number, known = rank.process, rank.number, _UNKNOWN
-            times, recent, group = whole.get(process), waits.get(process), groups[number]
+            times, recent, group = whole.get(rank.process), waits.get(rank.process), groups[rank.number]
             step_ns, syncs_per_step = step_by_group[group]
-            if times is not None:
-                before, known, after = times[:_JOINED], times[_JOINED:_SYNCED], times[_SYNCED:]
-            else:  # all leave a synchronized pass together, so they have the same mean step
-                before, after = (process, number, 0, step_ns, {}), (0, 0, group, False, rank.node, "step")
+            if times is None:  # all leave a synchronized pass together, so they have the same mean step
+                times = RankTimes(rank.process, rank.number, 0, step_ns, {}, group=group, node=rank.node)
             if recent is not None:
                 syncs_per_step /= recent.steps
-                exposed_ns, wait_ns = recent.exposed_ns * syncs_per_step, recent.wait_ns * syncs_per_step
-                known = recent.steps, exposed_ns, wait_ns, recent.slowest
-            times_of_ranks.append(RankTimes._make(before + known + after))
+                times = times._replace(
+                    joined=recent.steps,
+                    exposed_ns=recent.exposed_ns * syncs_per_step,
+                    wait_ns=recent.wait_ns * syncs_per_step,
+                    slowest=recent.slowest,
+                )
+            times_of_ranks.append(times)
         return tuple(times_of_ranks)
 
     def _read_whole(

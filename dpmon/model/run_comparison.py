@@ -19,31 +19,23 @@ from typing import Literal, NamedTuple
 
 from dpmon.model.compared_run import BETWEEN, RUN_METRICS, STEP_METRICS, ComparedRun, Metric
 from dpmon.model.comparison_stats import Change, estimate_change
-from dpmon.model.mode_comparison import (
-    MAX_UNCERTAINTY,
-    MIN_STEPS,
-    duration_or_none,
-)
+from dpmon.model.mode_comparison import MAX_UNCERTAINTY, MIN_STEPS, duration_or_none
 from dpmon.record.schema import STEP, STEP_PHASES
 from dpmon.store.tally import OTHER_SIZES, Tally
 from dpmon.text.formatting import UNKNOWN, format_count_with_noun, format_factor, format_percent
 
 SIDES = ("A", "B")
-SUM_METRIC = "samples_per_s"
-"""The metric that is a sum over the ranks."""
 MEASURED_CONDITIONS: Mapping[str, tuple[float, Callable[[float], str]]] = {
     "clock of the GPUs": (30.0, "{:.0f} MHz".format),
     "throttled": (0.05, format_percent),
     "processors busy with other work": (0.5, "{:.1f}".format),
 }
 """Measured conditions: the smallest difference to show, and how to format a value."""
-SLOWER, NOT_SLOWER, INCONCLUSIVE = 4, 0, 3
-"""Exit statuses of a comparison with thresholds."""
 GATE_METRICS = tuple(metric.name for metric in STEP_METRICS if not metric.name.endswith("_device"))
 QUIET_METRICS = ("fast_step", "cpu_step")
 """Metrics that other work on the machine disturbs less than the mean step."""
 Outcome = Literal["slower", "not slower", "inconclusive"]
-_EXIT_STATUSES: dict[Outcome, int] = {"slower": SLOWER, "not slower": NOT_SLOWER, "inconclusive": INCONCLUSIVE}
+_EXIT_STATUSES: Mapping[Outcome, int] = {"slower": 4, "not slower": 0, "inconclusive": 3}
 
 
 class ComparedMetric(NamedTuple):
@@ -116,15 +108,11 @@ def compare_runs(before: Sequence[ComparedRun], after: Sequence[ComparedRun]) ->
                 for run, run_parts in zip(runs, parts_by_run, strict=True)
             ]
         compared[metric.name] = _compare_metric(metric, sides, parts, runs[0].part_s)
-    if (
-        len({run.set_up["ranks"] for run in runs}) > 1
-        and any(run.ranks_seen for run in runs)
-        and SUM_METRIC in compared
-    ):
-        compared[SUM_METRIC] = compared[SUM_METRIC]._replace(
-            change=None, missing="a sum over the ranks seen, which differ"
-        )
-    differences = setup_differences(before, after)
+    rate = compared.get("samples_per_s")
+    if rate is not None and len({run.set_up["ranks"] for run in runs}) > 1 and any(run.ranks_seen for run in runs):
+        reason = "a sum over the ranks seen, which differ"
+        compared[rate.figure.name] = rate._replace(change=None, missing=reason)
+    differences = _setup_differences(before, after)
     return RunComparison((before, after), batch, per_sample, missing, differences, compared, _main_phase(compared))
 
 
@@ -155,7 +143,7 @@ def known_metrics(
             yield metric, values
 
 
-def setup_differences(before: Sequence[ComparedRun], after: Sequence[ComparedRun]) -> list[tuple[str, str, str]]:
+def _setup_differences(before: Sequence[ComparedRun], after: Sequence[ComparedRun]) -> list[tuple[str, str, str]]:
     """Return what differs between the sides: a label, and its value on each side."""
     differences = []
     for label in before[0].set_up:
@@ -244,11 +232,11 @@ def format_change(ratio: float | None) -> str:
     """Return a ratio as a change: "+4.2%", "-12%", "2.40×"."""
     if ratio is None:
         return UNKNOWN
+    if ratio >= 2:
+        return format_factor(ratio)
     change_pct = (ratio - 1) * 100
     if abs(change_pct) < 0.05:
         return "0.0%"
-    if change_pct >= 100:
-        return format_factor(ratio)
     return f"{change_pct:+.0f}%" if abs(change_pct) >= 9.95 else f"{change_pct:+.1f}%"
 
 

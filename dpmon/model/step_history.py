@@ -177,12 +177,24 @@ def bin_steps(
                 start_s -= width_s
                 elapsed += within[previous]
             start_s = max(start_s, first_ns // SECOND)  # a wide tally in place of deleted ones may begin earlier
-            time_bin = _bin(start_s, max(start + width_s, until), mode, tally, elapsed)
-            bins.append(time_bin._replace(kind=kind, other_kind=store.other_kind(kind)))
-    return BinnedSteps(
-        width_s * SECOND,
-        tuple(sorted(bins, key=lambda time_bin: (time_bin.end_ns, time_bin.mode, time_bin.kind))),
-    )
+            samples = tally.sum("samples")
+            bins.append(
+                Bin(
+                    start_s * SECOND,
+                    max(start + width_s, until) * SECOND,
+                    mode,
+                    tally.steps,
+                    wall_ns=tally.stat(STEP).total,
+                    longest_ns=tally.high_ns or 0,
+                    samples=samples.total if samples.count == tally.steps else None,
+                    parts=tuple(tally.stat(REST if name == "forward" else name).total for name in PARTS),
+                    kind=kind,
+                    other_kind=store.other_kind(kind),
+                    elapsed_ns=elapsed,
+                )
+            )
+    bins.sort(key=attrgetter("end_ns", "mode", "kind"))
+    return BinnedSteps(width_s * SECOND, tuple(bins))
 
 
 def _elapsed_by_bin(
@@ -198,18 +210,3 @@ def _elapsed_by_bin(
         for kind, name in STEP_KINDS.items():
             within[start, row.mode, kind] += max(row.spent[name], 0)
     return within, between
-
-
-def _bin(start_s: int, end_s: int, mode: str, tally: Tally, elapsed_ns: int) -> Bin:
-    samples = tally.sum("samples")
-    return Bin(
-        start_ns=start_s * SECOND,
-        end_ns=end_s * SECOND,
-        mode=mode,
-        steps=tally.steps,
-        wall_ns=tally.stat(STEP).total,
-        longest_ns=tally.high_ns or 0,
-        samples=samples.total if samples.count == tally.steps else None,
-        parts=tuple(tally.stat(REST if name == "forward" else name).total for name in PARTS),
-        elapsed_ns=elapsed_ns,
-    )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 MODES = ("", "dp", "single")
@@ -44,6 +44,8 @@ MAX_JSON = 60_000
 """Maximum length (characters) of the JSON of one line or event."""
 _TEXT_LENGTHS = (4096, 1024, 256, 64, 16)
 """Lengths (characters) to which texts are truncated, tried in order until the JSON fits."""
+_NOT_SCRIPT = re.compile("^<|/(site-packages|dist-packages|dpmon/tracer)/|/lib(64)?/python3[.]|/torchinductor_")
+"""Files of installed packages, of Python's library, of dpmon, and of generated code."""
 _PACKAGE = re.compile(r"/(?:site|dist)-packages/(?!torch/|dpmon/)([^/]+)")
 """The package or module of an installed file; torch runs scripts (in a spawned process), but is no program itself."""
 _COMMAND = re.compile(r"/bin/[^/.]+$")
@@ -65,7 +67,7 @@ def node_suffix(node: str | None) -> str:
     return f" ({node})" if node else ""
 
 
-def find_program_frame(files: Sequence[str], is_script: Callable[[str], bool]) -> int | None:
+def find_program_frame(files: Sequence[str]) -> int | None:
     """Return the index of the innermost frame of the program, given the files of a stack, innermost first.
 
     The program is the script. If no file of it is on the stack (`python -m PACKAGE`), or only a command that starts an
@@ -73,7 +75,7 @@ def find_program_frame(files: Sequence[str], is_script: Callable[[str], bool]) -
     """
     packages = [(index, match[1]) for index, file in enumerate(files) if (match := _PACKAGE.search(file))]
     packaged = [index for index, name in packages if name == packages[-1][1]]
-    commands = [index for index, file in enumerate(files) if is_script(file)]
+    commands = [index for index, file in enumerate(files) if not _NOT_SCRIPT.search(file)]
     scripts = [index for index in commands if not _COMMAND.search(files[index])]
     return next(iter(scripts or packaged or commands), None)
 

@@ -34,6 +34,7 @@ from dpmon.text.formatting import UNKNOWN, format_count, format_count_with_noun
 
 SCHEMA = 1
 """Version of the JSON."""
+_RUN_FIELDS = ("id", "name", "directory", "interrupted_steps", "straggler")
 _MAX_NODES = 4
 """Most nodes of a run to name."""
 
@@ -145,13 +146,11 @@ def _straggler_paragraphs(comparison: RunComparison) -> list[Paragraph]:
     runs = [(name, run) for name, side in zip(SIDES, comparison.sides, strict=True) for run in side]
     if not any(run.straggler for _, run in runs):
         return []
-    return [
-        Paragraph(f"{name} {run.name}: {run.straggler or 'no straggler'}{_ranks_seen_note(run)}") for name, run in runs
-    ]
-
-
-def _ranks_seen_note(run: ComparedRun) -> str:
-    return f" ({run.ranks_seen} ranks were seen)" if run.ranks_seen else ""
+    paragraphs = []
+    for name, run in runs:
+        note = f" ({run.ranks_seen} ranks were seen)" if run.ranks_seen else ""
+        paragraphs.append(Paragraph(f"{name} {run.name}: {run.straggler or 'no straggler'}{note}"))
+    return paragraphs
 
 
 # ------------------------------------------------------------------------------------------------ JSON
@@ -174,7 +173,10 @@ def comparison_as_json(comparison: RunComparison, judgments: Sequence[Judgment] 
             {
                 "side": name,
                 "spread": comparison.run_to_run_spread(side),
-                "runs": [_run_members(run, comparison) for run in comparison.sides[side]],
+                "runs": [
+                    {**fields_of(run, *_RUN_FIELDS), "steps": _compared_steps(run, comparison)}
+                    for run in comparison.sides[side]
+                ],
             }
             for side, name in enumerate(SIDES)
         ],
@@ -186,11 +188,6 @@ def comparison_as_json(comparison: RunComparison, judgments: Sequence[Judgment] 
             for judgment in judgments
         ],
     }
-
-
-def _run_members(run: ComparedRun, comparison: RunComparison) -> dict[str, object]:
-    members = fields_of(run, "id", "name", "directory", "interrupted_steps", "straggler")
-    return {**members, "steps": _compared_steps(run, comparison)}
 
 
 def _metric_members(row: ComparedMetric) -> dict[str, object]:

@@ -208,7 +208,7 @@ def traceback_line(output_tail: bytes) -> str | None:
     return next((line.strip() for line in reversed(lines[-50:]) if _EXCEPTION_LINE.match(line)), None)
 
 
-def clean_traceback_line(output_tail: bytes, max_chars: int = 300) -> str | None:
-    """Return the result of `traceback_line`, truncated to `max_chars` characters and safe for a terminal."""
+def clean_traceback_line(output_tail: bytes) -> str | None:
+    """Return the result of `traceback_line`, truncated and safe for a terminal."""
     line = traceback_line(output_tail)
-    return None if line is None else strip_control_chars(line)[:max_chars]
+    return None if line is None else strip_control_chars(line)[:300]

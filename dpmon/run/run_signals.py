@@ -149,8 +149,8 @@ _START_S = 10.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 
 
-def stop_run(directory: Path, last_known: RunInfo | None = None, grace_s: float = GRACE_S) -> Iterator[str]:
-    """Send SIGINT, SIGTERM and SIGKILL in turn until no process of the run is left; wait `grace_s` seconds after each.
+def stop_run(directory: Path, last_known: RunInfo | None = None) -> Iterator[str]:
+    """Send SIGINT, SIGTERM and SIGKILL in turn until no process of the run is left; wait GRACE_S seconds after each.
 
     Yields a line for each signal sent; the last line is the result. `last_known`: earlier contents of run.json, in case
     the directory was deleted. Sends no signal and raises RunError if the directory is not a run, or if the run is on
@@ -180,7 +180,7 @@ def stop_run(directory: Path, last_known: RunInfo | None = None, grace_s: float 
     for signal_number in _SIGNALS:
         yield f"{signal_number.name} to {_format_process_count(len(members))}"
         send_to_all(members, run_info.command_pid, signal_number)
-        members = _wait_for_end(directory, run_info, members, grace_s)
+        members = _wait_for_end(directory, run_info, members)
         if not members:
             yield f"{STOPPED_BY}{signal_number.name}"
             return
@@ -237,19 +237,17 @@ def _wait_for_start(directory: Path) -> RunInfo:
         time.sleep(_POLL_S)
 
 
-def wait_for_record(directory: Path, limit_s: float = _RECORD_S) -> None:
-    """Wait up to `limit_s` seconds for a live supervisor to record the end of a stopped run."""
-    deadline = time.monotonic() + limit_s
+def wait_for_record(directory: Path) -> None:
+    """Wait up to _RECORD_S seconds for a live supervisor to record the end of a stopped run."""
+    deadline = time.monotonic() + _RECORD_S
     run_info = load_info(directory)
     while load_exit(directory) is None and has_live_supervisor(run_info) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
 
 
-def _wait_for_end(
-    directory: Path, run_info: RunInfo, members: dict[int, ProcessEntry], grace_s: float
-) -> dict[int, ProcessEntry]:
-    """Wait until all members have ended. Return those alive after `grace_s` seconds, including new children."""
-    deadline = time.monotonic() + grace_s
+def _wait_for_end(directory: Path, run_info: RunInfo, members: dict[int, ProcessEntry]) -> dict[int, ProcessEntry]:
+    """Wait until all members have ended. Return those alive after GRACE_S seconds, including new children."""
+    deadline = time.monotonic() + GRACE_S
     search_at = 0.0
     while True:
         now = time.monotonic()

@@ -24,7 +24,6 @@ MAX_DUMP_S = 5.0
 """Maximum wait for py-spy. One dump takes 11 to 35 ms."""
 MAX_KILL_S = 0.5
 """Maximum wait for the end of a killed py-spy."""
-_NOT_SCRIPT = ("/site-packages/", "/dist-packages/", "/lib/python3.", "/lib64/python3.", "/torchinductor_")
 _TRACER_PATH = "/dpmon/tracer/"
 _WRAPPERS = (
     "torch/distributed/c10d_logger.py",
@@ -88,7 +87,7 @@ class Stack(NamedTuple):
     def innermost_script_frame(self) -> Frame | None:
         """The innermost call of the script, or of the installed package that runs; None if there is none."""
         files = [frame.file if frame.line > 0 else "<C code>" for frame in self.frames]
-        index = find_program_frame(files, _is_script)
+        index = find_program_frame(files)
         return None if index is None else self.frames[index]
 
     @property
@@ -128,11 +127,6 @@ class Stack(NamedTuple):
             if frame is script_frame:
                 break
         return ""
-
-
-def _is_script(file: str) -> bool:
-    """Return whether a file belongs to the script, not to an installed package or Python's library."""
-    return not (file.startswith("<") or any(part in file for part in _NOT_SCRIPT))
 
 
 _KNOWN_FUNCTIONS = (

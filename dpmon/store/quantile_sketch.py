@@ -140,17 +140,3 @@ def median(counts: Mapping[int, int]) -> float | None:
     if total % 2 or below is None or above is None:
         return below
     return (below + above) / 2
-
-
-def fine_quantile(counts: Mapping[int, int], fraction: float) -> float | None:
-    """Return a quantile as if the values of a bin lay evenly in it; None without values.
-
-    If the values cover several bins, the result is finer than the bins. It is meant for ratios of similar values.
-    """
-    rank, below = sum(counts.values()) * fraction, 0
-    for bin_number in sorted(counts):
-        if below + counts[bin_number] >= rank > 0:
-            lowest, highest = bin_bounds(bin_number)
-            return lowest + (rank - below) / counts[bin_number] * (highest - lowest + (bin_number >= _EXACT))
-        below += counts[bin_number]
-    return None

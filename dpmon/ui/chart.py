@@ -48,12 +48,12 @@ def busy_bar(parts: Sequence[float], top: float, width: int, glyphs: Glyphs) -> 
     return bar([part / top if top > 0 else 0.0 for part in parts], busy_signs(glyphs), width, (" ", ""), min_cells=0)
 
 
-def block_line(values: Sequence[float | None], width: int, glyphs: Glyphs, top: float = 100.0) -> str:
-    """Return the first `width` values as blocks on a scale up to `top`, from the left; unknown values are dots."""
+def block_line(values: Sequence[float | None], width: int, glyphs: Glyphs) -> str:
+    """Return the first `width` values as blocks on a scale up to 100, from the left; unknown values are dots."""
     levels = len(glyphs.blocks) - 1
     text = ""
     for value in values[: max(width, 0)]:
-        text += glyphs.middot if value is None else glyphs.blocks[_fill_level(value, top, levels)]
+        text += glyphs.middot if value is None else glyphs.blocks[_fill_level(value, 100.0, levels)]
     return text.ljust(width)
 
 

@@ -158,12 +158,6 @@ def _panel_content(
     return title, corner, [panel_output.shorten_traceback_path(line, width, ellipsis) for line in lines]
 
 
-def paint_screen(screen: ScreenData, output: OutputView, width: int, height: int, style: TerminalStyle) -> list[Row]:
-    """Return all rows of the screen: for tests, and to see a screen without a terminal."""
-    slots = panel_slots(screen, width, height)
-    return join_panels(slots, paint_panels(screen, output, slots, style))
-
-
 def join_panels(slots: Mapping[str, Slot], painted: Mapping[str, list[Row]]) -> list[Row]:
     """Return the rows of the whole screen, joined from the rows of each panel."""
     rows: list[Row] = [[] for _ in range(max((slot.y + slot.height for slot in slots.values()), default=0))]

@@ -17,7 +17,8 @@ from dpmon.run.run_directory import ExitInfo, RunInfo
 from dpmon.store.query_results import LossBin
 from dpmon.ui.panels.panel_output import OutputView
 from dpmon.ui.screen_data import ModeRequest, PlaybackPosition, ScreenData, View
-from dpmon.ui.screen_painter import paint_screen
+from dpmon.ui.screen_painter import join_panels, paint_panels, panel_slots
+from dpmon.ui.styled_rows import Row as StyledRow
 from dpmon.ui.styled_rows import plain_text
 from dpmon.ui.terminal_style import ASCII, COLOR, MONO, UNICODE, TerminalStyle
 from support.history_builders import SUPERVISOR, Recording, snapshot_of_records
@@ -36,6 +37,14 @@ STYLE = TerminalStyle(UNICODE, COLOR, True)
 
 
 MONO_ASCII = TerminalStyle(ASCII, MONO, False)
+
+
+def paint_screen(
+    screen: ScreenData, output: OutputView, width: int, height: int, style: TerminalStyle
+) -> list[StyledRow]:
+    """Return all rows of the screen."""
+    slots = panel_slots(screen, width, height)
+    return join_panels(slots, paint_panels(screen, output, slots, style))
 
 
 RUN_INFO = RunInfo(

@@ -10,6 +10,7 @@ import time
 from contextlib import closing
 from math import comb, exp, sqrt
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import pytest
@@ -27,7 +28,9 @@ from dpmon.model.run_comparison import (
     outcome_sentence,
     result_sentence,
 )
-from dpmon.record.record_types import Event
+from dpmon.record.history_rows import CallRow
+from dpmon.record.record_types import Event, Step
+from dpmon.record.schema import EVALUATION, FORWARD_ONLY
 from dpmon.report.comparison_report import build_document, comparison_as_json, read_compared_run
 from dpmon.report.html_page import render_page
 from dpmon.report.plain_text import text_lines
@@ -150,6 +153,18 @@ def compared(before: list[Path], after: list[Path], *limits: Threshold) -> Judge
 
 def text_of(found: Judged, width: int = 100) -> str:
     return "\n".join(text_lines(build_document(*found), width))
+
+
+@pytest.mark.parametrize("kind", [EVALUATION, FORWARD_ONLY])
+def test_only_a_step_of_an_evaluation_counts_as_one(state: Path, kind: int) -> None:
+    training = Training(mode="single", step_ns=SECOND // 20)
+    rows = [*training.begin(), *training.run(100)]
+    for _ in range(20):
+        others = training.step(evaluates=True)
+        rows += [row._replace(kind=kind) if isinstance(row, (CallRow, Step)) else row for row in others]
+    run = read_compared_run(write_run_directory({0: rows}, seconds=training.now / SECOND))
+    walls = [row.wall_ns for row in rows if isinstance(row, Step) and row.kind == EVALUATION]
+    assert run.values.get("evaluation_step") == (pytest.approx(median(walls), rel=0.01) if walls else None)
 
 
 def test_a_pair_tells_how_much_which_phase_and_for_whom(state: Path) -> None:

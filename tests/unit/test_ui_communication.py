@@ -20,12 +20,11 @@ from dpmon.ui.panels.panel_output import OutputView
 from dpmon.ui.panels.panel_status import render_panel, reply_message
 from dpmon.ui.panels.rank_map import rows_by_rank
 from dpmon.ui.screen_data import ModeRequest, ScreenData, View, describe_activity
-from dpmon.ui.screen_painter import paint_screen
 from dpmon.ui.step_waterfall import bucket_row, sample_row
 from dpmon.ui.styled_rows import plain_text
 from support.rank_builders import record_ddp_ranks
 from support.record_builders import SECOND
-from support.screen_states import MONO_ASCII, RUN_INFO, STYLE
+from support.screen_states import MONO_ASCII, RUN_INFO, STYLE, paint_screen
 from support.screen_states import rows_text as texts
 
 

@@ -20,11 +20,10 @@ from dpmon.store.store_queries import Store
 from dpmon.ui.live_run import LiveRun
 from dpmon.ui.panels.panel_output import OutputView
 from dpmon.ui.screen_data import ScreenData, View, describe_activity
-from dpmon.ui.screen_painter import paint_screen
 from dpmon.ui.styled_rows import plain_text
 from support.record_builders import SECOND, Training, records_of_rows
 from support.screen_harness import FakeReader
-from support.screen_states import STYLE
+from support.screen_states import STYLE, paint_screen
 
 
 @pytest.fixture(autouse=True)

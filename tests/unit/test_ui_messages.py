@@ -24,12 +24,11 @@ from dpmon.ui.panels.panel_compare import render_panel as compare_rows
 from dpmon.ui.panels.panel_output import LogTail, OutputView, shorten_traceback_path
 from dpmon.ui.panels.panel_output import panel_title as output_title
 from dpmon.ui.screen_data import NAMES, PlaybackPosition, ScreenData, View
-from dpmon.ui.screen_painter import paint_screen
 from dpmon.ui.styled_rows import plain_text
 from support.history_builders import snapshot_of_records, write_playback_run
 from support.record_builders import SECOND, Training
 from support.screen_harness import ManualClock, open_playback, open_screen, shows_text
-from support.screen_states import RUN_INFO, STYLE, exit_info_of, shown_process, with_process
+from support.screen_states import RUN_INFO, STYLE, exit_info_of, paint_screen, shown_process, with_process
 
 
 def trained(steps: int = 200, *, over: bool = False, **options: Any) -> ScreenData:

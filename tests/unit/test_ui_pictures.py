@@ -14,7 +14,7 @@ from dpmon.ui.footer import current_key_hints
 from dpmon.ui.panels.panel_output import LogTail, OutputView
 from dpmon.ui.panels.panel_status import render_panel
 from dpmon.ui.screen_data import ModeRequest, ScreenData, View, describe_activity, format_devices
-from dpmon.ui.screen_painter import join_panels, paint_panels, paint_screen, panel_slots
+from dpmon.ui.screen_painter import join_panels, paint_panels, panel_slots
 from dpmon.ui.styled_rows import crop_row, plain_text, row_width
 from dpmon.ui.terminal_style import TerminalStyle
 from support.history_builders import snapshot_of_records
@@ -24,6 +24,7 @@ from support.screen_states import (
     RUN_INFO,
     STYLE,
     exit_info_of,
+    paint_screen,
     screen_data_of,
     screen_text,
     situations,

@@ -17,12 +17,12 @@ from dpmon.ui.panels import panel_ranks
 from dpmon.ui.panels.panel_output import OutputView
 from dpmon.ui.panels.panel_status import render_panel
 from dpmon.ui.screen_data import ScreenData, View, format_mode_and_devices
-from dpmon.ui.screen_painter import max_visible_ranks, paint_screen, panel_slots
+from dpmon.ui.screen_painter import max_visible_ranks, panel_slots
 from dpmon.ui.styled_rows import plain_text, row_width
 from support.history_builders import Recording
 from support.rank_builders import record_ddp_ranks, with_world_size
 from support.record_builders import SECOND, Training, step_row
-from support.screen_states import RUN_INFO, STYLE
+from support.screen_states import RUN_INFO, STYLE, paint_screen
 
 
 def facts_of(

@@ -27,7 +27,6 @@ from dpmon.ui.chart import scale_top
 from dpmon.ui.panels import panel_stall
 from dpmon.ui.panels.panel_output import OutputView
 from dpmon.ui.screen_data import ScreenData, View, describe_activity
-from dpmon.ui.screen_painter import paint_screen
 from dpmon.ui.styled_rows import plain_text, row_width
 from dpmon.ui.terminal_style import TerminalStyle
 from dpmon.ui.time_axis import build_chart_columns, make_time_axis, stall_intervals
@@ -42,6 +41,7 @@ from support.screen_states import (
     RUN_INFO,
     STYLE,
     exit_info_of,
+    paint_screen,
     rows_text,
     screen_after_stall,
     screen_ended_in_stall,

@@ -11,9 +11,7 @@ from typing import Any
 
 from dpmon.record.shared_names import find_program_frame, shorten_name
 
-_LIBRARY = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 _DPMON = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
-_PACKAGE_FOLDERS = ("/site-packages/", "/dist-packages/")
 
 _Frame = tuple[str, str, int]
 """Function, file and line of a call in a traceback."""
@@ -70,7 +68,7 @@ def describe_uncaught(rank: int | None) -> str | None:
     if spawned is not None:
         name, message, rank, frames = spawned
     details: dict[str, object] = {"message": message, "rank": rank}
-    index = find_program_frame([file for _, file, _ in frames], _is_script)
+    index = find_program_frame([file for _, file, _ in frames])
     if index is not None:
         _, file, line = frames[index]
         if len(file) <= MAX_PATH:
@@ -123,11 +121,6 @@ def _has_safe_str(value: object) -> bool:
     if type(value) is tuple:
         return all(map(_has_safe_str, value))
     return type(value) in _SAFE_TYPES
-
-
-def _is_script(file: str) -> bool:
-    """Return whether a file belongs to the script, not to an installed package or Python's library."""
-    return not (file.startswith((_LIBRARY, _DPMON, "<")) or any(folder in file for folder in _PACKAGE_FOLDERS))
 
 
 def _traceback_frames(traceback: TracebackType | None) -> list[_Frame]:

@@ -54,12 +54,12 @@ _DTYPE_BYTES = {torch.float64: 8, torch.float32: 4, torch.float16: 2, torch.bflo
 class BackwardCaller:
     """A line of the script that calls backward."""
 
-    __slots__ = ("definitions", "location", "losses", "newest", "next_ns", "start_ns", "was_stepping")
+    __slots__ = ("has_reason", "location", "losses", "newest", "next_ns", "start_ns", "was_stepping")
 
     def __init__(self, location: str) -> None:
         self.location = location
-        self.definitions: dict[bool, int] = {}
-        """Number of the definition for its losses (True), and for the first reason why there is no loss (False)."""
+        self.has_reason = False
+        """Whether the first reason why there is no loss was written."""
         self.next_ns = 0
         """When the next loss may be written (monotonic ns)."""
         self.losses: list[torch.Tensor] = []
@@ -213,13 +213,11 @@ class LossTracer:
 
     def _write(self, caller: BackwardCaller, start_ns: int, value: float, reason: str | None = None) -> None:
         """Write a loss; or, once for each line, the `reason` why its loss cannot be read."""
-        definition = caller.definitions.get(reason is None, 0)
-        if definition and reason is not None:
+        if reason is not None and caller.has_reason:
             return
-        if not definition:
-            definition = self._session.define((caller, reason), lambda: {"place": caller.location, "why": reason})
-            caller.definitions[reason is None] = definition
+        definition = self._session.define((caller, reason), lambda: {"place": caller.location, "why": reason})
         if definition:
+            caller.has_reason = caller.has_reason or reason is not None
             (bits,) = struct.unpack("=Q", struct.pack("=d", value))
             self._recorder.put(Kind.LOSS | definition << SITE_AT, start_ns, 0, bits)
 

@@ -197,7 +197,7 @@ class RecentRate(NamedTuple):
     last_ns: int | None = None
     """The end of the last training step."""
     step_ns: int = 0
-    """The mean step."""
+    """The mean time of a step, with the time between steps."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,9 @@
 
 A rate is a number of steps or samples divided by the elapsed training time. That time runs from the start of the first
 step to the end of the last one, without pauses, evaluations, stalls and input waits (dpmon.store.time_accounting). The
-time between two steps counts, for example to start workers, write a checkpoint or log an epoch. Statistics exclude
-steps in which the run stalled, and a first step that waits long.
+time between two steps counts, for example to start workers, write a checkpoint or log an epoch, and so do evaluations
+before nearly every update, which generate its data. Statistics exclude steps in which the run stalled, and a first step
+that waits long.
 
 Statistics come from tallies (dpmon.store.tally), which the store adds up for any time range. Each kind of step
 (dpmon.record.schema.STEP_KINDS) has its own. The main kind of a run is training, or the most frequent kind if it never
@@ -16,7 +17,7 @@ a number has the same digits everywhere.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
@@ -207,19 +208,18 @@ def _phase(name: str, tally: Tally, step_total: int) -> PhaseStats:
 
 
 def elapsed_by_process(
-    rows: Iterable[TimeRow], mode: str, kind: int, *, with_between: bool
+    rows: Iterable[TimeRow], mode: str, kind: int, between: Collection[str]
 ) -> dict[int, tuple[int, int]]:
     """Return the time of the steps of a mode and kind by process, as (whole, within the steps) in ns.
 
-    `with_between`: whether the whole includes the time between steps; if so, this is the main kind.
+    `between`: the activities between these steps, which the whole includes.
     """
     elapsed: dict[int, list[int]] = defaultdict(lambda: [0, 0])
     for row in rows:
         if row.mode != mode:
             continue
         within = row.spent[STEP_KINDS[kind]]
-        between = row.spent["between"] if with_between else 0
-        elapsed[row.process][0] += within + between
+        elapsed[row.process][0] += within + sum(row.spent[name] for name in between)
         elapsed[row.process][1] += within
     return {process: (whole, within) for process, (whole, within) in elapsed.items() if whole > 0}
 
@@ -378,7 +378,7 @@ class StatsWindow:
         tallies: dict[int, Tally] = {}
         times = dict.fromkeys(processes, (0, 0))
         for step_mode in self._all_modes if mode is None else [mode]:
-            elapsed = self._elapsed(step_mode, kind)
+            elapsed = self.elapsed(step_mode, kind)
             for index in processes:
                 mode_tally = self.tally(step_mode, kind, index)
                 if tallies.setdefault(index, mode_tally) is not mode_tally:
@@ -387,11 +387,12 @@ class StatsWindow:
                 times[index] = whole + more_whole, within + more_within
         return compute_rate(tallies, times)
 
-    def _elapsed(self, mode: str, kind: int) -> dict[int, tuple[int, int]]:
+    def elapsed(self, mode: str, kind: int) -> dict[int, tuple[int, int]]:
         """Return the time of a mode's steps by process (see `elapsed_by_process`)."""
         elapsed = self._elapsed_by_mode.get((mode, kind))
         if elapsed is None:
-            elapsed = elapsed_by_process(self.times, mode, kind, with_between=kind == self.main_kind)
+            between = self._store.between_activities if kind == self.main_kind else ()
+            elapsed = elapsed_by_process(self.times, mode, kind, between)
             self._elapsed_by_mode[mode, kind] = elapsed
         return elapsed
 

@@ -41,7 +41,7 @@ from dpmon.sanitize import strip_control_chars
 from dpmon.stalls.run_state import ENDED, StateInputs, decide_state
 from dpmon.store.loader_loops import estimate_epoch_time_left
 from dpmon.store.quantile_sketch import count_between
-from dpmon.store.step_stats import PhaseStats, StatsWindow, StepStats, elapsed_by_process
+from dpmon.store.step_stats import PhaseStats, StatsWindow, StepStats
 from dpmon.store.store_opening import open_store
 from dpmon.store.store_queries import Store
 from dpmon.store.tally import Tally
@@ -323,7 +323,7 @@ class PrometheusFile:
         """Add each process's time by activity, its steps and samples, and its newest step."""
         by_mode = self._tallies_by_mode(window, only_training=True)
         modes = {row.mode for row in by_mode}
-        times_by_mode = {mode: elapsed_by_process(window.times, mode, TRAINING, with_between=True) for mode in modes}
+        times_by_mode = {mode: window.elapsed(mode, TRAINING) for mode in modes}
         for labels, process, mode, tally in by_mode:
             help_text = "Elapsed training time: steps and time between them, without pauses, evaluations, input waits."
             elapsed_ns, _ = times_by_mode[mode].get(process, (0, 0))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from dpmon.model.throughput import throughput_of
 from dpmon.record.record_types import Call
 from dpmon.record.schema import EVALUATION, FORWARD_ONLY, TRAINING
 from dpmon.stalls.run_state import RUNNING, decide_state
@@ -133,6 +134,31 @@ def test_evaluations_before_nearly_every_update_generate_data() -> None:
     assert steps_by_mode(rollouts) == {("single", "training"): 20, ("single", "without gradients"): 60}
     validated = recorded("m " + ("l " * 10 + "e e e ") * 20).store()
     assert steps_by_mode(validated) == {("single", "training"): 200, ("single", "evaluation"): 60}
+
+
+@pytest.mark.parametrize("rollout_ms", [50, 4000])
+def test_rates_include_the_calls_before_nearly_every_update(rollout_ms: int) -> None:
+    """Each turn has 2 such calls, and 3.4 ms of other time. Between epochs, an evaluation stays out of the rates."""
+    run = recorded("m " + f"e={rollout_ms} e={rollout_ms} l " * 12)
+    snapshot, turn_s = run.state(), (2 * rollout_ms + 3.5) / 1000
+    assert snapshot.representative is not None
+    throughput = throughput_of(snapshot.representative, snapshot, snapshot.newest_ns)
+    assert throughput.steps_per_s == pytest.approx(1 / turn_s, rel=0.01)
+    assert throughput.samples_per_s == pytest.approx(8 / turn_s, rel=0.01)
+    window = StatsWindow(run.store())
+    (mean,) = {window.rate(), window.rate("single")}
+    assert mean is not None
+    assert mean.steps_per_s == pytest.approx(1 / turn_s, rel=0.01)
+    assert mean.steps_per_s_within == pytest.approx(1000 / 3.2, rel=0.1)
+    validated = StatsWindow(recorded("m " + ("l " * 10 + "e=50 e=50 ") * 4).store()).rate()
+    assert validated is not None
+    assert validated.steps_per_s == pytest.approx(1000 / 3.3, rel=0.05)
+
+
+def test_the_state_during_calls_before_an_update_is_training() -> None:
+    snapshot = recorded("m " + "e e l " * 12 + "e e").state()
+    inputs = snapshot.state_inputs(snapshot.newest_ns, {}, None, None)
+    assert (inputs.step_word, decide_state(inputs).word) == ("without gradients", IS_TRAINING)
 
 
 def test_a_call_outside_the_loop_takes_time_and_is_no_step() -> None:

@@ -45,7 +45,7 @@ from dpmon.model.run_events import LoaderStart, RunEvents, parse_loader_start
 from dpmon.model.run_snapshot import ProcessInfo
 from dpmon.model.step_history import BinnedSteps, bin_steps, column_width_s
 from dpmon.model.stragglers import RankTimes, rank_times_in_window
-from dpmon.record.schema import SECOND, STALLED, STARTUP, STEP, STEP_PHASES, WARM_UP, device_series, step_kind
+from dpmon.record.schema import SECOND, STALLED, STARTUP, STEP, STEP_PHASES, TRAINING, WARM_UP, device_series, step_kind
 from dpmon.record.shared_names import CALL_PHASES, node_suffix, rank_name
 from dpmon.store.query_results import InvalidLoss, LongStepRow
 from dpmon.store.step_stats import StatsWindow, account_for_elapsed, compute_step_stats, first_and_last_third
@@ -387,6 +387,16 @@ class RunAnalysis:
 
     @cached_property
     def gaps(self) -> list[Gap]:
+    @cached_property
+    def final_evaluation_ns(self) -> Mapping[int, int]:
+        """By process: the time of evaluations after its last training step, ns."""
+        ends: Counter[int] = Counter()
+        for key, tally in self.window.tallies.items():
+            if step_kind(key.kind) == TRAINING:
+                ends[key.process] = max(ends[key.process], tally.last_ns or 0)
+        rows = ((process, self.store.time_rows(end // SECOND, process=process)) for process, end in ends.items())
+        return {process: sum(row.spent["evaluation"] for row in found) for process, found in rows}
+
         """The longest times between two steps, the longest first."""
         return self.store.gaps(MAX_GAPS)
 

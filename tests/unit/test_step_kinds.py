@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from dpmon.model.findings.all_findings import find_all
+from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.throughput import throughput_of
 from dpmon.record.record_types import Call
 from dpmon.record.schema import EVALUATION, FORWARD_ONLY, TRAINING
@@ -153,6 +155,15 @@ def test_rates_include_the_calls_before_nearly_every_update(rollout_ms: int) -> 
     validated = StatsWindow(recorded("m " + ("l " * 10 + "e=50 e=50 ") * 4).store()).rate()
     assert validated is not None
     assert validated.steps_per_s == pytest.approx(1000 / 3.3, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("loop", "saved_s"),
+    [("l w20 " * 60 + "e=100 " * 20, []), (("l w20 " * 20 + "e=100 " * 20) * 4, [pytest.approx(6.0, abs=1.0)])],
+)
+def test_only_an_evaluation_before_the_last_update_could_be_made_less_often(loop: str, saved_s: list[object]) -> None:
+    found = find_all(RunAnalysis(recorded("m " + loop).store()))
+    assert [finding.saves_s for finding in found if finding.kind == "evaluation"] == saved_s
 
 
 def test_the_state_during_calls_before_an_update_is_training() -> None:

@@ -250,8 +250,7 @@ class RunAnalysis:
         return replace(whole, settled=settled)
 
     def _mode(self, mode: str, kind: int, process: int, tally: Tally) -> ModeStats:
-        steps, rate = self.window.steps_and_rate(mode, kind)
-        stats = compute_step_stats(mode, tally=tally, rate=rate, kind=kind)
+        stats = compute_step_stats(mode, tally=tally, rate=self.window.mode_rate(mode, kind), kind=kind)
         phases = {phase.name: phase for phase in stats.phases if phase.ran}
         ordered = tuple(phases[name] for name in (*STEP_PHASES, *CALL_PHASES) if name in phases)
         return ModeStats(
@@ -260,7 +259,6 @@ class RunAnalysis:
             distributed=self.layouts.distributed if mode == "single" else None,
             process=process,
             process_name=self.names.get(process),
-            other_steps=steps - stats.steps,
             other_kind=self.store.other_kind(kind),
         )
 
@@ -286,12 +284,24 @@ class RunAnalysis:
             return stats
         return replace(stats, early=first, late=last)
 
-    @property
+    @cached_property
     def steps(self) -> int:
-        """Number of steps of the main kind, including deleted ones, and those that the metrics exclude."""
-        left_out = self.window.left_out.items()
-        excluded_steps = sum(tally.steps for key, tally in left_out if step_kind(key.kind) == self.window.main_kind)
-        return sum(stats.all_steps for stats in self.modes) + excluded_steps
+        """Number of steps of the main kind (see `step_counts`)."""
+        return self.step_counts(self.window.main_kind)[0]
+
+    def step_counts(self, kind: int, mode: str | None = None) -> tuple[int, int]:
+        """Return the number of steps of a kind and of their updates; of a mode, without those that metrics exclude.
+
+        Ranks step together, so these are the steps of the rank with the most; those of other processes add up.
+        """
+        steps, updates = Counter[int | None](), Counter[int | None]()
+        left_out = self.window.left_out if mode is None else {}
+        for key, tally in (*self.window.tallies.items(), *left_out.items()):
+            if step_kind(key.kind) == kind and mode in (None, key.mode):
+                steps[self.rank(key.process)] += tally.steps
+                updates[self.rank(key.process)] += tally.updates
+        rank = max(steps, key=steps.__getitem__, default=None)
+        return steps[rank], updates[rank]
 
     @property
     def slow_start_ns(self) -> int:
@@ -317,14 +327,6 @@ class RunAnalysis:
             if process != stats.process
         )
         return tuple(stats for stats in others if stats.steps)
-
-    @property
-    def steps_of_rank(self) -> int:
-        """The number of steps of the rank with the most, with warm-up steps."""
-        steps = Counter[int | None]()
-        for stats in (*self.modes, *self.other_process_modes):
-            steps[self.rank(stats.process)] += stats.steps
-        return max(steps.values(), default=0)
 
     @cached_property
     def progress(self) -> Progress:
@@ -386,8 +388,6 @@ class RunAnalysis:
         return times
 
     @cached_property
-    def gaps(self) -> list[Gap]:
-    @cached_property
     def final_evaluation_ns(self) -> Mapping[int, int]:
         """By process: the time of evaluations after its last training step, ns."""
         ends: Counter[int] = Counter()
@@ -397,6 +397,8 @@ class RunAnalysis:
         rows = ((process, self.store.time_rows(end // SECOND, process=process)) for process, end in ends.items())
         return {process: sum(row.spent["evaluation"] for row in found) for process, found in rows}
 
+    @cached_property
+    def gaps(self) -> list[Gap]:
         """The longest times between two steps, the longest first."""
         return self.store.gaps(MAX_GAPS)
 

@@ -182,7 +182,8 @@ def _step_parts(run: RunAnalysis) -> list[Part]:
     for title, stats in titled_stats:
         name_cells = (stats.process_name or "",) if has_names else ()
         times = format_duration(stats.median_ns), format_duration(stats.p95_ns)
-        rows.append((title, f"{stats.all_steps:,}", *name_cells, *times, format_samples_per_s(stats.rate)))
+        steps_text = f"{run.step_counts(stats.kind, stats.mode)[0]:,}"
+        rows.append((title, steps_text, *name_cells, *times, format_samples_per_s(stats.rate)))
     headers = ("mode", "steps", *(("times of",) if has_names else ()), "median", "p95", "samples/s")
     bins = [time_bin for time_bin in run.binned_steps.bins if not time_bin.other_kind]
     parts: list[Part] = [*_make_table(headers, rows)]

@@ -293,7 +293,7 @@ class StatsWindow:
         """The kind of steps that describes the run: see `Store.main_kind`."""
         self._all_modes = {mode for mode, _ in store.step_kinds()}
         self._elapsed_by_mode: dict[tuple[str, int], dict[int, tuple[int, int]]] = {}
-        self._totals: dict[tuple[str, int], tuple[int, Rate | None]] = {}
+        self._rates: dict[tuple[str, int], Rate | None] = {}
 
     @cached_property
     def tallies(self) -> dict[TallyKey, Tally]:
@@ -364,12 +364,11 @@ class StatsWindow:
         kind = self.main_kind if kind is None else kind
         return merge_mode_tallies(tallies, mode, kind, without_warmup=without_warmup, batch=batch)
 
-    def steps_and_rate(self, mode: str, kind: int) -> tuple[int, Rate | None]:
-        """Return the number of steps of all processes in a mode, and their rate."""
-        result = self._totals.get((mode, kind))
-        if result is None:
-            result = self._totals[mode, kind] = self.tally(mode, kind).steps, self.rate(mode, kind)
-        return result
+    def mode_rate(self, mode: str, kind: int) -> Rate | None:
+        """Return the rate of all processes in a mode."""
+        if (mode, kind) not in self._rates:
+            self._rates[mode, kind] = self.rate(mode, kind)
+        return self._rates[mode, kind]
 
     def rate(self, mode: str | None = None, kind: int | None = None, process: int | None = None) -> Rate | None:
         """Return the rate of a mode, or of all modes together if `mode` is None; None if no time has passed."""

@@ -596,6 +596,7 @@ def with_changes(before: RunAnalysis, **facts: Any) -> RunAnalysis:
     vars(found).update({**vars(before), **facts})
     if "time_by_activity" in facts:
         found.spent_by_process = facts.get("spent_by_process", {0: facts["time_by_activity"]})
+    found.steps = max((stats.steps for stats in (*found.modes, *found.other_process_modes)), default=0)
     if facts.get("end_ns") is not None:
         found.until_ns = facts["end_ns"]
     return found

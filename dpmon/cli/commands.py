@@ -289,9 +289,8 @@ class ListedRun(NamedTuple):
         """Return the cells of the list."""
         from dpmon.stalls.run_state import format_state  # expensive
 
-        evaluations = (
-            f" (+{format_count(self.evaluation_steps)} {self.evaluation_word})" if self.evaluation_steps else ""
-        )
+        count = self.evaluation_steps
+        evaluations = f" (+{format_count(count)} {self.evaluation_word})" if count else ""
         steps_text = "-" if self.steps is None else f"{format_count(self.steps)}{evaluations}"
         if self.steps is None and self.open_calls:
             steps_text = format_count_with_noun(self.open_calls, "call")
@@ -382,10 +381,9 @@ def _query_step_counts(store: Store) -> _StepCounts:
     longest_ring = max(store.rings.values(), key=lambda row: row.steps, default=None)
     if longest_ring is None:
         return _NO_STEPS
-    window = StatsWindow(store)
-    rate = window.rate()
+    rate = StatsWindow(store).rate()
     calls = store.open_calls
-    evaluations = window.other_steps(longest_ring.process, EVALUATION)
+    evaluations = 0 if store.main_kind == EVALUATION else longest_ring.evaluations
     samples = None if rate is None else rate.samples_per_s
     stalls = parse_stalls(event.data for event in store.events("stall", limit=TEXTS_READ))
     last_ns = max((step.start_ns + step.wall_ns for step in store.steps(1)), default=0)
@@ -394,7 +392,7 @@ def _query_step_counts(store: Store) -> _StepCounts:
     numbers = {TRAINING: longest_ring.last_step, EVALUATION: longest_ring.evaluations}
     steps = numbers.get(store.main_kind, longest_ring.forward_steps) or 0
     has_only_calls = bool(calls and not longest_ring.steps)
-    return None if has_only_calls else steps, evaluations, store.kind_word(EVALUATION), calls, samples, standing
+    return None if has_only_calls else steps, evaluations, store.kind_words[EVALUATION], calls, samples, standing
 
 
 def _format_age(seconds: float) -> str:

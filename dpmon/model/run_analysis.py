@@ -100,6 +100,7 @@ class RunAnalysis:
         representative = snapshot.representative
         self._focus = 0 if representative is None else representative.process
         self.window = StatsWindow(self.store)
+        self.window.ranks = self._ranks
         processes = self.store.processes
         rank_counts = Counter(map(self.rank, processes))
         self.names = {process: self._name(process, rank_counts) for process in processes} if len(processes) > 1 else {}
@@ -286,22 +287,8 @@ class RunAnalysis:
 
     @cached_property
     def steps(self) -> int:
-        """Number of steps of the main kind (see `step_counts`)."""
-        return self.step_counts(self.window.main_kind)[0]
-
-    def step_counts(self, kind: int, mode: str | None = None) -> tuple[int, int]:
-        """Return the number of steps of a kind and of their updates; of a mode, without those that metrics exclude.
-
-        Ranks step together, so these are the steps of the rank with the most; those of other processes add up.
-        """
-        steps, updates = Counter[int | None](), Counter[int | None]()
-        left_out = self.window.left_out if mode is None else {}
-        for key, tally in (*self.window.tallies.items(), *left_out.items()):
-            if step_kind(key.kind) == kind and mode in (None, key.mode):
-                steps[self.rank(key.process)] += tally.steps
-                updates[self.rank(key.process)] += tally.updates
-        rank = max(steps, key=steps.__getitem__, default=None)
-        return steps[rank], updates[rank]
+        """Number of steps of the main kind (see `StatsWindow.step_counts`)."""
+        return self.window.step_counts(self.window.main_kind)[0]
 
     @property
     def slow_start_ns(self) -> int:

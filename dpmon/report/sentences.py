@@ -140,11 +140,11 @@ def processes_and_modes(run: RunAnalysis) -> str:
     modes: Counter[str] = Counter()
     for stats in (*run.modes, *run.other_modes):
         name = RANK_MODES[stats.distributed] if stats.distributed else stats.mode
-        modes[name] += run.step_counts(stats.kind, stats.mode)[0]
+        modes[name] += run.window.step_counts(stats.kind, stats.mode)[0]
     several_modes = len(+modes) > 1
-    steps_text = format_count_with_noun(run.steps, "step") + format_updates(*run.step_counts(TRAINING))
+    steps_text = format_count_with_noun(run.steps, "step") + format_updates(*run.window.step_counts(TRAINING))
     other_kinds = {stats.kind: stats.other_kind for stats in run.other_modes}
-    kinds = [f"{run.step_counts(kind)[0]:,} {word}" for kind, word in other_kinds.items()]
+    kinds = [f"{run.window.step_counts(kind)[0]:,} {word}" for kind, word in other_kinds.items()]
     counts_text = f"{' + '.join([steps_text, *kinds])}, {format_count_with_noun(run.calls, 'call')}"
     counts_text += " total" if process_count > 1 else ""
     if several_modes:
@@ -226,7 +226,7 @@ ACTIVITY_NAMES = {
 
 def time_by_activity_sentences(run: RunAnalysis, ns_by_activity: Mapping[str, int], *, has_ended: bool) -> list[str]:
     """Return sentences on the run's time by activity and its longest gaps between steps; empty without steps."""
-    names = {**ACTIVITY_NAMES, "evaluation": run.store.kind_word(EVALUATION)}
+    names = {**ACTIVITY_NAMES, "evaluation": run.store.kind_words[EVALUATION]}
     if not has_ended:
         names["ending"] = "since the last step"
     parts = [f"{names[name]} {format_long_duration(ns)}" for name, ns in ns_by_activity.items() if ns >= _MIN_SHOWN_NS]

@@ -284,6 +284,8 @@ class StatsWindow:
     ) -> None:
         """`process`: use only its steps; None for all processes. `cache`: from the previous window of this process."""
         self._cache = cache
+        self.ranks: Mapping[int, int | None] = store.ranks
+        """Rank by process. A reader may know more of them than the store."""
         self._store = store
         self._process = process
         self.processes = store.processes if process is None else [process]
@@ -291,7 +293,7 @@ class StatsWindow:
         self._begin_s, self._end_s = begin_s, end_s
         self.main_kind = store.main_kind
         """The kind of steps that describes the run: see `Store.main_kind`."""
-        self._all_modes = {mode for mode, _ in store.step_kinds()}
+        self._all_modes = {mode for mode, _ in store.mode_kinds}
         self._elapsed_by_mode: dict[tuple[str, int], dict[int, tuple[int, int]]] = {}
         self._rates: dict[tuple[str, int], Rate | None] = {}
 
@@ -312,12 +314,18 @@ class StatsWindow:
         """Tallies of the steps that statistics exclude (dpmon.record.schema.EXCLUDED)."""
         return self._store.tallies(self._begin_s, self._end_s, process=self._process, sketches=False, left_out=True)
 
-    @property
-    def training_counts(self) -> tuple[int, int]:
-        """The numbers of training steps and of optimizer updates, including those in steps that statistics exclude."""
-        tallies = (*self.tallies.items(), *self.left_out.items())
-        training = [tally for key, tally in tallies if step_kind(key.kind) == TRAINING]
-        return sum(tally.steps for tally in training), sum(tally.updates for tally in training)
+    def step_counts(self, kind: int, mode: str | None = None) -> tuple[int, int]:
+        """Return the number of steps of a kind and of their updates; of a mode, without those that statistics exclude.
+
+        Ranks step together, so these are the steps of the rank with the most; those of other processes add up.
+        """
+        steps, updates = Counter[int | None](), Counter[int | None]()
+        for key, tally in (*self.tallies.items(), *(self.left_out.items() if mode is None else ())):
+            if step_kind(key.kind) == kind and mode in (None, key.mode):
+                steps[self.ranks.get(key.process)] += tally.steps
+                updates[self.ranks.get(key.process)] += tally.updates
+        rank = max(steps, key=steps.__getitem__, default=None)
+        return steps[rank], updates[rank]
 
     @cached_property
     def times(self) -> list[TimeRow]:
@@ -401,11 +409,6 @@ class StatsWindow:
         for mode in self._all_modes:
             merged.merge(self.tally(mode, process=process))
         return merged, self.rate(process=process)
-
-    def other_steps(self, process: int, kind: int) -> int:
-        """Return the number of steps of a process of a kind other than the main kind."""
-        kinds = [(mode, other_kind) for mode, other_kind in self.other_modes if other_kind == kind]
-        return sum(self.tally(mode, other_kind, process).steps for mode, other_kind in kinds)
 
     @cached_property
     def time_by_activity(self) -> dict[str, int]:

@@ -196,7 +196,8 @@ class Store:
         self._deleted_until = {width: min(meta.get(f"pruned_{width}", 0), _LATEST_S) for width in WIDTHS[:-1]}
         self.pruned = meta.get("pruned", 0)
         """Number of rows deleted to keep the history below its size limit."""
-        self._mode_kinds: set[tuple[str, int]] = {*connection.rows("SELECT DISTINCT mode, kind FROM keys")}
+        self.mode_kinds: set[tuple[str, int]] = {*connection.rows("SELECT DISTINCT mode, kind FROM keys")}
+        """Mode and flags of all steps so far."""
         self._newest_s = self._newest_second()
         self._resolvers: dict[int, Resolver] = {}
         """By process."""
@@ -397,7 +398,7 @@ class Store:
 
         `left_out`: read only the tallies of steps that statistics exclude, instead of all others.
         """
-        if left_out and not any(kind & EXCLUDED for _, kind in self._mode_kinds):
+        if left_out and not any(kind & EXCLUDED for _, kind in self.mode_kinds):
             return
         names = ", ".join(columns)
         conditions = ""
@@ -475,17 +476,9 @@ class Store:
             return self._series_names
         return {number: name for number, name in self._series_names.items() if name in series}
 
-    def kind_word(self, kind: int) -> str:
-        """Return the word for a kind of steps."""
-        return self.kind_words[kind]
-
     def other_kind(self, kind: int) -> str:
         """Return the word for a kind of steps; empty for the main kind."""
-        return "" if kind == self.main_kind else self.kind_word(kind)
-
-    def step_kinds(self) -> set[tuple[str, int]]:
-        """Return (mode, kind) of all steps so far."""
-        return self._mode_kinds
+        return "" if kind == self.main_kind else self.kind_words[kind]
 
     # ------------------------------------------------------------------------------------------ time
 

@@ -108,7 +108,7 @@ def steps_by_mode(store: Store) -> dict[tuple[str, str], int]:
     """Return the number of steps by mode and the word for their kind."""
     window = StatsWindow(store)
     pairs = [*((mode, window.main_kind) for mode in window.modes), *window.other_modes]
-    return {(mode, store.kind_word(kind)): window.tally(mode, kind).steps for mode, kind in pairs}
+    return {(mode, store.kind_words[kind]): window.tally(mode, kind).steps for mode, kind in pairs}
 
 
 def test_training_describes_a_run_whatever_else_it_does() -> None:

@@ -386,7 +386,7 @@ def find_costly_evaluation(run: RunAnalysis) -> Iterator[Finding]:
     """
     process, evaluation_ns, active_ns = _most_spent(run, "evaluation")
     evaluation_ns -= run.final_evaluation_ns.get(process, 0)
-    is_rollout = run.store.kind_word(EVALUATION) != "evaluation"
+    is_rollout = run.store.kind_words[EVALUATION] != "evaluation"
     if evaluation_ns and not is_rollout and evaluation_ns >= MIN_EVALUATION_SHARE * active_ns:
         yield Finding(
             "evaluation",

@@ -261,7 +261,7 @@ class Assembler:
         """
         if span.kind == Kind.FETCH and span.thread == self._row_builder.thread:
             self._place_events(self._events.pop_until(span.start - 1))
-            self._boundaries.fetch_began(span.start)
+            self._boundaries.fetch_began(span.start, span.site)
         self._place_events(self._events.pop_until(span.end - 1))
 
     def _place_events(self, events: Iterable[QueuedEvent]) -> None:

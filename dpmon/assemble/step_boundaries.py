@@ -1,9 +1,9 @@
 """Decides where a step of the training loop begins and ends.
 
-With a loader, a step runs from fetch to fetch. Without a loader, it runs from optimizer step to optimizer step. In a
-loop without an optimizer, a step begins with the first call after a backward pass. Without backward passes, it begins
-with a call of the module that began the previous step. The rule is unknown at first, so the blocks of the open step are
-held, and are replayed when the rule changes.
+With a loader, a step runs from fetch to fetch; before the first fetch of another loop, it ends with its last phase.
+Without a loader, it runs from optimizer step to optimizer step. In a loop without an optimizer, a step begins with the
+first call after a backward pass. Without backward passes, it begins with a call of the module that began the previous
+step. The rule is unknown at first, so the blocks of the open step are held, and are replayed when the rule changes.
 
 A step is one turn of a loop. Calls that train nothing and are not repeated belong to no loop: they get no step number.
 """
@@ -70,6 +70,8 @@ class StepBoundaryFinder:
         """Whether the loader has ended, without a fetch since."""
         self._start = self._last_end = 0
         """Start of the open step, and end of its last phase."""
+        self._loop = self._new_loop_at = 0
+        """The loop of the fetch that began the open step, and when the script last began to iterate over a loader."""
         self._rule = BY_OPTIMIZER
         self._steps_since_fetch = 0
         self._timeout = BoundaryTimeout()
@@ -123,16 +125,18 @@ class StepBoundaryFinder:
             if self._step.calls:
                 self._close_step(event.time_ns)
                 self._is_open = self._began_with_fetch = False
+        if event.record.kind == "loader":
+            self._new_loop_at = event.time_ns
         if self.held and event.fill in ("next", "last"):
             self._hold_item(event)
             return
         self._row_builder.place_event(event, self._row_builder.number + bool(self.held or self._step.part))
         self._on_recorded([], False)
 
-    def fetch_began(self, start_ns: int) -> None:
-        """Handle the start of a fetch at the top level, which ends the open step."""
+    def fetch_began(self, start_ns: int, loop: int = 0) -> None:
+        """Handle the start of a fetch at the top level, which ends the open step. `loop`: its loop; 0 if unknown."""
         if self._is_open and self._step.calls and start_ns >= self._last_end:
-            self._close_at_fetch(start_ns)
+            self._close_at_fetch(start_ns, loop)
 
     def switch_training_thread(self, thread: int) -> None:
         """Make another thread the training thread. The open step ends."""
@@ -171,7 +175,7 @@ class StepBoundaryFinder:
         span = block.span
         has_failed = span.flags & (Flag.FAILED | Flag.EXHAUSTED)
         if self._is_open and self._step.calls:
-            self._close_at_fetch(span.start)
+            self._close_at_fetch(span.start, span.site)
         self._row_builder.fetches.add_fetch(span, has_failed != 0)
         if self._is_open and self._began_with_fetch and not has_failed:
             self._hold_item(block)
@@ -187,14 +191,15 @@ class StepBoundaryFinder:
             self._is_open = self._began_with_fetch = True
             self._loader_ended = False
             self._steps_since_fetch = 0
-            self._start = span.start
+            self._start, self._loop = span.start, span.site
         self._last_end = span.end
         self._add_calls(block.calls)
 
-    def _close_at_fetch(self, start: int) -> None:
-        """End the open step, because a fetch starts at `start`."""
+    def _close_at_fetch(self, start: int, loop: int) -> None:
+        """End the open step, because a fetch of `loop` (0: unknown) starts at `start`."""
         if self._began_with_fetch:
-            self._close_step(end_without_overhead(self.held, start))
+            is_new_loop = self._new_loop_at >= self._last_end or loop not in (0, self._loop)
+            self._close_step(self._last_end if is_new_loop else end_without_overhead(self.held, start))
         else:
             self._choose_final_rule()
             if self._step.calls:

@@ -266,6 +266,8 @@ class ListedRun(NamedTuple):
     """Steps of the process with the most steps: ranks step together, so their steps are not added. None if unknown,
     also while the end of a step is not known."""
     evaluation_steps: int | None
+    evaluation_word: str | None
+    """The word for these steps: they may only generate data."""
     open_calls: int | None
     """Calls not yet divided into steps, in processes without a step."""
     samples_per_s: float | None
@@ -287,7 +289,8 @@ class ListedRun(NamedTuple):
         """Return the cells of the list."""
         from dpmon.stalls.run_state import format_state  # expensive
 
-        evaluations = f" (+{format_count(self.evaluation_steps)} evaluation)" if self.evaluation_steps else ""
+        count = self.evaluation_steps
+        evaluations = f" (+{format_count(count)} {self.evaluation_word})" if count else ""
         steps_text = "-" if self.steps is None else f"{format_count(self.steps)}{evaluations}"
         if self.steps is None and self.open_calls:
             steps_text = format_count_with_noun(self.open_calls, "call")
@@ -322,7 +325,7 @@ def _make_listed_run(directory: Path, run_info: RunInfo) -> ListedRun:
         counts = _query_step_counts(store)
         job, node = store.job()
         health = health_from_store(directory, store) if is_live_run else None
-    steps, evaluation_steps, open_calls, samples_per_s, standing = counts
+    steps, evaluation_steps, evaluation_word, open_calls, samples_per_s, standing = counts
     if state == "finished":
         standing = None  # the stall ended
     if is_live_run:
@@ -337,8 +340,8 @@ def _make_listed_run(directory: Path, run_info: RunInfo) -> ListedRun:
     )
     return ListedRun(
         run_info.id, short_name(run_info), state, is_protected(directory), run_info.started_unix, seconds, steps,
-        evaluation_steps, open_calls, samples_per_s, *ending, standing, job, node, list(run_info.nodes), command,
-        str(directory),
+        evaluation_steps, evaluation_word, open_calls, samples_per_s, *ending, standing, job, node,
+        list(run_info.nodes), command, str(directory),
     )  # fmt: skip
 
 
@@ -362,12 +365,12 @@ def rm(options: argparse.Namespace) -> int:
     return 0
 
 
-_StepCounts = tuple[int | None, int | None, int | None, float | None, str | None]
-_NO_STEPS: _StepCounts = (None, None, None, None, None)
+_StepCounts = tuple[int | None, int | None, str | None, int | None, float | None, str | None]
+_NO_STEPS: _StepCounts = (None, None, None, None, None, None)
 
 
 def _query_step_counts(store: Store) -> _StepCounts:
-    """Return steps, evaluation steps, open calls, samples/s, and the stall in which the run ended, if it did.
+    """Return steps, evaluation steps and their word, open calls, samples/s, and the stall in which the run ended.
 
     All are None if the record has no rings.
     """
@@ -378,20 +381,18 @@ def _query_step_counts(store: Store) -> _StepCounts:
     longest_ring = max(store.rings.values(), key=lambda row: row.steps, default=None)
     if longest_ring is None:
         return _NO_STEPS
-    window = StatsWindow(store)
-    rate = window.rate()
+    rate = StatsWindow(store).rate()
     calls = store.open_calls
-    evaluations, samples = (
-        window.other_steps(longest_ring.process, EVALUATION),
-        None if rate is None else rate.samples_per_s,
-    )
+    evaluations = 0 if store.main_kind == EVALUATION else longest_ring.evaluations
+    samples = None if rate is None else rate.samples_per_s
     stalls = parse_stalls(event.data for event in store.events("stall", limit=TEXTS_READ))
     last_ns = max((step.start_ns + step.wall_ns for step in store.steps(1)), default=0)
     stall = final_stall(stalls, last_ns)
     standing = None if stall is None else f"stalled: {stall.text}"
     numbers = {TRAINING: longest_ring.last_step, EVALUATION: longest_ring.evaluations}
     steps = numbers.get(store.main_kind, longest_ring.forward_steps) or 0
-    return None if calls and not longest_ring.steps else steps, evaluations, calls, samples, standing
+    has_only_calls = bool(calls and not longest_ring.steps)
+    return None if has_only_calls else steps, evaluations, store.kind_words[EVALUATION], calls, samples, standing
 
 
 def _format_age(seconds: float) -> str:

@@ -91,7 +91,7 @@ class _SummaryLines:
         warnings = [*damage, *(warning.text for warning in run.announced.warnings)]
         stall_lines = stall_sentences(run, self._exit_info, has_ended=self._exit_info is not None)
         lines = [*stall_lines, *self._time_lines(), *self._gap_lines(warnings)]
-        mode_kinds = {(mode, step_kind(kind)) for mode, kind in run.store.step_kinds() | run.layouts.modes_and_kinds()}
+        mode_kinds = {(mode, step_kind(kind)) for mode, kind in run.store.mode_kinds | run.layouts.modes_and_kinds()}
         if run.open_calls:
             lines.append(format_calls_so_far(run.open_calls))
         elif not mode_kinds:

@@ -253,7 +253,8 @@ def _tallies_with_gaps(run: RunAnalysis, mode: str, process: int) -> Iterator[tu
             if (key.mode, step_kind(key.kind)) == (mode, run.window.main_kind)
         ]
         while gaps and gaps[-1].start_s < end_s:
-            gap_ns += gaps.pop().spent[BETWEEN]
+            spent = gaps.pop().spent
+            gap_ns += sum(spent[name] for name in run.store.between_activities)
         steps = sum(tally.steps for _, tally in rows)
         for _, tally in rows if gap_ns > 0 else ():
             tally.stats[BETWEEN] = SeriesStats()

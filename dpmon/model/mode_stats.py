@@ -23,8 +23,6 @@ class ModeStats(StepStats):
     process: int = 0
     process_name: str | None = None
     """The name of the process, such as "rank 0"; None if it is the only one."""
-    other_steps: int = 0
-    """Number of steps of the other processes in this mode."""
     other_kind: str = ""
     """Word for the kind of its steps if it is not the main kind of the run."""
     early: Tally | None = None
@@ -40,11 +38,6 @@ class ModeStats(StepStats):
     def settled_stats(self) -> ModeStats:
         """The metrics without warm-up steps if they are known, or else these metrics."""
         return self.settled or self
-
-    @property
-    def all_steps(self) -> int:
-        """Number of steps of all processes in this mode."""
-        return self.steps + self.other_steps
 
     def phase_share(self, *names: str) -> float:
         """Return the share of all step time (0 to 1) that these phases took together."""

@@ -45,7 +45,7 @@ from dpmon.model.run_events import LoaderStart, RunEvents, parse_loader_start
 from dpmon.model.run_snapshot import ProcessInfo
 from dpmon.model.step_history import BinnedSteps, bin_steps, column_width_s
 from dpmon.model.stragglers import RankTimes, rank_times_in_window
-from dpmon.record.schema import SECOND, STALLED, STARTUP, STEP, STEP_PHASES, WARM_UP, device_series, step_kind
+from dpmon.record.schema import SECOND, STALLED, STARTUP, STEP, STEP_PHASES, TRAINING, WARM_UP, device_series, step_kind
 from dpmon.record.shared_names import CALL_PHASES, node_suffix, rank_name
 from dpmon.store.query_results import InvalidLoss, LongStepRow
 from dpmon.store.step_stats import StatsWindow, account_for_elapsed, compute_step_stats, first_and_last_third
@@ -100,6 +100,7 @@ class RunAnalysis:
         representative = snapshot.representative
         self._focus = 0 if representative is None else representative.process
         self.window = StatsWindow(self.store)
+        self.window.ranks = self._ranks
         processes = self.store.processes
         rank_counts = Counter(map(self.rank, processes))
         self.names = {process: self._name(process, rank_counts) for process in processes} if len(processes) > 1 else {}
@@ -250,8 +251,7 @@ class RunAnalysis:
         return replace(whole, settled=settled)
 
     def _mode(self, mode: str, kind: int, process: int, tally: Tally) -> ModeStats:
-        steps, rate = self.window.steps_and_rate(mode, kind)
-        stats = compute_step_stats(mode, tally=tally, rate=rate, kind=kind)
+        stats = compute_step_stats(mode, tally=tally, rate=self.window.mode_rate(mode, kind), kind=kind)
         phases = {phase.name: phase for phase in stats.phases if phase.ran}
         ordered = tuple(phases[name] for name in (*STEP_PHASES, *CALL_PHASES) if name in phases)
         return ModeStats(
@@ -260,7 +260,6 @@ class RunAnalysis:
             distributed=self.layouts.distributed if mode == "single" else None,
             process=process,
             process_name=self.names.get(process),
-            other_steps=steps - stats.steps,
             other_kind=self.store.other_kind(kind),
         )
 
@@ -286,12 +285,10 @@ class RunAnalysis:
             return stats
         return replace(stats, early=first, late=last)
 
-    @property
+    @cached_property
     def steps(self) -> int:
-        """Number of steps of the main kind, including deleted ones, and those that the metrics exclude."""
-        left_out = self.window.left_out.items()
-        excluded_steps = sum(tally.steps for key, tally in left_out if step_kind(key.kind) == self.window.main_kind)
-        return sum(stats.all_steps for stats in self.modes) + excluded_steps
+        """Number of steps of the main kind (see `StatsWindow.step_counts`)."""
+        return self.window.step_counts(self.window.main_kind)[0]
 
     @property
     def slow_start_ns(self) -> int:
@@ -317,14 +314,6 @@ class RunAnalysis:
             if process != stats.process
         )
         return tuple(stats for stats in others if stats.steps)
-
-    @property
-    def steps_of_rank(self) -> int:
-        """The number of steps of the rank with the most, with warm-up steps."""
-        steps = Counter[int | None]()
-        for stats in (*self.modes, *self.other_process_modes):
-            steps[self.rank(stats.process)] += stats.steps
-        return max(steps.values(), default=0)
 
     @cached_property
     def progress(self) -> Progress:
@@ -384,6 +373,16 @@ class RunAnalysis:
         for row in self.window.times:
             times.setdefault(row.process, Counter()).update(row.spent)
         return times
+
+    @cached_property
+    def final_evaluation_ns(self) -> Mapping[int, int]:
+        """By process: the time of evaluations after its last training step, ns."""
+        ends: Counter[int] = Counter()
+        for key, tally in self.window.tallies.items():
+            if step_kind(key.kind) == TRAINING:
+                ends[key.process] = max(ends[key.process], tally.last_ns or 0)
+        rows = ((process, self.store.time_rows(end // SECOND, process=process)) for process, end in ends.items())
+        return {process: sum(row.spent["evaluation"] for row in found) for process, found in rows}
 
     @cached_property
     def gaps(self) -> list[Gap]:

@@ -197,7 +197,7 @@ class RecentRate(NamedTuple):
     last_ns: int | None = None
     """The end of the last training step."""
     step_ns: int = 0
-    """The mean step."""
+    """The mean time of a step, with the time between steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,7 +315,7 @@ class RunSnapshot:
     main_kind: int = TRAINING
     """The kind of steps that describes the run (`Store.main_kind`)."""
     kind_words: Mapping[int, str] = field(default_factory=dict)
-    """The word for each kind of steps (`Store.kind_word`)."""
+    """The word for each kind of steps (`Store.kind_words`)."""
     ended: frozenset[int] = frozenset()
     """Processes that have ended, according to a reader of the rings; the history does not have it."""
     over: bool = False

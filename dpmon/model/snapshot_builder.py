@@ -276,7 +276,7 @@ class SnapshotBuilder:
             ranged=range_stats,
             settled=_settled_stats(ranged_window, range_stats, process.process),
             uneven=_uneven(store, range_stats, process.process, waits),
-            trained=whole_window.training_counts,
+            trained=whole_window.step_counts(TRAINING),
             recent=self._recent_rate(store, process, others, end_s),
             progress=progress_of(store, process.process, step, no_time=OVER if request.over else None),
             columns=subtract_input_waits(columns, waits, column_s),

@@ -200,13 +200,14 @@ def bin_steps(
 def _elapsed_by_bin(
     store: Store, process: int, end_s: int, seconds: int
 ) -> tuple[Counter[tuple[int, str, int]], Counter[tuple[int, str, int]]]:
-    """Return the time (ns) of a process within steps, and between them, by interval as in `_tallies_by_bin`."""
+    """Return the time (ns) of a process within steps, and between those of the main kind, by interval."""
     within: Counter[tuple[int, str, int]] = Counter()
     between: Counter[tuple[int, str, int]] = Counter()
     width = _widest_fitting_width(seconds)
     for row in store.time_rows(0, end_s, widest=width, process=process):
         start = row.start_s // seconds * seconds
-        between[start, row.mode, store.main_kind] += max(row.spent["between"], 0)
+        between_ns = sum(row.spent[name] for name in store.between_activities)
+        between[start, row.mode, store.main_kind] += max(between_ns, 0)
         for kind, name in STEP_KINDS.items():
             within[start, row.mode, kind] += max(row.spent[name], 0)
     return within, between

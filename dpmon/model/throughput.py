@@ -25,7 +25,7 @@ _Item = TypeVar("_Item")
 
 
 class RecentTraining(NamedTuple):
-    """The newest training steps of a process, from the start of the first to the end of the last."""
+    """The newest training steps of a process, from the end of the step before them to the end of the last."""
 
     tally: Tally
     elapsed_ns: int
@@ -36,7 +36,7 @@ class RecentTraining(NamedTuple):
     @property
     def has_enough_steps(self) -> bool:
         """Whether there are enough steps for a rate."""
-        return self.tally.steps > 1 and self.elapsed_ns > 0
+        return self.tally.steps > 0 and self.elapsed_ns > 0
 
 
 class Throughput(NamedTuple):
@@ -84,7 +84,7 @@ def _sample_indices(count: int, limit: int) -> Sequence[int]:
 def read_recent_rate(
     store: Store, processes: Sequence[int], mode: str, start_s: int, until_s: int, scale: float = 1.0
 ) -> RecentRate:
-    """Return the rate over the last ten seconds of training; over the last two steps if there are fewer.
+    """Return the rate over the last ten seconds of training; over the last two steps if there are too few.
 
     `processes`: the processes that train together in `mode`; the first one represents them. `start_s`, `until_s`: the
     seconds to read. `scale`: number of processes that train, divided by the number of those that are read.
@@ -95,7 +95,7 @@ def read_recent_rate(
     if not first.has_enough_steps:
         training = {number: _last_two_steps(store, number, until_s, mode) for number in processes}
         first = training[process] if training[process].has_enough_steps else first
-    last_ns, step_ns = first.tally.last_ns, first.tally.stat(STEP).total // max(first.tally.steps, 1)
+    last_ns, step_ns = first.tally.last_ns, first.elapsed_ns // max(first.tally.steps, 1)
     if last_ns is None and (last_step := store.last_main_step(process)) is not None:
         _, last_ns = last_step
     return RecentRate(_combined_rate(training, scale) if first.has_enough_steps else None, last_ns, step_ns)
@@ -107,49 +107,54 @@ def _last_ten_seconds(
     """Return the last ten seconds of each process in one mode, since its last mode switch."""
     rows: dict[int, list[SecondRow]] = {process: [] for process in processes}
     for row in store.seconds(start_s, end_s, processes):
-        if row.mode != mode:
-            rows[row.process].clear()
-        elif step_kind(row.kind) == store.main_kind:
+        if step_kind(row.kind) != store.main_kind:
+            continue
+        if row.mode == mode:
             rows[row.process].append(row)
+        else:
+            rows[row.process].clear()
     times = _active_time(store, start_s, end_s, processes, widest=1)
     training = {}
     for process, process_rows in rows.items():
-        last = max((row.last_ns for row in process_rows), default=0)
-        training[process] = _sum_steps(
-            [row for row in process_rows if row.last_ns >= last - WINDOW_S * SECOND], times[process]
-        )
+        last_ns = max((row.last_ns for row in process_rows), default=0)
+        newest = [row for row in process_rows if row.last_ns >= last_ns - WINDOW_S * SECOND]
+        first_s = min((row.last_ns for row in newest), default=0) // SECOND
+        start_ns = max((row.last_ns for row in newest if row.last_ns // SECOND == first_s), default=0)
+        training[process] = _sum_steps(newest, start_ns, times[process])
     return training
 
 
 def _last_two_steps(store: Store, process: int, end_s: int, mode: str) -> RecentTraining:
     """Return the two newest steps of a process, unless they ran in another mode."""
-    newest = store.steps(2, process=process, include_excluded=False)
+    newest = store.steps(3, process=process, main_only=True)
     rows = [
         SecondRow(
             *(process, mode, 0, 1, step.samples or 0, step.samples is not None),
             *(step.start_ns, step.start_ns + step.wall_ns, step.wall_ns),
         )
         for step in newest
-        if step.mode == mode and step.kind == store.main_kind
+        if step.mode == mode
     ]
     start_s = newest[-1].start_ns // SECOND if newest else end_s
-    return _sum_steps(rows[::-1], _active_time(store, start_s, end_s, (process,))[process])
+    start_ns = rows[-1].last_ns if rows else 0
+    return _sum_steps(rows, start_ns, _active_time(store, start_s, end_s, (process,))[process])
 
 
 def _active_time(
     store: Store, start_s: int, end_s: int, processes: tuple[int, ...], *, widest: int = WIDTHS[-1]
 ) -> dict[int, Counter[tuple[int, int]]]:
-    """Return the time (ns) in steps of the main kind and between steps, by process, then by start and width (s)."""
+    """Return the time (ns) that counts in rates, by process, then by start and width (s)."""
     times: dict[int, Counter[tuple[int, int]]] = {process: Counter() for process in processes}
-    activities = STEP_KINDS[store.main_kind], "between"
+    activities = STEP_KINDS[store.main_kind], *store.between_activities
     for process, start, width, ns in store.activity_time(start_s, end_s, processes, activities, widest=widest):
         times[process][start, width] += ns
     return times
 
 
-def _sum_steps(rows: Sequence[SecondRow], times: Mapping[tuple[int, int], int]) -> RecentTraining:
-    """Sum these steps into one tally and their elapsed training time."""
+def _sum_steps(rows: Sequence[SecondRow], start_ns: int, times: Mapping[tuple[int, int], int]) -> RecentTraining:
+    """Sum the steps that ended after `start_ns` into one tally, and the training time since then."""
     tally = Tally()
+    rows = [row for row in rows if row.last_ns > start_ns]
     if not rows:
         return RecentTraining(tally, 0, 0)
     tally.steps = sum(row.steps for row in rows)
@@ -157,7 +162,7 @@ def _sum_steps(rows: Sequence[SecondRow], times: Mapping[tuple[int, int], int]) 
     step = tally.stats[STEP] = SeriesStats()
     step.count, step.total = tally.steps, sum(row.step_ns for row in rows)
     tally.sums["samples"] = QuantitySum(sum(row.counted_steps for row in rows), sum(row.samples for row in rows))
-    elapsed_ns = _counted_ns(times, tally.first_ns, tally.last_ns)
+    elapsed_ns = _counted_ns(times, start_ns, tally.last_ns)
     return RecentTraining(tally, elapsed_ns, min(step.total, elapsed_ns))
 
 
@@ -203,7 +208,8 @@ def throughput_of(process: Process, snapshot: RunSnapshot, now_ns: int, since_ns
         return Throughput(None, f"no step has finished for {(now_ns - end_ns) / 1e9:.0f} s")
     evaluation_ns = end_ns - (end_ns if recent.last_ns is None else recent.last_ns)
     if evaluation_ns > max(3 * SECOND, 3 * recent.step_ns):
-        return Throughput(None, f"an evaluation: no training step has finished for {evaluation_ns / 1e9:.0f} s")
+        word = snapshot.kind_words[last.kind]
+        return Throughput(None, f"{word}: no training step has finished for {evaluation_ns / 1e9:.0f} s")
     if recent.rate is None:
         return Throughput(None, "one step so far in this mode")
     return Throughput(recent.rate, None)

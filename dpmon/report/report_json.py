@@ -20,7 +20,7 @@ from dpmon.model.mode_stats import ModeStats
 from dpmon.model.pauses import PauseTotals
 from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.step_history import PARTS, Bin
-from dpmon.record.schema import EVALUATION, STEP_KINDS
+from dpmon.record.schema import EVALUATION, STEP_KINDS, TRAINING
 from dpmon.report.report_data import ReportData
 from dpmon.store.query_results import LossBin
 from dpmon.store.step_stats import quantities_to_json, rate_to_json
@@ -50,7 +50,7 @@ def report_as_json(report: ReportData) -> dict[str, object]:
         },
         "processes": [process_info._asdict() for process_info in run.announced.info.values()],
         **fields_of(run, "steps", "calls", "open_calls"),
-        "updates": run.window.training_counts[1],
+        "updates": run.window.step_counts(TRAINING)[1],
         **fields_of(run.store, "dropped", "pruned"),
         "nothing": report.untraced_reason,
         "stalls": [fields_of(stall, "since_ns", "end_ns", "text") for stall in run.announced.stalls],
@@ -145,7 +145,7 @@ def _mode_members(run: RunAnalysis, stats: ModeStats) -> dict[str, object]:
         **fields_of(stats, "median_ns", "p95_ns"),
         "mode": stats.mode or None,
         "step_kind": STEP_KINDS[stats.kind],
-        "steps": stats.all_steps,
+        "steps": run.window.step_counts(stats.kind, stats.mode)[0],
         "process_steps": stats.steps,
         "process_updates": stats.tally.updates,
         **rate_to_json(stats.rate),

@@ -182,7 +182,8 @@ def _step_parts(run: RunAnalysis) -> list[Part]:
     for title, stats in titled_stats:
         name_cells = (stats.process_name or "",) if has_names else ()
         times = format_duration(stats.median_ns), format_duration(stats.p95_ns)
-        rows.append((title, f"{stats.all_steps:,}", *name_cells, *times, format_samples_per_s(stats.rate)))
+        steps_text = f"{run.window.step_counts(stats.kind, stats.mode)[0]:,}"
+        rows.append((title, steps_text, *name_cells, *times, format_samples_per_s(stats.rate)))
     headers = ("mode", "steps", *(("times of",) if has_names else ()), "median", "p95", "samples/s")
     bins = [time_bin for time_bin in run.binned_steps.bins if not time_bin.other_kind]
     parts: list[Part] = [*_make_table(headers, rows)]
@@ -263,7 +264,7 @@ def _replica_tables(run: RunAnalysis) -> list[Table]:
         stats = replica_times.get(key)
         label = f"{root} {replica}" if mode == "dp" else f"{root} {mode or '?'}"
         if kind != run.layouts.main_kind:
-            label += f", {run.store.kind_word(kind)}"
+            label += f", {run.store.kind_words[kind]}"
         calls = sum(calls for calls, _ in sizes) if stats is None else stats.calls
         times = (None,) * 3 if stats is None else (stats.time.median, stats.time.quantile(0.95), stats.on_device.median)
         rows.append((label, device, f"{calls:,}", *map(format_duration, times), most_frequent(sizes)))

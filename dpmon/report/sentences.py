@@ -14,7 +14,7 @@ from dpmon.model.pauses import PauseTotals
 from dpmon.model.recorded_stalls import final_stall
 from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.run_snapshot import ModeChange, ProcessInfo
-from dpmon.record.schema import EVALUATION
+from dpmon.record.schema import EVALUATION, TRAINING
 from dpmon.record.shared_names import RANK_MODES
 from dpmon.report.report_data import ReportData
 from dpmon.run.lifecycle import STOPPED_BY_YOU
@@ -139,13 +139,12 @@ def processes_and_modes(run: RunAnalysis) -> str:
     process_count = len(run.processes) or (len(run.announced.info) if run.open_calls else 0)
     modes: Counter[str] = Counter()
     for stats in (*run.modes, *run.other_modes):
-        modes[RANK_MODES[stats.distributed] if stats.distributed else stats.mode] += stats.all_steps
+        name = RANK_MODES[stats.distributed] if stats.distributed else stats.mode
+        modes[name] += run.window.step_counts(stats.kind, stats.mode)[0]
     several_modes = len(+modes) > 1
-    steps_by_kind: Counter[str] = Counter()
-    for stats in run.other_modes:
-        steps_by_kind[stats.other_kind] += stats.all_steps
-    steps_text = format_count_with_noun(run.steps, "step") + format_updates(*run.window.training_counts)
-    kinds = [f"{count:,} {word}" for word, count in steps_by_kind.items()]
+    steps_text = format_count_with_noun(run.steps, "step") + format_updates(*run.window.step_counts(TRAINING))
+    other_kinds = {stats.kind: stats.other_kind for stats in run.other_modes}
+    kinds = [f"{run.window.step_counts(kind)[0]:,} {word}" for kind, word in other_kinds.items()]
     counts_text = f"{' + '.join([steps_text, *kinds])}, {format_count_with_noun(run.calls, 'call')}"
     counts_text += " total" if process_count > 1 else ""
     if several_modes:
@@ -227,7 +226,7 @@ ACTIVITY_NAMES = {
 
 def time_by_activity_sentences(run: RunAnalysis, ns_by_activity: Mapping[str, int], *, has_ended: bool) -> list[str]:
     """Return sentences on the run's time by activity and its longest gaps between steps; empty without steps."""
-    names = {**ACTIVITY_NAMES, "evaluation": run.store.kind_word(EVALUATION)}
+    names = {**ACTIVITY_NAMES, "evaluation": run.store.kind_words[EVALUATION]}
     if not has_ended:
         names["ending"] = "since the last step"
     parts = [f"{names[name]} {format_long_duration(ns)}" for name, ns in ns_by_activity.items() if ns >= _MIN_SHOWN_NS]

@@ -45,7 +45,7 @@ class StateInputs(NamedTuple):
     activity: tuple[str, int] = ("", 0)
     """Activity of the process that represents the run (data, forward, other ...), and its start; empty if unknown."""
     step_word: str = ""
-    """Word for the kind of its last step (`dpmon.store.store_queries.Store.kind_word`)."""
+    """Word for the kind of its last step (`dpmon.store.store_queries.Store.kind_words`)."""
 
 
 class RunState(NamedTuple):

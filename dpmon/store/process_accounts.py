@@ -49,8 +49,6 @@ class ProcessAccounts:
         if process is not None:
             if kind in ("process", "pause"):
                 self._note_process(process, data, time_ns)
-            if kind == "loader" and time_ns is not None and process in self.by_process:
-                self.by_process[process].loader_start_ns = time_ns
             if kind in ("process", "ddp"):
                 self.sync_passes.handle_event(process, kind, data)
             if kind == "process" and type(data.get("pid")) is int:

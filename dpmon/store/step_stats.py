@@ -2,8 +2,9 @@
 
 A rate is a number of steps or samples divided by the elapsed training time. That time runs from the start of the first
 step to the end of the last one, without pauses, evaluations, stalls and input waits (dpmon.store.time_accounting). The
-time between two steps counts, for example to start workers, write a checkpoint or log an epoch. Statistics exclude
-steps in which the run stalled, and a first step that waits long.
+time between two steps counts, for example to start workers, write a checkpoint or log an epoch, and so do evaluations
+before nearly every update, which generate its data. Statistics exclude steps in which the run stalled, and a first step
+that waits long.
 
 Statistics come from tallies (dpmon.store.tally), which the store adds up for any time range. Each kind of step
 (dpmon.record.schema.STEP_KINDS) has its own. The main kind of a run is training, or the most frequent kind if it never
@@ -16,7 +17,7 @@ a number has the same digits everywhere.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
@@ -207,19 +208,18 @@ def _phase(name: str, tally: Tally, step_total: int) -> PhaseStats:
 
 
 def elapsed_by_process(
-    rows: Iterable[TimeRow], mode: str, kind: int, *, with_between: bool
+    rows: Iterable[TimeRow], mode: str, kind: int, between: Collection[str]
 ) -> dict[int, tuple[int, int]]:
     """Return the time of the steps of a mode and kind by process, as (whole, within the steps) in ns.
 
-    `with_between`: whether the whole includes the time between steps; if so, this is the main kind.
+    `between`: the activities between these steps, which the whole includes.
     """
     elapsed: dict[int, list[int]] = defaultdict(lambda: [0, 0])
     for row in rows:
         if row.mode != mode:
             continue
         within = row.spent[STEP_KINDS[kind]]
-        between = row.spent["between"] if with_between else 0
-        elapsed[row.process][0] += within + between
+        elapsed[row.process][0] += within + sum(row.spent[name] for name in between)
         elapsed[row.process][1] += within
     return {process: (whole, within) for process, (whole, within) in elapsed.items() if whole > 0}
 
@@ -284,6 +284,8 @@ class StatsWindow:
     ) -> None:
         """`process`: use only its steps; None for all processes. `cache`: from the previous window of this process."""
         self._cache = cache
+        self.ranks: Mapping[int, int | None] = store.ranks
+        """Rank by process. A reader may know more of them than the store."""
         self._store = store
         self._process = process
         self.processes = store.processes if process is None else [process]
@@ -291,9 +293,9 @@ class StatsWindow:
         self._begin_s, self._end_s = begin_s, end_s
         self.main_kind = store.main_kind
         """The kind of steps that describes the run: see `Store.main_kind`."""
-        self._all_modes = {mode for mode, _ in store.step_kinds()}
+        self._all_modes = {mode for mode, _ in store.mode_kinds}
         self._elapsed_by_mode: dict[tuple[str, int], dict[int, tuple[int, int]]] = {}
-        self._totals: dict[tuple[str, int], tuple[int, Rate | None]] = {}
+        self._rates: dict[tuple[str, int], Rate | None] = {}
 
     @cached_property
     def tallies(self) -> dict[TallyKey, Tally]:
@@ -312,12 +314,18 @@ class StatsWindow:
         """Tallies of the steps that statistics exclude (dpmon.record.schema.EXCLUDED)."""
         return self._store.tallies(self._begin_s, self._end_s, process=self._process, sketches=False, left_out=True)
 
-    @property
-    def training_counts(self) -> tuple[int, int]:
-        """The numbers of training steps and of optimizer updates, including those in steps that statistics exclude."""
-        tallies = (*self.tallies.items(), *self.left_out.items())
-        training = [tally for key, tally in tallies if step_kind(key.kind) == TRAINING]
-        return sum(tally.steps for tally in training), sum(tally.updates for tally in training)
+    def step_counts(self, kind: int, mode: str | None = None) -> tuple[int, int]:
+        """Return the number of steps of a kind and of their updates; of a mode, without those that statistics exclude.
+
+        Ranks step together, so these are the steps of the rank with the most; those of other processes add up.
+        """
+        steps, updates = Counter[int | None](), Counter[int | None]()
+        for key, tally in (*self.tallies.items(), *(self.left_out.items() if mode is None else ())):
+            if step_kind(key.kind) == kind and mode in (None, key.mode):
+                steps[self.ranks.get(key.process)] += tally.steps
+                updates[self.ranks.get(key.process)] += tally.updates
+        rank = max(steps, key=steps.__getitem__, default=None)
+        return steps[rank], updates[rank]
 
     @cached_property
     def times(self) -> list[TimeRow]:
@@ -364,12 +372,11 @@ class StatsWindow:
         kind = self.main_kind if kind is None else kind
         return merge_mode_tallies(tallies, mode, kind, without_warmup=without_warmup, batch=batch)
 
-    def steps_and_rate(self, mode: str, kind: int) -> tuple[int, Rate | None]:
-        """Return the number of steps of all processes in a mode, and their rate."""
-        result = self._totals.get((mode, kind))
-        if result is None:
-            result = self._totals[mode, kind] = self.tally(mode, kind).steps, self.rate(mode, kind)
-        return result
+    def mode_rate(self, mode: str, kind: int) -> Rate | None:
+        """Return the rate of all processes in a mode."""
+        if (mode, kind) not in self._rates:
+            self._rates[mode, kind] = self.rate(mode, kind)
+        return self._rates[mode, kind]
 
     def rate(self, mode: str | None = None, kind: int | None = None, process: int | None = None) -> Rate | None:
         """Return the rate of a mode, or of all modes together if `mode` is None; None if no time has passed."""
@@ -378,7 +385,7 @@ class StatsWindow:
         tallies: dict[int, Tally] = {}
         times = dict.fromkeys(processes, (0, 0))
         for step_mode in self._all_modes if mode is None else [mode]:
-            elapsed = self._elapsed(step_mode, kind)
+            elapsed = self.elapsed(step_mode, kind)
             for index in processes:
                 mode_tally = self.tally(step_mode, kind, index)
                 if tallies.setdefault(index, mode_tally) is not mode_tally:
@@ -387,11 +394,12 @@ class StatsWindow:
                 times[index] = whole + more_whole, within + more_within
         return compute_rate(tallies, times)
 
-    def _elapsed(self, mode: str, kind: int) -> dict[int, tuple[int, int]]:
+    def elapsed(self, mode: str, kind: int) -> dict[int, tuple[int, int]]:
         """Return the time of a mode's steps by process (see `elapsed_by_process`)."""
         elapsed = self._elapsed_by_mode.get((mode, kind))
         if elapsed is None:
-            elapsed = elapsed_by_process(self.times, mode, kind, with_between=kind == self.main_kind)
+            between = self._store.between_activities if kind == self.main_kind else ()
+            elapsed = elapsed_by_process(self.times, mode, kind, between)
             self._elapsed_by_mode[mode, kind] = elapsed
         return elapsed
 
@@ -401,11 +409,6 @@ class StatsWindow:
         for mode in self._all_modes:
             merged.merge(self.tally(mode, process=process))
         return merged, self.rate(process=process)
-
-    def other_steps(self, process: int, kind: int) -> int:
-        """Return the number of steps of a process of a kind other than the main kind."""
-        kinds = [(mode, other_kind) for mode, other_kind in self.other_modes if other_kind == kind]
-        return sum(self.tally(mode, other_kind, process).steps for mode, other_kind in kinds)
 
     @cached_property
     def time_by_activity(self) -> dict[str, int]:

@@ -134,8 +134,8 @@ _LONG_COLUMNS = ", ".join(
     ("process", "step", "mode", "kind", "start_ns", "wall_ns", *(f"{name}_ns" for name in STEP_PHASES))
 )
 """Columns of a step for a LongStepRow."""
-_MIN_ROLLOUTS, _ROLLOUT_SHARE = 10, 0.8
-"""Evaluations are rollouts if there are at least so many, and so many for each training step."""
+_MIN_ROLLOUTS, _ROLLOUT_SHARE = 3, 0.8
+"""Evaluations of a process are rollouts if there are at least so many, and so many for each training step."""
 _NEWEST_IDS_SEARCHED = 20_000
 """How many of the newest ids are searched for single steps."""
 _ROWS_PER_SIDE = 2
@@ -196,7 +196,8 @@ class Store:
         self._deleted_until = {width: min(meta.get(f"pruned_{width}", 0), _LATEST_S) for width in WIDTHS[:-1]}
         self.pruned = meta.get("pruned", 0)
         """Number of rows deleted to keep the history below its size limit."""
-        self._mode_kinds: set[tuple[str, int]] = {*connection.rows("SELECT DISTINCT mode, kind FROM keys")}
+        self.mode_kinds: set[tuple[str, int]] = {*connection.rows("SELECT DISTINCT mode, kind FROM keys")}
+        """Mode and flags of all steps so far."""
         self._newest_s = self._newest_second()
         self._resolvers: dict[int, Resolver] = {}
         """By process."""
@@ -212,10 +213,15 @@ class Store:
             self.main_kind = EVALUATION if evaluations >= forward_steps else FORWARD_ONLY
         self.kind_words = {kind: name.replace("_", " ") for kind, name in STEP_KINDS.items()}
         """The word for each kind of steps. Evaluations before nearly every update only generate data."""
-        phases = sum(ring.evaluation_phases for ring in self.rings.values())
-        training_steps = sum(ring.last_step or 0 for ring in self.rings.values())
-        if training_steps and phases >= max(_MIN_ROLLOUTS, _ROLLOUT_SHARE * training_steps):
+        self.between_activities = ["between"]
+        """The activities (dpmon.store.time_accounting) between steps of the main kind. Their time counts in rates."""
+        if any(
+            ring.evaluation_phases >= max(_MIN_ROLLOUTS, _ROLLOUT_SHARE * ring.last_step)
+            for ring in self.rings.values()
+            if ring.last_step
+        ):
             self.kind_words[EVALUATION] = "without gradients"
+            self.between_activities.append("evaluation")
         self.until_ns = LAST_NS
         """Methods that return the newest rows leave out rows after this time (ns since the run's start)."""
         self._last_ids: dict[tuple[str, int], int] = {}
@@ -392,7 +398,7 @@ class Store:
 
         `left_out`: read only the tallies of steps that statistics exclude, instead of all others.
         """
-        if left_out and not any(kind & EXCLUDED for _, kind in self._mode_kinds):
+        if left_out and not any(kind & EXCLUDED for _, kind in self.mode_kinds):
             return
         names = ", ".join(columns)
         conditions = ""
@@ -470,17 +476,9 @@ class Store:
             return self._series_names
         return {number: name for number, name in self._series_names.items() if name in series}
 
-    def kind_word(self, kind: int) -> str:
-        """Return the word for a kind of steps."""
-        return self.kind_words[kind]
-
     def other_kind(self, kind: int) -> str:
         """Return the word for a kind of steps; empty for the main kind."""
-        return "" if kind == self.main_kind else self.kind_word(kind)
-
-    def step_kinds(self) -> set[tuple[str, int]]:
-        """Return (mode, kind) of all steps so far."""
-        return self._mode_kinds
+        return "" if kind == self.main_kind else self.kind_words[kind]
 
     # ------------------------------------------------------------------------------------------ time
 
@@ -573,15 +571,16 @@ class Store:
         rows = self.query(f"SELECT start_ns FROM steps WHERE {condition} ORDER BY id LIMIT 1", (after_id,))
         return next((start_ns for (start_ns,) in rows), None)
 
-    def steps(self, limit: int, *, process: int | None = None, include_excluded: bool = True) -> list[Step]:
+    def steps(self, limit: int, *, process: int | None = None, main_only: bool = False) -> list[Step]:
         """Return the newest steps, the newest first: of a process, or of all processes as of now.
 
-        `include_excluded`: with the steps that statistics exclude.
+        `main_only`: only those of the main kind that statistics include, among the newest steps.
         """
         last_id = LAST_NS if process is None else self._last_id("steps", process)
         condition = "id <= ? AND process = ifnull(?, process)"
-        if not include_excluded:
-            condition += f" AND {exclude_flags_condition(EXCLUDED)}"
+        if main_only:
+            newest_id = min(last_id, self._newest_step_id())
+            condition += f" AND id > {newest_id - _NEWEST_IDS_SEARCHED} AND {_kind_condition(self.main_kind, EXCLUDED)}"
         query = f"SELECT {WHOLE_STEP} FROM steps WHERE {condition} ORDER BY id DESC LIMIT ?"
         return list(self.read(self._step_from_row, query, (last_id, process, limit)))
 

@@ -3,9 +3,9 @@
 startup     before the process's first step, in that step if it waits long, and what the first steps of a kind take too
             long (see `_excess_of_first_steps`)
 training    within training steps
-evaluation  within evaluation steps, between two of them, and before the first one since its loader started
-forward_only  within forward-only steps
-between     between two steps that are not both evaluation: starting a loader's workers, a checkpoint, logging
+evaluation  within evaluation steps, and before each of them since the previous step: building a dataset, its loader
+forward_only  the same for forward-only steps
+between     before training steps, since the previous step: starting a loader's workers, a checkpoint, logging
 paused      the user paused the training
 input       the script waited for a line of input
 stalled     a whole step, or the whole time between two steps, in which the run stalled
@@ -27,7 +27,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from dpmon.record.record_types import Step
-from dpmon.record.schema import EVALUATION, SECOND, STALLED, STARTUP, STEP_KINDS, TRAINING, WARM_UP_STEPS
+from dpmon.record.schema import SECOND, STALLED, STARTUP, STEP_KINDS, TRAINING, WARM_UP_STEPS
 
 ACTIVITIES = ("startup", "training", "evaluation", "forward_only", "between", "paused", "input", "stalled", "missed")
 _MAX_RECENT = 1024
@@ -86,7 +86,7 @@ def union_of_intervals(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, 
 
 
 class Gap(NamedTuple):
-    """The time between two steps."""
+    """The time between a training step and the step before it."""
 
     process: int
     after_step: int
@@ -119,8 +119,6 @@ class TimeAccount:
         """The newest long intervals that are neither pauses nor input waits."""
         self._first_steps: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
         """End of the first WARM_UP_STEPS steps, and their time without the wait for data, by kind."""
-        self.loader_start_ns = 0
-        """When the script last began to iterate over a loader."""
 
     def resume(self, steps: Mapping[int, int], kind: int, mode: str, start_ns: int, wall_ns: int) -> None:
         """Continue after a step that an earlier supervisor accounted for. `steps`: the last number of each kind."""
@@ -148,21 +146,13 @@ class TimeAccount:
             activity = "missed"
         elif self.overlaps_stall(self._end_ns, start_ns):
             activity = "stalled"
-        elif kind == self.kind == EVALUATION:
-            activity = "evaluation"
         else:
-            activity = "between"
+            activity = "between" if kind == TRAINING else STEP_KINDS[kind]
         self._end_pause(start_ns)
-        gap_end_ns = start_ns
-        if activity == "between" and kind != TRAINING and self._end_ns <= self.loader_start_ns < start_ns:
-            gap_end_ns = self.loader_start_ns
-        intervals, gap_ns = self._intervals_until(activity, mode, gap_end_ns)
+        intervals, gap_ns = self._intervals_until(activity, mode, start_ns)
         gap = None
         if activity == "between" and gap_ns > 0:
-            gap = Gap(self._process, self._last_steps.get(TRAINING, 0), mode, self._end_ns, gap_end_ns, gap_ns)
-        if gap_end_ns < start_ns:
-            self._end_ns = gap_end_ns
-            intervals += self._intervals_until(STEP_KINDS[kind], mode, start_ns)[0]
+            gap = Gap(self._process, self._last_steps.get(TRAINING, 0), mode, self._end_ns, start_ns, gap_ns)
         activity = _EXCLUDED_ACTIVITIES.get(exclusion, STEP_KINDS[kind])
         intervals += self._step_intervals(activity, mode, max(start_ns, self._end_ns), end_ns)
         if not exclusion and len(self._first_steps[kind]) < WARM_UP_STEPS:

@@ -41,7 +41,7 @@ from dpmon.sanitize import strip_control_chars
 from dpmon.stalls.run_state import ENDED, StateInputs, decide_state
 from dpmon.store.loader_loops import estimate_epoch_time_left
 from dpmon.store.quantile_sketch import count_between
-from dpmon.store.step_stats import PhaseStats, StatsWindow, StepStats, elapsed_by_process
+from dpmon.store.step_stats import PhaseStats, StatsWindow, StepStats
 from dpmon.store.store_opening import open_store
 from dpmon.store.store_queries import Store
 from dpmon.store.tally import Tally
@@ -248,7 +248,7 @@ class PrometheusFile:
             seen_ns=max(ends_ns, default=-1),
             calls=store.open_calls,
             activity=(activity, max(since_ns - start_ns, 0)),
-            step_word="" if step is None else store.kind_word(step.kind),
+            step_word="" if step is None else store.kind_words[step.kind],
         )
         return decide_state(inputs).word
 
@@ -322,11 +322,9 @@ class PrometheusFile:
     def _add_times(self, metrics: MetricsText, window: StatsWindow) -> None:
         """Add each process's time by activity, its steps and samples, and its newest step."""
         by_mode = self._tallies_by_mode(window, only_training=True)
-        modes = {row.mode for row in by_mode}
-        times_by_mode = {mode: elapsed_by_process(window.times, mode, TRAINING, with_between=True) for mode in modes}
         for labels, process, mode, tally in by_mode:
             help_text = "Elapsed training time: steps and time between them, without pauses, evaluations, input waits."
-            elapsed_ns, _ = times_by_mode[mode].get(process, (0, 0))
+            elapsed_ns, _ = window.elapsed(mode, TRAINING).get(process, (0, 0))
             metrics.add_counter("training_seconds_total", help_text, labels, elapsed_ns / 1e9)
             metrics.add_counter("training_steps_total", "Steps in training time.", labels, tally.steps)
             samples = tally.sum("samples")

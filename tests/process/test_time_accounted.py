@@ -314,12 +314,12 @@ for epoch in range(3):
         for (x,) in test:
             net(x)
     net.train()
+    time.sleep(1)  # a checkpoint
     for (x,) in train:
         time.sleep(0.01)
         optimizer.zero_grad()
         net(x).sum().backward()
         optimizer.step()
-    time.sleep(1)  # a checkpoint
 told["total"] = time.monotonic() - begin
 print(json.dumps(told))
 """
@@ -332,5 +332,72 @@ def test_a_slow_first_evaluation_and_the_start_of_workers(dpmon: Dpmon) -> None:
     parts = stored_parts(dpmon)
     assert parts["startup"] > told["first call"]
     assert parts["evaluation"] >= 2 * 0.5
-    assert parts["between"] >= 2 * 1.0
+    assert parts["between"] >= 3 * 1.0
     assert parts["evaluation"] + parts["between"] + parts["training"] < told["total"] - told["first call"]
+
+
+GENERATING_SCRIPT = """
+import json, time, torch
+policy = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(policy.parameters(), lr=0.01)
+began = time.perf_counter()
+for update in range(40):
+    policy.eval()
+    with torch.no_grad():
+        for call in range(15):
+            policy(torch.randn(1, 4))
+            time.sleep(0.005)
+    policy.train()
+    optimizer.zero_grad()
+    policy(torch.randn(15, 4)).sum().backward()
+    optimizer.step()
+print(json.dumps(40 / (time.perf_counter() - began)))
+"""
+EVALUATING_SCRIPT = """
+import json, time, torch
+from torch.utils.data import DataLoader, TensorDataset
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+evaluated = 0.0
+
+def evaluate():
+    model.eval()
+    time.sleep(0.4)  # builds its dataset
+    with torch.no_grad():
+        for (rows,) in DataLoader(TensorDataset(torch.randn(80, 4)), batch_size=8):
+            model(rows)
+            time.sleep(0.01)
+    model.train()
+
+for epoch in range(3):
+    for batch, (rows,) in enumerate(DataLoader(TensorDataset(torch.randn(400, 4)), batch_size=8)):
+        optimizer.zero_grad()
+        model(rows).sum().backward()
+        optimizer.step()
+        time.sleep(0.005)
+        if batch in (24, 49):  # within an epoch, and after its last batch
+            began = time.perf_counter()
+            evaluate()
+            evaluated += time.perf_counter() - began
+print(json.dumps(evaluated))
+"""
+
+
+def last_number(text: str) -> float:
+    """Return the number that a script printed last."""
+    return float(text.split()[-1])
+
+
+def test_rates_are_those_of_a_loop_that_generates_its_data(dpmon: Dpmon) -> None:
+    """Its calls without gradients are a part of each turn, everywhere."""
+    result = dpmon.run("--headless", dpmon.script(GENERATING_SCRIPT))
+    rate = pytest.approx(last_number(result.text), rel=MAX_RATE_ERROR)
+    assert of_mode(report(dpmon))["steps_per_s"] == rate
+    assert json.loads(dpmon.run("status", "last", "--json").out)["steps_per_s"] == rate
+    assert "40 (+600 without gradients)" in dpmon.run("ls").text
+
+
+def test_the_time_of_an_evaluation_is_that_of_its_script(dpmon: Dpmon) -> None:
+    """From the last update before it, with its dataset and the start of its loader."""
+    result = dpmon.run("--headless", dpmon.script(EVALUATING_SCRIPT))
+    assert stored_parts(dpmon)["evaluation"] == pytest.approx(last_number(result.text), rel=0.05, abs=0.1)

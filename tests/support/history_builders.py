@@ -580,8 +580,8 @@ _EMPTY_ANALYSIS: dict[str, Any] = {
     **dict.fromkeys(("modes", "other_process_modes", "batches", "replicas", "devices", "memory", "longest_steps"), ()),
     **dict.fromkeys(("gaps", "loaders", "paused", "losses", "first_invalid_losses", "nodes"), ()),
     **dict.fromkeys(("host", "mode_comparison", "communication", "last_step_ns", "end_ns", "death", "raised")),
-    "time_by_activity": {}, "names": {}, "processes": [], "announced": RunEvents(), "until_ns": 0,
-    "store": SimpleNamespace(pruned=0, kind_word=STEP_KINDS.__getitem__), "_ranks": {},
+    "time_by_activity": {}, "final_evaluation_ns": {}, "names": {}, "processes": [], "announced": RunEvents(),
+    "until_ns": 0, "store": SimpleNamespace(pruned=0, kind_words=STEP_KINDS), "_ranks": {},
 }  # fmt: skip
 
 
@@ -596,6 +596,7 @@ def with_changes(before: RunAnalysis, **facts: Any) -> RunAnalysis:
     vars(found).update({**vars(before), **facts})
     if "time_by_activity" in facts:
         found.spent_by_process = facts.get("spent_by_process", {0: facts["time_by_activity"]})
+    found.steps = max((stats.steps for stats in (*found.modes, *found.other_process_modes)), default=0)
     if facts.get("end_ns") is not None:
         found.until_ns = facts["end_ns"]
     return found

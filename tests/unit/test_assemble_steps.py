@@ -352,6 +352,29 @@ def test_the_last_step_ends_with_its_last_phase() -> None:
     assert round(wall, 3) == 4.3
 
 
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_step_ends_with_its_last_phase_before_another_loop(is_known: bool) -> None:
+    """After 2 training steps, an evaluation builds its dataset. The loop of a fetch that still runs is not known."""
+    script = Script().play("m")
+
+    def fetch(loop: int) -> None:
+        with script.phase("fetch", site=loop):
+            pass
+
+    for _ in range(2):
+        fetch(1)
+        script.play("f b o w10")
+    script.wait(500)
+    if not is_known:
+        script.event("loader")
+    fetch(2 if is_known else 0)
+    script.play("e")
+    fetch(1)
+    script.play("f b o")
+    found = [round(wall, 2) for wall in walls(assemble_script(script).steps)]
+    assert found == [14.4, 4.3, 2.1, 4.3]
+
+
 # ------------------------------------------------------------------------------------------ what is under way
 
 

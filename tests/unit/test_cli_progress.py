@@ -139,7 +139,7 @@ def test_a_line_after_an_evaluation_has_the_rate_of_the_training(state: Path) ->
             rows.append(step_row("single", number, at, wall, 16, (-1, 10, 5 if trains else -1, -1)))
             at += wall
         lines.append(run.takes(*rows))
-    evaluated = "an evaluation: no training step has finished for 4 s"
+    evaluated = "evaluation: no training step has finished for 4 s"
     assert [said.split("  ")[1] for said in lines] == ["100 steps/s", "10.0 steps/s", evaluated, "5.00 steps/s"]
 
 

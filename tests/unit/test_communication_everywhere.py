@@ -104,7 +104,7 @@ def test_data_of_a_slow_rank_is_one_finding(state: Path) -> None:
 def test_steps_without_a_pass_count_as_none_of_it(state: Path) -> None:
     story = collect_report_data(a_run(passes=((0, 1), (0, 1), (0, 1), (1, 0))))
     text = " ".join(" ".join(text_lines(build_document(story), 200)).split())
-    assert "300 steps, 75 updates, 300 calls total" in text
+    assert "100 steps, 25 updates, 300 calls total" in text
     assert f"exposed 2.10 ms per update, 4% of it; {STEPS // 4 - 1} updates" in text
     assert "mean per update data" in text
     assert "passes 1.00 synced per update, 3.00 under no_sync" in text, "as below, where the first steps count, too"

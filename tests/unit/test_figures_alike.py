@@ -309,11 +309,14 @@ def test_the_times_of_ranks_are_those_of_one_rank_everywhere(monkeypatch: pytest
     at = text.index("PHASES of a step, ddp, rank 0")
     assert format_duration(median) in text[at + 2]
     (row,) = (line.split() for line in text if line.startswith("  ddp"))
-    assert row[:4] == ["ddp", str(2 * steps), "rank", "0"]
+    assert row[:4] == ["ddp", str(steps), "rank", "0"]
+    assert f"2 training processes, {steps} steps, {2 * steps} calls total" in " ".join(" ".join(text).split())
+    assert _make_listed_run(directory, load_info(directory)).steps == steps
     assert any(line.startswith("  step time of rank 0, mean over each") for line in text)
     said = report_json_of(collect_report_data(directory))
+    assert said["steps"] == steps
     (mode,) = said["modes"]
-    assert (mode["steps"], mode["process"], mode["rank"], mode["process_steps"]) == (2 * steps, 0, 0, steps)
+    assert (mode["steps"], mode["process"], mode["rank"], mode["process_steps"]) == (steps, 0, 0, steps)
     assert mode["phases"]["data"]["median_ms"] == median / 1e6
     assert mode["samples_per_s"] == rate_to_json(rate)["samples_per_s"]
     assert sum(one["steps"] for one in said["time"]["stretches"]) == steps

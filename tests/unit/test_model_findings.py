@@ -245,8 +245,8 @@ def test_evaluations_that_take_much_of_the_time_are_found() -> None:
         HEALTHY_RUN, time_by_activity=spent, other_modes=[replace(GOOD_MODE, kind=EVALUATION)], gaps=[]
     )
     (found,) = find_all(evaluated)
-    assert (found.kind, found.text) == ("evaluation", "Evaluations take 30% of the time.")
-    assert (found.saves_s, found.ground) == (30.0, "evaluation 30.0 s of 1 min 40 s")
+    assert (found.kind, found.text) == ("evaluation", "Evaluations before the last update take 30% of the time.")
+    assert (found.saves_s, found.ground) == (30.0, "these evaluations 30.0 s of 1 min 40 s")
     assert not find_all(with_changes(evaluated, time_by_activity={**spent, "evaluation": 10 * SECOND}))
 
 
@@ -256,7 +256,8 @@ def test_an_evaluation_is_that_of_the_process_that_evaluates() -> None:
     spent = {"training": 85 * SECOND, "evaluation": 15 * SECOND}
     names = {0: "rank 0", 1: "rank 1"}
     (found,) = find_all(with_changes(HEALTHY_RUN, time_by_activity=spent, spent_by_process=each, names=names))
-    assert (found.text, found.saves_s) == ("Evaluations of rank 0 take 30% of the time.", 30.0)
+    assert found.text == "Evaluations of rank 0 before the last update take 30% of the time."
+    assert found.saves_s == 30.0
 
 
 def test_time_between_steps_is_that_of_the_process_that_has_most() -> None:

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from dpmon.model.findings.all_findings import find_all
+from dpmon.model.run_analysis import RunAnalysis
+from dpmon.model.throughput import throughput_of
 from dpmon.record.record_types import Call
 from dpmon.record.schema import EVALUATION, FORWARD_ONLY, TRAINING
 from dpmon.stalls.run_state import RUNNING, decide_state
@@ -105,7 +108,7 @@ def steps_by_mode(store: Store) -> dict[tuple[str, str], int]:
     """Return the number of steps by mode and the word for their kind."""
     window = StatsWindow(store)
     pairs = [*((mode, window.main_kind) for mode in window.modes), *window.other_modes]
-    return {(mode, store.kind_word(kind)): window.tally(mode, kind).steps for mode, kind in pairs}
+    return {(mode, store.kind_words[kind]): window.tally(mode, kind).steps for mode, kind in pairs}
 
 
 def test_training_describes_a_run_whatever_else_it_does() -> None:
@@ -133,6 +136,40 @@ def test_evaluations_before_nearly_every_update_generate_data() -> None:
     assert steps_by_mode(rollouts) == {("single", "training"): 20, ("single", "without gradients"): 60}
     validated = recorded("m " + ("l " * 10 + "e e e ") * 20).store()
     assert steps_by_mode(validated) == {("single", "training"): 200, ("single", "evaluation"): 60}
+
+
+@pytest.mark.parametrize("rollout_ms", [50, 4000])
+def test_rates_include_the_calls_before_nearly_every_update(rollout_ms: int) -> None:
+    """Each turn has 2 such calls, and 3.4 ms of other time. Between epochs, an evaluation stays out of the rates."""
+    run = recorded("m " + f"e={rollout_ms} e={rollout_ms} l " * 12)
+    snapshot, turn_s = run.state(), (2 * rollout_ms + 3.5) / 1000
+    assert snapshot.representative is not None
+    throughput = throughput_of(snapshot.representative, snapshot, snapshot.newest_ns)
+    assert throughput.steps_per_s == pytest.approx(1 / turn_s, rel=0.01)
+    assert throughput.samples_per_s == pytest.approx(8 / turn_s, rel=0.01)
+    window = StatsWindow(run.store())
+    (mean,) = {window.rate(), window.rate("single")}
+    assert mean is not None
+    assert mean.steps_per_s == pytest.approx(1 / turn_s, rel=0.01)
+    assert mean.steps_per_s_within == pytest.approx(1000 / 3.2, rel=0.1)
+    validated = StatsWindow(recorded("m " + ("l " * 10 + "e=50 e=50 ") * 4).store()).rate()
+    assert validated is not None
+    assert validated.steps_per_s == pytest.approx(1000 / 3.3, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("loop", "saved_s"),
+    [("l w20 " * 60 + "e=100 " * 20, []), (("l w20 " * 20 + "e=100 " * 20) * 4, [pytest.approx(6.0, abs=1.0)])],
+)
+def test_only_an_evaluation_before_the_last_update_could_be_made_less_often(loop: str, saved_s: list[object]) -> None:
+    found = find_all(RunAnalysis(recorded("m " + loop).store()))
+    assert [finding.saves_s for finding in found if finding.kind == "evaluation"] == saved_s
+
+
+def test_the_state_during_calls_before_an_update_is_training() -> None:
+    snapshot = recorded("m " + "e e l " * 12 + "e e").state()
+    inputs = snapshot.state_inputs(snapshot.newest_ns, {}, None, None)
+    assert (inputs.step_word, decide_state(inputs).word) == ("without gradients", IS_TRAINING)
 
 
 def test_a_call_outside_the_loop_takes_time_and_is_no_step() -> None:

@@ -76,7 +76,7 @@ class Loop:
         elif missed:
             activity = "missed"
         else:
-            activity = "evaluation" if evaluation and self.evaluation else "between"
+            activity = "evaluation" if evaluation else "between"
         begin = self.now
         for _ in range(self.chance.choice((0, 1, 1, 2, 3))):
             what = self.chance.choice(("work", "work", "pause", "wait"))
@@ -365,18 +365,15 @@ def test_input_in_a_slow_first_step_is_no_start_up() -> None:
     assert sums(spent) == {("startup", "dp"): 300 * MS, ("input", "dp"): 600 * MS, ("evaluation", "dp"): 200 * MS}
 
 
-def test_an_evaluation_begins_when_its_loader_starts() -> None:
-    """After a checkpoint. The gap before the next training step has no evaluation."""
+def test_the_time_before_a_step_belongs_to_its_kind() -> None:
+    """900 ms before an evaluation, and 990 ms before the next training step."""
     account = TimeAccount()
-    account.loader_start_ns = 5
     account.add_step(*account_step(1, "dp", 0, 100 * MS, False))
-    account.loader_start_ns = 400 * MS
     spent, gap = account.add_step(*account_step(1, "dp", SECOND, 10 * MS, True))
-    assert sums(spent) == {("between", "dp"): 300 * MS, ("evaluation", "dp"): 610 * MS}
-    assert gap == (0, 1, "dp", 100 * MS, 400 * MS, 300 * MS)
-    account.loader_start_ns = SECOND + 100 * MS
-    spent, _ = account.add_step(*account_step(2, "dp", 2 * SECOND, 100 * MS, False))
+    assert (sums(spent), gap) == ({("evaluation", "dp"): 910 * MS}, None)
+    spent, gap = account.add_step(*account_step(2, "dp", 2 * SECOND, 100 * MS, False))
     assert sums(spent) == {("between", "dp"): 990 * MS, ("training", "dp"): 100 * MS}
+    assert gap == (0, 1, "dp", SECOND + 10 * MS, 2 * SECOND, 990 * MS)
 
 
 def test_a_slow_first_evaluation_leaves_the_time_before_the_process_to_start_up(state: Path) -> None:

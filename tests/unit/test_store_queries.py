@@ -243,7 +243,7 @@ def test_a_store_without_steps_has_no_figures(tmp_path: Path) -> None:
     HistoryWriter.open(tmp_path, {}).close()
     with open_history(tmp_path) as store:
         window = StatsWindow(store)
-        assert (window.modes, store.processes, store.step_kinds()) == ([], [], set())
+        assert (window.modes, store.processes, store.mode_kinds) == ([], [], set())
         assert set(window.time_by_activity.values()) == {0}
         assert window.rate("dp") is None
 

@@ -79,7 +79,7 @@ def find_failure(run: RunAnalysis) -> Iterator[Finding]:
         yield Finding(
             "failed",
             f"An exception ended the run: {run.raised}.",
-            "the first exception that was not caught; those of other ranks after it are usually consequences",
+            "the first exception that was not caught; later ones are usually consequences of it",
             "read the traceback at the end of the output",
             1.0,
         )

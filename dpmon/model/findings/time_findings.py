@@ -380,14 +380,19 @@ def _slow_fetches_s(stats: ModeStats) -> float:
 
 
 def find_costly_evaluation(run: RunAnalysis) -> Iterator[Finding]:
-    """Yield a finding if the evaluations of a process take much of its time; others may wait for it."""
+    """Yield a finding if the evaluations of a process take much of its time; others may wait for it.
+
+    An evaluation after the last update cannot be made less often.
+    """
     process, evaluation_ns, active_ns = _most_spent(run, "evaluation")
-    is_rollout = run.store.kind_word(EVALUATION) != "evaluation"
+    evaluation_ns -= run.final_evaluation_ns.get(process, 0)
+    is_rollout = run.store.kind_words[EVALUATION] != "evaluation"
     if evaluation_ns and not is_rollout and evaluation_ns >= MIN_EVALUATION_SHARE * active_ns:
         yield Finding(
             "evaluation",
-            f"Evaluations{process_suffix(process, run)} take {format_percent(evaluation_ns / active_ns)} of the time.",
-            f"evaluation {format_long_duration(evaluation_ns)} of {format_long_duration(active_ns)}",
+            f"Evaluations{process_suffix(process, run)} before the last update take"
+            f" {format_percent(evaluation_ns / active_ns)} of the time.",
+            f"these evaluations {format_long_duration(evaluation_ns)} of {format_long_duration(active_ns)}",
             "evaluate less often or on fewer samples; larger batches: an evaluation keeps no gradients",
             evaluation_ns / active_ns,
             evaluation_ns / SECOND,

@@ -305,12 +305,12 @@ def render_notes(
 
 
 def _between_steps_note(stats: StepStats) -> list[str]:
-    """Return a note on the share of training time between steps, if it is large enough to matter."""
+    """Return a note on the share of training time outside the steps, if it is large enough to matter."""
     rate = stats.rate
     if rate is None or not rate.differs_within_steps or rate.steps_per_s_within <= rate.steps_per_s:
         return []
     share = format_percent(1 - rate.steps_per_s / rate.steps_per_s_within)
-    return [f"{share} of the time is between steps: {format_rate(rate)}"]
+    return [f"{share} of the training time is outside the steps: {format_rate(rate)}"]
 
 
 def _stall_note(screen: ScreenData, stats: StepStats) -> list[str]:

@@ -31,7 +31,8 @@ from dpmon.text.formatting import (
     format_compact,
     format_count,
     format_count_with_noun,
-    format_elapsed,
+    format_run_time,
+    format_updates,
     node_count_prefix,
 )
 
@@ -265,6 +266,8 @@ class ListedRun(NamedTuple):
     steps: int | None
     """Steps of the process with the most steps: ranks step together, so their steps are not added. None if unknown,
     also while the end of a step is not known."""
+    updates: int | None
+    """Optimizer updates of this process."""
     evaluation_steps: int | None
     open_calls: int | None
     """Calls not yet divided into steps, in processes without a step."""
@@ -288,14 +291,16 @@ class ListedRun(NamedTuple):
         from dpmon.stalls.run_state import format_state  # expensive
 
         evaluations = f" (+{format_count(self.evaluation_steps)} evaluation)" if self.evaluation_steps else ""
-        steps_text = "-" if self.steps is None else f"{format_count(self.steps)}{evaluations}"
-        if self.steps is None and self.open_calls:
+        steps_text = "-"
+        if self.steps is not None:
+            steps_text = format_count(self.steps) + format_updates(self.steps, self.updates or 0, " · ") + evaluations
+        elif self.open_calls:
             steps_text = format_count_with_noun(self.open_calls, "call")
         return (
             sanitize_line(self.name),
             format_state(self.state) + (", kept" if self.kept else ""),
             _format_age(time.time() - self.started_unix),
-            format_elapsed(int(self.seconds * 1e9)),
+            format_run_time(self.seconds),
             steps_text,
             format_compact(self.samples_per_s),
             "-" if self.status is None else sanitize_line(self.signal or self.status),
@@ -322,7 +327,7 @@ def _make_listed_run(directory: Path, run_info: RunInfo) -> ListedRun:
         counts = _query_step_counts(store)
         job, node = store.job()
         health = health_from_store(directory, store) if is_live_run else None
-    steps, evaluation_steps, open_calls, samples_per_s, standing = counts
+    steps, updates, evaluation_steps, open_calls, samples_per_s, standing = counts
     if state == "finished":
         standing = None  # the stall ended
     if is_live_run:
@@ -337,8 +342,8 @@ def _make_listed_run(directory: Path, run_info: RunInfo) -> ListedRun:
     )
     return ListedRun(
         run_info.id, short_name(run_info), state, is_protected(directory), run_info.started_unix, seconds, steps,
-        evaluation_steps, open_calls, samples_per_s, *ending, standing, job, node, list(run_info.nodes), command,
-        str(directory),
+        updates, evaluation_steps, open_calls, samples_per_s, *ending, standing, job, node, list(run_info.nodes),
+        command, str(directory),
     )  # fmt: skip
 
 
@@ -362,12 +367,12 @@ def rm(options: argparse.Namespace) -> int:
     return 0
 
 
-_StepCounts = tuple[int | None, int | None, int | None, float | None, str | None]
-_NO_STEPS: _StepCounts = (None, None, None, None, None)
+_StepCounts = tuple[int | None, int | None, int | None, int | None, float | None, str | None]
+_NO_STEPS: _StepCounts = (None, None, None, None, None, None)
 
 
 def _query_step_counts(store: Store) -> _StepCounts:
-    """Return steps, evaluation steps, open calls, samples/s, and the stall in which the run ended, if it did.
+    """Return steps, updates, evaluation steps, open calls, samples/s, and the stall in which the run ended, if it did.
 
     All are None if the record has no rings.
     """
@@ -391,7 +396,8 @@ def _query_step_counts(store: Store) -> _StepCounts:
     standing = None if stall is None else f"stalled: {stall.text}"
     numbers = {TRAINING: longest_ring.last_step, EVALUATION: longest_ring.evaluations}
     steps = numbers.get(store.main_kind, longest_ring.forward_steps) or 0
-    return None if calls and not longest_ring.steps else steps, evaluations, calls, samples, standing
+    _, updates = StatsWindow(store, process=longest_ring.process).training_counts
+    return None if calls and not longest_ring.steps else steps, updates, evaluations, calls, samples, standing
 
 
 def _format_age(seconds: float) -> str:

@@ -95,7 +95,7 @@ complete -c dpmon -n '_shtab_dpmon_using attach' -l hostfile -xka "(__fish_compl
 complete -c dpmon -n '_shtab_dpmon_using attach' -l slurm -x -d 'the nodes of a Slurm job, by srun'
 complete -c dpmon -n '_shtab_dpmon_using attach' -l via -x -d 'a command instead of ssh; {} is the host: '"'"'kubectl exec -i pod-{} --'"'"''
 complete -c dpmon -n '_shtab_dpmon_using attach; and test $_shtab_dpmon_npos -eq 0' -ka "(_dpmon_runs)" -d 'a name, an id, the unique start of either, or `last`'
-complete -c dpmon -n '_shtab_dpmon_using; and test $_shtab_dpmon_npos -eq 0' -a status -d 'Check the health of a run. Exit status: 0 fine, 3 not training, 4 no such run, 5 stalled, 6 failed.'
+complete -c dpmon -n '_shtab_dpmon_using; and test $_shtab_dpmon_npos -eq 0' -a status -d 'Check the health of a run. Exit status: 0 fine, 3 not training (also after a run that ended well), 4 no such run, 5 stalled, 6 failed.'
 complete -c dpmon -n '_shtab_dpmon_using status' -s h -l help -d 'show this help message and exit'
 complete -c dpmon -n '_shtab_dpmon_using status' -l json -d 'one JSON object, for programs'
 complete -c dpmon -n '_shtab_dpmon_using status' -l all -d 'all runs'

@@ -20,7 +20,7 @@ from dpmon.record.history_rows import CollectiveRow, Definition, LossRow
 from dpmon.record.span_format import Flag, Span
 
 MAX_STEPS = 32
-"""How many steps are remembered. A collective that ends more than this many steps later is recorded without a step."""
+"""How many training steps are remembered. What arrives more than this many of them later is recorded without a step."""
 MAX_SAMPLES = 64
 """How many samples are remembered. A collective may end after several later samples."""
 MAX_WAITING = 1 << 14
@@ -47,7 +47,7 @@ class SampledCollectives:
     def __init__(self, definitions: KnownDefinitions) -> None:
         self._definitions = definitions
         self._steps: deque[tuple[int, int, int]] = deque(maxlen=MAX_STEPS)
-        """The last steps, as (start, end, number)."""
+        """The last training steps, as (start, end, number)."""
         self._last_step_end = -1
         self._rows_before_sample_end: list[CollectiveRow] = []
         """Collectives of the unfinished sample."""
@@ -143,8 +143,12 @@ class SampledCollectives:
         return number if time_ns < end else 0
 
     def close_step(self, number: int, start: int, end: int) -> None:
-        """Add a step that has ended, and place the collectives and losses that waited for it."""
-        self._steps.append((start, end, number))
+        """Add a step that has ended, and place the collectives and losses that waited for it.
+
+        `number`: 0 if it is no training step. Many of these may run before the process ends and its last loss arrives.
+        """
+        if number:
+            self._steps.append((start, end, number))
         self._last_step_end = end
         if self._rows_before_step_end:
             waiting_rows, self._rows_before_step_end = self._rows_before_step_end, []

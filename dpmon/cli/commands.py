@@ -31,7 +31,8 @@ from dpmon.text.formatting import (
     format_compact,
     format_count,
     format_count_with_noun,
-    format_elapsed,
+    format_run_time,
+    format_updates,
     node_count_prefix,
 )
 
@@ -265,6 +266,8 @@ class ListedRun(NamedTuple):
     steps: int | None
     """Steps of the process with the most steps: ranks step together, so their steps are not added. None if unknown,
     also while the end of a step is not known."""
+    updates: int | None
+    """Optimizer updates of this process."""
     evaluation_steps: int | None
     evaluation_word: str | None
     """The word for these steps: they may only generate data."""
@@ -291,14 +294,16 @@ class ListedRun(NamedTuple):
 
         count = self.evaluation_steps
         evaluations = f" (+{format_count(count)} {self.evaluation_word})" if count else ""
-        steps_text = "-" if self.steps is None else f"{format_count(self.steps)}{evaluations}"
-        if self.steps is None and self.open_calls:
+        steps_text = "-"
+        if self.steps is not None:
+            steps_text = format_count(self.steps) + format_updates(self.steps, self.updates or 0, " · ") + evaluations
+        elif self.open_calls:
             steps_text = format_count_with_noun(self.open_calls, "call")
         return (
             sanitize_line(self.name),
             format_state(self.state) + (", kept" if self.kept else ""),
             _format_age(time.time() - self.started_unix),
-            format_elapsed(int(self.seconds * 1e9)),
+            format_run_time(self.seconds),
             steps_text,
             format_compact(self.samples_per_s),
             "-" if self.status is None else sanitize_line(self.signal or self.status),
@@ -325,7 +330,7 @@ def _make_listed_run(directory: Path, run_info: RunInfo) -> ListedRun:
         counts = _query_step_counts(store)
         job, node = store.job()
         health = health_from_store(directory, store) if is_live_run else None
-    steps, evaluation_steps, evaluation_word, open_calls, samples_per_s, standing = counts
+    steps, updates, evaluation_steps, evaluation_word, open_calls, samples_per_s, standing = counts
     if state == "finished":
         standing = None  # the stall ended
     if is_live_run:
@@ -340,7 +345,7 @@ def _make_listed_run(directory: Path, run_info: RunInfo) -> ListedRun:
     )
     return ListedRun(
         run_info.id, short_name(run_info), state, is_protected(directory), run_info.started_unix, seconds, steps,
-        evaluation_steps, evaluation_word, open_calls, samples_per_s, *ending, standing, job, node,
+        updates, evaluation_steps, evaluation_word, open_calls, samples_per_s, *ending, standing, job, node,
         list(run_info.nodes), command, str(directory),
     )  # fmt: skip
 
@@ -365,12 +370,12 @@ def rm(options: argparse.Namespace) -> int:
     return 0
 
 
-_StepCounts = tuple[int | None, int | None, str | None, int | None, float | None, str | None]
-_NO_STEPS: _StepCounts = (None, None, None, None, None, None)
+_StepCounts = tuple[int | None, int | None, int | None, str | None, int | None, float | None, str | None]
+_NO_STEPS: _StepCounts = (None, None, None, None, None, None, None)
 
 
 def _query_step_counts(store: Store) -> _StepCounts:
-    """Return steps, evaluation steps and their word, open calls, samples/s, and the stall in which the run ended.
+    """Return steps, updates, evaluations and their word, open calls, samples/s, and the stall in which the run ended.
 
     All are None if the record has no rings.
     """
@@ -391,8 +396,10 @@ def _query_step_counts(store: Store) -> _StepCounts:
     standing = None if stall is None else f"stalled: {stall.text}"
     numbers = {TRAINING: longest_ring.last_step, EVALUATION: longest_ring.evaluations}
     steps = numbers.get(store.main_kind, longest_ring.forward_steps) or 0
+    _, updates = StatsWindow(store, process=longest_ring.process).step_counts(TRAINING)
+    word = store.kind_words[EVALUATION]
     has_only_calls = bool(calls and not longest_ring.steps)
-    return None if has_only_calls else steps, evaluations, store.kind_words[EVALUATION], calls, samples, standing
+    return None if has_only_calls else steps, updates, evaluations, word, calls, samples, standing
 
 
 def _format_age(seconds: float) -> str:

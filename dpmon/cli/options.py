@@ -25,7 +25,7 @@ dpmon [OPTIONS] SCRIPT.py [ARGS...]     run a script and watch it
        dpmon [OPTIONS] -m MODULE [ARGS...]     run a module
        dpmon [OPTIONS] COMMAND [ARGS...]       any launcher: torchrun, accelerate, python -u
        dpmon attach [RUN] [--host HOST ...]    show a live or finished run again, on one node or several
-       dpmon status [RUN] [--json]             check the health of a run: exit status 0 if it is fine
+       dpmon status [RUN] [--json]             check the health of a run: exit status 0 while it is fine
        dpmon why [RUN] [--json]                show where each rank is and what the others wait for
        dpmon ls                                list the runs
        dpmon stop RUN                          stop a run: SIGINT, SIGTERM, SIGKILL
@@ -47,7 +47,10 @@ _DESCRIPTIONS = {
         "Show a live or finished run again. Without RUN: the newest live run, else the newest one."
         " With --host and similar options: the runs of one job on several nodes, as one run."
     ),
-    "status": "Check the health of a run. Exit status: 0 fine, 3 not training, 4 no such run, 5 stalled, 6 failed.",
+    "status": (
+        "Check the health of a run. Exit status: 0 fine, 3 not training (also after a run that ended well),"
+        " 4 no such run, 5 stalled, 6 failed."
+    ),
     "why": (
         "Show where each rank is and what the others wait for. Without RUN: the newest live run."
         " Exit status: 0, or 4 if there is no such run."

@@ -73,7 +73,7 @@ def why(options: argparse.Namespace) -> int:
         if has_ended:
             print(f"what each rank was doing when dpmon detected it, at {format_elapsed(stall.noticed_ns)}:")
             print("\n".join(text for text, _ in format_reply(stall.record, all_threads=options.all)[2:]))
-    if reply is None and not stalls:
+    if reply is None and not stalls and state not in ("failed", "killed"):
         print("no stall was recorded")
     return 0
 

@@ -219,17 +219,19 @@ def _epoch_parts(run: RunAnalysis) -> list[Part]:
 
 
 def _loss_parts(run: RunAnalysis) -> list[Part]:
-    """Return a table with a row for each line that calls backward: its first, lowest and newest loss."""
+    """Return a table with a row for each line that calls backward: its first, lowest and last loss."""
     rows = []
     for curve in run.losses:
         lowest = min((point.low for point in curve.points if point.low is not None), default=None)
-        values = map(format_loss, (curve.first, lowest, curve.last, curve.smoothed))
-        rows.append((curve.place, *values, format_count(curve.step)))
+        first, lowest_text, smoothed, last = map(format_loss, (curve.first, lowest, curve.smoothed, curve.last))
+        step_text = "" if curve.step is None else f" at step {format_count(curve.step)}"
+        rows.append((curve.place, first, lowest_text, smoothed, last + step_text))
     reasons = [f"{curve.place}: {curve.why}" for curve in run.losses if curve.why is not None]
     if rows:
-        sampling = "sampled: at most one loss per second, and the last; the backward passes of an update are added up"
-        reasons.insert(0, sampling)
-    headers = ("backward called at", "first", "lowest", "last", "smoothed", "at step")
+        rank_text = process_suffix(run.losses[0].process, run)
+        sampling = f"losses{rank_text}, sampled: at most one per second, and the last"
+        reasons.insert(0, f"{sampling}; the backward passes of an update are added up")
+    headers = ("backward called at", "first", "lowest sampled", "smoothed", "last")
     return [*_make_table(headers, rows), *_make_paragraphs(reasons, is_note=True)]
 
 

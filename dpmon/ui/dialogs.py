@@ -184,19 +184,26 @@ class Choice(Dialog):
         """A note about the last key, if it was no answer."""
 
     def build_rows(self, width: int, height: int) -> list[Row]:
-        """Return the question, a note about the last key, then a row per answer."""
+        """Return the question, a note about the last key, then a row per choice."""
         rows: list[Row] = [[(truncate(line, width), "")] for line in self.lines]
         rows.append([(truncate(self.key_note, width), "dim")])
-        for key, _, text in self.answers:
-            rows.append([("  ", ""), (key.ljust(5), "key"), (" " + truncate(text, width - 8), "")])
+        for text, keys in self._keys_by_text().items():
+            rows.append([("  ", ""), (", ".join(keys).ljust(5), "key"), (" " + truncate(text, width - 8), "")])
         return rows
+
+    def _keys_by_text(self) -> dict[str, list[str]]:
+        """Return the keys of each text: after the end of the run, several answers may be the same choice."""
+        keys_by_text: dict[str, list[str]] = {}
+        for key, _, text in self.answers:
+            keys_by_text.setdefault(text, []).append(key)
+        return keys_by_text
 
     def run_ended(self) -> None:
         """Keep the keys of all answers, with what they do now."""
         if self.texts_after_end is not None:
             self.lines = ["The run has ended."]
             self.answers = [(key, name, self.texts_after_end[name]) for key, name, _ in self.answers]
-            self.keys = [(key, text) for key, _, text in self.answers]
+            self.keys = [(keys[0], text) for text, keys in self._keys_by_text().items()]
             self.draw()
             self.app.post_message(self.Changed())
 

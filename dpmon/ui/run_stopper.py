@@ -65,7 +65,7 @@ class RunStopper:
         text, run_info = ["Everything computed since the last checkpoint is lost."], self._app.live_run.info
         if run_info is not None and len(run_info.nodes) > 1:
             text.append(f"It stops on all {len(run_info.nodes)} nodes.")
-        after_end = {"stop": _CLOSE_SCREEN if leaves else "there is nothing left to stop", "stay": _STAY}
+        after_end = {"stop": _CLOSE_SCREEN if leaves else _STAY, "stay": _STAY}
         self._app.push_screen(
             Choice("Stop the training?", text, answers, self._app.style, after_end),
             partial(self._handle_stop_answer, leaves),

@@ -6,7 +6,8 @@ Processes differ by more than the cost of the tracer, for example by the layout 
 same tensors runs with and without the patches, block by block, so that a cost of some microseconds shows within a
 minute, even on a busy machine. The processor time of the training thread is compared (replicas run in threads, which
 wait for each other and for the processor). A/A is the same comparison between two halves of the blocks without. Costs
-that remain without the patches are not measured: the import, and memory.
+that remain without the patches are not measured: the import, and memory. Blocks with the patches that read no losses
+show which part of the cost is that of the losses.
 
 The budget is a figure for one machine. As a yardstick, the bare step of the first case, which took YARDSTICK_US there,
 is measured beside every case. The cost is printed as measured, and scaled by the yardstick.
@@ -201,6 +202,7 @@ def child(case: str, blocks: int, steps: int) -> dict[str, list[float]]:
     patches = Patches((nn.Sequential, nn.parallel.DistributedDataParallel))
     from dpmon.span_reader import SpanReader
     from dpmon.tracer import patch
+    from dpmon.tracer.steps.losses import LossTracer
 
     replicas, depth, calls, _, gpus, ddp, one_in = CASES[case]
     apart = untraced_data_parallel(replicas) if replicas else None
@@ -210,19 +212,27 @@ def child(case: str, blocks: int, steps: int) -> dict[str, list[float]]:
     loop.run(loop.model, WARM_STEPS)
     (ring,) = Path(os.environ["DPMON_RUN"]).glob("process-*.ring")
     SpanReader(str(ring)).request_device_timing(one_in)
+    (losses,) = (one for one in gc.get_objects() if type(one) is LossTracer)
+    recorder = losses._recorder
     alone = partial(apart, loop.model) if apart is not None else loop.model
     bare = Loop(1, 1)
     if patches.taken_out() < 10:
         raise SystemExit("the tracer has not put itself in: this would measure nothing")
     loop.run(alone, WARM_STEPS)
     gc.collect()
-    found: dict[str, list[float]] = {"without": [], "with": [], "yardstick": []}
+    found: dict[str, list[float]] = {"without": [], "with": [], "no losses": [], "yardstick": []}
 
-    def with_patches() -> None:
+    def with_patches(name: str = "with") -> None:
         patches.put_back()
         loop.run(loop.model, SETTLE_STEPS)  # the first steps after a change of patches do not count
-        found["with"].append(loop.run(loop.model, steps))
+        found[name].append(loop.run(loop.model, steps))
         patches.taken_out()
+
+    def without_losses() -> None:
+        readers = recorder.on_loss, recorder.on_update
+        recorder.on_loss, recorder.on_update = lambda *_: None, lambda: None
+        with_patches("no losses")
+        recorder.on_loss, recorder.on_update = readers
 
     def without() -> None:
         loop.run(alone, SETTLE_STEPS)
@@ -233,7 +243,7 @@ def child(case: str, blocks: int, steps: int) -> dict[str, list[float]]:
         found["yardstick"].append(bare.run(bare.model, steps))
 
     for _ in range(blocks):
-        for one in random.sample((with_patches, without, yardstick), 3):
+        for one in random.sample((with_patches, without, without_losses, yardstick), 4):
             one()
     patches.put_back()
     return found
@@ -269,9 +279,14 @@ def measure(case: str, blocks: int, steps: int, library: Path | None) -> None:
     noise, noise_error = (
         base * x for x in middle([a / b - 1 for a, b in zip(without[::2], without[1::2], strict=False)])
     )
+    losses, losses_error = (
+        base * x
+        for x in middle([(a - b) / c for a, b, c in zip(found["with"], found["no losses"], without, strict=True)])
+    )
     slower = statistics.median(found["yardstick"]) / YARDSTICK_US
     print(
         f"{case:>6}  step {base:7.0f} us   tracer {cost:+6.1f} ±{error:4.1f} us ({cost / base:+.1%})   "
+        f"of it losses {losses:+5.1f} ±{losses_error:4.1f} us   "
         f"A/A {noise:+5.1f} ±{noise_error:4.1f} us   this machine: {slower:.1f} times the yardstick, "
         f"so {cost / slower:+5.1f} ±{error / slower:4.1f} us of {CASES[case].budget_us}",
         flush=True,

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from dpmon.cli.commands import _make_listed_run
 from dpmon.cli.status_stream import ProgressReporter, StatusStream
 from dpmon.cli.summary import summary_lines
 from dpmon.export.perfetto import write_trace
@@ -113,6 +114,9 @@ def test_steps_without_a_pass_count_as_none_of_it(state: Path) -> None:
     (mode,) = report_json_of(story)["modes"]
     assert mode["quantities"]["synced"] == {"sum": STEPS // 4, "steps": STEPS}
     assert (mode["process_steps"], mode["process_updates"]) == (STEPS, STEPS // 4)
+    directory = Path(story.directory)
+    listed = _make_listed_run(directory, load_info(directory))
+    assert (listed.steps, listed.updates, listed.table_cells()[4]) == (STEPS, STEPS // 4, "100 · 25 updates")
 
 
 def test_the_report_says_why_waits_are_unknown(state: Path) -> None:

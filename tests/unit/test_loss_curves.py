@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from dpmon.assemble.sampled_collectives import MAX_STEPS
 from dpmon.export.csv_tables import CsvTables
 from dpmon.model.findings.all_findings import find_all
 from dpmon.model.run_analysis import RunAnalysis
@@ -73,6 +74,21 @@ def test_a_loss_belongs_to_the_step_in_which_its_pass_began() -> None:
     ]
     assert {each["place"] for each in found} == {"train.py:88"}
     assert next(each for each in found if each["loss"] == 4.0)["absent"].keys() == {"step"}
+
+
+def test_a_loss_that_is_read_at_exit_has_its_step_after_many_evaluation_steps() -> None:
+    script = Script()
+    line = script.loss_line("train.py:88")
+    for _ in range(3):
+        start = script.now
+        script.play("d l")
+    script.fetch(over=True)
+    for _ in range(2 * MAX_STEPS):
+        script.play("d e")
+    script.fetch(over=True)
+    script.loss(line, start + MS, 0.5)
+    (found,) = [event.data for event in assemble_script(script).events if event.kind == "loss"]
+    assert (found["step"], found["loss"]) == (3, 0.5)
 
 
 # ------------------------------------------------------------------------------------------------ queries
@@ -219,8 +235,12 @@ def test_the_report_has_a_row_and_a_curve_for_each_line(state: Path) -> None:
     story = collect_report_data(write_run_directory({0: [*trained(Training(step_ns=SECOND), 4), *rows]}))
     text = text_lines(build_document(story), 100)
     (at,) = [number for number, line in enumerate(text) if "backward called at" in line]
-    assert text[at + 1].split() == ["train.py:88", "3", "-0.5", "NaN", "1.141", "3"]
-    assert text[at + 2].split() == ["train.py:91", "1.1", "1.1", "1.2", "1.153", "3"]
+    assert re.split(r"\s{2,}", text[at].strip()) == [
+        *("backward called at", "first", "lowest sampled", "smoothed", "last")
+    ]
+    assert re.split(r"\s{2,}", text[at + 1].strip()) == ["train.py:88", "3", "-0.5", "1.141", "NaN at step 3"]
+    assert re.split(r"\s{2,}", text[at + 2].strip()) == ["train.py:91", "1.1", "1.1", "1.153", "1.2 at step 3"]
+    assert text[at + 3].strip().startswith("losses, sampled: at most one per second, and the last;")
     (plot,) = [plot for plot in build_plots(story.run) if plot.name == "loss"]
     assert [[y for _, _, y in one.points] for one in plot.series] == [[3.0, -0.5], [1.1, 1.2]]
     heights = [float(y) for y in re.findall(r'cy="([-0-9.]+)"', render_plot(plot))]

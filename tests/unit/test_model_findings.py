@@ -195,7 +195,7 @@ def test_the_advice_for_a_gpu_that_waits_for_data_is_about_the_loader() -> None:
     assert "torch.compile" in advice
     waiting = with_changes(run, modes=(WAITING_MODE,))
     (advice,) = [found.advice for found in find_all(waiting) if found.kind == "low use"]
-    assert advice == "the loader first: the steps wait for data 43% of the time"
+    assert advice == "the loader first: the steps wait for data 43% of step time"
 
 
 def test_nothing_stands_out_in_a_healthy_run() -> None:
@@ -245,8 +245,9 @@ def test_evaluations_that_take_much_of_the_time_are_found() -> None:
         HEALTHY_RUN, time_by_activity=spent, other_modes=[replace(GOOD_MODE, kind=EVALUATION)], gaps=[]
     )
     (found,) = find_all(evaluated)
-    assert (found.kind, found.text) == ("evaluation", "Evaluations before the last update take 30% of the time.")
-    assert (found.saves_s, found.ground) == (30.0, "these evaluations 30.0 s of 1 min 40 s")
+    assert (found.kind, found.text) == ("evaluation", "Evaluations take 27% of the elapsed time.")
+    assert found.ground == "evaluations before the last update 30.0 s of 1 min 50 s"
+    assert found.gain_text == "saves at most 30.0 s of 1 min 50 s"
     assert not find_all(with_changes(evaluated, time_by_activity={**spent, "evaluation": 10 * SECOND}))
 
 
@@ -256,8 +257,7 @@ def test_an_evaluation_is_that_of_the_process_that_evaluates() -> None:
     spent = {"training": 85 * SECOND, "evaluation": 15 * SECOND}
     names = {0: "rank 0", 1: "rank 1"}
     (found,) = find_all(with_changes(HEALTHY_RUN, time_by_activity=spent, spent_by_process=each, names=names))
-    assert found.text == "Evaluations of rank 0 before the last update take 30% of the time."
-    assert found.saves_s == 30.0
+    assert (found.text, found.saves_s) == ("Evaluations of rank 0 take 27% of the elapsed time.", 30.0)
 
 
 def test_time_between_steps_is_that_of_the_process_that_has_most() -> None:
@@ -271,7 +271,9 @@ def test_time_between_steps_is_that_of_the_process_that_has_most() -> None:
     facts = {"time_by_activity": spent, "spent_by_process": each, "names": {0: "rank 0", 1: "rank 1"}}
     (found,) = find_all(with_changes(HEALTHY_RUN, gaps=[gap], **facts))
     assert (found.kind, found.saves_s) == ("between", 50.0)
-    assert found.text.startswith("50% of the time of rank 0 is spent between steps: one gap of 50.0 s after step 100.")
+    assert found.text.startswith(
+        "The time between steps of rank 0 takes 45% of the elapsed time: one gap of 50.0 s after step 100."
+    )
     # A process that trains nothing, such as one that evaluates now and then, delays nobody.
     idle = {**each, 2: {"evaluation": SECOND, "between": 90 * SECOND}}
     (found,) = find_all(with_changes(HEALTHY_RUN, gaps=[gap], **{**facts, "spent_by_process": idle}))
@@ -292,7 +294,7 @@ def test_workers_that_start_again_also_cost_the_first_fetch_of_an_epoch() -> Non
     )
     (found,) = find_all(run)
     assert (found.kind, found.saves_s) == ("between", pytest.approx(22.0))
-    assert found.ground.startswith("between steps 20.0 s and slow fetches 2.00 s of 1 min 40 s;")
+    assert found.ground.startswith("between steps 20.0 s and slow fetches 2.00 s of 1 min 50 s;")
 
 
 def test_a_long_step_is_that_of_a_rank_if_there_are_several_processes() -> None:

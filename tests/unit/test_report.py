@@ -643,7 +643,9 @@ def test_time_between_the_steps_is_found_if_it_is_much(state: Path) -> None:
         for one in collect_report_data(write_run_directory({0: payloads}, seconds=end)).findings
         if one.kind == "between"
     )
-    assert found.text == "29% of the time is spent between steps: 5 gaps, the longest 1.00 s after step 20."
+    share = f"{5.0 / end:.0%} of the elapsed time"
+    assert found.text == f"The time between steps takes {share}: 5 gaps, the longest 1.00 s after step 20."
+    assert (found.saves_s, found.elapsed_s) == (pytest.approx(5.0, abs=0.01), end)
     assert "a checkpoint" in found.advice
     assert found.weight == pytest.approx(0.29, abs=0.02)
     payloads, end = epochs(0.15)

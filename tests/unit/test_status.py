@@ -326,6 +326,26 @@ def test_why_looks_at_no_process_that_has_only_the_number_of_the_runs(
     assert ("s, until its end: rank 1 in save" in said) == ("lost" in sentence)
 
 
+@pytest.mark.parametrize(("exit_status", "speaks_of_stalls"), [(0, True), (1, False)])
+def test_why_speaks_of_no_stalls_below_the_cause_of_a_failure(
+    exit_status: int, speaks_of_stalls: bool, state: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = a_run(status=exit_status)
+    assert main(["why", directory.name]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"{directory.name} has ended: {'failed' if exit_status else 'finished'}")
+    assert ("no stall was recorded" in said) == speaks_of_stalls
+
+
+def test_the_help_says_which_exit_status_a_finished_run_has(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = a_run(status=0)
+    assert main(["status", directory.name]) == 3
+    with pytest.raises(SystemExit):
+        main(["status", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "3 not training (also after a run that ended well)" in said
+
+
 def test_why_asks_no_supervisor_of_a_run_that_is_ending(
     state: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

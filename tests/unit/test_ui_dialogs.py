@@ -10,6 +10,7 @@ import pytest
 
 from dpmon.ui.dialogs import Choice, CommandPalette, Dialog, LineInput, TextPages
 from dpmon.ui.keys import PaletteCommand
+from dpmon.ui.styled_rows import plain_text
 from support.screen_harness import ScreenHarness, open_screen
 
 OPENERS = {
@@ -70,21 +71,21 @@ async def test_a_click_on_the_footer_presses_the_key_of_the_dialog(directory: Pa
 
 
 @pytest.mark.parametrize(
-    ("openers", "answer", "closes"),
+    ("openers", "answer", "closes", "choices"),
     [
-        ("q", "l", True),
-        ("q", "x", True),
-        ("q", "ctrl+c", True),
-        ("q", "escape", False),
-        ("x", "y", False),
-        ("x", "escape", False),
-        ("qx", "y", True),
+        ("q", "l", True, ["l, x close this screen", "esc stay here"]),
+        ("q", "x", True, ["l, x close this screen", "esc stay here"]),
+        ("q", "ctrl+c", True, ["l, x close this screen", "esc stay here"]),
+        ("q", "escape", False, ["l, x close this screen", "esc stay here"]),
+        ("x", "y", False, ["y, esc stay here"]),
+        ("x", "escape", False, ["y, esc stay here"]),
+        ("qx", "y", True, ["y close this screen", "esc stay here"]),
     ],
 )
 async def test_a_question_stays_until_it_is_answered_also_when_the_run_ends(
-    directory: Path, openers: str, answer: str, closes: bool
+    directory: Path, openers: str, answer: str, closes: bool, choices: list[str]
 ) -> None:
-    """No key opens a list or a second question because the first one went."""
+    """No key opens a list or a second question because the first one went; each choice is offered once."""
     async with open_screen(directory) as on:
         await on.press(*openers)
         await on.until(lambda: isinstance(on.app.screen, Choice), "the question")
@@ -95,6 +96,9 @@ async def test_a_question_stays_until_it_is_answered_also_when_the_run_ends(
         else:
             on.end(3)
         await on.until(lambda: any("The run has ended." in row for row in dialog.box.text()), "its new text")
+        rows = [" ".join(plain_text(row).split()) for row in dialog.build_rows(60, 20)]
+        assert rows == ["The run has ended.", "", *choices]
+        assert len(dialog.keys) == len(choices), "the footer offers the same"
         assert on.app.screen is dialog
         assert on.app.return_value is None
         await on.press(answer)

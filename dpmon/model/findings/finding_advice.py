@@ -116,7 +116,7 @@ def low_utilization_advice(run: RunAnalysis) -> str:
     waits = max(most_affected(run, data_share, MIN_DATA_SHARE), key=data_share, default=None)
     if waits is not None:
         share = format_percent(data_share(waits))
-        return f"the loader first: the steps{rank_suffix(waits)} wait for data {share} of the time"
+        return f"the loader first: the steps{rank_suffix(waits)} wait for data {share} of step time"
     return (
         "fewer and larger kernels, if the host is the limit: torch.compile, CUDA graphs; larger batches change the"
         " training itself (learning rate)"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from dpmon.record.schema import SECOND
 from dpmon.store.step_stats import PhaseStats, StepStats
-from dpmon.text.formatting import format_long_duration
+from dpmon.text.formatting import format_long_duration, format_percent
 
 if TYPE_CHECKING:
     from dpmon.model.mode_stats import ModeStats
@@ -64,6 +64,11 @@ def format_sample_basis(stats: ModeStats) -> str:
 def process_suffix(process: int, run: RunAnalysis) -> str:
     """Return " of rank 1" if the run has several processes; else empty."""
     return f" of {run.names.get(process, f'process {process}')}" if run.names else ""
+
+
+def format_elapsed_share(ns: float, run: RunAnalysis) -> str:
+    """Return the share of a time in the elapsed time of the run, to which gains refer: "27% of the elapsed time"."""
+    return f"{format_percent(ns / run.until_ns)} of the elapsed time"
 
 
 def format_ratio(numerator: float | None, denominator: float | None) -> str:

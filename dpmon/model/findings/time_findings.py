@@ -11,6 +11,7 @@ from dpmon.model.findings.finding_evidence import (
     MIN_DATA_SHARE,
     MIN_STEPS,
     data_share,
+    format_elapsed_share,
     format_phase_times,
     format_ratio,
     format_sample_basis,
@@ -48,10 +49,10 @@ MIN_SPREAD_RATIO, MIN_SPREAD_P95_NS = 10, 50_000_000
 MIN_LONG_STEPS_SHARE, MIN_LONG_STEPS_NS = 0.02, 5_000_000_000
 """Smallest total of all long steps to report: as a share of step time, or in ns."""
 MIN_BETWEEN_SHARE, MIN_BETWEEN_NS = 0.1, 1_000_000_000
-"""Smallest share of the time, and shortest total, between steps. The end of an epoch or a checkpoint costs some per
+"""Smallest share of active time, and shortest total, between steps. The end of an epoch or a checkpoint costs some per
 cent; a tenth matters as much as a tenth of every step."""
 MIN_EVALUATION_SHARE = 0.2
-"""Smallest share of the time to report."""
+"""Smallest share of active time to report."""
 MIN_WORKERS_SHARE = 0.5
 """If starting workers takes at least this share of the gaps, the finding names it."""
 
@@ -361,9 +362,9 @@ def find_gaps_between_steps(run: RunAnalysis) -> Iterator[Finding]:
     fetches_text = f" and slow fetches {format_long_duration(fetches_s * SECOND)}" if fetches_s else ""
     yield Finding(
         "between",
-        f"{format_percent(between_ns / active_ns)} of the time{process_suffix(process, run)} is spent between steps:"
+        f"The time between steps{process_suffix(process, run)} takes {format_elapsed_share(between_ns, run)}:"
         f" {text}.{workers_text}",
-        f"between steps {format_long_duration(between_ns)}{fetches_text} of {format_long_duration(active_ns)};"
+        f"between steps {format_long_duration(between_ns)}{fetches_text} of {format_long_duration(run.until_ns)};"
         f" the longest gap at {format_elapsed(longest.begin_ns)}",
         advice,
         between_ns / active_ns,
@@ -390,9 +391,9 @@ def find_costly_evaluation(run: RunAnalysis) -> Iterator[Finding]:
     if evaluation_ns and not is_rollout and evaluation_ns >= MIN_EVALUATION_SHARE * active_ns:
         yield Finding(
             "evaluation",
-            f"Evaluations{process_suffix(process, run)} before the last update take"
-            f" {format_percent(evaluation_ns / active_ns)} of the time.",
-            f"these evaluations {format_long_duration(evaluation_ns)} of {format_long_duration(active_ns)}",
+            f"Evaluations{process_suffix(process, run)} take {format_elapsed_share(evaluation_ns, run)}.",
+            f"evaluations before the last update {format_long_duration(evaluation_ns)}"
+            f" of {format_long_duration(run.until_ns)}",
             "evaluate less often or on fewer samples; larger batches: an evaluation keeps no gradients",
             evaluation_ns / active_ns,
             evaluation_ns / SECOND,
@@ -426,7 +427,7 @@ def find_uneven_steps(run: RunAnalysis) -> Iterator[Finding]:
                 f"Step times{rank_suffix(stats)} vary widely{mode_suffix(stats, run)}: 1 in 20 steps takes at least"
                 f" {format_ratio(stats.p95_ns, stats.median_ns)} the median.",
                 f"median {format_long_duration(stats.median_ns)}, p95 {format_long_duration(stats.p95_ns)} over"
-                f" {stats.steps:,} steps{rank_suffix(stats)}; {phase} takes most of the time ({format_percent(share)})",
+                f" {stats.steps:,} steps{rank_suffix(stats)}; {phase} takes {format_percent(share)} of step time",
                 step_variance_advice(run, stats.process, phase),
                 0.3,
             )

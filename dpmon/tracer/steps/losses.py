@@ -29,7 +29,7 @@ import torch
 
 from dpmon.record.shared_names import shorten_name
 from dpmon.record.span_format import SITE_AT, Kind
-from dpmon.tracer.core.hidden_frames import iter_callers, wrap_rare_function
+from dpmon.tracer.core.hidden_frames import wrap_rare_function
 from dpmon.tracer.core.session import Session
 from dpmon.tracer.devices.cuda_events import TorchEvents
 from dpmon.tracer.steps.span_recorder import SpanRecorder, ThreadState
@@ -45,9 +45,12 @@ MAX_EXIT_POLLS = 100
 """How many milliseconds the end of a process may wait for copies from a GPU, which may hang."""
 _set_eval_frame: Any = torch._C._dynamo.eval_frame.set_eval_frame
 """Sets how dynamo treats the frames that this thread enters; returns the previous setting."""
+_count_dispatch_modes, _DisableTorchFunction = torch._C._len_torch_dispatch_stack, torch._C.DisableTorchFunction
 _HIDDEN_DIRECTORIES = tuple(
     os.path.dirname(path) + os.sep for path in (torch.__file__, os.path.dirname(os.path.abspath(__file__)))
 )
+_OWN_FRAMES = 6
+"""From `_find_caller` to the caller of the wrapper of a backward pass: these frames are ours."""
 _DTYPE_BYTES = {torch.float64: 8, torch.float32: 4, torch.float16: 2, torch.bfloat16: 2}
 
 
@@ -151,7 +154,7 @@ class LossTracer:
         """Call a method of ours so that neither dynamo nor a function mode of the script sees what it does."""
         dynamo_callback = _set_eval_frame(None)  # else dynamo would try to compile functions that are called below
         try:
-            with torch._C.DisableTorchFunction():
+            with _DisableTorchFunction():
                 method(*args)
         except Exception as error:  # noqa: BLE001 - a loss is lost, the training is not
             self._session.count_error("loss", error, fatal=False)
@@ -160,11 +163,11 @@ class LossTracer:
 
     def _find_caller(self) -> BackwardCaller | None:
         """Return the line that called backward; None beyond MAX_CALLERS."""
-        for frame in iter_callers(sys._getframe(1)):
-            if not frame.f_code.co_filename.startswith(_HIDDEN_DIRECTORIES):
-                break
-        else:
-            return None
+        frame = sys._getframe(_OWN_FRAMES)
+        while frame.f_code.co_filename.startswith(_HIDDEN_DIRECTORIES):
+            if frame.f_back is None:
+                return None
+            frame = frame.f_back
         file, line = key = frame.f_code.co_filename, frame.f_lineno
         caller = self._callers.get(key)
         if caller is None and len(self._callers) < MAX_CALLERS:
@@ -179,8 +182,9 @@ class LossTracer:
         caller = self._find_caller()
         if caller is None:
             return
-        root, *_ = roots
-        loss = next((loss for scaled, loss in self._scaled_losses if scaled() is root), root)
+        loss = roots[0]
+        if self._scaled_losses:
+            loss = next((unscaled for scaled, unscaled in self._scaled_losses if scaled() is loss), loss)
         if len(roots) > 1 or type(loss) is not torch.Tensor or loss.numel() != 1:
             reason = "the pass begins at several tensors" if len(roots) > 1 else _unreadable_reason(loss)
             if reason is not None:
@@ -267,7 +271,7 @@ class LossTracer:
 
 def _detach(loss: torch.Tensor) -> torch.Tensor:
     """Return a tensor with the value of a loss, without its graph. No dispatch mode sees it."""
-    if not torch._C._len_torch_dispatch_stack():  # the usual case; the block below costs more than the rest
+    if not _count_dispatch_modes():  # the usual case; the block below costs more than the rest
         return loss.detach()
     with torch._C._DisableTorchDispatch():
         return loss.detach()

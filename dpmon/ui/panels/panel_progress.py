@@ -232,7 +232,9 @@ def _loss_rows(
     screen: ScreenData, curve: LossCurve, has_several: bool, width: int, height: int, style: TerminalStyle
 ) -> list[Row]:
     """Return the newest and the smoothed loss with their curves: in `height` rows below, or in the same row."""
-    header: Row = [("loss ", "dim"), loss_span(curve.last, 8)]
+    process = screen.state.processes.get(curve.process)
+    rank_text = "" if process is None or process.rank is None else f"of {process.name} "
+    header: Row = [(f"loss {rank_text}", "dim"), loss_span(curve.last, 8)]
     if curve.smoothed is not None:
         header += [("smoothed ", "bar"), loss_span(curve.smoothed, 8)]
     if has_several:

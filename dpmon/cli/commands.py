@@ -31,7 +31,7 @@ from dpmon.text.formatting import (
     format_compact,
     format_count,
     format_count_with_noun,
-    format_run_time,
+    format_elapsed,
     format_updates,
     node_count_prefix,
 )
@@ -303,7 +303,7 @@ class ListedRun(NamedTuple):
             sanitize_line(self.name),
             format_state(self.state) + (", kept" if self.kept else ""),
             _format_age(time.time() - self.started_unix),
-            format_run_time(self.seconds),
+            format_elapsed(round(self.seconds) * 1_000_000_000),  # as the summary rounds
             steps_text,
             format_compact(self.samples_per_s),
             "-" if self.status is None else sanitize_line(self.signal or self.status),

@@ -23,12 +23,9 @@ import dpmon
 from dpmon.errors import DpmonError, HistoryError
 from dpmon.mirror.chunk_receiver import (
     AHEAD_S,
-    MAX_DAMAGED,
     Chunk,
     ChunkReceiver,
     ProtocolError,
-    UncheckedChunk,
-    validate_chunks,
 )
 from dpmon.mirror.cross_node_stalls import CrossNodeStallDetector
 from dpmon.mirror.mirror_history import ChunkError, MirrorHistory
@@ -99,10 +96,8 @@ class Mirror(StallRecorder):
             directory, run_info, self, len(commands), self.history.local_process_number
         )
         self._requests = RequestRelay(self)
-        self._unchecked: list[tuple[NodeConnection, UncheckedChunk]] = []
-        """Chunks that were received since the last commit."""
         self._chunks: list[tuple[NodeConnection, Chunk]] = []
-        """Checked chunks that are not written yet."""
+        """Chunks that are not written yet."""
         self._events: list[tuple[str, Mapping[str, Any]]] = []
         self._last_stall: Mapping[str, Any] | None = None
         self._metrics_file = metrics_file
@@ -188,8 +183,8 @@ class Mirror(StallRecorder):
                 self._handle_disconnect(peer, report)
             elif peer.receiver is not None:
                 node.heard_ns = self.now_ns()
-                message = peer.receiver.add_line(report.text)
-                if isinstance(message, UncheckedChunk):
+                message = peer.receiver.add_line(report.text, node.heard_ns)
+                if isinstance(message, Chunk):
                     self._handle_chunk(peer, message)
                 elif message is not None:
                     self._handle_message(peer, message)
@@ -205,9 +200,10 @@ class Mirror(StallRecorder):
         )
         if peer.is_run_unknown and not ID.fullmatch(run):
             raise ProtocolError("it has not named its run")
-        if version not in (dpmon.__version__, node.version):
-            text = f"{node.name} has dpmon {version}, this one {dpmon.__version__}: only what both know is read"
-            self.emit("warning", {"process": None, "text": text})
+        if version != dpmon.__version__:
+            reason = f"its dpmon is of another version ({version}; here {dpmon.__version__})"
+            self._close_link(peer, reason, for_good=True)
+            return
         node.host, node.run, node.version, peer.is_run_unknown = host, run, version, False
         words = header.get("command")
         if not self.info.command and isinstance(words, list):  # the first node describes the run
@@ -226,7 +222,6 @@ class Mirror(StallRecorder):
     def _drop_unwritten(self, peer: NodeConnection) -> None:
         """Drop the node's records that are not written yet."""
         peer.unwritten_bytes = 0
-        self._unchecked = [(sender, chunk) for sender, chunk in self._unchecked if sender is not peer]
         self._chunks = [(sender, chunk) for sender, chunk in self._chunks if sender is not peer]
 
     def _handle_disconnect(self, peer: NodeConnection, report: LinkClosed) -> None:
@@ -283,7 +278,7 @@ class Mirror(StallRecorder):
         else:
             self._requests.handle_reply(peer.node, message)
 
-    def _handle_chunk(self, peer: NodeConnection, chunk: UncheckedChunk) -> None:
+    def _handle_chunk(self, peer: NodeConnection, chunk: Chunk) -> None:
         node, beat = peer.node, chunk.beat
         first_offset, offset, tallied_s = (beat.get(name) for name in ("from", "offset", "tallied_s"))
         if not type(first_offset) is type(offset) is type(tallied_s) is int:
@@ -299,7 +294,8 @@ class Mirror(StallRecorder):
             age_ns = int(min(max(number_member(peer.rank_report, "age_s") or 0.0, 0.0), 1e9) * SECOND)
             self.stall_detector.receive_rank_report(node.number, node.name, peer.rank_report["standing"], age_ns)
         peer.last_received_id, peer.beat, peer.rank_report = offset, beat, None
-        self._unchecked.append((peer, chunk))
+        stored_events = [row for row in chunk.rows.get("events", ()) if self._should_store_event(node, row)]
+        self._chunks.append((peer, chunk._replace(rows={**chunk.rows, "events": stored_events})))
         self._set_node_state(node, "connected", None)
         if isinstance(output := beat.get("output"), str):
             append_output(self.directory, node.name, output)
@@ -309,13 +305,10 @@ class Mirror(StallRecorder):
             self.links.close_link(node.number, "", for_good=True)
 
     def _should_store_event(self, node: NodeRow, row: tuple[Any, ...]) -> bool:
-        """Return whether to store an event: not a damaged stall, and not a stall of ranks that the mirror judges."""
+        """Return whether to store an event: not a stall of ranks that the mirror judges."""
         _, process, kind, *_ = row
-        if kind != "stall" or process >= 0:
-            return True
-        with contextlib.suppress(HistoryError):
-            return self.stall_detector.should_store_stall(node.number, event_from_row(row[-1:]).data)
-        return False
+        is_stall = kind == "stall" and process < 0
+        return not is_stall or self.stall_detector.should_store_stall(node.number, event_from_row(row[-1:]).data)
 
     def _record_node_exit(self, peer: NodeConnection, exit_members: Mapping[str, Any]) -> None:
         """Record how a node's run has ended."""
@@ -333,17 +326,7 @@ class Mirror(StallRecorder):
     # ------------------------------------------------------------------------------------------ what is written
 
     def _commit(self) -> bool:
-        """Check and write the received chunks. Return whether they were written."""
-        unchecked, self._unchecked = self._unchecked, []
-        chunks = validate_chunks([(peer.node.number, chunk) for peer, chunk in unchecked], self.now_ns())
-        for (peer, _), chunk in zip(unchecked, chunks, strict=True):
-            if "events" in chunk.rows:
-                stored_events = [row for row in chunk.rows["events"] if self._should_store_event(peer.node, row)]
-                chunk = chunk._replace(rows={**chunk.rows, "events": stored_events})
-            self._chunks.append((peer, chunk))
-        for peer, chunk in self._chunks:
-            if chunk.damaged > MAX_DAMAGED:
-                self._reject_node(peer, f"{chunk.damaged} damaged rows")
+        """Write the received chunks. Return whether they were written."""
         events = self._events[:]
         try:
             self.history.write([(peer.node, chunk) for peer, chunk in self._chunks], events)

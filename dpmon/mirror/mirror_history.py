@@ -42,7 +42,7 @@ _COPIED_TABLES = ("definitions", "loops", "times", "shapes", "collective_sums")
 
 
 class ChunkError(HistoryError):
-    """A node's record that cannot be written, because it is damaged in an unforeseen way."""
+    """A node's chunk that is refused, because what its rows say cannot be used."""
 
     def __init__(self, node: NodeRow, text: str) -> None:
         super().__init__(text)
@@ -143,7 +143,7 @@ class MirrorHistory:
         for node, chunk in chunks:
             try:
                 self._put_chunk(node, chunk)
-            except (TypeError, ValueError, LookupError, ArithmeticError) as error:
+            except (HistoryError, TypeError, ValueError, LookupError, ArithmeticError) as error:
                 raise ChunkError(node, f"{type(error).__name__}: {error}") from error
         for kind, data in events:
             text = json.dumps({"kind": kind, **data}, separators=(",", ":"))
@@ -182,7 +182,7 @@ class MirrorHistory:
 
     def _put_chunk(self, node: NodeRow, chunk: Chunk) -> None:
         rows, beat = chunk.rows, chunk.beat
-        self._put_rings(node, rows.get("rings", ()), chunk.damaged)
+        self._put_rings(node, rows.get("rings", ()))
         series_numbers = self._series[node.number]
         for number, name in rows.get("series", ()):
             if len(series_numbers) < _MAX_SERIES and (local_number := self._names.number(name)) is not None:
@@ -232,8 +232,8 @@ class MirrorHistory:
         get = self._local_numbers[node.number].get
         return [(row, number) for row in rows if (number := get(row[column])) is not None]
 
-    def _put_rings(self, node: NodeRow, rows: Iterable[tuple[Any, ...]], damaged: int) -> None:
-        changed_rings, numbers, lost_spans = [], self._local_numbers[node.number], damaged
+    def _put_rings(self, node: NodeRow, rows: Iterable[tuple[Any, ...]]) -> None:
+        changed_rings, numbers, lost_spans = [], self._local_numbers[node.number], 0
         for row in rows:
             ring = RingRow(*row)
             lost_spans += ring.missed if ring.name == _SUPERVISOR_RING else 0
@@ -255,7 +255,7 @@ class MirrorHistory:
         if lost_spans:
             name = f"{node.number}/{_SUPERVISOR_RING}"
             own_ring = self._rings.get(name, RingRow(name, -1 - node.number, None, 0, node=node.number))
-            self._rings[name] = own_ring = replace(own_ring, missed=max(lost_spans, own_ring.missed + damaged))
+            self._rings[name] = own_ring = replace(own_ring, missed=max(lost_spans, own_ring.missed))
             changed_rings.append(own_ring)
         self._stage_rows("rings", [_row_values(ring) for ring in changed_rings])
 
@@ -286,11 +286,7 @@ class MirrorHistory:
             if local_process < 0:
                 text = f'{text.rstrip()[:-1]},"node":{node.number}}}'
             elif kind in ("process", "ddp"):
-                try:
-                    data = event_from_row([text]).data
-                except HistoryError as error:
-                    raise ChunkError(node, str(error)) from error
-                self._waits.handle_event(local_process, kind, data)
+                self._waits.handle_event(local_process, kind, event_from_row([text]).data)
             moved.append((new_ids[number], local_process, kind, t_ns, text))
         self._stage_rows("events", moved)
 
@@ -311,11 +307,7 @@ class MirrorHistory:
         ):
             width, start, _, mode, kind, batch = row[:6]
             key = TallyKey(number, mode, kind, batch)
-            try:
-                sketches = renumber_series(row[-1], series_numbers)
-            except HistoryError:
-                continue
-            waits = b""
+            sketches, waits = renumber_series(row[-1], series_numbers), b""
             if self._waits.spans_nodes(node, number):
                 if width > written_width:  # its waits are computed from the finer tallies
                     self._stage_rows("tallies", moved)

@@ -29,7 +29,7 @@ sys.path.insert(0, str(TESTS))
 from yardstick import Yardstick  # noqa: E402
 
 from dpmon.export.incremental_rows import IncrementalRows  # noqa: E402
-from dpmon.mirror.chunk_receiver import ChunkReceiver, UncheckedChunk, validate_chunks  # noqa: E402
+from dpmon.mirror.chunk_receiver import Chunk, ChunkReceiver  # noqa: E402
 from dpmon.mirror.mirror import COLLECTION_THRESHOLD  # noqa: E402
 from dpmon.mirror.mirror_history import MirrorHistory  # noqa: E402
 from dpmon.record.record_types import Event, Step  # noqa: E402
@@ -148,20 +148,18 @@ def measure(nodes: int, seconds: int, state: Path, *, profile: bool, every: int)
         if profile:
             profiler.enable()
         for half in (0, 1):  # the mirror commits twice a second
-            sent = []
+            chunks = []
             for node in records.nodes[half::2]:
                 receiver = receivers[node.number]
                 for line in each[node.number]:
-                    receiver.add_line(line)
+                    receiver.add_line(line, now_ns)
                 node.heard_ns = now_ns
                 beat = {"beat": second, "from": second, "offset": second + 1, "tallied_s": second + 2}
-                one = receiver.add_line(json.dumps(beat).encode())
-                assert isinstance(one, UncheckedChunk)
-                sent.append((node.number, one))
-            chunks = validate_chunks(sent, now_ns)
-            assert not any(chunk.damaged for chunk in chunks)
+                chunk = receiver.add_line(json.dumps(beat).encode(), now_ns)
+                assert isinstance(chunk, Chunk)
+                chunks.append((node, chunk))
             before = time.process_time()
-            records.write(list(zip(records.nodes[half::2], chunks, strict=True)))
+            records.write(chunks)
             written += time.process_time() - before
         if profile:
             profiler.disable()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import dpmon
 from dpmon.errors import HistoryError
 from dpmon.mirror.mirror_run import find_or_create_mirror
 from dpmon.store.history_schema import HISTORY_FILE, database_size
@@ -25,7 +26,8 @@ import json, sys, time
 def say(**line):
     sys.stdout.write(json.dumps(line) + "\\n")
 
-sys.stdout.write('dpmon-records 1 {"host": "h", "run": "20260101-000000-x-0000", "version": "1"}\\n')
+about = {"host": "h", "run": "20260101-000000-x-0000", "version": sys.argv[1]}
+sys.stdout.write(f"dpmon-records 1 {json.dumps(about)}\\n")
 sys.stdout.flush()
 for line in sys.stdin:
     request = json.loads(line)
@@ -60,7 +62,7 @@ def received(directory: Path) -> int:
 @pytest.mark.slow
 def test_the_disk_does_not_fill_up(state: Path, tmp_path: Path) -> None:
     (tmp_path / "machine.py").write_text(MACHINE)
-    words = [sys.executable, str(tmp_path / "machine.py")]
+    words = [sys.executable, str(tmp_path / "machine.py"), dpmon.__version__]
     machine = ["gpu-0", "20260101-000000-x-0000", *words]
     directory = find_or_create_mirror("flooded", [machine])
     command = [sys.executable, "-c", MIRROR, str(directory), str(LIMIT)]

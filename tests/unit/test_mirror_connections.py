@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+import dpmon
 from dpmon.errors import HistoryError
-from dpmon.mirror.chunk_receiver import MAX_DAMAGED
 from dpmon.mirror.mirror import MAX_NODE_BACKLOG_BYTES, Mirror
 from dpmon.mirror.node_links import LineReceived, LinkClosed, LinkOpened
 from dpmon.mirror.request_relay import RequestRelay
@@ -26,7 +26,7 @@ from dpmon.stalls.why_text import format_reply
 from dpmon.store.store_opening import open_store
 from support.mirror_builders import mirror_run_info
 
-MARKER = {"run": "r", "host": "h", "version": "1"}
+MARKER = {"run": "r", "host": "h", "version": dpmon.__version__}
 
 
 @pytest.fixture
@@ -72,8 +72,18 @@ def test_what_comes_after_rubbish_is_left_out_until_the_next_connection(mirror: 
 
 
 def test_the_run_has_the_version_of_dpmon_that_recorded_it(mirror: Mirror) -> None:
-    mirror._handle_report(LinkOpened(0, {**MARKER, "version": "1.2.3", "command": ["train.py"]}))
-    assert load_info(mirror.directory).versions == {"dpmon": "1.2.3"}
+    mirror._handle_report(LinkOpened(0, {**MARKER, "command": ["train.py"]}))
+    assert load_info(mirror.directory).versions == {"dpmon": dpmon.__version__}
+
+
+def test_another_version_of_dpmon_is_refused(mirror: Mirror) -> None:
+    mirror._handle_report(LinkOpened(0, {**MARKER, "version": "1.2.3"}))
+    node = mirror.peers[0].node
+    assert node.state == "refused"
+    assert node.why == f"its dpmon is of another version (1.2.3; here {dpmon.__version__})"
+    send(mirror, event(1), beat(0, 1))
+    assert mirror._commit()
+    assert events_in(mirror) == []
 
 
 def test_much_rubbish_at_once_ends_one_connection(mirror: Mirror) -> None:
@@ -182,20 +192,35 @@ def test_a_run_has_ended_once_its_last_records_are_written(mirror: Mirror, monke
     assert (mirror.history._history.rows("SELECT state FROM nodes"), events_in(mirror)) == ([("ended",)], [1.0])
 
 
-@pytest.mark.parametrize(("last", "state"), [({}, "cut"), ({"exit": {"status": 0, "seconds": 1.0}}, "refused")])
-def test_a_machine_with_too_many_damaged_rows_delays_no_other_one(
-    tmp_path: Path, last: dict[str, Any], state: str
+INVALID = {"table": "gaps", "columns": ["process", "ns"], "rows": [[0, 5], [0, "much"]]}
+UNUSABLE = {
+    "table": "tallies",
+    "columns": ["width", "process", "mode", "sketches"],
+    "rows": [[1, 0, "dp", "AAAA"]],
+}
+"""Of the right types, but the sketches cannot be taken apart."""
+RING = {"table": "rings", "columns": ["name", "process"], "rows": [["process-0.ring", 0]]}
+
+
+@pytest.mark.parametrize(
+    ("line", "last", "state", "why"),
+    [
+        (INVALID, {}, "cut", "it sent invalid data: it sent invalid rows of the table gaps"),
+        (UNUSABLE, {}, "cut", "it sent damaged records"),
+        (UNUSABLE, {"exit": {"status": 0, "seconds": 1.0}}, "refused", "it sent damaged records"),
+    ],
+)
+def test_a_machine_with_an_invalid_row_is_cut_off_and_delays_no_other_one(
+    tmp_path: Path, line: dict[str, Any], last: dict[str, Any], state: str, why: str
 ) -> None:
     words = [[f"gpu-{number}", "r", "false"] for number in range(3)]
     mirror = Mirror(tmp_path, mirror_run_info(3), words)
-    damage = {"table": "gaps", "columns": ["process", "ns"], "rows": [[0, "much"]] * (MAX_DAMAGED + 1)}
-    for number, line in enumerate([damage, damage, event(1)]):
+    for number, sent in enumerate([line, line, event(1)]):
         mirror._handle_report(LinkOpened(number, MARKER))
-        for one in (line, beat(0, 1), event(2), beat(1, 2, **(last if line is damage else {}))):
+        for one in (RING, sent, beat(0, 1), event(2), beat(1, 2, **(last if sent is line else {}))):
             mirror._handle_report(LineReceived(number, json.dumps(one).encode()))
     assert mirror._commit()
     assert events_in(mirror) == [1.0, 2.0]
-    why = "it sent damaged records"
     expected = [(state, why, 0, None), (state, why, 0, None), ("connected", None, 2, None)]
     assert mirror.history._history.rows("SELECT state, why, received, exit FROM nodes ORDER BY number") == expected
     assert [link.node for link in mirror.links._idle] == ([0, 1, 2] if state == "cut" else [2])
@@ -490,14 +515,13 @@ def test_a_machine_cannot_fill_the_log(
     mirror: Mirror, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("dpmon.mirror.mirror.MAX_LOG_BYTES", 3000)
-    damaged = {"table": "gaps", "columns": ["process", "ns"], "rows": [[0, "much"]] * (MAX_DAMAGED + 1)}
     for _ in range(100):
         mirror._handle_report(LinkOpened(0, MARKER))
-        send(mirror, damaged, beat(0, 1))
+        send(mirror, RING, UNUSABLE, beat(0, 1))
         assert mirror._commit()
     mirror._reject_node(mirror.peers[0], "x" * 100_000)
     logged = capfd.readouterr().err
-    assert f"gpu-0: {MAX_DAMAGED + 1} damaged rows" in logged
+    assert "gpu-0: HistoryError: a damaged tally" in logged
     assert 3000 <= len(logged) < 3100
     monkeypatch.setattr("dpmon.mirror.mirror.MAX_LOG_BYTES", 1 << 20)
     mirror._reject_node(mirror.peers[0], "x" * 100_000)

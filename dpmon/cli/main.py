@@ -64,6 +64,11 @@ def main(words: Sequence[str]) -> int:
         (text,) = hide_secrets([str(error)])
         print_message(f"{text}{hint}")
         return 2
+    except RecursionError:
+        from dpmon.cli.messages import print_message
+
+        print_message("the record is damaged: its values are nested too deeply")
+        return 2
 
 
 def entry() -> None:

@@ -15,7 +15,6 @@ from dpmon.record.record_types import (
     CallPhaseTime,
     Collective,
     Event,
-    RecordError,
     Replica,
     Sampled,
     Size,
@@ -37,9 +36,6 @@ UNENDED = (
 """Why the end of a collective is unknown: the texts for the numbers of `dpmon.record.shared_names.Unended`."""
 MAX_DEFINITIONS = 1 << 16
 """Maximum number of definitions of each type per process. Beyond this limit, readers drop the oldest."""
-_MAX_INTEGER = 1 << 53
-_MAX_DEVICES = 4096
-"""Maximum number of devices of a layout, because each device takes memory in every call."""
 _NO_PHASES = (None,) * len(CALL_PHASES)
 _new_tuple = tuple.__new__
 
@@ -228,22 +224,17 @@ Defined = Layout | StageParts | CollectiveDefinition | LossSite | tuple[Size, ..
 
 
 def parse_definition(value: Any) -> Defined:
-    """Return the object in the JSON of a definition. Raises LookupError, ValueError, TypeError, AttributeError."""
+    """Return the object in the JSON of a definition, as `serialize_definition` wrote it."""
     if isinstance(value, list):
         return tuple([_parse_size(*size) for size in value])
     if "parts" in value:
-        return StageParts(str(value["device"]), tuple(map(str, value["parts"])))
+        return StageParts(value["device"], tuple(value["parts"]))
     if "operation" in value:
-        return _parse_collective(value)
+        ranks = value.get("ranks")
+        return CollectiveDefinition(**{**value, "ranks": None if ranks is None else tuple(ranks)})
     if "place" in value:
-        return LossSite(str(value["place"]), _parse_text(value["why"]))
-    absent = {str(key): str(reason) for key, reason in value["absent"].items()}
-    devices, module = tuple(map(str, value["devices"])), value.get("module")
-    if len(devices) > _MAX_DEVICES:
-        raise ValueError("more devices than a machine has")
-    dim = _parse_int(value.get("dim", 0))
-    root, via = str(value["root"]), _parse_text(value["via"])
-    return Layout(root, via, devices, absent, dim, module and _parse_int(module))
+        return LossSite(**value)
+    return Layout(**{**value, "devices": tuple(value["devices"])})
 
 
 def serialize_definition(definition: Defined) -> Any:
@@ -258,33 +249,8 @@ def _serialize_size(size: Size) -> list[Any]:
     return value if size.global_shape is None else [*value, size.global_shape]
 
 
-def _parse_size(path: object, shape: Any, dtype: object, byte_count: object, global_lengths: Any = None) -> Size:
-    global_shape = None if global_lengths is None else tuple(map(_parse_int, global_lengths))
-    return Size(str(path), tuple(map(_parse_int, shape)), str(dtype), _parse_int(byte_count), global_shape)
-
-
-def _parse_collective(value: Mapping[str, Any]) -> CollectiveDefinition:
-    if value["operation"] is None:
-        return CollectiveDefinition(None, why=str(value["why"]))
-    operation, group, dtype, device = (str(value[name]) for name in ("operation", "group", "dtype", "device"))
-    size, backend = _parse_int(value["size"]), _parse_text(value["backend"])
-    ranks = None if value["ranks"] is None else tuple(map(_parse_int, value["ranks"]))
-    if not 0 < size < 1 << 32:
-        raise ValueError("an impossible size of a process group")
-    return CollectiveDefinition(operation, group, dtype, device, backend, size, ranks)
-
-
-def _parse_text(value: object) -> str | None:
-    return None if value is None else str(value)
-
-
-def _parse_int(value: Any) -> int:
-    if type(value) is not int or abs(value) > _MAX_INTEGER:
-        raise TypeError("invalid number")
-    return value
-
-
-_DAMAGE_ERRORS = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError)
+def _parse_size(path: str, shape: Sequence[int], dtype: str, byte_count: int, lengths: Any = None) -> Size:
+    return Size(path, tuple(shape), dtype, byte_count, None if lengths is None else tuple(lengths))
 
 
 class Definitions:
@@ -319,39 +285,38 @@ class Definitions:
 
 
 class Resolver:
-    """A converter from the rows of one process's calls, collectives and losses to records."""
+    """A converter from the rows of one process's calls, collectives and losses to records.
+
+    A row gives no record if one of its definitions is lost: a very long run has more of them than are kept.
+    """
 
     def __init__(self, process: int, rank: int | None = None) -> None:
         self._process = process
         self._rank = rank
         self.definitions = Definitions(MAX_DEFINITIONS)
 
-    def define(self, number: int, value: Any) -> None:
-        """Remember a definition. Raises RecordError if it is damaged."""
-        try:
-            self.definitions.remember(number, parse_definition(value))
-        except _DAMAGE_ERRORS as error:
-            raise RecordError(f"damaged definition: {error}") from None
-
-    def call(self, row: CallRow) -> Call:
-        """Return the record of a call. Raises RecordError if the row or a definition is damaged."""
+    def call(self, row: CallRow) -> Call | None:
+        """Return the record of a call; None if one of its definitions is lost."""
         try:
             return self._call(row)
-        except _DAMAGE_ERRORS as error:
-            raise RecordError(f"damaged call: {type(error).__name__}: {error}") from None
+        except KeyError:
+            return None
 
-    def collective(self, row: CollectiveRow) -> Collective | Sampled:
-        """Return the record of a collective or a sample. Raises RecordError if the row or a definition is damaged."""
-        try:
-            return self._collective(row)
-        except _DAMAGE_ERRORS as error:
-            raise RecordError(f"damaged collective: {type(error).__name__}: {error}") from None
+    def collective(self, row: CollectiveRow) -> Collective | Sampled | None:
+        """Return the record of a collective or a sample; None if its definition is lost."""
+        definition = CollectiveDefinition(None)
+        if row.definition:
+            known = self.definitions.collectives.get(row.definition)
+            if known is None:
+                return None
+            definition = known
+        return self._collective(row, definition)
 
-    def loss(self, row: LossRow) -> Event:
-        """Return the record of a loss. Raises RecordError if its site is unknown."""
+    def loss(self, row: LossRow) -> Event | None:
+        """Return the record of a loss; None if its line is lost."""
         site = self.definitions.losses.get(row.definition)
         if site is None:
-            raise RecordError("a loss without a place")
+            return None
         is_known = site.why is None and isfinite(row.loss)
         absent = {}
         if not row.step:
@@ -419,10 +384,7 @@ class Resolver:
             kind=row.kind,
         )
 
-    def _collective(self, row: CollectiveRow) -> Collective | Sampled:
-        definition = CollectiveDefinition(None)
-        if row.definition:
-            definition = self.definitions.collectives[row.definition]
+    def _collective(self, row: CollectiveRow, definition: CollectiveDefinition) -> Collective | Sampled:
         start, step = row.start, row.step or None
         if definition.operation is None:
             count = row.quantity if definition.why is None else None
@@ -443,5 +405,5 @@ class Resolver:
             start_ns=start,
             host_ns=row.took if row.took >= 0 else None,
             queue_ns=row.queued if row.queued >= 0 else None,
-            unended=UNENDED[row.unended] if 0 < row.unended < len(UNENDED) else None,
+            unended=UNENDED[row.unended] or None,
         )

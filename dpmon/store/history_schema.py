@@ -72,7 +72,6 @@ from typing import Any
 from zlib import crc32
 
 from dpmon.errors import HistoryError
-from dpmon.record.safe_json import load_json
 from dpmon.record.schema import EVALUATION, EXPOSED, FORWARD_ONLY, PHASES, QUANTITIES, SYNC_NUMBER, TRAINING, WAIT
 from dpmon.record.shared_names import MODES
 from dpmon.store.loader_loops import LOOP_COLUMNS
@@ -457,15 +456,6 @@ def last_ids(db: sqlite3.Connection) -> list[int]:
     """Return the highest id in each of the tables that share ids."""
     query = " UNION ALL ".join(f"SELECT max(id) FROM {table}" for table in SHARE_IDS)
     return [last_id or 0 for (last_id,) in db.execute(query)]
-
-
-def definition_from_row(row: tuple[int, str]) -> tuple[int, Any]:
-    """Return (number, value) of the definition in a row. Raises HistoryError if it is damaged."""
-    try:
-        number, text = row
-        return number, load_json(text)
-    except ValueError as error:
-        raise HistoryError(f"a damaged definition: {error}") from None
 
 
 def read_ring_rows(connection: CheckedConnection) -> dict[str, RingRow]:

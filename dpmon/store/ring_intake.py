@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from dpmon.record.history_rows import CallRow, CollectiveRow, LossRow, Row
 from dpmon.record.record_types import Event, RecordError, Step
-from dpmon.record.safe_json import load_json
+from dpmon.record.safe_json import replace_nonfinite
 from dpmon.record.schema import (
     EVALUATION,
     PHASES,
@@ -283,7 +283,7 @@ class RingIntake:
             _add_sample(batch, t_ns, kind, data)
         text = to_bounded_json({"kind": kind, **data})
         if b"NaN" in text or b"Infinity" in text:  # not JSON: unknown
-            text = to_bounded_json(load_json(text))
+            text = to_bounded_json(replace_nonfinite({"kind": kind, **data}))
         batch.add_event(event_id, process, kind, t_ns, text.decode())
 
 

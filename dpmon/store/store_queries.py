@@ -18,8 +18,8 @@ from operator import add, itemgetter
 from typing import Any, TypeVar
 
 from dpmon.errors import HistoryError
-from dpmon.record.history_rows import CallRow, CollectiveRow, LossRow, LossSite, Resolver
-from dpmon.record.record_types import Call, Collective, Event, Operation, Record, RecordError, Sampled, Step
+from dpmon.record.history_rows import CallRow, CollectiveRow, Defined, Layout, LossRow, LossSite, Resolver
+from dpmon.record.record_types import Call, Collective, Event, Operation, Record, Sampled, Step
 from dpmon.record.safe_json import int_member, text_member
 from dpmon.record.schema import (
     EVALUATION,
@@ -52,7 +52,6 @@ from dpmon.store.history_schema import (
     STEP_COLUMNS,
     UNFIT,
     CheckedConnection,
-    definition_from_row,
 )
 from dpmon.store.loader_loops import LOOP_COLUMNS, LoaderLoop
 from dpmon.store.query_results import (
@@ -72,6 +71,7 @@ from dpmon.store.query_results import (
     SlowStepRow,
     TimeRow,
     call_from_columns,
+    definition_from_row,
     event_from_row,
     loss_from_columns,
     shape_from_row,
@@ -228,7 +228,7 @@ class Store:
         """By table and process: see `_last_id`."""
         self._last_found_ids: dict[str, int] = {}
         """By table: the previous result of `_find_last_id`."""
-        self._unreadable = 0
+        self._undefined = 0
         """Number of rows that `records` skipped because they refer to a lost definition."""
 
     def as_of(self, t_ns: int | None) -> Store:
@@ -272,20 +272,19 @@ class Store:
             yield
         except HistoryError as error:
             self.damaged = self.damaged or f"the history cannot be read to its end: {error}"
+        except (LookupError, ValueError, TypeError, ArithmeticError) as error:  # of a row that dpmon has not written
+            self.damaged = self.damaged or f"the history cannot be read to its end: {type(error).__name__}: {error}"
 
     def read(
-        self, decode: Callable[[tuple[Any, ...]], _Decoded], query: str, values: Parameters = ()
+        self, decode: Callable[[tuple[Any, ...]], _Decoded | None], query: str, values: Parameters = ()
     ) -> Iterator[_Decoded]:
-        """Yield the result of `decode` for each row, up to the first damaged one.
-
-        Rows that refer to a lost definition (RecordError) are left out.
-        """
+        """Yield the result of `decode` for each row, up to the first damaged one. None is left out."""
         with self.until_damage():
             for row in self._connection.rows(query, values):
-                with suppress(RecordError):
-                    yield decode(row)
+                if (decoded := decode(row)) is not None:
+                    yield decoded
 
-    def definitions(self, process: int, numbers: Collection[int] | None = None) -> dict[int, Any]:
+    def definitions(self, process: int, numbers: Collection[int] | None = None) -> dict[int, Defined]:
         """Return the definitions of a process by number: all of them, or those in `numbers`."""
         query = "SELECT number, value FROM definitions WHERE process = ?"
         if numbers is not None:
@@ -297,9 +296,8 @@ class Store:
         resolver = self._resolvers.get(process)
         if resolver is None:
             resolver = self._resolvers[process] = Resolver(process, self.ranks.get(process))
-            for number, value in self.definitions(process).items():
-                with suppress(RecordError):  # a process may write any value
-                    resolver.define(number, value)
+            for number, definition in self.definitions(process).items():
+                resolver.definitions.remember(number, definition)
         return resolver
 
     # ------------------------------------------------------------------------------------------ tallies
@@ -585,7 +583,7 @@ class Store:
         return list(self.read(self._step_from_row, query, (last_id, process, limit)))
 
     def _step_from_row(self, row: Sequence[Any]) -> Step:
-        """Return the record in a row of STEP_COLUMNS. Raises HistoryError if it is damaged."""
+        """Return the record in a row of STEP_COLUMNS."""
         process, step, mode, start_ns, wall_ns, samples, flags = _get_brief(row)
         phases, quantities = _get_phases(row), _get_quantities(row)
         spans_text, missing_spans, device_text, exposed_ns, wait_ns, loop, batch = _get_remaining(row)
@@ -605,8 +603,8 @@ class Store:
             kind=step_kind(flags),
         )
 
-    def _call_from_row(self, row: Sequence[Any]) -> Call:
-        """Return the record in a row of the process and CALL_ROW. Raises RecordError if a definition is lost."""
+    def _call_from_row(self, row: Sequence[Any]) -> Call | None:
+        """Return the record in a row of the process and CALL_ROW; None if a definition is lost."""
         process, *columns = row
         return self.resolver(process).call(call_from_columns(columns))
 
@@ -745,12 +743,10 @@ class Store:
 
     def call(self, process: int, row: CallRow) -> Call | None:
         """Return the record of a call; None if a definition is lost."""
-        with suppress(RecordError):
-            resolver = Resolver(process, self.ranks.get(process))
-            for number, value in self.definitions(process, row.definitions).items():
-                resolver.define(number, value)
-            return resolver.call(row)
-        return None
+        resolver = Resolver(process, self.ranks.get(process))
+        for number, definition in self.definitions(process, row.definitions).items():
+            resolver.definitions.remember(number, definition)
+        return resolver.call(row)
 
     def _last_id(self, table: str, process: int) -> int:
         """Return an upper bound for the ids of a process's rows up to this store's time; later rows have higher ids."""
@@ -837,8 +833,8 @@ class Store:
 
     @property
     def dropped(self) -> int:
-        """The number of lost records: lost by their writer, overwritten before they were read, or unreadable."""
-        return self._unreadable + sum(ring.missed for ring in self.rings.values())
+        """The number of lost records: by their writer, by being overwritten, or with their definition."""
+        return self._undefined + sum(ring.missed for ring in self.rings.values())
 
     def records(self) -> Iterator[Record]:
         """Yield every record so far, in order of arrival. Records with a lost definition count as `dropped`.
@@ -846,7 +842,7 @@ class Store:
         The transaction ends after every few thousand ids, because a slow reader would otherwise let the journal grow.
         Rows that are deleted meanwhile are left out.
         """
-        self._unreadable = 0
+        self._undefined = 0
         first_id, newest_id = self._id_range(0)
         while first_id <= newest_id and first_id < LAST_NS:
             records: list[Record] = []
@@ -881,7 +877,7 @@ class Store:
 
     def _iter_rows(self, table: str, query: str, values: tuple[int, ...]) -> Iterator[tuple[int, Record]]:
         """Yield the id and the record of each row of a table."""
-        decoders: Mapping[str, Callable[[Sequence[Any]], Record]] = {
+        decoders: Mapping[str, Callable[[Sequence[Any]], Record | None]] = {
             "calls": self._call_from_row,
             "steps": self._step_from_row,
             "collectives": self._collective_from_row,
@@ -890,18 +886,19 @@ class Store:
         }
         decode = decoders[table]
         for row_id, *row in self._connection.rows(query, values):
-            try:
-                yield row_id, decode(row)
-            except RecordError:
-                self._unreadable += 1
+            record = decode(row)
+            if record is None:
+                self._undefined += 1
+            else:
+                yield row_id, record
 
-    def _collective_from_row(self, row: Sequence[Any]) -> Collective | Sampled:
-        """Return the record in a row of _COLLECTIVE_ROW. Raises RecordError if a definition is lost."""
+    def _collective_from_row(self, row: Sequence[Any]) -> Collective | Sampled | None:
+        """Return the record in a row of _COLLECTIVE_ROW; None if a definition is lost."""
         process, *numbers = row
         return self.resolver(process).collective(CollectiveRow(*numbers))
 
-    def _loss_from_row(self, row: Sequence[Any]) -> Event:
-        """Return the record in a row of _LOSS_ROW. Raises RecordError if a definition is lost."""
+    def _loss_from_row(self, row: Sequence[Any]) -> Event | None:
+        """Return the record in a row of _LOSS_ROW; None if its definition is lost."""
         process, *columns = row
         return self.resolver(process).loss(loss_from_columns(columns))
 
@@ -929,7 +926,7 @@ class Store:
             layout for (layout,) in self.query("SELECT DISTINCT layout FROM shapes WHERE process = ?", (process,))
         ]
         values = self.definitions(process, layouts).values()
-        return {value["via"] for value in values if isinstance(value, dict) and isinstance(value.get("via"), str)}
+        return {value.via for value in values if isinstance(value, Layout) and value.via is not None}
 
     # ------------------------------------------------------------------------------------------ events
 
@@ -1063,9 +1060,8 @@ class Store:
         if not definitions:
             return {}
         resolver = Resolver(process)
-        for definition, value in self.definitions(process, definitions).items():
-            with suppress(RecordError):  # a process may write any value
-                resolver.define(definition, value)
+        for number, definition in self.definitions(process, definitions).items():
+            resolver.definitions.remember(number, definition)
         return resolver.definitions.losses
 
     def loss_bins(self, process: int, definition: int, start_s: int, end_s: int, width_s: int) -> list[LossBin]:

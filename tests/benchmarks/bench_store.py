@@ -89,7 +89,6 @@ class Process:
         layout: dict[str, Any] = {
             "root": "Model",
             "via": via,
-            "virtual": replicas > 1,
             "devices": devices,
             "absent": {},
         }

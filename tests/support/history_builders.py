@@ -248,7 +248,7 @@ class _RowMaker:
     def _call(self, call: Call) -> list[Row]:
         out: list[Row] = []
         layout = {
-            "root": call.root, "via": call.via, "virtual": call.virtual, "devices": list(call.devices),
+            "root": call.root, "via": call.via, "devices": list(call.devices),
             "absent": dict(call.absent),
         }  # fmt: skip
         number, inputs, outputs = (

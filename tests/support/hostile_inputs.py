@@ -44,7 +44,6 @@ DAMAGE = {
     "infinity": "1e999",
     "no number": "NaN",
     "negative": "-7",
-    "nested": "[" * 900 + "]" * 900,
     "nested without end": "[" * 20_000 + "]" * 20_000,
     "half a character": '"\\ud800\\u001b[2J"',
     "an object": '{"a": {"b": [1, 2]}}',

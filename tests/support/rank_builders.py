@@ -17,7 +17,7 @@ from dpmon.model.snapshot_builder import SnapshotBuilder
 from dpmon.model.stragglers import (
     RankTimes,
 )
-from dpmon.record.history_rows import Row
+from dpmon.record.history_rows import Row, serialize_definition
 from dpmon.record.record_types import BUCKET, Event
 from dpmon.record.schema import SPAN_PHASES
 from dpmon.record.shared_names import DDP
@@ -226,7 +226,7 @@ class _CopiedSecond:
             self.tallies[width] = list(whole.row(names))
         query = "SELECT * FROM times WHERE width = 1 AND start_s = ? AND process = ?"
         ((*_, self.times),) = [(row[:4], row[4:]) for row in store.query(query, (_COPIED_SECOND, process))]
-        self.definitions = store.definitions(process)
+        self.definitions = {number: serialize_definition(value) for number, value in store.definitions(process).items()}
 
 
 class ManyNodes:

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from dpmon.record.history_rows import CallParts, CallRow, Definition, LossRow, Resolver, Row
+from dpmon.record.history_rows import CallParts, CallRow, Definition, LossRow, Resolver, Row, parse_definition
 from dpmon.record.record_types import Event, Record, Step
 from dpmon.record.schema import SPAN_PHASES, STEP_PHASES
 from dpmon.record.shared_names import CALL_PHASES, Untimed
@@ -29,9 +29,9 @@ class RowReader(Resolver):
         self._origin = origin
 
     def record(self, row: Row) -> Record | None:
-        """Return the record in a row; None for a definition, which is remembered. Raises RecordError if damaged."""
+        """Return the record in a row; None for a definition, which is remembered, or if one is lost."""
         if isinstance(row, Definition):
-            self.define(*row)
+            self.definitions.remember(row.number, parse_definition(row.value))
             return None
         if isinstance(row, Event):
             return row
@@ -246,7 +246,6 @@ class Training:
         layout: dict[str, Any] = {
             "root": self.root,
             "via": self.via,
-            "virtual": self.virtual,
             "devices": list(self.devices),
             "absent": {},
         }
@@ -410,7 +409,7 @@ def timed_training(steps: int = 9, replicas: Any = growing_times, **how: Any) ->
 def staged_calls(calls: int, took: Callable[[int], Sequence[float | None]] | None) -> list[Row]:
     """Return calls of a model with two stages; calls with an even number have another size."""
     absent = {"device_ms": HOST_ONLY}
-    layout = {"root": "Toy", "via": None, "virtual": False, "devices": list(GPUS), "absent": absent}
+    layout = {"root": "Toy", "via": None, "devices": list(GPUS), "absent": absent}
     found: list[Row] = [
         Definition(1, layout),
         Definition(2, [["0", [30, 8], "int64", 1920]]),

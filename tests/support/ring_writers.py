@@ -175,7 +175,6 @@ class SpanTraining:
             "absent": {},
             "module": 1,
             "dim": 0,
-            "first": 0,
         }
         self.lines.define(1, layout)
         self.lines.define(2, [["0", [4, 5], "float32", 80]])

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import dpmon
-from dpmon.record.history_rows import Row
-from dpmon.record.record_types import Call, Event, Record, RecordError, Step
+from dpmon.record.history_rows import Definition, Row
+from dpmon.record.record_types import Call, Event, Record, Step
 from dpmon.record.shared_names import MODES
 from dpmon.span_reader import SpanReader
 from dpmon.span_ring import RingError
@@ -53,7 +53,7 @@ class TracedRun:
     """Records of all processes, ring by ring."""
     missed: int
     unreadable: tuple[str, ...]
-    """Errors of the resolver, one per row that it refused."""
+    """Rows that lack a definition."""
     warnings: tuple[str, ...]
     """Lines of warnings.log, without process and time."""
     stages: tuple[str, ...]
@@ -266,7 +266,7 @@ class ScriptRing:
 
 
 def read_traced_run(directory: Path, origin_ns: int = 0) -> tuple[list[Record], int, list[str]]:
-    """Return the records in a run's rings, the number of missed ones, and the errors of unreadable ones."""
+    """Return the records in a run's rings, the number of missed ones, and those that lack a definition."""
     found: list[Record] = []
     missed = 0
     unreadable: list[str] = []
@@ -274,12 +274,11 @@ def read_traced_run(directory: Path, origin_ns: int = 0) -> tuple[list[Record], 
         reader = ScriptRing(path)
         resolver = RowReader(reader.process, reader.rank, origin_ns)
         for row in reader.rest():
-            try:
-                record = resolver.record(row)
-            except RecordError as error:
-                unreadable.append(str(error))
-            else:
-                found += [] if record is None else [record]
+            record = resolver.record(row)
+            if record is not None:
+                found.append(record)
+            elif not isinstance(row, Definition):
+                unreadable.append(repr(row))
         missed += reader.missed()
         reader.close()
     return found, missed, unreadable

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from dpmon.assemble import Assembler, step_boundaries
-from dpmon.record.record_types import Event, RecordError
+from dpmon.record.history_rows import Definition
+from dpmon.record.record_types import Event
 from dpmon.record.span_format import Flag, Kind, Span
 from support.record_builders import RowReader
 from support.run_harness import scaled_size
@@ -312,10 +313,7 @@ def test_damaged_spans_raise_nothing(seed: int) -> None:
     payloads += assembler.finish()
     decoder = RowReader(0)
     for payload in payloads:
-        try:
-            decoder.record(payload)
-        except RecordError as error:
-            raise AssertionError(payload) from error
+        assert decoder.record(payload) is not None or isinstance(payload, Definition), payload
     assert assembler.dropped
 
 
@@ -342,7 +340,6 @@ def test_spans_that_wait_for_others_are_bounded() -> None:
         {"define": 0, "value": []},
         {"define": 1 << 31, "value": []},
         {"define": 1, "value": 7},
-        {"define": 1, "value": [["0", ["x"], "float32", 1]]},
         {"define": 1, "value": {"root": "A", "via": None, "devices": 3, "absent": {}}},
         {"kind": 3},
     ],

@@ -89,7 +89,7 @@ def test_history_exports_and_report_have_device_times(state: Path) -> None:
     assert "on device  3.01 ms" in said, "at most 0.4% off"
 
 
-@pytest.mark.parametrize("damage", [b"\6", "text", "5", '["x"]'])
+@pytest.mark.parametrize("damage", [b"\6", "text", "5"])
 def test_a_history_is_read_up_to_damaged_device_times(state: Path, damage: object) -> None:
     directory = write_run_directory({0: even(5)})
     with closing(sqlite3.connect(directory / "history.sqlite")) as db, db:

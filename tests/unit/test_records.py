@@ -10,11 +10,10 @@ import pytest
 
 from dpmon.record.history_rows import CallRow, Definition, Row
 from dpmon.record.jsonl import as_json
-from dpmon.record.record_types import BUCKET, Call, PhaseSpan, Record, RecordError, Size, Step
-from dpmon.record.safe_json import load_json
+from dpmon.record.record_types import BUCKET, Call, PhaseSpan, Record, Size, Step
 from dpmon.record.schema import STEP_PHASES
 from dpmon.record.shared_names import CALL_PHASES, MAX_JSON, MORE, shorten_name, to_bounded_json
-from support.record_builders import RowReader, call_row, flags_of, parts_of, step_row
+from support.record_builders import RowReader, call_row, flags_of, step_row
 
 LAYOUT = {
     "root": "Model",
@@ -147,8 +146,7 @@ def test_a_definition_may_come_again_and_may_change() -> None:
 
 @pytest.mark.parametrize("changes", [{"layout": 99}, {"inputs": 99}, {"outputs": 99}, {"replicas": (99, 4, 0, 0)}])
 def test_a_definition_that_was_not_seen(changes: dict[str, Any]) -> None:
-    with pytest.raises(RecordError):
-        read(call(**changes))
+    assert resolver().record(call(**changes)) is None
 
 
 def test_rows_are_those_of_the_first_tensor_that_has_any() -> None:
@@ -243,45 +241,7 @@ def test_samples_that_are_unknown_are_null_with_a_reason() -> None:
     assert found["absent"]["samples"]
 
 
-# ------------------------------------------------------------------------------------------------ what is no record
-
-DAMAGED = [
-    {},
-    None,
-    5,
-    [[1]],
-    [[1, 2, 3, 4]],
-    [["0", [1, 2], "float32", "many"]],
-    [["0", ["x"], "float32", 4]],
-    [["0", [None], "float32", 4]],
-    [["0", [float("inf")], "float32", 4]],
-    {"root": 1, "via": 2, "devices": 3, "absent": 4},
-    {"root": 1, "via": 2, "devices": [], "absent": []},
-    {"device": "cpu", "parts": 5},
-    {"operation": "all_reduce"},
-]
-
-
-@pytest.mark.parametrize("value", DAMAGED, ids=repr)
-def test_a_damaged_definition_is_refused(value: Any) -> None:
-    with pytest.raises(RecordError):
-        resolver().record(Definition(9, value))
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        call(replicas=(3, 4, 0, 0) * 4),
-        call(layout=2),
-        call(inputs=1),
-        CallRow(1, 1, "dp", 0, 1, 0, 5, 2, 4, parts_of(replicas=(1, 1, 0, 0))._replace(phases=())),
-        call().with_device_times([1.0], 0),
-    ],
-)  # fmt: skip
-def test_a_row_that_fits_no_definition_is_refused(row: Row) -> None:
-    """More replicas than devices, another kind of definition, too few times."""
-    with pytest.raises(RecordError):
-        read(row)
+# ------------------------------------------------------------------------------------------------ limits
 
 
 def test_a_resolver_does_not_grow_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,8 +250,7 @@ def test_a_resolver_does_not_grow_without_end(monkeypatch: pytest.MonkeyPatch) -
     known = resolver()
     for number in range(5, 400):
         assert known.record(Definition(number, OUT)) is None
-    with pytest.raises(RecordError):
-        known.record(call())
+    assert known.record(call()) is None
     for number, value in enumerate((LAYOUT, IN, SHARE, OUT), 1):
         assert known.record(Definition(number, value)) is None
     assert isinstance(known.record(call()), Call)
@@ -323,9 +282,3 @@ def test_an_event_always_fits() -> None:
 def test_a_text_that_fits_is_not_changed() -> None:
     text = "t" * 50_000
     assert json.loads(to_bounded_json({"text": text}))["text"] == text
-
-
-@pytest.mark.parametrize("odd", ["1e999", "-1E+99", "12e19", "NaN", "-Infinity", str(1 << 63), "1234567890" * 9])
-def test_a_number_that_no_run_writes_is_unknown(odd: str) -> None:
-    usual = [(1 << 63) - 1, 1e9, 2.5e-30, "Nan 1e9", 0]
-    assert load_json(f'{{"a": [{odd}, {json.dumps(usual)}]}}') == {"a": [None, usual]}

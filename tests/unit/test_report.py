@@ -476,7 +476,7 @@ def test_time_without_steps_is_a_gap_and_a_long_step_is_none(state: Path) -> Non
 
 def evaluated(train: int, evaluate: int, rounds: int = 1, via: str | None = None) -> list[Row]:
     """Return training steps of 10 ms, then evaluation steps of 1 ms, each with a call."""
-    layout: dict[str, Any] = {"root": "M", "via": via, "virtual": False, "devices": ["cpu"], "absent": {}}
+    layout: dict[str, Any] = {"root": "M", "via": via, "devices": ["cpu"], "absent": {}}
     at = SECOND
     out: list[Row] = [Definition(1, layout), Definition(2, [["0", [4, 5], "float32", 80]])]
     for number in range(1, rounds * (train + evaluate) + 1):

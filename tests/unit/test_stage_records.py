@@ -94,7 +94,6 @@ def test_a_definition_keeps_the_global_shape() -> None:
     definitions = KnownDefinitions()
     assert definitions.add({"define": 7, "value": WRITTEN})
     assert definitions.sizes[7] == SIZES
-    assert not KnownDefinitions().add({"define": 7, "value": [["0", [4], "float32", 16, ["4"]]]})
     resolver = RowReader(0)
     for row in definitions.pop_unwritten_rows([7]):
         resolver.record(row)
@@ -112,8 +111,8 @@ def test_json_csv_report_and_screen_say_both_shapes() -> None:
     assert row[COLUMNS["call"].index("inputs")] == "0:4x8:float32:128:8x8 mask:8:bool:8"
 
     resolver = RowReader(0)
-    resolver.define(1, {"root": "Model", "via": None, "devices": ["cpu"], "absent": {}})
-    resolver.define(7, WRITTEN)
+    resolver.record(Definition(1, {"root": "Model", "via": None, "devices": ["cpu"], "absent": {}}))
+    resolver.record(Definition(7, WRITTEN))
     layouts = CallLayouts([Shape(0, "single", 0, 1, False, 7, 7, ((7, 7),), (), 0, 5)], {0: resolver.definitions})
     assert layouts.of_process(0)[1] == "[4, 8] of [8, 8], mask [8]"
 

@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
-from dpmon.record.safe_json import load_json
 from dpmon.record.schema import SECOND, step_kind
 from dpmon.store.history_schema import BEFORE_S, COLLECTIVE_SUMS, LASTING
 from dpmon.store.row_exchange import NUMBERED, TIMES, columns_sent, encode_rows
@@ -199,12 +198,9 @@ class IncrementalRows:
         """Return the JSON of an event with its times on the reader's clock."""
         if not self._shift_ns:
             return text
-        try:
-            data = load_json(text)
-        except ValueError:
-            return text
-        for name in ("t_s", "since_s") if isinstance(data, dict) else ():
-            if type(data.get(name)) in (int, float):
+        data = json.loads(text)
+        for name in ("t_s", "since_s"):
+            if data.get(name) is not None:
                 data[name] += self._shift_ns / 1e9
         return json.dumps(data, separators=(",", ":"))
 

@@ -195,11 +195,9 @@ class _RowStream:
 
     def begin(self, request: Mapping[str, Any]) -> None:
         """Handle the first request, which begins the stream of rows."""
-        members = {name: request.get(name) for name in ("offset", "tallied_s", "shift_ns", "shift_s")}
-        positions = {name: value if type(value) is int else 0 for name, value in members.items()}
-        self._rows = IncrementalRows(rollups=True, sparse=request.get("sparse") is True, **positions)
-        self._clock_shift_ns = positions["shift_ns"]
-        self._output_offset = request["output_at"] if type(request.get("output_at")) is int else None
+        members = ("offset", "tallied_s", "shift_ns", "shift_s", "sparse")
+        self._rows = IncrementalRows(rollups=True, **{name: request.get(name, 0) for name in members})
+        self._clock_shift_ns, self._output_offset = request.get("shift_ns", 0), request.get("output_at")
 
     def handle_request(self, request: Mapping[str, Any]) -> None:
         """Handle a request, on a thread if it may take long."""
@@ -217,9 +215,7 @@ class _RowStream:
         elif request_kind == "sample":
             self._run_and_reply(request_id, lambda: {"count": reader.request_sample()})
         elif request_kind == "records":
-            processes = request.get("processes")
-            processes = processes if isinstance(processes, list) else []
-            self._rows.whole = [process for process in processes if type(process) is int]
+            self._rows.whole = [int(process) for process in request["processes"]]
         elif request_kind == "stop":
             run_on_thread(self._stop)
         elif request_kind == "why":

@@ -11,7 +11,6 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -88,9 +87,8 @@ class MirrorHistory:
             self._register_rank(ring)
         query = f"SELECT process, json FROM events WHERE {LASTING} AND kind IN ('process', 'ddp') ORDER BY id"
         for process, *text in self._history.rows(query):
-            with suppress(HistoryError):
-                event = event_from_row(text)
-                self._waits.handle_event(process, event.kind, event.data)
+            event = event_from_row(text)
+            self._waits.handle_event(process, event.kind, event.data)
 
     def close(self) -> None:
         """Close the history."""

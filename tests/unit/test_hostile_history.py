@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from dpmon.cli.main import main
 from dpmon.errors import HistoryError
 from dpmon.export import iter_records
 from dpmon.record.record_types import Event
@@ -137,11 +138,12 @@ def checksum(sums: tuple[int, int], data: bytes) -> tuple[int, int]:
         "[[null,null,null,null],[[0,0,0,1]],[],[null,null,null,null,[]],0]",
     ],
 )
-def test_a_call_with_parts_of_another_shape_is_named(directory: Path, parts: str) -> None:
+def test_damage_ends_in_a_sentence(directory: Path, capfd: pytest.CaptureFixture[str], parts: str) -> None:
     altered(directory, f"UPDATE calls SET parts = '{parts}' WHERE id = (SELECT max(id) FROM calls)")
-    with open_store(directory) as store:
-        store.call_rows(0, 10)
-        assert "a damaged call" in str(store.damaged)
+    for words in (["report"], ["export"], ["export", "--format", "perfetto"], ["ls"]):
+        status = main(words)
+        error = capfd.readouterr().err
+        assert status == 0 or (status == 2 and "the history is damaged: " in error), (words, error)
 
 
 def test_a_history_of_ours_is_read(directory: Path) -> None:

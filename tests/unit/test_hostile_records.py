@@ -75,4 +75,4 @@ def test_values_that_are_nested_too_deeply_end_the_command(state: Path, capfd: p
     with closing(sqlite3.connect(directory / "history.sqlite")) as db, db:
         db.execute("UPDATE events SET json = ?", (f'{{"kind":"warning","text":{deep}}}',))
     assert main(["export", "--format", "perfetto", "-o", "-"]) == 2
-    assert "nested too deeply" in capfd.readouterr().err
+    assert "the history is damaged: RecursionError" in capfd.readouterr().err

@@ -188,6 +188,8 @@ class Mirror(StallRecorder):
                     self._handle_chunk(peer, message)
                 elif message is not None:
                     self._handle_message(peer, message)
+        except ProtocolError as error:
+            self._close_link(peer, str(error))
         except (DpmonError, TypeError, ValueError, LookupError, ArithmeticError) as error:
             self._close_link(peer, f"it sent invalid data: {sanitize_line(str(error))}")
 
@@ -282,10 +284,10 @@ class Mirror(StallRecorder):
         node, beat = peer.node, chunk.beat
         first_offset, offset, tallied_s = (beat.get(name) for name in ("from", "offset", "tallied_s"))
         if not type(first_offset) is type(offset) is type(tallied_s) is int:
-            raise ProtocolError("a beat without its offsets")
+            raise ProtocolError("it sent a beat without its offsets")
         is_next = peer.last_received_id == first_offset <= offset < 1 << 53
         if not is_next or tallied_s > self.now_ns() // SECOND + AHEAD_S:
-            raise ProtocolError("records that do not follow those before")
+            raise ProtocolError("it sent records that do not follow those before")
         peer.unwritten_bytes += chunk.size
         if peer.unwritten_bytes > MAX_NODE_BACKLOG_BYTES:
             self._close_link(peer, _UNWRITTEN)

@@ -62,7 +62,7 @@ def test_what_comes_after_rubbish_is_left_out_until_the_next_connection(mirror: 
     send(mirror, event(1), b"half a li", event(2), beat(0, 2))
     node = mirror.peers[0].node
     assert node.state == "cut"
-    assert node.why == "it sent invalid data: it sent a line that is not JSON"
+    assert node.why == "it sent a line that is not JSON"
     assert mirror._commit()
     assert node.received == 0
     mirror._handle_report(LinkOpened(0, MARKER))
@@ -205,7 +205,7 @@ RING = {"table": "rings", "columns": ["name", "process"], "rows": [["process-0.r
 @pytest.mark.parametrize(
     ("line", "last", "state", "why"),
     [
-        (INVALID, {}, "cut", "it sent invalid data: it sent invalid rows of the table gaps"),
+        (INVALID, {}, "cut", "it sent invalid rows of the table gaps"),
         (UNUSABLE, {}, "cut", "it sent damaged records"),
         (UNUSABLE, {"exit": {"status": 0, "seconds": 1.0}}, "refused", "it sent damaged records"),
     ],
@@ -455,7 +455,7 @@ def test_a_machine_that_is_reached_at_last_is_followed_by_its_run(tmp_path: Path
     machine = mirror.peers[0]
     assert mirror.links._command(0)[-4:] == ["export", "job=slurm:1", "--follow", "--rollups"]
     mirror._handle_report(LinkOpened(0, MARKER))
-    assert machine.node.why == "it sent invalid data: it has not named its run"
+    assert machine.node.why == "it has not named its run"
     run = "20260101-000000-train-0001"
     mirror._handle_report(LinkOpened(0, {**MARKER, "run": run}))
     send(mirror, beat(0, 0))

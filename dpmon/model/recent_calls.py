@@ -38,7 +38,7 @@ class CallCache:
     _read: dict[int, Call | None] = field(default_factory=dict)
 
     def call(self, row: CallRow) -> Call | None:
-        """Return the full call; None if it is damaged."""
+        """Return the full call; None if a definition is lost."""
         if row.call not in self._read:
             self._read[row.call] = self.rows.call(self.process, row)
         return self._read[row.call]

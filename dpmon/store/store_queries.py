@@ -746,7 +746,9 @@ class Store:
         resolver = Resolver(process, self.ranks.get(process))
         for number, definition in self.definitions(process, row.definitions).items():
             resolver.definitions.remember(number, definition)
-        return resolver.call(row)
+        with self.until_damage():
+            return resolver.call(row)
+        return None
 
     def _last_id(self, table: str, process: int) -> int:
         """Return an upper bound for the ids of a process's rows up to this store's time; later rows have higher ids."""

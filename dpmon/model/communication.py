@@ -368,12 +368,13 @@ def _labeled_texts(communication: Communication) -> list[tuple[str, str]]:
                 f" {'last ' * communication.lately}{communication.text_of_known_waits}",
             )
         )
-        ranks_text = format_count_with_noun(
-            len(communication.non_stragglers),
-            "rank" if len(communication.non_stragglers) == len(communication.ranks_with_waits) else "waiting rank",
-        )
+        rank_count = len(communication.ranks_with_waits)
+        straggler_count = rank_count - len(communication.non_stragglers)
+        ranks_text = f"of {format_count_with_noun(rank_count, 'rank')}"
+        if straggler_count:
+            ranks_text = f"without the straggler{'s' * (straggler_count > 1)}"
         wait = f"{format_duration(communication.wait_ns)}, {format_percent(communication.wait_share)}"
-        rows.append(("wait", f"{wait}; mean of {ranks_text}"))
+        rows.append(("wait", f"{wait}; mean {ranks_text}"))
     if communication.missing is not None:
         rows.append(("wait", f"unknown: {communication.missing}"))
     if communication.torch_times is not None and communication.hidden_share is not None:

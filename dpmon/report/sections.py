@@ -87,7 +87,7 @@ def build_document(report: ReportData) -> Document:
         *ranks,
         Section("Steps", [*_step_parts(report.run), *step_plots]),
         *(
-            Section("Phases", _phase_parts(stats), f" of a step, {title}{_process_text(stats)}")
+            Section("Phases", _phase_parts(report.run, stats), f" of a step, {title}{_process_text(stats)}")
             for title, stats in _titled_mode_stats(report.run)
         ),
         Section("dp vs. single", _make_paragraphs(comparison_sentences)),
@@ -240,14 +240,15 @@ def _process_text(stats: ModeStats) -> str:
     return "" if stats.process_name is None else f", {stats.process_name}"
 
 
-def _phase_parts(stats: ModeStats) -> list[Part]:
+def _phase_parts(run: RunAnalysis, stats: ModeStats) -> list[Part]:
     """Return a table with a row per phase: its host time, and its device time if any is known; then notes."""
+    notes = sentences.phase_notes(stats, run.layouts.calls(stats.mode, stats.kind))
     rows = []
     for depth, phase in stats.nested_phases():
         times = map(format_duration, (phase.median_ns, phase.p95_ns, phase.device_ns))
         rows.append(("  " * depth + phase.name, format_percent(phase.share), *times))
     headers = ("phase", "share", "median", "p95", _ON_DEVICE)
-    return [*_make_table(headers, rows), *_make_paragraphs(sentences.phase_notes(stats), is_note=True)]
+    return [*_make_table(headers, rows), *_make_paragraphs(notes, is_note=True)]
 
 
 # ------------------------------------------------------------------------------------------------ replicas and ranks
@@ -394,7 +395,7 @@ def _memory_parts(run: RunAnalysis) -> list[Part]:
     rows, notes = [], []
     for memory in run.memory[:MAX_ROWS]:
         parts = (memory.model, memory.gradients, memory.optimizer, memory.rest, memory.peak)
-        rows.append((memory.device, *map(format_bytes, parts)))
+        rows.append((memory.label, *map(format_bytes, parts)))
         notes += [f"{names} of {memory.device}: {reason}" for names, reason in missing_value_reasons(memory)]
     headers = ("", "model", "gradients", "optimizer", "rest", "peak")
     return [*_make_table(headers, rows), *_make_paragraphs(notes, is_note=True)]

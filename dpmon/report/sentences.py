@@ -244,17 +244,19 @@ def time_by_activity_sentences(run: RunAnalysis, ns_by_activity: Mapping[str, in
     return lines
 
 
-def phase_notes(stats: ModeStats) -> list[str]:
-    """Return notes below the table of phases: on their times, and the quantities of the steps."""
+def phase_notes(stats: ModeStats, calls: int) -> list[str]:
+    """Return notes below the table of phases: on their times, and the quantities of the steps.
+
+    `calls`: number of calls of the kind of these steps, of all processes.
+    """
     lines = []
     if stats.process_name is not None:
         counts_text = format_count_with_noun(stats.steps, "step") + format_updates(stats.steps, stats.tally.updates)
         lines.append(f"{counts_text} of {stats.process_name}; the others have rows below")
     lines += [*host_waits(stats.phases), *timed_steps_note(stats.phases)]
-    if stats.calls >= 2 * stats.steps and stats.phase("data") is None and stats.phase("backward") is not None:
+    if calls >= 2 * stats.all_steps and stats.phase("backward") is not None:
         lines.append(
-            "samples per step: the rows of all micro-batches, if the same models are called before each backward pass"
-            " and no optimizer steps in between; else, as in a GAN, the rows of its largest call"
+            "samples of a step: the rows of its largest call; if it accumulates gradients, of all its micro-batches"
         )
     return lines + format_quantities(stats)
 

@@ -131,7 +131,7 @@ _SLOW_COLUMNS = ", ".join(
 )
 """Columns of a step for a SlowStepRow."""
 _LONG_COLUMNS = ", ".join(
-    ("process", "step", "mode", "kind", "start_ns", "wall_ns", *(f"{name}_ns" for name in STEP_PHASES))
+    ("process", "step", "mode", "kind", "start_ns", "wall_ns", f"{WAIT}_ns", *(f"{name}_ns" for name in STEP_PHASES))
 )
 """Columns of a step for a LongStepRow."""
 _MIN_ROLLOUTS, _ROLLOUT_SHARE = 3, 0.8
@@ -544,16 +544,17 @@ class Store:
         """Return the longest training steps of a mode that ended after `begin_ns`, the longest first.
 
         Only steps with ids above `first_id`, up to `last_id`, without warm-up steps. If there are several `processes`,
-        they train together: of the steps that share a sync pass, only the step of the straggler is returned.
+        they train together: of the steps that share a sync pass, only that of the greatest `blame_weight_ns` is
+        returned.
         """
-        least_wait = grouping = process_condition = ""
+        weight = grouping = process_condition = ""
         if len(processes) > 1:
-            least_wait = ", min(ifnull(wait_ns, 0))"
+            weight = ", max(wall_ns - ifnull(wait_ns, 0) / 2)"
             grouping = f"GROUP BY ifnull({SYNC_NUMBER}, -id)"
         if len(processes) != len(self.ranks):
             process_condition = f" AND process IN ({', '.join(map(str, processes))})"
         longest_query = (  # only the columns that decide, because it may read the steps of a thousand ranks
-            f"SELECT id, wall_ns AS ns{least_wait} FROM steps WHERE id > ? AND id <= ?{process_condition}"
+            f"SELECT id, wall_ns AS ns{weight} FROM steps WHERE id > ? AND id <= ?{process_condition}"
             " AND mode = ? AND start_ns + wall_ns > ?"
             f" AND {_kind_condition(TRAINING, WARM_UP)} {grouping}"
             " ORDER BY wall_ns DESC LIMIT ?"
@@ -1185,9 +1186,9 @@ def _kind_condition(kind: int, excluded: int = 0) -> str:
 
 def _long_step_from_row(row: tuple[Any, ...]) -> LongStepRow:
     """Return the step in a row of _LONG_COLUMNS."""
-    process, step, mode, kind, start_ns, wall_ns, *phases = row
+    process, step, mode, kind, start_ns, wall_ns, wait_ns, *phases = row
     ns_by_phase = {name: ns for name, ns in zip(STEP_PHASES, phases, strict=True) if ns is not None}
-    return LongStepRow(process, step, mode, kind, start_ns, wall_ns, ns_by_phase)
+    return LongStepRow(process, step, mode, kind, start_ns, wall_ns, wait_ns, ns_by_phase)
 
 
 def _slow_step_from_row(row: tuple[Any, ...]) -> SlowStepRow:

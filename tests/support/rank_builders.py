@@ -135,7 +135,10 @@ def ddp_rank_steps(
     then: tuple[int, int] | None = None,
     times: float = 1.0,
 ) -> Iterator[list[list[Row]]]:
-    """Yield the rows of each rank, step after step, without end; `times`: how many times as long as usual they take."""
+    """Yield the rows of each rank, step after step, without end; `times`: how many times as long as usual they take.
+
+    A rank whose `now` the caller moves on after a step begins the next one late.
+    """
     chance = random.Random(len(ranks))
     slow_ones = (slow,) if isinstance(slow, int) else slow or ()
     for number in count():
@@ -147,7 +150,7 @@ def ddp_rank_steps(
                 for name, ms in USUAL_PHASES_MS.items()
             }
             one.times = {name: int(ms * MS * times * chance.gauss(1, noise)) for name, ms in took.items()}
-        ready = [sum(one.times.values()) - one.times["optimizer"] for one in ranks]
+        ready = [one.now + sum(one.times.values()) - one.times["optimizer"] for one in ranks]
         rows = [
             one.joined(number + 1, max(ready) - at + int(exposed_ms * MS * times), passes[number % len(passes)])
             for one, at in zip(ranks, ready, strict=True)

@@ -112,6 +112,14 @@ def slower(one: RankTimes, phase: str, by_ms: float) -> RankTimes:
     return one._replace(phases={**one.phases, phase: one.phases[phase] + by_ms * MS})
 
 
+def test_the_mean_wait_says_whether_it_is_without_the_straggler() -> None:
+    for slow, ranks_text in ((1, "mean without the straggler"), (None, "mean of 2 ranks")):
+        run, _ = record_ddp_ranks(2, slow=slow)
+        communication = run.state().communication
+        assert communication is not None
+        assert dict(communication.labeled_texts)["wait"].endswith(f"; {ranks_text}")
+
+
 def test_ranks_that_are_equally_slow_are_found_together() -> None:
     ranks = waiting(30.0, 0.0, 0.1, 30.0, slowest={1: 27, 2: 23})
     ranks[1:3] = [slower(one, "forward", 30.0) for one in ranks[1:3]]

@@ -555,6 +555,20 @@ def test_the_long_steps_of_ranks_that_step_together_count_once() -> None:
     assert found.saves_s == pytest.approx(8.98)
 
 
+def test_the_long_step_of_the_rank_that_the_others_waited_for_is_named() -> None:
+    waiting = long_step(9000, "sync")._replace(wait_ns=int(8990 * MS))
+    (found,) = find_all(
+        with_changes(
+            HEALTHY_RUN,
+            other_process_modes=(replace(GOOD_MODE, process=1, process_name="rank 1"),),
+            longest_steps=(waiting, long_step(8990)._replace(process=1)),
+            names={0: "rank 0", 1: "rank 1"},
+        )
+    )
+    assert found.ground.startswith("the longest: step 500 of rank 1 at")
+    assert "in data" in found.ground
+
+
 def test_the_process_that_waits_most_for_data_is_named() -> None:
     each = [
         replace(mode_stats(data=share), mean_ns=20.0 * MS, process=number, process_name=f"rank {number}")

@@ -315,9 +315,9 @@ def test_uneven_batches_make_the_time_uncertain() -> None:
     [
         (Progress(), ""),
         (Progress(epoch=3, batch=412, batches=1563, left_ns=130 * SECOND, error_ns=SECOND),
-         "epoch 3 · 412/1,563 · 2 min 10 s left"),
+         "epoch 3 · 412/1,563 · 2 min 10 s left in the epoch"),
         (Progress(epoch=3, batch=412, batches=1563, left_ns=130 * SECOND, error_ns=40 * SECOND),
-         "epoch 3 · 412/1,563 · 2 min 10 s ± 40 s left"),
+         "epoch 3 · 412/1,563 · 2 min 10 s ± 40 s left in the epoch"),
         (Progress(epoch=1, batch=12), "epoch 1 · batch 12"),
         (Progress(epoch=1, batches=10), "epoch 1"),
         (Progress(epoch=12, batch=10, batches=10), "epoch 12 · 10/10"),

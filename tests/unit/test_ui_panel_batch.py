@@ -13,12 +13,13 @@ from dpmon.model.run_snapshot import PHASES, Column
 from dpmon.record.history_rows import Row
 from dpmon.record.schema import SECOND
 from dpmon.record.shared_names import Untimed
+from dpmon.text.formatting import format_duration
 from dpmon.ui.chart import stacked_columns
 from dpmon.ui.panels import panel_batch
-from dpmon.ui.panels.panel_batch import missing_phase_notes
+from dpmon.ui.panels.panel_batch import missing_phase_notes, panel_title, shown_stats
 from dpmon.ui.screen_data import ScreenData, View
 from dpmon.ui.screen_painter import panel_slots
-from dpmon.ui.styled_rows import plain_text
+from dpmon.ui.styled_rows import draw_frame, plain_text
 from dpmon.ui.terminal_style import MONO as MONO_STYLES
 from dpmon.ui.terminal_style import UNICODE, TerminalStyle
 from dpmon.ui.time_axis import build_chart_columns, make_time_axis
@@ -288,6 +289,13 @@ def test_columns_stay_in_place_until_a_tenth_has_to_go() -> None:
         begun.append(shown[0])
         training.defined.clear()
     assert len(set(begun)) < 20
+
+
+def test_the_title_of_a_folded_panel_has_a_number() -> None:
+    title, corner = panel_title(alternating(), STYLE, 26)
+    (row,) = draw_frame(title, corner, [], 26, 1, STYLE.glyphs)
+    mean = format_duration(shown_stats(alternating()).mean_ns)
+    assert plain_text(row).split() == ["3", "Batch", "mean", *mean.split()]
 
 
 def test_the_longest_step_is_named_with_its_time_if_it_stands_out() -> None:

@@ -29,11 +29,11 @@ from dpmon.model.run_analysis import ACTIVE, MAX_LONG_STEPS, RunAnalysis
 from dpmon.model.slow_steps import overlap_ns
 from dpmon.model.stragglers import Straggler
 from dpmon.record.schema import EVALUATION, SECOND, STEP, STEP_PHASES
+from dpmon.store.query_results import LongStepRow, blame_weight_ns
 from dpmon.text.formatting import format_count_with_noun, format_elapsed, format_long_duration, format_percent
 
 if TYPE_CHECKING:
     from dpmon.model.mode_stats import ModeStats
-    from dpmon.store.query_results import LongStepRow
 
 MIN_COPY_SHARE = 0.2
 """Smallest share of the step to report: for copies to the device, for replicate, and for scatter with gather. The last
@@ -236,13 +236,12 @@ def find_slowdown(run: RunAnalysis) -> Iterator[Finding]:
 
 
 def find_long_steps(run: RunAnalysis) -> Iterator[Finding]:
-    """Yield a finding if single steps took very long, for the process that lost most time in them."""
+    """Yield a finding if single steps took very long, for the process to blame for most of their time."""
     by_mode = [(stats, _long_steps(stats, run)) for stats in measured_modes(run)]
-    long_ns_by_mode = [sum(step.wall_ns for step in steps) for _, steps in by_mode]
-    long_ns = max(long_ns_by_mode, default=0)
-    if not long_ns:
+    stats, long_steps = max(by_mode, key=lambda item: sum(map(blame_weight_ns, item[1])), default=(None, []))
+    if stats is None or not long_steps:
         return
-    stats, long_steps = by_mode[long_ns_by_mode.index(long_ns)]
+    long_ns = sum(step.wall_ns for step in long_steps)
     median_ns = stats.median_ns or 0.0
     typical_ns = median_ns * stats.steps
     if long_ns < MIN_LONG_STEPS_SHARE * (typical_ns + long_ns) and long_ns < MIN_LONG_STEPS_NS:

@@ -226,8 +226,9 @@ def _loss_parts(run: RunAnalysis) -> list[Part]:
         rows.append((curve.place, *values, format_count(curve.step)))
     reasons = [f"{curve.place}: {curve.why}" for curve in run.losses if curve.why is not None]
     if rows:
-        sampling = "sampled: at most one loss per second, and the last; the backward passes of an update are added up"
+        sampling = "sampled: at most one loss per second, and the last; smoothed: the median of the newest nine"
         reasons.insert(0, sampling)
+        reasons.insert(1, "the backward passes of an update are added up")
     headers = ("backward called at", "first", "lowest", "last", "smoothed", "at step")
     return [*_make_table(headers, rows), *_make_paragraphs(reasons, is_note=True)]
 

@@ -228,7 +228,8 @@ def _loss_parts(run: RunAnalysis) -> list[Part]:
     if rows:
         sampling = "sampled: at most one loss per second, and the last; smoothed: the median of the newest nine"
         reasons.insert(0, sampling)
-        reasons.insert(1, "the backward passes of an update are added up")
+        passes_text = "the backward passes of an update are added up; of those inside optimizer.step, the first counts"
+        reasons.insert(1, passes_text)
     headers = ("backward called at", "first", "lowest", "last", "smoothed", "at step")
     return [*_make_table(headers, rows), *_make_paragraphs(reasons, is_note=True)]
 

@@ -227,6 +227,8 @@ def test_the_report_has_a_row_and_a_curve_for_each_line(state: Path) -> None:
     story = collect_report_data(write_run_directory({0: [*trained(Training(step_ns=SECOND), 4), *rows]}))
     text = text_lines(build_document(story), 100)
     (at,) = [number for number, line in enumerate(text) if "backward called at" in line]
+    assert "smoothed: the median of the newest nine" in " ".join(map(str.strip, text))
+    assert "of those inside optimizer.step, the first counts" in " ".join(map(str.strip, text))
     assert text[at + 1].split() == ["train.py:88", "3", "-0.5", "NaN", "-0.5", "3"]
     assert text[at + 2].split() == ["train.py:91", "1.1", "1.1", "1.2", "1.1", "3"]
     (plot,) = [plot for plot in build_plots(story.run) if plot.name == "loss"]

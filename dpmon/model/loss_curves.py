@@ -1,8 +1,8 @@
 """The losses of a process over time: one curve for each line of the script that calls backward.
 
-A GAN has a curve for its discriminator and one for its generator. With a library (transformers, Lightning), the line is
-in the library. A curve has at most one value a second and the last one, so many steps have no value. A value is the sum
-over the backward passes of one update (dpmon.tracer.steps.losses).
+A GAN has a curve for its discriminator and one for its generator. If a library calls backward, as Lightning does, the
+line is the one that calls the library. A curve has at most one value a second and the last one, so many steps have no
+value. dpmon.tracer.steps.losses says what the value of an update is.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+from functools import lru_cache
 from types import TracebackType, WrapperDescriptorType
 from typing import Any
 
@@ -70,7 +71,7 @@ def describe_uncaught(rank: int | None) -> str | None:
     if spawned is not None:
         name, message, rank, frames = spawned
     details: dict[str, object] = {"message": message, "rank": rank}
-    index = find_program_frame([file for _, file, _ in frames], _is_script)
+    index = find_program_frame([file for _, file, _ in frames], is_script_file)
     if index is not None:
         _, file, line = frames[index]
         if len(file) <= MAX_PATH:
@@ -125,7 +126,8 @@ def _has_safe_str(value: object) -> bool:
     return type(value) in _SAFE_TYPES
 
 
-def _is_script(file: str) -> bool:
+@lru_cache(maxsize=1024)
+def is_script_file(file: str) -> bool:
     """Return whether a file belongs to the script, not to an installed package or Python's library."""
     return not (file.startswith((_LIBRARY, _DPMON, "<")) or any(folder in file for folder in _PACKAGE_FOLDERS))
 

@@ -71,12 +71,11 @@ def find_program_frame(files: Sequence[str], is_script: Callable[[str], bool]) -
     The program is the script. If no file of it is on the stack (`python -m PACKAGE`), or only a command that starts an
     installed package, the program is the outermost package.
     """
-    for index, file in enumerate(files):  # the usual case; the rest costs more
-        if is_script(file) and not _COMMAND.search(file):
-            return index
     packages = [(index, match[1]) for index, file in enumerate(files) if (match := _PACKAGE.search(file))]
-    packaged = (index for index, name in packages if name == packages[-1][1])
-    return next(packaged, next((index for index, file in enumerate(files) if is_script(file)), None))
+    packaged = [index for index, name in packages if name == packages[-1][1]]
+    commands = [index for index, file in enumerate(files) if is_script(file)]
+    scripts = [index for index in commands if not _COMMAND.search(files[index])]
+    return next(iter(scripts or packaged or commands), None)
 
 
 def shorten_name(text: str, max_chars: int = MAX_NAME) -> str:

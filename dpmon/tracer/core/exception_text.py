@@ -6,7 +6,6 @@ import json
 import os
 import re
 import sys
-from functools import lru_cache
 from types import TracebackType, WrapperDescriptorType
 from typing import Any
 
@@ -126,7 +125,6 @@ def _has_safe_str(value: object) -> bool:
     return type(value) in _SAFE_TYPES
 
 
-@lru_cache(maxsize=1024)
 def is_script_file(file: str) -> bool:
     """Return whether a file belongs to the script, not to an installed package or Python's library."""
     return not (file.startswith((_LIBRARY, _DPMON, "<")) or any(folder in file for folder in _PACKAGE_FOLDERS))

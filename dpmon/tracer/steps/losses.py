@@ -21,7 +21,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from math import nan
 from time import sleep
 from typing import Any
@@ -50,6 +50,8 @@ _set_eval_frame: Any = torch._C._dynamo.eval_frame.set_eval_frame
 _HIDDEN_DIRECTORIES = tuple(
     os.path.dirname(path) + os.sep for path in (torch.__file__, os.path.dirname(os.path.abspath(__file__)))
 )
+_find_program_frame = lru_cache(maxsize=256)(find_program_frame)
+"""For each pass, the stack has files that an earlier pass had, too."""
 _DTYPE_BYTES = {torch.float64: 8, torch.float32: 4, torch.float16: 2, torch.bfloat16: 2}
 
 
@@ -169,7 +171,7 @@ class LossTracer:
         ]
         if not frames:
             return None
-        frame = frames[find_program_frame([frame.f_code.co_filename for frame in frames], is_script_file) or 0]
+        frame = frames[_find_program_frame(tuple(frame.f_code.co_filename for frame in frames), is_script_file) or 0]
         file, line = key = frame.f_code.co_filename, frame.f_lineno
         caller = self._callers.get(key)
         if caller is None and len(self._callers) < MAX_CALLERS:

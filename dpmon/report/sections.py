@@ -230,7 +230,8 @@ def _loss_parts(run: RunAnalysis) -> list[Part]:
     if rows:
         rank_text = process_suffix(run.losses[0].process, run)
         sampling = f"losses{rank_text}, sampled: at most one per second, and the last"
-        reasons.insert(0, f"{sampling}; the backward passes of an update are added up")
+        passes_text = "the backward passes of an update are added up; of those inside optimizer.step, the first counts"
+        reasons[:0] = [f"{sampling}; smoothed: the median of the newest nine", passes_text]
     headers = ("backward called at", "first", "lowest sampled", "smoothed", "last")
     return [*_make_table(headers, rows), *_make_paragraphs(reasons, is_note=True)]
 
@@ -242,7 +243,8 @@ def _process_text(stats: ModeStats) -> str:
 
 def _phase_parts(run: RunAnalysis, stats: ModeStats) -> list[Part]:
     """Return a table with a row per phase: its host time, and its device time if any is known; then notes."""
-    notes = sentences.phase_notes(stats, run.layouts.calls(stats.mode, stats.kind))
+    steps = run.window.tally(stats.mode, stats.kind).steps
+    notes = sentences.phase_notes(stats, run.layouts.calls(stats.mode, stats.kind) / max(steps, 1))
     rows = []
     for depth, phase in stats.nested_phases():
         times = map(format_duration, (phase.median_ns, phase.p95_ns, phase.device_ns))

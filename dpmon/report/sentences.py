@@ -244,17 +244,17 @@ def time_by_activity_sentences(run: RunAnalysis, ns_by_activity: Mapping[str, in
     return lines
 
 
-def phase_notes(stats: ModeStats, calls: int) -> list[str]:
+def phase_notes(stats: ModeStats, calls_per_step: float) -> list[str]:
     """Return notes below the table of phases: on their times, and the quantities of the steps.
 
-    `calls`: number of calls of the kind of these steps, of all processes.
+    `calls_per_step`: of the kind of these steps.
     """
     lines = []
     if stats.process_name is not None:
         counts_text = format_count_with_noun(stats.steps, "step") + format_updates(stats.steps, stats.tally.updates)
         lines.append(f"{counts_text} of {stats.process_name}; the others have rows below")
     lines += [*host_waits(stats.phases), *timed_steps_note(stats.phases)]
-    if calls >= 2 * stats.all_steps and stats.phase("backward") is not None:
+    if calls_per_step >= 2 and stats.phase("backward") is not None:
         lines.append(
             "samples of a step: the rows of its largest call; if it accumulates gradients, of all its micro-batches"
         )

@@ -244,10 +244,6 @@ class ChartSample(NamedTuple):
     """Host memory in use by the run's processes (bytes)."""
 
 
-LOSS_SMOOTHING = 8.0
-"""In a smoothed loss, a value weighs e times as much as the value this many values earlier."""
-
-
 class LossBin(NamedTuple):
     """The losses of one script line in one time bucket."""
 

@@ -13,7 +13,6 @@ from contextlib import contextmanager, suppress
 from copy import copy
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from math import exp, isfinite
 from operator import add, itemgetter
 from typing import Any, TypeVar
 
@@ -56,7 +55,6 @@ from dpmon.store.history_schema import (
 )
 from dpmon.store.loader_loops import LOOP_COLUMNS, LoaderLoop
 from dpmon.store.query_results import (
-    LOSS_SMOOTHING,
     ChartSample,
     CollectiveSums,
     InvalidLoss,
@@ -169,8 +167,6 @@ MAX_OWN_COLLECTIVES = 100
 """How many of the newest collectives that the script itself launched are read."""
 _SUMS = ", ".join(f"sum({name}) AS {name}" for name in COLLECTIVE_SUMS)
 _LOSSES = "SELECT definition, step, t_ns, loss FROM losses WHERE process = ? AND definition = ? AND t_ns <= ?"
-_MAX_SMOOTHED = 200
-"""How many losses are smoothed. Older ones would weigh less than 1 in 20,000."""
 
 
 class Store:
@@ -1089,20 +1085,10 @@ class Store:
         rows = self.query(f"{_LOSSES} ORDER BY t_ns LIMIT 1", (process, definition, self.until_ns))
         return next((loss_from_columns(row).loss for row in rows), None)
 
-    def newest_losses(self, process: int, definition: int) -> tuple[LossRow | None, float | None]:
-        """Return the newest loss of a script line, and its smoothed loss: a weighted mean of the last finite values.
-
-        The weight of a value falls by a factor of e with every LOSS_SMOOTHING newer values. Values are at least a
-        second apart. Both results are None if there is no such value.
-        """
-        values = process, definition, self.until_ns, _MAX_SMOOTHED
-        rows = [loss_from_columns(row) for row in self.query(f"{_LOSSES} ORDER BY t_ns DESC LIMIT ?", values)]
-        weights = [(exp(-index / LOSS_SMOOTHING), row.loss) for index, row in enumerate(rows) if isfinite(row.loss)]
-        total_weight = sum(weight for weight, _ in weights)
-        smoothed = None
-        if weights:
-            smoothed = sum(weight * value for weight, value in weights) / total_weight
-        return next(iter(rows), None), smoothed
+    def newest_losses(self, process: int, definition: int, limit: int) -> list[LossRow]:
+        """Return at most `limit` losses of a script line, the newest first."""
+        values = process, definition, self.until_ns, limit
+        return [loss_from_columns(row) for row in self.query(f"{_LOSSES} ORDER BY t_ns DESC LIMIT ?", values)]
 
     def first_invalid_losses(self) -> list[InvalidLoss]:
         """Return the first NaN or infinite loss of each process and script line, in order of time."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import exp, isfinite
+from math import isfinite
 
 from dpmon.model.epoch_progress import Epoch, Progress, format_time_left, without_time
-from dpmon.model.loss_curves import LossCurve
+from dpmon.model.loss_curves import LossCurve, smooth_losses
 from dpmon.record.schema import SECOND
 from dpmon.sanitize import sanitize_line
-from dpmon.store.query_results import LOSS_SMOOTHING
 from dpmon.text.cells import align_right, truncate
 from dpmon.text.formatting import (
     format_count,
@@ -252,7 +251,8 @@ def _loss_rows(
     values = sorted(mean for _, mean in points)
     low, top = values[0], values[len(values) - 1 - len(values) // 50]  # the highest 2% are cut
     invalid_places = [(point.second - axis.start_s) / axis_s for point in visible if point.unfit]
-    lines = ((points, "dim"), (_running_means(points), "bar"))
+    places, means = zip(*points, strict=True)
+    lines = ((points, "dim"), ([*zip(places, smooth_losses(means), strict=True)], "bar"))
     if in_header:
         (row,) = line_chart(lines[1:], invalid_places, chart_width, 1, low, top, style.glyphs)
         return [[*header, *row]]
@@ -266,13 +266,3 @@ def _loss_rows(
     start_text = f"since {format_elapsed(axis.start_s * SECOND)}"
     right: Row = [(start_text, "dim")] if row_width(header) + len(start_text) < width else []
     return [join_left_right(header, right, width, style.glyphs.more), *rows]
-
-
-def _running_means(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return each place with the mean of the values up to it, in which newer values weigh more."""
-    means: list[tuple[float, float]] = []
-    weights = total = 0.0
-    for place, value in points:
-        weights, total = weights * exp(-1 / LOSS_SMOOTHING) + 1, total * exp(-1 / LOSS_SMOOTHING) + value
-        means.append((place, total / weights))
-    return means

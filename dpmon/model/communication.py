@@ -93,7 +93,7 @@ class Communication:
     collectives: CollectiveSums = _NO_COLLECTIVES
     """The collectives of sampled steps."""
     sampled_of: int = 0
-    """Number of steps of all ranks in the time that these samples cover."""
+    """Number of steps of the main kind of all ranks in the time that these samples cover."""
     elsewhere: tuple[RankTimes, ...] = ()
     """The ranks of other nodes, if a snapshot covers only one node: its ranks may wait for one of them."""
 

@@ -452,8 +452,9 @@ class Store:
                     yield SecondRow(process, mode, kind, steps, *counted, first_ns, last_ns, step_ns)
 
     def step_count(self, begin_s: int, end_s: int, processes: Collection[int]) -> int:
-        """Return the number of steps of some processes between two seconds."""
-        rows = self._rows_between("tallies", ("sum(steps)",), begin_s, end_s, processes)
+        """Return the number of steps of the main kind of some processes between two seconds."""
+        column = f"sum(steps * {_kind_condition(self.main_kind)})"
+        rows = self._rows_between("tallies", (column,), begin_s, end_s, processes)
         return sum(steps or 0 for _, (steps,) in rows)
 
     def tallies_incremental(

@@ -10,6 +10,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from dpmon.model.stragglers import Group, RankTimes, Straggler, delay_shares, find_straggler, wait_of
+from dpmon.record.schema import EXPOSED, WAIT
 from dpmon.store.query_results import CollectiveSums
 from dpmon.store.tally import Tally, averaging_unit
 from dpmon.text.formatting import (
@@ -101,6 +102,12 @@ class Communication:
     def unit(self) -> str:
         """What the times are means of: "step" or "update"."""
         return self.ranks[0].unit if self.ranks else "step"
+
+    @property
+    def mean_step_times(self) -> dict[str, float | None]:
+        """The exposed communication and the wait per step (ns), whatever `unit` is, for comparisons of runs."""
+        _, steps = _averaging_unit_of(self.ranks)
+        return {EXPOSED: _ratio(self.exposed_ns, steps), WAIT: _ratio(self.wait_ns, steps)}
 
     @cached_property
     def one_in(self) -> int | None:
@@ -225,13 +232,12 @@ class Communication:
         if not any(rank.joined for rank in ranks):
             missing = _unknown_wait_reason((*ranks, *elsewhere), self.wrappers)
         waits_in_forward = any(wrapper.waits_in_forward for wrapper in wrappers)
-        steps = sum(rank.steps for rank in ranks)
-        unit, total = averaging_unit(steps, sum(rank.updates for rank in ranks))
+        unit, steps_per_unit = _averaging_unit_of(ranks)
 
         def with_group(rank: RankTimes) -> RankTimes:
             group = groups[rank.rank]
             if unit == "update":
-                rank = rank.per_update(steps / total)
+                rank = rank.per_update(steps_per_unit)
             if rank.group == group and rank.waits_in_forward == waits_in_forward:
                 return rank  # as usual; there may be a thousand ranks
             return rank._replace(group=group, waits_in_forward=waits_in_forward)
@@ -341,6 +347,13 @@ def _torch_times(wrappers: Iterable[Wrapper]) -> Wrapper | None:
     newest = max((wrapper.iteration or 0 for wrapper in timed), default=0)
     candidates = [wrapper for wrapper in timed if wrapper.iteration == newest]
     return min(candidates, key=lambda wrapper: (wrapper.comm_ns or 0.0) - (wrapper.overlap_ns or 0.0), default=None)
+
+
+def _averaging_unit_of(ranks: Sequence[RankTimes]) -> tuple[str, float]:
+    """Return what mean times of these ranks are of, "step" or "update", and how many steps that takes."""
+    steps = sum(rank.steps for rank in ranks)
+    unit, count = averaging_unit(steps, sum(rank.updates for rank in ranks))
+    return unit, _ratio(steps, count) or 1.0
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -16,7 +16,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from dpmon.cli.status_stream import ProgressReporter, StatusStream
 from dpmon.cli.summary import summary_lines
 from dpmon.export.perfetto import write_trace
+from dpmon.model.compared_run import RUN_METRICS
 from dpmon.record.record_types import Event
+from dpmon.report.comparison_report import read_compared_run
 from dpmon.report.html_page import render_page
 from dpmon.report.plain_text import text_lines
 from dpmon.report.report_data import collect_report_data
@@ -113,6 +115,15 @@ def test_steps_without_a_pass_count_as_none_of_it(state: Path) -> None:
     (mode,) = report_json_of(story)["modes"]
     assert mode["quantities"]["synced"] == {"sum": STEPS // 4, "steps": STEPS}
     assert (mode["process_steps"], mode["process_updates"]) == (STEPS, STEPS // 4)
+
+
+def test_a_comparison_has_communication_per_step_whatever_an_update_takes(state: Path) -> None:
+    every_step, every_fourth = read_compared_run(a_run()), read_compared_run(a_run(passes=((0, 1),) * 3 + ((1, 0),)))
+    assert every_step.values["exposed"] == pytest.approx(2.1e6, rel=0.01)
+    assert every_fourth.values["exposed"] == pytest.approx(2.1e6 / 4, rel=0.05), "24 of 95 steps averaged"
+    assert every_step.values["wait"] > 3 * every_fourth.values["wait"]
+    (label,) = [metric.label for metric in RUN_METRICS if metric.name == "exposed"]
+    assert label == "exposed communication per step"
 
 
 def test_the_report_says_why_waits_are_unknown(state: Path) -> None:

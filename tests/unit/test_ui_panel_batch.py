@@ -257,8 +257,15 @@ def test_an_evaluation_under_the_figures_of_the_training_has_its_word(height: in
         rows = rows_text(panel_batch.render_panel(screen_data_of(training, 0, [*payloads, *more]), 116, height, STYLE))
         return [word for word in ("last step ", "evaluation ") for row in rows if row.startswith(word)]
 
+    def has_sizes(more: list[Row]) -> bool:
+        title, _ = panel_batch.panel_title(screen_data_of(training, 0, [*payloads, *more]), STYLE, 116)
+        return "[30, 5]" in plain_text(title)
+
     assert labels([]) == ["last step "]
-    assert labels(training.step(evaluates=True)) == ["evaluation "]
+    assert has_sizes([])
+    evaluation = training.step(evaluates=True)
+    assert labels(evaluation) == ["evaluation "]
+    assert not has_sizes(evaluation), "the figures beside them are of the training"
 
 
 def test_a_mode_that_has_just_begun_leaves_the_end_on_the_axis() -> None:

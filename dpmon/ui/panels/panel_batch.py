@@ -111,6 +111,8 @@ def _size_spans(process: Process, dot: str, style: TerminalStyle) -> Row:
     if process.has_used_dp or process.distributed is not None or process.last_called_root is None:
         return []
     call = process.last_called_root.last
+    if call.kind != process.ranged.kind:
+        return []
     return [(f"{dot}{size_text(call.inputs)} {style.glyphs.arrow} {size_text(call.outputs)}", "")]
 
 

@@ -250,7 +250,7 @@ def phase_notes(stats: ModeStats) -> list[str]:
     lines = []
     if stats.process_name is not None:
         counts_text = format_count_with_noun(stats.steps, "step") + format_updates(stats.steps, stats.tally.updates)
-        lines.append(f"{counts_text} of {stats.process_name}; the others have rows below")
+        lines.append(f"{counts_text} of {stats.process_name}")
     lines += [*host_waits(stats.phases), *timed_steps_note(stats.phases)]
     if stats.calls >= 2 * stats.steps and stats.phase("data") is None and stats.phase("backward") is not None:
         lines.append(

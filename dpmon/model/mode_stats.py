@@ -19,7 +19,7 @@ class ModeStats(StepStats):
 
     virtual: bool = False
     distributed: str | None = None
-    """How its ranks trained one model together (a key of RANK_MODES); None if they did not."""
+    """How ranks called one model together in these steps (a key of RANK_MODES); None if they did not."""
     process: int = 0
     process_name: str | None = None
     """The name of the process, such as "rank 0"; None if it is the only one."""

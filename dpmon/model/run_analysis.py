@@ -257,7 +257,7 @@ class RunAnalysis:
         return ModeStats(
             **{**vars(stats), "phases": ordered},
             virtual=self.layouts.virtual and mode == "dp",
-            distributed=self.layouts.distributed if mode == "single" else None,
+            distributed=self.layouts.distributed_by_kind.get(kind) if mode == "single" else None,
             process=process,
             process_name=self.names.get(process),
             other_steps=steps - stats.steps,

@@ -138,7 +138,7 @@ def processes_and_modes(run: RunAnalysis) -> str:
     """Return the number of processes, steps and calls, steps by mode, and the initial mode with its reason."""
     process_count = len(run.processes) or (len(run.announced.info) if run.open_calls else 0)
     modes: Counter[str] = Counter()
-    for stats in (*run.modes, *run.other_modes):
+    for stats in run.modes:
         modes[RANK_MODES[stats.distributed] if stats.distributed else stats.mode] += stats.all_steps
     several_modes = len(+modes) > 1
     steps_by_kind: Counter[str] = Counter()

@@ -225,27 +225,35 @@ def elapsed_by_process(
 
 
 def compute_rate(
-    tallies: Mapping[int, Tally], times: Mapping[int, tuple[int, int]], *, together: float = 0.0
+    tallies: Mapping[int, Tally],
+    times: Mapping[int, tuple[int, int]],
+    ranks: Mapping[int, int | None],
+    *,
+    together: float = 0.0,
 ) -> Rate | None:
     """Return the rate of processes that train together or one after the other; None if no time has passed.
 
-    `tallies` and `times` (see `elapsed_by_process`) are by process. The samples of processes that train at the same
-    time add up, but their steps do not: the step rate is per process. `together`: the number of processes that each of
-    these stands for, if they are known to train at the same time; else 0.
+    `tallies`, `times` (see `elapsed_by_process`) and `ranks` are by process. The samples of processes that train at the
+    same time add up, but their steps do not. The step rate is that of the slowest rank, for which the others wait; of
+    processes without ranks, it is their mean. `together`: the number of processes that each of these stands for, if
+    they are known to train at the same time; else 0.
     """
     active: list[Tally] = []
-    whole = within = 0
+    steps_by_rank, whole, within = Counter[int | None](), Counter[int | None](), Counter[int | None]()
     for process, tally in tallies.items():
         process_whole, process_within = times.get(process, (0, 0))
         if tally.steps and process_whole > 0:
             active.append(tally)
-            whole += process_whole
-            within += process_within
+            rank = ranks.get(process)
+            steps_by_rank[rank] += tally.steps
+            whole[rank] += process_whole
+            within[rank] += process_within
     if not active:
         return None
-    within = within or whole
-    steps = sum(tally.steps for tally in active)
-    steps_per_s, steps_per_s_within = steps * 1e9 / whole, steps * 1e9 / within
+    slowest = min(steps_by_rank, key=lambda rank: steps_by_rank[rank] / whole[rank])
+    steps_per_s = steps_by_rank[slowest] * 1e9 / whole[slowest]
+    steps_per_s_within = steps_by_rank[slowest] * 1e9 / (within[slowest] or whole[slowest])
+    steps = sum(steps_by_rank.values())
     sample_sums = [tally.sum("samples") for tally in active]
     counted_steps = sum(quantity.count for quantity in sample_sums)
     if counted_steps <= steps / 2:
@@ -385,7 +393,7 @@ class StatsWindow:
                     tallies[index].merge(mode_tally)
                 (whole, within), (more_whole, more_within) = times[index], elapsed.get(index, (0, 0))
                 times[index] = whole + more_whole, within + more_within
-        return compute_rate(tallies, times)
+        return compute_rate(tallies, times, self._store.ranks)
 
     def _elapsed(self, mode: str, kind: int) -> dict[int, tuple[int, int]]:
         """Return the time of a mode's steps by process (see `elapsed_by_process`)."""

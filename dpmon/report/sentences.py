@@ -233,7 +233,9 @@ def time_by_activity_sentences(run: RunAnalysis, ns_by_activity: Mapping[str, in
     parts = [f"{names[name]} {format_long_duration(ns)}" for name, ns in ns_by_activity.items() if ns >= _MIN_SHOWN_NS]
     if not parts:
         return []
-    lines = [f"elapsed {format_long_duration(sum(ns_by_activity.values()))}: {', '.join(parts)}"]
+    rank_count = len({run.rank(process) for process in run.processes} - {None})
+    mean_text = f"; mean of {rank_count:,} ranks" if rank_count > 1 else ""
+    lines = [f"elapsed {format_long_duration(sum(ns_by_activity.values()))}{mean_text}: {', '.join(parts)}"]
     gaps = run.gaps[:_MAX_GAPS]
     if gaps and ns_by_activity["between"] >= _MIN_SHOWN_NS:
         gap_texts = [

@@ -90,7 +90,7 @@ class Communication:
     missing: str | None
     """Why the waits between ranks are unknown; None if they are known."""
     tally: Tally
-    """The steps of the process that represents the run."""
+    """The steps of the main kind of the process that represents the run."""
     collectives: CollectiveSums = _NO_COLLECTIVES
     """The collectives of sampled steps."""
     sampled_of: int = 0
@@ -101,7 +101,7 @@ class Communication:
     @cached_property
     def unit(self) -> str:
         """What the times are means of: "step" or "update"."""
-        return self.ranks[0].unit if self.ranks else "step"
+        return self.ranks[0].unit if self.ranks else averaging_unit(self.tally.steps, self.tally.updates)[0]
 
     @property
     def mean_step_times(self) -> dict[str, float | None]:
@@ -111,9 +111,8 @@ class Communication:
 
     @cached_property
     def one_in(self) -> int | None:
-        """Interval of samples: one step or update (`pass_unit`) in this many; None without samples."""
-        _, total = self.pass_unit
-        interval = _ratio(self.sampled_of * total, self.collectives.samples * self.tally.steps)
+        """Interval of samples: one step or update in this many; None without samples."""
+        interval = _ratio(self.sampled_of * self.unit_count, self.collectives.samples * self.tally.steps)
         return max(round(interval), 1) if interval else None
 
     @cached_property
@@ -183,19 +182,19 @@ class Communication:
         return _ratio(wrapper.overlap_ns, wrapper.comm_ns)
 
     @property
-    def pass_unit(self) -> tuple[str, int]:
-        """What the numbers of backward passes and collectives are per, "step" or "update", and how many there are."""
-        return averaging_unit(self.tally.steps, self.tally.updates)
+    def unit_count(self) -> int:
+        """Number of steps or updates in `tally`."""
+        return self.tally.updates if self.unit == "update" else self.tally.steps
 
     @property
     def synced(self) -> float | None:
         """Backward passes per step or update that averaged gradients; None without steps."""
-        return _ratio(self.tally.sum("synced").total, self.pass_unit[1])
+        return _ratio(self.tally.sum("synced").total, self.unit_count)
 
     @property
     def unsynced(self) -> float | None:
         """Backward passes per step or update that averaged nothing (no_sync); None without steps."""
-        return _ratio(self.tally.sum("unsynced").total, self.pass_unit[1])
+        return _ratio(self.tally.sum("unsynced").total, self.unit_count)
 
     @cached_property
     def delays(self) -> Mapping[int, float]:
@@ -276,8 +275,8 @@ def build_communication(
 ) -> Communication | None:
     """Return the communication of these ranks; None for a single process without a DistributedDataParallel.
 
-    `ranks`: with means per step. `tally`: the steps of the process that represents the run. `collectives`: the
-    collectives of sampled steps. `sampled_of`: the number of all steps in the same time.
+    `ranks`: with means per step. `tally`: the steps of the main kind of the process that represents the run.
+    `collectives`: the collectives of sampled steps. `sampled_of`: the number of all steps in the same time.
     `elsewhere`: the ranks of nodes outside the snapshot.
     """
     if len(ranks) < 2 and not wrappers:
@@ -401,8 +400,8 @@ def _labeled_texts(communication: Communication) -> list[tuple[str, str]]:
         no_sync_text = (
             f", {format_three_digits(communication.unsynced)} under no_sync" if communication.unsynced else ""
         )
-        unit, _ = communication.pass_unit
-        rows.append(("passes", f"{format_three_digits(communication.synced)} synced per {unit}{no_sync_text}"))
+        synced = format_three_digits(communication.synced)
+        rows.append(("passes", f"{synced} synced per {communication.unit}{no_sync_text}"))
     return rows
 
 
@@ -412,7 +411,7 @@ def format_operations(communication: Communication) -> list[str]:
     if collectives.why is not None and not collectives.samples:
         return [f"collectives: {collectives.why}"]
     lines, group_sizes = [], {wrapper.group_size for wrapper in communication.wrappers}
-    unit, _ = communication.pass_unit  # a sample is of whole steps, and ends with an update
+    unit = communication.unit  # a sample is of whole steps, and ends with an update
     interval_text = "" if communication.one_in is None else f"; 1 {unit} in {format_count(communication.one_in)}"
     for operation in collectives.operations[:_MAX_OPERATIONS]:
         if collectives.samples:

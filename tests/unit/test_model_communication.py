@@ -25,7 +25,7 @@ from dpmon.model.stragglers import (
     short_sentence,
     straggler_sentence,
 )
-from dpmon.record.schema import WARM_UP_STEPS
+from dpmon.record.schema import EVALUATION, WARM_UP_STEPS
 from dpmon.store.query_results import CollectiveSums
 from dpmon.store.step_stats import PhaseStats
 from dpmon.store.tally import Tally
@@ -256,6 +256,23 @@ def test_a_slow_rank_is_named_beside_evaluations_and_rollouts() -> None:
         assert straggler is not None
         assert (straggler.rank, straggler.phase) == (1, "backward")
         assert straggler.excess_ns == pytest.approx(6 * MS, rel=0.05)
+
+
+def test_communication_is_per_update_also_during_an_evaluation_that_fills_the_time_range() -> None:
+    run, _ = record_ddp_ranks(2, passes=((0, 1), (0, 1), (0, 1), (1, 0)), steps=200, evaluations={160: (0,)})
+    store = run.store()
+    evaluation = next(step for step in store.steps(1000, process=0) if step.kind == EVALUATION)
+    state = run.state(evaluation.start_ns, span_s=1)
+    assert state.representative is not None
+    assert state.representative.ranged.kind == EVALUATION
+    assert state.communication is not None
+    assert (state.communication.unit, state.communication.synced) == ("update", None)
+    texts = [text for _, text in state.communication.labeled_texts]
+    assert any("per update" in text for text in texts)
+    assert not any("per step" in text for text in texts)
+    later = run.state(span_s=1).communication
+    assert later is not None
+    assert (later.unit, later.synced) == ("update", 1.0)
 
 
 def test_a_tally_without_passes_has_no_waits() -> None:

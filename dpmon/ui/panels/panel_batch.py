@@ -147,7 +147,9 @@ def render_panel(screen: ScreenData, width: int, height: int, style: TerminalSty
         sample = screen.state.last_sample
         lane_count = len(ranks) or 1 + len(visible_lanes(timeline))
         waterfall_height = min(1 + bool(timeline.step.buckets) + (sample is not None) + lane_count, max_height)
-        last_step_rows = render_waterfall(process, width, waterfall_height, style, ranks, sample)
+        last_step_rows = render_waterfall(
+            process, width, waterfall_height, style, screen.state.kind_words, ranks, sample
+        )
     chart_height = free_rows - len(last_step_rows)
     chart = history_rows(screen, process, width, chart_height, style) if chart_height >= 2 else []
     blank_rows: list[Row] = [[]] * (height - len(table) - len(chart) - len(last_step_rows)) if note_rows else []

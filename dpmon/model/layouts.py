@@ -172,7 +172,7 @@ class CallLayouts:
         )
 
     def of_process(self, process: int) -> tuple[str, str | None, str | None, int]:
-        """Return the devices, the most frequent inputs and outputs (of the main kind), and the number of all calls."""
+        """Return the devices, and of calls of the main kind, the most frequent inputs and outputs, and the number."""
         groups: Counter[tuple[bool, str, bool, int, tuple[tuple[int, int], ...]]] = Counter()
         for shape, _ in self._shapes:
             if shape.process == process:
@@ -188,7 +188,7 @@ class CallLayouts:
             devices,
             self._sizes_text(process, input_number),
             self._sizes_text(process, output_number),
-            groups.total(),
+            sum(calls for (is_main, *_), calls in groups.items() if is_main),
         )
 
     def stages(self, tallies: Mapping[TallyKey, Tally]) -> list[StageSizes]:

@@ -64,7 +64,7 @@ class ModeStats(StepStats):
 class RankSummary(NamedTuple):
     """One process of several: the most frequent inputs and outputs of its calls, and its steps; None if unknown.
 
-    `steps` excludes evaluations of modes that otherwise train; `calls` includes them.
+    Calls and steps are those of the main kind.
     """
 
     process: int

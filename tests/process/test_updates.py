@@ -65,7 +65,9 @@ def test_what_one_rank_evaluates_is_in_no_figure_of_training(dpmon: Dpmon) -> No
     report = json.loads(dpmon.run("report", "--json").text)
     calls = {(row["mode"], row["step_kind"]): row["calls"] for row in report["sizes"]}
     assert calls == {("ddp", "training"): 2 * steps, ("single", "evaluation"): 240}
-    assert {row["inputs"] for row in report["ranks"]} == {"[8, 16]"}
+    assert {(row["inputs"], row["steps"], row["calls"]) for row in report["ranks"]} == {("[8, 16]", steps, steps)}
+    after_evaluations, in_warm_up = 2, WARM_UP_STEPS // 2
+    assert report["communication"]["joined_steps"] == first["updates"] - in_warm_up - after_evaluations
     status = json.loads(dpmon.run("status", "--json").text)
     for communication in (report["communication"], status["communication"]):
         if samples := communication["sampled"]["samples"]:

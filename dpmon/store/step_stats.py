@@ -403,12 +403,22 @@ class StatsWindow:
             self._elapsed_by_mode[mode, kind] = elapsed
         return elapsed
 
+    @cached_property
+    def _common_rate(self) -> Rate | None:
+        return self.rate()
+
     def process_totals(self, process: int) -> tuple[Tally, Rate | None]:
-        """Return the tally and the rate of a process over all modes, without steps of other kinds."""
-        merged = Tally()
+        """Return the tally and the rate of a process over all modes, without steps of other kinds.
+
+        The step rate of a rank is that of the slowest rank.
+        """
+        merged, common = Tally(), self._common_rate
         for mode in self._all_modes:
             merged.merge(self.tally(mode, process=process))
-        return merged, self.rate(process=process)
+        if common is None or self._store.ranks.get(process) is None:
+            return merged, self.rate(process=process)
+        whole, within = (round(merged.steps * 1e9 / rate) for rate in (common.steps_per_s, common.steps_per_s_within))
+        return merged, compute_rate({process: merged}, {process: (whole, within)}, {})
 
     def other_steps(self, process: int, kind: int) -> int:
         """Return the number of steps of a process of a kind other than the main kind."""

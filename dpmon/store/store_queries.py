@@ -618,7 +618,7 @@ class Store:
         """
         columns = f"id, process, {SYNC_NUMBER}, {EXPOSED}_ns, {WAIT}_ns, (start_ns + wall_ns) / {SECOND} AS end_s"
         query = (
-            f"SELECT {columns} FROM steps WHERE id > ? AND {SYNC_NUMBER} > ? AND {EXPOSED}_ns IS NOT NULL"
+            f"SELECT {columns} FROM steps WHERE id > ? AND {SYNC_NUMBER} > ? AND {EXPOSED}_ns + {WAIT}_ns IS NOT NULL"
             f" AND {_in_stats_condition(TRAINING)} AND start_ns + wall_ns <= ? ORDER BY id"
         )
         return self._iter_query(query, (after_id, after_number, self.until_ns))

@@ -172,7 +172,7 @@ class RunAnalysis:
         """The communication of the ranks; None if no ranks train together."""
         rank_of_process = {process: info.rank for process, info in self.announced.info.items()}
         ranks = rank_times_in_window(self.window, rank_of_process, self._nodes)
-        steps = sum(rank.steps for rank in ranks)
+        steps = sum(self.window.tally(mode).steps for mode in self.window.modes)
         tally, _ = self.window.process_totals(self._representative_trainer)
         collectives = self.store.collective_sums()
         return build_communication(ranks, self.announced.wrappers, collectives, steps, tally=tally, lately=False)
@@ -257,7 +257,7 @@ class RunAnalysis:
         return ModeStats(
             **{**vars(stats), "phases": ordered},
             virtual=self.layouts.virtual and mode == "dp",
-            distributed=self.layouts.distributed if mode == "single" else None,
+            distributed=self.layouts.distributed_by_kind.get(kind) if mode == "single" else None,
             process=process,
             process_name=self.names.get(process),
             other_kind=self.store.other_kind(kind),

@@ -98,7 +98,7 @@ def read_recent_rate(
     last_ns, step_ns = first.tally.last_ns, first.elapsed_ns // max(first.tally.steps, 1)
     if last_ns is None and (last_step := store.last_main_step(process)) is not None:
         _, last_ns = last_step
-    return RecentRate(_combined_rate(training, scale) if first.has_enough_steps else None, last_ns, step_ns)
+    return RecentRate(_combined_rate(store, training, scale) if first.has_enough_steps else None, last_ns, step_ns)
 
 
 def _last_ten_seconds(
@@ -166,11 +166,11 @@ def _sum_steps(rows: Sequence[SecondRow], start_ns: int, times: Mapping[tuple[in
     return RecentTraining(tally, elapsed_ns, min(step.total, elapsed_ns))
 
 
-def _combined_rate(training: Mapping[int, RecentTraining], scale: float) -> Rate | None:
+def _combined_rate(store: Store, training: Mapping[int, RecentTraining], scale: float) -> Rate | None:
     """Return the rate of processes that train at the same time (dpmon.store.step_stats.compute_rate)."""
     tallies = {process: recent.tally for process, recent in training.items()}
     times = {process: (recent.elapsed_ns, recent.within_ns) for process, recent in training.items()}
-    return compute_rate(tallies, times, together=scale)
+    return compute_rate(tallies, times, store.ranks, together=scale)
 
 
 def _counted_ns(times: Mapping[tuple[int, int], int], start_ns: int, end_ns: int) -> int:

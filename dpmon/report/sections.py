@@ -82,7 +82,7 @@ def build_document(report: ReportData) -> Document:
     sections = (
         Section("Findings", _finding_parts(report)),
         Section("Time", _make_paragraphs(time_sentences)),
-        Section("Epochs", _epoch_parts(report.run)),
+        Section("Epochs", _epoch_parts(report.run), process_suffix(report.run.progress.process, report.run)),
         Section("Loss", [*_loss_parts(report.run), *loss_plots]),
         *ranks,
         Section("Steps", [*_step_parts(report.run), *step_plots]),
@@ -213,7 +213,7 @@ def _epoch_parts(run: RunAnalysis) -> list[Part]:
     omitted_count = len(rows) - MAX_EPOCHS
     if omitted_count > 0:
         rows[MAX_EPOCHS // 2 : -MAX_EPOCHS // 2] = [("…", *[""] * 5)]
-    headers = ("epoch", "from", "batches", "took", "evaluation", "between")
+    headers = ("epoch", "from", "batches", "took", "evaluation", "gap before")
     notes = [f"{format_count(omitted_count)} epochs omitted; --json has them all"] if omitted_count > 0 else []
     return [*_make_table(headers, rows), *_make_paragraphs(notes, is_note=True)]
 

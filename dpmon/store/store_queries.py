@@ -51,6 +51,7 @@ from dpmon.store.history_schema import (
     STEP_COLUMNS,
     UNFIT,
     CheckedConnection,
+    are_rollouts,
     definition_from_row,
 )
 from dpmon.store.loader_loops import LOOP_COLUMNS, LoaderLoop
@@ -132,8 +133,6 @@ _LONG_COLUMNS = ", ".join(
     ("process", "step", "mode", "kind", "start_ns", "wall_ns", f"{WAIT}_ns", *(f"{name}_ns" for name in STEP_PHASES))
 )
 """Columns of a step for a LongStepRow."""
-_MIN_ROLLOUTS, _ROLLOUT_SHARE = 3, 0.8
-"""Evaluations of a process are rollouts if there are at least so many, and so many for each training step."""
 _NEWEST_IDS_SEARCHED = 20_000
 """How many of the newest ids are searched for single steps."""
 _ROWS_PER_SIDE = 2
@@ -211,11 +210,7 @@ class Store:
         """The word for each kind of steps. Evaluations before nearly every update only generate data."""
         self.between_activities = ["between"]
         """The activities (dpmon.store.time_accounting) between steps of the main kind. Their time counts in rates."""
-        if any(
-            ring.evaluation_phases >= max(_MIN_ROLLOUTS, _ROLLOUT_SHARE * ring.last_step)
-            for ring in self.rings.values()
-            if ring.last_step
-        ):
+        if any(are_rollouts(ring.evaluation_phases, ring.last_step) for ring in self.rings.values() if ring.last_step):
             self.kind_words[EVALUATION] = "without gradients"
             self.between_activities.append("evaluation")
         self.until_ns = LAST_NS
@@ -454,8 +449,9 @@ class Store:
                     yield SecondRow(process, mode, kind, steps, *counted, first_ns, last_ns, step_ns)
 
     def step_count(self, begin_s: int, end_s: int, processes: Collection[int]) -> int:
-        """Return the number of steps of some processes between two seconds."""
-        rows = self._rows_between("tallies", ("sum(steps)",), begin_s, end_s, processes)
+        """Return the number of steps of the main kind of some processes between two seconds."""
+        column = f"sum(steps * {_kind_condition(self.main_kind)})"
+        rows = self._rows_between("tallies", (column,), begin_s, end_s, processes)
         return sum(steps or 0 for _, (steps,) in rows)
 
     def tallies_incremental(
@@ -524,12 +520,14 @@ class Store:
     ) -> list[LongStepRow]:
         """Return the longest steps of a mode and of the main kind, the longest first, without excluded steps.
 
-        `process`: only its steps, up to the time of this store. `newest_only`: only among the newest rows.
+        `process`: only its steps, up to the time of this store; None: those of all processes, except those in which
+        ranks may have waited for steps of another kind. `newest_only`: only among the newest rows.
         """
+        compared = f"({WAIT}_ns IS NULL OR {EXPOSED}_ns IS NOT NULL)" if process is None else "TRUE"
         last_id = min(LAST_NS if process is None else self._last_id("steps", process), self._newest_step_id())
         query = (
             f"SELECT {_LONG_COLUMNS} FROM steps WHERE id BETWEEN ? AND ? AND process = ifnull(?, process) AND mode = ?"
-            f" AND {_in_stats_condition(self.main_kind)} ORDER BY wall_ns DESC LIMIT ?"
+            f" AND {_in_stats_condition(self.main_kind)} AND {compared} ORDER BY wall_ns DESC LIMIT ?"
         )
         rows = self.query(query, (last_id - _NEWEST_IDS_SEARCHED if newest_only else 0, last_id, process, mode, limit))
         return [_long_step_from_row(row) for row in rows]
@@ -614,7 +612,7 @@ class Store:
         """
         columns = f"id, process, {SYNC_NUMBER}, {EXPOSED}_ns, {WAIT}_ns, (start_ns + wall_ns) / {SECOND} AS end_s"
         query = (
-            f"SELECT {columns} FROM steps WHERE id > ? AND {SYNC_NUMBER} > ? AND {WAIT}_ns IS NOT NULL"
+            f"SELECT {columns} FROM steps WHERE id > ? AND {SYNC_NUMBER} > ? AND {EXPOSED}_ns + {WAIT}_ns IS NOT NULL"
             f" AND {_in_stats_condition(TRAINING)} AND start_ns + wall_ns <= ? ORDER BY id"
         )
         return self._iter_query(query, (after_id, after_number, self.until_ns))

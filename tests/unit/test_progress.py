@@ -507,6 +507,7 @@ def test_every_place_tells_the_same(state: Path, capsys: pytest.CaptureFixture[s
     report = json.loads(told("report", "--json"))
     assert [(one["epoch"], one["batches"], one["length"]) for one in report["epochs"]] == [(1, 20, 20), (2, 12, 20)]
     table = told("report")
+    assert "took  evaluation  gap before" in table, "the time between steps, in TIME, is another one"
     at = table.index("EPOCHS")
     rows = [line.split()[:3] for line in table[at:].splitlines()[2:4]]
     assert rows == [["1", "00:00:02", "20"], ["2", "00:00:24", "12/20"]]

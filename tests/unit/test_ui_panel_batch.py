@@ -258,8 +258,26 @@ def test_an_evaluation_under_the_figures_of_the_training_has_its_word(height: in
         rows = rows_text(panel_batch.render_panel(screen_data_of(training, 0, [*payloads, *more]), 116, height, STYLE))
         return [word for word in ("last step ", "evaluation ") for row in rows if row.startswith(word)]
 
+    def has_sizes(more: list[Row]) -> bool:
+        title, _ = panel_batch.panel_title(screen_data_of(training, 0, [*payloads, *more]), STYLE, 116)
+        return "[30, 5]" in plain_text(title)
+
     assert labels([]) == ["last step "]
-    assert labels(training.step(evaluates=True)) == ["evaluation "]
+    assert has_sizes([])
+    evaluation = training.step(evaluates=True)
+    assert labels(evaluation) == ["evaluation "]
+    assert not has_sizes(evaluation), "the figures beside them are of the training"
+
+
+def test_the_last_step_of_a_run_that_generates_its_data_has_the_word_of_its_kind() -> None:
+    training = Training(mode="single", devices=("cpu:0",))
+    payloads = training.begin()
+    for _ in range(20):
+        payloads += [*training.step(evaluates=True), *training.step()]
+    payloads += training.step(evaluates=True)
+    rows = rows_text(panel_batch.render_panel(screen_data_of(training, 0, payloads), 116, 14, STYLE))
+    assert any(row.startswith("without gradients ") for row in rows), rows
+    assert not any(row.startswith("evaluation") for row in rows)
 
 
 def test_a_mode_that_has_just_begun_leaves_the_end_on_the_axis() -> None:

@@ -113,6 +113,8 @@ def _size_spans(process: Process, dot: str, style: TerminalStyle) -> Row:
     if process.has_used_dp or process.distributed is not None or process.last_called_root is None:
         return []
     call = process.last_called_root.last
+    if call.kind != process.ranged.kind:
+        return []
     return [(f"{dot}{size_text(call.inputs)} {style.glyphs.arrow} {size_text(call.outputs)}", "")]
 
 
@@ -147,7 +149,9 @@ def render_panel(screen: ScreenData, width: int, height: int, style: TerminalSty
         sample = screen.state.last_sample
         lane_count = len(ranks) or 1 + len(visible_lanes(timeline))
         waterfall_height = min(1 + bool(timeline.step.buckets) + (sample is not None) + lane_count, max_height)
-        last_step_rows = render_waterfall(process, width, waterfall_height, style, ranks, sample)
+        last_step_rows = render_waterfall(
+            process, width, waterfall_height, style, screen.state.kind_words, ranks, sample
+        )
     chart_height = free_rows - len(last_step_rows)
     chart = history_rows(screen, process, width, chart_height, style) if chart_height >= 2 else []
     blank_rows: list[Row] = [[]] * (height - len(table) - len(chart) - len(last_step_rows)) if note_rows else []

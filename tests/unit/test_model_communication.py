@@ -495,6 +495,7 @@ def test_one_wait_has_one_saving(between_s: int, kinds: set[str]) -> None:
         communication=communication_of([rank_times(number, 5.0, slowest=100) for number in (0, 1)]),
         time_by_activity=each[0],
         spent_by_process=each,
+        until_ns=23 * SECOND,
         gaps=[Gap(0, 100, "single", 0, between_s * SECOND, between_s * SECOND)],
     )
     found = {finding.kind: finding for finding in find_all(run)}

@@ -555,7 +555,7 @@ def test_calls_of_ranks_have_a_row_for_each_kind_with_the_mode_of_its_calls(
     assert rank_0.endswith("[30, 5] -> [30, 2]"), "of training, although most calls evaluate"
     assert rank_0.split()[5:7] == ["60", "60"], "its training steps and their calls"
     assert "; mean of 2 ranks: start-up" in lines_of_section(text, "TIME")[0]
-    assert any("120 steps + 100 evaluation, 220 calls total" in line for line in text)
+    assert any("60 steps + 100 evaluation, 220 calls total" in line for line in text)
     assert not any("in single" in line for line in text)
 
 

@@ -246,9 +246,11 @@ def test_evaluations_that_take_much_of_the_time_are_found() -> None:
     )
     (found,) = find_all(evaluated)
     assert (found.kind, found.text) == ("evaluation", "Evaluations take 27% of the elapsed time.")
-    assert found.ground == "evaluations before the last update 30.0 s of 1 min 50 s"
+    assert found.ground == "evaluation 30.0 s of 1 min 50 s"
     assert found.gain_text == "saves at most 30.0 s of 1 min 50 s"
     assert not find_all(with_changes(evaluated, time_by_activity={**spent, "evaluation": 10 * SECOND}))
+    assert find_all(with_changes(evaluated, final_evaluation_ns={0: 5 * SECOND})) == [found], "of all evaluations"
+    assert not find_all(with_changes(evaluated, final_evaluation_ns={0: 30 * SECOND})), "once, at the end"
 
 
 def test_an_evaluation_is_that_of_the_process_that_evaluates() -> None:

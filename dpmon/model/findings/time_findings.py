@@ -382,17 +382,16 @@ def _slow_fetches_s(stats: ModeStats) -> float:
 def find_costly_evaluation(run: RunAnalysis) -> Iterator[Finding]:
     """Yield a finding if the evaluations of a process take much of its time; others may wait for it.
 
-    An evaluation after the last update cannot be made less often.
+    A single evaluation after the last update cannot be made less often.
     """
     process, evaluation_ns, active_ns = _most_spent(run, "evaluation")
-    evaluation_ns -= run.final_evaluation_ns.get(process, 0)
+    recurring_ns = evaluation_ns - run.final_evaluation_ns.get(process, 0)
     is_rollout = run.store.kind_words[EVALUATION] != "evaluation"
-    if evaluation_ns and not is_rollout and evaluation_ns >= MIN_EVALUATION_SHARE * active_ns:
+    if recurring_ns and not is_rollout and recurring_ns >= MIN_EVALUATION_SHARE * active_ns:
         yield Finding(
             "evaluation",
             f"Evaluations{process_suffix(process, run)} take {format_elapsed_share(evaluation_ns, run)}.",
-            f"evaluations before the last update {format_long_duration(evaluation_ns)}"
-            f" of {format_long_duration(run.until_ns)}",
+            f"evaluation {format_long_duration(evaluation_ns)} of {format_long_duration(run.until_ns)}",
             "evaluate less often or on fewer samples; larger batches: an evaluation keeps no gradients",
             evaluation_ns / active_ns,
             evaluation_ns / SECOND,

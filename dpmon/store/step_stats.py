@@ -400,7 +400,7 @@ class StatsWindow:
                     tallies[index].merge(mode_tally)
                 (whole, within), (more_whole, more_within) = times[index], elapsed.get(index, (0, 0))
                 times[index] = whole + more_whole, within + more_within
-        return compute_rate(tallies, times, self._store.ranks)
+        return compute_rate(tallies, times, self.ranks)
 
     def elapsed(self, mode: str, kind: int) -> dict[int, tuple[int, int]]:
         """Return the time of a mode's steps by process (see `elapsed_by_process`)."""
@@ -423,7 +423,7 @@ class StatsWindow:
         merged, common = Tally(), self._common_rate
         for mode in self._all_modes:
             merged.merge(self.tally(mode, process=process))
-        if common is None or self._store.ranks.get(process) is None:
+        if common is None or self.ranks.get(process) is None:
             return merged, self.rate(process=process)
         whole, within = (round(merged.steps * 1e9 / rate) for rate in (common.steps_per_s, common.steps_per_s_within))
         return merged, compute_rate({process: merged}, {process: (whole, within)}, {})

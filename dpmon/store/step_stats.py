@@ -258,12 +258,9 @@ def compute_rate(
     counted_steps = sum(quantity.count for quantity in sample_sums)
     if counted_steps <= steps / 2:
         return Rate(steps_per_s, None, steps_per_s_within, None, steps - counted_steps)
-    if together:
-        concurrency = len(active) * together
-    elif None in steps_by_rank:
-        concurrency = _mean_concurrency(active)
-    else:  # each step of the rank with the most was a step of this many ranks, as a mean
-        concurrency = steps / max(steps_by_rank.values())
+    concurrency = steps / max(steps_by_rank.values())  # ranks in a step, as a mean
+    if together or None in steps_by_rank:
+        concurrency = len(active) * together or _mean_concurrency(active)
     samples = sum(quantity.total for quantity in sample_sums) / counted_steps * concurrency  # per step of each process
     rates = steps_per_s, samples * steps_per_s, steps_per_s_within, samples * steps_per_s_within
     return Rate(*rates, steps - counted_steps)

@@ -177,9 +177,9 @@ class StepBoundaryFinder:
         if self._is_open and self._step.calls:
             self._close_at_fetch(span.start, span.site)
         self._row_builder.fetches.add_fetch(span, has_failed != 0)
-        if self._is_open and self._began_with_fetch:  # no call yet: all these batches are of one step
+        if self._is_open and self._began_with_fetch:  # no call yet: this step uses all batches so far
             self._hold_item(block)
-            if has_failed:  # also the last ones; no other fetch ends this step
+            if has_failed:  # the loader has no more batches, so no later fetch ends this step
                 self._loader_ended, self._began_with_fetch = True, False
             else:
                 self._row_builder.unmatched_fetches += 1

@@ -98,7 +98,9 @@ class CrossNodeWaits:
                 key, second = TallyKey(row[1], mode, kind, 0), (start + wall - shift_ns) // SECOND
                 waits = self._matcher.add_step(row[1], SyncStep(row[0], key, second, sync_number, synced or 0, tail))
                 self.completed += waits
-                for wait in (wait for wait in waits if wait.exposed_ns is not None):
+                for wait in waits:
+                    if wait.exposed_ns is None:
+                        continue
                     place, tallied_s = wait.step.key[:3], self._nodes_by_process[wait.step.key.process].tallied_s
                     if wait.step.second < tallied_s - _MAX_DELAY_S:
                         self._late.append(wait)

@@ -372,14 +372,9 @@ def _ratio(part: float | None, whole: float | None) -> float | None:
 def _labeled_texts(communication: Communication) -> list[tuple[str, str]]:
     rows: list[tuple[str, str]] = []
     if communication.exposed_ns is not None:
-        rows.append(
-            (
-                "exposed",
-                f"{format_duration(communication.exposed_ns)} per {communication.unit},"
-                f" {format_percent(communication.exposed_share)} of it;"
-                f" {'last ' * communication.lately}{communication.text_of_known_waits}",
-            )
-        )
+        exposed = f"{format_duration(communication.exposed_ns)} per {communication.unit}"
+        exposed += f", {format_percent(communication.exposed_share)} of it"
+        rows.append(("exposed", f"{exposed}; {'last ' * communication.lately}{communication.text_of_known_waits}"))
         rank_count = len(communication.ranks_with_waits)
         straggler_count = rank_count - len(communication.non_stragglers)
         ranks_text = f"of {format_count_with_noun(rank_count, 'rank')}"
@@ -398,11 +393,10 @@ def _labeled_texts(communication: Communication) -> list[tuple[str, str]]:
     if communication.wrappers:
         rows.append(("group", _format_group(communication.wrappers[0])))
     if communication.synced:
-        no_sync_text = (
-            f", {format_three_digits(communication.unsynced)} under no_sync" if communication.unsynced else ""
-        )
-        synced = format_three_digits(communication.synced)
-        rows.append(("passes", f"{synced} synced per {communication.unit}{no_sync_text}"))
+        passes = f"{format_three_digits(communication.synced)} synced per {communication.unit}"
+        if communication.unsynced:
+            passes += f", {format_three_digits(communication.unsynced)} under no_sync"
+        rows.append(("passes", passes))
     return rows
 
 

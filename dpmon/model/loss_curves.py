@@ -64,16 +64,17 @@ def read_loss_curves(store: Store, process: int, start_s: int, end_s: int, width
         if rows:
             newest, *_ = rows
             points = tuple(store.loss_bins(process, place_index, start_s, end_s, width_s))
-            finite = [row.loss for row in reversed(rows) if isfinite(row.loss)]
-            last = newest.loss, next(reversed(smooth_losses(finite)), None), newest.step or None, newest.start
+            finite = [row.loss for row in rows if isfinite(row.loss)]
+            smoothed = median_low(finite) if finite else None
+            last = newest.loss, smoothed, newest.step or None, newest.start
             first = store.first_loss(process, place_index)
             curves.append(LossCurve(process, place, points, width_s, *last, first))
     return tuple(curves)
 
 
 def smooth_losses(losses: Sequence[float]) -> list[float]:
-    """Return for each loss the median of it and those before it, SMOOTHED_LOSSES at most; of two, the lower one.
+    """Return for each loss the median of the newest SMOOTHED_LOSSES up to it; of an even number, the lower middle one.
 
-    Unlike a mean, it is a usual recent loss at once after the loss has fallen from a high value.
+    A few high losses, such as the first ones of a run, do not raise a median as they raise a mean.
     """
     return [median_low(losses[max(end - SMOOTHED_LOSSES, 0) : end]) for end in range(1, len(losses) + 1)]

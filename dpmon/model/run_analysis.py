@@ -381,8 +381,10 @@ class RunAnalysis:
         for key, tally in self.window.tallies.items():
             if step_kind(key.kind) == TRAINING:
                 ends[key.process] = max(ends[key.process], tally.last_ns or 0)
-        rows = ((process, self.store.time_rows(end // SECOND, process=process)) for process, end in ends.items())
-        return {process: sum(row.spent["evaluation"] for row in found) for process, found in rows}
+        return {
+            process: sum(row.spent["evaluation"] for row in self.store.time_rows(end_ns // SECOND, process=process))
+            for process, end_ns in ends.items()
+        }
 
     @cached_property
     def gaps(self) -> list[Gap]:

@@ -91,7 +91,7 @@ class SlowStepCache:
     ) -> SlowSteps:
         """Return at most `limit` steps of processes that train together, from `start_ns` to the time of `store`.
 
-        Only training steps in the mode of the figures `stats`, without settling steps. `waits`: process, start and end
+        Only training steps in the mode of `stats`, without warm-up steps. `waits`: process, start and end
         (ns) of each wait for input.
         """
         key = tuple(processes), stats.mode, limit
@@ -112,7 +112,8 @@ class SlowStepCache:
         for row in store.longest_training_steps(limit * _SPARE, processes, stats.mode, first_id, last_id, start_ns):
             row_key = (row.process, row.step) if row.sync_number is None else row.sync_number
             known = self._kept.get(row_key)
-            if known is None or blame_weight_ns(row) >= blame_weight_ns(known):
+            # A wait is unknown until the steps of all ranks have arrived.
+            if known is None or known.wait_ns is None or blame_weight_ns(row) >= blame_weight_ns(known):
                 self._kept[row_key] = row
         longest = sorted(self._kept.items(), key=lambda item: -item[1].wall_ns)[: limit * _SPARE]
         self._complete = self._complete and len(longest) < limit * _SPARE

@@ -84,7 +84,7 @@ def _sample_indices(count: int, limit: int) -> Sequence[int]:
 def read_recent_rate(
     store: Store, processes: Sequence[int], mode: str, start_s: int, until_s: int, scale: float = 1.0
 ) -> RecentRate:
-    """Return the rate over the last ten seconds of training; over the last two steps if there are too few.
+    """Return the rate over the last ten seconds of training; over the last two steps if all ended in one second.
 
     `processes`: the processes that train together in `mode`; the first one represents them. `start_s`, `until_s`: the
     seconds to read. `scale`: number of processes that train, divided by the number of those that are read.
@@ -104,7 +104,10 @@ def read_recent_rate(
 def _last_ten_seconds(
     store: Store, processes: tuple[int, ...], start_s: int, end_s: int, mode: str
 ) -> dict[int, RecentTraining]:
-    """Return the last ten seconds of each process in one mode, since its last mode switch."""
+    """Return the last ten seconds of each process in one mode, since its last mode switch.
+
+    Tallies have whole seconds, so the end of the last step in the first second is the start.
+    """
     rows: dict[int, list[SecondRow]] = {process: [] for process in processes}
     for row in store.seconds(start_s, end_s, processes):
         if step_kind(row.kind) != store.main_kind:
@@ -125,7 +128,7 @@ def _last_ten_seconds(
 
 
 def _last_two_steps(store: Store, process: int, end_s: int, mode: str) -> RecentTraining:
-    """Return the two newest steps of a process, unless they ran in another mode."""
+    """Return the two newest steps of a process in one mode; one if there are only two, because a step must precede."""
     newest = store.steps(3, process=process, main_only=True)
     rows = [
         SecondRow(

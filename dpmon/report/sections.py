@@ -226,14 +226,14 @@ def _loss_parts(run: RunAnalysis) -> list[Part]:
         first, lowest_text, smoothed, last = map(format_loss, (curve.first, lowest, curve.smoothed, curve.last))
         step_text = "" if curve.step is None else f" at step {format_count(curve.step)}"
         rows.append((curve.place, first, lowest_text, smoothed, last + step_text))
-    reasons = [f"{curve.place}: {curve.why}" for curve in run.losses if curve.why is not None]
+    notes = [f"{curve.place}: {curve.why}" for curve in run.losses if curve.why is not None]
     if rows:
         rank_text = process_suffix(run.losses[0].process, run)
         sampling = f"losses{rank_text}, sampled: at most one per second, and the last"
         passes_text = "the backward passes of an update are added up; of those inside optimizer.step, the first counts"
-        reasons[:0] = [f"{sampling}; smoothed: the median of the newest nine", passes_text]
+        notes[:0] = [f"{sampling}; smoothed: the median of the newest nine", passes_text]
     headers = ("backward called at", "first", "lowest sampled", "smoothed", "last")
-    return [*_make_table(headers, rows), *_make_paragraphs(reasons, is_note=True)]
+    return [*_make_table(headers, rows), *_make_paragraphs(notes, is_note=True)]
 
 
 def _process_text(stats: ModeStats) -> str:

@@ -249,7 +249,7 @@ def time_by_activity_sentences(run: RunAnalysis, ns_by_activity: Mapping[str, in
 def phase_notes(stats: ModeStats, calls_per_step: float) -> list[str]:
     """Return notes below the table of phases: on their times, and the quantities of the steps.
 
-    `calls_per_step`: of the kind of these steps.
+    `calls_per_step`: mean number of calls in these steps.
     """
     lines = []
     if stats.process_name is not None:

@@ -258,7 +258,9 @@ def compute_rate(
     counted_steps = sum(quantity.count for quantity in sample_sums)
     if counted_steps <= steps / 2:
         return Rate(steps_per_s, None, steps_per_s_within, None, steps - counted_steps)
-    concurrency = len(active) * together if together else _mean_concurrency(active)
+    concurrency = steps / max(steps_by_rank.values())  # ranks in a step, as a mean
+    if together or None in steps_by_rank:
+        concurrency = len(active) * together or _mean_concurrency(active)
     samples = sum(quantity.total for quantity in sample_sums) / counted_steps * concurrency  # per step of each process
     rates = steps_per_s, samples * steps_per_s, steps_per_s_within, samples * steps_per_s_within
     return Rate(*rates, steps - counted_steps)
@@ -400,7 +402,7 @@ class StatsWindow:
                     tallies[index].merge(mode_tally)
                 (whole, within), (more_whole, more_within) = times[index], elapsed.get(index, (0, 0))
                 times[index] = whole + more_whole, within + more_within
-        return compute_rate(tallies, times, self._store.ranks)
+        return compute_rate(tallies, times, self.ranks)
 
     def elapsed(self, mode: str, kind: int) -> dict[int, tuple[int, int]]:
         """Return the time of a mode's steps by process (see `elapsed_by_process`)."""
@@ -423,7 +425,7 @@ class StatsWindow:
         merged, common = Tally(), self._common_rate
         for mode in self._all_modes:
             merged.merge(self.tally(mode, process=process))
-        if common is None or self._store.ranks.get(process) is None:
+        if common is None or self.ranks.get(process) is None:
             return merged, self.rate(process=process)
         whole, within = (round(merged.steps * 1e9 / rate) for rate in (common.steps_per_s, common.steps_per_s_within))
         return merged, compute_rate({process: merged}, {process: (whole, within)}, {})

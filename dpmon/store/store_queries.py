@@ -511,12 +511,7 @@ class Store:
         return [Gap(*row) for row in self.query(query, (limit,))]
 
     def longest_steps(
-        self,
-        limit: int,
-        mode: str,
-        *,
-        process: int | None = None,
-        newest_only: bool = False,
+        self, limit: int, mode: str, *, process: int | None = None, newest_only: bool = False
     ) -> list[LongStepRow]:
         """Return the longest steps of a mode and of the main kind, the longest first, without excluded steps.
 

@@ -50,8 +50,8 @@ class RankStepWait(NamedTuple):
         """Its values for a tally, by series."""
         if self.exposed_ns is None:
             return {}
-        found = {EXPOSED: self.exposed_ns, WAIT: self.wait_ns}
-        return found if self.held_ns is None else {**found, STRAGGLER_DELAY: self.held_ns}
+        values = {EXPOSED: self.exposed_ns, WAIT: self.wait_ns}
+        return values if self.held_ns is None else {**values, STRAGGLER_DELAY: self.held_ns}
 
 
 class _RankGroup:

@@ -415,7 +415,7 @@ class LiveRun:
     def with_view(self, screen: ScreenData, view: View) -> ScreenData:
         """Apply another view to the frozen data, querying the same moment again if the view needs more.
 
-        The first view is queried as the later ones are, so that all have the same values.
+        The first view after the freeze is queried, too: so all frozen views have values of the same time.
         """
         before, wanted = (self._snapshot_request(each, _FROZEN, FROZEN_RANKS // 2) for each in (screen.view, view))
         if before != wanted:
@@ -473,7 +473,7 @@ class LiveRun:
 def _frozen_ns(screen: ScreenData) -> int:
     """Return the time of the frozen data (ns since the run's start).
 
-    Steps that ended just before the freeze may be written later: they do not count. During a stall there are none.
+    If the run makes steps, this is the end of the newest one: later steps may not be written yet.
     """
     newest_ns = screen.state.newest_ns
     may_be_behind = newest_ns >= 0 and screen.now_ns - newest_ns < _MAX_RECORD_DELAY_NS

@@ -103,6 +103,20 @@ def test_the_step_that_waits_for_an_evaluation_of_another_rank_counts() -> None:
     assert found[3].wall_ns < SECOND
 
 
+def test_a_rank_that_waited_loses_the_blame_when_the_step_of_the_straggler_arrives() -> None:
+    """Until then its wait is unknown, and nothing shows that it waited."""
+    ranks, run, cache = make_ranks(2), Recording(), SlowStepCache()
+    for rank in ranks:
+        run.add(startup_rows(rank, 2, {}), rank.process, rank.process)
+    for rows in islice(ddp_rank_steps(ranks, slow=1, extra_ms=6), 60):
+        for rank, own_rows in zip(ranks, rows, strict=True):
+            run.add(own_rows, rank.process, rank.process)
+            kept = read(run.store(), [0, 1], 0, 100, cache)
+    assert len(kept.steps) > 50
+    assert kept == read(run.store(), [0, 1], 0, 100)
+    assert {step.rank for step in kept.steps} == {1}
+
+
 def test_what_is_kept_equals_what_is_read_again() -> None:
     run, reader = Recording(), SlowStepCache()
     long = {number: {"data": (number * 37 % 900) * MS} for number in range(20, 400, 7)}

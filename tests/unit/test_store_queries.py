@@ -279,3 +279,14 @@ def test_the_rows_before_a_damaged_one_are_read_wherever_it_is(at: int, damage: 
                 number for number, _, _ in CheckedConnection(db, 1 << 20).rows("SELECT id, step, mode FROM some")
             )
         assert read == list(range(at))
+
+
+def test_the_samples_of_ranks_add_up_although_one_begins_later() -> None:
+    tallies, times = {}, {0: (10 * SECOND, 9 * SECOND), 1: (8 * SECOND, 8 * SECOND)}
+    for process, first_ns in ((0, 0), (1, SECOND)):
+        tally = tallies[process] = Tally(10)
+        tally.first_ns, tally.last_ns = first_ns, 10 * SECOND
+        tally.sums["samples"] = QuantitySum(10, 300)
+    rate = compute_rate(tallies, times, {0: 0, 1: 1})
+    assert rate is not None
+    assert (rate.steps_per_s, rate.samples_per_s) == (1.0, 60.0)

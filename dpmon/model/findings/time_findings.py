@@ -28,7 +28,7 @@ from dpmon.model.recorded_stalls import final_stall
 from dpmon.model.run_analysis import ACTIVE, MAX_LONG_STEPS, RunAnalysis
 from dpmon.model.slow_steps import overlap_ns
 from dpmon.model.stragglers import Straggler
-from dpmon.record.schema import EVALUATION, SECOND, STEP, STEP_PHASES
+from dpmon.record.schema import SECOND, STEP, STEP_PHASES
 from dpmon.store.query_results import LongStepRow, blame_weight_ns
 from dpmon.text.formatting import format_count_with_noun, format_elapsed, format_long_duration, format_percent
 
@@ -386,8 +386,8 @@ def find_costly_evaluation(run: RunAnalysis) -> Iterator[Finding]:
     """
     process, evaluation_ns, active_ns = _most_spent(run, "evaluation")
     recurring_ns = evaluation_ns - run.final_evaluation_ns.get(process, 0)
-    is_rollout = run.store.kind_words[EVALUATION] != "evaluation"
-    if recurring_ns and not is_rollout and recurring_ns >= MIN_EVALUATION_SHARE * active_ns:
+    generates_data = "evaluation" in run.store.between_activities
+    if recurring_ns and not generates_data and recurring_ns >= MIN_EVALUATION_SHARE * active_ns:
         yield Finding(
             "evaluation",
             f"Evaluations{process_suffix(process, run)} take {format_elapsed_share(evaluation_ns, run)}.",

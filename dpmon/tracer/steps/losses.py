@@ -227,7 +227,7 @@ class LossTracer:
             return
         definition = self._session.define((caller, reason), lambda: {"place": caller.location, "why": reason})
         if definition:
-            caller.has_reason = caller.has_reason or reason is not None
+            caller.has_reason |= reason is not None
             (bits,) = struct.unpack("=Q", struct.pack("=d", value))
             self._recorder.put(Kind.LOSS | definition << SITE_AT, start_ns, 0, bits)
 

@@ -20,7 +20,7 @@ from dpmon.record.history_rows import CollectiveRow, Definition, LossRow
 from dpmon.record.span_format import Flag, Span
 
 MAX_STEPS = 32
-"""How many training steps are remembered. What arrives more than this many of them later is recorded without a step."""
+"""How many training steps are remembered. A collective or loss of an older step is recorded without a step."""
 MAX_SAMPLES = 64
 """How many samples are remembered. A collective may end after several later samples."""
 MAX_WAITING = 1 << 14
@@ -145,9 +145,9 @@ class SampledCollectives:
     def close_step(self, number: int, start: int, end: int) -> None:
         """Add a step that has ended, and place the collectives and losses that waited for it.
 
-        `number`: 0 if it is no training step. Many of these may run before the process ends and its last loss arrives.
+        `number`: 0 if it is no training step.
         """
-        if number:
+        if number:  # others would push out the last training step, whose loss arrives when the process ends
             self._steps.append((start, end, number))
         self._last_step_end = end
         if self._rows_before_step_end:

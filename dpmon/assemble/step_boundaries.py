@@ -177,13 +177,16 @@ class StepBoundaryFinder:
         if self._is_open and self._step.calls:
             self._close_at_fetch(span.start, span.site)
         self._row_builder.fetches.add_fetch(span, has_failed != 0)
-        if self._is_open and self._began_with_fetch and not has_failed:
+        if self._is_open and self._began_with_fetch:  # no call yet: this step uses all batches so far
             self._hold_item(block)
-            self._row_builder.unmatched_fetches += 1
+            if has_failed:  # the loader has no more batches, so no later fetch ends this step
+                self._loader_ended, self._began_with_fetch = True, False
+            else:
+                self._row_builder.unmatched_fetches += 1
         else:
             self._drop_open_step()
             if has_failed:
-                self._loader_ended, self._began_with_fetch = True, False
+                self._loader_ended = True
                 return
             self._hold_item(block)
             if self._loader_ended:

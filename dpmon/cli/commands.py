@@ -325,12 +325,11 @@ def _make_listed_run(directory: Path, run_info: RunInfo) -> ListedRun:
     from dpmon.report.health import health_from_store
     from dpmon.store.store_opening import open_store  # imported here because it loads sqlite
 
-    is_live_run, health, counts, job, node = state == "running", None, _NO_STEPS, None, None
+    is_live_run, health, counts, standing, job, node = state == "running", None, _NO_STEPS, None, None, None
     with suppress(HistoryError, RunError), open_store(directory) as store:
-        counts = _query_step_counts(store)
+        counts, standing = _query_step_counts(store), _final_stall_text(store)
         job, node = store.job()
         health = health_from_store(directory, store) if is_live_run else None
-    steps, updates, evaluation_steps, evaluation_word, open_calls, samples_per_s, standing = counts
     if state == "finished":
         standing = None  # the stall ended
     if is_live_run:
@@ -344,9 +343,8 @@ def _make_listed_run(directory: Path, run_info: RunInfo) -> ListedRun:
         else (exit_info.status, exit_info.signal, exit_info.unknown, exit_info.cause)
     )
     return ListedRun(
-        run_info.id, short_name(run_info), state, is_protected(directory), run_info.started_unix, seconds, steps,
-        updates, evaluation_steps, evaluation_word, open_calls, samples_per_s, *ending, standing, job, node,
-        list(run_info.nodes), command, str(directory),
+        run_info.id, short_name(run_info), state, is_protected(directory), run_info.started_unix, seconds,
+        *counts, *ending, standing, job, node, list(run_info.nodes), command, str(directory),
     )  # fmt: skip
 
 
@@ -370,36 +368,40 @@ def rm(options: argparse.Namespace) -> int:
     return 0
 
 
-_StepCounts = tuple[int | None, int | None, int | None, str | None, int | None, float | None, str | None]
-_NO_STEPS: _StepCounts = (None, None, None, None, None, None, None)
+_StepCounts = tuple[int | None, int | None, int | None, str | None, int | None, float | None]
+_NO_STEPS: _StepCounts = (None, None, None, None, None, None)
 
 
 def _query_step_counts(store: Store) -> _StepCounts:
-    """Return steps, updates, evaluations and their word, open calls, samples/s, and the stall in which the run ended.
-
-    All are None if the record has no rings.
-    """
-    from dpmon.model.recorded_stalls import final_stall
-    from dpmon.model.run_events import TEXTS_READ, parse_stalls
+    """Return the members of ListedRun from `steps` to `samples_per_s`. All are None if the record has no rings."""
     from dpmon.store.step_stats import StatsWindow
 
     longest_ring = max(store.rings.values(), key=lambda row: row.steps, default=None)
     if longest_ring is None:
         return _NO_STEPS
     rate = StatsWindow(store).rate()
-    calls = store.open_calls
-    evaluations = 0 if store.main_kind == EVALUATION else longest_ring.evaluations
-    samples = None if rate is None else rate.samples_per_s
+    _, updates = StatsWindow(store, process=longest_ring.process).step_counts(TRAINING)
+    steps = {TRAINING: longest_ring.last_step, EVALUATION: longest_ring.evaluations}
+    has_only_calls = bool(store.open_calls and not longest_ring.steps)
+    return (
+        None if has_only_calls else steps.get(store.main_kind, longest_ring.forward_steps) or 0,
+        updates,
+        0 if store.main_kind == EVALUATION else longest_ring.evaluations,
+        store.kind_words[EVALUATION],
+        store.open_calls,
+        None if rate is None else rate.samples_per_s,
+    )
+
+
+def _final_stall_text(store: Store) -> str | None:
+    """Return the stall in which the run ended; None if it did not end in one."""
+    from dpmon.model.recorded_stalls import final_stall
+    from dpmon.model.run_events import TEXTS_READ, parse_stalls
+
     stalls = parse_stalls(event.data for event in store.events("stall", limit=TEXTS_READ))
     last_ns = max((step.start_ns + step.wall_ns for step in store.steps(1)), default=0)
     stall = final_stall(stalls, last_ns)
-    standing = None if stall is None else f"stalled: {stall.text}"
-    numbers = {TRAINING: longest_ring.last_step, EVALUATION: longest_ring.evaluations}
-    steps = numbers.get(store.main_kind, longest_ring.forward_steps) or 0
-    _, updates = StatsWindow(store, process=longest_ring.process).step_counts(TRAINING)
-    word = store.kind_words[EVALUATION]
-    has_only_calls = bool(calls and not longest_ring.steps)
-    return None if has_only_calls else steps, updates, evaluations, word, calls, samples, standing
+    return None if stall is None else f"stalled: {stall.text}"
 
 
 def _format_age(seconds: float) -> str:

@@ -100,6 +100,8 @@ class CrossNodeWaits:
                 waits = self._matcher.add_step(row[1], SyncStep(row[0], key, second, sync_number, synced or 0, tail))
                 self.completed += waits
                 for wait in waits:
+                    if wait.exposed_ns is None:
+                        continue
                     place, tallied_s = wait.step.key[:3], self._nodes_by_process[wait.step.key.process].tallied_s
                     if wait.step.second < tallied_s - _MAX_DELAY_S:
                         self._late.append(wait)
@@ -147,7 +149,7 @@ class CrossNodeWaits:
         if not waits:
             return b""
         exposed_series, wait_series, held_series = self._series
-        entries = encode_entry(exposed_series, [wait.exposed_ns for wait in waits])
+        entries = encode_entry(exposed_series, [wait.exposed_ns or 0 for wait in waits])
         entries += encode_entry(wait_series, [wait.wait_ns for wait in waits])
         delays = [wait.held_ns for wait in waits if wait.held_ns is not None]
         return entries + encode_entry(held_series, delays) if delays else entries

@@ -10,6 +10,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from dpmon.model.stragglers import Group, RankTimes, Straggler, delay_shares, find_straggler, wait_of
+from dpmon.record.schema import EXPOSED, WAIT
 from dpmon.store.query_results import CollectiveSums
 from dpmon.store.tally import Tally, averaging_unit
 from dpmon.text.formatting import (
@@ -89,24 +90,29 @@ class Communication:
     missing: str | None
     """Why the waits between ranks are unknown; None if they are known."""
     tally: Tally
-    """The steps of the process that represents the run."""
+    """The steps of the main kind of the process that represents the run."""
     collectives: CollectiveSums = _NO_COLLECTIVES
     """The collectives of sampled steps."""
     sampled_of: int = 0
-    """Number of steps of all ranks in the time that these samples cover."""
+    """Number of steps of the main kind of all ranks in the time that these samples cover."""
     elsewhere: tuple[RankTimes, ...] = ()
     """The ranks of other nodes, if a snapshot covers only one node: its ranks may wait for one of them."""
 
     @cached_property
     def unit(self) -> str:
         """What the times are means of: "step" or "update"."""
-        return self.ranks[0].unit if self.ranks else "step"
+        return self.ranks[0].unit if self.ranks else averaging_unit(self.tally.steps, self.tally.updates)[0]
+
+    @property
+    def mean_step_times(self) -> dict[str, float | None]:
+        """The exposed communication and the wait per step (ns), whatever `unit` is, for comparisons of runs."""
+        _, steps = _averaging_unit_of(self.ranks)
+        return {EXPOSED: _ratio(self.exposed_ns, steps), WAIT: _ratio(self.wait_ns, steps)}
 
     @cached_property
     def one_in(self) -> int | None:
-        """Interval of samples: one step or update (`pass_unit`) in this many; None without samples."""
-        _, total = self.pass_unit
-        interval = _ratio(self.sampled_of * total, self.collectives.samples * self.tally.steps)
+        """Interval of samples: one step or update in this many; None without samples."""
+        interval = _ratio(self.sampled_of * self.unit_count, self.collectives.samples * self.tally.steps)
         return max(round(interval), 1) if interval else None
 
     @cached_property
@@ -176,19 +182,19 @@ class Communication:
         return _ratio(wrapper.overlap_ns, wrapper.comm_ns)
 
     @property
-    def pass_unit(self) -> tuple[str, int]:
-        """What the numbers of backward passes and collectives are per, "step" or "update", and how many there are."""
-        return averaging_unit(self.tally.steps, self.tally.updates)
+    def unit_count(self) -> int:
+        """Number of steps or updates in `tally`."""
+        return self.tally.updates if self.unit == "update" else self.tally.steps
 
     @property
     def synced(self) -> float | None:
         """Backward passes per step or update that averaged gradients; None without steps."""
-        return _ratio(self.tally.sum("synced").total, self.pass_unit[1])
+        return _ratio(self.tally.sum("synced").total, self.unit_count)
 
     @property
     def unsynced(self) -> float | None:
         """Backward passes per step or update that averaged nothing (no_sync); None without steps."""
-        return _ratio(self.tally.sum("unsynced").total, self.pass_unit[1])
+        return _ratio(self.tally.sum("unsynced").total, self.unit_count)
 
     @cached_property
     def delays(self) -> Mapping[int, float]:
@@ -225,13 +231,12 @@ class Communication:
         if not any(rank.joined for rank in ranks):
             missing = _unknown_wait_reason((*ranks, *elsewhere), self.wrappers)
         waits_in_forward = any(wrapper.waits_in_forward for wrapper in wrappers)
-        steps = sum(rank.steps for rank in ranks)
-        unit, total = averaging_unit(steps, sum(rank.updates for rank in ranks))
+        unit, steps_per_unit = _averaging_unit_of(ranks)
 
         def with_group(rank: RankTimes) -> RankTimes:
             group = groups[rank.rank]
             if unit == "update":
-                rank = rank.per_update(steps / total)
+                rank = rank.per_update(steps_per_unit)
             if rank.group == group and rank.waits_in_forward == waits_in_forward:
                 return rank  # as usual; there may be a thousand ranks
             return rank._replace(group=group, waits_in_forward=waits_in_forward)
@@ -270,8 +275,8 @@ def build_communication(
 ) -> Communication | None:
     """Return the communication of these ranks; None for a single process without a DistributedDataParallel.
 
-    `ranks`: with means per step. `tally`: the steps of the process that represents the run. `collectives`: the
-    collectives of sampled steps. `sampled_of`: the number of all steps in the same time.
+    `ranks`: with means per step. `tally`: the steps of the main kind of the process that represents the run.
+    `collectives`: the collectives of sampled steps. `sampled_of`: the number of all steps in the same time.
     `elsewhere`: the ranks of nodes outside the snapshot.
     """
     if len(ranks) < 2 and not wrappers:
@@ -343,6 +348,13 @@ def _torch_times(wrappers: Iterable[Wrapper]) -> Wrapper | None:
     return min(candidates, key=lambda wrapper: (wrapper.comm_ns or 0.0) - (wrapper.overlap_ns or 0.0), default=None)
 
 
+def _averaging_unit_of(ranks: Sequence[RankTimes]) -> tuple[str, float]:
+    """Return what mean times of these ranks are of, "step" or "update", and how many steps that takes."""
+    steps = sum(rank.steps for rank in ranks)
+    unit, count = averaging_unit(steps, sum(rank.updates for rank in ranks))
+    return unit, _ratio(steps, count) or 1.0
+
+
 def _mean(values: Sequence[float | None]) -> float | None:
     """Return the mean of the known values; None without one."""
     known_values = [value for value in values if value is not None]
@@ -360,20 +372,16 @@ def _ratio(part: float | None, whole: float | None) -> float | None:
 def _labeled_texts(communication: Communication) -> list[tuple[str, str]]:
     rows: list[tuple[str, str]] = []
     if communication.exposed_ns is not None:
-        rows.append(
-            (
-                "exposed",
-                f"{format_duration(communication.exposed_ns)} per {communication.unit},"
-                f" {format_percent(communication.exposed_share)} of it;"
-                f" {'last ' * communication.lately}{communication.text_of_known_waits}",
-            )
-        )
-        ranks_text = format_count_with_noun(
-            len(communication.non_stragglers),
-            "rank" if len(communication.non_stragglers) == len(communication.ranks_with_waits) else "waiting rank",
-        )
+        exposed = f"{format_duration(communication.exposed_ns)} per {communication.unit}"
+        exposed += f", {format_percent(communication.exposed_share)} of it"
+        rows.append(("exposed", f"{exposed}; {'last ' * communication.lately}{communication.text_of_known_waits}"))
+        rank_count = len(communication.ranks_with_waits)
+        straggler_count = rank_count - len(communication.non_stragglers)
+        ranks_text = f"of {format_count_with_noun(rank_count, 'rank')}"
+        if straggler_count:
+            ranks_text = f"without the straggler{'s' * (straggler_count > 1)}"
         wait = f"{format_duration(communication.wait_ns)}, {format_percent(communication.wait_share)}"
-        rows.append(("wait", f"{wait}; mean of {ranks_text}"))
+        rows.append(("wait", f"{wait}; mean {ranks_text}"))
     if communication.missing is not None:
         rows.append(("wait", f"unknown: {communication.missing}"))
     if communication.torch_times is not None and communication.hidden_share is not None:
@@ -385,11 +393,10 @@ def _labeled_texts(communication: Communication) -> list[tuple[str, str]]:
     if communication.wrappers:
         rows.append(("group", _format_group(communication.wrappers[0])))
     if communication.synced:
-        no_sync_text = (
-            f", {format_three_digits(communication.unsynced)} under no_sync" if communication.unsynced else ""
-        )
-        unit, _ = communication.pass_unit
-        rows.append(("passes", f"{format_three_digits(communication.synced)} synced per {unit}{no_sync_text}"))
+        passes = f"{format_three_digits(communication.synced)} synced per {communication.unit}"
+        if communication.unsynced:
+            passes += f", {format_three_digits(communication.unsynced)} under no_sync"
+        rows.append(("passes", passes))
     return rows
 
 
@@ -399,7 +406,7 @@ def format_operations(communication: Communication) -> list[str]:
     if collectives.why is not None and not collectives.samples:
         return [f"collectives: {collectives.why}"]
     lines, group_sizes = [], {wrapper.group_size for wrapper in communication.wrappers}
-    unit, _ = communication.pass_unit  # a sample is of whole steps, and ends with an update
+    unit = communication.unit  # a sample is of whole steps, and ends with an update
     interval_text = "" if communication.one_in is None else f"; 1 {unit} in {format_count(communication.one_in)}"
     for operation in collectives.operations[:_MAX_OPERATIONS]:
         if collectives.samples:

@@ -92,8 +92,8 @@ RUN_METRICS = (
     Metric("steps_per_s", "steps/s", "/s"),
     Metric("memory", "peak memory of torch", "bytes"),
     Metric("host_memory", "peak memory of the host", "bytes"),
-    Metric("exposed", "exposed communication"),
-    Metric("wait", "wait for the slowest rank"),
+    Metric("exposed", "exposed communication per step"),
+    Metric("wait", "wait for the slowest rank per step"),
     Metric("evaluation_step", "step of evaluation"),
     Metric("evaluation", "total evaluation"),
     Metric("startup", "start-up"),
@@ -285,6 +285,7 @@ def _whole_run_values(run: RunAnalysis, mode: str | None) -> dict[str, float]:
     rate = None if mode is None else run.window.rate(mode)
     peaks = [row.peak for row in run.memory if row.peak is not None]
     communication = run.communication
+    rank_times = {} if communication is None else communication.mean_step_times
     hosts = [host.mem_run_max for host in run.samples.hosts if host.mem_run_max is not None]
     evaluations = [stats for stats in run.other_modes if (stats.mode, stats.kind) == (mode, EVALUATION)]
     values = {
@@ -292,8 +293,7 @@ def _whole_run_values(run: RunAnalysis, mode: str | None) -> dict[str, float]:
         "steps_per_s": None if rate is None or rate.samples_per_s is not None else rate.steps_per_s,
         "memory": max(peaks, default=None),
         "host_memory": max(hosts, default=None),
-        "exposed": None if communication is None else communication.exposed_ns,
-        "wait": None if communication is None else communication.wait_ns,
+        **rank_times,
         "evaluation_step": next((stats.median_ns for stats in evaluations), None),
         "evaluation": run.time_by_activity.get("evaluation") or None,
         "startup": run.time_by_activity.get("startup"),

@@ -32,6 +32,11 @@ class DeviceMemory(NamedTuple):
     known: Sequence[int] = ()
     """How many of the processes know the model, the gradients, the optimizer states and the rest."""
 
+    @property
+    def label(self) -> str:
+        """The device; if several processes use it, with their number: "cpu of 2 processes"."""
+        return f"{self.device} of {self.processes} processes" if self.processes > 1 else self.device
+
 
 def memory_of_processes(processes: Iterable[Process], focus: Process | None) -> list[DeviceMemory]:
     """Return one row per device, of the processes that ran at the same time as the one in focus."""

@@ -187,7 +187,7 @@ def _read_pauses(store: Store, process: int) -> Spans:
 
 
 def format_progress(progress: Progress) -> str:
-    """Return the progress in short: "epoch 3 · 412/1,563 · 2 min 10 s left"; "" if no epoch is known."""
+    """Return the progress in short: "epoch 3 · 412/1,563 · 2 min 10 s left in the epoch"; "" without one."""
     if progress.epoch is None:
         return ""
     parts = [f"epoch {format_count(progress.epoch)}"]
@@ -195,7 +195,7 @@ def format_progress(progress: Progress) -> str:
         number, total = format_count(progress.batch), progress.batches
         parts.append(f"batch {number}" if total is None else f"{number}/{format_count(total)}")
     if progress.left_ns is not None:
-        parts.append(f"{format_time_left(progress.left_ns, progress.error_ns)} left")
+        parts.append(f"{format_time_left(progress.left_ns, progress.error_ns)} left in the epoch")
     return " · ".join(parts)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import NamedTuple
@@ -112,17 +112,16 @@ class CallLayouts:
         """The kind of calls that describes the run."""
         self.processes = {shape.process for shape in shapes}
         """Processes with calls."""
-        self.virtual = any(shape.virtual and layout is not None for shape, layout in self._shapes)
+        self.known_shapes = [(shape, layout) for shape, layout in self._shapes if layout is not None]
+        """The shapes whose layouts are known."""
+        self.virtual = any(shape.virtual for shape, _ in self.known_shapes)
         """Whether a call had virtual replicas."""
-        layouts = (layout for _, layout in self._shapes if layout is not None)
-        self.distributed = next((layout.via for layout in layouts if _is_rank_layout(layout)), None)
-        """How the run's ranks trained one model together: a key of RANK_MODES; None if they did not."""
-
-    def replica_shapes(self) -> Iterator[tuple[Shape, Layout]]:
-        """Yield each shape with its layout, except the shapes of ranks, which are no replicas."""
-        for shape, layout in self._shapes:
-            if layout is not None and not _is_rank_layout(layout):
-                yield shape, layout
+        self.distributed_by_kind = {
+            step_kind(shape.kind): layout.via for shape, layout in self.known_shapes if layout.via in RANK_MODES
+        }
+        """By kind of calls: how the run's ranks called one model together, a key of RANK_MODES."""
+        self.distributed = next(iter(self.distributed_by_kind.values()), None)
+        """How the run's ranks trained one model together; None if they did not."""
 
     def usual_input_share(self, process: int) -> float:
         """Return the share of a process's training calls with the most frequent inputs of their layout (0 to 1)."""
@@ -153,16 +152,19 @@ class CallLayouts:
     def replicas(self, has_several_processes: bool) -> list[ReplicaSizes]:
         """Return the inputs and outputs of each replica, by mode, root and replica, then by calls.
 
-        `has_several_processes`: several processes train; then the layouts of ranks are left out.
+        `has_several_processes`: several processes train; then the list is empty if ranks made all calls of the run in
+        steps of one kind, because the table of the ranks has their sizes.
         """
+        modes = {(_mode_of_calls(shape, layout), step_kind(shape.kind)) for shape, layout in self.known_shapes}
+        if has_several_processes and self.distributed is not None and len(modes) == 1:
+            return []
         calls_by_sizes: Counter[ReplicaSizes] = Counter()
-        for shape, layout in self._shapes:
-            if layout is None or (has_several_processes and _is_rank_layout(layout)):
-                continue
+        for shape, layout in self.known_shapes:
+            mode = _mode_of_calls(shape, layout)
             for index, (inputs, outputs) in enumerate(shape.replicas):
                 device = layout.devices[index] if index < len(layout.devices) else "?"
                 sizes = self._sizes_text(shape.process, inputs), self._sizes_text(shape.process, outputs)
-                key = ReplicaSizes(shape.mode, layout.root, index, device, *sizes, 0, step_kind(shape.kind))
+                key = ReplicaSizes(mode, layout.root, index, device, *sizes, 0, step_kind(shape.kind))
                 calls_by_sizes[key] += shape.calls
         return sorted(
             (each._replace(calls=calls) for each, calls in calls_by_sizes.items()),
@@ -170,14 +172,15 @@ class CallLayouts:
         )
 
     def of_process(self, process: int) -> tuple[str, str | None, str | None, int]:
-        """Return the devices, the most frequent inputs and outputs, and the number of a process's calls."""
-        groups: Counter[tuple[str, bool, int, tuple[tuple[int, int], ...]]] = Counter()
+        """Return the devices, and of calls of the main kind, the most frequent inputs and outputs, and the number."""
+        groups: Counter[tuple[bool, str, bool, int, tuple[tuple[int, int], ...]]] = Counter()
         for shape, _ in self._shapes:
             if shape.process == process:
-                groups[shape.mode, shape.virtual, shape.layout, shape.replicas] += shape.calls
+                is_main = step_kind(shape.kind) == self.main_kind
+                groups[is_main, shape.mode, shape.virtual, shape.layout, shape.replicas] += shape.calls
         if not groups:
             return "?", None, None, 0
-        _, _, number, pairs = max(groups, key=lambda group: groups[group])
+        _, _, _, number, pairs = max(groups, key=lambda group: (group[0], groups[group]))
         layout = self._definitions[process].layouts.get(number)
         input_number, output_number = pairs[0] if len(pairs) == 1 else (0, 0)
         devices = "?" if layout is None else " ".join(layout.devices)
@@ -185,7 +188,7 @@ class CallLayouts:
             devices,
             self._sizes_text(process, input_number),
             self._sizes_text(process, output_number),
-            groups.total(),
+            sum(calls for (is_main, *_), calls in groups.items() if is_main),
         )
 
     def stages(self, tallies: Mapping[TallyKey, Tally]) -> list[StageSizes]:
@@ -243,9 +246,9 @@ class CallLayouts:
         return ", ".join(texts) + (f" and {others} more" if others > 0 else "")
 
 
-def _is_rank_layout(layout: Layout) -> bool:
-    """Return whether the calls of a layout belong to ranks that train one model together."""
-    return layout.via in RANK_MODES
+def _mode_of_calls(shape: Shape, layout: Layout) -> str:
+    """Return "dp" or "single"; "ddp" or "fsdp" for calls of ranks that train one model together."""
+    return RANK_MODES.get(layout.via or "", shape.mode)
 
 
 def why_untimed(layout: Layout | None, number: int) -> str | None:
@@ -266,7 +269,7 @@ def most_common(reasons: Counter[str]) -> str | None:
 def count_idle_devices(layouts: CallLayouts) -> list[IdleDeviceCounts]:
     """Return how often devices received no rows under dp, by root."""
     groups: defaultdict[tuple[str, int], Counter[tuple[int, int | None]]] = defaultdict(Counter)
-    for shape, layout in layouts.replica_shapes():
+    for shape, layout in layouts.known_shapes:
         if len(layout.devices) > 1 and shape.mode == "dp":
             rows = layouts.rows(shape.process, shape.inputs, layout)
             groups[layout.root, len(layout.devices)][len(shape.replicas), rows] += shape.calls
@@ -288,17 +291,17 @@ def build_replica_stats(layouts: CallLayouts, tallies: Mapping[int, Mapping[Tall
     lines: dict[tuple[str, str, int, str, int], ReplicaStats] = {}
     splits: defaultdict[tuple[str, str, int], Counter[tuple[int | None, ...]]] = defaultdict(Counter)
     timed: set[tuple[int, int, str, int]] = set()
-    for shape, layout in layouts.replica_shapes():
-        kind = step_kind(shape.kind)
+    for shape, layout in layouts.known_shapes:
+        mode, kind = _mode_of_calls(shape, layout), step_kind(shape.kind)
         layout_key = shape.process, shape.layout, shape.mode, kind
         process_tallies = {} if layout_key in timed else tallies.get(shape.process, {})
         times = merge_mode_tallies(process_tallies, shape.mode, kind)
         timed.add(layout_key)
         reason = why_untimed(layout, shape.untimed)
         rows = tuple(layouts.rows(shape.process, input_number, layout) for input_number, _ in shape.replicas)
-        splits[shape.mode, layout.root, kind][rows] += shape.calls
+        splits[mode, layout.root, kind][rows] += shape.calls
         for index, device in enumerate(layout.devices):
-            key = shape.mode, layout.root, index, device, kind
+            key = mode, layout.root, index, device, kind
             line = lines.setdefault(key, ReplicaStats(*key))
             if index < len(shape.replicas):
                 line.calls += shape.calls

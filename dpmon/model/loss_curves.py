@@ -1,19 +1,25 @@
 """The losses of a process over time: one curve for each line of the script that calls backward.
 
-A GAN has a curve for its discriminator and one for its generator. With a library (transformers, Lightning), the line is
-in the library. A curve has at most one value a second and the last one, so many steps have no value. A value is the sum
-over the backward passes of one update (dpmon.tracer.steps.losses).
+A GAN has a curve for its discriminator and one for its generator. If a library calls backward, as Lightning does, the
+line is the one that calls the library. A curve has at most one value a second and the last one, so many steps have no
+value. dpmon.tracer.steps.losses says what the value of an update is.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isfinite
+from statistics import median_low
 from typing import TYPE_CHECKING
 
 from dpmon.store.query_results import LossBin
 
 if TYPE_CHECKING:
     from dpmon.store.store_queries import Store
+
+SMOOTHED_LOSSES = 9
+"""A smoothed loss is the median of this many values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +36,7 @@ class LossCurve:
     last: float | None = None
     """The newest value, which may be NaN or infinite; None if there is none: see `why`."""
     smoothed: float | None = None
-    """A mean of the last finite values, in which newer ones weigh more (dpmon.store.query_results.LOSS_SMOOTHING)."""
+    """The median of the finite ones of the newest SMOOTHED_LOSSES values; None if none of them is finite."""
     step: int | None = None
     """The step of the newest value; None if unknown."""
     t_ns: int | None = None
@@ -54,10 +60,21 @@ def read_loss_curves(store: Store, process: int, start_s: int, end_s: int, width
             if place not in places_with_values:
                 curves.append(LossCurve(process, place, why=reason))
             continue
-        newest, smoothed = store.newest_losses(process, place_index)
-        if newest is not None:
+        rows = store.newest_losses(process, place_index, SMOOTHED_LOSSES)
+        if rows:
+            newest, *_ = rows
             points = tuple(store.loss_bins(process, place_index, start_s, end_s, width_s))
+            finite = [row.loss for row in rows if isfinite(row.loss)]
+            smoothed = median_low(finite) if finite else None
             last = newest.loss, smoothed, newest.step or None, newest.start
             first = store.first_loss(process, place_index)
             curves.append(LossCurve(process, place, points, width_s, *last, first))
     return tuple(curves)
+
+
+def smooth_losses(losses: Sequence[float]) -> list[float]:
+    """Return for each loss the median of the newest SMOOTHED_LOSSES up to it; of an even number, the lower middle one.
+
+    A few high losses, such as the first ones of a run, do not raise a median as they raise a mean.
+    """
+    return [median_low(losses[max(end - SMOOTHED_LOSSES, 0) : end]) for end in range(1, len(losses) + 1)]

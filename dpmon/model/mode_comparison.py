@@ -198,9 +198,8 @@ def first_with_both(window: StatsWindow) -> int:
     """Return the first process with steps in both modes, or else the first."""
     modes: dict[int, set[str]] = {process: set() for process in window.processes}
     for key in window.tallies:
-        if step_kind(key.kind) != window.main_kind:
-            continue
-        modes.setdefault(key.process, set()).add(key.mode)
+        if step_kind(key.kind) == window.main_kind:
+            modes.setdefault(key.process, set()).add(key.mode)
     with_both = (process for process, modes_of_process in modes.items() if modes_of_process.issuperset(MODES_COMPARED))
     return next(with_both, min(modes, default=0))
 

@@ -19,7 +19,7 @@ class ModeStats(StepStats):
 
     virtual: bool = False
     distributed: str | None = None
-    """How its ranks trained one model together (a key of RANK_MODES); None if they did not."""
+    """How ranks called one model together in these steps (a key of RANK_MODES); None if they did not."""
     process: int = 0
     process_name: str | None = None
     """The name of the process, such as "rank 0"; None if it is the only one."""
@@ -57,7 +57,7 @@ class ModeStats(StepStats):
 class RankSummary(NamedTuple):
     """One process of several: the most frequent inputs and outputs of its calls, and its steps; None if unknown.
 
-    `steps` excludes evaluations of modes that otherwise train; `calls` includes them.
+    Calls and steps are those of the main kind.
     """
 
     process: int

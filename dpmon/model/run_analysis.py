@@ -172,7 +172,7 @@ class RunAnalysis:
         """The communication of the ranks; None if no ranks train together."""
         rank_of_process = {process: info.rank for process, info in self.announced.info.items()}
         ranks = rank_times_in_window(self.window, rank_of_process, self._nodes)
-        steps = sum(rank.steps for rank in ranks)
+        steps = sum(self.window.tally(mode).steps for mode in self.window.modes)
         tally, _ = self.window.process_totals(self._representative_trainer)
         collectives = self.store.collective_sums()
         return build_communication(ranks, self.announced.wrappers, collectives, steps, tally=tally, lately=False)
@@ -257,7 +257,7 @@ class RunAnalysis:
         return ModeStats(
             **{**vars(stats), "phases": ordered},
             virtual=self.layouts.virtual and mode == "dp",
-            distributed=self.layouts.distributed if mode == "single" else None,
+            distributed=self.layouts.distributed_by_kind.get(kind) if mode == "single" else None,
             process=process,
             process_name=self.names.get(process),
             other_kind=self.store.other_kind(kind),
@@ -381,8 +381,10 @@ class RunAnalysis:
         for key, tally in self.window.tallies.items():
             if step_kind(key.kind) == TRAINING:
                 ends[key.process] = max(ends[key.process], tally.last_ns or 0)
-        rows = ((process, self.store.time_rows(end // SECOND, process=process)) for process, end in ends.items())
-        return {process: sum(row.spent["evaluation"] for row in found) for process, found in rows}
+        return {
+            process: sum(row.spent["evaluation"] for row in self.store.time_rows(end_ns // SECOND, process=process))
+            for process, end_ns in ends.items()
+        }
 
     @cached_property
     def gaps(self) -> list[Gap]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from dpmon.record.schema import PHASES, REST, STEP
 from dpmon.store.quantile_sketch import bin_middle
-from dpmon.store.query_results import LongStepRow
+from dpmon.store.query_results import LongStepRow, blame_weight_ns
 from dpmon.store.tally import Tally
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ _SHOWN = {**{phase.name: phase.display_name for phase in PHASES}, REST: "forward
 
 
 class SlowStep(NamedTuple):
-    """A long step. Of a synchronized pass, it is the step of the rank that the others waited for."""
+    """A long step. Of the steps of a sync pass, it is the one that `blame_weight_ns` chooses."""
 
     process: int
     rank: int | None
@@ -91,7 +91,7 @@ class SlowStepCache:
     ) -> SlowSteps:
         """Return at most `limit` steps of processes that train together, from `start_ns` to the time of `store`.
 
-        Only training steps in the mode of the figures `stats`, without settling steps. `waits`: process, start and end
+        Only training steps in the mode of `stats`, without warm-up steps. `waits`: process, start and end
         (ns) of each wait for input.
         """
         key = tuple(processes), stats.mode, limit
@@ -112,7 +112,8 @@ class SlowStepCache:
         for row in store.longest_training_steps(limit * _SPARE, processes, stats.mode, first_id, last_id, start_ns):
             row_key = (row.process, row.step) if row.sync_number is None else row.sync_number
             known = self._kept.get(row_key)
-            if known is None or (row.wait_ns or 0) <= (known.wait_ns or 0):
+            # A wait is unknown until the steps of all ranks have arrived.
+            if known is None or known.wait_ns is None or blame_weight_ns(row) >= blame_weight_ns(known):
                 self._kept[row_key] = row
         longest = sorted(self._kept.items(), key=lambda item: -item[1].wall_ns)[: limit * _SPARE]
         self._complete = self._complete and len(longest) < limit * _SPARE

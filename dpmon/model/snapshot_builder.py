@@ -45,7 +45,7 @@ from dpmon.model.stragglers import Group, RankTimes
 from dpmon.model.throughput import MAX_RATES, WINDOW_S, read_recent_rate, sample_unevenly, stats_until_s
 from dpmon.record.schema import SECOND, STEP, TRAINING, WARM_UP
 from dpmon.store.step_stats import StatsWindow, StepStats, compute_step_stats
-from dpmon.store.tally import IncrementalTallies
+from dpmon.store.tally import IncrementalTallies, Tally
 
 if TYPE_CHECKING:
     from dpmon.store.store_queries import Store
@@ -223,7 +223,7 @@ class SnapshotBuilder:
         if ranks:
             snapshot = with_ranks(store, snapshot, detailed, ranks, wrappers, times, last, self._times.groups)
             return self._with_waits(store, snapshot, detailed, request) if request.waits else snapshot
-        communication = build_communication((), wrappers, tally=detailed.ranged.tally, lately=True)
+        communication = build_communication((), wrappers, tally=_main_tally(store, detailed), lately=True)
         return replace(snapshot, communication=communication)
 
     def _read_events(self, store: Store) -> RunEvents:
@@ -401,6 +401,11 @@ def _main_or_other_stats(window: StatsWindow, process: int, mode: str) -> StepSt
     return next((kind_stats for kind_stats in stats if kind_stats.steps), NO_STEPS)
 
 
+def _main_tally(store: Store, process: Process) -> Tally:
+    """Return the steps of the main kind of a process in the time range; an evaluation may take all of it."""
+    return process.ranged.tally if process.ranged.kind == store.main_kind else Tally()
+
+
 def _settled_stats(window: StatsWindow, ranged: StepStats, process: int) -> StepStats:
     """Return the metrics `ranged` without warm-up steps; NO_STEPS if they are not of the main kind."""
     if ranged.kind != window.main_kind or not ranged.steps:
@@ -477,7 +482,7 @@ def with_ranks(
         sample = store.last_sample(focus.process, start_s * SECOND)
         steps = store.step_count(start_s, end_ns // SECOND + 1, numbers)
     new_communication = build_communication(
-        shown_times, wrappers, collectives, steps, other_times, tally=focus.ranged.tally, lately=True
+        shown_times, wrappers, collectives, steps, other_times, tally=_main_tally(store, focus), lately=True
     )
     return replace(snapshot, communication=new_communication, last_sample=sample)
 

@@ -84,7 +84,7 @@ def _sample_indices(count: int, limit: int) -> Sequence[int]:
 def read_recent_rate(
     store: Store, processes: Sequence[int], mode: str, start_s: int, until_s: int, scale: float = 1.0
 ) -> RecentRate:
-    """Return the rate over the last ten seconds of training; over the last two steps if there are too few.
+    """Return the rate over the last ten seconds of training; over the last two steps if all ended in one second.
 
     `processes`: the processes that train together in `mode`; the first one represents them. `start_s`, `until_s`: the
     seconds to read. `scale`: number of processes that train, divided by the number of those that are read.
@@ -98,13 +98,16 @@ def read_recent_rate(
     last_ns, step_ns = first.tally.last_ns, first.elapsed_ns // max(first.tally.steps, 1)
     if last_ns is None and (last_step := store.last_main_step(process)) is not None:
         _, last_ns = last_step
-    return RecentRate(_combined_rate(training, scale) if first.has_enough_steps else None, last_ns, step_ns)
+    return RecentRate(_combined_rate(store, training, scale) if first.has_enough_steps else None, last_ns, step_ns)
 
 
 def _last_ten_seconds(
     store: Store, processes: tuple[int, ...], start_s: int, end_s: int, mode: str
 ) -> dict[int, RecentTraining]:
-    """Return the last ten seconds of each process in one mode, since its last mode switch."""
+    """Return the last ten seconds of each process in one mode, since its last mode switch.
+
+    Tallies have whole seconds, so the end of the last step in the first second is the start.
+    """
     rows: dict[int, list[SecondRow]] = {process: [] for process in processes}
     for row in store.seconds(start_s, end_s, processes):
         if step_kind(row.kind) != store.main_kind:
@@ -125,7 +128,7 @@ def _last_ten_seconds(
 
 
 def _last_two_steps(store: Store, process: int, end_s: int, mode: str) -> RecentTraining:
-    """Return the two newest steps of a process, unless they ran in another mode."""
+    """Return the two newest steps of a process in one mode; one if there are only two, because a step must precede."""
     newest = store.steps(3, process=process, main_only=True)
     rows = [
         SecondRow(
@@ -166,11 +169,11 @@ def _sum_steps(rows: Sequence[SecondRow], start_ns: int, times: Mapping[tuple[in
     return RecentTraining(tally, elapsed_ns, min(step.total, elapsed_ns))
 
 
-def _combined_rate(training: Mapping[int, RecentTraining], scale: float) -> Rate | None:
+def _combined_rate(store: Store, training: Mapping[int, RecentTraining], scale: float) -> Rate | None:
     """Return the rate of processes that train at the same time (dpmon.store.step_stats.compute_rate)."""
     tallies = {process: recent.tally for process, recent in training.items()}
     times = {process: (recent.elapsed_ns, recent.within_ns) for process, recent in training.items()}
-    return compute_rate(tallies, times, together=scale)
+    return compute_rate(tallies, times, store.ranks, together=scale)
 
 
 def _counted_ns(times: Mapping[tuple[int, int], int], start_ns: int, end_ns: int) -> int:

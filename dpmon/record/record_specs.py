@@ -113,12 +113,13 @@ RECORDS: Mapping[str, RecordSpec] = {
             absent
         """),
         parse_record_spec("""
-            loss: the value from which a backward pass started, added up over the passes of an update; for each line
-                that calls backward, at most once per second, and the last one
+            loss: the value from which a backward pass started, added up over the passes of an update, of those
+                inside optimizer.step only the first; for each line that calls backward, at most once per second, and
+                the last one
             process rank
             step, integer: the step of the last pass
             t_s
-            place, text: file and line of the call, the innermost one outside torch
+            place, text: the innermost file and line of the script in the call
             loss, number: the value, before a GradScaler multiplied it -> loss
             absent
         """),

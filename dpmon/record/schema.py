@@ -129,7 +129,7 @@ PHASES = (
 """The phases in their order within a step. Those of the calls lie within `forward`; the others add up to the step."""
 STEP_PHASES = tuple(phase.name for phase in PHASES if not phase.of_call)
 """The step's own phases, which add up to the step; the last one is the remainder."""
-NO_RANK_WAIT = "the steps of the other ranks with this sync_number are not in this record"
+NO_RANK_WAIT = "the other ranks' steps with this sync_number are not in this record, or a rank evaluated before it"
 """Why a step's wait for other ranks is unknown."""
 QUANTITIES = (
     Quantity(
@@ -209,11 +209,13 @@ EXPOSED, WAIT, STRAGGLER_DELAY = "exposed", "wait", "held"
 the slowest rank. STRAGGLER_DELAY, on the slowest rank only: how much later it was than the second slowest."""
 
 
-TRAINING, EVALUATION, WARM_UP, STALLED, STARTUP, FORWARD_ONLY = 0, 1, 2, 4, 8, 16
+TRAINING, EVALUATION, WARM_UP, STALLED, STARTUP, FORWARD_ONLY, AFTER_OTHER_KIND = 0, 1, 2, 4, 8, 16, 32
 """Flags of a step. TRAINING: a backward pass or an optimizer step ran in it. EVALUATION: neither ran, and all its calls
 were in eval mode or without gradients. FORWARD_ONLY: neither ran, but a call could have trained. WARM_UP: it is one of
 the first steps after the start or a mode switch, in which caches are filled and algorithms chosen. STALLED: the run
-stalled in it. STARTUP: it is the first step of a process, and waited long for its first batch or for other ranks."""
+stalled in it. STARTUP: it is the first step of a process, and waited long for its first batch or for other ranks.
+AFTER_OTHER_KIND: steps of other kinds ran in its process since the previous sync pass, and the other ranks may have
+waited for them."""
 STEP_KINDS = {TRAINING: "training", EVALUATION: "evaluation", FORWARD_ONLY: "forward_only"}
 """The kinds of steps. Steps of each kind are numbered from 1 in their process."""
 

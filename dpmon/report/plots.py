@@ -79,11 +79,12 @@ def _is_mode_switch(change: ModeChange) -> bool:
 
 def _bins_by_mode(run: RunAnalysis) -> list[tuple[str, str, list[Bin]]]:
     """Return title, color and bins of each mode; other kinds of steps are separate, in other colors."""
-    titles = {stats.mode: sentences.mode_title(stats) for stats in run.modes}
+    all_stats = (*run.modes, *run.other_modes)
+    titles = {(stats.other_kind, stats.mode): sentences.mode_title(stats) for stats in all_stats}
     modes = []
     keys = sorted({(time_bin.other_kind, time_bin.mode) for time_bin in run.binned_steps.bins})
     for index, (other_kind, name) in enumerate(keys):
-        title = titles.get(name, name) + (f", {other_kind}" if other_kind else "")
+        title = titles.get((other_kind, name), name)
         mode_color = None if other_kind else _MODE_COLORS.get(name)
         bins = [b for b in run.binned_steps.bins if (b.other_kind, b.mode) == (other_kind, name)]
         modes.append((title, mode_color or _LINE_COLORS[index % len(_LINE_COLORS)], bins))

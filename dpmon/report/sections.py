@@ -82,12 +82,12 @@ def build_document(report: ReportData) -> Document:
     sections = (
         Section("Findings", _finding_parts(report)),
         Section("Time", _make_paragraphs(time_sentences)),
-        Section("Epochs", _epoch_parts(report.run)),
+        Section("Epochs", _epoch_parts(report.run), process_suffix(report.run.progress.process, report.run)),
         Section("Loss", [*_loss_parts(report.run), *loss_plots]),
         *ranks,
         Section("Steps", [*_step_parts(report.run), *step_plots]),
         *(
-            Section("Phases", _phase_parts(stats), f" of a step, {title}{_process_text(stats)}")
+            Section("Phases", _phase_parts(report.run, stats), f" of a step, {title}{_process_text(stats)}")
             for title, stats in _titled_mode_stats(report.run)
         ),
         Section("dp vs. single", _make_paragraphs(comparison_sentences)),
@@ -213,7 +213,7 @@ def _epoch_parts(run: RunAnalysis) -> list[Part]:
     omitted_count = len(rows) - MAX_EPOCHS
     if omitted_count > 0:
         rows[MAX_EPOCHS // 2 : -MAX_EPOCHS // 2] = [("…", *[""] * 5)]
-    headers = ("epoch", "from", "batches", "took", "evaluation", "between")
+    headers = ("epoch", "from", "batches", "took", "evaluation", "gap before")
     notes = [f"{format_count(omitted_count)} epochs omitted; --json has them all"] if omitted_count > 0 else []
     return [*_make_table(headers, rows), *_make_paragraphs(notes, is_note=True)]
 
@@ -226,13 +226,14 @@ def _loss_parts(run: RunAnalysis) -> list[Part]:
         first, lowest_text, smoothed, last = map(format_loss, (curve.first, lowest, curve.smoothed, curve.last))
         step_text = "" if curve.step is None else f" at step {format_count(curve.step)}"
         rows.append((curve.place, first, lowest_text, smoothed, last + step_text))
-    reasons = [f"{curve.place}: {curve.why}" for curve in run.losses if curve.why is not None]
+    notes = [f"{curve.place}: {curve.why}" for curve in run.losses if curve.why is not None]
     if rows:
         rank_text = process_suffix(run.losses[0].process, run)
         sampling = f"losses{rank_text}, sampled: at most one per second, and the last"
-        reasons.insert(0, f"{sampling}; the backward passes of an update are added up")
+        passes_text = "the backward passes of an update are added up; of those inside optimizer.step, the first counts"
+        notes[:0] = [f"{sampling}; smoothed: the median of the newest nine", passes_text]
     headers = ("backward called at", "first", "lowest sampled", "smoothed", "last")
-    return [*_make_table(headers, rows), *_make_paragraphs(reasons, is_note=True)]
+    return [*_make_table(headers, rows), *_make_paragraphs(notes, is_note=True)]
 
 
 def _process_text(stats: ModeStats) -> str:
@@ -240,14 +241,16 @@ def _process_text(stats: ModeStats) -> str:
     return "" if stats.process_name is None else f", {stats.process_name}"
 
 
-def _phase_parts(stats: ModeStats) -> list[Part]:
+def _phase_parts(run: RunAnalysis, stats: ModeStats) -> list[Part]:
     """Return a table with a row per phase: its host time, and its device time if any is known; then notes."""
+    steps = run.window.tally(stats.mode, stats.kind).steps
+    notes = sentences.phase_notes(stats, run.layouts.calls(stats.mode, stats.kind) / max(steps, 1))
     rows = []
     for depth, phase in stats.nested_phases():
         times = map(format_duration, (phase.median_ns, phase.p95_ns, phase.device_ns))
         rows.append(("  " * depth + phase.name, format_percent(phase.share), *times))
     headers = ("phase", "share", "median", "p95", _ON_DEVICE)
-    return [*_make_table(headers, rows), *_make_paragraphs(sentences.phase_notes(stats), is_note=True)]
+    return [*_make_table(headers, rows), *_make_paragraphs(notes, is_note=True)]
 
 
 # ------------------------------------------------------------------------------------------------ replicas and ranks
@@ -394,7 +397,7 @@ def _memory_parts(run: RunAnalysis) -> list[Part]:
     rows, notes = [], []
     for memory in run.memory[:MAX_ROWS]:
         parts = (memory.model, memory.gradients, memory.optimizer, memory.rest, memory.peak)
-        rows.append((memory.device, *map(format_bytes, parts)))
+        rows.append((memory.label, *map(format_bytes, parts)))
         notes += [f"{names} of {memory.device}: {reason}" for names, reason in missing_value_reasons(memory)]
     headers = ("", "model", "gradients", "optimizer", "rest", "peak")
     return [*_make_table(headers, rows), *_make_paragraphs(notes, is_note=True)]

@@ -138,7 +138,7 @@ def processes_and_modes(run: RunAnalysis) -> str:
     """Return the number of processes, steps and calls, steps by mode, and the initial mode with its reason."""
     process_count = len(run.processes) or (len(run.announced.info) if run.open_calls else 0)
     modes: Counter[str] = Counter()
-    for stats in (*run.modes, *run.other_modes):
+    for stats in run.modes:
         name = RANK_MODES[stats.distributed] if stats.distributed else stats.mode
         modes[name] += run.window.step_counts(stats.kind, stats.mode)[0]
     several_modes = len(+modes) > 1
@@ -232,7 +232,9 @@ def time_by_activity_sentences(run: RunAnalysis, ns_by_activity: Mapping[str, in
     parts = [f"{names[name]} {format_long_duration(ns)}" for name, ns in ns_by_activity.items() if ns >= _MIN_SHOWN_NS]
     if not parts:
         return []
-    lines = [f"elapsed {format_long_duration(sum(ns_by_activity.values()))}: {', '.join(parts)}"]
+    rank_count = len({run.rank(process) for process in run.processes} - {None})
+    mean_text = f"; mean of {rank_count:,} ranks" if rank_count > 1 else ""
+    lines = [f"elapsed {format_long_duration(sum(ns_by_activity.values()))}{mean_text}: {', '.join(parts)}"]
     gaps = run.gaps[:_MAX_GAPS]
     if gaps and ns_by_activity["between"] >= _MIN_SHOWN_NS:
         gap_texts = [
@@ -244,17 +246,19 @@ def time_by_activity_sentences(run: RunAnalysis, ns_by_activity: Mapping[str, in
     return lines
 
 
-def phase_notes(stats: ModeStats) -> list[str]:
-    """Return notes below the table of phases: on their times, and the quantities of the steps."""
+def phase_notes(stats: ModeStats, calls_per_step: float) -> list[str]:
+    """Return notes below the table of phases: on their times, and the quantities of the steps.
+
+    `calls_per_step`: mean number of calls in these steps.
+    """
     lines = []
     if stats.process_name is not None:
         counts_text = format_count_with_noun(stats.steps, "step") + format_updates(stats.steps, stats.tally.updates)
-        lines.append(f"{counts_text} of {stats.process_name}; the others have rows below")
+        lines.append(f"{counts_text} of {stats.process_name}")
     lines += [*host_waits(stats.phases), *timed_steps_note(stats.phases)]
-    if stats.calls >= 2 * stats.steps and stats.phase("data") is None and stats.phase("backward") is not None:
+    if calls_per_step >= 2 and stats.phase("backward") is not None:
         lines.append(
-            "samples per step: the rows of all micro-batches, if the same models are called before each backward pass"
-            " and no optimizer steps in between; else, as in a GAN, the rows of its largest call"
+            "samples of a step: the rows of its largest call; if it accumulates gradients, of all its micro-batches"
         )
     return lines + format_quantities(stats)
 

@@ -20,7 +20,8 @@
                  the phases of its calls), device (NULL, or JSON: `why`, then `times` of Step),
                  spans (JSON: `runs` of Step, flat; NULL: none), missing_spans, sync_number (number of its last
                  synchronized backward pass), exposed_ns and wait_ns (dpmon.store.sync_passes; NULL: the other ranks'
-                 steps are not known), loop and loop_batch (`loop` and `batch` of Step)
+                 steps are not known; exposed_ns also if a rank ran steps of another kind before it), loop and
+                 loop_batch (`loop` and `batch` of Step)
     events       id, process (NULL: the supervisor), kind, t_ns, json
     collectives  id, process, number (of its span), definition (0: a sample, with the collectives of one step), phase,
                  unended, step (0: none), start_ns, wall_ns, queued_ns, quantity: see CollectiveRow
@@ -78,6 +79,8 @@ from dpmon.store.loader_loops import LOOP_COLUMNS
 from dpmon.store.tally import COLUMNS, PLAIN
 from dpmon.store.time_accounting import ACTIVITIES
 
+_MIN_ROLLOUTS, _ROLLOUT_SHARE = 3, 0.8
+"""Evaluations of a process are rollouts if there are at least so many, and so many for each training step."""
 BEFORE_S = -1
 """`start_s` of the device_rollups and collective_sums that cover all time before the other rows."""
 HISTORY_FILE = "history.sqlite"
@@ -274,6 +277,11 @@ class RingRow:
     def last_steps(self) -> dict[int, int]:
         """Number of its last step of each kind; 0 if there is none."""
         return {TRAINING: self.last_step or 0, EVALUATION: self.evaluations, FORWARD_ONLY: self.forward_steps}
+
+
+def are_rollouts(evaluations: int, training_steps: int) -> bool:
+    """Return whether a process evaluates before nearly every training step, so that this only generates data."""
+    return evaluations >= max(_MIN_ROLLOUTS, _ROLLOUT_SHARE * training_steps)
 
 
 class CheckedConnection:

@@ -80,6 +80,8 @@ class LongStepRow(NamedTuple):
     kind: int
     start_ns: int
     wall_ns: int
+    wait_ns: int | None
+    """Its wait for the straggler."""
     phases: Mapping[str, int]
     """ns by phase. The phases of its calls are not included."""
 
@@ -101,6 +103,14 @@ class SlowStepRow(NamedTuple):
     """How many batches of that loop were used by the end of the step; None if unknown."""
     phases: Mapping[str, int]
     """ns by phase, including the phases of its calls."""
+
+
+def blame_weight_ns(step: LongStepRow | SlowStepRow) -> int:
+    """Return the length (ns) by which the ranks' steps of one sync pass compete: half of a wait counts.
+
+    The straggler's step wins, unless it is short: then the straggler was late for another reason, as an evaluation.
+    """
+    return step.wall_ns - (step.wait_ns or 0) // 2
 
 
 class LoopStep(NamedTuple):
@@ -228,10 +238,6 @@ class ChartSample(NamedTuple):
     """Watts."""
     run_mem: float | None
     """Host memory in use by the run's processes (bytes)."""
-
-
-LOSS_SMOOTHING = 8.0
-"""In a smoothed loss, a value weighs e times as much as the value this many values earlier."""
 
 
 class LossBin(NamedTuple):

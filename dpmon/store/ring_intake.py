@@ -17,6 +17,7 @@ from dpmon.record.history_rows import CallRow, CollectiveRow, LossRow, Row
 from dpmon.record.record_types import Event, RecordError, Step
 from dpmon.record.safe_json import replace_nonfinite
 from dpmon.record.schema import (
+    AFTER_OTHER_KIND,
     EVALUATION,
     PHASES,
     QUANTITIES,
@@ -32,7 +33,7 @@ from dpmon.record.schema import (
 )
 from dpmon.record.shared_names import CALL_PHASES, to_bounded_json
 from dpmon.record.span_format import Flag
-from dpmon.store.history_schema import RingRow
+from dpmon.store.history_schema import RingRow, are_rollouts
 from dpmon.store.loader_loops import LoaderLoopTracker
 from dpmon.store.process_accounts import ProcessAccounts, seconds_to_ns
 from dpmon.store.query_results import encode_parts, replica_series, stage_series
@@ -78,12 +79,15 @@ class RingIntake:
         """Batch sizes with their own tallies."""
         self._mode: str | None = None
         self._steps_in_mode = 0
+        self._ran_other_kind = False
+        """Whether steps of other kinds than training ran since the last sync pass. Rollouts count as training."""
         self._loops = LoaderLoopTracker(row.process)
 
     def resume(self, history: HistoryWriter) -> None:
         """Continue after the last step of the ring, which another supervisor wrote. Raises HistoryError."""
         for _, mode, _, _, kind in history.last_step(self.row):
             self._mode, self._steps_in_mode = mode, 0 if kind & WARM_UP else WARM_UP_STEPS
+            self._ran_other_kind = step_kind(kind) != TRAINING
         self._loops.resume(history.loops(self.row.process))
 
     def add(self, batch: WriteBatch, row_id: int, row: Row) -> bool:
@@ -176,6 +180,9 @@ class RingIntake:
         waited_ns = row.phases.get("data", 0) + row.phases.get("sync", 0)
         exclusion = account.exclusion_flag(start_ns, start_ns + wall_ns, waited_ns)
         kind = row.kind | self._warm_up_flag(mode) | exclusion
+        if row.sync_number is not None:
+            kind |= AFTER_OTHER_KIND * self._ran_other_kind
+            self._ran_other_kind = False
         calls = self._pop_step_calls(batch, row, kind)
         own_phases = [*map(row.phases.get, STEP_PHASES)]
         call_phases, rest_ns = _sum_call_phases(own_phases, calls)
@@ -229,6 +236,7 @@ class RingIntake:
             batch.gaps.append(gap)
         if row.kind == TRAINING:
             return 0
+        self._ran_other_kind = not are_rollouts(self.row.evaluation_phases, self.row.last_step or 0)
         parts = (part for part in intervals if part.activity == STEP_KINDS[row.kind])
         return sum(part.sign * (part.end - part.begin) for part in parts)
 

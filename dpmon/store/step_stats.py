@@ -225,32 +225,42 @@ def elapsed_by_process(
 
 
 def compute_rate(
-    tallies: Mapping[int, Tally], times: Mapping[int, tuple[int, int]], *, together: float = 0.0
+    tallies: Mapping[int, Tally],
+    times: Mapping[int, tuple[int, int]],
+    ranks: Mapping[int, int | None],
+    *,
+    together: float = 0.0,
 ) -> Rate | None:
     """Return the rate of processes that train together or one after the other; None if no time has passed.
 
-    `tallies` and `times` (see `elapsed_by_process`) are by process. The samples of processes that train at the same
-    time add up, but their steps do not: the step rate is per process. `together`: the number of processes that each of
-    these stands for, if they are known to train at the same time; else 0.
+    `tallies`, `times` (see `elapsed_by_process`) and `ranks` are by process. The samples of processes that train at the
+    same time add up, but their steps do not. The step rate is that of the slowest rank, for which the others wait; of
+    processes without ranks, it is their mean. `together`: the number of processes that each of these stands for, if
+    they are known to train at the same time; else 0.
     """
     active: list[Tally] = []
-    whole = within = 0
+    steps_by_rank, whole, within = Counter[int | None](), Counter[int | None](), Counter[int | None]()
     for process, tally in tallies.items():
         process_whole, process_within = times.get(process, (0, 0))
         if tally.steps and process_whole > 0:
             active.append(tally)
-            whole += process_whole
-            within += process_within
+            rank = ranks.get(process)
+            steps_by_rank[rank] += tally.steps
+            whole[rank] += process_whole
+            within[rank] += process_within
     if not active:
         return None
-    within = within or whole
-    steps = sum(tally.steps for tally in active)
-    steps_per_s, steps_per_s_within = steps * 1e9 / whole, steps * 1e9 / within
+    slowest = min(steps_by_rank, key=lambda rank: steps_by_rank[rank] / whole[rank])
+    steps_per_s = steps_by_rank[slowest] * 1e9 / whole[slowest]
+    steps_per_s_within = steps_by_rank[slowest] * 1e9 / (within[slowest] or whole[slowest])
+    steps = sum(steps_by_rank.values())
     sample_sums = [tally.sum("samples") for tally in active]
     counted_steps = sum(quantity.count for quantity in sample_sums)
     if counted_steps <= steps / 2:
         return Rate(steps_per_s, None, steps_per_s_within, None, steps - counted_steps)
-    concurrency = len(active) * together if together else _mean_concurrency(active)
+    concurrency = steps / max(steps_by_rank.values())  # ranks in a step, as a mean
+    if together or None in steps_by_rank:
+        concurrency = len(active) * together or _mean_concurrency(active)
     samples = sum(quantity.total for quantity in sample_sums) / counted_steps * concurrency  # per step of each process
     rates = steps_per_s, samples * steps_per_s, steps_per_s_within, samples * steps_per_s_within
     return Rate(*rates, steps - counted_steps)
@@ -392,7 +402,7 @@ class StatsWindow:
                     tallies[index].merge(mode_tally)
                 (whole, within), (more_whole, more_within) = times[index], elapsed.get(index, (0, 0))
                 times[index] = whole + more_whole, within + more_within
-        return compute_rate(tallies, times)
+        return compute_rate(tallies, times, self.ranks)
 
     def elapsed(self, mode: str, kind: int) -> dict[int, tuple[int, int]]:
         """Return the time of a mode's steps by process (see `elapsed_by_process`)."""
@@ -403,12 +413,22 @@ class StatsWindow:
             self._elapsed_by_mode[mode, kind] = elapsed
         return elapsed
 
+    @cached_property
+    def _common_rate(self) -> Rate | None:
+        return self.rate()
+
     def process_totals(self, process: int) -> tuple[Tally, Rate | None]:
-        """Return the tally and the rate of a process over all modes, without steps of other kinds."""
-        merged = Tally()
+        """Return the tally and the rate of a process over all modes, without steps of other kinds.
+
+        The step rate of a rank is that of the slowest rank.
+        """
+        merged, common = Tally(), self._common_rate
         for mode in self._all_modes:
             merged.merge(self.tally(mode, process=process))
-        return merged, self.rate(process=process)
+        if common is None or self.ranks.get(process) is None:
+            return merged, self.rate(process=process)
+        whole, within = (round(merged.steps * 1e9 / rate) for rate in (common.steps_per_s, common.steps_per_s_within))
+        return merged, compute_rate({process: merged}, {process: (whole, within)}, {})
 
     @cached_property
     def time_by_activity(self) -> dict[str, int]:

@@ -13,7 +13,6 @@ from contextlib import contextmanager, suppress
 from copy import copy
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from math import exp, isfinite
 from operator import add, itemgetter
 from typing import Any, TypeVar
 
@@ -52,10 +51,10 @@ from dpmon.store.history_schema import (
     STEP_COLUMNS,
     UNFIT,
     CheckedConnection,
+    are_rollouts,
 )
 from dpmon.store.loader_loops import LOOP_COLUMNS, LoaderLoop
 from dpmon.store.query_results import (
-    LOSS_SMOOTHING,
     ChartSample,
     CollectiveSums,
     InvalidLoss,
@@ -131,11 +130,9 @@ _SLOW_COLUMNS = ", ".join(
 )
 """Columns of a step for a SlowStepRow."""
 _LONG_COLUMNS = ", ".join(
-    ("process", "step", "mode", "kind", "start_ns", "wall_ns", *(f"{name}_ns" for name in STEP_PHASES))
+    ("process", "step", "mode", "kind", "start_ns", "wall_ns", f"{WAIT}_ns", *(f"{name}_ns" for name in STEP_PHASES))
 )
 """Columns of a step for a LongStepRow."""
-_MIN_ROLLOUTS, _ROLLOUT_SHARE = 3, 0.8
-"""Evaluations of a process are rollouts if there are at least so many, and so many for each training step."""
 _NEWEST_IDS_SEARCHED = 20_000
 """How many of the newest ids are searched for single steps."""
 _ROWS_PER_SIDE = 2
@@ -169,8 +166,6 @@ MAX_OWN_COLLECTIVES = 100
 """How many of the newest collectives that the script itself launched are read."""
 _SUMS = ", ".join(f"sum({name}) AS {name}" for name in COLLECTIVE_SUMS)
 _LOSSES = "SELECT definition, step, t_ns, loss FROM losses WHERE process = ? AND definition = ? AND t_ns <= ?"
-_MAX_SMOOTHED = 200
-"""How many losses are smoothed. Older ones would weigh less than 1 in 20,000."""
 
 
 class Store:
@@ -215,11 +210,7 @@ class Store:
         """The word for each kind of steps. Evaluations before nearly every update only generate data."""
         self.between_activities = ["between"]
         """The activities (dpmon.store.time_accounting) between steps of the main kind. Their time counts in rates."""
-        if any(
-            ring.evaluation_phases >= max(_MIN_ROLLOUTS, _ROLLOUT_SHARE * ring.last_step)
-            for ring in self.rings.values()
-            if ring.last_step
-        ):
+        if any(are_rollouts(ring.evaluation_phases, ring.last_step) for ring in self.rings.values() if ring.last_step):
             self.kind_words[EVALUATION] = "without gradients"
             self.between_activities.append("evaluation")
         self.until_ns = LAST_NS
@@ -456,8 +447,9 @@ class Store:
                     yield SecondRow(process, mode, kind, steps, *counted, first_ns, last_ns, step_ns)
 
     def step_count(self, begin_s: int, end_s: int, processes: Collection[int]) -> int:
-        """Return the number of steps of some processes between two seconds."""
-        rows = self._rows_between("tallies", ("sum(steps)",), begin_s, end_s, processes)
+        """Return the number of steps of the main kind of some processes between two seconds."""
+        column = f"sum(steps * {_kind_condition(self.main_kind)})"
+        rows = self._rows_between("tallies", (column,), begin_s, end_s, processes)
         return sum(steps or 0 for _, (steps,) in rows)
 
     def tallies_incremental(
@@ -517,21 +509,18 @@ class Store:
         return [Gap(*row) for row in self.query(query, (limit,))]
 
     def longest_steps(
-        self,
-        limit: int,
-        mode: str,
-        *,
-        process: int | None = None,
-        newest_only: bool = False,
+        self, limit: int, mode: str, *, process: int | None = None, newest_only: bool = False
     ) -> list[LongStepRow]:
         """Return the longest steps of a mode and of the main kind, the longest first, without excluded steps.
 
-        `process`: only its steps, up to the time of this store. `newest_only`: only among the newest rows.
+        `process`: only its steps, up to the time of this store; None: those of all processes, except those in which
+        ranks may have waited for steps of another kind. `newest_only`: only among the newest rows.
         """
+        compared = f"({WAIT}_ns IS NULL OR {EXPOSED}_ns IS NOT NULL)" if process is None else "TRUE"
         last_id = min(LAST_NS if process is None else self._last_id("steps", process), self._newest_step_id())
         query = (
             f"SELECT {_LONG_COLUMNS} FROM steps WHERE id BETWEEN ? AND ? AND process = ifnull(?, process) AND mode = ?"
-            f" AND {_in_stats_condition(self.main_kind)} ORDER BY wall_ns DESC LIMIT ?"
+            f" AND {_in_stats_condition(self.main_kind)} AND {compared} ORDER BY wall_ns DESC LIMIT ?"
         )
         rows = self.query(query, (last_id - _NEWEST_IDS_SEARCHED if newest_only else 0, last_id, process, mode, limit))
         return [_long_step_from_row(row) for row in rows]
@@ -542,16 +531,17 @@ class Store:
         """Return the longest training steps of a mode that ended after `begin_ns`, the longest first.
 
         Only steps with ids above `first_id`, up to `last_id`, without warm-up steps. If there are several `processes`,
-        they train together: of the steps that share a sync pass, only the step of the straggler is returned.
+        they train together: of the steps that share a sync pass, only that of the greatest `blame_weight_ns` is
+        returned.
         """
-        least_wait = grouping = process_condition = ""
+        weight = grouping = process_condition = ""
         if len(processes) > 1:
-            least_wait = ", min(ifnull(wait_ns, 0))"
+            weight = ", max(wall_ns - ifnull(wait_ns, 0) / 2)"
             grouping = f"GROUP BY ifnull({SYNC_NUMBER}, -id)"
         if len(processes) != len(self.ranks):
             process_condition = f" AND process IN ({', '.join(map(str, processes))})"
         longest_query = (  # only the columns that decide, because it may read the steps of a thousand ranks
-            f"SELECT id, wall_ns AS ns{least_wait} FROM steps WHERE id > ? AND id <= ?{process_condition}"
+            f"SELECT id, wall_ns AS ns{weight} FROM steps WHERE id > ? AND id <= ?{process_condition}"
             " AND mode = ? AND start_ns + wall_ns > ?"
             f" AND {_kind_condition(TRAINING, WARM_UP)} {grouping}"
             " ORDER BY wall_ns DESC LIMIT ?"
@@ -615,7 +605,7 @@ class Store:
         """
         columns = f"id, process, {SYNC_NUMBER}, {EXPOSED}_ns, {WAIT}_ns, (start_ns + wall_ns) / {SECOND} AS end_s"
         query = (
-            f"SELECT {columns} FROM steps WHERE id > ? AND {SYNC_NUMBER} > ? AND {WAIT}_ns IS NOT NULL"
+            f"SELECT {columns} FROM steps WHERE id > ? AND {SYNC_NUMBER} > ? AND {EXPOSED}_ns + {WAIT}_ns IS NOT NULL"
             f" AND {_in_stats_condition(TRAINING)} AND start_ns + wall_ns <= ? ORDER BY id"
         )
         return self._iter_query(query, (after_id, after_number, self.until_ns))
@@ -1086,20 +1076,10 @@ class Store:
         rows = self.query(f"{_LOSSES} ORDER BY t_ns LIMIT 1", (process, definition, self.until_ns))
         return next((loss_from_columns(row).loss for row in rows), None)
 
-    def newest_losses(self, process: int, definition: int) -> tuple[LossRow | None, float | None]:
-        """Return the newest loss of a script line, and its smoothed loss: a weighted mean of the last finite values.
-
-        The weight of a value falls by a factor of e with every LOSS_SMOOTHING newer values. Values are at least a
-        second apart. Both results are None if there is no such value.
-        """
-        values = process, definition, self.until_ns, _MAX_SMOOTHED
-        rows = [loss_from_columns(row) for row in self.query(f"{_LOSSES} ORDER BY t_ns DESC LIMIT ?", values)]
-        weights = [(exp(-index / LOSS_SMOOTHING), row.loss) for index, row in enumerate(rows) if isfinite(row.loss)]
-        total_weight = sum(weight for weight, _ in weights)
-        smoothed = None
-        if weights:
-            smoothed = sum(weight * value for weight, value in weights) / total_weight
-        return next(iter(rows), None), smoothed
+    def newest_losses(self, process: int, definition: int, limit: int) -> list[LossRow]:
+        """Return at most `limit` losses of a script line, the newest first."""
+        values = process, definition, self.until_ns, limit
+        return [loss_from_columns(row) for row in self.query(f"{_LOSSES} ORDER BY t_ns DESC LIMIT ?", values)]
 
     def first_invalid_losses(self) -> list[InvalidLoss]:
         """Return the first NaN or infinite loss of each process and script line, in order of time."""
@@ -1183,9 +1163,9 @@ def _kind_condition(kind: int, excluded: int = 0) -> str:
 
 def _long_step_from_row(row: tuple[Any, ...]) -> LongStepRow:
     """Return the step in a row of _LONG_COLUMNS."""
-    process, step, mode, kind, start_ns, wall_ns, *phases = row
+    process, step, mode, kind, start_ns, wall_ns, wait_ns, *phases = row
     ns_by_phase = {name: ns for name, ns in zip(STEP_PHASES, phases, strict=True) if ns is not None}
-    return LongStepRow(process, step, mode, kind, start_ns, wall_ns, ns_by_phase)
+    return LongStepRow(process, step, mode, kind, start_ns, wall_ns, wait_ns, ns_by_phase)
 
 
 def _slow_step_from_row(row: tuple[Any, ...]) -> SlowStepRow:

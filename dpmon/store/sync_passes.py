@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from dpmon.record.schema import EXPOSED, SPAN_PHASES, STRAGGLER_DELAY, WAIT
+from dpmon.record.schema import AFTER_OTHER_KIND, EXPOSED, SPAN_PHASES, STRAGGLER_DELAY, WAIT
 from dpmon.store.tally import TallyKey
 
 MAX_WAITING = 1 << 16
@@ -38,7 +38,9 @@ class RankStepWait(NamedTuple):
     """How long one rank communicated and waited in one step (ns). Known only after every rank's step has arrived."""
 
     step: SyncStep
-    exposed_ns: int
+    exposed_ns: int | None
+    """None if a rank ran steps of another kind since its previous pass: the others may have waited for these, so this
+    pass counts in no tally."""
     wait_ns: int
     held_ns: int | None
     """On the slowest rank: how much later it was than the second slowest. None on the other ranks."""
@@ -46,8 +48,10 @@ class RankStepWait(NamedTuple):
     @property
     def tally_values(self) -> dict[str, int]:
         """Its values for a tally, by series."""
-        found = {EXPOSED: self.exposed_ns, WAIT: self.wait_ns}
-        return found if self.held_ns is None else {**found, STRAGGLER_DELAY: self.held_ns}
+        if self.exposed_ns is None:
+            return {}
+        values = {EXPOSED: self.exposed_ns, WAIT: self.wait_ns}
+        return values if self.held_ns is None else {**values, STRAGGLER_DELAY: self.held_ns}
 
 
 class _RankGroup:
@@ -171,8 +175,9 @@ def _split_waits(steps: Mapping[int, SyncStep]) -> Iterator[RankStepWait]:
     tails = sorted(step.tail_ns for step in steps.values())
     least, next_least = tails[:2]
     slowest = min(steps, key=lambda rank: steps[rank].tail_ns)
+    exposed_ns = None if any(step.key.kind & AFTER_OTHER_KIND for step in steps.values()) else least
     for rank, step in steps.items():
-        yield RankStepWait(step, least, step.tail_ns - least, next_least - least if rank == slowest else None)
+        yield RankStepWait(step, exposed_ns, step.tail_ns - least, next_least - least if rank == slowest else None)
 
 
 def sync_device_ns(times: Sequence[float | None]) -> int | None:

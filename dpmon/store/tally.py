@@ -35,7 +35,7 @@ class TallyKey(NamedTuple):
     process: int
     mode: str
     kind: int
-    """Flags: EVALUATION, WARM_UP, STALLED and STARTUP of dpmon.record.schema."""
+    """Flags of dpmon.record.schema."""
     batch: int
     """Samples per step, NO_SAMPLES or OTHER_SIZES."""
 

@@ -279,9 +279,10 @@ class PrometheusFile:
             _add_gauges(metrics, kind, {**base, **node_labels, **device_labels}, data)
         for process in sorted(self._ranks_by_process)[:MAX_PROCESSES]:
             for definition, losses in store.loss_sites(process).items():
-                newest, _ = store.newest_losses(process, definition)
-                if newest is not None and losses.why is None:
-                    labels = {**self._process_labels(process), "place": losses.place}
+                if losses.why is not None:
+                    continue
+                labels = {**self._process_labels(process), "place": losses.place}
+                for newest in store.newest_losses(process, definition, 1):
                     _add_gauges(metrics, "loss", labels, {"loss": newest.loss})
         wrappers: dict[tuple[int, int], Mapping[str, object]] = {}
         for event in store.events("ddp"):

@@ -19,6 +19,7 @@ from dpmon.model.run_snapshot import (
     SnapshotRequest,
     toggle_refusal,
 )
+from dpmon.record.schema import SECOND
 from dpmon.run.process_notes import traceback_line
 from dpmon.run.run_reader import NO_TRAINING_MESSAGE, PauseState, RunReader
 from dpmon.sanitize import sanitize_line
@@ -50,6 +51,8 @@ _LONGEST_STEP_COUNT = 8
 """Number of the longest steps that a picture can show."""
 FROZEN_RANKS = 2 * MAX_RANKS
 """Ranks that are read for a frozen picture: the user can zoom and scroll it without a new read."""
+_MAX_RECORD_DELAY_NS = 2 * SECOND
+"""A step's records are usually written within this time after its end."""
 _FROZEN = SnapshotRequest(ranks=FROZEN_RANKS, slowest=_LONGEST_STEP_COUNT, worst=MAX_LEAST_WAITING)
 
 
@@ -389,17 +392,19 @@ class LiveRun:
             )
 
     def _snapshot_request(self, view: View, base: SnapshotRequest, scroll_step: int = _SPARE_RANKS) -> SnapshotRequest:
-        """Return the request for the data that a view needs.
+        """Return the request for the data that a view needs; a frozen one has what any panel needs.
 
         `scroll_step`: how many ranks the user scrolls before more are read.
         """
-        first_rank = view.first_rows.get("replicas", 0) // scroll_step * scroll_step
-        parts = base._replace(
-            span_s=view.range_s, first_rank=first_rank, process=view.process_index, node=view.node_number
-        )
-        lists_ranks = view.zoom == "replicas"
-        return parts._replace(
-            listed=lists_ranks, waits=self.shows_rank_waits or lists_ranks, changes=view.zoom == "compare"
+        lists_ranks = view.is_frozen or view.zoom == "replicas"
+        return base._replace(
+            span_s=view.range_s,
+            first_rank=view.first_rows.get("replicas", 0) // scroll_step * scroll_step,
+            process=view.process_index,
+            node=view.node_number,
+            listed=lists_ranks,
+            waits=self.shows_rank_waits or lists_ranks,
+            changes=view.is_frozen or view.zoom == "compare",
         )
 
     def set_visible_ranks(self, rank_count: int) -> bool:
@@ -408,11 +413,14 @@ class LiveRun:
         return self._rank_limit > self._request.ranks
 
     def with_view(self, screen: ScreenData, view: View) -> ScreenData:
-        """Apply another view to the frozen data, querying the same moment again if the view needs more."""
+        """Apply another view to the frozen data, querying the same moment again if the view needs more.
+
+        The first view after the freeze is queried, too: so all frozen views have values of the same time.
+        """
         before, wanted = (self._snapshot_request(each, _FROZEN, FROZEN_RANKS // 2) for each in (screen.view, view))
         if before != wanted:
-            wanted = wanted._replace(over=screen.is_over)
-            state = self._build_snapshot(self._still, wanted, screen.now_ns)
+            wanted, ended = wanted._replace(over=screen.is_over), screen.state.ended
+            state = self._read(_frozen_ns(screen), lambda store: self._still.build(store, wanted, ended))
             screen = screen if state is None else replace(screen, state=state)
         return replace(screen, view=view, is_output_scrolled_back=self.output.top is not None)
 
@@ -429,7 +437,8 @@ class LiveRun:
             input_waits = RunEvents.read(store).inputs
             return slow_steps_of(store, screen.state, screen.view.range_s, limit, input_waits, SlowStepCache())
 
-        return self._read(screen.elapsed_ns if screen.shows_past else None, read)
+        time_ns = _frozen_ns(screen) if screen.view.is_frozen else None
+        return self._read(screen.elapsed_ns if screen.shows_past else time_ns, read)
 
     def at_past_time(self, screen: ScreenData) -> ScreenData:
         """Return the data as of the earlier time of the view; the histories stay those of the frozen `screen`."""
@@ -459,3 +468,13 @@ class LiveRun:
                 None if screen.is_over else self.now_ns(),
             ),
         )
+
+
+def _frozen_ns(screen: ScreenData) -> int:
+    """Return the time of the frozen data (ns since the run's start).
+
+    If the run makes steps, this is the end of the newest one: later steps may not be written yet.
+    """
+    newest_ns = screen.state.newest_ns
+    may_be_behind = newest_ns >= 0 and screen.now_ns - newest_ns < _MAX_RECORD_DELAY_NS
+    return newest_ns if may_be_behind else screen.now_ns

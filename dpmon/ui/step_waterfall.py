@@ -7,7 +7,7 @@ letter, followed by its name.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from typing import NamedTuple
 
@@ -37,24 +37,27 @@ def render_waterfall(
     width: int,
     height: int,
     style: TerminalStyle,
+    kind_words: Mapping[int, str],
     ranks: Sequence[Process] = (),
     sample: LastSample | None = None,
 ) -> list[Row]:
     """Return the scale, then the last step of `process` with a lane per replica, in at most `height` rows.
 
-    `ranks`: all ranks with a step, in the order of their rows, if there are several; they replace the lanes. `sample`:
-    the newest step with known collectives. The longest step fills the width.
+    `kind_words`: the word for each kind of steps. `ranks`: all ranks with a step, in the order of their rows, if there
+    are several; those whose last step is of the same kind replace the lanes. `sample`: the newest step with known
+    collectives. The longest step fills the width.
     """
     own_timeline = last_step_timeline(process)
     if own_timeline is None or height <= 0:
         return []
-    ranks = ranks if height > 1 else ()
+    kind = own_timeline.step.kind
+    ranks = [rank for rank in ranks if rank.last_step is not None and rank.last_step.kind == kind and height > 1]
     with_scale = height >= _MIN_SCALE_ROWS + bool(ranks) - (
         not visible_lanes(own_timeline) and not own_timeline.step.buckets
     )
     height -= with_scale
-    is_of_other_kind = own_timeline.step.kind != process.ranged.kind
-    step_word = own_timeline.step.step_kind.replace("_", " ") if is_of_other_kind else "last step"
+    is_of_other_kind = kind != process.ranged.kind
+    step_word = kind_words[kind] if is_of_other_kind else "last step"
     first_prefix = "" if with_scale else f"{step_word}, "
     names = [
         f"{'' if index else first_prefix}rank {rank_process.rank}"
@@ -71,7 +74,7 @@ def render_waterfall(
         return []
     min_rank_rows = min(max(len(ranks), 1), 3)
     with_buckets = bool(own_timeline.step.buckets) and height > min_rank_rows
-    with_sample = bool(ranks) and sample is not None and height - with_buckets > min_rank_rows
+    with_sample = bool(ranks) and sample is not None and not is_of_other_kind and height - with_buckets > min_rank_rows
     height -= with_buckets + with_sample
     drawn_ranks = ranks if len(ranks) <= height else ranks[: max(height - 1, 1)]
     shown_timelines = [

@@ -18,6 +18,7 @@ READ = (
         "plain",
         "accumulated",
         "of_closures",
+        "in_a_library",
         "without_an_optimizer",
         "of_a_gan",
         "scaled",

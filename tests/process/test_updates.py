@@ -14,7 +14,8 @@ from support.run_harness import Dpmon
 from support.tracer_harness import run_traced, traced_script_text
 
 TEXT = traced_script_text("updating")
-RANKS = Path(__file__).resolve().parent / "scripts" / "accumulates.py"
+SCRIPTS = Path(__file__).resolve().parent / "scripts"
+RANKS, EVALUATES = SCRIPTS / "accumulates.py", SCRIPTS / "evaluates_alone.py"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
@@ -49,3 +50,28 @@ def test_averages_of_ranks_that_accumulate_are_per_update(dpmon: Dpmon) -> None:
     assert "passes 1.00 synced per update, 3.00 under no_sync" in text
     assert "backward passes under no_sync: 3.00 passes per update, 60 passes total" in text
     assert "of it; 19 updates" in text
+
+
+@pytest.mark.slow
+def test_what_one_rank_evaluates_is_in_no_figure_of_training(dpmon: Dpmon) -> None:
+    """The ranks accumulate two steps, and rank 0 alone makes twice as many evaluation steps as training steps."""
+    result = run_unless_aborted(lambda _: dpmon.run("--headless", *TORCHRUN, EVALUATES), lambda ended: ended.errors)
+    assert result.status == 0, result.errors
+    printed = sorted((json.loads(line) for line in result.text.splitlines() if line.startswith("{")), key=str)
+    (first, second), steps = printed, 120
+    assert first == {"rank": 0, "steps": steps, "updates": 60, "evaluations": 240}
+    assert second == {"rank": 1, "steps": steps, "updates": 60, "evaluations": 0}
+
+    report = json.loads(dpmon.run("report", "--json").text)
+    calls = {(row["mode"], row["step_kind"]): row["calls"] for row in report["sizes"]}
+    assert calls == {("ddp", "training"): 2 * steps, ("single", "evaluation"): 240}
+    assert {(row["inputs"], row["steps"], row["calls"]) for row in report["ranks"]} == {("[8, 16]", steps, steps)}
+    after_evaluations, in_warm_up = 2, WARM_UP_STEPS // 2
+    assert report["communication"]["joined_steps"] == first["updates"] - in_warm_up - after_evaluations
+    status = json.loads(dpmon.run("status", "--json").text)
+    for communication in (report["communication"], status["communication"]):
+        if samples := communication["sampled"]["samples"]:
+            assert communication["sampled"]["one_in"] == round(2 * first["updates"] / samples)
+    text = dpmon.run("report").text
+    assert "EPOCHS of rank 0" in text
+    assert "120 steps, 60 updates of rank 0\n" in text

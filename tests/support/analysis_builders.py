@@ -74,7 +74,7 @@ def replica_stats(number: int, rows: int | None = 16, ms: float = 5.0, **more: A
 
 
 def long_step(ms: float, phase: str = "data", step: int = 500) -> LongStepRow:
-    return LongStepRow(0, step, "dp", 0, 60 * SECOND, int(ms * MS), {phase: int(ms * 0.9 * MS)})
+    return LongStepRow(0, step, "dp", 0, 60 * SECOND, int(ms * MS), None, {phase: int(ms * 0.9 * MS)})
 
 
 HEALTHY_RUN = run_analysis_with(

@@ -412,7 +412,7 @@ def compare_steps(
             key = TallyKey(0, mode, kind, NO_SAMPLES if step.samples is None else step.samples)
             batch.add_step(key, step.end_ns, facts.row(start, key), ())
             phases = {phase.name: took for phase, took in zip(SCHEMA, facts.phases, strict=True) if took is not None}
-            longest.append(LongStepRow(0, step.step, mode, kind, start, step.wall_ns, phases))
+            longest.append(LongStepRow(0, step.step, mode, kind, start, step.wall_ns, None, phases))
         for number in range(len(samples), (seen or {}).get(mode, 0)):
             key = TallyKey(0, mode, WARM_UP, NO_SAMPLES)
             batch.add_step(key, 1, StepFacts(number, 1, quantities(), [None] * len(SCHEMA)).row(0, key), ())
@@ -581,7 +581,8 @@ _EMPTY_ANALYSIS: dict[str, Any] = {
     **dict.fromkeys(("gaps", "loaders", "paused", "losses", "first_invalid_losses", "nodes"), ()),
     **dict.fromkeys(("host", "mode_comparison", "communication", "last_step_ns", "end_ns", "death", "raised")),
     "time_by_activity": {}, "final_evaluation_ns": {}, "names": {}, "processes": [], "announced": RunEvents(),
-    "until_ns": 0, "store": SimpleNamespace(pruned=0, kind_words=STEP_KINDS), "_ranks": {},
+    "until_ns": 0, "_ranks": {},
+    "store": SimpleNamespace(pruned=0, kind_words=STEP_KINDS, between_activities=["between"]),
 }  # fmt: skip
 
 

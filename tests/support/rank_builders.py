@@ -33,6 +33,7 @@ MS = 1_000_000
 USUAL_PHASES_MS: Mapping[str, float] = {"data": 0.4, "forward": 3.1, "backward": 5.0, "optimizer": 1.0}
 """Phases of a step in ms, up to the last gradient of the backward pass."""
 EXPOSED_MS = 2.1
+EVALUATION_MS = 2000
 
 
 class _Rank(Training):
@@ -42,6 +43,14 @@ class _Rank(Training):
 
     def _wobble(self, ns: float) -> int:
         return int(ns)
+
+    def evaluated(self) -> list[Row]:
+        """Return an evaluation of EVALUATION_MS in steps of 100 ms."""
+        self.shares = {"single": {"data": 50 * MS, "rest": 50 * MS}}
+        rows = []
+        for _ in range(EVALUATION_MS // 100):
+            rows += self.step(evaluates=True)
+        return rows
 
     def joined(self, number: int, sync_ns: int, passes: tuple[int, int]) -> list[Row]:
         """Return a step whose backward pass ends `sync_ns` after its last gradient, if it has synchronized passes."""
@@ -90,12 +99,13 @@ def ddp_rank_rows(
     exposed_ms: float = EXPOSED_MS,
     noise: float = 0.02,
     then: tuple[int, int] | None = None,
+    evaluations: Mapping[int, tuple[int, ...]] | None = None,
 ) -> tuple[dict[int, list[Row]], int]:
     """Return the rows of each rank, and the end (ns).
 
     `slow`: the rank or ranks that need `extra_ms` more for `phase` in each step. `passes`: numbers of synchronized and
     other backward passes of a step, repeated over the steps. `wrapper`: fields of the `ddp` record. `then`: a
-    step, and the rank that is slow from there on.
+    step, and the rank that is slow from there on. `evaluations`: the ranks that evaluate before a step, by step.
     """
     ranks = make_ranks(number)
     rows = [startup_rows(one, world or number, wrapper or {}) for one in ranks]
@@ -105,6 +115,7 @@ def ddp_rank_rows(
         "extra_ms": extra_ms,
         "passes": passes,
         "exposed_ms": exposed_ms,
+        "evaluations": evaluations,
     }
     for own in islice(ddp_rank_steps(ranks, noise=noise, then=then, **wanted), steps):
         for whole, part in zip(rows, own, strict=True):
@@ -134,8 +145,12 @@ def ddp_rank_steps(
     noise: float = 0.02,
     then: tuple[int, int] | None = None,
     times: float = 1.0,
+    evaluations: Mapping[int, tuple[int, ...]] | None = None,
 ) -> Iterator[list[list[Row]]]:
-    """Yield the rows of each rank, step after step, without end; `times`: how many times as long as usual they take."""
+    """Yield the rows of each rank, step after step, without end; `times`: how many times as long as usual they take.
+
+    A rank whose `now` the caller moves on after a step begins the next one late.
+    """
     chance = random.Random(len(ranks))
     slow_ones = (slow,) if isinstance(slow, int) else slow or ()
     for number in count():
@@ -147,10 +162,12 @@ def ddp_rank_steps(
                 for name, ms in USUAL_PHASES_MS.items()
             }
             one.times = {name: int(ms * MS * times * chance.gauss(1, noise)) for name, ms in took.items()}
-        ready = [sum(one.times.values()) - one.times["optimizer"] for one in ranks]
+        evaluating = (evaluations or {}).get(number, ())
+        before = [one.evaluated() if rank in evaluating else [] for rank, one in enumerate(ranks)]
+        ready = [one.now + sum(one.times.values()) - one.times["optimizer"] for one in ranks]
         rows = [
-            one.joined(number + 1, max(ready) - at + int(exposed_ms * MS * times), passes[number % len(passes)])
-            for one, at in zip(ranks, ready, strict=True)
+            rows + one.joined(number + 1, max(ready) - at + int(exposed_ms * MS * times), passes[number % len(passes)])
+            for rows, one, at in zip(before, ranks, ready, strict=True)
         ]
         together = max(one.now for one in ranks)
         for one in ranks:

@@ -129,6 +129,10 @@ LOOPS: dict[str, tuple[str, list[tuple[int, str, int]]]] = {
         "d d d f5 b f5 b f5 b o " * 2 + "d d f5 b f5 b o",
         [(15, FETCHED, 3), (15, FETCHED, 3), (10, FETCHED, 2)],
     ),
+    "micro-batches fetched one ahead, to the loader's end": (
+        ("d d d d " + "f5 b " * 3 + "o d d d " + "f5 b " * 3 + "o d d D f5 b f5 b o w300 d e D w300 ") * 2,
+        ([(15, FETCHED, 3)] * 2 + [(10, FETCHED, 2), (8, "df", 1)]) * 2,
+    ),
     "a model in the dataset": (("d( " + "e1 " * 10 + ") l10 ") * 3, [(10, FETCHED, 11)] * 3),
     "a fetch in a fetch": ("d( d D ) l " * 3, [(8, FETCHED, 1)] * 3),
     "a bad batch": ("d l d! " * 2, [(8, FETCHED, 1)] * 2),
@@ -146,6 +150,13 @@ LOOPS: dict[str, tuple[str, list[tuple[int, str, int]]]] = {
     "another thread fetches": ("m @5 d " + "@5 d @0 l " * 3, [(8, LEARN, 1)] * 3),
     "training in a thread, the first thread only fetches": ("d @3 d l d l d l", [(8, FETCHED, 1)] * 3),
 }
+
+
+def test_the_last_batches_of_a_loader_are_of_the_step_that_uses_them() -> None:
+    (step,) = of("m d=5 d=3 D=2 f b f b o").steps
+    assert step.phases["data"] == 10 * MS
+    first, second = of("m d=5 D=2 d=3 f b o d=3 f b o").steps
+    assert (first.phases["data"], second.phases["data"]) == (3 * MS, 3 * MS), "nothing used the first loader's batch"
 
 
 @pytest.mark.parametrize("name", LOOPS)

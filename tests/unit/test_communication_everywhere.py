@@ -17,7 +17,9 @@ from dpmon.cli.commands import _make_listed_run
 from dpmon.cli.status_stream import ProgressReporter, StatusStream
 from dpmon.cli.summary import summary_lines
 from dpmon.export.perfetto import write_trace
+from dpmon.model.compared_run import RUN_METRICS
 from dpmon.record.record_types import Event
+from dpmon.report.comparison_report import read_compared_run
 from dpmon.report.html_page import render_page
 from dpmon.report.plain_text import text_lines
 from dpmon.report.report_data import collect_report_data
@@ -99,7 +101,7 @@ def test_data_of_a_slow_rank_is_one_finding(state: Path) -> None:
     kinds = [finding.kind for finding in slow.findings]
     assert "straggler" in kinds
     assert "data" not in kinds
-    assert "  100 steps of rank 0; the others have rows below" in text_lines(build_document(slow), 200)
+    assert "  100 steps of rank 0" in text_lines(build_document(slow), 200)
 
 
 def test_steps_without_a_pass_count_as_none_of_it(state: Path) -> None:
@@ -117,6 +119,15 @@ def test_steps_without_a_pass_count_as_none_of_it(state: Path) -> None:
     directory = Path(story.directory)
     listed = _make_listed_run(directory, load_info(directory))
     assert (listed.steps, listed.updates, listed.table_cells()[4]) == (STEPS, STEPS // 4, "100 · 25 updates")
+
+
+def test_a_comparison_has_communication_per_step_whatever_an_update_takes(state: Path) -> None:
+    every_step, every_fourth = read_compared_run(a_run()), read_compared_run(a_run(passes=((0, 1),) * 3 + ((1, 0),)))
+    assert every_step.values["exposed"] == pytest.approx(2.1e6, rel=0.01)
+    assert every_fourth.values["exposed"] == pytest.approx(2.1e6 / 4, rel=0.05), "24 of 95 steps averaged"
+    assert every_step.values["wait"] > 3 * every_fourth.values["wait"]
+    (label,) = [metric.label for metric in RUN_METRICS if metric.name == "exposed"]
+    assert label == "exposed communication per step"
 
 
 def test_the_report_says_why_waits_are_unknown(state: Path) -> None:

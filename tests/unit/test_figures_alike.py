@@ -290,6 +290,7 @@ def test_the_times_of_ranks_are_those_of_one_rank_everywhere(monkeypatch: pytest
     directory = write_run_directory(made, seconds=end / SECOND + 1)
     with open_store(directory) as store:
         window = StatsWindow(store)
+        window.ranks = {0: 0, 1: 1}  # as in the events of the processes
         each = [window.step_stats("single", process=process) for process in (0, 1)]
         rate = window.rate("single")
     took = [figures.phase("data") for figures in each]

@@ -7,7 +7,7 @@ import io
 import json
 import re
 from itertools import pairwise
-from math import exp, inf, isnan, nan
+from math import inf, isnan, nan
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from dpmon.assemble.sampled_collectives import MAX_STEPS
 from dpmon.export.csv_tables import CsvTables
 from dpmon.model.findings.all_findings import find_all
+from dpmon.model.loss_curves import read_loss_curves
 from dpmon.model.run_analysis import RunAnalysis
 from dpmon.record.history_rows import Definition, LossRow, Row
 from dpmon.record.jsonl import as_json
@@ -25,7 +26,7 @@ from dpmon.report.plots import build_plots
 from dpmon.report.report_data import collect_report_data
 from dpmon.report.sections import build_document
 from dpmon.store.history_writer import KEPT_LOSSES, KEPT_OLDER
-from dpmon.store.query_results import LOSS_SMOOTHING, InvalidLoss, LossBin
+from dpmon.store.query_results import InvalidLoss, LossBin
 from dpmon.supervise.prometheus_file import PrometheusFile
 from support.history_builders import Recording, write_run_directory
 from support.record_builders import SECOND, Training
@@ -105,16 +106,23 @@ def test_a_curve_has_points_of_equal_duration() -> None:
     assert store.as_of(SECOND).loss_bins(0, LINE, 0, 10, 10) == [LossBin(0, 2, 2.0, 3.0, 4.0, 0)]
 
 
-def test_the_smoothed_value_is_a_mean_in_which_newer_values_weigh_more() -> None:
-    store = recorded(*losses(5.0, nan, 3.0, 1.0)).store()
-    newest, smoothed = store.newest_losses(0, LINE)
-    assert newest == LossRow(LINE, 4, 4 * SECOND, 1.0)
-    weights = [1.0, exp(-1 / LOSS_SMOOTHING), exp(-3 / LOSS_SMOOTHING)]
-    assert smoothed == pytest.approx((weights[0] * 1 + weights[1] * 3 + weights[2] * 5) / sum(weights))
-    newest, smoothed = store.as_of(2 * SECOND).newest_losses(0, LINE)
-    assert newest is not None
-    assert isnan(newest.loss)
-    assert smoothed == 5.0
+def smoothed_after(*values: float, until_s: int = 1000) -> float | None:
+    (curve,) = read_loss_curves(recorded(*losses(*values)).store().as_of(until_s * SECOND), 0, 0, 1000, 1)
+    return curve.smoothed
+
+
+def test_the_smoothed_value_is_the_median_of_the_newest_nine() -> None:
+    assert smoothed_after(0.0, *(9.0, 1.0, 8.0, 2.0, 7.0, 3.0, 6.0, 4.0, 5.0)) == 5.0
+    assert smoothed_after(5.0, nan, 3.0, 1.0) == 3.0
+    assert smoothed_after(5.0, nan, 3.0, 1.0, until_s=2) == 5.0
+    assert smoothed_after(5.0, *[nan] * 9) is None
+
+
+@pytest.mark.parametrize("flat", range(1, 40))
+def test_after_a_steep_fall_the_smoothed_value_is_a_recent_one(flat: int) -> None:
+    recent = [0.1 + 0.01 * (step % 5) for step in range(flat)]
+    assert smoothed_after(115.5, *recent) in recent
+    assert smoothed_after(*(115.5, 47.1, 2.8)[: flat - 1], *recent) in recent
 
 
 def test_all_new_losses_are_kept_and_old_ones_in_equal_distances(tmp_path: Path) -> None:
@@ -238,9 +246,11 @@ def test_the_report_has_a_row_and_a_curve_for_each_line(state: Path) -> None:
     assert re.split(r"\s{2,}", text[at].strip()) == [
         *("backward called at", "first", "lowest sampled", "smoothed", "last")
     ]
-    assert re.split(r"\s{2,}", text[at + 1].strip()) == ["train.py:88", "3", "-0.5", "1.141", "NaN at step 3"]
-    assert re.split(r"\s{2,}", text[at + 2].strip()) == ["train.py:91", "1.1", "1.1", "1.153", "1.2 at step 3"]
+    assert re.split(r"\s{2,}", text[at + 1].strip()) == ["train.py:88", "3", "-0.5", "-0.5", "NaN at step 3"]
+    assert re.split(r"\s{2,}", text[at + 2].strip()) == ["train.py:91", "1.1", "1.1", "1.1", "1.2 at step 3"]
     assert text[at + 3].strip().startswith("losses, sampled: at most one per second, and the last;")
+    assert "smoothed: the median of the newest nine" in " ".join(map(str.strip, text))
+    assert "of those inside optimizer.step, the first counts" in " ".join(map(str.strip, text))
     (plot,) = [plot for plot in build_plots(story.run) if plot.name == "loss"]
     assert [[y for _, _, y in one.points] for one in plot.series] == [[3.0, -0.5], [1.1, 1.2]]
     heights = [float(y) for y in re.findall(r'cy="([-0-9.]+)"', render_plot(plot))]

@@ -36,6 +36,7 @@ def test_a_device_of_several_processes_is_added_up() -> None:
     second = record(1, one("cuda:0", 10, 10, 20, 5, 50))
     zero, other = memory_by_device([first, second])
     assert zero[:5] == ("cuda:0", 110, 110, 220, 55)
+    assert (zero.label, other.label) == ("cuda:0 of 2 processes", "cuda:1")
     assert zero.peak is None
     assert "peaks" in zero.absent["peak_bytes"]
     assert other[:6] == ("cuda:1", 0, 0, 0, 40, 60)

@@ -14,6 +14,7 @@ from dpmon.model.findings.finding_evidence import MIN_STEPS
 from dpmon.model.findings.rank_findings import find_rank_problems
 from dpmon.model.json_fields import communication_fields
 from dpmon.model.mode_stats import ModeStats
+from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.run_events import RunEvents, newest_wrappers
 from dpmon.model.stragglers import (
     RankTimes,
@@ -24,6 +25,7 @@ from dpmon.model.stragglers import (
     short_sentence,
     straggler_sentence,
 )
+from dpmon.record.schema import EVALUATION, WARM_UP_STEPS
 from dpmon.store.query_results import CollectiveSums
 from dpmon.store.step_stats import PhaseStats
 from dpmon.store.tally import Tally
@@ -110,6 +112,14 @@ def waiting(*waits_ms: float, slowest: dict[int, int], **more: Any) -> list[Rank
 
 def slower(one: RankTimes, phase: str, by_ms: float) -> RankTimes:
     return one._replace(phases={**one.phases, phase: one.phases[phase] + by_ms * MS})
+
+
+def test_the_mean_wait_says_whether_it_is_without_the_straggler() -> None:
+    for slow, ranks_text in ((1, "mean without the straggler"), (None, "mean of 2 ranks")):
+        run, _ = record_ddp_ranks(2, slow=slow)
+        communication = run.state().communication
+        assert communication is not None
+        assert dict(communication.labeled_texts)["wait"].endswith(f"; {ranks_text}")
 
 
 def test_ranks_that_are_equally_slow_are_found_together() -> None:
@@ -227,6 +237,50 @@ def test_columns_add_up_if_some_steps_do_not_synchronize() -> None:
     assert slow.exposed_ns == pytest.approx(2.1 * MS), "the mean over the steps that averaged"
     assert slow.phases["sync"] == pytest.approx((slow.exposed_ns or 0) + (slow.wait_ns or 0))
     assert fast.wait_share == pytest.approx((fast.wait_ns or 0) / (fast.step_ns or 1))
+
+
+@pytest.mark.parametrize("ranks", [(0,), (1,), (0, 1)])
+def test_nobody_is_slow_because_it_evaluated(ranks: tuple[int, ...]) -> None:
+    """The others wait 2 s after every 100 steps. In the other 396 steps, they wait a few tenths of a millisecond."""
+    run, end = record_ddp_ranks(2, evaluations=dict.fromkeys((100, 200, 300), ranks))
+    analysis = RunAnalysis(run.store())
+    assert analysis.communication is not None
+    assert analysis.communication.straggler is None
+    assert {rank.joined for rank in analysis.communication.ranks} == {400 - WARM_UP_STEPS - 3}
+    assert max(rank.wait_ns or 0 for rank in analysis.communication.ranks) < 0.5 * MS
+    assert not {"straggler", "in turn", "long steps"} & {finding.kind for finding in find_all(analysis)}
+    for seconds in range(3, end // SECOND):
+        state = run.state(seconds * SECOND)
+        assert state.communication is None or state.communication.straggler is None
+
+
+def test_a_slow_rank_is_named_beside_evaluations_and_rollouts() -> None:
+    for every in (100, 1):
+        evaluations = dict.fromkeys(range(0, 200, every), (0, 1))
+        run, _ = record_ddp_ranks(2, slow=1, steps=200, evaluations=evaluations)
+        analysis = RunAnalysis(run.store())
+        assert analysis.communication is not None
+        straggler = analysis.communication.straggler
+        assert straggler is not None
+        assert (straggler.rank, straggler.phase) == (1, "backward")
+        assert straggler.excess_ns == pytest.approx(6 * MS, rel=0.05)
+
+
+def test_communication_is_per_update_also_during_an_evaluation_that_fills_the_time_range() -> None:
+    run, _ = record_ddp_ranks(2, passes=((0, 1), (0, 1), (0, 1), (1, 0)), steps=200, evaluations={160: (0,)})
+    store = run.store()
+    evaluation = next(step for step in store.steps(1000, process=0) if step.kind == EVALUATION)
+    state = run.state(evaluation.start_ns, span_s=1)
+    assert state.representative is not None
+    assert state.representative.ranged.kind == EVALUATION
+    assert state.communication is not None
+    assert (state.communication.unit, state.communication.synced) == ("update", None)
+    texts = [text for _, text in state.communication.labeled_texts]
+    assert any("per update" in text for text in texts)
+    assert not any("per step" in text for text in texts)
+    later = run.state(span_s=1).communication
+    assert later is not None
+    assert (later.unit, later.synced) == ("update", 1.0)
 
 
 def test_a_tally_without_passes_has_no_waits() -> None:
@@ -441,6 +495,7 @@ def test_one_wait_has_one_saving(between_s: int, kinds: set[str]) -> None:
         communication=communication_of([rank_times(number, 5.0, slowest=100) for number in (0, 1)]),
         time_by_activity=each[0],
         spent_by_process=each,
+        until_ns=23 * SECOND,
         gaps=[Gap(0, 100, "single", 0, between_s * SECOND, between_s * SECOND)],
     )
     found = {finding.kind: finding for finding in find_all(run)}

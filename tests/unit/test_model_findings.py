@@ -246,9 +246,11 @@ def test_evaluations_that_take_much_of_the_time_are_found() -> None:
     )
     (found,) = find_all(evaluated)
     assert (found.kind, found.text) == ("evaluation", "Evaluations take 27% of the elapsed time.")
-    assert found.ground == "evaluations before the last update 30.0 s of 1 min 50 s"
+    assert found.ground == "evaluation 30.0 s of 1 min 50 s"
     assert found.gain_text == "saves at most 30.0 s of 1 min 50 s"
     assert not find_all(with_changes(evaluated, time_by_activity={**spent, "evaluation": 10 * SECOND}))
+    assert find_all(with_changes(evaluated, final_evaluation_ns={0: 5 * SECOND})) == [found], "of all evaluations"
+    assert not find_all(with_changes(evaluated, final_evaluation_ns={0: 30 * SECOND})), "once, at the end"
 
 
 def test_an_evaluation_is_that_of_the_process_that_evaluates() -> None:
@@ -553,6 +555,20 @@ def test_the_long_steps_of_ranks_that_step_together_count_once() -> None:
     )
     assert found.text == "One step took 9.00 s, 450× the median."
     assert found.saves_s == pytest.approx(8.98)
+
+
+def test_the_long_step_of_the_rank_that_the_others_waited_for_is_named() -> None:
+    waiting = long_step(9000, "sync")._replace(wait_ns=int(8990 * MS))
+    (found,) = find_all(
+        with_changes(
+            HEALTHY_RUN,
+            other_process_modes=(replace(GOOD_MODE, process=1, process_name="rank 1"),),
+            longest_steps=(waiting, long_step(8990)._replace(process=1)),
+            names={0: "rank 0", 1: "rank 1"},
+        )
+    )
+    assert found.ground.startswith("the longest: step 500 of rank 1 at")
+    assert "in data" in found.ground
 
 
 def test_the_process_that_waits_most_for_data_is_named() -> None:

@@ -56,4 +56,13 @@ def test_a_note_says_how_many_steps_have_device_times_if_they_are_few(known: int
     )
     assert timed_steps_note(phases) == said
     mode = ModeStats("dp", False, 100, 0, MS, MS, None, None, phases, Tally())
-    assert phase_notes(mode) == said
+    assert phase_notes(mode, 1.0) == said
+
+
+@pytest.mark.parametrize(("calls_per_step", "is_noted"), [(1.0, False), (4.0, True)])
+def test_a_note_says_which_rows_are_samples_if_a_step_has_several_calls(calls_per_step: float, is_noted: bool) -> None:
+    """A GAN has four calls a step. The calls of a rollout are of another kind, so they do not count."""
+    mode = ModeStats(
+        "dp", False, 100, 6400, MS, MS, None, None, (phase("data", 1, 0.1), phase("backward", 1, 0.5)), Tally()
+    )
+    assert any("largest call" in note for note in phase_notes(mode, calls_per_step)) == is_noted

@@ -315,9 +315,9 @@ def test_uneven_batches_make_the_time_uncertain() -> None:
     [
         (Progress(), ""),
         (Progress(epoch=3, batch=412, batches=1563, left_ns=130 * SECOND, error_ns=SECOND),
-         "epoch 3 · 412/1,563 · 2 min 10 s left"),
+         "epoch 3 · 412/1,563 · 2 min 10 s left in the epoch"),
         (Progress(epoch=3, batch=412, batches=1563, left_ns=130 * SECOND, error_ns=40 * SECOND),
-         "epoch 3 · 412/1,563 · 2 min 10 s ± 40 s left"),
+         "epoch 3 · 412/1,563 · 2 min 10 s ± 40 s left in the epoch"),
         (Progress(epoch=1, batch=12), "epoch 1 · batch 12"),
         (Progress(epoch=1, batches=10), "epoch 1"),
         (Progress(epoch=12, batch=10, batches=10), "epoch 12 · 10/10"),
@@ -507,6 +507,7 @@ def test_every_place_tells_the_same(state: Path, capsys: pytest.CaptureFixture[s
     report = json.loads(told("report", "--json"))
     assert [(one["epoch"], one["batches"], one["length"]) for one in report["epochs"]] == [(1, 20, 20), (2, 12, 20)]
     table = told("report")
+    assert "took  evaluation  gap before" in table, "the time between steps, in TIME, is another one"
     at = table.index("EPOCHS")
     rows = [line.split()[:3] for line in table[at:].splitlines()[2:4]]
     assert rows == [["1", "00:00:02", "20"], ["2", "00:00:24", "12/20"]]

@@ -19,6 +19,7 @@ from dpmon.model.step_history import BINS, PARTS
 from dpmon.record.history_rows import Definition, LossRow, Row
 from dpmon.record.record_types import Event
 from dpmon.record.schema import EVALUATION, TRAINING, WARM_UP_STEPS
+from dpmon.record.shared_names import DDP
 from dpmon.report import collect_report_data, report_text
 from dpmon.report.document import Plot, PlotSeries, Table
 from dpmon.report.health import read_health
@@ -525,6 +526,43 @@ def test_figures_of_ranks_leave_out_evaluations(state: Path) -> None:
     )
     assert [(one["steps"], one["median_ms"]) for one in said["ranks"]] == [(60, 10.0)] * 2
     assert sum(one["samples_per_s"] for one in said["ranks"]) == said["modes"][0]["samples_per_s"] == 800
+
+
+def ranks_with_an_evaluation(via: str | None, steps: int) -> list[str]:
+    """Return the report on two ranks with 60 training steps each; rank 0 then evaluates larger batches."""
+    ranks = [
+        Training(process=rank, rank=rank, mode="single", via=DDP, devices=("cpu",), virtual=False) for rank in range(2)
+    ]
+    rows = {rank.process: [*rank.begin(), *rank.run(60)] for rank in ranks}
+    ranks[0].via = via
+    rows[0] += [row for _ in range(steps) for row in ranks[0].step(64, evaluates=True)]
+    return report_text(write_run_directory(rows), 120)
+
+
+@pytest.mark.parametrize(("via", "mode"), [(None, "single"), (DDP, "ddp")])
+def test_calls_of_ranks_have_a_row_for_each_kind_with_the_mode_of_its_calls(
+    state: Path, via: str | None, mode: str
+) -> None:
+    text = ranks_with_an_evaluation(via, 100)
+    _, training, evaluation = (line.split() for line in lines_of_section(text, "CALLS"))
+    assert training[:4] == ["Model", "ddp", "cpu", "120"]
+    assert training[4:6] != ["–", "–"], "the median"
+    assert training[-5:] == ["[30,", "5]", "->", "[30,", "2]"]
+    assert evaluation[:5] == ["Model", f"{mode},", "evaluation", "cpu", "100"]
+    assert evaluation[-5:] == ["[64,", "5]", "->", "[64,", "2]"]
+    assert [line.split("  ")[1] for line in lines_of_section(text, "STEPS")[1:3]] == ["ddp", f"{mode}, evaluation"]
+    rank_0 = lines_of_section(text, "RANKS")[1]
+    assert rank_0.endswith("[30, 5] -> [30, 2]"), "of training, although most calls evaluate"
+    assert rank_0.split()[5:7] == ["60", "60"], "its training steps and their calls"
+    assert "; mean of 2 ranks: start-up" in lines_of_section(text, "TIME")[0]
+    assert any("60 steps + 100 evaluation, 220 calls total" in line for line in text)
+    assert not any("in single" in line for line in text)
+
+
+def test_ranks_that_only_train_have_their_calls_in_the_table_of_ranks(state: Path) -> None:
+    text = ranks_with_an_evaluation(None, 0)
+    assert "CALLS" not in text
+    assert all(line.endswith("[30, 5] -> [30, 2]") for line in lines_of_section(text, "RANKS")[1:])
 
 
 def test_a_run_without_training_steps_has_no_evaluation(state: Path) -> None:

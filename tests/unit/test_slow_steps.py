@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from dpmon.ui.list_dialogs import StepList
 from dpmon.ui.panels.longest_steps import step_rows
 from dpmon.ui.styled_rows import row_width
 from support.history_builders import Recording, open_store_with
-from support.rank_builders import MS, record_ddp_ranks
+from support.rank_builders import MS, ddp_rank_steps, make_ranks, record_ddp_ranks, startup_rows
 from support.record_builders import SECOND
 from support.screen_harness import open_screen
 from support.screen_states import STYLE, rows_text
@@ -83,6 +84,37 @@ def test_of_the_steps_of_one_synchronized_pass_the_rank_that_delayed_the_others_
     assert {one.rank for one in found.steps} == {2}
     assert {one.phase for one in found.steps} == {"data"}
     assert len({one.step for one in found.steps}) == 10
+
+
+def test_the_step_that_waits_for_an_evaluation_of_another_rank_counts() -> None:
+    """The straggler was late before its step began, so its own step is short."""
+    ranks, run = make_ranks(2), Recording()
+    for rank in ranks:
+        run.add(startup_rows(rank, 2, {}), rank.process, rank.process)
+    for number, rows in enumerate(islice(ddp_rank_steps(ranks), 100), start=1):
+        for rank, own_rows in zip(ranks, rows, strict=True):
+            run.add(own_rows, rank.process, rank.process)
+        if number in (25, 50, 75):
+            ranks[0].now += 3 * SECOND
+    found = read(run.store(), [0, 1], 0, 4).steps
+    assert [(step.rank, step.phase) for step in found[:3]] == [(1, "sync")] * 3
+    assert {step.step for step in found[:3]} == {26, 51, 76}
+    assert all(step.wall_ns == pytest.approx(3 * SECOND, rel=0.02) for step in found[:3])
+    assert found[3].wall_ns < SECOND
+
+
+def test_a_rank_that_waited_loses_the_blame_when_the_step_of_the_straggler_arrives() -> None:
+    """Until then its wait is unknown, and nothing shows that it waited."""
+    ranks, run, cache = make_ranks(2), Recording(), SlowStepCache()
+    for rank in ranks:
+        run.add(startup_rows(rank, 2, {}), rank.process, rank.process)
+    for rows in islice(ddp_rank_steps(ranks, slow=1, extra_ms=6), 60):
+        for rank, own_rows in zip(ranks, rows, strict=True):
+            run.add(own_rows, rank.process, rank.process)
+            kept = read(run.store(), [0, 1], 0, 100, cache)
+    assert len(kept.steps) > 50
+    assert kept == read(run.store(), [0, 1], 0, 100)
+    assert {step.rank for step in kept.steps} == {1}
 
 
 def test_what_is_kept_equals_what_is_read_again() -> None:

@@ -428,7 +428,7 @@ def test_in_a_stall_no_time_is_left_and_no_rank_holds_the_others_up(state: Path,
     else:
         assert slow["rank"] == 1
         assert found["left_s"] == 5.0
-        assert "epoch 1 · 99/200 · 5 s left" in text
+        assert "epoch 1 · 99/200 · 5 s left in the epoch" in text
         assert "Rank 1 delays the others" in text
 
 

@@ -117,6 +117,12 @@ def test_training_describes_a_run_whatever_else_it_does() -> None:
     assert steps_by_mode(store) == {("single", "training"): 3, ("single", "evaluation"): 30}
 
 
+def test_the_steps_that_samples_of_collectives_describe_are_of_the_main_kind() -> None:
+    trained = recorded("m " + "lW " * 3 + "eV " * 30).store()
+    assert trained.step_count(0, 1 << 40, [0]) == 3
+    assert recorded("e " * 20).store().step_count(0, 1 << 40, [0]) == 20
+
+
 def test_a_run_that_never_trains_is_described_by_its_most_frequent_kind() -> None:
     run = recorded("f " * 20 + "e e e")
     store = run.store()

@@ -17,9 +17,9 @@ from dpmon.errors import HistoryError
 from dpmon.record.schema import PHASES, QUANTITIES, TRAINING, WARM_UP, step_kind
 from dpmon.store.history_schema import HISTORY_FILE, CheckedConnection
 from dpmon.store.history_writer import HistoryWriter
-from dpmon.store.step_stats import StatsWindow
+from dpmon.store.step_stats import StatsWindow, compute_rate
 from dpmon.store.store_queries import Store
-from dpmon.store.tally import WIDTHS, IncrementalTallies
+from dpmon.store.tally import WIDTHS, IncrementalTallies, QuantitySum, Tally
 from dpmon.store.time_accounting import ACTIVITIES, ActivityInterval
 from dpmon.store.write_batch import WriteBatch
 from support.history_builders import StoredStep, open_history, open_unlimited_store, random_steps
@@ -176,6 +176,24 @@ def check_figures(window: StatsWindow, steps: Sequence[StoredStep], mode: str, k
     assert eights.steps == sum(1 for step in mine if step.key.batch == 8)
 
 
+def test_ranks_train_as_fast_as_the_slowest_of_them() -> None:
+    """Rank 1 waits while rank 0 evaluates, so it needs 20 s for the same steps. Its process was replaced after 10 s."""
+
+    def tally(steps: int, first_s: int, last_s: int) -> Tally:
+        own = Tally(steps, steps, first_ns=first_s * SECOND, last_ns=last_s * SECOND)
+        own.sums["samples"] = QuantitySum(steps, 16 * steps)
+        return own
+
+    tallies = {0: tally(1000, 0, 20), 1: tally(600, 0, 10), 2: tally(400, 10, 20)}
+    times = {0: (8 * SECOND, 7 * SECOND), 1: (10 * SECOND, 9 * SECOND), 2: (10 * SECOND, 9 * SECOND)}
+    rate = compute_rate(tallies, times, {0: 0, 1: 1, 2: 1})
+    assert rate is not None
+    assert rate == pytest.approx((1000 / 20, 2 * 16 * 1000 / 20, 1000 / 18, 2 * 16 * 1000 / 18, 0))
+    independent = compute_rate(tallies, times, {})
+    assert independent is not None
+    assert independent.steps_per_s == pytest.approx(2000 / 28), "a mean: they do not wait for each other"
+
+
 def test_rates_and_parts_of_a_window_are_those_of_its_time(tmp_path: Path) -> None:
     chance = random.Random(9)
     steps = [step._replace(key=step.key._replace(mode="dp")) for step in random_steps(chance, 800, 5000, (0, 1))]
@@ -261,3 +279,14 @@ def test_the_rows_before_a_damaged_one_are_read_wherever_it_is(at: int, damage: 
                 number for number, _, _ in CheckedConnection(db, 1 << 20).rows("SELECT id, step, mode FROM some")
             )
         assert read == list(range(at))
+
+
+def test_the_samples_of_ranks_add_up_although_one_begins_later() -> None:
+    tallies, times = {}, {0: (10 * SECOND, 9 * SECOND), 1: (8 * SECOND, 8 * SECOND)}
+    for process, first_ns in ((0, 0), (1, SECOND)):
+        tally = tallies[process] = Tally(10)
+        tally.first_ns, tally.last_ns = first_ns, 10 * SECOND
+        tally.sums["samples"] = QuantitySum(10, 300)
+    rate = compute_rate(tallies, times, {0: 0, 1: 1})
+    assert rate is not None
+    assert (rate.steps_per_s, rate.samples_per_s) == (1.0, 60.0)

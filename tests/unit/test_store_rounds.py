@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from dpmon.record.schema import AFTER_OTHER_KIND
 from dpmon.store.sync_passes import RankStepWait, SyncPassMatcher, SyncStep
 from dpmon.store.tally import TallyKey
+from dpmon.store.write_batch import WriteBatch
 
 
 def step(process: int, number: int, tail_ns: int, passes: int = 1) -> SyncStep:
@@ -23,7 +25,7 @@ def of_ranks(count: int, *groups: list[int]) -> SyncPassMatcher:
     return rounds
 
 
-def waits_by_process(found: list[RankStepWait]) -> dict[int, tuple[int, int, int | None]]:
+def waits_by_process(found: list[RankStepWait]) -> dict[int, tuple[int | None, int, int | None]]:
     """Return exposed, wait and held by process."""
     return {one.step.key.process: (one.exposed_ns, one.wait_ns, one.held_ns) for one in found}
 
@@ -37,6 +39,17 @@ def test_the_shortest_tail_is_exposed_time_and_the_rest_is_wait() -> None:
         1: (30, 20, None),
         2: (30, 0, 20),
     }
+
+
+def test_waits_do_not_count_in_a_pass_for_which_a_rank_came_from_an_evaluation() -> None:
+    rounds, batch = of_ranks(2), WriteBatch()
+    for number, flags in ((1, 0), (2, AFTER_OTHER_KIND), (3, 0)):
+        late = step(0, number, 10)
+        rounds.add_step(0, late._replace(key=late.key._replace(kind=flags)))
+        batch.add_waits(rounds.add_step(1, step(1, number, 3000)))
+    waits = [(wait.exposed_ns, wait.wait_ns) for wait in batch.rank_waits if wait.step.key.process == 1]
+    assert waits == [(10, 2990), (None, 2990), (10, 2990)]
+    assert {second for (second, _), added in batch.steps_by_tally.items() if added.series} == {1, 3}
 
 
 def test_ranks_may_be_several_passes_apart() -> None:

@@ -22,8 +22,9 @@ from dpmon.ui.panels.rank_map import rows_by_rank
 from dpmon.ui.screen_data import ModeRequest, ScreenData, View, describe_activity
 from dpmon.ui.step_waterfall import bucket_row, sample_row
 from dpmon.ui.styled_rows import plain_text
+from support.history_builders import Recording
 from support.rank_builders import record_ddp_ranks
-from support.record_builders import SECOND
+from support.record_builders import SECOND, Training
 from support.screen_states import MONO_ASCII, RUN_INFO, STYLE, paint_screen
 from support.screen_states import rows_text as texts
 
@@ -349,6 +350,47 @@ def test_a_sample_is_of_an_update_of_several_steps_with_accumulation(passes: Any
     assert found is not None
     (line,) = format_operations(replace(found, collectives=sampled))
     assert line.startswith(f"all_reduce 1.00 {per}")
+
+
+def while_rank_0_evaluates(steps: int) -> ScreenData:
+    """Return the screen of two ranks that have trained; then rank 0 has called its bare model in `steps` steps."""
+    recording, end = record_ddp_ranks(2)
+    rank = Training(rank=0, mode="single", via=None, devices=("cuda:0",), step_ns=SECOND // 10, start_ns=end)
+    rank.steps, rank.defined = 400, {str(number): number for number in range(100)}
+    recording.add([row for _ in range(steps) for row in rank.step(evaluates=True)], 0, 0)
+    return ScreenData(recording.state(), rank.now, RUN_INFO, is_command_alive=True)
+
+
+def test_an_evaluation_of_one_rank_has_its_word_and_the_figures_of_training_do_not() -> None:
+    sample = LastSample(7, 100_000_000, 20_000_000, (a_collective("all_reduce", 10, 2),))
+    for steps, drawn_ranks, title in ((0, [0, 1], "2 Ranks · Model · DistributedDataParallel"), (20, [0], "2 Ranks")):
+        screen = while_rank_0_evaluates(steps)
+        assert plain_text(panel_ranks.panel_title(screen, STYLE)[0]) == title
+        _, *table = texts(panel_ranks.render_panel(screen, 116, 8, STYLE))
+        assert ["evaluation" in row for row in table[:2]] == [steps > 0, False]
+        assert "[30, 5]" in table[1]
+        for height in (12, 16):
+            screen = replace(screen, state=replace(screen.state, last_sample=sample))
+            rows = texts(panel_batch.render_panel(screen, 116, height, STYLE))
+            word = "evaluation" if steps else "last step"
+            first = next(at for at, row in enumerate(rows) if row.startswith(word))
+            named = [rank for rank in (0, 1) if any(f"rank {rank}" in row for row in rows[first:])]
+            assert named == drawn_ranks
+            assert not steps or not any(row.startswith("sampled") for row in rows), "it is of a training step"
+
+
+def test_the_sizes_of_ranks_without_known_waits_leave_out_an_evaluation() -> None:
+    recording = Recording()
+    ranks = [Training(process=rank, rank=rank, mode="single", via=None, devices=("cpu",)) for rank in range(2)]
+    for rank in ranks:
+        recording.add([*rank.begin(), *rank.run(50)], rank.process, rank.rank)
+    recording.add([row for _ in range(5) for row in ranks[0].step(evaluates=True)], 0, 0)
+    screen = ScreenData(recording.state(), ranks[0].now, RUN_INFO, is_command_alive=True)
+    _, first, second, *_ = texts(panel_ranks.render_panel(screen, 116, 8, STYLE))
+    assert ("evaluation" in first, "[30, 5]" in first) == (True, False)
+    assert ("evaluation" in second, "[30, 5]" in second) == (False, True)
+    heading = next(row for row in texts(panel_ranks.render_full_screen(screen, 116, 40, STYLE)) if "pid" in row)
+    assert heading.endswith("evaluation"), "its sizes follow"
 
 
 def test_a_sampled_step_has_a_row_where_there_is_room() -> None:

@@ -226,6 +226,38 @@ async def test_freeze_holds_the_picture_while_records_are_taken_in(tmp_path: Pat
         assert "FROZEN" not in on.text()
 
 
+async def test_a_frozen_screen_shows_one_time_whatever_is_opened(tmp_path: Path) -> None:
+    """Steps that ended before the freeze are written after it."""
+    async with open_screen(tmp_path, steps=1200) as on:
+        await on.shows("step 1,200 ")
+        clock_ns = on.reader.info.start_ns + on.app.live_run.state.newest_ns + SECOND
+        on.app.live_run._clock = lambda: clock_ns
+        await on.press("space")
+        await on.shows("FROZEN")
+        still = on.app.data_to_draw()
+        on.training.defined.clear()
+        on.reader.new = records_of_rows(on.training.run(4), origin_ns=SECOND)
+        await on.until(lambda: last_step(on) == 1204, "the records behind the picture")
+        assert on.app.live_run.state.newest_ns < still.now_ns
+        for key in ("2", "2", "escape", "4", "4", "escape", "left_square_bracket", "right_square_bracket"):
+            await on.press(key)
+            shown = on.app.data_to_draw()
+            assert shown.process is not None
+            assert shown.process.last_step is not None
+            assert (shown.process.last_step.step, shown.now_ns) == (1200, still.now_ns), key
+        for width, height in ((80, 24), (200, 60), (120, 40)):
+            await on.pilot.resize_terminal(width, height)
+            await on.until(lambda h=height: len(on.app.text()) == h, "the new size")
+        for key in ("1", "3"):
+            await on.press(key)
+        shown = on.app.data_to_draw()
+        assert shown.process == still.process
+        assert (shown.state.slowest, shown.state.losses) == (still.state.slowest, still.state.losses)
+        slow_steps = on.app.live_run.slow_steps(shown, 100)
+        assert slow_steps is not None
+        assert max(step.step for step in slow_steps.steps) <= 1200
+
+
 async def test_panels_are_reached_by_number_tab_enter_and_arrows(tmp_path: Path) -> None:
     (tmp_path / "output.log").write_text("".join(f"line {i} {'x' * 200}\n" for i in range(300)))
     async with open_screen(tmp_path) as on:

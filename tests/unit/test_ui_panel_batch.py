@@ -13,12 +13,13 @@ from dpmon.model.run_snapshot import PHASES, Column
 from dpmon.record.history_rows import Row
 from dpmon.record.schema import SECOND
 from dpmon.record.shared_names import Untimed
+from dpmon.text.formatting import format_duration
 from dpmon.ui.chart import stacked_columns
 from dpmon.ui.panels import panel_batch
-from dpmon.ui.panels.panel_batch import missing_phase_notes
+from dpmon.ui.panels.panel_batch import missing_phase_notes, panel_title, shown_stats
 from dpmon.ui.screen_data import ScreenData, View
 from dpmon.ui.screen_painter import panel_slots
-from dpmon.ui.styled_rows import plain_text
+from dpmon.ui.styled_rows import draw_frame, plain_text
 from dpmon.ui.terminal_style import MONO as MONO_STYLES
 from dpmon.ui.terminal_style import UNICODE, TerminalStyle
 from dpmon.ui.time_axis import build_chart_columns, make_time_axis
@@ -257,8 +258,26 @@ def test_an_evaluation_under_the_figures_of_the_training_has_its_word(height: in
         rows = rows_text(panel_batch.render_panel(screen_data_of(training, 0, [*payloads, *more]), 116, height, STYLE))
         return [word for word in ("last step ", "evaluation ") for row in rows if row.startswith(word)]
 
+    def has_sizes(more: list[Row]) -> bool:
+        title, _ = panel_batch.panel_title(screen_data_of(training, 0, [*payloads, *more]), STYLE, 116)
+        return "[30, 5]" in plain_text(title)
+
     assert labels([]) == ["last step "]
-    assert labels(training.step(evaluates=True)) == ["evaluation "]
+    assert has_sizes([])
+    evaluation = training.step(evaluates=True)
+    assert labels(evaluation) == ["evaluation "]
+    assert not has_sizes(evaluation), "the figures beside them are of the training"
+
+
+def test_the_last_step_of_a_run_that_generates_its_data_has_the_word_of_its_kind() -> None:
+    training = Training(mode="single", devices=("cpu:0",))
+    payloads = training.begin()
+    for _ in range(20):
+        payloads += [*training.step(evaluates=True), *training.step()]
+    payloads += training.step(evaluates=True)
+    rows = rows_text(panel_batch.render_panel(screen_data_of(training, 0, payloads), 116, 14, STYLE))
+    assert any(row.startswith("without gradients ") for row in rows), rows
+    assert not any(row.startswith("evaluation") for row in rows)
 
 
 def test_a_mode_that_has_just_begun_leaves_the_end_on_the_axis() -> None:
@@ -288,6 +307,13 @@ def test_columns_stay_in_place_until_a_tenth_has_to_go() -> None:
         begun.append(shown[0])
         training.defined.clear()
     assert len(set(begun)) < 20
+
+
+def test_the_title_of_a_folded_panel_has_a_number() -> None:
+    title, corner = panel_title(alternating(), STYLE, 26)
+    (row,) = draw_frame(title, corner, [], 26, 1, STYLE.glyphs)
+    mean = format_duration(shown_stats(alternating()).mean_ns)
+    assert plain_text(row).split() == ["3", "Batch", "mean", *mean.split()]
 
 
 def test_the_longest_step_is_named_with_its_time_if_it_stands_out() -> None:

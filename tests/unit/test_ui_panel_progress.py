@@ -58,7 +58,7 @@ def test_the_bar_has_the_time_left_and_the_epochs_are_listed_newest_first() -> N
     assert [plain_text(row) for row in panel_progress.panel_title(found, STYLE, True)] == ["6 Progress", "412/1,563"]
     assert drawn(found) == [
         "━━━━━━━━────────────────────────   26%   2 min 10 s left",
-        "epoch        time  evaluation     between",
+        "epoch        time  evaluation  gap before",
         "    2  2 min 51 s      12.0 s      500 ms",
         "    1  2 min 55 s      12.0 s",
     ]
@@ -91,6 +91,20 @@ def test_a_column_that_no_epoch_has_is_left_out() -> None:
         "    1  2 min 55 s",
     ]
     assert len(drawn(facts(progress_in_epochs(epochs=_EPOCHS[2:])))) == 1
+
+
+def test_after_the_end_the_last_epoch_is_listed_with_its_evaluation() -> None:
+    """There is no bar of it any more; only the last epoch had an evaluation."""
+    epochs = tuple(one._replace(evaluation_ns=8 * SECOND * (one is _EPOCHS[-1])) for one in _EPOCHS)
+    over = replace(
+        facts(progress_in_epochs(epochs=epochs)), exit_info=exit_info_of(0), is_command_alive=False, findings=()
+    )
+    rows = drawn(over)
+    assert rows[0] == "no findings"
+    header, last, *_ = [row for row in rows[1:] if row]
+    assert header.split() == ["epoch", "time", "evaluation", "gap", "before"]
+    assert last.split()[0] == "3"
+    assert "8.00 s" in last
 
 
 def test_the_panel_applies_when_it_can_have_a_value() -> None:

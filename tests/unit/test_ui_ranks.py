@@ -8,6 +8,7 @@ from functools import lru_cache
 
 import pytest
 
+from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.run_snapshot import MAX_RANKS, ProcessInfo, RunSnapshot, toggle_refusal
 from dpmon.model.snapshot_builder import SnapshotBuilder
 from dpmon.model.throughput import throughput_of
@@ -149,7 +150,21 @@ def test_the_status_says_ddp_and_adds_the_samples_of_all_ranks() -> None:
     assert "ddp ×2" in text
     assert "rank 0 of 2" in text
     shown = float(text.split(" samples/s")[0].split()[-1].removesuffix("k")) * 1000
-    assert shown == pytest.approx(2 * (30 + 20) / (0.002 + 0.004), rel=0.05), "the mean step is of 3 ms"
+    assert shown == pytest.approx((30 + 20) / 0.004, rel=0.05), "a step of the slowest rank takes 4 ms"
+
+
+def test_the_samples_of_the_ranks_add_up_to_those_of_the_run_at_the_rate_of_the_slowest() -> None:
+    """Rank 0 evaluates for 2 s, in which the others wait. They have 2 s more of training time for the same steps."""
+    run, _ = record_ddp_ranks(3, steps=200, evaluations={100: (0,)})
+    window, ranks = StatsWindow(run.store()), RunAnalysis(run.store()).ranks
+    whole, own = window.rate(), [window.rate(process=process) for process in range(3)]
+    assert None not in own
+    assert whole is not None
+    assert whole.steps_per_s == pytest.approx(min(rate.steps_per_s for rate in own if rate is not None))
+    assert [rank.rate and rank.rate.steps_per_s for rank in ranks] == [pytest.approx(whole.steps_per_s)] * 3
+    samples = [rank.rate and rank.rate.samples_per_s for rank in ranks]
+    assert samples == [pytest.approx(30 * whole.steps_per_s)] * 3
+    assert whole.samples_per_s == pytest.approx(90 * whole.steps_per_s, rel=0.001)
 
 
 @pytest.mark.parametrize("step_ns", [100_000_000, 8 * SECOND])

@@ -28,12 +28,12 @@ from dpmon.model.recorded_stalls import final_stall
 from dpmon.model.run_analysis import ACTIVE, MAX_LONG_STEPS, RunAnalysis
 from dpmon.model.slow_steps import overlap_ns
 from dpmon.model.stragglers import Straggler
-from dpmon.record.schema import EVALUATION, SECOND, STEP, STEP_PHASES
+from dpmon.record.schema import SECOND, STEP, STEP_PHASES
+from dpmon.store.query_results import LongStepRow, blame_weight_ns
 from dpmon.text.formatting import format_count_with_noun, format_elapsed, format_long_duration, format_percent
 
 if TYPE_CHECKING:
     from dpmon.model.mode_stats import ModeStats
-    from dpmon.store.query_results import LongStepRow
 
 MIN_COPY_SHARE = 0.2
 """Smallest share of the step to report: for copies to the device, for replicate, and for scatter with gather. The last
@@ -236,13 +236,12 @@ def find_slowdown(run: RunAnalysis) -> Iterator[Finding]:
 
 
 def find_long_steps(run: RunAnalysis) -> Iterator[Finding]:
-    """Yield a finding if single steps took very long, for the process that lost most time in them."""
+    """Yield a finding if single steps took very long, for the process to blame for most of their time."""
     by_mode = [(stats, _long_steps(stats, run)) for stats in measured_modes(run)]
-    long_ns_by_mode = [sum(step.wall_ns for step in steps) for _, steps in by_mode]
-    long_ns = max(long_ns_by_mode, default=0)
-    if not long_ns:
+    stats, long_steps = max(by_mode, key=lambda item: sum(map(blame_weight_ns, item[1])), default=(None, []))
+    if stats is None or not long_steps:
         return
-    stats, long_steps = by_mode[long_ns_by_mode.index(long_ns)]
+    long_ns = sum(step.wall_ns for step in long_steps)
     median_ns = stats.median_ns or 0.0
     typical_ns = median_ns * stats.steps
     if long_ns < MIN_LONG_STEPS_SHARE * (typical_ns + long_ns) and long_ns < MIN_LONG_STEPS_NS:
@@ -383,17 +382,16 @@ def _slow_fetches_s(stats: ModeStats) -> float:
 def find_costly_evaluation(run: RunAnalysis) -> Iterator[Finding]:
     """Yield a finding if the evaluations of a process take much of its time; others may wait for it.
 
-    An evaluation after the last update cannot be made less often.
+    A single evaluation after the last update cannot be made less often.
     """
     process, evaluation_ns, active_ns = _most_spent(run, "evaluation")
-    evaluation_ns -= run.final_evaluation_ns.get(process, 0)
-    is_rollout = run.store.kind_words[EVALUATION] != "evaluation"
-    if evaluation_ns and not is_rollout and evaluation_ns >= MIN_EVALUATION_SHARE * active_ns:
+    recurring_ns = evaluation_ns - run.final_evaluation_ns.get(process, 0)
+    generates_data = "evaluation" in run.store.between_activities
+    if recurring_ns and not generates_data and recurring_ns >= MIN_EVALUATION_SHARE * active_ns:
         yield Finding(
             "evaluation",
             f"Evaluations{process_suffix(process, run)} take {format_elapsed_share(evaluation_ns, run)}.",
-            f"evaluations before the last update {format_long_duration(evaluation_ns)}"
-            f" of {format_long_duration(run.until_ns)}",
+            f"evaluation {format_long_duration(evaluation_ns)} of {format_long_duration(run.until_ns)}",
             "evaluate less often or on fewer samples; larger batches: an evaluation keeps no gradients",
             evaluation_ns / active_ns,
             evaluation_ns / SECOND,

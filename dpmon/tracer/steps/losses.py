@@ -1,14 +1,15 @@
 """Reads the losses: the single values from which backward passes begin, for each line that calls backward.
 
 Gradients add up until an optimizer steps. So the losses of a line's passes are added up, too: the sum is the loss of an
-update. It is written at most once per second, and for the last update before the process ends.
+update. Of the passes inside `optimizer.step`, only the first counts, because torch's LBFGS returns its loss. The sum is
+written at most once per second, and for the last update before the process ends.
 
 A detached tensor of each pass lives until the next update, without the graph. If it is due, its value is read from
 memory; on a GPU, it is copied to pinned memory, and a later pass reads the copy if its event has completed. Nothing
 waits for the GPU. Dispatch and function modes of the script see neither.
 
-The calling line is the innermost line outside torch. Under a GradScaler, a pass begins at a scaled loss. So a wrapper
-of `GradScaler.scale` remembers what was scaled.
+The calling line is the innermost one of the script, as for an exception. Under a GradScaler, a pass begins at a scaled
+loss. So a wrapper of `GradScaler.scale` remembers what was scaled.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from math import nan
 from time import sleep
 from typing import Any
 
 import torch
 
-from dpmon.record.shared_names import shorten_name
+from dpmon.record.shared_names import find_program_frame, shorten_name
 from dpmon.record.span_format import SITE_AT, Kind
-from dpmon.tracer.core.hidden_frames import wrap_rare_function
+from dpmon.tracer.core.hidden_frames import iter_callers, wrap_rare_function
 from dpmon.tracer.core.session import Session
 from dpmon.tracer.devices.cuda_events import TorchEvents
 from dpmon.tracer.steps.span_recorder import SpanRecorder, ThreadState
@@ -51,11 +52,13 @@ _HIDDEN_DIRECTORIES = tuple(
 )
 _OWN_FRAMES = 6
 """From `_find_caller` to the caller of the wrapper of a backward pass: these frames are ours."""
+_find_program_frame = lru_cache(maxsize=256)(find_program_frame)
+"""For each pass, the stack has files that an earlier pass had, too."""
 _DTYPE_BYTES = {torch.float64: 8, torch.float32: 4, torch.float16: 2, torch.bfloat16: 2}
 
 
 class BackwardCaller:
-    """A line of the script that calls backward."""
+    """A line of the script that calls backward, itself or through a library."""
 
     __slots__ = ("has_reason", "location", "losses", "newest", "next_ns", "start_ns", "was_stepping")
 
@@ -163,11 +166,14 @@ class LossTracer:
 
     def _find_caller(self) -> BackwardCaller | None:
         """Return the line that called backward; None beyond MAX_CALLERS."""
-        frame = sys._getframe(_OWN_FRAMES)
-        while frame.f_code.co_filename.startswith(_HIDDEN_DIRECTORIES):
-            if frame.f_back is None:
-                return None
-            frame = frame.f_back
+        frames = [
+            frame
+            for frame in iter_callers(sys._getframe(_OWN_FRAMES))
+            if not frame.f_code.co_filename.startswith(_HIDDEN_DIRECTORIES)
+        ]
+        if not frames:
+            return None
+        frame = frames[_find_program_frame(tuple(frame.f_code.co_filename for frame in frames)) or 0]
         file, line = key = frame.f_code.co_filename, frame.f_lineno
         caller = self._callers.get(key)
         if caller is None and len(self._callers) < MAX_CALLERS:
@@ -221,7 +227,7 @@ class LossTracer:
             return
         definition = self._session.define((caller, reason), lambda: {"place": caller.location, "why": reason})
         if definition:
-            caller.has_reason = caller.has_reason or reason is not None
+            caller.has_reason |= reason is not None
             (bits,) = struct.unpack("=Q", struct.pack("=d", value))
             self._recorder.put(Kind.LOSS | definition << SITE_AT, start_ns, 0, bits)
 

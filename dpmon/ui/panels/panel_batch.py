@@ -35,6 +35,8 @@ ROWS_WITHOUT_RANKS = 8
 _MAX_RANKS = 64
 _OUTLIER_RATIO = 3
 """The longest step is mentioned if it takes at least this many times the median."""
+_FOLDED_CELLS = 30
+"""A title of at most so many cells is that of a folded panel, with one number."""
 _NO_NOTES_HEIGHT = 6
 """Up to this height, notes have no row: the rows are for shares, medians, a history and the last step."""
 _TALL_HEIGHT = 9
@@ -81,13 +83,13 @@ def panel_title(screen: ScreenData, style: TerminalStyle, width: int) -> tuple[R
         mode_text = f"dp {style.glyphs.times}{len(devices)}" if mode == "dp" else mode
     if process.rank is not None and len(screen.state.training_processes) > 1:
         mode_text = process.name  # these stats are of one rank only
-    corner: Row = [("step", "dim")]
+    corner: Row = []
     for name, value, text_style in (
-        ("mean", stats.mean_ns, "bold"),
-        ("median", stats.median_ns, "bold"),
-        ("p95", stats.p95_ns, ""),
+        ("step mean" if width > _FOLDED_CELLS else "mean", stats.mean_ns, "bold"),
+        (" median", stats.median_ns, "bold"),
+        (" p95", stats.p95_ns, ""),
     ):
-        corner += [(f" {name}", "dim"), (align_right(format_duration(value), 8), text_style)]
+        corner += [(name, "dim"), (align_right(format_duration(value), 8), text_style)]
     kind: Row = []
     if stats.kind != TRAINING:
         kind = [(dot, "dim"), (screen.state.kind_words[stats.kind], "wait")]
@@ -98,7 +100,7 @@ def panel_title(screen: ScreenData, style: TerminalStyle, width: int) -> tuple[R
     if row_width(head) + row_width(sizes) + row_width(corner[:-2]) + 7 <= width:
         head += sizes
     free_cells = width - row_width(head) - 7
-    while len(corner) > 3 and row_width(corner) > free_cells:
+    while len(corner) > 2 and row_width(corner) > free_cells:
         del corner[-2:]
     range_span = (dot + range_text, "dim")
     if row_width(corner) + row_width([range_span]) <= free_cells:
@@ -111,6 +113,8 @@ def _size_spans(process: Process, dot: str, style: TerminalStyle) -> Row:
     if process.has_used_dp or process.distributed is not None or process.last_called_root is None:
         return []
     call = process.last_called_root.last
+    if call.kind != process.ranged.kind:
+        return []
     return [(f"{dot}{size_text(call.inputs)} {style.glyphs.arrow} {size_text(call.outputs)}", "")]
 
 
@@ -145,7 +149,9 @@ def render_panel(screen: ScreenData, width: int, height: int, style: TerminalSty
         sample = screen.state.last_sample
         lane_count = len(ranks) or 1 + len(visible_lanes(timeline))
         waterfall_height = min(1 + bool(timeline.step.buckets) + (sample is not None) + lane_count, max_height)
-        last_step_rows = render_waterfall(process, width, waterfall_height, style, ranks, sample)
+        last_step_rows = render_waterfall(
+            process, width, waterfall_height, style, screen.state.kind_words, ranks, sample
+        )
     chart_height = free_rows - len(last_step_rows)
     chart = history_rows(screen, process, width, chart_height, style) if chart_height >= 2 else []
     blank_rows: list[Row] = [[]] * (height - len(table) - len(chart) - len(last_step_rows)) if note_rows else []

@@ -177,7 +177,7 @@ def _memory_rows(screen: ScreenData, width: int, *, with_reasons: bool = True) -
     for memory in device_memory:
         parts = [("model", memory.model), ("grads", memory.gradients), ("optim", memory.optimizer)]
         parts += [("rest", memory.rest), ("peak", memory.peak)]
-        row: Row = [(sanitize_line(memory.device, 10).ljust(8) + " ", "dim")]
+        row: Row = [(sanitize_line(memory.label, 40).ljust(8) + " ", "dim")]
         if not with_reasons or row_width(row) + sum(len(label) + 11 for label, _ in parts) > width:
             # A row below gives the reason for the missing values.
             parts = [(label, byte_count) for label, byte_count in parts if byte_count is not None]

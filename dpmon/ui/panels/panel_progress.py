@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import exp, isfinite
+from math import isfinite
 
 from dpmon.model.epoch_progress import Epoch, Progress, format_time_left, without_time
-from dpmon.model.loss_curves import LossCurve
+from dpmon.model.loss_curves import LossCurve, smooth_losses
 from dpmon.record.schema import SECOND
 from dpmon.sanitize import sanitize_line
-from dpmon.store.query_results import LOSS_SMOOTHING
 from dpmon.text.cells import align_right, truncate
 from dpmon.text.formatting import (
     format_count,
@@ -53,6 +52,12 @@ def shown_progress(screen: ScreenData) -> Progress:
     return progress if screen.is_live else without_time(progress, "")
 
 
+def _listed_epochs(screen: ScreenData) -> Sequence[Epoch]:
+    """Return the epochs of the table: those before the one in the bar; after the end, all, because there is no bar."""
+    epochs = shown_progress(screen).epochs
+    return epochs if screen.is_over else epochs[:-1]
+
+
 def shown_losses(screen: ScreenData) -> list[LossCurve]:
     """Return the loss curves that have values."""
     return [curve for curve in screen.state.losses if curve.last is not None]
@@ -72,9 +77,9 @@ def preferred_height(screen: ScreenData, has_slow_steps: bool = False) -> int:
     if _has_not_started(screen):
         return len(_startup_plan_rows(screen))
     rows = 1 + (1 + _CURVE_ROWS) * min(len(shown_losses(screen)), 2)
-    past_epochs = shown_progress(screen).epochs[:-1]
-    if past_epochs:
-        rows += min(len(past_epochs) + 1, _EPOCH_ROWS)
+    epochs = _listed_epochs(screen)
+    if epochs:
+        rows += min(len(epochs) + 1, _EPOCH_ROWS)
     if has_slow_steps and screen.process is not None and screen.process.last_step is not None:
         rows += _SLOW_STEPS + 3
     if screen.is_over:
@@ -185,15 +190,15 @@ def _progress_rows(screen: ScreenData, width: int, height: int, style: TerminalS
     progress, curves = shown_progress(screen), shown_losses(screen)[: max((height - 1) // 2, 1)]
     rows = [] if screen.is_over else _epoch_bar(progress, width, style)
     free_rows = height - len(rows) - len(curves)
-    past_epochs = progress.epochs[:-1]
+    epochs = _listed_epochs(screen)
     max_epoch_rows = min(max(_EPOCH_ROWS, free_rows // 3), free_rows - _MIN_LOSS_ROWS * len(curves))
-    epoch_rows = min(len(past_epochs) + 1, max_epoch_rows)
+    epoch_rows = min(len(epochs) + 1, max_epoch_rows)
     if epoch_rows <= 1:  # only the header
         epoch_rows = 0
     rows_per_loss = max(free_rows - epoch_rows, 0) // max(len(curves), 1)
     for curve in curves:
         rows += _loss_rows(screen, curve, len(curves) > 1, width, rows_per_loss, style)
-    return [*rows, *_epoch_table(past_epochs, epoch_rows, style)] if epoch_rows else rows
+    return [*rows, *_epoch_table(epochs, epoch_rows, style)] if epoch_rows else rows
 
 
 def _epoch_bar(progress: Progress, width: int, style: TerminalStyle) -> list[Row]:
@@ -215,14 +220,14 @@ def _epoch_bar(progress: Progress, width: int, style: TerminalStyle) -> list[Row
     return [[*bar, *percentage, *time_left]]
 
 
-def _epoch_table(past_epochs: Sequence[Epoch], height: int, style: TerminalStyle) -> list[Row]:
-    """Return a table of past epochs, the newest first, as many as fit, without empty columns."""
-    epochs = [*reversed(past_epochs)][: height - 1]
+def _epoch_table(epochs: Sequence[Epoch], height: int, style: TerminalStyle) -> list[Row]:
+    """Return a table of epochs, the newest first, as many as fit, without empty columns."""
+    epochs = [*reversed(epochs)][: height - 1]
     parts = [
         ("epoch", 5, [format_count(epoch.epoch) for epoch in epochs]),
         ("time", 12, [format_long_duration(epoch.took_ns) for epoch in epochs]),
         ("evaluation", 12, [format_long_duration(e.evaluation_ns) if e.evaluation_ns else "" for e in epochs]),
-        ("between", 12, [format_long_duration(e.pause_ns) if e.pause_ns is not None else "" for e in epochs]),
+        ("gap before", 12, [format_long_duration(e.pause_ns) if e.pause_ns is not None else "" for e in epochs]),
     ]
     columns = [TableColumn(title, cell_width, cells) for title, cell_width, cells in parts if any(cells)]
     return table_rows(columns, style.glyphs.more)
@@ -252,7 +257,8 @@ def _loss_rows(
     values = sorted(mean for _, mean in points)
     low, top = values[0], values[len(values) - 1 - len(values) // 50]  # the highest 2% are cut
     invalid_places = [(point.second - axis.start_s) / axis_s for point in visible if point.unfit]
-    lines = ((points, "dim"), (_running_means(points), "bar"))
+    places, means = zip(*points, strict=True)
+    lines = ((points, "dim"), ([*zip(places, smooth_losses(means), strict=True)], "bar"))
     if in_header:
         (row,) = line_chart(lines[1:], invalid_places, chart_width, 1, low, top, style.glyphs)
         return [[*header, *row]]
@@ -266,13 +272,3 @@ def _loss_rows(
     start_text = f"since {format_elapsed(axis.start_s * SECOND)}"
     right: Row = [(start_text, "dim")] if row_width(header) + len(start_text) < width else []
     return [join_left_right(header, right, width, style.glyphs.more), *rows]
-
-
-def _running_means(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return each place with the mean of the values up to it, in which newer values weigh more."""
-    means: list[tuple[float, float]] = []
-    weights = total = 0.0
-    for place, value in points:
-        weights, total = weights * exp(-1 / LOSS_SMOOTHING) + 1, total * exp(-1 / LOSS_SMOOTHING) + value
-        means.append((place, total / weights))
-    return means

@@ -129,7 +129,7 @@ def panel_title(screen: ScreenData, style: TerminalStyle) -> tuple[Row, Row]:
     processes = screen.state.training_processes
     track = shown_call(screen)
     call_row: Row = []
-    if track is not None:
+    if track is not None and track.last.kind == screen.state.main_kind:
         call_row = [*kind_mark(screen, track.last, style), (call_name(track.last, f" {style.glyphs.middot} "), "")]
     corner: Row = [("step", "dim"), (align_right(format_count(screen.state.step), 9), "")]
     node_text = f" on {format_count_with_noun(len(screen.state.nodes), 'node')}" if screen.state.nodes else ""
@@ -238,7 +238,7 @@ def _times_table(
     fixed_width = _LABEL_CELLS + device_width + 1 + node_width
     cell_width, gap = (9, " ") if width >= fixed_width + 9 * len(_TIME_NAMES) + _MIN_BAR_CELLS + 1 else (7, "")
     free_cells = width - fixed_width - cell_width * len(_TIME_NAMES) - 1
-    size_cells = _size_cells(ranks, height, free_cells - _MIN_BAR_CELLS)
+    size_cells = _size_cells(screen, ranks, height, free_cells - _MIN_BAR_CELLS)
     sizes_width = max([row_width(row) for row in size_cells] + [len(_SIZES_TITLE)]) if size_cells else 0
     bar_width = min(max(free_cells - sizes_width, 0), _MAX_BAR_CELLS)
     if bar_width < _MIN_BAR_CELLS:
@@ -298,17 +298,24 @@ def _format_rank_time(times: RankTimes, name: str, gap: str) -> str:
     return "0" if ns == 0 else format_duration(ns, gap)
 
 
-def _size_cells(ranks: Sequence[_RankRow], height: int, max_cells: int) -> list[Row]:
+def _size_cells(screen: ScreenData, ranks: Sequence[_RankRow], height: int, max_cells: int) -> list[Row]:
     """Return the sizes that each rank received and returned, and its rows; empty if they do not fit."""
-    cells: list[Row] = []
-    for rank in ranks[: max(height, 1)]:
-        if rank.track is None:
-            return []
-        call = rank.track.last
-        rows = call.rows
-        count_text = UNKNOWN if rows is None else str(rows)
-        cells.append([(f"  {size_text(call.inputs)}  {size_text(call.outputs)}{align_right(count_text, 6)}", "dim")])
+    tracks = [rank.track for rank in ranks[: max(height, 1)]]
+    if None in tracks:
+        return []
+    sizes = [_sizes_of(screen, track) for track in tracks]
+    cells: list[Row] = [[(f"  {inputs}  {outputs}{align_right(rows, 6)}", "dim")] for inputs, outputs, rows in sizes]
     return cells if max(len(_SIZES_TITLE), *map(row_width, cells)) <= max_cells else []
+
+
+def _sizes_of(screen: ScreenData, track: CallTimings | None) -> tuple[str, str, str]:
+    """Return the input, the output and the rows of a call; or the word for its kind, if the times are of another."""
+    if track is None:
+        return UNKNOWN, UNKNOWN, UNKNOWN
+    call = track.last
+    if call.kind != screen.state.main_kind:
+        return screen.state.kind_words[call.kind], "", ""
+    return size_text(call.inputs), size_text(call.outputs), UNKNOWN if call.rows is None else str(call.rows)
 
 
 def _device_text(rank: _RankRow) -> str:
@@ -323,8 +330,8 @@ def _sizes_table(screen: ScreenData, width: int, height: int, style: TerminalSty
     """Return a header, one row per rank with its sizes and medians, and why the waits are unknown."""
     count = len(screen.state.training_processes)
     rows = _process_calls(screen, max(height, 2) + 1 + screen.view.first_rows.get("replicas", 0))
-    ins = [size_text(track.last.inputs) if track else UNKNOWN for _, track in rows]
-    outs = [size_text(track.last.outputs) if track else UNKNOWN for _, track in rows]
+    sizes = [_sizes_of(screen, track) for _, track in rows]
+    ins, outs, batches = ([cells[index] for cells in sizes] for index in range(3))
     device_width = min(max([span_width(_first_device(track)) for _, track in rows] + [6]), 10)
     cell_width = 9 if width >= 5 + device_width + 2 + 6 + 9 * 3 + 18 else 8
     count_width = 6 if cell_width == 9 else 5
@@ -335,14 +342,13 @@ def _sizes_table(screen: ScreenData, width: int, height: int, style: TerminalSty
     input_width = min(max_input_width, max(sizes_width * 3 // 5, sizes_width - max_output_width))
     output_width = min(max_output_width, sizes_width - input_width)
     has_rank = any(process.rank is not None for process, _ in rows[:1])
-    batches = [track.last.rows if track else None for _, track in rows]
     backward = [_phase_median(process, "backward") for process, _ in rows]
     columns = [
         TableColumn("rank" if has_rank else "proc", 4, [str(process.number) for process, _ in rows], "bold", gap=1),
         TableColumn("device", device_width, [_first_device(track) for _, track in rows], left=True, gap=1),
         TableColumn("input", input_width, ins, left=True, gap=1),
         TableColumn("output", output_width, outs, left=True),
-        TableColumn("rows", count_width, [UNKNOWN if batch is None else str(batch) for batch in batches]),
+        TableColumn("rows", count_width, batches),
         TableColumn("forward", cell_width, [_phase_median(process, "forward") for process, _ in rows]),
         TableColumn("backward" if cell_width == 9 else "backwd", cell_width, backward),
         TableColumn("step", cell_width, [format_duration(process.figures.median_ns) for process, _ in rows], "bold"),
@@ -390,6 +396,8 @@ def render_full_screen(screen: ScreenData, width: int, height: int, style: Termi
         pid, rank_count = process.info.pid, process.info.world or UNKNOWN
         name = f"process {process.process}" if process.rank is None else f"rank {process.rank} of {rank_count}"
         name += node_suffix(process.node)
-        rows.append([(f"{name}  {_first_device(track)}", "bold"), (f"  pid {UNKNOWN if pid is None else pid}", "dim")])
+        mark = [] if track is None else kind_mark(screen, track.last, style)
+        pid_text = f"  pid {UNKNOWN if pid is None else pid}"
+        rows.append([(f"{name}  {_first_device(track)}", "bold"), (pid_text, "dim"), *mark])
         rows += all_size_rows(track.last.inputs, track.last.outputs, width, style) if track is not None else []
     return rows

@@ -88,6 +88,17 @@ def of_closures():
     mine.append(losses[0])
 
 
+library = {}
+exec(compile("def train(loss): loss.backward()", "/usr/lib/site-packages/trainer/loop.py", "exec"), library)
+
+
+@way
+def in_a_library():
+    loss = error()
+    note(loss)
+    library["train"](loss)
+
+
 @way
 def without_an_optimizer():
     loss = error()

@@ -5,6 +5,7 @@ They are known when the steps of all ranks have arrived, and are added to the ta
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from typing import Any
 
 from dpmon.record.schema import EXPOSED, SECOND, STRAGGLER_DELAY, SYNC_NUMBER, WAIT
 from dpmon.store.history_schema import STEP_COLUMNS
-from dpmon.store.query_results import NodeRow, parse_numbers
+from dpmon.store.query_results import NodeRow
 from dpmon.store.sync_passes import RankStepWait, SyncPassMatcher, SyncStep, sync_device_ns
 from dpmon.store.tally import WIDTHS, SeriesNames, TallyKey
 from dpmon.store.tally_encoding import encode_entry, merge_sketches
@@ -93,7 +94,7 @@ class CrossNodeWaits:
             mode, kind, start, wall, sync_number, synced, sync_ns, device = _synced_of(row)
             if sync_number is None or not self.spans_nodes(node, row[1]):
                 continue
-            tail = sync_ns if device is None else sync_device_ns(parse_numbers(device)[1:])
+            tail = sync_ns if device is None else sync_device_ns(json.loads(device)[1:])
             if tail is not None:
                 key, second = TallyKey(row[1], mode, kind, 0), (start + wall - shift_ns) // SECOND
                 waits = self._matcher.add_step(row[1], SyncStep(row[0], key, second, sync_number, synced or 0, tail))

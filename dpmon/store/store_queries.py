@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from copy import copy
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -17,7 +17,6 @@ from math import exp, isfinite
 from operator import add, itemgetter
 from typing import Any, TypeVar
 
-from dpmon.errors import HistoryError
 from dpmon.record.history_rows import CallRow, CollectiveRow, LossRow, LossSite, Resolver
 from dpmon.record.record_types import Call, Collective, Event, Operation, Record, RecordError, Sampled, Step
 from dpmon.record.safe_json import int_member, text_member
@@ -51,7 +50,7 @@ from dpmon.store.history_schema import (
     OWN,
     STEP_COLUMNS,
     UNFIT,
-    CheckedConnection,
+    BoundedConnection,
     definition_from_row,
 )
 from dpmon.store.loader_loops import LOOP_COLUMNS, LoaderLoop
@@ -79,14 +78,12 @@ from dpmon.store.query_results import (
 )
 from dpmon.store.tally import TALLY, TALLY_AT, WIDTHS, IncrementalTallies, Tally, TallyKey
 from dpmon.store.tally_encoding import series_total
-from dpmon.store.time_accounting import ACTIVITIES, LATEST_NS, Gap
+from dpmon.store.time_accounting import ACTIVITIES, Gap
 
 _Decoded = TypeVar("_Decoded")
 
 END_S = 1 << 40
 """A time (s since the run's start) after the end of any run."""
-_LATEST_S = LATEST_NS // SECOND
-"""Latest plausible second of a run. A later one comes from damaged data."""
 Parameters = Sequence[Any] | Mapping[str, Any]
 """Values of a query's parameters."""
 _TIME_COLUMNS = ("start_s", "process", "mode", *ACTIVITY_COLUMNS)
@@ -174,26 +171,21 @@ _MAX_SMOOTHED = 200
 
 
 class Store:
-    """The tables of one history, as of one instant. If the database is damaged, results cover its readable part.
+    """The tables of one history, as of one instant. Every query raises HistoryError if the database is damaged.
 
     After `as_of`, methods that return the newest rows leave out later ones.
     """
 
-    def __init__(self, connection: CheckedConnection, damaged: str | None = None) -> None:
-        """`connection`: in a transaction, so that all queries see the same state of the database.
-
-        `damaged`: why the history could not be read, if so. Raises HistoryError if its smallest tables are damaged.
-        """
+    def __init__(self, connection: BoundedConnection) -> None:
+        """`connection`: in a transaction, so that all queries see the same state of the database."""
         self._connection = connection
-        self.damaged = damaged
-        """Why the history could not be read to its end; None if all queries so far succeeded."""
         rings = map(RingSummary._make, connection.rows(f"SELECT {', '.join(RingSummary._fields)} FROM rings"))
         self.rings = {ring.process: ring for ring in rings}
         """By process."""
         self._series_names: dict[int, str] = dict(connection.rows("SELECT number, name FROM series"))
-        meta: dict[str, int] = dict(connection.rows("SELECT key, value AS number FROM meta WHERE key != 'run'"))
-        self._complete_until = {width: min(meta.get(f"whole_{width}", 0), _LATEST_S) for width in WIDTHS[1:]}
-        self._deleted_until = {width: min(meta.get(f"pruned_{width}", 0), _LATEST_S) for width in WIDTHS[:-1]}
+        meta: dict[str, int] = dict(connection.rows("SELECT key, value FROM meta WHERE key != 'run'"))
+        self._complete_until = {width: meta.get(f"whole_{width}", 0) for width in WIDTHS[1:]}
+        self._deleted_until = {width: meta.get(f"pruned_{width}", 0) for width in WIDTHS[:-1]}
         self.pruned = meta.get("pruned", 0)
         """Number of rows deleted to keep the history below its size limit."""
         self.mode_kinds: set[tuple[str, int]] = {*connection.rows("SELECT DISTINCT mode, kind FROM keys")}
@@ -258,32 +250,16 @@ class Store:
         return {process for process, ring in self.rings.items() if ring.last_step}
 
     def query(self, query: str, values: Parameters = ()) -> list[tuple[Any, ...]]:
-        """Return all rows of a query. If the database is damaged, return the rows before the damage."""
-        return list(self._iter_query(query, values))
-
-    def _iter_query(self, query: str, values: Parameters = ()) -> Iterator[tuple[Any, ...]]:
-        with self.until_damage():
-            yield from self._connection.rows(query, values)
-
-    @contextmanager
-    def until_damage(self) -> Iterator[None]:
-        """Return a context that ends its block at the first damage and notes it. What was read before remains."""
-        try:
-            yield
-        except HistoryError as error:
-            self.damaged = self.damaged or f"the history cannot be read to its end: {error}"
+        """Return all rows of a query. Raises HistoryError."""
+        return list(self._connection.rows(query, values))
 
     def read(
         self, decode: Callable[[tuple[Any, ...]], _Decoded], query: str, values: Parameters = ()
     ) -> Iterator[_Decoded]:
-        """Yield the result of `decode` for each row, up to the first damaged one.
-
-        Rows that refer to a lost definition (RecordError) are left out.
-        """
-        with self.until_damage():
-            for row in self._connection.rows(query, values):
-                with suppress(RecordError):
-                    yield decode(row)
+        """Yield the result of `decode` for each row. Leave out rows that refer to a lost definition (RecordError)."""
+        for row in self._connection.rows(query, values):
+            with suppress(RecordError):
+                yield decode(row)
 
     def definitions(self, process: int, numbers: Collection[int] | None = None) -> dict[int, Any]:
         """Return the definitions of a process by number: all of them, or those in `numbers`."""
@@ -360,7 +336,7 @@ class Store:
     def _newest_second(self) -> int:
         query = "SELECT max(start_s) FROM {} WHERE width = 1"
         rows = [row for table in ("tallies", "times") for row in self.query(query.format(table))]
-        return min(max((newest_s for (newest_s,) in rows if newest_s is not None), default=-1), _LATEST_S)
+        return max((newest_s for (newest_s,) in rows if newest_s is not None), default=-1)
 
     def tally_rows(
         self,
@@ -378,10 +354,9 @@ class Store:
         `covering_buckets`. Without `sketches`, only counts and sums are read.
         """
         names = self._select_series(series)
-        with self.until_damage():
-            for width, row in self._rows_between("tallies", TALLY, begin_s, end_s, process, widest):
-                start_s, *key = row[:TALLY_AT]
-                yield start_s, width, TallyKey(*key), Tally.from_row(row[TALLY_AT:], names, sketches=sketches)
+        for width, row in self._rows_between("tallies", TALLY, begin_s, end_s, process, widest):
+            start_s, *key = row[:TALLY_AT]
+            yield start_s, width, TallyKey(*key), Tally.from_row(row[TALLY_AT:], names, sketches=sketches)
 
     def _rows_between(
         self,
@@ -417,7 +392,7 @@ class Store:
                     f"{_BUCKET_STARTS} SELECT {names} FROM starts CROSS JOIN {table}"
                     f" ON width = :width AND start_s = starts.at{conditions}"
                 )
-            for row in self._iter_query(query, values):
+            for row in self._connection.rows(query, values):
                 yield width, row
 
     def tallies(
@@ -436,10 +411,9 @@ class Store:
         """
         tallies_by_key: dict[TallyKey, Tally] = {}
         names = self._select_series(series)
-        with self.until_damage():
-            for _, row in self._rows_between("tallies", TALLY, begin_s, end_s, process, left_out=left_out):
-                tally = tallies_by_key.setdefault(TallyKey(*row[1:TALLY_AT]), Tally())
-                tally.add_row(row[TALLY_AT:], names, sketches=sketches)
+        for _, row in self._rows_between("tallies", TALLY, begin_s, end_s, process, left_out=left_out):
+            tally = tallies_by_key.setdefault(TallyKey(*row[1:TALLY_AT]), Tally())
+            tally.add_row(row[TALLY_AT:], names, sketches=sketches)
         return tallies_by_key
 
     def seconds(self, begin_s: int, end_s: int, processes: Collection[int]) -> Iterator[SecondRow]:
@@ -450,12 +424,11 @@ class Store:
         """
         step_series = next((number for number, name in self._series_names.items() if name == STEP), -1)
         rows = self._rows_between("tallies", _SECOND_COLUMNS, begin_s, end_s, processes, 1)
-        with self.until_damage():
-            for _, (process, mode, kind, steps, samples, counted_steps, first_ns, last_ns, sketches) in rows:
-                if steps and first_ns is not None and last_ns is not None:
-                    counted = samples or 0, counted_steps
-                    step_ns = series_total(sketches, step_series)
-                    yield SecondRow(process, mode, kind, steps, *counted, first_ns, last_ns, step_ns)
+        for _, (process, mode, kind, steps, samples, counted_steps, first_ns, last_ns, sketches) in rows:
+            if steps:
+                counted = samples or 0, counted_steps
+                step_ns = series_total(sketches, step_series)
+                yield SecondRow(process, mode, kind, steps, *counted, first_ns, last_ns, step_ns)
 
     def step_count(self, begin_s: int, end_s: int, processes: Collection[int]) -> int:
         """Return the number of steps of some processes between two seconds."""
@@ -466,9 +439,7 @@ class Store:
         self, cache: IncrementalTallies, begin_s: int, end_s: int, process: int
     ) -> dict[TallyKey, Tally]:
         """Return `tallies` of one process. `cache`: from the previous call, which read nearly the same rows."""
-        with self.until_damage():
-            return cache.read(self._rows_between("tallies", TALLY, begin_s, end_s, process), self._series_names)
-        return {}
+        return cache.read(self._rows_between("tallies", TALLY, begin_s, end_s, process), self._series_names)
 
     def _select_series(self, series: Collection[str] | None) -> Mapping[int, str]:
         """Return the names of `series` by number, or the names of all series if `series` is None."""
@@ -585,7 +556,7 @@ class Store:
         return list(self.read(self._step_from_row, query, (last_id, process, limit)))
 
     def _step_from_row(self, row: Sequence[Any]) -> Step:
-        """Return the record in a row of STEP_COLUMNS. Raises HistoryError if it is damaged."""
+        """Return the record in a row of STEP_COLUMNS."""
         process, step, mode, start_ns, wall_ns, samples, flags = _get_brief(row)
         phases, quantities = _get_phases(row), _get_quantities(row)
         spans_text, missing_spans, device_text, exposed_ns, wait_ns, loop, batch = _get_remaining(row)
@@ -620,7 +591,7 @@ class Store:
             f"SELECT {columns} FROM steps WHERE id > ? AND {SYNC_NUMBER} > ? AND {WAIT}_ns IS NOT NULL"
             f" AND {_in_stats_condition(TRAINING)} AND start_ns + wall_ns <= ? ORDER BY id"
         )
-        return self._iter_query(query, (after_id, after_number, self.until_ns))
+        return self._connection.rows(query, (after_id, after_number, self.until_ns))
 
     def unknown_wait(self, after_id: int, after_number: int) -> int | None:
         """Return the id of the first such step (see `waits`) whose wait is not known; None if there is none."""
@@ -837,7 +808,7 @@ class Store:
 
     @property
     def dropped(self) -> int:
-        """The number of lost records: lost by their writer, overwritten before they were read, or unreadable."""
+        """The number of lost records: lost by their writer, overwritten before they were read, or undefined."""
         return self._unreadable + sum(ring.missed for ring in self.rings.values())
 
     def records(self) -> Iterator[Record]:
@@ -848,13 +819,9 @@ class Store:
         """
         self._unreadable = 0
         first_id, newest_id = self._id_range(0)
-        while first_id <= newest_id and first_id < LAST_NS:
-            records: list[Record] = []
-            end_id = LAST_NS
-            with self.until_damage():
-                for record in self._records_between(first_id, first_id + _IDS_PER_TRANSACTION):
-                    records.append(record)
-                end_id = first_id + _IDS_PER_TRANSACTION
+        while first_id <= newest_id:
+            end_id = first_id + _IDS_PER_TRANSACTION
+            records = list(self._records_between(first_id, end_id))
             next_id, _ = self._id_range(end_id)
             first_id = max(next_id, end_id)  # a damaged tree may return lower ids
             self._connection.refresh()

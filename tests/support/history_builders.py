@@ -30,7 +30,7 @@ from dpmon.record.shared_names import CALL_PHASES
 from dpmon.run import proc
 from dpmon.run.run_directory import ExitInfo, RunInfo, write_info
 from dpmon.run.run_registry import create_run
-from dpmon.store.history_schema import HISTORY_FILE, LARGEST, STEP_COLUMNS, CheckedConnection, RingRow
+from dpmon.store.history_schema import HISTORY_FILE, LARGEST, STEP_COLUMNS, BoundedConnection, RingRow
 from dpmon.store.history_writer import LIMIT_BYTES, HistoryWriter
 from dpmon.store.process_accounts import ProcessAccounts
 from dpmon.store.query_results import LongStepRow
@@ -120,7 +120,7 @@ class Recording:
 
     def store(self) -> Store:
         """Return the store with all records so far."""
-        return Store(self._history.checked_connection)
+        return Store(self._history.connection)
 
     def state(self, t_ns: int | None = None, ended: Iterable[int] = (), **wanted: Any) -> RunSnapshot:
         """Return the state at the end, or at time `t_ns`; `wanted`: fields of SnapshotRequest."""
@@ -417,9 +417,7 @@ def compare_steps(
             key = TallyKey(0, mode, WARM_UP, NO_SAMPLES)
             batch.add_step(key, 1, StepFacts(number, 1, quantities(), [None] * len(SCHEMA)).row(0, key), ())
     history.write(batch)
-    return compare_modes(
-        StatsWindow(Store(history.checked_connection)), 0, devices=devices, virtual=virtual, longest=longest
-    )
+    return compare_modes(StatsWindow(Store(history.connection)), 0, devices=devices, virtual=virtual, longest=longest)
 
 
 _STEP_KINDS = (0, EVALUATION, WARM_UP, EVALUATION | WARM_UP)
@@ -480,7 +478,7 @@ def expected_tallies(steps: Iterable[StoredStep]) -> dict[int, dict[tuple[int, T
 
 def open_unlimited_store(db: sqlite3.Connection) -> Store:
     """Return the store of a history without a limit on reading."""
-    return Store(CheckedConnection(db, LARGEST))
+    return Store(BoundedConnection(db, LARGEST))
 
 
 @contextmanager

@@ -410,17 +410,6 @@ def test_calls_with_unknown_rows_do_not_reduce_the_samples() -> None:
     assert [step.samples for step in assemble_script(script).steps] == [10, 10]
 
 
-def test_a_layout_with_too_many_devices_is_refused() -> None:
-    script = Script()
-    net = script.model(devices=["cuda:0"] * 5000)
-    script.fetch()
-    script.learn(net)
-    assembler = Assembler()
-    found = assembler.feed(script.spans, script.lines_between(0, len(script.lines))) + assembler.finish()
-    assert [payload for payload in found if kind_of(payload) == "call"] == []
-    assert assembler.dropped >= 2  # the layout and the call
-
-
 def test_calls_of_other_threads_do_not_wait_for_ever_behind_a_step_without_device_times() -> None:
     script = Script()
     net = script.model()

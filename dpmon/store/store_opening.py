@@ -65,7 +65,8 @@ def open_store(directory: Path, *, as_written: bool = False) -> Iterator[Store]:
                 store = _store_with_rings(directory, info, stack.enter_context(closing(_connect(_MEMORY))))
             yield store
         except (HistoryError, OSError, *DAMAGE) as error:
-            raise HistoryError(f"the history is damaged: {error or type(error).__name__}") from error
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise HistoryError(f"the history is damaged: {reason or type(error).__name__}") from error
 
 
 def _open_best_source(directory: Path, info: RunInfo, stack: ExitStack, as_written: bool) -> Store:

@@ -367,10 +367,10 @@ def check_schema(db: sqlite3.Connection) -> None:
         raise HistoryError(f"it holds {str(name)[:60]}, which is not dpmon's")
 
 
-def version_of(db: sqlite3.Connection) -> int | None:
-    """Return the schema version of a history; None if it has none."""
+def version_of(db: sqlite3.Connection) -> int:
+    """Return the schema version of a history; SCHEMA_VERSION while its tables are still empty."""
     row: tuple[int] | None = db.execute("SELECT value FROM meta WHERE key = 'schema'").fetchone()
-    return None if row is None else row[0]
+    return SCHEMA_VERSION if row is None else row[0]
 
 
 def last_ids(db: sqlite3.Connection) -> list[int]:

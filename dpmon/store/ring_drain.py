@@ -163,7 +163,7 @@ class RingDrain:
 
     def last_sample_ns(self) -> int | None:
         """Return the time of the last device sample in the history (ns since the run's start); None if none."""
-        rows = self._rows("SELECT CAST(max(t_ns) AS INTEGER) FROM events WHERE kind IN ('host', 'device')")
+        rows = self._rows("SELECT max(t_ns) FROM events WHERE kind IN ('host', 'device')")
         return next((time_ns for (time_ns,) in rows), None)
 
     def newest_ns(self) -> int:

@@ -355,9 +355,7 @@ def _device_times(row: Step, calls: Sequence[CallRow], call_phases: Sequence[int
 
 
 def _add_sample(batch: WriteBatch, t_ns: int, kind: str, data: Mapping[str, Any]) -> None:
-    index = data.get("index") if kind == "device" else -1
-    if type(index) is not int or not -1 <= index <= 0xFFFF:
-        return
+    index = data["index"] if kind == "device" else -1
     for name, value in data.items():
-        if type(value) in (int, float) and name not in ("t_s", "index") and abs(value) < 1e18:
+        if type(value) in (int, float) and name not in ("t_s", "index"):
             batch.add_device_value(t_ns, index, name[:64], float(value))

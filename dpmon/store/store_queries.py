@@ -1041,7 +1041,7 @@ class Store:
         Bins start at multiples of `width_s`. Those without a loss are left out.
         """
         query = (
-            "SELECT t_ns / :width AS at, count(fit), min(fit) AS loss, avg(fit) AS loss, max(fit) AS loss,"
+            "SELECT t_ns / :width AS at, count(fit), min(fit), avg(fit), max(fit),"
             f" count(*) - count(fit) FROM (SELECT t_ns, CASE WHEN {UNFIT} THEN NULL ELSE loss END AS fit FROM losses"
             " WHERE process = :process AND definition = :line AND t_ns >= :begin AND t_ns < :end)"
             " GROUP BY at ORDER BY at"
@@ -1116,7 +1116,7 @@ class Store:
         query = "SELECT t_ns FROM events WHERE kind IN ('host', 'device') AND t_ns IS NOT NULL ORDER BY id LIMIT 1"
         first_ns = next((t_ns for (t_ns,) in self.query(query)), LAST_NS)
         query = (
-            "SELECT start_s, device AS number, name, count, total, high FROM device_rollups"
+            "SELECT start_s, device, name, count, total, high FROM device_rollups"
             " WHERE (start_s + 60) * ? <= ? ORDER BY start_s, device, name"
         )
         return [MinuteRow(*row) for row in self.query(query, (SECOND, first_ns))]

@@ -52,7 +52,8 @@ def write_atomically(path: Path, text: str) -> None:
     """Write a file of a run in one step: a reader gets the old or the new contents, never half of them."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with open(open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w", encoding="utf-8") as file:
+        fd = open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        with open(fd, "w", encoding="utf-8") as file:
             file.write(text)
         temporary.replace(path)
     except BaseException:

@@ -9,7 +9,6 @@
     ├── HostError        an invalid list of hosts                         dpmon.mirror.remote_hosts
     ├── RingError        a file that is not a usable ring                 dpmon.span_ring
     ├── HistoryError     a history that cannot be read or written
-    ├── RecordError      bytes that are not a record                      dpmon.record.record_types
     ├── ExportError      data that cannot be exported                     dpmon.export
     └── JobError         a job of the screen that failed                 dpmon.ui.background_jobs
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import struct
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -41,8 +42,6 @@ _FIRST_READ_SLOTS = 64
 _MAX_READ_SLOTS = 4096
 _MAX_JUMPS = 8
 """Maximum number of jumps ahead per `read`, because a writer may be faster than the reader."""
-_MAX_SPAN_NUMBER = 1 << 56
-"""Largest plausible span number. A higher one is damage, and would overflow the sum of missed spans."""
 
 
 def lines_path(ring: str) -> str:
@@ -51,18 +50,18 @@ def lines_path(ring: str) -> str:
 
 
 class SpanReader:
-    """A reader of a ring of spans. It never blocks the writer, and never trusts the file."""
+    """A reader of a ring of spans. It never blocks the writer."""
 
     def __init__(self, path: str) -> None:
-        """Open the ring. Raises RingError if the file is not a ring of this user, OSError if it cannot be opened.
+        """Open the ring. Raises RingError if the file is not a ring, OSError if it cannot be opened.
 
         To continue after another reader, set `position`, `seen` and `lines_position`.
         """
         self.path = path
         try:
-            self._fd = _open_own_file(path, os.O_RDWR)
+            self._fd = _open_regular_file(path, os.O_RDWR)
         except PermissionError:
-            self._fd = _open_own_file(path, os.O_RDONLY)
+            self._fd = _open_regular_file(path, os.O_RDONLY)
         try:
             self._read_header()
         except BaseException:
@@ -79,7 +78,7 @@ class SpanReader:
         self.lines_position = 0
         """Bytes of lines read so far."""
         self.damaged_lines = 0
-        """Number of lines that are not a JSON object. Each part of a line that is too long counts as one."""
+        """Number of lines that are not JSON. Each part of a line that is too long counts as one."""
         self._lines_fd = -1
         self._hole = (-1, 0)
         """Number of an empty slot that precedes written ones, and when it was first seen (monotonic ns)."""
@@ -96,7 +95,7 @@ class SpanReader:
         if version != VERSION or header != HEADER_BYTES:
             raise RingError(f"{self.path}: ring of another version ({version})")
         size = os.fstat(self._fd).st_size
-        if not 0 < self.slots <= MAX_SLOTS or header + self.slots * SLOT_BYTES != size or self.process < 0:
+        if not 0 < self.slots <= MAX_SLOTS or header + self.slots * SLOT_BYTES != size:
             raise RingError(f"{self.path}: damaged header")
 
     def close(self) -> None:
@@ -263,7 +262,7 @@ class SpanReader:
         return data if before_wrap == count else data + self._read((count - before_wrap) * SLOT_BYTES, HEADER_BYTES)
 
     def _copy(self, count: int) -> list[Span] | None:
-        """Return the next spans, at most `count`, up to the first damaged slot; None if the first slot is damaged.
+        """Return the next spans, at most `count`, up to the first torn slot; None if the first slot is torn.
 
         A slot with the expected number is complete until the writer overwrites it: see `_skip_if_overwritten`.
         """
@@ -277,7 +276,7 @@ class SpanReader:
 
     def _is_lapped(self, span_number: int, mark: int) -> bool:
         """Return whether `mark`, in the slot of span `span_number`, belongs to a later lap."""
-        return span_number + self.slots < mark <= _MAX_SPAN_NUMBER and (mark - 1 - span_number) % self.slots == 0
+        return mark > span_number + self.slots
 
     def _skip_if_overwritten(self, mark: int, copied: bool, process_ended: bool) -> bool:
         """Skip ahead if the writer has overwritten the next span, or is about to. Return whether it skipped.
@@ -299,18 +298,8 @@ class SpanReader:
         return True
 
     def _newest(self) -> int:
-        """Return the highest span number in the ring; -1 if it has none.
-
-        A number counts only if it directly follows the number in the slot before: a single number may be damaged.
-        """
-        marks = self._slot_marks(0, self.slots)
-        numbers = (mark - 1 for mark in marks)
-        plausible = (
-            number
-            for slot, number in enumerate(numbers)
-            if number % self.slots == slot and marks[slot - 1] == number < _MAX_SPAN_NUMBER
-        )
-        return max(plausible, default=-1)
+        """Return the highest span number in the ring; -1 if it has none."""
+        return max(self._slot_marks(0, self.slots)) - 1
 
     def _skip_unwritten_slots(self, marks: list[int], now_ns: int, process_ended: bool) -> bool:
         """Skip slots that a thread has taken but not written within HOLE_NS. Return whether it skipped.
@@ -340,11 +329,11 @@ class SpanReader:
 
     # ------------------------------------------------------------------------------------------ lines
 
-    def lines(self, until: int = _MAX_SPAN_NUMBER) -> Iterator[list[dict[str, Any]]]:
+    def lines(self, until: int = sys.maxsize) -> Iterator[list[dict[str, Any]]]:
         """Yield the new lines as JSON objects, in portions, up to byte `until` of their file.
 
         Call `read` first: a span refers only to lines written before it, so the lines then contain all definitions for
-        the spans from `read`. Damaged lines are skipped and counted.
+        the spans from `read`. Torn lines are skipped and counted.
         """
         fd = self._open_lines()
         if fd < 0:
@@ -352,9 +341,6 @@ class SpanReader:
         end = min(until, self.lines_position + _MAX_BYTES_PER_CALL)
         while self.lines_position < end:
             data = os.pread(fd, min(READ_BYTES, end - self.lines_position), self.lines_position)
-            if not data:
-                self.lines_position = min(self.lines_position, os.fstat(fd).st_size)  # the file may be truncated
-                return
             complete_bytes = data.rfind(b"\n") + 1
             if not complete_bytes:
                 if len(data) < READ_BYTES:
@@ -371,20 +357,16 @@ class SpanReader:
         # The writer ends a possibly torn line with a line break. If the line was complete, an empty line follows it.
         for line in filter(None, data.split(b"\n")):
             try:
-                value = load_json(line)
-            except (ValueError, RecursionError):
-                value = None
-            if isinstance(value, dict):
-                objects.append(value)
-            else:
+                objects.append(load_json(line))
+            except ValueError:
                 self.damaged_lines += 1
         return objects
 
     def _open_lines(self) -> int:
-        """Return the file descriptor of the lines; -1 if this user has no such file."""
+        """Return the file descriptor of the lines; -1 if there is no such file."""
         if self._lines_fd < 0:
             with suppress(RingError, OSError):
-                self._lines_fd = _open_own_file(lines_path(self.path), os.O_RDONLY)
+                self._lines_fd = _open_regular_file(lines_path(self.path), os.O_RDONLY)
         return self._lines_fd
 
 
@@ -396,17 +378,13 @@ def current_span_in(words: memoryview, thread: int | None = None) -> tuple[int, 
     return words.cast("B")[KINDS_AT + thread], words[HeaderWord.SPAN_START + thread]
 
 
-def _open_own_file(path: str, access: int) -> int:
-    """Return a descriptor of a regular file of this user.
-
-    Raises RingError if it is anything else, OSError if it cannot be opened.
-    """
+def _open_regular_file(path: str, access: int) -> int:
+    """Return a descriptor of a regular file. Raises RingError for anything else, OSError if it cannot be opened."""
     fd = os.open(path, access | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    file_stat = os.fstat(fd)
-    if stat.S_ISREG(file_stat.st_mode) and file_stat.st_uid == os.getuid() and file_stat.st_nlink == 1:
+    if stat.S_ISREG(os.fstat(fd).st_mode):
         return fd
     os.close(fd)
-    raise RingError(f"{path}: not a regular file with one name, or the file of another user")
+    raise RingError(f"{path}: not a regular file")
 
 
 def _count_consecutive(marks: list[int], number: int) -> int:

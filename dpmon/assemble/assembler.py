@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dpmon.assemble.definitions import KnownDefinitions
 from dpmon.assemble.device_times import DeviceTimeQueue, PendingRow
@@ -16,7 +16,7 @@ from dpmon.assemble.step_row_builder import Item, StepRowBuilder
 from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Event
 from dpmon.record.shared_names import Untimed
-from dpmon.record.span_format import DOING, Flag, Kind, Span
+from dpmon.record.span_format import Flag, Kind, Span
 
 MAX_NESTED = 1 << 14
 """How many spans may wait for their enclosing span."""
@@ -24,15 +24,12 @@ MAX_EARLY_BLOCKS = 256
 """How many blocks are held before the first call."""
 FULL_READ_SPANS = 4096
 """If a read returns fewer spans than this, it has reached the newest span."""
-_MAX_TIME_NS = 1 << 58
-"""Longest plausible uptime of a machine (ns)."""
 _NEVER_ENDED = (1 << 64) - 1
 _CUT_OFF_WARNING = (
     "the process ended before it had finished a step of its loop. dpmon guessed where its steps end. The last step is"
     " incomplete"
 )
 _NESTED_KINDS = (Kind.REPLICA, Kind.STAGE, Kind.RESTARTED)
-_DAMAGE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
 
 
 class Predecessor(NamedTuple):
@@ -51,7 +48,7 @@ class Predecessor(NamedTuple):
 
 
 class Assembler:
-    """Turns the spans of one process into steps and calls. Damaged input is dropped and counted; it raises no error.
+    """Turns the spans of one process into steps and calls. Any span may be missing.
 
     When a supervisor takes over from another one, its assembler (the successor) starts with the step that was open. It
     has to learn the loop again.
@@ -101,19 +98,16 @@ class Assembler:
 
     @property
     def dropped(self) -> int:
-        """The number of spans and lines that are damaged or lack their context."""
+        """The number of spans that lack their context."""
         return self._dropped + self._row_builder.dropped
 
     # ------------------------------------------------------------------------------------------ input
 
-    def feed(self, spans: Sequence[Span], lines: Sequence[Mapping[str, object]]) -> list[Row]:
+    def feed(self, spans: Sequence[Span], lines: Sequence[Mapping[str, Any]]) -> list[Row]:
         """Handle spans, in order of number, and the lines that were read after them. Return the new rows in order."""
         self._take_lines(lines)
         for span in spans:
-            try:
-                self._handle_span(span)
-            except _DAMAGE:
-                self._dropped += 1
+            self._handle_span(span)
         if spans:
             self._next_number = spans[-1].number + 1
         if self._next_number >= self._first_unread:
@@ -129,33 +123,27 @@ class Assembler:
         """
         if kind == Kind.FETCH and self._next_number >= self._first_unread:
             self._place_events(self._events.pop_until(since_ns - 1))
-            try:
-                self._boundaries.fetch_began(since_ns)
-            except _DAMAGE:
-                self._dropped += 1
+            self._boundaries.fetch_began(since_ns)
         return self._pop_ready_rows()
 
     def finish(self) -> list[Row]:
         """Finish, because the process has exited and no more spans will arrive. Return the last rows."""
         self._place_events(self._events.pop_numbered_below(self._events.count))
         row_builder, has_no_step = self._row_builder, not self._row_builder.number
-        try:
-            self._release_closures()
-            is_cut_off = self._ended_by_exception
-            if is_cut_off is None:  # a killed process may have been in the middle of a training step
-                is_cut_off = self._boundaries.has_trained
-            self._boundaries.finish(is_cut_off)
-            if (
-                has_no_step
-                and row_builder.number
-                and self._boundaries.has_trained
-                and self._ended_by_exception is not False
-            ):
-                row_builder.out.append(Event("warning", {"process": None, "t_s": None, "text": _CUT_OFF_WARNING}))
-            row_builder.finish()
-            self._queue_recorded_rows([], False)
-        except _DAMAGE:
-            self._dropped += 1
+        self._release_closures()
+        is_cut_off = self._ended_by_exception
+        if is_cut_off is None:  # a killed process may have been in the middle of a training step
+            is_cut_off = self._boundaries.has_trained
+        self._boundaries.finish(is_cut_off)
+        if (
+            has_no_step
+            and row_builder.number
+            and self._boundaries.has_trained
+            and self._ended_by_exception is not False
+        ):
+            row_builder.out.append(Event("warning", {"process": None, "t_s": None, "text": _CUT_OFF_WARNING}))
+        row_builder.finish()
+        self._queue_recorded_rows([], False)
         self._collectives.finish()
         return self._pop_ready_rows(Untimed.ENDED)
 
@@ -173,28 +161,19 @@ class Assembler:
                 else:
                     inner.append(span)
 
-    def _take_lines(self, lines: Iterable[Mapping[str, object]]) -> None:
+    def _take_lines(self, lines: Iterable[Mapping[str, Any]]) -> None:
         for line in lines:
-            try:
-                if "end" in line:
-                    self._ended_by_exception = line.get("uncaught") is True
-                elif not (self._definitions.add(line) or self._events.add(line)):
-                    self._dropped += 1
-            except _DAMAGE:
-                self._dropped += 1
+            if "end" in line:
+                self._ended_by_exception = line.get("uncaught") is True
+            elif not self._definitions.add(line):
+                self._events.add(line)
 
     def _handle_span(self, span: Span) -> None:
         number, kind, flags, inside, thread, _, start_ns, duration_ns, _, _ = span
         if number < self._first_unread and kind != Kind.DEVICE_TIME and thread != self.thread >= 0:
             return  # a predecessor may have used this span
-        if start_ns + duration_ns > _MAX_TIME_NS:
-            if kind != Kind.STAGE or duration_ns != _NEVER_ENDED or start_ns > _MAX_TIME_NS:
-                self._dropped += 1
-                return
+        if duration_ns == _NEVER_ENDED:  # a stage
             span = span._replace(took=0, flags=flags | Flag.FAILED)
-        if kind not in DOING or (inside and inside not in DOING):
-            self._dropped += 1
-            return
         if kind == Kind.DEVICE_TIME:
             self._device_times.add_device_time(span)
             self._row_builder.sampling.count_device_time()
@@ -266,10 +245,7 @@ class Assembler:
 
     def _place_events(self, events: Iterable[QueuedEvent]) -> None:
         for event in events:
-            try:
-                self._boundaries.add_event(event)
-            except _DAMAGE:
-                self._dropped += 1
+            self._boundaries.add_event(event)
 
     # ------------------------------------------------------------------------------------------ output
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from typing import Any
 from zlib import crc32
 
 from dpmon.record.history_rows import Definition, Definitions, parse_definition, serialize_definition
@@ -28,17 +29,13 @@ class KnownDefinitions(Definitions):
         self._written: set[int] = set()
         """Numbers that already have a row."""
 
-    def add(self, line: Mapping[str, object]) -> bool:
-        """Add the definition in a line. Return False if the line defines nothing or is damaged."""
-        if type(line.get("optimizer")) is int:
+    def add(self, line: Mapping[str, Any]) -> bool:
+        """Add the definition in a line. Return False if the line defines nothing."""
+        if "optimizer" in line:
             self.optimizers += 1
-            return True
-        number = line.get("define")
-        if type(number) is not int or not 0 < number < FIRST_OWN_NUMBER or self.get(number) is not None:
-            return False
-        try:
-            self.remember(number, parse_definition(line.get("value")))
-        except (LookupError, TypeError, ValueError, AttributeError, RecursionError):
+        elif "define" in line:
+            self.remember(line["define"], parse_definition(line["value"]))
+        else:
             return False
         return True
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 from dpmon.record.record_types import Event
 
@@ -77,19 +78,14 @@ class EventQueue:
         self.pending: set[int] = set()
         """Numbers of the events that the assembler has not returned yet."""
 
-    def add(self, line: Mapping[str, object]) -> bool:
-        """Add the event in a line. Return False if the line is not an event."""
-        if not isinstance(line.get("kind"), str):
-            return False
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Add the event in a line."""
         data = dict(line)
-        time_ns = data.pop("at", None)
-        if type(time_ns) is int and self._last_time_ns < time_ns < NEVER:
-            self._last_time_ns = time_ns
+        self._last_time_ns = max(self._last_time_ns, data.pop("at", 0))
         self._queue.append(QueuedEvent(self.count, self._last_time_ns, data))
         self.pending.add(self.count)
         self.count += 1
         self.due = self._queue[0].time_ns
-        return True
 
     def pop_until(self, until_ns: int) -> list[QueuedEvent]:
         """Remove and return the events up to a time (monotonic ns)."""

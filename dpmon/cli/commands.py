@@ -72,9 +72,10 @@ def attach_to_directory(
 
 
 def _attach_headless(directory: Path, options: argparse.Namespace) -> int:
-    from dpmon.store.store_opening import is_readable
+    from dpmon.store.store_opening import open_store
 
-    is_history_readable = is_readable(directory)
+    with open_store(directory):  # raises if the history is damaged, or of another version
+        pass
     if options.headless or options.json is not None or not has_screen():
         from dpmon.cli.headless import HeadlessRun
 
@@ -92,11 +93,7 @@ def _attach_headless(directory: Path, options: argparse.Namespace) -> int:
     refresh = options.refresh or options.settings.refresh or run_info.refresh
     had_ended = load_exit(directory) is not None
     settings = options.settings
-    with_playback = had_ended and is_history_readable
-    if (
-        run_screen(directory, refresh=refresh, theme=settings.theme, alert=settings.alert, playback=with_playback)
-        == "left"
-    ):
+    if run_screen(directory, refresh=refresh, theme=settings.theme, alert=settings.alert, playback=had_ended) == "left":
         print_message(f"training continues; reattach with: dpmon attach {short_name(run_info)}")
         return 0
     return print_closing_summary(directory, load_exit(directory), print_message, brief=had_ended)

@@ -10,18 +10,10 @@ from collections.abc import Sequence
 
 def main(words: Sequence[str]) -> int:
     """Run the command line and return its exit status; 2, with one sentence on stderr, if it cannot run."""
-    from dpmon.cli.options import (
-        MULTI_NODE_COMMANDS,
-        READING_COMMANDS,
-        UsageError,
-        names_remote_hosts,
-        parse,
-        suggest_command,
-    )
+    from dpmon.cli.options import MULTI_NODE_COMMANDS, UsageError, names_remote_hosts, parse, suggest_command
     from dpmon.config import Settings, load_settings
     from dpmon.errors import DpmonError
 
-    command = ""
     try:
         command, options = parse(words)
         if command == "help":
@@ -71,13 +63,6 @@ def main(words: Sequence[str]) -> int:
             hint = f" (did you mean {suggestion}?)"
         (text,) = hide_secrets([str(error)])
         print_message(f"{text}{hint}")
-        return 2
-    except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
-        if command not in READING_COMMANDS:
-            raise
-        from dpmon.cli.messages import print_message
-
-        print_message(f"the history is damaged: {type(error).__name__}: {error}")
         return 2
 
 

@@ -15,8 +15,6 @@ from dpmon.errors import DpmonError
 from dpmon.stalls.run_state import STATES
 
 MULTI_NODE_COMMANDS = ("attach", "ls", "doctor")
-READING_COMMANDS = ("ls", "report", "export", "compare", "status", "why")
-"""They only read the records of runs."""
 """Commands that accept several hosts."""
 MAX_REPLICAS = 4096
 WAIT_STATES = ("fine", *STATES, "finished", "stopped", "interrupted", "failed", "killed")

@@ -11,7 +11,6 @@ from typing import Any
 
 from dpmon.cli.messages import print_message
 from dpmon.cli.status_stream import status_members
-from dpmon.errors import HistoryError
 from dpmon.model.active_processes import ended_processes
 from dpmon.model.findings.all_findings import find_all
 from dpmon.model.json_fields import fields_of
@@ -102,7 +101,7 @@ def read_run_status(directory: Path) -> tuple[Health, dict[str, Any]]:
     with closing(RunReader(directory)) as reader:
         word, exit_info = run_state(directory, reader.info)
         snapshot, findings, has_ended = RunSnapshot(), [], exit_info is not None or word == LOST
-        with suppress(HistoryError, RunError), open_store(directory) as store:
+        with suppress(RunError), open_store(directory) as store:
             request = SnapshotRequest(span_s=0, over=True) if has_ended else SnapshotRequest()
             snapshot = SnapshotBuilder().build(store, request, ended_processes(reader.activities()))
             run = analyze_run(store, directory, exit_info)

@@ -64,7 +64,7 @@ def summary_lines(directory: Path, exit_info: ExitInfo | None, width: int = WIDT
                 directory, width
             )
     except HistoryError as error:
-        texts = [f"the history cannot be read: {error}"]
+        texts = [str(error)]
         lines += [
             *_warning_lines(texts, short_name(run_info)),
             _untraced_summary(directory, run_info, exit_info, texts),
@@ -87,17 +87,14 @@ class _SummaryLines:
     def lines(self, directory: Path, width: int) -> list[str]:
         """Return all lines except how the run ended and where the record is, the most important first."""
         run = self._run
-        damage = [] if run.store.damaged is None else [run.store.damaged]
-        warnings = [*damage, *(warning.text for warning in run.announced.warnings)]
+        warnings = [warning.text for warning in run.announced.warnings]
         stall_lines = stall_sentences(run, self._exit_info, has_ended=self._exit_info is not None)
         lines = [*stall_lines, *self._time_lines(), *self._gap_lines(warnings)]
         mode_kinds = {(mode, step_kind(kind)) for mode, kind in run.store.mode_kinds | run.layouts.modes_and_kinds()}
         if run.open_calls:
             lines.append(format_calls_so_far(run.open_calls))
         elif not mode_kinds:
-            lines.append(
-                _untraced_summary(directory, self._run_info, self._exit_info, [*damage, *run.announced.reasons])
-            )
+            lines.append(_untraced_summary(directory, self._run_info, self._exit_info, run.announced.reasons))
         for mode, kind in sorted(mode_kinds):
             lines += self._mode_lines(mode, kind)
         straggler = None if run.communication is None else run.communication.straggler

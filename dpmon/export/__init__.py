@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, TextIO
 
-from dpmon.errors import DpmonError, HistoryError
+from dpmon.errors import DpmonError
 from dpmon.export.csv_tables import CsvTables
 from dpmon.export.perfetto import write_trace
 from dpmon.record.jsonl import as_json
@@ -77,20 +77,13 @@ def _write_csv_files(directory: Path, output_directory: Path) -> None:
 def iter_records(directory: Path) -> Iterator[Record]:
     """Yield all records of the run in `directory`, then one of kind `dropped`, then the exit if the run has ended.
 
-    If the history is damaged, a warning comes before `dropped`.
-
-    Raises RunError if the directory is not a run of this user.
+    Raises RunError if the directory is not a run of this user, HistoryError if the history is damaged.
     """
-    try:
-        with open_store(directory) as store:
-            for record in store.records():
-                if not isinstance(record, Event) or record.kind != "exit":
-                    yield record
-            damage, dropped = store.damaged, {"count": store.dropped, "pruned": store.pruned}
-    except HistoryError as error:
-        damage, dropped = f"the history cannot be read: {error}", {"count": 0, "pruned": 0}
-    if damage is not None:
-        yield Event("warning", {"process": None, "t_s": None, "text": damage})
+    with open_store(directory) as store:
+        for record in store.records():
+            if not isinstance(record, Event) or record.kind != "exit":
+                yield record
+        dropped = {"count": store.dropped, "pruned": store.pruned}
     yield Event("dropped", dropped)
     exit_info = load_exit(directory)
     if exit_info is not None:

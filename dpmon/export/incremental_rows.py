@@ -25,9 +25,8 @@ MAX_SECONDS, MAX_RANK_SECONDS = 600, 2000
 """Most seconds by which a chunk advances sums and tallies, and for tallies, most seconds of all ranks together."""
 _READ_AS = {
     ("events", "process"): "ifnull(process, -1)",  # events of the supervisor have no process
-    ("device_rollups", "device"): "device AS number",
 }
-"""Expressions for columns whose type differs from that of an equally named column (see `CheckedConnection`)."""
+"""Expressions for columns that are sent with another value."""
 INITIAL_ROWS_S = 600
 """At its first connection, a reader gets all rows of this time. Of earlier time, it gets tallies, sums,
 losses and lasting events."""
@@ -318,10 +317,8 @@ class IncrementalRows:
             functions = {name: "max" if name == "high" else "sum" for name in ("count", "total", "high")}
             if table == "collective_sums":
                 functions = dict.fromkeys(COLLECTIVE_SUMS, "sum")
-            # `CheckedConnection` finds a value's type by its name, so an expression gets the name of its column.
-            expressions = ", ".join(f"{function}({name}) AS {name}" for name, function in functions.items())
-            selected_keys = keys.replace("device", "device AS number")
-            columns = f"{BEFORE_S} AS start_s, {selected_keys}, {expressions}"
+            sums = ", ".join(f"{function}({name})" for name, function in functions.items())
+            columns = f"{BEFORE_S}, {keys}, {sums}"
             query = f"SELECT {columns} FROM {table} WHERE start_s < ? GROUP BY {keys}"
             changed += store.query(query, (since_s,))
         return changed

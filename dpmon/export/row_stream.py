@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import dpmon
-from dpmon.errors import DpmonError, HistoryError
+from dpmon.errors import DpmonError
 from dpmon.export import ExportError
 from dpmon.export.incremental_rows import IncrementalRows
 from dpmon.record.safe_json import load_json, number_member
@@ -114,8 +114,6 @@ class _RowStream:
         if is_complete or has_live_supervisor(run_info):
             with open_store(self._directory, as_written=True) as store:
                 lines, has_more = self._rows.next_chunk(store, max(end_ns // SECOND, 0), is_last=is_complete)
-                if store.damaged is not None:  # otherwise, rows would be missing without notice
-                    raise HistoryError(store.damaged)
         beat = {"beat": next(self._beats), "from": earlier_offset, "offset": self._rows.offset, **self._process_state()}
         beat |= {"tallied_s": self._rows.tallied_s, "deleted": self._rows.deleted, "left_out": self._rows.left_out}
         self._rows.left_out = 0

@@ -59,7 +59,7 @@ class MirrorHistory:
         """Open the history of the mirror's run. Raises HistoryError."""
         max_bytes = min(LIMIT_BYTES * len(run_info.nodes), MAX_HISTORY_BYTES)
         self._history = HistoryWriter.open(directory, {"run": run_info.id, "start_ns": run_info.start_ns}, max_bytes)
-        self._db = self._history.checked_connection.db
+        self._db = self._history.connection.db
         names = ", ".join(NODE_COLUMNS)
         rows = [NodeRow(*row) for row in self._history.rows(f"SELECT {names} FROM nodes ORDER BY number")]
         self.nodes = rows or [NodeRow(number, name) for number, name in enumerate(run_info.nodes)]

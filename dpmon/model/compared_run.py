@@ -326,7 +326,6 @@ def _setup_labels(run: RunAnalysis, mode: str | None, steps_by_batch: Counter[in
         "samples a step": {NO_SAMPLES: "unknown", OTHER_SIZES: "changing"}.get(batch, str(batch)),
         "Python": process.python,
         "torch": process.torch,
-        "record": run.store.damaged or "complete",
     }
 
 

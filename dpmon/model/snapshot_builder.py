@@ -37,7 +37,6 @@ from dpmon.model.run_snapshot import (
     RecentRate,
     RunSnapshot,
     SnapshotRequest,
-    WarningRecord,
 )
 from dpmon.model.slow_steps import INPUT, SlowStepCache, SlowSteps, StepUnevenness, overlap_ns, uneven_steps
 from dpmon.model.step_history import COLUMNS, HistoryColumnCache, column_width_s, subtract_input_waits
@@ -116,16 +115,10 @@ class SnapshotBuilder:
     def build(
         self, store: Store, request: SnapshotRequest = _DEFAULT_REQUEST, ended: frozenset[int] = frozenset()
     ) -> RunSnapshot:
-        """Return the state as of the time of `store`. `ended`: processes that are known to have ended."""
-        snapshot = self._build_or_reuse(store, request, ended)
-        damage = store.damaged
-        if damage is None:
-            return snapshot
-        warning = WarningRecord(None, max(snapshot.newest_ns, 0), damage)
-        return replace(snapshot, warnings=(*snapshot.warnings, warning), warning_count=snapshot.warning_count + 1)
+        """Return the state as of the time of `store`. `ended`: processes that are known to have ended.
 
-    def _build_or_reuse(self, store: Store, request: SnapshotRequest, ended: frozenset[int]) -> RunSnapshot:
-        """Build the snapshot. With many ranks, reuse most values from the previous snapshot; waits are always fresh."""
+        With many ranks, most values come from the previous snapshot; waits are always fresh.
+        """
         events = self._read_events(store)
         key, last = (request, ended, events), self._last
         if last is None or last.key != key or last.pictures >= _MAX_REUSES or store.until_s is not None:

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from dpmon.errors import DpmonError
 from dpmon.record.schema import SPAN_PHASES, STEP_KINDS, SYNC_NUMBER, TRAINING
 
 UNTIMED = (
@@ -30,10 +29,6 @@ MAX_SPANS = 256
 BUCKET = len(SPAN_PHASES)
 """Takes the place of a phase in an entry that marks when the last gradient of a bucket was ready. It has no
 duration."""
-
-
-class RecordError(DpmonError):
-    """Bytes that are not a record, or that refer to an unknown definition."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,10 +63,9 @@ def collect_report_data(directory: Path) -> ReportData:
             raised=None if failure is None or failure.exception is None else failure.exception.sentence(run_info.cwd),
         )
         run.query_everything()
-    damage, untraced_reason = [] if store.damaged is None else [store.damaged], None
-    warnings = list(dict.fromkeys([*damage, *(warning.text for warning in run.announced.warnings)]))
+    warnings, untraced_reason = list(dict.fromkeys(warning.text for warning in run.announced.warnings)), None
     if not run.steps and not run.calls:
-        untraced_reason = nothing_traced_reason(directory, run_info, exit_info, [*damage, *run.announced.reasons])
+        untraced_reason = nothing_traced_reason(directory, run_info, exit_info, run.announced.reasons)
         if not untraced_reason:
             untraced_reason = f"the command {'has not started yet' if exit_info is None else 'was not started'}"
     reader = RunReader(directory)

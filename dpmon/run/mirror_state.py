@@ -76,8 +76,7 @@ class MirrorState:
         with contextlib.suppress(OSError, ValueError):
             stamp = os.lstat(self._path).st_mtime_ns
             if stamp != self._stamp:
-                state = load_json(read_file(self._path, _MAX_BYTES))
-                self._state = state if isinstance(state, dict) else {}
+                self._state = load_json(read_file(self._path, _MAX_BYTES))
                 self._stamp, self._activities = stamp, None
 
     @property
@@ -127,26 +126,19 @@ class MirrorState:
         """Return the replies to the last request of this reader; None if it has sent none."""
         if self._request_id is None:
             return None
-        request_id, reply_count, request_count = self._integers("answered", 3) or (-1, 0, 0)
+        request_id, reply_count, request_count = self.state.get("answered") or (-1, 0, 0)
         if request_id < self._request_id:
             return NodeReplies(0, len(self.state.get("connected") or ()))
-        failures = self.state.get("failed")
-        if not isinstance(failures, dict) or time.time_ns() - self._request_id > _FAILURES_SHOWN_NS:
+        failures = self.state.get("failed") or {}
+        if time.time_ns() - self._request_id > _FAILURES_SHOWN_NS:
             failures = {}
         return NodeReplies(
             reply_count,
             request_count,
-            {sanitize_line(name, 40): sanitize_line(str(text), 300) for name, text in failures.items()},
+            {sanitize_line(name, 40): sanitize_line(text, 300) for name, text in failures.items()},
         )
 
     def ended_counts(self) -> tuple[int, int]:
         """Return the number of nodes whose run has ended, and the number of nodes; (0, 0) if unknown."""
-        ended_count, node_count = self._integers("ended", 2) or (0, 0)
+        ended_count, node_count = self.state.get("ended") or (0, 0)
         return ended_count, node_count
-
-    def _integers(self, name: str, count: int) -> list[int] | None:
-        """Return the list of `count` integers under a name; None if there is none."""
-        values = self.state.get(name)
-        if isinstance(values, list) and [*map(type, values)] == [int] * count:
-            return values
-        return None

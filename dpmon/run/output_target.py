@@ -57,7 +57,7 @@ def check_replaceable(path: Path) -> int | None:
 def open_truncated(path: Path) -> int:
     """Truncate or create (mode 0600) a regular file. Return its descriptor. Raises OSError for anything else."""
     check_replaceable(path)
-    return open_file(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, any_owner=True)
+    return open_file(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
 
 
 @contextlib.contextmanager

@@ -1,8 +1,7 @@
 """The notes of a run: lines of process id, monotonic time in ns, and text (see `dpmon.tracer.note_files`).
 
-stages.log, endings.log and warnings.log consist of notes. The supervisor writes statuses.log in the same form. A note
-may be damaged, so the length of its numbers is limited: Python refuses to parse numbers of thousands of digits, and
-cannot divide numbers of hundreds of digits. The exception that ended the script may also be in the script's output.
+stages.log, endings.log and warnings.log consist of notes. The supervisor writes statuses.log in the same form. The
+exception that ended the script may also be in the script's output.
 """
 
 from __future__ import annotations
@@ -166,20 +165,11 @@ def read_uncaught_exceptions(directory: Path) -> list[UncaughtException]:
 def _parse_uncaught(pid: int, at_ns: int, class_name: str, details: str) -> UncaughtException:
     try:
         members = load_json(details)
-        frames = tuple((str(function), str(file), int(line)) for function, file, line in members.get("frames", ()))
-    except (ValueError, TypeError, AttributeError):  # damaged
-        members, frames = {}, ()
+    except ValueError:  # a note that did not fit on a full disk
+        members = {}
     message, rank, file, line = (members.get(name) for name in ("message", "rank", "file", "line"))
-    return UncaughtException(
-        pid,
-        at_ns,
-        class_name,
-        message if isinstance(message, str) else "",
-        rank if type(rank) is int else None,
-        file if isinstance(file, str) and type(line) is int else None,
-        line if type(line) is int else None,
-        frames,
-    )
+    frames = tuple((function, file, line) for function, file, line in members.get("frames", ()))
+    return UncaughtException(pid, at_ns, class_name, message or "", rank, file, line, frames)
 
 
 # ------------------------------------------------------------------------------------------------ in the output

@@ -19,7 +19,7 @@ from dpmon.config import ConfigError, load_settings
 from dpmon.run.lifecycle import has_live_supervisor, is_live, run_state, take_lock
 from dpmon.run.run_directory import RunError, RunInfo, load_exit, load_info
 from dpmon.run.run_registry import list_runs
-from dpmon.run.safe_files import open_file, remove_file
+from dpmon.run.safe_files import open_file
 
 _KEEP_FILE = "keep"
 _DELETED_PREFIX = ".gone-"
@@ -59,7 +59,7 @@ def set_protected(directory: Path, protected: bool = True) -> None:
             os.close(open_file(path, os.O_WRONLY | os.O_CREAT))
         else:
             with contextlib.suppress(FileNotFoundError):
-                remove_file(path)
+                path.unlink()
     except OSError as error:
         raise RunError(f"{path} cannot be written: {error.strerror}") from None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import stat
 import time
 import zlib
 from collections.abc import Callable
@@ -14,7 +15,6 @@ from pathlib import Path
 from dpmon.config import home_directory
 from dpmon.run import proc
 from dpmon.run.run_directory import ID, INFO_FILE, RunError, RunInfo, check_directory, load_info, write_info
-from dpmon.run.safe_files import open_directory
 
 _MAX_IDS_NAMED = 8
 ROOM_BYTES = 24 << 20
@@ -108,8 +108,7 @@ def check_place(runs: Path) -> None:
 def _make_private(directory: Path) -> None:
     """Create a directory of mode 0700, whatever the umask. Raises FileExistsError if the path exists."""
     directory.mkdir(mode=0o700)
-    with open_directory(directory) as fd:
-        os.chmod(f"/proc/self/fd/{fd}", 0o700)  # not by its name, which may have become a link
+    directory.chmod(0o700)
 
 
 def _create_private(runs: Path) -> None:
@@ -125,12 +124,13 @@ def _create_private(runs: Path) -> None:
             with contextlib.suppress(FileExistsError):
                 _make_private(directory)
             is_link = is_default and directory.is_symlink()  # what it leads to is not changed
-            with open_directory(directory, allow_link=is_link) as fd:
-                directory_stat = os.fstat(fd)
-                if directory_stat.st_uid != os.getuid():
-                    raise RunError(f"{directory} belongs to another user; set XDG_STATE_HOME to a directory of yours")
-                if directory_stat.st_mode & 0o077 and not is_link:
-                    os.chmod(f"/proc/self/fd/{fd}", 0o700)
+            directory_stat = directory.stat() if is_link else directory.lstat()
+            if not stat.S_ISDIR(directory_stat.st_mode):
+                raise RunError(f"{directory} is not a directory; set XDG_STATE_HOME to a directory of yours")
+            if directory_stat.st_uid != os.getuid():
+                raise RunError(f"{directory} belongs to another user; set XDG_STATE_HOME to a directory of yours")
+            if directory_stat.st_mode & 0o077 and not is_link:
+                directory.chmod(0o700)
     except OSError as error:
         raise RunError(f"no run can be kept in {runs}: {error.strerror}; set XDG_STATE_HOME") from None
 

@@ -1,16 +1,13 @@
-"""Opens a run's files without blocking and without following links: another program may have replaced them.
+"""Opens the files of a run: without blocking, without following a link, and only if they are regular files.
 
-A run's directory may come from another person, or change during the run. A FIFO in place of a log would block its
-reader; a link would lead out of the directory. So the files of a run are opened here. Three kinds of files have checks
-of their own: rings (`dpmon.span_ring`, `dpmon.span_reader`), the tracer's lines (`dpmon.tracer.note_files`), and the
-database, which SQLite opens (`check_database`).
+A FIFO in place of a log would block its reader; a link would lead out of the directory. Rings (`dpmon.span_ring`,
+`dpmon.span_reader`) and the tracer's lines (`dpmon.tracer.note_files`) are opened in the same way elsewhere.
 """
 
 import contextlib
 import errno
 import os
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 
 _SAFE_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
@@ -34,47 +31,21 @@ def not_regular_file_error(path: Path | str, mode: int) -> OSError:
     return OSError(errno.EINVAL, f"it is {file_kind(mode)}, not a regular file", str(path))
 
 
-def open_file(path: Path, flags: int = os.O_RDONLY, *, any_owner: bool = False) -> int:
-    """Return a descriptor of a regular file of this user (with `any_owner`: of any user), without blocking.
+def open_file(path: Path, flags: int = os.O_RDONLY) -> int:
+    """Return a descriptor of a regular file. Raises OSError for anything else.
 
-    `flags`: as for os.open; a new file has mode 0600. Without `any_owner`, a file opened for writing must not have a
-    second name (a hard link), because that name could be outside the run. Raises OSError for anything else.
+    `flags`: as for os.open; a new file has mode 0600.
     """
-    with open_directory(path.parent, allow_link=any_owner) as directory_fd:
-        try:  # check before opening, because opening some devices has side effects
-            _check_file(
-                path, os.stat(path.name, dir_fd=directory_fd, follow_symlinks=False), flags, any_owner=any_owner
-            )
-        except FileNotFoundError:
-            if not flags & os.O_CREAT:
-                raise
-        fd = os.open(path.name, flags & ~os.O_TRUNC | _SAFE_FLAGS, 0o600, dir_fd=directory_fd)
+    fd = os.open(path, flags | _SAFE_FLAGS, 0o600)
     try:
-        _check_file(path, os.fstat(fd), flags, any_owner=any_owner)
-        if flags & os.O_TRUNC:
-            os.ftruncate(fd, 0)
+        mode = os.fstat(fd).st_mode
+        if not stat.S_ISREG(mode):
+            raise not_regular_file_error(path, mode)
         os.set_blocking(fd, True)  # a script may get the file as its output, and expects blocking mode, as from a shell
     except BaseException:
         os.close(fd)
         raise
     return fd
-
-
-@contextlib.contextmanager
-def open_directory(directory: Path, *, allow_link: bool = False) -> Iterator[int]:
-    """Open a descriptor (O_PATH) of a directory, which must not be a link unless `allow_link`."""
-    # The directory itself may be replaced during the run, and a link in its place would lead elsewhere.
-    fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC | (0 if allow_link else os.O_NOFOLLOW))
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-
-
-def remove_file(path: Path) -> None:
-    """Delete a file of a run, of any file type. Raises OSError if that fails."""
-    with open_directory(path.parent) as directory_fd:
-        os.unlink(path.name, dir_fd=directory_fd)
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -84,34 +55,21 @@ def write_atomically(path: Path, text: str) -> None:
         fd = open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         with open(fd, "w", encoding="utf-8") as file:
             file.write(text)
-        with open_directory(path.parent) as directory_fd:
-            os.replace(temporary.name, path.name, src_dir_fd=directory_fd, dst_dir_fd=directory_fd)
+        temporary.replace(path)
     except BaseException:
         with contextlib.suppress(OSError):
-            remove_file(temporary)
+            temporary.unlink()
         raise
 
 
-def _check_file(path: Path, file_stat: os.stat_result, flags: int, *, any_owner: bool) -> None:
-    if not stat.S_ISREG(file_stat.st_mode):
-        raise not_regular_file_error(path, file_stat.st_mode)
-    if any_owner:
-        return
-    if file_stat.st_uid != os.getuid():
-        raise PermissionError(errno.EPERM, "it belongs to another user", str(path))
-    if flags & (os.O_WRONLY | os.O_RDWR) and file_stat.st_nlink > 1:
-        raise PermissionError(errno.EPERM, "it has a second name (a hard link)", str(path))
-
-
 def open_fifo(path: Path, flags: int) -> int:
-    """Return a descriptor of a FIFO of this user, without blocking. Raises OSError for anything else."""
-    with open_directory(path.parent) as directory_fd:
-        fd = os.open(path.name, flags | _SAFE_FLAGS, dir_fd=directory_fd)
-    file_stat = os.fstat(fd)
-    if stat.S_ISFIFO(file_stat.st_mode) and file_stat.st_uid == os.getuid() and file_stat.st_nlink == 1:
+    """Return a descriptor of a FIFO, without blocking. Raises OSError for anything else."""
+    fd = os.open(path, flags | _SAFE_FLAGS)
+    mode = os.fstat(fd).st_mode
+    if stat.S_ISFIFO(mode):
         return fd
     os.close(fd)
-    raise OSError(errno.EINVAL, f"it is {file_kind(file_stat.st_mode)}, not a FIFO that belongs to you", str(path))
+    raise OSError(errno.EINVAL, f"it is {file_kind(mode)}, not a FIFO", str(path))
 
 
 def read_file(path: Path, limit: int) -> bytes:
@@ -132,22 +90,21 @@ def _read(path: Path, limit: int, *, at_end: bool) -> bytes:
 
 
 def check_database(path: Path, *, written: bool = False) -> None:
-    """Raise OSError unless the existing files of an SQLite database are regular files of this user.
+    """Raise OSError unless the existing files of an SQLite database are regular files.
 
     SQLite opens them itself and would wait for the writer of a FIFO. Raises FileNotFoundError if the database does not
     exist, unless it is to be `written`. In that case, a rollback journal is removed, because SQLite would delete any
     file that the journal names.
     """
-    with open_directory(path.parent) as directory_fd:
-        for suffix in _DATABASE_SUFFIXES:
-            file = Path(f"{path}{suffix}")
-            try:
-                file_stat = os.stat(file.name, dir_fd=directory_fd, follow_symlinks=False)
-            except FileNotFoundError:
-                if not suffix and not written:
-                    raise
-                continue
-            # SQLite writes the other files for readers, too.
-            _check_file(file, file_stat, os.O_RDWR if written or suffix else os.O_RDONLY, any_owner=False)
-            if written and suffix == "-journal":
-                os.unlink(file.name, dir_fd=directory_fd)
+    for suffix in _DATABASE_SUFFIXES:
+        file = Path(f"{path}{suffix}")
+        try:
+            mode = file.lstat().st_mode
+        except FileNotFoundError:
+            if not suffix and not written:
+                raise
+            continue
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, f"{file.name} is {file_kind(mode)}, not a regular file", str(file))
+        if written and suffix == "-journal":
+            file.unlink()

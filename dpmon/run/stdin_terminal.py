@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from dpmon.run import proc
-from dpmon.run.safe_files import open_fifo, open_file, read_file, remove_file
+from dpmon.run.safe_files import open_fifo, open_file, read_file
 
 INPUT_FIFO = "input.fifo"
 _CHUNK = 4096
@@ -220,7 +220,7 @@ class InputWaitWatcher:
         """End the current wait, if there is one, and delete the file."""
         self._end_wait()
         with contextlib.suppress(OSError):
-            remove_file(self._path)
+            self._path.unlink()
 
     def _end_wait(self) -> None:
         if self._first_seen_ns is not None and self._last_seen_ns - self._first_seen_ns >= _MIN_REPORTED_NS:

@@ -12,7 +12,7 @@ from typing import Any
 
 from dpmon.record.safe_json import int_member, load_json, ns_member, number_member, text_member
 from dpmon.run.run_directory import RunInfo
-from dpmon.run.safe_files import open_file, read_file, remove_file, write_atomically
+from dpmon.run.safe_files import open_file, read_file, write_atomically
 from dpmon.stalls.stacks import Frame, ProcessStacks, Stack
 from dpmon.stalls.stall_detection import LoaderWorker, ProcessGroupView, RankActivity, Stall, describe_activity
 
@@ -190,7 +190,7 @@ def last_request_number(directory: Path) -> int:
 def request_and_wait(directory: Path, *, native: bool = False) -> dict[str, Any] | None:
     """Request a reply from the supervisor. Return it; None if it does not come. Raises OSError if that fails."""
     with contextlib.suppress(FileNotFoundError):
-        remove_file(directory / ANSWER_FILE)  # after the clock was set back, an old reply could pass for a new one
+        (directory / ANSWER_FILE).unlink()  # after the clock was set back, an old reply could pass for a new one
     number = request_reply(directory, native=native)
     deadline = time.monotonic() + WAIT_S
     while (reply := read_reply(directory, number)) is None and time.monotonic() < deadline:

@@ -62,19 +62,18 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import struct
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, fields
 from functools import cache
-from itertools import islice
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
 from dpmon.errors import HistoryError
 from dpmon.record.schema import EVALUATION, EXPOSED, FORWARD_ONLY, PHASES, QUANTITIES, SYNC_NUMBER, TRAINING, WAIT
-from dpmon.record.shared_names import MODES
 from dpmon.store.loader_loops import LOOP_COLUMNS
 from dpmon.store.tally import COLUMNS, PLAIN
 from dpmon.store.time_accounting import ACTIVITIES
@@ -227,9 +226,10 @@ _MIN_ROW_BYTES = 8
 """Fewest bytes of a row: its position in the page, its length and its id."""
 _MAX_VALUE_BYTES = 64 << 20
 _FAILURES = (sqlite3.Error, OverflowError, MemoryError)
-_TOO_LONG = "a value is too long"
+DAMAGE = (*_FAILURES, struct.error, LookupError, TypeError, ValueError)
+"""What reading a damaged history raises."""
 _CHUNK = 200
-"""Number of rows that are checked together."""
+"""Number of rows that are read together."""
 
 
 @dataclass
@@ -245,7 +245,7 @@ class RingRow:
     sequence: int = 0
     """Number of the next unread span."""
     missed: int = 0
-    """Records that were overwritten before they were read, were damaged or could not be kept."""
+    """Records that were overwritten before they were read, or could not be kept."""
     calls: int = 0
     steps: int = 0
     last_step: int | None = None
@@ -284,11 +284,8 @@ def are_rollouts(evaluations: int, training_steps: int) -> bool:
     return evaluations >= max(_MIN_ROLLOUTS, _ROLLOUT_SHARE * training_steps)
 
 
-class CheckedConnection:
-    """A connection that validates every row, because the database may be damaged or hostile.
-
-    It limits the rows and the work of one query by the size of the database: a damaged tree can have endless rows.
-    """
+class BoundedConnection:
+    """A connection to a history. A damaged tree can have endless rows, so each query has a limit of rows and work."""
 
     def __init__(self, db: sqlite3.Connection, size: int) -> None:
         """Limit the queries of `db`, a database of `size` bytes, and keep its schema from running functions."""
@@ -307,38 +304,19 @@ class CheckedConnection:
         self._max_checks = (_MAX_WRITE_INSTRUCTIONS if writes else 20_000_000 + 8 * size) // _CHECK_INTERVAL
 
     def rows(self, query: str, values: Sequence[Any] | Mapping[str, Any] = ()) -> Iterator[tuple[Any, ...]]:
-        """Yield the rows of a query. Raises HistoryError at the first damage.
-
-        A column must hold values of its declared type, NULL only if it is optional. An expression must be a whole
-        number or NULL: a sum of other values is none. What comes out of JSON is checked by those who read it.
-        """
+        """Yield the rows of a query. Raises HistoryError if the database cannot be read."""
         self.reset_instruction_count()
         remaining_rows = self.max_rows
         try:
             cursor = self.db.execute(query, values)
+            while rows := cursor.fetchmany(_CHUNK):
+                yield from rows
+                remaining_rows -= len(rows)
+                if remaining_rows < 0:
+                    raise HistoryError("it has more rows than its size allows")
+                self.reset_instruction_count()
         except _FAILURES as error:
-            raise HistoryError(str(error) or _TOO_LONG) from None
-        names = [column[0] for column in cursor.description]
-        while True:
-            chunk: list[tuple[Any, ...]] = []
-            failure = ""
-            try:
-                chunk.extend(islice(cursor, _CHUNK))
-            except _FAILURES as error:  # the rows before it are in the chunk
-                failure = str(error) or _TOO_LONG
-            valid_count = _count_valid_rows(names, chunk)
-            yield from chunk[: min(valid_count, remaining_rows)]
-            remaining_rows -= len(chunk)
-            if remaining_rows < 0:
-                failure = "it has more rows than its size allows"
-            elif valid_count < len(chunk):
-                check_column_types(names, list(map(type, chunk[valid_count])))
-                failure = "a row has an unknown mode"
-            if failure:
-                raise HistoryError(failure)
-            if len(chunk) < _CHUNK:
-                return
-            self.reset_instruction_count()
+            raise HistoryError(str(error) or "a value is too long") from None
 
     def reset_instruction_count(self) -> None:
         """Restart the count of instructions, because a query starts."""
@@ -357,32 +335,7 @@ class CheckedConnection:
         return self._checks > self._max_checks
 
 
-def _count_valid_rows(names: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> int:
-    """Return how many rows, starting from the first, have values of the right types and known modes."""
-    for name, values in zip(names, zip(*rows, strict=True), strict=True) if rows else ():
-        if not _column_types(name).issuperset(map(type, values)) or (name == "mode" and not set(values) <= set(MODES)):
-            if len(rows) == 1:
-                return 0
-            return next((index for index, row in enumerate(rows) if not _count_valid_rows(names, [row])), 0)
-    return len(rows)
-
-
-@cache
-def _column_types(name: str) -> frozenset[type]:
-    """Return the possible types of a column. What comes out of JSON is checked by those who read it."""
-    every = frozenset((*_TYPES.values(), type(None)))
-    return every if name.startswith("json_extract") else frozenset(_own_schema()[1].get(name, _OF_EXPRESSION))
-
-
-def check_column_types(names: Sequence[str], types: Sequence[type]) -> None:
-    """Raise HistoryError if a row with these columns has a value of another type than SCHEMA declares."""
-    for name, value_type in zip(names, types, strict=True):
-        if value_type not in _column_types(name):
-            raise HistoryError(f"a row has {value_type.__name__} in {name}")
-
-
 _TYPES = {"INTEGER": int, "TEXT": str, "REAL": float, "BLOB": bytes}
-_OF_EXPRESSION = int, type(None)
 
 
 @cache
@@ -400,23 +353,6 @@ def _types(name: str, kind: type) -> tuple[type, ...]:
     return (kind, type(None)) if name in _OPTIONAL else (kind,)
 
 
-@cache
-def _own_schema() -> tuple[dict[str, tuple[Any, ...]], dict[str, tuple[type, ...]]]:
-    """Return the entries of SCHEMA, and the possible types of each column by its name.
-
-    A name has one type: that of the first table with it. A query of another table must rename such a column.
-    """
-    with closing(sqlite3.connect(":memory:")) as db:
-        db.executescript(SCHEMA)
-        schema = _schema_of(db)
-        type_by_name: dict[str, type] = {}
-        for table, (kind, *_) in schema.items():
-            for _, name, declared, *_ in db.execute(f"PRAGMA table_info({table})") if kind == "table" else ():
-                if declared:
-                    type_by_name.setdefault(name, _TYPES[declared])
-    return schema, {name: _types(name, kind) for name, kind in type_by_name.items()}
-
-
 def database_file_stamps(path: Path) -> list[os.stat_result]:
     """Return the `lstat` results of a database's files: the database, and its journal if there is one."""
     stamps = []
@@ -431,33 +367,17 @@ def database_size(path: Path) -> int:
     return sum(file.st_size for file in database_file_stamps(path))
 
 
-def check_schema(db: sqlite3.Connection, *, is_complete: bool) -> None:
-    """Raise HistoryError if a table or index differs from SCHEMA; with `is_complete`, also if one is missing."""
-    tables, (expected, _) = _schema_of(db), _own_schema()
-    for name, declared in tables.items():
-        if expected.get(name) != declared:
-            raise HistoryError(f"it holds {str(name)[:60]}, which is not dpmon's")
-    if is_complete and (missing := expected.keys() - tables.keys()):
-        raise HistoryError(f"it has no table {min(missing)}")
-
-
-def _schema_of(db: sqlite3.Connection) -> dict[str, tuple[Any, ...]]:
-    """Return type and declaration of each table, index, view and trigger, and whether it has a tree of rows."""
-    rows = db.execute("SELECT name, type, sql, rootpage > 0 FROM sqlite_master").fetchall()
-    entries = {name: tuple(entry) for name, *entry in rows}
-    if len(entries) < len(rows):
-        raise HistoryError("it holds two things of one name")
-    return entries
+def check_schema(db: sqlite3.Connection) -> None:
+    """Raise HistoryError if a database has a view or a trigger, which would run SQL of another writer."""
+    query = "SELECT name FROM sqlite_master WHERE sql NOT LIKE 'CREATE TABLE %' AND sql NOT LIKE 'CREATE INDEX %'"
+    for (name,) in db.execute(query):
+        raise HistoryError(f"it holds {str(name)[:60]}, which is not dpmon's")
 
 
 def version_of(db: sqlite3.Connection) -> int:
-    """Return the schema version of a history. HistoryError if it is in anything but a plain table."""
-    if _schema_of(db).get("meta", _own_schema()[0]["meta"]) != _own_schema()[0]["meta"]:
-        raise HistoryError("it holds meta, which is not dpmon's")
-    for (version,) in db.execute("SELECT value FROM meta WHERE key = 'schema'"):
-        if type(version) is int:
-            return version
-    return SCHEMA_VERSION
+    """Return the schema version of a history; SCHEMA_VERSION while its tables are still empty."""
+    row: tuple[int] | None = db.execute("SELECT value FROM meta WHERE key = 'schema'").fetchone()
+    return SCHEMA_VERSION if row is None else row[0]
 
 
 def last_ids(db: sqlite3.Connection) -> list[int]:
@@ -466,8 +386,8 @@ def last_ids(db: sqlite3.Connection) -> list[int]:
     return [last_id or 0 for (last_id,) in db.execute(query)]
 
 
-def read_ring_rows(connection: CheckedConnection) -> dict[str, RingRow]:
-    """Return the rows of the table `rings` by file name. Raises HistoryError if one is damaged."""
+def read_ring_rows(connection: BoundedConnection) -> dict[str, RingRow]:
+    """Return the rows of the table `rings` by file name. Raises HistoryError."""
     columns = ", ".join(member.name for member in fields(RingRow))
     rows = (RingRow(*row) for row in connection.rows(f"SELECT {columns} FROM rings"))
     return {row.name: row for row in rows}

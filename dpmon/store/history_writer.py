@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sqlite3
-import struct
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -19,13 +18,14 @@ from dpmon.run.safe_files import check_database
 from dpmon.store.history_schema import (
     BEFORE_S,
     COLLECTIVE_SUMS,
+    DAMAGE,
     HISTORY_FILE,
     LASTING,
     SCHEMA,
     SCHEMA_VERSION,
     SHARE_IDS,
     UNFIT,
-    CheckedConnection,
+    BoundedConnection,
     RingRow,
     check_schema,
     columns_of,
@@ -40,7 +40,7 @@ from dpmon.store.tally_writer import TallyWriter
 from dpmon.store.write_batch import GAP_NS, WriteBatch
 
 LIMIT_BYTES = 256 << 20
-_ERRORS = sqlite3.Error, OSError, MemoryError, HistoryError
+_ERRORS = (HistoryError, OSError, *DAMAGE)
 _MAX_LASTING = 10_000
 _SUMS_DIVISOR = 3
 """Each table of sums may take the size limit divided by this number."""
@@ -106,7 +106,7 @@ class HistoryWriter:
         """By process and definition of a loss: after how many more losses the script line is thinned."""
         try:
             self._page_bytes = self._read_number("PRAGMA page_size")
-            self._connection = CheckedConnection(db, self._file_bytes() if path is None else database_size(path))
+            self._connection = BoundedConnection(db, self._file_bytes() if path is None else database_size(path))
             self._prepare(meta)
         except _ERRORS as error:
             raise HistoryError(str(error)) from None
@@ -127,7 +127,7 @@ class HistoryWriter:
             raise
 
     @property
-    def checked_connection(self) -> CheckedConnection:
+    def connection(self) -> BoundedConnection:
         """The connection for queries, with limits for the current size of the database."""
         self._connection.set_size(self._file_bytes())
         return self._connection
@@ -135,9 +135,9 @@ class HistoryWriter:
     def _prepare(self, meta: Mapping[str, Any]) -> None:
         execute = self._db.execute
         has_tables = execute("SELECT 1 FROM sqlite_master").fetchone()
+        check_schema(self._db)
         if has_tables and (version := version_of(self._db)) != SCHEMA_VERSION:
             raise HistoryError(f"another version of dpmon wrote it (history {version})")
-        check_schema(self._db, is_complete=False)
         execute("PRAGMA journal_mode=WAL")
         # No fsync: a kill of this process loses nothing, because the kernel holds the pages, and a power cut ends the
         # training too. A flush every few seconds would slow a training that writes to the same disk.
@@ -150,25 +150,18 @@ class HistoryWriter:
         self._tallies = TallyWriter(self._connection)
         self.next_id: int = 1 + max(last_ids(self._db))
 
-    @property
-    def damage(self) -> HistoryError | None:
-        """The first damage found in a tally, which was started again; None if there is none."""
-        return self._tallies.damage
-
     def rings(self) -> dict[str, RingRow]:
         """Return the rows of `rings` by file name, as the previous writer left them. Raises HistoryError."""
-        return read_ring_rows(self.checked_connection)
+        return read_ring_rows(self.connection)
 
     def rows(self, query: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         """Return the rows of a query. Raises HistoryError."""
-        return list(self.checked_connection.rows(query, values))
+        return list(self.connection.rows(query, values))
 
     def last_stall(self) -> Mapping[str, Any] | None:
-        """Return the data of the newest `stall` event; None if there is none or it cannot be read."""
+        """Return the data of the newest `stall` event; None if there is none. Raises HistoryError."""
         query = "SELECT json FROM events WHERE kind = 'stall' ORDER BY id DESC LIMIT 1"
-        with suppress(HistoryError):
-            return next((event_from_row(row).data for row in self.rows(query)), None)
-        return None
+        return next((event_from_row(row).data for row in self.rows(query)), None)
 
     def last_step(self, ring: RingRow) -> list[tuple[Any, ...]]:
         """Return a list with (step, mode, start, wall, kind) of a ring's last step; an empty list if it has none."""
@@ -209,7 +202,7 @@ class HistoryWriter:
                 if not deleted:
                     max_bytes = max_bytes // 2 if node_count and max_bytes > _MIN_NODE_BYTES else 0
             self._db.execute("COMMIT")
-        except (*_ERRORS, OverflowError, struct.error) as error:  # the last two: numbers of damaged rows
+        except _ERRORS as error:
             with suppress(sqlite3.Error):  # some errors roll back themselves
                 self._db.execute("ROLLBACK")
             raise error if isinstance(error, HistoryError) else HistoryError(str(error)) from None

@@ -11,7 +11,7 @@ from dpmon.record.schema import step_kind
 from dpmon.store.history_schema import LASTING
 from dpmon.store.query_results import event_from_row
 from dpmon.store.sync_passes import SyncPassMatcher
-from dpmon.store.time_accounting import LATEST_NS, TimeAccount
+from dpmon.store.time_accounting import TimeAccount
 from dpmon.store.write_batch import WriteBatch
 
 if TYPE_CHECKING:
@@ -115,8 +115,6 @@ class ProcessAccounts:
             batch.add_activity_time(process, account.finish(end_ns))
 
 
-def seconds_to_ns(seconds: object) -> int | None:
-    """Return a time in an event (s) in ns; None if it is not a plausible number."""
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not abs(seconds) < LATEST_NS / 1e9:
-        return None
-    return int(seconds * 1e9)
+def seconds_to_ns(seconds: float | None) -> int | None:
+    """Return a time in an event (s) in ns; None if it is unknown."""
+    return None if seconds is None else int(seconds * 1e9)

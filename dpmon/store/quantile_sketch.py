@@ -83,14 +83,6 @@ def count_between(counts: Mapping[int, int], limits: Sequence[float]) -> list[in
     return counts_between
 
 
-def validate_packed(data: bytes) -> Packed:
-    """Return the packed sketch in the bytes from `pack`. Raises ValueError if they are damaged."""
-    pairs = array("H", data)
-    if len(pairs) % 2 or max(pairs[::2], default=0) > LAST_BIN:
-        raise ValueError("a damaged sketch")
-    return pairs
-
-
 def pack(counts: Mapping[int, int]) -> bytes:
     """Return a sketch as bytes: pairs (bin, count) of 16 bits each, in order. A large count takes several pairs."""
     items = sorted(counts.items())
@@ -108,7 +100,7 @@ def pack(counts: Mapping[int, int]) -> bytes:
 
 
 def unpack(counts: Counts, sketches: Iterable[Packed], sign: int = 1) -> None:
-    """Add the counts of packed and validated sketches to `counts`; `sign` -1: subtract them."""
+    """Add the counts of packed sketches to `counts`; `sign` -1: subtract them."""
     pairs: Packed = array("H")
     for sketch in sketches:
         pairs += sketch

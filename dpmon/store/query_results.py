@@ -9,7 +9,6 @@ from functools import lru_cache
 from math import nan
 from typing import Any, NamedTuple
 
-from dpmon.errors import HistoryError
 from dpmon.record.history_rows import CallParts, CallRow, Defined, LossRow, parse_definition
 from dpmon.record.record_types import Collective, Event, Operation
 from dpmon.record.safe_json import load_event
@@ -331,8 +330,5 @@ def definition_from_row(row: Sequence[Any]) -> tuple[int, Defined]:
 
 
 def event_from_row(row: Sequence[str]) -> Event:
-    """Return the event in a row with its JSON. Raises HistoryError if it is none."""
-    try:
-        return Event(*load_event(row[0]))
-    except ValueError as error:
-        raise HistoryError(f"a damaged event: {error}") from None
+    """Return the event in a row with its JSON."""
+    return Event(*load_event(row[0]))

@@ -14,12 +14,12 @@ from typing import Any
 
 from dpmon.errors import HistoryError
 from dpmon.record.history_rows import Row
-from dpmon.record.record_types import Event, RecordError
+from dpmon.record.record_types import Event
 from dpmon.record.schema import SECOND
 from dpmon.run.proc import is_alive
 from dpmon.run.run_directory import RunInfo, ring_paths
 from dpmon.span_ring import RingError
-from dpmon.store.history_schema import RingRow
+from dpmon.store.history_schema import DAMAGE, RingRow
 from dpmon.store.history_writer import LIMIT_BYTES, HistoryWriter
 from dpmon.store.process_accounts import ProcessAccounts
 from dpmon.store.query_results import event_from_row
@@ -77,6 +77,8 @@ class RingDrain:
         self._sources: dict[str, tuple[SpanSource, RingIntake]] = {}
         self._refused: set[str] = set()
         """Names of the rings that could not be read at the last try."""
+        self._damaged: set[str] = set()
+        """Names of the rings whose damage was reported."""
         self._own: deque[Event] = deque()
         """Records of the supervisor that are not in the batch yet."""
         self._own_missed = 0
@@ -94,7 +96,6 @@ class RingDrain:
         self.failure: Exception | None = None
         """Why the history cannot be written now; None if it can."""
         self._no_warning_until_s = 0.0
-        self._damage_reported = False
         self.on_memory_event: Callable[[Mapping[str, Any], int], None] = lambda data, pid: None
         """Called with the data and the process id of each `memory` event of a training process. It names the GPUs."""
         if history is not None:
@@ -162,7 +163,7 @@ class RingDrain:
 
     def last_sample_ns(self) -> int | None:
         """Return the time of the last device sample in the history (ns since the run's start); None if none."""
-        rows = self._rows("SELECT CAST(max(t_ns) AS INTEGER) FROM events WHERE kind IN ('host', 'device')")
+        rows = self._rows("SELECT max(t_ns) FROM events WHERE kind IN ('host', 'device')")
         return next((time_ns for (time_ns,) in rows), None)
 
     def newest_ns(self) -> int:
@@ -183,17 +184,16 @@ class RingDrain:
 
     def last_stall(self) -> Mapping[str, Any] | None:
         """Return the data of the last `stall` event; None if there is none."""
-        return None if self._history is None else self._history.last_stall()
+        return next(self._events("kind = 'stall' ORDER BY id DESC LIMIT 1"), None)
 
     def has_exit_record(self) -> bool:
         """Return whether the history records the end of the command."""
         return bool(self._rows("SELECT 1 FROM events WHERE kind = 'exit' LIMIT 1"))
 
     def _events(self, condition: str) -> Iterator[Mapping[str, Any]]:
-        """Yield the data of some events, up to the first damaged one."""
-        with suppress(HistoryError):
-            for row in self._rows(f"SELECT json FROM events WHERE {condition}"):
-                yield event_from_row(row).data
+        """Yield the data of some events."""
+        for row in self._rows(f"SELECT json FROM events WHERE {condition}"):
+            yield event_from_row(row).data
 
     def _rows(self, query: str) -> list[tuple[Any, ...]]:
         """Return the rows of a query; none if the history cannot be read."""
@@ -231,7 +231,7 @@ class RingDrain:
             self._sources[path.name] = source, intake
             self._check_at_s = 0.0
             if source.resumes and self._history is not None:
-                with suppress(HistoryError):  # damaged; new records can still be recorded
+                with suppress(HistoryError):  # the next write fails too, and warns
                     intake.resume(self._history)
 
     def _read_rings(self, now_s: float) -> bool:
@@ -250,13 +250,17 @@ class RingDrain:
         was_finished = source.over
         try:
             rows, has_more = source.read_rows(int(now_s * 1e9), process_exited)
+            for row in rows:
+                self._add_row(intake, row)
+                if isinstance(row, Event) and row.kind == "memory":
+                    self.on_memory_event(row.data, source.row.pid)
         except (RingError, OSError):
             return False
-        for row in rows:
-            if not self._add_row(intake, row):
-                source.unreadable += 1
-            if isinstance(row, Event) and row.kind == "memory":
-                self.on_memory_event(row.data, source.row.pid)
+        except DAMAGE as error:
+            if source.row.name not in self._damaged:
+                self._damaged.add(source.row.name)
+                self.warn(f"{source.row.name} is damaged ({error!r}); records are missing", source.row.process)
+            return False
         if source.over and not was_finished:
             intake.finish_process(self._batch)
         return has_more
@@ -268,19 +272,14 @@ class RingDrain:
         row = RingRow(_OWN, -1, None, os.getpid())
         intake = RingIntake(row, self._run_info.start_ns, self._accounts)
         while self._own:
-            if not self._add_row(intake, self._own.popleft()):
-                self._own_missed += 1
+            self._add_row(intake, self._own.popleft())
 
-    def _add_row(self, intake: RingIntake, row: Row) -> bool:
-        """Add a row to the batch. Return False if it is damaged."""
-        try:
-            if intake.add(self._batch, self._next_id, row):
-                self._next_id += 1
-        except RecordError:
-            return False
+    def _add_row(self, intake: RingIntake, row: Row) -> None:
+        """Add a row to the batch."""
+        if intake.add(self._batch, self._next_id, row):
+            self._next_id += 1
         if isinstance(row, Event) and row.kind in _AWAITED:
             self._commit_at_s = 0.0
-        return True
 
     # ------------------------------------------------------------------------------------------ history
 
@@ -292,10 +291,10 @@ class RingDrain:
             history = HistoryWriter.open(self._directory, meta, self._limit_bytes)
             try:
                 self._resume_history(history)
-            except HistoryError:
+            except BaseException:
                 history.close()
                 raise
-        except (HistoryError, OSError) as error:
+        except (HistoryError, OSError, *DAMAGE) as error:
             self._handle_write_error(now_s, error)
             return False
         self._commit_at_s = now_s
@@ -333,9 +332,6 @@ class RingDrain:
         self._batch = WriteBatch()
         self._own_missed = 0
         self.failure = None
-        if self._history.damage is not None and not self._damage_reported:
-            self._damage_reported = True
-            self.warn(f"the history is damaged ({self._history.damage}); some totals omit earlier steps")
 
     def _next_commit(self, now_s: float) -> float:
         if len(self._sources) <= MANY_RINGS:

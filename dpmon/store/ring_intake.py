@@ -14,7 +14,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from dpmon.record.history_rows import CallRow, CollectiveRow, LossRow, Row
-from dpmon.record.record_types import Event, RecordError, Step
+from dpmon.record.record_types import Event, Step
 from dpmon.record.safe_json import replace_nonfinite
 from dpmon.record.schema import (
     AFTER_OTHER_KIND,
@@ -39,7 +39,6 @@ from dpmon.store.process_accounts import ProcessAccounts, seconds_to_ns
 from dpmon.store.query_results import encode_parts, replica_series, stage_series
 from dpmon.store.sync_passes import SyncStep, sync_device_ns
 from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES, TallyKey
-from dpmon.store.time_accounting import LATEST_NS
 from dpmon.store.write_batch import GAP_NS, ShapeKey, WriteBatch
 
 if TYPE_CHECKING:
@@ -51,7 +50,6 @@ SHAPES = 2000
 """How many shapes of a process keep their sizes. Further shapes are counted without sizes."""
 HELD_CALLS = 4096
 """How many calls of a process are held for their step."""
-_MAX_INT = (1 << 63) - 1
 _APPLY = CALL_PHASES.index("parallel_apply")
 _CALL_AT = {name: index for index, name in enumerate(CALL_PHASES)}
 _STEP_AT = {name: index for index, name in enumerate(STEP_PHASES)}
@@ -61,7 +59,6 @@ _phases_of = itemgetter(
     *(len(STEP_PHASES) + _CALL_AT[phase.name] if phase.of_call else _STEP_AT[phase.name] for phase in PHASES)
 )
 """Returns values in the order of PHASES, from the phases of a step followed by the phases of its calls."""
-_DAMAGE = (LookupError, ValueError, TypeError, AttributeError, RecursionError)
 
 
 class RingIntake:
@@ -91,10 +88,7 @@ class RingIntake:
         self._loops.resume(history.loops(self.row.process))
 
     def add(self, batch: WriteBatch, row_id: int, row: Row) -> bool:
-        """Add `row` to `batch` under the id `row_id`. Return False for a row that takes no id.
-
-        Raises RecordError if its numbers are impossible.
-        """
+        """Add `row` to `batch` under the id `row_id`. Return False for a row that takes no id."""
         if isinstance(row, CallRow):
             self._call(batch, row_id, row)
         elif isinstance(row, Step) and row.step:
@@ -103,17 +97,11 @@ class RingIntake:
             self._add_step_time(batch, row._replace(start_ns=row.start_ns - self._start_ns), 0)
             return False
         elif isinstance(row, Event):
-            try:
-                self._event(batch, row_id, row)
-            except _DAMAGE as error:
-                raise RecordError(f"damaged event: {type(error).__name__}") from None
+            self._event(batch, row_id, row)
         elif isinstance(row, CollectiveRow):
-            row = row._replace(start=row.start - self._start_ns)
-            _check_ranges(row.start, max(row.took, 0), row.number, row.step, row.queued, row.quantity)
-            batch.add_collective(row_id, self.row.process, row)
+            batch.add_collective(row_id, self.row.process, row._replace(start=row.start - self._start_ns))
         elif isinstance(row, LossRow):
             start_ns = row.start - self._start_ns
-            _check_ranges(start_ns, 0, row.definition, row.step)
             batch.losses.append((row_id, self.row.process, row.definition, row.step, start_ns, row.loss))
         else:
             text = json.dumps(row.value, separators=(",", ":"))
@@ -126,7 +114,6 @@ class RingIntake:
 
     def _call(self, batch: WriteBatch, row_id: int, row: CallRow) -> None:
         start_ns = row.start - self._start_ns
-        _check_ranges(start_ns, row.wall, row.step, row.call)
         if row.step:
             self._calls[row_id] = row
         else:
@@ -175,7 +162,6 @@ class RingIntake:
     def _step(self, batch: WriteBatch, row_id: int, row: Step) -> None:
         row = row._replace(start_ns=row.start_ns - self._start_ns)
         step, mode, start_ns, wall_ns = row.step, row.mode, row.start_ns, row.wall_ns
-        _check_ranges(start_ns, wall_ns, step, row.samples or 0, *row.phases.values(), *row.counts.values())
         account = self._accounts.get_account(self.row.process)
         waited_ns = row.phases.get("data", 0) + row.phases.get("sync", 0)
         exclusion = account.exclusion_flag(start_ns, start_ns + wall_ns, waited_ns)
@@ -283,7 +269,6 @@ class RingIntake:
 
     def _event(self, batch: WriteBatch, event_id: int, event: Event) -> None:
         kind, data = event.kind, event.data
-        kind.encode()  # ValueError for a lone surrogate, which the database rejects
         t_ns = seconds_to_ns(data.get("t_s"))
         process = self.row.process if self.row.process >= 0 else None
         self._accounts.handle_event(batch, process, kind, data, t_ns)
@@ -378,16 +363,7 @@ def _device_times(row: Step, calls: Sequence[CallRow], call_phases: Sequence[int
 
 
 def _add_sample(batch: WriteBatch, t_ns: int, kind: str, data: Mapping[str, Any]) -> None:
-    index = data.get("index") if kind == "device" else -1
-    if type(index) is not int or not -1 <= index <= 0xFFFF:
-        return
+    index = data["index"] if kind == "device" else -1
     for name, value in data.items():
-        if type(value) in (int, float) and name not in ("t_s", "index") and abs(value) < 1e18:
-            name.encode()
+        if type(value) in (int, float) and name not in ("t_s", "index"):
             batch.add_device_value(t_ns, index, name[:64], float(value))
-
-
-def _check_ranges(start_ns: int, wall_ns: int, *numbers: int) -> None:
-    """Raise RecordError for numbers that do not fit into the database, and for impossible times."""
-    if start_ns < -LATEST_NS or start_ns + wall_ns > LATEST_NS or max(numbers) > _MAX_INT:
-        raise RecordError("impossible numbers")

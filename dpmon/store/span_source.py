@@ -35,8 +35,6 @@ class SpanSource:
         new_row = RingRow(path.name, ring.process, ring.rank, ring.pid, missed=missed)
         self.row = replace(row) if row is not None and self.resumes else new_row
         """How much of the ring is in the history and its next batch, once `update_position` was called."""
-        self.unreadable = 0
-        """Number of its rows that could not be stored."""
         self.over = False
         """Whether the process has ended and all its rows were returned."""
         self._assembler = Assembler()
@@ -137,7 +135,7 @@ class SpanSource:
         row.ended, row.thread = self.over, assembler.thread
         row.position = ring.position if self.over else assembler.position
         row.pending = " ".join(map(str, assembler.pending))
-        row.missed = self._missed_before + ring.missed + ring.damaged_lines + assembler.dropped + self.unreadable
+        row.missed = self._missed_before + ring.missed + ring.damaged_lines + assembler.dropped
 
     def close(self) -> None:
         """Close the ring."""

@@ -2,8 +2,7 @@
 
 While a supervisor writes the history, readers query its file. Otherwise the rings may hold more than the history: the
 supervisor was killed, or the disk was full. Then the history is copied to memory, and the supervisor's own code adds
-the contents of the rings to the copy. In place of a history that cannot be opened, there are only the rings, and a
-sentence says why. The history of another version of dpmon is refused.
+the contents of the rings to the copy. A damaged history, and that of another version of dpmon, is refused.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import sqlite3
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
-from operator import methodcaller
 from pathlib import Path
 
 from dpmon.errors import HistoryError
@@ -22,10 +20,11 @@ from dpmon.run.run_directory import RunError, RunInfo, load_exit, load_info, rin
 from dpmon.run.safe_files import check_database
 from dpmon.span_ring import RingError
 from dpmon.store.history_schema import (
+    DAMAGE,
     HISTORY_FILE,
     LARGEST,
     SCHEMA_VERSION,
-    CheckedConnection,
+    BoundedConnection,
     RingRow,
     check_schema,
     database_file_stamps,
@@ -44,43 +43,46 @@ working one samples the host every second. On a busy machine it may be late, and
 older than those in the rings. So readers that had changed to the rings would go back in time."""
 _MEMORY = ":memory:"
 _NO_LIMIT = 1 << 40
-_FAULTS = (HistoryError, sqlite3.Error, OSError, MemoryError)
 
 
 @contextmanager
 def open_store(directory: Path, *, as_written: bool = False) -> Iterator[Store]:
     """Open the store of a run as of now.
 
-    Raises RunError if there is no run or another version of dpmon recorded it. Store.damaged says what is unreadable;
-    with `as_written`, that is a HistoryError.
+    Raises RunError if there is no run or another version of dpmon recorded it, HistoryError with a sentence for the
+    user if the history is damaged, also while the block reads it.
 
     `as_written`: query the history's file without a copy; for the supervisor that writes it.
     """
     info = load_info(directory)
     with ExitStack() as stack:
         try:
-            store = _open_best_source(directory, info, stack, as_written)
-        except _FAULTS as error:
-            if as_written and not isinstance(error, FileNotFoundError):
-                raise HistoryError(str(error)) from None
-            damaged = None if isinstance(error, FileNotFoundError) else f"the history cannot be read: {error}"
-            store = _store_with_rings(directory, info, stack.enter_context(closing(_connect(_MEMORY))), damaged)
-        yield store
+            try:
+                store = _open_best_source(directory, info, stack, as_written)
+            except FileNotFoundError:
+                if as_written:
+                    raise
+                store = _store_with_rings(directory, info, stack.enter_context(closing(_connect(_MEMORY))))
+            except OSError as error:
+                raise HistoryError(error.strerror) from None
+            yield store
+        except (HistoryError, *DAMAGE) as error:
+            raise HistoryError(f"the history is damaged: {error or type(error).__name__}") from error
 
 
 def _open_best_source(directory: Path, info: RunInfo, stack: ExitStack, as_written: bool) -> Store:
     path = directory / HISTORY_FILE
     db = stack.enter_context(closing(_connect(f"{path.absolute().as_uri()}?mode=ro", path)))
-    connection = CheckedConnection(db, database_size(path))
+    connection = BoundedConnection(db, database_size(path))
     db.execute("BEGIN")
-    if not db.execute("SELECT 1 FROM sqlite_master").fetchone() and has_live_supervisor(info):
+    if not db.execute("SELECT 1 FROM sqlite_master").fetchone():
         raise FileNotFoundError(path)  # the supervisor is creating it
+    check_schema(db)
     if (version := version_of(db)) != SCHEMA_VERSION:
         raise RunError(
             f"{directory.name}: another version of dpmon recorded this run (history {version}; this one reads"
             f" {SCHEMA_VERSION})"
         )
-    check_schema(db, is_complete=True)
     written = as_written or _is_written(directory, info)
     if written or not _rings_hold_more(directory, read_ring_rows(connection)) or database_size(path) > LARGEST:
         return Store(connection)
@@ -92,7 +94,7 @@ def _open_best_source(directory: Path, info: RunInfo, stack: ExitStack, as_writt
     return _store_with_rings(directory, info, memory)
 
 
-def _store_with_rings(directory: Path, info: RunInfo, memory: sqlite3.Connection, damaged: str | None = None) -> Store:
+def _store_with_rings(directory: Path, info: RunInfo, memory: sqlite3.Connection) -> Store:
     """Make the store of a history in memory, after adding the contents of the rings."""
     history = _history(memory, info)
     drain = RingDrain(directory, info, history=history)
@@ -100,7 +102,7 @@ def _store_with_rings(directory: Path, info: RunInfo, memory: sqlite3.Connection
     drain.close()
     if drain.failure is not None:
         raise drain.failure
-    return Store(history.checked_connection, damaged)
+    return Store(history.connection)
 
 
 def _history(memory: sqlite3.Connection, info: RunInfo) -> HistoryWriter:
@@ -110,10 +112,7 @@ def _history(memory: sqlite3.Connection, info: RunInfo) -> HistoryWriter:
 def _connect(uri: str, path: Path | None = None) -> sqlite3.Connection:
     if path is not None:
         check_database(path)
-    db = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
-    # A damaged character must not hide the text after it. A `partial` of str would take four times as long.
-    db.text_factory = methodcaller("decode", "utf-8", "replace")
-    return db
+    return sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
 
 
 def commit_stamp(directory: Path, info: RunInfo) -> object:
@@ -141,15 +140,3 @@ def _rings_hold_more(directory: Path, rings: Mapping[str, RingRow]) -> bool:
             if has_unread_spans(path, rings.get(path.name), over):
                 return True
     return False
-
-
-def is_readable(directory: Path) -> bool:
-    """Whether the history of a run, if there is one, can be read.
-
-    Raises RunError if another version of dpmon recorded it.
-    """
-    try:
-        with open_store(directory) as store:
-            return store.damaged is None
-    except HistoryError:
-        return False

@@ -9,14 +9,13 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from copy import copy
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from operator import add, itemgetter
 from typing import Any, TypeVar
 
-from dpmon.errors import HistoryError
 from dpmon.record.history_rows import CallRow, CollectiveRow, Defined, Layout, LossRow, LossSite, Resolver
 from dpmon.record.record_types import Call, Collective, Event, Operation, Record, Sampled, Step
 from dpmon.record.safe_json import int_member, text_member
@@ -50,7 +49,7 @@ from dpmon.store.history_schema import (
     OWN,
     STEP_COLUMNS,
     UNFIT,
-    CheckedConnection,
+    BoundedConnection,
     are_rollouts,
 )
 from dpmon.store.loader_loops import LOOP_COLUMNS, LoaderLoop
@@ -78,14 +77,12 @@ from dpmon.store.query_results import (
 )
 from dpmon.store.tally import TALLY, TALLY_AT, WIDTHS, IncrementalTallies, Tally, TallyKey
 from dpmon.store.tally_encoding import series_total
-from dpmon.store.time_accounting import ACTIVITIES, LATEST_NS, Gap
+from dpmon.store.time_accounting import ACTIVITIES, Gap
 
 _Decoded = TypeVar("_Decoded")
 
 END_S = 1 << 40
 """A time (s since the run's start) after the end of any run."""
-_LATEST_S = LATEST_NS // SECOND
-"""Latest plausible second of a run. A later one comes from damaged data."""
 Parameters = Sequence[Any] | Mapping[str, Any]
 """Values of a query's parameters."""
 _TIME_COLUMNS = ("start_s", "process", "mode", *ACTIVITY_COLUMNS)
@@ -169,26 +166,21 @@ _LOSSES = "SELECT definition, step, t_ns, loss FROM losses WHERE process = ? AND
 
 
 class Store:
-    """The tables of one history, as of one instant. If the database is damaged, results cover its readable part.
+    """The tables of one history, as of one instant. Every query raises HistoryError if the database is damaged.
 
     After `as_of`, methods that return the newest rows leave out later ones.
     """
 
-    def __init__(self, connection: CheckedConnection, damaged: str | None = None) -> None:
-        """`connection`: in a transaction, so that all queries see the same state of the database.
-
-        `damaged`: why the history could not be read, if so. Raises HistoryError if its smallest tables are damaged.
-        """
+    def __init__(self, connection: BoundedConnection) -> None:
+        """`connection`: in a transaction, so that all queries see the same state of the database."""
         self._connection = connection
-        self.damaged = damaged
-        """Why the history could not be read to its end; None if all queries so far succeeded."""
         rings = map(RingSummary._make, connection.rows(f"SELECT {', '.join(RingSummary._fields)} FROM rings"))
         self.rings = {ring.process: ring for ring in rings}
         """By process."""
         self._series_names: dict[int, str] = dict(connection.rows("SELECT number, name FROM series"))
-        meta: dict[str, int] = dict(connection.rows("SELECT key, value AS number FROM meta WHERE key != 'run'"))
-        self._complete_until = {width: min(meta.get(f"whole_{width}", 0), _LATEST_S) for width in WIDTHS[1:]}
-        self._deleted_until = {width: min(meta.get(f"pruned_{width}", 0), _LATEST_S) for width in WIDTHS[:-1]}
+        meta: dict[str, int] = dict(connection.rows("SELECT key, value FROM meta WHERE key != 'run'"))
+        self._complete_until = {width: meta.get(f"whole_{width}", 0) for width in WIDTHS[1:]}
+        self._deleted_until = {width: meta.get(f"pruned_{width}", 0) for width in WIDTHS[:-1]}
         self.pruned = meta.get("pruned", 0)
         """Number of rows deleted to keep the history below its size limit."""
         self.mode_kinds: set[tuple[str, int]] = {*connection.rows("SELECT DISTINCT mode, kind FROM keys")}
@@ -249,31 +241,16 @@ class Store:
         return {process for process, ring in self.rings.items() if ring.last_step}
 
     def query(self, query: str, values: Parameters = ()) -> list[tuple[Any, ...]]:
-        """Return all rows of a query. If the database is damaged, return the rows before the damage."""
-        return list(self._iter_query(query, values))
-
-    def _iter_query(self, query: str, values: Parameters = ()) -> Iterator[tuple[Any, ...]]:
-        with self.until_damage():
-            yield from self._connection.rows(query, values)
-
-    @contextmanager
-    def until_damage(self) -> Iterator[None]:
-        """Return a context that ends its block at the first damage and notes it. What was read before remains."""
-        try:
-            yield
-        except HistoryError as error:
-            self.damaged = self.damaged or f"the history cannot be read to its end: {error}"
-        except (LookupError, ValueError, TypeError, ArithmeticError) as error:  # of a row that dpmon has not written
-            self.damaged = self.damaged or f"the history cannot be read to its end: {type(error).__name__}: {error}"
+        """Return all rows of a query. Raises HistoryError."""
+        return list(self._connection.rows(query, values))
 
     def read(
         self, decode: Callable[[tuple[Any, ...]], _Decoded | None], query: str, values: Parameters = ()
     ) -> Iterator[_Decoded]:
-        """Yield the result of `decode` for each row, up to the first damaged one. None is left out."""
-        with self.until_damage():
-            for row in self._connection.rows(query, values):
-                if (decoded := decode(row)) is not None:
-                    yield decoded
+        """Yield the result of `decode` for each row. None is left out."""
+        for row in self._connection.rows(query, values):
+            if (decoded := decode(row)) is not None:
+                yield decoded
 
     def definitions(self, process: int, numbers: Collection[int] | None = None) -> dict[int, Defined]:
         """Return the definitions of a process by number: all of them, or those in `numbers`."""
@@ -349,7 +326,7 @@ class Store:
     def _newest_second(self) -> int:
         query = "SELECT max(start_s) FROM {} WHERE width = 1"
         rows = [row for table in ("tallies", "times") for row in self.query(query.format(table))]
-        return min(max((newest_s for (newest_s,) in rows if newest_s is not None), default=-1), _LATEST_S)
+        return max((newest_s for (newest_s,) in rows if newest_s is not None), default=-1)
 
     def tally_rows(
         self,
@@ -367,10 +344,9 @@ class Store:
         `covering_buckets`. Without `sketches`, only counts and sums are read.
         """
         names = self._select_series(series)
-        with self.until_damage():
-            for width, row in self._rows_between("tallies", TALLY, begin_s, end_s, process, widest):
-                start_s, *key = row[:TALLY_AT]
-                yield start_s, width, TallyKey(*key), Tally.from_row(row[TALLY_AT:], names, sketches=sketches)
+        for width, row in self._rows_between("tallies", TALLY, begin_s, end_s, process, widest):
+            start_s, *key = row[:TALLY_AT]
+            yield start_s, width, TallyKey(*key), Tally.from_row(row[TALLY_AT:], names, sketches=sketches)
 
     def _rows_between(
         self,
@@ -406,7 +382,7 @@ class Store:
                     f"{_BUCKET_STARTS} SELECT {names} FROM starts CROSS JOIN {table}"
                     f" ON width = :width AND start_s = starts.at{conditions}"
                 )
-            for row in self._iter_query(query, values):
+            for row in self._connection.rows(query, values):
                 yield width, row
 
     def tallies(
@@ -425,10 +401,9 @@ class Store:
         """
         tallies_by_key: dict[TallyKey, Tally] = {}
         names = self._select_series(series)
-        with self.until_damage():
-            for _, row in self._rows_between("tallies", TALLY, begin_s, end_s, process, left_out=left_out):
-                tally = tallies_by_key.setdefault(TallyKey(*row[1:TALLY_AT]), Tally())
-                tally.add_row(row[TALLY_AT:], names, sketches=sketches)
+        for _, row in self._rows_between("tallies", TALLY, begin_s, end_s, process, left_out=left_out):
+            tally = tallies_by_key.setdefault(TallyKey(*row[1:TALLY_AT]), Tally())
+            tally.add_row(row[TALLY_AT:], names, sketches=sketches)
         return tallies_by_key
 
     def seconds(self, begin_s: int, end_s: int, processes: Collection[int]) -> Iterator[SecondRow]:
@@ -439,12 +414,11 @@ class Store:
         """
         step_series = next((number for number, name in self._series_names.items() if name == STEP), -1)
         rows = self._rows_between("tallies", _SECOND_COLUMNS, begin_s, end_s, processes, 1)
-        with self.until_damage():
-            for _, (process, mode, kind, steps, samples, counted_steps, first_ns, last_ns, sketches) in rows:
-                if steps and first_ns is not None and last_ns is not None:
-                    counted = samples or 0, counted_steps
-                    step_ns = series_total(sketches, step_series)
-                    yield SecondRow(process, mode, kind, steps, *counted, first_ns, last_ns, step_ns)
+        for _, (process, mode, kind, steps, samples, counted_steps, first_ns, last_ns, sketches) in rows:
+            if steps:
+                counted = samples or 0, counted_steps
+                step_ns = series_total(sketches, step_series)
+                yield SecondRow(process, mode, kind, steps, *counted, first_ns, last_ns, step_ns)
 
     def step_count(self, begin_s: int, end_s: int, processes: Collection[int]) -> int:
         """Return the number of steps of the main kind of some processes between two seconds."""
@@ -456,9 +430,7 @@ class Store:
         self, cache: IncrementalTallies, begin_s: int, end_s: int, process: int
     ) -> dict[TallyKey, Tally]:
         """Return `tallies` of one process. `cache`: from the previous call, which read nearly the same rows."""
-        with self.until_damage():
-            return cache.read(self._rows_between("tallies", TALLY, begin_s, end_s, process), self._series_names)
-        return {}
+        return cache.read(self._rows_between("tallies", TALLY, begin_s, end_s, process), self._series_names)
 
     def _select_series(self, series: Collection[str] | None) -> Mapping[int, str]:
         """Return the names of `series` by number, or the names of all series if `series` is None."""
@@ -608,7 +580,7 @@ class Store:
             f"SELECT {columns} FROM steps WHERE id > ? AND {SYNC_NUMBER} > ? AND {EXPOSED}_ns + {WAIT}_ns IS NOT NULL"
             f" AND {_in_stats_condition(TRAINING)} AND start_ns + wall_ns <= ? ORDER BY id"
         )
-        return self._iter_query(query, (after_id, after_number, self.until_ns))
+        return self._connection.rows(query, (after_id, after_number, self.until_ns))
 
     def unknown_wait(self, after_id: int, after_number: int) -> int | None:
         """Return the id of the first such step (see `waits`) whose wait is not known; None if there is none."""
@@ -736,9 +708,7 @@ class Store:
         resolver = Resolver(process, self.ranks.get(process))
         for number, definition in self.definitions(process, row.definitions).items():
             resolver.definitions.remember(number, definition)
-        with self.until_damage():
-            return resolver.call(row)
-        return None
+        return resolver.call(row)
 
     def _last_id(self, table: str, process: int) -> int:
         """Return an upper bound for the ids of a process's rows up to this store's time; later rows have higher ids."""
@@ -836,13 +806,9 @@ class Store:
         """
         self._undefined = 0
         first_id, newest_id = self._id_range(0)
-        while first_id <= newest_id and first_id < LAST_NS:
-            records: list[Record] = []
-            end_id = LAST_NS
-            with self.until_damage():
-                for record in self._records_between(first_id, first_id + _IDS_PER_TRANSACTION):
-                    records.append(record)
-                end_id = first_id + _IDS_PER_TRANSACTION
+        while first_id <= newest_id:
+            end_id = first_id + _IDS_PER_TRANSACTION
+            records = list(self._records_between(first_id, end_id))
             next_id, _ = self._id_range(end_id)
             first_id = max(next_id, end_id)  # a damaged tree may return lower ids
             self._connection.refresh()
@@ -1062,7 +1028,7 @@ class Store:
         Bins start at multiples of `width_s`. Those without a loss are left out.
         """
         query = (
-            "SELECT t_ns / :width AS at, count(fit), min(fit) AS loss, avg(fit) AS loss, max(fit) AS loss,"
+            "SELECT t_ns / :width AS at, count(fit), min(fit), avg(fit), max(fit),"
             f" count(*) - count(fit) FROM (SELECT t_ns, CASE WHEN {UNFIT} THEN NULL ELSE loss END AS fit FROM losses"
             " WHERE process = :process AND definition = :line AND t_ns >= :begin AND t_ns < :end)"
             " GROUP BY at ORDER BY at"
@@ -1127,7 +1093,7 @@ class Store:
         query = "SELECT t_ns FROM events WHERE kind IN ('host', 'device') AND t_ns IS NOT NULL ORDER BY id LIMIT 1"
         first_ns = next((t_ns for (t_ns,) in self.query(query)), LAST_NS)
         query = (
-            "SELECT start_s, device AS number, name, count, total, high FROM device_rollups"
+            "SELECT start_s, device, name, count, total, high FROM device_rollups"
             " WHERE (start_s + 60) * ? <= ? ORDER BY start_s, device, name"
         )
         return [MinuteRow(*row) for row in self.query(query, (SECOND, first_ns))]

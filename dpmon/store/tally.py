@@ -13,7 +13,6 @@ from itertools import chain
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from dpmon.errors import HistoryError
 from dpmon.record.schema import PHASES, QUANTITIES, REST, STEP
 from dpmon.store import quantile_sketch
 from dpmon.store.quantile_sketch import Counts, Packed
@@ -25,8 +24,6 @@ WIDTHS = (1, 10, 60, 600, 3600, 14_400, 86_400)
 """Possible lengths of a tally's time bucket (s)."""
 _TIMED = (*(phase.name for phase in PHASES), REST)
 """The times of a step in a row, which follow its quantities."""
-_MOST_STEPS = 1 << 40
-"""Most steps or calls of a valid tally; the sum of larger numbers could overflow a column."""
 
 
 class TallyKey(NamedTuple):
@@ -258,7 +255,7 @@ class Tally:
 
     @classmethod
     def from_row(cls, row: Sequence[Any], names: Mapping[int, str], *, sketches: bool = True) -> Tally:
-        """Make the tally in a row of COLUMNS. Raises HistoryError if it is damaged.
+        """Make the tally in a row of COLUMNS.
 
         `names`: name by number of the series to read. Without `sketches`, only counts and sums are read.
         """
@@ -267,10 +264,8 @@ class Tally:
         return found
 
     def add_row(self, row: Sequence[Any], names: Mapping[int, str], *, sketches: bool = True) -> None:
-        """Add the tally in a row; parameters and errors as in `from_row`. A damaged row changes nothing."""
+        """Add the tally in a row; parameters as in `from_row`."""
         steps, calls, last_step, low, high, first, last, *summed, data = row
-        if max(steps, calls, *filter(None, summed[1::2])) > _MOST_STEPS:
-            raise HistoryError("a damaged tally: too many steps")
         entries = decode_entries(data, names, sketches=sketches)
         self._add_plain_columns(steps, calls, last_step, low, high, first, last)
         for quantity, total, count in zip(QUANTITIES, summed[::2], summed[1::2], strict=True):
@@ -309,7 +304,7 @@ class IncrementalTallies:
         self._stats: dict[TallyKey, dict[str, SeriesStats]] = {}
 
     def read(self, rows: Iterable[tuple[int, tuple[Any, ...]]], names: Mapping[int, str]) -> dict[TallyKey, Tally]:
-        """Return one tally per key of (width, row of TALLY). Raises HistoryError if a row is damaged."""
+        """Return one tally per key of (width, row of TALLY)."""
         found: dict[TallyKey, Tally] = {}
         before, self._sketches = self._sketches, {}
         gone = dict(before)
@@ -325,7 +320,7 @@ class IncrementalTallies:
                 found.setdefault(key, Tally()).add_row((*row[TALLY_AT:-1], b""), names)
             for (_, _, key), sketches in gone.items():
                 self._change(key, sketches, names, -1)
-        except HistoryError:
+        except Exception:
             self._sketches, self._stats = {}, {}
             raise
         for key, tally in found.items():

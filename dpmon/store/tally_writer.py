@@ -11,8 +11,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from itertools import pairwise
 
-from dpmon.errors import HistoryError
-from dpmon.store.history_schema import ACTIVITY_COLUMNS, SHARE_IDS, CheckedConnection, check_column_types
+from dpmon.store.history_schema import ACTIVITY_COLUMNS, SHARE_IDS, BoundedConnection
 from dpmon.store.tally import COLUMNS, WIDTHS, SeriesNames, Tally, TallyKey
 from dpmon.store.time_accounting import ACTIVITIES
 from dpmon.store.write_batch import WriteBatch
@@ -49,7 +48,7 @@ _Place = tuple[int, int, TallyKey]
 class TallyWriter:
     """Writes the tables `tallies` and `times`, within the transactions of its owner."""
 
-    def __init__(self, connection: CheckedConnection) -> None:
+    def __init__(self, connection: BoundedConnection) -> None:
         self._connection = connection
         self._db = connection.db
         self._names = SeriesNames()
@@ -63,8 +62,6 @@ class TallyWriter:
         """The second of the newest step or of the last write, the later of the two."""
         self._known = False
         """Whether these attributes match the database."""
-        self.damage: HistoryError | None = None
-        """The first damage found in a tally."""
 
     def reload_before_write(self) -> None:
         """Read the database again before the next write, because a transaction was rolled back."""
@@ -74,7 +71,7 @@ class TallyWriter:
         self._cache.clear()
         self._names = SeriesNames(self._connection.rows("SELECT number, name FROM series"))
         self._keys = {TallyKey(*row) for row in self._connection.rows("SELECT process, mode, kind, batch FROM keys")}
-        meta = dict(self._connection.rows("SELECT key, value AS number FROM meta WHERE key != 'run'"))
+        meta = dict(self._connection.rows("SELECT key, value FROM meta WHERE key != 'run'"))
         self._whole = {width: meta.get(f"whole_{width}", 0) for width in WIDTHS[1:]}
         self._known = True
 
@@ -124,18 +121,12 @@ class TallyWriter:
         return found
 
     def _read(self, place: _Place) -> Tally:
-        """Return the stored tally at a place; an empty one if there is none or it is damaged."""
+        """Return the stored tally at a place; an empty one if there is none."""
         width, start, key = place
         query = f"SELECT {', '.join(COLUMNS)} FROM tallies WHERE {_KEY}"
         found = Tally()
-        for row in self._db.execute(
-            query, (width, start, *key)
-        ):  # not through the checked connection, which refuses a damaged row
-            try:
-                check_column_types(COLUMNS, list(map(type, row)))
-                found.add_row(row, self._names.by_number)
-            except HistoryError as error:
-                self.damage = self.damage or error
+        for row in self._db.execute(query, (width, start, *key)):
+            found.add_row(row, self._names.by_number)
         return found
 
     def _put(self, tallies: Mapping[_Place, Tally]) -> None:
@@ -194,7 +185,7 @@ class TallyWriter:
         run = self._db.execute
         run(_PRUNE_LATE, (limit // _LATE_BYTES,))
         # Read again: the wider tallies of a mirror come from other machines.
-        whole = dict(self._connection.rows("SELECT key, value AS number FROM meta WHERE key LIKE 'whole_%'"))
+        whole = dict(self._connection.rows("SELECT key, value FROM meta WHERE key LIKE 'whole_%'"))
         query = (
             "SELECT count(*), total(size), min(start_s), max(start_s) FROM"
             " (SELECT start_s, length(sketches) AS size FROM tallies WHERE width = :width"

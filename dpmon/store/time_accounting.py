@@ -43,8 +43,6 @@ _SLOW_RATIO, _MIN_EXCESS_NS = 4, SECOND // 2
 """One of the first steps of a kind is slow if it takes at least this many times as long as a later one of them."""
 _EXCLUDED_ACTIVITIES = {STALLED: "stalled", STARTUP: "startup"}
 """The activity of a step that statistics exclude, by the step's flag."""
-LATEST_NS = 10 * 365 * 86_400 * SECOND
-"""Latest plausible time of a run. A later one comes from damaged data."""
 
 
 class ActivityInterval(NamedTuple):
@@ -60,7 +58,7 @@ class ActivityInterval(NamedTuple):
         """Yield each second of the interval, and the time spent in that second (ns, negative if subtracted).
 
         In an interval of ten minutes or more, a whole minute, hour or day is yielded once, with its first second. This
-        limits the number of rows: all ranks of a job may pause for a night, and a damaged record may claim ten years.
+        limits the number of rows: all ranks of a job may pause for a night.
         """
         position_ns = self.begin
         widths = _LONG_WIDTHS if self.end - position_ns >= _LONG_NS else ()

@@ -26,7 +26,7 @@ from dpmon.run.proc import open_pidfd
 from dpmon.run.process_notes import WarningsLog
 from dpmon.run.run_directory import ExitInfo, load_exit, load_info, output_paths, write_info
 from dpmon.run.run_registry import file_system
-from dpmon.run.safe_files import open_file, remove_file
+from dpmon.run.safe_files import open_file
 from dpmon.run.stdin_terminal import INPUT_FIFO, InputTerminal, InputWaitWatcher
 from dpmon.supervise.command_process import (
     ProcessExitWatcher,
@@ -138,7 +138,7 @@ class Supervisor:
                 return  # the command is about to be started
         # The terminal was closed with the killed supervisor, so input can no longer be typed.
         with contextlib.suppress(OSError):
-            remove_file(self._directory / INPUT_FIFO)
+            (self._directory / INPUT_FIFO).unlink()
         self._record_command_started(pid, start_s)
         if pid is None:
             reason = "the supervisor was killed before it recorded what it started"
@@ -320,7 +320,7 @@ class Supervisor:
         if exit_info.cause is None:
             exit_info = replace(exit_info, cause=self._find_exit_cause(exit_info))
         with contextlib.suppress(OSError):
-            remove_file(self._directory / SPARE_FILE)
+            (self._directory / SPARE_FILE).unlink()
         self._record_exit(replace(exit_info, drained=False))
         return exit_info
 

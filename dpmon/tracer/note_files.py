@@ -24,7 +24,7 @@ def append_note(text: str, file: str = "stages.log") -> None:
 def append_bytes(directory: str, file: str, data: bytes, max_bytes: int = 1 << 62) -> bool:
     """Append `data` to a file in the run's directory; return whether all of it was written.
 
-    Writes nothing if the file would become larger than `max_bytes` bytes, or if it is not a regular file with one name.
+    Writes nothing if the file would become larger than `max_bytes` bytes, or if it is not a regular file.
     Raises OSError if the file cannot be opened.
     """
     fd = open_to_append(directory, file)
@@ -38,11 +38,7 @@ def open_to_append(directory: str, file: str) -> int:
     """Return a descriptor of a file in the run's directory. Raises OSError."""
     # As in dpmon.run.safe_files: do not wait for the reader of a FIFO, do not follow a link.
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
-    directory_fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        return os.open(file, flags, 0o600, dir_fd=directory_fd)
-    finally:
-        os.close(directory_fd)
+    return os.open(os.path.join(directory, file), flags, 0o600)
 
 
 def append_to(fd: int, data: bytes, max_bytes: int) -> bool:
@@ -50,7 +46,7 @@ def append_to(fd: int, data: bytes, max_bytes: int) -> bool:
     from dpmon.span_ring import IgnoreFileSizeSignal  # imported here, because a process without torch does not need it
 
     status = os.fstat(fd)
-    if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1 or status.st_size + len(data) > max_bytes:
+    if not stat.S_ISREG(status.st_mode) or status.st_size + len(data) > max_bytes:
         return False
     with IgnoreFileSizeSignal():
         return os.write(fd, data) == len(data)

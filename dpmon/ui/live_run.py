@@ -17,6 +17,7 @@ from dpmon.model.run_snapshot import (
     MAX_RANKS,
     RunSnapshot,
     SnapshotRequest,
+    WarningRecord,
     toggle_refusal,
 )
 from dpmon.record.schema import SECOND
@@ -202,14 +203,21 @@ class LiveRun:
         return self._read(time_ns, lambda rows: snapshots.build(rows, request, ended_processes(self._activities)))
 
     def _read(self, time_ns: int | None, read: Callable[[Store], _Result]) -> _Result | None:
-        """Return the result of `read`, called with the records as of a time; None if they cannot be read."""
+        """Return the result of `read`, called with the records as of a time; None if they cannot be read.
+
+        The state then has a warning with the reason.
+        """
         from dpmon.errors import HistoryError
         from dpmon.run.run_directory import RunError
         from dpmon.store.store_opening import open_store
 
         store_context = open_store(self.directory) if self._open_store is None else self._open_store()
-        with suppress(HistoryError, RunError), store_context as store:
-            return read(store.as_of(time_ns))
+        try:
+            with suppress(RunError), store_context as store:
+                return read(store.as_of(time_ns))
+        except HistoryError as error:
+            warning = WarningRecord(None, self.now_ns(), str(error))
+            self.state = replace(self.state, warnings=(warning,), warning_count=1)
         return None
 
     def _refresh_liveness(self, reader: RunReader) -> None:

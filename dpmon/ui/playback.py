@@ -12,7 +12,7 @@ from typing import ClassVar
 from dpmon.errors import HistoryError
 from dpmon.record.schema import SECOND
 from dpmon.run.activities import StartupStage, current_startup_stage, read_startup_stages
-from dpmon.run.run_directory import ExitInfo, RunError, load_exit
+from dpmon.run.run_directory import ExitInfo, load_exit
 from dpmon.run.run_reader import RunReader
 from dpmon.store.store_opening import open_store
 from dpmon.ui.dialogs import Dialog
@@ -33,14 +33,11 @@ class Player(RunReader):
     """
 
     def __init__(self, directory: Path, clock: Callable[[], int] = time.monotonic_ns) -> None:
-        """Start at the end of the run, stopped. Raises RunError if there is no run, or nothing to play."""
+        """Start at the end of the run, stopped. Raises RunError without a run, HistoryError if it is damaged."""
         super().__init__(directory)
         self._exit_info = load_exit(directory)
-        try:
-            with open_store(directory) as store:
-                newest = store.newest_ns()
-        except HistoryError as error:
-            raise RunError(f"{directory.name} cannot be played back: {error}") from None
+        with open_store(directory) as store:
+            newest = store.newest_ns()
         self.length_ns = max(int(self._exit_info.seconds * 1e9) if self._exit_info is not None else 0, newest, 1)
         self._clock = clock
         self._last_clock_ns = clock()

@@ -48,7 +48,6 @@ def test_the_places_in_dpmon_that_can_change_a_files_length() -> None:
             "run/safe_files.py",
             "O_TRUNC",
         ),  # a file that is written under another name at first: run.json, exit.json, why.json
-        ("run/safe_files.py", "ftruncate"),
         ("supervise/output_space.py", "ftruncate"),  # the script's output
         ("span_ring.py", "posix_fallocate"),  # a new ring, before anybody has it
         ("supervise/supervisor.py", "posix_fallocate"),  # the spare file

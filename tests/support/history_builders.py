@@ -11,7 +11,7 @@ import time
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,14 +23,14 @@ from dpmon.model.run_events import RunEvents
 from dpmon.model.run_snapshot import PHASES, RunSnapshot, SnapshotRequest
 from dpmon.model.snapshot_builder import SnapshotBuilder
 from dpmon.record.history_rows import CallParts, CallRow, Definition, Row
-from dpmon.record.record_types import Call, Event, Record, RecordError, Size, Step
+from dpmon.record.record_types import Call, Event, Record, Size, Step
 from dpmon.record.schema import EVALUATION, QUANTITIES, SPAN_PHASES, STEP_KINDS, TRAINING, WARM_UP, device_series
 from dpmon.record.schema import PHASES as SCHEMA
 from dpmon.record.shared_names import CALL_PHASES
 from dpmon.run import proc
 from dpmon.run.run_directory import ExitInfo, RunInfo, write_info
 from dpmon.run.run_registry import create_run
-from dpmon.store.history_schema import HISTORY_FILE, LARGEST, STEP_COLUMNS, CheckedConnection, RingRow
+from dpmon.store.history_schema import HISTORY_FILE, LARGEST, STEP_COLUMNS, BoundedConnection, RingRow
 from dpmon.store.history_writer import LIMIT_BYTES, HistoryWriter
 from dpmon.store.process_accounts import ProcessAccounts
 from dpmon.store.query_results import LongStepRow
@@ -69,20 +69,14 @@ class Recording:
         self._next_id = self._history.next_id
         self._snapshot_builder = SnapshotBuilder()
 
-    def add(
-        self, records: Iterable[Row | Record], process: int = 0, rank: int | None = None, skip: bool = False
-    ) -> Recording:
-        """Write the records of a process. Samples, waits for input and the exit are stored as the supervisor's.
-
-        `skip`: leave out those that are refused, as a supervisor does.
-        """
+    def add(self, records: Iterable[Row | Record], process: int = 0, rank: int | None = None) -> Recording:
+        """Write the records of a process. Samples, waits for input and the exit are stored as the supervisor's."""
         batch = WriteBatch()
         maker = self._makers.setdefault(process, _RowMaker())
         for count, record in enumerate(maker.with_kinds(list(records)), start=1):
             for row in maker.rows(record):
                 intake = self._intake(_source(row, process), rank)
-                with suppress(RecordError) if skip else nullcontext():
-                    self._next_id += intake.add(batch, self._next_id, row)
+                self._next_id += intake.add(batch, self._next_id, row)
             if count % _BATCH == 0:
                 batch = self._write(batch)
         self._write(batch)
@@ -120,7 +114,7 @@ class Recording:
 
     def store(self) -> Store:
         """Return the store with all records so far."""
-        return Store(self._history.checked_connection)
+        return Store(self._history.connection)
 
     def state(self, t_ns: int | None = None, ended: Iterable[int] = (), **wanted: Any) -> RunSnapshot:
         """Return the state at the end, or at time `t_ns`; `wanted`: fields of SnapshotRequest."""
@@ -331,7 +325,7 @@ def write_run_directory(
         every = list(rows)
         part = len(every) // 64 + 1 if limit_bytes != LIMIT_BYTES else len(every) + 1
         for at in range(0, len(every) + 1, part):
-            run.add(every[at : at + part], process, skip=True)
+            run.add(every[at : at + part], process)
     run.end()
     run.close()
     if status is not None:
@@ -417,9 +411,7 @@ def compare_steps(
             key = TallyKey(0, mode, WARM_UP, NO_SAMPLES)
             batch.add_step(key, 1, StepFacts(number, 1, quantities(), [None] * len(SCHEMA)).row(0, key), ())
     history.write(batch)
-    return compare_modes(
-        StatsWindow(Store(history.checked_connection)), 0, devices=devices, virtual=virtual, longest=longest
-    )
+    return compare_modes(StatsWindow(Store(history.connection)), 0, devices=devices, virtual=virtual, longest=longest)
 
 
 _STEP_KINDS = (0, EVALUATION, WARM_UP, EVALUATION | WARM_UP)
@@ -480,7 +472,7 @@ def expected_tallies(steps: Iterable[StoredStep]) -> dict[int, dict[tuple[int, T
 
 def open_unlimited_store(db: sqlite3.Connection) -> Store:
     """Return the store of a history without a limit on reading."""
-    return Store(CheckedConnection(db, LARGEST))
+    return Store(BoundedConnection(db, LARGEST))
 
 
 @contextmanager

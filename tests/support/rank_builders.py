@@ -402,7 +402,7 @@ class ManyNodes:
 
     def store(self) -> Store:
         """Return the store with all records so far."""
-        return Store(self._history.checked_connection)
+        return Store(self._history.connection)
 
     def state(self, **wanted: Any) -> RunSnapshot:
         """Return the state of the screen; `wanted`: fields of SnapshotRequest."""

@@ -19,7 +19,6 @@ from dpmon.report.plain_text import report_text
 from dpmon.run.run_directory import load_exit
 from support.history_builders import write_playback_run, write_run_directory
 from support.record_builders import SECOND, Training
-from support.ring_writers import make_row_ring, use_row_rings
 
 MORE = "dpmon report linear-7f3a"
 
@@ -72,17 +71,11 @@ def test_the_tables_of_the_report_follow(state: Path) -> None:
     assert lines[at:-1] == [line for line in report_text(directory, WIDTH) if line in lines[at:-1]]
 
 
-def test_an_unreadable_history_is_reported_and_the_rings_are_summarized(
-    state: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use_row_rings(monkeypatch)
-    training = Training()
+def test_a_damaged_history_is_reported(state: Path) -> None:
     directory = write_run_directory({})
-    make_row_ring(directory / "process-0.ring", [*training.begin(), *training.run(20)])
     (directory / "history.sqlite").write_bytes(b"x" * 5000)
     lines = summary_lines(directory, load_exit(directory))
-    assert any(line.startswith("dp (virtual): 20 steps, 20 calls, ") for line in lines)
-    assert any(line.startswith("warning: the history cannot be read: ") for line in lines)
+    assert any(line.startswith("warning: the history is damaged: ") for line in lines)
 
 
 def test_the_parts_of_the_elapsed_time_stand_there_if_not_nearly_all_was_training(state: Path) -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-import sqlite3
 from collections.abc import Sequence
-from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from dpmon.export.csv_tables import CsvTables
 from dpmon.export.perfetto import write_trace
 from dpmon.model.run_snapshot import RunSnapshot
 from dpmon.record.history_rows import Row
-from dpmon.record.record_types import UNTIMED, Call, Event, Step
+from dpmon.record.record_types import UNTIMED, Call, Step
 from dpmon.record.shared_names import CALL_PHASES, Untimed
 from dpmon.report import collect_report_data, report_text
 from dpmon.report.html_page import render_page
@@ -87,17 +85,6 @@ def test_history_exports_and_report_have_device_times(state: Path) -> None:
     assert next(line for line in lines if line[:1] == ["backward"])[-2] in ("2.99", "3.00", "3.01")
     said = "\n".join(summary_lines(directory, None))
     assert "on device  3.01 ms" in said, "at most 0.4% off"
-
-
-@pytest.mark.parametrize("damage", [b"\6", "text", "5"])
-def test_a_history_is_read_up_to_damaged_device_times(state: Path, damage: object) -> None:
-    directory = write_run_directory({0: even(5)})
-    with closing(sqlite3.connect(directory / "history.sqlite")) as db, db:
-        db.execute("UPDATE steps SET device = ? WHERE step = 3", (damage,))
-    records = list(iter_records(directory))
-    assert {record.step for record in records if isinstance(record, Step)} == {1, 2}
-    warnings = [record.data["text"] for record in records if isinstance(record, Event) and record.kind == "warning"]
-    assert str(warnings[-1]).startswith("the history cannot be read to its end: ")
 
 
 def test_the_screen_shows_host_and_device_side_by_side() -> None:

@@ -139,18 +139,6 @@ def test_deleting_a_run_deletes_nothing_else(runs: list[Path], tmp_path: Path) -
     assert other.exists()
 
 
-@pytest.mark.parametrize("name", ["output.log", "supervisor.log", "warnings.log", "spare", "stop-asked"])
-def test_nothing_is_written_through_a_second_name(tmp_path: Path, name: str) -> None:
-    (tmp_path / "precious").write_text("precious")
-    os.link(tmp_path / "precious", tmp_path / name)
-    with pytest.raises(PermissionError):
-        open_file(tmp_path / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    with pytest.raises(PermissionError):
-        open_file(tmp_path / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.close(open_file(tmp_path / name))
-    assert (tmp_path / "precious").read_text() == "precious"
-
-
 def test_a_descriptor_blocks_as_if_a_shell_had_opened_it(tmp_path: Path) -> None:
     fd = open_file(tmp_path / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     assert fcntl.fcntl(fd, fcntl.F_GETFL) & (os.O_NONBLOCK | os.O_APPEND) == os.O_APPEND

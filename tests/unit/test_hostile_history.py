@@ -10,10 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from dpmon.cli.main import main
 from dpmon.errors import HistoryError
 from dpmon.export import iter_records
-from dpmon.record.record_types import Event
 from dpmon.span_ring import SpanRing
 from dpmon.store.history_writer import HistoryWriter
 from dpmon.store.step_stats import StatsWindow
@@ -41,18 +39,13 @@ def altered(directory: Path, *statements: str) -> None:
             db.execute(statement)
 
 
-def read_all(directory: Path) -> list[str]:
-    """Read a history in every way that dpmon does; return the texts of the warnings."""
-    warnings = [
-        str(record.data.get("text"))
-        for record in iter_records(directory)
-        if isinstance(record, Event) and record.kind == "warning"
-    ]
+def read_all(directory: Path) -> None:
+    """Read a history in every way that dpmon does."""
+    list(iter_records(directory))
     with open_store(directory) as store:
         StatsWindow(store).step_stats("dp")
         store.steps(1 << 30)
         store.longest_steps(10, "dp")
-    return warnings
 
 
 @pytest.mark.timeout(60)
@@ -60,11 +53,10 @@ def read_all(directory: Path) -> list[str]:
 def test_a_view_is_not_accepted_as_a_table(directory: Path, table: str) -> None:
     altered(directory, f"DROP TABLE {table}", VIEWS[table])
     why = f"it holds {table}, which is not dpmon's"
-    with open_store(directory) as store:
-        assert why in str(store.damaged)
+    with pytest.raises(HistoryError, match=f"the history is damaged: {why}"):
+        read_all(directory)
     with pytest.raises(HistoryError, match=why):
         HistoryWriter.open(directory, {})
-    assert any(why in text for text in read_all(directory))
 
 
 @pytest.mark.timeout(60)
@@ -73,7 +65,6 @@ def test_a_view_is_not_accepted_as_a_table(directory: Path, table: str) -> None:
     [
         "CREATE TRIGGER more AFTER INSERT ON events BEGIN INSERT INTO events (kind) SELECT '' FROM events; END",
         "CREATE VIEW beside AS SELECT 1",
-        "ALTER TABLE events ADD COLUMN large TEXT AS (hex(zeroblob(100000000)))",
         "CREATE VIRTUAL TABLE beside USING fts5(x)",
     ],
 )
@@ -82,8 +73,8 @@ def test_a_schema_that_computes_something_is_refused(directory: Path, statement:
         altered(directory, statement)
     except sqlite3.OperationalError as error:
         pytest.skip(f"this SQLite has none of these: {error}")
-    with open_store(directory) as store:
-        assert "not dpmon's" in str(store.damaged)
+    with pytest.raises(HistoryError, match="not dpmon's"):
+        read_all(directory)
     with pytest.raises(HistoryError, match="not dpmon's"):
         HistoryWriter.open(directory, {})
 
@@ -92,7 +83,7 @@ def test_a_trigger_with_the_name_of_a_table_is_refused(directory: Path) -> None:
     name = "CREATE TRIGGER nodes AFTER INSERT ON events BEGIN DELETE FROM steps; END"
     row = f"('trigger', 'nodes', 'events', 0, '{name}')"
     altered(directory, "PRAGMA writable_schema = ON", f"INSERT INTO sqlite_master VALUES {row}")
-    with pytest.raises(HistoryError, match="two things of one name"):
+    with pytest.raises(HistoryError, match="not dpmon's"):
         HistoryWriter.open(directory, {})
 
 
@@ -114,8 +105,8 @@ def test_a_journal_that_claims_many_pages_is_refused(directory: Path) -> None:
     of_frame = checksum(checksum(sums, frame[:8]), bytes(page))
     wal = head + struct.pack(">2I", *sums) + frame + struct.pack(">2I", *of_frame) + bytes(page)
     Path(f"{path}-wal").write_bytes(wal)
-    with open_store(directory) as store:
-        assert "claims more pages than its files have" in str(store.damaged)
+    with pytest.raises(HistoryError, match="claims more pages than its files have"):
+        read_all(directory)
 
 
 def checksum(sums: tuple[int, int], data: bytes) -> tuple[int, int]:
@@ -127,27 +118,8 @@ def checksum(sums: tuple[int, int], data: bytes) -> tuple[int, int]:
     return first, second
 
 
-@pytest.mark.parametrize(
-    "parts",
-    [
-        "[[null],[],[],null,0]",
-        "[[null,null,null,null],[[]],[],null,0]",
-        "[[null,null,null,null],[],[[1,0,0,0]],null,0]",
-        "[[[0,1.5],null,null,null],[],[],null,0]",
-        "[[null,null,null,null],[[0,0,0,1]],[],[null,null,null,null,1000000000000000],0]",
-        "[[null,null,null,null],[[0,0,0,1]],[],[null,null,null,null,[]],0]",
-    ],
-)
-def test_damage_ends_in_a_sentence(directory: Path, capfd: pytest.CaptureFixture[str], parts: str) -> None:
-    altered(directory, f"UPDATE calls SET parts = '{parts}' WHERE id = (SELECT max(id) FROM calls)")
-    for words in (["report"], ["export"], ["export", "--format", "perfetto"], ["ls"]):
-        status = main(words)
-        error = capfd.readouterr().err
-        assert status == 0 or (status == 2 and "the history is damaged: " in error), (words, error)
-
-
 def test_a_history_of_ours_is_read(directory: Path) -> None:
-    assert read_all(directory) == []
+    read_all(directory)
     HistoryWriter.open(directory, {}).close()
     with open_store(directory) as store:
         assert len(store.steps(1000)) == 200
@@ -163,11 +135,7 @@ def test_a_long_history_is_not_taken_for_a_hostile_one(directory: Path, monkeypa
     with open_store(directory) as store:
         assert len(store.query("SELECT id FROM steps")) > 300_000
         assert len(store.query("SELECT id FROM events")) > 300_000
-        assert store.damaged is None
     assert os.path.getsize(directory / "history.sqlite") < 20 << 20
     monkeypatch.setattr("dpmon.store.history_schema._MIN_ROW_BYTES", 1 << 40)
-    with open_store(directory) as store:  # as if a damaged tree repeated its rows without end
-        store.query("SELECT id FROM steps")
-        assert str(store.damaged).startswith("the history cannot be read to its end: ")
-        assert "more rows than" in str(store.damaged)
-        assert store.tallies()
+    with pytest.raises(HistoryError, match="more rows than"), open_store(directory) as store:
+        store.query("SELECT id FROM steps")  # as if a damaged tree repeated its rows without end

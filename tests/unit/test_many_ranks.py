@@ -11,7 +11,7 @@ import pytest
 from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.run_events import WRAPPERS_READ, RunEvents
 from dpmon.record.record_types import Event
-from dpmon.store.store_queries import LAST_NS, Store
+from dpmon.store.store_queries import Store
 from dpmon.store.tally import Tally
 from support.history_builders import Recording
 from support.rank_builders import ddp_event, record_ddp_ranks
@@ -82,16 +82,6 @@ def test_few_queries_find_the_last_row_before_a_time_for_many_processes(seed: in
     again.query = noted  # type: ignore[method-assign, assignment]
     again.newest_steps(range(8))
     assert 0 < len(queries) <= 8 * 4, "two for each process, and a few more at first"
-
-
-def test_a_row_with_the_highest_possible_id_does_not_count_as_damage() -> None:
-    run, end = record_ddp_ranks(2, steps=40)
-    run._db.execute(f"UPDATE steps SET id = {LAST_NS} WHERE id = (SELECT max(id) FROM steps WHERE process = 0)")
-    run._db.execute("UPDATE rings SET last_id = NULL")
-    store = run.store().as_of(end)
-    assert store.last_step_id([0]) == LAST_NS
-    assert [step.step for step in store.steps(1, process=1)] == [40]
-    assert not store.damaged
 
 
 def test_a_process_began_with_its_first_row_that_is_left() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dpmon.record.history_rows import Definition, Row
-from dpmon.record.record_types import Event, RecordError, Step
+from dpmon.record.record_types import Event, Step
 from dpmon.record.schema import EVALUATION, STEP_KINDS, TRAINING, WARM_UP, WARM_UP_STEPS
 from dpmon.record.shared_names import CALL_PHASES
 from dpmon.store.history_schema import HISTORY_FILE, STEP_COLUMNS, RingRow
@@ -193,29 +193,6 @@ def test_sizes_are_those_of_the_call_and_of_each_replica(ring: Ring) -> None:
     ring.step()
     ((_, _, _, layout, virtual, sizes, untimed),) = ring.batch.shapes
     assert (layout, virtual, json.loads(sizes), untimed) == (1, 0, [2, 3, [4, 5], [6, 7]], 0)
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        step_row(DP, 1, 1 << 62, 5, 8, TRAIN),
-        step_row(DP, 1, SECOND, 1 << 62, 8, TRAIN),
-        step_row(DP, 1 << 63, SECOND, 5, 8, TRAIN),
-        call_row(DP, 0, 1, 1, 1, 1 << 62, 5, 2, 3, PHASES_AT, (2, 3, 0, 1)),
-        call_row(DP, 0, 1, 1, 1 << 63, SECOND, 5, 2, 3, PHASES_AT, (2, 3, 0, 1)),
-    ],
-)
-def test_a_row_with_impossible_numbers_leaves_nothing(ring: Ring, row: Row) -> None:
-    """Its time is beyond that of any run."""
-    with pytest.raises(RecordError):
-        ring.add(row)
-    empty, found = WriteBatch(), ring.batch
-    assert (found.calls, found.steps, found.steps_by_tally, found.activity_ns) == ([], [], {}, {}) == (
-        empty.calls, empty.steps, empty.steps_by_tally, empty.activity_ns,
-    )  # fmt: skip
-    ring.intake.finish_process(found)
-    assert not found.shapes
-    assert (ring.row.calls, ring.row.steps) == (0, 0)
 
 
 # ---------------------------------------------------------------------------------------- time

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import statistics
+from array import array
 from math import ceil
 
 import pytest
@@ -20,7 +21,6 @@ from dpmon.store.quantile_sketch import (
     quantile,
     quantiles,
     unpack,
-    validate_packed,
 )
 
 LARGEST = (1 << 63) - 1
@@ -88,22 +88,16 @@ def test_parts_add_up_packed_or_not(seed: int) -> None:
     merge(together, second)
     assert together == sketch(values)
     read: Counts = {}
-    unpack(read, [validate_packed(pack(first)), validate_packed(pack(second))])
+    unpack(read, [array("H", pack(first)), array("H", pack(second))])
     assert read == sketch(values)
     at_once: Counts = {}
-    unpack(at_once, [validate_packed(pack(first) + pack(second))])
+    unpack(at_once, [array("H", pack(first) + pack(second))])
     assert at_once == read
 
 
 def test_large_counts_are_packed_too() -> None:
     counts = {7: 200_000, 9: 65_535, 12: 65_536, LAST_BIN: 1}
     read: Counts = {}
-    unpack(read, [validate_packed(pack(counts))])
+    unpack(read, [array("H", pack(counts))])
     assert read == counts
     assert pack({}) == b""
-
-
-@pytest.mark.parametrize("data", [b"1", b"12", b"123", b"123456", b"\xff\xff\x01\x00", pack({5: 1})[:-1]])
-def test_damage_is_noticed(data: bytes) -> None:
-    with pytest.raises(ValueError, match=r"damaged|multiple"):
-        validate_packed(data)

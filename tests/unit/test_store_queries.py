@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from dpmon.errors import HistoryError
 from dpmon.record.schema import PHASES, QUANTITIES, TRAINING, WARM_UP, step_kind
-from dpmon.store.history_schema import HISTORY_FILE, CheckedConnection
+from dpmon.store.history_schema import HISTORY_FILE
 from dpmon.store.history_writer import HistoryWriter
 from dpmon.store.step_stats import StatsWindow, compute_rate
 from dpmon.store.store_queries import Store
@@ -264,21 +263,6 @@ def test_a_store_without_steps_has_no_figures(tmp_path: Path) -> None:
         assert (window.modes, store.processes, store.mode_kinds) == ([], [], set())
         assert set(window.time_by_activity.values()) == {0}
         assert window.rate("dp") is None
-
-
-@pytest.mark.parametrize("at", [0, 1, 199, 200, 201, 450, 599])
-@pytest.mark.parametrize(("damage", "why"), [("step = 'x'", "str in step"), ("mode = 'odd'", "unknown mode")])
-def test_the_rows_before_a_damaged_one_are_read_wherever_it_is(at: int, damage: str, why: str) -> None:
-    with closing(sqlite3.connect(":memory:", isolation_level=None)) as db:
-        db.execute("CREATE TABLE some (id INTEGER PRIMARY KEY, step, mode)")
-        db.executemany("INSERT INTO some VALUES (?, ?, 'dp')", ((number, number) for number in range(600)))
-        db.execute(f"UPDATE some SET {damage} WHERE id = ?", (at,))
-        read: list[int] = []
-        with pytest.raises(HistoryError, match=why):
-            read.extend(
-                number for number, _, _ in CheckedConnection(db, 1 << 20).rows("SELECT id, step, mode FROM some")
-            )
-        assert read == list(range(at))
 
 
 def test_the_samples_of_ranks_add_up_although_one_begins_later() -> None:

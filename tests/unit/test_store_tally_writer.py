@@ -179,42 +179,6 @@ def test_a_long_pause_is_few_rows_and_right_by_the_minute() -> None:
     assert len(list(short.split_by_second())) == 599
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        "UPDATE tallies SET sketches = x'00'",
-        "UPDATE tallies SET steps = 'many'",
-        "UPDATE tallies SET steps = NULL",
-        f"UPDATE tallies SET calls = {(1 << 63) - 1}",
-        f"UPDATE tallies SET samples_n = {(1 << 63) - 1}",
-        # The number of values of the first series.
-        "UPDATE tallies SET sketches = CAST(substr(sketches, 1, 2) || x'ffffffff' || substr(sketches, 7) AS BLOB)",
-    ],
-)
-def test_a_damaged_tally_does_not_end_the_recording(tmp_path: Path, damage: str) -> None:
-    """Later steps of those seconds begin new tallies, and wider tallies are made without the damaged ones."""
-    steps = random_steps(random.Random(5), 100, 8.0)
-    write(tmp_path, [a_batch(steps)])
-    with closing(sqlite3.connect(tmp_path / HISTORY_FILE)) as db:
-        db.execute(damage)
-        db.commit()
-    write(tmp_path, [a_batch(steps), a_batch(random_steps(random.Random(6), 5, 30, begin=20))])
-    found, _ = stored(tmp_path)
-    again = {place: tally for place, tally in found[1].items() if place[0] < 9}
-    assert again == expected_tallies(steps)[1]
-
-
-def test_a_damaged_series_does_not_end_the_recording(tmp_path: Path) -> None:
-    steps = random_steps(random.Random(5), 100, 8.0)
-    write(tmp_path, [a_batch(steps)])
-    with closing(sqlite3.connect(tmp_path / HISTORY_FILE)) as db:
-        db.execute("UPDATE series SET number = 70000 WHERE number = 0")
-        db.commit()
-    write(tmp_path, [a_batch(steps)])
-    found, _ = stored(tmp_path)
-    assert sum(tally.steps for tally in found[1].values()) == 2 * len(steps)
-
-
 def test_more_values_than_an_entry_holds_are_cut() -> None:
     names = SeriesNames()
     tally = Tally()

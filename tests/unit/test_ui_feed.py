@@ -68,7 +68,8 @@ def test_a_history_that_cannot_be_read_leaves_the_picture_as_it_was(tmp_path: Pa
 
     feed._open_store = damaged
     feed.refresh()
-    assert feed.state == before
+    assert replace(feed.state, warnings=(), warning_count=0) == before
+    assert [warning.text for warning in feed.state.warnings] == ["damaged"]
     assert before.newest_ns > 0
 
 

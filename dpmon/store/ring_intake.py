@@ -19,6 +19,7 @@ from dpmon.record.safe_json import load_json
 from dpmon.record.schema import (
     AFTER_OTHER_KIND,
     EVALUATION,
+    MIXED_MODES,
     PHASES,
     QUANTITIES,
     REST,
@@ -79,6 +80,8 @@ class RingIntake:
         """Batch sizes with their own tallies."""
         self._mode: str | None = None
         self._steps_in_mode = 0
+        self._switched = False
+        """Whether a root changed its mode since the last step."""
         self._ran_other_kind = False
         """Whether steps of other kinds than training ran since the last sync pass. Rollouts count as training."""
         self._loops = LoaderLoopTracker(row.process)
@@ -183,7 +186,12 @@ class RingIntake:
         if row.sync_number is not None:
             kind |= AFTER_OTHER_KIND * self._ran_other_kind
             self._ran_other_kind = False
-        calls = self._pop_step_calls(batch, row, kind)
+        calls = self._pop_step_calls(batch, row)
+        if self._switched and len({call.mode for call in calls}) > 1:
+            kind |= MIXED_MODES
+            row = row._replace(mode="")  # its time counts in the rate of neither mode
+        self._switched = False
+        self._count(batch, calls, kind)
         own_phases = [*map(row.phases.get, STEP_PHASES)]
         call_phases, rest_ns = _sum_call_phases(own_phases, calls)
         values = _phases_of((*own_phases, *call_phases))
@@ -240,8 +248,8 @@ class RingIntake:
         parts = (part for part in intervals if part.activity == STEP_KINDS[row.kind])
         return sum(part.sign * (part.end - part.begin) for part in parts)
 
-    def _pop_step_calls(self, batch: WriteBatch, step: Step, flags: int) -> list[CallRow]:
-        """Remove and return the held calls of a step. `flags`: of the step.
+    def _pop_step_calls(self, batch: WriteBatch, step: Step) -> list[CallRow]:
+        """Remove and return the held calls of a step.
 
         Calls of earlier steps, which were not recorded, are dropped.
         """
@@ -254,7 +262,6 @@ class RingIntake:
                 self._calls[row_id] = call
             else:
                 self._count(batch, [call], call.kind)
-        self._count(batch, calls, flags)
         return calls
 
     def _warm_up_flag(self, mode: str) -> int:
@@ -283,6 +290,7 @@ class RingIntake:
 
     def _event(self, batch: WriteBatch, event_id: int, event: Event) -> None:
         kind, data = event.kind, event.data
+        self._switched = self._switched or kind == "mode"
         kind.encode()  # ValueError for a lone surrogate, which the database rejects
         t_ns = seconds_to_ns(data.get("t_s"))
         process = self.row.process if self.row.process >= 0 else None

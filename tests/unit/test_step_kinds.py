@@ -11,6 +11,7 @@ from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.throughput import throughput_of
 from dpmon.record.record_types import Call
 from dpmon.record.schema import EVALUATION, FORWARD_ONLY, TRAINING
+from dpmon.report.sentences import mode_title
 from dpmon.stalls.run_state import RUNNING, decide_state
 from dpmon.stalls.run_state import TRAINING as IS_TRAINING
 from dpmon.store.step_stats import StatsWindow
@@ -142,6 +143,16 @@ def test_evaluations_before_nearly_every_update_generate_data() -> None:
     assert steps_by_mode(rollouts) == {("single", "training"): 20, ("single", "without gradients"): 60}
     validated = recorded("m " + ("l " * 10 + "e e e ") * 20).store()
     assert steps_by_mode(validated) == {("single", "training"): 200, ("single", "evaluation"): 60}
+
+
+def test_calls_without_gradients_within_training_steps_are_no_evaluations() -> None:
+    store = recorded("m " + "d n n l " * 20).store()
+    run = RunAnalysis(store)
+    assert steps_by_mode(store) == {("single", "training"): 20}
+    assert run.layouts.calls("single", EVALUATION) == 40
+    assert mode_title(run.mode("single", EVALUATION)) == "single, without gradients"
+    evaluated = recorded("m " + "d n n l " * 20 + "D " + "e " * 5).store()
+    assert steps_by_mode(evaluated) == {("single", "training"): 20, ("single", "evaluation"): 5}
 
 
 @pytest.mark.parametrize("rollout_ms", [50, 4000])

@@ -204,9 +204,10 @@ def phase_by_display_name(label: str) -> Phase:
 
 STEP, REST = "step", "rest"
 """Names of series: the whole step, and its forward without the phases of its calls."""
-EXPOSED, WAIT, STRAGGLER_DELAY = "exposed", "wait", "held"
+EXPOSED, WAIT, STRAGGLER_DELAY, UNCOMPARED = "exposed", "wait", "held", "uncompared"
 """Names of series that compare the ranks in steps with sync passes. EXPOSED: exposed communication. WAIT: the wait for
-the slowest rank. STRAGGLER_DELAY, on the slowest rank only: how much later it was than the second slowest."""
+the slowest rank. STRAGGLER_DELAY, on the slowest rank only: how much later it was than the second slowest. UNCOMPARED:
+the time of a step that has none of these, because a rank has AFTER_OTHER_KIND in it."""
 
 
 TRAINING, EVALUATION, WARM_UP, STALLED, STARTUP, FORWARD_ONLY, AFTER_OTHER_KIND, MIXED_MODES = 0, 1, 2, 4, 8, 16, 32, 64

@@ -220,7 +220,8 @@ class RingIntake:
             # With devices, the host does not wait for other ranks, so its time does not measure the communication.
             tail_ns = row.phases.get("sync") if row.times is None else sync_device_ns(row.times)
             if tail_ns is not None:
-                sync_step = SyncStep(row_id, key, second, sync_number, row.counts.get("synced", 0), tail_ns)
+                passes = row.counts.get("synced", 0)
+                sync_step = SyncStep(row_id, key, second, sync_number, passes, tail_ns, wall_ns)
                 batch.add_waits(self._accounts.sync_passes.add_step(process, sync_step))
         self._note_id(row_id)
         self.row.steps += 1

@@ -14,7 +14,7 @@ from itertools import chain
 from operator import itemgetter
 from typing import Any
 
-from dpmon.record.schema import EXPOSED, SECOND, STRAGGLER_DELAY, SYNC_NUMBER, WAIT
+from dpmon.record.schema import EXPOSED, SECOND, STRAGGLER_DELAY, SYNC_NUMBER, UNCOMPARED, WAIT
 from dpmon.store.history_schema import STEP_COLUMNS
 from dpmon.store.query_results import NodeRow
 from dpmon.store.sync_passes import RankStepWait, SyncPassMatcher, SyncStep, sync_device_ns
@@ -34,6 +34,7 @@ _synced_of = itemgetter(
 )
 _ANY_BATCH = "width = ? AND start_s = ? AND process = ? AND mode = ? AND kind = ?"
 _ROW = f"{_ANY_BATCH} AND batch = ?"
+_SERIES = (EXPOSED, WAIT, STRAGGLER_DELAY, UNCOMPARED)
 _TallyPlace = tuple[int, str, int]
 """Process, mode and kind of a tally."""
 
@@ -97,11 +98,10 @@ class CrossNodeWaits:
             tail = sync_ns if device is None else sync_device_ns(json.loads(device)[1:])
             if tail is not None:
                 key, second = TallyKey(row[1], mode, kind, 0), (start + wall - shift_ns) // SECOND
-                waits = self._matcher.add_step(row[1], SyncStep(row[0], key, second, sync_number, synced or 0, tail))
+                step = SyncStep(row[0], key, second, sync_number, synced or 0, tail, wall)
+                waits = self._matcher.add_step(row[1], step)
                 self.completed += waits
                 for wait in waits:
-                    if wait.exposed_ns is None:
-                        continue
                     place, tallied_s = wait.step.key[:3], self._nodes_by_process[wait.step.key.process].tallied_s
                     if wait.step.second < tallied_s - _MAX_DELAY_S:
                         self._late.append(wait)
@@ -117,7 +117,7 @@ class CrossNodeWaits:
         They come after the numbers of the first node's series. So most nodes have the same numbers as this history, and
         their sketches are copied unchanged.
         """
-        return [self._names.number(name) or 0 for name in (EXPOSED, WAIT, STRAGGLER_DELAY)]
+        return [self._names.number(name) or 0 for name in _SERIES]
 
     def pop_due_entries(self, place: _TallyPlace, second: int) -> bytes:
         """Remove the pending waits up to a second, and return their entries for the tally of this second.
@@ -146,13 +146,12 @@ class CrossNodeWaits:
 
     def _encode_waits(self, waits: Sequence[RankStepWait]) -> bytes:
         """Return the entries of waits for a tally."""
-        if not waits:
-            return b""
-        exposed_series, wait_series, held_series = self._series
-        entries = encode_entry(exposed_series, [wait.exposed_ns or 0 for wait in waits])
-        entries += encode_entry(wait_series, [wait.wait_ns for wait in waits])
-        delays = [wait.held_ns for wait in waits if wait.held_ns is not None]
-        return entries + encode_entry(held_series, delays) if delays else entries
+        values: dict[str, list[int]] = defaultdict(list)
+        for wait in waits:
+            for name, ns in wait.tally_values.items():
+                values[name].append(ns)
+        numbers = zip(_SERIES, self._series, strict=True)
+        return b"".join(encode_entry(number, values[name]) for name, number in numbers if name in values)
 
     def read_stored_waits(self, width: int, start: int, length: int, key: TallyKey, more: bytes = b"") -> bytes:
         """Return the waits in `more` and in the stored tallies of a time bucket.

@@ -91,7 +91,7 @@ RUN_METRICS = (
     Metric("samples_per_s", "samples/s", "/s"),
     Metric("steps_per_s", "steps/s", "/s"),
     Metric("memory", "peak memory of torch", "bytes"),
-    Metric("host_memory", "peak memory of the host", "bytes"),
+    Metric("host_memory", "host memory of the run", "bytes"),
     Metric("exposed", "exposed communication per step"),
     Metric("wait", "wait for the slowest rank per step"),
     Metric("evaluation_step", "step of evaluation"),
@@ -206,11 +206,12 @@ def build_compared_run(run: RunAnalysis, given: Mapping[str, str | None], **abou
             else:
                 rows.append((key.batch, tally))
                 steps_by_batch[key.batch] += tally.steps
+    switched = {"mode switched": _switched_mode(run, main_mode)}
     sentence = None if straggler is None else straggler_sentence(straggler, lately=False)
     bins = [time_bin for time_bin in run.binned_steps.bins if time_bin.mode == main_mode and not time_bin.other_kind]
     return ComparedRun(
         **about,
-        set_up={**given, **_setup_labels(run, main_mode, steps_by_batch)},
+        set_up={**switched, **given, **_setup_labels(run, main_mode, steps_by_batch)},
         measured=_hardware_conditions(run),
         bins=bins,
         mode=main_mode,
@@ -327,6 +328,14 @@ def _setup_labels(run: RunAnalysis, mode: str | None, steps_by_batch: Counter[in
         "Python": process.python,
         "torch": process.torch,
     }
+
+
+def _switched_mode(run: RunAnalysis, mode: str | None) -> str:
+    """Return whether the mode was switched in a run, and how many of its steps are in `mode`, which is compared."""
+    if mode is None or len(run.window.modes) < 2:
+        return "no"
+    steps, _ = run.window.step_counts(run.window.main_kind, mode)
+    return f"yes: only {mode} is compared, {steps:,} of {format_count_with_noun(run.steps, 'step')}"
 
 
 def _hardware_conditions(run: RunAnalysis) -> dict[str, float]:

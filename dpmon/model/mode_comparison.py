@@ -39,7 +39,7 @@ COPY_PHASES = ("scatter", "replicate", "gather")
 
 
 class Reason(NamedTuple):
-    """The reason for a verdict: the phase that changed most, its share of the dp step, its median in each mode (ns)."""
+    """A phase that explains a verdict, its share of the dp step, and its median in each mode (ns or None)."""
 
     phase: str
     share: float | None
@@ -89,7 +89,8 @@ class Comparison:
     """The ratio of the mean step times, if it differs much from the ratio of the medians."""
     uneven: tuple[str, StepUnevenness] | None = None
     """With `by_mean`: the mode with the more uneven steps, and how uneven; None if neither is uneven."""
-    reason: Reason | None = None
+    reasons: tuple[Reason, ...] = ()
+    """The phases that explain most of the difference, the largest change first."""
     cost: Reason | None = None
     """The copying that takes the largest share of the dp step."""
     missing: str | None = None
@@ -250,10 +251,10 @@ def _with_verdict(
         outcome = "slower"
     efficiency = speedup.value / len(base.devices) if base.devices and not base.virtual else None
     cost = _main_dp_cost(base.sides["dp"])
-    reason = _main_reason(base.sides, outcome)
+    reasons = _main_reasons(base.sides, outcome)
     by_mean = _ratio_of_means(speedup, base.sides)
     uneven = _more_uneven_mode(tallies, longest, waits) if by_mean is not None else None
-    base = replace(base, efficiency=efficiency, reason=reason, cost=cost, by_mean=by_mean, uneven=uneven)
+    base = replace(base, efficiency=efficiency, reasons=reasons, cost=cost, by_mean=by_mean, uneven=uneven)
     return replace(base, speedup=speedup, outcome=outcome)
 
 
@@ -283,27 +284,34 @@ def _main_dp_cost(dp: StepStats) -> Reason | None:
     return Reason(largest.name, largest.share, largest.median_ns, None) if largest is not None else None
 
 
-def _main_reason(sides: Mapping[str, StepStats], outcome: str) -> Reason | None:
-    """Return the phase that explains most of the difference; the forward of the replicas counts as forward."""
+def _main_reasons(sides: Mapping[str, StepStats], outcome: str) -> tuple[Reason, ...]:
+    """Return the fewest phases that explain most of the difference; the forward of the replicas counts as forward.
+
+    A phase that only one mode has is no time in the other.
+    """
     if outcome == "even":  # the copying, if its share is large enough to mention
         cost = _main_dp_cost(sides["dp"])
-        return cost if cost is not None and (cost.share or 0) >= MIN_COST_SHARE else None
+        return (cost,) if cost is not None and (cost.share or 0) >= MIN_COST_SHARE else ()
     single, dp = (_phase_values(sides[mode], lambda phase: phase.median_ns) for mode in MODES_COMPARED)
     sign = 1 if outcome == "slower" else -1
     changes = {name: sign * (dp.get(name, 0.0) - single.get(name, 0.0)) for name in sorted(dp.keys() | single.keys())}
-    name = max(changes, key=changes.__getitem__, default=None)
-    if name is None or changes[name] <= 0:
-        return None
     shares = _phase_values(sides["dp"], lambda phase: phase.share)
-    return Reason(name, shares.get(name), dp.get(name), single.get(name))
+    reasons: list[Reason] = []
+    unexplained_ns = sum(changes.values()) / 2
+    for name in sorted(changes, key=changes.__getitem__, reverse=True):
+        if changes[name] <= 0 or (reasons and unexplained_ns <= 0):
+            break
+        reasons.append(Reason(name, shares.get(name), dp.get(name), single.get(name)))
+        unexplained_ns -= changes[name]
+    return tuple(reasons)
 
 
 def _phase_values(side: StepStats, metric_of: Callable[[PhaseStats], float | None]) -> dict[str, float]:
-    """Return a metric of each phase that ran. `forward` includes the forward of the replicas."""
+    """Return a metric of each phase that ran in most steps. `forward` includes the forward of the replicas."""
     values: dict[str, float] = {}
     for phase in side.phases:
         value = metric_of(phase)
-        if value is not None and phase.name != "forward":
+        if value is not None and phase.name != "forward" and 2 * phase.ran > side.steps:
             name = "forward" if phase.name in (REST, _PARALLEL_APPLY) else phase.name
             values[name] = values.get(name, 0.0) + value
     return values
@@ -342,20 +350,20 @@ def _why_uneven(comparison: Comparison) -> str:
 
 
 def _reason_text(comparison: Comparison) -> str:
-    reason, cost = comparison.reason, comparison.cost
-    if reason is None:
-        return ""
+    texts, cost = [_phase_text(comparison, reason) for reason in comparison.reasons], comparison.cost
+    if texts and comparison.outcome == "faster" and cost is not None and (cost.share or 0) >= MIN_COST_SHARE:
+        texts.append(f"{cost.phase} {_time_within_step(comparison, cost)}")
+    return ", ".join(texts)
+
+
+def _phase_text(comparison: Comparison, reason: Reason) -> str:
     if reason.phase in COPY_PHASES:
         return f"{reason.phase} takes {_time_within_step(comparison, reason)}"
     dp, single = duration_or_none(reason.dp_ns), duration_or_none(reason.single_ns)
     if reason.phase == "forward":
         # The names in panel 3. This includes starting the threads, so it is more than the forward of any replica.
-        text = f"parallel_apply and other forward take {dp}, forward on one device {single}"
-    else:
-        text = f"{_PHRASES.get(reason.phase, reason.phase)} takes {dp}, on one device {single}"
-    if comparison.outcome == "faster" and cost is not None and (cost.share or 0) >= MIN_COST_SHARE:
-        text += f", {cost.phase} {_time_within_step(comparison, cost)}"
-    return text
+        return f"parallel_apply and other forward take {dp}, forward on one device {single}"
+    return f"{_PHRASES.get(reason.phase, reason.phase)} takes {dp}, on one device {single}"
 
 
 def _time_within_step(comparison: Comparison, reason: Reason) -> str:

@@ -14,7 +14,7 @@ from operator import attrgetter
 from statistics import fmean, median
 from typing import TYPE_CHECKING, NamedTuple
 
-from dpmon.record.schema import EXPOSED, STEP, STEP_PHASES, STRAGGLER_DELAY, WAIT, device_series
+from dpmon.record.schema import EXPOSED, STEP, STEP_PHASES, STRAGGLER_DELAY, UNCOMPARED, WAIT, device_series
 from dpmon.record.shared_names import node_suffix, rank_name
 from dpmon.store.tally import Tally
 from dpmon.text.formatting import format_count, format_duration, format_percent
@@ -32,7 +32,7 @@ MIN_CAUSE_SHARE = 0.8
 MAX_ALIKE_SHARE = 0.2
 """Ranks count as equally slow if they wait at most this part of the way from the least wait to the others' median."""
 MIN_STEPS = 20
-SERIES = (STEP, *STEP_PHASES, *map(device_series, STEP_PHASES), EXPOSED, WAIT, STRAGGLER_DELAY)
+SERIES = (STEP, *STEP_PHASES, *map(device_series, STEP_PHASES), EXPOSED, WAIT, STRAGGLER_DELAY, UNCOMPARED)
 """Series that `build_rank_times` reads."""
 _DEVICE_SERIES = {phase: device_series(phase) for phase in STEP_PHASES}
 _SIGMAS = 4.0
@@ -51,6 +51,7 @@ class RankTimes(NamedTuple):
     rank: int
     steps: int
     step_ns: float | None
+    """Without steps in which a rank may wait for steps of another kind, as `exposed_ns` and `wait_ns`."""
     phases: Mapping[str, float]
     """Mean time (ns) of each phase that ran; device time if known."""
     joined: int = 0
@@ -139,6 +140,8 @@ def build_rank_times(process: int, rank: int, tally: Tally, node: str | None = N
     """Return the mean times of a rank from the tally of its training steps."""
     steps = max(tally.steps, 1)
     syncs_per_step = tally.stat(_SYNC).count / steps
+    whole, uncompared = tally.stat(STEP), tally.stat(UNCOMPARED)
+    compared_steps = whole.count - uncompared.count
 
     def mean(name: str, scale: float = 1.0) -> float | None:
         mean_ns = tally.stat(name).mean
@@ -153,7 +156,7 @@ def build_rank_times(process: int, rank: int, tally: Tally, node: str | None = N
         process,
         rank,
         tally.steps,
-        mean(STEP),
+        (whole.total - uncompared.total) / compared_steps if compared_steps > 0 else None,
         phases,
         tally.stat(WAIT).count,
         mean(EXPOSED, syncs_per_step),

@@ -293,5 +293,5 @@ def mode_comparison_sentences(comparison: Comparison) -> list[str]:
     steps = " and ".join(
         f"{format_count_with_noun(side.steps, 'step')} in {mode}" for mode, side in comparison.sides.items()
     )
-    excluded_text = "without the first steps after a mode switch, and steps of another batch size or kind"
+    excluded_text = "without the steps during and just after a mode switch, and steps of another batch size or kind"
     return [verdict_sentence(comparison) or "", f"{text}; from {steps}, {excluded_text}"]

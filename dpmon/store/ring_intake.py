@@ -19,6 +19,7 @@ from dpmon.record.safe_json import replace_nonfinite
 from dpmon.record.schema import (
     AFTER_OTHER_KIND,
     EVALUATION,
+    MIXED_MODES,
     PHASES,
     QUANTITIES,
     REST,
@@ -76,6 +77,8 @@ class RingIntake:
         """Batch sizes with their own tallies."""
         self._mode: str | None = None
         self._steps_in_mode = 0
+        self._switched = False
+        """Whether a root changed its mode since the last step."""
         self._ran_other_kind = False
         """Whether steps of other kinds than training ran since the last sync pass. Rollouts count as training."""
         self._loops = LoaderLoopTracker(row.process)
@@ -169,7 +172,12 @@ class RingIntake:
         if row.sync_number is not None:
             kind |= AFTER_OTHER_KIND * self._ran_other_kind
             self._ran_other_kind = False
-        calls = self._pop_step_calls(batch, row, kind)
+        calls = self._pop_step_calls(batch, row)
+        if self._switched and len({call.mode for call in calls}) > 1:
+            kind |= MIXED_MODES
+            row = row._replace(mode="")  # its time counts in the rate of neither mode
+        self._switched = False
+        self._count(batch, calls, kind)
         own_phases = [*map(row.phases.get, STEP_PHASES)]
         call_phases, rest_ns = _sum_call_phases(own_phases, calls)
         values = _phases_of((*own_phases, *call_phases))
@@ -198,7 +206,8 @@ class RingIntake:
             # With devices, the host does not wait for other ranks, so its time does not measure the communication.
             tail_ns = row.phases.get("sync") if row.times is None else sync_device_ns(row.times)
             if tail_ns is not None:
-                sync_step = SyncStep(row_id, key, second, sync_number, row.counts.get("synced", 0), tail_ns)
+                passes = row.counts.get("synced", 0)
+                sync_step = SyncStep(row_id, key, second, sync_number, passes, tail_ns, wall_ns)
                 batch.add_waits(self._accounts.sync_passes.add_step(process, sync_step))
         self._note_id(row_id)
         self.row.steps += 1
@@ -226,8 +235,8 @@ class RingIntake:
         parts = (part for part in intervals if part.activity == STEP_KINDS[row.kind])
         return sum(part.sign * (part.end - part.begin) for part in parts)
 
-    def _pop_step_calls(self, batch: WriteBatch, step: Step, flags: int) -> list[CallRow]:
-        """Remove and return the held calls of a step. `flags`: of the step.
+    def _pop_step_calls(self, batch: WriteBatch, step: Step) -> list[CallRow]:
+        """Remove and return the held calls of a step.
 
         Calls of earlier steps, which were not recorded, are dropped.
         """
@@ -240,7 +249,6 @@ class RingIntake:
                 self._calls[row_id] = call
             else:
                 self._count(batch, [call], call.kind)
-        self._count(batch, calls, flags)
         return calls
 
     def _warm_up_flag(self, mode: str) -> int:
@@ -269,6 +277,7 @@ class RingIntake:
 
     def _event(self, batch: WriteBatch, event_id: int, event: Event) -> None:
         kind, data = event.kind, event.data
+        self._switched = self._switched or kind == "mode"
         t_ns = seconds_to_ns(data.get("t_s"))
         process = self.row.process if self.row.process >= 0 else None
         self._accounts.handle_event(batch, process, kind, data, t_ns)

@@ -432,8 +432,18 @@ class StatsWindow:
 
     @cached_property
     def time_by_activity(self) -> dict[str, int]:
-        """The time of this window by activity (ns). It adds up to the time in which at least one process lived."""
-        return divide_concurrent_time(self.times, self.alive_intervals)
+        """The time of this window by activity (ns).
+
+        It adds up to the time in which at least one process lived, without the time for which ranks that have taken
+        their last step wait for the others to end.
+        """
+        ended_intervals = [
+            (end, alive_end)
+            for process, (_, end) in self.step_intervals.items()
+            for alive_start, alive_end in self.alive_intervals
+            if self.ranks.get(process) is not None and alive_start <= end < alive_end
+        ]
+        return divide_concurrent_time(self.times, self.alive_intervals, ended_intervals)
 
     @cached_property
     def alive_intervals(self) -> list[tuple[int, int]]:
@@ -456,10 +466,13 @@ class StatsWindow:
         return intervals
 
 
-def divide_concurrent_time(rows: Iterable[TimeRow], alive_intervals: Sequence[tuple[int, int]]) -> dict[str, int]:
+def divide_concurrent_time(
+    rows: Iterable[TimeRow], alive_intervals: Sequence[tuple[int, int]], ended_intervals: Sequence[tuple[int, int]]
+) -> dict[str, int]:
     """Return the time of a run by activity (ns). Activities of several processes at the same time share that time.
 
-    `alive_intervals`: (start, end) of the times in which at least one process lived, in order.
+    `alive_intervals`: (start, end) of the times in which at least one process lived, in order. `ended_intervals`: those
+    in which a rank has ended and another has not; its share of them is left out.
     """
     ns_by_activity = dict.fromkeys(ACTIVITIES, 0.0)
     rows_by_bucket: dict[tuple[int, int], list[TimeRow]] = defaultdict(list)
@@ -467,8 +480,9 @@ def divide_concurrent_time(rows: Iterable[TimeRow], alive_intervals: Sequence[tu
         rows_by_bucket[row.start_s, row.width_s].append(row)
     for (start_s, width_s), bucket_rows in rows_by_bucket.items():
         start_ns, end_ns = start_s * SECOND, (start_s + width_s) * SECOND
-        alive_ns = sum(
-            max(min(end_ns, alive_end) - max(start_ns, alive_start), 0) for alive_start, alive_end in alive_intervals
+        alive_ns, ended_ns = (
+            sum(max(min(end_ns, end) - max(start_ns, start), 0) for start, end in intervals)
+            for intervals in (alive_intervals, ended_intervals)
         )
         ns_by_process: Counter[int] = Counter()
         for row in bucket_rows:
@@ -476,6 +490,8 @@ def divide_concurrent_time(rows: Iterable[TimeRow], alive_intervals: Sequence[tu
         activity_ns = {name: max(sum(row.spent[name] for row in bucket_rows), 0) for name in ACTIVITIES}
         # The time of a process may exceed the width: a long pause counts in its first second (see split_by_second).
         covered_ns, total_ns = max(alive_ns, *ns_by_process.values()), sum(activity_ns.values())
+        if ended_ns:
+            total_ns += round(covered_ns * ended_ns / alive_ns)
         scale = min(1.0, covered_ns / total_ns) if total_ns else 0.0
         for activity, ns in activity_ns.items():
             ns_by_activity[activity] += ns * scale
@@ -489,7 +505,7 @@ def account_for_elapsed(
 
     `time_by_activity`, `alive_intervals`: as in StatsWindow. Time before a process is traced has no activity, and
     counts as start-up. Where one process follows another, that includes the time that the other took to exit. Time
-    after the last step of all processes is "ending".
+    after the last step of all processes is "ending", and so is that of each rank after its own.
     """
     remaining_ns = max(elapsed_ns - sum(time_by_activity.values()), 0)
     startup_ns = remaining_ns

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from dpmon.record.schema import AFTER_OTHER_KIND, EXPOSED, SPAN_PHASES, STRAGGLER_DELAY, WAIT
+from dpmon.record.schema import AFTER_OTHER_KIND, EXPOSED, SPAN_PHASES, STRAGGLER_DELAY, UNCOMPARED, WAIT
 from dpmon.store.tally import TallyKey
 
 MAX_WAITING = 1 << 16
@@ -32,6 +32,7 @@ class SyncStep(NamedTuple):
     passes: int
     tail_ns: int
     """Total time from the last gradients to the ends of these passes."""
+    wall_ns: int
 
 
 class RankStepWait(NamedTuple):
@@ -39,8 +40,8 @@ class RankStepWait(NamedTuple):
 
     step: SyncStep
     exposed_ns: int | None
-    """None if a rank ran steps of another kind since its previous pass: the others may have waited for these, so this
-    pass counts in no tally."""
+    """None if a rank ran steps of another kind since its previous pass: the others may have waited for these, so
+    tallies do not compare the ranks in this step."""
     wait_ns: int
     held_ns: int | None
     """On the slowest rank: how much later it was than the second slowest. None on the other ranks."""
@@ -49,7 +50,7 @@ class RankStepWait(NamedTuple):
     def tally_values(self) -> dict[str, int]:
         """Its values for a tally, by series."""
         if self.exposed_ns is None:
-            return {}
+            return {UNCOMPARED: self.step.wall_ns}
         values = {EXPOSED: self.exposed_ns, WAIT: self.wait_ns}
         return values if self.held_ns is None else {**values, STRAGGLER_DELAY: self.held_ns}
 

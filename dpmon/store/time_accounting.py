@@ -13,7 +13,7 @@ missed      steps that were not recorded, and the time between them
 
 After its last step, only the pauses and input waits of a process are accounted for, because it may end long before the
 others. Time without any activity counts as startup if a process starts after it, else as the end of the run (see
-`account_for_elapsed`).
+`account_for_elapsed`), and so does the time of a rank from its last step to that of the others.
 
 Steps arrive in order. The length of a pause or an input wait is known only after its end. Its time is subtracted from
 the activity in which it lies.

@@ -380,6 +380,16 @@ def test_phases_of_dp_only_and_another_mode(state: Path) -> None:
     assert found.outcome == "inconclusive (replicate, limit +5.0%): none in B"
 
 
+def test_a_switched_mode_is_the_first_difference(state: Path) -> None:
+    training = Training(mode="single", step_ns=SECOND // 20)
+    rows = [*training.begin(), *training.run(60), *training.switch("dp"), *training.run(40)]
+    switched = write_run_directory({0: rows}, seconds=10, command=("python", "linear.py", "--big"))
+    assert compared([a_run(1)], [switched]).found.differences[:2] == [
+        ("mode switched", "no", "yes: only single is compared, 60 of 100 steps"),
+        ("arguments", "none", "--big"),
+    ]
+
+
 def test_short_runs_have_no_interval(state: Path) -> None:
     found = compared([a_run(1, steps=45)], [a_run(2, steps=45, slow=1.2)])
     assert re.match(
@@ -464,7 +474,7 @@ def test_a_gate_on_a_phase_and_on_memory(state: Path) -> None:
     grown = [a_run(9 + n, events=[host_event(16.0, run_mem_bytes=2**30)]) for n in range(3)]
     memory = compared(a, grown, Threshold("memory", 0.05))
     assert memory.status == 4
-    assert memory.outcome.startswith("larger (peak memory of the host, limit +5.0%): from ")
+    assert memory.outcome.startswith("larger (host memory of the run, limit +5.0%): from ")
     assert " GiB, +32% [" in memory.outcome
     waits = [a_run(9 + n, data=6) for n in range(3)]
     found = compared(a, waits, Threshold("data", 0.05), Threshold("step", 0.05), Threshold("sync", 0.05))

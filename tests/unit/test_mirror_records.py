@@ -18,7 +18,7 @@ from dpmon.mirror.mirror_history import MirrorHistory
 from dpmon.model.stragglers import find_straggler, rank_times_in_window
 from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Event, Step
-from dpmon.record.schema import EXPOSED, STRAGGLER_DELAY, WAIT
+from dpmon.record.schema import EXPOSED, STRAGGLER_DELAY, UNCOMPARED, WAIT
 from dpmon.store.query_results import NodeRow
 from dpmon.store.step_stats import StatsWindow
 from dpmon.store.store_queries import Store
@@ -32,7 +32,7 @@ from support.record_builders import (
     with_other,
 )
 
-WAITS = {EXPOSED, WAIT, STRAGGLER_DELAY}
+WAITS = {EXPOSED, WAIT, STRAGGLER_DELAY, UNCOMPARED}
 
 
 def without_waits(tallies: dict[TallyKey, Tally], process: int, number: int) -> dict[TallyKey, Tally]:

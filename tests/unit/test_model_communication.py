@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -248,6 +249,13 @@ def test_nobody_is_slow_because_it_evaluated(ranks: tuple[int, ...]) -> None:
     assert analysis.communication.straggler is None
     assert {rank.joined for rank in analysis.communication.ranks} == {400 - WARM_UP_STEPS - 3}
     assert max(rank.wait_ns or 0 for rank in analysis.communication.ranks) < 0.5 * MS
+    compared_ns = [
+        step.wall_ns
+        for step in run.store().steps(1000, main_only=True)
+        if step.step > WARM_UP_STEPS and step.step not in (101, 201, 301)
+    ]
+    assert len(compared_ns) == 2 * (400 - WARM_UP_STEPS - 3)
+    assert analysis.communication.step_ns == pytest.approx(fmean(compared_ns))
     assert not {"straggler", "in turn", "long steps"} & {finding.kind for finding in find_all(analysis)}
     for seconds in range(3, end // SECOND):
         state = run.state(seconds * SECOND)

@@ -391,3 +391,22 @@ def test_a_slow_first_evaluation_leaves_the_time_before_the_process_to_start_up(
     assert spent["training"] == 960 * MS
     assert spent["startup"] == pytest.approx((7 + 2.98) * SECOND, abs=MS)
     assert spent["ending"] == pytest.approx(SECOND, abs=MS)
+
+
+@pytest.mark.parametrize("has_ranks", [True, False])
+def test_the_time_of_a_rank_after_its_last_step_is_the_end_of_the_run(state: Path, has_ranks: bool) -> None:
+    """Two processes train, then one evaluates, and the run ends 1 s later. Only ranks are all there until then."""
+    trainings = [Training(process=number, step_ns=100 * MS) for number in range(2)]
+    rows = {training.process: [*training.begin(), *training.run(100)] for training in trainings}
+    first, second = trainings
+    rows[0] += [row for _ in range(60) for row in first.step(evaluates=True)]
+    evaluation_ns, end_ns = first.now - second.now, first.now + SECOND
+    with open_store(write_run_directory(rows)) as store:
+        window = StatsWindow(store)
+        window.ranks = {0: 0, 1: 1} if has_ranks else {}
+        spent = account_for_elapsed(window.time_by_activity, end_ns, window.alive_intervals)
+    ended_ns = evaluation_ns / 2 if has_ranks else 0
+    # In the second in which the training ends, its time and that of the evaluation are not told apart exactly.
+    assert spent["evaluation"] == pytest.approx(evaluation_ns - ended_ns, abs=SECOND // 2)
+    assert spent["ending"] == pytest.approx(SECOND + ended_ns, abs=MS)
+    assert sum(spent.values()) == pytest.approx(end_ns, abs=MS)

@@ -13,7 +13,7 @@ import pytest
 
 from dpmon.record.history_rows import Definition, Row
 from dpmon.record.record_types import Event, Step
-from dpmon.record.schema import EVALUATION, STEP_KINDS, TRAINING, WARM_UP, WARM_UP_STEPS
+from dpmon.record.schema import EVALUATION, EXCLUDED, MIXED_MODES, STEP_KINDS, TRAINING, WARM_UP, WARM_UP_STEPS
 from dpmon.record.shared_names import CALL_PHASES
 from dpmon.store.history_schema import HISTORY_FILE, STEP_COLUMNS, RingRow
 from dpmon.store.history_writer import HistoryWriter
@@ -103,6 +103,30 @@ def test_the_first_steps_and_those_after_a_toggle_settle(ring: Ring) -> None:
     assert {(key.mode, key.kind) for _, key in ring.batch.steps_by_tally} == {
         ("dp", WARM_UP), ("dp", 0), ("single", WARM_UP),
     }  # fmt: skip
+
+
+def test_a_step_in_which_the_mode_was_switched_counts_in_no_mode(ring: Ring) -> None:
+    def step(*modes: str) -> None:
+        for mode in modes:
+            ring.call(mode)
+        ring.step(modes[0])
+
+    for _ in range(6):
+        step(SINGLE, SINGLE)
+    ring.call(SINGLE)
+    ring.add(event("mode", mode=DP))
+    ring.call(DP)
+    ring.step(SINGLE)
+    step(DP, DP)
+    step(DP, SINGLE)  # a root that was refused in dp
+    ring.add(event("mode", mode=SINGLE))
+    step(SINGLE, SINGLE)
+    assert kinds(ring) == [*[WARM_UP] * WARM_UP_STEPS, 0, MIXED_MODES, WARM_UP, WARM_UP, WARM_UP]
+    assert MIXED_MODES & EXCLUDED
+    training_ns = Counter[str]()
+    for (_, _, mode, activity), ns in ring.batch.activity_ns.items():
+        training_ns[mode] += ns * (activity == "training")
+    assert training_ns == {SINGLE: 7 * 40 * MS, DP: 2 * 40 * MS, "": 40 * MS}
 
 
 def test_an_evaluation_is_a_kind_of_its_own_and_settles_too(ring: Ring) -> None:

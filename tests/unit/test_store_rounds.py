@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from dpmon.record.schema import AFTER_OTHER_KIND
+from dpmon.record.schema import AFTER_OTHER_KIND, UNCOMPARED
 from dpmon.store.sync_passes import RankStepWait, SyncPassMatcher, SyncStep
 from dpmon.store.tally import TallyKey
 from dpmon.store.write_batch import WriteBatch
 
 
 def step(process: int, number: int, tail_ns: int, passes: int = 1) -> SyncStep:
-    return SyncStep(1000 * process + number, TallyKey(process, "single", 0, 8), number, number, passes, tail_ns)
+    return SyncStep(
+        1000 * process + number, TallyKey(process, "single", 0, 8), number, number, passes, tail_ns, 2 * tail_ns
+    )
 
 
 def of_ranks(count: int, *groups: list[int]) -> SyncPassMatcher:
@@ -49,7 +51,9 @@ def test_waits_do_not_count_in_a_pass_for_which_a_rank_came_from_an_evaluation()
         batch.add_waits(rounds.add_step(1, step(1, number, 3000)))
     waits = [(wait.exposed_ns, wait.wait_ns) for wait in batch.rank_waits if wait.step.key.process == 1]
     assert waits == [(10, 2990), (None, 2990), (10, 2990)]
-    assert {second for (second, _), added in batch.steps_by_tally.items() if added.series} == {1, 3}
+    names = {second: {name for name, _ in added.series} for (second, _), added in batch.steps_by_tally.items()}
+    assert UNCOMPARED not in names[1] | names[3]
+    assert names[2] == {UNCOMPARED}
 
 
 def test_ranks_may_be_several_passes_apart() -> None:

@@ -226,7 +226,7 @@ _MIN_ROW_BYTES = 8
 """Fewest bytes of a row: its position in the page, its length and its id."""
 _MAX_VALUE_BYTES = 64 << 20
 _FAILURES = (sqlite3.Error, OverflowError, MemoryError)
-DAMAGE = (*_FAILURES, struct.error, LookupError, RecursionError, TypeError, ValueError)
+DAMAGE = (*_FAILURES, struct.error, LookupError, TypeError, ValueError)
 """What reading a damaged history raises."""
 _CHUNK = 200
 """Number of rows that are read together."""

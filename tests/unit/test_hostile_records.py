@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sqlite3
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -66,13 +64,3 @@ def test_no_text_of_a_record_controls_a_terminal_or_a_page(
         facts = ScreenData(shown, shown.newest_ns, is_command_alive=not over)
         for zoom in (None, *PANELS):
             assert not CONTROLS.search(screen_text(replace(facts, view=View(zoom=zoom)), 120, 40)), zoom
-
-
-def test_values_that_are_nested_too_deeply_end_the_command(state: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    training = Training()
-    directory = write_run_directory({0: [*training.begin(), *training.run(5)]}, status=0)
-    deep = "[" * 900 + "]" * 900
-    with closing(sqlite3.connect(directory / "history.sqlite")) as db, db:
-        db.execute("UPDATE events SET json = ?", (f'{{"kind":"warning","text":{deep}}}',))
-    assert main(["export", "--format", "perfetto", "-o", "-"]) == 2
-    assert "the history is damaged: RecursionError" in capfd.readouterr().err

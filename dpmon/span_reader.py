@@ -297,6 +297,10 @@ class SpanReader:
         self.position = target
         return True
 
+    def count_unread(self) -> int:
+        """Return how many spans from `position` on are in the ring. Raises RingError if the file was truncated."""
+        return sum(mark > self.position for mark in self._slot_marks(0, self.slots))
+
     def _newest(self) -> int:
         """Return the highest span number in the ring; -1 if it has none."""
         return max(self._slot_marks(0, self.slots)) - 1

@@ -14,7 +14,7 @@ from shutil import get_terminal_size
 from typing import TYPE_CHECKING, NamedTuple
 
 from dpmon.cli.launch import has_screen, open_json_target
-from dpmon.cli.messages import print_closing_summary, print_message
+from dpmon.cli.messages import print_closing_summary, print_message, print_unread_warning
 from dpmon.record.schema import EVALUATION, TRAINING
 from dpmon.run import proc, retention
 from dpmon.run.lifecycle import is_live, may_be_live_elsewhere, needs_supervisor, run_state
@@ -325,6 +325,7 @@ def _make_listed_run(directory: Path, run_info: RunInfo) -> ListedRun:
     is_live_run, health, counts, standing, job, node = state == "running", None, _NO_STEPS, None, None, None
     with suppress(HistoryError, RunError), open_store(directory) as store:
         counts, standing = _query_step_counts(store), _final_stall_text(store)
+        print_unread_warning(run_info, store)
         job, node = store.job()
         health = health_from_store(directory, store) if is_live_run else None
     if state == "finished":

@@ -7,10 +7,15 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from dpmon.run.run_directory import ExitInfo, RunError
+from dpmon.run.run_directory import ExitInfo, RunError, RunInfo
+from dpmon.run.run_registry import short_name
 from dpmon.sanitize import sanitize_line
 from dpmon.text.cells import text_for_stream
+
+if TYPE_CHECKING:
+    from dpmon.store.store_queries import Store
 
 UNKNOWN_STATUS = 2
 _PREFIX = "dpmon: "
@@ -22,6 +27,12 @@ def print_message(text: str) -> None:
     """Print a message of dpmon to stderr in one line, without control characters; ignore a closed stderr."""
     with contextlib.suppress(OSError, ValueError):
         print(text_for_stream(f"{_PREFIX}{sanitize_line(text)}", sys.stderr), file=sys.stderr, flush=True)
+
+
+def print_unread_warning(run_info: RunInfo, store: Store) -> None:
+    """Print a message if records of the run are not in its history yet."""
+    if store.unread_warning is not None:
+        print_message(f"{short_name(run_info)}: {store.unread_warning}")
 
 
 def format_error(error: Exception) -> str:
@@ -53,7 +64,6 @@ def _message_area() -> tuple[int, int] | None:
 def _print_summary(directory: Path, exit_info: ExitInfo | None, print_line: Callable[[str], None], brief: bool) -> None:
     from dpmon.cli.summary import WIDTH, ending_line, fit_lines, summary_lines
     from dpmon.run.run_directory import load_info
-    from dpmon.run.run_registry import short_name
 
     try:
         area = _message_area() if print_line is print_message else None

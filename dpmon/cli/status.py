@@ -9,7 +9,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
-from dpmon.cli.messages import print_message
+from dpmon.cli.messages import print_message, print_unread_warning
 from dpmon.cli.status_stream import status_members
 from dpmon.model.active_processes import ended_processes
 from dpmon.model.findings.all_findings import find_all
@@ -102,6 +102,7 @@ def read_run_status(directory: Path) -> tuple[Health, dict[str, Any]]:
         word, exit_info = run_state(directory, reader.info)
         snapshot, findings, has_ended = RunSnapshot(), [], exit_info is not None or word == LOST
         with suppress(RunError), open_store(directory) as store:
+            print_unread_warning(reader.info, store)
             request = SnapshotRequest(span_s=0, over=True) if has_ended else SnapshotRequest()
             snapshot = SnapshotBuilder().build(store, request, ended_processes(reader.activities()))
             run = analyze_run(store, directory, exit_info)

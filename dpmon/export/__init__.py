@@ -83,6 +83,8 @@ def iter_records(directory: Path) -> Iterator[Record]:
         for record in store.records():
             if not isinstance(record, Event) or record.kind != "exit":
                 yield record
+        if store.unread_warning is not None:
+            yield Event("warning", {"process": None, "t_s": None, "text": store.unread_warning})
         dropped = {"count": store.dropped, "pruned": store.pruned}
     yield Event("dropped", dropped)
     exit_info = load_exit(directory)

@@ -112,7 +112,7 @@ class _RowStream:
             end_ns = self.now_ns() - COMMIT_DELAY_NS
         # Without a supervisor, the history does not change, and its last second may be incomplete.
         if is_complete or has_live_supervisor(run_info):
-            with open_store(self._directory, as_written=True) as store:
+            with open_store(self._directory) as store:
                 lines, has_more = self._rows.next_chunk(store, max(end_ns // SECOND, 0), is_last=is_complete)
         beat = {"beat": next(self._beats), "from": earlier_offset, "offset": self._rows.offset, **self._process_state()}
         beat |= {"tallied_s": self._rows.tallied_s, "deleted": self._rows.deleted, "left_out": self._rows.left_out}

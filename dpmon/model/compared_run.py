@@ -134,6 +134,8 @@ class ComparedRun:
     """How many ranks share a step, seen or not."""
     trains: bool = True
     """Whether its steps train; if it never trains, they are its most frequent kind of steps."""
+    unread_warning: str | None = None
+    """See `Store.unread_warning`."""
 
     @property
     def ranks_seen(self) -> str | None:
@@ -223,6 +225,7 @@ def build_compared_run(run: RunAnalysis, given: Mapping[str, str | None], **abou
         straggler=sentence,
         ranks=_world_size(run),
         trains=run.window.main_kind == TRAINING,
+        unread_warning=run.store.unread_warning,
     )
 
 

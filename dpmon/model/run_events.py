@@ -86,16 +86,21 @@ class RunEvents:
 
         processes = _without_none(map(_parse_process, data("process", -1)))
         info = {process.process: process for process in processes}
+        warnings = _without_none(map(_parse_warning, data("warning", TEXTS_READ)))
+        warning_count = store.event_count("warning")
+        if store.unread_warning is not None:
+            warnings = (*warnings, WarningRecord(None, None, store.unread_warning))
+            warning_count += 1
         return cls(
             dict(sorted(info.items())),
             _without_none(map(parse_mode_change, data("mode", CHANGES_READ + of_ranks))),
             _without_none(map(parse_pause_change, data("pause", TEXTS_READ))),
-            _without_none(map(_parse_warning, data("warning", TEXTS_READ))),
+            warnings,
             newest_wrappers(data("ddp", WRAPPERS_READ + of_ranks)),
             parse_stalls(data("stall", TEXTS_READ)),
             parse_input_waits(info.values(), data("input", TEXTS_READ)),
             store.event_count("mode"),
-            store.event_count("warning"),
+            warning_count,
         )
 
     @property

@@ -109,6 +109,7 @@ def _fact_sentences(comparison: RunComparison) -> list[str]:
     texts = [f"Compared steps: {steps_before} in A, {steps_after} in B."]
     if comparison.per_sample:
         texts.append("The steps differ in samples or ranks, so the time per sample of all ranks is compared.")
+    texts += [f"{run.name}: {run.unread_warning}." for run in (*before, *after) if run.unread_warning is not None]
     interrupted = sum(run.interrupted_steps for run in (*before, *after))
     if interrupted:
         texts.append(f"{format_count_with_noun(interrupted, 'step')} near a pause or a stall excluded.")

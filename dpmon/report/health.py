@@ -119,7 +119,7 @@ def assess_health(reader: RunReader, snapshot: RunSnapshot) -> Health:
         reason = "its mirror has exited: what its nodes do is not known here, but they keep recording"
         return Health(QUIET, None, reason, f"dpmon attach {short_name(run_info)} starts the mirror again")
     health = assess_live_run(reader, snapshot, time.monotonic_ns() - run_info.start_ns)
-    if word == "unsupervised" and health.remedy is None:
+    if word == "unsupervised" and (health.remedy is None or health.state == QUIET):
         remedy = f"dpmon attach {short_name(run_info)} starts another one"
         return health._replace(reason="its supervisor was killed: nothing is recorded", remedy=remedy)
     return health

@@ -58,6 +58,8 @@ class RunInfo:
     command_started: float | None = None
     host: str = ""
     """The machine of the run; other machines may share the directory."""
+    inode: int = 0
+    """Inode of the directory. A copied directory has another one."""
     nodes: tuple[str, ...] = ()
     """For a mirror (dpmon.mirror): the names of the nodes. A process, the mirror, writes their records here. It takes
     the place of the supervisor, and there is no command."""

@@ -174,6 +174,7 @@ def _create_in(runs: Path, draft: RunInfo) -> tuple[Path, RunInfo]:
         directory, run_info = runs / run_id, replace(draft, id=run_id, host=proc.host_name())
         try:
             _make_private(directory)
+            run_info = replace(run_info, inode=directory.lstat().st_ino)
             write_info(directory, run_info)
         except FileExistsError:
             continue

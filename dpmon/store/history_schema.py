@@ -221,7 +221,7 @@ _CHECK_INTERVAL = 100_000
 _MAX_WRITE_INSTRUCTIONS = 1 << 32
 """More instructions than any batch needs, even a batch with the records of a long time."""
 LARGEST = 1 << 30
-"""Largest database (bytes) that is copied to memory. The limits of queries do not grow beyond this size."""
+"""The limits of queries do not grow beyond this size of a database (bytes)."""
 _MIN_ROW_BYTES = 8
 """Fewest bytes of a row: its position in the page, its length and its id."""
 _MAX_VALUE_BYTES = 64 << 20

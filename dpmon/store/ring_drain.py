@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections import deque
@@ -59,17 +58,10 @@ _OWN = "supervisor"
 class RingDrain:
     """Reads all rings of one run, and writes their records into the history."""
 
-    def __init__(
-        self,
-        directory: Path,
-        run_info: RunInfo,
-        limit_bytes: int = LIMIT_BYTES,
-        history: HistoryWriter | None = None,
-    ) -> None:
-        """`history`: the history to write; None: the history in the run's directory, limited to `limit_bytes`."""
+    def __init__(self, directory: Path, run_info: RunInfo, limit_bytes: int = LIMIT_BYTES) -> None:
+        """`limit_bytes`: size limit of the history."""
         self._directory = directory
         self._run_info = run_info
-        self._in_memory = history is not None
         self._limit_bytes = limit_bytes
         self._history: HistoryWriter | None = None
         self._stored_rows: dict[str, RingRow] = {}
@@ -98,8 +90,6 @@ class RingDrain:
         self._no_warning_until_s = 0.0
         self.on_memory_event: Callable[[Mapping[str, Any], int], None] = lambda data, pid: None
         """Called with the data and the process id of each `memory` event of a training process. It names the GPUs."""
-        if history is not None:
-            self._resume_history(history)
 
     def emit(self, kind: str, data: Mapping[str, Any]) -> None:
         """Record an event of the supervisor, from any thread. `t_s` (s since the run's start) is added if missing."""
@@ -111,9 +101,8 @@ class RingDrain:
             self._own_missed += 1
 
     def warn(self, text: str, process: int | None = None) -> None:
-        """Record a warning, perhaps about a process. Do nothing in a reader, which completes a copy in memory."""
-        if not self._in_memory:
-            self.emit("warning", {"process": process, "text": text})
+        """Record a warning, perhaps about a process."""
+        self.emit("warning", {"process": process, "text": text})
 
     def poll(self, now_s: float) -> bool:
         """Read new records, and write if a commit is due. Return whether more records are ready. `now_s`: monotonic."""
@@ -136,11 +125,10 @@ class RingDrain:
         batch = self._batch
         return batch.characters + _ROW_BYTES * (batch.rows + len(batch.steps_by_tally)) < HOLD_BYTES
 
-    def flush(self, command_ended: bool = False, is_last: bool = False) -> None:
+    def flush(self, command_ended: bool = False) -> None:
         """Read and write all records in the rings, in a limited number of reads.
 
-        `command_ended`: also the last records of processes that ended with the command. `is_last`: also the open steps
-        of processes that outlive the command, because no supervisor will continue this history.
+        `command_ended`: also the last records of processes that ended with the command.
         """
         now_s = time.monotonic()
         self._find_at_s = self._refused_at_s = self._check_at_s = self._read_at_s = self._retry_at_s = 0.0
@@ -150,8 +138,6 @@ class RingDrain:
         if self._history is None:
             return
         self._check_at_s = 0.0  # a process may have ended a moment ago
-        if is_last:
-            self._exited, self._check_at_s = self._sources.keys(), math.inf
         for _ in range(64 * command_ended):
             if not self._has_room() or not self._read_rings(now_s):
                 break
@@ -297,6 +283,7 @@ class RingDrain:
         except (HistoryError, OSError, *DAMAGE) as error:
             self._handle_write_error(now_s, error)
             return False
+        self._history = history
         self._commit_at_s = now_s
         return True
 
@@ -306,7 +293,6 @@ class RingDrain:
         self._accounts.resume(history)
         self._stored_rows = history.rings()
         self._next_id = history.next_id
-        self._history = history
 
     def _write(self, now_s: float) -> None:
         if self._history is None or now_s < self._retry_at_s:

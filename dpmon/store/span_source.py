@@ -11,7 +11,6 @@ from typing import Any
 from dpmon.assemble.assembler import FULL_READ_SPANS, Assembler, Predecessor
 from dpmon.record.history_rows import Row
 from dpmon.record.span_format import Span
-from dpmon.run.proc import is_alive
 from dpmon.span_reader import SpanReader, current_span_in
 from dpmon.span_ring import HeaderWord, RingError
 from dpmon.store.history_schema import RingRow
@@ -142,15 +141,10 @@ class SpanSource:
         self._ring.close()
 
 
-def has_unread_spans(path: Path, row: RingRow | None, run_ended: bool) -> bool:
-    """Return whether a ring holds more than the history with this `row`. Raises RingError or OSError.
-
-    `run_ended`: the run has ended, so no supervisor continues its history.
-    """
-    with closing(SpanReader(str(path))) as ring:
-        if row is None or row.pid != ring.pid:
-            return True
-        ring.position, ring.lines_position = row.sequence, row.lines or 0
-        if row.ended or run_ended or not is_alive(ring.pid, None):
-            return not row.ended
-        return bool(ring.read(0, 1) or ring.missed or not ring.at_end or any(ring.lines()))
+def count_unread_spans(path: Path, row: RingRow | None) -> int:
+    """Return how many spans in a ring are not in the history with this `row`; 0 if the ring cannot be read."""
+    with suppress(RingError, OSError), closing(SpanReader(str(path))) as ring:
+        if row is not None and row.pid == ring.pid:
+            ring.position = row.sequence
+        return ring.count_unread()
+    return 0

@@ -1,142 +1,147 @@
 """Opens the record of a run for queries (dpmon.store.store_queries).
 
-While a supervisor writes the history, readers query its file. Otherwise the rings may hold more than the history: the
-supervisor was killed, or the disk was full. Then the history is copied to memory, and the supervisor's own code adds
-the contents of the rings to the copy. A damaged history, and that of another version of dpmon, is refused.
+Readers query the file of the history, which only a supervisor writes, and say how many records it lacks. If the
+supervisor of an ended run was killed, the first reader completes the history with the supervisor's own code. A damaged
+history, and that of another version of dpmon, is refused.
 """
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 from dpmon.errors import HistoryError
-from dpmon.run.lifecycle import has_live_supervisor
-from dpmon.run.proc import is_suspended
+from dpmon.run.lifecycle import UNSUPPORTED, has_live_supervisor, needs_supervisor, run_state, take_lock
 from dpmon.run.run_directory import RunError, RunInfo, load_exit, load_info, ring_paths
 from dpmon.run.safe_files import check_database
-from dpmon.span_ring import RingError
 from dpmon.store.history_schema import (
     DAMAGE,
     HISTORY_FILE,
-    LARGEST,
+    SCHEMA,
     SCHEMA_VERSION,
     BoundedConnection,
-    RingRow,
     check_schema,
     database_file_stamps,
     database_size,
     read_ring_rows,
     version_of,
 )
-from dpmon.store.history_writer import HistoryWriter
 from dpmon.store.ring_drain import RingDrain
-from dpmon.store.span_source import has_unread_spans
+from dpmon.store.span_source import count_unread_spans
 from dpmon.store.store_queries import Store
 
-STALE_S, STARVED_S = 3.0, 10.0
-"""A supervisor does not work if it has written nothing for this long: the first if it is suspended, else the second. A
-working one samples the host every second. On a busy machine it may be late, and then continues with records that are
-older than those in the rings. So readers that had changed to the rings would go back in time."""
-_MEMORY = ":memory:"
-_NO_LIMIT = 1 << 40
+STARVED_S = 10.0
+"""A supervisor does not work if it has written nothing for this long. A working one samples the host every second."""
 
 
 @contextmanager
-def open_store(directory: Path, *, as_written: bool = False) -> Iterator[Store]:
+def open_store(directory: Path) -> Iterator[Store]:
     """Open the store of a run as of now.
 
-    Raises RunError if there is no run or another version of dpmon recorded it, HistoryError with a sentence for the
-    user if the history is damaged, also while the block reads it.
-
-    `as_written`: query the history's file without a copy; for the supervisor that writes it.
+    Raises RunError if there is no run, if it ended without a history or if another version of dpmon recorded it,
+    HistoryError with a sentence for the user if the history is damaged, also while the block reads it.
     """
-    info = load_info(directory)
-    with ExitStack() as stack:
-        try:
-            try:
-                store = _open_best_source(directory, info, stack, as_written)
-            except FileNotFoundError:
-                if as_written:
-                    raise
-                store = _store_with_rings(directory, info, stack.enter_context(closing(_connect(_MEMORY))))
-            except OSError as error:
-                raise HistoryError(error.strerror) from None
-            yield store
-        except (HistoryError, *DAMAGE) as error:
-            raise HistoryError(f"the history is damaged: {error or type(error).__name__}") from error
+    run_info = load_info(directory)
+    try:
+        unread_count = _drain_or_count(directory, run_info)
+        with _open_history(directory, run_info) as connection:
+            yield Store(connection, unread_count)
+    except (HistoryError, *DAMAGE) as error:
+        raise HistoryError(f"the history is damaged: {error or type(error).__name__}") from error
 
 
-def _open_best_source(directory: Path, info: RunInfo, stack: ExitStack, as_written: bool) -> Store:
+@contextmanager
+def _open_history(directory: Path, run_info: RunInfo) -> Iterator[BoundedConnection]:
+    """Open the history of a run for reading, or an empty one while it has none."""
     path = directory / HISTORY_FILE
-    db = stack.enter_context(closing(_connect(f"{path.absolute().as_uri()}?mode=ro", path)))
-    connection = BoundedConnection(db, database_size(path))
-    db.execute("BEGIN")
-    if not db.execute("SELECT 1 FROM sqlite_master").fetchone():
-        raise FileNotFoundError(path)  # the supervisor is creating it
-    check_schema(db)
-    if (version := version_of(db)) != SCHEMA_VERSION:
-        raise RunError(
-            f"{directory.name}: another version of dpmon recorded this run (history {version}; this one reads"
-            f" {SCHEMA_VERSION})"
-        )
-    written = as_written or _is_written(directory, info)
-    if written or not _rings_hold_more(directory, read_ring_rows(connection)) or database_size(path) > LARGEST:
-        return Store(connection)
-    pages, page_bytes = (db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "page_size"))
-    if pages * page_bytes > database_size(path):
-        raise HistoryError("it claims more pages than its files have")
-    memory = stack.enter_context(closing(_connect(_MEMORY)))
-    db.backup(memory)
-    return _store_with_rings(directory, info, memory)
+    with ExitStack() as stack:
+        db = None
+        try:
+            check_database(path)
+            db = stack.enter_context(closing(_connect(f"{path.absolute().as_uri()}?mode=ro")))
+        except FileNotFoundError:
+            if _has_ended(directory, run_info) and ring_paths(directory):
+                raise RunError(f"{directory.name} has no history: the disk was full while it ran") from None
+        except OSError as error:
+            raise HistoryError(error.strerror) from None
+        if db is None or not db.execute("SELECT 1 FROM sqlite_master").fetchone():  # the supervisor is creating it
+            db = stack.enter_context(closing(_connect(":memory:")))
+            db.executescript(SCHEMA)
+        connection = BoundedConnection(db, database_size(path))
+        db.execute("BEGIN")
+        check_schema(db)
+        if (version := version_of(db)) != SCHEMA_VERSION:
+            raise RunError(
+                f"{directory.name}: another version of dpmon recorded this run (history {version}; this one reads"
+                f" {SCHEMA_VERSION})"
+            )
+        yield connection
 
 
-def _store_with_rings(directory: Path, info: RunInfo, memory: sqlite3.Connection) -> Store:
-    """Make the store of a history in memory, after adding the contents of the rings."""
-    history = _history(memory, info)
-    drain = RingDrain(directory, info, history=history)
-    drain.flush(command_ended=True, is_last=load_exit(directory) is not None)
-    drain.close()
-    if drain.failure is not None:
-        raise drain.failure
-    return Store(history.connection)
-
-
-def _history(memory: sqlite3.Connection, info: RunInfo) -> HistoryWriter:
-    return HistoryWriter(memory, {"run": info.id, "start_ns": info.start_ns}, _NO_LIMIT)
-
-
-def _connect(uri: str, path: Path | None = None) -> sqlite3.Connection:
-    if path is not None:
-        check_database(path)
+def _connect(uri: str) -> sqlite3.Connection:
     return sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
 
 
-def commit_stamp(directory: Path, info: RunInfo) -> object:
-    """Return a stamp that changes with every commit.
+def _drain_or_count(directory: Path, run_info: RunInfo) -> int:
+    """Complete the history of an ended run. Return how many records in the rings of the run are not in its history.
 
-    None if no supervisor is writing, because the rings may then hold newer data.
+    0 for a run whose supervisor is writing: these records follow in a moment.
     """
-    files = database_file_stamps(directory / HISTORY_FILE) if _is_written(directory, info) else None
+    exit_info = load_exit(directory)
+    if (exit_info is not None and exit_info.drained) or _is_written(directory, run_info):
+        return 0
+    unread_count = _count_unread(directory, run_info)
+    if unread_count and _has_ended(directory, run_info) and needs_supervisor(directory, run_info, exit_info):
+        _drain(directory, run_info)
+        unread_count = _count_unread(directory, run_info)
+    return unread_count
+
+
+def _count_unread(directory: Path, run_info: RunInfo) -> int:
+    if not (paths := ring_paths(directory)):
+        return 0
+    rows = {}
+    with suppress(RunError), _open_history(directory, run_info) as connection:
+        rows = read_ring_rows(connection)
+    return sum(count_unread_spans(path, rows.get(path.name)) for path in paths)
+
+
+def _drain(directory: Path, run_info: RunInfo) -> None:
+    """Add the contents of the rings to the history, unless another process does or the directory is a copy.
+
+    Nothing else follows from the directory: no command, no path and no signal.
+    """
+    if directory.lstat().st_ino != run_info.inode:
+        return
+    lock_fd = take_lock(directory)
+    if lock_fd in (None, UNSUPPORTED):
+        return
+    try:
+        drain = RingDrain(directory, run_info)
+        drain.flush(command_ended=True)
+        drain.close()
+    finally:
+        os.close(lock_fd)
+
+
+def commit_stamp(directory: Path, run_info: RunInfo) -> object:
+    """Return a stamp that changes with every commit; None if no supervisor is writing."""
+    files = database_file_stamps(directory / HISTORY_FILE) if _is_written(directory, run_info) else None
     return files and [(file.st_mtime_ns, file.st_size) for file in files]
 
 
-def _is_written(directory: Path, info: RunInfo) -> bool:
-    """Whether a supervisor writes the history. False after the command's end: the history may lack the last records."""
-    age_s = time.time() - max((file.st_mtime for file in database_file_stamps(directory / HISTORY_FILE)), default=0.0)
-    if age_s >= STARVED_S or not has_live_supervisor(info) or load_exit(directory) is not None:
-        return False
-    return age_s < STALE_S or not is_suspended(info.supervisor_pid)
+def _is_written(directory: Path, run_info: RunInfo) -> bool:
+    """Return whether a supervisor writes the history."""
+    write_times = (file.st_mtime for file in database_file_stamps(directory / HISTORY_FILE))
+    age_s = time.time() - max(write_times, default=run_info.started_unix)
+    return age_s < STARVED_S and has_live_supervisor(run_info)
 
 
-def _rings_hold_more(directory: Path, rings: Mapping[str, RingRow]) -> bool:
-    """Whether the rings of a run hold more than its history."""
-    over = load_exit(directory) is not None
-    for path in ring_paths(directory):
-        with suppress(RingError, OSError):
-            if has_unread_spans(path, rings.get(path.name), over):
-                return True
-    return False
+def _has_ended(directory: Path, run_info: RunInfo) -> bool:
+    """Return whether the run has ended, also if nobody recorded its end."""
+    state, exit_info = run_state(directory, run_info)
+    return exit_info is not None or state == "lost"

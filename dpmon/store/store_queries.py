@@ -171,9 +171,13 @@ class Store:
     After `as_of`, methods that return the newest rows leave out later ones.
     """
 
-    def __init__(self, connection: BoundedConnection) -> None:
-        """`connection`: in a transaction, so that all queries see the same state of the database."""
+    def __init__(self, connection: BoundedConnection, unread_count: int = 0) -> None:
+        """`connection`: in a transaction, so that all queries see the same state of the database.
+
+        `unread_count`: how many records are not in the history yet, and no supervisor is writing them.
+        """
         self._connection = connection
+        self._unread_count = unread_count
         rings = map(RingSummary._make, connection.rows(f"SELECT {', '.join(RingSummary._fields)} FROM rings"))
         self.rings = {ring.process: ring for ring in rings}
         """By process."""
@@ -222,6 +226,14 @@ class Store:
         store = copy(self)
         store.until_ns, store._last_ids = LAST_NS if t_ns is None else t_ns, {}
         return store
+
+    @property
+    def unread_warning(self) -> str | None:
+        """A warning about the records that are not in the history yet; None if there are none."""
+        if not self._unread_count:
+            return None
+        records = "1 record is" if self._unread_count == 1 else f"{self._unread_count:,} records are"
+        return f"{records} not in the history yet: no supervisor is writing it"
 
     @property
     def is_mirror(self) -> bool:

@@ -218,7 +218,7 @@ class PrometheusFile:
             outcome = outcome_word(load_exit(self._directory) or exit_info)
             metrics.add_gauge("run_exit_status", "The run's exit status.", {**base, "end": outcome}, exit_info.status)
         # A history that is unreadable now may be readable later.
-        with contextlib.suppress(HistoryError), open_store(self._directory, as_written=True) as store:
+        with contextlib.suppress(HistoryError), open_store(self._directory) as store:
             recorded = MetricsText(self._highest_values)
             state = ENDED if exit_info is not None else self._state(store)
             recorded.add_gauge("run_state", "1 for the state that the run is in.", {**base, "state": state}, 1)

@@ -336,7 +336,7 @@ class Supervisor:
         if metrics is not None:
             metrics.wait()  # the journal is deleted only if no other connection is open
         drain.close()
-        self._record_exit(replace(exit_info, drained=True))
+        self._record_exit(replace(exit_info, drained=drain.failure is None))
         if metrics is not None:
             metrics.write_final(exit_info)
         sampler.stop()

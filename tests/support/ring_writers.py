@@ -293,15 +293,15 @@ class _RowSource:
         pass
 
 
-def _has_unread_rows(path: Path, row: RingRow | None, over: bool) -> bool:
-    return row is None or row.sequence < RowRing.made[path].end or (over and not row.ended)
+def _count_unread_rows(path: Path, row: RingRow | None) -> int:
+    return RowRing.made[path].end - (0 if row is None else row.sequence)
 
 
 def use_row_rings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let supervisors and readers of this process read rings of rows in place of spans."""
     monkeypatch.setattr(RowRing, "made", {})
     monkeypatch.setattr("dpmon.store.ring_drain.SpanSource", _RowSource)
-    monkeypatch.setattr("dpmon.store.store_opening.has_unread_spans", _has_unread_rows)
+    monkeypatch.setattr("dpmon.store.store_opening.count_unread_spans", _count_unread_rows)
 
 
 def make_row_ring(path: Path, rows: Iterable[Row]) -> RowRing:

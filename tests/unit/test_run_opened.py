@@ -1,11 +1,10 @@
-"""Readers get all records of a run, however much of it is in the history."""
+"""Readers get the history of a run, and learn what it lacks."""
 
 from __future__ import annotations
 
 import os
-import signal
+import shutil
 import sqlite3
-import subprocess
 import time
 from contextlib import closing
 from dataclasses import replace
@@ -15,19 +14,20 @@ from typing import Any
 import pytest
 
 from dpmon.errors import HistoryError
+from dpmon.export import iter_records
+from dpmon.model.run_events import RunEvents
 from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Event, Step
 from dpmon.run import proc
-from dpmon.run.lifecycle import build_exit_info
-from dpmon.run.run_directory import load_info, write_info
+from dpmon.run.lifecycle import build_exit_info, take_lock
+from dpmon.run.run_directory import RunError, load_info, write_info
 from dpmon.store import store_opening as opened_module
 from dpmon.store.history_schema import HISTORY_FILE
 from dpmon.store.ring_drain import RingDrain
 from dpmon.store.store_opening import open_store
 from support.history_builders import assert_same_contents, read_all_of_store, write_run_directory
 from support.record_builders import Training, host_event
-from support.ring_writers import make_row_ring, use_row_rings
-from support.run_harness import wait_for
+from support.ring_writers import RowRing, make_row_ring, use_row_rings
 
 
 def rows(steps: int = 300) -> dict[int, list[Row]]:
@@ -67,94 +67,92 @@ def recorded(part: float = 1.0, *, history: bool = True, **about: Any) -> Path:
     return directory
 
 
+def live(part: float) -> Path:
+    """Return a run whose command is alive, and whose supervisor is this process."""
+    directory = recorded(part, boot_id=proc.boot_id())
+    pid, started = os.getpid(), proc.start_time_s(os.getpid())
+    supervisor: dict[str, Any] = {"supervisor_pid": pid, "supervisor_started": started}
+    command: dict[str, Any] = {"command_pid": pid, "command_started": started}
+    write_info(directory, replace(load_info(directory), **supervisor, **command))
+    return directory
+
+
+def unread(directory: Path) -> str | None:
+    with open_store(directory) as store:
+        return store.unread_warning
+
+
 @pytest.fixture
 def whole(state: Path) -> dict[str, Any]:
     """Answers of the store of a run with a complete history."""
     return read(recorded())
 
 
-def without_samples(answers: dict[str, Any]) -> dict[str, Any]:
-    """Leave out what only the history has: the records of the supervisor."""
-    return {**answers, "events": {**answers["events"], "host": []}}
-
-
-def test_a_complete_history_is_queried_in_its_file(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opened_module, "_store_with_rings", lambda *_: pytest.fail("copied"))
-    assert read(recorded())["tallies"]
-
-
-def test_without_a_history_everything_is_read_from_the_rings(whole: dict[str, Any]) -> None:
-    assert_same_contents(read(recorded(history=False)), without_samples(whole))
-
-
-def test_many_rows_of_rings_are_not_taken_for_an_endless_table(state: Path) -> None:
-    training = Training()
-    steps = [training.step()[-1] for _ in range(12_000)]
-    directory = write_run_directory({})
-    (directory / HISTORY_FILE).unlink()
-    make_row_ring(directory / "process-0.ring", steps)
-    with open_store(directory) as store:
-        assert len(store.steps(1 << 30)) == 12_000
-
-
 @pytest.mark.parametrize("part", [0.05, 0.3, 0.301, 0.999])
-def test_records_missing_in_the_history_are_read_from_the_rings(whole: dict[str, Any], part: float) -> None:
+def test_the_history_of_an_ended_run_is_completed_once(
+    whole: dict[str, Any], monkeypatch: pytest.MonkeyPatch, part: float
+) -> None:
     directory = recorded(part)
     assert_same_contents(read(directory), whole)
+    monkeypatch.setattr(opened_module, "RingDrain", lambda *_: pytest.fail("drained again"))
     assert_same_contents(read(directory), whole)
+    assert unread(directory) is None
 
 
-def test_an_active_supervisor_is_trusted_until_it_stops_writing(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory = recorded(0.3, boot_id=proc.boot_id())
-    us: dict[str, Any] = {"supervisor_pid": os.getpid(), "supervisor_started": proc.start_time_s(os.getpid())}
-    write_info(directory, replace(load_info(directory), **us))
-    monkeypatch.setattr("dpmon.store.store_opening.STARVED_S", 600.0)
-    for age_s in (0, 4):
-        assert 0 < steps_after(directory, age_s) < 100, "what it writes next follows this, even if it is late"
-    assert steps_after(directory, 1000) == 300, "it is stuck, or the disk is full"
+def test_a_copied_directory_is_not_written(state: Path) -> None:
+    directory = recorded(0.3)
+    copy = shutil.copytree(directory, directory.with_name("copy"))
+    ring = RowRing.made[directory / "process-0.ring"]
+    RowRing.made[copy / "process-0.ring"] = ring
+    before = (copy / HISTORY_FILE).read_bytes()
+    text = unread(copy)
+    assert text is not None
+    assert "records are not in the history yet" in text
+    assert 0 < len(read(copy)["steps"][0]) < 100
+    assert (copy / HISTORY_FILE).read_bytes() == before
+    assert not (copy / "supervisor.lock").exists()
 
 
-def steps_after(directory: Path, age_s: float) -> int:
-    """Return the number of steps that a reader gets when nothing was written for some seconds."""
-    then = time.time() - age_s
+def test_an_ended_run_is_not_drained_beside_another_process(state: Path) -> None:
+    directory = recorded(0.3)
+    held = take_lock(directory)
+    assert held is not None
+    try:
+        assert 0 < len(read(directory)["steps"][0]) < 100
+    finally:
+        os.close(held)
+    assert len(read(directory)["steps"][0]) == 300
+
+
+def test_a_live_run_is_not_drained_by_its_readers(state: Path) -> None:
+    directory = live(0.3)
+    assert unread(directory) is None, "its supervisor writes these records in a moment"
     for name in os.listdir(directory):
-        os.utime(directory / name, (then, then))
-    return len(read(directory)["steps"][0])
+        os.utime(directory / name, (time.time() - 1000,) * 2)
+    text = unread(directory)
+    assert text is not None, "its supervisor is stuck, or the disk is full"
+    assert "not in the history yet" in text
+    assert 0 < len(read(directory)["steps"][0]) < 100
+    with open_store(directory) as store:
+        events = RunEvents.read(store)
+    assert [warning.text for warning in events.warnings] == [text]
+    assert events.warning_count == 1
+    assert text in [str(record.data.get("text")) for record in iter_records(directory) if isinstance(record, Event)]
 
 
-def test_a_suspended_supervisor_is_not_waited_for(state: Path) -> None:
-    directory = recorded(0.3, boot_id=proc.boot_id())
-    with subprocess.Popen(["sleep", "600"]) as sleeper:
-        sleeper.send_signal(signal.SIGSTOP)
-        wait_for(lambda: proc.is_suspended(sleeper.pid), what="the stop")
-        supervisor: dict[str, Any] = {
-            "supervisor_pid": sleeper.pid,
-            "supervisor_started": proc.start_time_s(sleeper.pid),
-        }
-        write_info(directory, replace(load_info(directory), **supervisor))
-        assert steps_after(directory, 4) == 300
-        sleeper.kill()
+def test_a_run_without_a_history_is_refused_after_its_end(state: Path) -> None:
+    directory = recorded(history=False)
+    write_info(directory, build_exit_info(load_info(directory), 0, "supervisor"))
+    with pytest.raises(RunError, match="has no history: the disk was full"):
+        read(directory)
 
 
-def test_a_journal_that_vanishes_hides_nothing(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last writer deletes it at the run's end, between two looks of a reader."""
-    directory = recorded()
-    journal = directory / f"{HISTORY_FILE}-wal"
-    exists = Path.exists
-    monkeypatch.setattr(Path, "exists", lambda self: self == journal or exists(self))
-    monkeypatch.setattr(opened_module, "_store_with_rings", lambda *_: pytest.fail("not from the history"))
-    assert len(read(directory)["steps"][0]) == 300
-
-
-@pytest.mark.parametrize("drained", [False, True], ids=["before it read the rings", "after it read the rings"])
-def test_a_supervisor_is_not_trusted_after_the_end_of_the_command(state: Path, drained: bool) -> None:
-    """It may have replaced a killed one and not have read the rings; and workers may outlive the command."""
-    directory = recorded(0.3, boot_id=proc.boot_id())
-    us: dict[str, Any] = {"supervisor_pid": os.getpid(), "supervisor_started": proc.start_time_s(os.getpid())}
-    info = replace(load_info(directory), **us)
-    write_info(directory, info)
-    write_info(directory, build_exit_info(info, 0, "foreground", drained=drained))
-    assert len(read(directory)["steps"][0]) == 300
+def test_a_run_that_begins_has_an_empty_history(state: Path) -> None:
+    directory = live(0.3)
+    (directory / HISTORY_FILE).unlink()
+    assert read(directory)["steps"] == {}
+    (directory / HISTORY_FILE).touch()
+    assert read(directory)["steps"] == {}
 
 
 @pytest.mark.parametrize("damage", ["no database", "cut off", "a directory", "another schema"])
@@ -198,13 +196,3 @@ def test_records_are_read_in_parts_between_which_others_write(state: Path, monke
                 writer.execute("INSERT OR REPLACE INTO meta VALUES ('written', ?)", (len(found),))
     assert found == whole
     assert len(found) > 100
-
-
-def test_the_writer_of_the_history_opens_it_without_a_copy(state: Path) -> None:
-    directory = recorded(0.15)
-    with open_store(directory, as_written=True) as store:
-        assert sum(tally.steps for tally in store.tallies().values()) < 60
-    assert sum(1 for _ in read(directory)["steps"][0]) == 300
-    (directory / HISTORY_FILE).write_bytes(b"no database")
-    with pytest.raises(HistoryError), open_store(directory, as_written=True):
-        pass

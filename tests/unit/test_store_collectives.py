@@ -20,7 +20,7 @@ from dpmon.record.record_types import Collective, Operation, Record, Sampled
 from dpmon.record.shared_names import Unended
 from dpmon.record.span_format import Kind
 from dpmon.run.run_directory import load_info
-from dpmon.span_ring import SpanRing
+from dpmon.span_ring import HeaderWord, SpanRing
 from dpmon.store.query_results import CollectiveSums
 from dpmon.store.ring_drain import RingDrain
 from dpmon.store.store_opening import open_store
@@ -240,7 +240,8 @@ def test_a_successor_doubles_no_collective_and_loses_the_open_sample(state: Path
     found.write_to(ring, lines, cut, len(found.spans))
     lines.close()
     second = RingDrain(directory, load_info(directory))
-    second.flush(command_ended=True, is_last=True)
+    ring.words[HeaderWord.ENDED] = 1
+    second.flush(command_ended=True)
     second.close()
     expected = sorted(map(repr, both(recorded(found).records())))
     left = sorted(map(repr, both(iter_records(directory))))

@@ -55,7 +55,7 @@ class SpanReader:
     def __init__(self, path: str) -> None:
         """Open the ring. Raises RingError if the file is not a ring, OSError if it cannot be opened.
 
-        To continue after another reader, set `position`, `seen` and `lines_position`.
+        To continue after another reader, set `position` and `lines_position`.
         """
         self.path = path
         try:
@@ -69,8 +69,6 @@ class SpanReader:
             raise
         self.position = 0
         """Number of the next span to read."""
-        self.seen = 0
-        """Spans below this number were read before; empty slots among them are already counted."""
         self.missed = 0
         """Number of spans that were overwritten before they were read, or never written."""
         self.at_end = False
@@ -328,7 +326,7 @@ class SpanReader:
 
     def _continue_at(self, span_number: int) -> None:
         """Continue at span `span_number`; the spans before it are lost."""
-        self.missed += max(0, span_number - max(self.position, self.seen))
+        self.missed += span_number - self.position
         self.position = span_number
 
     # ------------------------------------------------------------------------------------------ lines

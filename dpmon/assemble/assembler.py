@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from dpmon.assemble.definitions import KnownDefinitions
 from dpmon.assemble.device_times import DeviceTimeQueue, PendingRow
@@ -12,7 +12,7 @@ from dpmon.assemble.event_queue import EventQueue, QueuedEvent
 from dpmon.assemble.nesting import CALLS, PRIMITIVES, Block, make_block
 from dpmon.assemble.sampled_collectives import SampledCollectives
 from dpmon.assemble.step_boundaries import StepBoundaryFinder
-from dpmon.assemble.step_row_builder import Item, StepRowBuilder
+from dpmon.assemble.step_row_builder import StepRowBuilder
 from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Event
 from dpmon.record.shared_names import Untimed
@@ -32,27 +32,8 @@ _CUT_OFF_WARNING = (
 _NESTED_KINDS = (Kind.REPLICA, Kind.STAGE, Kind.RESTARTED)
 
 
-class Predecessor(NamedTuple):
-    """The state that an assembler of a killed supervisor left in the history."""
-
-    steps: Mapping[int, int]
-    """By kind: the number of its last step. `call`: of its last call."""
-    call: int
-    thread: int
-    position: int
-    """See `Assembler.position`."""
-    first_unread: int
-    """Number of the first span that it was not fed."""
-    pending: Collection[int]
-    """See `Assembler.pending`."""
-
-
 class Assembler:
-    """Turns the spans of one process into steps and calls. Any span may be missing.
-
-    When a supervisor takes over from another one, its assembler (the successor) starts with the step that was open. It
-    has to learn the loop again.
-    """
+    """Turns the spans of one process into steps and calls. Any span may be missing."""
 
     def __init__(self) -> None:
         self._dropped = 0
@@ -63,10 +44,6 @@ class Assembler:
         self._boundaries = StepBoundaryFinder(self._definitions, self._row_builder, self._queue_recorded_rows)
         self._device_times = DeviceTimeQueue()
         self._queued_rows: list[Row | QueuedEvent] = []
-        self._next_number = 0
-        """Number of the next span."""
-        self._first_unread = 0
-        """Number of the first span that no predecessor was fed."""
         self._earlier_event_count = 0
         """Number of events that earlier calls of `feed` received."""
         self._last_spans: dict[int, Span] = {}
@@ -103,17 +80,27 @@ class Assembler:
 
     # ------------------------------------------------------------------------------------------ input
 
+    def resume(
+        self, lines: Iterable[Mapping[str, Any]], event_count: int, last_steps: Mapping[int, int], last_call: int
+    ) -> None:
+        """Continue after the death of a supervisor. The loop of the script has to be learned again.
+
+        `lines`: all lines that it had read. `event_count`: how many of their events are in the history. `last_steps`:
+        by kind, the number of the last step; `last_call`: that of the last call.
+        """
+        self._take_lines(lines)
+        self._events.pop_numbered_below(event_count)
+        self._row_builder.numbers |= last_steps
+        self._row_builder.calls = last_call
+
     def feed(self, spans: Sequence[Span], lines: Sequence[Mapping[str, Any]]) -> list[Row]:
         """Handle spans, in order of number, and the lines that were read after them. Return the new rows in order."""
         self._take_lines(lines)
         for span in spans:
             self._handle_span(span)
-        if spans:
-            self._next_number = spans[-1].number + 1
-        if self._next_number >= self._first_unread:
-            if len(spans) < FULL_READ_SPANS:  # all spans before these events have been handled
-                self._place_events(self._events.pop_numbered_below(self._earlier_event_count))
-            self._earlier_event_count = self._events.count
+        if len(spans) < FULL_READ_SPANS:  # all spans before these events have been handled
+            self._place_events(self._events.pop_numbered_below(self._earlier_event_count))
+        self._earlier_event_count = self._events.count
         return self._pop_ready_rows()
 
     def take_current_span(self, kind: int, since_ns: int) -> list[Row]:
@@ -121,7 +108,7 @@ class Assembler:
 
         The caller read it before the spans of the last `feed`.
         """
-        if kind == Kind.FETCH and self._next_number >= self._first_unread:
+        if kind == Kind.FETCH:
             self._place_events(self._events.pop_until(since_ns - 1))
             self._boundaries.fetch_began(since_ns)
         return self._pop_ready_rows()
@@ -143,7 +130,7 @@ class Assembler:
         ):
             row_builder.out.append(Event("warning", {"process": None, "t_s": None, "text": _CUT_OFF_WARNING}))
         row_builder.finish()
-        self._queue_recorded_rows([], False)
+        self._queue_recorded_rows(False)
         self._collectives.finish()
         return self._pop_ready_rows(Untimed.ENDED)
 
@@ -169,9 +156,7 @@ class Assembler:
                 self._events.add(line)
 
     def _handle_span(self, span: Span) -> None:
-        number, kind, flags, inside, thread, _, start_ns, duration_ns, _, _ = span
-        if number < self._first_unread and kind != Kind.DEVICE_TIME and thread != self.thread >= 0:
-            return  # a predecessor may have used this span
+        _, kind, flags, inside, thread, _, start_ns, duration_ns, _, _ = span
         if duration_ns == _NEVER_ENDED:  # a stage
             span = span._replace(took=0, flags=flags | Flag.FAILED)
         if kind == Kind.DEVICE_TIME:
@@ -180,7 +165,7 @@ class Assembler:
             return
         if kind in (Kind.COLLECTIVE, Kind.LOSS):
             add_span = self._collectives.add_span if kind == Kind.COLLECTIVE else self._collectives.add_loss
-            if number >= self._first_unread and not add_span(span):
+            if not add_span(span):
                 self._dropped += 1
             return
         previous = self._last_spans.get(thread)
@@ -249,11 +234,11 @@ class Assembler:
 
     # ------------------------------------------------------------------------------------------ output
 
-    def _queue_recorded_rows(self, items: list[Item], ends_step: bool) -> None:
-        """Queue the rows that were recorded from `items`. `ends_step`: whether a step ended with them."""
+    def _queue_recorded_rows(self, ends_step: bool) -> None:
+        """Queue the rows that were recorded. `ends_step`: whether a step ended with them."""
         recorded, self._row_builder.out = self._row_builder.out, []
         if recorded and not (self._device_times.is_empty and PendingRow not in map(type, recorded)):
-            self._device_times.add(recorded, min(self._first_span_numbers(items), default=None), ends_step)
+            self._device_times.add(recorded, ends_step)
             self._queued_rows += self._device_times.pop_ready()
         else:
             self._queued_rows += recorded  # type: ignore[arg-type]  # nothing is pending
@@ -262,52 +247,5 @@ class Assembler:
         if not self._device_times.is_empty:
             self._queued_rows += self._device_times.pop_ready(missing_reason)
         queued, self._queued_rows = self._queued_rows, []
-        rows: list[Row] = []
-        for row in queued:
-            if isinstance(row, QueuedEvent):
-                self._events.pending.discard(row.number)
-                row = row.record
-            rows.append(row)
+        rows: list[Row] = [row.record if isinstance(row, QueuedEvent) else row for row in queued]
         return rows + self._collectives.pop_rows()
-
-    # ------------------------------------------------------------------------------------------ resuming
-
-    @property
-    def position(self) -> int:
-        """Number of the first span that a successor needs: of the open step, or of a step that waits for times."""
-        nested = [
-            span.number for spans in self._nested_spans.values() for span in spans if self.thread in (-1, span.thread)
-        ]
-        held = self._first_span_numbers((*self._boundaries.held, *self._early_blocks))
-        return min((*self._device_times.first_span_numbers(), *held, *nested), default=self._next_number)
-
-    @property
-    def pending(self) -> list[int]:
-        """The numbers of the events that were not returned yet."""
-        return sorted(self._events.pending)
-
-    def _first_span_numbers(self, items: Iterable[Item]) -> Iterator[int]:
-        """Yield the number of the first span of each block of the training thread.
-
-        While that thread is unknown, blocks of all threads count.
-        """
-        for item in items:
-            if not isinstance(item, QueuedEvent) and self.thread in (-1, item.span.thread):
-                yield item.span.number if item.contents is None else item.contents.first
-
-    @classmethod
-    def resume_after(cls, lines: Iterable[Mapping[str, object]], predecessor: Predecessor) -> Assembler:
-        """Continue the work of an assembler whose supervisor was killed. `lines`: every line it had read.
-
-        Feed it the spans from `position` of the predecessor on. It learns the loop again, so it may divide the open
-        step differently. It drops the spans of other threads that the predecessor has read, and the next sampled step.
-        """
-        successor = cls()
-        successor._take_lines(lines)
-        successor._events.retain(predecessor.pending)
-        row_builder = successor._row_builder
-        row_builder.numbers |= predecessor.steps
-        row_builder.calls, row_builder.thread = predecessor.call, predecessor.thread
-        successor._next_number, successor._first_unread = predecessor.position, predecessor.first_unread
-        successor._collectives.skips = predecessor.first_unread > 0
-        return successor

@@ -50,7 +50,6 @@ class _Group(NamedTuple):
     rows: Sequence[Waiting]
     steps: int
     """Number of steps so far."""
-    first_span: int | None
     ends_step: bool
     """Whether a step ends with it. If not, a later group may refer to the same spans."""
 
@@ -63,10 +62,6 @@ class DeviceTimeQueue:
         """By span: how many devices time it; and by device, its time (ms), or None and the reason."""
         self._queue: deque[_Group] = deque()
         self._steps = 0
-
-    def first_span_numbers(self) -> list[int]:
-        """Return the number of the first span of each waiting group."""
-        return [group.first_span for group in self._queue if group.first_span is not None]
 
     def add_device_time(self, span: Span) -> None:
         """Add a span of kind DEVICE_TIME, the time of an earlier span on one device."""
@@ -81,10 +76,10 @@ class DeviceTimeQueue:
         """Return how many devices time a span, and their times so far."""
         return self._times.get(number) or (1, {})
 
-    def add(self, rows: Sequence[Waiting], first_span: int | None, ends_step: bool) -> None:
-        """Queue rows that were made from the span `first_span` and later spans."""
+    def add(self, rows: Sequence[Waiting], ends_step: bool) -> None:
+        """Queue rows that were recorded together. `ends_step`: whether a step ended with them."""
         self._steps += ends_step
-        self._queue.append(_Group(rows, self._steps, first_span, ends_step))
+        self._queue.append(_Group(rows, self._steps, ends_step))
 
     @property
     def is_empty(self) -> bool:

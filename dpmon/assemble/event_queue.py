@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from dpmon.record.record_types import Event
@@ -75,15 +75,12 @@ class EventQueue:
         """Number of events so far. They are numbered from 0."""
         self.due = NEVER
         """Time of the next event (monotonic ns)."""
-        self.pending: set[int] = set()
-        """Numbers of the events that the assembler has not returned yet."""
 
     def add(self, line: Mapping[str, Any]) -> None:
         """Add the event in a line."""
         data = dict(line)
         self._last_time_ns = max(self._last_time_ns, data.pop("at", 0))
         self._queue.append(QueuedEvent(self.count, self._last_time_ns, data))
-        self.pending.add(self.count)
         self.count += 1
         self.due = self._queue[0].time_ns
 
@@ -101,9 +98,3 @@ class EventQueue:
             popped.append(self._queue.popleft())
         self.due = self._queue[0].time_ns if self._queue else NEVER
         return popped
-
-    def retain(self, pending: Collection[int]) -> None:
-        """Drop the events whose numbers are not in `pending`, because a predecessor has returned them."""
-        self._queue = deque(event for event in self._queue if event.number in pending)
-        self.pending.intersection_update(pending)
-        self.due = self._queue[0].time_ns if self._queue else NEVER

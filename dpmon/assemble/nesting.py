@@ -97,10 +97,8 @@ class BlockContents(PhaseSums):
 
     backward = False
 
-    def __init__(self, first: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.first = first
-        """The lowest number of its spans."""
         self.parts: dict[int, list[Span]] = {}
         """By number of a call's span: its phases, replicas and stages."""
         self.by_script: list[Span] = []
@@ -216,7 +214,7 @@ class BlockContents(PhaseSums):
 def make_block(span: Span, inner: Sequence[Span]) -> Block:
     """Return the block of a top-level span and the spans inside it, in order of number."""
     if inner:
-        return BlockContents(inner[0].number).summarize(span, inner)
+        return BlockContents().summarize(span, inner)
     kind = span.kind
     if kind in CALLS or (kind == Kind.PARALLEL_APPLY and span.flags & Flag.BY_SCRIPT):
         return Block(span, (span,), (), None)

@@ -58,8 +58,6 @@ class SampledCollectives:
         self._recent_by_group: dict[str, list[tuple[int, int]]] = {}
         """By process group: its last collectives, as (start, end)."""
         self._ready: list[CollectiveRow | LossRow] = []
-        self.skips = False
-        """Whether to discard the next sample, because a predecessor may have read a part of it."""
 
     def add_span(self, span: Span) -> bool:
         """Add the span of a collective or a sample. Return False if its definition is unknown."""
@@ -81,8 +79,8 @@ class SampledCollectives:
             self._hold(row)
             return True
         if not span.site:
-            discarded, self.skips = span.flags & Flag.FAILED or self.skips, False
-            self._sampled.append(_Sample(span.start, span.end, bool(discarded), quantity))
+            discarded = bool(span.flags & Flag.FAILED)
+            self._sampled.append(_Sample(span.start, span.end, discarded, quantity))
             held_rows, self._rows_before_sample_end = self._rows_before_sample_end, []
             for held_row in held_rows:
                 self._hold(held_row)
@@ -157,7 +155,7 @@ class SampledCollectives:
 
     def finish(self) -> None:
         """Release all collectives, because no more samples or steps will end."""
-        for row in () if self.skips else self._rows_before_sample_end:  # the process was killed in a sample
+        for row in self._rows_before_sample_end:  # the process was killed in a sample
             self._place_row(row)
         self._ready += self._rows_before_step_end
         self._rows_before_sample_end.clear()

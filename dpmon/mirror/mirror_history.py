@@ -244,7 +244,7 @@ class MirrorHistory:
                 numbers[ring.process] = self._last_process
             ring.node, ring.name, ring.process = node.number, f"{node.number}/{ring.name}", numbers[ring.process]
             known_ring = self._rings.get(ring.name)
-            ring.first_id, ring.last_id, ring.pending = None if known_ring is None else known_ring.first_id, None, ""
+            ring.first_id, ring.last_id = None if known_ring is None else known_ring.first_id, None
             self._rings[ring.name] = ring
             if ring.first_id is None:
                 self._rings_without_ids[ring.process] = ring

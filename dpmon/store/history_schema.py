@@ -1,7 +1,7 @@
 """The schema of history.sqlite, the lasting record of a run. One writer (the supervisor), any number of readers.
 
     meta         key, value: schema, run, start_ns, limit_bytes, pruned (rows deleted to stay below it)
-    rings        one row per ring: the reading position (position, sequence, lines), the counts of missed and other
+    rings        one row per ring: the reading position (position, lines), the counts of missed and other
                  records, the first and the last id of its calls and steps, the id of the first call that waits for its
                  step, the numbers of its last step of each kind and of its last call, its training thread, its events
                  that are not in the history, whether it has ended, the calls so far while no step has ended, and node
@@ -135,7 +135,7 @@ COLLECTIVE_SUMS = ("count", "bytes", "ended", "timed_bytes", "ran_ns")
 """The sums of collectives."""
 ACTIVITY_COLUMNS = tuple(f"{name}_ns" for name in ACTIVITIES)
 _OPTIONAL = {
-    *("rank", "first_id", "last_id", "last_call", "lines", "thread", "loss", "node"),
+    *("rank", "first_id", "last_id", "last_call", "lines", "loss", "node"),
     *("host", "run", "version", "why", "heard_ns", "clock_ns", "clock_error_ns", "shift_s", "exit"),
     *("rest_ns", "device", "spans", SYNC_NUMBER, f"{EXPOSED}_ns", f"{WAIT}_ns", "parts", "t_ns"),
     *("loop", "loop_batch", "length", "ahead", "epoch"),
@@ -153,11 +153,10 @@ def _whole_numbers(names: Iterable[str]) -> str:
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS rings (
-    name TEXT PRIMARY KEY, process INTEGER, rank INTEGER, pid INTEGER, position INTEGER, sequence INTEGER,
-    missed INTEGER, calls INTEGER, steps INTEGER, last_step INTEGER, evaluations INTEGER, forward_steps INTEGER,
-    evaluation_phases INTEGER,
-    first_id INTEGER, last_id INTEGER, last_call INTEGER, lines INTEGER, thread INTEGER,
-    pending TEXT, ended INTEGER, open_calls INTEGER, node INTEGER) WITHOUT ROWID;
+    name TEXT PRIMARY KEY, process INTEGER, rank INTEGER, pid INTEGER, position INTEGER, missed INTEGER, calls INTEGER,
+    steps INTEGER, last_step INTEGER, evaluations INTEGER, forward_steps INTEGER, evaluation_phases INTEGER,
+    first_id INTEGER, last_id INTEGER, last_call INTEGER, lines INTEGER, events INTEGER, ended INTEGER,
+    open_calls INTEGER, node INTEGER) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS nodes ({node_columns});
 CREATE TABLE IF NOT EXISTS late (id INTEGER, start_s INTEGER);
 CREATE TABLE IF NOT EXISTS definitions (
@@ -241,8 +240,6 @@ class RingRow:
     rank: int | None
     pid: int
     position: int = 0
-    """Number of the first span to read again: of the open step, or of an earlier step that waits for device times."""
-    sequence: int = 0
     """Number of the next unread span."""
     missed: int = 0
     """Records that were overwritten before they were read, or could not be kept."""
@@ -262,10 +259,8 @@ class RingRow:
     last_call: int | None = None
     lines: int | None = None
     """Bytes read of the lines next to the ring."""
-    thread: int | None = None
-    """Number of the training thread; -1 while unknown."""
-    pending: str = ""
-    """Numbers of the events that were read and are not in the history yet."""
+    events: int = 0
+    """Number of its events in the history."""
     ended: bool = False
     """Whether the process has ended and the history is complete."""
     open_calls: int = 0

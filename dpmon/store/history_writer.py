@@ -164,9 +164,9 @@ class HistoryWriter:
         return next((event_from_row(row).data for row in self.rows(query)), None)
 
     def last_step(self, ring: RingRow) -> list[tuple[Any, ...]]:
-        """Return a list with (step, mode, start, wall, kind) of a ring's last step; an empty list if it has none."""
+        """Return a list with (mode, start, wall, kind) of a ring's last step; an empty list if it has none."""
         query = (
-            "SELECT step, mode, start_ns, wall_ns, kind FROM steps"
+            "SELECT mode, start_ns, wall_ns, kind FROM steps"
             " WHERE process = ? AND id BETWEEN ? AND ? ORDER BY id DESC LIMIT 1"
         )
         return self.rows(query, (ring.process, ring.first_id, ring.last_id)) if ring.steps else []

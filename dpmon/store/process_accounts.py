@@ -68,21 +68,16 @@ class ProcessAccounts:
         """Continue after the events in a history and the last step of each process. Raises HistoryError."""
         query = (
             f"SELECT ifnull(process, -1), t_ns, json FROM events WHERE {LASTING}"
-            " AND kind IN ('process', 'pause', 'input', 'stall', 'ddp', 'exit') ORDER BY id"
+            " AND kind IN ('process', 'pause', 'input', 'stall', 'ddp') ORDER BY id"
         )
-        discarded_batch, end_times = WriteBatch(), []
+        discarded_batch = WriteBatch()
         for process, time_ns, *json_columns in history.rows(query):
             event = event_from_row(json_columns)
-            if event.kind == "exit":
-                end_times.append(time_ns)
-            else:
-                self.handle_event(discarded_batch, process if process >= 0 else None, event.kind, event.data, time_ns)
+            self.handle_event(discarded_batch, process if process >= 0 else None, event.kind, event.data, time_ns)
         for ring in history.rings().values():
-            for _, mode, start_ns, wall_ns, flags in history.last_step(ring):
+            for mode, start_ns, wall_ns, flags in history.last_step(ring):
                 account = self.get_account(ring.process)
                 account.resume(ring.last_steps, step_kind(flags), mode, start_ns, wall_ns)
-        for time_ns in end_times:  # the history already has the pauses before the end, even those after the last step
-            self.handle_event(discarded_batch, None, "exit", {}, time_ns)
 
     def _note_process(self, process: int, data: Mapping[str, Any], time_ns: int | None) -> None:
         """Note that a process started to record, paused or resumed."""

@@ -216,7 +216,7 @@ class RingDrain:
             intake = RingIntake(source.row, self._run_info.start_ns, self._accounts)
             self._sources[path.name] = source, intake
             self._check_at_s = 0.0
-            if source.resumes and self._history is not None:
+            if self._history is not None:
                 with suppress(HistoryError):  # the next write fails too, and warns
                     intake.resume(self._history)
 

@@ -84,10 +84,7 @@ class RingIntake:
         self._loops = LoaderLoopTracker(row.process)
 
     def resume(self, history: HistoryWriter) -> None:
-        """Continue after the last step of the ring, which another supervisor wrote. Raises HistoryError."""
-        for _, mode, _, _, kind in history.last_step(self.row):
-            self._mode, self._steps_in_mode = mode, 0 if kind & WARM_UP else WARM_UP_STEPS
-            self._ran_other_kind = step_kind(kind) != TRAINING
+        """Continue the loops over loaders that another supervisor wrote. Raises HistoryError."""
         self._loops.resume(history.loops(self.row.process))
 
     def add(self, batch: WriteBatch, row_id: int, row: Row) -> bool:
@@ -277,6 +274,7 @@ class RingIntake:
 
     def _event(self, batch: WriteBatch, event_id: int, event: Event) -> None:
         kind, data = event.kind, event.data
+        self.row.events += 1
         self._switched = self._switched or kind == "mode"
         t_ns = seconds_to_ns(data.get("t_s"))
         process = self.row.process if self.row.process >= 0 else None

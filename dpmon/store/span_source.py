@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dpmon.assemble.assembler import FULL_READ_SPANS, Assembler, Predecessor
+from dpmon.assemble.assembler import FULL_READ_SPANS, Assembler
 from dpmon.record.history_rows import Row
 from dpmon.record.span_format import Span
 from dpmon.span_reader import SpanReader, current_span_in
@@ -23,16 +23,14 @@ class SpanSource:
     """Reads the rows of one training process from its ring and the lines next to it."""
 
     def __init__(self, path: Path, row: RingRow | None) -> None:
-        """Continue where `row` left off. Raises RingError or OSError.
+        """Continue with the first span that `row` does not count as read: the step that was open is lost.
 
         If the row has another process id, it belongs to an earlier, deleted ring: this ring is read from its start.
+        Raises RingError or OSError.
         """
         self._ring = ring = SpanReader(str(path))
-        self.resumes = row is not None and row.pid == ring.pid
-        """Whether the history already has records of this ring."""
         missed = 0 if row is None else row.missed
-        new_row = RingRow(path.name, ring.process, ring.rank, ring.pid, missed=missed)
-        self.row = replace(row) if row is not None and self.resumes else new_row
+        self.row = RingRow(path.name, ring.process, ring.rank, ring.pid, missed=missed)
         """How much of the ring is in the history and its next batch, once `update_position` was called."""
         self.over = False
         """Whether the process has ended and all its rows were returned."""
@@ -45,27 +43,25 @@ class SpanSource:
         """The last requested rate of device timing: one step in this many."""
         self._reported_span = (0, 0)
         """(Kind, start) of the training thread's current span, if it was reported since the last feed; else (0, 0)."""
-        if self.resumes:
+        if row is not None and row.pid == ring.pid:
+            self.row = replace(row)
             try:
                 self._resume(self.row)
             except BaseException:  # each new try opens the ring again
                 ring.close()
                 raise
-        self._missed_before = missed - self._assembler.dropped
+        self._missed_before = missed
 
     def _resume(self, row: RingRow) -> None:
-        """Continue where a predecessor left off."""
-        ring, lines = self._ring, row.lines or 0
+        """Continue after another supervisor."""
+        lines = row.lines or 0
         self.over = row.ended
         if not self.over:
-            numbers = row.last_steps, row.last_call or 0, -1 if row.thread is None else row.thread
-            pending = {int(number) for number in row.pending.split() if number.isdecimal()}
-            predecessor = Predecessor(*numbers, row.position, row.sequence, pending)
-            self._assembler = Assembler.resume_after(self._lines_until(lines), predecessor)
-        ring.position, ring.seen, ring.lines_position = row.position, row.sequence, lines
+            self._assembler.resume(self._lines_until(lines), row.events, row.last_steps, row.last_call or 0)
+        self._ring.position, self._ring.lines_position = row.position, lines
 
     def _lines_until(self, end: int) -> Iterator[Mapping[str, Any]]:
-        """Yield the lines up to byte `end` of their file. The predecessor has already counted the damaged ones."""
+        """Yield the lines up to byte `end` of their file. The damaged ones are already counted."""
         self._ring.lines_position = 0
         for part in self._ring.lines(end):
             yield from part
@@ -129,11 +125,8 @@ class SpanSource:
     def update_position(self) -> None:
         """Update `row` to the position that was read."""
         ring, assembler, row = self._ring, self._assembler, self.row
-        row.sequence, row.lines = ring.position, ring.lines_position
-        row.open_calls = assembler.open_calls
-        row.ended, row.thread = self.over, assembler.thread
-        row.position = ring.position if self.over else assembler.position
-        row.pending = " ".join(map(str, assembler.pending))
+        row.position, row.lines = ring.position, ring.lines_position
+        row.open_calls, row.ended = assembler.open_calls, self.over
         row.missed = self._missed_before + ring.missed + ring.damaged_lines + assembler.dropped
 
     def close(self) -> None:
@@ -145,6 +138,6 @@ def count_unread_spans(path: Path, row: RingRow | None) -> int:
     """Return how many spans in a ring are not in the history with this `row`; 0 if the ring cannot be read."""
     with suppress(RingError, OSError), closing(SpanReader(str(path))) as ring:
         if row is not None and row.pid == ring.pid:
-            ring.position = row.sequence
+            ring.position = row.position
         return ring.count_unread()
     return 0

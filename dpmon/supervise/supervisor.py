@@ -294,8 +294,10 @@ class Supervisor:
             return
         after = "" if last_ns is None else f" after {last_ns / 1e9:.0f} s"
         now = (time.monotonic_ns() - self._run_info.start_ns) / 1e9
-        text = f"the supervisor was killed{after}; another one continues from {now:.0f} s: no device samples in between"
-        drain.warn(text)
+        drain.warn(
+            f"the supervisor was killed{after}; another one continues from {now:.0f} s: no device samples in between,"
+            " and the step that was open may be missing"
+        )
         sampler.start()
 
     def _poller(self, pid: int) -> select.poll:

@@ -80,7 +80,7 @@ def test_promise_5_floods(dpmon: Dpmon) -> None:
         (row,) = (ring for ring in read_ring_rows(store._connection).values() if ring.process == 0)
         tallied = store.tallies(process=0).values()
     summed = sum(tally.steps for tally in tallied), sum(tally.calls for tally in tallied)
-    assert row.sequence == sent == records // 2 * SPANS_PER_STEP
+    assert row.position == sent == records // 2 * SPANS_PER_STEP
     assert summed[0] == row.steps
     assert summed[1] <= row.calls
     whole = (sent - row.missed) // SPANS_PER_STEP

@@ -307,9 +307,9 @@ class ManyNodes:
         for rank in range(self.ranks):
             kind, place = self.rows_of(rank), (self._ring(rank), rank, rank)
             self._db.execute(
-                "INSERT INTO rings (name, process, rank, pid, position, sequence, missed, calls, steps, pending, ended,"
+                "INSERT INTO rings (name, process, rank, pid, position, missed, calls, steps, events, ended,"
                 " open_calls, evaluations, forward_steps, evaluation_phases, last_step, node)"
-                " VALUES (?, ?, ?, 4242, 0, 0, 0, 1, 1, '', 0, 0, 0, 0, 0, 1, ?)",
+                " VALUES (?, ?, ?, 4242, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 1, ?)",
                 (*place, rank // self.each),
             )
             self._db.execute("INSERT INTO keys VALUES (?, ?, ?, ?)", (rank, *kind.key))

@@ -269,13 +269,12 @@ class _RowSource:
         if path not in RowRing.made:
             raise RingError(f"{path}: not a ring")
         self._ring = RowRing.made[path]
-        self.resumes = row is not None and row.pid == os.getpid()
         self.row = RingRow(path.name, self._ring.process, None, os.getpid(), missed=0 if row is None else row.missed)
-        if row is not None and self.resumes:
+        if row is not None and row.pid == os.getpid():
             self.row = replace(row)
         self.over = False
         self.unreadable = 0
-        self._at = self.row.sequence
+        self._at = self.row.position
         self._missed = self.row.missed
 
     def read_rows(self, now_ns: int, gone: bool) -> tuple[list[Row], bool]:
@@ -287,14 +286,14 @@ class _RowSource:
 
     def update_position(self) -> None:
         row = self.row
-        row.sequence, row.ended, row.missed = self._at, self.over, self._missed + self.unreadable
+        row.position, row.ended, row.missed = self._at, self.over, self._missed + self.unreadable
 
     def close(self) -> None:
         pass
 
 
 def _count_unread_rows(path: Path, row: RingRow | None) -> int:
-    return RowRing.made[path].end - (0 if row is None else row.sequence)
+    return RowRing.made[path].end - (0 if row is None else row.position)
 
 
 def use_row_rings(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 from dpmon.assemble import Assembler
-from dpmon.assemble.assembler import Predecessor
 from dpmon.record.history_rows import CollectiveRow, Definition, LossRow, Row
 from dpmon.record.record_types import Call, Collective, Event, Sampled, Step
 from dpmon.record.schema import STEP_KINDS
@@ -382,23 +381,18 @@ def without_definitions(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if not isinstance(row, Definition)]
 
 
-def make_successor(first: Assembler, lines: list[dict[str, Any]], cut: int, kept: DecodedRows) -> Assembler:
-    """The assembler of a new supervisor. `kept`: what is in the history from the first one, which read `cut` spans."""
-    steps = {step.kind: step.step for step in kept.steps}
-    last_call = max((call.call for call in kept.calls), default=0)
-    return Assembler.resume_after(
-        lines, Predecessor(steps, last_call, first.thread, first.position, cut, first.pending)
-    )
-
-
 def assemble_with_successor(script: Script, cut: int) -> tuple[list[Row], list[Row]]:
     """Return the rows of an assembler that stops at span `cut`, and those of its successor."""
     first = Assembler()
     lines = script.needed(cut)
     out = first.feed(script.spans[:cut], script.lines_between(0, lines))
-    second = make_successor(first, script.lines_between(0, lines), cut, decode_rows(out))
+    kept = decode_rows(out)
+    second = Assembler()
+    steps = {step.kind: step.step for step in kept.steps}
+    last_call = max((call.call for call in kept.calls), default=0)
+    second.resume(script.lines_between(0, lines), len(kept.events), steps, last_call)
     more: list[Row] = []
-    at = first.position
+    at = cut
     while at < len(script.spans):
         until = min(at + 3, len(script.spans))
         known, lines = lines, max(lines, script.needed(until))

@@ -21,7 +21,6 @@ from dpmon.store.process_accounts import ProcessAccounts
 from dpmon.store.ring_intake import BATCH_SIZES, HELD_CALLS, SHAPES, RingIntake
 from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES
 from dpmon.store.write_batch import WriteBatch
-from support.history_builders import account_step
 from support.record_builders import TRAINING_FLAGS, call_row, flags_of, step_row
 
 MS = 1_000_000
@@ -305,24 +304,3 @@ def test_the_batch_counts_the_text_of_large_rows() -> None:
     spans = [(0, number * 60_000, 50_000) for number in range(256)]
     ring.add(Step(0, None, 1, DP, SECOND, 20 * MS, 8, {"forward": 5 * MS, "other": 15 * MS}, runs=spans))
     assert ring.batch.characters - before > 2_000
-
-
-def test_a_pause_before_the_end_of_the_run_counts_once_if_a_process_goes_on(tmp_path: Path) -> None:
-    ring, history = Ring(), HistoryWriter.open(tmp_path, {})
-    ring.add(Event("process", {"process": 0, "rank": None, "pid": 1, "t_s": 1.0}))
-    ring.step()
-    ring.add(Event("pause", {"process": 0, "rank": None, "t_s": 2.0, "paused": True}))
-    ring.add(Event("pause", {"process": 0, "rank": None, "t_s": 4.0, "paused": False, "paused_s": 2.0}))
-    own = Ring(-1, ring.accounts)
-    own.intake.add(ring.batch, ring.ids + 1, Event("exit", {"status": 0, "t_s": 9.0, "signal": None}))
-    ring.batch.rings = [ring.row]
-    history.write(ring.batch)
-    assert sum(ns for (*_, activity), ns in ring.batch.activity_ns.items() if activity == "paused") == 2 * SECOND
-    after = ProcessAccounts()
-    after.resume(history)
-    spent, _ = after.get_account(0).add_step(*account_step(2, DP, 10 * SECOND, SECOND))
-    assert [(one.activity, one.begin, one.end) for one in spent] == [
-        ("between", 9 * SECOND, 10 * SECOND),
-        ("training", 10 * SECOND, 11 * SECOND),
-    ]
-    history.close()

@@ -338,8 +338,8 @@ RECORDS: Mapping[str, RecordSpec] = {
             status, integer: the exit status of the command; null if unknown
             signal, text: the name of the signal that ended the command, such as SIGTERM; null if none did
             t_s
-            by, text: the part of dpmon that learned how the command ended: supervisor, foreground (the `dpmon` that
-                started the run) or tracer
+            by, text: the part of dpmon that learned how the command ended: supervisor or foreground (the `dpmon` that
+                started the run)
             cause, text: the cause of the end; missing if unknown [not in CSV]
             absent, object: why the status is null; missing if the status is known [not in CSV]
         """),

@@ -10,11 +10,9 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import signal
 import subprocess
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import dpmon
@@ -23,7 +21,7 @@ from dpmon.run.activities import iter_ring_activities, read_startup_stages
 from dpmon.run.failure_cause import STATUSES
 from dpmon.run.lifecycle import build_exit_info, build_unknown_exit
 from dpmon.run.proc import open_pidfd, wait_status_from_pidfd
-from dpmon.run.process_notes import add_note, read_uncaught_exceptions
+from dpmon.run.process_notes import add_note
 from dpmon.run.run_directory import ExitInfo, RunInfo, load_exit
 from dpmon.run.run_signals import belongs_to_run
 from dpmon.run.safe_files import open_file
@@ -121,7 +119,7 @@ class WatchedCommand:
         return self._returncode is not None
 
     def exit_info(self, run_info: RunInfo) -> ExitInfo:
-        """Return how the command ended: from its parent, the kernel or its last note; otherwise an unknown end."""
+        """Return how the command ended: from its parent or the kernel; otherwise an unknown end."""
         now_ns = time.monotonic_ns()
         deadline_s = time.monotonic() + STATUS_TIMEOUT_S
         while True:
@@ -139,14 +137,7 @@ class WatchedCommand:
                 break
             time.sleep(0.02)
         end_ns = now_ns if self._was_alive else self.last_ns
-        exception_name = next(
-            (exception.kind for exception in read_uncaught_exceptions(self._directory) if exception.pid == self.pid),
-            None,
-        )
-        if exception_name is None:
-            return build_unknown_exit(run_info, "supervisor", _SUPERVISOR_KILLED, end_ns)
-        estimate = build_exit_info(run_info, -signal.SIGINT if exception_name == "KeyboardInterrupt" else 1, "tracer")
-        return replace(estimate, end_ns=end_ns, seconds=(end_ns - run_info.start_ns) / 1e9)
+        return build_unknown_exit(run_info, "supervisor", _SUPERVISOR_KILLED, end_ns)
 
 
 def last_sign_of_life_ns(directory: Path, run_info: RunInfo) -> int:

@@ -36,12 +36,6 @@ from support.run_harness import (
 pytestmark = pytest.mark.slow
 
 PR_SET_CHILD_SUBREAPER = 36
-TRAINING = """
-import torch
-model = torch.nn.Linear(5, 2)
-for number in range(3):
-    model(torch.randn(10, 5)).pow(2).mean().backward()
-"""
 
 
 def gone(info: dict[str, Any]) -> bool:
@@ -184,30 +178,6 @@ def test_a_run_that_ended_without_a_supervisor(dpmon: Dpmon) -> None:
     before = (dpmon.last() / "exit.json").read_bytes()
     dpmon.run("attach")
     assert (dpmon.last() / "exit.json").read_bytes() == before
-
-
-@pytest.mark.parametrize(
-    ("end", "status", "says"),
-    [
-        ("raise ValueError('no')", 1, None),
-        ("import sys; sys.exit(3)", None, "killed before the command ended"),
-    ],
-)
-@pytest.mark.usefixtures("reaper")
-def test_the_status_of_a_lost_run_comes_from_the_tracer(
-    dpmon: Dpmon, end: str, status: int | None, says: str | None
-) -> None:
-    dpmon.waiting(end, TRAINING)
-    dpmon.run("--detach", "script.py")
-    dpmon.begun()
-    info = dpmon.kill_supervisor()
-    dpmon.go()
-    wait_for(lambda: reaped(info))
-    dpmon.run("attach")
-    how = dpmon.exit()
-    assert how["status"] == status
-    assert (how["unknown"] is None) if says is None else (says in how["unknown"])
-    assert how["by"] == ("tracer" if status is not None else "supervisor")
 
 
 def test_a_zombie_that_nobody_reaps_has_its_status(dpmon: Dpmon) -> None:

@@ -20,6 +20,8 @@ EVENTS_FILE = "events.log"
 UNSUPPORTED = -1
 SILENT_S = 86400.0
 """A run of another machine that has written nothing for this long has ended: a supervisor writes every second."""
+STUCK_SUPERVISOR_S = 5.0
+"""A supervisor that has not recorded the command's end after this time is stopped or stuck."""
 YOUNG_S = 60.0
 """A run younger than this may still have to start its command, even on a slow machine."""
 
@@ -44,6 +46,12 @@ def take_lock(directory: Path, name: str = _LOCK_FILE) -> int | None:
 def has_live_supervisor(run_info: RunInfo) -> bool:
     """Return whether the supervisor named in run.json is alive, even if it is suspended."""
     return run_info.boot_id == proc.boot_id() and proc.is_running(run_info.supervisor_pid, run_info.supervisor_started)
+
+
+def is_finishing(run_info: RunInfo, exit_info: ExitInfo) -> bool:
+    """Return whether the supervisor of an ended run is writing its last records, unless it is stuck."""
+    is_late = time.monotonic_ns() > exit_info.end_ns + STUCK_SUPERVISOR_S * 1e9
+    return not exit_info.drained and not is_late and has_live_supervisor(run_info)
 
 
 def may_be_live_elsewhere(directory: Path, run_info: RunInfo, exit_info: ExitInfo | None) -> bool:

@@ -15,7 +15,14 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 from dpmon.errors import HistoryError
-from dpmon.run.lifecycle import UNSUPPORTED, has_live_supervisor, needs_supervisor, run_state, take_lock
+from dpmon.run.lifecycle import (
+    UNSUPPORTED,
+    has_live_supervisor,
+    is_finishing,
+    needs_supervisor,
+    run_state,
+    take_lock,
+)
 from dpmon.run.run_directory import RunError, RunInfo, load_exit, load_info, ring_paths
 from dpmon.run.safe_files import check_database
 from dpmon.store.history_schema import (
@@ -36,6 +43,8 @@ from dpmon.store.store_queries import Store
 
 STARVED_S = 10.0
 """A supervisor does not work if it has written nothing for this long. A working one samples the host every second."""
+_POLL_S = 0.02
+"""Time between two checks whether the supervisor of an ended run has written the last records."""
 
 
 @contextmanager
@@ -89,10 +98,13 @@ def _connect(uri: str) -> sqlite3.Connection:
 def _drain_or_count(directory: Path, run_info: RunInfo) -> int:
     """Complete the history of an ended run. Return how many records in the rings of the run are not in its history.
 
-    0 for a run whose supervisor is writing: these records follow in a moment.
+    0 for a live run whose supervisor is writing: these records follow in a moment.
     """
     exit_info = load_exit(directory)
-    if (exit_info is not None and exit_info.drained) or _is_written(directory, run_info):
+    while exit_info is not None and is_finishing(run_info, exit_info) and run_info.supervisor_pid != os.getpid():
+        time.sleep(_POLL_S)
+        exit_info = load_exit(directory)
+    if _is_written(directory, run_info) if exit_info is None else exit_info.drained:
         return 0
     unread_count = _count_unread(directory, run_info)
     if unread_count and _has_ended(directory, run_info) and needs_supervisor(directory, run_info, exit_info):

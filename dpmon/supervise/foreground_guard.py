@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from dpmon.run import proc
-from dpmon.run.lifecycle import build_exit_info, build_unknown_exit
+from dpmon.run.lifecycle import STUCK_SUPERVISOR_S, build_exit_info, build_unknown_exit
 from dpmon.run.run_directory import ExitInfo, RunInfo, load_exit, write_info
 from dpmon.run.run_reader import RunReader
 from dpmon.run.run_signals import find_members, find_run_command, send_signal, send_to_all
@@ -25,8 +25,6 @@ from dpmon.supervise.command_process import find_command
 from dpmon.supervise.start_supervisor import SupervisorTakeover
 
 POLL_INTERVAL_S = 0.2
-STUCK_SUPERVISOR_S = 5.0
-"""A supervisor that has not recorded the command's end after this time is stopped or stuck."""
 _NOT_STARTED = "the supervisor ended before it started the command"
 _REAPED_ELSEWHERE = "the supervisor was killed, and another process had reaped the command"
 FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)

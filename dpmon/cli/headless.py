@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 
 CHUNK_BYTES = 1 << 18
-SETTLE_S = 1.0
-"""Longest time that the supervisor takes to truncate a log and to count what it deleted."""
 IDLE_S = 0.03
 LOOK_S = 0.05
 STATUS_S = 10.0
@@ -59,7 +57,6 @@ class LogCopier:
         self._position = 0
         self._deleted = deleted_bytes(path)
         """Bytes deleted before the start of the log that `_position` refers to."""
-        self._short_since: float | None = None
         self.gap: str | None = None
         """How much before the current position was not copied; None if nothing, or if it was reported."""
         self.is_open = True
@@ -87,12 +84,6 @@ class LogCopier:
                 if self.last_byte != b"\n" and self.is_open:
                     self.write(b"\n")
             return True
-        if not data and os.fstat(self._log_fd).st_size < self._position:  # someone else has truncated it to free space
-            self._short_since = self._short_since or time.monotonic()
-            if time.monotonic() < self._short_since + SETTLE_S:
-                return False
-            self._position, self.gap = 0, "possibly a part"
-        self._short_since = None
         self._position += len(data)
         if data and self.is_open:
             self.write(data)

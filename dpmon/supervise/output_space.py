@@ -18,19 +18,17 @@ from dpmon.run.safe_files import open_file
 
 RESERVED_BYTES = 2 << 20
 """How much space is allocated beyond the end of a file."""
-MIN_TRUNCATED_BYTES = 1 << 20
-"""Output is deleted only from a file that is larger than this: from a smaller one, it would free too little space."""
+KEPT_BYTES = 1 << 20
+"""How much of the newest output is kept when older output is deleted."""
 _FALLOC_FL_KEEP_SIZE = 1
 
 
 class OutputSpaceReserver:
     """Reserved disk space of a run's output files. Called in the supervisor's loop, so it never blocks for long."""
 
-    def __init__(self, paths: Sequence[Path], warn: Callable[[str], None], kept_bytes: int) -> None:
-        """`kept_bytes`: how much of the newest output to keep when older output is deleted."""
+    def __init__(self, paths: Sequence[Path], warn: Callable[[str], None]) -> None:
         self._paths = paths
         self._warn = warn
-        self._kept_bytes = kept_bytes
         self._fds: dict[Path, int] = {}
         self._reserved_end: dict[Path, int] = {}
         """End of the allocated space, as an offset in the file."""
@@ -50,17 +48,17 @@ class OutputSpaceReserver:
             return
         reserved_bytes = RESERVED_BYTES
         if not _reserve(fd, size, reserved_bytes):
-            if size <= max(MIN_TRUNCATED_BYTES, self._kept_bytes):
+            if size <= KEPT_BYTES:
                 return
             if not self._total_removed:
                 self._warn("the disk is full: the script's oldest output is deleted to make room for the newest")
-            newest_output = os.pread(fd, self._kept_bytes, size - self._kept_bytes)
+            newest_output = os.pread(fd, KEPT_BYTES, size - KEPT_BYTES)
             line_start = newest_output.find(b"\n") + 1
             whole_lines = memoryview(newest_output)[line_start:]
-            late_output = os.pread(fd, MIN_TRUNCATED_BYTES, size)  # what the script wrote meanwhile
+            late_output = os.pread(fd, KEPT_BYTES, size)  # what the script wrote meanwhile
             os.ftruncate(fd, 0)  # the script appends, so it continues at the new end
             os.writev(fd, [whole_lines, late_output])  # at once, before the script writes
-            removed_bytes = size - self._kept_bytes + line_start
+            removed_bytes = size - KEPT_BYTES + line_start
             self._total_removed += removed_bytes
             _add_deleted_bytes(path, removed_bytes)
             size = 0

@@ -52,8 +52,6 @@ if TYPE_CHECKING:
 
 
 SHUTDOWN_GRACE_S = 2.0
-KEPT_OUTPUT_BYTES = 1 << 20
-"""How much of the script's newest output is kept even on a full disk."""
 SPARE_FILE, SPARE_BYTES = "spare", 1 << 16
 MAX_MEMORY_HISTORY_BYTES = 32 << 20
 """Size limit of a history on a file system in memory that dpmon, not the user, has chosen."""
@@ -206,7 +204,7 @@ class Supervisor:
         drain = RingDrain(self._directory, self._run_info, max_bytes)
         sampler = DeviceSampler(drain.emit, lambda: command.pid)
         metrics = self._metrics(drain.warn)
-        output_space = OutputSpaceReserver(output_paths(self._directory, self._run_info), drain.warn, KEPT_OUTPUT_BYTES)
+        output_space = OutputSpaceReserver(output_paths(self._directory, self._run_info), drain.warn)
         self._reserve_exit_space()
         notifier = NotifierLauncher(self._directory, drain.warn, is_enabled=self._has_event_command)
         notifier.poll(time.monotonic())

@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
-from dpmon.cli import headless
 from dpmon.cli.headless import LogCopier
 from dpmon.supervise import output_space
-from dpmon.supervise.output_space import MIN_TRUNCATED_BYTES, OutputSpaceReserver
+from dpmon.supervise.output_space import KEPT_BYTES, OutputSpaceReserver
 
 
 def test_the_newest_output_stays_and_the_rest_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = tmp_path / "output.log"
     texts: list[str] = []
-    output = OutputSpaceReserver([log], texts.append, kept_bytes=100)
+    output = OutputSpaceReserver([log], texts.append)
+    monkeypatch.setattr(output_space, "KEPT_BYTES", 100)
     output.poll()  # the file is missing
     monkeypatch.setattr(
         output_space, "_reserve", lambda fd, size, ahead: size == 0
     )  # there is space once it is cut off
     with open(log, "ab", buffering=0) as script:
-        script.write(b"a" * MIN_TRUNCATED_BYTES + b"b" * 100)
+        script.write(b"a" * KEPT_BYTES + b"b" * 100)
         output.poll()
         assert log.read_bytes() == b"b" * 100
-        script.write(b"c" * MIN_TRUNCATED_BYTES * 10)
+        script.write(b"c" * KEPT_BYTES * 10)
         output.poll()
         assert log.read_bytes() == b"c" * 100
         script.write(b"d")
@@ -34,37 +33,17 @@ def test_the_newest_output_stays_and_the_rest_is_counted(tmp_path: Path, monkeyp
     assert log.read_bytes() == b"c" * 100 + b"d"
     assert texts == [
         "the disk is full: the script's oldest output is deleted to make room for the newest",
-        f"{11 * MIN_TRUNCATED_BYTES:,} bytes of the script's output were deleted, because the disk was full",
+        f"{11 * KEPT_BYTES:,} bytes of the script's output were deleted, because the disk was full",
     ]
 
 
-def test_a_foreground_goes_on_in_a_log_that_somebody_else_cut_off(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log, copied = tmp_path / "stdout.log", tmp_path / "copied"
-    log.write_bytes(b"first, of some length\n")
-    with open(copied, "wb", buffering=0) as stdout:
-        stream = LogCopier(log, stdout.fileno())
-        assert stream.copy_chunk()
-        os.truncate(log, 0)
-        assert not stream.copy_chunk()
-        assert stream.gap is None, "the supervisor may be about to count what it deleted"
-        monkeypatch.setattr(headless, "SETTLE_S", 0.0)
-        stream.copy_chunk()
-        assert stream.gap == "possibly a part"
-        with open(log, "ab") as script:
-            script.write(b"second\n")
-        assert stream.copy_chunk()
-        assert not stream.copy_chunk()
-    assert copied.read_bytes() == b"first, of some length\nsecond\n"
-
-
-@pytest.mark.parametrize("kept_bytes", [0, 1000, MIN_TRUNCATED_BYTES])
+@pytest.mark.parametrize("kept_bytes", [0, 1000, KEPT_BYTES])
 def test_a_slow_foreground_says_what_it_missed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept_bytes: int
 ) -> None:
     log, copied = tmp_path / "stdout.log", tmp_path / "copied"
-    output = OutputSpaceReserver([log], lambda text: None, kept_bytes)
+    output = OutputSpaceReserver([log], lambda text: None)
+    monkeypatch.setattr(output_space, "KEPT_BYTES", kept_bytes)
     monkeypatch.setattr(output_space, "_reserve", lambda fd, size, ahead: size == 0)
     lines = [b"line %08d\n" % number for number in range(480_000)]
     missed: list[str] = []
@@ -90,7 +69,7 @@ def test_a_slow_foreground_says_what_it_missed(
 
 def test_a_foreground_in_time_misses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log, copied = tmp_path / "stdout.log", tmp_path / "copied"
-    output = OutputSpaceReserver([log], lambda text: None, MIN_TRUNCATED_BYTES)
+    output = OutputSpaceReserver([log], lambda text: None)
     monkeypatch.setattr(output_space, "_reserve", lambda fd, size, ahead: size == 0)
     lines = [b"line %08d\n" % number for number in range(240_000)]
     with open(log, "ab", buffering=0) as script, open(copied, "wb") as stdout:

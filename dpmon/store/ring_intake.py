@@ -84,7 +84,10 @@ class RingIntake:
         self._loops = LoaderLoopTracker(row.process)
 
     def resume(self, history: HistoryWriter) -> None:
-        """Continue the loops over loaders that another supervisor wrote. Raises HistoryError."""
+        """Continue after the last step of the ring, which another supervisor wrote. Raises HistoryError."""
+        for mode, _, _, kind in history.last_step(self.row):
+            self._mode, self._steps_in_mode = mode, 0 if kind & WARM_UP else WARM_UP_STEPS
+            self._ran_other_kind = step_kind(kind) != TRAINING
         self._loops.resume(history.loops(self.row.process))
 
     def add(self, batch: WriteBatch, row_id: int, row: Row) -> bool:

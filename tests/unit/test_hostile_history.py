@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sqlite3
-import struct
 from contextlib import closing
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import pytest
 
 from dpmon.errors import HistoryError
 from dpmon.export import iter_records
-from dpmon.span_ring import SpanRing
 from dpmon.store.history_writer import HistoryWriter
 from dpmon.store.step_stats import StatsWindow
 from dpmon.store.store_opening import open_store
@@ -85,37 +83,6 @@ def test_a_trigger_with_the_name_of_a_table_is_refused(directory: Path) -> None:
     altered(directory, "PRAGMA writable_schema = ON", f"INSERT INTO sqlite_master VALUES {row}")
     with pytest.raises(HistoryError, match="not dpmon's"):
         HistoryWriter.open(directory, {})
-
-
-def test_a_journal_that_claims_many_pages_is_refused(directory: Path) -> None:
-    """A reader that copies the history would make as many pages as the journal claims."""
-    path, pages = directory / "history.sqlite", 2_000_000
-    (directory / "process-0.ring").unlink(missing_ok=True)
-    SpanRing(str(directory / "process-1.ring"), process=1, slots=16)  # it holds more than the history
-    data = bytearray(path.read_bytes())
-    size = int.from_bytes(data[16:18], "big")
-    data[18:20] = b"\2\2"
-    path.write_bytes(data)
-    page = bytearray(data[:size])
-    page[28:32] = pages.to_bytes(4, "big")
-    page[92:96] = page[24:28]
-    head = struct.pack(">6I", 0x377F0682, 3007000, size, 0, 1, 1)
-    sums = checksum((0, 0), head)
-    frame = struct.pack(">4I", 1, pages, 1, 1)
-    of_frame = checksum(checksum(sums, frame[:8]), bytes(page))
-    wal = head + struct.pack(">2I", *sums) + frame + struct.pack(">2I", *of_frame) + bytes(page)
-    Path(f"{path}-wal").write_bytes(wal)
-    with pytest.raises(HistoryError, match="claims more pages than its files have"):
-        read_all(directory)
-
-
-def checksum(sums: tuple[int, int], data: bytes) -> tuple[int, int]:
-    """Return the checksum of a write-ahead log after more words (little-endian, as the magic number says)."""
-    first, second = sums
-    for one, two in struct.iter_unpack("<2I", data):
-        first = (first + one + second) & 0xFFFFFFFF
-        second = (second + two + first) & 0xFFFFFFFF
-    return first, second
 
 
 def test_a_history_of_ours_is_read(directory: Path) -> None:

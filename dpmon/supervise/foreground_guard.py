@@ -167,11 +167,24 @@ class SupervisorGuard:
         run_info = self.info
         if run_info.command_pid is not None:
             return run_info
-        if self._command is None:
-            self._command = find_command(self._directory)
+        if self._command is None:  # the command may have ended and left another process of the run behind
+            candidates = filter(None, (find_command(self._directory), self._ended_child()))
+            self._command = min(candidates, key=lambda process: process.start_s, default=None)
         if self._command is None:
             return run_info
         return replace(run_info, command_pid=self._command.pid, command_started=self._command.start_s)
+
+    def _ended_child(self) -> proc.ProcessEntry | None:
+        """Return the ended command if it is a child of this process, else None. An ended process has no environment."""
+        dead_children = (
+            process
+            for process in proc.read_process_table().values()
+            if process.parent == os.getpid() and process.is_dead
+        )
+        session_leaders = (process for process in dead_children if process.session == process.pid)
+        supervisor_pids = (self._supervisor.pid, self._takeover.pid)
+        candidates = (process for process in session_leaders if process.pid not in supervisor_pids)
+        return min(candidates, key=lambda process: process.start_s, default=None)
 
     def _record_exit(self, exit_info: ExitInfo) -> None:
         # A new supervisor may have recorded the end meanwhile. Otherwise, the rest of the rings was not read.

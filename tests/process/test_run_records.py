@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 import signal
 import sqlite3
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
@@ -45,38 +42,6 @@ def test_export_while_the_run_goes_on(dpmon: Dpmon) -> None:
     assert lengths[0] < lengths[1]
     process.send_signal(signal.SIGTERM)
     process.wait(100)
-
-
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a finished run, to be copied."""
-    place = tmp_path_factory.mktemp("recorded")
-    runner = Dpmon(place / "state", place)
-    assert runner.run(*WRITE_RUN, 2000, 10_000).status == 0
-    info = runner.info()
-    wait_until_unsupervised(info)
-    return runner.last()
-
-
-@pytest.mark.parametrize("damage", ["noise", "link"])
-def test_a_damaged_history_loses_only_its_own_rows(dpmon: Dpmon, recorded: Path, damage: str, tmp_path: Path) -> None:
-    shutil.copytree(recorded, dpmon.state / "dpmon" / "runs" / recorded.name)
-    path = dpmon.last() / "history.sqlite"
-    if damage == "noise":
-        path.write_bytes(b"SQLite format 3\0" + bytes(range(256)) * 64)
-    else:
-        path.rename(tmp_path / "elsewhere")
-        path.symlink_to(tmp_path / "elsewhere")
-    result = dpmon.run("export", "last")
-    assert result.status == 0, result.errors
-    records = [json.loads(line) for line in result.out.splitlines()]
-    assert records[-1] == {**records[-1], "kind": "exit", "status": 0}
-    if damage == "link":
-        assert calls_and_steps_in(records) == calls_and_steps_of_writer(2000)
-    else:
-        assert any(r["kind"] == "warning" and "history" in r["text"] for r in records)
-    assert dpmon.run("ls").status == 0
-    assert dpmon.run("attach").status == 0
 
 
 def test_the_schema_can_be_queried_by_people(dpmon: Dpmon) -> None:

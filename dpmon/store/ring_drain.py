@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections import deque
@@ -128,7 +129,7 @@ class RingDrain:
     def flush(self, command_ended: bool = False) -> None:
         """Read and write all records in the rings, in a limited number of reads.
 
-        `command_ended`: also the last records of processes that ended with the command.
+        `command_ended`: also the open steps. What processes that outlive the command record later is given up.
         """
         now_s = time.monotonic()
         self._find_at_s = self._refused_at_s = self._check_at_s = self._read_at_s = self._retry_at_s = 0.0
@@ -137,7 +138,8 @@ class RingDrain:
                 break
         if self._history is None:
             return
-        self._check_at_s = 0.0  # a process may have ended a moment ago
+        if command_ended:
+            self._exited, self._check_at_s = self._sources.keys(), math.inf
         for _ in range(64 * command_ended):
             if not self._has_room() or not self._read_rings(now_s):
                 break

@@ -322,7 +322,7 @@ def _make_listed_run(directory: Path, run_info: RunInfo) -> ListedRun:
     from dpmon.report.health import health_from_store
     from dpmon.store.store_opening import open_store  # imported here because it loads sqlite
 
-    is_live_run, health, counts, standing, job, node = state == "running", None, _NO_STEPS, None, None, None
+    is_live_run, health, counts, standing, job, node = state == "running", None, _StepCounts(), None, None, None
     with suppress(HistoryError, RunError), open_store(directory) as store:
         counts, standing = _query_step_counts(store), _final_stall_text(store)
         print_unread_warning(run_info, store)
@@ -335,15 +335,25 @@ def _make_listed_run(directory: Path, run_info: RunInfo) -> ListedRun:
         state, standing = health.state, health.reason
     seconds = max(time.time() - run_info.started_unix, 0.0) if exit_info is None else exit_info.seconds
     command = [*([] if run_info.python is None else [run_info.script]), *run_info.arguments]
-    ending = (
-        (None, None, None, None)
-        if exit_info is None
-        else (exit_info.status, exit_info.signal, exit_info.unknown, exit_info.cause)
-    )
     return ListedRun(
-        run_info.id, short_name(run_info), state, is_protected(directory), run_info.started_unix, seconds,
-        *counts, *ending, standing, job, node, list(run_info.nodes), command, str(directory),
-    )  # fmt: skip
+        id=run_info.id,
+        name=short_name(run_info),
+        state=state,
+        kept=is_protected(directory),
+        started_unix=run_info.started_unix,
+        seconds=seconds,
+        **counts._asdict(),
+        status=None if exit_info is None else exit_info.status,
+        signal=None if exit_info is None else exit_info.signal,
+        unknown=None if exit_info is None else exit_info.unknown,
+        cause=None if exit_info is None else exit_info.cause,
+        standing=standing,
+        job=job,
+        node=node,
+        machines=list(run_info.nodes),
+        command=command,
+        directory=str(directory),
+    )
 
 
 def keep(options: argparse.Namespace) -> int:
@@ -366,28 +376,35 @@ def rm(options: argparse.Namespace) -> int:
     return 0
 
 
-_StepCounts = tuple[int | None, int | None, int | None, str | None, int | None, float | None]
-_NO_STEPS: _StepCounts = (None, None, None, None, None, None)
+class _StepCounts(NamedTuple):
+    """Members of ListedRun; None if the record has no rings."""
+
+    steps: int | None = None
+    updates: int | None = None
+    evaluation_steps: int | None = None
+    evaluation_word: str | None = None
+    open_calls: int | None = None
+    samples_per_s: float | None = None
 
 
 def _query_step_counts(store: Store) -> _StepCounts:
-    """Return the members of ListedRun from `steps` to `samples_per_s`. All are None if the record has no rings."""
+    """Return the numbers of steps and calls in a record, and its rate."""
     from dpmon.store.step_stats import StatsWindow
 
     longest_ring = max(store.rings.values(), key=lambda row: row.steps, default=None)
     if longest_ring is None:
-        return _NO_STEPS
+        return _StepCounts()
     rate = StatsWindow(store).rate()
     _, updates = StatsWindow(store, process=longest_ring.process).step_counts(TRAINING)
     steps = {TRAINING: longest_ring.last_step, EVALUATION: longest_ring.evaluations}
     has_only_calls = bool(store.open_calls and not longest_ring.steps)
-    return (
-        None if has_only_calls else steps.get(store.main_kind, longest_ring.forward_steps) or 0,
-        updates,
-        0 if store.main_kind == EVALUATION else longest_ring.evaluations,
-        store.kind_words[EVALUATION],
-        store.open_calls,
-        None if rate is None else rate.samples_per_s,
+    return _StepCounts(
+        steps=None if has_only_calls else steps.get(store.main_kind, longest_ring.forward_steps) or 0,
+        updates=updates,
+        evaluation_steps=0 if store.main_kind == EVALUATION else longest_ring.evaluations,
+        evaluation_word=store.kind_words[EVALUATION],
+        open_calls=store.open_calls,
+        samples_per_s=None if rate is None else rate.samples_per_s,
     )
 
 

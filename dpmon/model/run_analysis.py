@@ -374,17 +374,16 @@ class RunAnalysis:
             times.setdefault(row.process, Counter()).update(row.spent)
         return times
 
-    @cached_property
-    def final_evaluation_ns(self) -> Mapping[int, int]:
-        """By process: the time of evaluations after its last training step, ns."""
-        ends: Counter[int] = Counter()
-        for key, tally in self.window.tallies.items():
-            if step_kind(key.kind) == TRAINING:
-                ends[key.process] = max(ends[key.process], tally.last_ns or 0)
-        return {
-            process: sum(row.spent["evaluation"] for row in self.store.time_rows(end_ns // SECOND, process=process))
-            for process, end_ns in ends.items()
-        }
+    def final_evaluation_ns(self, process: int) -> int:
+        """Return the time (ns) of a process's evaluations after its last training step; 0 if it never trained."""
+        ends = [
+            tally.last_ns or 0
+            for key, tally in self.window.tallies.items()
+            if key.process == process and step_kind(key.kind) == TRAINING
+        ]
+        if not ends:
+            return 0
+        return sum(row.spent["evaluation"] for row in self.store.time_rows(max(ends) // SECOND, process=process))
 
     @cached_property
     def gaps(self) -> list[Gap]:

@@ -200,14 +200,14 @@ class Store:
         """The kind of steps that describes the run: training, or the most frequent kind if it never trains."""
         evaluations = sum(ring.evaluations for ring in self.rings.values())
         forward_steps = sum(ring.forward_steps for ring in self.rings.values())
-        if evaluations + forward_steps and not any(ring.last_step for ring in self.rings.values()):
+        trained = [ring for ring in self.rings.values() if ring.last_step]
+        if evaluations + forward_steps and not trained:
             self.main_kind = EVALUATION if evaluations >= forward_steps else FORWARD_ONLY
         self.kind_words = {kind: name.replace("_", " ") for kind, name in STEP_KINDS.items()}
         """The word for each kind of steps and calls. Evaluations before nearly every update, or only within training
         steps, have another word: they generate data."""
         self.between_activities = ["between"]
         """The activities (dpmon.store.time_accounting) between steps of the main kind. Their time counts in rates."""
-        trained = [ring for ring in self.rings.values() if ring.last_step]
         has_rollouts = any(are_rollouts(ring.evaluation_phases, ring.last_step or 0) for ring in trained)
         if has_rollouts or (trained and not any(ring.evaluation_phases for ring in self.rings.values())):
             self.kind_words[EVALUATION] = "without gradients"

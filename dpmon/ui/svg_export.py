@@ -45,14 +45,15 @@ class SvgPage:
         self.foreground, self.background = palette.text, palette.background
         self.rules: dict[str, str] = {}
 
-    def render_image(self, body: Sequence[str], size: tuple[int, int], title: str) -> str:
+    def render_image(self, body: Sequence[str], size: tuple[int, int], title: str, more_rules: str = "") -> str:
         """Return the image: `body` on a screen of `size` (columns, rows), with the rules of the rows drawn so far."""
         width, height = 2 * _MARGIN_PX + _CELL_PX * size[0], 2 * _MARGIN_PX + _ROW_PX * size[1]
         rules = "".join(f".{name}{{{rule}}}" for rule, name in self.rules.items())
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" role="img">\n'
             f"<title>{escape(title)}</title>\n"
-            f"<style>text{{font:14px {_FONTS};white-space:pre}}rect{{shape-rendering:crispEdges}}{rules}</style>\n"
+            f"<style>text{{font:14px {_FONTS};white-space:pre}}rect{{shape-rendering:crispEdges}}{rules}{more_rules}"
+            "</style>\n"
             f'<rect width="100%" height="100%" rx="8" fill="{self.background}"/>\n' + "\n".join(body) + "\n</svg>\n"
         )
 

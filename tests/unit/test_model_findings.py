@@ -249,8 +249,8 @@ def test_evaluations_that_take_much_of_the_time_are_found() -> None:
     assert found.ground == "evaluation 30.0 s of 1 min 50 s"
     assert found.gain_text == "saves at most 30.0 s of 1 min 50 s"
     assert not find_all(with_changes(evaluated, time_by_activity={**spent, "evaluation": 10 * SECOND}))
-    assert find_all(with_changes(evaluated, final_evaluation_ns={0: 5 * SECOND})) == [found], "of all evaluations"
-    assert not find_all(with_changes(evaluated, final_evaluation_ns={0: 30 * SECOND})), "once, at the end"
+    assert find_all(with_changes(evaluated, final_evaluation_ns=lambda _: 5 * SECOND)) == [found], "of all evaluations"
+    assert not find_all(with_changes(evaluated, final_evaluation_ns=lambda _: 30 * SECOND)), "once, at the end"
 
 
 def test_an_evaluation_is_that_of_the_process_that_evaluates() -> None:

@@ -385,9 +385,11 @@ def find_costly_evaluation(run: RunAnalysis) -> Iterator[Finding]:
     A single evaluation after the last update cannot be made less often.
     """
     process, evaluation_ns, active_ns = _most_spent(run, "evaluation")
-    recurring_ns = evaluation_ns - run.final_evaluation_ns.get(process, 0)
+    least_ns = MIN_EVALUATION_SHARE * active_ns
     generates_data = "evaluation" in run.store.between_activities
-    if recurring_ns and not generates_data and recurring_ns >= MIN_EVALUATION_SHARE * active_ns:
+    if not evaluation_ns or generates_data or evaluation_ns < least_ns:
+        return
+    if evaluation_ns - run.final_evaluation_ns(process) >= least_ns:
         yield Finding(
             "evaluation",
             f"Evaluations{process_suffix(process, run)} take {format_elapsed_share(evaluation_ns, run)}.",

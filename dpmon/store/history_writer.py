@@ -144,7 +144,7 @@ class HistoryWriter:
         execute("PRAGMA synchronous=OFF")
         execute("PRAGMA journal_size_limit=4194304")
         execute("PRAGMA cache_size=-2000")
-        self._db.executescript(SCHEMA)
+        self._db.executescript(f"BEGIN IMMEDIATE; {SCHEMA}; COMMIT")  # readers see all tables or none
         rows = {"schema": SCHEMA_VERSION, "limit_bytes": self._limit, "pruned": 0, **meta}
         self._db.executemany("INSERT OR IGNORE INTO meta VALUES (?, ?)", rows.items())
         self._tallies = TallyWriter(self._connection)

@@ -63,6 +63,7 @@ def collect_report_data(directory: Path) -> ReportData:
             raised=None if failure is None or failure.exception is None else failure.exception.sentence(run_info.cwd),
         )
         run.query_everything()
+        findings = find_all(run)
     warnings, untraced_reason = list(dict.fromkeys(warning.text for warning in run.announced.warnings)), None
     if not run.steps and not run.calls:
         untraced_reason = nothing_traced_reason(directory, run_info, exit_info, run.announced.reasons)
@@ -80,7 +81,7 @@ def collect_report_data(directory: Path) -> ReportData:
         exit_info,
         state,
         run,
-        find_all(run),
+        findings,
         warnings,
         untraced_reason,
         last_lines,

@@ -12,6 +12,7 @@ import pytest
 
 from dpmon.cli.main import main
 from dpmon.record.record_types import Event
+from dpmon.run.run_directory import load_exit, write_info
 from dpmon.ui.screen_data import PANELS, ScreenData, View
 from support.format_readers import HtmlPage, check_page_is_offline
 from support.history_builders import snapshot_of_directory, write_run_directory
@@ -46,6 +47,9 @@ def test_no_text_of_a_record_controls_a_terminal_or_a_page(
             lines.write(json.dumps({"kind": warning.kind, **warning.data}).encode() + b"\n")
         spans.step()
         spans.end()
+        exit_info = load_exit(directory)
+        assert exit_info is not None
+        write_info(directory, replace(exit_info, drained=False))
     for words in (
         ["ls"], ["report"], ["report", "--json"], ["report", "--html", "-o", "page"], ["export", "-o", "out"],
         ["export", "--format", "csv", "-o", "tables"], ["export", "--format", "perfetto", "-o", "trace"],

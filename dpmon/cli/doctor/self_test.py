@@ -25,6 +25,7 @@ from dpmon.run import proc
 from dpmon.run.process_notes import WarningsLog
 from dpmon.run.run_directory import RunError, RunInfo, write_info
 from dpmon.run.run_reader import RunReader
+from dpmon.store.ring_drain import RingDrain
 from dpmon.store.store_opening import open_store
 from dpmon.supervise.command_process import command_environment
 from dpmon.supervise.command_resolver import CommandError, choose_python
@@ -119,7 +120,7 @@ def _run_in_directory(directory: Path, python: str | None, environ: Mapping[str,
             time.sleep(0.05)
     finally:
         sampler.stop()
-    _read_record(results, directory)
+    _read_record(results, directory, run_info)
     results.warnings += WarningsLog(directory).read_new()
     results.stage, _ = RunReader(directory).startup_stage() or (None, 0)
     return results
@@ -157,7 +158,10 @@ def _run_child(
         results.failure = "its output contains other text: this Python prints something at startup"
 
 
-def _read_record(results: _SelfTestResults, directory: Path) -> None:
+def _read_record(results: _SelfTestResults, directory: Path, run_info: RunInfo) -> None:
+    drain = RingDrain(directory, run_info)
+    drain.flush(command_ended=True)
+    drain.close()
     with suppress(HistoryError), open_store(directory) as store:
         processes = {ring.process for ring in store.rings.values() if ring.process >= 0}
         results.calls = [call for process in processes for call in store.calls(_MAX_CALLS, process)]

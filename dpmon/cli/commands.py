@@ -276,6 +276,8 @@ class ListedRun(NamedTuple):
     unknown: str | None
     cause: str | None
     standing: str | None
+    unreadable: str | None
+    """Why its history cannot be read."""
     job: dict[str, str] | None
     """What the runs of one job on several nodes have in common: `by` and `id`."""
     node: int | None
@@ -308,12 +310,12 @@ class ListedRun(NamedTuple):
         )
 
     def detail_lines(self) -> list[str]:
-        """Return the lines below the row: the cause of its end, and where it stalled.
+        """Return the lines below the row: the cause of its end, where it stalled, and why its history is unreadable.
 
         A launcher that the user stops ends with an exception of its own, which is not shown.
         """
         cause = None if self.state == "stopped" else self.cause
-        return [text for text in (cause, self.standing) if text is not None]
+        return [text for text in (cause, self.standing, self.unreadable) if text is not None]
 
 
 def _make_listed_run(directory: Path, run_info: RunInfo) -> ListedRun:
@@ -322,12 +324,16 @@ def _make_listed_run(directory: Path, run_info: RunInfo) -> ListedRun:
     from dpmon.report.health import health_from_store
     from dpmon.store.store_opening import open_store  # imported here because it loads sqlite
 
-    is_live_run, health, counts, standing, job, node = state == "running", None, _StepCounts(), None, None, None
-    with suppress(HistoryError, RunError), open_store(directory) as store:
-        counts, standing = _query_step_counts(store), _final_stall_text(store)
-        print_unread_warning(run_info, store)
-        job, node = store.job()
-        health = health_from_store(directory, store) if is_live_run else None
+    is_live_run, health, counts, standing = state == "running", None, _StepCounts(), None
+    unreadable, job, node = None, None, None
+    try:
+        with open_store(directory) as store:
+            counts, standing = _query_step_counts(store), _final_stall_text(store)
+            print_unread_warning(run_info, store)
+            job, node = store.job()
+            health = health_from_store(directory, store) if is_live_run else None
+    except (HistoryError, RunError) as error:
+        unreadable = str(error).removeprefix(f"{directory.name}: ")
     if state == "finished":
         standing = None  # the stall ended
     if is_live_run:
@@ -348,6 +354,7 @@ def _make_listed_run(directory: Path, run_info: RunInfo) -> ListedRun:
         unknown=None if exit_info is None else exit_info.unknown,
         cause=None if exit_info is None else exit_info.cause,
         standing=standing,
+        unreadable=unreadable,
         job=job,
         node=node,
         machines=list(run_info.nodes),

@@ -124,7 +124,10 @@ def test_a_history_of_another_version_is_refused_with_a_sentence(
     for words in (["report"], ["export"], ["attach", "--headless"], ["attach"]):
         assert main([*words, directory.name]) == 2
         assert capsys.readouterr() == ("", f"dpmon: {directory.name}: {says}\n")
-    assert directory.name[-4:] in "".join(listed(capsys)[0])
+    lines, _ = listed(capsys)
+    assert directory.name[-4:] in lines[1]
+    assert lines[2].strip() == says
+    assert json.loads(listed(capsys, json=True)[0][0])["unreadable"] == says
     assert path.read_bytes() == before
 
 

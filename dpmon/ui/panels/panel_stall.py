@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from dpmon.model.run_snapshot import RunSnapshot
-from dpmon.record.safe_json import int_member, ns_member, number_member, text_member
 from dpmon.record.schema import SECOND
 from dpmon.record.shared_names import node_suffix
 from dpmon.sanitize import sanitize_line
 from dpmon.stalls.stall_detection import format_ranges
-from dpmon.stalls.why_text import format_reply
+from dpmon.stalls.stall_report import RankReport, StallReport, parse_report
+from dpmon.stalls.why_text import format_report
 from dpmon.text.cells import wrap_text
 from dpmon.text.formatting import UNKNOWN, format_count, format_count_with_noun, format_elapsed, format_percent
 from dpmon.ui.screen_data import NAMES, RANK_NAMES, ScreenData, format_devices
@@ -48,28 +48,25 @@ class _StalledRank(NamedTuple):
         return ", ".join(part for part in (since, self.state, cpu) if part)
 
 
-def _parse_stalled_rank(record: Mapping[str, Any], detected_ns: int, state: RunSnapshot) -> _StalledRank:
-    process = state.processes.get(int_member(record, "process") or 0)
-    waited_ns = ns_member(record, "for_s")
-    return _StalledRank(
-        int_member(record, "rank"),
-        "" if process is None else f"{format_devices(process.devices)}{node_suffix(process.node)}".strip(),
-        sanitize_line(text_member(record, "words") or UNKNOWN, 300),
-        int_member(record, "step"),
-        None if waited_ns is None else detected_ns - waited_ns,
-        sanitize_line(text_member(record, "state") or "", 20),
-        number_member(record, "cpu"),
-        record.get("waits") is True,
-    )
-
-
 def _stalled_ranks(screen: ScreenData) -> list[_StalledRank]:
-    stall = screen.shown_stall
-    if stall is None:
+    report = None if screen.shown_stall is None else parse_report(screen.shown_stall.record)
+    if report is None:
         return []
-    detected_ns = ns_member(stall.record, "t_s") or stall.noticed_ns
-    records = [record for record in stall.ranks if record.get("apart") is not True]
-    return [_parse_stalled_rank(record, detected_ns, screen.state) for record in records]
+    return [_stalled_rank(rank, report, screen.state) for rank in report.ranks if not rank.apart]
+
+
+def _stalled_rank(rank: RankReport, report: StallReport, state: RunSnapshot) -> _StalledRank:
+    process = state.processes.get(rank.process or 0)
+    return _StalledRank(
+        rank.rank,
+        "" if process is None else f"{format_devices(process.devices)}{node_suffix(process.node)}".strip(),
+        sanitize_line(rank.words or UNKNOWN, 300),
+        rank.step,
+        None if rank.for_s is None else int((report.t_s - rank.for_s) * SECOND),
+        sanitize_line(rank.state, 20),
+        rank.cpu,
+        rank.waits,
+    )
 
 
 def stalled_step(screen: ScreenData) -> int | None:
@@ -116,7 +113,8 @@ def render_panel(screen: ScreenData, width: int, height: int, style: TerminalSty
 def render_full_screen(screen: ScreenData, width: int, height: int, style: TerminalStyle) -> list[Row]:
     """Return the rows on the full screen: the table, then the stacks of the recorded stall."""
     stall = screen.shown_stall
-    reply_lines = [] if stall is None else format_reply(stall.record, width=width)
+    report = None if stall is None else parse_report(stall.record)
+    reply_lines = [] if report is None else format_report(report, width=width)
     blank_lines = (index for index, (text, _) in enumerate(reply_lines) if index > 1 and not text)
     stack_lines = reply_lines[next(blank_lines, len(reply_lines)) + 1 :]
     rows = [*render_panel(screen, width, height, style), []]

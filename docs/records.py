@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from dpmon.record.field_spec import FieldSpec, RecordSpec
-from dpmon.record.record_specs import RECORDS
+from dpmon.record.record_specs import RECORDS, FieldSpec, RecordSpec
 from dpmon.record.schema import PHASES, QUANTITIES, SPAN_PHASES
 
 _HEAD = """\

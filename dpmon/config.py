@@ -23,7 +23,6 @@ import pwd
 import re
 import shlex
 import stat
-import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -203,10 +202,8 @@ def _read_config_file(path: Path) -> dict[str, Any]:
     if len(data) > _MAX_BYTES:
         raise ConfigError(f"{path} is too long to be a configuration file")
     # Imported only if there is a file, because the import delays the first frame.
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
+    import tomllib
+
     try:
         table: dict[str, Any] = tomllib.loads(data.decode("utf-8"))
     except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:

@@ -6,13 +6,13 @@ import argparse
 import time
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any
 
 from dpmon.cli.messages import print_message
 from dpmon.errors import HistoryError
 from dpmon.model.json_fields import fields_of
 from dpmon.model.recorded_stalls import RecordedStall
 from dpmon.record.shared_names import ELSEWHERE
+from dpmon.record.typed_json import to_json
 from dpmon.report.health import LOST, NO_RUN, read_health
 from dpmon.report.report_data import analyze_run
 from dpmon.report.sentences import stall_sentences
@@ -22,8 +22,9 @@ from dpmon.run.run_directory import ExitInfo, RunError, RunInfo, load_info
 from dpmon.run.run_registry import find_run, newest_run
 from dpmon.sanitize import sanitize_line, to_safe_json
 from dpmon.stalls.rank_inspector import RankInspector
-from dpmon.stalls.why_reply import build_reply, request_and_wait
-from dpmon.stalls.why_text import NOT_STALLED, format_frames, format_reply
+from dpmon.stalls.stall_report import StallReport, build_report, parse_report
+from dpmon.stalls.why_reply import request_and_wait
+from dpmon.stalls.why_text import NOT_STALLED, format_frames, format_report
 from dpmon.store.store_opening import open_store
 from dpmon.supervise.start_supervisor import ensure_supervisor
 from dpmon.text.formatting import format_elapsed
@@ -51,12 +52,13 @@ def why(options: argparse.Namespace) -> int:
     if options.json:
         members = [{**fields_of(stall, "since_ns", "end_ns", "text"), "ranks": stall.ranks} for stall in stalls]
         ending = {"cause": exit_info and exit_info.cause, "frames": frames}
-        print(to_safe_json({"run": run_info.id, "state": state, **ending, "now": reply, "stalls": members}, indent=1))
+        now = to_json(reply)
+        print(to_safe_json({"run": run_info.id, "state": state, **ending, "now": now, "stalls": members}, indent=1))
         return 0
     if reply is not None:
-        first, *lines = [text for text, _ in format_reply(reply, all_threads=options.all)]
+        first, *lines = [text for text, _ in format_report(reply, all_threads=options.all)]
         if first == NOT_STALLED:
-            first += f": {read_health(directory).sentence(reply['t_s'])}"
+            first += f": {read_health(directory).sentence(reply.t_s)}"
         print("\n".join((sanitize_line(first), *lines)))
     elif state == ELSEWHERE:
         print(f"{run_info.id} runs on another node ({sanitize_line(run_info.host)}): run this command there")
@@ -70,15 +72,15 @@ def why(options: argparse.Namespace) -> int:
     for stall, sentence in zip(stalls[-len(sentences) :], sentences, strict=False):
         if has_ended or stall.end_ns is not None:
             print(sanitize_line(sentence))
-        if has_ended:
+        if has_ended and (report := parse_report(stall.record)) is not None:
             print(f"what each rank was doing when dpmon detected it, at {format_elapsed(stall.noticed_ns)}:")
-            print("\n".join(text for text, _ in format_reply(stall.record, all_threads=options.all)[2:]))
+            print("\n".join(text for text, _ in format_report(report, all_threads=options.all)[2:]))
     if reply is None and not stalls and state not in ("failed", "killed"):
         print("no stall was recorded")
     return 0
 
 
-def _request_why_reply(directory: Path, run_info: RunInfo, *, native: bool) -> dict[str, Any] | None:
+def _request_why_reply(directory: Path, run_info: RunInfo, *, native: bool) -> StallReport | None:
     """Return the supervisor's reply. Without one, inspect the ranks from this process.
 
     None for a mirror that does not reply: its ranks run on other nodes.
@@ -101,7 +103,7 @@ def _request_why_reply(directory: Path, run_info: RunInfo, *, native: bool) -> d
         dumps = inspector.take_stacks(native=native)
         inspector.query_nccl()
         now_ns = time.monotonic_ns()
-        return build_reply(
+        return build_report(
             inspector.with_exceptions(inspector.inspect_ranks({}, now_ns)),
             dumps,
             None,

@@ -27,8 +27,9 @@ import dpmon
 from dpmon.errors import DpmonError
 from dpmon.export import ExportError
 from dpmon.export.incremental_rows import IncrementalRows
-from dpmon.record.safe_json import load_json, number_member
+from dpmon.record.safe_json import load_json
 from dpmon.record.schema import SECOND
+from dpmon.record.typed_json import to_json
 from dpmon.run.lifecycle import has_live_supervisor
 from dpmon.run.mirror_state import activities_by_word
 from dpmon.run.run_directory import load_exit
@@ -155,16 +156,17 @@ class _RowStream:
 
     def _stall_report_lines(self) -> list[str]:
         """Return a line with what the ranks do in a possible stall; nothing if it has not changed."""
-        mtime_ns, report = 0, {}
+        mtime_ns = 0
+        report: dict[str, Any] = {"now_ns": 0, "ranks": []}
         with suppress(OSError, ValueError):
             mtime_ns = (self._directory / STANDING_FILE).lstat().st_mtime_ns
             if mtime_ns != self._stall_mtime_ns:
                 report = load_json(read_file(self._directory / STANDING_FILE, _MAX_REPLY_BYTES))
-        if mtime_ns == self._stall_mtime_ns or not isinstance(report, dict):
+        if mtime_ns == self._stall_mtime_ns:
             return []
         self._stall_mtime_ns = mtime_ns
-        age_s = max(self.now_ns() / 1e9 - (number_member(report, "t_s") or 0.0), 0.0) if report else 0.0
-        return [json.dumps({"standing": report or {"ranks": []}, "age_s": age_s})]
+        age_s = max(time.monotonic_ns() - report["now_ns"], 0) / SECOND
+        return [json.dumps({"standing": report, "age_s": age_s})]
 
     def _to_reader_clock(self, monotonic_ns: int) -> int:
         return monotonic_ns - self._start_ns + self._clock_shift_ns
@@ -217,7 +219,8 @@ class _RowStream:
         elif request_kind == "stop":
             run_on_thread(self._stop)
         elif request_kind == "why":
-            run_on_thread(lambda: {"why": request_and_wait(self._directory, native=request.get("native") is True)})
+            is_native = request.get("native") is True
+            run_on_thread(lambda: {"why": to_json(request_and_wait(self._directory, native=is_native))})
 
     def _stop(self) -> Mapping[str, Any]:
         """Stop the run. Return the reply: empty, or with an error."""

@@ -117,36 +117,28 @@ def _processes(answers: Mapping[str, Any], run_context: RunContext, used_by_torc
     bytes_by_pid: dict[int, int | None] = dict(compute)
     for pid, used_bytes in graphics.items():  # a process in both lists holds it once
         bytes_by_pid[pid] = bytes_by_pid.get(pid) if used_bytes is None else max(used_bytes, bytes_by_pid.get(pid) or 0)
-    if run_context.same_pids:
-        run_bytes = [used_bytes for pid, used_bytes in bytes_by_pid.items() if pid in run_context.pids]
-        other_bytes = [used_bytes for pid, used_bytes in bytes_by_pid.items() if pid not in run_context.pids]
-        return {
-            "of_run": bool(run_bytes) or used_by_torch,
-            "mem_run_bytes": _sum(run_bytes, _NOT_BY_PROCESS),
-            "mem_others_bytes": _sum(other_bytes, _NOT_BY_PROCESS),
-            "processes": _process_entries(bytes_by_pid, run_context.pids, default_of_run=False),
-            "process_count": len(bytes_by_pid),
-        }
-    known_fields: dict[str, Any] = {}
-    if bytes_by_pid:
-        known_fields["processes"] = _process_entries(bytes_by_pid, frozenset(), default_of_run=None)
-        known_fields["process_count"] = len(bytes_by_pid)
-    return {**dict.fromkeys(_PROCESS_FIELDS, _NO_PIDS), **known_fields, **of_run}
+    pids, same_pids = run_context.pids, run_context.same_pids
+    entries = [
+        {"pid": pid, "mem_bytes": used_bytes, "of_run": pid in pids if same_pids else None}
+        for pid, used_bytes in bytes_by_pid.items()
+    ]
+    entries.sort(key=lambda entry: (entry["of_run"] is not True, -(entry["mem_bytes"] or 0), entry["pid"]))
+    known_fields = {"processes": entries[:MAX_PROCESSES], "process_count": len(entries)}
+    if not same_pids:
+        return {**dict.fromkeys(_PROCESS_FIELDS, _NO_PIDS), **(known_fields if entries else {}), **of_run}
+    run_bytes = [used_bytes for pid, used_bytes in bytes_by_pid.items() if pid in pids]
+    other_bytes = [used_bytes for pid, used_bytes in bytes_by_pid.items() if pid not in pids]
+    return {
+        "of_run": bool(run_bytes) or used_by_torch,
+        "mem_run_bytes": _sum(run_bytes, _NOT_BY_PROCESS),
+        "mem_others_bytes": _sum(other_bytes, _NOT_BY_PROCESS),
+        **known_fields,
+    }
 
 
 def _sum(values: list[int | None], unknown: MissingValue) -> int | MissingValue:
     known_values = [value for value in values if value is not None]
     return sum(known_values) if len(known_values) == len(values) else unknown
-
-
-def _process_entries(
-    bytes_by_pid: Mapping[int, int | None], pids: Set[int], *, default_of_run: bool | None
-) -> list[dict[str, Any]]:
-    rows = [
-        {"pid": pid, "mem_bytes": used, "of_run": pid in pids or default_of_run} for pid, used in bytes_by_pid.items()
-    ]
-    rows.sort(key=lambda row: (row["of_run"] is not True, -(row["mem_bytes"] or 0), row["pid"] or 0))
-    return rows[:MAX_PROCESSES]
 
 
 # ------------------------------------------------------------------------------------------------ visible GPUs
@@ -156,7 +148,7 @@ def _process_entries(
 # order, which equals NVML's only under CUDA_DEVICE_ORDER=PCI_BUS_ID: by default, the fastest GPUs come first, by an
 # undocumented rule. So the GPU of an index may stay unknown here; then the training process reports it by UUID.
 
-_INDEX_PATTERN = re.compile(r"[+-]?[0-9]+")
+_INDEX_PATTERN = re.compile(r"[+-]?[0-9]{1,9}(?![0-9])")
 MAX_ENTRIES = 1024
 
 
@@ -174,51 +166,43 @@ def visible_gpus(
     unknown. `has_mig_instances`: whether a GPU has MIG instances. CUDA then sees only one instance, and an index does
     not show which one.
     """
-    indices: list[int] | None
-    if text is not None and text.startswith("MIG-"):
-        indices = None
-    elif text is not None and text.startswith("GPU-"):
-        indices = _match_uuids(text, uuids)
-    else:
-        indices = list(range(len(uuids))) if text is None else _parse_indices(text, len(uuids))
-        if indices and (has_mig_instances or (order != "PCI_BUS_ID" and len(indices) < len(uuids))):
-            indices = None
-    return [None if indices is None else index in indices for index in range(len(uuids))]
+    entries = [str(index) for index in range(len(uuids))] if text is None else text.split(",")[:MAX_ENTRIES]
+    first_entry, *_ = entries or [""]
+    by_uuid = first_entry.startswith("GPU-")
+    unknown: list[bool | None] = [None] * len(uuids)
+    if first_entry.startswith("MIG-") or (by_uuid and None in uuids):
+        return unknown
+    indices = _parse_entries(entries, uuids, by_uuid=by_uuid)
+    is_order_unknown = order != "PCI_BUS_ID" and len(indices) < len(uuids)
+    if indices and not by_uuid and (has_mig_instances or is_order_unknown):
+        return unknown
+    return [index in indices for index in range(len(uuids))]
 
 
-def _parse_indices(text: str, count: int) -> list[int]:
-    """Return the indices up to the first invalid one, parsed like strtol (`1abc` is 1); empty if one is repeated."""
-    indices: list[int] = []
-    for entry in text.split(",")[:MAX_ENTRIES]:
-        match = _INDEX_PATTERN.match(entry.strip())
-        index = int(match.group()) if match and len(match.group()) < 10 else -1
-        if index in indices:
-            return []
-        if index < 0:
-            break
-        indices.append(index)
-    valid_count = next((position for position, index in enumerate(indices) if index >= count), len(indices))
-    return indices[:valid_count]
-
-
-def _match_uuids(text: str, uuids: Sequence[str | None]) -> list[int] | None:
-    """Return the indices of the GPUs with these full or shortened UUIDs; None if a GPU's UUID is unknown."""
-    entries: list[str] = []
-    for entry in text.split(",")[:MAX_ENTRIES]:
-        if entry in entries:
-            return []
-        if not entry.startswith("GPU-"):
-            break
-        entries.append(entry)
-    if None in uuids:
-        return None
-    indices: list[int] = []
+def _parse_entries(entries: Sequence[str], uuids: Sequence[str | None], *, by_uuid: bool) -> list[int]:
+    """Return the indices of the GPUs that the entries name, up to the first invalid one; empty if one is repeated."""
+    names: list[str | int] = []
     for entry in entries:
-        matches = [index for index, uuid in enumerate(uuids) if uuid is not None and uuid.startswith(entry)]
+        name = _parse_entry(entry, by_uuid=by_uuid)
+        if name in names:
+            return []
+        if name is None:
+            break
+        names.append(name)
+    indices: list[int] = []
+    for name in names:
+        matches = [index for index, uuid in enumerate(uuids) if index == name or str(uuid).startswith(str(name))]
         if len(matches) != 1:  # no GPU, or several
             break
-        (match,) = matches
-        if match in indices:
+        if matches[0] in indices:
             return []
-        indices.append(match)
+        indices += matches
     return indices
+
+
+def _parse_entry(entry: str, *, by_uuid: bool) -> str | int | None:
+    """Return the UUID or the index in an entry, which is parsed like strtol (`1abc` is 1); None if it is invalid."""
+    if by_uuid:
+        return entry if entry.startswith("GPU-") else None
+    match = _INDEX_PATTERN.match(entry.strip())
+    return int(match.group()) if match and not match.group().startswith("-") else None

@@ -20,21 +20,16 @@ _MEANINGS = {
     UNINITIALIZED: "NVML is not initialized",
     _NOT_SUPPORTED: "not supported",
     _NO_PERMISSION: "no permission",
-    8: "the GPU's external power cable is not connected",
     _DRIVER_NOT_LOADED: "the NVIDIA driver is not loaded",
     TIMEOUT: "NVML: timeout",
     _LIBRARY_NOT_FOUND: "no NVML library",
     _FUNCTION_NOT_FOUND: "this driver does not offer it",
-    14: "the GPU's infoROM is corrupted",
     GPU_IS_LOST: "the GPU is lost",
     16: "the GPU needs a reset",
-    17: "NVML: blocked by the operating system",
     _VERSION_MISMATCH: "driver and NVML library differ in version",
-    20: "NVML: out of memory",
     21: "no data yet",
     22: "not supported on a virtual GPU with ECC",
     25: "this driver does not offer it",
-    26: "this driver does not offer it any more",
     28: "NVML: GPU not found",
     999: "NVML: unknown error",
 }
@@ -70,6 +65,11 @@ class NvmlCallError(Exception):
 def describe_return_code(code: int) -> str:
     """Return the meaning of an NVML return code; for an unknown one, its number."""
     return _MEANINGS.get(code, f"NVML error {code}")
+
+
+def describe_error(error: Exception) -> str:
+    """Return why polling a GPU failed."""
+    return error.reason if isinstance(error, NvmlCallError) else f"{type(error).__name__}: {error}"
 
 
 def call_nvml(read: Callable[[], Any]) -> Any:
@@ -112,8 +112,6 @@ class Nvml:
         self._closed = False
         self.module: Any = None
         """pynvml; None before `open`."""
-        self.uninitialized = False
-        """Whether the library reports that it is not initialized, so that it must be started again."""
 
     def run(self, read: Callable[[], Any]) -> Any:
         """Return the result of `read`. The library stays open during it. Raises NvmlCallError, also after `close`."""
@@ -123,9 +121,6 @@ class Nvml:
             _running.append(self)
         try:
             return call_nvml(read)
-        except NvmlCallError as failure:
-            self.uninitialized = self.uninitialized or failure.code == UNINITIALIZED
-            raise
         finally:
             with self._lock:
                 _running.remove(self)
@@ -135,15 +130,12 @@ class Nvml:
         try:
             import pynvml  # noqa: TID251 - the only import of pynvml
         except Exception as error:  # noqa: BLE001 - a broken installation is reported as a reason
-            if isinstance(error, ModuleNotFoundError):
-                return "the Python package nvidia-ml-py is not installed"
             return f"the Python package nvidia-ml-py does not load: {type(error).__name__}: {error}"
         try:
             self.run(pynvml.nvmlInit)
         except NvmlCallError as failure:
             return _NO_START.get(failure.code, f"NVML does not start: {failure.reason}")
         self.module = pynvml
-        self.uninitialized = False
         return None
 
     def count(self) -> tuple[int, str | None]:

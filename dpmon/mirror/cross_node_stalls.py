@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dpmon.record.safe_json import int_member, ns_member, number_member, text_member
+from dpmon.record.safe_json import ns_member
 from dpmon.record.schema import SECOND
+from dpmon.record.typed_json import from_json
 from dpmon.run.run_directory import RunInfo
 from dpmon.stalls.rank_inspector import RankInspector
 from dpmon.stalls.stacks import ProcessStacks
-from dpmon.stalls.stall_detection import RankActivity
-from dpmon.stalls.why_reply import parse_rank
+from dpmon.stalls.stall_detection import NodeActivities, RankActivity
+from dpmon.stalls.stall_report import StallReport
 from dpmon.supervise.stall_watch import StallRecorder, StallWatch
 
 _MAX_NODE_RANKS = 512
@@ -69,21 +71,21 @@ class CrossNodeStallDetector:
         self._stored_starts: set[tuple[int, int | None]] = set()
 
     def receive_rank_report(self, node: int, name: str, report: Mapping[str, Any], age_ns: int) -> None:
-        """Add what a node's supervisor reported (`why_reply.describe_ranks`) `age_ns` ago. Raises ValueError."""
-        measured_ns, ranks = time.monotonic_ns() - age_ns, report.get("ranks")
-        if not isinstance(ranks, list) or not all(isinstance(rank, dict) for rank in ranks[:_MAX_NODE_RANKS]):
-            raise ValueError("not a list of ranks")
-        activities = [parse_rank(rank, name, measured_ns) for rank in ranks[:_MAX_NODE_RANKS]]
+        """Add what a node's supervisor reported (`NodeActivities`) `age_ns` ago. Raises ValueError."""
+        activities = from_json(NodeActivities, report)
+        clock_offset_ns = time.monotonic_ns() - age_ns - activities.now_ns
         self._awaited_nodes.discard(node)
         # Ranks of a node that belong to another job, or to none, are compared only with each other.
         self._inspector.ranks_by_node[node] = [
             rank._replace(
                 process=None if rank.process is None else self._local_process_number(node, rank.process),
                 job=rank.job and hash((node, rank.job)),
+                node=name,
+                since_ns=rank.since_ns and rank.since_ns + clock_offset_ns,
             )
-            for rank in activities
+            for rank in activities.ranks[:_MAX_NODE_RANKS]
         ]
-        if activities:
+        if activities.ranks:
             self._judged_nodes.add(node)
             if self._watch is None:
                 self._watch = StallWatch(
@@ -122,58 +124,36 @@ class CrossNodeStallDetector:
             self._watch.close()
 
     def merge_replies(
-        self, replies: Mapping[int, tuple[str, Mapping[str, Any]]], now_ns: int, missing: Sequence[str] = ()
-    ) -> dict[str, Any]:
+        self, replies: Mapping[int, tuple[str, StallReport]], now_ns: int, missing: Sequence[str] = ()
+    ) -> StallReport:
         """Return one reply to `dpmon why` made of the nodes' replies, each with the node's name.
 
         The ranks that the others wait for come first. `missing`: the nodes without a reply, and why.
         """
         stall, waits = (None, {}) if self._watch is None else (self._watch.stall, self._watch.waits)
-        texts: list[str] = []
-        nccl: list[str] = []
-        ranks: list[dict[str, Any]] = []
+        texts, nccl, ranks = [], [], []
         for node, (name, reply) in replies.items():
             is_judged = node in self._judged_nodes
-            texts += [f"{name}: {text}"] if (text := text_member(reply, "text")) is not None and not is_judged else []
-            nccl += [f"{name}: {line}" for line in _list_member(reply, "nccl")]
-            for rank in _list_member(reply, "ranks"):
-                if isinstance(rank, dict):
-                    role = (
-                        _stall_role(waits.get((name, int_member(rank, "pid") or 0)), stall is not None)
-                        if is_judged
-                        else {}
-                    )
-                    process = int_member(rank, "process")
-                    local_number = None if process is None else self._local_process_number(node, process)
-                    ranks.append({**rank, **role, "node": name, "process": local_number})
-        ranks.sort(key=_sort_key)
-        since_ns = None if stall is None else stall.since_ns
+            if reply.text is not None and not is_judged:
+                texts.append(f"{name}: {reply.text}")
+            nccl += [f"{name}: {line}" for line in reply.nccl[:_MAX_NODE_RANKS]]
+            for rank in reply.ranks[:_MAX_NODE_RANKS]:
+                number = None if rank.process is None else self._local_process_number(node, rank.process)
+                rank = replace(rank, node=name, process=number)
+                if is_judged:
+                    is_waiter = waits.get((name, rank.pid))  # None if the rank is not part of the stall
+                    rank = replace(rank, waits=is_waiter is True, apart=stall is not None and is_waiter is None)
+                ranks.append(rank)
+        ranks.sort(key=lambda rank: (rank.apart, rank.waits, -1 if rank.rank is None else rank.rank))
+        starts_s = [reply.since_s for _, reply in replies.values() if reply.since_s is not None]
         if stall is not None and self._watch is not None:
             texts.insert(0, self._watch.stall_text)
-        starts_s = [
-            start_s for _, reply in replies.values() if (start_s := number_member(reply, "since_s")) is not None
-        ]
-        return {
-            "t_s": (now_ns - self.info.start_ns) / SECOND,
-            "since_s": min(starts_s, default=None) if since_ns is None else (since_ns - self.info.start_ns) / SECOND,
-            "text": "; ".join(texts) or None,
-            "nccl": nccl,
-            **({"without": list(missing)} if missing else {}),
-            "ranks": ranks,
-        }
-
-
-def _list_member(message: Mapping[str, Any], key: str) -> list[Any]:
-    value = message.get(key)
-    return value[:_MAX_NODE_RANKS] if isinstance(value, list) else []
-
-
-def _sort_key(rank: Mapping[str, Any]) -> tuple[bool, bool, int]:
-    """Return the key that sorts ranks, with those first that the others wait for."""
-    number = int_member(rank, "rank")
-    return rank.get("apart") is True, rank.get("waits") is True, -1 if number is None else number
-
-
-def _stall_role(waits: bool | None, is_stalled: bool) -> dict[str, bool]:
-    """Return the members of a rank's role in the stall. `waits`: None if the rank is not part of the stall."""
-    return {"waits": waits is True, "apart": is_stalled and waits is None}
+            starts_s = [(stall.since_ns - self.info.start_ns) / SECOND]
+        return StallReport(
+            (now_ns - self.info.start_ns) / SECOND,
+            min(starts_s, default=None),
+            "; ".join(texts) or None,
+            tuple(ranks),
+            tuple(nccl),
+            tuple(missing),
+        )

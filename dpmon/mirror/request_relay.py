@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from dpmon.record.safe_json import int_member, load_json, number_member, text_member
 from dpmon.record.schema import SECOND
+from dpmon.record.typed_json import from_json
 from dpmon.run import proc
 from dpmon.run.mirror_state import REQUESTS_FILE
 from dpmon.run.safe_files import open_file
 from dpmon.sanitize import sanitize_line
+from dpmon.stalls.stall_report import StallReport
 from dpmon.stalls.why_reply import last_request_number, wants_native, write_reply
 
 if TYPE_CHECKING:
@@ -41,7 +43,7 @@ class _RelayedRequest:
     """The nodes that have not replied yet."""
     failed: dict[int, str] = field(default_factory=dict)
     """Why a node did not carry it out, by the node's number."""
-    stacks: dict[int, tuple[str, Mapping[str, Any]]] = field(default_factory=dict)
+    stacks: dict[int, tuple[str, StallReport]] = field(default_factory=dict)
     """For a request for stacks: name and reply of each node, by its number."""
 
 
@@ -109,14 +111,14 @@ class RequestRelay:
             self._why_deadline_s = None
 
     def handle_reply(self, node: NodeRow, reply: Mapping[str, Any]) -> None:
-        """Note a node's reply."""
+        """Note a node's reply. Raises ValueError if its report on the ranks is invalid."""
         for request in (self._last_request, self._last_why):
             if reply.get("answer") == request.number and node.number in request.awaited:
                 request.awaited.discard(node.number)
                 if (error := text_member(reply, "error")) is not None:
                     request.failed[node.number] = sanitize_line(error, _MAX_TEXT_CHARS)
-                elif isinstance(reasons := reply.get("why"), dict):
-                    request.stacks[node.number] = node.name, reasons
+                elif (report := reply.get("why")) is not None:
+                    request.stacks[node.number] = node.name, from_json(StallReport, report)
 
     def drop_node(self, node: int) -> None:
         """Stop waiting for a node that was disconnected or has ended."""

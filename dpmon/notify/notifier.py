@@ -15,7 +15,7 @@ import subprocess
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import closing
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
@@ -176,7 +176,7 @@ def to_cloudevent(notification: Notification, event_id: str, run_info: RunInfo) 
         "source": f"/dpmon/{run_info.host}",
         "type": notification.type,
         "subject": run_info.id,
-        "time": datetime.fromtimestamp(time_unix, timezone.utc).isoformat(timespec="milliseconds"),
+        "time": datetime.fromtimestamp(time_unix, UTC).isoformat(timespec="milliseconds"),
         "datacontenttype": "application/json",
         "data": {"run": run_info.id, "name": short_name(run_info), "script": run_info.script, **notification.data},
     }

@@ -3,348 +3,536 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
 
-from dpmon.record.field_spec import FieldSpec, RecordSpec, parse_record_spec
 from dpmon.record.record_types import MAX_SPANS
 from dpmon.record.schema import QUANTITIES, SPAN_PHASES, STEP_PHASES
 from dpmon.record.shared_names import CALL_PHASES
 
-_CALL_TIMES = " ".join(f"{phase}_{clock}_ms" for phase in CALL_PHASES for clock in ("host", "device"))
-_HOST_TIMES = " ".join(f"{name}_ms" for name in STEP_PHASES)
-_DEVICE_TIMES = " ".join(f"{name}_device_ms" for name in STEP_PHASES if name in SPAN_PHASES)
+_UNITS = {
+    "_bytes_s": "bytes/s",
+    "_bytes": "bytes",
+    "_ms": "ms",
+    "_s": "s",
+    "_mhz": "MHz",
+    "_pct": "%",
+    "_c": "degrees Celsius",
+    "_w": "W",
+    "_j": "J",
+}
+"""Units of fields by the suffix of their names."""
+_SCALES = {"%": 0.01, "ms": 1e-3, "MHz": 1e6}
+"""Factors from the units of fields to the units of metrics, where they differ."""
+
+
+@dataclass(frozen=True, slots=True)
+class FieldSpec:
+    """A field of a record. `name` is its name in JSON."""
+
+    type: str
+    """integer, number, text, boolean, list or object. Any field may be null, with the reason in `absent`."""
+    name: str
+    meaning: str
+    columns: tuple[str, ...] | None = None
+    """Its columns in CSV; None: one column of the same name."""
+    only_csv: bool = False
+    """Whether JSON omits it, because it follows from other fields there."""
+    metric: str = ""
+    """Its name as a Prometheus gauge; empty if it is not exported as a metric."""
+    unit: str = ""
+    """Its unit; empty if it has none. The default is the unit that the suffix of its name implies."""
+
+    def __post_init__(self) -> None:
+        suffix = next((suffix for suffix in _UNITS if f"_{self.name}".endswith(suffix)), "")
+        object.__setattr__(self, "unit", self.unit or _UNITS.get(suffix, ""))
+
+    @property
+    def scale(self) -> float:
+        """Factor from its unit to the metric's unit."""
+        return _SCALES.get(self.unit, 1)
+
+    @property
+    def csv_columns(self) -> tuple[str, ...]:
+        """The names of its columns in CSV."""
+        return (self.name,) if self.columns is None else self.columns
+
+    @property
+    def help(self) -> str:
+        """Its meaning as a sentence."""
+        return f"{self.meaning[:1].upper()}{self.meaning[1:]}."
+
+
+@dataclass(frozen=True, slots=True)
+class RecordSpec:
+    """A kind of record. `name` is its `kind` in JSON; `fields` are in the order of the CSV columns."""
+
+    name: str
+    meaning: str
+    fields: tuple[FieldSpec, ...]
+    row: str = "record"
+    """The thing that a CSV row describes."""
+
+
+_integer = partial(FieldSpec, "integer")
+_number = partial(FieldSpec, "number")
+_text = partial(FieldSpec, "text")
+_boolean = partial(FieldSpec, "boolean")
+_list = partial(FieldSpec, "list")
+_object = partial(FieldSpec, "object")
+
+_CALL_TIMES = tuple(f"{phase}_{clock}_ms" for phase in CALL_PHASES for clock in ("host", "device"))
+_REPLICA_COLUMNS = (
+    "replicas",
+    *(f"replica_{name}" for name in ("devices", "rows", "host_ms", "device_ms", "inputs", "outputs")),
+)
+_STAGE_COLUMNS = (
+    "stages",
+    *(f"stage_{name}" for name in ("devices", "parts", "host_ms", "device_ms", "crossed_bytes")),
+)
+_HOST_TIMES = tuple(f"{name}_ms" for name in STEP_PHASES)
+_DEVICE_TIMES = tuple(f"{name}_device_ms" for name in STEP_PHASES if name in SPAN_PHASES)
 _QUANTITIES = [
-    FieldSpec(
-        field.name, "integer", field.meaning + f"; missing if {field.absent}" * field.optional, explicit_unit=field.unit
-    )
+    _integer(field.name, field.meaning + f"; missing if {field.absent}" * field.optional, unit=field.unit)
     for field in QUANTITIES
 ]
+_PROCESS = _integer("process", "the training process, from 0")
+_RANK = _integer("rank", "the rank of the process; null if it has none")
+_T_S = _number("t_s", "time since the run's start")
+_START_S = _number("start_s", "time of its start, since the run's start")
+_WALL_MS = _number("wall_ms", "its duration")
+_MODE = _text("mode", "dp (over several devices) or single (one device, as on every rank); null if unknown")
+_ABSENT = _object("absent", "why a field is null or missing, by the field's name")
+_DEVICES = _list("devices", "the devices available to it, by torch's names")
+_INPUTS = _list(
+    "inputs",
+    "each tensor among the arguments: path, shape, dtype, bytes. Shape and bytes describe the part on this rank; a "
+    "DTensor, which is divided among ranks, also has global_shape",
+)
+_OUTPUTS = _list(
+    "outputs",
+    "each tensor of the result: path, shape, dtype, bytes. Shape and bytes describe the part on this rank; a "
+    "DTensor, which is divided among ranks, also has global_shape",
+)
+_IN_PROCESS = (_PROCESS, _RANK, _T_S)
+_CALL_FIELDS = (
+    _PROCESS,
+    _RANK,
+    _integer("step", "the step of the call; null if it ran outside the steps"),
+    _text("step_kind", "the kind of that step, or of the call itself: training, evaluation or forward_only"),
+    _integer("call", "the number of the call in the process, from 1"),
+    _text("root", "the model: its class without wrappers, and a variable or number if several of the class exist"),
+    _text(
+        "via",
+        "the wrapper of the model: DataParallel, DistributedDataParallel ...; fully_shard under FSDP2; null if the "
+        "model was called directly",
+    ),
+    _MODE,
+    _boolean("virtual", "whether the replicas share a device"),
+    _boolean("training", "whether the model was in training mode"),
+    _boolean("grad", "whether gradients were recorded"),
+    _boolean("failed", "whether the call raised an exception", only_csv=True),
+    _START_S,
+    _WALL_MS,
+    _integer("rows", "rows of the batch: the length of its first tensor along the batch's dimension", only_csv=True),
+    _DEVICES,
+    _list("idle_devices", "the devices for which the batch had no chunk", only_csv=True),
+    _object(
+        "phases",
+        "for each phase that ran, host_ms and device_ms; device_ms is null if the device time is unknown",
+        unit="ms",
+        columns=_CALL_TIMES,
+    ),
+    _INPUTS,
+    _OUTPUTS,
+    _list(
+        "replicas",
+        "one object for the share of each device: replica, device, host_ms, device_ms, inputs, outputs",
+        columns=_REPLICA_COLUMNS,
+    ),
+    _list(
+        "stages",
+        "one object for each stage of a model on several devices: stage, device, parts, start_ms, host_ms, device_ms, "
+        "from, crossed_bytes, inputs, outputs; missing for other models",
+        columns=_STAGE_COLUMNS,
+    ),
+    _ABSENT,
+)
+_STEP_FIELDS = (
+    _PROCESS,
+    _RANK,
+    _integer("step", "the number of the step among those of its kind in the process, from 1"),
+    _text(
+        "step_kind",
+        "training (a backward pass or an optimizer step ran in it), evaluation (neither, and all its calls were in eval"
+        " mode or without gradients), or forward_only (neither, in training mode)",
+    ),
+    _MODE,
+    _START_S,
+    _WALL_MS,
+    *_QUANTITIES,
+    _object(
+        "phases", "the host time of each phase that ran; these times add up to the step", unit="ms", columns=_HOST_TIMES
+    ),
+    _object(
+        "device_ms",
+        "the time of each phase on the slowest device (for data: on the device that waits least); missing if the step "
+        "used no GPU",
+        columns=_DEVICE_TIMES,
+    ),
+    _list(
+        "spans",
+        f"the first {MAX_SPANS} spans: phase, start_ms (after the step's start), ms (including nested spans: a "
+        "backward includes its sync; an optimizer excludes its closure). Each span is a phase on the training thread. "
+        "They are in order of start, outer spans before nested ones",
+        unit="ms",
+    ),
+    _integer("missing_spans", f"number of spans after the first {MAX_SPANS}; missing if there are none"),
+    _list(
+        "buckets_ms",
+        "time from the step's start until each bucket of gradients was ready, in order of time; missing if unknown",
+    ),
+    _integer(
+        "sync_number",
+        "the number of the step's last synchronized backward pass, which is the same on all ranks; missing if there is "
+        "none",
+    ),
+    _number(
+        "exposed_ms",
+        "communication of the step's synchronized passes that no computation hid: the shortest `sync` of all ranks; "
+        "missing if there are no such passes",
+    ),
+    _number("wait_ms", "the rest of the step's `sync`: the wait for the slowest rank (0 on that rank)"),
+    _integer(
+        "loop",
+        "the number of the loop over a DataLoader that its batches came from (`loop` of a `loader` record); missing if "
+        "they came from none",
+    ),
+    _integer("batch", "number of batches of this loop that were used up to the step's end; missing if unknown"),
+    _ABSENT,
+)
+_COLLECTIVE_FIELDS = (
+    _PROCESS,
+    _RANK,
+    _integer("step", "the step that ran when it was launched; null between two steps"),
+    _text("operation", "all_reduce, all_gather, reduce_scatter, broadcast, reduce, all_to_all ..."),
+    _text("phase", "activity of the thread that launched it: data, forward, backward, optimizer, other"),
+    _integer(
+        "bytes",
+        "size of the tensor as counted by nccl-tests: for an all_gather the whole result, for a reduce_scatter its "
+        "input, for a gather or scatter the parts of all ranks",
+    ),
+    _text("dtype", "the dtype of its first tensor"),
+    _text("group", "torch's name of the process group"),
+    _integer("group_size", "number of ranks in the group"),
+    _list("ranks", "the ranks of the group; null for all ranks, or if unknown"),
+    _text("backend", "the backend of the group: gloo, nccl ..."),
+    _text("device", "the type of its tensors' device"),
+    _number("start_s", "time of its launch, since the run's start"),
+    _number(
+        "host_ms",
+        "from its launch to its completion; dpmon finds the completion by polling, late by at most 5% or 0.1 ms, "
+        "whichever is larger",
+    ),
+    _number("queue_ms", "from its launch until all collectives launched before it on its group were complete"),
+    _number(
+        "alg_bytes_s",
+        "algorithm bandwidth: its bytes divided by the time in which it could run; null if this time is below 0.1 ms",
+    ),
+    _number(
+        "bus_bytes_s",
+        "bus bandwidth: for n ranks, alg_bytes_s times 2(n-1)/n for all_reduce, (n-1)/n for all_gather, reduce_scatter,"
+        " all_to_all, gather and scatter, 1 for others",
+    ),
+    _ABSENT,
+)
+_SAMPLED_FIELDS = (
+    _PROCESS,
+    _RANK,
+    _integer("step", "the step that ran in the middle of the period; null if none did"),
+    _START_S,
+    _WALL_MS,
+    _integer("collectives", "number of collectives launched; null if they cannot be recorded"),
+    _ABSENT,
+)
+_LOSS_FIELDS = (
+    _PROCESS,
+    _RANK,
+    _integer("step", "the step of the last pass"),
+    _T_S,
+    _text("place", "the innermost file and line of the script in the call"),
+    _number("loss", "the value, before a GradScaler multiplied it", metric="loss"),
+    _ABSENT,
+)
+_DEVICE_FIELDS = (
+    _T_S,
+    _integer("index", "NVML's number, which may differ from CUDA's: see ordinals"),
+    _text("uuid", "its UUID"),
+    _text("name", "its name"),
+    _boolean("of_run", "whether processes of the run hold memory on it"),
+    _boolean("visible", "whether the command's CUDA_VISIBLE_DEVICES lets CUDA see it"),
+    _list("ordinals", "torch's name for it in each process of the run: process, device"),
+    _integer("util_pct", "share of the time in which a kernel ran on the GPU", metric="device_utilization_ratio"),
+    _integer("mem_used_bytes", "memory in use on the GPU, other programs included", metric="device_memory_used_bytes"),
+    _integer("mem_total_bytes", "memory of the GPU", metric="device_memory_total_bytes"),
+    _integer("mem_reserved_bytes", "memory reserved by the driver"),
+    _integer("mem_run_bytes", "memory that the run's processes hold on the GPU", metric="device_memory_run_bytes"),
+    _integer("mem_others_bytes", "memory that other processes hold on the GPU"),
+    _integer("mem_torch_bytes", "memory that torch's allocators in the run's processes reserve"),
+    _integer("temperature_c", "temperature of the GPU", metric="device_temperature_celsius"),
+    _integer("temperature_limit_c", "temperature at which the GPU is throttled"),
+    _number("power_w", "power the GPU draws", metric="device_power_watts"),
+    _number("power_limit_w", "power limit of the GPU"),
+    _number("energy_j", "energy since the driver was loaded"),
+    _integer("sm_clock_mhz", "clock of the GPU's multiprocessors", metric="device_sm_clock_hertz"),
+    _integer("mem_clock_mhz", "clock of its memory"),
+    _list("throttle", "reasons for throttling, in words; empty if the GPU is not throttled"),
+    _integer("fan_pct", "speed of its fan"),
+    _integer("pcie_rx_bytes_s", "data received over PCIe"),
+    _integer("pcie_tx_bytes_s", "data sent over PCIe"),
+    _integer("nvlink_rx_bytes_s", "data received over NVLink"),
+    _integer("nvlink_tx_bytes_s", "data sent over NVLink"),
+    _integer("ecc_corrected", "corrected memory errors since the driver was loaded"),
+    _integer("ecc_uncorrected", "uncorrected memory errors since the driver was loaded"),
+    _integer("retired_pages", "pages of memory that were retired"),
+    _integer("remapped_rows", "rows of memory that were remapped"),
+    _integer("xid", "the newest XID error since the run's start"),
+    _boolean("mig", "whether it is divided into MIG instances"),
+    _list("mig_devices", "the instances: uuid, mem_used_bytes, mem_total_bytes"),
+    _boolean("persistence", "whether the driver stays loaded while no program uses the GPU"),
+    _number("sm_active_pct", "share of its multiprocessors that were busy (Hopper and later)"),
+    _number("tensor_active_pct", "share of the time in which its tensor cores worked"),
+    _number("dram_active_pct", "share of the time in which its memory was read or written"),
+    _list("processes", "processes with the most memory, those of the run first: pid, mem_bytes, of_run"),
+    _integer("process_count", "number of processes that use it"),
+    _ABSENT,
+)
+_HOST_FIELDS = (
+    _T_S,
+    _number("cpu_pct", "share of the host's CPU cores in use", metric="host_cpu_ratio"),
+    _integer("mem_used_bytes", "memory in use on the host", metric="host_memory_used_bytes"),
+    _integer("mem_total_bytes", "memory of the host", metric="host_memory_total_bytes"),
+    _number("run_cpu_pct", "CPU use of the run's processes: 200% is two cores", metric="run_cpu_cores"),
+    _integer(
+        "run_mem_bytes",
+        "memory of the run's processes; a shared page is divided among its processes",
+        metric="run_memory_bytes",
+    ),
+    _integer("cpus", "CPU cores of the host", metric="host_cpus"),
+    _number("load_1m", "threads that run or want to run on the host, averaged over a minute", metric="host_load"),
+    _text("gpu_absent", "why there are no device records"),
+    _ABSENT,
+)
+_MEMORY_FIELDS = (
+    *_IN_PROCESS,
+    _integer("step", "the step after which it was measured"),
+    _number("took_ms", "duration of the measurement", columns=()),
+    _list("devices", "one object per device, with the fields below and its own `absent`", columns=()),
+    _text("device", "torch's name of the device"),
+    _integer("model_bytes", "parameters and buffers"),
+    _integer("shared_bytes", "the part of `model_bytes` in shared memory of the host", columns=()),
+    _text("shared_files", "a name of this shared memory, the same in all its processes", columns=()),
+    _integer("gradients_bytes", "gradients"),
+    _integer("optimizer_bytes", "states of the optimizers"),
+    _integer("rest_bytes", "the rest of the allocated memory: activations and similar tensors"),
+    _integer("allocated_bytes", "memory handed out by torch's allocator"),
+    _integer("reserved_bytes", "memory that the allocator has reserved on the GPU"),
+    _integer("peak_bytes", "peak of the allocated memory"),
+    _integer("peak_after_step", "the last measured step before the peak"),
+    _text("uuid", "the GPU's UUID", columns=()),
+    _integer("inactive_split_bytes", "free parts of blocks that are in use: fragments", columns=()),
+    _integer("alloc_retries", "number of allocations that failed until cached memory was freed", columns=()),
+    _integer("ooms", "number of out-of-memory errors", columns=()),
+    _ABSENT,
+)
+_MODE_FIELDS = (
+    *_IN_PROCESS,
+    _integer("step", "the first step in this mode"),
+    _integer("call", "the first call in this mode"),
+    _text("root", "the class of the model", columns=()),
+    _MODE,
+    _text("requested_by", "user, or start if the mode was set when the run started"),
+    _DEVICES,
+    _boolean("virtual", "whether replicas share a device"),
+    _text("reason", "the reason for this mode"),
+    _text("refused", "why the requested mode was refused (`mode` is the one that stays); null if it was not"),
+    _ABSENT,
+)
+_PAUSE_FIELDS = (
+    *_IN_PROCESS,
+    _integer("step", "the step before the pause"),
+    _boolean("paused", "whether a pause starts here"),
+    _number("paused_s", "length of the pause; null at its start"),
+    _text("reason", "why the training resumed by itself; null if the user resumed it"),
+    _text("refused", "why the request was refused; null if it was not"),
+)
+_INPUT_FIELDS = (
+    _integer("pid", "the process that waited"),
+    _T_S,
+    _number("waited_s", "how long it waited"),
+)
+_STALL_FIELDS = (
+    _T_S,
+    _number("since_s", "time of the last progress since the run's start, in all records of the stall"),
+    _number("lasted_s", "length of the stall; missing at its start"),
+    _text("text", "where each rank is, and which ranks wait for others"),
+    _list("nccl", "lines in which NCCL names ranks that are missing, failed or behind; missing at its end", columns=()),
+    _list(
+        "ranks",
+        "one object for each rank, those that the others wait for first: process, node (if the run has several), rank, "
+        "pid, step (its last one), doing, for_s (for how long), waits (whether it waits for another rank), apart "
+        "(whether it is not involved in the stall), words, place (file and line of the script), function, inside (the "
+        "function of torch or of a package that it is in), state (of the process), cpu (cores in use), groups (for each"
+        " process group its identity, its ranks and the number of collectives that the rank has started, null if the "
+        "backend does not count them), stacks, why_no_stack, gpus (torch's name, util_pct and power_w of each of its "
+        "GPUs); missing at its end",
+        columns=(),
+    ),
+)
+_LOADER_FIELDS = (
+    *_IN_PROCESS,
+    _text("loader", "the class of the dataset"),
+    _integer("batches", "number of batches"),
+    _integer("workers", "number of worker processes"),
+    _boolean("persistent", "whether the workers stay for the next start"),
+    _boolean("pinned", "whether the loader copies its batches to pinned memory"),
+    _integer("batch_size", "rows of a full batch; null if a sampler or the dataset makes the batches"),
+    _boolean("distributed", "whether a DistributedSampler gives this rank its part of the dataset"),
+    _integer("start", "the number of this start among those of the same DataLoader object, from 1"),
+    _integer("loop", "the number of this start among those of all loaders of the process, from 1"),
+    _integer("dataset", "the number of the dataset object in the process, from 1"),
+    _number("iter_s", "duration of the loader's __iter__, which starts the workers"),
+    _integer("left_out", "number of earlier starts that have no record"),
+    _number("left_out_s", "total duration of these starts"),
+    _ABSENT,
+)
+_DDP_FIELDS = (
+    *_IN_PROCESS,
+    _integer("wrapper", "its number in the process, from 0"),
+    _text("root", "the class of its model"),
+    _text("backend", "the backend of its process group"),
+    _integer("group_size", "number of ranks that average their gradients", metric="ddp_group_size"),
+    _list("group", "the ranks that average their gradients"),
+    _integer("parameters", "number of parameters with averaged gradients"),
+    _integer("parameter_bytes", "size of the parameters with averaged gradients", metric="ddp_parameter_bytes"),
+    _list("bucket_bytes", "the size of each bucket, in the order of averaging"),
+    _integer("bucket_cap_bytes", "largest size of a bucket", metric="ddp_bucket_cap_bytes"),
+    _boolean("find_unused_parameters", "whether it looks for unused parameters in every step"),
+    _integer(
+        "unused_bytes",
+        "size of the parameters that were not used in the last iteration that torch timed",
+        metric="ddp_unused_bytes",
+    ),
+    _boolean("gradient_as_bucket_view", "whether gradients are views of the buckets"),
+    _boolean("static_graph", "whether the script promises that all steps use the same graph"),
+    _text("comm_hook", "the name of its communication hook; null if it has none"),
+    _boolean("broadcast_buffers", "whether the first rank sends its buffers in every forward"),
+    _boolean("sync_batch_norm", "whether it has a SyncBatchNorm, which makes ranks wait in the forward"),
+    _integer("iteration", "the last iteration that torch itself timed: the first ten, then one in 100"),
+    _number(
+        "comm_ms",
+        "torch's time of that iteration: the communication of the backward pass",
+        metric="ddp_torch_communication_seconds",
+    ),
+    _number(
+        "overlap_ms",
+        "torch's time of that iteration: the part of the communication that computation hid",
+        metric="ddp_torch_overlap_seconds",
+    ),
+    _ABSENT,
+)
+_PROCESS_FIELDS = (
+    *_IN_PROCESS,
+    _integer("world", "number of ranks; null if the process is not a rank"),
+    _object(
+        "job",
+        "what identifies the job on all its nodes: by (slurm, torchelastic or master) and id; null if the environment "
+        "does not tell",
+        columns=(),
+    ),
+    _integer("node", "the index of this node in the job; null if the environment does not tell"),
+    _integer("pid", "the process id"),
+    _list("argv", "sys.argv of the process; secrets are hidden"),
+    _text("python", "the version of Python"),
+    _text("torch", "the version of torch"),
+    _text("device_kind", "cuda or cpu"),
+    _ABSENT,
+)
+_WARNING_FIELDS = (
+    *_IN_PROCESS,
+    _text("text", "the message"),
+)
+_OOM_FIELDS = (
+    *_IN_PROCESS,
+    _text("device", "torch's name of the device"),
+    _integer("asked_bytes", "size of the requested memory"),
+    _integer("total_bytes", "memory of the GPU"),
+    _integer("free_bytes", "free memory of the GPU"),
+    _integer("allocated_bytes", "memory handed out by torch's allocator"),
+    _integer("reserved_bytes", "memory that the allocator had reserved on the GPU"),
+    _integer("inactive_split_bytes", "free parts of blocks that were in use: fragments"),
+)
+_DROPPED_FIELDS = (
+    _integer("count", "lost spans and records"),
+    _integer("pruned", "old records that were deleted to limit the history"),
+)
+_EXIT_FIELDS = (
+    _integer("status", "the exit status of the command; null if unknown"),
+    _text("signal", "the name of the signal that ended the command, such as SIGTERM; null if none did"),
+    _T_S,
+    _text(
+        "by",
+        "the part of dpmon that learned how the command ended: supervisor or foreground (the `dpmon` that started the "
+        "run)",
+    ),
+    _text("cause", "the cause of the end; missing if unknown", columns=()),
+    _object("absent", "why the status is null; missing if the status is known", columns=()),
+)
 RECORDS: Mapping[str, RecordSpec] = {
-    field.name: field
-    for field in (
-        parse_record_spec(f"""
-            call: one outermost forward of a model
-            process rank
-            step, integer: the step of the call; null if it ran outside the steps
-            step_kind, text: the kind of that step, or of the call itself: training, evaluation or forward_only
-            call, integer: the number of the call in the process, from 1
-            root, text: the model: its class without wrappers, and a variable or number if several of the class exist
-            via, text: the wrapper of the model: DataParallel, DistributedDataParallel ...; fully_shard under FSDP2;
-                null if the model was called directly
-            mode
-            virtual, boolean: whether the replicas share a device
-            training, boolean: whether the model was in training mode
-            grad, boolean: whether gradients were recorded
-            failed, boolean: whether the call raised an exception [only in CSV]
-            start_s wall_ms
-            rows, integer: rows of the batch: the length of its first tensor along the batch's dimension [only in CSV]
-            devices
-            idle_devices, list: the devices for which the batch had no chunk [only in CSV]
-            phases, object, ms: for each phase that ran, host_ms and device_ms; device_ms is null if the device time is
-                unknown [in CSV: {_CALL_TIMES}]
-            inputs outputs
-            replicas, list: one object for the share of each device: replica, device, host_ms, device_ms, inputs,
-                outputs [in CSV: replicas replica_devices replica_rows replica_host_ms replica_device_ms replica_inputs
-                replica_outputs]
-            stages, list: one object for each stage of a model on several devices: stage, device, parts, start_ms,
-                host_ms, device_ms, from, crossed_bytes, inputs, outputs; missing for other models [in CSV: stages
-                stage_devices stage_parts stage_host_ms stage_device_ms stage_crossed_bytes]
-            absent
-        """),
-        parse_record_spec(
-            f"""
-            step: one step of a loop
-            process rank
-            step, integer: the number of the step among those of its kind in the process, from 1
-            step_kind, text: training (a backward pass or an optimizer step ran in it), evaluation (neither, and all
-                its calls were in eval mode or without gradients), or forward_only (neither, in training mode)
-            mode start_s wall_ms {" ".join(field.name for field in _QUANTITIES)}
-            phases, object, ms: the host time of each phase that ran; these times add up to the step [in CSV:
-                {_HOST_TIMES}]
-            device_ms, object: the time of each phase on the slowest device (for data: on the device that waits least);
-                missing if the step used no GPU [in CSV: {_DEVICE_TIMES}]
-            spans, list, ms: the first {MAX_SPANS} spans: phase, start_ms (after the step's start), ms (including nested
-                spans: a backward includes its sync; an optimizer excludes its closure). Each span is a phase on the
-                training thread. They are in order of start, outer spans before nested ones
-            missing_spans, integer: number of spans after the first {MAX_SPANS}; missing if there are none
-            buckets_ms, list: time from the step's start until each bucket of gradients was ready, in order of time;
-                missing if unknown
-            sync_number, integer: the number of the step's last synchronized backward pass, which is the same on all
-                ranks; missing if there is none
-            exposed_ms, number: communication of the step's synchronized passes that no computation hid: the shortest
-                `sync` of all ranks; missing if there are no such passes
-            wait_ms, number: the rest of the step's `sync`: the wait for the slowest rank (0 on that rank)
-            loop, integer: the number of the loop over a DataLoader that its batches came from (`loop` of a `loader`
-                record); missing if they came from none
-            batch, integer: number of batches of this loop that were used up to the step's end; missing if unknown
-            absent
-        """,
-            *_QUANTITIES,
+    record.name: record
+    for record in (
+        RecordSpec("call", "one outermost forward of a model", _CALL_FIELDS),
+        RecordSpec("step", "one step of a loop", _STEP_FIELDS),
+        RecordSpec("collective", "one collective of torch.distributed in a sampled step", _COLLECTIVE_FIELDS),
+        RecordSpec("sampled", "a period, usually one step, in which every collective was recorded", _SAMPLED_FIELDS),
+        RecordSpec(
+            "loss",
+            "the value from which a backward pass started, added up over the passes of an update, of those inside"
+            " optimizer.step only the first; for each line that calls backward, at most once per second, and the "
+            "last one",
+            _LOSS_FIELDS,
         ),
-        parse_record_spec("""
-            collective: one collective of torch.distributed in a sampled step
-            process rank
-            step, integer: the step that ran when it was launched; null between two steps
-            operation, text: all_reduce, all_gather, reduce_scatter, broadcast, reduce, all_to_all ...
-            phase, text: activity of the thread that launched it: data, forward, backward, optimizer, other
-            bytes, integer: size of the tensor as counted by nccl-tests: for an all_gather the whole result, for a
-                reduce_scatter its input, for a gather or scatter the parts of all ranks
-            dtype, text: the dtype of its first tensor
-            group, text: torch's name of the process group
-            group_size, integer: number of ranks in the group
-            ranks, list: the ranks of the group; null for all ranks, or if unknown
-            backend, text: the backend of the group: gloo, nccl ...
-            device, text: the type of its tensors' device
-            start_s, number: time of its launch, since the run's start
-            host_ms, number: from its launch to its completion; dpmon finds the completion by polling, late by at most
-                5% or 0.1 ms, whichever is larger
-            queue_ms, number: from its launch until all collectives launched before it on its group were complete
-            alg_bytes_s, number: algorithm bandwidth: its bytes divided by the time in which it could run; null if this
-                time is below 0.1 ms
-            bus_bytes_s, number: bus bandwidth: for n ranks, alg_bytes_s times 2(n-1)/n for all_reduce, (n-1)/n for
-                all_gather, reduce_scatter, all_to_all, gather and scatter, 1 for others
-            absent
-        """),
-        parse_record_spec("""
-            sampled: a period, usually one step, in which every collective was recorded
-            process rank
-            step, integer: the step that ran in the middle of the period; null if none did
-            start_s wall_ms
-            collectives, integer: number of collectives launched; null if they cannot be recorded
-            absent
-        """),
-        parse_record_spec("""
-            loss: the value from which a backward pass started, added up over the passes of an update, of those
-                inside optimizer.step only the first; for each line that calls backward, at most once per second, and
-                the last one
-            process rank
-            step, integer: the step of the last pass
-            t_s
-            place, text: the innermost file and line of the script in the call
-            loss, number: the value, before a GradScaler multiplied it -> loss
-            absent
-        """),
-        parse_record_spec("""
-            device: one GPU, once per second, as reported by NVML
-            t_s
-            index, integer: NVML's number, which may differ from CUDA's: see ordinals
-            uuid, text: its UUID
-            name, text: its name
-            of_run, boolean: whether processes of the run hold memory on it
-            visible, boolean: whether the command's CUDA_VISIBLE_DEVICES lets CUDA see it
-            ordinals, list: torch's name for it in each process of the run: process, device
-            util_pct, integer: share of the time in which a kernel ran on the GPU -> device_utilization_ratio
-            mem_used_bytes, integer: memory in use on the GPU, other programs included -> device_memory_used_bytes
-            mem_total_bytes, integer: memory of the GPU -> device_memory_total_bytes
-            mem_reserved_bytes, integer: memory reserved by the driver
-            mem_run_bytes, integer: memory that the run's processes hold on the GPU -> device_memory_run_bytes
-            mem_others_bytes, integer: memory that other processes hold on the GPU
-            mem_torch_bytes, integer: memory that torch's allocators in the run's processes reserve
-            temperature_c, integer: temperature of the GPU -> device_temperature_celsius
-            temperature_limit_c, integer: temperature at which the GPU is throttled
-            power_w, number: power the GPU draws -> device_power_watts
-            power_limit_w, number: power limit of the GPU
-            energy_j, number: energy since the driver was loaded
-            sm_clock_mhz, integer: clock of the GPU's multiprocessors -> device_sm_clock_hertz
-            mem_clock_mhz, integer: clock of its memory
-            throttle, list: reasons for throttling, in words; empty if the GPU is not throttled
-            fan_pct, integer: speed of its fan
-            pcie_rx_bytes_s, integer: data received over PCIe
-            pcie_tx_bytes_s, integer: data sent over PCIe
-            nvlink_rx_bytes_s, integer: data received over NVLink
-            nvlink_tx_bytes_s, integer: data sent over NVLink
-            ecc_corrected, integer: corrected memory errors since the driver was loaded
-            ecc_uncorrected, integer: uncorrected memory errors since the driver was loaded
-            retired_pages, integer: pages of memory that were retired
-            remapped_rows, integer: rows of memory that were remapped
-            xid, integer: the newest XID error since the run's start
-            mig, boolean: whether it is divided into MIG instances
-            mig_devices, list: the instances: uuid, mem_used_bytes, mem_total_bytes
-            persistence, boolean: whether the driver stays loaded while no program uses the GPU
-            sm_active_pct, number: share of its multiprocessors that were busy (Hopper and later)
-            tensor_active_pct, number: share of the time in which its tensor cores worked
-            dram_active_pct, number: share of the time in which its memory was read or written
-            processes, list: processes with the most memory, those of the run first: pid, mem_bytes, of_run
-            process_count, integer: number of processes that use it
-            absent
-        """),
-        parse_record_spec("""
-            host: the host and the run's processes, once per second
-            t_s
-            cpu_pct, number: share of the host's CPU cores in use -> host_cpu_ratio
-            mem_used_bytes, integer: memory in use on the host -> host_memory_used_bytes
-            mem_total_bytes, integer: memory of the host -> host_memory_total_bytes
-            run_cpu_pct, number: CPU use of the run's processes: 200% is two cores -> run_cpu_cores
-            run_mem_bytes, integer: memory of the run's processes; a shared page is divided among its processes ->
-                run_memory_bytes
-            cpus, integer: CPU cores of the host -> host_cpus
-            load_1m, number: threads that run or want to run on the host, averaged over a minute -> host_load
-            gpu_absent, text: why there are no device records
-            absent
-        """),
-        parse_record_spec(
-            """
-            memory: memory of a process's tensors on each device; for a tensor sharded over ranks, only the part on
-                this rank
-            process rank t_s
-            step, integer: the step after which it was measured
-            took_ms, number: duration of the measurement [not in CSV]
-            devices, list: one object per device, with the fields below and its own `absent` [not in CSV]
-            device, text: torch's name of the device
-            model_bytes, integer: parameters and buffers
-            shared_bytes, integer: the part of `model_bytes` in shared memory of the host [not in CSV]
-            shared_files, text: a name of this shared memory, the same in all its processes [not in CSV]
-            gradients_bytes, integer: gradients
-            optimizer_bytes, integer: states of the optimizers
-            rest_bytes, integer: the rest of the allocated memory: activations and similar tensors
-            allocated_bytes, integer: memory handed out by torch's allocator
-            reserved_bytes, integer: memory that the allocator has reserved on the GPU
-            peak_bytes, integer: peak of the allocated memory
-            peak_after_step, integer: the last measured step before the peak
-            uuid, text: the GPU's UUID [not in CSV]
-            inactive_split_bytes, integer: free parts of blocks that are in use: fragments [not in CSV]
-            alloc_retries, integer: number of allocations that failed until cached memory was freed [not in CSV]
-            ooms, integer: number of out-of-memory errors [not in CSV]
-            absent
-        """,
+        RecordSpec("device", "one GPU, once per second, as reported by NVML", _DEVICE_FIELDS),
+        RecordSpec("host", "the host and the run's processes, once per second", _HOST_FIELDS),
+        RecordSpec(
+            "memory",
+            "memory of a process's tensors on each device; for a tensor sharded over ranks, only the part on this rank",
+            _MEMORY_FIELDS,
             row="device",
         ),
-        parse_record_spec("""
-            mode: the start of a mode, or a refused request
-            process rank t_s
-            step, integer: the first step in this mode
-            call, integer: the first call in this mode
-            root, text: the class of the model [not in CSV]
-            mode
-            requested_by, text: user, or start if the mode was set when the run started
-            devices
-            virtual, boolean: whether replicas share a device
-            reason, text: the reason for this mode
-            refused, text: why the requested mode was refused (`mode` is the one that stays); null if it was not
-            absent
-        """),
-        parse_record_spec("""
-            pause: the start or end of a pause, or a refused request
-            process rank t_s
-            step, integer: the step before the pause
-            paused, boolean: whether a pause starts here
-            paused_s, number: length of the pause; null at its start
-            reason, text: why the training resumed by itself; null if the user resumed it
-            refused, text: why the request was refused; null if it was not
-        """),
-        parse_record_spec("""
-            input: a finished wait for a line of input
-            pid, integer: the process that waited
-            t_s
-            waited_s, number: how long it waited
-        """),
-        parse_record_spec("""
-            stall: the start or the end of a stall; also when a different rank is found to delay the others
-            t_s
-            since_s, number: time of the last progress since the run's start, in all records of the stall
-            lasted_s, number: length of the stall; missing at its start
-            text, text: where each rank is, and which ranks wait for others
-            nccl, list: lines in which NCCL names ranks that are missing, failed or behind; missing at its end [not in
-                CSV]
-            ranks, list: one object for each rank, those that the others wait for first: process, node (if the run has
-                several), rank, pid, step (its last one), doing, for_s (for how long), waits (whether it waits for
-                another rank), apart (whether it is not involved in the stall), words, place (file and line of the
-                script), function, inside (the function of torch or of a package that it is in), state (of the process),
-                cpu (cores in use), groups (for each process group its identity, its ranks and the number of collectives
-                that the rank has started, null if the backend does not count them), stacks, why_no_stack, gpus (torch's
-                name, util_pct and power_w of each of its GPUs); missing at its end [not in CSV]
-        """),
-        parse_record_spec("""
-            loader: the start of a DataLoader
-            process rank t_s
-            loader, text: the class of the dataset
-            batches, integer: number of batches
-            workers, integer: number of worker processes
-            persistent, boolean: whether the workers stay for the next start
-            pinned, boolean: whether the loader copies its batches to pinned memory
-            batch_size, integer: rows of a full batch; null if a sampler or the dataset makes the batches
-            distributed, boolean: whether a DistributedSampler gives this rank its part of the dataset
-            start, integer: the number of this start among those of the same DataLoader object, from 1
-            loop, integer: the number of this start among those of all loaders of the process, from 1
-            dataset, integer: the number of the dataset object in the process, from 1
-            iter_s, number: duration of the loader's __iter__, which starts the workers
-            left_out, integer: number of earlier starts that have no record
-            left_out_s, number: total duration of these starts
-            absent
-        """),
-        parse_record_spec("""
-            ddp: the properties of a DistributedDataParallel, recorded once, and again after each change
-            process rank t_s
-            wrapper, integer: its number in the process, from 0
-            root, text: the class of its model
-            backend, text: the backend of its process group
-            group_size, integer: number of ranks that average their gradients -> ddp_group_size
-            group, list: the ranks that average their gradients
-            parameters, integer: number of parameters with averaged gradients
-            parameter_bytes, integer: size of the parameters with averaged gradients -> ddp_parameter_bytes
-            bucket_bytes, list: the size of each bucket, in the order of averaging
-            bucket_cap_bytes, integer: largest size of a bucket -> ddp_bucket_cap_bytes
-            find_unused_parameters, boolean: whether it looks for unused parameters in every step
-            unused_bytes, integer: size of the parameters that were not used in the last iteration that torch timed ->
-                ddp_unused_bytes
-            gradient_as_bucket_view, boolean: whether gradients are views of the buckets
-            static_graph, boolean: whether the script promises that all steps use the same graph
-            comm_hook, text: the name of its communication hook; null if it has none
-            broadcast_buffers, boolean: whether the first rank sends its buffers in every forward
-            sync_batch_norm, boolean: whether it has a SyncBatchNorm, which makes ranks wait in the forward
-            iteration, integer: the last iteration that torch itself timed: the first ten, then one in 100
-            comm_ms, number: torch's time of that iteration: the communication of the backward pass ->
-                ddp_torch_communication_seconds
-            overlap_ms, number: torch's time of that iteration: the part of the communication that computation hid ->
-                ddp_torch_overlap_seconds
-            absent
-        """),
-        parse_record_spec("""
-            process: a process that started to record
-            process rank t_s
-            world, integer: number of ranks; null if the process is not a rank
-            job, object: what identifies the job on all its nodes: by (slurm, torchelastic or master) and id; null if
-                the environment does not tell [not in CSV]
-            node, integer: the index of this node in the job; null if the environment does not tell
-            pid, integer: the process id
-            argv, list: sys.argv of the process; secrets are hidden
-            python, text: the version of Python
-            torch, text: the version of torch
-            device_kind, text: cuda or cpu
-            absent
-        """),
-        parse_record_spec("""
-            warning: a message of dpmon
-            process rank t_s
-            text, text: the message
-        """),
-        parse_record_spec("""
-            oom: the state just before a GPU ran out of memory
-            process rank t_s
-            device, text: torch's name of the device
-            asked_bytes, integer: size of the requested memory
-            total_bytes, integer: memory of the GPU
-            free_bytes, integer: free memory of the GPU
-            allocated_bytes, integer: memory handed out by torch's allocator
-            reserved_bytes, integer: memory that the allocator had reserved on the GPU
-            inactive_split_bytes, integer: free parts of blocks that were in use: fragments
-        """),
-        parse_record_spec("""
-            dropped: the numbers of lost and deleted records, written before the exit
-            count, integer: lost spans and records
-            pruned, integer: old records that were deleted to limit the history
-        """),
-        parse_record_spec("""
-            exit: how the command ended
-            status, integer: the exit status of the command; null if unknown
-            signal, text: the name of the signal that ended the command, such as SIGTERM; null if none did
-            t_s
-            by, text: the part of dpmon that learned how the command ended: supervisor or foreground (the `dpmon` that
-                started the run)
-            cause, text: the cause of the end; missing if unknown [not in CSV]
-            absent, object: why the status is null; missing if the status is known [not in CSV]
-        """),
+        RecordSpec("mode", "the start of a mode, or a refused request", _MODE_FIELDS),
+        RecordSpec("pause", "the start or end of a pause, or a refused request", _PAUSE_FIELDS),
+        RecordSpec("input", "a finished wait for a line of input", _INPUT_FIELDS),
+        RecordSpec(
+            "stall",
+            "the start or the end of a stall; also when a different rank is found to delay the others",
+            _STALL_FIELDS,
+        ),
+        RecordSpec("loader", "the start of a DataLoader", _LOADER_FIELDS),
+        RecordSpec(
+            "ddp",
+            "the properties of a DistributedDataParallel, recorded once, and again after each change",
+            _DDP_FIELDS,
+        ),
+        RecordSpec("process", "a process that started to record", _PROCESS_FIELDS),
+        RecordSpec("warning", "a message of dpmon", _WARNING_FIELDS),
+        RecordSpec("oom", "the state just before a GPU ran out of memory", _OOM_FIELDS),
+        RecordSpec("dropped", "the numbers of lost and deleted records, written before the exit", _DROPPED_FIELDS),
+        RecordSpec("exit", "how the command ended", _EXIT_FIELDS),
     )
 }
 """All kinds of records by name."""
-COLUMNS: Mapping[str, tuple[str, ...]] = {name: field.columns for name, field in RECORDS.items()}
+COLUMNS: Mapping[str, tuple[str, ...]] = {
+    name: tuple(column for field in record.fields for column in field.csv_columns) for name, record in RECORDS.items()
+}
 """The columns of each kind in CSV; the column `more` follows them."""

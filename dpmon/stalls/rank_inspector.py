@@ -132,7 +132,7 @@ class RankInspector:
         if all(rank.step is None for rank in ranks):
             ranks += self._inspect_starting({rank.pid for rank in ranks}, now_ns)
         ranks = newest_process_per_rank(ranks)
-        self._uses_nccl = any(group.nccl for rank in ranks if rank.pid in self._members for group in rank.groups)
+        self._uses_nccl = any(rank.uses_nccl for rank in ranks if rank.pid in self._members)
         has_duplicates = any(rank.namesake for rank in ranks)
         return [rank._replace(job=self._job_of(rank, has_duplicates)) for rank in ranks]
 
@@ -190,8 +190,10 @@ class RankInspector:
         rank = self._with_process_state(rank, ring.training_tid(), now_ns)
         if now_ns - since_ns < INSPECT_AFTER_NS:
             return rank
+        groups = ring.groups()
         return rank._replace(
-            groups=tuple(ProcessGroupView(*group) for group in ring.groups()),
+            groups=tuple(ProcessGroupView(group, ranks, sequence) for group, ranks, sequence, _ in groups),
+            uses_nccl=any(is_nccl for *_, is_nccl in groups),
             between_loops=doing == "other" and loop_end_ns > span_ns,
         )
 

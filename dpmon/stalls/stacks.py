@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from dpmon.record.shared_names import INNER_FRAMES, MAX_THREADS, OUTER_FRAMES, find_program_frame
@@ -73,7 +74,8 @@ _WAIT_CALL = re.compile(r"(?<!\bos)\.wait\b")
 """A method of this name that has no Python frame of its own is torch's: others are written in Python."""
 
 
-class Stack(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Stack:
     """The calls of one thread, innermost first."""
 
     frames: tuple[Frame, ...]

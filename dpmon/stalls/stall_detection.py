@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from dpmon.record.schema import SECOND
@@ -37,16 +38,15 @@ FIRST_BATCH = ("first batch", None)
 """The `timing_key` of a wait for the first batch of a loop."""
 
 
-class ProcessGroupView(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ProcessGroupView:
     """A process group as one rank sees it."""
 
-    name: int
+    group: int
     """A number that is the same on all its ranks."""
     ranks: int
     sequence: int | None
     """Number of collectives that this rank has started in it; None if the backend does not count them."""
-    nccl: bool = False
-    """Whether one of its backends is NCCL."""
 
 
 class LoaderWorker(NamedTuple):
@@ -96,6 +96,8 @@ class RankActivity(NamedTuple):
     """The node that it runs on, if the run has several."""
     usual_ns: int = 0
     """How long it may stay at its location according to earlier times, if another supervisor has learned them."""
+    uses_nccl: bool = False
+    """Whether a backend of its process groups is NCCL."""
 
     @property
     def key(self) -> tuple[str | None, int]:
@@ -147,6 +149,15 @@ class RankActivity(NamedTuple):
         if self.stack is not None:
             return self.stack.operation_kind in ("collective", "backward")
         return self.doing in ("backward", "sync")
+
+
+@dataclass(frozen=True, slots=True)
+class NodeActivities:
+    """What the ranks of a node do while one of them makes no progress; no ranks if all make progress."""
+
+    now_ns: int
+    """The node's monotonic time."""
+    ranks: tuple[RankActivity, ...]
 
 
 class LearnedDurations:
@@ -260,11 +271,11 @@ def _ranks_not_at(
     for i in indices:
         for group in ranks[i].groups:
             if group.sequence is not None:
-                sequences.setdefault(group.name, []).append(group.sequence)
+                sequences.setdefault(group.group, []).append(group.sequence)
     chosen = {name: choose(group_sequences) for name, group_sequences in sequences.items()}
 
     def differs(rank: RankActivity) -> bool:
-        return any(group.sequence not in (None, chosen.get(group.name)) for group in rank.groups)
+        return any(group.sequence not in (None, chosen.get(group.group)) for group in rank.groups)
 
     return tuple(i for i in indices if differs(ranks[i]))
 

@@ -1,13 +1,14 @@
-"""Formats the reply of `dpmon why` as lines of text. Pure."""
+"""Formats what the ranks of a run do as lines of text. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
+from dpmon.record.shared_names import node_suffix
 from dpmon.run.process_notes import shorten_installed_path
 from dpmon.sanitize import sanitize_line
 from dpmon.stalls.stall_detection import RankActivity, format_rank_names
+from dpmon.stalls.stall_report import RankReport, StallReport
 
 NOT_STALLED = "not stalled"
 Line = tuple[str, str]
@@ -19,47 +20,46 @@ _IN_COLUMN, _MIN_IN_WIDTH = 4, 36
 """The column IN, and the minimum width to which a narrow table truncates it."""
 
 
-def format_reply(reply: Mapping[str, Any], *, all_threads: bool = False, width: int | None = None) -> list[Line]:
+def format_report(report: StallReport, *, all_threads: bool = False, width: int | None = None) -> list[Line]:
     """Return the sentence, a table of the ranks, and their stacks. Ranks with the same stacks share them.
 
     `all_threads`: the stacks of all threads, not only of the main one. `width`: the maximum width of a line; a table
     that would be wider has fewer columns, and of a long path only the last part is shown.
     """
-    try:
-        return [(sanitize_line(text), style) for text, style in _lines(reply, all_threads, width)]
-    except (KeyError, TypeError, ValueError, AttributeError):  # any program may have written the record
-        return [("the record of the stall is damaged", "bad")]
+    return [(sanitize_line(text), style) for text, style in _lines(report, all_threads, width)]
 
 
-def _lines(reply: Mapping[str, Any], all_threads: bool, width: int | None) -> list[Line]:
-    ranks = reply["ranks"]
-    lines: list[Line] = [(NOT_STALLED if ranks or not reply.get("without") else "no rank has answered", "")]
-    if reply.get("text") is not None:
-        lines = [(f"stalled for {reply['t_s'] - reply['since_s']:.0f} s: {reply['text']}", "bad")]
+def _lines(report: StallReport, all_threads: bool, width: int | None) -> list[Line]:
+    ranks = report.ranks
+    lines: list[Line] = [(NOT_STALLED if ranks or not report.without else "no rank has answered", "")]
+    if report.text is not None:
+        lines = [(f"stalled for {report.t_s - (report.since_s or 0):.0f} s: {report.text}", "bad")]
     rows: list[tuple[str, ...]] = [("", "RANK", "STEP", "FOR", "IN", "COLLECTIVES", "PROCESS")]
-    rows += [_rank_row(rank, stalled=reply.get("text") is not None) for rank in ranks]
+    rows += [_rank_row(rank, stalled=report.text is not None) for rank in ranks]
     if ranks:
         lines += [("", ""), *_table_lines(rows, width)]
-    for names, stacks, reason in _group_equal_stacks(ranks):
+    for group in _group_equal_stacks(ranks):
+        first, *_ = group
+        names = format_rank_names([RankActivity(pid=rank.pid, rank=rank.rank, node=rank.node) for rank in group])
         lines += [("", ""), (f"{names}:", "bold")]
-        if not stacks:
-            lines.append((f"  no stack: {reason or 'none was taken'}", "dim"))
-        for index, stack in enumerate(stacks):
-            is_worker = index > 0 and stack["main"]
+        if not first.stacks:
+            lines.append((f"  no stack: {first.why_no_stack or 'none was taken'}", "dim"))
+        for index, stack in enumerate(first.stacks):
+            is_worker = index > 0 and stack.main
             if index and not (all_threads or is_worker):
                 continue
-            if is_worker or (all_threads and stack["thread"]):
-                lines.append((f"  {'' if is_worker else 'thread '}{stack['thread']}:", "bold"))
-            lines += format_frames(stack["frames"], width)
-            if stack["left_out"]:
-                lines.append((f"  {stack['left_out']:,} more between them", "dim"))
-    for title, member in (("NCCL reports", "nccl"), ("no stacks from", "without")):
-        if reply.get(member):
-            lines += [("", ""), (f"{title}:", "bold"), *((f"  {text}", "") for text in reply[member])]
+            if is_worker or (all_threads and stack.thread):
+                lines.append((f"  {'' if is_worker else 'thread '}{stack.thread}:", "bold"))
+            lines += format_frames(stack.frames, width)
+            if stack.left_out:
+                lines.append((f"  {stack.left_out:,} more between them", "dim"))
+    for title, texts in (("NCCL reports", report.nccl), ("no stacks from", report.without)):
+        if texts:
+            lines += [("", ""), (f"{title}:", "bold"), *((f"  {text}", "") for text in texts)]
     return lines
 
 
-def format_frames(frames: Iterable[Sequence[Any]], width: int | None = None) -> list[Line]:
+def format_frames(frames: Iterable[tuple[str, str, int]], width: int | None = None) -> list[Line]:
     """Return a line for each function, file and line. Installed files are dim, and have no directory."""
     lines: list[Line] = []
     for function, file, line in frames:
@@ -97,56 +97,36 @@ def _wrap_or_cut(text: str, width: int) -> str:
     return text.ljust(width) if len(text) <= width else f"{text[: width - 1]}…"
 
 
-def _rank_row(rank: Mapping[str, Any], *, stalled: bool) -> tuple[str, ...]:
-    number = f"pid {rank['pid']}" if rank["rank"] is None else rank["rank"]
-    node = f" ({rank['node']})" if rank.get("node") else ""
-    seconds = "" if rank["for_s"] is None else f"{max(rank['for_s'], 0):.0f} s"
-    cpu = "" if rank["cpu"] is None else f", {100 * rank['cpu']:.0f}% CPU"
-    groups = " ".join("-" if group["sequence"] is None else str(group["sequence"]) for group in rank["groups"])
+def _rank_row(rank: RankReport, *, stalled: bool) -> tuple[str, ...]:
+    number = f"pid {rank.pid}" if rank.rank is None else rank.rank
+    cpu = "" if rank.cpu is None else f", {100 * rank.cpu:.0f}% CPU"
     gpus = "".join(
-        f", {gpu['device']} {_format_number(gpu['util_pct'])}% {_format_number(gpu['power_w'])} W"
-        for gpu in rank.get("gpus", ())
+        f", {gpu.device} {_format_number(gpu.util_pct)}% {_format_number(gpu.power_w)} W" for gpu in rank.gpus
     )
-    words = ("waits " if rank["waits"] else "") + str(rank["words"])
-    step = "" if rank["step"] is None else f"{rank['step']:,}"
-    process = f"{rank['state']}{cpu}{gpus}"
     return (
-        ">" if stalled and not (rank["waits"] or rank.get("apart")) else "",
-        f"{number}{node}",
-        step,
-        seconds,
-        words,
-        groups,
-        process,
+        ">" if stalled and not (rank.waits or rank.apart) else "",
+        f"{number}{node_suffix(rank.node)}",
+        "" if rank.step is None else f"{rank.step:,}",
+        "" if rank.for_s is None else f"{max(rank.for_s, 0):.0f} s",
+        f"waits {rank.words}" if rank.waits else rank.words,
+        " ".join("-" if group.sequence is None else str(group.sequence) for group in rank.groups),
+        f"{rank.state}{cpu}{gpus}",
     )
 
 
-def _format_number(value: Any) -> str:
+def _format_number(value: float | None) -> str:
     return "?" if value is None else f"{value:.0f}"
 
 
-def _group_equal_stacks(ranks: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Any], str | None]]:
-    """Group the ranks with the same stacks. Return for each group its names, the stacks, and why there are none.
+def _group_equal_stacks(ranks: Sequence[RankReport]) -> list[list[RankReport]]:
+    """Return the groups of ranks with the same stacks, in the order of the ranks.
 
-    The groups are in the order of the ranks. Stacks are the same if their Python frames are: addresses of C code may
-    differ.
+    Stacks are the same if their Python frames are: addresses of C code may differ.
     """
-    groups: dict[str, list[Mapping[str, Any]]] = {}
+    groups: dict[object, list[RankReport]] = {}
     for rank in ranks:
-        stacks = rank.get("stacks")
-        if stacks:
-            frames = stacks[0]["frames"]
-            key = str([(function, file, line) for function, file, line in frames if line])
-        else:
-            key = str(rank.get("why_no_stack"))
+        key: object = rank.why_no_stack
+        if rank.stacks:
+            key = tuple(frame for frame in rank.stacks[0].frames if frame.line)
         groups.setdefault(key, []).append(rank)
-    return [
-        (
-            format_rank_names(
-                [RankActivity(pid=rank["pid"], rank=rank["rank"], node=rank.get("node")) for rank in group]
-            ),
-            group[0].get("stacks") or [],
-            group[0].get("why_no_stack"),
-        )
-        for group in groups.values()
-    ]
+    return list(groups.values())

@@ -63,7 +63,6 @@ from __future__ import annotations
 import os
 import sqlite3
 import struct
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, fields
@@ -289,8 +288,7 @@ class BoundedConnection:
         self._checks = 0
         db.set_progress_handler(self._on_progress, _CHECK_INTERVAL)
         db.execute("PRAGMA trusted_schema=OFF")
-        if sys.version_info >= (3, 11):
-            db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_VALUE_BYTES)
+        db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_VALUE_BYTES)
 
     def set_size(self, size: int, *, writes: bool = False) -> None:
         """Set the limits for a database of `size` bytes; `writes`: for the next transaction, not for queries."""

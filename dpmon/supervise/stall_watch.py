@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from dpmon.record.safe_json import ns_member, text_member
 from dpmon.record.schema import SECOND
+from dpmon.record.typed_json import to_json
 from dpmon.run.process_notes import read_notes
 from dpmon.run.run_directory import RunInfo, stop_requested_unix
 from dpmon.run.safe_files import write_atomically
@@ -20,15 +21,17 @@ from dpmon.run.stdin_terminal import input_wait_start_ns
 from dpmon.stalls.rank_inspector import INSPECT_AFTER_NS, RankInspector
 from dpmon.stalls.run_state import WAITING_FOR_DATA
 from dpmon.stalls.stacks import ProcessStacks
-from dpmon.stalls.stall_detection import FIRST_BATCH, LearnedDurations, RankActivity, Stall, find_stall, sentence
-from dpmon.stalls.why_reply import (
-    STANDING_FILE,
-    build_reply,
-    describe_ranks,
-    last_request_number,
-    wants_native,
-    write_reply,
+from dpmon.stalls.stall_detection import (
+    FIRST_BATCH,
+    LearnedDurations,
+    NodeActivities,
+    RankActivity,
+    Stall,
+    find_stall,
+    sentence,
 )
+from dpmon.stalls.stall_report import StallReport, build_report, parse_report
+from dpmon.stalls.why_reply import STANDING_FILE, last_request_number, wants_native, write_reply
 
 CHECK_INTERVAL_NS = SECOND
 STACKS_AFTER_NS = 5 * SECOND
@@ -105,9 +108,9 @@ class StallWatch:
             return
         self.stall = Stall(self._run_info.start_ns + since_ns, (), ())
         self.stall_text = text_member(record, "text") or ""
-        with contextlib.suppress(TypeError, AttributeError, KeyError):  # any program may have written the record
-            ranks = (rank for rank in record["ranks"] if not rank.get("apart"))
-            self.waits = {(rank.get("node"), rank["pid"]): bool(rank["waits"]) for rank in ranks}
+        report = parse_report(record)
+        if report is not None:
+            self.waits = {(rank.node, rank.pid): rank.waits for rank in report.ranks if not rank.apart}
 
     def poll(self) -> None:
         """Check the ranks if it is time. Never blocks, never raises."""
@@ -133,8 +136,8 @@ class StallWatch:
         if self._requested_stacks is not None:
             (request_number, dumps), self._requested_stacks = self._requested_stacks, None
             ranks = self._inspector.with_exceptions(self._read_rank_activities(now_ns))
-            reply = self._build_reply(ranks, dumps, self._reindexed_stall(ranks), now_ns)
-            write_reply(self._directory, request_number, reply)
+            report = self._build_report(ranks, dumps, self._reindexed_stall(ranks), now_ns)
+            write_reply(self._directory, request_number, report)
         if now_ns < self._check_at_ns:
             return
         self._check_at_ns = now_ns + CHECK_INTERVAL_NS
@@ -179,9 +182,8 @@ class StallWatch:
         if ranks != self._reported_ranks:
             self._reported_ranks = ranks
             with contextlib.suppress(OSError):
-                write_atomically(
-                    self._directory / STANDING_FILE, json.dumps(describe_ranks(ranks, now_ns, self._run_info))
-                )
+                activities = NodeActivities(now_ns, tuple(ranks))
+                write_atomically(self._directory / STANDING_FILE, json.dumps(to_json(activities)))
 
     def _is_stopping(self, now_ns: int) -> bool:
         """Return whether the user has asked to stop the run since the stall began. What ranks do then is no cause."""
@@ -279,10 +281,10 @@ class StallWatch:
         text = sentence(stall, ranks, self._run_info.cwd)
         if earlier is None or (text != self.stall_text and earlier_waits != self.waits):
             self.stall_text = text
-            self._recorder.emit("stall", self._build_reply(ranks, {}, stall, now_ns))
+            self._recorder.emit("stall", to_json(self._build_report(ranks, {}, stall, now_ns)))
 
-    def _build_reply(
+    def _build_report(
         self, ranks: list[RankActivity], dumps: Mapping[int, ProcessStacks], stall: Stall | None, now_ns: int
-    ) -> dict[str, Any]:
+    ) -> StallReport:
         gpus, nccl = self._recorder.gpus(), self._inspector.nccl
-        return build_reply(ranks, dumps, stall, now_ns, self._run_info, text=self.stall_text, gpus=gpus, nccl=nccl)
+        return build_report(ranks, dumps, stall, now_ns, self._run_info, text=self.stall_text, gpus=gpus, nccl=nccl)

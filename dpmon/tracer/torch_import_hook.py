@@ -141,6 +141,9 @@ def _detach_on_other_node() -> None:
 
 
 def _install(torch: ModuleType) -> None:
+    if "t" in sys.abiflags:
+        append_note("a free-threaded Python cannot be traced: use a build of Python that has the GIL", "warnings.log")
+        return
     try:
         from dpmon.tracer.patch import install
 

@@ -22,6 +22,7 @@ from textual.timer import Timer
 from dpmon.model.nodes import find_rank
 from dpmon.run.run_reader import NO_TRAINING_MESSAGE, RunReader
 from dpmon.sanitize import sanitize_line
+from dpmon.stalls.stall_report import parse_report
 from dpmon.text.cells import wrap_text
 from dpmon.text.formatting import format_elapsed, format_range_length, format_time_range
 from dpmon.ui import background_jobs, keys
@@ -684,15 +685,15 @@ class Monitor(App[str]):
     def action_why(self) -> None:
         """Show what each rank is doing, and its stack: now (every few seconds), or in the stall on the screen."""
         data, directory = self.data_to_draw(), self.live_run.directory
-        stall_record = None
+        report = None
         if data.is_over or data.shows_past:
-            if data.shown_stall is None:
+            report = None if data.shown_stall is None else parse_report(data.shown_stall.record)
+            if report is None:
                 self.show_message(f"no stall was recorded {'until this time' if data.shows_past else 'in this run'}")
                 return
-            stall_record = data.shown_stall.record
-        dialog = WhyDialog(self.data_to_draw, directory, stall_record, self.style)
+        dialog = WhyDialog(self.data_to_draw, directory, report, self.style)
         self.push_screen(dialog)
-        if stall_record is not None:
+        if report is not None:
             return
 
         def request() -> None:

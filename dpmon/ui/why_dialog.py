@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from dpmon.stalls.run_state import format_state
+from dpmon.stalls.stall_report import StallReport
 from dpmon.stalls.why_reply import request_and_wait
-from dpmon.stalls.why_text import format_reply
+from dpmon.stalls.why_text import format_report
 from dpmon.text.cells import truncate, wrap_text
 from dpmon.text.formatting import format_elapsed
 from dpmon.ui.dialogs import TextPages
@@ -27,30 +28,29 @@ class WhyDialog(TextPages):
         self,
         screen_data: Callable[[], ScreenData],
         directory: Path,
-        stall_record: Mapping[str, Any] | None,
+        recorded: StallReport | None,
         style: TerminalStyle,
     ) -> None:
-        """Show the present, or the recorded stall `stall_record`."""
+        """Show the present, or the recorded stall `recorded`."""
         stall = screen_data().shown_stall
         title_suffix = (
-            "" if stall_record is None or stall is None else f", as detected at {format_elapsed(stall.noticed_ns)}"
+            "" if recorded is None or stall is None else f", as detected at {format_elapsed(stall.noticed_ns)}"
         )
         super().__init__(f"Why{title_suffix}", self._reply_rows, style)
-        self._screen_data, self._directory, self._recorded = screen_data, directory, stall_record
-        self._is_requesting, self._reply_monotonic_s = stall_record is None, time.monotonic()
-        self._reply: Mapping[str, Any] | str = stall_record or "asking the training processes ..."
+        self._screen_data, self._directory, self._recorded = screen_data, directory, recorded
+        self._is_requesting, self._reply_monotonic_s = recorded is None, time.monotonic()
+        self._reply: StallReport | str = recorded or "asking the training processes ..."
 
     def _reply_rows(self, width: int) -> list[Row]:
         reply = self._reply
         if isinstance(reply, str):
             return [[(reply, "dim")]]
         screen = self._screen_data()
-        is_same_stall = self._recorded is None and screen.shown_stall is not None and reply.get("text") is not None
+        is_same_stall = self._recorded is None and screen.shown_stall is not None and reply.text is not None
         # The time in the first line continues, as on the screen, while the reply ages.
-        (first_line, style), *other_lines = format_reply(
-            {**reply, "t_s": screen.now_ns / 1e9} if is_same_stall else reply, width=width
-        )
-        if reply.get("text") is None and self._recorded is None:
+        report = replace(reply, t_s=screen.now_ns / 1e9) if is_same_stall else reply
+        (first_line, style), *other_lines = format_report(report, width=width)
+        if reply.text is None and self._recorded is None:
             first_line = no_progress_text(screen) or f"{first_line}: {format_state(screen.run_state.word)}"
         return [
             *([(line, style)] for line in wrap_text(first_line, width)),

@@ -13,8 +13,8 @@ import sys
 from typing import Any
 
 from dpmon.gpu.device_record import OPTIONAL_FIELDS, RunContext
-from dpmon.gpu.gpu_state import GpuPoller, GpuState
-from dpmon.gpu.nvml import Nvml, NvmlCallError
+from dpmon.gpu.gpu_state import GpuState
+from dpmon.gpu.nvml import Nvml
 
 CODES = [*range(1, 31), 99, 999, 31337]
 GONE = {1, 15, 16, 28}
@@ -71,16 +71,11 @@ def tell(*lines: str) -> None:
 def watched(nvml: Nvml, index: int, seconds: int = 40) -> Any:
     """A GPU after so many seconds of being asked."""
     now = [1000.0]
-    card = GpuState(index)
-    asker = GpuPoller(card, nvml, lambda: now[0])
+    card = GpuState(index, nvml, lambda: now[0])
     for _ in range(seconds):
         now[0] += 1
-        try:
-            asker.poll_due_queries()
-        except NvmlCallError as failure:
-            card.mark_lost(failure.reason, now[0])
-            nvml.uninitialized = False
-    return card.sample(RunContext(same_pids=True), now[0])
+        card.poll()
+    return card.sample(RunContext(same_pids=True))
 
 
 def missing(sample: Any) -> set[str]:

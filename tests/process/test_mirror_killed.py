@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,6 +18,7 @@ from dpmon.run.lifecycle import has_live_supervisor, run_state
 from dpmon.run.mirror_state import NodeReplies
 from dpmon.run.run_directory import load_exit, load_info
 from dpmon.run.run_reader import RunReader
+from dpmon.stalls.stall_report import StallReport
 from dpmon.stalls.why_reply import request_and_wait
 from dpmon.store.store_opening import open_store
 from dpmon.store.store_queries import Store
@@ -129,12 +129,12 @@ def test_requests_reach_all_machines_and_their_answers_come_back(two: Two) -> No
         wait_for(in_a_row, what="all steps of one process")
 
         # A busy machine may not answer in time.
-        def both_replies() -> dict[str, Any] | None:
+        def both_replies() -> StallReport | None:
             reply = request_and_wait(directory)
-            return reply if reply and "without" not in reply else None
+            return reply if reply and not reply.without else None
 
         found = wait_for(both_replies, what="both answers")
-        assert {rank["node"] for rank in found["ranks"]} == {"gpu-0", "gpu-1"}
+        assert {rank.node for rank in found.ranks} == {"gpu-0", "gpu-1"}
         wait_for(lambda: all(n > before[node] for node, n in steps_here(directory).items()), what="more steps")
     result = two.here.run("stop", "mirrored")
     assert result.status == 0

@@ -104,10 +104,10 @@ def test_the_metadata_are_those_of_the_project(wheel: Path) -> None:
     told = metadata(wheel)
     assert told["Version"] == VERSION
     assert told["License-Expression"] == "MIT"
-    assert told["Requires-Python"] == ">=3.10"
+    assert told["Requires-Python"] == ">=3.11"
     assert told["Description-Content-Type"] == "text/markdown"
     plain = {re.split(r"[<>=; ]", line)[0] for line in told.get_all("Requires-Dist", []) if "extra ==" not in line}
-    assert plain == {"textual", "nvidia-ml-py", "psutil", "tomli"}
+    assert plain == {"textual", "nvidia-ml-py", "psutil"}
 
 
 def test_the_sdist_builds_the_same_wheel(tree: Path, wheel: Path, tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ from dpmon.stalls import rank_inspector, stacks
 from dpmon.stalls.rank_inspector import RankInspector
 from dpmon.stalls.stacks import ProcessStacks
 from dpmon.stalls.stall_detection import RankActivity, Stall, describe_activity
-from dpmon.stalls.why_reply import build_reply
-from dpmon.stalls.why_text import format_reply
+from dpmon.stalls.stall_report import build_report
+from dpmon.stalls.why_text import format_report
 from support.tracer_harness import TracedScript, run_traced
 
 pytestmark = pytest.mark.slow
@@ -210,7 +210,8 @@ def test_the_stack_of_a_stuck_script(stuck: tuple[str, TracedScript], by: str, m
         assert main.innermost_script_frame.file.endswith("script.py")
     rank = RankActivity(1, 0, since_ns=1, stack=main)
     info = RunInfo("", "n", ("c",), "s", "/", None, 1e9, 0, "", True)
-    shown = format_reply(
-        build_reply([rank], {1: found}, Stall(1, (0,), ()), 2, info, text=describe_activity(rank, "")), all_threads=True
+    shown = format_report(
+        build_report([rank], {1: found}, Stall(1, (0,), ()), 2, info, text=describe_activity(rank, "")),
+        all_threads=True,
     )
     assert all(text == sanitize_line(text) for text, _ in shown)

@@ -10,7 +10,7 @@ from pynvml import NVMLError  # noqa: TID251 - the real error class: unhashable,
 
 from dpmon.gpu import gpu_state as card_module
 from dpmon.gpu.device_record import OPTIONAL_FIELDS, MissingValue, RunContext
-from dpmon.gpu.gpu_state import GpuPoller, GpuState
+from dpmon.gpu.gpu_state import GpuState
 from dpmon.gpu.nvml import call_nvml
 from dpmon.gpu.nvml_queries import MAX_CALLS_PER_S, QUERIES, NvmlQuery, throttle_reasons
 
@@ -34,28 +34,22 @@ class Clock:
 
 
 class Bench:
-    """A GPU that was found earlier, a GpuPoller with these questions, and a fake clock."""
+    """A GPU with these queries, and a fake clock."""
 
-    def __init__(self, *questions: NvmlQuery, found: bool = True) -> None:
+    def __init__(self, *questions: NvmlQuery) -> None:
         self.module = Module()
         self.clock = Clock()
-        self.card = GpuState(0, questions)
-        self.asker = self.another()
-        if found:
-            self.card.attach_handle("handle", self.clock.now)
-
-    def another(self) -> GpuPoller:
-        """Add a thread that asks; the one before it is left behind."""
-        return GpuPoller(self.card, SimpleNamespace(module=self.module, run=call_nvml), self.clock)  # type: ignore[arg-type]
+        nvml: Any = SimpleNamespace(module=self.module, run=call_nvml)
+        self.card = GpuState(0, nvml, self.clock, questions)
 
     def round(self, seconds: float = 1.0) -> Any:
         """Run a round after `seconds`; return the sample."""
         self.clock.now += seconds
-        self.card.pollers[-1].poll_due_queries()
+        self.card.poll()
         return self.sample()
 
-    def sample(self, run: RunContext | None = None) -> Any:
-        return SimpleNamespace(**self.card.sample(run or RunContext(), self.clock.now))
+    def sample(self) -> Any:
+        return SimpleNamespace(**self.card.sample(RunContext()))
 
 
 class Told:
@@ -94,6 +88,7 @@ def test_text_that_is_not_utf_8_is_readable() -> None:
 
 def test_questions_beyond_the_budget_wait_and_all_are_asked_equally_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(card_module, "MAX_CALLS_PER_S", 3)
+    monkeypatch.setattr(card_module, "FIRST_ROUND_S", 0)
     ways = [Told(i) for i in range(6)]
     names = ("util_pct", "power_w", "energy_j", "fan_pct", "xid", "sm_clock_mhz")
     bench = Bench(*(NvmlQuery((n,), 5, 2, (w,)) for n, w in zip(names, ways, strict=True)))
@@ -144,22 +139,43 @@ def test_a_substitute_is_asked_only_for_missing_values() -> None:
     assert other.asked == 0
 
 
-def test_an_answer_to_a_handle_that_was_lost_meanwhile_is_not_taken() -> None:
-    def lost_meanwhile(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
-        bench.card.mark_lost("the GPU is lost", bench.clock.now)
-        bench.card.attach_handle("handle", bench.clock.now)
+def test_while_a_call_does_not_return_all_values_but_the_name_are_absent() -> None:
+    seen: list[Any] = []
+
+    def answer_late(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
+        for _ in range(2):
+            seen.append(bench.sample())
+            bench.clock.now += 3
+        seen.append(bench.sample())
         return (7,)
 
-    bench = Bench(NvmlQuery(("util_pct",), 1, 1, (lost_meanwhile,)))
-    assert bench.round().util_pct is None
+    quick = Told("Fake", 5)
+    bench = Bench(NvmlQuery(("name", "fan_pct"), 1e9, 1, (quick,)), NvmlQuery(("util_pct",), 1, 1, (answer_late,)))
+    assert bench.round().util_pct == 7
+    assert [(sample.name, sample.fan_pct) for sample in seen] == [("Fake", 5), ("Fake", None), ("Fake", None)]
+    assert seen[2].absent["fan_pct"] == "NVML has not answered for 6 s"
 
 
-def test_a_thread_that_was_left_behind_does_not_open_the_gpu() -> None:
+def test_a_lost_gpu_is_found_again_with_one_warning_each() -> None:
+    way = Told(40)
+    bench = Bench(NvmlQuery(("util_pct",), 1, 1, (way,)))
+    assert bench.card.poll() is None
+    way.code = GPU_IS_LOST
+    bench.clock.now += 1
+    assert bench.card.poll() == "GPU 0: the GPU is lost"
+    assert bench.sample().absent["util_pct"] == "the GPU is lost"
+    bench.clock.now += 1
+    assert bench.card.poll() is None
+    bench.clock.now += card_module.RETRY_S
+    way.code = None
+    assert bench.card.poll() == "GPU 0 is back"
+    assert bench.sample().util_pct == 40
+
+
+def test_a_null_handle_is_not_used() -> None:
     bench = Bench(NvmlQuery(("util_pct",), 1, 1, (Told(40),)))
-    bench.card.mark_lost("the GPU is lost", bench.clock.now)
-    bench.another()
-    bench.asker.poll_due_queries()
-    assert bench.card.handle is None
+    bench.module.handle = None
+    assert bench.card.poll() == "GPU 0: NVML gave no handle for this GPU"
 
 
 def test_a_value_that_is_not_renewed_is_hidden_after_10_seconds() -> None:

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from pynvml import NVMLError  # noqa: TID251 - the real error class: unhashable, compares badly
 
 from dpmon.gpu import device_sampler as sampler_module
 from dpmon.gpu import gpu_state as card_module
@@ -26,7 +25,7 @@ LIMIT_S = 60.0
 
 
 class FakeNvml(Nvml):
-    """A fake pynvml with two GPUs. While `gate` is closed, calls do not return; `failure` is raised.
+    """A fake pynvml with two GPUs. While `gate` is closed, calls do not return.
 
     It lacks all functions that these tests do not need.
     """
@@ -34,42 +33,26 @@ class FakeNvml(Nvml):
     def __init__(self, *, absent: str | None = None) -> None:
         super().__init__()
         self.absent = absent
-        self.failure: Exception | None = None
         self.gate = threading.Event()
         self.gate.set()
-        self.processes: list[int] = []
-        self.closed_by: list[str] = []
-        self.shutdowns = 0
 
     def open(self) -> str | None:
         if self.absent is None:
-            self.uninitialized = False
             self.module = SimpleNamespace(
                 nvmlDeviceGetCount=lambda: 2,
-                nvmlShutdown=self._shutdown,
+                nvmlShutdown=lambda: None,
                 nvmlDeviceGetHandleByIndex=lambda index: index + 1,
                 nvmlDeviceGetUUID=lambda handle: f"GPU-{handle - 1}",
                 nvmlDeviceGetName=lambda handle: "Fake",
                 nvmlDeviceGetUtilizationRates=self._rates,
-                nvmlDeviceGetComputeRunningProcesses_v3=lambda handle: [
-                    SimpleNamespace(pid=pid, usedGpuMemory=100) for pid in self.processes
-                ],
+                nvmlDeviceGetComputeRunningProcesses_v3=lambda handle: [],
                 nvmlDeviceGetGraphicsRunningProcesses_v3=lambda handle: [],
             )
         return self.absent
 
     def _rates(self, handle: int) -> SimpleNamespace:
         self.gate.wait()
-        if self.failure is not None:
-            raise self.failure
         return SimpleNamespace(gpu=49 + handle)
-
-    def _shutdown(self) -> None:
-        self.shutdowns += 1
-
-    def close(self) -> bool:
-        self.closed_by.append(threading.current_thread().name)
-        return super().close()
 
 
 class Watch:
@@ -99,7 +82,7 @@ def of_kind(events: list[Event], kind: str) -> list[dict[str, Any]]:
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[DeviceSampler, Watch]]]:
     """A function that starts a fast sampler over a fake NVML; all are stopped afterwards."""
-    monkeypatch.setattr(sampler_module, "NVML_PERIOD_S", INTERVAL_S)
+    monkeypatch.setattr(sampler_module, "PERIOD_S", INTERVAL_S)
     monkeypatch.setattr(sampler_module, "RETRY_S", INTERVAL_S)
     monkeypatch.setattr(card_module, "RETRY_S", INTERVAL_S)
     monkeypatch.setattr(sampler_module, "pids_are_shared", lambda: True)
@@ -107,7 +90,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Device
 
     def maker(nvml: FakeNvml, root_pid: Callable[[], int | None] = lambda: None) -> tuple[DeviceSampler, Watch]:
         watch = Watch()
-        sampler = DeviceSampler(watch.take, root_pid, INTERVAL_S, nvml=lambda: nvml)
+        sampler = DeviceSampler(watch.take, root_pid, nvml)
         made.append((sampler, nvml))
         sampler.start()
         return sampler, watch
@@ -162,7 +145,7 @@ def test_a_driver_that_comes_later(make: Any) -> None:
 
 @pytest.mark.parametrize(
     ("place", "name"),
-    [(DeviceSampler, "_check_unanswered_calls"), (card_module.GpuPoller, "poll_due_queries"), (FakeNvml, "count")],
+    [(DeviceSampler, "_check_unanswered_calls"), (card_module.GpuState, "_run_due_queries"), (FakeNvml, "count")],
 )
 def test_an_error_of_dpmon_ends_no_thread(make: Any, monkeypatch: pytest.MonkeyPatch, place: Any, name: str) -> None:
     work = getattr(place, name)
@@ -181,13 +164,24 @@ def test_an_error_of_dpmon_ends_no_thread(make: Any, monkeypatch: pytest.MonkeyP
     watch.until(lambda e: len(of_kind(e, "host")) > hosts + 2, "host samples")
 
 
-def test_nvml_is_initialized_again_when_it_reports_that_it_is_not(make: Any) -> None:
+def test_a_call_that_does_not_return_is_said_and_its_gpu_is_still_sampled(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampler_module, "MAX_SILENCE_S", 5 * INTERVAL_S)
+    monkeypatch.setattr(card_module, "MAX_SILENCE_S", 5 * INTERVAL_S)
     nvml = FakeNvml()
     _, watch = make(nvml)
     watch.until(lambda e: [d for d in of_kind(e, "device") if d["util_pct"] is not None], "devices")
-    nvml.failure = NVMLError(1)
-    watch.until(lambda e: of_kind(e, "device")[-1]["util_pct"] is None, "the loss")
-    nvml.failure = None
+    nvml.gate.clear()
+
+    def reason(events: list[Event]) -> str:
+        return str(of_kind(events, "device")[-1]["absent"].get("util_pct"))
+
+    events = watch.until(lambda e: reason(e).startswith("NVML has not answered for"), "the silence")
+    hosts = len(of_kind(events, "host"))
+    watch.until(lambda e: len(of_kind(e, "host")) > hosts + 2, "host samples")
+    watch.until(lambda e: "NVML does not answer for GPU 1" in [w["text"] for w in of_kind(e, "warning")], "the warning")
+    nvml.gate.set()
     watch.until(lambda e: of_kind(e, "device")[-1]["util_pct"] is not None, "values")
 
 
@@ -205,18 +199,6 @@ def test_memory_of_a_process_that_has_ended_no_longer_counts(make: Any) -> None:
     ended.communicate(b"\n")
     device = last(watch.until(lambda e: last(e).get("mem_torch_bytes") == 500, "what the other holds"))
     assert device["ordinals"] == [{"process": 0, "device": "cuda:0"}]
-
-
-@pytest.mark.parametrize(
-    "odd", [{"process": 1}, {"process": 1, "devices": 7}, {"devices": [7, {"uuid": 1}, {"uuid": "1", "device": None}]}]
-)
-def test_an_odd_report_of_memory_ends_no_samples(make: Any, odd: dict[str, Any]) -> None:
-    sampler, watch = make(FakeNvml())
-    sampler.add_torch_memory({"process": 1, **odd}, os.getppid())
-    devices = [3, {"device": "cuda:0", "uuid": "1", "reserved_bytes": 500}]
-    sampler.add_torch_memory({"process": 0, "devices": devices}, os.getpid())
-    watch.until(lambda e: [d for d in of_kind(e, "device") if d["mem_torch_bytes"] == 500], "the well-formed part")
-    assert of_kind(watch._taken, "warning") == []
 
 
 def test_stop_without_start() -> None:

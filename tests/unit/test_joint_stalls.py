@@ -13,11 +13,13 @@ import pytest
 from dpmon.mirror import cross_node_stalls
 from dpmon.mirror.cross_node_stalls import CrossNodeStallDetector
 from dpmon.record.schema import SECOND
+from dpmon.record.typed_json import from_json, to_json
 from dpmon.run.run_directory import RunInfo
 from dpmon.stalls.stacks import Frame, ProcessStacks, Stack
-from dpmon.stalls.stall_detection import LoaderWorker, ProcessGroupView, RankActivity
-from dpmon.stalls.why_reply import STANDING_FILE, build_reply, describe_ranks, parse_rank
-from dpmon.stalls.why_text import format_reply
+from dpmon.stalls.stall_detection import LoaderWorker, NodeActivities, ProcessGroupView, RankActivity
+from dpmon.stalls.stall_report import StallReport, build_report
+from dpmon.stalls.why_reply import STANDING_FILE
+from dpmon.stalls.why_text import format_report
 from dpmon.supervise import stall_watch
 from dpmon.supervise.stall_watch import StallWatch
 
@@ -76,17 +78,17 @@ class Machines:
             for node, watch in enumerate(self.watches):
                 watch.poll()
                 if node != cut:
-                    self.joint.receive_rank_report(node, NAMES[node], self.standing(node), 0)
+                    self.joint.receive_rank_report(node, NAMES[node], *self.standing(node))
             self.joint.poll()
             self.now += 1
 
-    def standing(self, node: int) -> dict[str, Any]:
-        """What the supervisor of a machine wrote last, with the times that it had then."""
+    def standing(self, node: int) -> tuple[dict[str, Any], int]:
+        """What the supervisor of a machine wrote last, and its age (ns)."""
         path = self.places[node] / STANDING_FILE
-        found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"ranks": []}
-        for each in found["ranks"]:
-            each["for_s"] += self.now - found["t_s"]
-        return found
+        if not path.exists():
+            return {"now_ns": 0, "ranks": []}, 0
+        found: dict[str, Any] = json.loads(path.read_text())
+        return found, START + int(self.now * SECOND) - found["now_ns"]
 
     def texts(self, node: int = 2) -> list[tuple[float | None, str]]:
         return [(data.get("lasted_s"), data["text"]) for data in self.told[node]]
@@ -150,7 +152,7 @@ def test_the_rank_that_failed_on_another_machine_is_named(machines: Machines) ->
 
 def test_while_a_machine_does_not_answer_nobody_else_is_blamed(machines: Machines) -> None:
     machines.ranks[0][1] = rank(1, sequence=5)
-    machines.joint.receive_rank_report(1, NAMES[1], {"ranks": []}, 0)
+    machines.joint.receive_rank_report(1, NAMES[1], {"now_ns": 0, "ranks": []}, 0)
     machines.joint.drop_node(1)
     machines.run(60, cut=1)
     assert machines.texts() == []
@@ -208,16 +210,16 @@ def test_one_answer_says_what_the_ranks_of_all_machines_do(machines: Machines) -
     machines.run(20)
     dumps = {101: ProcessStacks((SAVES, Stack((Frame("run", "/job/pump.py", 1),), "pump", main=False)))}
     answers = {
-        node: (NAMES[node], json.loads(json.dumps(build_reply(ranks, dumps, None, START + 20 * SECOND, INFO))))
+        node: (NAMES[node], build_report(ranks, dumps, None, START + 20 * SECOND, INFO))
         for node, ranks in enumerate(machines.ranks)
     }
     found = machines.joint.merge_replies(answers, START + 20 * SECOND)
-    assert (found["text"], found["since_s"], found["t_s"]) == (STUCK, 1.0, 20.0)
-    assert [(each["node"], each["rank"], each["waits"], each["apart"]) for each in found["ranks"]] == [
+    assert (found.text, found.since_s, found.t_s) == (STUCK, 1.0, 20.0)
+    assert [(each.node, each.rank, each.waits, each.apart) for each in found.ranks] == [
         ("gpu-2", 3, False, False), ("gpu-1", 0, True, False), ("gpu-1", 1, True, False), ("gpu-2", 2, True, False)
     ]  # fmt: skip
-    assert [each["process"] for each in found["ranks"]] == [3, 0, 1, 2]
-    lines = [text for text, _ in format_reply(found, all_threads=True)]
+    assert [each.process for each in found.ranks] == [3, 0, 1, 2]
+    lines = [text for text, _ in format_report(found, all_threads=True)]
     assert lines[0] == f"stalled for 19 s: {STUCK}"
     assert lines[3].split()[:3] == [">", "3", "(gpu-2)"]
     assert "rank 3 (gpu-2):" in lines or "ranks 1, 3:" in lines
@@ -225,46 +227,32 @@ def test_one_answer_says_what_the_ranks_of_all_machines_do(machines: Machines) -
 
 
 def test_an_answer_of_machines_that_are_not_stalled(machines: Machines) -> None:
-    answers: Any = {
-        0: ("gpu-1", build_reply([rank(0)], {}, None, START, INFO)),
-        1: ("gpu-2", {"ranks": 7, "nccl": "x"}),
+    answers = {
+        0: ("gpu-1", build_report([rank(0)], {}, None, START, INFO)),
+        1: ("gpu-2", StallReport(1.0, None, None, ())),
     }
     found = machines.joint.merge_replies(answers, START)
-    assert (found["text"], found["since_s"], [each["rank"] for each in found["ranks"]]) == (None, None, [0])
-    assert format_reply(found)[0][0] == "not stalled"
+    assert (found.text, found.since_s, [each.rank for each in found.ranks]) == (None, None, [0])
+    assert format_report(found)[0][0] == "not stalled"
 
 
 def test_all_that_the_verdict_needs_is_passed_on() -> None:
     whole = RankActivity(
         7, 1, 3, 4, "data", START - 5 * SECOND, 12, (ProcessGroupView(5, 4, 9), ProcessGroupView(6, 2, None)),
-        "disk wait", None, True, True, True, 9, True, SAVES, None, "ValueError (a.py:1)", LoaderWorker(8, "dead"),
-        usual_ns=30 * SECOND,
+        "disk wait", None, True, True, True, 9, True, SAVES, None, "ValueError (a.py:1)",
+        LoaderWorker(8, "dead", BACKWARD), usual_ns=30 * SECOND,
     )  # fmt: skip
-    record = json.loads(json.dumps(describe_ranks([whole], START + SECOND, INFO)))
-    read = parse_rank(record["ranks"][0], "a", START + SECOND)
-    assert read == whole._replace(node="a")
     bare = RankActivity(7, 1, None, since_ns=START, why_no_stack="why")
-    record = json.loads(json.dumps(describe_ranks([bare], START + SECOND, INFO)))
-    assert parse_rank(record["ranks"][0], "a", START + SECOND) == bare._replace(node="a")
+    sent = NodeActivities(START, (whole, bare))
+    assert from_json(NodeActivities, json.loads(json.dumps(to_json(sent)))) == sent
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [
-        {"stacks": 7}, {"stacks": [7]}, {"stacks": [{"main": True}]}, {"stacks": [{"main": True, "frames": [["a"]]}]},
-        {"stacks": [{"main": True, "frames": [["a", "b", "c"]]}]}, {"groups": 7}, {"groups": [7]}, {"worker": 7},
-    ],
-)  # fmt: skip
-def test_rubbish_is_no_rank(wrong: dict[str, Any], machines: Machines) -> None:
-    with pytest.raises(ValueError, match="not a rank"):
-        machines.joint.receive_rank_report(0, "a", {"ranks": [{"pid": 1, **wrong}]}, 0)
-    for ranks in (7, [7], None):
-        with pytest.raises(ValueError, match="not a list of ranks"):
-            machines.joint.receive_rank_report(0, "a", {"ranks": ranks}, 0)
-
-
-def test_members_of_another_type_are_unknown() -> None:
-    odd: dict[str, Any] = {
-        name: [] for name in ("pid", "rank", "world", "doing", "for_s", "step", "state", "busy", "job", "usual_s")
-    }
-    assert parse_rank(odd, "a", START) == RankActivity(0, node="a")
+    ("member", "wrong"), [("pid", "7"), ("pid", None), ("stack", 7), ("groups", 7), ("worker", [7])]
+)
+def test_rubbish_is_no_rank(member: str, wrong: object, machines: Machines) -> None:
+    sound = to_json(RankActivity(1))
+    sound[RankActivity._fields.index(member)] = wrong
+    for ranks in ([sound], [sound[:3]], [7], 7, None):
+        with pytest.raises(ValueError, match="no valid NodeActivities"):
+            machines.joint.receive_rank_report(0, "a", {"now_ns": 1, "ranks": ranks}, 0)

@@ -32,7 +32,7 @@ from dpmon.run.run_directory import load_exit, load_info
 from dpmon.run.run_reader import RunReader
 from dpmon.stalls.stacks import Frame, Stack
 from dpmon.stalls.stall_detection import ProcessGroupView, RankActivity, Stall
-from dpmon.stalls.why_reply import build_reply
+from dpmon.stalls.stall_report import build_report
 from support.format_readers import _JSON_PAGE, check_json_is_documented, documented_json_paths
 from support.history_builders import make_run_info, write_run_directory
 from support.rank_builders import ddp_rank_rows
@@ -126,10 +126,10 @@ def test_every_field_of_why_is_described(
     stack = Stack((Frame("save", "t.py", 3),))
     rank = RankActivity(7, 0, 1, since_ns=1, step=3, groups=(ProcessGroupView(1, 2, 5),), stack=stack)
     gpu = {"util_pct": 3.0, "power_w": 60.0, "ordinals": [{"process": 0, "device": "cuda:0"}]}
-    now = build_reply([rank], {}, Stall(1, (0,), ()), 2, load_info(directory), gpus=[gpu], nccl=["DEAD"])
+    now = build_report([rank], {}, Stall(1, (0,), ()), 2, load_info(directory), gpus=[gpu], nccl=["DEAD"])
     monkeypatch.setattr("dpmon.cli.why.run_state", lambda *_: ("running", load_exit(directory)))
     monkeypatch.setattr("dpmon.cli.why._read_traceback", lambda *_: (("main", "/job/train.py", 3),))
-    mirrored = {**now, "without": ["gpu-2: it did not answer in time"]}
+    mirrored = replace(now, without=("gpu-2: it did not answer in time",))
     monkeypatch.setattr("dpmon.cli.why._request_why_reply", lambda *_, **how: mirrored)
     assert main(["why", directory.name, "--json"]) == 0
     check_json_is_documented("dpmon why --json", json.loads(capsys.readouterr().out))

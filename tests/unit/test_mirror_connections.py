@@ -17,12 +17,15 @@ from dpmon.mirror.mirror import MAX_NODE_BACKLOG_BYTES, Mirror
 from dpmon.mirror.node_links import LineReceived, LinkClosed, LinkOpened
 from dpmon.mirror.request_relay import RequestRelay
 from dpmon.model.nodes import read_nodes
+from dpmon.record.typed_json import to_json
 from dpmon.run import proc
 from dpmon.run.lifecycle import outcome_word
 from dpmon.run.mirror_state import MirrorState, NodeReplies
 from dpmon.run.run_directory import load_exit, load_info, write_info
-from dpmon.stalls.why_reply import ANSWER_FILE, ASKED_FILE, request_reply
-from dpmon.stalls.why_text import format_reply
+from dpmon.stalls.stall_detection import NodeActivities, RankActivity
+from dpmon.stalls.stall_report import RankReport, StallReport
+from dpmon.stalls.why_reply import ANSWER_FILE, ASKED_FILE, read_reply, request_reply
+from dpmon.stalls.why_text import format_report
 from dpmon.store.store_opening import open_store
 from support.mirror_builders import mirror_run_info
 
@@ -231,8 +234,8 @@ def test_a_machine_with_an_invalid_row_is_cut_off_and_delays_no_other_one(
 @pytest.mark.parametrize(
     "line",
     [
-        b'{"standing": {"ranks": [{"stacks": [{"main": true, "frames": [["f", "f.py", 1e999]]}]}]}, "age_s": 1}',
-        b'{"standing": {"ranks": [{"groups": 3}]}, "age_s": 1}',
+        b'{"standing": {"now_ns": 1, "ranks": [[1, 0, 0, "2"]]}, "age_s": 1}',
+        b'{"standing": {"now_ns": 1e999, "ranks": []}, "age_s": 1}',
     ],
 )
 def test_odd_facts_of_ranks_end_the_connection_of_their_machine(mirror: Mirror, line: bytes) -> None:
@@ -353,9 +356,10 @@ def test_an_answer_about_a_stall_names_the_machines_without_one(
     elif what:
         send(mirror, {"answer": number, "error": "no room"})
     mirror._requests.poll(8.0)
-    found = json.loads((mirror.directory / ANSWER_FILE).read_bytes())
-    assert found["without"] == [f"gpu-0: {why}"]
-    assert (f"  gpu-0: {why}", "") in format_reply(found)
+    found = read_reply(mirror.directory, number)
+    assert found is not None
+    assert found.without == (f"gpu-0: {why}",)
+    assert (f"  gpu-0: {why}", "") in format_report(found)
     assert len(sent) > 0
 
 
@@ -369,9 +373,11 @@ def test_a_question_about_a_stall_waits_for_machines_that_were_not_tried_yet(
     mirror._handle_report(LinkOpened(0, MARKER))
     send(mirror, beat(0, 0))
     mirror._requests.poll(0.1)
-    send(mirror, {"answer": number, "why": {"ranks": [{}], "text": None}})
+    send(mirror, {"answer": number, "why": to_json(StallReport(1.0, None, None, (RankReport(pid=1),)))})
     mirror._requests.poll(0.2)
-    assert "without" not in json.loads((mirror.directory / ANSWER_FILE).read_bytes())
+    found = read_reply(mirror.directory, number)
+    assert found is not None
+    assert found.without == ()
 
 
 def test_a_question_that_no_machine_can_answer_is_answered(mirror: Mirror) -> None:
@@ -379,9 +385,10 @@ def test_a_question_that_no_machine_can_answer_is_answered(mirror: Mirror) -> No
     long_ago = number - 4 * 10**9
     os.utime(mirror.directory / ASKED_FILE, ns=(long_ago, long_ago))
     mirror._requests.poll(0.0)
-    found = json.loads((mirror.directory / ANSWER_FILE).read_bytes())
-    assert found["without"] == ["gpu-0: it is not connected"]
-    lines = [text for text, _ in format_reply(found)]
+    found = read_reply(mirror.directory, long_ago)
+    assert found is not None
+    assert found.without == ("gpu-0: it is not connected",)
+    lines = [text for text, _ in format_report(found)]
     assert lines == ["no rank has answered", "", "no stacks from:", "  gpu-0: it is not connected"]
 
 
@@ -396,9 +403,11 @@ def test_another_request_does_not_cut_off_the_answers_about_a_stall(
     MirrorState(mirror.directory, 0).send_request({"ask": "sample"})
     mirror._requests.poll(0.1)
     assert not (mirror.directory / ANSWER_FILE).exists()
-    send(mirror, {"answer": number, "why": {"ranks": [], "text": "it waits"}})
+    send(mirror, {"answer": number, "why": to_json(StallReport(1.0, 0.5, "it waits", ()))})
     mirror._requests.poll(0.2)
-    assert json.loads((mirror.directory / ANSWER_FILE).read_bytes())["text"] == "gpu-0: it waits"
+    found = read_reply(mirror.directory, number)
+    assert found is not None
+    assert found.text == "gpu-0: it waits"
 
 
 @pytest.mark.parametrize(
@@ -537,8 +546,8 @@ def test_a_machine_cannot_fill_the_files_beside_the_history(mirror: Mirror, monk
     long = "x" * 100_000
     for number in range(1, 40):
         doing = {f"{number} {rank} {long[:100]}": {str(rank): number} for rank in range(1000)}
-        ranks = [{"rank": rank, "pid": rank, "text": long[:500]} for rank in range(100)]
-        send(mirror, {"standing": {"ranks": ranks}, "age_s": 1.0})
+        ranks = tuple(RankActivity(pid=rank, rank=rank, why_no_stack=long[:500]) for rank in range(100))
+        send(mirror, {"standing": to_json(NodeActivities(1, ranks)), "age_s": 1.0})
         pause = [True, True, number]
         more = {"doing": doing, "refusal": long, "stage": [long, 1], "pause": pause, "output_at": number}
         send(mirror, beat(number, number + 1, output="\n" * 100_000 if number % 2 else long, **more))

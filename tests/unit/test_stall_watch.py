@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from dpmon.record.schema import SECOND
+from dpmon.record.typed_json import from_json, to_json
 from dpmon.run import proc
 from dpmon.run.run_directory import RunInfo, record_stop_request
 from dpmon.span_reader import SpanReader
@@ -21,8 +22,9 @@ from dpmon.stalls import rank_inspector, why_reply
 from dpmon.stalls.rank_inspector import Counters, RankInspector, newest_process_per_rank
 from dpmon.stalls.stacks import Frame, ProcessStacks, Stack
 from dpmon.stalls.stall_detection import RankActivity
+from dpmon.stalls.stall_report import RankReport, StallReport, build_report
 from dpmon.stalls.why_reply import read_reply, request_reply, write_reply
-from dpmon.stalls.why_text import format_reply
+from dpmon.stalls.why_text import format_report
 from dpmon.supervise import stall_watch
 from dpmon.supervise.stall_watch import StallWatch
 
@@ -56,7 +58,7 @@ class Watched:
     def _take(self, asked: int | None) -> None:
         self.taken += 1
 
-    def answer(self, seconds: float) -> dict[str, Any]:
+    def answer(self, seconds: float) -> StallReport:
         """The answer to a request, at a time in seconds since the start."""
         number = request_reply(self.place)
         self.look(seconds)
@@ -122,8 +124,8 @@ def test_nothing_is_named_without_its_stack(tmp_path: Path, monkeypatch: pytest.
 def test_a_new_supervisor_goes_on_with_the_stall(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resumed: bool
 ) -> None:
-    ranks = [{"pid": 7, "waits": False}, {"pid": 8, "waits": True}, {"pid": 9, "waits": False, "apart": True}]
-    run = Watched(tmp_path, monkeypatch, {"since_s": 1.0, "text": TEXT, "ranks": ranks})
+    ranks = RankReport(pid=7), RankReport(pid=8, waits=True), RankReport(pid=9, apart=True)
+    run = Watched(tmp_path, monkeypatch, to_json(StallReport(11.0, 1.0, TEXT, ranks)))
     assert run.watch._reindexed_stall([STUCK._replace(pid=pid) for pid in (9, 8, 7)]) == (START + SECOND, (2,), (1,))
     run.ranks = [STUCK._replace(busy=None)]  # no sign of life is known yet
     for at in range(40, 45):
@@ -220,11 +222,11 @@ def test_an_answer_names_the_same_processes_after_one_has_gone(tmp_path: Path, m
     run.look(30)
     recorded = run.told[0][1]["ranks"]
     assert [(rank["pid"], rank["apart"]) for rank in recorded] == [(7, False), (6, True)]
-    assert [text.split()[0] for text, _ in format_reply(run.told[0][1])[3:5]] == [">", "pid"]
+    assert [text.split()[0] for text, _ in format_report(from_json(StallReport, run.told[0][1]))[3:5]] == [">", "pid"]
     run.ranks = [STUCK]
-    assert [(rank["pid"], rank["apart"]) for rank in run.answer(30.5)["ranks"]] == [(7, False)]
+    assert [(rank.pid, rank.apart) for rank in run.answer(30.5).ranks] == [(7, False)]
     run.ranks = [goes_on]
-    assert [(rank["pid"], rank["apart"]) for rank in run.answer(30.6)["ranks"]] == [(6, True)]
+    assert [(rank.pid, rank.apart) for rank in run.answer(30.6).ranks] == [(6, True)]
 
 
 @pytest.mark.parametrize(
@@ -246,7 +248,7 @@ def test_the_death_of_all_processes_is_no_progress(
 
 
 def test_an_old_answer_is_none_after_the_clock_was_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_reply(tmp_path, time.time_ns() + 3600 * SECOND, {"text": "old"})
+    write_reply(tmp_path, time.time_ns() + 3600 * SECOND, StallReport(1.0, None, "old", ()))
     monkeypatch.setattr(why_reply, "WAIT_S", 0.0)
     assert why_reply.request_and_wait(tmp_path) is None
     assert read_reply(tmp_path, request_reply(tmp_path)) is None
@@ -299,7 +301,7 @@ def test_nccl_is_asked_with_the_stacks_and_only_in_its_jobs(
     look.query_nccl()
     look.close()
     assert asked == ([{os.getpid()}] if nccl else [])
-    text = [line for line, _ in format_reply(why_reply.build_reply(ranks, dumps, None, START, INFO, nccl=look.nccl))]
+    text = [line for line, _ in format_report(build_report(ranks, dumps, None, START, INFO, nccl=look.nccl))]
     assert text[-2:] == (["NCCL reports:", "  rank 1 is behind"] if nccl else [text[-2], "  save (/job/train.py:4)"])
 
 
@@ -332,7 +334,7 @@ def test_an_answer_that_came_while_the_asking_process_was_stopped_is_returned(
     def stopped(_: float) -> None:
         nonlocal asleep_s
         asleep_s = 60.0
-        write_reply(tmp_path, why_reply.last_request_number(tmp_path), {"ranks": []})
+        write_reply(tmp_path, why_reply.last_request_number(tmp_path), StallReport(1.0, None, None, ()))
 
     monkeypatch.setattr(time, "sleep", stopped)
     monkeypatch.setattr(time, "monotonic", lambda: clock() + asleep_s)

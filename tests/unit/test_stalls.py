@@ -46,8 +46,8 @@ from dpmon.stalls.stall_detection import (
     find_stall,
     sentence,
 )
-from dpmon.stalls.why_reply import build_reply
-from dpmon.stalls.why_text import format_reply
+from dpmon.stalls.stall_report import RankReport, StallReport, build_report
+from dpmon.stalls.why_text import format_report
 from support.run_harness import wait_for
 
 NOW = 1000 * SECOND
@@ -578,20 +578,13 @@ def test_c_frames_are_only_in_the_whole_stack() -> None:
     assert found.frames == (Frame("poll", "/build/poll.c", 0), Frame("save", "/job/train.py", 12))
     assert told(rank(0, found.frames, world=1)) == "in save (train.py:12)"
     ranks = [
-        answered_rank(number, "in save (t.py:1)", waits=False)
-        | {
-            "stacks": [
-                {
-                    "thread": "",
-                    "main": True,
-                    "left_out": 0,
-                    "frames": [[address, "/lib/libc.so.6", 0], ["f", "t.py", 1]],
-                }
-            ]
-        }
+        replace(
+            answered_rank(number, "in save (t.py:1)", waits=False),
+            stacks=(Stack((Frame(address, "/lib/libc.so.6", 0), Frame("f", "t.py", 1))),),
+        )
         for number, address in ((0, "0x7f01"), (1, "0x7f02"))
     ]
-    lines = [text for text, _ in format_reply({"text": None, "ranks": ranks})]
+    lines = [text for text, _ in format_report(StallReport(30.0, None, None, tuple(ranks)))]
     assert lines[-3:] == ["ranks 0, 1:", "  0x7f01 (/lib/libc.so.6)", "  f (t.py:1)"]
 
 
@@ -601,14 +594,14 @@ def test_the_stack_of_a_worker_is_shown_whole() -> None:
     )
     threads = ProcessStacks((Stack(LOADER), Stack((Frame("f", "/job/t.py", 1),), "pin memory", False)))
     facts = rank(1, LOADER, doing="data", worker=worker)
-    found = build_reply(
+    found = build_report(
         [facts], {facts.pid: threads}, None, NOW, RunInfo("", "n", ("c",), "s", "/job", None, 1e9, 0, "", True)
     )
     whole = ["  Samples.__getitem__ (/job/data.py:3)"]
-    text = [line for line, _ in format_reply(found)]
+    text = [line for line, _ in format_report(found)]
     assert text[-2:] == ["  worker of rank 1 (pid 8):", *whole]
     assert not any("pin memory" in line for line in text)
-    text = [line for line, _ in format_reply(found, all_threads=True)]
+    text = [line for line, _ in format_report(found, all_threads=True)]
     assert text[-4:] == ["  thread pin memory:", "  f (/job/t.py:1)", "  worker of rank 1 (pid 8):", *whole]
 
 
@@ -741,21 +734,23 @@ def test_the_state_in_a_word(now: StateInputs, expected: str) -> None:
 # ------------------------------------------------------------------------------------------------ the answer in lines
 
 
-def answered_rank(number: int, words: str, *, waits: bool, **more: Any) -> dict[str, Any]:
-    frames = [["select", "/usr/lib/python3.11/selectors.py", 415], ["main", "/home/me/a/long/way/to/the/train.py", 88]]
-    return {
-        "rank": number, "pid": 7, "step": 60, "for_s": 27.0, "waits": waits, "words": words, "state": "sleeping",
-        "cpu": 0.0, "groups": [{"sequence": 205}],
-        "stacks": [{"thread": "", "main": True, "left_out": 0, "frames": frames}], **more,
-    }  # fmt: skip
+def answered_rank(number: int, words: str, *, waits: bool) -> RankReport:
+    frames = (
+        Frame("select", "/usr/lib/python3.11/selectors.py", 415),
+        Frame("main", "/home/me/a/long/way/to/the/train.py", 88),
+    )
+    return RankReport(
+        rank=number, pid=7, step=60, for_s=27.0, waits=waits, words=words, cpu=0.0,
+        groups=(ProcessGroupView(1, 2, 205),), stacks=(Stack(frames),),
+    )  # fmt: skip
 
 
 def test_a_narrow_answer_keeps_place_and_line() -> None:
     words = "in DataLoader.__next__ (train.py:88); its worker (pid 7) is in Samples.__getitem__ (train.py:31)"
-    ranks = [answered_rank(1, words, waits=False), answered_rank(0, "in backward (train.py:90)", waits=True)]
-    found = {"text": "rank 1 ...", "t_s": 30.0, "since_s": 3.0, "ranks": ranks}
-    assert "  12,345  " in format_reply({**found, "ranks": [{**ranks[0], "step": 12345}]})[3][0]
-    lines = [text for text, _ in format_reply(found, width=76)]
+    ranks = answered_rank(1, words, waits=False), answered_rank(0, "in backward (train.py:90)", waits=True)
+    found = StallReport(30.0, 3.0, "rank 1 ...", ranks)
+    assert "  12,345  " in format_report(replace(found, ranks=(replace(ranks[0], step=12345),)))[3][0]
+    lines = [text for text, _ in format_report(found, width=76)]
     assert lines[2:5] == [
         "   RANK  STEP  FOR   IN                                          COLLECTIVES",
         ">  1     60    27 s  in DataLoader.__next__ (train.py:88); its…  205",
@@ -763,19 +758,17 @@ def test_a_narrow_answer_keeps_place_and_line() -> None:
     ]
     assert lines[6:8] == ["ranks 0, 1:", "  select (selectors.py:415)"]
     assert "  main (/home/me/a/long/way/to/the/train.py:88)" in lines
-    assert "  main (train.py:88)" in [text for text, _ in format_reply(found, width=40)]
-    whole = [text for text, _ in format_reply(found)]
+    assert "  main (train.py:88)" in [text for text, _ in format_report(found, width=40)]
+    whole = [text for text, _ in format_report(found)]
     assert words in whole[3]
     assert whole[3].endswith("sleeping, 0% CPU")
 
 
 def test_hostile_names_in_an_answer_are_cleaned() -> None:
-    rank = answered_rank(1, "in \x1b[2J (a.py:1)\n", waits=False, state="\x07", rank="\x1b]52;c;x\x07")
-    found = {"text": "\x1b[31m", "t_s": 30.0, "since_s": 3.0, "ranks": [rank]}
+    rank = replace(answered_rank(1, "in \x1b[2J (a.py:1)\n", waits=False), state="\x07", node="\x1b]52;c;x\x07")
+    found = StallReport(30.0, 3.0, "\x1b[31m", (rank,))
     for width in (None, 40, 76):
-        assert all(text.isprintable() for text, _ in format_reply(found, width=width))
-    for damaged in ({}, {"ranks": 3}, {**found, "ranks": [3]}, {**found, "ranks": [{}]}, {**found, "t_s": "x"}):
-        assert format_reply(damaged) == [("the record of the stall is damaged", "bad")]
+        assert all(text.isprintable() for text, _ in format_report(found, width=width))
 
 
 def test_a_py_spy_that_cannot_be_killed_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,12 +17,14 @@ from dpmon.model.recorded_stalls import RecordedStall
 from dpmon.model.run_events import RunEvents
 from dpmon.model.run_snapshot import Column
 from dpmon.record.record_types import Event
+from dpmon.record.typed_json import from_json
 from dpmon.report.html_page import render_page
 from dpmon.report.plots import build_plots
 from dpmon.report.report_data import collect_report_data
 from dpmon.report.sections import build_document
 from dpmon.report.sentences import stall_sentences
-from dpmon.stalls.why_text import format_reply
+from dpmon.stalls.stall_report import StallReport
+from dpmon.stalls.why_text import format_report
 from dpmon.ui.chart import scale_top
 from dpmon.ui.panels import panel_stall
 from dpmon.ui.panels.panel_output import OutputView
@@ -131,11 +133,13 @@ def test_a_guilty_rank_is_named_with_its_node() -> None:
 def test_an_answer_without_collectives_has_no_column_for_them() -> None:
     record = stall_record(2, SECOND, 5).data
     quiet = {**record, "ranks": [{**one, "groups": []} for one in record["ranks"]]}
-    told = {**record, "ranks": [{**one, "groups": [{"sequence": 7}]} for one in record["ranks"]]}
-    heads = [next(text for text, _ in format_reply(found, width=76) if "RANK" in text) for found in (quiet, told)]
+    groups = [{"group": 1, "ranks": 2, "sequence": 7}]
+    told = {**record, "ranks": [{**one, "groups": groups} for one in record["ranks"]]}
+    reports = [from_json(StallReport, each) for each in (quiet, told)]
+    heads = [next(text for text, _ in format_report(each, width=76) if "RANK" in text) for each in reports]
     assert ["COLLECTIVES" in head for head in heads] == [False, True]
     assert heads[0].endswith("PROCESS"), heads[0]
-    assert max(len(text) for text, _ in format_reply(quiet, width=76) if "sleeping" in text) <= 76
+    assert max(len(text) for text, _ in format_report(reports[0], width=76) if "sleeping" in text) <= 76
 
 
 def test_a_process_without_ranks_has_the_same_row() -> None:
@@ -313,9 +317,9 @@ def test_a_damaged_record_never_breaks_the_screen(changes: dict[str, Any]) -> No
 async def test_the_dialog_says_why_and_asks_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Path] = []
 
-    def answer(directory: Path) -> dict[str, Any]:
+    def answer(directory: Path) -> StallReport:
         asked.append(directory)
-        return {**stall_record(2, SECOND, 160).data, "asked": 1}
+        return from_json(StallReport, stall_record(2, SECOND, 160).data)
 
     monkeypatch.setattr("dpmon.ui.why_dialog.request_and_wait", answer)
     monkeypatch.setattr("dpmon.ui.why_dialog._REQUEST_INTERVAL_S", 0.0)
@@ -334,7 +338,8 @@ async def test_the_dialog_counts_on_while_the_answer_grows_old(tmp_path: Path, m
     facts = screen_in_stall(2)
     assert facts.shown_stall is not None
     monkeypatch.setattr(
-        "dpmon.ui.why_dialog.request_and_wait", lambda _: stall_record(2, facts.shown_stall.since_ns, 160).data
+        "dpmon.ui.why_dialog.request_and_wait",
+        lambda _: from_json(StallReport, stall_record(2, facts.shown_stall.since_ns, 160).data),
     )
     async with open_screen(tmp_path, (80, 24)) as on:
         monkeypatch.setattr(on.app, "data_to_draw", lambda: facts)
@@ -345,7 +350,8 @@ async def test_the_dialog_counts_on_while_the_answer_grows_old(tmp_path: Path, m
 
 async def test_the_dialog_says_that_the_run_is_paused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "dpmon.ui.why_dialog.request_and_wait", lambda _: {**stall_record(2, SECOND, 160).data, "text": None}
+        "dpmon.ui.why_dialog.request_and_wait",
+        lambda _: from_json(StallReport, {**stall_record(2, SECOND, 160).data, "text": None}),
     )
     async with open_screen(tmp_path, (80, 24)) as on:
         on.reader.pause = types.SimpleNamespace(is_requested=True, is_pending=False, since_ns=SECOND)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import replace
 
-from dpmon.model.run_snapshot import RunSnapshot
-from dpmon.record.safe_json import int_member, ns_member, number_member, text_member
 from dpmon.record.schema import SECOND
 from dpmon.record.shared_names import node_suffix
 from dpmon.sanitize import sanitize_line
 from dpmon.stalls.stall_detection import format_ranges
-from dpmon.stalls.why_text import format_reply
+from dpmon.stalls.stall_report import RankReport, parse_report
+from dpmon.stalls.why_text import format_report
 from dpmon.text.cells import wrap_text
 from dpmon.text.formatting import UNKNOWN, format_count, format_count_with_noun, format_elapsed, format_percent
 from dpmon.ui.screen_data import NAMES, RANK_NAMES, ScreenData, format_devices
@@ -19,78 +18,59 @@ from dpmon.ui.styled_rows import Row, row_width, wrap_to_rows
 from dpmon.ui.terminal_style import TerminalStyle
 
 _KEY_HINTS = (("enter", "stacks"), ("w", "stacks now"), ("x", "stop"))
-_MAX_CORES = 10_000
 _MAX_RANKS_CELLS = 40
 """Most cells for the numbers of ranks that share a row."""
 
 
-class _StalledRank(NamedTuple):
-    """The activity of a rank when the stall was recorded; unknown values are None."""
-
-    number: int | None
-    """Its rank; None for a process without one."""
-    device: str
-    location: str
-    step: int | None
-    since_ns: int | None
-    """Since when, in ns since the run's start."""
-    state: str
-    cpu_share: float | None
-    is_waiting: bool
-
-    @property
-    def details(self) -> str:
-        """The step, state and CPU use of the rank, separated by commas."""
-        since = "no step yet" if self.step is None else f"after step {format_count(self.step)}"
-        cpu = ""
-        if self.cpu_share is not None and 0 <= self.cpu_share < _MAX_CORES:
-            cpu = f"{format_percent(self.cpu_share)} CPU"
-        return ", ".join(part for part in (since, self.state, cpu) if part)
-
-
-def _parse_stalled_rank(record: Mapping[str, Any], detected_ns: int, state: RunSnapshot) -> _StalledRank:
-    process = state.processes.get(int_member(record, "process") or 0)
-    waited_ns = ns_member(record, "for_s")
-    return _StalledRank(
-        int_member(record, "rank"),
-        "" if process is None else f"{format_devices(process.devices)}{node_suffix(process.node)}".strip(),
-        sanitize_line(text_member(record, "words") or UNKNOWN, 300),
-        int_member(record, "step"),
-        None if waited_ns is None else detected_ns - waited_ns,
-        sanitize_line(text_member(record, "state") or "", 20),
-        number_member(record, "cpu"),
-        record.get("waits") is True,
-    )
-
-
-def _stalled_ranks(screen: ScreenData) -> list[_StalledRank]:
-    stall = screen.shown_stall
-    if stall is None:
+def _stalled_ranks(screen: ScreenData) -> list[RankReport]:
+    """Return the ranks of the stall, with clean text, and `for_s` as of the time that the screen shows."""
+    report = None if screen.shown_stall is None else parse_report(screen.shown_stall.record)
+    if report is None:
         return []
-    detected_ns = ns_member(stall.record, "t_s") or stall.noticed_ns
-    records = [record for record in stall.ranks if record.get("apart") is not True]
-    return [_parse_stalled_rank(record, detected_ns, screen.state) for record in records]
+    age_s = screen.elapsed_ns / SECOND - report.t_s
+    return [
+        replace(
+            rank,
+            words=sanitize_line(rank.words or UNKNOWN, 300),
+            state=sanitize_line(rank.state, 20),
+            for_s=None if rank.for_s is None else rank.for_s + age_s,
+        )
+        for rank in report.ranks
+        if not rank.apart
+    ]
+
+
+def _device(rank: RankReport, screen: ScreenData) -> str:
+    process = screen.state.processes.get(rank.process or 0)
+    return "" if process is None else f"{format_devices(process.devices)}{node_suffix(process.node)}".strip()
+
+
+def _details(rank: RankReport) -> str:
+    """Return the step, state and CPU use of a rank, separated by commas."""
+    step = "no step yet" if rank.step is None else f"after step {format_count(rank.step)}"
+    cpu = "" if rank.cpu is None else f"{format_percent(rank.cpu)} CPU"
+    return ", ".join(part for part in (step, rank.state, cpu) if part)
 
 
 def stalled_step(screen: ScreenData) -> int | None:
     """Return the last step of the blamed ranks, the lowest of several; None if it is unknown, or without a stall."""
     ranks = _stalled_ranks(screen)
-    blamed = [rank for rank in ranks if not rank.is_waiting] or ranks
+    blamed = [rank for rank in ranks if not rank.waits] or ranks
     return min((rank.step for rank in blamed if rank.step is not None), default=None)
 
 
 def preferred_height(screen: ScreenData, _: int = 0) -> int:
     """Return the number of rows of the whole content, without the two that the layout reserves for headings."""
     ranks = _stalled_ranks(screen)
-    waiting_places = len({rank.location for rank in ranks if rank.is_waiting})
-    return max(2 * sum(not rank.is_waiting for rank in ranks) + waiting_places, 2)
+    waiting_places = len({rank.words for rank in ranks if rank.waits})
+    return max(2 * sum(not rank.waits for rank in ranks) + waiting_places, 2)
 
 
 def panel_title(screen: ScreenData, style: TerminalStyle) -> tuple[Row, Row]:
     """Return the title and the last step before the stall."""
     ranks, step = _stalled_ranks(screen), stalled_step(screen)
     corner_text = "stalled" if step is None else f"stalled after step {format_count(step)}"
-    has_ranks = any(rank.number is not None for rank in ranks)
+    has_ranks = any(rank.rank is not None for rank in ranks)
     return [((RANK_NAMES if has_ranks else NAMES)["replicas"], "title")], [(corner_text, "bad")]
 
 
@@ -100,7 +80,7 @@ def render_panel(screen: ScreenData, width: int, height: int, style: TerminalSty
     if not ranks:
         text = "" if screen.shown_stall is None else sanitize_line(screen.shown_stall.text, 400)
         return wrap_to_rows(text or "the record of the stall is damaged", width, "bad", height, style.glyphs.more)
-    blamed, waiting = ([rank for rank in ranks if rank.is_waiting is waits] for waits in (False, True))
+    blamed, waiting = ([rank for rank in ranks if rank.waits is waits] for waits in (False, True))
     waiting_rows = _waiting_ranks_row(waiting, screen, style)
     detailed, brief = (_blamed_rank_rows(blamed, screen, width, style, details=details) for details in (True, False))
     grouped = _waiting_ranks_row(blamed, screen, style)
@@ -116,7 +96,8 @@ def render_panel(screen: ScreenData, width: int, height: int, style: TerminalSty
 def render_full_screen(screen: ScreenData, width: int, height: int, style: TerminalStyle) -> list[Row]:
     """Return the rows on the full screen: the table, then the stacks of the recorded stall."""
     stall = screen.shown_stall
-    reply_lines = [] if stall is None else format_reply(stall.record, width=width)
+    report = None if stall is None else parse_report(stall.record)
+    reply_lines = [] if report is None else format_report(report, width=width)
     blank_lines = (index for index, (text, _) in enumerate(reply_lines) if index > 1 and not text)
     stack_lines = reply_lines[next(blank_lines, len(reply_lines)) + 1 :]
     rows = [*render_panel(screen, width, height, style), []]
@@ -125,51 +106,53 @@ def render_full_screen(screen: ScreenData, width: int, height: int, style: Termi
     return [*rows, *([(text, text_style)] for text, text_style in stack_lines)]
 
 
-def _seconds_since(since_ns: int | None, screen: ScreenData) -> str:
-    return UNKNOWN if since_ns is None else f"{max(screen.elapsed_ns - since_ns, 0) / SECOND:,.0f} s"
+def _format_duration(seconds: float | None) -> str:
+    return UNKNOWN if seconds is None else f"{max(seconds, 0):,.0f} s"
 
 
 def _blamed_rank_rows(
-    ranks: Sequence[_StalledRank], screen: ScreenData, width: int, style: TerminalStyle, *, details: bool
+    ranks: Sequence[RankReport], screen: ScreenData, width: int, style: TerminalStyle, *, details: bool
 ) -> list[Row]:
     """Return the rows of the blamed ranks; `details`: also step, state and CPU of each."""
-    numbers = ["" if rank.number is None else str(rank.number) for rank in ranks]
+    numbers = ["" if rank.rank is None else str(rank.rank) for rank in ranks]
     number_width = max(map(len, numbers), default=0)
-    device_width = max((len(rank.device) for rank in ranks), default=0)
+    devices = [_device(rank, screen) for rank in ranks]
+    device_width = max(map(len, devices), default=0)
     rows: list[Row] = []
-    for rank, text in zip(ranks, numbers, strict=True):
-        lead: Row = [(f"{style.glyphs.focus} ", "bad"), (text.rjust(number_width) + " " * bool(number_width), "bad")]
-        lead += [(rank.device.ljust(device_width) + "  ", "")] if device_width else []
-        lead.append((_seconds_since(rank.since_ns, screen).rjust(6) + "  ", "bold"))
+    for rank, number, device in zip(ranks, numbers, devices, strict=True):
+        rank_details = _details(rank)
+        lead: Row = [(f"{style.glyphs.focus} ", "bad"), (number.rjust(number_width) + " " * bool(number_width), "bad")]
+        lead += [(device.ljust(device_width) + "  ", "")] if device_width else []
+        lead.append((_format_duration(rank.for_s).rjust(6) + "  ", "bold"))
         indent = row_width(lead)
         text_width = max(width - indent, 10)
-        if details and len(rank.location) + 2 + len(rank.details) <= text_width:
-            rows.append([*lead, (rank.location, "bad"), (f"  {rank.details}", "dim")])
+        if details and len(rank.words) + 2 + len(rank_details) <= text_width:
+            rows.append([*lead, (rank.words, "bad"), (f"  {rank_details}", "dim")])
             continue
-        lines = [(line, "bad") for line in wrap_text(rank.location, text_width, 2 if details else 1, style.glyphs.more)]
-        lines += [(line, "dim") for line in wrap_text(rank.details, text_width, 1, style.glyphs.more) if details]
+        lines = [(line, "bad") for line in wrap_text(rank.words, text_width, 2 if details else 1, style.glyphs.more)]
+        lines += [(line, "dim") for line in wrap_text(rank_details, text_width, 1, style.glyphs.more) if details]
         rows += [[*([(" " * indent, "")] if index else lead), span] for index, span in enumerate(lines)]
     return rows
 
 
-def _waiting_ranks_row(ranks: Sequence[_StalledRank], screen: ScreenData, style: TerminalStyle) -> list[Row]:
+def _waiting_ranks_row(ranks: Sequence[RankReport], screen: ScreenData, style: TerminalStyle) -> list[Row]:
     """Return a row for all ranks at the same location, with the time since the last one arrived there."""
-    groups: dict[str, list[_StalledRank]] = {}
+    groups: dict[str, list[RankReport]] = {}
     for rank in ranks:
-        groups.setdefault(rank.location, []).append(rank)
+        groups.setdefault(rank.words, []).append(rank)
     rows: list[Row] = []
     for words, members in groups.items():
-        numbers = sorted(rank.number for rank in members if rank.number is not None)
+        numbers = sorted(rank.rank for rank in members if rank.rank is not None)
         ranks_text = format_ranges(numbers, min_length=2)
         if len(numbers) < len(members):
             ranks_text = "1 process" if len(members) == 1 else f"{format_count(len(members))} processes"
         ranks_text = ranks_text if len(ranks_text) <= _MAX_RANKS_CELLS else format_count_with_noun(len(members), "rank")
-        since_ns = max((rank.since_ns for rank in members if rank.since_ns is not None), default=None)
+        for_s = min((rank.for_s for rank in members if rank.for_s is not None), default=None)
         mark, text_style = f"{style.glyphs.focus} ", "bad"
-        if any(rank.is_waiting for rank in members):  # then all of them wait
+        if any(rank.waits for rank in members):  # then all of them wait
             mark, text_style = "  ", ""
             words = f"{'waits' if len(members) == 1 else 'wait'} {words}"
-        details = (f" {words}  {_seconds_since(since_ns, screen)}", "dim")
+        details = (f" {words}  {_format_duration(for_s)}", "dim")
         rows.append([(mark, text_style), (ranks_text, text_style), details])
     return rows
 

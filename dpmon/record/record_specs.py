@@ -95,13 +95,7 @@ RECORDS: Mapping[str, RecordSpec] = {
             backend, text: the backend of the group: gloo, nccl ...
             device, text: the type of its tensors' device
             start_s, number: time of its launch, since the run's start
-            host_ms, number: from its launch to its completion; dpmon finds the completion by polling, late by at most
-                5% or 0.1 ms, whichever is larger
-            queue_ms, number: from its launch until all collectives launched before it on its group were complete
-            alg_bytes_s, number: algorithm bandwidth: its bytes divided by the time in which it could run; null if this
-                time is below 0.1 ms
-            bus_bytes_s, number: bus bandwidth: for n ranks, alg_bytes_s times 2(n-1)/n for all_reduce, (n-1)/n for
-                all_gather, reduce_scatter, all_to_all, gather and scatter, 1 for others
+            host_ms, number: duration of the call that launched it; the ranks may still communicate after the call
             absent
         """),
         parse_record_spec("""

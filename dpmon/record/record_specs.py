@@ -261,8 +261,6 @@ RECORDS: Mapping[str, RecordSpec] = {
             loop, integer: the number of this start among those of all loaders of the process, from 1
             dataset, integer: the number of the dataset object in the process, from 1
             iter_s, number: duration of the loader's __iter__, which starts the workers
-            left_out, integer: number of earlier starts that have no record
-            left_out_s, number: total duration of these starts
             absent
         """),
         parse_record_spec("""

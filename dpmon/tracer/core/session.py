@@ -151,6 +151,8 @@ class Session:
         """Whether the last line may be incomplete."""
         self._unwritten_lines: list[bytes] = []
         """Events that could not be written; they are written before the next line."""
+        self._early_events: list[tuple[str, dict[str, Any]]] = []
+        """Kind and fields of the events before the ring was open."""
         self._fault_counts: dict[str, int] = {}
         self.ring: SpanRing | None = None
         self._is_described = False
@@ -195,6 +197,9 @@ class Session:
             with self.guard("description of the process", fatal=False):
                 self.record_event("process", **self._describe_process())
             self._is_described = True
+        while self._early_events:
+            kind, data = self._early_events.pop(0)
+            self.record_event(kind, **data)
         self.on_open(self.ring)
         self._is_open = True
 
@@ -273,20 +278,23 @@ class Session:
                 self._retry_ns = 0
                 self._append_line(data)
 
-    def record_event(self, error_class: str, call_reference: str | None = None, **data: object) -> None:
-        """Write an event of this process. `data`: its fields.
+    def record_event(self, kind: str, call_reference: str | None = None, **data: object) -> None:
+        """Write an event of this process, or keep it until the ring is open. `data`: its fields.
 
         `call_reference`: the call whose step and call numbers the event gets, "next" or "last"; None for none.
         """
-        if self.ring is not None:
-            now = monotonic_ns()
-            common: dict[str, object] = {"kind": error_class, "process": self.process_index, "rank": self.rank}
-            common["t_s"] = (now - self.config.start_ns) / 1e9
-            line = {**common, **data, "at": now}
-            if call_reference is not None:
-                line["fill"] = call_reference
-            with self._lock:
-                self._append_line(line, keep_for_later=True)
+        if self.ring is None:
+            if len(self._early_events) < MAX_UNWRITTEN_LINES:
+                self._early_events.append((kind, data))
+            return
+        now = monotonic_ns()
+        common: dict[str, object] = {"kind": kind, "process": self.process_index, "rank": self.rank}
+        common["t_s"] = (now - self.config.start_ns) / 1e9
+        line = {**common, **data, "at": now}
+        if call_reference is not None:
+            line["fill"] = call_reference
+        with self._lock:
+            self._append_line(line, keep_for_later=True)
 
     def warn(self, text: str, call_reference: str | None = None) -> None:
         """Write a warning for the user of dpmon. The script does not see it."""

@@ -158,7 +158,7 @@ def collect_stacks(training_ident: int) -> list[dict[str, Any]]:
         frame: Any = innermost
         while frame is not None:
             code = frame.f_code
-            frames.append((code.co_filename, getattr(code, "co_qualname", code.co_name), frame.f_lineno or 0))
+            frames.append((code.co_filename, code.co_qualname, frame.f_lineno or 0))
             frame = frame.f_back
         omitted = max(len(frames) - INNER_FRAMES - OUTER_FRAMES, 0)
         if omitted:

@@ -180,7 +180,7 @@ RECORDS: Mapping[str, RecordSpec] = {
             memory: memory of a process's tensors on each device; for a tensor sharded over ranks, only the part on
                 this rank
             process rank t_s
-            step, integer: the step after which it was measured
+            step, integer: the step in which it was measured
             took_ms, number: duration of the measurement [not in CSV]
             devices, list: one object per device, with the fields below and its own `absent` [not in CSV]
             device, text: torch's name of the device

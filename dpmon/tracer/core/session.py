@@ -29,6 +29,8 @@ from dpmon.tracer.core.tensor_sizes import describe_tensors, signature_of_call, 
 from dpmon.tracer.note_files import append_note, append_to, open_to_append
 
 Tensor = torch.Tensor
+count_function_modes = torch._C._len_torch_function_stack
+"""Returns the number of function modes, which would see our reads of sizes."""
 
 MAX_FAULTS = 3
 MAX_DEFINITIONS = 1 << 14
@@ -307,30 +309,45 @@ class Session:
 
     def input_definition(self, args: tuple[object, ...], kwargs: Mapping[str, object], size_cache: SizeCache) -> int:
         """Return the number of the definition for the sizes of a call's arguments; 0 if they could not be read."""
-        lone_value = args[0] if len(args) == 1 and not kwargs else None
-        return self._sizes_of("0", lone_value, size_cache, lambda: signature_of_call(args, kwargs))
+        value = args[0] if len(args) == 1 and not kwargs else None
+        if (
+            type(value) is Tensor
+            and not count_function_modes()
+            and value.shape == size_cache.shape
+            and value.dtype is size_cache.dtype
+        ):
+            return size_cache.definition
+        return self._new_definition("0", value, size_cache, signature_of_call, args, kwargs)
 
     def output_definition(self, value: object, size_cache: SizeCache) -> int:
         """Return the number of the definition for the sizes of a result; 0 if they could not be read."""
-        return self._sizes_of("", value, size_cache, lambda: signature_of_value(value, ""))
-
-    def _sizes_of(
-        self, lone_path: str, lone_value: object, size_cache: SizeCache, signature: Callable[[], object]
-    ) -> int:
-        """Return the number of a signature's definition, from the cache for a plain tensor; 0 if it cannot be read."""
-        try:
-            if torch._C._len_torch_function_stack():
-                with torch._C.DisableTorchFunction():  # a mode of the script would see our reads
-                    return self.size_definition(lone_path, signature())
-            if type(lone_value) is not Tensor:
-                return self.size_definition(lone_path, signature())
-            shape, dtype = lone_value.shape, lone_value.dtype
-            if shape != size_cache.shape or dtype is not size_cache.dtype:
-                definition = self.size_definition(lone_path, (shape, dtype))
-                if not definition:
-                    return 0
-                size_cache.shape, size_cache.dtype, size_cache.definition = shape, dtype, definition
+        if (
+            type(value) is Tensor
+            and not count_function_modes()
+            and value.shape == size_cache.shape
+            and value.dtype is size_cache.dtype
+        ):
             return size_cache.definition
+        return self._new_definition("", value, size_cache, signature_of_value, value, "")
+
+    def _new_definition(
+        self,
+        lone_path: str,
+        lone_value: object,
+        size_cache: SizeCache,
+        signature_of: Callable[..., object],
+        *values: object,
+    ) -> int:
+        """Return the number of the definition of sizes that are not in the cache; 0 if they could not be read."""
+        try:
+            with torch._C.DisableTorchFunction():  # hides our reads from the script's modes
+                if type(lone_value) is not Tensor:
+                    return self.size_definition(lone_path, signature_of(*values))
+                shape, dtype = lone_value.shape, lone_value.dtype
+                definition = self.size_definition(lone_path, (shape, dtype))
+            if definition:
+                size_cache.shape, size_cache.dtype, size_cache.definition = shape, dtype, definition
+            return definition
         except Exception as error:  # noqa: BLE001 - anything may be passed to a module, and returned by it
             self.count_error("sizes of inputs and outputs", error, fatal=False)
             return 0

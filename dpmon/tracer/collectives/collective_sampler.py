@@ -18,7 +18,7 @@ import torch
 
 from dpmon.record.span_format import SITE_AT, Kind
 from dpmon.span_ring import HeaderWord
-from dpmon.tracer.collectives.kernels import CollectiveKernels, missing_torch_features
+from dpmon.tracer.collectives.kernels import CollectiveKernels
 from dpmon.tracer.core.session import Session, raise_from_signal
 from dpmon.tracer.steps.span_recorder import SpanRecorder
 
@@ -58,7 +58,7 @@ class CollectiveSampler:
         """Set the initial state, also in a forked child."""
         self._kernels.reset()
         self._has_group = self._has_given_up = False
-        """Whether there is a process group and torch has the functions needed; whether no more samples are taken."""
+        """Whether there is a process group; whether no more samples are taken."""
         self._failed_attempts = 0
         """Failed attempts to begin a sample since the last sample."""
         self._start_progress = 0, 0
@@ -114,12 +114,9 @@ class CollectiveSampler:
             return now + SOON_NS
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
             return now + WAIT_NS
-        reason = missing_torch_features()
         if self._kernels.inherited:
-            reason = "the process was forked while its parent recorded collectives"
-        if reason is not None:
             self._has_given_up = True
-            self._record_no_sample_reason(now, reason)
+            self._record_no_sample_reason(now, "the process was forked while its parent recorded collectives")
             return NEVER
         self._has_group, self._group_ns, self._interval_ns = True, now, MIN_INTERVAL_NS
         return 0

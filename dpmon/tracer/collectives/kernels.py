@@ -13,7 +13,6 @@ is removed while another thread is about to enter it, and dpmon cannot detect a 
 
 from __future__ import annotations
 
-import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -266,13 +265,3 @@ def _flatten_tensors(tensors: Any) -> list[Any]:
     if isinstance(tensors, torch.Tensor):
         return [tensors]
     return [tensor for part in tensors for tensor in ((part,) if isinstance(part, torch.Tensor) else part)]
-
-
-def missing_torch_features() -> str | None:
-    """Return what this torch lacks for recording collectives; None if it has everything."""
-    for name in ("_dispatch_keyset_full_after", "_dispatch_has_kernel_for_dispatch_key"):
-        if not hasattr(torch._C, name):
-            return f"this torch has no {name}, which recording collectives needs"
-    if "with_keyset" not in inspect.signature(torch.library.Library.impl).parameters:
-        return "kernels of this torch do not get the dispatch keys, which recording collectives needs"
-    return None

@@ -6,7 +6,6 @@ There is one `Session` per process. The ring is opened at the first traced call,
 
 from __future__ import annotations
 
-import errno
 import itertools
 import os
 import platform
@@ -26,7 +25,7 @@ from dpmon.record.span_format import MAX_SITE
 from dpmon.span_ring import SLOTS, SpanRing
 from dpmon.tracer.core.exception_text import one_line_text
 from dpmon.tracer.core.tensor_sizes import describe_tensors, signature_of_call, signature_of_value
-from dpmon.tracer.note_files import append_note, append_to, open_to_append
+from dpmon.tracer.note_files import append_note, open_file
 
 Tensor = torch.Tensor
 count_function_modes = torch._C._len_torch_function_stack
@@ -40,8 +39,6 @@ MAX_UNWRITTEN_LINES = 64
 RETRY_NS = 1_000_000_000
 """Time between two attempts to write a line after a failure."""
 MAX_PROCESSES = 512
-MAX_OPEN_ATTEMPTS = 1 << 14
-_NO_DESCRIPTOR_ERRNOS = (errno.EMFILE, errno.ENFILE)
 SMALL_RING_SLOTS = 4 << 10
 MAX_LARGE_RINGS = 8
 """How many processes get a full-size ring: hundreds of short-lived forked children must not fill the disk."""
@@ -139,8 +136,6 @@ class Session:
         # Reentrant: a signal handler of the script may call the model while this thread holds the lock.
         self._lock = threading.RLock()
         self._is_opening = False
-        self._open_attempts = 0
-        """How many attempts to open the ring found no free file descriptor; the script may free one later."""
         self._layout_numbers, self._size_numbers = itertools.count(1), itertools.count(MAX_SITE + 1)
         """Numbers of definitions. Numbers of layouts, stages and collectives must fit into a span's site."""
         self._definitions: dict[Hashable, int] = {}
@@ -181,9 +176,6 @@ class Session:
                 try:
                     self._finish_opening()
                 except OSError as error:
-                    if error.errno in _NO_DESCRIPTOR_ERRNOS and self._open_attempts < MAX_OPEN_ATTEMPTS:
-                        self._open_attempts += 1
-                        return False
                     self.is_off = True
                     append_note(f"no record of process {os.getpid()}: {error}", "warnings.log")
                     return False
@@ -247,7 +239,8 @@ class Session:
             data = (b"\n" if self._may_be_torn else b"") + b"".join(self._unwritten_lines) + line
             self._may_be_torn = True  # until the line is known to be complete
             try:
-                if append_to(self._lines_fd(), data, MAX_LINES_BYTES):
+                fd = self._lines_fd()
+                if os.fstat(fd).st_size + len(data) <= MAX_LINES_BYTES and os.write(fd, data) == len(data):
                     self._may_be_torn = False
                     self._unwritten_lines.clear()
                     return True
@@ -261,7 +254,7 @@ class Session:
     def _lines_fd(self) -> int:
         """Return the descriptor of the file of lines. Raises OSError."""
         if not self._has_lines_fd():
-            fd = open_to_append(self.config.directory, f"process-{self.process_index}.jsonl")
+            fd = open_file(self.config.directory, f"process-{self.process_index}.jsonl", os.O_APPEND)
             self._lines_file = fd, os.fstat(fd)
         fd, _ = self._lines_file
         return fd

@@ -10,7 +10,6 @@ the peak is the highest value since the start, or since the script reset it.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from itertools import islice
 from time import monotonic_ns
@@ -19,6 +18,7 @@ from typing import Any
 from dpmon.record.span_format import INSIDE_AT, SITE_AT, Kind
 from dpmon.tracer.calls.traced_modules import FunctionalStandIn, TracedModules
 from dpmon.tracer.core.hidden_frames import Function, wrap_rare_function
+from dpmon.tracer.core.identity_table import IdentityTable
 from dpmon.tracer.core.session import Session
 from dpmon.tracer.memory import allocator
 from dpmon.tracer.memory.storages import GRADIENTS, MAX_TENSORS, STATES, StorageWalk, mapped_files
@@ -50,8 +50,8 @@ class MemoryTracer:
         self.traced_modules = traced_modules
         self.on_optimizer: Callable[[], None] = lambda: None
         """Called after an optimizer is made."""
-        self._optimizers: dict[int, weakref.ref[object]] = {}
-        """The living optimizers, by id."""
+        self._optimizers: IdentityTable[bool] = IdentityTable()
+        """The living optimizers."""
         self.reset()
 
     def reset(self) -> None:
@@ -70,8 +70,7 @@ class MemoryTracer:
         """Return the traced form of Optimizer.__init__, which remembers the optimizer weakly."""
 
         def on_init(_: object, start_ns: int, optimizer: object, *args: object, **kwargs: object) -> None:
-            key, optimizers = id(optimizer), self._optimizers
-            optimizers[key] = weakref.ref(optimizer, lambda _: optimizers.pop(key, None))
+            self._optimizers.set(optimizer, True)
             if not self.recorder.has_optimizer:
                 self.recorder.has_optimizer = True
                 self.report_optimizers()
@@ -133,11 +132,8 @@ class MemoryTracer:
         """Count the tensors of all called modules and all living optimizers."""
         owners = [traced_module.module_ref() for traced_module in list(self.traced_modules.modules_by_id.values())]
         models = [owner.module if isinstance(owner, FunctionalStandIn) else owner for owner in owners]
-        optimizers = [optimizer_ref() for optimizer_ref in list(self._optimizers.values())]
-        return StorageWalk(
-            [model for model in models if model is not None],
-            [optimizer for optimizer in optimizers if optimizer is not None],
-        )
+        optimizers = [optimizer for optimizer, _ in self._optimizers.items()]
+        return StorageWalk([model for model in models if model is not None], optimizers)
 
     def _record_measurement(self, start_ns: int) -> None:
         """Count the tensors, and record the result if it is new."""

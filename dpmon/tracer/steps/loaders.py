@@ -22,6 +22,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
 from dpmon.record.span_format import MAX_SITE, SITE_AT
 from dpmon.tracer.core.hidden_frames import Function, wrap_rare_function
+from dpmon.tracer.core.identity_table import IdentityTable
 from dpmon.tracer.core.module_tables import class_name
 from dpmon.tracer.core.session import Session, raise_from_signal
 from dpmon.tracer.steps.span_recorder import SpanRecorder
@@ -36,10 +37,9 @@ _ITERABLE_REASON = "dpmon does not ask an IterableDataset for its length: torch 
 class SeenObject:
     """A loader or a dataset that has been seen."""
 
-    __slots__ = ("length", "number", "reference", "starts")
+    __slots__ = ("length", "number", "starts")
 
-    def __init__(self, reference: ref[object]) -> None:
-        self.reference = reference
+    def __init__(self) -> None:
         self.number = 0
         """The number of a dataset, from 1."""
         self.starts = 0
@@ -64,8 +64,8 @@ class LoaderTracer:
         self._is_asking_length = False
         """Whether a loader is being asked for its length, which may start the loader again."""
         self._event_count = self._last_event_ns = 0
-        self._seen: dict[int, SeenObject] = {}
-        """The living loaders and their datasets, by id."""
+        self._seen: IdentityTable[SeenObject] = IdentityTable()
+        """The living loaders and their datasets."""
 
     def wrap_iter(self, original: Function) -> Function:
         """Return the traced form of DataLoader.__iter__."""
@@ -103,11 +103,7 @@ class LoaderTracer:
 
     def _see(self, instance: object) -> SeenObject:
         """Return the entry of a loader or a dataset. Raises TypeError if it cannot have weak references."""
-        key, seen_objects = id(instance), self._seen
-        seen = seen_objects.get(key)
-        if seen is None or seen.reference() is not instance:
-            seen = seen_objects[key] = SeenObject(ref(instance, lambda _: seen_objects.pop(key, None)))
-        return seen
+        return self._seen.get(instance) or self._seen.set(instance, SeenObject())
 
     def length_of(self, iterator: Any, seen_loader: SeenObject) -> int | str:
         """Return the number of batches of an iterator, or why it is unknown. Each loader is asked once.

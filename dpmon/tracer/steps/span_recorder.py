@@ -96,7 +96,7 @@ class ThreadState:
         self.open_steps: list[tuple[int, int, int, Any, int]] = []
         """Unfinished optimizer steps: enclosing kind, first word of the span, start, phase timer, optimizer number."""
         self.dp_failure: Any = None
-        """The warning about the failed dp of the current call, and the module's id: see `ModeDecider`."""
+        """The warning about the failed dp of the current call, and the module: see `ModeDecider`."""
         self.has_fetch_note = False
         """Whether the current fetch is noted in stages.log."""
 

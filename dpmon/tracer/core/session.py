@@ -30,6 +30,8 @@ from dpmon.tracer.note_files import append_note, open_file
 Tensor = torch.Tensor
 count_function_modes = torch._C._len_torch_function_stack
 """Returns the number of function modes, which would see our reads of sizes."""
+set_eval_frame: Any = torch._C._dynamo.eval_frame.set_eval_frame
+"""Sets how dynamo treats the frames that this thread enters; returns the previous setting."""
 
 MAX_FAULTS = 3
 MAX_DEFINITIONS = 1 << 14
@@ -302,28 +304,14 @@ class Session:
 
     def input_definition(self, args: tuple[object, ...], kwargs: Mapping[str, object], size_cache: SizeCache) -> int:
         """Return the number of the definition for the sizes of a call's arguments; 0 if they could not be read."""
-        value = args[0] if len(args) == 1 and not kwargs else None
-        if (
-            type(value) is Tensor
-            and not count_function_modes()
-            and value.shape == size_cache.shape
-            and value.dtype is size_cache.dtype
-        ):
-            return size_cache.definition
-        return self._new_definition("0", value, size_cache, signature_of_call, args, kwargs)
+        lone_value = args[0] if len(args) == 1 and not kwargs else None
+        return self._sizes_of("0", lone_value, size_cache, signature_of_call, args, kwargs)
 
     def output_definition(self, value: object, size_cache: SizeCache) -> int:
         """Return the number of the definition for the sizes of a result; 0 if they could not be read."""
-        if (
-            type(value) is Tensor
-            and not count_function_modes()
-            and value.shape == size_cache.shape
-            and value.dtype is size_cache.dtype
-        ):
-            return size_cache.definition
-        return self._new_definition("", value, size_cache, signature_of_value, value, "")
+        return self._sizes_of("", value, size_cache, signature_of_value, value, "")
 
-    def _new_definition(
+    def _sizes_of(
         self,
         lone_path: str,
         lone_value: object,
@@ -331,16 +319,18 @@ class Session:
         signature_of: Callable[..., object],
         *values: object,
     ) -> int:
-        """Return the number of the definition of sizes that are not in the cache; 0 if they could not be read."""
+        """Return the number of the sizes' definition, from the cache for a plain tensor; 0 if they cannot be read."""
         try:
-            with torch._C.DisableTorchFunction():  # hides our reads from the script's modes
-                if type(lone_value) is not Tensor:
-                    return self.size_definition(lone_path, signature_of(*values))
+            if type(lone_value) is Tensor and not count_function_modes():
                 shape, dtype = lone_value.shape, lone_value.dtype
-                definition = self.size_definition(lone_path, (shape, dtype))
-            if definition:
-                size_cache.shape, size_cache.dtype, size_cache.definition = shape, dtype, definition
-            return definition
+                if shape != size_cache.shape or dtype is not size_cache.dtype:
+                    definition = self.size_definition(lone_path, (shape, dtype))
+                    if not definition:
+                        return 0
+                    size_cache.shape, size_cache.dtype, size_cache.definition = shape, dtype, definition
+                return size_cache.definition
+            with torch._C.DisableTorchFunction():  # hides our reads from the script's modes
+                return self.size_definition(lone_path, signature_of(*values))
         except Exception as error:  # noqa: BLE001 - anything may be passed to a module, and returned by it
             self.count_error("sizes of inputs and outputs", error, fatal=False)
             return 0

@@ -19,7 +19,7 @@ from dpmon.record.span_format import INSIDE_AT, SITE_AT, Kind
 from dpmon.tracer.calls.traced_modules import FunctionalStandIn, TracedModules
 from dpmon.tracer.core.hidden_frames import Function, wrap_rare_function
 from dpmon.tracer.core.identity_table import IdentityTable
-from dpmon.tracer.core.session import Session
+from dpmon.tracer.core.session import Session, set_eval_frame
 from dpmon.tracer.memory import allocator
 from dpmon.tracer.memory.storages import GRADIENTS, MAX_TENSORS, STATES, StorageWalk, mapped_files
 from dpmon.tracer.steps.span_recorder import SpanRecorder
@@ -111,6 +111,13 @@ class MemoryTracer:
 
     def _measure(self) -> None:
         """Measure now, and record the result. Called after a backward pass if there are any."""
+        dynamo_callback = set_eval_frame(None)  # else dynamo would try to compile functions that are called below
+        try:
+            self._measure_now()
+        finally:
+            set_eval_frame(dynamo_callback)
+
+    def _measure_now(self) -> None:
         recorder, start_ns = self.recorder, monotonic_ns()
         self._due_ns = start_ns + MEASURE_INTERVAL_NS  # an interrupt may end this measurement
         if recorder.has_run_backward:

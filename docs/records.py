@@ -21,6 +21,8 @@ with `python docs/records.py > docs/records.md`.
 - The columns of CSV are the same in every run. An empty cell means that a value is unknown or a phase did not run. The
   last column, `more`, has all other fields as JSON.
 - The column "metric" names what `--metrics` writes: a gauge for a field, a counter for a quantity of a step.
+- Earlier development versions also had these fields: `queue_ms`, `alg_bytes_s` and `bus_bytes_s` of `collective`;
+  `left_out` and `left_out_s` of `loader`.
 """
 _PHASES = """\
 ## Phases of a step

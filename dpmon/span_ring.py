@@ -33,7 +33,6 @@ import contextlib
 import fcntl
 import mmap
 import os
-import signal
 import struct
 from collections.abc import Callable
 from itertools import count
@@ -132,8 +131,7 @@ def _create_and_map(path: str, slots: int, process: int, rank: int, world: int, 
     try:
         try:
             disable_copy_on_write(fd)
-            with IgnoreFileSizeSignal():
-                os.posix_fallocate(fd, 0, size)
+            os.posix_fallocate(fd, 0, size)
             mapping = mmap.mmap(fd, size)
         finally:
             os.close(fd)
@@ -160,25 +158,6 @@ def _make_span_writer(
         return number
 
     return put
-
-
-class IgnoreFileSizeSignal:
-    """A context in which growing a file beyond RLIMIT_FSIZE only raises OSError.
-
-    Otherwise the kernel also sends SIGXFSZ to the thread that writes. Python ignores this signal, but a script may have
-    changed that: the signal would then kill the script, or run its handler.
-    """
-
-    def __enter__(self) -> None:
-        # The old mask is read first, so that it can be restored if the script's signal handler raises now.
-        self._before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGXFSZ})
-
-    def __exit__(self, *error: object) -> None:
-        if signal.SIGXFSZ not in self._before:
-            with contextlib.suppress(OSError):
-                signal.sigtimedwait({signal.SIGXFSZ}, 0)
-            signal.pthread_sigmask(signal.SIG_SETMASK, self._before)
 
 
 def disable_copy_on_write(fd: int) -> None:

@@ -7,7 +7,8 @@ supports. Readers accept an array without its closing bracket, as a killed expor
   them), and for each replica or stage. Calls that ran at the same time, on several threads, have separate tracks.
 - The phases of a step are slices below it. Among them, an instant marks that a bucket of gradients became ready.
   Counters show the phases' device times, and the quantities that only some steps have.
-- The collectives of sampled steps are slices on separate tracks, from launch to end. Sampled steps have a track, too.
+- The calls that launched the collectives of sampled steps are slices on separate tracks. Sampled steps have a track,
+  too.
 - A GPU and the host are processes with counters. An instant marks that a value became unknown, because the counter
   would keep its last value.
 - Mode switches, warnings and the exit are instants.
@@ -242,7 +243,7 @@ class _Trace:
 
     def _write_collective(self, collective: Collective) -> None:
         process = self._training_process(collective.process, collective.rank)
-        duration_ns = collective.host_ns or 0
+        duration_ns = collective.host_ns
         track = self._free_track(process, "collectives", collective.start_ns, collective.start_ns + duration_ns)
         if track < 0:
             return

@@ -401,7 +401,7 @@ def _labeled_texts(communication: Communication) -> list[tuple[str, str]]:
 
 
 def format_operations(communication: Communication) -> list[str]:
-    """Return a line for each kind of collective in the sampled steps: number, size, bandwidth."""
+    """Return a line for each kind of collective in the sampled steps: number and size."""
     collectives = communication.collectives
     if collectives.why is not None and not collectives.samples:
         return [f"collectives: {collectives.why}"]
@@ -414,21 +414,9 @@ def format_operations(communication: Communication) -> list[str]:
         else:
             count = format_count(operation.collectives)
         size = f" of {format_bytes(operation.bytes / operation.collectives)}" if operation.bytes else ""
-        speed = ""
-        if operation.bus_bytes_s is not None:
-            speed = f", {format_bandwidth(operation.bus_bytes_s)} bus"
-        elif operation.no_bandwidth is not None and (operation.bytes or not operation.ended):  # a barrier has none
-            speed = f", {operation.no_bandwidth.partition(':')[0]}"
         ranks = "" if operation.size in group_sizes else f" of {format_count_with_noun(operation.size, 'rank')},"
-        lines.append(f"{operation.name}{ranks} {count} per {unit}{size}{speed}{interval_text}")
+        lines.append(f"{operation.name}{ranks} {count} per {unit}{size}{interval_text}")
     return lines
-
-
-def format_bandwidth(bytes_s: float) -> str:
-    """Return three digits in GB/s, or in MB/s below 1 GB/s: "187 GB/s"."""
-    if bytes_s >= 1e9:
-        return f"{format_three_digits(bytes_s / 1e9)} GB/s"
-    return f"{format_three_digits(bytes_s / 1e6)} MB/s"
 
 
 def _format_overlap(communication: Communication, wrapper: Wrapper) -> str:

@@ -129,6 +129,4 @@ def _straggler(straggler: Straggler | None, lately: bool) -> dict[str, object] |
 
 
 def _operation(operation: Operation) -> dict[str, object]:
-    bandwidths = ("alg_bytes_s", "bus_bytes_s")
-    absent = {} if operation.no_bandwidth is None else dict.fromkeys(bandwidths, operation.no_bandwidth)
-    return {**fields_of(operation, "name", "size", "collectives", "bytes", "ended", *bandwidths), "absent": absent}
+    return fields_of(operation, "name", "size", "collectives", "bytes")

@@ -26,14 +26,6 @@ from dpmon.record.schema import TRAINING
 from dpmon.record.shared_names import CALL_PHASES
 from dpmon.record.span_format import DOING, Flag
 
-UNENDED = (
-    "",
-    "it ran on a device, and the host does not wait for its end",
-    "it was not complete after 10 s",
-    "the process ended before it was complete",
-    "gloo does not report when a reduce_scatter is complete",
-)
-"""Why the end of a collective is unknown: the texts for the numbers of `dpmon.record.shared_names.Unended`."""
 MAX_DEFINITIONS = 1 << 16
 """Maximum number of definitions of each type per process. Beyond this limit, readers drop the oldest."""
 _NO_PHASES = (None,) * len(CALL_PHASES)
@@ -139,16 +131,12 @@ class CollectiveRow(NamedTuple):
     definition: int
     phase: int
     """Kind of the span in which it was launched; 0: none."""
-    unended: int
-    """Why its end is unknown: a number of Unended."""
     step: int
     """The step that ran when it was launched, or in the middle of a sample; 0: none."""
     start: int
     """When it was launched."""
     took: int
-    """ns from the launch to its end; -1 if unknown."""
-    queued: int
-    """ns from the launch to the end of the collectives launched earlier on its group; -1 if unknown."""
+    """Duration of the call that launched it, or of the sample."""
     quantity: int
     """Bytes of a collective, or number of collectives in a sample."""
 
@@ -388,7 +376,7 @@ class Resolver:
         start, step = row.start, row.step or None
         if definition.operation is None:
             count = row.quantity if definition.why is None else None
-            return Sampled(self._process, self._rank, step, start, max(row.took, 0), count, definition.why)
+            return Sampled(self._process, self._rank, step, start, row.took, count, definition.why)
         return Collective(
             process=self._process,
             rank=self._rank,
@@ -403,7 +391,5 @@ class Resolver:
             backend=definition.backend,
             device=definition.device,
             start_ns=start,
-            host_ns=row.took if row.took >= 0 else None,
-            queue_ns=row.queued if row.queued >= 0 else None,
-            unended=UNENDED[row.unended] or None,
+            host_ns=row.took,
         )

@@ -162,12 +162,7 @@ def _collective_json(collective: Collective) -> dict[str, object]:
         absent["ranks"] = "all ranks, or a group that torch.distributed does not know"
     if collective.backend is None:
         absent["backend"] = "the group has no backend for this type of device"
-    if collective.host_ns is None:
-        absent |= dict.fromkeys(("host_ms", "queue_ms", "alg_bytes_s", "bus_bytes_s"), collective.unended or "unknown")
-    elif (reason := collective.alone.no_bandwidth) is not None:
-        absent |= dict.fromkeys(("alg_bytes_s", "bus_bytes_s"), reason)
-    bandwidths = {"alg_bytes_s": collective.alone.alg_bytes_s, "bus_bytes_s": collective.alone.bus_bytes_s}
-    return {**_plain_members("collective", collective), **bandwidths, "absent": absent}
+    return {**_plain_members("collective", collective), "absent": absent}
 
 
 def _sampled_json(sampled: Sampled) -> dict[str, object]:

@@ -229,21 +229,7 @@ _COLLECTIVE_FIELDS = (
     _text("backend", "the backend of the group: gloo, nccl ..."),
     _text("device", "the type of its tensors' device"),
     _number("start_s", "time of its launch, since the run's start"),
-    _number(
-        "host_ms",
-        "from its launch to its completion; dpmon finds the completion by polling, late by at most 5% or 0.1 ms, "
-        "whichever is larger",
-    ),
-    _number("queue_ms", "from its launch until all collectives launched before it on its group were complete"),
-    _number(
-        "alg_bytes_s",
-        "algorithm bandwidth: its bytes divided by the time in which it could run; null if this time is below 0.1 ms",
-    ),
-    _number(
-        "bus_bytes_s",
-        "bus bandwidth: for n ranks, alg_bytes_s times 2(n-1)/n for all_reduce, (n-1)/n for all_gather, reduce_scatter,"
-        " all_to_all, gather and scatter, 1 for others",
-    ),
+    _number("host_ms", "duration of the call that launched it; the ranks may still communicate after the call"),
     _ABSENT,
 )
 _SAMPLED_FIELDS = (
@@ -325,7 +311,7 @@ _HOST_FIELDS = (
 )
 _MEMORY_FIELDS = (
     *_IN_PROCESS,
-    _integer("step", "the step after which it was measured"),
+    _integer("step", "the step in which it was measured"),
     _number("took_ms", "duration of the measurement", columns=()),
     _list("devices", "one object per device, with the fields below and its own `absent`", columns=()),
     _text("device", "torch's name of the device"),
@@ -402,8 +388,6 @@ _LOADER_FIELDS = (
     _integer("loop", "the number of this start among those of all loaders of the process, from 1"),
     _integer("dataset", "the number of the dataset object in the process, from 1"),
     _number("iter_s", "duration of the loader's __iter__, which starts the workers"),
-    _integer("left_out", "number of earlier starts that have no record"),
-    _number("left_out_s", "total duration of these starts"),
     _ABSENT,
 )
 _DDP_FIELDS = (

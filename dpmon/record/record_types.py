@@ -258,21 +258,6 @@ class Event:
     data: Mapping[str, Any]
 
 
-_OPERATIONS_WITH_OWN_PART = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
-"""Operations in which a rank keeps its own part of the bytes, and so sends (n-1)/n of them."""
-
-
-def bus_factor(operation: str, rank_count: int) -> float:
-    """Return the ratio of bus to algorithm bandwidth with `rank_count` ranks (nccl-tests, doc/PERFORMANCE.md)."""
-    if operation == "all_reduce":
-        return 2 * (rank_count - 1) / rank_count
-    return (rank_count - 1) / rank_count if operation in _OPERATIONS_WITH_OWN_PART else 1.0
-
-
-END_NS = 100_000
-"""Resolution of the end of a collective, which the tracer finds by polling."""
-
-
 class Operation(NamedTuple):
     """The sampled collectives of one operation and one size of process group in a period of time."""
 
@@ -281,35 +266,6 @@ class Operation(NamedTuple):
     """Ranks of the group."""
     collectives: int
     bytes: int
-    ended: int
-    """Collectives with a known end; `timed_bytes` and `ran_ns` count only these."""
-    timed_bytes: int
-    ran_ns: int
-    """Total time of the collectives, each from when it could start to its end."""
-
-    @property
-    def no_bandwidth(self) -> str | None:
-        """Why the bandwidth is unknown; None if it is known."""
-        if not self.ended:
-            return "no end seen"
-        if not self.timed_bytes:
-            return "it moved no tensor"
-        if self.ran_ns < self.ended * END_NS:
-            return "too short to time: dpmon finds the end to 0.1 ms"
-        return None
-
-    @property
-    def alg_bytes_s(self) -> float | None:
-        """Algorithm bandwidth: all timed bytes per second of running time; None if unknown."""
-        if self.no_bandwidth is not None:
-            return None
-        return self.timed_bytes / self.ran_ns * 1e9
-
-    @property
-    def bus_bytes_s(self) -> float | None:
-        """Bus bandwidth (bytes per second); None if unknown."""
-        alg_bytes_s = self.alg_bytes_s
-        return None if alg_bytes_s is None else alg_bytes_s * bus_factor(self.name, self.size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,18 +288,8 @@ class Collective:
     backend: str | None
     device: str
     start_ns: int
-    host_ns: int | None
-    """Time from its launch to its completion."""
-    queue_ns: int | None
-    """Time from its launch to the completion of all collectives launched earlier on its group."""
-    unended: str | None = None
-    """Why its end is unknown."""
-
-    @property
-    def alone(self) -> Operation:
-        """The sum over this collective alone, for its bandwidths."""
-        ended_count, ran_ns = (0, 0) if self.host_ns is None else (1, self.host_ns - (self.queue_ns or 0))
-        return Operation(self.operation, self.group_size, 1, self.bytes, ended_count, self.bytes, ran_ns)
+    host_ns: int
+    """Duration of the call that launched it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,12 +27,6 @@ class Untimed:
     NONE, LATE, CAPTURED, NO_EVENT, FAULT, ENDED, RAISED, ON_CPU, CROSSED, TOO_MANY, COPIES, SAMPLED = range(12)
 
 
-class Unended:
-    """Reasons for an unknown end of a collective, as numbers; dpmon.record.history_rows.UNENDED has the texts."""
-
-    NONE, ON_DEVICE, LATE, ENDED, NEVER_REPORTED = range(5)
-
-
 MORE = "\u2026"
 """As the path of a size, it stands for all tensors that are not listed; that size has no shape, dtype or bytes. At the
 end of a name or text, it shows that the text was truncated."""

@@ -86,9 +86,8 @@ class Flag:
     TRAINING, GRAD, FAILED, VIRTUAL, DP, SINGLE, EXHAUSTED, TIMED, BY_SCRIPT, UNTIMED = (1 << bit for bit in range(10))
     """EXHAUSTED: the fetch found the loader at its end. BY_SCRIPT: the script calls this primitive itself. UNTIMED: the
     span is not timed on devices, because sampling skips its step."""
-    UNSYNCED = UNENDED = UNTIMED
-    """The bit of UNTIMED, in spans that are never UNTIMED. UNSYNCED, on a SYNC: the pass averaged nothing.
-    UNENDED, on a COLLECTIVE: its end is unknown."""
+    UNSYNCED = UNTIMED
+    """The bit of UNTIMED, in a span of kind SYNC, which is never UNTIMED: the pass averaged nothing."""
 
 
 WRAPPER_AT = 12

@@ -24,11 +24,10 @@
                  loop_batch (`loop` and `batch` of Step)
     events       id, process (NULL: the supervisor), kind, t_ns, json
     collectives  id, process, number (of its span), definition (0: a sample, with the collectives of one step), phase,
-                 unended, step (0: none), start_ns, wall_ns, queued_ns, quantity: see CollectiveRow
+                 step (0: none), start_ns, wall_ns, quantity: see CollectiveRow
     losses       id, process, definition (a line that calls backward), step (0: none), t_ns, loss (NULL: NaN)
     collective_sums  start_s (one second; -1: see below), process, definition, count (collectives that began in that
-                 second; definition 0: samples), bytes (definition 0: collectives of the samples), ended (collectives
-                 with a known end), timed_bytes and ran_ns (bytes and running time of the ended collectives)
+                 second; definition 0: samples), bytes (definition 0: collectives of the samples)
     series       number, name: the series in the sketches of the tallies (dpmon.record.schema; replicas and stages of
                  calls: dpmon.store.query_results)
     keys         process, mode, kind (as in steps), batch (samples per step): the keys of all tallies,
@@ -111,8 +110,7 @@ CALL_ROW = ", ".join(tuple(CALL_COLUMNS)[2:])
 """The columns of a CallRow."""
 COLLECTIVE_COLUMNS: Mapping[str, str] = {
     "id": "INTEGER PRIMARY KEY",
-    **dict.fromkeys(("process", "number", "definition", "phase", "unended", "step"), "INTEGER"),
-    **dict.fromkeys(("start_ns", "wall_ns", "queued_ns", "quantity"), "INTEGER"),
+    **dict.fromkeys(("process", "number", "definition", "phase", "step", "start_ns", "wall_ns", "quantity"), "INTEGER"),
 }
 """The columns of collectives and their types."""
 NODE_COLUMNS: Mapping[str, str] = {
@@ -130,7 +128,7 @@ SHARE_IDS = ("calls", "steps", "events", "collectives", "losses")
 """The tables whose ids come from the common counter."""
 OWN = "definition > 0 AND phase = 0 AND step > 0"
 """The SQL condition for collectives that the script itself launched in a step, outside the phases."""
-COLLECTIVE_SUMS = ("count", "bytes", "ended", "timed_bytes", "ran_ns")
+COLLECTIVE_SUMS = ("count", "bytes")
 """The sums of collectives."""
 ACTIVITY_COLUMNS = tuple(f"{name}_ns" for name in ACTIVITIES)
 _OPTIONAL = {

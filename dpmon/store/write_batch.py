@@ -85,12 +85,7 @@ class WriteBatch:
     def add_collective(self, row_id: int, process: int, collective: CollectiveRow) -> None:
         """Add a collective or a sampled step, also to the sums of its second."""
         self.collectives.append((row_id, process, *collective))
-        has_ended = collective.took >= 0
-        timed_bytes = running_ns = 0
-        if has_ended and collective.definition > 0:
-            timed_bytes = collective.quantity
-            running_ns = max(collective.took - max(collective.queued, 0), 0)
-        values = 1, collective.quantity, int(has_ended), timed_bytes, running_ns
+        values = 1, collective.quantity
         key = max(collective.start // SECOND, 0), process, collective.definition
         sums = self.collective_sums.get(key)
         if sums is None:

@@ -4,8 +4,8 @@
 - `patch`: the list of all patched functions of torch. Each wrapper calls torch's own code, even if the tracer fails.
 - `note_files`: notes before there is a ring. `responder_thread`: replies while the training thread is stuck.
 - `core`: `session`, this process's ring, its definitions, its faults; `tensor_sizes`, shapes of tensors;
-  `hidden_frames`, which hides our wrappers; `module_tables`, `exception_text`, which read objects without running the
-  script's code.
+  `hidden_frames`, which hides our wrappers; `identity_table`, values for the script's objects; `module_tables`,
+  `exception_text`, which read objects without running the script's code.
 - `devices`: device times.
 - `steps`: `span_recorder`, spans, the state of each thread, and the wrapper of fetch and backward; `optimizers`,
   `loaders`, `losses`, `copies`, `pause`, `replay`, `startup`, other parts of the training loop.

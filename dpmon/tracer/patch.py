@@ -157,7 +157,7 @@ def install() -> None:
     responder = ResponderThread(session, recorder)
     parts = (session, recorder, optimizers, modes, modules, primitives, memory, loaders, losses, gradients, collectives)
     resets = [part.reset for part in (*parts, responder)]
-    _install_exit_hooks(session, recorder, memory, loaders, losses, collectives, responder, resets)
+    _install_exit_hooks(session, recorder, memory, losses, collectives, responder, resets)
     with session.guard("torch.compile", fatal=False):  # otherwise it tries a model with graph breaks again
         hide_from_dynamo()
 
@@ -209,7 +209,6 @@ def _install_exit_hooks(
     session: Session,
     recorder: SpanRecorder,
     memory: MemoryTracer,
-    loaders: LoaderTracer,
     losses: LossTracer,
     collectives: CollectiveSampler,
     responder: ResponderThread,
@@ -218,7 +217,7 @@ def _install_exit_hooks(
     """Handle the end and the forks of the process. `resets`: functions that reset the parts in a forked child."""
 
     def finish() -> None:
-        for part in (responder, collectives, loaders, losses, recorder):
+        for part in (responder, collectives, losses, recorder):
             with session.guard("end of the process"):
                 part.at_exit()
         try:
@@ -249,7 +248,6 @@ def _install_exit_hooks(
         recorder.attach_ring(ring)
         responder.start(ring)
         memory.report_optimizers()
-        loaders.flush_kept_events()
         allocator.watch_out_of_memory(session)
         # A child of multiprocessing ends by os._exit, after its own finalizers.
         util = sys.modules.get("multiprocessing.util")

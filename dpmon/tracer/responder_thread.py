@@ -22,7 +22,7 @@ from zlib import crc32
 from dpmon.record.shared_names import INNER_FRAMES, MAX_THREADS, OUTER_FRAMES, shorten_name, to_bounded_json
 from dpmon.span_ring import MAX_GROUPS, NCCL_FLAG, NO_NUMBER, HeaderWord, SpanRing
 from dpmon.tracer.core.session import Session
-from dpmon.tracer.note_files import append_bytes
+from dpmon.tracer.note_files import write_file
 
 if TYPE_CHECKING:
     from dpmon.tracer.steps.span_recorder import SpanRecorder
@@ -34,8 +34,6 @@ MIN_IDLE_NS = 2_000_000_000
 """They are read only if the training thread has begun no span for this long."""
 MAX_END_WAIT_S = 0.5
 """Longest wait for the end of the thread."""
-MAX_STACKS_BYTES = 4 << 20
-"""Maximum size of the file with a process's stacks."""
 _SET_PTRACER = 0x59616D61
 """PR_SET_PTRACER (linux/prctl.h)."""
 
@@ -84,8 +82,8 @@ class ResponderThread:
             ended_lock.acquire(True, MAX_END_WAIT_S)
 
     def _run(self, ring: SpanRing, opener: int, stop_lock: Any, ended_lock: Any) -> None:
-        session, words = self._session, ring.words
         """Poll the ring for requests until the thread is stopped. `opener`: the thread that opened the ring."""
+        session, words = self._session, ring.words
         handled_request = allowed_pid = poll_count = 0  # requests in a new ring came while this thread started
         try:
             while not stop_lock.acquire(True, POLL_INTERVAL_S) and session.ring is ring and not session.is_off:
@@ -104,7 +102,8 @@ class ResponderThread:
                         handled_request = words[HeaderWord.STACKS]
                         stacks = collect_stacks(self._training_thread_ident(opener))
                         line = to_bounded_json({"asked": handled_request, "threads": stacks}) + b"\n"
-                        _append_reply(session.config.directory, f"process-{session.process_index}.stacks", line)
+                        file = f"process-{session.process_index}.stacks"
+                        write_file(session.config.directory, file, line, os.O_TRUNC)
                 except OSError:  # the disk: the supervisor says that there is no answer
                     pass
                 except Exception as error:  # noqa: BLE001 - an error here would be printed
@@ -120,13 +119,6 @@ class ResponderThread:
             if thread is training_thread:
                 return ident
         return opener
-
-
-def _append_reply(directory: str, file: str, line: bytes) -> None:
-    """Append a reply to a file; start the file again if it is full, because only the last reply is read."""
-    if not append_bytes(directory, file, line, MAX_STACKS_BYTES):
-        os.unlink(os.path.join(directory, file))
-        append_bytes(directory, file, line, MAX_STACKS_BYTES)
 
 
 def write_group_sequences(words: memoryview) -> None:
@@ -158,7 +150,7 @@ def collect_stacks(training_ident: int) -> list[dict[str, Any]]:
         frame: Any = innermost
         while frame is not None:
             code = frame.f_code
-            frames.append((code.co_filename, getattr(code, "co_qualname", code.co_name), frame.f_lineno or 0))
+            frames.append((code.co_filename, code.co_qualname, frame.f_lineno or 0))
             frame = frame.f_back
         omitted = max(len(frames) - INNER_FRAMES - OUTER_FRAMES, 0)
         if omitted:

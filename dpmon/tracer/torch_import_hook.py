@@ -103,12 +103,8 @@ class _Finder:
 def _drop_own_frame(error: BaseException) -> None:
     # The import system removes its own frames from a traceback if they form an unbroken chain down to the module's
     # code. Our frame breaks the chain.
-    try:
-        from dpmon.tracer.core.hidden_frames import drop_outermost
-    except ImportError:  # a Python without ctypes
-        return
     while (entry := error.__traceback__) is not None and entry.tb_frame.f_code.co_filename == __file__:
-        drop_outermost(error)
+        error.__traceback__ = entry.tb_next
 
 
 def _hide_sitecustomize() -> None:

@@ -38,7 +38,7 @@ _PANELS = (
     ("", "/ finds a rank or a node; enter then shows its node alone, esc all nodes again."),
     (RANK_NAMES["compare"], "how much time ranks spend in it, and what to try. Ranks have no mode to compare."),
     ("", "Bucket: gradients that are averaged together once the last of them is ready."),
-    ("", "Sampled: the collectives of one step now and then. An arrow is a launch without a known end."),
+    ("", "Sampled: when the collectives of one step were launched, now and then."),
     (NAMES["compare"], "both modes' metrics side by side, once both ran; d switches the running job."),
     (
         NAMES["output"],

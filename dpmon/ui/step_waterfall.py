@@ -229,31 +229,22 @@ def bucket_row(
 
 
 def sample_row(sample: LastSample, label_cells: int, chart_cells: int, scale_ns: float, style: TerminalStyle) -> Row:
-    """Return the collectives of a sampled step, each from the first moment it could start until it was complete.
-
-    An arrow is the launch of a collective without a known end.
-    """
-    pieces, launches_ns = [], []
-    for collective in sample.collectives:
-        start_ns = collective.start_ns - sample.start_ns
-        if collective.host_ns is None:
-            launches_ns.append(start_ns)
-        else:
-            pieces.append(
-                Piece(collective.operation, start_ns + (collective.queue_ns or 0), start_ns + collective.host_ns)
-            )
-    (line, line_style) = lane_row(pieces, chart_cells, scale_ns, style)[0]
-    cells: list[Span] = [(cell, line_style) for cell in line]
-    for start_ns in launches_ns:
-        cells[min(int(start_ns * chart_cells / scale_ns), chart_cells - 1)] = (style.glyphs.down, "bold")
+    """Return the collectives of a sampled step: an arrow where one was launched, a digit where several were."""
+    last_cell = chart_cells - 1
+    marks = Counter(
+        min(int((collective.start_ns - sample.start_ns) * chart_cells / scale_ns), last_cell)
+        for collective in sample.collectives
+    )
+    cells: list[Span] = [(" ", "")] * chart_cells
+    for cell, count in marks.items():
+        cells[cell] = (style.glyphs.down if count == 1 else str(min(count, 9)), "bold")
     counts = Counter((collective.operation, collective.group_size) for collective in sample.collectives).most_common(2)
     step = "" if sample.step is None else f"step {format_count(sample.step)}: "
     full_text = step + ", ".join(
         f"{count} {name} of {format_count_with_noun(size, 'rank')}" for (name, size), count in counts
     )
     short_text = step + ", ".join(f"{count} {name}" for (name, _), count in counts)
-    used_columns = [column for column, (cell, _) in enumerate(cells) if cell != " "]
-    first_used, last_used = (used_columns[0], used_columns[-1]) if used_columns else (chart_cells, chart_cells)
+    first_used, last_used = min(marks, default=chart_cells), max(marks, default=chart_cells)
     for text, column in product((full_text, short_text), (0, last_used + 2)):
         if column + len(text) < (first_used if column == 0 else chart_cells + 1):
             cells[column : column + len(text)] = [(text, "dim")]

@@ -1,11 +1,11 @@
-"""The cost of recording the collectives of a sampled step, and how often a step is sampled: two gloo ranks.
+"""The cost of recording the collectives of a sampled step: two gloo ranks.
 
     python tests/benchmarks/bench_collectives.py [--steps 400] [--rounds 3] [--forms ddp fsdp] [--layers 8]
 
-First every fourth step is sampled. The kernels are switched on at the beginning of a sampled step, and off at the
-beginning of the next one. So a sample costs what these two steps take longer than the third; the fourth against the
-third is the A/A control. All are medians of one process, taken a few milliseconds apart. Then the tracer chooses the
-steps itself: a sample's cost over the time between two samples is the average cost, which is to stay below 0.5%.
+Every fourth step is sampled. The kernels are switched on at the beginning of a sampled step, and off at the beginning
+of the next one. So a sample costs what these two steps take longer than the third; the fourth against the third is the
+A/A control. All are medians of one process, taken a few milliseconds apart. Usually a sample is taken every 10 s or
+less often: its cost over 10 s is the average cost, which is to stay below 0.5%.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed.device_mesh import init_device_mesh
+
+from dpmon.tracer.collectives.collective_sampler import MIN_INTERVAL_NS, CollectiveSampler
 
 PACKAGE = Path(__file__).resolve().parents[2] / "dpmon"
 RANKS = 2
@@ -47,7 +49,7 @@ def model_of(form: str, layers: int, width: int) -> Any:
     return fully_shard(net, mesh=mesh)
 
 
-def rank(number: int, where: str, forced: bool, options: argparse.Namespace) -> None:
+def rank(number: int, where: str, options: argparse.Namespace) -> None:
     """Run one rank; return the times of its steps, and facts of the tracer about its samples."""
     import torch
     from torch import distributed
@@ -56,18 +58,15 @@ def rank(number: int, where: str, forced: bool, options: argparse.Namespace) -> 
     from dpmon.tracer.collectives import collective_sampler as collectives
 
     torch.set_num_threads(1)
-    samples: list[tuple[int, int, int]] = []
-    choose = collectives._steps_between_samples
+    own_costs: list[int] = []
+    end = CollectiveSampler._end
 
-    def distance(cost_ns: int, elapsed_ns: int, steps: int) -> int:
-        chosen = EVERY if forced else choose(cost_ns, elapsed_ns, steps)
-        samples.append((cost_ns, steps, chosen))
-        return chosen
+    def end_and_note(sampler: CollectiveSampler) -> bool:
+        own_costs.append(sampler._kernels.cost_ns())
+        return end(sampler)
 
-    collectives._steps_between_samples = distance
-    collectives.MIN_SAMPLE_INTERVAL_NS = 0
-    if forced:
-        collectives.STEPS_BEFORE_FIRST_SAMPLE = EVERY
+    CollectiveSampler._end = end_and_note  # type: ignore[assignment, method-assign]
+    collectives.MAX_COST_SHARE, collectives.STEP_MULTIPLE, collectives.MIN_INTERVAL_NS = 1e9, EVERY, 1
     distributed.init_process_group("gloo", init_method=f"file://{where}/store", rank=number, world_size=RANKS)
     model = model_of(options.form, options.layers, options.width)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
@@ -83,10 +82,10 @@ def rank(number: int, where: str, forced: bool, options: argparse.Namespace) -> 
         before = now
     distributed.barrier()
     distributed.destroy_process_group()
-    Path(where, f"rank-{number}.json").write_text(json.dumps({"taken": taken[SETTLED:], "samples": samples}))
+    Path(where, f"rank-{number}.json").write_text(json.dumps({"taken": taken[SETTLED:], "own": own_costs}))
 
 
-def measure(form: str, forced: bool, options: argparse.Namespace) -> dict[str, Any]:
+def measure(form: str, options: argparse.Namespace) -> dict[str, Any]:
     """Run two ranks; return the results of rank 0."""
     with tempfile.TemporaryDirectory() as run:
         environment = {k: v for k, v in os.environ.items() if not k.startswith("DPMON_")}
@@ -97,7 +96,7 @@ def measure(form: str, forced: bool, options: argparse.Namespace) -> dict[str, A
             "PYTHONPATH": os.pathsep.join([str(PACKAGE / "tracer" / "site"), str(PACKAGE.parent)]),
         }
         words = ["--form", form, "--steps", str(options.steps), "--layers", str(options.layers)]
-        words += ["--width", str(options.width), *(["--forced"] * forced)]
+        words += ["--width", str(options.width)]
         started = [
             subprocess.Popen([sys.executable, __file__, "--rank", str(number), "--where", run, *words], env=environment)
             for number in range(RANKS)
@@ -110,23 +109,20 @@ def measure(form: str, forced: bool, options: argparse.Namespace) -> dict[str, A
 
 def report(form: str, options: argparse.Namespace) -> bool:
     """Measure one form and print it; return whether it keeps the budget."""
-    costs, controls, steps, own, shares, distances = [], [], [], [], [], []
+    costs, controls, steps, own = [], [], [], []
     for _ in range(options.rounds):
-        forced = measure(form, True, options)
-        medians = [statistics.median(forced["taken"][at::EVERY]) / 1e3 for at in range(EVERY)]
+        found = measure(form, options)
+        medians = [statistics.median(found["taken"][at::EVERY]) / 1e3 for at in range(EVERY)]
         steps.append(medians[2])
         costs.append(medians[0] + medians[1] - 2 * medians[2])
         controls.append(medians[3] - medians[2])
-        own.append(statistics.median(spent for spent, _, _ in forced["samples"]) / 1e3)
-        chosen = measure(form, False, options)["samples"][1:]  # the first is taken before the cost is known
-        distances.append(statistics.median(distance for _, _, distance in chosen) if chosen else options.steps)
-        shares.append(costs[-1] / (distances[-1] * steps[-1]))
+        own.append(statistics.median(found["own"]) / 1e3)
     cost, control, step = (statistics.median(found) for found in (costs, controls, steps))
-    share = statistics.median(shares)
+    share = cost * 1e3 / MIN_INTERVAL_NS
     print(f"{form}: a step takes {step:.0f} us without a sample, the A/A control differs by {control:+.0f} us")
     print(f"  a sample costs {cost:+.0f} us (from {min(costs):+.0f} to {max(costs):+.0f})", end="")
     print(f", {statistics.median(own):.0f} us by the tracer's own account")
-    print(f"  one step in {statistics.median(distances):.0f} is sampled: {share:.2%} of the time, budget {BUDGET:.1%}")
+    print(f"  one every {MIN_INTERVAL_NS / 1e9:.0f} s: {share:.2%} of the time, budget {BUDGET:.1%}")
     return share <= BUDGET
 
 
@@ -140,10 +136,9 @@ def main() -> int:
     for name in ("--form", "--where"):
         parser.add_argument(name, default="", help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--forced", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank is not None:
-        rank(options.rank, options.where, options.forced, options)
+        rank(options.rank, options.where, options)
         return 0
     kept = [report(form, options) for form in options.forms]
     return 0 if all(kept) else 1

@@ -23,11 +23,14 @@ import torch
 
 model = torch.nn.Linear(1024, 512).cuda()
 optimizer = torch.optim.Adam(model.parameters())
+after_backward = []
 
 
 def train_step():
     optimizer.zero_grad()
-    model(torch.ones(64, 1024, device="cuda")).sum().backward()
+    loss = model(torch.ones(64, 1024, device="cuda")).sum()
+    loss.backward()
+    after_backward.append(torch.cuda.memory_stats())
     optimizer.step()
 
 
@@ -49,18 +52,20 @@ stats = torch.cuda.memory_stats()
 
 
 def test_figures_of_the_allocator_are_recorded(tmp_path: Path, gpus: SimulatedCuda) -> None:
-    text = TRAINS + "\nprint(json.dumps(torch.cuda.memory_stats()))\n"
+    text = TRAINS + "\nprint(json.dumps(after_backward))\n"
     run = run_traced(tmp_path, text, env=gpus.environment(2), mode="script")
     assert run.complaints == []
-    counters, one = run.events("memory")[-1].data["devices"]  # cuda:1 is not used
+    newest = run.events("memory")[-1].data
+    counters, one = newest["devices"]  # cuda:1 is not used
     assert (counters["device"], counters["optimizer_bytes"]) == ("cpu", 8)  # Adam's steps
     weights = 4 * (1024 * 512 + 512)
     assert (one["device"], one["model_bytes"], one["gradients_bytes"]) == ("cuda:0", weights, weights)
     assert one["optimizer_bytes"] == 2 * weights
-    said = run.printed
+    said = run.printed[newest["step"] - 1]
     assert one["reserved_bytes"] == said["reserved_bytes.all.current"] > 0
     assert one["peak_bytes"] == said["allocated_bytes.all.peak"]
-    assert one["allocated_bytes"] == said["allocated_bytes.all.current"]
+    loss_gradient = 512  # it lives until backward() returns
+    assert one["allocated_bytes"] - loss_gradient == said["allocated_bytes.all.current"]
     assert one["rest_bytes"] == one["allocated_bytes"] - 4 * weights
     assert (one["alloc_retries"], one["ooms"]) == (0, 0)
 

@@ -6,7 +6,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,14 +77,7 @@ def test_operations_and_bytes_are_those_of_the_script(runs: Runs, form: str) -> 
             assert sample.step is not None
             for one in collectives:
                 assert (one.group_size, one.ranks, one.backend, one.device, one.group) == (2, None, "gloo", "cpu", "0")
-                if one.operation == "reduce_scatter":
-                    assert (one.host_ns, one.alone.alg_bytes_s) == (None, None)
-                    assert one.unended == "gloo does not report when a reduce_scatter is complete"
-                    continue
-                assert one.host_ns is not None
                 assert 0 < one.host_ns < rank["end"] - rank["alike"]
-                assert one.queue_ns is not None
-                assert 0 <= one.queue_ns <= one.host_ns
         if form in ("ddp", "no_sync", "two"):  # torch counts a reduce_scatter of gloo more than once
             assert rank["counted"] == len(rank["each"])
 
@@ -194,10 +186,9 @@ def test_collectives_are_sampled_beside_an_idle_thread(oddly: Callable[[str], Tr
 
 def test_a_torch_that_lacks_what_is_needed(oddly: Callable[[str], TracedRun]) -> None:
     run = oddly("lacks")
-    (sample,) = of_kind(run, Sampled)
-    assert sample.collectives is None
-    assert "_dispatch_keyset_full_after" in sample.why
-    assert run.complaints == []
+    assert of_kind(run, Sampled) == []
+    (warning,) = run.complaints
+    assert "_dispatch_keyset_full_after" in warning
 
 
 def test_a_process_without_a_group_registers_nothing(oddly: Callable[[str], TracedRun]) -> None:
@@ -206,26 +197,19 @@ def test_a_process_without_a_group_registers_nothing(oddly: Callable[[str], Trac
     assert of_kind(run, Sampled) == []
 
 
-@pytest.mark.parametrize(
-    ("how", "each"),
-    [("evaluates", 1), ("evaluates without an optimizer", 1), ("accumulates", 3), ("looks ahead", 1)],
-)
+@pytest.mark.parametrize(("how", "each"), [("no optimizer", 1), ("accumulates", 3), ("looks ahead", 1)])
 def test_a_sample_is_of_one_step_of_the_training(oddly: Callable[[str], TracedRun], how: str, each: int) -> None:
-    """With all batches whose gradients are accumulated, also between two fetches, and without an evaluation."""
+    """With all batches whose gradients are accumulated, also between two fetches."""
     run = oddly(how)
     samples = of_kind(run, Sampled)
     assert len(samples) >= 6
     assert [sample.collectives for sample in samples[:6]] == [each] * 6
-    if how.startswith("evaluates"):
-        assert {sample.collectives for sample in samples} == {1}
-        assert [one.bytes for one in of_kind(run, Collective)] == [40] * len(samples)
     assert run.complaints == []
 
 
 def test_samples_are_some_time_apart(oddly: Callable[[str], TracedRun]) -> None:
     starts = [sample.start_ns for sample in of_kind(oddly("apart"), Sampled)]
-    assert len(starts) >= 3
-    assert min(second - first for first, second in pairwise(starts)) > 300_000_000
+    assert 3 <= len(starts) <= (starts[-1] - starts[0]) / 300_000_000 + 2
 
 
 def test_a_reader_asks_for_a_sample(tmp_path: Path) -> None:

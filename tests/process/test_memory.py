@@ -93,14 +93,14 @@ for x in loader:
 """,
         {"gradients": WEIGHTS},
     ),
-    "of two models in turn, as in a GAN, the backward pass with more gradients": (
+    "of two models in turn, as in a GAN, the first backward pass of the step": (
         """\
 one, two = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, other))
 for x in loader:
     learn(two, other(x[:, :15]))
     learn(one, model(x))
 """,
-        {"gradients": WEIGHTS},
+        {"gradients": OTHERS},
     ),
     "an evaluation alone": (
         """\

@@ -25,33 +25,14 @@ class Shown:
     __repr__ = __str__
 class Own(RuntimeError):
     __str__ = Shown.__str__
-class Meta(type):
-    def __getattribute__(self, name):
-        if name != "__class__":
-            shown.append(name)
-        return super().__getattribute__(name)
-class Odd(RuntimeError, metaclass=Meta):
-    pass
-class Wide(OSError):
-    @property
-    def args(self):
-        shown.append("args")
-        return ()
-    @property
-    def filename(self):
-        shown.append("filename")
 raise {error}
 """
 CASES = [
-    *((error, "pass") for error in (
-        "Own('x')", "ValueError(Shown())", "KeyError(Shown())", "ValueError(1, (Shown(),))",
-        "FileNotFoundError(2, 'no', Shown())",
-        "Odd('x')", "Wide(2, 'no', 'x')",
-    )),
+    *((error, "pass") for error in ("Own('x')", "ValueError(Shown())", "KeyError(Shown())")),
     ("Own('x')", "raise KeyboardInterrupt"),
     ("Own('x')", "raise SystemExit(9)"),
     ("ValueError(Shown())", "raise KeyboardInterrupt"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("error", "act"), CASES)

@@ -1,4 +1,4 @@
-"""The start of a DataLoader is recorded: its time, the kind of loader, and the number of starts left out."""
+"""The start of a DataLoader is recorded: its time, and the kind of loader."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from dpmon.export.csv_tables import csv_rows_of
 from support.tracer_harness import TracedRun, run_traced, run_untraced
 
-FACTS = ("loader", "batches", "workers", "persistent", "start", "left_out", "absent")
+FACTS = ("loader", "batches", "workers", "persistent", "start", "absent")
 
 
 def loaders(run: TracedRun, process: int = 0) -> list[dict[str, Any]]:
@@ -59,11 +59,10 @@ print(json.dumps(clocks))
 def test_the_start_of_workers_is_recorded_for_each_epoch(tmp_path: Path, workers: str, mode: str | None) -> None:
     run = run_traced(tmp_path, EPOCHS, workers, mode=mode)
     kept = workers == "persistent"
-    assert facts(run) == [("TensorDataset", 4, 2, kept, start, 0, {}) for start in (1, 2)]
+    assert facts(run) == [("TensorDataset", 4, 2, kept, start, {}) for start in (1, 2)]
     for event, (began, took) in zip(loaders(run), run.printed, strict=True):
         assert 0 < event["iter_s"] * 1e9 <= took
         assert began <= event["t_s"] * 1e9 <= began + took
-        assert event["left_out_s"] == 0
     # On a busy machine, time may pass between the two clock readings at one of the starts.
     apart = [(took - event["iter_s"] * 1e9, took) for event, (_, took) in zip(loaders(run), run.printed, strict=True)]
     assert any(difference < max(took / 2, 20e6) for difference, took in apart)
@@ -96,17 +95,13 @@ print(json.dumps([started, spent, time.monotonic() - began]))
 """
 
 
-@pytest.mark.parametrize(("what", "each_second"), [("same", 1), ("alike", 1), ("different", 8)])
-def test_a_loader_for_each_step_is_counted(tmp_path: Path, what: str, each_second: int) -> None:
+@pytest.mark.parametrize("what", ["same", "alike", "different"])
+def test_a_loader_for_each_step_has_few_records(tmp_path: Path, what: str) -> None:
     run = run_traced(tmp_path, OFTEN, what)
-    started, spent_ns, took_s = run.printed
+    started, _, took_s = run.printed
     found = loaders(run)
     assert started > 100
-    assert found[-1]["start"] == (started if what == "same" else 1)
-    assert 2 <= len(found) <= each_second * (took_s + 1) + 1
-    assert sum(1 + event["left_out"] for event in found) == started
-    recorded_s = sum(event["iter_s"] + event["left_out_s"] for event in found)
-    assert spent_ns / 10 < recorded_s * 1e9 <= spent_ns
+    assert 64 <= len(found) <= 64 + took_s + 1
     assert (run.complaints, run.missed) == ([], 0)
 
 
@@ -172,9 +167,9 @@ def test_a_loader_is_asked_once_for_a_length_that_the_script_computes(tmp_path: 
     assert [more - asked for more, asked in zip(run.printed, by_itself.printed, strict=True)] == [0, 1, 1]
     iterable = "dpmon does not ask an IterableDataset for its length: torch would warn if it then yields more"
     assert [(event["loader"], event["batches"], event["absent"].get("batches")) for event in loaders(run)] == [
-        ("Stream", None, iterable),
-        ("Refuses", None, "its __len__ raised RuntimeError"),  # the starts of the next loader look the same
-        *[("Refuses", 2, None)] * 2,  # the last one is written at the end
+        *[("Stream", None, iterable)] * 2,
+        *[("Refuses", None, "its __len__ raised RuntimeError")] * 4,
+        *[("Refuses", 2, None)] * 2,
     ]
     assert run.complaints == []
 

@@ -189,10 +189,9 @@ class Script:
         facts = {"operation": operation, "group": name, "size": size, "ranks": None, "dtype": "float32"}
         return self.define({**facts, "backend": "gloo", "device": "cpu", **more})
 
-    def collective(self, group: int, start: int, ms: float, size: int = 1000, inside: int = 0, why: int = 0) -> Span:
-        """Write a collective that began at `start`. With `why`, its end is unknown for this reason."""
-        took, flags = (why, Flag.UNENDED) if why else (round(ms * MS), 0)
-        return self.write(Kind.COLLECTIVE, start, took, flags, group, inside=inside, inputs=size)
+    def collective(self, group: int, start: int, ms: float, size: int = 1000, inside: int = 0) -> Span:
+        """Write a collective that was launched at `start`."""
+        return self.write(Kind.COLLECTIVE, start, round(ms * MS), 0, group, inside=inside, inputs=size)
 
     def loss_line(self, place: str, why: str | None = None) -> int:
         """Define a line that calls backward."""
@@ -203,10 +202,9 @@ class Script:
         (bits,) = struct.unpack("=Q", struct.pack("=d", value))
         return self.write(Kind.LOSS, start, 0, 0, line, inside=0, inputs=bits & 0xFFFFFFFF, outputs=bits >> 32)
 
-    def sampled(self, start: int, collectives: int, discarded: bool = False) -> Span:
+    def sampled(self, start: int, collectives: int) -> Span:
         """Write the end of a sample that began at `start`."""
-        flags = Flag.FAILED if discarded else 0
-        return self.write(Kind.COLLECTIVE, start, self.now - start, flags, inside=0, inputs=collectives)
+        return self.write(Kind.COLLECTIVE, start, self.now - start, inside=0, inputs=collectives)
 
     def learn(self, model: int, optimizer: int = 1, rows: int = 8) -> None:
         """Write call, backward pass and optimizer step."""

@@ -94,12 +94,12 @@ class Chance:
             script.event("pause", "last", paused=False, step=0)
 
     def communicate(self) -> None:
-        """Write collectives with random ends; some began steps ago, some have an unknown end."""
+        """Write collectives that were launched at random times; some of them steps ago."""
         draw, script = self.draw, self.script
         for _ in range(draw.randrange(4)):
             group = script.group(draw.choice(["all_reduce", "all_gather"]), draw.choice(["0", "1"]))
             start = script.now - round(draw.choice([0.5, 3, 20]) * draw.random() * 1_000_000)
-            script.collective(group, start, (script.now - start) / 1_000_000, why=draw.choice([0, 0, 0, 1]))
+            script.collective(group, start, (script.now - start) / 1_000_000)
         if draw.random() < 0.3:
             script.sampled(script.now - draw.choice([2_000_000, 9_000_000]), 1000)
 

@@ -19,7 +19,7 @@ class Module(SimpleNamespace):
 
 def a_wrapper(buckets: str = "1 2,0", unused: bool = False) -> _TracedWrapper:
     module: Any = Module(find_unused_parameters=unused)
-    wrapper = _TracedWrapper(module, 0, lambda _: None)
+    wrapper = _TracedWrapper(module, 0)
     wrapper.read_buckets({"rebuilt_per_bucket_param_indices": buckets})
     return wrapper
 

@@ -17,7 +17,6 @@ from dpmon.export.perfetto import write_trace
 from dpmon.record.jsonl import as_json
 from dpmon.record.record_specs import COLUMNS, RECORDS
 from dpmon.record.record_types import Collective, Operation, Record, Sampled
-from dpmon.record.shared_names import Unended
 from dpmon.record.span_format import Kind
 from dpmon.run.run_directory import load_info
 from dpmon.span_ring import HeaderWord, SpanRing
@@ -34,20 +33,16 @@ SECOND = 10**9
 
 
 def script(steps: int = 8) -> Script:
-    """Return a script of four steps, two of them sampled, with two collectives each; the last ends two steps later."""
+    """Return a script of steps of which the first two of every four are sampled, with two collectives each."""
     found = Script()
     net, reduce, gather = found.model(module=1), found.group(), found.group("all_gather", device="cuda", backend="nccl")
-    late: list[tuple[int, int]] = []
     for number in range(steps):
         start = found.now
         found.fetch()
-        while late and late[0][0] <= number:
-            began = late.pop(0)[1]
-            found.collective(reduce, began, (found.now - began) / MS, size=1000)
         found.learn(net)
         if number % 4 < 2:
-            found.collective(gather, start + MS, 0, size=500, why=Unended.ON_DEVICE)
-            late.append((number + 2, start + 2 * MS))
+            found.collective(gather, start + MS, 2.0, size=500)
+            found.collective(reduce, start + 2 * MS, 0.5, size=1000)
             found.sampled(start, 2)
     found.fetch(over=True)
     return found
@@ -75,20 +70,7 @@ def recorded(found: Script) -> Store:
 def test_by_operation() -> None:
     found = recorded(script()).collective_sums()
     assert (found.samples, found.why) == (4, None)
-    rows = {row.name: row for row in found.operations}
-    reduce, gather = rows["all_reduce"], rows["all_gather"]
-    assert (reduce.collectives, reduce.bytes, reduce.ended, reduce.timed_bytes) == (4, 4000, 4, 4000)
-    assert (gather.collectives, gather.bytes, gather.ended, gather.ran_ns) == (4, 2000, 0, 0)
-    assert reduce.alg_bytes_s == 4000 / reduce.ran_ns * 1e9
-    assert reduce.bus_bytes_s == reduce.alg_bytes_s * 1.5
-    assert reduce.ran_ns > 0
-    assert gather.alg_bytes_s is gather.bus_bytes_s is None
-
-
-def test_sums_of_collectives_that_are_too_short_to_time_have_no_bandwidth() -> None:
-    short = Operation("all_reduce", 2, 10, 1000, 10, 1000, 999_999)
-    assert (short.bus_bytes_s, short.no_bandwidth) == (None, "too short to time: dpmon finds the end to 0.1 ms")
-    assert Operation("all_reduce", 2, 10, 1000, 10, 1000, 1_000_000).bus_bytes_s == 1e6
+    assert found.operations == (Operation("all_reduce", 4, 4, 4000), Operation("all_gather", 4, 4, 2000))
 
 
 def test_of_a_window_and_of_some_processes() -> None:
@@ -214,16 +196,14 @@ def test_old_rows_are_deleted_with_the_others(state: Path) -> None:
 
 def summed(records: Iterable[Collective | Sampled]) -> CollectiveSums:
     """Return the sums that a store should give for these records."""
-    sums: dict[tuple[str, int], list[int]] = defaultdict(lambda: [0] * 5)
+    sums: dict[tuple[str, int], list[int]] = defaultdict(lambda: [0, 0])
     samples = []
     for one in records:
         if isinstance(one, Sampled):
             samples.append(one.collectives or 0)
             continue
-        took = one.host_ns
-        timed = (0, 0, 0) if took is None else (1, one.bytes, max(took - (one.queue_ns or 0), 0))
         whole = sums[one.operation, one.group_size]
-        whole[:] = [total + value for total, value in zip(whole, (1, one.bytes, *timed), strict=True)]
+        whole[:] = [whole[0] + 1, whole[1] + one.bytes]
     operations = sorted((Operation(*key, *whole) for key, whole in sums.items()), key=lambda one: -one.bytes)
     return CollectiveSums(tuple(operations), len(samples))
 

@@ -10,7 +10,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from dpmon.tracer.core.session import TracerErrorGuard
-from dpmon.tracer.memory.measurement import MEASURE_INTERVAL_NS, NEVER, MemoryTracer
+from dpmon.tracer.memory.measurement import NEVER, MemoryTracer
 from dpmon.tracer.memory.storages import MAX_TENSORS, MODEL, StorageWalk
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch calls half of these kinds deprecated, the others beta
@@ -105,8 +105,8 @@ def test_the_weights_of_a_quantized_module_have_an_unknown_size() -> None:
     assert walk.unsized_types[MODEL] == {"LinearPackedParams": 1}
 
 
-@pytest.mark.parametrize(("error", "due"), [(KeyboardInterrupt, 7 + MEASURE_INTERVAL_NS), (ZeroDivisionError, NEVER)])
-def test_an_interrupt_ends_one_measurement_and_a_fault_ends_all(error: type[BaseException], due: int) -> None:
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
+def test_an_interrupt_ends_one_measurement_and_a_fault_ends_all(error: type[BaseException]) -> None:
     session = SimpleNamespace(ring=object(), count_error=lambda *_: None)
     session.guard = lambda where, fatal: TracerErrorGuard(session, where, fatal)  # type: ignore[arg-type]
     recorder = SimpleNamespace(has_run_backward=False, optimizer_steps=1, after_backward=None)
@@ -120,6 +120,6 @@ def test_an_interrupt_ends_one_measurement_and_a_fault_ends_all(error: type[Base
     if error is KeyboardInterrupt:
         with pytest.raises(KeyboardInterrupt):
             memory.poll(7)
+        assert 7 < memory._due_ns < NEVER
     else:
         assert memory.poll(7) == NEVER
-    assert memory._due_ns == due

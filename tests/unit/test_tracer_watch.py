@@ -158,14 +158,6 @@ def test_noted_stacks_keep_nothing_alive() -> None:
     assert "work" in [frame["name"].rpartition(".")[2] for frame in stack["frames"]]
 
 
-def test_a_full_file_of_stacks_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(responder_thread, "MAX_STACKS_BYTES", 10)
-    for line in (b"first\n", b"next\n", b"last\n"):
-        responder_thread._append_reply(str(tmp_path), "process-0.stacks", line)
-        assert (tmp_path / "process-0.stacks").read_bytes().endswith(line)
-    assert (tmp_path / "process-0.stacks").stat().st_size <= 10
-
-
 def test_the_thread_is_unknown_to_threading_and_takes_no_signal() -> None:
     import signal
 

@@ -311,29 +311,26 @@ def test_the_last_steps_of_all_ranks_leave_the_synchronized_pass_together_the_st
     assert last - begin == int(ticks[-1] * 1e6 / longest * room), "the longest step fills the width"
 
 
-def a_collective(operation: str, start: float, took: float | None, queued: float = 0.0) -> Collective:
-    """Return a collective (times in ms) of a sample that begins at 100 ms."""
-    ended = None if took is None else int(took * 1e6)
+def a_collective(operation: str, start: float) -> Collective:
+    """Return a collective that was launched at `start` (ms), in a sample that begins at 100 ms."""
     places = (operation, "backward", 1000, "float32", "0", 2, None, "gloo", "cpu")
-    return Collective(0, 0, 7, *places, int((100 + start) * 1e6), ended, None if took is None else int(queued * 1e6))
+    return Collective(0, 0, 7, *places, int((100 + start) * 1e6), 50_000)
 
 
-def test_the_collectives_of_a_sampled_step_are_drawn_from_when_they_could_begin() -> None:
-    ran = (a_collective("all_reduce", 10, 2), a_collective("all_reduce", 11, 5, queued=3))
-    sample = LastSample(7, 100_000_000, 20_000_000, ran)
-    row = plain_text(sample_row(sample, 10, 100, 25e6, STYLE))
-    assert row.startswith("sampled   step 7: 2 all_reduce of 2 ranks ")
+def test_the_launches_of_a_sampled_step_are_drawn() -> None:
+    launched = (a_collective("all_reduce", 15), a_collective("all_reduce", 15.01), a_collective("all_reduce", 18))
+    row = plain_text(sample_row(LastSample(7, 100_000_000, 20_000_000, launched), 10, 100, 25e6, STYLE))
+    assert row.startswith("sampled   step 7: 3 all_reduce of 2 ranks ")
     assert row.endswith(" 20.0 ms")
-    line = row[10:110]
-    assert [at for at, cell in enumerate(line) if cell == "━"] == [*range(40, 48), *range(56, 64)]
-    launched = LastSample(7, 100_000_000, 20_000_000, (a_collective("all_gather", 1, None),))
-    line = plain_text(sample_row(launched, 10, 100, 25e6, STYLE))[10:110]
+    assert (row[10 + 60], row[10 + 72]) == ("2", "↓")
+    launch = LastSample(7, 100_000_000, 20_000_000, (a_collective("all_gather", 1),))
+    line = plain_text(sample_row(launch, 10, 100, 25e6, STYLE))[10:110]
     assert line.startswith("    ↓ step 7: 1 all_gather of 2 ranks ")
-    assert "step 7: 1 all_gather  " in plain_text(sample_row(launched, 10, 30, 25e6, STYLE)), "the ranks have no room"
+    assert "step 7: 1 all_gather  " in plain_text(sample_row(launch, 10, 30, 25e6, STYLE)), "the ranks have no room"
 
 
 def test_the_ranks_of_a_collective_are_named_where_no_row_says_it() -> None:
-    sums = (Operation("all_reduce", 8, 6, 0, 0, 0, 0), Operation("all_gather", 4, 2, 0, 0, 0, 0))
+    sums = (Operation("all_reduce", 8, 6, 0), Operation("all_gather", 4, 2, 0))
     wrapper = Wrapper(0, 0, 0, "Model", group_size=8)
     found = build_communication((), [wrapper], CollectiveSums(sums, 2), 4, tally=Tally(), lately=True)
     assert found is not None
@@ -346,7 +343,7 @@ def test_the_ranks_of_a_collective_are_named_where_no_row_says_it() -> None:
 @pytest.mark.parametrize(("passes", "per"), [(((1, 0),), "per step"), (((0, 1), (0, 1), (0, 1), (1, 0)), "per update")])
 def test_a_sample_is_of_an_update_of_several_steps_with_accumulation(passes: Any, per: str) -> None:
     found = facts_of(2, passes=passes).state.communication
-    sampled = CollectiveSums((Operation("all_reduce", 2, 5, 0, 0, 0, 0),), 5)
+    sampled = CollectiveSums((Operation("all_reduce", 2, 5, 0),), 5)
     assert found is not None
     (line,) = format_operations(replace(found, collectives=sampled))
     assert line.startswith(f"all_reduce 1.00 {per}")
@@ -362,7 +359,7 @@ def while_rank_0_evaluates(steps: int) -> ScreenData:
 
 
 def test_an_evaluation_of_one_rank_has_its_word_and_the_figures_of_training_do_not() -> None:
-    sample = LastSample(7, 100_000_000, 20_000_000, (a_collective("all_reduce", 10, 2),))
+    sample = LastSample(7, 100_000_000, 20_000_000, (a_collective("all_reduce", 10),))
     for steps, drawn_ranks, title in ((0, [0, 1], "2 Ranks · Model · DistributedDataParallel"), (20, [0], "2 Ranks")):
         screen = while_rank_0_evaluates(steps)
         assert plain_text(panel_ranks.panel_title(screen, STYLE)[0]) == title
@@ -395,7 +392,7 @@ def test_the_sizes_of_ranks_without_known_waits_leave_out_an_evaluation() -> Non
 
 def test_a_sampled_step_has_a_row_where_there_is_room() -> None:
     facts = facts_of(2, slow=1)
-    sample = LastSample(7, 100_000_000, 20_000_000, (a_collective("all_reduce", 10, 2),))
+    sample = LastSample(7, 100_000_000, 20_000_000, (a_collective("all_reduce", 10),))
     facts = replace(facts, state=replace(facts.state, last_sample=sample))
     for height, rows in ((16, 1), (10, 0)):
         drawn = texts(panel_batch.render_panel(facts, 116, height, STYLE))

@@ -139,9 +139,9 @@ def _find_script_collectives(communication: Communication) -> Iterator[Finding]:
             f"The ranks may wait for each other in the script's own {communication.own_collective_names}:"
             f" the script's own work (other) takes at least {format_percent(min_share)} of the step on every rank.",
             f"{communication.own_collective_names} outside the phases in the newest sampled steps",
-            "compare the times of these collectives between ranks (dpmon export --kind collective, phase other): in a"
-            " collective that blocks, the rank with the shortest time came last; with such calls after the optimizer's"
-            " step, `wait` shows who is late",
+            "compare when the ranks launched these collectives (dpmon export --kind collective, phase other): the rank"
+            " that launched one last (start_s) made the others wait; with such calls after the optimizer's step, `wait`"
+            " shows who is late",
             min_share / 2,
         )
 

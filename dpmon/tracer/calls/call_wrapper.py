@@ -23,10 +23,12 @@ from dpmon.tracer.calls.traced_modules import FunctionalStandIn, TracedModule, T
 from dpmon.tracer.core.hidden_frames import Function, copy_name_and_signature, drop_frames
 from dpmon.tracer.core.module_tables import in_training_mode
 from dpmon.tracer.core.session import Session
+from dpmon.tracer.devices.device_timing import PhaseTimer
 from dpmon.tracer.modes.mode_decision import ModeDecider
 from dpmon.tracer.steps.span_recorder import SpanRecorder, ThreadState
 
 REQUEST = HeaderWord.REQUEST
+_ModuleFinder = Callable[[Any, ThreadState], TracedModule | None]
 _LEARNING_FLAGS = (Flag.TRAINING | Flag.GRAD) << FLAGS_AT
 HIDING_KINDS = frozenset(range(32)) - {0, Kind.FETCH, Kind.OPTIMIZER, Kind.CLOSURE, Kind.COPY}
 """Kinds of spans in which a call of a module is not recorded as a call."""
@@ -54,7 +56,7 @@ class CallTracer:
     def wrap_call(
         self,
         original: Function,
-        trace_module: Callable[[Any, ThreadState], TracedModule | None],
+        trace_module: _ModuleFinder,
         *,
         root: bool,
     ) -> Function:
@@ -64,16 +66,13 @@ class CallTracer:
         the module's calls are not recorded. `root`: whether the modules are bare roots. A call of a bare root inside
         another call is not recorded; a data-parallel call inside a root is recorded.
         """
-        session, recorder, modes = self.session, self.recorder, self.modes
-        threads, make_thread_state = recorder.threads, recorder.current_thread_state
-        modules_by_id = self.traced_modules.modules_by_id
+        recorder, threads, make_thread_state = self.recorder, self.recorder.threads, self.recorder.current_thread_state
+        find_module, input_definition = self._find_module, self.session.input_definition
+        run_split, end_call, end_failed_call = self.split_runner.run, self._end_call, self._end_failed_call
         hiding_kinds = HIDING_KINDS if root else HIDING_KINDS - {Kind.CALL}
-        is_compiling, is_grad_enabled = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
+        is_compiling, clock = torch.compiler.is_dynamo_compiling, monotonic_ns
         tracing = torch._C._get_tracing_state  # during torch.jit.trace, sizes are tensors of its graph
-        count_function_modes = torch._C._len_torch_function_stack  # a mode of the script would see our reads of sizes
         graph_task = torch._C._current_graph_task_id  # not -1 while autograd recomputes a checkpoint, on any thread
-        clock, plain_tensor = monotonic_ns, torch.Tensor
-        run_split, finish_split = self.split_runner.run, self.split_runner.finish
 
         def traced(module: object, *args: object, **kwargs: object) -> object:
             if is_compiling():
@@ -87,108 +86,123 @@ class CallTracer:
                     outer_kind = recorder.current_open_kind(thread)
                 if outer_kind in hiding_kinds or tracing() is not None or graph_task() != -1:
                     return original(module, *args, **kwargs)
-                traced_module = phase_timer = None
-                inputs = 0
-                try:
-                    traced_module = modules_by_id.get(id(module))
-                    if outer_kind == 0:
-                        recorder.recent_calls = recent_calls = recorder.recent_calls + 1
-                        if recent_calls > recorder.max_recent_calls:
-                            recorder.on_call(thread)
-                    elif recorder.training_thread is None:  # for example in the closure of an optimizer
-                        recorder.on_call(thread)
-                    has_request = outer_kind != Kind.CALL and recorder.words[REQUEST] != modes.request_serial
-                    if has_request and modes.apply_new_request():
-                        self.traced_modules.forget_plans()
-                        traced_module = None
-                    if traced_module is not None and traced_module.may_have_moved:
-                        device = traced_module.module_device
-                        if device is not None and device.is_stale():
-                            traced_module = None  # if the new plan fails, the call is not traced
-                    if traced_module is None:
-                        with torch._C.DisableTorchFunction():  # hides our reads from the script's modes
-                            traced_module = None if session.is_off else trace_module(module, thread)
-                    if traced_module is not None:
-                        size_cache, mode_count = traced_module.input_cache, count_function_modes()
-                        if (
-                            len(args) == 1
-                            and not (kwargs or mode_count)
-                            and type(value := args[0]) is plain_tensor
-                            and value.shape == size_cache.shape
-                            and value.dtype is size_cache.dtype
-                        ):
-                            inputs = size_cache.definition
-                        else:
-                            inputs = session.input_definition(args, kwargs, size_cache)
-                        value = None
-                        if recorder.device_timer is not None:
-                            phase_timer = recorder.device_timer.begin_call(thread, traced_module.gpus)
-                except Exception as error:  # noqa: BLE001 - our fault must not reach the script
-                    session.count_error("beginning of a call", error)
+                traced_module = find_module(module, thread, outer_kind, trace_module)
                 if traced_module is None:
                     return original(module, *args, **kwargs)
-                kind, is_plain, layout_bits = traced_module.kind, traced_module.is_plain, traced_module.layout_bits
-                first_word = layout_bits | thread.thread_bits | outer_kind << INSIDE_AT | kind
+                inputs = input_definition(args, kwargs, traced_module.input_cache)
+                timer = recorder.device_timer
+                phase_timer = None if timer is None else timer.begin_call(thread, traced_module.gpus)
                 if root:
                     thread.root = traced_module
                 start_ns = clock()
                 recorder.words[thread.start_word] = start_ns
-                recorder.open_kinds[thread.number] = kind
+                recorder.open_kinds[thread.number] = traced_module.kind
                 try:
-                    thread.open_kind = kind
-                    result = (
-                        original(module, *args, **kwargs)
-                        if is_plain
-                        else run_split(thread, traced_module, original, module, args, kwargs)
-                    )
+                    thread.open_kind = traced_module.kind
+                    if traced_module.is_plain:
+                        result = original(module, *args, **kwargs)
+                    else:
+                        result = run_split(thread, traced_module, original, module, args, kwargs)
                 except BaseException as error:
                     thread.open_kind = outer_kind
-                    try:
-                        if not is_plain:
-                            first_word = first_word ^ layout_bits | finish_split(thread, traced_module, 0, True)
-                        first_word |= self.encode_flags(module)
-                    except Exception as own_error:  # noqa: BLE001 - the script's exception must be raised
-                        session.count_error("end of a call", own_error)
-                    recorder.write_failed(thread, first_word, start_ns, inputs, error, phase_timer)
+                    end_failed_call(thread, traced_module, module, start_ns, inputs, error, phase_timer)
                     raise
                 thread.open_kind = outer_kind
-                duration_ns = outputs = 0
-                try:
-                    duration_ns = clock() - start_ns
-                    recorder.open_kinds[thread.number] = outer_kind
-                    if phase_timer is not None:
-                        first_word |= phase_timer.end()
-                    size_cache = traced_module.output_cache
-                    if (
-                        not mode_count
-                        and type(result) is plain_tensor
-                        and result.shape == size_cache.shape
-                        and result.dtype is size_cache.dtype
-                    ):
-                        outputs = size_cache.definition
-                    else:
-                        outputs = session.output_definition(result, size_cache)
-                    if not is_plain:
-                        first_word = first_word ^ layout_bits | finish_split(thread, traced_module, outputs, False)
-                    if traced_module.via is None and is_grad_enabled() and module.__dict__.get("training") is True:
-                        first_word |= _LEARNING_FLAGS
-                    else:
-                        first_word |= self.encode_flags(module)
-                    span_number = recorder.put(first_word, start_ns, duration_ns, inputs | outputs << 32)
-                    if phase_timer is not None:
-                        phase_timer.set_span_number(span_number)
-                except BaseException as error:  # noqa: BLE001 - raised again if it is not a fault of ours
-                    duration_ns = duration_ns or clock() - start_ns
-                    recorder.rewrite_span(first_word, start_ns, duration_ns, inputs | outputs << 32, error)
+                end_call(thread, traced_module, module, start_ns, inputs, result, phase_timer)
                 return result
             except BaseException as error:
                 if thread is not None:  # an interrupt may have come between any two lines
                     thread.open_kind, thread.split_call = outer_kind, outer_call
                 drop_frames(error)
-                module, args, kwargs, value, result, outer_call = None, (), {}, None, None, None
+                module, args, kwargs, result, outer_call = None, (), {}, None, None
                 raise
 
         return copy_name_and_signature(traced, original)
+
+    def _find_module(
+        self, module: object, thread: ThreadState, outer_kind: int, trace_module: _ModuleFinder
+    ) -> TracedModule | None:
+        """Return how a call that begins is traced; None if it is not recorded. See `wrap_call` for `trace_module`.
+
+        Raises only exceptions of the script's signal handlers.
+        """
+        recorder, modes = self.recorder, self.modes
+        try:
+            if outer_kind == 0:
+                recorder.recent_calls = recent_calls = recorder.recent_calls + 1
+                if recent_calls > recorder.max_recent_calls:
+                    recorder.on_call(thread)
+            elif recorder.training_thread is None:  # for example in the closure of an optimizer
+                recorder.on_call(thread)
+            traced_module = self.traced_modules.modules_by_id.get(id(module))
+            has_request = outer_kind != Kind.CALL and recorder.words[REQUEST] != modes.request_serial
+            if has_request and modes.apply_new_request():
+                self.traced_modules.forget_plans()
+                traced_module = None
+            if traced_module is not None:
+                device = traced_module.module_device
+                if not (traced_module.may_have_moved and device is not None and device.is_stale()):
+                    return traced_module
+            with torch._C.DisableTorchFunction():  # hides our reads from the script's modes
+                return None if self.session.is_off else trace_module(module, thread)
+        except Exception as error:  # noqa: BLE001 - our fault must not reach the script
+            self.session.count_error("beginning of a call", error)
+            return None
+
+    def _end_call(
+        self,
+        thread: ThreadState,
+        traced_module: TracedModule,
+        module: Any,
+        start_ns: int,
+        inputs: int,
+        result: object,
+        phase_timer: PhaseTimer | None,
+    ) -> None:
+        """Write the span of a call. Raises only exceptions of the script's signal handlers."""
+        recorder, outer_kind = self.recorder, thread.open_kind
+        first_word = traced_module.layout_bits | thread.thread_bits | outer_kind << INSIDE_AT | traced_module.kind
+        duration_ns = outputs = 0
+        try:
+            duration_ns = monotonic_ns() - start_ns
+            recorder.open_kinds[thread.number] = outer_kind
+            if phase_timer is not None:
+                first_word |= phase_timer.end()
+            outputs = self.session.output_definition(result, traced_module.output_cache)
+            if not traced_module.is_plain:
+                layout_bits = self.split_runner.finish(thread, traced_module, outputs, False)
+                first_word = first_word ^ traced_module.layout_bits | layout_bits
+            if traced_module.via is None and torch.is_grad_enabled() and module.__dict__.get("training") is True:
+                first_word |= _LEARNING_FLAGS
+            else:
+                first_word |= self.encode_flags(module)
+            span_number = recorder.put(first_word, start_ns, duration_ns, inputs | outputs << 32)
+            if phase_timer is not None:
+                phase_timer.set_span_number(span_number)
+        except BaseException as error:  # noqa: BLE001 - raised again if it is not a fault of ours
+            duration_ns = duration_ns or monotonic_ns() - start_ns
+            recorder.rewrite_span(first_word, start_ns, duration_ns, inputs | outputs << 32, error)
+
+    def _end_failed_call(
+        self,
+        thread: ThreadState,
+        traced_module: TracedModule,
+        module: object,
+        start_ns: int,
+        inputs: int,
+        error: BaseException,
+        phase_timer: PhaseTimer | None,
+    ) -> None:
+        """Write the span of a call that raised `error`. Raises only exceptions of the script's signal handlers."""
+        layout_bits = traced_module.layout_bits
+        first_word = thread.thread_bits | thread.open_kind << INSIDE_AT | traced_module.kind
+        try:
+            if not traced_module.is_plain:
+                layout_bits = self.split_runner.finish(thread, traced_module, 0, True)
+            first_word |= self.encode_flags(module)
+        except Exception as own_error:  # noqa: BLE001 - the script's exception must be raised
+            self.session.count_error("end of a call", own_error)
+        self.recorder.write_failed(thread, first_word | layout_bits, start_ns, inputs, error, phase_timer)
 
     def encode_flags(self, module: object) -> int:
         """Return the flags for a call's span: whether the module trains, and whether gradients are enabled."""

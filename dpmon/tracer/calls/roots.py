@@ -10,7 +10,6 @@ changed, so pickles and copies contain only the script's own data.
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable
 from threading import get_ident
 from time import monotonic_ns
@@ -22,6 +21,7 @@ import torch
 from dpmon.tracer.calls.call_wrapper import HIDING_KINDS, CallTracer
 from dpmon.tracer.calls.traced_modules import TracedModule
 from dpmon.tracer.core.hidden_frames import Function, first_argument, iter_callers
+from dpmon.tracer.core.identity_table import IdentityTable
 from dpmon.tracer.core.module_tables import MODULES, PARAMETERS, class_name, modules_of, tensors_of, values_of
 from dpmon.tracer.core.session import Session
 from dpmon.tracer.steps.span_recorder import SpanRecorder, ThreadState
@@ -37,8 +37,6 @@ The first wait is 2 * MIN_WATCH_WAIT_NS. Each wait is twice as long as the previ
 watch changes torch's class Module, so Python discards its caches for all modules, and dozens of steps are slower.
 """
 
-MAX_NEW_MODULES = 1 << 14
-"""How many modules are remembered (weakly) between two watches; the oldest are forgotten first."""
 MAX_LATE_WARNINGS = 8
 """How many warnings say that earlier calls of a class may be missing."""
 WRAPPER_ATTRIBUTES = frozenset(("module", "_orig_mod"))
@@ -88,12 +86,9 @@ class RootFinder:
         """The traced `__call__` of a root's class."""
         self.watching_call = call_tracer.wrap_call(self.original_call, self._trace_root, root=True)
         """The traced `__call__` of all modules: Module.__call__ during a watch."""
-        self._traced_classes: dict[int, Any] = {}
-        """Weak references to the classes of roots, by id.
-
-        A WeakSet would call the metaclass's own comparison and hash. Strong references would keep the globals of
-        `__main__` alive through the methods of a class, so their finalizers would not run at exit.
-        """
+        self._traced_classes: IdentityTable[bool] = IdentityTable()
+        """The classes of roots. Strong references would keep the globals of `__main__` alive through the methods of a
+        class, so their finalizers would not run at exit."""
         self._watching = False
         self._steps_left = WATCH_STEPS
         """Steps until the watch ends if no new root appears."""
@@ -110,10 +105,10 @@ class RootFinder:
         """Whether a root appeared since the last poll."""
         self._cannot_end = False
         """Whether a root's class has its own `__call__`, so that the watch cannot end."""
-        self._new_modules: dict[int, weakref.ref[object]] = {}
-        """Modules that got a parameter or a submodule since the last watch ended, by id."""
-        self._new_ids_in_watch: set[int] = set()
-        """Ids of the modules that were made during the last watch. It may end when a call that it still sees begins."""
+        self._new_modules: IdentityTable[bool] = IdentityTable()
+        """Modules that got a parameter or a submodule since the last watch ended."""
+        self._new_in_watch: IdentityTable[bool] = IdentityTable()
+        """The modules that were made during the last watch. It may end when a call that it still sees begins."""
         self._may_have_missed_calls = False
         """Whether roots that this watch finds may have been called before it began."""
         self._late_warnings = 0
@@ -125,9 +120,9 @@ class RootFinder:
         if not self._is_root(module) or not self.session.ensure_open():
             return None
         cls = type(module)
-        if not self._is_known(cls):
+        if not self._traced_classes.get(cls):
             self._has_new_root = True
-            is_new = id(module) in self._new_modules or id(module) in self._new_ids_in_watch
+            is_new = self._new_modules.get(module) or self._new_in_watch.get(module)
             if self._may_have_missed_calls and self._late_warnings < MAX_LATE_WARNINGS and not is_new:
                 self._late_warnings += 1
                 self.session.warn(
@@ -172,18 +167,11 @@ class RootFinder:
         if self.session.ensure_open():
             self.session.warn(text)
 
-    def _is_known(self, cls: type) -> bool:
-        """Return whether the calls of a class are traced."""
-        reference = self._traced_classes.get(id(cls))
-        return reference is not None and reference() is cls
-
     def _register(self, cls: type, *, called: bool = False) -> None:
         """Trace all calls of a class from now on, even without a watch. `called`: whether a call has just begun."""
-        if self._is_known(cls):
+        if self._traced_classes.get(cls):
             return
-        key = id(cls)
-        classes = self._traced_classes
-        classes[key] = weakref.ref(cls, lambda _: classes.pop(key, None))
+        self._traced_classes.set(cls, True)
         if any(isinstance(base.__dict__.get("__call__"), _RootCall) for base in cls.__mro__):
             return  # it inherits the `__call__` of a root's class
         try:
@@ -196,7 +184,7 @@ class RootFinder:
                 self._cannot_end = True
                 self.watch()  # the watch may just have ended
             else:
-                del self._traced_classes[key]
+                self._traced_classes.pop(cls)
 
     # ---------------------------------------------------------------- models that are made
 
@@ -209,14 +197,11 @@ class RootFinder:
     def _on_registration(self, module: object, name: str, part: object) -> None:
         """Note a module that gets a parameter or a submodule, and trace the model inside a wrapper."""
         with self._guard:
-            reference = self._new_modules.get(id(module))
-            if (reference is not None and reference() is module) or "_is_replica" in module.__dict__:
+            if self._new_modules.get(module) or "_is_replica" in module.__dict__:
                 return
-            if len(self._new_modules) >= MAX_NEW_MODULES:
-                del self._new_modules[next(iter(self._new_modules))]
-            self._new_modules[id(module)] = weakref.ref(module)
-            if self._watching and len(self._new_ids_in_watch) < MAX_NEW_MODULES:
-                self._new_ids_in_watch.add(id(module))
+            self._new_modules.set(module, True)
+            if self._watching:
+                self._new_in_watch.set(module, True)
             if name in WRAPPER_ATTRIBUTES and _is_model(part):
                 self._register(type(part))
             if not self._watching:
@@ -225,7 +210,7 @@ class RootFinder:
     def _trace_future_roots(self) -> None:
         """Trace the modules that the script may call later: models that were made, and submodules with submodules."""
         with self._guard:
-            modules = [module for reference in list(self._new_modules.values()) if (module := reference()) is not None]
+            modules = [module for module, _ in self._new_modules.items()]
             self._new_modules.clear()
             part_ids = {id(part) for module in modules for part in values_of(module, MODULES)}
             for module in modules:
@@ -243,7 +228,7 @@ class RootFinder:
         if not self._watching and torch.nn.Module.__call__ is self.original_call:
             self._watching = True
             self._may_have_missed_calls = missed
-            self._new_ids_in_watch.clear()
+            self._new_in_watch.clear()
             torch.nn.Module.__call__ = self.watching_call  # type: ignore[method-assign]
 
     def end_watch(self) -> None:

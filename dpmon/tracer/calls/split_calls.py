@@ -113,11 +113,7 @@ class SplitRunner:
         try:
             return original(module, *args, **kwargs)
         finally:
-            incomplete_reason = stages.end(self.recorder, thread)
-            if incomplete_reason is not None and "stages" not in traced_module.absent:
-                traced_module.absent = {**traced_module.absent, "stages": incomplete_reason}
-                layout_bits = self.traced_modules.encode_layout(traced_module, traced_module.plan)
-                traced_module.layout_bits = call.layout_bits = layout_bits
+            stages.end(self.recorder, thread)
 
     def finish(self, thread: ThreadState, traced_module: TracedModule, output_sizes: int, has_failed: bool) -> int:
         """Finish a call that `run` has run. Return layout and flags of its span (see `encode_layout`). Never raises.

@@ -39,7 +39,6 @@ _NO_EVENT_REASONS = {
 }
 _NO_EVENTS = "it was not timed"
 _COMPILED = "the model is compiled: hooks on its parts would break its graph"
-_THREADS = "parts of the model ran on other threads at the same time: they are in no stage"
 
 
 _Part = tuple[str, torch.nn.Module, str | None]
@@ -82,8 +81,7 @@ class StageTracer:
         self._handled_error_id = 0
         """Id of the exception that was being handled when the first part began."""
         self._thread_ident = 0
-        self._ran_on_other_threads = False
-        """Whether a part has run on another thread. Such a part is in no stage."""
+        """The thread of the call. A part that runs on another thread is in no stage."""
         self._device_timer: DeviceTimer | None = None
         self._hooked_parts = [(weakref.ref(module), self._make_hooks(name, device)) for name, module, device in parts]
 
@@ -94,7 +92,6 @@ class StageTracer:
 
         def enter(module: object, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
             if get_ident() != self._thread_ident:
-                self._ran_on_other_threads = True
                 return
             self._running_parts.append(name)
             if len(self._running_parts) > 1:
@@ -148,11 +145,8 @@ class StageTracer:
                 for name, hook in zip(_TABLES, hooks, strict=True) if module is not None else ():
                     module.__dict__[name][HOOK_KEY] = hook
 
-    def end(self, recorder: SpanRecorder, thread: ThreadState) -> str | None:
-        """Write the stages when a call of the root ends, and remove the hooks. Never raises.
-
-        Returns why the stages are incomplete; None if they are complete.
-        """
+    def end(self, recorder: SpanRecorder, thread: ThreadState) -> None:
+        """Write the stages when a call of the root ends, and remove the hooks. Never raises."""
         with self.session.guard("stages of a model"):
             for stage in self._stages:
                 self._write(recorder, thread, stage)
@@ -162,7 +156,6 @@ class StageTracer:
             with self.session.guard("stages of a model"):  # the other parts must lose their hooks, too
                 for name in _TABLES if module is not None else ():
                     module.__dict__[name].pop(HOOK_KEY, None)
-        return _THREADS if self._ran_on_other_threads else None
 
     def _write(self, recorder: SpanRecorder, thread: ThreadState, stage: TracedStage) -> None:
         """Write the span of one stage."""

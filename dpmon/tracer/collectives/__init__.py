@@ -1,8 +1,7 @@
 """Communication between ranks: sync passes, and sampled collectives.
 
 `gradient_sync`: when the gradients of DistributedDataParallel were ready. `collective_sampler`: when collectives are
-sampled; `kernels` see each collective of a sample, and `completion_poller` finds when it ended. Other parts of the
-tracer import only this module.
+sampled; `kernels` see each collective of a sample. Other parts of the tracer import only this module.
 """
 
 from dpmon.tracer.collectives.collective_sampler import CollectiveSampler

@@ -24,6 +24,7 @@ import torch
 
 from dpmon.record.span_format import FLAGS_AT, LEAD_NS, MAX_LEAD, SITE_AT, WRAPPER_AT, Flag, Kind
 from dpmon.tracer.core.hidden_frames import Function, wrap_rare_function
+from dpmon.tracer.core.identity_table import IdentityTable
 from dpmon.tracer.core.module_tables import class_name
 from dpmon.tracer.core.session import Session
 from dpmon.tracer.devices.device_timing import PhaseTimer
@@ -55,8 +56,8 @@ class GradientSync:
     def __init__(self, session: Session, recorder: SpanRecorder) -> None:
         self._session = session
         self._recorder = recorder
-        self._wrappers: dict[int, _TracedWrapper] = {}
-        """By id of the DistributedDataParallel. The traced function refers to this dict: never replace it."""
+        self._wrappers: IdentityTable[_TracedWrapper] = IdentityTable()
+        """By DistributedDataParallel. The traced function refers to this table: never replace it."""
         self._pending_wrappers: list[_TracedWrapper] = []
         """Wrappers with a forward since their last backward pass. Never replace this list either."""
         self.reset()
@@ -86,7 +87,7 @@ class GradientSync:
 
         def on_forward_end(_: object, start_ns: int, module: Any, output: object) -> None:
             if torch.is_grad_enabled():
-                wrapper = wrappers.get(id(module)) or self._register_wrapper(module)
+                wrapper = wrappers.get(module) or self._register_wrapper(module)
                 wrapper.forward_end_ns, wrapper.averages_gradients = start_ns, module.require_backward_grad_sync
                 thread = threads.get(get_ident())
                 root = None if thread is None else thread.root
@@ -99,8 +100,7 @@ class GradientSync:
 
     def _register_wrapper(self, module: object) -> _TracedWrapper:
         """Remember a wrapper while it lives, and return its entry."""
-        key, wrappers = id(module), self._wrappers
-        wrapper = wrappers[key] = _TracedWrapper(module, next(self._wrapper_numbers), lambda _: wrappers.pop(key, None))
+        wrapper = self._wrappers.set(module, _TracedWrapper(module, next(self._wrapper_numbers)))
         self._recorder.write_sync_spans = self._on_backward_end
         self._recorder.before_backward = self._on_backward_start
         return wrapper
@@ -239,8 +239,8 @@ class GradientSync:
 class _TracedWrapper:
     """A DistributedDataParallel, and when the gradients of its last backward pass were ready."""
 
-    def __init__(self, module: Any, number: int, on_freed: Callable[[object], object]) -> None:
-        self.module_ref = weakref.ref(module, on_freed)
+    def __init__(self, module: Any, number: int) -> None:
+        self.module_ref = weakref.ref(module)
         self.number = number
         self.forward_end_ns = 0
         """When its last forward ended (monotonic ns)."""

@@ -13,7 +13,6 @@ is removed while another thread is about to enter it, and dpmon cannot detect a 
 
 from __future__ import annotations
 
-import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -24,13 +23,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dpmon.record.shared_names import Unended
-from dpmon.record.span_format import FLAGS_AT, INSIDE_AT, SITE_AT, Flag, Kind
-from dpmon.tracer.collectives.completion_poller import CompletionPoller, PendingCollective, SampleCost
+from dpmon.record.span_format import INSIDE_AT, SITE_AT, Kind
 from dpmon.tracer.core.hidden_frames import Function, drop_frames, iter_callers
 from dpmon.tracer.core.session import Session
 from dpmon.tracer.steps.span_recorder import SpanRecorder
 
+DISPATCH_NS = 15_000
+"""Cost of a kernel outside its own code: the dispatcher converts the arguments and waits for the GIL."""
 MAX_RANKS = 1024
 """Larger groups have no list of ranks in their definition."""
 _SWITCH_INTERVAL_S = 1.0
@@ -89,11 +88,9 @@ class _ProcessGroup(NamedTuple):
 class CollectiveKernels:
     """The kernels of one process; they record each collective that is launched during a sample."""
 
-    def __init__(self, session: Session, recorder: SpanRecorder, poller: CompletionPoller, sample: SampleCost) -> None:
+    def __init__(self, session: Session, recorder: SpanRecorder) -> None:
         self._session = session
         self._recorder = recorder
-        self._poller = poller
-        self._sample = sample
         self.reset()
 
     def reset(self) -> None:
@@ -108,6 +105,23 @@ class CollectiveKernels:
         """Number of kernels that are running."""
         self._groups: dict[tuple[object, str], _ProcessGroup] = {}
         """By process group and type of the device, for one sample."""
+        self.is_on = False
+        """Whether a sample is running."""
+        self.start_ns = self._own_ns = 0
+        """Start of the sample (monotonic ns), and time that it has cost so far (ns)."""
+        self.launches: list[None] = []
+        """One entry for each collective. Threads that add entries at the same time lose none; a sum could lose some."""
+
+    def begin_sample(self, begin_ns: int) -> None:
+        """Begin a sample with the registered kernels. `begin_ns`: when their registration began (monotonic ns)."""
+        self.launches = []
+        self.start_ns = monotonic_ns()
+        self._own_ns = self.start_ns - begin_ns
+        self.is_on = True
+
+    def cost_ns(self) -> int:
+        """Return the cost of the sample so far (ns)."""
+        return self._own_ns + len(self.launches) * DISPATCH_NS
 
     def register(self) -> bool:
         """Register the kernels; return False if that is not possible now."""
@@ -166,14 +180,14 @@ class CollectiveKernels:
                     result = redispatch(keyset & lower_keys, *args, **kwargs)
                 finally:
                     self._within -= 1
-                launches = self._sample.launches  # another thread may end this sample, or begin one, at any time
-                if self._sample.is_on and start_ns >= self._sample.start_ns:
+                launches = self.launches  # another thread may end this sample, or begin one, at any time
+                if self.is_on and start_ns >= self.start_ns:
                     launch_ns = clock()
                     try:
-                        self._record_launch(operator, args, result, start_ns, launch_ns, launches)
+                        self._record_launch(operator, args, start_ns, launch_ns, launches)
                     except Exception as error:  # noqa: BLE001 - the collective is already launched
                         count_error("collectives of a step", error, fatal=False)
-                    self._sample.own_ns += clock() - launch_ns
+                    self._own_ns += clock() - launch_ns
                 return result
             except BaseException as error:
                 drop_frames(error)
@@ -183,13 +197,7 @@ class CollectiveKernels:
         return kernel
 
     def _record_launch(
-        self,
-        operator: OperatorArguments,
-        args: tuple[object, ...],
-        result: object,
-        start_ns: int,
-        launch_ns: int,
-        launches: list[None],
+        self, operator: OperatorArguments, args: tuple[object, ...], start_ns: int, launch_ns: int, launches: list[None]
     ) -> None:
         """Record a collective that was just launched, and count it in `launches`."""
         recorder = self._recorder
@@ -211,21 +219,9 @@ class CollectiveKernels:
             self._shared = self._shared or recorder.open_kinds[recorder.training_thread.number] != Kind.BACKWARD
         launches.append(None)
         definition = self._site(operator.name, group, device, dtype)
-        if not definition:
-            return
-        first_word = Kind.COLLECTIVE | thread.thread_bits | thread.open_kind << INSIDE_AT | definition << SITE_AT
-        work = result[-1] if isinstance(result, (tuple, list)) else result
-        if work is None:  # the operator waits for the result itself
+        if definition:
+            first_word = Kind.COLLECTIVE | thread.thread_bits | thread.open_kind << INSIDE_AT | definition << SITE_AT
             recorder.put(first_word, start_ns, launch_ns - start_ns, size)
-        elif device != "cpu" or (operator.name, group.backend) == ("reduce_scatter", "gloo"):
-            reason = Unended.ON_DEVICE if device != "cpu" else Unended.NEVER_REPORTED
-            recorder.put(first_word | Flag.UNENDED << FLAGS_AT, start_ns, reason, size)
-        else:
-            work = _c10d.Work.unbox(work)
-            if work.is_completed():
-                recorder.put(first_word, start_ns, launch_ns - start_ns, size)
-            else:
-                self._poller.add(PendingCollective(work, first_word, start_ns, size))
 
     def _group(self, boxed_group: object, device: str) -> _ProcessGroup:
         group = _c10d.ProcessGroup.unbox(boxed_group)
@@ -269,13 +265,3 @@ def _flatten_tensors(tensors: Any) -> list[Any]:
     if isinstance(tensors, torch.Tensor):
         return [tensors]
     return [tensor for part in tensors for tensor in ((part,) if isinstance(part, torch.Tensor) else part)]
-
-
-def missing_torch_features() -> str | None:
-    """Return what this torch lacks for recording collectives; None if it has everything."""
-    for name in ("_dispatch_keyset_full_after", "_dispatch_has_kernel_for_dispatch_key"):
-        if not hasattr(torch._C, name):
-            return f"this torch has no {name}, which recording collectives needs"
-    if "with_keyset" not in inspect.signature(torch.library.Library.impl).parameters:
-        return "kernels of this torch do not get the dispatch keys, which recording collectives needs"
-    return None

@@ -7,7 +7,6 @@ import os
 import re
 import sys
 from types import TracebackType, WrapperDescriptorType
-from typing import Any
 
 from dpmon.record.shared_names import find_program_frame, shorten_name
 
@@ -16,13 +15,7 @@ _DPMON = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file_
 _Frame = tuple[str, str, int]
 """Function, file and line of a call in a traceback."""
 _SAFE_TYPES = (str, bytes, int, float, bool, type(None))
-# Python's own descriptors: no attribute or metaclass of the script can hide them.
-_ARGS: Any = BaseException.__dict__["args"]
-_OS_ERROR_FILES: Any = (OSError.__dict__["filename"], OSError.__dict__["filename2"])
-_CLASS_NAME: Any = type.__dict__["__name__"]
-_MRO: Any = type.__dict__["__mro__"]
-_CLASS_MEMBERS: Any = type.__dict__["__dict__"]
-
+"""Types of arguments that only Python's own code prints."""
 _TRACEBACK_LINE = re.compile(r'^ *File "([^"\n]+)", line (\d{1,9})(?:, in (.+))?', re.MULTILINE)
 MAX_CHARACTERS = 300
 MAX_PATH = 1000
@@ -62,7 +55,7 @@ def describe_uncaught(rank: int | None) -> str | None:
     if exception_class is None:
         return None
     value = getattr(sys, "last_value", None)
-    name, message = _CLASS_NAME.__get__(exception_class), _message(value)
+    name, message = exception_class.__name__, _message(value)
     frames = _traceback_frames(getattr(sys, "last_traceback", None))
     spawned = _parse_spawn_exception(name, value)
     if spawned is not None:
@@ -83,8 +76,7 @@ def _parse_spawn_exception(class_name: str, value: object) -> tuple[str, str, in
     """Return class, message, rank and frames of an exception that torch's spawn repeats as text; None for others."""
     if class_name != "ProcessRaisedException" or not isinstance(value, Exception):
         return None
-    arguments = _ARGS.__get__(value)
-    text = arguments[0] if arguments else None
+    text = value.args[0] if value.args else None
     if type(text) is not str:
         return None
     lines = text.strip().splitlines()
@@ -100,27 +92,11 @@ def _message(error: BaseException | None) -> str:
 
     Python has already printed the traceback. Without dpmon, no method of the exception would be called after that.
     """
-    if not isinstance(error, BaseException) or not _has_builtin_str(type(error)):
+    is_builtin = isinstance(type(error).__str__, WrapperDescriptorType)
+    if error is None or not is_builtin or not all(type(value) in _SAFE_TYPES for value in error.args):
         return ""
-    values = [*_ARGS.__get__(error)]
-    if isinstance(error, OSError):
-        values += [descriptor.__get__(error) for descriptor in _OS_ERROR_FILES]
-    lines = str(error).strip().splitlines() if all(map(_has_safe_str, values)) else []
+    lines = str(error).strip().splitlines()
     return lines[0][:MAX_CHARACTERS] if lines else ""
-
-
-def _has_builtin_str(cls: type) -> bool:
-    """Return whether the `__str__` of a class is built in."""
-    # The look-up avoids getattr, because a metaclass or descriptor of the script may run its own code.
-    tables = (_CLASS_MEMBERS.__get__(base) for base in _MRO.__get__(cls))
-    return type(next(members["__str__"] for members in tables if "__str__" in members)) is WrapperDescriptorType
-
-
-def _has_safe_str(value: object) -> bool:
-    """Return whether only Python's own code runs when a value is printed as an argument of an exception."""
-    if type(value) is tuple:
-        return all(map(_has_safe_str, value))
-    return type(value) in _SAFE_TYPES
 
 
 def _traceback_frames(traceback: TracebackType | None) -> list[_Frame]:

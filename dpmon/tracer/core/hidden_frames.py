@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
 from inspect import CO_OPTIMIZED
 from time import monotonic_ns
-from types import CodeType, FrameType, TracebackType
+from types import CodeType, FrameType
 from typing import Any
 
 _TRACER_DIRECTORY = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -22,8 +21,6 @@ CALL_FILES = tuple(
 """Files with functions that are on the stack while a call is traced."""
 _UNCOUNTED: dict[CodeType, CodeType] = {}
 """Old and new code of the functions that were passed to `uncounted`."""
-_RAISE_RESTORES_TRACEBACK = sys.version_info < (3, 11)
-"""Whether a bare `raise` restores the traceback that was caught, and so undoes a change of `__traceback__`."""
 
 
 def iter_callers(frame: FrameType | None) -> Iterator[FrameType]:
@@ -34,20 +31,11 @@ def iter_callers(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def first_argument(frame: FrameType) -> object:
-    """Return the value of a running function's first argument; None if it has no arguments.
-
-    Before Python 3.13, the frame keeps the dict that `f_locals` returns. The dict would keep every variable of the
-    function alive until it returns, even deleted variables. So it is emptied again, unless the script got the same dict
-    from `locals()` or a debugger will write it back.
-    """
+    """Return the value of a running function's first argument; None if it has no arguments."""
     code = frame.f_code
     if not code.co_argcount or not code.co_flags & CO_OPTIMIZED:
         return None
-    values: Any = frame.f_locals
-    value = values.get(code.co_varnames[0])
-    if type(values) is dict and sys.getrefcount(values) <= 3 and sys.gettrace() is None:
-        values.clear()
-    return value
+    return frame.f_locals.get(code.co_varnames[0])
 
 
 def drop_frames(error: BaseException) -> None:
@@ -62,45 +50,7 @@ def drop_frames(error: BaseException) -> None:
             break
         with suppress(RuntimeError):  # the frame of the caller, or of its callers, still runs
             entry.tb_frame.clear()
-        drop_outermost(error)
-
-
-def drop_outermost(error: BaseException) -> None:
-    """Remove the outermost entry of the traceback of an exception that is being handled.
-
-    On Python 3.10 it stays if it is the only one.
-    """
-    entry = error.__traceback__
-    if entry is None:
-        return
-    next_entry = entry.tb_next
-    if _RAISE_RESTORES_TRACEBACK and next_entry is not None:
-        _overwrite(entry, next_entry)
-    else:
-        error.__traceback__ = next_entry
-
-
-class _Entry(ctypes.Structure):
-    """A traceback object of CPython 3.10 (Include/cpython/traceback.h)."""
-
-    _fields_ = (
-        ("head", ctypes.c_char * object.__basicsize__),
-        ("tb_next", ctypes.c_void_p),
-        ("tb_frame", ctypes.c_void_p),
-        ("tb_lasti", ctypes.c_int),
-        ("tb_lineno", ctypes.c_int),
-    )
-
-
-def _overwrite(entry: TracebackType, next_entry: TracebackType) -> None:
-    """Make `entry` a copy of `next_entry`, which comes after it."""
-    old, new = entry.tb_frame, next_entry.tb_frame
-    # In this order, a frame's reference count is never lower than the number of traceback objects that refer to it.
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(new))
-    target, source = _Entry.from_address(id(entry)), _Entry.from_address(id(next_entry))
-    target.tb_frame, target.tb_lasti, target.tb_lineno = source.tb_frame, source.tb_lasti, source.tb_lineno
-    ctypes.pythonapi.Py_DecRef(ctypes.py_object(old))
-    entry.tb_next = next_entry.tb_next
+        error.__traceback__ = entry.tb_next
 
 
 def uncounted(function: Function) -> Function:

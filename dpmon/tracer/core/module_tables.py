@@ -10,11 +10,12 @@ import sys
 import weakref
 from collections.abc import Iterator
 from itertools import count, islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from dpmon.record.shared_names import shorten_name
+from dpmon.tracer.core.identity_table import IdentityTable
 
 _WRAPPERS = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
 _INNER_NAMES = ("_orig_mod", "_forward_module", "_fsdp_wrapped_module")
@@ -192,21 +193,12 @@ def name_of(function: object) -> str:
     return shorten_name(name) if isinstance(name, str) else class_name(inner)
 
 
-class _NamedModel(NamedTuple):
-    """A model with its name and number."""
-
-    reference: Any
-    """A weak reference to the model."""
-    name: str
-    number: int
-
-
 class ModelNames:
     """The names and numbers of the models of one process."""
 
     def __init__(self) -> None:
-        self._models: dict[int, _NamedModel] = {}
-        """By id of a model."""
+        self._models: IdentityTable[tuple[str, int]] = IdentityTable()
+        """The names and numbers."""
         self._numbers = count(1)
 
     def name_and_number(self, module: object) -> tuple[str, int]:
@@ -216,27 +208,24 @@ class ModelNames:
         in the script if several variables hold such models; otherwise a number, which the first model does not have.
         """
         inner = unwrap_module(module)
-        named = self._models.get(id(inner))
-        if named is None or named.reference() is not inner:
-            self._models = {key: model for key, model in self._models.items() if model.reference() is not None}
+        named = self._models.get(inner)
+        if named is None:
             name = _find_variable_name(inner) or self._free_name(class_name(inner))
-            number = self._number_of_relative(inner) or next(self._numbers)
-            named = self._models[id(inner)] = _NamedModel(weakref.ref(inner), name, number)
-        return named.name, named.number
+            named = self._models.set(inner, (name, self._number_of_relative(inner) or next(self._numbers)))
+        return named
 
     def _free_name(self, class_text: str) -> str:
         """Return the name of a class, with a number if models of this class are known."""
-        taken_names = {model.name for model in self._models.values()}
+        taken_names = {name for _, (name, _) in self._models.items()}
         names = (class_text, *(f"{class_text} {number}" for number in range(2, MAX_NUMBERED_NAMES + 1)))
         return next((name for name in names if name not in taken_names), names[-1])
 
     def _number_of_relative(self, module: object) -> int:
         """Return the number of a known model that contains the module or is part of it; 0 if there is none."""
         parts = {id(part) for part in _parts(module)}
-        for named in islice(self._models.values(), MAX_RELATED_MODELS):
-            model = named.reference()
-            if model is not None and (id(model) in parts or any(part is module for part in _parts(model))):
-                return named.number
+        for model, (_, number) in self._models.items()[:MAX_RELATED_MODELS]:
+            if id(model) in parts or any(part is module for part in _parts(model)):
+                return number
         return 0
 
 

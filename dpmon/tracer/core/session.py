@@ -6,7 +6,6 @@ There is one `Session` per process. The ring is opened at the first traced call,
 
 from __future__ import annotations
 
-import errno
 import itertools
 import os
 import platform
@@ -26,9 +25,13 @@ from dpmon.record.span_format import MAX_SITE
 from dpmon.span_ring import SLOTS, SpanRing
 from dpmon.tracer.core.exception_text import one_line_text
 from dpmon.tracer.core.tensor_sizes import describe_tensors, signature_of_call, signature_of_value
-from dpmon.tracer.note_files import append_note, append_to, open_to_append
+from dpmon.tracer.note_files import append_note, open_file
 
 Tensor = torch.Tensor
+count_function_modes = torch._C._len_torch_function_stack
+"""Returns the number of function modes, which would see our reads of sizes."""
+set_eval_frame: Any = torch._C._dynamo.eval_frame.set_eval_frame
+"""Sets how dynamo treats the frames that this thread enters; returns the previous setting."""
 
 MAX_FAULTS = 3
 MAX_DEFINITIONS = 1 << 14
@@ -38,8 +41,6 @@ MAX_UNWRITTEN_LINES = 64
 RETRY_NS = 1_000_000_000
 """Time between two attempts to write a line after a failure."""
 MAX_PROCESSES = 512
-MAX_OPEN_ATTEMPTS = 1 << 14
-_NO_DESCRIPTOR_ERRNOS = (errno.EMFILE, errno.ENFILE)
 SMALL_RING_SLOTS = 4 << 10
 MAX_LARGE_RINGS = 8
 """How many processes get a full-size ring: hundreds of short-lived forked children must not fill the disk."""
@@ -137,8 +138,6 @@ class Session:
         # Reentrant: a signal handler of the script may call the model while this thread holds the lock.
         self._lock = threading.RLock()
         self._is_opening = False
-        self._open_attempts = 0
-        """How many attempts to open the ring found no free file descriptor; the script may free one later."""
         self._layout_numbers, self._size_numbers = itertools.count(1), itertools.count(MAX_SITE + 1)
         """Numbers of definitions. Numbers of layouts, stages and collectives must fit into a span's site."""
         self._definitions: dict[Hashable, int] = {}
@@ -151,6 +150,8 @@ class Session:
         """Whether the last line may be incomplete."""
         self._unwritten_lines: list[bytes] = []
         """Events that could not be written; they are written before the next line."""
+        self._early_events: list[tuple[str, dict[str, Any]]] = []
+        """Kind and fields of the events before the ring was open."""
         self._fault_counts: dict[str, int] = {}
         self.ring: SpanRing | None = None
         self._is_described = False
@@ -177,9 +178,6 @@ class Session:
                 try:
                     self._finish_opening()
                 except OSError as error:
-                    if error.errno in _NO_DESCRIPTOR_ERRNOS and self._open_attempts < MAX_OPEN_ATTEMPTS:
-                        self._open_attempts += 1
-                        return False
                     self.is_off = True
                     append_note(f"no record of process {os.getpid()}: {error}", "warnings.log")
                     return False
@@ -195,6 +193,9 @@ class Session:
             with self.guard("description of the process", fatal=False):
                 self.record_event("process", **self._describe_process())
             self._is_described = True
+        while self._early_events:
+            kind, data = self._early_events.pop(0)
+            self.record_event(kind, **data)
         self.on_open(self.ring)
         self._is_open = True
 
@@ -240,7 +241,8 @@ class Session:
             data = (b"\n" if self._may_be_torn else b"") + b"".join(self._unwritten_lines) + line
             self._may_be_torn = True  # until the line is known to be complete
             try:
-                if append_to(self._lines_fd(), data, MAX_LINES_BYTES):
+                fd = self._lines_fd()
+                if os.fstat(fd).st_size + len(data) <= MAX_LINES_BYTES and os.write(fd, data) == len(data):
                     self._may_be_torn = False
                     self._unwritten_lines.clear()
                     return True
@@ -254,7 +256,7 @@ class Session:
     def _lines_fd(self) -> int:
         """Return the descriptor of the file of lines. Raises OSError."""
         if not self._has_lines_fd():
-            fd = open_to_append(self.config.directory, f"process-{self.process_index}.jsonl")
+            fd = open_file(self.config.directory, f"process-{self.process_index}.jsonl", os.O_APPEND)
             self._lines_file = fd, os.fstat(fd)
         fd, _ = self._lines_file
         return fd
@@ -273,20 +275,23 @@ class Session:
                 self._retry_ns = 0
                 self._append_line(data)
 
-    def record_event(self, error_class: str, call_reference: str | None = None, **data: object) -> None:
-        """Write an event of this process. `data`: its fields.
+    def record_event(self, kind: str, call_reference: str | None = None, **data: object) -> None:
+        """Write an event of this process, or keep it until the ring is open. `data`: its fields.
 
         `call_reference`: the call whose step and call numbers the event gets, "next" or "last"; None for none.
         """
-        if self.ring is not None:
-            now = monotonic_ns()
-            common: dict[str, object] = {"kind": error_class, "process": self.process_index, "rank": self.rank}
-            common["t_s"] = (now - self.config.start_ns) / 1e9
-            line = {**common, **data, "at": now}
-            if call_reference is not None:
-                line["fill"] = call_reference
-            with self._lock:
-                self._append_line(line, keep_for_later=True)
+        if self.ring is None:
+            if len(self._early_events) < MAX_UNWRITTEN_LINES:
+                self._early_events.append((kind, data))
+            return
+        now = monotonic_ns()
+        common: dict[str, object] = {"kind": kind, "process": self.process_index, "rank": self.rank}
+        common["t_s"] = (now - self.config.start_ns) / 1e9
+        line = {**common, **data, "at": now}
+        if call_reference is not None:
+            line["fill"] = call_reference
+        with self._lock:
+            self._append_line(line, keep_for_later=True)
 
     def warn(self, text: str, call_reference: str | None = None) -> None:
         """Write a warning for the user of dpmon. The script does not see it."""
@@ -300,29 +305,32 @@ class Session:
     def input_definition(self, args: tuple[object, ...], kwargs: Mapping[str, object], size_cache: SizeCache) -> int:
         """Return the number of the definition for the sizes of a call's arguments; 0 if they could not be read."""
         lone_value = args[0] if len(args) == 1 and not kwargs else None
-        return self._sizes_of("0", lone_value, size_cache, lambda: signature_of_call(args, kwargs))
+        return self._sizes_of("0", lone_value, size_cache, signature_of_call, args, kwargs)
 
     def output_definition(self, value: object, size_cache: SizeCache) -> int:
         """Return the number of the definition for the sizes of a result; 0 if they could not be read."""
-        return self._sizes_of("", value, size_cache, lambda: signature_of_value(value, ""))
+        return self._sizes_of("", value, size_cache, signature_of_value, value, "")
 
     def _sizes_of(
-        self, lone_path: str, lone_value: object, size_cache: SizeCache, signature: Callable[[], object]
+        self,
+        lone_path: str,
+        lone_value: object,
+        size_cache: SizeCache,
+        signature_of: Callable[..., object],
+        *values: object,
     ) -> int:
-        """Return the number of a signature's definition, from the cache for a plain tensor; 0 if it cannot be read."""
+        """Return the number of the sizes' definition, from the cache for a plain tensor; 0 if they cannot be read."""
         try:
-            if torch._C._len_torch_function_stack():
-                with torch._C.DisableTorchFunction():  # a mode of the script would see our reads
-                    return self.size_definition(lone_path, signature())
-            if type(lone_value) is not Tensor:
-                return self.size_definition(lone_path, signature())
-            shape, dtype = lone_value.shape, lone_value.dtype
-            if shape != size_cache.shape or dtype is not size_cache.dtype:
-                definition = self.size_definition(lone_path, (shape, dtype))
-                if not definition:
-                    return 0
-                size_cache.shape, size_cache.dtype, size_cache.definition = shape, dtype, definition
-            return size_cache.definition
+            if type(lone_value) is Tensor and not count_function_modes():
+                shape, dtype = lone_value.shape, lone_value.dtype
+                if shape != size_cache.shape or dtype is not size_cache.dtype:
+                    definition = self.size_definition(lone_path, (shape, dtype))
+                    if not definition:
+                        return 0
+                    size_cache.shape, size_cache.dtype, size_cache.definition = shape, dtype, definition
+                return size_cache.definition
+            with torch._C.DisableTorchFunction():  # hides our reads from the script's modes
+                return self.size_definition(lone_path, signature_of(*values))
         except Exception as error:  # noqa: BLE001 - anything may be passed to a module, and returned by it
             self.count_error("sizes of inputs and outputs", error, fatal=False)
             return 0

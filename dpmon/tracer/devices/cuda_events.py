@@ -5,7 +5,6 @@ An event recorded during a capture would become a part of the graph, and a query
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, suppress
 from functools import cache
@@ -14,30 +13,30 @@ from typing import Any
 import torch
 
 from dpmon.tracer.core.hidden_frames import wrap_rare_function
+from dpmon.tracer.core.identity_table import IdentityTable
 from dpmon.tracer.core.session import Session
 
 _cuda: Any = torch.cuda  # its type hints differ between versions of torch
 MAX_STREAMS = 256
 
 
-def watch_captures(classes: Iterable[Any], guard: AbstractContextManager[object]) -> dict[int, weakref.ref[object]]:
-    """Wrap the methods of classes such as torch.cuda.CUDAGraph; return the graphs that are being captured, by id.
+def watch_captures(classes: Iterable[Any], guard: AbstractContextManager[object]) -> IdentityTable[bool]:
+    """Wrap the methods of classes such as torch.cuda.CUDAGraph; return the graphs that are being captured.
 
     Any thread may begin and end a capture. During a capture in "global" mode, torch's usual mode, CUDA refuses
     cudaEventQuery and ends the capture, even if another thread or another stream queries the event. torch reports only
     the state of the current stream. A deleted graph no longer counts, even if its capture never ended.
     """
-    graphs: dict[int, weakref.ref[object]] = {}
+    graphs: IdentityTable[bool] = IdentityTable()
 
     def on_begin(graph: object, *_: object, **__: object) -> None:
-        key = id(graph)
-        graphs[key] = weakref.ref(graph, lambda _: graphs.pop(key, None))
+        graphs.set(graph, True)
 
     def on_error(error: object, graph: object, *_: object, **__: object) -> None:
-        graphs.pop(id(graph), None)
+        graphs.pop(graph)
 
     def on_end(result: object, start_ns: int, graph: object) -> None:
-        graphs.pop(id(graph), None)
+        graphs.pop(graph)
 
     for cls in classes:
         with suppress(AttributeError):  # another version of torch
@@ -51,7 +50,7 @@ def watch_captures(classes: Iterable[Any], guard: AbstractContextManager[object]
 
 
 @cache
-def _captures(session: Session) -> dict[int, weakref.ref[object]]:
+def _captures(session: Session) -> IdentityTable[bool]:
     """Watch captures from the first call on, before the first timed phase; earlier captures are missed."""
     classes = (_cuda.CUDAGraph, getattr(getattr(torch, "accelerator", None), "Graph", None))
     return watch_captures(classes, session.guard("capture of a graph", fatal=False))
@@ -77,7 +76,7 @@ class TorchEvents:
 
     def is_capturing(self) -> bool:
         """Return whether this thread's current stream, or any graph in this process, is being captured."""
-        return bool(self._captures) or bool(self._is_captured())
+        return len(self._captures) > 0 or bool(self._is_captured())
 
     def create_event(self) -> object:
         """Return an event with timing. CUDA creates it when it is first recorded."""

@@ -1,17 +1,15 @@
 """Measures the memory of each device: models, their gradients, optimizer states, and the rest.
 
 The first measurement follows the first steps. Later measurements follow every few seconds, or less often if they are
-expensive; they wait for a step that trains if the process has ever run a backward pass. Tensors are counted after each
-backward pass of the measured step, and the count with the most gradients is used: many scripts clear the gradients
-before the step ends. This time is in the step's `other`. The result is recorded between two steps. A storage that
-holds, for example, both a parameter and an optimizer state counts once, for the first of them in the order above. The
-statistics of torch's allocator are read and never reset: the peak is the highest value since the start, or since the
-script reset it.
+expensive. The tensors are counted after a backward pass, because many scripts clear the gradients before the step ends;
+the statistics of torch's allocator are read at the same time. This time is in the step's `other`. Until the process
+runs its first backward pass, it is measured between two steps. A storage that holds, for example, both a parameter and
+an optimizer state counts once, for the first of them in the order above. The allocator's statistics are never reset:
+the peak is the highest value since the start, or since the script reset it.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from itertools import islice
 from time import monotonic_ns
@@ -20,7 +18,8 @@ from typing import Any
 from dpmon.record.span_format import INSIDE_AT, SITE_AT, Kind
 from dpmon.tracer.calls.traced_modules import FunctionalStandIn, TracedModules
 from dpmon.tracer.core.hidden_frames import Function, wrap_rare_function
-from dpmon.tracer.core.session import Session
+from dpmon.tracer.core.identity_table import IdentityTable
+from dpmon.tracer.core.session import Session, set_eval_frame
 from dpmon.tracer.memory import allocator
 from dpmon.tracer.memory.storages import GRADIENTS, MAX_TENSORS, STATES, StorageWalk, mapped_files
 from dpmon.tracer.steps.span_recorder import SpanRecorder
@@ -32,8 +31,6 @@ EARLY_MEASUREMENTS = 8
 """After this many measurements, a new model or optimizer is measured at the usual time only."""
 WAIT_FACTOR = 1000
 """After a measurement that took t, the next one waits WAIT_FACTOR * t. So all take at most a thousandth of the time."""
-MAX_COUNT_NS = 10_000_000
-"""After this time spent counting in a step, no other count begins in it."""
 MAX_TYPES = 4
 """How many types of tensors of unknown size are named."""
 NEVER = 1 << 62
@@ -47,14 +44,14 @@ _ALLOCATOR = ("allocated_bytes", "rest_bytes", "reserved_bytes", "peak_bytes")
 class MemoryTracer:
     """The measurement of one process's device memory."""
 
-    def __init__(self, session: Session, recorder: SpanRecorder, sites: TracedModules) -> None:
+    def __init__(self, session: Session, recorder: SpanRecorder, traced_modules: TracedModules) -> None:
         self.session = session
         self.recorder = recorder
-        self.traced_modules = sites
+        self.traced_modules = traced_modules
         self.on_optimizer: Callable[[], None] = lambda: None
         """Called after an optimizer is made."""
-        self._optimizers: dict[int, weakref.ref[object]] = {}
-        """The living optimizers, by id."""
+        self._optimizers: IdentityTable[bool] = IdentityTable()
+        """The living optimizers."""
         self.reset()
 
     def reset(self) -> None:
@@ -64,14 +61,8 @@ class MemoryTracer:
         self._last_event_ns = 0
         self._peaks: dict[str, tuple[int, int]] = {}
         """Per device: the peak at the last measurement, and the number of the last measurement before that peak."""
-        self._look_count = self._last_complete_look = 0
-        """Number of measurements, and number of the last one that was completed."""
-        self._best_walk: StorageWalk | None = None
-        """The count with the most gradients in the measured step; None until its first backward pass ends."""
-        self._spent_ns = 0
-        """Time of the measurement so far (ns)."""
-        self._has_news = False
-        """Whether there is a new model or optimizer since the measurement began."""
+        self._look_count = 0
+        """Number of measurements."""
 
     # ---------------------------------------------------------------- when
 
@@ -79,8 +70,7 @@ class MemoryTracer:
         """Return the traced form of Optimizer.__init__, which remembers the optimizer weakly."""
 
         def on_init(_: object, start_ns: int, optimizer: object, *args: object, **kwargs: object) -> None:
-            key, optimizers = id(optimizer), self._optimizers
-            optimizers[key] = weakref.ref(optimizer, lambda _: optimizers.pop(key, None))
+            self._optimizers.set(optimizer, True)
             if not self.recorder.has_optimizer:
                 self.recorder.has_optimizer = True
                 self.report_optimizers()
@@ -98,108 +88,82 @@ class MemoryTracer:
 
     def measure_soon(self) -> None:
         """Measure soon if the run is young: a model was called, or an optimizer has stepped, for the first time."""
-        self._has_news = self._look_count < EARLY_MEASUREMENTS
-        if self._has_news and 0 < self._due_ns < NEVER:
+        if self._look_count < EARLY_MEASUREMENTS and self._due_ns < NEVER:
             self._due_ns = 0
             self.recorder.schedule_poll()
 
     def poll(self, now: int) -> int:
-        """Measure between two steps if it is time to. Return when to call again (monotonic ns). Never raises."""
+        """Choose the next backward pass for a measurement if it is time to; without backward passes, measure now.
+
+        Called between two steps. Returns when to call again (monotonic ns). Never raises.
+        """
         if now < self._due_ns or self.session.ring is None:
             return self._due_ns
         self._poll_count += 1
         if self._poll_count == 1:
             return 0  # optimizers make their states in their first steps
-        if self._best_walk is None and self.recorder.after_backward is None:
-            self.recorder.after_backward, self._has_news = self._count_after_backward, False
-            return 0
-        walk, self._best_walk = self._best_walk, None
-        if walk is not None:
-            self.recorder.after_backward = None
-        elif self.recorder.has_run_backward:
-            return NEVER  # for example, in an evaluation; the next backward pass schedules the poll
-        self._due_ns = now + MEASURE_INTERVAL_NS  # an interrupt may end this measurement
+        self.recorder.after_backward = self._measure
+        if self.recorder.has_run_backward:
+            return now + MEASURE_INTERVAL_NS
+        if self._poll_count > 2:
+            self._measure()
+        return self._due_ns
+
+    def _measure(self) -> None:
+        """Measure now, and record the result. Called after a backward pass if there are any."""
+        dynamo_callback = set_eval_frame(None)  # else dynamo would try to compile functions that are called below
+        try:
+            self._measure_now()
+        finally:
+            set_eval_frame(dynamo_callback)
+
+    def _measure_now(self) -> None:
+        recorder, start_ns = self.recorder, monotonic_ns()
+        self._due_ns = start_ns + MEASURE_INTERVAL_NS  # an interrupt may end this measurement
+        if recorder.has_run_backward:
+            recorder.after_backward = None
         with self.session.guard("memory of devices", fatal=False):
             self._look_count += 1
-            self._record_measurement(walk, now)
-            end_ns = self._write_cost_span(now)
-            wait_ns = self._spent_ns * WAIT_FACTOR
-            if not self._has_news:
-                wait_ns = max(wait_ns, MEASURE_INTERVAL_NS)
-            self._due_ns = end_ns + wait_ns
-            self._spent_ns = 0
-            return self._due_ns
-        return self._stop()
-
-    def _stop(self) -> int:
-        """Measure nothing any more, after a fault of ours. Return when to poll again."""
-        self._due_ns, self.recorder.after_backward = NEVER, None
-        return NEVER
-
-    # ---------------------------------------------------------------- the count
-
-    def _count_after_backward(self) -> None:
-        """Count the tensors after a backward pass of a measured step."""
-        with self.session.guard("memory of devices", fatal=False):
-            start_ns = monotonic_ns()
-            if self._spent_ns < MAX_COUNT_NS:
-                walk = self._walk_storages()
-                self._write_cost_span(start_ns)
-                if self._best_walk is None:
-                    self._due_ns = 0
-                    self.recorder.schedule_poll()
-                if self._best_walk is None or walk.total(GRADIENTS) >= self._best_walk.total(GRADIENTS):
-                    self._best_walk = walk
+            self._record_measurement(start_ns)
+            end_ns = monotonic_ns()
+            thread = recorder.current_thread_state()
+            first_word = Kind.MEMORY | thread.thread_bits | thread.open_kind << INSIDE_AT | self._look_count << SITE_AT
+            recorder.put(first_word, start_ns, end_ns - start_ns, 0)
+            self._due_ns = end_ns + max(MEASURE_INTERVAL_NS, (end_ns - start_ns) * WAIT_FACTOR)
             return
-        self._stop()
+        self._due_ns, recorder.after_backward = NEVER, None  # a fault of ours
+
+    # ---------------------------------------------------------------- what
 
     def _walk_storages(self) -> StorageWalk:
         """Count the tensors of all called modules and all living optimizers."""
         owners = [traced_module.module_ref() for traced_module in list(self.traced_modules.modules_by_id.values())]
         models = [owner.module if isinstance(owner, FunctionalStandIn) else owner for owner in owners]
-        optimizers = [optimizer_ref() for optimizer_ref in list(self._optimizers.values())]
-        walk = StorageWalk(
-            [model for model in models if model is not None],
-            [optimizer for optimizer in optimizers if optimizer is not None],
-        )
-        walk.optimizer_has_stepped = self.recorder.optimizer_steps > 0
-        return walk
+        optimizers = [optimizer for optimizer, _ in self._optimizers.items()]
+        return StorageWalk([model for model in models if model is not None], optimizers)
 
-    def _write_cost_span(self, start_ns: int) -> int:
-        """Write the span of a part of this measurement, which began at `start_ns`; return its end (monotonic ns)."""
-        end_ns = monotonic_ns()
-        thread = self.recorder.current_thread_state()
-        first_word = Kind.MEMORY | thread.thread_bits | thread.open_kind << INSIDE_AT | self._look_count << SITE_AT
-        self.recorder.put(first_word, start_ns, end_ns - start_ns, 0)
-        self._spent_ns += end_ns - start_ns
-        return end_ns
-
-    # ---------------------------------------------------------------- what
-
-    def _record_measurement(self, best_walk: StorageWalk | None, now: int) -> None:
-        """Record a measurement. `best_walk`: the count of the measured step; None if it had no backward pass."""
-        walk = best_walk or self._walk_storages()
-        statistics = allocator.statistics()
+    def _record_measurement(self, start_ns: int) -> None:
+        """Count the tensors, and record the result if it is new."""
+        walk, statistics = self._walk_storages(), allocator.statistics()
         walk.bytes_by_device.pop("meta", None)
         if statistics:
             allocator.watch_out_of_memory(self.session)
         for device in statistics:
             walk.bytes_by_device.setdefault(device, [0, 0, 0])
         devices = [
-            self._device_entry(walk, name, statistics.get(name), self._unknown_reasons(walk, name, best_walk is None))
+            self._device_entry(walk, name, statistics.get(name), self._unknown_reasons(walk, name))
             for name in sorted(walk.bytes_by_device)
         ]
-        self._last_complete_look = self._look_count
-        is_recent = now - self._last_event_ns < SAME_EVENT_INTERVAL_NS
+        is_recent = start_ns - self._last_event_ns < SAME_EVENT_INTERVAL_NS
         if not devices or (devices == self._last_devices and is_recent):
             return
-        self._last_devices, self._last_event_ns = devices, now
-        took_ms = (self._spent_ns + monotonic_ns() - now) / 1e6
+        self._last_devices, self._last_event_ns = devices, start_ns
+        took_ms = (monotonic_ns() - start_ns) / 1e6
         self.session.record_event(
             "memory", "last", step=None, look=self._look_count, took_ms=took_ms, devices=devices, absent={}
         )
 
-    def _unknown_reasons(self, walk: StorageWalk, device: str, no_backward: bool) -> dict[str, str]:
+    def _unknown_reasons(self, walk: StorageWalk, device: str) -> dict[str, str]:
         """Return the reason for each part that is not fully known."""
         absent = {}
         for kind, part in enumerate(_PARTS):
@@ -211,11 +175,12 @@ class MemoryTracer:
                 verb = "does not report its size" if count == 1 else "do not report their size"
                 others_text = f"the others hold {walk.bytes_by_device[device][kind]:,} bytes on this device"
                 absent[part] = f"{count:,} of its tensors {verb} ({types}); {others_text}"
-        if no_backward and not walk.total(GRADIENTS):
+        if not self.recorder.has_run_backward and not walk.total(GRADIENTS):
             absent.setdefault(_PARTS[GRADIENTS], _NO_BACKWARD)
-        if not walk.total(STATES) and not (self._optimizers and walk.optimizer_has_stepped):
+        has_stepped = self.recorder.optimizer_steps > 0
+        if not walk.total(STATES) and not (self._optimizers and has_stepped):
             reason = "no optimizer had stepped before this measurement"
-            if walk.optimizer_has_stepped:
+            if has_stepped:
                 reason = "the optimizer that stepped was freed, or was not made by its constructor"
             elif not self.recorder.has_optimizer:
                 reason = "no torch optimizer was made"
@@ -235,7 +200,7 @@ class MemoryTracer:
         else:
             last_peak, peak_after_look = self._peaks.get(name, (-1, 0))
             if stats["peak_bytes"] != last_peak:  # it grew, or the script has reset it
-                peak_after_look = self._last_complete_look
+                peak_after_look = self._look_count - 1
             self._peaks[name] = stats["peak_bytes"], peak_after_look
             unknown_part = next((part for part in _PARTS if part in absent), None)
             rest_bytes = stats["allocated_bytes"] - sum(part_bytes)

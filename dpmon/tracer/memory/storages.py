@@ -46,8 +46,6 @@ class StorageWalk:
         """Per kind, the number of tensors of unknown size by type."""
         self.truncated_kinds: set[int] = set()
         """Kinds with more than MAX_TENSORS tensors; tensors beyond the limit are not counted."""
-        self.optimizer_has_stepped = False
-        """Whether an optimizer had stepped before."""
         self._counted_storages: set[tuple[str, int]] = set()
         modules = list({id(module): module for root in models for module in modules_of(root)}.values())
         with torch._C.DisableTorchFunction():

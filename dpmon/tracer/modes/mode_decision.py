@@ -6,13 +6,13 @@ request for a mode.
 
 from __future__ import annotations
 
-import weakref
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from dpmon.record.shared_names import MODES
 from dpmon.span_ring import HeaderWord
+from dpmon.tracer.core.identity_table import IdentityTable
 from dpmon.tracer.core.module_tables import ModuleDevice
 from dpmon.tracer.core.session import Session
 from dpmon.tracer.modes.call_plans import (
@@ -35,23 +35,14 @@ MAX_EVENTS = 64
 MAX_FAILURES = 3
 
 
-class _DpFailure(NamedTuple):
-    """The last failure of dp for one module."""
-
-    module_ref: Any
-    reason: str
-    in_a_row: int
-    """Number of failures in a row."""
-
-
 class ModeDecider:
     """The part of one process's tracer that decides the mode of each call."""
 
     def __init__(self, session: Session, originals: TorchOriginals) -> None:
         self.session = session
         self.originals = originals
-        self._dims: dict[int, tuple[Any, int]] = {}
-        """By id of a DataParallel: a weak reference to it, and its `dim`."""
+        self._dims: IdentityTable[int] = IdentityTable()
+        """The `dim` of each DataParallel: torch does not store it if there are no GPUs."""
         self.reset()
 
     def reset(self) -> None:
@@ -65,22 +56,20 @@ class ModeDecider:
         """Whether a reader requested the mode while the training ran."""
         self.request_serial = 0
         """Number of the last request that was handled."""
-        self._dp_failures: dict[int, _DpFailure] = {}
-        """By id of a module."""
-        self._self_splitting_roots: dict[int, Any] = {}
-        """By id: weak references to root modules whose forward makes a data_parallel or similar call."""
+        self._dp_failures: IdentityTable[tuple[str, int]] = IdentityTable()
+        """By module: why dp failed last, and the number of failures in a row."""
+        self._self_splitting_roots: IdentityTable[bool] = IdentityTable()
+        """The root modules whose forward makes a data_parallel or similar call."""
         self._event_count = 0
         self._virtual_devices_cache: dict[tuple[int, str], VirtualDevices] = {}
 
     def note_dim(self, wrapper: object, dim: int) -> None:
-        """Remember the `dim` of a new DataParallel; torch does not store it if there are no GPUs."""
-        key = id(wrapper)  # not a WeakKeyDictionary: a subclass may compare and hash as it likes
-        self._dims[key] = weakref.ref(wrapper, lambda _: self._dims.pop(key, None)), dim
+        """Remember the `dim` of a new DataParallel."""
+        self._dims.set(wrapper, dim)
 
     def dim_of(self, wrapper: object) -> int | None:
         """Return the dimension along which a DataParallel splits; None if it was not made here (copied, loaded)."""
-        reference, dim = self._dims.get(id(wrapper), (lambda: None, None))
-        return dim if reference() is wrapper else None
+        return self._dims.get(wrapper)
 
     # ---------------------------------------------------------------- requests
 
@@ -117,15 +106,13 @@ class ModeDecider:
         The batch may be at fault (a single row for BatchNorm), so the next call tries dp again. After MAX_FAILURES
         failures in a row, or if `final`, the module stays single until dp is requested again.
         """
-        failure = self._find_failure(module)
-        count = 1 if failure is None else failure.in_a_row + 1
-        if final:
-            count = MAX_FAILURES
-        self._dp_failures[id(module)] = _DpFailure(weakref.ref(module), reason, count)
+        _, failures_before = self._dp_failures.get(module) or ("", 0)
+        count = MAX_FAILURES if final else failures_before + 1
+        self._dp_failures.set(module, (reason, count))
         if count >= MAX_FAILURES:
             return None
         warning = f"dp was not possible for call {{call}}, which ran on one device: {reason}"
-        thread.dp_failure = warning, id(module)
+        thread.dp_failure = warning, module
         return refused_plan(ModuleDevice(module).device or "cpu", reason)
 
     def finish_fallback(self, thread: ThreadState, failed: bool) -> None:
@@ -134,17 +121,16 @@ class ModeDecider:
         `failed`: whether the call raised on one device, too. In that case, the script itself is at fault, and dp stays
         available.
         """
-        warning, key = thread.dp_failure
+        warning, module = thread.dp_failure
         thread.dp_failure = None
         if failed:
-            self._dp_failures.pop(key, None)
+            self._dp_failures.pop(module)
         else:
             self.session.warn(warning, "last")
 
     def clear_failures(self, module: torch.nn.Module) -> None:
         """Forget earlier failures of the module, because dp worked."""
-        if self._dp_failures:
-            self._dp_failures.pop(id(module), None)
+        self._dp_failures.pop(module)
 
     def record_plan(self, root: str, plan: CallPlan) -> None:
         """Acknowledge and record the plan for the next call of a root. `root`: the root's name."""
@@ -212,10 +198,10 @@ class ModeDecider:
 
         `just_found`: whether it has just made such a call; this is remembered.
         """
-        module_ref = self._self_splitting_roots.get(id(module))
+        splits_itself = self._self_splitting_roots.get(module) is not None
         if just_found:
-            self._self_splitting_roots[id(module)] = weakref.ref(module)
-        return module_ref is not None and module_ref() is module
+            self._self_splitting_roots.set(module, True)
+        return splits_itself
 
     def plan_composed(self, devices: tuple[str, ...], virtual_devices: VirtualDevices | None) -> CallPlan:
         """Make the plan for calls that a script composes from primitives, over the devices that the script passes."""
@@ -234,15 +220,10 @@ class ModeDecider:
             return None
         return self._virtual_devices(DEFAULT_VIRTUAL, torch.device("cpu"))
 
-    def _find_failure(self, module: torch.nn.Module) -> _DpFailure | None:
-        """Return the last failure of dp for a module; None if there is none."""
-        failure = self._dp_failures.get(id(module))
-        return failure if failure is not None and failure.module_ref() is module else None
-
     def _find_refusal(self, module: torch.nn.Module) -> str | None:
         """Return why dp has failed too often for a module; None if it may be tried."""
-        failure = self._find_failure(module)
-        return failure.reason if failure is not None and failure.in_a_row >= MAX_FAILURES else None
+        reason, count = self._dp_failures.get(module) or (None, 0)
+        return reason if count >= MAX_FAILURES else None
 
     def plan_wrapper(self, module: Any) -> CallPlan:
         """Make the plan for a DataParallel."""

@@ -2,9 +2,8 @@
 
 torch's parallel_apply starts a thread per replica and call. On GPUs, the cost is small compared with the work. On a
 CPU, each new thread waits for a core and for the GIL, and starts an OpenMP team as large as the machine: on a busy
-machine, a step of 0.5 ms took 20 ms. So on a CPU, `ReplicaThread` replaces `threading.Thread` in parallel_apply. To the
-replica it looks like a new thread: thread-locals and context variables are empty, and `threading` forgets the thread
-after its run.
+machine, a step of 0.5 ms took 20 ms. So on a CPU, `ReplicaThread` replaces `threading.Thread` in parallel_apply.
+`threading` does not list the workers: a script that joins all threads would wait for them forever.
 """
 
 from __future__ import annotations
@@ -26,8 +25,12 @@ import torch
 from dpmon.tracer.core.hidden_frames import Function
 
 _CGROUPS = Path("/sys/fs/cgroup")
-_ACTIVE_THREADS: dict[int, object] = getattr(threading, "_active", {})
+_known_threads: dict[int, object] = threading._active  # type: ignore[attr-defined]
 """Python's table of threads by id. A worker gets an entry if its replica asks for the current thread."""
+_workers: list[SimpleQueue[ReplicaThread]] = []
+_idle_workers: list[SimpleQueue[ReplicaThread]] = []
+"""The queues of all workers, and of those that wait for a replica. `put` is one C call: if a signal handler raises, the
+replica is either in the queue or not."""
 
 
 class ReplicaThread:
@@ -48,12 +51,18 @@ class ReplicaThread:
     def start(self) -> None:
         """Start the thread. Raises RuntimeError if no thread can be started."""
         # Only threads of `threading` call the trace functions that debuggers and coverage set for new threads.
-        if threading.gettrace() is None and threading.getprofile() is None and _worker_pool.is_open():
-            _worker_pool.idle_worker().submit(self)
-        else:
+        if threading.gettrace() is not None or threading.getprofile() is not None:
             thread = threading.Thread(target=self.run)
             self.join = thread.join
             thread.start()
+            return
+        try:
+            queue = _idle_workers.pop()
+        except IndexError:
+            queue = SimpleQueue()
+            start_new_thread(_serve, (queue,))
+            _workers.append(queue)
+        queue.put(self)
 
     def run(self) -> None:
         """Call the target on this thread, then drop the reference to it."""
@@ -67,114 +76,40 @@ class ReplicaThread:
         self._done.release()
 
 
-class _Worker:
-    """A thread that runs one replica after another.
-
-    `threading` does not list it: a script that joins all threads would wait for it forever.
-    """
-
-    def __init__(self, pool: _WorkerPool) -> None:
-        self._pool = pool
-        # `put` is one C call. If a signal handler raises, the replica is either in the queue or not.
-        self._replicas: SimpleQueue[ReplicaThread] = SimpleQueue()
-        start_new_thread(self._serve, ())
-
-    def submit(self, replica: ReplicaThread) -> None:
-        """Queue a replica behind the earlier ones."""
-        self._replicas.put(replica)
-
-    def _serve(self) -> None:
-        pool, generation = self._pool, self._pool.generation
-        locals_of_thread = _locals_of_thread()
-        while pool.generation == generation:  # it differs in a child that a replica has forked
-            replica = self._replicas.get()
-            try:
-                Context().run(replica.run)
-            except BaseException as error:  # noqa: BLE001 - torch handles Exceptions itself
-                _report_thread_exception(error)
-            # A new thread has no tracer and no profiler. Clearing the thread-locals may run finalizers.
-            sys.settrace(None)
-            sys.setprofile(None)
-            locals_of_thread.clear()
-            _ACTIVE_THREADS.pop(get_ident(), None)
-            pool.idle.append(self)
-            replica.finish()
-            del replica
-
-
-class _WorkerPool:
-    """The worker threads of this process."""
-
-    def __init__(self) -> None:
-        self._is_usable: bool | None = None
-        """None: not checked yet."""
-        self._all: list[_Worker] = []
-        self.idle: list[_Worker] = []
-        self.generation = 0
-        """Number of forks; threads do not survive a fork."""
-
-    def is_open(self) -> bool:
-        """Return whether workers can be used: Python can wait for them when it exits, and is not exiting yet."""
-        if self._is_usable is None:
-            # At its end Python waits for threads of `threading`. It must also wait for replicas that still run: a
-            # thread that returns from torch after the interpreter has gone aborts the process.
-            try:
-                threading._register_atexit(self._close)  # type: ignore[attr-defined]
-                os.register_at_fork(after_in_child=self._reset_after_fork)
-                self._is_usable = True
-            except (AttributeError, RuntimeError):  # another Python, or the end has begun
-                self._is_usable = False
-        return self._is_usable
-
-    def idle_worker(self) -> _Worker:
-        """Return an idle worker, or a new worker. Raises RuntimeError if no thread can be started."""
+def _serve(queue: SimpleQueue[ReplicaThread]) -> None:
+    """Run one replica after another on this thread."""
+    while True:
+        replica = queue.get()
         try:
-            return self.idle.pop()
-        except IndexError:
-            worker = _Worker(self)
-            self._all.append(worker)
-            return worker
+            Context().run(replica.run)
+        except BaseException:  # noqa: BLE001 - torch handles Exceptions itself
+            threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), None)))
+        _known_threads.pop(get_ident(), None)
+        _idle_workers.append(queue)
+        replica.finish()
+        del replica
 
-    def _close(self) -> None:
-        """Wait until all started replicas have run."""
-        self._is_usable = False
-        for worker in self._all:
-            barrier = ReplicaThread(1, _nothing)
-            worker.submit(barrier)
-            barrier.join()
 
-    def _reset_after_fork(self) -> None:
-        self.generation += 1
-        self.idle.clear()
-        self._all.clear()
+def _wait_for_replicas() -> None:
+    """Wait for the running replicas: a thread that returns from torch after the interpreter has gone aborts it."""
+    for queue in _workers:
+        barrier = ReplicaThread(1, _nothing)
+        queue.put(barrier)
+        barrier.join()
+
+
+def _reset_after_fork() -> None:
+    """Forget the workers in a forked child, which has no threads but one."""
+    _workers.clear()
+    _idle_workers.clear()
 
 
 def _nothing() -> None:
     pass
 
 
-def _locals_of_thread() -> dict[object, object]:
-    """Return the dict of the calling thread's `threading.local` values. Clearing it acts like the end of the thread."""
-    # A separate function object, because the script shares the one in `pythonapi`. The result is a borrowed reference,
-    # so its type must not be py_object, which would release it.
-    function = ctypes.PYFUNCTYPE(ctypes.c_void_p)(("PyThreadState_GetDict", ctypes.pythonapi))
-    thread_locals: dict[object, object] = ctypes.cast(function(), ctypes.py_object).value
-    return thread_locals
-
-
-def _report_thread_exception(error: BaseException) -> None:
-    """Report the exception that ended a thread, as `threading` does."""
-    if isinstance(error, SystemExit):
-        return
-    try:
-        thread = threading.current_thread()
-        threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__, thread)))
-    except BaseException:  # noqa: BLE001 - raised by the script's own hook
-        with suppress(BaseException):
-            sys.excepthook(*sys.exc_info())
-
-
-_worker_pool = _WorkerPool()
+threading._register_atexit(_wait_for_replicas)  # type: ignore[attr-defined]  # Python waits for other threads here
+os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 # ------------------------------------------------------------------------------------------------ cores

@@ -31,7 +31,7 @@ import torch
 from dpmon.record.shared_names import find_program_frame, shorten_name
 from dpmon.record.span_format import SITE_AT, Kind
 from dpmon.tracer.core.hidden_frames import iter_callers, wrap_rare_function
-from dpmon.tracer.core.session import Session
+from dpmon.tracer.core.session import Session, set_eval_frame
 from dpmon.tracer.devices.cuda_events import TorchEvents
 from dpmon.tracer.steps.span_recorder import SpanRecorder, ThreadState
 
@@ -44,8 +44,6 @@ MAX_COPIES = 8
 """How many copies from a GPU may be in progress."""
 MAX_EXIT_POLLS = 100
 """How many milliseconds the end of a process may wait for copies from a GPU, which may hang."""
-_set_eval_frame: Any = torch._C._dynamo.eval_frame.set_eval_frame
-"""Sets how dynamo treats the frames that this thread enters; returns the previous setting."""
 _count_dispatch_modes, _DisableTorchFunction = torch._C._len_torch_dispatch_stack, torch._C.DisableTorchFunction
 _HIDDEN_DIRECTORIES = tuple(
     os.path.dirname(path) + os.sep for path in (torch.__file__, os.path.dirname(os.path.abspath(__file__)))
@@ -155,14 +153,14 @@ class LossTracer:
 
     def _run_hidden(self, method: Callable[..., None], *args: object) -> None:
         """Call a method of ours so that neither dynamo nor a function mode of the script sees what it does."""
-        dynamo_callback = _set_eval_frame(None)  # else dynamo would try to compile functions that are called below
+        dynamo_callback = set_eval_frame(None)  # else dynamo would try to compile functions that are called below
         try:
             with _DisableTorchFunction():
                 method(*args)
         except Exception as error:  # noqa: BLE001 - a loss is lost, the training is not
             self._session.count_error("loss", error, fatal=False)
         finally:
-            _set_eval_frame(dynamo_callback)
+            set_eval_frame(dynamo_callback)
 
     def _find_caller(self) -> BackwardCaller | None:
         """Return the line that called backward; None beyond MAX_CALLERS."""

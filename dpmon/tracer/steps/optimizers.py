@@ -115,8 +115,6 @@ class OptimizerTracer:
                 recorder.steps_since_fetch += 1
                 recorder.optimizer_steps += 1
                 recorder.on_update()
-                if recorder.optimizer_steps == recorder.sample_step:
-                    recorder.schedule_poll()
                 if recorder.steps_since_fetch > MAX_STEPS_WITHOUT_FETCH or number != self._sole_number:
                     self._handle_step(thread, number)
             except Exception as error:  # noqa: BLE001 - the step is done anyway

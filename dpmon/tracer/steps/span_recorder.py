@@ -55,6 +55,8 @@ _AROUND_STEPS = frozenset(
 """torch's function around every optimizer step, which calls the hooks."""
 MAX_STEPS_WITHOUT_FETCH = 64
 """After this many optimizer steps without a fetch, steps no longer begin at a fetch: the script reuses its batch."""
+POLL_RETRY_NS = 50_000_000
+"""Time until `on_poll` is called again after a signal handler of the script has raised in it."""
 MAX_CALLS_AFTER_FETCH = 64
 """A step may begin at a call after this many calls without a fetch or optimizer step, if there was a fetch before."""
 PAUSE, PAUSED, TRAINING_THREAD = HeaderWord.PAUSE, HeaderWord.PAUSED, HeaderWord.TRAINING_THREAD
@@ -94,7 +96,7 @@ class ThreadState:
         self.open_steps: list[tuple[int, int, int, Any, int]] = []
         """Unfinished optimizer steps: enclosing kind, first word of the span, start, phase timer, optimizer number."""
         self.dp_failure: Any = None
-        """The warning about the failed dp of the current call, and the module's id: see `ModeDecider`."""
+        """The warning about the failed dp of the current call, and the module: see `ModeDecider`."""
         self.has_fetch_note = False
         """Whether the current fetch is noted in stages.log."""
 
@@ -171,8 +173,6 @@ class SpanRecorder:
         """Number of optimizer steps."""
         self.backward_passes = 0
         """Number of finished backward passes."""
-        self.sample_step = 0
-        """Number of the optimizer step after which `on_poll` is called."""
         self.handled_pause = 0
         """The last pause request that was handled."""
         self.put: Callable[[int, int, int, int], int] = self._keep_span
@@ -448,7 +448,7 @@ class SpanRecorder:
                 self.handled_pause = words[PAUSED]
         now = monotonic_ns()
         if now >= self.poll_due:
-            self.poll_due = 1 << 62  # if `on_poll` raises, it is not repeated at once
+            self.poll_due = now + POLL_RETRY_NS  # if an interrupt ends it
             self.poll_due = self.on_poll(now)
 
     def schedule_poll(self) -> None:

@@ -174,9 +174,7 @@ def run(rank: int, where: str) -> None:
     torch.set_num_threads(1)
     ours = sys.modules.get("dpmon.tracer.collectives.collective_sampler")
     if ours is not None:
-        ours.SHARE = 1e9  # as often as it may be
-        ours.STEPS_BEFORE_FIRST_SAMPLE = 4
-        ours.MIN_SAMPLE_INTERVAL_NS = 0
+        ours.MAX_COST_SHARE, ours.STEP_MULTIPLE, ours.MIN_INTERVAL_NS = 1e9, 4, 1  # as often as it may be
     dist.init_process_group("gloo", init_method=f"file://{where}/store", rank=rank, world_size=RANKS)
     found = [train(form, rank) for form in FORMS]
     dist.barrier()

@@ -18,11 +18,11 @@ how = sys.argv[1]
 ours = sys.modules["dpmon.tracer.collectives.collective_sampler"]
 operators = sys.modules["dpmon.tracer.collectives.kernels"]
 if how == "asked":
-    ours.STEPS_BEFORE_FIRST_SAMPLE = ours.MAX_DISTANCE
+    ours.STEP_MULTIPLE = 1 << 20
 elif how == "lacks":
     del torch._C._dispatch_keyset_full_after
 else:
-    ours.SHARE, ours.STEPS_BEFORE_FIRST_SAMPLE, ours.MIN_SAMPLE_INTERVAL_NS = 1e9, 4, 0
+    ours.MAX_COST_SHARE, ours.STEP_MULTIPLE, ours.MIN_INTERVAL_NS = 1e9, 4, 1
     ours.RETRY_NS, ours.MAX_FAILED_ATTEMPTS = 1_000_000, 20
 if how != "no group":
     dist.init_process_group("gloo", init_method=f"file://{os.getcwd()}/store", rank=0, world_size=1)
@@ -130,23 +130,11 @@ elif how.startswith("threads"):
     done.set()
     thread.join()
     said["count"] = count
-elif how == "evaluates":
-    for _ in range(6):
-        train(16, lambda: dist.all_reduce(x))
-        with torch.no_grad():
-            for batch in DataLoader(torch.ones(30, 4), batch_size=None):
-                dist.all_reduce(model(batch).sum())
-                dist.all_reduce(x)
-elif how == "evaluates without an optimizer":
+elif how == "no optimizer":
     ours.FIRST_SAMPLE_DELAY_NS = 0
-    for _ in range(6):
-        for batch in DataLoader(torch.ones(16, 4), batch_size=None):
-            dist.all_reduce(x)
-            model(batch).sum().backward()
-        with torch.no_grad():
-            for batch in DataLoader(torch.ones(30, 4), batch_size=None):
-                dist.all_reduce(model(batch).sum())
-                dist.all_reduce(x)
+    for batch in DataLoader(torch.ones(STEPS, 4), batch_size=None):
+        dist.all_reduce(x)
+        model(batch).sum().backward()
 elif how == "accumulates":
     for number, batch in enumerate(DataLoader(torch.ones(3 * STEPS, 4), batch_size=None)):
         dist.all_reduce(x)
@@ -160,7 +148,7 @@ elif how == "looks ahead":
         next(others)
         step(batch)
 elif how == "apart":
-    ours.MIN_SAMPLE_INTERVAL_NS = 300_000_000
+    ours.MIN_INTERVAL_NS = 300_000_000
     train(400, lambda: (dist.all_reduce(x), threading.Event().wait(0.004)))
 elif how == "asked":
     print("ready", flush=True)
@@ -175,7 +163,7 @@ else:
 if how == "no group":
     said["registered"] = any(HAS(f"c10d::{name}", "BackendSelect") for name in operators.OPERATORS)
 else:
-    if not how.startswith(("evaluates", "looks")):
+    if not how.startswith(("no", "looks")):
         train(2)
     said["left"] = [thread.name for thread in threading.enumerate()]
     dist.destroy_process_group()

@@ -4,7 +4,6 @@ Argument: the number of threads that the script's own parallel regions take, or 
 """
 
 import contextvars
-import ctypes
 import json
 import os
 import signal
@@ -59,22 +58,13 @@ def meeting():
     return lambda _: barrier.wait()
 
 
-mine, variable = threading.local(), contextvars.ContextVar("variable", default="default")
+variable = contextvars.ContextVar("variable", default="default")
 
 
 def state(_):
-    """Return what an earlier replica left on this thread, and leave something there."""
-    found = [getattr(mine, "value", "nothing"), variable.get()]
-    mine.value = "left behind"
+    """Return what an earlier replica left in this context, and leave something there."""
+    found = variable.get()
     variable.set("left behind")
-    return found
-
-
-def watchers(_):
-    """Whether this thread was left with a tracer or a profiler; leaves both behind."""
-    found = [sys.gettrace() is not None, sys.getprofile() is not None]
-    sys.settrace(lambda *_: None)
-    sys.setprofile(lambda *_: None)
     return found
 
 
@@ -148,8 +138,6 @@ said = {
     "alone afterwards": torch.get_num_threads(),
     "at the same time": sorted(calls(meeting())),
     "state": calls(state, 3),
-    "shared": ctypes.pythonapi.PyThreadState_GetDict.restype is ctypes.c_int,
-    "watched": calls(watchers, 3),
     "current": calls(names, 2),
     "threads": len(set(calls(lambda _: threading.get_native_id(), 20))),
     "error": caught(),

@@ -107,7 +107,6 @@ def few_descriptors():
 
 
 def small_files():
-    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
     train()
     with open("own", "wb", buffering=0) as file:

@@ -18,7 +18,7 @@ from dpmon.cli.headless import HeadlessRun
 from dpmon.cli.messages import print_closing_summary, print_message
 from dpmon.record.shared_names import hide_secrets
 from dpmon.run import proc
-from dpmon.run.lifecycle import EVENTS_FILE, take_lock
+from dpmon.run.lifecycle import EVENTS_FILE, is_locked, wait_until
 from dpmon.run.output_target import check_replaceable
 from dpmon.run.process_notes import add_note
 from dpmon.run.run_directory import ExitInfo, RunError, RunInfo, load_exit, load_info
@@ -196,14 +196,8 @@ def _event_command(command: tuple[str, ...] | None) -> tuple[tuple[str, ...] | N
 
 def _wait_for_events(directory: Path, run_info: RunInfo) -> None:
     """Wait briefly for the last event: in a container or a batch job, all processes end with this one."""
-    deadline = time.monotonic() + _MAX_EVENT_WAIT_S
-    while run_info.options.get("on_event") and time.monotonic() < deadline and directory.exists():
-        lock = take_lock(directory, EVENTS_FILE)
-        if lock is not None:
-            if lock >= 0:
-                os.close(lock)
-            return
-        time.sleep(0.02)
+    if run_info.options.get("on_event"):
+        wait_until(lambda: not is_locked(directory, EVENTS_FILE), _MAX_EVENT_WAIT_S)
 
 
 def _wait_for_detached_start(directory: Path, run_info: RunInfo, supervisor: subprocess.Popen[bytes]) -> int:
@@ -274,10 +268,8 @@ def _show_screen(guard: SupervisorGuard, directory: Path, refresh: float, settin
 
 def _wait_for_exit_record(guard: SupervisorGuard) -> ExitInfo | None:
     """Return how the run ended; None if it is not recorded within ten seconds after the screen saw the end."""
-    deadline = time.monotonic() + 10.0
-    while (exit_info := guard.exit_info()) is None and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return exit_info
+    wait_until(lambda: guard.exit_info() is not None, 10.0)
+    return guard.exit_info()
 
 
 if sys.platform != "linux":  # dpmon relies on /proc, pidfd and prctl

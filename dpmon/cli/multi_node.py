@@ -26,7 +26,7 @@ from dpmon.mirror.remote_hosts import (
     slurm_hosts,
 )
 from dpmon.record.safe_json import load_json
-from dpmon.run.lifecycle import has_live_supervisor
+from dpmon.run.lifecycle import has_live_supervisor, wait_until
 from dpmon.run.run_directory import ID, RunError, load_info
 from dpmon.run.run_registry import JOB
 from dpmon.sanitize import sanitize_line, to_safe_json
@@ -208,10 +208,9 @@ def attach(options: argparse.Namespace) -> int:
     metrics_path = resolve_metrics_path(options.metrics)
     directory, commands = _find_or_create_mirror(options, hosts_from_options(options), metrics_path)
     os.environ["DPMON_METRICS"] = metrics_path or ""
-    mirror, deadline = ensure_supervisor(directory, commands), time.monotonic() + _MAX_START_S
+    mirror = ensure_supervisor(directory, commands)
     # Once run.json names it, it is replaced if it is killed.
-    while mirror.is_running and not has_live_supervisor(load_info(directory)) and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_until(lambda: not mirror.is_running or has_live_supervisor(load_info(directory)), _MAX_START_S)
     return attach_to_directory(directory, options, commands)
 
 

@@ -7,6 +7,7 @@ import fcntl
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from dpmon.record.shared_names import ELSEWHERE
@@ -26,6 +27,14 @@ YOUNG_S = 60.0
 """A run younger than this may still have to start its command, even on a slow machine."""
 
 
+def wait_until(condition: Callable[[], object], limit_s: float, interval_s: float = 0.02) -> bool:
+    """Wait until the condition is true, at most `limit_s`. Return whether it is true at the end."""
+    deadline_s = time.monotonic() + limit_s
+    while not (is_met := bool(condition())) and time.monotonic() < deadline_s:
+        time.sleep(interval_s)
+    return is_met
+
+
 def take_lock(directory: Path, name: str = _LOCK_FILE) -> int | None:
     """Take a lock. Return a descriptor that holds it until its last copy is closed; None if another process holds it.
 
@@ -41,6 +50,14 @@ def take_lock(directory: Path, name: str = _LOCK_FILE) -> int | None:
         os.close(fd)
         return None if error.errno in (errno.EWOULDBLOCK, errno.EACCES) else UNSUPPORTED
     return fd
+
+
+def is_locked(directory: Path, name: str) -> bool:
+    """Return whether another process holds a lock."""
+    fd = take_lock(directory, name)
+    if fd is not None and fd >= 0:
+        os.close(fd)
+    return fd is None
 
 
 def has_live_supervisor(run_info: RunInfo) -> bool:

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from dpmon.run import proc
-from dpmon.run.lifecycle import YOUNG_S, has_live_supervisor, is_command_alive, may_be_live_elsewhere
+from dpmon.run.lifecycle import YOUNG_S, has_live_supervisor, is_command_alive, may_be_live_elsewhere, wait_until
 from dpmon.run.mirror_state import MirrorState
 from dpmon.run.proc import ProcessEntry
 from dpmon.run.run_directory import RunError, RunInfo, load_exit, load_info, record_stop_request
@@ -226,23 +226,21 @@ def _wait_for_start(directory: Path) -> RunInfo:
 
     A mirror has no command, so there is no wait.
     """
-    deadline = time.monotonic() + _START_S
-    while True:
+
+    def has_started() -> bool:
         run_info = load_info(directory)
         is_young = 0 <= time.time() - run_info.started_unix < YOUNG_S
-        if run_info.command_pid is not None or run_info.nodes or not is_young or load_exit(directory) is not None:
-            return run_info
-        if time.monotonic() >= deadline:
-            return run_info
-        time.sleep(_POLL_S)
+        return run_info.command_pid is not None or not is_young or load_exit(directory) is not None
+
+    if not load_info(directory).nodes:
+        wait_until(has_started, _START_S)
+    return load_info(directory)
 
 
 def wait_for_record(directory: Path) -> None:
     """Wait up to _RECORD_S seconds for a live supervisor to record the end of a stopped run."""
-    deadline = time.monotonic() + _RECORD_S
     run_info = load_info(directory)
-    while load_exit(directory) is None and has_live_supervisor(run_info) and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
+    wait_until(lambda: load_exit(directory) is not None or not has_live_supervisor(run_info), _RECORD_S)
 
 
 def _wait_for_end(directory: Path, run_info: RunInfo, members: dict[int, ProcessEntry]) -> dict[int, ProcessEntry]:

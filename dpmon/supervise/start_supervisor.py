@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 import dpmon
-from dpmon.run.lifecycle import EVENTS_FILE, is_command_alive, needs_supervisor, take_lock
+from dpmon.run.lifecycle import EVENTS_FILE, is_command_alive, is_locked, needs_supervisor, take_lock
 from dpmon.run.run_directory import RunError, RunInfo, load_exit, load_info
 from dpmon.run.run_signals import SUPERVISES
 from dpmon.run.safe_files import open_file
@@ -83,10 +83,7 @@ class NotifierLauncher:
 
     def is_running(self) -> bool:
         """Return whether the notifier is running, possibly started by an earlier supervisor."""
-        lock_fd = take_lock(self._directory, EVENTS_FILE)
-        if lock_fd is not None and lock_fd >= 0:
-            os.close(lock_fd)
-        return lock_fd is None
+        return is_locked(self._directory, EVENTS_FILE)
 
     def poll(self, now: float) -> None:
         """Start the notifier unless one is already running. If it keeps dying, wait twice as long before each start."""

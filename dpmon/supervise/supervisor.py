@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from dpmon.config import ConfigError, load_settings
 from dpmon.run import proc
 from dpmon.run.failure_cause import OomKillCounter, find_first_failure
-from dpmon.run.lifecycle import YOUNG_S, build_exit_info, build_unknown_exit, needs_supervisor, take_lock
+from dpmon.run.lifecycle import YOUNG_S, build_exit_info, build_unknown_exit, needs_supervisor, take_lock, wait_until
 from dpmon.run.proc import open_pidfd
 from dpmon.run.process_notes import WarningsLog
 from dpmon.run.run_directory import ExitInfo, load_exit, load_info, output_paths, write_info
@@ -52,6 +52,8 @@ if TYPE_CHECKING:
 
 
 SHUTDOWN_GRACE_S = 2.0
+MAX_LOCK_WAIT_S = 10.0
+"""How long to wait for the run's lock, which the first reader of an ended run holds while it completes the history."""
 SPARE_FILE, SPARE_BYTES = "spare", 1 << 16
 MAX_MEMORY_HISTORY_BYTES = 32 << 20
 """Size limit of a history on a file system in memory that dpmon, not the user, has chosen."""
@@ -119,11 +121,13 @@ class Supervisor:
         self._supervise_command(WatchedCommand(self._directory, self._run_info, pid, start_s))
 
     def take_over(self) -> None:
-        """Supervise a run whose supervisor was killed, until its end. Return at once if another supervisor does it."""
-        if take_lock(self._directory) is None:
+        """Supervise a run whose supervisor was killed, until its end. Return if another supervisor does it.
+
+        A reader that adds the contents of the rings to the history has the lock meanwhile, so wait for it.
+        """
+        if not wait_until(lambda: take_lock(self._directory) is not None or not self._is_needed(), MAX_LOCK_WAIT_S):
             return
-        self._run_info = load_info(self._directory)
-        if not needs_supervisor(self._directory, self._run_info, load_exit(self._directory)):
+        if not self._is_needed():
             return
         self._handle_signals()
         self._detach([])
@@ -144,6 +148,10 @@ class Supervisor:
             self._record_exit(build_unknown_exit(self._run_info, "supervisor", reason, last_ns))
         else:
             self._supervise_command(WatchedCommand(self._directory, self._run_info, pid, start_s), is_takeover=True)
+
+    def _is_needed(self) -> bool:
+        self._run_info = load_info(self._directory)
+        return needs_supervisor(self._directory, self._run_info, load_exit(self._directory))
 
     # ------------------------------------------------------------------------------------------ start
 

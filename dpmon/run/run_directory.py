@@ -205,19 +205,6 @@ def output_paths(directory: Path, run_info: RunInfo) -> tuple[Path, ...]:
     return tuple(directory / name for name in names)
 
 
-def count_file(log: Path) -> Path:
-    """Return the path of the file with the number of bytes that were deleted from the beginning of a log."""
-    return log.with_suffix(".deleted")
-
-
-def deleted_bytes(log: Path) -> int:
-    """Return how many bytes were deleted from the beginning of a log because the disk was full."""
-    try:
-        return max(0, int(read_file(count_file(log), 20)))
-    except (OSError, ValueError):
-        return 0
-
-
 def ring_paths(directory: Path, skipped_names: Container[str] = ()) -> list[Path]:
     """Return the paths of the rings of a run, sorted by the index of their process, without `skipped_names`."""
     try:

@@ -19,8 +19,8 @@ import dpmon
 from dpmon.run import proc
 from dpmon.run.activities import iter_ring_activities, read_startup_stages
 from dpmon.run.failure_cause import STATUSES
-from dpmon.run.lifecycle import build_exit_info, build_unknown_exit
-from dpmon.run.proc import open_pidfd, wait_status_from_pidfd
+from dpmon.run.lifecycle import build_exit_info, build_unknown_exit, wait_until
+from dpmon.run.proc import open_pidfd
 from dpmon.run.process_notes import add_note
 from dpmon.run.run_directory import ExitInfo, RunInfo, load_exit
 from dpmon.run.run_signals import belongs_to_run
@@ -107,37 +107,25 @@ class WatchedCommand:
         self._pidfd = open_pidfd(pid) if self._was_alive else None
         self.last_ns = last_sign_of_life_ns(directory, run_info)  # read before dpmon writes to these files again
         """The last known sign of life of the command (monotonic ns)."""
-        self._returncode: int | None = None
 
     def has_ended(self) -> bool:
         """Return whether the command has ended, reaped or not. A later process with the same id does not count."""
-        if self._returncode is None:
-            try:
-                self._returncode = proc.ended_child_status(self.pid)
-            except ChildProcessError:
-                return not self._is_same_boot or not proc.is_running(self.pid, self._start_s)
-        return self._returncode is not None
+        with contextlib.suppress(ChildProcessError):
+            return proc.ended_child_status(self.pid) is not None
+        return not self._is_same_boot or not proc.is_running(self.pid, self._start_s)
+
+    def _exit_status(self) -> int | None:
+        return proc.exit_status(self.pid, self._start_s, self._pidfd) if self._is_same_boot else None
 
     def exit_info(self, run_info: RunInfo) -> ExitInfo:
         """Return how the command ended: from its parent or the kernel; otherwise an unknown end."""
-        now_ns = time.monotonic_ns()
-        deadline_s = time.monotonic() + STATUS_TIMEOUT_S
-        while True:
-            if self._returncode is not None:
-                return build_exit_info(run_info, self._returncode, "supervisor")
-            if (recorded := load_exit(self._directory)) is not None:
-                return recorded
-            if not self._is_same_boot:
-                return build_unknown_exit(run_info, "supervisor", "the machine was restarted", self.last_ns)
-            status = None if self._pidfd is None else wait_status_from_pidfd(self._pidfd)
-            status = proc.unreaped_wait_status(self.pid, self._start_s) if status is None else status
-            if status is not None:
-                return build_exit_info(run_info, os.waitstatus_to_exitcode(status), "supervisor")
-            if not self._was_alive or time.monotonic() > deadline_s:
-                break
-            time.sleep(0.02)
-        end_ns = now_ns if self._was_alive else self.last_ns
-        return build_unknown_exit(run_info, "supervisor", _SUPERVISOR_KILLED, end_ns)
+        end_ns = time.monotonic_ns() if self._was_alive else self.last_ns
+        if self._was_alive:
+            wait_until(lambda: self._exit_status() is not None or load_exit(self._directory), STATUS_TIMEOUT_S)
+        if (status := self._exit_status()) is not None:
+            return build_exit_info(run_info, status, "supervisor")
+        reason = _SUPERVISOR_KILLED if self._is_same_boot else "the machine was restarted"
+        return load_exit(self._directory) or build_unknown_exit(run_info, "supervisor", reason, end_ns)
 
 
 def last_sign_of_life_ns(directory: Path, run_info: RunInfo) -> int:
@@ -245,14 +233,13 @@ class ProcessExitWatcher:
         now_ns = time.monotonic_ns()
         for fd in [fd for fd, _ in self._poller.poll(0) if fd in self._watched]:
             pid, start_s = self._watched[fd]
-            status = proc.unreaped_wait_status(pid, start_s)
-            status = wait_status_from_pidfd(fd) if status is None else status
+            status = proc.exit_status(pid, start_s, fd)
             self._forget(fd)
             if status:
                 with contextlib.suppress(OSError):
                     log_fd = open_file(self._directory / STATUSES, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
                     with open(log_fd, "ab") as file:
-                        file.write(b"%d %d %d\n" % (pid, now_ns, os.waitstatus_to_exitcode(status)))
+                        file.write(b"%d %d %d\n" % (pid, now_ns, status))
 
     def _forget(self, fd: int) -> None:
         del self._watched[fd]

@@ -40,7 +40,6 @@ from dpmon.run.lifecycle import needs_supervisor, take_lock
 from dpmon.run.mirror_state import STATE_FILE, activities_by_word, parse_activities
 from dpmon.run.run_directory import (
     ID,
-    MAX_STATUS,
     ExitInfo,
     RunInfo,
     load_exit,
@@ -315,7 +314,7 @@ class Mirror(StallRecorder):
     def _record_node_exit(self, peer: NodeConnection, exit_members: Mapping[str, Any]) -> None:
         """Record how a node's run has ended."""
         status = int_member(exit_members, "status")
-        is_status = status is not None and 0 <= status <= MAX_STATUS
+        is_status = status is not None and 0 <= status <= 255
         seconds = min(max(number_member(exit_members, "seconds") or 0.0, 0.0), 1e9)
         exit_data = {
             "status": status if is_status else None, "seconds": seconds, "stopped": exit_members.get("stopped") is True,

@@ -11,6 +11,7 @@ import os
 import re
 import textwrap
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -83,11 +84,7 @@ class WarningsLog:
         except OSError:
             return []
         complete_lines = data[: data.rfind(b"\n") + 1]
-        if complete_lines:
-            self._offset += len(complete_lines)
-        elif len(data) == _MAX_WARNINGS:
-            # The tracer never writes so long a line. Skip it and read the lines after it.
-            self._offset += len(data)
+        self._offset += len(complete_lines)
         return [note.text for note in parse_notes(complete_lines) if note.text not in self.already_recorded]
 
 
@@ -104,7 +101,7 @@ class UncaughtException(NamedTuple):
     file: str | None = None
     """`file` and `line`: where the script raised it, or called the code that raised it."""
     line: int | None = None
-    frames: tuple[tuple[str, str, int], ...] = ()
+    frames: Sequence[tuple[str, str, int]] = ()
     """Function, file and line of the innermost calls of its traceback, innermost first."""
 
     @property
@@ -158,18 +155,11 @@ def read_uncaught_exceptions(directory: Path) -> list[UncaughtException]:
     exceptions = []
     for pid, at_ns, text in read_notes(directory / "endings.log", _MAX_ENDINGS):
         class_name, _, details = text.partition(" ")
-        exceptions.append(_parse_uncaught(pid, at_ns, class_name, details or "{}"))
-    return exceptions
-
-
-def _parse_uncaught(pid: int, at_ns: int, class_name: str, details: str) -> UncaughtException:
-    try:
-        members = load_json(details)
-    except ValueError:  # a note that did not fit on a full disk
         members = {}
-    message, rank, file, line = (members.get(name) for name in ("message", "rank", "file", "line"))
-    frames = tuple((function, file, line) for function, file, line in members.get("frames", ()))
-    return UncaughtException(pid, at_ns, class_name, message or "", rank, file, line, frames)
+        with contextlib.suppress(ValueError):  # a note that did not fit on a full disk
+            members = load_json(details)
+        exceptions.append(UncaughtException(pid, at_ns, class_name, **members))
+    return exceptions
 
 
 # ------------------------------------------------------------------------------------------------ in the output
@@ -187,18 +177,13 @@ _NAME_LINE = re.compile(r"[A-Za-z_][\w.]*(?:: .*)?$")
 def traceback_line(output_tail: bytes) -> str | None:
     """Return the line that names the exception in the end of a script's output; None if there is none.
 
-    It comes from the last traceback, or from the last lines.
+    It comes from the last traceback, or from the last lines, and is truncated and safe for a terminal.
     """
-    lines = _TERMINAL_SEQUENCE.sub(b"", output_tail).decode("utf-8", "replace").replace("\r", "\n").split("\n")
+    text = _TERMINAL_SEQUENCE.sub(b"", output_tail).decode("utf-8", "replace")
+    lines = [strip_control_chars(line) for line in text.replace("\r", "\n").split("\n")]
     header = max((index for index, line in enumerate(lines) if line.startswith("Traceback (most recent")), default=None)
     if header is not None:
         exception_line = next((line for line in lines[header + 1 :] if line and not line[0].isspace()), None)
         if exception_line is not None and _NAME_LINE.match(exception_line):
-            return exception_line.strip()
-    return next((line.strip() for line in reversed(lines[-50:]) if _EXCEPTION_LINE.match(line)), None)
-
-
-def clean_traceback_line(output_tail: bytes) -> str | None:
-    """Return the result of `traceback_line`, truncated and safe for a terminal."""
-    line = traceback_line(output_tail)
-    return None if line is None else strip_control_chars(line)[:300]
+            return exception_line.strip()[:300]
+    return next((line.strip()[:300] for line in reversed(lines[-50:]) if _EXCEPTION_LINE.match(line)), None)

@@ -230,16 +230,12 @@ class ProcessExitWatcher:
 
     def record_exits(self) -> None:
         """Record the exit statuses of the watched processes that have ended, unless they are 0."""
-        now_ns = time.monotonic_ns()
         for fd in [fd for fd, _ in self._poller.poll(0) if fd in self._watched]:
             pid, start_s = self._watched[fd]
             status = proc.exit_status(pid, start_s, fd)
             self._forget(fd)
             if status:
-                with contextlib.suppress(OSError):
-                    log_fd = open_file(self._directory / STATUSES, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-                    with open(log_fd, "ab") as file:
-                        file.write(b"%d %d %d\n" % (pid, now_ns, status))
+                add_note(self._directory, str(status), STATUSES, pid)
 
     def _forget(self, fd: int) -> None:
         del self._watched[fd]

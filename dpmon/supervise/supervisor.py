@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from dpmon.config import ConfigError, load_settings
 from dpmon.run import proc
-from dpmon.run.failure_cause import OomKillCounter, find_first_failure
+from dpmon.run.failure_cause import count_oom_kills, find_first_failure
 from dpmon.run.lifecycle import YOUNG_S, build_exit_info, build_unknown_exit, needs_supervisor, take_lock, wait_until
 from dpmon.run.proc import open_pidfd
 from dpmon.run.process_notes import WarningsLog
@@ -80,7 +80,7 @@ class Supervisor:
         self._run_info = load_info(directory)
         self._terminal: InputTerminal | None = None
         self._leave_at: float | None = None
-        self._oom_counter = OomKillCounter()
+        self._oom_kills_before = count_oom_kills()
         self._warnings = WarningsLog(directory)
         # The command for events and the metrics file come from the user's own settings, which include the options of
         # the command line (dpmon.cli.launch), and never from the directory, which may come from another person.
@@ -363,9 +363,11 @@ class Supervisor:
     def _find_exit_cause(self, exit_info: ExitInfo) -> str | None:
         """Return the cause of the command's end; None if unknown. Never raises, because the status must not be lost."""
         try:
-            cause = self._oom_counter.cause(exit_info.signal)
-            if cause or not exit_info.status or exit_info.signal is not None:
-                return cause
+            killed = count_oom_kills() - self._oom_kills_before
+            if exit_info.signal == "SIGKILL" and killed > 0:
+                return f"out of memory: the kernel killed {killed} of this machine's processes during the run"
+            if not exit_info.status or exit_info.signal is not None:
+                return None
             failure = find_first_failure(self._directory, self._run_info, exit_info.status)
             return None if failure is None else failure.sentence(self._run_info.cwd)
         except Exception:  # noqa: BLE001 - the status is recorded in any case

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from dpmon.run.activities import current_startup_stage, read_startup_stages
 from dpmon.run.process_notes import (
     Note,
     WarningsLog,
-    clean_traceback_line,
     parse_notes,
     read_uncaught_exceptions,
     traceback_line,
@@ -55,16 +53,6 @@ def test_a_note_is_of_three_parts() -> None:
     assert parse_notes(b"7 12 x") == parse_notes(b"") == []
 
 
-def test_a_warning_behind_a_line_without_end_is_still_passed_on(tmp_path: Path) -> None:
-    log = WarningsLog(tmp_path)
-    (tmp_path / "warnings.log").write_bytes(b"x" * (1 << 18))
-    for _ in range(8):
-        assert log.read_new() == []
-    with open(tmp_path / "warnings.log", "ab") as file:
-        file.write(f"\n{os.getpid()} 5 heard\n".encode())
-    assert log.read_new() == ["heard"]
-
-
 @pytest.mark.parametrize(
     ("log", "expected"),
     [
@@ -82,12 +70,11 @@ def test_a_warning_behind_a_line_without_end_is_still_passed_on(tmp_path: Path) 
 )
 def test_the_last_line_of_the_traceback(log: bytes, expected: str | None) -> None:
     assert traceback_line(log) == expected
-    assert clean_traceback_line(log) == expected
 
 
 def test_the_clean_line_is_short_and_harmless() -> None:
     log = b"Traceback (most recent call last):\n  x\nKeyError: \x1b]0;title\x07" + b"x" * 1000 + b"\n"
-    said = clean_traceback_line(log)
+    said = traceback_line(log)
     assert said is not None
     assert said.startswith("KeyError: \N{REPLACEMENT CHARACTER}]0;title")
     assert len(said) == 300

@@ -227,6 +227,8 @@ class Supervisor:
         input_waits = InputWaitWatcher(self._directory, command.pid, lambda *wait: self._record_wait(drain, *wait))
         exit_watcher = ProcessExitWatcher(self._directory, command.pid, poller)
         stall_watch = StallWatch(self._directory, self._run_info, drain, is_takeover=is_takeover)
+        if metrics is not None:
+            metrics.start()
         drain.on_memory_event = sampler.add_torch_memory
         has_ended, check_at, search_at = False, 0.0, 0.0
         reasons_by_pid: dict[int, str] = {}
@@ -246,8 +248,6 @@ class Supervisor:
             has_more = drain.poll(now)
             input_waits.poll(now, exit_watcher.watched_pids())
             stall_watch.poll()
-            if metrics is not None:
-                metrics.poll(now)
             if has_ended:
                 break
             if self._terminal is not None:
@@ -267,7 +267,7 @@ class Supervisor:
         else:
             drain.flush()
             if metrics is not None:
-                metrics.wait()
+                metrics.stop()
             drain.close()
             sampler.stop()
 
@@ -342,11 +342,11 @@ class Supervisor:
             drain.emit("exit", data)
         drain.flush()
         if metrics is not None:
-            metrics.wait()  # the journal is deleted only if no other connection is open
+            metrics.stop()  # the journal is deleted only if no other connection is open
         drain.close()
         self._record_exit(replace(exit_info, drained=drain.failure is None))
         if metrics is not None:
-            metrics.write_final(exit_info)
+            metrics.write(exit_info)
         sampler.stop()
         # After the run has ended, this cannot delay it.
         from dpmon.run.retention import load_limits, prune_runs

@@ -97,7 +97,6 @@ class NotificationCommands:
         self._start_directory = os.environ.pop(START_DIRECTORY, "/")
         self._queue: list[Notification] = []
         self._running: list[_RunningCommand] = []
-        self._killed: list[subprocess.Popen[bytes]] = []
         self._has_warned = False
 
     @property
@@ -119,17 +118,14 @@ class NotificationCommands:
         now_s = time.monotonic()
         for command in list(self._running):
             status = command.process.poll()
-            if status is None and now_s < command.start_s + MAX_COMMAND_S:
-                continue
-            self._running.remove(command)
-            if status is None:
+            if status is not None:
+                self._running.remove(command)
+            if status:
+                self._warn_once(f"it ended with status {status} ({command.type})")
+            elif status is None and now_s >= command.start_s + MAX_COMMAND_S:
+                self._warn_once(f"it was killed after {MAX_COMMAND_S:.0f} s ({command.type})")
                 with contextlib.suppress(OSError):
                     os.killpg(command.process.pid, signal.SIGKILL)
-                self._killed.append(command.process)
-                self._warn_once(f"it was killed after {MAX_COMMAND_S:.0f} s ({command.type})")
-            elif status:
-                self._warn_once(f"it ended with status {status} ({command.type})")
-        self._killed = [process for process in self._killed if process.poll() is None]
         while self._queue and len(self._running) < MAX_RUNNING:
             if self._running and now_s < self._running[-1].start_s + MAX_TURN_S:
                 return

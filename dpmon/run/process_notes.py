@@ -19,8 +19,8 @@ from dpmon.record.safe_json import load_json
 from dpmon.run.safe_files import open_file, read_file, read_tail
 from dpmon.sanitize import strip_control_chars
 
-_MAX_WARNINGS = 1 << 16
-"""Maximum bytes of warnings.log to read at once."""
+_MAX_NEW_BYTES = 1 << 16
+"""Maximum bytes of new notes to read at once."""
 _NOTE = re.compile(r"([0-9]{1,10}) ([0-9]{1,19}) (.+)")
 _MAX_ENDINGS = 1 << 18
 _MAX_MESSAGE_CHARS = 120
@@ -66,26 +66,24 @@ def add_note(directory: Path, text: str, file: str = "warnings.log", pid: int = 
             os.close(fd)
 
 
-class WarningsLog:
-    """A reader of the warnings of training processes that have no ring, or had none yet."""
+class NoteReader:
+    """A reader of the notes that are added to a file."""
 
-    def __init__(self, directory: Path) -> None:
-        self._path = directory / "warnings.log"
+    def __init__(self, path: Path) -> None:
+        self._path = path
         self._offset = 0
-        self.already_recorded: set[str] = set()
-        """Texts that an earlier supervisor has already recorded."""
 
-    def read_new(self) -> list[str]:
-        """Return the texts of the lines added since the last call, except those already recorded."""
+    def read_new(self) -> list[Note]:
+        """Return the notes added since the last call."""
         try:
             with open(open_file(self._path), "rb") as file:
                 file.seek(self._offset)
-                data = file.read(_MAX_WARNINGS)
+                data = file.read(_MAX_NEW_BYTES)
         except OSError:
             return []
         complete_lines = data[: data.rfind(b"\n") + 1]
         self._offset += len(complete_lines)
-        return [note.text for note in parse_notes(complete_lines) if note.text not in self.already_recorded]
+        return parse_notes(complete_lines)
 
 
 class UncaughtException(NamedTuple):

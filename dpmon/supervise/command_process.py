@@ -17,11 +17,11 @@ from pathlib import Path
 
 import dpmon
 from dpmon.run import proc
-from dpmon.run.activities import iter_ring_activities, read_startup_stages
+from dpmon.run.activities import iter_ring_activities
 from dpmon.run.failure_cause import STATUSES
 from dpmon.run.lifecycle import build_exit_info, build_unknown_exit, wait_until
 from dpmon.run.proc import open_pidfd
-from dpmon.run.process_notes import add_note
+from dpmon.run.process_notes import NoteReader, add_note
 from dpmon.run.run_directory import ExitInfo, RunInfo, load_exit
 from dpmon.run.run_signals import belongs_to_run
 from dpmon.run.safe_files import open_file
@@ -194,7 +194,7 @@ class ProcessExitWatcher:
         self._seen_pids = {command_pid}
         self._watched: dict[int, tuple[int, float | None]] = {}
         """Process id and start of each watched process, by its pidfd."""
-        self._notes_bytes = -1
+        self._stage_notes = NoteReader(directory / "stages.log")
 
     def close(self) -> None:
         """Record the last exits, and stop watching."""
@@ -204,25 +204,16 @@ class ProcessExitWatcher:
 
     def watch_new_processes(self) -> None:
         """Start to watch new processes. Must be called several times per second."""
-        try:
-            size = (self._directory / "stages.log").lstat().st_size
-        except OSError:
-            return
-        if size == self._notes_bytes:
-            return
-        self._notes_bytes = size
-        for pid in read_startup_stages(self._directory).keys() - self._seen_pids:
-            if len(self._watched) >= _MAX_WATCHED:
-                break
+        for pid in {note.pid for note in self._stage_notes.read_new()} - self._seen_pids:
             self._seen_pids.add(pid)
-            # The process id may have been reused: the process belongs to the run only if its environment names the run.
-            if (fd := open_pidfd(pid)) is None:
+            if len(self._watched) == _MAX_WATCHED or (fd := open_pidfd(pid)) is None:
                 continue
-            self._watched[fd] = pid, proc.start_time_s(pid)
+            # The process id may have been reused: the process belongs to the run only if its environment names the run.
             if belongs_to_run(pid, self._directory):
+                self._watched[fd] = pid, proc.start_time_s(pid)
                 self._poller.register(fd, select.POLLIN)
             else:
-                self._forget(fd)
+                os.close(fd)
 
     def watched_pids(self) -> list[int]:
         """Return the ids of the watched processes, which may have ended."""
@@ -239,6 +230,5 @@ class ProcessExitWatcher:
 
     def _forget(self, fd: int) -> None:
         del self._watched[fd]
-        with contextlib.suppress(KeyError):
-            self._poller.unregister(fd)
+        self._poller.unregister(fd)
         os.close(fd)

@@ -23,7 +23,7 @@ from dpmon.run import proc
 from dpmon.run.failure_cause import count_oom_kills, find_first_failure
 from dpmon.run.lifecycle import YOUNG_S, build_exit_info, build_unknown_exit, needs_supervisor, take_lock, wait_until
 from dpmon.run.proc import open_pidfd
-from dpmon.run.process_notes import WarningsLog
+from dpmon.run.process_notes import NoteReader
 from dpmon.run.run_directory import ExitInfo, load_exit, load_info, output_paths, write_info
 from dpmon.run.run_registry import file_system
 from dpmon.run.safe_files import open_file
@@ -81,7 +81,10 @@ class Supervisor:
         self._terminal: InputTerminal | None = None
         self._leave_at: float | None = None
         self._oom_kills_before = count_oom_kills()
-        self._warnings = WarningsLog(directory)
+        self._warning_notes = NoteReader(directory / "warnings.log")
+        """Warnings of training processes that have no ring, or had none yet."""
+        self._recorded_warnings: set[str] = set()
+        """Texts that an earlier supervisor has already recorded."""
         # The command for events and the metrics file come from the user's own settings, which include the options of
         # the command line (dpmon.cli.launch), and never from the directory, which may come from another person.
         metrics_file = os.environ.get("DPMON_METRICS")
@@ -237,8 +240,9 @@ class Supervisor:
             if now >= check_at:
                 check_at = now + CHECK_INTERVAL_S
                 has_ended = command.has_ended()
-                for text in self._warnings.read_new():
-                    drain.warn(text)
+                for note in self._warning_notes.read_new():
+                    if note.text not in self._recorded_warnings:
+                        drain.warn(note.text)
                 output_space.poll()
                 notifier.poll(now)
                 exit_watcher.watch_new_processes()
@@ -289,10 +293,10 @@ class Supervisor:
     ) -> None:
         """Read the rings from the killed supervisor's position on, and warn of the time without device samples."""
         drain.flush()
-        self._warnings.already_recorded.update(drain.warnings_kept())
+        self._recorded_warnings = set(drain.warnings_kept())
         has_metrics = self._metrics_file is not None
         for text in lost_settings(self._run_info, has_event_command=has_event_command, has_metrics=has_metrics):
-            if text not in self._warnings.already_recorded:
+            if text not in self._recorded_warnings:
                 drain.warn(text)
         last_ns = drain.last_sample_ns()
         command.last_ns = max(command.last_ns, self._run_info.start_ns + drain.newest_ns())

@@ -10,7 +10,7 @@ from dpmon.cli.status_stream import ProgressReporter
 from dpmon.run.activities import current_startup_stage, read_startup_stages
 from dpmon.run.process_notes import (
     Note,
-    WarningsLog,
+    NoteReader,
     parse_notes,
     read_uncaught_exceptions,
     traceback_line,
@@ -41,7 +41,7 @@ def test_a_line_that_is_no_note_hides_no_other(tmp_path: Path, damage: str) -> N
     assert [(note.pid, note.text) for note in parse_notes(lines.encode())] == [(7, "First {}"), (8, "Second {}")]
     assert [(one.pid, one.kind) for one in read_uncaught_exceptions(tmp_path)] == [(7, "First"), (8, "Second")]
     assert {pid: text for pid, (text, _) in read_startup_stages(tmp_path).items()} == {7: "First {}", 8: "Second {}"}
-    assert WarningsLog(tmp_path).read_new() == ["First {}", "Second {}"]
+    assert [note.text for note in NoteReader(tmp_path / "warnings.log").read_new()] == ["First {}", "Second {}"]
     reader = fake_status_reader(tmp_path)
     reader.startup_stage = lambda: current_startup_stage(read_startup_stages(tmp_path))
     assert ProgressReporter(reader).line() == "starting: Second {}"

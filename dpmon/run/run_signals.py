@@ -11,11 +11,11 @@ through the pidfd. A pidfd never refers to another process, so the result of the
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 from dpmon.run import proc
@@ -23,10 +23,6 @@ from dpmon.run.lifecycle import YOUNG_S, has_live_supervisor, is_command_alive, 
 from dpmon.run.mirror_state import MirrorState
 from dpmon.run.proc import ProcessEntry
 from dpmon.run.run_directory import RunError, RunInfo, load_exit, load_info, record_stop_request
-
-_PROCESS_GROUP = 1 << 2
-"""PIDFD_SIGNAL_PROCESS_GROUP (linux/pidfd.h), Linux 6.9 and later."""
-
 
 SUPERVISES = "DPMON_SUPERVISES"
 """The variable that names the run's directory in the environment of its supervisor."""
@@ -113,18 +109,13 @@ def send_signal(process: ProcessEntry, signal_number: int, *, group: bool = Fals
     try:
         if not proc.is_alive(process.pid, process.start_s):
             return False
-        if fd is not None:
-            try:
-                signal.pidfd_send_signal(fd, signal_number, None, _PROCESS_GROUP if group else 0)
-            except OSError as error:
-                if not group or error.errno != errno.EINVAL:
-                    return False
-            else:
-                return True
-        # The kernel has no pidfds, or none for groups, or a sandbox refuses the call.
-        send = os.killpg if group else os.kill
-        send(process.pid, signal_number)
-    except (OSError, OverflowError):
+        if group:
+            os.killpg(process.pid, signal_number)  # the kernel does not reuse the id while the group exists
+        elif fd is not None:
+            signal.pidfd_send_signal(fd, signal_number)
+        else:
+            os.kill(process.pid, signal_number)
+    except OSError:
         return False
     finally:
         if fd is not None:
@@ -245,17 +236,12 @@ def wait_for_record(directory: Path) -> None:
 
 def _wait_for_end(directory: Path, run_info: RunInfo, members: dict[int, ProcessEntry]) -> dict[int, ProcessEntry]:
     """Wait until all members have ended. Return those alive after GRACE_S seconds, including new children."""
-    deadline = time.monotonic() + GRACE_S
-    search_at = 0.0
-    while True:
-        now = time.monotonic()
-        if now >= min(search_at, deadline) or not any(
-            proc.is_alive(pid, process.start_s) for pid, process in members.items()
-        ):
-            members = find_members(
-                directory, run_info, run_ended=load_exit(directory) is not None, known_members=members
-            )
-            search_at = now + _SEARCH_S
-            if not members or now >= deadline:
-                return members
-        time.sleep(_POLL_S)
+    deadline_s = time.monotonic() + GRACE_S
+    while members and time.monotonic() < deadline_s:
+        wait_until(partial(_have_all_ended, members), _SEARCH_S)
+        members = find_members(directory, run_info, run_ended=load_exit(directory) is not None, known_members=members)
+    return members
+
+
+def _have_all_ended(members: Mapping[int, ProcessEntry]) -> bool:
+    return not any(proc.is_alive(pid, process.start_s) for pid, process in members.items())

@@ -207,14 +207,6 @@ def sigchld_restorer() -> Callable[[], object] | None:
     return partial(signal.signal, signal.SIGCHLD, signal.SIG_IGN) if _was_ignored else None
 
 
-def _is_current_directory(path: str) -> bool:
-    """Return whether a path is the current directory, which may have been deleted."""
-    try:
-        return os.path.samefile(path, os.curdir)
-    except OSError:
-        return not os.path.isabs(path)
-
-
 def _start(
     directory: Path,
     argument: str,
@@ -233,7 +225,7 @@ def _start(
     # Inside another run, it must not look like a process of that run: `dpmon stop` would end it.
     environment.pop("DPMON_RUN", None)
     dpmon_parent = str(Path(dpmon.__file__).resolve().parent.parent)
-    import_paths = [path for path in sys.path if path and not _is_current_directory(path)]
+    import_paths = [path for path in sys.path if os.path.isabs(path) and os.path.realpath(path) != cwd]
     # -B is the user's setting, which -I would ignore.
     options = ["-I", "-B", "-c"] if sys.dont_write_bytecode else ["-I", "-c"]
     try:

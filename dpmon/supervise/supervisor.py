@@ -24,7 +24,7 @@ from dpmon.run.failure_cause import count_oom_kills, find_first_failure
 from dpmon.run.lifecycle import YOUNG_S, build_exit_info, build_unknown_exit, needs_supervisor, take_lock, wait_until
 from dpmon.run.proc import open_pidfd
 from dpmon.run.process_notes import NoteReader
-from dpmon.run.run_directory import ExitInfo, load_exit, load_info, output_paths, write_info
+from dpmon.run.run_directory import ExitInfo, RunInfo, load_exit, load_info, output_paths, write_info
 from dpmon.run.run_registry import file_system
 from dpmon.run.safe_files import open_file
 from dpmon.run.stdin_terminal import INPUT_FIFO, InputTerminal, InputWaitWatcher
@@ -116,7 +116,7 @@ class Supervisor:
         except OSError as error:
             text = f"{self._run_info.command[0]} cannot be started: {error.strerror or error}"
             _log(text)
-            self._record_exit(build_exit_info(self._run_info, 2, "supervisor", text))
+            self._write(build_exit_info(self._run_info, 2, "supervisor", text))
             return
         self._detach(inherited_fds)
         start_s = proc.start_time_s(pid)
@@ -148,7 +148,7 @@ class Supervisor:
         if pid is None:
             reason = "the supervisor was killed before it recorded what it started"
             last_ns = last_sign_of_life_ns(self._directory, self._run_info)
-            self._record_exit(build_unknown_exit(self._run_info, "supervisor", reason, last_ns))
+            self._write(build_unknown_exit(self._run_info, "supervisor", reason, last_ns))
         else:
             self._supervise_command(WatchedCommand(self._directory, self._run_info, pid, start_s), is_takeover=True)
 
@@ -160,18 +160,17 @@ class Supervisor:
 
     def _handle_signals(self) -> None:
         keep_child_statuses()
+
+        def leave_soon(signal_number: int, _: object) -> None:
+            # At a shutdown, all processes get a signal at once. Wait a moment to record the command's end too.
+            if self._leave_at is None and signal_number != signal.SIGHUP:
+                self._leave_at = time.monotonic() + SHUTDOWN_GRACE_S
+
         # Handlers instead of SIG_IGN, because the command would inherit an ignored signal. Signals that were already
         # ignored when dpmon was started (nohup) stay ignored, as they would without dpmon.
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-            signal.signal(signal.SIGHUP, lambda *_: None)
-        for signal_number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT):
+        for signal_number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT, signal.SIGQUIT):
             if signal.getsignal(signal_number) != signal.SIG_IGN:
-                signal.signal(signal_number, self._handle_leave_signal)
-
-    def _handle_leave_signal(self, *_: object) -> None:
-        # At a shutdown, all processes get a signal at once. Wait a moment to record the command's end too.
-        if self._leave_at is None:
-            self._leave_at = time.monotonic() + SHUTDOWN_GRACE_S
+                signal.signal(signal_number, leave_soon)
 
     def _detach(self, inherited_fds: list[int]) -> None:
         """Detach from the caller, and close the descriptors that only the command needs.
@@ -197,10 +196,14 @@ class Supervisor:
             command_pid=pid,
             command_started=start_s,
         )
+        self._write(self._run_info)
+
+    def _write(self, content: RunInfo | ExitInfo) -> None:
+        """Write run.json or exit.json; on a full disk, the run continues without it."""
         try:
-            write_info(self._directory, self._run_info)
+            write_info(self._directory, content)
         except OSError as error:
-            _log(f"run.json cannot be written: {error}")
+            _log(f"run.json or exit.json cannot be written: {error}")
 
     # ------------------------------------------------------------------------------------------ watch
 
@@ -226,7 +229,9 @@ class Supervisor:
             place_warning = self._run_info.options.get("elsewhere")
             if isinstance(place_warning, str):
                 drain.warn(place_warning)
-        poller = self._poller(command.pid)
+        poller = select.poll()  # the command's end or typed input wakes it
+        if (pidfd := open_pidfd(command.pid)) is not None:  # without a pidfd, the end is detected a little later
+            poller.register(pidfd, select.POLLIN)
         input_waits = InputWaitWatcher(self._directory, command.pid, lambda *wait: self._record_wait(drain, *wait))
         exit_watcher = ProcessExitWatcher(self._directory, command.pid, poller)
         stall_watch = StallWatch(self._directory, self._run_info, drain, is_takeover=is_takeover)
@@ -310,14 +315,6 @@ class Supervisor:
         )
         sampler.start()
 
-    def _poller(self, pid: int) -> select.poll:
-        """Return a poller for the wait between two reads of the rings. The command's end or typed input wakes it."""
-        poller = select.poll()
-        fd = open_pidfd(pid)
-        if fd is not None:  # without a pidfd, the end is detected a little later
-            poller.register(fd, select.POLLIN)
-        return poller
-
     def _metrics(self, warn: Callable[[str], None]) -> PrometheusFile | None:
         """Return the writer of the metrics file; None if the user has set no file."""
         if self._metrics_file is None:
@@ -333,7 +330,7 @@ class Supervisor:
             exit_info = replace(exit_info, cause=self._find_exit_cause(exit_info))
         with contextlib.suppress(OSError):
             (self._directory / SPARE_FILE).unlink()
-        self._record_exit(replace(exit_info, drained=False))
+        self._write(replace(exit_info, drained=False))
         return exit_info
 
     def _finish(
@@ -348,7 +345,7 @@ class Supervisor:
         if metrics is not None:
             metrics.stop()  # the journal is deleted only if no other connection is open
         drain.close()
-        self._record_exit(replace(exit_info, drained=drain.failure is None))
+        self._write(replace(exit_info, drained=drain.failure is None))
         if metrics is not None:
             metrics.write(exit_info)
         sampler.stop()
@@ -357,12 +354,6 @@ class Supervisor:
 
         for directory in prune_runs(load_limits(os.environ), self._directory):
             _log(f"deleted {directory.name}: too old, or too large")
-
-    def _record_exit(self, exit_info: ExitInfo) -> None:
-        try:
-            write_info(self._directory, exit_info)
-        except OSError as error:
-            _log(f"exit.json cannot be written: {error}")
 
     def _find_exit_cause(self, exit_info: ExitInfo) -> str | None:
         """Return the cause of the command's end; None if unknown. Never raises, because the status must not be lost."""

@@ -127,8 +127,7 @@ def _delete(directory: Path, run_info: RunInfo) -> str | None:
     except OSError as error:
         return f"{directory} cannot be deleted: {error.strerror}"
     finally:
-        if lock >= 0:
-            os.close(lock)
+        os.close(lock)
     return None
 
 
@@ -142,9 +141,7 @@ def _delete_leftovers(runs: Path) -> None:
 
 def _size(directory: Path) -> int:
     """Return the size on disk in bytes."""
-    total = 0
-    with contextlib.suppress(OSError), os.scandir(directory) as entries:
-        for entry in entries:
-            with contextlib.suppress(OSError):
-                total += entry.stat(follow_symlinks=False).st_blocks * 512
-    return total
+    try:
+        return sum(path.lstat().st_blocks * 512 for path in directory.iterdir())
+    except OSError:  # it is being deleted
+        return 0

@@ -95,6 +95,8 @@ _TYPES: Mapping[Any, Any] = {
     float: (float, int), tuple[str, ...]: tuple, Mapping[str, Any]: dict, Mapping[str, str]: dict
 }  # fmt: skip
 """The types of values, where they are not the declared ones."""
+_MAX_S = 1e11
+"""Three thousand years. A longer time, or NaN, did not come from a run."""
 
 
 def _load_record(record_class: type[_Record], path: Path) -> _Record:
@@ -107,6 +109,10 @@ def _load_record(record_class: type[_Record], path: Path) -> _Record:
                 value = tuple(document[name]) if isinstance(document[name], list) else document[name]
                 if not isinstance(value, _TYPES.get(hint, hint)):
                     raise RunError(f"{path}: {name} is not a {hint}")
+                if isinstance(value, int | float) and not abs(value) < (
+                    _MAX_S if isinstance(value, float) else 1 << 63
+                ):
+                    raise RunError(f"{path}: {name} is out of range")
                 members[name] = value
         return record_class(**members)
     except (OSError, ValueError, TypeError) as error:
@@ -127,6 +133,8 @@ def load_exit(directory: Path) -> ExitInfo | None:
     try:
         exit_info = _load_record(ExitInfo, directory / EXIT_FILE)
     except RunError:
+        return None
+    if exit_info.status is not None and not 0 <= exit_info.status <= 255:
         return None
     stop_s = stop_requested_unix(directory)
     return replace(exit_info, stopped=stop_s is not None and exit_info.ended_unix - stop_s < _STOP_VALID_S)

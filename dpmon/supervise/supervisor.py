@@ -94,14 +94,11 @@ class Supervisor:
             command = load_settings(os.environ).on_event
             self._has_event_command = command is not None and shutil.which(command[0]) is not None
 
-    def run(self, lock_fd: int | None) -> None:
-        """Start the command and supervise it until its end. `lock_fd`: holds the run's lock; None to take it here."""
+    def run(self, lock_fd: int) -> None:
+        """Start the command and supervise it until its end. `lock_fd`: holds the run's lock."""
         inherited_fds = _inherited_descriptors()
-        if lock_fd is None:
-            take_lock(self._directory)
-        else:  # the command must not inherit it
-            os.set_inheritable(lock_fd, False)
-            inherited_fds.remove(lock_fd)
+        inherited_fds.remove(lock_fd)
+        os.set_inheritable(lock_fd, False)  # the command must not inherit it
         self._handle_signals()
         try:
             if self._run_info.options.get("stdin") != "inherit":
@@ -378,13 +375,13 @@ def _inherited_descriptors() -> list[int]:
 
 
 def main(directory: str, argument: str) -> None:
-    """Supervise the run in `directory`. `argument`: TAKE_OVER, the descriptor with the run's lock, or "" for none."""
+    """Supervise the run in `directory`. `argument`: TAKE_OVER, or the descriptor with the run's lock."""
     try:
         supervisor = Supervisor(Path(directory))
         if argument == TAKE_OVER:
             supervisor.take_over()
         else:
-            supervisor.run(int(argument) if argument.isdecimal() else None)
+            supervisor.run(int(argument))
     except Exception:  # noqa: BLE001 - the training continues
         _log(traceback.format_exc())
         os._exit(1)  # do not wait for threads

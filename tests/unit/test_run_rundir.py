@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -158,6 +159,20 @@ def test_every_member_is_checked_for_its_type(state: Path, member: str, value: o
     kind = type(getattr(info, member))
     same = getattr(found, member)
     assert isinstance(same, kind) or same is None or getattr(info, member) is None or kind is float
+
+
+@pytest.mark.parametrize("number", ["1e999", "-1e999", "NaN", "1e300"])
+def test_numbers_out_of_range_are_damage(state: Path, number: str) -> None:
+    directory, _ = create_run(make_run_info())
+    write_info(directory, ExitInfo(0, None, 1.7e9, 5, 5.0, "supervisor"))
+    assert load_exit(directory) is not None
+    for name, member in (("run.json", "started_unix"), ("exit.json", "seconds")):
+        path = directory / name
+        path.write_text(re.sub(rf'"{member}": [^,]*', f'"{member}": {number}', path.read_text()))
+    assert load_exit(directory) is None
+    with pytest.raises(RunError, match="out of range"):
+        load_info(directory)
+    assert list_runs() == []
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"status": "0"}', '{"status": null}', "[]"])

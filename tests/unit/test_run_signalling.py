@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from dpmon.run import proc, run_signals
-from dpmon.run.run_directory import RunInfo, write_info
+from dpmon.run.run_directory import RunError, RunInfo, write_info
 from dpmon.run.run_reader import RunReader
 from dpmon.run.run_registry import create_run
 from dpmon.run.run_signals import NOTHING_RUNS, stop_run
@@ -74,7 +74,11 @@ def test_numbers_that_no_command_has(
     info = replace(info, command_pid=number, command_started=start)  # type: ignore[arg-type]
     assert run_signals.find_run_command(directory, info) is None
     assert run_signals.find_members(directory, info, run_ended=False) == {}
-    if number < 10**4300:  # Python writes no number of more digits
+    if 1 << 63 <= number < 10**4300:  # Python writes no number of more digits
+        write_info(directory, info)
+        with pytest.raises(RunError):  # a run.json that cannot be read
+            list(stop_run(directory))
+    elif number < 1 << 63:
         write_info(directory, info)
         assert list(stop_run(directory))[-1] == NOTHING_RUNS
     assert sent == []

@@ -202,17 +202,16 @@ def _wait_for_events(directory: Path, run_info: RunInfo) -> None:
 
 def _wait_for_detached_start(directory: Path, run_info: RunInfo, supervisor: subprocess.Popen[bytes]) -> int:
     """Wait for the start of the command and print how to reattach; RunError if it could not start."""
-    deadline = time.monotonic() + _MAX_START_S
-    while load_info(directory).command_pid is None and time.monotonic() < deadline:
-        has_supervisor_exited = (
-            supervisor.poll() is not None
-        )  # first, because it may write the end and exit between the two lines
-        exit_info = load_exit(directory)
-        if exit_info is not None and exit_info.error is not None:
-            raise RunError(exit_info.error)
-        if exit_info is not None or has_supervisor_exited:
-            break
-        time.sleep(0.01)
+
+    def has_started() -> bool:
+        has_supervisor_exited = supervisor.poll() is not None  # first, because it may write the end and exit meanwhile
+        is_ended = load_exit(directory) is not None
+        return load_info(directory).command_pid is not None or is_ended or has_supervisor_exited
+
+    wait_until(has_started, _MAX_START_S)
+    exit_info = load_exit(directory)
+    if exit_info is not None and exit_info.error is not None:
+        raise RunError(exit_info.error)
     name = short_name(run_info)
     print(name, flush=True)  # nothing else on stdout, for `run=$(dpmon --detach ...)`
     print_message(f"attach: dpmon attach {name}   stop: dpmon stop {name}   output: {directory}/output.log")

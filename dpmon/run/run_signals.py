@@ -192,24 +192,19 @@ def _stop_nodes(directory: Path, run_info: RunInfo) -> Iterator[str]:
         yield "no node is connected, so the run cannot be stopped now: try again in a few seconds"
         return
     record_stop_request(directory)
-    deadline, last_ended, reported = time.monotonic() + _NODES_S, -1, set[str]()
-    while True:
+    deadline_s = time.monotonic() + _NODES_S
+    reported: set[str] = set()
+    has_ended, ended, node_count = False, 0, len(run_info.nodes)
+    while not has_ended and time.monotonic() < deadline_s:
+        has_ended = load_exit(directory) is not None  # first: then the mirror has written its last counts
         ended, node_count = mirror.ended_counts()
-        if ended != last_ended:
-            last_ended = ended
-            yield f"{ended} of {node_count} nodes have ended"
         replies = mirror.replies()
-        for name, text in replies.failures.items() if replies is not None else ():
-            if name not in reported:
-                reported.add(name)
-                yield f"{name}: {text}"
-        if load_exit(directory) is not None:
-            yield f"{STOPPED_BY}its nodes"
-            return
-        if time.monotonic() > deadline:
-            break
+        failures = {} if replies is None else replies.failures
+        lines = [f"{ended} of {node_count} nodes have ended", *(f"{name}: {text}" for name, text in failures.items())]
+        yield from (line for line in lines if line not in reported)
+        reported.update(lines)
         time.sleep(_POLL_S)
-    yield f"{node_count - ended} of {node_count} nodes cannot be stopped"
+    yield f"{STOPPED_BY}its nodes" if has_ended else f"{node_count - ended} of {node_count} nodes cannot be stopped"
 
 
 def _wait_for_start(directory: Path) -> RunInfo:

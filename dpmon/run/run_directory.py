@@ -10,10 +10,11 @@ import stat
 from collections.abc import Container, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any
 
 from dpmon.errors import DpmonError
 from dpmon.record.safe_json import load_json
+from dpmon.run.json_record import parse_record
 from dpmon.run.safe_files import open_file, read_file, write_atomically
 
 INFO_FILE = "run.json"
@@ -90,39 +91,13 @@ class ExitInfo:
     """Whether the user asked the run to stop shortly before its end; `load_exit` sets it."""
 
 
-_Record = TypeVar("_Record")
-_TYPES: Mapping[Any, Any] = {
-    float: (float, int), tuple[str, ...]: tuple, Mapping[str, Any]: dict, Mapping[str, str]: dict
-}  # fmt: skip
-"""The types of values, where they are not the declared ones."""
-_MAX_S = 1e11
-"""Three thousand years. A longer time, or NaN, did not come from a run."""
-
-
-def _load_record(record_class: type[_Record], path: Path) -> _Record:
-    """Return the record in a JSON file. Raises RunError with the reason if the file is damaged."""
-    try:
-        document = load_json(read_file(path, _MAX_JSON_BYTES))
-        members = {}
-        for name, hint in get_type_hints(record_class).items():
-            if name in document:
-                value = tuple(document[name]) if isinstance(document[name], list) else document[name]
-                if not isinstance(value, _TYPES.get(hint, hint)):
-                    raise RunError(f"{path}: {name} is not a {hint}")
-                if isinstance(value, int | float) and not abs(value) < (
-                    _MAX_S if isinstance(value, float) else 1 << 63
-                ):
-                    raise RunError(f"{path}: {name} is out of range")
-                members[name] = value
-        return record_class(**members)
-    except (OSError, ValueError, TypeError) as error:
-        raise RunError(f"{path.parent} is not a run: {error}") from None
-
-
 def load_info(directory: Path) -> RunInfo:
     """Return the contents of run.json. Raises RunError if the directory is not a run of this user."""
     check_directory(directory)
-    run_info = _load_record(RunInfo, directory / INFO_FILE)
+    try:
+        run_info = parse_record(RunInfo, load_json(read_file(directory / INFO_FILE, _MAX_JSON_BYTES)))
+    except (OSError, ValueError, TypeError) as error:
+        raise RunError(f"{directory} is not a run: {error}") from None
     if not _FILE_NAME.fullmatch(run_info.id) or not _NAME.fullmatch(run_info.name):  # they become parts of file names
         raise RunError(f"{directory / INFO_FILE}: the id or the name is not valid")
     return run_info
@@ -131,8 +106,8 @@ def load_info(directory: Path) -> RunInfo:
 def load_exit(directory: Path) -> ExitInfo | None:
     """Return the contents of exit.json; None if there is no valid one."""
     try:
-        exit_info = _load_record(ExitInfo, directory / EXIT_FILE)
-    except RunError:
+        exit_info = parse_record(ExitInfo, load_json(read_file(directory / EXIT_FILE, _MAX_JSON_BYTES)))
+    except (OSError, ValueError, TypeError):
         return None
     if exit_info.status is not None and not 0 <= exit_info.status <= 255:
         return None

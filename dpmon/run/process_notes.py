@@ -153,10 +153,10 @@ def read_uncaught_exceptions(directory: Path) -> list[UncaughtException]:
     exceptions = []
     for pid, at_ns, text in read_notes(directory / "endings.log", _MAX_ENDINGS):
         class_name, _, details = text.partition(" ")
-        members = {}
-        with contextlib.suppress(ValueError):  # a note that did not fit on a full disk
-            members = load_json(details)
-        exceptions.append(UncaughtException(pid, at_ns, class_name, **members))
+        try:
+            exceptions.append(UncaughtException(pid, at_ns, class_name, **load_json(details)))
+        except (ValueError, TypeError):  # a note that did not fit on a full disk
+            exceptions.append(UncaughtException(pid, at_ns, class_name))
     return exceptions
 
 

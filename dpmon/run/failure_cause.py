@@ -14,7 +14,6 @@ from dpmon.run.run_directory import RunInfo
 
 STATUSES = "statuses.log"
 """Notes of the supervisor: the status (as in subprocess) of each process that it saw end with a nonzero status."""
-_MAX_BYTES = 1 << 18
 _UNCAUGHT_STATUS = 1
 """Python's exit status after an uncaught exception."""
 _SIGNAL_EXCEPTION = "SignalException"
@@ -56,12 +55,9 @@ class FirstFailure(NamedTuple):
 
     def sentence(self, cwd: str) -> str:
         """Return the end of the rank and the exception, as far as they are known, as text."""
-        parts = []
-        if self.rank_exit is not None:
-            parts.append(self.rank_exit.text)
-        if self.exception is not None:
-            parts.append(self.exception.sentence(cwd))
-        return "; ".join(parts)
+        exit_text = None if self.rank_exit is None else self.rank_exit.text
+        exception_text = None if self.exception is None else self.exception.sentence(cwd)
+        return "; ".join(filter(None, (exit_text, exception_text)))
 
 
 def find_first_failure(directory: Path, run_info: RunInfo, status: int | None) -> FirstFailure | None:
@@ -77,7 +73,7 @@ def find_first_failure(directory: Path, run_info: RunInfo, status: int | None) -
         return None
     if command_exception is not None and command_exception.kind not in _POSSIBLE_LAUNCHER_EXCEPTIONS:
         return FirstFailure(None, command_exception)
-    stages = read_notes(directory / "stages.log", _MAX_BYTES)
+    stages = read_notes(directory / "stages.log")
     first_stage_ns = {note.pid: note.at_ns for note in reversed(stages)}
     child_exceptions = [
         exception
@@ -116,7 +112,7 @@ def _rank_exit_came_first(rank_exit: RankExit, exception: UncaughtException, ran
 
 def _read_rank_exits(directory: Path, stages: list[Note]) -> list[RankExit]:
     """Return the ends of ranks with a nonzero status, in the order in which the supervisor saw them."""
-    notes = read_notes(directory / STATUSES, _MAX_BYTES)
+    notes = read_notes(directory / STATUSES)
     if not notes:
         return []
     ranks = {pid: rank for pid, (rank, _) in read_startup_ranks(stages).items()}

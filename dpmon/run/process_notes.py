@@ -19,10 +19,9 @@ from dpmon.record.safe_json import load_json
 from dpmon.run.safe_files import open_file, read_file, read_tail
 from dpmon.sanitize import strip_control_chars
 
-_MAX_NEW_BYTES = 1 << 16
-"""Maximum bytes of new notes to read at once."""
+_MAX_BYTES = 1 << 18
+"""Maximum bytes of notes to read at once."""
 _NOTE = re.compile(r"([0-9]{1,10}) ([0-9]{1,19}) (.+)")
-_MAX_ENDINGS = 1 << 18
 _MAX_MESSAGE_CHARS = 120
 """Maximum length of an exception's message in a sentence."""
 _PLACE_IN_C = re.compile(r"^\[[^\[\]\s]*:[0-9]+\] ")
@@ -40,11 +39,11 @@ class Note(NamedTuple):
     text: str
 
 
-def read_notes(path: Path, max_bytes: int, *, newest: bool = False) -> list[Note]:
-    """Return the notes in the first `max_bytes` of a file, or in the last if `newest`; empty if it cannot be read."""
+def read_notes(path: Path, *, newest: bool = False) -> list[Note]:
+    """Return the notes in a file; empty if it cannot be read. Of a large file, the first ones, or the `newest`."""
     read = read_tail if newest else read_file
     try:
-        return parse_notes(read(path, max_bytes))
+        return parse_notes(read(path, _MAX_BYTES))
     except OSError:
         return []
 
@@ -78,7 +77,7 @@ class NoteReader:
         try:
             with open(open_file(self._path), "rb") as file:
                 file.seek(self._offset)
-                data = file.read(_MAX_NEW_BYTES)
+                data = file.read(_MAX_BYTES)
         except OSError:
             return []
         complete_lines = data[: data.rfind(b"\n") + 1]
@@ -151,7 +150,7 @@ def trim_launcher_lines(lines: list[str], exception: UncaughtException | None, c
 def read_uncaught_exceptions(directory: Path) -> list[UncaughtException]:
     """Return the exceptions of all processes, in the order of their notes."""
     exceptions = []
-    for pid, at_ns, text in read_notes(directory / "endings.log", _MAX_ENDINGS):
+    for pid, at_ns, text in read_notes(directory / "endings.log"):
         class_name, _, details = text.partition(" ")
         try:
             exceptions.append(UncaughtException(pid, at_ns, class_name, **load_json(details)))

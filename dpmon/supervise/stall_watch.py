@@ -238,7 +238,7 @@ class StallWatch:
         for rank in ranks:
             earlier = earlier_ranks.get(rank.key)
             if earlier is None:  # before its first call, a process has startup stages but no ring
-                notes = [note for note in read_notes(self._directory / "stages.log", 1 << 16) if note.pid == rank.pid]
+                notes = [note for note in read_notes(self._directory / "stages.log") if note.pid == rank.pid]
                 for note, next_note in pairwise(notes):
                     if note.text.startswith(WAITING_FOR_DATA):
                         self._durations.add_duration(FIRST_BATCH, next_note.at_ns - note.at_ns)

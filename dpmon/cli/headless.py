@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal
 
 from dpmon.cli.messages import format_error
 from dpmon.run.lifecycle import run_state
-from dpmon.run.run_directory import ExitInfo, deleted_bytes, record_stop_request
+from dpmon.run.run_directory import ExitInfo, record_stop_request
 from dpmon.run.run_registry import short_name
 from dpmon.run.safe_files import open_file
 from dpmon.run.stdin_terminal import send_input
@@ -55,8 +55,6 @@ class LogCopier:
         """Number of bytes that were not copied, because `gives_up` returned true."""
         self._log_fd: int | None = None
         self._position = 0
-        self._deleted = deleted_bytes(path)
-        """Bytes deleted before the start of the log that `_position` refers to."""
         self.gap: str | None = None
         """How much before the current position was not copied; None if nothing, or if it was reported."""
         self.is_open = True
@@ -75,19 +73,19 @@ class LogCopier:
         if self._log_fd is None:
             return False
         data = os.pread(self._log_fd, CHUNK_BYTES, self._position)
-        deleted = deleted_bytes(self._path)
-        if deleted > self._deleted:  # the supervisor has truncated the log because the disk is full
-            missed_bytes = deleted - self._deleted - self._position
-            self._deleted, self._position = deleted, max(0, -missed_bytes)
-            if missed_bytes > 0:
-                self.gap = f"{missed_bytes:,} bytes"
-                if self.last_byte != b"\n" and self.is_open:
-                    self.write(b"\n")
-            return True
-        self._position += len(data)
-        if data and self.is_open:
+        if not data:
+            return False
+        # After the read, because the supervisor may delete the oldest output meanwhile.
+        start = os.lseek(self._log_fd, self._position, os.SEEK_DATA)
+        if start > self._position:
+            self.gap = f"{start - self._position:,} bytes"
+            data = b"" if self.last_byte == b"\n" else b"\n"
+            self._position = start
+        else:
+            self._position += len(data)
+        if self.is_open:
             self.write(data)
-        return bool(data)
+        return True
 
     def write(self, data: bytes) -> None:
         """Write all of `data`, unless its reader is slow and `gives_up`; without a reader, stop copying."""
@@ -246,7 +244,7 @@ class HeadlessRun:
         copied = stream.copy_chunk()
         if stream.gap is not None:
             self.print_message(
-                f"the log was truncated (full disk?): {stream.gap} of the script's output was not copied"
+                f"the disk is full: {stream.gap} of the script's output were deleted before they were copied"
             )
             stream.gap = None
         return copied

@@ -18,7 +18,7 @@ from dpmon.cli.headless import HeadlessRun
 from dpmon.cli.messages import print_closing_summary, print_message
 from dpmon.record.shared_names import hide_secrets
 from dpmon.run import proc
-from dpmon.run.lifecycle import EVENTS_FILE, take_lock
+from dpmon.run.lifecycle import EVENTS_FILE, is_locked, wait_until
 from dpmon.run.output_target import check_replaceable
 from dpmon.run.process_notes import add_note
 from dpmon.run.run_directory import ExitInfo, RunError, RunInfo, load_exit, load_info
@@ -196,29 +196,22 @@ def _event_command(command: tuple[str, ...] | None) -> tuple[tuple[str, ...] | N
 
 def _wait_for_events(directory: Path, run_info: RunInfo) -> None:
     """Wait briefly for the last event: in a container or a batch job, all processes end with this one."""
-    deadline = time.monotonic() + _MAX_EVENT_WAIT_S
-    while run_info.options.get("on_event") and time.monotonic() < deadline and directory.exists():
-        lock = take_lock(directory, EVENTS_FILE)
-        if lock is not None:
-            if lock >= 0:
-                os.close(lock)
-            return
-        time.sleep(0.02)
+    if run_info.options.get("on_event"):
+        wait_until(lambda: not is_locked(directory, EVENTS_FILE), _MAX_EVENT_WAIT_S)
 
 
 def _wait_for_detached_start(directory: Path, run_info: RunInfo, supervisor: subprocess.Popen[bytes]) -> int:
     """Wait for the start of the command and print how to reattach; RunError if it could not start."""
-    deadline = time.monotonic() + _MAX_START_S
-    while load_info(directory).command_pid is None and time.monotonic() < deadline:
-        has_supervisor_exited = (
-            supervisor.poll() is not None
-        )  # first, because it may write the end and exit between the two lines
-        exit_info = load_exit(directory)
-        if exit_info is not None and exit_info.error is not None:
-            raise RunError(exit_info.error)
-        if exit_info is not None or has_supervisor_exited:
-            break
-        time.sleep(0.01)
+
+    def has_started() -> bool:
+        has_supervisor_exited = supervisor.poll() is not None  # first, because it may write the end and exit meanwhile
+        is_ended = load_exit(directory) is not None
+        return load_info(directory).command_pid is not None or is_ended or has_supervisor_exited
+
+    wait_until(has_started, _MAX_START_S)
+    exit_info = load_exit(directory)
+    if exit_info is not None and exit_info.error is not None:
+        raise RunError(exit_info.error)
     name = short_name(run_info)
     print(name, flush=True)  # nothing else on stdout, for `run=$(dpmon --detach ...)`
     print_message(f"attach: dpmon attach {name}   stop: dpmon stop {name}   output: {directory}/output.log")
@@ -274,10 +267,8 @@ def _show_screen(guard: SupervisorGuard, directory: Path, refresh: float, settin
 
 def _wait_for_exit_record(guard: SupervisorGuard) -> ExitInfo | None:
     """Return how the run ended; None if it is not recorded within ten seconds after the screen saw the end."""
-    deadline = time.monotonic() + 10.0
-    while (exit_info := guard.exit_info()) is None and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return exit_info
+    wait_until(lambda: guard.exit_info() is not None, 10.0)
+    return guard.exit_info()
 
 
 if sys.platform != "linux":  # dpmon relies on /proc, pidfd and prctl

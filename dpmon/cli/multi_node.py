@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import NoneType
 from typing import NamedTuple
 
 from dpmon.cli.commands import LIST_HEADERS, ListedRun, attach_to_directory, print_table
@@ -26,7 +25,8 @@ from dpmon.mirror.remote_hosts import (
     slurm_hosts,
 )
 from dpmon.record.safe_json import load_json
-from dpmon.run.lifecycle import has_live_supervisor
+from dpmon.run.json_record import parse_record
+from dpmon.run.lifecycle import has_live_supervisor, wait_until
 from dpmon.run.run_directory import ID, RunError, load_info
 from dpmon.run.run_registry import JOB
 from dpmon.sanitize import sanitize_line, to_safe_json
@@ -44,17 +44,6 @@ _SAME_START_S = 30.0
 """Ranks that Slurm starts together all start within this time."""
 _STAMP_CHARS, _DIGIT_CHARS = len("20260101-000000-"), len("-0123")
 """Length of the time before the name in a run's id, and of the digits after it."""
-_MAX_S = 1e10
-_TYPES = {
-    "str": str,
-    "bool": bool,
-    "float": (int, float),
-    "list[str]": list,
-    "str | None": (str, NoneType),
-    "int | None": (int, NoneType),
-    "float | None": (int, float, NoneType),
-    "dict[str, str] | None": (dict, NoneType),
-}
 
 
 class RemoteRun(NamedTuple):
@@ -127,18 +116,12 @@ def list_remote_runs(requested_hosts: Sequence[RemoteHost]) -> tuple[list[Remote
 def _parse_listed_run(line: bytes) -> ListedRun | None:
     """Parse a line of `dpmon ls --json`. Return None for anything else, such as a banner."""
     try:
-        data = load_json(line)
-    except ValueError:
+        run = parse_record(ListedRun, load_json(line))
+    except (ValueError, TypeError):
         return None
-    values = {name: data.get(name) for name in ListedRun._fields} if isinstance(data, dict) else {}
-    for name, declared in ListedRun.__annotations__.items():
-        if not isinstance(values.get(name), _TYPES[declared.__forward_arg__]):  # type: ignore[arg-type]
-            return None
-    run = ListedRun(**values)  # type: ignore[arg-type]  # checked just now
     texts = (*run.command, *run.machines, *(run.job or {}).values())
-    if not ID.fullmatch(run.id) or not all(isinstance(text, str) for text in texts):
-        return None
-    if run.name != run.id[_STAMP_CHARS:] or not all(0 <= time_s < _MAX_S for time_s in (run.started_unix, run.seconds)):
+    is_listed_here = ID.fullmatch(run.id) and run.name == run.id[_STAMP_CHARS:]
+    if not is_listed_here or not all(isinstance(text, str) for text in texts):
         return None
     return run._replace(
         state=sanitize_line(run.state, 20), job=run.job and {key: sanitize_line(run.job[key], 200) for key in run.job}
@@ -208,10 +191,9 @@ def attach(options: argparse.Namespace) -> int:
     metrics_path = resolve_metrics_path(options.metrics)
     directory, commands = _find_or_create_mirror(options, hosts_from_options(options), metrics_path)
     os.environ["DPMON_METRICS"] = metrics_path or ""
-    mirror, deadline = ensure_supervisor(directory, commands), time.monotonic() + _MAX_START_S
+    mirror = ensure_supervisor(directory, commands)
     # Once run.json names it, it is replaced if it is killed.
-    while mirror.is_running and not has_live_supervisor(load_info(directory)) and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_until(lambda: not mirror.is_running or has_live_supervisor(load_info(directory)), _MAX_START_S)
     return attach_to_directory(directory, options, commands)
 
 

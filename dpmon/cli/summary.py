@@ -23,7 +23,7 @@ from dpmon.report.sentences import (
     time_by_activity_sentences,
 )
 from dpmon.run.activities import nothing_traced_reason
-from dpmon.run.process_notes import clean_traceback_line
+from dpmon.run.process_notes import traceback_line
 from dpmon.run.run_directory import ExitInfo, RunInfo, load_info
 from dpmon.run.run_reader import RunReader
 from dpmon.run.run_registry import short_name
@@ -228,5 +228,5 @@ def _exception_line(directory: Path, run_info: RunInfo, exit_info: ExitInfo | No
         or len(reader.output_paths) > 1
     ):
         return []
-    exception_line = clean_traceback_line(read_output_tail(reader))
+    exception_line = traceback_line(read_output_tail(reader))
     return [] if exception_line is None else [f"exception: {exception_line}  (dpmon report {short_name(run_info)})"]

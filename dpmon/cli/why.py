@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -113,7 +114,7 @@ def _request_why_reply(directory: Path, run_info: RunInfo, *, native: bool) -> S
         )
 
 
-def _read_traceback(directory: Path, run_info: RunInfo, exit_info: ExitInfo) -> tuple[tuple[str, str, int], ...]:
+def _read_traceback(directory: Path, run_info: RunInfo, exit_info: ExitInfo) -> Sequence[tuple[str, str, int]]:
     """Return function, file and line of the calls in which the run failed, innermost first; empty if not recorded."""
     failure = None if exit_info.stopped else find_first_failure(directory, run_info, exit_info.status)
     return () if failure is None or failure.exception is None else failure.exception.frames

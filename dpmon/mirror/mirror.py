@@ -40,7 +40,6 @@ from dpmon.run.lifecycle import needs_supervisor, take_lock
 from dpmon.run.mirror_state import STATE_FILE, activities_by_word, parse_activities
 from dpmon.run.run_directory import (
     ID,
-    MAX_STATUS,
     ExitInfo,
     RunInfo,
     load_exit,
@@ -155,16 +154,16 @@ class Mirror(StallRecorder):
             if is_over or now_s >= state_at:
                 state_at = now_s + 1.0
                 self._write_state_file()
-            self._write_metrics(now_s)
+            self._start_metrics()
         self.links.close_all()
         self.stall_detector.close()
         if is_over:
             self._record_run_exit()
         self._commit()
         if self._metrics is not None:
-            self._metrics.wait()
+            self._metrics.stop()
             if (exit_info := load_exit(self.directory)) is not None:
-                self._metrics.write_final(exit_info)
+                self._metrics.write(exit_info)
         self.history.close()
 
     def _set_node_state(self, node: NodeRow, state: str, reason: str | None) -> None:
@@ -315,7 +314,7 @@ class Mirror(StallRecorder):
     def _record_node_exit(self, peer: NodeConnection, exit_members: Mapping[str, Any]) -> None:
         """Record how a node's run has ended."""
         status = int_member(exit_members, "status")
-        is_status = status is not None and 0 <= status <= MAX_STATUS
+        is_status = status is not None and 0 <= status <= 255
         seconds = min(max(number_member(exit_members, "seconds") or 0.0, 0.0), 1e9)
         exit_data = {
             "status": status if is_status else None, "seconds": seconds, "stopped": exit_members.get("stopped") is True,
@@ -357,14 +356,15 @@ class Mirror(StallRecorder):
         self._drop_unwritten(peer)
         self._close_link(peer, "it sent damaged records", for_good=isinstance(peer.beat.get("exit"), dict))
 
-    def _write_metrics(self, now_s: float) -> None:
+    def _start_metrics(self) -> None:
+        """Start to write the metrics file, once a node has described the run."""
         if self._metrics is None and self.info.command and self._metrics_file is not None:
-            path = metrics_path(self._metrics_file, self.info)
             self._metrics = PrometheusFile(
-                path, self.directory, lambda text: self.emit("warning", {"process": None, "text": text})
+                metrics_path(self._metrics_file, self.info),
+                self.directory,
+                lambda text: self.emit("warning", {"process": None, "text": text}),
             )
-        if self._metrics is not None:
-            self._metrics.poll(now_s)
+            self._metrics.start()
 
     def _write_state_file(self) -> None:
         """Write the state file that readers poll: activities, pauses, pending requests."""

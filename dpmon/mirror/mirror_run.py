@@ -10,10 +10,11 @@ from pathlib import Path
 
 from dpmon.run import proc
 from dpmon.run.mirror_state import MirrorState
-from dpmon.run.run_directory import ID, RunError, RunInfo, count_file, deleted_bytes, load_exit
+from dpmon.run.run_directory import ID, RunError, RunInfo, load_exit
 from dpmon.run.run_registry import JOB, create_run, list_runs, short_name
-from dpmon.run.safe_files import open_file, write_atomically
+from dpmon.run.safe_files import open_file
 from dpmon.sanitize import sanitize_line
+from dpmon.supervise.output_space import delete_beginning
 
 MAX_OUTPUT_BYTES = 8 << 20
 """When the output is larger than this, its older half is deleted."""
@@ -74,10 +75,6 @@ def append_output(directory: Path, name: str, text: str) -> None:
     path = directory / "output.log"
     with contextlib.suppress(OSError), open(open_file(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), "r+b") as file:
         size = file.seek(0, os.SEEK_END)
-        if size > MAX_OUTPUT_BYTES:
-            file.seek(size - MAX_OUTPUT_BYTES // 2)
-            _, _, newer_half = file.read().partition(b"\n")
-            write_atomically(count_file(path), f"{deleted_bytes(path) + size - len(newer_half):020d}")
-            file.truncate(0)
-            file.write(newer_half)
+        if os.fstat(file.fileno()).st_blocks * 512 > MAX_OUTPUT_BYTES:
+            delete_beginning(file.fileno(), size - MAX_OUTPUT_BYTES // 2)
         file.write(lines.encode("utf-8", "replace"))

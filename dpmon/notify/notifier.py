@@ -97,7 +97,6 @@ class NotificationCommands:
         self._start_directory = os.environ.pop(START_DIRECTORY, "/")
         self._queue: list[Notification] = []
         self._running: list[_RunningCommand] = []
-        self._killed: list[subprocess.Popen[bytes]] = []
         self._has_warned = False
 
     @property
@@ -119,17 +118,14 @@ class NotificationCommands:
         now_s = time.monotonic()
         for command in list(self._running):
             status = command.process.poll()
-            if status is None and now_s < command.start_s + MAX_COMMAND_S:
-                continue
-            self._running.remove(command)
-            if status is None:
+            if status is not None:
+                self._running.remove(command)
+            if status:
+                self._warn_once(f"it ended with status {status} ({command.type})")
+            elif status is None and now_s >= command.start_s + MAX_COMMAND_S:
+                self._warn_once(f"it was killed after {MAX_COMMAND_S:.0f} s ({command.type})")
                 with contextlib.suppress(OSError):
                     os.killpg(command.process.pid, signal.SIGKILL)
-                self._killed.append(command.process)
-                self._warn_once(f"it was killed after {MAX_COMMAND_S:.0f} s ({command.type})")
-            elif status:
-                self._warn_once(f"it ended with status {status} ({command.type})")
-        self._killed = [process for process in self._killed if process.poll() is None]
         while self._queue and len(self._running) < MAX_RUNNING:
             if self._running and now_s < self._running[-1].start_s + MAX_TURN_S:
                 return
@@ -204,35 +200,32 @@ def run_until_end(reader: RunReader, sent_log: SentLog, command: Sequence[str]) 
     builder, snapshot = SnapshotBuilder(), RunSnapshot()
     findings: list[Finding] = []
     findings_at_s = time.monotonic() + FINDINGS_INTERVAL_S
-    unsupervised_at_s: float | None = None
+    supervised_s = time.monotonic()
     while directory.is_dir():  # otherwise, the user has deleted the run
         start_s = time.monotonic()
         run_info, exit_info = reader.refresh(), reader.exit_info()
-        is_over = exit_info is not None and (exit_info.drained or not has_live_supervisor(run_info))
-        if is_over or has_live_supervisor(run_info):  # otherwise, opening the store would copy the whole history
-            with contextlib.suppress(HistoryError, RunError), open_store(directory) as store:
-                snapshot = builder.build(store, SnapshotRequest(), ended_processes(reader.activities()))
-                if start_s >= findings_at_s:
-                    run = analyze_run(store, directory, None)
-                    run.query_everything()
-                    findings = find_all(run)
-                    findings_at_s = start_s + max(
-                        FINDINGS_INTERVAL_S, (time.monotonic() - start_s) / MAX_FINDINGS_SHARE
-                    )
+        has_supervisor = has_live_supervisor(run_info)
+        is_over = exit_info is not None and (exit_info.drained or not has_supervisor)
+        if exit_info is None and has_supervisor:
+            supervised_s = start_s
+        is_unsupervised = start_s - supervised_s >= UNSUPERVISED_S
+        with contextlib.suppress(HistoryError, RunError), open_store(directory) as store:
+            snapshot = builder.build(store, SnapshotRequest(), ended_processes(reader.activities()))
+            if start_s >= findings_at_s:
+                run = analyze_run(store, directory, None)
+                run.query_everything()
+                findings = find_all(run)
+                search_s = time.monotonic() - start_s
+                findings_at_s = start_s + max(FINDINGS_INTERVAL_S, search_s / MAX_FINDINGS_SHARE)
         health = assess_health(reader, snapshot)
-        if exit_info is None and has_live_supervisor(run_info):
-            unsupervised_at_s = None
-        elif unsupervised_at_s is None:
-            unsupervised_at_s = start_s + UNSUPERVISED_S
-        is_unsupervised = unsupervised_at_s is not None and start_s >= unsupervised_at_s
         # The end is an event when its record is complete, or will never be.
         if health.end is None or is_over or is_unsupervised:
             is_over = is_over or health.end == LOST
+            is_unrecorded = is_unsupervised and exit_info is None and not is_over
             elapsed_s, fields = (time.monotonic_ns() - run_info.start_ns) / SECOND, health.fields()
-            current_findings = (
-                [*findings, UNSUPERVISED] if is_unsupervised and exit_info is None and not is_over else findings
+            notifications = finder.find(
+                snapshot, health, elapsed_s, [*findings, UNSUPERVISED] if is_unrecorded else findings
             )
-            notifications = finder.find(snapshot, health, elapsed_s, current_findings)
             commands.notify(event._replace(data={**event.data, "health": fields}) for event in notifications)
         next_check_s = start_s + (CHECK_INTERVAL_S if exit_info is None else WAIT_INTERVAL_S)
         while commands.is_busy if is_over else time.monotonic() < next_check_s:

@@ -14,7 +14,7 @@ from dpmon.model.run_analysis import RunAnalysis
 from dpmon.run.activities import nothing_traced_reason
 from dpmon.run.failure_cause import find_first_failure
 from dpmon.run.lifecycle import run_state
-from dpmon.run.process_notes import READ_BYTES, UncaughtException, clean_traceback_line, trim_launcher_lines
+from dpmon.run.process_notes import READ_BYTES, UncaughtException, traceback_line, trim_launcher_lines
 from dpmon.run.run_directory import ExitInfo, RunInfo, load_info, stop_requested_unix
 from dpmon.run.run_reader import RunReader
 from dpmon.run.safe_files import read_tail
@@ -74,7 +74,7 @@ def collect_report_data(directory: Path) -> ReportData:
     last_lines = _last_output_lines(
         output_tail, None if failure is None else failure.exception, reader.info.command_pid
     )
-    exception_line = clean_traceback_line(output_tail)
+    exception_line = traceback_line(output_tail)
     return ReportData(
         str(directory),
         run_info,

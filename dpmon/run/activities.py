@@ -24,7 +24,6 @@ IDLE = (IMPORTED, IN_SCRIPT)
 """Stages without a known operation in progress."""
 NO_TORCH, NO_TORCH_NS = "no PyTorch seen yet", 60_000_000_000
 """The text for a run that has not imported torch, and how long after the run's start it is shown."""
-MAX_STAGE_BYTES = 1 << 16
 _RANK_PATTERN = re.compile(r"\brank ([0-9]{1,6}) of ([0-9]{1,6})")
 """Part of the text of the stage "joining the process group"."""
 
@@ -38,7 +37,7 @@ class StartupStage(NamedTuple):
 
 def read_startup_stages(directory: Path, until_ns: int | None = None) -> dict[int, StartupStage]:
     """Return the last stage that each process noted (up to `until_ns`), by process id."""
-    notes = read_notes(directory / "stages.log", MAX_STAGE_BYTES, newest=True)
+    notes = read_notes(directory / "stages.log", newest=True)
     return {pid: StartupStage(text, at_ns) for pid, at_ns, text in notes if until_ns is None or at_ns <= until_ns}
 
 
@@ -88,7 +87,7 @@ def nothing_traced_reason(
     `warnings`: the warnings of training processes, because warnings of dpmon itself do not explain this.
     """
     # A warning from a process without a ring is only in the log.
-    logged_texts = (note.text for note in read_notes(directory / "warnings.log", MAX_STAGE_BYTES) if note.pid)
+    logged_texts = (note.text for note in read_notes(directory / "warnings.log") if note.pid)
     if (reason := next(chain(warnings, logged_texts), None)) is not None:
         return reason
     if run_info.command_pid is None:

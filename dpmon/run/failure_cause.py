@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -13,7 +14,6 @@ from dpmon.run.run_directory import RunInfo
 
 STATUSES = "statuses.log"
 """Notes of the supervisor: the status (as in subprocess) of each process that it saw end with a nonzero status."""
-_MAX_BYTES = 1 << 18
 _UNCAUGHT_STATUS = 1
 """Python's exit status after an uncaught exception."""
 _SIGNAL_EXCEPTION = "SignalException"
@@ -25,7 +25,6 @@ _POSSIBLE_LAUNCHER_EXCEPTIONS = (*_LAUNCHER_EXCEPTIONS, "CalledProcessError")
 _MAX_EXIT_DELAY_NS = 50_000_000
 """How late the supervisor may see the end of a process, if it or the machine is busy. A rank that lost its connection
 notes its exception within milliseconds, so the two times alone do not show which came first."""
-_STATUS_PATTERN = re.compile(r"-?[0-9]{1,3}")
 
 
 class RankExit(NamedTuple):
@@ -56,12 +55,9 @@ class FirstFailure(NamedTuple):
 
     def sentence(self, cwd: str) -> str:
         """Return the end of the rank and the exception, as far as they are known, as text."""
-        parts = []
-        if self.rank_exit is not None:
-            parts.append(self.rank_exit.text)
-        if self.exception is not None:
-            parts.append(self.exception.sentence(cwd))
-        return "; ".join(parts)
+        exit_text = None if self.rank_exit is None else self.rank_exit.text
+        exception_text = None if self.exception is None else self.exception.sentence(cwd)
+        return "; ".join(filter(None, (exit_text, exception_text)))
 
 
 def find_first_failure(directory: Path, run_info: RunInfo, status: int | None) -> FirstFailure | None:
@@ -77,7 +73,7 @@ def find_first_failure(directory: Path, run_info: RunInfo, status: int | None) -
         return None
     if command_exception is not None and command_exception.kind not in _POSSIBLE_LAUNCHER_EXCEPTIONS:
         return FirstFailure(None, command_exception)
-    stages = read_notes(directory / "stages.log", _MAX_BYTES)
+    stages = read_notes(directory / "stages.log")
     first_stage_ns = {note.pid: note.at_ns for note in reversed(stages)}
     child_exceptions = [
         exception
@@ -116,7 +112,7 @@ def _rank_exit_came_first(rank_exit: RankExit, exception: UncaughtException, ran
 
 def _read_rank_exits(directory: Path, stages: list[Note]) -> list[RankExit]:
     """Return the ends of ranks with a nonzero status, in the order in which the supervisor saw them."""
-    notes = [note for note in read_notes(directory / STATUSES, _MAX_BYTES) if _STATUS_PATTERN.fullmatch(note.text)]
+    notes = read_notes(directory / STATUSES)
     if not notes:
         return []
     ranks = {pid: rank for pid, (rank, _) in read_startup_ranks(stages).items()}
@@ -124,25 +120,9 @@ def _read_rank_exits(directory: Path, stages: list[Note]) -> list[RankExit]:
     return [RankExit(note.pid, note.at_ns, int(note.text), ranks[note.pid]) for note in notes if note.pid in ranks]
 
 
-class OomKillCounter:
-    """A counter of the processes that the kernel has killed for lack of memory on this machine since its creation."""
-
-    def __init__(self, path: Path = Path("/proc/vmstat")) -> None:
-        self._path = path
-        self._before = _oom_kills(path)
-
-    def cause(self, signal: str | None) -> str | None:
-        """Return why `signal` probably ended the command; None if no process was killed for lack of memory."""
-        killed = _oom_kills(self._path) - self._before
-        if signal != "SIGKILL" or killed <= 0:
-            return None
-        return f"out of memory: the kernel killed {killed} of this machine's processes during the run"
-
-
-def _oom_kills(path: Path) -> int:
-    """Return the number of processes killed for lack of memory since boot; 0 if the kernel does not count them."""
-    try:
-        match = re.search(r"^oom_kill ([0-9]+)$", path.read_text(), re.MULTILINE)
-    except OSError:
-        return 0
-    return int(match[1]) if match else 0
+def count_oom_kills(path: Path = Path("/proc/vmstat")) -> int:
+    """Return how many processes were killed for lack of memory since boot; 0 if the kernel does not count them."""
+    with contextlib.suppress(OSError):
+        if match := re.search(r"^oom_kill ([0-9]+)$", path.read_text(), re.MULTILINE):
+            return int(match[1])
+    return 0

@@ -7,6 +7,7 @@ import fcntl
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from dpmon.record.shared_names import ELSEWHERE
@@ -17,7 +18,6 @@ from dpmon.run.safe_files import open_file
 _LOCK_FILE = "supervisor.lock"
 EVENTS_FILE = "events.log"
 """The ids of the events that were notified; locked by the notifier (dpmon.notify)."""
-UNSUPPORTED = -1
 SILENT_S = 86400.0
 """A run of another machine that has written nothing for this long has ended: a supervisor writes every second."""
 STUCK_SUPERVISOR_S = 5.0
@@ -26,21 +26,37 @@ YOUNG_S = 60.0
 """A run younger than this may still have to start its command, even on a slow machine."""
 
 
+def wait_until(condition: Callable[[], object], limit_s: float, interval_s: float = 0.02) -> bool:
+    """Wait until the condition is true, at most `limit_s`. Return whether it is true at the end."""
+    deadline_s = time.monotonic() + limit_s
+    while not (is_met := bool(condition())) and time.monotonic() < deadline_s:
+        time.sleep(interval_s)
+    return is_met
+
+
 def take_lock(directory: Path, name: str = _LOCK_FILE) -> int | None:
     """Take a lock. Return a descriptor that holds it until its last copy is closed; None if another process holds it.
 
-    UNSUPPORTED if the file system has no locks or cannot create the file: then nothing prevents a second supervisor.
+    If the file cannot be created or the file system has no locks, nothing prevents a second holder.
     """
     try:
         fd = open_file(directory / name, os.O_RDWR | os.O_CREAT)
     except OSError:
-        return UNSUPPORTED
+        return os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        os.close(fd)
-        return None if error.errno in (errno.EWOULDBLOCK, errno.EACCES) else UNSUPPORTED
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            os.close(fd)
+            return None
     return fd
+
+
+def is_locked(directory: Path, name: str) -> bool:
+    """Return whether another process holds a lock."""
+    if (fd := take_lock(directory, name)) is not None:
+        os.close(fd)
+    return fd is None
 
 
 def has_live_supervisor(run_info: RunInfo) -> bool:
@@ -62,11 +78,8 @@ def may_be_live_elsewhere(directory: Path, run_info: RunInfo, exit_info: ExitInf
     is_complete = exit_info is not None and exit_info.drained
     if is_complete or run_info.host in ("", proc.host_name()) or run_info.boot_id == proc.boot_id():
         return False
-    last_write_s = 0.0
     try:
-        with os.scandir(directory) as entries:
-            for entry in entries:
-                last_write_s = max(last_write_s, entry.stat(follow_symlinks=False).st_mtime)
+        last_write_s = max((path.lstat().st_mtime for path in directory.iterdir()), default=0.0)
     except OSError:
         return True
     return time.time() - last_write_s < SILENT_S

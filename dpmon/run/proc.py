@@ -125,32 +125,12 @@ def environment_variable(pid: int, name: str) -> str | None:
     return next((os.fsdecode(entry[len(prefix) :]) for entry in variables if entry.startswith(prefix)), None)
 
 
-def unreaped_wait_status(pid: int, start_s: float | None) -> int | None:
-    """Return the wait status of a process that has ended but was not reaped yet; None if unknown."""
-    process = read_process(pid)
-    if process is None or not process.is_dead or not has_start_time(process, start_s):
-        return None
-    return process.exit_code
-
-
 def open_pidfd(pid: int) -> int | None:
     """Return a pidfd of the process with this id; None if it does not exist, or if the kernel has no pidfds."""
     try:
         return os.pidfd_open(pid)
     except (OSError, AttributeError, OverflowError):
         return None
-
-
-def wait_status_from_pidfd(fd: int) -> int | None:
-    """Return the wait status of a process that its parent has reaped; None if the kernel does not provide it."""
-    data = bytearray(_INFO.size)
-    _INFO.pack_into(data, 0, _INFO_EXIT, *(0,) * 13)
-    try:
-        fcntl.ioctl(fd, _GET_INFO, data, True)
-    except OSError:
-        return None
-    mask, *_, status = _INFO.unpack(data)
-    return int(status) if mask & _INFO_EXIT else None
 
 
 def ended_child_status(pid: int) -> int | None:
@@ -162,6 +142,34 @@ def ended_child_status(pid: int) -> int | None:
     if ended is None:
         return None
     return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+
+def exit_status(pid: int, start_s: float | None, pidfd: int | None = None) -> int | None:
+    """Return the status (as in subprocess) of a process that has ended; None while it runs, or if it is unknown.
+
+    Its parent knows it; its user too, until it is reaped; from Linux 6.15 on, a process with a pidfd even after that.
+    """
+    with contextlib.suppress(ChildProcessError):
+        return ended_child_status(pid)
+    process = read_process(pid)
+    wait_status = None
+    if process is not None and process.is_dead and has_start_time(process, start_s):
+        wait_status = process.exit_code
+    if wait_status is None and pidfd is not None:
+        wait_status = _wait_status_from_pidfd(pidfd)
+    return None if wait_status is None else os.waitstatus_to_exitcode(wait_status)
+
+
+def _wait_status_from_pidfd(fd: int) -> int | None:
+    """Return the wait status of a process that its parent has reaped; None if the kernel does not provide it."""
+    data = bytearray(_INFO.size)
+    _INFO.pack_into(data, 0, _INFO_EXIT, *(0,) * 13)
+    try:
+        fcntl.ioctl(fd, _GET_INFO, data, True)
+    except OSError:
+        return None
+    mask, *_, status = _INFO.unpack(data)
+    return int(status) if mask & _INFO_EXIT else None
 
 
 def read_process_table() -> dict[int, ProcessEntry]:

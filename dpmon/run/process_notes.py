@@ -11,6 +11,7 @@ import os
 import re
 import textwrap
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,10 +19,9 @@ from dpmon.record.safe_json import load_json
 from dpmon.run.safe_files import open_file, read_file, read_tail
 from dpmon.sanitize import strip_control_chars
 
-_MAX_WARNINGS = 1 << 16
-"""Maximum bytes of warnings.log to read at once."""
+_MAX_BYTES = 1 << 18
+"""Maximum bytes of notes to read at once."""
 _NOTE = re.compile(r"([0-9]{1,10}) ([0-9]{1,19}) (.+)")
-_MAX_ENDINGS = 1 << 18
 _MAX_MESSAGE_CHARS = 120
 """Maximum length of an exception's message in a sentence."""
 _PLACE_IN_C = re.compile(r"^\[[^\[\]\s]*:[0-9]+\] ")
@@ -39,11 +39,11 @@ class Note(NamedTuple):
     text: str
 
 
-def read_notes(path: Path, max_bytes: int, *, newest: bool = False) -> list[Note]:
-    """Return the notes in the first `max_bytes` of a file, or in the last if `newest`; empty if it cannot be read."""
+def read_notes(path: Path, *, newest: bool = False) -> list[Note]:
+    """Return the notes in a file; empty if it cannot be read. Of a large file, the first ones, or the `newest`."""
     read = read_tail if newest else read_file
     try:
-        return parse_notes(read(path, max_bytes))
+        return parse_notes(read(path, _MAX_BYTES))
     except OSError:
         return []
 
@@ -65,30 +65,24 @@ def add_note(directory: Path, text: str, file: str = "warnings.log", pid: int = 
             os.close(fd)
 
 
-class WarningsLog:
-    """A reader of the warnings of training processes that have no ring, or had none yet."""
+class NoteReader:
+    """A reader of the notes that are added to a file."""
 
-    def __init__(self, directory: Path) -> None:
-        self._path = directory / "warnings.log"
+    def __init__(self, path: Path) -> None:
+        self._path = path
         self._offset = 0
-        self.already_recorded: set[str] = set()
-        """Texts that an earlier supervisor has already recorded."""
 
-    def read_new(self) -> list[str]:
-        """Return the texts of the lines added since the last call, except those already recorded."""
+    def read_new(self) -> list[Note]:
+        """Return the notes added since the last call."""
         try:
             with open(open_file(self._path), "rb") as file:
                 file.seek(self._offset)
-                data = file.read(_MAX_WARNINGS)
+                data = file.read(_MAX_BYTES)
         except OSError:
             return []
         complete_lines = data[: data.rfind(b"\n") + 1]
-        if complete_lines:
-            self._offset += len(complete_lines)
-        elif len(data) == _MAX_WARNINGS:
-            # The tracer never writes so long a line. Skip it and read the lines after it.
-            self._offset += len(data)
-        return [note.text for note in parse_notes(complete_lines) if note.text not in self.already_recorded]
+        self._offset += len(complete_lines)
+        return parse_notes(complete_lines)
 
 
 class UncaughtException(NamedTuple):
@@ -104,7 +98,7 @@ class UncaughtException(NamedTuple):
     file: str | None = None
     """`file` and `line`: where the script raised it, or called the code that raised it."""
     line: int | None = None
-    frames: tuple[tuple[str, str, int], ...] = ()
+    frames: Sequence[tuple[str, str, int]] = ()
     """Function, file and line of the innermost calls of its traceback, innermost first."""
 
     @property
@@ -156,20 +150,13 @@ def trim_launcher_lines(lines: list[str], exception: UncaughtException | None, c
 def read_uncaught_exceptions(directory: Path) -> list[UncaughtException]:
     """Return the exceptions of all processes, in the order of their notes."""
     exceptions = []
-    for pid, at_ns, text in read_notes(directory / "endings.log", _MAX_ENDINGS):
+    for pid, at_ns, text in read_notes(directory / "endings.log"):
         class_name, _, details = text.partition(" ")
-        exceptions.append(_parse_uncaught(pid, at_ns, class_name, details or "{}"))
+        try:
+            exceptions.append(UncaughtException(pid, at_ns, class_name, **load_json(details)))
+        except (ValueError, TypeError):  # a note that did not fit on a full disk
+            exceptions.append(UncaughtException(pid, at_ns, class_name))
     return exceptions
-
-
-def _parse_uncaught(pid: int, at_ns: int, class_name: str, details: str) -> UncaughtException:
-    try:
-        members = load_json(details)
-    except ValueError:  # a note that did not fit on a full disk
-        members = {}
-    message, rank, file, line = (members.get(name) for name in ("message", "rank", "file", "line"))
-    frames = tuple((function, file, line) for function, file, line in members.get("frames", ()))
-    return UncaughtException(pid, at_ns, class_name, message or "", rank, file, line, frames)
 
 
 # ------------------------------------------------------------------------------------------------ in the output
@@ -187,18 +174,13 @@ _NAME_LINE = re.compile(r"[A-Za-z_][\w.]*(?:: .*)?$")
 def traceback_line(output_tail: bytes) -> str | None:
     """Return the line that names the exception in the end of a script's output; None if there is none.
 
-    It comes from the last traceback, or from the last lines.
+    It comes from the last traceback, or from the last lines, and is truncated and safe for a terminal.
     """
-    lines = _TERMINAL_SEQUENCE.sub(b"", output_tail).decode("utf-8", "replace").replace("\r", "\n").split("\n")
+    text = _TERMINAL_SEQUENCE.sub(b"", output_tail).decode("utf-8", "replace")
+    lines = [strip_control_chars(line) for line in text.replace("\r", "\n").split("\n")]
     header = max((index for index, line in enumerate(lines) if line.startswith("Traceback (most recent")), default=None)
     if header is not None:
         exception_line = next((line for line in lines[header + 1 :] if line and not line[0].isspace()), None)
         if exception_line is not None and _NAME_LINE.match(exception_line):
-            return exception_line.strip()
-    return next((line.strip() for line in reversed(lines[-50:]) if _EXCEPTION_LINE.match(line)), None)
-
-
-def clean_traceback_line(output_tail: bytes) -> str | None:
-    """Return the result of `traceback_line`, truncated and safe for a terminal."""
-    line = traceback_line(output_tail)
-    return None if line is None else strip_control_chars(line)[:300]
+            return exception_line.strip()[:300]
+    return next((line.strip()[:300] for line in reversed(lines[-50:]) if _EXCEPTION_LINE.match(line)), None)

@@ -10,13 +10,12 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from dpmon.config import ConfigError, load_settings
-from dpmon.run.lifecycle import has_live_supervisor, is_live, run_state, take_lock
+from dpmon.run.lifecycle import has_live_supervisor, is_live, run_state, take_lock, wait_until
 from dpmon.run.run_directory import RunError, RunInfo, load_exit, load_info
 from dpmon.run.run_registry import list_runs
 from dpmon.run.safe_files import open_file
@@ -25,7 +24,6 @@ _KEEP_FILE = "keep"
 _DELETED_PREFIX = ".gone-"
 _MAX_FINISH_S = 10.0
 """How long to wait for a supervisor that has recorded the end of its run. It usually exits within 0.2 s."""
-_POLL_S = 0.05
 PROTECTED_NEWEST = 5
 """Number of newest runs that are never deleted for their size: the user is most likely to look at them."""
 
@@ -71,15 +69,9 @@ def is_protected(directory: Path) -> bool:
 
 def delete_run(directory: Path, run_info: RunInfo) -> None:
     """Delete a run. Waits for a supervisor that is just finishing. Raises RunError if it is live or that fails."""
-    deadline = time.monotonic() + _MAX_FINISH_S
-    while True:
-        # Check this first, because the supervisor may exit during the attempt.
-        finishing = load_exit(directory) is not None and has_live_supervisor(load_info(directory))
-        problem = _delete(directory, run_info)
-        if problem is None or not finishing or time.monotonic() >= deadline:
-            break
-        time.sleep(_POLL_S)
-    if problem is not None:
+    if load_exit(directory) is not None:
+        wait_until(lambda: not has_live_supervisor(load_info(directory)), _MAX_FINISH_S)
+    if (problem := _delete(directory, run_info)) is not None:
         raise RunError(problem)
 
 
@@ -135,8 +127,7 @@ def _delete(directory: Path, run_info: RunInfo) -> str | None:
     except OSError as error:
         return f"{directory} cannot be deleted: {error.strerror}"
     finally:
-        if lock >= 0:
-            os.close(lock)
+        os.close(lock)
     return None
 
 
@@ -150,9 +141,7 @@ def _delete_leftovers(runs: Path) -> None:
 
 def _size(directory: Path) -> int:
     """Return the size on disk in bytes."""
-    total = 0
-    with contextlib.suppress(OSError), os.scandir(directory) as entries:
-        for entry in entries:
-            with contextlib.suppress(OSError):
-                total += entry.stat(follow_symlinks=False).st_blocks * 512
-    return total
+    try:
+        return sum(path.lstat().st_blocks * 512 for path in directory.iterdir())
+    except OSError:  # it is being deleted
+        return 0

@@ -8,12 +8,13 @@ import os
 import re
 import stat
 from collections.abc import Container, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from dpmon.errors import DpmonError
 from dpmon.record.safe_json import load_json
+from dpmon.run.json_record import parse_record
 from dpmon.run.safe_files import open_file, read_file, write_atomically
 
 INFO_FILE = "run.json"
@@ -22,9 +23,6 @@ STOP_FILE = "stop-asked"
 """A file whose modification time is the time of the user's last request to stop the run."""
 _STOP_VALID_S = 300.0
 _MAX_JSON_BYTES = 1 << 22
-MAX_SECONDS = 1e11
-"""Three thousand years. A longer time, or NaN, did not come from a run."""
-MAX_STATUS = 255
 _RING_NAME = re.compile(r"process-(\d{1,6})\.ring")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
@@ -93,65 +91,25 @@ class ExitInfo:
     """Whether the user asked the run to stop shortly before its end; `load_exit` sets it."""
 
 
-_TYPES: dict[str, tuple[type, ...]] = {
-    "str": (str,),
-    "str | None": (str, type(None)),
-    "int": (int,),
-    "int | None": (int, type(None)),
-    "float": (int, float),
-    "float | None": (int, float, type(None)),
-    "bool": (bool,),
-    "tuple[str, ...]": (list,),
-    "Mapping[str, Any]": (dict,),
-    "Mapping[str, str]": (dict,),
-}
-
-
-def _load_members(record_class: type[Any], path: Path) -> dict[str, Any]:
-    """Return the members of a JSON file that are fields of `record_class`. Raises RunError if a type is wrong."""
-    document = load_json(read_file(path, _MAX_JSON_BYTES))
-    if not isinstance(document, dict):
-        raise RunError(f"{path} is not a JSON object")
-    members: dict[str, Any] = {}
-    for member in fields(record_class):
-        if member.name not in document:
-            continue
-        value = document[member.name]
-        declared = str(member.type)
-        if not isinstance(value, _TYPES[declared]) or (isinstance(value, bool) and declared != "bool"):
-            raise RunError(f"{path}: {member.name} is not a {declared}")
-        limit = MAX_SECONDS if declared.startswith("float") else 1 << 63
-        if isinstance(value, (int, float)) and not abs(value) < limit:
-            raise RunError(f"{path}: {member.name} is out of range")
-        if isinstance(value, list):
-            value = tuple(str(item) for item in value)
-        members[member.name] = value
-    return members
-
-
 def load_info(directory: Path) -> RunInfo:
     """Return the contents of run.json. Raises RunError if the directory is not a run of this user."""
-    path = directory / INFO_FILE
     check_directory(directory)
     try:
-        run_info = RunInfo(**_load_members(RunInfo, path))
-        if not _FILE_NAME.fullmatch(run_info.id) or not _NAME.fullmatch(run_info.name):
-            # The id and the name become parts of file names.
-            raise RunError(f"{path}: the id or the name is not valid")
-        # With other values, a screen would redraw all the time, or never.
-        return run_info if 0.1 <= run_info.refresh <= 60 else replace(run_info, refresh=1.0)
+        run_info = parse_record(RunInfo, load_json(read_file(directory / INFO_FILE, _MAX_JSON_BYTES)))
     except (OSError, ValueError, TypeError) as error:
         raise RunError(f"{directory} is not a run: {error}") from None
+    if not _FILE_NAME.fullmatch(run_info.id) or not _NAME.fullmatch(run_info.name):  # they become parts of file names
+        raise RunError(f"{directory / INFO_FILE}: the id or the name is not valid")
+    return run_info
 
 
 def load_exit(directory: Path) -> ExitInfo | None:
     """Return the contents of exit.json; None if there is no valid one."""
-    path = directory / EXIT_FILE
     try:
-        exit_info = ExitInfo(**_load_members(ExitInfo, path))
-        if exit_info.status is not None and not 0 <= exit_info.status <= MAX_STATUS:
-            return None
-    except (OSError, ValueError, TypeError, RunError):
+        exit_info = parse_record(ExitInfo, load_json(read_file(directory / EXIT_FILE, _MAX_JSON_BYTES)))
+    except (OSError, ValueError, TypeError):
+        return None
+    if exit_info.status is not None and not 0 <= exit_info.status <= 255:
         return None
     stop_s = stop_requested_unix(directory)
     return replace(exit_info, stopped=stop_s is not None and exit_info.ended_unix - stop_s < _STOP_VALID_S)
@@ -203,19 +161,6 @@ def output_paths(directory: Path, run_info: RunInfo) -> tuple[Path, ...]:
     """Return the files with the script's output: one, or two for a headless run (output, then errors)."""
     names = ("stdout.log", "stderr.log") if run_info.headless else ("output.log",)
     return tuple(directory / name for name in names)
-
-
-def count_file(log: Path) -> Path:
-    """Return the path of the file with the number of bytes that were deleted from the beginning of a log."""
-    return log.with_suffix(".deleted")
-
-
-def deleted_bytes(log: Path) -> int:
-    """Return how many bytes were deleted from the beginning of a log because the disk was full."""
-    try:
-        return max(0, int(read_file(count_file(log), 20)))
-    except (OSError, ValueError):
-        return 0
 
 
 def ring_paths(directory: Path, skipped_names: Container[str] = ()) -> list[Path]:

@@ -16,7 +16,7 @@ from dpmon.config import home_directory
 from dpmon.run import proc
 from dpmon.run.run_directory import ID, INFO_FILE, RunError, RunInfo, check_directory, load_info, write_info
 
-_MAX_IDS_NAMED = 8
+_MAX_IDS = 8
 ROOM_BYTES = 24 << 20
 """Free space (bytes) that a run needs for its rings and some other files."""
 PERSISTENT_TMP = "/var/tmp"
@@ -237,46 +237,32 @@ JOB = "job="
 def find_run(name: str = "last", *, unique: bool = False, live_test: Callable[[RunInfo], bool] | None = None) -> Path:
     """Return the run named `name`: `last`, an id, a short name, a name (its latest run), or a unique prefix of one.
 
-    Raises RunError if no run or several runs match. `unique`: also if several runs have that name. With `live_test`, a
-    name means its run that passes the test; raises RunError if several do.
+    Raises RunError if no run or several runs match. `unique`: also if several runs have that name; a prefix of an id
+    counts only. With `live_test`, a name means its run that passes the test; raises RunError if several do.
     """
     runs = list_runs()
     if not runs:
         raise RunError(f"there is no run yet in {runs_directory()}")
-    if name == "last":
-        directory, _ = runs[-1]
-        return directory
-    for name_of in (lambda run_info: run_info.id, short_name, lambda run_info: run_info.name):
-        matches = [(directory, run_info) for directory, run_info in runs if name_of(run_info) == name]
-        if unique and len(matches) > 1:
-            ids = _format_ids([run_info.id for _, run_info in matches])
-            raise RunError(f"{name!r} could be any of {len(matches)} runs: {ids}")
-        if live_test is not None and len(matches) > 1:
-            live_matches = [(directory, run_info) for directory, run_info in matches if live_test(run_info)]
-            if len(live_matches) > 1:
-                ids = _format_ids([run_info.id for _, run_info in live_matches])
-                raise RunError(f"{name!r} matches {len(live_matches)} live runs: {ids}")
-            matches = live_matches or matches
-        if matches:
-            directory, _ = matches[-1]
-            return directory
-    prefix_matches = [(directory, run_info) for directory, run_info in runs if _has_prefix(run_info, name, unique)]
-    if not name or not prefix_matches:
+
+    def select(is_match: Callable[[RunInfo], bool]) -> list[tuple[Path, RunInfo]]:
+        return [(directory, run_info) for directory, run_info in runs if is_match(run_info)]
+
+    matches = runs[-1:]
+    if name != "last":
+        matches = select(lambda run_info: name in (run_info.id, short_name(run_info), run_info.name))
+    if live_test is not None and len(matches) > 1:
+        matches = [(directory, run_info) for directory, run_info in matches if live_test(run_info)] or matches[-1:]
+        unique = True
+    if not matches and name:
+        matches = select(lambda run_info: run_info.id.startswith(name))
+        if not matches and not unique:
+            matches = select(lambda run_info: short_name(run_info).startswith(name))
+        unique = True
+    if not matches:
         raise RunError(f"there is no run {name!r}; `dpmon ls` lists them")
-    if len(prefix_matches) > 1:
-        names = _format_ids([short_name(run_info) for _, run_info in prefix_matches])
-        raise RunError(f"{name!r} could be any of {len(prefix_matches)} runs: {names}")
-    ((directory, _),) = prefix_matches
+    if unique and len(matches) > 1:
+        ids = [run_info.id for _, run_info in reversed(matches)]
+        more_text = f" and {len(ids) - _MAX_IDS} more (dpmon ls lists them)" if len(ids) > _MAX_IDS else ""
+        raise RunError(f"{name!r} could be any of {len(ids)} runs: {', '.join(ids[:_MAX_IDS])}{more_text}")
+    directory, _ = matches[-1]
     return directory
-
-
-def _has_prefix(run_info: RunInfo, prefix: str, id_only: bool) -> bool:
-    """Return whether the run's id or short name begins with `prefix`; with `id_only`, only the id counts."""
-    return run_info.id.startswith(prefix) or (not id_only and short_name(run_info).startswith(prefix))
-
-
-def _format_ids(ids: list[str]) -> str:
-    """Return the newest ids, the newest first, as text."""
-    listed = ", ".join(ids[: -_MAX_IDS_NAMED - 1 : -1])
-    more = len(ids) - _MAX_IDS_NAMED
-    return f"{listed} and {more} more (dpmon ls lists them)" if more > 0 else listed

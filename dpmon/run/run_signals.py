@@ -11,22 +11,18 @@ through the pidfd. A pidfd never refers to another process, so the result of the
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 from dpmon.run import proc
-from dpmon.run.lifecycle import YOUNG_S, has_live_supervisor, is_command_alive, may_be_live_elsewhere
+from dpmon.run.lifecycle import YOUNG_S, has_live_supervisor, is_command_alive, may_be_live_elsewhere, wait_until
 from dpmon.run.mirror_state import MirrorState
 from dpmon.run.proc import ProcessEntry
 from dpmon.run.run_directory import RunError, RunInfo, load_exit, load_info, record_stop_request
-
-_PROCESS_GROUP = 1 << 2
-"""PIDFD_SIGNAL_PROCESS_GROUP (linux/pidfd.h), Linux 6.9 and later."""
-
 
 SUPERVISES = "DPMON_SUPERVISES"
 """The variable that names the run's directory in the environment of its supervisor."""
@@ -113,18 +109,13 @@ def send_signal(process: ProcessEntry, signal_number: int, *, group: bool = Fals
     try:
         if not proc.is_alive(process.pid, process.start_s):
             return False
-        if fd is not None:
-            try:
-                signal.pidfd_send_signal(fd, signal_number, None, _PROCESS_GROUP if group else 0)
-            except OSError as error:
-                if not group or error.errno != errno.EINVAL:
-                    return False
-            else:
-                return True
-        # The kernel has no pidfds, or none for groups, or a sandbox refuses the call.
-        send = os.killpg if group else os.kill
-        send(process.pid, signal_number)
-    except (OSError, OverflowError):
+        if group:
+            os.killpg(process.pid, signal_number)  # the kernel does not reuse the id while the group exists
+        elif fd is not None:
+            signal.pidfd_send_signal(fd, signal_number)
+        else:
+            os.kill(process.pid, signal_number)
+    except OSError:
         return False
     finally:
         if fd is not None:
@@ -201,24 +192,19 @@ def _stop_nodes(directory: Path, run_info: RunInfo) -> Iterator[str]:
         yield "no node is connected, so the run cannot be stopped now: try again in a few seconds"
         return
     record_stop_request(directory)
-    deadline, last_ended, reported = time.monotonic() + _NODES_S, -1, set[str]()
-    while True:
+    deadline_s = time.monotonic() + _NODES_S
+    reported: set[str] = set()
+    has_ended, ended, node_count = False, 0, len(run_info.nodes)
+    while not has_ended and time.monotonic() < deadline_s:
+        has_ended = load_exit(directory) is not None  # first: then the mirror has written its last counts
         ended, node_count = mirror.ended_counts()
-        if ended != last_ended:
-            last_ended = ended
-            yield f"{ended} of {node_count} nodes have ended"
         replies = mirror.replies()
-        for name, text in replies.failures.items() if replies is not None else ():
-            if name not in reported:
-                reported.add(name)
-                yield f"{name}: {text}"
-        if load_exit(directory) is not None:
-            yield f"{STOPPED_BY}its nodes"
-            return
-        if time.monotonic() > deadline:
-            break
+        failures = {} if replies is None else replies.failures
+        lines = [f"{ended} of {node_count} nodes have ended", *(f"{name}: {text}" for name, text in failures.items())]
+        yield from (line for line in lines if line not in reported)
+        reported.update(lines)
         time.sleep(_POLL_S)
-    yield f"{node_count - ended} of {node_count} nodes cannot be stopped"
+    yield f"{STOPPED_BY}its nodes" if has_ended else f"{node_count - ended} of {node_count} nodes cannot be stopped"
 
 
 def _wait_for_start(directory: Path) -> RunInfo:
@@ -226,38 +212,31 @@ def _wait_for_start(directory: Path) -> RunInfo:
 
     A mirror has no command, so there is no wait.
     """
-    deadline = time.monotonic() + _START_S
-    while True:
+
+    def has_started() -> bool:
         run_info = load_info(directory)
         is_young = 0 <= time.time() - run_info.started_unix < YOUNG_S
-        if run_info.command_pid is not None or run_info.nodes or not is_young or load_exit(directory) is not None:
-            return run_info
-        if time.monotonic() >= deadline:
-            return run_info
-        time.sleep(_POLL_S)
+        return run_info.command_pid is not None or not is_young or load_exit(directory) is not None
+
+    if not load_info(directory).nodes:
+        wait_until(has_started, _START_S)
+    return load_info(directory)
 
 
 def wait_for_record(directory: Path) -> None:
     """Wait up to _RECORD_S seconds for a live supervisor to record the end of a stopped run."""
-    deadline = time.monotonic() + _RECORD_S
     run_info = load_info(directory)
-    while load_exit(directory) is None and has_live_supervisor(run_info) and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
+    wait_until(lambda: load_exit(directory) is not None or not has_live_supervisor(run_info), _RECORD_S)
 
 
 def _wait_for_end(directory: Path, run_info: RunInfo, members: dict[int, ProcessEntry]) -> dict[int, ProcessEntry]:
     """Wait until all members have ended. Return those alive after GRACE_S seconds, including new children."""
-    deadline = time.monotonic() + GRACE_S
-    search_at = 0.0
-    while True:
-        now = time.monotonic()
-        if now >= min(search_at, deadline) or not any(
-            proc.is_alive(pid, process.start_s) for pid, process in members.items()
-        ):
-            members = find_members(
-                directory, run_info, run_ended=load_exit(directory) is not None, known_members=members
-            )
-            search_at = now + _SEARCH_S
-            if not members or now >= deadline:
-                return members
-        time.sleep(_POLL_S)
+    deadline_s = time.monotonic() + GRACE_S
+    while members and time.monotonic() < deadline_s:
+        wait_until(partial(_have_all_ended, members), _SEARCH_S)
+        members = find_members(directory, run_info, run_ended=load_exit(directory) is not None, known_members=members)
+    return members
+
+
+def _have_all_ended(members: Mapping[int, ProcessEntry]) -> bool:
+    return not any(proc.is_alive(pid, process.start_s) for pid, process in members.items())

@@ -64,14 +64,9 @@ class InputTerminal:
         self._echo = echo
 
     def register(self, poller: select.poll) -> None:
-        """Register the descriptors that this terminal must watch at this time."""
-        events = select.POLLIN | (select.POLLOUT if self._waiting else 0)
-        poller.register(self.master, events)
-        if self._waiting:  # the command does not read: let the writers of the FIFO wait
-            with contextlib.suppress(KeyError):
-                poller.unregister(self.fifo)
-        else:
-            poller.register(self.fifo, select.POLLIN)
+        """Register the descriptors of this terminal. While the command does not read, the writers of the FIFO wait."""
+        poller.register(self.master, select.POLLIN | (select.POLLOUT if self._waiting else 0))
+        poller.register(self.fifo, 0 if self._waiting else select.POLLIN)
 
     def forward_input(self) -> None:
         """Forward new input. Never blocks.
@@ -86,34 +81,16 @@ class InputTerminal:
             if not self._waiting:
                 self._waiting = os.read(self.fifo, _CHUNK)
                 # Write the echo before the command reads the line, so that the command's output follows it.
-                self._append_echo(self._echo_of(self._waiting))
+                self._append_echo(self._waiting)
             if self._waiting:
                 self._waiting = self._waiting[os.write(self.master, self._waiting) :]
 
-    def _echo_of(self, typed: bytes) -> bytes:
-        """Return the terminal's echo of `typed` under its current settings (ECHO and ECHONL of termios(3)).
-
-        The command may have changed these settings.
-        """
-        if self._echo is None or not typed:
-            return b""
-        try:
-            flags = termios.tcgetattr(self.slave)[_LOCAL_FLAGS]
-        except termios.error:
-            return b""
-        if flags & termios.ECHO:
-            return b"".join(_CONTROLS.get(code) or bytes((code,)) for code in typed)
-        if flags & termios.ECHONL and flags & termios.ICANON:
-            return b"\n" * typed.count(b"\n")
-        return b""
-
-    def _append_echo(self, echo: bytes) -> None:
-        """Append to the log, to which the command also writes. On a full disk, only the echo is lost."""
-        if self._echo is None or not echo:
+    def _append_echo(self, typed: bytes) -> None:
+        """Append the echo of `typed` to the log, unless the command has switched it off. On a full disk, it is lost."""
+        if self._echo is None or not termios.tcgetattr(self.slave)[_LOCAL_FLAGS] & termios.ECHO:
             return
-        flags = os.O_WRONLY | os.O_APPEND
-        with contextlib.suppress(OSError), open(open_file(self._echo, flags), "ab", buffering=0) as file:
-            file.write(echo)
+        with contextlib.suppress(OSError), open(open_file(self._echo, os.O_WRONLY | os.O_APPEND), "ab") as file:
+            file.write(b"".join(_CONTROLS.get(code) or bytes((code,)) for code in typed))
 
 
 def has_echo_off(pid: int) -> bool:
@@ -163,12 +140,9 @@ def is_reading_stdin(pid: int) -> bool | None:
 def input_wait_start_ns(directory: Path) -> int | None:
     """Return when the command began to wait for input (monotonic ns), as its supervisor saw it; None if it does not."""
     try:
-        fields = read_file(directory / WAITS_FILE, 64).split()
-    except OSError:
+        start_ns, checked_ns = map(int, read_file(directory / WAITS_FILE, 64).split())
+    except (OSError, ValueError):
         return None
-    if len(fields) != 2 or not all(field.isdigit() for field in fields):
-        return None
-    start_ns, checked_ns = map(int, fields)
     return start_ns if start_ns <= checked_ns and 0 <= time.monotonic_ns() - checked_ns < _VALID_NS else None
 
 
@@ -185,14 +159,11 @@ class InputWaitWatcher:
         self._path = directory / WAITS_FILE
         self._command_pid = command_pid
         self._report_wait = report_wait
-        self._first_seen_ns: int | None = None
-        """When a check first saw the current wait; None outside a wait."""
-        self._last_seen_ns = self._last_check_ns = 0
-        """When the process was last seen waiting, and when it was last checked (monotonic ns)."""
+        self._wait: tuple[int, int | None] | None = None
+        """The process that waits, and how many times it had gone to sleep before; None outside a wait."""
         self._start_ns = 0
         """The estimated start of the current wait, between two checks."""
-        self._waiting_pid = command_pid
-        self._switches: int | None = None
+        self._last_check_ns = 0
         self._next_check_s = 0.0
         self.close()  # remove the file of a killed supervisor
 
@@ -200,38 +171,32 @@ class InputWaitWatcher:
         """Check whether the command or a rank waits, if a check is due, and write the result. `now`: monotonic s."""
         if now < self._next_check_s:
             return
-        waiting_pid = next((pid for pid in (self._command_pid, *rank_pids) if is_reading_stdin(pid)), None)
-        switches = None if waiting_pid is None else proc.voluntary_switches(waiting_pid, waiting_pid)
+        pid = next((pid for pid in (self._command_pid, *rank_pids) if is_reading_stdin(pid)), None)
+        # A process that has worked between two checks has begun a new wait.
+        wait = None if pid is None else (pid, proc.voluntary_switches(pid, pid))
         now_ns = time.monotonic_ns()
-        last_check_ns, self._last_check_ns = self._last_check_ns or now_ns, now_ns
-        if waiting_pid is not None:
-            if self._first_seen_ns is None or (waiting_pid, switches) != (self._waiting_pid, self._switches):
-                # If the process was known to wait, it worked in between, so this is a new wait.
-                self._end_wait()
-                self._first_seen_ns, self._waiting_pid, self._switches = now_ns, waiting_pid, switches
-                self._start_ns = (last_check_ns + now_ns) // 2
-            self._last_seen_ns = now_ns
-            self._write(self._first_seen_ns, now_ns)
-        elif self._first_seen_ns is not None:
-            self.close()
-        self._next_check_s = now + (_CHECK_S if self._first_seen_ns is None else CHECK_DURING_WAIT_S)
+        if wait != self._wait:
+            between_ns = ((self._last_check_ns or now_ns) + now_ns) // 2
+            self._end_wait(between_ns)
+            self._wait, self._start_ns = wait, between_ns
+        if wait is not None:
+            self._write(now_ns)
+        self._last_check_ns = now_ns
+        self._next_check_s = now + (_CHECK_S if wait is None else CHECK_DURING_WAIT_S)
 
     def close(self) -> None:
         """End the current wait, if there is one, and delete the file."""
-        self._end_wait()
+        self._end_wait(self._last_check_ns)
+
+    def _end_wait(self, end_ns: int) -> None:
         with contextlib.suppress(OSError):
             self._path.unlink()
+        if self._wait is not None and end_ns - self._start_ns >= _MIN_REPORTED_NS:
+            pid, _ = self._wait
+            self._report_wait(pid, self._start_ns, end_ns)
+        self._wait = None
 
-    def _end_wait(self) -> None:
-        if self._first_seen_ns is not None and self._last_seen_ns - self._first_seen_ns >= _MIN_REPORTED_NS:
-            end_ns = (self._last_seen_ns + max(self._last_check_ns, self._last_seen_ns)) // 2
-            self._report_wait(self._waiting_pid, self._start_ns, end_ns)
-        self._first_seen_ns = None
-
-    def _write(self, start_ns: int, checked_ns: int) -> None:
+    def _write(self, checked_ns: int) -> None:
         """Overwrite the file with contents of the same length, in one write: a reader sees the old or the new ones."""
-        flags = os.O_WRONLY | os.O_CREAT
-        with contextlib.suppress(OSError):
-            fd = open_file(self._path, flags)
-            with open(fd, "wb", buffering=0) as file:
-                file.write(b"%020d %020d" % (start_ns, checked_ns))  # on a full disk the wait is not reported
+        with contextlib.suppress(OSError), open(open_file(self._path, os.O_WRONLY | os.O_CREAT), "wb") as file:
+            file.write(b"%020d %020d" % (self._start_ns, checked_ns))  # on a full disk the wait is not reported

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from dpmon.record.safe_json import load_json
 from dpmon.record.schema import SECOND
 from dpmon.run import proc
-from dpmon.run.activities import MAX_STAGE_BYTES, ONLY_IMPORTS, StartupStage, read_startup_ranks
+from dpmon.run.activities import ONLY_IMPORTS, StartupStage, read_startup_ranks
 from dpmon.run.process_notes import read_notes, read_uncaught_exceptions
 from dpmon.run.run_directory import ring_paths
 from dpmon.run.run_signals import is_member
@@ -146,7 +146,7 @@ class RankInspector:
 
     def _inspect_starting(self, ring_pids: set[int], now_ns: int) -> list[RankActivity]:
         """Return the activity of the processes that have no ring, because they have not made their first call."""
-        notes = read_notes(self.directory / "stages.log", MAX_STAGE_BYTES)
+        notes = read_notes(self.directory / "stages.log")
         stages = {pid: StartupStage(text, at_ns) for pid, at_ns, text in notes if pid not in ring_pids}
         for pid in stages.keys() - self._parents.keys():
             self._add_process(pid)

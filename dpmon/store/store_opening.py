@@ -16,7 +16,6 @@ from pathlib import Path
 
 from dpmon.errors import HistoryError
 from dpmon.run.lifecycle import (
-    UNSUPPORTED,
     has_live_supervisor,
     is_finishing,
     needs_supervisor,
@@ -130,7 +129,7 @@ def _drain(directory: Path, run_info: RunInfo) -> None:
     if directory.lstat().st_ino != run_info.inode:
         return
     lock_fd = take_lock(directory)
-    if lock_fd in (None, UNSUPPORTED):
+    if lock_fd is None:
         return
     try:
         drain = RingDrain(directory, run_info)

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import dpmon
 from dpmon.run import proc
-from dpmon.run.activities import iter_ring_activities, read_startup_stages
+from dpmon.run.activities import iter_ring_activities
 from dpmon.run.failure_cause import STATUSES
-from dpmon.run.lifecycle import build_exit_info, build_unknown_exit
-from dpmon.run.proc import open_pidfd, wait_status_from_pidfd
-from dpmon.run.process_notes import add_note
+from dpmon.run.lifecycle import build_exit_info, build_unknown_exit, wait_until
+from dpmon.run.proc import open_pidfd
+from dpmon.run.process_notes import NoteReader, add_note
 from dpmon.run.run_directory import ExitInfo, RunInfo, load_exit
 from dpmon.run.run_signals import belongs_to_run
 from dpmon.run.safe_files import open_file
@@ -107,37 +107,25 @@ class WatchedCommand:
         self._pidfd = open_pidfd(pid) if self._was_alive else None
         self.last_ns = last_sign_of_life_ns(directory, run_info)  # read before dpmon writes to these files again
         """The last known sign of life of the command (monotonic ns)."""
-        self._returncode: int | None = None
 
     def has_ended(self) -> bool:
         """Return whether the command has ended, reaped or not. A later process with the same id does not count."""
-        if self._returncode is None:
-            try:
-                self._returncode = proc.ended_child_status(self.pid)
-            except ChildProcessError:
-                return not self._is_same_boot or not proc.is_running(self.pid, self._start_s)
-        return self._returncode is not None
+        with contextlib.suppress(ChildProcessError):
+            return proc.ended_child_status(self.pid) is not None
+        return not self._is_same_boot or not proc.is_running(self.pid, self._start_s)
+
+    def _exit_status(self) -> int | None:
+        return proc.exit_status(self.pid, self._start_s, self._pidfd) if self._is_same_boot else None
 
     def exit_info(self, run_info: RunInfo) -> ExitInfo:
         """Return how the command ended: from its parent or the kernel; otherwise an unknown end."""
-        now_ns = time.monotonic_ns()
-        deadline_s = time.monotonic() + STATUS_TIMEOUT_S
-        while True:
-            if self._returncode is not None:
-                return build_exit_info(run_info, self._returncode, "supervisor")
-            if (recorded := load_exit(self._directory)) is not None:
-                return recorded
-            if not self._is_same_boot:
-                return build_unknown_exit(run_info, "supervisor", "the machine was restarted", self.last_ns)
-            status = None if self._pidfd is None else wait_status_from_pidfd(self._pidfd)
-            status = proc.unreaped_wait_status(self.pid, self._start_s) if status is None else status
-            if status is not None:
-                return build_exit_info(run_info, os.waitstatus_to_exitcode(status), "supervisor")
-            if not self._was_alive or time.monotonic() > deadline_s:
-                break
-            time.sleep(0.02)
-        end_ns = now_ns if self._was_alive else self.last_ns
-        return build_unknown_exit(run_info, "supervisor", _SUPERVISOR_KILLED, end_ns)
+        end_ns = time.monotonic_ns() if self._was_alive else self.last_ns
+        if self._was_alive:
+            wait_until(lambda: self._exit_status() is not None or load_exit(self._directory), STATUS_TIMEOUT_S)
+        if (status := self._exit_status()) is not None:
+            return build_exit_info(run_info, status, "supervisor")
+        reason = _SUPERVISOR_KILLED if self._is_same_boot else "the machine was restarted"
+        return load_exit(self._directory) or build_unknown_exit(run_info, "supervisor", reason, end_ns)
 
 
 def last_sign_of_life_ns(directory: Path, run_info: RunInfo) -> int:
@@ -206,7 +194,7 @@ class ProcessExitWatcher:
         self._seen_pids = {command_pid}
         self._watched: dict[int, tuple[int, float | None]] = {}
         """Process id and start of each watched process, by its pidfd."""
-        self._notes_bytes = -1
+        self._stage_notes = NoteReader(directory / "stages.log")
 
     def close(self) -> None:
         """Record the last exits, and stop watching."""
@@ -216,25 +204,16 @@ class ProcessExitWatcher:
 
     def watch_new_processes(self) -> None:
         """Start to watch new processes. Must be called several times per second."""
-        try:
-            size = (self._directory / "stages.log").lstat().st_size
-        except OSError:
-            return
-        if size == self._notes_bytes:
-            return
-        self._notes_bytes = size
-        for pid in read_startup_stages(self._directory).keys() - self._seen_pids:
-            if len(self._watched) >= _MAX_WATCHED:
-                break
+        for pid in {note.pid for note in self._stage_notes.read_new()} - self._seen_pids:
             self._seen_pids.add(pid)
-            # The process id may have been reused: the process belongs to the run only if its environment names the run.
-            if (fd := open_pidfd(pid)) is None:
+            if len(self._watched) == _MAX_WATCHED or (fd := open_pidfd(pid)) is None:
                 continue
-            self._watched[fd] = pid, proc.start_time_s(pid)
+            # The process id may have been reused: the process belongs to the run only if its environment names the run.
             if belongs_to_run(pid, self._directory):
+                self._watched[fd] = pid, proc.start_time_s(pid)
                 self._poller.register(fd, select.POLLIN)
             else:
-                self._forget(fd)
+                os.close(fd)
 
     def watched_pids(self) -> list[int]:
         """Return the ids of the watched processes, which may have ended."""
@@ -242,20 +221,14 @@ class ProcessExitWatcher:
 
     def record_exits(self) -> None:
         """Record the exit statuses of the watched processes that have ended, unless they are 0."""
-        now_ns = time.monotonic_ns()
         for fd in [fd for fd, _ in self._poller.poll(0) if fd in self._watched]:
             pid, start_s = self._watched[fd]
-            status = proc.unreaped_wait_status(pid, start_s)
-            status = wait_status_from_pidfd(fd) if status is None else status
+            status = proc.exit_status(pid, start_s, fd)
             self._forget(fd)
             if status:
-                with contextlib.suppress(OSError):
-                    log_fd = open_file(self._directory / STATUSES, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-                    with open(log_fd, "ab") as file:
-                        file.write(b"%d %d %d\n" % (pid, now_ns, os.waitstatus_to_exitcode(status)))
+                add_note(self._directory, str(status), STATUSES, pid)
 
     def _forget(self, fd: int) -> None:
         del self._watched[fd]
-        with contextlib.suppress(KeyError):
-            self._poller.unregister(fd)
+        self._poller.unregister(fd)
         os.close(fd)

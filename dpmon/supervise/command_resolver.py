@@ -64,13 +64,13 @@ def resolve(
     if not words or not words[0]:
         raise CommandError("no script to run")
     program = words[0]
-    if _is_script(program, environ):
-        _check_file(program)
+    is_script = _is_script(program, environ)
+    if not is_script and python is not None:
+        raise CommandError(f"--python is for a script or -m, and {program} is neither")
+    _check_program(program, is_script=is_script, environ=environ)
+    if is_script:
         python_path = choose_python(python, environ)
         return ResolvedCommand((python_path, *words), python_path, program, _run_name(Path(program).stem))
-    if python is not None:
-        raise CommandError(f"--python is for a script or -m, and {program} is neither")
-    _check_command(program, environ)
     script = _script_of_launcher(words) or program
     return ResolvedCommand(tuple(words), None, script, _run_name(_script_stem(script)))
 
@@ -118,25 +118,18 @@ def _is_script(word: str, environ: Mapping[str, str]) -> bool:
     return os.path.lexists(word) or os.sep in word or not shutil.which(word, path=environ.get("PATH"))
 
 
-def _check_file(path: str) -> None:
-    if os.path.isdir(path):
-        raise CommandError(f"{path} is a directory, not a script")
-    if not os.path.exists(path):
-        raise CommandError(f"no such file: {path}")
-    if not os.access(path, os.R_OK):
-        raise CommandError(f"{path} cannot be read: permission denied")
-
-
-def _check_command(word: str, environ: Mapping[str, str]) -> None:
+def _check_program(word: str, *, is_script: bool, environ: Mapping[str, str]) -> None:
+    """Raise CommandError unless `word` is a readable script or an executable command."""
     if os.path.isdir(word):
         raise CommandError(f"{word} is a directory, not a script")
-    if shutil.which(word, path=environ.get("PATH")):
+    if not is_script and shutil.which(word, path=environ.get("PATH")):
         return
-    if os.path.exists(word):
+    if not os.path.exists(word):
+        raise CommandError(f"no such file: {word}") if is_script or os.sep in word else NotFoundError(word)
+    if not is_script:
         raise CommandError(f"{word} is neither a Python script (*.py) nor an executable on PATH")
-    if os.sep in word:
-        raise CommandError(f"no such file: {word}")
-    raise NotFoundError(word)
+    if not os.access(word, os.R_OK):
+        raise CommandError(f"{word} cannot be read: permission denied")
 
 
 # ------------------------------------------------------------------------------------------------ which Python
@@ -168,41 +161,34 @@ def choose_python(python: str | None, environ: Mapping[str, str]) -> str:
 
 
 def _candidates(environ: Mapping[str, str]) -> list[str]:
-    candidates = []
-    for variable in ("VIRTUAL_ENV", "CONDA_PREFIX"):
-        prefix = environ.get(variable)
-        if prefix:
-            candidates.append(os.path.join(prefix, "bin", "python"))
-    candidates.append(sys.executable)
-    # uvx puts dpmon's own environment first on PATH, before the user's Python.
     path = environ.get("PATH", os.defpath)
+    # uvx puts dpmon's own environment first on PATH, before the user's Python.
     own_directory = os.path.realpath(os.path.dirname(sys.executable))
     other_path = os.pathsep.join(
         directory for directory in path.split(os.pathsep) if os.path.realpath(directory) != own_directory
     )
-    for search_path in (path, other_path):
-        for name in ("python3", "python"):
-            on_path = shutil.which(name, path=search_path)
-            if on_path:
-                candidates.append(os.path.abspath(on_path))
-    unique: list[str] = []
+    prefixes = [environ[variable] for variable in ("VIRTUAL_ENV", "CONDA_PREFIX") if environ.get(variable)]
+    found = [shutil.which(name, path=place) for place in (path, other_path) for name in ("python3", "python")]
+    candidates = [os.path.join(prefix, "bin", "python") for prefix in prefixes]
+    candidates += [sys.executable, *(os.path.abspath(python) for python in found if python)]
+    unique: dict[tuple[str, str], str] = {}
     for python in candidates:
-        # Keep links: the python of a virtual environment is a link to a Python that lacks the environment's packages.
-        if os.access(python, os.X_OK) and all(not _is_same_python(python, other) for other in unique):
-            unique.append(python)
-    return unique
+        if os.access(python, os.X_OK):
+            unique.setdefault(_python_key(python), python)
+    return [*unique.values()]
 
 
-def _is_same_python(path: str, other_path: str) -> bool:
-    """Return whether two paths are the same Python: the same file in the same directory."""
-    return os.path.realpath(os.path.dirname(path)) == os.path.realpath(
-        os.path.dirname(other_path)
-    ) and os.path.realpath(path) == os.path.realpath(other_path)
+def _python_key(python: str) -> tuple[str, str]:
+    """Return what distinguishes a Python from others: its file and its directory.
+
+    The python of a virtual environment is a link to a Python that lacks the environment's packages.
+    """
+    return os.path.realpath(os.path.dirname(python)), os.path.realpath(python)
 
 
 def _missing_torch_reason(python: str) -> str | None:
     """Return None if this Python has torch, otherwise the reason why it was rejected: "" if torch is not installed."""
-    if _is_same_python(python, sys.executable):
+    if _python_key(python) == _python_key(sys.executable):
         spec = importlib.util.find_spec("torch")
         return None if spec is not None and spec.origin is not None else ""
     try:

@@ -17,11 +17,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from dpmon.run import proc
-from dpmon.run.lifecycle import STUCK_SUPERVISOR_S, build_exit_info, build_unknown_exit
+from dpmon.run.lifecycle import STUCK_SUPERVISOR_S, build_exit_info, build_unknown_exit, is_finishing
 from dpmon.run.run_directory import ExitInfo, RunInfo, load_exit, write_info
 from dpmon.run.run_reader import RunReader
 from dpmon.run.run_signals import find_members, find_run_command, send_signal, send_to_all
-from dpmon.supervise.command_process import find_command
 from dpmon.supervise.start_supervisor import SupervisorTakeover
 
 POLL_INTERVAL_S = 0.2
@@ -69,9 +68,12 @@ class SupervisorGuard:
         self._directory = reader.directory
         self._reader = reader
         self._supervisor = supervisor
+        self._supervisor_start_s = proc.start_time_s(supervisor.pid) or 0.0
         self._takeover = SupervisorTakeover(reader.directory)
-        self._dead_since: float | None = None
         self._command: proc.ProcessEntry | None = None
+        """The command, if it is not in run.json."""
+        self._dead_since_s: float | None = None
+        """When this process first saw that the command had ended (monotonic s)."""
         self.outcome: ExitInfo | None = None
         """How the run ended, if no supervisor has recorded it and this process has; otherwise None."""
 
@@ -91,16 +93,12 @@ class SupervisorGuard:
         return self._takeover.is_killed
 
     def exit_info(self) -> ExitInfo | None:
-        """Return how the run ended, from any source; None if it is not known yet."""
+        """Return how the run ended, from any source; None if it is not known yet, or its last records are written."""
         recorded = self._reader.exit_info()
-        if recorded is not None and not recorded.drained and self._supervisor.poll() is None:
-            # The supervisor is writing the last records, unless it is stopped or stuck.
-            is_stuck = time.monotonic_ns() > recorded.end_ns + STUCK_SUPERVISOR_S * 1e9
-            recorded = recorded if is_stuck else None
         # A new supervisor may have recorded an unknown end before this process recorded the status.
         if recorded is None or (recorded.status is None and self.outcome is not None):
             return self.outcome
-        return recorded
+        return None if is_finishing(self.info, recorded) else recorded
 
     def send(self, signal_number: int) -> bool:
         """Send a signal to the command's process group. Return False if the command has not started or has ended.
@@ -123,95 +121,81 @@ class SupervisorGuard:
 
         Must be called several times per second.
         """
-        has_supervisor = self._supervisor.poll() is None
-        if not has_supervisor:
+        if self._supervisor.poll() is not None:
             self._takeover.start_if_needed()
-        if self.outcome is None and load_exit(self._directory) is None:
-            exit_info = self._exit_of_stuck_supervisor() if has_supervisor else self._exit_without_supervisor()
-            if exit_info is not None:
-                self._record_exit(exit_info)
-        self._reap_orphans()
-
-    def _exit_of_stuck_supervisor(self) -> ExitInfo | None:
-        """Return how the command ended, if its living supervisor fails to record it for STUCK_SUPERVISOR_S."""
+        is_recorded = self.outcome is not None or load_exit(self._directory) is not None
         # In the first seconds, the supervisor may not have written the command to run.json yet.
         is_early = time.monotonic_ns() <= self.info.start_ns + STUCK_SUPERVISOR_S * 1e9
-        run_info = self.info if is_early else self._with_command()
-        now_s, pid = time.monotonic(), run_info.command_pid
-        status = None if pid is None else proc.unreaped_wait_status(pid, run_info.command_started)
-        if status is None:
-            self._dead_since = None
-        elif self._dead_since is None:
-            self._dead_since = now_s
-        elif now_s - self._dead_since > STUCK_SUPERVISOR_S:
-            return build_exit_info(run_info, os.waitstatus_to_exitcode(status), "foreground")
-        return None
-
-    def _exit_without_supervisor(self) -> ExitInfo | None:
-        """Return how the command ended without supervisor; None if it runs, or a new supervisor may record it."""
+        if self._supervisor.poll() is None and is_early:
+            return
         run_info = self._with_command()
-        pid = run_info.command_pid
+        if not is_recorded and (exit_info := self._unrecorded_exit(run_info)) is not None:
+            # A new supervisor may have recorded the end meanwhile. Otherwise, the rest of the rings was not read.
+            recorded = load_exit(self._directory)
+            self.outcome = replace(exit_info, drained=recorded is not None and recorded.drained)
+            if recorded is None or recorded.status is None:
+                with contextlib.suppress(OSError):
+                    write_info(self._directory, self.outcome)
+            is_recorded = True
+        self._reap_orphans(None if is_recorded else run_info.command_pid)
+
+    def _unrecorded_exit(self, run_info: RunInfo) -> ExitInfo | None:
+        """Return how the command ended; None if it has not, or if a supervisor will soon record it."""
+        pid, start_s = run_info.command_pid, run_info.command_started
+        has_supervisor = self._supervisor.poll() is None or self._takeover.is_running
         if pid is None:
             # The supervisor may have started the command just before it ended. The new one searches for it.
-            return None if self._takeover.is_running else build_exit_info(run_info, 2, "foreground", _NOT_STARTED)
-        try:
-            returncode = proc.ended_child_status(pid)
-        except ChildProcessError:
-            if self._takeover.is_running or proc.is_running(pid, run_info.command_started):
-                return None
-            return build_unknown_exit(run_info, "foreground", _REAPED_ELSEWHERE, time.monotonic_ns())
-        return None if returncode is None else build_exit_info(run_info, returncode, "foreground")
+            return None if has_supervisor else build_exit_info(run_info, 2, "foreground", _NOT_STARTED)
+        if proc.is_running(pid, start_s):
+            return None
+        now_s = time.monotonic()
+        self._dead_since_s = self._dead_since_s or now_s
+        process = proc.read_process(pid)
+        is_child = process is not None and process.parent == os.getpid()
+        if has_supervisor and not is_child and now_s - self._dead_since_s <= STUCK_SUPERVISOR_S:
+            return None
+        status = proc.exit_status(pid, start_s)
+        if status is not None:
+            return build_exit_info(run_info, status, "foreground")
+        return None if is_child else build_unknown_exit(run_info, "foreground", _REAPED_ELSEWHERE, time.monotonic_ns())
 
     def _with_command(self) -> RunInfo:
-        """Return the contents of run.json. If the command is missing there, search for its process and add it."""
+        """Return the contents of run.json. If the command is missing there, search for its process and add it.
+
+        The command leads a session. It is a child of the supervisor or, after that has ended, of this process, and it
+        is the first such child, because the other ones are started later by the supervisor or the command.
+        """
         run_info = self.info
         if run_info.command_pid is not None:
             return run_info
-        if self._command is None:  # the command may have ended and left another process of the run behind
-            candidates = filter(None, (find_command(self._directory), self._ended_child()))
+        if self._command is None:
+            supervisor_pids = (self._supervisor.pid, self._takeover.pid)
+            candidates = [
+                process
+                for pid, process in proc.read_process_table().items()
+                if pid == process.session and pid not in supervisor_pids
+                if process.parent in (os.getpid(), self._supervisor.pid) and process.start_s >= self._supervisor_start_s
+            ]
             self._command = min(candidates, key=lambda process: process.start_s, default=None)
         if self._command is None:
             return run_info
         return replace(run_info, command_pid=self._command.pid, command_started=self._command.start_s)
 
-    def _ended_child(self) -> proc.ProcessEntry | None:
-        """Return the ended command if it is a child of this process, else None. An ended process has no environment."""
-        dead_children = (
-            process
-            for process in proc.read_process_table().values()
-            if process.parent == os.getpid() and process.is_dead
-        )
-        session_leaders = (process for process in dead_children if process.session == process.pid)
-        supervisor_pids = (self._supervisor.pid, self._takeover.pid)
-        candidates = (process for process in session_leaders if process.pid not in supervisor_pids)
-        return min(candidates, key=lambda process: process.start_s, default=None)
-
-    def _record_exit(self, exit_info: ExitInfo) -> None:
-        # A new supervisor may have recorded the end meanwhile. Otherwise, the rest of the rings was not read.
-        recorded = load_exit(self._directory)
-        self.outcome = replace(exit_info, drained=recorded is not None and recorded.drained)
-        if recorded is None or recorded.status is None:
-            with contextlib.suppress(OSError):
-                write_info(self._directory, self.outcome)
-
-    def _reap_orphans(self) -> None:
-        """Reap the processes that the command left behind, and the command itself after its end was recorded.
+    def _reap_orphans(self, command_pid: int | None) -> None:
+        """Reap the processes that the command left behind. `command_pid`: the command, while its end is not recorded.
 
         Does not reap this process's own children, which are in its session.
         """
-        has_supervisor = self._supervisor.poll() is None
-        command_pid, own_session = (self.info if has_supervisor else self._with_command()).command_pid, os.getsid(0)
-        while command_pid is not None:
+        while True:
             try:
                 child = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except ChildProcessError:
                 return
-            if child is None or child.si_pid in (self._supervisor.pid, self._takeover.pid):
-                return  # Popen reaps these
-            if child.si_pid == command_pid and self.outcome is None and load_exit(self._directory) is None:
+            # Popen reaps the supervisors.
+            if child is None or child.si_pid in (self._supervisor.pid, self._takeover.pid, command_pid):
                 return
             process = proc.read_process(child.si_pid)
-            if process is None or process.session == own_session:
+            if process is None or process.session == os.getsid(0):
                 return
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(child.si_pid, os.WNOHANG)

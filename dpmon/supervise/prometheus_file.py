@@ -142,7 +142,7 @@ def _format_number(value: float) -> str:
 
 
 class PrometheusFile:
-    """The metrics file of a run, written from its store. `poll` must be called a few times per second."""
+    """The metrics file of a run, written from its store by a thread, because 1,000 ranks take seconds."""
 
     def __init__(self, path: Path, directory: Path, warn: Callable[[str], None]) -> None:
         """`warn`: called with the text of a warning, on another thread."""
@@ -151,61 +151,44 @@ class PrometheusFile:
         self._run_info = load_info(directory)
         self._run_labels = {"run": short_name(self._run_info)}
         self._ranks_by_process: Mapping[int, int | None] = {}
-        """Rank by process."""
         self._nodes_by_process: Mapping[int, str] = {}
         """Name of the node by process; empty if the run has only one node."""
         self._warn = warn
-        self._is_failing = self._has_stopped = False
-        self._due_s = 0.0
-        self._thread: threading.Thread | None = None
+        self._has_warned = False
+        self._should_stop = threading.Event()
+        self._thread = threading.Thread(target=self._write_until_stop, name="dpmon metrics", daemon=True)
         self._last_store_text = ""
         """The metrics from the store when the history was last readable."""
         self._highest_values: dict[tuple[str, ...], float] = {}
 
-    def poll(self, now_s: float) -> None:
-        """If the file is due, write it on a thread, because 1,000 ranks take seconds. Never raises.
+    def start(self) -> None:
+        """Start to write the file again and again."""
+        self._thread.start()
 
-        `now_s`: the time (monotonic s).
-        """
-        is_writing = self._thread is not None and self._thread.is_alive()
-        if not self._has_stopped and now_s >= self._due_s and not is_writing:
-            thread = threading.Thread(target=self._write_and_plan, args=(now_s,), name="dpmon metrics", daemon=True)
-            with contextlib.suppress(RuntimeError):  # too many threads: the next call tries again
-                thread.start()
-                self._thread = thread
+    def stop(self) -> None:
+        """Stop. If the file is being written now, wait until it is complete."""
+        self._should_stop.set()
+        self._thread.join()
 
-    def _write_and_plan(self, scheduled_s: float) -> None:
-        start_s = time.monotonic()
-        try:
-            self._write(None)
-        except Exception as error:  # noqa: BLE001 - the run is recorded without metrics
-            self._has_stopped = True
-            self._warn(f"no more metrics: {type(error).__name__}: {error}")
-        self._due_s = scheduled_s + max(MIN_WRITE_INTERVAL_S, (time.monotonic() - start_s) / _MAX_TIME_SHARE)
+    def _write_until_stop(self) -> None:
+        interval_s = 0.0
+        while not self._should_stop.wait(interval_s):
+            start_s = time.monotonic()
+            self.write()
+            interval_s = max(MIN_WRITE_INTERVAL_S, (time.monotonic() - start_s) / _MAX_TIME_SHARE)
 
-    def wait(self) -> None:
-        """Wait until the file is complete, if it is being written now."""
-        if self._thread is not None:
-            self._thread.join()
-
-    def write_final(self, exit_info: ExitInfo) -> None:
-        """Write the file for the last time, after the run has ended. Never raises."""
-        self.wait()
-        with contextlib.suppress(Exception):  # the thread has already reported the error
-            self._write(exit_info)
-
-    def _write(self, exit_info: ExitInfo | None) -> None:
+    def write(self, exit_info: ExitInfo | None = None) -> None:
+        """Write the file. Never raises: the first failure is a warning. `exit_info`: how the run ended."""
         try:
             # All users may read it. "?" replaces invalid text, because a backslash is special in this format.
             text = self.build_text(exit_info).encode("utf-8", "replace").decode("utf-8")
             with replace_file(self._path, 0o644) as file:
                 file.write(text)
-        except OSError as error:
-            if not self._is_failing:
-                self._is_failing = True
-                self._warn(f"the metrics file {self._path} cannot be written: {error.strerror or error}")
-            return
-        self._is_failing = False
+        except Exception as error:  # noqa: BLE001 - the run is recorded without metrics
+            if not self._has_warned:
+                self._has_warned = True
+                reason = error.strerror if isinstance(error, OSError) else None
+                self._warn(f"the metrics file {self._path} cannot be written: {reason or error}")
 
     def build_text(self, exit_info: ExitInfo | None) -> str:
         """Return the text of the file. `exit_info`: how the run ended; None while it is live."""
@@ -284,11 +267,7 @@ class PrometheusFile:
                 labels = {**self._process_labels(process), "place": losses.place}
                 for newest in store.newest_losses(process, definition, 1):
                     _add_gauges(metrics, "loss", labels, {"loss": newest.loss})
-        wrappers: dict[tuple[int, int], Mapping[str, object]] = {}
-        for event in store.events("ddp"):
-            process_member, wrapper_member = event.data.get("process"), event.data.get("wrapper")
-            if type(process_member) is int and type(wrapper_member) is int:
-                wrappers[process_member, wrapper_member] = event.data
+        wrappers = {(event.data["process"], event.data["wrapper"]): event.data for event in store.events("ddp")}
         for process, wrapper in sorted(wrappers)[:MAX_PROCESSES]:
             labels = {**self._process_labels(process), "wrapper": str(wrapper)}
             _add_gauges(metrics, "ddp", labels, wrappers[process, wrapper])

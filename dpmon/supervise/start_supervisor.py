@@ -7,6 +7,7 @@ that does nothing makes the kernel keep the statuses. For the command, the signa
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -15,9 +16,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import dpmon
-from dpmon.run.lifecycle import EVENTS_FILE, is_command_alive, needs_supervisor, take_lock
+from dpmon.run.lifecycle import EVENTS_FILE, is_command_alive, is_locked, needs_supervisor, take_lock, wait_until
 from dpmon.run.run_directory import RunError, RunInfo, load_exit, load_info
 from dpmon.run.run_signals import SUPERVISES
 from dpmon.run.safe_files import open_file
@@ -58,16 +60,10 @@ def start_supervisor(directory: Path, *, stdin: bool, secrets: Mapping[str, str]
     Raises OSError if the supervisor cannot be started.
     """
     # Take the lock before the process exists, so that the run never seems to have lost its supervisor.
-    lock_fd = take_lock(directory)
-    try:
-        if lock_fd is not None and lock_fd >= 0:
-            os.set_inheritable(lock_fd, True)
-        # The supervisor passes dpmon's own signal settings on to the command.
-        lock_text = "" if lock_fd is None else str(lock_fd)
-        return _start(directory, lock_text, stdin=stdin, preexec=sigchld_restorer(), variables=secrets)
-    finally:
-        if lock_fd is not None and lock_fd >= 0:
-            os.close(lock_fd)
+    if (lock_fd := take_lock(directory)) is None:
+        raise BlockingIOError(errno.EBUSY, f"another process uses {directory}")
+    # The supervisor passes dpmon's own signal settings on to the command.
+    return _start_with_lock(directory, lock_fd, stdin=stdin, preexec=sigchld_restorer(), variables=secrets)
 
 
 class NotifierLauncher:
@@ -83,10 +79,7 @@ class NotifierLauncher:
 
     def is_running(self) -> bool:
         """Return whether the notifier is running, possibly started by an earlier supervisor."""
-        lock_fd = take_lock(self._directory, EVENTS_FILE)
-        if lock_fd is not None and lock_fd >= 0:
-            os.close(lock_fd)
-        return lock_fd is None
+        return is_locked(self._directory, EVENTS_FILE)
 
     def poll(self, now: float) -> None:
         """Start the notifier unless one is already running. If it keeps dying, wait twice as long before each start."""
@@ -95,20 +88,13 @@ class NotifierLauncher:
         self._check_at = now + self._wait_s
         if self._process is not None:
             self._process.poll()  # reaps it, if it has ended
-        lock_fd = take_lock(self._directory, EVENTS_FILE)
-        if lock_fd is None:
+        if (lock_fd := take_lock(self._directory, EVENTS_FILE)) is None:
             return
         self._wait_s = min(2 * self._wait_s, MAX_NOTIFIER_WAIT_S)
         try:
-            if lock_fd < 0:
-                raise OSError(f"{EVENTS_FILE} cannot be written and locked")
-            os.set_inheritable(lock_fd, True)
-            self._process = _start(self._directory, str(lock_fd), module=_NOTIFIER)
+            self._process = _start_with_lock(self._directory, lock_fd, module=_NOTIFIER)
         except OSError as error:
             self._warn(f"the event command cannot run now: {error.strerror or error}")
-        finally:
-            if lock_fd >= 0:
-                os.close(lock_fd)
 
 
 def lost_settings(run_info: RunInfo, *, has_event_command: bool, has_metrics: bool) -> list[str]:
@@ -167,12 +153,6 @@ class SupervisorTakeover:
                 self._process = _start(self._directory, TAKE_OVER, module=module, variables=variables)
                 _started.append(self._process)
 
-    def wait_for_end(self) -> None:
-        """Wait until the started supervisor has read the rest of the rings of an ended run, at most MAX_FINISH_S."""
-        if self._process is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(MAX_FINISH_S)
-
 
 def ensure_supervisor(directory: Path, node_commands: Sequence[Sequence[str]] = ()) -> SupervisorTakeover:
     """Start a supervisor if the run has none. If the run has ended, wait until its record is complete.
@@ -183,7 +163,7 @@ def ensure_supervisor(directory: Path, node_commands: Sequence[Sequence[str]] = 
     takeover.start_if_needed()
     run_info = load_info(directory)
     if not run_info.nodes and not is_command_alive(run_info):
-        takeover.wait_for_end()
+        wait_until(lambda: not takeover.is_running, MAX_FINISH_S)
     return takeover
 
 
@@ -210,12 +190,13 @@ def sigchld_restorer() -> Callable[[], object] | None:
     return partial(signal.signal, signal.SIGCHLD, signal.SIG_IGN) if _was_ignored else None
 
 
-def _is_current_directory(path: str) -> bool:
-    """Return whether a path is the current directory, which may have been deleted."""
+def _start_with_lock(directory: Path, lock_fd: int, **options: Any) -> subprocess.Popen[bytes]:
+    """Start a process that gets the only descriptor of a lock; its argument is the descriptor's number."""
     try:
-        return os.path.samefile(path, os.curdir)
-    except OSError:
-        return not os.path.isabs(path)
+        os.set_inheritable(lock_fd, True)
+        return _start(directory, str(lock_fd), **options)
+    finally:
+        os.close(lock_fd)
 
 
 def _start(
@@ -236,7 +217,7 @@ def _start(
     # Inside another run, it must not look like a process of that run: `dpmon stop` would end it.
     environment.pop("DPMON_RUN", None)
     dpmon_parent = str(Path(dpmon.__file__).resolve().parent.parent)
-    import_paths = [path for path in sys.path if path and not _is_current_directory(path)]
+    import_paths = [path for path in sys.path if os.path.isabs(path) and os.path.realpath(path) != cwd]
     # -B is the user's setting, which -I would ignore.
     options = ["-I", "-B", "-c"] if sys.dont_write_bytecode else ["-I", "-c"]
     try:

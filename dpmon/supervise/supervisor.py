@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING
 
 from dpmon.config import ConfigError, load_settings
 from dpmon.run import proc
-from dpmon.run.failure_cause import OomKillCounter, find_first_failure
-from dpmon.run.lifecycle import YOUNG_S, build_exit_info, build_unknown_exit, needs_supervisor, take_lock
+from dpmon.run.failure_cause import count_oom_kills, find_first_failure
+from dpmon.run.lifecycle import YOUNG_S, build_exit_info, build_unknown_exit, needs_supervisor, take_lock, wait_until
 from dpmon.run.proc import open_pidfd
-from dpmon.run.process_notes import WarningsLog
-from dpmon.run.run_directory import ExitInfo, load_exit, load_info, output_paths, write_info
+from dpmon.run.process_notes import NoteReader
+from dpmon.run.run_directory import ExitInfo, RunInfo, load_exit, load_info, output_paths, write_info
 from dpmon.run.run_registry import file_system
 from dpmon.run.safe_files import open_file
 from dpmon.run.stdin_terminal import INPUT_FIFO, InputTerminal, InputWaitWatcher
@@ -52,6 +52,8 @@ if TYPE_CHECKING:
 
 
 SHUTDOWN_GRACE_S = 2.0
+MAX_LOCK_WAIT_S = 10.0
+"""How long to wait for the run's lock, which the first reader of an ended run holds while it completes the history."""
 SPARE_FILE, SPARE_BYTES = "spare", 1 << 16
 MAX_MEMORY_HISTORY_BYTES = 32 << 20
 """Size limit of a history on a file system in memory that dpmon, not the user, has chosen."""
@@ -78,8 +80,11 @@ class Supervisor:
         self._run_info = load_info(directory)
         self._terminal: InputTerminal | None = None
         self._leave_at: float | None = None
-        self._oom_counter = OomKillCounter()
-        self._warnings = WarningsLog(directory)
+        self._oom_kills_before = count_oom_kills()
+        self._warning_notes = NoteReader(directory / "warnings.log")
+        """Warnings of training processes that have no ring, or had none yet."""
+        self._recorded_warnings: set[str] = set()
+        """Texts that an earlier supervisor has already recorded."""
         # The command for events and the metrics file come from the user's own settings, which include the options of
         # the command line (dpmon.cli.launch), and never from the directory, which may come from another person.
         metrics_file = os.environ.get("DPMON_METRICS")
@@ -89,14 +94,11 @@ class Supervisor:
             command = load_settings(os.environ).on_event
             self._has_event_command = command is not None and shutil.which(command[0]) is not None
 
-    def run(self, lock_fd: int | None) -> None:
-        """Start the command and supervise it until its end. `lock_fd`: holds the run's lock; None to take it here."""
+    def run(self, lock_fd: int) -> None:
+        """Start the command and supervise it until its end. `lock_fd`: holds the run's lock."""
         inherited_fds = _inherited_descriptors()
-        if lock_fd is None:
-            take_lock(self._directory)
-        else:  # the command must not inherit it
-            os.set_inheritable(lock_fd, False)
-            inherited_fds.remove(lock_fd)
+        inherited_fds.remove(lock_fd)
+        os.set_inheritable(lock_fd, False)  # the command must not inherit it
         self._handle_signals()
         try:
             if self._run_info.options.get("stdin") != "inherit":
@@ -111,7 +113,7 @@ class Supervisor:
         except OSError as error:
             text = f"{self._run_info.command[0]} cannot be started: {error.strerror or error}"
             _log(text)
-            self._record_exit(build_exit_info(self._run_info, 2, "supervisor", text))
+            self._write(build_exit_info(self._run_info, 2, "supervisor", text))
             return
         self._detach(inherited_fds)
         start_s = proc.start_time_s(pid)
@@ -119,11 +121,13 @@ class Supervisor:
         self._supervise_command(WatchedCommand(self._directory, self._run_info, pid, start_s))
 
     def take_over(self) -> None:
-        """Supervise a run whose supervisor was killed, until its end. Return at once if another supervisor does it."""
-        if take_lock(self._directory) is None:
+        """Supervise a run whose supervisor was killed, until its end. Return if another supervisor does it.
+
+        A reader that adds the contents of the rings to the history has the lock meanwhile, so wait for it.
+        """
+        if not wait_until(lambda: take_lock(self._directory) is not None or not self._is_needed(), MAX_LOCK_WAIT_S):
             return
-        self._run_info = load_info(self._directory)
-        if not needs_supervisor(self._directory, self._run_info, load_exit(self._directory)):
+        if not self._is_needed():
             return
         self._handle_signals()
         self._detach([])
@@ -141,26 +145,29 @@ class Supervisor:
         if pid is None:
             reason = "the supervisor was killed before it recorded what it started"
             last_ns = last_sign_of_life_ns(self._directory, self._run_info)
-            self._record_exit(build_unknown_exit(self._run_info, "supervisor", reason, last_ns))
+            self._write(build_unknown_exit(self._run_info, "supervisor", reason, last_ns))
         else:
             self._supervise_command(WatchedCommand(self._directory, self._run_info, pid, start_s), is_takeover=True)
+
+    def _is_needed(self) -> bool:
+        self._run_info = load_info(self._directory)
+        return needs_supervisor(self._directory, self._run_info, load_exit(self._directory))
 
     # ------------------------------------------------------------------------------------------ start
 
     def _handle_signals(self) -> None:
         keep_child_statuses()
+
+        def leave_soon(signal_number: int, _: object) -> None:
+            # At a shutdown, all processes get a signal at once. Wait a moment to record the command's end too.
+            if self._leave_at is None and signal_number != signal.SIGHUP:
+                self._leave_at = time.monotonic() + SHUTDOWN_GRACE_S
+
         # Handlers instead of SIG_IGN, because the command would inherit an ignored signal. Signals that were already
         # ignored when dpmon was started (nohup) stay ignored, as they would without dpmon.
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-            signal.signal(signal.SIGHUP, lambda *_: None)
-        for signal_number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT):
+        for signal_number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT, signal.SIGQUIT):
             if signal.getsignal(signal_number) != signal.SIG_IGN:
-                signal.signal(signal_number, self._handle_leave_signal)
-
-    def _handle_leave_signal(self, *_: object) -> None:
-        # At a shutdown, all processes get a signal at once. Wait a moment to record the command's end too.
-        if self._leave_at is None:
-            self._leave_at = time.monotonic() + SHUTDOWN_GRACE_S
+                signal.signal(signal_number, leave_soon)
 
     def _detach(self, inherited_fds: list[int]) -> None:
         """Detach from the caller, and close the descriptors that only the command needs.
@@ -186,10 +193,14 @@ class Supervisor:
             command_pid=pid,
             command_started=start_s,
         )
+        self._write(self._run_info)
+
+    def _write(self, content: RunInfo | ExitInfo) -> None:
+        """Write run.json or exit.json; on a full disk, the run continues without it."""
         try:
-            write_info(self._directory, self._run_info)
+            write_info(self._directory, content)
         except OSError as error:
-            _log(f"run.json cannot be written: {error}")
+            _log(f"run.json or exit.json cannot be written: {error}")
 
     # ------------------------------------------------------------------------------------------ watch
 
@@ -215,10 +226,14 @@ class Supervisor:
             place_warning = self._run_info.options.get("elsewhere")
             if isinstance(place_warning, str):
                 drain.warn(place_warning)
-        poller = self._poller(command.pid)
+        poller = select.poll()  # the command's end or typed input wakes it
+        if (pidfd := open_pidfd(command.pid)) is not None:  # without a pidfd, the end is detected a little later
+            poller.register(pidfd, select.POLLIN)
         input_waits = InputWaitWatcher(self._directory, command.pid, lambda *wait: self._record_wait(drain, *wait))
         exit_watcher = ProcessExitWatcher(self._directory, command.pid, poller)
         stall_watch = StallWatch(self._directory, self._run_info, drain, is_takeover=is_takeover)
+        if metrics is not None:
+            metrics.start()
         drain.on_memory_event = sampler.add_torch_memory
         has_ended, check_at, search_at = False, 0.0, 0.0
         reasons_by_pid: dict[int, str] = {}
@@ -227,8 +242,9 @@ class Supervisor:
             if now >= check_at:
                 check_at = now + CHECK_INTERVAL_S
                 has_ended = command.has_ended()
-                for text in self._warnings.read_new():
-                    drain.warn(text)
+                for note in self._warning_notes.read_new():
+                    if note.text not in self._recorded_warnings:
+                        drain.warn(note.text)
                 output_space.poll()
                 notifier.poll(now)
                 exit_watcher.watch_new_processes()
@@ -238,8 +254,6 @@ class Supervisor:
             has_more = drain.poll(now)
             input_waits.poll(now, exit_watcher.watched_pids())
             stall_watch.poll()
-            if metrics is not None:
-                metrics.poll(now)
             if has_ended:
                 break
             if self._terminal is not None:
@@ -259,7 +273,7 @@ class Supervisor:
         else:
             drain.flush()
             if metrics is not None:
-                metrics.wait()
+                metrics.stop()
             drain.close()
             sampler.stop()
 
@@ -281,10 +295,10 @@ class Supervisor:
     ) -> None:
         """Read the rings from the killed supervisor's position on, and warn of the time without device samples."""
         drain.flush()
-        self._warnings.already_recorded.update(drain.warnings_kept())
+        self._recorded_warnings = set(drain.warnings_kept())
         has_metrics = self._metrics_file is not None
         for text in lost_settings(self._run_info, has_event_command=has_event_command, has_metrics=has_metrics):
-            if text not in self._warnings.already_recorded:
+            if text not in self._recorded_warnings:
                 drain.warn(text)
         last_ns = drain.last_sample_ns()
         command.last_ns = max(command.last_ns, self._run_info.start_ns + drain.newest_ns())
@@ -297,14 +311,6 @@ class Supervisor:
             " and the step that was open may be missing"
         )
         sampler.start()
-
-    def _poller(self, pid: int) -> select.poll:
-        """Return a poller for the wait between two reads of the rings. The command's end or typed input wakes it."""
-        poller = select.poll()
-        fd = open_pidfd(pid)
-        if fd is not None:  # without a pidfd, the end is detected a little later
-            poller.register(fd, select.POLLIN)
-        return poller
 
     def _metrics(self, warn: Callable[[str], None]) -> PrometheusFile | None:
         """Return the writer of the metrics file; None if the user has set no file."""
@@ -321,7 +327,7 @@ class Supervisor:
             exit_info = replace(exit_info, cause=self._find_exit_cause(exit_info))
         with contextlib.suppress(OSError):
             (self._directory / SPARE_FILE).unlink()
-        self._record_exit(replace(exit_info, drained=False))
+        self._write(replace(exit_info, drained=False))
         return exit_info
 
     def _finish(
@@ -334,11 +340,11 @@ class Supervisor:
             drain.emit("exit", data)
         drain.flush()
         if metrics is not None:
-            metrics.wait()  # the journal is deleted only if no other connection is open
+            metrics.stop()  # the journal is deleted only if no other connection is open
         drain.close()
-        self._record_exit(replace(exit_info, drained=drain.failure is None))
+        self._write(replace(exit_info, drained=drain.failure is None))
         if metrics is not None:
-            metrics.write_final(exit_info)
+            metrics.write(exit_info)
         sampler.stop()
         # After the run has ended, this cannot delay it.
         from dpmon.run.retention import load_limits, prune_runs
@@ -346,18 +352,14 @@ class Supervisor:
         for directory in prune_runs(load_limits(os.environ), self._directory):
             _log(f"deleted {directory.name}: too old, or too large")
 
-    def _record_exit(self, exit_info: ExitInfo) -> None:
-        try:
-            write_info(self._directory, exit_info)
-        except OSError as error:
-            _log(f"exit.json cannot be written: {error}")
-
     def _find_exit_cause(self, exit_info: ExitInfo) -> str | None:
         """Return the cause of the command's end; None if unknown. Never raises, because the status must not be lost."""
         try:
-            cause = self._oom_counter.cause(exit_info.signal)
-            if cause or not exit_info.status or exit_info.signal is not None:
-                return cause
+            killed = count_oom_kills() - self._oom_kills_before
+            if exit_info.signal == "SIGKILL" and killed > 0:
+                return f"out of memory: the kernel killed {killed} of this machine's processes during the run"
+            if not exit_info.status or exit_info.signal is not None:
+                return None
             failure = find_first_failure(self._directory, self._run_info, exit_info.status)
             return None if failure is None else failure.sentence(self._run_info.cwd)
         except Exception:  # noqa: BLE001 - the status is recorded in any case
@@ -373,13 +375,13 @@ def _inherited_descriptors() -> list[int]:
 
 
 def main(directory: str, argument: str) -> None:
-    """Supervise the run in `directory`. `argument`: TAKE_OVER, the descriptor with the run's lock, or "" for none."""
+    """Supervise the run in `directory`. `argument`: TAKE_OVER, or the descriptor with the run's lock."""
     try:
         supervisor = Supervisor(Path(directory))
         if argument == TAKE_OVER:
             supervisor.take_over()
         else:
-            supervisor.run(int(argument) if argument.isdecimal() else None)
+            supervisor.run(int(argument))
     except Exception:  # noqa: BLE001 - the training continues
         _log(traceback.format_exc())
         os._exit(1)  # do not wait for threads

@@ -12,8 +12,12 @@ from pathlib import Path
 import pytest
 
 from dpmon.run import proc
-from dpmon.run.failure_cause import OomKillCounter
+from dpmon.run.failure_cause import count_oom_kills
+from dpmon.run.lifecycle import build_exit_info
 from dpmon.run.run_reader import RunReader
+from dpmon.run.run_registry import create_run
+from dpmon.supervise.supervisor import Supervisor
+from support.history_builders import make_run_info
 from support.run_harness import Dpmon, report_measured, wait_for
 
 pytestmark = pytest.mark.slow
@@ -109,13 +113,20 @@ def test_promise_7_out_of_memory(dpmon: Dpmon, small_memory: Path) -> None:
 def test_out_of_memory_kills_are_counted_from_the_start_of_the_run(tmp_path: Path) -> None:
     vmstat = tmp_path / "vmstat"
     vmstat.write_text("nr_free_pages 5\noom_kill 3\n")
-    watch = OomKillCounter(vmstat)
-    assert watch.cause("SIGKILL") is None
-    vmstat.write_text("nr_free_pages 5\noom_kill 5\n")
-    assert watch.cause("SIGTERM") is None
-    assert watch.cause("SIGKILL") == "out of memory: the kernel killed 2 of this machine's processes during the run"
+    assert count_oom_kills(vmstat) == 3
     vmstat.unlink()
-    assert watch.cause("SIGKILL") is None
+    assert count_oom_kills(vmstat) == 0
+
+
+def test_a_kill_for_lack_of_memory_is_the_cause(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kills = iter((3, 5))
+    monkeypatch.setattr("dpmon.supervise.supervisor.count_oom_kills", lambda: next(kills, 5))
+    run_info = make_run_info()
+    directory, _ = create_run(run_info)
+    supervisor = Supervisor(directory)
+    cause = "out of memory: the kernel killed 2 of this machine's processes during the run"
+    assert supervisor._find_exit_cause(build_exit_info(run_info, -9, "supervisor")) == cause
+    assert supervisor._find_exit_cause(build_exit_info(run_info, -15, "supervisor")) is None
 
 
 def test_a_hang_in_the_first_batch_is_not_taken_for_the_end(dpmon: Dpmon) -> None:

@@ -53,7 +53,6 @@ def test_the_places_in_dpmon_that_can_change_a_files_length() -> None:
         ("supervise/supervisor.py", "posix_fallocate"),  # the spare file
         ("stalls/why_reply.py", "O_TRUNC"),  # the request to say why, an empty file
         ("notify/notifier.py", "ftruncate"),  # an unfinished line of the told events
-        ("mirror/mirror_run.py", "truncate"),  # a copy of the output of several machines; only the mirror writes it
         ("cli/doctor/local_checks.py", "posix_fallocate"),  # a temporary file
         ("cli/doctor/self_test.py", "script.write_text"),  # in a temporary directory
     }

@@ -37,7 +37,7 @@ def after(number):
                     time.sleep(0.05)
 def room():
     log = os.fstat(1)
-    return log.st_blocks * 512 - log.st_size
+    return log.st_blocks * 512 - (log.st_size - os.lseek(1, 0, os.SEEK_DATA))
 print("began", flush=True)
 pathlib.Path("began").touch()
 write_run(6000, 3000, 2, after)

@@ -148,7 +148,6 @@ def of(rank: int, message: str = "") -> str:
         (("7 9 CalledProcessError {}",), "CalledProcessError"),
         (("7 9 ChildFailedError {}", "8 3 KeyboardInterrupt {}"), "ChildFailedError"),
         (("nonsense", "8 x Error", "8 5 Error [", "8 5", ""), "Error"),
-        (('7 1 Error {"frames": 3}',), "Error"),
         (('7 1 Error {"frames": [["f", "a.py", "x"]]}',), "Error"),
     ],
 )  # fmt: skip
@@ -242,7 +241,7 @@ def test_the_last_attempt_of_a_restarting_launcher_counts(tmp_path: Path) -> Non
     [
         (("8 5 -6", "9 7 -15"), None, "rank 1 was ended by SIGABRT"),
         (("8 5 3",), None, "rank 1 exited with status 3"),
-        (("7 5 -6", "10 5 -6", "8 5 nonsense", "8 5 -1000"), None, "ChildFailedError"),
+        (("7 5 -6", "10 5 -6"), None, "ChildFailedError"),
         (("8 5 -6", "9 8 1"), 6, "rank 1 was ended by SIGABRT; rank 0: OSError: reset (train.py:3)"),
         # The supervisor is a little late, but it sees the two ends in their order.
         (("8 5 -6", "9 8 1"), 4, "rank 1 was ended by SIGABRT; rank 0: OSError: reset (train.py:3)"),

@@ -183,8 +183,7 @@ def test_json_lines_have_the_communication(state: Path) -> None:
 def test_metrics_have_the_communication(state: Path, tmp_path: Path) -> None:
     target = tmp_path / "it.prom"
     metrics = PrometheusFile(target, a_run(None), print)
-    metrics.poll(100.0)
-    metrics.wait()
+    metrics.write()
     found = {
         (sample.name, sample.labels.get("process")): sample.value
         for family in text_string_to_metric_families(target.read_text("utf-8"))

@@ -13,7 +13,7 @@ from dpmon.cli.main import main
 from dpmon.cli.status_stream import NonBlockingLineFile
 from dpmon.run.output_target import check_replaceable, is_stream
 from dpmon.run.run_directory import ExitInfo, RunError, load_exit
-from dpmon.supervise.prometheus_file import MIN_WRITE_INTERVAL_S, PrometheusFile
+from dpmon.supervise.prometheus_file import PrometheusFile
 from dpmon.supervise.supervisor import Supervisor
 from support.history_builders import write_run_directory
 from support.hostile_inputs import FILE_TYPES, create_file_of_type, file_identity
@@ -130,18 +130,15 @@ def test_a_path_that_is_no_longer_the_metrics_file_stays(directory: Path, tmp_pa
     target = tmp_path / "it.prom"
     told: list[str] = []
     metrics = PrometheusFile(target, directory, told.append)
-    metrics.poll(100.0)
-    metrics.wait()
+    metrics.write()
     assert target.read_text().startswith("# HELP")
     create_file_of_type(kind, target)
     before = file_identity(target)
-    metrics.poll(100.0 + MIN_WRITE_INTERVAL_S)
-    metrics.wait()
-    metrics.poll(100.0 + 2 * MIN_WRITE_INTERVAL_S)
-    metrics.wait()
+    metrics.write()
+    metrics.write()
     how = load_exit(directory)
     assert how is not None
-    metrics.write_final(how)
+    metrics.write(how)
     assert file_identity(target) == before
     (text,) = told
     assert f"cannot be written: it is {kind.replace('block ', '')}" in text
@@ -190,11 +187,10 @@ def test_the_end_of_a_run_is_written_after_a_restart_of_the_machine(
     target = tmp_path / "it.prom"
     directory = write_run_directory({}, status=None, boot_id="another", options={"metrics": str(target)})
     before = PrometheusFile(target, directory, print)
-    before.poll(100.0)
-    before.wait()
+    before.write()
     monkeypatch.setenv("DPMON_METRICS", str(target))
     metrics = Supervisor(directory)._metrics(print)
     assert metrics is not None
-    metrics.write_final(ExitInfo(None, None, 1.7e9, 5, 5.0, "supervisor"))
+    metrics.write(ExitInfo(None, None, 1.7e9, 5, 5.0, "supervisor"))
     (line,) = [line for line in target.read_text().splitlines() if line.startswith("dpmon_run_running{")]
     assert line.endswith(" 0")

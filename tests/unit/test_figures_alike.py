@@ -181,9 +181,8 @@ def in_metrics(directory: Path) -> Shown:
     how = load_exit(directory)
     assert how is not None
     metrics = PrometheusFile(directory / "run.prom", directory, print)
-    metrics.poll(0.0)
-    metrics.wait()
-    metrics.write_final(how)
+    metrics.write()
+    metrics.write(how)
     names = {
         "step_quantile_seconds": "",
         "phase_quantile_seconds": "",

@@ -21,7 +21,7 @@ from support.run_harness import LONG, Dpmon, wait_for
 NAMES = (
     *("run.json", "exit.json", "history.sqlite", "history.sqlite-journal", "history.sqlite-wal", "history.sqlite-shm"),
     *("stdout.log", "stderr.log", "output.log", "keep", "endings.log", "warnings.log", "stages.log", "stop-asked"),
-    *("spare", "output.deleted", "supervisor.log", "supervisor.lock", "process-0.ring", "process-7.ring", "input.fifo"),
+    *("spare", "supervisor.log", "supervisor.lock", "process-0.ring", "process-7.ring", "input.fifo"),
     *("process-0.jsonl", "process-1.ring", "process-1.jsonl", "process-7.jsonl", "waits-for-input"),
 )
 COMMANDS: tuple[list[str], ...] = (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sqlite3
 import stat
-import threading
 import time
 from contextlib import closing
 from dataclasses import replace
@@ -24,12 +23,13 @@ from dpmon.sanitize import strip_control_chars
 from dpmon.store.ring_drain import RingDrain
 from dpmon.store.step_stats import StatsWindow
 from dpmon.store.store_opening import open_store
-from dpmon.supervise.prometheus_file import BUCKET_BOUNDS_S, MIN_WRITE_INTERVAL_S, PrometheusFile, metrics_path
+from dpmon.supervise.prometheus_file import BUCKET_BOUNDS_S, PrometheusFile, metrics_path
 from dpmon.supervise.supervisor import Supervisor
 from support.history_builders import make_run_info, write_run_directory
 from support.rank_builders import ManyNodes
 from support.record_builders import SECOND, Training, device_event, host_event, records_of_rows, step_row
 from support.ring_writers import RowRing, use_row_rings
+from support.run_harness import wait_for
 from support.screen_states import exit_info_of
 
 HOSTILE = 'a "quoted" \\ back\nslash\x1b[31m\x00 ü'
@@ -54,10 +54,9 @@ def written(
 ) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     warnings: list[str] = []
     metrics = PrometheusFile(target, directory, warnings.append)
-    metrics.poll(100.0)
-    metrics.wait()
+    metrics.write()
     if how is not None:
-        metrics.write_final(how)
+        metrics.write(how)
     assert warnings == []
     return samples(target)
 
@@ -204,8 +203,7 @@ def test_a_late_wait_for_input_makes_no_counter_decrease(
         if number == 2:
             drain.emit("input", {"pid": 4242, "t_s": training.now / SECOND - 1.5, "waited_s": 1.0})
         drain.flush()
-        metrics.poll(number * 100.0)
-        metrics.wait()
+        metrics.write()
         found = samples(tmp_path / "it.prom")
         counters = {
             key: value for key, value in found.items() if key[0].endswith(("_total", "_bucket", "_sum", "_count"))
@@ -257,14 +255,9 @@ def test_the_file_is_replaced_and_may_be_read(state: Path, tmp_path: Path) -> No
     umask = os.umask(0o077)
     try:
         metrics = PrometheusFile(target, directory, print)
-        metrics.poll(0.0)
-        metrics.wait()
+        metrics.write()
         first = target.stat()
-        metrics.poll(MIN_WRITE_INTERVAL_S - 0.1)
-        metrics.wait()
-        assert target.stat().st_ino == first.st_ino, "not yet due"
-        metrics.poll(3600.0)  # a slow write puts off the next one
-        metrics.wait()
+        metrics.write()
     finally:
         os.umask(umask)
     assert target.stat().st_ino != first.st_ino
@@ -272,23 +265,21 @@ def test_the_file_is_replaced_and_may_be_read(state: Path, tmp_path: Path) -> No
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["it.prom"]
 
 
-def test_the_file_is_written_in_a_thread(state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    metrics = PrometheusFile(tmp_path / "it.prom", write_run_directory({0: Training().run(2)}, status=None), print)
-    begun, going = threading.Event(), threading.Event()
-    writes: list[object] = []
-
-    def write(how: object) -> None:
-        writes.append(how)
-        begun.set()
-        going.wait(60)
-
-    monkeypatch.setattr(metrics, "_write", write)
-    metrics.poll(0.0)
-    assert begun.wait(60), "and `tick` has returned"
-    metrics.poll(1000.0)
-    going.set()
-    metrics.write_final(exit_info_of(0))
-    assert writes == [None, exit_info_of(0)], "one at a time"
+def test_the_file_is_written_again_and_again_in_a_thread(
+    state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "it.prom"
+    metrics = PrometheusFile(target, write_run_directory({0: Training().run(2)}, status=None), print)
+    monkeypatch.setattr("dpmon.supervise.prometheus_file.MIN_WRITE_INTERVAL_S", 0.0)
+    monkeypatch.setattr("dpmon.supervise.prometheus_file._MAX_TIME_SHARE", 1e9)
+    metrics.start()
+    for _ in range(2):
+        wait_for(target.exists, what="the file")
+        target.unlink()
+    metrics.stop()
+    target.unlink(missing_ok=True)
+    metrics.write(exit_info_of(0))
+    assert samples(target)["run_running", ()] == 0
 
 
 def test_the_history_is_closed_after_its_last_reader(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,37 +288,19 @@ def test_the_history_is_closed_after_its_last_reader(monkeypatch: pytest.MonkeyP
     seen = Mock()
     Supervisor._finish(Mock(), exit_info_of(0), seen.drain, seen.sampler, seen.metrics)
     names = [name for name, *_ in seen.mock_calls]
-    assert names.index("metrics.wait") < names.index("drain.close") < names.index("metrics.write_final")
-
-
-def test_a_limit_of_threads_only_delays_the_file(state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    metrics = PrometheusFile(tmp_path / "it.prom", write_run_directory({0: Training().run(2)}, status=None), print)
-
-    def start(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as limited:
-        limited.setattr(threading.Thread, "start", start)
-        metrics.poll(0.0)
-    metrics.wait()
-    metrics.poll(0.1)
-    metrics.wait()
-    assert (tmp_path / "it.prom").exists()
+    assert names.index("metrics.stop") < names.index("drain.close") < names.index("metrics.write")
 
 
 def test_a_failure_to_write_is_reported_once(state: Path, tmp_path: Path) -> None:
     directory = write_run_directory({0: Training().run(2)}, status=None)
     said: list[str] = []
     metrics = PrometheusFile(tmp_path / "no" / "it.prom", directory, said.append)
-    metrics.poll(0.0)
-    metrics.wait()
-    metrics.poll(100.0)
-    metrics.wait()
+    metrics.write()
+    metrics.write()
     assert len(said) == 1
     assert "cannot be written" in said[0]
     (tmp_path / "no").mkdir()
-    metrics.poll(200.0)
-    metrics.wait()
+    metrics.write()
     assert samples(tmp_path / "no" / "it.prom")
 
 

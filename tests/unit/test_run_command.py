@@ -89,13 +89,13 @@ def test_a_launcher_is_left_alone(here: Path, torch_in: set[str]) -> None:
 def test_a_run_is_named_after_the_script_that_a_launcher_starts(
     monkeypatch: pytest.MonkeyPatch, words: str, script: str, name: str
 ) -> None:
-    monkeypatch.setattr(command, "_check_command", lambda *_: None)
+    monkeypatch.setattr(command, "_check_program", lambda *_, **__: None)
     found = resolve(words.split(), None, None, {})
     assert (found.argv, found.python, found.script, found.name) == (tuple(words.split()), None, script, name)
 
 
 def test_words_of_a_shell_name_no_script(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "_check_command", lambda *_: None)
+    monkeypatch.setattr(command, "_check_program", lambda *_, **__: None)
     assert resolve(["bash", "-c", "python train.py"], None, None, {}).script == "bash"
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from dpmon.cli import launch
-from dpmon.run import proc
+from dpmon.run import lifecycle, proc
 from dpmon.run.lifecycle import build_exit_info, build_unknown_exit
 from dpmon.run.run_directory import ExitInfo, RunInfo, load_exit, write_info
 from dpmon.run.run_reader import RunReader
@@ -73,13 +73,12 @@ def test_the_command_is_reaped_only_after_its_status_is_recorded(
     guard, directory = run
     command, _ = started(directory, guard.info, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
     seen = []
-    record = SupervisorGuard._record_exit
 
-    def records(self: SupervisorGuard, how: ExitInfo) -> None:
+    def records(place: Path, how: ExitInfo) -> None:
         seen.append(Path(f"/proc/{command.pid}/stat").read_text().rpartition(")")[2].split()[0])
-        record(self, how)
+        write_info(place, how)
 
-    monkeypatch.setattr(SupervisorGuard, "_record_exit", records)
+    monkeypatch.setattr(guards, "write_info", records)
     wait_for(lambda: looked(guard))
     command.returncode = -9  # the guard has reaped it
     assert seen == ["Z"]
@@ -101,15 +100,15 @@ def test_a_status_wins_over_an_unknown_end_and_a_complete_record_over_both(
         if complete
         else build_unknown_exit(info, "supervisor", "nobody knows", 1)
     )
-    ended_child = proc.ended_child_status
+    exit_status = proc.exit_status
 
-    def looks(pid: int) -> int | None:
-        found = ended_child(pid)
+    def looks(pid: int, start_s: float | None) -> int | None:
+        found = exit_status(pid, start_s)
         if found is not None:
             write_info(directory, recorded)
         return found
 
-    monkeypatch.setattr(proc, "ended_child_status", looks)
+    monkeypatch.setattr(proc, "exit_status", looks)
     wait_for(lambda: looked(guard))
     command.returncode = 3  # the guard has reaped it
     for how in (guard.exit_info(), load_exit(directory)):
@@ -135,8 +134,7 @@ def test_a_process_that_an_unrecorded_command_left_behind_is_not_the_command(
     code = "import subprocess, sys; subprocess.Popen(['sleep', '60'], start_new_session=True); sys.exit(3)"
     with subprocess.Popen([sys.executable, "-c", code], start_new_session=True, env=env) as command:
         os.waitid(os.P_PID, command.pid, os.WEXITED | os.WNOWAIT)
-        left = find_command(directory)
-        assert left is not None
+        left = wait_for(lambda: find_command(directory))
         ours = (command.pid, left.pid)  # not the zombies of other tests
         monkeypatch.setattr(
             proc, "read_process_table", lambda: {pid: each for pid, each in every_process().items() if pid in ours}
@@ -181,11 +179,14 @@ def test_an_end_counts_when_the_last_records_are_written_or_nobody_writes_them(
     state: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     info = RunInfo("", "n", ("c",), "s", "/", None, 1e9, 0, "", True)
-    directory, _ = create_run(info)
+    directory, info = create_run(info)
     now = build_exit_info(info, 5, "supervisor", drained=False)
     earlier = replace(now, end_ns=now.end_ns - 2000 * 10**9)
-    monkeypatch.setattr(guards, "STUCK_SUPERVISOR_S", 1000.0)
+    monkeypatch.setattr(lifecycle, "STUCK_SUPERVISOR_S", 1000.0)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as supervisor:
+        started_s = proc.start_time_s(supervisor.pid)
+        info = replace(info, boot_id=proc.boot_id(), supervisor_pid=supervisor.pid, supervisor_started=started_s)
+        write_info(directory, info)
         guard = SupervisorGuard(RunReader(directory), supervisor)
         write_info(directory, now)
         assert guard.exit_info() is None, "the supervisor is writing them"

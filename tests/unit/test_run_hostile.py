@@ -35,11 +35,9 @@ def whole(state: Path) -> Path:
     directory = write_run_directory({0: [*training.begin(), *training.run(120)]}, status=0)
     spans = Spans(str(directory / "process-1.ring"), 1, slots=1 << 9)
     drain = RingDrain(directory, load_info(directory))
-    for part in range(2):
-        for _ in range(10):
-            spans.step()
-        if not part:
-            drain.flush()
+    for _ in range(20):
+        spans.step()
+    drain.flush(command_ended=True)
     drain.close()
     with closing(sqlite3.connect(directory / "history.sqlite", isolation_level=None)) as db:
         db.execute("UPDATE meta SET value = 1 WHERE key = 'pruned'")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,7 @@ from dpmon.cli.status_stream import ProgressReporter
 from dpmon.run.activities import current_startup_stage, read_startup_stages
 from dpmon.run.process_notes import (
     Note,
-    WarningsLog,
-    clean_traceback_line,
+    NoteReader,
     parse_notes,
     read_uncaught_exceptions,
     traceback_line,
@@ -43,7 +41,7 @@ def test_a_line_that_is_no_note_hides_no_other(tmp_path: Path, damage: str) -> N
     assert [(note.pid, note.text) for note in parse_notes(lines.encode())] == [(7, "First {}"), (8, "Second {}")]
     assert [(one.pid, one.kind) for one in read_uncaught_exceptions(tmp_path)] == [(7, "First"), (8, "Second")]
     assert {pid: text for pid, (text, _) in read_startup_stages(tmp_path).items()} == {7: "First {}", 8: "Second {}"}
-    assert WarningsLog(tmp_path).read_new() == ["First {}", "Second {}"]
+    assert [note.text for note in NoteReader(tmp_path / "warnings.log").read_new()] == ["First {}", "Second {}"]
     reader = fake_status_reader(tmp_path)
     reader.startup_stage = lambda: current_startup_stage(read_startup_stages(tmp_path))
     assert ProgressReporter(reader).line() == "starting: Second {}"
@@ -53,16 +51,6 @@ def test_a_note_is_of_three_parts() -> None:
     assert parse_notes(b"7 12 in the script: a b\n\n") == [Note(7, 12, "in the script: a b")]
     assert parse_notes(b"9999999999 9999999999999999999 x\n") == [Note(9999999999, 9999999999999999999, "x")]
     assert parse_notes(b"7 12 x") == parse_notes(b"") == []
-
-
-def test_a_warning_behind_a_line_without_end_is_still_passed_on(tmp_path: Path) -> None:
-    log = WarningsLog(tmp_path)
-    (tmp_path / "warnings.log").write_bytes(b"x" * (1 << 18))
-    for _ in range(8):
-        assert log.read_new() == []
-    with open(tmp_path / "warnings.log", "ab") as file:
-        file.write(f"\n{os.getpid()} 5 heard\n".encode())
-    assert log.read_new() == ["heard"]
 
 
 @pytest.mark.parametrize(
@@ -82,12 +70,11 @@ def test_a_warning_behind_a_line_without_end_is_still_passed_on(tmp_path: Path) 
 )
 def test_the_last_line_of_the_traceback(log: bytes, expected: str | None) -> None:
     assert traceback_line(log) == expected
-    assert clean_traceback_line(log) == expected
 
 
 def test_the_clean_line_is_short_and_harmless() -> None:
     log = b"Traceback (most recent call last):\n  x\nKeyError: \x1b]0;title\x07" + b"x" * 1000 + b"\n"
-    said = clean_traceback_line(log)
+    said = traceback_line(log)
     assert said is not None
     assert said.startswith("KeyError: \N{REPLACEMENT CHARACTER}]0;title")
     assert len(said) == 300

@@ -45,15 +45,18 @@ def test_a_process_and_its_name_full_of_traps(sleeper: subprocess.Popen[bytes]) 
     assert not proc.is_alive(sleeper.pid, found.start_s - 1)
 
 
-def test_a_zombie_is_dead_and_tells_how(sleeper: subprocess.Popen[bytes]) -> None:
+def no_child(_: int) -> int | None:
+    raise ChildProcessError
+
+
+def test_a_zombie_is_dead_and_tells_how(sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     since = proc.start_time_s(sleeper.pid)
-    assert proc.unreaped_wait_status(sleeper.pid, since) is None
+    assert proc.exit_status(sleeper.pid, since) is None
+    monkeypatch.setattr(proc, "ended_child_status", no_child)
     sleeper.kill()
     wait_for(lambda: not proc.is_alive(sleeper.pid, since))
     assert proc.read_process(sleeper.pid) is not None, "it is not reaped yet"
-    status = proc.unreaped_wait_status(sleeper.pid, since)
-    assert status is not None
-    assert os.waitstatus_to_exitcode(status) == -9
+    assert proc.exit_status(sleeper.pid, since) == -9
     sleeper.wait()
     assert proc.read_process(sleeper.pid) is None
     assert proc.start_time_s(sleeper.pid) is None

@@ -95,7 +95,7 @@ def test_among_runs_of_one_name_the_live_one_is_chosen(state: Path) -> None:
     assert find_run("a", live_test=lambda info: info.id in going) == runs[0][0]
     assert find_run("a", live_test=lambda _: False) == runs[2][0]
     going.add(runs[1][1].id)
-    with pytest.raises(RunError, match=f"matches 2 live runs: {runs[1][1].id}, {runs[0][1].id}"):
+    with pytest.raises(RunError, match=f"could be any of 2 runs: {runs[1][1].id}, {runs[0][1].id}"):
         find_run("a", live_test=lambda info: info.id in going)
     assert find_run(runs[0][1].id, live_test=lambda info: info.id in going) == runs[0][0]
 

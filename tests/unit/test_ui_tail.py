@@ -103,14 +103,6 @@ def test_an_existing_log_is_read_from_near_its_end(tmp_path: Path) -> None:
     assert log.shown(1) == [f"line {500_000 - MAX_ROWS - log.tail._page.cursor_row}"]
 
 
-def test_a_truncated_file_begins_again(log: Log) -> None:
-    log.add(b"old line\n" * 50_000)
-    log.path.write_bytes(b"new\n")
-    log.output.refresh()
-    assert log.shown() == ["new"]
-    assert log.tail.whole
-
-
 def test_a_file_that_is_not_there_is_empty(tmp_path: Path) -> None:
     output = OutputView([LogTail(tmp_path / "none.log")])
     output.refresh()

@@ -22,7 +22,7 @@ from dpmon.cli.doctor.local_checks import Check, failed_check, passed_check, war
 from dpmon.errors import HistoryError
 from dpmon.record.record_types import Call
 from dpmon.run import proc
-from dpmon.run.process_notes import WarningsLog
+from dpmon.run.process_notes import NoteReader
 from dpmon.run.run_directory import RunError, RunInfo, write_info
 from dpmon.run.run_reader import RunReader
 from dpmon.store.ring_drain import RingDrain
@@ -121,7 +121,7 @@ def _run_in_directory(directory: Path, python: str | None, environ: Mapping[str,
     finally:
         sampler.stop()
     _read_record(results, directory, run_info)
-    results.warnings += WarningsLog(directory).read_new()
+    results.warnings += [note.text for note in NoteReader(directory / "warnings.log").read_new()]
     results.stage, _ = RunReader(directory).startup_stage() or (None, 0)
     return results
 

@@ -63,8 +63,6 @@ class LogTail:
             self.size = os.fstat(self._fd).st_size
         except OSError:
             return
-        if self.size < self._offset:  # the file was truncated
-            self._restart_at(0, self.end)
         if self.size - self._offset > (_MAX_UNREAD_BYTES if self._offset else _TAIL_BYTES):
             offset = self.size - _TAIL_BYTES
             self._restart_at(offset + self._read(offset, _CHUNK_BYTES).find(b"\n") + 1, self.end)

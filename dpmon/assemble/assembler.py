@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dpmon.assemble.definitions import KnownDefinitions
-from dpmon.assemble.device_times import DeviceTimeQueue, PendingRow
+from dpmon.assemble.device_times import DeviceTimeQueue, PendingStep
 from dpmon.assemble.event_queue import EventQueue, QueuedEvent
 from dpmon.assemble.nesting import CALLS, PRIMITIVES, Block, make_block
 from dpmon.assemble.sampled_collectives import SampledCollectives
@@ -130,7 +130,7 @@ class Assembler:
         ):
             row_builder.out.append(Event("warning", {"process": None, "t_s": None, "text": _CUT_OFF_WARNING}))
         row_builder.finish()
-        self._queue_recorded_rows(False)
+        self._queue_recorded_rows()
         self._collectives.finish()
         return self._pop_ready_rows(Untimed.ENDED)
 
@@ -234,11 +234,11 @@ class Assembler:
 
     # ------------------------------------------------------------------------------------------ output
 
-    def _queue_recorded_rows(self, ends_step: bool) -> None:
-        """Queue the rows that were recorded. `ends_step`: whether a step ended with them."""
+    def _queue_recorded_rows(self) -> None:
+        """Queue the rows that were recorded."""
         recorded, self._row_builder.out = self._row_builder.out, []
-        if recorded and not (self._device_times.is_empty and PendingRow not in map(type, recorded)):
-            self._device_times.add(recorded, ends_step)
+        if recorded and not (self._device_times.is_empty and PendingStep not in map(type, recorded)):
+            self._device_times.add(recorded)
             self._queued_rows += self._device_times.pop_ready()
         else:
             self._queued_rows += recorded  # type: ignore[arg-type]  # nothing is pending

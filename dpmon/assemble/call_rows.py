@@ -10,27 +10,24 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from dpmon.assemble.definitions import KnownDefinitions
-from dpmon.assemble.device_times import PendingRow, Slots
+from dpmon.assemble.device_times import PendingTimes, Slots
 from dpmon.assemble.nesting import PRIMITIVES
-from dpmon.record.history_rows import CallParts, CallRow
+from dpmon.record.record_types import CallParts, CallRow
 from dpmon.record.shared_names import CALL_PHASES, Untimed
 from dpmon.record.span_format import Flag, Kind, Span
 
 MAX_PHASE_NS = (1 << 62) - 1
 """Longest duration of a phase in a row (ns)."""
-FLAGS = Flag.TRAINING | Flag.GRAD | Flag.FAILED | Flag.VIRTUAL
+FLAGS = Flag.TRAINING | Flag.GRAD | Flag.FAILED | Flag.VIRTUAL | Flag.DP
 """The flags of a span that its call keeps."""
 _SCATTER, _APPLY = PRIMITIVES[Kind.SCATTER], PRIMITIVES[Kind.PARALLEL_APPLY]
 _Replica = tuple[int, int, int, int]
 
 
-def mode_of(flags: int) -> str:
-    """Return the mode of a call with these flags."""
-    return "dp" if flags & Flag.DP else "single"
-
-
-def unnumbered_call(definitions: KnownDefinitions, span: Span, layout: int, parts: Sequence[Span]) -> PendingRow:
-    """Return the row of a call from its span and the spans of its parts, without step, number and device times.
+def build_call(
+    definitions: KnownDefinitions, span: Span, layout: int, parts: Sequence[Span]
+) -> tuple[CallRow, PendingTimes]:
+    """Return a call without its number, from its span and the spans of its parts, and its device times to come.
 
     `layout` must be known.
     """
@@ -77,11 +74,9 @@ def unnumbered_call(definitions: KnownDefinitions, span: Span, layout: int, part
             part_slots = [after_scatter]
         elif part_slots == [[]] and not phases[_APPLY]:
             part_slots = [after_scatter]  # the module itself ran as the only replica
-    row = CallRow(
-        *(0, 0, mode_of(span.flags), span.flags & FLAGS, layout, span.start, span.took, inputs, outputs),
-        CallParts(phases, replicas, stages),
-    )
-    return PendingRow(row, [*slots, *part_slots], untimed)
+    numbers = 0, span.flags & FLAGS, layout, span.start, span.took, inputs, outputs
+    call = CallRow(*numbers, CallParts(phases, replicas, stages))
+    return call, PendingTimes([*slots, *part_slots], untimed)
 
 
 def _timed_slot(span: Span) -> list[tuple[int, int]]:
@@ -112,7 +107,7 @@ _NOT_GATHERED = "the script did not gather the outputs of the replicas"
 class ComposedCallBuilder:
     """Composes calls from the primitives that the script uses, and passes each complete call to `finish`."""
 
-    def __init__(self, definitions: KnownDefinitions, finish: Callable[[PendingRow], None]) -> None:
+    def __init__(self, definitions: KnownDefinitions, finish: Callable[[CallRow, PendingTimes], None]) -> None:
         self._definitions = definitions
         self._finish = finish
         self._partial: dict[int, list[Span]] = {}
@@ -150,7 +145,7 @@ class ComposedCallBuilder:
         parts = self._partial.pop(thread, [])
         for part in parts:
             if part.kind == Kind.PARALLEL_APPLY and part.site in self._definitions.layouts:
-                self._finish(self._composed_call(parts, part))
+                self._finish(*self._composed_call(parts, part))
 
     def flush_all(self) -> None:
         """Finish all calls, because the step has ended."""
@@ -162,7 +157,7 @@ class ComposedCallBuilder:
         numbers = (self._definitions.sizes_or_zero(part.inputs) for part in parts if part.kind == Kind.SCATTER)
         return next((number for number in numbers if number), 0)
 
-    def _composed_call(self, parts: Sequence[Span], apply: Span) -> PendingRow:
+    def _composed_call(self, parts: Sequence[Span], apply: Span) -> tuple[CallRow, PendingTimes]:
         kinds, start, last = {part.kind for part in parts}, min(part.start for part in parts), parts[-1]
         outputs = self._definitions.sizes_or_zero(last.outputs) if last.kind == Kind.GATHER else 0
         absent = {}
@@ -176,4 +171,4 @@ class ComposedCallBuilder:
         layout = self._definitions.with_absent(apply.site, absent)
         duration_ns = max(last.end - start, 0)
         call_span = apply._replace(start=start, took=duration_ns, inputs=self._inputs(parts), outputs=outputs)
-        return unnumbered_call(self._definitions, call_span, layout, parts)
+        return build_call(self._definitions, call_span, layout, parts)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import zip_longest
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from dpmon.model.run_snapshot import CallTimings, TimePercentiles
-from dpmon.record.history_rows import CallParts, CallRow
-from dpmon.record.record_types import Call
+from dpmon.record.record_types import Call, CallParts, CallRow, Step
 from dpmon.record.schema import device_series, is_device_series, step_kind
 from dpmon.store import quantile_sketch
 from dpmon.store.quantile_sketch import Counts
@@ -29,101 +29,102 @@ _TIMED = 64
 """Number of newest calls that provide times if no tally has them."""
 
 
-@dataclass(slots=True)
-class CallCache:
-    """Decodes the calls of one process and caches them."""
+class _RecentCall(NamedTuple):
+    """A call with its step."""
 
-    rows: Store
-    process: int
-    _read: dict[int, Call | None] = field(default_factory=dict)
+    step: Step
+    row: CallRow
 
-    def call(self, row: CallRow) -> Call | None:
+    @property
+    def signature(self) -> tuple[int, str, int]:
+        """What similar calls have in common."""
+        return self.row.layout, self.row.mode, self.step.kind
+
+
+class RecentCalls:
+    """The newest calls of one process."""
+
+    def __init__(self, store: Store, process: int, limit: int = CALLS_READ) -> None:
+        """Read the newest steps that have `limit` calls together."""
+        self._store = store
+        self._steps = store.called_steps(process, limit)
+        self._calls: dict[int, Call | None] = {}
+        """Full calls by number."""
+
+    def _call(self, recent: _RecentCall) -> Call | None:
         """Return the full call; None if a definition is lost."""
-        if row.call not in self._read:
-            self._read[row.call] = self.rows.call(self.process, row)
-        return self._read[row.call]
+        number = recent.row.call
+        if number not in self._calls:
+            self._calls[number] = self._store.call(*recent)
+        return self._calls[number]
 
-    def last_step_calls(self) -> tuple[Call, ...]:
-        """Return the calls of the last step, oldest first."""
-        recent = self.rows.last_calls(self.process, STEP_CALLS_READ)
-        return tuple(call for row in reversed(recent) if (call := self.call(row)) is not None)
+    def calls_of(self, step: Step | None) -> tuple[Call, ...]:
+        """Return the calls of the last step, the oldest first; at most the last STEP_CALLS_READ."""
+        if step is None:
+            return ()
+        rows = [recent for recent in self._steps if (recent.step, recent.kind) == (step.step, step.kind)][:1]
+        calls = [self._call(_RecentCall(recent, row)) for recent in rows for row in recent.calls[-STEP_CALLS_READ:]]
+        return tuple(call for call in calls if call is not None)
 
+    def timings(self, tallies: Mapping[TallyKey, Tally], mode: str, *, timed: bool = True) -> dict[Root, CallTimings]:
+        """Return each root's last call with its times; the root called last first.
 
-def build_call_timings(
-    calls: CallCache,
-    tallies: Mapping[TallyKey, Tally],
-    mode: str,
-    *,
-    limit: int = CALLS_READ,
-    timed: bool = True,
-) -> dict[Root, CallTimings]:
-    """Return each root's last call with its times, among the `limit` newest calls; the root called last first.
+        `tallies`: of the time range. `mode`: the mode of the last step. If no tally has the times of a call, as in the
+        first step, the newest calls provide them. `timed` False: without times.
+        """
+        roots: dict[int, Root] = {}
+        by_root: dict[Root, list[_RecentCall]] = {}
+        for recent in (_RecentCall(step, row) for step in self._steps for row in reversed(step.calls)):
+            layout = recent.row.layout
+            if layout not in roots and (call := self._call(recent)) is not None:
+                roots[layout] = call.root, call.via
+            if layout in roots:
+                by_root.setdefault(roots[layout], []).append(recent)
+        positions = self._group_by_position(roots)
+        timings: dict[Root, CallTimings] = {}
+        for root, calls in by_root.items():
+            call = self._call(calls[0])
+            if call is not None and not timed:
+                timings[root] = CallTimings(call)
+            elif call is not None:
+                nth = [self._timings_from_calls(position) for position in positions.get(root, ())]
+                known = tuple(timing for timing in nth if timing is not None)
+                times, device_ns = _timings_from_tallies(calls[0], call, tallies, mode)
+                timing = CallTimings(call, times, device_ns) if any(times) else self._timings_from_calls(calls)
+                if timing is not None:
+                    timings[root] = replace(timing, parts=known if len(known) > 1 else ())
+        return timings
 
-    `tallies`: of the time range. `mode`: the mode of the last step. If no tally has the times of a call, as in the
-    first step, the newest calls provide them. `timed` False: without times.
-    """
-    recent = calls.rows.call_rows(calls.process, limit)
-    roots: dict[int, Root] = {}
-    for row in recent:
-        if row.layout not in roots and (call := calls.call(row)) is not None:
-            roots[row.layout] = call.root, call.via
-    readable = [row for row in recent if row.layout in roots]
-    by_root: dict[Root, list[CallRow]] = {}
-    for row in readable:
-        by_root.setdefault(roots[row.layout], []).append(row)
-    parts = _group_by_position(readable, roots, is_oldest_complete=len(recent) < limit)
-    timings: dict[Root, CallTimings] = {}
-    for root, root_rows in by_root.items():
-        call = calls.call(root_rows[0])
-        if call is not None and not timed:
-            timings[root] = CallTimings(call)
-        elif call is not None:
-            positions = parts.get(root, ())
-            nth = [_timings_from_calls(calls, rows) for rows in positions] if len(positions) > 1 else []
-            known = tuple(timing for timing in nth if timing is not None)
-            times, device_ns = _timings_from_tallies(root_rows[0], call, tallies, mode)
-            timing = CallTimings(call, times, device_ns) if any(times) else _timings_from_calls(calls, root_rows)
-            if timing is not None:
-                timings[root] = replace(timing, parts=known if len(known) > 1 else ())
-    return timings
+    def _group_by_position(self, roots: Mapping[int, Root]) -> dict[Root, list[list[_RecentCall]]]:
+        """Return for each root the first calls of all steps, the second calls of all steps, and so on; newest first."""
+        positions: dict[Root, list[list[_RecentCall]]] = {}
+        for step in self._steps:
+            counts: Counter[Root] = Counter()
+            for row in step.calls:
+                root = roots.get(row.layout)
+                if root is None or counts[root] == PARTS_KEPT:
+                    continue
+                parts = positions.setdefault(root, [])
+                if counts[root] == len(parts):
+                    parts.append([])
+                parts[counts[root]].append(_RecentCall(step, row))
+                counts[root] += 1
+        return {root: parts for root, parts in positions.items() if len(parts) > 1}
 
-
-def _group_by_position(
-    recent: Sequence[CallRow], roots: Mapping[int, Root], *, is_oldest_complete: bool
-) -> dict[Root, list[list[CallRow]]]:
-    """Return for each root the first calls of all steps, the second calls of all steps, and so on; newest first.
-
-    `is_oldest_complete`: the oldest step is complete, so it counts.
-    """
-    steps: dict[tuple[int, int], list[CallRow]] = {}
-    for row in reversed(recent):
-        steps.setdefault((row.kind, row.step), []).append(row)
-    positions: dict[Root, list[list[CallRow]]] = {}
-    for index, step_rows in enumerate(steps.values()):
-        if index or is_oldest_complete:
-            counts: dict[Root, int] = {}
-            for row in step_rows:
-                root = roots[row.layout]
-                nth = counts[root] = counts.get(root, 0) + 1
-                if nth <= PARTS_KEPT:
-                    parts = positions.setdefault(root, [])
-                    if nth > len(parts):
-                        parts.append([])
-                    parts[nth - 1].insert(0, row)
-    return positions
+    def _timings_from_calls(self, calls: Sequence[_RecentCall]) -> CallTimings | None:
+        """Return the newest of `calls`, with the times of the similar ones among them."""
+        last = self._call(calls[0])
+        if last is None:
+            return None
+        similar_rows = [recent.row for recent in calls if recent.signature == calls[0].signature]
+        return _timings_of_rows(last, similar_rows[:_TIMED])
 
 
-def _timings_from_calls(calls: CallCache, recent: Sequence[CallRow]) -> CallTimings | None:
-    """Return the newest of `recent`, with the times of the similar ones among them."""
-    last = calls.call(recent[0])
-    if last is None:
-        return None
-    newest = recent[0]
-    signature = newest.layout, newest.mode, newest.kind
-    similar_rows = [row for row in recent if (row.layout, row.mode, row.kind) == signature]
+def _timings_of_rows(last: Call, rows: Iterable[CallRow]) -> CallTimings:
+    """Return the last of some similar calls with the times of all of them, except those that failed."""
     host_ns: dict[int, list[float]] = {}
     device_ns: dict[int, list[float]] = {}
-    for row in similar_rows[:_TIMED]:
+    for row in rows:
         if row.failed:
             continue
         for index, (ns, device_ms) in enumerate(_times(row.parts_or_replica)):
@@ -157,10 +158,10 @@ def percentiles_of(values: Sequence[float]) -> TimePercentiles | None:
 
 
 def _timings_from_tallies(
-    row: CallRow, call: Call, tallies: Mapping[TallyKey, Tally], mode: str
+    recent: _RecentCall, call: Call, tallies: Mapping[TallyKey, Tally], mode: str
 ) -> tuple[tuple[TimePercentiles | None, ...], dict[int, float]]:
     """Return the times of a call's replicas or stages, and their median device times, in the time range."""
-    matching = _matching_tallies(row, tallies, mode)
+    matching, row = _matching_tallies(recent, tallies, mode), recent.row
     series: list[Collection[str]] = []
     if call.replicas:
         names = (replica_series(row.layout, index) for index in range(len(call.replicas)))
@@ -181,10 +182,11 @@ def _timings_from_tallies(
     }
 
 
-def _matching_tallies(row: CallRow, tallies: Mapping[TallyKey, Tally], mode: str) -> list[Tally]:
+def _matching_tallies(recent: _RecentCall, tallies: Mapping[TallyKey, Tally], mode: str) -> list[Tally]:
     """Return the tallies of steps that may include such a call: a root that cannot be split also runs in dp steps."""
-    for name in (mode, row.mode):
-        matching = [tally for key, tally in tallies.items() if (key.mode, step_kind(key.kind)) == (name, row.kind)]
+    kind = recent.step.kind
+    for name in (mode, recent.row.mode):
+        matching = [tally for key, tally in tallies.items() if (key.mode, step_kind(key.kind)) == (name, kind)]
         if matching:
             return matching
     return []

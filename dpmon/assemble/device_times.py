@@ -7,12 +7,11 @@ steps, it is released without its missing times.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from math import ceil
 from statistics import median
 from typing import NamedTuple, TypeAlias
 
-from dpmon.assemble.event_queue import QueuedEvent
 from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Step
 from dpmon.record.shared_names import Untimed
@@ -57,18 +56,16 @@ class PendingStep(NamedTuple):
                     yield number
 
 
-Waiting: TypeAlias = "Row | PendingStep | QueuedEvent"
-
-
-class DeviceTimeQueue:
-    """The queue of a process's rows, which wait for device times."""
+class RowQueue:
+    """The queue of a process's rows. A step that waits for device times holds up the later rows."""
 
     def __init__(self) -> None:
         self._times: dict[int, tuple[int, dict[int, tuple[float | None, int]]]] = {}
         """By span: how many devices time it; and by device, its time (ms), or None and the reason."""
-        self._queue: deque[tuple[Waiting, int]] = deque()
-        """Rows, and how many steps had ended with each of them."""
+        self._waiting: deque[tuple[Row | PendingStep, int]] = deque()
+        """The rows from the first pending step on, and how many steps had ended with each of them."""
         self._steps = 0
+        self._ready: list[Row] = []
 
     def add_device_time(self, span: Span) -> None:
         """Add a span of kind DEVICE_TIME, the time of an earlier span on one device."""
@@ -83,37 +80,39 @@ class DeviceTimeQueue:
         """Return how many devices time a span, and their times so far."""
         return self._times.get(number) or (1, {})
 
-    def add(self, rows: Iterable[Waiting]) -> None:
-        """Queue rows."""
-        for row in rows:
-            step = row.step if isinstance(row, PendingStep) else row
-            self._steps += isinstance(step, Step) and step.takes_time
-            self._queue.append((row, self._steps))
+    def add(self, row: Row | PendingStep) -> None:
+        """Queue a row."""
+        if not (self._waiting or isinstance(row, PendingStep)):
+            self._ready.append(row)
+            return
+        step = row.step if isinstance(row, PendingStep) else row
+        ends_step = isinstance(step, Step) and step.takes_time
+        self._steps += ends_step
+        self._waiting.append((row, self._steps))
+        if ends_step or len(self._waiting) > MAX_ROWS:  # not only in `pop_rows`, whose times depend on the reader
+            self._release()
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether no rows wait."""
-        return not self._queue
-
-    def pop_ready(self, missing_reason: int = Untimed.NONE) -> list[Row | QueuedEvent]:
+    def pop_rows(self, missing_reason: int = Untimed.NONE) -> list[Row]:
         """Pop the rows whose times are complete or overdue.
 
         With `missing_reason`, pop all rows and give it as the reason for missing times.
         """
-        released: list[Row | QueuedEvent] = []
-        while self._queue:
-            row, steps = self._queue[0]
-            reason = missing_reason
+        self._release(missing_reason)
+        ready, self._ready = self._ready, []
+        return ready
+
+    def _release(self, missing_reason: int = Untimed.NONE) -> None:
+        while self._waiting:
+            row, steps = self._waiting[0]
             if isinstance(row, PendingStep):
+                reason = missing_reason
                 if not (missing_reason or self._is_complete(row)):
-                    if self._steps - steps < MAX_STEPS and len(self._queue) <= MAX_ROWS:
-                        break
+                    if self._steps - steps < MAX_STEPS and len(self._waiting) <= MAX_ROWS:
+                        return
                     reason = Untimed.LATE
-                released.append(self._with_times(row, reason))
-            else:
-                released.append(row)
-            self._queue.popleft()
-        return released
+                row = self._with_times(row, reason)
+            self._ready.append(row)
+            self._waiting.popleft()
 
     def _is_complete(self, pending: PendingStep) -> bool:
         return all(len(times) >= count for count, times in map(self._times_of_span, pending.span_numbers()))

@@ -8,7 +8,7 @@ from typing import TypeAlias
 from dpmon.assemble.boundary_state import FetchTracker, kind_of_call
 from dpmon.assemble.call_rows import FLAGS, ComposedCallBuilder, build_call
 from dpmon.assemble.definitions import KnownDefinitions
-from dpmon.assemble.device_times import PendingTimes, TimingIntervalController, Waiting
+from dpmon.assemble.device_times import PendingTimes, RowQueue, TimingIntervalController
 from dpmon.assemble.event_queue import QueuedEvent
 from dpmon.assemble.nesting import COPY, EDGE, PHASE_OF, PRIMITIVES, Block, BlockContents
 from dpmon.assemble.sampled_collectives import SampledCollectives
@@ -26,11 +26,12 @@ _NO_SPANS: Sequence[Span] = ()
 
 
 class StepRowBuilder:
-    """Makes and numbers the rows of one process."""
+    """Makes and numbers the rows of one process, and adds them to `rows`."""
 
-    def __init__(self, definitions: KnownDefinitions, collectives: SampledCollectives) -> None:
+    def __init__(self, definitions: KnownDefinitions, collectives: SampledCollectives, rows: RowQueue) -> None:
         self.definitions = definitions
         self._collectives = collectives
+        self._rows = rows
         self.numbers = dict.fromkeys(STEP_KINDS, 0)
         """Number of steps so far, by kind."""
         self.calls = 0
@@ -45,7 +46,6 @@ class StepRowBuilder:
         self.awaiting_events: list[QueuedEvent] = []
         """Events that wait for the next call."""
         self.dropped = 0
-        self.out: list[Waiting] = []
         self.sampling = TimingIntervalController()
         self._peak_samples: set[int] = set()
         self._totals = StepTotals()
@@ -67,7 +67,7 @@ class StepRowBuilder:
         number, kind = self._step, self._kind
         self.numbers[kind] = max(self.numbers[kind], number)
         batches = self.fetches.pop_step_batches()
-        self.out.append(totals.build_row(number, kind, start, max(end - start, 0), batches))
+        self._rows.add(totals.build_row(number, kind, start, max(end - start, 0), batches))
         self._collectives.close_step(number if kind == TRAINING else 0, start, end)
         if totals.timed or totals.skipped:
             self.sampling.count_step(max(end - start, 0), not totals.skipped)
@@ -138,7 +138,7 @@ class StepRowBuilder:
     def _add_calls(self, totals: StepTotals, step: int, kind: int) -> None:
         row = totals.pop_calls(step, kind)
         if row is not None:
-            self.out.append(row)
+            self._rows.add(row)
 
     def _record_calls(self, block: Block) -> None:
         span, calls, _, contents = block
@@ -193,7 +193,7 @@ class StepRowBuilder:
             return None
         if len(self._call_facts) >= _MAX_CALL_FACTS:
             self._call_facts.clear()
-        self.out += self.definitions.pop_unwritten_rows((site, inputs, outputs))
+        self._add_definitions((site, inputs, outputs))
         is_plain = bool(layout.devices) and "replicas" not in layout.absent
         call_facts = is_plain, inputs, outputs, self.definitions.module(site), self.definitions.batch_rows(inputs, site)
         self._call_facts[call.site, call.inputs, call.outputs] = call_facts
@@ -202,7 +202,7 @@ class StepRowBuilder:
     def _record_call(self, call: CallRow, times: PendingTimes) -> None:
         self.calls += 1
         call = call._replace(call=self.calls)
-        self.out += self.definitions.pop_unwritten_rows(sorted(call.definitions))
+        self._add_definitions(sorted(call.definitions))
         if self.awaiting_events:
             self._emit_awaiting_events()
         if times.untimed == Untimed.SAMPLED:
@@ -210,6 +210,10 @@ class StepRowBuilder:
         elif any(times.slots):
             self._totals.call_times[len(self._totals.calls)] = times
         self._totals.calls.append(call)
+
+    def _add_definitions(self, numbers: Iterable[int]) -> None:
+        for row in self.definitions.pop_unwritten_rows(numbers):
+            self._rows.add(row)
 
     def _record_primitive(self, span: Span, contents: BlockContents | None) -> None:
         """Record a primitive that the script itself called."""
@@ -265,7 +269,7 @@ class StepRowBuilder:
 
     def _emit_event(self, event: QueuedEvent, step: int, call: int) -> None:
         event.finalize(step, call, self.steps_by_memory_sample)
-        self.out.append(event)
+        self._rows.add(event.record)
         peaks = event.referenced_memory_samples()
         if peaks:
             self._peak_samples = set(peaks)

@@ -230,42 +230,36 @@ class IncrementalRows:
         lines += self._lines(
             "collectives", self._rows(store, "collectives", f"{id_range} AND {complete_processes}", self.offset, end_id)
         )
-        steps: dict[tuple[int, tuple[bool, int]], list[tuple[int, int, int]]] = defaultdict(list)
-        """By process, by whether they averaged gradients (with accumulation, only some steps do) and by kind."""
+        steps: dict[tuple[int, tuple[bool, bool, int]], list[tuple[int, int, int]]] = defaultdict(list)
+        """By process, by whether they are steps of a loop and averaged gradients (with accumulation, only some steps
+        do), and by kind."""
         process_by_id: dict[int, int] = {}
-        calls_alone: dict[int, list[int]] = defaultdict(list)
-        """By process."""
         query = f"SELECT id, process, step, kind, sync_number, start_ns + wall_ns FROM steps {id_range}"
         for row_id, process, step, flags, sync_number, end_ns in store.query(query, (self.offset, end_id)):
             process_by_id[row_id] = process
-            if step <= 0:
-                calls_alone[process].append(row_id)
-                continue
-            averaged, kind = sync_number is not None, step_kind(flags)
-            steps[process, (averaged, kind)].append((row_id, sync_number if averaged else step, end_ns))
+            similar_steps = steps[process, (step > 0, sync_number is not None, step_kind(flags))]
+            number = step if sync_number is None else sync_number
+            if step <= 0:  # calls alone have no number
+                number = len(similar_steps)
+            similar_steps.append((row_id, number, end_ns))
         divisor = 1 + self._sparse
         chosen_ids: set[int] = set()
-        for (process, _), process_steps in steps.items():
-            if process in self.whole:
-                chosen_ids.update(row_id for row_id, _, _ in process_steps)
-            else:
-                chosen_ids.update(choose_step_ids(process_steps, divisor))
-        self._last_steps |= {process_by_id[row_id]: row_id for row_id in sorted(chosen_ids)}
+        for (process, (is_step, *_)), similar_steps in steps.items():
+            row_ids = [row_id for row_id, _, _ in similar_steps]
+            if process not in self.whole:
+                row_ids = choose_step_ids(similar_steps, divisor)
+            chosen_ids.update(row_ids)
+            if is_step:
+                self._last_steps[process] = max([self._last_steps.get(process, 0), *row_ids])
         newest = f"SELECT max(id), process FROM steps {id_range} AND step > 0 GROUP BY process"
         for row_id, process in store.query(newest, (self._begun, end_id)) if is_last else ():
             if row_id > self._last_steps.get(process, 0):  # otherwise, readers would show an earlier step
                 chosen_ids.add(row_id)
                 self._last_steps[process], process_by_id[row_id] = row_id, process
-        detailed_ids = set(chosen_ids)
+        detailed_ids = chosen_ids
         if self._sparse:
             detailed_ids = {row_id for rows in steps.values() for row_id in choose_step_ids(rows, SPARSE_STEPS)}
-        training_processes = {process for process, _ in steps}
-        for process, row_ids in calls_alone.items():
-            if process in self.whole or process not in training_processes:
-                newest_ids = row_ids if process in self.whole else row_ids[-1:]
-                chosen_ids.update(newest_ids)
-                detailed_ids.update(newest_ids)
-        detailed_ids |= {row_id for row_id in chosen_ids if process_by_id[row_id] in self.whole}
+            detailed_ids |= {row_id for row_id in chosen_ids if process_by_id[row_id] in self.whole}
         rows = [
             _with_last_calls(row) if row[0] in detailed_ids else _without_details(row)
             for row in self._rows_by_id(store, "steps", sorted(chosen_ids))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from statistics import median
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from dpmon.model.run_snapshot import CallTimings, TimePercentiles
 from dpmon.record.record_types import Call, CallParts, CallRow, Step
@@ -21,24 +21,13 @@ if TYPE_CHECKING:
     from dpmon.store.store_queries import Store
 
 Root = tuple[str, str | None]
+_RowInStep = tuple[Step, CallRow]
 CALLS_READ = 256
 STEP_CALLS_READ = 64
 PARTS_KEPT = 8
 """Most calls of one root in a step that are shown separately."""
 _TIMED = 64
 """Number of newest calls that provide times if no tally has them."""
-
-
-class _RecentCall(NamedTuple):
-    """A call with its step."""
-
-    step: Step
-    row: CallRow
-
-    @property
-    def signature(self) -> tuple[int, str, int]:
-        """What similar calls have in common."""
-        return self.row.layout, self.row.mode, self.step.kind
 
 
 class RecentCalls:
@@ -51,20 +40,19 @@ class RecentCalls:
         self._calls: dict[int, Call | None] = {}
         """Full calls by number."""
 
-    def _call(self, recent: _RecentCall) -> Call | None:
+    def _call(self, step: Step, row: CallRow) -> Call | None:
         """Return the full call; None if a definition is lost."""
-        number = recent.row.call
-        if number not in self._calls:
-            self._calls[number] = self._store.call(*recent)
-        return self._calls[number]
+        if row.call not in self._calls:
+            self._calls[row.call] = self._store.call(step, row)
+        return self._calls[row.call]
 
     def calls_of(self, step: Step | None) -> tuple[Call, ...]:
         """Return the calls of the last step, the oldest first; at most the last STEP_CALLS_READ."""
-        if step is None:
-            return ()
-        rows = [recent for recent in self._steps if (recent.step, recent.kind) == (step.step, step.kind)][:1]
-        calls = [self._call(_RecentCall(recent, row)) for recent in rows for row in recent.calls[-STEP_CALLS_READ:]]
-        return tuple(call for call in calls if call is not None)
+        for recent in self._steps:
+            if step is not None and (recent.step, recent.kind) == (step.step, step.kind):
+                calls = [self._call(recent, row) for row in recent.calls[-STEP_CALLS_READ:]]
+                return tuple(call for call in calls if call is not None)
+        return ()
 
     def timings(self, tallies: Mapping[TallyKey, Tally], mode: str, *, timed: bool = True) -> dict[Root, CallTimings]:
         """Return each root's last call with its times; the root called last first.
@@ -73,70 +61,65 @@ class RecentCalls:
         first step, the newest calls provide them. `timed` False: without times.
         """
         roots: dict[int, Root] = {}
-        by_root: dict[Root, list[_RecentCall]] = {}
-        for recent in (_RecentCall(step, row) for step in self._steps for row in reversed(step.calls)):
-            layout = recent.row.layout
-            if layout not in roots and (call := self._call(recent)) is not None:
-                roots[layout] = call.root, call.via
-            if layout in roots:
-                by_root.setdefault(roots[layout], []).append(recent)
-        positions = self._group_by_position(roots)
+        by_root: dict[Root, list[_RowInStep]] = {}
+        for step in self._steps:
+            for row in reversed(step.calls):
+                if row.layout not in roots and (call := self._call(step, row)) is not None:
+                    roots[row.layout] = call.root, call.via
+                if row.layout in roots:
+                    by_root.setdefault(roots[row.layout], []).append((step, row))
+        positions = self._group_by_position(roots) if timed else {}
         timings: dict[Root, CallTimings] = {}
-        for root, calls in by_root.items():
-            call = self._call(calls[0])
+        for root, rows in by_root.items():
+            call = self._call(*rows[0])
             if call is not None and not timed:
                 timings[root] = CallTimings(call)
             elif call is not None:
-                nth = [self._timings_from_calls(position) for position in positions.get(root, ())]
+                nth = [self._timings_from_calls(nth_rows) for nth_rows in positions.get(root, ())]
                 known = tuple(timing for timing in nth if timing is not None)
-                times, device_ns = _timings_from_tallies(calls[0], call, tallies, mode)
-                timing = CallTimings(call, times, device_ns) if any(times) else self._timings_from_calls(calls)
+                times, device_ns = _timings_from_tallies(*rows[0], call, tallies, mode)
+                timing = CallTimings(call, times, device_ns) if any(times) else self._timings_from_calls(rows)
                 if timing is not None:
                     timings[root] = replace(timing, parts=known if len(known) > 1 else ())
         return timings
 
-    def _group_by_position(self, roots: Mapping[int, Root]) -> dict[Root, list[list[_RecentCall]]]:
-        """Return for each root the first calls of all steps, the second calls of all steps, and so on; newest first."""
-        positions: dict[Root, list[list[_RecentCall]]] = {}
+    def _group_by_position(self, roots: Mapping[int, Root]) -> dict[Root, list[list[_RowInStep]]]:
+        """Return for each root the first calls of all steps, the second calls of all steps, and so on; newest first.
+
+        Roots with one call per step are left out.
+        """
+        positions: dict[Root, list[list[_RowInStep]]] = defaultdict(lambda: [[] for _ in range(PARTS_KEPT)])
         for step in self._steps:
             counts: Counter[Root] = Counter()
             for row in step.calls:
                 root = roots.get(row.layout)
-                if root is None or counts[root] == PARTS_KEPT:
-                    continue
-                parts = positions.setdefault(root, [])
-                if counts[root] == len(parts):
-                    parts.append([])
-                parts[counts[root]].append(_RecentCall(step, row))
-                counts[root] += 1
-        return {root: parts for root, parts in positions.items() if len(parts) > 1}
+                if root is not None and counts[root] < PARTS_KEPT:
+                    positions[root][counts[root]].append((step, row))
+                    counts[root] += 1
+        return {root: [*filter(None, by_position)] for root, by_position in positions.items() if by_position[1]}
 
-    def _timings_from_calls(self, calls: Sequence[_RecentCall]) -> CallTimings | None:
-        """Return the newest of `calls`, with the times of the similar ones among them."""
-        last = self._call(calls[0])
+    def _timings_from_calls(self, rows: Sequence[_RowInStep]) -> CallTimings | None:
+        """Return the newest of some calls, with the times of the similar ones among them."""
+        last, (newest_step, newest) = self._call(*rows[0]), rows[0]
         if last is None:
             return None
-        similar_rows = [recent.row for recent in calls if recent.signature == calls[0].signature]
-        return _timings_of_rows(last, similar_rows[:_TIMED])
-
-
-def _timings_of_rows(last: Call, rows: Iterable[CallRow]) -> CallTimings:
-    """Return the last of some similar calls with the times of all of them, except those that failed."""
-    host_ns: dict[int, list[float]] = {}
-    device_ns: dict[int, list[float]] = {}
-    for row in rows:
-        if row.failed:
-            continue
-        for index, (ns, device_ms) in enumerate(_times(row.parts_or_replica)):
-            if ns is not None:
-                host_ns.setdefault(index, []).append(ns)
-            if device_ms is not None:
-                device_ns.setdefault(index, []).append(device_ms * 1e6)
-    count = len(last.replicas) or len(last.stages)
-    percentiles = tuple(percentiles_of(host_ns.get(index, ())) for index in range(count))
-    return CallTimings(
-        last, percentiles, {index: median_ns for index, ns in device_ns.items() if (median_ns := median(ns))}
-    )
+        signature = newest.layout, newest.mode, newest_step.kind
+        similar_rows = [row for step, row in rows if (row.layout, row.mode, step.kind) == signature]
+        host_ns: dict[int, list[float]] = {}
+        device_ns: dict[int, list[float]] = {}
+        for row in similar_rows[:_TIMED]:
+            if row.failed:
+                continue
+            for index, (ns, device_ms) in enumerate(_times(row.parts_or_replica)):
+                if ns is not None:
+                    host_ns.setdefault(index, []).append(ns)
+                if device_ms is not None:
+                    device_ns.setdefault(index, []).append(device_ms * 1e6)
+        count = len(last.replicas) or len(last.stages)
+        percentiles = tuple(percentiles_of(host_ns.get(index, ())) for index in range(count))
+        return CallTimings(
+            last, percentiles, {index: median_ns for index, ns in device_ns.items() if (median_ns := median(ns))}
+        )
 
 
 def _times(parts: CallParts) -> list[tuple[int | None, float | None]]:
@@ -158,10 +141,10 @@ def percentiles_of(values: Sequence[float]) -> TimePercentiles | None:
 
 
 def _timings_from_tallies(
-    recent: _RecentCall, call: Call, tallies: Mapping[TallyKey, Tally], mode: str
+    step: Step, row: CallRow, call: Call, tallies: Mapping[TallyKey, Tally], mode: str
 ) -> tuple[tuple[TimePercentiles | None, ...], dict[int, float]]:
     """Return the times of a call's replicas or stages, and their median device times, in the time range."""
-    matching, row = _matching_tallies(recent, tallies, mode), recent.row
+    matching = _matching_tallies(step.kind, (mode, row.mode), tallies)
     series: list[Collection[str]] = []
     if call.replicas:
         names = (replica_series(row.layout, index) for index in range(len(call.replicas)))
@@ -182,11 +165,13 @@ def _timings_from_tallies(
     }
 
 
-def _matching_tallies(recent: _RecentCall, tallies: Mapping[TallyKey, Tally], mode: str) -> list[Tally]:
-    """Return the tallies of steps that may include such a call: a root that cannot be split also runs in dp steps."""
-    kind = recent.step.kind
-    for name in (mode, recent.row.mode):
-        matching = [tally for key, tally in tallies.items() if (key.mode, step_kind(key.kind)) == (name, kind)]
+def _matching_tallies(kind: int, modes: Iterable[str], tallies: Mapping[TallyKey, Tally]) -> list[Tally]:
+    """Return the tallies of the first mode with steps of this kind: a root that cannot be split also runs in dp steps.
+
+    `modes`: the mode of the last step, then that of the call.
+    """
+    for mode in modes:
+        matching = [tally for key, tally in tallies.items() if (key.mode, step_kind(key.kind)) == (mode, kind)]
         if matching:
             return matching
     return []

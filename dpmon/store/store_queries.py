@@ -97,27 +97,16 @@ _BUCKET_STARTS = (
 LAST_NS = (1 << 63) - 1
 """A number that is at least as large as any time (ns) and any id."""
 _STEP_INDEX = {name: index for index, name in enumerate(STEP_COLUMNS)}
-_BRIEF_COLUMNS = ("process", "step", "mode", "start_ns", "wall_ns", "samples", "kind")
+_BRIEF_COLUMNS = ("process", "step", "mode", "start_ns", "wall_ns", "samples", "kind", "last_call", "called")
 _BRIEF_STEP = ", ".join(_BRIEF_COLUMNS)
 _get_brief = itemgetter(*map(_STEP_INDEX.__getitem__, _BRIEF_COLUMNS))
 _get_phases = itemgetter(*(_STEP_INDEX[f"{name}_ns"] for name in STEP_PHASES))
 _get_remaining = itemgetter(
     *map(
         _STEP_INDEX.__getitem__,
-        (
-            "spans",
-            "missing_spans",
-            "device",
-            f"{EXPOSED}_ns",
-            f"{WAIT}_ns",
-            "loop",
-            "loop_batch",
-            "last_call",
-            "called",
-        ),
+        ("spans", "missing_spans", "device", f"{EXPOSED}_ns", f"{WAIT}_ns", "loop", "loop_batch"),
     )
 )
-_CALLED_STEP = ", ".join((*_BRIEF_COLUMNS, "last_call", "called"))
 WHOLE_STEP = ", ".join(STEP_COLUMNS)
 """The columns of a step for its record."""
 _QUANTITY_COLUMNS = (*(quantity.name for quantity in QUANTITIES if quantity.name != "samples"), SYNC_NUMBER)
@@ -148,8 +137,8 @@ _COLLECTIVE_ROW = ", ".join(tuple(COLLECTIVE_COLUMNS)[1:])
 """The columns that `Store._collective_from_row` takes."""
 _LOSS_ROW = ", ".join(LOSS_COLUMNS[1:])
 """The columns that `Store._loss_from_row` takes."""
-_ROWS_PER_TRANSACTION, _CALLS_PER_TRANSACTION = 5000, 20_000
-"""How many rows, and calls in them, `Store.records` reads in one transaction, except in a single row."""
+_RECORDS_PER_TRANSACTION = 5000
+"""After how many records `Store.records` ends a transaction."""
 _MAX_PROCESS_EVENTS = 64
 """How many `process` events are searched for the job of a run. All its ranks belong to the same job."""
 _TABLES = {
@@ -570,11 +559,9 @@ class Store:
 
     def _step_from_row(self, row: Sequence[Any]) -> Step:
         """Return the record in a row of STEP_COLUMNS."""
-        process, step, mode, start_ns, wall_ns, samples, flags = _get_brief(row)
+        process, step, mode, start_ns, wall_ns, samples, flags, last_call, called = _get_brief(row)
         phases, quantities = _get_phases(row), _get_quantities(row)
-        spans_text, missing_spans, device_text, exposed_ns, wait_ns, loop, batch, last_call, called = _get_remaining(
-            row
-        )
+        spans_text, missing_spans, device_text, exposed_ns, wait_ns, loop, batch = _get_remaining(row)
         runs, untimed, times = step_lists(spans_text, device_text)
         return Step(
             *(process, self.ranks.get(process), step, mode, start_ns, wall_ns, samples),
@@ -623,66 +610,47 @@ class Store:
         return min((start_ns for (start_ns,) in rows if start_ns is not None), default=None)
 
     def newest_steps(self, processes: Sequence[int], *, brief: bool = False) -> dict[int, Step]:
-        """Return the newest step of each process that has one. `brief`: without phases, quantities, waits and calls."""
-        decode, columns = (self._brief_step_from_row, _BRIEF_STEP) if brief else (self._step_from_row, WHOLE_STEP)
-        return {step.process: step for step in self._newest_rows(decode, "step > 0", columns, processes)}
-
-    def _brief_step_from_row(self, row: tuple[Any, ...]) -> Step:
-        process, step, mode, start_ns, wall_ns, samples, flags = row
-        kind = step_kind(flags)
-        return Step(process, self.ranks.get(process), step, mode, start_ns, wall_ns, samples, {}, kind=kind)
+        """Return the newest step of each process that has one. `brief`: without its phases, quantities and waits."""
+        return {step.process: step for step in self._outermost_steps(processes, "step > 0", brief=brief)}
 
     def newest_calls(self, processes: Sequence[int]) -> dict[int, tuple[str, int]]:
         """Return the mode and the end (ns) of the newest call of each process that has one."""
-        steps = self._newest_rows(self._called_step_from_row, "called IS NOT NULL", _CALLED_STEP, processes)
+        steps = self._outermost_steps(processes, "called IS NOT NULL")
         return {step.process: (step.calls[-1].mode, step.calls[-1].end) for step in steps}
 
-    def _called_step_from_row(self, row: tuple[Any, ...]) -> Step:
-        """Return a brief step with its calls, or calls alone."""
-        *brief, last_call, called = row
-        step = self._brief_step_from_row(tuple(brief))
-        return step._replace(calls=decode_calls(called, step.start_ns, last_call))
+    def first_activity_ns(self, processes: Sequence[int]) -> dict[int, int]:
+        """Return the start (ns) of the first call or step, in a row that is left, of each process that has one."""
+        steps = self._outermost_steps(processes, "TRUE", order="ASC")
+        return {step.process: step.calls[0].start if step.calls else step.start_ns for step in steps}
 
-    def _newest_rows(
-        self, decode: Callable[[tuple[Any, ...]], _Decoded], condition: str, columns: str, processes: Sequence[int]
-    ) -> Iterator[_Decoded]:
-        """Yield the newest row of each process in `steps`, from a single query: a run can have a thousand ranks."""
+    def _brief_step_from_row(self, row: tuple[Any, ...]) -> Step:
+        """Return a step without its phases, quantities and waits."""
+        process, step, mode, start_ns, wall_ns, samples, flags, last_call, called = row
+        kind, calls = step_kind(flags), decode_calls(called, start_ns, last_call)
+        rank = self.ranks.get(process)
+        return Step(process, rank, step, mode, start_ns, wall_ns, samples, {}, kind=kind, calls=calls)
+
+    def _outermost_steps(
+        self, processes: Sequence[int], condition: str, *, order: str = "DESC", brief: bool = True
+    ) -> Iterator[Step]:
+        """Yield the newest row of each process in `steps`, from a single query: a run can have a thousand ranks.
+
+        `order` ASC: yield the first row.
+        """
+        decode, columns = (self._brief_step_from_row, _BRIEF_STEP) if brief else (self._step_from_row, WHOLE_STEP)
         bounds = []
         for process in processes:
             low_id, _ = self._id_bounds(process)
             bounds.append(f"({process}, {low_id}, {self._last_id(process)})")
-        newest = (
+        outermost = (
             f"SELECT id FROM steps WHERE process = who AND id BETWEEN low AND high AND {condition}"
-            " ORDER BY id DESC LIMIT 1"
+            f" ORDER BY id {order} LIMIT 1"
         )
         query = (
             f"WITH ends(who, low, high) AS (VALUES {', '.join(bounds)})"
-            f" SELECT {columns} FROM ends CROSS JOIN steps AS row ON row.id = ({newest})"
+            f" SELECT {columns} FROM ends CROSS JOIN steps AS row ON row.id = ({outermost})"
         )
         return self.read(decode, query) if bounds else iter(())
-
-    def first_activity_ns(self, processes: Sequence[int]) -> dict[int, int]:
-        """Return the start (ns) of the first call of each process; of its first step if that has no calls.
-
-        Processes without a row at the time of this store are left out. If rows were deleted, it is the first one left.
-        """
-        rings = [self.rings[process] for process in processes if process in self.rings]
-        ids = ", ".join(str(ring.first_id) for ring in rings if ring.first_id)
-        query = f"SELECT {_CALLED_STEP} FROM steps WHERE {{}}"
-        first_steps = {
-            step.process: step for step in self.read(self._called_step_from_row, query.format(f"id IN ({ids})"))
-        }
-        for process in processes:
-            if process not in first_steps:  # its first row was deleted
-                condition = "process = ? AND id BETWEEN ? AND ? ORDER BY id LIMIT 1"
-                values = (process, *self._id_bounds(process))
-                for step in self.read(self._called_step_from_row, query.format(condition), values):
-                    first_steps[process] = step
-        return {
-            process: step.calls[0].start if step.calls else step.start_ns
-            for process, step in first_steps.items()
-            if step.start_ns + step.wall_ns <= self.until_ns
-        }
 
     def last_main_step(self, process: int) -> tuple[int, int] | None:
         """Return number and end (ns) of the last step of the main kind among a process's newest steps; else None."""
@@ -710,12 +678,12 @@ class Store:
         The newest are first. They are brief: see `newest_steps`.
         """
         query = (
-            f"SELECT {_CALLED_STEP} FROM steps WHERE process = ? AND id BETWEEN ? AND ? AND called IS NOT NULL"
+            f"SELECT {_BRIEF_STEP} FROM steps WHERE process = ? AND id BETWEEN ? AND ? AND called IS NOT NULL"
             " ORDER BY id DESC LIMIT ?"
         )
         first_id, _ = self._id_bounds(process)
         steps = []
-        for step in self.read(self._called_step_from_row, query, (process, first_id, self._last_id(process), calls)):
+        for step in self.read(self._brief_step_from_row, query, (process, first_id, self._last_id(process), calls)):
             steps.append(step)
             calls -= len(step.calls)
             if calls <= 0:
@@ -819,42 +787,33 @@ class Store:
     def records(self) -> Iterator[Record]:
         """Yield every record so far, in order of arrival. Records with a lost definition count as `dropped`.
 
-        The transaction ends after every few thousand rows, because a slow reader would otherwise let the journal grow.
+        The transaction ends after some thousand records, because a slow reader would otherwise let the journal grow.
         Rows that are deleted meanwhile are left out.
         """
         self._undefined = 0
         ids = " UNION ALL ".join(f"SELECT max(id) FROM {table}" for table in _TABLES)
-        newest_id = max(last_id or 0 for (last_id,) in self.query(ids))
-        first_id = 0
+        first_id, newest_id = 0, max(last_id or 0 for (last_id,) in self.query(ids))
         while first_id <= newest_id:
             records: list[Record] = []
-            calls = 0
             for row_id, record in self._records_between(first_id, newest_id):
-                records.append(record)
-                first_id = max(row_id, first_id) + 1
-                calls += len(record.calls) if isinstance(record, Step) else 0
-                if len(records) >= _ROWS_PER_TRANSACTION or calls >= _CALLS_PER_TRANSACTION:
+                first_id = row_id + 1
+                if isinstance(record, Step):
+                    records += self.calls_of(record)
+                if not isinstance(record, Step) or record.step > 0:
+                    records.append(record)
+                if len(records) >= _RECORDS_PER_TRANSACTION:
                     break
             else:
                 first_id = newest_id + 1
             self._connection.refresh()
-            for record in records:
-                if not isinstance(record, Step):
-                    yield record
-                    continue
-                yield from self.calls_of(record)
-                if record.step > 0:
-                    yield record
+            yield from records
 
-    def calls_of(self, step: Step) -> Iterator[Call]:
-        """Yield the records of a step's calls. Those with a lost definition count as `dropped`."""
+    def calls_of(self, step: Step) -> list[Call]:
+        """Return the records of a step's calls. Those with a lost definition count as `dropped`."""
         resolver = self.resolver(step.process)
-        for row in step.calls:
-            call = resolver.call(step, row)
-            if call is None:
-                self._undefined += 1
-            else:
-                yield call
+        calls = [call for row in step.calls if (call := resolver.call(step, row)) is not None]
+        self._undefined += len(step.calls) - len(calls)
+        return calls
 
     def _records_between(self, first_id: int, last_id: int) -> Iterator[tuple[int, Record]]:
         """Yield the id and the record of the rows with ids from `first_id` to `last_id`, in order."""

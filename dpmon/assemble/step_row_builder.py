@@ -174,7 +174,7 @@ class StepRowBuilder:
             self._count_call(flags, module, rows)
         parts = contents.parts.get(number) if contents is not None else None
         if parts or flags & _NOT_PLAIN or not is_plain:
-            self._record_call(*build_call(self.definitions, call, site, parts or ()))
+            self._record_call(*build_call(self.definitions, call, parts or ()))
             return
         self.calls += 1
         if self.awaiting_events:

@@ -207,6 +207,19 @@ class Definitions:
         return next((table[number] for table in self._tables.values() if number in table), None)
 
 
+def _missing_primitives(row: CallRow, phases: Mapping[str, CallPhaseTime]) -> dict[str, str]:
+    """Return why fields of a call that the script composed are absent, by name."""
+    absent = {}
+    if "scatter" not in phases:
+        absent["scatter"] = "the script did not scatter in this step"
+        absent["inputs"] = "the script did not scatter: only the inputs of the replicas are known"
+    if "replicate" not in phases:
+        absent["replicate"] = "the script did not replicate in this step"
+    if not (row.outputs or row.failed):
+        absent["gather"] = absent["outputs"] = "the script did not gather the outputs of the replicas"
+    return absent
+
+
 class Resolver:
     """A converter from the rows of one process's calls, collectives and losses to records.
 
@@ -277,6 +290,8 @@ class Resolver:
             for device, names in (self.definitions.stages[definition],)
         )
         absent = layout.absent
+        if row.flags & Flag.BY_SCRIPT:
+            absent = {**absent, **_missing_primitives(row, phases)}
         if parts.device_ms is not None:
             absent = {key: text for key, text in absent.items() if key != "device_ms"}
             timed_parts: tuple[CallPhaseTime | Replica | Stage, ...] = (*phases.values(), *replicas, *stages)

@@ -178,7 +178,7 @@ class CallRow(NamedTuple):
     call: int
     """Its number in the process."""
     flags: int
-    """TRAINING, GRAD, FAILED, VIRTUAL and DP of dpmon.record.span_format.Flag."""
+    """TRAINING, GRAD, FAILED, VIRTUAL, DP and BY_SCRIPT (the script composed it) of dpmon.record.span_format.Flag."""
     layout: int
     start: int
     """On the same clock as the start of its step."""

@@ -117,7 +117,7 @@ class StepBoundaryFinder:
             if self._step.calls:
                 self._close_step(event.time_ns)
                 self._is_open = self._began_with_fetch = False
-        if event.record.kind == "loader":
+        if event.kind == "loader":
             self._new_loop_at = event.time_ns
         if self.held and event.fill in ("next", "last"):
             self._hold_item(event)

@@ -49,8 +49,6 @@ class StepRowBuilder:
         self.sampling = TimingIntervalController()
         self._peak_samples: set[int] = set()
         self._totals = StepTotals()
-        self._step, self._kind = 1, TRAINING
-        """Number and kind of the step whose items were recorded last; 0: no step of a loop."""
         self._call_builder = ComposedCallBuilder(definitions, self._record_call)
         self._call_facts: dict[tuple[int, int, int], tuple[bool, int, int, int, int]] = {}
         """By (layout, inputs, outputs) of a call: the result of `_find_call_facts`."""
@@ -63,14 +61,19 @@ class StepRowBuilder:
         return self.numbers[TRAINING]
 
     def add_step(self, totals: StepTotals, start: int, end: int) -> None:
-        """Record the step whose items were recorded last. If it has no number, it only takes time."""
-        number, kind = self._step, self._kind
+        """Add the row of a step. If it has no number, it only takes time."""
+        number, kind, wall_ns = totals.number, totals.kind, max(end - start, 0)
         self.numbers[kind] = max(self.numbers[kind], number)
-        batches = self.fetches.pop_step_batches()
-        self._rows.add(totals.build_row(number, kind, start, max(end - start, 0), batches))
+        self._rows.add(totals.build_row(start, wall_ns, self.fetches.pop_step_batches()))
         self._collectives.close_step(number if kind == TRAINING else 0, start, end)
         if totals.timed or totals.skipped:
-            self.sampling.count_step(max(end - start, 0), not totals.skipped)
+            self.sampling.count_step(wall_ns, not totals.skipped)
+
+    def add_calls_alone(self, totals: StepTotals) -> None:
+        """Add a row of the calls so far, which the row of their step will not hold."""
+        row = totals.pop_calls()
+        if row is not None:
+            self._rows.add(row)
 
     def record_items(
         self, items: Iterable[Item], kind: int, part: StepTotals | None = None, *, numbered: bool = True
@@ -80,7 +83,7 @@ class StepRowBuilder:
         `kind`: the kind of the step. `numbered`: whether the step gets a number.
         """
         totals = self._totals = part or StepTotals()
-        self._step, self._kind = self.numbers[kind] + 1 if numbered else 0, kind
+        totals.number, totals.kind = self.numbers[kind] + 1 if numbered else 0, kind
         last_started = self.number + (kind == TRAINING)
         times, spans, thread = totals.times, totals.spans, self.thread
         for item in items:
@@ -122,23 +125,15 @@ class StepRowBuilder:
 
     # ------------------------------------------------------------------------------------------ calls
 
-    def add_calls_alone(self, totals: StepTotals) -> None:
-        """Record the calls of the items that were recorded last, without their step."""
-        self._add_calls(totals, -self._step, self._kind)
-
     def add_calls_outside_step(self, block: Block) -> None:
         """Record the calls of another thread while no step is open."""
         if not (block.calls or block.span.kind in PRIMITIVES):
             return
-        self._totals = StepTotals()
+        totals = self._totals = StepTotals()
+        totals.kind = max(map(kind_of_call, block.calls), default=FORWARD_ONLY)
         self._record_calls(block)
         self._call_builder.flush_all()
-        self._add_calls(self._totals, 0, max(map(kind_of_call, block.calls), default=FORWARD_ONLY))
-
-    def _add_calls(self, totals: StepTotals, step: int, kind: int) -> None:
-        row = totals.pop_calls(step, kind)
-        if row is not None:
-            self._rows.add(row)
+        self.add_calls_alone(totals)
 
     def _record_calls(self, block: Block) -> None:
         span, calls, _, contents = block
@@ -268,8 +263,7 @@ class StepRowBuilder:
         self._emit_awaiting_events()
 
     def _emit_event(self, event: QueuedEvent, step: int, call: int) -> None:
-        event.finalize(step, call, self.steps_by_memory_sample)
-        self._rows.add(event.record)
+        self._rows.add(event.record(step, call, self.steps_by_memory_sample))
         peaks = event.referenced_memory_samples()
         if peaks:
             self._peak_samples = set(peaks)

@@ -7,7 +7,7 @@ from collections import Counter
 from dpmon.assemble.device_times import PendingStep, PendingTimes, Slots
 from dpmon.assemble.nesting import BACKWARD, COPY, DATA, OPTIMIZER, PhaseSums
 from dpmon.record.record_types import Batches, CallRow, Step
-from dpmon.record.schema import SPAN_PHASES, STEP_PHASES
+from dpmon.record.schema import SPAN_PHASES, STEP_PHASES, TRAINING
 from dpmon.record.shared_names import Untimed
 from dpmon.record.span_format import Flag, Span
 
@@ -17,8 +17,11 @@ MAX_TIMED = 4096
 
 
 class StepTotals(PhaseSums):
-    """The sums of one step."""
+    """The calls and the sums of one step."""
 
+    number = 0
+    """Its number; 0: it is no step of a loop."""
+    kind = TRAINING
     learned_rows = evaluated_rows = -1
     """Rows of the calls that train or record gradients, and rows of the other calls; -1 while unknown."""
     mode = ""
@@ -82,9 +85,7 @@ class StepTotals(PhaseSums):
         self.sum_of_rows += self.batch_rows
         self.batch_models, self.batch_rows = frozenset(), 0
 
-    def build_row(
-        self, step: int, kind: int, start_ns: int, wall_ns: int, batches: Batches | None
-    ) -> Step | PendingStep:
+    def build_row(self, start_ns: int, wall_ns: int, batches: Batches | None) -> Step | PendingStep:
         """Return the row of the step. `batches`: the batches that it fetched."""
         samples = self.learned_rows if self.learned_rows >= 0 else self.evaluated_rows
         # Without a loader, the backward passes divide a step into micro-batches. In a GAN they do not, because passes
@@ -98,8 +99,8 @@ class StepTotals(PhaseSums):
         phases = {name: times[index] for name, index in _IN_ORDER if times[index] >= 0}
         phases["other"] = max(0, wall_ns - sum(phases.values()))
         known_samples = samples if samples >= 0 else None
-        values = known_samples, phases, self.counts, spans, self.missing_spans
-        row = Step(0, None, step, self.mode, start_ns, wall_ns, *values, batches=batches, kind=kind, calls=self.calls)
+        values = self.number, self.mode, start_ns, wall_ns, known_samples, phases, self.counts, spans
+        row = Step(0, None, *values, self.missing_spans, batches=batches, kind=self.kind, calls=self.calls)
         pending = None
         if self.skipped:
             row = row.with_device_times([None] * len(SPAN_PHASES), Untimed.SAMPLED)
@@ -107,15 +108,15 @@ class StepTotals(PhaseSums):
             pending = PendingTimes(*self._device_time_slots(), DATA)
         return PendingStep(row, pending, self.call_times) if pending or self.call_times else row
 
-    def pop_calls(self, step: int, kind: int) -> Step | PendingStep | None:
-        """Remove the calls, and return a row that has only them; None if there are none. `step`: see `Step.step`."""
+    def pop_calls(self) -> Step | PendingStep | None:
+        """Remove the calls, and return a row that has only them; None if there are none."""
         calls, self.calls = self.calls, []
         call_times, self.call_times = self.call_times, {}
         if not calls:
             return None
         start_ns = min(call.start for call in calls)
         wall_ns = max(call.end for call in calls) - start_ns
-        row = Step(0, None, step, "", start_ns, wall_ns, None, {}, kind=kind, calls=calls)
+        row = Step(0, None, -self.number, "", start_ns, wall_ns, None, {}, kind=self.kind, calls=calls)
         return PendingStep(row, None, call_times) if call_times else row
 
     def _device_time_slots(self) -> tuple[Slots, int]:

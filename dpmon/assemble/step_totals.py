@@ -116,7 +116,7 @@ class StepTotals(PhaseSums):
             return None
         start_ns = min(call.start for call in calls)
         wall_ns = max(call.end for call in calls) - start_ns
-        row = Step(0, None, -self.number, "", start_ns, wall_ns, None, {}, kind=self.kind, calls=calls)
+        row = Step(0, None, -self.number, calls[-1].mode, start_ns, wall_ns, None, {}, kind=self.kind, calls=calls)
         return PendingStep(row, None, call_times) if call_times else row
 
     def _device_time_slots(self) -> tuple[Slots, int]:

@@ -137,12 +137,12 @@ class RingIntake:
         return True
 
     def _row_of_calls(self, row_id: int, row: Step, called: str | None) -> tuple[Any, ...]:
-        """Return the row of calls alone. It has no mode, so that it counts as a step of none."""
+        """Return the row of calls alone."""
         values = {
             "id": row_id,
             "process": self.row.process,
             "step": row.step,
-            "mode": "",
+            "mode": row.mode,
             "start_ns": row.start_ns,
             "wall_ns": row.wall_ns,
             "kind": row.kind,

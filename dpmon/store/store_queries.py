@@ -97,7 +97,7 @@ _BUCKET_STARTS = (
 LAST_NS = (1 << 63) - 1
 """A number that is at least as large as any time (ns) and any id."""
 _STEP_INDEX = {name: index for index, name in enumerate(STEP_COLUMNS)}
-_BRIEF_COLUMNS = ("process", "step", "mode", "start_ns", "wall_ns", "samples", "kind", "last_call", "called")
+_BRIEF_COLUMNS = ("process", "step", "mode", "start_ns", "wall_ns", "samples", "kind")
 _BRIEF_STEP = ", ".join(_BRIEF_COLUMNS)
 _get_brief = itemgetter(*map(_STEP_INDEX.__getitem__, _BRIEF_COLUMNS))
 _get_phases = itemgetter(*(_STEP_INDEX[f"{name}_ns"] for name in STEP_PHASES))
@@ -107,6 +107,7 @@ _get_remaining = itemgetter(
         ("spans", "missing_spans", "device", f"{EXPOSED}_ns", f"{WAIT}_ns", "loop", "loop_batch"),
     )
 )
+_get_calls = itemgetter(_STEP_INDEX["last_call"], _STEP_INDEX["called"])
 WHOLE_STEP = ", ".join(STEP_COLUMNS)
 """The columns of a step for its record."""
 _QUANTITY_COLUMNS = (*(quantity.name for quantity in QUANTITIES if quantity.name != "samples"), SYNC_NUMBER)
@@ -504,8 +505,8 @@ class Store:
         compared = f"({WAIT}_ns IS NULL OR {EXPOSED}_ns IS NOT NULL)" if process is None else "TRUE"
         last_id = min(LAST_NS if process is None else self._last_id(process), self._newest_step_id())
         query = (
-            f"SELECT {_LONG_COLUMNS} FROM steps WHERE id BETWEEN ? AND ? AND process = ifnull(?, process) AND mode = ?"
-            f" AND {_in_stats_condition(self.main_kind)} AND {compared} ORDER BY wall_ns DESC LIMIT ?"
+            f"SELECT {_LONG_COLUMNS} FROM steps WHERE id BETWEEN ? AND ? AND process = ifnull(?, process) AND step > 0"
+            f" AND mode = ? AND {_in_stats_condition(self.main_kind)} AND {compared} ORDER BY wall_ns DESC LIMIT ?"
         )
         rows = self.query(query, (last_id - _NEWEST_IDS_SEARCHED if newest_only else 0, last_id, process, mode, limit))
         return [_long_step_from_row(row) for row in rows]
@@ -527,7 +528,7 @@ class Store:
             process_condition = f" AND process IN ({', '.join(map(str, processes))})"
         longest_query = (  # only the columns that decide, because it may read the steps of a thousand ranks
             f"SELECT id, wall_ns AS ns{weight} FROM steps WHERE id > ? AND id <= ?{process_condition}"
-            " AND mode = ? AND start_ns + wall_ns > ?"
+            " AND step > 0 AND mode = ? AND start_ns + wall_ns > ?"
             f" AND {_kind_condition(TRAINING, WARM_UP)} {grouping}"
             " ORDER BY wall_ns DESC LIMIT ?"
         )
@@ -559,8 +560,8 @@ class Store:
 
     def _step_from_row(self, row: Sequence[Any]) -> Step:
         """Return the record in a row of STEP_COLUMNS."""
-        process, step, mode, start_ns, wall_ns, samples, flags, last_call, called = _get_brief(row)
-        phases, quantities = _get_phases(row), _get_quantities(row)
+        process, step, mode, start_ns, wall_ns, samples, flags = _get_brief(row)
+        phases, quantities, (last_call, called) = _get_phases(row), _get_quantities(row), _get_calls(row)
         spans_text, missing_spans, device_text, exposed_ns, wait_ns, loop, batch = _get_remaining(row)
         runs, untimed, times = step_lists(spans_text, device_text)
         return Step(
@@ -610,34 +611,32 @@ class Store:
         return min((start_ns for (start_ns,) in rows if start_ns is not None), default=None)
 
     def newest_steps(self, processes: Sequence[int], *, brief: bool = False) -> dict[int, Step]:
-        """Return the newest step of each process that has one. `brief`: without its phases, quantities and waits."""
-        return {step.process: step for step in self._outermost_steps(processes, "step > 0", brief=brief)}
+        """Return the newest step of each process that has one. `brief`: without phases, quantities, waits and calls."""
+        decode, columns = (self._brief_step_from_row, _BRIEF_STEP) if brief else (self._step_from_row, WHOLE_STEP)
+        return {step.process: step for step in map(decode, self._outermost_rows(processes, columns, "step > 0"))}
 
-    def newest_calls(self, processes: Sequence[int]) -> dict[int, tuple[str, int]]:
-        """Return the mode and the end (ns) of the newest call of each process that has one."""
-        steps = self._outermost_steps(processes, "called IS NOT NULL")
-        return {step.process: (step.calls[-1].mode, step.calls[-1].end) for step in steps}
+    def newest_activity(self, processes: Sequence[int]) -> dict[int, tuple[str, int]]:
+        """Return the mode and the end (ns) of the newest step, or calls alone, of each process that has some."""
+        rows = self._outermost_rows(processes, "process, mode, start_ns + wall_ns")
+        return {process: (mode, end_ns) for process, mode, end_ns in rows}
 
     def first_activity_ns(self, processes: Sequence[int]) -> dict[int, int]:
-        """Return the start (ns) of the first call or step, in a row that is left, of each process that has one."""
-        steps = self._outermost_steps(processes, "TRUE", order="ASC")
-        return {step.process: step.calls[0].start if step.calls else step.start_ns for step in steps}
+        """Return the start (ns) of the first call, or step without a call, of each process that still has one."""
+        start_ns = "start_ns + ifnull(json_extract(called, '$[0][2]'), 0)"
+        return dict(self._outermost_rows(processes, f"process, {start_ns}", order="ASC"))
 
-    def _brief_step_from_row(self, row: tuple[Any, ...]) -> Step:
-        """Return a step without its phases, quantities and waits."""
-        process, step, mode, start_ns, wall_ns, samples, flags, last_call, called = row
-        kind, calls = step_kind(flags), decode_calls(called, start_ns, last_call)
-        rank = self.ranks.get(process)
-        return Step(process, rank, step, mode, start_ns, wall_ns, samples, {}, kind=kind, calls=calls)
+    def _brief_step_from_row(self, row: Sequence[Any]) -> Step:
+        process, step, mode, start_ns, wall_ns, samples, flags = row
+        kind = step_kind(flags)
+        return Step(process, self.ranks.get(process), step, mode, start_ns, wall_ns, samples, {}, kind=kind)
 
-    def _outermost_steps(
-        self, processes: Sequence[int], condition: str, *, order: str = "DESC", brief: bool = True
-    ) -> Iterator[Step]:
-        """Yield the newest row of each process in `steps`, from a single query: a run can have a thousand ranks.
+    def _outermost_rows(
+        self, processes: Sequence[int], columns: str, condition: str = "TRUE", *, order: str = "DESC"
+    ) -> list[tuple[Any, ...]]:
+        """Return the newest row of each process in `steps`, from a single query: a run can have a thousand ranks.
 
-        `order` ASC: yield the first row.
+        `order` ASC: return the first row.
         """
-        decode, columns = (self._brief_step_from_row, _BRIEF_STEP) if brief else (self._step_from_row, WHOLE_STEP)
         bounds = []
         for process in processes:
             low_id, _ = self._id_bounds(process)
@@ -650,7 +649,7 @@ class Store:
             f"WITH ends(who, low, high) AS (VALUES {', '.join(bounds)})"
             f" SELECT {columns} FROM ends CROSS JOIN steps AS row ON row.id = ({outermost})"
         )
-        return self.read(decode, query) if bounds else iter(())
+        return self.query(query) if bounds else []
 
     def last_main_step(self, process: int) -> tuple[int, int] | None:
         """Return number and end (ns) of the last step of the main kind among a process's newest steps; else None."""
@@ -678,14 +677,16 @@ class Store:
         The newest are first. They are brief: see `newest_steps`.
         """
         query = (
-            f"SELECT {_BRIEF_STEP} FROM steps WHERE process = ? AND id BETWEEN ? AND ? AND called IS NOT NULL"
-            " ORDER BY id DESC LIMIT ?"
+            f"SELECT {_BRIEF_STEP}, last_call, called FROM steps"
+            " WHERE process = ? AND id BETWEEN ? AND ? AND called IS NOT NULL ORDER BY id DESC LIMIT ?"
         )
         first_id, _ = self._id_bounds(process)
+        rows = self._connection.rows(query, (process, first_id, self._last_id(process), calls))
         steps = []
-        for step in self.read(self._brief_step_from_row, query, (process, first_id, self._last_id(process), calls)):
-            steps.append(step)
-            calls -= len(step.calls)
+        for *brief, last_call, called in rows:
+            step = self._brief_step_from_row(brief)
+            steps.append(step._replace(calls=decode_calls(called, step.start_ns, last_call)))
+            calls -= len(steps[-1].calls)
             if calls <= 0:
                 break
         return steps

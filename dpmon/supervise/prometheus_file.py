@@ -233,7 +233,7 @@ class PrometheusFile:
         if step is not None:
             ends_ns = [step.start_ns + step.wall_ns]
         else:
-            ends_ns = [end_ns for _, end_ns in store.newest_calls([*store.ranks]).values()]
+            ends_ns = [end_ns for _, end_ns in store.newest_activity([*store.ranks]).values()]
         stalls = [event.data for event in store.events("stall", limit=1) if "lasted_s" not in event.data]
         with contextlib.closing(RunReader(self._directory)) as reader:
             paused_ns, input_ns = reader.pause_state().since_ns, reader.input_wait_start_ns()

@@ -109,7 +109,7 @@ def calls_alone(step: int, *calls: CallRow, kind: int = TRAINING) -> Step:
     """Return calls of a step without the step, as if it had not ended. `step` 0: they ran outside the steps."""
     start_ns = calls[0].start
     wall_ns = calls[-1].end - start_ns
-    return Step(0, None, -step, "", start_ns, wall_ns, None, {}, kind=kind, calls=calls)
+    return Step(0, None, -step, calls[-1].mode, start_ns, wall_ns, None, {}, kind=kind, calls=calls)
 
 
 def step_row(

@@ -70,7 +70,8 @@ def test_calls_that_no_step_holds_are_no_steps() -> None:
     assert store.step_end(0, forward=False) == last.start_ns + last.wall_ns
     assert store.last_main_step(0) == (5, last.start_ns + last.wall_ns)
     assert store.next_step_ns(0, last.start_ns + 1) is None
-    assert store.newest_calls([0])[0] == ("single", training.now - MS)
+    assert store.newest_activity([0])[0] == ("single", training.now - MS)
+    assert store.first_activity_ns([0])[0] == store.called_steps(0, 99)[-1].calls[0].start
     assert [(step.step, len(step.calls)) for step in store.called_steps(0, 4)] == [(-6, 2), (5, 1), (4, 1)]
 
 

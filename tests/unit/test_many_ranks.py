@@ -21,20 +21,20 @@ from support.record_builders import SECOND, Training
 def alone(store: Store, processes: Iterable[int]) -> dict[str, dict[int, Any]]:
     """Return the newest rows of each process, from a query for each."""
     steps = {number: step for number in processes for step in store.steps(1, process=number)}
-    calls = {
-        number: (step.calls[-1].mode, step.calls[-1].end)
+    ends = {
+        number: (step.mode, step.start_ns + step.wall_ns)
         for number in processes
         for step in store.called_steps(number, 1)
     }
     memory = {number: event for number in processes if (event := store.memory(number)) is not None}
-    return {"steps": {**steps}, "calls": {**calls}, "memory": {**memory}}
+    return {"steps": {**steps}, "ends": ends, "memory": {**memory}}
 
 
 def together(store: Store, processes: Iterable[int]) -> dict[str, dict[int, Any]]:
     """Return the same rows, from one query for all processes."""
     numbers = list(processes)
-    found = store.newest_steps(numbers), store.newest_calls(numbers), store.newest_memory(numbers)
-    return {"steps": {**found[0]}, "calls": {**found[1]}, "memory": {**found[2]}}
+    found = store.newest_steps(numbers), store.newest_activity(numbers), store.newest_memory(numbers)
+    return {"steps": {**found[0]}, "ends": {**found[1]}, "memory": {**found[2]}}
 
 
 def memory(process: int, t_s: float) -> Event:
@@ -53,7 +53,7 @@ def test_one_query_finds_the_newest_rows_of_all_processes_now_and_at_any_time() 
         assert together(store, processes) == alone(store, processes)
     assert set(run.store().newest_steps(processes)) == set(range(5))
     assert set(run.store().newest_memory(processes)) == {0, 1, 2, 3, 9}
-    assert run.store().newest_steps([]) == run.store().newest_calls([]) == run.store().newest_memory([]) == {}
+    assert run.store().newest_steps([]) == run.store().newest_activity([]) == run.store().newest_memory([]) == {}
 
 
 @pytest.mark.parametrize("seed", range(6))

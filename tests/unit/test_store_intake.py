@@ -193,7 +193,7 @@ def test_calls_without_their_step_are_counted_but_are_no_step(ring: Ring) -> Non
     ring.add(calls_alone(3, *ring.calls))
     assert ring.shapes() == {("dp", 0): 1, ("single", EVALUATION): 1}
     assert (ring.row.calls, ring.row.last_call, ring.row.steps, ring.row.last_step) == (2, 2, 0, None)
-    assert (ring.last["step"], ring.last["mode"], ring.last["calls"]) == (-3, "", 2)
+    assert (ring.last["step"], ring.last["calls"]) == (-3, 2)
     assert not ring.batch.steps_by_tally
     assert not ring.batch.activity_ns
 
@@ -203,7 +203,7 @@ def test_a_pass_outside_the_steps_takes_time_but_is_no_step(ring: Ring) -> None:
     ring.call()
     one_pass = step_row(DP, 0, ring.now, 40 * MS, 8, EVALUATE)._replace(kind=EVALUATION)
     ring.add_step(one_pass)
-    assert (ring.last["step"], ring.last["mode"], ring.row.evaluations, ring.row.steps) == (0, "", 0, 1)
+    assert (ring.last["step"], ring.last["mode"], ring.row.evaluations, ring.row.steps) == (0, DP, 0, 1)
     assert [len(ended.rows) for ended in ring.batch.steps_by_tally.values()] == [1]
     ring.step()
     assert spent(ring)["evaluation"] == 40 * MS

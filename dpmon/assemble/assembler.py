@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dpmon.assemble.definitions import KnownDefinitions
-from dpmon.assemble.device_times import DeviceTimeQueue, PendingRow
+from dpmon.assemble.device_times import RowQueue
 from dpmon.assemble.event_queue import EventQueue, QueuedEvent
 from dpmon.assemble.nesting import CALLS, PRIMITIVES, Block, make_block
 from dpmon.assemble.sampled_collectives import SampledCollectives
@@ -40,10 +40,9 @@ class Assembler:
         self._definitions = KnownDefinitions()
         self._events = EventQueue()
         self._collectives = SampledCollectives(self._definitions)
-        self._row_builder = StepRowBuilder(self._definitions, self._collectives)
-        self._boundaries = StepBoundaryFinder(self._definitions, self._row_builder, self._queue_recorded_rows)
-        self._device_times = DeviceTimeQueue()
-        self._queued_rows: list[Row | QueuedEvent] = []
+        self._rows = RowQueue()
+        self._row_builder = StepRowBuilder(self._definitions, self._collectives, self._rows)
+        self._boundaries = StepBoundaryFinder(self._definitions, self._row_builder)
         self._earlier_event_count = 0
         """Number of events that earlier calls of `feed` received."""
         self._last_spans: dict[int, Span] = {}
@@ -101,7 +100,7 @@ class Assembler:
         if len(spans) < FULL_READ_SPANS:  # all spans before these events have been handled
             self._place_events(self._events.pop_numbered_below(self._earlier_event_count))
         self._earlier_event_count = self._events.count
-        return self._pop_ready_rows()
+        return self._pop_rows()
 
     def take_current_span(self, kind: int, since_ns: int) -> list[Row]:
         """Handle the training thread's unfinished span, given its kind and start. Return the new rows.
@@ -111,7 +110,7 @@ class Assembler:
         if kind == Kind.FETCH:
             self._place_events(self._events.pop_until(since_ns - 1))
             self._boundaries.fetch_began(since_ns)
-        return self._pop_ready_rows()
+        return self._pop_rows()
 
     def finish(self) -> list[Row]:
         """Finish, because the process has exited and no more spans will arrive. Return the last rows."""
@@ -128,11 +127,10 @@ class Assembler:
             and self._boundaries.has_trained
             and self._ended_by_exception is not False
         ):
-            row_builder.out.append(Event("warning", {"process": None, "t_s": None, "text": _CUT_OFF_WARNING}))
+            self._rows.add(Event("warning", {"process": None, "t_s": None, "text": _CUT_OFF_WARNING}))
         row_builder.finish()
-        self._queue_recorded_rows(False)
         self._collectives.finish()
-        return self._pop_ready_rows(Untimed.ENDED)
+        return self._pop_rows(Untimed.ENDED)
 
     def _release_closures(self) -> None:
         """Handle the calls inside an unfinished optimizer step, such as those in the closure of LBFGS."""
@@ -160,7 +158,7 @@ class Assembler:
         if duration_ns == _NEVER_ENDED:  # a stage
             span = span._replace(took=0, flags=flags | Flag.FAILED)
         if kind == Kind.DEVICE_TIME:
-            self._device_times.add_device_time(span)
+            self._rows.add_device_time(span)
             self._row_builder.sampling.count_device_time()
             return
         if kind in (Kind.COLLECTIVE, Kind.LOSS):
@@ -232,20 +230,5 @@ class Assembler:
         for event in events:
             self._boundaries.add_event(event)
 
-    # ------------------------------------------------------------------------------------------ output
-
-    def _queue_recorded_rows(self, ends_step: bool) -> None:
-        """Queue the rows that were recorded. `ends_step`: whether a step ended with them."""
-        recorded, self._row_builder.out = self._row_builder.out, []
-        if recorded and not (self._device_times.is_empty and PendingRow not in map(type, recorded)):
-            self._device_times.add(recorded, ends_step)
-            self._queued_rows += self._device_times.pop_ready()
-        else:
-            self._queued_rows += recorded  # type: ignore[arg-type]  # nothing is pending
-
-    def _pop_ready_rows(self, missing_reason: int = Untimed.NONE) -> list[Row]:
-        if not self._device_times.is_empty:
-            self._queued_rows += self._device_times.pop_ready(missing_reason)
-        queued, self._queued_rows = self._queued_rows, []
-        rows: list[Row] = [row.record if isinstance(row, QueuedEvent) else row for row in queued]
-        return rows + self._collectives.pop_rows()
+    def _pop_rows(self, missing_reason: int = Untimed.NONE) -> list[Row]:
+        return self._rows.pop_rows(missing_reason) + self._collectives.pop_rows()

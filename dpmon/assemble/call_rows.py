@@ -10,31 +10,26 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from dpmon.assemble.definitions import KnownDefinitions
-from dpmon.assemble.device_times import PendingRow, Slots
+from dpmon.assemble.device_times import PendingTimes, Slots
 from dpmon.assemble.nesting import PRIMITIVES
-from dpmon.record.history_rows import CallParts, CallRow
+from dpmon.record.record_types import CallParts, CallRow
 from dpmon.record.shared_names import CALL_PHASES, Untimed
 from dpmon.record.span_format import Flag, Kind, Span
 
 MAX_PHASE_NS = (1 << 62) - 1
 """Longest duration of a phase in a row (ns)."""
-FLAGS = Flag.TRAINING | Flag.GRAD | Flag.FAILED | Flag.VIRTUAL
+FLAGS = Flag.TRAINING | Flag.GRAD | Flag.FAILED | Flag.VIRTUAL | Flag.DP | Flag.BY_SCRIPT
 """The flags of a span that its call keeps."""
 _SCATTER, _APPLY = PRIMITIVES[Kind.SCATTER], PRIMITIVES[Kind.PARALLEL_APPLY]
 _Replica = tuple[int, int, int, int]
 
 
-def mode_of(flags: int) -> str:
-    """Return the mode of a call with these flags."""
-    return "dp" if flags & Flag.DP else "single"
+def build_call(definitions: KnownDefinitions, span: Span, parts: Sequence[Span]) -> tuple[CallRow, PendingTimes]:
+    """Return a call without its number, from its span and the spans of its parts, and its device times to come.
 
-
-def unnumbered_call(definitions: KnownDefinitions, span: Span, layout: int, parts: Sequence[Span]) -> PendingRow:
-    """Return the row of a call from its span and the spans of its parts, without step, number and device times.
-
-    `layout` must be known.
+    Its layout must be known.
     """
-    layout_definition = definitions.layouts[layout]
+    layout = definitions.layouts[span.site]
     phases: list[tuple[int, int] | None] = [None] * len(CALL_PHASES)
     slots: Slots = [[] for _ in CALL_PHASES]
     replica_spans: dict[int, Span] = {}
@@ -43,7 +38,7 @@ def unnumbered_call(definitions: KnownDefinitions, span: Span, layout: int, part
     inputs, outputs, _, _ = _part_of_call(definitions, span, span.start)
     scattered = inputs
     for part in parts:
-        if part.kind == Kind.REPLICA and part.site < len(layout_definition.devices):
+        if part.kind == Kind.REPLICA and part.site < len(layout.devices):
             replica_spans.setdefault(part.site, part)
         elif part.kind == Kind.STAGE and part.site in definitions.stages:
             stage_inputs, stage_outputs, offset, duration_ns = _part_of_call(definitions, part, span.start)
@@ -69,7 +64,7 @@ def unnumbered_call(definitions: KnownDefinitions, span: Span, layout: int, part
         after_scatter = _timed_slot(span)
         if after_scatter:
             after_scatter += [(number, -sign) for number, sign in scatter_slot]
-        has_replicas = bool(layout_definition.devices) and "replicas" not in layout_definition.absent
+        has_replicas = bool(layout.devices) and "replicas" not in layout.absent
         if not (replicas or phases[_APPLY]) and has_replicas:
             # The single replica of an undivided call is the call without its scatter.
             start_ns = sum(scatter or ())
@@ -77,11 +72,9 @@ def unnumbered_call(definitions: KnownDefinitions, span: Span, layout: int, part
             part_slots = [after_scatter]
         elif part_slots == [[]] and not phases[_APPLY]:
             part_slots = [after_scatter]  # the module itself ran as the only replica
-    row = CallRow(
-        *(0, 0, mode_of(span.flags), span.flags & FLAGS, layout, span.start, span.took, inputs, outputs),
-        CallParts(phases, replicas, stages),
-    )
-    return PendingRow(row, [*slots, *part_slots], untimed)
+    numbers = 0, span.flags & FLAGS, span.site, span.start, span.took, inputs, outputs
+    call = CallRow(*numbers, CallParts(phases, replicas, stages))
+    return call, PendingTimes([*slots, *part_slots], untimed)
 
 
 def _timed_slot(span: Span) -> list[tuple[int, int]]:
@@ -103,16 +96,10 @@ def _part_of_call(definitions: KnownDefinitions, span: Span, call_start: int) ->
     return definitions.sizes_or_zero(span.inputs), outputs, max(span.start - call_start, 0), span.took
 
 
-_NOT_SCATTERED = "the script did not scatter in this step"
-_NO_INPUTS = "the script did not scatter: only the inputs of the replicas are known"
-_NOT_REPLICATED = "the script did not replicate in this step"
-_NOT_GATHERED = "the script did not gather the outputs of the replicas"
-
-
 class ComposedCallBuilder:
     """Composes calls from the primitives that the script uses, and passes each complete call to `finish`."""
 
-    def __init__(self, definitions: KnownDefinitions, finish: Callable[[PendingRow], None]) -> None:
+    def __init__(self, definitions: KnownDefinitions, finish: Callable[[CallRow, PendingTimes], None]) -> None:
         self._definitions = definitions
         self._finish = finish
         self._partial: dict[int, list[Span]] = {}
@@ -150,7 +137,7 @@ class ComposedCallBuilder:
         parts = self._partial.pop(thread, [])
         for part in parts:
             if part.kind == Kind.PARALLEL_APPLY and part.site in self._definitions.layouts:
-                self._finish(self._composed_call(parts, part))
+                self._finish(*self._composed_call(parts, part))
 
     def flush_all(self) -> None:
         """Finish all calls, because the step has ended."""
@@ -162,18 +149,9 @@ class ComposedCallBuilder:
         numbers = (self._definitions.sizes_or_zero(part.inputs) for part in parts if part.kind == Kind.SCATTER)
         return next((number for number in numbers if number), 0)
 
-    def _composed_call(self, parts: Sequence[Span], apply: Span) -> PendingRow:
-        kinds, start, last = {part.kind for part in parts}, min(part.start for part in parts), parts[-1]
-        outputs = self._definitions.sizes_or_zero(last.outputs) if last.kind == Kind.GATHER else 0
-        absent = {}
-        if Kind.SCATTER not in kinds:
-            absent["scatter"] = _NOT_SCATTERED
-            absent["inputs"] = _NO_INPUTS
-        if Kind.REPLICATE not in kinds:
-            absent["replicate"] = _NOT_REPLICATED
-        if not (outputs or apply.flags & Flag.FAILED):
-            absent["gather"] = absent["outputs"] = _NOT_GATHERED
-        layout = self._definitions.with_absent(apply.site, absent)
+    def _composed_call(self, parts: Sequence[Span], apply: Span) -> tuple[CallRow, PendingTimes]:
+        start, last = min(part.start for part in parts), parts[-1]
+        outputs = last.outputs if last.kind == Kind.GATHER else 0
         duration_ns = max(last.end - start, 0)
         call_span = apply._replace(start=start, took=duration_ns, inputs=self._inputs(parts), outputs=outputs)
-        return unnumbered_call(self._definitions, call_span, layout, parts)
+        return build_call(self._definitions, call_span, parts)

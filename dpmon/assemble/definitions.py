@@ -1,20 +1,13 @@
-"""Reads definitions from the lines next to a ring: sizes, stages, layouts, collectives and losses.
-
-The assembler numbers its own definitions from FIRST_OWN_NUMBER on. Such a number is derived from the value, so that a
-successor uses the same number for the same value.
-"""
+"""Reads definitions from the lines next to a ring: sizes, stages, layouts, collectives and losses."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from typing import Any
-from zlib import crc32
 
 from dpmon.record.history_rows import Definition, Definitions, parse_definition, serialize_definition
 from dpmon.record.record_types import count_rows
 
-FIRST_OWN_NUMBER = 1 << 31
 MAX_DEFINITIONS = 1 << 15
 """How many definitions of each kind are kept. A reader keeps twice as many (dpmon.record.history_rows)."""
 
@@ -55,18 +48,6 @@ class KnownDefinitions(Definitions):
         """
         rows = count_rows(self.sizes.get(number), self.layouts[layout].dim)
         return -1 if rows is None else rows
-
-    def with_absent(self, number: int, absent: Mapping[str, str]) -> int:
-        """Define a copy of a known layout with more reasons why parts are absent. Return the number of the copy."""
-        layout = self.layouts[number]
-        if not absent:
-            return number
-        copy = layout._replace(absent={**layout.absent, **absent}, module=self.module(number))
-        own_number = FIRST_OWN_NUMBER | crc32(json.dumps(copy._asdict(), separators=(",", ":")).encode()) & (
-            FIRST_OWN_NUMBER - 1
-        )
-        self.remember(own_number, copy)
-        return own_number
 
     def pop_unwritten_rows(self, numbers: Iterable[int]) -> list[Definition]:
         """Return a row for each of these definitions that has none yet. Number 0 is skipped."""

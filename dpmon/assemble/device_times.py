@@ -1,26 +1,25 @@
-"""Adds device times to rows, and chooses how many steps are timed.
+"""Adds device times to steps and their calls, and chooses how many steps are timed.
 
-The rows of a step are held until their device times arrive. Later rows wait, too, so that the order is kept. After
-MAX_STEPS further steps, a row is released without its missing times.
+A step is held until its device times arrive. Later rows wait, too, so that the order is kept. After MAX_STEPS further
+steps, it is released without its missing times.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from math import ceil
 from statistics import median
 from typing import NamedTuple, TypeAlias
 
-from dpmon.assemble.event_queue import QueuedEvent
-from dpmon.record.history_rows import CallRow, Row
+from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Step
 from dpmon.record.shared_names import Untimed
 from dpmon.record.span_format import Span
 
 MAX_STEPS = 64
-MAX_GROUPS = 1 << 13
-"""How many groups may wait. MAX_STEPS is not enough, because other threads may make calls while no step ends."""
+MAX_ROWS = 1 << 13
+"""How many rows may wait. MAX_STEPS is not enough, because other threads may make calls while no step ends."""
 MAX_TIMED_SPANS = 1 << 16
 """How many spans' times are remembered."""
 _MS, _MAX_MS = 1e6, 1e9
@@ -30,10 +29,9 @@ Slots: TypeAlias = "list[list[tuple[int, int]]]"
 or subtracted (sign -1)."""
 
 
-class PendingRow(NamedTuple):
-    """A call or step that waits for device times."""
+class PendingTimes(NamedTuple):
+    """Device times of a step or a call that are still to come."""
 
-    row: CallRow | Step
     slots: Slots
     untimed: int
     """The reason for missing times, unless a span has another one."""
@@ -41,27 +39,33 @@ class PendingRow(NamedTuple):
     """Index of the time for which the fastest device counts; -1: none. For all other times, the slowest one counts."""
 
 
-Waiting: TypeAlias = "Row | PendingRow | QueuedEvent"
+class PendingStep(NamedTuple):
+    """A step that waits for device times."""
+
+    step: Step
+    times: PendingTimes | None
+    """Its own ones."""
+    call_times: Mapping[int, PendingTimes]
+    """Those of its calls, by index in `step.calls`."""
+
+    def span_numbers(self) -> Iterator[int]:
+        """Yield the numbers of the spans that the times come from."""
+        for times in (self.times, *self.call_times.values()):
+            for slot in () if times is None else times.slots:
+                for number, _ in slot:
+                    yield number
 
 
-class _Group(NamedTuple):
-    """Rows that were recorded together."""
-
-    rows: Sequence[Waiting]
-    steps: int
-    """Number of steps so far."""
-    ends_step: bool
-    """Whether a step ends with it. If not, a later group may refer to the same spans."""
-
-
-class DeviceTimeQueue:
-    """The queue of a process's rows, which wait for device times."""
+class RowQueue:
+    """The queue of a process's rows. A step that waits for device times holds up the later rows."""
 
     def __init__(self) -> None:
         self._times: dict[int, tuple[int, dict[int, tuple[float | None, int]]]] = {}
         """By span: how many devices time it; and by device, its time (ms), or None and the reason."""
-        self._queue: deque[_Group] = deque()
+        self._waiting: deque[tuple[Row | PendingStep, int]] = deque()
+        """The rows from the first pending step on, and how many steps had ended with each of them."""
         self._steps = 0
+        self._ready: list[Row] = []
 
     def add_device_time(self, span: Span) -> None:
         """Add a span of kind DEVICE_TIME, the time of an earlier span on one device."""
@@ -76,40 +80,57 @@ class DeviceTimeQueue:
         """Return how many devices time a span, and their times so far."""
         return self._times.get(number) or (1, {})
 
-    def add(self, rows: Sequence[Waiting], ends_step: bool) -> None:
-        """Queue rows that were recorded together. `ends_step`: whether a step ended with them."""
+    def add(self, row: Row | PendingStep) -> None:
+        """Queue a row."""
+        if not (self._waiting or isinstance(row, PendingStep)):
+            self._ready.append(row)
+            return
+        step = row.step if isinstance(row, PendingStep) else row
+        ends_step = isinstance(step, Step) and step.takes_time
         self._steps += ends_step
-        self._queue.append(_Group(rows, self._steps, ends_step))
+        self._waiting.append((row, self._steps))
+        if ends_step or len(self._waiting) > MAX_ROWS:  # not only in `pop_rows`, whose times depend on the reader
+            self._release()
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether no rows wait."""
-        return not self._queue
-
-    def pop_ready(self, missing_reason: int = Untimed.NONE) -> list[Row | QueuedEvent]:
+    def pop_rows(self, missing_reason: int = Untimed.NONE) -> list[Row]:
         """Pop the rows whose times are complete or overdue.
 
         With `missing_reason`, pop all rows and give it as the reason for missing times.
         """
-        released: list[Row | QueuedEvent] = []
-        while self._queue:
-            group = self._queue[0]
-            reason = missing_reason
-            if not (missing_reason or self._is_complete(group)):
-                if self._steps - group.steps < MAX_STEPS and len(self._queue) <= MAX_GROUPS:
-                    break
-                reason = Untimed.LATE
-            self._queue.popleft()
-            for row in group.rows:
-                released.append(self._with_times(row, reason) if isinstance(row, PendingRow) else row)
-            for number in _span_numbers(group) if group.ends_step else ():
+        self._release(missing_reason)
+        ready, self._ready = self._ready, []
+        return ready
+
+    def _release(self, missing_reason: int = Untimed.NONE) -> None:
+        while self._waiting:
+            row, steps = self._waiting[0]
+            if isinstance(row, PendingStep):
+                reason = missing_reason
+                if not (missing_reason or self._is_complete(row)):
+                    if self._steps - steps < MAX_STEPS and len(self._waiting) <= MAX_ROWS:
+                        return
+                    reason = Untimed.LATE
+                row = self._with_times(row, reason)
+            self._ready.append(row)
+            self._waiting.popleft()
+
+    def _is_complete(self, pending: PendingStep) -> bool:
+        return all(len(times) >= count for count, times in map(self._times_of_span, pending.span_numbers()))
+
+    def _with_times(self, pending: PendingStep, missing_reason: int) -> Step:
+        """Return the step with its device times and those of its calls."""
+        step, calls = pending.step, list(pending.step.calls)
+        for index, call_times in pending.call_times.items():
+            calls[index] = calls[index].with_device_times(*self._device_times(call_times, missing_reason))
+        if pending.times is not None:
+            step = step.with_device_times(*self._device_times(pending.times, missing_reason))
+        if step.takes_time:  # otherwise, the step of these calls may refer to the same spans
+            for number in pending.span_numbers():
                 self._times.pop(number, None)
-        return released
+        return step._replace(calls=calls)
 
-    def _is_complete(self, group: _Group) -> bool:
-        return all(len(times) >= count for count, times in map(self._times_of_span, _span_numbers(group)))
-
-    def _with_times(self, pending: PendingRow, missing_reason: int) -> CallRow | Step:
+    def _device_times(self, pending: PendingTimes, missing_reason: int) -> tuple[list[float | None], int]:
+        """Return device times (ms), and the number of Untimed that explains each None."""
         untimed = Untimed.NONE
         times: list[float | None] = []
         for index, slot in enumerate(pending.slots):
@@ -127,16 +148,7 @@ class DeviceTimeQueue:
             combine = min if index == pending.fastest_slot else max
             ms = None if is_missing or not by_device else round(max(0.0, combine(by_device.values())), 6)
             times.append(ms if ms is None or ms < _MAX_MS else None)
-        return pending.row.with_device_times(times, untimed or pending.untimed)
-
-
-def _span_numbers(group: _Group) -> Iterator[int]:
-    """Yield the numbers of the spans that the times of a group's rows come from."""
-    for row in group.rows:
-        if isinstance(row, PendingRow):
-            for slot in row.slots:
-                for number, _ in slot:
-                    yield number
+        return times, untimed or pending.untimed
 
 
 COST_NS = 12_000

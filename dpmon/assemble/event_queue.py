@@ -16,7 +16,7 @@ _TEXTS = ("text", "reason")
 class QueuedEvent:
     """An event that waits for its place between the spans."""
 
-    __slots__ = ("data", "fill", "number", "record", "time_ns")
+    __slots__ = ("data", "fill", "kind", "number", "time_ns")
 
     def __init__(self, number: int, time_ns: int, data: dict[str, object]) -> None:
         self.number = number
@@ -24,19 +24,17 @@ class QueuedEvent:
         """Monotonic ns."""
         self.fill = data.pop("fill", None)
         """Whether it gets the step and call numbers of the "next" or the "last" call; None: of neither."""
+        self.kind = str(data.pop("kind"))
         self.data = data
-        self.record = Event(str(data["kind"]), data)
-        """Its record, which is final after `finalize`."""
 
     @property
     def starts_pause(self) -> bool:
         """Whether a pause of the training starts with it."""
-        return self.data["kind"] == "pause" and self.data.get("paused") is True
+        return self.kind == "pause" and self.data.get("paused") is True
 
-    def finalize(self, step: int, call: int, steps_by_sample: Mapping[int, int]) -> None:
-        """Make its record. `steps_by_sample`: for each memory sample, the last step that had started."""
+    def record(self, step: int, call: int, steps_by_sample: Mapping[int, int]) -> Event:
+        """Return its record. `steps_by_sample`: for each memory sample, the last step that had started."""
         data = dict(self.data)
-        kind = str(data.pop("kind"))
         if self.fill in ("next", "last"):
             data.update((key, value) for key, value in (("step", step), ("call", call)) if key in data)
             for key in _TEXTS:
@@ -45,7 +43,7 @@ class QueuedEvent:
         data.pop("look", None)
         if isinstance(devices := data.get("devices"), list):
             data["devices"] = [_with_step(device, steps_by_sample) for device in devices]
-        self.record = Event(kind, data)
+        return Event(self.kind, data)
 
     def referenced_memory_samples(self) -> list[int]:
         """Return the numbers of the memory samples that it refers to."""

@@ -10,7 +10,7 @@ A step is one turn of a loop. Calls that train nothing and are not repeated belo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from dpmon.assemble.boundary_state import BoundaryTimeout, OpenStep, OptimizerCycle, kind_of_call
@@ -47,16 +47,9 @@ class _Checkpoint(NamedTuple):
 class StepBoundaryFinder:
     """Divides the blocks of one process into steps."""
 
-    def __init__(
-        self,
-        definitions: KnownDefinitions,
-        row_builder: StepRowBuilder,
-        on_recorded: Callable[[bool], None],
-    ) -> None:
-        """`on_recorded(ends_step)` is called after rows were recorded. `ends_step`: whether a step ended."""
+    def __init__(self, definitions: KnownDefinitions, row_builder: StepRowBuilder) -> None:
         self._definitions = definitions
         self._row_builder = row_builder
-        self._on_recorded = on_recorded
         self.held: list[Item] = []
         """The blocks and events of the open step that are not recorded yet."""
         self._checkpoint = _Checkpoint(is_open=False, start=0, last_end=0, ends=-1, since=())
@@ -116,7 +109,6 @@ class StepBoundaryFinder:
                 self._flush_oversized_step()
         else:
             self._row_builder.add_calls_outside_step(block)
-            self._on_recorded(False)
 
     def add_event(self, event: QueuedEvent) -> None:
         """Add an event that happened after all items added so far."""
@@ -125,13 +117,12 @@ class StepBoundaryFinder:
             if self._step.calls:
                 self._close_step(event.time_ns)
                 self._is_open = self._began_with_fetch = False
-        if event.record.kind == "loader":
+        if event.kind == "loader":
             self._new_loop_at = event.time_ns
         if self.held and event.fill in ("next", "last"):
             self._hold_item(event)
             return
         self._row_builder.place_event(event, self._row_builder.number + bool(self.held or self._step.part))
-        self._on_recorded(False)
 
     def fetch_began(self, start_ns: int, loop: int = 0) -> None:
         """Handle the start of a fetch at the top level, which ends the open step. `loop`: its loop; 0 if unknown."""
@@ -163,9 +154,10 @@ class StepBoundaryFinder:
             self._drop_open_step()
             return
         totals = self._record_step()
-        if not totals.failed and not (is_cut_off and totals.is_missing_update):
+        if totals.failed or (is_cut_off and totals.is_missing_update):
+            self._row_builder.add_calls_alone(totals)
+        else:
             self._row_builder.add_step(totals, self._start, self._last_end)
-        self._on_recorded(True)
         self._step = OpenStep()
         self._is_open = False
 
@@ -224,7 +216,6 @@ class StepBoundaryFinder:
                 row_builder.add_calls_outside_step(item)
             elif item.span.kind == Kind.MEMORY:
                 row_builder.note_memory_sample(item.span.site, row_builder.number)
-        self._on_recorded(False)
 
     # ------------------------------------------------------------------------------------------ without a loader
 
@@ -395,7 +386,6 @@ class StepBoundaryFinder:
     def _close_step(self, end: int, *, is_repeated: bool = False) -> None:
         """End the open step at `end`. `is_repeated`: the next block begins another step like it."""
         self._row_builder.add_step(self._record_step(is_repeated=is_repeated), self._start, end)
-        self._on_recorded(True)
         self._step = OpenStep()
 
     def _record_step(self, *, is_repeated: bool = False) -> StepTotals:
@@ -411,5 +401,5 @@ class StepBoundaryFinder:
         items, self.held = self.held, []
         trains = self.has_trained or self._definitions.optimizers  # a backward pass will probably follow
         kind = TRAINING if trains else self._step.kind
-        self._step.part = self._row_builder.record_items(items, kind, self._step.part)
-        self._on_recorded(False)
+        part = self._step.part = self._row_builder.record_items(items, kind, self._step.part)
+        self._row_builder.add_calls_alone(part)

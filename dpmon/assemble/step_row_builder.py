@@ -1,4 +1,4 @@
-"""Turns the blocks of a step into rows: its calls, the events between them, and the step itself."""
+"""Turns the blocks of a step into rows: the events during it, and the step with its calls."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 from dpmon.assemble.boundary_state import FetchTracker, kind_of_call
-from dpmon.assemble.call_rows import FLAGS, ComposedCallBuilder, mode_of, unnumbered_call
+from dpmon.assemble.call_rows import FLAGS, ComposedCallBuilder, build_call
 from dpmon.assemble.definitions import KnownDefinitions
-from dpmon.assemble.device_times import PendingRow, TimingIntervalController, Waiting
+from dpmon.assemble.device_times import PendingTimes, RowQueue, TimingIntervalController
 from dpmon.assemble.event_queue import QueuedEvent
 from dpmon.assemble.nesting import COPY, EDGE, PHASE_OF, PRIMITIVES, Block, BlockContents
 from dpmon.assemble.sampled_collectives import SampledCollectives
 from dpmon.assemble.step_totals import MAX_TIMED, StepTotals
-from dpmon.record.history_rows import CallRow
-from dpmon.record.record_types import MAX_SPANS
+from dpmon.record.record_types import MAX_SPANS, CallRow, mode_of
 from dpmon.record.schema import FORWARD_ONLY, STEP_KINDS, TRAINING
 from dpmon.record.shared_names import Untimed
 from dpmon.record.span_format import COUNTED, Flag, Kind, Span
@@ -27,11 +26,12 @@ _NO_SPANS: Sequence[Span] = ()
 
 
 class StepRowBuilder:
-    """Makes and numbers the rows of one process."""
+    """Makes and numbers the rows of one process, and adds them to `rows`."""
 
-    def __init__(self, definitions: KnownDefinitions, collectives: SampledCollectives) -> None:
+    def __init__(self, definitions: KnownDefinitions, collectives: SampledCollectives, rows: RowQueue) -> None:
         self.definitions = definitions
         self._collectives = collectives
+        self._rows = rows
         self.numbers = dict.fromkeys(STEP_KINDS, 0)
         """Number of steps so far, by kind."""
         self.calls = 0
@@ -46,12 +46,9 @@ class StepRowBuilder:
         self.awaiting_events: list[QueuedEvent] = []
         """Events that wait for the next call."""
         self.dropped = 0
-        self.out: list[Waiting] = []
         self.sampling = TimingIntervalController()
         self._peak_samples: set[int] = set()
         self._totals = StepTotals()
-        self._call_step, self._call_kind = 1, TRAINING
-        """Number and kind of the step of the next call; a call outside the steps has the number 0."""
         self._call_builder = ComposedCallBuilder(definitions, self._record_call)
         self._call_facts: dict[tuple[int, int, int], tuple[bool, int, int, int, int]] = {}
         """By (layout, inputs, outputs) of a call: the result of `_find_call_facts`."""
@@ -64,14 +61,19 @@ class StepRowBuilder:
         return self.numbers[TRAINING]
 
     def add_step(self, totals: StepTotals, start: int, end: int) -> None:
-        """Record the step whose items were recorded last. If it has no number, it only takes time."""
-        number, kind = self._call_step, self._call_kind
+        """Add the row of a step. If it has no number, it only takes time."""
+        number, kind, wall_ns = totals.number, totals.kind, max(end - start, 0)
         self.numbers[kind] = max(self.numbers[kind], number)
-        batches = self.fetches.pop_step_batches()
-        self.out.append(totals.build_row(number, kind, start, max(end - start, 0), batches))
+        self._rows.add(totals.build_row(start, wall_ns, self.fetches.pop_step_batches()))
         self._collectives.close_step(number if kind == TRAINING else 0, start, end)
         if totals.timed or totals.skipped:
-            self.sampling.count_step(max(end - start, 0), not totals.skipped)
+            self.sampling.count_step(wall_ns, not totals.skipped)
+
+    def add_calls_alone(self, totals: StepTotals) -> None:
+        """Add a row of the calls so far, which the row of their step will not hold."""
+        row = totals.pop_calls()
+        if row is not None:
+            self._rows.add(row)
 
     def record_items(
         self, items: Iterable[Item], kind: int, part: StepTotals | None = None, *, numbered: bool = True
@@ -81,7 +83,7 @@ class StepRowBuilder:
         `kind`: the kind of the step. `numbered`: whether the step gets a number.
         """
         totals = self._totals = part or StepTotals()
-        self._call_step, self._call_kind = self.numbers[kind] + 1 if numbered else 0, kind
+        totals.number, totals.kind = self.numbers[kind] + 1 if numbered else 0, kind
         last_started = self.number + (kind == TRAINING)
         times, spans, thread = totals.times, totals.spans, self.thread
         for item in items:
@@ -127,9 +129,11 @@ class StepRowBuilder:
         """Record the calls of another thread while no step is open."""
         if not (block.calls or block.span.kind in PRIMITIVES):
             return
-        self._call_step, self._call_kind = 0, max(map(kind_of_call, block.calls), default=FORWARD_ONLY)
+        totals = self._totals = StepTotals()
+        totals.kind = max(map(kind_of_call, block.calls), default=FORWARD_ONLY)
         self._record_calls(block)
         self._call_builder.flush_all()
+        self.add_calls_alone(totals)
 
     def _record_calls(self, block: Block) -> None:
         span, calls, _, contents = block
@@ -165,18 +169,12 @@ class StepRowBuilder:
             self._count_call(flags, module, rows)
         parts = contents.parts.get(number) if contents is not None else None
         if parts or flags & _NOT_PLAIN or not is_plain:
-            self._record_call(unnumbered_call(self.definitions, call, site, parts or ()))
+            self._record_call(*build_call(self.definitions, call, parts or ()))
             return
         self.calls += 1
         if self.awaiting_events:
             self._emit_awaiting_events()
-        mode = mode_of(flags)
-        self.out.append(
-            CallRow(
-                *(self._call_step, self.calls, mode, flags & FLAGS, site, start, duration_ns, inputs, outputs),
-                kind=self._call_kind,
-            )
-        )
+        self._totals.calls.append(CallRow(self.calls, flags & FLAGS, site, start, duration_ns, inputs, outputs))
 
     def _find_call_facts(self, call: Span) -> tuple[bool, int, int, int, int] | None:
         """Return and cache what calls with this layout and these sizes share; None if the layout is unknown.
@@ -190,23 +188,27 @@ class StepRowBuilder:
             return None
         if len(self._call_facts) >= _MAX_CALL_FACTS:
             self._call_facts.clear()
-        self.out += self.definitions.pop_unwritten_rows((site, inputs, outputs))
+        self._add_definitions((site, inputs, outputs))
         is_plain = bool(layout.devices) and "replicas" not in layout.absent
         call_facts = is_plain, inputs, outputs, self.definitions.module(site), self.definitions.batch_rows(inputs, site)
         self._call_facts[call.site, call.inputs, call.outputs] = call_facts
         return call_facts
 
-    def _record_call(self, call: PendingRow) -> None:
+    def _record_call(self, call: CallRow, times: PendingTimes) -> None:
         self.calls += 1
-        assert isinstance(call.row, CallRow)
-        row = call.row._replace(step=self._call_step, call=self.calls, kind=self._call_kind)
-        self.out += self.definitions.pop_unwritten_rows(sorted(row.definitions))
+        call = call._replace(call=self.calls)
+        self._add_definitions(sorted(call.definitions))
         if self.awaiting_events:
             self._emit_awaiting_events()
-        if call.untimed == Untimed.SAMPLED:
-            self.out.append(row.with_device_times([None] * len(call.slots), call.untimed))
-        else:
-            self.out.append(call._replace(row=row) if any(call.slots) else row)
+        if times.untimed == Untimed.SAMPLED:
+            call = call.with_device_times([None] * len(times.slots), times.untimed)
+        elif any(times.slots):
+            self._totals.call_times[len(self._totals.calls)] = times
+        self._totals.calls.append(call)
+
+    def _add_definitions(self, numbers: Iterable[int]) -> None:
+        for row in self.definitions.pop_unwritten_rows(numbers):
+            self._rows.add(row)
 
     def _record_primitive(self, span: Span, contents: BlockContents | None) -> None:
         """Record a primitive that the script itself called."""
@@ -261,8 +263,7 @@ class StepRowBuilder:
         self._emit_awaiting_events()
 
     def _emit_event(self, event: QueuedEvent, step: int, call: int) -> None:
-        event.finalize(step, call, self.steps_by_memory_sample)
-        self.out.append(event)
+        self._rows.add(event.record(step, call, self.steps_by_memory_sample))
         peaks = event.referenced_memory_samples()
         if peaks:
             self._peak_samples = set(peaks)

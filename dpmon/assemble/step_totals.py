@@ -1,13 +1,13 @@
-"""Adds up the spans of a step, and makes the row of the step."""
+"""Adds up the spans of a step, and makes the row of the step with its calls."""
 
 from __future__ import annotations
 
 from collections import Counter
 
-from dpmon.assemble.device_times import PendingRow, Slots
+from dpmon.assemble.device_times import PendingStep, PendingTimes, Slots
 from dpmon.assemble.nesting import BACKWARD, COPY, DATA, OPTIMIZER, PhaseSums
-from dpmon.record.record_types import Batches, Step
-from dpmon.record.schema import SPAN_PHASES, STEP_PHASES
+from dpmon.record.record_types import Batches, CallRow, Step
+from dpmon.record.schema import SPAN_PHASES, STEP_PHASES, TRAINING
 from dpmon.record.shared_names import Untimed
 from dpmon.record.span_format import Flag, Span
 
@@ -17,8 +17,11 @@ MAX_TIMED = 4096
 
 
 class StepTotals(PhaseSums):
-    """The sums of one step."""
+    """The calls and the sums of one step."""
 
+    number = 0
+    """Its number; 0: it is no step of a loop."""
+    kind = TRAINING
     learned_rows = evaluated_rows = -1
     """Rows of the calls that train or record gradients, and rows of the other calls; -1 while unknown."""
     mode = ""
@@ -48,6 +51,9 @@ class StepTotals(PhaseSums):
         super().__init__()
         self.optimizer_steps: Counter[int] = Counter()
         """Successful steps by number of the optimizer. The optimizer that steps most often makes the updates."""
+        self.calls: list[CallRow] = []
+        self.call_times: dict[int, PendingTimes] = {}
+        """Device times of the calls that are still to come, by index in `calls`."""
 
     def note_timing(self, span: Span, phase: int) -> None:
         """Note whether a span without inner spans has device times."""
@@ -79,9 +85,7 @@ class StepTotals(PhaseSums):
         self.sum_of_rows += self.batch_rows
         self.batch_models, self.batch_rows = frozenset(), 0
 
-    def build_row(
-        self, step: int, kind: int, start_ns: int, wall_ns: int, batches: Batches | None
-    ) -> Step | PendingRow:
+    def build_row(self, start_ns: int, wall_ns: int, batches: Batches | None) -> Step | PendingStep:
         """Return the row of the step. `batches`: the batches that it fetched."""
         samples = self.learned_rows if self.learned_rows >= 0 else self.evaluated_rows
         # Without a loader, the backward passes divide a step into micro-batches. In a GAN they do not, because passes
@@ -95,14 +99,28 @@ class StepTotals(PhaseSums):
         phases = {name: times[index] for name, index in _IN_ORDER if times[index] >= 0}
         phases["other"] = max(0, wall_ns - sum(phases.values()))
         known_samples = samples if samples >= 0 else None
-        values = known_samples, phases, self.counts, spans, self.missing_spans
-        row = Step(0, None, step, self.mode, start_ns, wall_ns, *values, batches=batches, kind=kind)
+        values = self.number, self.mode, start_ns, wall_ns, known_samples, phases, self.counts, spans
+        row = Step(0, None, *values, self.missing_spans, batches=batches, kind=self.kind, calls=self.calls)
+        pending = None
         if self.skipped:
-            return row.with_device_times([None] * len(SPAN_PHASES), Untimed.SAMPLED)
-        return PendingRow(row, *self._device_time_slots(), DATA) if self.timed else row
+            row = row.with_device_times([None] * len(SPAN_PHASES), Untimed.SAMPLED)
+        elif self.timed:
+            pending = PendingTimes(*self._device_time_slots(), DATA)
+        return PendingStep(row, pending, self.call_times) if pending or self.call_times else row
+
+    def pop_calls(self) -> Step | PendingStep | None:
+        """Remove the calls, and return a row that has only them; None if there are none."""
+        calls, self.calls = self.calls, []
+        call_times, self.call_times = self.call_times, {}
+        if not calls:
+            return None
+        start_ns = min(call.start for call in calls)
+        wall_ns = max(call.end for call in calls) - start_ns
+        row = Step(0, None, -self.number, calls[-1].mode, start_ns, wall_ns, None, {}, kind=self.kind, calls=calls)
+        return PendingStep(row, None, call_times) if call_times else row
 
     def _device_time_slots(self) -> tuple[Slots, int]:
-        """Return the slots of the phases' device times, and the reason for missing times (see PendingRow)."""
+        """Return the slots of the phases' device times, and the reason for missing times (see PendingTimes)."""
         slots: Slots = [[] for _ in SPAN_PHASES]
         if len(self.timed) > MAX_TIMED:
             return slots, Untimed.TOO_MANY

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from dpmon.record.schema import SECOND, step_kind
-from dpmon.store.history_schema import BEFORE_S, COLLECTIVE_SUMS, LASTING
+from dpmon.store.history_schema import BEFORE_S, COLLECTIVE_SUMS, LASTING, STEP_COLUMNS
 from dpmon.store.row_exchange import NUMBERED, TIMES, columns_sent, encode_rows
 from dpmon.store.store_queries import Store
 from dpmon.store.tally import WIDTHS, SeriesNames
@@ -21,6 +21,8 @@ from dpmon.store.time_accounting import ACTIVITIES
 
 MAX_IDS, MAX_COMPLETE_IDS = 20_000, 2000
 """Most ids of a chunk, if only some steps are sent, and if all rows are sent."""
+MAX_CALLED_CHARS = 1 << 12
+"""Most characters of the calls of a step, about 150 of them: of more calls, only the last are sent."""
 MAX_SECONDS, MAX_RANK_SECONDS = 600, 2000
 """Most seconds by which a chunk advances sums and tallies, and for tallies, most seconds of all ranks together."""
 _READ_AS = {
@@ -77,12 +79,12 @@ class IncrementalRows:
     ) -> None:
         """`offset` and `tallied_s`: what the reader has. `shift_ns` and `shift_s`: added to times and seconds.
 
-        `rollups`: send only some of the steps and calls. `sparse`: also send only some of their details and of the
-        device samples, because the reader has many nodes.
+        `rollups`: send only some of the steps. `sparse`: also send only some of their details and of the device
+        samples, because the reader has many nodes.
         """
         self.offset = offset
         self.whole: Collection[int] = ()
-        """Processes of which all steps, calls and collectives are sent."""
+        """Processes of which all steps and collectives are sent."""
         self.left_out = 0
         """How many ids were skipped, because they are too old for a first connection."""
         self.deleted: dict[int, int] = {}
@@ -221,54 +223,45 @@ class IncrementalRows:
         lines = self._lines("events", events)
         lines += self._lines("losses", self._rows(store, "losses", id_range, self.offset, end_id))
         if not self._rollups:
-            for table in ("calls", "steps", "collectives"):
-                lines += self._lines(table, self._rows(store, table, id_range, self.offset, end_id))
-            return lines
+            lines += self._lines("collectives", self._rows(store, "collectives", id_range, self.offset, end_id))
+            rows = self._rows(store, "steps", id_range, self.offset, end_id)
+            return lines + self._lines("steps", map(_with_last_calls, rows))
         complete_processes = f"process IN ({', '.join(map(str, self.whole))})"
         lines += self._lines(
             "collectives", self._rows(store, "collectives", f"{id_range} AND {complete_processes}", self.offset, end_id)
         )
-        steps: dict[tuple[int, tuple[bool, int]], list[tuple[int, int, int]]] = defaultdict(list)
-        """By process, by whether they averaged gradients (with accumulation, only some steps do) and by kind."""
-        step_keys: dict[int, tuple[int, int, int]] = {}
+        steps: dict[tuple[int, tuple[bool, bool, int]], list[tuple[int, int, int]]] = defaultdict(list)
+        """By process, by whether they are steps of a loop and averaged gradients (with accumulation, only some steps
+        do), and by kind."""
+        process_by_id: dict[int, int] = {}
         query = f"SELECT id, process, step, kind, sync_number, start_ns + wall_ns FROM steps {id_range}"
         for row_id, process, step, flags, sync_number, end_ns in store.query(query, (self.offset, end_id)):
-            averaged, kind = sync_number is not None, step_kind(flags)
-            steps[process, (averaged, kind)].append((row_id, sync_number if averaged else step, end_ns))
-            step_keys[row_id] = process, kind, step
+            process_by_id[row_id] = process
+            similar_steps = steps[process, (step > 0, sync_number is not None, step_kind(flags))]
+            number = step if sync_number is None else sync_number
+            if step <= 0:  # calls alone have no number
+                number = len(similar_steps)
+            similar_steps.append((row_id, number, end_ns))
         divisor = 1 + self._sparse
         chosen_ids: set[int] = set()
-        for (process, _), process_steps in steps.items():
-            if process in self.whole:
-                chosen_ids.update(row_id for row_id, _, _ in process_steps)
-            else:
-                chosen_ids.update(choose_step_ids(process_steps, divisor))
-        self._last_steps |= {step_keys[row_id][0]: row_id for row_id in sorted(chosen_ids)}
-        newest = f"SELECT max(id), process, step, kind FROM steps {id_range} GROUP BY process"
-        for row_id, process, step, flags in store.query(newest, (self._begun, end_id)) if is_last else ():
+        for (process, (is_step, *_)), similar_steps in steps.items():
+            row_ids = [row_id for row_id, _, _ in similar_steps]
+            if process not in self.whole:
+                row_ids = choose_step_ids(similar_steps, divisor)
+            chosen_ids.update(row_ids)
+            if is_step:
+                self._last_steps[process] = max([self._last_steps.get(process, 0), *row_ids])
+        newest = f"SELECT max(id), process FROM steps {id_range} AND step > 0 GROUP BY process"
+        for row_id, process in store.query(newest, (self._begun, end_id)) if is_last else ():
             if row_id > self._last_steps.get(process, 0):  # otherwise, readers would show an earlier step
                 chosen_ids.add(row_id)
-                self._last_steps[process], step_keys[row_id] = row_id, (process, step_kind(flags), step)
+                self._last_steps[process], process_by_id[row_id] = row_id, process
         detailed_ids = chosen_ids
         if self._sparse:
-            sparse_ids = {row_id for rows in steps.values() for row_id in choose_step_ids(rows, SPARSE_STEPS)}
-            kept_whole = {row_id for row_id in chosen_ids if step_keys[row_id][0] in self.whole}
-            detailed_ids = chosen_ids & sparse_ids | kept_whole
-        detailed_steps = {step_keys[row_id] for row_id in detailed_ids}
-        training_processes = {process for process, _ in steps}
-        calls: dict[tuple[int, ...], int] = {}
-        query = f"SELECT id, process, step, kind, layout FROM calls {id_range}"
-        for row_id, process, step, kind, layout in store.query(query, (self.offset, end_id)):
-            if process in self.whole:
-                calls[process, row_id] = row_id
-            elif (process, kind, step) in detailed_steps or process not in training_processes:
-                calls[process, kind, step * (process in training_processes), layout] = (
-                    row_id  # the last one of a module
-                )
-        lines += self._lines("calls", self._rows_by_id(store, "calls", sorted(calls.values())))
-        spans = list(columns_sent("steps")).index("spans")
+            detailed_ids = {row_id for rows in steps.values() for row_id in choose_step_ids(rows, SPARSE_STEPS)}
+            detailed_ids |= {row_id for row_id in chosen_ids if process_by_id[row_id] in self.whole}
         rows = [
-            row if row[0] in detailed_ids else (*row[:spans], None, *row[spans + 1 :])
+            _with_last_calls(row) if row[0] in detailed_ids else _without_details(row)
             for row in self._rows_by_id(store, "steps", sorted(chosen_ids))
         ]
         return lines + self._lines("steps", rows)
@@ -328,7 +321,7 @@ class IncrementalRows:
         rows: list[tuple[Any, ...]] = []
         for process in (ring.process for ring in store.rings.values()):
             if process not in self._gaps:
-                step = "SELECT start_ns FROM steps WHERE process = ? AND id <= ? ORDER BY id DESC LIMIT 1"
+                step = "SELECT start_ns FROM steps WHERE process = ? AND step > 0 AND id <= ? ORDER BY id DESC LIMIT 1"
                 query = f"SELECT max(id) FROM gaps WHERE process = ? AND end_ns <= ({step})"
                 newest_rows = store.query(query, (process, process, 0 if self._first else self.offset))
                 self._gaps[process] = max((max_id or 0 for (max_id,) in newest_rows), default=0)
@@ -391,6 +384,23 @@ class IncrementalRows:
             starts = set(range(start_s // width * width, end_s, width))
             buckets.update((width, start) for start in starts if max(start_s, since) < start + width <= end_s)
         return sorted(buckets)
+
+
+def _without_details(row: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return a row of steps without its spans and calls."""
+    return tuple(
+        [None if name in ("spans", "called") else value for name, value in zip(STEP_COLUMNS, row, strict=True)]
+    )
+
+
+def _with_last_calls(row: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return a row of steps with only the last of its calls if they have more than MAX_CALLED_CHARS characters."""
+    *others, called = row
+    if called is None or len(called) <= MAX_CALLED_CHARS:
+        return row
+    calls = json.loads(called)
+    last_calls = calls[-max(len(calls) * MAX_CALLED_CHARS // len(called), 1) :]
+    return (*others, json.dumps(last_calls, separators=(",", ":")))
 
 
 def _merged_time_rows(store: Store, begin_s: int, end_s: int, width: int, start: int) -> Iterator[tuple[Any, ...]]:

@@ -82,7 +82,7 @@ class MirrorHistory:
         self._staged: dict[str, list[Sequence[Any]]] = defaultdict(list)
         """Rows that are inserted together, by table."""
         self._rings_without_ids = {ring.process: ring for ring in self._rings.values() if ring.first_id is None}
-        """The rings without a call or step, by process."""
+        """The rings without a row in steps, by process."""
         for ring in self._rings.values():
             self._register_rank(ring)
         query = f"SELECT process, json FROM events WHERE {LASTING} AND kind IN ('process', 'ddp') ORDER BY id"
@@ -190,11 +190,10 @@ class MirrorHistory:
         new_ids = dict(zip(ids, range(first_id, first_id + len(ids)), strict=True))
         self._history.next_id += len(ids)
         self._put_events(node, rows.get("events", ()), new_ids)
-        for table in filter(rows.__contains__, ("calls", "steps", "collectives", "losses")):
+        for table in filter(rows.__contains__, ("steps", "collectives", "losses")):
             moved = [(new_ids[row[0]], number, *row[2:]) for row, number in self._renumber_rows(node, rows[table], 1)]
             if table == "steps":
                 self._waits.add_steps(node, moved)
-            if table in ("calls", "steps"):
                 self._note_first_ids(moved)
             self._stage_rows(table, moved)
             if table == "losses":

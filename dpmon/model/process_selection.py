@@ -61,12 +61,12 @@ def _processes(
     `plain`: their last steps are without phases.
     """
     numbers = sorted(nodes)
-    steps, calls = store.newest_steps(numbers, brief=plain), store.newest_calls(numbers)
+    steps, newest = store.newest_steps(numbers, brief=plain), store.newest_activity(numbers)
     memory = store.newest_memory(numbers)
-    starts = store.first_activity_ns(sorted({*steps, *calls}))
+    starts = store.first_activity_ns(sorted(newest))
     processes = {}
     for number in numbers:
-        step, (mode, called_ns) = steps.get(number), calls.get(number, ("", -1))
+        step, (mode, seen_ns) = steps.get(number), newest.get(number, ("", -1))
         event = memory.get(number)
         rank, info = store.ranks.get(number), events.info.get(number) or ProcessInfo(number)
         processes[number] = Process(
@@ -75,7 +75,7 @@ def _processes(
             info,
             has_trained=number in store.trained_processes,
             began_ns=starts.get(number, -1),
-            seen_ns=max(-1 if step is None else step.start_ns + step.wall_ns, called_ns),
+            seen_ns=seen_ns,
             last_step=step,
             step_number=0 if step is None else store.step_number(step),
             refusals=events.refusals_by_root(number),

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import zip_longest
 from statistics import median
 from typing import TYPE_CHECKING
 
 from dpmon.model.run_snapshot import CallTimings, TimePercentiles
-from dpmon.record.history_rows import CallParts, CallRow
-from dpmon.record.record_types import Call
+from dpmon.record.record_types import Call, CallParts, CallRow, Step
 from dpmon.record.schema import device_series, is_device_series, step_kind
 from dpmon.store import quantile_sketch
 from dpmon.store.quantile_sketch import Counts
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from dpmon.store.store_queries import Store
 
 Root = tuple[str, str | None]
+_RowInStep = tuple[Step, CallRow]
 CALLS_READ = 256
 STEP_CALLS_READ = 64
 PARTS_KEPT = 8
@@ -29,113 +30,96 @@ _TIMED = 64
 """Number of newest calls that provide times if no tally has them."""
 
 
-@dataclass(slots=True)
-class CallCache:
-    """Decodes the calls of one process and caches them."""
+class RecentCalls:
+    """The newest calls of one process."""
 
-    rows: Store
-    process: int
-    _read: dict[int, Call | None] = field(default_factory=dict)
+    def __init__(self, store: Store, process: int, limit: int = CALLS_READ) -> None:
+        """Read the newest steps that have `limit` calls together."""
+        self._store = store
+        self._steps = store.called_steps(process, limit)
+        self._calls: dict[int, Call | None] = {}
+        """Full calls by number."""
 
-    def call(self, row: CallRow) -> Call | None:
+    def _call(self, step: Step, row: CallRow) -> Call | None:
         """Return the full call; None if a definition is lost."""
-        if row.call not in self._read:
-            self._read[row.call] = self.rows.call(self.process, row)
-        return self._read[row.call]
+        if row.call not in self._calls:
+            self._calls[row.call] = self._store.call(step, row)
+        return self._calls[row.call]
 
-    def last_step_calls(self) -> tuple[Call, ...]:
-        """Return the calls of the last step, oldest first."""
-        recent = self.rows.last_calls(self.process, STEP_CALLS_READ)
-        return tuple(call for row in reversed(recent) if (call := self.call(row)) is not None)
+    def calls_of(self, step: Step | None) -> tuple[Call, ...]:
+        """Return the calls of the last step, the oldest first; at most the last STEP_CALLS_READ."""
+        for recent in self._steps:
+            if step is not None and (recent.step, recent.kind) == (step.step, step.kind):
+                calls = [self._call(recent, row) for row in recent.calls[-STEP_CALLS_READ:]]
+                return tuple(call for call in calls if call is not None)
+        return ()
 
+    def timings(self, tallies: Mapping[TallyKey, Tally], mode: str, *, timed: bool = True) -> dict[Root, CallTimings]:
+        """Return each root's last call with its times; the root called last first.
 
-def build_call_timings(
-    calls: CallCache,
-    tallies: Mapping[TallyKey, Tally],
-    mode: str,
-    *,
-    limit: int = CALLS_READ,
-    timed: bool = True,
-) -> dict[Root, CallTimings]:
-    """Return each root's last call with its times, among the `limit` newest calls; the root called last first.
+        `tallies`: of the time range. `mode`: the mode of the last step. If no tally has the times of a call, as in the
+        first step, the newest calls provide them. `timed` False: without times.
+        """
+        roots: dict[int, Root] = {}
+        by_root: dict[Root, list[_RowInStep]] = {}
+        for step in self._steps:
+            for row in reversed(step.calls):
+                if row.layout not in roots and (call := self._call(step, row)) is not None:
+                    roots[row.layout] = call.root, call.via
+                if row.layout in roots:
+                    by_root.setdefault(roots[row.layout], []).append((step, row))
+        positions = self._group_by_position(roots) if timed else {}
+        timings: dict[Root, CallTimings] = {}
+        for root, rows in by_root.items():
+            call = self._call(*rows[0])
+            if call is not None and not timed:
+                timings[root] = CallTimings(call)
+            elif call is not None:
+                nth = [self._timings_from_calls(nth_rows) for nth_rows in positions.get(root, ())]
+                known = tuple(timing for timing in nth if timing is not None)
+                times, device_ns = _timings_from_tallies(*rows[0], call, tallies, mode)
+                timing = CallTimings(call, times, device_ns) if any(times) else self._timings_from_calls(rows)
+                if timing is not None:
+                    timings[root] = replace(timing, parts=known if len(known) > 1 else ())
+        return timings
 
-    `tallies`: of the time range. `mode`: the mode of the last step. If no tally has the times of a call, as in the
-    first step, the newest calls provide them. `timed` False: without times.
-    """
-    recent = calls.rows.call_rows(calls.process, limit)
-    roots: dict[int, Root] = {}
-    for row in recent:
-        if row.layout not in roots and (call := calls.call(row)) is not None:
-            roots[row.layout] = call.root, call.via
-    readable = [row for row in recent if row.layout in roots]
-    by_root: dict[Root, list[CallRow]] = {}
-    for row in readable:
-        by_root.setdefault(roots[row.layout], []).append(row)
-    parts = _group_by_position(readable, roots, is_oldest_complete=len(recent) < limit)
-    timings: dict[Root, CallTimings] = {}
-    for root, root_rows in by_root.items():
-        call = calls.call(root_rows[0])
-        if call is not None and not timed:
-            timings[root] = CallTimings(call)
-        elif call is not None:
-            positions = parts.get(root, ())
-            nth = [_timings_from_calls(calls, rows) for rows in positions] if len(positions) > 1 else []
-            known = tuple(timing for timing in nth if timing is not None)
-            times, device_ns = _timings_from_tallies(root_rows[0], call, tallies, mode)
-            timing = CallTimings(call, times, device_ns) if any(times) else _timings_from_calls(calls, root_rows)
-            if timing is not None:
-                timings[root] = replace(timing, parts=known if len(known) > 1 else ())
-    return timings
+    def _group_by_position(self, roots: Mapping[int, Root]) -> dict[Root, list[list[_RowInStep]]]:
+        """Return for each root the first calls of all steps, the second calls of all steps, and so on; newest first.
 
+        Roots with one call per step are left out.
+        """
+        positions: dict[Root, list[list[_RowInStep]]] = defaultdict(lambda: [[] for _ in range(PARTS_KEPT)])
+        for step in self._steps:
+            counts: Counter[Root] = Counter()
+            for row in step.calls:
+                root = roots.get(row.layout)
+                if root is not None and counts[root] < PARTS_KEPT:
+                    positions[root][counts[root]].append((step, row))
+                    counts[root] += 1
+        return {root: [*filter(None, by_position)] for root, by_position in positions.items() if by_position[1]}
 
-def _group_by_position(
-    recent: Sequence[CallRow], roots: Mapping[int, Root], *, is_oldest_complete: bool
-) -> dict[Root, list[list[CallRow]]]:
-    """Return for each root the first calls of all steps, the second calls of all steps, and so on; newest first.
-
-    `is_oldest_complete`: the oldest step is complete, so it counts.
-    """
-    steps: dict[tuple[int, int], list[CallRow]] = {}
-    for row in reversed(recent):
-        steps.setdefault((row.kind, row.step), []).append(row)
-    positions: dict[Root, list[list[CallRow]]] = {}
-    for index, step_rows in enumerate(steps.values()):
-        if index or is_oldest_complete:
-            counts: dict[Root, int] = {}
-            for row in step_rows:
-                root = roots[row.layout]
-                nth = counts[root] = counts.get(root, 0) + 1
-                if nth <= PARTS_KEPT:
-                    parts = positions.setdefault(root, [])
-                    if nth > len(parts):
-                        parts.append([])
-                    parts[nth - 1].insert(0, row)
-    return positions
-
-
-def _timings_from_calls(calls: CallCache, recent: Sequence[CallRow]) -> CallTimings | None:
-    """Return the newest of `recent`, with the times of the similar ones among them."""
-    last = calls.call(recent[0])
-    if last is None:
-        return None
-    newest = recent[0]
-    signature = newest.layout, newest.mode, newest.kind
-    similar_rows = [row for row in recent if (row.layout, row.mode, row.kind) == signature]
-    host_ns: dict[int, list[float]] = {}
-    device_ns: dict[int, list[float]] = {}
-    for row in similar_rows[:_TIMED]:
-        if row.failed:
-            continue
-        for index, (ns, device_ms) in enumerate(_times(row.parts_or_replica)):
-            if ns is not None:
-                host_ns.setdefault(index, []).append(ns)
-            if device_ms is not None:
-                device_ns.setdefault(index, []).append(device_ms * 1e6)
-    count = len(last.replicas) or len(last.stages)
-    percentiles = tuple(percentiles_of(host_ns.get(index, ())) for index in range(count))
-    return CallTimings(
-        last, percentiles, {index: median_ns for index, ns in device_ns.items() if (median_ns := median(ns))}
-    )
+    def _timings_from_calls(self, rows: Sequence[_RowInStep]) -> CallTimings | None:
+        """Return the newest of some calls, with the times of the similar ones among them."""
+        last, (newest_step, newest) = self._call(*rows[0]), rows[0]
+        if last is None:
+            return None
+        signature = newest.layout, newest.mode, newest_step.kind
+        similar_rows = [row for step, row in rows if (row.layout, row.mode, step.kind) == signature]
+        host_ns: dict[int, list[float]] = {}
+        device_ns: dict[int, list[float]] = {}
+        for row in similar_rows[:_TIMED]:
+            if row.failed:
+                continue
+            for index, (ns, device_ms) in enumerate(_times(row.parts_or_replica)):
+                if ns is not None:
+                    host_ns.setdefault(index, []).append(ns)
+                if device_ms is not None:
+                    device_ns.setdefault(index, []).append(device_ms * 1e6)
+        count = len(last.replicas) or len(last.stages)
+        percentiles = tuple(percentiles_of(host_ns.get(index, ())) for index in range(count))
+        return CallTimings(
+            last, percentiles, {index: median_ns for index, ns in device_ns.items() if (median_ns := median(ns))}
+        )
 
 
 def _times(parts: CallParts) -> list[tuple[int | None, float | None]]:
@@ -157,10 +141,10 @@ def percentiles_of(values: Sequence[float]) -> TimePercentiles | None:
 
 
 def _timings_from_tallies(
-    row: CallRow, call: Call, tallies: Mapping[TallyKey, Tally], mode: str
+    step: Step, row: CallRow, call: Call, tallies: Mapping[TallyKey, Tally], mode: str
 ) -> tuple[tuple[TimePercentiles | None, ...], dict[int, float]]:
     """Return the times of a call's replicas or stages, and their median device times, in the time range."""
-    matching = _matching_tallies(row, tallies, mode)
+    matching = _matching_tallies(step.kind, (mode, row.mode), tallies)
     series: list[Collection[str]] = []
     if call.replicas:
         names = (replica_series(row.layout, index) for index in range(len(call.replicas)))
@@ -181,10 +165,13 @@ def _timings_from_tallies(
     }
 
 
-def _matching_tallies(row: CallRow, tallies: Mapping[TallyKey, Tally], mode: str) -> list[Tally]:
-    """Return the tallies of steps that may include such a call: a root that cannot be split also runs in dp steps."""
-    for name in (mode, row.mode):
-        matching = [tally for key, tally in tallies.items() if (key.mode, step_kind(key.kind)) == (name, row.kind)]
+def _matching_tallies(kind: int, modes: Iterable[str], tallies: Mapping[TallyKey, Tally]) -> list[Tally]:
+    """Return the tallies of the first mode with steps of this kind: a root that cannot be split also runs in dp steps.
+
+    `modes`: the mode of the last step, then that of the call.
+    """
+    for mode in modes:
+        matching = [tally for key, tally in tallies.items() if (key.mode, step_kind(key.kind)) == (mode, kind)]
         if matching:
             return matching
     return []

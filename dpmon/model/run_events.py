@@ -122,7 +122,7 @@ class RunEvents:
         return {change.process: change for change in self.pauses if change.refused is None}
 
     def active_mode(self, process: int, step: Step | None, call_mode: str) -> ActiveMode:
-        """Return the mode of a process after its last step; `call_mode`: the mode of its last call.
+        """Return the mode of a process after its last step; `call_mode`: the mode of its last call, if it has no step.
 
         A change after the last step takes effect at once.
         """

@@ -27,7 +27,7 @@ from dpmon.model.process_selection import (
 )
 from dpmon.model.rank_stats import RANKS_A_SECOND, RankTimesCache, with_recent_stats
 from dpmon.model.rank_waits import RankWaitCache, choose_ranks_to_show
-from dpmon.model.recent_calls import CALLS_READ, CallCache, build_call_timings
+from dpmon.model.recent_calls import CALLS_READ, RecentCalls
 from dpmon.model.run_events import RunEvents
 from dpmon.model.run_snapshot import (
     MAX_FULLY_READ,
@@ -252,7 +252,7 @@ class SnapshotBuilder:
         """Add metrics and history to the process that represents the run. `others`: the other ranks."""
         step = process.last_step
         if step is None:
-            timings = build_call_timings(CallCache(store, process.process), {}, process.mode)
+            timings = RecentCalls(store, process.process).timings({}, process.mode)
             return _with_devices(replace(process, calls=timings, progress=NO_STEP))
         end_s = stats_until_s(store, process)
         start_s = max(end_s - request.span_s, 0) if request.span_s else 0
@@ -362,19 +362,20 @@ def _with_calls(
     if previous is not None:
         kept = ("calls", "earlier_wrappers", "last_calls", "progress", "devices", "virtual")
         return replace(process, **{name: getattr(previous, name) for name in kept})
-    calls = CallCache(store, process.process)
     mode = process.last_step.mode if process.last_step is not None else process.mode
     if ranged is None:
-        timings = build_call_timings(calls, {}, mode, limit=MIN_CALLS_READ, timed=False)
+        calls = RecentCalls(store, process.process, MIN_CALLS_READ)
+        timings = calls.timings({}, mode, timed=False)
         progress = progress_of(store, process.process, process.last_step, limit=1, no_time=OTHER_RANK)
         process = replace(process, progress=progress)
     else:
         # The calls of one rank are interleaved with those of all others.
         limit = max(CALLS_READ * RANKS_A_SECOND // max(len(store.ranks), RANKS_A_SECOND), MIN_CALLS_READ)
-        timings = build_call_timings(calls, ranged.tallies, mode, limit=limit)
+        calls = RecentCalls(store, process.process, limit)
+        timings = calls.timings(ranged.tallies, mode)
     if process.last_step is not None and process.last_step.kind != TRAINING:
         process = replace(process, earlier_wrappers=store.wrapper_types(process.process))
-    return _with_devices(replace(process, calls=timings, last_calls=calls.last_step_calls()))
+    return _with_devices(replace(process, calls=timings, last_calls=calls.calls_of(process.last_step)))
 
 
 def _with_devices(process: Process) -> Process:

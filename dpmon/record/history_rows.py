@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from dpmon.record.record_types import (
     Call,
     CallPhaseTime,
+    CallRow,
     Collective,
     Event,
     Replica,
@@ -22,13 +23,11 @@ from dpmon.record.record_types import (
     Step,
     untimed_text,
 )
-from dpmon.record.schema import TRAINING
 from dpmon.record.shared_names import CALL_PHASES
 from dpmon.record.span_format import DOING, Flag
 
 MAX_DEFINITIONS = 1 << 16
 """Maximum number of definitions of each type per process. Beyond this limit, readers drop the oldest."""
-_NO_PHASES = (None,) * len(CALL_PHASES)
 _new_tuple = tuple.__new__
 
 # ------------------------------------------------------------------------------------------------ rows
@@ -42,82 +41,6 @@ class Definition(NamedTuple):
 
     number: int
     value: Any
-
-
-class CallParts(NamedTuple):
-    """The parts of a call. `offset` counts from the start of the call (ns)."""
-
-    phases: Sequence[tuple[int, int] | None] = _NO_PHASES
-    """Offset and duration of each of CALL_PHASES; None if it did not run."""
-    replicas: Sequence[tuple[int, int, int, int]] = ()
-    """For each replica: inputs and outputs (numbers of definitions, 0: unknown), offset and duration."""
-    stages: Sequence[tuple[int, int, int, int, int | None]] = ()
-    """For each stage: its definition, then the same as for a replica. The duration is None if it did not end."""
-    device_ms: Sequence[float | None] | None = None
-    """Device times of CALL_PHASES, then of the replicas or stages; None if the call used no GPU."""
-    untimed_reason: int = 0
-    """Why a device time is None: a number of Untimed."""
-
-    @property
-    def replica_or_stage_device_ms(self) -> Sequence[float | None]:
-        """Device times of the replicas or stages, in order; empty if unknown."""
-        return (self.device_ms or ())[len(CALL_PHASES) :]
-
-    @property
-    def phase_device_ms(self) -> dict[str, float | None]:
-        """Device times (ms) of the phases that ran, by name; None: unknown."""
-        triples = zip(CALL_PHASES, self.phases, self.device_ms or (), strict=False)
-        return {name: ms for name, phase, ms in triples if phase is not None}
-
-
-class CallRow(NamedTuple):
-    """A call. Times in ns."""
-
-    step: int
-    call: int
-    mode: str
-    flags: int
-    """The lowest four of dpmon.record.span_format.Flag."""
-    layout: int
-    start: int
-    """Monotonic time; in the history, time since the run's start. The same holds for other rows."""
-    wall: int
-    inputs: int
-    outputs: int
-    parts: CallParts | None = None
-    """None if it has no phases, and a single replica that takes the whole call."""
-    kind: int = TRAINING
-    """Kind of its step (a key of STEP_KINDS), or of the call itself if `step` is 0: it ran outside the steps."""
-
-    @property
-    def parts_or_replica(self) -> CallParts:
-        """Its parts, with the single replica if `parts` is None."""
-        return self.parts or CallParts(replicas=((self.inputs, self.outputs, 0, self.wall),))
-
-    @property
-    def end(self) -> int:
-        """The time at which it ended."""
-        return self.start + self.wall
-
-    @property
-    def failed(self) -> bool:
-        """Whether it raised an exception."""
-        return bool(self.flags & Flag.FAILED)
-
-    @property
-    def definitions(self) -> set[int]:
-        """The numbers of all definitions that it refers to."""
-        parts = self.parts_or_replica
-        numbers = {self.layout, self.inputs, self.outputs}
-        for inputs, outputs, _, _ in parts.replicas:
-            numbers |= {inputs, outputs}
-        for stage, inputs, outputs, _, _ in parts.stages:
-            numbers |= {stage, inputs, outputs}
-        return numbers - {0}
-
-    def with_device_times(self, device_ms: Sequence[float | None], untimed_reason: int) -> CallRow:
-        """Return the call with these device times. `untimed_reason`: the number of Untimed that explains each None."""
-        return self._replace(parts=self.parts_or_replica._replace(device_ms=device_ms, untimed_reason=untimed_reason))
 
 
 class CollectiveRow(NamedTuple):
@@ -162,7 +85,7 @@ class LossRow(NamedTuple):
         return self.start
 
 
-Row = CallRow | Step | CollectiveRow | LossRow | Definition | Event
+Row = Step | CollectiveRow | LossRow | Definition | Event
 """A row that the assembler builds."""
 
 # ------------------------------------------------------------------------------------------------ records
@@ -272,6 +195,19 @@ class Definitions:
         return next((table[number] for table in self._tables.values() if number in table), None)
 
 
+def _missing_primitives(row: CallRow, phases: Mapping[str, CallPhaseTime]) -> dict[str, str]:
+    """Return why fields of a call that the script composed are absent, by name."""
+    absent = {}
+    if "scatter" not in phases:
+        absent["scatter"] = "the script did not scatter in this step"
+        absent["inputs"] = "the script did not scatter: only the inputs of the replicas are known"
+    if "replicate" not in phases:
+        absent["replicate"] = "the script did not replicate in this step"
+    if not (row.outputs or row.failed):
+        absent["gather"] = absent["outputs"] = "the script did not gather the outputs of the replicas"
+    return absent
+
+
 class Resolver:
     """A converter from the rows of one process's calls, collectives and losses to records.
 
@@ -283,10 +219,10 @@ class Resolver:
         self._rank = rank
         self.definitions = Definitions(MAX_DEFINITIONS)
 
-    def call(self, row: CallRow) -> Call | None:
-        """Return the record of a call; None if one of its definitions is lost."""
+    def call(self, step: Step, row: CallRow) -> Call | None:
+        """Return the record of a call of `step`; None if one of its definitions is lost."""
         try:
-            return self._call(row)
+            return self._call(step, row)
         except KeyError:
             return None
 
@@ -317,7 +253,7 @@ class Resolver:
     def _sizes(self, number: int) -> tuple[Size, ...] | None:
         return self.definitions.sizes[number] if number else None
 
-    def _call(self, row: CallRow) -> Call:
+    def _call(self, step: Step, row: CallRow) -> Call:
         layout, parts = self.definitions.layouts[row.layout], row.parts_or_replica
         sizes, device_times = self._sizes, iter(parts.replica_or_stage_device_ms)
         phase_times = parts.device_ms or (None,) * len(CALL_PHASES)
@@ -342,6 +278,8 @@ class Resolver:
             for device, names in (self.definitions.stages[definition],)
         )
         absent = layout.absent
+        if row.flags & Flag.BY_SCRIPT:
+            absent = {**absent, **_missing_primitives(row, phases)}
         if parts.device_ms is not None:
             absent = {key: text for key, text in absent.items() if key != "device_ms"}
             timed_parts: tuple[CallPhaseTime | Replica | Stage, ...] = (*phases.values(), *replicas, *stages)
@@ -350,7 +288,7 @@ class Resolver:
         return Call(
             process=self._process,
             rank=self._rank,
-            step=row.step or None,
+            step=abs(step.step) or None,
             call=row.call,
             root=layout.root,
             via=layout.via,
@@ -369,7 +307,7 @@ class Resolver:
             outputs=sizes(row.outputs),
             absent=absent,
             stages=stages,
-            kind=row.kind,
+            kind=step.kind,
         )
 
     def _collective(self, row: CollectiveRow, definition: CollectiveDefinition) -> Collective | Sampled:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from dpmon.record.schema import SPAN_PHASES, STEP_KINDS, SYNC_NUMBER, TRAINING
+from dpmon.record.shared_names import CALL_PHASES
+from dpmon.record.span_format import Flag
 
 UNTIMED = (
     "",
@@ -141,6 +143,92 @@ class Call:
         return count_rows(self.inputs, self.dim)
 
 
+_NO_PHASES = (None,) * len(CALL_PHASES)
+
+
+class CallParts(NamedTuple):
+    """The parts of a call. `offset` counts from the start of the call (ns)."""
+
+    phases: Sequence[tuple[int, int] | None] = _NO_PHASES
+    """Offset and duration of each of CALL_PHASES; None if it did not run."""
+    replicas: Sequence[tuple[int, int, int, int]] = ()
+    """For each replica: inputs and outputs (numbers of definitions, 0: unknown), offset and duration."""
+    stages: Sequence[tuple[int, int, int, int, int | None]] = ()
+    """For each stage: its definition, then the same as for a replica. The duration is None if it did not end."""
+    device_ms: Sequence[float | None] | None = None
+    """Device times of CALL_PHASES, then of the replicas or stages; None if the call used no GPU."""
+    untimed_reason: int = 0
+    """Why a device time is None: a number of Untimed."""
+
+    @property
+    def replica_or_stage_device_ms(self) -> Sequence[float | None]:
+        """Device times of the replicas or stages, in order; empty if unknown."""
+        return (self.device_ms or ())[len(CALL_PHASES) :]
+
+    @property
+    def phase_device_ms(self) -> dict[str, float | None]:
+        """Device times (ms) of the phases that ran, by name; None: unknown."""
+        triples = zip(CALL_PHASES, self.phases, self.device_ms or (), strict=False)
+        return {name: ms for name, phase, ms in triples if phase is not None}
+
+
+class CallRow(NamedTuple):
+    """A call as its step holds it. Its layout, inputs and outputs are numbers of definitions; times in ns."""
+
+    call: int
+    """Its number in the process."""
+    flags: int
+    """TRAINING, GRAD, FAILED, VIRTUAL, DP and BY_SCRIPT (the script composed it) of dpmon.record.span_format.Flag."""
+    layout: int
+    start: int
+    """On the same clock as the start of its step."""
+    wall: int
+    inputs: int
+    outputs: int
+    parts: CallParts | None = None
+    """None if it has no phases, and a single replica that takes the whole call."""
+
+    @property
+    def mode(self) -> str:
+        """The mode in which it ran."""
+        return mode_of(self.flags)
+
+    @property
+    def parts_or_replica(self) -> CallParts:
+        """Its parts, with the single replica if `parts` is None."""
+        return self.parts or CallParts(replicas=((self.inputs, self.outputs, 0, self.wall),))
+
+    @property
+    def end(self) -> int:
+        """The time at which it ended."""
+        return self.start + self.wall
+
+    @property
+    def failed(self) -> bool:
+        """Whether it raised an exception."""
+        return bool(self.flags & Flag.FAILED)
+
+    @property
+    def definitions(self) -> set[int]:
+        """The numbers of all definitions that it refers to."""
+        parts = self.parts_or_replica
+        numbers = {self.layout, self.inputs, self.outputs}
+        for inputs, outputs, _, _ in parts.replicas:
+            numbers |= {inputs, outputs}
+        for stage, inputs, outputs, _, _ in parts.stages:
+            numbers |= {stage, inputs, outputs}
+        return numbers - {0}
+
+    def with_device_times(self, device_ms: Sequence[float | None], untimed_reason: int) -> CallRow:
+        """Return the call with these device times. `untimed_reason`: the number of Untimed that explains each None."""
+        return self._replace(parts=self.parts_or_replica._replace(device_ms=device_ms, untimed_reason=untimed_reason))
+
+
+def mode_of(flags: int) -> str:
+    """Return the mode of a call with these flags."""
+    return "dp" if flags & Flag.DP else "single"
+
+
 class Batches(NamedTuple):
     """The batches that a step fetched from a DataLoader."""
 
@@ -156,7 +244,7 @@ class Batches(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One step of the training loop. Times in ns.
+    """One step of the training loop with its calls, or calls that no step holds. Times in ns.
 
     As the assembler's row, it has a monotonic start, process 0 and no rank, because these follow from its ring. In the
     history, the start counts from the run's start.
@@ -165,12 +253,15 @@ class Step(NamedTuple):
     process: int
     rank: int | None
     step: int
+    """Its number, from 1. Otherwise, it is no step of a loop: 0 for calls outside the steps, -n for calls of step n
+    that the step does not hold, because it did not end or has very many."""
     mode: str
     start_ns: int
     wall_ns: int
     samples: int | None
     phases: Mapping[str, int]
-    """Durations of the phases that ran, in the order of STEP_PHASES; "other" always exists."""
+    """Durations of the phases that ran, in the order of STEP_PHASES. "other" always exists; empty if only its calls are
+    known."""
     counts: Mapping[str, int] = {}
     """Its known quantities (dpmon.record.schema.QUANTITIES) except its samples, and its SYNC_NUMBER."""
     runs: Sequence[tuple[int, int, int]] = ()
@@ -194,6 +285,13 @@ class Step(NamedTuple):
     """In the assembler's row: its batches; None if it fetched none."""
     kind: int = TRAINING
     """A key of STEP_KINDS. `step` counts the steps of this kind."""
+    calls: Sequence[CallRow] = ()
+    """Its calls, with consecutive numbers."""
+
+    @property
+    def takes_time(self) -> bool:
+        """Whether its time is accounted for, as that of a step or of a single pass through a model."""
+        return bool(self.phases)
 
     def with_device_times(self, times: Sequence[float | None], why: int) -> Step:
         """Return the step with these device times. `why`: the number of Untimed that explains each None."""

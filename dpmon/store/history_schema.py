@@ -2,10 +2,9 @@
 
     meta         key, value: schema, run, start_ns, limit_bytes, pruned (rows deleted to stay below it)
     rings        one row per ring: the reading position (position, lines), the counts of missed and other
-                 records, the first and the last id of its calls and steps, the id of the first call that waits for its
-                 step, the numbers of its last step of each kind and of its last call, its training thread, its events
-                 that are not in the history, whether it has ended, the calls so far while no step has ended, and node
-                 (its number in nodes; NULL: this machine)
+                 records, the first and the last id of its steps, the numbers of its last step of each kind and of its
+                 last call, its events in the history, whether it has ended, the calls so far while no step has ended,
+                 and node (its number in nodes; NULL: this machine)
     nodes        the machines of a mirror, which writes what the supervisors of other machines recorded (dpmon.mirror):
                  number; name (how the user reaches it); host, run (its id there) and version (of dpmon there), NULL
                  until it has answered; state (dpmon.store.query_results.NODE_STATES), why (a sentence, or NULL),
@@ -14,14 +13,15 @@
                  shift_s (added to the seconds of its tallies); exit (JSON: the end of its run, or NULL)
     late         id, start_s: seconds with tallies or times that changed later than usual, and the last id at that time
     definitions  process, number, value (JSON): layouts and sizes that calls refer to
-    calls        id, process, the fields of CallRow (dpmon.record.history_rows; parts: JSON or NULL)
-    steps        id, process, step, mode, start_ns, wall_ns, kind (flags of dpmon.record.schema), calls, each quantity,
-                 the ns of each phase (NULL: did not run; phases of its calls are sums), rest_ns (its forward without
-                 the phases of its calls), device (NULL, or JSON: `why`, then `times` of Step),
-                 spans (JSON: `runs` of Step, flat; NULL: none), missing_spans, sync_number (number of its last
-                 synchronized backward pass), exposed_ns and wait_ns (dpmon.store.sync_passes; NULL: the other ranks'
-                 steps are not known; exposed_ns also if a rank ran steps of another kind before it), loop and
-                 loop_batch (`loop` and `batch` of Step)
+    steps        id, process, step (0 or less: no step of a loop, but calls alone, see Step), mode, start_ns, wall_ns,
+                 kind (flags of dpmon.record.schema), calls (number of calls), each quantity, the ns of each phase
+                 (NULL: did not run; phases of its calls are sums), rest_ns (its forward without the phases of its
+                 calls), device (NULL, or JSON: `why`, then `times` of Step), spans (JSON: `runs` of Step, flat; NULL:
+                 none), missing_spans, sync_number (number of its last synchronized backward pass), exposed_ns and
+                 wait_ns (dpmon.store.sync_passes; NULL: the other ranks' steps are not known; exposed_ns also if a
+                 rank ran steps of another kind before it), loop and loop_batch (`loop` and `batch` of Step), last_call
+                 (number of its last call), called (its calls as JSON, see dpmon.store.query_results.encode_calls;
+                 NULL: none)
     events       id, process (NULL: the supervisor), kind, t_ns, json
     collectives  id, process, number (of its span), definition (0: a sample, with the collectives of one step), phase,
                  step (0: none), start_ns, wall_ns, quantity: see CollectiveRow
@@ -47,10 +47,10 @@ A tally of 10 s or more is made when its time has passed: meta's `whole_10`, `wh
 to which they exist. Deleted tallies began before meta's `pruned_1`, `pruned_10`, and so on; tallies of a day are never
 deleted. Late records are added to all existing tallies that cover their time.
 
-When the database reaches its size limit, the oldest rows are deleted: calls, steps, collectives and events first,
-except events of LASTING_KINDS. In a mirror, a node that fills an eighth of the limit in one table loses rows there
-first. Tallies stay longer: each width has its share. The oldest rows of device_rollups and collective_sums are merged
-into rows that start at -1. Losses are only thinned, to some thousand for each line that calls backward.
+When the database reaches its size limit, the oldest rows are deleted: steps, collectives and events first, except
+events of LASTING_KINDS. In a mirror, a node that fills an eighth of the limit in one table loses rows there first.
+Tallies stay longer: each width has its share. The oldest rows of device_rollups and collective_sums are merged into
+rows that start at -1. Losses are only thinned, to some thousand for each line that calls backward.
 
 Times are ns since the run's start. Ids come from one counter, so they give the order across the tables. A ring's
 position is written in the transaction that writes its records, so a reader that continues from there misses and
@@ -95,19 +95,10 @@ STEP_COLUMNS: Mapping[str, str] = {
     **dict.fromkeys(("device", "spans"), "TEXT"),
     "missing_spans": "INTEGER",
     **dict.fromkeys((SYNC_NUMBER, *(f"{name}_ns" for name in (EXPOSED, WAIT)), "loop", "loop_batch"), "INTEGER"),
+    "last_call": "INTEGER",
+    "called": "TEXT",
 }
 """The columns of steps and their types."""
-CALL_COLUMNS: Mapping[str, str] = {
-    "id": "INTEGER PRIMARY KEY",
-    **dict.fromkeys(("process", "step", "call"), "INTEGER"),
-    "mode": "TEXT",
-    **dict.fromkeys(("flags", "layout", "start_ns", "wall_ns", "inputs", "outputs"), "INTEGER"),
-    "parts": "TEXT",
-    "kind": "INTEGER",
-}
-"""The columns of calls and their types."""
-CALL_ROW = ", ".join(tuple(CALL_COLUMNS)[2:])
-"""The columns of a CallRow."""
 COLLECTIVE_COLUMNS: Mapping[str, str] = {
     "id": "INTEGER PRIMARY KEY",
     **dict.fromkeys(("process", "number", "definition", "phase", "step", "start_ns", "wall_ns", "quantity"), "INTEGER"),
@@ -124,7 +115,7 @@ NODE_COLUMNS: Mapping[str, str] = {
 LOSS_COLUMNS = ("id", "process", "definition", "step", "t_ns", "loss")
 UNFIT = "loss - loss IS NULL"
 """The SQL condition for a loss that is NaN or infinite."""
-SHARE_IDS = ("calls", "steps", "events", "collectives", "losses")
+SHARE_IDS = ("steps", "events", "collectives", "losses")
 """The tables whose ids come from the common counter."""
 OWN = "definition > 0 AND phase = 0 AND step > 0"
 """The SQL condition for collectives that the script itself launched in a step, outside the phases."""
@@ -134,7 +125,7 @@ ACTIVITY_COLUMNS = tuple(f"{name}_ns" for name in ACTIVITIES)
 _OPTIONAL = {
     *("rank", "first_id", "last_id", "last_call", "lines", "loss", "node"),
     *("host", "run", "version", "why", "heard_ns", "clock_ns", "clock_error_ns", "shift_s", "exit"),
-    *("rest_ns", "device", "spans", SYNC_NUMBER, f"{EXPOSED}_ns", f"{WAIT}_ns", "parts", "t_ns"),
+    *("rest_ns", "device", "spans", SYNC_NUMBER, f"{EXPOSED}_ns", f"{WAIT}_ns", "called", "t_ns"),
     *("loop", "loop_batch", "length", "ahead", "epoch"),
     *(f"{phase.name}_ns" for phase in PHASES),
     *(f"{quantity.name}{part}" for quantity in QUANTITIES for part in ("", "_sum")),
@@ -158,7 +149,6 @@ CREATE TABLE IF NOT EXISTS nodes ({node_columns});
 CREATE TABLE IF NOT EXISTS late (id INTEGER, start_s INTEGER);
 CREATE TABLE IF NOT EXISTS definitions (
     process INTEGER, number INTEGER, value TEXT, PRIMARY KEY (process, number)) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS calls ({call_columns});
 CREATE TABLE IF NOT EXISTS steps ({step_columns});
 CREATE TABLE IF NOT EXISTS collectives ({collective_columns});
 CREATE TABLE IF NOT EXISTS losses (
@@ -200,7 +190,6 @@ CREATE INDEX IF NOT EXISTS memory ON events (process, t_ns) WHERE kind = 'memory
     own=OWN,
     unfit=UNFIT,
     step_columns=", ".join(f"{name} {kind}" for name, kind in STEP_COLUMNS.items()),
-    call_columns=", ".join(f"{name} {kind}" for name, kind in CALL_COLUMNS.items()),
     node_columns=", ".join(f"{name} {kind}" for name, kind in NODE_COLUMNS.items()),
     collective_columns=", ".join(f"{name} {kind}" for name, kind in COLLECTIVE_COLUMNS.items()),
     collective_sums=_whole_numbers(COLLECTIVE_SUMS),
@@ -251,7 +240,7 @@ class RingRow:
     evaluation_phases: int = 0
     """Number of evaluations, each of one or several steps."""
     first_id: int | None = None
-    """First id of its calls and steps; `last_id` is the last. None if it has none."""
+    """First id of its rows in steps; `last_id` is the last. None if it has none."""
     last_id: int | None = None
     last_call: int | None = None
     lines: int | None = None

@@ -167,7 +167,7 @@ class HistoryWriter:
         """Return a list with (mode, start, wall, kind) of a ring's last step; an empty list if it has none."""
         query = (
             "SELECT mode, start_ns, wall_ns, kind FROM steps"
-            " WHERE process = ? AND id BETWEEN ? AND ? ORDER BY id DESC LIMIT 1"
+            " WHERE process = ? AND step > 0 AND id BETWEEN ? AND ? ORDER BY id DESC LIMIT 1"
         )
         return self.rows(query, (ring.process, ring.first_id, ring.last_id)) if ring.steps else []
 
@@ -269,7 +269,7 @@ class HistoryWriter:
         """
         self._prune_sums()
         execute = self._db.execute
-        sources = [f"FROM {table} WHERE true" for table in ("calls", "steps", "collectives")]
+        sources = [f"FROM {table} WHERE true" for table in ("steps", "collectives")]
         sources.append(f"FROM events WHERE NOT ({LASTING})")
         id_rows = [row for source in sources for row in execute(f"SELECT min(id) {source}")]
         first_ids = [first_id for (first_id,) in id_rows if first_id is not None]

@@ -9,8 +9,8 @@ from functools import lru_cache
 from math import nan
 from typing import Any, NamedTuple
 
-from dpmon.record.history_rows import CallParts, CallRow, Defined, LossRow, parse_definition
-from dpmon.record.record_types import Collective, Event, Operation
+from dpmon.record.history_rows import Defined, LossRow, parse_definition
+from dpmon.record.record_types import CallParts, CallRow, Collective, Event, Operation, Step
 from dpmon.record.safe_json import load_event
 
 
@@ -43,7 +43,7 @@ class RingSummary(NamedTuple):
     evaluation_phases: int
     """Number of evaluations, each of one or several steps."""
     first_id: int | None
-    """First id of its calls and steps; `last_id` is the last. None if it has none."""
+    """First id of its rows in steps; `last_id` is the last. None if it has none."""
     last_id: int | None
     open_calls: int
     """Number of calls so far; 0 once a step has ended."""
@@ -279,16 +279,32 @@ def stage_series(layout: int, index: int, stage: int, inputs: int, outputs: int)
     return f"stage {layout} {index} {stage} {inputs} {outputs}"
 
 
-def encode_parts(parts: CallParts | None) -> str | None:
-    """Return the column value for the parts of a call."""
-    return None if parts is None else _json(parts)
+def encode_calls(step: Step) -> str | None:
+    """Return the calls of a step as JSON, and None if there are none: a list of lists, without their numbers.
+
+    A call has its flags, layout, offset from the start of the step, duration, inputs and outputs, and the members of
+    its CallParts if it has parts.
+    """
+    if not step.calls:
+        return None
+    texts = []
+    for _, flags, layout, start_ns, wall_ns, inputs, outputs, parts in step.calls:
+        text = f"{flags},{layout},{start_ns - step.start_ns},{wall_ns},{inputs},{outputs}"
+        texts.append(f"[{text}]" if parts is None else f"[{text},{_json(parts)[1:-1]}]")
+    return f"[{','.join(texts)}]"
 
 
-def call_from_columns(columns: Sequence[Any]) -> CallRow:
-    """Return the call in a row of history_schema.CALL_ROW."""
-    row = CallRow._make(columns)
-    text: Any = row.parts
-    return row if text is None else row._replace(parts=_decode_parts(text))
+def decode_calls(text: str | None, step_start_ns: int, last_number: int) -> list[CallRow]:
+    """Return the calls of a step from their JSON. `last_number`: the number of the last one."""
+    if text is None:
+        return []
+    calls = json.loads(text)
+    rows = []
+    for number, call in enumerate(calls, last_number + 1 - len(calls)):
+        flags, layout, offset_ns, wall_ns, inputs, outputs, *parts = call
+        call_parts = CallParts(*parts) if parts else None
+        rows.append(CallRow(number, flags, layout, step_start_ns + offset_ns, wall_ns, inputs, outputs, call_parts))
+    return rows
 
 
 def loss_from_columns(columns: Sequence[Any]) -> LossRow:
@@ -296,12 +312,6 @@ def loss_from_columns(columns: Sequence[Any]) -> LossRow:
     row = LossRow._make(columns)
     value: Any = row.loss
     return row if value is not None else row._replace(loss=nan)  # SQLite has no NaN
-
-
-@lru_cache(1024)
-def _decode_parts(text: str) -> CallParts:
-    """Return the parts in a column. Cached, because every frame of the screen shows the newest calls."""
-    return CallParts(*json.loads(text))
 
 
 def step_lists(spans: str | None, device: str | None) -> tuple[list[Any], int, list[float | None] | None]:

@@ -235,7 +235,6 @@ class RingDrain:
 
     def _read_ring(self, source: SpanSource, intake: RingIntake, now_s: float, process_exited: bool) -> bool:
         """Read the new rows of one ring. Return whether it filled faster than it was read."""
-        was_finished = source.over
         try:
             rows, has_more = source.read_rows(int(now_s * 1e9), process_exited)
             for row in rows:
@@ -249,8 +248,6 @@ class RingDrain:
                 self._damaged.add(source.row.name)
                 self.warn(f"{source.row.name} is damaged ({error!r}); records are missing", source.row.process)
             return False
-        if source.over and not was_finished:
-            intake.finish_process(self._batch)
         return has_more
 
     def _read_own_records(self) -> None:

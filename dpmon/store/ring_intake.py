@@ -1,8 +1,4 @@
-"""Turns the records of a ring into rows, tallies and the time account of its process.
-
-A `RingIntake` belongs to one ring. The calls of a step arrive before the step. They are held until then, because the
-row of the step contains their phases, and the calls take the kind of the step.
-"""
+"""Turns the records of a ring into rows, tallies and the time account of its process."""
 
 from __future__ import annotations
 
@@ -10,11 +6,10 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-from dpmon.record.history_rows import CallRow, CollectiveRow, LossRow, Row
-from dpmon.record.record_types import Event, Step
+from dpmon.record.history_rows import CollectiveRow, LossRow, Row
+from dpmon.record.record_types import CallParts, CallRow, Event, Step
 from dpmon.record.safe_json import replace_nonfinite
 from dpmon.record.schema import (
     AFTER_OTHER_KIND,
@@ -25,7 +20,6 @@ from dpmon.record.schema import (
     REST,
     SPAN_PHASES,
     STEP_KINDS,
-    STEP_PHASES,
     TRAINING,
     WARM_UP,
     WARM_UP_STEPS,
@@ -34,10 +28,10 @@ from dpmon.record.schema import (
 )
 from dpmon.record.shared_names import CALL_PHASES, to_bounded_json
 from dpmon.record.span_format import Flag
-from dpmon.store.history_schema import RingRow, are_rollouts
+from dpmon.store.history_schema import STEP_COLUMNS, RingRow, are_rollouts
 from dpmon.store.loader_loops import LoaderLoopTracker
 from dpmon.store.process_accounts import ProcessAccounts, seconds_to_ns
-from dpmon.store.query_results import encode_parts, replica_series, stage_series
+from dpmon.store.query_results import encode_calls, replica_series, stage_series
 from dpmon.store.sync_passes import SyncStep, sync_device_ns
 from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES, TallyKey
 from dpmon.store.write_batch import GAP_NS, ShapeKey, WriteBatch
@@ -49,17 +43,8 @@ BATCH_SIZES = 16
 """How many batch sizes of a process have tallies of their own. Further sizes share OTHER_SIZES."""
 SHAPES = 2000
 """How many shapes of a process keep their sizes. Further shapes are counted without sizes."""
-HELD_CALLS = 4096
-"""How many calls of a process are held for their step."""
-_APPLY = CALL_PHASES.index("parallel_apply")
-_CALL_AT = {name: index for index, name in enumerate(CALL_PHASES)}
-_STEP_AT = {name: index for index, name in enumerate(STEP_PHASES)}
-_COUNTED = tuple(quantity.name for quantity in QUANTITIES if quantity.name != "samples")
-_SAMPLES_AT = [quantity.name for quantity in QUANTITIES].index("samples")
-_phases_of = itemgetter(
-    *(len(STEP_PHASES) + _CALL_AT[phase.name] if phase.of_call else _STEP_AT[phase.name] for phase in PHASES)
-)
-"""Returns values in the order of PHASES, from the phases of a step followed by the phases of its calls."""
+_MEASURED = (*(quantity.name for quantity in QUANTITIES), *(phase.name for phase in PHASES))
+"""The quantities and phases of a step, in the order of their columns."""
 
 
 class RingIntake:
@@ -71,8 +56,6 @@ class RingIntake:
         self._accounts = accounts
         self._shapes: set[ShapeKey] = set()
         """Shapes that are kept with their sizes."""
-        self._calls: dict[int, CallRow] = {}
-        """The calls that wait for their step, by id."""
         self._sizes: set[int] = set()
         """Batch sizes with their own tallies."""
         self._mode: str | None = None
@@ -92,14 +75,9 @@ class RingIntake:
 
     def add(self, batch: WriteBatch, row_id: int, row: Row) -> bool:
         """Add `row` to `batch` under the id `row_id`. Return False for a row that takes no id."""
-        if isinstance(row, CallRow):
-            self._call(batch, row_id, row)
-        elif isinstance(row, Step) and row.step:
-            self._step(batch, row_id, row)
-        elif isinstance(row, Step):  # its calls are not repeated: it takes time, but is no step of a loop
-            self._add_step_time(batch, row._replace(start_ns=row.start_ns - self._start_ns), 0)
-            return False
-        elif isinstance(row, Event):
+        if isinstance(row, Step):
+            return self._add_step(batch, row_id, row)
+        if isinstance(row, Event):
             self._event(batch, row_id, row)
         elif isinstance(row, CollectiveRow):
             batch.add_collective(row_id, self.row.process, row._replace(start=row.start - self._start_ns))
@@ -114,24 +92,6 @@ class RingIntake:
         return True
 
     # ------------------------------------------------------------------------------------------ calls
-
-    def _call(self, batch: WriteBatch, row_id: int, row: CallRow) -> None:
-        start_ns = row.start - self._start_ns
-        if row.step:
-            self._calls[row_id] = row
-        else:
-            self._count(batch, [row], row.kind)
-        parts = encode_parts(row.parts)
-        batch.calls.append(
-            (row_id, self.row.process, *row[:5], start_ns, row.wall, row.inputs, row.outputs, parts, row.kind)
-        )
-        batch.characters += len(parts or "")
-        if len(self._calls) > HELD_CALLS:  # a step with very many calls
-            held = self._calls.pop(next(iter(self._calls)))
-            self._count(batch, [held], held.kind)
-        self._note_id(row_id)
-        self.row.calls += 1
-        self.row.last_call = row.call
 
     def _count(self, batch: WriteBatch, calls: Iterable[CallRow], kind: int) -> None:
         """Count the shapes of calls. `kind`: the flags of their step.
@@ -154,16 +114,46 @@ class RingIntake:
                     shape = (*shape[:-2], _without_sizes(sizes), untimed_reason)
             batch.shapes[shape] += 1
 
-    def finish_process(self, batch: WriteBatch) -> None:
-        """Handle the end of the process: count its last calls, which belong to no finished step."""
-        for call in self._calls.values():
-            self._count(batch, [call], call.kind)
-        self._calls.clear()
-
     # ------------------------------------------------------------------------------------------ steps
 
-    def _step(self, batch: WriteBatch, row_id: int, row: Step) -> None:
+    def _add_step(self, batch: WriteBatch, row_id: int, row: Step) -> bool:
+        """Add a step or calls alone. Return whether it takes the id."""
+        called, calls = encode_calls(row), row.calls
         row = row._replace(start_ns=row.start_ns - self._start_ns)
+        if row.step > 0:
+            self._step(batch, row_id, row, called)
+        else:
+            self._count(batch, calls, row.kind)
+            if row.takes_time:  # its calls are not repeated
+                self._add_step_time(batch, row, 0)
+            if not calls:
+                return False
+            batch.steps.append(self._row_of_calls(row_id, row, called))
+        batch.characters += len(called or "")
+        self._note_id(row_id)
+        self.row.calls += len(calls)
+        if calls:
+            self.row.last_call = calls[-1].call
+        return True
+
+    def _row_of_calls(self, row_id: int, row: Step, called: str | None) -> tuple[Any, ...]:
+        """Return the row of calls alone."""
+        values = {
+            "id": row_id,
+            "process": self.row.process,
+            "step": row.step,
+            "mode": row.mode,
+            "start_ns": row.start_ns,
+            "wall_ns": row.wall_ns,
+            "kind": row.kind,
+            "calls": len(row.calls),
+            "missing_spans": 0,
+            "last_call": row.calls[-1].call,
+            "called": called,
+        }
+        return tuple(map(values.get, STEP_COLUMNS))
+
+    def _step(self, batch: WriteBatch, row_id: int, row: Step, called: str | None) -> None:
         step, mode, start_ns, wall_ns = row.step, row.mode, row.start_ns, row.wall_ns
         account = self._accounts.get_account(self.row.process)
         waited_ns = row.phases.get("data", 0) + row.phases.get("sync", 0)
@@ -172,17 +162,15 @@ class RingIntake:
         if row.sync_number is not None:
             kind |= AFTER_OTHER_KIND * self._ran_other_kind
             self._ran_other_kind = False
-        calls = self._pop_step_calls(batch, row)
+        calls = row.calls
         if self._switched and len({call.mode for call in calls}) > 1:
             kind |= MIXED_MODES
             row = row._replace(mode="")  # its time counts in the rate of neither mode
         self._switched = False
         self._count(batch, calls, kind)
-        own_phases = [*map(row.phases.get, STEP_PHASES)]
-        call_phases, rest_ns = _sum_call_phases(own_phases, calls)
-        values = _phases_of((*own_phases, *call_phases))
-        quantities = [*map(row.counts.get, _COUNTED)]
-        quantities.insert(_SAMPLES_AT, row.samples)
+        parts = [call.parts for call in calls if call.parts is not None]
+        call_phases, rest_ns = _sum_call_phases(row.phases, parts)
+        measured = {**row.counts, "samples": row.samples, **row.phases, **call_phases}
         process = self.row.process
         evaluation_ns = self._add_step_time(batch, row, exclusion)
         evaluation = row.kind != TRAINING
@@ -195,11 +183,12 @@ class RingIntake:
         times = None if row.times is None else json.dumps([row.why, *row.times], separators=(",", ":"))
         spans = f"[{','.join(map(str, chain.from_iterable(row.runs)))}]" if row.runs else None
         sync_number = row.sync_number
-        last_columns = rest_ns, times, spans, row.missing_spans, sync_number, None, None, *loop_columns
+        call_columns = calls[-1].call if calls else None, called
+        last_columns = rest_ns, times, spans, row.missing_spans, sync_number, None, None, *loop_columns, *call_columns
         key = TallyKey(process, mode, kind, self._batch_size(row.samples))
-        series = [(device_series(name), ns) for name, ns in _device_times(row, calls, call_phases).items()]
+        series = [(device_series(name), ns) for name, ns in _device_times(row, parts, call_phases).items()]
         series += chain.from_iterable(map(_series_of, [call for call in calls if call.flags & Flag.GRAD] or calls))
-        batch.add_step(key, start_ns + wall_ns, (*first_columns, *quantities, *values, *last_columns), series)
+        batch.add_step(key, start_ns + wall_ns, (*first_columns, *map(measured.get, _MEASURED), *last_columns), series)
         batch.characters += len(spans or "") + len(times or "")
         if sync_number is not None:
             second = (start_ns + wall_ns) // 1_000_000_000
@@ -209,7 +198,6 @@ class RingIntake:
                 passes = row.counts.get("synced", 0)
                 sync_step = SyncStep(row_id, key, second, sync_number, passes, tail_ns, wall_ns)
                 batch.add_waits(self._accounts.sync_passes.add_step(process, sync_step))
-        self._note_id(row_id)
         self.row.steps += 1
         if row.kind == TRAINING:
             self.row.last_step = step
@@ -234,22 +222,6 @@ class RingIntake:
         self._ran_other_kind = not are_rollouts(self.row.evaluation_phases, self.row.last_step or 0)
         parts = (part for part in intervals if part.activity == STEP_KINDS[row.kind])
         return sum(part.sign * (part.end - part.begin) for part in parts)
-
-    def _pop_step_calls(self, batch: WriteBatch, step: Step) -> list[CallRow]:
-        """Remove and return the held calls of a step.
-
-        Calls of earlier steps, which were not recorded, are dropped.
-        """
-        held_calls, self._calls = self._calls, {}
-        calls = []
-        for row_id, call in held_calls.items():
-            if call.kind == step.kind and call.step == step.step:
-                calls.append(call)
-            elif call.kind == step.kind and call.step > step.step:
-                self._calls[row_id] = call
-            else:
-                self._count(batch, [call], call.kind)
-        return calls
 
     def _warm_up_flag(self, mode: str) -> int:
         """Return WARM_UP if the next step is one of the first in its mode since the last switch; else 0."""
@@ -324,51 +296,42 @@ def _without_sizes(text: str) -> str:
     return _sizes_text(0, 0, *((*part[:-2], 0, 0) for part in parts))
 
 
-def _sum_call_phases(own_phases: Sequence[int | None], calls: Sequence[CallRow]) -> tuple[list[int | None], int | None]:
-    """Return the summed phases of a step's calls (None: did not run), and the rest of its forward.
+def _sum_call_phases(own_phases: Mapping[str, int], parts: Sequence[CallParts]) -> tuple[Mapping[str, int], int | None]:
+    """Return the sum of each phase of a step's calls, and the rest of its forward; None if it has no forward.
 
-    `own_phases`: the step's phases in the order of STEP_PHASES. Calls of other threads, or calls repeated in the
-    backward pass, may take longer than the whole forward. Then the phases cannot be separated, and all time counts as
-    forward.
+    `own_phases`: the phases of the step. Calls of other threads, or calls repeated in the backward pass, may take
+    longer than the whole forward. Then the phases cannot be separated, and all time counts as forward.
     """
-    phases_by_call = [[run and run[1] for run in call.parts.phases] for call in calls if call.parts is not None]
-    phase_sums: list[int | None] = phases_by_call[0] if phases_by_call else [None] * len(CALL_PHASES)
-    for phases in phases_by_call[1:]:
-        phase_sums = [
-            sum_ns if added_ns is None else (sum_ns or 0) + added_ns
-            for sum_ns, added_ns in zip(phase_sums, phases, strict=True)
-        ]
-    forward, copy, apply = own_phases[_STEP_AT["forward"]], own_phases[_STEP_AT["copy"]], phase_sums[_APPLY]
-    if forward is None:
-        return [None] * len(CALL_PHASES), None
-    inside_ns = sum(ns for ns in phase_sums if ns)
-    excess_ns = inside_ns - forward
-    if copy and apply and 0 < excess_ns <= min(copy, apply):
+    forward_ns = own_phases.get("forward")
+    if forward_ns is None:
+        return {}, None
+    sums: dict[str, int] = {}
+    for call_parts in parts:
+        for name, span in zip(CALL_PHASES, call_parts.phases, strict=True):
+            if span is not None:
+                sums[name] = sums.get(name, 0) + span[1]
+    inside_ns, copy_ns, apply_ns = sum(sums.values()), own_phases.get("copy"), sums.get("parallel_apply")
+    excess_ns = inside_ns - forward_ns
+    if copy_ns and apply_ns and 0 < excess_ns <= min(copy_ns, apply_ns):
         # A single replica runs on the training thread: its copies are subtracted from the forward, not from the call.
-        phase_sums[_APPLY] = apply - excess_ns
-        inside_ns = forward
-    if inside_ns > forward:
-        return [None] * len(CALL_PHASES), forward
-    return phase_sums, forward - inside_ns
+        sums["parallel_apply"] = apply_ns - excess_ns
+        inside_ns = forward_ns
+    return (sums, forward_ns - inside_ns) if inside_ns <= forward_ns else ({}, forward_ns)
 
 
-def _device_times(row: Step, calls: Sequence[CallRow], call_phases: Sequence[int | None]) -> dict[str, int]:
+def _device_times(row: Step, parts: Sequence[CallParts], call_phases: Mapping[str, int]) -> dict[str, int]:
     """Return device times (ns) by phase: of the step, of its calls if all of them are timed, and of the REST."""
-    parts = [call.parts for call in calls if call.parts is not None]
-    has_call_times = any(call_parts.device_ms for call_parts in parts)
-    if row.times is None and not has_call_times:
-        return {}
-    times_by_call = [(call_parts.phases, call_parts.phase_device_ms) for call_parts in parts]
     span_times = zip(SPAN_PHASES, row.times or (), strict=False)
     ns_by_phase = {name: int(ms * 1e6) for name, ms in span_times if ms is not None}
-    for name, index in _CALL_AT.items() if has_call_times else ():
-        call_times = [times.get(name) for phases, times in times_by_call if phases[index] is not None]
-        measured = [ms for ms in call_times if ms is not None]
-        if call_phases[index] is not None and measured and len(measured) == len(call_times):
-            ns_by_phase[name] = int(sum(measured) * 1e6)
-    ran_in_calls = [name for name, index in _CALL_AT.items() if call_phases[index] is not None]
-    if "forward" in ns_by_phase and all(name in ns_by_phase for name in ran_in_calls):
-        ns_by_phase[REST] = max(ns_by_phase["forward"] - sum(ns_by_phase[name] for name in ran_in_calls), 0)
+    if any(call_parts.device_ms for call_parts in parts):
+        times_by_call = [(call_parts.phases, call_parts.phase_device_ms) for call_parts in parts]
+        for index, name in enumerate(CALL_PHASES):
+            call_times = [times.get(name) for phases, times in times_by_call if phases[index] is not None]
+            measured = [ms for ms in call_times if ms is not None]
+            if name in call_phases and len(measured) == len(call_times):
+                ns_by_phase[name] = int(sum(measured) * 1e6)
+    if "forward" in ns_by_phase and all(name in ns_by_phase for name in call_phases):
+        ns_by_phase[REST] = max(ns_by_phase["forward"] - sum(ns_by_phase[name] for name in call_phases), 0)
     return ns_by_phase
 
 

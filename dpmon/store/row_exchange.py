@@ -23,8 +23,8 @@ CHUNK_BYTES = 16 << 20
 """Most bytes of the lines of a chunk."""
 _LINE_BYTES = 1 << 19
 """Most bytes of the rows of a line, but for a single longer one."""
-NUMBERED = ("steps", "calls", "collectives", "events", "losses")
-"""Tables with ids from the common counter. Of the first three, only some rows are sent unless the reader asks."""
+NUMBERED = ("steps", "collectives", "events", "losses")
+"""Tables with ids from the common counter. Of the first two, only some rows are sent unless the reader asks."""
 TIMES = ("start_ns", "t_ns", "begin_ns", "end_ns", "first_ns", "last_ns")
 """Columns with times, in all tables."""
 KEPT = (

@@ -16,8 +16,8 @@ from itertools import pairwise
 from operator import add, itemgetter
 from typing import Any, TypeVar
 
-from dpmon.record.history_rows import CallRow, CollectiveRow, Defined, Layout, LossRow, LossSite, Resolver
-from dpmon.record.record_types import Call, Collective, Event, Operation, Record, Sampled, Step
+from dpmon.record.history_rows import CollectiveRow, Defined, Layout, LossRow, LossSite, Resolver
+from dpmon.record.record_types import Call, CallRow, Collective, Event, Operation, Record, Sampled, Step
 from dpmon.record.safe_json import int_member, text_member
 from dpmon.record.schema import (
     EVALUATION,
@@ -39,7 +39,6 @@ from dpmon.record.schema import (
 from dpmon.store.history_schema import (
     ACTIVITY_COLUMNS,
     BEFORE_S,
-    CALL_ROW,
     COLLECTIVE_COLUMNS,
     COLLECTIVE_SUMS,
     LASTING,
@@ -68,7 +67,7 @@ from dpmon.store.query_results import (
     Shape,
     SlowStepRow,
     TimeRow,
-    call_from_columns,
+    decode_calls,
     definition_from_row,
     event_from_row,
     loss_from_columns,
@@ -108,6 +107,7 @@ _get_remaining = itemgetter(
         ("spans", "missing_spans", "device", f"{EXPOSED}_ns", f"{WAIT}_ns", "loop", "loop_batch"),
     )
 )
+_get_calls = itemgetter(_STEP_INDEX["last_call"], _STEP_INDEX["called"])
 WHOLE_STEP = ", ".join(STEP_COLUMNS)
 """The columns of a step for its record."""
 _QUANTITY_COLUMNS = (*(quantity.name for quantity in QUANTITIES if quantity.name != "samples"), SYNC_NUMBER)
@@ -138,12 +138,11 @@ _COLLECTIVE_ROW = ", ".join(tuple(COLLECTIVE_COLUMNS)[1:])
 """The columns that `Store._collective_from_row` takes."""
 _LOSS_ROW = ", ".join(LOSS_COLUMNS[1:])
 """The columns that `Store._loss_from_row` takes."""
-_IDS_PER_TRANSACTION = 5000
-"""How many ids `Store.records` reads in one transaction."""
+_RECORDS_PER_TRANSACTION = 5000
+"""After how many records `Store.records` ends a transaction."""
 _MAX_PROCESS_EVENTS = 64
 """How many `process` events are searched for the job of a run. All its ranks belong to the same job."""
 _TABLES = {
-    "calls": f"process, {CALL_ROW}",
     "steps": WHOLE_STEP,
     "events": "json",
     "collectives": _COLLECTIVE_ROW,
@@ -214,10 +213,10 @@ class Store:
             self.between_activities.append("evaluation")
         self.until_ns = LAST_NS
         """Methods that return the newest rows leave out rows after this time (ns since the run's start)."""
-        self._last_ids: dict[tuple[str, int], int] = {}
-        """By table and process: see `_last_id`."""
-        self._last_found_ids: dict[str, int] = {}
-        """By table: the previous result of `_find_last_id`."""
+        self._last_ids: dict[int, int] = {}
+        """By process: see `_last_id`."""
+        self._last_found_id = 0
+        """The previous result of `_find_last_id`; 0 if there is none."""
         self._undefined = 0
         """Number of rows that `records` skipped because they refer to a lost definition."""
 
@@ -504,10 +503,10 @@ class Store:
         ranks may have waited for steps of another kind. `newest_only`: only among the newest rows.
         """
         compared = f"({WAIT}_ns IS NULL OR {EXPOSED}_ns IS NOT NULL)" if process is None else "TRUE"
-        last_id = min(LAST_NS if process is None else self._last_id("steps", process), self._newest_step_id())
+        last_id = min(LAST_NS if process is None else self._last_id(process), self._newest_step_id())
         query = (
-            f"SELECT {_LONG_COLUMNS} FROM steps WHERE id BETWEEN ? AND ? AND process = ifnull(?, process) AND mode = ?"
-            f" AND {_in_stats_condition(self.main_kind)} AND {compared} ORDER BY wall_ns DESC LIMIT ?"
+            f"SELECT {_LONG_COLUMNS} FROM steps WHERE id BETWEEN ? AND ? AND process = ifnull(?, process) AND step > 0"
+            f" AND mode = ? AND {_in_stats_condition(self.main_kind)} AND {compared} ORDER BY wall_ns DESC LIMIT ?"
         )
         rows = self.query(query, (last_id - _NEWEST_IDS_SEARCHED if newest_only else 0, last_id, process, mode, limit))
         return [_long_step_from_row(row) for row in rows]
@@ -529,7 +528,7 @@ class Store:
             process_condition = f" AND process IN ({', '.join(map(str, processes))})"
         longest_query = (  # only the columns that decide, because it may read the steps of a thousand ranks
             f"SELECT id, wall_ns AS ns{weight} FROM steps WHERE id > ? AND id <= ?{process_condition}"
-            " AND mode = ? AND start_ns + wall_ns > ?"
+            " AND step > 0 AND mode = ? AND start_ns + wall_ns > ?"
             f" AND {_kind_condition(TRAINING, WARM_UP)} {grouping}"
             " ORDER BY wall_ns DESC LIMIT ?"
         )
@@ -538,11 +537,11 @@ class Store:
 
     def last_step_id(self, processes: Collection[int]) -> int:
         """Return the id of the newest step of some processes."""
-        return max((self._last_id("steps", process) for process in processes), default=0)
+        return max((self._last_id(process) for process in processes), default=0)
 
     def first_step_ns(self, processes: Collection[int], after_id: int) -> int | None:
         """Return the start (ns) of the first step of some processes after an id; None if there is none."""
-        condition = f"id > ? AND process IN ({', '.join(map(str, processes))})"
+        condition = f"id > ? AND step > 0 AND process IN ({', '.join(map(str, processes))})"
         rows = self.query(f"SELECT start_ns FROM steps WHERE {condition} ORDER BY id LIMIT 1", (after_id,))
         return next((start_ns for (start_ns,) in rows), None)
 
@@ -551,8 +550,8 @@ class Store:
 
         `main_only`: only those of the main kind that statistics include, among the newest steps.
         """
-        last_id = LAST_NS if process is None else self._last_id("steps", process)
-        condition = "id <= ? AND process = ifnull(?, process)"
+        last_id = LAST_NS if process is None else self._last_id(process)
+        condition = "id <= ? AND step > 0 AND process = ifnull(?, process)"
         if main_only:
             newest_id = min(last_id, self._newest_step_id())
             condition += f" AND id > {newest_id - _NEWEST_IDS_SEARCHED} AND {_kind_condition(self.main_kind, EXCLUDED)}"
@@ -562,7 +561,7 @@ class Store:
     def _step_from_row(self, row: Sequence[Any]) -> Step:
         """Return the record in a row of STEP_COLUMNS."""
         process, step, mode, start_ns, wall_ns, samples, flags = _get_brief(row)
-        phases, quantities = _get_phases(row), _get_quantities(row)
+        phases, quantities, (last_call, called) = _get_phases(row), _get_quantities(row), _get_calls(row)
         spans_text, missing_spans, device_text, exposed_ns, wait_ns, loop, batch = _get_remaining(row)
         runs, untimed, times = step_lists(spans_text, device_text)
         return Step(
@@ -578,12 +577,8 @@ class Store:
             loop,
             batch,
             kind=step_kind(flags),
+            calls=decode_calls(called, start_ns, last_call),
         )
-
-    def _call_from_row(self, row: Sequence[Any]) -> Call | None:
-        """Return the record in a row of the process and CALL_ROW; None if a definition is lost."""
-        process, *columns = row
-        return self.resolver(process).call(call_from_columns(columns))
 
     def waits(self, after_id: int, after_number: int) -> Iterator[tuple[int, ...]]:
         """Yield (id, process, sync pass, exposed communication in ns, rank wait in ns, end in s) of training steps.
@@ -609,80 +604,58 @@ class Store:
         If rows were deleted, the result may be the start of a later step.
         """
         rows = self.query(
-            "SELECT min(start_ns) FROM steps WHERE process = ? AND start_ns >= ?"
+            "SELECT min(start_ns) FROM steps WHERE process = ? AND step > 0 AND start_ns >= ?"
             " UNION ALL SELECT min(first_ns) FROM tallies WHERE process = ? AND first_ns >= ?",
             (process, after_ns, process, after_ns),
         )
         return min((start_ns for (start_ns,) in rows if start_ns is not None), default=None)
 
-    def calls(self, limit: int, process: int) -> list[Call]:
-        """Return the newest calls of a process, the newest first."""
-        query = f"SELECT process, {CALL_ROW} FROM calls WHERE process = ? ORDER BY id DESC LIMIT ?"
-        return list(self.read(self._call_from_row, query, (process, limit)))
-
     def newest_steps(self, processes: Sequence[int], *, brief: bool = False) -> dict[int, Step]:
-        """Return the newest step of each process that has one. `brief`: without its phases, quantities and waits."""
+        """Return the newest step of each process that has one. `brief`: without phases, quantities, waits and calls."""
         decode, columns = (self._brief_step_from_row, _BRIEF_STEP) if brief else (self._step_from_row, WHOLE_STEP)
-        return {step.process: step for step in self._newest_rows(decode, "steps", columns, processes)}
+        return {step.process: step for step in map(decode, self._outermost_rows(processes, columns, "step > 0"))}
 
-    def _brief_step_from_row(self, row: tuple[Any, ...]) -> Step:
+    def newest_activity(self, processes: Sequence[int]) -> dict[int, tuple[str, int]]:
+        """Return the mode and the end (ns) of the newest step, or calls alone, of each process that has some."""
+        rows = self._outermost_rows(processes, "process, mode, start_ns + wall_ns")
+        return {process: (mode, end_ns) for process, mode, end_ns in rows}
+
+    def first_activity_ns(self, processes: Sequence[int]) -> dict[int, int]:
+        """Return the start (ns) of the first call, or step without a call, of each process that still has one."""
+        start_ns = "start_ns + ifnull(json_extract(called, '$[0][2]'), 0)"
+        return dict(self._outermost_rows(processes, f"process, {start_ns}", order="ASC"))
+
+    def _brief_step_from_row(self, row: Sequence[Any]) -> Step:
         process, step, mode, start_ns, wall_ns, samples, flags = row
         kind = step_kind(flags)
         return Step(process, self.ranks.get(process), step, mode, start_ns, wall_ns, samples, {}, kind=kind)
 
-    def newest_calls(self, processes: Sequence[int]) -> dict[int, tuple[str, int]]:
-        """Return the mode and the end (ns) of the newest call of each process that has one."""
-        columns = "process, mode, start_ns + wall_ns AS end_ns"
-        rows = self._newest_rows(tuple, "calls", columns, processes)
-        return {process: (mode, end_ns) for process, mode, end_ns in rows}
+    def _outermost_rows(
+        self, processes: Sequence[int], columns: str, condition: str = "TRUE", *, order: str = "DESC"
+    ) -> list[tuple[Any, ...]]:
+        """Return the newest row of each process in `steps`, from a single query: a run can have a thousand ranks.
 
-    def _newest_rows(
-        self, decode: Callable[[tuple[Any, ...]], _Decoded], table: str, columns: str, processes: Sequence[int]
-    ) -> Iterator[_Decoded]:
-        """Yield the newest row of each process in a table, from a single query: a run can have a thousand ranks."""
+        `order` ASC: return the first row.
+        """
         bounds = []
         for process in processes:
             low_id, _ = self._id_bounds(process)
-            bounds.append(f"({process}, {low_id}, {self._last_id(table, process)})")
-        newest = f"SELECT id FROM {table} WHERE process = who AND id BETWEEN low AND high ORDER BY id DESC LIMIT 1"
+            bounds.append(f"({process}, {low_id}, {self._last_id(process)})")
+        outermost = (
+            f"SELECT id FROM steps WHERE process = who AND id BETWEEN low AND high AND {condition}"
+            f" ORDER BY id {order} LIMIT 1"
+        )
         query = (
             f"WITH ends(who, low, high) AS (VALUES {', '.join(bounds)})"
-            f" SELECT {columns} FROM ends CROSS JOIN {table} AS row ON row.id = ({newest})"
+            f" SELECT {columns} FROM ends CROSS JOIN steps AS row ON row.id = ({outermost})"
         )
-        return self.read(decode, query) if bounds else iter(())
-
-    def first_activity_ns(self, processes: Sequence[int]) -> dict[int, int]:
-        """Return the start (ns) of the first call or step of each process that still has one."""
-        rings = [self.rings[process] for process in processes if process in self.rings]
-        ids = ", ".join(str(ring.first_id) for ring in rings if ring.first_id)
-        query_part = "SELECT process, start_ns, start_ns + wall_ns AS end_ns FROM {} WHERE id IN ({})"
-        rows = self.query(" UNION ALL ".join(query_part.format(table, ids) for table in ("calls", "steps")))
-        start_by_process = {process: start_ns for process, start_ns, end_ns in rows if end_ns <= self.until_ns}
-        for process in processes:  # its first row was deleted, or ended later
-            if process not in start_by_process and (start_ns := self._first_row_ns(process)) is not None:
-                start_by_process[process] = start_ns
-        return start_by_process
-
-    def _first_row_ns(self, process: int) -> int | None:
-        """Return the start (ns) of a process's first call or step that still has a row; None if there is none yet."""
-        ring = self.rings.get(process)
-        tables = [] if ring is None else [table for table in ("calls", "steps") if getattr(ring, table)]
-        if not tables:
-            return None
-        query_part = (
-            "SELECT * FROM (SELECT id, start_ns, start_ns + wall_ns AS end_ns FROM {}"
-            " WHERE process = :process AND id BETWEEN :low AND :high ORDER BY id LIMIT 1)"
-        )
-        low, high = self._id_bounds(process)
-        values = {"process": process, "low": low, "high": high}
-        rows = self.query(" UNION ALL ".join(map(query_part.format, tables)), values)
-        return next((start_ns for _, start_ns, end_ns in sorted(rows) if end_ns <= self.until_ns), None)
+        return self.query(query) if bounds else []
 
     def last_main_step(self, process: int) -> tuple[int, int] | None:
         """Return number and end (ns) of the last step of the main kind among a process's newest steps; else None."""
-        last_id = min(self._last_id("steps", process), self._newest_step_id())
+        last_id = min(self._last_id(process), self._newest_step_id())
         query = (
-            "SELECT step, start_ns + wall_ns AS end_ns FROM steps WHERE process = ? AND id BETWEEN ? AND ?"
+            "SELECT step, start_ns + wall_ns AS end_ns FROM steps WHERE process = ? AND step > 0 AND id BETWEEN ? AND ?"
             f" AND {_kind_condition(self.main_kind)} ORDER BY id DESC LIMIT 1"
         )
         rows = self.query(query, (process, last_id - _NEWEST_IDS_SEARCHED, last_id))
@@ -698,62 +671,61 @@ class Store:
     def _newest_step_id(self) -> int:
         return next((step_id or 0 for (step_id,) in self.query("SELECT max(id) FROM steps")), 0)
 
-    def call_rows(self, process: int, limit: int) -> list[CallRow]:
-        """Return the newest calls of a process, the newest first."""
-        return self._call_rows(process, 0, self._last_id("calls", process), limit)
+    def called_steps(self, process: int, calls: int) -> list[Step]:
+        """Return the newest steps of a process with calls, and calls alone, until they have `calls` calls.
 
-    def last_calls(self, process: int, limit: int) -> list[CallRow]:
-        """Return up to `limit` of the newest calls in the newest step of a process, the newest first."""
-        query = "SELECT id, step, kind FROM steps WHERE process = ? AND id <= ? ORDER BY id DESC LIMIT 2"
-        rows = self.query(query, (process, self._last_id("steps", process)))
-        if not rows:
-            return []
-        (step_id, step, flags), *earlier = rows
-        earlier_id = next((row_id for row_id, *_ in earlier), 0)
-        calls = self._call_rows(process, earlier_id, step_id, limit)
-        return [call for call in calls if (call.step, call.kind) == (step, step_kind(flags))]
-
-    def _call_rows(self, process: int, low_id: int, high_id: int, limit: int) -> list[CallRow]:
-        query = f"SELECT {CALL_ROW} FROM calls WHERE process = ? AND id BETWEEN ? AND ? ORDER BY id DESC LIMIT ?"
+        The newest are first. They are brief: see `newest_steps`.
+        """
+        query = (
+            f"SELECT {_BRIEF_STEP}, last_call, called FROM steps"
+            " WHERE process = ? AND id BETWEEN ? AND ? AND called IS NOT NULL ORDER BY id DESC LIMIT ?"
+        )
         first_id, _ = self._id_bounds(process)
-        return list(self.read(call_from_columns, query, (process, max(low_id, first_id), high_id, limit)))
+        rows = self._connection.rows(query, (process, first_id, self._last_id(process), calls))
+        steps = []
+        for *brief, last_call, called in rows:
+            step = self._brief_step_from_row(brief)
+            steps.append(step._replace(calls=decode_calls(called, step.start_ns, last_call)))
+            calls -= len(steps[-1].calls)
+            if calls <= 0:
+                break
+        return steps
 
-    def call(self, process: int, row: CallRow) -> Call | None:
-        """Return the record of a call; None if a definition is lost."""
-        resolver = Resolver(process, self.ranks.get(process))
-        for number, definition in self.definitions(process, row.definitions).items():
+    def call(self, step: Step, row: CallRow) -> Call | None:
+        """Return the record of a call of `step`; None if a definition is lost."""
+        resolver = Resolver(step.process, step.rank)
+        for number, definition in self.definitions(step.process, row.definitions).items():
             resolver.definitions.remember(number, definition)
-        return resolver.call(row)
+        return resolver.call(step, row)
 
-    def _last_id(self, table: str, process: int) -> int:
-        """Return an upper bound for the ids of a process's rows up to this store's time; later rows have higher ids."""
-        key = table, process
-        last_id = self._last_ids.get(key)
+    def _last_id(self, process: int) -> int:
+        """Return an upper bound for the ids of a process's steps up to this store's time; later steps are above it."""
+        last_id = self._last_ids.get(process)
         if last_id is None:
             low_id, last_id = self._id_bounds(process)
             if self.until_ns != LAST_NS:
-                last_id = self._find_last_id(table, process, low_id, last_id)
-            self._last_ids[key] = last_id
+                last_id = self._find_last_id(process, low_id, last_id)
+            self._last_ids[process] = last_id
         return last_id
 
     def _id_bounds(self, process: int) -> tuple[int, int]:
-        """Return the lowest and the highest possible id of a process's calls and steps."""
+        """Return the lowest and the highest possible id of a process's rows in steps."""
         ring = self.rings.get(process)
         if ring is None:
             return 0, 0
         return ring.first_id or 0, LAST_NS if ring.last_id is None else ring.last_id
 
-    def _find_last_id(self, table: str, process: int, low_id: int, high_id: int) -> int:
-        """Return the highest id of a process's rows that ended by `until_ns`; `low_id` - 1 if there is none.
+    def _find_last_id(self, process: int, low_id: int, high_id: int) -> int:
+        """Return the highest id of a process's steps that ended by `until_ns`; `low_id` - 1 if there is none.
 
         A binary search from `low_id` to `high_id`: the rows of one process are in order of time.
         """
         query = (
-            f"SELECT id, start_ns + wall_ns <= ? FROM {table} WHERE process = ? AND id BETWEEN ? AND ? ORDER BY id {{}}"
+            "SELECT id, start_ns + wall_ns <= ? FROM steps WHERE process = ? AND id BETWEEN ? AND ? ORDER BY id {}"
             f" LIMIT {_ROWS_PER_SIDE}"
         )
         # Start where another process's row was found: the rows of one time have similar ids.
-        middle_id = self._last_found_ids.get(table, (low_id + high_id) // 2)
+        middle_id = self._last_found_id or (low_id + high_id) // 2
         while low_id <= high_id:
             middle_id = min(max(middle_id, low_id), high_id, LAST_NS - 1)
             rows_below = self.query(query.format("DESC"), (self.until_ns, process, low_id, middle_id))
@@ -769,7 +741,7 @@ class Store:
             if not ended_ids and len(rows_below) < _ROWS_PER_SIDE:
                 break  # no row is below them
             middle_id = (low_id + high_id) // 2
-        self._last_found_ids[table] = low_id - 1
+        self._last_found_id = low_id - 1
         return low_id - 1
 
     def step_end(self, process: int, *, forward: bool) -> int | None:
@@ -777,9 +749,9 @@ class Store:
 
         None if there is no such step.
         """
-        last_id = self._last_id("steps", process)
-        query = "SELECT start_ns + wall_ns AS end_ns FROM steps WHERE process = ? AND id {} ORDER BY id {} LIMIT 1"
-        query = query.format("> ?", "") if forward else query.format("<= ?", "DESC")
+        last_id = self._last_id(process)
+        condition = "id > ? ORDER BY id" if forward else "id <= ? ORDER BY id DESC"
+        query = f"SELECT start_ns + wall_ns AS end_ns FROM steps WHERE process = ? AND step > 0 AND {condition} LIMIT 1"
         return next((end_ns for (end_ns,) in self.query(query, (process, last_id))), None)
 
     def epochs(self, process: int, limit: int) -> list[LoaderLoop]:
@@ -797,7 +769,7 @@ class Store:
 
     def loop_steps(self, process: int, loops: Sequence[int], limit: int, interval: int = 1) -> list[LoopStep]:
         """Return every `interval`-th step of some loader loops, among the newest rows, the newest first."""
-        last_id = min(self._last_id("steps", process), self._newest_step_id())
+        last_id = min(self._last_id(process), self._newest_step_id())
         query = (
             "SELECT step, loop, loop_batch, start_ns, wall_ns FROM steps WHERE process = ? AND id BETWEEN ? AND ?"
             f" AND loop IN ({', '.join('?' * len(loops))}) AND loop_batch IS NOT NULL AND step % ? = 0"
@@ -816,42 +788,47 @@ class Store:
     def records(self) -> Iterator[Record]:
         """Yield every record so far, in order of arrival. Records with a lost definition count as `dropped`.
 
-        The transaction ends after every few thousand ids, because a slow reader would otherwise let the journal grow.
+        The transaction ends after some thousand records, because a slow reader would otherwise let the journal grow.
         Rows that are deleted meanwhile are left out.
         """
         self._undefined = 0
-        first_id, newest_id = self._id_range(0)
+        ids = " UNION ALL ".join(f"SELECT max(id) FROM {table}" for table in _TABLES)
+        first_id, newest_id = 0, max(last_id or 0 for (last_id,) in self.query(ids))
         while first_id <= newest_id:
-            end_id = first_id + _IDS_PER_TRANSACTION
-            records = list(self._records_between(first_id, end_id))
-            next_id, _ = self._id_range(end_id)
-            first_id = max(next_id, end_id)  # a damaged tree may return lower ids
+            records: list[Record] = []
+            for row_id, record in self._records_between(first_id, newest_id):
+                first_id = row_id + 1
+                if isinstance(record, Step):
+                    records += self.calls_of(record)
+                if not isinstance(record, Step) or record.step > 0:
+                    records.append(record)
+                if len(records) >= _RECORDS_PER_TRANSACTION:
+                    break
+            else:
+                first_id = newest_id + 1
             self._connection.refresh()
             yield from records
 
-    def _id_range(self, least_id: int) -> tuple[int, int]:
-        """Return the lowest and the highest id from `least_id` on; (the largest possible id, 0) if there are none."""
-        lowest_id, highest_id = LAST_NS, 0
-        for table in _TABLES:
-            for low_id, high_id in self.query(f"SELECT min(id), max(id) FROM {table} WHERE id >= ?", (least_id,)):
-                if low_id is not None:
-                    lowest_id, highest_id = min(lowest_id, low_id), max(highest_id, high_id)
-        return lowest_id, highest_id
+    def calls_of(self, step: Step) -> list[Call]:
+        """Return the records of a step's calls. Those with a lost definition count as `dropped`."""
+        resolver = self.resolver(step.process)
+        calls = [call for row in step.calls if (call := resolver.call(step, row)) is not None]
+        self._undefined += len(step.calls) - len(calls)
+        return calls
 
-    def _records_between(self, first_id: int, end_id: int) -> Iterator[Record]:
-        """Yield the records with ids from `first_id` up to, not including, `end_id`."""
+    def _records_between(self, first_id: int, last_id: int) -> Iterator[tuple[int, Record]]:
+        """Yield the id and the record of the rows with ids from `first_id` to `last_id`, in order."""
         tables = (
             self._iter_rows(
-                table, f"SELECT id, {columns} FROM {table} WHERE id >= ? AND id < ? ORDER BY id", (first_id, end_id)
+                table, f"SELECT id, {columns} FROM {table} WHERE id BETWEEN ? AND ? ORDER BY id", (first_id, last_id)
             )
             for table, columns in _TABLES.items()
         )
-        return (record for _, record in heapq.merge(*tables, key=itemgetter(0)))
+        return heapq.merge(*tables, key=itemgetter(0))
 
     def _iter_rows(self, table: str, query: str, values: tuple[int, ...]) -> Iterator[tuple[int, Record]]:
         """Yield the id and the record of each row of a table."""
         decoders: Mapping[str, Callable[[Sequence[Any]], Record | None]] = {
-            "calls": self._call_from_row,
             "steps": self._step_from_row,
             "collectives": self._collective_from_row,
             "events": event_from_row,
@@ -878,7 +855,7 @@ class Store:
     def newest_ns(self) -> int:
         """Return the latest end (ns) of a record; 0 if there is none."""
         newest_ns = 0
-        for table, end_sql in (("steps", "start_ns + wall_ns"), ("calls", "start_ns + wall_ns"), ("events", "t_ns")):
+        for table, end_sql in (("steps", "start_ns + wall_ns"), ("events", "t_ns")):
             query = f"SELECT max(at) FROM (SELECT {end_sql} AS at FROM {table} ORDER BY id DESC LIMIT 1000)"
             for (end_ns,) in self.query(query):
                 newest_ns = max(newest_ns, end_ns or 0)

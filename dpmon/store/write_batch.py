@@ -40,8 +40,6 @@ class WriteBatch:
     now_s: int = 0
     """Time of the write (s since the run's start)."""
     definitions: list[tuple[int, int, str]] = field(default_factory=list)
-    calls: list[tuple[Any, ...]] = field(default_factory=list)
-    """Rows of CALL_COLUMNS."""
     steps: list[tuple[Any, ...]] = field(default_factory=list)
     """Rows of STEP_COLUMNS."""
     collectives: list[tuple[int, ...]] = field(default_factory=list)
@@ -52,7 +50,7 @@ class WriteBatch:
     """Values of COLLECTIVE_SUMS by second, process and definition."""
     events: list[tuple[Any, ...]] = field(default_factory=list)
     characters: int = 0
-    """Characters of text in definitions, calls, steps and events."""
+    """Characters of text in definitions, steps and events."""
     rings: list[RingRow] = field(default_factory=list)
     steps_by_tally: dict[tuple[int, TallyKey], SecondOfSteps] = field(
         default_factory=lambda: defaultdict(SecondOfSteps)
@@ -75,7 +73,7 @@ class WriteBatch:
     @property
     def rows(self) -> int:
         """The number of rows with records and definitions."""
-        return sum(map(len, (self.definitions, self.calls, self.steps, self.collectives, self.events, self.losses)))
+        return sum(map(len, (self.definitions, self.steps, self.collectives, self.events, self.losses)))
 
     def add_event(self, event_id: int, process: int | None, kind: str, t_ns: int | None, text: str) -> None:
         """Add an event; `text`: its JSON."""

@@ -216,7 +216,7 @@ class PrometheusFile:
         if step is not None:
             ends_ns = [step.start_ns + step.wall_ns]
         else:
-            ends_ns = [call.end for process in store.ranks for call in store.call_rows(process, 1)]
+            ends_ns = [end_ns for _, end_ns in store.newest_activity([*store.ranks]).values()]
         stalls = [event.data for event in store.events("stall", limit=1) if "lasted_s" not in event.data]
         with contextlib.closing(RunReader(self._directory)) as reader:
             paused_ns, input_ns = reader.pause_state().since_ns, reader.input_wait_start_ns()

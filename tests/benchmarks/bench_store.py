@@ -33,8 +33,8 @@ sys.path.insert(0, str(TESTS))
 
 from dpmon.model.run_snapshot import SnapshotRequest  # noqa: E402
 from dpmon.model.snapshot_builder import SnapshotBuilder  # noqa: E402
-from dpmon.record.history_rows import CallRow, Definition  # noqa: E402
-from dpmon.record.record_types import Event  # noqa: E402
+from dpmon.record.history_rows import Definition  # noqa: E402
+from dpmon.record.record_types import CallRow, Event  # noqa: E402
 from dpmon.record.schema import PHASES  # noqa: E402
 from dpmon.run import proc  # noqa: E402
 from dpmon.run.run_directory import RunInfo, write_info  # noqa: E402
@@ -104,14 +104,13 @@ class Process:
         if self._replicas:
             call_phases = [0, call // 20, call // 20, call // 5, call // 4, call // 2, call * 9 // 10, call // 20]
             parts = [part for _ in range(self._replicas) for part in (3, 4, 1000, call // 3 + self._step % 1000)]
-            self.ring.write(
-                call_row("dp", TRAINING_FLAGS, 1, self._step, self._step, start, call, 2, 4, call_phases, parts)
-            )
+            row = call_row("dp", TRAINING_FLAGS, 1, self._step, start, call, 2, 4, call_phases, parts)
         else:
-            self.ring.write(CallRow(self._step, self._step, "single", TRAINING_FLAGS, 1, start, call, 2, 4))
+            row = CallRow(self._step, TRAINING_FLAGS, 1, start, call, 2, 4)
         phases = (wall // 50, call + call // 50, int(wall * 0.3 * wobble), wall // 50)
         mode = "dp" if self._replicas else "single"
-        self.ring.write(step_row(mode, self._step, start, wall, 64, phases, consecutive_spans(start, phases)))
+        step = step_row(mode, self._step, start, wall, 64, phases, consecutive_spans(start, phases))
+        self.ring.write(step._replace(calls=[row]))
 
 
 def share(directory: Path, ranks: int, per_second: float, replicas: int, seconds: int) -> float:

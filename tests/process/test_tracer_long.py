@@ -32,7 +32,7 @@ def tailed(tmp_path_factory: pytest.TempPathFactory) -> tuple[TracedRun, list[Re
     while not over and time.monotonic() < until:
         over = script.process.poll() is not None
         while rows := reader.read():
-            found += [record for row in rows if (record := resolver.record(row)) is not None]
+            found += [record for row in rows for record in resolver.records(row)]
             calls = next((record.call for record in reversed(found) if isinstance(record, Call)), 0)
             (place / "new").write_text(str(calls))
             (place / "new").replace(place / "read")

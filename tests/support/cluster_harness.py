@@ -398,7 +398,7 @@ class FollowReader:
             self._chunk = []
             self.offset = int(str(line["offset"]))
             self.ended = "exit" in line
-        elif line.get("table") in ("steps", "calls", "events", "losses"):
+        elif line.get("table") in ("steps", "events", "losses"):
             columns, rows = line["columns"], line["rows"]
             assert isinstance(columns, list)
             assert isinstance(rows, list)
@@ -410,7 +410,7 @@ def row_ids_of_history(directory: Path) -> list[int]:
     with closing(sqlite3.connect(directory / "history.sqlite")) as history:
         return sorted(
             number
-            for table in ("steps", "calls", "events", "losses")
+            for table in ("steps", "events", "losses")
             for (number,) in history.execute(
                 f"SELECT id FROM {table} WHERE {'kind' if table == 'events' else 0} != 'exit'"
             )

@@ -22,11 +22,12 @@ from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.run_events import RunEvents
 from dpmon.model.run_snapshot import PHASES, RunSnapshot, SnapshotRequest
 from dpmon.model.snapshot_builder import SnapshotBuilder
-from dpmon.record.history_rows import CallParts, CallRow, Definition, Row
-from dpmon.record.record_types import Call, Event, Record, Size, Step
+from dpmon.record.history_rows import Definition, Row
+from dpmon.record.record_types import Call, CallParts, CallRow, Event, Record, Size, Step
 from dpmon.record.schema import EVALUATION, QUANTITIES, SPAN_PHASES, STEP_KINDS, TRAINING, WARM_UP, device_series
 from dpmon.record.schema import PHASES as SCHEMA
 from dpmon.record.shared_names import CALL_PHASES
+from dpmon.record.span_format import Flag
 from dpmon.run import proc
 from dpmon.run.run_directory import ExitInfo, RunInfo, write_info
 from dpmon.run.run_registry import create_run
@@ -41,7 +42,7 @@ from dpmon.store.store_opening import open_store
 from dpmon.store.store_queries import Store
 from dpmon.store.tally import NO_SAMPLES, WIDTHS, Tally, TallyKey
 from dpmon.store.write_batch import WriteBatch
-from support.record_builders import SECOND, flags_of, records_of_rows, step_row, with_other
+from support.record_builders import SECOND, calls_alone, flags_of, records_of_rows, step_row, with_other
 
 SUPERVISOR = -1
 _SUPERVISOR_KINDS = ("device", "host", "input", "exit")
@@ -75,20 +76,24 @@ class Recording:
         maker = self._makers.setdefault(process, _RowMaker())
         for count, record in enumerate(maker.with_kinds(list(records)), start=1):
             for row in maker.rows(record):
-                intake = self._intake(_source(row, process), rank)
-                self._next_id += intake.add(batch, self._next_id, row)
+                self._add_row(batch, row, process, rank)
             if count % _BATCH == 0:
                 batch = self._write(batch)
         self._write(batch)
         return self
 
-    def end(self) -> None:
-        """Count the last calls, as at the end of the run."""
+    def _add_row(self, batch: WriteBatch, row: Row, process: int, rank: int | None = None) -> None:
+        intake = self._intake(_source(row, process), rank)
+        self._next_id += intake.add(batch, self._next_id, row)
+
+    def _add_waiting_calls(self) -> None:
+        """Write the calls whose steps have not come."""
         batch = WriteBatch()
-        for process, intake in self._intakes.items():
-            if process >= 0:
-                intake.finish_process(batch)
-        self._write(batch)
+        for process, maker in self._makers.items():
+            for row in maker.pop_waiting_calls():
+                self._add_row(batch, row, process)
+        if batch.rows:
+            self._write(batch)
 
     def missed(self, count: int) -> None:
         """Set how many records were overwritten before they could be read."""
@@ -110,10 +115,12 @@ class Recording:
 
     def close(self) -> None:
         """Close the history in a directory."""
+        self._add_waiting_calls()
         self._history.close()
 
     def store(self) -> Store:
         """Return the store with all records so far."""
+        self._add_waiting_calls()
         return Store(self._history.connection)
 
     def state(self, t_ns: int | None = None, ended: Iterable[int] = (), **wanted: Any) -> RunSnapshot:
@@ -184,6 +191,8 @@ class _RowMaker:
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
         self._other_steps: Counter[int] = Counter()
+        self._waiting: list[tuple[Call, CallRow]] = []
+        """Calls whose steps have not come."""
 
     def with_kinds(self, records: Sequence[Row | Record]) -> list[Row | Record]:
         """Return the records of one sequence of steps with the kind that follows from the phases of each step.
@@ -210,17 +219,28 @@ class _RowMaker:
             elif isinstance(record, Call) and record.step in steps:
                 kind, number = steps[record.step]
                 record = replace(record, kind=kind, step=number)
-            elif isinstance(record, CallRow) and record.step in steps:
-                kind, number = steps[record.step]
-                record = record._replace(kind=kind, step=number)
             found.append(record)
         return found
 
     def rows(self, record: Row | Record) -> list[Row]:
-        """Return new definitions, then the record."""
+        """Return new definitions, then the record. Calls wait for their step."""
         if isinstance(record, Call):
-            return self._call(record)
+            definitions, row = self._call(record)
+            if record.step is None:
+                return [*definitions, calls_alone(0, row, kind=record.kind)]
+            self._waiting.append((record, row))
+            return definitions
+        if isinstance(record, Step) and not record.calls:
+            which = record.step, record.kind
+            calls = [row for call, row in self._waiting if (call.step, call.kind) == which]
+            self._waiting = [(call, row) for call, row in self._waiting if (call.step, call.kind) != which]
+            record = record._replace(calls=calls)
         return [record]  # type: ignore[list-item]
+
+    def pop_waiting_calls(self) -> list[Row]:
+        """Return the calls whose steps have not come, each alone."""
+        waiting, self._waiting = self._waiting, []
+        return [calls_alone(call.step or 0, row, kind=call.kind) for call, row in waiting]
 
     def _define(self, out: list[Row], value: Any) -> int:
         key = repr(value)
@@ -239,7 +259,7 @@ class _RowMaker:
                 one.append(list(size.global_shape))
         return self._define(out, written)
 
-    def _call(self, call: Call) -> list[Row]:
+    def _call(self, call: Call) -> tuple[list[Row], CallRow]:
         out: list[Row] = []
         layout = {
             "root": call.root, "via": call.via, "devices": list(call.devices),
@@ -261,24 +281,12 @@ class _RowMaker:
             for stage in call.stages
         ]  # fmt: skip
         parts = CallParts([phase and (phase.offset_ns, phase.host_ns) for phase in ran], replicas, stages)
-        flags = flags_of(call.virtual, call.training, call.grad, call.failed)
-        row = CallRow(
-            call.step or 0,
-            call.call,
-            call.mode,
-            flags,
-            number,
-            call.start_ns,
-            call.wall_ns,
-            inputs,
-            outputs,
-            parts,
-            call.kind,
-        )
+        flags = flags_of(call.virtual, call.training, call.grad, call.failed) | Flag.DP * (call.mode == "dp")
+        row = CallRow(call.call, flags, number, call.start_ns, call.wall_ns, inputs, outputs, parts)
         times = [phase and phase.device_ms for phase in ran]
         times += [replica.device_ms for replica in call.replicas]
         times += [stage.device_ms for stage in call.stages]
-        return [*out, row.with_device_times(times, 0) if any(time is not None for time in times) else row]
+        return out, row.with_device_times(times, 0) if any(time is not None for time in times) else row
 
 
 # ------------------------------------------------------------------------------------------------ run directories
@@ -326,7 +334,6 @@ def write_run_directory(
         part = len(every) // 64 + 1 if limit_bytes != LIMIT_BYTES else len(every) + 1
         for at in range(0, len(every) + 1, part):
             run.add(every[at : at + part], process)
-    run.end()
     run.close()
     if status is not None:
         write_info(directory, ExitInfo(status, None, 1.7e9 + seconds, int(seconds * 1e9), seconds, "supervisor"))
@@ -504,7 +511,7 @@ def read_all_of_store(store: Store) -> dict[str, Any]:
         "gaps": _sorted_reprs(store.gaps(_NO_LIMIT)),
         "shapes": _sorted_reprs(store.shapes()),
         "steps": {process: store.steps(_NO_LIMIT, process=process) for process in everybody},
-        "calls": {process: store.calls(_NO_LIMIT, process=process) for process in everybody},
+        "calls": {process: store.called_steps(process, _NO_LIMIT) for process in everybody},
         "events": {kind: _sorted_reprs(store.events(kind)) for kind in kinds},
         "dropped": store.dropped,
         "processes": store.processes,
@@ -541,7 +548,8 @@ def read_linear_run() -> list[Record]:
 
 def _parse_linear_row(kind: str, members: list[Any]) -> Any:
     if kind == "CallRow":
-        return CallRow._make([*members[:-1], CallParts(*members[-1]), TRAINING])
+        step, number, mode, flags, *others, parts = members
+        return calls_alone(step, CallRow._make([number, flags | Flag.DP * (mode == "dp"), *others, CallParts(*parts)]))
     if kind == "StepRow":
         step, mode, start, wall, phases, counts, *rest = members
         samples = counts.pop("samples", None)

@@ -18,10 +18,10 @@ from dpmon.model.stragglers import (
     RankTimes,
 )
 from dpmon.record.history_rows import Row, serialize_definition
-from dpmon.record.record_types import BUCKET, Event
+from dpmon.record.record_types import BUCKET, Event, Step
 from dpmon.record.schema import SPAN_PHASES
 from dpmon.record.shared_names import DDP
-from dpmon.store.history_schema import CALL_COLUMNS, NODE_COLUMNS, STEP_COLUMNS
+from dpmon.store.history_schema import NODE_COLUMNS, STEP_COLUMNS
 from dpmon.store.history_writer import HistoryWriter
 from dpmon.store.query_results import NODE_DEVICES, NodeRow
 from dpmon.store.store_queries import Store
@@ -57,24 +57,26 @@ class _Rank(Training):
         start, took, (synced, unsynced) = self.now, dict(self.times), passes
         self.shares = {"single": {"rest" if name == "forward" else name: ns for name, ns in took.items()}}
         sync_ns = sync_ns if synced else 0
-        *rows, _ = self.step()
+        *rows, whole = self.step()
+        assert isinstance(whole, Step)
         wall = sum(took.values()) + sync_ns
         names = ("data", "forward", "backward", "optimizer")
         spans, at = [], start
         for name in names:
-            whole = took[name] + (sync_ns if name == "backward" else 0)
-            spans.append((SPAN_PHASES.index(name), at, whole))
+            phase_ns = took[name] + (sync_ns if name == "backward" else 0)
+            spans.append((SPAN_PHASES.index(name), at, phase_ns))
             if name == "backward" and synced:
                 ready = at + took[name]
                 spans += [(BUCKET, ready - took[name] // 2, 0), (BUCKET, ready, 0)]
                 spans.append((SPAN_PHASES.index("sync"), ready, sync_ns))
-            at += whole
+            at += phase_ns
         parts = [took[name] for name in names]
         extras = {"sync": sync_ns, "synced": synced, "sync_number": number} if synced else {}
         extras |= {"updates": 1} if synced else {}
         extras |= {"unsynced": unsynced} if unsynced else {}
         self.now = start + wall
-        return [*rows, step_row("single", self.steps, start, wall, self.batch, parts, spans, **extras)]
+        step = step_row("single", self.steps, start, wall, self.batch, parts, spans, **extras)
+        return [*rows, step._replace(calls=whole.calls)]
 
 
 def record_ddp_ranks(number: int, **how: Any) -> tuple[Recording, int]:
@@ -223,14 +225,10 @@ class _CopiedSecond:
     """One second of one rank of the recorded run."""
 
     def __init__(self, store: Store, process: int) -> None:
-        def newest(table: str, columns: Mapping[str, str]) -> list[Any]:
-            query = (
-                f"SELECT {', '.join(columns)} FROM {table} WHERE process = ? AND start_ns < ? ORDER BY id DESC LIMIT 1"
-            )
-            ((*row,),) = store.query(query, (process, (_COPIED_SECOND + 1) * SECOND - 20_000_000))
-            return row
-
-        self.step, self.call = newest("steps", STEP_COLUMNS), newest("calls", CALL_COLUMNS)
+        newest = (
+            f"SELECT {', '.join(STEP_COLUMNS)} FROM steps WHERE process = ? AND start_ns < ? ORDER BY id DESC LIMIT 1"
+        )
+        (self.step,) = store.query(newest, (process, (_COPIED_SECOND + 1) * SECOND - 20_000_000))
         query = f"SELECT {', '.join(TALLY)} FROM tallies WHERE width = 1 AND start_s = ? AND process = ?"
         ((*tally,),) = store.query(query, (_COPIED_SECOND, process))
         self.key, row = tally[2:TALLY_AT], tally[TALLY_AT:]
@@ -347,22 +345,18 @@ class ManyNodes:
         self._history._connection.reset_instruction_count()
         self._db.execute("BEGIN IMMEDIATE")
         there = [rank for rank in range(self.ranks) if rank // self.each not in self.silent]
-        steps, calls, rings = [], [], []
+        steps, rings = [], []
         for rank in there:
             kind = self.rows_of(rank)
-            call, step = self._id, self._id + 1
-            self._id += 2
+            step = self._id
+            self._id += 1
             per_s = kind.tallies[1][0]
             ahead = dict(zip(STEP_COLUMNS, (step, rank, *kind.step[2:]), strict=True))
-            for name, later in (("step", per_s), ("sync_number", per_s), ("start_ns", SECOND)):
+            for name, later in (("step", per_s), ("last_call", per_s), ("sync_number", per_s), ("start_ns", SECOND)):
                 ahead[name] += shift * later
             steps.append(tuple(ahead.values()))
-            of_call = dict(zip(CALL_COLUMNS, (call, rank, *kind.call[2:]), strict=True))
-            of_call |= {"step": ahead["step"], "call": ahead["step"], "start_ns": kind.call[6] + shift * SECOND}
-            calls.append(tuple(of_call.values()))
-            rings.append((call, step, ahead["step"], self._ring(rank)))
-        for table, rows in (("steps", steps), ("calls", calls)):
-            many(f"INSERT INTO {table} VALUES ({', '.join('?' * len(rows[0]))})", rows) if rows else None
+            rings.append((step, step, ahead["step"], self._ring(rank)))
+        many(f"INSERT INTO steps VALUES ({', '.join('?' * len(STEP_COLUMNS))})", steps)
         many("UPDATE rings SET first_id = ifnull(first_id, ?), last_id = ?, last_step = ? WHERE name = ?", rings)
         self._tallies(1, at_s, there)
         for width in _WIDER_WIDTHS:

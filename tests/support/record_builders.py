@@ -6,9 +6,9 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from dpmon.record.history_rows import CallParts, CallRow, Definition, LossRow, Resolver, Row, parse_definition
-from dpmon.record.record_types import Event, Record, Step
-from dpmon.record.schema import SPAN_PHASES, STEP_PHASES
+from dpmon.record.history_rows import Definition, LossRow, Resolver, Row, parse_definition
+from dpmon.record.record_types import CallParts, CallRow, Event, Record, Step
+from dpmon.record.schema import SPAN_PHASES, STEP_PHASES, TRAINING
 from dpmon.record.shared_names import CALL_PHASES, Untimed
 from dpmon.record.span_format import Flag
 
@@ -17,7 +17,7 @@ TRAINING_FLAGS = Flag.TRAINING | Flag.GRAD
 """The flags of a call that trains."""
 STEP_ROW_PHASES = SPAN_PHASES[:4]
 """The phases of `step_row`."""
-_KINDS = {CallRow: "call", Step: "step", Event: "event", Definition: "definition", LossRow: "loss"}
+_KINDS = {Step: "step", Event: "event", Definition: "definition", LossRow: "loss"}
 
 
 class RowReader(Resolver):
@@ -28,29 +28,40 @@ class RowReader(Resolver):
         self._who: dict[str, Any] = {"process": process, "rank": rank}
         self._origin = origin
 
-    def record(self, row: Row) -> Record | None:
-        """Return the record in a row; None for a definition, which is remembered, or if one is lost."""
+    def records(self, row: Row) -> list[Record]:
+        """Return the records in a row: none for a definition, which is remembered, or if one is lost.
+
+        A step comes after its calls, and has none.
+        """
         if isinstance(row, Definition):
             self.definitions.remember(row.number, parse_definition(row.value))
-            return None
+            return []
         if isinstance(row, Event):
-            return row
+            return [row]
         if isinstance(row, Step):
-            return row._replace(**self._who, start_ns=row.start_ns - self._origin)
+            calls = [call._replace(start=call.start - self._origin) for call in row.calls]
+            step = row._replace(**self._who, start_ns=row.start_ns - self._origin, calls=())
+            found = [record for call in calls if (record := self.call(step, call)) is not None]
+            return [*found, step] if step.takes_time else [*found]
         row = row._replace(start=row.start - self._origin)
-        if isinstance(row, LossRow):
-            return self.loss(row)
-        return self.call(row) if isinstance(row, CallRow) else self.collective(row)
+        found_alone = self.loss(row) if isinstance(row, LossRow) else self.collective(row)
+        return [] if found_alone is None else [found_alone]
+
+    def record(self, row: Row) -> Record | None:
+        """Return the only record in a row; None if there is none."""
+        records = self.records(row)
+        assert len(records) < 2
+        return records[0] if records else None
 
 
 def records_of_rows(rows: Iterable[Row], process: int = 0, rank: int | None = None, origin_ns: int = 0) -> list[Record]:
     """Return the records in `rows`, as a reader of one process sees them."""
     reader = RowReader(process, rank, origin_ns)
-    return [record for row in rows if (record := reader.record(row)) is not None]
+    return [record for row in rows for record in reader.records(row)]
 
 
 def kind_of(row: Row) -> str:
-    """Return the kind of a row: call, step, event, definition, loss or collective."""
+    """Return the kind of a row: step, event, definition, loss or collective."""
     return _KINDS.get(type(row), "collective")
 
 
@@ -80,7 +91,6 @@ def call_row(
     mode: str,
     flags: int,
     layout: int,
-    step: int,
     call: int,
     start_ns: int,
     wall_ns: int,
@@ -91,8 +101,15 @@ def call_row(
     stages: Sequence[int] = (),
 ) -> CallRow:
     """Return a call; for its parts, see `parts_of`."""
-    numbers = step, call, mode, flags, layout, start_ns, wall_ns, inputs, outputs
+    numbers = call, flags | Flag.DP * (mode == "dp"), layout, start_ns, wall_ns, inputs, outputs
     return CallRow(*numbers, parts_of(phases, replicas, stages))
+
+
+def calls_alone(step: int, *calls: CallRow, kind: int = TRAINING) -> Step:
+    """Return calls of a step without the step, as if it had not ended. `step` 0: they ran outside the steps."""
+    start_ns = calls[0].start
+    wall_ns = calls[-1].end - start_ns
+    return Step(0, None, -step, calls[-1].mode, start_ns, wall_ns, None, {}, kind=kind, calls=calls)
 
 
 def step_row(
@@ -235,7 +252,7 @@ class Training:
         return int(ns * self.random.uniform(0.85, 1.2))
 
     def step(self, rows: int | None = None, failed: bool = False, evaluates: bool = False) -> list[Row]:
-        """Return the rows of one step: new definitions, one call, the step. `evaluates`: without training."""
+        """Return the rows of one step: new definitions, the step with its call. `evaluates`: without training."""
         rows = self.batch if rows is None else rows
         self.steps += 1
         out: list[Row] = []
@@ -271,13 +288,13 @@ class Training:
             )
             replicas += [got, gave, apply_at, self._wobble(inside * 0.9)]
         flags = flags_of(self.virtual and dp, not evaluates, not evaluates, failed)
-        numbers = layout_number, self.steps, self.steps, call_start, forward, inputs, outputs
-        out.append(call_row(self.mode, flags, *numbers, phases, replicas))
+        numbers = layout_number, self.steps, call_start, forward, inputs, outputs
+        call = call_row(self.mode, flags, *numbers, phases, replicas)
         rest = [-1, -1] if evaluates else [took["backward"], took["optimizer"]]
         parts = [took["data"], forward, *rest]
         wall = int(sum(max(ns, 0) for ns in parts) * 1.01)
         spans = consecutive_spans(self.now, parts)
-        out.append(step_row(self.mode, self.steps, self.now, wall, rows, parts, spans))
+        out.append(step_row(self.mode, self.steps, self.now, wall, rows, parts, spans)._replace(calls=[call]))
         self.now += wall
         return out
 
@@ -387,11 +404,12 @@ def with_device_times(
     found: list[Row] = []
     number = 0
     for row in rows:
-        if isinstance(row, CallRow):
-            number += 1
-            row = row.with_device_times((*of_call, *replicas(number)), why)
-        elif isinstance(row, Step):
-            row = row.with_device_times(of_step, why)
+        if isinstance(row, Step):
+            calls = []
+            for call in row.calls:
+                number += 1
+                calls.append(call.with_device_times((*of_call, *replicas(number)), why))
+            row = row.with_device_times(of_step, why)._replace(calls=calls)
         found.append(row)
     return found
 
@@ -421,10 +439,12 @@ def staged_calls(calls: int, took: Callable[[int], Sequence[float | None]] | Non
     for number in range(1, calls + 1):
         gave = 6 if number % 2 == 0 else 3
         stages = (4, 2, 3, 0, 2_000_000, 5, 3, gave, 2_000_000, 5_000_000)
-        numbers = 1, number, number, number * 10**7, 9_000_000, 2, gave
+        numbers = 1, number, number * 10**7, 9_000_000, 2, gave
         call = call_row("single", TRAINING_FLAGS, *numbers, stages=stages)
-        found.append(call if took is None else call.with_device_times((*[None] * 4, *took(number)), Untimed.LATE))
-        found.append(step_row("single", number, number * 10**7, 9_500_000, 30, (-1, 9_000_000, -1, -1)))
+        if took is not None:
+            call = call.with_device_times((*[None] * 4, *took(number)), Untimed.LATE)
+        phases = (-1, 9_000_000, -1, -1)
+        found.append(step_row("single", number, number * 10**7, 9_500_000, 30, phases)._replace(calls=[call]))
     return found
 
 

@@ -322,8 +322,7 @@ def phase_letters(step: Step) -> str:
 def decode_rows(rows: Sequence[Row]) -> DecodedRows:
     resolver = RowReader(0)
     found = DecodedRows([], [], [], [], [])
-    for row in rows:
-        record = resolver.record(row)
+    for record in (record for row in rows for record in resolver.records(row)):
         if isinstance(record, Call):
             found.calls.append(record)
         elif isinstance(record, Step):
@@ -332,7 +331,7 @@ def decode_rows(rows: Sequence[Row]) -> DecodedRows:
             found.collectives.append(record)
         elif isinstance(record, Sampled):
             found.samples.append(record)
-        elif record is not None:
+        else:
             found.events.append(record)
     return found
 

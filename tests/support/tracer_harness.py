@@ -274,10 +274,10 @@ def read_traced_run(directory: Path, origin_ns: int = 0) -> tuple[list[Record], 
         reader = ScriptRing(path)
         resolver = RowReader(reader.process, reader.rank, origin_ns)
         for row in reader.rest():
-            record = resolver.record(row)
-            if record is not None:
-                found.append(record)
-            elif not isinstance(row, Definition):
+            records = resolver.records(row)
+            found += records
+            expected = len(row.calls) + row.takes_time if isinstance(row, Step) else not isinstance(row, Definition)
+            if len(records) < expected:
                 unreadable.append(repr(row))
         missed += reader.missed()
         reader.close()

@@ -273,7 +273,7 @@ def test_lost_spans_and_lines_raise_nothing(seed: int) -> None:
     payloads += assembler.finish()
     decoder = RowReader(0)
     for payload in payloads:
-        decoder.record(payload)
+        decoder.records(payload)
 
 
 def test_deep_nesting_is_read_in_a_moment() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dpmon.assemble import Assembler
-from dpmon.assemble.device_times import MAX_GROUPS
+from dpmon.assemble.device_times import MAX_ROWS
 from dpmon.record.record_types import Step
 from dpmon.record.span_format import Kind
 from support.record_builders import kind_of
@@ -430,7 +430,7 @@ def test_calls_of_other_threads_do_not_wait_for_ever_behind_a_step_without_devic
     script.optimizer()
     script.fetch(over=True)
     with script.on_thread(3):
-        for _ in range(3 * MAX_GROUPS):
+        for _ in range(3 * MAX_ROWS):
             script.evaluate(net)
     found = Assembler().feed(script.spans, script.lines_between(0, len(script.lines)))
-    assert sum(kind_of(payload) == "call" for payload in found) >= 2 * MAX_GROUPS
+    assert len(decode_rows(found).calls) >= 2 * MAX_ROWS

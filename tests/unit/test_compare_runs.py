@@ -28,7 +28,6 @@ from dpmon.model.run_comparison import (
     outcome_sentence,
     result_sentence,
 )
-from dpmon.record.history_rows import CallRow
 from dpmon.record.record_types import Event, Step
 from dpmon.record.schema import EVALUATION, FORWARD_ONLY
 from dpmon.report.comparison_report import build_document, comparison_as_json, read_compared_run
@@ -161,7 +160,7 @@ def test_only_a_step_of_an_evaluation_counts_as_one(state: Path, kind: int) -> N
     rows = [*training.begin(), *training.run(100)]
     for _ in range(20):
         others = training.step(evaluates=True)
-        rows += [row._replace(kind=kind) if isinstance(row, (CallRow, Step)) else row for row in others]
+        rows += [row._replace(kind=kind) if isinstance(row, Step) else row for row in others]
     run = read_compared_run(write_run_directory({0: rows}, seconds=training.now / SECOND))
     walls = [row.wall_ns for row in rows if isinstance(row, Step) and row.kind == EVALUATION]
     assert run.values.get("evaluation_step") == (pytest.approx(median(walls), rel=0.01) if walls else None)

@@ -21,16 +21,20 @@ from support.record_builders import SECOND, Training
 def alone(store: Store, processes: Iterable[int]) -> dict[str, dict[int, Any]]:
     """Return the newest rows of each process, from a query for each."""
     steps = {number: step for number in processes for step in store.steps(1, process=number)}
-    calls = {number: (call.mode, call.end) for number in processes for call in store.call_rows(number, 1)}
+    ends = {
+        number: (step.mode, step.start_ns + step.wall_ns)
+        for number in processes
+        for step in store.called_steps(number, 1)
+    }
     memory = {number: event for number in processes if (event := store.memory(number)) is not None}
-    return {"steps": {**steps}, "calls": {**calls}, "memory": {**memory}}
+    return {"steps": {**steps}, "ends": ends, "memory": {**memory}}
 
 
 def together(store: Store, processes: Iterable[int]) -> dict[str, dict[int, Any]]:
     """Return the same rows, from one query for all processes."""
     numbers = list(processes)
-    found = store.newest_steps(numbers), store.newest_calls(numbers), store.newest_memory(numbers)
-    return {"steps": {**found[0]}, "calls": {**found[1]}, "memory": {**found[2]}}
+    found = store.newest_steps(numbers), store.newest_activity(numbers), store.newest_memory(numbers)
+    return {"steps": {**found[0]}, "ends": {**found[1]}, "memory": {**found[2]}}
 
 
 def memory(process: int, t_s: float) -> Event:
@@ -49,7 +53,7 @@ def test_one_query_finds_the_newest_rows_of_all_processes_now_and_at_any_time() 
         assert together(store, processes) == alone(store, processes)
     assert set(run.store().newest_steps(processes)) == set(range(5))
     assert set(run.store().newest_memory(processes)) == {0, 1, 2, 3, 9}
-    assert run.store().newest_steps([]) == run.store().newest_calls([]) == run.store().newest_memory([]) == {}
+    assert run.store().newest_steps([]) == run.store().newest_activity([]) == run.store().newest_memory([]) == {}
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -86,11 +90,11 @@ def test_few_queries_find_the_last_row_before_a_time_for_many_processes(seed: in
 
 def test_a_process_began_with_its_first_row_that_is_left() -> None:
     run, end = record_ddp_ranks(3, steps=40)
-    calls = [next(iter(run.store().query("SELECT min(start_ns) FROM calls WHERE process = ?", (n,)))) for n in range(3)]
+    calls = {number: run.store().called_steps(number, 1000)[-1].calls[0].start for number in range(3)}
     steps = [next(iter(run.store().query("SELECT min(start_ns) FROM steps WHERE process = ?", (n,)))) for n in range(3)]
-    assert run.store().first_activity_ns([0, 1, 2, 7]) == {number: call for number, (call,) in enumerate(calls)}
+    assert run.store().first_activity_ns([0, 1, 2, 7]) == calls
     assert run.store().as_of(0).first_activity_ns([0, 1, 2]) == {}
-    run._db.execute("DELETE FROM calls WHERE process = 1")
+    run._db.execute("UPDATE steps SET called = NULL WHERE process = 1")
     assert run.store().first_activity_ns([1]) == {1: steps[1][0]}
     run._db.execute(f"DELETE FROM steps WHERE process = 1 AND start_ns < {(2 * SECOND + end) // 2}")
     (later,) = next(iter(run.store().query("SELECT min(start_ns) FROM steps WHERE process = 1")))

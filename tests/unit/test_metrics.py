@@ -14,7 +14,6 @@ from unittest.mock import Mock
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from dpmon.record.history_rows import CallRow
 from dpmon.record.record_types import Call, Event, Step
 from dpmon.record.shared_names import CALL_PHASES, Untimed
 from dpmon.run.run_directory import ExitInfo, load_info, record_stop_request, write_info
@@ -129,13 +128,14 @@ def test_the_metrics_file_has_the_figures_of_the_record(state: Path, tmp_path: P
 def test_device_time_is_counted_with_the_number_of_steps_that_have_it(state: Path, tmp_path: Path) -> None:
     """Nine of ten steps are timed, and the data of seven; each mean is over the timed ones."""
     training = Training(devices=("cuda:0", "cuda:1"), virtual=False)
-    rows, number = [], 0
+    rows = []
     for row in training.run(10):
-        if isinstance(row, CallRow):
-            number += 1
-            row = row.with_device_times((number, 1.0, None, 0.0, 9.0, 9.0), Untimed.LATE)
-        elif isinstance(row, Step) and number > 1:
-            row = row.with_device_times((None if number < 5 else 2.0, 4.0, float(number), None), Untimed.LATE)
+        if isinstance(row, Step):
+            number = row.step
+            calls = [call.with_device_times((number, 1.0, None, 0.0, 9.0, 9.0), Untimed.LATE) for call in row.calls]
+            row = row._replace(calls=calls)
+            if number > 1:
+                row = row.with_device_times((None if number < 5 else 2.0, 4.0, float(number), None), Untimed.LATE)
         rows.append(row)
     found = written(write_run_directory({0: rows}, status=None), tmp_path / "it.prom")
     who = (("mode", "dp"), ("process", "0"), ("rank", ""))

@@ -128,7 +128,6 @@ def test_the_figures_are_those_of_the_machines_whatever_is_cut_off(tmp_path: Pat
                 node.state = "connected"
                 machine.rows = machine.connected(node.received, node.tallied_s)
     for machine in machines:
-        machine.recording.end()
         more = True
         while more:
             chunk, more = machine.chunk(last=True)

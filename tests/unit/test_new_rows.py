@@ -100,7 +100,7 @@ def test_the_chunks_after_the_end_have_the_same_steps_of_all_ranks(monkeypatch: 
     for _ in range(60):
         for rank, training in enumerate(ranks):
             recording.add(training.run(1), rank, rank)
-    monkeypatch.setattr(incremental_rows, "MAX_IDS", 100)
+    monkeypatch.setattr(incremental_rows, "MAX_IDS", 50)
     rows, chunks, more = IncrementalRows(rollups=True, offset=1), 0, True
     sent: dict[int, set[int]] = {}
     while more:

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from dpmon.record.history_rows import CallRow, Definition, Row
+from dpmon.record.history_rows import Definition, Row
 from dpmon.record.jsonl import as_json
 from dpmon.record.record_types import BUCKET, Call, PhaseSpan, Record, Size, Step
 from dpmon.record.schema import STEP_PHASES
 from dpmon.record.shared_names import CALL_PHASES, MAX_JSON, MORE, shorten_name, to_bounded_json
-from support.record_builders import RowReader, call_row, flags_of, step_row
+from support.record_builders import RowReader, call_row, calls_alone, flags_of, step_row
 
 LAYOUT = {
     "root": "Model",
@@ -42,13 +42,12 @@ def resolver(*more: Row) -> RowReader:
     return found
 
 
-def call(**changes: Any) -> CallRow:
-    """Return a call over two of three devices."""
+def call(**changes: Any) -> Step:
+    """Return a call of step 12 over two of three devices."""
     values: dict[str, Any] = {
         "mode": "dp",
         "flags": flags_of(virtual=True, training=True, grad=False, failed=False),
         "layout": 1,
-        "step": 12,
         "call": 13,
         "start_ns": ORIGIN + 2_500_000,
         "wall_ns": 5_000_000,
@@ -57,7 +56,7 @@ def call(**changes: Any) -> CallRow:
         "phases": PHASES,
         "replicas": (3, 4, 330, 3000, 3, 4, 350, 3900),
     }
-    return call_row(**{**values, **changes})
+    return calls_alone(12, call_row(**{**values, **changes}))
 
 
 def read(row: Row) -> Record:

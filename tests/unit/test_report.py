@@ -17,7 +17,7 @@ import pytest
 from dpmon.cli.summary import summary_lines
 from dpmon.model.step_history import BINS, PARTS
 from dpmon.record.history_rows import Definition, LossRow, Row
-from dpmon.record.record_types import Event
+from dpmon.record.record_types import Event, Step
 from dpmon.record.schema import EVALUATION, TRAINING, WARM_UP_STEPS
 from dpmon.record.shared_names import DDP
 from dpmon.report import collect_report_data, report_text
@@ -40,9 +40,9 @@ from support.record_builders import (
     TRAINING_FLAGS,
     Training,
     call_row,
+    calls_alone,
     device_event,
     host_event,
-    kind_of,
     pause_event,
     step_row,
 )
@@ -484,11 +484,11 @@ def evaluated(train: int, evaluate: int, rounds: int = 1, via: str | None = None
         trains = (number - 1) % (train + evaluate) < train
         wall, forward = (10_000_000, 4_000_000) if trains else (1_000_000, 50_000)
         none = (-1, 0) * 4
-        out.append(
-            call_row("single", TRAINING_FLAGS * trains, 1, number, number, at, forward, 2, 2, none, (2, 2, 0, forward))
-        )
+        flags = TRAINING_FLAGS * trains
+        call = call_row("single", flags, 1, number, at, forward, 2, 2, none, (2, 2, 0, forward))
         rest = (5_900_000, 50_000) if trains else (-1, -1)
-        out.append(step_row("single", number, at, wall, 4, (10_000 if trains else 900_000, forward, *rest)))
+        step = step_row("single", number, at, wall, 4, (10_000 if trains else 900_000, forward, *rest))
+        out.append(step._replace(calls=[call]))
         at += wall
     return out
 
@@ -722,8 +722,9 @@ def test_a_verdict_stands_in_the_report_with_its_uncertainty(both: Path) -> None
 def test_a_first_forward_that_failed_has_no_speed(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dpmon.store.ring_drain.is_alive", lambda *_: False)
     training = Training(mode="single", devices=("cpu:0",), virtual=False, via=None)
-    only_the_call = [payload for payload in training.step(failed=True) if kind_of(payload) != "step"]
-    directory = write_run_directory({0: [*training.begin(), *only_the_call]}, status=1)
+    *definitions, step = training.step(failed=True)
+    assert isinstance(step, Step)
+    directory = write_run_directory({0: [*training.begin(), *definitions, calls_alone(1, *step.calls)]}, status=1)
     lines = summary_lines(directory, load_exit(directory))
     assert "single: 0 steps, 1 call" in lines
     assert not any("samples/s" in line for line in lines)

@@ -16,7 +16,7 @@ from dpmon.ui.panels import panel_replicas
 from dpmon.ui.screen_data import ScreenData
 from dpmon.ui.styled_rows import plain_text
 from support.history_builders import snapshot_of_records
-from support.record_builders import SECOND, TRAINING_FLAGS, RowReader, Training, call_row
+from support.record_builders import SECOND, TRAINING_FLAGS, RowReader, Training, call_row, calls_alone
 from support.screen_states import RUN_INFO, STYLE, rows_text, screen_data_of, screen_text, shown_process, with_call
 
 ABSENT = {"device_ms": "cpu: host time is all there is; cuda:0: device times are not recorded by this version"}
@@ -32,8 +32,8 @@ STAGES = [5, 2, 3, 100, 2_000_000, 6, 3, 4, 2_500_000, 5_000_000]
 
 
 def call(number: int, stages: list[int]) -> Row:
-    numbers = 1, number, number, number * 10_000_000, 9_000_000, 2, 4
-    return call_row("single", TRAINING_FLAGS, *numbers, stages=stages)
+    numbers = 1, number, number * 10_000_000, 9_000_000, 2, 4
+    return calls_alone(number, call_row("single", TRAINING_FLAGS, *numbers, stages=stages))
 
 
 def decoded(*rows: Row) -> list[Record]:

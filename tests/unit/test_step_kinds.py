@@ -101,7 +101,6 @@ def recorded(loop: str) -> Recording:
     script.line(end=True, uncaught=False)
     run = Recording()
     run.add(assemble_in_portions(script, []))
-    run.end()
     return run
 
 

@@ -12,16 +12,15 @@ from typing import Any
 import pytest
 
 from dpmon.record.history_rows import Definition, Row
-from dpmon.record.record_types import Event, Step
+from dpmon.record.record_types import CallRow, Event, Step
 from dpmon.record.schema import EVALUATION, EXCLUDED, MIXED_MODES, STEP_KINDS, TRAINING, WARM_UP, WARM_UP_STEPS
-from dpmon.record.shared_names import CALL_PHASES
 from dpmon.store.history_schema import HISTORY_FILE, STEP_COLUMNS, RingRow
 from dpmon.store.history_writer import HistoryWriter
 from dpmon.store.process_accounts import ProcessAccounts
-from dpmon.store.ring_intake import BATCH_SIZES, HELD_CALLS, SHAPES, RingIntake
+from dpmon.store.ring_intake import BATCH_SIZES, SHAPES, RingIntake
 from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES
 from dpmon.store.write_batch import WriteBatch
-from support.record_builders import TRAINING_FLAGS, call_row, flags_of, step_row
+from support.record_builders import TRAINING_FLAGS, call_row, calls_alone, flags_of, step_row
 
 MS = 1_000_000
 SECOND = 1000 * MS
@@ -43,28 +42,32 @@ class Ring:
         self.ids = 0
         self.now = SECOND
         self.numbers = dict.fromkeys(STEP_KINDS, 0)
-        self.calls = 0
+        self.calls: list[CallRow] = []
+        self.call_count = 0
 
     def add(self, row: Row) -> None:
         self.ids += self.intake.add(self.batch, self.ids + 1, row)
 
-    def call(self, mode: str = DP, phases: tuple[int, ...] = PHASES_AT, ahead: int = 1, **more: Any) -> None:
-        """Add a call of the next step, or of a step further `ahead`."""
-        self.calls += 1
+    def call(self, mode: str = DP, phases: tuple[int, ...] = PHASES_AT, **more: Any) -> None:
+        """Make a call of the next step."""
         flags = more.get("flags", TRAINING_FLAGS)
         inputs, outputs = more.get("sizes", (2, 3))
-        kind = more.get("kind", TRAINING)
-        number = self.numbers[kind] + ahead
-        row = call_row(mode, flags, 1, number, self.calls, self.now + MS, 10 * MS, inputs, outputs, phases,
-                       more.get("replicas", (2, 3, 0, 4 * MS) * 2))._replace(kind=kind)  # fmt: skip
-        self.add(row.with_device_times(more["times"], more.get("why", 0)) if "times" in more else row)
+        self.call_count += 1
+        row = call_row(mode, flags, 1, self.call_count, self.now + MS, 10 * MS, inputs, outputs, phases,
+                       more.get("replicas", (2, 3, 0, 4 * MS) * 2))  # fmt: skip
+        self.calls.append(row.with_device_times(more["times"], more.get("why", 0)) if "times" in more else row)
 
     def step(self, mode: str = DP, phases: tuple[int, ...] = TRAIN, samples: int = 8, wall: int = 40 * MS) -> None:
         """Add the next step, directly after the last one."""
         kind = EVALUATION if phases == EVALUATE else TRAINING
         self.numbers[kind] += 1
-        self.add(step_row(mode, self.numbers[kind], self.now, wall, samples, phases)._replace(kind=kind))
+        self.add_step(step_row(mode, self.numbers[kind], self.now, wall, samples, phases)._replace(kind=kind))
         self.now += wall
+
+    def add_step(self, step: Step) -> None:
+        """Add a step with the calls so far."""
+        self.add(step._replace(calls=self.calls))
+        self.calls = []
 
     @property
     def last(self) -> dict[str, Any]:
@@ -132,7 +135,7 @@ def test_an_evaluation_is_a_kind_of_its_own_and_settles_too(ring: Ring) -> None:
     for phases in (TRAIN, EVALUATE, TRAIN, TRAIN, TRAIN, EVALUATE, (1, 2, 3, -1), (1, 2, -1, 3)):
         trains = phases != EVALUATE
         flags = flags_of(virtual=False, training=trains, grad=trains, failed=False)
-        ring.call(flags=flags, kind=TRAINING if trains else EVALUATION)
+        ring.call(flags=flags)
         ring.step(phases=phases)
     both = EVALUATION | WARM_UP
     assert kinds(ring) == [WARM_UP, both, WARM_UP, WARM_UP, WARM_UP, EVALUATION, 0, 0]
@@ -159,7 +162,9 @@ def test_a_lone_replicas_copies_are_no_part_of_its_forward(
     ring.call(phases=(0, 1 * MS, 1 * MS, 2 * MS, 3 * MS, 7 * MS, 10 * MS, 1 * MS))
     ring.numbers[TRAINING] += 1
     extras: dict[str, Any] = {"copy": copied * MS, "copied_bytes": 4096} if copied else {}
-    ring.add(step_row(DP, ring.numbers[TRAINING], ring.now, 40 * MS, 8, (1 * MS, 8 * MS, 10 * MS, 1 * MS), **extras))
+    ring.add_step(
+        step_row(DP, ring.numbers[TRAINING], ring.now, 40 * MS, 8, (1 * MS, 8 * MS, 10 * MS, 1 * MS), **extras)
+    )
     assert ring.last["parallel_apply_ns"] == (None if apply is None else apply * MS)
     assert ring.last["rest_ns"] == rest * MS
     assert ring.last["copied_bytes"] == (4096 if copied else None)
@@ -172,7 +177,7 @@ def test_device_times_count_where_every_call_has_them(ring: Ring) -> None:
     ring.call(times=(0.5, 1.0, 1.0, None, 1.0, None), why=1)
     ring.numbers[TRAINING] += 1
     step = step_row(DP, ring.numbers[TRAINING], ring.now, 60 * MS, 8, (1 * MS, 30 * MS, 10 * MS, 1 * MS))
-    ring.add(step.with_device_times((None, 20.0, 9.0, 1.5), 1))
+    ring.add_step(step.with_device_times((None, 20.0, 9.0, 1.5), 1))
     (ended,) = ring.batch.steps_by_tally.values()
     assert [one for one in ended.series if one[0].endswith("@device")] == [
         ("forward@device", 20 * MS), ("backward@device", 9 * MS), ("optimizer@device", 1_500_000),
@@ -182,32 +187,28 @@ def test_device_times_count_where_every_call_has_them(ring: Ring) -> None:
     assert sorted(untimed for *_, untimed in ring.batch.shapes) == [0, 1]
 
 
-def test_calls_in_no_step_are_counted_when_their_process_ends(ring: Ring) -> None:
+def test_calls_without_their_step_are_counted_but_are_no_step(ring: Ring) -> None:
     ring.call()
     ring.call(SINGLE, flags=flags_of(virtual=False, training=False, grad=False, failed=False))
-    assert not ring.batch.shapes
-    ring.intake.finish_process(ring.batch)
+    ring.add(calls_alone(3, *ring.calls))
     assert ring.shapes() == {("dp", 0): 1, ("single", EVALUATION): 1}
-    ring.intake.finish_process(ring.batch)
-    assert sum(ring.batch.shapes.values()) == 2
+    assert (ring.row.calls, ring.row.last_call, ring.row.steps, ring.row.last_step) == (2, 2, 0, None)
+    assert (ring.last["step"], ring.last["calls"]) == (-3, 2)
+    assert not ring.batch.steps_by_tally
+    assert not ring.batch.activity_ns
 
 
-def test_a_process_that_only_calls_holds_a_bounded_number(ring: Ring) -> None:
-    for _ in range(HELD_CALLS + 10):
-        ring.call()
-    assert ring.shapes() == {("dp", 0): 10}
-    ring.intake.finish_process(ring.batch)
-    assert ring.shapes() == {("dp", 0): HELD_CALLS + 10}
-
-
-def test_calls_of_steps_that_were_not_recorded_are_no_part_of_the_next(ring: Ring) -> None:
-    ring.call()
-    ring.call(ahead=2)
-    ring.numbers[TRAINING] += 1  # the first step is lost
+def test_a_pass_outside_the_steps_takes_time_but_is_no_step(ring: Ring) -> None:
     ring.step()
-    assert ring.last["calls"] == 1
-    assert [ring.last[f"{name}_ns"] for name in CALL_PHASES] == list(TOOK)
-    assert ring.shapes() == {("dp", 0): 1, ("dp", WARM_UP): 1}
+    ring.call()
+    one_pass = step_row(DP, 0, ring.now, 40 * MS, 8, EVALUATE)._replace(kind=EVALUATION)
+    ring.add_step(one_pass)
+    assert (ring.last["step"], ring.last["mode"], ring.row.evaluations, ring.row.steps) == (0, DP, 0, 1)
+    assert [len(ended.rows) for ended in ring.batch.steps_by_tally.values()] == [1]
+    ring.step()
+    assert spent(ring)["evaluation"] == 40 * MS
+    ring.add_step(one_pass)
+    assert len(ring.steps) == 3, "without a call, it has no row"
 
 
 def test_sizes_are_those_of_the_call_and_of_each_replica(ring: Ring) -> None:

@@ -24,13 +24,12 @@ from dpmon.record.span_format import Kind
 from dpmon.span_reader import HOLE_NS, SpanReader, current_span_in
 from dpmon.span_ring import SLOTS, HeaderWord
 from dpmon.store import ring_drain as drain_module
-from dpmon.store.history_schema import CALL_ROW
 from dpmon.store.history_writer import HistoryWriter
-from dpmon.store.query_results import call_from_columns
+from dpmon.store.query_results import decode_calls
 from dpmon.store.ring_drain import COMMIT_S, GONE_S, RETRY_S
 from dpmon.store.store_opening import open_store
 from support.history_builders import SupervisedRun
-from support.record_builders import host_event, kind_of
+from support.record_builders import host_event
 from support.ring_writers import WRITE_SPANS, Children, SpanTraining, open_reader, read_all_spans
 from support.run_harness import report_measured, scaled_size, wait_for
 
@@ -74,17 +73,15 @@ def check(run: SupervisedRun, process: int = 0) -> int:
     made, spans = rows_of(run.ring(process))
     calls = spans.count(Kind.CALL)
     cut_off = calls > 1 and spans[-1] == Kind.CALL  # the training was killed before the backward pass of its last step
-    of = {kind: [one for one in made if kind_of(one) == kind] for kind in ("call", "step")}
+    of_steps = [one for one in made if isinstance(one, Step)]
     only = f"WHERE process = {process}"
     steps = calls - cut_off
-    assert [len(of["call"]), len(of["step"])] == [calls, steps]
-    rows = run.rows(f"SELECT call, step FROM calls {only} ORDER BY id")
-    assert rows == [(number, number) for number in range(1, calls + 1)]
-    assert [call_from_columns(row) for row in run.rows(f"SELECT {CALL_ROW} FROM calls {only} ORDER BY id")] == of[
-        "call"
-    ]
+    assert [one.step for one in of_steps] == [*range(1, steps + 1), *[-calls] * cut_off]
+    rows = run.rows(f"SELECT called, start_ns, last_call FROM steps {only} ORDER BY id")
+    assert [decode_calls(*row) for row in rows] == [list(one.calls) for one in of_steps]
+    assert [number for *_, number in rows] == list(range(1, calls + 1))
     assert run.rows(f"SELECT step, start_ns, wall_ns, calls FROM steps {only} ORDER BY id") == [
-        (one.step, one.start_ns, one.wall_ns, 1) for one in made if isinstance(one, Step)
+        (one.step, one.start_ns, one.wall_ns, 1) for one in of_steps
     ]
     events = [(one.kind, one.data) for one in made if isinstance(one, Event)]
     found = run.rows(f"SELECT kind, json FROM events {only} ORDER BY id")
@@ -105,7 +102,7 @@ def check_after_kills(run: SupervisedRun, kills: int) -> int:
     assert len(starts) == len(rows), "none is there twice"
     assert len(made_starts - starts) <= kills
     assert len(starts - made_starts) <= kills, "the rest of a step without its beginning"
-    calls = run.rows("SELECT call FROM calls ORDER BY id")
+    calls = run.rows("SELECT last_call FROM steps ORDER BY id")
     assert [call for (call,) in calls] == list(range(1, len(calls) + 1))
     events = [one.kind for one in made if isinstance(one, Event)]
     assert [kind for (kind,) in run.rows("SELECT kind FROM events ORDER BY id")] == events

@@ -164,7 +164,8 @@ def _read_record(results: _SelfTestResults, directory: Path, run_info: RunInfo) 
     drain.close()
     with suppress(HistoryError), open_store(directory) as store:
         processes = {ring.process for ring in store.rings.values() if ring.process >= 0}
-        results.calls = [call for process in processes for call in store.calls(_MAX_CALLS, process)]
+        steps = [step for process in processes for step in store.called_steps(process, _MAX_CALLS)]
+        results.calls = [call for step in steps for call in store.calls_of(step)]
         results.warnings = [str(event.data.get("text")) for event in store.events("warning")]
 
 

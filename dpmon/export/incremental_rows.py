@@ -8,16 +8,16 @@ changed. After a reconnection, all of these rows are sent again.
 from __future__ import annotations
 
 import json
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from dpmon.record.schema import SECOND, step_kind
 from dpmon.store.history_schema import BEFORE_S, COLLECTIVE_SUMS, LASTING, STEP_COLUMNS
+from dpmon.store.quantile_sketch import pack
 from dpmon.store.row_exchange import NUMBERED, TIMES, columns_sent, encode_rows
 from dpmon.store.store_queries import Store
-from dpmon.store.tally import WIDTHS, SeriesNames
-from dpmon.store.time_accounting import ACTIVITIES
+from dpmon.store.time_buckets import WIDTHS
 
 MAX_IDS, MAX_COMPLETE_IDS = 20_000, 2000
 """Most ids of a chunk, if only some steps are sent, and if all rows are sent."""
@@ -37,7 +37,10 @@ INITIAL_TALLIES_S = {1: 120, 10: 1200, 60: 3 * 3600, 600: 86_400}
 RECONNECT_FACTOR = 30
 """After a reconnection, a reader gets tallies of this many times INITIAL_TALLIES_S."""
 LATE_S = 12
-"""How many seconds are compared again with what was sent: a few more than in dpmon.store.tally_writer."""
+"""How many seconds are compared again with what was sent."""
+_IS_NEW = "WHERE width = 1 AND start_s >= :new AND start_s < :end"
+_HAS_CHANGED = "WHERE width = 1 AND seq > :seq AND start_s >= :oldest AND start_s < :new"
+_SERIES_HAVE_CHANGED = f"WHERE (width, start_s, key) IN (SELECT width, start_s, key FROM tallies {_HAS_CHANGED})"
 RARE_CHUNKS, MINUTE_CHUNKS = 5, 30
 """Sums over the whole run, and sums of minutes, are sent only in every n-th chunk."""
 SPARSE_S, SPARSE_STEPS = 5, 4
@@ -105,7 +108,8 @@ class IncrementalRows:
         self._gaps: dict[int, int] = {}
         self._summed_s: dict[str, int] = {}
         """The second up to which a table of sums was sent, by table."""
-        self._late: int | None = None
+        self._seq: int | None = None
+        """The number of the transaction up to which changes of earlier seconds were sent."""
         self._chunks = 0
 
     @property
@@ -157,7 +161,7 @@ class IncrementalRows:
         """Limit the tallies of earlier time that are sent."""
         for width in INITIAL_TALLIES_S if self._rollups else ():
             since = self._since[width] = max(upto_s - INITIAL_TALLIES_S[width] * self._again, 0)
-            deleted = max(since if since > self._tallied else 0, store.kept_from(width))
+            deleted = max(since if since > self._tallied else 0, store.buckets.deleted_until[width])
             self.deleted[width] = deleted + self._shift_s if deleted else 0
 
     def _skip_backlog(self, store: Store, upto_s: int) -> list[str]:
@@ -176,9 +180,11 @@ class IncrementalRows:
 
     # ------------------------------------------------------------------------------------------ reading
 
-    def _rows(self, store: Store, table: str, condition: str, *values: object) -> list[tuple[Any, ...]]:
+    def _rows(self, store: Store, table: str, condition: str, *values: Any) -> list[tuple[Any, ...]]:
+        """Return the rows of a table. `values`: of the condition, or one mapping with them."""
         names = ", ".join(_READ_AS.get((table, name), name) for name in columns_sent(table))
-        return store.query(f"SELECT {names} FROM {table} {condition}", values)
+        named = values[0] if values and isinstance(values[0], Mapping) else values
+        return store.query(f"SELECT {names} FROM {table} {condition}", named)
 
     def _lines(self, table: str, rows: Iterable[Sequence[Any]]) -> list[str]:
         """Return rows as lines, with their times on the reader's clock."""
@@ -282,7 +288,7 @@ class IncrementalRows:
 
     def _changed_small_tables(self, store: Store, upto_s: int, *, is_rare_chunk_due: bool, is_last: bool) -> list[str]:
         """Return the changed rows of the small tables, and the sums of collectives and devices."""
-        tables = [("series", 1), ("keys", 4), *([("shapes", 7)] if is_rare_chunk_due else [])]
+        tables = [("keys", 1), *([("shapes", 7)] if is_rare_chunk_due else [])]
         lines = []
         for table, keys in tables:
             lines += self._lines(table, self._filter_changed(table, self._rows(store, table, ""), keys))
@@ -335,43 +341,40 @@ class IncrementalRows:
 
     def _tallies(self, store: Store, upto_s: int) -> list[str]:
         """Return the tallies and times of the seconds up to `upto_s` that are new or have changed, of all widths."""
-        names = SeriesNames(store.query("SELECT number, name FROM series"))
-        late_seconds = self._late_seconds(store)
-        start_s = max(self._tallied - LATE_S, self._since.get(1, 0))
-        seconds: set[int] = set()
-        lines: list[str] = []
+        first_new_s = max(self._tallied, self._since.get(1, 0))
+        if self._seq is None:
+            self._seq = self._sent_seq(store)
+        values = {"seq": self._seq, "oldest": self._since.get(1, 0), "new": first_new_s, "end": upto_s}
         rows: dict[str, list[tuple[Any, ...]]] = {}
-        for table, key_length in (("tallies", 6), ("times", 4)):
-            changed = self._rows(store, table, "WHERE width = 1 AND start_s >= ? AND start_s < ?", start_s, upto_s)
-            changed = self._filter_changed(table, changed, key_length)
-            for edge_s in range(0, len(late_seconds), 500):
-                condition = (
-                    f"WHERE width = 1 AND start_s IN ({', '.join(map(str, late_seconds[edge_s : edge_s + 500]))})"
-                )
-                changed += self._rows(store, table, condition)
-            seconds.update(row[1] for row in changed)
-            rows[table] = [(1, row[1] + self._shift_s, *row[2:]) for row in changed]
+        for table, is_new, has_changed in (
+            ("tallies", _IS_NEW, _HAS_CHANGED),
+            ("times", _IS_NEW, _HAS_CHANGED),
+            ("series", _IS_NEW, _SERIES_HAVE_CHANGED),
+        ):
+            sent = self._rows(store, table, is_new, values) + self._rows(store, table, has_changed, values)
+            rows[table] = [(1, row[1] + self._shift_s, *row[2:]) for row in sent]
+        seconds = {row[1] - self._shift_s for table in ("tallies", "times") for row in rows[table]}
+        numbers = {key: number for left_out in (False, True) for number, key in store.keys(left_out=left_out).items()}
         for width, start in self._closed_time_buckets(seconds, upto_s):
-            first, end = (store.next_bucket_edge(max(edge_s - self._shift_s, 0)) for edge_s in (start, start + width))
+            first, end = (store.buckets.next_edge(max(edge_s - self._shift_s, 0)) for edge_s in (start, start + width))
             if first < end:
                 for left_out in (False, True):
-                    tallies = store.tallies(first, end, left_out=left_out)
-                    rows["tallies"] += ((width, start, *key, *tally.row(names)) for key, tally in tallies.items())
+                    for key, tally in store.tallies(first, end, left_out=left_out).items():
+                        place = width, start, numbers[key]
+                        rows["tallies"].append((*place, *tally.columns))
+                        rows["series"] += (
+                            (*place, name, stats.count, stats.total, pack(stats.counts))
+                            for name, stats in tally.stats.items()
+                        )
                 rows["times"] += _merged_time_rows(store, first, end, width, start)
-        self._tallied = upto_s
-        for table, table_rows in rows.items():
-            lines += self._lines(table, table_rows)
-        return lines
+        self._tallied, self._seq = upto_s, store.seq
+        return [line for table, table_rows in rows.items() for line in self._lines(table, table_rows)]
 
-    def _late_seconds(self, store: Store) -> list[int]:
-        """Return the seconds that have changed late since the last chunk."""
-        if self._late is None:
-            newest_rows = store.query("SELECT max(rowid) FROM late WHERE id < ?", (self.offset,))
-            self._late = max((max_id or 0 for (max_id,) in newest_rows), default=0)
-        rows = store.query("SELECT rowid, start_s FROM late WHERE rowid > ? ORDER BY rowid", (self._late,))
-        self._late = max((row_id for row_id, _ in rows), default=self._late)
-        start_s = max(self._tallied - LATE_S, 0)
-        return sorted({second for _, second in rows if self._since.get(1, 0) <= second < start_s})
+    def _sent_seq(self, store: Store) -> int:
+        """Return the number of a transaction after which the reader may lack changes of the seconds that it has."""
+        query = "SELECT min(seq) FROM tallies WHERE width = 1 AND start_s >= ? AND start_s < ?"
+        ((seq,),) = store.query(query, (self._tallied - LATE_S, self._tallied))
+        return store.seq if seq is None else seq - 1
 
     def _closed_time_buckets(self, changed: Collection[int], upto_s: int) -> list[tuple[int, int]]:
         """Return width and start of the reader's wider buckets that end now or have changed since they were sent."""
@@ -405,10 +408,8 @@ def _with_last_calls(row: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _merged_time_rows(store: Store, begin_s: int, end_s: int, width: int, start: int) -> Iterator[tuple[Any, ...]]:
     """Yield the times between two seconds as rows of one time bucket."""
-    sums: dict[tuple[int, str], list[int]] = defaultdict(lambda: [0] * len(ACTIVITIES))
+    sums: Counter[tuple[int, str, str]] = Counter()
     for row in store.time_rows(begin_s, end_s):
-        totals = sums[row.process, row.mode]
-        for index, name in enumerate(ACTIVITIES):
-            totals[index] += row.spent[name]
-    for key, values in sums.items():
-        yield width, start, *key, *values
+        sums.update({(row.process, row.mode, activity): ns for activity, ns in row.spent.items() if ns})
+    for key, ns in sums.items():
+        yield width, start, *key, ns

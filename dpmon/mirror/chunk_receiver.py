@@ -18,21 +18,23 @@ from dpmon.errors import DpmonError
 from dpmon.record.safe_json import load_event
 from dpmon.record.schema import SECOND
 from dpmon.record.shared_names import MODES
+from dpmon.store.quantile_sketch import SKETCH_PAIR_BYTES
 from dpmon.store.row_exchange import CHUNK_BYTES, KEPT, NUMBERED, TIMES, column_default, columns_sent
-from dpmon.store.tally import WIDTHS
+from dpmon.store.time_accounting import ACTIVITIES
+from dpmon.store.time_buckets import WIDTHS
 
 AHEAD_S = 60
 """How far in the future a time may be: clocks are only measured."""
 MAX_ROWS = 20_000
 """Most rows of a line."""
-_MAX_CHARS, _MAX_CHARS_OF = 1 << 18, {"name": 200, "sketches": CHUNK_BYTES}
+_MAX_CHARS, _MAX_CHARS_OF = 1 << 18, {"name": 200}
 """Most characters of a text, and of the texts in some columns."""
 _MAX_NUMBER = 1 << 60
 _LONG_NUMBER, _AS_ZERO = b"0" * 19, bytes.maketrans(b"123456789", b"000000000")
 """A line with a number beyond _MAX_NUMBER has so many digits in a row. A regular expression would take much longer."""
 _MIN_ROW_BYTES = 40
 """A row is counted with at least this many bytes."""
-_KNOWN_VALUES = {"mode": frozenset(MODES), "width": frozenset(WIDTHS)}
+_KNOWN_VALUES = {"mode": frozenset(MODES), "width": frozenset(WIDTHS), "activity": frozenset(ACTIVITIES)}
 
 
 class ProtocolError(DpmonError):
@@ -106,8 +108,8 @@ class ChunkReceiver:
         arranged = [sent.arrange(row + sent.defaults) for row in rows]
         if table == "events":
             arranged = [(*row[:2], load_event(row[-1])[0], *row[2:]) for row in arranged]
-        elif table == "tallies" and "sketches" in columns:
-            arranged = [(*row[:-1], a2b_base64(row[-1])) for row in arranged]
+        elif table == "series":
+            arranged = [(*row[:-1], _parse_sketch(row[-1])) for row in arranged]
         self._rows[table] += arranged
         return None
 
@@ -152,6 +154,14 @@ def _are_valid(sent: _SentColumns, rows: Sequence[list[Any]], now_ns: int) -> bo
             return False
     latest_s = now_ns // SECOND + AHEAD_S
     return all((row[index] or 0) <= latest_s * units for index, units in sent.times for row in rows)
+
+
+def _parse_sketch(text: str | bytes) -> bytes:
+    """Return a sketch (dpmon.store.quantile_sketch). Raises ProtocolError or ValueError if it is none."""
+    sketch = a2b_base64(text)
+    if len(sketch) % SKETCH_PAIR_BYTES:
+        raise ProtocolError("it sent a sketch that ends in the middle")
+    return sketch
 
 
 def _fit_in_columns(rows: Sequence[list[Any]]) -> bool:

@@ -1,8 +1,7 @@
 """Writes the chunks of several nodes into one history.
 
-Processes and ids get new numbers here, and series get the numbers of their names. Tallies are inserted as the nodes
-have sent them. Only the waits between ranks on different nodes are added, because no single node can compute them
-(dpmon.mirror.cross_node_waits).
+Processes, keys and ids get new numbers here. Tallies are inserted as the nodes have sent them. Only the waits between
+ranks on different nodes are added, because no single node can compute them (dpmon.mirror.cross_node_waits).
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +18,26 @@ from dpmon.errors import HistoryError
 from dpmon.mirror.chunk_receiver import Chunk
 from dpmon.mirror.cross_node_waits import CrossNodeWaits
 from dpmon.run.run_directory import RunInfo
+from dpmon.store.activity_times import MERGE_STATEMENT
 from dpmon.store.history_schema import LASTING, NODE_COLUMNS, RingRow
-from dpmon.store.history_writer import LIMIT_BYTES, UPDATE_STEP_WAITS, HistoryWriter
+from dpmon.store.history_writer import LIMIT_BYTES, HistoryWriter
 from dpmon.store.query_results import NODE_DEVICES, NodeRow, event_from_row
 from dpmon.store.row_exchange import NUMBERED, columns_sent
-from dpmon.store.tally import COLUMNS, WIDTHS, SeriesNames, Tally, TallyKey
-from dpmon.store.tally_encoding import renumber_series
+from dpmon.store.sync_passes import SyncStep, join_sync_steps
+from dpmon.store.tally_keys import TallyKey
+from dpmon.store.tally_tables import MERGE_STATEMENTS, add_steps
+from dpmon.store.time_buckets import WIDTHS, merge_buckets, note_deleted
 
 MAX_HISTORY_BYTES = 1 << 30
-_MAX_SERIES, _MAX_KEYS, _MAX_PROCESSES = 8192, 4096, 1 << 16
-"""Limits of the series, keys and processes of one node."""
+_MAX_KEYS, _MAX_PROCESSES = 4096, 1 << 16
+"""Limits of the keys and processes of one node."""
 _MAX_LAG_S = 3600
 """The mirror does not wait for a node whose tallies are further behind than this."""
 _RING = re.compile(r"process-(\d{1,6})\.ring")
 _SUPERVISOR_RING = "supervisor"
 """Name of the row of a node's supervisor among the node's rings."""
 _PROCESS = re.compile(r'"process": ?(-?\d{1,19})(?=[,}\]\s])')
-_COPIED_TABLES = ("definitions", "loops", "times", "shapes", "collective_sums")
+_COPIED_TABLES = ("definitions", "loops", "shapes", "collective_sums")
 """Tables in which only the number of the process is replaced."""
 
 
@@ -72,13 +73,13 @@ class MirrorHistory:
             if ring.node is not None and (match := _RING.fullmatch(ring.name.partition("/")[2])) is not None:
                 self._local_numbers[ring.node][int(match[1])] = ring.process
         self._last_process = max([-1, *(ring.process for ring in self._rings.values())])
-        self._names = SeriesNames(self._history.rows("SELECT number, name FROM series"))
-        self._series: dict[int, dict[int, int]] = defaultdict(dict)
-        """The number here of each series, by node and its number on the node."""
-        self._keys = {TallyKey(*row) for row in self._history.rows("SELECT process, mode, kind, batch FROM keys")}
-        meta = dict(self._history.rows("SELECT key, value AS number FROM meta WHERE key != 'run'"))
-        self._whole = {width: meta.get(f"whole_{width}", 0) for width in WIDTHS[1:]}
-        self._waits = CrossNodeWaits(self._db, self._names)
+        self._keys = self._history.key_numbers
+        self._local_keys: dict[int, dict[int, int]] = {node.number: {} for node in self.nodes}
+        """The number here of each key, by node and its number on the node."""
+        self._waits = CrossNodeWaits(self._keys)
+        self._sync_steps: list[SyncStep] = []
+        self._seq = 0
+        """The number of the transaction."""
         self._staged: dict[str, list[Sequence[Any]]] = defaultdict(list)
         """Rows that are inserted together, by table."""
         self._rings_without_ids = {ring.process: ring for ring in self._rings.values() if ring.first_id is None}
@@ -120,24 +121,22 @@ class MirrorHistory:
             self._history.next_id,
             dict(self._rings),
             {node: dict(local_numbers) for node, local_numbers in self._local_numbers.items()},
-            dict(self._whole),
+            {node: dict(local_keys) for node, local_keys in self._local_keys.items()},
             dict(self._rings_without_ids),
         )
-        pending = dict(self._waits.pending)
         try:
-            self._history.run_transaction(lambda: self._insert_all(chunks, events))
+            self._history.run_transaction(lambda seq: self._insert_all(chunks, events, seq))
         except HistoryError:
             for node, values in earlier_nodes:
                 node.__dict__.update(zip(node.__dict__, values, strict=True))
-            self._waits.roll_back(state[0], pending)
-            self._history.next_id, self._rings, self._local_numbers, self._whole, self._rings_without_ids = state
-            self._keys, self._names.unwritten = set(), list(self._names.by_number.items())
+            self._history.next_id, self._rings, self._local_numbers, self._local_keys, self._rings_without_ids = state
             self._written.clear()
             raise
 
-    def _insert_all(self, chunks: Sequence[tuple[NodeRow, Chunk]], events: Sequence[_MirrorEvent]) -> None:
+    def _insert_all(self, chunks: Sequence[tuple[NodeRow, Chunk]], events: Sequence[_MirrorEvent], seq: int) -> None:
         self._staged.clear()
-        self._waits.begin_transaction()
+        self._sync_steps.clear()
+        self._seq = seq
         for node, chunk in chunks:
             try:
                 self._put_chunk(node, chunk)
@@ -149,17 +148,11 @@ class MirrorHistory:
             t_ns = int(time_s * 1e9) if isinstance(time_s, (int, float)) else None
             self._stage_rows("events", [(self._next_id(), None, kind, t_ns, text)])
         self._flush()
-        waits = self._waits.completed
-        self._db.executemany(UPDATE_STEP_WAITS, [(wait.exposed_ns, wait.wait_ns, wait.step.id) for wait in waits])
-        self._stage_rows("tallies", self._waits.late_tally_rows())
-        self._flush("tallies")
-        self._publish_wider_tallies()
+        add_steps(self._db, seq, {}, (), join_sync_steps(self._db, self._sync_steps, self._keys))
+        self._merge_buckets()
         node_rows = {node.number: _row_values(node) for node in self.nodes}
         self._stage_rows("nodes", [row for number, row in node_rows.items() if self._written.get(number) != row])
         self._written = node_rows
-        if self._names.unwritten:
-            self._stage_rows("series", self._names.unwritten)
-            self._names.unwritten = []
         self._flush()
 
     def _next_id(self) -> int:
@@ -181,10 +174,7 @@ class MirrorHistory:
     def _put_chunk(self, node: NodeRow, chunk: Chunk) -> None:
         rows, beat = chunk.rows, chunk.beat
         self._put_rings(node, rows.get("rings", ()))
-        series_numbers = self._series[node.number]
-        for number, name in rows.get("series", ()):
-            if len(series_numbers) < _MAX_SERIES and (local_number := self._names.number(name)) is not None:
-                series_numbers[number] = local_number
+        self._put_keys(node, rows.get("keys", ()))
         ids = sorted({row[0] for table in NUMBERED for row in rows.get(table, ())})
         first_id = self._history.next_id
         new_ids = dict(zip(ids, range(first_id, first_id + len(ids)), strict=True))
@@ -193,7 +183,7 @@ class MirrorHistory:
         for table in filter(rows.__contains__, ("steps", "collectives", "losses")):
             moved = [(new_ids[row[0]], number, *row[2:]) for row, number in self._renumber_rows(node, rows[table], 1)]
             if table == "steps":
-                self._waits.add_steps(node, moved)
+                self._sync_steps += self._waits.sync_steps(node, moved)
                 self._note_first_ids(moved)
             self._stage_rows(table, moved)
             if table == "losses":
@@ -214,13 +204,10 @@ class MirrorHistory:
         deleted = beat.get("deleted")
         for width, second in deleted.items() if isinstance(deleted, dict) else ():
             if width in map(str, WIDTHS[:-1]) and type(second) is int and 0 < second <= beat["tallied_s"]:
-                self._upsert_meta("max(value, excluded.value)", f"pruned_{width}", second)
+                note_deleted(self._db, int(width), second)
         if type(left_out := beat.get("left_out")) is int and 0 < left_out <= beat["offset"]:
-            self._upsert_meta("min(value + excluded.value, 1 << 60)", "pruned", left_out)
+            self._db.execute("UPDATE meta SET value = min(value + ?, 1 << 60) WHERE key = 'pruned'", (left_out,))
         node.received, node.tallied_s = beat["offset"], max(beat["tallied_s"], node.tallied_s)
-
-    def _upsert_meta(self, expression: str, key: str, value: int) -> None:
-        self._db.execute(f"INSERT INTO meta VALUES (?, ?) ON CONFLICT DO UPDATE SET value = {expression}", (key, value))
 
     def _renumber_rows(
         self, node: NodeRow, rows: Iterable[tuple[Any, ...]], column: int
@@ -258,7 +245,7 @@ class MirrorHistory:
 
     def _register_rank(self, ring: RingRow) -> None:
         if ring.node is not None:
-            self._waits.register_process(self.nodes[ring.node], ring.process, ring.rank)
+            self._waits.register_rank(self.nodes[ring.node], ring.rank)
 
     def _note_first_ids(self, rows: Iterable[tuple[Any, ...]]) -> None:
         """Note the first id of each process."""
@@ -289,74 +276,34 @@ class MirrorHistory:
 
     # ------------------------------------------------------------------------------------------ tallies
 
-    def _put_tallies(self, node: NodeRow, rows: Mapping[str, Sequence[tuple[Any, ...]]]) -> None:
-        keys = {
-            TallyKey(number, *row[1:]) for row, number in self._renumber_rows(node, rows.get("keys", ()), 0)
-        } - self._keys
-        if keys and len(self._keys) < _MAX_KEYS * len(self.nodes):
-            self._stage_rows("keys", list(keys))
-            self._keys |= keys
-        series_numbers = self._series[node.number]
-        moved: list[tuple[Any, ...]] = []
-        finer, written_width = dict(zip(WIDTHS[1:], WIDTHS, strict=False)), 1
-        for row, number in sorted(
-            self._renumber_rows(node, rows.get("tallies", ()), 2), key=lambda row_and_number: row_and_number[0][0]
-        ):
-            width, start, _, mode, kind, batch = row[:6]
-            key = TallyKey(number, mode, kind, batch)
-            sketches, waits = renumber_series(row[-1], series_numbers), b""
-            if self._waits.spans_nodes(node, number):
-                if width > written_width:  # its waits are computed from the finer tallies
-                    self._stage_rows("tallies", moved)
-                    self._flush("tallies")
-                    moved, written_width = [], width
-                if width > 1:
-                    waits = self._waits.read_stored_waits(finer[width], start, width, key)
-                else:
-                    waits = self._waits.pop_due_entries(key[:3], start)
-                    if start < node.tallied_s:
-                        self._flush("tallies")
-                        waits = self._waits.read_stored_waits(1, start, 1, key, waits)
-            moved.append((width, start, number, *row[3:-1], waits + sketches))
-        self._stage_rows("tallies", moved)
+    def _put_keys(self, node: NodeRow, rows: Iterable[tuple[Any, ...]]) -> None:
+        local_keys = self._local_keys[node.number]
+        for (number, _, *values), process in self._renumber_rows(node, rows, 1):
+            if len(local_keys) < _MAX_KEYS:
+                local_keys[number] = self._keys.number(TallyKey(process, *values))
 
-    def _publish_wider_tallies(self) -> None:
-        """Let readers use the wider tallies up to the time to which all connected nodes have sent them."""
+    def _put_tallies(self, node: NodeRow, rows: Mapping[str, Sequence[tuple[Any, ...]]]) -> None:
+        get = self._local_keys[node.number].get
+        for table, end in (("tallies", (self._seq,)), ("series", ())):
+            self._stage_rows(
+                table,
+                [
+                    (width, start, number, *values, *end)
+                    for width, start, key, *values in rows.get(table, ())
+                    if (number := get(key)) is not None
+                ],
+            )
+        times = self._renumber_rows(node, rows.get("times", ()), 2)
+        self._stage_rows("times", [(*row[:2], process, *row[3:], self._seq) for row, process in times])
+
+    def _merge_buckets(self) -> None:
+        """Make the wider tallies up to the time to which all connected nodes have sent them, so that they are read.
+
+        They have the waits between nodes, and what a node could not send because it was disconnected in that time.
+        """
         tallied_seconds = [node.tallied_s for node in self.nodes if node.state == "connected"]
         tallied_seconds = [second for second in tallied_seconds if second > max(tallied_seconds) - _MAX_LAG_S]
-        for finer, width in pairwise(WIDTHS):
-            start_s, end_s = self._whole[width], min(tallied_seconds, default=0) // width * width
-            if end_s <= start_s:
-                continue
-            query = "SELECT min(start_s) FROM tallies WHERE width = ? AND start_s >= ?"
-            first_s = self._db.execute(query, (finer, start_s)).fetchone()[0]
-            for start in range(end_s if first_s is None else first_s // width * width, end_s, width):
-                self._close_time_bucket(finer, width, start)
-            self._whole[width] = end_s
-            self._stage_rows("meta", [(f"whole_{width}", end_s)])
-            self._flush()  # the next width is made of this one
-
-    def _close_time_bucket(self, finer: int, width: int, start: int) -> None:
-        """Compute the tallies of a bucket that a node could not send, because it was disconnected in that time."""
-        for table, columns in (("tallies", "process, mode, kind, batch"), ("times", "process, mode")):
-            query = (
-                f"SELECT DISTINCT {columns} FROM {table} WHERE width = ? AND start_s >= ? AND start_s < ?"
-                f" EXCEPT SELECT {columns} FROM {table} WHERE width = ? AND start_s = ?"
-            )
-            missing = self._db.execute(query, (finer, start, start + width, width, start)).fetchall()
-            condition = " AND ".join(f"{name} = ?" for name in columns.split(", "))
-            for key in missing:
-                names = ", ".join(COLUMNS) if table == "tallies" else "*"
-                query = f"SELECT {names} FROM {table} WHERE width = ? AND start_s >= ? AND start_s < ? AND {condition}"
-                rows = self._db.execute(query, (finer, start, start + width, *key)).fetchall()
-                if table == "tallies":
-                    tally = Tally()
-                    for row in rows:
-                        tally.add_row(row, self._names.by_number)
-                    self._stage_rows(table, [(width, start, *key, *tally.row(self._names))])
-                else:
-                    sums = [sum(values) for values in zip(*(row[4:] for row in rows), strict=True)]
-                    self._stage_rows(table, [(width, start, *key, *sums)])
+        merge_buckets(self._db, (*MERGE_STATEMENTS, MERGE_STATEMENT), min(tallied_seconds, default=0))
 
 
 def _row_values(row: NodeRow | RingRow) -> tuple[Any, ...]:

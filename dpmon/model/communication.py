@@ -189,12 +189,12 @@ class Communication:
     @property
     def synced(self) -> float | None:
         """Backward passes per step or update that averaged gradients; None without steps."""
-        return _ratio(self.tally.sum("synced").total, self.unit_count)
+        return _ratio(self.tally.stat("synced").total, self.unit_count)
 
     @property
     def unsynced(self) -> float | None:
         """Backward passes per step or update that averaged nothing (no_sync); None without steps."""
-        return _ratio(self.tally.sum("unsynced").total, self.unit_count)
+        return _ratio(self.tally.stat("unsynced").total, self.unit_count)
 
     @cached_property
     def delays(self) -> Mapping[int, float]:

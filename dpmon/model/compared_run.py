@@ -19,7 +19,8 @@ from dpmon.model.step_history import Bin
 from dpmon.model.stragglers import straggler_sentence
 from dpmon.record.schema import EVALUATION, PHASES, REST, SECOND, STEP, STEP_PHASES, TRAINING, device_series, step_kind
 from dpmon.record.shared_names import RANK_MODES
-from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES, SeriesStats, Tally, TallyKey
+from dpmon.store.tally import SeriesStats, Tally
+from dpmon.store.tally_keys import NO_SAMPLES, OTHER_SIZES, TallyKey
 from dpmon.text.formatting import format_bytes, format_compact, format_count_with_noun, format_duration
 
 BETWEEN = "between"
@@ -99,7 +100,7 @@ RUN_METRICS = (
     Metric("startup", "start-up"),
 )
 """Metrics with one value per run, over all of its steps."""
-_SERIES = (REST, *(name for metric in STEP_METRICS for name in metric.series if name != BETWEEN))
+_SERIES = (REST, "samples", *(name for metric in STEP_METRICS for name in metric.series if name != BETWEEN))
 
 
 @dataclass(frozen=True)
@@ -181,7 +182,7 @@ class ComparedRun:
         value = metric.value_over(steps) if metric.series else self.values.get(metric.name)
         if value is None or not per_sample or metric not in STEP_METRICS:
             return value
-        return value * steps.steps / (steps.sum("samples").total * self.ranks)
+        return value * steps.steps / (steps.stat("samples").total * self.ranks)
 
 
 def build_compared_run(run: RunAnalysis, given: Mapping[str, str | None], **about: Any) -> ComparedRun:
@@ -261,8 +262,7 @@ def _tallies_with_gaps(run: RunAnalysis, mode: str, process: int) -> Iterator[tu
             gap_ns += sum(spent[name] for name in run.store.between_activities)
         steps = sum(tally.steps for _, tally in rows)
         for _, tally in rows if gap_ns > 0 else ():
-            tally.stats[BETWEEN] = SeriesStats()
-            tally.stats[BETWEEN].add_packed(tally.steps, gap_ns * tally.steps // steps, None)
+            tally.stats[BETWEEN] = SeriesStats(tally.steps, gap_ns * tally.steps // steps)
         if steps:
             gap_ns = 0
         for key, tally in rows:

@@ -14,7 +14,8 @@ from dpmon.record.schema import TRAINING, device_series, step_kind
 from dpmon.record.shared_names import RANK_MODES
 from dpmon.store.query_results import Shape, replica_series, stage_series
 from dpmon.store.step_stats import merge_mode_tallies
-from dpmon.store.tally import SeriesStats, Tally, TallyKey
+from dpmon.store.tally import SeriesStats, Tally
+from dpmon.store.tally_keys import TallyKey
 
 _TENSORS_NAMED = 4
 _PARTS_NAMED = 4

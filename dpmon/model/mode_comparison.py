@@ -19,7 +19,9 @@ from dpmon.model.slow_steps import INPUT, WAITING_TEXT, StepUnevenness, uneven_s
 from dpmon.record.schema import REST, SECOND, STEP, WARM_UP, step_kind
 from dpmon.store.query_results import LongStepRow
 from dpmon.store.step_stats import PhaseStats, StatsWindow, StepStats, compute_step_stats
-from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES, WIDTHS, Tally, TallyKey
+from dpmon.store.tally import Tally
+from dpmon.store.tally_keys import NO_SAMPLES, OTHER_SIZES, TallyKey
+from dpmon.store.time_buckets import WIDTHS
 from dpmon.text.formatting import format_count_with_noun, format_duration, format_factor, format_percent
 
 MODES_COMPARED = ("single", "dp")

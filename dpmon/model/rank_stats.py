@@ -15,7 +15,8 @@ from dpmon.model.stragglers import SERIES as STRAGGLER_SERIES
 from dpmon.model.throughput import sample_unevenly, stats_until_s
 from dpmon.record.schema import SECOND, STEP
 from dpmon.store.step_stats import compute_step_stats, merge_mode_tallies, split_tallies_by_process
-from dpmon.store.tally import Tally, TallyKey
+from dpmon.store.tally import Tally
+from dpmon.store.tally_keys import TallyKey
 
 if TYPE_CHECKING:
     from dpmon.store.store_queries import Store

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from dpmon.model.stragglers import RankTimes, Straggler, median_without
 from dpmon.record.schema import STEP, TRAINING, WAIT, step_kind
-from dpmon.store.tally import WIDTHS
+from dpmon.store.time_buckets import WIDTHS
 
 if TYPE_CHECKING:
     from dpmon.store.store_queries import Store

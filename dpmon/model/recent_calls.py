@@ -15,7 +15,8 @@ from dpmon.record.schema import device_series, is_device_series, step_kind
 from dpmon.store import quantile_sketch
 from dpmon.store.quantile_sketch import Counts
 from dpmon.store.query_results import replica_series, stage_series
-from dpmon.store.tally import Tally, TallyKey
+from dpmon.store.tally import Tally
+from dpmon.store.tally_keys import TallyKey
 
 if TYPE_CHECKING:
     from dpmon.store.store_queries import Store

@@ -49,8 +49,9 @@ from dpmon.record.schema import SECOND, STALLED, STARTUP, STEP, STEP_PHASES, TRA
 from dpmon.record.shared_names import CALL_PHASES, node_suffix, rank_name
 from dpmon.store.query_results import InvalidLoss, LongStepRow
 from dpmon.store.step_stats import StatsWindow, account_for_elapsed, compute_step_stats, first_and_last_third
-from dpmon.store.tally import WIDTHS, Tally
+from dpmon.store.tally import Tally
 from dpmon.store.time_accounting import Gap
+from dpmon.store.time_buckets import WIDTHS
 
 if TYPE_CHECKING:
     from dpmon.store.store_queries import Store

@@ -21,7 +21,8 @@ from dpmon.model.compared_run import BETWEEN, RUN_METRICS, STEP_METRICS, Compare
 from dpmon.model.comparison_stats import Change, estimate_change
 from dpmon.model.mode_comparison import MAX_UNCERTAINTY, MIN_STEPS, duration_or_none
 from dpmon.record.schema import STEP, STEP_PHASES
-from dpmon.store.tally import OTHER_SIZES, Tally
+from dpmon.store.tally import Tally
+from dpmon.store.tally_keys import OTHER_SIZES
 from dpmon.text.formatting import UNKNOWN, format_count_with_noun, format_factor, format_percent
 
 SIDES = ("A", "B")
@@ -92,7 +93,7 @@ def compare_runs(before: Sequence[ComparedRun], after: Sequence[ComparedRun]) ->
     runs = (*before, *after)
     batch = _common_batch(runs)
     wholes = [run.steps(batch) for run in runs]
-    per_sample = batch is None and all(whole.steps == whole.sum("samples").count for whole in wholes)
+    per_sample = batch is None and all(whole.steps == whole.stat("samples").count for whole in wholes)
     missing = _incomparable_reason(runs, wholes)
     if missing is not None:
         wholes, per_sample = [Tally() for _ in runs], False

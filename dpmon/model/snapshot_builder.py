@@ -44,7 +44,7 @@ from dpmon.model.stragglers import Group, RankTimes
 from dpmon.model.throughput import MAX_RATES, WINDOW_S, read_recent_rate, sample_unevenly, stats_until_s
 from dpmon.record.schema import SECOND, STEP, TRAINING, WARM_UP
 from dpmon.store.step_stats import StatsWindow, StepStats, compute_step_stats
-from dpmon.store.tally import IncrementalTallies, Tally
+from dpmon.store.tally import Tally
 
 if TYPE_CHECKING:
     from dpmon.store.store_queries import Store
@@ -107,8 +107,6 @@ class SnapshotBuilder:
     _recent: _ReadRate | None = None
     _last: _Last | None = None
     _times: RankTimesCache = field(default_factory=RankTimesCache)
-    _of_run: IncrementalTallies = field(default_factory=IncrementalTallies)
-    _of_range: IncrementalTallies = field(default_factory=IncrementalTallies)
     _waits: RankWaitCache = field(default_factory=RankWaitCache)
     _slowest: SlowStepCache = field(default_factory=lambda: SlowStepCache(_MAX_SEARCHED_IDS))
 
@@ -256,8 +254,8 @@ class SnapshotBuilder:
             return _with_devices(replace(process, calls=timings, progress=NO_STEP))
         end_s = stats_until_s(store, process)
         start_s = max(end_s - request.span_s, 0) if request.span_s else 0
-        whole_window = StatsWindow(store, 0, end_s, process.process, self._of_run)
-        ranged_window = StatsWindow(store, start_s, end_s, process.process, self._of_range) if start_s else whole_window
+        whole_window = StatsWindow(store, 0, end_s, process.process)
+        ranged_window = StatsWindow(store, start_s, end_s, process.process) if start_s else whole_window
         mode = process.mode if any(key.mode == process.mode for key in ranged_window.tallies) else step.mode
         waits = events.input_waits(process.process)
         history_s, column_s = _history_range(process, end_s, request)

@@ -13,7 +13,8 @@ from dpmon.model.pauses import Span
 from dpmon.model.run_snapshot import Column
 from dpmon.record.schema import PHASES, REST, SECOND, STEP, STEP_KINDS, STEP_PHASES, TRAINING, step_kind
 from dpmon.record.shared_names import CALL_PHASES
-from dpmon.store.tally import WIDTHS, Tally
+from dpmon.store.tally import Tally
+from dpmon.store.time_buckets import WIDTHS
 
 if TYPE_CHECKING:
     from dpmon.store.store_queries import Store
@@ -177,7 +178,7 @@ def bin_steps(
                 start_s -= width_s
                 elapsed += within[previous]
             start_s = max(start_s, first_ns // SECOND)  # a wide tally in place of deleted ones may begin earlier
-            samples = tally.sum("samples")
+            samples = tally.stat("samples")
             bins.append(
                 Bin(
                     start_s * SECOND,

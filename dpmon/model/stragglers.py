@@ -32,7 +32,10 @@ MIN_CAUSE_SHARE = 0.8
 MAX_ALIKE_SHARE = 0.2
 """Ranks count as equally slow if they wait at most this part of the way from the least wait to the others' median."""
 MIN_STEPS = 20
-SERIES = (STEP, *STEP_PHASES, *map(device_series, STEP_PHASES), EXPOSED, WAIT, STRAGGLER_DELAY, UNCOMPARED)
+SERIES = (
+    *(STEP, *STEP_PHASES, *map(device_series, STEP_PHASES), EXPOSED, WAIT, STRAGGLER_DELAY, UNCOMPARED),
+    *("synced", "updates"),
+)
 """Series that `build_rank_times` reads."""
 _DEVICE_SERIES = {phase: device_series(phase) for phase in STEP_PHASES}
 _SIGMAS = 4.0
@@ -162,7 +165,7 @@ def build_rank_times(process: int, rank: int, tally: Tally, node: str | None = N
         mean(EXPOSED, syncs_per_step),
         mean(WAIT, syncs_per_step),
         tally.stat(STRAGGLER_DELAY).count,
-        tally.sum("synced").total,
+        tally.stat("synced").total,
         tally.updates,
         node=node,
     )

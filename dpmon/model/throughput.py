@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from dpmon.model.run_snapshot import Process, RecentRate, RunSnapshot
 from dpmon.record.schema import SECOND, STEP, STEP_KINDS, step_kind
-from dpmon.store.query_results import SecondRow
 from dpmon.store.step_stats import Rate, compute_rate
-from dpmon.store.tally import WIDTHS, QuantitySum, SeriesStats, Tally
+from dpmon.store.tally import SeriesStats, Tally
+from dpmon.store.tally_tables import SecondRow
+from dpmon.store.time_buckets import WIDTHS
 
 if TYPE_CHECKING:
     from dpmon.store.store_queries import Store
@@ -149,8 +150,8 @@ def _active_time(
     """Return the time (ns) that counts in rates, by process, then by start and width (s)."""
     times: dict[int, Counter[tuple[int, int]]] = {process: Counter() for process in processes}
     activities = STEP_KINDS[store.main_kind], *store.between_activities
-    for process, start, width, ns in store.activity_time(start_s, end_s, processes, activities, widest=widest):
-        times[process][start, width] += ns
+    for row in store.time_rows(start_s, end_s, process=processes, activities=activities, widest=widest):
+        times[row.process][row.start_s, row.width_s] += sum(row.spent.values())
     return times
 
 
@@ -162,9 +163,8 @@ def _sum_steps(rows: Sequence[SecondRow], start_ns: int, times: Mapping[tuple[in
         return RecentTraining(tally, 0, 0)
     tally.steps = sum(row.steps for row in rows)
     tally.first_ns, tally.last_ns = min(row.first_ns for row in rows), max(row.last_ns for row in rows)
-    step = tally.stats[STEP] = SeriesStats()
-    step.count, step.total = tally.steps, sum(row.step_ns for row in rows)
-    tally.sums["samples"] = QuantitySum(sum(row.counted_steps for row in rows), sum(row.samples for row in rows))
+    step = tally.stats[STEP] = SeriesStats(tally.steps, sum(row.step_ns for row in rows))
+    tally.stats["samples"] = SeriesStats(sum(row.counted_steps for row in rows), sum(row.samples for row in rows))
     elapsed_ns = _counted_ns(times, start_ns, tally.last_ns)
     return RecentTraining(tally, elapsed_ns, min(step.total, elapsed_ns))
 

@@ -1,6 +1,7 @@
 """The schema of history.sqlite, the lasting record of a run. One writer (the supervisor), any number of readers.
 
-    meta         key, value: schema, run, start_ns, limit_bytes, pruned (rows deleted to stay below it)
+    meta         key, value: schema, run, start_ns, limit_bytes, pruned (rows deleted to stay below it), seq (number of
+                 the last transaction)
     rings        one row per ring: the reading position (position, lines), the counts of missed and other
                  records, the first and the last id of its steps, the numbers of its last step of each kind and of its
                  last call, its events in the history, whether it has ended, the calls so far while no step has ended,
@@ -11,7 +12,6 @@
                  since_ns; heard_ns (its last answer); received (the last id of its records that is here); tallied_s
                  (its tallies are complete up to this second); clock_ns (added to its times) and clock_error_ns;
                  shift_s (added to the seconds of its tallies); exit (JSON: the end of its run, or NULL)
-    late         id, start_s: seconds with tallies or times that changed later than usual, and the last id at that time
     definitions  process, number, value (JSON): layouts and sizes that calls refer to
     steps        id, process, step (0 or less: no step of a loop, but calls alone, see Step), mode, start_ns, wall_ns,
                  kind (flags of dpmon.record.schema), calls (number of calls), each quantity, the ns of each phase
@@ -28,13 +28,8 @@
     losses       id, process, definition (a line that calls backward), step (0: none), t_ns, loss (NULL: NaN)
     collective_sums  start_s (one second; -1: see below), process, definition, count (collectives that began in that
                  second; definition 0: samples), bytes (definition 0: collectives of the samples)
-    series       number, name: the series in the sketches of the tallies (dpmon.record.schema; replicas and stages of
-                 calls: dpmon.store.query_results)
-    keys         process, mode, kind (as in steps), batch (samples per step): the keys of all tallies,
-                 even deleted ones
-    tallies      width (dpmon.store.tally.WIDTHS, s), start_s, process, mode, kind, batch, and the columns of
-                 dpmon.store.tally.Tally: all steps that ended in that time
-    times        width, start_s, process, mode, ns of each activity in that time (dpmon.store.time_accounting)
+    widths, keys, tallies, series, times
+                 dpmon.store.time_buckets, tally_keys, tally_tables and activity_times
     loops        the columns of dpmon.store.loader_loops.LoaderLoop: loops over the loaders of the processes, and which
                  are epochs
     gaps         id, process, after_step, mode, begin_ns, end_ns, ns: the longer times between two steps
@@ -42,10 +37,6 @@
                  outputs of the call, then of each replica, or stage and sizes of each stage) and untimed (why a device
                  time is missing: dpmon.record.record_types.UNTIMED); sizes beyond the limit per process are 0 (unknown)
     device_rollups  start_s (one minute; -1: see below), device (index; -1: the host), name, count, total, high
-
-A tally of 10 s or more is made when its time has passed: meta's `whole_10`, `whole_60`, and so on, give the second up
-to which they exist. Deleted tallies began before meta's `pruned_1`, `pruned_10`, and so on; tallies of a day are never
-deleted. Late records are added to all existing tallies that cover their time.
 
 When the database reaches its size limit, the oldest rows are deleted: steps, collectives and events first, except
 events of LASTING_KINDS. In a mirror, a node that fills an eighth of the limit in one table loses rows there first.
@@ -72,9 +63,8 @@ from zlib import crc32
 
 from dpmon.errors import HistoryError
 from dpmon.record.schema import EVALUATION, EXPOSED, FORWARD_ONLY, PHASES, QUANTITIES, SYNC_NUMBER, TRAINING, WAIT
+from dpmon.store import activity_times, tally_keys, tally_tables, time_buckets
 from dpmon.store.loader_loops import LOOP_COLUMNS
-from dpmon.store.tally import COLUMNS, PLAIN
-from dpmon.store.time_accounting import ACTIVITIES
 
 _MIN_ROLLOUTS, _ROLLOUT_SHARE = 3, 0.8
 """Evaluations of a process are rollouts if there are at least so many, and so many for each training step."""
@@ -121,15 +111,13 @@ OWN = "definition > 0 AND phase = 0 AND step > 0"
 """The SQL condition for collectives that the script itself launched in a step, outside the phases."""
 COLLECTIVE_SUMS = ("count", "bytes")
 """The sums of collectives."""
-ACTIVITY_COLUMNS = tuple(f"{name}_ns" for name in ACTIVITIES)
 _OPTIONAL = {
-    *("rank", "first_id", "last_id", "last_call", "lines", "loss", "node"),
+    *("rank", "first_id", "last_id", "last_step", "last_call", "lines", "loss", "node"),
     *("host", "run", "version", "why", "heard_ns", "clock_ns", "clock_error_ns", "shift_s", "exit"),
     *("rest_ns", "device", "spans", SYNC_NUMBER, f"{EXPOSED}_ns", f"{WAIT}_ns", "called", "t_ns"),
     *("loop", "loop_batch", "length", "ahead", "epoch"),
     *(f"{phase.name}_ns" for phase in PHASES),
-    *(f"{quantity.name}{part}" for quantity in QUANTITIES for part in ("", "_sum")),
-    *PLAIN[2:],
+    *(quantity.name for quantity in QUANTITIES),
 }
 """Columns that may be NULL in some table."""
 
@@ -138,7 +126,7 @@ def _whole_numbers(names: Iterable[str]) -> str:
     return ", ".join(f"{name} INTEGER" for name in names)
 
 
-SCHEMA = """
+_TABLES = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS rings (
     name TEXT PRIMARY KEY, process INTEGER, rank INTEGER, pid INTEGER, position INTEGER, missed INTEGER, calls INTEGER,
@@ -146,7 +134,6 @@ CREATE TABLE IF NOT EXISTS rings (
     first_id INTEGER, last_id INTEGER, last_call INTEGER, lines INTEGER, events INTEGER, ended INTEGER,
     open_calls INTEGER, node INTEGER) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS nodes ({node_columns});
-CREATE TABLE IF NOT EXISTS late (id INTEGER, start_s INTEGER);
 CREATE TABLE IF NOT EXISTS definitions (
     process INTEGER, number INTEGER, value TEXT, PRIMARY KEY (process, number)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS steps ({step_columns});
@@ -158,15 +145,6 @@ CREATE TABLE IF NOT EXISTS collective_sums (
     PRIMARY KEY (start_s, process, definition)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS events (
     id INTEGER PRIMARY KEY, process INTEGER, kind TEXT, t_ns INTEGER, json TEXT);
-CREATE TABLE IF NOT EXISTS series (number INTEGER PRIMARY KEY, name TEXT);
-CREATE TABLE IF NOT EXISTS keys (
-    process INTEGER, mode TEXT, kind INTEGER, batch INTEGER, PRIMARY KEY (process, mode, kind, batch)) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS tallies (
-    width INTEGER, start_s INTEGER, process INTEGER, mode TEXT, kind INTEGER, batch INTEGER, {tally_columns},
-    UNIQUE (width, start_s, process, mode, kind, batch));
-CREATE TABLE IF NOT EXISTS times (
-    width INTEGER, start_s INTEGER, process INTEGER, mode TEXT, {activities},
-    PRIMARY KEY (width, start_s, process, mode)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS loops ({loops}, PRIMARY KEY (process, loop)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS gaps (
     id INTEGER PRIMARY KEY, process INTEGER, after_step INTEGER, mode TEXT, begin_ns INTEGER, end_ns INTEGER,
@@ -194,12 +172,15 @@ CREATE INDEX IF NOT EXISTS memory ON events (process, t_ns) WHERE kind = 'memory
     collective_columns=", ".join(f"{name} {kind}" for name, kind in COLLECTIVE_COLUMNS.items()),
     collective_sums=_whole_numbers(COLLECTIVE_SUMS),
     loops=_whole_numbers(LOOP_COLUMNS),
-    tally_columns=_whole_numbers(COLUMNS[:-1]) + ", sketches BLOB",
-    activities=_whole_numbers(ACTIVITY_COLUMNS),
 )
+SCHEMA = _TABLES + time_buckets.SCHEMA + tally_keys.SCHEMA + tally_tables.SCHEMA + activity_times.SCHEMA
 SCHEMA_VERSION = 9_000 + crc32(SCHEMA.encode()) % 1_000
 """Another column makes another version. If the meaning of a column changes, raise the thousands."""
 
+
+# Without adapters, sqlite3 searches for one for each NULL and BLOB that it writes: a quarter of the time of a step.
+sqlite3.register_adapter(type(None), dict[None, None]().get)
+sqlite3.register_adapter(bytes, bytes)
 
 _CHECK_INTERVAL = 100_000
 """Instructions of SQLite's virtual machine between two checks."""
@@ -274,6 +255,7 @@ class BoundedConnection:
         self.set_size(size)
         self._checks = 0
         db.set_progress_handler(self._on_progress, _CHECK_INTERVAL)
+        tally_tables.install_aggregates(db)
         db.execute("PRAGMA trusted_schema=OFF")
         db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_VALUE_BYTES)
 

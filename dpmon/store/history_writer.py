@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from dpmon.errors import HistoryError
-from dpmon.record.schema import EXPOSED, SECOND, WAIT
+from dpmon.record.schema import SECOND
 from dpmon.run.safe_files import check_database
+from dpmon.store import sync_passes
+from dpmon.store.activity_times import MERGE_STATEMENT, add_times
 from dpmon.store.history_schema import (
     BEFORE_S,
     COLLECTIVE_SUMS,
@@ -24,6 +26,7 @@ from dpmon.store.history_schema import (
     SCHEMA,
     SCHEMA_VERSION,
     SHARE_IDS,
+    STEP_COLUMNS,
     UNFIT,
     BoundedConnection,
     RingRow,
@@ -36,7 +39,10 @@ from dpmon.store.history_schema import (
 )
 from dpmon.store.loader_loops import LOOP_COLUMNS, LoaderLoop
 from dpmon.store.query_results import NODE_DEVICES, event_from_row
-from dpmon.store.tally_writer import TallyWriter
+from dpmon.store.sync_passes import join_sync_steps
+from dpmon.store.tally_keys import KeyNumbers
+from dpmon.store.tally_tables import MERGE_STATEMENTS, add_steps
+from dpmon.store.time_buckets import SLACK_S, merge_buckets, prune_buckets
 from dpmon.store.write_batch import GAP_NS, WriteBatch
 
 LIMIT_BYTES = 256 << 20
@@ -47,7 +53,7 @@ _SUMS_DIVISOR = 3
 _ROW_BYTES = 180
 """Approximate size of a row of sums."""
 _TABLE_SHARES = {
-    "tallies": 3 / 4,
+    "series": 3 / 4,
     "times": 3 / 4,
     **dict.fromkeys(("collective_sums", "device_rollups"), 1 / _SUMS_DIVISOR),
 }
@@ -55,8 +61,13 @@ _TABLE_SHARES = {
 _NODE_DIVISOR, _LAST_DIVISOR, _MIN_NODE_BYTES = 8, 64, 1 << 16
 """A node's rows in a table may take the limit divided by the first. That is halved while the history stays too large;
 below the limit divided by the second, _TABLE_SHARES no longer count. The third: bytes that a node always keeps."""
-_LIMITED_TABLES = ("meta", "nodes", "series", "late")
-"""Tables that have limits of their own."""
+_LIMITED_TABLES = ("meta", "nodes", "keys", "widths", "tallies")
+"""Tables that have limits of their own. A tally goes with its series."""
+_KEY_OWNER = "ifnull((SELECT process FROM keys WHERE number = key), -1 << 40)"
+_DELETE_EMPTY_TALLIES = """
+DELETE FROM tallies WHERE NOT EXISTS (
+    SELECT 1 FROM series WHERE (width, start_s, key) = (tallies.width, tallies.start_s, tallies.key))
+"""
 _DEVICE_OWNER = f"CASE WHEN device < 0 THEN device ELSE -1 - device / {NODE_DEVICES} END"
 KEPT_LOSSES, KEPT_OLDER = 1024, 2048
 """How many of the newest losses of a script line are kept, and how many older ones, at equal distances."""
@@ -72,7 +83,6 @@ _INSERT_LOOP = f"INSERT OR REPLACE INTO loops VALUES ({', '.join('?' * len(LOOP_
 _loop_columns = attrgetter(*LOOP_COLUMNS)
 _INSERT_GAP = "INSERT INTO gaps (process, after_step, mode, begin_ns, end_ns, ns) VALUES (?,?,?,?,?,?)"
 _SHORTEN_GAP = "UPDATE gaps SET ns = max(ns - ?, 0) WHERE process = ? AND begin_ns <= ? AND end_ns >= ?"
-UPDATE_STEP_WAITS = f"UPDATE steps SET {EXPOSED}_ns = ?, {WAIT}_ns = ? WHERE id = ?"
 _ADD_SHAPE = """\
 INSERT INTO shapes VALUES (?,?,?,?,?,?,?,?) ON CONFLICT DO UPDATE SET calls = calls + excluded.calls"""
 _Combined = Mapping[str, str]
@@ -144,10 +154,12 @@ class HistoryWriter:
         execute("PRAGMA synchronous=OFF")
         execute("PRAGMA journal_size_limit=4194304")
         execute("PRAGMA cache_size=-2000")
+        execute("PRAGMA temp_store=MEMORY")
         self._db.executescript(f"BEGIN IMMEDIATE; {SCHEMA}; COMMIT")  # readers see all tables or none
-        rows = {"schema": SCHEMA_VERSION, "limit_bytes": self._limit, "pruned": 0, **meta}
+        self._db.executescript(sync_passes.SCHEMA)
+        rows = {"schema": SCHEMA_VERSION, "limit_bytes": self._limit, "pruned": 0, "seq": 0, **meta}
         self._db.executemany("INSERT OR IGNORE INTO meta VALUES (?, ?)", rows.items())
-        self._tallies = TallyWriter(self._connection)
+        self.key_numbers = KeyNumbers(self._db)
         self.next_id: int = 1 + max(last_ids(self._db))
 
     def rings(self) -> dict[str, RingRow]:
@@ -178,14 +190,10 @@ class HistoryWriter:
 
     def write(self, batch: WriteBatch) -> None:
         """Write the whole batch, or nothing if it raises HistoryError. Then the same batch may be written again."""
-        try:
-            self.run_transaction(lambda: self._insert_batch(batch))
-        except HistoryError:
-            self._tallies.reload_before_write()
-            raise
+        self.run_transaction(lambda seq: self._insert_batch(batch, seq))
 
-    def run_transaction(self, write: Callable[[], None]) -> None:
-        """Call `write` in a transaction, and delete the oldest rows at the size limit.
+    def run_transaction(self, write: Callable[[int], None]) -> None:
+        """Call `write` with the number of a transaction in it, and delete the oldest rows at the size limit.
 
         If it raises HistoryError, nothing was written.
         """
@@ -193,7 +201,8 @@ class HistoryWriter:
         try:
             self._connection.set_size(self._file_bytes(), writes=True)
             self._db.execute("BEGIN IMMEDIATE")
-            write()
+            self._db.execute("UPDATE meta SET value = value + 1 WHERE key = 'seq'")
+            write(self._read_number("SELECT value FROM meta WHERE key = 'seq'"))
             node_count = self._read_number("SELECT count(*) FROM nodes")
             max_bytes = self._limit // _NODE_DIVISOR
             while self._used_bytes() > self._limit and max_bytes > 0:
@@ -203,11 +212,12 @@ class HistoryWriter:
                     max_bytes = max_bytes // 2 if node_count and max_bytes > _MIN_NODE_BYTES else 0
             self._db.execute("COMMIT")
         except _ERRORS as error:
+            self.key_numbers.reload()
             with suppress(sqlite3.Error):  # some errors roll back themselves
                 self._db.execute("ROLLBACK")
             raise error if isinstance(error, HistoryError) else HistoryError(str(error)) from None
 
-    def _insert_batch(self, batch: WriteBatch) -> None:
+    def _insert_batch(self, batch: WriteBatch, seq: int) -> None:
         execute_many = self._db.executemany
         execute_many("INSERT OR REPLACE INTO definitions VALUES (?,?,?)", batch.definitions)
         for table, rows in ((table, getattr(batch, table)) for table in SHARE_IDS):
@@ -215,10 +225,13 @@ class HistoryWriter:
         execute_many(_INSERT_RING, map(_ring_columns, batch.rings))
         execute_many(_upsert_sum_sql(*_DEVICES), [(*key, *values) for key, values in batch.devices.items()])
         execute_many(_upsert_sum_sql(*_COLLECTIVES), [(*key, *values) for key, values in batch.collective_sums.items()])
-        execute_many(
-            UPDATE_STEP_WAITS, [(joined.exposed_ns, joined.wait_ns, joined.step.id) for joined in batch.rank_waits]
-        )
-        self._tallies.add(batch)
+        number = self.key_numbers.number
+        seconds = {(second, number(key)): steps for (second, key), steps in batch.steps_by_tally.items()}
+        waits = join_sync_steps(self._db, batch.sync_steps, self.key_numbers)
+        add_steps(self._db, seq, seconds, tuple(STEP_COLUMNS), waits)
+        add_times(self._db, seq, batch.activity_ns)
+        newest_s = max((second for second, _ in seconds), default=0)
+        merge_buckets(self._db, (*MERGE_STATEMENTS, MERGE_STATEMENT), newest_s - SLACK_S)
         execute_many(_INSERT_LOOP, map(_loop_columns, batch.loops.values()))
         execute_many(_INSERT_GAP, batch.gaps)
         for process, start_ns, end_ns in batch.late_input_waits:
@@ -292,6 +305,8 @@ class HistoryWriter:
             if table == "events":
                 order = f"{LASTING}, id"
             owner = "ifnull(process, -1 << 40)" if "process" in columns else _DEVICE_OWNER
+            if "key" in columns:
+                owner = _KEY_OWNER
             text_columns = [name for name, (column_type, *_) in columns.items() if column_type in (str, bytes)]
             size = " + ".join([f"count(*) * {_ROW_BYTES}", *map("total(length({}))".format, text_columns)])
             rows_by_node = defaultdict[Any, list[tuple[float, ...]]](list)
@@ -305,6 +320,8 @@ class HistoryWriter:
                     source = f"FROM {table} WHERE {owner} IN ({', '.join(map(str, owners))})"
                     oldest = f"SELECT {order} {source} ORDER BY {order} LIMIT {sum(counts) // 4 + 1}"
                     deleted += execute(f"DELETE FROM {table} WHERE ({order}) IN ({oldest})").rowcount
+        if deleted:
+            execute(_DELETE_EMPTY_TALLIES)
         return deleted
 
     def _prune_sums(self) -> None:
@@ -317,7 +334,7 @@ class HistoryWriter:
         # Keep each minute whose samples still have rows: readers use these rows instead of its sums.
         self._roll_up(*_DEVICES, sample_end_s)
         self._roll_up(*_COLLECTIVES, end_s)
-        self._tallies.prune(self._limit)
+        prune_buckets(self._db, self._limit)
         execute("DELETE FROM gaps WHERE id < (SELECT max(id) FROM gaps) - ?", (_MAX_LASTING,))
         newest_loop = "SELECT max(other.loop) FROM loops AS other WHERE other.process = loops.process"
         execute(f"DELETE FROM loops WHERE loop <= ({newest_loop}) - ?", (_MAX_LASTING,))

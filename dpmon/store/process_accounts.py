@@ -1,4 +1,4 @@
-"""The time accounts of all processes of a run, and the sync passes of its ranks."""
+"""The time accounts of all processes of a run, and the process groups of its ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dpmon.record.schema import step_kind
 from dpmon.store.history_schema import LASTING
 from dpmon.store.query_results import event_from_row
-from dpmon.store.sync_passes import SyncPassMatcher
+from dpmon.store.sync_passes import RankGroups
 from dpmon.store.time_accounting import TimeAccount
 from dpmon.store.write_batch import WriteBatch
 
@@ -26,8 +26,7 @@ class ProcessAccounts:
     """The accounts of all processes of a run. Events of input waits name a process by its pid."""
 
     by_process: dict[int, TimeAccount] = field(default_factory=dict)
-    sync_passes: SyncPassMatcher = field(default_factory=SyncPassMatcher)
-    """The sync passes of all ranks."""
+    rank_groups: RankGroups = field(default_factory=RankGroups)
     stalls: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=_MAX_STALLS))
     """The newest stalls: the start of each, and a later time in it."""
     _processes: dict[int, int] = field(default_factory=dict)
@@ -50,7 +49,7 @@ class ProcessAccounts:
             if kind in ("process", "pause"):
                 self._note_process(process, data, time_ns)
             if kind in ("process", "ddp"):
-                self.sync_passes.handle_event(process, kind, data)
+                self.rank_groups.handle_event(process, kind, data)
             if kind == "process" and type(data.get("pid")) is int:
                 self._apply_early_waits(batch, data["pid"])
         elif time_ns is not None and kind == "input":

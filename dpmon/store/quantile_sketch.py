@@ -10,12 +10,9 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, chain
-from typing import TypeAlias
 
 Counts = dict[int, int]
 """Number of values by bin."""
-Packed: TypeAlias = "array[int]"
-"""The stored form: bins and counts in turn (see `pack`)."""
 _BITS = 7
 _EXACT = 1 << _BITS + 1
 RELATIVE_WIDTH = 1 / (1 << _BITS)
@@ -23,6 +20,8 @@ RELATIVE_WIDTH = 1 / (1 << _BITS)
 _MASK = (1 << _BITS) - 1
 MAX_PAIR_COUNT = 0xFFFF
 """Largest count in one pair of a packed sketch."""
+SKETCH_PAIR_BYTES = 4
+"""Bytes of a pair."""
 LAST_BIN = (63 - _BITS << _BITS) | _MASK
 """The bin of the largest number in a record (63 bits)."""
 
@@ -99,14 +98,21 @@ def pack(counts: Mapping[int, int]) -> bytes:
     return pairs.tobytes()
 
 
-def unpack(counts: Counts, sketches: Iterable[Packed], sign: int = 1) -> None:
-    """Add the counts of packed sketches to `counts`; `sign` -1: subtract them."""
-    pairs: Packed = array("H")
-    for sketch in sketches:
-        pairs += sketch
+def pack_values(values: Sequence[int]) -> bytes:
+    """Return the packed sketch of some values."""
+    if len(values) == 1:
+        return array("H", (bin_of(values[0]), 1)).tobytes()
+    counts: Counts = {}
+    add_values(counts, values)
+    return pack(counts)
+
+
+def unpack(counts: Counts, sketch: bytes) -> None:
+    """Add the counts of a packed sketch, or of several one after the other, to `counts`."""
+    pairs = array("H", sketch)
     get = counts.get
     for bin_number, count in zip(pairs[::2], pairs[1::2], strict=True):
-        counts[bin_number] = get(bin_number, 0) + sign * count
+        counts[bin_number] = get(bin_number, 0) + count
 
 
 def quantile(counts: Mapping[int, int], fraction: float) -> float | None:

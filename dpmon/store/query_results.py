@@ -14,17 +14,6 @@ from dpmon.record.record_types import CallParts, CallRow, Collective, Event, Ope
 from dpmon.record.safe_json import load_event
 
 
-class TimeRow(NamedTuple):
-    """The activities of one process in one time bucket and one mode."""
-
-    start_s: int
-    width_s: int
-    process: int
-    mode: str
-    spent: Mapping[str, int]
-    """ns by activity."""
-
-
 class RingSummary(NamedTuple):
     """The columns of `rings` that queries need. Each frame of the screen may read a thousand of these rows."""
 
@@ -49,25 +38,6 @@ class RingSummary(NamedTuple):
     """Number of calls so far; 0 once a step has ended."""
     node: int | None
     """Number of its node; None if it ran on this machine."""
-
-
-class SecondRow(NamedTuple):
-    """The steps of one process, mode and kind that ended in one second."""
-
-    process: int
-    mode: str
-    kind: int
-    steps: int
-    samples: int
-    """Number of samples in the steps that have a sample count."""
-    counted_steps: int
-    """Number of these steps."""
-    first_ns: int
-    """Start of the first step."""
-    last_ns: int
-    """End of the last step."""
-    step_ns: int
-    """Sum of their durations."""
 
 
 class LongStepRow(NamedTuple):

@@ -15,7 +15,6 @@ from typing import Any
 from dpmon.errors import HistoryError
 from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Event
-from dpmon.record.schema import SECOND
 from dpmon.run.proc import is_alive
 from dpmon.run.run_directory import RunInfo, ring_paths
 from dpmon.span_ring import RingError
@@ -307,7 +306,6 @@ class RingDrain:
             self._batch.rings.append(RingRow(_OWN, -1, None, os.getpid(), missed=missed))
         if not (self._batch.rings or self._batch.events):
             return
-        self._batch.now_s = (time.monotonic_ns() - self._run_info.start_ns) // SECOND
         try:
             self._history.write(self._batch)
         except HistoryError as error:

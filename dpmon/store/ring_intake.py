@@ -32,8 +32,8 @@ from dpmon.store.history_schema import STEP_COLUMNS, RingRow, are_rollouts
 from dpmon.store.loader_loops import LoaderLoopTracker
 from dpmon.store.process_accounts import ProcessAccounts, seconds_to_ns
 from dpmon.store.query_results import encode_calls, replica_series, stage_series
-from dpmon.store.sync_passes import SyncStep, sync_device_ns
-from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES, TallyKey
+from dpmon.store.sync_passes import sync_device_ns
+from dpmon.store.tally_keys import NO_SAMPLES, OTHER_SIZES, TallyKey
 from dpmon.store.write_batch import GAP_NS, ShapeKey, WriteBatch
 
 if TYPE_CHECKING:
@@ -196,8 +196,11 @@ class RingIntake:
             tail_ns = row.phases.get("sync") if row.times is None else sync_device_ns(row.times)
             if tail_ns is not None:
                 passes = row.counts.get("synced", 0)
-                sync_step = SyncStep(row_id, key, second, sync_number, passes, tail_ns, wall_ns)
-                batch.add_waits(self._accounts.sync_passes.add_step(process, sync_step))
+                sync_step = self._accounts.rank_groups.sync_step(
+                    key, row_id, second, number=sync_number, passes=passes, tail_ns=tail_ns, wall_ns=wall_ns
+                )
+                if sync_step is not None:
+                    batch.sync_steps.append(sync_step)
         self.row.steps += 1
         if row.kind == TRAINING:
             self.row.last_step = step

@@ -28,7 +28,7 @@ NUMBERED = ("steps", "collectives", "events", "losses")
 TIMES = ("start_ns", "t_ns", "begin_ns", "end_ns", "first_ns", "last_ns")
 """Columns with times, in all tables."""
 KEPT = (
-    *("definitions", "series", "keys", "tallies", "times", "loops", "gaps", "shapes"),
+    *("definitions", "keys", "tallies", "series", "times", "loops", "gaps", "shapes"),
     *("collective_sums", "device_rollups", "rings"),
 )
 """Tables of rows that change: a later row replaces the one with the same key."""
@@ -38,7 +38,8 @@ _json = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 @cache
 def columns_sent(table: str) -> Mapping[str, tuple[type, ...]]:
     """Return the columns of a table that are sent, and their types before sketches become text."""
-    left_out = {"rings": "node", "events": "kind"}  # the kind is in the JSON
+    # The kind of an event is in its JSON; the numbers of transactions are those of the reader.
+    left_out = {"rings": "node", "events": "kind", "tallies": "seq", "times": "seq"}
     return {name: kinds for name, kinds in columns_of(table).items() if name != left_out.get(table)}
 
 
@@ -55,8 +56,8 @@ def encode_rows(table: str, columns: Sequence[str], rows: Iterable[Sequence[Any]
     if not rows:
         return
     by_column = list(zip(*rows, strict=True))
-    if "sketches" in columns:
-        at = columns.index("sketches")
+    if "sketch" in columns:
+        at = columns.index("sketch")
         by_column[at] = tuple(b2a_base64(data, newline=False).decode() for data in by_column[at])
     sent = [i for i, name in enumerate(columns) if {column_default(table, name)} != set(by_column[i])] or [0]
     head = f'{{"table":"{table}","columns":{_json([columns[i] for i in sent])},"rows":['

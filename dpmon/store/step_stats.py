@@ -35,16 +35,18 @@ from dpmon.record.schema import (
     device_series,
     step_kind,
 )
-from dpmon.store.query_results import TimeRow
-from dpmon.store.tally import WIDTHS, IncrementalTallies, QuantitySum, Tally, TallyKey
+from dpmon.store.activity_times import TimeRow
+from dpmon.store.tally import SeriesStats, Tally
+from dpmon.store.tally_keys import TallyKey
 from dpmon.store.time_accounting import ACTIVITIES, union_of_intervals
+from dpmon.store.time_buckets import WIDTHS
 
 if TYPE_CHECKING:
     from dpmon.store.store_queries import Store
 
 SAME_RATE = 0.03
 """If the two rates of a `Rate` differ by at most this share, only the first one is shown."""
-Counted = tuple[tuple[Quantity, QuantitySum], ...]
+Counted = tuple[tuple[Quantity, SeriesStats], ...]
 """Quantities with their sums over the steps with a known value."""
 
 
@@ -120,9 +122,9 @@ class StepStats:
     @property
     def known_quantities(self) -> Counted:
         """The quantities known in at least one step, without those that are listed elsewhere."""
-        sums = ((quantity, self.tally.sum(quantity.name)) for quantity in QUANTITIES if not quantity.listed_elsewhere)
+        sums = ((quantity, self.tally.stat(quantity.name)) for quantity in QUANTITIES if not quantity.listed_elsewhere)
         return tuple(
-            (quantity, QuantitySum(self.steps, known.total) if quantity.absent_is_zero else known)
+            (quantity, SeriesStats(self.steps, known.total) if quantity.absent_is_zero else known)
             for quantity, known in sums
             if known.count
         )
@@ -254,7 +256,7 @@ def compute_rate(
     steps_per_s = steps_by_rank[slowest] * 1e9 / whole[slowest]
     steps_per_s_within = steps_by_rank[slowest] * 1e9 / (within[slowest] or whole[slowest])
     steps = sum(steps_by_rank.values())
-    sample_sums = [tally.sum("samples") for tally in active]
+    sample_sums = [tally.stat("samples") for tally in active]
     counted_steps = sum(quantity.count for quantity in sample_sums)
     if counted_steps <= steps / 2:
         return Rate(steps_per_s, None, steps_per_s_within, None, steps - counted_steps)
@@ -290,10 +292,8 @@ class StatsWindow:
         begin_s: int = 0,
         end_s: int = 1 << 40,
         process: int | None = None,
-        cache: IncrementalTallies | None = None,
     ) -> None:
-        """`process`: use only its steps; None for all processes. `cache`: from the previous window of this process."""
-        self._cache = cache
+        """`process`: use only its steps; None for all processes."""
         self.ranks: Mapping[int, int | None] = store.ranks
         """Rank by process. A reader may know more of them than the store."""
         self._store = store
@@ -310,8 +310,6 @@ class StatsWindow:
     @cached_property
     def tallies(self) -> dict[TallyKey, Tally]:
         """The tallies of all processes."""
-        if self._cache is not None and self._process is not None:
-            return self._store.tallies_incremental(self._cache, self._begin_s, self._end_s, self._process)
         return self._store.tallies(self._begin_s, self._end_s, process=self._process)
 
     @cached_property
@@ -340,7 +338,7 @@ class StatsWindow:
     @cached_property
     def times(self) -> list[TimeRow]:
         """The activities of each process by mode, in order of time."""
-        return self._store.time_rows(self._begin_s, self._end_s, process=self._process)
+        return list(self._store.time_rows(self._begin_s, self._end_s, process=self._process))
 
     def rows(self, process: int, begin_s: int = 0, widest: int = WIDTHS[-1]) -> Iterator[tuple[TallyKey, Tally]]:
         """Yield the key and the tally of each row of one process from `begin_s` on, in order of time."""

@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from functools import cached_property, lru_cache
-from itertools import pairwise
 from operator import add, itemgetter
 from typing import Any, TypeVar
 
@@ -27,7 +26,6 @@ from dpmon.record.schema import (
     PHASES,
     QUANTITIES,
     SECOND,
-    STEP,
     STEP_KINDS,
     STEP_PHASES,
     SYNC_NUMBER,
@@ -36,8 +34,8 @@ from dpmon.record.schema import (
     WARM_UP,
     step_kind,
 )
+from dpmon.store.activity_times import TimeRow, read_times
 from dpmon.store.history_schema import (
-    ACTIVITY_COLUMNS,
     BEFORE_S,
     COLLECTIVE_COLUMNS,
     COLLECTIVE_SUMS,
@@ -63,10 +61,8 @@ from dpmon.store.query_results import (
     MinuteRow,
     NodeRow,
     RingSummary,
-    SecondRow,
     Shape,
     SlowStepRow,
-    TimeRow,
     decode_calls,
     definition_from_row,
     event_from_row,
@@ -74,26 +70,16 @@ from dpmon.store.query_results import (
     shape_from_row,
     step_lists,
 )
-from dpmon.store.tally import TALLY, TALLY_AT, WIDTHS, IncrementalTallies, Tally, TallyKey
-from dpmon.store.tally_encoding import series_total
+from dpmon.store.tally import Tally
+from dpmon.store.tally_keys import TallyKey, read_keys
+from dpmon.store.tally_tables import SecondRow, TallyQuery
 from dpmon.store.time_accounting import ACTIVITIES, Gap
+from dpmon.store.time_buckets import END_S, WIDTHS, TimeBuckets
 
 _Decoded = TypeVar("_Decoded")
 
-END_S = 1 << 40
-"""A time (s since the run's start) after the end of any run."""
 Parameters = Sequence[Any] | Mapping[str, Any]
 """Values of a query's parameters."""
-_TIME_COLUMNS = ("start_s", "process", "mode", *ACTIVITY_COLUMNS)
-_IN_BUCKETS = "width = :width AND start_s >= :begin AND start_s < :end"
-_SECOND_COLUMNS = (
-    *("process", "mode", "kind", "steps", "samples_sum", "samples_n"),
-    *("first_ns", "last_ns", "sketches"),
-)
-"""The columns of a SecondRow."""
-_BUCKET_STARTS = (
-    "WITH RECURSIVE starts(at) AS (VALUES (:begin) UNION ALL SELECT at + :width FROM starts WHERE at + :width < :end)"
-)
 LAST_NS = (1 << 63) - 1
 """A number that is at least as large as any time (ns) and any id."""
 _STEP_INDEX = {name: index for index, name in enumerate(STEP_COLUMNS)}
@@ -180,15 +166,15 @@ class Store:
         rings = map(RingSummary._make, connection.rows(f"SELECT {', '.join(RingSummary._fields)} FROM rings"))
         self.rings = {ring.process: ring for ring in rings}
         """By process."""
-        self._series_names: dict[int, str] = dict(connection.rows("SELECT number, name FROM series"))
-        meta: dict[str, int] = dict(connection.rows("SELECT key, value FROM meta WHERE key != 'run'"))
-        self._complete_until = {width: meta.get(f"whole_{width}", 0) for width in WIDTHS[1:]}
-        self._deleted_until = {width: meta.get(f"pruned_{width}", 0) for width in WIDTHS[:-1]}
+        self.buckets = TimeBuckets(connection)
+        """The time buckets of tallies and times."""
+        meta: dict[str, int] = dict(connection.rows("SELECT key, value FROM meta WHERE key IN ('pruned', 'seq')"))
+        self.seq = meta.get("seq", 0)
+        """Number of the last transaction."""
         self.pruned = meta.get("pruned", 0)
         """Number of rows deleted to keep the history below its size limit."""
         self.mode_kinds: set[tuple[str, int]] = {*connection.rows("SELECT DISTINCT mode, kind FROM keys")}
         """Mode and flags of all steps so far."""
-        self._newest_s = self._newest_second()
         self._resolvers: dict[int, Resolver] = {}
         """By process."""
         self.ranks = {process: ring.rank for process, ring in self.rings.items() if process >= 0}
@@ -284,64 +270,6 @@ class Store:
 
     # ------------------------------------------------------------------------------------------ tallies
 
-    def covering_buckets(self, begin_s: int, end_s: int, widest: int = WIDTHS[-1]) -> list[tuple[int, int, int]]:
-        """Return the widest time buckets that cover the time from `begin_s` to `end_s`, as (width, start, end) in s.
-
-        Each tuple stands for all buckets of one width between its two times. Where the tallies up to the width
-        `widest` were deleted, wider buckets take their place. These may extend beyond `begin_s` and `end_s`.
-        """
-        end_s = min(end_s, max(self._newest_s, begin_s) + 1)
-        # A bucket that is wider than the time helps only where narrower ones were deleted.
-        widest_useful = WIDTHS[-1] if begin_s < max(self._deleted_until.values()) else max(end_s - begin_s, 1)
-        return self._cover_with_widths(begin_s, end_s, [width for width in WIDTHS if width <= widest_useful], widest)
-
-    def _cover_with_widths(
-        self, start: int, end: int, widths: Sequence[int], widest: int
-    ) -> list[tuple[int, int, int]]:
-        """Return the same as `covering_buckets`, of buckets with these widths only."""
-        if start >= end:
-            return []
-        *finer, width = widths
-        if not finer:
-            return [(width, start, end)]
-        low, high = start // width * width, end // width * width
-        if low < start and not self._is_deleted(start, finer):
-            low += width
-        if high < end and self._is_deleted(high, finer):
-            high += width
-        if width > widest:
-            deleted_s = min(self._deleted_until[finer_width] for finer_width in finer)
-            high = min(high, -(-deleted_s // width) * width)
-        low = max(low, -(-self._deleted_until.get(width, 0) // width) * width)
-        high = min(high, self._complete_until[width] // width * width)
-        if low >= high:
-            return self._cover_with_widths(start, end, finer, widest)
-        before = self._cover_with_widths(start, low, finer, widest)
-        after = self._cover_with_widths(high, end, finer, widest)
-        return [*before, (width, low, high), *after]
-
-    def _is_deleted(self, second: int, widths: Sequence[int]) -> bool:
-        """Return whether the tallies of all these widths that covered a second were deleted."""
-        return all(second // width * width < self._deleted_until[width] for width in widths)
-
-    def next_bucket_edge(self, second: int) -> int:
-        """Return the first time at or after `second` (s) at which a time bucket ends, among those still stored.
-
-        Statistics can be divided exactly at this time.
-        """
-        deleted = {width: -(-self._deleted_until[width] // wider) * wider for width, wider in pairwise(WIDTHS)}
-        width = next((width for width, until in deleted.items() if second >= until), WIDTHS[-1])
-        return -(-second // width) * width
-
-    def kept_from(self, width: int) -> int:
-        """Return the second before which the tallies of a width were deleted; 0 if none was."""
-        return self._deleted_until.get(width, 0)
-
-    def _newest_second(self) -> int:
-        query = "SELECT max(start_s) FROM {} WHERE width = 1"
-        rows = [row for table in ("tallies", "times") for row in self.query(query.format(table))]
-        return max((newest_s for (newest_s,) in rows if newest_s is not None), default=-1)
-
     def tally_rows(
         self,
         begin_s: int = 0,
@@ -355,49 +283,10 @@ class Store:
         """Yield (start in s, width in s, key, tally) of each row between two seconds, in order of time.
 
         `process`: one process or several; None: all. `series`: read only these series; None: all. `widest`: see
-        `covering_buckets`. Without `sketches`, only counts and sums are read.
+        `TimeBuckets.cover`. Without `sketches`, only counts and sums are read.
         """
-        names = self._select_series(series)
-        for width, row in self._rows_between("tallies", TALLY, begin_s, end_s, process, widest):
-            start_s, *key = row[:TALLY_AT]
-            yield start_s, width, TallyKey(*key), Tally.from_row(row[TALLY_AT:], names, sketches=sketches)
-
-    def _rows_between(
-        self,
-        table: str,
-        columns: Sequence[str],
-        begin_s: int,
-        end_s: int,
-        process: int | Collection[int] | None,
-        widest: int = WIDTHS[-1],
-        *,
-        left_out: bool = False,
-    ) -> Iterator[tuple[int, tuple[Any, ...]]]:
-        """Yield (width in s, columns) of each row of `tallies` or `times` between two seconds, in order of time.
-
-        `left_out`: read only the tallies of steps that statistics exclude, instead of all others.
-        """
-        if left_out and not any(kind & EXCLUDED for _, kind in self.mode_kinds):
-            return
-        names = ", ".join(columns)
-        conditions = ""
-        if table == "tallies":
-            negation = "NOT " if left_out else ""
-            conditions += f" AND {negation}{exclude_flags_condition(EXCLUDED)}"
-        processes = [process] if isinstance(process, int) else process
-        if processes is not None:
-            conditions += f" AND process IN ({', '.join(map(str, processes))})"
-        for width, begin, end in self.covering_buckets(begin_s, end_s, widest):
-            values = {"width": width, "begin": begin, "end": end}
-            if processes is None or 2 * len(processes) > len(self.rings):
-                query = f"SELECT {names} FROM {table} WHERE {_IN_BUCKETS}{conditions} ORDER BY start_s"
-            else:  # one look-up per row, because the rows of all processes are interleaved
-                query = (
-                    f"{_BUCKET_STARTS} SELECT {names} FROM starts CROSS JOIN {table}"
-                    f" ON width = :width AND start_s = starts.at{conditions}"
-                )
-            for row in self._connection.rows(query, values):
-                yield width, row
+        query = self._tally_query(process, series=series, sketches=sketches)
+        return query.rows(self.buckets.cover(begin_s, end_s, widest))
 
     def tallies(
         self,
@@ -413,44 +302,37 @@ class Store:
 
         `left_out`: tally only the steps that statistics exclude. No other method returns them.
         """
-        tallies_by_key: dict[TallyKey, Tally] = {}
-        names = self._select_series(series)
-        for _, row in self._rows_between("tallies", TALLY, begin_s, end_s, process, left_out=left_out):
-            tally = tallies_by_key.setdefault(TallyKey(*row[1:TALLY_AT]), Tally())
-            tally.add_row(row[TALLY_AT:], names, sketches=sketches)
-        return tallies_by_key
+        query = self._tally_query(process, series=series, sketches=sketches, left_out=left_out)
+        return query.merged(self.buckets.cover(begin_s, end_s))
 
     def seconds(self, begin_s: int, end_s: int, processes: Collection[int]) -> Iterator[SecondRow]:
         """Yield the steps of some processes by second, between two seconds, in order of time.
 
-        It reads few columns, because each frame of the screen needs some seconds of every rank. Where the tallies of
-        seconds were deleted, rows of wider time buckets take their place.
+        Where the tallies of seconds were deleted, rows of wider time buckets take their place.
         """
-        step_series = next((number for number, name in self._series_names.items() if name == STEP), -1)
-        rows = self._rows_between("tallies", _SECOND_COLUMNS, begin_s, end_s, processes, 1)
-        for _, (process, mode, kind, steps, samples, counted_steps, first_ns, last_ns, sketches) in rows:
-            if steps:
-                counted = samples or 0, counted_steps
-                step_ns = series_total(sketches, step_series)
-                yield SecondRow(process, mode, kind, steps, *counted, first_ns, last_ns, step_ns)
+        return self._tally_query(processes).seconds(self.buckets.cover(begin_s, end_s, 1))
 
     def step_count(self, begin_s: int, end_s: int, processes: Collection[int]) -> int:
         """Return the number of steps of the main kind of some processes between two seconds."""
-        column = f"sum(steps * {_kind_condition(self.main_kind)})"
-        rows = self._rows_between("tallies", (column,), begin_s, end_s, processes)
-        return sum(steps or 0 for _, (steps,) in rows)
+        tallies = self.tallies(begin_s, end_s, process=processes, series=())
+        return sum(tally.steps for key, tally in tallies.items() if step_kind(key.kind) == self.main_kind)
 
-    def tallies_incremental(
-        self, cache: IncrementalTallies, begin_s: int, end_s: int, process: int
-    ) -> dict[TallyKey, Tally]:
-        """Return `tallies` of one process. `cache`: from the previous call, which read nearly the same rows."""
-        return cache.read(self._rows_between("tallies", TALLY, begin_s, end_s, process), self._series_names)
+    def keys(self, process: int | Collection[int] | None = None, *, left_out: bool = False) -> dict[int, TallyKey]:
+        """Return the keys of tallies by number. Parameters as in `tallies`."""
+        return read_keys(self._connection, [process] if isinstance(process, int) else process, left_out=left_out)
 
-    def _select_series(self, series: Collection[str] | None) -> Mapping[int, str]:
-        """Return the names of `series` by number, or the names of all series if `series` is None."""
-        if series is None:
-            return self._series_names
-        return {number: name for number, name in self._series_names.items() if name in series}
+    def _tally_query(
+        self,
+        process: int | Collection[int] | None,
+        *,
+        series: Collection[str] | None = None,
+        sketches: bool = True,
+        left_out: bool = False,
+    ) -> TallyQuery:
+        processes = [process] if isinstance(process, int) else process
+        is_selective = left_out or (processes is not None and 2 * len(processes) <= len(self.rings))
+        keys = self.keys(processes, left_out=left_out)
+        return TallyQuery(self._connection, keys, is_selective, series, sketches)
 
     def other_kind(self, kind: int) -> str:
         """Return the word for a kind of steps; empty for the main kind."""
@@ -465,27 +347,11 @@ class Store:
         *,
         widest: int = WIDTHS[-1],
         process: int | Collection[int] | None = None,
-    ) -> list[TimeRow]:
-        """Return the activities of each process, or of `process`, between two seconds, in order of time."""
-        rows = self._rows_between("times", _TIME_COLUMNS, begin_s, end_s, process, widest)
-        return [
-            TimeRow(start_s, width, row_process, mode, dict(zip(ACTIVITIES, activity_ns, strict=True)))
-            for width, (start_s, row_process, mode, *activity_ns) in rows
-        ]
-
-    def activity_time(
-        self,
-        begin_s: int,
-        end_s: int,
-        processes: Collection[int],
-        activities: Collection[str],
-        *,
-        widest: int = WIDTHS[-1],
-    ) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (process, start and width of a time bucket in s, sum of some activities in ns), in order of time."""
-        columns = ("process", "start_s", " + ".join(f"{name}_ns" for name in activities))
-        for width, (process, start_s, ns) in self._rows_between("times", columns, begin_s, end_s, processes, widest):
-            yield process, start_s, width, ns
+        activities: Sequence[str] = ACTIVITIES,
+    ) -> Iterator[TimeRow]:
+        """Yield some activities of each process, or of `process`, between two seconds, in order of time."""
+        processes = [process] if isinstance(process, int) else process
+        return read_times(self._connection, self.buckets.cover(begin_s, end_s, widest), processes, activities)
 
     # ------------------------------------------------------------------------------------------ steps and calls
 
@@ -603,11 +469,15 @@ class Store:
 
         If rows were deleted, the result may be the start of a later step.
         """
-        rows = self.query(
-            "SELECT min(start_ns) FROM steps WHERE process = ? AND step > 0 AND start_ns >= ?"
-            " UNION ALL SELECT min(first_ns) FROM tallies WHERE process = ? AND first_ns >= ?",
-            (process, after_ns, process, after_ns),
+        keys = ", ".join(map(str, self.keys(process)))
+        query = (
+            f"SELECT first_ns FROM tallies WHERE width = ? AND start_s >= ? AND key IN ({keys}) AND first_ns >= ?"
+            " ORDER BY start_s, first_ns LIMIT 1"
         )
+        query_steps = "SELECT min(start_ns) FROM steps WHERE process = ? AND step > 0 AND start_ns >= ?"
+        rows = self.query(query_steps, (process, after_ns))
+        for width in WIDTHS:
+            rows += self.query(query, (width, after_ns // SECOND // width * width, after_ns))
         return min((start_ns for (start_ns,) in rows if start_ns is not None), default=None)
 
     def newest_steps(self, processes: Sequence[int], *, brief: bool = False) -> dict[int, Step]:
@@ -1102,11 +972,6 @@ class Store:
             return []
         rows = self.query(query, {"begin": start_s, "end": end_s, "host": _HOST})
         return [(minute_s * SECOND, int(peak_bytes)) for minute_s, peak_bytes in rows]
-
-
-def exclude_flags_condition(flags: int) -> str:
-    """Return the SQL condition for rows whose kind has none of these flags (dpmon.record.schema)."""
-    return f"(kind & {flags} = 0)"
 
 
 def _in_stats_condition(kind: int) -> str:

@@ -1,69 +1,133 @@
-"""Finds, for each synchronized backward pass, which rank the others waited for. Pure.
+"""Finds, for each synchronized backward pass, which rank the others waited for.
 
-All ranks leave a synchronized backward pass together. The time from a rank's last gradient to that end is shortest on
-the rank that the others wait for. The shortest time is communication that no computation hides; the rest of a rank's
-time is its wait. Only durations are compared, so the clocks of the ranks may differ.
+All ranks leave a synchronized backward pass together. The time from a rank's last gradient to that end, its tail, is
+shortest on the rank that the others wait for. The shortest tail is communication that no computation hides; the rest
+of a rank's tail is its wait. Only durations are compared, so the clocks of the ranks may differ.
+
+A step waits for the steps of the other ranks in a table in memory. A window query finds the passes that are complete.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import sqlite3
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from dpmon.record.schema import AFTER_OTHER_KIND, EXPOSED, SPAN_PHASES, STRAGGLER_DELAY, UNCOMPARED, WAIT
-from dpmon.store.tally import TallyKey
+from dpmon.store.tally_keys import KeyNumbers, TallyKey
 
-MAX_WAITING = 1 << 16
+SCHEMA = """
+CREATE TEMP TABLE pending_steps (
+    rank_group INTEGER NOT NULL,
+    number     INTEGER NOT NULL,  -- of the last sync pass in the step, the same on all ranks
+    passes     INTEGER NOT NULL,  -- sync passes in the step
+    rank       INTEGER NOT NULL,
+    ranks      INTEGER NOT NULL,  -- number of ranks in the group
+    step_id    INTEGER NOT NULL,
+    key        INTEGER NOT NULL,  -- the key and the second of its tally
+    second     INTEGER NOT NULL,
+    tail_ns    INTEGER NOT NULL,  -- from the last gradients to the ends of the passes
+    wall_ns    INTEGER NOT NULL,
+    uncompared INTEGER NOT NULL,  -- whether steps of another kind ran before it: AFTER_OTHER_KIND
+    PRIMARY KEY (rank_group, number, passes, rank)
+) WITHOUT ROWID;
+CREATE TEMP TABLE new_passes (rank_group, number, passes, PRIMARY KEY (rank_group, number, passes)) WITHOUT ROWID;
+"""
+_FIND_WAITS = """
+SELECT step_id, key, second, wall_ns, CASE uncompared_ranks WHEN 0 THEN least_ns END, tail_ns - least_ns,
+    CASE place WHEN 1 THEN next_ns - tail_ns END
+FROM (
+    SELECT *, count(*) OVER pass AS present_ranks, sum(uncompared) OVER pass AS uncompared_ranks,
+        min(tail_ns) OVER pass AS least_ns, row_number() OVER by_tail AS place, lead(tail_ns) OVER by_tail AS next_ns
+    FROM new_passes CROSS JOIN pending_steps USING (rank_group, number, passes)
+    WINDOW pass AS (PARTITION BY rank_group, number, passes),
+        by_tail AS (PARTITION BY rank_group, number, passes ORDER BY tail_ns, step_id)
+) WHERE present_ranks = ranks
+"""
+_DELETE_COMPLETE = """
+DELETE FROM pending_steps WHERE (rank_group, number, passes) IN (
+    SELECT rank_group, number, passes FROM new_passes CROSS JOIN pending_steps USING (rank_group, number, passes)
+    GROUP BY rank_group, number, passes HAVING count(*) = max(ranks))
+"""
+MAX_PENDING = 1 << 16
 """Most steps of a group that wait for other ranks: more than fit into the largest ring. The oldest are dropped."""
+_RESTART_BITS = 16
 _MAX_RANKS = 1 << 16
 _SYNC_AT = SPAN_PHASES.index("sync")
 
 
 class SyncStep(NamedTuple):
-    """A step with synchronized backward passes."""
+    """A step with sync passes: a row of `pending_steps`, with its key."""
 
-    id: int
-    """Id of its row."""
+    rank_group: int
+    number: int
+    passes: int
+    rank: int
+    ranks: int
+    step_id: int
     key: TallyKey
     second: int
-    """Second in which it ended, since the run's start."""
-    number: int
-    """Number of its last synchronized pass, the same on all ranks."""
-    passes: int
     tail_ns: int
-    """Total time from the last gradients to the ends of these passes."""
     wall_ns: int
 
 
 class RankStepWait(NamedTuple):
     """How long one rank communicated and waited in one step (ns). Known only after every rank's step has arrived."""
 
-    step: SyncStep
+    step_id: int
+    key: int
+    """Number of the key of its tally."""
+    second: int
+    """Second in which it ended, since the run's start."""
+    wall_ns: int
     exposed_ns: int | None
     """None if a rank ran steps of another kind since its previous pass: the others may have waited for these, so
     tallies do not compare the ranks in this step."""
     wait_ns: int
-    held_ns: int | None
+    straggler_delay_ns: int | None
     """On the slowest rank: how much later it was than the second slowest. None on the other ranks."""
 
     @property
-    def tally_values(self) -> dict[str, int]:
+    def series(self) -> dict[str, int]:
         """Its values for a tally, by series."""
         if self.exposed_ns is None:
-            return {UNCOMPARED: self.step.wall_ns}
+            return {UNCOMPARED: self.wall_ns}
         values = {EXPOSED: self.exposed_ns, WAIT: self.wait_ns}
-        return values if self.held_ns is None else {**values, STRAGGLER_DELAY: self.held_ns}
+        return values if self.straggler_delay_ns is None else {**values, STRAGGLER_DELAY: self.straggler_delay_ns}
+
+
+def join_sync_steps(db: sqlite3.Connection, steps: Sequence[SyncStep], numbers: KeyNumbers) -> list[RankStepWait]:
+    """Add steps. Return the waits of all ranks in the passes that are complete now, and write them to `steps`."""
+    if not steps:
+        return []
+    db.executemany(
+        "INSERT OR REPLACE INTO pending_steps VALUES (?,?,?,?,?,?,?,?,?,?,?)",
+        [(*step[:6], numbers.number(step.key), *step[7:], step.key.kind & AFTER_OTHER_KIND > 0) for step in steps],
+    )
+    db.execute("DELETE FROM new_passes")
+    db.executemany("INSERT OR IGNORE INTO new_passes VALUES (?,?,?)", [step[:3] for step in steps])
+    waits = [RankStepWait._make(row) for row in db.execute(_FIND_WAITS)]
+    if waits:
+        db.execute(_DELETE_COMPLETE)
+    for step in {step.rank_group: step for step in steps}.values():
+        before_restart = step.rank_group >> _RESTART_BITS << _RESTART_BITS, step.rank_group
+        db.execute("DELETE FROM pending_steps WHERE rank_group >= ? AND rank_group < ?", before_restart)
+        oldest = step.rank_group, step.number - MAX_PENDING // step.ranks
+        db.execute("DELETE FROM pending_steps WHERE rank_group = ? AND number < ?", oldest)
+    db.executemany(
+        f"UPDATE steps SET {EXPOSED}_ns = ?, {WAIT}_ns = ? WHERE id = ?",
+        [(wait.exposed_ns, wait.wait_ns, wait.step_id) for wait in waits],
+    )
+    return waits
 
 
 class _RankGroup:
     """The processes that average their gradients together, one per rank."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, index: int, size: int) -> None:
+        self.number = index << _RESTART_BITS
+        """Its number: the next one after a restart of the job."""
         self.size = size
-        self.pending: dict[tuple[int, int], dict[int, SyncStep]] = {}
-        """The steps by rank, for each (number of the last pass, count of passes)."""
-        self.waiting = 0
-        """Number of steps in `pending`."""
         self.newest: dict[int, int] = {}
         """Newest process by rank."""
         self.replaced: set[int] = set()
@@ -81,30 +145,13 @@ class _RankGroup:
             return False
         if known is not None and known not in self.replaced:
             self.replaced = set(self.newest.values())
-            self.pending.clear()
-            self.waiting = 0
+            self.number += 1
         self.newest[rank] = process
         return True
 
-    def add(self, rank: int, step: SyncStep) -> Sequence[RankStepWait]:
-        """Add a step of a rank. Return the waits of all ranks once the steps of its round are complete."""
-        place = step.number, step.passes
-        steps = self.pending.setdefault(place, {})
-        self.waiting += rank not in steps
-        steps[rank] = step
-        if len(steps) == self.size:
-            self._drop_round(place)
-            return tuple(_split_waits(steps))
-        while self.waiting > MAX_WAITING:
-            self._drop_round(next(iter(self.pending)))
-        return ()
 
-    def _drop_round(self, place: tuple[int, int]) -> None:
-        self.waiting -= len(self.pending.pop(place))
-
-
-class SyncPassMatcher:
-    """The synchronized passes of a run."""
+class RankGroups:
+    """The process groups of a run, as its processes report them."""
 
     def __init__(self) -> None:
         self._ranks: dict[int, Sequence[int]] = {}
@@ -136,49 +183,29 @@ class SyncPassMatcher:
             self._ranks[process] = group_of
             self._group(process)
 
-    def rank_group(self, process: int) -> Sequence[int] | None:
+    def ranks(self, process: int) -> Sequence[int] | None:
         """Return the ranks with which a process averages its gradients; None if unknown."""
         return None if process in self._several else self._ranks.get(process)
 
     def _group(self, process: int) -> _RankGroup | None:
         """Return the group of a process; None if it has no group or is from before a restart of the job."""
-        ranks, rank = self._ranks.get(process), self._rank_of.get(process)
-        if ranks is None or rank is None or len(ranks) < 2 or rank not in ranks or process in self._several:
+        ranks, rank = self.ranks(process), self._rank_of.get(process)
+        if ranks is None or rank is None or len(ranks) < 2 or rank not in ranks:
             return None
         group = self._groups.get(ranks)
         if group is None:
-            group = self._groups[ranks] = _RankGroup(len(ranks))
+            group = self._groups[ranks] = _RankGroup(len(self._groups), len(ranks))
         return group if group.register_process(rank, process) else None
 
-    def roll_back(self, first_id: int, joined: Iterable[RankStepWait]) -> None:
-        """Roll back the steps with ids of `first_id` or higher.
-
-        The other ranks' steps in those rounds become pending again.
-        """
-        for group in self._groups.values():
-            for place, steps in list(group.pending.items()):
-                kept = {rank: step for rank, step in steps.items() if step.id < first_id}
-                group.waiting -= len(steps) - len(kept)
-                group.pending[place] = kept
-                if not kept:
-                    del group.pending[place]
-        for one in joined:
-            if one.step.id < first_id:
-                self.add_step(one.step.key.process, one.step)
-
-    def add_step(self, process: int, step: SyncStep) -> list[RankStepWait]:
-        """Add a step of a process. Return the waits of all ranks in the rounds that are now complete."""
-        group = self._group(process)
-        return [] if group is None else list(group.add(self._rank_of[process], step))
-
-
-def _split_waits(steps: Mapping[int, SyncStep]) -> Iterator[RankStepWait]:
-    tails = sorted(step.tail_ns for step in steps.values())
-    least, next_least = tails[:2]
-    slowest = min(steps, key=lambda rank: steps[rank].tail_ns)
-    exposed_ns = None if any(step.key.kind & AFTER_OTHER_KIND for step in steps.values()) else least
-    for rank, step in steps.items():
-        yield RankStepWait(step, exposed_ns, step.tail_ns - least, next_least - least if rank == slowest else None)
+    def sync_step(
+        self, key: TallyKey, step_id: int, second: int, *, number: int, passes: int, tail_ns: int, wall_ns: int
+    ) -> SyncStep | None:
+        """Return a step of a process as one that waits for the steps of the other ranks; None if there are none."""
+        group = self._group(key.process)
+        if group is None:
+            return None
+        rank = self._rank_of[key.process]
+        return SyncStep(group.number, number, passes, rank, group.size, step_id, key, second, tail_ns, wall_ns)
 
 
 def sync_device_ns(times: Sequence[float | None]) -> int | None:

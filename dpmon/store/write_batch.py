@@ -11,8 +11,9 @@ from dpmon.record.history_rows import CollectiveRow
 from dpmon.record.schema import SECOND
 from dpmon.store.history_schema import RingRow
 from dpmon.store.loader_loops import LoaderLoop
-from dpmon.store.sync_passes import RankStepWait
-from dpmon.store.tally import TallyKey
+from dpmon.store.sync_passes import SyncStep
+from dpmon.store.tally_keys import TallyKey
+from dpmon.store.tally_tables import SecondOfSteps
 from dpmon.store.time_accounting import ActivityInterval, Gap
 
 GAP_NS = 20_000_000
@@ -23,22 +24,10 @@ ShapeKey = tuple[int, str, int, int, int, str, int]
 """Process, mode, kind, layout, whether virtual, sizes and why a device time is missing."""
 
 
-@dataclass(slots=True)
-class SecondOfSteps:
-    """The steps that a batch adds to the tally of one second."""
-
-    rows: list[tuple[Any, ...]] = field(default_factory=list)
-    """Rows of STEP_COLUMNS."""
-    series: list[tuple[str, int]] = field(default_factory=list)
-    """Values of further series of these steps, and of earlier steps whose values were not known before."""
-
-
 @dataclass
 class WriteBatch:
     """Rows that are written in one transaction."""
 
-    now_s: int = 0
-    """Time of the write (s since the run's start)."""
     definitions: list[tuple[int, int, str]] = field(default_factory=list)
     steps: list[tuple[Any, ...]] = field(default_factory=list)
     """Rows of STEP_COLUMNS."""
@@ -63,8 +52,8 @@ class WriteBatch:
     gaps: list[Gap] = field(default_factory=list)
     late_input_waits: list[tuple[int, int, int]] = field(default_factory=list)
     """Late input waits, which shorten recorded gaps, as (process, start, end)."""
-    rank_waits: list[RankStepWait] = field(default_factory=list)
-    """Steps of this or an earlier batch with newly known waits for other ranks."""
+    sync_steps: list[SyncStep] = field(default_factory=list)
+    """Steps that wait for the steps of other ranks."""
     shapes: Counter[ShapeKey] = field(default_factory=Counter)
     """Calls by shape."""
     devices: dict[tuple[int, int, str], list[float]] = field(default_factory=dict)
@@ -97,12 +86,6 @@ class WriteBatch:
         second_of_steps = self.steps_by_tally[end_ns // SECOND, key]
         second_of_steps.rows.append(row)
         second_of_steps.series += series
-
-    def add_waits(self, waits: Iterable[RankStepWait]) -> None:
-        """Add rank waits, of steps in this or an earlier batch."""
-        for wait in waits:
-            self.rank_waits.append(wait)
-            self.steps_by_tally[wait.step.second, wait.step.key].series += wait.tally_values.items()
 
     def add_activity_time(self, process: int, intervals: Iterable[ActivityInterval]) -> None:
         """Add the time of a process's activities."""

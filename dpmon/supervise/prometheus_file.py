@@ -294,7 +294,7 @@ class PrometheusFile:
                 if (stats := tally.stats.get(series)) is not None:
                     metrics.add_counter(name, help_text, labels, stats.total / divisor if divisor else stats.count)
             for quantity in QUANTITIES:
-                total = tally.sum(quantity.name)
+                total = tally.stat(quantity.name)
                 if total.count:
                     help_text = f"Sum over the steps with a value: {quantity.meaning}."
                     metrics.add_counter(quantity.metric, help_text, labels, total.total)
@@ -307,7 +307,7 @@ class PrometheusFile:
             elapsed_ns, _ = window.elapsed(mode, TRAINING).get(process, (0, 0))
             metrics.add_counter("training_seconds_total", help_text, labels, elapsed_ns / 1e9)
             metrics.add_counter("training_steps_total", "Steps in training time.", labels, tally.steps)
-            samples = tally.sum("samples")
+            samples = tally.stat("samples")
             if samples.count:
                 help_text = "Samples of these steps, without steps that have no sample count."
                 metrics.add_counter("training_samples_total", help_text, labels, samples.total)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from dpmon.record.schema import Quantity
 from dpmon.store.step_stats import Rate, StepStats
-from dpmon.store.tally import QuantitySum, averaging_unit
+from dpmon.store.tally import SeriesStats, averaging_unit
 
 UNKNOWN = "–"
 _UNITS = ((1e3, "µs"), (1e6, "ms"), (1e9, "s"))
@@ -163,7 +163,7 @@ def format_quantities(stats: StepStats) -> list[str]:
     ]
 
 
-def format_quantity(quantity: Quantity, total: QuantitySum, steps: int, updates: int = 0) -> str:
+def format_quantity(quantity: Quantity, total: SeriesStats, steps: int, updates: int = 0) -> str:
     """Return a quantity of steps with these updates: "copied to GPUs: 1.20 MiB per step, 240 MiB total"."""
     averaged, number = averaging_unit(total.count, updates if total.count == steps else 0)
     mean = total.total / number

@@ -34,7 +34,7 @@ from dpmon.mirror.mirror import COLLECTION_THRESHOLD  # noqa: E402
 from dpmon.mirror.mirror_history import MirrorHistory  # noqa: E402
 from dpmon.record.record_types import Event, Step  # noqa: E402
 from dpmon.run.run_directory import RunInfo  # noqa: E402
-from dpmon.store.tally import WIDTHS  # noqa: E402
+from dpmon.store.time_buckets import WIDTHS  # noqa: E402
 from support.history_builders import Recording  # noqa: E402
 from support.record_builders import SECOND, Training, device_event, host_event, with_event_data, with_other  # noqa: E402
 
@@ -104,7 +104,7 @@ class Machine:
         """The lines of one second, the same for all machines."""
         cycle, at = divmod(second, CYCLE_S)
         rows = [self._moved(one, cycle) for one in self._chunks[1 + at]]
-        for one in [one for one in rows if one["table"] in ("tallies", "times")]:
+        for one in [one for one in rows if one["table"] in ("tallies", "series", "times")]:
             width_at = one["columns"].index("width")
             starts = one["columns"].index("start_s")
             for width in WIDTHS[3:]:  # the narrower ones are in the chunks

@@ -41,9 +41,10 @@ from dpmon.run.run_directory import RunInfo, write_info  # noqa: E402
 from dpmon.store.history_writer import HistoryWriter  # noqa: E402
 from dpmon.store.ring_drain import RingDrain  # noqa: E402
 from dpmon.store.store_opening import open_store  # noqa: E402
-from dpmon.store.tally import TallyKey  # noqa: E402
+from dpmon.store.tally_keys import TallyKey  # noqa: E402
+from dpmon.store.tally_tables import SecondOfSteps  # noqa: E402
 from dpmon.store.time_accounting import ActivityInterval  # noqa: E402
-from dpmon.store.write_batch import SecondOfSteps, WriteBatch  # noqa: E402
+from dpmon.store.write_batch import WriteBatch  # noqa: E402
 from support.history_builders import StepFacts, quantities  # noqa: E402
 from support.record_builders import TRAINING_FLAGS, call_row, consecutive_spans, step_row  # noqa: E402
 from support.ring_writers import RowRing, use_row_rings  # noqa: E402

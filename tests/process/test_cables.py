@@ -227,7 +227,8 @@ class Mirrored:
             ((there,),) = self.query("SELECT sum(steps) FROM tallies WHERE width = 1", run)
             assert there == steps
             processes = f"SELECT process FROM rings WHERE node = {number}"
-            here = self.query(f"SELECT sum(steps) FROM tallies WHERE width = 1 AND process IN ({processes})")
+            keys = f"SELECT number FROM keys WHERE process IN ({processes})"
+            here = self.query(f"SELECT sum(steps) FROM tallies WHERE width = 1 AND key IN ({keys})")
             assert here == [(steps,)]
             kinds = "SELECT kind, count(*) FROM events WHERE kind != 'exit' AND {} GROUP BY kind"
             kept = self.query(kinds.format(f"(process IN ({processes}) OR process = {-1 - number})"))

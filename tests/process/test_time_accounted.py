@@ -111,7 +111,7 @@ def check(
             rate = window.rate(mode)
             assert rate is not None
             assert rate.samples_per_s == pytest.approx(samples / told["seconds"][mode], rel=slack)
-            assert figures.tally.sum("samples").total == samples + unfinished * ROWS
+            assert figures.tally.stat("samples").total == samples + unfinished * ROWS
     said = report(dpmon)
     for mode, expected in rates(told).items():
         for shown, inside in (

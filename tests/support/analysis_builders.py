@@ -16,7 +16,7 @@ from dpmon.model.mode_stats import ModeStats
 from dpmon.store.query_results import LongStepRow
 from dpmon.store.step_stats import PhaseStats, Rate
 from dpmon.store.tally import SeriesStats, Tally
-from support.history_builders import run_analysis_with, with_changes
+from support.history_builders import run_analysis_with, series_stats, with_changes
 from support.record_builders import SECOND
 
 MS = 1_000_000
@@ -39,10 +39,8 @@ GOOD_MODE = mode_stats(data=0.05, forward=0.4, backward=0.4, optimizer=0.1, repl
 
 def _tally_of_third(median: float, quarter: float, **phases: float) -> Tally:
     """Return steps with this median and a quarter of `quarter` (ms), and the medians of their phases (ms)."""
-    found = Tally()
-    times = [*(("step", ms) for ms in (median, median, median, quarter, quarter)), *phases.items()]
-    found.add([], [(name, int(ms * MS)) for name, ms in times])
-    return found
+    steps = series_stats([int(ms * MS) for ms in (median, median, median, quarter, quarter)])
+    return Tally(stats={"step": steps, **{name: series_stats([int(ms * MS)]) for name, ms in phases.items()}})
 
 
 def slowing_mode(early: float, late: float, p75: float, p25: float, steps: int = 1000) -> ModeStats:
@@ -63,9 +61,7 @@ def device_usage(index: int = 0, **more: Any) -> DeviceUsage:
 
 
 def _series_stats(ms: float | None, calls: int = 1000) -> SeriesStats:
-    found = SeriesStats()
-    found.add([] if ms is None else [int(ms * MS)] * calls)
-    return found
+    return series_stats([] if ms is None else [int(ms * MS)] * calls)
 
 
 def replica_stats(number: int, rows: int | None = 16, ms: float = 5.0, **more: Any) -> ReplicaStats:

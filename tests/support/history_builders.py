@@ -24,7 +24,17 @@ from dpmon.model.run_snapshot import PHASES, RunSnapshot, SnapshotRequest
 from dpmon.model.snapshot_builder import SnapshotBuilder
 from dpmon.record.history_rows import Definition, Row
 from dpmon.record.record_types import Call, CallParts, CallRow, Event, Record, Size, Step
-from dpmon.record.schema import EVALUATION, QUANTITIES, SPAN_PHASES, STEP_KINDS, TRAINING, WARM_UP, device_series
+from dpmon.record.schema import (
+    EVALUATION,
+    QUANTITIES,
+    REST,
+    SPAN_PHASES,
+    STEP,
+    STEP_KINDS,
+    TRAINING,
+    WARM_UP,
+    device_series,
+)
 from dpmon.record.schema import PHASES as SCHEMA
 from dpmon.record.shared_names import CALL_PHASES
 from dpmon.record.span_format import Flag
@@ -34,13 +44,16 @@ from dpmon.run.run_registry import create_run
 from dpmon.store.history_schema import HISTORY_FILE, LARGEST, STEP_COLUMNS, BoundedConnection, RingRow
 from dpmon.store.history_writer import LIMIT_BYTES, HistoryWriter
 from dpmon.store.process_accounts import ProcessAccounts
+from dpmon.store.quantile_sketch import pack_values
 from dpmon.store.query_results import LongStepRow
 from dpmon.store.ring_drain import COMMIT_S, RingDrain
 from dpmon.store.ring_intake import RingIntake
 from dpmon.store.step_stats import StatsWindow
 from dpmon.store.store_opening import open_store
 from dpmon.store.store_queries import Store
-from dpmon.store.tally import NO_SAMPLES, WIDTHS, Tally, TallyKey
+from dpmon.store.tally import SeriesStats, Tally
+from dpmon.store.tally_keys import NO_SAMPLES, TallyKey
+from dpmon.store.time_buckets import WIDTHS
 from dpmon.store.write_batch import WriteBatch
 from support.record_builders import SECOND, calls_alone, flags_of, records_of_rows, step_row, with_other
 
@@ -55,8 +68,6 @@ class Recording:
     def __init__(self, origin_ns: int = 0, directory: Path | None = None, limit_bytes: int = LIMIT_BYTES) -> None:
         """`origin_ns`: start of the run on the clock of the rows. `directory`: of a run; None: write to memory."""
         self.origin_ns = origin_ns
-        self.now_s = 0
-        """The time of the next writes (s since the run's start)."""
         about = {"run": "test", "start_ns": origin_ns}
         if directory is None:
             self._db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
@@ -102,7 +113,6 @@ class Recording:
 
     def _write(self, batch: WriteBatch) -> WriteBatch:
         batch.rings = [intake.row for process, intake in self._intakes.items() if process >= 0]
-        batch.now_s = self.now_s
         self._history.write(batch)
         return WriteBatch()
 
@@ -436,6 +446,18 @@ class StoredStep(NamedTuple):
         """Return the end, ns."""
         return self.start + self.facts.wall
 
+    @property
+    def tally(self) -> Tally:
+        """Return the tally of this step alone."""
+        facts = self.facts
+        phases = zip((phase.name for phase in SCHEMA), facts.phases, strict=True)
+        counted = zip((quantity.name for quantity in QUANTITIES), facts.quantities, strict=True)
+        found = Tally(1, facts.calls, facts.number, facts.wall, facts.wall, self.start, self.end)
+        for name, value in ((STEP, facts.wall), (REST, facts.rest), *phases, *counted, *facts.series):
+            if value is not None:
+                found.stats.setdefault(name, SeriesStats()).merge(series_stats([value]))
+        return found
+
     def add_to(self, batch: WriteBatch) -> None:
         """Add the step to a batch."""
         batch.add_step(self.key, self.end, self.facts.row(self.start, self.key), self.facts.series)
@@ -473,8 +495,13 @@ def expected_tallies(steps: Iterable[StoredStep]) -> dict[int, dict[tuple[int, T
     for step in steps:
         for width in WIDTHS:
             start = step.end // SECOND // width * width
-            found[width][start, step.key].add([step.facts.row(step.start)], step.facts.series)
+            found[width][start, step.key].merge(step.tally)
     return found
+
+
+def series_stats(values: Sequence[int]) -> SeriesStats:
+    """Return the series with these values."""
+    return SeriesStats(len(values), sum(values), pack_values(values)) if values else SeriesStats()
 
 
 def open_unlimited_store(db: sqlite3.Connection) -> Store:

@@ -23,9 +23,10 @@ from dpmon.record.schema import SPAN_PHASES
 from dpmon.record.shared_names import DDP
 from dpmon.store.history_schema import NODE_COLUMNS, STEP_COLUMNS
 from dpmon.store.history_writer import HistoryWriter
+from dpmon.store.quantile_sketch import pack
 from dpmon.store.query_results import NODE_DEVICES, NodeRow
 from dpmon.store.store_queries import Store
-from dpmon.store.tally import COLUMNS, TALLY, TALLY_AT, QuantitySum, SeriesNames, Tally
+from dpmon.store.tally import SeriesStats, Tally
 from support.history_builders import Recording
 from support.record_builders import SECOND, Training, device_event, host_event, step_row, with_event_data
 
@@ -229,18 +230,13 @@ class _CopiedSecond:
             f"SELECT {', '.join(STEP_COLUMNS)} FROM steps WHERE process = ? AND start_ns < ? ORDER BY id DESC LIMIT 1"
         )
         (self.step,) = store.query(newest, (process, (_COPIED_SECOND + 1) * SECOND - 20_000_000))
-        query = f"SELECT {', '.join(TALLY)} FROM tallies WHERE width = 1 AND start_s = ? AND process = ?"
-        ((*tally,),) = store.query(query, (_COPIED_SECOND, process))
-        self.key, row = tally[2:TALLY_AT], tally[TALLY_AT:]
-        self.tallies = {1: row}
-        names = SeriesNames(store._series_names.items())
+        ((self.key, tally),) = store.tallies(_COPIED_SECOND, _COPIED_SECOND + 1, process=process).items()
+        self.tallies = {1: tally}
         for width in _WIDER_WIDTHS:
-            whole = Tally()
+            self.tallies[width] = Tally()
             for _ in range(width):
-                whole.merge(Tally.from_row(row, names.by_number))
-            self.tallies[width] = list(whole.row(names))
-        query = "SELECT * FROM times WHERE width = 1 AND start_s = ? AND process = ?"
-        ((*_, self.times),) = [(row[:4], row[4:]) for row in store.query(query, (_COPIED_SECOND, process))]
+                self.tallies[width].merge(tally)
+        (self.times,) = store.time_rows(_COPIED_SECOND, _COPIED_SECOND + 1, process=process)
         self.definitions = {number: serialize_definition(value) for number, value in store.definitions(process).items()}
 
 
@@ -299,7 +295,6 @@ class ManyNodes:
         many = self._db.executemany
         self._history._connection.set_size(1 << 30, writes=True)
         self._db.execute("BEGIN")
-        many("INSERT INTO series VALUES (?, ?)", store._series_names.items())
         for number in range(self.nodes):
             self.node(number, "connected")
         for rank in range(self.ranks):
@@ -310,7 +305,7 @@ class ManyNodes:
                 " VALUES (?, ?, ?, 4242, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 1, ?)",
                 (*place, rank // self.each),
             )
-            self._db.execute("INSERT INTO keys VALUES (?, ?, ?, ?)", (rank, *kind.key))
+            self._history.key_numbers.number(kind.key._replace(process=rank))
             defined = [(rank, number, json.dumps(value)) for number, value in kind.definitions.items()]
             many("INSERT INTO definitions VALUES (?, ?, ?)", defined)
             for event in (one for one in rows[0] if isinstance(one, Event)):
@@ -350,7 +345,7 @@ class ManyNodes:
             kind = self.rows_of(rank)
             step = self._id
             self._id += 1
-            per_s = kind.tallies[1][0]
+            per_s = kind.tallies[1].steps
             ahead = dict(zip(STEP_COLUMNS, (step, rank, *kind.step[2:]), strict=True))
             for name, later in (("step", per_s), ("last_call", per_s), ("sync_number", per_s), ("start_ns", SECOND)):
                 ahead[name] += shift * later
@@ -362,7 +357,7 @@ class ManyNodes:
         for width in _WIDER_WIDTHS:
             if (at_s + 1) % width == 0:
                 self._tallies(width, at_s + 1 - width, there)
-                self._db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (f"whole_{width}", at_s + 1))
+                self._db.execute("INSERT OR REPLACE INTO widths VALUES (?, ?, 0)", (width, at_s + 1))
         for node in range(self.nodes) if self.samples else ():
             if node not in self.silent:
                 self._event(with_event_data(host_event(at_s + 0.5, 40.0, None), node=node), -1 - node)
@@ -375,18 +370,24 @@ class ManyNodes:
         self._db.execute("COMMIT")
 
     def _tallies(self, width: int, start_s: int, there: list[int]) -> None:
-        rows, times = [], []
+        rows, series, times = [], [], []
         for rank in there:
             kind = self.rows_of(rank)
-            times.append((width, start_s, rank, kind.key[0], *(ns * width for ns in kind.times)))
-            own = dict(zip(COLUMNS, kind.tallies[width], strict=True))
-            own["last_step"] += (start_s + width - 1 - _COPIED_SECOND) * kind.tallies[1][0]
-            own["first_ns"] += (start_s - _COPIED_SECOND) * SECOND
-            own["last_ns"] += (start_s + width - 1 - _COPIED_SECOND) * SECOND
-            rows.append((width, start_s, rank, *kind.key, *own.values()))
-        names = f"width, start_s, process, mode, kind, batch, {', '.join(COLUMNS)}"
-        self._db.executemany(f"INSERT INTO tallies ({names}) VALUES ({', '.join('?' * len(rows[0]))})", rows)
-        self._db.executemany(f"INSERT INTO times VALUES ({', '.join('?' * len(times[0]))})", times)
+            tally, shift_s = kind.tallies[width], start_s - _COPIED_SECOND
+            assert tally.last_step is not None
+            assert tally.first_ns is not None
+            assert tally.last_ns is not None
+            place = width, start_s, self._history.key_numbers.number(kind.key._replace(process=rank))
+            last_step = tally.last_step + (shift_s + width - 1) * kind.tallies[1].steps
+            first_ns, last_ns = tally.first_ns + shift_s * SECOND, tally.last_ns + (shift_s + width - 1) * SECOND
+            plain = tally.steps, tally.calls, last_step, tally.low_ns, tally.high_ns, first_ns, last_ns
+            rows.append((*place, *plain, 0))
+            for name, stats in tally.stats.items():
+                series.append((*place, name, stats.count, stats.total, pack(stats.counts)))
+            for activity, ns in kind.times.spent.items():
+                times.append((width, start_s, rank, kind.times.mode, activity, ns * width, 0))
+        for table, added in (("tallies", rows), ("series", series), ("times", times)):
+            self._db.executemany(f"INSERT INTO {table} VALUES ({', '.join('?' * len(added[0]))})", added)
 
     def run(self, begin_s: int, end_s: int) -> ManyNodes:
         """Write the seconds from one up to another."""
@@ -428,7 +429,7 @@ def communication_of(
     """Return the communication of ranks. `unsynced`: backward passes under no_sync of the first one."""
     first = ranks[0]
     sums = {"synced": first.synced, "unsynced": unsynced, "updates": first.updates}
-    tally = Tally(first.steps, sums={name: QuantitySum(first.steps, total) for name, total in sums.items()})
+    tally = Tally(first.steps, stats={name: SeriesStats(first.steps, total) for name, total in sums.items()})
     wrappers = wrappers or (ddp_wrapper(group=list(range(len(ranks)))),)
     found = build_communication(ranks, wrappers, tally=tally, lately=lately)
     assert found is not None

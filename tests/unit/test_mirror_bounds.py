@@ -21,10 +21,11 @@ from dpmon.mirror.chunk_receiver import Chunk, ChunkReceiver
 from dpmon.mirror.mirror_history import MirrorHistory
 from dpmon.store.history_schema import HISTORY_FILE, LASTING, SCHEMA, database_size
 from dpmon.store.history_writer import _MIN_NODE_BYTES
+from dpmon.store.quantile_sketch import pack_values
 from dpmon.store.row_exchange import KEPT, NUMBERED, columns_sent
 from dpmon.store.store_queries import Store
-from dpmon.store.tally import WIDTHS
-from dpmon.store.tally_encoding import encode_entry
+from dpmon.store.time_accounting import ACTIVITIES
+from dpmon.store.time_buckets import WIDTHS
 from support.mirror_builders import MIRROR_NOW_NS, MirroredNode, check_all_readable, mirror_run_info, open_mirror_store
 
 LIMIT = 1 << 20
@@ -35,8 +36,8 @@ MARGIN = LIMIT // 2
 """What the rows of one chunk need before older ones are deleted."""
 JOURNAL = (4 << 20) + LIMIT
 """What SQLite leaves of its journal (journal_size_limit), and the pages that a commit changes."""
-PROCESSES = 8
-NOT_SENT = {"meta", "nodes", "late"}
+PROCESSES = KEYS = 8
+NOT_SENT = {"meta", "nodes", "widths"}
 """Tables without rows of a machine."""
 KEPT_WHOLE = (
     *(f"{table} WHERE true" for table in ("definitions", "loops", "gaps", "shapes", "losses", "rings")),
@@ -66,7 +67,10 @@ def makers(table: str, size: int) -> list[Callable[[int], Any]]:
         "json": lambda n: f'{{"kind":"{("device", "process", "warning")[n % 3]}","t_s":1,"text":"{text}"}}',
         "value": lambda n: f'["{text}"]',
         "sizes": lambda n: f"[{n}, {values}]",
-        "sketches": lambda n: b2a_base64(encode_entry(n % 8, [n, *values]), newline=False).decode(),
+        "number": lambda n: n % KEYS if table == "keys" else n,
+        "key": lambda n: n % KEYS,
+        "activity": lambda n: ACTIVITIES[n % len(ACTIVITIES)],
+        "sketch": lambda n: b2a_base64(pack_values([n, *values]), newline=False).decode(),
         "start_ns": lambda n: n * 1000,
         "t_ns": lambda n: n * 1000,
     }
@@ -100,8 +104,6 @@ class Flood:
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch, count: int = 2) -> None:
         monkeypatch.setattr("dpmon.mirror.mirror_history.LIMIT_BYTES", LIMIT // 2)
         monkeypatch.setattr("dpmon.mirror.mirror_history.MAX_HISTORY_BYTES", LIMIT)
-        # Series may take less than a hundredth, as usual.
-        monkeypatch.setattr("dpmon.mirror.mirror_history._MAX_SERIES", 512)
         self.path = directory / HISTORY_FILE
         self.records = MirrorHistory(directory, mirror_run_info(count))
         for node in self.records.nodes:
@@ -112,8 +114,9 @@ class Flood:
         self._sent = 0
         for _ in range(20):
             self._work()
-        makes = makers("rings", 0)
-        self.send([line("rings", [[make(number) for make in makes] for number in range(PROCESSES)])])
+        for table, count in (("rings", PROCESSES), ("keys", KEYS)):
+            makes = makers(table, 0)
+            self.send([line(table, [[make(number) for make in makes] for number in range(count)])])
 
     def _work(self, *, last: bool = False) -> None:
         """Let the honest machine write something, and send it."""
@@ -171,7 +174,7 @@ def test_all_tables_are_flooded() -> None:
     assert set(tables()) == {*NUMBERED, *KEPT} | NOT_SENT, "a table that this file does not know"
 
 
-TEXTS = ("events", "definitions", "series", "shapes", "tallies", "device_rollups")
+TEXTS = ("events", "definitions", "series", "shapes", "device_rollups")
 """Tables with texts that a machine chooses."""
 QUICK = {("definitions", 20_000), ("device_rollups", 10), ("events", 20_000)}
 
@@ -226,6 +229,6 @@ def test_a_machine_whose_tallies_stand_still_is_not_waited_for(tmp_path: Path) -
     for second, there in ((600, 600), (1200, 600), (9000, 600)):
         for node, tallied_s in zip(records.nodes, (second, there), strict=True):
             records.write([(node, Chunk({}, {"offset": node.received + 1, "tallied_s": tallied_s}))])
-        ((whole,),) = open_mirror_store(records).query("SELECT value AS number FROM meta WHERE key = 'whole_600'")
+        ((whole,),) = open_mirror_store(records).query("SELECT made_s FROM widths WHERE width = 600")
         assert whole == (9000 if second == 9000 else 600)
     records.close()

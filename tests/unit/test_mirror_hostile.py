@@ -125,6 +125,7 @@ WRONG: dict[type, list[Any]] = {
 }
 """For the type of a column, values that it must not have."""
 SPECIAL: dict[str, list[Any]] = {
+    "activity": ["sleeping"], "sketch": ["AAAA"],
     "mode": ["train"], "width": [7], "name": ["x" * 201], "start_s": [2000], "start_ns": [2000 * SECOND],
     "json": ["[", "[]", '{"t_s": 1}', '{"kind": 3}', '{"kind":"x","a":' + "[" * 20_000 + "]" * 20_000 + "}"],
 }  # fmt: skip
@@ -133,7 +134,7 @@ SPECIAL: dict[str, list[Any]] = {
 @pytest.mark.parametrize("table", [*NUMBERED, *KEPT])
 def test_a_value_that_does_not_fit_into_its_column_is_refused(table: str) -> None:
     columns = columns_sent(table)
-    known: dict[str, Any] = {"mode": "dp", "width": 1, "json": '{"kind": "host"}'}
+    known: dict[str, Any] = {"mode": "dp", "width": 1, "activity": "training", "json": '{"kind": "host"}'}
     values = [known.get(name, "" if kinds[0] in (str, bytes) else 0) for name, kinds in columns.items()]
 
     def line(name: str, value: Any) -> bytes:

@@ -22,7 +22,8 @@ from dpmon.record.schema import EXPOSED, STRAGGLER_DELAY, UNCOMPARED, WAIT
 from dpmon.store.query_results import NodeRow
 from dpmon.store.step_stats import StatsWindow
 from dpmon.store.store_queries import Store
-from dpmon.store.tally import Tally, TallyKey
+from dpmon.store.tally import Tally
+from dpmon.store.tally_keys import TallyKey
 from support.history_builders import Recording
 from support.mirror_builders import CLOCK_SHIFTS_NS, MirroredNode, mirror_run_info, open_mirror_store
 from support.record_builders import (
@@ -234,7 +235,7 @@ def test_a_full_history_loses_its_oldest_seconds_and_goes_on(tmp_path: Path, mon
         for machine, node in zip(together.machines, records.nodes, strict=True):
             chunk, _ = machine.chunk(second)
             records.write([(node, chunk)])
-        kept_from.append(open_mirror_store(records).kept_from(1))
+        kept_from.append(open_mirror_store(records).buckets.deleted_until[1])
     assert 0 < kept_from[50] < kept_from[-1] <= 80, "up to the stretches of 10 s that are there"
     assert open_mirror_store(records).tallies(0, 10), "the figures of that time come from them"
 
@@ -290,9 +291,9 @@ def test_what_could_not_be_written_is_written_later_as_if_nothing_had_happened(
             transact: Any = records._history.run_transaction,
             records: MirrorHistory = records,
         ) -> None:
-            def full(put: Callable[[], None]) -> None:
-                def work() -> None:
-                    put()
+            def full(put: Callable[[int], None]) -> None:
+                def work(seq: int) -> None:
+                    put(seq)
                     raise sqlite3.OperationalError("database or disk is full")
 
                 transact(work)
@@ -383,8 +384,8 @@ def test_the_wide_tallies_of_a_machine_that_is_gone_are_made_here(tmp_path: Path
     mirror = open_mirror_store(records)
     gone = records.local_process_number(1, 0)
     assert gone is not None
-    assert mirror._complete_until[600] == 600
-    assert mirror.query(f"SELECT sum(steps) FROM tallies WHERE process = {gone} AND width = 600") != [(None,)]
+    assert mirror.buckets.made_until[600] == 600
+    assert any(width == 600 for _, width, _, _ in mirror.tally_rows(process=gone))
     after = {key: tally for key, tally in mirror.tallies().items() if key.process == gone}
     assert sum(tally.steps for tally in after.values()) > 100
     assert {key.mode for key in before} == {"dp"}

@@ -14,8 +14,8 @@ from dpmon.model.mode_comparison import MIN_STEPS, Comparison, Peak, verdict_sen
 from dpmon.model.run_snapshot import PHASES, Process
 from dpmon.record.record_types import Event, Record
 from dpmon.record.schema import STEP, WARM_UP_STEPS
-from dpmon.store.tally import SeriesStats, Tally
-from support.history_builders import NOT_RUN, StepSample, snapshot_of_records
+from dpmon.store.tally import Tally
+from support.history_builders import NOT_RUN, StepSample, series_stats, snapshot_of_records
 from support.history_builders import compare_steps as compare
 from support.record_builders import Training, host_event, records_of_rows
 
@@ -51,9 +51,8 @@ def autoregressive(chance: random.Random, count: int, rho: float) -> list[float]
 def tally_of(values: list[float]) -> Tally:
     """Return the tally of steps with these durations, ms."""
     walls = [int(value * MS) for value in values]
-    stat = SeriesStats()
-    stat.add(walls)
-    return Tally(len(walls), low_ns=min(walls, default=None), high_ns=max(walls, default=None), stats={STEP: stat})
+    stats = {STEP: series_stats(walls)}
+    return Tally(len(walls), low_ns=min(walls, default=None), high_ns=max(walls, default=None), stats=stats)
 
 
 def interval_of(values: list[float], size: int = 7) -> Interval | None:

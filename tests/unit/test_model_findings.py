@@ -25,7 +25,8 @@ from dpmon.model.run_events import LoaderStart, RunEvents
 from dpmon.record.history_rows import Definitions
 from dpmon.record.schema import EVALUATION
 from dpmon.store.query_results import Shape
-from dpmon.store.tally import Tally, TallyKey
+from dpmon.store.tally import Tally
+from dpmon.store.tally_keys import TallyKey
 from dpmon.store.time_accounting import Gap
 from support.analysis_builders import (
     GIB,

@@ -8,7 +8,7 @@ import pytest
 
 from dpmon.export import incremental_rows
 from dpmon.export.incremental_rows import MAX_RANK_SECONDS, IncrementalRows
-from dpmon.record.schema import SECOND
+from dpmon.record.schema import SECOND, TRAINING
 from dpmon.store.history_schema import BEFORE_S
 from support.history_builders import Recording
 from support.rank_builders import record_ddp_ranks
@@ -139,12 +139,14 @@ def test_a_stop_of_the_supervisor_loses_no_tally() -> None:
     recording, rows, have = Recording(), IncrementalRows(rollups=True), dict[int, int]()
     training = Training(step_ns=SECOND // 4)
     for now_s, records_until_s in ((20, 20), (60, 20), (70, 70)):
-        recording.now_s = now_s
         while training.now < records_until_s * SECOND:
             recording.add(training.run(40))
         lines, _ = rows.next_chunk(recording.store(), now_s, is_last=False)
+        (trained,) = (number for number, key in recording.store().keys().items() if key.kind == TRAINING)
         for line in (one for one in map(json.loads, lines) if one["table"] == "tallies"):
             for row in (dict(zip(line["columns"], values, strict=True)) for values in line["rows"]):
-                have |= {row["start_s"]: row["steps"]} if (row["width"], row["kind"]) == (1, 0) else {}
-    written = dict(recording.store().query("SELECT start_s, steps FROM tallies WHERE width = 1 AND kind = 0"))
+                have |= {row["start_s"]: row["steps"]} if (row["width"], row["key"]) == (1, trained) else {}
+    written = dict(
+        recording.store().query("SELECT start_s, steps FROM tallies WHERE width = 1 AND key = ?", (trained,))
+    )
     assert have == {second: steps for second, steps in written.items() if second < 70}

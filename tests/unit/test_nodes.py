@@ -25,8 +25,7 @@ from dpmon.record.schema import STEP, WAIT
 from dpmon.run.mirror_state import NodeReplies
 from dpmon.run.run_reader import PauseState
 from dpmon.run.run_registry import create_run
-from dpmon.store.tally import COLUMNS, SeriesNames, Tally
-from dpmon.store.tally_encoding import decode_entries as entries_of_row
+from dpmon.store.tally import Tally
 from dpmon.ui.dialogs import Choice
 from dpmon.ui.live_run import FROZEN_RANKS
 from dpmon.ui.panels import panel_batch, panel_ranks
@@ -315,19 +314,10 @@ async def test_the_question_before_a_stop_says_that_all_nodes_stop(tmp_path: Pat
         assert ("It stops on all 2 nodes." in dialog.lines) == bool(nodes)
 
 
-def test_few_known_waits_are_looked_at_over_more_seconds_also_at_an_earlier_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_few_known_waits_are_looked_at_over_more_seconds_also_at_an_earlier_time() -> None:
     run = ManyNodes(2, slow=11).run(0, 30)
-    per_s = run.rows_of(0).tallies[1][0]
-
-    def few(*of_row: Any, **how: Any) -> list[Any]:
-        return [
-            (name, *(each * 2 // per_s if name == WAIT else each for each in (count, total)), data)
-            for name, count, total, data in entries_of_row(*of_row, **how)
-        ]
-
-    monkeypatch.setattr("dpmon.store.tally.decode_entries", few)
+    per_s = run.rows_of(0).tallies[1].steps
+    run._db.execute(f"UPDATE series SET count = count * 2 / {per_s}, total = total * 2 / {per_s} WHERE name = '{WAIT}'")
     for store in (run.store(), run.store().as_of(25 * SECOND + SECOND // 2)):
         state = SnapshotBuilder().build(store, SnapshotRequest())
         assert {one.joined for one in state.ranks} <= set(range(20, 41)), [one.joined for one in state.ranks]
@@ -380,15 +370,11 @@ def test_a_map_is_drawn_while_the_wait_of_only_one_rank_is_known() -> None:
 
 def lengthen(run: ManyNodes, at: tuple[tuple[int, int], ...], processes: range, more_ns: int) -> None:
     """Make a step of these processes longer, in the tallies of these widths and seconds."""
-    names = SeriesNames(run.store()._series_names.items())
     for process, (width, second) in product(processes, at):
-        where = f"width = {width} AND start_s = {second} AND process = {process}"
-        ((*row,),) = run._db.execute(f"SELECT {', '.join(COLUMNS)} FROM tallies WHERE {where}").fetchall()
-        tally = Tally.from_row(row, names.by_number)
-        tally.high_ns = more_ns
-        tally.stats[STEP].total += more_ns
-        values = ", ".join(f"{name} = ?" for name in COLUMNS)
-        run._db.execute(f"UPDATE tallies SET {values} WHERE {where}", tally.row(names))
+        (number,) = run.store().keys(process)
+        where = f"width = {width} AND start_s = {second} AND key = {number}"
+        assert run._db.execute(f"UPDATE tallies SET high_ns = {more_ns} WHERE {where}").rowcount == 1
+        run._db.execute(f"UPDATE series SET total = total + {more_ns} WHERE {where} AND name = '{STEP}'")
 
 
 def test_after_a_stall_all_machines_are_compared_by_the_steps_after_it() -> None:

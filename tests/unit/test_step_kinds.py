@@ -201,7 +201,7 @@ def test_calls_without_gradients_in_a_training_step_do_not_train() -> None:
     """They have no part in the sizes and samples of the training."""
     store = recorded("m " + "d n99 f8 b o " * 20).store()
     window = StatsWindow(store)
-    assert window.tally("single").sum("samples").total == 20 * 8
+    assert window.tally("single").stat("samples").total == 20 * 8
     counts = {TRAINING: 0, EVALUATION: 0}
     for shape in store.shapes():
         counts[shape.kind & EVALUATION] += shape.calls

@@ -18,7 +18,7 @@ from dpmon.store.history_schema import HISTORY_FILE, STEP_COLUMNS, RingRow
 from dpmon.store.history_writer import HistoryWriter
 from dpmon.store.process_accounts import ProcessAccounts
 from dpmon.store.ring_intake import BATCH_SIZES, SHAPES, RingIntake
-from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES
+from dpmon.store.tally_keys import NO_SAMPLES, OTHER_SIZES
 from dpmon.store.write_batch import WriteBatch
 from support.record_builders import TRAINING_FLAGS, call_row, calls_alone, flags_of, step_row
 
@@ -277,7 +277,8 @@ def test_a_wait_is_subtracted_from_its_gap_in_the_database(tmp_path: Path, ring:
     history.close()
     with closing(sqlite3.connect(tmp_path / HISTORY_FILE)) as db:
         assert db.execute("SELECT after_step, ns FROM gaps").fetchall() == [(1, 300 * MS)]
-        assert db.execute("SELECT sum(input_ns), sum(between_ns) FROM times").fetchone() == (700 * MS, 300 * MS)
+        times = dict(db.execute("SELECT activity, sum(ns) FROM times GROUP BY activity"))
+        assert (times["input"], times["between"]) == (700 * MS, 300 * MS)
 
 
 # ---------------------------------------------------------------------------------------- limits

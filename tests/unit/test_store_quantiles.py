@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import statistics
-from array import array
 from math import ceil
 
 import pytest
@@ -18,6 +17,7 @@ from dpmon.store.quantile_sketch import (
     median,
     merge,
     pack,
+    pack_values,
     quantile,
     quantiles,
     unpack,
@@ -88,16 +88,18 @@ def test_parts_add_up_packed_or_not(seed: int) -> None:
     merge(together, second)
     assert together == sketch(values)
     read: Counts = {}
-    unpack(read, [array("H", pack(first)), array("H", pack(second))])
+    unpack(read, pack(first))
+    unpack(read, pack(second))
     assert read == sketch(values)
     at_once: Counts = {}
-    unpack(at_once, [array("H", pack(first) + pack(second))])
+    unpack(at_once, pack(first) + pack(second))
     assert at_once == read
+    assert pack_values(values) == pack(read)
 
 
 def test_large_counts_are_packed_too() -> None:
     counts = {7: 200_000, 9: 65_535, 12: 65_536, LAST_BIN: 1}
     read: Counts = {}
-    unpack(read, [array("H", pack(counts))])
+    unpack(read, pack(counts))
     assert read == counts
     assert pack({}) == b""

@@ -18,8 +18,9 @@ from dpmon.store.history_schema import HISTORY_FILE
 from dpmon.store.history_writer import HistoryWriter
 from dpmon.store.step_stats import StatsWindow, compute_rate
 from dpmon.store.store_queries import Store
-from dpmon.store.tally import WIDTHS, IncrementalTallies, QuantitySum, Tally
+from dpmon.store.tally import SeriesStats, Tally
 from dpmon.store.time_accounting import ACTIVITIES, ActivityInterval
+from dpmon.store.time_buckets import WIDTHS
 from dpmon.store.write_batch import WriteBatch
 from support.history_builders import StoredStep, open_history, open_unlimited_store, random_steps
 from support.record_builders import SECOND
@@ -31,10 +32,9 @@ DAY = 86_400
 def a_store(db: sqlite3.Connection, directory: Path, newest: int, slack: int, pruned: dict[int, int]) -> Store:
     """Return a store without tallies; its wide ones end `slack` seconds before the newest second."""
     HistoryWriter.open(directory, {}).close()
-    meta = {f"whole_{width}": max(newest - slack, 0) // width * width for width in WIDTHS[1:]}
-    meta |= {f"pruned_{width}": second for width, second in pruned.items()}
-    db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", meta.items())
-    db.execute("INSERT INTO times (width, start_s, process, mode) VALUES (1, ?, 0, '')", (newest,))
+    widths = [(width, max(newest - slack, 0) // width * width, pruned.get(width, 0)) for width in WIDTHS]
+    db.executemany("INSERT INTO widths VALUES (?, ?, ?)", widths)
+    db.execute("INSERT INTO times VALUES (1, ?, 0, '', 'training', 1, 0)", (newest,))
     return open_unlimited_store(db)
 
 
@@ -60,16 +60,16 @@ def test_any_time_is_covered_exactly_by_the_fewest_tallies(tmp_path: Path, seed:
         for _ in range(300):
             begin = chance.randrange(newest + 1)
             end = min(begin + int(chance.lognormvariate(6, 3)), 1 << 40)
-            found = store.covering_buckets(begin, end)
+            found = store.buckets.cover(begin, end)
             at = begin
             for width, first, last in found:
                 assert first == at < last
                 assert first % width == last % width == 0
-                assert width == 1 or last <= store._complete_until[width]
+                assert width == 1 or last <= store.buckets.made_until[width]
                 at = last
             assert at == max(min(end, newest + 1), begin)
             assert sum((last - first) // width for width, first, last in found) == fewest(
-                begin, at, store._complete_until
+                begin, at, store.buckets.made_until
             )
 
 
@@ -87,7 +87,7 @@ def test_deleted_tallies_are_not_queried(tmp_path: Path, seed: int) -> None:
         for _ in range(300):
             begin = chance.randrange(newest + 1)
             end = begin + 1 + int(chance.lognormvariate(6, 3))
-            found = store.covering_buckets(begin, end)
+            found = store.buckets.cover(begin, end)
             for width, first, _ in found:
                 assert first >= pruned.get(width, 0)
             for (_, _, last), (_, first, _) in itertools.pairwise(found):
@@ -152,7 +152,7 @@ def check_figures(window: StatsWindow, steps: Sequence[StoredStep], mode: str, k
     assert figures.mean_ns == pytest.approx(statistics.fmean(walls), rel=1e-12)
     for index, quantity in enumerate(QUANTITIES):
         known = [count for step in mine if (count := step.facts.quantities[index]) is not None]
-        total = figures.tally.sum(quantity.name)
+        total = figures.tally.stat(quantity.name)
         assert (total.count, total.total) == (len(known), sum(known))
     assert figures.tally.last_step == max(step.facts.number for step in mine)
     for index, phase in enumerate(PHASES):
@@ -180,7 +180,7 @@ def test_ranks_train_as_fast_as_the_slowest_of_them() -> None:
 
     def tally(steps: int, first_s: int, last_s: int) -> Tally:
         own = Tally(steps, steps, first_ns=first_s * SECOND, last_ns=last_s * SECOND)
-        own.sums["samples"] = QuantitySum(steps, 16 * steps)
+        own.stats["samples"] = SeriesStats(steps, 16 * steps)
         return own
 
     tallies = {0: tally(1000, 0, 20), 1: tally(600, 0, 10), 2: tally(400, 10, 20)}
@@ -240,22 +240,6 @@ def test_processes_that_begin_within_a_second_share_the_time_that_they_were_ther
     assert spent == {**dict.fromkeys(ACTIVITIES, 0), "training": end - begin, "missed": SECOND // 4}
 
 
-def test_kept_tallies_equal_those_read_again(tmp_path: Path) -> None:
-    """For windows that move by a second, and jump; rows that come late; and another process."""
-    chance = random.Random(11)
-    steps = random_steps(chance, 900, 400, (0, 1))
-    kept, begin = IncrementalTallies(), 0
-    for part in range(3):
-        written(tmp_path, steps[part::3])
-        for _ in range(40):
-            begin = chance.choice((begin, begin + 1, begin + 1, begin + 1, chance.randrange(300)))
-            end, process = begin + chance.choice((60, 60, 61, 200)), int(chance.random() < 0.1)
-            with open_history(tmp_path) as store:
-                assert store.tallies_incremental(kept, begin, end, process) == store.tallies(
-                    begin, end, process=process
-                )
-
-
 def test_a_store_without_steps_has_no_figures(tmp_path: Path) -> None:
     HistoryWriter.open(tmp_path, {}).close()
     with open_history(tmp_path) as store:
@@ -270,7 +254,7 @@ def test_the_samples_of_ranks_add_up_although_one_begins_later() -> None:
     for process, first_ns in ((0, 0), (1, SECOND)):
         tally = tallies[process] = Tally(10)
         tally.first_ns, tally.last_ns = first_ns, 10 * SECOND
-        tally.sums["samples"] = QuantitySum(10, 300)
+        tally.stats["samples"] = SeriesStats(10, 300)
     rate = compute_rate(tallies, times, {0: 0, 1: 1})
     assert rate is not None
     assert (rate.steps_per_s, rate.samples_per_s) == (1.0, 60.0)

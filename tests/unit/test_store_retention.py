@@ -15,8 +15,9 @@ import pytest
 from dpmon.store.history_schema import HISTORY_FILE
 from dpmon.store.history_writer import HistoryWriter
 from dpmon.store.step_stats import StatsWindow
-from dpmon.store.tally import WIDTHS, TallyKey
+from dpmon.store.tally_keys import TallyKey
 from dpmon.store.time_accounting import ActivityInterval
+from dpmon.store.time_buckets import WIDTHS, note_deleted
 from dpmon.store.write_batch import WriteBatch
 from support.history_builders import open_history, random_quantities
 from support.record_builders import SECOND
@@ -46,8 +47,8 @@ def figures(directory: Path) -> dict[str, Any]:
 def deleted(directory: Path) -> dict[int, int]:
     """Return, by width, the second up to which tallies were deleted."""
     with closing(sqlite3.connect(directory / HISTORY_FILE)) as db:
-        meta = dict(db.execute("SELECT key, value FROM meta WHERE key LIKE 'pruned_%'"))
-    return {width: meta.get(f"pruned_{width}", 0) for width in WIDTHS[:-1]}
+        deleted = dict(db.execute("SELECT width, deleted_s FROM widths"))
+    return {width: deleted.get(width, 0) for width in WIDTHS[:-1]}
 
 
 def batches(ranks: int, seconds: int, every_s: int, seed: int) -> Iterator[WriteBatch]:
@@ -104,10 +105,10 @@ def test_tallies_of_each_width_can_be_deleted_without_changing_the_totals(tmp_pa
     before = figures(tmp_path)
     for width, wider in pairwise(WIDTHS):
         with closing(sqlite3.connect(tmp_path / HISTORY_FILE)) as db:
-            (whole,) = db.execute("SELECT value FROM meta WHERE key = ?", (f"whole_{wider}",)).fetchone()
-            for table in ("tallies", "times"):
+            (whole,) = db.execute("SELECT made_s FROM widths WHERE width = ?", (wider,)).fetchone()
+            for table in ("tallies", "series", "times"):
                 assert db.execute(f"DELETE FROM {table} WHERE width = ? AND start_s < ?", (width, whole)).rowcount
-            db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (f"pruned_{width}", whole))
+            note_deleted(db, width, whole)
             db.execute("DELETE FROM steps")
             db.commit()
         assert figures(tmp_path) == before, width

@@ -2,134 +2,183 @@
 
 from __future__ import annotations
 
+import sqlite3
+from collections.abc import Sequence
+
 import pytest
 
 from dpmon.record.schema import AFTER_OTHER_KIND, UNCOMPARED
-from dpmon.store.sync_passes import RankStepWait, SyncPassMatcher, SyncStep
-from dpmon.store.tally import TallyKey
-from dpmon.store.write_batch import WriteBatch
+from dpmon.store import sync_passes
+from dpmon.store.history_writer import HistoryWriter
+from dpmon.store.sync_passes import RankGroups, RankStepWait, join_sync_steps
+from dpmon.store.tally_keys import TallyKey
+
+Step = tuple[int, int, int]
+"""Process, number of its last pass, and tail (ns) of a step."""
 
 
-def step(process: int, number: int, tail_ns: int, passes: int = 1) -> SyncStep:
-    return SyncStep(
-        1000 * process + number, TallyKey(process, "single", 0, 8), number, number, passes, tail_ns, 2 * tail_ns
-    )
+class Ranks:
+    """The process groups of a run, and a history for their steps."""
+
+    def __init__(self, count: int, *groups: list[int]) -> None:
+        """Processes 0, 1, ... have the same ranks; `groups`: their process groups."""
+        self.groups = RankGroups()
+        self.history = HistoryWriter(sqlite3.connect(":memory:", isolation_level=None), {})
+        for rank in range(count):
+            self.groups.handle_event(rank, "process", {"rank": rank, "world": count})
+        for group in groups:
+            for rank in group:
+                self.groups.handle_event(rank, "ddp", {"rank": rank, "group": group})
+
+    def add(self, *steps: Step, passes: int = 1, kind: int = 0) -> list[RankStepWait]:
+        """Write steps in one transaction. Return the waits that are known now."""
+        added = [
+            self.groups.sync_step(
+                TallyKey(process, "single", kind, 8),
+                1000 * process + number,
+                number,
+                number=number,
+                passes=passes,
+                tail_ns=tail_ns,
+                wall_ns=2 * tail_ns,
+            )
+            for process, number, tail_ns in steps
+        ]
+        known = [step for step in added if step is not None]
+        waits: list[RankStepWait] = []
+        self.history.run_transaction(
+            lambda _: waits.extend(join_sync_steps(self.history._db, known, self.history.key_numbers))
+        )
+        return waits
+
+    def pending(self) -> int:
+        """Return how many steps wait."""
+        return int(self.history._db.execute("SELECT count(*) FROM pending_steps").fetchone()[0])
 
 
-def of_ranks(count: int, *groups: list[int]) -> SyncPassMatcher:
-    """Return the rounds of processes 0, 1, ... with the same ranks; `groups`: their process groups."""
-    rounds = SyncPassMatcher()
-    for rank in range(count):
-        rounds.handle_event(rank, "process", {"rank": rank, "world": count})
-    for group in groups:
-        for rank in group:
-            rounds.handle_event(rank, "ddp", {"rank": rank, "group": group})
-    return rounds
-
-
-def waits_by_process(found: list[RankStepWait]) -> dict[int, tuple[int | None, int, int | None]]:
-    """Return exposed, wait and held by process."""
-    return {one.step.key.process: (one.exposed_ns, one.wait_ns, one.held_ns) for one in found}
+def waits_by_process(waits: Sequence[RankStepWait]) -> dict[int, tuple[int | None, int, int | None]]:
+    """Return exposed communication, wait and delay of the straggler by process."""
+    return {wait.step_id // 1000: (wait.exposed_ns, wait.wait_ns, wait.straggler_delay_ns) for wait in waits}
 
 
 def test_the_shortest_tail_is_exposed_time_and_the_rest_is_wait() -> None:
-    rounds = of_ranks(3)
-    assert rounds.add_step(0, step(0, 1, 90)) == []
-    assert rounds.add_step(2, step(2, 1, 30)) == []
-    assert waits_by_process(rounds.add_step(1, step(1, 1, 50))) == {
-        0: (30, 60, None),
-        1: (30, 20, None),
-        2: (30, 0, 20),
-    }
+    ranks = Ranks(3)
+    assert ranks.add((0, 1, 90)) == []
+    assert ranks.add((2, 1, 30)) == []
+    assert waits_by_process(ranks.add((1, 1, 50))) == {0: (30, 60, None), 1: (30, 20, None), 2: (30, 0, 20)}
+    assert ranks.pending() == 0
 
 
 def test_waits_do_not_count_in_a_pass_for_which_a_rank_came_from_an_evaluation() -> None:
-    rounds, batch = of_ranks(2), WriteBatch()
-    for number, flags in ((1, 0), (2, AFTER_OTHER_KIND), (3, 0)):
-        late = step(0, number, 10)
-        rounds.add_step(0, late._replace(key=late.key._replace(kind=flags)))
-        batch.add_waits(rounds.add_step(1, step(1, number, 3000)))
-    waits = [(wait.exposed_ns, wait.wait_ns) for wait in batch.rank_waits if wait.step.key.process == 1]
-    assert waits == [(10, 2990), (None, 2990), (10, 2990)]
-    names = {second: {name for name, _ in added.series} for (second, _), added in batch.steps_by_tally.items()}
+    ranks = Ranks(2)
+    waits: list[RankStepWait] = []
+    for number, kind in ((1, 0), (2, AFTER_OTHER_KIND), (3, 0)):
+        ranks.add((0, number, 10), kind=kind)
+        waits += ranks.add((1, number, 3000))
+    assert [(wait.exposed_ns, wait.wait_ns) for wait in waits if wait.step_id >= 1000] == [
+        (10, 2990),
+        (None, 2990),
+        (10, 2990),
+    ]
+    names = {number: {name for wait in waits if wait.second == number for name in wait.series} for number in (1, 2, 3)}
     assert UNCOMPARED not in names[1] | names[3]
     assert names[2] == {UNCOMPARED}
 
 
 def test_ranks_may_be_several_passes_apart() -> None:
-    rounds = of_ranks(2)
-    assert [rounds.add_step(0, step(0, number, 10)) for number in (1, 2, 3)] == [[], [], []]
-    found = [waits_by_process(rounds.add_step(1, step(1, number, 4))) for number in (1, 2, 3)]
+    ranks = Ranks(2)
+    assert ranks.add((0, 1, 10), (0, 2, 10), (0, 3, 10)) == []
+    found = [waits_by_process(ranks.add((1, number, 4))) for number in (1, 2, 3)]
     assert found == [{0: (4, 6, None), 1: (4, 0, 6)}] * 3
 
 
 def test_each_process_group_is_joined_by_itself() -> None:
-    rounds = of_ranks(4, [0, 2], [1, 3])
-    assert rounds.add_step(0, step(0, 1, 10)) == []
-    assert rounds.add_step(1, step(1, 1, 20)) == []
-    assert waits_by_process(rounds.add_step(2, step(2, 1, 15))) == {0: (10, 0, 5), 2: (10, 5, None)}
-    assert waits_by_process(rounds.add_step(3, step(3, 1, 25))) == {1: (20, 0, 5), 3: (20, 5, None)}
+    ranks = Ranks(4, [0, 2], [1, 3])
+    assert ranks.add((0, 1, 10), (1, 1, 20)) == []
+    assert waits_by_process(ranks.add((2, 1, 15))) == {0: (10, 0, 5), 2: (10, 5, None)}
+    assert waits_by_process(ranks.add((3, 1, 25))) == {1: (20, 0, 5), 3: (20, 5, None)}
 
 
 def test_steps_with_other_passes_are_not_joined() -> None:
-    rounds = of_ranks(2)
-    rounds.add_step(0, step(0, 2, 10, passes=2))
-    assert rounds.add_step(1, step(1, 2, 10, passes=1)) == []
+    ranks = Ranks(2)
+    ranks.add((0, 2, 10), passes=2)
+    assert ranks.add((1, 2, 10), passes=1) == []
 
 
 def test_a_rank_without_records_leaves_the_waits_of_the_others_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dpmon.store.sync_passes.MAX_WAITING", 100)
-    rounds = of_ranks(3)
+    monkeypatch.setattr(sync_passes, "MAX_PENDING", 99)
+    ranks = Ranks(3)
     for number in range(1, 1000):
-        assert rounds.add_step(0, step(0, number, 10)) == []
-        assert rounds.add_step(1, step(1, number, 20)) == []
-    assert sum(len(steps) for group in rounds._groups.values() for steps in group.pending.values()) <= 100
+        assert ranks.add((0, number, 10), (1, number, 20)) == []
+    assert ranks.pending() <= 99
 
 
 def test_ranks_may_be_read_one_after_the_other() -> None:
-    rounds = of_ranks(3)
-    found = [one for rank in range(3) for n in range(1, 4000) for one in rounds.add_step(rank, step(rank, n, rank + 5))]
+    ranks = Ranks(3)
+    found = [wait for rank in range(3) for wait in ranks.add(*((rank, n, rank + 5) for n in range(1, 4000)))]
     assert len(found) == 3 * 3999
-    assert {one.exposed_ns for one in found} == {5}
+    assert {wait.exposed_ns for wait in found} == {5}
 
 
 def test_a_pass_is_unknown_if_a_rank_has_no_record_of_it() -> None:
-    rounds = of_ranks(2)
-    rounds.add_step(0, step(0, 1, 10))
-    assert waits_by_process(rounds.add_step(1, step(1, 2, 10))) == {}
-    assert len(rounds.add_step(0, step(0, 2, 10))) == 2
+    ranks = Ranks(2)
+    ranks.add((0, 1, 10))
+    assert ranks.add((1, 2, 10)) == []
+    assert len(ranks.add((0, 2, 10))) == 2
 
 
 def test_a_job_that_was_started_again_is_not_joined_with_its_earlier_processes() -> None:
-    rounds = of_ranks(2)
-    rounds.add_step(0, step(0, 1, 10))
+    ranks = Ranks(2)
+    ranks.add((0, 1, 10))
     for rank in range(2):
-        rounds.handle_event(2 + rank, "ddp", {"rank": rank, "group": [0, 1]})
-    assert rounds.add_step(3, step(3, 1, 10)) == []  # rank 1 of the new job does not meet rank 0 of the old one
-    assert waits_by_process(rounds.add_step(2, step(2, 1, 15))) == {2: (10, 5, None), 3: (10, 0, 5)}
-    assert rounds.add_step(0, step(0, 2, 10)) == []
+        ranks.groups.handle_event(2 + rank, "ddp", {"rank": rank, "group": [0, 1]})
+    assert ranks.add((3, 1, 10)) == []  # rank 1 of the new job does not meet rank 0 of the old one
+    assert ranks.pending() == 1
+    assert waits_by_process(ranks.add((2, 1, 15))) == {2: (10, 5, None), 3: (10, 0, 5)}
+    assert ranks.add((0, 2, 10)) == []
 
 
 def test_a_child_that_only_has_the_rank_of_its_parent_changes_nothing() -> None:
-    rounds = of_ranks(2, [0, 1])
-    rounds.add_step(0, step(0, 1, 10))
-    rounds.handle_event(2, "process", {"rank": 0, "world": 2})
-    assert len(rounds.add_step(1, step(1, 1, 15))) == 2
-    rounds.add_step(0, step(0, 2, 10))
-    assert len(rounds.add_step(1, step(1, 2, 15))) == 2
+    ranks = Ranks(2, [0, 1])
+    ranks.add((0, 1, 10))
+    ranks.groups.handle_event(2, "process", {"rank": 0, "world": 2})
+    assert len(ranks.add((1, 1, 15))) == 2
+    ranks.add((0, 2, 10))
+    assert len(ranks.add((1, 2, 15))) == 2
 
 
 def test_wrappers_of_different_groups_are_not_joined() -> None:
-    rounds = of_ranks(4, [0, 1, 2, 3], [0, 1], [2, 3])
-    for rank in range(4):
-        assert rounds.add_step(rank, step(rank, 1, 10)) == []
+    ranks = Ranks(4, [0, 1, 2, 3], [0, 1], [2, 3])
+    assert ranks.add(*((rank, 1, 10) for rank in range(4))) == []
 
 
 def test_processes_without_ranks_are_left_alone() -> None:
-    rounds = SyncPassMatcher()
-    assert rounds.add_step(0, step(0, 1, 10)) == []
-    rounds.handle_event(1, "process", {"rank": 0, "world": 1})
-    assert rounds.add_step(1, step(1, 1, 10)) == []
+    ranks = Ranks(0)
+    assert ranks.add((0, 1, 10)) == []
+    ranks.groups.handle_event(1, "process", {"rank": 0, "world": 1})
+    assert ranks.add((1, 1, 10)) == []
     for damaged in ({"rank": "0"}, {"rank": 0, "world": -2}, {"rank": 0, "group": ["x"]}, {"rank": 5, "group": [0]}):
-        rounds.handle_event(2, "process" if "world" in damaged else "ddp", damaged)
-    assert rounds.add_step(2, step(2, 1, 10)) == []
+        ranks.groups.handle_event(2, "process" if "world" in damaged else "ddp", damaged)
+    assert ranks.add((2, 1, 10)) == []
+    assert ranks.pending() == 0
+
+
+def test_the_time_of_a_step_does_not_grow_with_the_steps_that_wait() -> None:
+    """SQLite's own counter of instructions tells it, so this needs no clock."""
+
+    def instructions(ranks: Ranks, number: int) -> int:
+        counted = 0
+
+        def count() -> None:
+            nonlocal counted
+            counted += 1
+
+        ranks.add((0, number, 10))
+        ranks.history._db.set_progress_handler(count, 1)
+        ranks.add((1, number, 20))
+        ranks.history._db.set_progress_handler(None, 0)
+        return counted
+
+    few, many = Ranks(3), Ranks(3)
+    many.add(*((rank, number, 10) for number in range(1, 5000) for rank in (0, 1)))
+    assert instructions(many, 5000) <= 1.2 * instructions(few, 5000)

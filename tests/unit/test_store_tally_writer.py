@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 
 from dpmon.errors import HistoryError
-from dpmon.record.schema import PHASES, STEP
-from dpmon.store.history_schema import ACTIVITY_COLUMNS, HISTORY_FILE
+from dpmon.store.history_schema import HISTORY_FILE
 from dpmon.store.history_writer import HistoryWriter
-from dpmon.store.tally import COLUMNS, WIDTHS, SeriesNames, Tally, TallyKey
+from dpmon.store.tally import SeriesStats, Tally
+from dpmon.store.tally_keys import TallyKey
 from dpmon.store.time_accounting import ACTIVITIES, ActivityInterval
+from dpmon.store.time_buckets import WIDTHS
 from dpmon.store.write_batch import WriteBatch
-from support.history_builders import StepFacts, StoredStep, expected_tallies, quantities, random_steps
+from support.history_builders import StoredStep, expected_tallies, random_steps
 from support.record_builders import SECOND
 
 pytestmark = pytest.mark.slow
@@ -56,13 +57,13 @@ def stored(directory: Path) -> tuple[dict[int, dict[tuple[int, TallyKey], Tally]
     """Return, by width, all tallies by start and key, and the second up to which they were made."""
     found: dict[int, dict[tuple[int, TallyKey], Tally]] = {width: {} for width in WIDTHS}
     with closing(sqlite3.connect(directory / HISTORY_FILE)) as db:
-        db.row_factory = sqlite3.Row
-        names = dict(db.execute("SELECT number, name FROM series"))
-        for row in db.execute("SELECT * FROM tallies"):
-            key = TallyKey(row["process"], row["mode"], row["kind"], row["batch"])
-            found[row["width"]][row["start_s"], key] = Tally.from_row([row[name] for name in COLUMNS], names)
-        whole = dict(db.execute("SELECT * FROM meta WHERE key LIKE 'whole_%'"))
-    return found, {width: whole.get(f"whole_{width}", 0) for width in WIDTHS[1:]}
+        keys = {number: TallyKey(*values) for number, *values in db.execute("SELECT * FROM keys")}
+        for width, start_s, number, *plain, _ in db.execute("SELECT * FROM tallies"):
+            found[width][start_s, keys[number]] = Tally(*plain)
+        for width, start_s, number, name, *values in db.execute("SELECT * FROM series"):
+            found[width][start_s, keys[number]].stats[name] = SeriesStats(*values)
+        made = dict(db.execute("SELECT width, made_s FROM widths"))
+    return found, {width: made.get(width, 0) for width in WIDTHS[1:]}
 
 
 def check(directory: Path, steps: Sequence[StoredStep]) -> None:
@@ -145,11 +146,8 @@ def test_times_add_up_at_every_width(tmp_path: Path, seed: int) -> None:
     _, whole = stored(tmp_path)
     found = {}
     with closing(sqlite3.connect(tmp_path / HISTORY_FILE)) as db:
-        columns = ", ".join(ACTIVITY_COLUMNS)
-        for width, start, process, mode, *spent in db.execute(
-            f"SELECT width, start_s, process, mode, {columns} FROM times"
-        ):
-            found.update({(width, start, process, mode, name): ns for name, ns in zip(ACTIVITIES, spent, strict=True)})
+        for *place, ns, _ in db.execute("SELECT * FROM times"):
+            found[tuple(place)] = ns
     made = {place: ns for place, ns in wanted.items() if place[0] == 1 or place[1] + place[0] <= whole[place[0]]}
     assert {place: ns for place, ns in found.items() if ns} == {place: ns for place, ns in made.items() if ns}
 
@@ -177,11 +175,3 @@ def test_a_long_pause_is_few_rows_and_right_by_the_minute() -> None:
     assert sum(minutes.values()) == end - begin
     short = ActivityInterval("between", "dp", 5, 599 * SECOND, -1)
     assert len(list(short.split_by_second())) == 599
-
-
-def test_more_values_than_an_entry_holds_are_cut() -> None:
-    names = SeriesNames()
-    tally = Tally()
-    tally.add([StepFacts(1, 5, quantities(), [None] * len(PHASES)).row(0)])
-    tally.stats[STEP].count = 1 << 32
-    assert tally.row(names)[-1][2:6] == b"\xff" * 4

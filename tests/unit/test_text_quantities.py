@@ -10,7 +10,7 @@ from rich.cells import cell_len, set_cell_size
 from dpmon.record.schema import Quantity
 from dpmon.sanitize import displayable_char, strip_control_chars
 from dpmon.store.step_stats import Rate
-from dpmon.store.tally import QuantitySum
+from dpmon.store.tally import SeriesStats
 from dpmon.text.cells import char_width, crop_text, span_width, wrap_text
 from dpmon.text.formatting import (
     format_bytes,
@@ -101,13 +101,13 @@ def test_minutes_and_hours() -> None:
 @pytest.mark.parametrize(
     ("unit", "known", "text"),
     [
-        ("bytes", QuantitySum(100, 120 << 20), "copied: 1.20 MiB per step, 120 MiB total"),
-        ("bytes", QuantitySum(1, 1 << 20), "copied: 1.00 MiB per step, 1.00 MiB total (known in 1 of 100 steps)"),
-        ("tokens", QuantitySum(100, 1_234_567), "copied: 12.3k tokens per step, 1,234,567 tokens total"),
-        ("copied", QuantitySum(100, 50), "copied: 0.50 per step, 50 total"),
+        ("bytes", SeriesStats(100, 120 << 20), "copied: 1.20 MiB per step, 120 MiB total"),
+        ("bytes", SeriesStats(1, 1 << 20), "copied: 1.00 MiB per step, 1.00 MiB total (known in 1 of 100 steps)"),
+        ("tokens", SeriesStats(100, 1_234_567), "copied: 12.3k tokens per step, 1,234,567 tokens total"),
+        ("copied", SeriesStats(100, 50), "copied: 0.50 per step, 50 total"),
     ],
 )
-def test_quantities_of_steps(unit: str, known: QuantitySum, text: str) -> None:
+def test_quantities_of_steps(unit: str, known: SeriesStats, text: str) -> None:
     quantity = Quantity("copied_units", unit, "", "", "", label="copied")
     assert format_quantity(quantity, known, 100) == text
 
@@ -126,7 +126,7 @@ def test_averages_are_per_update_if_an_update_takes_several_steps(
 ) -> None:
     quantity = Quantity("copied", "", "", "", "")
     assert format_updates(steps, updates) == text
-    assert format_quantity(quantity, QuantitySum(steps, 200), steps, updates) == f"copied: {mean}, 200 total"
+    assert format_quantity(quantity, SeriesStats(steps, 200), steps, updates) == f"copied: {mean}, 200 total"
 
 
 def test_ratios() -> None:

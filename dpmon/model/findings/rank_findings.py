@@ -214,7 +214,7 @@ def _find_unneeded_sync(communication: Communication, steps: float | None) -> It
     Only for a single model, because several models need several passes.
     """
     tally = communication.tally
-    synced, unsynced, updates = tally.sum("synced").total, tally.sum("unsynced").total, tally.updates
+    synced, unsynced, updates = tally.stat("synced").total, tally.stat("unsynced").total, tally.updates
     if len(communication.wrappers) != 1 or updates < MIN_STEPS or synced < MIN_SYNCS_PER_UPDATE * updates:
         return
     passes_per_update = synced / updates

@@ -1,0 +1,81 @@
+"""The table `keys`: what the steps of a tally have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+from dpmon.record.schema import EXCLUDED
+
+if TYPE_CHECKING:
+    import sqlite3
+
+    from dpmon.store.history_schema import BoundedConnection
+
+SCHEMA = """
+-- Tallies refer to a key by its number. Keys are never deleted.
+CREATE TABLE IF NOT EXISTS keys (
+    number  INTEGER PRIMARY KEY,
+    process INTEGER NOT NULL,
+    mode    TEXT NOT NULL,     -- dp, single, or empty for steps with calls of both
+    kind    INTEGER NOT NULL,  -- flags of dpmon.record.schema
+    batch   INTEGER NOT NULL,  -- samples per step, NO_SAMPLES or OTHER_SIZES
+    UNIQUE (process, mode, kind, batch)
+);
+"""
+NO_SAMPLES, OTHER_SIZES = -1, -2
+"""Batch sizes in a key for an unknown number of samples, and for all sizes beyond BATCH_SIZES of ring_intake."""
+
+
+class TallyKey(NamedTuple):
+    """Identifies a tally, apart from its time."""
+
+    process: int
+    mode: str
+    kind: int
+    """Flags of dpmon.record.schema."""
+    batch: int
+    """Samples per step, NO_SAMPLES or OTHER_SIZES."""
+
+
+class KeyNumbers:
+    """The numbers of the keys, for the one writer of a history."""
+
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self._db = db
+        self._numbers: dict[TallyKey, int] = {}
+
+    def reload(self) -> None:
+        """Read the table again before the next use, because a transaction was rolled back."""
+        self._numbers.clear()
+
+    def find(self, key: TallyKey) -> int | None:
+        """Return the number of a key; None if the table does not have it."""
+        if not self._numbers:
+            rows = self._db.execute("SELECT number, process, mode, kind, batch FROM keys")
+            self._numbers.update((TallyKey._make(values), number) for number, *values in rows)
+        return self._numbers.get(key)
+
+    def number(self, key: TallyKey) -> int:
+        """Return the number of a key. A new key is inserted."""
+        number = self.find(key)
+        if number is None:
+            number = self._numbers[key] = len(self._numbers) + 1
+            self._db.execute("INSERT INTO keys VALUES (?,?,?,?,?)", (number, *key))
+        return number
+
+
+def read_keys(
+    connection: BoundedConnection, processes: Collection[int] | None = None, *, left_out: bool = False
+) -> dict[int, TallyKey]:
+    """Return the keys by number, of all processes or of some, without those of steps that statistics exclude.
+
+    `left_out`: only the keys of these steps.
+    """
+    condition = f"(kind & {EXCLUDED} != 0) = {int(left_out)}"
+    if processes is not None:
+        condition += f" AND process IN ({', '.join(map(str, processes))})"
+    rows: Iterator[tuple[int, ...]] = connection.rows(
+        f"SELECT number, process, mode, kind, batch FROM keys WHERE {condition}"
+    )
+    return {number: TallyKey._make(values) for number, *values in rows}

@@ -114,12 +114,9 @@ class MirrorState:
     def _write(self, request: Mapping[str, Any]) -> int:
         """Write a request. Return its id."""
         request_id = time.time_ns()
-        line = json.dumps({**request, "id": request_id}).encode() + b"\n"
-        fd = open_file(self._requests_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        try:
-            os.write(fd, line)
-        finally:
-            os.close(fd)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        with open(open_file(self._requests_path, flags), "a", encoding="utf-8") as file:
+            file.write(json.dumps({**request, "id": request_id}) + "\n")
         return request_id
 
     def replies(self) -> NodeReplies | None:

@@ -57,12 +57,9 @@ def parse_notes(data: bytes) -> list[Note]:
 
 def add_note(directory: Path, text: str, file: str = "warnings.log", pid: int = 0) -> None:
     """Add a note about process `pid` (0: dpmon itself). Notes in warnings.log become records of the run."""
-    with contextlib.suppress(OSError):
-        fd = open_file(directory / file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        try:
-            os.write(fd, f"{pid} {time.monotonic_ns()} {strip_control_chars(text)[:4096]}\n".encode())
-        finally:
-            os.close(fd)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    with contextlib.suppress(OSError), open(open_file(directory / file, flags), "ab") as log:
+        log.write(f"{pid} {time.monotonic_ns()} {strip_control_chars(text)[:4096]}\n".encode())
 
 
 class NoteReader:

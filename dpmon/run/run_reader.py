@@ -9,7 +9,7 @@ import contextlib
 import os
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dpmon.record.shared_names import MODES
 from dpmon.run import proc
@@ -136,13 +136,11 @@ class RunReader:
         Raises ValueError for other modes.
         """
         mode_number = MODES.index(mode)
-        if self._mirror is not None:
-            return self._mirror.send_request({"ask": "mode", "mode": mode})
 
         def request(ring: SpanReader) -> None:
             self._mode_requests[ring.process] = ring.request(mode_number)
 
-        return self._request_all(request)
+        return self._request_all({"ask": "mode", "mode": mode}, request)
 
     def has_pending_request(self, activities: Activities | None = None) -> bool:
         """Return whether a living process has not yet acted on the last mode request."""
@@ -158,15 +156,11 @@ class RunReader:
         """
         if paused and self.pause_refusal() is not None:
             return 0
-        if self._mirror is not None:
-            return self._mirror.send_request({"ask": "pause", "paused": paused})
-        return self._request_all(lambda ring: ring.request_pause(paused))
+        return self._request_all({"ask": "pause", "paused": paused}, lambda ring: ring.request_pause(paused))
 
     def request_sample(self) -> int:
         """Ask every training process to sample the collectives of a step soon. Return how many processes or nodes."""
-        if self._mirror is not None:
-            return self._mirror.send_request({"ask": "sample"})
-        return self._request_all(SpanReader.request_sample)
+        return self._request_all({"ask": "sample"}, SpanReader.request_sample)
 
     def node_replies(self) -> NodeReplies | None:
         """Return the nodes' replies to the last request of this reader; None on one machine."""
@@ -210,8 +204,10 @@ class RunReader:
         activities = self.activities() if activities is None else activities
         return [ring for ring in self._rings.values() if activities.get(ring.process, _ENDED) != _ENDED]
 
-    def _request_all(self, request: Callable[[SpanReader], object]) -> int:
-        """Send a request to every training process. Return the number of processes that could be reached."""
+    def _request_all(self, members: Mapping[str, Any], request: Callable[[SpanReader], object]) -> int:
+        """Send a request to every training process, or its JSON to all nodes. Return how many could be reached."""
+        if self._mirror is not None:
+            return self._mirror.send_request(members)
         count = 0
         for ring in self._live_rings():
             with contextlib.suppress(RingError, OSError):

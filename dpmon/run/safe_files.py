@@ -74,18 +74,14 @@ def open_fifo(path: Path, flags: int) -> int:
 
 def read_file(path: Path, limit: int) -> bytes:
     """Return the first `limit` bytes of a regular file. Raises OSError for anything else."""
-    return _read(path, limit, at_end=False)
+    with open(open_file(path), "rb") as file:
+        return file.read(limit)
 
 
 def read_tail(path: Path, limit: int) -> bytes:
     """Return the last `limit` bytes of a regular file. Raises OSError for anything else."""
-    return _read(path, limit, at_end=True)
-
-
-def _read(path: Path, limit: int, *, at_end: bool) -> bytes:
     with open(open_file(path), "rb") as file:
-        if at_end:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - limit))
+        file.seek(max(0, os.fstat(file.fileno()).st_size - limit))
         return file.read(limit)
 
 

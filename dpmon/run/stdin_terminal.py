@@ -95,31 +95,23 @@ class InputTerminal:
 
 def has_echo_off(pid: int) -> bool:
     """Return whether a process has switched off the echo of its standard input's terminal (as getpass does)."""
-    try:
+    with contextlib.suppress(OSError, termios.error):  # it has ended; not a terminal
         fd = os.open(f"/proc/{pid}/fd/0", os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        flags = termios.tcgetattr(fd)[_LOCAL_FLAGS]
-    except termios.error:  # not a terminal
-        return False
-    finally:
-        os.close(fd)
-    return bool(flags & termios.ICANON) and not flags & termios.ECHO
+        try:
+            flags = termios.tcgetattr(fd)[_LOCAL_FLAGS]
+        finally:
+            os.close(fd)
+        return bool(flags & termios.ICANON) and not flags & termios.ECHO
+    return False
 
 
 def send_input(directory: Path, data: bytes) -> bool:
     """Write `data`, including the end of line, to the command's standard input. Return False if that fails."""
     try:
-        fd = open_fifo(directory / INPUT_FIFO, os.O_WRONLY)
+        with open(open_fifo(directory / INPUT_FIFO, os.O_WRONLY), "wb", buffering=0) as fifo:
+            return fifo.write(data) == len(data)
     except OSError:
         return False
-    try:
-        return os.write(fd, data) == len(data)
-    except OSError:
-        return False
-    finally:
-        os.close(fd)
 
 
 # ------------------------------------------------------------------------------------------------ waits for a line

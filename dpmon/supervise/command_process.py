@@ -22,7 +22,7 @@ from dpmon.run.failure_cause import STATUSES
 from dpmon.run.lifecycle import build_exit_info, build_unknown_exit, wait_until
 from dpmon.run.proc import open_pidfd
 from dpmon.run.process_notes import NoteReader, add_note
-from dpmon.run.run_directory import ExitInfo, RunInfo, load_exit
+from dpmon.run.run_directory import ExitInfo, RunInfo, load_exit, output_paths
 from dpmon.run.run_signals import belongs_to_run
 from dpmon.run.safe_files import open_file
 from dpmon.run.stdin_terminal import InputTerminal
@@ -58,10 +58,6 @@ def command_environment(run_info: RunInfo, directory: Path, base: Mapping[str, s
     return variables
 
 
-def _open_log(path: Path) -> int:
-    return open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-
-
 def start_command(
     run_info: RunInfo, directory: Path, terminal: InputTerminal | None, environment: Mapping[str, str]
 ) -> int:
@@ -71,16 +67,14 @@ def start_command(
     command writes directly to the log files. It inherits the descriptors that dpmon got from the user's shell, as
     `<(...)` requires. Descriptors that dpmon opened itself are closed on exec.
     """
-    if run_info.headless:
-        stdout_fd, stderr_fd = _open_log(directory / "stdout.log"), _open_log(directory / "stderr.log")
-    else:
-        stdout_fd = stderr_fd = _open_log(directory / "output.log")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    log_fds = [open_file(path, flags) for path in output_paths(directory, run_info)]
     try:
         process = subprocess.Popen(
             run_info.command,
             stdin=None if terminal is None else terminal.slave,
-            stdout=stdout_fd,
-            stderr=stderr_fd,
+            stdout=log_fds[0],
+            stderr=log_fds[-1],
             env=command_environment(run_info, directory, environment),
             close_fds=False,
             start_new_session=True,
@@ -88,9 +82,8 @@ def start_command(
             preexec_fn=sigchld_restorer(),
         )
     finally:
-        os.close(stdout_fd)
-        if stderr_fd != stdout_fd:
-            os.close(stderr_fd)
+        for fd in log_fds:
+            os.close(fd)
     process.returncode = 0  # otherwise, Popen would reap the command when this object is freed
     return process.pid
 
@@ -130,13 +123,11 @@ class WatchedCommand:
 
 def last_sign_of_life_ns(directory: Path, run_info: RunInfo) -> int:
     """Return the time of the training's last sign of life in the run's files (monotonic ns of the run's boot)."""
-    newest_ns = run_info.start_ns
-    for name in ("output.log", "stdout.log", "stderr.log"):
+    times_ns = [run_info.start_ns, *(since_ns for _, _, since_ns in iter_ring_activities(directory))]
+    for path in output_paths(directory, run_info):
         with contextlib.suppress(OSError):
-            newest_ns = max(
-                newest_ns, run_info.start_ns + int(((directory / name).lstat().st_mtime - run_info.started_unix) * 1e9)
-            )
-    return max([newest_ns, *(since_ns for _, _, since_ns in iter_ring_activities(directory))])
+            times_ns.append(run_info.start_ns + int((path.lstat().st_mtime - run_info.started_unix) * 1e9))
+    return max(times_ns)
 
 
 def find_command(directory: Path) -> proc.ProcessEntry | None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import dpmon
-from dpmon.run.lifecycle import EVENTS_FILE, is_command_alive, is_locked, needs_supervisor, take_lock, wait_until
+from dpmon.run.lifecycle import EVENTS_FILE, is_command_alive, needs_supervisor, take_lock, wait_until
 from dpmon.run.run_directory import RunError, RunInfo, load_exit, load_info
 from dpmon.run.run_signals import SUPERVISES
 from dpmon.run.safe_files import open_file
@@ -76,10 +76,6 @@ class NotifierLauncher:
         self._process: subprocess.Popen[bytes] | None = None
         self._check_at = 0.0
         self._wait_s = MIN_NOTIFIER_WAIT_S
-
-    def is_running(self) -> bool:
-        """Return whether the notifier is running, possibly started by an earlier supervisor."""
-        return is_locked(self._directory, EVENTS_FILE)
 
     def poll(self, now: float) -> None:
         """Start the notifier unless one is already running. If it keeps dying, wait twice as long before each start."""

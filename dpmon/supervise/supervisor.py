@@ -21,7 +21,16 @@ from typing import TYPE_CHECKING
 from dpmon.config import ConfigError, load_settings
 from dpmon.run import proc
 from dpmon.run.failure_cause import count_oom_kills, find_first_failure
-from dpmon.run.lifecycle import YOUNG_S, build_exit_info, build_unknown_exit, needs_supervisor, take_lock, wait_until
+from dpmon.run.lifecycle import (
+    EVENTS_FILE,
+    YOUNG_S,
+    build_exit_info,
+    build_unknown_exit,
+    is_locked,
+    needs_supervisor,
+    take_lock,
+    wait_until,
+)
 from dpmon.run.proc import open_pidfd
 from dpmon.run.process_notes import NoteReader
 from dpmon.run.run_directory import ExitInfo, RunInfo, load_exit, load_info, output_paths, write_info
@@ -220,7 +229,7 @@ class Supervisor:
         notifier = NotifierLauncher(self._directory, drain.warn, is_enabled=self._has_event_command)
         notifier.poll(time.monotonic())
         if is_takeover:
-            self._catch_up(command, drain, sampler, has_event_command=self._has_event_command or notifier.is_running())
+            self._catch_up(command, drain, sampler)
         else:
             sampler.start()
             place_warning = self._run_info.options.get("elsewhere")
@@ -284,19 +293,16 @@ class Supervisor:
 
     def _reserve_exit_space(self) -> None:
         """Reserve space for exit.json, so that it can be written even on a full disk."""
-        path = self._directory / SPARE_FILE
-        with contextlib.suppress(OSError):
-            fd = open_file(path, os.O_WRONLY | os.O_CREAT)
-            with open(fd, "wb") as file:
-                os.posix_fallocate(file.fileno(), 0, SPARE_BYTES)
+        path, flags = self._directory / SPARE_FILE, os.O_WRONLY | os.O_CREAT
+        with contextlib.suppress(OSError), open(open_file(path, flags), "wb") as file:
+            os.posix_fallocate(file.fileno(), 0, SPARE_BYTES)
 
-    def _catch_up(
-        self, command: WatchedCommand, drain: RingDrain, sampler: DeviceSampler, *, has_event_command: bool
-    ) -> None:
+    def _catch_up(self, command: WatchedCommand, drain: RingDrain, sampler: DeviceSampler) -> None:
         """Read the rings from the killed supervisor's position on, and warn of the time without device samples."""
         drain.flush()
         self._recorded_warnings = set(drain.warnings_kept())
-        has_metrics = self._metrics_file is not None
+        # The notifier of the killed supervisor may still run.
+        has_event_command, has_metrics = is_locked(self._directory, EVENTS_FILE), self._metrics_file is not None
         for text in lost_settings(self._run_info, has_event_command=has_event_command, has_metrics=has_metrics):
             if text not in self._recorded_warnings:
                 drain.warn(text)

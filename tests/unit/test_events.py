@@ -331,13 +331,3 @@ def test_one_process_tells_and_it_is_started_again_ever_more_rarely(
     NotifierLauncher(tmp_path, warnings.append, is_enabled=False).poll(0.0)
     assert len(started) == 5
     assert warnings == []
-
-
-def test_a_notifier_of_an_earlier_supervisor_is_at_work(tmp_path: Path) -> None:
-    keeper = NotifierLauncher(tmp_path, pytest.fail, is_enabled=False)
-    assert not keeper.is_running()
-    lock = take_lock(tmp_path, EVENTS_FILE)
-    assert lock is not None
-    assert keeper.is_running()
-    os.close(lock)
-    assert not keeper.is_running()

@@ -61,6 +61,11 @@ def node_suffix(node: str | None) -> str:
     return f" ({node})" if node else ""
 
 
+def is_script_file(file: str) -> bool:
+    """Return whether a file is neither part of an installed package nor a command of one."""
+    return not (_NOT_SCRIPT.search(file) or _COMMAND.search(file))
+
+
 def find_program_frame(files: Sequence[str]) -> int | None:
     """Return the index of the innermost frame of the program, given the files of a stack, innermost first.
 
@@ -70,7 +75,7 @@ def find_program_frame(files: Sequence[str]) -> int | None:
     packages = [(index, match[1]) for index, file in enumerate(files) if (match := _PACKAGE.search(file))]
     packaged = [index for index, name in packages if name == packages[-1][1]]
     commands = [index for index, file in enumerate(files) if not _NOT_SCRIPT.search(file)]
-    scripts = [index for index in commands if not _COMMAND.search(files[index])]
+    scripts = [index for index in commands if is_script_file(files[index])]
     return next(iter(scripts or packaged or commands), None)
 
 

@@ -20,6 +20,9 @@ FEW = 8
 GUARDS = {
     "tracer.calls.primitives.PrimitiveTracer._run_composed",
     "tracer.calls.call_wrapper.CallTracer._bind_arguments",
+    "tracer.calls.call_wrapper.CallTracer._end_call",
+    "tracer.calls.call_wrapper.CallTracer._end_failed_call",
+    "tracer.calls.call_wrapper.CallTracer._find_module",
     "tracer.core.hidden_frames.drop_frames",
     "tracer.modes.replica_threads.ReplicaThread.run",
     "tracer.steps.optimizers.OptimizerTracer._run_closure",
@@ -32,7 +35,7 @@ GUARDS = {
     "tracer.core.session.TracerErrorGuard.__enter__",
     "tracer.core.session.TracerErrorGuard.__exit__",
     "tracer.core.session.TracerErrorGuard.__init__",
-    "tracer.core.session.Session._sizes_of",
+    "tracer.core.session.Session.output_definition",
     "tracer.core.session.Session.guard",
     "tracer.core.session.Session.input_definition",
     "tracer.calls.split_calls.SplitRunner._fall_back",

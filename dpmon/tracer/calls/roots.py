@@ -20,7 +20,7 @@ import torch
 
 from dpmon.tracer.calls.call_wrapper import HIDING_KINDS, CallTracer
 from dpmon.tracer.calls.traced_modules import TracedModule
-from dpmon.tracer.core.hidden_frames import Function, first_argument, iter_callers
+from dpmon.tracer.core.hidden_frames import Function, iter_callers
 from dpmon.tracer.core.identity_table import IdentityTable
 from dpmon.tracer.core.module_tables import MODULES, PARAMETERS, class_name, modules_of, tensors_of, values_of
 from dpmon.tracer.core.session import Session
@@ -145,7 +145,7 @@ class RootFinder:
         """Warn if the script calls the forward of an enclosing module directly, so that dpmon sees only its parts."""
         for frame in iter_callers(sys._getframe(1)):
             if frame.f_code.co_name == "forward":
-                owner = first_argument(frame)
+                owner = frame.f_locals.get("self")
                 parts = modules_of(owner) if isinstance(owner, Module) and _is_model(owner) else ()
                 if owner is not module and any(part is module for part in parts):
                     self._warn_unseen(

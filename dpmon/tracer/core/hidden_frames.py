@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
-from inspect import CO_OPTIMIZED
 from time import monotonic_ns
 from types import CodeType, FrameType
 from typing import Any
@@ -28,14 +27,6 @@ def iter_callers(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
-
-
-def first_argument(frame: FrameType) -> object:
-    """Return the value of a running function's first argument; None if it has no arguments."""
-    code = frame.f_code
-    if not code.co_argcount or not code.co_flags & CO_OPTIMIZED:
-        return None
-    return frame.f_locals.get(code.co_varnames[0])
 
 
 def drop_frames(error: BaseException) -> None:

@@ -304,14 +304,39 @@ class Session:
 
     def input_definition(self, args: tuple[object, ...], kwargs: Mapping[str, object], size_cache: SizeCache) -> int:
         """Return the number of the definition for the sizes of a call's arguments; 0 if they could not be read."""
-        lone_value = args[0] if len(args) == 1 and not kwargs else None
-        return self._sizes_of("0", lone_value, size_cache, signature_of_call, args, kwargs)
+        value = args[0] if len(args) == 1 and not kwargs else None
+        try:
+            if (
+                type(value) is Tensor
+                and not count_function_modes()
+                and value.shape == size_cache.shape
+                and value.dtype is size_cache.dtype
+            ):
+                return size_cache.definition
+            return self._new_definition("0", value, size_cache, signature_of_call, args, kwargs)
+        except Exception as error:  # noqa: BLE001 - anything may be passed to a module
+            return self._count_size_error(error)
 
     def output_definition(self, value: object, size_cache: SizeCache) -> int:
         """Return the number of the definition for the sizes of a result; 0 if they could not be read."""
-        return self._sizes_of("", value, size_cache, signature_of_value, value, "")
+        try:
+            if (
+                type(value) is Tensor
+                and not count_function_modes()
+                and value.shape == size_cache.shape
+                and value.dtype is size_cache.dtype
+            ):
+                return size_cache.definition
+            return self._new_definition("", value, size_cache, signature_of_value, value, "")
+        except Exception as error:  # noqa: BLE001 - anything may be returned by a module
+            return self._count_size_error(error)
 
-    def _sizes_of(
+    def _count_size_error(self, error: Exception) -> int:
+        """Count an error while sizes were read; return 0."""
+        self.count_error("sizes of inputs and outputs", error, fatal=False)
+        return 0
+
+    def _new_definition(
         self,
         lone_path: str,
         lone_value: object,
@@ -319,21 +344,15 @@ class Session:
         signature_of: Callable[..., object],
         *values: object,
     ) -> int:
-        """Return the number of the sizes' definition, from the cache for a plain tensor; 0 if they cannot be read."""
-        try:
-            if type(lone_value) is Tensor and not count_function_modes():
-                shape, dtype = lone_value.shape, lone_value.dtype
-                if shape != size_cache.shape or dtype is not size_cache.dtype:
-                    definition = self.size_definition(lone_path, (shape, dtype))
-                    if not definition:
-                        return 0
-                    size_cache.shape, size_cache.dtype, size_cache.definition = shape, dtype, definition
-                return size_cache.definition
-            with torch._C.DisableTorchFunction():  # hides our reads from the script's modes
+        """Return the number of the definition for sizes that are not in the cache. May raise any exception."""
+        with torch._C.DisableTorchFunction():  # hides our reads from the script's modes
+            if type(lone_value) is not Tensor:
                 return self.size_definition(lone_path, signature_of(*values))
-        except Exception as error:  # noqa: BLE001 - anything may be passed to a module, and returned by it
-            self.count_error("sizes of inputs and outputs", error, fatal=False)
-            return 0
+            shape, dtype = lone_value.shape, lone_value.dtype
+            definition = self.size_definition(lone_path, (shape, dtype))
+        if definition:
+            size_cache.shape, size_cache.dtype, size_cache.definition = shape, dtype, definition
+        return definition
 
     def size_definition(self, lone_path: str, signature: object) -> int:
         """Return the number of the definition of a signature (see dpmon.tracer.core.tensor_sizes)."""

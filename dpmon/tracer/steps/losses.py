@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from dpmon.record.shared_names import find_program_frame, shorten_name
+from dpmon.record.shared_names import find_program_frame, is_script_file, shorten_name
 from dpmon.record.span_format import SITE_AT, Kind
 from dpmon.tracer.core.hidden_frames import iter_callers, wrap_rare_function
 from dpmon.tracer.core.session import Session, set_eval_frame
@@ -52,6 +52,19 @@ _OWN_FRAMES = 6
 """From `_find_caller` to the caller of the wrapper of a backward pass: these frames are ours."""
 _find_program_frame = lru_cache(maxsize=256)(find_program_frame)
 """For each pass, the stack has files that an earlier pass had, too."""
+
+
+def _is_hidden(file: str) -> bool:
+    """Return whether a file belongs to torch or to this package."""
+    return file.startswith(_HIDDEN_DIRECTORIES)
+
+
+@lru_cache(maxsize=256)
+def _is_script_file(file: str) -> bool:
+    """Return whether a line of this file may be the script's own call of backward."""
+    return is_script_file(file) and not _is_hidden(file)
+
+
 _DTYPE_BYTES = {torch.float64: 8, torch.float32: 4, torch.float16: 2, torch.bfloat16: 2}
 
 
@@ -164,14 +177,14 @@ class LossTracer:
 
     def _find_caller(self) -> BackwardCaller | None:
         """Return the line that called backward; None beyond MAX_CALLERS."""
-        frames = [
-            frame
-            for frame in iter_callers(sys._getframe(_OWN_FRAMES))
-            if not frame.f_code.co_filename.startswith(_HIDDEN_DIRECTORIES)
-        ]
-        if not frames:
-            return None
-        frame = frames[_find_program_frame(tuple(frame.f_code.co_filename for frame in frames)) or 0]
+        innermost = frame = sys._getframe(_OWN_FRAMES)
+        while frame is not None and not _is_script_file(frame.f_code.co_filename):
+            frame = frame.f_back  # type: ignore[assignment]  # None above the outermost frame
+        if frame is None:  # an installed program
+            frames = [frame for frame in iter_callers(innermost) if not _is_hidden(frame.f_code.co_filename)]
+            if not frames:
+                return None
+            frame = frames[_find_program_frame(tuple(frame.f_code.co_filename for frame in frames)) or 0]
         file, line = key = frame.f_code.co_filename, frame.f_lineno
         caller = self._callers.get(key)
         if caller is None and len(self._callers) < MAX_CALLERS:

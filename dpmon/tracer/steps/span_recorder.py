@@ -17,7 +17,6 @@ from contextlib import suppress
 from itertools import count
 from threading import get_ident
 from time import monotonic_ns
-from types import CodeType
 from typing import Any
 
 import torch
@@ -36,21 +35,14 @@ from dpmon.tracer.core.session import Session
 from dpmon.tracer.devices.device_timing import DeviceTimer, PhaseTimer, is_cuda_initialized
 from dpmon.tracer.steps.startup import StartupNotes
 
-
-def _code_within(code: CodeType) -> Iterator[CodeType]:
-    """Yield a code object and those of the functions defined in it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _code_within(constant)
-
-
 MAX_KEPT_SPANS = 256
 """How many spans are kept until the first call opens the ring. For example, a loader's first batches come before it."""
 IDLE_STEPS = 4
 """`on_idle` is called after this many fetches or optimizer steps without a call."""
 _AROUND_STEPS = frozenset(
-    code for code in _code_within(torch.optim.Optimizer.profile_hook_step.__code__) if code.co_name == "wrapper"
+    constant
+    for constant in torch.optim.Optimizer.profile_hook_step.__code__.co_consts
+    if getattr(constant, "co_name", "") == "wrapper"
 )
 """torch's function around every optimizer step, which calls the hooks."""
 MAX_STEPS_WITHOUT_FETCH = 64

@@ -11,7 +11,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
-from dpmon.record.safe_json import ns_member, text_member
 from dpmon.record.schema import SECOND
 from dpmon.record.typed_json import to_json
 from dpmon.run.process_notes import read_notes
@@ -30,7 +29,7 @@ from dpmon.stalls.stall_detection import (
     find_stall,
     sentence,
 )
-from dpmon.stalls.stall_report import StallReport, build_report, parse_report
+from dpmon.stalls.stall_report import StallReport, build_report
 from dpmon.stalls.why_reply import STANDING_FILE, last_request_number, wants_native, write_reply
 
 CHECK_INTERVAL_NS = SECOND
@@ -98,19 +97,9 @@ class StallWatch:
         """Whether each rank of the stall waits for another one, by the rank's key."""
         self._has_failed = False
         stall_record = recorder.last_stall() if is_takeover else None
-        if stall_record is not None and "lasted_s" not in stall_record:
-            self._continue_stall(stall_record)
-
-    def _continue_stall(self, record: Mapping[str, Any]) -> None:
-        """Continue the stall that an earlier supervisor has recorded."""
-        since_ns = ns_member(record, "since_s")
-        if since_ns is None:
-            return
-        self.stall = Stall(self._run_info.start_ns + since_ns, (), ())
-        self.stall_text = text_member(record, "text") or ""
-        report = parse_report(record)
-        if report is not None:
-            self.waits = {(rank.node, rank.pid): rank.waits for rank in report.ranks if not rank.apart}
+        if stall_record is not None and "lasted_s" not in stall_record:  # continue it
+            self.stall = Stall(run_info.start_ns + int(stall_record["since_s"] * SECOND), (), ())
+            self.stall_text = stall_record["text"]
 
     def poll(self) -> None:
         """Check the ranks if it is time. Never blocks, never raises."""

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from dpmon.record.schema import SECOND
-from dpmon.record.typed_json import from_json, to_json
+from dpmon.record.typed_json import from_json
 from dpmon.run import proc
 from dpmon.run.run_directory import RunInfo, record_stop_request
 from dpmon.span_reader import SpanReader
@@ -22,7 +22,7 @@ from dpmon.stalls import rank_inspector, why_reply
 from dpmon.stalls.rank_inspector import Counters, RankInspector, newest_process_per_rank
 from dpmon.stalls.stacks import Frame, ProcessStacks, Stack
 from dpmon.stalls.stall_detection import RankActivity
-from dpmon.stalls.stall_report import RankReport, StallReport, build_report
+from dpmon.stalls.stall_report import StallReport, build_report
 from dpmon.stalls.why_reply import read_reply, request_reply, write_reply
 from dpmon.stalls.why_text import format_report
 from dpmon.supervise import stall_watch
@@ -124,9 +124,7 @@ def test_nothing_is_named_without_its_stack(tmp_path: Path, monkeypatch: pytest.
 def test_a_new_supervisor_goes_on_with_the_stall(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resumed: bool
 ) -> None:
-    ranks = RankReport(pid=7), RankReport(pid=8, waits=True), RankReport(pid=9, apart=True)
-    run = Watched(tmp_path, monkeypatch, to_json(StallReport(11.0, 1.0, TEXT, ranks)))
-    assert run.watch._reindexed_stall([STUCK._replace(pid=pid) for pid in (9, 8, 7)]) == (START + SECOND, (2,), (1,))
+    run = Watched(tmp_path, monkeypatch, {"since_s": 1.0, "text": TEXT})
     run.ranks = [STUCK._replace(busy=None)]  # no sign of life is known yet
     for at in range(40, 45):
         run.look(at)

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 from dpmon.record.shared_names import INNER_FRAMES, MAX_THREADS, OUTER_FRAMES, find_program_frame
 from dpmon.run.process_notes import relative_location
 
-_MAX_BYTES = 32 << 20
 _MAX_NAME_CHARS = 1000
 """Maximum length (characters) of a name in a stack."""
 MAX_DUMP_S = 5.0
@@ -226,8 +225,6 @@ def _explain_failure(message: bytes) -> str:
 
 def parse_py_spy_json(output: bytes, main_tid: int) -> ProcessStacks:
     """Return the stacks in py-spy's JSON (`dump --json`). `main_tid`: the kernel's id of the main thread."""
-    if len(output) > _MAX_BYTES:
-        return ProcessStacks(reason=f"py-spy printed more than {_MAX_BYTES >> 20} MiB")
     try:
         stacks = parse_threads(json.loads(output), main_tid)
     except (ValueError, RecursionError):

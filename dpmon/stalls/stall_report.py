@@ -64,11 +64,22 @@ class StallReport:
     """The nodes that did not answer, and why."""
 
 
+_last_parsed: tuple[Mapping[str, object], StallReport | None] = {}, None
+
+
 def parse_report(record: Mapping[str, object]) -> StallReport | None:
-    """Return the report in a `stall` record; None if it describes no ranks, or is not valid."""
-    with suppress(ValueError):
-        return from_json(StallReport, record)
-    return None
+    """Return the report in a `stall` record; None if it describes no ranks, or is not valid.
+
+    The last one is kept, because a screen draws the same record again and again, and one with many stacks is long.
+    """
+    global _last_parsed
+    last_record, report = _last_parsed
+    if record is not last_record:
+        report = None
+        with suppress(ValueError):
+            report = from_json(StallReport, record)
+        _last_parsed = record, report
+    return report
 
 
 def build_report(

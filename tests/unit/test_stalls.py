@@ -645,7 +645,6 @@ def test_rubbish_from_py_spy_is_a_reason(out: bytes) -> None:
         ("echo '{\"version\": 9}'", "different version?"),
         ("echo '[]'", "py-spy found no Python thread"),
         ("sleep 5", "py-spy gave no answer within 0 s"),
-        ("yes | head -c 40000000", "py-spy printed more than 32 MiB"),
         ("", "py-spy cannot be started"),
     ],
 )

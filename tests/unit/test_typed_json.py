@@ -41,7 +41,8 @@ def test_only_marked_fields_are_omitted_while_empty() -> None:
     "wrong",
     [
         {"points": None}, {"points": [7]}, {"points": [["a"]]}, {"points": [["a", 1.0, 2]]}, {"points": [[1, 1.0]]},
-        {"length": "3"}, {"length": True}, {"length": float("nan")}, {"length": float("inf")}, {"is_closed": 1},
+        {"length": "3"}, {"length": True}, {"length": float("nan")}, {"length": float("inf")}, {"length": 10**400},
+        {"is_closed": 1},
         {"owner": ["me"]},
     ],
 )  # fmt: skip

@@ -16,7 +16,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from dpmon.assemble.definitions import KnownDefinitions
-from dpmon.record.history_rows import CollectiveRow, Definition, LossRow
+from dpmon.record.history_rows import CollectiveRow, LossRow
 from dpmon.record.span_format import Flag, Span
 
 MAX_STEPS = 32
@@ -161,11 +161,7 @@ class SampledCollectives:
         self._rows_before_sample_end.clear()
         self._rows_before_step_end.clear()
 
-    def pop_rows(self) -> list[CollectiveRow | LossRow | Definition]:
-        """Return the collectives and losses with known steps, each once, with their definitions."""
-        rows: list[CollectiveRow | LossRow | Definition] = []
-        for row in self._ready:
-            rows += self._definitions.pop_unwritten_rows((row.definition,))
-            rows.append(row)
-        self._ready.clear()
-        return rows
+    def pop_rows(self) -> list[CollectiveRow | LossRow]:
+        """Return the collectives and losses with known steps, each once."""
+        ready, self._ready = self._ready, []
+        return ready

@@ -17,7 +17,7 @@ from dpmon.model.snapshot_builder import SnapshotBuilder
 from dpmon.model.stragglers import (
     RankTimes,
 )
-from dpmon.record.history_rows import Row, serialize_definition
+from dpmon.record.history_rows import Row
 from dpmon.record.record_types import BUCKET, Event, Step
 from dpmon.record.schema import SPAN_PHASES
 from dpmon.record.shared_names import DDP
@@ -241,7 +241,7 @@ class _CopiedSecond:
             self.tallies[width] = list(whole.row(names))
         query = "SELECT * FROM times WHERE width = 1 AND start_s = ? AND process = ?"
         ((*_, self.times),) = [(row[:4], row[4:]) for row in store.query(query, (_COPIED_SECOND, process))]
-        self.definitions = {number: serialize_definition(value) for number, value in store.definitions(process).items()}
+        self.definitions = store.query("SELECT number, value FROM definitions WHERE process = ?", (process,))
 
 
 class ManyNodes:
@@ -311,7 +311,7 @@ class ManyNodes:
                 (*place, rank // self.each),
             )
             self._db.execute("INSERT INTO keys VALUES (?, ?, ?, ?)", (rank, *kind.key))
-            defined = [(rank, number, json.dumps(value)) for number, value in kind.definitions.items()]
+            defined = [(rank, *definition) for definition in kind.definitions]
             many("INSERT INTO definitions VALUES (?, ?, ?)", defined)
             for event in (one for one in rows[0] if isinstance(one, Event)):
                 own: dict[str, Any] = {"process": rank, "rank": rank}

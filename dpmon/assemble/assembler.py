@@ -13,7 +13,7 @@ from dpmon.assemble.nesting import CALLS, PRIMITIVES, Block, make_block
 from dpmon.assemble.sampled_collectives import SampledCollectives
 from dpmon.assemble.step_boundaries import StepBoundaryFinder
 from dpmon.assemble.step_row_builder import StepRowBuilder
-from dpmon.record.history_rows import Row
+from dpmon.record.history_rows import Definition, Row, parse_definition
 from dpmon.record.record_types import Event
 from dpmon.record.shared_names import Untimed
 from dpmon.record.span_format import Flag, Kind, Span
@@ -150,7 +150,12 @@ class Assembler:
         for line in lines:
             if "end" in line:
                 self._ended_by_exception = line.get("uncaught") is True
-            elif not self._definitions.add(line):
+            elif "optimizer" in line:
+                self._definitions.optimizers += 1
+            elif "define" in line:
+                self._definitions.remember(line["define"], parse_definition(line["value"]))
+                self._rows.add(Definition(line["define"], line["value"]))
+            else:
                 self._events.add(line)
 
     def _handle_span(self, span: Span) -> None:

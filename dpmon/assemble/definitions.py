@@ -1,11 +1,8 @@
-"""Reads definitions from the lines next to a ring: sizes, stages, layouts, collectives and losses."""
+"""Keeps the definitions in the lines next to a ring: sizes, stages, layouts, collectives and losses."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
-
-from dpmon.record.history_rows import Definition, Definitions, parse_definition, serialize_definition
+from dpmon.record.history_rows import Definitions
 from dpmon.record.record_types import count_rows
 
 MAX_DEFINITIONS = 1 << 15
@@ -13,24 +10,12 @@ MAX_DEFINITIONS = 1 << 15
 
 
 class KnownDefinitions(Definitions):
-    """The definitions of one process. It knows which of them have a row."""
+    """The definitions of one process."""
 
     def __init__(self) -> None:
         super().__init__(MAX_DEFINITIONS)
         self.optimizers = 0
         """Number of lines that report a new optimizer."""
-        self._written: set[int] = set()
-        """Numbers that already have a row."""
-
-    def add(self, line: Mapping[str, Any]) -> bool:
-        """Add the definition in a line. Return False if the line defines nothing."""
-        if "optimizer" in line:
-            self.optimizers += 1
-        elif "define" in line:
-            self.remember(line["define"], parse_definition(line["value"]))
-        else:
-            return False
-        return True
 
     def module(self, number: int) -> int:
         """Return the module of a layout; an unused number if it is unknown."""
@@ -48,12 +33,3 @@ class KnownDefinitions(Definitions):
         """
         rows = count_rows(self.sizes.get(number), self.layouts[layout].dim)
         return -1 if rows is None else rows
-
-    def pop_unwritten_rows(self, numbers: Iterable[int]) -> list[Definition]:
-        """Return a row for each of these definitions that has none yet. Number 0 is skipped."""
-        rows = []
-        for number in numbers:
-            if number and number not in self._written and (value := self.get(number)) is not None:
-                self._written.add(number)
-                rows.append(Definition(number, serialize_definition(value)))
-        return rows

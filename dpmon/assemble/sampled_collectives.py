@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections import deque
 
 from dpmon.assemble.definitions import KnownDefinitions
-from dpmon.record.history_rows import CollectiveRow, Definition, LossRow
+from dpmon.record.history_rows import CollectiveRow, LossRow
 from dpmon.record.span_format import Span
 
 MAX_STEPS = 32
@@ -82,11 +82,7 @@ class SampledCollectives:
         self._ready += self._rows_before_step_end
         self._rows_before_step_end.clear()
 
-    def pop_rows(self) -> list[CollectiveRow | LossRow | Definition]:
-        """Return the collectives and losses with known steps, each once, with their definitions."""
-        rows: list[CollectiveRow | LossRow | Definition] = []
-        for row in self._ready:
-            rows += self._definitions.pop_unwritten_rows((row.definition,))
-            rows.append(row)
-        self._ready.clear()
-        return rows
+    def pop_rows(self) -> list[CollectiveRow | LossRow]:
+        """Return the collectives and losses with known steps, each once."""
+        ready, self._ready = self._ready, []
+        return ready

@@ -188,7 +188,6 @@ class StepRowBuilder:
             return None
         if len(self._call_facts) >= _MAX_CALL_FACTS:
             self._call_facts.clear()
-        self._add_definitions((site, inputs, outputs))
         is_plain = bool(layout.devices) and "replicas" not in layout.absent
         call_facts = is_plain, inputs, outputs, self.definitions.module(site), self.definitions.batch_rows(inputs, site)
         self._call_facts[call.site, call.inputs, call.outputs] = call_facts
@@ -197,7 +196,6 @@ class StepRowBuilder:
     def _record_call(self, call: CallRow, times: PendingTimes) -> None:
         self.calls += 1
         call = call._replace(call=self.calls)
-        self._add_definitions(sorted(call.definitions))
         if self.awaiting_events:
             self._emit_awaiting_events()
         if times.untimed == Untimed.SAMPLED:
@@ -205,10 +203,6 @@ class StepRowBuilder:
         elif any(times.slots):
             self._totals.call_times[len(self._totals.calls)] = times
         self._totals.calls.append(call)
-
-    def _add_definitions(self, numbers: Iterable[int]) -> None:
-        for row in self.definitions.pop_unwritten_rows(numbers):
-            self._rows.add(row)
 
     def _record_primitive(self, span: Span, contents: BlockContents | None) -> None:
         """Record a primitive that the script itself called."""

@@ -47,10 +47,10 @@ class RecentCalls:
             self._calls[row.call] = self._store.call(step, row)
         return self._calls[row.call]
 
-    def calls_of(self, step: Step | None) -> tuple[Call, ...]:
+    def calls_of(self, step: Step) -> tuple[Call, ...]:
         """Return the calls of the last step, the oldest first; at most the last STEP_CALLS_READ."""
-        for recent in self._steps:
-            if step is not None and (recent.step, recent.kind) == (step.step, step.kind):
+        for recent in (step, *self._steps):  # a brief step has no calls of its own
+            if recent.calls and (recent.step, recent.kind) == (step.step, step.kind):
                 calls = [self._call(recent, row) for row in recent.calls[-STEP_CALLS_READ:]]
                 return tuple(call for call in calls if call is not None)
         return ()
@@ -87,12 +87,12 @@ class RecentCalls:
     def _group_by_position(self, roots: Mapping[int, Root]) -> dict[Root, list[list[_RowInStep]]]:
         """Return for each root the first calls of all steps, the second calls of all steps, and so on; newest first.
 
-        Roots with one call per step are left out.
+        Roots with one call per step are left out, and calls alone.
         """
         positions: dict[Root, list[list[_RowInStep]]] = defaultdict(lambda: [[] for _ in range(PARTS_KEPT)])
         for step in self._steps:
             counts: Counter[Root] = Counter()
-            for row in step.calls:
+            for row in step.calls if step.step > 0 else ():
                 root = roots.get(row.layout)
                 if root is not None and counts[root] < PARTS_KEPT:
                     positions[root][counts[root]].append((step, row))

@@ -373,7 +373,8 @@ def _with_calls(
         timings = calls.timings(ranged.tallies, mode)
     if process.last_step is not None and process.last_step.kind != TRAINING:
         process = replace(process, earlier_wrappers=store.wrapper_types(process.process))
-    return _with_devices(replace(process, calls=timings, last_calls=calls.calls_of(process.last_step)))
+    last_calls = () if process.last_step is None else calls.calls_of(process.last_step)
+    return _with_devices(replace(process, calls=timings, last_calls=last_calls))
 
 
 def _with_devices(process: Process) -> Process:

@@ -135,7 +135,7 @@ Defined = Layout | StageParts | CollectiveDefinition | LossSite | tuple[Size, ..
 
 
 def parse_definition(value: Any) -> Defined:
-    """Return the object in the JSON of a definition, as `serialize_definition` wrote it."""
+    """Return the object in the JSON of a definition."""
     if isinstance(value, list):
         return tuple([_parse_size(*size) for size in value])
     if "parts" in value:
@@ -146,18 +146,6 @@ def parse_definition(value: Any) -> Defined:
     if "place" in value:
         return LossSite(**value)
     return Layout(**{**value, "devices": tuple(value["devices"])})
-
-
-def serialize_definition(definition: Defined) -> Any:
-    """Return the JSON of a definition, which `parse_definition` reads."""
-    if isinstance(definition, (Layout, StageParts, CollectiveDefinition, LossSite)):
-        return definition._asdict()
-    return [_serialize_size(size) for size in definition]
-
-
-def _serialize_size(size: Size) -> list[Any]:
-    value = [size.path, size.shape, size.dtype, size.bytes]
-    return value if size.global_shape is None else [*value, size.global_shape]
 
 
 def _parse_size(path: str, shape: Sequence[int], dtype: str, byte_count: int, lengths: Any = None) -> Size:
@@ -189,10 +177,6 @@ class Definitions:
         table[number] = definition
         if len(table) > self._most:
             del table[next(iter(table))]
-
-    def get(self, number: int) -> Defined | None:
-        """Return a definition; None if it is unknown."""
-        return next((table[number] for table in self._tables.values() if number in table), None)
 
 
 def _missing_primitives(row: CallRow, phases: Mapping[str, CallPhaseTime]) -> dict[str, str]:

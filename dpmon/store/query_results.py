@@ -253,14 +253,16 @@ def encode_calls(step: Step) -> str | None:
     """Return the calls of a step as JSON, and None if there are none: a list of lists, without their numbers.
 
     A call has its flags, layout, offset from the start of the step, duration, inputs and outputs, and the members of
-    its CallParts if it has parts.
+    its CallParts if it has parts; without device times, only the first three of them.
     """
     if not step.calls:
         return None
     texts = []
     for _, flags, layout, start_ns, wall_ns, inputs, outputs, parts in step.calls:
         text = f"{flags},{layout},{start_ns - step.start_ns},{wall_ns},{inputs},{outputs}"
-        texts.append(f"[{text}]" if parts is None else f"[{text},{_json(parts)[1:-1]}]")
+        if parts is not None:
+            text += f",{_json(parts if parts.device_ms is not None else parts[:3])[1:-1]}"
+        texts.append(f"[{text}]")
     return f"[{','.join(texts)}]"
 
 

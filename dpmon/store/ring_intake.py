@@ -137,20 +137,9 @@ class RingIntake:
         return True
 
     def _row_of_calls(self, row_id: int, row: Step, called: str | None) -> tuple[Any, ...]:
-        """Return the row of calls alone."""
-        values = {
-            "id": row_id,
-            "process": self.row.process,
-            "step": row.step,
-            "mode": row.mode,
-            "start_ns": row.start_ns,
-            "wall_ns": row.wall_ns,
-            "kind": row.kind,
-            "calls": len(row.calls),
-            "missing_spans": 0,
-            "last_call": row.calls[-1].call,
-            "called": called,
-        }
+        """Return the row of calls alone. It has no phases."""
+        calls = {"calls": len(row.calls), "last_call": row.calls[-1].call, "called": called}
+        values = {**row._asdict(), "id": row_id, "process": self.row.process, **calls}
         return tuple(map(values.get, STEP_COLUMNS))
 
     def _step(self, batch: WriteBatch, row_id: int, row: Step, called: str | None) -> None:

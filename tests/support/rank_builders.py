@@ -17,7 +17,7 @@ from dpmon.model.snapshot_builder import SnapshotBuilder
 from dpmon.model.stragglers import (
     RankTimes,
 )
-from dpmon.record.history_rows import Row, serialize_definition
+from dpmon.record.history_rows import Row
 from dpmon.record.record_types import BUCKET, Event, Step
 from dpmon.record.schema import SPAN_PHASES
 from dpmon.record.shared_names import DDP
@@ -237,7 +237,7 @@ class _CopiedSecond:
             for _ in range(width):
                 self.tallies[width].merge(tally)
         (self.times,) = store.time_rows(_COPIED_SECOND, _COPIED_SECOND + 1, process=process)
-        self.definitions = {number: serialize_definition(value) for number, value in store.definitions(process).items()}
+        self.definitions = store.query("SELECT number, value FROM definitions WHERE process = ?", (process,))
 
 
 class ManyNodes:
@@ -306,7 +306,7 @@ class ManyNodes:
                 (*place, rank // self.each),
             )
             self._history.key_numbers.number(kind.key._replace(process=rank))
-            defined = [(rank, number, json.dumps(value)) for number, value in kind.definitions.items()]
+            defined = [(rank, *definition) for definition in kind.definitions]
             many("INSERT INTO definitions VALUES (?, ?, ?)", defined)
             for event in (one for one in rows[0] if isinstance(one, Event)):
                 own: dict[str, Any] = {"process": rank, "rank": rank}

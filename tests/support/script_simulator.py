@@ -337,14 +337,12 @@ def decode_rows(rows: Sequence[Row]) -> DecodedRows:
 
 
 def split_definitions(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
-    """Separate rows of steps from those of collectives and losses, which can be anywhere among them."""
+    """Separate rows of steps from definitions, collectives and losses, which can be anywhere among them."""
     return [row for row in rows if not _is_free(row)], sorted(str(row) for row in rows if _is_free(row))
 
 
 def _is_free(row: Row) -> bool:
-    if isinstance(row, Definition):
-        return "operation" in row.value or "place" in row.value
-    return isinstance(row, (CollectiveRow, LossRow))
+    return isinstance(row, (Definition, CollectiveRow, LossRow))
 
 
 def assemble_in_portions(script: Script, cuts: Sequence[int], lines: Sequence[int] | None = None) -> list[Row]:

@@ -280,8 +280,8 @@ def test_deep_nesting_is_read_in_a_moment() -> None:
     spans = [Span(at, Kind.OPTIMIZER, 0, Kind.OPTIMIZER, 0, 1, 10**6 - at, 2 * at, 0, 0) for at in range(15_000)]
     spans.append(Span(len(spans), Kind.CALL, 0, 0, 0, 1, 0, 10**7, 0, 0))
     assembler = Assembler()
-    assembler.feed(spans, [{"define": 1, "value": {"root": "A", "via": None, "devices": ["cpu"], "absent": {}}}])
-    result = decode_rows(assembler.finish())
+    rows = assembler.feed(spans, [{"define": 1, "value": {"root": "A", "via": None, "devices": ["cpu"], "absent": {}}}])
+    result = decode_rows(rows + assembler.finish())
     assert (len(result.calls), len(result.steps)) == (1, 1)
 
 
@@ -297,8 +297,8 @@ def test_calls_of_an_unknown_layout_are_counted_and_their_time_is_kept() -> None
     script.call(999)
     script.backward()
     assembler = Assembler()
-    assembler.feed(script.spans, script.lines_between(0, len(script.lines)))
-    result = decode_rows(assembler.finish())
+    rows = assembler.feed(script.spans, script.lines_between(0, len(script.lines)))
+    result = decode_rows(rows + assembler.finish())
     assert assembler.dropped == 1
     assert [call.root for call in result.calls] == ["Net"]
     assert result.steps[0].phases["forward"] == 2_000_000

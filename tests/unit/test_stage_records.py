@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dpmon.assemble.definitions import KnownDefinitions
+from dpmon.assemble import Assembler
 from dpmon.export import csv_tables
 from dpmon.model.layouts import CallLayouts
 from dpmon.record.history_rows import Definition, Row
@@ -91,11 +91,8 @@ SIZES = (Size("0", (4, 8), "float32", 128, (8, 8)), Size("mask", (8,), "bool", 8
 
 
 def test_a_definition_keeps_the_global_shape() -> None:
-    definitions = KnownDefinitions()
-    assert definitions.add({"define": 7, "value": WRITTEN})
-    assert definitions.sizes[7] == SIZES
     resolver = RowReader(0)
-    for row in definitions.pop_unwritten_rows([7]):
+    for row in Assembler().feed([], [{"define": 7, "value": WRITTEN}]):
         resolver.record(row)
     assert resolver.definitions.sizes[7] == SIZES
 

@@ -77,7 +77,7 @@ _NOTE_CHANGE = "UPDATE tallies SET seq = ? WHERE width = ? AND start_s = ? AND k
 MERGE_STATEMENTS = (
     """
 INSERT INTO tallies
-SELECT :width, start_s / :width * :width AS bucket_s, key, sum(steps), sum(calls), max(last_step), min(low_ns),
+SELECT :width, start_s / :width * :width AS bucket_s, key, total(steps), total(calls), max(last_step), min(low_ns),
     max(high_ns), min(first_ns), max(last_ns), max(seq)
 FROM tallies AS finer WHERE width = :finer AND start_s >= :begin AND start_s < :end AND NOT EXISTS (
     SELECT 1 FROM tallies AS wider WHERE wider.width = :width AND wider.start_s = finer.start_s / :width * :width
@@ -86,14 +86,15 @@ GROUP BY bucket_s, key
 """,
     """
 INSERT INTO series
-SELECT :width, start_s / :width * :width AS bucket_s, key, name, sum(count), sum(total), merged_sketch(sketch)
+SELECT :width, start_s / :width * :width AS bucket_s, key, name, total(count), total(total), merged_sketch(sketch)
 FROM series AS finer WHERE width = :finer AND start_s >= :begin AND start_s < :end AND NOT EXISTS (
     SELECT 1 FROM series AS wider WHERE wider.width = :width AND wider.start_s = finer.start_s / :width * :width
     AND wider.key = finer.key AND wider.name = finer.name)
 GROUP BY bucket_s, key, name
 """,
 )
-"""Statements for dpmon.store.time_buckets.merge_buckets."""
+"""Statements for dpmon.store.time_buckets.merge_buckets. Unlike sum(), total() cannot overflow; it is exact below 2^53.
+So one node of a mirror cannot stop it with numbers beyond reason."""
 _PLAIN = "steps, calls, last_step, low_ns, high_ns, first_ns, last_ns"
 """The columns of a tally that are members of Tally."""
 
@@ -226,16 +227,17 @@ class TallyQuery(NamedTuple):
             return {}
         starts = starts_query(buckets)
         query = (
-            f"{starts} SELECT key, sum(steps), sum(calls), max(last_step), min(low_ns), max(high_ns), min(first_ns),"
-            f" max(last_ns) FROM starts CROSS JOIN tallies USING (width, start_s)"
+            f"{starts} SELECT key, CAST(total(steps) AS INTEGER), CAST(total(calls) AS INTEGER), max(last_step),"
+            " min(low_ns), max(high_ns), min(first_ns), max(last_ns)"
+            " FROM starts CROSS JOIN tallies USING (width, start_s)"
             f" WHERE {self._key_condition('tallies')} GROUP BY key"
         )
         tallies = {number: Tally(*values) for number, *values in self.connection.rows(query)}
         if self.series is not None and not self.series:
             return self._by_key(tallies)
         query = (
-            f"{starts} SELECT key, name, sum(count), sum(total), {self._sketch('joined_sketch(sketch)')}"
-            f" FROM starts CROSS JOIN series USING (width, start_s)"
+            f"{starts} SELECT key, name, CAST(total(count) AS INTEGER), CAST(total(total) AS INTEGER),"
+            f" {self._sketch('joined_sketch(sketch)')} FROM starts CROSS JOIN series USING (width, start_s)"
             f" WHERE {self._key_condition('series')} {self._name_condition} GROUP BY key, name"
         )
         for number, name, *values in self.connection.rows(query, tuple(self.series or ())):

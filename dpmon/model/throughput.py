@@ -11,7 +11,6 @@ from dpmon.model.run_snapshot import Process, RecentRate, RunSnapshot
 from dpmon.record.schema import SECOND, STEP, STEP_KINDS, step_kind
 from dpmon.store.step_stats import Rate, compute_rate
 from dpmon.store.tally import SeriesStats, Tally
-from dpmon.store.tally_tables import SecondRow
 from dpmon.store.time_buckets import WIDTHS
 
 if TYPE_CHECKING:
@@ -109,21 +108,22 @@ def _last_ten_seconds(
 
     Tallies have whole seconds, so the end of the last step in the first second is the start.
     """
-    rows: dict[int, list[SecondRow]] = {process: [] for process in processes}
-    for row in store.seconds(start_s, end_s, processes):
-        if step_kind(row.kind) != store.main_kind:
+    seconds: dict[int, list[tuple[int, Tally]]] = {process: [] for process in processes}
+    rows = store.tally_rows(start_s, end_s, process=processes, widest=1, series=(STEP, "samples"), sketches=False)
+    for _, _, key, tally in rows:
+        if step_kind(key.kind) != store.main_kind:
             continue
-        if row.mode == mode:
-            rows[row.process].append(row)
+        if key.mode == mode:
+            seconds[key.process].append((tally.last_ns or 0, tally))
         else:
-            rows[row.process].clear()
+            seconds[key.process].clear()
     times = _active_time(store, start_s, end_s, processes, widest=1)
     training = {}
-    for process, process_rows in rows.items():
-        last_ns = max((row.last_ns for row in process_rows), default=0)
-        newest = [row for row in process_rows if row.last_ns >= last_ns - WINDOW_S * SECOND]
-        first_s = min((row.last_ns for row in newest), default=0) // SECOND
-        start_ns = max((row.last_ns for row in newest if row.last_ns // SECOND == first_s), default=0)
+    for process, tallies in seconds.items():
+        last_ns = max((end_ns for end_ns, _ in tallies), default=0)
+        newest = [(end_ns, tally) for end_ns, tally in tallies if end_ns >= last_ns - WINDOW_S * SECOND]
+        first_s = min((end_ns for end_ns, _ in newest), default=0) // SECOND
+        start_ns = max((end_ns for end_ns, _ in newest if end_ns // SECOND == first_s), default=0)
         training[process] = _sum_steps(newest, start_ns, times[process])
     return training
 
@@ -131,17 +131,15 @@ def _last_ten_seconds(
 def _last_two_steps(store: Store, process: int, end_s: int, mode: str) -> RecentTraining:
     """Return the two newest steps of a process in one mode; one if there are only two, because a step must precede."""
     newest = store.steps(3, process=process, main_only=True)
-    rows = [
-        SecondRow(
-            *(process, mode, 0, 1, step.samples or 0, step.samples is not None),
-            *(step.start_ns, step.start_ns + step.wall_ns, step.wall_ns),
-        )
-        for step in newest
-        if step.mode == mode
-    ]
+    tallies = []
+    for step in newest:
+        if step.mode == mode:
+            samples = SeriesStats() if step.samples is None else SeriesStats(1, step.samples)
+            end_ns, stats = step.start_ns + step.wall_ns, {STEP: SeriesStats(1, step.wall_ns), "samples": samples}
+            tallies.append((end_ns, Tally(1, first_ns=step.start_ns, last_ns=end_ns, stats=stats)))
     start_s = newest[-1].start_ns // SECOND if newest else end_s
-    start_ns = rows[-1].last_ns if rows else 0
-    return _sum_steps(rows, start_ns, _active_time(store, start_s, end_s, (process,))[process])
+    start_ns = tallies[-1][0] if tallies else 0
+    return _sum_steps(tallies, start_ns, _active_time(store, start_s, end_s, (process,))[process])
 
 
 def _active_time(
@@ -155,18 +153,19 @@ def _active_time(
     return times
 
 
-def _sum_steps(rows: Sequence[SecondRow], start_ns: int, times: Mapping[tuple[int, int], int]) -> RecentTraining:
-    """Sum the steps that ended after `start_ns` into one tally, and the training time since then."""
-    tally = Tally()
-    rows = [row for row in rows if row.last_ns > start_ns]
-    if not rows:
-        return RecentTraining(tally, 0, 0)
-    tally.steps = sum(row.steps for row in rows)
-    tally.first_ns, tally.last_ns = min(row.first_ns for row in rows), max(row.last_ns for row in rows)
-    step = tally.stats[STEP] = SeriesStats(tally.steps, sum(row.step_ns for row in rows))
-    tally.stats["samples"] = SeriesStats(sum(row.counted_steps for row in rows), sum(row.samples for row in rows))
-    elapsed_ns = _counted_ns(times, start_ns, tally.last_ns)
-    return RecentTraining(tally, elapsed_ns, min(step.total, elapsed_ns))
+def _sum_steps(
+    tallies: Sequence[tuple[int, Tally]], start_ns: int, times: Mapping[tuple[int, int], int]
+) -> RecentTraining:
+    """Sum the steps that ended after `start_ns` into one tally, and the training time since then.
+
+    `tallies`: each with the end of its last step (ns).
+    """
+    whole = Tally()
+    for end_ns, tally in tallies:
+        if end_ns > start_ns:
+            whole.merge(tally)
+    elapsed_ns = 0 if whole.last_ns is None else _counted_ns(times, start_ns, whole.last_ns)
+    return RecentTraining(whole, elapsed_ns, min(whole.stat(STEP).total, elapsed_ns))
 
 
 def _combined_rate(store: Store, training: Mapping[int, RecentTraining], scale: float) -> Rate | None:

@@ -31,7 +31,7 @@ CREATE INDEX IF NOT EXISTS changed_times ON times (seq) WHERE width = 1;
 _ADD = "INSERT INTO times VALUES (?,?,?,?,?,?,?) ON CONFLICT DO UPDATE SET ns = ns + excluded.ns, seq = excluded.seq"
 MERGE_STATEMENT = """
 INSERT INTO times
-SELECT :width, start_s / :width * :width AS bucket_s, process, mode, activity, sum(ns), max(seq)
+SELECT :width, start_s / :width * :width AS bucket_s, process, mode, activity, total(ns), max(seq)
 FROM times AS finer WHERE width = :finer AND start_s >= :begin AND start_s < :end AND NOT EXISTS (
     SELECT 1 FROM times AS wider WHERE wider.width = :width AND wider.start_s = finer.start_s / :width * :width
     AND wider.process = finer.process AND wider.mode = finer.mode AND wider.activity = finer.activity)

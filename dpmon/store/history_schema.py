@@ -306,13 +306,12 @@ def columns_of(table: str) -> Mapping[str, tuple[type, ...]]:
     with closing(sqlite3.connect(":memory:")) as db:
         db.executescript(SCHEMA)
         rows = db.execute(f"PRAGMA table_info({table})").fetchall()
-    # A name may be optional in another table only; a part of a key is never NULL.
-    kinds = {name: (_types(name, _TYPES[declared]), in_key) for _, name, declared, _, _, in_key in rows}
-    return {name: types[:1] if in_key else types for name, (types, in_key) in kinds.items()}
-
-
-def _types(name: str, kind: type) -> tuple[type, ...]:
-    return (kind, type(None)) if name in _OPTIONAL else (kind,)
+    columns: dict[str, tuple[type, ...]] = {}
+    for _, name, declared, not_null, _, in_key in rows:
+        # A name may be optional in another table only; a part of a key is never NULL.
+        is_optional = name in _OPTIONAL and not not_null and not in_key
+        columns[name] = (_TYPES[declared], type(None)) if is_optional else (_TYPES[declared],)
+    return columns
 
 
 def database_file_stamps(path: Path) -> list[os.stat_result]:

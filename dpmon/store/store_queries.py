@@ -72,7 +72,7 @@ from dpmon.store.query_results import (
 )
 from dpmon.store.tally import Tally
 from dpmon.store.tally_keys import TallyKey, read_keys
-from dpmon.store.tally_tables import SecondRow, TallyQuery
+from dpmon.store.tally_tables import TallyQuery
 from dpmon.store.time_accounting import ACTIVITIES, Gap
 from dpmon.store.time_buckets import END_S, WIDTHS, TimeBuckets
 
@@ -305,13 +305,6 @@ class Store:
         query = self._tally_query(process, series=series, sketches=sketches, left_out=left_out)
         return query.merged(self.buckets.cover(begin_s, end_s))
 
-    def seconds(self, begin_s: int, end_s: int, processes: Collection[int]) -> Iterator[SecondRow]:
-        """Yield the steps of some processes by second, between two seconds, in order of time.
-
-        Where the tallies of seconds were deleted, rows of wider time buckets take their place.
-        """
-        return self._tally_query(processes).seconds(self.buckets.cover(begin_s, end_s, 1))
-
     def step_count(self, begin_s: int, end_s: int, processes: Collection[int]) -> int:
         """Return the number of steps of the main kind of some processes between two seconds."""
         tallies = self.tallies(begin_s, end_s, process=processes, series=())
@@ -319,6 +312,8 @@ class Store:
 
     def keys(self, process: int | Collection[int] | None = None, *, left_out: bool = False) -> dict[int, TallyKey]:
         """Return the keys of tallies by number. Parameters as in `tallies`."""
+        if left_out and not any(kind & EXCLUDED for _, kind in self.mode_kinds):
+            return {}
         return read_keys(self._connection, [process] if isinstance(process, int) else process, left_out=left_out)
 
     def _tally_query(

@@ -31,24 +31,29 @@ CREATE TEMP TABLE pending_steps (
     uncompared INTEGER NOT NULL,  -- whether steps of another kind ran before it: AFTER_OTHER_KIND
     PRIMARY KEY (rank_group, number, passes, rank)
 ) WITHOUT ROWID;
-CREATE TEMP TABLE new_passes (rank_group, number, passes, PRIMARY KEY (rank_group, number, passes)) WITHOUT ROWID;
+CREATE TEMP TABLE complete_passes (
+    rank_group INTEGER NOT NULL,
+    number     INTEGER NOT NULL,
+    passes     INTEGER NOT NULL,
+    least_ns   INTEGER NOT NULL,  -- the shortest tail
+    uncompared INTEGER NOT NULL,  -- whether any of its steps is
+    PRIMARY KEY (rank_group, number, passes)
+) WITHOUT ROWID;
+"""
+_NOTE_COMPLETE = """
+INSERT INTO complete_passes SELECT rank_group, number, passes, min(tail_ns), max(uncompared) FROM pending_steps
+WHERE rank_group = ? AND number = ? AND passes = ? GROUP BY rank_group, number, passes HAVING count(*) = max(ranks)
 """
 _FIND_WAITS = """
-SELECT step_id, key, second, wall_ns, CASE uncompared_ranks WHEN 0 THEN least_ns END, tail_ns - least_ns,
-    CASE place WHEN 1 THEN next_ns - tail_ns END
-FROM (
-    SELECT *, count(*) OVER pass AS present_ranks, sum(uncompared) OVER pass AS uncompared_ranks,
-        min(tail_ns) OVER pass AS least_ns, row_number() OVER by_tail AS place, lead(tail_ns) OVER by_tail AS next_ns
-    FROM new_passes CROSS JOIN pending_steps USING (rank_group, number, passes)
-    WINDOW pass AS (PARTITION BY rank_group, number, passes),
-        by_tail AS (PARTITION BY rank_group, number, passes ORDER BY tail_ns, step_id)
-) WHERE present_ranks = ranks
+SELECT step_id, key, second, wall_ns, CASE complete_passes.uncompared WHEN 0 THEN least_ns END, tail_ns - least_ns,
+    CASE row_number() OVER by_tail WHEN 1 THEN lead(tail_ns) OVER by_tail - least_ns END
+FROM complete_passes CROSS JOIN pending_steps USING (rank_group, number, passes)
+WINDOW by_tail AS (PARTITION BY rank_group, number, passes ORDER BY tail_ns, step_id)
 """
 _DELETE_COMPLETE = """
-DELETE FROM pending_steps WHERE (rank_group, number, passes) IN (
-    SELECT rank_group, number, passes FROM new_passes CROSS JOIN pending_steps USING (rank_group, number, passes)
-    GROUP BY rank_group, number, passes HAVING count(*) = max(ranks))
+DELETE FROM pending_steps WHERE (rank_group, number, passes) IN (SELECT rank_group, number, passes FROM complete_passes)
 """
+_DELETE_OLD = "DELETE FROM pending_steps WHERE rank_group >= ? AND (rank_group, number) < (?, ?)"
 MAX_PENDING = 1 << 16
 """Most steps of a group that wait for other ranks: more than fit into the largest ring. The oldest are dropped."""
 _RESTART_BITS = 16
@@ -100,20 +105,24 @@ def join_sync_steps(db: sqlite3.Connection, steps: Sequence[SyncStep], numbers: 
     """Add steps. Return the waits of all ranks in the passes that are complete now, and write them to `steps`."""
     if not steps:
         return []
-    db.executemany(
-        "INSERT OR REPLACE INTO pending_steps VALUES (?,?,?,?,?,?,?,?,?,?,?)",
-        [(*step[:6], numbers.number(step.key), *step[7:], step.key.kind & AFTER_OTHER_KIND > 0) for step in steps],
-    )
-    db.execute("DELETE FROM new_passes")
-    db.executemany("INSERT OR IGNORE INTO new_passes VALUES (?,?,?)", [step[:3] for step in steps])
+    places = [(step.rank_group, step.number, step.passes) for step in steps]
+    rows = [
+        (
+            *(*place, step.rank, step.ranks, step.step_id, numbers.number(step.key), step.second),
+            *(step.tail_ns, step.wall_ns, step.key.kind & AFTER_OTHER_KIND > 0),
+        )
+        for place, step in zip(places, steps, strict=True)
+    ]
+    db.executemany("INSERT OR REPLACE INTO pending_steps VALUES (?,?,?,?,?,?,?,?,?,?,?)", rows)
+    db.executemany(_NOTE_COMPLETE, set(places))
     waits = [RankStepWait._make(row) for row in db.execute(_FIND_WAITS)]
     if waits:
         db.execute(_DELETE_COMPLETE)
+        db.execute("DELETE FROM complete_passes")
     for step in {step.rank_group: step for step in steps}.values():
-        before_restart = step.rank_group >> _RESTART_BITS << _RESTART_BITS, step.rank_group
-        db.execute("DELETE FROM pending_steps WHERE rank_group >= ? AND rank_group < ?", before_restart)
-        oldest = step.rank_group, step.number - MAX_PENDING // step.ranks
-        db.execute("DELETE FROM pending_steps WHERE rank_group = ? AND number < ?", oldest)
+        first_restart = step.rank_group >> _RESTART_BITS << _RESTART_BITS
+        oldest_kept = step.rank_group, step.number - MAX_PENDING // step.ranks
+        db.execute(_DELETE_OLD, (first_restart, *oldest_kept))
     db.executemany(
         f"UPDATE steps SET {EXPOSED}_ns = ?, {WAIT}_ns = ? WHERE id = ?",
         [(wait.exposed_ns, wait.wait_ns, wait.step_id) for wait in waits],

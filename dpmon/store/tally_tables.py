@@ -77,7 +77,7 @@ _NOTE_CHANGE = "UPDATE tallies SET seq = ? WHERE width = ? AND start_s = ? AND k
 MERGE_STATEMENTS = (
     """
 INSERT INTO tallies
-SELECT :width, start_s / :width * :width AS bucket_s, key, sum(steps), sum(calls), max(last_step), min(low_ns),
+SELECT :width, start_s / :width * :width AS bucket_s, key, total(steps), total(calls), max(last_step), min(low_ns),
     max(high_ns), min(first_ns), max(last_ns), max(seq)
 FROM tallies AS finer WHERE width = :finer AND start_s >= :begin AND start_s < :end AND NOT EXISTS (
     SELECT 1 FROM tallies AS wider WHERE wider.width = :width AND wider.start_s = finer.start_s / :width * :width
@@ -86,17 +86,15 @@ GROUP BY bucket_s, key
 """,
     """
 INSERT INTO series
-SELECT :width, start_s / :width * :width AS bucket_s, key, name, sum(count), sum(total), merged_sketch(sketch)
+SELECT :width, start_s / :width * :width AS bucket_s, key, name, total(count), total(total), merged_sketch(sketch)
 FROM series AS finer WHERE width = :finer AND start_s >= :begin AND start_s < :end AND NOT EXISTS (
     SELECT 1 FROM series AS wider WHERE wider.width = :width AND wider.start_s = finer.start_s / :width * :width
     AND wider.key = finer.key AND wider.name = finer.name)
 GROUP BY bucket_s, key, name
 """,
 )
-"""Statements for dpmon.store.time_buckets.merge_buckets."""
-_JOIN_SERIES = (
-    "LEFT JOIN series AS {0} ON {0}.width = tallies.width AND {0}.start_s = tallies.start_s AND {0}.key = tallies.key"
-)
+"""Statements for dpmon.store.time_buckets.merge_buckets. Unlike sum(), total() cannot overflow; it is exact below 2^53.
+So one node of a mirror cannot stop it with numbers beyond reason."""
 _PLAIN = "steps, calls, last_step, low_ns, high_ns, first_ns, last_ns"
 """The columns of a tally that are members of Tally."""
 
@@ -210,25 +208,6 @@ def series_values(name: str, values: Sequence[int]) -> tuple[str, int, int, byte
 # ------------------------------------------------------------------------------------------------ reading
 
 
-class SecondRow(NamedTuple):
-    """The steps of one process, mode and kind that ended in one second."""
-
-    process: int
-    mode: str
-    kind: int
-    steps: int
-    samples: int
-    """Number of samples in the steps that have a sample count."""
-    counted_steps: int
-    """Number of these steps."""
-    first_ns: int
-    """Start of the first step."""
-    last_ns: int
-    """End of the last step."""
-    step_ns: int
-    """Sum of their durations."""
-
-
 class TallyQuery(NamedTuple):
     """Reads the tallies of some keys."""
 
@@ -248,16 +227,17 @@ class TallyQuery(NamedTuple):
             return {}
         starts = starts_query(buckets)
         query = (
-            f"{starts} SELECT key, sum(steps), sum(calls), max(last_step), min(low_ns), max(high_ns), min(first_ns),"
-            f" max(last_ns) FROM starts CROSS JOIN tallies USING (width, start_s)"
+            f"{starts} SELECT key, CAST(total(steps) AS INTEGER), CAST(total(calls) AS INTEGER), max(last_step),"
+            " min(low_ns), max(high_ns), min(first_ns), max(last_ns)"
+            " FROM starts CROSS JOIN tallies USING (width, start_s)"
             f" WHERE {self._key_condition('tallies')} GROUP BY key"
         )
         tallies = {number: Tally(*values) for number, *values in self.connection.rows(query)}
         if self.series is not None and not self.series:
             return self._by_key(tallies)
         query = (
-            f"{starts} SELECT key, name, sum(count), sum(total), {self._sketch('joined_sketch(sketch)')}"
-            f" FROM starts CROSS JOIN series USING (width, start_s)"
+            f"{starts} SELECT key, name, CAST(total(count) AS INTEGER), CAST(total(total) AS INTEGER),"
+            f" {self._sketch('joined_sketch(sketch)')} FROM starts CROSS JOIN series USING (width, start_s)"
             f" WHERE {self._key_condition('series')} {self._name_condition} GROUP BY key, name"
         )
         for number, name, *values in self.connection.rows(query, tuple(self.series or ())):
@@ -271,7 +251,8 @@ class TallyQuery(NamedTuple):
             query = (
                 f"{starts_query([bucket])} SELECT tallies.start_s, tallies.key, {_PLAIN}, name, count, total,"
                 f" {self._sketch('sketch')}"
-                f" FROM starts CROSS JOIN tallies USING (width, start_s) {_JOIN_SERIES.format('series')}"
+                " FROM starts CROSS JOIN tallies USING (width, start_s) LEFT JOIN series"
+                " ON (series.width, series.start_s, series.key) = (tallies.width, tallies.start_s, tallies.key)"
                 f" {self._name_condition} WHERE {self._key_condition('tallies')}"
             )
             rows = self.connection.rows(query, tuple(self.series or ()))
@@ -288,24 +269,6 @@ class TallyQuery(NamedTuple):
                         tally.stats[name] = SeriesStats(count, total, sketch)
                 for key, tally in sorted(tallies.items(), key=itemgetter(0)):
                     yield start_s, bucket[0], key, tally
-
-    def seconds(self, buckets: Iterable[tuple[int, int, int]]) -> Iterator[SecondRow]:
-        """Yield the steps of each row, in order of time and key. It reads few columns: each frame needs every rank."""
-        for bucket in buckets if self.keys else ():
-            query = (
-                f"{starts_query([bucket])} SELECT tallies.start_s, tallies.key, steps, ifnull(samples.total, 0),"
-                " ifnull(samples.count, 0), first_ns, last_ns, ifnull(whole.total, 0)"
-                " FROM starts CROSS JOIN tallies USING (width, start_s)"
-                f" {_JOIN_SERIES.format('samples')} AND samples.name = 'samples'"
-                f" {_JOIN_SERIES.format('whole')} AND whole.name = '{STEP}' WHERE {self._key_condition('tallies')}"
-            )
-            rows = (
-                (start_s, self.keys[number], values)
-                for start_s, number, *values in self.connection.rows(query)
-                if number in self.keys
-            )
-            for _, key, values in sorted(rows):
-                yield SecondRow(*key[:3], *values)
 
     def _by_key(self, tallies: Mapping[int, Tally]) -> dict[TallyKey, Tally]:
         return dict(sorted((self.keys[number], tally) for number, tally in tallies.items() if number in self.keys))

@@ -232,3 +232,23 @@ def test_a_machine_whose_tallies_stand_still_is_not_waited_for(tmp_path: Path) -
         ((whole,),) = open_mirror_store(records).query("SELECT made_s FROM widths WHERE width = 600")
         assert whole == (9000 if second == 9000 else 600)
     records.close()
+
+
+def test_numbers_beyond_reason_do_not_stop_the_mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tallies of a machine are merged into wider time buckets together with those of the others."""
+    flood = Flood(tmp_path, monkeypatch)
+    most, first_s = (1 << 60) - 1, flood.records.nodes[0].tallied_s
+    for table in ("tallies", "series", "times"):
+        columns = list(columns_sent(table))
+        rows = [[make(0) for make in makers(table, 10)] for _ in range(30)]
+        for second, row in enumerate(rows, start=first_s):
+            values = dict(zip(columns, row, strict=True)) | {"width": 1, "start_s": second}
+            values |= {name: most for name in ("steps", "calls", "count", "total", "ns") if name in values}
+            row[:] = values.values()
+        flood.send([line(table, rows)])
+    flood.records.nodes[0].tallied_s = flood.records.nodes[1].tallied_s = first_s + 60
+    flood.records.write([])
+    assert open_mirror_store(flood.records).buckets.made_until[10] > first_s + 30
+    assert max(tally.steps for tally in open_mirror_store(flood.records).tallies().values()) > most
+    check_all_readable(flood.records)
+    flood.records.close()

@@ -25,7 +25,6 @@ def read_everything(store: Store) -> None:
         assert not window.left_out
         assert list(store.tally_rows(3, 33, process=process, widest=10))
         assert list(store.tally_rows(process=process, series=("step",), sketches=False))
-        assert list(store.seconds(0, 20, [0, 1, 2] if process is None else [process]))
     assert store.step_count(0, 30, [0])
     store.next_step_ns(1, 5 * SECOND)
     rows = IncrementalRows(rollups=True)

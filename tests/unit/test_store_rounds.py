@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import sqlite3
 from collections.abc import Sequence
 
 import pytest
 
+from dpmon.errors import HistoryError
 from dpmon.record.schema import AFTER_OTHER_KIND, UNCOMPARED
 from dpmon.store import sync_passes
 from dpmon.store.history_writer import HistoryWriter
@@ -30,8 +32,8 @@ class Ranks:
             for rank in group:
                 self.groups.handle_event(rank, "ddp", {"rank": rank, "group": group})
 
-    def add(self, *steps: Step, passes: int = 1, kind: int = 0) -> list[RankStepWait]:
-        """Write steps in one transaction. Return the waits that are known now."""
+    def add(self, *steps: Step, passes: int = 1, kind: int = 0, fails: bool = False) -> list[RankStepWait]:
+        """Write steps in one transaction. Return the waits that are known now. `fails`: the transaction does."""
         added = [
             self.groups.sync_step(
                 TallyKey(process, "single", kind, 8),
@@ -46,9 +48,13 @@ class Ranks:
         ]
         known = [step for step in added if step is not None]
         waits: list[RankStepWait] = []
-        self.history.run_transaction(
-            lambda _: waits.extend(join_sync_steps(self.history._db, known, self.history.key_numbers))
-        )
+
+        def write(_: int) -> None:
+            waits.extend(join_sync_steps(self.history._db, known, self.history.key_numbers))
+            if fails:
+                raise HistoryError("the disk is full")
+
+        self.history.run_transaction(write)
         return waits
 
     def pending(self) -> int:
@@ -182,3 +188,33 @@ def test_the_time_of_a_step_does_not_grow_with_the_steps_that_wait() -> None:
     few, many = Ranks(3), Ranks(3)
     many.add(*((rank, number, 10) for number in range(1, 5000) for rank in (0, 1)))
     assert instructions(many, 5000) <= 1.2 * instructions(few, 5000)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_waits_are_found_in_any_order_and_in_spite_of_failed_writes(seed: int) -> None:
+    chance = random.Random(seed)
+    count = chance.choice((2, 3, 5))
+    ranks, tails = Ranks(count), dict[int, list[int]]()
+    for number in range(1, 100):
+        tails[number] = [chance.randrange(1, 1000) for _ in range(count)]
+    steps: list[Step] = [
+        (rank, number, tail) for number, all_tails in tails.items() for rank, tail in enumerate(all_tails)
+    ]
+    steps.sort(key=lambda step: step[1] + chance.randrange(1, 30))
+    found: dict[int, tuple[int | None, int, int | None]] = {}
+    while steps:
+        size = chance.randrange(1, 20)
+        if chance.random() < 0.3:
+            with pytest.raises(HistoryError):
+                ranks.add(*steps[:size], fails=True)
+        for wait in ranks.add(*steps[:size]):
+            assert wait.step_id not in found
+            found[wait.step_id] = wait.exposed_ns, wait.wait_ns, wait.straggler_delay_ns
+        del steps[:size]
+    assert ranks.pending() == 0
+    for number, all_tails in tails.items():
+        least, second, *_ = sorted(all_tails)
+        slowest = all_tails.index(least)
+        for rank, tail in enumerate(all_tails):
+            delay = second - least if rank == slowest else None
+            assert found[1000 * rank + number] == (least, tail - least, delay)

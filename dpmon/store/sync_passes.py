@@ -57,7 +57,6 @@ _DELETE_OLD = "DELETE FROM pending_steps WHERE rank_group >= ? AND (rank_group, 
 MAX_PENDING = 1 << 16
 """Most steps of a group that wait for other ranks: more than fit into the largest ring. The oldest are dropped."""
 _RESTART_BITS = 16
-_MAX_RANKS = 1 << 16
 _SYNC_AT = SPAN_PHASES.index("sync")
 
 
@@ -178,12 +177,12 @@ class RankGroups:
         A process that reports only its rank gets no group: it may be a child of that rank.
         """
         rank, world, group = data.get("rank"), data.get("world"), data.get("group")
-        if type(rank) is not int or rank < 0:
+        if rank is None:
             return
         self._rank_of[process] = rank
-        if kind == "process" and type(world) is int and 0 < world <= _MAX_RANKS:
+        if kind == "process" and world:
             self._ranks.setdefault(process, range(world))
-        elif kind == "ddp" and isinstance(group, list) and all(type(one) is int for one in group) and rank in group:
+        elif kind == "ddp" and group and rank in group:
             ranks = tuple(sorted(group))
             group_of = range(len(ranks)) if ranks == tuple(range(len(ranks))) else ranks
             if self._ranks.get(process, group_of) != group_of and process in self._reported:

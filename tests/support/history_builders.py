@@ -214,7 +214,7 @@ class _RowMaker:
             return list(records)
         steps: dict[int | None, tuple[int, int]] = {}
         for record in records:
-            if isinstance(record, Step):
+            if isinstance(record, Step) and record.step > 0:
                 trains = {"backward", "optimizer"} & record.phases.keys()
                 kind = record.kind or (TRAINING if trains else EVALUATION)
                 steps[record.step] = kind, record.step - self._other_steps.total()
@@ -223,7 +223,7 @@ class _RowMaker:
                     steps[record.step] = kind, self._other_steps[kind]
         found: list[Row | Record] = []
         for record in records:
-            if isinstance(record, Step):
+            if isinstance(record, Step) and record.step > 0:
                 kind, number = steps[record.step]
                 record = record._replace(kind=kind, step=number)
             elif isinstance(record, Call) and record.step in steps:

@@ -197,11 +197,11 @@ def test_a_run_has_ended_once_its_last_records_are_written(mirror: Mirror, monke
 
 INVALID = {"table": "gaps", "columns": ["process", "ns"], "rows": [[0, 5], [0, "much"]]}
 UNUSABLE = {
-    "table": "tallies",
-    "columns": ["width", "process", "mode", "sketches"],
-    "rows": [[1, 0, "dp", "AAAA"]],
+    "table": "events",
+    "columns": ["id", "process", "json"],
+    "rows": [[1, 0, '{"kind": "ddp", "rank": 0, "group": [0, "a"]}']],
 }
-"""Of the right types, but the sketches cannot be taken apart."""
+"""Of the right types, but the ranks cannot be put in order."""
 RING = {"table": "rings", "columns": ["name", "process"], "rows": [["process-0.ring", 0]]}
 
 
@@ -530,7 +530,7 @@ def test_a_machine_cannot_fill_the_log(
         assert mirror._commit()
     mirror._reject_node(mirror.peers[0], "x" * 100_000)
     logged = capfd.readouterr().err
-    assert "gpu-0: HistoryError: a damaged tally" in logged
+    assert "gpu-0: TypeError: " in logged
     assert 3000 <= len(logged) < 3100
     monkeypatch.setattr("dpmon.mirror.mirror.MAX_LOG_BYTES", 1 << 20)
     mirror._reject_node(mirror.peers[0], "x" * 100_000)

@@ -186,7 +186,7 @@ def test_damage_of_a_row_ends_in_one_sentence(state: Path, column: str) -> None:
 
 
 def test_records_are_read_in_parts_between_which_others_write(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dpmon.store.store_queries._IDS_PER_TRANSACTION", 7)
+    monkeypatch.setattr("dpmon.store.store_queries._RECORDS_PER_TRANSACTION", 7)
     directory = write_run_directory(rows())
     with open_store(directory) as store:
         whole = list(store.records())

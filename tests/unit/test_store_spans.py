@@ -308,10 +308,13 @@ def test_a_damaged_history_is_warned_of_once(run: SupervisedRun) -> None:
     training = SpanTraining(run.ring(), clock=count(5_000_000_000, 1000).__next__)  # all steps in one second
     training.run(10)
     run.look()
-    with closing(sqlite3.connect(run.directory / "history.sqlite")) as db:
-        db.execute("UPDATE tallies SET sketches = x'00'")
-        db.commit()
     run.kill()
+    path = run.directory / "history.sqlite"
+    with closing(sqlite3.connect(path)) as db:
+        db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    with path.open("r+b") as history:
+        history.seek(4096)
+        history.write(bytes(path.stat().st_size - 4096))
     for _ in range(3):
         training.run(100)
         run.look()

@@ -19,10 +19,10 @@ FEW = 8
 
 GUARDS = {
     "tracer.calls.primitives.PrimitiveTracer._run_composed",
+    "tracer.calls.call_wrapper.CallTracer._begin_call",
     "tracer.calls.call_wrapper.CallTracer._bind_arguments",
     "tracer.calls.call_wrapper.CallTracer._end_call",
     "tracer.calls.call_wrapper.CallTracer._end_failed_call",
-    "tracer.calls.call_wrapper.CallTracer._find_module",
     "tracer.core.hidden_frames.drop_frames",
     "tracer.modes.replica_threads.ReplicaThread.run",
     "tracer.steps.optimizers.OptimizerTracer._run_closure",

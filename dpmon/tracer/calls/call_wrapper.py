@@ -67,8 +67,8 @@ class CallTracer:
         another call is not recorded; a data-parallel call inside a root is recorded.
         """
         recorder, threads, make_thread_state = self.recorder, self.recorder.threads, self.recorder.current_thread_state
-        find_module, input_definition = self._find_module, self.session.input_definition
-        run_split, end_call, end_failed_call = self.split_runner.run, self._end_call, self._end_failed_call
+        begin_call, end_call, end_failed_call = self._begin_call, self._end_call, self._end_failed_call
+        run_split = self.split_runner.run
         hiding_kinds = HIDING_KINDS if root else HIDING_KINDS - {Kind.CALL}
         is_compiling, clock = torch.compiler.is_dynamo_compiling, monotonic_ns
         tracing = torch._C._get_tracing_state  # during torch.jit.trace, sizes are tensors of its graph
@@ -86,12 +86,9 @@ class CallTracer:
                     outer_kind = recorder.current_open_kind(thread)
                 if outer_kind in hiding_kinds or tracing() is not None or graph_task() != -1:
                     return original(module, *args, **kwargs)
-                traced_module = find_module(module, thread, outer_kind, trace_module)
+                traced_module, inputs, phase_timer = begin_call(module, thread, outer_kind, trace_module, args, kwargs)
                 if traced_module is None:
                     return original(module, *args, **kwargs)
-                inputs = input_definition(args, kwargs, traced_module.input_cache)
-                timer = recorder.device_timer
-                phase_timer = None if timer is None else timer.begin_call(thread, traced_module.gpus)
                 if root:
                     thread.root = traced_module
                 start_ns = clock()
@@ -119,14 +116,22 @@ class CallTracer:
 
         return copy_name_and_signature(traced, original)
 
-    def _find_module(
-        self, module: object, thread: ThreadState, outer_kind: int, trace_module: _ModuleFinder
-    ) -> TracedModule | None:
-        """Return how a call that begins is traced; None if it is not recorded. See `wrap_call` for `trace_module`.
+    def _begin_call(
+        self,
+        module: object,
+        thread: ThreadState,
+        outer_kind: int,
+        trace_module: _ModuleFinder,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+    ) -> tuple[TracedModule | None, int, PhaseTimer | None]:
+        """Return how a call is traced, the definition of its inputs, and its device times; None if it is not recorded.
 
-        Raises only exceptions of the script's signal handlers.
+        See `wrap_call` for `trace_module`. Raises only exceptions of the script's signal handlers.
         """
         recorder, modes = self.recorder, self.modes
+        traced_module = phase_timer = None
+        inputs = 0
         try:
             if outer_kind == 0:
                 recorder.recent_calls = recent_calls = recorder.recent_calls + 1
@@ -139,15 +144,20 @@ class CallTracer:
             if has_request and modes.apply_new_request():
                 self.traced_modules.forget_plans()
                 traced_module = None
-            if traced_module is not None:
+            if traced_module is not None and traced_module.may_have_moved:
                 device = traced_module.module_device
-                if not (traced_module.may_have_moved and device is not None and device.is_stale()):
-                    return traced_module
-            with torch._C.DisableTorchFunction():  # hides our reads from the script's modes
-                return None if self.session.is_off else trace_module(module, thread)
+                if device is not None and device.is_stale():
+                    traced_module = None  # if the new plan fails, the call is not traced
+            if traced_module is None:
+                with torch._C.DisableTorchFunction():  # hides our reads from the script's modes
+                    traced_module = None if self.session.is_off else trace_module(module, thread)
+            if traced_module is not None:
+                inputs = self.session.input_definition(args, kwargs, traced_module.input_cache)
+                if recorder.device_timer is not None:
+                    phase_timer = recorder.device_timer.begin_call(thread, traced_module.gpus)
         except Exception as error:  # noqa: BLE001 - our fault must not reach the script
             self.session.count_error("beginning of a call", error)
-            return None
+        return traced_module, inputs, phase_timer
 
     def _end_call(
         self,

@@ -245,6 +245,10 @@ class DeviceTimer:
         self.last_spans.clear()
         return self.begin(thread, Kind.CALL, gpus)
 
+    def begin_replica(self, devices: Sequence[str], index: int) -> PhaseTimer | None:
+        """Begin a replica, on its own thread and stream."""
+        return self.begin_part(Kind.REPLICA, gpu_of(devices[index]) if index < len(devices) else -1)
+
     def begin_part(self, span_kind: int, gpu: int) -> PhaseTimer | None:
         """Begin a part of a call of the training thread, on one GPU (-1: none). Any thread may call this."""
         if gpu < 0:

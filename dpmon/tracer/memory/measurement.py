@@ -118,6 +118,7 @@ class MemoryTracer:
             set_eval_frame(dynamo_callback)
 
     def _measure_now(self) -> None:
+        """Measure, and choose when to measure again."""
         recorder, start_ns = self.recorder, monotonic_ns()
         self._due_ns = start_ns + MEASURE_INTERVAL_NS  # an interrupt may end this measurement
         if recorder.has_run_backward:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dpmon.assemble import Assembler
+from dpmon.record.history_rows import CollectiveRow
 from dpmon.record.jsonl import as_json
+from dpmon.record.record_types import Step
 from dpmon.record.span_format import Kind
 from support.script_simulator import MS, Script, assemble_script, without_definitions
 
@@ -32,7 +34,7 @@ def test_the_step_is_the_one_under_way_at_the_start() -> None:
     assert [step.step for step in result.steps] == [1, 2, 3]
 
 
-def test_a_collective_that_began_in_the_open_step_waits_for_its_end() -> None:
+def test_a_collective_of_the_open_step_follows_the_step() -> None:
     script = Script()
     group, net = script.group(), script.model()
     script.fetch()
@@ -45,7 +47,7 @@ def test_a_collective_that_began_in_the_open_step_waits_for_its_end() -> None:
     count = len(script.spans)
     script.fetch()
     result = assembler.feed(script.spans[count:], [])
-    assert len(result) == 1
+    assert [type(row) for row in result] == [Step, CollectiveRow]
     assert assemble_script(script).collectives[0].step == 1
 
 

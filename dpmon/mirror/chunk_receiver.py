@@ -109,7 +109,9 @@ class ChunkReceiver:
         if table == "events":
             arranged = [(*row[:2], load_event(row[-1])[0], *row[2:]) for row in arranged]
         elif table == "series":
-            arranged = [(*row[:-1], _parse_sketch(row[-1])) for row in arranged]
+            arranged = [(*row[:-1], a2b_base64(row[-1])) for row in arranged]
+            if any(len(sketch) % SKETCH_PAIR_BYTES for *_, sketch in arranged):
+                raise ProtocolError("it sent a sketch that ends in the middle")
         self._rows[table] += arranged
         return None
 
@@ -154,14 +156,6 @@ def _are_valid(sent: _SentColumns, rows: Sequence[list[Any]], now_ns: int) -> bo
             return False
     latest_s = now_ns // SECOND + AHEAD_S
     return all((row[index] or 0) <= latest_s * units for index, units in sent.times for row in rows)
-
-
-def _parse_sketch(text: str | bytes) -> bytes:
-    """Return a sketch (dpmon.store.quantile_sketch). Raises ProtocolError or ValueError if it is none."""
-    sketch = a2b_base64(text)
-    if len(sketch) % SKETCH_PAIR_BYTES:
-        raise ProtocolError("it sent a sketch that ends in the middle")
-    return sketch
 
 
 def _fit_in_columns(rows: Sequence[list[Any]]) -> bool:

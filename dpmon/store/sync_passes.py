@@ -4,7 +4,7 @@ All ranks leave a synchronized backward pass together. The time from a rank's la
 shortest on the rank that the others wait for. The shortest tail is communication that no computation hides; the rest
 of a rank's tail is its wait. Only durations are compared, so the clocks of the ranks may differ.
 
-A step waits for the steps of the other ranks in a table in memory. A window query finds the passes that are complete.
+A step waits for the steps of the other ranks in a table in memory, until its pass is complete.
 """
 
 from __future__ import annotations
@@ -32,23 +32,26 @@ CREATE TEMP TABLE pending_steps (
     PRIMARY KEY (rank_group, number, passes, rank)
 ) WITHOUT ROWID;
 CREATE TEMP TABLE complete_passes (
-    rank_group INTEGER NOT NULL,
-    number     INTEGER NOT NULL,
-    passes     INTEGER NOT NULL,
-    least_ns   INTEGER NOT NULL,  -- the shortest tail
-    uncompared INTEGER NOT NULL,  -- whether any of its steps is
+    rank_group   INTEGER NOT NULL,
+    number       INTEGER NOT NULL,
+    passes       INTEGER NOT NULL,
+    least_ns     INTEGER NOT NULL,  -- the shortest tail
+    straggler_id INTEGER NOT NULL,  -- id of the step with it
+    uncompared   INTEGER NOT NULL,  -- how many of its steps are
     PRIMARY KEY (rank_group, number, passes)
 ) WITHOUT ROWID;
 """
 _NOTE_COMPLETE = """
-INSERT INTO complete_passes SELECT rank_group, number, passes, min(tail_ns), max(uncompared) FROM pending_steps
-WHERE rank_group = ? AND number = ? AND passes = ? GROUP BY rank_group, number, passes HAVING count(*) = max(ranks)
+INSERT INTO complete_passes SELECT rank_group, number, passes, min(tail_ns), step_id, sum(uncompared) FROM pending_steps
+WHERE rank_group = ? AND number = ? AND passes = ? GROUP BY rank_group, number, passes HAVING count(*) = ranks
 """
 _FIND_WAITS = """
 SELECT step_id, key, second, wall_ns, CASE complete_passes.uncompared WHEN 0 THEN least_ns END, tail_ns - least_ns,
-    CASE row_number() OVER by_tail WHEN 1 THEN lead(tail_ns) OVER by_tail - least_ns END
+    CASE step_id WHEN straggler_id THEN (
+        SELECT min(tail_ns) FROM pending_steps AS other WHERE other.rank_group = pending_steps.rank_group
+        AND other.number = pending_steps.number AND other.passes = pending_steps.passes AND step_id != straggler_id
+    ) - least_ns END
 FROM complete_passes CROSS JOIN pending_steps USING (rank_group, number, passes)
-WINDOW by_tail AS (PARTITION BY rank_group, number, passes ORDER BY tail_ns, step_id)
 """
 _DELETE_COMPLETE = """
 DELETE FROM pending_steps WHERE (rank_group, number, passes) IN (SELECT rank_group, number, passes FROM complete_passes)

@@ -222,28 +222,33 @@ class TallyQuery(NamedTuple):
     """Without sketches, only counts and sums are read."""
 
     def merged(self, buckets: Sequence[tuple[int, int, int]]) -> dict[TallyKey, Tally]:
-        """Return one tally per key, in order of the keys, over all buckets (see `TimeBuckets.cover`)."""
+        """Return one tally per key, in order of time and key, over all buckets (see `TimeBuckets.cover`)."""
         if not buckets or not self.keys:
             return {}
         starts = starts_query(buckets)
         query = (
-            f"{starts} SELECT key, CAST(total(steps) AS INTEGER), CAST(total(calls) AS INTEGER), max(last_step),"
-            " min(low_ns), max(high_ns), min(first_ns), max(last_ns)"
+            f"{starts} SELECT min(start_s), key, CAST(total(steps) AS INTEGER), CAST(total(calls) AS INTEGER),"
+            " max(last_step), min(low_ns), max(high_ns), min(first_ns), max(last_ns)"
             " FROM starts CROSS JOIN tallies USING (width, start_s)"
             f" WHERE {self._key_condition('tallies')} GROUP BY key"
         )
-        tallies = {number: Tally(*values) for number, *values in self.connection.rows(query)}
-        if self.series is not None and not self.series:
-            return self._by_key(tallies)
-        query = (
-            f"{starts} SELECT key, name, CAST(total(count) AS INTEGER), CAST(total(total) AS INTEGER),"
-            f" {self._sketch('joined_sketch(sketch)')} FROM starts CROSS JOIN series USING (width, start_s)"
-            f" WHERE {self._key_condition('series')} {self._name_condition} GROUP BY key, name"
-        )
-        for number, name, *values in self.connection.rows(query, tuple(self.series or ())):
-            if number in tallies:  # else its tally is not here yet, in a mirror
-                tallies[number].stats[name] = SeriesStats(*values)
-        return self._by_key(tallies)
+        found = [
+            (start_s, self.keys[number], number, Tally(*values))
+            for start_s, number, *values in self.connection.rows(query)
+            if number in self.keys
+        ]
+        found.sort(key=itemgetter(0, 1))
+        tallies = {number: tally for _, _, number, tally in found}
+        if self.series is None or self.series:
+            query = (
+                f"{starts} SELECT key, name, CAST(total(count) AS INTEGER), CAST(total(total) AS INTEGER),"
+                f" {self._sketch('joined_sketch(sketch)')} FROM starts CROSS JOIN series USING (width, start_s)"
+                f" WHERE {self._key_condition('series')} {self._name_condition} GROUP BY key, name"
+            )
+            for number, name, *values in self.connection.rows(query, tuple(self.series or ())):
+                if number in tallies:  # else its tally is not here yet, in a mirror
+                    tallies[number].stats[name] = SeriesStats(*values)
+        return {key: tally for _, key, _, tally in found}
 
     def rows(self, buckets: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, int, TallyKey, Tally]]:
         """Yield (start in s, width in s, key, tally) of each row, in order of time and key."""
@@ -269,9 +274,6 @@ class TallyQuery(NamedTuple):
                         tally.stats[name] = SeriesStats(count, total, sketch)
                 for key, tally in sorted(tallies.items(), key=itemgetter(0)):
                     yield start_s, bucket[0], key, tally
-
-    def _by_key(self, tallies: Mapping[int, Tally]) -> dict[TallyKey, Tally]:
-        return dict(sorted((self.keys[number], tally) for number, tally in tallies.items() if number in self.keys))
 
     def _key_condition(self, table: str) -> str:
         return f"{table}.key IN ({', '.join(map(str, self.keys))})" if self.is_selective else "TRUE"

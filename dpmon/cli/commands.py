@@ -144,12 +144,13 @@ def export(options: argparse.Namespace) -> int:
 def _find_run_of_job(job: str) -> Path:
     """Return the newest run of a job on this machine; `job`: such as "slurm:12.0". RunError if there is none."""
     from dpmon.errors import HistoryError
+    from dpmon.store.events import read_job
     from dpmon.store.store_opening import open_store
 
     for directory, run_info in reversed(list_runs()):
         if not run_info.nodes and run_info.host in ("", proc.host_name()):
             with suppress(HistoryError, RunError), open_store(directory) as store:
-                run_job, _ = store.job()
+                run_job, _ = read_job(store)
                 if run_job is not None and f"{run_job['by']}:{run_job['id']}" == job:
                     return directory
     raise RunError(f"there is no run of job {job}")
@@ -322,6 +323,7 @@ def _make_listed_run(directory: Path, run_info: RunInfo) -> ListedRun:
     state, exit_info = run_state(directory, run_info)
     from dpmon.errors import HistoryError
     from dpmon.report.health import health_from_store
+    from dpmon.store.events import read_job
     from dpmon.store.store_opening import open_store  # imported here because it loads sqlite
 
     is_live_run, health, counts, standing = state == "running", None, _StepCounts(), None
@@ -330,7 +332,7 @@ def _make_listed_run(directory: Path, run_info: RunInfo) -> ListedRun:
         with open_store(directory) as store:
             counts, standing = _query_step_counts(store), _final_stall_text(store)
             print_unread_warning(run_info, store)
-            job, node = store.job()
+            job, node = read_job(store)
             health = health_from_store(directory, store) if is_live_run else None
     except (HistoryError, RunError) as error:
         unreadable = str(error).removeprefix(f"{directory.name}: ")
@@ -419,9 +421,11 @@ def _final_stall_text(store: Store) -> str | None:
     """Return the stall in which the run ended; None if it did not end in one."""
     from dpmon.model.recorded_stalls import final_stall
     from dpmon.model.run_events import TEXTS_READ, parse_stalls
+    from dpmon.store.events import read_events
+    from dpmon.store.steps import read_steps
 
-    stalls = parse_stalls(event.data for event in store.events("stall", limit=TEXTS_READ))
-    last_ns = max((step.start_ns + step.wall_ns for step in store.steps(1)), default=0)
+    stalls = parse_stalls(event.data for event in read_events(store, "stall", limit=TEXTS_READ))
+    last_ns = max((step.start_ns + step.wall_ns for step in read_steps(store, 1)), default=0)
     stall = final_stall(stalls, last_ns)
     return None if stall is None else f"stalled: {stall.text}"
 

@@ -17,6 +17,7 @@ from dpmon.record.record_types import Event, Record, kind_of
 from dpmon.run.output_target import check_replaceable, open_replacement, replace_file, utf8_stdout
 from dpmon.run.run_directory import load_exit, load_info
 from dpmon.sanitize import to_safe_json
+from dpmon.store.records import read_records
 from dpmon.store.store_opening import open_store
 
 
@@ -80,7 +81,7 @@ def iter_records(directory: Path) -> Iterator[Record]:
     Raises RunError if the directory is not a run of this user, HistoryError if the history is damaged.
     """
     with open_store(directory) as store:
-        for record in store.records():
+        for record in read_records(store):
             if not isinstance(record, Event) or record.kind != "exit":
                 yield record
         if store.unread_warning is not None:

@@ -13,10 +13,18 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from dpmon.record.schema import SECOND, step_kind
-from dpmon.store.history_schema import BEFORE_S, COLLECTIVE_SUMS, LASTING, STEP_COLUMNS
+from dpmon.store.activity_times import read_times
+from dpmon.store.collectives import COLLECTIVE_SUMS
+from dpmon.store.device_rollups import DEVICE_ROLLUPS
+from dpmon.store.events import LASTING
 from dpmon.store.quantile_sketch import pack
+from dpmon.store.rollups import BEFORE_S
 from dpmon.store.row_exchange import NUMBERED, TIMES, columns_sent, encode_rows
+from dpmon.store.steps import STEPS, StepRow
 from dpmon.store.store_queries import Store
+from dpmon.store.table import StoreTable
+from dpmon.store.tally_keys import read_keys
+from dpmon.store.tally_tables import read_tallies
 from dpmon.store.time_buckets import WIDTHS
 
 MAX_IDS, MAX_COMPLETE_IDS = 20_000, 2000
@@ -25,10 +33,6 @@ MAX_CALLED_CHARS = 1 << 12
 """Most characters of the calls of a step, about 150 of them: of more calls, only the last are sent."""
 MAX_SECONDS, MAX_RANK_SECONDS = 600, 2000
 """Most seconds by which a chunk advances sums and tallies, and for tallies, most seconds of all ranks together."""
-_READ_AS = {
-    ("events", "process"): "ifnull(process, -1)",  # events of the supervisor have no process
-}
-"""Expressions for columns that are sent with another value."""
 INITIAL_ROWS_S = 600
 """At its first connection, a reader gets all rows of this time. Of earlier time, it gets tallies, sums,
 losses and lasting events."""
@@ -47,8 +51,8 @@ SPARSE_S, SPARSE_STEPS = 5, 4
 """A reader of many nodes gets every n-th sample of devices, and every n-th step with its calls and spans."""
 _MAX_LASTING_EVENTS = 4000
 _MAX_ROWS = 2000
-_SUM_TABLES = (("collective_sums", "process, definition", 1), ("device_rollups", "device, name", 60))
-"""Tables of sums, the other columns of their keys, and the width of their time buckets (s)."""
+_SUM_TABLES: tuple[tuple[StoreTable[Any], int], ...] = ((COLLECTIVE_SUMS, 1), (DEVICE_ROLLUPS, 60))
+"""Tables of sums, and the width of their time buckets (s)."""
 
 
 def choose_step_ids(rows: Iterable[tuple[int, int, int]], divisor: int = 1) -> list[int]:
@@ -182,7 +186,7 @@ class IncrementalRows:
 
     def _rows(self, store: Store, table: str, condition: str, *values: Any) -> list[tuple[Any, ...]]:
         """Return the rows of a table. `values`: of the condition, or one mapping with them."""
-        names = ", ".join(_READ_AS.get((table, name), name) for name in columns_sent(table))
+        names = ", ".join(columns_sent(table))
         named = values[0] if values and isinstance(values[0], Mapping) else values
         return store.query(f"SELECT {names} FROM {table} {condition}", named)
 
@@ -230,8 +234,8 @@ class IncrementalRows:
         lines += self._lines("losses", self._rows(store, "losses", id_range, self.offset, end_id))
         if not self._rollups:
             lines += self._lines("collectives", self._rows(store, "collectives", id_range, self.offset, end_id))
-            rows = self._rows(store, "steps", id_range, self.offset, end_id)
-            return lines + self._lines("steps", map(_with_last_calls, rows))
+            rows = STEPS.select(store.connection, id_range, (self.offset, end_id))
+            return lines + self._lines("steps", map(STEPS.to_values, map(_with_last_calls, rows)))
         complete_processes = f"process IN ({', '.join(map(str, self.whole))})"
         lines += self._lines(
             "collectives", self._rows(store, "collectives", f"{id_range} AND {complete_processes}", self.offset, end_id)
@@ -266,15 +270,11 @@ class IncrementalRows:
         if self._sparse:
             detailed_ids = {row_id for rows in steps.values() for row_id in choose_step_ids(rows, SPARSE_STEPS)}
             detailed_ids |= {row_id for row_id in chosen_ids if process_by_id[row_id] in self.whole}
-        rows = [
-            _with_last_calls(row) if row[0] in detailed_ids else _without_details(row)
-            for row in self._rows_by_id(store, "steps", sorted(chosen_ids))
+        chosen = [
+            _with_last_calls(row) if row.id in detailed_ids else row._replace(spans=None, called=None)
+            for row in _steps_by_id(store, sorted(chosen_ids))
         ]
-        return lines + self._lines("steps", rows)
-
-    def _rows_by_id(self, store: Store, table: str, row_ids: Sequence[int]) -> Iterator[tuple[Any, ...]]:
-        for start in range(0, len(row_ids), 500):
-            yield from self._rows(store, table, f"WHERE id IN ({', '.join(map(str, row_ids[start : start + 500]))})")
+        return lines + self._lines("steps", map(STEPS.to_values, chosen))
 
     # ------------------------------------------------------------------------------------------ other tables
 
@@ -296,30 +296,25 @@ class IncrementalRows:
         recent = _MAX_ROWS if self._chunks == 0 else 10
         lines += self._lines("loops", self._filter_changed("loops", self._rows(store, "loops", loops, recent), 2))
         minute = is_last or self._chunks % MINUTE_CHUNKS == 0
-        for table, per, width in _SUM_TABLES[: is_rare_chunk_due + (is_rare_chunk_due and minute)]:
-            lines += self._lines(table, self._changed_sum_rows(store, table, per, width, upto_s))
+        for summed, width in _SUM_TABLES[: is_rare_chunk_due + (is_rare_chunk_due and minute)]:
+            lines += self._lines(summed.name, self._changed_sum_rows(store, summed, width, upto_s))
         return lines
 
-    def _changed_sum_rows(self, store: Store, table: str, keys: str, width: int, upto_s: int) -> list[tuple[Any, ...]]:
+    def _changed_sum_rows(self, store: Store, table: StoreTable[Any], width: int, upto_s: int) -> list[tuple[Any, ...]]:
         """Return the changed rows of a table of sums by second or minute; at first, all earlier time is one row."""
         # Before a disconnect, the sums of about the last minute had not been sent.
         first_s = upto_s - INITIAL_ROWS_S if self._first else self._tallied - 60 - MINUTE_CHUNKS
-        start_s = self._summed_s.get(table, first_s)
-        end_s = self._summed_s[table] = min(upto_s, start_s + MAX_SECONDS * width)
+        start_s = self._summed_s.get(table.name, first_s)
+        end_s = self._summed_s[table.name] = min(upto_s, start_s + MAX_SECONDS * width)
         since_s = max(start_s - 60 - LATE_S, 0) // width * width
         rows = [
             ((row[0] + self._shift_s) // width * width, *row[1:])
-            for row in self._rows(store, table, "WHERE start_s >= ? AND start_s < ?", since_s, end_s)
+            for row in self._rows(store, table.name, "WHERE start_s >= ? AND start_s < ?", since_s, end_s)
         ]
-        changed = self._filter_changed(table, rows, 3)
+        changed = self._filter_changed(table.name, rows, 3)
         if self._chunks == 0 and self._first:
-            functions = {name: "max" if name == "high" else "sum" for name in ("count", "total", "high")}
-            if table == "collective_sums":
-                functions = dict.fromkeys(COLLECTIVE_SUMS, "sum")
-            sums = ", ".join(f"{function}({name})" for name, function in functions.items())
-            columns = f"{BEFORE_S}, {keys}, {sums}"
-            query = f"SELECT {columns} FROM {table} WHERE start_s < ? GROUP BY {keys}"
-            changed += store.query(query, (since_s,))
+            earlier = table.merge_sql(f"FROM {table.name} WHERE start_s < ?", start_s=str(BEFORE_S))
+            changed += store.query(earlier, (since_s,))
         return changed
 
     def _gap_rows(self, store: Store) -> list[str]:
@@ -354,12 +349,16 @@ class IncrementalRows:
             sent = self._rows(store, table, is_new, values) + self._rows(store, table, has_changed, values)
             rows[table] = [(1, row[1] + self._shift_s, *row[2:]) for row in sent]
         seconds = {row[1] - self._shift_s for table in ("tallies", "times") for row in rows[table]}
-        numbers = {key: number for left_out in (False, True) for number, key in store.keys(left_out=left_out).items()}
+        numbers = {
+            key: number
+            for left_out in (False, True)
+            for number, key in read_keys(store.connection, left_out=left_out).items()
+        }
         for width, start in self._closed_time_buckets(seconds, upto_s):
             first, end = (store.buckets.next_edge(max(edge_s - self._shift_s, 0)) for edge_s in (start, start + width))
             if first < end:
                 for left_out in (False, True):
-                    for key, tally in store.tallies(first, end, left_out=left_out).items():
+                    for key, tally in read_tallies(store, first, end, left_out=left_out).items():
                         place = width, start, numbers[key]
                         rows["tallies"].append((*place, *tally.columns))
                         rows["series"] += (
@@ -389,27 +388,25 @@ class IncrementalRows:
         return sorted(buckets)
 
 
-def _without_details(row: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return a row of steps without its spans and calls."""
-    return tuple(
-        [None if name in ("spans", "called") else value for name, value in zip(STEP_COLUMNS, row, strict=True)]
-    )
+def _steps_by_id(store: Store, row_ids: Sequence[int]) -> Iterator[StepRow]:
+    for start in range(0, len(row_ids), 500):
+        numbers = ", ".join(map(str, row_ids[start : start + 500]))
+        yield from STEPS.select(store.connection, f"WHERE id IN ({numbers})")
 
 
-def _with_last_calls(row: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return a row of steps with only the last of its calls if they have more than MAX_CALLED_CHARS characters."""
-    *others, called = row
-    if called is None or len(called) <= MAX_CALLED_CHARS:
+def _with_last_calls(row: StepRow) -> StepRow:
+    """Return a step with only the last of its calls if they have more than MAX_CALLED_CHARS characters."""
+    if row.called is None or len(row.called) <= MAX_CALLED_CHARS:
         return row
-    calls = json.loads(called)
-    last_calls = calls[-max(len(calls) * MAX_CALLED_CHARS // len(called), 1) :]
-    return (*others, json.dumps(last_calls, separators=(",", ":")))
+    calls = json.loads(row.called)
+    last_calls = calls[-max(len(calls) * MAX_CALLED_CHARS // len(row.called), 1) :]
+    return row._replace(called=json.dumps(last_calls, separators=(",", ":")))
 
 
 def _merged_time_rows(store: Store, begin_s: int, end_s: int, width: int, start: int) -> Iterator[tuple[Any, ...]]:
     """Yield the times between two seconds as rows of one time bucket."""
     sums: Counter[tuple[int, str, str]] = Counter()
-    for row in store.time_rows(begin_s, end_s):
+    for row in read_times(store, begin_s, end_s):
         sums.update({(row.process, row.mode, activity): ns for activity, ns in row.spent.items() if ns})
     for key, ns in sums.items():
         yield width, start, *key, ns

@@ -5,22 +5,13 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from operator import itemgetter
 from typing import Any
 
-from dpmon.record.schema import SECOND, SYNC_NUMBER
-from dpmon.store.history_schema import STEP_COLUMNS
-from dpmon.store.query_results import NodeRow
+from dpmon.record.schema import SECOND
+from dpmon.store.node_table import NodeRow
+from dpmon.store.steps import StepRow
 from dpmon.store.sync_passes import RankGroups, SyncStep, sync_device_ns
 from dpmon.store.tally_keys import NO_SAMPLES, OTHER_SIZES, KeyNumbers, TallyKey
-
-_COLUMN_POSITIONS = {name: at for at, name in enumerate(STEP_COLUMNS)}
-_synced_of = itemgetter(
-    *(
-        _COLUMN_POSITIONS[name]
-        for name in ("mode", "kind", "start_ns", "wall_ns", "samples", SYNC_NUMBER, "synced", "sync_ns", "device")
-    )
-)
 
 
 class CrossNodeWaits:
@@ -55,22 +46,17 @@ class CrossNodeWaits:
             self._spans_nodes_by_process[process] = spans
         return spans
 
-    def sync_steps(self, node: NodeRow, steps: Sequence[tuple[Any, ...]]) -> Iterator[SyncStep]:
-        """Yield the steps of a node that wait for steps of ranks on other nodes. `steps`: of STEP_COLUMNS."""
+    def sync_steps(self, node: NodeRow, steps: Sequence[StepRow]) -> Iterator[SyncStep]:
+        """Yield the steps of a node that wait for steps of ranks on other nodes."""
         shift_ns = max(node.clock_ns or 0, 0) - (node.shift_s or 0) * SECOND
         for row in steps:
-            mode, kind, start_ns, wall_ns, samples, sync_number, synced, sync_ns, device = _synced_of(row)
-            if sync_number is None or not self._spans_nodes(node, row[1]):
+            if row.sync_number is None or not self._spans_nodes(node, row.process):
                 continue
-            tail_ns = sync_ns if device is None else sync_device_ns(json.loads(device)[1:])
-            key = TallyKey(row[1], mode, kind, NO_SAMPLES if samples is None else samples)
+            tail_ns = row.measured.get("sync") if row.device is None else sync_device_ns(json.loads(row.device)[1:])
+            key = TallyKey(row.process, row.mode, row.kind, row.measured.get("samples", NO_SAMPLES))
             if self._keys.find(key) is None:
                 key = key._replace(batch=OTHER_SIZES)
-            if tail_ns is None or self._keys.find(key) is None:
-                continue
-            second = (start_ns + wall_ns - shift_ns) // SECOND
-            step = self._groups.sync_step(
-                key, row[0], second, number=sync_number, passes=synced or 0, tail_ns=tail_ns, wall_ns=wall_ns
-            )
-            if step is not None:
-                yield step
+            if self._keys.find(key) is not None:
+                step = self._groups.sync_step(key, row, tail_ns, (row.end_ns - shift_ns) // SECOND)
+                if step is not None:
+                    yield step

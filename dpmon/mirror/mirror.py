@@ -50,7 +50,8 @@ from dpmon.run.run_directory import (
 from dpmon.run.run_registry import JOB
 from dpmon.run.safe_files import write_atomically
 from dpmon.sanitize import sanitize_line
-from dpmon.store.query_results import NodeRow, event_from_row
+from dpmon.store.events import parse_event
+from dpmon.store.node_table import NodeRow
 from dpmon.store.ring_drain import RETRY_S
 from dpmon.store.row_exchange import CHUNK_BYTES
 from dpmon.supervise.prometheus_file import PrometheusFile, metrics_path
@@ -309,7 +310,7 @@ class Mirror(StallRecorder):
         """Return whether to store an event: not a stall of ranks that the mirror judges."""
         _, process, kind, *_ = row
         is_stall = kind == "stall" and process < 0
-        return not is_stall or self.stall_detector.should_store_stall(node.number, event_from_row(row[-1:]).data)
+        return not is_stall or self.stall_detector.should_store_stall(node.number, parse_event(row[-1]).data)
 
     def _record_node_exit(self, peer: NodeConnection, exit_members: Mapping[str, Any]) -> None:
         """Record how a node's run has ended."""

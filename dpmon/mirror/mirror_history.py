@@ -11,6 +11,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,17 @@ from dpmon.errors import HistoryError
 from dpmon.mirror.chunk_receiver import Chunk
 from dpmon.mirror.cross_node_waits import CrossNodeWaits
 from dpmon.run.run_directory import RunInfo
-from dpmon.store.activity_times import MERGE_STATEMENT
-from dpmon.store.history_schema import LASTING, NODE_COLUMNS, RingRow
+from dpmon.store.database import BUCKET_TABLES
+from dpmon.store.events import EVENTS, LASTING, parse_event, read_events
 from dpmon.store.history_writer import LIMIT_BYTES, HistoryWriter
-from dpmon.store.query_results import NODE_DEVICES, NodeRow, event_from_row
+from dpmon.store.node_table import NODE_DEVICES, NodeRow, read_node_rows
+from dpmon.store.rings import RingRow, read_rings
 from dpmon.store.row_exchange import NUMBERED, columns_sent
+from dpmon.store.steps import STEPS
+from dpmon.store.store_queries import Store
 from dpmon.store.sync_passes import SyncStep, join_sync_steps
 from dpmon.store.tally_keys import TallyKey
-from dpmon.store.tally_tables import MERGE_STATEMENTS, add_steps
+from dpmon.store.tally_tables import add_steps
 from dpmon.store.time_buckets import WIDTHS, merge_buckets, note_deleted
 
 MAX_HISTORY_BYTES = 1 << 30
@@ -61,12 +65,12 @@ class MirrorHistory:
         max_bytes = min(LIMIT_BYTES * len(run_info.nodes), MAX_HISTORY_BYTES)
         self._history = HistoryWriter.open(directory, {"run": run_info.id, "start_ns": run_info.start_ns}, max_bytes)
         self._db = self._history.connection.db
-        names = ", ".join(NODE_COLUMNS)
-        rows = [NodeRow(*row) for row in self._history.rows(f"SELECT {names} FROM nodes ORDER BY number")]
-        self.nodes = rows or [NodeRow(number, name) for number, name in enumerate(run_info.nodes)]
+        self.nodes = read_node_rows(self._history.connection) or [
+            NodeRow(number, name) for number, name in enumerate(run_info.nodes)
+        ]
         """The nodes by number. After a change, `write` must be called soon."""
         self._written: dict[int, tuple[Any, ...]] = {}
-        self._rings = self._history.rings()
+        self._rings = read_rings(self._history.connection)
         self._local_numbers: dict[int, dict[int, int]] = {node.number: {} for node in self.nodes}
         """The number here of each process, by node and its number on the node."""
         for ring in self._rings.values():
@@ -86,10 +90,10 @@ class MirrorHistory:
         """The rings without a row in steps, by process."""
         for ring in self._rings.values():
             self._register_rank(ring)
-        query = f"SELECT process, json FROM events WHERE {LASTING} AND kind IN ('process', 'ddp') ORDER BY id"
-        for process, *text in self._history.rows(query):
-            event = event_from_row(text)
-            self._waits.handle_event(process, event.kind, event.data)
+        condition = f"WHERE {LASTING} AND kind IN ('process', 'ddp') ORDER BY id"
+        for row in EVENTS.select(self._history.connection, condition):
+            if row.process is not None:
+                self._waits.handle_event(row.process, row.kind, row.event.data)
 
     def close(self) -> None:
         """Close the history."""
@@ -109,7 +113,7 @@ class MirrorHistory:
 
     def last_stall(self) -> Mapping[str, Any] | None:
         """Return the data of the newest record of a stall; None if there is none."""
-        return self._history.last_stall()
+        return next((event.data for event in read_events(Store(self._history.connection), "stall", limit=1)), None)
 
     def write(self, chunks: Sequence[tuple[NodeRow, Chunk]], events: Sequence[_MirrorEvent] = ()) -> None:
         """Write chunks, events of the mirror itself and the table of nodes, or nothing. Raises HistoryError.
@@ -148,7 +152,7 @@ class MirrorHistory:
             t_ns = int(time_s * 1e9) if isinstance(time_s, (int, float)) else None
             self._stage_rows("events", [(self._next_id(), None, kind, t_ns, text)])
         self._flush()
-        add_steps(self._db, seq, {}, (), join_sync_steps(self._db, self._sync_steps, self._keys))
+        add_steps(self._db, seq, {}, join_sync_steps(self._db, self._sync_steps, self._keys))
         self._merge_buckets()
         node_rows = {node.number: _row_values(node) for node in self.nodes}
         self._stage_rows("nodes", [row for number, row in node_rows.items() if self._written.get(number) != row])
@@ -183,11 +187,11 @@ class MirrorHistory:
         for table in filter(rows.__contains__, ("steps", "collectives", "losses")):
             moved = [(new_ids[row[0]], number, *row[2:]) for row, number in self._renumber_rows(node, rows[table], 1)]
             if table == "steps":
-                self._sync_steps += self._waits.sync_steps(node, moved)
+                self._sync_steps += self._waits.sync_steps(node, list(map(STEPS.from_values, moved)))
                 self._note_first_ids(moved)
             self._stage_rows(table, moved)
             if table == "losses":
-                self._history.thin_losses((row[1], row[2]) for row in moved)
+                self._history.loss_thinning.note_losses((row[1], row[2]) for row in moved)
         for table in filter(rows.__contains__, _COPIED_TABLES):
             column = list(columns_sent(table)).index("process")
             known_rows = self._renumber_rows(node, rows[table], column)
@@ -198,7 +202,11 @@ class MirrorHistory:
         devices = rows.get("device_rollups", ())
         self._stage_rows(
             "device_rollups",
-            [(row[0], _local_device_number(node, row[1]), *row[2:]) for row in devices if row[1] < NODE_DEVICES],
+            [
+                (row[0], _local_device_number(node, row[1]), *row[2:])
+                for row in devices
+                if row[1] < NODE_DEVICES and isfinite(row[4] + row[5])
+            ],
         )
         self._put_tallies(node, rows)
         deleted = beat.get("deleted")
@@ -263,14 +271,14 @@ class MirrorHistory:
 
         moved = []
         for number, process, kind, t_ns, text in rows:
-            local_process = numbers.get(process) if process >= 0 else -1 - node.number
+            local_process = -1 - node.number if process is None else numbers.get(process)
             if local_process is None:
                 continue
             text = _PROCESS.sub(renamed, text)
             if local_process < 0:
                 text = f'{text.rstrip()[:-1]},"node":{node.number}}}'
             elif kind in ("process", "ddp"):
-                self._waits.handle_event(local_process, kind, event_from_row([text]).data)
+                self._waits.handle_event(local_process, kind, parse_event(text).data)
             moved.append((new_ids[number], local_process, kind, t_ns, text))
         self._stage_rows("events", moved)
 
@@ -303,7 +311,7 @@ class MirrorHistory:
         """
         tallied_seconds = [node.tallied_s for node in self.nodes if node.state == "connected"]
         tallied_seconds = [second for second in tallied_seconds if second > max(tallied_seconds) - _MAX_LAG_S]
-        merge_buckets(self._db, (*MERGE_STATEMENTS, MERGE_STATEMENT), min(tallied_seconds, default=0))
+        merge_buckets(self._db, BUCKET_TABLES, min(tallied_seconds, default=0))
 
 
 def _row_values(row: NodeRow | RingRow) -> tuple[Any, ...]:

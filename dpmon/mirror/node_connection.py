@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dpmon.mirror.chunk_receiver import ChunkReceiver
-from dpmon.store.query_results import NodeRow
+from dpmon.store.node_table import NodeRow
 
 
 @dataclass

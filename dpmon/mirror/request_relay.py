@@ -23,7 +23,7 @@ from dpmon.stalls.why_reply import last_request_number, wants_native, write_repl
 
 if TYPE_CHECKING:
     from dpmon.mirror.mirror import Mirror
-    from dpmon.store.query_results import NodeRow
+    from dpmon.store.node_table import NodeRow
 
 MAX_WHY_WAIT_S, MAX_CONNECT_WAIT_S = 7.0, 3.0
 """Longest wait for the replies to `dpmon why`, of which up to MAX_CONNECT_WAIT_S are to connect to all nodes."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from dpmon.model.stragglers import Group, RankTimes, Straggler, delay_shares, find_straggler, wait_of
 from dpmon.record.schema import EXPOSED, WAIT
-from dpmon.store.query_results import CollectiveSums
+from dpmon.store.collectives import CollectiveSums
 from dpmon.store.tally import Tally, averaging_unit
 from dpmon.text.formatting import (
     format_bytes,

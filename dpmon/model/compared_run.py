@@ -19,8 +19,10 @@ from dpmon.model.step_history import Bin
 from dpmon.model.stragglers import straggler_sentence
 from dpmon.record.schema import EVALUATION, PHASES, REST, SECOND, STEP, STEP_PHASES, TRAINING, device_series, step_kind
 from dpmon.record.shared_names import RANK_MODES
+from dpmon.store.activity_times import read_times
 from dpmon.store.tally import SeriesStats, Tally
 from dpmon.store.tally_keys import NO_SAMPLES, OTHER_SIZES, TallyKey
+from dpmon.store.tally_tables import read_tally_rows
 from dpmon.text.formatting import format_bytes, format_compact, format_count_with_noun, format_duration
 
 BETWEEN = "between"
@@ -246,9 +248,9 @@ def _tallies_with_gaps(run: RunAnalysis, mode: str, process: int) -> Iterator[tu
     Only steps of the main kind. The time between steps becomes the series BETWEEN of the tallies that begin in or after
     it.
     """
-    gaps = [row for row in run.store.time_rows(process=process, widest=run.bin_s) if row.mode == mode]
+    gaps = [row for row in read_times(run.store, process=process, widest=run.bin_s) if row.mode == mode]
     gaps.reverse()
-    tallies = run.store.tally_rows(process=process, widest=run.bin_s, series=_SERIES)
+    tallies = read_tally_rows(run.store, process=process, widest=run.bin_s, series=_SERIES)
     gap_ns = 0
     for (start_s, width_s), bucket in groupby(tallies, key=itemgetter(0, 1)):
         end_s = start_s + width_s

@@ -16,7 +16,9 @@ from dpmon.model.run_snapshot import DeviceHistory, ModeChange
 from dpmon.record.record_specs import RECORDS
 from dpmon.record.safe_json import int_member, ns_member, number_member, text_member
 from dpmon.record.schema import SECOND
-from dpmon.store.query_results import NODE_DEVICES, ChartSample, MinuteRow
+from dpmon.store.device_rollups import DeviceRollup, read_host_memory
+from dpmon.store.events import ChartSample, read_chart_samples, read_memory, read_sample
+from dpmon.store.node_table import NODE_DEVICES
 
 if TYPE_CHECKING:
     from dpmon.store.store_queries import Store
@@ -92,13 +94,13 @@ class DeviceSampleCache:
             self._tracks, self._last_id = {}, 0
             self.host.clear()
         self._until_ns, self._node = store.until_ns, node
-        for sample in store.samples(HISTORY_S * SECOND, self._last_id, node):
+        for sample in read_chart_samples(store, HISTORY_S * SECOND, self._last_id, node):
             self._last_id = max(self._last_id, sample.id)
             self._tracks.setdefault(sample.device, _DeviceWindow()).add(sample)
             if sample.device == _HOST and sample.run_mem is not None and sample.run_mem >= 0:
                 self.host.append((sample.t_ns, int(sample.run_mem)))
         for track in self._tracks.values():
-            event = store.sample(track.id)
+            event = read_sample(store, track.id)
             # Only fields of their declared types: a record from another writer may hold anything.
             data = event.data.items() if event is not None else ()
             track.data = {name: value for name, value in data if isinstance(value, _DECLARED.get(name, ()))}
@@ -148,7 +150,7 @@ def device_peaks(store: Store, process: int, periods: Sequence[ModePeriod]) -> d
     for index, period in list(enumerate(periods))[-_VISITS:]:
         end_ns = periods[index + 1].begin_ns if index + 1 < len(periods) else None
         is_only_mode = len({earlier.mode for earlier in periods[: index + 1]}) == 1
-        event = store.memory(process, end_ns)
+        event = read_memory(store, process, end_ns)
         listed = event.data.get("devices") if event is not None else None
         peaks = peaks_by_mode.setdefault(period.mode, {})
         for device in listed if isinstance(listed, list) else ():
@@ -184,7 +186,7 @@ class HostPeaks:
         first_ns = samples.host[0][0] - _MINUTE
         if self._of != (first_ns // _MINUTE, periods):
             self._of = first_ns // _MINUTE, periods
-            self._before = _peaks_from_minutes(store.host_memory(0, first_ns), periods)
+            self._before = _peaks_from_minutes(read_host_memory(store, 0, first_ns), periods)
         peaks, times, values = dict(self._before), *zip(*samples.host, strict=True)
         starts = [0, *(bisect_left(times, period.begin_ns) for period in periods[1:]), len(times)]
         for period, (start, end) in zip(periods, pairwise(starts), strict=True):
@@ -386,7 +388,7 @@ class DeviceUsageBuilder:
             self.last_ns = max(self.last_ns, t_ns)
             track.add_to_bucket(t_ns / 1e9, _sum_of(util), _sum_of(used))
 
-    def add_rollup(self, row: MinuteRow) -> None:
+    def add_rollup(self, row: DeviceRollup) -> None:
         """Add one metric of a minute of deleted samples: its highest value, sum and number."""
         index, track = row.device, self._track(row.device)
         if row.name in _HIGHEST:
@@ -394,9 +396,9 @@ class DeviceUsageBuilder:
         if row.start_s < 0:  # old minutes are summed up without their times
             return
         if row.name == ("cpu_pct" if index <= _HOST else "util_pct"):
-            track.add_to_bucket(row.start_s + 30.0, (row.total, row.samples), (0.0, 0))
+            track.add_to_bucket(row.start_s + 30.0, (row.total, row.count), (0.0, 0))
         elif row.name == "mem_used_bytes":
-            track.add_to_bucket(row.start_s + 30.0, (0.0, 0), (row.total, row.samples))
+            track.add_to_bucket(row.start_s + 30.0, (0.0, 0), (row.total, row.count))
 
     def _take_processors(self, data: Mapping[str, object]) -> None:
         """Add the CPU use, in total and by the run."""

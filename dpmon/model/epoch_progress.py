@@ -15,7 +15,10 @@ from dpmon.model.slow_steps import overlap_ns
 from dpmon.record.record_types import Step
 from dpmon.record.safe_json import ns_member, text_member
 from dpmon.record.schema import SECOND, TRAINING
-from dpmon.store.loader_loops import LoaderLoop, estimate_epoch_time_left
+from dpmon.store.events import read_events
+from dpmon.store.loader_loops import estimate_epoch_time_left
+from dpmon.store.loops import LoaderLoop, find_epoch, read_epochs
+from dpmon.store.steps import read_loop_steps
 from dpmon.text.formatting import format_count, format_minutes
 
 if TYPE_CHECKING:
@@ -90,7 +93,7 @@ def progress_of(
     """
     if last is None:
         return replace(NO_STEP, process=process)
-    loops = store.epochs(process, limit + 1)
+    loops = read_epochs(store, process, limit + 1)
     if not loops:
         return _unknown_progress(process, _no_epoch_reason(last))
     current, pauses = loops[-1], _read_pauses(store, process)
@@ -100,7 +103,7 @@ def progress_of(
     batch, at_ns = current.batches_used, current.end_ns
     if current.end_ns > store.until_ns:
         ends = [(last.batch, last.start_ns + last.wall_ns)] if last.loop == current.loop else []
-        ends = ends or [(step.batch, step.end_ns) for step in store.loop_steps(process, [current.loop], 1)]
+        ends = ends or [(step.loop_batch, step.end_ns) for step in read_loop_steps(store, process, [current.loop], 1)]
         batch, at_ns = ends[0] if ends else (None, current.begin_ns)
     absent = {}
     if batch is None:
@@ -116,7 +119,7 @@ def progress_of(
     epochs = _epochs(loops, limit, pauses, at_ns, batch)
     evaluated: tuple[int | None, int | None] = (None, None)
     if last.kind != TRAINING and last.loop is not None:
-        _, length = store.epoch_of(process, last.loop)
+        _, length = find_epoch(store, process, last.loop)
         evaluated = last.batch, length
     return Progress(process, current.epoch, batch, current.length, *times, at_ns, epochs, *evaluated, absent)
 
@@ -146,7 +149,7 @@ def _no_epoch_reason(last: Step) -> str:
 
 def _unknown_length_reason(store: Store, loop: LoaderLoop) -> str:
     """Return why the length of the loader is unknown."""
-    for event in reversed(store.events("loader", limit=64)):
+    for event in reversed(read_events(store, "loader", limit=64)):
         absent = event.data.get("absent")
         if event.data.get("process") == loop.process and event.data.get("dataset") == loop.dataset:
             reason = text_member(absent, "batches") if isinstance(absent, Mapping) else None
@@ -178,7 +181,7 @@ def _epochs(
 
 def _read_pauses(store: Store, process: int) -> Spans:
     """Return start and end of the pauses of a process that the user has ended."""
-    ends = [event.data for event in store.events("pause") if event.data.get("process") == process]
+    ends = [event.data for event in read_events(store, "pause") if event.data.get("process") == process]
     pauses = [(ns_member(end, "t_s"), ns_member(end, "paused_s")) for end in ends]
     return [(end_ns - paused_ns, end_ns) for end_ns, paused_ns in pauses if end_ns and paused_ns]
 

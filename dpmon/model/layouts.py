@@ -12,10 +12,11 @@ from dpmon.record.history_rows import Definitions, Layout
 from dpmon.record.record_types import UNTIMED, count_rows
 from dpmon.record.schema import TRAINING, device_series, step_kind
 from dpmon.record.shared_names import RANK_MODES
-from dpmon.store.query_results import Shape, replica_series, stage_series
+from dpmon.store.shapes import CallShape
 from dpmon.store.step_stats import merge_mode_tallies
 from dpmon.store.tally import SeriesStats, Tally
 from dpmon.store.tally_keys import TallyKey
+from dpmon.store.tally_tables import replica_series, stage_series
 
 _TENSORS_NAMED = 4
 _PARTS_NAMED = 4
@@ -104,7 +105,7 @@ class ReplicaStats:
 class CallLayouts:
     """The shapes of a run's calls, with their definitions."""
 
-    def __init__(self, shapes: Sequence[Shape], definitions: Mapping[int, Definitions]) -> None:
+    def __init__(self, shapes: Sequence[CallShape], definitions: Mapping[int, Definitions]) -> None:
         """`definitions`: those of each process."""
         self._shapes = [(shape, definitions[shape.process].layouts.get(shape.layout)) for shape in shapes]
         self._definitions = definitions
@@ -174,7 +175,7 @@ class CallLayouts:
 
     def of_process(self, process: int) -> tuple[str, str | None, str | None, int]:
         """Return the devices, and of calls of the main kind, the most frequent inputs and outputs, and the number."""
-        groups: Counter[tuple[bool, str, bool, int, tuple[tuple[int, int], ...]]] = Counter()
+        groups: Counter[tuple[bool, str, int, int, tuple[tuple[int, int], ...]]] = Counter()
         for shape, _ in self._shapes:
             if shape.process == process:
                 is_main = step_kind(shape.kind) == self.main_kind
@@ -247,7 +248,7 @@ class CallLayouts:
         return ", ".join(texts) + (f" and {others} more" if others > 0 else "")
 
 
-def _mode_of_calls(shape: Shape, layout: Layout) -> str:
+def _mode_of_calls(shape: CallShape, layout: Layout) -> str:
     """Return "dp" or "single"; "ddp" or "fsdp" for calls of ranks that train one model together."""
     return RANK_MODES.get(layout.via or "", shape.mode)
 
@@ -306,7 +307,7 @@ def build_replica_stats(layouts: CallLayouts, tallies: Mapping[int, Mapping[Tall
             line = lines.setdefault(key, ReplicaStats(*key))
             if index < len(shape.replicas):
                 line.calls += shape.calls
-                line.virtual |= shape.virtual and shape.mode == "dp"
+                line.virtual |= shape.virtual > 0 and shape.mode == "dp"
                 line.reasons.update({} if reason is None else {reason: shape.calls})
             series = replica_series(shape.layout, index)
             line.time.merge(times.stat(series))

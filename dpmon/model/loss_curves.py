@@ -13,7 +13,7 @@ from math import isfinite
 from statistics import median_low
 from typing import TYPE_CHECKING
 
-from dpmon.store.query_results import LossBin
+from dpmon.store.loss_table import LossBin, read_first_loss, read_loss_bins, read_loss_sites, read_newest_losses
 
 if TYPE_CHECKING:
     from dpmon.store.store_queries import Store
@@ -52,7 +52,7 @@ def read_loss_curves(store: Store, process: int, start_s: int, end_s: int, width
 
     A point covers `width_s` seconds and starts at a multiple of it, as a column of the history does.
     """
-    places = store.loss_sites(process)
+    places = read_loss_sites(store, process)
     places_with_values = {place for place, reason in places.values() if reason is None}
     curves = []
     for place_index, (place, reason) in places.items():
@@ -60,14 +60,14 @@ def read_loss_curves(store: Store, process: int, start_s: int, end_s: int, width
             if place not in places_with_values:
                 curves.append(LossCurve(process, place, why=reason))
             continue
-        rows = store.newest_losses(process, place_index, SMOOTHED_LOSSES)
+        rows = read_newest_losses(store, process, place_index, SMOOTHED_LOSSES)
         if rows:
             newest, *_ = rows
-            points = tuple(store.loss_bins(process, place_index, start_s, end_s, width_s))
-            finite = [row.loss for row in rows if isfinite(row.loss)]
+            points = tuple(read_loss_bins(store, process, place_index, start_s, end_s, width_s))
+            finite = [row.value for row in rows if isfinite(row.value)]
             smoothed = median_low(finite) if finite else None
-            last = newest.loss, smoothed, newest.step or None, newest.start
-            first = store.first_loss(process, place_index)
+            last = newest.value, smoothed, newest.step or None, newest.t_ns
+            first = read_first_loss(store, process, place_index)
             curves.append(LossCurve(process, place, points, width_s, *last, first))
     return tuple(curves)
 

@@ -17,8 +17,8 @@ from typing import NamedTuple
 from dpmon.model.comparison_stats import Interval, median_interval, ratio_of_estimates
 from dpmon.model.slow_steps import INPUT, WAITING_TEXT, StepUnevenness, uneven_steps
 from dpmon.record.schema import REST, SECOND, STEP, WARM_UP, step_kind
-from dpmon.store.query_results import LongStepRow
 from dpmon.store.step_stats import PhaseStats, StatsWindow, StepStats, compute_step_stats
+from dpmon.store.steps import StepRow
 from dpmon.store.tally import Tally
 from dpmon.store.tally_keys import NO_SAMPLES, OTHER_SIZES, TallyKey
 from dpmon.store.time_buckets import WIDTHS
@@ -121,7 +121,7 @@ def compare_modes(
     *,
     devices: Sequence[str] = (),
     virtual: bool = False,
-    longest: Sequence[LongStepRow] = (),
+    longest: Sequence[StepRow] = (),
     waits: Sequence[tuple[int, int]] = (),
     changes: bool = False,
 ) -> Comparison:
@@ -239,7 +239,7 @@ def _with_verdict(
     base: Comparison,
     tallies: Mapping[str, Tally],
     parts: Mapping[str, Sequence[Tally]],
-    longest: Sequence[LongStepRow],
+    longest: Sequence[StepRow],
     waits: Sequence[tuple[int, int]],
 ) -> Comparison:
     single, dp = (median_interval(tallies[mode], parts[mode]) for mode in MODES_COMPARED)
@@ -268,7 +268,7 @@ def _ratio_of_means(speedup: Interval, sides: Mapping[str, StepStats]) -> float 
 
 
 def _more_uneven_mode(
-    tallies: Mapping[str, Tally], longest: Sequence[LongStepRow], waits: Sequence[tuple[int, int]]
+    tallies: Mapping[str, Tally], longest: Sequence[StepRow], waits: Sequence[tuple[int, int]]
 ) -> tuple[str, StepUnevenness] | None:
     """Return the mode with the larger gap between mean and median step; None if both gaps are small."""
     largest_gap, most_uneven = 0.0, None

@@ -10,7 +10,7 @@ from dpmon.record.safe_json import int_member, load_json
 from dpmon.record.schema import SECOND
 from dpmon.record.shared_names import node_suffix
 from dpmon.sanitize import sanitize_line
-from dpmon.store.query_results import NODE_DEVICES
+from dpmon.store.node_table import NODE_DEVICES, read_node_rows
 
 if TYPE_CHECKING:
     from dpmon.model.run_snapshot import Process, RunSnapshot
@@ -54,7 +54,7 @@ class NodeStatus(NamedTuple):
     name: str
     """The name by which the user reaches it; clean."""
     state: str
-    """One of dpmon.store.query_results.NODE_STATES."""
+    """One of dpmon.store.node_table.NODE_STATES."""
     why: str | None
     since_ns: int
     heard_ns: int | None
@@ -108,7 +108,7 @@ def read_nodes(store: Store) -> tuple[NodeStatus, ...]:
             tuple(sorted(processes[row.number])),
             exited.get("stopped") is True,
         )
-        for row in store.nodes()
+        for row in read_node_rows(store.connection)
         for exited in (_parse_exit(row.exit),)
     )
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from dpmon.model.nodes import read_nodes
 from dpmon.model.run_events import RunEvents
 from dpmon.model.run_snapshot import (
-    MAX_FULLY_READ,
     MAX_LISTED_RANKS,
     Process,
     ProcessInfo,
@@ -18,6 +17,13 @@ from dpmon.model.run_snapshot import (
     SnapshotRequest,
 )
 from dpmon.model.stragglers import RankTimes, wait_of
+from dpmon.store.events import read_newest_memory
+from dpmon.store.steps import (
+    find_step_number,
+    read_first_activity_ns,
+    read_newest_activity,
+    read_newest_steps,
+)
 
 if TYPE_CHECKING:
     from dpmon.store.store_queries import Store
@@ -33,7 +39,7 @@ def read_process_table(store: Store, events: RunEvents, ended: frozenset[int], n
     node_names = {number: status.name for status in selected for number in status.processes}
     numbers = sorted(node_names if node is not None else {**dict.fromkeys(events.info), **store.ranks})
     nodes_of = {number: node_names.get(number) for number in numbers}
-    processes = _processes(store, events, nodes_of, plain=len(numbers) > MAX_FULLY_READ)
+    processes = _processes(store, events, nodes_of)
     newest_ns = max((process.seen_ns for process in processes.values()), default=-1)
     snapshot = RunSnapshot(
         processes,
@@ -53,17 +59,12 @@ def with_processes(snapshot: RunSnapshot, store: Store, events: RunEvents, numbe
     return replace(snapshot, processes={**snapshot.processes, **processes}, newest_ns=newest_ns)
 
 
-def _processes(
-    store: Store, events: RunEvents, nodes: Mapping[int, str | None], *, plain: bool = False
-) -> dict[int, Process]:
-    """Return some processes without their metrics, by process index. `nodes`: the name of the node of each.
-
-    `plain`: their last steps are without phases.
-    """
+def _processes(store: Store, events: RunEvents, nodes: Mapping[int, str | None]) -> dict[int, Process]:
+    """Return some processes without their metrics, by process index. `nodes`: the name of the node of each."""
     numbers = sorted(nodes)
-    steps, newest = store.newest_steps(numbers, brief=plain), store.newest_activity(numbers)
-    memory = store.newest_memory(numbers)
-    starts = store.first_activity_ns(sorted(newest))
+    steps, newest = read_newest_steps(store, numbers), read_newest_activity(store, numbers)
+    memory = read_newest_memory(store, numbers)
+    starts = read_first_activity_ns(store, sorted(newest))
     processes = {}
     for number in numbers:
         step, (mode, seen_ns) = steps.get(number), newest.get(number, ("", -1))
@@ -77,7 +78,7 @@ def _processes(
             began_ns=starts.get(number, -1),
             seen_ns=seen_ns,
             last_step=step,
-            step_number=0 if step is None else store.step_number(step),
+            step_number=0 if step is None else find_step_number(store, step),
             refusals=events.refusals_by_root(number),
             paused_since_ns=events.paused_since(number, None if step is None else step.start_ns),
             memory=event.data if event is not None and isinstance(event.data.get("devices"), list) else {},

@@ -15,8 +15,10 @@ from dpmon.model.stragglers import SERIES as STRAGGLER_SERIES
 from dpmon.model.throughput import sample_unevenly, stats_until_s
 from dpmon.record.schema import SECOND, STEP
 from dpmon.store.step_stats import compute_step_stats, merge_mode_tallies, split_tallies_by_process
+from dpmon.store.steps import find_unknown_wait, read_waits
 from dpmon.store.tally import Tally
 from dpmon.store.tally_keys import TallyKey
+from dpmon.store.tally_tables import read_tallies
 
 if TYPE_CHECKING:
     from dpmon.store.store_queries import Store
@@ -75,7 +77,7 @@ class _RecentWaitCache:
     def __init__(self, store: Store, process: int, end_s: int, stalled: Seconds) -> None:
         """Start at a step of `process`, about `_SAMPLED_S` before `end_s` (s); leave out the seconds `stalled`."""
         start_s = _unstalled_ranges(end_s, _SAMPLED_S, stalled)[0][0]
-        first_id = store.as_of(start_s * SECOND).last_step_id([process])
+        first_id = store.as_of(start_s * SECOND).last_id(process)
         self._stalled = stalled
         self._read = deque([(end_s, first_id)])
         """The seconds of the last reads, and the last ids that they found."""
@@ -95,18 +97,18 @@ class _RecentWaitCache:
         # The ranks of another group may have far fewer passes.
         least_pass = min(waits[rank.process].number if rank.process in waits else -1 for rank in ranks)
         after_id = max(self._read[0][1], self._known_id)
-        for number, process, sync_number, exposed_ns, wait_ns, second in store.waits(after_id, least_pass):
-            last_id = number
-            if stalled and any(second in seconds for seconds in stalled):
+        for wait in read_waits(store, after_id, least_pass):
+            last_id = wait.id
+            if stalled and any(wait.end_s in seconds for seconds in stalled):
                 continue
-            recent = waits.get(process)
+            recent = waits.get(wait.process)
             if recent is None:
-                recent = waits[process] = _RecentWaits()
-            if sync_number > recent.number:
-                recent.number, recent.second, has_changed = sync_number, second, True
-                recent.add(wait_ns, exposed_ns)
+                recent = waits[wait.process] = _RecentWaits()
+            if wait.sync_number > recent.number:
+                recent.number, recent.second, has_changed = wait.sync_number, wait.end_s, True
+                recent.add(wait.wait_ns, wait.exposed_ns)
         self._read.append((end_s, last_id))
-        unknown_id = store.unknown_wait(after_id, least_pass)
+        unknown_id = find_unknown_wait(store, after_id, least_pass)
         self._known_id = last_id if unknown_id is None else unknown_id - 1
         oldest_s = _unstalled_ranges(end_s, max(_SAMPLED_S, _OLD_STEPS * step_s), self._stalled)[0][0]
         self.of = {process: recent for process, recent in waits.items() if recent.second >= oldest_s}
@@ -264,7 +266,7 @@ def _rank_times(
     while True:
         tallies: dict[int, dict[TallyKey, Tally]] = {number: {} for number in numbers}
         for start_s, until_s in _unstalled_ranges(end_s, width_s, stalled):
-            read = store.tallies(start_s, until_s, process=numbers, sketches=False, series=STRAGGLER_SERIES)
+            read = read_tallies(store, start_s, until_s, process=numbers, sketches=False, series=STRAGGLER_SERIES)
             for key, tally in read.items():
                 tallies[key.process].setdefault(key, Tally()).merge(tally)
         merged = (
@@ -287,7 +289,7 @@ def with_recent_stats(store: Store, processes: Iterable[Process]) -> Iterator[Pr
     for end_s, group in by_end.items():
         start_s = max(end_s // _MINUTE_S - 1, 0) * _MINUTE_S  # each minute has its own tally
         numbers = tuple(process.process for process in group)
-        tallies = store.tallies(start_s, end_s, process=numbers, series=_SERIES)
+        tallies = read_tallies(store, start_s, end_s, process=numbers, series=_SERIES)
         by_process = split_tallies_by_process(tallies)
         for process in group:
             mode = process.last_step.mode if process.last_step is not None else ""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from dpmon.model.stragglers import RankTimes, Straggler, median_without
 from dpmon.record.schema import STEP, TRAINING, WAIT, step_kind
+from dpmon.store.tally_tables import read_tally_rows
 from dpmon.store.time_buckets import WIDTHS
 
 if TYPE_CHECKING:
@@ -91,8 +92,8 @@ def _wait_shares(
 ) -> dict[int, dict[int, float]]:
     """Return the shares by interval and rank, of training steps with known waits."""
     sums: dict[int, dict[int, list[int]]] = {}
-    tally_rows = store.tally_rows(
-        start_s, end_s, process=tuple(ranks), sketches=False, widest=width, series=(STEP, _SYNC, WAIT)
+    tally_rows = read_tally_rows(
+        store, start_s, end_s, process=tuple(ranks), sketches=False, widest=width, series=(STEP, _SYNC, WAIT)
     )
     for start, _, key, tally in tally_rows:
         wait = tally.stat(WAIT)

@@ -14,9 +14,10 @@ from dpmon.record.record_types import Call, CallParts, CallRow, Step
 from dpmon.record.schema import device_series, is_device_series, step_kind
 from dpmon.store import quantile_sketch
 from dpmon.store.quantile_sketch import Counts
-from dpmon.store.query_results import replica_series, stage_series
+from dpmon.store.steps import read_called_steps, resolve_call
 from dpmon.store.tally import Tally
 from dpmon.store.tally_keys import TallyKey
+from dpmon.store.tally_tables import replica_series, stage_series
 
 if TYPE_CHECKING:
     from dpmon.store.store_queries import Store
@@ -37,14 +38,14 @@ class RecentCalls:
     def __init__(self, store: Store, process: int, limit: int = CALLS_READ) -> None:
         """Read the newest steps that have `limit` calls together."""
         self._store = store
-        self._steps = store.called_steps(process, limit)
+        self._steps = read_called_steps(store, process, limit)
         self._calls: dict[int, Call | None] = {}
         """Full calls by number."""
 
     def _call(self, step: Step, row: CallRow) -> Call | None:
         """Return the full call; None if a definition is lost."""
         if row.call not in self._calls:
-            self._calls[row.call] = self._store.call(step, row)
+            self._calls[row.call] = resolve_call(self._store, step, row)
         return self._calls[row.call]
 
     def calls_of(self, step: Step) -> tuple[Call, ...]:

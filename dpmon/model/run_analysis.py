@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from dpmon.model.communication import Communication, build_communication
@@ -47,10 +47,17 @@ from dpmon.model.step_history import BinnedSteps, bin_steps, column_width_s
 from dpmon.model.stragglers import RankTimes, rank_times_in_window
 from dpmon.record.schema import SECOND, STALLED, STARTUP, STEP, STEP_PHASES, TRAINING, WARM_UP, device_series, step_kind
 from dpmon.record.shared_names import CALL_PHASES, node_suffix, rank_name
-from dpmon.store.query_results import InvalidLoss, LongStepRow
+from dpmon.store.activity_times import read_times
+from dpmon.store.collectives import read_collective_sums
+from dpmon.store.device_rollups import read_device_minutes
+from dpmon.store.events import iter_events, read_events
+from dpmon.store.gaps import Gap, read_gaps
+from dpmon.store.loss_table import InvalidLoss, find_invalid_losses
+from dpmon.store.shapes import read_shapes
 from dpmon.store.step_stats import StatsWindow, account_for_elapsed, compute_step_stats, first_and_last_third
+from dpmon.store.steps import StepRow, find_next_step_ns, read_longest_steps, read_steps
 from dpmon.store.tally import Tally
-from dpmon.store.time_accounting import Gap
+from dpmon.store.tally_tables import read_tally_rows
 from dpmon.store.time_buckets import WIDTHS
 
 if TYPE_CHECKING:
@@ -129,7 +136,7 @@ class RunAnalysis:
     @cached_property
     def layouts(self) -> CallLayouts:
         """The layouts and sizes of all calls."""
-        shapes = self.store.shapes()
+        shapes = read_shapes(self.store)
         return CallLayouts(shapes, {shape.process: self.store.resolver(shape.process).definitions for shape in shapes})
 
     @cached_property
@@ -175,7 +182,7 @@ class RunAnalysis:
         ranks = rank_times_in_window(self.window, rank_of_process, self._nodes)
         steps = sum(self.window.tally(mode).steps for mode in self.window.modes)
         tally, _ = self.window.process_totals(self._representative_trainer)
-        collectives = self.store.collective_sums()
+        collectives = read_collective_sums(self.store)
         return build_communication(ranks, self.announced.wrappers, collectives, steps, tally=tally, lately=False)
 
     @cached_property
@@ -202,7 +209,7 @@ class RunAnalysis:
         sizes, (tally, rate) = self.layouts.of_process(process), self.window.process_totals(process)
         info = self.announced.info.get(process, ProcessInfo(process))
         forward = tally.stat(device_series("forward"))
-        untimed = next((step.untimed for step in self.store.steps(1, process=process)), None)
+        untimed = next((step.untimed for step in read_steps(self.store, 1, process=process)), None)
         return RankSummary(
             process,
             info.rank,
@@ -278,7 +285,7 @@ class RunAnalysis:
         """Add the first and the last third of the steps, if there are enough steps."""
         rows = [
             (start_s, tally)
-            for start_s, _, key, tally in self.store.tally_rows(process=stats.process, widest=self.bin_s)
+            for start_s, _, key, tally in read_tally_rows(self.store, process=stats.process, widest=self.bin_s)
             if (key.mode, step_kind(key.kind)) == (stats.mode, stats.kind) and not key.kind & WARM_UP
         ]
         first, last = first_and_last_third(rows, sum(tally.steps for _, tally in rows))
@@ -319,7 +326,7 @@ class RunAnalysis:
     @cached_property
     def progress(self) -> Progress:
         """The epochs of the process that represents the training, and its current one."""
-        last = next(iter(self.store.steps(1, process=self._representative_trainer)), None)
+        last = next(iter(read_steps(self.store, 1, process=self._representative_trainer)), None)
         return progress_of(self.store, self._representative_trainer, last, limit=MAX_EPOCHS, no_time=NO_TIME_IN_REPORT)
 
     # ------------------------------------------------------------------------------------------ time
@@ -384,17 +391,17 @@ class RunAnalysis:
         ]
         if not ends:
             return 0
-        return sum(row.spent["evaluation"] for row in self.store.time_rows(max(ends) // SECOND, process=process))
+        return sum(row.spent["evaluation"] for row in read_times(self.store, max(ends) // SECOND, process=process))
 
     @cached_property
     def gaps(self) -> list[Gap]:
         """The longest times between two steps, the longest first."""
-        return self.store.gaps(MAX_GAPS)
+        return read_gaps(self.store, MAX_GAPS)
 
     @cached_property
     def loaders(self) -> list[LoaderStart]:
         """The starts of loaders, in order of time."""
-        starts = (parse_loader_start(event.data) for event in self.store.events("loader"))
+        starts = (parse_loader_start(event.data) for event in read_events(self.store, "loader"))
         return [start for start in starts if start is not None]
 
     @cached_property
@@ -410,8 +417,8 @@ class RunAnalysis:
     @cached_property
     def pauses(self) -> list[Pause]:
         """All pauses, and refused requests."""
-        newest_ns = max((step.start_ns for step in self.store.steps(1)), default=-1)
-        return build_pauses(self.announced.pauses, self.store.next_step_ns, newest_ns)
+        newest_ns = max((step.start_ns for step in read_steps(self.store, 1)), default=-1)
+        return build_pauses(self.announced.pauses, partial(find_next_step_ns, self.store), newest_ns)
 
     @cached_property
     def pause_totals(self) -> PauseTotals:
@@ -440,7 +447,7 @@ class RunAnalysis:
     @cached_property
     def first_invalid_losses(self) -> list[InvalidLoss]:
         """The first NaN or infinite loss of each process and line that calls backward, in order of time."""
-        return self.store.first_invalid_losses()
+        return find_invalid_losses(self.store)
 
     # ------------------------------------------------------------------------------------------ devices
 
@@ -448,9 +455,9 @@ class RunAnalysis:
     def samples(self) -> DeviceUsageBuilder:
         """The samples of GPUs and host."""
         usage = DeviceUsageBuilder(all_paused_intervals(self.pauses, self.window.step_intervals, _FOREVER_NS))
-        for row in self.store.device_minutes():
+        for row in read_device_minutes(self.store):
             usage.add_rollup(row)
-        for event in self.store.iter_events("device", "host"):
+        for event in iter_events(self.store, "device", "host"):
             usage.add_sample(event.kind, event.data)
         return usage
 
@@ -467,12 +474,14 @@ class RunAnalysis:
     # ------------------------------------------------------------------------------------------ long steps
 
     @cached_property
-    def longest_steps(self) -> list[LongStepRow]:
+    def longest_steps(self) -> list[StepRow]:
         """The longest steps of the main kind that still have a row, the longest first.
 
         A step that was running when the user asked the run to stop lasts until the process ends, so it does not count.
         """
-        candidates = [step for mode in self.window.modes for step in self.store.longest_steps(MAX_LONG_STEPS, mode)]
+        candidates = [
+            step for mode in self.window.modes for step in read_longest_steps(self.store, MAX_LONG_STEPS, mode)
+        ]
         stop_ns = -1 if self._stop_asked_ns is None else self._stop_asked_ns
         steps = (step for step in candidates if not step.start_ns <= stop_ns < step.start_ns + step.wall_ns)
         return sorted(steps, key=lambda step: -step.wall_ns)

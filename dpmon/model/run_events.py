@@ -17,6 +17,7 @@ from dpmon.model.stragglers import Group
 from dpmon.record.record_specs import RECORDS
 from dpmon.record.safe_json import int_member, ns_member, number_member, text_member
 from dpmon.record.shared_names import MODES
+from dpmon.store.events import count_events, read_events
 
 if TYPE_CHECKING:
     from dpmon.record.record_types import Step
@@ -80,14 +81,14 @@ class RunEvents:
         """Read the events up to the time of `store`: the newest of each kind, or (`read_all`) all."""
 
         def data(kind: str, limit: int) -> Iterator[Mapping[str, object]]:
-            return (event.data for event in store.events(kind, limit=-1 if read_all else limit))
+            return (event.data for event in read_events(store, kind, limit=-1 if read_all else limit))
 
         of_ranks = _OF_RANK * len(store.ranks)
 
         processes = _without_none(map(_parse_process, data("process", -1)))
         info = {process.process: process for process in processes}
         warnings = _without_none(map(_parse_warning, data("warning", TEXTS_READ)))
-        warning_count = store.event_count("warning")
+        warning_count = count_events(store, "warning")
         if store.unread_warning is not None:
             warnings = (*warnings, WarningRecord(None, None, store.unread_warning))
             warning_count += 1
@@ -99,7 +100,7 @@ class RunEvents:
             newest_wrappers(data("ddp", WRAPPERS_READ + of_ranks)),
             parse_stalls(data("stall", TEXTS_READ)),
             parse_input_waits(info.values(), data("input", TEXTS_READ)),
-            store.event_count("mode"),
+            count_events(store, "mode"),
             warning_count,
         )
 

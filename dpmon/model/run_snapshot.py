@@ -27,7 +27,8 @@ from dpmon.record.schema import PHASES as SCHEMA
 from dpmon.record.schema import TRAINING
 from dpmon.record.shared_names import RANK_MODES, node_suffix, rank_name
 from dpmon.stalls.run_state import StateInputs
-from dpmon.store.query_results import InvalidLoss, LastSample
+from dpmon.store.collectives import LastSample
+from dpmon.store.loss_table import InvalidLoss
 from dpmon.store.step_stats import Rate, StepStats, compute_step_stats
 from dpmon.store.tally import Tally
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from dpmon.record.schema import PHASES, REST, STEP
+from dpmon.store.loops import find_epoch
 from dpmon.store.quantile_sketch import bin_middle
-from dpmon.store.query_results import LongStepRow, blame_weight_ns
+from dpmon.store.steps import StepRow, find_first_step_ns, read_longest_training_steps
 from dpmon.store.tally import Tally
 
 if TYPE_CHECKING:
-    from dpmon.store.query_results import SlowStepRow
     from dpmon.store.step_stats import StepStats
     from dpmon.store.store_queries import Store
 
@@ -72,7 +72,7 @@ class SlowStepCache:
     bound: int | None = None
     """Most ids to read; None: all."""
     _of: object = None
-    _kept: dict[object, SlowStepRow] = field(default_factory=dict)
+    _kept: dict[object, StepRow] = field(default_factory=dict)
     """By the number of the synchronized pass, or by process and step."""
     _complete: bool = True
     """Whether all steps of the range are kept."""
@@ -95,25 +95,27 @@ class SlowStepCache:
         (ns) of each wait for input.
         """
         key = tuple(processes), stats.mode, limit
-        last_id = store.last_step_id(processes)
+        last_id = max(map(store.last_id, processes), default=0)
         self._kept = {row_key: row for row_key, row in self._kept.items() if row.start_ns + row.wall_ns > start_ns}
         has_too_few = len(self._kept) < limit and not self._complete
         if key != self._of or last_id < self._last_id or start_ns < self._begin_ns or has_too_few:
-            first_id = store.as_of(start_ns).last_step_id(processes[:1])
+            first_id = max(map(store.as_of(start_ns).last_id, processes[:1]), default=0)
             if self.bound is not None:
                 first_id = max(first_id, last_id - self.bound)
-            oldest = store.first_step_ns(processes, first_id)
-            left_out = first_id > store.as_of(start_ns).last_step_id(processes[:1]) or store.pruned
+            oldest = find_first_step_ns(store, processes, first_id)
+            left_out = first_id > max(map(store.as_of(start_ns).last_id, processes[:1]), default=0) or store.pruned
             self._since_ns = oldest if left_out and oldest is not None and oldest > start_ns else None
             self._of, self._kept, self._complete = key, {}, True
         else:
             first_id = self._last_id - _LATE * (len(processes) > 1)
         self._last_id, self._begin_ns = last_id, start_ns
-        for row in store.longest_training_steps(limit * _SPARE, processes, stats.mode, first_id, last_id, start_ns):
+        for row in read_longest_training_steps(
+            store, limit * _SPARE, processes, stats.mode, first_id, last_id, start_ns
+        ):
             row_key = (row.process, row.step) if row.sync_number is None else row.sync_number
             known = self._kept.get(row_key)
             # A wait is unknown until the steps of all ranks have arrived.
-            if known is None or known.wait_ns is None or blame_weight_ns(row) >= blame_weight_ns(known):
+            if known is None or known.wait_ns is None or row.blame_weight_ns >= known.blame_weight_ns:
                 self._kept[row_key] = row
         longest = sorted(self._kept.items(), key=lambda item: -item[1].wall_ns)[: limit * _SPARE]
         self._complete = self._complete and len(longest) < limit * _SPARE
@@ -124,9 +126,9 @@ class SlowStepCache:
 
 
 def _slow_step(
-    store: Store, row: SlowStepRow, medians: dict[str, float], waits: Sequence[tuple[int | None, int, int]]
+    store: Store, row: StepRow, medians: dict[str, float], waits: Sequence[tuple[int | None, int, int]]
 ) -> SlowStep:
-    times = dict(row.phases)
+    times = {phase.name: row.measured[phase.name] for phase in PHASES if phase.name in row.measured}
     if "forward" in times:
         times[REST] = times.pop("forward") - sum(times.get(phase.name, 0) for phase in PHASES if phase.of_call)
     excess = {name: time_ns - medians.get(name, 0.0) for name, time_ns in times.items()}
@@ -137,8 +139,8 @@ def _slow_step(
     if waited_ns and 2 * waited_ns > excess_ns:
         name, excess_ns = INPUT, float(waited_ns)
     phase = None if name is None or excess_ns <= 0 else _SHOWN.get(name, name)
-    rank, (epoch, batches) = store.ranks.get(row.process), store.epoch_of(row.process, row.loop)
-    batch = row.batch if epoch is not None else None
+    rank, (epoch, batches) = store.ranks.get(row.process), find_epoch(store, row.process, row.loop)
+    batch = row.loop_batch if epoch is not None else None
     return SlowStep(row.process, rank, row.step, row.start_ns, row.wall_ns, phase, excess_ns, epoch, batch, batches)
 
 
@@ -157,7 +159,7 @@ class StepUnevenness(NamedTuple):
 
 
 def uneven_steps(
-    tally: Tally, longest: Sequence[LongStepRow], waits: Sequence[tuple[int, int]] = ()
+    tally: Tally, longest: Sequence[StepRow], waits: Sequence[tuple[int, int]] = ()
 ) -> StepUnevenness | None:
     """Return how uneven the steps of a tally are; None if mean and median are close.
 
@@ -181,7 +183,7 @@ def uneven_steps(
     )
 
 
-def _main_excess_phase(tally: Tally, long_steps: Sequence[LongStepRow], waits: Sequence[tuple[int, int]]) -> str | None:
+def _main_excess_phase(tally: Tally, long_steps: Sequence[StepRow], waits: Sequence[tuple[int, int]]) -> str | None:
     """Return the phase that is longest in `long_steps` compared with other steps; INPUT if waits explain it."""
     others = tally.steps - len(long_steps)
     if not long_steps or others <= 0:

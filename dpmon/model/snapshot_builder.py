@@ -43,8 +43,14 @@ from dpmon.model.step_history import COLUMNS, HistoryColumnCache, column_width_s
 from dpmon.model.stragglers import Group, RankTimes
 from dpmon.model.throughput import MAX_RATES, WINDOW_S, read_recent_rate, sample_unevenly, stats_until_s
 from dpmon.record.schema import SECOND, STEP, TRAINING, WARM_UP
+from dpmon.store.collectives import read_collective_sums, read_last_sample
+from dpmon.store.events import newest_event_id
+from dpmon.store.loss_table import find_invalid_losses
+from dpmon.store.shapes import read_wrapper_types
 from dpmon.store.step_stats import StatsWindow, StepStats, compute_step_stats
+from dpmon.store.steps import read_longest_steps
 from dpmon.store.tally import Tally
+from dpmon.store.tally_tables import count_steps
 
 if TYPE_CHECKING:
     from dpmon.store.store_queries import Store
@@ -198,7 +204,7 @@ class SnapshotBuilder:
             snapshot = with_processes(snapshot, store, events, without_phases)
             others = [snapshot.processes[process.process] for process in others]
         snapshot = replace(
-            snapshot, losses=_losses(store, detailed, request), unfit=next(iter(store.first_invalid_losses()), None)
+            snapshot, losses=_losses(store, detailed, request), unfit=next(iter(find_invalid_losses(store)), None)
         )
         previous = {} if last is None else {number: last.processes[number] for number in last.drawn}
         shown = {
@@ -219,7 +225,7 @@ class SnapshotBuilder:
 
     def _read_events(self, store: Store) -> RunEvents:
         """Return the events up to the time of `store`, cached until there are new ones."""
-        key = store.newest_event_id(), store.pruned, store.until_ns, len(store.ranks)
+        key = newest_event_id(store), store.pruned, store.until_ns, len(store.ranks)
         if key != self._events_key:
             self._events_key, self._events = key, RunEvents.read(store)
         return self._events
@@ -326,8 +332,8 @@ class SnapshotBuilder:
             longest = [
                 step
                 for mode in (MODES_COMPARED if has_both else ())
-                for step in store.longest_steps(
-                    _MAX_LONG_STEPS, mode, process=process_index, newest_only=not request.over
+                for step in read_longest_steps(
+                    store, _MAX_LONG_STEPS, mode, process=process_index, newest_only=not request.over
                 )
             ]
             comparison = compare_modes(
@@ -372,7 +378,7 @@ def _with_calls(
         calls = RecentCalls(store, process.process, limit)
         timings = calls.timings(ranged.tallies, mode)
     if process.last_step is not None and process.last_step.kind != TRAINING:
-        process = replace(process, earlier_wrappers=store.wrapper_types(process.process))
+        process = replace(process, earlier_wrappers=read_wrapper_types(store, process.process))
     last_calls = () if process.last_step is None else calls.calls_of(process.last_step)
     return _with_devices(replace(process, calls=timings, last_calls=last_calls))
 
@@ -419,7 +425,7 @@ def _uneven(store: Store, stats: StepStats, process: int, waits: Sequence[tuple[
     if uneven_steps(tally, (), waits) is None:
         return None
     unevenness = uneven_steps(
-        tally, store.longest_steps(_MAX_LONG_STEPS, stats.mode, process=process, newest_only=True), waits
+        tally, read_longest_steps(store, _MAX_LONG_STEPS, stats.mode, process=process, newest_only=True), waits
     )
     if unevenness is not None and unevenness.phase == INPUT:  # count the time of the waits, not of these steps
         waited = overlap_ns(waits, tally.first_ns or 0, tally.last_ns or 0)
@@ -469,11 +475,11 @@ def with_ranks(
         return replace(snapshot, communication=communication.with_times(shown_times, wrappers, other_times, groups))
     end_ns = snapshot.newest_ns + 1
     start_s = max(end_ns // SECOND - COLLECTIVES_S, 0)
-    collectives = store.collective_sums(start_s * SECOND, end_ns, list(numbers))
+    collectives = read_collective_sums(store, start_s * SECOND, end_ns, list(numbers))
     steps, sample = 0, None
     if collectives.samples:
-        sample = store.last_sample(focus.process, start_s * SECOND)
-        steps = store.step_count(start_s, end_ns // SECOND + 1, numbers)
+        sample = read_last_sample(store, focus.process, start_s * SECOND)
+        steps = count_steps(store, start_s, end_ns // SECOND + 1, numbers)
     new_communication = build_communication(
         shown_times, wrappers, collectives, steps, other_times, tally=_main_tally(store, focus), lately=True
     )

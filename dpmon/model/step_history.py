@@ -13,7 +13,9 @@ from dpmon.model.pauses import Span
 from dpmon.model.run_snapshot import Column
 from dpmon.record.schema import PHASES, REST, SECOND, STEP, STEP_KINDS, STEP_PHASES, TRAINING, step_kind
 from dpmon.record.shared_names import CALL_PHASES
+from dpmon.store.activity_times import read_times
 from dpmon.store.tally import Tally
+from dpmon.store.tally_tables import read_tally_rows
 from dpmon.store.time_buckets import WIDTHS
 
 if TYPE_CHECKING:
@@ -93,7 +95,7 @@ def _tallies_by_bin(
     Each with the end of its last tally, in s.
     """
     tallies: dict[tuple[int, str, int], tuple[Tally, int]] = {}
-    rows = store.tally_rows(start_s, end_s, process=process, sketches=False, widest=_widest_fitting_width(width))
+    rows = read_tally_rows(store, start_s, end_s, process=process, sketches=False, widest=_widest_fitting_width(width))
     for start, row_width, key, tally in rows:
         if start >= start_s and tally.steps:
             bin_key = start // width * width, key.mode, step_kind(key.kind)
@@ -205,7 +207,7 @@ def _elapsed_by_bin(
     within: Counter[tuple[int, str, int]] = Counter()
     between: Counter[tuple[int, str, int]] = Counter()
     width = _widest_fitting_width(seconds)
-    for row in store.time_rows(0, end_s, widest=width, process=process):
+    for row in read_times(store, 0, end_s, widest=width, process=process):
         start = row.start_s // seconds * seconds
         between_ns = sum(row.spent[name] for name in store.between_activities)
         between[start, row.mode, store.main_kind] += max(between_ns, 0)

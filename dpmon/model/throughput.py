@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from dpmon.model.run_snapshot import Process, RecentRate, RunSnapshot
 from dpmon.record.schema import SECOND, STEP, STEP_KINDS, step_kind
+from dpmon.store.activity_times import read_times
 from dpmon.store.step_stats import Rate, compute_rate
+from dpmon.store.steps import find_last_main_step, read_steps
 from dpmon.store.tally import SeriesStats, Tally
+from dpmon.store.tally_tables import read_tally_rows
 from dpmon.store.time_buckets import WIDTHS
 
 if TYPE_CHECKING:
@@ -96,8 +99,8 @@ def read_recent_rate(
         training = {number: _last_two_steps(store, number, until_s, mode) for number in processes}
         first = training[process] if training[process].has_enough_steps else first
     last_ns, step_ns = first.tally.last_ns, first.elapsed_ns // max(first.tally.steps, 1)
-    if last_ns is None and (last_step := store.last_main_step(process)) is not None:
-        _, last_ns = last_step
+    if last_ns is None and (last_step := find_last_main_step(store, process)) is not None:
+        last_ns = last_step.end_ns
     return RecentRate(_combined_rate(store, training, scale) if first.has_enough_steps else None, last_ns, step_ns)
 
 
@@ -109,7 +112,7 @@ def _last_ten_seconds(
     Tallies have whole seconds, so the end of the last step in the first second is the start.
     """
     seconds: dict[int, list[tuple[int, Tally]]] = {process: [] for process in processes}
-    rows = store.tally_rows(start_s, end_s, process=processes, widest=1, series=(STEP, "samples"), sketches=False)
+    rows = read_tally_rows(store, start_s, end_s, process=processes, widest=1, series=(STEP, "samples"), sketches=False)
     for _, _, key, tally in rows:
         if step_kind(key.kind) != store.main_kind:
             continue
@@ -130,7 +133,7 @@ def _last_ten_seconds(
 
 def _last_two_steps(store: Store, process: int, end_s: int, mode: str) -> RecentTraining:
     """Return the two newest steps of a process in one mode; one if there are only two, because a step must precede."""
-    newest = store.steps(3, process=process, main_only=True)
+    newest = read_steps(store, 3, process=process, main_only=True)
     tallies = []
     for step in newest:
         if step.mode == mode:
@@ -148,7 +151,7 @@ def _active_time(
     """Return the time (ns) that counts in rates, by process, then by start and width (s)."""
     times: dict[int, Counter[tuple[int, int]]] = {process: Counter() for process in processes}
     activities = STEP_KINDS[store.main_kind], *store.between_activities
-    for row in store.time_rows(start_s, end_s, process=processes, activities=activities, widest=widest):
+    for row in read_times(store, start_s, end_s, process=processes, activities=activities, widest=widest):
         times[row.process][row.start_s, row.width_s] += sum(row.spent.values())
     return times
 

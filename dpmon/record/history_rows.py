@@ -7,7 +7,7 @@ refer to it by number. A `Resolver` knows the definitions and turns rows into re
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import isfinite
+from math import isfinite, nan
 from typing import Any, NamedTuple
 
 from dpmon.record.record_types import (
@@ -56,17 +56,20 @@ class CollectiveRow(NamedTuple):
     """Kind of the span in which it was launched; 0: none."""
     step: int
     """The step that ran when it was launched, or in the middle of a sample; 0: none."""
-    start: int
+    start_ns: int
     """When it was launched."""
-    took: int
+    wall_ns: int
     """Duration of the call that launched it, or of the sample."""
     quantity: int
     """Bytes of a collective, or number of collectives in a sample."""
+    process: int = 0
+    """Like its id, set when it is stored."""
+    id: int = 0
 
     @property
     def time_of_step(self) -> int:
         """The time that decides to which step it belongs: the launch of a collective, the middle of a sample."""
-        return self.start if self.definition else self.start + self.took // 2
+        return self.start_ns if self.definition else self.start_ns + self.wall_ns // 2
 
 
 class LossRow(NamedTuple):
@@ -76,13 +79,22 @@ class LossRow(NamedTuple):
     """Number of the LossSite. If that says why there is no value, `loss` is NaN."""
     step: int
     """The step of the pass; 0 if unknown."""
-    start: int
-    loss: float
+    t_ns: int
+    loss: float | None
+    """None: NaN, in a row that was stored."""
+    process: int = 0
+    """Like its id, set when it is stored."""
+    id: int = 0
+
+    @property
+    def value(self) -> float:
+        """The loss, which may be NaN."""
+        return nan if self.loss is None else self.loss
 
     @property
     def time_of_step(self) -> int:
         """The time that decides to which step it belongs."""
-        return self.start
+        return self.t_ns
 
 
 Row = Step | CollectiveRow | LossRow | Definition | Event
@@ -225,13 +237,13 @@ class Resolver:
         site = self.definitions.losses.get(row.definition)
         if site is None:
             return None
-        is_known = site.why is None and isfinite(row.loss)
+        is_known = site.why is None and isfinite(row.value)
         absent = {}
         if not row.step:
             absent["step"] = "it is not known in which step the pass ran"
         if not is_known:
-            absent["loss"] = site.why or repr(row.loss)
-        data = {"process": self._process, "rank": self._rank, "step": row.step or None, "t_s": row.start / 1e9}
+            absent["loss"] = site.why or repr(row.value)
+        data = {"process": self._process, "rank": self._rank, "step": row.step or None, "t_s": row.t_ns / 1e9}
         return Event("loss", {**data, "place": site.place, "loss": row.loss if is_known else None, "absent": absent})
 
     def _sizes(self, number: int) -> tuple[Size, ...] | None:
@@ -295,10 +307,10 @@ class Resolver:
         )
 
     def _collective(self, row: CollectiveRow, definition: CollectiveDefinition) -> Collective | Sampled:
-        start, step = row.start, row.step or None
+        step = row.step or None
         if definition.operation is None:
             count = row.quantity if definition.why is None else None
-            return Sampled(self._process, self._rank, step, start, row.took, count, definition.why)
+            return Sampled(self._process, self._rank, step, row.start_ns, row.wall_ns, count, definition.why)
         return Collective(
             process=self._process,
             rank=self._rank,
@@ -312,6 +324,6 @@ class Resolver:
             ranks=definition.ranks,
             backend=definition.backend,
             device=definition.device,
-            start_ns=start,
-            host_ns=row.took,
+            start_ns=row.start_ns,
+            host_ns=row.wall_ns,
         )

@@ -22,7 +22,7 @@ from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.step_history import PARTS, Bin
 from dpmon.record.schema import EVALUATION, STEP_KINDS, TRAINING
 from dpmon.report.report_data import ReportData
-from dpmon.store.query_results import LossBin
+from dpmon.store.loss_table import LossBin
 from dpmon.store.step_stats import quantities_to_json, rate_to_json
 from dpmon.store.tally import SeriesStats
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
+from dpmon.store.table import KEPT, MAX, SUM, StoreTable
 from dpmon.store.time_accounting import ACTIVITIES
-from dpmon.store.time_buckets import END_S, existing_widths, starts_query
+from dpmon.store.time_buckets import END_S, WIDTHS, existing_widths, starts_query
 
 if TYPE_CHECKING:
     import sqlite3
 
-    from dpmon.store.history_schema import BoundedConnection
+    from dpmon.store.store_queries import Store
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS times (
@@ -28,16 +29,21 @@ CREATE TABLE IF NOT EXISTS times (
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS changed_times ON times (seq) WHERE width = 1;
 """
-_ADD = "INSERT INTO times VALUES (?,?,?,?,?,?,?) ON CONFLICT DO UPDATE SET ns = ns + excluded.ns, seq = excluded.seq"
-MERGE_STATEMENT = """
-INSERT INTO times
-SELECT :width, start_s / :width * :width AS bucket_s, process, mode, activity, total(ns), max(seq)
-FROM times AS finer WHERE width = :finer AND start_s >= :begin AND start_s < :end AND NOT EXISTS (
-    SELECT 1 FROM times AS wider WHERE wider.width = :width AND wider.start_s = finer.start_s / :width * :width
-    AND wider.process = finer.process AND wider.mode = finer.mode AND wider.activity = finer.activity)
-GROUP BY bucket_s, process, mode, activity
-"""
-"""A statement for dpmon.store.time_buckets.merge_buckets."""
+
+
+class ActivityRow(NamedTuple):
+    """A row of `times`."""
+
+    width: int
+    start_s: int
+    process: int
+    mode: str
+    activity: str
+    ns: int
+    seq: int
+
+
+TIMES = StoreTable("times", ActivityRow, SCHEMA, combined={"ns": SUM, "seq": MAX}, sent=KEPT, not_sent="seq")
 
 
 class TimeRow(NamedTuple):
@@ -58,31 +64,35 @@ def add_times(db: sqlite3.Connection, seq: int, activity_ns: Mapping[tuple[int, 
     """
     for width, made_s in existing_widths(db, min((second for second, *_ in activity_ns), default=END_S)):
         rows = (
-            (width, second // width * width, *key, ns, seq)
-            for (second, *key), ns in activity_ns.items()
+            ActivityRow(width, second // width * width, process, mode, activity, ns, seq)
+            for (second, process, mode, activity), ns in activity_ns.items()
             if second < made_s
         )
-        db.executemany(_ADD, rows)
+        TIMES.insert(db, rows)
 
 
 def read_times(
-    connection: BoundedConnection,
-    buckets: Iterable[tuple[int, int, int]],
-    processes: Collection[int] | None = None,
+    store: Store,
+    begin_s: int = 0,
+    end_s: int = END_S,
+    *,
+    widest: int = WIDTHS[-1],
+    process: int | Collection[int] | None = None,
     activities: Sequence[str] = ACTIVITIES,
 ) -> Iterator[TimeRow]:
-    """Yield the activities of all processes, or of some, in order of time, process and mode.
+    """Yield some activities of each process between two seconds, in order of time, process and mode.
 
-    `buckets`: see `TimeBuckets.cover`.
+    `process`: one process or several; None: all. `widest`: see `TimeBuckets.cover`.
     """
     condition = f"WHERE activity IN ({', '.join(map(repr, activities))})"
-    if processes is not None:
+    if process is not None:
+        processes = [process] if isinstance(process, int) else process
         condition += f" AND process IN ({', '.join(map(str, processes))})"
-    for bucket in buckets:
+    for bucket in store.buckets.cover(begin_s, end_s, widest):
         query = (
             f"{starts_query([bucket])} SELECT start_s, process, mode, activity, ns"
             f" FROM starts CROSS JOIN times USING (width, start_s) {condition}"
         )
-        for (start_s, process, mode), rows in groupby(connection.rows(query), key=itemgetter(0, 1, 2)):
+        for (start_s, process_index, mode), rows in groupby(store.connection.rows(query), key=itemgetter(0, 1, 2)):
             spent = dict.fromkeys(activities, 0) | {activity: ns for *_, activity, ns in rows}
-            yield TimeRow(start_s, bucket[0], process, mode, spent)
+            yield TimeRow(start_s, bucket[0], process_index, mode, spent)

@@ -1,62 +1,53 @@
-"""Writes history.sqlite, whose schema is in dpmon.store.history_schema. Only the supervisor of a run writes it."""
+"""Writes the history of a run (dpmon.store.database). Only the supervisor of a run writes it."""
 
 from __future__ import annotations
 
 import re
 import sqlite3
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from dpmon.errors import HistoryError
-from dpmon.record.schema import SECOND
 from dpmon.run.safe_files import check_database
 from dpmon.store import sync_passes
-from dpmon.store.activity_times import MERGE_STATEMENT, add_times
-from dpmon.store.history_schema import (
-    BEFORE_S,
-    COLLECTIVE_SUMS,
+from dpmon.store.activity_times import add_times
+from dpmon.store.collectives import COLLECTIVE_SUMS
+from dpmon.store.database import (
+    BUCKET_TABLES,
     DAMAGE,
     HISTORY_FILE,
-    LASTING,
     SCHEMA,
     SCHEMA_VERSION,
-    SHARE_IDS,
-    STEP_COLUMNS,
-    UNFIT,
     BoundedConnection,
-    RingRow,
     check_schema,
     columns_of,
     database_size,
     last_ids,
-    read_ring_rows,
     version_of,
 )
-from dpmon.store.loader_loops import LOOP_COLUMNS, LoaderLoop
-from dpmon.store.query_results import NODE_DEVICES, event_from_row
+from dpmon.store.device_rollups import prune_device_rollups
+from dpmon.store.events import LASTING, prune_lasting_events
+from dpmon.store.gaps import prune_gaps, shorten_gaps
+from dpmon.store.loops import LOOPS, prune_loops
+from dpmon.store.loss_table import LOSSES, LossThinning
+from dpmon.store.node_table import NODE_DEVICES
+from dpmon.store.rings import RINGS
+from dpmon.store.rollups import roll_up
+from dpmon.store.shapes import SHAPES
 from dpmon.store.sync_passes import join_sync_steps
 from dpmon.store.tally_keys import KeyNumbers
-from dpmon.store.tally_tables import MERGE_STATEMENTS, add_steps
+from dpmon.store.tally_tables import add_steps
 from dpmon.store.time_buckets import SLACK_S, merge_buckets, prune_buckets
-from dpmon.store.write_batch import GAP_NS, WriteBatch
+from dpmon.store.write_batch import WriteBatch
 
 LIMIT_BYTES = 256 << 20
 _ERRORS = (HistoryError, OSError, *DAMAGE)
-_MAX_LASTING = 10_000
-_SUMS_DIVISOR = 3
-"""Each table of sums may take the size limit divided by this number."""
 _ROW_BYTES = 180
-"""Approximate size of a row of sums."""
-_TABLE_SHARES = {
-    "series": 3 / 4,
-    "times": 3 / 4,
-    **dict.fromkeys(("collective_sums", "device_rollups"), 1 / _SUMS_DIVISOR),
-}
+"""Approximate size of a row without its texts."""
+_TABLE_SHARES = {"series": 3 / 4, "times": 3 / 4, "collective_sums": 1 / 3, "device_rollups": 1 / 3}
 """Share of the size limit that each of these tables may take before a node loses rows in it."""
 _NODE_DIVISOR, _LAST_DIVISOR, _MIN_NODE_BYTES = 8, 64, 1 << 16
 """A node's rows in a table may take the limit divided by the first. That is halved while the history stays too large;
@@ -69,34 +60,6 @@ DELETE FROM tallies WHERE NOT EXISTS (
     SELECT 1 FROM series WHERE (width, start_s, key) = (tallies.width, tallies.start_s, tallies.key))
 """
 _DEVICE_OWNER = f"CASE WHEN device < 0 THEN device ELSE -1 - device / {NODE_DEVICES} END"
-KEPT_LOSSES, KEPT_OLDER = 1024, 2048
-"""How many of the newest losses of a script line are kept, and how many older ones, at equal distances."""
-_THIN_LOSSES = f"""\
-DELETE FROM losses WHERE process = :process AND definition = :line AND t_ns < :until AND id NOT IN (
-    SELECT min(id) FROM losses WHERE process = :process AND definition = :line GROUP BY t_ns / :slot
-    UNION ALL SELECT * FROM (
-        SELECT id FROM losses WHERE process = :process AND definition = :line AND {UNFIT} ORDER BY t_ns LIMIT 1))"""
-_RING_NAMES = tuple(member.name for member in fields(RingRow))
-_INSERT_RING = f"INSERT OR REPLACE INTO rings ({', '.join(_RING_NAMES)}) VALUES ({', '.join('?' * len(_RING_NAMES))})"
-_ring_columns = attrgetter(*_RING_NAMES)
-_INSERT_LOOP = f"INSERT OR REPLACE INTO loops VALUES ({', '.join('?' * len(LOOP_COLUMNS))})"
-_loop_columns = attrgetter(*LOOP_COLUMNS)
-_INSERT_GAP = "INSERT INTO gaps (process, after_step, mode, begin_ns, end_ns, ns) VALUES (?,?,?,?,?,?)"
-_SHORTEN_GAP = "UPDATE gaps SET ns = max(ns - ?, 0) WHERE process = ? AND begin_ns <= ? AND end_ns >= ?"
-_ADD_SHAPE = """\
-INSERT INTO shapes VALUES (?,?,?,?,?,?,?,?) ON CONFLICT DO UPDATE SET calls = calls + excluded.calls"""
-_Combined = Mapping[str, str]
-_COLLECTIVES: tuple[str, str, _Combined] = (
-    "collective_sums",
-    "process, definition",
-    dict.fromkeys(COLLECTIVE_SUMS, "sum"),
-)
-_DEVICES: tuple[str, str, _Combined] = (
-    "device_rollups",
-    "device, name",
-    {"count": "sum", "total": "sum", "high": "max"},
-)
-"""Tables of sums by `start_s`, as (name, the other key columns, the SQL function that combines each further column)."""
 
 
 class HistoryWriter:
@@ -112,8 +75,7 @@ class HistoryWriter:
         self._limit = limit_bytes
         self._path = path
         self._db = db
-        self._until_thin: dict[tuple[int, int], int] = {}
-        """By process and definition of a loss: after how many more losses the script line is thinned."""
+        self.loss_thinning = LossThinning(db)
         try:
             self._page_bytes = self._read_number("PRAGMA page_size")
             self._connection = BoundedConnection(db, self._file_bytes() if path is None else database_size(path))
@@ -162,31 +124,9 @@ class HistoryWriter:
         self.key_numbers = KeyNumbers(self._db)
         self.next_id: int = 1 + max(last_ids(self._db))
 
-    def rings(self) -> dict[str, RingRow]:
-        """Return the rows of `rings` by file name, as the previous writer left them. Raises HistoryError."""
-        return read_ring_rows(self.connection)
-
     def rows(self, query: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         """Return the rows of a query. Raises HistoryError."""
         return list(self.connection.rows(query, values))
-
-    def last_stall(self) -> Mapping[str, Any] | None:
-        """Return the data of the newest `stall` event; None if there is none. Raises HistoryError."""
-        query = "SELECT json FROM events WHERE kind = 'stall' ORDER BY id DESC LIMIT 1"
-        return next((event_from_row(row).data for row in self.rows(query)), None)
-
-    def last_step(self, ring: RingRow) -> list[tuple[Any, ...]]:
-        """Return a list with (mode, start, wall, kind) of a ring's last step; an empty list if it has none."""
-        query = (
-            "SELECT mode, start_ns, wall_ns, kind FROM steps"
-            " WHERE process = ? AND step > 0 AND id BETWEEN ? AND ? ORDER BY id DESC LIMIT 1"
-        )
-        return self.rows(query, (ring.process, ring.first_id, ring.last_id)) if ring.steps else []
-
-    def loops(self, process: int) -> list[LoaderLoop]:
-        """Return the loader loops of a process, in order. Raises HistoryError."""
-        query = f"SELECT {', '.join(LOOP_COLUMNS)} FROM loops WHERE process = ? ORDER BY loop"
-        return [LoaderLoop(*row) for row in self.rows(query, (process,))]
 
     def write(self, batch: WriteBatch) -> None:
         """Write the whole batch, or nothing if it raises HistoryError. Then the same batch may be written again."""
@@ -218,52 +158,21 @@ class HistoryWriter:
             raise error if isinstance(error, HistoryError) else HistoryError(str(error)) from None
 
     def _insert_batch(self, batch: WriteBatch, seq: int) -> None:
-        execute_many = self._db.executemany
-        execute_many("INSERT OR REPLACE INTO definitions VALUES (?,?,?)", batch.definitions)
-        for table, rows in ((table, getattr(batch, table)) for table in SHARE_IDS):
-            execute_many(f"INSERT INTO {table} VALUES ({', '.join('?' * len(columns_of(table)))})", rows)
-        execute_many(_INSERT_RING, map(_ring_columns, batch.rings))
-        execute_many(_upsert_sum_sql(*_DEVICES), [(*key, *values) for key, values in batch.devices.items()])
-        execute_many(_upsert_sum_sql(*_COLLECTIVES), [(*key, *values) for key, values in batch.collective_sums.items()])
+        db = self._db
+        for table, rows in batch.rows.items():
+            table.insert(db, rows)
+        RINGS.insert(db, batch.rings)
+        LOOPS.insert(db, batch.loops.values())
+        SHAPES.insert(db, [shape._replace(calls=calls) for shape, calls in batch.shapes.items()])
+        shorten_gaps(db, batch.late_input_waits)
         number = self.key_numbers.number
         seconds = {(second, number(key)): steps for (second, key), steps in batch.steps_by_tally.items()}
-        waits = join_sync_steps(self._db, batch.sync_steps, self.key_numbers)
-        add_steps(self._db, seq, seconds, tuple(STEP_COLUMNS), waits)
-        add_times(self._db, seq, batch.activity_ns)
+        waits = join_sync_steps(db, batch.sync_steps, self.key_numbers)
+        add_steps(db, seq, seconds, waits)
+        add_times(db, seq, batch.activity_ns)
         newest_s = max((second for second, _ in seconds), default=0)
-        merge_buckets(self._db, (*MERGE_STATEMENTS, MERGE_STATEMENT), newest_s - SLACK_S)
-        execute_many(_INSERT_LOOP, map(_loop_columns, batch.loops.values()))
-        execute_many(_INSERT_GAP, batch.gaps)
-        for process, start_ns, end_ns in batch.late_input_waits:
-            self._db.execute(_SHORTEN_GAP, (end_ns - start_ns, process, start_ns, end_ns))
-        if batch.late_input_waits:
-            self._db.execute("DELETE FROM gaps WHERE ns < ?", (GAP_NS,))
-        execute_many(_ADD_SHAPE, [(*key, count) for key, count in batch.shapes.items()])
-        self.thin_losses((process, definition) for _, process, definition, *_ in batch.losses)
-
-    def thin_losses(self, lines: Iterable[tuple[int, int]]) -> None:
-        """Thin the losses of a script line after every KEPT_LOSSES of them. The first invalid loss is never deleted.
-
-        `lines`: process and definition of each new loss.
-        """
-        for line in lines:
-            self._until_thin[line] = self._until_thin.get(line, 1) - 1
-            if not self._until_thin[line]:
-                self._until_thin[line] = KEPT_LOSSES
-                self._thin_line(*line)
-
-    def _thin_line(self, process: int, definition: int) -> None:
-        query = "SELECT t_ns FROM losses WHERE process = ? AND definition = ? ORDER BY t_ns {} LIMIT 1 OFFSET ?"
-        oldest = self._db.execute(query.format(""), (process, definition, 0)).fetchone()
-        first_kept = self._db.execute(query.format("DESC"), (process, definition, KEPT_LOSSES)).fetchone()
-        if oldest is None or first_kept is None:
-            return
-        (oldest_ns,), (until_ns,) = oldest, first_kept
-        slot_ns = SECOND
-        while (until_ns - oldest_ns) // slot_ns > KEPT_OLDER:
-            slot_ns *= 2  # so that a slot is always a pair of earlier slots
-        values = {"process": process, "line": definition, "until": until_ns, "slot": slot_ns}
-        self._db.execute(_THIN_LOSSES, values)
+        merge_buckets(db, BUCKET_TABLES, newest_s - SLACK_S)
+        self.loss_thinning.note_losses((row.process, row.definition) for row in batch.rows.get(LOSSES, ()))
 
     def _used_bytes(self) -> int:
         return self._file_bytes() - self._read_number("PRAGMA freelist_count") * self._page_bytes
@@ -326,34 +235,12 @@ class HistoryWriter:
 
     def _prune_sums(self) -> None:
         """Limit the sums and lasting events, which could fill the database in runs of many days or many processes."""
-        execute = self._db.execute
-        query = "SELECT t_ns FROM events WHERE kind IN ('host', 'device') AND t_ns IS NOT NULL ORDER BY id LIMIT 1"
-        end_s = sample_end_s = 1 << 40
-        for (sample_ns,) in execute(query):
-            sample_end_s = sample_ns // 60_000_000_000 * 60
-        # Keep each minute whose samples still have rows: readers use these rows instead of its sums.
-        self._roll_up(*_DEVICES, sample_end_s)
-        self._roll_up(*_COLLECTIVES, end_s)
+        prune_device_rollups(self._connection, self._limit)
+        roll_up(self._db, COLLECTIVE_SUMS, self._limit)
         prune_buckets(self._db, self._limit)
-        execute("DELETE FROM gaps WHERE id < (SELECT max(id) FROM gaps) - ?", (_MAX_LASTING,))
-        newest_loop = "SELECT max(other.loop) FROM loops AS other WHERE other.process = loops.process"
-        execute(f"DELETE FROM loops WHERE loop <= ({newest_loop}) - ?", (_MAX_LASTING,))
-        for kind in ("warning", "input", "stall", "loader", "ddp"):  # lasting events of unlimited number
-            oldest_kept = "SELECT id FROM events WHERE kind = ? ORDER BY id DESC LIMIT 1 OFFSET ?"
-            execute(f"DELETE FROM events WHERE kind = ? AND id < ({oldest_kept})", (kind, kind, _MAX_LASTING))
-
-    def _roll_up(self, table: str, key: str, operations: _Combined, latest_s: int) -> None:
-        """If a table of sums is too large, merge its oldest eighth into one sum per key, at most up to `latest_s`."""
-        query = f"SELECT count(*), min(start_s), max(start_s) FROM {table} WHERE start_s > ?"
-        count, first_s, last_s = self._db.execute(query, (BEFORE_S,)).fetchone()
-        if count * _ROW_BYTES <= self._limit / _SUMS_DIVISOR:
-            return
-        end_s = min(first_s + max((last_s - first_s) // 8, 1), latest_s)
-        oldest_rows = f"FROM {table} WHERE start_s > ? AND start_s < ?"
-        sums = ", ".join(f"{operation}({name})" for name, operation in operations.items())
-        upsert = _upsert_sum_sql(table, key, operations, f"SELECT ?, {key}, {sums} {oldest_rows} GROUP BY {key}")
-        self._db.execute(upsert, (BEFORE_S, BEFORE_S, end_s))
-        self._db.execute(f"DELETE {oldest_rows}", (BEFORE_S, end_s))
+        prune_gaps(self._db)
+        prune_loops(self._db)
+        prune_lasting_events(self._db)
 
     def close(self) -> None:
         """Close the file. It is self-contained afterwards unless another process reads it now."""
@@ -364,14 +251,3 @@ class HistoryWriter:
             check_database(self._path, written=True)  # again: SQLite opens the journal only now
             self._db.execute("PRAGMA journal_mode=DELETE")
         self._db.close()
-
-
-def _upsert_sum_sql(table: str, key: str, operations: _Combined, rows: str | None = None) -> str:
-    """Return the SQL that adds rows to a table of sums. `rows`: a query for these rows; None: SQL parameters."""
-    key_columns = f"start_s, {key}"
-    rows = rows or f"VALUES ({', '.join('?' * (key_columns.count(',') + 1 + len(operations)))})"
-    changes = ", ".join(
-        f"{name} = {name} + excluded.{name}" if operation == "sum" else f"{name} = {operation}({name}, excluded.{name})"
-        for name, operation in operations.items()
-    )
-    return f"INSERT INTO {table} {rows} ON CONFLICT ({key_columns}) DO UPDATE SET {changes}"

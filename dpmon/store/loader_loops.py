@@ -13,7 +13,6 @@ as an evaluation or a pause.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
 from itertools import pairwise
 from math import sqrt
 from operator import attrgetter, truediv
@@ -21,7 +20,8 @@ from statistics import stdev
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dpmon.record.record_types import Batches
-from dpmon.store.query_results import LoopStep
+from dpmon.store.loops import LoaderLoop
+from dpmon.store.steps import LoopStep, read_loop_steps
 
 if TYPE_CHECKING:
     from dpmon.store.store_queries import Store
@@ -45,48 +45,6 @@ MAX_TIME_LEFT_NS = 100 * 86_400_000_000_000
 """A longer time left is not shown: with billions of batches in a sampler, the training stops for another reason."""
 MAX_STEP_INTERVAL = 32
 """If steps are short, at least one in this many is read."""
-
-
-@dataclass(slots=True)
-class LoaderLoop:
-    """A loader loop, a row of the table `loops`. Times in ns since the run's start."""
-
-    process: int
-    loop: int
-    dataset: int
-    length: int | None
-    """Number of batches of the loader; None if unknown."""
-    begin_ns: int
-    """Start of its first step."""
-    end_ns: int = 0
-    """End of its last step."""
-    last_step: int = 0
-    """Number of its last training step."""
-    fetched: int = 0
-    ahead: int | None = None
-    """Number of fetched batches that no step has used yet; None until its second step."""
-    steps: int = 0
-    trained: int = 0
-    """Number of its training steps."""
-    epoch: int | None = None
-    """Number of the epoch; None if it is not an epoch."""
-    evaluation_ns: int = 0
-    """Evaluation between its first and its last step."""
-    after_ns: int = 0
-    """Evaluation after its last step, up to the next epoch."""
-
-    @property
-    def batches_used(self) -> int | None:
-        """The number of batches that its steps have used; None until it is known how many it prefetches."""
-        return None if self.ahead is None else self.fetched - self.ahead
-
-    @property
-    def is_exhausted(self) -> bool:
-        """Whether all batches were fetched."""
-        return self.length is not None and self.fetched >= self.length
-
-
-LOOP_COLUMNS = tuple(field.name for field in fields(LoaderLoop))
 
 
 class LoaderLoopTracker:
@@ -260,7 +218,7 @@ def estimate_epoch_time_left(store: Store, epochs: Sequence[LoaderLoop], batch: 
     duration_ns = max(sum(loop.end_ns - loop.begin_ns for loop in loops), 1)
     interval = WINDOW_NS * steps // (MAX_STEPS_READ * duration_ns)
     interval = max(1, min(interval, MAX_STEP_INTERVAL, steps // (2 * MAX_BLOCKS)))
-    loop_steps = store.loop_steps(current.process, [loop.loop for loop in loops], MAX_STEPS_READ, interval)
+    loop_steps = read_loop_steps(store, current.process, [loop.loop for loop in loops], MAX_STEPS_READ, interval)
     time_left = estimate_time_left(loop_steps, current.length - batch)
     if time_left is None:
         return "too few batches yet"
@@ -270,9 +228,9 @@ def estimate_epoch_time_left(store: Store, epochs: Sequence[LoaderLoop], batch: 
 def estimate_time_left(steps: Iterable[LoopStep], batches: int) -> TimeLeft | None:
     """Return the time that `batches` more batches will take; None with too few `steps` (newest first)."""
     cycles = [
-        (later.end_ns - earlier.end_ns, later.batch - earlier.batch)
+        (later.end_ns - earlier.end_ns, later.loop_batch - earlier.loop_batch)
         for later, earlier in pairwise(steps)
-        if later.loop == earlier.loop and later.batch > earlier.batch
+        if later.loop == earlier.loop and later.loop_batch > earlier.loop_batch
     ]
     batches_read = sum(count for _, count in cycles)
     block_count = min(len(cycles), MAX_BLOCKS)

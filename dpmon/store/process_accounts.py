@@ -8,14 +8,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dpmon.record.schema import step_kind
-from dpmon.store.history_schema import LASTING
-from dpmon.store.query_results import event_from_row
+from dpmon.store.events import EVENTS, LASTING
+from dpmon.store.rings import read_rings
+from dpmon.store.steps import read_last_step
 from dpmon.store.sync_passes import RankGroups
 from dpmon.store.time_accounting import TimeAccount
 from dpmon.store.write_batch import WriteBatch
 
 if TYPE_CHECKING:
-    from dpmon.store.history_writer import HistoryWriter
+    from dpmon.store.database import BoundedConnection
 
 _MAX_STALLS = 8
 """How many stall events are remembered. The step in which a stall was noticed arrives soon after the event."""
@@ -63,20 +64,17 @@ class ProcessAccounts:
         elif time_ns is not None and kind == "exit":
             self._close_all(batch, time_ns)
 
-    def resume(self, history: HistoryWriter) -> None:
+    def resume(self, connection: BoundedConnection) -> None:
         """Continue after the events in a history and the last step of each process. Raises HistoryError."""
-        query = (
-            f"SELECT ifnull(process, -1), t_ns, json FROM events WHERE {LASTING}"
-            " AND kind IN ('process', 'pause', 'input', 'stall', 'ddp') ORDER BY id"
-        )
+        condition = f"WHERE {LASTING} AND kind IN ('process', 'pause', 'input', 'stall', 'ddp') ORDER BY id"
         discarded_batch = WriteBatch()
-        for process, time_ns, *json_columns in history.rows(query):
-            event = event_from_row(json_columns)
-            self.handle_event(discarded_batch, process if process >= 0 else None, event.kind, event.data, time_ns)
-        for ring in history.rings().values():
-            for mode, start_ns, wall_ns, flags in history.last_step(ring):
+        for row in EVENTS.select(connection, condition):
+            self.handle_event(discarded_batch, row.process, row.kind, row.event.data, row.t_ns)
+        for ring in read_rings(connection).values():
+            step = read_last_step(connection, ring)
+            if step is not None:
                 account = self.get_account(ring.process)
-                account.resume(ring.last_steps, step_kind(flags), mode, start_ns, wall_ns)
+                account.resume(ring.last_steps, step_kind(step.kind), step.mode, step.start_ns, step.wall_ns)
 
     def _note_process(self, process: int, data: Mapping[str, Any], time_ns: int | None) -> None:
         """Note that a process started to record, paused or resumed."""

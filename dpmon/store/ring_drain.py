@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -18,12 +18,15 @@ from dpmon.record.record_types import Event
 from dpmon.run.proc import is_alive
 from dpmon.run.run_directory import RunInfo, ring_paths
 from dpmon.span_ring import RingError
-from dpmon.store.history_schema import DAMAGE, RingRow
+from dpmon.store.database import DAMAGE
+from dpmon.store.events import last_sample_ns, read_events
 from dpmon.store.history_writer import LIMIT_BYTES, HistoryWriter
 from dpmon.store.process_accounts import ProcessAccounts
-from dpmon.store.query_results import event_from_row
+from dpmon.store.records import newest_record_ns
 from dpmon.store.ring_intake import RingIntake
+from dpmon.store.rings import RingRow, read_rings
 from dpmon.store.span_source import SpanSource
+from dpmon.store.store_queries import Store
 from dpmon.store.write_batch import WriteBatch
 
 COMMIT_S = 0.5
@@ -117,13 +120,13 @@ class RingDrain:
                 has_more = self._read_rings(now_s)
                 self._read_at_s = now_s + TAKE_S if len(self._sources) > MANY_RINGS and not has_more else now_s
             self._read_own_records()
-        if now_s >= self._commit_at_s or self._batch.rows >= COMMIT_ROWS:
+        if now_s >= self._commit_at_s or self._batch.records >= COMMIT_ROWS:
             self._write(now_s)
         return has_more and self._has_room()
 
     def _has_room(self) -> bool:
         batch = self._batch
-        return batch.characters + _ROW_BYTES * (batch.rows + len(batch.steps_by_tally)) < HOLD_BYTES
+        return batch.characters + _ROW_BYTES * (batch.records + len(batch.steps_by_tally)) < HOLD_BYTES
 
     def flush(self, command_ended: bool = False) -> None:
         """Read and write all records in the rings, in a limited number of reads.
@@ -144,19 +147,21 @@ class RingDrain:
                 break
         self._write(now_s)
 
-    def warnings_kept(self) -> list[str]:
-        """Return the texts of the supervisor's warnings in the history."""
-        return [str(data.get("text")) for data in self._events("kind = 'warning' AND process IS NULL")]
+    def recorded_warnings(self) -> list[str]:
+        """Return the texts of the warnings in the history."""
+        return [str(data.get("text")) for data in self._events("warning")]
 
     def last_sample_ns(self) -> int | None:
         """Return the time of the last device sample in the history (ns since the run's start); None if none."""
-        rows = self._rows("SELECT max(t_ns) FROM events WHERE kind IN ('host', 'device')")
-        return next((time_ns for (time_ns,) in rows), None)
+        with suppress(HistoryError):
+            return None if self._history is None else last_sample_ns(self._history.connection)
+        return None
 
     def newest_ns(self) -> int:
-        """Return the time of the newest device sample or step in the history (ns since the run's start); 0 if none."""
-        rows = self._rows("SELECT start_ns + wall_ns FROM steps ORDER BY id DESC LIMIT 999")
-        return max(self.last_sample_ns() or 0, *(int(end_ns) for (end_ns,) in rows), 0)
+        """Return the time of the newest event or step in the history (ns since the run's start); 0 if none."""
+        with suppress(HistoryError):
+            return 0 if self._history is None else newest_record_ns(Store(self._history.connection))
+        return 0
 
     def last_steps(self) -> dict[int, int | None]:
         """Return the number of each process's last step; None if it has none."""
@@ -164,28 +169,21 @@ class RingDrain:
 
     def gpus(self) -> list[Mapping[str, Any]]:
         """Return the newest sample of each GPU."""
-        samples: dict[Any, Mapping[str, Any]] = {}
-        for data in self._events("kind = 'device' ORDER BY id DESC LIMIT 64"):
-            samples.setdefault(data.get("index"), data)
-        return list(samples.values())
+        return list({data.get("index"): data for data in self._events("device", limit=64)}.values())
 
     def last_stall(self) -> Mapping[str, Any] | None:
         """Return the data of the last `stall` event; None if there is none."""
-        return next(self._events("kind = 'stall' ORDER BY id DESC LIMIT 1"), None)
+        return next(iter(self._events("stall", limit=1)), None)
 
     def has_exit_record(self) -> bool:
         """Return whether the history records the end of the command."""
-        return bool(self._rows("SELECT 1 FROM events WHERE kind = 'exit' LIMIT 1"))
+        return bool(self._events("exit", limit=1))
 
-    def _events(self, condition: str) -> Iterator[Mapping[str, Any]]:
-        """Yield the data of some events."""
-        for row in self._rows(f"SELECT json FROM events WHERE {condition}"):
-            yield event_from_row(row).data
-
-    def _rows(self, query: str) -> list[tuple[Any, ...]]:
-        """Return the rows of a query; none if the history cannot be read."""
+    def _events(self, kind: str, limit: int = -1) -> list[Mapping[str, Any]]:
+        """Return the data of the newest events of a kind, in order; none if the history cannot be read."""
         with suppress(HistoryError):
-            return [] if self._history is None else self._history.rows(query)
+            if self._history is not None:
+                return [event.data for event in read_events(Store(self._history.connection), kind, limit=limit)]
         return []
 
     def close(self) -> None:
@@ -219,7 +217,7 @@ class RingDrain:
             self._check_at_s = 0.0
             if self._history is not None:
                 with suppress(HistoryError):  # the next write fails too, and warns
-                    intake.resume(self._history)
+                    intake.resume(self._history.connection)
 
     def _read_rings(self, now_s: float) -> bool:
         """Read the new rows of all rings. Return whether a ring filled faster than it was read."""
@@ -288,8 +286,8 @@ class RingDrain:
     def _resume_history(self, history: HistoryWriter) -> None:
         """Continue a history that an earlier supervisor may have started."""
         self._accounts = ProcessAccounts()
-        self._accounts.resume(history)
-        self._stored_rows = history.rings()
+        self._accounts.resume(history.connection)
+        self._stored_rows = read_rings(history.connection)
         self._next_id = history.next_id
 
     def _write(self, now_s: float) -> None:
@@ -304,7 +302,7 @@ class RingDrain:
             stored_row = self._stored_rows.get(_OWN)
             missed = self._own_missed + (0 if stored_row is None else stored_row.missed)
             self._batch.rings.append(RingRow(_OWN, -1, None, os.getpid(), missed=missed))
-        if not (self._batch.rings or self._batch.events):
+        if not (self._batch.rings or self._batch.rows):
             return
         try:
             self._history.write(self._batch)

@@ -4,47 +4,52 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dpmon.record.history_rows import CollectiveRow, LossRow, Row
 from dpmon.record.record_types import CallParts, CallRow, Event, Step
-from dpmon.record.safe_json import replace_nonfinite
 from dpmon.record.schema import (
     AFTER_OTHER_KIND,
     EVALUATION,
     MIXED_MODES,
-    PHASES,
-    QUANTITIES,
     REST,
+    SECOND,
     SPAN_PHASES,
     STEP_KINDS,
+    SYNC_NUMBER,
     TRAINING,
     WARM_UP,
     WARM_UP_STEPS,
     device_series,
     step_kind,
 )
-from dpmon.record.shared_names import CALL_PHASES, to_bounded_json
+from dpmon.record.shared_names import CALL_PHASES
 from dpmon.record.span_format import Flag
-from dpmon.store.history_schema import STEP_COLUMNS, RingRow, are_rollouts
+from dpmon.store.collectives import COLLECTIVE_SUMS, COLLECTIVES, sums_of_collective
+from dpmon.store.definition_table import DEFINITIONS, DefinitionRow
+from dpmon.store.device_rollups import add_sample
+from dpmon.store.events import EVENTS, EventRow, event_to_json
+from dpmon.store.gaps import GAP_NS, GAPS
 from dpmon.store.loader_loops import LoaderLoopTracker
+from dpmon.store.loops import read_loops
+from dpmon.store.loss_table import LOSSES
 from dpmon.store.process_accounts import ProcessAccounts, seconds_to_ns
-from dpmon.store.query_results import encode_calls, replica_series, stage_series
+from dpmon.store.rings import RingRow
+from dpmon.store.shapes import CallShape, shape_of_call
+from dpmon.store.steps import STEPS, StepRow, encode_calls, encode_device_times, encode_spans, read_last_step
 from dpmon.store.sync_passes import sync_device_ns
 from dpmon.store.tally_keys import NO_SAMPLES, OTHER_SIZES, TallyKey
-from dpmon.store.write_batch import GAP_NS, ShapeKey, WriteBatch
+from dpmon.store.tally_tables import replica_series, stage_series
+from dpmon.store.write_batch import WriteBatch
 
 if TYPE_CHECKING:
-    from dpmon.store.history_writer import HistoryWriter
+    from dpmon.store.database import BoundedConnection
 
 BATCH_SIZES = 16
 """How many batch sizes of a process have tallies of their own. Further sizes share OTHER_SIZES."""
 SHAPES = 2000
 """How many shapes of a process keep their sizes. Further shapes are counted without sizes."""
-_MEASURED = (*(quantity.name for quantity in QUANTITIES), *(phase.name for phase in PHASES))
-"""The quantities and phases of a step, in the order of their columns."""
 
 
 class RingIntake:
@@ -54,7 +59,7 @@ class RingIntake:
         self.row = row
         self._start_ns = start_ns
         self._accounts = accounts
-        self._shapes: set[ShapeKey] = set()
+        self._shapes: set[CallShape] = set()
         """Shapes that are kept with their sizes."""
         self._sizes: set[int] = set()
         """Batch sizes with their own tallies."""
@@ -66,55 +71,50 @@ class RingIntake:
         """Whether steps of other kinds than training ran since the last sync pass. Rollouts count as training."""
         self._loops = LoaderLoopTracker(row.process)
 
-    def resume(self, history: HistoryWriter) -> None:
+    def resume(self, connection: BoundedConnection) -> None:
         """Continue after the last step of the ring, which another supervisor wrote. Raises HistoryError."""
-        for mode, _, _, kind in history.last_step(self.row):
-            self._mode, self._steps_in_mode = mode, 0 if kind & WARM_UP else WARM_UP_STEPS
-            self._ran_other_kind = step_kind(kind) != TRAINING
-        self._loops.resume(history.loops(self.row.process))
+        last_step = read_last_step(connection, self.row)
+        if last_step is not None:
+            self._mode, self._steps_in_mode = last_step.mode, 0 if last_step.kind & WARM_UP else WARM_UP_STEPS
+            self._ran_other_kind = step_kind(last_step.kind) != TRAINING
+        self._loops.resume(read_loops(connection, self.row.process))
 
     def add(self, batch: WriteBatch, row_id: int, row: Row) -> bool:
         """Add `row` to `batch` under the id `row_id`. Return False for a row that takes no id."""
+        process = self.row.process
         if isinstance(row, Step):
             return self._add_step(batch, row_id, row)
         if isinstance(row, Event):
             self._event(batch, row_id, row)
         elif isinstance(row, CollectiveRow):
-            batch.add_collective(row_id, self.row.process, row._replace(start=row.start - self._start_ns))
+            row = row._replace(id=row_id, process=process, start_ns=row.start_ns - self._start_ns)
+            batch.add_record(COLLECTIVES, row)
+            batch.add(COLLECTIVE_SUMS, sums_of_collective(row))
         elif isinstance(row, LossRow):
-            start_ns = row.start - self._start_ns
-            batch.losses.append((row_id, self.row.process, row.definition, row.step, start_ns, row.loss))
+            row = row._replace(id=row_id, process=process, t_ns=row.t_ns - self._start_ns)
+            batch.add_record(LOSSES, row)
         else:
             text = json.dumps(row.value, separators=(",", ":"))
-            batch.definitions.append((self.row.process, row.number, text))
-            batch.characters += len(text)
+            batch.add_record(DEFINITIONS, DefinitionRow(process, row.number, text), text)
             return False
         return True
 
-    # ------------------------------------------------------------------------------------------ calls
+    # ------------------------------------------------------------------------------------------ steps
 
-    def _count(self, batch: WriteBatch, calls: Iterable[CallRow], kind: int) -> None:
+    def _count_shapes(self, batch: WriteBatch, calls: Iterable[CallRow], kind: int) -> None:
         """Count the shapes of calls. `kind`: the flags of their step.
 
         In a training step, only calls with gradients train.
         """
         for call in calls:
-            call_kind = kind
-            if step_kind(kind) == TRAINING and not call.flags & Flag.GRAD:
-                call_kind |= EVALUATION
-            virtual = int(call.flags & Flag.VIRTUAL > 0)
-            parts, sizes = call.parts, _sizes_of(call)
-            has_missing = parts is not None and parts.device_ms is not None and None in parts.device_ms
-            untimed_reason = parts.untimed_reason if parts is not None and has_missing else 0
-            shape = self.row.process, call.mode, call_kind, call.layout, virtual, sizes, untimed_reason
+            evaluates = step_kind(kind) == TRAINING and not call.flags & Flag.GRAD
+            shape = shape_of_call(self.row.process, call, kind | EVALUATION if evaluates else kind)
             if shape not in self._shapes:
                 if len(self._shapes) < SHAPES:
                     self._shapes.add(shape)
                 else:
-                    shape = (*shape[:-2], _without_sizes(sizes), untimed_reason)
+                    shape = shape.without_sizes
             batch.shapes[shape] += 1
-
-    # ------------------------------------------------------------------------------------------ steps
 
     def _add_step(self, batch: WriteBatch, row_id: int, row: Step) -> bool:
         """Add a step or calls alone. Return whether it takes the id."""
@@ -123,80 +123,100 @@ class RingIntake:
         if row.step > 0:
             self._step(batch, row_id, row, called)
         else:
-            self._count(batch, calls, row.kind)
+            self._count_shapes(batch, calls, row.kind)
             if row.takes_time:  # its calls are not repeated
                 self._add_step_time(batch, row, 0)
             if not calls:
                 return False
-            batch.steps.append(self._row_of_calls(row_id, row, called))
-        batch.characters += len(called or "")
-        self._note_id(row_id)
+            self._add_calls_alone(batch, row_id, row, called)
+        self.row.last_id = row_id
+        if self.row.first_id is None:
+            self.row.first_id = row_id
         self.row.calls += len(calls)
         if calls:
             self.row.last_call = calls[-1].call
         return True
 
-    def _row_of_calls(self, row_id: int, row: Step, called: str | None) -> tuple[Any, ...]:
-        """Return the row of calls alone. It has no phases."""
-        calls = {"calls": len(row.calls), "last_call": row.calls[-1].call, "called": called}
-        values = {**row._asdict(), "id": row_id, "process": self.row.process, **calls}
-        return tuple(map(values.get, STEP_COLUMNS))
+    def _add_calls_alone(self, batch: WriteBatch, row_id: int, row: Step, called: str | None) -> None:
+        """Add calls alone, which have no phases."""
+        stored = StepRow(
+            id=row_id,
+            process=self.row.process,
+            step=row.step,
+            mode=row.mode,
+            start_ns=row.start_ns,
+            wall_ns=row.wall_ns,
+            kind=row.kind,
+            calls=len(row.calls),
+            measured={} if row.samples is None else {"samples": row.samples},
+            last_call=row.calls[-1].call,
+            called=called,
+        )
+        batch.add_record(STEPS, stored, called)
 
     def _step(self, batch: WriteBatch, row_id: int, row: Step, called: str | None) -> None:
-        step, mode, start_ns, wall_ns = row.step, row.mode, row.start_ns, row.wall_ns
-        account = self._accounts.get_account(self.row.process)
+        process, start_ns, end_ns, calls = self.row.process, row.start_ns, row.start_ns + row.wall_ns, row.calls
+        account = self._accounts.get_account(process)
         waited_ns = row.phases.get("data", 0) + row.phases.get("sync", 0)
-        exclusion = account.exclusion_flag(start_ns, start_ns + wall_ns, waited_ns)
-        kind = row.kind | self._warm_up_flag(mode) | exclusion
+        exclusion = account.exclusion_flag(start_ns, end_ns, waited_ns)
+        kind = row.kind | self._warm_up_flag(row.mode) | exclusion
         if row.sync_number is not None:
             kind |= AFTER_OTHER_KIND * self._ran_other_kind
             self._ran_other_kind = False
-        calls = row.calls
+        mode = row.mode
         if self._switched and len({call.mode for call in calls}) > 1:
             kind |= MIXED_MODES
             row = row._replace(mode="")  # its time counts in the rate of neither mode
         self._switched = False
-        self._count(batch, calls, kind)
+        self._count_shapes(batch, calls, kind)
         parts = [call.parts for call in calls if call.parts is not None]
         call_phases, rest_ns = _sum_call_phases(row.phases, parts)
-        measured = {**row.counts, "samples": row.samples, **row.phases, **call_phases}
-        process = self.row.process
+        measured = {**row.counts, **row.phases, **call_phases}
+        sync_number = measured.pop(SYNC_NUMBER, None)
+        if row.samples is not None:
+            measured["samples"] = row.samples
         evaluation_ns = self._add_step_time(batch, row, exclusion)
-        evaluation = row.kind != TRAINING
-        loop = self._loops.add_step(step, row.batches, start_ns, start_ns + wall_ns, evaluation, evaluation_ns)
+        loop = self._loops.add_step(row.step, row.batches, start_ns, end_ns, row.kind != TRAINING, evaluation_ns)
         if self._loops.changed:
             batch.loops |= {(process, changed.loop): changed for changed in self._loops.changed.values()}
             self._loops.changed.clear()
-        loop_columns = (None, None) if loop is None else (loop.loop, loop.batches_used)
-        first_columns = row_id, process, step, mode, start_ns, wall_ns, kind, len(calls)
-        times = None if row.times is None else json.dumps([row.why, *row.times], separators=(",", ":"))
-        spans = f"[{','.join(map(str, chain.from_iterable(row.runs)))}]" if row.runs else None
-        sync_number = row.sync_number
-        call_columns = calls[-1].call if calls else None, called
-        last_columns = rest_ns, times, spans, row.missing_spans, sync_number, None, None, *loop_columns, *call_columns
-        key = TallyKey(process, mode, kind, self._batch_size(row.samples))
+        stored = StepRow(
+            id=row_id,
+            process=process,
+            step=row.step,
+            mode=mode,
+            start_ns=start_ns,
+            wall_ns=row.wall_ns,
+            kind=kind,
+            calls=len(calls),
+            measured=measured,
+            sync_number=sync_number,
+            rest_ns=rest_ns,
+            device=encode_device_times(row),
+            spans=encode_spans(row),
+            missing_spans=row.missing_spans,
+            loop=None if loop is None else loop.loop,
+            loop_batch=None if loop is None else loop.batches_used,
+            last_call=calls[-1].call if calls else None,
+            called=called,
+        )
         series = [(device_series(name), ns) for name, ns in _device_times(row, parts, call_phases).items()]
         series += chain.from_iterable(map(_series_of, [call for call in calls if call.flags & Flag.GRAD] or calls))
-        batch.add_step(key, start_ns + wall_ns, (*first_columns, *map(measured.get, _MEASURED), *last_columns), series)
-        batch.characters += len(spans or "") + len(times or "")
+        key = TallyKey(process, mode, kind, self._batch_size(row.samples))
+        batch.add_step(key, stored, series)
         if sync_number is not None:
-            second = (start_ns + wall_ns) // 1_000_000_000
             # With devices, the host does not wait for other ranks, so its time does not measure the communication.
             tail_ns = row.phases.get("sync") if row.times is None else sync_device_ns(row.times)
-            if tail_ns is not None:
-                passes = row.counts.get("synced", 0)
-                sync_step = self._accounts.rank_groups.sync_step(
-                    key, row_id, second, number=sync_number, passes=passes, tail_ns=tail_ns, wall_ns=wall_ns
-                )
-                if sync_step is not None:
-                    batch.sync_steps.append(sync_step)
+            sync_step = self._accounts.rank_groups.sync_step(key, stored, tail_ns, stored.end_ns // SECOND)
+            if sync_step is not None:
+                batch.sync_steps.append(sync_step)
         self.row.steps += 1
         if row.kind == TRAINING:
-            self.row.last_step = step
+            self.row.last_step = row.step
         elif row.kind == EVALUATION:
-            self.row.evaluations = step
+            self.row.evaluations = row.step
         else:
-            self.row.forward_steps = step
+            self.row.forward_steps = row.step
 
     def _add_step_time(self, batch: WriteBatch, row: Step, exclusion: int) -> int:
         """Account for the time up to the end of a step. Return the time (ns) outside training and pauses.
@@ -208,10 +228,10 @@ class RingIntake:
         intervals, gap = account.add_step(row, exclusion)
         batch.add_activity_time(self.row.process, intervals)
         if gap is not None and gap.ns >= GAP_NS:
-            batch.gaps.append(gap)
+            batch.add(GAPS, gap)
         if row.kind == TRAINING:
             return 0
-        self._ran_other_kind = not are_rollouts(self.row.evaluation_phases, self.row.last_step or 0)
+        self._ran_other_kind = not self.row.has_rollouts
         parts = (part for part in intervals if part.activity == STEP_KINDS[row.kind])
         return sum(part.sign * (part.end - part.begin) for part in parts)
 
@@ -231,12 +251,6 @@ class RingIntake:
             self._sizes.add(samples)
         return samples
 
-    def _note_id(self, row_id: int) -> None:
-        row = self.row
-        row.last_id = row_id
-        if row.first_id is None:
-            row.first_id = row_id
-
     # ------------------------------------------------------------------------------------------ events
 
     def _event(self, batch: WriteBatch, event_id: int, event: Event) -> None:
@@ -247,11 +261,9 @@ class RingIntake:
         process = self.row.process if self.row.process >= 0 else None
         self._accounts.handle_event(batch, process, kind, data, t_ns)
         if process is None and t_ns is not None and kind in ("device", "host"):
-            _add_sample(batch, t_ns, kind, data)
-        text = to_bounded_json({"kind": kind, **data})
-        if b"NaN" in text or b"Infinity" in text:  # not JSON: unknown
-            text = to_bounded_json(replace_nonfinite({"kind": kind, **data}))
-        batch.add_event(event_id, process, kind, t_ns, text.decode())
+            add_sample(batch, t_ns, kind, data)
+        text = event_to_json(event)
+        batch.add_record(EVENTS, EventRow(event_id, process, kind, t_ns, text), text)
 
 
 def _series_of(row: CallRow) -> list[tuple[str, int]]:
@@ -266,26 +278,6 @@ def _series_of(row: CallRow) -> list[tuple[str, int]]:
     series = [(name, host_ns) for name, host_ns in times_by_series if host_ns is not None]
     device_times = zip(times_by_series, parts.replica_or_stage_device_ms, strict=False)
     return series + [(device_series(name), int(ms * 1e6)) for (name, _), ms in device_times if ms is not None]
-
-
-def _sizes_of(row: CallRow) -> str:
-    """Return the definitions of the sizes of a call and its replicas or stages as JSON (see query_results.Shape)."""
-    parts = row.parts
-    if parts is None:
-        return _sizes_text(row.inputs, row.outputs, (row.inputs, row.outputs))
-    part_sizes = [*(part[:2] for part in parts.replicas), *(part[:3] for part in parts.stages)]
-    return _sizes_text(row.inputs, row.outputs, *part_sizes)
-
-
-@lru_cache(4096)
-def _sizes_text(*sizes: int | tuple[int, ...]) -> str:
-    return json.dumps(sizes, separators=(",", ":"))
-
-
-def _without_sizes(text: str) -> str:
-    """Return a text from `_sizes_text` with all sizes unknown."""
-    _, _, *parts = json.loads(text)
-    return _sizes_text(0, 0, *((*part[:-2], 0, 0) for part in parts))
 
 
 def _sum_call_phases(own_phases: Mapping[str, int], parts: Sequence[CallParts]) -> tuple[Mapping[str, int], int | None]:
@@ -325,10 +317,3 @@ def _device_times(row: Step, parts: Sequence[CallParts], call_phases: Mapping[st
     if "forward" in ns_by_phase and all(name in ns_by_phase for name in call_phases):
         ns_by_phase[REST] = max(ns_by_phase["forward"] - sum(ns_by_phase[name] for name in call_phases), 0)
     return ns_by_phase
-
-
-def _add_sample(batch: WriteBatch, t_ns: int, kind: str, data: Mapping[str, Any]) -> None:
-    index = data["index"] if kind == "device" else -1
-    for name, value in data.items():
-        if type(value) in (int, float) and name not in ("t_s", "index"):
-            batch.add_device_value(t_ns, index, name[:64], float(value))

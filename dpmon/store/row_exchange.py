@@ -13,7 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from dpmon.store.history_schema import columns_of
+from dpmon.store import table as tables
+from dpmon.store.database import TABLES, columns_of
 
 RECORDS, VERSION = "dpmon-records ", 1
 """The first word of the first line, and the version of this form."""
@@ -23,14 +24,11 @@ CHUNK_BYTES = 16 << 20
 """Most bytes of the lines of a chunk."""
 _LINE_BYTES = 1 << 19
 """Most bytes of the rows of a line, but for a single longer one."""
-NUMBERED = ("steps", "collectives", "events", "losses")
+NUMBERED = tuple(table.name for table in TABLES if table.sent == tables.NUMBERED)
 """Tables with ids from the common counter. Of the first two, only some rows are sent unless the reader asks."""
 TIMES = ("start_ns", "t_ns", "begin_ns", "end_ns", "first_ns", "last_ns")
 """Columns with times, in all tables."""
-KEPT = (
-    *("definitions", "keys", "tallies", "series", "times", "loops", "gaps", "shapes"),
-    *("collective_sums", "device_rollups", "rings"),
-)
+KEPT = ("keys", *(table.name for table in TABLES if table.sent == tables.KEPT))
 """Tables of rows that change: a later row replaces the one with the same key."""
 _json = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 
@@ -38,9 +36,8 @@ _json = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 @cache
 def columns_sent(table: str) -> Mapping[str, tuple[type, ...]]:
     """Return the columns of a table that are sent, and their types before sketches become text."""
-    # The kind of an event is in its JSON; the numbers of transactions are those of the reader.
-    left_out = {"rings": "node", "events": "kind", "tallies": "seq", "times": "seq"}
-    return {name: kinds for name, kinds in columns_of(table).items() if name != left_out.get(table)}
+    left_out = {declared.name: declared.not_sent for declared in TABLES}.get(table)
+    return {name: kinds for name, kinds in columns_of(table).items() if name != left_out}
 
 
 @cache

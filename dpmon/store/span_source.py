@@ -13,7 +13,7 @@ from dpmon.record.history_rows import Row
 from dpmon.record.span_format import Span
 from dpmon.span_reader import SpanReader, current_span_in
 from dpmon.span_ring import HeaderWord, RingError
-from dpmon.store.history_schema import RingRow
+from dpmon.store.rings import RingRow
 
 _BACKLOG_DIVISOR = 8
 """If one read returns a ring's slots divided by this number, its process may write faster than the reader reads."""

@@ -35,9 +35,10 @@ from dpmon.record.schema import (
     device_series,
     step_kind,
 )
-from dpmon.store.activity_times import TimeRow
+from dpmon.store.activity_times import TimeRow, read_times
 from dpmon.store.tally import SeriesStats, Tally
 from dpmon.store.tally_keys import TallyKey
+from dpmon.store.tally_tables import read_tallies, read_tally_rows
 from dpmon.store.time_accounting import ACTIVITIES, union_of_intervals
 from dpmon.store.time_buckets import WIDTHS
 
@@ -310,7 +311,7 @@ class StatsWindow:
     @cached_property
     def tallies(self) -> dict[TallyKey, Tally]:
         """The tallies of all processes."""
-        return self._store.tallies(self._begin_s, self._end_s, process=self._process)
+        return read_tallies(self._store, self._begin_s, self._end_s, process=self._process)
 
     @cached_property
     def tallies_by_process(self) -> dict[int, dict[TallyKey, Tally]]:
@@ -320,7 +321,9 @@ class StatsWindow:
     @cached_property
     def left_out(self) -> dict[TallyKey, Tally]:
         """Tallies of the steps that statistics exclude (dpmon.record.schema.EXCLUDED)."""
-        return self._store.tallies(self._begin_s, self._end_s, process=self._process, sketches=False, left_out=True)
+        return read_tallies(
+            self._store, self._begin_s, self._end_s, process=self._process, sketches=False, left_out=True
+        )
 
     def step_counts(self, kind: int, mode: str | None = None) -> tuple[int, int]:
         """Return the number of steps of a kind and of their updates; of a mode, without those that statistics exclude.
@@ -338,12 +341,12 @@ class StatsWindow:
     @cached_property
     def times(self) -> list[TimeRow]:
         """The activities of each process by mode, in order of time."""
-        return list(self._store.time_rows(self._begin_s, self._end_s, process=self._process))
+        return list(read_times(self._store, self._begin_s, self._end_s, process=self._process))
 
     def rows(self, process: int, begin_s: int = 0, widest: int = WIDTHS[-1]) -> Iterator[tuple[TallyKey, Tally]]:
         """Yield the key and the tally of each row of one process from `begin_s` on, in order of time."""
         begin_s = max(begin_s, self._begin_s)
-        for _, _, key, tally in self._store.tally_rows(begin_s, self._end_s, process=process, widest=widest):
+        for _, _, key, tally in read_tally_rows(self._store, begin_s, self._end_s, process=process, widest=widest):
             yield key, tally
 
     @cached_property

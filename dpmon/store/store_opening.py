@@ -24,7 +24,7 @@ from dpmon.run.lifecycle import (
 )
 from dpmon.run.run_directory import RunError, RunInfo, load_exit, load_info, ring_paths
 from dpmon.run.safe_files import check_database
-from dpmon.store.history_schema import (
+from dpmon.store.database import (
     DAMAGE,
     HISTORY_FILE,
     SCHEMA,
@@ -33,10 +33,10 @@ from dpmon.store.history_schema import (
     check_schema,
     database_file_stamps,
     database_size,
-    read_ring_rows,
     version_of,
 )
 from dpmon.store.ring_drain import RingDrain
+from dpmon.store.rings import read_rings
 from dpmon.store.span_source import count_unread_spans
 from dpmon.store.store_queries import Store
 
@@ -117,7 +117,7 @@ def _count_unread(directory: Path, run_info: RunInfo) -> int:
         return 0
     rows = {}
     with suppress(RunError), _open_history(directory, run_info) as connection:
-        rows = read_ring_rows(connection)
+        rows = read_rings(connection)
     return sum(count_unread_spans(path, rows.get(path.name)) for path in paths)
 
 

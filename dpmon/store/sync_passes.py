@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from dpmon.record.schema import AFTER_OTHER_KIND, EXPOSED, SPAN_PHASES, STRAGGLER_DELAY, UNCOMPARED, WAIT
+from dpmon.store.steps import StepRow
 from dpmon.store.tally_keys import KeyNumbers, TallyKey
 
 SCHEMA = """
@@ -208,15 +209,28 @@ class RankGroups:
             group = self._groups[ranks] = _RankGroup(len(self._groups), len(ranks))
         return group if group.register_process(rank, process) else None
 
-    def sync_step(
-        self, key: TallyKey, step_id: int, second: int, *, number: int, passes: int, tail_ns: int, wall_ns: int
-    ) -> SyncStep | None:
-        """Return a step of a process as one that waits for the steps of the other ranks; None if there are none."""
+    def sync_step(self, key: TallyKey, step: StepRow, tail_ns: int | None, second: int) -> SyncStep | None:
+        """Return a step of a process as one that waits for the steps of the other ranks; None if there are none.
+
+        `second`: that of its tally.
+        """
+        if step.sync_number is None or tail_ns is None:
+            return None
         group = self._group(key.process)
         if group is None:
             return None
-        rank = self._rank_of[key.process]
-        return SyncStep(group.number, number, passes, rank, group.size, step_id, key, second, tail_ns, wall_ns)
+        return SyncStep(
+            rank_group=group.number,
+            number=step.sync_number,
+            passes=step.measured.get("synced", 0),
+            rank=self._rank_of[key.process],
+            ranks=group.size,
+            step_id=step.id,
+            key=key,
+            second=second,
+            tail_ns=tail_ns,
+            wall_ns=step.wall_ns,
+        )
 
 
 def sync_device_ns(times: Sequence[float | None]) -> int | None:

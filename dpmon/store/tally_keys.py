@@ -10,7 +10,7 @@ from dpmon.record.schema import EXCLUDED
 if TYPE_CHECKING:
     import sqlite3
 
-    from dpmon.store.history_schema import BoundedConnection
+    from dpmon.store.database import BoundedConnection
 
 SCHEMA = """
 -- Tallies refer to a key by its number. Keys are never deleted.

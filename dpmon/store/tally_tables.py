@@ -9,20 +9,23 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from functools import lru_cache
+from itertools import chain, groupby
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from dpmon.record.schema import PHASES, QUANTITIES, REST, STEP
+from dpmon.record.schema import step_kind
 from dpmon.store import quantile_sketch
+from dpmon.store.steps import StepRow
+from dpmon.store.table import KEPT, MAX, MIN, SKETCH, SUM, StoreTable
 from dpmon.store.tally import SeriesStats, Tally
-from dpmon.store.tally_keys import TallyKey
-from dpmon.store.time_buckets import END_S, existing_widths, starts_query
+from dpmon.store.tally_keys import TallyKey, read_keys
+from dpmon.store.time_buckets import END_S, WIDTHS, existing_widths, starts_query
 
 if TYPE_CHECKING:
     import sqlite3
 
-    from dpmon.store.history_schema import BoundedConnection
+    from dpmon.store.store_queries import Store
     from dpmon.store.sync_passes import RankStepWait
 
 SCHEMA = """
@@ -41,8 +44,10 @@ CREATE TABLE IF NOT EXISTS tallies (
     PRIMARY KEY (width, start_s, key)
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS changed_tallies ON tallies (seq) WHERE width = 1;
+"""
+SERIES_SCHEMA = """
 -- The values of the steps in a tally. Names: step (its duration), the phases, rest and the quantities of
--- dpmon.record.schema; EXPOSED, WAIT, STRAGGLER_DELAY and UNCOMPARED; replicas and stages (dpmon.store.query_results);
+-- dpmon.record.schema; EXPOSED, WAIT, STRAGGLER_DELAY and UNCOMPARED; replica_series and stage_series;
 -- device_series of these.
 CREATE TABLE IF NOT EXISTS series (
     width   INTEGER NOT NULL,
@@ -55,48 +60,71 @@ CREATE TABLE IF NOT EXISTS series (
     PRIMARY KEY (width, start_s, key, name)
 ) WITHOUT ROWID;
 """
-_COLUMN_OF_SERIES = {
-    STEP: "wall_ns",
-    **{phase.name: f"{phase.name}_ns" for phase in PHASES},
-    REST: "rest_ns",
-    **{quantity.name: quantity.name for quantity in QUANTITIES},
-}
-"""The series that are columns of the table `steps`."""
-_ADD_TALLY = """
-INSERT INTO tallies VALUES (?,?,?,?,?,?,?,?,?,?,?) ON CONFLICT DO UPDATE SET
-    steps = steps + excluded.steps, calls = calls + excluded.calls, last_step = max(last_step, excluded.last_step),
-    low_ns = min(low_ns, excluded.low_ns), high_ns = max(high_ns, excluded.high_ns),
-    first_ns = min(first_ns, excluded.first_ns), last_ns = max(last_ns, excluded.last_ns), seq = excluded.seq
-"""
-_ADD_SERIES = """
-INSERT INTO series VALUES (?,?,?,?,?,?,?) ON CONFLICT DO UPDATE SET
-    count = count + excluded.count, total = total + excluded.total,
-    sketch = CAST(sketch || excluded.sketch AS BLOB)
-"""
-_NOTE_CHANGE = "UPDATE tallies SET seq = ? WHERE width = ? AND start_s = ? AND key = ?"
-MERGE_STATEMENTS = (
-    """
-INSERT INTO tallies
-SELECT :width, start_s / :width * :width AS bucket_s, key, total(steps), total(calls), max(last_step), min(low_ns),
-    max(high_ns), min(first_ns), max(last_ns), max(seq)
-FROM tallies AS finer WHERE width = :finer AND start_s >= :begin AND start_s < :end AND NOT EXISTS (
-    SELECT 1 FROM tallies AS wider WHERE wider.width = :width AND wider.start_s = finer.start_s / :width * :width
-    AND wider.key = finer.key)
-GROUP BY bucket_s, key
-""",
-    """
-INSERT INTO series
-SELECT :width, start_s / :width * :width AS bucket_s, key, name, total(count), total(total), merged_sketch(sketch)
-FROM series AS finer WHERE width = :finer AND start_s >= :begin AND start_s < :end AND NOT EXISTS (
-    SELECT 1 FROM series AS wider WHERE wider.width = :width AND wider.start_s = finer.start_s / :width * :width
-    AND wider.key = finer.key AND wider.name = finer.name)
-GROUP BY bucket_s, key, name
-""",
+
+
+class TallyRow(NamedTuple):
+    """A row of `tallies`."""
+
+    width: int
+    start_s: int
+    key: int
+    steps: int
+    calls: int
+    last_step: int
+    low_ns: int
+    high_ns: int
+    first_ns: int
+    last_ns: int
+    seq: int
+
+
+@dataclass(slots=True)
+class SeriesRow:
+    """A row of `series`."""
+
+    width: int
+    start_s: int
+    key: int
+    name: str
+    count: int
+    total: int
+    sketch: bytes
+
+
+TALLIES = StoreTable(
+    "tallies",
+    TallyRow,
+    SCHEMA,
+    combined={
+        "steps": SUM,
+        "calls": SUM,
+        "last_step": MAX,
+        "low_ns": MIN,
+        "high_ns": MAX,
+        "first_ns": MIN,
+        "last_ns": MAX,
+        "seq": MAX,
+    },
+    sent=KEPT,
+    not_sent="seq",
 )
-"""Statements for dpmon.store.time_buckets.merge_buckets. Unlike sum(), total() cannot overflow; it is exact below 2^53.
-So one node of a mirror cannot stop it with numbers beyond reason."""
+SERIES = StoreTable(
+    "series", SeriesRow, SERIES_SCHEMA, combined={"count": SUM, "total": SUM, "sketch": SKETCH}, sent=KEPT
+)
+_NO_SKETCH = "x''"
 _PLAIN = "steps, calls, last_step, low_ns, high_ns, first_ns, last_ns"
 """The columns of a tally that are members of Tally."""
+
+
+@lru_cache(4096)
+def replica_series(layout: int, index: int) -> str:
+    """Return the series name of the replica at `index` in calls of this layout."""
+    return f"replica {layout} {index}"
+
+
+def stage_series(layout: int, index: int, stage: int, inputs: int, outputs: int) -> str:
+    """Return the series name of the stage at `index` in calls with these sizes of inputs and outputs."""
+    return f"stage {layout} {index} {stage} {inputs} {outputs}"
 
 
 # ------------------------------------------------------------------------------------------------ sketches in SQL
@@ -138,8 +166,7 @@ def install_aggregates(db: sqlite3.Connection) -> None:
 class SecondOfSteps:
     """The steps that a batch adds to the tally of one second."""
 
-    rows: list[tuple[Any, ...]] = field(default_factory=list)
-    """Rows of the table `steps`."""
+    rows: list[StepRow] = field(default_factory=list)
     series: list[tuple[str, int]] = field(default_factory=list)
     """Values of further series of these steps, and of earlier steps whose values were not known before."""
 
@@ -148,19 +175,18 @@ def add_steps(
     db: sqlite3.Connection,
     seq: int,
     seconds: Mapping[tuple[int, int], SecondOfSteps],
-    columns: Sequence[str],
     waits: Iterable[RankStepWait] = (),
 ) -> None:
     """Add steps by second and number of the key, and waits of earlier steps, to all buckets that cover the second.
 
-    `columns`: those of the rows. `seq`: number of the transaction.
+    `seq`: number of the transaction.
     """
     waited: dict[tuple[int, int], SecondOfSteps] = defaultdict(SecondOfSteps)
     for wait in waits:
         waited[wait.second, wait.key].series += wait.series.items()
     added = [*seconds.items(), *waited.items()]
-    tallies: list[tuple[int, ...]] = []
-    series: list[tuple[Any, ...]] = []
+    tallies: list[TallyRow] = []
+    series: list[SeriesRow] = []
     changes: list[tuple[int, ...]] = []
     for width, made_s in existing_widths(db, min((second for (second, _), _ in added), default=END_S)):
         buckets: dict[tuple[int, int], list[SecondOfSteps]] = defaultdict(list)
@@ -170,117 +196,139 @@ def add_steps(
         for (start_s, key), parts in buckets.items():
             rows = [row for part in parts for row in part.rows]
             if rows:
-                by_column = dict(zip(columns, zip(*rows, strict=True), strict=True))
-                tallies.append((width, start_s, key, *_plain_columns(by_column), seq))
-                series += ((width, start_s, key, *values) for values in _series_of_columns(by_column))
+                tallies.append(_tally_row(width, start_s, key, rows, seq))
             else:
                 changes.append((seq, width, start_s, key))
             named: dict[str, list[int]] = defaultdict(list)
-            for part in parts:
-                for name, value in part.series:
-                    named[name].append(value)
-            series += ((width, start_s, key, *series_values(name, values)) for name, values in named.items())
-    db.executemany(_ADD_TALLY, tallies)
-    db.executemany(_NOTE_CHANGE, changes)
-    db.executemany(_ADD_SERIES, series)
+            for name, value in chain(*(row.series.items() for row in rows), *(part.series for part in parts)):
+                named[name].append(value)
+            series += [_series_row(width, start_s, key, name, values) for name, values in named.items()]
+    TALLIES.insert(db, tallies)
+    db.executemany("UPDATE tallies SET seq = ? WHERE width = ? AND start_s = ? AND key = ?", changes)
+    SERIES.insert(db, series)
 
 
-def _plain_columns(by_column: Mapping[str, Sequence[Any]]) -> tuple[int, ...]:
-    """Return the values of _PLAIN of some steps."""
-    walls, starts = by_column["wall_ns"], by_column["start_ns"]
-    last_ns = max(map(int.__add__, starts, walls))
-    calls, last_step = sum(by_column["calls"]), max(by_column["step"])
-    return len(walls), calls, last_step, min(walls), max(walls), min(starts), last_ns
+def _tally_row(width: int, start_s: int, key: int, steps: Sequence[StepRow], seq: int) -> TallyRow:
+    return TallyRow(
+        width=width,
+        start_s=start_s,
+        key=key,
+        steps=len(steps),
+        calls=sum(step.calls for step in steps),
+        last_step=max(step.step for step in steps),
+        low_ns=min(step.wall_ns for step in steps),
+        high_ns=max(step.wall_ns for step in steps),
+        first_ns=min(step.start_ns for step in steps),
+        last_ns=max(step.end_ns for step in steps),
+        seq=seq,
+    )
 
 
-def _series_of_columns(by_column: Mapping[str, Sequence[Any]]) -> Iterator[tuple[str, int, int, bytes]]:
-    for name, column in _COLUMN_OF_SERIES.items():
-        known = [value for value in by_column[column] if value is not None]
-        if known:
-            yield series_values(name, known)
-
-
-def series_values(name: str, values: Sequence[int]) -> tuple[str, int, int, bytes]:
-    """Return the columns `name` to `sketch` of a series with these values."""
-    return name, len(values), sum(values), quantile_sketch.pack_values(values)
+def _series_row(width: int, start_s: int, key: int, name: str, values: Sequence[int]) -> SeriesRow:
+    return SeriesRow(width, start_s, key, name, len(values), sum(values), quantile_sketch.pack_values(values))
 
 
 # ------------------------------------------------------------------------------------------------ reading
 
 
-class TallyQuery(NamedTuple):
-    """Reads the tallies of some keys."""
+def read_tallies(
+    store: Store,
+    begin_s: int = 0,
+    end_s: int = END_S,
+    *,
+    process: int | Collection[int] | None = None,
+    series: Collection[str] | None = None,
+    sketches: bool = True,
+    left_out: bool = False,
+) -> dict[TallyKey, Tally]:
+    """Return one tally per key for the time between two seconds, in order of time and key.
 
-    connection: BoundedConnection
-    keys: Mapping[int, TallyKey]
-    """The keys to read, by number."""
-    is_selective: bool
-    """Whether most rows have other keys."""
-    series: Collection[str] | None = None
-    """Read only these series; None: all."""
-    sketches: bool = True
-    """Without sketches, only counts and sums are read."""
-
-    def merged(self, buckets: Sequence[tuple[int, int, int]]) -> dict[TallyKey, Tally]:
-        """Return one tally per key, in order of time and key, over all buckets (see `TimeBuckets.cover`)."""
-        if not buckets or not self.keys:
-            return {}
-        starts = starts_query(buckets)
+    `process`: one process or several; None: all. `series`: read only these series; None: all. Without `sketches`, only
+    counts and sums are read. `left_out`: tally only the steps that statistics exclude. No other function returns them.
+    """
+    keys, condition = _select_keys(store, process, left_out=left_out)
+    buckets = store.buckets.cover(begin_s, end_s)
+    if not buckets or not keys:
+        return {}
+    starts = starts_query(buckets)
+    query = (
+        f"{starts} SELECT min(start_s), key, CAST(total(steps) AS INTEGER), CAST(total(calls) AS INTEGER),"
+        " max(last_step), min(low_ns), max(high_ns), min(first_ns), max(last_ns)"
+        f" FROM starts CROSS JOIN tallies USING (width, start_s) WHERE {condition} GROUP BY key"
+    )
+    found = [
+        (start_s, keys[number], number, Tally(*values))
+        for start_s, number, *values in store.query(query)
+        if number in keys
+    ]
+    found.sort(key=itemgetter(0, 1))
+    tallies = {number: tally for _, _, number, tally in found}
+    if series is None or series:
         query = (
-            f"{starts} SELECT min(start_s), key, CAST(total(steps) AS INTEGER), CAST(total(calls) AS INTEGER),"
-            " max(last_step), min(low_ns), max(high_ns), min(first_ns), max(last_ns)"
-            " FROM starts CROSS JOIN tallies USING (width, start_s)"
-            f" WHERE {self._key_condition('tallies')} GROUP BY key"
+            f"{starts} SELECT key, name, CAST(total(count) AS INTEGER), CAST(total(total) AS INTEGER),"
+            f" {'joined_sketch(sketch)' if sketches else _NO_SKETCH} FROM starts CROSS JOIN series"
+            f" USING (width, start_s) WHERE {condition} {_of_series(series)} GROUP BY key, name"
         )
-        found = [
-            (start_s, self.keys[number], number, Tally(*values))
-            for start_s, number, *values in self.connection.rows(query)
-            if number in self.keys
-        ]
-        found.sort(key=itemgetter(0, 1))
-        tallies = {number: tally for _, _, number, tally in found}
-        if self.series is None or self.series:
-            query = (
-                f"{starts} SELECT key, name, CAST(total(count) AS INTEGER), CAST(total(total) AS INTEGER),"
-                f" {self._sketch('joined_sketch(sketch)')} FROM starts CROSS JOIN series USING (width, start_s)"
-                f" WHERE {self._key_condition('series')} {self._name_condition} GROUP BY key, name"
-            )
-            for number, name, *values in self.connection.rows(query, tuple(self.series or ())):
-                if number in tallies:  # else its tally is not here yet, in a mirror
-                    tallies[number].stats[name] = SeriesStats(*values)
-        return {key: tally for _, key, _, tally in found}
+        for number, name, *values in store.connection.rows(query, tuple(series or ())):
+            if number in tallies:  # else its tally is not here yet, in a mirror
+                tallies[number].stats[name] = SeriesStats(*values)
+    return {key: tally for _, key, _, tally in found}
 
-    def rows(self, buckets: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, int, TallyKey, Tally]]:
-        """Yield (start in s, width in s, key, tally) of each row, in order of time and key."""
-        for bucket in buckets if self.keys else ():
-            query = (
-                f"{starts_query([bucket])} SELECT tallies.start_s, tallies.key, {_PLAIN}, name, count, total,"
-                f" {self._sketch('sketch')}"
-                " FROM starts CROSS JOIN tallies USING (width, start_s) LEFT JOIN series"
-                " ON (series.width, series.start_s, series.key) = (tallies.width, tallies.start_s, tallies.key)"
-                f" {self._name_condition} WHERE {self._key_condition('tallies')}"
-            )
-            rows = self.connection.rows(query, tuple(self.series or ()))
-            for start_s, rows_of_bucket in groupby(rows, key=itemgetter(0)):
-                tallies: dict[TallyKey, Tally] = {}
-                for _, number, *plain, name, count, total, sketch in rows_of_bucket:
-                    key = self.keys.get(number)
-                    if key is None:
-                        continue
-                    tally = tallies.get(key)
-                    if tally is None:
-                        tally = tallies[key] = Tally(*plain)
-                    if name is not None:
-                        tally.stats[name] = SeriesStats(count, total, sketch)
-                for key, tally in sorted(tallies.items(), key=itemgetter(0)):
-                    yield start_s, bucket[0], key, tally
 
-    def _key_condition(self, table: str) -> str:
-        return f"{table}.key IN ({', '.join(map(str, self.keys))})" if self.is_selective else "TRUE"
+def read_tally_rows(
+    store: Store,
+    begin_s: int = 0,
+    end_s: int = END_S,
+    *,
+    process: int | Collection[int] | None = None,
+    series: Collection[str] | None = None,
+    sketches: bool = True,
+    widest: int = WIDTHS[-1],
+) -> Iterator[tuple[int, int, TallyKey, Tally]]:
+    """Yield (start in s, width in s, key, tally) of each row between two seconds, in order of time and key.
 
-    @property
-    def _name_condition(self) -> str:
-        return "" if self.series is None else f"AND name IN ({', '.join('?' * len(self.series))})"
+    `widest`: see `TimeBuckets.cover`. Other parameters as in `read_tallies`.
+    """
+    keys, condition = _select_keys(store, process)
+    for bucket in store.buckets.cover(begin_s, end_s, widest) if keys else ():
+        query = (
+            f"{starts_query([bucket])} SELECT tallies.start_s, tallies.key, {_PLAIN}, name, count, total,"
+            f" {'sketch' if sketches else _NO_SKETCH} FROM starts CROSS JOIN tallies USING (width, start_s)"
+            " LEFT JOIN series"
+            " ON (series.width, series.start_s, series.key) = (tallies.width, tallies.start_s, tallies.key)"
+            f" {_of_series(series)} WHERE tallies.{condition}"
+        )
+        rows = store.connection.rows(query, tuple(series or ()))
+        for start_s, rows_of_bucket in groupby(rows, key=itemgetter(0)):
+            tallies: dict[TallyKey, Tally] = {}
+            for _, number, *plain, name, count, total, sketch in rows_of_bucket:
+                if number not in keys:
+                    continue
+                tally = tallies.get(keys[number])
+                if tally is None:
+                    tally = tallies[keys[number]] = Tally(*plain)
+                if name is not None:
+                    tally.stats[name] = SeriesStats(count, total, sketch)
+            for key, tally in sorted(tallies.items(), key=itemgetter(0)):
+                yield start_s, bucket[0], key, tally
 
-    def _sketch(self, expression: str) -> str:
-        return expression if self.sketches else "x''"
+
+def count_steps(store: Store, begin_s: int, end_s: int, processes: Collection[int]) -> int:
+    """Return the number of steps of the main kind of some processes between two seconds."""
+    tallies = read_tallies(store, begin_s, end_s, process=processes, series=())
+    return sum(tally.steps for key, tally in tallies.items() if step_kind(key.kind) == store.main_kind)
+
+
+def _select_keys(
+    store: Store, process: int | Collection[int] | None, *, left_out: bool = False
+) -> tuple[dict[int, TallyKey], str]:
+    """Return the keys to read, by number, and the SQL condition for them, if most rows have others."""
+    processes = [process] if isinstance(process, int) else process
+    keys = read_keys(store.connection, processes, left_out=left_out)
+    if left_out or (processes is not None and 2 * len(processes) <= len(store.rings)):
+        return keys, f"key IN ({', '.join(map(str, keys))})"
+    return keys, "key IS NOT NULL"
+
+
+def _of_series(series: Collection[str] | None) -> str:
+    return "" if series is None else f"AND name IN ({', '.join('?' * len(series))})"

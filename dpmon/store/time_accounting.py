@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 from dpmon.record.record_types import Step
 from dpmon.record.schema import SECOND, STALLED, STARTUP, STEP_KINDS, TRAINING, WARM_UP_STEPS
+from dpmon.store.gaps import Gap
 
 ACTIVITIES = ("startup", "training", "evaluation", "forward_only", "between", "paused", "input", "stalled", "missed")
 _MAX_RECENT = 1024
@@ -82,18 +83,6 @@ def union_of_intervals(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, 
                 continue
         union.append((start, end))
     return union
-
-
-class Gap(NamedTuple):
-    """The time between a training step and the step before it."""
-
-    process: int
-    after_step: int
-    mode: str
-    begin_ns: int
-    end_ns: int
-    ns: int
-    """Its length without pauses and input waits."""
 
 
 class TimeAccount:

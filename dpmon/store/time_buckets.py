@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from dpmon.store.table import StoreTable
 
 if TYPE_CHECKING:
     import sqlite3
 
-    from dpmon.store.history_schema import BoundedConnection
+    from dpmon.store.database import BoundedConnection
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS widths (
@@ -47,12 +49,9 @@ def existing_widths(db: sqlite3.Connection, first_s: int) -> list[tuple[int, int
     return [(1, END_S), *db.execute(query, (first_s,))]
 
 
-def merge_buckets(db: sqlite3.Connection, statements: Sequence[str], end_s: int) -> None:
-    """Make the wider buckets that have passed by second `end_s`.
-
-    `statements`: each inserts the rows of a table with the width `:width`, between the seconds `:begin` and `:end`,
-    made of those with the width `:finer`, unless these rows exist.
-    """
+def merge_buckets(db: sqlite3.Connection, tables: Iterable[StoreTable[Any]], end_s: int) -> None:
+    """Make the wider buckets that have passed by second `end_s`, unless their rows exist."""
+    statements = list(map(_merge_statement, tables))
     made = dict(db.execute("SELECT width, made_s FROM widths"))
     for finer, width in pairwise(WIDTHS):
         begin_s, width_end_s = made.get(width, 0), end_s // width * width
@@ -60,6 +59,18 @@ def merge_buckets(db: sqlite3.Connection, statements: Sequence[str], end_s: int)
             for statement in statements:
                 db.execute(statement, {"finer": finer, "width": width, "begin": begin_s, "end": width_end_s})
             db.execute(_SET_MADE, (width, width_end_s))
+
+
+def _merge_statement(table: StoreTable[Any]) -> str:
+    bucket = "start_s / :width * :width"
+    conditions = ["wider.width = :width", f"wider.start_s = finer.{bucket}"]
+    conditions += [f"wider.{name} = finer.{name}" for name in table.key_columns]
+    source = (
+        f"FROM {table.name} AS finer WHERE width = :finer AND start_s >= :begin AND start_s < :end AND NOT EXISTS ("
+        f" SELECT 1 FROM {table.name} AS wider WHERE {' AND '.join(conditions)})"
+    )
+    rows = table.merge_sql(source, [bucket], width=":width", start_s=bucket)
+    return f"INSERT INTO {table.name} ({table.column_list}) {rows}"
 
 
 def note_deleted(db: sqlite3.Connection, width: int, before_s: int) -> None:

@@ -39,9 +39,14 @@ from dpmon.run.run_reader import RunReader
 from dpmon.run.run_registry import short_name
 from dpmon.sanitize import strip_control_chars
 from dpmon.stalls.run_state import ENDED, StateInputs, decide_state
+from dpmon.store.events import count_events, read_events, read_job
 from dpmon.store.loader_loops import estimate_epoch_time_left
+from dpmon.store.loops import read_epochs
+from dpmon.store.loss_table import read_loss_sites, read_newest_losses
+from dpmon.store.node_table import read_node_rows
 from dpmon.store.quantile_sketch import count_between
 from dpmon.store.step_stats import PhaseStats, StatsWindow, StepStats
+from dpmon.store.steps import read_newest_activity, read_steps
 from dpmon.store.store_opening import open_store
 from dpmon.store.store_queries import Store
 from dpmon.store.tally import Tally
@@ -212,12 +217,12 @@ class PrometheusFile:
 
     def _state(self, store: Store) -> str:
         """Return the word for the state of a live run."""
-        start_ns, step = self._run_info.start_ns, next(iter(store.steps(1)), None)
+        start_ns, step = self._run_info.start_ns, next(iter(read_steps(store, 1)), None)
         if step is not None:
             ends_ns = [step.start_ns + step.wall_ns]
         else:
-            ends_ns = [end_ns for _, end_ns in store.newest_activity([*store.ranks]).values()]
-        stalls = [event.data for event in store.events("stall", limit=1) if "lasted_s" not in event.data]
+            ends_ns = [end_ns for _, end_ns in read_newest_activity(store, [*store.ranks]).values()]
+        stalls = [event.data for event in read_events(store, "stall", limit=1) if "lasted_s" not in event.data]
         with contextlib.closing(RunReader(self._directory)) as reader:
             paused_ns, input_ns = reader.pause_state().since_ns, reader.input_wait_start_ns()
             activities = reader.activities()
@@ -236,8 +241,8 @@ class PrometheusFile:
         return decide_state(inputs).word
 
     def _add_store_metrics(self, metrics: MetricsText, store: Store) -> None:
-        window, base, (job, own_node) = StatsWindow(store), self._run_labels, store.job()
-        names = {node.number: node.name for node in store.nodes()}
+        window, base, (job, own_node) = StatsWindow(store), self._run_labels, read_job(store)
+        names = {node.number: node.name for node in read_node_rows(store.connection)}
         if job is not None and not names:  # otherwise, other nodes may write files with the same ranks
             node_text = "" if own_node is None else str(own_node)
             job_labels = {**base, "by": job["by"], "job_id": job["id"], "node": node_text}
@@ -245,7 +250,7 @@ class PrometheusFile:
             metrics.add_gauge("run_job_info", help_text, job_labels, 1)
         self._ranks_by_process = {ring.process: ring.rank for ring in store.rings.values()}
         self._nodes_by_process = {ring.process: names[ring.node] for ring in store.rings.values() if ring.node in names}
-        for node in store.nodes():
+        for node in read_node_rows(store.connection):
             node_labels, help_text = {"node": node.name}, "1 while a node sends its records, otherwise 0."
             metrics.add_gauge("node_connected", help_text, {**base, **node_labels}, int(node.state == "connected"))
         self._add_steps(metrics, window)
@@ -253,21 +258,21 @@ class PrometheusFile:
         self._add_times(metrics, window)
         help_text = "Records that were lost before they were read."
         metrics.add_counter("records_dropped_total", help_text, base, store.dropped)
-        metrics.add_counter("warnings_total", "Warnings in the record.", base, store.event_count("warning"))
-        events = store.events("device", "host", limit=max(MAX_SAMPLES, _MAX_NODE_SAMPLES * len(names)))
+        metrics.add_counter("warnings_total", "Warnings in the record.", base, count_events(store, "warning"))
+        events = read_events(store, "device", "host", limit=max(MAX_SAMPLES, _MAX_NODE_SAMPLES * len(names)))
         samples = {(event.kind, event.data.get("node"), event.data.get("index")): event.data for event in events}
         for (kind, node_number, _), data in samples.items():
             device_labels = {key: str(data[key]) for key in ("index", "uuid", "name") if data.get(key) is not None}
             node_labels = {"node": names[node_number]} if node_number in names else {}
             _add_gauges(metrics, kind, {**base, **node_labels, **device_labels}, data)
         for process in sorted(self._ranks_by_process)[:MAX_PROCESSES]:
-            for definition, losses in store.loss_sites(process).items():
+            for definition, losses in read_loss_sites(store, process).items():
                 if losses.why is not None:
                     continue
                 labels = {**self._process_labels(process), "place": losses.place}
-                for newest in store.newest_losses(process, definition, 1):
-                    _add_gauges(metrics, "loss", labels, {"loss": newest.loss})
-        wrappers = {(event.data["process"], event.data["wrapper"]): event.data for event in store.events("ddp")}
+                for newest in read_newest_losses(store, process, definition, 1):
+                    _add_gauges(metrics, "loss", labels, {"loss": newest.value})
+        wrappers = {(event.data["process"], event.data["wrapper"]): event.data for event in read_events(store, "ddp")}
         for process, wrapper in sorted(wrappers)[:MAX_PROCESSES]:
             labels = {**self._process_labels(process), "wrapper": str(wrapper)}
             _add_gauges(metrics, "ddp", labels, wrappers[process, wrapper])
@@ -337,7 +342,7 @@ class PrometheusFile:
     def _add_progress(self, metrics: MetricsText, store: Store, *, is_live: bool) -> None:
         """Add the current or last epoch of each process."""
         for process in store.processes[:MAX_PROCESSES]:
-            if not (epochs := store.epochs(process, 2)):
+            if not (epochs := read_epochs(store, process, 2)):
                 continue
             labels, epoch = self._process_labels(process), epochs[-1]
             metrics.add_gauge("epoch", "Number of the current or the last epoch.", labels, epoch.epoch)

@@ -300,7 +300,7 @@ class Supervisor:
     def _catch_up(self, command: WatchedCommand, drain: RingDrain, sampler: DeviceSampler) -> None:
         """Read the rings from the killed supervisor's position on, and warn of the time without device samples."""
         drain.flush()
-        self._recorded_warnings = set(drain.warnings_kept())
+        self._recorded_warnings = set(drain.recorded_warnings())
         # The notifier of the killed supervisor may still run.
         has_event_command, has_metrics = is_locked(self._directory, EVENTS_FILE), self._metrics_file is not None
         for text in lost_settings(self._run_info, has_event_command=has_event_command, has_metrics=has_metrics):

@@ -14,6 +14,8 @@ from dpmon.record.schema import SECOND
 from dpmon.run.activities import StartupStage, current_startup_stage, read_startup_stages
 from dpmon.run.run_directory import ExitInfo, load_exit
 from dpmon.run.run_reader import RunReader
+from dpmon.store.records import newest_record_ns
+from dpmon.store.steps import find_step_end
 from dpmon.store.store_opening import open_store
 from dpmon.ui.dialogs import Dialog
 from dpmon.ui.footer import position_at
@@ -37,7 +39,7 @@ class Player(RunReader):
         super().__init__(directory)
         self._exit_info = load_exit(directory)
         with open_store(directory) as store:
-            newest = store.newest_ns()
+            newest = newest_record_ns(store)
         self.length_ns = max(int(self._exit_info.seconds * 1e9) if self._exit_info is not None else 0, newest, 1)
         self._clock = clock
         self._last_clock_ns = clock()
@@ -83,7 +85,7 @@ class Player(RunReader):
             end_times_ns = [
                 end_ns
                 for process_index in store.processes
-                if (end_ns := store_at_position.step_end(process_index, forward=direction > 0)) is not None
+                if (end_ns := find_step_end(store_at_position, process_index, forward=direction > 0)) is not None
             ]
             if end_times_ns:
                 self.seek(min(end_times_ns) if direction > 0 else max(end_times_ns))

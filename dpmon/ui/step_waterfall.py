@@ -15,7 +15,7 @@ from dpmon.model.run_snapshot import Process
 from dpmon.model.step_timeline import Lane, Piece, StepTimeline, last_step_timeline
 from dpmon.record.schema import phase_by_display_name
 from dpmon.sanitize import sanitize_line
-from dpmon.store.query_results import LastSample
+from dpmon.store.collectives import LastSample
 from dpmon.text.cells import align_right, span_width, truncate
 from dpmon.text.formatting import format_count, format_count_with_noun, format_duration
 from dpmon.ui.chart import busy_signs, round_up_nice

@@ -189,9 +189,10 @@ def a_day(directory: Path, ranks: int) -> None:
                 first = (second * 7 + process) % (len(source) - PER_SECOND)
                 steps = source[first : first + PER_SECOND] if fine else source[:: 1 if ranks == 1 else 5]
                 begin, end = second * SECOND, (second + width) * SECOND
-                rows = [step.row(begin) for step in steps]
+                key = TallyKey(process, "single", 0, 64)
+                rows = [step.row(begin, key) for step in steps]
                 series = [one for step in steps for one in step.series]
-                batch.steps_by_tally[second, TallyKey(process, "single", 0, 64)] = SecondOfSteps(rows, series)
+                batch.steps_by_tally[second, key] = SecondOfSteps(rows, series)
                 middle = begin + (end - begin) * 98 // 100
                 spent = (
                     ActivityInterval("training", "single", begin, middle),

@@ -14,7 +14,8 @@ import pytest
 import dpmon
 from dpmon.errors import HistoryError
 from dpmon.mirror.mirror_run import find_or_create_mirror
-from dpmon.store.history_schema import HISTORY_FILE, database_size
+from dpmon.store.database import HISTORY_FILE, database_size
+from dpmon.store.node_table import read_node_rows
 from dpmon.store.store_opening import open_store
 from dpmon.supervise.start_supervisor import NODE_COMMAND_PREFIX as MACHINE_VARIABLE
 from support.run_harness import wait_for
@@ -55,7 +56,7 @@ main(sys.argv[1], "")
 def received(directory: Path) -> int:
     """Return how many rows of the machine were written."""
     with suppress(HistoryError), open_store(directory) as store:  # it may not be there yet
-        return max((node.received for node in store.nodes()), default=0)
+        return max((node.received for node in read_node_rows(store.connection)), default=0)
     return 0
 
 

@@ -20,8 +20,10 @@ from dpmon.run.run_directory import load_exit, load_info
 from dpmon.run.run_reader import RunReader
 from dpmon.stalls.stall_report import StallReport
 from dpmon.stalls.why_reply import request_and_wait
+from dpmon.store.node_table import read_node_rows
 from dpmon.store.store_opening import open_store
 from dpmon.store.store_queries import Store
+from dpmon.store.tally_tables import read_tallies
 from dpmon.supervise.start_supervisor import ensure_supervisor
 from support.run_harness import Dpmon, wait_for
 
@@ -45,7 +47,7 @@ print(f"counted {steps}", flush=True)
 
 
 def steps_in(store: Store, process: int) -> int:
-    return sum(tally.steps for key, tally in store.tallies().items() if key.process == process)
+    return sum(tally.steps for key, tally in read_tallies(store).items() if key.process == process)
 
 
 def steps_here(directory: Path) -> dict[int, int]:
@@ -178,9 +180,9 @@ def test_what_is_killed_goes_on_without_a_lost_or_doubled_step(two: Two, kill: s
     wait_for(lambda: not has_live_supervisor(load_info(directory)), what="the end of the mirror")
     counted = [int((node.last() / "stdout.log").read_text().split()[-1]) for node in nodes]
     with open_store(directory) as store:
-        assert [node.state for node in store.nodes()] == ["ended", "ended"]
+        assert [node.state for node in read_node_rows(store.connection)] == ["ended", "ended"]
         numbers = {ring.node: ring.process for ring in store.rings.values() if ring.process >= 0}
-        medians = [store.tallies(process=numbers[i]) for i in range(2)]
+        medians = [read_tallies(store, process=numbers[i]) for i in range(2)]
         assert [steps_in(store, numbers[i]) for i in range(2)] == counted
         ids = [number for (number,) in store.query("SELECT id FROM steps ORDER BY id")]
         starts = store.query("SELECT process, step FROM steps")
@@ -190,7 +192,7 @@ def test_what_is_killed_goes_on_without_a_lost_or_doubled_step(two: Two, kill: s
     assert len(starts) == len(set(starts))
     for i, node in enumerate(nodes):
         with open_store(node.last()) as store:
-            own = {key._replace(process=numbers[i]): tally for key, tally in store.tallies().items()}
+            own = {key._replace(process=numbers[i]): tally for key, tally in read_tallies(store).items()}
         assert {key: tally.stats for key, tally in own.items()} == {key: t.stats for key, t in medians[i].items()}
     output = (directory / "output.log").read_text()
     assert all(f"gpu-{i}: counted {count}" in output for i, count in enumerate(counted))

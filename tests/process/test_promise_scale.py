@@ -18,9 +18,10 @@ import pytest
 from dpmon.run import lifecycle, proc
 from dpmon.run.run_directory import RunInfo, write_info
 from dpmon.run.run_reader import RunReader
-from dpmon.store.history_schema import read_ring_rows
 from dpmon.store.ring_drain import RingDrain
+from dpmon.store.rings import read_rings
 from dpmon.store.store_opening import open_store
+from dpmon.store.tally_tables import read_tallies
 from support.history_builders import snapshot_of_directory
 from support.record_builders import step_row
 from support.ring_writers import (
@@ -77,8 +78,8 @@ def test_promise_5_floods(dpmon: Dpmon) -> None:
     # Two threads print, so text of one may be inside a line of the other.
     (sent,) = map(int, re.findall(r"sent ([0-9]+)", output))
     with open_store(dpmon.last()) as store:
-        (row,) = (ring for ring in read_ring_rows(store._connection).values() if ring.process == 0)
-        tallied = store.tallies(process=0).values()
+        (row,) = (ring for ring in read_rings(store.connection).values() if ring.process == 0)
+        tallied = read_tallies(store, process=0).values()
     summed = sum(tally.steps for tally in tallied), sum(tally.calls for tally in tallied)
     assert row.position == sent == records // 2 * SPANS_PER_STEP
     assert summed[0] == row.steps
@@ -178,7 +179,7 @@ def test_promise_16_a_long_run_stays_small(tmp_path: Path, monkeypatch: pytest.M
         assert db.execute("SELECT value > 0 FROM meta WHERE key = 'pruned'").fetchone() == (1,)
     write_info(tmp_path, info)
     with open_store(tmp_path) as store:
-        assert sum(tally.steps for tally in store.tallies(sketches=False).values()) == seconds
+        assert sum(tally.steps for tally in read_tallies(store, sketches=False).values()) == seconds
     on_disk = (tmp_path / "history.sqlite").stat().st_size
     assert on_disk < 1.6 * limit
     assert grown < 16 * MIB

@@ -41,18 +41,24 @@ from dpmon.record.span_format import Flag
 from dpmon.run import proc
 from dpmon.run.run_directory import ExitInfo, RunInfo, write_info
 from dpmon.run.run_registry import create_run
-from dpmon.store.history_schema import HISTORY_FILE, LARGEST, STEP_COLUMNS, BoundedConnection, RingRow
+from dpmon.store.activity_times import read_times
+from dpmon.store.database import HISTORY_FILE, LARGEST, BoundedConnection
+from dpmon.store.events import read_events
+from dpmon.store.gaps import read_gaps
 from dpmon.store.history_writer import LIMIT_BYTES, HistoryWriter
 from dpmon.store.process_accounts import ProcessAccounts
 from dpmon.store.quantile_sketch import pack_values
-from dpmon.store.query_results import LongStepRow
 from dpmon.store.ring_drain import COMMIT_S, RingDrain
 from dpmon.store.ring_intake import RingIntake
+from dpmon.store.rings import RingRow
+from dpmon.store.shapes import read_shapes
 from dpmon.store.step_stats import StatsWindow
+from dpmon.store.steps import StepRow, read_called_steps, read_steps
 from dpmon.store.store_opening import open_store
 from dpmon.store.store_queries import Store
 from dpmon.store.tally import SeriesStats, Tally
 from dpmon.store.tally_keys import NO_SAMPLES, TallyKey
+from dpmon.store.tally_tables import read_tallies, read_tally_rows
 from dpmon.store.time_buckets import WIDTHS
 from dpmon.store.write_batch import WriteBatch
 from support.record_builders import SECOND, calls_alone, flags_of, records_of_rows, step_row, with_other
@@ -386,12 +392,13 @@ class StepFacts(NamedTuple):
         """Values of further series."""
         return [*((device_series(name), took) for name, took in self.device.items()), *self.parts]
 
-    def row(self, start: int, key: TallyKey | None = None) -> tuple[Any, ...]:
-        """Return its row of STEP_COLUMNS."""
-        process, mode, kind, _ = key or TallyKey(0, "dp", 0, 0)
-        known = None, process, self.number, mode, start, self.wall, kind, self.calls
-        row = *known, *self.quantities, *self.phases, self.rest
-        return *row, *[None] * (len(STEP_COLUMNS) - len(row))
+    def row(self, start: int, key: TallyKey, row_id: Any = None) -> StepRow:
+        """Return its row of the table."""
+        names = [*(quantity.name for quantity in QUANTITIES), *(phase.name for phase in SCHEMA)]
+        values = zip(names, (*self.quantities, *self.phases), strict=True)
+        measured = {name: value for name, value in values if value is not None}
+        place = row_id, key.process, self.number, key.mode, start, self.wall, key.kind, self.calls
+        return StepRow(*place, measured, rest_ns=self.rest)
 
 
 def _tally_facts(sample: StepSample) -> StepFacts:
@@ -421,12 +428,11 @@ def compare_steps(
             facts, start = _tally_facts(step), step.end_ns - step.wall_ns
             kind = 0 if any(step.phases[at] >= 0 for at in _TRAINING_PHASES) else EVALUATION
             key = TallyKey(0, mode, kind, NO_SAMPLES if step.samples is None else step.samples)
-            batch.add_step(key, step.end_ns, facts.row(start, key), ())
-            phases = {phase.name: took for phase, took in zip(SCHEMA, facts.phases, strict=True) if took is not None}
-            longest.append(LongStepRow(0, step.step, mode, kind, start, step.wall_ns, None, phases))
+            batch.add_step(key, facts.row(start, key), ())
+            longest.append(facts.row(start, key))
         for number in range(len(samples), (seen or {}).get(mode, 0)):
             key = TallyKey(0, mode, WARM_UP, NO_SAMPLES)
-            batch.add_step(key, 1, StepFacts(number, 1, quantities(), [None] * len(SCHEMA)).row(0, key), ())
+            batch.add_step(key, StepFacts(number, 1, quantities(), [None] * len(SCHEMA)).row(0, key), ())
     history.write(batch)
     return compare_modes(StatsWindow(Store(history.connection)), 0, devices=devices, virtual=virtual, longest=longest)
 
@@ -460,7 +466,7 @@ class StoredStep(NamedTuple):
 
     def add_to(self, batch: WriteBatch) -> None:
         """Add the step to a batch."""
-        batch.add_step(self.key, self.end, self.facts.row(self.start, self.key), self.facts.series)
+        batch.add_step(self.key, self.facts.row(self.start, self.key), self.facts.series)
 
 
 def random_quantities(chance: random.Random, number: int, wall: int, samples: int | None = 8) -> StepFacts:
@@ -527,19 +533,19 @@ def read_all_of_store(store: Store) -> dict[str, Any]:
     kinds = ("process", "mode", "pause", "input", "host", "device", "warning", "exit")
     everybody = sorted({ring.process for ring in store.rings.values()})
     return {
-        "tallies": {process: dict(sorted(store.tallies(process=process).items())) for process in everybody},
+        "tallies": {process: dict(sorted(read_tallies(store, process=process).items())) for process in everybody},
         "seconds": {
             (start, key): tally
             for process in everybody
-            for start, _, key, tally in store.tally_rows(process=process, widest=1)
+            for start, _, key, tally in read_tally_rows(store, process=process, widest=1)
         },
-        "times": _sorted_reprs(store.time_rows()),
-        "seconds of times": _sorted_reprs(store.time_rows(widest=1)),
-        "gaps": _sorted_reprs(store.gaps(_NO_LIMIT)),
-        "shapes": _sorted_reprs(store.shapes()),
-        "steps": {process: store.steps(_NO_LIMIT, process=process) for process in everybody},
-        "calls": {process: store.called_steps(process, _NO_LIMIT) for process in everybody},
-        "events": {kind: _sorted_reprs(store.events(kind)) for kind in kinds},
+        "times": _sorted_reprs(read_times(store)),
+        "seconds of times": _sorted_reprs(read_times(store, widest=1)),
+        "gaps": _sorted_reprs(read_gaps(store, _NO_LIMIT)),
+        "shapes": _sorted_reprs(read_shapes(store)),
+        "steps": {process: read_steps(store, _NO_LIMIT, process=process) for process in everybody},
+        "calls": {process: read_called_steps(store, process, _NO_LIMIT) for process in everybody},
+        "events": {kind: _sorted_reprs(read_events(store, kind)) for kind in kinds},
         "dropped": store.dropped,
         "processes": store.processes,
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from dpmon.export.incremental_rows import IncrementalRows
@@ -14,8 +15,20 @@ from dpmon.model.snapshot_builder import SnapshotBuilder
 from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Event
 from dpmon.run.run_directory import RunInfo
-from dpmon.store.history_schema import BoundedConnection
+from dpmon.store.activity_times import read_times
+from dpmon.store.collectives import read_collective_sums
+from dpmon.store.database import BoundedConnection
+from dpmon.store.device_rollups import read_device_minutes, read_host_memory
+from dpmon.store.events import iter_events, read_chart_samples
+from dpmon.store.gaps import read_gaps
+from dpmon.store.loops import read_epochs
+from dpmon.store.loss_table import find_invalid_losses
+from dpmon.store.node_table import read_node_rows
+from dpmon.store.records import newest_record_ns, read_records
+from dpmon.store.shapes import read_shapes
+from dpmon.store.steps import read_longest_steps, read_steps
 from dpmon.store.store_queries import Store
+from dpmon.store.tally_tables import read_tallies
 from support.history_builders import Recording
 from support.record_builders import (
     SECOND,
@@ -81,7 +94,7 @@ class MirroredNode:
         """Return the next chunk as it arrives, and whether there is more. `until_s`: which seconds are complete."""
         before, store = self.rows.offset, self.recording.store()
         if until_s is None:
-            until_s = max(store.newest_ns() // SECOND + (2 if last else -2), 0)
+            until_s = max(newest_record_ns(store) // SECOND + (2 if last else -2), 0)
         lines, more = self.rows.next_chunk(store, until_s, is_last=last)
         receiver = ChunkReceiver()
         for line in lines:
@@ -98,16 +111,22 @@ def open_mirror_store(records: MirrorHistory) -> Store:
     return Store(BoundedConnection(records._db, 1 << 30))
 
 
+_READS = (read_shapes, read_device_minutes, find_invalid_losses, read_collective_sums, read_times, read_tallies)
+
+
 def check_all_readable(records: MirrorHistory) -> None:
     """Read all that readers read; fail if something is damaged."""
     store = open_mirror_store(records)
     everything: list[Callable[[], object]] = [
-        lambda: list(store.records()), store.shapes, store.device_minutes, lambda: store.samples(1 << 60), store.nodes,
-        store.first_invalid_losses, store.collective_sums, lambda: store.gaps(100), store.time_rows, store.tallies,
-        lambda: store.tallies(left_out=True), lambda: list(store.iter_events("device", "host", "process", "memory")),
-        lambda: store.longest_steps(10, "dp"), lambda: store.host_memory(0, 1 << 60),
-        *(lambda process=process: store.steps(50, process=process) for process in store.ranks),
-        *(lambda process=process: store.epochs(process, 50) for process in store.ranks),
+        lambda: list(read_records(store)),
+        *(partial(read, store) for read in _READS),
+        lambda: read_chart_samples(store, 1 << 60), lambda: read_gaps(store, 100),
+        lambda: read_node_rows(store.connection),
+        lambda: read_tallies(store, left_out=True),
+        lambda: list(iter_events(store, "device", "host", "process", "memory")),
+        lambda: read_longest_steps(store, 10, "dp"), lambda: read_host_memory(store, 0, 1 << 60),
+        *(lambda process=process: read_steps(store, 50, process=process) for process in store.ranks),
+        *(lambda process=process: read_epochs(store, process, 50) for process in store.ranks),
     ]  # fmt: skip
     for read in everything:
         read()

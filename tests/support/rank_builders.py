@@ -21,12 +21,14 @@ from dpmon.record.history_rows import Row
 from dpmon.record.record_types import BUCKET, Event, Step
 from dpmon.record.schema import SPAN_PHASES
 from dpmon.record.shared_names import DDP
-from dpmon.store.history_schema import NODE_COLUMNS, STEP_COLUMNS
+from dpmon.store.activity_times import read_times
 from dpmon.store.history_writer import HistoryWriter
+from dpmon.store.node_table import NODE_DEVICES, NODES, NodeRow
 from dpmon.store.quantile_sketch import pack
-from dpmon.store.query_results import NODE_DEVICES, NodeRow
+from dpmon.store.steps import STEPS
 from dpmon.store.store_queries import Store
 from dpmon.store.tally import SeriesStats, Tally
+from dpmon.store.tally_tables import read_tallies
 from support.history_builders import Recording
 from support.record_builders import SECOND, Training, device_event, host_event, step_row, with_event_data
 
@@ -226,17 +228,16 @@ class _CopiedSecond:
     """One second of one rank of the recorded run."""
 
     def __init__(self, store: Store, process: int) -> None:
-        newest = (
-            f"SELECT {', '.join(STEP_COLUMNS)} FROM steps WHERE process = ? AND start_ns < ? ORDER BY id DESC LIMIT 1"
-        )
-        (self.step,) = store.query(newest, (process, (_COPIED_SECOND + 1) * SECOND - 20_000_000))
-        ((self.key, tally),) = store.tallies(_COPIED_SECOND, _COPIED_SECOND + 1, process=process).items()
+        newest = "WHERE process = ? AND start_ns < ? ORDER BY id DESC LIMIT 1"
+        before_ns = (_COPIED_SECOND + 1) * SECOND - 20_000_000
+        (self.step,) = STEPS.select(store.connection, newest, (process, before_ns))
+        ((self.key, tally),) = read_tallies(store, _COPIED_SECOND, _COPIED_SECOND + 1, process=process).items()
         self.tallies = {1: tally}
         for width in _WIDER_WIDTHS:
             self.tallies[width] = Tally()
             for _ in range(width):
                 self.tallies[width].merge(tally)
-        (self.times,) = store.time_rows(_COPIED_SECOND, _COPIED_SECOND + 1, process=process)
+        (self.times,) = read_times(store, _COPIED_SECOND, _COPIED_SECOND + 1, process=process)
         self.definitions = store.query("SELECT number, value FROM definitions WHERE process = ?", (process,))
 
 
@@ -323,9 +324,7 @@ class ManyNodes:
         row = NodeRow(number, f"gpu-{number}", "host", "run", "1", state, why, int(since_s * SECOND), **more)
         if row.heard_ns is None and state in ("connected", "cut"):
             row.heard_ns = row.since_ns
-        self._db.execute(
-            f"INSERT OR REPLACE INTO nodes VALUES ({', '.join('?' * len(NODE_COLUMNS))})", [*vars(row).values()]
-        )
+        NODES.insert(self._db, [row])
 
     def _event(self, event: Event, process: int | None) -> None:
         t_ns = int(event.data["t_s"] * SECOND)
@@ -346,12 +345,13 @@ class ManyNodes:
             step = self._id
             self._id += 1
             per_s = kind.tallies[1].steps
-            ahead = dict(zip(STEP_COLUMNS, (step, rank, *kind.step[2:]), strict=True))
+            values = STEPS.to_values(kind.step._replace(id=step, process=rank))
+            ahead = dict(zip(STEPS.columns, values, strict=True))
             for name, later in (("step", per_s), ("last_call", per_s), ("sync_number", per_s), ("start_ns", SECOND)):
                 ahead[name] += shift * later
             steps.append(tuple(ahead.values()))
             rings.append((step, step, ahead["step"], self._ring(rank)))
-        many(f"INSERT INTO steps VALUES ({', '.join('?' * len(STEP_COLUMNS))})", steps)
+        many(STEPS.insert_sql, steps)
         many("UPDATE rings SET first_id = ifnull(first_id, ?), last_id = ?, last_step = ? WHERE name = ?", rings)
         self._tallies(1, at_s, there)
         for width in _WIDER_WIDTHS:

@@ -43,8 +43,11 @@ class RowReader(Resolver):
             step = row._replace(**self._who, start_ns=row.start_ns - self._origin, calls=())
             found = [record for call in calls if (record := self.call(step, call)) is not None]
             return [*found, step] if step.takes_time else [*found]
-        row = row._replace(start=row.start - self._origin)
-        found_alone = self.loss(row) if isinstance(row, LossRow) else self.collective(row)
+        found_alone: Record | None
+        if isinstance(row, LossRow):
+            found_alone = self.loss(row._replace(t_ns=row.t_ns - self._origin))
+        else:
+            found_alone = self.collective(row._replace(start_ns=row.start_ns - self._origin))
         return [] if found_alone is None else [found_alone]
 
     def record(self, row: Row) -> Record | None:

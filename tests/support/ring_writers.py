@@ -37,7 +37,7 @@ from dpmon.record.history_rows import Row
 from dpmon.record.span_format import FLAGS_AT, INSIDE_AT, SITE_AT, THREAD_AT, Flag, Kind, Span
 from dpmon.span_reader import SpanReader, lines_path
 from dpmon.span_ring import SLOTS, HeaderWord, RingError, SpanRing
-from dpmon.store.history_schema import RingRow
+from dpmon.store.rings import RingRow
 
 if TYPE_CHECKING:
     import pytest

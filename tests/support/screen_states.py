@@ -14,7 +14,7 @@ from dpmon.model.run_snapshot import Process, RunSnapshot
 from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Event, Record
 from dpmon.run.run_directory import ExitInfo, RunInfo
-from dpmon.store.query_results import LossBin
+from dpmon.store.loss_table import LossBin
 from dpmon.ui.panels.panel_output import OutputView
 from dpmon.ui.screen_data import ModeRequest, PlaybackPosition, ScreenData, View
 from dpmon.ui.screen_painter import join_panels, paint_panels, panel_slots

@@ -12,8 +12,8 @@ from dpmon.model.communication import Communication
 from dpmon.model.findings.all_findings import find_all
 from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.run_events import LoaderStart
+from dpmon.store.gaps import Gap
 from dpmon.store.step_stats import PhaseStats
-from dpmon.store.time_accounting import Gap
 from support.analysis_builders import (
     GIB,
     HEALTHY_RUN,

@@ -11,8 +11,21 @@ from dpmon.export.incremental_rows import MAX_CALLED_CHARS, IncrementalRows
 from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Call, CallRow, Step
 from dpmon.record.schema import EVALUATION, TRAINING
-from dpmon.store import store_queries
-from dpmon.store.query_results import decode_calls, encode_calls
+from dpmon.store import records as all_records
+from dpmon.store.records import read_records
+from dpmon.store.steps import (
+    decode_calls,
+    encode_calls,
+    find_last_main_step,
+    find_next_step_ns,
+    find_step_end,
+    read_called_steps,
+    read_first_activity_ns,
+    read_longest_steps,
+    read_newest_activity,
+    read_newest_steps,
+    read_steps,
+)
 from dpmon.store.store_queries import Store
 from support.history_builders import Recording
 from support.record_builders import SECOND, TRAINING_FLAGS, Training, call_row, calls_alone, parts_of
@@ -62,22 +75,24 @@ def test_calls_are_read_as_they_were_written() -> None:
 def test_calls_that_no_step_holds_are_no_steps() -> None:
     training, rows = run_with_calls_alone()
     store = Recording(0).add(rows).store()
-    assert [step.step for step in store.steps(99)] == [5, 4, 3, 2, 1]
-    assert store.newest_steps([0])[0].step == store.newest_steps([0], brief=True)[0].step == 5
-    assert [step.step for step in store.longest_steps(99, "single")] == []  # warm-up steps
-    last = store.newest_steps([0])[0]
-    assert store.as_of(training.now).step_end(0, forward=True) is None
-    assert store.step_end(0, forward=False) == last.start_ns + last.wall_ns
-    assert store.last_main_step(0) == (5, last.start_ns + last.wall_ns)
-    assert store.next_step_ns(0, last.start_ns + 1) is None
-    assert store.newest_activity([0])[0] == ("single", training.now - MS)
-    assert store.first_activity_ns([0])[0] == store.called_steps(0, 99)[-1].calls[0].start
-    assert [(step.step, len(step.calls)) for step in store.called_steps(0, 4)] == [(-6, 2), (5, 1), (4, 1)]
+    assert [step.step for step in read_steps(store, 99)] == [5, 4, 3, 2, 1]
+    assert read_newest_steps(store, [0])[0].step == 5
+    assert [step.step for step in read_longest_steps(store, 99, "single")] == []  # warm-up steps
+    last = read_newest_steps(store, [0])[0]
+    assert find_step_end(store.as_of(training.now), 0, forward=True) is None
+    assert find_step_end(store, 0, forward=False) == last.start_ns + last.wall_ns
+    main_step = find_last_main_step(store, 0)
+    assert main_step is not None
+    assert (main_step.step, main_step.end_ns) == (5, last.start_ns + last.wall_ns)
+    assert find_next_step_ns(store, 0, last.start_ns + 1) is None
+    assert read_newest_activity(store, [0])[0] == ("single", training.now - MS)
+    assert read_first_activity_ns(store, [0])[0] == read_called_steps(store, 0, 99)[-1].calls[0].start
+    assert [(step.step, len(step.calls)) for step in read_called_steps(store, 0, 4)] == [(-6, 2), (5, 1), (4, 1)]
 
 
 def test_calls_that_no_step_holds_are_records_of_their_kind() -> None:
     _, rows = run_with_calls_alone()
-    records = [record for record in Recording(0).add(rows).store().records() if isinstance(record, (Call, Step))]
+    records = [record for record in read_records(Recording(0).add(rows).store()) if isinstance(record, (Call, Step))]
     calls = [record for record in records if isinstance(record, Call)]
     assert [(call.call, call.step, call.kind, call.mode) for call in calls] == [
         *((number, number, TRAINING, "single") for number in (1, 2, 3)),
@@ -93,9 +108,9 @@ def test_calls_that_no_step_holds_are_records_of_their_kind() -> None:
 @pytest.mark.parametrize("most", [1, 7, 1000])
 def test_records_are_complete_however_many_a_transaction_has(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     _, rows = run_with_calls_alone()
-    whole = [*Recording(0).add(rows).store().records()]
-    monkeypatch.setattr(store_queries, "_RECORDS_PER_TRANSACTION", most)
-    assert [*Recording(0).add(rows).store().records()] == whole
+    whole = [*read_records(Recording(0).add(rows).store())]
+    monkeypatch.setattr(all_records, "_RECORDS_PER_TRANSACTION", most)
+    assert [*read_records(Recording(0).add(rows).store())] == whole
 
 
 def sent_steps(store: Store, *, rollups: bool) -> list[dict[str, object]]:

@@ -24,7 +24,7 @@ from dpmon.record.record_types import Step
 from dpmon.report import report_text
 from dpmon.run.run_directory import RunError
 from dpmon.run.run_registry import find_run
-from dpmon.store.history_schema import SCHEMA_VERSION
+from dpmon.store.database import SCHEMA_VERSION
 from dpmon.store.history_writer import HistoryWriter
 from support.history_builders import write_run_directory
 from support.record_builders import Training

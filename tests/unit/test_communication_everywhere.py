@@ -27,6 +27,7 @@ from dpmon.report.sections import build_document
 from dpmon.run.run_directory import load_exit, load_info
 from dpmon.run.run_reader import RunReader
 from dpmon.span_ring import SpanRing
+from dpmon.store.records import read_records
 from dpmon.store.store_opening import open_store
 from dpmon.supervise.prometheus_file import PrometheusFile
 from support.format_readers import read_trace, report_json_of
@@ -202,7 +203,7 @@ def test_metrics_have_the_communication(state: Path, tmp_path: Path) -> None:
 def test_a_trace_has_waits_and_buckets(state: Path) -> None:
     directory, file = a_run(steps=10), io.StringIO()
     with open_store(directory) as store:
-        write_trace(load_info(directory), store.records(), file)
+        write_trace(load_info(directory), read_records(store), file)
     trace = read_trace(file.getvalue())
     slices = trace.slices["rank 0 (process 0)", "steps"]
     steps = [one for one in slices if one["name"].startswith("step ")]

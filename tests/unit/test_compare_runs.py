@@ -35,7 +35,7 @@ from dpmon.report.html_page import render_page
 from dpmon.report.plain_text import text_lines
 from dpmon.run.run_directory import load_info
 from dpmon.run.run_registry import short_name
-from dpmon.store.query_results import MinuteRow
+from dpmon.store.device_rollups import DeviceRollup
 from dpmon.ui.dialogs import Dialog
 from dpmon.ui.list_dialogs import RunEntry, RunList
 from dpmon.ui.terminal_style import COLOR, UNICODE, TerminalStyle
@@ -527,7 +527,7 @@ def test_processors_and_memory_of_several_machines_are_told_apart(state: Path) -
     assert run.values["host_memory"] == 9 << 30
     assert read_compared_run(a_run(1, busy={"cpus": 8})).set_up["hardware"] == "8 processors"
     found = DeviceUsageBuilder()
-    found.add_rollup(MinuteRow(0, -2, "cpu_pct", 1, 50.0, 50.0))
+    found.add_rollup(DeviceRollup(0, -2, "cpu_pct", 1, 50.0, 50.0))
     assert ([one.index for one in found.hosts], found.gpus()) == ([-2], ())
     assert found.hosts[0].points()[0][1] == 50.0
 

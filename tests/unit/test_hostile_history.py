@@ -13,6 +13,7 @@ from dpmon.errors import HistoryError
 from dpmon.export import iter_records
 from dpmon.store.history_writer import HistoryWriter
 from dpmon.store.step_stats import StatsWindow
+from dpmon.store.steps import read_longest_steps, read_steps
 from dpmon.store.store_opening import open_store
 from support.history_builders import write_run_directory
 from support.record_builders import Training, host_event
@@ -42,8 +43,8 @@ def read_all(directory: Path) -> None:
     list(iter_records(directory))
     with open_store(directory) as store:
         StatsWindow(store).step_stats("dp")
-        store.steps(1 << 30)
-        store.longest_steps(10, "dp")
+        read_steps(store, 1 << 30)
+        read_longest_steps(store, 10, "dp")
 
 
 @pytest.mark.timeout(60)
@@ -89,7 +90,7 @@ def test_a_history_of_ours_is_read(directory: Path) -> None:
     read_all(directory)
     HistoryWriter.open(directory, {}).close()
     with open_store(directory) as store:
-        assert len(store.steps(1000)) == 200
+        assert len(read_steps(store, 1000)) == 200
 
 
 def test_a_long_history_is_not_taken_for_a_hostile_one(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,12 +98,13 @@ def test_a_long_history_is_not_taken_for_a_hostile_one(directory: Path, monkeypa
     altered(
         directory,
         f"INSERT INTO events SELECT 1000 + i, NULL, '', NULL, '' FROM ({ENDLESS} SELECT i FROM n LIMIT 300000)",
-        f"INSERT INTO steps (id, process, mode) SELECT 1000 + i, 0, 'dp' FROM ({ENDLESS} SELECT i FROM n LIMIT 300000)",
+        "INSERT INTO steps (id, process, step, mode, start_ns, wall_ns, kind, calls, missing_spans)"
+        f" SELECT 1000 + i, 0, 0, 'dp', 0, 0, 0, 0, 0 FROM ({ENDLESS} SELECT i FROM n LIMIT 300000)",
     )
     with open_store(directory) as store:
         assert len(store.query("SELECT id FROM steps")) > 300_000
         assert len(store.query("SELECT id FROM events")) > 300_000
     assert os.path.getsize(directory / "history.sqlite") < 20 << 20
-    monkeypatch.setattr("dpmon.store.history_schema._MIN_ROW_BYTES", 1 << 40)
+    monkeypatch.setattr("dpmon.store.database._MIN_ROW_BYTES", 1 << 40)
     with pytest.raises(HistoryError, match="more rows than"), open_store(directory) as store:
         store.query("SELECT id FROM steps")  # as if a damaged tree repeated its rows without end

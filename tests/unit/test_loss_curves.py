@@ -25,8 +25,8 @@ from dpmon.report.plain_text import text_lines
 from dpmon.report.plots import build_plots
 from dpmon.report.report_data import collect_report_data
 from dpmon.report.sections import build_document
-from dpmon.store.history_writer import KEPT_LOSSES, KEPT_OLDER
-from dpmon.store.query_results import InvalidLoss, LossBin
+from dpmon.store.loss_table import KEPT_LOSSES, KEPT_OLDER, InvalidLoss, LossBin, find_invalid_losses, read_loss_bins
+from dpmon.store.records import read_records
 from dpmon.supervise.prometheus_file import PrometheusFile
 from support.history_builders import Recording, write_run_directory
 from support.record_builders import SECOND, Training
@@ -97,13 +97,13 @@ def test_a_loss_that_is_read_at_exit_has_its_step_after_many_evaluation_steps() 
 
 def test_a_curve_has_points_of_equal_duration() -> None:
     store = recorded(*losses(4.0, 2.0, nan, 1.0, 8.0, every_s=0.5)).store()
-    assert store.loss_bins(0, LINE, 0, 10, 1) == [
+    assert read_loss_bins(store, 0, LINE, 0, 10, 1) == [
         LossBin(0, 1, 4.0, 4.0, 4.0, 0),
         LossBin(1, 1, 2.0, 2.0, 2.0, 1),
         LossBin(2, 2, 1.0, 4.5, 8.0, 0),
     ]
-    assert store.loss_bins(0, LINE, 1, 2, 2) == [LossBin(0, 1, 2.0, 2.0, 2.0, 1)]
-    assert store.as_of(SECOND).loss_bins(0, LINE, 0, 10, 10) == [LossBin(0, 2, 2.0, 3.0, 4.0, 0)]
+    assert read_loss_bins(store, 0, LINE, 1, 2, 2) == [LossBin(0, 1, 2.0, 2.0, 2.0, 1)]
+    assert read_loss_bins(store.as_of(SECOND), 0, LINE, 0, 10, 10) == [LossBin(0, 2, 2.0, 3.0, 4.0, 0)]
 
 
 def smoothed_after(*values: float, until_s: int = 1000) -> float | None:
@@ -135,7 +135,7 @@ def test_all_new_losses_are_kept_and_old_ones_in_equal_distances(tmp_path: Path)
     recording = Recording(directory=tmp_path)
     store = recording.store()
     steps = [step for (step,) in store.query("SELECT step FROM losses ORDER BY t_ns")]
-    assert [one.step for one in store.first_invalid_losses()] == [4001]
+    assert [one.step for one in find_invalid_losses(store)] == [4001]
     recording.close()
     assert len(steps) <= KEPT_OLDER + 2 * KEPT_LOSSES
     assert steps[-KEPT_LOSSES:] == list(range(count - KEPT_LOSSES + 1, count + 1))
@@ -186,8 +186,8 @@ def test_a_line_without_a_loss_has_a_reason_and_is_not_unfit() -> None:
     recording = Recording().add([*trained(Training(), 5), *rows])
     (curve,) = recording.state().losses
     assert (curve.place, curve.why, curve.last, curve.points) == ("train.py:91", why, None, ())
-    assert recording.store().first_invalid_losses() == []
-    (record,) = [record for record in recording.store().records() if getattr(record, "kind", "") == "loss"]
+    assert find_invalid_losses(recording.store()) == []
+    (record,) = [record for record in read_records(recording.store()) if getattr(record, "kind", "") == "loss"]
     assert record.data["absent"] == {"loss": why}  # type: ignore[union-attr]
 
 
@@ -197,7 +197,7 @@ def test_a_loss_that_is_no_finite_number_is_the_first_finding(value: float, word
     assert [finding.kind for finding in find_all(RunAnalysis(recording.store())) if finding.kind == "loss"] == []
     other = Training(process=1, rank=1)
     recording.add([*trained(other, 40), *LINES, *losses(1.0, value, value)], 1, 1)
-    assert recording.store().first_invalid_losses()[0][:4] == InvalidLoss(1, "train.py:88", 2, 2 * SECOND, value)[:4]
+    assert find_invalid_losses(recording.store())[0][:4] == InvalidLoss(1, "train.py:88", 2, 2 * SECOND, value)[:4]
     first = find_all(RunAnalysis(recording.store()))[0]
     assert first.kind == "loss"
     assert first.text == f"The loss of rank 1 is {words}: seen at step 2 (train.py:88)."
@@ -213,7 +213,7 @@ def test_a_loss_that_is_no_finite_number_is_the_first_finding(value: float, word
 
 def test_a_loss_is_a_json_line_and_a_row_of_csv() -> None:
     store = recorded(*losses(0.5, inf)).store()
-    records = list(store.records())
+    records = list(read_records(store))
     lines = [json.loads(json.dumps(as_json(record), allow_nan=False)) for record in records]
     common = {"kind": "loss", "process": 0, "rank": None, "place": "train.py:88"}
     assert lines == [

@@ -11,6 +11,14 @@ import pytest
 from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.run_events import WRAPPERS_READ, RunEvents
 from dpmon.record.record_types import Event
+from dpmon.store.events import read_memory, read_newest_memory
+from dpmon.store.steps import (
+    read_called_steps,
+    read_first_activity_ns,
+    read_newest_activity,
+    read_newest_steps,
+    read_steps,
+)
 from dpmon.store.store_queries import Store
 from dpmon.store.tally import Tally
 from support.history_builders import Recording
@@ -20,20 +28,20 @@ from support.record_builders import SECOND, Training
 
 def alone(store: Store, processes: Iterable[int]) -> dict[str, dict[int, Any]]:
     """Return the newest rows of each process, from a query for each."""
-    steps = {number: step for number in processes for step in store.steps(1, process=number)}
+    steps = {number: step for number in processes for step in read_steps(store, 1, process=number)}
     ends = {
         number: (step.mode, step.start_ns + step.wall_ns)
         for number in processes
-        for step in store.called_steps(number, 1)
+        for step in read_called_steps(store, number, 1)
     }
-    memory = {number: event for number in processes if (event := store.memory(number)) is not None}
+    memory = {number: event for number in processes if (event := read_memory(store, number)) is not None}
     return {"steps": {**steps}, "ends": ends, "memory": {**memory}}
 
 
 def together(store: Store, processes: Iterable[int]) -> dict[str, dict[int, Any]]:
     """Return the same rows, from one query for all processes."""
     numbers = list(processes)
-    found = store.newest_steps(numbers), store.newest_activity(numbers), store.newest_memory(numbers)
+    found = read_newest_steps(store, numbers), read_newest_activity(store, numbers), read_newest_memory(store, numbers)
     return {"steps": {**found[0]}, "ends": {**found[1]}, "memory": {**found[2]}}
 
 
@@ -51,9 +59,14 @@ def test_one_query_finds_the_newest_rows_of_all_processes_now_and_at_any_time() 
     for at in (None, end, 2 * SECOND + (end - 2 * SECOND) // 3, 2 * SECOND, 0):
         store = run.store().as_of(at)
         assert together(store, processes) == alone(store, processes)
-    assert set(run.store().newest_steps(processes)) == set(range(5))
-    assert set(run.store().newest_memory(processes)) == {0, 1, 2, 3, 9}
-    assert run.store().newest_steps([]) == run.store().newest_activity([]) == run.store().newest_memory([]) == {}
+    assert set(read_newest_steps(run.store(), processes)) == set(range(5))
+    assert set(read_newest_memory(run.store(), processes)) == {0, 1, 2, 3, 9}
+    assert (
+        read_newest_steps(run.store(), [])
+        == read_newest_activity(run.store(), [])
+        == read_newest_memory(run.store(), [])
+        == {}
+    )
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -72,10 +85,10 @@ def test_few_queries_find_the_last_row_before_a_time_for_many_processes(seed: in
         for process in chance.sample(range(10), 10):
             query = "SELECT step FROM steps WHERE process = ? AND start_ns + wall_ns <= ? ORDER BY id DESC LIMIT 1"
             last = [number for (number,) in store.query(query, (process, until))]
-            assert [step.step for step in store.steps(1, process=process)] == last
+            assert [step.step for step in read_steps(store, 1, process=process)] == last
     store = run.store()
     queries: list[str] = []
-    store.as_of(end // 2).newest_steps(range(8))
+    read_newest_steps(store.as_of(end // 2), range(8))
     again = store.as_of(end // 2 + SECOND // 100)
     ask = again.query
 
@@ -84,21 +97,21 @@ def test_few_queries_find_the_last_row_before_a_time_for_many_processes(seed: in
         return ask(text, values)
 
     again.query = noted  # type: ignore[method-assign, assignment]
-    again.newest_steps(range(8))
+    read_newest_steps(again, range(8))
     assert 0 < len(queries) <= 8 * 4, "two for each process, and a few more at first"
 
 
 def test_a_process_began_with_its_first_row_that_is_left() -> None:
     run, end = record_ddp_ranks(3, steps=40)
-    calls = {number: run.store().called_steps(number, 1000)[-1].calls[0].start for number in range(3)}
+    calls = {number: read_called_steps(run.store(), number, 1000)[-1].calls[0].start for number in range(3)}
     steps = [next(iter(run.store().query("SELECT min(start_ns) FROM steps WHERE process = ?", (n,)))) for n in range(3)]
-    assert run.store().first_activity_ns([0, 1, 2, 7]) == calls
-    assert run.store().as_of(0).first_activity_ns([0, 1, 2]) == {}
+    assert read_first_activity_ns(run.store(), [0, 1, 2, 7]) == calls
+    assert read_first_activity_ns(run.store().as_of(0), [0, 1, 2]) == {}
     run._db.execute("UPDATE steps SET called = NULL WHERE process = 1")
-    assert run.store().first_activity_ns([1]) == {1: steps[1][0]}
+    assert read_first_activity_ns(run.store(), [1]) == {1: steps[1][0]}
     run._db.execute(f"DELETE FROM steps WHERE process = 1 AND start_ns < {(2 * SECOND + end) // 2}")
     (later,) = next(iter(run.store().query("SELECT min(start_ns) FROM steps WHERE process = 1")))
-    assert run.store().first_activity_ns([1]) == {1: later}
+    assert read_first_activity_ns(run.store(), [1]) == {1: later}
 
 
 def test_the_mode_and_the_wrapper_of_every_rank_are_known() -> None:

@@ -19,11 +19,13 @@ import pytest
 
 from dpmon.mirror.chunk_receiver import Chunk, ChunkReceiver
 from dpmon.mirror.mirror_history import MirrorHistory
-from dpmon.store.history_schema import HISTORY_FILE, LASTING, SCHEMA, database_size
+from dpmon.store.database import HISTORY_FILE, SCHEMA, database_size
+from dpmon.store.events import LASTING
 from dpmon.store.history_writer import _MIN_NODE_BYTES
 from dpmon.store.quantile_sketch import pack_values
 from dpmon.store.row_exchange import KEPT, NUMBERED, columns_sent
 from dpmon.store.store_queries import Store
+from dpmon.store.tally_tables import read_tallies
 from dpmon.store.time_accounting import ACTIVITIES
 from dpmon.store.time_buckets import WIDTHS
 from support.mirror_builders import MIRROR_NOW_NS, MirroredNode, check_all_readable, mirror_run_info, open_mirror_store
@@ -167,7 +169,7 @@ class Flood:
 
 def steps(store: Store, process: int | None) -> int:
     """Return the number of steps of a process in the whole run, from the tallies."""
-    return sum(tally.steps for key, tally in store.tallies(0, 1 << 40).items() if key.process == process)
+    return sum(tally.steps for key, tally in read_tallies(store, 0, 1 << 40).items() if key.process == process)
 
 
 def test_all_tables_are_flooded() -> None:
@@ -249,6 +251,6 @@ def test_numbers_beyond_reason_do_not_stop_the_mirror(tmp_path: Path, monkeypatc
     flood.records.nodes[0].tallied_s = flood.records.nodes[1].tallied_s = first_s + 60
     flood.records.write([])
     assert open_mirror_store(flood.records).buckets.made_until[10] > first_s + 30
-    assert max(tally.steps for tally in open_mirror_store(flood.records).tallies().values()) > most
+    assert max(tally.steps for tally in read_tallies(open_mirror_store(flood.records)).values()) > most
     check_all_readable(flood.records)
     flood.records.close()

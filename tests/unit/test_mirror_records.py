@@ -19,11 +19,14 @@ from dpmon.model.stragglers import find_straggler, rank_times_in_window
 from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Event, Step
 from dpmon.record.schema import EXPOSED, STRAGGLER_DELAY, UNCOMPARED, WAIT
-from dpmon.store.query_results import NodeRow
+from dpmon.store.activity_times import read_times
+from dpmon.store.node_table import NodeRow
+from dpmon.store.records import newest_record_ns
 from dpmon.store.step_stats import StatsWindow
 from dpmon.store.store_queries import Store
 from dpmon.store.tally import Tally
 from dpmon.store.tally_keys import TallyKey
+from dpmon.store.tally_tables import read_tallies, read_tally_rows
 from support.history_builders import Recording
 from support.mirror_builders import CLOCK_SHIFTS_NS, MirroredNode, mirror_run_info, open_mirror_store
 from support.record_builders import (
@@ -57,18 +60,22 @@ def moved(tallies: dict[TallyKey, Tally], shift_ns: int) -> dict[TallyKey, Tally
 def same(machine: MirroredNode, records: MirrorHistory, mirror: Store, chance: random.Random) -> None:
     """Compare the figures between random times."""
     own = machine.recording.store()
-    newest = own.newest_ns() // SECOND
+    newest = newest_record_ns(own) // SECOND
     windows = [(0, 1 << 40), *(sorted(chance.sample(range(newest + 2), 2)) for _ in range(20))]
     for process in (0, 1):
         number = records.local_process_number(machine.number, process)
         assert number is not None
         for begin, end in windows:
             shifted = begin + machine.shift_s, min(end + machine.shift_s, 1 << 40)
-            there = without_waits(own.tallies(begin, end), process, number)
-            here = without_waits(mirror.tallies(*shifted), number, number)
+            there = without_waits(read_tallies(own, begin, end), process, number)
+            here = without_waits(read_tallies(mirror, *shifted), number, number)
             assert here == moved(there, machine.shift_ns), (begin, end)
             left = [
-                {key: tally.steps for key, tally in store.tallies(*when, left_out=True).items() if key.process == who}
+                {
+                    key: tally.steps
+                    for key, tally in read_tallies(store, *when, left_out=True).items()
+                    if key.process == who
+                }
                 for store, when, who in ((own, (begin, end), process), (mirror, shifted, number))
             ]
             assert {key._replace(process=number): steps for key, steps in left[0].items()} == left[1]
@@ -93,7 +100,7 @@ def same(machine: MirroredNode, records: MirrorHistory, mirror: Store, chance: r
 def sum_of(store: Store, begin_s: int, end_s: int, process: int) -> dict[tuple[str, str], int]:
     """Return the time of each activity of a process by mode."""
     found: dict[tuple[str, str], int] = {}
-    for row in store.time_rows(begin_s, end_s, process=process):
+    for row in read_times(store, begin_s, end_s, process=process):
         for name, ns in row.spent.items():
             found[row.mode, name] = found.get((row.mode, name), 0) + ns
     return {key: ns for key, ns in found.items() if ns}
@@ -193,7 +200,7 @@ def connected(records: MirrorHistory) -> MirrorHistory:
 def waits_by_second(mirror: Store, width: int) -> dict[tuple[int, int], tuple[int, int]]:
     """Return count and total of the waits by process and begin of each stretch, from the tallies."""
     found = {}
-    for start, _, key, tally in mirror.tally_rows(widest=width):
+    for start, _, key, tally in read_tally_rows(mirror, widest=width):
         if tally.stat(WAIT).count:
             found[key.process, start] = tally.stat(WAIT).count, tally.stat(WAIT).total
     return found
@@ -237,7 +244,7 @@ def test_a_full_history_loses_its_oldest_seconds_and_goes_on(tmp_path: Path, mon
             records.write([(node, chunk)])
         kept_from.append(open_mirror_store(records).buckets.deleted_until[1])
     assert 0 < kept_from[50] < kept_from[-1] <= 80, "up to the stretches of 10 s that are there"
-    assert open_mirror_store(records).tallies(0, 10), "the figures of that time come from them"
+    assert read_tallies(open_mirror_store(records), 0, 10), "the figures of that time come from them"
 
 
 def test_the_waits_of_a_long_cut_are_in_the_tallies_of_their_seconds(tmp_path: Path) -> None:
@@ -261,7 +268,7 @@ def test_the_waits_of_a_cut_whose_seconds_are_not_sent_are_in_no_other_second(
     monkeypatch.setattr("dpmon.export.incremental_rows.RECONNECT_FACTOR", 1)
     monkeypatch.setitem(INITIAL_TALLIES_S, 1, 20)
     records, mirror = after_a_cut(tmp_path)
-    narrow = [tally for _, width, _, tally in mirror.tally_rows(widest=1) if width == 1]
+    narrow = [tally for _, width, _, tally in read_tally_rows(mirror, widest=1) if width == 1]
     assert narrow
     assert all(tally.stat(WAIT).count <= tally.steps for tally in narrow)
     for process in range(4):
@@ -343,7 +350,7 @@ def test_the_waits_of_ranks_on_several_machines_are_those_of_all_steps(tmp_path:
     for rank, process in ranks.items():
         waits = [tails[rank, step] - min(tails[other, step] for other in ranks) for step in range(1, 901)]
         whole = Tally()
-        for key, tally in mirror.tallies(process=process).items():
+        for key, tally in read_tallies(mirror, process=process).items():
             assert key.process == process
             whole.merge(tally)
         wait = whole.stat(WAIT)
@@ -376,21 +383,21 @@ def test_the_wide_tallies_of_a_machine_that_is_gone_are_made_here(tmp_path: Path
         )
     for machine, node in zip(machines[::-1], records.nodes[::-1], strict=True):
         node.state = "connected"
-        newest = machine.recording.store().newest_ns() // SECOND
+        newest = newest_record_ns(machine.recording.store()) // SECOND
         for upto in (*range(5, newest, 30), newest):
             records.write([(node, machine.chunk(upto)[0])])
         node.state = "cut" if node.number else "connected"
-        before = without_waits(open_mirror_store(records).tallies(), 0, 0)
+        before = without_waits(read_tallies(open_mirror_store(records)), 0, 0)
     mirror = open_mirror_store(records)
     gone = records.local_process_number(1, 0)
     assert gone is not None
     assert mirror.buckets.made_until[600] == 600
-    assert any(width == 600 for _, width, _, _ in mirror.tally_rows(process=gone))
-    after = {key: tally for key, tally in mirror.tallies().items() if key.process == gone}
+    assert any(width == 600 for _, width, _, _ in read_tally_rows(mirror, process=gone))
+    after = {key: tally for key, tally in read_tallies(mirror).items() if key.process == gone}
     assert sum(tally.steps for tally in after.values()) > 100
     assert {key.mode for key in before} == {"dp"}
     narrow = Tally()
-    for _, _, _, tally in mirror.tally_rows(process=gone, widest=1):
+    for _, _, _, tally in read_tally_rows(mirror, process=gone, widest=1):
         narrow.merge(tally)
     whole = Tally()
     for tally in after.values():

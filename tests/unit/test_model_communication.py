@@ -27,10 +27,11 @@ from dpmon.model.stragglers import (
     straggler_sentence,
 )
 from dpmon.record.schema import EVALUATION, WARM_UP_STEPS
-from dpmon.store.query_results import CollectiveSums
+from dpmon.store.collectives import CollectiveSums
+from dpmon.store.gaps import Gap
 from dpmon.store.step_stats import PhaseStats
+from dpmon.store.steps import read_steps
 from dpmon.store.tally import Tally
-from dpmon.store.time_accounting import Gap
 from support.history_builders import run_analysis_with
 from support.rank_builders import MS, communication_of, ddp_event, ddp_wrapper, rank_times, record_ddp_ranks
 from support.record_builders import SECOND
@@ -251,7 +252,7 @@ def test_nobody_is_slow_because_it_evaluated(ranks: tuple[int, ...]) -> None:
     assert max(rank.wait_ns or 0 for rank in analysis.communication.ranks) < 0.5 * MS
     compared_ns = [
         step.wall_ns
-        for step in run.store().steps(1000, main_only=True)
+        for step in read_steps(run.store(), 1000, main_only=True)
         if step.step > WARM_UP_STEPS and step.step not in (101, 201, 301)
     ]
     assert len(compared_ns) == 2 * (400 - WARM_UP_STEPS - 3)
@@ -277,7 +278,7 @@ def test_a_slow_rank_is_named_beside_evaluations_and_rollouts() -> None:
 def test_communication_is_per_update_also_during_an_evaluation_that_fills_the_time_range() -> None:
     run, _ = record_ddp_ranks(2, passes=((0, 1), (0, 1), (0, 1), (1, 0)), steps=200, evaluations={160: (0,)})
     store = run.store()
-    evaluation = next(step for step in store.steps(1000, process=0) if step.kind == EVALUATION)
+    evaluation = next(step for step in read_steps(store, 1000, process=0) if step.kind == EVALUATION)
     state = run.state(evaluation.start_ns, span_s=1)
     assert state.representative is not None
     assert state.representative.ranged.kind == EVALUATION

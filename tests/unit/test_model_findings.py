@@ -24,10 +24,10 @@ from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.run_events import LoaderStart, RunEvents
 from dpmon.record.history_rows import Definitions
 from dpmon.record.schema import EVALUATION
-from dpmon.store.query_results import Shape
+from dpmon.store.gaps import Gap
+from dpmon.store.shapes import CallShape
 from dpmon.store.tally import Tally
 from dpmon.store.tally_keys import TallyKey
-from dpmon.store.time_accounting import Gap
 from support.analysis_builders import (
     GIB,
     GOOD_MODE,
@@ -185,7 +185,7 @@ def test_fewer_threads_are_advised_only_where_the_run_needs_too_many() -> None:
 
 @pytest.mark.parametrize(("calls", "is_advised"), [((1000,), False), ((980, 20), False), ((700, 300), True)])
 def test_batches_of_similar_size_are_advised_only_where_sizes_differ(calls: tuple[int, ...], is_advised: bool) -> None:
-    shapes = [Shape(0, "single", 0, 1, False, number, 9, (), (), 0, count) for number, count in enumerate(calls, 1)]
+    shapes = [CallShape(0, "single", 0, 1, 0, f"[{number},9]", 0, count) for number, count in enumerate(calls, 1)]
     layouts = CallLayouts(shapes, {0: Definitions(9)})
     assert ("batches of similar size" in spread_advice(layouts=layouts)) == is_advised
 

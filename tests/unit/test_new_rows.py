@@ -9,7 +9,8 @@ import pytest
 from dpmon.export import incremental_rows
 from dpmon.export.incremental_rows import MAX_RANK_SECONDS, IncrementalRows
 from dpmon.record.schema import SECOND, TRAINING
-from dpmon.store.history_schema import BEFORE_S
+from dpmon.store.rollups import BEFORE_S
+from dpmon.store.tally_keys import read_keys
 from support.history_builders import Recording
 from support.rank_builders import record_ddp_ranks
 from support.record_builders import Training, device_event
@@ -142,7 +143,7 @@ def test_a_stop_of_the_supervisor_loses_no_tally() -> None:
         while training.now < records_until_s * SECOND:
             recording.add(training.run(40))
         lines, _ = rows.next_chunk(recording.store(), now_s, is_last=False)
-        (trained,) = (number for number, key in recording.store().keys().items() if key.kind == TRAINING)
+        (trained,) = (number for number, key in read_keys(recording.store().connection).items() if key.kind == TRAINING)
         for line in (one for one in map(json.loads, lines) if one["table"] == "tallies"):
             for row in (dict(zip(line["columns"], values, strict=True)) for values in line["rows"]):
                 have |= {row["start_s"]: row["steps"]} if (row["width"], row["key"]) == (1, trained) else {}

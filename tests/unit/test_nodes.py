@@ -26,6 +26,7 @@ from dpmon.run.mirror_state import NodeReplies
 from dpmon.run.run_reader import PauseState
 from dpmon.run.run_registry import create_run
 from dpmon.store.tally import Tally
+from dpmon.store.tally_keys import read_keys
 from dpmon.ui.dialogs import Choice
 from dpmon.ui.live_run import FROZEN_RANKS
 from dpmon.ui.panels import panel_batch, panel_ranks
@@ -371,7 +372,7 @@ def test_a_map_is_drawn_while_the_wait_of_only_one_rank_is_known() -> None:
 def lengthen(run: ManyNodes, at: tuple[tuple[int, int], ...], processes: range, more_ns: int) -> None:
     """Make a step of these processes longer, in the tallies of these widths and seconds."""
     for process, (width, second) in product(processes, at):
-        (number,) = run.store().keys(process)
+        (number,) = read_keys(run.store().connection, [process])
         where = f"width = {width} AND start_s = {second} AND key = {number}"
         assert run._db.execute(f"UPDATE tallies SET high_ns = {more_ns} WHERE {where}").rowcount == 1
         run._db.execute(f"UPDATE series SET total = total + {more_ns} WHERE {where} AND name = '{STEP}'")

@@ -18,8 +18,9 @@ from dpmon.record.record_types import Batches, Event, Step
 from dpmon.record.span_format import Kind, Span
 from dpmon.run.run_reader import RunReader
 from dpmon.store.history_writer import HistoryWriter
-from dpmon.store.loader_loops import MAX_DATASETS, LoaderLoop, LoaderLoopTracker, estimate_time_left
-from dpmon.store.query_results import LoopStep
+from dpmon.store.loader_loops import MAX_DATASETS, LoaderLoopTracker, estimate_time_left
+from dpmon.store.loops import LoaderLoop, read_loops
+from dpmon.store.steps import LoopStep
 from dpmon.store.write_batch import WriteBatch
 from dpmon.supervise.prometheus_file import PrometheusFile
 from support.history_builders import Recording, snapshot_of_records, write_run_directory
@@ -535,5 +536,5 @@ def test_a_full_history_keeps_the_newest_loops_of_each_process() -> None:
     history = HistoryWriter(sqlite3.connect(":memory:", isolation_level=None), {"run": "test", "start_ns": 0}, 1 << 16)
     numbers = [(0, number) for number in range(1, 10_021)] + [(1, 1), (1, 2)]
     history.write(WriteBatch(loops={key: LoaderLoop(*key, 1, 10, 0, ahead=0, epoch=1) for key in numbers}))
-    assert [len(history.loops(process)) for process in (0, 1)] == [10_000, 2]
-    assert history.loops(0)[0].loop == 21
+    assert [len(read_loops(history.connection, process)) for process in (0, 1)] == [10_000, 2]
+    assert read_loops(history.connection, 0)[0].loop == 21

@@ -22,7 +22,8 @@ from dpmon.run import proc
 from dpmon.run.lifecycle import build_exit_info, take_lock
 from dpmon.run.run_directory import RunError, load_exit, load_info, write_info
 from dpmon.store import store_opening as opened_module
-from dpmon.store.history_schema import HISTORY_FILE
+from dpmon.store.database import HISTORY_FILE
+from dpmon.store.records import read_records
 from dpmon.store.ring_drain import RingDrain
 from dpmon.store.store_opening import open_store
 from dpmon.supervise.supervisor import Supervisor
@@ -186,13 +187,13 @@ def test_damage_of_a_row_ends_in_one_sentence(state: Path, column: str) -> None:
 
 
 def test_records_are_read_in_parts_between_which_others_write(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dpmon.store.store_queries._RECORDS_PER_TRANSACTION", 7)
+    monkeypatch.setattr("dpmon.store.records._RECORDS_PER_TRANSACTION", 7)
     directory = write_run_directory(rows())
     with open_store(directory) as store:
-        whole = list(store.records())
+        whole = list(read_records(store))
         found = []
         with closing(sqlite3.connect(directory / HISTORY_FILE, timeout=0, isolation_level=None)) as writer:
-            for record in store.records():
+            for record in read_records(store):
                 found.append(record)
                 writer.execute("INSERT OR REPLACE INTO meta VALUES ('written', ?)", (len(found),))
     assert found == whole

@@ -11,7 +11,7 @@ from dpmon.record.history_rows import Definition, Row
 from dpmon.record.jsonl import as_json
 from dpmon.record.record_specs import COLUMNS
 from dpmon.record.record_types import Call, Record, Size
-from dpmon.store.query_results import Shape
+from dpmon.store.shapes import CallShape
 from dpmon.ui.panels import panel_replicas
 from dpmon.ui.screen_data import ScreenData
 from dpmon.ui.styled_rows import plain_text
@@ -110,7 +110,7 @@ def test_json_csv_report_and_screen_say_both_shapes() -> None:
     resolver = RowReader(0)
     resolver.record(Definition(1, {"root": "Model", "via": None, "devices": ["cpu"], "absent": {}}))
     resolver.record(Definition(7, WRITTEN))
-    layouts = CallLayouts([Shape(0, "single", 0, 1, False, 7, 7, ((7, 7),), (), 0, 5)], {0: resolver.definitions})
+    layouts = CallLayouts([CallShape(0, "single", 0, 1, 0, "[7,7,[7,7]]", 0, 5)], {0: resolver.definitions})
     assert layouts.of_process(0)[1] == "[4, 8] of [8, 8], mask [8]"
 
     facts = with_call(facts, replicas=tuple(each._replace(inputs=SIZES) for each in call.replicas))

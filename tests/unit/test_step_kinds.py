@@ -14,8 +14,10 @@ from dpmon.record.schema import EVALUATION, FORWARD_ONLY, TRAINING
 from dpmon.report.sentences import mode_title
 from dpmon.stalls.run_state import RUNNING, decide_state
 from dpmon.stalls.run_state import TRAINING as IS_TRAINING
+from dpmon.store.shapes import read_shapes
 from dpmon.store.step_stats import StatsWindow
 from dpmon.store.store_queries import Store
+from dpmon.store.tally_tables import count_steps
 from support.history_builders import Recording
 from support.script_simulator import DecodedRows, Script, assemble_in_portions, assemble_script
 
@@ -119,8 +121,8 @@ def test_training_describes_a_run_whatever_else_it_does() -> None:
 
 def test_the_steps_that_samples_of_collectives_describe_are_of_the_main_kind() -> None:
     trained = recorded("m " + "lW " * 3 + "eV " * 30).store()
-    assert trained.step_count(0, 1 << 40, [0]) == 3
-    assert recorded("e " * 20).store().step_count(0, 1 << 40, [0]) == 20
+    assert count_steps(trained, 0, 1 << 40, [0]) == 3
+    assert count_steps(recorded("e " * 20).store(), 0, 1 << 40, [0]) == 20
 
 
 def test_a_run_that_never_trains_is_described_by_its_most_frequent_kind() -> None:
@@ -193,7 +195,7 @@ def test_a_call_outside_the_loop_takes_time_and_is_no_step() -> None:
     store = recorded("m " + "l " * 10 + "e40=500").store()
     assert steps_by_mode(store) == {("single", "training"): 10}
     assert StatsWindow(store).time_by_activity["evaluation"] == pytest.approx(500e6, rel=0.01)
-    calls = {(shape.kind & ~2, shape.calls) for shape in store.shapes()}
+    calls = {(shape.kind & ~2, shape.calls) for shape in read_shapes(store)}
     assert (EVALUATION, 1) in calls
 
 
@@ -203,6 +205,6 @@ def test_calls_without_gradients_in_a_training_step_do_not_train() -> None:
     window = StatsWindow(store)
     assert window.tally("single").stat("samples").total == 20 * 8
     counts = {TRAINING: 0, EVALUATION: 0}
-    for shape in store.shapes():
+    for shape in read_shapes(store):
         counts[shape.kind & EVALUATION] += shape.calls
     assert counts == {TRAINING: 20, EVALUATION: 20}

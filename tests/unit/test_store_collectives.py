@@ -20,8 +20,10 @@ from dpmon.record.record_types import Collective, Operation, Record, Sampled
 from dpmon.record.span_format import Kind
 from dpmon.run.run_directory import load_info
 from dpmon.span_ring import HeaderWord, SpanRing
-from dpmon.store.query_results import CollectiveSums
+from dpmon.store.collectives import CollectiveSums, read_collective_sums, read_last_sample
+from dpmon.store.records import read_records
 from dpmon.store.ring_drain import RingDrain
+from dpmon.store.steps import read_steps
 from dpmon.store.store_opening import open_store
 from dpmon.store.store_queries import Store
 from support.format_readers import read_trace
@@ -68,18 +70,18 @@ def recorded(found: Script) -> Store:
 
 
 def test_by_operation() -> None:
-    found = recorded(script()).collective_sums()
+    found = read_collective_sums(recorded(script()))
     assert (found.samples, found.why) == (4, None)
     assert found.operations == (Operation("all_reduce", 4, 4, 4000), Operation("all_gather", 4, 4, 2000))
 
 
 def test_of_a_window_and_of_some_processes() -> None:
     store = recorded(script())
-    steps = sorted(store.steps(100), key=lambda step: step.step)
+    steps = sorted(read_steps(store, 100), key=lambda step: step.step)
     begin, end = steps[0].start_ns, steps[2].start_ns - MS // 10
-    assert store.collective_sums(processes=[1]).operations == ()
-    assert store.collective_sums(processes=[0]) == store.collective_sums()
-    assert sum(begin - MS // 10 <= one.start_ns < end for one in both(store.records())) == 6
+    assert read_collective_sums(store, processes=[1]).operations == ()
+    assert read_collective_sums(store, processes=[0]) == read_collective_sums(store)
+    assert sum(begin - MS // 10 <= one.start_ns < end for one in both(read_records(store))) == 6
 
 
 def test_only_collectives_outside_the_phases_are_the_scripts_own() -> None:
@@ -97,40 +99,42 @@ def test_only_collectives_outside_the_phases_are_the_scripts_own() -> None:
         found.sampled(begin, 3)
     found.fetch(over=True)
     store = recorded(found)
-    assert store.collective_sums().own == ("all_gather", "barrier")
-    assert store.collective_sums(processes=[1]).own == ()
+    assert read_collective_sums(store).own == ("all_gather", "barrier")
+    assert read_collective_sums(store, processes=[1]).own == ()
 
 
 def test_the_newest_sample_with_its_collectives() -> None:
     store = recorded(script())
-    samples = [one for one in both(store.records()) if isinstance(one, Sampled)]
+    samples = [one for one in both(read_records(store)) if isinstance(one, Sampled)]
     newest = max(samples, key=lambda one: one.start_ns)
     end = newest.start_ns + newest.wall_ns
     within = [
-        one for one in both(store.records()) if isinstance(one, Collective) and newest.start_ns <= one.start_ns < end
+        one
+        for one in both(read_records(store))
+        if isinstance(one, Collective) and newest.start_ns <= one.start_ns < end
     ]
-    found = store.as_of(end).last_sample(0, 0)
+    found = read_last_sample(store.as_of(end), 0, 0)
     assert found is not None
     assert (found.step, found.start_ns, found.wall_ns) == (newest.step, newest.start_ns, newest.wall_ns)
     assert list(found.collectives) == sorted(within, key=lambda one: one.start_ns)
     assert {one.operation for one in found.collectives} == {"all_reduce", "all_gather"}
-    earlier = store.as_of(newest.start_ns).last_sample(0, 0)
+    earlier = read_last_sample(store.as_of(newest.start_ns), 0, 0)
     assert earlier is not None
     assert earlier.start_ns < newest.start_ns
-    assert store.as_of(end).last_sample(0, newest.start_ns + 1) is None
-    assert store.as_of(end).last_sample(1, 0) is None
+    assert read_last_sample(store.as_of(end), 0, newest.start_ns + 1) is None
+    assert read_last_sample(store.as_of(end), 1, 0) is None
 
 
 def test_of_a_window_of_whole_seconds() -> None:
     store = recorded(sampled_seconds(4))
-    first, second, third, _ = (one.start_ns for one in both(store.records()) if isinstance(one, Sampled))
-    assert store.collective_sums(first, third // SECOND * SECOND).samples == 2
-    assert store.collective_sums(second, third).samples == 2
-    assert store.collective_sums().samples == 4
+    first, second, third, _ = (one.start_ns for one in both(read_records(store)) if isinstance(one, Sampled))
+    assert read_collective_sums(store, first, third // SECOND * SECOND).samples == 2
+    assert read_collective_sums(store, second, third).samples == 2
+    assert read_collective_sums(store).samples == 4
 
 
 def test_the_oldest_sums_are_added_up() -> None:
-    wanted = recorded(sampled_seconds(60)).collective_sums()
+    wanted = read_collective_sums(recorded(sampled_seconds(60)))
     recording = Recording(limit_bytes=3 * 180 * 40)  # room for 40 sums
     for payload in assemble_in_portions(sampled_seconds(60), []):
         recording.add([payload])
@@ -138,7 +142,7 @@ def test_the_oldest_sums_are_added_up() -> None:
     rows = list(store.query("SELECT start_s, count FROM collective_sums", ()))
     assert 30 < len(rows) <= 42
     assert sum(count for start, count in rows if start < 0) > 60
-    assert store.collective_sums()._replace(own=()) == wanted._replace(own=())
+    assert read_collective_sums(store)._replace(own=()) == wanted._replace(own=())
     assert wanted.samples == 60
 
 
@@ -147,7 +151,7 @@ def both(records: Iterable[Record]) -> list[Collective | Sampled]:
 
 
 def test_every_record_is_in_the_schema_and_in_the_tables() -> None:
-    records = both(recorded(script()).records())
+    records = both(read_records(recorded(script())))
     assert {type(record) for record in records} == {Collective, Sampled}
     files: dict[str, io.StringIO] = {}
     CsvTables(lambda which: files.setdefault(which, io.StringIO())).write(records)
@@ -168,7 +172,7 @@ def test_every_record_is_in_the_schema_and_in_the_tables() -> None:
 def test_tracks_of_communication_in_a_trace(state: Path) -> None:
     info = load_info(write_run_directory({0: []}))
     file = io.StringIO()
-    write_trace(info, recorded(script()).records(), file)
+    write_trace(info, read_records(recorded(script())), file)
     trace = read_trace(file.getvalue())
     (process,) = {name for name, _ in trace.slices}
     tracks = [track for track in trace.tracks(process) if track.startswith(("communication", "collectives"))]
@@ -185,8 +189,8 @@ def test_old_rows_are_deleted_with_the_others(state: Path) -> None:
     )
     with open_store(directory) as store:
         assert store.pruned > 0
-        left = both(store.records())
-        oldest = min(step.start_ns for step in store.steps(1 << 20))
+        left = both(read_records(store))
+        oldest = min(step.start_ns for step in read_steps(store, 1 << 20))
     assert 100 < len(left) < 6000
     assert min(one.start_ns for one in left) > oldest - 50 * MS
 
@@ -223,12 +227,12 @@ def test_a_successor_doubles_no_collective(state: Path, cut: int) -> None:
     ring.words[HeaderWord.ENDED] = 1
     second.flush(command_ended=True)
     second.close()
-    expected = [(type(one), one.start_ns) for one in both(recorded(found).records())]
+    expected = [(type(one), one.start_ns) for one in both(read_records(recorded(found)))]
     left = [(type(one), one.start_ns) for one in both(iter_records(directory))]
     with open_store(directory) as store:
-        known = store.collective_sums()._replace(own=())
-        operations = sorted(known.operations), sorted(summed(both(store.records())).operations)
+        known = read_collective_sums(store)._replace(own=())
+        operations = sorted(known.operations), sorted(summed(both(read_records(store))).operations)
         assert operations[0] == operations[1]
-        assert known._replace(operations=()) == summed(both(store.records()))._replace(operations=())
+        assert known._replace(operations=()) == summed(both(read_records(store)))._replace(operations=())
     assert len(set(left)) == len(left)
     assert set(left) <= set(expected)

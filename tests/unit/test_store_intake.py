@@ -14,10 +14,14 @@ import pytest
 from dpmon.record.history_rows import Definition, Row
 from dpmon.record.record_types import CallRow, Event, Step
 from dpmon.record.schema import EVALUATION, EXCLUDED, MIXED_MODES, STEP_KINDS, TRAINING, WARM_UP, WARM_UP_STEPS
-from dpmon.store.history_schema import HISTORY_FILE, STEP_COLUMNS, RingRow
+from dpmon.store.database import HISTORY_FILE
+from dpmon.store.definition_table import DEFINITIONS
+from dpmon.store.gaps import GAPS
 from dpmon.store.history_writer import HistoryWriter
 from dpmon.store.process_accounts import ProcessAccounts
 from dpmon.store.ring_intake import BATCH_SIZES, SHAPES, RingIntake
+from dpmon.store.rings import RingRow
+from dpmon.store.steps import STEPS
 from dpmon.store.tally_keys import NO_SAMPLES, OTHER_SIZES
 from dpmon.store.write_batch import WriteBatch
 from support.record_builders import TRAINING_FLAGS, call_row, calls_alone, flags_of, step_row
@@ -77,13 +81,13 @@ class Ring:
     @property
     def steps(self) -> list[dict[str, Any]]:
         """Return the rows of the steps."""
-        return [dict(zip(STEP_COLUMNS, row, strict=True)) for row in self.batch.steps]
+        return [dict(zip(STEPS.columns, STEPS.to_values(row), strict=True)) for row in self.batch.rows[STEPS]]
 
     def shapes(self) -> Counter[tuple[str, int]]:
         """Return calls by mode and kind."""
         found: Counter[tuple[str, int]] = Counter()
-        for (_, mode, kind, *_), count in self.batch.shapes.items():
-            found[mode, kind] += count
+        for shape, count in self.batch.shapes.items():
+            found[shape.mode, shape.kind] += count
         return found
 
 
@@ -184,7 +188,7 @@ def test_device_times_count_where_every_call_has_them(ring: Ring) -> None:
         ("scatter@device", MS), ("parallel_apply@device", 4 * MS),
         ("replica 1 0@device", 2 * MS), ("replica 1 1@device", 2_500_000), ("replica 1 0@device", MS),
     ]  # fmt: skip
-    assert sorted(untimed for *_, untimed in ring.batch.shapes) == [0, 1]
+    assert sorted(shape.untimed for shape in ring.batch.shapes) == [0, 1]
 
 
 def test_calls_without_their_step_are_counted_but_are_no_step(ring: Ring) -> None:
@@ -215,8 +219,9 @@ def test_sizes_are_those_of_the_call_and_of_each_replica(ring: Ring) -> None:
     ring.add(Definition(2, [["x", [24, 5], "float32", 480]]))
     ring.call(replicas=(4, 5, 0, 1, 6, 7, 0, 1))
     ring.step()
-    ((_, _, _, layout, virtual, sizes, untimed),) = ring.batch.shapes
-    assert (layout, virtual, json.loads(sizes), untimed) == (1, 0, [2, 3, [4, 5], [6, 7]], 0)
+    (shape,) = ring.batch.shapes
+    assert (shape.layout, shape.virtual, shape.untimed) == (1, 0, 0)
+    assert json.loads(shape.sizes) == [2, 3, [4, 5], [6, 7]]
 
 
 # ---------------------------------------------------------------------------------------- time
@@ -260,7 +265,7 @@ def test_pauses_and_refused_ones(ring: Ring) -> None:
     ring.now += 400 * MS
     ring.step()
     assert spent(ring) == {"training": 80 * MS, "between": 200 * MS, "paused": 200 * MS}
-    assert [gap[-1] for gap in ring.batch.gaps] == [200 * MS]
+    assert [gap[-1] for gap in ring.batch.rows[GAPS]] == [200 * MS]
 
 
 def test_a_wait_is_subtracted_from_its_gap_in_the_database(tmp_path: Path, ring: Ring) -> None:
@@ -290,7 +295,7 @@ def test_shapes_beyond_the_first_are_counted_without_sizes() -> None:
     for number in range(SHAPES + 50):
         ring.call(sizes=(number, 3), replicas=(number, 3, 0, MS, number, 4, 0, MS))
         ring.step()
-    sizes = Counter({key[-2]: count for key, count in ring.batch.shapes.items()})
+    sizes = Counter({key.sizes: count for key, count in ring.batch.shapes.items()})
     assert len(sizes) <= SHAPES + 2
     assert sizes["[0,0,[0,0],[0,0]]"] == 50
     assert sizes.total() == SHAPES + 50
@@ -300,8 +305,8 @@ def test_the_batch_counts_the_text_of_large_rows() -> None:
     """While the history cannot be written, the batch is held up to a size in memory."""
     ring = Ring()
     ring.add(Definition(1, [[f"0.key{number}", [64, 128, number], "float32", 32768] for number in range(2000)]))
-    (definition,) = ring.batch.definitions
-    assert ring.batch.characters == len(definition[2]) > 50_000
+    (definition,) = ring.batch.rows[DEFINITIONS]
+    assert ring.batch.characters == len(definition.value) > 50_000
     before = ring.batch.characters
     spans = [(0, number * 60_000, 50_000) for number in range(256)]
     ring.add(Step(0, None, 1, DP, SECOND, 20 * MS, 8, {"forward": 5 * MS, "other": 15 * MS}, runs=spans))

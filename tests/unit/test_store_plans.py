@@ -8,7 +8,9 @@ from collections.abc import Callable
 from dpmon.export.incremental_rows import IncrementalRows
 from dpmon.record.history_rows import Row
 from dpmon.store.step_stats import StatsWindow
+from dpmon.store.steps import find_next_step_ns
 from dpmon.store.store_queries import Store
+from dpmon.store.tally_tables import count_steps, read_tally_rows
 from support.history_builders import Recording
 from support.rank_builders import ddp_rank_rows
 from support.record_builders import SECOND, step_row
@@ -23,10 +25,10 @@ def read_everything(store: Store) -> None:
         assert window.tallies
         assert window.times
         assert not window.left_out
-        assert list(store.tally_rows(3, 33, process=process, widest=10))
-        assert list(store.tally_rows(process=process, series=("step",), sketches=False))
-    assert store.step_count(0, 30, [0])
-    store.next_step_ns(1, 5 * SECOND)
+        assert list(read_tally_rows(store, 3, 33, process=process, widest=10))
+        assert list(read_tally_rows(store, process=process, series=("step",), sketches=False))
+    assert count_steps(store, 0, 30, [0])
+    find_next_step_ns(store, 1, 5 * SECOND)
     rows = IncrementalRows(rollups=True)
     for second in (20, 22):
         rows.next_chunk(store, second, is_last=False)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from dpmon.record.schema import PHASES, QUANTITIES, TRAINING, WARM_UP, step_kind
-from dpmon.store.history_schema import HISTORY_FILE
+from dpmon.store.database import HISTORY_FILE
 from dpmon.store.history_writer import HistoryWriter
 from dpmon.store.step_stats import StatsWindow, compute_rate
 from dpmon.store.store_queries import Store

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dpmon.store.history_schema import HISTORY_FILE
+from dpmon.store.database import HISTORY_FILE
 from dpmon.store.history_writer import HistoryWriter
 from dpmon.store.step_stats import StatsWindow
 from dpmon.store.tally_keys import TallyKey
@@ -62,7 +62,7 @@ def batches(ranks: int, seconds: int, every_s: int, seed: int) -> Iterator[Write
             facts = chance.choice(pool)._replace(number=number)
             key = TallyKey(process, "single", 1 if second % 1000 > 900 else 0, 8)
             start = second * SECOND
-            batch.add_step(key, start + facts.wall, (number, *facts.row(start, key)[1:]), facts.series)
+            batch.add_step(key, facts.row(start, key, number), facts.series)
             took = ActivityInterval("training", "single", start, start + facts.wall)
             rest = ActivityInterval("between", "single", start + facts.wall, start + 2 * SECOND)
             batch.add_activity_time(process, [took, rest])

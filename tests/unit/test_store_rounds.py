@@ -12,11 +12,16 @@ from dpmon.errors import HistoryError
 from dpmon.record.schema import AFTER_OTHER_KIND, UNCOMPARED
 from dpmon.store import sync_passes
 from dpmon.store.history_writer import HistoryWriter
+from dpmon.store.steps import StepRow
 from dpmon.store.sync_passes import RankGroups, RankStepWait, join_sync_steps
 from dpmon.store.tally_keys import TallyKey
 
 Step = tuple[int, int, int]
 """Process, number of its last pass, and tail (ns) of a step."""
+
+
+def _row(process: int, number: int, wall_ns: int) -> StepRow:
+    return StepRow(1000 * process + number, process, number, "single", 0, wall_ns, 0, 0, {})
 
 
 class Ranks:
@@ -37,12 +42,9 @@ class Ranks:
         added = [
             self.groups.sync_step(
                 TallyKey(process, "single", kind, 8),
-                1000 * process + number,
+                _row(process, number, 2 * tail_ns)._replace(kind=kind, measured={"synced": passes}, sync_number=number),
+                tail_ns,
                 number,
-                number=number,
-                passes=passes,
-                tail_ns=tail_ns,
-                wall_ns=2 * tail_ns,
             )
             for process, number, tail_ns in steps
         ]

@@ -24,9 +24,10 @@ from dpmon.record.span_format import Kind
 from dpmon.span_reader import HOLE_NS, SpanReader, current_span_in
 from dpmon.span_ring import SLOTS, HeaderWord
 from dpmon.store import ring_drain as drain_module
+from dpmon.store.events import read_events
 from dpmon.store.history_writer import HistoryWriter
-from dpmon.store.query_results import decode_calls
 from dpmon.store.ring_drain import COMMIT_S, GONE_S, RETRY_S
+from dpmon.store.steps import decode_calls
 from dpmon.store.store_opening import open_store
 from support.history_builders import SupervisedRun
 from support.record_builders import host_event
@@ -394,7 +395,7 @@ def test_the_rest_of_a_ring_waits_while_the_history_cannot_take_it(
     for _ in range(20):
         training.run(100)
         run.look()
-        assert run.drain._batch.rows < 600
+        assert run.drain._batch.records < 600
     training.end()
     run.drain.flush(command_ended=True)
     db.execute("PRAGMA max_page_count = 100000")
@@ -457,7 +458,7 @@ def test_each_supervisor_adds_its_samples_and_the_last_one_the_exit(run: Supervi
         run.drain.flush()
         run.kill()
     with open_store(run.directory) as store:
-        found = {kind: [event.data["t_s"] for event in store.events(kind)] for kind in ("host", "exit")}
+        found = {kind: [event.data["t_s"] for event in read_events(store, kind)] for kind in ("host", "exit")}
         assert found == {"host": [100.0 * n + s for n in range(3) for s in range(5)], "exit": [300.0]}
         assert store.dropped == 0
 
@@ -477,7 +478,7 @@ def test_own_records_wait_for_the_history(run: SupervisedRun, monkeypatch: pytes
     path.rmdir()
     run.look(drain_module.RETRY_S + 1)
     with open_store(run.directory) as store:
-        events = store.events("host")
+        events = read_events(store, "host")
         assert [event.data["number"] for event in events] == list(range(10))
         assert all(event.data["t_s"] > 0 for event in events)
         assert (events[0].data["cpu_pct"], events[0].data["load_1m"]) == (None, None)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dpmon.errors import HistoryError
-from dpmon.store.history_schema import HISTORY_FILE
+from dpmon.store.database import HISTORY_FILE
 from dpmon.store.history_writer import HistoryWriter
 from dpmon.store.tally import SeriesStats, Tally
 from dpmon.store.tally_keys import TallyKey

@@ -13,7 +13,7 @@ from dpmon.model.recorded_stalls import RecordedStall
 from dpmon.model.step_timeline import last_step_timeline
 from dpmon.record.record_types import BUCKET, Collective, Operation
 from dpmon.run.run_reader import PauseState
-from dpmon.store.query_results import CollectiveSums, LastSample
+from dpmon.store.collectives import CollectiveSums, LastSample
 from dpmon.store.tally import Tally
 from dpmon.ui.panels import panel_batch, panel_communication, panel_ranks, panel_stall
 from dpmon.ui.panels.panel_output import OutputView

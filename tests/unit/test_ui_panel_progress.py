@@ -11,7 +11,7 @@ import pytest
 from dpmon.model.epoch_progress import Progress
 from dpmon.model.loss_curves import LossCurve
 from dpmon.model.run_snapshot import RunSnapshot
-from dpmon.store.query_results import InvalidLoss
+from dpmon.store.loss_table import InvalidLoss
 from dpmon.ui.chart import line_chart
 from dpmon.ui.panels import panel_progress
 from dpmon.ui.panels.panel_status import render_panel

@@ -17,6 +17,7 @@ from dpmon.model.slow_steps import INPUT
 from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Event
 from dpmon.report import collect_report_data, report_text
+from dpmon.store.events import EVENTS, EventRow
 from dpmon.store.history_writer import HistoryWriter
 from dpmon.store.write_batch import WriteBatch
 from dpmon.ui.screen_data import ScreenData
@@ -180,11 +181,12 @@ def test_a_launcher_waits_in_no_step(state: Path) -> None:
 def test_a_script_that_waits_or_stalls_all_day_does_not_fill_its_history(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr("dpmon.store.history_writer._MAX_LASTING", 50)
+    monkeypatch.setattr("dpmon.store.events.MAX_LASTING", 50)
     writer = HistoryWriter.open(tmp_path, {}, 1 << 16)
     for first in range(0, 2000, 100):
         batch = WriteBatch()
-        batch.events = [(n, None, kind, n * SECOND, '{"pid": 1}') for n in range(first + 1, first + 101)]
+        for n in range(first + 1, first + 101):
+            batch.add(EVENTS, EventRow(n, None, kind, n * SECOND, '{"pid": 1}'))
         writer.write(batch)
     writer.close()
     with closing(sqlite3.connect(tmp_path / "history.sqlite")) as db:

@@ -25,7 +25,10 @@ from dpmon.run import proc
 from dpmon.run.process_notes import NoteReader
 from dpmon.run.run_directory import RunError, RunInfo, write_info
 from dpmon.run.run_reader import RunReader
+from dpmon.store.events import read_events
+from dpmon.store.records import resolve_calls
 from dpmon.store.ring_drain import RingDrain
+from dpmon.store.steps import read_called_steps
 from dpmon.store.store_opening import open_store
 from dpmon.supervise.command_process import command_environment
 from dpmon.supervise.command_resolver import CommandError, choose_python
@@ -164,9 +167,9 @@ def _read_record(results: _SelfTestResults, directory: Path, run_info: RunInfo) 
     drain.close()
     with suppress(HistoryError), open_store(directory) as store:
         processes = {ring.process for ring in store.rings.values() if ring.process >= 0}
-        steps = [step for process in processes for step in store.called_steps(process, _MAX_CALLS)]
-        results.calls = [call for step in steps for call in store.calls_of(step)]
-        results.warnings = [str(event.data.get("text")) for event in store.events("warning")]
+        steps = [step for process in processes for step in read_called_steps(store, process, _MAX_CALLS)]
+        results.calls = [call for step in steps for call in resolve_calls(store, step)]
+        results.warnings = [str(event.data.get("text")) for event in read_events(store, "warning")]
 
 
 # ------------------------------------------------------------------------------------------------ results

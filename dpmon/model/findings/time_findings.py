@@ -29,7 +29,7 @@ from dpmon.model.run_analysis import ACTIVE, MAX_LONG_STEPS, RunAnalysis
 from dpmon.model.slow_steps import overlap_ns
 from dpmon.model.stragglers import Straggler
 from dpmon.record.schema import SECOND, STEP, STEP_PHASES
-from dpmon.store.query_results import LongStepRow, blame_weight_ns
+from dpmon.store.steps import StepRow
 from dpmon.text.formatting import format_count_with_noun, format_elapsed, format_long_duration, format_percent
 
 if TYPE_CHECKING:
@@ -238,7 +238,7 @@ def find_slowdown(run: RunAnalysis) -> Iterator[Finding]:
 def find_long_steps(run: RunAnalysis) -> Iterator[Finding]:
     """Yield a finding if single steps took very long, for the process to blame for most of their time."""
     by_mode = [(stats, _long_steps(stats, run)) for stats in measured_modes(run)]
-    stats, long_steps = max(by_mode, key=lambda item: sum(map(blame_weight_ns, item[1])), default=(None, []))
+    stats, long_steps = max(by_mode, key=lambda item: sum(step.blame_weight_ns for step in item[1]), default=(None, []))
     if stats is None or not long_steps:
         return
     long_ns = sum(step.wall_ns for step in long_steps)
@@ -265,14 +265,14 @@ def find_long_steps(run: RunAnalysis) -> Iterator[Finding]:
     )
 
 
-def _longest_steps(stats: ModeStats, run: RunAnalysis) -> list[LongStepRow]:
+def _longest_steps(stats: ModeStats, run: RunAnalysis) -> list[StepRow]:
     """Return the longest steps of a process in a mode, the longest first, without those that wait for input."""
     steps = run.longest_steps[:MAX_LONG_STEPS]
     own_steps = [step for step in steps if (step.process, step.mode) == (stats.process, stats.mode)]
     return [step for step in own_steps if not _waits_for_input(step, run)]
 
 
-def _long_steps(stats: ModeStats, run: RunAnalysis) -> list[LongStepRow]:
+def _long_steps(stats: ModeStats, run: RunAnalysis) -> list[StepRow]:
     """Return those of the longest steps that are far above the median; none if the steps vary widely anyway."""
     if not stats.median_ns or _spread_ratio(stats) >= MIN_SPREAD_RATIO:
         return []
@@ -303,18 +303,18 @@ def find_recovered_stalls(run: RunAnalysis) -> Iterator[Finding]:
     )
 
 
-def _waits_for_input(step: LongStepRow, run: RunAnalysis) -> bool:
+def _waits_for_input(step: StepRow, run: RunAnalysis) -> bool:
     """Return whether a step mostly waits for a line of input, which is no stall."""
     waits = run.announced.input_waits(step.process)
     return 2 * overlap_ns(waits, step.start_ns, step.start_ns + step.wall_ns) > step.wall_ns
 
 
-def _longest_phase(step: LongStepRow) -> str:
+def _longest_phase(step: StepRow) -> str:
     """Return the phase that took most of a step."""
     return max(step.phases, key=lambda name: step.phases[name], default="other")
 
 
-def _step_location(step: LongStepRow, run: RunAnalysis) -> str:
+def _step_location(step: StepRow, run: RunAnalysis) -> str:
     """Return the step, its time, and the phase that took most of it, as text."""
     process_text, phase = process_suffix(step.process, run), _longest_phase(step)
     step_text = (
@@ -323,7 +323,7 @@ def _step_location(step: LongStepRow, run: RunAnalysis) -> str:
     return f"{step_text}, {format_long_duration(step.phases.get(phase, 0))} in {phase}"
 
 
-def _long_step_advice(step: LongStepRow, run: RunAnalysis) -> str:
+def _long_step_advice(step: StepRow, run: RunAnalysis) -> str:
     phase = _longest_phase(step)
     if phase == "backward" and run.names:
         return _LONG_STEP_ADVICE[phase] + ", or a rank that the others waited for"

@@ -1,0 +1,176 @@
+"""The file of a history: its tables, its version, how its one writer and its readers open it, and its damage.
+
+The supervisor of a run writes history.sqlite, or the mirror of a run on several nodes; any number of processes read it.
+Each table has a module, with its SQL, its rows and its queries. Times are ns, seconds are s since the run's start. The
+ids of NUMBERED tables come from one counter, so they give the order across the tables.
+
+When the database reaches its size limit, the oldest rows are deleted: steps, collectives and events first, except
+lasting events. In a mirror, a node that fills an eighth of the limit in one table loses rows there first.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import struct
+from collections.abc import Iterator, Mapping
+from contextlib import closing, suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+from dpmon.errors import HistoryError
+from dpmon.store import tally_keys, time_buckets
+from dpmon.store.activity_times import TIMES
+from dpmon.store.collectives import COLLECTIVE_SUMS, COLLECTIVES
+from dpmon.store.definition_table import DEFINITIONS
+from dpmon.store.device_rollups import DEVICE_ROLLUPS
+from dpmon.store.events import EVENTS
+from dpmon.store.gaps import GAPS
+from dpmon.store.loops import LOOPS
+from dpmon.store.loss_table import LOSSES
+from dpmon.store.node_table import NODES
+from dpmon.store.rings import RINGS
+from dpmon.store.shapes import SHAPES
+from dpmon.store.steps import STEPS
+from dpmon.store.table import NUMBERED, Parameters, StoreTable
+from dpmon.store.tally_tables import SERIES, TALLIES, install_aggregates
+
+HISTORY_FILE = "history.sqlite"
+TABLES: tuple[StoreTable[Any], ...] = (
+    *(STEPS, EVENTS, COLLECTIVES, LOSSES, DEFINITIONS, LOOPS, GAPS, SHAPES),
+    *(COLLECTIVE_SUMS, DEVICE_ROLLUPS, TALLIES, SERIES, TIMES, RINGS, NODES),
+)
+BUCKET_TABLES = (TALLIES, SERIES, TIMES)
+"""Tables with wider time buckets."""
+_META = """
+CREATE TABLE IF NOT EXISTS meta (
+    key   TEXT PRIMARY KEY,  -- schema (the version), run, start_ns, limit_bytes, pruned (rows deleted to stay below
+                             -- it), seq (number of the last transaction)
+    value NOT NULL
+) WITHOUT ROWID;
+"""
+SCHEMA = "".join([_META, tally_keys.SCHEMA, time_buckets.SCHEMA, *(table.schema for table in TABLES)])
+_VERSION = 10
+"""Raise it whenever a table or the meaning of a column changes."""
+SCHEMA_VERSION = 1000 * _VERSION + crc32(STEPS.column_list.encode()) % 1000
+"""Another quantity or phase of steps makes another version by itself."""
+
+# Without adapters, sqlite3 searches for one for each NULL and BLOB that it writes: a quarter of the time of a step.
+sqlite3.register_adapter(type(None), dict[None, None]().get)
+sqlite3.register_adapter(bytes, bytes)
+
+_CHECK_INTERVAL = 100_000
+"""Instructions of SQLite's virtual machine between two checks."""
+_MAX_WRITE_INSTRUCTIONS = 1 << 32
+"""More instructions than any batch needs, even a batch with the records of a long time."""
+LARGEST = 1 << 30
+"""The limits of queries do not grow beyond this size of a database (bytes)."""
+_MIN_ROW_BYTES = 8
+"""Fewest bytes of a row: its position in the page, its length and its id."""
+_MAX_VALUE_BYTES = 64 << 20
+_FAILURES = (sqlite3.Error, OverflowError, MemoryError)
+DAMAGE = (*_FAILURES, struct.error, LookupError, TypeError, ValueError)
+"""What reading a damaged history raises."""
+_CHUNK = 200
+"""Number of rows that are read together."""
+
+
+class BoundedConnection:
+    """A connection to a history. A damaged tree can have endless rows, so each query has a limit of rows and work."""
+
+    def __init__(self, db: sqlite3.Connection, size: int) -> None:
+        """Limit the queries of `db`, a database of `size` bytes, and keep its schema from running functions."""
+        self.db = db
+        self.set_size(size)
+        self._checks = 0
+        db.set_progress_handler(self._on_progress, _CHECK_INTERVAL)
+        install_aggregates(db)
+        db.execute("PRAGMA trusted_schema=OFF")
+        db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_VALUE_BYTES)
+
+    def set_size(self, size: int, *, writes: bool = False) -> None:
+        """Set the limits for a database of `size` bytes; `writes`: for the next transaction, not for queries."""
+        size = min(size, LARGEST)
+        self.max_rows = 10_000 + size // _MIN_ROW_BYTES
+        self._max_checks = (_MAX_WRITE_INSTRUCTIONS if writes else 20_000_000 + 8 * size) // _CHECK_INTERVAL
+
+    def rows(self, query: str, values: Parameters = ()) -> Iterator[tuple[Any, ...]]:
+        """Yield the rows of a query. Raises HistoryError if the database cannot be read."""
+        self.reset_instruction_count()
+        remaining_rows = self.max_rows
+        try:
+            cursor = self.db.execute(query, values)
+            while rows := cursor.fetchmany(_CHUNK):
+                yield from rows
+                remaining_rows -= len(rows)
+                if remaining_rows < 0:
+                    raise HistoryError("it has more rows than its size allows")
+                self.reset_instruction_count()
+        except _FAILURES as error:
+            raise HistoryError(str(error) or "a value is too long") from None
+
+    def reset_instruction_count(self) -> None:
+        """Restart the count of instructions, because a query starts."""
+        self._checks = 0
+
+    def refresh(self) -> None:
+        """End the transaction, so that the next query sees the current database."""
+        with suppress(sqlite3.Error):
+            if self.db.in_transaction:
+                self.db.execute("COMMIT")
+                self.db.execute("BEGIN")
+
+    def _on_progress(self) -> int:
+        """Act as SQLite's progress handler: a result other than 0 interrupts the query."""
+        self._checks += 1
+        return self._checks > self._max_checks
+
+
+_TYPES = {"INTEGER": int, "TEXT": str, "REAL": float, "BLOB": bytes, "": object}
+
+
+@cache
+def columns_of(table: str) -> Mapping[str, tuple[type, ...]]:
+    """Return the columns of a table, and their possible types."""
+    with closing(sqlite3.connect(":memory:")) as db:
+        db.executescript(SCHEMA)
+        rows = db.execute(f"PRAGMA table_info({table})").fetchall()
+    return {
+        name: (_TYPES[declared],) if not_null or in_key else (_TYPES[declared], type(None))
+        for _, name, declared, not_null, _, in_key in rows
+    }
+
+
+def database_file_stamps(path: Path) -> list[os.stat_result]:
+    """Return the `lstat` results of a database's files: the database, and its journal if there is one."""
+    stamps = []
+    for file in (path, Path(f"{path}-wal")):
+        with suppress(FileNotFoundError):
+            stamps.append(file.lstat())
+    return stamps
+
+
+def database_size(path: Path) -> int:
+    """Return the size (bytes) of the database at `path`."""
+    return sum(file.st_size for file in database_file_stamps(path))
+
+
+def check_schema(db: sqlite3.Connection) -> None:
+    """Raise HistoryError if a database has a view or a trigger, which would run SQL of another writer."""
+    query = "SELECT name FROM sqlite_master WHERE sql NOT LIKE 'CREATE TABLE %' AND sql NOT LIKE 'CREATE INDEX %'"
+    for (name,) in db.execute(query):
+        raise HistoryError(f"it holds {str(name)[:60]}, which is not dpmon's")
+
+
+def version_of(db: sqlite3.Connection) -> int:
+    """Return the schema version of a history; SCHEMA_VERSION while its tables are still empty."""
+    row: tuple[int] | None = db.execute("SELECT value FROM meta WHERE key = 'schema'").fetchone()
+    return SCHEMA_VERSION if row is None else row[0]
+
+
+def last_ids(db: sqlite3.Connection) -> list[int]:
+    """Return the highest id in each of the tables that share ids."""
+    query = " UNION ALL ".join(f"SELECT max(id) FROM {table.name}" for table in TABLES if table.sent == NUMBERED)
+    return [last_id or 0 for (last_id,) in db.execute(query)]

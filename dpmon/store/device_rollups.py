@@ -1,0 +1,88 @@
+"""The table `device_rollups`: what the samples of devices and the host add up to in a minute."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import isfinite
+from typing import TYPE_CHECKING, Any
+
+from dpmon.record.schema import SECOND
+from dpmon.store.events import HOST, first_sample_ns
+from dpmon.store.rollups import roll_up
+from dpmon.store.table import KEPT, LAST_NS, MAX, SUM, StoreTable
+from dpmon.store.time_buckets import END_S
+
+if TYPE_CHECKING:
+    from dpmon.store.database import BoundedConnection
+    from dpmon.store.store_queries import Store
+    from dpmon.store.write_batch import WriteBatch
+
+_MINUTE_NS = 60 * SECOND
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS device_rollups (
+    start_s INTEGER NOT NULL,  -- of the minute, or BEFORE_S (dpmon.store.rollups)
+    device  INTEGER NOT NULL,  -- index; -1: the host
+    name    TEXT NOT NULL,     -- of the value in the samples
+    count   INTEGER NOT NULL,
+    total   REAL NOT NULL,
+    high    REAL NOT NULL,     -- the highest value
+    PRIMARY KEY (start_s, device, name)
+) WITHOUT ROWID;
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRollup:
+    """A row of `device_rollups`: one value of a device in one minute."""
+
+    start_s: int
+    device: int
+    name: str
+    count: int
+    total: float
+    high: float
+
+
+DEVICE_ROLLUPS = StoreTable(
+    "device_rollups", DeviceRollup, SCHEMA, combined={"count": SUM, "total": SUM, "high": MAX}, sent=KEPT
+)
+
+
+def add_sample(batch: WriteBatch, t_ns: int, kind: str, data: Mapping[str, Any]) -> None:
+    """Add the values of a sample to their minute. `kind`: device or host."""
+    device = data["index"] if kind == "device" else HOST
+    for name, value in data.items():
+        if type(value) in (int, float) and isfinite(value) and name not in ("t_s", "index"):
+            row = DeviceRollup(t_ns // _MINUTE_NS * 60, device, name[:64], 1, float(value), float(value))
+            batch.add(DEVICE_ROLLUPS, row)
+
+
+def prune_device_rollups(connection: BoundedConnection, limit_bytes: int) -> None:
+    """Merge the oldest rows if there are too many, but not those of minutes whose samples still have rows."""
+    first_ns = first_sample_ns(connection)
+    roll_up(connection.db, DEVICE_ROLLUPS, limit_bytes, END_S if first_ns is None else first_ns // _MINUTE_NS * 60)
+
+
+def read_device_minutes(store: Store) -> list[DeviceRollup]:
+    """Return the sums of deleted device and host samples by minute. The first rows cover all time before that."""
+    if not store.pruned:
+        return []
+    first_ns = first_sample_ns(store.connection)
+    condition = "WHERE (start_s + 60) * ? <= ? ORDER BY start_s, device, name"
+    values = SECOND, LAST_NS if first_ns is None else first_ns
+    return list(DEVICE_ROLLUPS.select(store.connection, condition, values))
+
+
+def read_host_memory(store: Store, start_ns: int, end_ns: int) -> list[tuple[int, int]]:
+    """Return (start in ns, peak host memory of the run's processes in bytes) of each minute between two times."""
+    query = (
+        "WITH RECURSIVE starts(at) AS (VALUES (:begin) UNION ALL SELECT at + 60 FROM starts WHERE at + 60 < :end)"
+        " SELECT start_s, high FROM starts CROSS JOIN device_rollups"
+        " ON start_s = starts.at AND device = :host AND name = 'run_mem_bytes'"
+    )
+    start_s, end_s = -(-start_ns // _MINUTE_NS) * 60, min(end_ns, store.until_ns) // SECOND
+    if start_s >= end_s:
+        return []
+    rows = store.query(query, {"begin": start_s, "end": end_s, "host": HOST})
+    return [(minute_s * SECOND, int(peak_bytes)) for minute_s, peak_bytes in rows]

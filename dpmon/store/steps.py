@@ -1,0 +1,472 @@
+"""The table `steps`: a row per step of the training, with its calls."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import chain
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from dpmon.record.history_rows import Resolver
+from dpmon.record.record_types import Call, CallParts, CallRow, Step
+from dpmon.record.schema import (
+    EVALUATION,
+    EXCLUDED,
+    FORWARD_ONLY,
+    PHASES,
+    QUANTITIES,
+    REST,
+    SECOND,
+    STEP,
+    STEP_PHASES,
+    SYNC_NUMBER,
+    TRAINING,
+    WARM_UP,
+    step_kind,
+)
+from dpmon.store.table import LAST_NS, NUMBERED, StoreTable
+from dpmon.store.tally_keys import read_keys
+from dpmon.store.time_buckets import WIDTHS
+
+if TYPE_CHECKING:
+    from dpmon.store.database import BoundedConnection
+    from dpmon.store.rings import RingRow
+    from dpmon.store.store_queries import Store
+
+_COLUMN_OF = {
+    **{quantity.name: quantity.name for quantity in QUANTITIES},
+    **{phase.name: f"{phase.name}_ns" for phase in PHASES},
+}
+"""The columns of the quantities and phases (dpmon.record.schema), by name."""
+SCHEMA = f"""
+CREATE TABLE IF NOT EXISTS steps (
+    id            INTEGER PRIMARY KEY,
+    process       INTEGER NOT NULL,
+    step          INTEGER NOT NULL,  -- its number, from 1; 0 or less: no step of a loop, but calls alone (see Step)
+    mode          TEXT NOT NULL,     -- dp or single
+    start_ns      INTEGER NOT NULL,
+    wall_ns       INTEGER NOT NULL,
+    kind          INTEGER NOT NULL,  -- flags of dpmon.record.schema
+    calls         INTEGER NOT NULL,  -- the number of its calls
+    -- quantities: NULL if unknown or none. phases: NULL if they did not run; those of calls are sums, within forward
+    {" INTEGER, ".join(_COLUMN_OF.values())} INTEGER,
+    rest_ns       INTEGER,           -- its forward without the phases of its calls
+    device        TEXT,              -- JSON: why device times are missing, then `times` of Step; NULL: none was timed
+    spans         TEXT,              -- JSON: `runs` of Step, flat; NULL: none
+    missing_spans INTEGER NOT NULL,
+    sync_number   INTEGER,           -- number of its last synchronized backward pass, the same on all ranks
+    exposed_ns    INTEGER,           -- exposed communication, and the wait for the slowest rank, in these passes. NULL:
+    wait_ns       INTEGER,           -- unknown (dpmon.store.sync_passes)
+    loop          INTEGER,           -- the loop over a loader that its batches came from
+    loop_batch    INTEGER,           -- batches of that loop that were used by its end; NULL: unknown
+    last_call     INTEGER,           -- number of its last call
+    called        TEXT               -- its calls as JSON, see encode_calls; NULL: none
+);
+"""
+_NEWEST_IDS_SEARCHED = 20_000
+"""How many of the newest ids are searched for single steps."""
+_to_json = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
+
+
+class StepRow(NamedTuple):
+    """A row of `steps`."""
+
+    id: int
+    process: int
+    step: int
+    mode: str
+    start_ns: int
+    wall_ns: int
+    kind: int
+    calls: int
+    measured: Mapping[str, int]
+    """Its known quantities, and the ns of the phases that ran, by name."""
+    rest_ns: int | None = None
+    device: str | None = None
+    spans: str | None = None
+    missing_spans: int = 0
+    sync_number: int | None = None
+    exposed_ns: int | None = None
+    wait_ns: int | None = None
+    loop: int | None = None
+    loop_batch: int | None = None
+    last_call: int | None = None
+    called: str | None = None
+
+    @property
+    def end_ns(self) -> int:
+        """Its end (ns since the run's start)."""
+        return self.start_ns + self.wall_ns
+
+    @property
+    def phases(self) -> dict[str, int]:
+        """Durations (ns) of its own phases that ran, by name, without the phases of its calls."""
+        return {name: self.measured[name] for name in STEP_PHASES if name in self.measured}
+
+    @property
+    def series(self) -> dict[str, int]:
+        """Its values in the series of tallies, by name."""
+        values = {STEP: self.wall_ns, **self.measured}
+        if self.rest_ns is not None:
+            values[REST] = self.rest_ns
+        return values
+
+    @property
+    def blame_weight_ns(self) -> int:
+        """The length by which the ranks' steps of one sync pass compete: half of a wait counts.
+
+        The straggler's step wins, unless it is short: then the straggler was late for another reason, as an evaluation.
+        """
+        return self.wall_ns - (self.wait_ns or 0) // 2
+
+    def to_record(self, rank: int | None) -> Step:
+        """Return its record."""
+        measured = self.measured
+        counts = {quantity.name: measured[quantity.name] for quantity in QUANTITIES if quantity.name in measured}
+        samples = counts.pop("samples", None)
+        if self.sync_number is not None:
+            counts[SYNC_NUMBER] = self.sync_number
+        spans = [] if self.spans is None else json.loads(self.spans)
+        untimed_reason, *times = (0,) if self.device is None else json.loads(self.device)
+        return Step(
+            process=self.process,
+            rank=rank,
+            step=self.step,
+            mode=self.mode,
+            start_ns=self.start_ns,
+            wall_ns=self.wall_ns,
+            samples=samples,
+            phases=self.phases,
+            counts=counts,
+            runs=list(zip(spans[::3], spans[1::3], spans[2::3], strict=True)),
+            missing_spans=self.missing_spans,
+            times=None if self.device is None else times,
+            why=untimed_reason,
+            exposed_ns=self.exposed_ns,
+            wait_ns=self.wait_ns,
+            loop=self.loop,
+            batch=self.loop_batch,
+            kind=step_kind(self.kind),
+            calls=decode_calls(self.called, self.start_ns, self.last_call or 0),
+        )
+
+
+_BEFORE, _AFTER = StepRow._fields[:8], StepRow._fields[9:]
+"""The fields before and after `measured`."""
+_get_before, _get_after = attrgetter(*_BEFORE), attrgetter(*_AFTER)
+
+
+class _StepTable(StoreTable[StepRow]):
+    """The table, with a column for each quantity and phase in place of `measured`."""
+
+    @cached_property
+    def columns(self) -> tuple[str, ...]:
+        return (*_BEFORE, *_COLUMN_OF.values(), *_AFTER)
+
+    def to_values(self, row: StepRow) -> tuple[Any, ...]:
+        return (*_get_before(row), *map(row.measured.get, _COLUMN_OF), *_get_after(row))
+
+    def from_values(self, values: Sequence[Any]) -> StepRow:
+        by_column = dict(zip(self.columns, values, strict=True))
+        measured = {name: by_column.pop(column) for name, column in _COLUMN_OF.items()}
+        return StepRow(**by_column, measured={name: value for name, value in measured.items() if value is not None})
+
+
+STEPS = _StepTable("steps", StepRow, SCHEMA, sent=NUMBERED)
+
+
+class LoopStep(NamedTuple):
+    """A step that used batches of a loader loop."""
+
+    step: int
+    loop: int
+    loop_batch: int
+    """How many batches of the loop were used by the end of the step."""
+    start_ns: int
+    wall_ns: int
+
+    @property
+    def end_ns(self) -> int:
+        """Its end (ns since the run's start)."""
+        return self.start_ns + self.wall_ns
+
+
+class StepWait(NamedTuple):
+    """How long a step communicated and waited for other ranks (ns)."""
+
+    id: int
+    process: int
+    sync_number: int
+    exposed_ns: int
+    wait_ns: int
+    end_s: int
+
+
+# ------------------------------------------------------------------------------------------------ columns of JSON
+
+
+def encode_calls(step: Step) -> str | None:
+    """Return the calls of a step as JSON, and None if there are none: a list of lists, without their numbers.
+
+    A call has its flags, layout, offset from the start of the step, duration, inputs and outputs, and the members of
+    its CallParts if it has parts; without device times, only the first three of them.
+    """
+    if not step.calls:
+        return None
+    texts = []
+    for _, flags, layout, start_ns, wall_ns, inputs, outputs, parts in step.calls:
+        text = f"{flags},{layout},{start_ns - step.start_ns},{wall_ns},{inputs},{outputs}"
+        if parts is not None:
+            text += f",{_to_json(parts if parts.device_ms is not None else parts[:3])[1:-1]}"
+        texts.append(f"[{text}]")
+    return f"[{','.join(texts)}]"
+
+
+def decode_calls(text: str | None, step_start_ns: int, last_number: int) -> list[CallRow]:
+    """Return the calls of a step from their JSON. `last_number`: the number of the last one."""
+    if text is None:
+        return []
+    calls = json.loads(text)
+    rows = []
+    for number, call in enumerate(calls, last_number + 1 - len(calls)):
+        flags, layout, offset_ns, wall_ns, inputs, outputs, *parts = call
+        call_parts = CallParts(*parts) if parts else None
+        rows.append(CallRow(number, flags, layout, step_start_ns + offset_ns, wall_ns, inputs, outputs, call_parts))
+    return rows
+
+
+def encode_spans(step: Step) -> str | None:
+    """Return the column `spans` of a step."""
+    return f"[{','.join(map(str, chain.from_iterable(step.runs)))}]" if step.runs else None
+
+
+def encode_device_times(step: Step) -> str | None:
+    """Return the column `device` of a step."""
+    return None if step.times is None else _to_json([step.why, *step.times])
+
+
+# ------------------------------------------------------------------------------------------------ a process's rows
+
+
+def read_last_step(connection: BoundedConnection, ring: RingRow) -> StepRow | None:
+    """Return the last step of a ring; None if it has none. Raises HistoryError."""
+    condition = "WHERE process = ? AND step > 0 AND id BETWEEN ? AND ? ORDER BY id DESC LIMIT 1"
+    values = ring.process, ring.first_id, ring.last_id
+    return next(STEPS.select(connection, condition, values), None) if ring.steps else None
+
+
+def _outermost_rows(
+    store: Store, processes: Sequence[int], columns: str, condition: str = "TRUE", *, order: str = "DESC"
+) -> list[tuple[Any, ...]]:
+    """Return the newest row of each process, from a single query: a run can have a thousand ranks.
+
+    `order` ASC: return the first row.
+    """
+    bounds = ", ".join(f"({process}, {store.first_id(process)}, {store.last_id(process)})" for process in processes)
+    outermost = f"SELECT id FROM steps WHERE process = who AND id BETWEEN low AND high AND {condition}"
+    outermost += f" ORDER BY id {order} LIMIT 1"
+    query = (
+        f"WITH ends(who, low, high) AS (VALUES {bounds})"
+        f" SELECT {columns} FROM ends CROSS JOIN steps AS row ON row.id = ({outermost})"
+    )
+    return store.query(query) if processes else []
+
+
+def read_newest_steps(store: Store, processes: Sequence[int]) -> dict[int, Step]:
+    """Return the newest step of each process that has one."""
+    rows = map(STEPS.from_values, _outermost_rows(store, processes, STEPS.column_list, "step > 0"))
+    return {row.process: row.to_record(store.ranks.get(row.process)) for row in rows}
+
+
+def read_newest_activity(store: Store, processes: Sequence[int]) -> dict[int, tuple[str, int]]:
+    """Return the mode and the end (ns) of the newest step, or calls alone, of each process that has some."""
+    rows = _outermost_rows(store, processes, "process, mode, start_ns + wall_ns")
+    return {process: (mode, end_ns) for process, mode, end_ns in rows}
+
+
+def read_first_activity_ns(store: Store, processes: Sequence[int]) -> dict[int, int]:
+    """Return the start (ns) of the first call, or step without a call, of each process that still has one."""
+    start_ns = "start_ns + ifnull(json_extract(called, '$[0][2]'), 0)"
+    return dict(_outermost_rows(store, processes, f"process, {start_ns}", order="ASC"))
+
+
+def read_steps(store: Store, limit: int, *, process: int | None = None, main_only: bool = False) -> list[Step]:
+    """Return the newest steps, the newest first: of a process, or of all processes as of now.
+
+    `main_only`: only those of the main kind that statistics include, among the newest steps.
+    """
+    last_id = LAST_NS if process is None else store.last_id(process)
+    condition = "WHERE id <= ? AND step > 0 AND process = ifnull(?, process)"
+    if main_only:
+        newest_id = min(last_id, _newest_id(store))
+        condition += f" AND id > {newest_id - _NEWEST_IDS_SEARCHED} AND {_kind_condition(store.main_kind, EXCLUDED)}"
+    rows = STEPS.select(store.connection, f"{condition} ORDER BY id DESC LIMIT ?", (last_id, process, limit))
+    return [row.to_record(store.ranks.get(row.process)) for row in rows]
+
+
+def read_called_steps(store: Store, process: int, calls: int) -> list[Step]:
+    """Return the newest steps of a process with calls, and calls alone, until they have `calls` calls, newest first."""
+    condition = "WHERE process = ? AND id BETWEEN ? AND ? AND called IS NOT NULL ORDER BY id DESC LIMIT ?"
+    values = process, store.first_id(process), store.last_id(process), calls
+    steps = []
+    for row in STEPS.select(store.connection, condition, values):
+        steps.append(row.to_record(store.ranks.get(process)))
+        calls -= len(steps[-1].calls)
+        if calls <= 0:
+            break
+    return steps
+
+
+def resolve_call(store: Store, step: Step, row: CallRow) -> Call | None:
+    """Return the record of a call of `step`; None if a definition is lost."""
+    resolver = Resolver(step.process, step.rank)
+    for number, definition in store.definitions(step.process, row.definitions).items():
+        resolver.definitions.remember(number, definition)
+    return resolver.call(step, row)
+
+
+def find_last_main_step(store: Store, process: int) -> StepRow | None:
+    """Return the last step of the main kind among a process's newest steps; None if there is none."""
+    last_id = min(store.last_id(process), _newest_id(store))
+    condition = f"process = ? AND step > 0 AND id BETWEEN ? AND ? AND {_kind_condition(store.main_kind)}"
+    values = process, last_id - _NEWEST_IDS_SEARCHED, last_id
+    return next(STEPS.select(store.connection, f"WHERE {condition} ORDER BY id DESC LIMIT 1", values), None)
+
+
+def find_step_number(store: Store, newest: Step) -> int:
+    """Return the number of the newest step of the main kind of a process, given its newest step; 0 if unknown."""
+    if newest.kind == store.main_kind:
+        return newest.step
+    last = find_last_main_step(store, newest.process)
+    return 0 if last is None else last.step
+
+
+def find_step_end(store: Store, process: int, *, forward: bool) -> int | None:
+    """Return the end (ns) of the last step at the time of the store, or of the next one after it (`forward`).
+
+    None if there is no such step.
+    """
+    condition = "id > ? ORDER BY id" if forward else "id <= ? ORDER BY id DESC"
+    query = f"SELECT start_ns + wall_ns FROM steps WHERE process = ? AND step > 0 AND {condition} LIMIT 1"
+    return next((end_ns for (end_ns,) in store.query(query, (process, store.last_id(process)))), None)
+
+
+def find_next_step_ns(store: Store, process: int, after_ns: int) -> int | None:
+    """Return the start (ns) of a process's first step that began at or after a time; None if there is none.
+
+    If rows were deleted, the result may be the start of a later step.
+    """
+    keys = ", ".join(map(str, read_keys(store.connection, [process])))
+    query = (
+        f"SELECT first_ns FROM tallies WHERE width = ? AND start_s >= ? AND key IN ({keys}) AND first_ns >= ?"
+        " ORDER BY start_s, first_ns LIMIT 1"
+    )
+    query_steps = "SELECT min(start_ns) FROM steps WHERE process = ? AND step > 0 AND start_ns >= ?"
+    rows = store.query(query_steps, (process, after_ns))
+    for width in WIDTHS:
+        rows += store.query(query, (width, after_ns // SECOND // width * width, after_ns))
+    return min((start_ns for (start_ns,) in rows if start_ns is not None), default=None)
+
+
+def read_loop_steps(store: Store, process: int, loops: Sequence[int], limit: int, interval: int = 1) -> list[LoopStep]:
+    """Return every `interval`-th step of some loader loops, among the newest rows, the newest first."""
+    last_id = min(store.last_id(process), _newest_id(store))
+    query = (
+        f"SELECT {', '.join(LoopStep._fields)} FROM steps WHERE process = ? AND id BETWEEN ? AND ?"
+        f" AND loop IN ({', '.join('?' * len(loops))}) AND loop_batch IS NOT NULL AND step % ? = 0"
+        " ORDER BY id DESC LIMIT ?"
+    )
+    values = process, last_id - _NEWEST_IDS_SEARCHED, last_id, *loops, interval, limit
+    return list(map(LoopStep._make, store.query(query, values)))
+
+
+def _newest_id(store: Store) -> int:
+    return next((step_id or 0 for (step_id,) in store.query("SELECT max(id) FROM steps")), 0)
+
+
+# ------------------------------------------------------------------------------------------------ long steps, waits
+
+
+def read_longest_steps(
+    store: Store, limit: int, mode: str, *, process: int | None = None, newest_only: bool = False
+) -> list[StepRow]:
+    """Return the longest steps of a mode and of the main kind, the longest first, without excluded steps.
+
+    `process`: only its steps, up to the time of the store; None: those of all processes, except those in which ranks
+    may have waited for steps of another kind. `newest_only`: only among the newest rows.
+    """
+    compared = "(wait_ns IS NULL OR exposed_ns IS NOT NULL)" if process is None else "TRUE"
+    last_id = min(LAST_NS if process is None else store.last_id(process), _newest_id(store))
+    query = (
+        "SELECT id, wall_ns FROM steps WHERE id BETWEEN ? AND ? AND process = ifnull(?, process) AND step > 0"
+        f" AND mode = ? AND {_in_stats_condition(store.main_kind)} AND {compared} ORDER BY wall_ns DESC LIMIT ?"
+    )
+    first_id = last_id - _NEWEST_IDS_SEARCHED if newest_only else 0
+    return _read_longest(store, query, (first_id, last_id, process, mode, limit))
+
+
+def read_longest_training_steps(
+    store: Store, limit: int, processes: Collection[int], mode: str, first_id: int, last_id: int, begin_ns: int
+) -> list[StepRow]:
+    """Return the longest training steps of a mode that ended after `begin_ns`, the longest first.
+
+    Only steps with ids above `first_id`, up to `last_id`, without warm-up steps. If there are several `processes`,
+    they train together: of the steps that share a sync pass, only that of the greatest `blame_weight_ns` is returned.
+    """
+    weight = grouping = process_condition = ""
+    if len(processes) > 1:
+        weight = ", max(wall_ns - ifnull(wait_ns, 0) / 2)"
+        grouping = "GROUP BY ifnull(sync_number, -id)"
+    if len(processes) != len(store.ranks):
+        process_condition = f" AND process IN ({', '.join(map(str, processes))})"
+    query = (
+        f"SELECT id, wall_ns{weight} FROM steps WHERE id > ? AND id <= ?{process_condition}"
+        f" AND step > 0 AND mode = ? AND start_ns + wall_ns > ? AND {_kind_condition(TRAINING, WARM_UP)} {grouping}"
+        " ORDER BY wall_ns DESC LIMIT ?"
+    )
+    return _read_longest(store, query, (first_id, last_id, mode, begin_ns, limit))
+
+
+def _read_longest(store: Store, query: str, values: Sequence[Any]) -> list[StepRow]:
+    """Return the rows with the ids of a query, the longest first.
+
+    The query reads only the columns that decide, because it may read the steps of a thousand ranks.
+    """
+    condition = f"WHERE id IN (SELECT id FROM ({query})) ORDER BY wall_ns DESC"
+    return list(STEPS.select(store.connection, condition, values))
+
+
+def find_first_step_ns(store: Store, processes: Collection[int], after_id: int) -> int | None:
+    """Return the start (ns) of the first step of some processes after an id; None if there is none."""
+    condition = f"id > ? AND step > 0 AND process IN ({', '.join(map(str, processes))})"
+    rows = store.query(f"SELECT start_ns FROM steps WHERE {condition} ORDER BY id LIMIT 1", (after_id,))
+    return next((start_ns for (start_ns,) in rows), None)
+
+
+def read_waits(store: Store, after_id: int, after_number: int) -> Iterator[StepWait]:
+    """Yield the waits of training steps with an id above `after_id` and a sync pass above `after_number`, if known."""
+    query = (
+        f"SELECT id, process, sync_number, exposed_ns, wait_ns, (start_ns + wall_ns) / {SECOND} FROM steps"
+        " WHERE id > ? AND sync_number > ? AND exposed_ns + wait_ns IS NOT NULL"
+        f" AND {_in_stats_condition(TRAINING)} AND start_ns + wall_ns <= ? ORDER BY id"
+    )
+    return map(StepWait._make, store.connection.rows(query, (after_id, after_number, store.until_ns)))
+
+
+def find_unknown_wait(store: Store, after_id: int, after_number: int) -> int | None:
+    """Return the id of the first such step (see `read_waits`) whose wait is not known; None if there is none."""
+    condition = f"id > ? AND sync_number > ? AND wait_ns IS NULL AND {_in_stats_condition(TRAINING)}"
+    rows = store.query(f"SELECT id FROM steps WHERE {condition} ORDER BY id LIMIT 1", (after_id, after_number))
+    return next((step_id for (step_id,) in rows), None)
+
+
+def _in_stats_condition(kind: int) -> str:
+    """Return the SQL condition for steps of a kind that statistics include, without warm-up steps."""
+    return _kind_condition(kind, WARM_UP | EXCLUDED)
+
+
+def _kind_condition(kind: int, excluded: int = 0) -> str:
+    """Return the SQL condition for steps of a kind that have none of the flags `excluded`."""
+    return f"(kind & {EVALUATION | FORWARD_ONLY | excluded} = {kind})"

@@ -120,13 +120,13 @@ class RingDrain:
                 has_more = self._read_rings(now_s)
                 self._read_at_s = now_s + TAKE_S if len(self._sources) > MANY_RINGS and not has_more else now_s
             self._read_own_records()
-        if now_s >= self._commit_at_s or self._batch.records >= COMMIT_ROWS:
+        if now_s >= self._commit_at_s or self._batch.row_count >= COMMIT_ROWS:
             self._write(now_s)
         return has_more and self._has_room()
 
     def _has_room(self) -> bool:
         batch = self._batch
-        return batch.characters + _ROW_BYTES * (batch.records + len(batch.steps_by_tally)) < HOLD_BYTES
+        return batch.characters + _ROW_BYTES * (batch.row_count + len(batch.steps_by_tally)) < HOLD_BYTES
 
     def flush(self, command_ended: bool = False) -> None:
         """Read and write all records in the rings, in a limited number of reads.

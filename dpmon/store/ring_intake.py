@@ -88,14 +88,14 @@ class RingIntake:
             self._event(batch, row_id, row)
         elif isinstance(row, CollectiveRow):
             row = row._replace(id=row_id, process=process, start_ns=row.start_ns - self._start_ns)
-            batch.add_record(COLLECTIVES, row)
+            batch.add(COLLECTIVES, row)
             batch.add(COLLECTIVE_SUMS, sums_of_collective(row))
         elif isinstance(row, LossRow):
             row = row._replace(id=row_id, process=process, t_ns=row.t_ns - self._start_ns)
-            batch.add_record(LOSSES, row)
+            batch.add(LOSSES, row)
         else:
             text = json.dumps(row.value, separators=(",", ":"))
-            batch.add_record(DEFINITIONS, DefinitionRow(process, row.number, text), text)
+            batch.add(DEFINITIONS, DefinitionRow(process, row.number, text), text)
             return False
         return True
 
@@ -152,7 +152,7 @@ class RingIntake:
             last_call=row.calls[-1].call,
             called=called,
         )
-        batch.add_record(STEPS, stored, called)
+        batch.add(STEPS, stored, called)
 
     def _step(self, batch: WriteBatch, row_id: int, row: Step, called: str | None) -> None:
         process, start_ns, end_ns, calls = self.row.process, row.start_ns, row.start_ns + row.wall_ns, row.calls
@@ -263,7 +263,7 @@ class RingIntake:
         if process is None and t_ns is not None and kind in ("device", "host"):
             add_sample(batch, t_ns, kind, data)
         text = event_to_json(event)
-        batch.add_record(EVENTS, EventRow(event_id, process, kind, t_ns, text), text)
+        batch.add(EVENTS, EventRow(event_id, process, kind, t_ns, text), text)
 
 
 def _series_of(row: CallRow) -> list[tuple[str, int]]:

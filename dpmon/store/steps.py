@@ -106,11 +106,11 @@ class StepRow(NamedTuple):
         return {name: self.measured[name] for name in STEP_PHASES if name in self.measured}
 
     @property
-    def series(self) -> dict[str, int]:
-        """Its values in the series of tallies, by name."""
-        values = {STEP: self.wall_ns, **self.measured}
+    def series(self) -> list[tuple[str, int]]:
+        """Its values in the series of tallies, with their names."""
+        values = [(STEP, self.wall_ns), *self.measured.items()]
         if self.rest_ns is not None:
-            values[REST] = self.rest_ns
+            values.append((REST, self.rest_ns))
         return values
 
     @property

@@ -200,7 +200,7 @@ def add_steps(
             else:
                 changes.append((seq, width, start_s, key))
             named: dict[str, list[int]] = defaultdict(list)
-            for name, value in chain(*(row.series.items() for row in rows), *(part.series for part in parts)):
+            for name, value in chain(*(row.series for row in rows), *(part.series for part in parts)):
                 named[name].append(value)
             series += [_series_row(width, start_s, key, name, values) for name, values in named.items()]
     TALLIES.insert(db, tallies)
@@ -209,17 +209,18 @@ def add_steps(
 
 
 def _tally_row(width: int, start_s: int, key: int, steps: Sequence[StepRow], seq: int) -> TallyRow:
+    walls, starts = [step.wall_ns for step in steps], [step.start_ns for step in steps]
     return TallyRow(
         width=width,
         start_s=start_s,
         key=key,
         steps=len(steps),
-        calls=sum(step.calls for step in steps),
-        last_step=max(step.step for step in steps),
-        low_ns=min(step.wall_ns for step in steps),
-        high_ns=max(step.wall_ns for step in steps),
-        first_ns=min(step.start_ns for step in steps),
-        last_ns=max(step.end_ns for step in steps),
+        calls=sum([step.calls for step in steps]),
+        last_step=max([step.step for step in steps]),
+        low_ns=min(walls),
+        high_ns=max(walls),
+        first_ns=min(starts),
+        last_ns=max(map(int.__add__, starts, walls)),
         seq=seq,
     )
 

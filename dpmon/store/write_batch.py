@@ -25,10 +25,8 @@ class WriteBatch:
 
     rows: dict[StoreTable[Any], list[Any]] = field(default_factory=lambda: defaultdict(list))
     """By table."""
-    records: int = 0
-    """Number of rows with records and definitions."""
     characters: int = 0
-    """Characters of text in these rows."""
+    """Characters of text in the rows."""
     rings: list[RingRow] = field(default_factory=list)
     steps_by_tally: dict[tuple[int, TallyKey], SecondOfSteps] = field(
         default_factory=lambda: defaultdict(SecondOfSteps)
@@ -45,21 +43,19 @@ class WriteBatch:
     shapes: Counter[CallShape] = field(default_factory=Counter)
     """Calls by shape."""
 
-    def add(self, table: StoreTable[RowT], row: RowT) -> None:
-        """Add a row."""
-        self.rows[table].append(row)
+    @property
+    def row_count(self) -> int:
+        """The number of rows."""
+        return sum(map(len, self.rows.values()))
 
-    def add_record(self, table: StoreTable[RowT], row: RowT, *texts: str | None) -> None:
-        """Add a row with a record or a definition. `texts`: its texts."""
+    def add(self, table: StoreTable[RowT], row: RowT, *texts: str | None) -> None:
+        """Add a row. `texts`: its longer texts."""
         self.rows[table].append(row)
-        self.records += 1
-        for text in texts:
-            if text is not None:
-                self.characters += len(text)
+        self.characters += sum([len(text) for text in texts if text is not None])
 
     def add_step(self, key: TallyKey, row: StepRow, series: Iterable[tuple[str, int]]) -> None:
         """Add a step, also to its tally. `series`: values of further series."""
-        self.add_record(STEPS, row, row.called, row.spans, row.device)
+        self.add(STEPS, row, row.called, row.spans, row.device)
         second_of_steps = self.steps_by_tally[row.end_ns // SECOND, key]
         second_of_steps.rows.append(row)
         second_of_steps.series += series

@@ -47,7 +47,7 @@ def send(mirror: Mirror, *lines: dict[str, Any] | bytes) -> None:
 
 
 def event(number: int) -> dict[str, Any]:
-    row = [number, -1, 0, json.dumps({"kind": "host", "t_s": float(number)})]
+    row = [number, None, 0, json.dumps({"kind": "host", "t_s": float(number)})]
     return {"table": "events", "columns": ["id", "process", "t_ns", "json"], "rows": [row]}
 
 
@@ -122,7 +122,7 @@ def test_the_bytes_that_wait_for_a_full_disk_are_bounded(
     held = []
     for number, length in enumerate(texts):
         text = json.dumps({"kind": "host", "t_s": 0.0, "text": "x" * length})
-        rows = [[30 * number + each, -1, 0, text] for each in range(1, 31)]
+        rows = [[30 * number + each, None, 0, text] for each in range(1, 31)]
         send(mirror, {**event(0), "rows": rows}, beat(30 * number, 30 * number + 30))
         mirror._commit()
         held.append(sum(len(row[-1]) for _, chunk in mirror._chunks for row in chunk.rows["events"]))
@@ -154,7 +154,7 @@ def test_the_bytes_of_all_machines_that_wait_for_a_full_disk_are_bounded_togethe
     mirror._handle_report(LineReceived(0, json.dumps(beat(0, 0, exit={"status": 0, "seconds": 1.0})).encode()))
     monkeypatch.setattr(mirror.history, "write", full)
     for at in range(40):
-        row = [at + 1, -1, 0, json.dumps({"kind": "host", "t_s": float(at), "text": "x" * 4_000})]
+        row = [at + 1, None, 0, json.dumps({"kind": "host", "t_s": float(at), "text": "x" * 4_000})]
         for machine in mirror.peers[1:]:
             if machine.node.state == "cut":
                 mirror._handle_report(LinkOpened(machine.node.number, MARKER))

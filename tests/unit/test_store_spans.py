@@ -395,7 +395,7 @@ def test_the_rest_of_a_ring_waits_while_the_history_cannot_take_it(
     for _ in range(20):
         training.run(100)
         run.look()
-        assert run.drain._batch.records < 600
+        assert run.drain._batch.row_count < 600
     training.end()
     run.drain.flush(command_ended=True)
     db.execute("PRAGMA max_page_count = 100000")

@@ -7,7 +7,7 @@ represents the run. Counts of steps and rates cover all processes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
@@ -54,7 +54,7 @@ from dpmon.store.events import iter_events, read_events
 from dpmon.store.gaps import Gap, read_gaps
 from dpmon.store.loss_table import InvalidLoss, find_invalid_losses
 from dpmon.store.shapes import read_shapes
-from dpmon.store.step_stats import StatsWindow, account_for_elapsed, compute_step_stats, first_and_last_third
+from dpmon.store.step_stats import StatsWindow, account_for_elapsed, compute_step_stats
 from dpmon.store.steps import StepRow, find_next_step_ns, read_longest_steps, read_steps
 from dpmon.store.tally import Tally
 from dpmon.store.tally_tables import read_tally_rows
@@ -288,7 +288,7 @@ class RunAnalysis:
             for start_s, _, key, tally in read_tally_rows(self.store, process=stats.process, widest=self.bin_s)
             if (key.mode, step_kind(key.kind)) == (stats.mode, stats.kind) and not key.kind & WARM_UP
         ]
-        first, last = first_and_last_third(rows, sum(tally.steps for _, tally in rows))
+        first, last = _first_and_last_third(rows, sum(tally.steps for _, tally in rows))
         if min(first.steps, last.steps) < _MIN_STEPS_OF_THIRD:
             return stats
         return replace(stats, early=first, late=last)
@@ -497,3 +497,20 @@ class RunAnalysis:
             self.window, process, devices=devices, virtual=virtual, longest=self.longest_steps, waits=waits
         )
         return comparison if len(comparison.sides) > 1 else None
+
+
+def _first_and_last_third(rows: Sequence[tuple[int, Tally]], steps: int) -> tuple[Tally, Tally]:
+    """Return the tallies of the first and the last third of the steps, as exactly as `rows` allow.
+
+    `rows`: tallies in order of time, with any number before each.
+    """
+    first, last = Tally(), Tally()
+    for _, tally in rows:
+        if first.steps + tally.steps > steps / 3:
+            break
+        first.merge(tally)
+    for _, tally in reversed(rows):
+        if last.steps + tally.steps > steps / 3:
+            break
+        last.merge(tally)
+    return first, last

@@ -20,8 +20,7 @@ SCHEMA = """
 CREATE TABLE IF NOT EXISTS times (
     width    INTEGER NOT NULL,  -- as in tallies
     start_s  INTEGER NOT NULL,
-    process  INTEGER NOT NULL,
-    mode     TEXT NOT NULL,
+    process INTEGER NOT NULL, mode TEXT NOT NULL,
     activity TEXT NOT NULL,     -- one of dpmon.store.time_accounting.ACTIVITIES
     ns       INTEGER NOT NULL,
     seq      INTEGER NOT NULL,  -- the last transaction that changed this row

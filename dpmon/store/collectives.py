@@ -21,8 +21,7 @@ _OWN = "definition > 0 AND phase = 0 AND step > 0"
 """The SQL condition for collectives that the script itself launched in a step, outside the phases."""
 SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS collectives (
-    id         INTEGER PRIMARY KEY,
-    process    INTEGER NOT NULL,
+    id INTEGER PRIMARY KEY, process INTEGER NOT NULL,
     number     INTEGER NOT NULL,  -- of its span
     definition INTEGER NOT NULL,  -- 0: a sample, which is a period in which all collectives are recorded
     phase      INTEGER NOT NULL,  -- kind of the span in which it was launched; 0: none

@@ -10,9 +10,8 @@ from dpmon.store.table import KEPT, StoreTable
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS definitions (
-    process INTEGER NOT NULL,
-    number  INTEGER NOT NULL,
-    value   TEXT NOT NULL,     -- as JSON: see dpmon.record.history_rows.Definition
+    process INTEGER NOT NULL, number INTEGER NOT NULL,
+    value   TEXT NOT NULL,  -- as JSON: see dpmon.record.history_rows.Definition
     PRIMARY KEY (process, number)
 ) WITHOUT ROWID;
 """

@@ -24,9 +24,7 @@ CREATE TABLE IF NOT EXISTS device_rollups (
     start_s INTEGER NOT NULL,  -- of the minute, or BEFORE_S (dpmon.store.rollups)
     device  INTEGER NOT NULL,  -- index; -1: the host
     name    TEXT NOT NULL,     -- of the value in the samples
-    count   INTEGER NOT NULL,
-    total   REAL NOT NULL,
-    high    REAL NOT NULL,     -- the highest value
+    count INTEGER NOT NULL, total REAL NOT NULL, high REAL NOT NULL,
     PRIMARY KEY (start_s, device, name)
 ) WITHOUT ROWID;
 """

@@ -14,12 +14,10 @@ if TYPE_CHECKING:
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS gaps (
-    id         INTEGER PRIMARY KEY,
-    process    INTEGER NOT NULL,
+    id INTEGER PRIMARY KEY, process INTEGER NOT NULL,
     after_step INTEGER NOT NULL,  -- number of the step before it
     mode       TEXT NOT NULL,     -- of the step after it
-    begin_ns   INTEGER NOT NULL,
-    end_ns     INTEGER NOT NULL,
+    begin_ns INTEGER NOT NULL, end_ns INTEGER NOT NULL,
     ns         INTEGER NOT NULL   -- without pauses and input waits
 );
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sqlite3
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,6 @@ from dpmon.store.gaps import prune_gaps, shorten_gaps
 from dpmon.store.loops import LOOPS, prune_loops
 from dpmon.store.loss_table import LOSSES, LossThinning
 from dpmon.store.node_table import NODE_DEVICES
-from dpmon.store.rings import RINGS
 from dpmon.store.rollups import roll_up
 from dpmon.store.shapes import SHAPES
 from dpmon.store.sync_passes import join_sync_steps
@@ -124,10 +123,6 @@ class HistoryWriter:
         self.key_numbers = KeyNumbers(self._db)
         self.next_id: int = 1 + max(last_ids(self._db))
 
-    def rows(self, query: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
-        """Return the rows of a query. Raises HistoryError."""
-        return list(self.connection.rows(query, values))
-
     def write(self, batch: WriteBatch) -> None:
         """Write the whole batch, or nothing if it raises HistoryError. Then the same batch may be written again."""
         self.run_transaction(lambda seq: self._insert_batch(batch, seq))
@@ -161,7 +156,6 @@ class HistoryWriter:
         db = self._db
         for table, rows in batch.rows.items():
             table.insert(db, rows)
-        RINGS.insert(db, batch.rings)
         LOOPS.insert(db, batch.loops.values())
         SHAPES.insert(db, [shape._replace(calls=calls) for shape, calls in batch.shapes.items()])
         shorten_gaps(db, batch.late_input_waits)

@@ -15,12 +15,9 @@ if TYPE_CHECKING:
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS loops (
-    process       INTEGER NOT NULL,
-    loop          INTEGER NOT NULL,
-    dataset       INTEGER NOT NULL,
+    process INTEGER NOT NULL, loop INTEGER NOT NULL, dataset INTEGER NOT NULL,
     length        INTEGER,           -- batches of the loader; NULL: unknown
-    begin_ns      INTEGER NOT NULL,  -- start of its first step
-    end_ns        INTEGER NOT NULL,  -- end of its last step
+    begin_ns INTEGER NOT NULL, end_ns INTEGER NOT NULL,  -- start of its first step, end of its last one
     last_step     INTEGER NOT NULL,  -- number of its last training step
     fetched       INTEGER NOT NULL,
     ahead         INTEGER,           -- fetched batches that no step has used yet; NULL until its second step

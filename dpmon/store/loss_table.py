@@ -22,8 +22,7 @@ UNFIT = "loss - loss IS NULL"
 """The SQL condition for a loss that is NaN or infinite."""
 SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS losses (
-    id         INTEGER PRIMARY KEY,
-    process    INTEGER NOT NULL,
+    id INTEGER PRIMARY KEY, process INTEGER NOT NULL,
     definition INTEGER NOT NULL,  -- of the script line that calls backward
     step       INTEGER NOT NULL,  -- the step of the backward pass; 0: unknown
     t_ns       INTEGER NOT NULL,

@@ -24,8 +24,7 @@ CREATE TABLE IF NOT EXISTS nodes (
     heard_ns       INTEGER,           -- its last answer
     received       INTEGER NOT NULL,  -- the last id of its records that is here
     tallied_s      INTEGER NOT NULL,  -- its tallies are complete up to this second
-    clock_ns       INTEGER,           -- added to its times, exact to clock_error_ns; NULL until it is measured
-    clock_error_ns INTEGER,
+    clock_ns INTEGER, clock_error_ns INTEGER,  -- added to its times, and its error; NULL until it is measured
     shift_s        INTEGER,           -- added to the seconds of its tallies
     exit           TEXT               -- the end of its run, as JSON; NULL while it runs
 );

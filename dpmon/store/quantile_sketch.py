@@ -22,8 +22,6 @@ MAX_PAIR_COUNT = 0xFFFF
 """Largest count in one pair of a packed sketch."""
 SKETCH_PAIR_BYTES = 4
 """Bytes of a pair."""
-LAST_BIN = (63 - _BITS << _BITS) | _MASK
-"""The bin of the largest number in a record (63 bits)."""
 
 
 def bin_of(value: int) -> int:

@@ -24,7 +24,7 @@ from dpmon.store.history_writer import LIMIT_BYTES, HistoryWriter
 from dpmon.store.process_accounts import ProcessAccounts
 from dpmon.store.records import newest_record_ns
 from dpmon.store.ring_intake import RingIntake
-from dpmon.store.rings import RingRow, read_rings
+from dpmon.store.rings import RINGS, RingRow, read_rings
 from dpmon.store.span_source import SpanSource
 from dpmon.store.store_queries import Store
 from dpmon.store.write_batch import WriteBatch
@@ -297,19 +297,20 @@ class RingDrain:
         for source, _ in self._sources.values():
             source.update_position()
         rows = [source.row for source, _ in self._sources.values()]
-        self._batch.rings = [row for row in rows if self._stored_rows.get(row.name) != row]
+        rings = [row for row in rows if self._stored_rows.get(row.name) != row]
         if self._own_missed:
             stored_row = self._stored_rows.get(_OWN)
             missed = self._own_missed + (0 if stored_row is None else stored_row.missed)
-            self._batch.rings.append(RingRow(_OWN, -1, None, os.getpid(), missed=missed))
-        if not (self._batch.rings or self._batch.rows):
+            rings.append(RingRow(_OWN, -1, None, os.getpid(), missed=missed))
+        self._batch.rows[RINGS] = rings
+        if not self._batch.row_count:
             return
         try:
             self._history.write(self._batch)
         except HistoryError as error:
             self._handle_write_error(now_s, error)
             return
-        self._stored_rows.update((row.name, replace(row)) for row in self._batch.rings)
+        self._stored_rows.update((row.name, replace(row)) for row in rings)
         self._batch = WriteBatch()
         self._own_missed = 0
         self.failure = None

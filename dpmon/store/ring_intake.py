@@ -128,7 +128,20 @@ class RingIntake:
                 self._add_step_time(batch, row, 0)
             if not calls:
                 return False
-            self._add_calls_alone(batch, row_id, row, called)
+            stored = StepRow(
+                id=row_id,
+                process=self.row.process,
+                step=row.step,
+                mode=row.mode,
+                start_ns=row.start_ns,
+                wall_ns=row.wall_ns,
+                kind=row.kind,
+                calls=len(calls),
+                measured={} if row.samples is None else {"samples": row.samples},
+                last_call=calls[-1].call,
+                called=called,
+            )
+            batch.add(STEPS, stored, called)
         self.row.last_id = row_id
         if self.row.first_id is None:
             self.row.first_id = row_id
@@ -136,23 +149,6 @@ class RingIntake:
         if calls:
             self.row.last_call = calls[-1].call
         return True
-
-    def _add_calls_alone(self, batch: WriteBatch, row_id: int, row: Step, called: str | None) -> None:
-        """Add calls alone, which have no phases."""
-        stored = StepRow(
-            id=row_id,
-            process=self.row.process,
-            step=row.step,
-            mode=row.mode,
-            start_ns=row.start_ns,
-            wall_ns=row.wall_ns,
-            kind=row.kind,
-            calls=len(row.calls),
-            measured={} if row.samples is None else {"samples": row.samples},
-            last_call=row.calls[-1].call,
-            called=called,
-        )
-        batch.add(STEPS, stored, called)
 
     def _step(self, batch: WriteBatch, row_id: int, row: Step, called: str | None) -> None:
         process, start_ns, end_ns, calls = self.row.process, row.start_ns, row.start_ns + row.wall_ns, row.calls

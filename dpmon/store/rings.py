@@ -24,14 +24,12 @@ CREATE TABLE IF NOT EXISTS rings (
     pid               INTEGER NOT NULL,
     position          INTEGER NOT NULL,  -- number of the next unread span
     missed            INTEGER NOT NULL,  -- records that were overwritten before they were read, or could not be kept
-    calls             INTEGER NOT NULL,
-    steps             INTEGER NOT NULL,
+    calls INTEGER NOT NULL, steps INTEGER NOT NULL,
     last_step         INTEGER,           -- number of its last training step
     evaluations       INTEGER NOT NULL,  -- number of its last evaluation step
     forward_steps     INTEGER NOT NULL,  -- number of its last forward-only step
     evaluation_phases INTEGER NOT NULL,  -- evaluations, each of one or several steps
-    first_id          INTEGER,           -- ids of its first and last row in steps; NULL if it has none
-    last_id           INTEGER,
+    first_id INTEGER, last_id INTEGER,   -- ids of its first and last row in steps; NULL if it has none
     last_call         INTEGER,           -- number of its last call
     lines             INTEGER,           -- bytes read of the lines next to the ring
     events            INTEGER NOT NULL,  -- its events in the history

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS shapes (
-    process INTEGER NOT NULL,
-    mode    TEXT NOT NULL,
+    process INTEGER NOT NULL, mode TEXT NOT NULL,
     kind    INTEGER NOT NULL,  -- flags of their steps; in a training step, calls without gradients evaluate
     layout  INTEGER NOT NULL,
     virtual INTEGER NOT NULL,  -- whether the replicas are virtual

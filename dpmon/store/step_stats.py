@@ -519,20 +519,3 @@ def account_for_elapsed(
         "startup": time_by_activity["startup"] + startup_ns,
         "ending": remaining_ns - startup_ns,
     }
-
-
-def first_and_last_third(rows: Sequence[tuple[int, Tally]], steps: int) -> tuple[Tally, Tally]:
-    """Return the tallies of the first and the last third of the steps, as exactly as `rows` allow.
-
-    `rows`: tallies in order of time, with any number before each.
-    """
-    first, last = Tally(), Tally()
-    for _, tally in rows:
-        if first.steps + tally.steps > steps / 3:
-            break
-        first.merge(tally)
-    for _, tally in reversed(rows):
-        if last.steps + tally.steps > steps / 3:
-            break
-        last.merge(tally)
-    return first, last

@@ -42,12 +42,10 @@ _COLUMN_OF = {
 """The columns of the quantities and phases (dpmon.record.schema), by name."""
 SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS steps (
-    id            INTEGER PRIMARY KEY,
-    process       INTEGER NOT NULL,
+    id INTEGER PRIMARY KEY, process INTEGER NOT NULL,
     step          INTEGER NOT NULL,  -- its number, from 1; 0 or less: no step of a loop, but calls alone (see Step)
     mode          TEXT NOT NULL,     -- dp or single
-    start_ns      INTEGER NOT NULL,
-    wall_ns       INTEGER NOT NULL,
+    start_ns INTEGER NOT NULL, wall_ns INTEGER NOT NULL,
     kind          INTEGER NOT NULL,  -- flags of dpmon.record.schema
     calls         INTEGER NOT NULL,  -- the number of its calls
     -- quantities: NULL if unknown or none. phases: NULL if they did not run; those of calls are sums, within forward
@@ -57,8 +55,7 @@ CREATE TABLE IF NOT EXISTS steps (
     spans         TEXT,              -- JSON: `runs` of Step, flat; NULL: none
     missing_spans INTEGER NOT NULL,
     sync_number   INTEGER,           -- number of its last synchronized backward pass, the same on all ranks
-    exposed_ns    INTEGER,           -- exposed communication, and the wait for the slowest rank, in these passes. NULL:
-    wait_ns       INTEGER,           -- unknown (dpmon.store.sync_passes)
+    exposed_ns INTEGER, wait_ns INTEGER,  -- of these passes: dpmon.store.sync_passes; NULL: unknown
     loop          INTEGER,           -- the loop over a loader that its batches came from
     loop_batch    INTEGER,           -- batches of that loop that were used by its end; NULL: unknown
     last_call     INTEGER,           -- number of its last call

@@ -36,10 +36,8 @@ CREATE TABLE IF NOT EXISTS tallies (
     steps     INTEGER NOT NULL,
     calls     INTEGER NOT NULL,  -- calls in these steps
     last_step INTEGER NOT NULL,  -- the highest number of a step
-    low_ns    INTEGER NOT NULL,  -- duration of the shortest step
-    high_ns   INTEGER NOT NULL,  -- duration of the longest step
-    first_ns  INTEGER NOT NULL,  -- start of the first step
-    last_ns   INTEGER NOT NULL,  -- end of the last step
+    low_ns INTEGER NOT NULL, high_ns INTEGER NOT NULL,   -- duration of the shortest and of the longest step
+    first_ns INTEGER NOT NULL, last_ns INTEGER NOT NULL, -- start of the first step, end of the last one
     seq       INTEGER NOT NULL,  -- the last transaction that changed this row or one of its series
     PRIMARY KEY (width, start_s, key)
 ) WITHOUT ROWID;
@@ -50,9 +48,7 @@ SERIES_SCHEMA = """
 -- dpmon.record.schema; EXPOSED, WAIT, STRAGGLER_DELAY and UNCOMPARED; replica_series and stage_series;
 -- device_series of these.
 CREATE TABLE IF NOT EXISTS series (
-    width   INTEGER NOT NULL,
-    start_s INTEGER NOT NULL,
-    key     INTEGER NOT NULL,
+    width INTEGER NOT NULL, start_s INTEGER NOT NULL, key INTEGER NOT NULL,
     name    TEXT NOT NULL,
     count   INTEGER NOT NULL,    -- steps with a value
     total   INTEGER NOT NULL,    -- the sum of the values
@@ -111,7 +107,6 @@ TALLIES = StoreTable(
 SERIES = StoreTable(
     "series", SeriesRow, SERIES_SCHEMA, combined={"count": SUM, "total": SUM, "sketch": SKETCH}, sent=KEPT
 )
-_NO_SKETCH = "x''"
 _PLAIN = "steps, calls, last_step, low_ns, high_ns, first_ns, last_ns"
 """The columns of a tally that are members of Tally."""
 
@@ -267,7 +262,7 @@ def read_tallies(
     if series is None or series:
         query = (
             f"{starts} SELECT key, name, CAST(total(count) AS INTEGER), CAST(total(total) AS INTEGER),"
-            f" {'joined_sketch(sketch)' if sketches else _NO_SKETCH} FROM starts CROSS JOIN series"
+            f" {'joined_sketch(sketch)' if sketches else 'NULL'} FROM starts CROSS JOIN series"
             f" USING (width, start_s) WHERE {condition} {_of_series(series)} GROUP BY key, name"
         )
         for number, name, *values in store.connection.rows(query, tuple(series or ())):
@@ -294,7 +289,7 @@ def read_tally_rows(
     for bucket in store.buckets.cover(begin_s, end_s, widest) if keys else ():
         query = (
             f"{starts_query([bucket])} SELECT tallies.start_s, tallies.key, {_PLAIN}, name, count, total,"
-            f" {'sketch' if sketches else _NO_SKETCH} FROM starts CROSS JOIN tallies USING (width, start_s)"
+            f" {'sketch' if sketches else 'NULL'} FROM starts CROSS JOIN tallies USING (width, start_s)"
             " LEFT JOIN series"
             " ON (series.width, series.start_s, series.key) = (tallies.width, tallies.start_s, tallies.key)"
             f" {_of_series(series)} WHERE tallies.{condition}"

@@ -9,7 +9,6 @@ from typing import Any
 
 from dpmon.record.schema import SECOND
 from dpmon.store.loops import LoaderLoop
-from dpmon.store.rings import RingRow
 from dpmon.store.shapes import CallShape
 from dpmon.store.steps import STEPS, StepRow
 from dpmon.store.sync_passes import SyncStep
@@ -27,7 +26,6 @@ class WriteBatch:
     """By table."""
     characters: int = 0
     """Characters of text in the rows."""
-    rings: list[RingRow] = field(default_factory=list)
     steps_by_tally: dict[tuple[int, TallyKey], SecondOfSteps] = field(
         default_factory=lambda: defaultdict(SecondOfSteps)
     )

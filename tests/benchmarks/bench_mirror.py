@@ -179,7 +179,7 @@ def measure(nodes: int, seconds: int, state: Path, *, profile: bool, every: int)
             )
             spent = written = 0.0
             bytes_sent = 0
-    joined = records._history.rows("SELECT count(*) FROM steps WHERE wait_ns IS NOT NULL")[0][0]
+    ((joined,),) = records._history.connection.rows("SELECT count(*) FROM steps WHERE wait_ns IS NOT NULL")
     yield f"steps with known waits: {joined:,}"
     records.close()
     if profile:

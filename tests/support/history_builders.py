@@ -50,7 +50,7 @@ from dpmon.store.process_accounts import ProcessAccounts
 from dpmon.store.quantile_sketch import pack_values
 from dpmon.store.ring_drain import COMMIT_S, RingDrain
 from dpmon.store.ring_intake import RingIntake
-from dpmon.store.rings import RingRow
+from dpmon.store.rings import RINGS, RingRow
 from dpmon.store.shapes import read_shapes
 from dpmon.store.step_stats import StatsWindow
 from dpmon.store.steps import StepRow, read_called_steps, read_steps
@@ -118,7 +118,7 @@ class Recording:
         self._write(WriteBatch())
 
     def _write(self, batch: WriteBatch) -> WriteBatch:
-        batch.rings = [intake.row for process, intake in self._intakes.items() if process >= 0]
+        batch.rows[RINGS] = [intake.row for process, intake in self._intakes.items() if process >= 0]
         self._history.write(batch)
         return WriteBatch()
 

@@ -56,7 +56,7 @@ def beat(begin: int, offset: int, **more: Any) -> dict[str, Any]:
 
 
 def events_in(mirror: Mirror) -> list[float]:
-    texts = mirror.history._history.rows("SELECT json FROM events WHERE kind = 'host' ORDER BY id")
+    texts = list(mirror.history._history.connection.rows("SELECT json FROM events WHERE kind = 'host' ORDER BY id"))
     return [json.loads(text)["t_s"] for (text,) in texts]
 
 
@@ -192,7 +192,10 @@ def test_a_run_has_ended_once_its_last_records_are_written(mirror: Mirror, monke
         assert not mirror._commit()
     assert (node.state, mirror.peers[0].is_over, mirror.links._idle) == ("connected", False, [])
     assert mirror._commit()
-    assert (mirror.history._history.rows("SELECT state FROM nodes"), events_in(mirror)) == ([("ended",)], [1.0])
+    assert (list(mirror.history._history.connection.rows("SELECT state FROM nodes")), events_in(mirror)) == (
+        [("ended",)],
+        [1.0],
+    )
 
 
 INVALID = {"table": "gaps", "columns": ["process", "ns"], "rows": [[0, 5], [0, "much"]]}
@@ -225,7 +228,10 @@ def test_a_machine_with_an_invalid_row_is_cut_off_and_delays_no_other_one(
     assert mirror._commit()
     assert events_in(mirror) == [1.0, 2.0]
     expected = [(state, why, 0, None), (state, why, 0, None), ("connected", None, 2, None)]
-    assert mirror.history._history.rows("SELECT state, why, received, exit FROM nodes ORDER BY number") == expected
+    assert (
+        list(mirror.history._history.connection.rows("SELECT state, why, received, exit FROM nodes ORDER BY number"))
+        == expected
+    )
     assert [link.node for link in mirror.links._idle] == ([0, 1, 2] if state == "cut" else [2])
     mirror.links.close_all()
     mirror.history.close()

@@ -9,7 +9,6 @@ from math import ceil
 import pytest
 
 from dpmon.store.quantile_sketch import (
-    LAST_BIN,
     Counts,
     add_values,
     bin_middle,
@@ -24,6 +23,7 @@ from dpmon.store.quantile_sketch import (
 )
 
 LARGEST = (1 << 63) - 1
+LAST_BIN = bin_of(LARGEST)
 ERROR = 0.004
 
 

@@ -199,9 +199,8 @@ class SnapshotBuilder:
         if request.listed or not slowest:
             visible = choose_other_processes(snapshot, focus, request)
             others += [other for other in visible if other.process not in slowest]
-        without_phases = [each.process for each in others if each.last_step is not None and not each.last_step.phases]
-        if without_phases:
-            snapshot = with_processes(snapshot, store, events, without_phases)
+        if last is not None:  # an earlier picture may have read them
+            snapshot = with_processes(snapshot, store, events, [process.process for process in others])
             others = [snapshot.processes[process.process] for process in others]
         snapshot = replace(
             snapshot, losses=_losses(store, detailed, request), unfit=next(iter(find_invalid_losses(store)), None)

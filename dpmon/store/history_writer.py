@@ -52,6 +52,8 @@ _SUMS_DIVISOR = 3
 """Each table of sums may take the size limit divided by this number."""
 _ROW_BYTES = 180
 """Approximate size of a row of sums."""
+_TEXT_SIZE = "total(length({0}) + 2048 * (length({0}) > 1000))"
+"""SQL for the approximate size of a column: SQLite puts a long value on pages of its own, the last one half empty."""
 _TABLE_SHARES = {
     "series": 3 / 4,
     "times": 3 / 4,
@@ -308,7 +310,7 @@ class HistoryWriter:
             if "key" in columns:
                 owner = _KEY_OWNER
             text_columns = [name for name, (column_type, *_) in columns.items() if column_type in (str, bytes)]
-            size = " + ".join([f"count(*) * {_ROW_BYTES}", *map("total(length({}))".format, text_columns)])
+            size = " + ".join([f"count(*) * {_ROW_BYTES}", *map(_TEXT_SIZE.format, text_columns)])
             rows_by_node = defaultdict[Any, list[tuple[float, ...]]](list)
             query = f"SELECT {owner}, count(*), {size} FROM {table} GROUP BY 1"
             for owner_id, *sums in execute(query).fetchall() if columns else ():

@@ -125,7 +125,7 @@ class RingIntake:
         else:
             self._count(batch, calls, row.kind)
             if row.takes_time:  # its calls are not repeated
-                self._add_step_time(batch, row, 0)
+                self._add_step_time(batch, row, self._exclusion_flag(row))
             if not calls:
                 return False
             batch.steps.append(self._row_of_calls(row_id, row, called))
@@ -144,9 +144,7 @@ class RingIntake:
 
     def _step(self, batch: WriteBatch, row_id: int, row: Step, called: str | None) -> None:
         step, mode, start_ns, wall_ns = row.step, row.mode, row.start_ns, row.wall_ns
-        account = self._accounts.get_account(self.row.process)
-        waited_ns = row.phases.get("data", 0) + row.phases.get("sync", 0)
-        exclusion = account.exclusion_flag(start_ns, start_ns + wall_ns, waited_ns)
+        exclusion = self._exclusion_flag(row)
         kind = row.kind | self._warm_up_flag(mode) | exclusion
         if row.sync_number is not None:
             kind |= AFTER_OTHER_KIND * self._ran_other_kind
@@ -197,6 +195,12 @@ class RingIntake:
             self.row.evaluations = step
         else:
             self.row.forward_steps = step
+
+    def _exclusion_flag(self, row: Step) -> int:
+        """Return the flag of a step that statistics exclude; 0 for other steps."""
+        account = self._accounts.get_account(self.row.process)
+        waited_ns = row.phases.get("data", 0) + row.phases.get("sync", 0)
+        return account.exclusion_flag(row.start_ns, row.start_ns + row.wall_ns, waited_ns)
 
     def _add_step_time(self, batch: WriteBatch, row: Step, exclusion: int) -> int:
         """Account for the time up to the end of a step. Return the time (ns) outside training and pauses.

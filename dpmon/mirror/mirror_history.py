@@ -18,15 +18,14 @@ from dpmon.errors import HistoryError
 from dpmon.mirror.chunk_receiver import Chunk
 from dpmon.mirror.cross_node_waits import CrossNodeWaits
 from dpmon.run.run_directory import RunInfo
-from dpmon.store.activity_times import MERGE_STATEMENT
 from dpmon.store.history_schema import LASTING, NODE_COLUMNS, RingRow
 from dpmon.store.history_writer import LIMIT_BYTES, HistoryWriter
 from dpmon.store.query_results import NODE_DEVICES, NodeRow, event_from_row
 from dpmon.store.row_exchange import NUMBERED, columns_sent
 from dpmon.store.sync_passes import SyncStep, join_sync_steps
 from dpmon.store.tally_keys import TallyKey
-from dpmon.store.tally_tables import MERGE_STATEMENTS, add_steps
-from dpmon.store.time_buckets import WIDTHS, merge_buckets, note_deleted
+from dpmon.store.tally_tables import add_steps
+from dpmon.store.time_buckets import WIDTHS, note_deleted
 
 MAX_HISTORY_BYTES = 1 << 30
 _MAX_KEYS, _MAX_PROCESSES = 4096, 1 << 16
@@ -303,7 +302,7 @@ class MirrorHistory:
         """
         tallied_seconds = [node.tallied_s for node in self.nodes if node.state == "connected"]
         tallied_seconds = [second for second in tallied_seconds if second > max(tallied_seconds) - _MAX_LAG_S]
-        merge_buckets(self._db, (*MERGE_STATEMENTS, MERGE_STATEMENT), min(tallied_seconds, default=0))
+        self._history.merge_buckets(min(tallied_seconds, default=0))
 
 
 def _row_values(row: NodeRow | RingRow) -> tuple[Any, ...]:

@@ -233,7 +233,7 @@ class HistoryWriter:
         add_steps(self._db, seq, seconds, tuple(STEP_COLUMNS), waits)
         add_times(self._db, seq, batch.activity_ns)
         newest_s = max((second for second, _ in seconds), default=0)
-        merge_buckets(self._db, (*MERGE_STATEMENTS, MERGE_STATEMENT), newest_s - SLACK_S)
+        self.merge_buckets(newest_s - SLACK_S)
         execute_many(_INSERT_LOOP, map(_loop_columns, batch.loops.values()))
         execute_many(_INSERT_GAP, batch.gaps)
         for process, start_ns, end_ns in batch.late_input_waits:
@@ -242,6 +242,10 @@ class HistoryWriter:
             self._db.execute("DELETE FROM gaps WHERE ns < ?", (GAP_NS,))
         execute_many(_ADD_SHAPE, [(*key, count) for key, count in batch.shapes.items()])
         self.thin_losses((process, definition) for _, process, definition, *_ in batch.losses)
+
+    def merge_buckets(self, end_s: int) -> None:
+        """Make the wider tallies and times that have passed by second `end_s`, in the current transaction."""
+        merge_buckets(self._db, (*MERGE_STATEMENTS, MERGE_STATEMENT), end_s)
 
     def thin_losses(self, lines: Iterable[tuple[int, int]]) -> None:
         """Thin the losses of a script line after every KEPT_LOSSES of them. The first invalid loss is never deleted.

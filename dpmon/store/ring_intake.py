@@ -18,6 +18,7 @@ from dpmon.record.schema import (
     PHASES,
     QUANTITIES,
     REST,
+    SECOND,
     SPAN_PHASES,
     STEP_KINDS,
     TRAINING,
@@ -178,7 +179,7 @@ class RingIntake:
         batch.add_step(key, start_ns + wall_ns, (*first_columns, *map(measured.get, _MEASURED), *last_columns), series)
         batch.characters += len(spans or "") + len(times or "")
         if sync_number is not None:
-            second = (start_ns + wall_ns) // 1_000_000_000
+            second = (start_ns + wall_ns) // SECOND
             # With devices, the host does not wait for other ranks, so its time does not measure the communication.
             tail_ns = row.phases.get("sync") if row.times is None else sync_device_ns(row.times)
             if tail_ns is not None:

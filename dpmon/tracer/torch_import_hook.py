@@ -147,11 +147,11 @@ def _refusal() -> str | None:
 
 
 def _install(torch: ModuleType) -> None:
-    refusal = _refusal()
-    if refusal is not None:
-        append_note(refusal, "warnings.log")
-        return
     try:
+        refusal = _refusal()
+        if refusal is not None:
+            append_note(refusal, "warnings.log")
+            return
         from dpmon.tracer.patch import install
 
         install()

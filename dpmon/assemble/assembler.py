@@ -82,7 +82,7 @@ class Assembler:
     def resume(
         self, lines: Iterable[Mapping[str, Any]], event_count: int, last_steps: Mapping[int, int], last_call: int
     ) -> None:
-        """Continue after the death of a supervisor. The loop of the script has to be learned again.
+        """Continue after the death of a supervisor. The step that was open is lost, and the loop is learned again.
 
         `lines`: all lines that it had read. `event_count`: how many of their events are in the history. `last_steps`:
         by kind, the number of the last step; `last_call`: that of the last call.
@@ -91,6 +91,7 @@ class Assembler:
         self._events.pop_numbered_below(event_count)
         self._row_builder.numbers |= last_steps
         self._row_builder.calls = last_call
+        self._boundaries.lacks_start = True
 
     def feed(self, spans: Sequence[Span], lines: Sequence[Mapping[str, Any]]) -> list[Row]:
         """Handle spans, in order of number, and the lines that were read after them. Return the new rows in order."""

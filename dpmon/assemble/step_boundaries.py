@@ -59,6 +59,8 @@ class StepBoundaryFinder:
         self._is_open = False
         self._began_with_fetch = False
         """Whether the open step began with a fetch."""
+        self.lacks_start = False
+        """Whether the next step to end may have begun before the first block, because a supervisor was killed."""
         self._loader_ended = False
         """Whether the loader has ended, without a fetch since."""
         self._start = self._last_end = 0
@@ -140,8 +142,8 @@ class StepBoundaryFinder:
     def finish(self, is_cut_off: bool) -> None:
         """End the open step at the end of its last phase, because no more items will arrive.
 
-        The step is dropped if its last call, backward pass or optimizer step raised an exception. `is_cut_off`: also
-        drop it if it should learn but has no backward pass and no optimizer step.
+        The step is dropped if its last call, backward pass or optimizer step raised an exception, or if its start is
+        missing. `is_cut_off`: also drop it if it should learn but has no backward pass and no optimizer step.
         """
         step = self._step
         # A step of the training that was cut off has no more calls than the complete ones.
@@ -154,7 +156,8 @@ class StepBoundaryFinder:
             self._drop_open_step()
             return
         totals = self._record_step()
-        if totals.failed or (is_cut_off and totals.is_missing_update):
+        is_partial = self.lacks_start and totals.stepped
+        if totals.failed or is_partial or (is_cut_off and totals.is_missing_update):
             self._row_builder.add_calls_alone(totals)
         else:
             self._row_builder.add_step(totals, self._start, self._last_end)
@@ -184,7 +187,7 @@ class StepBoundaryFinder:
             if self._loader_ended:
                 self._row_builder.unmatched_fetches = min(self._row_builder.unmatched_fetches, 1)
             self._is_open = self._began_with_fetch = True
-            self._loader_ended = False
+            self._loader_ended = self.lacks_start = False
             self._steps_since_fetch = 0
             self._start, self._loop = span.start, span.site
         self._last_end = span.end
@@ -198,7 +201,7 @@ class StepBoundaryFinder:
         else:
             self._choose_final_rule()
             if self._step.calls:
-                self._close_step(self._last_end)
+                self._close_step(self._last_end, is_partial=self.lacks_start)
         self._drop_open_step()
 
     def _drop_open_step(self) -> None:
@@ -228,6 +231,8 @@ class StepBoundaryFinder:
             self._cycle.forget_optimizer(span.site)
         if span.kind == Kind.BACKWARD or optimizers or (contents is not None and contents.backward):
             self.has_trained = True
+        if optimizers:
+            self.lacks_start = False
 
     def _handle_block(self, block: Block) -> None:
         """Handle a block of the training thread while a step is open, or a block that opens one."""
@@ -318,7 +323,7 @@ class StepBoundaryFinder:
             self._start_over()
             return
         self._timeout.add_optimizer_step(self._start, end, self._row_builder.calls + self._step.calls)
-        self._close_step(end)
+        self._close_step(end, is_partial=self.lacks_start)
         self._is_open, self._start, self._last_end = True, end, end
 
     # ------------------------------------------------------------------------------------------ replay
@@ -383,18 +388,23 @@ class StepBoundaryFinder:
 
     # ------------------------------------------------------------------------------------------ the end of a step
 
-    def _close_step(self, end: int, *, is_repeated: bool = False) -> None:
-        """End the open step at `end`. `is_repeated`: the next block begins another step like it."""
-        self._row_builder.add_step(self._record_step(is_repeated=is_repeated), self._start, end)
+    def _close_step(self, end: int, *, is_repeated: bool = False, is_partial: bool = False) -> None:
+        """End the open step at `end`. See `_record_step`."""
+        self._row_builder.add_step(self._record_step(is_repeated=is_repeated, is_partial=is_partial), self._start, end)
         self._step = OpenStep()
+        self.lacks_start = False
 
-    def _record_step(self, *, is_repeated: bool = False) -> StepTotals:
-        """Record the held items, with which the open step ends. Return its totals."""
+    def _record_step(self, *, is_repeated: bool = False, is_partial: bool = False) -> StepTotals:
+        """Record the held items, with which the open step ends. Return its totals.
+
+        `is_repeated`: the next block begins another step like it. `is_partial`: its start is missing, so it gets no
+        number.
+        """
         items, self.held = self.held, []
         kind, previous_kind = self._step.kind, self._previous_kind
         self._previous_kind = kind
         is_turn = kind == TRAINING or self._began_with_fetch or is_repeated or previous_kind == kind
-        return self._row_builder.record_items(items, kind, self._step.part, numbered=is_turn)
+        return self._row_builder.record_items(items, kind, self._step.part, numbered=is_turn and not is_partial)
 
     def _flush_oversized_step(self) -> None:
         """Record the held items of a step that is too long."""

@@ -287,7 +287,7 @@ class MirrorHistory:
     def _put_keys(self, node: NodeRow, rows: Iterable[tuple[Any, ...]]) -> None:
         local_keys = self._local_keys[node.number]
         for (number, _, *values), process in self._renumber_rows(node, rows, 1):
-            if len(local_keys) < _MAX_KEYS:
+            if number not in local_keys and len(local_keys) < _MAX_KEYS:
                 local_keys[number] = self._keys.number(TallyKey(process, *values))
 
     def _put_tallies(self, node: NodeRow, rows: Mapping[str, Sequence[tuple[Any, ...]]]) -> None:

@@ -290,7 +290,7 @@ class Step(NamedTuple):
 
     @property
     def takes_time(self) -> bool:
-        """Whether its time is accounted for, as that of a step or of a single pass through a model."""
+        """Whether its time counts in the activities of the process: it is a step or a single pass through a model."""
         return bool(self.phases)
 
     def with_device_times(self, times: Sequence[float | None], why: int) -> Step:

@@ -46,6 +46,8 @@ LIMIT_BYTES = 256 << 20
 _ERRORS = (HistoryError, OSError, *DAMAGE)
 _ROW_BYTES = 180
 """Approximate size of a row without its texts."""
+_TEXT_SIZE = "total(length({0}) + 2048 * (length({0}) > 1000))"
+"""SQL for the approximate size of a column: SQLite puts a long value on pages of its own, the last one half empty."""
 _TABLE_SHARES = {"series": 3 / 4, "times": 3 / 4, "collective_sums": 1 / 3, "device_rollups": 1 / 3}
 """Share of the size limit that each of these tables may take before a node loses rows in it."""
 _NODE_DIVISOR, _LAST_DIVISOR, _MIN_NODE_BYTES = 8, 64, 1 << 16
@@ -211,7 +213,7 @@ class HistoryWriter:
             if "key" in columns:
                 owner = _KEY_OWNER
             text_columns = [name for name, (column_type, *_) in columns.items() if column_type in (str, bytes)]
-            size = " + ".join([f"count(*) * {_ROW_BYTES}", *map("total(length({}))".format, text_columns)])
+            size = " + ".join([f"count(*) * {_ROW_BYTES}", *map(_TEXT_SIZE.format, text_columns)])
             rows_by_node = defaultdict[Any, list[tuple[float, ...]]](list)
             query = f"SELECT {owner}, count(*), {size} FROM {table} GROUP BY 1"
             for owner_id, *sums in execute(query).fetchall() if columns else ():

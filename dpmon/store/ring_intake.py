@@ -125,7 +125,7 @@ class RingIntake:
         else:
             self._count_shapes(batch, calls, row.kind)
             if row.takes_time:  # its calls are not repeated
-                self._add_step_time(batch, row, 0)
+                self._add_step_time(batch, row, self._exclusion_flag(row))
             if not calls:
                 return False
             stored = StepRow(
@@ -152,9 +152,7 @@ class RingIntake:
 
     def _step(self, batch: WriteBatch, row_id: int, row: Step, called: str | None) -> None:
         process, start_ns, end_ns, calls = self.row.process, row.start_ns, row.start_ns + row.wall_ns, row.calls
-        account = self._accounts.get_account(process)
-        waited_ns = row.phases.get("data", 0) + row.phases.get("sync", 0)
-        exclusion = account.exclusion_flag(start_ns, end_ns, waited_ns)
+        exclusion = self._exclusion_flag(row)
         kind = row.kind | self._warm_up_flag(row.mode) | exclusion
         if row.sync_number is not None:
             kind |= AFTER_OTHER_KIND * self._ran_other_kind
@@ -213,6 +211,12 @@ class RingIntake:
             self.row.evaluations = row.step
         else:
             self.row.forward_steps = row.step
+
+    def _exclusion_flag(self, row: Step) -> int:
+        """Return the flag of a step that statistics exclude; 0 for other steps."""
+        account = self._accounts.get_account(self.row.process)
+        waited_ns = row.phases.get("data", 0) + row.phases.get("sync", 0)
+        return account.exclusion_flag(row.start_ns, row.start_ns + row.wall_ns, waited_ns)
 
     def _add_step_time(self, batch: WriteBatch, row: Step, exclusion: int) -> int:
         """Account for the time up to the end of a step. Return the time (ns) outside training and pauses.

@@ -125,7 +125,7 @@ class StallWatch:
         if self._requested_stacks is not None:
             (request_number, dumps), self._requested_stacks = self._requested_stacks, None
             ranks = self._inspector.with_exceptions(self._read_rank_activities(now_ns))
-            report = self._build_report(ranks, dumps, self._reindexed_stall(ranks), now_ns)
+            report = self._build_report(ranks, dumps, self._reindexed_stall(ranks, now_ns), now_ns)
             write_reply(self._directory, request_number, report)
         if now_ns < self._check_at_ns:
             return
@@ -186,8 +186,11 @@ class StallWatch:
             return False
         return all(rank.doing != "ended" or rank.raised is not None for rank in self._inspector.with_exceptions(ranks))
 
-    def _reindexed_stall(self, ranks: list[RankActivity]) -> Stall | None:
+    def _reindexed_stall(self, ranks: list[RankActivity], now_ns: int) -> Stall | None:
         """Return the stall with the indices of these ranks, which may differ from the ranks of the last check."""
+        if self.stall is not None and not self.waits:  # an earlier supervisor's
+            current = find_stall(ranks, self._durations, now_ns) or self.stall
+            return current._replace(since_ns=self.stall.since_ns)
         indexed_waits = [(i, self.waits[rank.key]) for i, rank in enumerate(ranks) if rank.key in self.waits]
         guilty = tuple(index for index, waits in indexed_waits if not waits)
         waiting = tuple(index for index, waits in indexed_waits if waits)

@@ -293,9 +293,10 @@ class Supervisor:
 
     def _reserve_exit_space(self) -> None:
         """Reserve space for exit.json, so that it can be written even on a full disk."""
-        path, flags = self._directory / SPARE_FILE, os.O_WRONLY | os.O_CREAT
-        with contextlib.suppress(OSError), open(open_file(path, flags), "wb") as file:
-            os.posix_fallocate(file.fileno(), 0, SPARE_BYTES)
+        with contextlib.suppress(OSError):
+            fd = open_file(self._directory / SPARE_FILE, os.O_WRONLY | os.O_CREAT)
+            with open(fd, "wb"):
+                os.posix_fallocate(fd, 0, SPARE_BYTES)
 
     def _catch_up(self, command: WatchedCommand, drain: RingDrain, sampler: DeviceSampler) -> None:
         """Read the rings from the killed supervisor's position on, and warn of the time without device samples."""

@@ -59,7 +59,7 @@ from dpmon.tracer.responder_thread import ResponderThread
 from dpmon.tracer.steps.copies import CopyTracer
 from dpmon.tracer.steps.loaders import LoaderTracer
 from dpmon.tracer.steps.losses import LossTracer
-from dpmon.tracer.steps.optimizers import OptimizerTracer
+from dpmon.tracer.steps.optimizers import OptimizerTracer, PreHooks
 from dpmon.tracer.steps.pause import Pauser
 from dpmon.tracer.steps.span_recorder import SpanRecorder
 
@@ -141,7 +141,7 @@ def install() -> None:
     if hasattr(rpc_autograd, "backward"):
         rpc_autograd.backward = recorder.wrap_phase(Kind.BACKWARD, rpc_autograd.backward)  # type: ignore[union-attr]
     before_step, after_step = optimizers.hooks()
-    optimizer.register_optimizer_step_pre_hook(before_step)
+    optimizer._global_optimizer_pre_hooks = PreHooks(before_step, optimizer._global_optimizer_pre_hooks)
     optimizer.register_optimizer_step_post_hook(after_step)
     optimizer.Optimizer.__init__ = memory.wrap_optimizer_init(optimizer.Optimizer.__init__)
     CopyTracer(session, recorder).install()

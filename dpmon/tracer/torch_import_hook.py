@@ -3,7 +3,7 @@
 A finder at the head of sys.meta_path wraps the loader of `torch` so that `dpmon.tracer.patch.install` runs after the
 import. Its `find_spec` may be called more than once (transformers looks for torch with find_spec before the import), so
 the finder stays until the import. Processes that never import torch pay only for one more finder: this module imports
-only modules that every Python has already loaded.
+only modules that every Python has already loaded. It also runs on a Python that is too old for the tracer, to say so.
 """
 
 from __future__ import annotations
@@ -136,11 +136,22 @@ def _detach_on_other_node() -> None:
         pass
 
 
-def _install(torch: ModuleType) -> None:
+def _refusal() -> str | None:
+    """Return why this Python cannot be traced; None if it can."""
+    version = sys.version_info[:2]
+    if version < (3, 11):
+        return f"Python {version[0]}.{version[1]} cannot be traced: use Python 3.11 or later"
     if "t" in sys.abiflags:
-        append_note("a free-threaded Python cannot be traced: use a build of Python that has the GIL", "warnings.log")
-        return
+        return "a free-threaded Python cannot be traced: use a build of Python that has the GIL"
+    return None
+
+
+def _install(torch: ModuleType) -> None:
     try:
+        refusal = _refusal()
+        if refusal is not None:
+            append_note(refusal, "warnings.log")
+            return
         from dpmon.tracer.patch import install
 
         install()

@@ -64,8 +64,8 @@ PAUSING = {
     # Alone, because its line is learned only if its stack is taken in one of its first pauses, a few seconds each.
     "learned": ("learned",),
 }
-ENDS_WITH = "stopped"
-"""The cause that the test ends."""
+ENDED = "disk", "stopped"
+"""The causes that a test ends. Under "stopped", the supervisor is killed in the middle of the stall."""
 
 
 WAIT_S = 300
@@ -123,12 +123,25 @@ def test_the_cause_is_named(runs: dict[str, Dpmon], cause: str) -> None:
         _, _, stack = dpmon.run("why").out.decode().partition("  worker of rank 1 (pid ")
         assert re.search(rf"^  Samples\.__getitem__ \(.*/stuck\.py:{LINES[cause]}\)$", stack, re.M)
         assert "\n  _worker_loop (torch/utils/data/_utils/worker.py:" in stack
-    if cause == ENDS_WITH:
-        check_the_rest(dpmon, found[0])
+    if cause in ENDED:
+        check_the_end(dpmon, found[0], cause)
 
 
-def check_the_rest(dpmon: Dpmon, first: dict[str, Any]) -> None:
-    """The commands, a new supervisor in the middle of the stall, and its end."""
+def check_the_end(dpmon: Dpmon, first: dict[str, Any], cause: str) -> None:
+    """Check the records and the figures after the end of a stall."""
+    if cause == "stopped":
+        check_the_takeover(dpmon, first)
+    else:
+        (dpmon.cwd / "slow").write_text("")
+    assert until(dpmon, "training").status == 0
+    _, end = stalls(dpmon)
+    assert (end["text"], end["since_s"]) == (first["text"], pytest.approx(first["since_s"]))
+    assert end["lasted_s"] > first["t_s"] - first["since_s"]
+    check_the_figures(dpmon, is_step_lost=cause == "stopped")
+
+
+def check_the_takeover(dpmon: Dpmon, first: dict[str, Any]) -> None:
+    """Check the commands and a new supervisor in the middle of the stall, and end it."""
     assert dpmon.run("status").status == 5
     now = json.loads(dpmon.run("why", "--json").out)["now"]
     assert now["text"] == first["text"]
@@ -140,29 +153,28 @@ def check_the_rest(dpmon: Dpmon, first: dict[str, Any]) -> None:
     if find_py_spy() is not None:  # the new supervisor is no ancestor of the ranks, one of which is stopped
         assert all(rank["why_no_stack"] is None and rank["stacks"] for rank in later["ranks"])
     os.kill(now["ranks"][0]["pid"], signal.SIGCONT)
-    assert until(dpmon, "training").status == 0
-    _, end = stalls(dpmon)
-    assert (end["text"], end["since_s"]) == (first["text"], pytest.approx(first["since_s"]))
-    assert end["lasted_s"] > first["t_s"] - first["since_s"]
-    check_the_figures(dpmon)
 
 
-def check_the_figures(dpmon: Dpmon) -> None:
-    """No figure includes the step in which the run stalled; the script itself noted when each turn began."""
+def check_the_figures(dpmon: Dpmon, *, is_step_lost: bool) -> None:
+    """No figure includes the step in which the run stalled; the script itself noted when each turn began.
+
+    `is_step_lost`: the step was open when the supervisor was killed.
+    """
     assert until(dpmon, "finished").status == 0
     begins = [float(line) for line in (dpmon.cwd / "turns-0").read_text().split()]
     turns = [after - before for before, after in pairwise(begins)]
     stood = max(turns)
     story = json.loads(dpmon.run("report", "--json").out)
     (mode,) = story["modes"]
-    assert story["steps"] == len(begins)
+    assert story["steps"] == len(begins) - is_step_lost
     assert mode["steps"] == len(begins) - 1
     usual = (sum(turns) - stood) / (len(turns) - 1)
     assert mode["steps_per_s"] == pytest.approx(1 / usual, rel=0.05)
     assert story["elapsed"]["stalled_s"] == pytest.approx(stood, rel=0.01)
     # On a busy machine, there may also be steps that took much longer than usual.
     (text,) = (one["text"] for one in story["findings"] if one["kind"] == "stall" and "left out" in one["text"])
-    assert re.fullmatch(r"1 step with a stall is left out of the metrics: [\d.]+ s\.", text)
+    subject = "A stall" if is_step_lost else "1 step with a stall"
+    assert re.fullmatch(rf"{subject} is left out of the metrics: [\d.]+ s\.", text)
     ranks = story["communication"]
     assert ranks["joined_steps"] == len(begins) - WARM_UP_STEPS - 1
     assert (ranks["exposed_ms"] + ranks["wait_ms"]) * ranks["joined_steps"] < 500 * stood, "not with the wait of rank 0"

@@ -26,6 +26,7 @@ GUARDS = {
     "tracer.core.hidden_frames.drop_frames",
     "tracer.modes.replica_threads.ReplicaThread.run",
     "tracer.steps.optimizers.OptimizerTracer._run_closure",
+    "tracer.steps.optimizers.PreHooks.values",
     "tracer.modes.mode_decision.ModeDecider.composed_devices",
     "tracer.steps.span_recorder.SpanRecorder._handle_fetch_error",
     "tracer.steps.span_recorder.SpanRecorder.write_failed",

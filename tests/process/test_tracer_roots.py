@@ -31,13 +31,16 @@ for fold in range(3):
 """
 
 WRAPPED = """
+from collections import OrderedDict
 class _FabricModule(torch.nn.Module):
     def __init__(self, module):
         super().__init__()
         self._forward_module = module
     def forward(self, batch):
         return self._forward_module(batch)
-train(_FabricModule(torch.nn.Linear(3, 2)), torch.compile(made(2), backend="eager"))
+older = _FabricModule(torch.nn.Conv1d(2, 2, 1))
+older.__dict__["_modules"] = OrderedDict(older._modules)  # as in torch 2.4
+train(_FabricModule(torch.nn.Linear(3, 2)), older, torch.compile(made(2), backend="eager"))
 """
 
 
@@ -57,7 +60,7 @@ def test_models_without_a_variable_are_numbered_and_a_model_after_another_is_not
 
 
 def test_the_class_inside_a_wrapper_is_shown(tmp_path: Path) -> None:
-    assert roots(tmp_path, WRAPPED) == {"Linear": 4, "Sequential": 4}
+    assert roots(tmp_path, WRAPPED) == {"Linear": 4, "Conv1d": 4, "Sequential": 4}
 
 
 EVALUATED = """

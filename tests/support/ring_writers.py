@@ -372,8 +372,8 @@ def write_run(records: int, rate: float, replicas: int, after: Callable[[int], o
 
 
 def calls_and_steps_in(records: Iterable[dict[str, Any]]) -> list[tuple[str, int]]:
-    """Return kind and number of every call and step in order."""
-    return [(r["kind"], r["step"]) for r in records if r["kind"] in ("call", "step")]
+    """Return kind and number of every step and its calls in order, without a call of a step that was lost."""
+    return [(r["kind"], r["step"]) for r in records if r["kind"] in ("call", "step") and r["step"]]
 
 
 def has_written(dpmon: Dpmon, count: int) -> bool:

@@ -228,6 +228,16 @@ def test_a_successor_changes_only_the_open_step_of_a_regular_loop(loop: str) -> 
             assert len(steps) in (7, 8), cut
 
 
+@pytest.mark.parametrize("loop", ["d f b o ", "d f b f b o ", "f b f b o "])
+def test_a_successor_numbers_no_step_whose_start_it_has_not_read(loop: str) -> None:
+    """Otherwise, it would count as a short step, although the run may have stalled in it."""
+    script = Script().play("m " + loop * 8)
+    (span_count,) = {len(step.spans or ()) for step in decode_rows(assemble_in_portions(script, [])).steps}
+    for cut in range(len(script.spans) + 1):
+        _, second = (decode_rows(payloads) for payloads in assemble_with_successor(script, cut))
+        assert {len(step.spans or ()) for step in second.steps if step.step} <= {span_count}, cut
+
+
 # ------------------------------------------------------------------------------------------ damage
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterator
 from itertools import count, islice
 from typing import Any
@@ -73,7 +74,7 @@ def unwrap_module(module: object) -> Any:
             inner = module.__dict__[MODULES].get("module")
         else:
             children = getattr(module, "__dict__", {}).get(MODULES)
-            if type(children) is dict:
+            if type(children) is dict or type(children) is OrderedDict:  # the latter in torch 2.4
                 inner = next((children[name] for name in _INNER_NAMES if name in children), None)
         if inner is None:
             return module

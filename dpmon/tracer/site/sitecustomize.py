@@ -12,7 +12,7 @@ def _install_import_hook() -> None:
     own_directory = os.path.dirname(os.path.abspath(__file__))
     # Not abspath, which needs the working directory: it may be deleted.
     sys.path[:] = [entry for entry in sys.path if os.path.normpath(entry) != own_directory]
-    if "DPMON_RUN" not in os.environ or sys.version_info < (3, 11):
+    if "DPMON_RUN" not in os.environ or sys.version_info < (3, 8):  # the import hook's syntax is that of Python 3.8
         return
     # dpmon may not be installed for the program's Python. So the folder that contains dpmon is on sys.path during this
     # import only.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial, update_wrapper
 from itertools import count
@@ -13,6 +14,7 @@ from types import FunctionType, MethodType
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from dpmon.record.span_format import INSIDE_AT, MAX_SITE, SITE_AT, Kind
 from dpmon.tracer.core.hidden_frames import Function, drop_frames, uncounted
@@ -24,6 +26,24 @@ MAX_CALLS_AFTER_STEP = 4096
 """A step may begin at a call after this many calls without an optimizer step, if an optimizer has stepped before."""
 _CLOSURE_TYPES = (FunctionType, MethodType, partial)
 """Types of the closures that are traced. An object of another type may have attributes that an optimizer reads."""
+
+
+class PreHooks(OrderedDict[int, Function]):
+    """The script's global hooks before each optimizer step, with ours before them.
+
+    torch.compile does not see ours. On Python 3.13, it cannot break the graph in a step after a hook has run: it takes
+    the `if` after the hook for the end of the `with` around the step.
+    """
+
+    def __init__(self, hook: Function, hooks: Mapping[int, Function]) -> None:
+        super().__init__(hooks)
+        self._hook = hook
+
+    def values(self) -> Any:
+        """Return the hooks that torch calls."""
+        if is_dynamo_compiling():
+            return super().values()
+        return [self._hook, *super().values()]
 
 
 class OptimizerTracer:

@@ -98,7 +98,7 @@ class _RowStream:
         """Return the first line, which describes the run."""
         run_info = self._reader.info
         fields = "host", "script", "command", "cwd"
-        header = {"run": run_info.id, "version": dpmon.__version__}
+        header = {"run": run_info.id, "version": dpmon.__version__, "origin_s": run_info.origin_s}
         return MARK + json.dumps(header | {name: getattr(run_info, name) for name in fields})
 
     def next_chunk(self) -> tuple[list[str], bool, bool]:
@@ -116,7 +116,8 @@ class _RowStream:
             with open_store(self._directory) as store:
                 lines, has_more = self._rows.next_chunk(store, max(end_ns // SECOND, 0), is_last=is_complete)
         beat = {"beat": next(self._beats), "from": earlier_offset, "offset": self._rows.offset, **self._process_state()}
-        beat |= {"tallied_s": self._rows.tallied_s, "deleted": self._rows.deleted, "left_out": self._rows.left_out}
+        beat |= {"seq": self._rows.seq, "tallied_s": self._rows.tallied_s, "deleted": self._rows.deleted}
+        beat["left_out"] = self._rows.left_out
         self._rows.left_out = 0
         lines += self._stall_report_lines()
         is_last = is_complete and not has_more
@@ -195,7 +196,7 @@ class _RowStream:
 
     def begin(self, request: Mapping[str, Any]) -> None:
         """Handle the first request, which begins the stream of rows."""
-        members = ("offset", "tallied_s", "shift_ns", "shift_s", "sparse")
+        members = ("offset", "seq", "tallied_s", "shift_ns", "shift_s", "sparse")
         self._rows = IncrementalRows(rollups=True, **{name: request.get(name, 0) for name in members})
         self._clock_shift_ns, self._output_offset = request.get("shift_ns", 0), request.get("output_at")
 

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import json
 from binascii import a2b_base64
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 from dpmon.errors import DpmonError
-from dpmon.record.safe_json import load_event
 from dpmon.record.schema import SECOND
 from dpmon.record.shared_names import MODES
+from dpmon.store.events import parse_event
+from dpmon.store.node_table import NODE_DEVICES
 from dpmon.store.quantile_sketch import SKETCH_PAIR_BYTES
-from dpmon.store.row_exchange import CHUNK_BYTES, KEPT, NUMBERED, TIMES, column_default, columns_sent
+from dpmon.store.row_exchange import CHUNK_BYTES, SENT, TIMES, columns_sent
 from dpmon.store.time_accounting import ACTIVITIES
 from dpmon.store.time_buckets import WIDTHS
 
@@ -34,47 +33,63 @@ _LONG_NUMBER, _AS_ZERO = b"0" * 19, bytes.maketrans(b"123456789", b"000000000")
 """A line with a number beyond _MAX_NUMBER has so many digits in a row. A regular expression would take much longer."""
 _MIN_ROW_BYTES = 40
 """A row is counted with at least this many bytes."""
-_KNOWN_VALUES = {"mode": frozenset(MODES), "width": frozenset(WIDTHS), "activity": frozenset(ACTIVITIES)}
+_KEYS = range(1 << 12)
+_VALUES: Mapping[str | tuple[str, str], Collection[Any]] = {
+    "mode": frozenset(MODES),
+    "width": frozenset(WIDTHS),
+    "activity": frozenset(ACTIVITIES),
+    "process": range(-1, 1 << 16),  # -1: the supervisor
+    "key": _KEYS,
+    ("keys", "number"): _KEYS,
+    ("device_rollups", "device"): range(-1, NODE_DEVICES),  # -1: the host
+}
+"""The possible values of some columns, by column, or by table and column."""
 
 
 class ProtocolError(DpmonError):
     """Data that are not records of dpmon; the text says what is wrong with them."""
 
 
+class RowLine(NamedTuple):
+    """A line with rows of one table."""
+
+    table: str
+    columns: tuple[str, ...]
+    """The columns that are sent."""
+    rows: list[list[Any]]
+
+
 class Chunk(NamedTuple):
-    """The rows that a node has sent up to a beat, by table and in the order of its columns, and the beat.
+    """The rows that a node has sent up to a beat, and the beat."""
 
-    Events have their kind as third column.
-    """
-
-    rows: Mapping[str, Sequence[tuple[Any, ...]]]
+    lines: Sequence[RowLine]
     beat: Mapping[str, Any]
     size: int = 0
     """Approximate length of its lines (bytes)."""
 
 
-class _SentColumns(NamedTuple):
-    """The columns of the lines of a table, as a node sends them."""
+class _ColumnLimits(NamedTuple):
+    """What the values in the columns of a line may be."""
 
     types: tuple[frozenset[type], ...]
     """The possible types of each."""
     texts: tuple[tuple[int, int], ...]
     """Position and most characters of each text."""
-    known_values: tuple[tuple[int, frozenset[Any]], ...]
-    """Position and possible values of the columns in _KNOWN_VALUES."""
-    times: tuple[tuple[int, int], ...]
-    """Position of each time, and how many of its units a second has."""
-    defaults: list[Any]
-    """The values of the columns of the table that are not sent."""
-    arrange: Callable[[list[Any]], tuple[Any, ...]]
-    """Returns a row, followed by `defaults`, in the order of the table's columns."""
+    values: tuple[tuple[int, Collection[Any]], ...]
+    """Position and possible values of the columns in _VALUES."""
+    times: tuple[tuple[int, bool], ...]
+    """Position of each time, and whether it is in seconds of the tables, else ns since the run's start."""
+    sketch: int | None
+    """Position of the column with sketches."""
 
 
 class ChunkReceiver:
     """The receiver of the lines from one node."""
 
-    def __init__(self) -> None:
-        self._rows: dict[str, list[tuple[Any, ...]]] = defaultdict(list)
+    def __init__(self, origin_s: int = 0) -> None:
+        """`origin_s`: the second of the start of the mirror's run (dpmon.store.time_buckets)."""
+        self._origin_s = origin_s
+        self._lines: list[RowLine] = []
         self._bytes = 0
 
     def add_line(self, text: bytes, now_ns: int) -> Chunk | Mapping[str, Any] | None:
@@ -89,73 +104,78 @@ class ChunkReceiver:
         if not isinstance(line, dict):
             raise ProtocolError("it sent a line that is not an object")
         if "beat" in line:
-            chunk = Chunk(self._rows, line, self._bytes + len(text))
-            self._rows, self._bytes = defaultdict(list), 0
+            chunk = Chunk(self._lines, line, self._bytes + len(text))
+            self._lines, self._bytes = [], 0
             return chunk
         if "table" not in line:
             return line
         table, columns, rows = (line.get(name) for name in ("table", "columns", "rows"))
-        if not (table in NUMBERED or table in KEPT) or not isinstance(columns, list) or not isinstance(rows, list):
+        if table not in SENT or not isinstance(columns, list) or not isinstance(rows, list):
             raise ProtocolError("it sent rows without a table or columns")
         # A short row needs more memory than its text has bytes.
         self._bytes += max(len(text), _MIN_ROW_BYTES * len(rows))
         if len(rows) > MAX_ROWS or self._bytes > CHUNK_BYTES:
             raise ProtocolError(f"it sent a chunk of more than {CHUNK_BYTES >> 20} MiB")
-        sent = _sent_columns(table, tuple(columns))
+        limits = _column_limits(table, tuple(columns))
         has_long_number = _LONG_NUMBER in text.translate(_AS_ZERO)
-        if not _are_valid(sent, rows, now_ns) or (has_long_number and not _fit_in_columns(rows)):
+        if not self._are_valid(limits, rows, now_ns) or (has_long_number and not _fit_in_columns(rows)):
             raise ProtocolError(f"it sent invalid rows of the table {table}")
-        arranged = [sent.arrange(row + sent.defaults) for row in rows]
-        if table == "events":
-            arranged = [(*row[:2], load_event(row[-1])[0], *row[2:]) for row in arranged]
-        elif table == "series":
-            arranged = [(*row[:-1], a2b_base64(row[-1])) for row in arranged]
-            if any(len(sketch) % SKETCH_PAIR_BYTES for *_, sketch in arranged):
-                raise ProtocolError("it sent a sketch that ends in the middle")
-        self._rows[table] += arranged
+        if limits.sketch is not None:
+            _decode_sketches(rows, limits.sketch)
+        if table == "events" and "json" in columns:
+            for row in rows:
+                parse_event(row[columns.index("json")])
+        self._lines.append(RowLine(table, tuple(columns), rows))
         return None
+
+    def _are_valid(self, limits: _ColumnLimits, rows: Sequence[list[Any]], now_ns: int) -> bool:
+        """Return whether all values have the types of their columns, and are within their limits."""
+        for types in {tuple(map(type, row)) for row in rows}:
+            if len(types) != len(limits.types) or not all(map(frozenset.__contains__, limits.types, types)):
+                return False
+        for index, max_chars in limits.texts:
+            texts = [row[index] or "" for row in rows]
+            if max(map(len, texts), default=0) > max_chars:
+                return False
+            "".join(texts).encode()  # ValueError for half a surrogate pair, which SQLite rejects
+        for index, values in limits.values:
+            if not all(value in values for value in {row[index] for row in rows}):
+                return False
+        latest_ns = now_ns + AHEAD_S * SECOND
+        latest_s = latest_ns // SECOND + self._origin_s
+        return all(
+            (row[index] or 0) <= (latest_s if is_second else latest_ns)
+            for index, is_second in limits.times
+            for row in rows
+        )
 
 
 @lru_cache(256)
-def _sent_columns(table: str, columns: tuple[str, ...]) -> _SentColumns:
-    """Return the description of these columns. Raises ProtocolError if the table has no such columns."""
+def _column_limits(table: str, columns: tuple[str, ...]) -> _ColumnLimits:
+    """Return the limits of these columns. Raises ProtocolError if the table has no such columns."""
     declared = columns_sent(table)
     if not declared.keys() >= set(columns) or len(set(columns)) < len(columns):
         raise ProtocolError(f"it sent unknown columns of the table {table}")
-    missing = [name for name in declared if name not in columns]
-    names = [*columns, *missing]
     types = [{str if kind is bytes else kind for kind in declared[name]} for name in columns]
-    return _SentColumns(
+    values = [_VALUES.get((table, name)) or _VALUES.get(name) for name in columns]
+    return _ColumnLimits(
         types=tuple(frozenset(kinds | {int}) if float in kinds else frozenset(kinds) for kinds in types),
         texts=tuple(
             (index, _MAX_CHARS_OF.get(columns[index], _MAX_CHARS)) for index, kinds in enumerate(types) if str in kinds
         ),
-        known_values=tuple((index, _KNOWN_VALUES[name]) for index, name in enumerate(columns) if name in _KNOWN_VALUES),
+        values=tuple((index, possible) for index, possible in enumerate(values) if possible is not None),
         times=tuple(
-            (index, 1 if name == "start_s" else SECOND)
-            for index, name in enumerate(columns)
-            if name == "start_s" or name in TIMES
+            (index, name == "start_s") for index, name in enumerate(columns) if name == "start_s" or name in TIMES
         ),
-        defaults=[column_default(table, name) for name in missing],
-        arrange=itemgetter(*map(names.index, declared)),
+        sketch=columns.index("sketch") if "sketch" in columns else None,
     )
 
 
-def _are_valid(sent: _SentColumns, rows: Sequence[list[Any]], now_ns: int) -> bool:
-    """Return whether all values have the types of their columns, and texts and times are within their limits."""
-    for types in {tuple(map(type, row)) for row in rows}:
-        if len(types) != len(sent.types) or not all(map(frozenset.__contains__, sent.types, types)):
-            return False
-    for index, max_chars in sent.texts:
-        texts = [row[index] or "" for row in rows]
-        if max(map(len, texts), default=0) > max_chars:
-            return False
-        "".join(texts).encode()  # ValueError for half a surrogate pair, which SQLite rejects
-    for index, values in sent.known_values:
-        if not {row[index] for row in rows} <= values:
-            return False
-    latest_s = now_ns // SECOND + AHEAD_S
-    return all((row[index] or 0) <= latest_s * units for index, units in sent.times for row in rows)
+def _decode_sketches(rows: Sequence[list[Any]], index: int) -> None:
+    for row in rows:
+        row[index] = a2b_base64(row[index])
+        if len(row[index]) % SKETCH_PAIR_BYTES:
+            raise ProtocolError("it sent a sketch that ends in the middle")
 
 
 def _fit_in_columns(rows: Sequence[list[Any]]) -> bool:

@@ -57,9 +57,9 @@ class CrossNodeStallDetector:
         run_info: RunInfo,
         recorder: StallRecorder,
         node_count: int,
-        local_process_number: Callable[[int, int], int | None],
+        local_process_number: Callable[[int, int], int],
     ) -> None:
-        """`local_process_number`: returns the number in this run of a process of a node, or None."""
+        """`local_process_number`: returns the number in this run of a process of a node."""
         self.info = run_info
         self._directory, self._recorder, self._local_process_number = directory, recorder, local_process_number
         self._inspector = _ReportedRanks(directory, run_info)

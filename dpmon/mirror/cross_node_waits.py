@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from dpmon.record.schema import SECOND
@@ -46,9 +46,9 @@ class CrossNodeWaits:
             self._spans_nodes_by_process[process] = spans
         return spans
 
-    def sync_steps(self, node: NodeRow, steps: Sequence[StepRow]) -> Iterator[SyncStep]:
+    def sync_steps(self, node: NodeRow, steps: Iterable[StepRow]) -> Iterator[SyncStep]:
         """Yield the steps of a node that wait for steps of ranks on other nodes."""
-        shift_ns = max(node.clock_ns or 0, 0) - (node.shift_s or 0) * SECOND
+        shift_ns, first_s = max(node.clock_ns or 0, 0), (node.origin_s or 0) + (node.shift_s or 0)
         for row in steps:
             if row.sync_number is None or not self._spans_nodes(node, row.process):
                 continue
@@ -57,6 +57,6 @@ class CrossNodeWaits:
             if self._keys.find(key) is None:
                 key = key._replace(batch=OTHER_SIZES)
             if self._keys.find(key) is not None:
-                step = self._groups.sync_step(key, row, tail_ns, (row.end_ns - shift_ns) // SECOND)
+                step = self._groups.sync_step(key, row, tail_ns, (row.end_ns - shift_ns) // SECOND + first_s)
                 if step is not None:
                     yield step

@@ -26,6 +26,7 @@ from dpmon.mirror.chunk_receiver import (
     Chunk,
     ChunkReceiver,
     ProtocolError,
+    RowLine,
 )
 from dpmon.mirror.cross_node_stalls import CrossNodeStallDetector
 from dpmon.mirror.mirror_history import ChunkError, MirrorHistory
@@ -195,18 +196,23 @@ class Mirror(StallRecorder):
 
     def _handle_header(self, peer: NodeConnection, header: Mapping[str, Any]) -> None:
         node = peer.node
-        peer.receiver, peer.clock_replies, peer.last_received_id = ChunkReceiver(), 0, node.received
+        peer.receiver, peer.clock_replies = ChunkReceiver(self.info.origin_s), 0
+        peer.last_received_id = node.received
         self._drop_unwritten(peer)  # the node sends them again
         host, run, version, script, cwd = (
             _text(header, key) or "" for key in ("host", "run", "version", "script", "cwd")
         )
         if peer.is_run_unknown and not ID.fullmatch(run):
             raise ProtocolError("it has not named its run")
+        origin_s = int_member(header, "origin_s")
+        if version == dpmon.__version__ and (origin_s is None or not 0 <= origin_s < 1 << 40):
+            raise ProtocolError("it has not said when its run began")
         if version != dpmon.__version__:
             reason = f"its dpmon is of another version ({version}; here {dpmon.__version__})"
             self._close_link(peer, reason, for_good=True)
             return
         node.host, node.run, node.version, peer.is_run_unknown = host, run, version, False
+        node.origin_s = origin_s
         words = header.get("command")
         if not self.info.command and isinstance(words, list):  # the first node describes the run
             command = tuple(sanitize_line(word, _MAX_TEXT_CHARS) for word in words[:100])
@@ -254,16 +260,18 @@ class Mirror(StallRecorder):
             self._request_clock(peer)
             return
         shift_ns = max(node.clock_ns or 0, 0)
+        clock_error_s = self.info.origin_s + shift_ns / SECOND - (node.origin_s or 0)
         if node.shift_s is None:
-            node.shift_s = round(shift_ns / SECOND)
-        elif abs(shift_ns / SECOND - node.shift_s) > AHEAD_S / 2:
+            node.shift_s = round(clock_error_s) if abs(clock_error_s) > 1 else 0
+        elif abs(clock_error_s - node.shift_s) > AHEAD_S / 2:
             self._close_link(
                 peer, "it or this machine was suspended, which shifted its times: attach again", for_good=True
             )
             return
         request = {
-            "ask": "begin", "offset": node.received, "tallied_s": node.tallied_s, "output_at": peer.output_at,
-            "shift_ns": shift_ns, "shift_s": node.shift_s, "sparse": len(self.peers) > MAX_NODES_IN_FULL,
+            "ask": "begin", "offset": node.received, "seq": node.seq, "tallied_s": node.tallied_s,
+            "output_at": peer.output_at, "shift_ns": shift_ns, "shift_s": node.shift_s,
+            "sparse": len(self.peers) > MAX_NODES_IN_FULL,
         }  # fmt: skip
         self.links.send(node.number, json.dumps(request))
         self._requests.resend_subscription(node.number)
@@ -282,11 +290,11 @@ class Mirror(StallRecorder):
 
     def _handle_chunk(self, peer: NodeConnection, chunk: Chunk) -> None:
         node, beat = peer.node, chunk.beat
-        first_offset, offset, tallied_s = (beat.get(name) for name in ("from", "offset", "tallied_s"))
-        if not type(first_offset) is type(offset) is type(tallied_s) is int:
+        first_offset, offset, seq, tallied_s = (beat.get(name) for name in ("from", "offset", "seq", "tallied_s"))
+        if not type(first_offset) is type(offset) is type(seq) is type(tallied_s) is int:
             raise ProtocolError("it sent a beat without its offsets")
-        is_next = peer.last_received_id == first_offset <= offset < 1 << 53
-        if not is_next or tallied_s > self.now_ns() // SECOND + AHEAD_S:
+        is_next = peer.last_received_id == first_offset <= offset < 1 << 53 and 0 <= seq < 1 << 53
+        if not is_next or tallied_s > self.now_ns() // SECOND + self.info.origin_s + AHEAD_S:
             raise ProtocolError("it sent records that do not follow those before")
         peer.unwritten_bytes += chunk.size
         if peer.unwritten_bytes > MAX_NODE_BACKLOG_BYTES:
@@ -296,8 +304,8 @@ class Mirror(StallRecorder):
             age_ns = int(min(max(number_member(peer.rank_report, "age_s") or 0.0, 0.0), 1e9) * SECOND)
             self.stall_detector.receive_rank_report(node.number, node.name, peer.rank_report["standing"], age_ns)
         peer.last_received_id, peer.beat, peer.rank_report = offset, beat, None
-        stored_events = [row for row in chunk.rows.get("events", ()) if self._should_store_event(node, row)]
-        self._chunks.append((peer, chunk._replace(rows={**chunk.rows, "events": stored_events})))
+        lines = [self._without_judged_stalls(node, line) if line.table == "events" else line for line in chunk.lines]
+        self._chunks.append((peer, chunk._replace(lines=lines)))
         self._set_node_state(node, "connected", None)
         if isinstance(output := beat.get("output"), str):
             append_output(self.directory, node.name, output)
@@ -306,11 +314,14 @@ class Mirror(StallRecorder):
             peer.receiver = None
             self.links.close_link(node.number, "", for_good=True)
 
-    def _should_store_event(self, node: NodeRow, row: tuple[Any, ...]) -> bool:
-        """Return whether to store an event: not a stall of ranks that the mirror judges."""
-        _, process, kind, *_ = row
-        is_stall = kind == "stall" and process < 0
-        return not is_stall or self.stall_detector.should_store_stall(node.number, parse_event(row[-1]).data)
+    def _without_judged_stalls(self, node: NodeRow, line: RowLine) -> RowLine:
+        """Return events without the stalls of ranks that the mirror judges."""
+        at, rows = line.columns.index("json"), []
+        for row in line.rows:
+            event = parse_event(row[at])
+            if event.kind != "stall" or self.stall_detector.should_store_stall(node.number, event.data):
+                rows.append(row)
+        return line._replace(rows=rows)
 
     def _record_node_exit(self, peer: NodeConnection, exit_members: Mapping[str, Any]) -> None:
         """Record how a node's run has ended."""
@@ -371,10 +382,9 @@ class Mirror(StallRecorder):
         """Write the state file that readers poll: activities, pauses, pending requests."""
         live = [peer for peer in self.peers if peer.beat]
         activities = {
-            local_number: activity
+            self.history.local_process_number(peer.node.number, process): activity
             for peer in live
             for process, activity in parse_activities(peer.beat.get("doing")).items()
-            if (local_number := self.history.local_process_number(peer.node.number, process)) is not None
         }
         pauses = [pause for peer in live if isinstance(pause := peer.beat.get("pause"), list) and len(pause) == 3]
         pause_starts = [time_ns for *_, time_ns in pauses if type(time_ns) is int]

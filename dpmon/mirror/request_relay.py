@@ -154,11 +154,9 @@ class RequestRelay:
         """Send each node the list of its processes that living readers want, if it has changed."""
         items = self._subscriptions.items()
         self._subscriptions = {reader: wanted for reader, wanted in items if wanted and proc.is_alive(*reader)}
-        earlier, remote_processes = self._processes_by_node, self._mirror.history.remote_processes()
-        self._processes_by_node = defaultdict(list)
-        wanted_processes = set().union(*self._subscriptions.values()) & remote_processes.keys()
-        for process in sorted(wanted_processes):
-            node, remote_number = remote_processes[process]
+        earlier, self._processes_by_node = self._processes_by_node, defaultdict(list)
+        for process in sorted(set().union(*self._subscriptions.values())):
+            node, remote_number = self._mirror.history.node_and_process(process)
             self._processes_by_node[node].append(remote_number)
         for node in earlier.keys() | self._processes_by_node.keys():
             if earlier.get(node) != self._processes_by_node.get(node):

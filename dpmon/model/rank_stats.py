@@ -287,7 +287,7 @@ def with_recent_stats(store: Store, processes: Iterable[Process]) -> Iterator[Pr
         if process.last_step is not None:
             by_end.setdefault(stats_until_s(store, process), []).append(process)
     for end_s, group in by_end.items():
-        start_s = max(end_s // _MINUTE_S - 1, 0) * _MINUTE_S  # each minute has its own tally
+        start_s = max(store.bucket_start(end_s, _MINUTE_S) - _MINUTE_S, 0)  # each minute has its own tally
         numbers = tuple(process.process for process in group)
         tallies = read_tallies(store, start_s, end_s, process=numbers, series=_SERIES)
         by_process = split_tallies_by_process(tallies)

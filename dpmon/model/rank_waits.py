@@ -52,14 +52,14 @@ class RankWaitCache:
         """Return the waits between two seconds; `ranks`: rank by process; `shown`: the processes to return."""
         needed = len(ranks) * max(end_s - start_s, 1) // MOST_READ
         width = next((width for width in WIDTHS if width > needed), WIDTHS[-1])
-        start_s -= start_s % width
+        start_s = store.bucket_start(start_s, width)
         key = width, tuple(sorted(ranks.items()))
         first_s = min(self._closed, default=self._until)
         if key != self._of or start_s < first_s or end_s < self._until:
             self._of, self._closed, self._until = key, {}, start_s
         self._closed = {start: shares for start, shares in self._closed.items() if start >= start_s}
         fresh = _wait_shares(store, ranks, max(self._until, start_s), end_s, width)
-        until = max((end_s - _OPEN_S) // width * width, self._until)
+        until = max(store.bucket_start(end_s - _OPEN_S, width), self._until)
         self._closed |= {start: shares for start, shares in fresh.items() if start < until}
         self._until = until
         all_shares = {**self._closed, **fresh}
@@ -98,7 +98,7 @@ def _wait_shares(
     for start, _, key, tally in tally_rows:
         wait = tally.stat(WAIT)
         if wait.count and step_kind(key.kind) == TRAINING:
-            whole = sums.setdefault(start // width * width, {}).setdefault(ranks[key.process], [0, 0, 0])
+            whole = sums.setdefault(store.bucket_start(start, width), {}).setdefault(ranks[key.process], [0, 0, 0])
             # The waits may be known of some synchronized steps only: for ranks of several machines, of a sample.
             waited = wait.total * max(tally.stat(_SYNC).count, wait.count) // wait.count
             for at, value in enumerate((waited, tally.stat(STEP).total, tally.steps)):

@@ -54,7 +54,7 @@ class HistoryColumnCache:
 
     def read(self, store: Store, process: int, start_s: int, end_s: int, width: int) -> tuple[Column, ...]:
         """Return the columns from `start_s` to `end_s` (the second after the newest step), oldest first."""
-        start_s -= start_s % width
+        start_s = store.bucket_start(start_s, width)
         kept_process, kept_width, kept_start = self._of
         if store.main_kind != self._main_kind:
             self._main_kind, kept_process = store.main_kind, -1
@@ -64,7 +64,7 @@ class HistoryColumnCache:
         self._closed = [column for column in self._closed if column.second >= start_s]
         sums = _tallies_by_bin(store, process, max(self._until, start_s), end_s, width)
         fresh = [_column(store, *bin_key, tally) for bin_key, (tally, _) in sorted(sums.items())]
-        until = max((end_s - _OPEN_S) // width * width, self._until)
+        until = max(store.bucket_start(end_s - _OPEN_S, width), self._until)
         self._closed += [column for column in fresh if column.second < until]
         self._until = until
         return (*self._closed, *(column for column in fresh if column.second >= until))
@@ -98,7 +98,7 @@ def _tallies_by_bin(
     rows = read_tally_rows(store, start_s, end_s, process=process, sketches=False, widest=_widest_fitting_width(width))
     for start, row_width, key, tally in rows:
         if start >= start_s and tally.steps:
-            bin_key = start // width * width, key.mode, step_kind(key.kind)
+            bin_key = store.bucket_start(start, width), key.mode, step_kind(key.kind)
             merged, until = tallies.get(bin_key, (Tally(), 0))
             merged.merge(tally)
             tallies[bin_key] = merged, max(until, start + row_width)
@@ -167,10 +167,10 @@ def bin_steps(
     span_ns = max(last_ns - first_ns, 0)
     min_width_s = max(span_ns / BINS, min(median_ns, span_ns)) / SECOND
     width_s = next((width for width in _WIDTHS if width >= min_width_s), _WIDTHS[-1])
-    end_s = (last_ns // SECOND // width_s + 1) * width_s
+    end_s = store.bucket_start(last_ns // SECOND, width_s) + width_s
     bins = []
     for process in sorted(set(shown.values())):
-        sums = _tallies_by_bin(store, process, 0, end_s, width_s)
+        sums = _tallies_by_bin(store, process, store.bucket_start(0, width_s), end_s, width_s)
         within, between = _elapsed_by_bin(store, process, end_s, width_s)
         for (start, mode, kind), (tally, until) in sums.items():
             if shown.get((mode, kind)) != process:
@@ -208,7 +208,7 @@ def _elapsed_by_bin(
     between: Counter[tuple[int, str, int]] = Counter()
     width = _widest_fitting_width(seconds)
     for row in read_times(store, 0, end_s, widest=width, process=process):
-        start = row.start_s // seconds * seconds
+        start = store.bucket_start(row.start_s, seconds)
         between_ns = sum(row.spent[name] for name in store.between_activities)
         between[start, row.mode, store.main_kind] += max(between_ns, 0)
         for kind, name in STEP_KINDS.items():

@@ -68,6 +68,11 @@ class RunInfo:
         first = 3 if self.script.startswith("-m ") else 2
         return self.command if self.python is None else self.command[first:]
 
+    @property
+    def origin_s(self) -> int:
+        """The second of its start, counted since 1970 (dpmon.store.time_buckets)."""
+        return round(self.started_unix)
+
 
 @dataclass(frozen=True)
 class ExitInfo:

@@ -7,7 +7,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
-from dpmon.store.table import KEPT, MAX, SUM, StoreTable
+from dpmon.store.table import KEPT, SUM, StoreTable
 from dpmon.store.time_accounting import ACTIVITIES
 from dpmon.store.time_buckets import END_S, WIDTHS, existing_widths, starts_query
 
@@ -26,7 +26,7 @@ CREATE TABLE IF NOT EXISTS times (
     seq      INTEGER NOT NULL,  -- the last transaction that changed this row
     PRIMARY KEY (width, start_s, process, mode, activity)
 ) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS changed_times ON times (seq) WHERE width = 1;
+CREATE INDEX IF NOT EXISTS changed_times ON times (seq) WHERE width <= 10;
 """
 
 
@@ -39,10 +39,9 @@ class ActivityRow(NamedTuple):
     mode: str
     activity: str
     ns: int
-    seq: int
 
 
-TIMES = StoreTable("times", ActivityRow, SCHEMA, combined={"ns": SUM, "seq": MAX}, sent=KEPT, not_sent="seq")
+TIMES = StoreTable("times", ActivityRow, SCHEMA, combined={"ns": SUM}, sent=KEPT)
 
 
 class TimeRow(NamedTuple):
@@ -56,14 +55,14 @@ class TimeRow(NamedTuple):
     """ns by activity."""
 
 
-def add_times(db: sqlite3.Connection, seq: int, activity_ns: Mapping[tuple[int, int, str, str], int]) -> None:
+def add_times(db: sqlite3.Connection, activity_ns: Mapping[tuple[int, int, str, str], int]) -> None:
     """Add ns by second, process, mode and activity to all buckets that cover the second.
 
-    Negative values are subtracted. `seq`: number of the transaction.
+    Negative values are subtracted.
     """
     for width, made_s in existing_widths(db, min((second for second, *_ in activity_ns), default=END_S)):
         rows = (
-            ActivityRow(width, second // width * width, process, mode, activity, ns, seq)
+            ActivityRow(width, second // width * width, process, mode, activity, ns)
             for (second, process, mode, activity), ns in activity_ns.items()
             if second < made_s
         )
@@ -94,4 +93,4 @@ def read_times(
         )
         for (start_s, process_index, mode), rows in groupby(store.connection.rows(query), key=itemgetter(0, 1, 2)):
             spent = dict.fromkeys(activities, 0) | {activity: ns for *_, activity, ns in rows}
-            yield TimeRow(start_s, bucket[0], process_index, mode, spent)
+            yield TimeRow(start_s - store.origin_s, bucket[0], process_index, mode, spent)

@@ -16,6 +16,7 @@ from dpmon.store.table import KEPT, NUMBERED, SUM, StoreTable
 
 if TYPE_CHECKING:
     from dpmon.store.store_queries import Store
+    from dpmon.store.write_batch import WriteBatch
 
 _OWN = "definition > 0 AND phase = 0 AND step > 0"
 """The SQL condition for collectives that the script itself launched in a step, outside the phases."""
@@ -41,8 +42,10 @@ CREATE TABLE IF NOT EXISTS collective_sums (
     definition INTEGER NOT NULL,  -- 0: samples
     count      INTEGER NOT NULL,
     bytes      INTEGER NOT NULL,  -- of samples: the number of their collectives
+    seq        INTEGER NOT NULL,  -- the last transaction that changed this row
     PRIMARY KEY (start_s, process, definition)
 ) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS changed_collective_sums ON collective_sums (seq);
 """
 MAX_DRAWN_COLLECTIVES = 128
 """How many collectives of a sampled step are read for drawing."""
@@ -94,9 +97,11 @@ class LastSample(NamedTuple):
     """In order of launch."""
 
 
-def sums_of_collective(row: CollectiveRow) -> CollectiveSumRow:
-    """Return what a collective adds to the sums of its second."""
-    return CollectiveSumRow(max(row.start_ns // SECOND, 0), row.process, row.definition, 1, row.quantity)
+def add_collective(batch: WriteBatch, row: CollectiveRow) -> None:
+    """Add a collective or a sample, also to the sums of its second."""
+    batch.add(COLLECTIVES, row)
+    second = batch.second_of(max(row.start_ns, 0))
+    batch.add(COLLECTIVE_SUMS, CollectiveSumRow(second, row.process, row.definition, 1, row.quantity))
 
 
 def resolve_collective(store: Store, row: CollectiveRow) -> Collective | Sampled | None:
@@ -132,14 +137,14 @@ def read_collective_sums(
     """
     end_ns = store.until_ns if end_ns is None else min(end_ns, store.until_ns)
     of_processes = "" if processes is None else f" AND process IN ({', '.join(map(str, processes))})"
-    begin_s = start_ns // SECOND if start_ns > 0 else BEFORE_S
+    begin_s = start_ns // SECOND + store.origin_s if start_ns > 0 else BEFORE_S
     query = (
         "SELECT process, definition, sum(count), sum(bytes) FROM collective_sums"
         f" WHERE start_s >= ? AND start_s < ?{of_processes} GROUP BY process, definition"
     )
     samples, reason = 0, None
     sums_by_operation: dict[tuple[str, int], tuple[int, int]] = defaultdict(lambda: (0, 0))
-    for process, number, count, byte_count in store.query(query, (begin_s, -(-end_ns // SECOND))):
+    for process, number, count, byte_count in store.query(query, (begin_s, -(-end_ns // SECOND) + store.origin_s)):
         if not number:
             samples += count
             continue

@@ -21,7 +21,7 @@ from typing import Any
 from zlib import crc32
 
 from dpmon.errors import HistoryError
-from dpmon.store import tally_keys, time_buckets
+from dpmon.store import time_buckets
 from dpmon.store.activity_times import TIMES
 from dpmon.store.collectives import COLLECTIVE_SUMS, COLLECTIVES
 from dpmon.store.definition_table import DEFINITIONS
@@ -35,24 +35,25 @@ from dpmon.store.rings import RINGS
 from dpmon.store.shapes import SHAPES
 from dpmon.store.steps import STEPS
 from dpmon.store.table import NUMBERED, Parameters, StoreTable
+from dpmon.store.tally_keys import KEYS
 from dpmon.store.tally_tables import SERIES, TALLIES, install_aggregates
 
 HISTORY_FILE = "history.sqlite"
 TABLES: tuple[StoreTable[Any], ...] = (
-    *(STEPS, EVENTS, COLLECTIVES, LOSSES, DEFINITIONS, LOOPS, GAPS, SHAPES),
+    *(STEPS, EVENTS, COLLECTIVES, LOSSES, DEFINITIONS, KEYS, LOOPS, GAPS, SHAPES),
     *(COLLECTIVE_SUMS, DEVICE_ROLLUPS, TALLIES, SERIES, TIMES, RINGS, NODES),
 )
 BUCKET_TABLES = (TALLIES, SERIES, TIMES)
 """Tables with wider time buckets."""
 _META = """
 CREATE TABLE IF NOT EXISTS meta (
-    key   TEXT PRIMARY KEY,  -- schema (the version), run, start_ns, limit_bytes, pruned (rows deleted to stay below
-                             -- it), seq (number of the last transaction)
+    key   TEXT PRIMARY KEY,  -- schema (the version), run (its id), origin_s (dpmon.store.time_buckets), limit_bytes,
+                             -- pruned (rows deleted to stay below it), seq (number of the last transaction)
     value NOT NULL
 ) WITHOUT ROWID;
 """
-SCHEMA = "".join([_META, tally_keys.SCHEMA, time_buckets.SCHEMA, *(table.schema for table in TABLES)])
-_VERSION = 10
+SCHEMA = "".join([_META, time_buckets.SCHEMA, *(table.schema for table in TABLES)])
+_VERSION = 11
 """Raise it whenever a table or the meaning of a column changes."""
 SCHEMA_VERSION = 1000 * _VERSION + crc32(STEPS.column_list.encode()) % 1000
 """Another quantity or phase of steps makes another version by itself."""

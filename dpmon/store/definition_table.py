@@ -11,9 +11,11 @@ from dpmon.store.table import KEPT, StoreTable
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS definitions (
     process INTEGER NOT NULL, number INTEGER NOT NULL,
-    value   TEXT NOT NULL,  -- as JSON: see dpmon.record.history_rows.Definition
+    value   TEXT NOT NULL,     -- as JSON: see dpmon.record.history_rows.Definition
+    seq     INTEGER NOT NULL,  -- the last transaction that changed this row
     PRIMARY KEY (process, number)
 ) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS changed_definitions ON definitions (seq);
 """
 
 

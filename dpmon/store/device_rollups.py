@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from dpmon.record.schema import SECOND
 from dpmon.store.events import HOST, first_sample_ns
-from dpmon.store.rollups import roll_up
-from dpmon.store.table import KEPT, LAST_NS, MAX, SUM, StoreTable
-from dpmon.store.time_buckets import END_S
+from dpmon.store.rollups import BEFORE_S, roll_up
+from dpmon.store.table import KEPT, MAX, SUM, StoreTable
+from dpmon.store.time_buckets import END_S, read_origin_s
 
 if TYPE_CHECKING:
     from dpmon.store.database import BoundedConnection
     from dpmon.store.store_queries import Store
     from dpmon.store.write_batch import WriteBatch
 
-_MINUTE_NS = 60 * SECOND
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS device_rollups (
     start_s INTEGER NOT NULL,  -- of the minute, or BEFORE_S (dpmon.store.rollups)
     device  INTEGER NOT NULL,  -- index; -1: the host
     name    TEXT NOT NULL,     -- of the value in the samples
     count INTEGER NOT NULL, total REAL NOT NULL, high REAL NOT NULL,
+    seq     INTEGER NOT NULL,  -- the last transaction that changed this row
     PRIMARY KEY (start_s, device, name)
 ) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS changed_device_rollups ON device_rollups (seq);
 """
 
 
@@ -52,24 +53,28 @@ def add_sample(batch: WriteBatch, t_ns: int, kind: str, data: Mapping[str, Any])
     device = data["index"] if kind == "device" else HOST
     for name, value in data.items():
         if type(value) in (int, float) and isfinite(value) and name not in ("t_s", "index"):
-            row = DeviceRollup(t_ns // _MINUTE_NS * 60, device, name[:64], 1, float(value), float(value))
+            row = DeviceRollup(batch.second_of(t_ns) // 60 * 60, device, name[:64], 1, float(value), float(value))
             batch.add(DEVICE_ROLLUPS, row)
 
 
 def prune_device_rollups(connection: BoundedConnection, limit_bytes: int) -> None:
     """Merge the oldest rows if there are too many, but not those of minutes whose samples still have rows."""
     first_ns = first_sample_ns(connection)
-    roll_up(connection.db, DEVICE_ROLLUPS, limit_bytes, END_S if first_ns is None else first_ns // _MINUTE_NS * 60)
+    latest_s = END_S if first_ns is None else (first_ns // SECOND + read_origin_s(connection)) // 60 * 60
+    roll_up(connection.db, DEVICE_ROLLUPS, limit_bytes, latest_s)
 
 
 def read_device_minutes(store: Store) -> list[DeviceRollup]:
-    """Return the sums of deleted device and host samples by minute. The first rows cover all time before that."""
+    """Return the sums of deleted device and host samples by minute, in seconds since the run's start.
+
+    The first rows, at BEFORE_S, cover all time before that.
+    """
     if not store.pruned:
         return []
     first_ns = first_sample_ns(store.connection)
-    condition = "WHERE (start_s + 60) * ? <= ? ORDER BY start_s, device, name"
-    values = SECOND, LAST_NS if first_ns is None else first_ns
-    return list(DEVICE_ROLLUPS.select(store.connection, condition, values))
+    last_s = END_S if first_ns is None else first_ns // SECOND + store.origin_s - 60
+    rows = DEVICE_ROLLUPS.select(store.connection, "WHERE start_s <= ? ORDER BY start_s, device, name", (last_s,))
+    return [replace(row, start_s=row.start_s - store.origin_s) if row.start_s > BEFORE_S else row for row in rows]
 
 
 def read_host_memory(store: Store, start_ns: int, end_ns: int) -> list[tuple[int, int]]:
@@ -79,8 +84,9 @@ def read_host_memory(store: Store, start_ns: int, end_ns: int) -> list[tuple[int
         " SELECT start_s, high FROM starts CROSS JOIN device_rollups"
         " ON start_s = starts.at AND device = :host AND name = 'run_mem_bytes'"
     )
-    start_s, end_s = -(-start_ns // _MINUTE_NS) * 60, min(end_ns, store.until_ns) // SECOND
-    if start_s >= end_s:
+    begin_s = -(-(start_ns // SECOND + store.origin_s) // 60) * 60
+    end_s = min(end_ns, store.until_ns) // SECOND + store.origin_s
+    if begin_s >= end_s:
         return []
-    rows = store.query(query, {"begin": start_s, "end": end_s, "host": HOST})
-    return [(minute_s * SECOND, int(peak_bytes)) for minute_s, peak_bytes in rows]
+    rows = store.query(query, {"begin": begin_s, "end": end_s, "host": HOST})
+    return [((minute_s - store.origin_s) * SECOND, int(peak_bytes)) for minute_s, peak_bytes in rows]

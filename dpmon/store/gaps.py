@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from dpmon.store.table import KEPT, StoreTable
+from dpmon.store.table import KEPT, SEQ, StoreTable
 
 if TYPE_CHECKING:
     import sqlite3
@@ -18,14 +18,16 @@ CREATE TABLE IF NOT EXISTS gaps (
     after_step INTEGER NOT NULL,  -- number of the step before it
     mode       TEXT NOT NULL,     -- of the step after it
     begin_ns INTEGER NOT NULL, end_ns INTEGER NOT NULL,
-    ns         INTEGER NOT NULL   -- without pauses and input waits
+    ns         INTEGER NOT NULL,  -- without pauses and input waits
+    seq        INTEGER NOT NULL   -- the last transaction that changed this row
 );
+CREATE INDEX IF NOT EXISTS changed_gaps ON gaps (seq);
 """
 GAP_NS = 20_000_000
 """A gap between two steps is recorded if it is at least this long."""
 MAX_GAPS = 10_000
 """How many gaps are kept in a history that has reached its size limit."""
-_SHORTEN = "UPDATE gaps SET ns = max(ns - ?, 0) WHERE process = ? AND begin_ns <= ? AND end_ns >= ?"
+_SHORTEN = f"UPDATE gaps SET ns = max(ns - ?, 0), seq = {SEQ} WHERE process = ? AND begin_ns <= ? AND end_ns >= ?"
 
 
 class Gap(NamedTuple):

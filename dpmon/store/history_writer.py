@@ -127,10 +127,10 @@ class HistoryWriter:
 
     def write(self, batch: WriteBatch) -> None:
         """Write the whole batch, or nothing if it raises HistoryError. Then the same batch may be written again."""
-        self.run_transaction(lambda seq: self._insert_batch(batch, seq))
+        self.run_transaction(lambda: self._insert_batch(batch))
 
-    def run_transaction(self, write: Callable[[int], None]) -> None:
-        """Call `write` with the number of a transaction in it, and delete the oldest rows at the size limit.
+    def run_transaction(self, write: Callable[[], None]) -> None:
+        """Call `write` in a transaction with the next number, and delete the oldest rows at the size limit.
 
         If it raises HistoryError, nothing was written.
         """
@@ -139,7 +139,7 @@ class HistoryWriter:
             self._connection.set_size(self._file_bytes(), writes=True)
             self._db.execute("BEGIN IMMEDIATE")
             self._db.execute("UPDATE meta SET value = value + 1 WHERE key = 'seq'")
-            write(self._read_number("SELECT value FROM meta WHERE key = 'seq'"))
+            write()
             node_count = self._read_number("SELECT count(*) FROM nodes")
             max_bytes = self._limit // _NODE_DIVISOR
             while self._used_bytes() > self._limit and max_bytes > 0:
@@ -154,7 +154,7 @@ class HistoryWriter:
                 self._db.execute("ROLLBACK")
             raise error if isinstance(error, HistoryError) else HistoryError(str(error)) from None
 
-    def _insert_batch(self, batch: WriteBatch, seq: int) -> None:
+    def _insert_batch(self, batch: WriteBatch) -> None:
         db = self._db
         for table, rows in batch.rows.items():
             table.insert(db, rows)
@@ -164,8 +164,8 @@ class HistoryWriter:
         number = self.key_numbers.number
         seconds = {(second, number(key)): steps for (second, key), steps in batch.steps_by_tally.items()}
         waits = join_sync_steps(db, batch.sync_steps, self.key_numbers)
-        add_steps(db, seq, seconds, waits)
-        add_times(db, seq, batch.activity_ns)
+        add_steps(db, seconds, waits)
+        add_times(db, batch.activity_ns)
         newest_s = max((second for second, _ in seconds), default=0)
         merge_buckets(db, BUCKET_TABLES, newest_s - SLACK_S)
         self.loss_thinning.note_losses((row.process, row.definition) for row in batch.rows.get(LOSSES, ()))

@@ -26,8 +26,10 @@ CREATE TABLE IF NOT EXISTS loops (
     epoch         INTEGER,           -- number of the epoch; NULL if it is not an epoch
     evaluation_ns INTEGER NOT NULL,  -- evaluation between its first and its last step
     after_ns      INTEGER NOT NULL,  -- evaluation after its last step, up to the next epoch
+    seq           INTEGER NOT NULL,  -- the last transaction that changed this row
     PRIMARY KEY (process, loop)
 ) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS changed_loops ON loops (seq);
 """
 MAX_LOOPS = 10_000
 """How many loops of a process are kept in a history that has reached its size limit."""

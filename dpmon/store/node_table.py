@@ -23,9 +23,11 @@ CREATE TABLE IF NOT EXISTS nodes (
     since_ns       INTEGER NOT NULL,  -- start of the state
     heard_ns       INTEGER,           -- its last answer
     received       INTEGER NOT NULL,  -- the last id of its records that is here
-    tallied_s      INTEGER NOT NULL,  -- its tallies are complete up to this second
+    seq            INTEGER NOT NULL,  -- the last of its transactions whose changes are here
+    tallied_s      INTEGER NOT NULL,  -- its time buckets are complete up to this second
     clock_ns INTEGER, clock_error_ns INTEGER,  -- added to its times, and its error; NULL until it is measured
-    shift_s        INTEGER,           -- added to the seconds of its tallies
+    origin_s       INTEGER,           -- the second of its run's start by its clock
+    shift_s        INTEGER,           -- added to its seconds, if its clock is off by more than a second
     exit           TEXT               -- the end of its run, as JSON; NULL while it runs
 );
 """
@@ -49,9 +51,11 @@ class NodeRow:
     since_ns: int = 0
     heard_ns: int | None = None
     received: int = 0
+    seq: int = 0
     tallied_s: int = 0
     clock_ns: int | None = None
     clock_error_ns: int | None = None
+    origin_s: int | None = None
     shift_s: int | None = None
     exit: str | None = None
 

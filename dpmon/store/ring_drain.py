@@ -78,7 +78,7 @@ class RingDrain:
         """Records of the supervisor that are not in the batch yet."""
         self._own_missed = 0
         """Number of records of this supervisor that were dropped."""
-        self._batch = WriteBatch()
+        self._batch = WriteBatch(run_info.origin_s)
         self._accounts = ProcessAccounts()
         self._next_id = 1
         self._exited: Collection[str] = ()
@@ -268,7 +268,7 @@ class RingDrain:
     def _open(self, now_s: float) -> bool:
         if now_s < self._retry_at_s:
             return False
-        meta = {"run": self._run_info.id, "start_ns": self._run_info.start_ns}
+        meta = {"run": self._run_info.id, "origin_s": self._run_info.origin_s}
         try:
             history = HistoryWriter.open(self._directory, meta, self._limit_bytes)
             try:
@@ -311,7 +311,7 @@ class RingDrain:
             self._handle_write_error(now_s, error)
             return
         self._stored_rows.update((row.name, replace(row)) for row in rings)
-        self._batch = WriteBatch()
+        self._batch = WriteBatch(self._run_info.origin_s)
         self._own_missed = 0
         self.failure = None
 

@@ -14,7 +14,6 @@ from dpmon.record.schema import (
     EVALUATION,
     MIXED_MODES,
     REST,
-    SECOND,
     SPAN_PHASES,
     STEP_KINDS,
     SYNC_NUMBER,
@@ -26,7 +25,7 @@ from dpmon.record.schema import (
 )
 from dpmon.record.shared_names import CALL_PHASES
 from dpmon.record.span_format import Flag
-from dpmon.store.collectives import COLLECTIVE_SUMS, COLLECTIVES, sums_of_collective
+from dpmon.store.collectives import add_collective
 from dpmon.store.definition_table import DEFINITIONS, DefinitionRow
 from dpmon.store.device_rollups import add_sample
 from dpmon.store.events import EVENTS, EventRow, event_to_json
@@ -88,8 +87,7 @@ class RingIntake:
             self._event(batch, row_id, row)
         elif isinstance(row, CollectiveRow):
             row = row._replace(id=row_id, process=process, start_ns=row.start_ns - self._start_ns)
-            batch.add(COLLECTIVES, row)
-            batch.add(COLLECTIVE_SUMS, sums_of_collective(row))
+            add_collective(batch, row)
         elif isinstance(row, LossRow):
             row = row._replace(id=row_id, process=process, t_ns=row.t_ns - self._start_ns)
             batch.add(LOSSES, row)
@@ -201,7 +199,7 @@ class RingIntake:
         if sync_number is not None:
             # With devices, the host does not wait for other ranks, so its time does not measure the communication.
             tail_ns = row.phases.get("sync") if row.times is None else sync_device_ns(row.times)
-            sync_step = self._accounts.rank_groups.sync_step(key, stored, tail_ns, stored.end_ns // SECOND)
+            sync_step = self._accounts.rank_groups.sync_step(key, stored, tail_ns, batch.second_of(stored.end_ns))
             if sync_step is not None:
                 batch.sync_steps.append(sync_step)
         self.row.steps += 1

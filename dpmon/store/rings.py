@@ -35,7 +35,8 @@ CREATE TABLE IF NOT EXISTS rings (
     events            INTEGER NOT NULL,  -- its events in the history
     ended             INTEGER NOT NULL,  -- whether the process has ended and the history is complete
     open_calls        INTEGER NOT NULL,  -- calls so far, while no step has ended
-    node              INTEGER            -- number of its node; NULL if it ran on this machine
+    node              INTEGER,           -- number of its node; NULL if it ran on this machine
+    seq               INTEGER NOT NULL   -- the last transaction that changed this row
 ) WITHOUT ROWID;
 """
 _MIN_ROLLOUTS, _ROLLOUT_SHARE = 3, 0.8
@@ -78,7 +79,9 @@ class RingRow:
         return self.evaluation_phases >= max(_MIN_ROLLOUTS, _ROLLOUT_SHARE * (self.last_step or 0))
 
 
-RINGS = StoreTable("rings", RingRow, SCHEMA, insertion="INSERT OR REPLACE", sent=KEPT, not_sent="node")
+RINGS = StoreTable(
+    "rings", RingRow, SCHEMA, insertion="INSERT OR REPLACE", sent=KEPT, not_sent=("first_id", "last_id", "node")
+)
 
 
 def read_rings(connection: BoundedConnection) -> dict[str, RingRow]:

@@ -26,6 +26,5 @@ def roll_up(db: sqlite3.Connection, table: StoreTable[Any], limit_bytes: int, la
         return
     end_s = min(first_s + max((last_s - first_s) // 8, 1), latest_s)
     oldest = f"FROM {table.name} WHERE start_s > {BEFORE_S} AND start_s < ?"
-    rows = table.merge_sql(oldest, start_s=str(BEFORE_S))
-    db.execute(f"INSERT INTO {table.name} ({table.column_list}) {rows} {table.on_conflict}", (end_s,))
+    db.execute(table.merge_sql(oldest, start_s=str(BEFORE_S)), (end_s,))
     db.execute(f"DELETE {oldest}", (end_s,))

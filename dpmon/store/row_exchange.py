@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from dpmon.store import table as tables
 from dpmon.store.database import TABLES, columns_of
 
 RECORDS, VERSION = "dpmon-records ", 1
@@ -24,20 +23,18 @@ CHUNK_BYTES = 16 << 20
 """Most bytes of the lines of a chunk."""
 _LINE_BYTES = 1 << 19
 """Most bytes of the rows of a line, but for a single longer one."""
-NUMBERED = tuple(table.name for table in TABLES if table.sent == tables.NUMBERED)
-"""Tables with ids from the common counter. Of the first two, only some rows are sent unless the reader asks."""
+SENT = {table.name: table for table in TABLES if table.sent}
+"""The tables whose rows are sent, by name."""
 TIMES = ("start_ns", "t_ns", "begin_ns", "end_ns", "first_ns", "last_ns")
 """Columns with times, in all tables."""
-KEPT = ("keys", *(table.name for table in TABLES if table.sent == tables.KEPT))
-"""Tables of rows that change: a later row replaces the one with the same key."""
 _json = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 
 
 @cache
 def columns_sent(table: str) -> Mapping[str, tuple[type, ...]]:
     """Return the columns of a table that are sent, and their types before sketches become text."""
-    left_out = {declared.name: declared.not_sent for declared in TABLES}.get(table)
-    return {name: kinds for name, kinds in columns_of(table).items() if name != left_out}
+    left_out = {"seq", *SENT[table].not_sent}
+    return {name: kinds for name, kinds in columns_of(table).items() if name not in left_out}
 
 
 @cache

@@ -24,6 +24,7 @@ CREATE TABLE IF NOT EXISTS shapes (
                                -- replica, or stage, inputs and outputs of each stage. 0: unknown, or there are too many
     untimed INTEGER NOT NULL,  -- why a device time is missing: an index of dpmon.record.record_types.UNTIMED
     calls   INTEGER NOT NULL,
+    seq     INTEGER NOT NULL,  -- the last transaction that changed this row
     PRIMARY KEY (process, mode, kind, layout, virtual, sizes, untimed)
 ) WITHOUT ROWID;
 """

@@ -363,7 +363,7 @@ def find_next_step_ns(store: Store, process: int, after_ns: int) -> int | None:
     query_steps = "SELECT min(start_ns) FROM steps WHERE process = ? AND step > 0 AND start_ns >= ?"
     rows = store.query(query_steps, (process, after_ns))
     for width in WIDTHS:
-        rows += store.query(query, (width, after_ns // SECOND // width * width, after_ns))
+        rows += store.query(query, (width, (after_ns // SECOND + store.origin_s) // width * width, after_ns))
     return min((start_ns for (start_ns,) in rows if start_ns is not None), default=None)
 
 

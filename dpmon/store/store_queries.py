@@ -17,7 +17,7 @@ from dpmon.store.database import BoundedConnection
 from dpmon.store.definition_table import DEFINITIONS
 from dpmon.store.rings import RINGS
 from dpmon.store.table import LAST_NS, Parameters
-from dpmon.store.time_buckets import TimeBuckets
+from dpmon.store.time_buckets import TimeBuckets, bucket_start, read_origin_s
 
 _ROWS_PER_SIDE = 2
 """How many rows a search for a time reads on each side. To find more, SQLite would skip the rows of too many ranks."""
@@ -38,7 +38,9 @@ class Store:
         self._unread_count = unread_count
         self.rings = {ring.process: ring for ring in RINGS.select(connection)}
         """By process."""
-        self.buckets = TimeBuckets(connection)
+        self.origin_s = read_origin_s(connection)
+        """The second of the run's start in the tables (dpmon.store.time_buckets)."""
+        self.buckets = TimeBuckets(connection, self.origin_s)
         """The time buckets of tallies and times."""
         meta: dict[str, int] = dict(connection.rows("SELECT key, value FROM meta WHERE key IN ('pruned', 'seq')"))
         self.seq = meta.get("seq", 0)
@@ -91,6 +93,13 @@ class Store:
             return None
         records = "1 record is" if self._unread_count == 1 else f"{self._unread_count:,} records are"
         return f"{records} not in the history yet: no supervisor is writing it"
+
+    def bucket_start(self, second: int, width: int) -> int:
+        """Return the start of the time bucket of `width` seconds with a second; both in s since the run's start.
+
+        The first bucket may start before the run.
+        """
+        return bucket_start(second, width, self.origin_s)
 
     @property
     def is_mirror(self) -> bool:

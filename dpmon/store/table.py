@@ -5,7 +5,7 @@ Each table has a module with its declaration and its queries. `dpmon.store.datab
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from inspect import get_annotations
@@ -22,9 +22,12 @@ Parameters = Sequence[Any] | Mapping[str, Any]
 """Values of a query's parameters."""
 LAST_NS = (1 << 63) - 1
 """A number that is at least as large as any time (ns) and any id."""
-NUMBERED, KEPT = "numbered", "kept"
-"""How rows are sent to another machine. NUMBERED: a row has an id from the common counter, and is sent once. KEPT: a
-row may change, and the receiver replaces the row with the same key."""
+NUMBERED, KEPT, WITH_TALLY = "numbered", "kept", "with its tally"
+"""How rows reach another machine. NUMBERED: a row has an id from the common counter, and is sent once. KEPT: a row may
+change. It has the column `seq`, the number of the last transaction that changed it, and the receiver replaces the row
+with the same key. WITH_TALLY: a row is sent again with its row of `tallies`."""
+SEQ = "(SELECT value FROM meta WHERE key = 'seq')"
+"""The SQL for the number of the current transaction."""
 SUM, MIN, MAX, SKETCH = "sum", "min", "max", "sketch"
 _BOTH = {
     SUM: "{0} + excluded.{0}",
@@ -53,14 +56,19 @@ class StoreTable(Generic[RowT]):
     """How a row changes the row with the same key: by column, one of SUM, MIN, MAX and SKETCH. Rows of several times
     become one row in the same way (`merge_sql`)."""
     sent: str = ""
-    """NUMBERED or KEPT; empty if rows stay on this machine."""
-    not_sent: str = ""
-    """A column that has a value of its own on each machine."""
+    """NUMBERED, KEPT or WITH_TALLY; empty if rows stay on this machine."""
+    not_sent: Collection[str] = ()
+    """Columns that have values of their own on each machine."""
 
     @cached_property
     def columns(self) -> tuple[str, ...]:
-        """The names of its columns."""
+        """The names of its columns without `seq`."""
         return tuple(get_annotations(self.row))
+
+    @property
+    def has_seq(self) -> bool:
+        """Whether its rows have the column `seq`."""
+        return self.sent == KEPT
 
     @cached_property
     def column_list(self) -> str:
@@ -71,27 +79,43 @@ class StoreTable(Generic[RowT]):
     def insert_sql(self) -> str:
         """The statement that writes a row."""
         marks = ", ".join("?" * len(self.columns))
-        return f"{self.insertion} INTO {self.name} ({self.column_list}) VALUES ({marks}) {self.on_conflict}"
+        seq, number = (", seq", f", {SEQ}") if self.has_seq else ("", "")
+        columns = f"{self.name} ({self.column_list}{seq})"
+        return f"{self.insertion} INTO {columns} VALUES ({marks}{number}) {self.on_conflict}"
 
     @cached_property
     def on_conflict(self) -> str:
         """The end of a statement that inserts rows; empty if no row changes another one."""
+        if not self.combined:
+            return ""
         changes = [f"{name} = {_BOTH[function].format(name)}" for name, function in self.combined.items()]
-        return f"ON CONFLICT DO UPDATE SET {', '.join(changes)}" if changes else ""
+        if self.has_seq:
+            changes.append("seq = excluded.seq")
+        return f"ON CONFLICT DO UPDATE SET {', '.join(changes)}"
 
     @cached_property
     def key_columns(self) -> list[str]:
         """The columns whose rows are combined over the time: all others but the time."""
         return [name for name in self.columns if name not in ("width", "start_s", *self.combined)]
 
-    def merge_sql(self, source: str, group_by: Sequence[str] = (), **times: str) -> str:
+    def merged_rows_sql(self, source: str, group_by: Sequence[str] = (), **times: str) -> str:
         """Return a query that makes one row for each key, and each value of `group_by`.
 
         `source`: FROM and WHERE. `times`: the SQL for width and start_s.
         """
-        columns = times | {name: _ALL[function].format(name) for name, function in self.combined.items()}
-        selected = ", ".join(columns.get(name, name) for name in self.columns)
+        values = times | {name: _ALL[function].format(name) for name, function in self.combined.items()}
+        selected = ", ".join(values.get(name, name) for name in self.columns)
         return f"SELECT {selected} {source} GROUP BY {', '.join([*group_by, *self.key_columns])}"
+
+    def merge_sql(self, source: str, group_by: Sequence[str] = (), *, replace: bool = False, **times: str) -> str:
+        """Return a statement that writes the rows of `merged_rows_sql`.
+
+        A row is added to the one with the same key, or takes its place (`replace`).
+        """
+        rows = self.merged_rows_sql(source, group_by, **times)
+        columns, values = (f"{self.column_list}, seq", f"*, {SEQ}") if self.has_seq else (self.column_list, "*")
+        insertion, end = ("INSERT OR REPLACE", "") if replace else ("INSERT", self.on_conflict)
+        return f"{insertion} INTO {self.name} ({columns}) SELECT {values} FROM ({rows}) WHERE true {end}"
 
     def insert(self, db: sqlite3.Connection, rows: Iterable[RowT]) -> None:
         """Write rows."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import TYPE_CHECKING, NamedTuple
 
 from dpmon.record.schema import EXCLUDED
+from dpmon.store.table import KEPT, StoreTable
 
 if TYPE_CHECKING:
     import sqlite3
@@ -20,6 +21,7 @@ CREATE TABLE IF NOT EXISTS keys (
     mode    TEXT NOT NULL,     -- dp, single, or empty for steps with calls of both
     kind    INTEGER NOT NULL,  -- flags of dpmon.record.schema
     batch   INTEGER NOT NULL,  -- samples per step, NO_SAMPLES or OTHER_SIZES
+    seq     INTEGER NOT NULL,  -- the transaction that added this row
     UNIQUE (process, mode, kind, batch)
 );
 """
@@ -38,6 +40,24 @@ class TallyKey(NamedTuple):
     """Samples per step, NO_SAMPLES or OTHER_SIZES."""
 
 
+class KeyRow(NamedTuple):
+    """A row of `keys`."""
+
+    number: int
+    process: int
+    mode: str
+    kind: int
+    batch: int
+
+    @property
+    def key(self) -> TallyKey:
+        """The key without its number."""
+        return TallyKey(self.process, self.mode, self.kind, self.batch)
+
+
+KEYS = StoreTable("keys", KeyRow, SCHEMA, sent=KEPT)
+
+
 class KeyNumbers:
     """The numbers of the keys, for the one writer of a history."""
 
@@ -46,14 +66,14 @@ class KeyNumbers:
         self._numbers: dict[TallyKey, int] = {}
 
     def reload(self) -> None:
-        """Read the table again before the next use, because a transaction was rolled back."""
+        """Read the table again before the next use, because a transaction was rolled back or another one wrote it."""
         self._numbers.clear()
 
     def find(self, key: TallyKey) -> int | None:
         """Return the number of a key; None if the table does not have it."""
         if not self._numbers:
-            rows = self._db.execute("SELECT number, process, mode, kind, batch FROM keys")
-            self._numbers.update((TallyKey._make(values), number) for number, *values in rows)
+            rows = map(KeyRow._make, self._db.execute(f"SELECT {KEYS.column_list} FROM keys"))
+            self._numbers.update((row.key, row.number) for row in rows)
         return self._numbers.get(key)
 
     def number(self, key: TallyKey) -> int:
@@ -61,7 +81,7 @@ class KeyNumbers:
         number = self.find(key)
         if number is None:
             number = self._numbers[key] = len(self._numbers) + 1
-            self._db.execute("INSERT INTO keys VALUES (?,?,?,?,?)", (number, *key))
+            KEYS.insert(self._db, [KeyRow(number, *key)])
         return number
 
 
@@ -75,7 +95,4 @@ def read_keys(
     condition = f"(kind & {EXCLUDED} != 0) = {int(left_out)}"
     if processes is not None:
         condition += f" AND process IN ({', '.join(map(str, processes))})"
-    rows: Iterator[tuple[int, ...]] = connection.rows(
-        f"SELECT number, process, mode, kind, batch FROM keys WHERE {condition}"
-    )
-    return {number: TallyKey._make(values) for number, *values in rows}
+    return {row.number: row.key for row in KEYS.select(connection, f"WHERE {condition}")}

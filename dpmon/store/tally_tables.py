@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from dpmon.record.schema import step_kind
 from dpmon.store import quantile_sketch
 from dpmon.store.steps import StepRow
-from dpmon.store.table import KEPT, MAX, MIN, SKETCH, SUM, StoreTable
+from dpmon.store.table import KEPT, MAX, MIN, SEQ, SKETCH, SUM, WITH_TALLY, StoreTable
 from dpmon.store.tally import SeriesStats, Tally
 from dpmon.store.tally_keys import TallyKey, read_keys
 from dpmon.store.time_buckets import END_S, WIDTHS, existing_widths, starts_query
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS tallies (
     width     INTEGER NOT NULL,  -- length of the time bucket (s): dpmon.store.time_buckets.WIDTHS
-    start_s   INTEGER NOT NULL,  -- its first second since the run's start
+    start_s   INTEGER NOT NULL,  -- its first second: dpmon.store.time_buckets
     key       INTEGER NOT NULL,  -- number of the key
     steps     INTEGER NOT NULL,
     calls     INTEGER NOT NULL,  -- calls in these steps
@@ -41,7 +41,7 @@ CREATE TABLE IF NOT EXISTS tallies (
     seq       INTEGER NOT NULL,  -- the last transaction that changed this row or one of its series
     PRIMARY KEY (width, start_s, key)
 ) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS changed_tallies ON tallies (seq) WHERE width = 1;
+CREATE INDEX IF NOT EXISTS changed_tallies ON tallies (seq) WHERE width <= 10;
 """
 SERIES_SCHEMA = """
 -- The values of the steps in a tally. Names: step (its duration), the phases, rest and the quantities of
@@ -71,7 +71,6 @@ class TallyRow(NamedTuple):
     high_ns: int
     first_ns: int
     last_ns: int
-    seq: int
 
 
 @dataclass(slots=True)
@@ -99,14 +98,14 @@ TALLIES = StoreTable(
         "high_ns": MAX,
         "first_ns": MIN,
         "last_ns": MAX,
-        "seq": MAX,
     },
     sent=KEPT,
-    not_sent="seq",
 )
 SERIES = StoreTable(
-    "series", SeriesRow, SERIES_SCHEMA, combined={"count": SUM, "total": SUM, "sketch": SKETCH}, sent=KEPT
+    "series", SeriesRow, SERIES_SCHEMA, combined={"count": SUM, "total": SUM, "sketch": SKETCH}, sent=WITH_TALLY
 )
+_NOTE_CHANGE = f"UPDATE tallies SET seq = {SEQ} WHERE width = ? AND start_s = ? AND key = ?"
+"""Notes that a series of a tally has changed."""
 _PLAIN = "steps, calls, last_step, low_ns, high_ns, first_ns, last_ns"
 """The columns of a tally that are members of Tally."""
 
@@ -167,15 +166,9 @@ class SecondOfSteps:
 
 
 def add_steps(
-    db: sqlite3.Connection,
-    seq: int,
-    seconds: Mapping[tuple[int, int], SecondOfSteps],
-    waits: Iterable[RankStepWait] = (),
+    db: sqlite3.Connection, seconds: Mapping[tuple[int, int], SecondOfSteps], waits: Iterable[RankStepWait] = ()
 ) -> None:
-    """Add steps by second and number of the key, and waits of earlier steps, to all buckets that cover the second.
-
-    `seq`: number of the transaction.
-    """
+    """Add steps by second and number of the key, and waits of earlier steps, to all buckets that cover the second."""
     waited: dict[tuple[int, int], SecondOfSteps] = defaultdict(SecondOfSteps)
     for wait in waits:
         waited[wait.second, wait.key].series += wait.series.items()
@@ -191,19 +184,19 @@ def add_steps(
         for (start_s, key), parts in buckets.items():
             rows = [row for part in parts for row in part.rows]
             if rows:
-                tallies.append(_tally_row(width, start_s, key, rows, seq))
+                tallies.append(_tally_row(width, start_s, key, rows))
             else:
-                changes.append((seq, width, start_s, key))
+                changes.append((width, start_s, key))
             named: dict[str, list[int]] = defaultdict(list)
             for name, value in chain(*(row.series for row in rows), *(part.series for part in parts)):
                 named[name].append(value)
             series += [_series_row(width, start_s, key, name, values) for name, values in named.items()]
     TALLIES.insert(db, tallies)
-    db.executemany("UPDATE tallies SET seq = ? WHERE width = ? AND start_s = ? AND key = ?", changes)
+    db.executemany(_NOTE_CHANGE, changes)
     SERIES.insert(db, series)
 
 
-def _tally_row(width: int, start_s: int, key: int, steps: Sequence[StepRow], seq: int) -> TallyRow:
+def _tally_row(width: int, start_s: int, key: int, steps: Sequence[StepRow]) -> TallyRow:
     walls, starts = [step.wall_ns for step in steps], [step.start_ns for step in steps]
     return TallyRow(
         width=width,
@@ -216,7 +209,6 @@ def _tally_row(width: int, start_s: int, key: int, steps: Sequence[StepRow], seq
         high_ns=max(walls),
         first_ns=min(starts),
         last_ns=max(map(int.__add__, starts, walls)),
-        seq=seq,
     )
 
 
@@ -306,7 +298,7 @@ def read_tally_rows(
                 if name is not None:
                     tally.stats[name] = SeriesStats(count, total, sketch)
             for key, tally in sorted(tallies.items(), key=itemgetter(0)):
-                yield start_s, bucket[0], key, tally
+                yield start_s - store.origin_s, bucket[0], key, tally
 
 
 def count_steps(store: Store, begin_s: int, end_s: int, processes: Collection[int]) -> int:

@@ -1,8 +1,12 @@
 """The table `widths`, and the time buckets of the tables `tallies`, `series` and `times`.
 
-A bucket covers `width` seconds, and begins at a multiple of its width. New values are added to the bucket of their
-second, and to the wider buckets that exist already. When ten seconds have passed, one INSERT ... SELECT merges their
-buckets into a bucket of ten seconds; six of these make one of a minute, and so on.
+In the tables, seconds are counted since 1970, from the clock at the run's start (`origin_s`, a whole second): so the
+buckets of all machines begin alike. A bucket covers `width` seconds, and begins at a multiple of its width. Readers use
+seconds since the run's start; Store.origin_s is the difference.
+
+New values are added to the bucket of their second, and to the wider buckets that exist already. When ten seconds have
+passed, one INSERT ... SELECT merges their buckets into a bucket of ten seconds; six of these make one of a minute, and
+so on.
 """
 
 from __future__ import annotations
@@ -28,17 +32,24 @@ CREATE TABLE IF NOT EXISTS widths (
 WIDTHS = (1, 10, 60, 600, 3600, 14_400, 86_400)
 """Possible lengths of a time bucket (s)."""
 END_S = 1 << 40
-"""A time (s since the run's start) after the end of any run."""
+"""A second after the end of any run."""
 SLACK_S = 2
 """Delay after the end of a bucket until it is merged, because processes are read one after the other."""
 _SIZE_DIVISORS = dict(zip(WIDTHS, (4, 8, 8, 8, 16, 16), strict=False))
 """The rows of a width may take the size limit divided by this number. Buckets of a day are never deleted."""
 _ROW_BYTES = 40
 """Approximate size of a row without its sketch."""
+_BUCKET = "start_s / :width * :width"
 _SET_MADE = "INSERT INTO widths VALUES (?, ?, 0) ON CONFLICT DO UPDATE SET made_s = excluded.made_s"
 _SET_DELETED = (
     "INSERT INTO widths VALUES (?, 0, ?) ON CONFLICT DO UPDATE SET deleted_s = max(deleted_s, excluded.deleted_s)"
 )
+
+
+def bucket_start(second: int, width: int, origin_s: int) -> int:
+    """Return the start of the bucket of `width` seconds with a second. Both count from a run's start, at `origin_s`."""
+    return (second + origin_s) // width * width - origin_s
+
 
 # ------------------------------------------------------------------------------------------------ writing
 
@@ -50,8 +61,12 @@ def existing_widths(db: sqlite3.Connection, first_s: int) -> list[tuple[int, int
 
 
 def merge_buckets(db: sqlite3.Connection, tables: Iterable[StoreTable[Any]], end_s: int) -> None:
-    """Make the wider buckets that have passed by second `end_s`, unless their rows exist."""
-    statements = list(map(_merge_statement, tables))
+    """Make the wider buckets that have passed by second `end_s`."""
+    finer_rows = "FROM {} WHERE width = :finer AND start_s >= :begin AND start_s < :end"
+    statements = [
+        table.merge_sql(finer_rows.format(table.name), [_BUCKET], replace=True, width=":width", start_s=_BUCKET)
+        for table in tables
+    ]
     made = dict(db.execute("SELECT width, made_s FROM widths"))
     for finer, width in pairwise(WIDTHS):
         begin_s, width_end_s = made.get(width, 0), end_s // width * width
@@ -61,16 +76,16 @@ def merge_buckets(db: sqlite3.Connection, tables: Iterable[StoreTable[Any]], end
             db.execute(_SET_MADE, (width, width_end_s))
 
 
-def _merge_statement(table: StoreTable[Any]) -> str:
-    bucket = "start_s / :width * :width"
-    conditions = ["wider.width = :width", f"wider.start_s = finer.{bucket}"]
-    conditions += [f"wider.{name} = finer.{name}" for name in table.key_columns]
-    source = (
-        f"FROM {table.name} AS finer WHERE width = :finer AND start_s >= :begin AND start_s < :end AND NOT EXISTS ("
-        f" SELECT 1 FROM {table.name} AS wider WHERE {' AND '.join(conditions)})"
-    )
-    rows = table.merge_sql(source, [bucket], width=":width", start_s=bucket)
-    return f"INSERT INTO {table.name} ({table.column_list}) {rows}"
+def reopen_buckets(db: sqlite3.Connection, finer: int, second: int) -> None:
+    """Let `merge_buckets` make the buckets wider than `finer` again from a second on, because finer ones came late.
+
+    Not where finer buckets were deleted.
+    """
+    deleted = dict(db.execute("SELECT width, deleted_s FROM widths"))
+    for narrower, width in pairwise(WIDTHS):
+        if width > finer:
+            first_s = max(second // width * width, -(-deleted.get(narrower, 0) // width) * width)
+            db.execute("UPDATE widths SET made_s = min(made_s, ?) WHERE width = ?", (first_s, width))
 
 
 def note_deleted(db: sqlite3.Connection, width: int, before_s: int) -> None:
@@ -103,6 +118,11 @@ def prune_buckets(db: sqlite3.Connection, limit_bytes: int) -> None:
 # ------------------------------------------------------------------------------------------------ reading
 
 
+def read_origin_s(connection: BoundedConnection) -> int:
+    """Return the second of the run's start in the tables; 0 if the history is empty."""
+    return next((origin_s for (origin_s,) in connection.rows("SELECT value FROM meta WHERE key = 'origin_s'")), 0)
+
+
 def starts_query(buckets: Iterable[tuple[int, int, int]]) -> str:
     """Return the beginning of a query: a table `starts` with `width` and `start_s` of each bucket.
 
@@ -118,7 +138,8 @@ def starts_query(buckets: Iterable[tuple[int, int, int]]) -> str:
 class TimeBuckets:
     """The time buckets of a history, for its readers."""
 
-    def __init__(self, connection: BoundedConnection) -> None:
+    def __init__(self, connection: BoundedConnection, origin_s: int = 0) -> None:
+        self._origin_s = origin_s
         self.made_until = dict.fromkeys(WIDTHS, 0)
         """The second up to which the buckets of a width exist, by width."""
         self.deleted_until = dict.fromkeys(WIDTHS, 0)
@@ -126,16 +147,21 @@ class TimeBuckets:
         for width, made_s, deleted_s in connection.rows("SELECT width, made_s, deleted_s FROM widths"):
             self.made_until[width], self.deleted_until[width] = made_s, deleted_s
         queries = (f"SELECT max(start_s) FROM {table} WHERE width = 1" for table in ("tallies", "times"))
-        newest_seconds = [second for query in queries for (second,) in connection.rows(query)]
-        self.newest_s = max((second for second in newest_seconds if second is not None), default=-1)
+        newest_seconds = [second for query in queries for (second,) in connection.rows(query) if second is not None]
+        self._end_s = max([self.made_until[WIDTHS[1]], *(second + 1 for second in newest_seconds)])
+        """The second after the newest bucket."""
 
     def cover(self, begin_s: int, end_s: int, widest: int = WIDTHS[-1]) -> list[tuple[int, int, int]]:
-        """Return the widest time buckets that cover the time from `begin_s` to `end_s`, as (width, start, end) in s.
+        """Return the widest time buckets that cover the time between two seconds since the run's start.
 
-        Each tuple stands for all buckets of one width between its two times. Where the buckets up to the width
-        `widest` were deleted, wider buckets take their place. These may extend beyond `begin_s` and `end_s`.
+        Each (width, start, end) in seconds of the tables stands for all buckets of one width between two times. Where
+        the buckets up to the width `widest` were deleted, wider buckets take their place. These may extend beyond
+        `begin_s` and `end_s`.
         """
-        end_s = min(end_s, max(self.newest_s, begin_s) + 1)
+        end_s, begin_s = end_s + self._origin_s, max(begin_s, 0) + self._origin_s
+        if begin_s == self._origin_s:  # no bucket is older
+            begin_s = begin_s // WIDTHS[-1] * WIDTHS[-1]
+        end_s = min(end_s, max(self._end_s, begin_s + 1))
         # A bucket that is wider than the time helps only where narrower ones were deleted.
         widest_useful = WIDTHS[-1] if begin_s < max(self.deleted_until.values()) else max(end_s - begin_s, 1)
         return self._cover_with_widths(begin_s, end_s, [width for width in WIDTHS if width <= widest_useful], widest)
@@ -168,12 +194,3 @@ class TimeBuckets:
     def _is_deleted(self, second: int, widths: Sequence[int]) -> bool:
         """Return whether the buckets of all these widths that covered a second were deleted."""
         return all(second // width * width < self.deleted_until[width] for width in widths)
-
-    def next_edge(self, second: int) -> int:
-        """Return the first time at or after `second` (s) at which a time bucket ends, among those still stored.
-
-        Statistics can be divided exactly at this time.
-        """
-        deleted = {width: -(-self.deleted_until[width] // wider) * wider for width, wider in pairwise(WIDTHS)}
-        width = next((width for width, until in deleted.items() if second >= until), WIDTHS[-1])
-        return -(-second // width) * width

@@ -22,6 +22,8 @@ from dpmon.store.time_accounting import ActivityInterval
 class WriteBatch:
     """Rows that are written in one transaction."""
 
+    origin_s: int = 0
+    """The second of the run's start (dpmon.store.time_buckets)."""
     rows: dict[StoreTable[Any], list[Any]] = field(default_factory=lambda: defaultdict(list))
     """By table."""
     characters: int = 0
@@ -46,6 +48,10 @@ class WriteBatch:
         """The number of rows."""
         return sum(map(len, self.rows.values()))
 
+    def second_of(self, time_ns: int) -> int:
+        """Return the second of the time buckets for a time (ns since the run's start)."""
+        return time_ns // SECOND + self.origin_s
+
     def add(self, table: StoreTable[RowT], row: RowT, *texts: str | None) -> None:
         """Add a row. `texts`: its longer texts."""
         self.rows[table].append(row)
@@ -54,7 +60,7 @@ class WriteBatch:
     def add_step(self, key: TallyKey, row: StepRow, series: Iterable[tuple[str, int]]) -> None:
         """Add a step, also to its tally. `series`: values of further series."""
         self.add(STEPS, row, row.called, row.spans, row.device)
-        second_of_steps = self.steps_by_tally[row.end_ns // SECOND, key]
+        second_of_steps = self.steps_by_tally[self.second_of(row.end_ns), key]
         second_of_steps.rows.append(row)
         second_of_steps.series += series
 
@@ -67,9 +73,9 @@ class WriteBatch:
                 self.late_input_waits.append((process, start_ns, end_ns))
             second = start_ns // SECOND
             if end_ns <= (second + 1) * SECOND:  # the usual case
-                key = second, process, mode, activity
+                key = second + self.origin_s, process, mode, activity
                 sums[key] = sums.get(key, 0) + sign * (end_ns - start_ns)
                 continue
             for second, ns in interval.split_by_second():
-                key = second, process, mode, activity
+                key = second + self.origin_s, process, mode, activity
                 sums[key] = sums.get(key, 0) + ns

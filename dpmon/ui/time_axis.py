@@ -13,6 +13,7 @@ from dpmon.model.run_snapshot import Column, Process, RunSnapshot
 from dpmon.model.time_marks import EPOCH, PAUSED, TimeMark, epoch_marks, pause_marks, stall_spans
 from dpmon.record.schema import SECOND
 from dpmon.record.shared_names import RANK_MODES
+from dpmon.store.time_buckets import bucket_start
 from dpmon.text.cells import align_right
 from dpmon.text.formatting import format_duration, format_short_elapsed
 from dpmon.ui.screen_data import ScreenData
@@ -71,15 +72,16 @@ def make_time_axis(screen: ScreenData, min_column_s: int = 1) -> TimeAxis:
     if screen.is_over and state.newest_ns >= 0:
         now_ns = max(state.newest_ns, *(end for _, end in stall_intervals(screen)), 0)
     column_s = max(process.column_s if process is not None else 1, min_column_s)
-    return fit_axis(start_s, now_ns // SECOND, screen.view.range_s, column_s, screen.is_over)
+    origin_s = 0 if screen.run_info is None else screen.run_info.origin_s
+    first_s = bucket_start(start_s, column_s, origin_s)  # the columns are time buckets
+    return fit_axis(first_s, now_ns // SECOND, screen.view.range_s, column_s, screen.is_over)
 
 
-def fit_axis(run_start_s: int, now_s: int, range_s: int, column_s: int = 1, is_over: bool = False) -> TimeAxis:
-    """Return the axis from `run_start_s` to `now_s`, or that of the newest `range_s` seconds (0: of all).
+def fit_axis(start_s: int, now_s: int, range_s: int, column_s: int = 1, is_over: bool = False) -> TimeAxis:
+    """Return the axis from `start_s` to `now_s`, or that of the newest `range_s` seconds (0: of all).
 
     `is_over`: the run has ended, so the axis needs no free columns at its end.
     """
-    start_s = run_start_s - run_start_s % column_s
     column_count = max((now_s - start_s) // column_s, 0) + 1
     max_columns = range_s // column_s
     if max_columns and column_count > max_columns:

@@ -178,7 +178,7 @@ def a_day(directory: Path, ranks: int) -> None:
     """
     chance = random.Random(1)
     minutes = [minute(chance) for _ in range(8)]
-    history = HistoryWriter.open(directory, {"run": "id", "start_ns": 0}, 1 << 40)
+    history = HistoryWriter.open(directory, {"run": "id"}, 1 << 40)
     for at in range(0, DAY_S - LIVE_S, 60):
         fine = at >= DAY_S - 900
         width = 1 if fine else 60

@@ -66,15 +66,26 @@ from support.record_builders import SECOND, calls_alone, flags_of, records_of_ro
 SUPERVISOR = -1
 _SUPERVISOR_KINDS = ("device", "host", "input", "exit")
 _BATCH = 2000
+ORIGIN_S = 1_700_000_000
+"""The second in which the runs of tests start, so that their time buckets do not begin with them."""
 
 
 class Recording:
     """A run written by a test, from rows or records."""
 
-    def __init__(self, origin_ns: int = 0, directory: Path | None = None, limit_bytes: int = LIMIT_BYTES) -> None:
-        """`origin_ns`: start of the run on the clock of the rows. `directory`: of a run; None: write to memory."""
-        self.origin_ns = origin_ns
-        about = {"run": "test", "start_ns": origin_ns}
+    def __init__(
+        self,
+        origin_ns: int = 0,
+        directory: Path | None = None,
+        limit_bytes: int = LIMIT_BYTES,
+        origin_s: int = ORIGIN_S,
+    ) -> None:
+        """`origin_ns`: start of the run on the clock of the rows. `directory`: of a run; None: write to memory.
+
+        `origin_s`: the second of the run's start in the tables.
+        """
+        self.origin_ns, self._origin_s = origin_ns, origin_s
+        about = {"run": "test", "origin_s": origin_s}
         if directory is None:
             self._db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
             self._history = HistoryWriter(self._db, about, limit_bytes)
@@ -89,7 +100,7 @@ class Recording:
 
     def add(self, records: Iterable[Row | Record], process: int = 0, rank: int | None = None) -> Recording:
         """Write the records of a process. Samples, waits for input and the exit are stored as the supervisor's."""
-        batch = WriteBatch()
+        batch = WriteBatch(self._origin_s)
         maker = self._makers.setdefault(process, _RowMaker())
         for count, record in enumerate(maker.with_kinds(list(records)), start=1):
             for row in maker.rows(record):
@@ -105,7 +116,7 @@ class Recording:
 
     def _add_waiting_calls(self) -> None:
         """Write the calls whose steps have not come."""
-        batch = WriteBatch()
+        batch = WriteBatch(self._origin_s)
         for process, maker in self._makers.items():
             for row in maker.pop_waiting_calls():
                 self._add_row(batch, row, process)
@@ -115,12 +126,12 @@ class Recording:
     def missed(self, count: int) -> None:
         """Set how many records were overwritten before they could be read."""
         self._intake(0, None).row.missed = count
-        self._write(WriteBatch())
+        self._write(WriteBatch(self._origin_s))
 
     def _write(self, batch: WriteBatch) -> WriteBatch:
         batch.rows[RINGS] = [intake.row for process, intake in self._intakes.items() if process >= 0]
         self._history.write(batch)
-        return WriteBatch()
+        return WriteBatch(self._origin_s)
 
     def _intake(self, process: int, rank: int | None) -> RingIntake:
         found = self._intakes.get(process)

@@ -23,13 +23,13 @@ from dpmon.store.events import iter_events, read_chart_samples
 from dpmon.store.gaps import read_gaps
 from dpmon.store.loops import read_epochs
 from dpmon.store.loss_table import find_invalid_losses
-from dpmon.store.node_table import read_node_rows
+from dpmon.store.node_table import NodeRow, read_node_rows
 from dpmon.store.records import newest_record_ns, read_records
 from dpmon.store.shapes import read_shapes
 from dpmon.store.steps import read_longest_steps, read_steps
 from dpmon.store.store_queries import Store
 from dpmon.store.tally_tables import read_tallies
-from support.history_builders import Recording
+from support.history_builders import ORIGIN_S, Recording
 from support.record_builders import (
     SECOND,
     device_event,
@@ -46,7 +46,7 @@ MIRROR_NOW_NS = 1000 * SECOND
 
 def mirror_run_info(nodes: int) -> RunInfo:
     about: dict[str, Any] = {"id": "mirror", "name": "m", "command": (), "script": "m", "cwd": "/", "python": None}
-    about |= {"started_unix": 0.0, "start_ns": 0, "boot_id": "", "headless": False}
+    about |= {"started_unix": float(ORIGIN_S), "start_ns": 0, "boot_id": "", "headless": False}
     return RunInfo(**about, nodes=tuple(f"gpu-{number}" for number in range(nodes)))
 
 
@@ -57,16 +57,22 @@ class MirroredNode:
         self.number = number
         self.shift_ns = CLOCK_SHIFTS_NS[number]
         self.shift_s = round(self.shift_ns / SECOND)
-        self.recording = Recording()
+        self.recording = self.new_recording()
         chance = random.Random(seed + number)
         self._writers = {process: eventful_training(chance, process) for process in (0, 1)}
         self.now_s = 0
-        self.rows = self.connected(0, 0)
+        self.rows = self.connected()
 
-    def connected(self, offset: int, tallied_s: int) -> IncrementalRows:
-        """Return what is sent after a new connection."""
-        shifts: dict[str, Any] = {"shift_ns": self.shift_ns, "shift_s": self.shift_s}
-        return IncrementalRows(rollups=True, offset=offset, tallied_s=tallied_s, **shifts)
+    def new_recording(self) -> Recording:
+        """Return a recording that starts `shift_ns` after the mirror."""
+        return Recording(origin_s=ORIGIN_S + self.shift_s)
+
+    def connected(self, node: NodeRow | None = None) -> IncrementalRows:
+        """Return what is sent after a new connection. `node`: what the mirror has; None: nothing."""
+        has: dict[str, Any] = (
+            {} if node is None else {"offset": node.received, "seq": node.seq, "tallied_s": node.tallied_s}
+        )
+        return IncrementalRows(rollups=True, shift_ns=self.shift_ns, **has)
 
     def write(self) -> bool:
         """Write some more records of each process; return whether there were any."""
@@ -96,12 +102,12 @@ class MirroredNode:
         if until_s is None:
             until_s = max(newest_record_ns(store) // SECOND + (2 if last else -2), 0)
         lines, more = self.rows.next_chunk(store, until_s, is_last=last)
-        receiver = ChunkReceiver()
+        receiver = ChunkReceiver(ORIGIN_S)
         for line in lines:
             assert line.isascii()
             assert receiver.add_line(line.encode(), MIRROR_NOW_NS) is None
         beat: dict[str, Any] = {"from": before, "offset": self.rows.offset, "tallied_s": self.rows.tallied_s}
-        beat |= {"deleted": self.rows.deleted, "left_out": self.rows.left_out}
+        beat |= {"seq": self.rows.seq, "deleted": self.rows.deleted, "left_out": self.rows.left_out}
         chunk = receiver.add_line(b'{"beat": 1}', MIRROR_NOW_NS)
         assert isinstance(chunk, Chunk)
         return chunk._replace(beat=beat), more

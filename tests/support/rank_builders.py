@@ -21,14 +21,16 @@ from dpmon.record.history_rows import Row
 from dpmon.record.record_types import BUCKET, Event, Step
 from dpmon.record.schema import SPAN_PHASES
 from dpmon.record.shared_names import DDP
-from dpmon.store.activity_times import read_times
+from dpmon.store.activity_times import TIMES, read_times
+from dpmon.store.definition_table import DEFINITIONS
 from dpmon.store.history_writer import HistoryWriter
 from dpmon.store.node_table import NODE_DEVICES, NODES, NodeRow
 from dpmon.store.quantile_sketch import pack
 from dpmon.store.steps import STEPS
 from dpmon.store.store_queries import Store
+from dpmon.store.table import StoreTable
 from dpmon.store.tally import SeriesStats, Tally
-from dpmon.store.tally_tables import read_tallies
+from dpmon.store.tally_tables import SERIES, TALLIES, read_tallies
 from support.history_builders import Recording
 from support.record_builders import SECOND, Training, device_event, host_event, step_row, with_event_data
 
@@ -264,7 +266,7 @@ class ManyNodes:
             run.add(own, rank, rank)
         store = run.store()
         self._kinds = [_CopiedSecond(store, kind) for kind in range(_RECORDED_RANKS)]
-        about = {"run": "test", "start_ns": 0}
+        about = {"run": "test"}
         if directory is None:
             self._db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
             self._history = HistoryWriter(self._db, about, 1 << 34)
@@ -302,13 +304,13 @@ class ManyNodes:
             kind, place = self.rows_of(rank), (self._ring(rank), rank, rank)
             self._db.execute(
                 "INSERT INTO rings (name, process, rank, pid, position, missed, calls, steps, events, ended,"
-                " open_calls, evaluations, forward_steps, evaluation_phases, last_step, node)"
-                " VALUES (?, ?, ?, 4242, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 1, ?)",
+                " open_calls, evaluations, forward_steps, evaluation_phases, last_step, node, seq)"
+                " VALUES (?, ?, ?, 4242, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 1, ?, 0)",
                 (*place, rank // self.each),
             )
             self._history.key_numbers.number(kind.key._replace(process=rank))
             defined = [(rank, *definition) for definition in kind.definitions]
-            many("INSERT INTO definitions VALUES (?, ?, ?)", defined)
+            many(DEFINITIONS.insert_sql, defined)
             for event in (one for one in rows[0] if isinstance(one, Event)):
                 own: dict[str, Any] = {"process": rank, "rank": rank}
                 own |= {"world": self.ranks} if event.kind == "process" else {}
@@ -381,13 +383,14 @@ class ManyNodes:
             last_step = tally.last_step + (shift_s + width - 1) * kind.tallies[1].steps
             first_ns, last_ns = tally.first_ns + shift_s * SECOND, tally.last_ns + (shift_s + width - 1) * SECOND
             plain = tally.steps, tally.calls, last_step, tally.low_ns, tally.high_ns, first_ns, last_ns
-            rows.append((*place, *plain, 0))
+            rows.append((*place, *plain))
             for name, stats in tally.stats.items():
                 series.append((*place, name, stats.count, stats.total, pack(stats.counts)))
             for activity, ns in kind.times.spent.items():
-                times.append((width, start_s, rank, kind.times.mode, activity, ns * width, 0))
-        for table, added in (("tallies", rows), ("series", series), ("times", times)):
-            self._db.executemany(f"INSERT INTO {table} VALUES ({', '.join('?' * len(added[0]))})", added)
+                times.append((width, start_s, rank, kind.times.mode, activity, ns * width))
+        tables: tuple[tuple[StoreTable[Any], list[Any]], ...] = ((TALLIES, rows), (SERIES, series), (TIMES, times))
+        for table, added in tables:
+            self._db.executemany(table.insert_sql, added)
 
     def run(self, begin_s: int, end_s: int) -> ManyNodes:
         """Write the seconds from one up to another."""

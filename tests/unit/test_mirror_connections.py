@@ -27,9 +27,10 @@ from dpmon.stalls.stall_report import RankReport, StallReport
 from dpmon.stalls.why_reply import ANSWER_FILE, ASKED_FILE, read_reply, request_reply
 from dpmon.stalls.why_text import format_report
 from dpmon.store.store_opening import open_store
+from support.history_builders import ORIGIN_S
 from support.mirror_builders import mirror_run_info
 
-MARKER = {"run": "r", "host": "h", "version": dpmon.__version__}
+MARKER = {"run": "r", "host": "h", "version": dpmon.__version__, "origin_s": ORIGIN_S}
 
 
 @pytest.fixture
@@ -47,12 +48,18 @@ def send(mirror: Mirror, *lines: dict[str, Any] | bytes) -> None:
 
 
 def event(number: int) -> dict[str, Any]:
-    row = [number, None, 0, json.dumps({"kind": "host", "t_s": float(number)})]
+    row = [number, -1, 0, json.dumps({"kind": "host", "t_s": float(number)})]
     return {"table": "events", "columns": ["id", "process", "t_ns", "json"], "rows": [row]}
 
 
 def beat(begin: int, offset: int, **more: Any) -> dict[str, Any]:
-    return {"beat": 1, "from": begin, "offset": offset, "tallied_s": 0, **more}
+    return {"beat": 1, "from": begin, "offset": offset, "seq": offset, "tallied_s": 0, **more}
+
+
+def held_bytes(mirror: Mirror) -> int:
+    """Return the length of the events that are not written yet."""
+    lines = [line for _, chunk in mirror._chunks for line in chunk.lines]
+    return sum(len(row[line.columns.index("json")]) for line in lines for row in line.rows)
 
 
 def events_in(mirror: Mirror) -> list[float]:
@@ -122,10 +129,10 @@ def test_the_bytes_that_wait_for_a_full_disk_are_bounded(
     held = []
     for number, length in enumerate(texts):
         text = json.dumps({"kind": "host", "t_s": 0.0, "text": "x" * length})
-        rows = [[30 * number + each, None, 0, text] for each in range(1, 31)]
+        rows = [[30 * number + each, -1, 0, text] for each in range(1, 31)]
         send(mirror, {**event(0), "rows": rows}, beat(30 * number, 30 * number + 30))
         mirror._commit()
-        held.append(sum(len(row[-1]) for _, chunk in mirror._chunks for row in chunk.rows["events"]))
+        held.append(held_bytes(mirror))
     assert 500_000 < max(held) <= MAX_NODE_BACKLOG_BYTES
     node = mirror.peers[0].node
     assert (node.state, node.why) == (state, None if state == "connected" else "its records cannot be written here")
@@ -154,14 +161,14 @@ def test_the_bytes_of_all_machines_that_wait_for_a_full_disk_are_bounded_togethe
     mirror._handle_report(LineReceived(0, json.dumps(beat(0, 0, exit={"status": 0, "seconds": 1.0})).encode()))
     monkeypatch.setattr(mirror.history, "write", full)
     for at in range(40):
-        row = [at + 1, None, 0, json.dumps({"kind": "host", "t_s": float(at), "text": "x" * 4_000})]
+        row = [at + 1, -1, 0, json.dumps({"kind": "host", "t_s": float(at), "text": "x" * 4_000})]
         for machine in mirror.peers[1:]:
             if machine.node.state == "cut":
                 mirror._handle_report(LinkOpened(machine.node.number, MARKER))
             for line in ({**event(0), "rows": [row]}, beat(machine.last_received_id, at + 1)):
                 mirror._handle_report(LineReceived(machine.node.number, json.dumps(line).encode()))
         mirror._commit()
-        assert sum(len(row[-1]) for _, chunk in mirror._chunks for row in chunk.rows.get("events", ())) <= most
+        assert held_bytes(mirror) <= most
         states |= {(machine.node.state, machine.node.why) for machine in mirror.peers[1:]}
     assert states == {("connected", None), ("cut", "its records cannot be written here")}
     monkeypatch.setattr(mirror.history, "write", write)
@@ -263,7 +270,7 @@ def sent(mirror: Mirror, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]
         return True
 
     monkeypatch.setattr(mirror.links, "send", note)
-    monkeypatch.setattr(mirror.history, "remote_processes", lambda: {3: (0, 1), 4: (0, 2)})
+    monkeypatch.setattr(mirror.history, "node_and_process", lambda number: (0, number - 2))
     mirror._handle_report(LinkOpened(0, MARKER))
     send(mirror, beat(0, 0))
     return found
@@ -291,7 +298,7 @@ def test_records_are_wanted_until_their_last_reader_has_gone(
         MirrorState(mirror.directory, 0).subscribe([3])
         with monkeypatch.context() as patched:
             patched.setattr(os, "getpid", lambda: reader.pid)
-            MirrorState(mirror.directory, 0).subscribe([4, 99])
+            MirrorState(mirror.directory, 0).subscribe([4])
         assert started is not None
         mirror._requests.poll(0.0)
         assert sent[-1]["processes"] == [1, 2]

@@ -17,9 +17,10 @@ from dpmon.mirror.chunk_receiver import MAX_ROWS, Chunk, ChunkReceiver, Protocol
 from dpmon.mirror.mirror import Mirror
 from dpmon.mirror.mirror_history import MirrorHistory
 from dpmon.mirror.node_links import LineReceived, LinkOpened
-from dpmon.store.row_exchange import CHUNK_BYTES, KEPT, NUMBERED, columns_sent
-from support.history_builders import Recording
-from support.mirror_builders import MirroredNode, check_all_readable, mirror_run_info
+from dpmon.store.gaps import Gap, read_gaps
+from dpmon.store.row_exchange import CHUNK_BYTES, SENT, columns_sent
+from support.history_builders import ORIGIN_S, Recording
+from support.mirror_builders import MirroredNode, check_all_readable, mirror_run_info, open_mirror_store
 from support.record_builders import SECOND, Training, device_event, host_event, with_event_data
 
 NOW_NS = 1000 * SECOND
@@ -78,9 +79,11 @@ def damaged(chance: random.Random, lines: list[dict[str, Any]]) -> list[bytes]:
 
 def send(mirror: Mirror, node: int, lines: Iterable[bytes], chance: random.Random) -> None:
     """Let a node connect and send these lines in one chunk."""
-    mirror._handle_report(LinkOpened(node, {"run": "r", "host": "h", "version": dpmon.__version__}))
+    mirror._handle_report(
+        LinkOpened(node, {"run": "r", "host": "h", "version": dpmon.__version__, "origin_s": ORIGIN_S})
+    )
     received = mirror.peers[node].node.received
-    beat = {"beat": 1, "from": received, "offset": received + 10**6, "tallied_s": 8}
+    beat = {"beat": 1, "from": received, "offset": received + 10**6, "seq": 1, "tallied_s": 8}
     beat |= {"deleted": chance.choice(ODD), "left_out": chance.choice(ODD)}
     for line in (*lines, json.dumps(beat).encode("utf-8", "surrogatepass")):
         mirror._handle_report(LineReceived(node, line))
@@ -96,7 +99,7 @@ def test_odd_values_from_one_machine_leave_the_rows_of_the_others(
     monkeypatch.setattr(mirror, "now_ns", lambda: NOW_NS)
     send(mirror, 0, [json.dumps(line).encode() for line in lines], random.Random(1))
     assert mirror._commit()
-    tables = [table for table in (*NUMBERED, *KEPT) if "process" in columns_sent(table)]
+    tables = [table for table in SENT if "process" in columns_sent(table)]
 
     def rows() -> dict[str, list[Any]]:
         numbers = ", ".join(str(mirror.history.local_process_number(0, process)) for process in (0, 1))
@@ -131,7 +134,7 @@ SPECIAL: dict[str, list[Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("table", [*NUMBERED, *KEPT])
+@pytest.mark.parametrize("table", [*SENT])
 def test_a_value_that_does_not_fit_into_its_column_is_refused(table: str) -> None:
     columns = columns_sent(table)
     known: dict[str, Any] = {"mode": "dp", "width": 1, "activity": "training", "json": '{"kind": "host"}'}
@@ -184,12 +187,17 @@ def test_the_rows_of_a_chunk_have_a_limit() -> None:
         receiver.add_line(line, NOW_NS)
 
 
-def test_columns_that_are_left_out_have_their_defaults() -> None:
+def test_columns_that_are_left_out_have_their_defaults(tmp_path: Path) -> None:
     receiver = ChunkReceiver()
     receiver.add_line(b'{"table": "gaps", "columns": ["ns", "process"], "rows": [[5, 1]]}', NOW_NS)
     chunk = receiver.add_line(b'{"beat": 1}', NOW_NS)
     assert isinstance(chunk, Chunk)
-    assert chunk.rows["gaps"] == [(0, 1, 0, "", 0, 0, 5)]
+    records = MirrorHistory(tmp_path, mirror_run_info(2))
+    beat = {"from": 0, "offset": 0, "seq": 0, "tallied_s": 0}
+    records.write([(records.nodes[1], chunk._replace(beat=beat))])
+    (gap,) = read_gaps(open_mirror_store(records), 10)
+    assert gap == Gap(1 * 2 + 1, 0, "", 0, 0, 5)
+    records.close()
 
 
 def test_a_machine_of_the_test_is_honest(tmp_path: Path) -> None:

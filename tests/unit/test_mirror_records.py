@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dpmon.errors import HistoryError
-from dpmon.export.incremental_rows import INITIAL_TALLIES_S, IncrementalRows
+from dpmon.export.incremental_rows import INITIAL_BUCKETS_S, IncrementalRows
 from dpmon.mirror.chunk_receiver import Chunk
 from dpmon.mirror.mirror_history import MirrorHistory
 from dpmon.model.stragglers import find_straggler, rank_times_in_window
@@ -27,7 +27,7 @@ from dpmon.store.store_queries import Store
 from dpmon.store.tally import Tally
 from dpmon.store.tally_keys import TallyKey
 from dpmon.store.tally_tables import read_tallies, read_tally_rows
-from support.history_builders import Recording
+from support.history_builders import ORIGIN_S, Recording
 from support.mirror_builders import CLOCK_SHIFTS_NS, MirroredNode, mirror_run_info, open_mirror_store
 from support.record_builders import (
     SECOND,
@@ -64,7 +64,6 @@ def same(machine: MirroredNode, records: MirrorHistory, mirror: Store, chance: r
     windows = [(0, 1 << 40), *(sorted(chance.sample(range(newest + 2), 2)) for _ in range(20))]
     for process in (0, 1):
         number = records.local_process_number(machine.number, process)
-        assert number is not None
         for begin, end in windows:
             shifted = begin + machine.shift_s, min(end + machine.shift_s, 1 << 40)
             there = without_waits(read_tallies(own, begin, end), process, number)
@@ -123,18 +122,18 @@ def test_the_figures_are_those_of_the_machines_whatever_is_cut_off(tmp_path: Pat
                 continue
             chunk, _ = machine.chunk()
             if what < 0.6:  # the connection is cut before the last line
-                machine.rows = machine.connected(node.received, node.tallied_s)
+                machine.rows = machine.connected(node)
                 continue
             assert chunk.beat["from"] == node.received
             records.write([(node, chunk)])
             if what < 0.65:
-                machine.rows = machine.connected(node.received, node.tallied_s)
+                machine.rows = machine.connected(node)
         if chance.random() < 0.05:  # the mirror is killed
             records.close()
             records = MirrorHistory(tmp_path, mirror_run_info(2))
             for machine, node in zip(machines, records.nodes, strict=True):
                 node.state = "connected"
-                machine.rows = machine.connected(node.received, node.tallied_s)
+                machine.rows = machine.connected(node)
     for machine in machines:
         more = True
         while more:
@@ -161,11 +160,12 @@ class Together:
 
     def __init__(self) -> None:
         self.machines = [MirroredNode(number, 0) for number in (0, 1)]
+        for machine in self.machines:
+            machine.recording = machine.new_recording()
         self.tails: dict[tuple[int, int], int] = {}
         """What is left of a step after the last gradient, by rank and step."""
         self._rows: dict[tuple[int, int], list[Row]] = {}
         for number, process in ((0, 0), (0, 1), (1, 0), (1, 1)):
-            self.machines[number].recording = Recording()
             rank = 2 * number + process
             chance = random.Random(rank)
             training = Training(process=process, rank=rank, step_ns=95_000_000, seed=7)
@@ -193,7 +193,8 @@ class Together:
 def connected(records: MirrorHistory) -> MirrorHistory:
     """Return the records, with all machines connected and their clocks known."""
     for node, shift_ns in zip(records.nodes, CLOCK_SHIFTS_NS, strict=True):
-        node.state, node.clock_ns, node.shift_s = "connected", shift_ns, round(shift_ns / SECOND)
+        node.state, node.clock_ns, node.shift_s = "connected", shift_ns, 0
+        node.origin_s = ORIGIN_S + round(shift_ns / SECOND)
     return records
 
 
@@ -229,7 +230,7 @@ def after_a_cut(tmp_path: Path) -> tuple[MirrorHistory, Store]:
                     chunk, more = machine.chunk(second, last=second > 108)
                     records.write([(node, chunk)])
             elif second == 20:  # the connection is cut
-                machine.rows = machine.connected(node.received, node.tallied_s)
+                machine.rows = machine.connected(node)
     return records, open_mirror_store(records)
 
 
@@ -242,7 +243,7 @@ def test_a_full_history_loses_its_oldest_seconds_and_goes_on(tmp_path: Path, mon
         for machine, node in zip(together.machines, records.nodes, strict=True):
             chunk, _ = machine.chunk(second)
             records.write([(node, chunk)])
-        kept_from.append(open_mirror_store(records).buckets.deleted_until[1])
+        kept_from.append(open_mirror_store(records).buckets.deleted_until[1] - ORIGIN_S)
     assert 0 < kept_from[50] < kept_from[-1] <= 80, "up to the stretches of 10 s that are there"
     assert read_tallies(open_mirror_store(records), 0, 10), "the figures of that time come from them"
 
@@ -266,7 +267,7 @@ def test_the_waits_of_a_cut_whose_seconds_are_not_sent_are_in_no_other_second(
 ) -> None:
     """Of the time before, a machine sends only wider tallies."""
     monkeypatch.setattr("dpmon.export.incremental_rows.RECONNECT_FACTOR", 1)
-    monkeypatch.setitem(INITIAL_TALLIES_S, 1, 20)
+    monkeypatch.setitem(INITIAL_BUCKETS_S, 1, 20)
     records, mirror = after_a_cut(tmp_path)
     narrow = [tally for _, width, _, tally in read_tally_rows(mirror, widest=1) if width == 1]
     assert narrow
@@ -298,9 +299,9 @@ def test_what_could_not_be_written_is_written_later_as_if_nothing_had_happened(
             transact: Any = records._history.run_transaction,
             records: MirrorHistory = records,
         ) -> None:
-            def full(put: Callable[[int], None]) -> None:
-                def work(seq: int) -> None:
-                    put(seq)
+            def full(put: Callable[[], None]) -> None:
+                def work() -> None:
+                    put()
                     raise sqlite3.OperationalError("database or disk is full")
 
                 transact(work)
@@ -341,7 +342,7 @@ def test_the_waits_of_ranks_on_several_machines_are_those_of_all_steps(tmp_path:
             records.close()
             records = connected(MirrorHistory(tmp_path, mirror_run_info(2)))
             for machine, node in zip(machines, records.nodes, strict=True):
-                machine.rows = machine.connected(node.received, node.tallied_s)
+                machine.rows = machine.connected(node)
     mirror = open_mirror_store(records)
     ranks = {ring.rank: ring.process for ring in mirror.rings.values() if ring.rank is not None}
     sampled = {
@@ -374,7 +375,7 @@ def test_the_wide_tallies_of_a_machine_that_is_gone_are_made_here(tmp_path: Path
     records = MirrorHistory(tmp_path, mirror_run_info(2))
     machines = [MirroredNode(number, 0) for number in (0, 1)]
     for number, machine in enumerate(machines):
-        machine.recording = Recording()
+        machine.recording = machine.new_recording()
         training = Training(process=0, rank=number, step_ns=200_000_000)
         first, *others = training.begin()
         seconds = 33 if number else 700
@@ -390,8 +391,7 @@ def test_the_wide_tallies_of_a_machine_that_is_gone_are_made_here(tmp_path: Path
         before = without_waits(read_tallies(open_mirror_store(records)), 0, 0)
     mirror = open_mirror_store(records)
     gone = records.local_process_number(1, 0)
-    assert gone is not None
-    assert mirror.buckets.made_until[600] == 600
+    assert mirror.buckets.made_until[600] == (ORIGIN_S + newest) // 600 * 600
     assert any(width == 600 for _, width, _, _ in read_tally_rows(mirror, process=gone))
     after = {key: tally for key, tally in read_tallies(mirror).items() if key.process == gone}
     assert sum(tally.steps for tally in after.values()) > 100
@@ -408,11 +408,12 @@ def test_the_wide_tallies_of_a_machine_that_is_gone_are_made_here(tmp_path: Path
 
 @pytest.mark.parametrize("days", [1, 10])
 def test_the_newest_records_of_a_long_run_come_after_few_chunks(days: int) -> None:
-    rows, end = IncrementalRows(rollups=True), days * 86_400
-    rows._since = {width: end - before for width, before in INITIAL_TALLIES_S.items()}
-    reached = []
-    while rows._tallied < end:
-        rows._tallied = rows._next_s(end, 251)
-        reached.append(rows._tallied)
+    recording, rows, reached, more = Recording(), IncrementalRows(rollups=True), list[int](), True
+    recording.add(Training().run(20))
+    while more:
+        _, more = rows.next_chunk(recording.store(), days * 86_400, is_last=False)
+        reached.append(rows.tallied_s)
     assert len(reached) < 20 + days
-    assert {rows._since[width] for width in (1, 10, 60)} < set(reached)  # what is sent changes there
+    assert reached == sorted(reached)
+    assert reached[-1] == ORIGIN_S + days * 86_400
+    assert {rows.deleted[width] for width in (1, 10, 60)} < set(reached)  # what is sent changes there

@@ -7,11 +7,11 @@ import json
 import pytest
 
 from dpmon.export import incremental_rows
-from dpmon.export.incremental_rows import MAX_RANK_SECONDS, IncrementalRows
+from dpmon.export.incremental_rows import MAX_BUCKETS, IncrementalRows
 from dpmon.record.schema import SECOND, TRAINING
 from dpmon.store.rollups import BEFORE_S
 from dpmon.store.tally_keys import read_keys
-from support.history_builders import Recording
+from support.history_builders import ORIGIN_S, Recording
 from support.rank_builders import record_ddp_ranks
 from support.record_builders import Training, device_event
 
@@ -65,22 +65,22 @@ def test_a_long_cut_loses_no_sums() -> None:
     recorded(recording, 900, 962)
     sums.take(rows, recording, 962)  # not yet the sums of minutes
     recorded(recording, 962, 90_000)
-    again = IncrementalRows(rollups=True, offset=rows.offset, tallied_s=rows.tallied_s)
-    assert again.tallied_s < 90_000
+    again = IncrementalRows(rollups=True, offset=rows.offset, seq=rows.seq, tallied_s=rows.tallied_s)
+    assert again.tallied_s < ORIGIN_S + 90_000
     while sums.take(again, recording, 90_000, last=True):
         pass
     assert sums.same(recording)
 
 
 @pytest.mark.parametrize(
-    ("tallied_s", "seconds"),
-    [(2000, MAX_RANK_SECONDS // 8 + 1), (1, ((MAX_RANK_SECONDS // 8 + 1) // 8 + 1) * 10)],
-    ids=["seconds", "stretches of 10 s, each made of many rows"],
+    ("tallied_s", "upto_s", "seconds"),
+    [(2000, 5000, MAX_BUCKETS // 8 + 1), (10, 20_000, (MAX_BUCKETS // 8 + 1) * 10)],
+    ids=["seconds", "buckets of 10 s"],
 )
-def test_tallies_of_many_ranks_come_in_chunks_of_fewer_seconds(tallied_s: int, seconds: int) -> None:
-    rows = IncrementalRows(rollups=True, offset=1, tallied_s=tallied_s)
-    rows.next_chunk(begun(8).store(), 5000, is_last=False)
-    assert rows.tallied_s == tallied_s + seconds
+def test_the_buckets_of_many_ranks_come_in_chunks_of_fewer_seconds(tallied_s: int, upto_s: int, seconds: int) -> None:
+    rows = IncrementalRows(rollups=True, offset=1, tallied_s=ORIGIN_S + tallied_s)
+    rows.next_chunk(begun(8).store(), upto_s, is_last=False)
+    assert rows.tallied_s == ORIGIN_S + tallied_s + seconds
 
 
 def test_the_last_step_of_a_run_is_sent_also_if_it_was_left_out_before() -> None:
@@ -150,4 +150,4 @@ def test_a_stop_of_the_supervisor_loses_no_tally() -> None:
     written = dict(
         recording.store().query("SELECT start_s, steps FROM tallies WHERE width = 1 AND key = ?", (trained,))
     )
-    assert have == {second: steps for second, steps in written.items() if second < 70}
+    assert have == {second: steps for second, steps in written.items() if second < ORIGIN_S + 70}

@@ -51,7 +51,7 @@ class Ranks:
         known = [step for step in added if step is not None]
         waits: list[RankStepWait] = []
 
-        def write(_: int) -> None:
+        def write() -> None:
             waits.extend(join_sync_steps(self.history._db, known, self.history.key_numbers))
             if fails:
                 raise HistoryError("the disk is full")

@@ -4,8 +4,7 @@ The first line describes the run. Then comes one chunk per second: the new rows,
 With `rollups`, a mirror on another node reads them (dpmon.mirror.mirror). It writes requests, one per line, to the
 standard input. The first one says how far its clock is ahead, and which rows it already has. The mirror gets only some
 steps and calls, about one per second: those that all ranks choose alike. Tallies and sums, from which metrics are
-computed, are complete. The mirror's seconds begin at other times than the seconds here, so the tallies of ten seconds
-and more are computed here for the mirror's seconds. In the mirror, for all nodes, this would be too much work.
+computed, are complete.
 """
 
 from __future__ import annotations

@@ -34,8 +34,7 @@ from dpmon.mirror.mirror import COLLECTION_THRESHOLD  # noqa: E402
 from dpmon.mirror.mirror_history import MirrorHistory  # noqa: E402
 from dpmon.record.record_types import Event, Step  # noqa: E402
 from dpmon.run.run_directory import RunInfo  # noqa: E402
-from dpmon.store.time_buckets import WIDTHS  # noqa: E402
-from support.history_builders import Recording  # noqa: E402
+from support.history_builders import ORIGIN_S, Recording  # noqa: E402
 from support.record_builders import SECOND, Training, device_event, host_event, with_event_data, with_other  # noqa: E402
 
 WARM_S = 3
@@ -49,6 +48,7 @@ class Machine:
 
     def __init__(self, world: int) -> None:
         self._chunks: list[list[dict[str, Any]]] = []
+        self._tallied_s: list[int] = []
         recording, trainings = Recording(), []
         for process in range(RANKS):
             training = Training(
@@ -74,6 +74,7 @@ class Machine:
             recording.add([host_event(second), *(device_event(float(second), index) for index in range(RANKS))])
             lines, _ = chunks.next_chunk(recording.store(), second, is_last=False)
             self._chunks.append([json.loads(line) for line in lines])
+            self._tallied_s.append(chunks.tallied_s)
         self._steps = max(training.steps for training in trainings)
         self._ids = chunks.offset
 
@@ -104,16 +105,12 @@ class Machine:
         """The lines of one second, the same for all machines."""
         cycle, at = divmod(second, CYCLE_S)
         rows = [self._moved(one, cycle) for one in self._chunks[1 + at]]
-        for one in [one for one in rows if one["table"] in ("tallies", "series", "times")]:
-            width_at = one["columns"].index("width")
-            starts = one["columns"].index("start_s")
-            for width in WIDTHS[3:]:  # the narrower ones are in the chunks
-                if second % width == 0 and second:
-                    wide = [list(row) for row in one["rows"] if row[width_at] == 1]
-                    for row in wide:
-                        row[width_at], row[starts] = width, second - width
-                    rows.append({**one, "rows": wide})
         return [json.dumps(one, separators=(",", ":")).encode() for one in rows]
+
+    def tallied_s(self, second: int) -> int:
+        """The second up to which the machine has sent its time buckets with the lines of a second."""
+        cycle, at = divmod(second, CYCLE_S)
+        return self._tallied_s[1 + at] + cycle * CYCLE_S
 
     def _moved(self, one: dict[str, Any], cycle: int) -> dict[str, Any]:
         by = {"start_s": cycle * CYCLE_S, "id": cycle * self._ids, "step": cycle * self._steps}
@@ -130,12 +127,12 @@ class Machine:
 def measure(nodes: int, seconds: int, state: Path, *, profile: bool, every: int) -> Iterator[str]:
     """Yield lines of figures."""
     about: dict[str, Any] = {"id": "mirror", "name": "m", "command": (), "script": "m", "cwd": "/", "python": None}
-    about |= {"started_unix": 0.0, "start_ns": 0, "boot_id": "", "headless": False}
+    about |= {"started_unix": float(ORIGIN_S), "start_ns": 0, "boot_id": "", "headless": False}
     info = RunInfo(**about, nodes=tuple(f"gpu-{number}" for number in range(nodes)))
     machine, records = Machine(nodes * RANKS), MirrorHistory(state, info)
-    receivers = [ChunkReceiver() for _ in range(nodes)]
+    receivers = [ChunkReceiver(ORIGIN_S) for _ in range(nodes)]
     for node in records.nodes:
-        node.state = "connected"
+        node.state, node.origin_s = "connected", ORIGIN_S
     profiler, yardstick = cProfile.Profile(), Yardstick()
     spent = written = 0.0
     bytes_sent = joined = 0
@@ -154,7 +151,15 @@ def measure(nodes: int, seconds: int, state: Path, *, profile: bool, every: int)
                 for line in each[node.number]:
                     receiver.add_line(line, now_ns)
                 node.heard_ns = now_ns
-                beat = {"beat": second, "from": second, "offset": second + 1, "tallied_s": second + 2}
+                tallied_s = machine.tallied_s(second - 1) if second else ORIGIN_S
+                beat: dict[str, Any] = {
+                    "beat": second,
+                    "from": second,
+                    "offset": second + 1,
+                    "seq": second,
+                    "tallied_s": tallied_s,
+                }
+                beat["deleted"] = {"1": tallied_s}
                 chunk = receiver.add_line(json.dumps(beat).encode(), now_ns)
                 assert isinstance(chunk, Chunk)
                 chunks.append((node, chunk))

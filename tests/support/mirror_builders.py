@@ -53,8 +53,9 @@ def mirror_run_info(nodes: int) -> RunInfo:
 class MirroredNode:
     """One machine: a history that grows, and what was sent of it."""
 
-    def __init__(self, number: int, seed: int) -> None:
-        self.number = number
+    def __init__(self, number: int, seed: int, *, sparse: bool = False) -> None:
+        """`sparse`: the mirror has many nodes."""
+        self.number, self._sparse = number, sparse
         self.shift_ns = CLOCK_SHIFTS_NS[number]
         self.shift_s = round(self.shift_ns / SECOND)
         self.recording = self.new_recording()
@@ -69,10 +70,10 @@ class MirroredNode:
 
     def connected(self, node: NodeRow | None = None) -> IncrementalRows:
         """Return what is sent after a new connection. `node`: what the mirror has; None: nothing."""
-        has: dict[str, Any] = (
-            {} if node is None else {"offset": node.received, "seq": node.seq, "tallied_s": node.tallied_s}
-        )
-        return IncrementalRows(rollups=True, shift_ns=self.shift_ns, **has)
+        has: dict[str, Any] = {"shift_ns": self.shift_ns, "sparse": self._sparse}
+        if node is not None:
+            has |= {"offset": node.received, "seq": node.seq, "tallied_s": node.tallied_s}
+        return IncrementalRows(rollups=True, **has)
 
     def write(self) -> bool:
         """Write some more records of each process; return whether there were any."""

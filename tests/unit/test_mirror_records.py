@@ -155,6 +155,59 @@ def test_the_figures_are_those_of_the_machines_whatever_is_cut_off(tmp_path: Pat
     records.close()
 
 
+def test_a_mirror_of_many_machines_has_no_buckets_of_a_second_but_the_same_sums(tmp_path: Path) -> None:
+    machines = [MirroredNode(number, 3, sparse=True) for number in (0, 1)]
+    records = MirrorHistory(tmp_path, mirror_run_info(2))
+    for node in records.nodes:
+        node.state = "connected"
+    going = True
+    while going:
+        written = [machine.write() for machine in machines]
+        going = any(written)
+        for machine in machines:
+            chunk, _ = machine.chunk()
+            records.write([(records.nodes[machine.number], chunk)])
+        seconds = open_mirror_store(records).query("SELECT count(*) FROM tallies WHERE width = 1")
+        assert seconds == [(0,)]
+    for machine in machines:
+        more = True
+        while more:
+            chunk, more = machine.chunk(last=True)
+            records.write([(records.nodes[machine.number], chunk)])
+    mirror = open_mirror_store(records)
+    for machine in machines:
+        own = machine.recording.store()
+        for process in (0, 1):
+            number = records.local_process_number(machine.number, process)
+            there = without_waits(read_tallies(own), process, number)
+            assert without_waits(read_tallies(mirror), number, number) == moved(there, machine.shift_ns)
+            assert sum_of(mirror, 0, 1 << 40, number) == sum_of(own, 0, 1 << 40, process)
+    records.close()
+
+
+@pytest.mark.parametrize("wrong_s", [0, 1, 40])
+def test_the_seconds_of_a_machine_with_a_wrong_clock_are_corrected(tmp_path: Path, wrong_s: int) -> None:
+    """`wrong_s`: by how much its clock is ahead. Within a second, clocks are not corrected."""
+    machine, records = MirroredNode(0, 0), MirrorHistory(tmp_path, mirror_run_info(1))
+    machine.recording = Recording(origin_s=ORIGIN_S + wrong_s)
+    machine.recording.add(Training(step_ns=SECOND // 4).run(400))
+    shift_s = -wrong_s if wrong_s > 1 else 0
+    machine.rows = IncrementalRows(rollups=True, shift_s=shift_s)
+    node = records.nodes[0]
+    node.state, node.shift_s, node.origin_s = "connected", shift_s, ORIGIN_S + wrong_s
+    more = True
+    while more:
+        chunk, more = machine.chunk(last=True)
+        records.write([(node, chunk)])
+    mirror, own = open_mirror_store(records), machine.recording.store()
+    ahead_s = wrong_s + shift_s
+    for begin, end in ((0, 1 << 40), (20, 40), (37, 83)):
+        there = without_waits(read_tallies(own, begin, end), 0, 0)
+        here = read_tallies(mirror, begin + ahead_s * (begin > 0), end + ahead_s)
+        assert without_waits(here, 0, 0) == there
+    records.close()
+
+
 class Together:
     """Four ranks on two machines that step together; rank 2 is slow."""
 

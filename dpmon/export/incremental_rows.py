@@ -189,7 +189,7 @@ class IncrementalRows:
         self._first_sum_s = (upto_s + store.origin_s - INITIAL_ROWS_S) // 60 * 60
         for table in _SUM_TABLES:
             query = table.merged_rows_sql(f"FROM {table.name} WHERE start_s < ?", start_s=str(BEFORE_S))
-            lines += encode_rows(table.name, table.columns, store.query(query, (self._first_sum_s,)))
+            lines += encode_rows(table.name, store.query(query, (self._first_sum_s,)))
         self.offset = last_skipped_id
         return lines
 
@@ -217,7 +217,7 @@ class IncrementalRows:
         rows = self._rows(store, table, condition, values)
         if table == "events":
             rows = [(*row[:-1], self._shift_event_times(row[-1])) for row in rows]
-        return list(encode_rows(table, tuple(columns_sent(table)), rows))
+        return list(encode_rows(table, rows))
 
     def _shift_event_times(self, text: str) -> str:
         """Return the JSON of an event with its times on the reader's clock."""
@@ -289,7 +289,7 @@ class IncrementalRows:
             _with_last_calls(step) if detailed_ids is None or step.id in detailed_ids else _without_details(step)
             for step in steps
         ]
-        return list(encode_rows("steps", STEPS.columns, map(STEPS.to_values, sent)))
+        return list(encode_rows("steps", map(STEPS.to_values, sent)))
 
     # ------------------------------------------------------------------------------------------ rows that change
 
@@ -319,7 +319,7 @@ class IncrementalRows:
             rows = [row for row in rows if row[0] < end_seq]
             last_seq, *_ = rows[-1]
         self._seqs[table.name] = last_seq
-        return list(encode_rows(table.name, tuple(columns_sent(table.name)), (values for _, *values in rows))), is_cut
+        return list(encode_rows(table.name, (values for _, *values in rows))), is_cut
 
     # ------------------------------------------------------------------------------------------ time buckets
 

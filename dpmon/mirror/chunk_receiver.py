@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 from binascii import a2b_base64
-from collections.abc import Collection, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 from dpmon.errors import DpmonError
@@ -54,9 +54,19 @@ class RowLine(NamedTuple):
     """A line with rows of one table."""
 
     table: str
-    columns: tuple[str, ...]
-    """The columns that are sent."""
     rows: list[list[Any]]
+    """Each with the values of `columns_sent`."""
+
+    def dicts(self) -> Iterator[dict[str, Any]]:
+        """Yield the rows by column."""
+        columns = columns_sent(self.table)
+        for row in self.rows:
+            yield dict(zip(columns, row, strict=True))
+
+    def column(self, name: str) -> list[Any]:
+        """Return the values of a column."""
+        index = list(columns_sent(self.table)).index(name)
+        return [row[index] for row in self.rows]
 
 
 class Chunk(NamedTuple):
@@ -110,22 +120,24 @@ class ChunkReceiver:
         if "table" not in line:
             return line
         table, columns, rows = (line.get(name) for name in ("table", "columns", "rows"))
-        if table not in SENT or not isinstance(columns, list) or not isinstance(rows, list):
-            raise ProtocolError("it sent rows without a table or columns")
+        if table not in SENT or columns != list(columns_sent(table)) or not isinstance(rows, list):
+            raise ProtocolError("it sent rows of an unknown table")
         # A short row needs more memory than its text has bytes.
         self._bytes += max(len(text), _MIN_ROW_BYTES * len(rows))
         if len(rows) > MAX_ROWS or self._bytes > CHUNK_BYTES:
             raise ProtocolError(f"it sent a chunk of more than {CHUNK_BYTES >> 20} MiB")
-        limits = _column_limits(table, tuple(columns))
+        limits = _column_limits(table)
         has_long_number = _LONG_NUMBER in text.translate(_AS_ZERO)
         if not self._are_valid(limits, rows, now_ns) or (has_long_number and not _fit_in_columns(rows)):
             raise ProtocolError(f"it sent invalid rows of the table {table}")
         if limits.sketch is not None:
             _decode_sketches(rows, limits.sketch)
-        if table == "events" and "json" in columns:
-            for row in rows:
-                parse_event(row[columns.index("json")])
-        self._lines.append(RowLine(table, tuple(columns), rows))
+        row_line = RowLine(table, rows)
+        if table == "events":
+            events = map(parse_event, row_line.column("json"))
+            if row_line.column("kind") != [event.kind for event in events]:
+                raise ProtocolError("it sent an event of another kind than it says")
+        self._lines.append(row_line)
         return None
 
     def _are_valid(self, limits: _ColumnLimits, rows: Sequence[list[Any]], now_ns: int) -> bool:
@@ -150,24 +162,24 @@ class ChunkReceiver:
         )
 
 
-@lru_cache(256)
-def _column_limits(table: str, columns: tuple[str, ...]) -> _ColumnLimits:
-    """Return the limits of these columns. Raises ProtocolError if the table has no such columns."""
-    declared = columns_sent(table)
-    if not declared.keys() >= set(columns) or len(set(columns)) < len(columns):
-        raise ProtocolError(f"it sent unknown columns of the table {table}")
-    types = [{str if kind is bytes else kind for kind in declared[name]} for name in columns]
+@cache
+def _column_limits(table: str) -> _ColumnLimits:
+    """Return the limits of the columns of a table."""
+    columns = columns_sent(table)
+    types = [{str if kind is bytes else kind for kind in kinds} for kinds in columns.values()]
     values = [_VALUES.get((table, name)) or _VALUES.get(name) for name in columns]
     return _ColumnLimits(
         types=tuple(frozenset(kinds | {int}) if float in kinds else frozenset(kinds) for kinds in types),
         texts=tuple(
-            (index, _MAX_CHARS_OF.get(columns[index], _MAX_CHARS)) for index, kinds in enumerate(types) if str in kinds
+            (index, _MAX_CHARS_OF.get(name, _MAX_CHARS))
+            for index, (name, kinds) in enumerate(zip(columns, types, strict=True))
+            if str in kinds
         ),
         values=tuple((index, possible) for index, possible in enumerate(values) if possible is not None),
         times=tuple(
             (index, name == "start_s") for index, name in enumerate(columns) if name == "start_s" or name in TIMES
         ),
-        sketch=columns.index("sketch") if "sketch" in columns else None,
+        sketch=list(columns).index("sketch") if "sketch" in columns else None,
     )
 
 

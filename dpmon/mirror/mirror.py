@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, count
+from itertools import chain, compress, count
 from pathlib import Path
 from typing import Any
 
@@ -316,12 +316,10 @@ class Mirror(StallRecorder):
 
     def _without_judged_stalls(self, node: NodeRow, line: RowLine) -> RowLine:
         """Return events without the stalls of ranks that the mirror judges."""
-        at, rows = line.columns.index("json"), []
-        for row in line.rows:
-            event = parse_event(row[at])
-            if event.kind != "stall" or self.stall_detector.should_store_stall(node.number, event.data):
-                rows.append(row)
-        return line._replace(rows=rows)
+        events = map(parse_event, line.column("json"))
+        should_store = self.stall_detector.should_store_stall
+        stored = [event.kind != "stall" or should_store(node.number, event.data) for event in events]
+        return line._replace(rows=list(compress(line.rows, stored)))
 
     def _record_node_exit(self, peer: NodeConnection, exit_members: Mapping[str, Any]) -> None:
         """Record how a node's run has ended."""

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,8 @@ from dpmon.store.events import EVENTS, LASTING, EventRow, parse_event, read_even
 from dpmon.store.history_writer import LIMIT_BYTES, HistoryWriter
 from dpmon.store.node_table import NODE_DEVICES, NODES, NodeRow, read_node_rows
 from dpmon.store.rings import read_rings
-from dpmon.store.row_exchange import SENT, column_default, columns_sent
-from dpmon.store.steps import STEPS
+from dpmon.store.row_exchange import SENT, columns_sent
+from dpmon.store.steps import STEPS, StepRow
 from dpmon.store.store_queries import Store
 from dpmon.store.sync_passes import SyncStep, join_sync_steps
 from dpmon.store.table import NUMBERED, SEQ
@@ -146,7 +147,7 @@ class MirrorHistory:
 
     def _insert_chunk(self, node: NodeRow, chunk: Chunk) -> None:
         beat = chunk.beat
-        ids = sorted({row[line.columns.index("id")] for line in chunk.lines if _is_numbered(line) for row in line.rows})
+        ids = sorted({row_id for line in chunk.lines if _is_numbered(line) for row_id in line.column("id")})
         new_ids = dict(zip(ids, range(self._history.next_id, self._history.next_id + len(ids)), strict=True))
         for line in sorted(chunk.lines, key=lambda line: line.table == "steps"):  # they need the events and keys
             self._insert_line(node, line, new_ids)
@@ -161,47 +162,47 @@ class MirrorHistory:
         node.tallied_s = max(beat["tallied_s"], node.tallied_s)
 
     def _insert_line(self, node: NodeRow, line: RowLine, new_ids: Mapping[int, int]) -> None:
-        table, columns, _ = line
+        table = line.table
         if table == "events":
-            line = self._local_events(node, line)
+            line = self._with_local_processes(node, line)
+        constants: Iterable[tuple[int, ...]] = repeat((node.number,))
         if _is_numbered(line):
-            at = line.columns.index("id")
-            rows = [(*row, node.number, new_ids[row[at]]) for row in line.rows]
-        else:
-            constants = (node.number, self._history.next_id) if table == "rings" else (node.number,)
-            rows = [(*row, *constants) for row in line.rows]
-        self._db.executemany(_insert_sql(table, line.columns, self._node_count), rows)
+            constants = [(node.number, new_ids[row_id]) for row_id in line.column("id")]
+        elif table == "rings":
+            constants = repeat((node.number, self._history.next_id))
+        rows = [(*row, *of_row) for row, of_row in zip(line.rows, constants, strict=False)]
+        self._db.executemany(_insert_sql(table, self._node_count), rows)
         if table == "keys":
             self._history.key_numbers.reload()
         elif table == "rings":
-            for ring in _dicts(line):
-                self._waits.register_rank(node, ring["rank"])
+            for rank in line.column("rank"):
+                self._waits.register_rank(node, rank)
         elif table == "losses":
-            losses = [(loss["process"], loss["definition"]) for loss in _dicts(line)]
-            local = self.local_process_number
-            self._history.loss_thinning.note_losses((local(node.number, process), place) for process, place in losses)
-        elif table == "steps" and "sync_number" in columns:
-            steps = [step for step in _dicts(line) if step["sync_number"] is not None]
-            for step in steps:
+            processes = [self.local_process_number(node.number, process) for process in line.column("process")]
+            self._history.loss_thinning.note_losses(zip(processes, line.column("definition"), strict=True))
+        elif table == "steps":
+            self._sync_steps += self._waits.sync_steps(node, self._local_sync_steps(node, line, new_ids))
+        elif SENT[table] in BUCKET_TABLES:
+            for width, start_s in zip(line.column("width"), line.column("start_s"), strict=True):
+                self._first_seconds[width] = min(start_s, self._first_seconds.get(width, start_s))
+
+    def _local_sync_steps(self, node: NodeRow, line: RowLine, new_ids: Mapping[int, int]) -> Iterator[StepRow]:
+        """Yield the steps of a node that averaged gradients, with their numbers here."""
+        for step in line.dicts():
+            if step["sync_number"] is not None:
                 process = self.local_process_number(node.number, step["process"])
                 step |= {"id": new_ids[step["id"]], "process": process}
-            rows_of_steps = (STEPS.from_values([step[name] for name in STEPS.columns]) for step in steps)
-            self._sync_steps += self._waits.sync_steps(node, rows_of_steps)
-        elif SENT[table] in BUCKET_TABLES:
-            width_at, start_at = columns.index("width"), columns.index("start_s")
-            for width in {row[width_at] for row in line.rows}:
-                first_s = min(row[start_at] for row in line.rows if row[width_at] == width)
-                self._first_seconds[width] = min(first_s, self._first_seconds.get(width, first_s))
+                yield STEPS.from_values([step[name] for name in STEPS.columns])
 
-    def _local_events(self, node: NodeRow, line: RowLine) -> RowLine:
-        """Return events of a node with their kinds, and with the numbers that processes have here."""
+    def _with_local_processes(self, node: NodeRow, line: RowLine) -> RowLine:
+        """Return events of a node with the numbers that processes have here."""
 
         def local_text(match: re.Match[str]) -> str:
             number = int(match[1])
             return f'"process":{self.local_process_number(node.number, number) if number >= 0 else "null"}'
 
         rows = []
-        for values in _dicts(line):
+        for values in line.dicts():
             text = _PROCESS.sub(local_text, values["json"])
             event = parse_event(text)
             if values["process"] < 0:
@@ -209,9 +210,8 @@ class MirrorHistory:
             elif event.kind in ("process", "ddp"):
                 process = self.local_process_number(node.number, values["process"])
                 self._waits.handle_event(process, event.kind, event.data)
-            values |= {"json": text, "kind": event.kind}
-            rows.append([values[name] for name in EVENTS.columns])
-        return RowLine("events", EVENTS.columns, rows)
+            rows.append([*(values | {"json": text}).values()])
+        return RowLine("events", rows)
 
     def _merge_buckets(self) -> None:
         """Make the wider buckets up to the time to which all connected nodes have sent theirs.
@@ -230,33 +230,20 @@ def _is_numbered(line: RowLine) -> bool:
     return SENT[line.table].sent == NUMBERED
 
 
-def _dicts(line: RowLine) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a line by column, with the columns that were left out."""
-    names = columns_sent(line.table)
-    left_out = {name: column_default(line.table, name) for name in names if name not in line.columns}
-    for row in line.rows:
-        yield {**dict(zip(line.columns, row, strict=True)), **left_out}
-
-
 @cache
-def _insert_sql(table: str, columns: tuple[str, ...], nodes: int) -> str:
+def _insert_sql(table: str, nodes: int) -> str:
     """Return the statement that inserts rows of a node.
 
-    Its parameters are the values of these columns, then the number of the node, and for some tables an id.
+    Its parameters are the values of a row, then the number of the node, and for some tables an id.
     """
-    values = {name: f"?{index}" for index, name in enumerate(columns, start=1)}
+    columns = columns_sent(table)
     constants = {"nodes": str(nodes), "node": f"?{len(columns) + 1}", "id": f"?{len(columns) + 2}"}
-    for name in columns_sent(table):
-        value = values.get(name) or _literal(column_default(table, name))
+    values = {}
+    for index, name in enumerate(columns, start=1):
         expression = _EXPRESSIONS.get((table, name)) or _EXPRESSIONS.get(name) or "{value}"
-        values[name] = expression.format(value=value, **constants)
+        values[name] = expression.format(value=f"?{index}", **constants)
     if table == "rings":
         values |= {"node": constants["node"], "first_id": _FIRST_ID.format(name=values["name"], **constants)}
     if SENT[table].has_seq:
         values["seq"] = SEQ
     return f"INSERT OR REPLACE INTO {table} ({', '.join(values)}) VALUES ({', '.join(values.values())})"
-
-
-def _literal(value: object) -> str:
-    """Return a default value in SQL."""
-    return {int: "0", float: "0.0", str: "''", bytes: "x''"}.get(type(value), "NULL")

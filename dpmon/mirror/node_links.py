@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from dpmon.mirror.disconnect_reasons import explain_disconnect
 from dpmon.record.safe_json import load_json
 from dpmon.run.proc import ended_child_status
-from dpmon.store.row_exchange import RECORDS, VERSION
+from dpmon.store.row_exchange import MARK
 
 MAX_LINE_BYTES = 1 << 20
 MAX_BANNER_BYTES = 1 << 16
@@ -45,8 +45,8 @@ _GRACE_S = 1.0
 """How long a command may run after its output has ended, and after SIGTERM."""
 _CHECK_INTERVAL_S = 0.1
 
-_MARK = RECORDS.encode()
-_MARKER = re.compile(_MARK + rb"(\d{1,9}) (\{.*\})\s*")
+_MARK = MARK.encode()
+_HEADER = re.compile(_MARK + rb"(\{.*\})\s*")
 
 
 class LinkOpened(NamedTuple):
@@ -238,20 +238,16 @@ class NodeLinks:
         elif link.is_open or self._once:
             link.banner[:] = line[:_MAX_STDERR_BYTES] if self._once else b""  # explains a failure
             reports.append(LineReceived(link.node, line.removesuffix(b"\r")))
-        elif (match := _MARKER.fullmatch(line, max(line.find(_MARK), 0))) is None:
+        elif (match := _HEADER.fullmatch(line, max(line.find(_MARK), 0))) is None:
             link.banner += line + b"\n"
         else:
-            self._handle_header(link, int(match[1]), match[2], reports)
+            self._handle_header(link, match[1], reports)
 
-    def _handle_header(self, link: _NodeLink, version: int, text: bytes, reports: list[Report]) -> None:
+    def _handle_header(self, link: _NodeLink, text: bytes, reports: list[Report]) -> None:
         try:
             header = load_json(text)
         except ValueError:
             reports.append(self._close(link, "it does not send the records of dpmon"))
-            return
-        if version != VERSION:
-            reason = f"its dpmon sends records of version {version}, and this one reads version {VERSION}"
-            reports.append(self._close(link, reason, for_good=True))
             return
         link.is_open = link.was_open = True
         link.banner.clear()

@@ -59,7 +59,7 @@ class EventRow(NamedTuple):
         return parse_event(self.json)
 
 
-EVENTS = StoreTable("events", EventRow, SCHEMA, sent=NUMBERED, not_sent=("kind",))
+EVENTS = StoreTable("events", EventRow, SCHEMA, sent=NUMBERED)
 
 
 class ChartSample(NamedTuple):

@@ -27,8 +27,8 @@ import json, sys, time
 def say(**line):
     sys.stdout.write(json.dumps(line) + "\\n")
 
-about = {"host": "h", "run": "20260101-000000-x-0000", "version": sys.argv[1]}
-sys.stdout.write(f"dpmon-records 1 {json.dumps(about)}\\n")
+about = {"host": "h", "run": "20260101-000000-x-0000", "version": sys.argv[1], "origin_s": 0}
+sys.stdout.write(f"dpmon-records {json.dumps(about)}\\n")
 sys.stdout.flush()
 for line in sys.stdin:
     request = json.loads(line)
@@ -37,11 +37,12 @@ for line in sys.stdin:
         sys.stdout.flush()
     elif request["ask"] == "begin":
         break
-columns = ["start_s", "device", "name", "count", "total", "high"]
+from dpmon.store.row_exchange import columns_sent
+columns = list(columns_sent("device_rollups"))
 at = first = request["offset"]
 while True:
     say(table="device_rollups", columns=columns, rows=[[0, 1, f"name {n}", 1, 1.0, 1.0] for n in range(at, at + 2000)])
-    say(beat=1, offset=at + 2000, tallied_s=0, output="x" * 10_000, **{"from": at})
+    say(beat=1, offset=at + 2000, seq=0, tallied_s=0, output="x" * 10_000, **{"from": at})
     at += 2000
 """
 MIRROR = """\

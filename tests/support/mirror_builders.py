@@ -25,6 +25,7 @@ from dpmon.store.loops import read_epochs
 from dpmon.store.loss_table import find_invalid_losses
 from dpmon.store.node_table import NodeRow, read_node_rows
 from dpmon.store.records import newest_record_ns, read_records
+from dpmon.store.row_exchange import columns_sent
 from dpmon.store.shapes import read_shapes
 from dpmon.store.steps import read_longest_steps, read_steps
 from dpmon.store.store_queries import Store
@@ -112,6 +113,13 @@ class MirroredNode:
         chunk = receiver.add_line(b'{"beat": 1}', MIRROR_NOW_NS)
         assert isinstance(chunk, Chunk)
         return chunk._replace(beat=beat), more
+
+
+def row_line(table: str, *rows: dict[str, Any]) -> dict[str, Any]:
+    """Return the line of a node with rows of a table. Columns without a value are NULL, empty or 0."""
+    columns = columns_sent(table)
+    usual = {name: None if type(None) in kinds else kinds[0]() for name, kinds in columns.items()}
+    return {"table": table, "columns": list(columns), "rows": [[*(usual | row).values()] for row in rows]}
 
 
 def open_mirror_store(records: MirrorHistory) -> Store:

@@ -67,6 +67,7 @@ def makers(table: str, size: int) -> list[Callable[[int], Any]]:
         "width": lambda n: WIDTHS[n % 3],
         "start_s": lambda n: (ORIGIN_S + n % 900) // WIDTHS[n % 3] * WIDTHS[n % 3],
         "device": lambda n: n % 8 if table == "device_rollups" else None,
+        "kind": lambda n: ("device", "process", "warning")[n % 3] if table == "events" else 0,
         "json": lambda n: f'{{"kind":"{("device", "process", "warning")[n % 3]}","t_s":1,"text":"{text}"}}',
         "value": lambda n: f'["{text}"]',
         "sizes": lambda n: f"[{n}, {values}]",
@@ -127,8 +128,7 @@ class Flood:
         while more:
             chunk, more = self.honest.chunk(last=last)
             for steps in (line for line in chunk.lines if line.table == "steps"):
-                processes = steps.columns.index("process") if "process" in steps.columns else None
-                self.steps.update(0 if processes is None else row[processes] for row in steps.rows)
+                self.steps.update(steps.column("process"))
             self.records.write([(self.records.nodes[0], chunk)])
 
     def send(self, sent: list[bytes]) -> int:

@@ -28,7 +28,7 @@ from dpmon.stalls.why_reply import ANSWER_FILE, ASKED_FILE, read_reply, request_
 from dpmon.stalls.why_text import format_report
 from dpmon.store.store_opening import open_store
 from support.history_builders import ORIGIN_S
-from support.mirror_builders import mirror_run_info
+from support.mirror_builders import mirror_run_info, row_line
 
 MARKER = {"run": "r", "host": "h", "version": dpmon.__version__, "origin_s": ORIGIN_S}
 
@@ -48,8 +48,8 @@ def send(mirror: Mirror, *lines: dict[str, Any] | bytes) -> None:
 
 
 def event(number: int) -> dict[str, Any]:
-    row = [number, -1, 0, json.dumps({"kind": "host", "t_s": float(number)})]
-    return {"table": "events", "columns": ["id", "process", "t_ns", "json"], "rows": [row]}
+    text = json.dumps({"kind": "host", "t_s": float(number)})
+    return row_line("events", {"id": number, "process": -1, "kind": "host", "json": text})
 
 
 def beat(begin: int, offset: int, **more: Any) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def beat(begin: int, offset: int, **more: Any) -> dict[str, Any]:
 def held_bytes(mirror: Mirror) -> int:
     """Return the length of the events that are not written yet."""
     lines = [line for _, chunk in mirror._chunks for line in chunk.lines]
-    return sum(len(row[line.columns.index("json")]) for line in lines for row in line.rows)
+    return sum(len(text) for line in lines for text in line.column("json"))
 
 
 def events_in(mirror: Mirror) -> list[float]:
@@ -129,7 +129,7 @@ def test_the_bytes_that_wait_for_a_full_disk_are_bounded(
     held = []
     for number, length in enumerate(texts):
         text = json.dumps({"kind": "host", "t_s": 0.0, "text": "x" * length})
-        rows = [[30 * number + each, -1, 0, text] for each in range(1, 31)]
+        rows = [[30 * number + each, -1, "host", 0, text] for each in range(1, 31)]
         send(mirror, {**event(0), "rows": rows}, beat(30 * number, 30 * number + 30))
         mirror._commit()
         held.append(held_bytes(mirror))
@@ -161,7 +161,7 @@ def test_the_bytes_of_all_machines_that_wait_for_a_full_disk_are_bounded_togethe
     mirror._handle_report(LineReceived(0, json.dumps(beat(0, 0, exit={"status": 0, "seconds": 1.0})).encode()))
     monkeypatch.setattr(mirror.history, "write", full)
     for at in range(40):
-        row = [at + 1, -1, 0, json.dumps({"kind": "host", "t_s": float(at), "text": "x" * 4_000})]
+        row = [at + 1, -1, "host", 0, json.dumps({"kind": "host", "t_s": float(at), "text": "x" * 4_000})]
         for machine in mirror.peers[1:]:
             if machine.node.state == "cut":
                 mirror._handle_report(LinkOpened(machine.node.number, MARKER))
@@ -205,14 +205,12 @@ def test_a_run_has_ended_once_its_last_records_are_written(mirror: Mirror, monke
     )
 
 
-INVALID = {"table": "gaps", "columns": ["process", "ns"], "rows": [[0, 5], [0, "much"]]}
-UNUSABLE = {
-    "table": "events",
-    "columns": ["id", "process", "json"],
-    "rows": [[1, 0, '{"kind": "ddp", "rank": 0, "group": [0, "a"]}']],
-}
+INVALID = row_line("gaps", {"ns": 5}, {"ns": "much"})
+UNUSABLE = row_line(
+    "events", {"id": 1, "process": 0, "kind": "ddp", "json": '{"kind": "ddp", "rank": 0, "group": [0, "a"]}'}
+)
 """Of the right types, but the ranks cannot be put in order."""
-RING = {"table": "rings", "columns": ["name", "process"], "rows": [["process-0.ring", 0]]}
+RING = row_line("rings", {"name": "process-0.ring"})
 
 
 @pytest.mark.parametrize(
@@ -552,10 +550,9 @@ def test_a_machine_cannot_fill_the_log(
 
 def test_a_machine_cannot_fill_the_files_beside_the_history(mirror: Mirror, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dpmon.mirror.mirror_run.MAX_OUTPUT_BYTES", 1 << 18)
-    columns = ["name", "process", "rank", "pid"]
-    rings = [[f"process-{number}.ring", number, number, 1] for number in range(1000)]
+    rings = [{"name": f"process-{number}.ring", "process": number, "rank": number} for number in range(1000)]
     mirror._handle_report(LinkOpened(0, {**MARKER, "command": ["x" * 100_000] * 1000, "script": "x" * 100_000}))
-    send(mirror, {"table": "rings", "columns": columns, "rows": rings}, beat(0, 1))
+    send(mirror, row_line("rings", *rings), beat(0, 1))
     long = "x" * 100_000
     for number in range(1, 40):
         doing = {f"{number} {rank} {long[:100]}": {str(rank): number} for rank in range(1000)}

@@ -139,7 +139,7 @@ def check_all_readable(records: MirrorHistory) -> None:
         lambda: read_node_rows(store.connection),
         lambda: read_tallies(store, left_out=True),
         lambda: list(iter_events(store, "device", "host", "process", "memory")),
-        lambda: read_longest_steps(store, 10, "dp"), lambda: read_host_memory(store, 0, 1 << 60),
+        lambda: read_longest_steps(store, 10, "dp"), lambda: read_host_memory(store, 0, MIRROR_NOW_NS),
         *(lambda process=process: read_steps(store, 50, process=process) for process in store.ranks),
         *(lambda process=process: read_epochs(store, process, 50) for process in store.ranks),
     ]  # fmt: skip

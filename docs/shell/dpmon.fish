@@ -61,7 +61,7 @@ function _shtab_dpmon_using
 end
 
 set -g _shtab_dpmon_commands attach status why ls stop report compare export try doctor keep rm
-set -g _shtab_dpmon_opts_with_value --batch-dim --devices --fail-if-slower --format --from --host --hostfile --hosts --kind --memory --metrics --mode --name --on-event --only --output --phase --python --refresh --replay --replicas --rounds --script --slurm --steps --timeout --via --wait -m -o
+set -g _shtab_dpmon_opts_with_value --batch-dim --devices --fail-if-slower --format --from --host --hosts --kind --memory --metrics --mode --name --on-event --only --output --phase --python --refresh --replay --replicas --rounds --script --slurm --steps --timeout --via --wait -m -o
 
 complete -c dpmon -e
 complete -c dpmon -f
@@ -91,7 +91,6 @@ complete -c dpmon -n '_shtab_dpmon_using attach' -l metrics -xka "(__fish_comple
 complete -c dpmon -n '_shtab_dpmon_using attach' -l json -d 'one JSON line per second, on stderr or in FILE'
 complete -c dpmon -n '_shtab_dpmon_using attach' -l host -x -d 'a host to connect to by ssh (repeatable)'
 complete -c dpmon -n '_shtab_dpmon_using attach' -l hosts -x -d 'hosts, such as gpu[1-4,7],login'
-complete -c dpmon -n '_shtab_dpmon_using attach' -l hostfile -xka "(__fish_complete_path (commandline -ct))" -d 'a file with one host per line, as for mpirun'
 complete -c dpmon -n '_shtab_dpmon_using attach' -l slurm -x -d 'the nodes of a Slurm job, by srun'
 complete -c dpmon -n '_shtab_dpmon_using attach' -l via -x -d 'a command instead of ssh; {} is the host: '"'"'kubectl exec -i pod-{} --'"'"''
 complete -c dpmon -n '_shtab_dpmon_using attach; and test $_shtab_dpmon_npos -eq 0' -ka "(_dpmon_runs)" -d 'a name, an id, the unique start of either, or `last`'
@@ -112,7 +111,6 @@ complete -c dpmon -n '_shtab_dpmon_using; and test $_shtab_dpmon_npos -eq 0' -a 
 complete -c dpmon -n '_shtab_dpmon_using ls' -s h -l help -d 'show this help message and exit'
 complete -c dpmon -n '_shtab_dpmon_using ls' -l host -x -d 'a host to connect to by ssh (repeatable)'
 complete -c dpmon -n '_shtab_dpmon_using ls' -l hosts -x -d 'hosts, such as gpu[1-4,7],login'
-complete -c dpmon -n '_shtab_dpmon_using ls' -l hostfile -xka "(__fish_complete_path (commandline -ct))" -d 'a file with one host per line, as for mpirun'
 complete -c dpmon -n '_shtab_dpmon_using ls' -l slurm -x -d 'the nodes of a Slurm job, by srun'
 complete -c dpmon -n '_shtab_dpmon_using ls' -l via -x -d 'a command instead of ssh; {} is the host: '"'"'kubectl exec -i pod-{} --'"'"''
 complete -c dpmon -n '_shtab_dpmon_using ls' -l json -d 'one JSON object per line'
@@ -159,7 +157,6 @@ complete -c dpmon -n '_shtab_dpmon_using; and test $_shtab_dpmon_npos -eq 0' -a 
 complete -c dpmon -n '_shtab_dpmon_using doctor' -s h -l help -d 'show this help message and exit'
 complete -c dpmon -n '_shtab_dpmon_using doctor' -l host -x -d 'a host to connect to by ssh (repeatable)'
 complete -c dpmon -n '_shtab_dpmon_using doctor' -l hosts -x -d 'hosts, such as gpu[1-4,7],login'
-complete -c dpmon -n '_shtab_dpmon_using doctor' -l hostfile -xka "(__fish_complete_path (commandline -ct))" -d 'a file with one host per line, as for mpirun'
 complete -c dpmon -n '_shtab_dpmon_using doctor' -l slurm -x -d 'the nodes of a Slurm job, by srun'
 complete -c dpmon -n '_shtab_dpmon_using doctor' -l via -x -d 'a command instead of ssh; {} is the host: '"'"'kubectl exec -i pod-{} --'"'"''
 complete -c dpmon -n '_shtab_dpmon_using doctor' -l json -d 'one JSON object, for programs'

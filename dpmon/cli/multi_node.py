@@ -19,7 +19,6 @@ from dpmon.mirror.remote_hosts import (
     HostOutput,
     RemoteHost,
     expand_hostlist,
-    read_hostfile,
     resolve_hosts,
     run_dpmon_on_hosts,
     slurm_hosts,
@@ -74,14 +73,12 @@ def hosts_from_options(options: argparse.Namespace) -> list[RemoteHost]:
     names = list(options.host or ())
     if options.hosts is not None:
         names += expand_hostlist(options.hosts)
-    if options.hostfile is not None:
-        names += read_hostfile(options.hostfile)
     hosts = resolve_hosts(names, via=options.via)
     if options.slurm is not None:
         job_hosts = slurm_hosts(options.slurm)
         hosts += job_hosts if options.via is None else resolve_hosts([host.name for host in job_hosts], via=options.via)
     elif options.via is not None and not names:
-        raise UsageError("--via needs hosts: name them with --host, --hosts or --hostfile")
+        raise UsageError("--via needs hosts: name them with --host or --hosts")
     return list({host.name: host for host in hosts}.values())
 
 

@@ -81,7 +81,7 @@ class UsageError(DpmonError):
 _JSON_HELP = "one JSON object, for programs"
 _PYTHON_HELP = "the Python that runs the script (default: the first that has torch)"
 _METRICS_HELP = "write metrics for Prometheus to FILE (node_exporter's textfile format)"
-_HOST_OPTIONS = ("--host", "--hosts", "--hostfile", "--slurm", "--via")
+_HOST_OPTIONS = ("--host", "--hosts", "--slurm", "--via")
 
 
 class _OptionParser(argparse.ArgumentParser):
@@ -262,7 +262,6 @@ def command_parser(command: str) -> argparse.ArgumentParser:
     if command in MULTI_NODE_COMMANDS:
         add("--host", action="append", metavar="HOST", help="a host to connect to by ssh (repeatable)")
         add("--hosts", metavar="LIST", help="hosts, such as gpu[1-4,7],login")
-        add("--hostfile", metavar="FILE", help="a file with one host per line, as for mpirun")
         add("--slurm", metavar="JOBID", help="the nodes of a Slurm job, by srun")
         add("--via", metavar="COMMAND", help="a command instead of ssh; {} is the host: 'kubectl exec -i pod-{} --'")
     if command in ("doctor", "status", "why"):
@@ -322,7 +321,7 @@ def command_parser(command: str) -> argparse.ArgumentParser:
 
 def names_remote_hosts(options: argparse.Namespace) -> bool:
     """Return whether the options name other hosts."""
-    return any(getattr(options, name, None) is not None for name in ("host", "hosts", "hostfile", "slurm", "via"))
+    return any(getattr(options, name, None) is not None for name in ("host", "hosts", "slurm", "via"))
 
 
 def usage_lines() -> list[tuple[str, str]]:

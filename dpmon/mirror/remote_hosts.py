@@ -12,14 +12,12 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from dpmon.errors import DpmonError
 from dpmon.mirror.disconnect_reasons import MISSING
 from dpmon.mirror.node_links import LineReceived, LinkClosed, NodeLinks
 from dpmon.run import proc
-from dpmon.run.safe_files import read_file
 
 _SSH_COMMAND = (
     *("ssh", "-T", "-C", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5"),
@@ -119,21 +117,6 @@ def _expand_brackets(item: str, text: str) -> Iterator[str]:
         for number in range(first, last + 1):
             for suffix_name in _expand_brackets(suffix, text):
                 yield f"{prefix}{number:0{len(range_match[1])}d}{suffix_name}"
-
-
-def read_hostfile(path: str) -> list[str]:
-    """Return the names in a hostfile of MPI or DeepSpeed: each line's first word without `:SLOTS`. Raises HostError."""
-    try:
-        lines = read_file(Path(path), 1 << 20).decode().splitlines()
-    except (OSError, ValueError) as error:
-        raise HostError(f"{path} cannot be read: {error}") from None
-    words = [line.partition("#")[0].split() for line in lines]
-    names = [
-        name for first, *_ in filter(None, words) for name in expand_hostlist(re.sub(r"^([^:]+):\d+$", r"\1", first))
-    ]
-    if not names:
-        raise HostError(f"{path} names no nodes")
-    return names
 
 
 def slurm_hosts(job: str) -> list[RemoteHost]:

@@ -28,7 +28,6 @@ from dpmon.mirror.remote_hosts import (
     HostOutput,
     RemoteHost,
     expand_hostlist,
-    read_hostfile,
     resolve_hosts,
     run_on_hosts,
     slurm_hosts,
@@ -66,17 +65,6 @@ def test_a_list_is_expanded_as_slurm_does(text: str, names: list[str]) -> None:
 def test_a_list_that_is_wrong_or_endless_is_refused(text: str) -> None:
     with pytest.raises(HostError):
         expand_hostlist(text)
-
-
-def test_a_host_file_is_one_of_mpi_or_deepspeed(tmp_path: Path) -> None:
-    path = tmp_path / "hosts"
-    path.write_text("# ours\nworker-1 slots=8\n\nworker-2:8  # mpich\nroot@n[1-2] slots=4\n")
-    assert read_hostfile(str(path)) == ["worker-1", "worker-2", "root@n1", "root@n2"]
-    path.write_text("#\n")
-    with pytest.raises(HostError, match="names no nodes"):
-        read_hostfile(str(path))
-    with pytest.raises(HostError, match="cannot be read"):
-        read_hostfile(str(tmp_path))
 
 
 def test_the_way_is_a_list_of_words_that_ends_with_the_name() -> None:

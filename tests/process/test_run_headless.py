@@ -256,15 +256,6 @@ def test_any_launcher_is_run_as_it_is(dpmon: Dpmon) -> None:
     assert (result.status, result.text) == (5, "a --replicas b c\n")
 
 
-def test_two_runs_of_the_same_second_do_not_meet(dpmon: Dpmon) -> None:
-    dpmon.script("import sys; print(sys.argv[1])")
-    processes = [dpmon.start("script.py", n) for n in range(6)]
-    outputs = [process.communicate(timeout=100)[0] for process in processes]
-    assert outputs == [f"{n}\n".encode() for n in range(6)]
-    assert len(dpmon.runs()) == 6
-    assert all((directory / "exit.json").exists() for directory in dpmon.runs())
-
-
 def test_the_record_is_closed_to_others(dpmon: Dpmon) -> None:
     dpmon.script("import os; os.umask(0); print(1)")
     before = os.umask(0)

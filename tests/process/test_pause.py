@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from dpmon.record.record_types import Step
+from dpmon.record.record_types import Event, Step
 from dpmon.record.schema import TRAINING
 from dpmon.run import proc
 from dpmon.run.run_reader import RunReader
 from dpmon.span_reader import SpanReader
-from support.history_builders import snapshot_of_directory, snapshot_of_records
+from support.history_builders import snapshot_of_directory, snapshot_of_rows
 from support.run_harness import Dpmon, wait_for
 from support.script_simulator import check_numbers
 from support.tracer_harness import ScriptRing, TracedRun, TracedScript, traced_script_text
@@ -173,7 +173,7 @@ def test_without_a_supervisor_a_pause_is_refused(steered: TracedRun) -> None:
     first = pauses(steered)[0]
     assert first["paused"] is False
     assert first["refused"].startswith("the run's directory cannot be read")
-    state = snapshot_of_records(steered.records)
+    state = snapshot_of_rows([row for row in steered.records if isinstance(row, (Step, Event))])
     assert state.pauses[0].refused == first["refused"]
     assert len(state.pauses) == 5
     assert state.processes[0].paused_since_ns is None

@@ -31,7 +31,7 @@ from dpmon.ui.panels import panel_batch, panel_replicas
 from dpmon.ui.screen_data import ScreenData
 from dpmon.ui.styled_rows import plain_text
 from support.format_readers import report_json_of
-from support.history_builders import snapshot_of_records, write_run_directory
+from support.history_builders import snapshot_of_rows, write_run_directory
 from support.record_builders import (
     CALL_TIMES_MS,
     GPUS,
@@ -88,7 +88,7 @@ def test_history_exports_and_report_have_device_times(state: Path) -> None:
 
 
 def test_the_screen_shows_host_and_device_side_by_side() -> None:
-    facts = ScreenData(snapshot_of_records(even(40)), 3 * SECOND, RUN_INFO, is_command_alive=True)
+    facts = ScreenData(snapshot_of_rows(even(40)), 3 * SECOND, RUN_INFO, is_command_alive=True)
     head, first, second, *_ = (plain_text(row) for row in panel_replicas.render_panel(facts, 100, 10, STYLE))
     assert "host time on device" in head
     assert "1.50 ms" in first

@@ -11,7 +11,7 @@ from dpmon.record.record_types import Event
 from dpmon.ui.panels import panel_devices
 from dpmon.ui.screen_data import ScreenData, View
 from dpmon.ui.styled_rows import plain_text
-from support.history_builders import Recording, snapshot_of_records
+from support.history_builders import Recording, snapshot_of_rows
 from support.record_builders import SECOND, Training, device_event, host_event
 from support.screen_states import STYLE, screen_text
 
@@ -108,7 +108,7 @@ def facts_of(*devices: dict[str, Any], gpus: int = 0) -> ScreenData:
     training = Training()
     payloads = [*training.begin(), *training.run(5), Event("memory", record(0, *devices))]
     payloads += [device_event(2.0, index) for index in range(gpus)] or [host_event(2.0)]
-    return ScreenData(snapshot_of_records(payloads), 3 * SECOND, is_command_alive=True)
+    return ScreenData(snapshot_of_rows(payloads), 3 * SECOND, is_command_alive=True)
 
 
 def test_on_the_cpu_the_rest_is_a_dash_with_its_reason() -> None:

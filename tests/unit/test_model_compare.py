@@ -12,12 +12,13 @@ from dpmon.model.comparison_stats import Interval, median_interval, ratio_of_est
 from dpmon.model.device_memory import HOST
 from dpmon.model.mode_comparison import MIN_STEPS, Comparison, Peak, verdict_sentence
 from dpmon.model.run_snapshot import PHASES, Process
-from dpmon.record.record_types import Event, Record
+from dpmon.record.history_rows import Row
+from dpmon.record.record_types import Event
 from dpmon.record.schema import STEP, WARM_UP_STEPS
 from dpmon.store.tally import Tally
-from support.history_builders import NOT_RUN, StepSample, series_stats, snapshot_of_records
+from support.history_builders import NOT_RUN, StepSample, series_stats, snapshot_of_rows
 from support.history_builders import compare_steps as compare
-from support.record_builders import Training, host_event, records_of_rows
+from support.record_builders import Training, host_event
 
 MS = 1_000_000
 TWO = ("cuda:0", "cuda:1")
@@ -223,14 +224,14 @@ def test_steps_that_took_no_time_make_no_verdict() -> None:
 # ------------------------------------------------------------------------------------------------ from records
 
 
-def seen(records: list[Record], span_s: int = 120) -> Process:
+def seen(records: list[Row], span_s: int = 120) -> Process:
     """Return the process that the screen shows after these records."""
-    process = snapshot_of_records(records, span_s=span_s).representative
+    process = snapshot_of_rows(records, span_s=span_s).representative
     assert process is not None
     return process
 
 
-def compared(records: list[Record]) -> Comparison:
+def compared(records: list[Row]) -> Comparison:
     found = seen(records).compared
     assert found is not None
     return found
@@ -238,13 +239,11 @@ def compared(records: list[Record]) -> Comparison:
 
 def test_the_steps_after_a_change_of_mode_are_left_out() -> None:
     training = Training(step_ns=10 * MS)
-    records = records_of_rows([*training.begin(), *training.run(400)])
-    training.defined.clear()
+    records = [*training.begin(), *training.run(400)]
     training.step_ns = 900 * MS  # as when caches are filled
-    records += records_of_rows([*training.switch("single"), *training.run(WARM_UP_STEPS)])
-    training.defined.clear()
+    records += [*training.switch("single"), *training.run(WARM_UP_STEPS)]
     training.step_ns = 50 * MS
-    records += records_of_rows(training.run(60))
+    records += training.run(60)
     found = compared(records)
     assert found.sides["single"].steps == 60
     assert (found.sides["single"].p95_ns or 0) < 100 * MS
@@ -265,23 +264,22 @@ def test_each_change_of_mode_has_the_speed_up_of_the_steps_around_it() -> None:
         records += training.switch(mode)
         begins.append(training.now)
         records += training.run(steps)
-    compared = snapshot_of_records(records, changes=True).processes[0].compared
+    compared = snapshot_of_rows(records, changes=True).processes[0].compared
     assert compared is not None
     assert [change.to for change in compared.changes] == ["dp", "single", "dp"], "ten steps are too few"
     for change, begin, expected in zip(compared.changes, begins, (1.6, 1.6, 0.5), strict=False):
         assert begin <= change.t_ns <= begin + 10 * 32_000_000, "after the steps that settle"
         assert change.speedup.low <= change.speedup.value <= change.speedup.high
         assert change.speedup.value == pytest.approx(expected, rel=0.05)
-    without = snapshot_of_records(records).processes[0].compared
+    without = snapshot_of_rows(records).processes[0].compared
     assert without is not None
     assert without.changes == ()
 
 
 def test_a_mode_of_long_ago_keeps_its_steps() -> None:
     training = Training(step_ns=100 * MS)
-    records = records_of_rows([*training.begin(), *training.run(300)])
-    training.defined.clear()
-    records += records_of_rows([*training.switch("single"), *training.run(9000)])
+    records = [*training.begin(), *training.run(300)]
+    records += [*training.switch("single"), *training.run(9000)]
     process = seen(records)
     assert all(column.mode == "single" for column in process.columns)
     assert process.compared is not None
@@ -302,9 +300,8 @@ def memory(step: int, **peaks: tuple[int, int]) -> Event:
 
 def test_a_peak_of_another_mode_is_only_an_upper_bound() -> None:
     training = Training(step_ns=100 * MS, devices=TWO, virtual=False, mode="single")
-    records = [*records_of_rows([*training.begin(), *training.run(50)]), memory(50, cuda_0=(400, 0))]
-    training.defined.clear()
-    records += records_of_rows([*training.switch("dp"), *training.run(50)])
+    records = [*[*training.begin(), *training.run(50)], memory(50, cuda_0=(400, 0))]
+    records += [*training.switch("dp"), *training.run(50)]
     records += [memory(80, cuda_0=(400, 0), cuda_1=(120, 50)), memory(100, cuda_0=(400, 0), cuda_1=(130, 80))]
     found = compared(records)
     assert found.memory["single"] == {"cuda:0": Peak(400, True)}
@@ -314,12 +311,11 @@ def test_a_peak_of_another_mode_is_only_an_upper_bound() -> None:
 
 def test_memory_that_stays_resident_is_only_an_upper_bound() -> None:
     training = Training(step_ns=100 * MS)
-    records = records_of_rows([*training.begin(), *training.run(20), host_event(3.0, run_mem_bytes=900)])
-    training.defined.clear()
-    records += records_of_rows([*training.switch("single"), *training.run(20), host_event(6.0, run_mem_bytes=900)])
+    records = [*training.begin(), *training.run(20), host_event(3.0, run_mem_bytes=900)]
+    records += [*training.switch("single"), *training.run(20), host_event(6.0, run_mem_bytes=900)]
     peaks = {mode: peaks[HOST] for mode, peaks in compared(records).memory.items()}
     assert peaks == {"dp": Peak(900, True), "single": Peak(900, False)}
-    more = [*records, *records_of_rows([host_event(7.0, run_mem_bytes=1000)])]
+    more = [*records, *[host_event(7.0, run_mem_bytes=1000)]]
     assert compared(more).memory["single"][HOST] == Peak(1000, True)
 
 

@@ -10,7 +10,7 @@ from dpmon.model.run_snapshot import Process
 from dpmon.model.step_history import COLUMNS, HistoryColumnCache
 from dpmon.record.record_types import Step
 from dpmon.ui.time_axis import TimeAxis, build_chart_columns, fit_axis, resample
-from support.history_builders import Recording, snapshot_of_records
+from support.history_builders import Recording, snapshot_of_rows
 from support.record_builders import SECOND, Training
 
 
@@ -28,7 +28,7 @@ def steps_of(walls: list[int], mode: str = "dp", each_ns: int | None = None) -> 
 
 
 def process_of(walls: list[int], span_s: int, each_ns: int | None = None) -> Process:
-    process = snapshot_of_records(steps_of(walls, each_ns=each_ns), span_s=span_s).representative
+    process = snapshot_of_rows(steps_of(walls, each_ns=each_ns), span_s=span_s).representative
     assert process is not None
     return process
 

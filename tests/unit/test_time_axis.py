@@ -14,7 +14,7 @@ from dpmon.ui.screen_data import LookBack, ScreenData
 from dpmon.ui.styled_rows import plain_text, row_width
 from dpmon.ui.terminal_style import TerminalStyle
 from dpmon.ui.time_axis import ChartColumns, TimeAxis, axis_row, choose_marks, make_time_axis, shift_by_parts
-from support.history_builders import snapshot_of_records
+from support.history_builders import snapshot_of_rows
 from support.record_builders import SECOND, Training, pause_event
 from support.screen_states import MONO_ASCII, RUN_INFO, STYLE, screen_data_of, shown_process, with_process
 
@@ -108,15 +108,13 @@ def test_a_pause_is_marked_from_its_record_until_the_training_goes_on() -> None:
     payloads = [*training.begin(), *training.run(50)]
     begin = training.now
     payloads.append(pause_event(begin / SECOND, 50))
-    paused = ScreenData(snapshot_of_records(payloads), begin + 9 * SECOND, RUN_INFO, is_command_alive=True)
+    paused = ScreenData(snapshot_of_rows(payloads), begin + 9 * SECOND, RUN_INFO, is_command_alive=True)
     assert [(m.word, m.end_ns) for m in choose_marks(paused, make_time_axis(paused), 100)] == [
         ("paused", paused.now_ns)
     ]
     payloads.append(pause_event(begin / SECOND + 3, 50, 3.0))
     training.now += 3 * SECOND
-    later = ScreenData(
-        snapshot_of_records([*payloads, *training.run(5)]), training.now, RUN_INFO, is_command_alive=True
-    )
+    later = ScreenData(snapshot_of_rows([*payloads, *training.run(5)]), training.now, RUN_INFO, is_command_alive=True)
     (mark,) = choose_marks(later, make_time_axis(later), 100)
     assert mark.end_ns is not None
     assert mark.end_ns - mark.begin_ns == pytest.approx(3 * SECOND, abs=1000)

@@ -12,7 +12,7 @@ from dpmon.ui.footer import current_key_hints
 from dpmon.ui.panels.panel_status import render_panel
 from dpmon.ui.screen_data import LookBack, ScreenData, View, describe_activity
 from dpmon.ui.styled_rows import plain_text
-from support.history_builders import snapshot_of_records
+from support.history_builders import snapshot_of_rows
 from support.rank_builders import record_ddp_ranks
 from support.record_builders import SECOND, Training
 from support.screen_harness import open_screen
@@ -115,11 +115,11 @@ def test_an_evaluation_shows_its_own_batches_and_no_rate_of_the_training() -> No
     assert (
         "samples/s"
         in head(
-            with_process(ScreenData(snapshot_of_records(rows), training.now, RUN_INFO), progress=progress_in_epochs())
+            with_process(ScreenData(snapshot_of_rows(rows), training.now, RUN_INFO), progress=progress_in_epochs())
         )[0]
     )
     rows += [*training.step(evaluates=True), *training.step(evaluates=True)]
-    facts = ScreenData(snapshot_of_records(rows), training.now, RUN_INFO, is_command_alive=True)
+    facts = ScreenData(snapshot_of_rows(rows), training.now, RUN_INFO, is_command_alive=True)
     facts = with_process(facts, progress=progress_in_epochs(evaluated=12, evaluated_of=40))
     assert "evaluating 12/40" in head(facts)[0]
     for gone in ("samples/s", "412/1,563", "took", "left"):

@@ -11,7 +11,7 @@ from dpmon.ui.panels import panel_devices
 from dpmon.ui.screen_data import ScreenData
 from dpmon.ui.styled_rows import plain_text, row_width
 from dpmon.ui.time_axis import make_device_axis, make_time_axis
-from support.history_builders import snapshot_of_records
+from support.history_builders import snapshot_of_rows
 from support.record_builders import SECOND, Training, device_event, host_event
 from support.screen_states import RUN_INFO, STYLE, gpu_screen_data, rows_text, screen_data_of
 
@@ -118,7 +118,7 @@ def test_without_an_xid_the_panel_says_none_and_an_unknown_one_is_a_dash(absent:
 
 
 def test_an_unknown_utilization_is_a_dash() -> None:
-    state = snapshot_of_records(
+    state = snapshot_of_rows(
         [device_event(1.0, 0, util_pct=None, mem_used_bytes=None, absent={"util_pct": "GPU is lost"})]
     )
     rows = rows_text(panel_devices.render_panel(ScreenData(state, 0, RUN_INFO), 80, 6, STYLE))

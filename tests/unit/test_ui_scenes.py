@@ -17,7 +17,7 @@ from dpmon.ui.panel_layout import MIN_HEIGHT, MIN_WIDTH, Tree, place_panels
 from dpmon.ui.panels import panel_communication, panel_compare, panel_ranks, panel_replicas, panel_stall
 from dpmon.ui.scenes import ARRANGEMENTS, DP, ENDED, MANY, RANKS, SINGLE, STALLED, STARTING, Scene, choose_scene
 from dpmon.ui.screen_data import PANELS, PlaybackPosition, ScreenData
-from support.history_builders import snapshot_of_records
+from support.history_builders import snapshot_of_rows
 from support.rank_builders import record_ddp_ranks
 from support.record_builders import SECOND, Training
 from support.screen_states import (
@@ -55,7 +55,7 @@ def toggled(first: str) -> ScreenData:
     training = Training(mode=first)
     other = {"dp": "single", "single": "dp"}[first]
     payloads = [*training.begin(), *training.run(5), *training.switch(other), *training.run(5)]
-    return ScreenData(snapshot_of_records(payloads), training.now, RUN_INFO, is_command_alive=True, can_toggle=True)
+    return ScreenData(snapshot_of_rows(payloads), training.now, RUN_INFO, is_command_alive=True, can_toggle=True)
 
 
 def played(facts: ScreenData) -> ScreenData:

@@ -275,36 +275,6 @@ def test_a_command_that_hangs_holds_nothing_up_and_is_killed(told: Told, monkeyp
     wait_for(lambda: running.process.poll() == -9)
 
 
-def test_an_event_without_room_for_its_id_is_tried_again(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
-    commands = told.shell("cat >>received")
-    with monkeypatch.context() as full:
-        full.setattr(
-            os,
-            "write",
-            lambda fd, data, write=os.write: write(fd, data[:7]) if data[:8] == RUN[:8].encode() else write(fd, data),
-        )
-        commands.notify(events("one"))
-        commands.notify(events("one"))
-    assert (told.place / EVENTS_FILE).read_text() == ""
-    assert told.warnings == [
-        "the event command /bin/sh: not started, because one cannot be recorded: No space left on device"
-    ]
-    commands.notify(events("one"))
-    finish(commands)
-    assert told.received == ["one"]
-
-
-def test_an_unfinished_last_id_is_dropped(tmp_path: Path) -> None:
-    (tmp_path / EVENTS_FILE).write_bytes(b"one\ntwo\nthr")
-    fd = take_lock(tmp_path, EVENTS_FILE)
-    assert fd is not None
-    log = SentLog(fd)
-    log.add("four")
-    os.close(fd)
-    assert list(log.ids) == ["one", "two", "four"]
-    assert (tmp_path / EVENTS_FILE).read_bytes() == b"one\ntwo\nfour\n"
-
-
 # ------------------------------------------------------------------------------------------------ the process
 
 

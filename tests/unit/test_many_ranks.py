@@ -135,27 +135,6 @@ def test_a_new_event_is_in_the_next_picture() -> None:
     assert run.state().warnings == (warning,)
 
 
-def test_the_times_of_many_ranks_are_read_again_after_some_seconds() -> None:
-    run, end = record_ddp_ranks(64, slow=3, phase="data", extra_ms=90.0, steps=60)
-    middle = end - 3 * SECOND
-    first = run.state(middle).ranks
-    assert len(first) == 64
-    assert run.state(middle + SECOND).ranks == first, "they may be two seconds old"
-    assert run.state(middle + 2 * SECOND).ranks != first
-    rates = []
-    for at in (middle, middle + SECOND, middle + 2 * SECOND):
-        focus = run.state(at).representative
-        assert focus is not None
-        assert focus.last_step is not None
-        assert focus.recent.last_ns == focus.last_step.start_ns + focus.last_step.wall_ns, "it is not idle"
-        rates.append(focus.recent.rate)
-    assert rates[0] == rates[1] != rates[2]
-    assert run.state(middle).ranks == first, "a playback went back"
-    found = run.state().straggler
-    (straggler,) = found.ranks if found is not None else ()
-    assert straggler == 3
-
-
 def test_the_work_for_all_facts_grows_linearly_with_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     merge, work = Tally.merge, [0]
 

@@ -9,7 +9,6 @@ import time
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -23,7 +22,6 @@ from dpmon.store.ring_drain import RingDrain
 from dpmon.store.step_stats import StatsWindow
 from dpmon.store.store_opening import open_store
 from dpmon.supervise.prometheus_file import BUCKET_BOUNDS_S, PrometheusFile, metrics_path
-from dpmon.supervise.supervisor import Supervisor
 from support.history_builders import make_run_info, write_run_directory
 from support.rank_builders import ManyNodes
 from support.record_builders import SECOND, Training, device_event, host_event, records_of_rows, step_row
@@ -280,15 +278,6 @@ def test_the_file_is_written_again_and_again_in_a_thread(
     target.unlink(missing_ok=True)
     metrics.write(exit_info_of(0))
     assert samples(target)["run_running", ()] == 0
-
-
-def test_the_history_is_closed_after_its_last_reader(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last connection of a history deletes its journal."""
-    monkeypatch.setattr("dpmon.run.retention.prune_runs", lambda *_: [])
-    seen = Mock()
-    Supervisor._finish(Mock(), exit_info_of(0), seen.drain, seen.sampler, seen.metrics)
-    names = [name for name, *_ in seen.mock_calls]
-    assert names.index("metrics.stop") < names.index("drain.close") < names.index("metrics.write")
 
 
 def test_a_failure_to_write_is_reported_once(state: Path, tmp_path: Path) -> None:

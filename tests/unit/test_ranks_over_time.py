@@ -47,15 +47,6 @@ def test_the_slowest_rank_changes_half_way() -> None:
     assert max(found.shares[0].values()) < 0.01
 
 
-def test_what_is_cached_equals_what_is_read_again() -> None:
-    run, end = changing()
-    reader = RankWaitCache()
-    for end_s in range(3, end // SECOND + 2):
-        for begin_s in (0, max(end_s - 4, 0)):
-            kept = waits(run, 4, end_s * SECOND, reader, begin_s)
-            assert kept == waits(run, 4, end_s * SECOND, None, begin_s)
-
-
 def test_many_ranks_over_a_long_time_are_read_in_wider_stretches() -> None:
     run, end = changing(16, 60)
     reader = RankWaitCache()
@@ -94,10 +85,3 @@ def test_the_zoomed_panel_has_a_row_for_each_rank_on_the_time_axis(look: Termina
         rows_text(render_full_screen(ScreenData(run.state(), end, RUN_INFO, is_command_alive=True), width, 40, look))
         != text
     )
-
-
-def test_it_is_read_only_if_the_picture_shows_it() -> None:
-    run, end = changing(4, 60)
-    assert run.state().rank_waits is None
-    assert run.state(waits=True).rank_waits is not None
-    assert end > 0

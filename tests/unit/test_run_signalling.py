@@ -15,10 +15,8 @@ import pytest
 
 from dpmon.run import proc, run_signals
 from dpmon.run.run_directory import RunError, RunInfo, write_info
-from dpmon.run.run_reader import RunReader
 from dpmon.run.run_registry import create_run
 from dpmon.run.run_signals import NOTHING_RUNS, stop_run
-from dpmon.supervise.foreground_guard import SupervisorGuard
 from support.run_harness import wait_for
 
 SLEEPER = [sys.executable, "-c", "print(1, flush=True); import time; time.sleep(600)"]
@@ -92,18 +90,6 @@ def test_numbers_that_mean_more_than_one_process_are_never_sent_to(sent: list[ob
     assert sent == []
 
 
-def test_another_start_is_another_process(one: subprocess.Popen[bytes]) -> None:
-    found = own(one)
-    tick = 1 / os.sysconf("SC_CLK_TCK")
-    for other in (found.start_s - tick, found.start_s + tick, found.start_s + 1e6):
-        assert not run_signals.send_signal(replace(found, start_s=other), signal.SIGKILL)
-        assert not run_signals.send_signal(replace(found, start_s=other), signal.SIGKILL, group=True)
-    assert one.poll() is None
-    assert run_signals.send_signal(found, signal.SIGKILL)
-    assert one.wait() == -signal.SIGKILL
-    assert not run_signals.send_signal(found, signal.SIGKILL)
-
-
 def test_a_group_is_signalled_only_through_its_leader() -> None:
     leader = sleeper(preexec_fn=lambda: os.setpgid(0, 0))
     member = sleeper(preexec_fn=lambda: os.setpgid(0, leader.pid))
@@ -116,21 +102,6 @@ def test_a_group_is_signalled_only_through_its_leader() -> None:
         for process in (leader, member):
             process.kill()
             process.wait()
-
-
-@pytest.mark.parametrize("group", [False, True])
-def test_a_kernel_or_a_sandbox_without_pidfds(
-    one: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch, group: bool
-) -> None:
-    def refused(*_: object) -> int:
-        raise OSError(1, "refused")
-
-    monkeypatch.setattr(os, "pidfd_open", refused)
-    found = own(one)
-    assert not run_signals.send_signal(replace(found, start_s=1.0), signal.SIGKILL, group=group)
-    assert one.poll() is None
-    assert run_signals.send_signal(found, signal.SIGTERM, group=group)
-    assert one.wait() == -signal.SIGTERM
 
 
 def test_the_environment_names_the_run(run: tuple[Path, RunInfo], tmp_path: Path) -> None:
@@ -165,23 +136,6 @@ def test_the_supervisor_and_the_caller_are_no_members(
     finally:
         supervisor.kill()
         supervisor.wait()
-
-
-def test_the_foreground_signals_no_stranger_that_run_json_names(
-    run: tuple[Path, RunInfo], one: subprocess.Popen[bytes]
-) -> None:
-    directory, info = run
-    with subprocess.Popen(["true"]) as supervisor:
-        supervisor.wait()
-        for since in (None, own(one).start_s - 1, own(one).start_s + 0.02):
-            write_info(directory, replace(info, command_pid=one.pid, command_started=since))
-            guard = SupervisorGuard(RunReader(directory), supervisor)
-            for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGKILL):
-                assert not guard.send(number)
-        assert one.poll() is None
-        write_info(directory, replace(info, command_pid=one.pid, command_started=own(one).start_s))
-        assert SupervisorGuard(RunReader(directory), supervisor).send(signal.SIGTERM)
-        wait_for(lambda: one.poll() == -signal.SIGTERM)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, who may read the environments of other users' processes")

@@ -117,19 +117,6 @@ def test_a_rank_that_waited_loses_the_blame_when_the_step_of_the_straggler_arriv
     assert {step.rank for step in kept.steps} == {1}
 
 
-def test_what_is_kept_equals_what_is_read_again() -> None:
-    run, reader = Recording(), SlowStepCache()
-    long = {number: {"data": (number * 37 % 900) * MS} for number in range(20, 400, 7)}
-    made = steps(400, {number: {"other": number * 1000, **long.get(number, {})} for number in range(400)})
-    for first in range(0, 400, 10):
-        part = made[first : first + 10]
-        run.add(part)
-        end_ns = part[-1].start_ns + part[-1].wall_ns
-        for begin_ns in (0, max(end_ns - 5 * SECOND, 0)):
-            found = [(one.step, one.wall_ns) for one in read(run.store(), [0], begin_ns, 5, reader).steps]
-            assert found == [(one.step, one.wall_ns) for one in read(run.store(), [0], begin_ns, 5).steps]
-
-
 def test_steps_that_were_left_out_are_said() -> None:
     made = steps()
     found = read(open_store_with(made), [0], 0, 2, SlowStepCache(bound=20))

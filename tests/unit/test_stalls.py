@@ -36,7 +36,7 @@ from dpmon.stalls.run_state import (
     StateInputs,
     decide_state,
 )
-from dpmon.stalls.stacks import WORK_WAIT, Frame, ProcessStacks, Stack, parse_py_spy_json, parse_threads
+from dpmon.stalls.stacks import WORK_WAIT, Frame, ProcessStacks, Stack, parse_py_spy_json
 from dpmon.stalls.stall_detection import (
     LearnedDurations,
     LoaderWorker,
@@ -377,10 +377,6 @@ def test_the_first_batch_of_a_loop_is_learned_by_itself() -> None:
     assert told(first, usual=usual) is not None
 
 
-def test_nothing_is_a_stall_before_the_first_step() -> None:
-    assert told(rank(0, SCRIPT, for_s=300, step=None)) is None
-
-
 DDP_INIT = (Frame("DistributedDataParallel.__init__", f"{TORCH}/nn/parallel/distributed.py", 1), SCRIPT[1])
 JOINING = "joining the process group: gloo, rank 1 of 2 at 127.0.0.1:29500"
 
@@ -623,19 +619,6 @@ def test_a_deep_stack_keeps_both_ends() -> None:
 
 
 @pytest.mark.parametrize(
-    "out",
-    [
-        *(b"", b"{}", b"[1]", b"[{}]", b"nonsense", b'[{"frames": 3}]', b"\xff\xfe", b"[" * 100_000),
-        dumped([{"name": "f"}]),
-        dumped([{"name": "f", "filename": "a.py", "line": "x"}]),
-    ],
-)
-def test_rubbish_from_py_spy_is_a_reason(out: bytes) -> None:
-    assert parse_py_spy_json(out, 1).stacks == ()
-    assert "py-spy" in (parse_py_spy_json(out, 1).reason or "")
-
-
-@pytest.mark.parametrize(
     ("program", "expected"),
     [
         (None, "py-spy is not installed; install it next to dpmon: pip install py-spy"),
@@ -673,18 +656,6 @@ def test_the_training_thread_is_found_by_its_number_or_its_name() -> None:
     for thread in threads:
         thread["os_thread_id"] = None
     assert parse_py_spy_json(json.dumps(threads).encode(), 5).stacks[0].thread == "MainThread"
-
-
-def test_a_noted_stack_is_checked() -> None:
-    thread = {"thread_name": "", "os_thread_id": None, "left_out": 7, "frames": [frame("main", "/job/a.py", 4)]}
-    other, training = parse_threads([thread, {**thread, "thread_name": "MainThread"}])[::-1]
-    assert (training.main, other.main, other.left_out) == (True, False, 7)
-    assert training.frames == (Frame("main", "/job/a.py", 4),)
-    damaged: list[Any] = [{}, None, 3, [3], [{"thread_name": ""}]]
-    damaged += [[{**thread, "frames": [["a"]]}], [{**thread, "left_out": "x"}]]
-    for bad in damaged:
-        with pytest.raises(ValueError, match="not stacks"):
-            parse_threads(bad)
 
 
 def test_only_a_worker_with_work_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -768,26 +739,3 @@ def test_hostile_names_in_an_answer_are_cleaned() -> None:
     found = StallReport(30.0, 3.0, "\x1b[31m", (rank,))
     for width in (None, 40, 76):
         assert all(text.isprintable() for text, _ in format_report(found, width=width))
-
-
-def test_a_py_spy_that_cannot_be_killed_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a system call that cannot be interrupted, a signal has no effect."""
-
-    class Stuck:
-        stdout = stderr = None
-        waits: tuple[float, ...] = ()
-
-        def communicate(self, timeout: float) -> tuple[bytes, bytes]:
-            self.waits += (timeout,)
-            raise subprocess.TimeoutExpired("py-spy", timeout)
-
-        wait = communicate
-
-        def kill(self) -> None:
-            pass
-
-    stuck = Stuck()
-    monkeypatch.setattr(stacks, "find_py_spy", lambda: "/bin/py-spy")
-    monkeypatch.setattr(subprocess, "Popen", lambda *words, **how: stuck)
-    assert stacks.dump_stacks({1: 1})[1].reason == "py-spy gave no answer within 5 s"
-    assert len(stuck.waits) == 2

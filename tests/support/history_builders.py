@@ -14,10 +14,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from dpmon.model.mode_comparison import Comparison, compare_modes
 from dpmon.model.run_analysis import RunAnalysis
 from dpmon.model.run_events import RunEvents
-from dpmon.model.run_snapshot import PHASES, RunSnapshot, SnapshotRequest
+from dpmon.model.run_snapshot import RunSnapshot, SnapshotRequest
 from dpmon.model.snapshot_builder import SnapshotBuilder
 from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Event, Step
@@ -46,12 +45,11 @@ from dpmon.store.ring_drain import COMMIT_S, RingDrain
 from dpmon.store.ring_intake import RingIntake
 from dpmon.store.rings import RINGS, RingRow
 from dpmon.store.shapes import read_shapes
-from dpmon.store.step_stats import StatsWindow
 from dpmon.store.steps import StepRow, read_called_steps, read_steps
 from dpmon.store.store_opening import open_store
 from dpmon.store.store_queries import Store
 from dpmon.store.tally import SeriesStats, Tally
-from dpmon.store.tally_keys import NO_SAMPLES, TallyKey
+from dpmon.store.tally_keys import TallyKey
 from dpmon.store.tally_tables import read_tallies, read_tally_rows
 from dpmon.store.time_buckets import WIDTHS
 from dpmon.store.write_batch import WriteBatch
@@ -243,22 +241,6 @@ def write_run_directory(
 
 # ------------------------------------------------------------------------------------------------ steps for tallies
 
-NOT_RUN = -1
-
-_CALL_PHASES = [PHASES.index(phase.display_name) for phase in SCHEMA if phase.of_call]
-_FORWARD_PHASE = PHASES.index("forward")
-_TRAINING_PHASES = [PHASES.index(name) for name in ("backward", "optimizer")]
-
-
-class StepSample(NamedTuple):
-    """One step; `phases`: ns of each of PHASES, or NOT_RUN."""
-
-    step: int
-    end_ns: int
-    wall_ns: int
-    samples: int | None
-    phases: tuple[int, ...]
-
 
 class StepFacts(NamedTuple):
     """The facts of a step for a tally, ns."""
@@ -286,40 +268,9 @@ class StepFacts(NamedTuple):
         return StepRow(*place, measured, rest_ns=self.rest)
 
 
-def _tally_facts(sample: StepSample) -> StepFacts:
-    took = [value if value >= 0 else None for value in sample.phases]
-    rest = took[_FORWARD_PHASE]
-    if rest is not None:
-        took[_FORWARD_PHASE] = rest + sum(took[at] or 0 for at in _CALL_PHASES)
-    return StepFacts(sample.step, sample.wall_ns, quantities(samples=sample.samples), took, rest)
-
-
 def quantities(**known: int | None) -> tuple[int | None, ...]:
     """Return the quantities of a step in the order of the schema."""
     return tuple(known.get(quantity.name) for quantity in QUANTITIES)
-
-
-def compare_steps(
-    steps: Mapping[str, Sequence[StepSample]],
-    *,
-    seen: Mapping[str, int] | None = None,
-    devices: Sequence[str] = (),
-    virtual: bool = False,
-) -> Comparison:
-    """Compare the steps of "dp" with those of "single", as in `compare_modes`; `seen`: number of all steps by mode."""
-    history, batch, longest = HistoryWriter(sqlite3.connect(":memory:", isolation_level=None), {}), WriteBatch(), []
-    for mode, samples in steps.items():
-        for step in samples:
-            facts, start = _tally_facts(step), step.end_ns - step.wall_ns
-            kind = 0 if any(step.phases[at] >= 0 for at in _TRAINING_PHASES) else EVALUATION
-            key = TallyKey(0, mode, kind, NO_SAMPLES if step.samples is None else step.samples)
-            batch.add_step(key, facts.row(start, key), ())
-            longest.append(facts.row(start, key))
-        for number in range(len(samples), (seen or {}).get(mode, 0)):
-            key = TallyKey(0, mode, WARM_UP, NO_SAMPLES)
-            batch.add_step(key, StepFacts(number, 1, quantities(), [None] * len(SCHEMA)).row(0, key), ())
-    history.write(batch)
-    return compare_modes(StatsWindow(Store(history.connection)), 0, devices=devices, virtual=virtual, longest=longest)
 
 
 _STEP_KINDS = (0, EVALUATION, WARM_UP, EVALUATION | WARM_UP)

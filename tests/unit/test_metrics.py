@@ -26,7 +26,6 @@ from support.history_builders import make_run_info, write_run_directory
 from support.rank_builders import ManyNodes
 from support.record_builders import SECOND, Training, device_event, host_event, records_of_rows, step_row
 from support.ring_writers import RowRing, use_row_rings
-from support.run_harness import wait_for
 from support.screen_states import exit_info_of
 
 HOSTILE = 'a "quoted" \\ back\nslash\x1b[31m\x00 ü'
@@ -261,23 +260,6 @@ def test_the_file_is_replaced_and_may_be_read(state: Path, tmp_path: Path) -> No
     assert target.stat().st_ino != first.st_ino
     assert stat.S_IMODE(target.stat().st_mode) == 0o644
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["it.prom"]
-
-
-def test_the_file_is_written_again_and_again_in_a_thread(
-    state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target = tmp_path / "it.prom"
-    metrics = PrometheusFile(target, write_run_directory({0: Training().run(2)}, status=None), print)
-    monkeypatch.setattr("dpmon.supervise.prometheus_file.MIN_WRITE_INTERVAL_S", 0.0)
-    monkeypatch.setattr("dpmon.supervise.prometheus_file._MAX_TIME_SHARE", 1e9)
-    metrics.start()
-    for _ in range(2):
-        wait_for(target.exists, what="the file")
-        target.unlink()
-    metrics.stop()
-    target.unlink(missing_ok=True)
-    metrics.write(exit_info_of(0))
-    assert samples(target)["run_running", ()] == 0
 
 
 def test_a_failure_to_write_is_reported_once(state: Path, tmp_path: Path) -> None:

@@ -9,13 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from dpmon.assemble.boundary_state import FetchTracker
 from dpmon.cli.main import main
 from dpmon.cli.status_stream import ProgressReporter
 from dpmon.model.epoch_progress import ALONE_STEPS, Epoch, Progress, format_progress
 from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Batches, Event, Step
-from dpmon.record.span_format import Kind, Span
 from dpmon.run.run_reader import RunReader
 from dpmon.store.history_writer import HistoryWriter
 from dpmon.store.loader_loops import MAX_DATASETS, LoaderLoopTracker, estimate_time_left
@@ -103,16 +101,6 @@ def test_an_epoch_goes_on_however_many_evaluations_it_has(loaders: int) -> None:
     assert process.epochs == [(1, 1)]
 
 
-def test_a_loop_that_reads_ahead_uses_its_last_batch_after_the_loaders_end() -> None:
-    process = Process()
-    for first in (None, 1):  # as accelerate does
-        loop = process.start(4)
-        used = [process.step(loop, 2), process.step(loop), process.step(loop), process.step(loop, 0)]
-        assert used == [first, 2, 3, 4]
-        assert process.step(loop, 0) is None  # later steps use no batch of it
-    assert process.epochs == [(1, 1), (2, 2)]
-
-
 @pytest.mark.parametrize("begun", [False, True], ids=["one supervisor", "another supervisor goes on"])
 def test_epochs_over_a_new_dataset_each_have_one_sequence(begun: bool) -> None:
     process = Process()
@@ -122,16 +110,6 @@ def test_epochs_over_a_new_dataset_each_have_one_sequence(begun: bool) -> None:
         if begun:
             process = process.resumed()
     assert [epoch for _, epoch in process.epochs] == [1, 2, 3, 4]
-
-
-def test_epochs_over_lasting_datasets_are_counted_for_each() -> None:
-    process = Process()
-    for dataset in (1, 2, 3):  # three tasks or shards in turn; after these, they could still be new each time
-        process.read(2, dataset)
-    for dataset in (1, 2, 3, 1, 4):
-        process = process.resumed()
-        process.read(2, dataset)
-    assert [epoch for _, epoch in process.epochs] == [1, 1, 1, 2, 2, 2, 3, 1]
 
 
 def test_a_script_that_makes_a_dataset_for_each_epoch_does_not_fill_the_memory() -> None:
@@ -149,43 +127,6 @@ def test_a_loader_that_gives_more_batches_than_its_length_has_none() -> None:
     loop = process.start(2)
     assert [process.step(loop) for _ in range(3)] == [1, 2, 3]
     assert process.rows[loop].length is None
-
-
-# ------------------------------------------------------------------------------------------------ several loaders
-
-
-def fetch(fetches: FetchTracker, loop: int, length: int = 10, *, failed: bool = False) -> None:
-    fetches.add_fetch(Span(0, Kind.FETCH, 0, 0, 0, loop, 0, 0, loop, length + 1), failed)
-
-
-@pytest.mark.parametrize(
-    ("order", "lengths", "driver"),
-    [
-        pytest.param((1, 2), (10, 10), 2, id="zip"),
-        pytest.param((1, 2), (5, 10), 1, id="zip ends with the shorter loader"),
-        pytest.param((2, 1), (5, 10), 2, id="the body of the loop reads a loader that was started before"),
-    ],
-)
-def test_one_of_several_loaders_drives_the_steps(order: tuple[int, ...], lengths: tuple[int, int], driver: int) -> None:
-    fetches = FetchTracker()
-    for _ in range(3):
-        for loop in order:
-            fetch(fetches, loop, lengths[loop - 1])
-        assert fetches.pop_step_batches() == Batches(driver, driver, lengths[driver - 1], 1)
-
-
-def test_only_the_end_of_the_loop_itself_lets_a_step_without_a_batch_belong_to_it() -> None:
-    fetches = FetchTracker()
-    fetch(fetches, 1)
-    assert fetches.pop_step_batches() == Batches(1, 1, 10, 1)
-    assert fetches.pop_step_batches() is None
-    fetch(fetches, 2, failed=True)
-    assert fetches.pop_step_batches() is None
-    fetch(fetches, 1, failed=True)
-    assert fetches.pop_step_batches() == Batches(1, 1, 10, 0, is_exhausted=True)
-    fetch(fetches, 3)
-    fetch(fetches, 3, failed=True)
-    assert fetches.pop_step_batches() == Batches(3, 3, 10, 1, is_exhausted=True)
 
 
 # ------------------------------------------------------------------------------------------------ time left

@@ -62,14 +62,6 @@ def test_a_pause_is_a_gap_with_its_word_and_no_change_of_mode() -> None:
     assert "─     ▲00:45 ─" in drawn(columns, TimeMark(40 * SECOND, 52 * SECOND, PAUSED, PAUSED), cursor_s=45)
 
 
-def test_a_gap_breaks_the_line_and_no_word_stands_in_it() -> None:
-    columns = [column(second, 0 if 30 <= second < 36 else 5) for second in range(10, 66)]
-    text = drawn(columns)
-    assert text[20:26] == " " * 6
-    assert text[19] == text[26] == "─"
-    assert "----  " in drawn(columns, look=MONO_ASCII)
-
-
 @pytest.mark.parametrize("width", [8, 20, 47, 60, 188])
 def test_the_cursor_points_to_its_column(width: int) -> None:
     columns = [column(second) for second in range(10, 66)]
@@ -79,13 +71,6 @@ def test_the_cursor_points_to_its_column(width: int) -> None:
         assert text[at] == "▲"
         assert f"{second // 60:02d}:{second % 60:02d}" in text
     assert "▲" not in drawn(columns, width=width)
-
-
-def test_every_change_of_mode_is_marked_even_in_one_column() -> None:
-    modes = ["dp"] * 20 + ["single"] + ["dp"] * 35
-    text = drawn([column(at, mode=mode) for at, mode in enumerate(modes, 10)])
-    assert text.startswith("dp ──")
-    assert text[20:22] == "││"
 
 
 def with_epochs(facts: ScreenData, seconds: list[int]) -> ScreenData:
@@ -155,17 +140,3 @@ def test_two_words_never_run_together_and_none_is_cut_by_another(width: int, loo
                     text = text.replace(sign, " ")
                 assert set(text.split()) <= known | {f"{n}" for n in range(2, 9)} | {"s", "per", "column"}, text
                 assert cursor_s is None or pointer in text
-
-
-def test_the_word_of_an_evaluation_leaves_a_cell_before_a_new_epoch() -> None:
-    columns = [column(at, other_kind="evaluation" * (20 <= at < 31)) for at in range(10, 66)]
-    text = drawn(columns, epoch_at(31, 2))
-    assert "e2 single" in text
-    assert "evaluatione2" not in text
-
-
-def test_the_time_gives_way_to_the_cursor() -> None:
-    columns = [column(at) for at in range(10, 66)]
-    text = drawn(columns, cursor_s=58)
-    assert "▲00:58" in text
-    assert "ow 01:05" not in text

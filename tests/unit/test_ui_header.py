@@ -10,7 +10,7 @@ import pytest
 
 from dpmon.ui.footer import current_key_hints
 from dpmon.ui.panels.panel_status import render_panel
-from dpmon.ui.screen_data import LookBack, ScreenData, View, describe_activity
+from dpmon.ui.screen_data import LookBack, ScreenData, View
 from dpmon.ui.styled_rows import plain_text
 from support.history_builders import snapshot_of_rows
 from support.rank_builders import record_ddp_ranks
@@ -66,14 +66,6 @@ def test_updates_follow_the_step_where_they_differ(passes: Any, text: str) -> No
     assert text in head(facts, 160)[0], "of the whole run, whatever time range is shown"
 
 
-def test_a_straggler_is_named_before_the_loader() -> None:
-    facts = ranks()
-    data = slow_loader(86)
-    facts = with_process(facts, settled=shown_process(data).settled)
-    assert head(facts)[1].startswith("▸ others wait for rank 1: ")
-    assert head(replace(facts, state=replace(facts.state, communication=None)))[1].startswith("▸ rank 0 waits for data")
-
-
 @pytest.mark.parametrize("changes", [{"is_ending": True}, {"activities": dict.fromkeys(range(4), ("ended", 0))}])
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
 def test_at_the_end_no_time_is_left_and_no_rank_is_waited_for(changes: dict[str, Any], size: tuple[int, int]) -> None:
@@ -96,17 +88,6 @@ def test_a_stall_keeps_epoch_and_batch_without_a_time_left(facts: ScreenData) ->
         assert "epoch 3" in text
         assert "412/1,563" in text
         assert " left" not in text
-
-
-def test_where_a_waiting_rank_stands_is_not_said_to_be_the_trainings_place() -> None:
-    waiting = ranks()
-    later = waiting.now_ns + 11 * SECOND
-    doing = dict.fromkeys(range(4), ("backward", later - 11 * SECOND))
-    assert describe_activity(replace(waiting, now_ns=later, activities=doing)).detail == "no step for 11 s"
-    alone = slow_loader(10)
-    later = shown_process(alone).seen_ns + 11 * SECOND
-    doing = {0: ("backward", later - 11 * SECOND)}
-    assert describe_activity(replace(alone, now_ns=later, activities=doing)).detail == "in backward 11 s"
 
 
 def test_an_evaluation_shows_its_own_batches_and_no_rate_of_the_training() -> None:

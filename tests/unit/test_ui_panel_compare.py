@@ -168,24 +168,6 @@ def test_each_mode_has_its_own_memory(kind: str, name: str, later_s: int) -> Non
     assert "memory" not in compare_text(facts, 60, 14)[-1]
 
 
-@pytest.mark.parametrize(("kind", "name"), [("host", HOST), ("device", "cuda:0")])
-def test_a_mode_without_samples_has_no_memory(kind: str, name: str) -> None:
-    events, training = two_visits(kind)
-    samples = [each for each in events if "peak_bytes" in str(each) or "run_mem_bytes" in str(each)]
-    facts = ScreenData(
-        snapshot_of_rows([each for each in events if each not in samples[:101]]),
-        training.now,
-        RUN_INFO,
-        is_command_alive=True,
-    )
-    found = panel_compare.shown_stats(facts).memory
-    assert found["dp"][name].bytes == 799 << 20
-    assert "single" not in found
-    for view in (View(), View(zoom="compare")):
-        text = " ".join(compare_text(replace(facts, view=view), 60, 20))
-        assert "single: no memory sample was read" in text
-
-
 def test_the_full_screen_shows_the_mean_step_over_time_in_the_colors_of_the_modes() -> None:
     training = Training()
     payloads = [*training.begin(), *training.run(800), *training.switch("single"), *training.run(800)]

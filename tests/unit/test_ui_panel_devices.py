@@ -10,7 +10,6 @@ import pytest
 from dpmon.ui.panels import panel_devices
 from dpmon.ui.screen_data import ScreenData
 from dpmon.ui.styled_rows import plain_text, row_width
-from dpmon.ui.time_axis import make_device_axis, make_time_axis
 from support.history_builders import snapshot_of_rows
 from support.record_builders import SECOND, Training, device_event, host_event
 from support.screen_states import RUN_INFO, STYLE, gpu_screen_data, rows_text, screen_data_of
@@ -89,16 +88,6 @@ def test_a_gpu_is_called_what_the_run_calls_it_where_that_differs() -> None:
     assert rows_text(panel_devices.render_panel(facts, 76, 9, STYLE))[0].startswith(" 0 cuda:3 ")
 
 
-@pytest.mark.parametrize("width", [36, 76, 116])
-def test_a_sample_with_members_of_other_types_is_shown(width: int) -> None:
-    facts = gpu_screen_data(2, processes=[5], absent=[1], ordinals=[7], throttle=[3, 4])
-    rows = rows_text(panel_devices.render_panel(facts, width, 12, STYLE))
-    assert any(row.startswith("throttled 3:  0  1; 4:") for row in rows)
-    text = "\n".join(rows_text(panel_devices.render_full_screen(facts, width, 60, STYLE)))
-    assert re.search("throttled by +3, 4", text)
-    assert "processes" in text
-
-
 @pytest.mark.parametrize(
     ("absent", "shown"),
     [
@@ -142,14 +131,3 @@ def test_the_history_of_a_run_that_is_shorter_than_the_range_fills_the_chart() -
     later = cells(600, now_s=300)
     assert "·" not in later.rstrip("·"), "samples are missing at the end"
     assert 0.6 < later.count("·") / len(later) < 0.8
-
-
-def test_the_histories_of_devices_and_steps_have_one_axis() -> None:
-    """A slow second of the run stands under the same cell of the device's history, in charts of one width."""
-    facts = screen_data_of(Training(), more=[host_event(float(second), cpu_pct=50.0) for second in range(90)])
-    for span_s in (30, 120, 0):
-        shown = replace(facts, now_ns=600 * SECOND, view=replace(facts.view, range_s=span_s))
-        assert make_device_axis(shown) == make_time_axis(shown)
-    long = replace(facts, now_ns=9000 * SECOND, view=replace(facts.view, range_s=0))
-    assert make_time_axis(long).start_s < 60
-    assert make_device_axis(long).start_s > 8300, "there are no older samples"

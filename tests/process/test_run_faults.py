@@ -13,7 +13,6 @@ from functools import partial
 import pytest
 
 from dpmon.run import proc
-from dpmon.run.run_directory import load_exit
 from support.run_harness import Dpmon, wait_for, wait_until_unsupervised, write_slow_script
 
 pytestmark = pytest.mark.slow
@@ -21,25 +20,6 @@ pytestmark = pytest.mark.slow
 
 def has_runs(dpmon: Dpmon, count: int) -> bool:
     return len(dpmon.runs()) == count
-
-
-def test_a_stopped_supervisor_does_not_block_the_script(dpmon: Dpmon) -> None:
-    write_slow_script(dpmon, 6)
-    process = dpmon.start("script.py")
-    info = dpmon.info()
-    dpmon.begun()
-    os.kill(info["supervisor_pid"], signal.SIGSTOP)
-    try:
-        dpmon.go()
-        wait_for((dpmon.cwd / "done").exists)
-        assert process.wait(100) == 6
-        how = load_exit(dpmon.last())
-        assert how is not None
-        assert (how.by, how.drained) == ("foreground", False), "the last records are the supervisor's"
-    finally:
-        os.kill(info["supervisor_pid"], signal.SIGCONT)
-    wait_until_unsupervised(info)
-    assert dpmon.exit()["status"] == 6
 
 
 def test_interrupt_reaches_the_script_and_its_children(dpmon: Dpmon) -> None:

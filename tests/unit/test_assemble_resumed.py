@@ -241,3 +241,15 @@ def test_spans_that_wait_for_others_are_bounded() -> None:
     assembler = Assembler()
     assembler.feed(spans, [])
     assert assembler.dropped == 1 << 14
+
+
+def test_calls_of_an_unknown_layout_are_counted_and_their_time_is_kept() -> None:
+    script = Script().play("d f")
+    script.call(999)
+    script.backward()
+    assembler = Assembler()
+    rows = assembler.feed(script.spans, script.lines_between(0, len(script.lines)))
+    result = decode_rows(rows + assembler.finish())
+    assert assembler.dropped == 1
+    assert [call.root for call in result.calls] == ["Net"]
+    assert result.steps[0].phases["forward"] == 2_000_000

@@ -255,6 +255,22 @@ def test_the_figures_and_the_percentage_agree_where_the_median_step_does_not(sta
     assert middle.change.ratio == pytest.approx(1, abs=0.02)
 
 
+def test_one_odd_step_is_in_the_interval_and_decides_nothing(state: Path) -> None:
+    training = Training(mode="single", step_ns=SECOND // 20, seed=2)
+    rows = [*training.begin(), *training.run(200)]
+    training.step_ns *= 100
+    rows += training.step()
+    training.step_ns //= 100
+    odd = write_run_directory({0: [*rows, *training.run(200)]}, seconds=training.now / SECOND)
+    change = compared([a_run(1)], [odd]).found.compared["step"].change
+    assert change is not None
+    assert change.low is not None
+    assert change.high is not None
+    assert change.ratio == pytest.approx(1 + 99 / 396, rel=0.03)
+    assert change.low <= 1 < change.ratio <= change.high
+    assert change.sign == 0
+
+
 def test_the_time_between_steps_counts(state: Path) -> None:
     """Before each epoch of 50 steps, workers start for 2.5 s: 50 ms in each step."""
     training = Training(mode="single", step_ns=SECOND // 20, seed=2)
@@ -282,6 +298,26 @@ def test_ranks_tell_their_communication_and_whom_they_wait_for(state: Path) -> N
     text = text_of(found, 200)
     assert ": no straggler\n" in text
     assert ": rank 1 delays the others by " in text
+
+
+def test_runs_that_have_not_the_same_ranks_say_so(state: Path) -> None:
+    """The samples/s of the ranks of one machine of two are no slower speed than those of all."""
+    rows, end = ddp_rank_rows(4, slow=3, phase="data", steps=200)
+    names = ("first.of.the.cluster", "gpu-2")
+    some = write_run_directory({number: rows[number] for number in (0, 1)}, seconds=end / SECOND, nodes=names[:1])
+    whole = write_run_directory(rows, seconds=end / SECOND, nodes=names)
+    found = compared([some], [whole], Threshold("step", 0.05))
+    assert [*found.found.differences] == [("machine", names[0], ", ".join(names)), ("ranks", "2 of 4", "4")]
+    assert "not slower (step, limit +5.0%): " in found.outcome, "a step of the same ranks"
+    row = found.found.compared["samples_per_s"]
+    assert (row.change, row.missing) == (None, "a sum over the ranks seen, which differ")
+    text = text_of(found)
+    assert ": no straggler (2 of 4 ranks were seen)\n" in text
+    assert "\n      B: first.of.the.cluster, gpu-2\n" in text_of(found, 40)
+    assert compared([some], [some]).found.compared["samples_per_s"].change is not None
+    assert compared(
+        [whole], [write_run_directory(rows, seconds=end / SECOND, nodes=tuple("abcdef"))]
+    ).found.differences == [("machine", ", ".join(names), "a, b, c, d and 2 more")]
 
 
 def test_a_switched_mode_is_the_first_difference(state: Path) -> None:

@@ -487,6 +487,46 @@ def test_copies_are_judged_by_the_devices_own_time() -> None:
             assert "on the device median 6.00 ms, on the host median 8.00 ms" in said[0].ground
 
 
+def test_many_stalls_are_counted_and_the_longest_is_placed() -> None:
+    evidence = with_changes(HEALTHY_RUN, longest_steps=(long_step(9000, "other", 77), long_step(2000), long_step(25)))
+    (found,) = find_all(evidence)
+    assert found.text == "2 steps took more than 10× the median: 11.0 s together."
+    assert "step 77 at 00:01:00, 9.00 s, 8.10 s in other; median 20.0 ms" in found.ground
+    assert "checkpoint" in found.advice
+    every = with_changes(evidence, longest_steps=tuple(long_step(9000, step=n) for n in range(64)))
+    (found,) = find_all(every)
+    assert found.text.startswith("At least 64 steps")
+    assert found.saves_s is None, "nobody knows how many more there are"
+
+
+def test_the_long_steps_of_ranks_that_step_together_count_once() -> None:
+    steps = (long_step(9000), long_step(8990)._replace(process=1), long_step(25), long_step(25)._replace(process=1))
+    (found,) = find_all(
+        with_changes(
+            HEALTHY_RUN,
+            other_process_modes=(replace(GOOD_MODE, process=1, process_name="rank 1"),),
+            longest_steps=steps,
+            names={0: "rank 0", 1: "rank 1"},
+        )
+    )
+    assert found.text == "One step took 9.00 s, 450× the median."
+    assert found.saves_s == pytest.approx(8.98)
+
+
+def test_the_long_step_of_the_rank_that_the_others_waited_for_is_named() -> None:
+    waiting = long_step(9000, "sync")._replace(wait_ns=int(8990 * MS))
+    (found,) = find_all(
+        with_changes(
+            HEALTHY_RUN,
+            other_process_modes=(replace(GOOD_MODE, process=1, process_name="rank 1"),),
+            longest_steps=(waiting, long_step(8990)._replace(process=1)),
+            names={0: "rank 0", 1: "rank 1"},
+        )
+    )
+    assert found.ground.startswith("the longest: step 500 of rank 1 at")
+    assert "in data" in found.ground
+
+
 def test_the_process_that_waits_most_for_data_is_named() -> None:
     each = [
         replace(mode_stats(data=share), mean_ns=20.0 * MS, process=number, process_name=f"rank {number}")
@@ -502,3 +542,14 @@ def test_the_process_that_waits_most_for_data_is_named() -> None:
     assert found.saves_s == pytest.approx(0.7 * 20.0), "1,000 steps of 20 ms; not the sum over the ranks"
     assert found.text == "Rank 1 waits for data: 70% of step time."
     assert found.ground.endswith("step median 20.0 ms over 1,000 steps of rank 1; 20% or more in 2 of 3 processes")
+
+
+def test_a_stall_is_judged_by_the_median_of_its_own_process() -> None:
+    fast = replace(GOOD_MODE, process_name="process 0")
+    slow = replace(mode_stats(median_ms=300.0, data=0.05), process=1, process_name="process 1")
+    steps = (long_step(1500.0)._replace(process=1),) * 20
+    assert not find_all(
+        run_analysis_with(
+            modes=(fast,), other_process_modes=(slow,), longest_steps=steps, names={0: "rank 0", 1: "rank 1"}
+        )
+    )

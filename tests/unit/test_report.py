@@ -185,6 +185,25 @@ def test_devices_are_reported_with_maximum_and_median(state: Path) -> None:
     assert {plot.name for plot in build_plots(story.run)} >= {"use", "memory", "replicas"}
 
 
+def test_maxima_and_means_of_deleted_samples_remain(state: Path) -> None:
+    hot = [device_event(float(t), 0, temperature_c=80 if t == 100 else 60, util_pct=50) for t in range(1, 2401)]
+    payloads: dict[int, list[Row]] = {-1: [*hot], 0: Training(devices=("cuda:0",), virtual=False).run(40)}
+    whole, directory = (
+        collect_report_data(write_run_directory(payloads)),
+        write_run_directory(payloads, limit_bytes=1 << 18),
+    )
+    story = collect_report_data(directory)
+    assert story.run.store.pruned > 0
+    (device,) = story.run.devices
+    assert device.samples < 2400
+    assert device.temperature_max == 80
+    points, every = (one.run.devices[0].points() for one in (story, whole))
+    assert {util for _, util, _ in points} == {50.0}
+    assert points[0][0] < 120 * SECOND
+    assert every[-1][0] - points[-1][0] < 60 * SECOND
+    assert "median of the samples that are left" in " ".join(report_text(directory, 200))
+
+
 def test_a_batch_that_leaves_devices_idle_is_found(state: Path) -> None:
     training = Training(devices=tuple(f"cpu:{n}" for n in range(8)), batch=9)
     story = collect_report_data(write_run_directory({0: training.run(60)}))

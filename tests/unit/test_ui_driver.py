@@ -11,7 +11,7 @@ from textual import events
 from textual.message import Message
 
 from dpmon.ui import terminal_driver as module
-from dpmon.ui.terminal_driver import _ESCAPE_POLLS, _UNFINISHED_POLLS, TerminalDriver, _InputParser
+from dpmon.ui.terminal_driver import _ESCAPE_POLLS, _UNFINISHED_POLLS, ExitHandlers, TerminalDriver, _InputParser
 from support.run_harness import scaled_size
 
 SOON, LATER, END = [b""] * (_ESCAPE_POLLS - 1), [b""] * (_ESCAPE_POLLS + 1), [b""] * _UNFINISHED_POLLS
@@ -139,6 +139,30 @@ def test_keys_typed_ahead_are_bounded_but_an_interrupt_comes_through(monkeypatch
         driver.process_message(events.Key(name, None))
     assert len(busy.waiting) < 100
     assert busy.waiting[-1].key == "ctrl+c"  # type: ignore[attr-defined]
+
+
+class Stopped:
+    """An event that is set after `looks` waits, each over at once, as if the process was stopped meanwhile."""
+
+    def __init__(self, looks: int) -> None:
+        self._looks = looks
+        self.waited_s: list[float] = []
+
+    def wait(self, seconds: float) -> bool:
+        self.waited_s.append(seconds)
+        return len(self.waited_s) > self._looks
+
+
+@pytest.mark.parametrize(("looks", "forced"), [(1, []), (1000, [7])])
+def test_a_stop_of_the_screen_uses_up_only_a_part_of_its_deadline(
+    monkeypatch: pytest.MonkeyPatch, looks: int, forced: list[int]
+) -> None:
+    leaving, over, found = ExitHandlers(lambda _: True), Stopped(looks), list[int]()
+    monkeypatch.setattr(leaving, "_force_exit", found.append)
+    leaving._wait_for_deadline(over, 5.0, 7)  # type: ignore[arg-type]
+    assert found == forced
+    assert max(over.waited_s) <= 0.5
+    assert not forced or sum(over.waited_s) == pytest.approx(5.0)
 
 
 def test_a_terminal_that_takes_no_output_for_a_moment_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:

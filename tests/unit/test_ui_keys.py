@@ -19,6 +19,7 @@ from dpmon.ui.dialogs import MAX_LINE_BYTES, Choice, CommandPalette, Dialog, Tex
 from dpmon.ui.help_text import help_rows
 from dpmon.ui.keys import ACTIONS, COMMANDS, focus_neighbor
 from dpmon.ui.panel_layout import place_panels
+from dpmon.ui.panels.panel_output import LogTail
 from dpmon.ui.scenes import ARRANGEMENTS, DP
 from dpmon.ui.screen_data import PANELS, View
 from dpmon.ui.styled_rows import plain_text
@@ -218,6 +219,27 @@ async def test_a_line_is_as_long_as_a_terminal_takes_and_has_no_controls(tmp_pat
             assert line.startswith("a\ufffd[2J\ufffd\ufffd\ufffdb c漢字漢字")
             assert 3990 < len(line.encode()) <= MAX_LINE_BYTES + 1
             assert "more" not in line
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+async def test_a_message_confirms_a_line_sent_to_a_headless_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hidden: bool
+) -> None:
+    """Its output is only that of the script, without the typed line."""
+    for name in ("stdout.log", "stderr.log"):
+        (tmp_path / name).write_text("")
+    with the_script_reads(tmp_path) as typed:
+        async with open_screen(tmp_path) as on:
+            on.app.live_run.output.tails = [LogTail(tmp_path / name) for name in ("stdout.log", "stderr.log")]
+            monkeypatch.setattr(on.app.live_run, "hides_input", lambda: hidden)
+            await on.press("i", "y", "e", "s", "enter")
+            await on.until(lambda: typed() == b"yes\n", "the line")
+            if hidden:
+                await on.press("t")
+                await on.shows("theme")
+            else:
+                await on.shows("sent to the script: yes")
+            assert ("yes" in on.text()) != hidden
 
 
 async def test_stop_asks_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

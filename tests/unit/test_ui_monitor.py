@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,34 @@ async def test_stop_stops_the_run_in_the_background_or_says_why_it_fails(
         assert stopped == [tmp_path] * 2
 
 
+@pytest.mark.parametrize("again", [True, False])
+async def test_leaving_waits_until_all_processes_are_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    """The command has ended, but a process that ignores SIGTERM lives until SIGKILL, which the screen has to send."""
+    killed = threading.Event()
+
+    def stop_run(directory: Path, last_known: object) -> Iterator[str]:
+        on.end(130, "SIGINT")
+        yield "SIGTERM to 1 process"
+        killed.wait(60)
+        yield "stopped by SIGKILL"
+
+    monkeypatch.setattr("dpmon.run.run_signals.stop_run", stop_run)
+    async with open_screen(tmp_path) as on:
+        await on.press("x", "y")
+        await on.shows("stopping: SIGTERM to 1 process")
+        await on.shows("SIGINT")
+        await on.press("q")
+        await on.shows("q again closes this screen at once")
+        assert on.app.return_value is None
+        if again:
+            await on.press("q")
+            await on.until(lambda: on.app.return_value == "ended", "the end of the screen")
+        killed.set()
+        await on.until(lambda: on.app.return_value == ("ended" if again else "stopped"), "the end of the screen")
+
+
 async def test_freeze_holds_the_picture_while_records_are_taken_in(tmp_path: Path) -> None:
     async with open_screen(tmp_path) as on:
         await on.shows("step 200 ")
@@ -180,6 +209,37 @@ async def test_freeze_holds_the_picture_while_records_are_taken_in(tmp_path: Pat
         await on.press("escape", "space")
         await on.shows("step 250 ")
         assert "FROZEN" not in on.text()
+
+
+async def test_a_frozen_screen_shows_one_time_whatever_is_opened(tmp_path: Path) -> None:
+    """Steps that ended before the freeze are written after it."""
+    async with open_screen(tmp_path, steps=1200) as on:
+        await on.shows("step 1,200 ")
+        clock_ns = on.reader.info.start_ns + on.app.live_run.state.newest_ns + SECOND
+        on.app.live_run._clock = lambda: clock_ns
+        await on.press("space")
+        await on.shows("FROZEN")
+        still = on.app.data_to_draw()
+        on.reader.new = on.training.run(4)
+        await on.until(lambda: last_step(on) == 1204, "the records behind the picture")
+        assert on.app.live_run.state.newest_ns < still.now_ns
+        for key in ("2", "2", "escape", "4", "4", "escape", "left_square_bracket", "right_square_bracket"):
+            await on.press(key)
+            shown = on.app.data_to_draw()
+            assert shown.process is not None
+            assert shown.process.last_step is not None
+            assert (shown.process.last_step.step, shown.now_ns) == (1200, still.now_ns), key
+        for width, height in ((80, 24), (200, 60), (120, 40)):
+            await on.pilot.resize_terminal(width, height)
+            await on.until(lambda h=height: len(on.app.text()) == h, "the new size")
+        for key in ("1", "3"):
+            await on.press(key)
+        shown = on.app.data_to_draw()
+        assert shown.process == still.process
+        assert (shown.state.slowest, shown.state.losses) == (still.state.slowest, still.state.losses)
+        slow_steps = on.app.live_run.slow_steps(shown, 100)
+        assert slow_steps is not None
+        assert max(step.step for step in slow_steps.steps) <= 1200
 
 
 async def test_panels_are_reached_by_number_tab_enter_and_arrows(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from dpmon import __version__
 from dpmon.cli import multi_node as module
 from dpmon.cli.commands import ListedRun
 from dpmon.cli.main import main
-from dpmon.cli.multi_node import RemoteRun, choose_job_runs, group_by_job
+from dpmon.cli.multi_node import RemoteRun, choose_job_runs
 from dpmon.mirror import remote_hosts
 from dpmon.mirror.disconnect_reasons import explain_disconnect
 from dpmon.mirror.remote_hosts import (
@@ -299,17 +299,6 @@ def test_the_newest_live_job_or_the_named_one_is_chosen(
     assert [int(one.run.started_unix) for same in found.values() for one in same] == expected
 
 
-def test_live_runs_of_unknown_jobs_are_not_mixed() -> None:
-    runs = [there("a", 1, None), there("b", 2, None)]
-    assert len(group_by_job(runs)) == 2
-    assert choose_job_runs(runs, None) == {}
-    with pytest.raises(RunError, match="no host that replied has a run other: `dpmon ls` with the same"):
-        choose_job_runs(runs, "other")
-    assert choose_job_runs(runs, None, "7") == {}
-    with pytest.raises(RunError, match="no host that replied has a run of job 7"):
-        choose_job_runs([there("a", 1)], None, "7")
-
-
 def test_a_job_that_starts_is_waited_for_but_not_for_ever(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -329,35 +318,6 @@ def test_a_job_that_starts_is_waited_for_but_not_for_ever(
     answers = iter([starts, starts])
     with pytest.raises(RunError, match="which job it belongs to: give its name, such as train-0002"):
         module._find_or_create_mirror(options, [one.host for one in starts], None)
-
-
-def test_a_run_that_machines_with_a_common_home_list_is_one(
-    tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run("a")
-    run("a", job=slurm("1.0"))
-    script = tmp_path / "way.sh"
-    script.write_text(f'shift; export PATH={BIN}:$PATH XDG_STATE_HOME={tmp_path}/a; exec "$@"')
-    assert main(["ls", "--json", "--hosts", "a,b", "--via", f"sh {script} {{}}"]) == 0
-    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert len({one["id"] for one in found}) == len(found) == 2
-    assert {one["machine"] for one in found} == {"a", "b"}
-
-
-def test_a_mirror_on_one_of_the_machines_is_no_run_of_the_job(
-    tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run("a")
-    mirror = run("a")
-    info = json.loads((mirror / "run.json").read_text())
-    (mirror / "run.json").write_text(json.dumps({**info, "nodes": ["a", "b"]}))
-    assert main(["ls", "--json", "--host", "a", "--via", way(tmp_path, 'exec "$@"')]) == 0
-    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [one["machines"] for one in found] == [[]]
-    assert found[0]["id"] != mirror.name
-    assert main(["ls"]) == 0
-    own, other = capsys.readouterr().out.splitlines()[1:]
-    assert ("2 nodes: " in own, "2 nodes: " in other) == (mirror.name[16:] in own, mirror.name[16:] in other)
 
 
 # ------------------------------------------------------------------------------------------------ doctor

@@ -14,7 +14,6 @@ from dpmon.record.record_types import Event
 from dpmon.store.events import read_memory, read_newest_memory
 from dpmon.store.steps import (
     read_called_steps,
-    read_first_activity_ns,
     read_newest_activity,
     read_newest_steps,
     read_steps,
@@ -99,19 +98,6 @@ def test_few_queries_find_the_last_row_before_a_time_for_many_processes(seed: in
     again.query = noted  # type: ignore[method-assign, assignment]
     read_newest_steps(again, range(8))
     assert 0 < len(queries) <= 8 * 4, "two for each process, and a few more at first"
-
-
-def test_a_process_began_with_its_first_row_that_is_left() -> None:
-    run, end = record_ddp_ranks(3, steps=40)
-    calls = {number: read_called_steps(run.store(), number, 1000)[-1].calls[0].start for number in range(3)}
-    steps = [next(iter(run.store().query("SELECT min(start_ns) FROM steps WHERE process = ?", (n,)))) for n in range(3)]
-    assert read_first_activity_ns(run.store(), [0, 1, 2, 7]) == calls
-    assert read_first_activity_ns(run.store().as_of(0), [0, 1, 2]) == {}
-    run._db.execute("UPDATE steps SET called = NULL WHERE process = 1")
-    assert read_first_activity_ns(run.store(), [1]) == {1: steps[1][0]}
-    run._db.execute(f"DELETE FROM steps WHERE process = 1 AND start_ns < {(2 * SECOND + end) // 2}")
-    (later,) = next(iter(run.store().query("SELECT min(start_ns) FROM steps WHERE process = 1")))
-    assert read_first_activity_ns(run.store(), [1]) == {1: later}
 
 
 def test_the_mode_and_the_wrapper_of_every_rank_are_known() -> None:

@@ -16,7 +16,7 @@ from dpmon.model.findings.rank_findings import find_rank_problems
 from dpmon.model.json_fields import communication_fields
 from dpmon.model.mode_stats import ModeStats
 from dpmon.model.run_analysis import RunAnalysis
-from dpmon.model.run_events import RunEvents, newest_wrappers
+from dpmon.model.run_events import newest_wrappers
 from dpmon.model.stragglers import (
     RankTimes,
     Straggler,
@@ -236,23 +236,6 @@ def test_communication_is_per_update_also_during_an_evaluation_that_fills_the_ti
 
 
 # ------------------------------------------------------------------------------------------------ communication
-
-
-def test_the_state_knows_the_newest_of_each_wrapper() -> None:
-    run, _ = record_ddp_ranks(2)
-    run.add([ddp_event(1, 2, iteration=400, comm_ms=3.0), ddp_event(1, 2, wrapper=1, root="Critic")], 1, 1)
-    said = RunEvents.read(run.store())
-    assert {(one.process, one.number, one.iteration) for one in said.wrappers} == {
-        (0, 0, 300),
-        (1, 0, 400),
-        (1, 1, 300),
-    }
-    found = run.state().communication
-    assert found is not None
-    assert [one.process for one in found.wrappers] == [0], "those of one rank"
-    assert found.torch_times is not None
-    assert found.torch_times.iteration == 400
-    assert found.hidden_share == pytest.approx(5.9 / 3.0)
 
 
 def test_torchs_own_times_are_taken_from_the_slowest_rank() -> None:

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from dpmon.model.recent_calls import percentiles_of
-from dpmon.model.run_snapshot import PHASES, Process, RunSnapshot
+from dpmon.model.run_snapshot import PHASES, Process
 from dpmon.model.throughput import throughput_of
 from dpmon.record.history_rows import Definition, Row
 from dpmon.record.record_types import CallRow, Event, Step
@@ -17,10 +16,6 @@ from support.history_builders import Recording, snapshot_of_rows
 from support.record_builders import SECOND, TRAINING_FLAGS, Training, call_row, calls_alone, device_event, host_event
 
 NOT_RUN = None
-
-
-def after(training: Training, steps: int, **wanted: Any) -> RunSnapshot:
-    return snapshot_of_rows([*training.begin(), *training.run(steps)], **wanted)
 
 
 def of_run(records: Iterable[Row], t_ns: int | None = None, **wanted: Any) -> Process:
@@ -90,12 +85,6 @@ def test_calls_longer_than_the_forward_are_not_subtracted_from_it() -> None:
 # ------------------------------------------------------------------------------------------------ figures and speed
 
 
-@pytest.mark.parametrize(("count", "expected"), [(0, None), (1, 1), (20, 19), (100, 95), (21, 20)])
-def test_percentile_is_the_nearest_rank(count: int, expected: int | None) -> None:
-    found = percentiles_of(range(1, count + 1))
-    assert (None if found is None else found.high) == expected
-
-
 def test_without_new_steps_the_speed_is_replaced_by_a_reason() -> None:
     training = Training(step_ns=10_000_000)
     payloads = [*training.begin(), *training.run(500)]
@@ -128,15 +117,6 @@ def test_speed_does_not_mix_modes() -> None:
     assert throughput_of(process, state, process.seen_ns).steps_per_s == pytest.approx(25, rel=0.05)
     assert process.ranged.mode == "single"
     assert process.ranged.steps == 100
-
-
-def test_replica_times_are_of_the_mode_of_the_last_step() -> None:
-    training = Training(devices=("cpu:0", "cpu:1"))
-    payloads = [*training.begin(), *training.run(50)]
-    (track,) = of_run(payloads).calls.values()
-    assert [times.calls for times in track.times if times is not None] == [50, 50]
-    (track,) = of_run([*payloads, *training.switch("single"), *training.run(3)]).calls.values()
-    assert [times.calls for times in track.times if times is not None] == [3]
 
 
 def test_columns_are_seconds_and_break_where_the_mode_changes() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from dpmon.cli.doctor import local_checks
 from dpmon.run import run_registry
-from dpmon.run.run_directory import ExitInfo, RunError, load_exit, load_info, write_info
+from dpmon.run.run_directory import RunError, load_exit, load_info
 from dpmon.run.run_registry import (
     create_run,
     fallback_directories,
@@ -22,19 +22,6 @@ from dpmon.run.run_registry import (
     short_name,
 )
 from support.history_builders import make_run_info
-
-
-def test_a_saved_run_is_read_back_unchanged(state: Path) -> None:
-    directory, info = create_run(
-        make_run_info(command=("python", "x.py", "ü"), options={"mode": "auto", "replicas": None})
-    )
-    assert load_info(directory) == info
-    assert directory.name == info.id
-    how = ExitInfo(137, "SIGKILL", 1.5, 10**12, 3.25, "supervisor")
-    assert load_exit(directory) is None
-    write_info(directory, how)
-    assert load_exit(directory) == how
-    assert sorted(path.name for path in directory.iterdir()) == ["exit.json", "run.json"]
 
 
 @pytest.fixture(autouse=True)
@@ -156,31 +143,6 @@ def test_only_the_user_can_read_what_is_made_in_a_temporary_directory(
     assert directory.is_relative_to(tmp_path / "tmp")
     assert {mode(path) for path in (directory, directory.parent, directory.parent.parent)} == {0o700}
     assert mode(tmp_path / "tmp") == 0o1777
-
-
-def mounted_as(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the mount of `tmp_path` have another type, as far as dpmon knows."""
-    mounts = run_registry.MOUNTS.read_text().replace(f" - {run_registry.file_system(tmp_path)} ", f" - {kind} ")
-    (tmp_path / "mountinfo").write_text(mounts)
-    monkeypatch.setattr(run_registry, "MOUNTS", tmp_path / "mountinfo")
-
-
-@pytest.mark.parametrize(
-    ("kind", "shared"),
-    [("nfs4", True), ("gpfs", True), ("lustre", True), ("fuse.sshfs", True), ("ext4", False), ("fuseblk", False)],
-)
-def test_the_type_of_a_file_system_is_that_of_its_mount(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, shared: bool
-) -> None:
-    assert run_registry.file_system(Path("/proc/self")) == "proc"
-    assert run_registry.file_system(Path("/proc/missing/too")) == "proc"
-    mounted_as(kind, tmp_path, monkeypatch)
-    for place in (tmp_path, tmp_path / "missing" / "too", tmp_path / "mountinfo"):
-        assert run_registry.file_system(place) == kind
-        assert run_registry.network_file_system(place) == (kind if shared else None)
-    assert run_registry.file_system(Path("/proc")) == "proc"
-    monkeypatch.setattr(run_registry, "MOUNTS", tmp_path / "missing")
-    assert run_registry.file_system(tmp_path) is None
 
 
 def as_nfs(monkeypatch: pytest.MonkeyPatch, *places: Path) -> None:

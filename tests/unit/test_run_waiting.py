@@ -107,18 +107,6 @@ def test_a_new_wait_is_not_taken_for_the_previous_one(tmp_path: Path) -> None:
     assert first < second, "it has worked in between"
 
 
-def test_an_old_note_of_a_wait_expires(tmp_path: Path) -> None:
-    now, second = time.monotonic_ns(), 1_000_000_000
-    for since, seen, expected in (
-        (now - 99 * second, now - second, now - 99 * second),
-        (now - 99 * second, now - 11 * second, None),
-        (now, now + 99 * second, None),
-        (now, now - second, None),
-    ):
-        (tmp_path / WAITS_FILE).write_text(f"{since} {seen}")
-        assert input_wait_start_ns(tmp_path) == expected
-
-
 @pytest.mark.parametrize("text", ["", "-3", "1e5 1e5", "since yesterday", "12", "1 2 3"])
 def test_nonsense_in_the_file_is_no_wait(tmp_path: Path, text: str) -> None:
     (tmp_path / WAITS_FILE).write_text(text)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import random
 import time
@@ -14,8 +13,6 @@ from typing import Any
 
 import pytest
 
-import dpmon.span_reader
-import dpmon.span_ring
 from dpmon.record.span_format import LAP_AT, Kind, Span
 from dpmon.span_reader import HOLE_NS, SpanReader, lines_path
 from dpmon.span_ring import HEADER_BYTES, SLOT, SLOT_BYTES, SLOTS, HeaderWord, RingError, SpanRing, wants_pause
@@ -224,22 +221,6 @@ def test_a_request_for_a_pause_and_its_answer(ring: SpanRing, reader: SpanReader
     assert reader.pause_requests() == (ended, asked)
 
 
-def test_the_current_phase_of_each_thread(ring: SpanRing, reader: SpanReader) -> None:
-    assert reader.current_span() == (0, 0)
-    ring.words[HeaderWord.SPAN_START + 5] = 99
-    ring.kinds[5] = Kind.BACKWARD
-    ring.words[HeaderWord.SPAN_START] = 55
-    assert reader.current_span(5) == (Kind.BACKWARD, 99)
-    assert reader.current_span() == (0, 55)
-    ring.words[HeaderWord.TRAINING_THREAD] = 5
-    assert reader.current_span() == (Kind.BACKWARD, 99)
-    ring.words[HeaderWord.TRAINING_THREAD] = (1 << 64) - 1  # damage
-    assert reader.current_span() == (0, 0)
-    assert not reader.is_ended()
-    ring.words[HeaderWord.ENDED] = 1
-    assert reader.is_ended()
-
-
 # ------------------------------------------------------------------------------------------------ foreign files
 
 
@@ -332,17 +313,6 @@ def test_torn_lines_cost_only_themselves(reader: SpanReader, path: str) -> None:
     Path(lines_path(path)).write_bytes(b"\n".join(lines) + b"\n")
     assert lines_read(reader) == [{"good": 1}] * len(bad)
     assert reader.damaged_lines == len(bad) - 1, "an empty line is none"
-
-
-def test_more_lines_than_are_read_at_once(reader: SpanReader, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dpmon.span_reader, "READ_BYTES", 1000)
-    file = Path(lines_path(path))
-    file.write_bytes(b"".join(json.dumps({"n": n}).encode() + b"\n" for n in range(5000)))
-    assert lines_read(reader) == [{"n": n} for n in range(5000)]
-    with open_reader(path) as other:
-        parts = list(other.lines())
-        assert len(parts) > 50
-        assert max(map(len, parts)) < 130
 
 
 def test_lines_up_to_where_another_reader_came(reader: SpanReader, path: str) -> None:

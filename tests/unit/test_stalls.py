@@ -17,9 +17,7 @@ import pytest
 
 from dpmon.record.record_types import Step
 from dpmon.record.schema import SECOND
-from dpmon.record.shared_names import INNER_FRAMES, OUTER_FRAMES
 from dpmon.run import proc
-from dpmon.run.run_directory import RunInfo
 from dpmon.run.stdin_terminal import is_reading_stdin
 from dpmon.stalls import rank_inspector, stacks
 from dpmon.stalls.run_state import (
@@ -46,7 +44,7 @@ from dpmon.stalls.stall_detection import (
     find_stall,
     sentence,
 )
-from dpmon.stalls.stall_report import RankReport, StallReport, build_report
+from dpmon.stalls.stall_report import RankReport, StallReport
 from dpmon.stalls.why_text import format_report
 from support.run_harness import wait_for
 
@@ -284,21 +282,6 @@ def test_a_machine_that_does_not_answer_may_hold_up_the_others() -> None:
     words = "all 4 ranks wait in backward (train.py:90): no rank of the nodes that answer is behind"
     assert told(*ranks) == words
     assert told(*(each._replace(since_ns=NOW - 60 * SECOND) for each in ranks)) is None
-
-
-def test_a_thousand_ranks_are_judged_in_no_time() -> None:
-    ranks = [rank(i, SCRIPT, 1300, world=1000, sequence=1 if i == 7 else 2) for i in range(1000)]
-    found = find_stall(ranks, LearnedDurations(), NOW)
-    assert found is not None
-    assert found.blockers == (7,)
-    begun = time.process_time()
-    for sequence in (2, 3):
-        assert find_stall(
-            [*ranks[:500], *(each._replace(groups=(ProcessGroupView(1, 2, sequence),)) for each in ranks[500:])],
-            LearnedDurations(),
-            NOW,
-        )
-    assert time.process_time() - begun < 1  # the comparison of each rank with each other takes longer
 
 
 def test_what_another_supervisor_has_learned_holds_here() -> None:
@@ -567,55 +550,12 @@ def test_a_compiled_model_that_runs_does_not_compile() -> None:
     assert Stack((code, call, *FORWARD, SCRIPT[1])).library_operation == "forward"
 
 
-def test_c_frames_are_only_in_the_whole_stack() -> None:
-    native = {"name": "poll", "filename": "/build/poll.c", "module": "/usr/lib/libc.so.6", "line": 29}
-    found = parse_py_spy_json(dumped([native, {**frame("save", "/job/train.py", 12), "module": None}]), 1).main
-    assert found is not None
-    assert found.frames == (Frame("poll", "/build/poll.c", 0), Frame("save", "/job/train.py", 12))
-    assert told(rank(0, found.frames, world=1)) == "in save (train.py:12)"
-    ranks = [
-        replace(
-            answered_rank(number, "in save (t.py:1)", waits=False),
-            stacks=(Stack((Frame(address, "/lib/libc.so.6", 0), Frame("f", "t.py", 1))),),
-        )
-        for number, address in ((0, "0x7f01"), (1, "0x7f02"))
-    ]
-    lines = [text for text, _ in format_report(StallReport(30.0, None, None, tuple(ranks)))]
-    assert lines[-3:] == ["ranks 0, 1:", "  0x7f01 (/lib/libc.so.6)", "  f (t.py:1)"]
-
-
-def test_the_stack_of_a_worker_is_shown_whole() -> None:
-    worker = LoaderWorker(
-        8, "in Samples.__getitem__ (data.py:3)", Stack((Frame("Samples.__getitem__", "/job/data.py", 3),))
-    )
-    threads = ProcessStacks((Stack(LOADER), Stack((Frame("f", "/job/t.py", 1),), "pin memory", False)))
-    facts = rank(1, LOADER, doing="data", worker=worker)
-    found = build_report(
-        [facts], {facts.pid: threads}, None, NOW, RunInfo("", "n", ("c",), "s", "/job", None, 1e9, 0, "", True)
-    )
-    whole = ["  Samples.__getitem__ (/job/data.py:3)"]
-    text = [line for line, _ in format_report(found)]
-    assert text[-2:] == ["  worker of rank 1 (pid 8):", *whole]
-    assert not any("pin memory" in line for line in text)
-    text = [line for line, _ in format_report(found, all_threads=True)]
-    assert text[-4:] == ["  thread pin memory:", "  f (/job/t.py:1)", "  worker of rank 1 (pid 8):", *whole]
-
-
 def test_frames_of_the_tracer_are_left_out() -> None:
     found = parse_py_spy_json(
         dumped([frame("wrapper", "/x/dpmon/tracer/steps/span_recorder.py", 3), frame("main", "/job/a.py", 4)]), 1
     )
     assert found.main is not None
     assert found.main.frames == (Frame("main", "/job/a.py", 4),)
-
-
-def test_a_deep_stack_keeps_both_ends() -> None:
-    found = parse_py_spy_json(dumped([frame(f"f{i}", "/job/a.py", i) for i in range(10_000)]), 1).main
-    assert found is not None
-    assert len(found.frames) == INNER_FRAMES + OUTER_FRAMES
-    assert found.left_out == 10_000 - len(found.frames)
-    assert found.frames[0].line == 0
-    assert found.frames[-1].line == 9_999
 
 
 @pytest.mark.parametrize(

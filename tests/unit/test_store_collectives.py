@@ -18,7 +18,6 @@ from dpmon.run.run_directory import load_info
 from dpmon.store.collectives import read_collective_sums, read_last_sample
 from dpmon.store.records import read_records
 from dpmon.store.steps import read_steps
-from dpmon.store.store_opening import open_store
 from dpmon.store.store_queries import Store
 from support.format_readers import read_trace
 from support.history_builders import Recording, open_store_with, write_run_directory
@@ -173,16 +172,3 @@ def test_tracks_of_communication_in_a_trace(state: Path) -> None:
     found = [one for track in tracks[1:] for one in trace.slices[process, track]]
     assert sorted(one["name"] for one in found) == ["all_gather"] * 4 + ["all_reduce"] * 4
     assert all(one["args"]["bytes"] in (500, 1000) for one in found)
-
-
-def test_old_rows_are_deleted_with_the_others(state: Path) -> None:
-    found = script(4000)
-    directory = write_run_directory(
-        {0: assemble_in_portions(found, range(50, len(found.spans), 50))}, limit_bytes=1 << 19
-    )
-    with open_store(directory) as store:
-        assert store.pruned > 0
-        left = both(read_records(store))
-        oldest = min(step.start_ns for step in read_steps(store, 1 << 20))
-    assert 100 < len(left) < 6000
-    assert min(one.start_ns for one in left) > oldest - 50 * MS

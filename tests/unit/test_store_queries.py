@@ -26,7 +26,6 @@ from support.history_builders import StoredStep, open_history, open_unlimited_st
 from support.record_builders import SECOND
 
 ERROR = 0.004
-DAY = 86_400
 
 
 def a_store(db: sqlite3.Connection, directory: Path, newest: int, slack: int, pruned: dict[int, int]) -> Store:
@@ -238,23 +237,3 @@ def test_processes_that_begin_within_a_second_share_the_time_that_they_were_ther
     with open_history(tmp_path) as store:
         spent = StatsWindow(store).time_by_activity
     assert spent == {**dict.fromkeys(ACTIVITIES, 0), "training": end - begin, "missed": SECOND // 4}
-
-
-def test_a_store_without_steps_has_no_figures(tmp_path: Path) -> None:
-    HistoryWriter.open(tmp_path, {}).close()
-    with open_history(tmp_path) as store:
-        window = StatsWindow(store)
-        assert (window.modes, store.processes, store.mode_kinds) == ([], [], set())
-        assert set(window.time_by_activity.values()) == {0}
-        assert window.rate("dp") is None
-
-
-def test_the_samples_of_ranks_add_up_although_one_begins_later() -> None:
-    tallies, times = {}, {0: (10 * SECOND, 9 * SECOND), 1: (8 * SECOND, 8 * SECOND)}
-    for process, first_ns in ((0, 0), (1, SECOND)):
-        tally = tallies[process] = Tally(10)
-        tally.first_ns, tally.last_ns = first_ns, 10 * SECOND
-        tally.stats["samples"] = SeriesStats(10, 300)
-    rate = compute_rate(tallies, times, {0: 0, 1: 1})
-    assert rate is not None
-    assert (rate.steps_per_s, rate.samples_per_s) == (1.0, 60.0)

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from dpmon.assemble.assembler import Assembler
-from dpmon.export import iter_records
 from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Event, Step
 from dpmon.record.safe_json import load_event
@@ -378,18 +377,3 @@ def test_own_records_wait_for_the_history(run: SupervisedRun, monkeypatch: pytes
         assert all(event.data["t_s"] > 0 for event in events)
         assert (events[0].data["cpu_pct"], events[0].data["load_1m"]) == (None, None)
         assert store.dropped == 5
-
-
-# ------------------------------------------------------------------------------------------------ other readers
-
-
-def test_export_before_any_supervisor_is_the_same_as_after(run: SupervisedRun) -> None:
-    training = SpanTraining(run.ring())
-    for _ in range(30):
-        training.step()
-        training.warn()
-    training.end()
-    before = list(iter_records(run.directory))
-    run.end()
-    assert list(iter_records(run.directory)) == before
-    assert sum(isinstance(one, Event) for one in before) >= 31

@@ -100,19 +100,6 @@ def test_unread_records_do_not_count_as_silence(tmp_path: Path, size: tuple[int,
     assert "idle 67 s" in drawn(feed, *size)
 
 
-@pytest.mark.parametrize(("name", "title"), [(None, "torchrun"), ("slow", "slow")])
-@pytest.mark.parametrize("size", [(80, 24), (120, 40)])
-def test_the_title_is_the_name_that_the_user_gave(
-    tmp_path: Path, size: tuple[int, int], name: str | None, title: str
-) -> None:
-    reader = FakeReader(tmp_path)
-    reader.info = replace(reader.info, script="/opt/bin/torchrun", options={"mode": "auto", "name": name})
-    feed = feed_of(tmp_path, reader)
-    feed.start()
-    feed.refresh()
-    assert drawn(feed, *size).split()[0] == title
-
-
 def test_a_new_time_range_is_read_immediately(tmp_path: Path) -> None:
     training = Training(step_ns=SECOND)
     reader = FakeReader(tmp_path)

@@ -11,12 +11,11 @@ import pytest
 
 from dpmon.model.run_snapshot import PHASES, Column
 from dpmon.record.history_rows import Row
-from dpmon.record.schema import SECOND
 from dpmon.record.shared_names import Untimed
 from dpmon.ui.chart import stacked_columns
 from dpmon.ui.panels import panel_batch
 from dpmon.ui.panels.panel_batch import missing_phase_notes
-from dpmon.ui.screen_data import ScreenData, View
+from dpmon.ui.screen_data import ScreenData
 from dpmon.ui.styled_rows import plain_text
 from dpmon.ui.terminal_style import MONO as MONO_STYLES
 from dpmon.ui.terminal_style import UNICODE, TerminalStyle
@@ -157,30 +156,6 @@ def test_a_chart_of_phases_shows_true_shares(height: int) -> None:
                 shown[upper or lower] += 8 - UNICODE.blocks.index(text) if upper else 0
         both = [(a / sum(shown.values()), b / sum(phases)) for a, b in zip(shown.values(), phases, strict=True)]
         assert max(abs(drawn - share) for drawn, share in both) < 0.15, both
-
-
-def ranged(seconds: int, span_s: int, *, over: bool) -> ScreenData:
-    """Return a run of even steps over that time, seen over a time range."""
-    training = Training(step_ns=SECOND)
-    state = snapshot_of_rows([*training.begin(), *training.run(seconds)], span_s=span_s)
-    return ScreenData(
-        state,
-        training.now,
-        RUN_INFO,
-        View(range_s=span_s),
-        exit_info=exit_info_of(0, None, training.now) if over else None,
-    )
-
-
-@pytest.mark.parametrize("seconds", [3, 18, 80, 200, 500])
-@pytest.mark.parametrize("span", [30, 120, 600, 0])
-def test_the_columns_of_a_run_that_is_over_fill_the_axis(seconds: int, span: int) -> None:
-    facts = ranged(seconds, span, over=True)
-    for width in (60, 76, 116, 196):
-        rows = rows_text(panel_batch.render_panel(facts, width, 14, STYLE))
-        at = next(index for index, row in enumerate(rows) if "dp ─" in row)
-        assert len(rows[at].rstrip()) == len(rows[at - 1].rstrip()) == width, rows[at]
-        assert " " not in rows[at - 1][8:], rows[at - 1]
 
 
 @pytest.mark.parametrize("height", [8, 14, 24])

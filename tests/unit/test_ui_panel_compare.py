@@ -166,20 +166,3 @@ def test_each_mode_has_its_own_memory(kind: str, name: str, later_s: int) -> Non
     assert found["dp"][name].bytes == 799 << 20
     assert found["single"][name].bytes == pytest.approx(399 << 20, rel=0.2)
     assert "memory" not in compare_text(facts, 60, 14)[-1]
-
-
-def test_the_full_screen_shows_the_mean_step_over_time_in_the_colors_of_the_modes() -> None:
-    training = Training()
-    payloads = [*training.begin(), *training.run(800), *training.switch("single"), *training.run(800)]
-    facts = ScreenData(
-        snapshot_of_rows(payloads), training.now, RUN_INFO, is_command_alive=True, view=View(zoom="compare")
-    )
-    rows = panel_compare.render_panel(facts, 100, 36, STYLE)
-    at = rows_text(rows).index("mean step, last 2 min")
-    styles = [style for row in rows[at + 1 : -1] for text, style in row if "█" in text]
-    assert set(styles) == {"mode.single", "mode.dp"}
-    assert "single" in plain_text(rows[-1])
-    assert "dp" in plain_text(rows[-1])
-    assert "mean step" not in "".join(
-        rows_text(panel_compare.render_panel(replace(facts, view=View()), 100, 36, STYLE))
-    )

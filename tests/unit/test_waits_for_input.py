@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from dpmon.cli.summary import summary_lines
-from dpmon.model.mode_comparison import verdict_sentence
 from dpmon.model.run_snapshot import RunSnapshot
 from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Event
@@ -80,19 +79,6 @@ def test_a_wait_is_a_gap_in_the_history() -> None:
     for process, expected_gaps in ((with_gaps, waited_seconds), (without, set())):
         columns = build_chart_columns(process, TimeAxis(2, 30, 29), 28).columns
         assert {column.second for column in columns if not column.count} == expected_gaps
-
-
-def test_a_verdict_by_the_mean_step_says_why_it_is_another(state: Path) -> None:
-    training, payloads, waits = with_waits(40.0)
-    payloads += [*training.switch("dp"), *training.run(100)]
-    found = recorded(payloads, waits).processes[0].compared
-    assert found is not None
-    assert "(waiting for input)" in (verdict_sentence(found) or "")
-    story = collect_report_data(
-        write_run_directory({0: payloads, -1: wait_events(waits)}, seconds=training.now / SECOND)
-    )
-    assert story.run.mode_comparison is not None
-    assert "(waiting for input)" in (verdict_sentence(story.run.mode_comparison) or "")
 
 
 def test_a_report_blames_nobody_for_a_wait(state: Path) -> None:

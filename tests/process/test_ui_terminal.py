@@ -9,15 +9,13 @@ import sys
 import termios
 import time
 from pathlib import Path
-from typing import Any
 
-import pyte
 import pytest
 
 from dpmon.run import proc
 from dpmon.span_ring import HeaderWord
 from support.run_harness import Dpmon, Terminal, wait_for
-from support.screen_harness import HEIGHT, SHOW_RUN, WIDTH, StartTerminal, TerminalRun
+from support.screen_harness import SHOW_RUN, StartTerminal, TerminalRun
 
 _BREAK = """
 import dpmon.ui.monitor as monitor
@@ -202,48 +200,6 @@ def test_no_color_and_no_unicode(run: TerminalRun, terminal: StartTerminal) -> N
     assert all(byte < 128 for byte in seen.raw)
     assert b"38;2;" not in seen.raw
     assert b"38;5;" not in seen.raw
-
-
-def cells(screen: pyte.Screen) -> list[list[tuple[Any, ...]]]:
-    return [
-        [(c.data, c.fg, c.bg, c.bold, c.underscore, c.reverse) for c in (screen.buffer[y][x] for x in range(WIDTH))]
-        for y in range(HEIGHT)
-    ]
-
-
-def test_direct_drawing_shows_the_same_as_textual(run: TerminalRun, terminal: StartTerminal) -> None:
-    """One screen draws directly, one with Textual alone; the emulator must show the same, including colors."""
-    stock = SHOW_RUN.replace(
-        "result =",
-        "import dpmon.ui.monitor as m; m.Monitor.terminal = property(lambda self: None, lambda *_: None)\nresult =",
-    )
-    fast, slow = terminal(), terminal(stock)
-    for seen in (fast, slow):
-        seen.shows("starting")
-    for number in range(12):
-        run.train(40)
-        run.log.write(
-            b"\x1b[3%dmstep\x1b[0m %d \xe6\xbc\xa2\xe5\xad\x97 \x1b[2mdim\x1b[0m\rSTEP\n" % (number % 8, number)
-        )
-        for seen in (fast, slow):
-            seen.shows(f"{40 * (number + 1):>9}")
-        if number == 1:
-            # A dialog opens and closes, and the terminal becomes visible again: Textual draws everything.
-            for seen in (fast, slow):
-                seen.type("q")
-                seen.shows("leave it running")
-                seen.type("\x1b")
-                seen.until(lambda s=seen: "leave it running" not in s.picture(), "the dialog to go")
-                seen.type("\x1b[I")
-        if number == 3:
-            before = len(fast.raw), len(slow.raw)
-    after = len(fast.raw), len(slow.raw)
-    run.end(0)  # another scene: both draw everything
-    for seen in (fast, slow):
-        seen.shows("finished status")
-        seen.until(lambda s=seen: f"STEP {number}" in s.picture(), "the last line")
-    fast.until(lambda: slow.take() and cells(fast.screen) == cells(slow.screen), "the same picture")
-    assert after[0] - before[0] < (after[1] - before[1]) / 2
 
 
 def test_little_is_written_and_nothing_when_nothing_changes(run: TerminalRun, terminal: StartTerminal) -> None:

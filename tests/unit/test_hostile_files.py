@@ -14,7 +14,6 @@ from support.history_builders import write_run_directory
 from support.hostile_inputs import FILE_TYPES, create_file_of_type
 from support.record_builders import Training, host_event
 from support.ring_writers import SpanTraining as spans_of
-from support.run_harness import LONG
 
 NAMES = (
     *("run.json", "exit.json", "history.sqlite", "history.sqlite-journal", "history.sqlite-wal", "history.sqlite-shm"),
@@ -38,25 +37,12 @@ COMMANDS: tuple[list[str], ...] = (
     ["keep", "--not"],
     ["rm"],
 )
-LIMIT_S = 60
-
-
 ALL_BUT_INFO = tuple(name for name in NAMES if name != "run.json")
-READ_BY_ITSELF = (
-    *("exit.json", "history.sqlite", "output.log", "stages.log", "warnings.log", "waits-for-input"),
-    *("process-0.ring", "process-1.jsonl", "input.fifo"),
-)
-CASES: list[tuple[str, tuple[str, ...]]] = [
-    (kind, (name,))
-    for kind in FILE_TYPES
-    for name in NAMES
-    if LONG or name == "run.json" or (kind == "a FIFO" and name in READ_BY_ITSELF)
-]
-CASES += [(kind, ALL_BUT_INFO) for kind in FILE_TYPES]
+CASES = [(kind, names) for kind in FILE_TYPES for names in (("run.json",), ALL_BUT_INFO)]
 
 
-@pytest.fixture(params=["screen", "headless"] if LONG else ["headless"])
-def runs(request: pytest.FixtureRequest, state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+@pytest.fixture
+def runs(state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """A run whose files are damaged, and another one."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -66,7 +52,7 @@ def runs(request: pytest.FixtureRequest, state: Path, tmp_path: Path, monkeypatc
     for name in ("spoiled", "other"):
         training = Training()
         records: dict[int, list[Row]] = {0: [*training.begin(), *training.run(5)], -1: [host_event(1.0)]}
-        made.append(write_run_directory(records, status=1, name=name, headless=request.param == "headless"))
+        made.append(write_run_directory(records, status=1, name=name))
         spans = spans_of(str(made[-1] / "process-1.ring"), 1)
         for _ in range(3):
             spans.step()
@@ -79,7 +65,7 @@ def words_of(command: list[str], directory: Path) -> list[str]:
     return command if command[0] == "ls" else [*command, directory.name]
 
 
-@pytest.mark.timeout(LIMIT_S)
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize(("kind", "names"), CASES, ids=lambda part: part if isinstance(part, str) else part[0])
 def test_every_command_survives(
     runs: list[Path], tmp_path: Path, capfd: pytest.CaptureFixture[str], kind: str, names: tuple[str, ...]

@@ -18,7 +18,7 @@ from dpmon import __version__
 from dpmon.cli import multi_node as module
 from dpmon.cli.commands import ListedRun
 from dpmon.cli.main import main
-from dpmon.cli.multi_node import RemoteRun, choose_job_runs
+from dpmon.cli.multi_node import RemoteRun, choose_job_runs, group_by_job
 from dpmon.mirror import remote_hosts
 from dpmon.mirror.disconnect_reasons import explain_disconnect
 from dpmon.mirror.remote_hosts import (
@@ -297,6 +297,17 @@ def test_the_newest_live_job_or_the_named_one_is_chosen(
 ) -> None:
     found = choose_job_runs(sorted(runs, key=lambda one: one.run.started_unix), what, slurm_job)
     assert [int(one.run.started_unix) for same in found.values() for one in same] == expected
+
+
+def test_live_runs_of_unknown_jobs_are_not_mixed() -> None:
+    runs = [there("a", 1, None), there("b", 2, None)]
+    assert len(group_by_job(runs)) == 2
+    assert choose_job_runs(runs, None) == {}
+    with pytest.raises(RunError, match="no host that replied has a run other: `dpmon ls` with the same"):
+        choose_job_runs(runs, "other")
+    assert choose_job_runs(runs, None, "7") == {}
+    with pytest.raises(RunError, match="no host that replied has a run of job 7"):
+        choose_job_runs([there("a", 1)], None, "7")
 
 
 def test_a_job_that_starts_is_waited_for_but_not_for_ever(

@@ -35,9 +35,7 @@ from support.history_builders import snapshot_of_directory, write_run_directory
 from support.rank_builders import ddp_rank_rows
 from support.record_builders import (
     SECOND,
-    TRAINING_FLAGS,
     Training,
-    call_row,
     device_event,
     host_event,
     pause_event,
@@ -397,49 +395,6 @@ def test_time_without_steps_is_a_gap_and_a_long_step_is_none(state: Path) -> Non
     bars = next(line for line in report_text(directory, 100) if "█" in line)
     assert re.search(r"▁ {8,10}▁", bars)
     assert "no bar where no step ran" in " ".join(report_text(directory, 100))
-
-
-def evaluated(train: int, evaluate: int, rounds: int = 1, via: str | None = None) -> list[Row]:
-    """Return training steps of 10 ms, then evaluation steps of 1 ms, each with a call."""
-    layout: dict[str, Any] = {"root": "M", "via": via, "devices": ["cpu"], "absent": {}}
-    at = SECOND
-    out: list[Row] = [Definition(1, layout), Definition(2, [["0", [4, 5], "float32", 80]])]
-    for number in range(1, rounds * (train + evaluate) + 1):
-        trains = (number - 1) % (train + evaluate) < train
-        wall, forward = (10_000_000, 4_000_000) if trains else (1_000_000, 50_000)
-        none = (-1, 0) * 4
-        flags = TRAINING_FLAGS * trains
-        call = call_row("single", flags, 1, number, at, forward, 2, 2, none, (2, 2, 0, forward))
-        rest = (5_900_000, 50_000) if trains else (-1, -1)
-        step = step_row("single", number, at, wall, 4, (10_000 if trains else 900_000, forward, *rest))
-        out.append(step._replace(calls=[call]))
-        at += wall
-    return out
-
-
-def test_evaluations_are_kept_apart_from_the_steps_that_train(state: Path) -> None:
-    directory = write_run_directory({0: evaluated(60, 200)})
-    said = report_json_of(collect_report_data(directory))
-    (mode,), (evaluation,) = said["modes"], said["evaluations"]
-    assert (mode["mode"], mode["steps"], mode["median_ms"]) == ("single", 60, 10.0)
-    assert (evaluation["mode"], evaluation["steps"], evaluation["median_ms"]) == ("single", 200, 1.0)
-    assert evaluation["phases"].keys() == {"data", "forward", "other"}
-    assert (said["steps"], said["calls"]) == (60, 260)
-    assert "data" not in {finding["kind"] for finding in said["findings"]}, "the training does not wait"
-    assert {(one["evaluation"], one["mode"]) for one in said["time"]["stretches"]} == {
-        (False, "single"), (True, "single"),
-    }  # fmt: skip
-    (replica,) = said["replicas"]
-    assert (replica["calls"], replica["median_ms"]) == (60, pytest.approx(4.0, rel=0.004))
-    assert lines_of_section(report_text(directory, 80), "CALLS")[1].split()[3] == "60", "as many as the median is of"
-    lines = report_text(directory, 80)
-    assert [line.split()[:3] for line in lines_of_section(lines, "STEPS")[1:3]] == [
-        ["single", "60", "10.0"], ["single,", "evaluation", "200"],
-    ]  # fmt: skip
-    assert lines_of_section(lines, "PHASES of a step, single, evaluation")
-    summary = summary_lines(directory, load_exit(directory))
-    assert any(line.startswith("single: 60 steps, 60 calls") for line in summary)
-    assert any(line.startswith("single, evaluation: 200 steps, 200 calls") for line in summary)
 
 
 def ranks_with_an_evaluation(via: str | None, steps: int) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -105,32 +104,3 @@ def test_the_end_of_a_command_that_another_process_reaped_is_unknown(run: tuple[
     how = wait_for(lambda: looked(guard))
     assert how == load_exit(directory)
     assert (how.status, how.unknown) == (None, "the supervisor was killed, and another process had reaped the command")
-
-
-STARTS = """
-import os, subprocess, sys
-env = {**os.environ, "DPMON_RUN": sys.argv[2]}
-command = subprocess.Popen([sys.executable, "-c", sys.argv[1]], start_new_session=True, env=env)
-input()
-"""
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL, signal.SIGUSR1])
-def test_a_signal_reaches_a_command_that_could_not_be_recorded(
-    state: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    """The supervisor lives, but run.json cannot be rewritten."""
-    directory, _ = create_run(RunInfo("", "n", ("c",), "s", "/", None, 1e9, 0, proc.boot_id(), True))
-    monkeypatch.setattr(guards, "STUCK_SUPERVISOR_S", 0.0)
-    code = "import os, signal, time; signal.signal(signal.SIGINT, signal.SIG_DFL)"
-    code += "; print(os.getpid(), flush=True); time.sleep(60)"
-    words = [sys.executable, "-c", STARTS, code, str(directory)]
-    with subprocess.Popen(words, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as supervisor:
-        assert supervisor.stdout is not None
-        command = int(supervisor.stdout.readline())
-        guard = SupervisorGuard(RunReader(directory), supervisor)  # type: ignore[arg-type]  # its pipes are not read
-        wait_for(lambda: guard.send(number))
-        wait_for(lambda: not proc.is_alive(command, None))
-        assert not guard.send(number)
-        assert wait_for(lambda: looked(guard)).status == 128 + number, "the supervisor does not record it"
-        supervisor.kill()

@@ -90,6 +90,18 @@ def test_numbers_that_mean_more_than_one_process_are_never_sent_to(sent: list[ob
     assert sent == []
 
 
+def test_another_start_is_another_process(one: subprocess.Popen[bytes]) -> None:
+    found = own(one)
+    tick = 1 / os.sysconf("SC_CLK_TCK")
+    for other in (found.start_s - tick, found.start_s + tick, found.start_s + 1e6):
+        assert not run_signals.send_signal(replace(found, start_s=other), signal.SIGKILL)
+        assert not run_signals.send_signal(replace(found, start_s=other), signal.SIGKILL, group=True)
+    assert one.poll() is None
+    assert run_signals.send_signal(found, signal.SIGKILL)
+    assert one.wait() == -signal.SIGKILL
+    assert not run_signals.send_signal(found, signal.SIGKILL)
+
+
 def test_a_group_is_signalled_only_through_its_leader() -> None:
     leader = sleeper(preexec_fn=lambda: os.setpgid(0, 0))
     member = sleeper(preexec_fn=lambda: os.setpgid(0, leader.pid))

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from dpmon.record.history_rows import Row
 from dpmon.record.record_types import Event
 from dpmon.record.schema import EVALUATION, TRAINING
 from dpmon.store import time_accounting
@@ -191,24 +190,6 @@ def test_after_the_last_step_only_pauses_count() -> None:
     assert sums(account.finish(3 * SECOND)) == {("paused", ""): SECOND}
 
 
-def test_processes_that_train_one_after_another_have_ended_when_the_next_one_trains(state: Path) -> None:
-    records: dict[int, list[Row]] = {}
-    now = SECOND
-    for process in range(10):
-        training = Training(process=process, step_ns=100 * MS)
-        training.now = now
-        records[process] = [*training.begin(), *training.run(50)]
-        now = training.now
-    exit_event = Event("exit", {"status": 0, "t_s": now / SECOND + 1, "signal": None})
-    with open_store(write_run_directory({**records, -1: [exit_event]})) as store:
-        found = account_for_elapsed(
-            StatsWindow(store).time_by_activity, now + SECOND, StatsWindow(store).alive_intervals
-        )
-    assert found["training"] + found["between"] == pytest.approx(now - SECOND, rel=0.01)
-    assert found["ending"] == pytest.approx(SECOND, rel=0.05)
-    assert sum(found.values()) == pytest.approx(now + SECOND, rel=0.001)
-
-
 def stalled_steps(account: TimeAccount, *steps: tuple[int, int]) -> list[ActivityInterval]:
     """Add steps (start, duration in s) that the account may leave out."""
     spent: list[ActivityInterval] = []
@@ -322,23 +303,6 @@ def test_the_time_before_a_step_belongs_to_its_kind() -> None:
     spent, gap = account.add_step(*account_step(2, "dp", 2 * SECOND, 100 * MS, False))
     assert sums(spent) == {("between", "dp"): 990 * MS, ("training", "dp"): 100 * MS}
     assert gap == (0, 1, "dp", SECOND + 10 * MS, 2 * SECOND, 990 * MS)
-
-
-def test_a_slow_first_evaluation_leaves_the_time_before_the_process_to_start_up(state: Path) -> None:
-    """It begins to record at 5 s, evaluates from 7 s on, for 3 s at first, and trains until 11 s."""
-    walls = [3000, 20, 20, *[24] * 40]
-    starts = [7000 + sum(walls[:number]) for number in range(len(walls))]
-    rows: list[Row] = [Event("process", {"pid": 4, "t_s": 5.0})]
-    for number, (start, wall) in enumerate(zip(starts, walls, strict=True), 1):
-        phases = (-1, wall * MS, *((-1, -1) if number < 4 else (MS, MS)))
-        rows.append(step_row("dp", number, start * MS, wall * MS, 8, phases))
-    with open_store(write_run_directory({0: rows})) as store:
-        window = StatsWindow(store)
-        spent = account_for_elapsed(window.time_by_activity, 12 * SECOND, window.alive_intervals)
-    assert spent["evaluation"] == 60 * MS
-    assert spent["training"] == 960 * MS
-    assert spent["startup"] == pytest.approx((7 + 2.98) * SECOND, abs=MS)
-    assert spent["ending"] == pytest.approx(SECOND, abs=MS)
 
 
 @pytest.mark.parametrize("has_ranks", [True, False])

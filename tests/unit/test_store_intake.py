@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 from collections import Counter
-from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +11,7 @@ import pytest
 from dpmon.record.history_rows import Definition, Row
 from dpmon.record.record_types import CallRow, Event, Step
 from dpmon.record.schema import EVALUATION, EXCLUDED, MIXED_MODES, STEP_KINDS, TRAINING, WARM_UP, WARM_UP_STEPS
-from dpmon.store.database import HISTORY_FILE
 from dpmon.store.gaps import GAPS
-from dpmon.store.history_writer import HistoryWriter
 from dpmon.store.process_accounts import ProcessAccounts
 from dpmon.store.ring_intake import BATCH_SIZES, SHAPES, RingIntake
 from dpmon.store.rings import RingRow
@@ -264,24 +259,6 @@ def test_pauses_and_refused_ones(ring: Ring) -> None:
     ring.step()
     assert spent(ring) == {"training": 80 * MS, "between": 200 * MS, "paused": 200 * MS}
     assert [gap[-1] for gap in ring.batch.rows[GAPS]] == [200 * MS]
-
-
-def test_a_wait_is_subtracted_from_its_gap_in_the_database(tmp_path: Path, ring: Ring) -> None:
-    supervisor = Ring(-1, ring.accounts)
-    supervisor.ids = 100
-    ring.add(event("process", process=0, pid=77, t_s=1.0))
-    ring.step()
-    ring.now += SECOND
-    ring.step()
-    history = HistoryWriter.open(tmp_path, {})
-    history.write(ring.batch)
-    supervisor.add(event("input", pid=77, t_s=1.1, waited_s=0.7))
-    history.write(supervisor.batch)
-    history.close()
-    with closing(sqlite3.connect(tmp_path / HISTORY_FILE)) as db:
-        assert db.execute("SELECT after_step, ns FROM gaps").fetchall() == [(1, 300 * MS)]
-        times = dict(db.execute("SELECT activity, sum(ns) FROM times GROUP BY activity"))
-        assert (times["input"], times["between"]) == (700 * MS, 300 * MS)
 
 
 # ---------------------------------------------------------------------------------------- limits

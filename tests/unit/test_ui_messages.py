@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from dpmon.run.run_directory import load_exit
 from dpmon.ui.dialogs import CommandPalette, TextPages
 from dpmon.ui.keys import PLAYBACK_COMMANDS, available_commands
 from dpmon.ui.panels.panel_output import OutputView, shorten_traceback_path
-from dpmon.ui.screen_data import PlaybackPosition, ScreenData
+from dpmon.ui.screen_data import ScreenData
 from dpmon.ui.styled_rows import plain_text
 from support.history_builders import snapshot_of_rows, write_playback_run
 from support.record_builders import SECOND, Training
@@ -41,21 +40,6 @@ def screen_of(facts: ScreenData, output: OutputView, width: int, height: int = 2
 
 
 # ------------------------------------------------------------------------------------------------ 80x24
-
-
-@pytest.mark.parametrize("replicas", [1, 2, 8])
-@pytest.mark.parametrize("mode", ["dp", "single"])
-@pytest.mark.parametrize("playing", [False, True])
-def test_panel_3_has_its_medians_and_the_last_step_at_80x24(replicas: int, mode: str, playing: bool) -> None:
-    facts = trained(mode=mode, devices=[f"cpu:{i}" for i in range(replicas)], step_ns=100_000_000)
-    if playing:
-        facts = replace(facts, playing=PlaybackPosition(SECOND, 9 * SECOND, False, 1.0))
-    text = "\n".join(screen(facts))
-    assert "│ median " in text
-    assert "│ last step " in text
-    assert "│       0 " in text, "the history is there"
-    if mode == "dp":
-        assert re.search(r"│ +\d\d:\d\d dp", text), "and its axis"
 
 
 def test_a_part_without_room_in_the_header_is_left_out_entirely() -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from dpmon.model.epoch_progress import Progress
 from dpmon.model.loss_curves import LossCurve
-from dpmon.model.run_snapshot import RunSnapshot
 from dpmon.store.loss_table import InvalidLoss
 from dpmon.ui.chart import line_chart
 from dpmon.ui.panels import panel_progress
@@ -21,7 +20,6 @@ from dpmon.ui.terminal_style import ASCII, UNICODE
 from support.record_builders import SECOND, Training
 from support.screen_states import (
     MONO_ASCII,
-    RUN_INFO,
     STYLE,
     TWO_FINDINGS,
     exit_info_of,
@@ -152,44 +150,6 @@ def test_the_header_says_how_far_it_is_and_the_loss() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ before and after
-
-
-def test_before_the_first_step_it_tells_what_dpmon_will_do() -> None:
-    info = replace(RUN_INFO, options={"mode": "dp", "replicas": 4})
-    found = ScreenData(RunSnapshot(), SECOND, info, is_command_alive=True)
-    assert panel_progress.is_shown(found)
-    assert drawn(found) == [
-        "mode     dp: replicas on several devices",
-        "replicas 4",
-    ]
-    assert panel_progress.preferred_height(found) == 2
-    assert not panel_progress.is_shown(replace(found, is_command_alive=False, exit_info=exit_info_of(1)))
-    assert drawn(ScreenData(RunSnapshot(), 0)) == []
-
-
-def test_after_the_end_the_findings_come_first_each_with_its_advice() -> None:
-    found = facts(
-        progress_in_epochs(left_ns=None),
-        loss_curve(),
-        exit_info=exit_info_of(1),
-        is_command_alive=False,
-        findings=TWO_FINDINGS,
-    )
-    assert [plain_text(row) for row in panel_progress.panel_title(found, STYLE, False)] == [
-        "6 What happened",
-        "2 findings",
-    ]
-    rows = drawn(found, 70, 16)
-    assert rows[0] == "1 The steps wait for data for 34% of their time."
-    assert rows[1].startswith("  try (saves at most 33.0 s of 97.0 s): ")
-    assert "2 Step times vary." in rows
-    assert any(row.startswith("loss 0.412") for row in rows)
-    assert panel_progress.is_shown(replace(found, state=replace(found.state, losses=())))
-    nothing = replace(found, findings=())
-    assert drawn(nothing)[0] == "no findings"
-    assert plain_text(panel_progress.panel_title(replace(found, findings=None), STYLE, False)[0]).startswith(
-        "6 Progress"
-    )
 
 
 @pytest.mark.parametrize("look", [STYLE, MONO_ASCII], ids=["color", "mono ascii"])

@@ -8,7 +8,6 @@ import pytest
 from rich.color import Color, ColorSystem
 from rich.console import Console
 
-from dpmon.model.step_timeline import Piece
 from dpmon.text.cells import truncate
 from dpmon.text.palettes import PALETTES, Palette
 from dpmon.ui.chart import block_line, filled_bar, range_bar
@@ -16,12 +15,11 @@ from dpmon.ui.dialogs import LineInput
 from dpmon.ui.footer import current_key_hints, key_at, render_footer
 from dpmon.ui.help_text import help_rows
 from dpmon.ui.screen_data import ScreenData
-from dpmon.ui.step_waterfall import lane_row, main_row
 from dpmon.ui.styled_rows import draw_frame, fit_row, plain_text, row_width
-from dpmon.ui.terminal_style import ASCII, LETTERS, MONO, UNICODE, TerminalStyle, choose_style
+from dpmon.ui.terminal_style import ASCII, LETTERS, MONO, UNICODE, choose_style
 from support.history_builders import snapshot_of_rows
 from support.record_builders import Training
-from support.screen_states import MONO_ASCII, STYLE, exit_info_of
+from support.screen_states import STYLE, exit_info_of
 
 
 def some_facts() -> ScreenData:
@@ -203,29 +201,6 @@ def test_a_scripts_colors_stay_legible_on_a_light_background() -> None:
             assert (light < 190) if theme == "light" else (light > 80), (theme, color)
     both = choose_style({"TERM": "xterm"}, "utf-8", "light").rich_style("sgr:#ffffff:#000000:")
     assert both.color == Color.parse("#ffffff"), "with a background of its own it stays"
-
-
-PIECES = (
-    Piece("data", 0, 10),
-    Piece("scatter", 12, 14),
-    Piece("replicate", 14, 50),
-    Piece("backward", 60, 90),
-)
-
-
-@pytest.mark.parametrize("width", [1, 5, 8, 20, 50, 100, 199])
-@pytest.mark.parametrize("look", [STYLE, MONO_ASCII], ids=["color", "ascii"])
-def test_a_step_in_time_is_as_wide_as_it_should_be_and_names_what_has_room(width: int, look: TerminalStyle) -> None:
-    row = main_row(PIECES, width, 100.0, look, (0, 95))
-    assert row_width(row) == width
-    assert row_width(lane_row(PIECES, width, 100.0, look)) == width
-    text = plain_text(row)
-    if width >= 50:
-        assert "Replicate" in text
-        assert "Backward" in text
-    if width == 100:
-        assert text[50:60] == ("." if look.glyphs.ascii else "·") * 10, "what nothing covers is dotted"
-        assert text[95:] == " " * 5, "and after the end there is nothing"
 
 
 def test_a_hidden_line_is_typed_without_echo() -> None:

@@ -15,7 +15,6 @@ import pytest
 
 from dpmon.cli.main import main
 from dpmon.model.comparison_stats import _mann_whitney_cdf, estimate_change
-from dpmon.model.device_usage import DeviceUsageBuilder
 from dpmon.model.run_comparison import (
     Judgment,
     RunComparison,
@@ -32,7 +31,6 @@ from dpmon.report.html_page import render_page
 from dpmon.report.plain_text import text_lines
 from dpmon.run.run_directory import load_info
 from dpmon.run.run_registry import short_name
-from dpmon.store.device_rollups import DeviceRollup
 from dpmon.ui.dialogs import Dialog
 from support.format_readers import check_json_is_documented
 from support.history_builders import write_run_directory
@@ -446,18 +444,6 @@ def test_the_processor_time_of_a_step_is_that_of_all_processes(state: Path) -> N
     assert "cpu_step" not in read_compared_run(a_run(1, steps=30)).values, "no whole second"
     before, after = ([a_run(seed, busy={"run_cpu_pct": use + seed}) for seed in range(3)] for use in (100, 112))
     assert compared(before, after, Threshold("cpu_step", 0.05)).outcome.startswith("slower (CPU time, limit")
-
-
-def test_processors_and_memory_of_several_machines_are_told_apart(state: Path) -> None:
-    other = [host_event(t + 0.5, node=1, cpus=8, run_mem_bytes=9 << 30) for t in range(20)]
-    run = read_compared_run(a_run(1, busy={"node": 0, "cpus": 8, "run_mem_bytes": 1 << 30}, events=other))
-    assert run.set_up["hardware"] == "8 processors on one of 2 nodes"
-    assert run.values["host_memory"] == 9 << 30
-    assert read_compared_run(a_run(1, busy={"cpus": 8})).set_up["hardware"] == "8 processors"
-    found = DeviceUsageBuilder()
-    found.add_rollup(DeviceRollup(0, -2, "cpu_pct", 1, 50.0, 50.0))
-    assert ([one.index for one in found.hosts], found.gpus()) == ([-2], ())
-    assert found.hosts[0].points()[0][1] == 50.0
 
 
 # ------------------------------------------------------------------------------------------------ screen

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -219,13 +218,6 @@ def test_a_command_that_fails_is_reported_once(told: Told, command: list[str], s
     commands.notify(events("one", "two"))
     finish(commands)
     assert told.warnings == [said]
-
-
-def test_a_command_that_prints_much_is_no_fault(told: Told) -> None:
-    commands = told.commands(sys.executable, "-c", "import sys; print('x' * 9999999); sys.stderr.write('y' * 9999999)")
-    commands.notify(events("one"))
-    finish(commands)
-    assert told.warnings == []
 
 
 # ------------------------------------------------------------------------------------------------ the process

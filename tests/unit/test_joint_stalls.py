@@ -16,7 +16,7 @@ from dpmon.record.schema import SECOND
 from dpmon.run.run_directory import RunInfo
 from dpmon.stalls.stacks import Frame, ProcessStacks, Stack
 from dpmon.stalls.stall_detection import ProcessGroupView, RankActivity
-from dpmon.stalls.stall_report import StallReport, build_report
+from dpmon.stalls.stall_report import build_report
 from dpmon.stalls.why_reply import STANDING_FILE
 from dpmon.stalls.why_text import format_report
 from dpmon.supervise import stall_watch
@@ -183,15 +183,6 @@ def test_the_stalls_of_the_supervisors_are_kept_where_nobody_judges_all_ranks(ma
     assert not machines.joint.should_store_stall(0, {**old, "since_s": []})
 
 
-def test_a_machine_whose_ranks_are_a_whole_job_judges_itself(machines: Machines) -> None:
-    machines.ranks = [[rank(0, SAVES, world=2), rank(1, world=2)] for _ in range(2)]
-    machines.run(20)
-    words = "rank 0 in save (train.py:4); rank 1 waits in backward (train.py:90)"
-    assert [machines.texts(node) for node in range(3)] == [[(None, words)], [(None, words)], []]
-    assert not any((place / STANDING_FILE).exists() for place in machines.places)
-    assert machines.joint.should_store_stall(1, machines.told[1][0])
-
-
 def test_one_answer_says_what_the_ranks_of_all_machines_do(machines: Machines) -> None:
     machines.ranks[1][1] = rank(3, SAVES)
     machines.run(20)
@@ -211,13 +202,3 @@ def test_one_answer_says_what_the_ranks_of_all_machines_do(machines: Machines) -
     assert lines[3].split()[:3] == [">", "3", "(gpu-2)"]
     assert "rank 3 (gpu-2):" in lines or "ranks 1, 3:" in lines
     assert "  thread pump:" in lines
-
-
-def test_an_answer_of_machines_that_are_not_stalled(machines: Machines) -> None:
-    answers = {
-        0: ("gpu-1", build_report([rank(0)], {}, None, START, INFO)),
-        1: ("gpu-2", StallReport(1.0, None, None, ())),
-    }
-    found = machines.joint.merge_replies(answers, START)
-    assert (found.text, found.since_s, [each.rank for each in found.ranks]) == (None, None, [0])
-    assert format_report(found)[0][0] == "not stalled"

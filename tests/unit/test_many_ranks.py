@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -66,38 +65,6 @@ def test_one_query_finds_the_newest_rows_of_all_processes_now_and_at_any_time() 
         == read_newest_memory(run.store(), [])
         == {}
     )
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_few_queries_find_the_last_row_before_a_time_for_many_processes(seed: int) -> None:
-    chance = random.Random(seed)
-    run, end = record_ddp_ranks(8, steps=chance.choice([3, 40, 100]))
-    ((first,),) = run.store().query("SELECT min(start_ns) FROM steps")
-    for process in range(1, 8):  # some have few rows, or only early or late ones
-        run._db.execute(
-            "DELETE FROM steps WHERE process = ? AND (start_ns NOT BETWEEN ? AND ? OR step % ?)",
-            (process, *sorted(chance.randrange(first, end) for _ in range(2)), chance.choice([1, 1, 1, 7])),
-        )
-    for _ in range(20):
-        until = chance.choice([0, chance.randrange(first, end), end])
-        store = run.store().as_of(until)
-        for process in chance.sample(range(10), 10):
-            query = "SELECT step FROM steps WHERE process = ? AND start_ns + wall_ns <= ? ORDER BY id DESC LIMIT 1"
-            last = [number for (number,) in store.query(query, (process, until))]
-            assert [step.step for step in read_steps(store, 1, process=process)] == last
-    store = run.store()
-    queries: list[str] = []
-    read_newest_steps(store.as_of(end // 2), range(8))
-    again = store.as_of(end // 2 + SECOND // 100)
-    ask = again.query
-
-    def noted(text: str, values: Sequence[Any] = ()) -> Any:
-        queries.append(text)
-        return ask(text, values)
-
-    again.query = noted  # type: ignore[method-assign, assignment]
-    read_newest_steps(again, range(8))
-    assert 0 < len(queries) <= 8 * 4, "two for each process, and a few more at first"
 
 
 def test_the_mode_and_the_wrapper_of_every_rank_are_known() -> None:

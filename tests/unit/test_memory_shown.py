@@ -133,11 +133,3 @@ def test_gpus_have_their_memory_where_there_is_room() -> None:
     facts = facts_of(*(one(f"cuda:{i}", 1 << 30, 1 << 30, 2 << 30, 5 << 30, 9 << 30) for i in range(8)), gpus=8)
     rows = screen_text(replace(facts, view=View(zoom="devices")), 200, 60).splitlines()
     assert any("cuda:7" in row and "peak" in row for row in rows)
-
-
-def test_the_few_bytes_that_adam_keeps_on_the_host_are_no_row_beside_a_gpu() -> None:
-    gpu = one("cuda:0", 1 << 20, 1 << 20, 2 << 20, 0, 4 << 20)
-    few, many = one("cpu", 0, 0, 16, None, None, rest_bytes=WHY), one("cpu", 1 << 20, 0, 0, None, None, rest_bytes=WHY)
-    assert [row.device for row in memory_by_device([record(0, gpu, few)])] == ["cuda:0"]
-    assert [row.device for row in memory_by_device([record(0, gpu, many)])] == ["cpu", "cuda:0"]
-    assert [row.device for row in memory_by_device([record(0, few)])] == ["cpu"]

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from statistics import median
-
 import pytest
 
 from dpmon.model.rank_waits import RankWaitCache, RankWaits
-from dpmon.model.stragglers import median_without
 from dpmon.ui.panels.panel_ranks import render_full_screen
 from dpmon.ui.screen_data import ScreenData, View
 from dpmon.ui.terminal_style import TerminalStyle
@@ -45,21 +42,6 @@ def test_the_slowest_rank_changes_half_way() -> None:
         assert found.shares[3][second] == pytest.approx(6 / 17.6, abs=0.02)
         assert found.shares[1][second] < 0.01
     assert max(found.shares[0].values()) < 0.01
-
-
-def test_many_ranks_over_a_long_time_are_read_in_wider_stretches() -> None:
-    run, end = changing(16, 60)
-    reader = RankWaitCache()
-    assert reader.read(run.store(), dict.fromkeys(range(64), 0), 0, 120).width_s == 10
-    assert reader.read(run.store(), dict.fromkeys(range(16), 0), 0, 120).width_s == 1
-    assert reader.read(run.store(), dict.fromkeys(range(64), 0), 0, 86_400).width_s == 3600
-    assert end > 0
-
-
-def test_the_median_without_one() -> None:
-    for values in ([1.0, 2.0], [0.0, 0.0, 5.0], [1.0, 3.0, 4.0, 9.0], [0.0, 2.0, 2.0, 7.0, 8.0]):
-        for at, one in enumerate(values):
-            assert median_without(values, one) == median(values[:at] + values[at + 1 :])
 
 
 @pytest.mark.parametrize("look", [STYLE, MONO_ASCII])

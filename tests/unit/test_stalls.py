@@ -211,10 +211,6 @@ def test_of_two_ranks_one_is_blamed(first: dict[str, Any], second: dict[str, Any
     assert found.blockers == (blocker,)
 
 
-def test_of_two_ranks_in_backward_the_busy_one_computes() -> None:
-    assert told(rank(0, BACKWARD, busy=True), rank(1, BACKWARD)) is None
-
-
 def test_a_rank_that_is_behind_in_the_same_place_is_named() -> None:
     assert told(rank(0, BACKWARD, sequence=6), rank(1, BACKWARD)) == (
         "ranks 0, 1 wait in backward (train.py:90): rank 1 has started fewer collectives"
@@ -288,13 +284,6 @@ def test_what_another_supervisor_has_learned_holds_here() -> None:
     ranks = [rank(0, BACKWARD), rank(1, SCRIPT)]
     assert told(*ranks) is not None
     assert told(ranks[0], ranks[1]._replace(usual_ns=60 * SECOND)) is None
-
-
-def test_one_of_64_ranks_is_named() -> None:
-    ranks = [rank(i, BACKWARD, sequence=6, world=64) for i in range(64)]
-    ranks[17] = rank(17, SCRIPT, world=64)
-    assert told(*ranks) == ("rank 17 in checkpoint (train.py:12); the other 63 wait for it in backward (train.py:90)")
-    assert told(*(each._replace(since_ns=NOW - SECOND) if i == 17 else each for i, each in enumerate(ranks))) is None
 
 
 def test_ranks_of_two_jobs_do_not_wait_for_each_other() -> None:

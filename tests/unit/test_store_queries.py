@@ -37,41 +37,6 @@ def a_store(db: sqlite3.Connection, directory: Path, newest: int, slack: int, pr
     return open_unlimited_store(db)
 
 
-def fewest(begin: int, end: int, whole: dict[int, int], widths: Sequence[int] = WIDTHS) -> int:
-    """Return the fewest tallies that cover a time: the widest possible, then narrower ones for the rest."""
-    if begin >= end:
-        return 0
-    *finer, width = widths
-    if not finer:
-        return end - begin
-    first, last = -(-begin // width) * width, min(end, whole[width]) // width * width
-    if last <= first:
-        return fewest(begin, end, whole, finer)
-    return fewest(begin, first, whole, finer) + (last - first) // width + fewest(last, end, whole, finer)
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_any_time_is_covered_exactly_by_the_fewest_tallies(tmp_path: Path, seed: int) -> None:
-    chance = random.Random(seed)
-    newest = chance.choice((0, 9, 75, 5000, 200_000))
-    with closing(sqlite3.connect(tmp_path / HISTORY_FILE, isolation_level=None)) as db:
-        store = a_store(db, tmp_path, newest, chance.choice((0, 2, 40)), {})
-        for _ in range(300):
-            begin = chance.randrange(newest + 1)
-            end = min(begin + int(chance.lognormvariate(6, 3)), 1 << 40)
-            found = store.buckets.cover(begin, end)
-            at = begin
-            for width, first, last in found:
-                assert first == at < last
-                assert first % width == last % width == 0
-                assert width == 1 or last <= store.buckets.made_until[width]
-                at = last
-            assert at == max(min(end, newest + 1), begin)
-            assert sum((last - first) // width for width, first, last in found) == fewest(
-                begin, at, store.buckets.made_until
-            )
-
-
 @pytest.mark.parametrize("seed", range(8))
 def test_deleted_tallies_are_not_queried(tmp_path: Path, seed: int) -> None:
     """Wider tallies are used instead, which extend beyond the time range as little as possible."""

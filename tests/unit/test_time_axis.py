@@ -80,14 +80,6 @@ def with_epochs(facts: ScreenData, seconds: list[int]) -> ScreenData:
     return with_process(facts, progress=Progress(epochs=tuple(epochs)))
 
 
-def test_of_many_epochs_only_so_many_are_marked_that_each_can_be_read() -> None:
-    facts = with_epochs(screen_data_of(Training(step_ns=SECOND // 5)), list(range(1, 60)))
-    axis = make_time_axis(facts)
-    for width, each in ((420, 1), (108, 5), (30, 20)):
-        words = [mark.word for mark in choose_marks(facts, axis, width)]
-        assert words == [f"e{number}" for number in range(each, 60, each)]
-
-
 def test_a_pause_is_marked_from_its_record_until_the_training_goes_on() -> None:
     training = Training(step_ns=SECOND // 5)
     payloads = [*training.begin(), *training.run(50)]

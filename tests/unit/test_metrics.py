@@ -18,14 +18,12 @@ from dpmon.record.shared_names import CALL_PHASES, Untimed
 from dpmon.run.run_directory import ExitInfo, load_info, record_stop_request, write_info
 from dpmon.run.run_registry import create_run
 from dpmon.sanitize import strip_control_chars
-from dpmon.store.ring_drain import RingDrain
 from dpmon.store.step_stats import StatsWindow
 from dpmon.store.store_opening import open_store
 from dpmon.supervise.prometheus_file import BUCKET_BOUNDS_S, PrometheusFile, metrics_path
-from support.history_builders import make_run_info, write_run_directory
+from support.history_builders import Recording, make_run_info, write_run_directory
 from support.rank_builders import ManyNodes
 from support.record_builders import SECOND, Training, device_event, host_event, records_of_rows, step_row
-from support.ring_writers import RowRing, use_row_rings
 from support.screen_states import exit_info_of
 
 HOSTILE = 'a "quoted" \\ back\nslash\x1b[31m\x00 ü'
@@ -184,22 +182,16 @@ def test_the_activities_of_a_process_add_up_to_its_time(state: Path, tmp_path: P
     assert sum(spent.values()) == pytest.approx(whole)
 
 
-def test_a_late_wait_for_input_makes_no_counter_decrease(
-    state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_late_wait_for_input_makes_no_counter_decrease(state: Path, tmp_path: Path) -> None:
     training = Training(mode="single", step_ns=100_000_000)
     directory = write_run_directory({}, status=None)
-    info = load_info(directory)
-    use_row_rings(monkeypatch)
-    process = RowRing(directory / "process-0.ring")
-    drain = RingDrain(directory, info)
+    recording = Recording(0, directory)
     metrics = PrometheusFile(tmp_path / "it.prom", directory, print)
     written_before: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
     for number in range(4):
-        process.write(*(training.begin() if not number else ()), *training.run(20))
+        recording.add([*(training.begin() if not number else ()), *training.run(20)])
         if number == 2:
-            drain.emit("input", {"pid": 4242, "t_s": training.now / SECOND - 1.5, "waited_s": 1.0})
-        drain.flush()
+            recording.add([Event("input", {"pid": 4242, "t_s": training.now / SECOND - 1.5, "waited_s": 1.0})])
         metrics.write()
         found = samples(tmp_path / "it.prom")
         counters = {
@@ -207,7 +199,7 @@ def test_a_late_wait_for_input_makes_no_counter_decrease(
         }
         assert all(counters[key] >= before for key, before in written_before.items())
         written_before = counters
-    drain.close()
+    recording.close()
     waited = tuple(sorted({"process": "0", "rank": "", "activity": "input"}.items()))
     assert found["time_seconds_total", waited] == pytest.approx(1.0)
     assert found["step_duration_seconds_count", (("mode", "single"), ("process", "0"), ("rank", ""))] == 80
